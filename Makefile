@@ -1,0 +1,52 @@
+# `make demo` and `make test` do all their own set-up on a fresh machine.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+JOBS ?= 2
+
+.PHONY: help install demo test test-slow test-gpu lint format types check clean
+
+help:
+	@echo "make demo       decode with the embedded pair: autoregressively, with a chain, with a tree"
+	@echo "make test       the test suite, without slow and GPU tests"
+	@echo "make test-slow  only the slow tests"
+	@echo "make test-gpu   only the tests that need a GPU"
+	@echo "make check      lint, types and tests"
+	@echo "make format     rewrite the code as ruff wants it"
+
+$(BIN)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+install: $(BIN)/.installed
+
+demo: install
+	$(BIN)/stree-jax demo
+
+test: install
+	$(BIN)/python -m pytest -n $(JOBS)
+
+test-slow: install
+	$(BIN)/python -m pytest -n $(JOBS) -m slow
+
+test-gpu: install
+	$(BIN)/python -m pytest -m gpu
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: install
+	$(BIN)/mypy
+
+check: lint types test
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,1 @@
+"""Benchmarks: one module a question, run as `python -m benchmarks.<name>`."""

@@ -1,0 +1,283 @@
+"""How fast is tree decoding of the embedded pair on this machine, and how many drafts are accepted?
+
+Decodes the same prompts one at a time with every method, interleaved prompt by prompt, at
+temperature 0 and 1; checks at temperature 0 that all methods give the same tokens. Then measures
+how the time of a target call grows with the tree, which decides whether drafts pay.
+
+    python -m benchmarks.decode [--prompts 16] [--tokens 96] [--rounds 3]
+"""
+
+import argparse
+import functools
+import json
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from rich.progress import Progress
+
+import stree_jax as st
+from benchmarks.common import interleaved, machine, print_table, summary, write_json
+from benchmarks.prompts import load_prompts
+from benchmarks.steps import run_steps
+
+TREE_NAMES = "ABCDE"
+
+
+class Method(NamedTuple):
+    """One way to decode."""
+
+    name: str
+    drafter: st.Drafter | None
+    topology: st.TreeTopology | None
+
+
+def methods(draft: st.HybridLM) -> list[Method]:
+    """What is compared: the paper's baselines and trees, and prompt lookup."""
+    drafter = st.ModelDrafter(draft)
+    return [
+        Method("autoregressive", None, None),
+        Method("chain of 4", drafter, st.TreeTopology.chain(4)),
+        *(Method(f"tree {name}", drafter, st.TreeTopology.paper(name)) for name in TREE_NAMES),
+        Method("small tree", drafter, st.TreeTopology.from_parents([-1, 0, 0, 1])),
+        Method("prompt lookup, chain of 4", st.NgramDrafter(), st.TreeTopology.chain(4)),
+    ]
+
+
+def measure_decoding(
+    target: st.HybridLM,
+    ways: list[Method],
+    prompts: list[list[int]],
+    *,
+    tokens: int,
+    temperature: float,
+    rounds: int,
+    progress: Progress,
+) -> list[dict]:
+    """Tokens per second, tau and equality of each method."""
+
+    def decode(way: Method, prompt: list[int]) -> st.Generation:
+        return st.generate(
+            target,
+            [prompt],
+            max_new_tokens=tokens,
+            drafter=way.drafter,
+            topology=way.topology,
+            temperature=temperature,
+            eos_token=target.config.eos_token,
+            key=jax.random.key(0),
+        )
+
+    task = progress.add_task(f"temperature {temperature:g}", total=len(ways) * (1 + rounds))
+    outputs = {}
+    for way in ways:
+        outputs[way.name] = [decode(way, prompt) for prompt in prompts]
+        progress.advance(task)
+    speeds: dict[str, list[float]] = {way.name: [] for way in ways}
+    for _ in range(rounds):
+        total = dict.fromkeys(speeds, 0.0)
+        for prompt in prompts:
+            calls = {way.name: functools.partial(decode, way, prompt) for way in ways}
+            for name, (seconds,) in interleaved(calls, 1, lambda: None).items():
+                total[name] += seconds
+        for name, seconds in total.items():
+            emitted = sum(out.stats.num_tokens for out in outputs[name])
+            speeds[name].append(emitted / seconds)
+        progress.advance(task, len(ways))
+
+    rows = []
+    plain = outputs["autoregressive"]
+    base = np.array(speeds["autoregressive"])
+    for way in ways:
+        mine = outputs[way.name]
+        calls = sum(out.stats.num_target_calls for out in mine)
+        ratio = np.array(speeds[way.name]) / base
+        rows.append(
+            {
+                "method": way.name,
+                "temperature": temperature,
+                "nodes": 1 if way.topology is None else way.topology.num_nodes,
+                "tokens_per_second": summary(speeds[way.name]),
+                "speed_up": summary(ratio),
+                "tau": sum(out.stats.num_tokens for out in mine) / calls,
+                "accepted_per_depth": [
+                    round(float(count) / calls, 4)
+                    for count in sum(out.stats.accepted_per_depth for out in mine)
+                ],
+                "identical": temperature > 0
+                or all(
+                    np.array_equal(a.tokens, b.tokens) for a, b in zip(mine, plain, strict=True)
+                ),
+            }
+        )
+    return rows
+
+
+def measure_steps(
+    name: str, model: st.HybridLM, *, count: int, rounds: int, progress: Progress
+) -> dict:
+    """Milliseconds of a target call against the number of nodes."""
+    sizes = {1: st.TreeTopology.chain(0), 2: st.TreeTopology.chain(1), 5: st.TreeTopology.chain(4)}
+    sizes |= {13: st.TreeTopology.paper("A"), 29: st.TreeTopology.paper("B")}
+    task = progress.add_task(f"target call, {name}", total=len(sizes) * (1 + rounds))
+
+    def run(topology: st.TreeTopology) -> None:
+        run_steps(model, topology, count).block_until_ready()
+
+    for topology in sizes.values():
+        run(topology)
+        progress.advance(task)
+    calls = {str(nodes): functools.partial(run, tree) for nodes, tree in sizes.items()}
+    seconds = interleaved(calls, rounds, lambda: progress.advance(task))
+    milliseconds = {
+        nodes: summary([1e3 * value / count for value in values])
+        for nodes, values in seconds.items()
+    }
+    return {
+        "model": name,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model))),
+        "milliseconds_by_nodes": milliseconds,
+        "relative_to_one_node": {
+            nodes: value["median"] / milliseconds["1"]["median"]
+            for nodes, value in milliseconds.items()
+        },
+    }
+
+
+def plot(rows: list[dict], steps: list[dict], path: str) -> None:
+    """Speed-up by method and temperature; time of a target call by nodes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), width_ratios=(3, 2))
+    names = list(dict.fromkeys(row["method"] for row in rows))
+    for offset, temperature in ((-0.2, 0.0), (0.2, 1.0)):
+        part = [row for row in rows if row["temperature"] == temperature]
+        bars = left.bar(
+            np.arange(len(names)) + offset,
+            [row["speed_up"]["median"] for row in part],
+            width=0.38,
+            label=f"temperature {temperature:g}",
+        )
+        left.bar_label(bars, [f"{row['tau']:.2f}" for row in part], fontsize=8)
+    left.axhline(1, color="black", linewidth=0.8)
+    left.set_xticks(range(len(names)), names, rotation=35, ha="right")
+    left.set_ylabel("tokens per second, autoregressive = 1")
+    left.set_title("Speed; tau above the bars")
+    left.legend()
+    for step in steps:
+        nodes = [int(n) for n in step["relative_to_one_node"]]
+        right.plot(nodes, step["relative_to_one_node"].values(), marker="o", label=step["model"])
+    right.set_xlabel("tree nodes")
+    right.set_ylabel("time of a target call, one node = 1")
+    right.set_title("What a tree costs")
+    right.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Runs the benchmark and writes `results/decode-<device>.json` and its plot."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+
+    target = st.from_pretrained(st.demo_path("target"))
+    draft = st.from_pretrained(st.demo_path("draft"))
+    tokenizer = st.load_tokenizer(st.demo_path("target"))
+    source, texts = load_prompts(options.prompts)
+    prompts = [tokenizer.encode(text).ids for text in texts]
+    where = machine()
+
+    rows, steps = [], []
+    with Progress(transient=True) as progress:
+        for temperature in (0.0, 1.0):
+            rows += measure_decoding(
+                target,
+                methods(draft),
+                prompts,
+                tokens=options.tokens,
+                temperature=temperature,
+                rounds=options.rounds,
+                progress=progress,
+            )
+        larger = st.ModelConfig.preset("mamba2-130m")
+        for name, model, count in (
+            ("embedded target", target, 100),
+            ("embedded draft", draft, 100),
+            ("mamba2-130m shape", st.HybridLM(larger, rngs=nnx.Rngs(0)), 5),
+        ):
+            steps.append(measure_steps(name, model, count=count, rounds=5, progress=progress))
+
+    for temperature in (0.0, 1.0):
+        print_table(
+            f"{len(prompts)} prompts ({source}), {options.tokens} tokens, temperature"
+            f" {temperature:g}",
+            ("method", "nodes", "tokens/s", "speed-up", "tau", "identical"),
+            [
+                (
+                    row["method"],
+                    row["nodes"],
+                    f"{row['tokens_per_second']['median']:,.0f}",
+                    f"{row['speed_up']['median']:.2f}x",
+                    f"{row['tau']:.2f}",
+                    "yes" if row["identical"] and temperature == 0 else "-",
+                )
+                for row in rows
+                if row["temperature"] == temperature
+            ],
+        )
+    print_table(
+        "Milliseconds of a target call by tree nodes (relative to one node)",
+        ("model", "1", "2", "5", "13", "29"),
+        [
+            (
+                step["model"],
+                *(
+                    f"{value['median']:.2f} ({step['relative_to_one_node'][nodes]:.1f})"
+                    for nodes, value in step["milliseconds_by_nodes"].items()
+                ),
+            )
+            for step in steps
+        ],
+    )
+    different = [row["method"] for row in rows if not row["identical"]]
+    results = {
+        "question": __doc__.splitlines()[0],
+        "machine": where,
+        "prompts": source,
+        "tokens": options.tokens,
+        "rounds": options.rounds,
+        "decoding": rows,
+        "target_calls": steps,
+    }
+    name = "decode-" + where["device"].lower().replace(" ", "-")
+    path = write_json(name, results)
+    plot(rows, steps, str(path.with_suffix(".png")))
+    best = max(
+        (row for row in rows if row["temperature"] == 0 and row["nodes"] > 1),
+        key=lambda row: row["speed_up"]["median"],
+    )
+    print(
+        json.dumps(
+            {
+                "decode": {
+                    "best": best["method"],
+                    "speed_up": round(best["speed_up"]["median"], 3),
+                    "tau": round(best["tau"], 3),
+                    "different": different,
+                    "results": str(path),
+                }
+            }
+        )
+    )
+    raise SystemExit(1 if different else 0)
+
+
+if __name__ == "__main__":
+    main()

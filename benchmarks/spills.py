@@ -1,0 +1,186 @@
+"""Do the kernels spill registers on any GPU generation? Compiled without a GPU.
+
+XLA compiles for a described device; `ptxas -v` then tells registers and spills of its PTX. Needs
+the plugin wheels of the installed jax (no driver, no CUDA libraries) and a ptxas:
+
+    pip install --no-deps jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION
+    JAX_PLATFORMS=cpu python -m benchmarks.spills
+
+Results go to `benchmarks/results/spills.json`; exit code 1 if anything spills.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+DUMP = Path(tempfile.mkdtemp(prefix="stree-spills-"))
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0 --xla_dump_to={DUMP}"
+    " --xla_gpu_dump_llvmir=true --xla_dump_emitter_re=.*"
+)
+os.environ["JAX_PLATFORMS"] = "cpu"  # the plugin registers, but must not look for a device
+os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+
+from benchmarks.common import print_table, write_json  # noqa: E402
+from benchmarks.shapes import MIXERS, MixerShape  # noqa: E402
+from pallas_kernels import replay, tree_scan  # noqa: E402
+
+NODES = (13, 64, 128)
+
+
+# Capability: name for Pallas, cores, shared memory of a core and of a block, L2, threads of a core.
+# The capability decides about registers; the rest only has to be plausible.
+GPUS = {
+    80: ("NVIDIA A100", 108, 167936, 166912, 41943040, 2048),
+    86: ("NVIDIA A10", 82, 102400, 101376, 6291456, 1536),
+    89: ("NVIDIA L4", 128, 102400, 101376, 75497472, 1536),
+    90: ("NVIDIA H100", 132, 233472, 232448, 52428800, 2048),
+}
+
+
+def target_config(capability: int) -> str:
+    """XLA's text description of a GPU."""
+    name, cores, shared_core, shared_block, l2, threads = GPUS[capability]
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: {shared_core} shared_memory_per_block_optin: {shared_block}
+  threads_per_core_limit: {threads} core_count: {cores} fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 1500000000000 l2_cache_size: {l2} clock_rate_ghz: 1.5
+  device_memory_size: 42000000000
+  cuda_compute_capability {{ major: {capability // 10} minor: {capability % 10} }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 12 patch: 0 }}
+runtime_version {{ major: 13 minor: 0 patch: 0 }}
+device_description_str: "{name}"
+"""
+
+
+@contextlib.contextmanager
+def described_gpu(capability: int) -> Iterator[None]:
+    """Tells Pallas which GPU to lower for; jax 0.10 need not be told."""
+    if jax.__version_info__ < (0, 11):
+        yield
+        return
+    device = jax.sharding.AbstractDevice(
+        device_kind=GPUS[capability][0], num_cores=None, platform="gpu"
+    )
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        yield
+
+
+def compile_for(function: Any, arguments: tuple[jax.ShapeDtypeStruct, ...], capability: int) -> Any:
+    """Compiles a function for a GPU that is not there."""
+    described = topologies.get_topology_desc(
+        platform="cuda", target_config=target_config(capability), topology="1x1x1"
+    )
+    sharding = NamedSharding(Mesh(np.array(described.devices), ("x",)), PartitionSpec())
+    placed = [
+        jax.ShapeDtypeStruct(argument.shape, argument.dtype, sharding=sharding)
+        for argument in arguments
+    ]
+    with described_gpu(capability):
+        return jax.jit(function).trace(*placed).lower(lowering_platforms=("cuda",)).compile()
+
+
+def resources(kernel: str, capability: int, ptxas: str) -> dict[str, int]:
+    """Registers and spilled bytes of one kernel, from the PTX that XLA dumped."""
+    for file in DUMP.glob("*.ptx"):
+        suffix = "a" if capability >= 90 else ""
+        result = subprocess.run(
+            [ptxas, "-v", f"--gpu-name=sm_{capability}{suffix}", str(file), "-o", os.devnull],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        report = re.search(
+            rf"function '{kernel}'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+            r".*?Used (\d+) registers",
+            result.stderr + result.stdout,
+            re.DOTALL,
+        )
+        if report:
+            stores, loads, registers = map(int, report.groups())
+            return {"registers": registers, "spilled_bytes": stores + loads}
+    raise RuntimeError(f"XLA dumped no PTX of {kernel}")
+
+
+def operands(shape: MixerShape, nodes: int, dtype: str) -> dict[str, tuple]:
+    """Abstract arguments of each kernel."""
+    heads, channels, state, groups = shape
+    struct, f32 = jax.ShapeDtypeStruct, jnp.float32
+    x, dt = struct((1, nodes, heads, channels), dtype), struct((1, nodes, heads), f32)
+    A, B = struct((heads,), f32), struct((1, nodes, groups, state), dtype)
+    D, h = struct((heads, channels), f32), struct((1, heads, channels, state), f32)
+    mask, path = struct((1, nodes, nodes), jnp.bool_), struct((1, nodes), jnp.bool_)
+    return {"tree_scan": (x, dt, A, B, B, D, h, mask), "replay": (x, dt, A, B, h, path)}
+
+
+def main() -> None:
+    """Compiles every kernel for every shape, type and GPU."""
+    ptxas = shutil.which("ptxas") or "/usr/local/cuda/bin/ptxas"
+    if not Path(ptxas).is_file():
+        raise SystemExit("no ptxas: put CUDA's or Triton's on PATH")
+    ops = {"tree_scan": tree_scan, "replay": replay}
+    rows = []
+    for capability in GPUS:
+        for name, shape in MIXERS.items():
+            for nodes in NODES:
+                for dtype in ("bfloat16", "float32"):
+                    for op, arguments in operands(shape, nodes, dtype).items():
+                        for file in DUMP.iterdir():
+                            file.unlink()
+                        compile_for(
+                            lambda *a, op=op: ops[op](*a, implementation="pallas"),
+                            arguments,
+                            capability,
+                        )
+                        found = resources(op, capability, ptxas)
+                        rows.append(
+                            {
+                                "capability": capability,
+                                "shape": name,
+                                "nodes": nodes,
+                                "dtype": dtype,
+                                "kernel": op,
+                                **found,
+                            }
+                        )
+                        print(json.dumps(rows[-1]), flush=True)
+    shutil.rmtree(DUMP)
+    spilled = [row for row in rows if row["spilled_bytes"]]
+    path = write_json("spills", {"jax": jax.__version__, "rows": rows})
+    most = {
+        (op, dtype): max(r["registers"] for r in rows if (r["kernel"], r["dtype"]) == (op, dtype))
+        for op in ops
+        for dtype in ("bfloat16", "float32")
+    }
+    print_table(
+        f"{len(rows)} kernels compiled, {len(spilled)} spill",
+        ("kernel", "type", "most registers"),
+        [(op, dtype, str(registers)) for (op, dtype), registers in most.items()],
+    )
+    print(
+        json.dumps({"spills": {"kernels": len(rows), "spill": len(spilled), "results": str(path)}})
+    )
+    raise SystemExit(1 if spilled else 0)
+
+
+if __name__ == "__main__":
+    main()

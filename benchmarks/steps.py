@@ -1,0 +1,26 @@
+"""A verify step in a loop on the device, so that what is timed is not Python."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import stree_jax as st
+from stree_jax.decoding.sampling import best_token
+from stree_jax.models.cache import init_pending, path_to
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def run_steps(model: st.HybridLM, topology: st.TreeTopology, count: int) -> jax.Array:
+    """`count` target calls on a tree; each first replays a path of the one before."""
+    tree = topology.tree(jnp.ones((1, topology.num_nodes), bool))
+    path = path_to(tree, jnp.array([topology.num_nodes - 1], jnp.int32))
+    pending = init_pending(model.config, 1, topology.num_nodes, model.dtype)
+
+    def step(_, carry):
+        tokens, pending, cache = carry
+        logits, pending, cache = model.tree_forward(tokens, tree, cache, replay=(pending, path))
+        return best_token(logits, model.config.vocab_size), pending, cache
+
+    tokens = jnp.zeros((1, topology.num_nodes), jnp.int32)
+    return jax.lax.fori_loop(0, count, step, (tokens, pending, model.init_cache(1)))[0]

@@ -1,0 +1,1 @@
+"""The state after one path of a tree, in one contraction."""

@@ -1,0 +1,93 @@
+"""`replay` as one Pallas-Triton kernel that updates the state in place.
+
+Passes: a program handles one row, one head and one block of its channels. It reads its part of the
+state once and writes it once (input and output are one buffer), and reads the nodes block by block
+from the last to the first, so that registers do not grow with the tree.
+
+Numerics: float32; products as `triton_backend.dot` says. The decay from a node to the end of the
+path is summed as such, never as a difference of sums.
+
+Refuses head and state sizes that are not powers of two. Node counts are padded.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import triton_backend as tb
+from pallas_kernels.replay.config import BlockSizes, block_sizes
+
+
+def unsupported(head_dim: int, state_size: int) -> str | None:
+    """Why these shapes cannot run, or None."""
+    return tb.unsupported_size("head_dim", head_dim) or tb.unsupported_size(
+        "state_size", state_size
+    )
+
+
+def replay(x, dt, A, B, state, path, *, interpret=False, blocks: BlockSizes | None = None):
+    """See `api.replay`."""
+    blocks = blocks or block_sizes(x.dtype)
+    batch, num_nodes, num_heads, head_dim = x.shape
+    num_groups, state_size = B.shape[2:]
+    heads_per_group = num_heads // num_groups
+    nodes = tb.padded_size(num_nodes)
+    channels = min(head_dim, max(tb.SMALLEST_BLOCK, blocks.state // state_size))
+
+    state_block = pl.BlockSpec((None, None, channels, state_size), lambda b, h, p: (b, h, p, 0))
+    return tb.call(
+        functools.partial(_kernel, block_nodes=min(blocks.nodes, nodes)),
+        name="replay",
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+        interpret=interpret,
+        grid=(batch, num_heads, head_dim // channels),
+        in_specs=[
+            pl.BlockSpec((None, nodes, None, channels), lambda b, h, p: (b, 0, h, p)),
+            pl.BlockSpec((None, nodes, None), lambda b, h, p: (b, 0, h)),
+            pl.BlockSpec((None,), lambda b, h, p: (h,)),
+            pl.BlockSpec(
+                (None, nodes, None, state_size), lambda b, h, p: (b, 0, h // heads_per_group, 0)
+            ),
+            state_block,
+            pl.BlockSpec((None, nodes), lambda b, h, p: (b, 0)),
+        ],
+        out_specs=state_block,
+        out_shape=jax.ShapeDtypeStruct(state.shape, state.dtype),
+        input_output_aliases={4: 0},
+    )(tb.pad(x, nodes), tb.pad(dt, nodes), A, tb.pad(B, nodes), state, tb.pad(path, nodes))
+
+
+def _kernel(
+    x_ref,  # [N, p]
+    dt_ref,  # [N]
+    A_ref,  # []
+    B_ref,  # [N, S]
+    state_ref,  # [p, S]
+    path_ref,  # [N]
+    new_state_ref,  # [p, S]
+    *,
+    block_nodes: int,
+):
+    num_nodes, channels = x_ref.shape
+    num_blocks = num_nodes // block_nodes
+    node = lax.broadcasted_iota(jnp.int32, (block_nodes, block_nodes), 0)
+    other = lax.broadcasted_iota(jnp.int32, (block_nodes, block_nodes), 1)
+
+    def from_block(i, carry):
+        written, after_block = carry
+        here = pl.ds((num_blocks - 1 - i) * block_nodes, block_nodes)
+        dt = jnp.where(path_ref[here], dt_ref[here], 0.0)
+        log_decay = dt * A_ref[...]
+        after = after_block + jnp.sum(jnp.where(other > node, log_decay[None, :], 0.0), axis=1)
+        weight = jnp.exp(after) * dt  # zero off the path
+        weighted = x_ref[here, :].astype(jnp.float32) * weight[:, None]
+        written = written + tb.dot(weighted, B_ref[here, :], trans_a=True)
+        return written, after_block + jnp.sum(log_decay)
+
+    start = (jnp.zeros((channels, B_ref.shape[1]), jnp.float32), jnp.float32(0.0))
+    written, total = lax.fori_loop(0, num_blocks, from_block, start)
+    new_state_ref[...] = jnp.exp(total) * state_ref[...] + written

@@ -1,0 +1,1 @@
+"""The chunked scan of a whole sequence, for prefill and training."""

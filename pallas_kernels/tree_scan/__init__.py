@@ -1,0 +1,1 @@
+"""State-space output of every node of a tree, from one state."""

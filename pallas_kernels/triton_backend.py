@@ -1,0 +1,77 @@
+"""The one module that imports Pallas-Triton.
+
+JAX has announced that it will remove this backend. When it does, `UNAVAILABLE` says so, `dispatch`
+falls back to XLA, and nothing else has to know.
+
+What the backend asks of a kernel (jax 0.10.2 to 0.12.0.1, found by lowering): sizes of loaded and
+stored blocks are powers of two; blocks divide their arrays, or loads run out of bounds; both
+operands of a `dot` have one type; no reverse cumsum, no gather from values, no slices of values.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+UNAVAILABLE: str | None = None
+try:
+    from jax.experimental.pallas import triton as plt
+except ImportError as error:  # pragma: no cover - no jax that we support
+    UNAVAILABLE = f"this jax ({jax.__version__}) has no Pallas-Triton backend: {error}"
+
+# A dot's operands have at least this many rows and columns.
+SMALLEST_BLOCK = 16
+
+
+def call(kernel, *, name: str, num_warps: int, num_stages: int, interpret: bool, **spec):
+    """`pl.pallas_call` on the Triton route, which jax 0.10 takes only if told by its parameters."""
+    return pl.pallas_call(
+        kernel,
+        name=name,
+        interpret=interpret,
+        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        **spec,
+    )
+
+
+def dot(left, right, *, trans_a: bool = False, trans_b: bool = False) -> jax.Array:
+    """A product in float32 accuracy, accumulated in float32.
+
+    The default for float32 operands on GPU is TF32 (1e-3). Instead:
+    bf16 x bf16: one product, exact before accumulation.
+    bf16 x f32: the float32 operand is split into two bf16 halves, high and low; error 2^-16.
+    f32 x f32: full float32 multiplications, without tensor cores.
+    """
+    product = functools.partial(plt.dot, trans_a=trans_a, trans_b=trans_b)
+    if left.dtype == right.dtype == jnp.float32:
+        return product(left, right, precision=lax.Precision.HIGHEST)
+    products = [product(a, b) for a in _bf16_parts(left) for b in _bf16_parts(right)]
+    return functools.reduce(jnp.add, products)
+
+
+def _bf16_parts(value):
+    if value.dtype == jnp.bfloat16:
+        return [value]
+    high = value.astype(jnp.bfloat16)
+    return [high, (value - high.astype(jnp.float32)).astype(jnp.bfloat16)]
+
+
+def padded_size(size: int) -> int:
+    """The power of two, at least `SMALLEST_BLOCK`, that `size` is padded to."""
+    return max(SMALLEST_BLOCK, 1 << (size - 1).bit_length())
+
+
+def pad(value: jax.Array, *sizes: int) -> jax.Array:
+    """Pads the axes after the first with zeros, up to `sizes`."""
+    widths = [(0, 0)] + [(0, to - now) for now, to in zip(value.shape[1:], sizes, strict=False)]
+    widths += [(0, 0)] * (value.ndim - len(widths))
+    return jnp.pad(value, widths) if any(after for _, after in widths) else value
+
+
+def unsupported_size(name: str, size: int) -> str | None:
+    """Why a kernel cannot take this size, or None if it can."""
+    if size >= SMALLEST_BLOCK and size & (size - 1) == 0:
+        return None
+    return f"{name} = {size} is not a power of two of at least {SMALLEST_BLOCK}"

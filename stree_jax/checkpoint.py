@@ -1,0 +1,227 @@
+"""Native checkpoints: a directory that describes itself.
+
+    config.json      format version and `ModelConfig`
+    params/          Orbax checkpoint of the weights
+    tokenizer.json   optional, in the format of the `tokenizers` library
+    README.md        optional model card
+
+A save writes a directory of another name and renames it when it is complete, so that a checkpoint
+is either whole or absent.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from tokenizers import Tokenizer
+
+from stree_jax.config import ModelConfig
+from stree_jax.models.lm import HybridLM
+
+FORMAT = "stree-jax"
+VERSION = 1
+
+
+def save_pretrained(
+    model: HybridLM,
+    path: str | os.PathLike[str],
+    *,
+    tokenizer: Tokenizer | None = None,
+    model_card: str | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Saves a model as a native checkpoint directory.
+
+    Args:
+        model: its weights are stored in the type they have.
+        path: the directory to create.
+        tokenizer: stored beside the weights.
+        model_card: Markdown, stored as README.md.
+        overwrite: replace an existing directory. The old one stays until the new one is complete.
+
+    Raises:
+        ValueError: `path` exists and `overwrite` is False.
+    """
+    from orbax.checkpoint import v1 as ocp  # half a second; not everyone saves
+
+    with _new_directory(Path(path), overwrite) as partial:
+        header = {"format": FORMAT, "version": VERSION, "model": model.config.to_dict()}
+        (partial / "config.json").write_text(json.dumps(header, indent=2) + "\n")
+        if tokenizer is not None:
+            tokenizer.save(str(partial / "tokenizer.json"))
+        if model_card is not None:
+            (partial / "README.md").write_text(model_card)
+        with _quiet():
+            ocp.save(partial / "params", nnx.to_pure_dict(nnx.state(model)))
+
+
+def from_pretrained(
+    path: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike = jnp.float32,
+    implementation: str | None = None,
+) -> HybridLM:
+    """Loads a native checkpoint directory.
+
+    Args:
+        path: the directory.
+        dtype: of the loaded weights, float32 or bfloat16, whatever type is stored. Speculative
+            decoding reproduces autoregressive decoding token for token in float32, the default.
+        implementation: of the tree kernels, see `pallas_kernels.dispatch`.
+
+    Raises:
+        ValueError: the checkpoint is missing, damaged, of another format, or its shapes disagree
+            with its config.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    path = Path(path)
+    config = load_config(path)
+    structure, weights = HybridLM.abstract(config, dtype=dtype, implementation=implementation)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device),
+        weights,
+    )
+    params = (path / "params").absolute()
+    if not params.is_dir():
+        raise ValueError(f"{path} has no weights: the directory 'params' is missing")
+    try:
+        with _quiet():
+            stored = ocp.metadata(params).metadata
+    except Exception as error:
+        raise ValueError(f"{path} is damaged: cannot read its weights ({_line(error)})") from error
+    _check_shapes(path, wanted, stored)
+    try:
+        with _quiet():
+            loaded = ocp.load(params, wanted)
+    except Exception as error:
+        raise ValueError(f"{path} is damaged: cannot read its weights ({_line(error)})") from error
+    return nnx.merge(structure, loaded)
+
+
+def load_config(path: str | os.PathLike[str]) -> ModelConfig:
+    """The config of a native checkpoint directory.
+
+    Raises:
+        ValueError: no such checkpoint, or not one of this format.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise ValueError(f"no checkpoint at {path}: there is no such directory")
+    file = path / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{path} is not a native checkpoint: it has no config.json")
+    try:
+        header = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} is damaged: {_line(error)}") from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} is not a native checkpoint: config.json does not say format = {FORMAT!r}"
+        )
+    if header.get("version") != VERSION:
+        raise ValueError(
+            f"{path} has checkpoint version {header.get('version')!r};"
+            f" this stree_jax reads {VERSION}"
+        )
+    return ModelConfig.from_dict(header.get("model"))
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a checkpoint directory.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    file = Path(path) / "tokenizer.json"
+    if not file.is_file():
+        raise ValueError(f"no tokenizer at {file}")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{file} is damaged: {_line(error)}") from error
+
+
+def demo_path(name: str) -> Path:
+    """The directory of a small trained model that ships with the package: "target" or "draft".
+
+    Raises:
+        ValueError: another name.
+    """
+    known = ("target", "draft")
+    if name not in known:
+        raise ValueError(f"the embedded models are {known}, got {name!r}")
+    return Path(__file__).parent / "demo" / name
+
+
+def _check_shapes(path: Path, wanted: object, stored: object) -> None:
+    """Compares names and shapes, and reports everything that is wrong at once."""
+    want, have = (
+        {_name(where): tuple(leaf.shape) for where, leaf in jax.tree.leaves_with_path(tree)}
+        for tree in (wanted, stored)
+    )
+    problems = [f"{name} {want[name]} is missing" for name in sorted(want.keys() - have.keys())]
+    problems += [
+        f"{name} {have[name]} is not expected" for name in sorted(have.keys() - want.keys())
+    ]
+    problems += [
+        f"{name} is {have[name]}, the config says {want[name]}"
+        for name in sorted(want.keys() & have.keys())
+        if want[name] != have[name]
+    ]
+    if problems:
+        shown = "; ".join(problems[:5]) + (
+            f"; and {len(problems) - 5} more" if problems[5:] else ""
+        )
+        raise ValueError(f"the weights of {path} disagree with its config: {shown}")
+
+
+def _name(where: tuple) -> str:
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in where)
+
+
+@contextlib.contextmanager
+def _new_directory(path: Path, overwrite: bool) -> Iterator[Path]:
+    """A directory that takes the name `path` if the block ends well, and else vanishes."""
+    path = path.absolute()
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} exists; choose another name or pass overwrite=True")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{path.name}.partial-", dir=path.parent))
+    try:
+        new = work / "new"
+        new.mkdir()
+        yield new
+        if path.exists():
+            path.rename(work / "old")
+        new.rename(path)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps Orbax's progress messages out of the user's terminal."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _line(error: BaseException) -> str:
+    """The first line of an error, shortened."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return text if len(text) <= 200 else text[:200] + "..."

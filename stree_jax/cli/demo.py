@@ -1,0 +1,139 @@
+"""`stree-jax demo`: the embedded pair, decoded three ways on built-in prompts."""
+
+import json
+import time
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+from tokenizers import Tokenizer
+
+import stree_jax as st
+from stree_jax.decoding.generate import plan
+
+# Written for this demo; they resemble the training text without being in it.
+PROMPTS = (
+    "Question: Rosa has 12 jars with 8 beads in each. She gives away 30 beads. How many beads does"
+    " she have left?\nAnswer:",
+    'def count_lines(path):\n    """Return the number of lines in a text file."""\n    with open(',
+    "The old house stood at the end of the lane, and nobody in the village",
+    "Question: A bus ticket costs $3. Omar buys 4 tickets every week. How much does he spend in 5"
+    " weeks?\nAnswer:",
+)
+ROUNDS = 3
+
+
+class Method(NamedTuple):
+    """One way to decode."""
+
+    name: str
+    drafter: st.Drafter | None
+    topology: st.TreeTopology | None
+
+
+def run_demo(console: Console, *, max_new_tokens: int) -> int:
+    """Runs the demo; returns the exit code, 1 if the methods disagree."""
+    target = st.from_pretrained(st.demo_path("target"))
+    drafter = st.ModelDrafter(st.from_pretrained(st.demo_path("draft")))
+    tokenizer = st.load_tokenizer(st.demo_path("target"))
+    prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
+    tree = st.TreeTopology.paper("A")
+    methods = (
+        Method("autoregressive", None, None),
+        Method("chain of 4", drafter, st.TreeTopology.chain(4)),
+        Method(f"tree of {tree.num_nodes}", drafter, tree),
+    )
+
+    def decode(method: Method, prompt: list[int]) -> st.Generation:
+        return st.generate(
+            target,
+            [prompt],
+            max_new_tokens=max_new_tokens,
+            drafter=method.drafter,
+            topology=method.topology,
+            eos_token=target.config.eos_token,
+        )
+
+    seconds = np.zeros((ROUNDS, len(methods)))
+    outputs: list[list[st.Generation]] = []
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("compiling", total=(1 + ROUNDS) * len(methods))
+        for method in methods:
+            outputs.append([decode(method, prompt) for prompt in prompts])
+            progress.advance(task)
+        progress.update(task, description="decoding")
+        for i in range(ROUNDS):  # interleaved: a slow moment of the machine hits all methods
+            for j, method in enumerate(methods):
+                began = time.perf_counter()
+                for prompt in prompts:
+                    decode(method, prompt)
+                seconds[i, j] = time.perf_counter() - began
+                progress.advance(task)
+
+    identical = [
+        all(np.array_equal(a.tokens, b.tokens) for a, b in zip(outputs[0], output, strict=True))
+        for output in outputs
+    ]
+    report = {}
+    table = Table(title=f"{len(prompts)} prompts, {max_new_tokens} tokens at most, temperature 0")
+    for column in ("method", "tokens/s", "speed-up", "tau", "identical"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    speeds = sum(out.stats.num_tokens for out in outputs[0]) / np.median(seconds, axis=0)
+    for method, speed, output, same in zip(methods, speeds, outputs, identical, strict=True):
+        calls = sum(out.stats.num_target_calls for out in output)
+        tau = sum(out.stats.num_tokens for out in output) / calls
+        table.add_row(
+            method.name,
+            f"{speed:,.0f}",
+            f"{speed / speeds[0]:.2f}x",
+            f"{tau:.2f}",
+            "yes" if same else "no",
+        )
+        report[method.name] = {
+            "tokens_per_second": round(float(speed), 1),
+            "tau": round(tau, 3),
+            "identical": same,
+        }
+    console.print(table)
+    console.print("\nOne of the texts:", style="bold")
+    text = tokenizer.decode(outputs[0][0].tokens[0, : outputs[0][0].lengths[0]].tolist())
+    console.print(Text(PROMPTS[0], style="dim") + Text(text))
+    console.print("\nOne step of it, the accepted path marked:", style="bold")
+    console.print(_one_step(target, drafter, tree, prompts[0], tokenizer))
+    console.print(
+        "\nThe target is so small that this machine's caches hold it, so drafts gain little here;"
+        " see the README for what limits it.",
+        style="dim",
+    )
+    console.print(json.dumps({"demo": report}), soft_wrap=True, highlight=False, markup=False)
+    return 0 if all(identical) else 1
+
+
+def _one_step(
+    target: st.HybridLM,
+    drafter: st.ModelDrafter,
+    tree: st.TreeTopology,
+    prompt: list[int],
+    tokenizer: Tokenizer,
+) -> Text:
+    """The draft tree of the first step that accepts two drafts or more, drawn with its tokens."""
+    request = plan(target, [prompt], max_new_tokens=32, drafter=drafter, topology=tree)
+    state = request.decoder.start(target, drafter, request.context, request.keys)
+    while True:
+        state, draft, verdict = request.decoder.step(
+            target, drafter, state, request.limits, request.sampling
+        )
+        if int(verdict.num_accepted[0]) >= 2 or bool(jnp.all(state.done)):
+            break
+    topology = request.decoder.topology
+    labels = [json.dumps(tokenizer.decode([token])) for token in np.asarray(draft.tokens[0])]
+    path = [n for n in range(topology.num_nodes) if topology.ancestor_mask[int(verdict.last[0]), n]]
+    drawing = Text()
+    for line in topology.draw(labels, path).splitlines():
+        drawing.append(line + "\n", style="bold green" if line.endswith(" *") else "")
+    drawing.append(f"next token: {json.dumps(tokenizer.decode([int(verdict.next_token[0])]))}")
+    return drawing

@@ -1,0 +1,83 @@
+"""`stree-jax generate`: streaming text from any checkpoint."""
+
+import time
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+import stree_jax as st
+from stree_jax.cli.trees import parse_tree
+
+
+def run_generate(
+    console: Console,
+    *,
+    checkpoint: Path,
+    prompt: str,
+    draft: Path | None,
+    ngram: bool,
+    tree: str | None,
+    verifier: str | None,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    dtype: str,
+) -> None:
+    """Loads, decodes, and prints tokens as they are accepted.
+
+    Raises:
+        ValueError: an argument cannot be used.
+        FloatingPointError: logits that are not finite.
+    """
+    if draft is not None and ngram:
+        raise ValueError("--draft and --ngram are two ways to draft; choose one")
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"--dtype must be float32 or bfloat16, got {dtype!r}")
+    topology = None if tree is None else parse_tree(tree)
+    tokenizer = st.load_tokenizer(checkpoint)
+    model = st.from_pretrained(checkpoint, dtype=dtype)
+    drafter: st.Drafter | None = None
+    if draft is not None:
+        drafter = st.ModelDrafter(st.from_pretrained(draft, dtype=dtype))
+    elif ngram:
+        drafter = st.NgramDrafter()
+
+    tokens = tokenizer.encode(prompt, add_special_tokens=False).ids
+    if not tokens:
+        raise ValueError("--prompt is empty; give at least one character")
+    steps = st.stream(
+        model,
+        [tokens],
+        max_new_tokens=max_new_tokens,
+        drafter=drafter,
+        topology=topology,
+        verifier=verifier,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        eos_token=model.config.eos_token,
+        key=jax.random.key(seed),
+    )
+    console.print(prompt, end="", style="dim", markup=False)
+    output: list[int] = []
+    shown, calls, began = "", 0, time.perf_counter()
+    for (new,) in steps:
+        output += new
+        calls += 1
+        if calls == 1:
+            began = time.perf_counter()  # the first step compiled
+            first = len(new)
+        # A character may need several tokens: show only what later tokens cannot change.
+        text = tokenizer.decode(output).rstrip("\N{REPLACEMENT CHARACTER}")
+        console.print(text[len(shown) :], end="", markup=False, soft_wrap=True)
+        shown = text
+    console.print(tokenizer.decode(output)[len(shown) :], markup=False)
+    seconds = time.perf_counter() - began
+    speed = f"{(len(output) - first) / seconds:,.0f} tokens/s, " if calls > 1 else ""
+    console.print(
+        f"{len(output)} tokens, {calls} target calls, {speed}tau {len(output) / calls:.2f}",
+        style="dim",
+    )

@@ -1,0 +1,117 @@
+"""The `stree-jax` command: demo, generate, train, distill, tree.
+
+Every error that a user can cause is one line on stderr and exit code 2. Modules that import jax are
+imported by the commands that need them, so that `--help` is quick.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="stree-jax",
+    help="Speculative tree decoding of Mamba-2 language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def demo(
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add to each prompt.")] = 64,
+) -> None:
+    """Decode with the embedded pair: autoregressively, with a chain and with a tree."""
+    from stree_jax.cli.demo import run_demo
+
+    raise typer.Exit(run_demo(Console(), max_new_tokens=max_new_tokens))
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(help="Directory of the target model.")],
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to continue.")],
+    draft: Annotated[Path | None, typer.Option(help="Directory of a draft model.")] = None,
+    ngram: Annotated[bool, typer.Option("--ngram", help="Draft by prompt lookup.")] = False,
+    tree: Annotated[
+        str | None,
+        typer.Option(help="chain:4, complete:2,3, branching:3,2,1, paper:A or parents:-1,0,0."),
+    ] = None,
+    verifier: Annotated[str | None, typer.Option(help="How drafts are accepted.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the best token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k best tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample from the most probable p.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the random key.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+) -> None:
+    """Continue a text; tokens are shown as they are accepted."""
+    from stree_jax.cli.generate import run_generate
+
+    run_generate(
+        Console(highlight=False),
+        checkpoint=checkpoint,
+        prompt=prompt,
+        draft=draft,
+        ngram=ngram,
+        tree=tree,
+        verifier=verifier,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        dtype=dtype,
+    )
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="TOML file: text, model and optimisation.")],
+    output: Annotated[Path, typer.Argument(help="Directory of the checkpoint to write.")],
+) -> None:
+    """Train a tokenizer and a model on text. Started again, it goes on where it stopped."""
+    from stree_jax.cli.train import run_training
+
+    run_training(Console(), recipe, output, target=None)
+
+
+@app.command()
+def distill(
+    recipe: Annotated[Path, typer.Argument(help="TOML file: text, model and optimisation.")],
+    target: Annotated[Path, typer.Argument(help="Directory of the model to imitate.")],
+    output: Annotated[Path, typer.Argument(help="Directory of the checkpoint to write.")],
+) -> None:
+    """Train a draft model to predict what a target model predicts."""
+    from stree_jax.cli.train import run_training
+
+    run_training(Console(), recipe, output, target=target)
+
+
+@app.command()
+def tree(
+    spec: Annotated[str, typer.Argument(help="As in `generate --tree`.")],
+) -> None:
+    """Draw a draft tree."""
+    from stree_jax.cli.trees import parse_tree
+
+    topology = parse_tree(spec)
+    console = Console(highlight=False)
+    console.print(topology.draw(), markup=False)
+    console.print(
+        f"{topology.num_nodes} nodes, depth {topology.depth}, width {topology.width}", style="dim"
+    )
+
+
+def main() -> None:
+    """Runs the command and turns errors into one line."""
+    try:
+        app()
+    except (ValueError, FloatingPointError, OSError) as error:
+        print(f"stree-jax: error: {' '.join(str(error).split())}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

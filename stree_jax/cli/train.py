@@ -1,0 +1,51 @@
+"""`stree-jax train` and `stree-jax distill`: progress around the training loop."""
+
+import shlex
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from stree_jax.training.recipe import Recipe
+from stree_jax.training.run import distill, train
+
+
+def run_training(console: Console, recipe_path: Path, output: Path, target: Path | None) -> None:
+    """Runs a recipe to its end, with a progress bar.
+
+    Raises:
+        ValueError: the recipe, the target or the output cannot be used.
+    """
+    recipe = Recipe.load(recipe_path)
+    command = shlex.join(["stree-jax", *sys.argv[1:]])
+    reports = (
+        train(recipe, output, command=command)
+        if target is None
+        else distill(recipe, target, output, command=command)
+    )
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[report]}"),
+        console=console,
+    ) as progress:
+        task = progress.add_task("reading text", total=recipe.training.steps, report="")
+        for step in reports:
+            progress.update(
+                task,
+                description="training",
+                completed=step.step,
+                report=f"loss {step.loss:.3f}  {step.tokens_per_second:,.0f} tokens/s",
+            )
+    console.print(f"wrote {output}", highlight=False)

@@ -1,0 +1,31 @@
+"""Trees as words: `chain:4`, `complete:2,3`, `branching:3,2,1`, `paper:A`, `parents:-1,0,0`."""
+
+from stree_jax.tree import TreeTopology
+
+
+def parse_tree(spec: str) -> TreeTopology:
+    """The topology that a word describes.
+
+    Raises:
+        ValueError: it describes none.
+    """
+    kind, _, rest = spec.partition(":")
+    if kind == "paper":
+        return TreeTopology.paper(rest)
+    try:
+        numbers = [int(number) for number in rest.split(",")]
+    except ValueError:
+        numbers = []
+    match kind, numbers:
+        case "chain", [num_drafts]:
+            return TreeTopology.chain(num_drafts)
+        case "complete", [branching, depth]:
+            return TreeTopology.complete(branching, depth)
+        case "branching", [_, *_]:
+            return TreeTopology.from_branching(numbers)
+        case "parents", [_, *_]:
+            return TreeTopology.from_parents(numbers)
+    raise ValueError(
+        f"{spec!r} is not a tree:"
+        " use chain:4, complete:2,3, branching:3,2,1, paper:A or parents:-1,0,0"
+    )

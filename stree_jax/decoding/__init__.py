@@ -1,0 +1,1 @@
+"""Drafters, verifiers and the one loop that runs them."""

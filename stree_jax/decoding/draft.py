@@ -1,0 +1,393 @@
+"""Drafters: what proposes a tree of tokens for the target to verify.
+
+A drafter is a pytree (weights and settings) with four pure methods; what it remembers between steps
+is the state they pass on. `prepare` reads the prompts, `propose` grows a tree, `commit` hears the
+verdict.
+"""
+
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from stree_jax.array_types import Array, Bool, Int, Key
+from stree_jax.decoding.prefill import prefill
+from stree_jax.decoding.sampling import all_finite, token_log_probs
+from stree_jax.decoding.state import Context, DraftTree, Sampling, Verdict
+from stree_jax.decoding.verify import CHILDREN
+from stree_jax.models.cache import Cache, Path, Pending, init_pending, path_to
+from stree_jax.models.lm import HybridLM
+from stree_jax.tree import Tree, TreeTopology
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """What the decode loop asks of a drafter. `topology` has its nodes in level order."""
+
+    def default_topology(self) -> TreeTopology:
+        """The tree to use when the user names none."""
+        ...
+
+    def children(self, topology: TreeTopology, *, greedy: bool) -> str:
+        """How siblings are chosen, one of `CHILDREN`; a verifier must be exact for it.
+
+        Raises:
+            ValueError: the drafter's settings do not work at this temperature.
+        """
+        ...
+
+    def prepare(self, context: Context, topology: TreeTopology) -> Any:
+        """The state before the first step. The context's last token, the root, is not read yet."""
+        ...
+
+    def propose(
+        self,
+        state: Any,
+        context: Context,
+        keys: Key[Array, " B"],
+        sampling: Sampling,
+        topology: TreeTopology,
+        *,
+        greedy: bool,
+        filtered: bool,
+    ) -> tuple[DraftTree, Any]:
+        """Grows a tree below the context's last token."""
+        ...
+
+    def commit(self, state: Any, draft: DraftTree, verdict: Verdict, topology: TreeTopology) -> Any:
+        """Takes note of the accepted path; `verdict.last` is -1 for rows that have ended."""
+        ...
+
+
+def _root(context: Context) -> Array:
+    """The last token of each row `[B, 1]`, which no cache has read."""
+    return jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)
+
+
+def root_only(context: Context) -> DraftTree:
+    """The tree of autoregressive decoding: the root, and no draft."""
+    root = _root(context)
+    tree = TreeTopology.chain(0).tree(jnp.ones_like(root, bool))
+    return DraftTree(root, tree, None, jnp.full(1, -1, jnp.int32), jnp.ones(root.shape[0], bool))
+
+
+class ModelDraftState(NamedTuple):
+    """What a draft model carries between steps.
+
+    The draft model never runs the leaves of its tree. When the accepted path ends in a leaf, that
+    token is unread: the *catch-up* token, run together with the next root. So the draft model's own
+    tree has the catch-up token as node 0 (a node of no consequence when there is nothing to catch
+    up on), and then the topology's inner nodes.
+    """
+
+    cache: Cache
+    pending: Pending  # of the draft model's own tree
+    path: Path  # accepted in that tree, to be replayed
+    catch_up: Int[Array, " B"]
+    has_catch_up: Bool[Array, " B"]
+
+
+class ModelDrafter(nnx.Module):
+    """A draft model that grows a tree level by level, from one state.
+
+    Args:
+        model: any model with the target's vocabulary.
+        children: how siblings are chosen: "top_k" (the most probable), "iid" (sampled
+            independently), "without_replacement" (sampled, all different, in the order drawn), or
+            "auto": top-k at temperature 0; above it, without replacement in a tree and i.i.d. in a
+            chain.
+
+    Raises:
+        ValueError: another value of `children`.
+    """
+
+    def __init__(self, model: HybridLM, *, children: str = "auto"):
+        if children not in ("auto", *CHILDREN):
+            raise ValueError(f"children must be 'auto' or one of {CHILDREN}, got {children!r}")
+        self.model = model
+        self._children = children
+
+    def default_topology(self) -> TreeTopology:
+        """The 13-node tree of the paper's main experiment."""
+        return TreeTopology.paper("A")
+
+    def children(self, topology: TreeTopology, *, greedy: bool) -> str:
+        """See `Drafter`."""
+        if self._children == "auto":
+            if greedy:
+                return "top_k"
+            branching = max(map(len, topology.children))
+            return "iid" if branching <= 1 else "without_replacement"
+        if greedy and self._children != "top_k":
+            raise ValueError(
+                f"children = {self._children!r} are sampled, which needs temperature > 0;"
+                " use 'top_k' or 'auto' at temperature 0"
+            )
+        return self._children
+
+    def prepare(self, context: Context, topology: TreeTopology) -> ModelDraftState:
+        """See `Drafter`."""
+        batch = context.length.shape[0]
+        num_nodes = 1 + len(_inner_nodes(topology))
+        none = jnp.full(batch, -1, jnp.int32)
+        return ModelDraftState(
+            cache=prefill(self.model, context.tokens, context.length - 1),
+            pending=init_pending(self.model.config, batch, num_nodes, self.model.dtype),
+            path=Path(
+                jnp.zeros((batch, num_nodes), bool), jnp.tile(none[:, None], num_nodes), none
+            ),
+            catch_up=jnp.zeros(batch, jnp.int32),
+            has_catch_up=jnp.zeros(batch, bool),
+        )
+
+    def propose(
+        self,
+        state: ModelDraftState,
+        context: Context,
+        keys: Key[Array, " B"],
+        sampling: Sampling,
+        topology: TreeTopology,
+        *,
+        greedy: bool,
+        filtered: bool,
+    ) -> tuple[DraftTree, ModelDraftState]:
+        """See `Drafter`."""
+        how = self.children(topology, greedy=greedy)
+        vocab_size = self.model.config.vocab_size
+        root = _root(context)
+        tokens, valid = root, jnp.ones_like(root, bool)
+        queries = jnp.concatenate([state.catch_up[:, None], root], axis=1)
+        replay: tuple[Pending, Path] | None = (state.pending, state.path)
+        cache, grown = state.cache, None
+        scores, finite = [], []
+        for depth, level in enumerate(_levels(topology)):
+            logits, grown, cache = self.model.tree_forward(
+                queries,
+                _own_tree(topology, valid, state.has_catch_up, depth),
+                cache,
+                replay=replay,
+                grown=grown,
+                num_logits=len(level.inner),
+            )
+            replay = None
+            finite.append(all_finite(logits, vocab_size).all(axis=-1))
+            if how == "top_k":
+                scores.append(logits[..., :vocab_size])
+            else:
+                scores.append(
+                    token_log_probs(logits, sampling, vocab_size=vocab_size, filtered=filtered)
+                )
+            level_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, depth)
+            drawn, exists = _draw(how, scores[-1], level.width, level_keys)
+            below = exists[:, level.source, level.rank] & valid[:, level.parents]
+            below_tokens = drawn[:, level.source, level.rank]
+            tokens = jnp.concatenate([tokens, below_tokens], axis=1)
+            valid = jnp.concatenate([valid, below], axis=1)
+            queries = below_tokens[:, level.next_inner]
+
+        assert grown is not None  # a tree with drafts has a level
+        inner = list(_inner_nodes(topology))
+        rows = np.full(topology.num_nodes, -1, np.int32)
+        rows[inner] = np.arange(len(inner))
+        draft = DraftTree(
+            tokens=tokens,
+            tree=topology.tree(valid),
+            log_probs=None if how == "top_k" else jnp.concatenate(scores, axis=1),
+            rows=jnp.asarray(rows),
+            finite=jnp.stack(finite).all(axis=0),
+        )
+        return draft, state._replace(cache=cache, pending=grown)
+
+    def commit(
+        self, state: ModelDraftState, draft: DraftTree, verdict: Verdict, topology: TreeTopology
+    ) -> ModelDraftState:
+        """See `Drafter`."""
+        inner = _inner_nodes(topology)
+        position = np.full(topology.num_nodes, -1, np.int32)  # of each inner node in the own tree
+        position[list(inner)] = 1 + np.arange(len(inner))
+        ended = verdict.last < 0
+        last = jnp.maximum(verdict.last, 0)
+        is_leaf = jnp.asarray(position < 0)[last] & ~ended
+        read = jnp.where(is_leaf, jnp.asarray(topology.parents)[last], last)
+        own_last = jnp.where(ended, -1, jnp.asarray(position)[read])
+        own_tree = _own_tree(topology, draft.tree.valid, state.has_catch_up, topology.depth - 1)
+        catch_up = jnp.take_along_axis(draft.tokens, last[:, None], axis=1)[:, 0]
+        return state._replace(
+            path=path_to(own_tree, own_last), catch_up=catch_up, has_catch_up=is_leaf
+        )
+
+
+class _Level(NamedTuple):
+    """How one level of a topology begets the next."""
+
+    inner: list[int]  # its nodes with children
+    width: int  # most children of any of them
+    parents: list[int]  # of each node of the next level, as topology nodes ...
+    source: list[int]  # ... and as positions in `inner`
+    rank: list[int]  # of each node of the next level among its siblings
+    next_inner: np.ndarray  # positions of the next level's nodes with children
+
+
+def _levels(topology: TreeTopology) -> list[_Level]:
+    """The levels that have children, from the root's on."""
+    levels = []
+    for depth in range(topology.depth):
+        nodes = [n for n in range(topology.num_nodes) if topology.depths[n] == depth]
+        inner = [n for n in nodes if topology.children[n]]
+        below = [child for n in inner for child in topology.children[n]]
+        parents = [topology.parents[child] for child in below]
+        levels.append(
+            _Level(
+                inner=inner,
+                width=max(len(topology.children[n]) for n in inner),
+                parents=parents,
+                source=[inner.index(parent) for parent in parents],
+                rank=[topology.children[topology.parents[c]].index(c) for c in below],
+                next_inner=np.flatnonzero([bool(topology.children[c]) for c in below]),
+            )
+        )
+    return levels
+
+
+def _inner_nodes(topology: TreeTopology) -> tuple[int, ...]:
+    """Nodes with children, in level order."""
+    return tuple(node for node, children in enumerate(topology.children) if children)
+
+
+def _own_tree(
+    topology: TreeTopology, valid: Bool[Array, "B N"], has_catch_up: Bool[Array, " B"], level: int
+) -> Tree:
+    """The draft model's own tree down to `level`: the catch-up token, then the inner nodes."""
+    inner = [n for n in _inner_nodes(topology) if topology.depths[n] <= level]
+    nodes = np.array(inner)
+    batch, num_nodes = valid.shape[0], len(inner) + 1
+    position = {node: 1 + i for i, node in enumerate(inner)}
+    parents = np.array([-1, -1] + [position[topology.parents[n]] for n in inner[1:]], np.int32)
+    static_mask = np.eye(num_nodes, dtype=bool)
+    static_mask[1:, 1:] = topology.ancestor_mask[np.ix_(nodes, nodes)]
+    depth = np.array([0] + [topology.depths[n] for n in inner], np.int32)
+
+    below = jnp.asarray(np.arange(num_nodes) > 0)
+    own_valid = jnp.concatenate([has_catch_up[:, None], valid[:, nodes]], axis=1)
+    # The catch-up token is above all others, if there is one.
+    mask = (jnp.asarray(static_mask) | (below[:, None] & ~below)) & own_valid[:, None, :]
+    is_root = jnp.asarray(np.arange(num_nodes) == 1)
+    return Tree(
+        parents=jnp.where(is_root & has_catch_up[:, None], 0, jnp.asarray(parents)),
+        depth=jnp.broadcast_to(depth, (batch, num_nodes)) + (below & has_catch_up[:, None]),
+        ancestor_mask=mask,
+        valid=own_valid,
+    )
+
+
+def _draw(how: str, scores: Array, width: int, keys: Array) -> tuple[Array, Array]:
+    """`width` children of each node, best or first drawn first: tokens, and which of them exist.
+
+    `scores` are logits or log-probabilities `[B, q, V]`; results are `[B, q, width]`.
+    """
+    if how == "iid":
+        shape = (width, *scores.shape[1:-1])
+        drawn = jax.vmap(lambda key, row: jax.random.categorical(key, row, shape=shape))(
+            keys, scores
+        )
+        drawn = jnp.moveaxis(drawn, 1, -1).astype(jnp.int32)
+        return drawn, jnp.ones_like(drawn, bool)
+    if how == "without_replacement":
+        # Gumbel-top-k: the order of the perturbed scores is the order of sequential draws.
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:]))(keys)
+        best, drawn = lax.top_k(scores + noise, width)
+    else:
+        best, drawn = lax.top_k(scores, width)
+    return drawn.astype(jnp.int32), jnp.isfinite(best)
+
+
+class NgramDrafter(nnx.Module):
+    """Prompt lookup: what followed the same few tokens earlier in the prompt or the output.
+
+    A node's children are the different tokens that followed the last tokens of its path, those
+    after the longest match first, and the latest of these first. Trees are therefore ragged: where
+    nothing matches there are fewer drafts, or none.
+
+    Args:
+        max_match: longest match that is looked for, in tokens.
+        min_match: shortest match that counts.
+
+    Raises:
+        ValueError: not `1 <= min_match <= max_match`.
+    """
+
+    def __init__(self, *, max_match: int = 3, min_match: int = 1):
+        if not 1 <= min_match <= max_match:
+            raise ValueError(
+                "need 1 <= min_match <= max_match,"
+                f" got min_match = {min_match}, max_match = {max_match}"
+            )
+        self.max_match = max_match
+        self.min_match = min_match
+
+    def default_topology(self) -> TreeTopology:
+        """One chain: a match is usually right for several tokens, or not at all."""
+        return TreeTopology.chain(4)
+
+    def children(self, topology: TreeTopology, *, greedy: bool) -> str:
+        """See `Drafter`. Lookups are deterministic, as the top k are."""
+        return "top_k"
+
+    def prepare(self, context: Context, topology: TreeTopology) -> None:
+        """See `Drafter`. All there is to remember is in the context."""
+
+    def propose(
+        self,
+        state: None,
+        context: Context,
+        keys: Key[Array, " B"],
+        sampling: Sampling,
+        topology: TreeTopology,
+        *,
+        greedy: bool,
+        filtered: bool,
+    ) -> tuple[DraftTree, None]:
+        """See `Drafter`."""
+        tokens, valid = jax.vmap(lambda row, length: self._grow(row, length, topology))(
+            context.tokens, context.length
+        )
+        none = jnp.full(topology.num_nodes, -1, jnp.int32)
+        finite = jnp.ones(tokens.shape[0], bool)
+        return DraftTree(tokens, topology.tree(valid), None, none, finite), None
+
+    def commit(
+        self, state: None, draft: DraftTree, verdict: Verdict, topology: TreeTopology
+    ) -> None:
+        """See `Drafter`."""
+
+    def _grow(self, row: Array, length: Array, topology: TreeTopology) -> tuple[Array, Array]:
+        """Tokens and validity `[N]` of one row's tree."""
+        # The last max_match tokens before each place, latest first; -1 before the start, -2 as a
+        # query's own, so that the two never match.
+        places = jnp.arange(row.shape[0])
+        history = [jnp.where(places > k, jnp.roll(row, k + 1), -1) for k in range(self.max_match)]
+        ends = length - 1 - jnp.arange(self.max_match)
+        root_tail = jnp.where(ends >= 0, row[jnp.maximum(ends, 0)], -2)
+
+        tokens = [row[length - 1]] + [jnp.int32(0)] * (topology.num_nodes - 1)
+        valid = [jnp.array(True)] + [jnp.array(False)] * (topology.num_nodes - 1)
+        tails = {0: root_tail}
+        for node, children in enumerate(topology.children):
+            if not children:
+                continue
+            tail = tails[node]
+            equal = jnp.stack([history[k] == tail[k] for k in range(self.max_match)])
+            match = jnp.cumprod(equal, axis=0).sum(axis=0)
+            score = jnp.where(
+                (match >= self.min_match) & (places < length), match * row.shape[0] + places, -1
+            )
+            for child in children:
+                place = jnp.argmax(score)
+                tokens[child] = row[place]
+                valid[child] = (score[place] >= 0) & valid[node]
+                score = jnp.where(row == row[place], -1, score)
+                tails[child] = jnp.concatenate([tokens[child][None], tail[:-1]])
+        return jnp.stack(tokens), jnp.stack(valid)

@@ -1,0 +1,244 @@
+"""The speculative loop: draft, forward (which first replays the previous step's path), verify.
+
+A one-node tree is autoregressive decoding and a chain is vanilla speculative decoding, so there is
+one loop for all of them.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from stree_jax.array_types import Array, Bool, Int
+from stree_jax.decoding.draft import Drafter, root_only
+from stree_jax.decoding.prefill import prefill
+from stree_jax.decoding.sampling import all_finite
+from stree_jax.decoding.state import (
+    Context,
+    DecodeState,
+    DraftTree,
+    Limits,
+    Sampling,
+    Statistics,
+    Verdict,
+)
+from stree_jax.decoding.verify import Verifier
+from stree_jax.models.cache import Path, init_pending, path_to
+from stree_jax.models.lm import HybridLM
+from stree_jax.tree import TreeTopology
+
+TARGET_FAILED, DRAFT_FAILED = 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculativeDecoder:
+    """What a compiled decode program depends on, weights and arrays apart.
+
+    Attributes:
+        topology: the draft tree, nodes in level order.
+        verifier: the verification rule.
+        filtered: top-k or top-p is in use.
+        capacity: the most new tokens a row can hold.
+    """
+
+    topology: TreeTopology
+    verifier: Verifier
+    filtered: bool
+    capacity: int
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def start(
+        self,
+        model: HybridLM,
+        drafter: Drafter | None,
+        prompts: Context,
+        keys: Array,
+    ) -> DecodeState:
+        """Reads the prompts. The last token of each becomes the root of the first tree."""
+        batch = prompts.length.shape[0]
+        num_nodes, depth = self.topology.num_nodes, self.topology.depth
+        # Room for the new tokens, and for writing one whole path past the end.
+        tokens = jnp.pad(prompts.tokens, ((0, 0), (0, self.capacity + depth + 1)))
+        zeros = jnp.zeros(batch, jnp.int32)
+        nowhere = jnp.full((batch, num_nodes), -1, jnp.int32)
+        return DecodeState(
+            context=Context(tokens, prompts.length),
+            emitted=zeros,
+            done=jnp.zeros(batch, bool),
+            failed=zeros,
+            cache=prefill(model, prompts.tokens, prompts.length - 1),
+            pending=init_pending(model.config, batch, num_nodes, model.dtype),
+            path=Path(jnp.zeros((batch, num_nodes), bool), nowhere, zeros - 1),
+            drafter=None if drafter is None else drafter.prepare(prompts, self.topology),
+            keys=keys,
+            step=jnp.int32(0),
+            statistics=Statistics(zeros, zeros, zeros, zeros, jnp.zeros((batch, depth), jnp.int32)),
+        )
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
+    def run(
+        self,
+        model: HybridLM,
+        drafter: Drafter | None,
+        state: DecodeState,
+        limits: Limits,
+        sampling: Sampling,
+    ) -> DecodeState:
+        """The whole generation in one program; the last path is replayed too, for a clean cache."""
+
+        def unfinished(state: DecodeState) -> Array:
+            return jnp.any(~state.done) & ~jnp.any(state.failed > 0)
+
+        # The body closes over the weights, so that the loop does not carry them.
+        state = lax.while_loop(
+            unfinished,
+            lambda state: self._step(model, drafter, state, limits, sampling)[0],
+            state,
+        )
+        nowhere = state.path._replace(
+            mask=jnp.zeros_like(state.path.mask), last=jnp.full_like(state.path.last, -1)
+        )
+        return state._replace(
+            cache=model.replay(state.cache, state.pending, state.path), path=nowhere
+        )
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
+    def step(
+        self,
+        model: HybridLM,
+        drafter: Drafter | None,
+        state: DecodeState,
+        limits: Limits,
+        sampling: Sampling,
+    ) -> tuple[DecodeState, DraftTree, Verdict]:
+        """One iteration of `run`, for streaming and for looking inside."""
+        return self._step(model, drafter, state, limits, sampling)
+
+    def _step(
+        self,
+        model: HybridLM,
+        drafter: Drafter | None,
+        state: DecodeState,
+        limits: Limits,
+        sampling: Sampling,
+    ) -> tuple[DecodeState, DraftTree, Verdict]:
+        vocab_size = model.config.vocab_size
+        keys = jax.vmap(lambda key: jax.random.split(jax.random.fold_in(key, state.step)))(
+            state.keys
+        )
+
+        # Draft.
+        if drafter is None:
+            draft, drafter_state = root_only(state.context), None
+        else:
+            with jax.named_scope("draft"):
+                draft, drafter_state = drafter.propose(
+                    state.drafter,
+                    state.context,
+                    keys[:, 0],
+                    sampling,
+                    self.topology,
+                    greedy=self.verifier.greedy,
+                    filtered=self.filtered,
+                )
+
+        # Forward, after replaying the previous path.
+        logits, pending, cache = model.tree_forward(
+            draft.tokens, draft.tree, state.cache, replay=(state.pending, state.path)
+        )
+
+        # Verify.
+        verdict = self.verifier.verify(
+            keys[:, 1], draft, logits, sampling, vocab_size=vocab_size, filtered=self.filtered
+        )
+        failed = _failures(draft, verdict, all_finite(logits, vocab_size))
+        active = ~state.done & (failed == 0)
+
+        # Emit, up to the end of sequence or the limit.
+        new_tokens = _emitted_tokens(draft, verdict, self.topology.depth)
+        count = verdict.num_accepted + 1
+        is_end = (new_tokens == limits.eos_token) & (
+            jnp.arange(new_tokens.shape[1]) < count[:, None]
+        )
+        ended = is_end.any(axis=-1)
+        count = jnp.where(ended, jnp.argmax(is_end, axis=-1) + 1, count)
+        count = jnp.minimum(count, limits.max_new_tokens - state.emitted)
+        count = jnp.where(active, count, 0)
+        context = _append(state.context, new_tokens, count)
+        emitted = state.emitted + count
+        done = state.done | (active & (ended | (emitted >= limits.max_new_tokens)))
+
+        # The cache must see every token but the last emitted one: the root and count - 1 drafts. If
+        # the path was cut short, that is not its whole length.
+        on_path = jnp.take_along_axis(draft.tree.ancestor_mask, verdict.last[:, None, None], axis=1)
+        reached = on_path[:, 0] & (draft.tree.depth == count[:, None] - 1)
+        last = jnp.where(count > 0, jnp.argmax(reached, axis=-1).astype(jnp.int32), -1)
+        verdict = verdict._replace(last=last, num_accepted=jnp.maximum(count - 1, 0))
+        if drafter is not None:
+            drafter_state = drafter.commit(drafter_state, draft, verdict, self.topology)
+
+        return (
+            DecodeState(
+                context=context,
+                emitted=emitted,
+                done=done,
+                failed=jnp.where(state.done, 0, failed),
+                cache=cache,
+                pending=pending,
+                path=path_to(draft.tree, last),
+                drafter=drafter_state,
+                keys=state.keys,
+                step=state.step + 1,
+                statistics=_count(state.statistics, draft, on_path[:, 0], count, active),
+            ),
+            draft,
+            verdict,
+        )
+
+
+def _failures(draft: DraftTree, verdict: Verdict, finite: Bool[Array, "B N"]) -> Int[Array, " B"]:
+    """Which model gave logits that are not finite, on the accepted path or in the draft."""
+    on_path = jnp.take_along_axis(draft.tree.ancestor_mask, verdict.last[:, None, None], axis=1)[
+        :, 0
+    ]
+    target_failed = (on_path & ~finite).any(axis=-1)
+    return jnp.where(target_failed, TARGET_FAILED, jnp.where(draft.finite, 0, DRAFT_FAILED))
+
+
+def _emitted_tokens(draft: DraftTree, verdict: Verdict, depth: int) -> Int[Array, "B E"]:
+    """The accepted drafts, then the next token, then anything; `E = depth + 1`."""
+    on_path = jnp.take_along_axis(draft.tree.ancestor_mask, verdict.last[:, None, None], axis=1)
+    at_depth = draft.tree.depth[:, None, :] == jnp.arange(1, depth + 2)[:, None]
+    node = jnp.argmax(on_path & at_depth, axis=-1)
+    drafts = jnp.take_along_axis(draft.tokens, node, axis=1)
+    is_next = jnp.arange(depth + 1) == verdict.num_accepted[:, None]
+    return jnp.where(is_next, verdict.next_token[:, None], drafts)
+
+
+def _append(context: Context, new_tokens: Array, count: Array) -> Context:
+    """Writes the first `count` of `new_tokens` after what each row has."""
+    # The buffer has room for a whole path past its end; what is written beyond `count` is never
+    # read.
+    tokens = jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new, (at,)))(
+        context.tokens, new_tokens, context.length
+    )
+    return Context(tokens, context.length + count)
+
+
+def _count(
+    statistics: Statistics, draft: DraftTree, on_path: Array, count: Array, active: Array
+) -> Statistics:
+    depth = statistics.accepted_per_depth.shape[1]
+    verified = (on_path.sum(axis=-1) - 1).astype(jnp.int32)
+    accepted = jnp.where(active, jnp.minimum(verified, count), 0)
+    drafted = jnp.where(active, draft.tree.valid.sum(axis=-1, dtype=jnp.int32) - 1, 0)
+    return Statistics(
+        target_calls=statistics.target_calls + active,
+        emitted=statistics.emitted + count,
+        drafted=statistics.drafted + drafted,
+        accepted=statistics.accepted + accepted,
+        accepted_per_depth=statistics.accepted_per_depth
+        + (accepted[:, None] > jnp.arange(depth)).astype(jnp.int32),
+    )

@@ -1,0 +1,28 @@
+"""Reading prompts into a cache, in pieces of bounded size."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from stree_jax.array_types import Lengths, Tokens
+from stree_jax.models.cache import Cache
+from stree_jax.models.lm import HybridLM
+
+# Longer prompts are read in pieces of this many tokens, so that memory does not grow with their
+# length.
+PIECE = 512
+
+
+def prefill(model: HybridLM, tokens: Tokens, lengths: Lengths) -> Cache:
+    """The cache after the first `lengths` tokens of each right-padded row."""
+    batch, width = tokens.shape
+    if width <= PIECE:
+        return model.prefill(tokens, lengths)[1]
+    pieces = jnp.pad(tokens, ((0, 0), (0, -width % PIECE))).reshape(batch, -1, PIECE).swapaxes(0, 1)
+
+    def read(cache: Cache, piece: tuple) -> tuple[Cache, None]:
+        index, tokens = piece
+        here = jnp.clip(lengths - index * PIECE, 0, PIECE)
+        return model.prefill(tokens, here, cache)[1], None
+
+    cache, _ = lax.scan(read, model.init_cache(batch), (jnp.arange(len(pieces)), pieces))
+    return cache

@@ -1,0 +1,1 @@
+"""Flax NNX modules. Weights are modules whose methods mutate nothing; what flows is a pytree."""

@@ -1,0 +1,56 @@
+"""Small pieces that blocks share."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+from stree_jax.array_types import Array, Float
+
+
+def linear(
+    in_size: int, out_size: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs, scale: float = 1.0
+) -> nnx.Linear:
+    """A projection that multiplies float32 as float32 (XLA's default on GPU is TF32)."""
+    return nnx.Linear(
+        in_size,
+        out_size,
+        use_bias=bias,
+        dtype=dtype,
+        param_dtype=dtype,
+        kernel_init=nnx.initializers.variance_scaling(scale**2, "fan_in", "normal"),
+        precision=lax.Precision.HIGHEST,
+        rngs=rngs,
+    )
+
+
+def rms_norm(
+    x: Float[Array, "*rows M"], scale: Float[Array, " M"], epsilon: float, num_groups: int = 1
+) -> Float[Array, "*rows M"]:
+    """Root-mean-square norm over each of `num_groups` equal parts, evaluated in float32."""
+    grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], num_groups, -1)
+    variance = jnp.mean(jnp.square(grouped), axis=-1, keepdims=True)
+    normed = (grouped * lax.rsqrt(variance + epsilon)).reshape(x.shape)
+    return (normed * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def causal_conv1d(
+    inputs: Float[Array, "B T C"],
+    conv_state: Float[Array, "B J C"],
+    weight: Float[Array, "K C"],
+    bias: Float[Array, " C"] | None,
+) -> Float[Array, "B T C"]:
+    """Depthwise convolution of a whole sequence that continues from `conv_state`."""
+    length, width = inputs.shape[1], weight.shape[0]
+    context = jnp.concatenate([conv_state.astype(inputs.dtype), inputs], axis=1).astype(jnp.float32)
+    output = sum(context[:, k : k + length] * weight[k].astype(jnp.float32) for k in range(width))
+    if bias is not None:
+        output = output + bias.astype(jnp.float32)
+    return jnp.asarray(output, inputs.dtype)
+
+
+def silu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """`x * sigmoid(x)`, evaluated in float32."""
+    wide = x.astype(jnp.float32)
+    return (wide * jax.nn.sigmoid(wide)).astype(x.dtype)

@@ -1,0 +1,1 @@
+"""Training and distillation of the small models: text in, native checkpoint out."""

@@ -1,0 +1,97 @@
+"""From text files to batches of tokens.
+
+Batches are a pure function of seed and step, so a resumed run needs no saved position.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from stree_jax.training.recipe import Text
+
+END_OF_TEXT = "<|endoftext|>"
+_HELD_OUT = 0.01  # the last part of every file, never trained on
+
+
+class Corpus(NamedTuple):
+    """Token streams of one split, one a file."""
+
+    streams: tuple[np.ndarray, ...]  # uint16 or uint32
+    weights: tuple[float, ...]
+
+
+def train_tokenizer(texts: Sequence[Text], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer for these texts. Id 0 is the end of a document.
+
+    Raises:
+        ValueError: `vocab_size` is too small for the 256 bytes and the end of text.
+    """
+    if vocab_size < 257:
+        raise ValueError(
+            f"vocab_size must be at least 257 (bytes and end of text), got {vocab_size}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    pieces = (piece for text in texts for piece in _documents(text))
+    tokenizer.train_from_iterator(pieces, trainer)
+    return tokenizer
+
+
+def load_corpus(texts: Sequence[Text], tokenizer: Tokenizer) -> tuple[Corpus, Corpus]:
+    """Tokenises the files; returns what to train on and what is held out."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    small = tokenizer.get_vocab_size() <= np.iinfo(np.uint16).max + 1
+    train, held_out = [], []
+    for text in texts:
+        pieces = tokenizer.encode_batch_fast(list(_documents(text)), add_special_tokens=False)
+        after = [] if text.document_start is None else [end]
+        dtype = np.uint16 if small else np.uint32
+        stream = np.concatenate([np.asarray(piece.ids + after, dtype) for piece in pieces])
+        split = int(len(stream) * (1 - _HELD_OUT))
+        train.append(stream[:split])
+        held_out.append(stream[split:])
+    weights = tuple(text.weight for text in texts)
+    return Corpus(tuple(train), weights), Corpus(tuple(held_out), weights)
+
+
+def batch_at(corpus: Corpus, step: int, seed: int, batch_size: int, length: int) -> np.ndarray:
+    """The tokens `[batch_size, length]` int32 of one step: windows at random places.
+
+    Raises:
+        ValueError: a file is shorter than a window.
+    """
+    rng = np.random.default_rng((seed, step))
+    weights = np.asarray(corpus.weights) / sum(corpus.weights)
+    rows = []
+    for source in rng.choice(len(corpus.streams), size=batch_size, p=weights):
+        stream = corpus.streams[source]
+        if len(stream) < length:
+            raise ValueError(f"a text of {len(stream)} tokens is too short for windows of {length}")
+        start = rng.integers(len(stream) - length + 1)
+        rows.append(stream[start : start + length])
+    return np.stack(rows).astype(np.int32)
+
+
+def _documents(text: Text) -> Iterator[str]:
+    """The file's documents, or, without a `document_start`, pieces of some thousand lines."""
+    lines: list[str] = []
+    with open(text.path, encoding="utf-8") as file:
+        for line in file:
+            if text.document_start is None:
+                full = len(lines) >= 4096
+            else:
+                full = bool(lines) and line.startswith(text.document_start)
+            if full:
+                yield "".join(lines)
+                lines = []
+            lines.append(line)
+    yield "".join(lines)

@@ -1,0 +1,173 @@
+"""`train` and `distill`: a recipe in, a native checkpoint with tokenizer and model card out."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tokenizers import Tokenizer
+
+from stree_jax.checkpoint import from_pretrained, load_tokenizer, save_pretrained
+from stree_jax.config import ModelConfig
+from stree_jax.decoding.generate import generate
+from stree_jax.models.lm import HybridLM
+from stree_jax.training import data
+from stree_jax.training.objective import distillation_loss, next_token_loss
+from stree_jax.training.recipe import Recipe
+from stree_jax.training.trainer import Loss, Progress, cast, evaluate, fit
+
+
+def train(recipe: Recipe, output: Path, *, command: str) -> Iterator[Progress]:
+    """Trains a tokenizer and a model on text.
+
+    Args:
+        recipe: what to do.
+        output: the native checkpoint to write; the run's own checkpoints are in `<output>.run`.
+        command: how the run was started, for the model card.
+
+    Yields:
+        One report a step; the checkpoint is complete when the iterator is exhausted.
+
+    Raises:
+        ValueError: the recipe or the output cannot be used.
+    """
+    run = _run_directory(output)
+    tokenizer_file = run / "tokenizer.json"
+    if tokenizer_file.is_file():
+        tokenizer = load_tokenizer(run)
+    else:
+        tokenizer = data.train_tokenizer(recipe.text, recipe.vocab_size)
+        tokenizer.save(str(tokenizer_file))
+    model = _new_model(recipe, tokenizer)
+
+    def loss(model: HybridLM, tokens: jax.Array, _: Any) -> jax.Array:
+        return next_token_loss(model, tokens)
+
+    yield from _run(recipe, output, command, model, tokenizer, loss)
+
+
+def distill(recipe: Recipe, target_path: Path, output: Path, *, command: str) -> Iterator[Progress]:
+    """Trains a draft model to predict what a target model predicts. As `train`."""
+    tokenizer = load_tokenizer(target_path)
+    target = from_pretrained(target_path)
+    model = _new_model(recipe, tokenizer)
+
+    def loss(model: HybridLM, tokens: jax.Array, target: HybridLM) -> jax.Array:
+        tokens = tokens[:, :-1]
+        return distillation_loss(model, jax.lax.stop_gradient(target(tokens)), tokens)
+
+    yield from _run(recipe, output, command, model, tokenizer, loss, target)
+
+
+def _run(
+    recipe: Recipe,
+    output: Path,
+    command: str,
+    model: HybridLM,
+    tokenizer: Tokenizer,
+    loss: Loss,
+    target: HybridLM | None = None,
+) -> Iterator[Progress]:
+    training = recipe.training
+    corpus, held_out = data.load_corpus(recipe.text, tokenizer)
+    length = training.sequence_length + 1
+
+    def batch(corpus: data.Corpus, step: int) -> np.ndarray:
+        tokens = data.batch_at(corpus, step, recipe.seed, training.batch_size, length)
+        num_written = round(training.generated * training.batch_size)
+        if target is not None and num_written:
+            tokens[:num_written] = _continued(target, tokens[:num_written], recipe.seed, step)
+        return tokens
+
+    yield from fit(
+        model,
+        loss,
+        lambda step: batch(corpus, step),
+        training,
+        _run_directory(output) / "steps",
+        target,
+    )
+    # Measured on the weights as they ship.
+    stored = cast(model, jnp.bfloat16)
+    final = evaluate(
+        cast(stored, jnp.float32), loss, [batch(held_out, step) for step in range(16)], target
+    )
+    verb = "trained" if target is None else "distilled"
+    card = _model_card(recipe, command, model, final, verb, corpus)
+    save_pretrained(stored, output, tokenizer=tokenizer, model_card=card, overwrite=True)
+
+
+def _continued(target: HybridLM, tokens: np.ndarray, seed: int, step: int) -> np.ndarray:
+    """The rows with their second half written by the target."""
+    half = tokens.shape[1] // 2
+    out = generate(
+        target,
+        tokens[:, :half].tolist(),
+        max_new_tokens=tokens.shape[1] - half,
+        temperature=float(step % 2 == 0),
+        key=jax.random.fold_in(jax.random.key(seed), step),
+    )
+    return np.concatenate([tokens[:, :half], out.tokens], axis=1)
+
+
+def _new_model(recipe: Recipe, tokenizer: Tokenizer) -> HybridLM:
+    eos_token = tokenizer.token_to_id(data.END_OF_TEXT)
+    try:
+        config = ModelConfig.mamba2_lm(
+            tokenizer.get_vocab_size(), eos_token=eos_token, **recipe.model
+        )
+    except TypeError as error:
+        raise ValueError(f"the recipe's [model] table does not fit: {error}") from error
+    return HybridLM(config, rngs=nnx.Rngs(recipe.seed))
+
+
+def _run_directory(output: Path) -> Path:
+    run = output.with_name(output.name + ".run")
+    run.mkdir(parents=True, exist_ok=True)
+    return run
+
+
+def _model_card(
+    recipe: Recipe,
+    command: str,
+    model: HybridLM,
+    loss: float,
+    verb: str,
+    corpus: data.Corpus,
+) -> str:
+    size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
+    training = recipe.training
+    tokens = training.steps * training.batch_size * training.sequence_length
+    kind = "KL divergence from the target" if verb == "distilled" else "cross-entropy"
+    rows = "\n".join(
+        f"| `{Path(text.path).name}` | {text.licence} | {text.weight:g} | {len(stream):,} |"
+        for text, stream in zip(recipe.text, corpus.streams, strict=True)
+    )
+    fields = "\n".join(
+        f"| {name} | {value} |" for name, value in dataclasses.asdict(training).items()
+    )
+    perplexity = "" if verb == "distilled" else f" (perplexity {math.exp(loss):.1f})"
+    return f"""# A small Mamba-2 language model
+
+{size:,} parameters, {len(model.config.layers)} layers, width {model.config.d_model}, vocabulary
+{model.config.vocab_size}; stored as bfloat16. It was {verb} with stree-jax to show speculative
+decoding on a laptop. It is far too small to be right about anything.
+
+- Command: `{command}`
+- Tokens seen: {tokens:,} in {training.steps:,} steps
+- Held-out {kind}: {loss:.4f} nats a token{perplexity}, on the last 1 % of each file, with the
+  weights as stored
+
+| text | licence | weight | tokens |
+|---|---|---|---|
+{rows}
+
+| training | |
+|---|---|
+{fields}
+"""

@@ -1,0 +1,140 @@
+"""The training loop: an iterator of progress, resumable from its own checkpoints."""
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.typing import DTypeLike
+
+from stree_jax.array_types import Array
+from stree_jax.models.lm import HybridLM
+from stree_jax.training.recipe import Training
+
+# Turns a model and a batch into the loss; what else it needs (a target) comes as `extra`.
+Loss = Callable[[HybridLM, Array, Any], Array]
+
+
+class Progress(NamedTuple):
+    """Where a run is after a step."""
+
+    step: int
+    loss: float
+    tokens_per_second: float
+
+
+def fit(
+    model: HybridLM,
+    loss: Loss,
+    batch: Callable[[int], np.ndarray],
+    training: Training,
+    checkpoints: Path,
+    extra: Any = None,
+) -> Iterator[Progress]:
+    """Trains `model` in place, from the newest checkpoint on if there is one.
+
+    Args:
+        model: float32; holds the trained weights when the iterator is exhausted.
+        loss: of a model, a batch and `extra`.
+        batch: the tokens of a step, a pure function, so that a resumed run sees what it would have
+            seen.
+        training: the optimisation.
+        checkpoints: directory of this run's checkpoints. Each is complete or absent, and the newest
+            stays until a newer one is complete.
+        extra: passed to the compiled step as an argument.
+
+    Yields:
+        One report a step.
+
+    Raises:
+        ValueError: the newest checkpoint is damaged, or belongs to a run of another shape.
+        FloatingPointError: the loss is not finite.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    graphdef, params = nnx.split(model)
+    optimizer = make_optimizer(training)
+    state = {
+        "params": nnx.to_pure_dict(params),
+        "optimizer": optimizer.init(nnx.to_pure_dict(params)),
+    }
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def update(state, tokens, extra):
+        value, gradient = jax.value_and_grad(
+            lambda params: loss(nnx.merge(graphdef, params), tokens, extra)
+        )(state["params"])
+        updates, optimizer_state = optimizer.update(gradient, state["optimizer"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "optimizer": optimizer_state}, value
+
+    policies = ocp.training.preservation_policies
+    with ocp.training.Checkpointer(
+        checkpoints.absolute(),
+        preservation_policy=policies.LatestN(2),
+        save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
+        cleanup_tmp_directories=True,
+    ) as checkpointer:
+        start = 0
+        if checkpointer.latest is not None:
+            start = checkpointer.latest.step
+            try:
+                state = checkpointer.load(start, abstract_state=jax.tree.map(_abstract, state))
+            except Exception as error:  # Orbax raises many kinds
+                raise ValueError(
+                    f"the run in {checkpoints} is damaged or of another shape;"
+                    " remove it or choose another output"
+                ) from error
+        for step in range(start + 1, training.steps + 1):
+            began = time.perf_counter()
+            tokens = batch(step)
+            state, value = update(state, tokens, extra)
+            if not np.isfinite(value):
+                raise FloatingPointError(f"the loss is {float(value)} at step {step}")
+            if step % training.save_every == 0 or step == training.steps:
+                checkpointer.save(step, state)
+            yield Progress(step, float(value), tokens.size / (time.perf_counter() - began))
+    nnx.update(model, state["params"])
+
+
+def make_optimizer(training: Training) -> optax.GradientTransformation:
+    """AdamW under a cosine schedule; matrices decay, norms, biases and the SSM's scalars do not."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=training.learning_rate,
+        warmup_steps=training.warmup_steps,
+        decay_steps=max(training.steps, training.warmup_steps + 1),
+        end_value=training.learning_rate / 20,
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(training.clip_norm),
+        optax.adamw(
+            schedule,
+            b2=0.95,
+            weight_decay=training.weight_decay,
+            mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim >= 2, params),
+        ),
+    )
+
+
+def evaluate(model: HybridLM, loss: Loss, batches: list[np.ndarray], extra: Any = None) -> float:
+    """Mean loss over batches."""
+    compiled = jax.jit(loss)
+    return float(np.mean([compiled(model, jnp.asarray(batch), extra) for batch in batches]))
+
+
+def cast(model: HybridLM, dtype: DTypeLike) -> HybridLM:
+    """A copy with weights of another type, as a model of that type stores them."""
+    structure, wanted = HybridLM.abstract(model.config, dtype=dtype)
+    have = nnx.to_pure_dict(nnx.state(model))
+    return nnx.merge(structure, jax.tree.map(lambda leaf, to: leaf.astype(to.dtype), have, wanted))
+
+
+def _abstract(leaf: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

@@ -1,0 +1,214 @@
+"""Token trees: the static topology a user picks, and the same tree as arrays."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from stree_jax.array_types import Array, Bool, Int
+
+
+class Tree(NamedTuple):
+    """A tree per batch row, as data: rows may differ, and may have fewer than N nodes.
+
+    Node 0 is the root, the last emitted token. Parents come before children; siblings are in the
+    order in which they were drawn. A node that is not `valid` is nobody's ancestor.
+    """
+
+    parents: Int[Array, "B N"]  # -1 above a root
+    depth: Int[Array, "B N"]  # edges to the root
+    ancestor_mask: Bool[Array, "B N N"]  # [i, j]: j is an ancestor of i, or i itself
+    valid: Bool[Array, "B N"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeTopology:
+    """The shape of a draft tree: hashable, so a compiled program can depend on it.
+
+    Attributes:
+        parents: `parents[0] == -1` and `0 <= parents[i] < i`. Siblings are ranked by index: the
+            drafter gives the first child its best (or first drawn) token.
+
+    Raises:
+        ValueError: no nodes, two roots, a cycle, or a child before its parent.
+    """
+
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        parents = tuple(int(parent) for parent in self.parents)
+        object.__setattr__(self, "parents", parents)
+        if not parents:
+            raise ValueError("a tree needs at least its root: parents is empty, use [-1]")
+        for node, parent in enumerate(parents):
+            if parent >= len(parents) or parent < -1:
+                raise ValueError(
+                    f"node {node} has parent {parent}; nodes are 0 to {len(parents) - 1}"
+                )
+        roots = [node for node, parent in enumerate(parents) if parent == -1]
+        for node in range(len(parents)):
+            seen = {node}
+            while (above := parents[node]) != -1:
+                if above in seen:
+                    raise ValueError(f"the parents {parents} have a cycle through node {above}")
+                seen.add(above)
+                node = above
+        if len(roots) > 1:
+            raise ValueError(
+                f"a tree has one root, parents {parents} have {len(roots)}: nodes {roots}"
+            )
+        for node, parent in enumerate(parents):
+            if parent >= node:
+                raise ValueError(
+                    f"parents come before children, but node {node} has parent {parent};"
+                    " renumber them"
+                )
+
+    @classmethod
+    def from_parents(cls, parents: Sequence[int]) -> "TreeTopology":
+        """The tree with these parents; the root's is -1."""
+        return cls(tuple(parents))
+
+    @classmethod
+    def chain(cls, num_drafts: int) -> "TreeTopology":
+        """One path of `num_drafts` tokens below the root: vanilla speculative decoding."""
+        if num_drafts < 0:
+            raise ValueError(f"num_drafts must not be negative, got {num_drafts}")
+        return cls(tuple(range(-1, num_drafts)))
+
+    @classmethod
+    def complete(cls, branching: int, depth: int) -> "TreeTopology":
+        """Every node above the last level has `branching` children."""
+        if depth < 0:
+            raise ValueError(f"depth must not be negative, got {depth}")
+        return cls.from_branching((branching,) * depth)
+
+    @classmethod
+    def from_branching(cls, branching: Sequence[int]) -> "TreeTopology":
+        """Every node of level i has `branching[i]` children."""
+        parents, level = [-1], [0]
+        for children in branching:
+            if children < 1:
+                raise ValueError(f"every level branches at least once, got {tuple(branching)}")
+            parents += [node for node in level for _ in range(children)]
+            level = list(range(len(parents) - len(level) * children, len(parents)))
+        return cls(tuple(parents))
+
+    @classmethod
+    def paper(cls, name: str) -> "TreeTopology":
+        """One of the STree paper's static trees, "A" to "E" (Table 3).
+
+        The table gives width, depth and size: A 3/4/13, B 16/3/29, C 6/3/16, D 4/4/13, E 3/5/16.
+            How nodes
+        connect is only in a figure; here better-ranked nodes get more children, within those
+        numbers.
+        """
+        if name not in _PAPER_TREES:
+            raise ValueError(f"the paper's trees are {sorted(_PAPER_TREES)}, got {name!r}")
+        parents, level = [-1], [0]
+        for num_children in _PAPER_TREES[name]:
+            start = len(parents)
+            for node, children in zip(level, num_children, strict=False):
+                parents += [node] * children
+            level = list(range(start, len(parents)))
+        return cls(tuple(parents))
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes `N`, the root included."""
+        return len(self.parents)
+
+    @functools.cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Edges from each node to the root."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return tuple(depths)
+
+    @property
+    def depth(self) -> int:
+        """Depth `D`: the most drafts a step can accept."""
+        return max(self.depths)
+
+    @property
+    def width(self) -> int:
+        """Nodes of the fullest level."""
+        return max(self.depths.count(depth) for depth in range(self.depth + 1))
+
+    @functools.cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """The children of each node, best ranked first."""
+        children: list[list[int]] = [[] for _ in self.parents]
+        for node, parent in enumerate(self.parents[1:], start=1):
+            children[parent].append(node)
+        return tuple(map(tuple, children))
+
+    @functools.cached_property
+    def ancestor_mask(self) -> np.ndarray:
+        """`[N, N]` bool: `[i, j]` if j is an ancestor of i, or i itself."""
+        mask = np.eye(self.num_nodes, dtype=bool)
+        for node, parent in enumerate(self.parents[1:], start=1):
+            mask[node] |= mask[parent]
+        return mask
+
+    def level_order(self) -> "TreeTopology":
+        """The same tree numbered breadth first; siblings keep their order."""
+        order = [0]
+        for node in order:
+            order += self.children[node]
+        position = {node: index for index, node in enumerate(order)}
+        return TreeTopology((-1, *(position[self.parents[node]] for node in order[1:])))
+
+    def tree(self, valid: Bool[Array, "B N"]) -> Tree:
+        """This topology as arrays, with only the `valid` nodes in it.
+
+        A node below an invalid one must not be valid.
+        """
+
+        def rows(values: object, dtype: DTypeLike) -> Array:
+            array = jnp.asarray(np.asarray(values), dtype)
+            return jnp.broadcast_to(array, (valid.shape[0], *array.shape))
+
+        mask = rows(self.ancestor_mask, jnp.bool_) & valid[:, None, :]
+        return Tree(rows(self.parents, jnp.int32), rows(self.depths, jnp.int32), mask, valid)
+
+    def draw(self, labels: Sequence[str] | None = None, path: Sequence[int] = ()) -> str:
+        """A drawing of the tree in lines of text.
+
+        Args:
+            labels: a word for each node; None: its index.
+            path: nodes to mark with `*`, such as an accepted path.
+
+        Raises:
+            ValueError: the number of labels is not the number of nodes.
+        """
+        names = [str(node) for node in range(self.num_nodes)] if labels is None else list(labels)
+        if len(names) != self.num_nodes:
+            raise ValueError(f"{len(names)} labels for a tree of {self.num_nodes} nodes")
+        lines: list[str] = []
+        stack = [(0, "", "")]
+        while stack:
+            node, lead, below = stack.pop()
+            lines.append(lead + names[node] + (" *" if node in path else ""))
+            children = self.children[node]
+            for child in reversed(children):
+                last = child == children[-1]
+                stack.append(
+                    (child, below + ("└─ " if last else "├─ "), below + ("   " if last else "│  "))
+                )
+        return "\n".join(lines)
+
+
+# Children of the nodes of each level, best ranked first; nodes that are not listed have none.
+_PAPER_TREES = {
+    "A": ((3,), (2, 1), (2, 1), (2, 1)),
+    "B": ((4,), (2, 2, 2, 2), (2,) * 8),
+    "C": ((3,), (2, 2, 2), (1,) * 6),
+    "D": ((4,), (2, 1, 1), (1, 1), (1, 1)),
+    "E": ((3,), (2, 1), (2, 1), (2, 1), (2, 1)),
+}

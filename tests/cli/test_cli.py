@@ -1,0 +1,135 @@
+"""The command, as a user runs it."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import stree_jax as st
+from stree_jax.cli.trees import parse_tree
+
+COMMAND = [str(Path(sys.executable).with_name("stree-jax"))]
+
+
+def run(*arguments, **options):
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=300, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "tree"),
+    [
+        ("chain:4", st.TreeTopology.chain(4)),
+        ("complete:2,3", st.TreeTopology.complete(2, 3)),
+        ("branching:3,2,1", st.TreeTopology.from_branching((3, 2, 1))),
+        ("parents:-1,0,0", st.TreeTopology.from_parents([-1, 0, 0])),
+        ("paper:B", st.TreeTopology.paper("B")),
+    ],
+)
+def test_trees_as_words(spec, tree):
+    assert parse_tree(spec) == tree
+
+
+@pytest.mark.parametrize(
+    "spec", ["", "chain", "chain:x", "chain:1,2", "complete:2", "oak:3", "paper:Z"]
+)
+def test_words_that_are_no_tree(spec):
+    with pytest.raises(ValueError, match=r"is not a tree: use chain:4|the paper's trees are"):
+        parse_tree(spec)
+
+
+def test_help_and_tree():
+    result = run("--help")
+    assert result.returncode == 0
+    for command in ("demo", "generate", "train", "distill", "tree"):
+        assert command in result.stdout
+    drawing = run("tree", "paper:A").stdout
+    assert "13 nodes, depth 4, width 3" in drawing
+    assert drawing.startswith("0\n├─ 1\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tree", "oak"], "'oak' is not a tree"),
+        (["generate", "nowhere", "-p", "x"], "no tokenizer at nowhere"),
+        (["train", "nowhere.toml", "out"], "cannot read the recipe nowhere.toml"),
+        (["generate", "{target}", "-p", ""], "--prompt is empty"),
+        (["generate", "{target}", "-p", "x", "--draft", "{draft}", "--ngram"], "choose one"),
+        (["generate", "{target}", "-p", "x", "--dtype", "int8"], "float32 or bfloat16, got 'int8'"),
+        (["generate", "{target}", "-p", "x", "--temperature", "-1"], "temperature must be"),
+        (["generate", "{target}", "-p", "x", "--tree", "chain:2"], "needs a drafter"),
+        (["generate", "{target}", "-p", "x", "--max-new-tokens", "0"], "max_new_tokens must be"),
+    ],
+)
+def test_errors_are_one_line(arguments, message, tmp_path):
+    paths = {"target": st.demo_path("target"), "draft": st.demo_path("draft")}
+    result = run(*(argument.format(**paths) for argument in arguments), cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.startswith("stree-jax: error: ")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_generate_streams_the_text_of_generate():
+    target, tokenizer = (
+        st.from_pretrained(st.demo_path("target")),
+        st.load_tokenizer(st.demo_path("target")),
+    )
+    prompt = "Question: Tom has 3 apples"
+    want = st.generate(
+        target,
+        [tokenizer.encode(prompt).ids],
+        max_new_tokens=24,
+        eos_token=target.config.eos_token,
+    )
+    text = tokenizer.decode(want.tokens[0, : want.lengths[0]].tolist())
+    common = ["generate", st.demo_path("target"), "-p", prompt, "--max-new-tokens", 24]
+    plain = run(*common)
+    assert plain.returncode == 0
+    assert plain.stdout.startswith(prompt + text)
+    assert re.search(r"24 tokens, 24 target calls, .* tau 1\.00", plain.stdout)
+    drafted = run(*common, "--draft", st.demo_path("draft"), "--tree", "branching:2,1")
+    assert drafted.stdout.startswith(prompt + text)
+    assert "tau 1.00" not in drafted.stdout
+    assert run(*common, "--ngram").stdout.startswith(prompt + text)
+
+
+def test_sampling_depends_on_the_seed():
+    common = ["generate", st.demo_path("target"), "-p", "The", "--max-new-tokens", 16]
+    common += ["--temperature", 1, "--top-p", 0.9]
+    first, again, other = (run(*common, "--seed", seed).stdout for seed in (1, 1, 2))
+    text = [out.rsplit("16 tokens", 1)[0] for out in (first, again, other)]
+    assert text[0] == text[1] != text[2]
+
+
+def test_demo():
+    result = run("demo", "--max-new-tokens", 24)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout.splitlines()[-1])["demo"]
+    assert list(report) == ["autoregressive", "chain of 4", "tree of 13"]
+    assert all(method["identical"] for method in report.values())
+    taus = [method["tau"] for method in report.values()]
+    assert taus[0] == 1 < taus[1] < taus[2]
+    assert "next token" in result.stdout
+
+
+def test_train(tmp_path):
+    """The progress bar's last state and the checkpoint; what a run does is tested elsewhere."""
+    rng = np.random.default_rng(0)
+    (tmp_path / "text.txt").write_text(" ".join(rng.choice(["cat", "dog", "sun"], size=3000)))
+    (tmp_path / "recipe.toml").write_text(
+        "vocab_size = 260\n[model]\nd_model = 16\nnum_layers = 1\nhead_dim = 8\nstate_size = 8\n"
+        "[training]\nsteps = 2\nbatch_size = 1\nsequence_length = 8\n[[text]]\npath = 'text.txt'\n"
+    )
+    result = run("train", "recipe.toml", "model", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "2/2" in result.stdout
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "Command: `stree-jax train recipe.toml model`" in card

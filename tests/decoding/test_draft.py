@@ -1,0 +1,146 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stree_jax as st
+from stree_jax.decoding.generate import plan
+from stree_jax.decoding.state import Context, Sampling
+from tests.tiny import apply, perturbed, tiny_model
+
+PROMPTS = [[5, 9, 2, 30], [3], [1, 2, 3, 4, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("children", ["top_k", "iid", "without_replacement"])
+def test_drafts_come_from_the_draft_model_given_their_whole_path(children):
+    """Over several steps, so that replay and the catch-up token are part of it."""
+    target = tiny_model()
+    draft_model = perturbed(target, 0.1)
+    greedy = children == "top_k"
+    request = plan(
+        target,
+        PROMPTS,
+        max_new_tokens=20,
+        drafter=(drafter := st.ModelDrafter(draft_model, children=children)),
+        topology=st.TreeTopology.from_branching((2, 1, 1)),
+        temperature=0.0 if greedy else 0.7,
+        key=jax.random.key(2),
+    )
+    topology, temperature = request.decoder.topology, float(request.sampling.temperature)
+    state = request.decoder.start(target, drafter, request.context, request.keys)
+    accepted = set()
+    for _ in range(5):
+        before = jax.tree.map(np.asarray, state.context)
+        state, draft, verdict = request.decoder.step(
+            target, drafter, state, request.limits, request.sampling
+        )
+        accepted |= set(np.asarray(verdict.num_accepted).tolist())
+        draft = jax.tree.map(np.asarray, draft)
+        for row in range(len(PROMPTS)):
+            read = before.tokens[row, : before.length[row]].tolist()
+            for node, below in enumerate(topology.children):
+                if not below:
+                    continue
+                path = np.flatnonzero(topology.ancestor_mask[node])[1:]
+                sequence = np.array([[*read, *draft.tokens[row, path]]], np.int32)
+                padded = np.pad(sequence, ((0, 0), (0, 40 - sequence.shape[1])))
+                logits = np.asarray(apply(draft_model, padded)[0, sequence.shape[1] - 1])
+                drawn = draft.tokens[row, list(below)]
+                if greedy:
+                    assert drawn.tolist() == np.argsort(-logits)[: len(below)].tolist()
+                    continue
+                want = jax.nn.log_softmax(logits / temperature)
+                got = draft.log_probs[row, draft.rows[node]]
+                np.testing.assert_allclose(got, want, atol=2e-4)
+                if children == "without_replacement":
+                    assert len(set(drawn.tolist())) == len(below)
+    assert {0, 3} <= accepted  # with and without a token to catch up on
+
+
+def test_children_that_cannot_be_drawn_do_not_exist():
+    """Top-k 1 leaves one token; a second child without replacement is impossible."""
+    target = tiny_model()
+    drafter = st.ModelDrafter(target, children="without_replacement")
+    request = plan(
+        target,
+        PROMPTS,
+        drafter=drafter,
+        topology=st.TreeTopology.from_branching((2, 1)),
+        temperature=1.0,
+        top_k=1,
+        key=jax.random.key(0),
+    )
+    state = request.decoder.start(target, drafter, request.context, request.keys)
+    _, draft, verdict = request.decoder.step(
+        target, drafter, state, request.limits, request.sampling
+    )
+    assert draft.tree.valid.tolist() == [[True, True, False, True, False]] * 3
+    assert verdict.num_accepted.tolist() == [2, 2, 2]  # draft and target agree on the one token
+
+
+def lookup(row, topology, **options):
+    drafter = st.NgramDrafter(**options)
+    tokens = np.zeros((1, 20), np.int32)
+    tokens[0, : len(row)] = row
+    context = Context(jnp.asarray(tokens), jnp.array([len(row)], jnp.int32))
+    sampling = Sampling(jnp.float32(0), jnp.int32(0), jnp.float32(1))
+    draft, _ = drafter.propose(
+        None, context, jax.random.split(jax.random.key(0), 1), sampling, topology,
+        greedy=True, filtered=False,
+    )  # fmt: skip
+    return [
+        int(token) if valid else None
+        for token, valid in zip(draft.tokens[0], draft.tree.valid[0], strict=True)
+    ]
+
+
+CHAIN = st.TreeTopology.chain(3)
+
+
+@pytest.mark.parametrize(
+    ("row", "topology", "options", "want"),
+    [
+        # What followed 1 2 before.
+        ([1, 2, 7, 8, 9, 1, 2], CHAIN, {}, [2, 7, 8, 9]),
+        # Nothing like it before: no drafts.
+        ([1, 2, 3, 4], CHAIN, {}, [4, None, None, None]),
+        ([5], CHAIN, {}, [5, None, None, None]),
+        # The longer match wins over the later one.
+        ([1, 2, 7, 3, 2, 8, 1, 2], CHAIN, {}, [2, 7, 3, 2]),
+        # Of equally long ones the later.
+        ([2, 7, 2, 8, 2], CHAIN, {}, [2, 8, 2, 8]),
+        # Below min_match nothing counts.
+        ([3, 2, 7, 1, 2], CHAIN, {"min_match": 2}, [2, None, None, None]),
+        # A tree takes different continuations, and goes on with what followed each.
+        (
+            [1, 2, 7, 5, 1, 2, 8, 6, 1, 2],
+            st.TreeTopology.from_branching((2, 1)),
+            {},
+            [2, 8, 7, 6, 5],
+        ),
+        # A second child only where there is a second continuation.
+        ([1, 2, 7, 5, 1, 2], st.TreeTopology.from_branching((2, 1)), {}, [2, 7, None, 5, None]),
+        # A repeated token continues itself, from inside the match.
+        ([4, 4, 4], CHAIN, {}, [4, 4, 4, 4]),
+    ],
+)
+def test_prompt_lookup(row, topology, options, want):
+    assert lookup(row, topology, **options) == want
+
+
+def test_prompt_lookup_ignores_what_is_past_the_end():
+    """The buffer behind the last token holds leftovers of rejected paths."""
+    drafter = st.NgramDrafter()
+    tokens = jnp.array([[1, 2, 3, 1, 2, 9, 1, 2, 9]], jnp.int32)
+    context = Context(tokens, jnp.array([5], jnp.int32))
+    sampling = Sampling(jnp.float32(0), jnp.int32(0), jnp.float32(1))
+    draft, _ = drafter.propose(
+        None,
+        context,
+        jax.random.split(jax.random.key(0), 1),
+        sampling,
+        st.TreeTopology.chain(2),
+        greedy=True,
+        filtered=False,
+    )
+    assert draft.tokens[0].tolist() == [2, 3, 1]

@@ -1,0 +1,264 @@
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import stree_jax as st
+from stree_jax.decoding.loop import SpeculativeDecoder
+from tests.tiny import perturbed, randomised, tiny_model
+
+PROMPTS = [[5, 9, 2, 30], [3], [1, 2, 3, 4, 1, 2, 3, 4]]
+KEY = jax.random.key(11)
+TREE = st.TreeTopology.from_branching((2, 2))
+
+
+def drafter(**options):
+    return st.ModelDrafter(perturbed(tiny_model(), 0.3), **options)
+
+
+def test_the_shape_of_the_result():
+    out = st.generate(tiny_model(), PROMPTS, max_new_tokens=5)
+    assert out.tokens.shape == (3, 5)
+    assert out.tokens.dtype == out.lengths.dtype == np.int32
+    assert out.lengths.tolist() == [5, 5, 5]
+    assert st.PAD == -1
+
+
+def test_streaming_yields_what_generate_returns():
+    options = dict(max_new_tokens=13, drafter=drafter(), topology=TREE)
+    want = st.generate(tiny_model(), PROMPTS, **options)
+    pieces = list(st.stream(tiny_model(), PROMPTS, **options))
+    for row in range(3):
+        assert [token for piece in pieces for token in piece[row]] == want.tokens[row].tolist()
+    assert all(len(new) <= 3 for piece in pieces for new in piece)
+    assert len(pieces) == want.stats.target_calls_per_row.max()
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+def test_same_key_same_output_whatever_the_other_rows_are(drafting):
+    options = dict(max_new_tokens=12, temperature=1.0)
+    if drafting:
+        options |= dict(drafter=drafter(), topology=TREE)
+    first = st.generate(tiny_model(), PROMPTS, key=KEY, **options)
+    again = st.generate(tiny_model(), PROMPTS, key=KEY, **options)
+    np.testing.assert_array_equal(first.tokens, again.tokens)
+    # Other neighbours, one of which ends at once.
+    eos = int(first.tokens[0, 0])
+    others = st.generate(tiny_model(), [PROMPTS[0], [8, 8], PROMPTS[2]], key=KEY, **options)
+    np.testing.assert_array_equal(first.tokens[[0, 2]], others.tokens[[0, 2]])
+    if eos not in first.tokens[2]:
+        ended = st.generate(tiny_model(), PROMPTS, key=KEY, eos_token=eos, **options)
+        assert ended.lengths[0] == 1
+        np.testing.assert_array_equal(first.tokens[2], ended.tokens[2])
+    assert not np.array_equal(
+        first.tokens, st.generate(tiny_model(), PROMPTS, key=jax.random.key(12), **options).tokens
+    )
+
+
+def test_raw_keys_are_accepted():
+    options = dict(max_new_tokens=4, temperature=1.0)
+    typed = st.generate(tiny_model(), PROMPTS, key=jax.random.key(3), **options)
+    raw = st.generate(tiny_model(), PROMPTS, key=jax.random.PRNGKey(3), **options)
+    np.testing.assert_array_equal(typed.tokens, raw.tokens)
+
+
+def test_statistics_add_up():
+    out = st.generate(tiny_model(), PROMPTS, max_new_tokens=17, drafter=drafter(), topology=TREE)
+    stats = out.stats
+    assert stats.num_tokens == out.lengths.sum()
+    assert stats.tau == stats.num_tokens / stats.num_target_calls
+    assert stats.num_target_calls == stats.target_calls_per_row.sum()
+    assert stats.num_drafted == stats.num_target_calls * (TREE.num_nodes - 1)
+    assert stats.accepted_per_depth.sum() == stats.num_accepted
+    assert stats.accepted_per_depth[0] >= stats.accepted_per_depth[1]
+    # Each call emits its accepted drafts and one more token, unless the limit cuts that one off.
+    missing = stats.num_accepted + stats.num_target_calls - stats.num_tokens
+    assert 0 <= missing <= len(PROMPTS)
+    np.testing.assert_allclose(stats.tau_per_row, out.lengths / stats.target_calls_per_row)
+
+
+def test_padded_vocabulary_is_never_emitted():
+    model = tiny_model("groups")  # 37 tokens, 40 rows
+    graphdef, state = nnx.split(model)
+    state["head"][...] = state["head"][...].at[37:].set(100.0 * state["head"][...][0])
+    model = nnx.merge(graphdef, state)
+    for options in ({}, dict(temperature=5.0, key=KEY, drafter=st.ModelDrafter(model))):
+        out = st.generate(model, PROMPTS, max_new_tokens=30, **options)
+        assert out.tokens.max() < 37
+
+
+def test_bfloat16_decodes():
+    model = tiny_model("plain", dtype="bfloat16")
+    out = st.generate(model, PROMPTS, max_new_tokens=9, drafter=st.ModelDrafter(model))
+    assert out.stats.tau > 2
+    assert (out.tokens >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(prompts=[]), "prompts is empty"),
+        (dict(prompts=[[1], []]), r"prompts\[1\] is empty"),
+        (dict(prompts=[[1], [2, 37]]), r"prompts\[1\] has token id 37, outside .* of 37"),
+        (dict(prompts=[[-1]]), "token id -1, outside the vocabulary"),
+        (dict(max_new_tokens=0), "max_new_tokens must be an integer, at least 1; got 0"),
+        (dict(max_new_tokens=True), "max_new_tokens must be an integer"),
+        (dict(temperature=-0.1), "temperature must be a number from 0 on, got -0.1"),
+        (dict(temperature=float("nan")), "temperature .* got nan"),
+        (dict(temperature=1.0), "needs a random key"),
+        (dict(top_k=-1), "top_k must be an integer, at least 0; got -1"),
+        (dict(top_p=0.0), r"top_p must be in \(0, 1\], got 0.0"),
+        (dict(top_p=1.5), r"top_p must be in \(0, 1\], got 1.5"),
+        (dict(eos_token=37), "eos_token must be an integer, from 0 to 36; got 37"),
+        (dict(topology=TREE), "a tree of 7 nodes needs a drafter"),
+        (dict(drafter="model", topology=st.TreeTopology.from_branching((38,))), "38 children"),
+        (dict(verifier="medusa"), "unknown verifier 'medusa'; known: .*'multi_step'"),
+        (dict(verifier="multi_step", drafter="model"), "needs temperature > 0; use 'greedy'"),
+        (dict(verifier="greedy", temperature=1.0, key=KEY), "use 'target_only'"),
+        (
+            dict(verifier="multi_step", drafter="model", temperature=1.0, key=KEY),
+            "not exact for children = 'without_replacement'",
+        ),
+        (
+            dict(verifier="multi_step", drafter="ngram", temperature=1.0, key=KEY),
+            "not exact for children = 'top_k'",
+        ),
+        (
+            dict(verifier="chain", drafter="model", temperature=1.0, key=KEY, topology=TREE),
+            "'chain' takes chains",
+        ),
+        (dict(drafter="iid"), "children = 'iid' are sampled, which needs temperature > 0"),
+        (dict(drafter="vocabulary"), "different vocabularies: 11 and 37 tokens"),
+        (dict(temperature=1.0, key=jax.random.split(KEY)), "a single random key"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_compiled(change, message, monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(SpeculativeDecoder, "start", never)
+    makers = {
+        "model": drafter,
+        "iid": lambda: drafter(children="iid"),
+        "ngram": st.NgramDrafter,
+        "vocabulary": lambda: st.ModelDrafter(
+            st.HybridLM(st.ModelConfig.tiny(vocab_size=11), rngs=nnx.Rngs(0))
+        ),
+    }
+    if "drafter" in change:
+        change = change | {"drafter": makers[change["drafter"]]()}
+    arguments = {"prompts": PROMPTS} | change
+    for run in (st.generate, st.stream):
+        with pytest.raises(ValueError, match=message):
+            run(tiny_model(), **arguments)
+
+
+WRONG_TYPES = """
+import pytest
+from flax import nnx
+import stree_jax as st
+
+model = st.HybridLM(st.ModelConfig.tiny(), rngs=nnx.Rngs(0))
+for change, message in [
+    (dict(prompts=[1, 2]), r"prompts\\[0\\] is not a list of token ids"),
+    (dict(prompts=["text"]), r"prompts\\[0\\] is not a list of token ids"),
+    (dict(prompts=[[0.5]]), r"prompts\\[0\\] has float64 values"),
+    (dict(max_new_tokens=2.5), "max_new_tokens must be an integer"),
+    (dict(temperature="hot"), "temperature must be a number"),
+    (dict(topology=(2, 2)), "topology must be a TreeTopology"),
+    (dict(drafter=model), "got HybridLM; wrap a model as ModelDrafter"),
+]:
+    with pytest.raises(ValueError, match=message):
+        st.generate(model, **({"prompts": [[1]]} | change))
+"""
+
+
+def test_wrong_types_are_refused():
+    """In a process of its own, without the shape checker, which would be first to complain."""
+    subprocess.run([sys.executable, "-c", WRONG_TYPES], check=True)
+
+
+@pytest.mark.parametrize("children", ["best", "sorted"])
+def test_unknown_children_are_refused(children):
+    with pytest.raises(ValueError, match=f"children must be 'auto' or one of .*{children}"):
+        st.ModelDrafter(tiny_model(), children=children)
+
+
+def test_bad_match_lengths_are_refused():
+    with pytest.raises(ValueError, match="got min_match = 3, max_match = 2"):
+        st.NgramDrafter(min_match=3, max_match=2)
+
+
+def broken(value, token):
+    """A model whose embedding of one token is not finite: only rows that read it fail."""
+    graphdef, state = nnx.split(randomised(tiny_model("groups"), 4))
+    state["embedding"][...] = state["embedding"][...].at[token].set(value)
+    return nnx.merge(graphdef, state)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_not_finite_name_the_row(value):
+    prompts = [[1, 2], [3, 35], [4]]
+    with pytest.raises(FloatingPointError, match="the target model's logits .* in row 1"):
+        st.generate(broken(value, 35), prompts, max_new_tokens=4)
+    with pytest.raises(FloatingPointError, match="the target model's logits .* in row 1"):
+        list(st.stream(broken(value, 35), prompts, max_new_tokens=4))
+
+
+def test_a_draft_model_that_is_not_finite_names_the_row():
+    draft = st.ModelDrafter(broken(np.nan, 4))
+    with pytest.raises(FloatingPointError, match="the draft model's logits .* in row 2"):
+        st.generate(tiny_model("groups"), [[1, 2], [3], [4]], max_new_tokens=4, drafter=draft)
+
+
+def counts(tokens, vocab_size):
+    pairs = tokens[:, 0] * vocab_size + tokens[:, 1]
+    return np.bincount(pairs, minlength=vocab_size**2)
+
+
+@pytest.mark.parametrize(
+    ("make", "topology", "verifier"),
+    [
+        (None, None, None),
+        (lambda m: st.ModelDrafter(m), TREE, "without_replacement"),
+        (lambda m: st.ModelDrafter(m, children="iid"), TREE, "multi_step"),
+        (lambda m: st.ModelDrafter(m), st.TreeTopology.chain(2), "chain"),
+        (lambda m: st.ModelDrafter(m, children="top_k"), TREE, "target_only"),
+        (lambda m: st.NgramDrafter(), TREE, None),
+    ],
+)
+def test_samples_have_the_targets_distribution(make, topology, verifier):
+    """Chi-squared on the first two tokens of 4000 rows, against the model's own probabilities."""
+    vocab_size, rows, temperature, top_k = 6, 4000, 0.8, 5
+    shape = st.ModelConfig.tiny(vocab_size=vocab_size, num_layers=1)
+    target, draft = (randomised(st.HybridLM(shape, rngs=nnx.Rngs(0)), seed) for seed in (0, 1))
+    prompt = [1, 4, 2, 1, 4]
+    out = st.generate(
+        target,
+        [prompt] * rows,
+        max_new_tokens=2,
+        drafter=None if make is None else make(draft),
+        topology=topology,
+        verifier=verifier,
+        temperature=temperature,
+        top_k=top_k,
+        key=jax.random.key(5),
+    )
+
+    def probabilities(tokens):
+        logits = np.asarray(target(jnp.array([tokens], jnp.int32))[0, -1], np.float64) / temperature
+        logits[np.argsort(logits)[: vocab_size - top_k]] = -np.inf
+        return np.exp(logits) / np.exp(logits).sum()
+
+    first = probabilities(prompt)
+    expected = rows * np.concatenate([first[t] * probabilities([*prompt, t]) for t in range(6)])
+    observed = counts(out.tokens, vocab_size)
+    possible = expected > 0
+    assert observed[~possible].sum() == 0
+    statistic = ((observed - expected)[possible] ** 2 / expected[possible]).sum()
+    freedom = possible.sum() - 1
+    assert statistic < freedom + 4 * np.sqrt(2 * freedom)

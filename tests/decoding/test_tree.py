@@ -1,0 +1,121 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stree_jax import TreeTopology
+
+
+@st.composite
+def parents_of_trees(draw, max_nodes=12):
+    nodes = draw(st.integers(1, max_nodes))
+    return (-1, *(draw(st.integers(0, i - 1)) for i in range(1, nodes)))
+
+
+@pytest.mark.parametrize(
+    ("topology", "parents"),
+    [
+        (TreeTopology.chain(0), (-1,)),
+        (TreeTopology.chain(3), (-1, 0, 1, 2)),
+        (TreeTopology.complete(2, 2), (-1, 0, 0, 1, 1, 2, 2)),
+        (TreeTopology.from_branching((2, 1)), (-1, 0, 0, 1, 2)),
+        (TreeTopology.from_branching(()), (-1,)),
+        (TreeTopology.from_parents([-1, 0, 0, 1]), (-1, 0, 0, 1)),
+    ],
+)
+def test_constructors(topology, parents):
+    assert topology.parents == parents
+    assert topology == topology.level_order()
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "depth", "nodes"),
+    [("A", 3, 4, 13), ("B", 16, 3, 29), ("C", 6, 3, 16), ("D", 4, 4, 13), ("E", 3, 5, 16)],
+)
+def test_the_papers_trees_have_the_sizes_of_its_table(name, width, depth, nodes):
+    tree = TreeTopology.paper(name)
+    assert (tree.width, tree.depth, tree.num_nodes) == (width, depth, nodes)
+    assert tree == tree.level_order()
+
+
+def test_the_main_tree_drafts_three_tokens_a_level():
+    tree = TreeTopology.paper("A")
+    assert [tree.depths.count(depth) for depth in range(5)] == [1, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("parents", "message"),
+    [
+        ([], "needs at least its root"),
+        ([-1, 0, -1], r"has one root.*2: nodes \[0, 2\]"),
+        ([-1, 2, 1], "a cycle through node"),
+        ([-1, 1], "a cycle through node 1"),
+        ([-1, 2, 0], "node 1 has parent 2; renumber"),
+        ([1, -1], "node 0 has parent 1; renumber"),
+        ([-1, 5], "node 1 has parent 5; nodes are 0 to 1"),
+        ([-1, -2], "node 1 has parent -2"),
+    ],
+)
+def test_malformed_trees_are_refused(parents, message):
+    with pytest.raises(ValueError, match=message):
+        TreeTopology.from_parents(parents)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TreeTopology.chain(-1), "num_drafts must not be negative, got -1"),
+        (lambda: TreeTopology.complete(2, -1), "depth must not be negative, got -1"),
+        (lambda: TreeTopology.complete(0, 2), r"branches at least once, got \(0, 0\)"),
+        (lambda: TreeTopology.from_branching((2, 0)), r"got \(2, 0\)"),
+        (lambda: TreeTopology.paper("F"), "'A', .*'E'.*got 'F'"),
+    ],
+)
+def test_bad_arguments_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@given(parents_of_trees())
+def test_ancestors_depths_and_children_agree(parents):
+    tree = TreeTopology(parents)
+    for node in range(tree.num_nodes):
+        path, above = [], node
+        while above >= 0:
+            path.append(above)
+            above = tree.parents[above]
+        assert tree.depths[node] == len(path) - 1
+        assert set(np.flatnonzero(tree.ancestor_mask[node])) == set(path)
+        assert all(tree.parents[child] == node for child in tree.children[node])
+    assert sum(map(len, tree.children)) == tree.num_nodes - 1
+
+
+@given(parents_of_trees())
+def test_level_order_is_the_same_tree(parents):
+    tree = TreeTopology(parents)
+    ordered = tree.level_order()
+    assert list(ordered.depths) == sorted(tree.depths)
+    starts = [child for children in ordered.children for child in children]
+    assert starts == sorted(starts)  # children of earlier nodes come first
+    assert ordered.level_order() == ordered
+
+    def shape(tree, node=0):
+        return [shape(tree, child) for child in tree.children[node]]
+
+    assert shape(tree) == shape(ordered)
+
+
+def test_missing_nodes_are_nobodys_ancestor():
+    tree = TreeTopology.from_branching((2, 1)).tree(jnp.array([[1, 1, 0, 1, 0]], bool))
+    assert tree.ancestor_mask[0, 4].tolist() == [True, False, False, False, False]
+    assert tree.ancestor_mask[0, 3].tolist() == [True, True, False, True, False]
+    assert tree.depth[0].tolist() == [0, 1, 1, 2, 2]
+
+
+def test_drawing():
+    tree = TreeTopology.from_parents([-1, 0, 0, 1, 1])
+    assert tree.draw() == "0\n├─ 1\n│  ├─ 3\n│  └─ 4\n└─ 2"
+    assert tree.draw(list("abcde"), path=[0, 2]) == "a *\n├─ b\n│  ├─ d\n│  └─ e\n└─ c *"
+    with pytest.raises(ValueError, match="2 labels for a tree of 5 nodes"):
+        tree.draw(["x", "y"])

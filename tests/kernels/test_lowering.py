@@ -1,0 +1,72 @@
+"""The kernels lower for every GPU generation they are meant for, on a machine without a GPU.
+
+The interpreter accepts nearly everything; what the Triton route cannot do shows only here.
+"""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import replay, tree_scan, triton_backend
+
+pytestmark = pytest.mark.skipif(
+    triton_backend.UNAVAILABLE is not None, reason=str(triton_backend.UNAVAILABLE)
+)
+
+DEVICES = {80: "NVIDIA A100", 86: "NVIDIA A10", 89: "NVIDIA L4", 90: "NVIDIA H100"}
+# nodes, queries, heads, head_dim, state, groups: mamba2-2.7b, MambaInLlama-8B, Nemotron-H.
+SHAPES = [
+    (1, 1, 80, 64, 128, 1),
+    (13, 13, 80, 64, 128, 1),
+    (64, 3, 32, 128, 128, 32),
+    (100, 100, 64, 64, 128, 8),
+]
+
+
+@contextlib.contextmanager
+def pretend_gpu(capability):
+    """jax 0.10 lowers for CUDA without being told for which GPU; later versions must be told."""
+    if jax.__version_info__ < (0, 11):
+        yield
+        return
+    device = jax.sharding.AbstractDevice(
+        device_kind=DEVICES[capability], num_cores=None, platform="gpu"
+    )
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        yield
+
+
+def lowered(function, arguments, capability):
+    with pretend_gpu(capability):
+        traced = jax.jit(function).trace(*arguments)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def operands(shape, dtype):
+    nodes, queries, heads, head_dim, state, groups = shape
+    struct = jax.ShapeDtypeStruct
+    x = struct((2, nodes, heads, head_dim), dtype)
+    dt = struct((2, nodes, heads), jnp.float32)
+    A = struct((heads,), jnp.float32)
+    B = struct((2, nodes, groups, state), dtype)
+    C = struct((2, queries, groups, state), dtype)
+    D = struct((heads, head_dim), jnp.float32)
+    h = struct((2, heads, head_dim, state), jnp.float32)
+    mask = struct((2, nodes, nodes), jnp.bool_)
+    path = struct((2, nodes), jnp.bool_)
+    return (x, dt, A, B, C, D, h, mask), (x, dt, A, B, h, path)
+
+
+@pytest.mark.parametrize("capability", DEVICES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_lowers_to_one_kernel(shape, dtype, capability):
+    scan_operands, replay_operands = operands(shape, dtype)
+    scan = lowered(functools.partial(tree_scan, implementation="pallas"), scan_operands, capability)
+    assert scan.count("__gpu$xla.gpu.triton") == 1
+    step = lowered(functools.partial(replay, implementation="pallas"), replay_operands, capability)
+    assert step.count("__gpu$xla.gpu.triton") == 1
+    assert "output_operand_alias" in step  # the state is updated in place

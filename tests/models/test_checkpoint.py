@@ -1,0 +1,154 @@
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tokenizers import Tokenizer, models
+
+import stree_jax as st
+from stree_jax import checkpoint
+from tests.tiny import apply, tiny_model
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "model"
+    st.save_pretrained(tiny_model("groups"), path, model_card="# A card\n")
+    return path
+
+
+def test_round_trip(saved):
+    model = tiny_model("groups")
+    loaded = st.from_pretrained(saved)
+    assert loaded.config == model.config
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(loaded), nnx.state(model))
+    tokens = np.arange(12, dtype=np.int32).reshape(2, 6)
+    np.testing.assert_array_equal(apply(loaded, tokens), apply(model, tokens))
+    assert (saved / "README.md").read_text() == "# A card\n"
+
+
+def test_the_type_is_chosen_when_loading(saved):
+    loaded = st.from_pretrained(saved, dtype="bfloat16")
+    assert loaded.embedding.dtype == jnp.bfloat16
+    assert loaded.blocks[0].mixer.A_log.dtype == jnp.float32
+    with pytest.raises(ValueError, match="float32 or bfloat16, got float16"):
+        st.from_pretrained(saved, dtype="float16")
+
+
+def test_saving_over_something_must_be_asked_for(saved):
+    with pytest.raises(ValueError, match="exists; choose another name or pass overwrite=True"):
+        st.save_pretrained(tiny_model(), saved)
+    st.save_pretrained(tiny_model(), saved, overwrite=True)
+    assert st.from_pretrained(saved).config == tiny_model().config
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+
+
+def test_a_failed_save_leaves_the_old_one(saved, monkeypatch):
+    from orbax.checkpoint import v1 as ocp
+
+    def fail(*_, **__):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(ocp, "save", fail)
+    with pytest.raises(OSError, match="disk full"):
+        st.save_pretrained(tiny_model(), saved, overwrite=True)
+    assert st.from_pretrained(saved).config == tiny_model("groups").config
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+
+
+def test_missing(tmp_path):
+    with pytest.raises(ValueError, match="no checkpoint at .*nowhere"):
+        st.from_pretrained(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        st.from_pretrained(tmp_path)
+
+
+def change_header(saved, **changes):
+    file = saved / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_other_formats_are_refused(saved):
+    change_header(saved, version=99)
+    with pytest.raises(ValueError, match="version 99; this stree_jax reads 1"):
+        st.from_pretrained(saved)
+    change_header(saved, format=None)
+    with pytest.raises(ValueError, match="not a native checkpoint"):
+        st.from_pretrained(saved)
+    (saved / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is damaged"):
+        st.from_pretrained(saved)
+
+
+def test_missing_weights(saved):
+    shutil.rmtree(saved / "params")
+    with pytest.raises(ValueError, match="'params' is missing"):
+        st.from_pretrained(saved)
+
+
+def test_truncated_weights(saved):
+    data = max((saved / "params").rglob("*"), key=lambda file: file.stat().st_size)
+    data.write_bytes(data.read_bytes()[:100])
+    with pytest.raises(ValueError, match="is damaged: cannot read its weights"):
+        st.from_pretrained(saved)
+
+
+def test_missing_metadata(saved):
+    (saved / "params" / "state" / "_METADATA").unlink()
+    with pytest.raises(ValueError, match="is damaged: cannot read its weights"):
+        st.from_pretrained(saved)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"d_model": 16, "vocab_size": 21}, r"embedding is \(40, 16\)"),
+        ({"num_layers": 3}, r"blocks\.2\..* is missing"),
+        ({"num_layers": 1}, r"blocks\.1\..* is not expected"),
+        ({"tie_embeddings": True}, r"head \(40, 16\) is not expected"),
+    ],
+)
+def test_shapes_that_disagree_with_the_config(saved, changes, message):
+    shape = dict(
+        num_groups=2,
+        conv_width=3,
+        norm="norm_then_gate",
+        d_per_channel=True,
+        in_proj_bias=True,
+        out_proj_bias=True,
+        conv_bias=False,
+        tie_embeddings=False,
+        padded_vocab_size=40,
+    )
+    if "vocab_size" in changes:
+        shape["padded_vocab_size"] = 24
+    config = st.ModelConfig.tiny(**(shape | changes))
+    change_header(saved, model=config.to_dict())
+    with pytest.raises(ValueError, match=f"disagree with its config: .*{message}"):
+        st.from_pretrained(saved)
+
+
+def test_all_problems_are_counted(saved):
+    change_header(saved, model=st.ModelConfig.tiny(d_model=32).to_dict())
+    with pytest.raises(ValueError, match=r"and \d+ more"):
+        st.from_pretrained(saved)
+
+
+def test_tokenizer(saved, tmp_path):
+    with pytest.raises(ValueError, match="no tokenizer at"):
+        st.load_tokenizer(saved)
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    st.save_pretrained(tiny_model(), tmp_path / "other", tokenizer=tokenizer)
+    assert st.load_tokenizer(tmp_path / "other").encode("b").ids == [1]
+    (tmp_path / "other" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="is damaged"):
+        st.load_tokenizer(tmp_path / "other")
+
+
+def test_demo_paths():
+    with pytest.raises(ValueError, match=r"\('target', 'draft'\), got 'teacher'"):
+        st.demo_path("teacher")
+    assert checkpoint.demo_path("draft").name == "draft"

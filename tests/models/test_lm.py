@@ -1,0 +1,217 @@
+"""One model, four ways to run it that must agree: whole, prefill, tree, replay."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from stree_jax import HybridLM, ModelConfig, TreeTopology
+from stree_jax.models.cache import init_cache, init_pending, path_to
+from tests import oracle
+from tests.tiny import CONFIGS, apply, tiny_model
+
+BATCH, LENGTH = 2, 11
+
+
+@jax.jit
+def prefill(model, tokens, lengths):
+    return model.prefill(tokens, lengths)
+
+
+@jax.jit
+def tree_forward(model, tokens, tree, cache):
+    return model.tree_forward(tokens, tree, cache)
+
+
+@jax.jit
+def replay(model, cache, pending, path):
+    return model.replay(cache, pending, path)
+
+
+def random_tokens(model, *shape, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.integers(model.config.vocab_size, size=shape).astype(np.int32)
+
+
+def whole_tree(topology, batch=BATCH):
+    return topology.tree(jnp.ones((batch, topology.num_nodes), bool))
+
+
+TREE = TreeTopology.from_parents([-1, 0, 0, 1, 1, 2, 3, 6, 7])  # depth 5, more than K
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_the_oracles(name):
+    model = tiny_model(name)
+    tokens = random_tokens(model, BATCH, LENGTH)
+    got = apply(model, tokens)
+    assert got.dtype == jnp.float32
+    assert got.shape == (BATCH, LENGTH, model.config.num_embeddings)
+    for row, want in zip(got, (oracle.logits(model, row) for row in tokens), strict=True):
+        np.testing.assert_allclose(row, want, atol=2e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_tree_is_every_path_run_by_itself(name):
+    model = tiny_model(name)
+    prompts = random_tokens(model, BATCH, LENGTH)
+    lengths = np.array([LENGTH, 4], np.int32)
+    drafts = random_tokens(model, BATCH, TREE.num_nodes, seed=1)
+    _, cache = prefill(model, prompts, lengths)
+    got, _, after = tree_forward(model, drafts, whole_tree(TREE), cache)
+    for b in range(BATCH):
+        for node in range(TREE.num_nodes):
+            path = np.flatnonzero(TREE.ancestor_mask[node])
+            alone = oracle.logits(model, [*prompts[b, : lengths[b]], *drafts[b, path]])[-1]
+            np.testing.assert_allclose(got[b, node], alone, atol=3e-5 * np.abs(alone).max())
+    jax.tree.map(np.testing.assert_array_equal, after, cache)  # a forward writes no cache
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_replay_is_prefill_of_the_accepted_tokens(name):
+    model = tiny_model(name)
+    prompts = random_tokens(model, BATCH, LENGTH)
+    lengths = np.array([LENGTH, 2], np.int32)
+    drafts = random_tokens(model, BATCH, TREE.num_nodes, seed=1)
+    _, cache = prefill(model, prompts, lengths)
+    tree = whole_tree(TREE)
+    _, pending, _ = tree_forward(model, drafts, tree, cache)
+    # Row 0 accepts 0, 1, 2, 3, 5 drafts; row 1 another number, or nothing at all.
+    for last in ([0, 2], [1, 0], [3, 8], [6, -1], [8, 4]):
+        replayed = replay(model, cache, pending, path_to(tree, jnp.array(last)))
+        rows = [
+            [
+                *prompts[b, : lengths[b]],
+                *drafts[b, TREE.ancestor_mask[last[b]]][: 99 * (last[b] >= 0)],
+            ]
+            for b in range(BATCH)
+        ]
+        padded = np.zeros((BATCH, LENGTH + 6), np.int32)
+        for row, buffer in zip(rows, padded, strict=True):
+            buffer[: len(row)] = row
+        _, want = prefill(model, padded, np.array([len(row) for row in rows], np.int32))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), replayed, want)
+
+
+def test_a_tree_grown_level_by_level_is_the_tree_at_once():
+    model = tiny_model("groups")
+    topology = TreeTopology.from_branching((2, 2, 1))
+    drafts = random_tokens(model, BATCH, topology.num_nodes)
+    cache = prefill(model, random_tokens(model, BATCH, 5), np.array([5, 3], np.int32))[1]
+    tree = whole_tree(topology)
+    at_once, all_pending, _ = tree_forward(model, drafts, tree, cache)
+    grown, start = None, 0
+    for end in (1, 3, 7, 11):
+        part = jax.tree.map(lambda leaf, end=end: leaf[:, :end], tree)
+        part = part._replace(ancestor_mask=part.ancestor_mask[:, :, :end])
+        queries = jnp.asarray(drafts[:, start:end])
+        logits, grown, _ = model.tree_forward(queries, part, cache, grown=grown)
+        np.testing.assert_allclose(logits, at_once[:, start:end], atol=1e-4)
+        start = end
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grown, all_pending)
+
+
+def test_a_token_changes_only_what_is_below_it():
+    model = tiny_model()
+    cache = prefill(model, random_tokens(model, 1, 5), np.array([5], np.int32))[1]
+    drafts = random_tokens(model, 1, TREE.num_nodes)
+    tree = whole_tree(TREE, batch=1)
+    before, _, _ = tree_forward(model, drafts, tree, cache)
+    for node in range(TREE.num_nodes):
+        changed = drafts.copy()
+        changed[0, node] = (changed[0, node] + 1) % model.config.vocab_size
+        after, _, _ = tree_forward(model, changed, tree, cache)
+        moved = np.abs(np.asarray(after - before)[0]).max(-1) > 1e-6
+        np.testing.assert_array_equal(moved, TREE.ancestor_mask[:, node])
+
+
+def test_permuting_siblings_permutes_outputs():
+    model = tiny_model()
+    cache = prefill(model, random_tokens(model, 1, 5), np.array([5], np.int32))[1]
+    drafts = random_tokens(model, 1, 7)
+    order = np.array([0, 2, 1, 5, 6, 3, 4])  # of a complete binary tree: the root's two halves
+    tree = whole_tree(TreeTopology.complete(2, 2), batch=1)
+    straight, _, _ = tree_forward(model, drafts, tree, cache)
+    swapped, _, _ = tree_forward(model, drafts[:, order], tree, cache)
+    np.testing.assert_allclose(swapped, straight[:, order], atol=1e-5)
+
+
+def test_rows_do_not_see_each_other():
+    model = tiny_model()
+    prompts, lengths = random_tokens(model, BATCH, 6), np.array([6, 3], np.int32)
+    drafts = random_tokens(model, BATCH, TREE.num_nodes, seed=1)
+    tree = whole_tree(TREE)
+    both, _, _ = tree_forward(model, drafts, tree, prefill(model, prompts, lengths)[1])
+    prompts[1] = (prompts[1] + 5) % model.config.vocab_size
+    drafts[1] = (drafts[1] + 3) % model.config.vocab_size
+    changed, _, _ = tree_forward(model, drafts, tree, prefill(model, prompts, lengths)[1])
+    np.testing.assert_array_equal(both[0], changed[0])
+    assert np.abs(np.asarray(both[1] - changed[1])).max() > 1e-3
+
+
+def test_padding_does_not_reach_the_cache():
+    model = tiny_model("groups")
+    prompts = random_tokens(model, BATCH, 9)
+    lengths = np.array([5, 0], np.int32)
+    logits, cache = prefill(model, prompts, lengths)
+    prompts[0, 5:] = 0
+    prompts[1] = 1
+    logits_again, cache_again = prefill(model, prompts, lengths)
+    np.testing.assert_array_equal(logits[0], logits_again[0])
+    jax.tree.map(np.testing.assert_array_equal, cache, cache_again)
+    jax.tree.map(lambda leaf: np.testing.assert_array_equal(leaf[1], 0), cache)
+
+
+def test_prefill_goes_on_from_a_cache():
+    model = tiny_model()
+    prompts = random_tokens(model, BATCH, 10)
+    _, first = prefill(model, prompts[:, :6], np.array([6, 6], np.int32))
+    logits, cache = model.prefill(
+        jnp.asarray(prompts[:, 6:]), jnp.array([4, 2], jnp.int32), cache=first
+    )
+    whole, want = prefill(model, prompts, np.array([10, 8], np.int32))
+    np.testing.assert_allclose(logits, whole, atol=1e-4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), cache, want)
+
+
+def test_the_kernels_can_be_chosen_for_a_whole_model():
+    config = ModelConfig.tiny(head_dim=16, state_size=16)
+    models = [
+        HybridLM(config, rngs=nnx.Rngs(0), implementation=implementation)
+        for implementation in ("xla", "pallas_interpret")
+    ]
+    drafts = random_tokens(models[0], BATCH, TREE.num_nodes)
+    results = []
+    for model in models:
+        cache = model.init_cache(BATCH)
+        logits, pending, _ = tree_forward(model, drafts, whole_tree(TREE), cache)
+        path = path_to(whole_tree(TREE), jnp.array([8, 2]))
+        results.append((logits, replay(model, cache, pending, path)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *results)
+
+
+def test_bfloat16_keeps_state_and_logits_in_float32():
+    model = tiny_model("plain", dtype="bfloat16")
+    tokens = random_tokens(model, BATCH, LENGTH)
+    logits, cache = prefill(model, tokens, np.array([LENGTH, 4], np.int32))
+    assert logits.dtype == jnp.float32
+    assert {layer.ssm.dtype.name for layer in cache} == {"float32"}
+    assert {layer.conv.dtype.name for layer in cache} == {"bfloat16"}
+    mixer = model.blocks[0].mixer
+    assert mixer.A_log.dtype == mixer.dt_bias.dtype == mixer.D.dtype == jnp.float32
+    exact = oracle.logits(model, tokens[0])[-1]
+    assert np.abs(np.asarray(logits)[0] - exact).max() < 0.05 * np.abs(exact).max()
+
+
+def test_init_cache_owns_the_shapes():
+    model = tiny_model("mamba_in_llama")
+    _, cache = prefill(model, random_tokens(model, BATCH, 5), np.array([5, 2], np.int32))
+    tree = whole_tree(TREE)
+    _, pending, _ = tree_forward(model, random_tokens(model, BATCH, TREE.num_nodes), tree, cache)
+
+    def shapes(values):
+        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), values)
+
+    assert shapes(cache) == shapes(init_cache(model.config, BATCH, model.dtype))
+    assert shapes(pending) == shapes(init_pending(model.config, BATCH, TREE.num_nodes, model.dtype))

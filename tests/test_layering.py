@@ -1,0 +1,80 @@
+"""Dependencies point one way."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pallas_kernels
+import stree_jax
+
+# What `import package` must not load, in a process of its own.
+FORBIDDEN = {
+    "pallas_kernels": {"stree_jax", "flax", "torch", "transformers"},
+    "stree_jax": {
+        "torch",
+        "transformers",
+        "orbax",
+        "typer",
+        "stree_jax.cli",
+        "stree_jax.convert",
+        "stree_jax.training",
+    },
+    "stree_jax.convert": {"torch", "transformers", "stree_jax.cli", "stree_jax.training"},
+    "stree_jax.cli.main": {"torch", "transformers", "stree_jax.training"},
+}
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_importing_loads_nothing_it_should_not(package):
+    code = f"import {package}, sys; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    )
+    assert not FORBIDDEN[package] & set(result.stdout.split())
+
+
+# Packages from the bottom up: each may import itself and those before it.
+LAYERS = ["array_types", "config", "tree", "models", "checkpoint", "decoding", "training", "cli"]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layers_import_only_what_is_below_them(layer):
+    root = Path(stree_jax.__file__).parent
+    files = (
+        [root / f"{layer}.py"] if (root / f"{layer}.py").is_file() else (root / layer).glob("*.py")
+    )
+    above = LAYERS[LAYERS.index(layer) + 1 :]
+    for file in files:
+        for module in imported(file):
+            parts = module.split(".")
+            if parts[0] == "stree_jax" and len(parts) > 1:
+                assert parts[1] not in above, f"{file} imports {module}"
+
+
+def imported(file):
+    """Modules that a file imports at any depth."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+
+
+def test_one_module_owns_the_triton_import():
+    root = Path(pallas_kernels.__file__).parent
+    importers = {
+        file.name
+        for file in root.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom)
+        and node.module == "jax.experimental.pallas"
+        and any(alias.name == "triton" for alias in node.names)
+    }
+    assert importers == {"triton_backend.py"}
+
+
+def test_the_public_names_exist():
+    assert all(hasattr(stree_jax, name) for name in stree_jax.__all__)

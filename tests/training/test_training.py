@@ -1,0 +1,258 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import stree_jax as st
+from stree_jax.training import data
+from stree_jax.training.objective import distillation_loss, next_token_loss
+from stree_jax.training.recipe import Recipe, Text, Training
+from stree_jax.training.run import _continued, distill, train
+from stree_jax.training.trainer import cast, fit
+from tests.tiny import apply, tiny_model
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "to", "while", "sun", "rose"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A small text of documents that start with '# '."""
+    rng = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(
+        "".join(f"# {i}\n" + " ".join(rng.choice(WORDS, size=30)) + ".\n\n" for i in range(200))
+    )
+    return path
+
+
+RECIPE = """
+vocab_size = 280
+[model]
+d_model = 16
+num_layers = 2
+head_dim = 8
+state_size = 8
+[training]
+steps = 6
+batch_size = 2
+sequence_length = 16
+save_every = 2
+warmup_steps = 2
+[[text]]
+path = "words.txt"
+document_start = "# "
+"""
+
+
+@pytest.fixture
+def recipe_file(text):
+    file = text.with_name("recipe.toml")
+    file.write_text(RECIPE)
+    return file
+
+
+def test_a_recipe_is_read(recipe_file, text):
+    recipe = Recipe.load(recipe_file)
+    assert recipe.training == Training(
+        steps=6, batch_size=2, sequence_length=16, save_every=2, warmup_steps=2
+    )
+    assert recipe.text == (Text(str(text), 1.0, "# "),)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("words.txt", "nowhere.txt", r"nowhere\.txt, which does not exist"),
+        ("steps = 6", "steps = 6\npaces = 6", "paces"),
+        ("steps = 6", "steps = 0", "steps must be at least 1, got 0"),
+        ("steps = 6", "steps = 6\ngenerated = 2.0", "share from 0 to 1, got 2"),
+        ("[[text]]", "[[book]]", "names no text"),
+        ("vocab_size", "vocabulary", "vocabulary"),
+        ("[model]", "[model", "is not TOML"),
+        ('path = "words.txt"', "", "'path'"),
+    ],
+)
+def test_bad_recipes_are_refused(recipe_file, old, new, message):
+    recipe_file.write_text(RECIPE.replace(old, new))
+    with pytest.raises(ValueError, match=message):
+        Recipe.load(recipe_file)
+    with pytest.raises(ValueError, match="cannot read the recipe"):
+        Recipe.load(recipe_file.with_name("other.toml"))
+
+
+def test_the_tokenizer_and_its_documents(text):
+    texts = [Text(str(text), document_start="# ")]
+    tokenizer = data.train_tokenizer(texts, 300)
+    assert tokenizer.get_vocab_size() <= 300
+    assert tokenizer.token_to_id(data.END_OF_TEXT) == 0
+    sample = "the cat\n\tsat — naïve 中"
+    assert tokenizer.decode(tokenizer.encode(sample).ids) == sample
+    train_split, held_out = data.load_corpus(texts, tokenizer)
+    whole = np.concatenate([train_split.streams[0], held_out.streams[0]])
+    assert (whole == 0).sum() == 200  # one end a document
+    decoded = tokenizer.decode(whole.tolist(), skip_special_tokens=True)
+    assert decoded == text.read_text()
+    with pytest.raises(ValueError, match="at least 257"):
+        data.train_tokenizer(texts, 100)
+
+
+def test_batches_are_a_function_of_the_step():
+    corpus = data.Corpus((np.arange(100, dtype=np.uint16), np.arange(500, 900)), (1.0, 3.0))
+    first = data.batch_at(corpus, 3, seed=0, batch_size=400, length=8)
+    assert first.shape == (400, 8)
+    assert first.dtype == np.int32
+    np.testing.assert_array_equal(first, data.batch_at(corpus, 3, 0, 400, 8))
+    assert not np.array_equal(first, data.batch_at(corpus, 4, 0, 400, 8))
+    assert (np.diff(first, axis=1) == 1).all()  # windows of one stream
+    assert 0.6 < (first[:, 0] >= 500).mean() < 0.9  # three quarters from the second
+    with pytest.raises(ValueError, match="100 tokens is too short for windows of 200"):
+        data.batch_at(corpus, 0, 0, 400, 200)
+
+
+def test_losses():
+    model = tiny_model("groups")  # with vocabulary padding, which must not count
+    tokens = np.array([[1, 5, 2, 9], [3, 3, 0, 36]], np.int32)
+    logits = np.asarray(apply(model, tokens), np.float64)[..., :37]
+    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    want = -np.take_along_axis(log_probs[:, :-1], tokens[:, 1:, None], axis=-1).mean()
+    np.testing.assert_allclose(next_token_loss(model, jnp.asarray(tokens)), want, rtol=1e-5)
+
+    target = jnp.asarray(apply(tiny_model("plain"), tokens))
+    p = np.asarray(jax.nn.softmax(target), np.float64)
+    divergence = (p * (np.log(p) - log_probs)).sum(-1).mean()
+    got = distillation_loss(model, target, jnp.asarray(tokens))
+    np.testing.assert_allclose(got, divergence, rtol=1e-4)
+    same = distillation_loss(model, jnp.asarray(apply(model, tokens)), jnp.asarray(tokens))
+    np.testing.assert_allclose(same, 0, atol=1e-6)
+
+
+def new_model():
+    return st.HybridLM(st.ModelConfig.tiny(), rngs=nnx.Rngs(0))
+
+
+def loss(model, tokens, _):
+    return next_token_loss(model, tokens)
+
+
+def batch(step):
+    start = np.arange(2)[:, None] + step
+    return ((start + np.arange(17)) % 37).astype(np.int32)  # counting: easy to learn
+
+
+TRAINING = Training(steps=8, batch_size=2, sequence_length=16, save_every=3, warmup_steps=2)
+
+
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path):
+    whole = new_model()
+    losses = [report.loss for report in fit(whole, loss, batch, TRAINING, tmp_path / "whole")]
+    assert losses[-1] < losses[0]
+
+    interrupted = fit(new_model(), loss, batch, TRAINING, tmp_path / "parts")
+    for report in interrupted:
+        if report.step == 7:  # saved at 3 and 6; 7 is lost
+            interrupted.close()
+            break
+    resumed = new_model()
+    rest = list(fit(resumed, loss, batch, TRAINING, tmp_path / "parts"))
+    assert [report.step for report in rest] == [7, 8]
+    np.testing.assert_allclose([report.loss for report in rest], losses[6:], rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+        nnx.state(resumed),
+        nnx.state(whole),
+    )
+    assert list(fit(new_model(), loss, batch, TRAINING, tmp_path / "parts")) == []
+
+
+def test_a_failed_save_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    from orbax.checkpoint import v1 as ocp
+
+    save = ocp.training.Checkpointer.save
+
+    def fail_at_six(self, step, state, **options):
+        if step == 6:
+            raise OSError("disk full")
+        return save(self, step, state, **options)
+
+    monkeypatch.setattr(ocp.training.Checkpointer, "save", fail_at_six)
+    with pytest.raises(OSError, match="disk full"):
+        list(fit(new_model(), loss, batch, TRAINING, tmp_path / "run"))
+    monkeypatch.undo()
+    rest = list(fit(new_model(), loss, batch, TRAINING, tmp_path / "run"))
+    assert rest[0].step == 4
+
+
+def test_a_run_of_another_shape_is_not_resumed(tmp_path):
+    list(fit(new_model(), loss, batch, dataclasses.replace(TRAINING, steps=3), tmp_path / "run"))
+    wider = st.HybridLM(st.ModelConfig.tiny(d_model=32), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="is damaged or of another shape; remove it"):
+        list(fit(wider, loss, batch, TRAINING, tmp_path / "run"))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
+    def bad(model, tokens, _):
+        return next_token_loss(model, tokens) * jnp.nan
+
+    with pytest.raises(FloatingPointError, match="the loss is nan at step 1"):
+        list(fit(new_model(), bad, batch, TRAINING, tmp_path / "run"))
+
+
+def test_cast_keeps_the_scalars_of_the_ssm_in_float32():
+    model = tiny_model()
+    small = cast(model, jnp.bfloat16)
+    assert small.embedding.dtype == jnp.bfloat16
+    assert small.blocks[0].mixer.dt_bias.dtype == jnp.float32
+    back = cast(small, jnp.float32)
+    np.testing.assert_array_equal(
+        back.embedding[...], model.embedding[...].astype(jnp.bfloat16).astype(jnp.float32)
+    )
+
+
+def test_train_and_distill_write_checkpoints(recipe_file, tmp_path):
+    recipe = Recipe.load(recipe_file)
+    target_path, draft_path = tmp_path / "target", tmp_path / "draft"
+    steps = [report.step for report in train(recipe, target_path, command="the command")]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    target = st.from_pretrained(target_path)
+    assert target.config.eos_token == 0
+    card = (target_path / "README.md").read_text()
+    assert "the command" in card
+    assert "Held-out cross-entropy" in card
+    assert "words.txt" in card
+
+    small = dataclasses.replace(
+        recipe,
+        model={**recipe.model, "num_layers": 1},
+        training=dataclasses.replace(recipe.training, generated=0.5),
+    )
+    list(distill(small, target_path, draft_path, command="distill it"))
+    draft = st.from_pretrained(draft_path)
+    assert draft.config.vocab_size == target.config.vocab_size
+    assert len(draft.config.layers) == 1
+    assert "KL divergence from the target" in (draft_path / "README.md").read_text()
+    assert st.load_tokenizer(draft_path).to_str() == st.load_tokenizer(target_path).to_str()
+    out = st.generate(target, [[5, 6]], max_new_tokens=4, drafter=st.ModelDrafter(draft))
+    assert out.lengths.tolist() == [4]
+    # Started again, a finished run only writes its checkpoint anew.
+    assert list(train(recipe, target_path, command="the command")) == []
+
+
+def test_the_target_writes_the_second_half_of_some_rows():
+    model, tokens = tiny_model(), batch(0)
+    greedy = _continued(model, tokens, seed=0, step=1)
+    np.testing.assert_array_equal(greedy[:, :8], tokens[:, :8])
+    for t in range(8, 17):
+        best = np.asarray(apply(model, np.pad(greedy, ((0, 0), (0, 3)))))[:, t - 1].argmax(-1)
+        np.testing.assert_array_equal(greedy[:, t], best)
+    sampled = _continued(model, tokens, seed=0, step=2)
+    assert not np.array_equal(sampled, greedy)
+    np.testing.assert_array_equal(sampled, _continued(model, tokens, seed=0, step=2))
+
+
+def test_a_model_table_that_does_not_fit_is_refused(recipe_file, tmp_path):
+    recipe = dataclasses.replace(Recipe.load(recipe_file), model={"depth": 3})
+    with pytest.raises(ValueError, match=r"the recipe's \[model\] table does not fit"):
+        list(train(recipe, tmp_path / "out", command=""))
