@@ -5,12 +5,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: help install demo test test-slow test-gpu lint format types check clean
+.PHONY: help install demo test test-gpu lint format types check clean
 
 help:
 	@echo "make demo       decode with the embedded pair: autoregressively, with a chain, with a tree"
-	@echo "make test       the test suite, without slow and GPU tests"
-	@echo "make test-slow  only the slow tests"
+	@echo "make test       the test suite, without GPU tests"
 	@echo "make test-gpu   only the tests that need a GPU"
 	@echo "make check      lint, types and tests"
 	@echo "make format     rewrite the code as ruff wants it"
@@ -28,9 +27,6 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest -n $(JOBS)
-
-test-slow: install
-	$(BIN)/python -m pytest -n $(JOBS) -m slow
 
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu

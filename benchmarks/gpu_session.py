@@ -96,7 +96,7 @@ def _kernel_errors(
 
 
 def kernels_are_right(rows: list[dict[str, Any]]) -> bool:
-    """Within the budget of the tests: 1.5 times XLA's error, and in absolute terms."""
+    """Within the error budgets of the tests."""
     limits = {
         ("tree_scan", "float32"): 2e-6,
         ("tree_scan", "bfloat16"): 4e-3,

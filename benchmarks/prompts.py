@@ -24,7 +24,7 @@ def load_prompts(count: int) -> tuple[str, list[str]]:
         # Spread over its eight categories of ten questions.
         [questions[i * 10 % 80 + i // 8]["turns"][0] + "\n\n" for i in range(80)],
     ]
-    picked = [sources[i % 3][i // 3] for i in range(count)]
+    picked = [sources[i % 3][i // 3 % len(sources[i % 3])] for i in range(count)]
     return "GSM8K test, HumanEval and MT-Bench, in turn", picked
 
 

@@ -30,7 +30,7 @@ def choose(op: str, requested: str | None, unsupported: str | None) -> str:
         raise ValueError(f"unknown implementation {requested!r}; known: {IMPLEMENTATIONS}")
     obstacle = triton_backend.UNAVAILABLE or unsupported
     if requested is None:
-        return "xla" if obstacle or jax.default_backend() != "gpu" else "pallas"
+        return "xla" if obstacle or device_obstacle() else "pallas"
     if requested != "xla" and obstacle:
         raise ValueError(f"{op} cannot run as {requested!r}: {obstacle}; use 'xla'")
     return requested
@@ -38,8 +38,19 @@ def choose(op: str, requested: str | None, unsupported: str | None) -> str:
 
 def explain() -> str:
     """One line: what runs on this machine, and why."""
-    if triton_backend.UNAVAILABLE:
-        return f"xla: {triton_backend.UNAVAILABLE}"
-    if jax.default_backend() != "gpu":
-        return f"xla: the default backend is {jax.default_backend()!r}, the kernels need a GPU"
-    return "pallas, and xla for shapes that the kernels refuse"
+    obstacle = triton_backend.UNAVAILABLE or device_obstacle()
+    return f"xla: {obstacle}" if obstacle else "pallas, and xla for shapes that the kernels refuse"
+
+
+def device_obstacle() -> str | None:
+    """Why the kernels cannot run on the device that computations go to by default, if so."""
+    device = jax.config.jax_default_device
+    if device is None or isinstance(device, str):
+        device = jax.devices(device)[0]
+    if device.platform != "gpu":
+        return f"the device is a {device.platform.upper()}, the kernels need an NVIDIA GPU"
+    capability = str(getattr(device, "compute_capability", "unknown"))
+    major = capability.partition(".")[0]
+    if not major.isdigit() or int(major) < 8:  # AMD's are words
+        return f"the device's compute capability is {capability}, the kernels need 8.0 or later"
+    return None

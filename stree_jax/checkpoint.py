@@ -15,7 +15,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -37,6 +37,7 @@ def save_pretrained(
     *,
     tokenizer: Tokenizer | None = None,
     model_card: str | None = None,
+    files: Sequence[Path] = (),
     overwrite: bool = False,
 ) -> None:
     """Saves a model as a native checkpoint directory.
@@ -46,6 +47,7 @@ def save_pretrained(
         path: the directory to create.
         tokenizer: stored beside the weights.
         model_card: Markdown, stored as README.md.
+        files: further files to copy into the directory.
         overwrite: replace an existing directory. The old one stays until the new one is complete.
 
     Raises:
@@ -53,13 +55,15 @@ def save_pretrained(
     """
     from orbax.checkpoint import v1 as ocp  # half a second; not everyone saves
 
-    with _new_directory(Path(path), overwrite) as partial:
+    with new_directory(Path(path), overwrite) as partial:
         header = {"format": FORMAT, "version": VERSION, "model": model.config.to_dict()}
         (partial / "config.json").write_text(json.dumps(header, indent=2) + "\n")
         if tokenizer is not None:
             tokenizer.save(str(partial / "tokenizer.json"))
         if model_card is not None:
             (partial / "README.md").write_text(model_card)
+        for file in files:
+            shutil.copyfile(file, partial / file.name)
         with _quiet():
             ocp.save(partial / "params", nnx.to_pure_dict(nnx.state(model)))
 
@@ -67,43 +71,52 @@ def save_pretrained(
 def from_pretrained(
     path: str | os.PathLike[str],
     *,
-    dtype: DTypeLike = jnp.float32,
+    dtype: DTypeLike | None = jnp.float32,
     implementation: str | None = None,
 ) -> HybridLM:
-    """Loads a native checkpoint directory.
+    """Loads a checkpoint directory: native, transformers mamba2, mamba_ssm or Codestral-Mamba.
 
     Args:
-        path: the directory.
-        dtype: of the loaded weights, float32 or bfloat16, whatever type is stored. Speculative
-            decoding reproduces autoregressive decoding token for token in float32, the default.
+        path: the directory, or the name of a model on the hub (needs `stree-jax[hub]`).
+        dtype: of the loaded weights, float32 or bfloat16, whatever type is stored; None: bfloat16
+            if they are stored in it. Speculative decoding reproduces autoregressive decoding token
+            for token in float32, the default.
         implementation: of the tree kernels, see `pallas_kernels.dispatch`.
 
     Raises:
-        ValueError: the checkpoint is missing, damaged, of another format, or its shapes disagree
-            with its config.
+        ValueError: the checkpoint is missing, damaged, of an unknown or unsupported kind, or its
+            shapes disagree with its config.
     """
+    from stree_jax import convert  # not needed for native checkpoints, and it imports this module
+
+    path = convert.find(path)
+    if not convert.is_native(path):
+        checkpoint = convert.open_checkpoint(path)
+        return convert.load_model(
+            checkpoint,
+            dtype=checkpoint.dtype if dtype is None else dtype,
+            implementation=implementation,
+        )
+    return _load_native(path, dtype, implementation)
+
+
+def _load_native(path: Path, dtype: DTypeLike | None, implementation: str | None) -> HybridLM:
     from orbax.checkpoint import v1 as ocp
 
-    path = Path(path)
     config = load_config(path)
+    stored = _metadata(path)
+    if dtype is None:
+        dtype = stored_dtype(path)
     structure, weights = HybridLM.abstract(config, dtype=dtype, implementation=implementation)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     wanted = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device),
         weights,
     )
-    params = (path / "params").absolute()
-    if not params.is_dir():
-        raise ValueError(f"{path} has no weights: the directory 'params' is missing")
-    try:
-        with _quiet():
-            stored = ocp.metadata(params).metadata
-    except Exception as error:
-        raise ValueError(f"{path} is damaged: cannot read its weights ({_line(error)})") from error
     _check_shapes(path, wanted, stored)
     try:
         with _quiet():
-            loaded = ocp.load(params, wanted)
+            loaded = ocp.load((path / "params").absolute(), wanted)
     except Exception as error:
         raise ValueError(f"{path} is damaged: cannot read its weights ({_line(error)})") from error
     return nnx.merge(structure, loaded)
@@ -137,13 +150,40 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
     return ModelConfig.from_dict(header.get("model"))
 
 
+def stored_dtype(path: Path) -> jnp.dtype:
+    """The type of a native checkpoint's matrices: bfloat16 or float32.
+
+    Raises:
+        ValueError: it has no weights, or they are damaged.
+    """
+    leaves = jax.tree.leaves(_metadata(path))
+    dtypes = {jnp.dtype(leaf.dtype) for leaf in leaves if len(leaf.shape) == 2}
+    return jnp.dtype(jnp.bfloat16 if dtypes == {jnp.dtype(jnp.bfloat16)} else jnp.float32)
+
+
+def _metadata(path: Path) -> object:
+    """Names, shapes and types of the stored weights."""
+    from orbax.checkpoint import v1 as ocp
+
+    params = (path / "params").absolute()
+    if not params.is_dir():
+        raise ValueError(f"{path} has no weights: the directory 'params' is missing")
+    try:
+        with _quiet():
+            return ocp.metadata(params).metadata
+    except Exception as error:
+        raise ValueError(f"{path} is damaged: cannot read its weights ({_line(error)})") from error
+
+
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a checkpoint directory.
+    """The tokenizer of a checkpoint directory, or in a file of the same format.
 
     Raises:
         ValueError: there is none, or it cannot be read.
     """
-    file = Path(path) / "tokenizer.json"
+    file = Path(path)
+    if file.suffix != ".json":
+        file = file / "tokenizer.json"
     if not file.is_file():
         raise ValueError(f"no tokenizer at {file}")
     try:
@@ -191,8 +231,12 @@ def _name(where: tuple) -> str:
 
 
 @contextlib.contextmanager
-def _new_directory(path: Path, overwrite: bool) -> Iterator[Path]:
-    """A directory that takes the name `path` if the block ends well, and else vanishes."""
+def new_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
+    """A directory that takes the name `path` if the block ends well, and else vanishes.
+
+    Raises:
+        ValueError: `path` exists and `overwrite` is False.
+    """
     path = path.absolute()
     if path.exists() and not overwrite:
         raise ValueError(f"{path} exists; choose another name or pass overwrite=True")
@@ -205,6 +249,10 @@ def _new_directory(path: Path, overwrite: bool) -> Iterator[Path]:
         if path.exists():
             path.rename(work / "old")
         new.rename(path)
+    except BaseException:
+        if (work / "old").exists() and not path.exists():
+            (work / "old").rename(path)
+        raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -64,11 +64,11 @@ class Mamba2Config:
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "head_dim", "state_size", "num_groups", "chunk_size"):
-            _require(
-                getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}"
-            )
-        _require(self.conv_width >= 2, f"conv_width must be at least 2, got {self.conv_width}")
-        _require(self.mlp_dim >= 0, f"mlp_dim must not be negative, got {self.mlp_dim}")
+            _require_integer(self, name, 1)
+        for name in ("num_x_heads", "num_b_groups", "norm_groups"):
+            _require_integer(self, name, 1, optional=True)
+        _require_integer(self, "conv_width", 2)
+        _require_integer(self, "mlp_dim", 0)
         for name in ("num_groups", "num_x_heads", "num_b_groups"):
             value = getattr(self, name)
             _require(
@@ -84,8 +84,12 @@ class Mamba2Config:
             f"norm_groups = {self.gate_groups} does not divide"
             f" num_heads * head_dim = {self.inner_size}",
         )
-        low, high = self.dt_limit
-        _require(0 <= low <= high, f"dt_limit must be 0 <= low <= high, got {self.dt_limit}")
+        _require(
+            isinstance(self.dt_limit, tuple)
+            and len(self.dt_limit) == 2
+            and 0 <= self.dt_limit[0] <= self.dt_limit[1],
+            f"dt_limit must be (low, high) with 0 <= low <= high, got {self.dt_limit}",
+        )
         norms = ("gate_then_norm", "norm_then_gate", "none")
         _require(self.norm in norms, f"norm must be one of {norms}, got {self.norm!r}")
         _require(self.activation == "silu", f"activation must be 'silu', got {self.activation!r}")
@@ -171,6 +175,20 @@ class AttentionConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MlpConfig:
+    """A gated MLP, `out(silu(gate(x)) * up(x))`, as a layer of its own.
+
+    Attributes:
+        hidden_size: channels between the projections.
+    """
+
+    hidden_size: int
+
+    def __post_init__(self) -> None:
+        _require_integer(self, "hidden_size", 1)
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A whole language model.
 
@@ -180,6 +198,7 @@ class ModelConfig:
         layers: the kind of each layer, bottom up; kinds are `LAYER_KINDS`.
         mamba2: the Mamba-2 mixers; None if no layer has one.
         attention: the attention mixers; None if no layer has one.
+        mlp: the gated MLPs; None if no layer is one.
         padded_vocab_size: rows of the embedding; None: `vocab_size`.
         norm_eps: of the norms on the residual stream.
         tie_embeddings: the output head is the transposed embedding.
@@ -194,6 +213,7 @@ class ModelConfig:
     layers: tuple[str, ...]
     mamba2: Mamba2Config | None = None
     attention: AttentionConfig | None = None
+    mlp: MlpConfig | None = None
     padded_vocab_size: int | None = None
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
@@ -204,8 +224,10 @@ class ModelConfig:
     eos_token: int | None = None
 
     def __post_init__(self) -> None:
-        _require(self.vocab_size >= 1, f"vocab_size must be at least 1, got {self.vocab_size}")
-        _require(self.d_model >= 1, f"d_model must be at least 1, got {self.d_model}")
+        _require_integer(self, "vocab_size", 1)
+        _require_integer(self, "d_model", 1)
+        _require_integer(self, "padded_vocab_size", 1, optional=True)
+        _require_integer(self, "eos_token", 0, optional=True)
         _require(len(self.layers) >= 1, "layers is empty; a model has at least one layer")
         unknown = sorted(set(self.layers) - set(LAYER_KINDS))
         _require(not unknown, f"unknown layer kinds {unknown}; known: {list(LAYER_KINDS)}")
@@ -217,10 +239,11 @@ class ModelConfig:
             self.eos_token is None or 0 <= self.eos_token < self.vocab_size,
             f"eos_token = {self.eos_token} is outside the vocabulary of {self.vocab_size}",
         )
-        _require(
-            self.mamba2 is not None or "mamba2" not in self.layers,
-            "layers has 'mamba2' but the mamba2 config is missing",
-        )
+        for kind in ("mamba2", "attention", "mlp"):
+            _require(
+                getattr(self, kind) is not None or kind not in self.layers,
+                f"layers has {kind!r} but the {kind} config is missing",
+            )
 
     @property
     def num_embeddings(self) -> int:
@@ -254,6 +277,14 @@ class ModelConfig:
         Raises:
             ValueError: `head_dim` does not divide `expand * d_model`.
         """
+        for name, value in (("d_model", d_model), ("expand", expand), ("head_dim", head_dim)):
+            _require(
+                isinstance(value, int) and value >= 1, f"{name} must be at least 1, got {value!r}"
+            )
+        _require(
+            isinstance(num_layers, int) and num_layers >= 1,
+            f"num_layers must be at least 1, got {num_layers!r}",
+        )
         _require(
             expand * d_model % head_dim == 0,
             f"head_dim = {head_dim} does not divide expand * d_model = {expand * d_model}",
@@ -307,7 +338,11 @@ class ModelConfig:
             isinstance(values, Mapping), f"a model config is a table of fields, got {values!r}"
         )
         parts = dict(values)
-        for name, part in (("mamba2", Mamba2Config), ("attention", AttentionConfig)):
+        for name, part in (
+            ("mamba2", Mamba2Config),
+            ("attention", AttentionConfig),
+            ("mlp", MlpConfig),
+        ):
             if parts.get(name) is not None:
                 parts[name] = _build(part, parts[name])
         return _build(cls, parts)
@@ -326,6 +361,14 @@ _PRESETS = {
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def _require_integer(config: Any, name: str, least: int, *, optional: bool = False) -> None:
+    value = getattr(config, name)
+    if value is None and optional:
+        return
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    _require(is_int and value >= least, f"{name} must be at least {least}, got {value!r}")
 
 
 def _encode(value: Any) -> Any:

@@ -11,6 +11,8 @@ from jax.typing import DTypeLike
 
 from stree_jax.array_types import Array, Bool, Int
 
+MAX_NODES = 4096  # masks and decays are N by N
+
 
 class Tree(NamedTuple):
     """A tree per batch row, as data: rows may differ, and may have fewer than N nodes.
@@ -34,14 +36,16 @@ class TreeTopology:
             drafter gives the first child its best (or first drawn) token.
 
     Raises:
-        ValueError: no nodes, two roots, a cycle, or a child before its parent.
+        ValueError: no nodes, two roots, a cycle, a child before its parent, or more than
+            `MAX_NODES` nodes.
     """
 
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        parents = tuple(int(parent) for parent in self.parents)
+        parents = tuple(_integer("a parent", parent) for parent in self.parents)
         object.__setattr__(self, "parents", parents)
+        _check_size(len(parents))
         if not parents:
             raise ValueError("a tree needs at least its root: parents is empty, use [-1]")
         for node, parent in enumerate(parents):
@@ -76,24 +80,29 @@ class TreeTopology:
     @classmethod
     def chain(cls, num_drafts: int) -> "TreeTopology":
         """One path of `num_drafts` tokens below the root: vanilla speculative decoding."""
-        if num_drafts < 0:
+        if _integer("num_drafts", num_drafts) < 0:
             raise ValueError(f"num_drafts must not be negative, got {num_drafts}")
+        _check_size(num_drafts + 1)
         return cls(tuple(range(-1, num_drafts)))
 
     @classmethod
     def complete(cls, branching: int, depth: int) -> "TreeTopology":
         """Every node above the last level has `branching` children."""
-        if depth < 0:
+        if _integer("depth", depth) < 0:
             raise ValueError(f"depth must not be negative, got {depth}")
+        _check_size(depth + 1)
         return cls.from_branching((branching,) * depth)
 
     @classmethod
     def from_branching(cls, branching: Sequence[int]) -> "TreeTopology":
         """Every node of level i has `branching[i]` children."""
+        if not isinstance(branching, Sequence):
+            raise ValueError(f"branching is a sequence such as (3, 2, 1), got {branching!r}")
         parents, level = [-1], [0]
         for children in branching:
-            if children < 1:
+            if _integer("branching", children) < 1:
                 raise ValueError(f"every level branches at least once, got {tuple(branching)}")
+            _check_size(len(parents) + len(level) * children)
             parents += [node for node in level for _ in range(children)]
             level = list(range(len(parents) - len(level) * children, len(parents)))
         return cls(tuple(parents))
@@ -102,12 +111,11 @@ class TreeTopology:
     def paper(cls, name: str) -> "TreeTopology":
         """One of the STree paper's static trees, "A" to "E" (Table 3).
 
-        The table gives width, depth and size: A 3/4/13, B 16/3/29, C 6/3/16, D 4/4/13, E 3/5/16.
-            How nodes
-        connect is only in a figure; here better-ranked nodes get more children, within those
-        numbers.
+        The table gives width, depth and size: A 3/4/13, B 16/3/29, C 6/3/16, D 4/4/13, E
+        3/5/16. How nodes connect is only in a figure; here better-ranked nodes get more children,
+        within those numbers.
         """
-        if name not in _PAPER_TREES:
+        if not isinstance(name, str) or name not in _PAPER_TREES:
             raise ValueError(f"the paper's trees are {sorted(_PAPER_TREES)}, got {name!r}")
         parents, level = [-1], [0]
         for num_children in _PAPER_TREES[name]:
@@ -202,6 +210,17 @@ class TreeTopology:
                     (child, below + ("└─ " if last else "├─ "), below + ("   " if last else "│  "))
                 )
         return "\n".join(lines)
+
+
+def _integer(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+    return int(value)
+
+
+def _check_size(num_nodes: int) -> None:
+    if num_nodes > MAX_NODES:
+        raise ValueError(f"a tree of {num_nodes} nodes or more; at most {MAX_NODES} are possible")
 
 
 # Children of the nodes of each level, best ranked first; nodes that are not listed have none.

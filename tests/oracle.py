@@ -21,11 +21,14 @@ def logits(model, tokens):
     """Logits `[T, V]` of one sequence of token ids."""
     config, p = model.config, parameters(model)
     hidden = p["embedding"][np.asarray(tokens)] * config.embedding_multiplier
-    for i in range(len(config.layers)):
+    for i, kind in enumerate(config.layers):
         block = p["blocks"][i]
-        out = _mixer(
-            config.mamba2, block["mixer"], _rms(hidden, block["norm_scale"], config.norm_eps)
-        )
+        normed = _rms(hidden, block["norm_scale"], config.norm_eps)
+        if kind == "mlp":
+            gate, up = np.split(normed @ block["mixer"]["in_proj"]["kernel"], 2, axis=1)
+            out = (_silu(gate) * up) @ block["mixer"]["out_proj"]["kernel"]
+        else:
+            out = _mixer(config.mamba2, block["mixer"], normed)
         hidden = hidden + config.residual_multiplier * out
     hidden = _rms(hidden, p["final_norm_scale"], config.norm_eps)
     head = p["embedding"] if config.tie_embeddings else p["head"]

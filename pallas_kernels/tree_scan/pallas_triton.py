@@ -1,8 +1,8 @@
 """`tree_scan` as one Pallas-Triton kernel.
 
 Passes: a program handles one row, one head and one block of query nodes. It reads the state once
-and the keys block by block, as flash attention does, so that registers do not grow with the tree.
-Nothing but the output is written.
+and the keys block by block, as flash attention does; of what it holds, only a tile of the mask,
+block by N, grows with the tree (nothing spills up to N = 128). Nothing but the output is written.
 
 Numerics: decays and accumulators are float32; products as `triton_backend.dot` says. Masked before
 exp.

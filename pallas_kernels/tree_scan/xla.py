@@ -17,9 +17,8 @@ def tree_scan(x, dt, A, B, C, D, state, mask):
     decay = contract("bij,bjh->bih", mask.astype(jnp.float32), dt * A)
     query_decay = decay[:, first_query:]
 
-    # 2. Weight of node j in query i. Masked before exp: the exponent of a node that is no ancestor
-    # can
-    #    be positive and overflow. [B, H, Q, N]
+    # 2. Weight of node j in query i. Masked before exp: the exponent of a node that is no
+    #    ancestor can be positive and overflow. [B, H, Q, N]
     exponent = query_decay.transpose(0, 2, 1)[..., None] - decay.transpose(0, 2, 1)[:, :, None]
     exponent = jnp.where(mask[:, None, first_query:], exponent, -jnp.inf)
     weight = jnp.exp(exponent) * dt.transpose(0, 2, 1)[:, :, None]

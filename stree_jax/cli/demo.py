@@ -104,11 +104,6 @@ def run_demo(console: Console, *, max_new_tokens: int) -> int:
     console.print(Text(PROMPTS[0], style="dim") + Text(text))
     console.print("\nOne step of it, the accepted path marked:", style="bold")
     console.print(_one_step(target, drafter, tree, prompts[0], tokenizer))
-    console.print(
-        "\nThe target is so small that this machine's caches hold it, so drafts gain little here;"
-        " see the README for what limits it.",
-        style="dim",
-    )
     console.print(json.dumps({"demo": report}), soft_wrap=True, highlight=False, markup=False)
     return 0 if all(identical) else 1
 
@@ -127,7 +122,7 @@ def _one_step(
         state, draft, verdict = request.decoder.step(
             target, drafter, state, request.limits, request.sampling
         )
-        if int(verdict.num_accepted[0]) >= 2 or bool(jnp.all(state.done)):
+        if int(verdict.num_accepted[0]) >= 2 or bool(jnp.all(state.done | (state.failed > 0))):
             break
     topology = request.decoder.topology
     labels = [json.dumps(tokenizer.decode([token])) for token in np.asarray(draft.tokens[0])]

@@ -8,14 +8,15 @@ from rich.console import Console
 
 import stree_jax as st
 from stree_jax.cli.trees import parse_tree
+from stree_jax.convert import find
 
 
 def run_generate(
     console: Console,
     *,
-    checkpoint: Path,
+    checkpoint: str,
     prompt: str,
-    draft: Path | None,
+    draft: str | None,
     ngram: bool,
     tree: str | None,
     verifier: str | None,
@@ -25,6 +26,7 @@ def run_generate(
     top_p: float,
     seed: int,
     dtype: str,
+    tokenizer_path: Path | None,
 ) -> None:
     """Loads, decodes, and prints tokens as they are accepted.
 
@@ -34,10 +36,8 @@ def run_generate(
     """
     if draft is not None and ngram:
         raise ValueError("--draft and --ngram are two ways to draft; choose one")
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"--dtype must be float32 or bfloat16, got {dtype!r}")
     topology = None if tree is None else parse_tree(tree)
-    tokenizer = st.load_tokenizer(checkpoint)
+    tokenizer = st.load_tokenizer(tokenizer_path or find(checkpoint))
     model = st.from_pretrained(checkpoint, dtype=dtype)
     drafter: st.Drafter | None = None
     if draft is not None:
@@ -61,7 +61,7 @@ def run_generate(
         eos_token=model.config.eos_token,
         key=jax.random.key(seed),
     )
-    console.print(prompt, end="", style="dim", markup=False)
+    console.out(prompt, end="", style="dim", highlight=False)
     output: list[int] = []
     shown, calls, began = "", 0, time.perf_counter()
     for (new,) in steps:
@@ -72,9 +72,9 @@ def run_generate(
             first = len(new)
         # A character may need several tokens: show only what later tokens cannot change.
         text = tokenizer.decode(output).rstrip("\N{REPLACEMENT CHARACTER}")
-        console.print(text[len(shown) :], end="", markup=False, soft_wrap=True)
+        console.out(text[len(shown) :], end="", highlight=False)
         shown = text
-    console.print(tokenizer.decode(output)[len(shown) :], markup=False)
+    console.out(tokenizer.decode(output)[len(shown) :], highlight=False)
     seconds = time.perf_counter() - began
     speed = f"{(len(output) - first) / seconds:,.0f} tokens/s, " if calls > 1 else ""
     console.print(

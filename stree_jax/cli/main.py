@@ -1,4 +1,4 @@
-"""The `stree-jax` command: demo, generate, train, distill, tree.
+"""The `stree-jax` command: demo, generate, convert, inspect, train, distill, tree.
 
 Every error that a user can cause is one line on stderr and exit code 2. Modules that import jax are
 imported by the commands that need them, so that `--help` is quick.
@@ -32,9 +32,13 @@ def demo(
 
 @app.command()
 def generate(
-    checkpoint: Annotated[Path, typer.Argument(help="Directory of the target model.")],
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to continue.")],
-    draft: Annotated[Path | None, typer.Option(help="Directory of a draft model.")] = None,
+    checkpoint: Annotated[
+        str, typer.Argument(help="Directory of the target model, or its name on the hub.")
+    ],
+    prompt: Annotated[
+        str, typer.Option("--prompt", "-p", help="Text to continue.", show_default=False)
+    ],
+    draft: Annotated[str | None, typer.Option(help="Directory of a draft model.")] = None,
     ngram: Annotated[bool, typer.Option("--ngram", help="Draft by prompt lookup.")] = False,
     tree: Annotated[
         str | None,
@@ -47,6 +51,9 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Sample from the most probable p.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the random key.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Directory or tokenizer.json, if not the checkpoint's.")
+    ] = None,
 ) -> None:
     """Continue a text; tokens are shown as they are accepted."""
     from stree_jax.cli.generate import run_generate
@@ -64,8 +71,36 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
-        dtype=dtype,
+        dtype=_checked(dtype) or "float32",
+        tokenizer_path=tokenizer,
     )
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="Checkpoint directory, or a name on the hub.")
+    ],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Directory to create.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16; else as the source.")
+    ] = None,
+    to: Annotated[str, typer.Option(help="native or hf (transformers mamba2).")] = "native",
+) -> None:
+    """Convert a checkpoint of transformers, mamba_ssm or Codestral-Mamba."""
+    from stree_jax.cli.convert import run_convert
+
+    run_convert(Console(highlight=False), source, destination, dtype=_checked(dtype), to=to)
+
+
+@app.command()
+def inspect(
+    path: Annotated[str, typer.Argument(help="Checkpoint directory, or a name on the hub.")],
+) -> None:
+    """Say what a checkpoint is and whether it can be converted."""
+    from stree_jax.cli.convert import run_inspect
+
+    run_inspect(Console(highlight=False), path)
 
 
 @app.command()
@@ -106,12 +141,28 @@ def tree(
     )
 
 
+def _checked(dtype: str | None) -> str | None:
+    if dtype not in (None, "float32", "bfloat16"):
+        raise ValueError(f"--dtype must be float32 or bfloat16, got {dtype!r}")
+    return dtype
+
+
 def main() -> None:
     """Runs the command and turns errors into one line."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
+    except typer.Abort:
+        sys.exit(130)
     except (ValueError, FloatingPointError, OSError) as error:
         print(f"stree-jax: error: {' '.join(str(error).split())}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        # What the user typed: a ClickException. typer has its own copy of click, under a private
+        # name in new versions.
+        if not hasattr(error, "format_message"):
+            raise
+        if message := " ".join(error.format_message().split()):  # none after help was shown
+            print(f"stree-jax: error: {message}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)

@@ -1,8 +1,8 @@
 """Drafters: what proposes a tree of tokens for the target to verify.
 
-A drafter is a pytree (weights and settings) with four pure methods; what it remembers between steps
-is the state they pass on. `prepare` reads the prompts, `propose` grows a tree, `commit` hears the
-verdict.
+A drafter is a pytree (weights and settings) with pure methods; what it remembers between steps is
+the state they pass on. `default_topology` and `children` say what it does, `prepare` reads the
+prompts, `propose` grows a tree, `commit` hears the verdict.
 """
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -101,12 +101,17 @@ class ModelDrafter(nnx.Module):
             chain.
 
     Raises:
-        ValueError: another value of `children`.
+        ValueError: another value of `children`, or `model` is not a model.
     """
 
     def __init__(self, model: HybridLM, *, children: str = "auto"):
         if children not in ("auto", *CHILDREN):
             raise ValueError(f"children must be 'auto' or one of {CHILDREN}, got {children!r}")
+        if not isinstance(model, HybridLM):
+            raise ValueError(
+                f"model must be a HybridLM, got {type(model).__name__}; load one with"
+                " from_pretrained"
+            )
         self.model = model
         self._children = children
 
@@ -316,13 +321,14 @@ class NgramDrafter(nnx.Module):
         min_match: shortest match that counts.
 
     Raises:
-        ValueError: not `1 <= min_match <= max_match`.
+        ValueError: not integers with `1 <= min_match <= max_match`.
     """
 
     def __init__(self, *, max_match: int = 3, min_match: int = 1):
-        if not 1 <= min_match <= max_match:
+        are_ints = isinstance(min_match, int) and isinstance(max_match, int)
+        if not (are_ints and 1 <= min_match <= max_match):
             raise ValueError(
-                "need 1 <= min_match <= max_match,"
+                "need integers 1 <= min_match <= max_match,"
                 f" got min_match = {min_match}, max_match = {max_match}"
             )
         self.max_match = max_match

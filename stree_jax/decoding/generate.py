@@ -205,12 +205,18 @@ def plan(
     key: jax.Array | None = None,
 ) -> Plan:
     """Checks a request; arguments and errors are those of `generate`. Compiles nothing."""
+    if not isinstance(model, HybridLM):
+        raise ValueError(
+            f"model must be a HybridLM, got {type(model).__name__}; load one with from_pretrained"
+        )
     vocab_size = model.config.vocab_size
     context = _checked_prompts(prompts, vocab_size)
     _check_int("max_new_tokens", max_new_tokens, 1)
     _check_int("top_k", top_k, 0)
     if not (isinstance(temperature, numbers.Real) and 0 <= temperature < math.inf):
         raise ValueError(f"temperature must be a number from 0 on, got {temperature!r}")
+    if 0 < temperature < np.finfo(np.float32).tiny:
+        raise ValueError(f"temperature = {temperature!r} is 0 in float32; use 0")
     if not (isinstance(top_p, numbers.Real) and 0 < top_p <= 1):
         raise ValueError(f"top_p must be in (0, 1], got {top_p!r}")
     if eos_token is not None:
@@ -219,10 +225,9 @@ def plan(
     if key is None and not greedy:
         raise ValueError("temperature > 0 needs a random key: pass key=jax.random.key(0)")
 
-    if not (drafter is None or isinstance(drafter, Drafter)):
+    if drafter is not None and (isinstance(drafter, type) or not isinstance(drafter, Drafter)):
         raise ValueError(
-            f"drafter must be a ModelDrafter or NgramDrafter, got {type(drafter).__name__};"
-            " wrap a model as ModelDrafter(model)"
+            f"drafter must be a ModelDrafter(...) or NgramDrafter(...), got {drafter!r:.80}"
         )
     topology = _checked_topology(topology, drafter, vocab_size)
     if isinstance(drafter, ModelDrafter) and drafter.model.config.vocab_size != vocab_size:
@@ -230,6 +235,8 @@ def plan(
             f"draft and target have different vocabularies: {drafter.model.config.vocab_size} and"
             f" {vocab_size} tokens; they must share one tokenizer"
         )
+    if topology.num_nodes == 1:
+        drafter = None  # nothing to draft
     decoder = SpeculativeDecoder(
         topology=topology,
         verifier=_checked_verifier(verifier, drafter, topology, greedy=greedy),
@@ -238,11 +245,11 @@ def plan(
     )
     return Plan(
         decoder,
-        None if topology.num_nodes == 1 else drafter,  # nothing to draft
+        drafter,
         context,
         _row_keys(jax.random.key(0) if key is None else key, len(prompts)),
         Limits(jnp.int32(max_new_tokens), jnp.int32(-1 if eos_token is None else eos_token)),
-        Sampling(jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p)),
+        Sampling(jnp.float32(temperature), jnp.int32(min(top_k, vocab_size)), jnp.float32(top_p)),
     )
 
 
@@ -252,11 +259,14 @@ def _checked_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> Conte
         raise ValueError("prompts is empty; pass a list with at least one list of token ids")
     rows = []
     for i, prompt in enumerate(prompts):
-        if isinstance(prompt, str) or np.ndim(prompt) != 1:
+        try:
+            row = np.asarray(prompt)
+        except ValueError:  # lists of different lengths inside
+            row = np.empty((0, 0))
+        if isinstance(prompt, str) or row.ndim != 1:
             raise ValueError(
                 f"prompts[{i}] is not a list of token ids: prompts is a list of lists, one a row"
             )
-        row = np.asarray(prompt)
         if row.size == 0:
             raise ValueError(f"prompts[{i}] is empty; a prompt has at least one token")
         if not np.issubdtype(row.dtype, np.integer):
@@ -284,9 +294,7 @@ def _checked_topology(
     topology: TreeTopology | None, drafter: Drafter | None, vocab_size: int
 ) -> TreeTopology:
     if topology is None:
-        return (
-            TreeTopology.chain(0) if drafter is None else drafter.default_topology().level_order()
-        )
+        topology = TreeTopology.chain(0) if drafter is None else drafter.default_topology()
     if not isinstance(topology, TreeTopology):
         raise ValueError(f"topology must be a TreeTopology, got {topology!r}")
     if drafter is None and topology.num_nodes > 1:
@@ -310,7 +318,7 @@ def _checked_verifier(
             name = "multi_step"
         else:
             name = "without_replacement" if children == "without_replacement" else "target_only"
-    if name not in VERIFIERS:
+    if not isinstance(name, str) or name not in VERIFIERS:
         raise ValueError(f"unknown verifier {name!r}; known: {sorted(VERIFIERS)}")
     verifier = VERIFIERS[name]
     verifier.check(children, topology, greedy=greedy)
@@ -327,8 +335,13 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
 
 def _row_keys(key: Array, batch: int) -> Array:
     """One random stream a row, so that what a row draws does not depend on its neighbours."""
-    if not jnp.issubdtype(jnp.asarray(key).dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
+    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        try:
+            key = jax.random.wrap_key_data(jnp.asarray(key))
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"key must be a random key such as jax.random.key(0), got {key!r:.80}"
+            ) from None
     if key.ndim:
         raise ValueError(f"key must be a single random key, got an array of shape {key.shape}")
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(batch))

@@ -153,8 +153,6 @@ class SpeculativeDecoder:
         verdict = self.verifier.verify(
             keys[:, 1], draft, logits, sampling, vocab_size=vocab_size, filtered=self.filtered
         )
-        failed = _failures(draft, verdict, all_finite(logits, vocab_size))
-        active = ~state.done & (failed == 0)
 
         # Emit, up to the end of sequence or the limit.
         new_tokens = _emitted_tokens(draft, verdict, self.topology.depth)
@@ -165,6 +163,8 @@ class SpeculativeDecoder:
         ended = is_end.any(axis=-1)
         count = jnp.where(ended, jnp.argmax(is_end, axis=-1) + 1, count)
         count = jnp.minimum(count, limits.max_new_tokens - state.emitted)
+        failed = _failures(draft, verdict, count, all_finite(logits, vocab_size))
+        active = ~state.done & (failed == 0)
         count = jnp.where(active, count, 0)
         context = _append(state.context, new_tokens, count)
         emitted = state.emitted + count
@@ -198,12 +198,13 @@ class SpeculativeDecoder:
         )
 
 
-def _failures(draft: DraftTree, verdict: Verdict, finite: Bool[Array, "B N"]) -> Int[Array, " B"]:
-    """Which model gave logits that are not finite, on the accepted path or in the draft."""
-    on_path = jnp.take_along_axis(draft.tree.ancestor_mask, verdict.last[:, None, None], axis=1)[
-        :, 0
-    ]
-    target_failed = (on_path & ~finite).any(axis=-1)
+def _failures(
+    draft: DraftTree, verdict: Verdict, count: Int[Array, " B"], finite: Bool[Array, "B N"]
+) -> Int[Array, " B"]:
+    """Which model gave logits that are not finite, where tokens came from or in the draft."""
+    on_path = jnp.take_along_axis(draft.tree.ancestor_mask, verdict.last[:, None, None], axis=1)
+    used = on_path[:, 0] & (draft.tree.depth < count[:, None])
+    target_failed = (used & ~finite).any(axis=-1)
     return jnp.where(target_failed, TARGET_FAILED, jnp.where(draft.finite, 0, DRAFT_FAILED))
 
 

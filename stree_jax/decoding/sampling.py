@@ -22,7 +22,9 @@ def token_log_probs(
     Returns:
         Normalised; `-inf` where filtered out. Tokens that tie with the last one kept are kept too.
     """
-    scaled = logits[..., :vocab_size] / sampling.temperature
+    logits = logits[..., :vocab_size]
+    # The best is 0 before the division, so that no temperature makes it overflow.
+    scaled = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature
     if filtered:
         descending = -jnp.sort(-scaled, axis=-1)
         rank = jnp.arange(vocab_size)

@@ -1,4 +1,4 @@
-"""The arrays that flow through a decode step. Every field leads with the batch."""
+"""The arrays that flow through a decode step."""
 
 from typing import Any, NamedTuple
 

@@ -188,23 +188,25 @@ def try_children(
     """
 
     def try_node(node, carry):
-        at, p, q, tested, odds = carry
+        at, p, log_q, tested, odds = carry
         token = tokens[node]
         is_child = (tree.parents[node] == at) & tree.valid[node]
-        ratio = jnp.minimum(p[token] / q[token], 1.0)
+        # q stays in logs: at low temperature the second child is drawn by its logit although its
+        # probability is 0 in float32, and is likely once the first is out.
+        ratio = jnp.exp(jnp.minimum(jnp.log(p[token]) - log_q[token], 0.0))
         accept = is_child & (uniforms[node] < ratio)
-        residual = jnp.maximum(p - q, 0.0)
+        residual = jnp.maximum(p - jnp.exp(log_q), 0.0)
         mass = residual.sum()
         # p equals q: the token could not have been rejected but for rounding.
         residual = jnp.where(mass > 0, residual / jnp.where(mass > 0, mass, 1.0), p)
-        remaining = q if replace else _without(q, token)
+        remaining = log_q if replace else _without(log_q, token)
         p = jnp.where(accept, jnp.exp(target_log_probs[node]), jnp.where(is_child, residual, p))
-        below = jnp.exp(draft_log_probs[jnp.maximum(rows[node], 0)])
-        q = jnp.where(accept, below, jnp.where(is_child, remaining, q))
+        below = draft_log_probs[jnp.maximum(rows[node], 0)]
+        log_q = jnp.where(accept, below, jnp.where(is_child, remaining, log_q))
         return (
             jnp.where(accept, node, at),
             p,
-            q,
+            log_q,
             tested.at[node].set(is_child),
             odds.at[node].set(jnp.where(is_child, ratio, 0.0)),
         )
@@ -213,7 +215,7 @@ def try_children(
     start = (
         jnp.int32(0),
         jnp.exp(target_log_probs[0]),
-        jnp.exp(draft_log_probs[jnp.maximum(rows[0], 0)]),
+        draft_log_probs[jnp.maximum(rows[0], 0)],
         jnp.zeros(num_nodes, bool),
         jnp.zeros(num_nodes, jnp.float32),
     )
@@ -221,8 +223,7 @@ def try_children(
     return Walk(at, p, tested, odds)
 
 
-def _without(probs: Array, token: Array) -> Array:
-    """The distribution given that it is not `token`; zeros if nothing else was possible."""
-    rest = probs.at[token].set(0.0)
-    mass = rest.sum()
-    return rest / jnp.where(mass > 0, mass, 1.0)
+def _without(log_probs: Array, token: Array) -> Array:
+    """The distribution given that it is not `token`; `-inf` if nothing else was possible."""
+    rest = log_probs.at[token].set(-jnp.inf)
+    return jnp.where(jnp.isfinite(rest.max()), jax.nn.log_softmax(rest), -jnp.inf)

@@ -31,9 +31,15 @@ class Mamba2Pending(NamedTuple):
     conv_input: Float[Array, "B N C"]
 
 
+class Nothing(NamedTuple):
+    """What a layer without memory, an MLP, keeps and needs."""
+
+
 # One entry a layer.
-Cache = tuple[Mamba2Cache, ...]
-Pending = tuple[Mamba2Pending, ...]
+LayerCache = Mamba2Cache | Nothing
+LayerPending = Mamba2Pending | Nothing
+Cache = tuple[LayerCache, ...]
+Pending = tuple[LayerPending, ...]
 
 
 class Path(NamedTuple):
@@ -52,29 +58,36 @@ def path_to(tree: Tree, last: Int[Array, " B"]) -> Path:
 
 def init_cache(config: ModelConfig, batch: int, dtype: DTypeLike) -> Cache:
     """The cache before the first token: zeros. `dtype` is that of the weights."""
-    return tuple(
-        Mamba2Cache(
+
+    def new(kind: str) -> LayerCache:
+        if kind == "mlp":
+            return Nothing()
+        m = _mamba2(config)
+        return Mamba2Cache(
             ssm=jnp.zeros((batch, m.num_heads, m.head_dim, m.state_size), jnp.float32),
             conv=jnp.zeros((batch, m.conv_width - 1, m.conv_channels), dtype),
         )
-        for m in _mixers(config)
-    )
+
+    return tuple(new(kind) for kind in config.layers)
 
 
 def init_pending(config: ModelConfig, batch: int, num_nodes: int, dtype: DTypeLike) -> Pending:
     """The pending record of a tree that was never run, for replay along the empty path."""
-    return tuple(
-        Mamba2Pending(
+
+    def new(kind: str) -> LayerPending:
+        if kind == "mlp":
+            return Nothing()
+        m = _mamba2(config)
+        return Mamba2Pending(
             x=jnp.zeros((batch, num_nodes, m.num_heads, m.head_dim), dtype),
             dt=jnp.zeros((batch, num_nodes, m.num_heads), jnp.float32),
             B=jnp.zeros((batch, num_nodes, m.num_groups, m.state_size), dtype),
             conv_input=jnp.zeros((batch, num_nodes, m.conv_channels), dtype),
         )
-        for m in _mixers(config)
-    )
+
+    return tuple(new(kind) for kind in config.layers)
 
 
-def _mixers(config: ModelConfig) -> list[Mamba2Config]:
-    assert set(config.layers) == {"mamba2"}, config.layers  # HybridLM refuses others
-    assert config.mamba2 is not None
-    return [config.mamba2 for _ in config.layers]
+def _mamba2(config: ModelConfig) -> Mamba2Config:
+    assert config.mamba2 is not None  # HybridLM refuses models without it
+    return config.mamba2

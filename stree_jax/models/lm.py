@@ -9,26 +9,43 @@ from pallas_kernels import conv_window, replay_window
 from pallas_kernels.numerics import contract
 from stree_jax.array_types import Array, Float, Int, Lengths, Tokens
 from stree_jax.config import ModelConfig
-from stree_jax.models.cache import Cache, Mamba2Cache, Path, Pending, init_cache
+from stree_jax.models.cache import Cache, LayerCache, Path, Pending, init_cache
 from stree_jax.models.layers import rms_norm
 from stree_jax.models.mamba2 import Mamba2Mixer
+from stree_jax.models.mlp import GatedMlp
 from stree_jax.tree import Tree
 
 
 class Block(nnx.Module):
-    """Pre-norm mixer; the residual is added by the model."""
+    """Pre-norm mixer of one kind; the residual is added by the model."""
 
-    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, implementation):
-        assert config.mamba2 is not None
+    def __init__(
+        self,
+        kind: str,
+        config: ModelConfig,
+        *,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        implementation: str | None,
+    ):
         self.norm_scale = nnx.Param(jnp.ones(config.d_model, dtype))
-        self.mixer = Mamba2Mixer(
-            config.mamba2,
-            config.d_model,
-            dtype=dtype,
-            rngs=rngs,
-            out_scale=len(config.layers) ** -0.5,
-            implementation=implementation,
-        )
+        out_scale = len(config.layers) ** -0.5
+        self.mixer: Mamba2Mixer | GatedMlp
+        if kind == "mlp":
+            assert config.mlp is not None
+            self.mixer = GatedMlp(
+                config.mlp, config.d_model, dtype=dtype, rngs=rngs, out_scale=out_scale
+            )
+        else:
+            assert config.mamba2 is not None
+            self.mixer = Mamba2Mixer(
+                config.mamba2,
+                config.d_model,
+                dtype=dtype,
+                rngs=rngs,
+                out_scale=out_scale,
+                implementation=implementation,
+            )
 
 
 class HybridLM(nnx.Module):
@@ -57,12 +74,14 @@ class HybridLM(nnx.Module):
         rngs: nnx.Rngs,
         implementation: str | None = None,
     ):
-        unsupported = sorted(set(config.layers) - {"mamba2"})
+        unsupported = sorted(set(config.layers) - {"mamba2", "mlp"})
         if unsupported:
             raise ValueError(
                 f"layers of kind {unsupported} cannot be run by this version of stree_jax,"
-                " only 'mamba2'"
+                " only 'mamba2' and 'mlp'"
             )
+        if "mamba2" not in config.layers:
+            raise ValueError(f"layers = {config.layers} has no 'mamba2', so nothing to remember")
         if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
             raise ValueError(f"dtype must be float32 or bfloat16, got {jnp.dtype(dtype).name}")
         self.config = config
@@ -74,8 +93,8 @@ class HybridLM(nnx.Module):
 
         self.embedding = new_embedding()
         self.blocks = nnx.List(
-            Block(config, dtype=dtype, rngs=rngs, implementation=implementation)
-            for _ in config.layers
+            Block(kind, config, dtype=dtype, rngs=rngs, implementation=implementation)
+            for kind in config.layers
         )
         self.final_norm_scale = nnx.Param(jnp.ones(config.d_model, dtype))
         self.head = None if config.tie_embeddings else new_embedding()
@@ -185,7 +204,7 @@ class HybridLM(nnx.Module):
     def _sequence(self, tokens: Array, lengths: Array, cache: Cache) -> tuple[Array, Cache]:
         mask = jnp.arange(tokens.shape[1]) < lengths[:, None]
         hidden = self._embed(tokens)
-        new_cache: list[Mamba2Cache] = []
+        new_cache: list[LayerCache] = []
         for i, block in enumerate(self.blocks):
             with jax.named_scope(f"layer_{i}"):
                 out, layer_cache = block.mixer(

@@ -1,7 +1,8 @@
 """The Mamba-2 mixer of every family: one class, the differences are knobs of `Mamba2Config`.
 
-    z, x, B, C, dt = in_proj(u);   x, B, C = silu(conv(x, B, C));   dt = clip(softplus(dt +
-    dt_bias)) state = exp(dt A) state + dt x (outer) B;   y = state C + D x;
+    z, x, B, C, dt = in_proj(u)
+    x, B, C = silu(conv(x, B, C));   dt = clip(softplus(dt + dt_bias))
+    state = exp(dt A) state + dt x (outer) B;   y = state C + D x
     out_proj(gated_norm(y, z))
 
 The same algebra runs over a sequence (`__call__`) and over a tree (`tree`), and both read it from

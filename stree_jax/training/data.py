@@ -3,7 +3,8 @@
 Batches are a pure function of seed and step, so a resumed run needs no saved position.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,8 +47,12 @@ def train_tokenizer(texts: Sequence[Text], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def load_corpus(texts: Sequence[Text], tokenizer: Tokenizer) -> tuple[Corpus, Corpus]:
-    """Tokenises the files; returns what to train on and what is held out."""
+def load_corpus(texts: Sequence[Text], tokenizer: Tokenizer, window: int) -> tuple[Corpus, Corpus]:
+    """Tokenises the files; returns what to train on and what is held out.
+
+    Raises:
+        ValueError: a file is not UTF-8, or too short to hold out a window of this many tokens.
+    """
     end = tokenizer.token_to_id(END_OF_TEXT)
     small = tokenizer.get_vocab_size() <= np.iinfo(np.uint16).max + 1
     train, held_out = [], []
@@ -57,6 +62,12 @@ def load_corpus(texts: Sequence[Text], tokenizer: Tokenizer) -> tuple[Corpus, Co
         dtype = np.uint16 if small else np.uint32
         stream = np.concatenate([np.asarray(piece.ids + after, dtype) for piece in pieces])
         split = int(len(stream) * (1 - _HELD_OUT))
+        if min(split, len(stream) - split) < window:
+            raise ValueError(
+                f"{text.path} has {len(stream)} tokens; windows of {window} and as much of them"
+                f" held out need {math.ceil(window / _HELD_OUT) + 1}: shorten sequence_length or"
+                " join it with another text"
+            )
         train.append(stream[:split])
         held_out.append(stream[split:])
     weights = tuple(text.weight for text in texts)
@@ -64,18 +75,12 @@ def load_corpus(texts: Sequence[Text], tokenizer: Tokenizer) -> tuple[Corpus, Co
 
 
 def batch_at(corpus: Corpus, step: int, seed: int, batch_size: int, length: int) -> np.ndarray:
-    """The tokens `[batch_size, length]` int32 of one step: windows at random places.
-
-    Raises:
-        ValueError: a file is shorter than a window.
-    """
+    """The tokens `[batch_size, length]` int32 of one step: windows at random places."""
     rng = np.random.default_rng((seed, step))
     weights = np.asarray(corpus.weights) / sum(corpus.weights)
     rows = []
     for source in rng.choice(len(corpus.streams), size=batch_size, p=weights):
         stream = corpus.streams[source]
-        if len(stream) < length:
-            raise ValueError(f"a text of {len(stream)} tokens is too short for windows of {length}")
         start = rng.integers(len(stream) - length + 1)
         rows.append(stream[start : start + length])
     return np.stack(rows).astype(np.int32)
@@ -85,7 +90,7 @@ def _documents(text: Text) -> Iterator[str]:
     """The file's documents, or, without a `document_start`, pieces of some thousand lines."""
     lines: list[str] = []
     with open(text.path, encoding="utf-8") as file:
-        for line in file:
+        for line in _decoded(file, text.path):
             if text.document_start is None:
                 full = len(lines) >= 4096
             else:
@@ -95,3 +100,10 @@ def _documents(text: Text) -> Iterator[str]:
                 lines = []
             lines.append(line)
     yield "".join(lines)
+
+
+def _decoded(lines: Iterable[str], path: str) -> Iterator[str]:
+    try:
+        yield from lines
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error

@@ -19,6 +19,8 @@ licence = "MIT"
 """
 
 import dataclasses
+import hashlib
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,6 +42,10 @@ class Text:
     weight: float = 1.0
     document_start: str | None = None
     licence: str = "not stated"
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.weight, int | float) and 0 < self.weight < math.inf):
+            raise ValueError(f"weight of {self.path} must be a number above 0, got {self.weight!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +73,22 @@ class Training:
     generated: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.generated <= 1:
+        for name, least in (
+            ("steps", 1),
+            ("batch_size", 1),
+            ("sequence_length", 2),
+            ("save_every", 1),
+            ("warmup_steps", 0),
+        ):
+            value = getattr(self, name)
+            if not (isinstance(value, int) and value >= least):
+                raise ValueError(f"{name} must be an integer from {least} on, got {value!r}")
+        for name in ("learning_rate", "weight_decay", "clip_norm", "generated"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and 0 <= value < math.inf):
+                raise ValueError(f"{name} must be a number from 0 on, got {value!r}")
+        if self.generated > 1:
             raise ValueError(f"generated is a share from 0 to 1, got {self.generated}")
-        for name in ("steps", "batch_size", "sequence_length", "save_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,3 +133,12 @@ class Recipe:
             if not Path(text.path).is_file():
                 raise ValueError(f"{path} names the text {text.path}, which does not exist")
         return recipe
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a run depends on, as JSON values: two runs with the same do the same."""
+        values = dataclasses.asdict(self)
+        for text, source in zip(values["text"], self.text, strict=True):
+            text["path"] = Path(source.path).name
+            with open(source.path, "rb") as file:
+                text["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+        return values

@@ -1,6 +1,8 @@
 """`train` and `distill`: a recipe in, a native checkpoint with tokenizer and model card out."""
 
 import dataclasses
+import hashlib
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer
 
-from stree_jax.checkpoint import from_pretrained, load_tokenizer, save_pretrained
+from stree_jax.checkpoint import from_pretrained, load_config, load_tokenizer, save_pretrained
 from stree_jax.config import ModelConfig
 from stree_jax.decoding.generate import generate
 from stree_jax.models.lm import HybridLM
@@ -36,37 +38,45 @@ def train(recipe: Recipe, output: Path, *, command: str) -> Iterator[Progress]:
     Raises:
         ValueError: the recipe or the output cannot be used.
     """
-    run = _run_directory(output)
+    run = _run_directory(output, recipe.fingerprint())
     tokenizer_file = run / "tokenizer.json"
     if tokenizer_file.is_file():
         tokenizer = load_tokenizer(run)
     else:
         tokenizer = data.train_tokenizer(recipe.text, recipe.vocab_size)
-        tokenizer.save(str(tokenizer_file))
-    model = _new_model(recipe, tokenizer)
+        _write(tokenizer_file, tokenizer.to_str())
+    eos_token = tokenizer.token_to_id(data.END_OF_TEXT)
+    model = _new_model(recipe, tokenizer.get_vocab_size(), eos_token)
 
     def loss(model: HybridLM, tokens: jax.Array, _: Any) -> jax.Array:
         return next_token_loss(model, tokens)
 
-    yield from _run(recipe, output, command, model, tokenizer, loss)
+    yield from _run(recipe, output, run, command, model, tokenizer, loss)
 
 
 def distill(recipe: Recipe, target_path: Path, output: Path, *, command: str) -> Iterator[Progress]:
     """Trains a draft model to predict what a target model predicts. As `train`."""
     tokenizer = load_tokenizer(target_path)
     target = from_pretrained(target_path)
-    model = _new_model(recipe, tokenizer)
+    if tokenizer.get_vocab_size() > target.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {target_path} has {tokenizer.get_vocab_size()} tokens, its model"
+            f" {target.config.vocab_size}"
+        )
+    run = _run_directory(output, recipe.fingerprint() | {"target": _digest(target)})
+    model = _new_model(recipe, target.config.vocab_size, target.config.eos_token)
 
     def loss(model: HybridLM, tokens: jax.Array, target: HybridLM) -> jax.Array:
         tokens = tokens[:, :-1]
         return distillation_loss(model, jax.lax.stop_gradient(target(tokens)), tokens)
 
-    yield from _run(recipe, output, command, model, tokenizer, loss, target)
+    yield from _run(recipe, output, run, command, model, tokenizer, loss, target)
 
 
 def _run(
     recipe: Recipe,
     output: Path,
+    run: Path,
     command: str,
     model: HybridLM,
     tokenizer: Tokenizer,
@@ -74,11 +84,14 @@ def _run(
     target: HybridLM | None = None,
 ) -> Iterator[Progress]:
     training = recipe.training
-    corpus, held_out = data.load_corpus(recipe.text, tokenizer)
     length = training.sequence_length + 1
+    corpus, held_out = data.load_corpus(recipe.text, tokenizer, length)
 
-    def batch(corpus: data.Corpus, step: int) -> np.ndarray:
-        tokens = data.batch_at(corpus, step, recipe.seed, training.batch_size, length)
+    def read(corpus: data.Corpus, step: int) -> np.ndarray:
+        return data.batch_at(corpus, step, recipe.seed, training.batch_size, length)
+
+    def batch(step: int) -> np.ndarray:
+        tokens = read(corpus, step)
         num_written = round(training.generated * training.batch_size)
         if target is not None and num_written:
             tokens[:num_written] = _continued(target, tokens[:num_written], recipe.seed, step)
@@ -87,15 +100,15 @@ def _run(
     yield from fit(
         model,
         loss,
-        lambda step: batch(corpus, step),
+        batch,
         training,
-        _run_directory(output) / "steps",
+        run / "steps",
         target,
     )
     # Measured on the weights as they ship.
     stored = cast(model, jnp.bfloat16)
     final = evaluate(
-        cast(stored, jnp.float32), loss, [batch(held_out, step) for step in range(16)], target
+        cast(stored, jnp.float32), loss, [read(held_out, step) for step in range(16)], target
     )
     verb = "trained" if target is None else "distilled"
     card = _model_card(recipe, command, model, final, verb, corpus)
@@ -115,21 +128,55 @@ def _continued(target: HybridLM, tokens: np.ndarray, seed: int, step: int) -> np
     return np.concatenate([tokens[:, :half], out.tokens], axis=1)
 
 
-def _new_model(recipe: Recipe, tokenizer: Tokenizer) -> HybridLM:
-    eos_token = tokenizer.token_to_id(data.END_OF_TEXT)
+def _new_model(recipe: Recipe, vocab_size: int, eos_token: int | None) -> HybridLM:
     try:
-        config = ModelConfig.mamba2_lm(
-            tokenizer.get_vocab_size(), eos_token=eos_token, **recipe.model
-        )
+        config = ModelConfig.mamba2_lm(vocab_size, eos_token=eos_token, **recipe.model)
     except TypeError as error:
         raise ValueError(f"the recipe's [model] table does not fit: {error}") from error
     return HybridLM(config, rngs=nnx.Rngs(recipe.seed))
 
 
-def _run_directory(output: Path) -> Path:
+def _run_directory(output: Path, fingerprint: dict[str, Any]) -> Path:
+    """Where the run keeps its own checkpoints, after checking that it is this run.
+
+    Raises:
+        ValueError: the output is something else, or the directory belongs to another run.
+    """
+    output = output.absolute()
+    if output.exists():
+        try:
+            load_config(output)
+        except ValueError as error:
+            raise ValueError(
+                f"{output} exists and is not a checkpoint of stree-jax, so it is not replaced"
+            ) from error
     run = output.with_name(output.name + ".run")
     run.mkdir(parents=True, exist_ok=True)
+    file = run / "run.json"
+    now = json.dumps(fingerprint, indent=2)
+    if not file.is_file():
+        _write(file, now)
+    elif file.read_text() != now:
+        raise ValueError(
+            f"{run} belongs to a run with another recipe, text or target; remove it to start anew,"
+            " or choose another output"
+        )
     return run
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.rename(path)
+
+
+def _digest(model: HybridLM) -> str:
+    """Of the weights."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(nnx.state(model)):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()
 
 
 def _model_card(

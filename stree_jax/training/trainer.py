@@ -54,7 +54,7 @@ def fit(
 
     Raises:
         ValueError: the newest checkpoint is damaged, or belongs to a run of another shape.
-        FloatingPointError: the loss is not finite.
+        FloatingPointError: the loss or the weights are not finite.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -72,6 +72,8 @@ def fit(
         )(state["params"])
         updates, optimizer_state = optimizer.update(gradient, state["optimizer"], state["params"])
         params = optax.apply_updates(state["params"], updates)
+        # Weights that are not finite must not reach a checkpoint.
+        value = jnp.where(jnp.isfinite(optax.tree.norm(params)), value, jnp.nan)
         return {"params": params, "optimizer": optimizer_state}, value
 
     policies = ocp.training.preservation_policies
@@ -96,7 +98,9 @@ def fit(
             tokens = batch(step)
             state, value = update(state, tokens, extra)
             if not np.isfinite(value):
-                raise FloatingPointError(f"the loss is {float(value)} at step {step}")
+                raise FloatingPointError(
+                    f"the loss or the weights are not finite at step {step}; lower learning_rate"
+                )
             if step % training.save_every == 0 or step == training.steps:
                 checkpointer.save(step, state)
             yield Progress(step, float(value), tokens.size / (time.perf_counter() - began))

@@ -134,6 +134,8 @@ def test_bfloat16_decodes():
         (dict(drafter="iid"), "children = 'iid' are sampled, which needs temperature > 0"),
         (dict(drafter="vocabulary"), "different vocabularies: 11 and 37 tokens"),
         (dict(temperature=1.0, key=jax.random.split(KEY)), "a single random key"),
+        (dict(temperature=1e-40, key=KEY), "temperature = 1e-40 is 0 in float32; use 0"),
+        (dict(drafter="ngram", topology=st.TreeTopology.from_branching((38,))), "only 37 tokens"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_compiled(change, message, monkeypatch):
@@ -157,23 +159,47 @@ def test_bad_arguments_are_refused_before_anything_is_compiled(change, message, 
             run(tiny_model(), **arguments)
 
 
-WRONG_TYPES = """
+WRONG_TYPES = r"""
 import pytest
 from flax import nnx
 import stree_jax as st
+from stree_jax.training.recipe import Training
 
 model = st.HybridLM(st.ModelConfig.tiny(), rngs=nnx.Rngs(0))
 for change, message in [
-    (dict(prompts=[1, 2]), r"prompts\\[0\\] is not a list of token ids"),
-    (dict(prompts=["text"]), r"prompts\\[0\\] is not a list of token ids"),
-    (dict(prompts=[[0.5]]), r"prompts\\[0\\] has float64 values"),
+    (dict(prompts=[1, 2]), r"prompts\[0\] is not a list of token ids"),
+    (dict(prompts=["text"]), r"prompts\[0\] is not a list of token ids"),
+    (dict(prompts=[[0.5]]), r"prompts\[0\] has float64 values"),
     (dict(max_new_tokens=2.5), "max_new_tokens must be an integer"),
     (dict(temperature="hot"), "temperature must be a number"),
     (dict(topology=(2, 2)), "topology must be a TreeTopology"),
-    (dict(drafter=model), "got HybridLM; wrap a model as ModelDrafter"),
+    (dict(drafter=model), r"drafter must be a ModelDrafter\(\.\.\.\) or .*, got HybridLM"),
+    (dict(drafter=st.NgramDrafter), "drafter must be .*, got <class"),
+    (dict(prompts=[[[1], [2, 3]]]), r"prompts\[0\] is not a list of token ids"),
+    (dict(key="seed"), "key must be a random key such as"),
+    (dict(key=0), "key must be a random key such as"),
+    (dict(verifier=["greedy"]), r"unknown verifier \['greedy'\]"),
 ]:
     with pytest.raises(ValueError, match=message):
         st.generate(model, **({"prompts": [[1]]} | change))
+for call in (lambda: st.generate("path", [[1]]), lambda: st.ModelDrafter("path")):
+    with pytest.raises(ValueError, match="must be a HybridLM, got str; load one with"):
+        call()
+with pytest.raises(ValueError, match="state_size must be at least 1, got 8.0"):
+    st.ModelConfig.tiny(state_size=8.0)
+with pytest.raises(ValueError, match="dt_limit must be"):
+    st.ModelConfig.tiny(dt_limit=(0.0,))
+with pytest.raises(ValueError, match="steps must be an integer from 1 on, got 6.5"):
+    Training(steps=6.5)
+for make, message in [
+    (lambda: st.TreeTopology.paper(["A"]), "the paper's trees are"),
+    (lambda: st.TreeTopology.chain(2.5), "num_drafts must be an integer, got 2.5"),
+    (lambda: st.TreeTopology.from_branching(3), r"a sequence such as \(3, 2, 1\), got 3"),
+]:
+    with pytest.raises(ValueError, match=message):
+        make()
+with pytest.raises(ValueError, match="need integers"):
+    st.NgramDrafter(max_match=2.5)
 """
 
 
@@ -198,6 +224,32 @@ def broken(value, token):
     graphdef, state = nnx.split(randomised(tiny_model("groups"), 4))
     state["embedding"][...] = state["embedding"][...].at[token].set(value)
     return nnx.merge(graphdef, state)
+
+
+def test_a_cold_temperature_takes_the_best_token():
+    want = st.generate(tiny_model(), PROMPTS, max_new_tokens=6)
+    for options in ({}, {"drafter": drafter(), "topology": st.TreeTopology.from_branching((2, 1))}):
+        cold = st.generate(
+            tiny_model(), PROMPTS, max_new_tokens=6, temperature=1e-37, key=KEY, **options
+        )
+        np.testing.assert_array_equal(cold.tokens, want.tokens)
+
+
+def test_a_large_top_k_keeps_all_tokens():
+    common = dict(max_new_tokens=6, temperature=1.0, key=KEY)
+    want = st.generate(tiny_model(), PROMPTS, top_k=37, **common)
+    np.testing.assert_array_equal(
+        st.generate(tiny_model(), PROMPTS, top_k=2**40, **common).tokens, want.tokens
+    )
+
+
+def test_a_drafter_with_a_tree_of_the_root_only():
+    """Above temperature 0 too, where the drafter would have chosen another verifier."""
+    common = dict(max_new_tokens=6, temperature=1.0, key=KEY)
+    out = st.generate(
+        tiny_model(), PROMPTS, drafter=drafter(), topology=st.TreeTopology.chain(0), **common
+    )
+    np.testing.assert_array_equal(out.tokens, st.generate(tiny_model(), PROMPTS, **common).tokens)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

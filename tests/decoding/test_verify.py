@@ -27,18 +27,23 @@ TOPOLOGIES = {
 class Models:
     """Next-token distributions of a target and a draft, for every prefix of up to two tokens."""
 
-    def __init__(self, seed, *, equal=False, zeros=False):
+    def __init__(self, seed, *, equal=False, kind="full support"):
         rng = np.random.default_rng(seed)
 
         def table():
             values = rng.dirichlet(np.full(VOCAB, 0.7), size=(VOCAB + 1, VOCAB + 1))
-            if zeros:  # as after a top-k filter: a different token is impossible in each row
+            if kind == "filtered":  # as after top-k: another token is impossible in each row
                 values[np.arange(VOCAB + 1), :, np.arange(VOCAB + 1) % VOCAB] = 0
                 values /= values.sum(-1, keepdims=True)
-            return values.astype(np.float32)
+            return values
 
         self.target = table()
         self.draft = self.target if equal else table()
+        if kind == "cold":  # all but the best token of the draft have probability 0 in float32
+            scaled = rng.normal(size=self.draft.shape) / 0.005
+            scaled -= scaled.max(-1, keepdims=True)
+            scaled = np.maximum(scaled, -600)  # float64 has them
+            self.draft = np.exp(scaled) / np.exp(scaled).sum(-1, keepdims=True)
 
     @staticmethod
     def at(table, prefix):
@@ -126,7 +131,7 @@ def enumerated_joint(models, topology, tokens, weights, *, replace):
     """Enumerates all patterns of passed and failed tests, with the odds the verifier reports."""
     p, q = tables(models, topology, tokens)
     with np.errstate(divide="ignore"):
-        log_p, log_q = np.log(p), np.log(q)
+        log_p, log_q = np.log(p).astype(np.float32), np.log(q).astype(np.float32)
     joint = np.zeros((VOCAB, VOCAB))
     seen = [set() for _ in tokens]
     for pattern in itertools.product((0.0, 1 - 2**-24), repeat=topology.num_nodes - 1):
@@ -154,12 +159,12 @@ def enumerated_joint(models, topology, tokens, weights, *, replace):
     return joint
 
 
-@pytest.mark.parametrize("zeros", [False, True], ids=["full support", "filtered"])
+@pytest.mark.parametrize("kind", ["full support", "filtered", "cold"])
 @pytest.mark.parametrize("children", ["iid", "without_replacement"])
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_testing_is_exact(name, children, zeros):
+def test_testing_is_exact(name, children, kind):
     topology = TOPOLOGIES[name]
-    models = Models(seed=len(name), zeros=zeros)
+    models = Models(seed=len(name), kind=kind)
     tokens, weights = draft_outcomes(models, topology, children)
     np.testing.assert_allclose(weights.sum(), 1.0)
     joint = enumerated_joint(models, topology, tokens, weights, replace=children == "iid")
@@ -174,6 +179,13 @@ def test_equal_models_accept_everything(children):
     tokens, weights = draft_outcomes(models, topology, children)
     joint = enumerated_joint(models, topology, tokens, weights, replace=children == "iid")
     assert total_variation(joint, target_joint(models)) < EXACT
+    log_p = np.log(tables(models, topology, tokens)[0]).astype(np.float32)
+    uniforms = np.full(tokens.shape, 1 - 2**-24, np.float32)  # the strictest test there is
+    walk = run_walks(
+        uniforms, jnp.asarray(tokens), log_p, log_p, topology=topology, replace=children == "iid"
+    )
+    first = [children[0] if children else None for children in topology.children]
+    assert (np.asarray(walk.last) == first[first[0]]).all()  # the first child, then its first
 
 
 def test_a_residual_of_zero_falls_back_to_the_target():

@@ -37,6 +37,7 @@ CASES = (
     Case("padded nodes", padded=5),
     Case("blocks of nodes", nodes=70, batch=1, heads=2),
     Case("one row", batch=1, state=32),
+    Case("three rows, one with an empty path", batch=3, nodes=5),
     Case("large time steps", dt_scale=100.0),
     Case("tiny time steps", dt_scale=1e-4),
     Case("bf16", bf16=True),

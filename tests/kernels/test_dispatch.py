@@ -1,3 +1,8 @@
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -12,9 +17,27 @@ def small_replay(implementation=None, state_size=16):
     )
 
 
-def test_the_default_on_cpu_is_xla():
-    assert dispatch.choose("replay", None, None) == "xla"
-    assert "cpu" in dispatch.explain()
+@pytest.mark.parametrize(
+    ("platform", "capability", "obstacle"),
+    [
+        ("cpu", None, "the device is a CPU, the kernels need an NVIDIA GPU"),
+        ("gpu", "7.5", "compute capability is 7.5, the kernels need 8.0"),
+        ("gpu", "gfx942", "compute capability is gfx942"),
+        ("gpu", "8.0", None),
+        ("gpu", "12.0", None),
+    ],
+)
+def test_the_default_depends_on_the_device(platform, capability, obstacle, monkeypatch):
+    device = SimpleNamespace(platform=platform, compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda backend=None: [device])
+    assert dispatch.choose("replay", None, None) == ("xla" if obstacle else "pallas")
+    assert dispatch.choose("replay", None, "odd shape") == "xla"
+    assert (obstacle or "pallas, and xla") in dispatch.explain()
+
+
+def test_a_default_device_is_respected():
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert dispatch.choose("replay", None, None) == "xla"
 
 
 def test_unknown_implementations_are_refused():
@@ -30,15 +53,20 @@ def test_unsupported_shapes_are_refused_only_when_asked_for():
 
 def test_without_triton_everything_but_pallas_works(monkeypatch):
     monkeypatch.setattr(triton_backend, "UNAVAILABLE", "this jax has no Pallas-Triton backend")
-    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    monkeypatch.setattr(dispatch, "device_obstacle", lambda: None)
     assert small_replay().shape == (1, 1, 16, 16)
     assert "no Pallas-Triton" in dispatch.explain()
     with pytest.raises(ValueError, match="no Pallas-Triton backend; use 'xla'"):
         small_replay("pallas")
 
 
-def test_a_gpu_gets_the_kernel(monkeypatch):
-    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
-    assert dispatch.choose("replay", None, None) == "pallas"
-    assert dispatch.choose("replay", None, "odd shape") == "xla"
-    assert dispatch.explain().startswith("pallas")
+def test_a_jax_without_triton_imports():
+    code = (
+        "import sys; sys.modules['jax.experimental.pallas.triton'] = None\n"
+        "import stree_jax\n"
+        "from pallas_kernels import dispatch\n"
+        "print(dispatch.explain())"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "has no Pallas-Triton backend" in result.stdout

@@ -1,5 +1,6 @@
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +60,24 @@ def test_a_failed_save_leaves_the_old_one(saved, monkeypatch):
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
 
 
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_failed_rename_leaves_the_old_one(saved, monkeypatch, error):
+    """The new directory cannot take the old one's place, which was already moved away."""
+    rename = Path.rename
+
+    def fail(self, to):
+        if self.name == "new":
+            raise error
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(error):
+        st.save_pretrained(tiny_model(), saved, overwrite=True)
+    monkeypatch.undo()
+    assert st.from_pretrained(saved).config == tiny_model("groups").config
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+
+
 def test_missing(tmp_path):
     with pytest.raises(ValueError, match="no checkpoint at .*nowhere"):
         st.from_pretrained(tmp_path / "nowhere")
@@ -75,7 +94,7 @@ def test_other_formats_are_refused(saved):
     change_header(saved, version=99)
     with pytest.raises(ValueError, match="version 99; this stree_jax reads 1"):
         st.from_pretrained(saved)
-    change_header(saved, format=None)
+    change_header(saved, format="other")
     with pytest.raises(ValueError, match="not a native checkpoint"):
         st.from_pretrained(saved)
     (saved / "config.json").write_text("{")

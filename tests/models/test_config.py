@@ -5,6 +5,7 @@ import pytest
 from flax import nnx
 
 from stree_jax import HybridLM, Mamba2Config, ModelConfig
+from stree_jax.config import AttentionConfig, MlpConfig
 from tests.tiny import CONFIGS
 
 
@@ -32,7 +33,10 @@ def test_infinity_is_not_bare_in_json():
         ({"activation": "gelu"}, "activation must be 'silu', got 'gelu'"),
         ({"norm_groups": 5}, "norm_groups = 5 does not divide"),
         ({"eos_token": 37}, "eos_token = 37 is outside the vocabulary of 37"),
-        ({"num_layers": 0}, "at least one layer"),
+        ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
+        ({"num_x_heads": 0}, "num_x_heads must be at least 1, got 0"),
+        ({"norm_groups": 0}, "norm_groups must be at least 1, got 0"),
+        ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
     ],
 )
 def test_bad_values_are_named(changes, message):
@@ -50,7 +54,9 @@ def test_bad_values_are_named(changes, message):
         ({"vocab_size": 5, "d_model": 4, "layers": ["rwkv"]}, "unknown layer kinds \\['rwkv'\\]"),
         ({"vocab_size": 5, "d_model": 4, "layers": ["mamba2"]}, "mamba2 config is missing"),
         ({"vocab_size": 5}, "missing"),
-        ({"vocab_size": "five", "d_model": 4, "layers": ["mlp"]}, "ModelConfig"),
+        ({"vocab_size": "five", "d_model": 4, "layers": ["mlp"]}, "vocab_size"),
+        ({"vocab_size": 5, "d_model": 4, "layers": ["mlp"]}, "the mlp config is missing"),
+        ({"vocab_size": 5, "d_model": 4, "layers": [], "mamba2": {"num_heads": 2}}, "head_dim"),
         (None, "is a table of fields, got None"),
     ],
 )
@@ -61,8 +67,13 @@ def test_damaged_configs_are_refused(values, message):
 
 def test_layers_that_cannot_run_are_refused_by_name():
     mixer = Mamba2Config(num_heads=2, head_dim=4, state_size=4)
-    config = ModelConfig(vocab_size=9, d_model=8, layers=("mamba2", "attention"), mamba2=mixer)
+    shape = dict(vocab_size=9, d_model=8, mamba2=mixer)
+    attention = AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=4)
+    config = ModelConfig(layers=("mamba2", "attention"), attention=attention, **shape)
     with pytest.raises(ValueError, match=r"\['attention'\] cannot be run by this version"):
+        HybridLM(config, rngs=nnx.Rngs(0))
+    config = ModelConfig(layers=("mlp",), mlp=MlpConfig(8), **shape)
+    with pytest.raises(ValueError, match="has no 'mamba2'"):
         HybridLM(config, rngs=nnx.Rngs(0))
 
 

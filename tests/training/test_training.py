@@ -12,7 +12,7 @@ from stree_jax.training.objective import distillation_loss, next_token_loss
 from stree_jax.training.recipe import Recipe, Text, Training
 from stree_jax.training.run import _continued, distill, train
 from stree_jax.training.trainer import cast, fit
-from tests.tiny import apply, tiny_model
+from tests.tiny import apply, perturbed, tiny_model
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "to", "while", "sun", "rose"]
 
@@ -67,7 +67,9 @@ def test_a_recipe_is_read(recipe_file, text):
     [
         ("words.txt", "nowhere.txt", r"nowhere\.txt, which does not exist"),
         ("steps = 6", "steps = 6\npaces = 6", "paces"),
-        ("steps = 6", "steps = 0", "steps must be at least 1, got 0"),
+        ("steps = 6", "steps = 0", "steps must be an integer from 1 on, got 0"),
+        ("steps = 6", "steps = 6\nlearning_rate = -1.0", "learning_rate must be a number from 0"),
+        ("[[text]]", "[[text]]\nweight = 0.0", "weight of .*words.txt must be a number above 0"),
         ("steps = 6", "steps = 6\ngenerated = 2.0", "share from 0 to 1, got 2"),
         ("[[text]]", "[[book]]", "names no text"),
         ("vocab_size", "vocabulary", "vocabulary"),
@@ -90,13 +92,15 @@ def test_the_tokenizer_and_its_documents(text):
     assert tokenizer.token_to_id(data.END_OF_TEXT) == 0
     sample = "the cat\n\tsat — naïve 中"
     assert tokenizer.decode(tokenizer.encode(sample).ids) == sample
-    train_split, held_out = data.load_corpus(texts, tokenizer)
+    train_split, held_out = data.load_corpus(texts, tokenizer, 17)
     whole = np.concatenate([train_split.streams[0], held_out.streams[0]])
     assert (whole == 0).sum() == 200  # one end a document
     decoded = tokenizer.decode(whole.tolist(), skip_special_tokens=True)
     assert decoded == text.read_text()
     with pytest.raises(ValueError, match="at least 257"):
         data.train_tokenizer(texts, 100)
+    with pytest.raises(ValueError, match=r"words\.txt has \d+ tokens; windows of 1000 .* need"):
+        data.load_corpus(texts, tokenizer, 1000)
 
 
 def test_batches_are_a_function_of_the_step():
@@ -108,8 +112,6 @@ def test_batches_are_a_function_of_the_step():
     assert not np.array_equal(first, data.batch_at(corpus, 4, 0, 400, 8))
     assert (np.diff(first, axis=1) == 1).all()  # windows of one stream
     assert 0.6 < (first[:, 0] >= 500).mean() < 0.9  # three quarters from the second
-    with pytest.raises(ValueError, match="100 tokens is too short for windows of 200"):
-        data.batch_at(corpus, 0, 0, 400, 200)
 
 
 def test_losses():
@@ -196,8 +198,21 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     def bad(model, tokens, _):
         return next_token_loss(model, tokens) * jnp.nan
 
-    with pytest.raises(FloatingPointError, match="the loss is nan at step 1"):
+    with pytest.raises(FloatingPointError, match="loss or the weights are not finite at step 1"):
         list(fit(new_model(), bad, batch, TRAINING, tmp_path / "run"))
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    """The loss before the update is fine; the update is not."""
+
+    def bad(model, tokens, _):
+        value = next_token_loss(model, tokens)
+        return value + 0.0 * jnp.sqrt(value - jax.lax.stop_gradient(value))  # gradient: 0 * inf
+
+    training = dataclasses.replace(TRAINING, save_every=1)
+    with pytest.raises(FloatingPointError, match="not finite at step 1"):
+        list(fit(new_model(), bad, batch, training, tmp_path / "run"))
+    assert len(list(fit(new_model(), loss, batch, training, tmp_path / "run"))) == training.steps
 
 
 def test_cast_keeps_the_scalars_of_the_ssm_in_float32():
@@ -238,6 +253,28 @@ def test_train_and_distill_write_checkpoints(recipe_file, tmp_path):
     assert out.lengths.tolist() == [4]
     # Started again, a finished run only writes its checkpoint anew.
     assert list(train(recipe, target_path, command="the command")) == []
+
+    # Another recipe or another target is another run.
+    longer = dataclasses.replace(recipe.training, steps=7)
+    with pytest.raises(ValueError, match=r"target\.run belongs to a run with another recipe"):
+        list(train(dataclasses.replace(recipe, training=longer), target_path, command=""))
+    st.save_pretrained(tiny_model(), tmp_path / "other", tokenizer=st.load_tokenizer(target_path))
+    with pytest.raises(ValueError, match="tokenizer of .*other has 280 tokens, its model 37"):
+        list(distill(small, tmp_path / "other", draft_path, command=""))
+    perturbed_path = tmp_path / "perturbed"
+    st.save_pretrained(
+        perturbed(target, 0.1), perturbed_path, tokenizer=st.load_tokenizer(target_path)
+    )
+    with pytest.raises(ValueError, match=r"draft\.run belongs to a run with another .* target"):
+        list(distill(small, perturbed_path, draft_path, command=""))
+
+
+def test_an_output_that_is_something_else_is_kept(recipe_file, tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "thesis.txt").write_text("precious")
+    with pytest.raises(ValueError, match="is not a checkpoint of stree-jax, so it is not replaced"):
+        list(train(Recipe.load(recipe_file), tmp_path / "notes", command=""))
+    assert (tmp_path / "notes" / "thesis.txt").read_text() == "precious"
 
 
 def test_the_target_writes_the_second_half_of_some_rows():

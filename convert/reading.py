@@ -1,0 +1,146 @@
+"""From a foreign checkpoint directory to a `HybridLM`, one tensor at a time."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from stree_jax.convert.families import Description, config_file, describe
+from stree_jax.convert.rules import Rule, check_coverage
+from stree_jax.convert.tensors import Tensor, open_tensors
+from stree_jax.models.lm import HybridLM
+
+# Called with the bytes read so far and in all.
+Progress = Callable[[int, int], None]
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint that fits its config; no weight was read yet."""
+
+    path: Path
+    file: str  # that holds the weights, or their index
+    description: Description
+    tensors: dict[str, Tensor]
+    rules: list[Rule]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """bfloat16 if the matrices are stored in it, else float32, which loses nothing."""
+        stored = {
+            self.tensors[rule.source].dtype
+            for rule in self.rules
+            if len(self.tensors[rule.source].shape) == 2
+        }
+        return jnp.dtype(jnp.bfloat16 if stored == {jnp.dtype(jnp.bfloat16)} else jnp.float32)
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the model, tied ones once."""
+        return sum(int(np.prod(self.tensors[rule.source].shape)) for rule in self.rules)
+
+    @property
+    def ignored(self) -> list[str]:
+        """Tensors and config fields that were left aside, and why."""
+        tensors = [
+            f"{entry.source}: {entry.reason}"
+            for entry in self.description.ignored
+            if entry.source in self.tensors
+        ]
+        return tensors + self.description.notes
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Recognises a checkpoint and checks every name and shape. Reads no weight.
+
+    Raises:
+        ValueError: what is wrong, all of it.
+    """
+    config_file(path)  # the more telling error, where all is missing
+    file, tensors = open_tensors(path)
+    description = describe(path, tensors)
+    _, weights = HybridLM.abstract(description.config)
+    shapes = {name: tuple(leaf.shape) for name, leaf in flatten(weights).items()}
+    try:
+        rules = check_coverage(description.rules, description.ignored, tensors, shapes)
+    except ValueError as error:
+        raise ValueError(f"{path} ({description.family}): {error}") from None
+    return Checkpoint(path, file, description, tensors, rules)
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    *,
+    dtype: DTypeLike,
+    implementation: str | None = None,
+    progress: Progress = lambda done, total: None,
+) -> HybridLM:
+    """Reads the weights. Beside the result, about one tensor is in memory at any time.
+
+    Raises:
+        ValueError: a weight is not finite, or a head that should be the embedding is not.
+    """
+    structure, wanted = HybridLM.abstract(
+        checkpoint.description.config, dtype=dtype, implementation=implementation
+    )
+    targets = flatten(wanted)
+    total = sum(_num_bytes(checkpoint.tensors[rule.source]) for rule in checkpoint.rules)
+    loaded: dict[str, jax.Array] = {}
+    done = 0
+    for rule in checkpoint.rules:
+        source = checkpoint.tensors[rule.source]
+        loaded[rule.target] = _convert(checkpoint, rule, targets[rule.target].dtype)
+        done += _num_bytes(source)
+        progress(done, total)
+    for entry in checkpoint.description.ignored:
+        if entry.source in checkpoint.tensors:
+            _check_tied(checkpoint, entry.source, loaded["embedding"])
+    return nnx.merge(structure, unflatten(loaded, wanted))
+
+
+def flatten(tree: dict[str, Any]) -> dict[str, Any]:
+    """Leaves by their path, joined with dots."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {".".join(str(part.key) for part in where): leaf for where, leaf in leaves}
+
+
+def unflatten(leaves: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
+    """The reverse of `flatten`, in the structure of `like`."""
+    return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in flatten(like)])
+
+
+def _convert(checkpoint: Checkpoint, rule: Rule, dtype: jnp.dtype) -> jax.Array:
+    values = rule.transform.apply(_read(checkpoint, rule.source))
+    # One copy, which jax can then keep on a CPU: what was read may be the mapped file itself.
+    weight = jnp.asarray(np.array(values, dtype, order="C"))
+    finite = jnp.isfinite(jnp.exp(weight) if rule.target.endswith("A_log") else weight).all()
+    if not finite:
+        raise ValueError(
+            f"{checkpoint.path}: {rule.source} holds NaN, infinity or a number too large for"
+            f" {dtype.name}"
+        )
+    return weight
+
+
+def _check_tied(checkpoint: Checkpoint, name: str, embedding: jax.Array) -> None:
+    if checkpoint.tensors[name].shape != embedding.shape or not np.array_equal(
+        _read(checkpoint, name).astype(embedding.dtype, copy=False), embedding
+    ):
+        raise ValueError(
+            f"{checkpoint.path}: the config ties the head to the embedding, but {name} is different"
+        )
+
+
+def _read(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    try:
+        return checkpoint.tensors[name].read()
+    except Exception as error:  # a file that changed or was cut after it was opened
+        raise ValueError(f"{checkpoint.path}: cannot read {name}: {error}") from error
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return int(np.prod(tensor.shape)) * tensor.dtype.itemsize
