@@ -1,5 +1,6 @@
 """The tensors of a checkpoint directory, by name, none of them read before it is asked for."""
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -88,7 +89,7 @@ def _open_safetensors(path: Path) -> dict[str, Tensor]:
             tensors[name] = Tensor(
                 tuple(part.get_shape()),
                 _SAFETENSORS[part.get_dtype()],
-                lambda name=name: file.get_tensor(name),
+                functools.partial(file.get_tensor, name),
             )
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error

@@ -46,7 +46,7 @@ def write_hf(
         size += weights[rule.target].nbytes
     total = sum(weight.nbytes for weight in weights.values())
     done = 0
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards):
         name = (
             "model.safetensors"

@@ -44,7 +44,7 @@ def explain() -> str:
 
 def device_obstacle() -> str | None:
     """Why the kernels cannot run on the device that computations go to by default, if so."""
-    device = jax.config.jax_default_device
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
     if device is None or isinstance(device, str):
         device = jax.devices(device)[0]
     if device.platform != "gpu":

@@ -89,15 +89,15 @@ def from_pretrained(
     """
     from stree_jax import convert  # not needed for native checkpoints, and it imports this module
 
-    path = convert.find(path)
-    if not convert.is_native(path):
-        checkpoint = convert.open_checkpoint(path)
+    directory = convert.find(path)
+    if not convert.is_native(directory):
+        checkpoint = convert.open_checkpoint(directory)
         return convert.load_model(
             checkpoint,
             dtype=checkpoint.dtype if dtype is None else dtype,
             implementation=implementation,
         )
-    return _load_native(path, dtype, implementation)
+    return _load_native(directory, dtype, implementation)
 
 
 def _load_native(path: Path, dtype: DTypeLike | None, implementation: str | None) -> HybridLM:

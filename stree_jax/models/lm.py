@@ -1,5 +1,7 @@
 """`HybridLM`: embedding, a stack of pre-norm blocks, output head; over sequences and over trees."""
 
+from typing import Any, Protocol
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -7,13 +9,33 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import conv_window, replay_window
 from pallas_kernels.numerics import contract
-from stree_jax.array_types import Array, Float, Int, Lengths, Tokens
+from stree_jax.array_types import Array, Bool, Float, Int, Lengths, Tokens
 from stree_jax.config import ModelConfig
 from stree_jax.models.cache import Cache, LayerCache, Path, Pending, init_cache
 from stree_jax.models.layers import rms_norm
 from stree_jax.models.mamba2 import Mamba2Mixer
 from stree_jax.models.mlp import GatedMlp
 from stree_jax.tree import Tree
+
+
+class Mixer(Protocol):
+    """What a layer of any kind does; its cache and its pending record are its own business."""
+
+    def __call__(
+        self, u: Array, cache: Any, mask: Bool[Array, "B T"], lengths: Lengths
+    ) -> tuple[Array, Any]:
+        """Runs a right-padded sequence from `cache`; returns outputs and the cache after it."""
+        ...
+
+    def tree(
+        self, u: Array, tree: Tree, window: Array, cache: Any, grown: Any = None
+    ) -> tuple[Array, Any]:
+        """Runs the last nodes of a tree; returns outputs and the pending record of all nodes."""
+        ...
+
+    def replay(self, cache: Any, pending: Any, path: Path, window: Array) -> Any:
+        """The cache after a path."""
+        ...
 
 
 class Block(nnx.Module):
@@ -30,7 +52,7 @@ class Block(nnx.Module):
     ):
         self.norm_scale = nnx.Param(jnp.ones(config.d_model, dtype))
         out_scale = len(config.layers) ** -0.5
-        self.mixer: Mamba2Mixer | GatedMlp
+        self.mixer: Mixer
         if kind == "mlp":
             assert config.mlp is not None
             self.mixer = GatedMlp(

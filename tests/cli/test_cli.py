@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import stree_jax as st
 from stree_jax.cli.trees import parse_tree
@@ -46,7 +48,7 @@ def test_words_that_are_no_tree(spec):
 def test_help_and_tree():
     result = run("--help")
     assert result.returncode == 0
-    for command in ("demo", "generate", "train", "distill", "tree"):
+    for command in ("demo", "generate", "convert", "inspect", "train", "distill", "tree"):
         assert command in result.stdout
     drawing = run("tree", "paper:A").stdout
     assert "13 nodes, depth 4, width 3" in drawing
@@ -57,7 +59,15 @@ def test_help_and_tree():
     ("arguments", "message"),
     [
         (["tree", "oak"], "'oak' is not a tree"),
-        (["generate", "nowhere", "-p", "x"], "no tokenizer at nowhere"),
+        (["generate", "nowhere", "-p", "x"], "no checkpoint at nowhere"),
+        (["generate", "{target}"], "Missing option '--prompt'"),
+        (["generate", "{target}", "-p", "x", "--top-p", "much"], "Invalid value for '--top-p'"),
+        (["frobnicate"], "No such command 'frobnicate'"),
+        (["tree", "complete:2,40"], "at most 4096 are possible"),
+        (["inspect", "nowhere"], "no checkpoint at nowhere"),
+        (["convert", "{target}", "{draft}"], "exists; choose another name"),
+        (["convert", "{target}", "out", "--to", "onnx"], "to must be one of"),
+        (["convert", "{target}", "out", "--dtype", "int8"], "float32 or bfloat16, got 'int8'"),
         (["train", "nowhere.toml", "out"], "cannot read the recipe nowhere.toml"),
         (["generate", "{target}", "-p", ""], "--prompt is empty"),
         (["generate", "{target}", "-p", "x", "--draft", "{draft}", "--ngram"], "choose one"),
@@ -99,6 +109,32 @@ def test_generate_streams_the_text_of_generate():
     assert drafted.stdout.startswith(prompt + text)
     assert "tau 1.00" not in drafted.stdout
     assert run(*common, "--ngram").stdout.startswith(prompt + text)
+
+
+def test_text_is_printed_as_it_is():
+    """No wrapping, no markup, no emoji codes, no expanded tabs."""
+    prompt = "\ta[:100:] = [bold]x[/bold]  # " + "long " * 30
+    result = run("generate", st.demo_path("target"), "-p", prompt, "--max-new-tokens", 1)
+    assert result.stdout.startswith(prompt)
+
+
+def test_convert_and_inspect(tmp_path):
+    """There and back: the tensors are those of the embedded target."""
+    result = run("convert", st.demo_path("target"), "hf", "--to", "hf", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "wrote hf (hf)" in result.stdout
+    result = run("convert", "hf", "native", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    for text in ("transformers mamba2", "6 mamba2", "stored as", "bfloat16", "left out"):
+        assert text in result.stdout
+    assert (tmp_path / "native" / "tokenizer.json").is_file()
+    have, want = st.from_pretrained(tmp_path / "native"), st.from_pretrained(st.demo_path("target"))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(have), nnx.state(want))
+    for path, family in (("native", "stree-jax (native)"), ("hf", "transformers mamba2")):
+        result = run("inspect", path, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        assert family in result.stdout
+        assert "can be loaded and converted" in result.stdout
 
 
 def test_sampling_depends_on_the_seed():

@@ -1,0 +1,476 @@
+"""Reading files: what is refused, and that nothing is run, crashes or stays half written."""
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import struct
+import zipfile
+
+import numpy as np
+import pytest
+
+import stree_jax as st
+from stree_jax.convert import convert, open_checkpoint
+from stree_jax.convert.torch_file import open_torch_file
+from tests.convert import peers
+
+CONFIG = peers.mamba_ssm_config(tie_embeddings=False)
+WEIGHTS = peers.mamba_ssm_weights(CONFIG)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return peers.write_safetensors(tmp_path / "model", CONFIG, WEIGHTS)
+
+
+def refused(path, message):
+    """Refused by everything that reads it, and without a trace."""
+    for use in (open_checkpoint, st.from_pretrained, lambda p: convert(p, path.parent / "out")):
+        with pytest.raises(ValueError, match=message):
+            use(path)
+    assert not [entry for entry in path.parent.iterdir() if "out" in entry.name]
+
+
+def rewritten(checkpoint, **changes):
+    """The checkpoint with other tensors: None removes one."""
+    weights = {name: value for name, value in (WEIGHTS | changes).items() if value is not None}
+    return peers.write_safetensors(checkpoint, CONFIG, weights)
+
+
+MIXER = "backbone.layers.1.mixer"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({f"{MIXER}.D": None}, rf"{MIXER}\.D \(4,\) is missing"),
+        ({"extra.weight": np.ones((2, 3), np.float32)}, r"extra\.weight \(2, 3\) is not expected"),
+        ({f"{MIXER}.D": np.ones(5, np.float32)}, r"D has shape \(5,\), the config says \(4,\)"),
+        ({f"{MIXER}.D": np.ones(4, np.int32)}, "D holds int32, not real numbers"),
+        (
+            {f"{MIXER}.in_proj.weight": WEIGHTS[f"{MIXER}.in_proj.weight"].T},
+            r"in_proj\.weight has shape \(16, 84\), the config says \(84, 16\)",
+        ),
+    ],
+)
+def test_names_and_shapes(checkpoint, changes, message):
+    refused(rewritten(checkpoint, **changes), message)
+
+
+def test_all_problems_are_reported_at_once(checkpoint):
+    path = rewritten(
+        checkpoint,
+        **{f"{MIXER}.D": None, f"{MIXER}.A_log": np.ones(3, np.float32), "x": np.ones(1)},
+    )
+    with pytest.raises(ValueError, match=r"A_log has shape .*; .*D \(4,\) is missing; x \(1,\)"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("A_log", np.nan), ("A_log", 1000.0), ("D", np.inf), ("norm.weight", np.nan)],
+)
+def test_weights_that_are_not_finite(checkpoint, tmp_path, name, value):
+    weight = WEIGHTS[f"{MIXER}.{name}"].copy()
+    weight[1] = value
+    path = rewritten(checkpoint, **{f"{MIXER}.{name}": weight})
+    for use in (st.from_pretrained, lambda p: convert(p, tmp_path / "out")):
+        with pytest.raises(ValueError, match=f"{name} holds NaN, infinity or a number too large"):
+            use(path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tied_head_that_is_not_the_embedding(tmp_path):
+    config = peers.mamba_ssm_config()
+    weights = peers.mamba_ssm_weights(config)
+    weights["lm_head.weight"] = weights["lm_head.weight"] + 1
+    path = peers.write_safetensors(tmp_path / "tied", config, weights)
+    with pytest.raises(ValueError, match=r"ties the head to the embedding, but lm_head\.weight is"):
+        st.from_pretrained(path)
+
+
+# --- Configs.
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"ssm_cfg": {}}, "ssm_cfg.layer is 'Mamba1' \\(the default\\); only Mamba-2"),
+        ({"ssm_cfg": {"layer": "Mamba1"}}, "ssm_cfg.layer is 'Mamba1'; only Mamba-2"),
+        (CONFIG | {"attn_layer_idx": [1]}, "attn_layer_idx is not empty: Mamba-2 with attention"),
+        (CONFIG | {"rms_norm": False}, r"rms_norm = false \(LayerNorm\) is not supported"),
+        (CONFIG | {"novel": 1}, r"unknown fields \['novel'\]; they might change"),
+        (
+            CONFIG | {"ssm_cfg": CONFIG["ssm_cfg"] | {"novel": 1}},
+            r"unknown fields \['ssm_cfg.novel'\]",
+        ),
+        (CONFIG | {"d_model": "16"}, "d_model must be an integer .*'16'"),
+        (CONFIG | {"n_layer": 10**9}, "n_layer must be an integer from 1 to 4096"),
+        (CONFIG | {"d_model": None}, "d_model is missing"),
+        (CONFIG | {"quantization_config": {"bits": 4}}, "quantised checkpoints are not supported"),
+        ({"model_type": "mamba"}, "'mamba': Mamba-1 layers"),
+        ({"model_type": "jamba"}, "'jamba': Mamba-1 layers"),
+        ({"model_type": "qwen3_next"}, "'qwen3_next': gated delta net"),
+        ({"model_type": "recurrent_gemma"}, "'recurrent_gemma': RG-LRU"),
+        ({"model_type": "bamba"}, "'bamba': Mamba-2 with attention"),
+        ({"model_type": "llama"}, "of no known family \\(model_type = 'llama'\\)"),
+        ({"d_model": 8, "n_layer": 2}, "has no ssm_cfg: a Mamba-1 model"),
+        ({"model_type": "mamba2", "hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"model_type": "mamba2", "hidden_size": 100}, "is not num_heads \\* head_dim"),
+        ({"dim": 64, "n_layers": 1, "vocab_size": 9, "model_type": "llama"}, "is not 'mamba'"),
+        ([1], "it is not a JSON object"),
+    ],
+)
+def test_configs_that_are_refused(checkpoint, config, message):
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    refused(checkpoint, message)
+
+
+def test_a_directory_of_mamba_in_llama(checkpoint):
+    (checkpoint / "mamba_config.json").write_text("{}")
+    refused(checkpoint, "is a MambaInLlama checkpoint")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\x00", '{"a": }'])
+def test_damaged_json(checkpoint, text):
+    (checkpoint / "config.json").write_text(text)
+    refused(checkpoint, r"config\.json is damaged")
+
+
+def test_nothing_there(tmp_path):
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", r"has no config\.json or params\.json")
+    with pytest.raises(ValueError, match="no checkpoint at .*nowhere"):
+        st.from_pretrained(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file; a checkpoint is a directory"):
+        st.from_pretrained(tmp_path / "file")
+
+
+def test_a_hub_name_without_a_network(monkeypatch):
+    import huggingface_hub
+
+    def offline(*_, **__):
+        raise ConnectionError("cannot reach the hub\nand more")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ValueError, match="no directory some/model, .*: cannot reach the hub$"):
+        st.from_pretrained("some/model")
+    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
+    with pytest.raises(ValueError, match=r"install stree-jax\[hub\]"):
+        st.from_pretrained("some/model")
+
+
+def test_a_hub_name(monkeypatch, checkpoint):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(checkpoint))
+    assert st.from_pretrained("some/model").config.d_model == 16
+
+
+# --- safetensors.
+
+
+def test_truncated_and_scrambled_safetensors(checkpoint):
+    """Every cut and a hundred random changes end in a ValueError or a sound model."""
+    file = checkpoint / "model.safetensors"
+    data = file.read_bytes()
+    for cut in (0, 1, 7, 8, 100, len(data) // 2, len(data) - 1):
+        file.write_bytes(data[:cut])
+        refused(checkpoint, "is damaged")
+    rng = np.random.default_rng(0)
+    header = 8 + struct.unpack("<Q", data[:8])[0]
+    for _ in range(100):
+        changed = bytearray(data)
+        for at in rng.integers(header, size=rng.integers(1, 5)):
+            changed[at] = rng.integers(256)
+        file.write_bytes(changed)
+        with contextlib.suppress(ValueError):
+            open_checkpoint(checkpoint)
+
+
+def test_float8_is_refused_by_name(checkpoint):
+    header = {"x": {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}}
+    encoded = json.dumps(header).encode()
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(encoded)) + encoded + bytes(4))
+    refused(checkpoint, "stored as F8_E4M3; quantised checkpoints are not supported")
+
+
+def sharded(checkpoint):
+    """The checkpoint in two files and an index."""
+    from safetensors.numpy import save_file
+
+    names = sorted(WEIGHTS)
+    weight_map = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(names)}
+    for part in set(weight_map.values()):
+        tensors = {name: WEIGHTS[name] for name in names if weight_map[name] == part}
+        save_file(tensors, checkpoint / part)
+    (checkpoint / "model.safetensors").unlink()
+    return weight_map
+
+
+def write_index(checkpoint, weight_map):
+    index = checkpoint / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_shards(checkpoint):
+    want = st.from_pretrained(checkpoint)
+    write_index(checkpoint, sharded(checkpoint))
+    have = st.from_pretrained(checkpoint)
+    np.testing.assert_array_equal(have.embedding[...], want.embedding[...])
+    np.testing.assert_array_equal(
+        have.blocks[1].mixer.in_proj.kernel[...], want.blocks[1].mixer.in_proj.kernel[...]
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["../part-0.safetensors", "/etc/passwd", "sub/x.safetensors", "..\\x", "", ".", 3]
+)
+def test_shards_outside_the_directory(checkpoint, name):
+    weight_map = sharded(checkpoint)
+    write_index(checkpoint, weight_map | {"x": name})
+    refused(checkpoint, "not a plain file name|does not exist")
+
+
+def test_an_index_that_does_not_fit_its_shards(checkpoint):
+    weight_map = sharded(checkpoint)
+    first = next(iter(weight_map))
+    other = {"part-0.safetensors": "part-1.safetensors"}
+    cases = [
+        ({}, "has no weight_map"),
+        (weight_map | {"ghost": "part-0.safetensors"}, "1 tensors are not in their files"),
+        (weight_map | {first: "part-9.safetensors"}, "'part-9.safetensors', which does not exist"),
+        (weight_map | {first: other[weight_map[first]]}, "1 tensors are not in their files"),
+        ({k: v for k, v in weight_map.items() if k != first}, "1 tensors are in files it does not"),
+    ]
+    for changed, message in cases:
+        write_index(checkpoint, changed)
+        refused(checkpoint, message)
+
+
+# --- PyTorch's zip files, written by hand: these tests need no torch.
+
+
+class Named:
+    """Pickles as a global name."""
+
+    def __init__(self, module, name):
+        self.module, self.name = module, name
+
+
+class Call:
+    """Pickles as a call of a global."""
+
+    def __init__(self, function, *arguments):
+        self.function, self.arguments = function, arguments
+
+
+class Storage:
+    """Pickles as a persistent id."""
+
+    def __init__(self, *pid):
+        self.pid = pid
+
+
+def pickled(value):
+    """Protocol 2, opcode by opcode, since the names cannot be imported here."""
+    out = io.BytesIO()
+
+    def write(item):
+        match item:
+            case Named():
+                out.write(b"c" + f"{item.module}\n{item.name}\n".encode())
+            case Call():
+                write(item.function)
+                write(item.arguments)
+                out.write(b"R")
+            case Storage():
+                write(item.pid)
+                out.write(b"Q")
+            case tuple():
+                out.write(b"(")
+                for part in item:
+                    write(part)
+                out.write(b"t")
+            case dict():
+                out.write(b"}(")
+                for key, part in item.items():
+                    write(key)
+                    write(part)
+                out.write(b"u")
+            case _:
+                out.write(pickle.dumps(item, protocol=2)[2:-1])
+
+    out.write(b"\x80\x02")
+    write(value)
+    out.write(b".")
+    return out.getvalue()
+
+
+FLOATS = Named("torch", "FloatStorage")
+REBUILD = Named("torch._utils", "_rebuild_tensor_v2")
+
+
+def tensor(key="0", size=6, offset=0, shape=(2, 3), strides=(3, 1), kind=FLOATS):
+    storage = Storage("storage", kind, key, "cpu", size)
+    return Call(
+        REBUILD, storage, offset, shape, strides, False, Call(Named("collections", "OrderedDict"))
+    )
+
+
+def torch_file(path, state, *, data=bytes(range(24)), compression=zipfile.ZIP_STORED, extra=()):
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("archive/data.pkl", state if isinstance(state, bytes) else pickled(state))
+        archive.writestr("archive/data/0", data)
+        for name, content in extra:
+            archive.writestr(f"archive/{name}", content)
+    return path
+
+
+def test_a_torch_file_by_hand(tmp_path):
+    tensors = open_torch_file(torch_file(tmp_path / "x.bin", {"w": tensor()}))
+    want = np.frombuffer(bytes(range(24)), np.float32).reshape(2, 3)
+    np.testing.assert_array_equal(tensors["w"].read(), want)
+    view = open_torch_file(
+        torch_file(tmp_path / "v.bin", {"w": tensor(offset=1, shape=(2, 2), strides=(1, 3))})
+    )
+    np.testing.assert_array_equal(view["w"].read(), want[:, 1:].T)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("os", "system"),
+        ("posix", "system"),
+        ("builtins", "eval"),
+        ("builtins", "getattr"),
+        ("subprocess", "Popen"),
+        ("torch", "load"),
+        ("torch._utils", "_rebuild_qtensor"),
+        ("numpy", "load"),
+        ("collections", "defaultdict"),
+        ("stree_jax.convert.torch_file", "open_torch_file"),
+    ],
+)
+def test_pickles_that_ask_for_anything_else(tmp_path, module, name):
+    """Nothing is run: the argument would leave a file behind."""
+    marker = tmp_path / "ran"
+    state = {"w": Call(Named(module, name), f"touch {marker}")}
+    with pytest.raises(ValueError, match=rf"refused: its pickle asks for {module}\.{name}"):
+        open_torch_file(torch_file(tmp_path / "x.bin", state))
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"w": tensor(size=7)}, "should have 7 numbers of type float32, its record has 24 bytes"),
+        ({"w": tensor(key="1")}, "storage '1' should have 6 numbers .* 0 bytes"),
+        ({"w": tensor(key="../0")}, "storage '../0' should have"),
+        ({"w": tensor(offset=1)}, r"a tensor of shape \(2, 3\) is larger than its storage"),
+        ({"w": tensor(offset=-1)}, "a tensor with shape"),
+        ({"w": tensor(shape=(10**9, 10**9), strides=(0, 0))}, "is larger than its storage"),
+        ({"w": tensor(shape=(2, -3))}, "a tensor with shape"),
+        ({"w": tensor(shape=(2.0, 3))}, "a tensor with shape"),
+        ({"w": tensor(strides=(1,))}, "a tensor with shape"),
+        ({"w": Call(REBUILD, 1, 0, (2,), (1,))}, "a tensor without a storage"),
+        ({"w": Call(FLOATS, 6)}, "is damaged: TypeError"),
+        ({"w": Storage("module", "x")}, "an unknown kind of storage"),
+        ({"w": 3}, "is not a state dict: entry 'w' is a int"),
+        ({"model": {"w": tensor()}}, "entry 'model' is a dict"),
+        ([1], "holds a list, not a state dict"),
+        (b"", "is damaged"),
+        (b"\x80\x02X", "is damaged"),
+        (b"\x80\x02" + b"(" * 10_000, "is damaged"),
+    ],
+)
+def test_torch_files_that_lie(tmp_path, state, message):
+    with pytest.raises(ValueError, match=message):
+        open_torch_file(torch_file(tmp_path / "x.bin", state))
+
+
+def test_other_torch_files(tmp_path):
+    path = tmp_path / "x.bin"
+    path.write_bytes(pickle.dumps({"w": 1}))
+    with pytest.raises(ValueError, match="is not a zip archive: files of torch before 1.6"):
+        open_torch_file(path)
+    torch_file(path, {"w": tensor()}, compression=zipfile.ZIP_DEFLATED)
+    with pytest.raises(ValueError, match="is compressed or encrypted"):
+        open_torch_file(path)
+    torch_file(path, {"w": tensor()}, extra=[("byteorder", b"big")])
+    with pytest.raises(ValueError, match="big-endian"):
+        open_torch_file(path)
+    with pytest.warns(UserWarning, match="Duplicate name"):
+        torch_file(path, {"w": tensor()}, extra=[("data/0", b"")])
+    with pytest.raises(ValueError, match="record 'data/0' occurs twice"):
+        open_torch_file(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/other", b"")
+    with pytest.raises(ValueError, match=r"has no record 'data\.pkl'"):
+        open_torch_file(path)
+
+
+def test_truncated_and_scrambled_torch_files(tmp_path):
+    path = torch_file(
+        tmp_path / "x.bin", {"w": tensor(), "v": tensor(shape=(3, 2), strides=(1, 3))}
+    )
+    data = path.read_bytes()
+    for cut in range(0, len(data), 7):
+        path.write_bytes(data[:cut])
+        with pytest.raises(ValueError, match=r"x\.bin"):
+            open_torch_file(path)
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        changed = bytearray(data)
+        for at in rng.integers(len(data), size=rng.integers(1, 5)):
+            changed[at] = rng.integers(256)
+        path.write_bytes(changed)
+        with contextlib.suppress(ValueError):
+            for value in open_torch_file(path).values():
+                value.read()
+
+
+# --- Whole conversions.
+
+
+def test_the_destination_is_whole_or_absent(checkpoint, tmp_path, monkeypatch):
+    (checkpoint / "tokenizer.json").write_text("{}")
+    convert(checkpoint, tmp_path / "native")
+    assert (tmp_path / "native" / "tokenizer.json").read_text() == "{}"
+    with pytest.raises(ValueError, match="native exists; choose another name"):
+        convert(checkpoint, tmp_path / "native")
+    with pytest.raises(ValueError, match="to must be one of .*got 'onnx'"):
+        convert(checkpoint, tmp_path / "out", to="onnx")
+
+    def fail(*_, **__):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("safetensors.numpy.save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        convert(checkpoint, tmp_path / "out", to="hf")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model", "native"]
+
+
+def test_a_model_that_transformers_cannot_hold(tmp_path):
+    config = peers.mamba_ssm_config(
+        d_intermediate=100, ssm_cfg=dict(D_has_hdim=True, rmsnorm=False)
+    )
+    path = peers.write_safetensors(tmp_path / "x", config, peers.mamba_ssm_weights(config))
+    message = r"no place for layers other than mamba2 = \['mlp'\]; d_per_channel = True; norm"
+    with pytest.raises(ValueError, match=message):
+        convert(path, tmp_path / "out", to="hf")
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_bfloat16_keeps_the_scalars_in_float32(checkpoint, tmp_path):
+    convert(checkpoint, tmp_path / "small", dtype="bfloat16")
+    model = st.from_pretrained(tmp_path / "small", dtype=None)
+    assert str(model.embedding.dtype) == "bfloat16"
+    mixer = model.blocks[0].mixer
+    for weight, name in ((mixer.A_log, "A_log"), (mixer.D, "D"), (mixer.dt_bias, "dt_bias")):
+        want = WEIGHTS[f"backbone.layers.0.mixer.{name}"]
+        np.testing.assert_array_equal(weight[...], want)

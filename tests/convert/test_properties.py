@@ -1,0 +1,54 @@
+"""Writing and reading are inverse, for configs that nobody thought of."""
+
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stree_jax import HybridLM, ModelConfig
+from stree_jax.convert import load_model, open_checkpoint
+from stree_jax.convert.writing import write_hf
+from tests.convert import peers
+
+CONFIGS = st.fixed_dictionaries(
+    dict(
+        vocab_size=st.integers(3, 50),
+        num_layers=st.integers(1, 3),
+        head_dim=st.sampled_from([2, 4, 8]),
+        state_size=st.integers(1, 9),
+        num_groups=st.sampled_from([1, 2, 4]),
+        conv_width=st.integers(2, 5),
+        conv_bias=st.booleans(),
+        tie_embeddings=st.booleans(),
+        dt_limit=st.sampled_from([(0.0, float("inf")), (0.01, 0.5)]),
+        bias=st.booleans(),
+    )
+)
+
+
+@settings(max_examples=15)
+@given(CONFIGS, st.sampled_from(["float32", "bfloat16"]))
+def test_a_model_survives_transformers_format(options, dtype):
+    bias = options.pop("bias")
+    config = ModelConfig.tiny(**options, in_proj_bias=bias, out_proj_bias=bias)
+    structure, abstract = HybridLM.abstract(config, dtype=dtype)
+    rng = np.random.default_rng(0)
+    weights = jax.tree.map_with_path(
+        lambda path, leaf: jax.numpy.asarray(
+            peers.random_weight(jax.tree_util.keystr(path, simple=True), leaf.shape, rng),
+            leaf.dtype,
+        ),
+        abstract,
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        write_hf(nnx.merge(structure, weights), Path(directory))
+        checkpoint = open_checkpoint(Path(directory))
+        assert checkpoint.description.config == config
+        assert checkpoint.dtype == dtype
+        assert checkpoint.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(weights))
+        loaded = load_model(checkpoint, dtype=dtype)
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(loaded)), weights)
