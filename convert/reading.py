@@ -39,11 +39,6 @@ class Checkpoint(NamedTuple):
         return jnp.dtype(jnp.bfloat16 if stored == {jnp.dtype(jnp.bfloat16)} else jnp.float32)
 
     @property
-    def num_parameters(self) -> int:
-        """Weights of the model, tied ones once."""
-        return sum(int(np.prod(self.tensors[rule.source].shape)) for rule in self.rules)
-
-    @property
     def ignored(self) -> list[str]:
         """Tensors and config fields that were left aside, and why."""
         tensors = [

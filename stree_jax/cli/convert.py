@@ -1,7 +1,9 @@
 """`stree-jax convert` and `stree-jax inspect`."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -10,6 +12,8 @@ from rich.table import Table
 from stree_jax.checkpoint import load_config, stored_dtype
 from stree_jax.config import ModelConfig
 from stree_jax.convert import convert, find, is_native, open_checkpoint
+from stree_jax.convert.reading import flatten
+from stree_jax.models.lm import HybridLM
 
 
 def run_convert(
@@ -40,13 +44,17 @@ def run_convert(
     console.print(f"wrote {destination} ({to})", markup=False, soft_wrap=True)
 
 
-def run_inspect(console: Console, path: str) -> None:
-    """Says what a checkpoint is.
+def run_inspect(console: Console, path: str, *, tensors: bool) -> None:
+    """Says what a checkpoint is and, if wanted, where each of its tensors goes.
 
     Raises:
         ValueError: it cannot be converted, and why.
     """
-    console.print(_table(find(path)))
+    directory = find(path)
+    console.print(_table(directory))
+    if tensors:
+        for line in _tensors(directory):
+            console.print(line, markup=False, soft_wrap=True)
     console.print("can be loaded and converted")
 
 
@@ -63,7 +71,6 @@ def _table(path: Path) -> Table:
         config, dtype, ignored = checkpoint.description.config, checkpoint.dtype, checkpoint.ignored
         table.add_row("family", checkpoint.description.family)
         table.add_row("weights", checkpoint.file)
-        table.add_row("parameters", f"{checkpoint.num_parameters:,}")
     for name, value in _facts(config, dtype):
         table.add_row(name, value)
     for line in ignored:
@@ -71,9 +78,25 @@ def _table(path: Path) -> Table:
     return table
 
 
+def _tensors(path: Path) -> Iterator[str]:
+    """A line for every tensor: name, shape, type, and the weight that it becomes."""
+    if is_native(path):
+        for name, leaf in flatten(HybridLM.abstract(load_config(path))[1]).items():
+            yield f"{name} {leaf.shape}"
+        return
+    checkpoint = open_checkpoint(path)
+    for rule in checkpoint.rules:
+        tensor = checkpoint.tensors[rule.source]
+        yield (
+            f"{rule.source} {tensor.shape} {tensor.dtype.name} -> {rule.target}"
+            f" ({rule.transform.name})"
+        )
+
+
 def _facts(config: ModelConfig, dtype: jnp.dtype) -> list[tuple[str, str]]:
     mixer = config.mamba2
     assert mixer is not None
+    size = sum(leaf.size for leaf in jax.tree.leaves(HybridLM.abstract(config)[1]))
     kinds = ", ".join(f"{config.layers.count(kind)} {kind}" for kind in sorted(set(config.layers)))
     padded = (
         ""
@@ -81,6 +104,7 @@ def _facts(config: ModelConfig, dtype: jnp.dtype) -> list[tuple[str, str]]:
         else f", padded to {config.num_embeddings:,}"
     )
     return [
+        ("parameters", f"{size:,}"),
         ("layers", kinds),
         ("width", f"{config.d_model:,}"),
         (

@@ -96,11 +96,12 @@ def convert(
 @app.command()
 def inspect(
     path: Annotated[str, typer.Argument(help="Checkpoint directory, or a name on the hub.")],
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor too.")] = False,
 ) -> None:
     """Say what a checkpoint is and whether it can be converted."""
     from stree_jax.cli.convert import run_inspect
 
-    run_inspect(Console(highlight=False), path)
+    run_inspect(Console(highlight=False), path, tensors=tensors)
 
 
 @app.command()

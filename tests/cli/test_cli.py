@@ -131,9 +131,10 @@ def test_convert_and_inspect(tmp_path):
     have, want = st.from_pretrained(tmp_path / "native"), st.from_pretrained(st.demo_path("target"))
     jax.tree.map(np.testing.assert_array_equal, nnx.state(have), nnx.state(want))
     for path, family in (("native", "stree-jax (native)"), ("hf", "transformers mamba2")):
-        result = run("inspect", path, cwd=tmp_path)
+        result = run("inspect", path, "--tensors", cwd=tmp_path)
         assert result.returncode == 0, result.stderr
         assert family in result.stdout
+        assert "blocks.5.mixer.A_log" in result.stdout
         assert "can be loaded and converted" in result.stdout
 
 

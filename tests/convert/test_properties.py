@@ -49,6 +49,5 @@ def test_a_model_survives_transformers_format(options, dtype):
         checkpoint = open_checkpoint(Path(directory))
         assert checkpoint.description.config == config
         assert checkpoint.dtype == dtype
-        assert checkpoint.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(weights))
         loaded = load_model(checkpoint, dtype=dtype)
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(loaded)), weights)
