@@ -20,9 +20,16 @@ $(BIN)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
+# What the demo needs, without the tools of development.
+$(BIN)/.library: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
 install: $(BIN)/.installed
 
-demo: install
+demo: $(BIN)/.library
 	$(BIN)/stree-jax demo
 
 test: install

@@ -4,7 +4,7 @@ Writes a synthetic mamba_ssm checkpoint of about 1 GB, as safetensors and, if to
 `.bin`, and loads each in a process of its own whose anonymous memory is watched (mapped files do
 not count: the system drops them when it needs the room).
 
-    python -m benchmarks.conversion [--layers 24] [--width 1792]
+    python -m benchmarks.conversion [--layers 12] [--width 1792]
 """
 
 import argparse
@@ -82,6 +82,7 @@ def write_checkpoint(path: Path, name: str, layers: int, width: int) -> bool:
         }
     rng = np.random.default_rng(0)
     weights = {key: rng.random(shape, np.float32) for key, shape in shapes.items()}
+    weights["lm_head.weight"] = weights["backbone.embedding.weight"]  # tied, and stored twice
     path.mkdir()
     config = dict(d_model=width, n_layer=layers, vocab_size=50277, pad_vocab_size_multiple=16)
     (path / "config.json").write_text(json.dumps(config | {"ssm_cfg": {"layer": "Mamba2"}}))

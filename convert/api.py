@@ -8,6 +8,7 @@ from pathlib import Path
 from jax.typing import DTypeLike
 
 from stree_jax.checkpoint import from_pretrained, new_directory, save_pretrained
+from stree_jax.convert.families import layout
 from stree_jax.convert.reading import Progress, load_model, open_checkpoint
 from stree_jax.convert.tensors import read_json
 from stree_jax.convert.writing import hf_config, write_hf
@@ -99,9 +100,22 @@ def find(name: str | os.PathLike[str]) -> Path:
         raise ValueError(
             f"there is no directory {path}; to look for it on the hub, install stree-jax[hub]"
         ) from None
-    patterns = [*_BESIDE, "config.json", "params.json", "*.safetensors", "*.index.json", "*.bin"]
+    configs = [*_BESIDE, "config.json", "params.json", "mamba_config.json", "*.index.json"]
     try:
-        return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=patterns))
+        # The small files first: they say which of the large ones are needed.
+        path = Path(huggingface_hub.snapshot_download(str(name), allow_patterns=configs))
+        patterns = (
+            ["params/**"]
+            if is_native(path)
+            else [weights.replace(".", "*.", 1) for weights in layout(path).weights]
+        )
+        for pattern in patterns:
+            huggingface_hub.snapshot_download(str(name), allow_patterns=[pattern])
+            if any(path.glob(pattern)):
+                break
+        return path
+    except ValueError:
+        raise
     except Exception as error:  # offline, unknown, gated: the library raises many kinds
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(

@@ -55,11 +55,7 @@ def backbone_rules(layers: Iterable[str], *, embedding: str, prefix: str = "") -
         embedding: the embedding's name below the backbone.
         prefix: before every name.
     """
-    rules = [
-        Rule(f"{prefix}backbone.{embedding}.weight", "embedding"),
-        Rule(f"{prefix}backbone.norm_f.weight", "final_norm_scale"),
-        Rule(f"{prefix}lm_head.weight", "head"),
-    ]
+    rules = []
     layer = -1
     for block, kind in enumerate(layers):
         layer += kind != "mlp"
@@ -70,10 +66,44 @@ def backbone_rules(layers: Iterable[str], *, embedding: str, prefix: str = "") -
         else:
             rules.append(Rule(f"{source}.norm.weight", f"{target}.norm_scale", AS_IS))
             rules += [rule.within(f"{source}.mixer", f"{target}.mixer") for rule in _MIXER]
-    return rules
+    return [
+        *rules,
+        Rule(f"{prefix}backbone.norm_f.weight", "final_norm_scale"),
+        Rule(f"{prefix}backbone.{embedding}.weight", "embedding"),
+        Rule(f"{prefix}lm_head.weight", "head"),
+    ]
 
 
 # --- Recognition.
+
+
+class Layout(NamedTuple):
+    """Where a checkpoint keeps its config and its weights."""
+
+    config: str
+    weights: tuple[str, ...]
+
+
+_HF_LAYOUT = Layout("config.json", ("model.safetensors", "pytorch_model.bin"))
+_MISTRAL_LAYOUT = Layout("params.json", ("consolidated.safetensors",))
+
+
+def layout(directory: Path) -> Layout:
+    """Which files belong together; Codestral's repository has both of its forms.
+
+    Raises:
+        ValueError: there is no config.
+    """
+    for files in (_HF_LAYOUT, _MISTRAL_LAYOUT):
+        weights = [directory / name for name in files.weights]
+        weights += [directory / f"{name}.index.json" for name in files.weights]
+        if (directory / files.config).is_file() and any(path.is_file() for path in weights):
+            return files
+    for files in (_HF_LAYOUT, _MISTRAL_LAYOUT):
+        if (directory / files.config).is_file():
+            return files
+    raise ValueError(f"{directory} is not a checkpoint: it has no config.json or params.json")
+
 
 _REFUSED = {
     "Mamba-1 layers, whose state has no heads": ("mamba", "falcon_mamba", "jamba", "zamba"),
@@ -96,30 +126,17 @@ _REFUSED = {
 }
 
 
-def config_file(directory: Path) -> Path:
-    """The file that says what a checkpoint is.
-
-    Raises:
-        ValueError: there is none.
-    """
-    for name in ("params.json", "config.json"):
-        if (directory / name).is_file():
-            return directory / name
-    raise ValueError(f"{directory} is not a checkpoint: it has no config.json or params.json")
-
-
-def describe(directory: Path, tensors: Mapping[str, Tensor]) -> Description:
-    """Recognises a checkpoint by what is in its directory.
+def describe(path: Path, tensors: Mapping[str, Tensor]) -> Description:
+    """Recognises a checkpoint by its config file and the names of its tensors.
 
     Raises:
         ValueError: it is of no known family, of one that is refused, or its config does not fit.
     """
-    if (directory / "mamba_config.json").is_file():
+    if path.with_name("mamba_config.json").is_file():
         raise ValueError(
-            f"{directory} is a MambaInLlama checkpoint, Mamba-2 with attention and MLP layers;"
+            f"{path.parent} is a MambaInLlama checkpoint, Mamba-2 with attention and MLP layers;"
             " this version converts pure Mamba-2 only"
         )
-    path = config_file(directory)
     values = read_json(path)
     for field in ("quantization_config", "compression_config", "quantization"):
         if values.get(field):
@@ -128,13 +145,17 @@ def describe(directory: Path, tensors: Mapping[str, Tensor]) -> Description:
                 " original"
             )
     fields = _Fields(path, values)
-    if "ssm_cfg" in values:
-        return _mamba_ssm(fields)
-    if "dim" in values:
-        return _codestral(fields)
     model_type = values.get("model_type")
-    if model_type == "mamba2":
-        return _hf_mamba2(fields, tensors)
+    is_mistral = "dim" in values and "n_heads" not in values and model_type in (None, "mamba")
+    try:
+        if "ssm_cfg" in values:
+            return _mamba_ssm(fields)
+        if is_mistral:
+            return _codestral(fields)
+        if model_type == "mamba2":
+            return _hf_mamba2(fields, tensors)
+    except ValueError as error:  # of `ModelConfig`, which does not know the file
+        raise error if str(path) in str(error) else ValueError(f"{path}: {error}") from None
     for reason, names in _REFUSED.items():
         if model_type in names:
             raise ValueError(f"{path} says model_type = {model_type!r}: {reason}")
@@ -158,12 +179,12 @@ def _mamba_ssm(fields: "_Fields") -> Description:
             + (" (the default)" if "layer" not in ssm.values else "")
             + "; only Mamba-2 is supported"
         )
-    if fields.take("attn_layer_idx", []):
+    if fields.take("attn_layer_idx", []) != []:
         raise ValueError(
             f"{fields.path}: attn_layer_idx is not empty: Mamba-2 with attention; this version"
             " converts pure Mamba-2 only"
         )
-    if not fields.take("rms_norm", True):
+    if not fields.flag("rms_norm", True):
         raise ValueError(f"{fields.path}: rms_norm = false (LayerNorm) is not supported")
     d_model = fields.integer("d_model")
     inner = ssm.integer("expand", 2) * d_model
@@ -171,7 +192,7 @@ def _mamba_ssm(fields: "_Fields") -> Description:
     head_dim = ssm.integer("headdim", 64)
     fields.check(d_ssm % head_dim == 0, f"headdim = {head_dim} does not divide d_ssm = {d_ssm}")
     fields.check(d_ssm <= inner, f"d_ssm = {d_ssm} is larger than expand * d_model = {inner}")
-    norm_first = ssm.take("norm_before_gate", False)
+    norm_first = ssm.flag("norm_before_gate", False)
     mixer = Mamba2Config(
         num_heads=d_ssm // head_dim,
         head_dim=head_dim,
@@ -208,7 +229,7 @@ def _mamba_ssm(fields: "_Fields") -> Description:
 
 
 def _codestral(fields: "_Fields") -> Description:
-    fields.check(fields.take("model_type", "mamba") == "mamba", "model_type is not 'mamba'")
+    fields.take("model_type", "mamba")
     fields.check(fields.flag("rms_norm", True), "rms_norm = false (LayerNorm) is not supported")
     fields.ignore("a choice of kernels", "fused_add_norm")
     # Heads of 64, a state of 128 and an expansion of 2 are what its code does not let one choose.
@@ -239,13 +260,11 @@ def _hf_mamba2(fields: "_Fields", tensors: Mapping[str, Tensor]) -> Description:
         f"expand * hidden_size = {expand} * {d_model} is not num_heads * head_dim ="
         f" {num_heads} * {head_dim}",
     )
-    epsilon = fields.number("layer_norm_epsilon", 1e-5)
+    epsilon = fields.positive("layer_norm_epsilon", 1e-5)
     bias = fields.flag("use_bias", False)
-    eos_token = fields.take("eos_token_id", None)
-    if isinstance(eos_token, list):
-        eos_token = eos_token[0] if eos_token else None
+    vocab_size = fields.integer("vocab_size", 32768)
     config = ModelConfig(
-        vocab_size=fields.integer("vocab_size", 32768),
+        vocab_size=vocab_size,
         d_model=d_model,
         layers=("mamba2",) * fields.integer("num_hidden_layers", 64, most=_MAX_LAYERS),
         mamba2=Mamba2Config(
@@ -264,7 +283,7 @@ def _hf_mamba2(fields: "_Fields", tensors: Mapping[str, Tensor]) -> Description:
         norm_eps=epsilon,
         tie_embeddings=fields.flag("tie_word_embeddings", False),
         residual_float32=fields.flag("residual_in_fp32", True),
-        eos_token=eos_token if isinstance(eos_token, int) else None,
+        eos_token=fields.token("eos_token_id", vocab_size),
     )
     fields.ignore(
         "initialisation",
@@ -274,6 +293,8 @@ def _hf_mamba2(fields: "_Fields", tensors: Mapping[str, Tensor]) -> Description:
         "time_step_min",
         "time_step_max",
         "time_step_floor",
+        "time_step_init_scheme",
+        "time_step_scale",
     )
     fields.ignore("transformers never read it; its mixer gates first", "norm_before_gate")
     fields.ignore("transformers never read it; its mixer always norms", "rms_norm")
@@ -312,6 +333,9 @@ def _tied_head(config: ModelConfig, name: str) -> list[Ignored]:
 # Fields that every transformers config may have and that say nothing about the numbers.
 _TRANSFORMERS = (
     "_name_or_path",
+    "attn_implementation",
+    "gradient_checkpointing",
+    "keys_to_ignore_at_inference",
     "add_cross_attention",
     "architectures",
     "auto_map",
@@ -399,15 +423,15 @@ class _Fields:
         is_int = isinstance(value, int) and not isinstance(value, bool)
         self.check(
             is_int and least <= value <= most,
-            f"{self._prefix}{name} must be an integer from {least} to {most}, got {value!r}",
+            f"{self._prefix}{name} must be an integer from {least} to {most}, got {value!r:.80}",
         )
         return value
 
-    def number(self, name: str, default: float) -> float:
+    def positive(self, name: str, default: float) -> float:
         value = _number(self.take(name, default))
         self.check(
-            value is not None and math.isfinite(value),
-            f"{self._prefix}{name} must be a number, got {self.values.get(name)!r}",
+            value is not None and 0 < value < math.inf,
+            f"{self._prefix}{name} must be a number above 0, got {self.values.get(name)!r:.80}",
         )
         assert value is not None
         return value
@@ -429,6 +453,17 @@ class _Fields:
         )
         return pair[0], pair[1]  # type: ignore[return-value]
 
+    def token(self, name: str, vocab_size: int) -> int | None:
+        """A token id, or the first of a list; one that cannot be used is noted."""
+        value = self.take(name, None)
+        first = value[0] if isinstance(value, list) and value else value
+        is_id = isinstance(first, int) and not isinstance(first, bool) and 0 <= first < vocab_size
+        if value is not None and (isinstance(value, list) or not is_id):
+            self._notes.append(
+                f"{name}: {value!r:.80}, of which {first if is_id else 'nothing'} is kept"
+            )
+        return first if is_id else None
+
     def table(self, name: str) -> "_Fields":
         value = self.take(name, {})
         self.check(isinstance(value, Mapping), f"{name} must be a table, got {value!r}")
@@ -447,7 +482,8 @@ class _Fields:
         Raises:
             ValueError: a field that nobody knows; it might change the numbers.
         """
-        unknown = sorted(self._prefix + name for name in self._left)
+        # Names that begin so are transformers' private matters.
+        unknown = sorted(self._prefix + name for name in self._left if name[:1] != "_")
         self.check(not unknown, f"unknown fields {unknown}; they might change what is computed")
         return self._notes
 
@@ -459,8 +495,7 @@ class _Fields:
 def _number(value: Any) -> float | None:
     """A number in either dialect: `Infinity` itself, or transformers 5's `{"__float__": ...}`."""
     if isinstance(value, Mapping) and set(value) == {"__float__"}:
-        value = value["__float__"]
-        return {"Infinity": math.inf, "-Infinity": -math.inf}.get(value)
-    if isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value):
-        return float(value)
-    return None
+        return math.inf if value["__float__"] == "Infinity" else None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Integers of any size are JSON too, and float() refuses some.
+    return float(value) if is_number and (-1e300 < value < 1e300 or value == math.inf) else None

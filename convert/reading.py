@@ -10,9 +10,9 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from stree_jax.convert.families import Description, config_file, describe
+from stree_jax.convert.families import Description, describe, layout
 from stree_jax.convert.rules import Rule, check_coverage
-from stree_jax.convert.tensors import Tensor, open_tensors
+from stree_jax.convert.tensors import Tensor, open_tensors, read_json
 from stree_jax.models.lm import HybridLM
 
 # Called with the bytes read so far and in all.
@@ -55,9 +55,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
         ValueError: what is wrong, all of it.
     """
-    config_file(path)  # the more telling error, where all is missing
-    file, tensors = open_tensors(path)
-    description = describe(path, tensors)
+    files = layout(path)
+    read_json(path / files.config)  # the more telling error, where more is wrong
+    file, tensors = open_tensors(path, files.weights)
+    description = describe(path / files.config, tensors)
     _, weights = HybridLM.abstract(description.config)
     shapes = {name: tuple(leaf.shape) for name, leaf in flatten(weights).items()}
     try:
@@ -110,8 +111,11 @@ def unflatten(leaves: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
 
 def _convert(checkpoint: Checkpoint, rule: Rule, dtype: jnp.dtype) -> jax.Array:
     values = rule.transform.apply(_read(checkpoint, rule.source))
-    # One copy, which jax can then keep on a CPU: what was read may be the mapped file itself.
-    weight = jnp.asarray(np.array(values, dtype, order="C"))
+    # One copy (what was read may be the mapped file itself), which on a CPU becomes the weight.
+    copy = _aligned(values.shape, dtype)
+    copy[...] = values
+    del values
+    weight = jnp.asarray(copy)
     finite = jnp.isfinite(jnp.exp(weight) if rule.target.endswith("A_log") else weight).all()
     if not finite:
         raise ValueError(
@@ -121,10 +125,24 @@ def _convert(checkpoint: Checkpoint, rule: Rule, dtype: jnp.dtype) -> jax.Array:
     return weight
 
 
+def _aligned(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
+    """An empty array at an address that jax can take over without a copy."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
 def _check_tied(checkpoint: Checkpoint, name: str, embedding: jax.Array) -> None:
-    if checkpoint.tensors[name].shape != embedding.shape or not np.array_equal(
-        _read(checkpoint, name).astype(embedding.dtype, copy=False), embedding
-    ):
+    same = checkpoint.tensors[name].shape == embedding.shape
+    if same:
+        head, stored = _read(checkpoint, name), np.asarray(embedding)
+        rows = range(0, len(head), 1024)  # the comparison needs no memory to speak of
+        same = all(
+            np.array_equal(head[i : i + 1024].astype(stored.dtype), stored[i : i + 1024])
+            for i in rows
+        )
+    if not same:
         raise ValueError(
             f"{checkpoint.path}: the config ties the head to the embedding, but {name} is different"
         )

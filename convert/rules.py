@@ -96,7 +96,9 @@ def check_coverage(
             problems.append(f"{rule.source} holds {source[rule.source].dtype}, not real numbers")
     known = {rule.source for rule in used} | {entry.source for entry in ignored}
     problems += [
-        f"{name} {source[name].shape} is not expected" for name in source if name not in known
+        f"{name!r:.120} {source[name].shape} is not expected"
+        for name in source
+        if name not in known
     ]
     if problems:
         shown = "; ".join(sorted(problems)[:8])

@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,9 +18,6 @@ class Tensor(NamedTuple):
     read: Callable[[], np.ndarray]  # may be a view of the file; not to be written to
 
 
-# In order of preference; an index is looked for before the file it would replace.
-_FILES = ("model.safetensors", "consolidated.safetensors", "pytorch_model.bin")
-
 _SAFETENSORS = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -35,21 +32,27 @@ _SAFETENSORS = {
 }
 
 
-def open_tensors(directory: Path) -> tuple[str, dict[str, Tensor]]:
-    """The name of the file (or index) that holds the weights of a checkpoint, and its tensors.
+def open_tensors(directory: Path, names: Sequence[str]) -> tuple[str, dict[str, Tensor]]:
+    """The file (or index) that holds the weights of a checkpoint, and its tensors.
+
+    Args:
+        directory: the checkpoint.
+        names: files that may hold all weights, the best first; each may be sharded instead.
 
     Raises:
         ValueError: there is none, or it is damaged, or it is of a kind that is refused.
     """
-    for name in _FILES:
-        index = directory / f"{name}.index.json"
+    for name in names:
+        file, index = directory / name, directory / f"{name}.index.json"
+        if file.is_file() and index.is_file():
+            raise ValueError(
+                f"{directory} has both {name} and {index.name}; remove the one that is out of date"
+            )
+        if file.is_file():
+            return name, _open_file(file)
         if index.is_file():
             return index.name, _open_sharded(index)
-        if (directory / name).is_file():
-            return name, _open_file(directory / name)
-    raise ValueError(
-        f"{directory} has no weights: none of {', '.join(_FILES)} or their index is there"
-    )
+    raise ValueError(f"{directory} has no weights: none of {', '.join(names)}, whole or sharded")
 
 
 def read_json(path: Path) -> dict:
@@ -103,8 +106,9 @@ def _open_sharded(index: Path) -> dict[str, Tensor]:
     files: dict[str, dict[str, Tensor]] = {}
     for name in weight_map.values():
         # A plain file name beside the index: nothing above it, nothing elsewhere.
-        if not isinstance(name, str) or Path(name).name != name or "\\" in name:
-            raise ValueError(f"{index} names the file {name!r}, which is not a plain file name")
+        plain = isinstance(name, str) and len(name) < 256 and "\0" not in name
+        if not plain or Path(name).name != name or "\\" in name:
+            raise ValueError(f"{index} names a file {name!r:.80}, which is not a plain file name")
         if name not in files:
             if not (index.parent / name).is_file():
                 raise ValueError(f"{index} names the file {name!r}, which does not exist")

@@ -1,9 +1,10 @@
 """PyTorch's zip format (`pytorch_model.bin`), read without torch and without running anything.
 
 Such a file is an uncompressed zip archive: a pickle that names tensors and their storages, and one
-record of raw bytes a storage. The unpickler below knows the few names that a state dict needs and
-refuses all others, so that a pickle can describe tensors and nothing else. Bytes are mapped, not
-read, until a tensor is asked for.
+record of raw bytes a storage. The unpickler below knows the opcodes and the few names that a state
+dict needs and refuses all others, so that a pickle can describe tensors and nothing else; what it
+builds is never hashed, compared or printed. Bytes are mapped, not read, until a tensor is asked
+for.
 """
 
 import io
@@ -20,7 +21,8 @@ import numpy as np
 
 from stree_jax.convert.tensors import Tensor
 
-_MAX_PICKLE = 64 << 20  # bytes; the pickle of a 100 000-tensor state dict is about 20 MB
+_MAX_PICKLE = 32 << 20  # bytes; that of 100 000 tensors has about 20 MB
+_MAX_AXES = 8
 _LOCAL_HEADER = 30  # bytes of a zip record's local header before its name and extra field
 
 _STORAGES = {
@@ -56,13 +58,20 @@ def open_torch_file(path: Path) -> dict[str, Tensor]:
     except ValueError:
         raise
     except Exception as error:  # whatever a damaged zip or pickle makes the libraries raise
-        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{path} is damaged: {type(error).__name__}: {str(error)[:200]}"
+        ) from error
     if not isinstance(state, dict):
         raise ValueError(f"{path} holds a {type(state).__name__}, not a state dict")
-    for name, value in state.items():
-        if not isinstance(name, str) or not isinstance(value, Tensor):
+    for name, value in state.items():  # the names are strings, the unpickler sees to that
+        if isinstance(value, dict):
             raise ValueError(
-                f"{path} is not a state dict: entry {str(name)[:80]!r} is a {type(value).__name__}"
+                f"{path} is not a state dict but has one as its entry {name[:80]!r}, perhaps: a"
+                " training checkpoint? Save that entry alone"
+            )
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{path} is not a state dict: entry {name[:80]!r} is a {type(value).__name__}"
             )
     return dict(state)
 
@@ -102,16 +111,25 @@ class _Archive:
             raise ValueError(f"{self.path}: record {name!r} has {size} bytes, too many to be real")
         return self.data[start : start + size]
 
-    def tensor(self, storage: _Storage, offset: int, shape: tuple, strides: tuple) -> Tensor:
+    def tensor(self, storage: Any, offset: Any, shape: Any, strides: Any) -> Tensor:
         """A view of a storage, with every number checked against the record's size."""
-        numbers = (offset, *shape, *strides)
-        if len(shape) != len(strides) or not all(isinstance(n, int) and n >= 0 for n in numbers):
-            raise ValueError(f"{self.path}: a tensor with shape {shape} and strides {strides}")
+        if not isinstance(storage, _Storage):
+            raise ValueError(f"{self.path}: a tensor without a storage")
+        if not (
+            isinstance(shape, tuple)
+            and isinstance(strides, tuple)
+            and len(shape) == len(strides) <= _MAX_AXES
+            and all(
+                isinstance(number, int) and 0 <= number < 1 << 63
+                for number in (offset, *shape, *strides)
+            )
+        ):
+            raise ValueError(f"{self.path}: a tensor whose shape, strides or offset make no sense")
         start, size = self.records.get(f"data/{storage.key}", (0, -1))
         if size != storage.size * storage.dtype.itemsize:
             raise ValueError(
-                f"{self.path}: storage {storage.key!r} should have {storage.size} numbers of type"
-                f" {storage.dtype}, its record has {max(size, 0)} bytes"
+                f"{self.path}: storage {storage.key[:80]!r} should have {storage.size} numbers of"
+                f" type {storage.dtype}, its record has {max(size, 0)} bytes"
             )
         count = math.prod(shape)
         last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
@@ -130,7 +148,7 @@ class _Archive:
                 writeable=False,
             )
 
-        return Tensor(tuple(shape), storage.dtype, read)
+        return Tensor(shape, storage.dtype, read)
 
     def _start(self, info: zipfile.ZipInfo) -> int:
         header = self.data[info.header_offset : info.header_offset + _LOCAL_HEADER]
@@ -144,49 +162,110 @@ class _Archive:
         return start
 
 
-class _StorageType(NamedTuple):
-    """What a storage class's name stands for; not callable, so a pickle cannot make one."""
+class _Name(NamedTuple):
+    """What a global of the pickle stands for. Not callable: only `load_reduce` knows what to do."""
 
-    dtype: np.dtype
+    kind: str
+    dtype: np.dtype | None = None
 
 
-class _Unpickler(pickle.Unpickler):
+_NAMES = {
+    ("collections", "OrderedDict"): _Name("dict"),
+    ("torch._utils", "_rebuild_tensor_v2"): _Name("tensor"),
+    ("torch._utils", "_rebuild_parameter"): _Name("parameter"),
+    # With attributes such as mamba_ssm's _no_weight_decay, which do not matter here.
+    ("torch._utils", "_rebuild_parameter_with_state"): _Name("parameter"),
+}
+
+# All that `torch.save` writes of a state dict (protocol 2).
+_OPCODES = (
+    "PROTO STOP MARK EMPTY_DICT EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 SETITEM SETITEMS"
+    " BINUNICODE BININT BININT1 BININT2 LONG1 BINFLOAT NONE NEWTRUE NEWFALSE"
+    " BINPUT LONG_BINPUT BINGET LONG_BINGET GLOBAL REDUCE BUILD BINPERSID"
+)
+
+
+_PythonUnpickler: Any = pickle._Unpickler
+
+
+class _Unpickler(_PythonUnpickler):
+    """Python's own unpickler, in Python, with few opcodes and checks on what they build.
+
+    In Python, because the one in C allocates its memo by the largest index that it meets.
+    """
+
     def __init__(self, archive: _Archive):
         super().__init__(io.BytesIO(archive.bytes_of("data.pkl")))
         self._archive = archive
 
-    def find_class(self, module: str, name: str) -> Any:
-        match module, name:
-            case "collections", "OrderedDict":
-                return OrderedDict
-            case "torch._utils", "_rebuild_tensor_v2":
-                return self._rebuild_tensor
-            case "torch._utils", "_rebuild_parameter":
-                return _rebuild_parameter
-            case "torch" | "torch.storage", _ if name in _STORAGES:
-                return _StorageType(_STORAGES[name])
+    def find_class(self, module: str, name: str) -> _Name:
+        if module in ("torch", "torch.storage") and name in _STORAGES:
+            return _Name("storage", _STORAGES[name])
+        if (module, name) in _NAMES:
+            return _NAMES[module, name]
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
+            raise ValueError(
+                f"{self._archive.path} holds tensors of a type such as float8; quantised"
+                " checkpoints are not supported, use the bfloat16 original"
+            )
         raise ValueError(
-            f"{self._archive.path} is refused: its pickle asks for {module}.{name}, which no state"
-            " dict of plain tensors needs"
+            f"{self._archive.path} is refused: its pickle asks for {module[:80]}.{name[:80]}, which"
+            " no state dict of plain tensors needs"
         )
 
     def persistent_load(self, pid: Any) -> _Storage:
         match pid:
-            case ("storage", _StorageType(dtype), str(key), _, int(size)) if size >= 0:
+            case ("storage", _Name("storage", np.dtype() as dtype), str(key), _, int(size)) if (
+                size >= 0
+            ):
                 return _Storage(dtype, key, size)
-        raise ValueError(f"{self._archive.path}: an unknown kind of storage: {str(pid)[:80]}")
+        raise ValueError(f"{self._archive.path}: an unknown kind of storage")
 
-    def _rebuild_tensor(
-        self, storage: Any, offset: Any, shape: Any, strides: Any, *_: Any
-    ) -> Tensor:
-        if not (
-            isinstance(storage, _Storage)
-            and isinstance(shape, tuple)
-            and isinstance(strides, tuple)
-        ):
-            raise ValueError(f"{self._archive.path}: a tensor without a storage")
-        return self._archive.tensor(storage, offset, shape, strides)
+    def load_reduce(self) -> None:
+        """Builds a tensor, or an empty dict."""
+        arguments, function = self.stack.pop(), self.stack[-1]
+        kind = function.kind if isinstance(function, _Name) else None
+        match kind, arguments:
+            case "dict", ():
+                self.stack[-1] = OrderedDict()
+            case "tensor", (storage, offset, shape, strides, *_):
+                self.stack[-1] = self._archive.tensor(storage, offset, shape, strides)
+            case "parameter", (Tensor() as data, *_):
+                self.stack[-1] = data
+            case _:
+                raise ValueError(f"{self._archive.path}: a call that builds no tensor")
 
+    def load_build(self) -> None:
+        """Attributes of a dict, such as a state dict's `_metadata`: left aside."""
+        self.stack.pop()
+        if not isinstance(self.stack[-1], dict):
+            raise ValueError(f"{self._archive.path}: attributes of something that has none")
 
-def _rebuild_parameter(data: Any, *_: Any) -> Any:
-    return data
+    def load_setitem(self) -> None:
+        """One entry of a dict."""
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set(key, value)
+
+    def load_setitems(self) -> None:
+        """Entries of a dict."""
+        items = self.pop_mark()
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            self._set(key, value)
+
+    def _set(self, key: Any, value: Any) -> None:
+        # Only strings: to hash a deeply nested tuple can take forever, or all of the stack.
+        if not (isinstance(self.stack[-1], dict) and isinstance(key, str)):
+            raise ValueError(f"{self._archive.path}: not a dict with names as keys")
+        self.stack[-1][key] = value
+
+    def _refuse(self) -> None:
+        raise ValueError(f"{self._archive.path}: its pickle has opcodes that no state dict needs")
+
+    dispatch = dict.fromkeys(range(256), _refuse) | {
+        getattr(pickle, name)[0]: _PythonUnpickler.dispatch[getattr(pickle, name)[0]]
+        for name in _OPCODES.split()
+    }
+    dispatch[pickle.REDUCE[0]] = load_reduce
+    dispatch[pickle.BUILD[0]] = load_build
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems

@@ -12,7 +12,7 @@ from stree_jax.convert.families import backbone_rules
 from stree_jax.convert.reading import Progress, flatten
 from stree_jax.models.lm import HybridLM
 
-_SHARD = 4 << 30  # bytes; what is in memory beside the model is one shard
+_SHARD = 1 << 30  # bytes; what is in memory beside the model is one shard
 
 
 def write_hf(
@@ -127,6 +127,6 @@ def hf_config(config: ModelConfig, dtype: jnp.dtype) -> dict:
         "tie_word_embeddings": config.tie_embeddings,
         "chunk_size": mixer.chunk_size,
         "eos_token_id": config.eos_token,
-        "bos_token_id": config.eos_token,
-        "pad_token_id": config.eos_token,
+        "bos_token_id": None,
+        "pad_token_id": None,
     }

@@ -247,6 +247,8 @@ def new_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
         new.mkdir()
         yield new
         if path.exists():
+            if not overwrite:
+                raise ValueError(f"{path} appeared in the meantime; choose another name")
             path.rename(work / "old")
         new.rename(path)
     except BaseException:

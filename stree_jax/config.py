@@ -368,7 +368,9 @@ def _require_integer(config: Any, name: str, least: int, *, optional: bool = Fal
     if value is None and optional:
         return
     is_int = isinstance(value, int) and not isinstance(value, bool)
-    _require(is_int and value >= least, f"{name} must be at least {least}, got {value!r}")
+    _require(
+        is_int and value >= least, f"{name} must be an integer of at least {least}, got {value!r}"
+    )
 
 
 def _encode(value: Any) -> Any:

@@ -96,7 +96,7 @@ class TreeTopology:
     @classmethod
     def from_branching(cls, branching: Sequence[int]) -> "TreeTopology":
         """Every node of level i has `branching[i]` children."""
-        if not isinstance(branching, Sequence):
+        if not isinstance(branching, Sequence | np.ndarray):
             raise ValueError(f"branching is a sequence such as (3, 2, 1), got {branching!r}")
         parents, level = [-1], [0]
         for children in branching:

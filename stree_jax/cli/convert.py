@@ -24,6 +24,7 @@ def run_convert(
     Raises:
         ValueError: as `stree_jax.convert.convert`.
     """
+    path = find(source)  # once: the hub may be slow
     with Progress(
         TextColumn("reading weights"),
         BarColumn(),
@@ -34,13 +35,13 @@ def run_convert(
     ) as progress:
         task = progress.add_task("", total=None)
         convert(
-            source,
+            path,
             destination,
             dtype=dtype,
             to=to,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
-    console.print(_table(find(source)))
+    console.print(_table(path))
     console.print(f"wrote {destination} ({to})", markup=False, soft_wrap=True)
 
 

@@ -235,11 +235,13 @@ def plan(
             f"draft and target have different vocabularies: {drafter.model.config.vocab_size} and"
             f" {vocab_size} tokens; they must share one tokenizer"
         )
-    if topology.num_nodes == 1:
-        drafter = None  # nothing to draft
+    chosen = _checked_verifier(verifier, drafter, topology, greedy=greedy)
+    if topology.num_nodes == 1:  # nothing to draft and nothing to test
+        drafter = None
+        chosen = chosen if greedy else VERIFIERS["target_only"]
     decoder = SpeculativeDecoder(
         topology=topology,
-        verifier=_checked_verifier(verifier, drafter, topology, greedy=greedy),
+        verifier=chosen,
         filtered=not greedy and (top_k > 0 or top_p < 1),
         capacity=_round_up(max_new_tokens, _ROUND),
     )

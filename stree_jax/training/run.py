@@ -58,6 +58,8 @@ def distill(recipe: Recipe, target_path: Path, output: Path, *, command: str) ->
     """Trains a draft model to predict what a target model predicts. As `train`."""
     tokenizer = load_tokenizer(target_path)
     target = from_pretrained(target_path)
+    if output.exists() and output.samefile(target_path):
+        raise ValueError(f"the draft would replace its target, {output}; choose another output")
     if tokenizer.get_vocab_size() > target.config.vocab_size:
         raise ValueError(
             f"the tokenizer of {target_path} has {tokenizer.get_vocab_size()} tokens, its model"
@@ -154,9 +156,9 @@ def _run_directory(output: Path, fingerprint: dict[str, Any]) -> Path:
     run.mkdir(parents=True, exist_ok=True)
     file = run / "run.json"
     now = json.dumps(fingerprint, indent=2)
-    if not file.is_file():
+    if not file.is_file() and not (run / "steps").exists():
         _write(file, now)
-    elif file.read_text() != now:
+    elif not file.is_file() or file.read_text() != now:
         raise ValueError(
             f"{run} belongs to a run with another recipe, text or target; remove it to start anew,"
             " or choose another output"

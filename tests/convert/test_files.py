@@ -1,6 +1,7 @@
 """Reading files: what is refused, and that nothing is run, crashes or stays half written."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -8,8 +9,10 @@ import pickle
 import struct
 import zipfile
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import stree_jax as st
 from stree_jax.convert import convert, open_checkpoint
@@ -39,6 +42,8 @@ def rewritten(checkpoint, **changes):
     return peers.write_safetensors(checkpoint, CONFIG, weights)
 
 
+HF = {"model_type": "mamba2", "hidden_size": 16, "num_heads": 4, "head_dim": 8}
+
 MIXER = "backbone.layers.1.mixer"
 
 
@@ -46,7 +51,10 @@ MIXER = "backbone.layers.1.mixer"
     ("changes", "message"),
     [
         ({f"{MIXER}.D": None}, rf"{MIXER}\.D \(4,\) is missing"),
-        ({"extra.weight": np.ones((2, 3), np.float32)}, r"extra\.weight \(2, 3\) is not expected"),
+        (
+            {"extra.weight": np.ones((2, 3), np.float32)},
+            r"extra\.weight\W \(2, 3\) is not expected",
+        ),
         ({f"{MIXER}.D": np.ones(5, np.float32)}, r"D has shape \(5,\), the config says \(4,\)"),
         ({f"{MIXER}.D": np.ones(4, np.int32)}, "D holds int32, not real numbers"),
         (
@@ -64,7 +72,9 @@ def test_all_problems_are_reported_at_once(checkpoint):
         checkpoint,
         **{f"{MIXER}.D": None, f"{MIXER}.A_log": np.ones(3, np.float32), "x": np.ones(1)},
     )
-    with pytest.raises(ValueError, match=r"A_log has shape .*; .*D \(4,\) is missing; x \(1,\)"):
+    with pytest.raises(
+        ValueError, match=r"'x' .*; .*A_log has shape .*; .*D \(4,\) is missing"
+    ):
         open_checkpoint(path)
 
 
@@ -119,7 +129,17 @@ def test_a_tied_head_that_is_not_the_embedding(tmp_path):
         ({"d_model": 8, "n_layer": 2}, "has no ssm_cfg: a Mamba-1 model"),
         ({"model_type": "mamba2", "hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"model_type": "mamba2", "hidden_size": 100}, "is not num_heads \\* head_dim"),
-        ({"dim": 64, "n_layers": 1, "vocab_size": 9, "model_type": "llama"}, "is not 'mamba'"),
+        ({"dim": 64, "n_layers": 1, "vocab_size": 9, "n_heads": 8}, "of no known family"),
+        (CONFIG | {"attn_layer_idx": 1}, "attn_layer_idx is not empty"),
+        (
+            CONFIG | {"ssm_cfg": CONFIG["ssm_cfg"] | {"norm_before_gate": "false"}},
+            "norm_before_gate must be true or false, got 'false'",
+        ),
+        (CONFIG | {"ssm_cfg": CONFIG["ssm_cfg"] | {"d_conv": 1}}, r"config\.json: conv_width must"),
+        (HF | {"time_step_limit": [0.0, {"__float__": ["x"]}]}, "time_step_limit must be two"),
+        (HF | {"layer_norm_epsilon": 10**400}, "layer_norm_epsilon must be a number above 0"),
+        (HF | {"layer_norm_epsilon": 0}, "layer_norm_epsilon must be a number above 0"),
+        (HF | {"use_bias": 1}, "use_bias must be true or false, got 1"),
         ([1], "it is not a JSON object"),
     ],
 )
@@ -164,10 +184,86 @@ def test_a_hub_name_without_a_network(monkeypatch):
 
 
 def test_a_hub_name(monkeypatch, checkpoint):
+    """The configs first, then only the weights that are needed."""
     import huggingface_hub
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(checkpoint))
+    asked = []
+
+    def download(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return str(checkpoint)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert st.from_pretrained("some/model").config.d_model == 16
+    assert "config.json" in asked[0][1]
+    assert asked[1:] == [("some/model", ["model*.safetensors"])]
+
+
+def test_both_forms_of_a_model_in_one_directory(tmp_path):
+    """As in Codestral-Mamba's repository: config.json goes with model.*, params.json does not."""
+    path = tmp_path / "both"
+    peers.write_safetensors(tmp_path / "ssm", CONFIG, WEIGHTS)
+    convert(tmp_path / "ssm", path, to="hf")
+    want = st.from_pretrained(path)
+    params = dict(dim=16, n_layers=2, vocab_size=37, n_groups=1)
+    other = {f"model.{name}": value for name, value in WEIGHTS.items()}
+    peers.write_safetensors(path, params, other, "consolidated.safetensors")
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.description.family == "transformers mamba2"
+    assert st.from_pretrained(path).config == want.config
+
+
+def test_a_file_and_an_index_of_another(checkpoint):
+    write_index(checkpoint, {"x": "part-0.safetensors"})
+    refused(checkpoint, "has both model.safetensors and model.safetensors.index.json")
+
+
+# As published, but for the sizes; the first with fields that only old conversions have.
+CODESTRAL_HF = """{
+  "_name_or_path": "/repo/codestral", "_attn_implementation_autoset": true,
+  "architectures": ["Mamba2ForCausalLM"], "bos_token_id": 0, "chunk_size": 256,
+  "conv_kernel": 4, "eos_token_id": [0, 2], "expand": 2, "head_dim": 8, "hidden_act": "silu",
+  "hidden_size": 16, "initializer_range": 0.1, "intermediate_size": 32,
+  "layer_norm_epsilon": 1e-05, "model_type": "mamba2", "n_groups": 1, "norm_before_gate": true,
+  "num_heads": 4, "num_hidden_layers": 2, "pad_token_id": 0, "rescale_prenorm_residual": false,
+  "residual_in_fp32": true, "rms_norm": true, "state_size": 8, "tie_word_embeddings": false,
+  "time_step_floor": 0.0001, "time_step_init_scheme": "random", "time_step_limit": [0.0, Infinity],
+  "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": 256, "time_step_scale": 1.0,
+  "torch_dtype": "bfloat16", "transformers_version": "4.44.0.dev0", "use_bias": false,
+  "use_cache": true, "use_conv_bias": true, "vocab_size": 48 }"""
+
+
+@pytest.mark.parametrize("embedding", ["embedding", "embeddings"])
+def test_a_config_of_transformers_4(checkpoint, embedding):
+    """Bare Infinity, fields that nothing reads, a list of end tokens, the old embedding's name."""
+    want = st.from_pretrained(checkpoint)
+    weights = dict(WEIGHTS)
+    weights[f"backbone.{embedding}.weight"] = weights.pop("backbone.embedding.weight")
+    peers.write_safetensors(checkpoint, {}, weights)
+    (checkpoint / "config.json").write_text(CODESTRAL_HF)
+    have = st.from_pretrained(checkpoint)
+    assert have.config == dataclasses.replace(
+        want.config, vocab_size=48, padded_vocab_size=None, eos_token=0
+    )
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(have), nnx.state(want))
+    notes = "; ".join(open_checkpoint(checkpoint).ignored)
+    for note in ("norm_before_gate: transformers never read it", "[0, 2], of which 0 is kept"):
+        assert note in notes
+
+
+MAMBA2_130M = """{ "d_model": 16, "d_intermediate": 0, "n_layer": 2, "vocab_size": 37,
+  "ssm_cfg": {"layer": "Mamba2", "d_state": 8, "headdim": 8}, "attn_layer_idx": [],
+  "attn_cfg": {}, "rms_norm": true, "residual_in_fp32": true, "fused_add_norm": true,
+  "pad_vocab_size_multiple": 16, "tie_embeddings": false }"""
+
+
+def test_the_published_config_of_mamba_ssm(checkpoint):
+    (checkpoint / "config.json").write_text(MAMBA2_130M)
+    assert open_checkpoint(checkpoint).description.family == "mamba_ssm"
+    assert open_checkpoint(checkpoint).ignored == [
+        "attn_cfg: attention settings; no layer has attention",
+        "fused_add_norm: a choice of kernels",
+    ]
 
 
 # --- safetensors.
@@ -228,7 +324,18 @@ def test_shards(checkpoint):
 
 
 @pytest.mark.parametrize(
-    "name", ["../part-0.safetensors", "/etc/passwd", "sub/x.safetensors", "..\\x", "", ".", 3]
+    "name",
+    [
+        "../part-0.safetensors",
+        "/etc/passwd",
+        "sub/x.safetensors",
+        "..\\x",
+        "",
+        ".",
+        3,
+        "x" * 5000,
+        "a\0b",
+    ],
 )
 def test_shards_outside_the_directory(checkpoint, name):
     weight_map = sharded(checkpoint)
@@ -372,17 +479,21 @@ def test_pickles_that_ask_for_anything_else(tmp_path, module, name):
         ({"w": tensor(key="1")}, "storage '1' should have 6 numbers .* 0 bytes"),
         ({"w": tensor(key="../0")}, "storage '../0' should have"),
         ({"w": tensor(offset=1)}, r"a tensor of shape \(2, 3\) is larger than its storage"),
-        ({"w": tensor(offset=-1)}, "a tensor with shape"),
+        ({"w": tensor(offset=-1)}, "make no sense"),
         ({"w": tensor(shape=(10**9, 10**9), strides=(0, 0))}, "is larger than its storage"),
-        ({"w": tensor(shape=(2, -3))}, "a tensor with shape"),
-        ({"w": tensor(shape=(2.0, 3))}, "a tensor with shape"),
-        ({"w": tensor(strides=(1,))}, "a tensor with shape"),
+        ({"w": tensor(shape=(2, -3))}, "make no sense"),
+        ({"w": tensor(shape=(2.0, 3))}, "make no sense"),
+        ({"w": tensor(shape=(1,) * 9, strides=(1,) * 9)}, "make no sense"),
+        ({"w": tensor(strides=(1,))}, "make no sense"),
         ({"w": Call(REBUILD, 1, 0, (2,), (1,))}, "a tensor without a storage"),
-        ({"w": Call(FLOATS, 6)}, "is damaged: TypeError"),
+        ({"w": Call(FLOATS, 6)}, "a call that builds no tensor"),
         ({"w": Storage("module", "x")}, "an unknown kind of storage"),
         ({"w": 3}, "is not a state dict: entry 'w' is a int"),
-        ({"model": {"w": tensor()}}, "entry 'model' is a dict"),
-        ([1], "holds a list, not a state dict"),
+        ({"model": {"w": tensor()}}, "has one as its entry 'model', .* Save that entry alone"),
+        ((1,), "holds a tuple, not a state dict"),
+        ([1], "opcodes that no state dict needs"),
+        ({3: tensor()}, "not a dict with names as keys"),
+        (Call(REBUILD), "a call that builds no tensor"),
         (b"", "is damaged"),
         (b"\x80\x02X", "is damaged"),
         (b"\x80\x02" + b"(" * 10_000, "is damaged"),
@@ -391,6 +502,37 @@ def test_pickles_that_ask_for_anything_else(tmp_path, module, name):
 def test_torch_files_that_lie(tmp_path, state, message):
     with pytest.raises(ValueError, match=message):
         open_torch_file(torch_file(tmp_path / "x.bin", state))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        b"\x80\x02}" + b")" + b"\x85" * 2_000_000 + b"K\x01s.",  # a deep tuple as a key: hash
+        b"\x80\x02}" + b")" + b"\x85" * 3_000 + b"K\x01s.",
+        # Tuples of the same tuple twice, over and over: 2^100 leaves to print or to hash.
+        b"\x80\x02}" + b")q\x00" + b"h\x00\x86q\x00" * 100 + b"K\x01s.",
+        b"\x80\x02}" + b")q\x00" + b"h\x00\x86q\x00" * 100 + b"Q.",
+        b"\x80\x02}" + b"K\x01r\xff\xff\xff\x7f" + b".",  # a memo of 2^31 entries
+    ],
+)
+def test_small_pickles_that_would_fill_the_memory(tmp_path, state):
+    """Refused at once; elsewhere these crash the process or keep it busy for ever."""
+    with pytest.raises(ValueError, match=r"x\.bin"):
+        open_torch_file(torch_file(tmp_path / "x.bin", state))
+
+
+def test_torch_files_of_float8_are_refused_by_name(tmp_path):
+    state = {"w": Call(Named("torch._utils", "_rebuild_tensor_v3"), 1)}
+    with pytest.raises(ValueError, match="a type such as float8; quantised checkpoints"):
+        open_torch_file(torch_file(tmp_path / "x.bin", state))
+
+
+def test_a_parameter_with_attributes(tmp_path):
+    """As mamba_ssm's A_log and dt_bias have them."""
+    rebuild = Named("torch._utils", "_rebuild_parameter_with_state")
+    hooks = Call(Named("collections", "OrderedDict"))
+    state = {"w": Call(rebuild, tensor(), True, hooks, {"_no_weight_decay": True})}
+    assert open_torch_file(torch_file(tmp_path / "x.bin", state))["w"].shape == (2, 3)
 
 
 def test_other_torch_files(tmp_path):
@@ -453,6 +595,22 @@ def test_the_destination_is_whole_or_absent(checkpoint, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         convert(checkpoint, tmp_path / "out", to="hf")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model", "native"]
+
+
+def test_a_destination_that_appears_during_the_work_is_kept(checkpoint, tmp_path, monkeypatch):
+    from stree_jax import checkpoint as native
+
+    def slow(*arguments, **options):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "precious").write_text("mine")
+        return real(*arguments, **options)
+
+    real = native._quiet
+    monkeypatch.setattr(native, "_quiet", slow)
+    with pytest.raises(ValueError, match="appeared in the meantime"):
+        convert(checkpoint, tmp_path / "out")
+    assert os.listdir(tmp_path / "out") == ["precious"]
+    assert sorted(os.listdir(tmp_path)) == ["model", "out"]
 
 
 def test_a_model_that_transformers_cannot_hold(tmp_path):

@@ -168,5 +168,13 @@ def test_mamba_ssm_as_it_is_released(tmp_path):
     (path / "model.safetensors").unlink()
     state = {name: torch.from_numpy(value) for name, value in weights.items()}
     state["lm_head.weight"] = state["backbone.embedding.weight"]
-    torch.save(state, path / "pytorch_model.bin")
+    module = torch.nn.Module()
+    for name, value in state.items():
+        module.register_buffer(name.replace(".", "/"), value)
+    # An OrderedDict with _metadata, as `model.state_dict()` gives.
+    saved = module.state_dict()
+    for name in list(saved):
+        saved[name.replace("/", ".")] = saved.pop(name)
+    assert saved._metadata
+    torch.save(saved, path / "pytorch_model.bin")
     np.testing.assert_array_equal(apply(st.from_pretrained(path), TOKENS), want)

@@ -185,7 +185,7 @@ for change, message in [
 for call in (lambda: st.generate("path", [[1]]), lambda: st.ModelDrafter("path")):
     with pytest.raises(ValueError, match="must be a HybridLM, got str; load one with"):
         call()
-with pytest.raises(ValueError, match="state_size must be at least 1, got 8.0"):
+with pytest.raises(ValueError, match="state_size must be an integer of at least 1, got 8.0"):
     st.ModelConfig.tiny(state_size=8.0)
 with pytest.raises(ValueError, match="dt_limit must be"):
     st.ModelConfig.tiny(dt_limit=(0.0,))
@@ -246,10 +246,11 @@ def test_a_large_top_k_keeps_all_tokens():
 def test_a_drafter_with_a_tree_of_the_root_only():
     """Above temperature 0 too, where the drafter would have chosen another verifier."""
     common = dict(max_new_tokens=6, temperature=1.0, key=KEY)
-    out = st.generate(
-        tiny_model(), PROMPTS, drafter=drafter(), topology=st.TreeTopology.chain(0), **common
-    )
-    np.testing.assert_array_equal(out.tokens, st.generate(tiny_model(), PROMPTS, **common).tokens)
+    want = st.generate(tiny_model(), PROMPTS, **common)
+    common |= dict(drafter=drafter(), topology=st.TreeTopology.chain(0))
+    for verifier in (None, "multi_step", "chain", "target_only"):
+        out = st.generate(tiny_model(), PROMPTS, verifier=verifier, **common)
+        np.testing.assert_array_equal(out.tokens, want.tokens)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
