@@ -115,7 +115,7 @@ def _convert(checkpoint: Checkpoint, rule: Rule, dtype: jnp.dtype) -> jax.Array:
     copy = _aligned(values.shape, dtype)
     copy[...] = values
     del values
-    weight = jnp.asarray(copy)
+    weight = jax.device_put(copy)  # unlike asarray, this takes the memory over
     finite = jnp.isfinite(jnp.exp(weight) if rule.target.endswith("A_log") else weight).all()
     if not finite:
         raise ValueError(

@@ -72,9 +72,7 @@ def test_all_problems_are_reported_at_once(checkpoint):
         checkpoint,
         **{f"{MIXER}.D": None, f"{MIXER}.A_log": np.ones(3, np.float32), "x": np.ones(1)},
     )
-    with pytest.raises(
-        ValueError, match=r"'x' .*; .*A_log has shape .*; .*D \(4,\) is missing"
-    ):
+    with pytest.raises(ValueError, match=r"'x' .*; .*A_log has shape .*; .*D \(4,\) is missing"):
         open_checkpoint(path)
 
 
