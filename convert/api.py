@@ -94,30 +94,32 @@ def find(name: str | os.PathLike[str]) -> Path:
         raise ValueError(f"{path} is a file; a checkpoint is a directory")
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name), re.ASCII):
         raise ValueError(f"no checkpoint at {path}: there is no such directory")
+    configs = [*_BESIDE, "config.json", "params.json", "mamba_config.json", "*.index.json"]
+    path = _download(str(name), configs)  # they say which of the large files are needed
+    patterns = (
+        ["params/**"]
+        if is_native(path)
+        else [weights.replace(".", "*.", 1) for weights in layout(path).weights]
+    )
+    for pattern in patterns:
+        _download(str(name), [pattern])
+        if any(path.glob(pattern)):
+            break
+    return path
+
+
+def _download(name: str, patterns: list[str]) -> Path:
+    """Files of a model on the hub, in the hub's cache."""
     try:
         import huggingface_hub
     except ImportError:
         raise ValueError(
-            f"there is no directory {path}; to look for it on the hub, install stree-jax[hub]"
+            f"there is no directory {name}; to look for it on the hub, install stree-jax[hub]"
         ) from None
-    configs = [*_BESIDE, "config.json", "params.json", "mamba_config.json", "*.index.json"]
     try:
-        # The small files first: they say which of the large ones are needed.
-        path = Path(huggingface_hub.snapshot_download(str(name), allow_patterns=configs))
-        patterns = (
-            ["params/**"]
-            if is_native(path)
-            else [weights.replace(".", "*.", 1) for weights in layout(path).weights]
-        )
-        for pattern in patterns:
-            huggingface_hub.snapshot_download(str(name), allow_patterns=[pattern])
-            if any(path.glob(pattern)):
-                break
-        return path
-    except ValueError:
-        raise
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # offline, unknown, gated: the library raises many kinds
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"there is no directory {path}, and the hub's copy cannot be had: {reason}"
+            f"there is no directory {name}, and the hub's copy cannot be had: {reason}"
         ) from error

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 from rich.console import Console
+from rich.style import Style
 
 import stree_jax as st
 from stree_jax.cli.trees import parse_tree
@@ -61,7 +62,13 @@ def run_generate(
         eos_token=model.config.eos_token,
         key=jax.random.key(seed),
     )
-    console.out(prompt, end="", style="dim", highlight=False)
+
+    def write(text: str) -> None:
+        # Not by way of rich, which wraps, expands tabs and replaces emoji codes.
+        console.file.write(text)
+        console.file.flush()
+
+    write(Style(dim=True).render(prompt) if console.is_terminal else prompt)
     output: list[int] = []
     shown, calls, began = "", 0, time.perf_counter()
     for (new,) in steps:
@@ -72,9 +79,9 @@ def run_generate(
             first = len(new)
         # A character may need several tokens: show only what later tokens cannot change.
         text = tokenizer.decode(output).rstrip("\N{REPLACEMENT CHARACTER}")
-        console.out(text[len(shown) :], end="", highlight=False)
+        write(text[len(shown) :])
         shown = text
-    console.out(tokenizer.decode(output)[len(shown) :], highlight=False)
+    write(tokenizer.decode(output)[len(shown) :] + "\n")
     seconds = time.perf_counter() - began
     speed = f"{(len(output) - first) / seconds:,.0f} tokens/s, " if calls > 1 else ""
     console.print(

@@ -193,6 +193,7 @@ with pytest.raises(ValueError, match="steps must be an integer from 1 on, got 6.
     Training(steps=6.5)
 for make, message in [
     (lambda: st.TreeTopology.paper(["A"]), "the paper's trees are"),
+    (lambda: st.TreeTopology.from_parents([-1, 0.7]), "a parent must be an integer, got 0.7"),
     (lambda: st.TreeTopology.chain(2.5), "num_drafts must be an integer, got 2.5"),
     (lambda: st.TreeTopology.from_branching(3), r"a sequence such as \(3, 2, 1\), got 3"),
 ]:
