@@ -113,7 +113,7 @@ def _load_native(path: Path, dtype: DTypeLike | None, implementation: str | None
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device),
         weights,
     )
-    _check_shapes(path, wanted, stored)
+    check_shapes(path, wanted, stored)
     try:
         with _quiet():
             loaded = ocp.load((path / "params").absolute(), wanted)
@@ -204,8 +204,15 @@ def demo_path(name: str) -> Path:
     return Path(__file__).parent / "demo" / name
 
 
-def _check_shapes(path: Path, wanted: object, stored: object) -> None:
-    """Compares names and shapes, and reports everything that is wrong at once."""
+def check_shapes(path: Path, wanted: object, stored: object) -> None:
+    """Compares names and shapes of two trees of weights.
+
+    To be asked before Orbax, whose own complaint leaves threads behind that report to a closed
+    event loop.
+
+    Raises:
+        ValueError: everything that is wrong.
+    """
     want, have = (
         {_name(where): tuple(leaf.shape) for where, leaf in jax.tree.leaves_with_path(tree)}
         for tree in (wanted, stored)

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from stree_jax.array_types import Array
+from stree_jax.checkpoint import check_shapes
 from stree_jax.models.lm import HybridLM
 from stree_jax.training.recipe import Training
 
@@ -87,6 +88,8 @@ def fit(
         if checkpointer.latest is not None:
             start = checkpointer.latest.step
             try:
+                stored = checkpointer.metadata(start).metadata
+                check_shapes(checkpoints, state["params"], stored["params"])
                 state = checkpointer.load(start, abstract_state=jax.tree.map(_abstract, state))
             except Exception as error:  # Orbax raises many kinds
                 raise ValueError(
