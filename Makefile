@@ -14,17 +14,18 @@ help:
 	@echo "make check      lint, types and tests"
 	@echo "make format     rewrite the code as ruff wants it"
 
-$(BIN)/.installed: pyproject.toml
+$(BIN)/.created:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
 # What the demo needs, without the tools of development.
-$(BIN)/.library: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+$(BIN)/.library: pyproject.toml $(BIN)/.created
 	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(BIN)/.installed: pyproject.toml $(BIN)/.created
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
 install: $(BIN)/.installed

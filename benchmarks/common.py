@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,11 @@ def machine() -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "commit": commit.stdout.strip() or None,
     }
+
+
+def device_name(where: Mapping[str, Any]) -> str:
+    """The device of `machine()` as part of a file name."""
+    return re.sub(r"\W+", "-", where["device"].lower()).strip("-")
 
 
 def _processor() -> str:

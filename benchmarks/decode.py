@@ -18,7 +18,7 @@ from flax import nnx
 from rich.progress import Progress
 
 import stree_jax as st
-from benchmarks.common import interleaved, machine, print_table, summary, write_json
+from benchmarks.common import device_name, interleaved, machine, print_table, summary, write_json
 from benchmarks.prompts import load_prompts
 from benchmarks.steps import run_steps
 
@@ -258,8 +258,7 @@ def main() -> None:
         "decoding": rows,
         "target_calls": steps,
     }
-    name = "decode-" + where["device"].lower().replace(" ", "-")
-    path = write_json(name, results)
+    path = write_json(f"decode-{device_name(where)}", results)
     plot(rows, steps, str(path.with_suffix(".png")))
     best = max(
         (row for row in rows if row["temperature"] == 0 and row["nodes"] > 1),

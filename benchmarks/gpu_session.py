@@ -16,7 +16,6 @@ import concurrent.futures
 import functools
 import json
 import math
-import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +26,7 @@ import numpy as np
 from flax import nnx
 
 import stree_jax as st
-from benchmarks.common import interleaved, machine, print_table, summary, write_json
+from benchmarks.common import device_name, interleaved, machine, print_table, summary, write_json
 from benchmarks.shapes import MIXERS, MixerShape
 from benchmarks.steps import run_steps
 from pallas_kernels import dispatch, replay, tree_scan
@@ -240,7 +239,7 @@ def main() -> None:
         return
     began = time.monotonic()
     results: dict[str, Any] = {"machine": machine(), "kernels": dispatch.explain()}
-    name = re.sub(r"\W+", "-", results["machine"]["device"].lower()).strip("-")
+    name = device_name(results["machine"])
     implementations = ("xla", "pallas")
 
     results["correctness"] = check_kernels(MIXERS, (1, 13, 64, 100), implementations)

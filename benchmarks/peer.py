@@ -18,7 +18,7 @@ import numpy as np
 from rich.progress import Progress
 
 import stree_jax as st
-from benchmarks.common import interleaved, machine, print_table, summary, write_json
+from benchmarks.common import device_name, interleaved, machine, print_table, summary, write_json
 from benchmarks.prompts import load_prompts
 from stree_jax.convert import convert
 
@@ -135,7 +135,7 @@ def main() -> None:
         "methods": rows,
         "aims": AIMS,
     }
-    written = write_json("peer-" + where["device"].lower().replace(" ", "-"), results)
+    written = write_json(f"peer-{device_name(where)}", results)
     plot(rows, written.with_suffix(".png"))
     different = [row["method"] for row in rows if row["identical_prompts"] < len(prompts)]
     for row in rows[1:]:

@@ -7,10 +7,15 @@ from pathlib import Path
 
 from jax.typing import DTypeLike
 
-from stree_jax.checkpoint import from_pretrained, new_directory, save_pretrained
+from stree_jax.checkpoint import (
+    first_line,
+    from_pretrained,
+    new_directory,
+    read_json,
+    save_pretrained,
+)
 from stree_jax.convert.families import layout
 from stree_jax.convert.reading import Progress, load_model, open_checkpoint
-from stree_jax.convert.tensors import read_json
 from stree_jax.convert.writing import hf_config, write_hf
 
 FORMATS = ("native", "hf")
@@ -119,7 +124,6 @@ def _download(name: str, patterns: list[str]) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # offline, unknown, gated: the library raises many kinds
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"there is no directory {name}, and the hub's copy cannot be had: {reason}"
+            f"there is no directory {name}, and the hub's copy cannot be had: {first_line(error)}"
         ) from error

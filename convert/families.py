@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from stree_jax.config import Mamba2Config, MlpConfig, ModelConfig
 from stree_jax.convert.rules import AS_IS, CONV, SWAPPED, TRANSPOSED, Ignored, Rule
-from stree_jax.convert.tensors import Tensor, read_json
+from stree_jax.convert.tensors import Tensor
 
 
 class Description(NamedTuple):
@@ -94,15 +94,16 @@ def layout(directory: Path) -> Layout:
     Raises:
         ValueError: there is no config.
     """
-    for files in (_HF_LAYOUT, _MISTRAL_LAYOUT):
-        weights = [directory / name for name in files.weights]
-        weights += [directory / f"{name}.index.json" for name in files.weights]
-        if (directory / files.config).is_file() and any(path.is_file() for path in weights):
-            return files
-    for files in (_HF_LAYOUT, _MISTRAL_LAYOUT):
-        if (directory / files.config).is_file():
-            return files
-    raise ValueError(f"{directory} is not a checkpoint: it has no config.json or params.json")
+    layouts = (_HF_LAYOUT, _MISTRAL_LAYOUT)
+    found = [files for files in layouts if (directory / files.config).is_file()]
+    if not found:
+        raise ValueError(f"{directory} is not a checkpoint: it has no config.json or params.json")
+
+    def has_weights(files: Layout) -> bool:
+        names = [*files.weights, *(f"{name}.index.json" for name in files.weights)]
+        return any((directory / name).is_file() for name in names)
+
+    return next(filter(has_weights, found), found[0])
 
 
 _REFUSED = {
@@ -126,8 +127,13 @@ _REFUSED = {
 }
 
 
-def describe(path: Path, tensors: Mapping[str, Tensor]) -> Description:
-    """Recognises a checkpoint by its config file and the names of its tensors.
+def describe(path: Path, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Description:
+    """Recognises a checkpoint.
+
+    Args:
+        path: its config file.
+        values: what is in it.
+        tensors: by name.
 
     Raises:
         ValueError: it is of no known family, of one that is refused, or its config does not fit.
@@ -137,7 +143,6 @@ def describe(path: Path, tensors: Mapping[str, Tensor]) -> Description:
             f"{path.parent} is a MambaInLlama checkpoint, Mamba-2 with attention and MLP layers;"
             " this version converts pure Mamba-2 only"
         )
-    values = read_json(path)
     for field in ("quantization_config", "compression_config", "quantization"):
         if values.get(field):
             raise ValueError(

@@ -10,9 +10,10 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from stree_jax.checkpoint import flatten, matrix_dtype, read_json
 from stree_jax.convert.families import Description, describe, layout
 from stree_jax.convert.rules import Rule, check_coverage
-from stree_jax.convert.tensors import Tensor, open_tensors, read_json
+from stree_jax.convert.tensors import Tensor, open_tensors
 from stree_jax.models.lm import HybridLM
 
 # Called with the bytes read so far and in all.
@@ -31,12 +32,7 @@ class Checkpoint(NamedTuple):
     @property
     def dtype(self) -> jnp.dtype:
         """bfloat16 if the matrices are stored in it, else float32, which loses nothing."""
-        stored = {
-            self.tensors[rule.source].dtype
-            for rule in self.rules
-            if len(self.tensors[rule.source].shape) == 2
-        }
-        return jnp.dtype(jnp.bfloat16 if stored == {jnp.dtype(jnp.bfloat16)} else jnp.float32)
+        return matrix_dtype(self.tensors[rule.source] for rule in self.rules)
 
     @property
     def ignored(self) -> list[str]:
@@ -56,9 +52,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
         ValueError: what is wrong, all of it.
     """
     files = layout(path)
-    read_json(path / files.config)  # the more telling error, where more is wrong
+    values = read_json(path / files.config)
     file, tensors = open_tensors(path, files.weights)
-    description = describe(path / files.config, tensors)
+    description = describe(path / files.config, values, tensors)
     _, weights = HybridLM.abstract(description.config)
     shapes = {name: tuple(leaf.shape) for name, leaf in flatten(weights).items()}
     try:
@@ -96,12 +92,6 @@ def load_model(
         if entry.source in checkpoint.tensors:
             _check_tied(checkpoint, entry.source, loaded["embedding"])
     return nnx.merge(structure, unflatten(loaded, wanted))
-
-
-def flatten(tree: dict[str, Any]) -> dict[str, Any]:
-    """Leaves by their path, joined with dots."""
-    leaves = jax.tree.leaves_with_path(tree)
-    return {".".join(str(part.key) for part in where): leaf for where, leaf in leaves}
 
 
 def unflatten(leaves: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:

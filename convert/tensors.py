@@ -1,13 +1,14 @@
 """The tensors of a checkpoint directory, by name, none of them read before it is asked for."""
 
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import ml_dtypes  # registers bfloat16 with numpy
 import numpy as np
+
+from stree_jax.checkpoint import read_json
 
 
 class Tensor(NamedTuple):
@@ -53,21 +54,6 @@ def open_tensors(directory: Path, names: Sequence[str]) -> tuple[str, dict[str, 
         if index.is_file():
             return index.name, _open_sharded(index)
     raise ValueError(f"{directory} has no weights: none of {', '.join(names)}, whole or sharded")
-
-
-def read_json(path: Path) -> dict:
-    """A JSON object. `Infinity`, which transformers 4 writes, is understood.
-
-    Raises:
-        ValueError: the file cannot be read, or is not an object.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} is damaged: it is not a JSON object")
-    return values
 
 
 def _open_file(path: Path) -> dict[str, Tensor]:

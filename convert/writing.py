@@ -7,17 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from stree_jax.checkpoint import flatten
 from stree_jax.config import Mamba2Config, ModelConfig
 from stree_jax.convert.families import backbone_rules
-from stree_jax.convert.reading import Progress, flatten
 from stree_jax.models.lm import HybridLM
 
 _SHARD = 1 << 30  # bytes; what is in memory beside the model is one shard
 
 
-def write_hf(
-    model: HybridLM, directory: Path, *, progress: Progress = lambda done, total: None
-) -> None:
+def write_hf(model: HybridLM, directory: Path) -> None:
     """Writes config.json and safetensors into an existing directory.
 
     `A_log`, `D` and `dt_bias` are written in float32, as the model has them; transformers casts
@@ -44,8 +42,6 @@ def write_hf(
             size = 0
         shards[-1].append(rule)
         size += weights[rule.target].nbytes
-    total = sum(weight.nbytes for weight in weights.values())
-    done = 0
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards):
         name = (
@@ -61,9 +57,8 @@ def write_hf(
         }
         save_file(tensors, directory / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
-        done += sum(tensor.nbytes for tensor in tensors.values())
-        progress(done, total)
     if len(shards) > 1:
+        total = sum(weight.nbytes for weight in weights.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")

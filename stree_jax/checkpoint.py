@@ -15,8 +15,9 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +107,7 @@ def _load_native(path: Path, dtype: DTypeLike | None, implementation: str | None
     config = load_config(path)
     stored = _metadata(path)
     if dtype is None:
-        dtype = stored_dtype(path)
+        dtype = matrix_dtype(jax.tree.leaves(stored))
     structure, weights = HybridLM.abstract(config, dtype=dtype, implementation=implementation)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     wanted = jax.tree.map(
@@ -118,7 +119,9 @@ def _load_native(path: Path, dtype: DTypeLike | None, implementation: str | None
         with _quiet():
             loaded = ocp.load((path / "params").absolute(), wanted)
     except Exception as error:
-        raise ValueError(f"{path} is damaged: cannot read its weights ({_line(error)})") from error
+        raise ValueError(
+            f"{path} is damaged: cannot read its weights ({first_line(error)})"
+        ) from error
     return nnx.merge(structure, loaded)
 
 
@@ -134,11 +137,8 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{path} is not a native checkpoint: it has no config.json")
-    try:
-        header = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} is damaged: {_line(error)}") from error
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
+    header = read_json(file)
+    if header.get("format") != FORMAT:
         raise ValueError(
             f"{path} is not a native checkpoint: config.json does not say format = {FORMAT!r}"
         )
@@ -156,9 +156,32 @@ def stored_dtype(path: Path) -> jnp.dtype:
     Raises:
         ValueError: it has no weights, or they are damaged.
     """
-    leaves = jax.tree.leaves(_metadata(path))
-    dtypes = {jnp.dtype(leaf.dtype) for leaf in leaves if len(leaf.shape) == 2}
+    return matrix_dtype(jax.tree.leaves(_metadata(path)))
+
+
+def matrix_dtype(weights: Iterable[Any]) -> jnp.dtype:
+    """bfloat16 if all matrices are of this type, else float32, which loses nothing.
+
+    Args:
+        weights: anything with a shape and a dtype.
+    """
+    dtypes = {jnp.dtype(weight.dtype) for weight in weights if len(weight.shape) == 2}
     return jnp.dtype(jnp.bfloat16 if dtypes == {jnp.dtype(jnp.bfloat16)} else jnp.float32)
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object. `Infinity`, which transformers 4 writes, is understood.
+
+    Raises:
+        ValueError: the file cannot be read, or is not an object.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is damaged: it is not a JSON object")
+    return values
 
 
 def _metadata(path: Path) -> object:
@@ -172,7 +195,9 @@ def _metadata(path: Path) -> object:
         with _quiet():
             return ocp.metadata(params).metadata
     except Exception as error:
-        raise ValueError(f"{path} is damaged: cannot read its weights ({_line(error)})") from error
+        raise ValueError(
+            f"{path} is damaged: cannot read its weights ({first_line(error)})"
+        ) from error
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
@@ -189,7 +214,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"{file} is damaged: {_line(error)}") from error
+        raise ValueError(f"{file} is damaged: {first_line(error)}") from error
 
 
 def demo_path(name: str) -> Path:
@@ -214,7 +239,7 @@ def check_shapes(path: Path, wanted: object, stored: object) -> None:
         ValueError: everything that is wrong.
     """
     want, have = (
-        {_name(where): tuple(leaf.shape) for where, leaf in jax.tree.leaves_with_path(tree)}
+        {name: tuple(leaf.shape) for name, leaf in flatten(tree).items()}
         for tree in (wanted, stored)
     )
     problems = [f"{name} {want[name]} is missing" for name in sorted(want.keys() - have.keys())]
@@ -233,8 +258,12 @@ def check_shapes(path: Path, wanted: object, stored: object) -> None:
         raise ValueError(f"the weights of {path} disagree with its config: {shown}")
 
 
-def _name(where: tuple) -> str:
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in where)
+def flatten(tree: object) -> dict[str, Any]:
+    """Leaves by their path, joined with dots."""
+    return {
+        ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in where): leaf
+        for where, leaf in jax.tree.leaves_with_path(tree)
+    }
 
 
 @contextlib.contextmanager
@@ -278,7 +307,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an error, shortened."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     return text if len(text) <= 200 else text[:200] + "..."
