@@ -216,7 +216,7 @@ def measure_steps(
         rows.append({"nodes": size, "milliseconds": milliseconds})
     model = models[implementations[0]]
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
-    state = sum(layer.ssm.nbytes for layer in model.init_cache(1))
+    state = sum(leaf.nbytes for leaf in jax.tree.leaves(model.init_cache(1, 0)))
     floor = None if bandwidth is None else 1e3 * (weights + 2 * state) / bandwidth
     return {
         "dtype": dtype,

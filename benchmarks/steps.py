@@ -17,10 +17,12 @@ def run_steps(model: st.HybridLM, topology: st.TreeTopology, count: int) -> jax.
     path = path_to(tree, jnp.array([topology.num_nodes - 1], jnp.int32))
     pending = init_pending(model.config, 1, topology.num_nodes, model.dtype)
 
+    max_length = count * (topology.depth + 1)
+
     def step(_, carry):
         tokens, pending, cache = carry
         logits, pending, cache = model.tree_forward(tokens, tree, cache, replay=(pending, path))
         return best_token(logits, model.config.vocab_size), pending, cache
 
     tokens = jnp.zeros((1, topology.num_nodes), jnp.int32)
-    return jax.lax.fori_loop(0, count, step, (tokens, pending, model.init_cache(1)))[0]
+    return jax.lax.fori_loop(0, count, step, (tokens, pending, model.init_cache(1, max_length)))[0]

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stree_jax.config import Mamba2Config, MlpConfig, ModelConfig
+from stree_jax.config import ModelConfig
 from stree_jax.convert.rules import AS_IS, CONV, SWAPPED, TRANSPOSED, Ignored, Rule
 from stree_jax.convert.tensors import Tensor
+from stree_jax.layer_config import Mamba2Config, MlpConfig
 
 
 class Description(NamedTuple):

@@ -8,8 +8,9 @@ import numpy as np
 from flax import nnx
 
 from stree_jax.checkpoint import flatten
-from stree_jax.config import Mamba2Config, ModelConfig
+from stree_jax.config import ModelConfig
 from stree_jax.convert.families import backbone_rules
+from stree_jax.layer_config import Mamba2Config
 from stree_jax.models.lm import HybridLM
 
 _SHARD = 1 << 30  # bytes; what is in memory beside the model is one shard

@@ -1,14 +1,15 @@
-"""Tree operations of Mamba-2: one op, one folder, one specification.
+"""Tree operations of Mamba-2 and of attention: one op, one folder, one specification.
 
-`tree_conv1d`, `tree_scan`, `replay` and `ssd` are plain functions of arrays. Each has a
-`reference.py` (sequential, NumPy, any float type: the specification), an `xla.py` (closed form, any
-device), and where it pays a `pallas_triton.py` kernel. `dispatch` says which one runs and why.
-Needs jax only.
+`tree_conv1d`, `tree_scan`, `tree_attention`, `replay` and `ssd` are plain functions of arrays. Each
+has a `reference.py` (sequential, NumPy, any float type: the specification), an `xla.py` (closed
+form, any device), and where it pays a `pallas_triton.py` kernel. `dispatch` says which one runs and
+why. Needs jax only.
 """
 
 from pallas_kernels import dispatch
 from pallas_kernels.replay.api import replay
 from pallas_kernels.ssd.api import ssd
+from pallas_kernels.tree_attention.api import tree_attention
 from pallas_kernels.tree_conv1d.api import (
     conv_window,
     replay_conv_state,
@@ -24,6 +25,7 @@ __all__ = [
     "replay_conv_state",
     "replay_window",
     "ssd",
+    "tree_attention",
     "tree_conv1d",
     "tree_scan",
 ]

@@ -8,9 +8,10 @@ out = st.generate(model, [[1, 2, 3]], drafter=drafter)
 """
 
 from stree_jax.checkpoint import demo_path, from_pretrained, load_tokenizer, save_pretrained
-from stree_jax.config import Mamba2Config, ModelConfig
+from stree_jax.config import ModelConfig
 from stree_jax.decoding.draft import Drafter, ModelDrafter, NgramDrafter
 from stree_jax.decoding.generate import PAD, DecodeStatistics, Generation, generate, stream
+from stree_jax.layer_config import Mamba2Config
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, TreeTopology
 

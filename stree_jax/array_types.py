@@ -6,7 +6,9 @@
     Q  query nodes (the last Q)   G  groups that share B and C
     D  depth of a tree            K  conv width
     V  vocabulary                 C  conv channels (x, B and C together)
-    L  token buffer               M  model width
+    L  token buffer, cache places M  model width
+    W  attention's query heads    U  its key and value heads
+    E  channels of one of them
 
 The letters are also the axis names in array annotations, which the tests check at every call.
 `A`, `B`, `C`, `D` and `dt` as *variables* are Mamba-2's own names for its parameters.

@@ -4,9 +4,13 @@ Written from the description of the block, not from the library's code; it share
 but the names of the parameters.
 """
 
+import math
+
 import jax
 import numpy as np
 from flax import nnx
+
+from stree_jax.layer_config import MlpConfig
 
 
 def parameters(model):
@@ -20,19 +24,151 @@ def parameters(model):
 def logits(model, tokens):
     """Logits `[T, V]` of one sequence of token ids."""
     config, p = model.config, parameters(model)
-    hidden = p["embedding"][np.asarray(tokens)] * config.embedding_multiplier
+    embedded = p["embedding"][np.asarray(tokens)] * config.embedding_multiplier
+    hidden, extra, num_shared = embedded, 0.0, 0
     for i, kind in enumerate(config.layers):
         block = p["blocks"][i]
-        normed = _rms(hidden, block["norm_scale"], config.norm_eps)
+        w = block["mixer"]
+        if kind == "shared":
+            shared = p["shared"][num_shared % config.shared.num_blocks]
+            both = np.concatenate([hidden, embedded], axis=1)
+            extra = _shared(config, shared, w, both)
+            num_shared += 1
+            continue
+        u = _rms(hidden + extra, block["norm_scale"], config.norm_eps)
         if kind == "mlp":
-            gate, up = np.split(normed @ block["mixer"]["in_proj"]["kernel"], 2, axis=1)
-            out = (_silu(gate) * up) @ block["mixer"]["out_proj"]["kernel"]
+            out = _mlp(config.mlp, w, u)
+        elif kind == "moe":
+            out = np.stack([_moe(config.moe, w, token) for token in u])
+        elif kind == "attention":
+            out = _attention(config.attention, w, u)
+        elif kind == "parallel":
+            out = _mixer(config.mamba2, w["mamba2"], u)
+            out = out + _attention(config.attention, w["attention"], u)
         else:
-            out = _mixer(config.mamba2, block["mixer"], normed)
-        hidden = hidden + config.residual_multiplier * out
+            out = _mixer(config.mamba2, w, u)
+        hidden, extra = hidden + config.residual_multiplier * out, 0.0
     hidden = _rms(hidden, p["final_norm_scale"], config.norm_eps)
     head = p["embedding"] if config.tie_embeddings else p["head"]
     return hidden @ head.T * config.logits_multiplier
+
+
+def _linear(w, x):
+    return x @ w["kernel"] + w.get("bias", 0.0)
+
+
+def _activate(name, x):
+    if name == "gelu":
+        return x * (1 + np.vectorize(math.erf)(x / np.sqrt(2))) / 2
+    return np.maximum(x, 0) ** 2 if name == "relu2" else _silu(x)
+
+
+def _mlp(c, w, u, extra=0.0):
+    hidden = _linear(w["in_proj"], u) + extra
+    if c.gated:
+        gate, up = np.split(hidden, 2, axis=-1)
+        hidden = _activate(c.activation, gate * c.gate_multiplier) * up
+    else:
+        hidden = _activate(c.activation, hidden)
+    return _linear(w["out_proj"], hidden) * c.output_multiplier
+
+
+def _moe(c, w, token):
+    """Of one token `[M]`."""
+    scores = token @ w["router"]
+    if c.router == "softmax":
+        chosen = np.argsort(-scores)[: c.num_active]
+        weights = np.exp(scores[chosen] - scores[chosen].max())
+        weights = weights / weights.sum()
+    else:
+        scores = 1 / (1 + np.exp(-scores))
+        preference = scores + w["correction"]
+        groups = np.split(preference, c.num_router_groups)
+        if c.num_router_groups > 1:
+            best_two = [np.sort(group)[-2:].sum() for group in groups]
+            for group in np.argsort(best_two)[: c.num_router_groups - c.num_active_groups]:
+                groups[group][:] = -np.inf
+        chosen = np.argsort(-np.concatenate(groups))[: c.num_active]
+        weights = scores[chosen]
+        if c.normalise:
+            weights = weights / weights.sum()
+        weights = weights * c.scale
+    x = token if c.latent_size is None else _linear(w["latent_in"], token)
+    y = 0.0
+    for expert, weight in zip(chosen, weights, strict=True):
+        one = {
+            "in_proj": {"kernel": w["experts_in"][expert]},
+            "out_proj": {"kernel": w["experts_out"][expert]},
+        }
+        y = y + weight * _mlp(MlpConfig(1, activation=c.activation, gated=c.gated), one, x)
+    y = y if c.latent_size is None else _linear(w["latent_out"], y)
+    if c.shared_size:
+        y = y + _mlp(MlpConfig(1, activation=c.activation, gated=c.gated), w["shared"], token)
+    return y
+
+
+def _shared(config, shared, w, both):
+    x = _rms(both, shared["norm_scale"], config.norm_eps)
+
+    def adapter(a, x):
+        return _linear(a["up"], _linear(a["down"], x))
+
+    extra = 0.0
+    if config.shared.attention_adapters:
+        extra = np.concatenate([adapter(w["qkv_adapters"][i], x) for i in range(3)], axis=1)
+    y = _attention(config.attention, shared["attention"], x, extra)
+    y = _rms(y, shared["mlp_norm_scale"], config.norm_eps)
+    return _linear(w["out_proj"], _mlp(config.mlp, shared["mlp"], y, adapter(w["mlp_adapter"], y)))
+
+
+def _attention(c, w, u, extra=0.0):
+    length = len(u)
+    projected = _linear(w["in_proj"], u * c.input_multiplier)
+    inner, keys_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    ends = np.cumsum([inner + 2 * keys_size, c.mlp_dim])
+    qkv, gate, up = np.split(projected, ends, axis=1)
+    qkv = qkv + extra
+    if c.conv_width:
+        padded = np.concatenate([np.zeros((c.conv_width - 1, qkv.shape[1])), qkv])
+        qkv = w["conv_bias"] + np.stack(
+            [(padded[t : t + c.conv_width] * w["conv_weight"]).sum(0) for t in range(length)]
+        )
+    q, k, v = (
+        part.reshape(length, -1, c.head_dim)
+        for part in np.split(qkv, [inner, inner + keys_size], axis=1)
+    )
+    k = k * c.key_multiplier
+    for t in range(length):
+        q[t], k[t] = _rotated(c, q[t], t), _rotated(c, k[t], t)
+    scale = c.head_dim**-0.5 if c.scale is None else c.scale
+    y = np.zeros_like(q)
+    for t in range(length):
+        for h in range(c.num_heads):
+            g = h * c.num_kv_heads // c.num_heads
+            scores = scale * (k[: t + 1, g] @ q[t, h])
+            weights = np.exp(scores - scores.max())
+            y[t, h] = weights @ v[: t + 1, g] / weights.sum()
+    y = np.concatenate([y.reshape(length, -1), _silu(gate) * up], axis=1)
+    return _linear(w["out_proj"], y) * c.output_multiplier
+
+
+def _rotated(c, heads, position):
+    """Heads `[W, E]` at a position: channels i and rotary_dim / 2 + i are one complex number."""
+    heads, half = heads.copy(), c.rotary_dim // 2
+    for i in range(half):
+        frequency = c.rope_theta ** (-2 * i / c.rotary_dim)
+        if c.rope_scaling is not None:
+            s, wavelength = c.rope_scaling, 2 * np.pi / frequency
+            if wavelength > s.original_length / s.low_freq_factor:
+                frequency = frequency / s.factor
+            elif wavelength > s.original_length / s.high_freq_factor:
+                smooth = s.original_length / wavelength - s.low_freq_factor
+                smooth = smooth / (s.high_freq_factor - s.low_freq_factor)
+                frequency = (1 - smooth) * frequency / s.factor + smooth * frequency
+        turned = heads[:, i] + 1j * heads[:, half + i]
+        turned = turned * np.exp(1j * position * frequency)
+        heads[:, i], heads[:, half + i] = turned.real, turned.imag
+    return heads
 
 
 def _rms(x, scale, eps, groups=1):
@@ -103,5 +239,4 @@ def _mixer(c, p, u):
     else:
         y = y * _silu(z)
     y = np.concatenate([_silu(z0) * x0, y], axis=1)
-    out = y @ p["out_proj"]["kernel"]
-    return out + p["out_proj"]["bias"] if c.out_proj_bias else out
+    return _linear(p["out_proj"], y) * c.output_multiplier

@@ -7,6 +7,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from stree_jax import HybridLM, ModelConfig
+from stree_jax.layer_config import (
+    AttentionConfig,
+    Mamba2Config,
+    MlpConfig,
+    MoeConfig,
+    RopeScaling,
+    SharedConfig,
+)
 
 # One config for each group of knobs. With tied embeddings a random model likes to repeat itself, so
 # the one that most decoding tests use is untied.
@@ -48,6 +56,121 @@ CONFIGS = {
 }
 
 
+def _hybrid(layers, **parts):
+    """A small hybrid; untied, since with tied embeddings a random model repeats itself."""
+    shape = dict(
+        vocab_size=37,
+        d_model=16,
+        layers=layers,
+        mamba2=Mamba2Config(num_heads=4, head_dim=8, state_size=8, chunk_size=8),
+        attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8),
+        mlp=MlpConfig(24),
+        tie_embeddings=False,
+        residual_float32=False,
+    )
+    return ModelConfig(**(shape | parts))
+
+
+# One for each family of hybrids, with the knobs that it has.
+HYBRIDS = {
+    "bamba": _hybrid(
+        ("mamba2", "mlp", "attention", "mlp"),
+        attention=AttentionConfig(
+            num_heads=4, num_kv_heads=2, head_dim=8, rotary_dim=4, qkv_bias=True, out_bias=True
+        ),
+        mlp=MlpConfig(24, bias=True),
+    ),
+    "mamba_in_llama": _hybrid(
+        ("mamba2", "mlp", "attention", "mlp"),
+        mamba2=Mamba2Config(
+            num_heads=4,
+            head_dim=4,
+            state_size=4,
+            num_groups=4,
+            num_x_heads=2,
+            num_b_groups=2,
+            chunk_size=8,
+        ),
+        attention=AttentionConfig(
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=4,
+            rotary_dim=4,
+            rope_theta=100.0,
+            rope_scaling=RopeScaling(8.0, 1.0, 4.0, 24),
+        ),
+    ),
+    "mamba2attn": _hybrid(
+        ("mamba2", "attention", "mamba2"),
+        attention=AttentionConfig(
+            num_heads=3, num_kv_heads=1, head_dim=8, rotary_dim=4, conv_width=3, mlp_dim=6
+        ),
+        residual_float32=True,
+        padded_vocab_size=40,
+    ),
+    "falcon_h1": _hybrid(
+        ("parallel", "mlp"),
+        mamba2=Mamba2Config(
+            num_heads=4,
+            head_dim=8,
+            state_size=8,
+            chunk_size=8,
+            norm="none",
+            input_multiplier=1.25,
+            output_multiplier=0.8,
+            section_multipliers=(1.1, 0.9, 1.2, 0.8, 1.3),
+        ),
+        attention=AttentionConfig(
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=6,
+            rotary_dim=6,
+            input_multiplier=1.1,
+            key_multiplier=0.7,
+            output_multiplier=0.9,
+        ),
+        mlp=MlpConfig(24, gate_multiplier=0.9, output_multiplier=0.7),
+        embedding_multiplier=2.0,
+        logits_multiplier=0.5,
+    ),
+    "granite_moe": _hybrid(
+        ("mamba2", "moe", "attention", "moe"),
+        attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.2),
+        moe=MoeConfig(num_experts=4, num_active=2, hidden_size=12, shared_size=10),
+        mlp=None,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.6,
+        logits_multiplier=0.4,
+    ),
+    "nemotron_h": _hybrid(
+        ("mamba2", "mlp", "attention", "moe"),
+        mlp=MlpConfig(24, activation="relu2", gated=False),
+        moe=MoeConfig(
+            num_experts=6,
+            num_active=2,
+            hidden_size=12,
+            router="sigmoid",
+            num_router_groups=3,
+            num_active_groups=2,
+            scale=2.5,
+            latent_size=8,
+            shared_size=10,
+            activation="relu2",
+            gated=False,
+        ),
+    ),
+    "zamba2": _hybrid(
+        ("mamba2", "shared", "mamba2", "shared", "mamba2", "shared", "mamba2"),
+        attention=AttentionConfig(
+            num_heads=4, num_kv_heads=4, head_dim=8, input_multiple=2, scale=0.5, rotary_dim=8
+        ),
+        mlp=MlpConfig(24, activation="gelu"),
+        shared=SharedConfig(num_blocks=2, adapter_rank=3, attention_adapters=True),
+    ),
+}
+CONFIGS |= {f"{name} hybrid": config for name, config in HYBRIDS.items()}
+
+
 @functools.cache
 def tiny_model(name="plain", seed=0, dtype="float32", implementation=None):
     """A model of this config with random weights, norms not 1, D not 1 and lively time steps."""
@@ -74,8 +197,10 @@ def randomised(model, seed):
             value = 0.2 * noise
         elif "conv_weight" in name:
             value = 0.5 * noise
+        elif "correction" in name:
+            value = 0.3 * noise
         else:  # matrices
-            value = noise * (1.0 if "embedding" in name else leaf.shape[0] ** -0.5)
+            value = noise * (1.0 if "embedding" in name else leaf.shape[-2] ** -0.5)
         new.append(value.astype(leaf.dtype))
     return nnx.merge(graphdef, jax.tree.unflatten(structure, new))
 

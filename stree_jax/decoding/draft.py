@@ -39,8 +39,11 @@ class Drafter(Protocol):
         """
         ...
 
-    def prepare(self, context: Context, topology: TreeTopology) -> Any:
-        """The state before the first step. The context's last token, the root, is not read yet."""
+    def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> Any:
+        """The state before the first step. The context's last token, the root, is not read yet.
+
+        No row will have more than `max_length` tokens, prompt included.
+        """
         ...
 
     def propose(
@@ -133,13 +136,13 @@ class ModelDrafter(nnx.Module):
             )
         return self._children
 
-    def prepare(self, context: Context, topology: TreeTopology) -> ModelDraftState:
+    def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> ModelDraftState:
         """See `Drafter`."""
         batch = context.length.shape[0]
         num_nodes = 1 + len(_inner_nodes(topology))
         none = jnp.full(batch, -1, jnp.int32)
         return ModelDraftState(
-            cache=prefill(self.model, context.tokens, context.length - 1),
+            cache=prefill(self.model, context.tokens, context.length - 1, max_length),
             pending=init_pending(self.model.config, batch, num_nodes, self.model.dtype),
             path=Path(
                 jnp.zeros((batch, num_nodes), bool), jnp.tile(none[:, None], num_nodes), none
@@ -342,7 +345,7 @@ class NgramDrafter(nnx.Module):
         """See `Drafter`. Lookups are deterministic, as the top k are."""
         return "top_k"
 
-    def prepare(self, context: Context, topology: TreeTopology) -> None:
+    def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> None:
         """See `Drafter`. All there is to remember is in the context."""
 
     def propose(

@@ -61,6 +61,7 @@ class SpeculativeDecoder:
         num_nodes, depth = self.topology.num_nodes, self.topology.depth
         # Room for the new tokens, and for writing one whole path past the end.
         tokens = jnp.pad(prompts.tokens, ((0, 0), (0, self.capacity + depth + 1)))
+        max_length = prompts.tokens.shape[1] + self.capacity
         zeros = jnp.zeros(batch, jnp.int32)
         nowhere = jnp.full((batch, num_nodes), -1, jnp.int32)
         return DecodeState(
@@ -68,10 +69,12 @@ class SpeculativeDecoder:
             emitted=zeros,
             done=jnp.zeros(batch, bool),
             failed=zeros,
-            cache=prefill(model, prompts.tokens, prompts.length - 1),
+            cache=prefill(model, prompts.tokens, prompts.length - 1, max_length),
             pending=init_pending(model.config, batch, num_nodes, model.dtype),
             path=Path(jnp.zeros((batch, num_nodes), bool), nowhere, zeros - 1),
-            drafter=None if drafter is None else drafter.prepare(prompts, self.topology),
+            drafter=(
+                None if drafter is None else drafter.prepare(prompts, self.topology, max_length)
+            ),
             keys=keys,
             step=jnp.int32(0),
             statistics=Statistics(zeros, zeros, zeros, zeros, jnp.zeros((batch, depth), jnp.int32)),

@@ -12,11 +12,15 @@ from stree_jax.models.lm import HybridLM
 PIECE = 512
 
 
-def prefill(model: HybridLM, tokens: Tokens, lengths: Lengths) -> Cache:
-    """The cache after the first `lengths` tokens of each right-padded row."""
+def prefill(model: HybridLM, tokens: Tokens, lengths: Lengths, max_length: int) -> Cache:
+    """The cache after the first `lengths` tokens of each right-padded row.
+
+    It has places for `max_length` tokens.
+    """
     batch, width = tokens.shape
+    cache = model.init_cache(batch, max_length)
     if width <= PIECE:
-        return model.prefill(tokens, lengths)[1]
+        return model.prefill(tokens, lengths, cache)[1]
     pieces = jnp.pad(tokens, ((0, 0), (0, -width % PIECE))).reshape(batch, -1, PIECE).swapaxes(0, 1)
 
     def read(cache: Cache, piece: tuple) -> tuple[Cache, None]:
@@ -24,5 +28,5 @@ def prefill(model: HybridLM, tokens: Tokens, lengths: Lengths) -> Cache:
         here = jnp.clip(lengths - index * PIECE, 0, PIECE)
         return model.prefill(tokens, here, cache)[1], None
 
-    cache, _ = lax.scan(read, model.init_cache(batch), (jnp.arange(len(pieces)), pieces))
+    cache, _ = lax.scan(read, cache, (jnp.arange(len(pieces)), pieces))
     return cache

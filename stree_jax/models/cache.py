@@ -1,17 +1,19 @@
-"""What a model carries from step to step, and the one function that owns its shapes.
+"""What a model carries from step to step, and the functions that own its shapes.
 
 A cache has seen every token but the last emitted one: that token is the root of the next tree. A
 forward over a tree leaves the cache as it is and returns a *pending* record; replaying one path of
 that record is what advances the cache (activation replay, STree section 3).
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
-from stree_jax.config import Mamba2Config, ModelConfig
+from stree_jax.config import ModelConfig
+from stree_jax.layer_config import AttentionConfig, Mamba2Config
 from stree_jax.tree import Tree
 
 
@@ -31,15 +33,49 @@ class Mamba2Pending(NamedTuple):
     conv_input: Float[Array, "B N C"]
 
 
+class AttentionCache(NamedTuple):
+    """What an attention layer keeps: a fixed number L of places, filled from the front."""
+
+    keys: Float[Array, "B U L E"]
+    values: Float[Array, "B U L E"]
+    length: Int[Array, " B"]  # places that are filled
+    conv: Float[Array, "B J C"] | None  # as Mamba-2's; None if there is no convolution
+
+
+class AttentionPending(NamedTuple):
+    """Keys and values of the N nodes of a tree."""
+
+    keys: Float[Array, "B N U E"]
+    values: Float[Array, "B N U E"]
+    conv_input: Float[Array, "B N C"] | None
+
+
+class ParallelCache(NamedTuple):
+    """What a layer with Mamba-2 and attention side by side keeps."""
+
+    mamba2: Mamba2Cache
+    attention: AttentionCache
+
+
+class ParallelPending(NamedTuple):
+    """What it needs to advance."""
+
+    mamba2: Mamba2Pending
+    attention: AttentionPending
+
+
 class Nothing(NamedTuple):
     """What a layer without memory, an MLP, keeps and needs."""
 
 
 # One entry a layer.
-LayerCache = Mamba2Cache | Nothing
-LayerPending = Mamba2Pending | Nothing
+LayerCache = Mamba2Cache | AttentionCache | ParallelCache | Nothing
+LayerPending = Mamba2Pending | AttentionPending | ParallelPending | Nothing
 Cache = tuple[LayerCache, ...]
 Pending = tuple[LayerPending, ...]
+
+# For each conv width of a model, a table of which inputs are convolved; the same for all layers.
+Windows = dict[int, Int[Array, "..."]]
 
 
 class Path(NamedTuple):
@@ -56,38 +92,93 @@ def path_to(tree: Tree, last: Int[Array, " B"]) -> Path:
     return Path(row & (last >= 0)[:, None], tree.parents, last)
 
 
-def init_cache(config: ModelConfig, batch: int, dtype: DTypeLike) -> Cache:
-    """The cache before the first token: zeros. `dtype` is that of the weights."""
+def conv_widths(config: ModelConfig) -> tuple[int, ...]:
+    """The conv widths that occur in a model."""
+    widths = set()
+    if config.mamba2 is not None:
+        widths.add(config.mamba2.conv_width)
+    if config.attention is not None and config.attention.conv_width:
+        widths.add(config.attention.conv_width)
+    return tuple(sorted(widths))
 
-    def new(kind: str) -> LayerCache:
-        if kind == "mlp":
-            return Nothing()
-        m = _mamba2(config)
+
+def init_cache(config: ModelConfig, batch: int, max_length: int, dtype: DTypeLike) -> Cache:
+    """The cache before the first token: zeros.
+
+    Args:
+        config: the model's.
+        batch: rows.
+        max_length: places of the attention layers; Mamba-2 layers are the same size for any length.
+        dtype: of the weights.
+    """
+
+    def mamba2(m: Mamba2Config) -> Mamba2Cache:
         return Mamba2Cache(
             ssm=jnp.zeros((batch, m.num_heads, m.head_dim, m.state_size), jnp.float32),
             conv=jnp.zeros((batch, m.conv_width - 1, m.conv_channels), dtype),
         )
 
-    return tuple(new(kind) for kind in config.layers)
+    def attention(a: AttentionConfig) -> AttentionCache:
+        shape = (batch, a.num_kv_heads, max_length, a.head_dim)
+        conv = (batch, a.conv_width - 1, sum(a.projected_sizes))
+        return AttentionCache(
+            keys=jnp.zeros(shape, dtype),
+            values=jnp.zeros(shape, dtype),
+            length=jnp.zeros(batch, jnp.int32),
+            conv=jnp.zeros(conv, dtype) if a.conv_width else None,
+        )
+
+    return _by_kind(config, mamba2, attention, ParallelCache)
 
 
 def init_pending(config: ModelConfig, batch: int, num_nodes: int, dtype: DTypeLike) -> Pending:
     """The pending record of a tree that was never run, for replay along the empty path."""
 
-    def new(kind: str) -> LayerPending:
-        if kind == "mlp":
-            return Nothing()
-        m = _mamba2(config)
+    def zeros(*shape: int, dtype: DTypeLike = dtype) -> Array:
+        return jnp.zeros((batch, num_nodes, *shape), dtype)
+
+    def mamba2(m: Mamba2Config) -> Mamba2Pending:
         return Mamba2Pending(
-            x=jnp.zeros((batch, num_nodes, m.num_heads, m.head_dim), dtype),
-            dt=jnp.zeros((batch, num_nodes, m.num_heads), jnp.float32),
-            B=jnp.zeros((batch, num_nodes, m.num_groups, m.state_size), dtype),
-            conv_input=jnp.zeros((batch, num_nodes, m.conv_channels), dtype),
+            x=zeros(m.num_heads, m.head_dim),
+            dt=zeros(m.num_heads, dtype=jnp.float32),
+            B=zeros(m.num_groups, m.state_size),
+            conv_input=zeros(m.conv_channels),
         )
 
-    return tuple(new(kind) for kind in config.layers)
+    def attention(a: AttentionConfig) -> AttentionPending:
+        return AttentionPending(
+            keys=zeros(a.num_kv_heads, a.head_dim),
+            values=zeros(a.num_kv_heads, a.head_dim),
+            conv_input=zeros(sum(a.projected_sizes)) if a.conv_width else None,
+        )
+
+    return _by_kind(config, mamba2, attention, ParallelPending)
 
 
-def _mamba2(config: ModelConfig) -> Mamba2Config:
-    assert config.mamba2 is not None  # HybridLM refuses models without it
-    return config.mamba2
+def _by_kind(
+    config: ModelConfig,
+    mamba2: Callable[[Mamba2Config], Any],
+    attention: Callable[[AttentionConfig], Any],
+    parallel: Callable[[Any, Any], Any],
+) -> tuple[Any, ...]:
+    """One entry a layer."""
+
+    def new(kind: str) -> Any:
+        match kind:
+            case "mamba2":
+                return mamba2(_present(config.mamba2))
+            case "attention" | "shared":
+                return attention(_present(config.attention))
+            case "parallel":
+                return parallel(
+                    mamba2(_present(config.mamba2)), attention(_present(config.attention))
+                )
+            case _:
+                return Nothing()
+
+    return tuple(map(new, config.layers))
+
+
+def _present(part: Any) -> Any:
+    assert part is not None  # ModelConfig checks that layers have their configs
+    return part

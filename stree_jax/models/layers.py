@@ -6,7 +6,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from stree_jax.array_types import Array, Float
+from stree_jax.array_types import Array, Float, Lengths
 
 
 def linear(
@@ -50,7 +50,41 @@ def causal_conv1d(
     return jnp.asarray(output, inputs.dtype)
 
 
+def activate(name: str, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """One of `layer_config.ACTIVATIONS`, evaluated in float32."""
+    wide = x.astype(jnp.float32)
+    match name:
+        case "silu":
+            wide = wide * jax.nn.sigmoid(wide)
+        case "gelu":
+            wide = jax.nn.gelu(wide, approximate=False)
+        case "relu2":
+            wide = jnp.square(jax.nn.relu(wide))
+        case _:
+            raise AssertionError(name)
+    return wide.astype(x.dtype)
+
+
 def silu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """`x * sigmoid(x)`, evaluated in float32."""
-    wide = x.astype(jnp.float32)
-    return (wide * jax.nn.sigmoid(wide)).astype(x.dtype)
+    return activate("silu", x)
+
+
+def scaled(x: Float[Array, "*shape"], multiplier: float) -> Float[Array, "*shape"]:
+    """`multiplier * x` in the dtype of `x`; nothing at all if the multiplier is 1."""
+    return x if multiplier == 1.0 else x * jnp.asarray(multiplier, x.dtype)
+
+
+def split_last(x: Array, *sizes: int) -> list[Array]:
+    """Splits the last axis into parts of these sizes and the rest."""
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return jnp.split(x, ends, axis=-1)
+
+
+def conv_state_after(
+    conv_state: Float[Array, "B J C"], inputs: Float[Array, "B T C"], lengths: Lengths
+) -> Float[Array, "B J C"]:
+    """The conv state after `lengths` real inputs: the last `J` of state and inputs."""
+    context = jnp.concatenate([conv_state, inputs.astype(conv_state.dtype)], axis=1)
+    rows = lengths[:, None] + jnp.arange(conv_state.shape[1])
+    return jnp.take_along_axis(context, rows[..., None], axis=1)

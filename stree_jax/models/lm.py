@@ -1,6 +1,7 @@
 """`HybridLM`: embedding, a stack of pre-norm blocks, output head; over sequences and over trees."""
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,27 @@ from pallas_kernels import conv_window, replay_window
 from pallas_kernels.numerics import contract
 from stree_jax.array_types import Array, Bool, Float, Int, Lengths, Tokens
 from stree_jax.config import ModelConfig
-from stree_jax.models.cache import Cache, LayerCache, Path, Pending, init_cache
+from stree_jax.models.attention import AttentionMixer
+from stree_jax.models.cache import (
+    Cache,
+    LayerCache,
+    LayerPending,
+    Path,
+    Pending,
+    Windows,
+    conv_widths,
+    init_cache,
+)
 from stree_jax.models.layers import rms_norm
 from stree_jax.models.mamba2 import Mamba2Mixer
-from stree_jax.models.mlp import GatedMlp
+from stree_jax.models.mlp import Mlp
+from stree_jax.models.moe import MixtureOfExperts
+from stree_jax.models.parallel import ParallelMixer
+from stree_jax.models.shared import SharedLayer, SharedTransformer
 from stree_jax.tree import Tree
 
 
+@runtime_checkable
 class Mixer(Protocol):
     """What a layer of any kind does; its cache and its pending record are its own business."""
 
@@ -28,18 +43,18 @@ class Mixer(Protocol):
         ...
 
     def tree(
-        self, u: Array, tree: Tree, window: Array, cache: Any, grown: Any = None
+        self, u: Array, tree: Tree, windows: Windows, cache: Any, grown: Any = None
     ) -> tuple[Array, Any]:
         """Runs the last nodes of a tree; returns outputs and the pending record of all nodes."""
         ...
 
-    def replay(self, cache: Any, pending: Any, path: Path, window: Array) -> Any:
+    def replay(self, cache: Any, pending: Any, path: Path, windows: Windows) -> Any:
         """The cache after a path."""
         ...
 
 
 class Block(nnx.Module):
-    """Pre-norm mixer of one kind; the residual is added by the model."""
+    """A layer: pre-norm and mixer. The model adds what it gives to the residual stream."""
 
     def __init__(
         self,
@@ -50,24 +65,40 @@ class Block(nnx.Module):
         rngs: nnx.Rngs,
         implementation: str | None,
     ):
-        self.norm_scale = nnx.Param(jnp.ones(config.d_model, dtype))
+        self.kind = kind
         out_scale = len(config.layers) ** -0.5
-        self.mixer: Mixer
-        if kind == "mlp":
-            assert config.mlp is not None
-            self.mixer = GatedMlp(
-                config.mlp, config.d_model, dtype=dtype, rngs=rngs, out_scale=out_scale
-            )
-        else:
+        # A "shared" layer has its norm with the weights that it shares.
+        self.norm_scale = None if kind == "shared" else nnx.Param(jnp.ones(config.d_model, dtype))
+        options: dict[str, Any] = dict(dtype=dtype, rngs=rngs, out_scale=out_scale)
+
+        def mamba2() -> Mamba2Mixer:
             assert config.mamba2 is not None
-            self.mixer = Mamba2Mixer(
-                config.mamba2,
-                config.d_model,
-                dtype=dtype,
-                rngs=rngs,
-                out_scale=out_scale,
-                implementation=implementation,
+            return Mamba2Mixer(
+                config.mamba2, config.d_model, implementation=implementation, **options
             )
+
+        def attention() -> AttentionMixer:
+            assert config.attention is not None
+            return AttentionMixer(config.attention, config.d_model, **options)
+
+        self.mixer: Mixer | SharedLayer
+        match kind:
+            case "mamba2":
+                self.mixer = mamba2()
+            case "attention":
+                self.mixer = attention()
+            case "parallel":
+                self.mixer = ParallelMixer(mamba2(), attention())
+            case "mlp":
+                assert config.mlp is not None
+                self.mixer = Mlp(config.mlp, config.d_model, **options)
+            case "moe":
+                assert config.moe is not None
+                self.mixer = MixtureOfExperts(config.moe, config.d_model, **options)
+            case "shared":
+                self.mixer = SharedLayer(config, **options)
+            case _:
+                raise AssertionError(kind)  # ModelConfig knows the kinds
 
 
 class HybridLM(nnx.Module):
@@ -85,7 +116,7 @@ class HybridLM(nnx.Module):
             works.
 
     Raises:
-        ValueError: the config needs a kind of layer that this version cannot run.
+        ValueError: a model without memory, or another dtype.
     """
 
     def __init__(
@@ -96,14 +127,8 @@ class HybridLM(nnx.Module):
         rngs: nnx.Rngs,
         implementation: str | None = None,
     ):
-        unsupported = sorted(set(config.layers) - {"mamba2", "mlp"})
-        if unsupported:
-            raise ValueError(
-                f"layers of kind {unsupported} cannot be run by this version of stree_jax,"
-                " only 'mamba2' and 'mlp'"
-            )
-        if "mamba2" not in config.layers:
-            raise ValueError(f"layers = {config.layers} has no 'mamba2', so nothing to remember")
+        if not set(config.layers) - {"mlp", "moe"}:
+            raise ValueError(f"layers = {config.layers} have nothing that remembers other tokens")
         if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
             raise ValueError(f"dtype must be float32 or bfloat16, got {jnp.dtype(dtype).name}")
         self.config = config
@@ -117,6 +142,10 @@ class HybridLM(nnx.Module):
         self.blocks = nnx.List(
             Block(kind, config, dtype=dtype, rngs=rngs, implementation=implementation)
             for kind in config.layers
+        )
+        num_shared = 0 if config.shared is None else config.shared.num_blocks
+        self.shared = nnx.List(
+            SharedTransformer(config, dtype=dtype, rngs=rngs) for _ in range(num_shared)
         )
         self.final_norm_scale = nnx.Param(jnp.ones(config.d_model, dtype))
         self.head = None if config.tie_embeddings else new_embedding()
@@ -142,12 +171,16 @@ class HybridLM(nnx.Module):
     def __call__(self, tokens: Tokens) -> Float[Array, "B T V"]:
         """Next-token logits of whole sequences, in float32; V counts padded vocabulary rows too."""
         lengths = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
-        hidden, _ = self._sequence(tokens, lengths, self.init_cache(tokens.shape[0]))
+        hidden, _ = self._sequence(tokens, lengths, self.init_cache(tokens.shape[0], 0))
         return self._logits(hidden)
 
-    def init_cache(self, batch: int) -> Cache:
-        """The cache before the first token."""
-        return init_cache(self.config, batch, self.dtype)
+    def init_cache(self, batch: int, max_length: int) -> Cache:
+        """The cache before the first token, with places for `max_length` tokens.
+
+        Only attention layers have places. A row that gets more tokens than places gives NaN from
+        then on, never a wrong number.
+        """
+        return init_cache(self.config, batch, max_length, self.dtype)
 
     def prefill(
         self, tokens: Tokens, lengths: Lengths, cache: Cache | None = None
@@ -157,13 +190,14 @@ class HybridLM(nnx.Module):
         Args:
             tokens: any valid ids on the padding.
             lengths: real tokens of each row, 0 to T; a row of length 0 keeps its cache.
-            cache: what came before; None: nothing.
+            cache: what came before, with places for these tokens too; None: nothing, and places for
+                these T tokens only.
 
         Returns:
             Logits after the last real token of each row (meaningless for length 0), and the cache.
         """
         with jax.named_scope("prefill"):
-            cache = self.init_cache(tokens.shape[0]) if cache is None else cache
+            cache = self.init_cache(*tokens.shape) if cache is None else cache
             hidden, cache = self._sequence(tokens, lengths, cache)
             rows = jnp.maximum(lengths - 1, 0)[:, None, None]
             return self._logits(jnp.take_along_axis(hidden, rows, axis=1))[:, 0], cache
@@ -196,45 +230,79 @@ class HybridLM(nnx.Module):
             if replay is not None:
                 cache = self.replay(cache, *replay)
             num_queries = tokens.shape[1]
-            window = conv_window(tree.parents, self._conv_width())[:, -num_queries:]
-            hidden = self._embed(tokens)
-            pending = []
-            for i, block in enumerate(self.blocks):
-                with jax.named_scope(f"layer_{i}"):
-                    out, record = block.mixer.tree(
-                        self._normed(hidden, block.norm_scale),
-                        tree,
-                        window,
-                        cache[i],
-                        None if grown is None else grown[i],
-                    )
-                    hidden = self._add(hidden, out)
-                    pending.append(record)
+            windows = {
+                width: conv_window(tree.parents, width)[:, -num_queries:]
+                for width in conv_widths(self.config)
+            }
+            above = (None,) * len(self.blocks) if grown is None else grown
+
+            def run(index: int, mixer: Mixer, u: Array) -> tuple[Array, LayerPending]:
+                return mixer.tree(u, tree, windows, cache[index], above[index])
+
+            hidden, pending = self._stack(tokens, run)
             if num_logits is not None:
                 hidden = hidden[:, num_queries - num_logits :]
-            return self._logits(hidden), tuple(pending), cache
+            return self._logits(hidden), pending, cache
 
     def replay(self, cache: Cache, pending: Pending, path: Path) -> Cache:
         """The cache after the nodes of `path`."""
         with jax.named_scope("replay"):
-            window = replay_window(path.parents, path.last, self._conv_width())
+            windows = {
+                width: replay_window(path.parents, path.last, width)
+                for width in conv_widths(self.config)
+            }
             return tuple(
-                block.mixer.replay(layer_cache, record, path, window)
-                for block, layer_cache, record in zip(self.blocks, cache, pending, strict=True)
+                mixer.replay(layer_cache, record, path, windows)
+                for mixer, layer_cache, record in zip(self._mixers(), cache, pending, strict=True)
             )
 
     def _sequence(self, tokens: Array, lengths: Array, cache: Cache) -> tuple[Array, Cache]:
         mask = jnp.arange(tokens.shape[1]) < lengths[:, None]
-        hidden = self._embed(tokens)
-        new_cache: list[LayerCache] = []
-        for i, block in enumerate(self.blocks):
+
+        def run(index: int, mixer: Mixer, u: Array) -> tuple[Array, LayerCache]:
+            return mixer(u, cache[index], mask, lengths)
+
+        return self._stack(tokens, run)
+
+    def _stack(
+        self, tokens: Array, run: Callable[[int, Mixer, Array], tuple[Array, Any]]
+    ) -> tuple[Array, tuple]:
+        """The residual stream after all layers, and what `run` gives beside each one's output.
+
+        Args:
+            tokens: `[B, T]`.
+            run: applies a layer's mixer to its input.
+        """
+        hidden = embedded = self._embed(tokens)
+        extra: Array | None = None  # of a shared layer, for the input of the next
+        beside = []
+        for i, (block, mixer) in enumerate(zip(self.blocks, self._mixers(), strict=True)):
             with jax.named_scope(f"layer_{i}"):
-                out, layer_cache = block.mixer(
-                    self._normed(hidden, block.norm_scale), cache[i], mask, lengths
-                )
-                hidden = self._add(hidden, out)
-                new_cache.append(layer_cache)
-        return hidden, tuple(new_cache)
+                if block.norm_scale is None:
+                    u = jnp.concatenate([hidden, embedded], axis=-1).astype(self.dtype)
+                else:
+                    u = hidden if extra is None else hidden + extra
+                    u = self._normed(u, block.norm_scale)
+                out, record = run(i, mixer, u)
+                if block.kind == "shared":
+                    extra = out.astype(hidden.dtype)
+                else:
+                    hidden, extra = self._add(hidden, out), None
+                beside.append(record)
+        return hidden, tuple(beside)
+
+    def _mixers(self) -> list[Mixer]:
+        """The mixer of each layer; the j-th shared layer uses shared block j modulo their count."""
+        mixers: list[Mixer] = []
+        num_uses = 0
+        for block in self.blocks:
+            if isinstance(block.mixer, SharedLayer):
+                transformer = self.shared[num_uses % len(self.shared)]
+                mixers.append(block.mixer.using(transformer))
+                num_uses += 1
+            else:
+                mixers.append(block.mixer)
+        return mixers
 
     def _embed(self, tokens: Array) -> Array:
         hidden = self.embedding[...][tokens] * self.config.embedding_multiplier
@@ -251,7 +319,3 @@ class HybridLM(nnx.Module):
             head = (self.embedding if self.head is None else self.head)[...]
             normed = self._normed(hidden, self.final_norm_scale)
             return contract("btm,vm->btv", normed, head) * self.config.logits_multiplier
-
-    def _conv_width(self) -> int:
-        assert self.config.mamba2 is not None
-        return self.config.mamba2.conv_width

@@ -18,10 +18,18 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import replay, replay_conv_state, ssd, tree_conv1d, tree_scan
-from stree_jax.array_types import Array, Bool, Float, Int, Lengths
-from stree_jax.config import Mamba2Config
-from stree_jax.models.cache import Mamba2Cache, Mamba2Pending, Path
-from stree_jax.models.layers import causal_conv1d, linear, rms_norm, silu
+from stree_jax.array_types import Array, Bool, Float, Lengths
+from stree_jax.layer_config import Mamba2Config
+from stree_jax.models.cache import Mamba2Cache, Mamba2Pending, Path, Windows
+from stree_jax.models.layers import (
+    causal_conv1d,
+    conv_state_after,
+    linear,
+    rms_norm,
+    scaled,
+    silu,
+    split_last,
+)
 from stree_jax.tree import Tree
 
 
@@ -118,17 +126,14 @@ class Mamba2Mixer(nnx.Module):
         y, state = ssd(
             x, dt, self._A(), B, C, self._D(), cache.ssm, chunk_size=self.config.chunk_size
         )
-        # The last K - 1 real inputs: rows length ... length + K - 2 of (state, inputs).
-        context = jnp.concatenate([cache.conv, conv_input.astype(cache.conv.dtype)], axis=1)
-        rows = lengths[:, None] + jnp.arange(cache.conv.shape[1])
-        conv_state = jnp.take_along_axis(context, rows[..., None], axis=1)
+        conv_state = conv_state_after(cache.conv, conv_input, lengths)
         return self._finish(y, projected), Mamba2Cache(state, conv_state)
 
     def tree(
         self,
         u: Float[Array, "B Q M"],
         tree: Tree,
-        window: Int[Array, "B Q K"],
+        windows: Windows,
         cache: Mamba2Cache,
         grown: Mamba2Pending | None = None,
     ) -> tuple[Float[Array, "B Q M"], Mamba2Pending]:
@@ -137,7 +142,7 @@ class Mamba2Mixer(nnx.Module):
         Args:
             u: inputs of the query nodes.
             tree: all N nodes so far.
-            window: the query rows of `conv_window(tree.parents, K)`.
+            windows: for each conv width K the query rows of `conv_window(tree.parents, K)`.
             cache: what came before the root.
             grown: the pending record of the first `N - Q` nodes; None if `Q == N`.
 
@@ -148,6 +153,7 @@ class Mamba2Mixer(nnx.Module):
         conv_input = projected.conv_input
         if grown is not None:
             conv_input = jnp.concatenate([grown.conv_input, conv_input], axis=1)
+        window = windows[self.config.conv_width]
         conv = tree_conv1d(conv_input, cache.conv, self.conv_weight[...], self._conv_bias(), window)
         x, B, C = self._split(conv)
         pending = Mamba2Pending(x, projected.dt, B, projected.conv_input)
@@ -167,9 +173,9 @@ class Mamba2Mixer(nnx.Module):
         return self._finish(y, projected), pending
 
     def replay(
-        self, cache: Mamba2Cache, pending: Mamba2Pending, path: Path, window: Int[Array, "B J"]
+        self, cache: Mamba2Cache, pending: Mamba2Pending, path: Path, windows: Windows
     ) -> Mamba2Cache:
-        """The cache after the path; `window` is `replay_window(path.parents, path.last, K)`."""
+        """The cache after the path; `windows[K]` is `replay_window(path.parents, path.last, K)`."""
         ssm = replay(
             pending.x,
             pending.dt,
@@ -179,19 +185,20 @@ class Mamba2Mixer(nnx.Module):
             path.mask,
             implementation=self.implementation,
         )
+        window = windows[self.config.conv_width]
         return Mamba2Cache(ssm, replay_conv_state(pending.conv_input, cache.conv, window))
 
     def _project(self, u: Array) -> Projected:
         c = self.config
-        zxbcdt = self.in_proj(u * jnp.asarray(c.input_multiplier, u.dtype))
+        zxbcdt = self.in_proj(scaled(u, c.input_multiplier))
         branch = None
         if c.mlp_dim:
-            branch_gate, branch, zxbcdt = _split_last(zxbcdt, c.mlp_dim, c.mlp_dim)
+            branch_gate, branch, zxbcdt = split_last(zxbcdt, c.mlp_dim, c.mlp_dim)
             branch = silu(branch_gate) * branch
         gate, x, B, C, dt = (
-            part if multiplier == 1.0 else part * jnp.asarray(multiplier, part.dtype)
+            scaled(part, multiplier)
             for part, multiplier in zip(
-                _split_last(zxbcdt, *c.projected_sizes[:-1]), c.section_multipliers, strict=True
+                split_last(zxbcdt, *c.projected_sizes[:-1]), c.section_multipliers, strict=True
             )
         )
         if c.repeat_before_conv:
@@ -207,7 +214,7 @@ class Mamba2Mixer(nnx.Module):
         """Takes x `[B, T, H, P]`, B and C `[B, T, G, S]` from the output of the convolution."""
         c = self.config
         x_heads, b_groups = c.conv_heads
-        x, B, C = _split_last(silu(conv), x_heads * c.head_dim, b_groups * c.state_size)
+        x, B, C = split_last(silu(conv), x_heads * c.head_dim, b_groups * c.state_size)
         x, B = self._repeat(x, c.head_dim, c.num_heads), self._repeat(B, c.state_size, c.num_groups)
         rows = conv.shape[:-1]
         return (
@@ -235,7 +242,7 @@ class Mamba2Mixer(nnx.Module):
             y = rms_norm(y, self.norm_scale[...], c.norm_eps, c.gate_groups) * gate
         if projected.branch is not None:
             y = jnp.concatenate([projected.branch, y], axis=-1)
-        return self.out_proj(y)
+        return scaled(self.out_proj(y), c.output_multiplier)
 
     def _conv_bias(self) -> Array | None:
         return None if self.conv_bias is None else self.conv_bias[...]
@@ -247,9 +254,3 @@ class Mamba2Mixer(nnx.Module):
         c = self.config
         per_channel = self.D[...].astype(jnp.float32).reshape(c.num_heads, -1)
         return jnp.broadcast_to(per_channel, (c.num_heads, c.head_dim))
-
-
-def _split_last(x: Array, *sizes: int) -> list[Array]:
-    """Splits the last axis into parts of these sizes and the rest."""
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return jnp.split(x, ends, axis=-1)

@@ -1,17 +1,46 @@
-"""A gated MLP with the interface of a mixer, for stacks in which it is a layer of its own."""
+"""MLPs with the interface of a mixer, for stacks in which they are layers of their own."""
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
 from stree_jax.array_types import Array, Float
-from stree_jax.config import MlpConfig
+from stree_jax.layer_config import MlpConfig
 from stree_jax.models.cache import Nothing
-from stree_jax.models.layers import linear, silu
+from stree_jax.models.layers import activate, linear, scaled
 
 
-class GatedMlp(nnx.Module):
-    """`out_proj(silu(gate) * up)` with `gate, up = in_proj(u)`, position by position.
+class Pointwise(nnx.Module):
+    """A mixer whose positions do not see each other: nothing to mask, to keep or to replay."""
+
+    def apply(self, u: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
+        """The function of one position."""
+        raise NotImplementedError
+
+    def __call__(
+        self, u: Float[Array, "B T M"], cache: Nothing, mask: object, lengths: object
+    ) -> tuple[Float[Array, "B T M"], Nothing]:
+        """See `Mamba2Mixer`."""
+        return self.apply(u), cache
+
+    def tree(
+        self,
+        u: Float[Array, "B Q M"],
+        tree: object,
+        windows: object,
+        cache: Nothing,
+        grown: Nothing | None = None,
+    ) -> tuple[Float[Array, "B Q M"], Nothing]:
+        """See `Mamba2Mixer`."""
+        return self.apply(u), Nothing()
+
+    def replay(self, cache: Nothing, pending: Nothing, path: object, windows: object) -> Nothing:
+        """See `Mamba2Mixer`."""
+        return cache
+
+
+class Mlp(Pointwise):
+    """`out_proj(activation(gate) * up)` with `gate, up = in_proj(u)`, or without a gate.
 
     Args:
         config: its shape.
@@ -30,32 +59,24 @@ class GatedMlp(nnx.Module):
         rngs: nnx.Rngs,
         out_scale: float = 1.0,
     ):
-        self.in_proj = linear(d_model, 2 * config.hidden_size, bias=False, dtype=dtype, rngs=rngs)
+        c = self.config = config
+        width = 2 * c.hidden_size if c.gated else c.hidden_size
+        self.in_proj = linear(d_model, width, bias=c.bias, dtype=dtype, rngs=rngs)
         self.out_proj = linear(
-            config.hidden_size, d_model, bias=False, dtype=dtype, rngs=rngs, scale=out_scale
+            c.hidden_size, d_model, bias=c.bias, dtype=dtype, rngs=rngs, scale=out_scale
         )
 
-    def __call__(
-        self, u: Float[Array, "B T M"], cache: Nothing, mask: object, lengths: object
-    ) -> tuple[Float[Array, "B T M"], Nothing]:
-        """See `Mamba2Mixer`; positions do not see each other, so there is nothing to mask."""
-        return self._apply(u), cache
-
-    def tree(
-        self,
-        u: Float[Array, "B Q M"],
-        tree: object,
-        window: object,
-        cache: Nothing,
-        grown: Nothing | None = None,
-    ) -> tuple[Float[Array, "B Q M"], Nothing]:
-        """See `Mamba2Mixer`."""
-        return self._apply(u), Nothing()
-
-    def replay(self, cache: Nothing, pending: Nothing, path: object, window: object) -> Nothing:
-        """See `Mamba2Mixer`."""
-        return cache
-
-    def _apply(self, u: Array) -> Array:
-        gate, up = jnp.split(self.in_proj(u), 2, axis=-1)
-        return self.out_proj(silu(gate) * up)
+    def apply(
+        self, u: Float[Array, "B T M"], adapter: Array | None = None
+    ) -> Float[Array, "B T M"]:
+        """The function of one position; `adapter` is added to gate and up (Zamba2)."""
+        c = self.config
+        hidden = self.in_proj(u)
+        if adapter is not None:
+            hidden = hidden + adapter
+        if c.gated:
+            gate, up = jnp.split(hidden, 2, axis=-1)
+            hidden = activate(c.activation, scaled(gate, c.gate_multiplier)) * up
+        else:
+            hidden = activate(c.activation, hidden)
+        return scaled(self.out_proj(hidden), c.output_multiplier)

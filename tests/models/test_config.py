@@ -1,12 +1,20 @@
+import dataclasses
 import json
 import math
 
+import jax
 import pytest
 from flax import nnx
 
-from stree_jax import HybridLM, Mamba2Config, ModelConfig
-from stree_jax.config import AttentionConfig, MlpConfig
-from tests.tiny import CONFIGS
+from stree_jax import HybridLM, ModelConfig
+from stree_jax.layer_config import (
+    AttentionConfig,
+    MlpConfig,
+    MoeConfig,
+    RopeScaling,
+    SharedConfig,
+)
+from tests.tiny import CONFIGS, HYBRIDS
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -65,16 +73,38 @@ def test_damaged_configs_are_refused(values, message):
         ModelConfig.from_dict(values)
 
 
-def test_layers_that_cannot_run_are_refused_by_name():
-    mixer = Mamba2Config(num_heads=2, head_dim=4, state_size=4)
-    shape = dict(vocab_size=9, d_model=8, mamba2=mixer)
-    attention = AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=4)
-    config = ModelConfig(layers=("mamba2", "attention"), attention=attention, **shape)
-    with pytest.raises(ValueError, match=r"\['attention'\] cannot be run by this version"):
+def test_a_model_remembers_something():
+    config = ModelConfig(vocab_size=9, d_model=8, layers=("mlp",), mlp=MlpConfig(8))
+    with pytest.raises(ValueError, match="nothing that remembers other tokens"):
         HybridLM(config, rngs=nnx.Rngs(0))
-    config = ModelConfig(layers=("mlp",), mlp=MlpConfig(8), **shape)
-    with pytest.raises(ValueError, match="has no 'mamba2'"):
-        HybridLM(config, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "message"),
+    [
+        (AttentionConfig, (4, 3, 8), "num_kv_heads = 3 does not divide num_heads = 4"),
+        (AttentionConfig, (4, 2, 8, 1, None, 5), "rotary_dim must be even and at most head_dim"),
+        (MlpConfig, (8, "tanh"), "activation must be one of .*'tanh'"),
+        (MoeConfig, (4, 5, 8), "num_active = 5 is more than the 4 experts"),
+        (MoeConfig, (4, 2, 8, "best"), "router must be one of .*'best'"),
+        (MoeConfig, (4, 2, 8, "sigmoid", 3), "3 groups of 4 experts is not possible"),
+        (RopeScaling, (8.0, 4.0, 1.0, 9), "0 < low_freq_factor < high_freq_factor"),
+        (SharedConfig, (0, 4), "num_blocks must be an integer of at least 1, got 0"),
+    ],
+)
+def test_bad_parts_are_named(part, values, message):
+    with pytest.raises(ValueError, match=message):
+        part(*values)
+
+
+def test_what_a_shared_layer_needs():
+    shape = dataclasses.asdict(HYBRIDS["zamba2"])
+    with pytest.raises(ValueError, match="to a 'mamba2' layer, which must come next"):
+        ModelConfig.from_dict(shape | {"layers": ("mamba2", "shared")})
+    with pytest.raises(ValueError, match="the shared config is missing"):
+        ModelConfig.from_dict(shape | {"shared": None})
+    with pytest.raises(ValueError, match="input_multiple is 2 in a model with 'shared' layers"):
+        ModelConfig.from_dict(shape | {"layers": ("mamba2", "attention")})
 
 
 def test_presets_have_the_published_size():
@@ -85,11 +115,22 @@ def test_presets_have_the_published_size():
         ModelConfig.preset("mamba3")
 
 
-def test_the_number_of_parameters_of_a_preset():
-    import jax
-
-    model = nnx.eval_shape(lambda: HybridLM(ModelConfig.preset("mamba2-130m"), rngs=nnx.Rngs(0)))
-    assert sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model))) == 128_989_632
+@pytest.mark.parametrize(
+    ("name", "num_parameters"),
+    [
+        ("mamba2-130m", 128_989_632),
+        ("MambaInLlama-8B", 8.0e9),
+        ("MambaInLlama-3B", 3.2e9),
+        ("Nemotron-H-8B", 8.1e9),
+        ("Falcon-H1-0.5B", 0.52e9),
+        ("Granite-4-H-350M", 0.34e9),
+        ("Granite-4-H-1B", 1.46e9),
+    ],
+)
+def test_the_number_of_parameters_of_a_preset(name, num_parameters):
+    _, weights = HybridLM.abstract(ModelConfig.preset(name))
+    size = sum(leaf.size for leaf in jax.tree.leaves(weights))
+    assert size == pytest.approx(num_parameters, rel=0.0 if name == "mamba2-130m" else 0.03)
 
 
 def test_other_weight_types_are_refused():

@@ -1,0 +1,1 @@
+"""Attention of tree nodes to a cached prefix and to their ancestors."""

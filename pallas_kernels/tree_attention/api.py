@@ -1,0 +1,42 @@
+"""Attention of tree nodes: to everything in a cache, and to their ancestors in the tree.
+
+A causal mask over the nodes makes it ordinary attention of a sequence that continues a cache; an
+empty cache makes it attention of a whole sequence.
+"""
+
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.tree_attention import xla
+
+
+def tree_attention(
+    query: Float[Array, "B Q W E"],
+    node_keys: Float[Array, "B N U E"],
+    node_values: Float[Array, "B N U E"],
+    keys: Float[Array, "B U L E"],
+    values: Float[Array, "B U L E"],
+    length: Int[Array, " B"],
+    mask: Bool[Array, "B Q N"],
+    *,
+    scale: float,
+) -> Float[Array, "B Q W E"]:
+    """Grouped-query attention; query head w uses key and value head `w // (W / U)`.
+
+    Args:
+        query: of the query nodes, rotated if the model rotates.
+        node_keys, node_values: of all nodes so far.
+        keys, values: of the tokens before the root; a head's are contiguous, so that no product
+            transposes the cache.
+        length: how many of the cache's L places are filled in each row.
+        mask: which nodes a query sees; itself among them, unless nobody looks at its output.
+        scale: of the scores, which are softmaxed in float32.
+
+    Returns:
+        In the dtype of `query`. A query that sees nothing gets an average of everything: finite,
+        and of no meaning.
+    """
+    with jax.named_scope("tree_attention"):
+        return xla.tree_attention(
+            query, node_keys, node_values, keys, values, length, mask, scale=scale
+        )

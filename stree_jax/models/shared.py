@@ -1,0 +1,125 @@
+"""Transformer blocks that several layers share, each with adapters of its own (Zamba2).
+
+x = norm(stream beside embedding)
+y = mlp(norm(attention(x)))          no residuals in between
+out_proj(y)                          to the next layer's input
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from stree_jax.array_types import Array, Bool, Float, Lengths
+from stree_jax.config import ModelConfig
+from stree_jax.models.attention import AttentionMixer
+from stree_jax.models.cache import AttentionCache, AttentionPending, Path, Windows
+from stree_jax.models.layers import linear, rms_norm
+from stree_jax.models.mlp import Mlp
+from stree_jax.tree import Tree
+
+
+class SharedTransformer(nnx.Module):
+    """The weights that layers share."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        assert config.attention is not None
+        assert config.mlp is not None
+        width = config.attention.input_multiple * config.d_model
+        self.norm_scale = nnx.Param(jnp.ones(width, dtype))
+        self.attention = AttentionMixer(config.attention, config.d_model, dtype=dtype, rngs=rngs)
+        self.mlp_norm_scale = nnx.Param(jnp.ones(config.d_model, dtype))
+        self.mlp = Mlp(config.mlp, config.d_model, dtype=dtype, rngs=rngs)
+
+
+class Adapter(nnx.Module):
+    """A product of two narrow matrices."""
+
+    def __init__(self, sizes: tuple[int, int, int], *, dtype: DTypeLike, rngs: nnx.Rngs):
+        in_size, rank, out_size = sizes
+        self.down = linear(in_size, rank, bias=False, dtype=dtype, rngs=rngs)
+        self.up = linear(rank, out_size, bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(self, u: Array) -> Array:
+        """`[B, T, in_size]` to `[B, T, out_size]`."""
+        return self.up(self.down(u))
+
+
+class SharedLayer(nnx.Module):
+    """What a layer that uses a shared block has for itself."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_scale: float):
+        attention, mlp, shared = config.attention, config.mlp, config.shared
+        assert attention is not None
+        assert mlp is not None
+        assert shared is not None
+        rank, d_model = shared.adapter_rank, config.d_model
+        width = attention.input_multiple * d_model
+        self.norm_eps = config.norm_eps
+        # For queries, keys and values; empty if they have none.
+        sizes = attention.projected_sizes if shared.attention_adapters else ()
+        self.qkv_adapters = nnx.List(
+            Adapter((width, rank, size), dtype=dtype, rngs=rngs) for size in sizes
+        )
+        hidden = 2 * mlp.hidden_size if mlp.gated else mlp.hidden_size
+        self.mlp_adapter = Adapter((d_model, rank, hidden), dtype=dtype, rngs=rngs)
+        self.out_proj = linear(
+            d_model, d_model, bias=False, dtype=dtype, rngs=rngs, scale=out_scale
+        )
+
+    def using(self, transformer: SharedTransformer) -> "AdaptedTransformer":
+        """The mixer that this layer is, with the weights that it shares."""
+        return AdaptedTransformer(self, transformer)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptedTransformer:
+    """A shared block as one layer uses it; see `Mamba2Mixer` for the methods.
+
+    Inputs are the residual stream and the embedding side by side, `I = 2 M`, not yet normed.
+    """
+
+    layer: SharedLayer
+    transformer: SharedTransformer
+
+    def __call__(
+        self,
+        u: Float[Array, "B T I"],
+        cache: AttentionCache,
+        mask: Bool[Array, "B T"],
+        lengths: Lengths,
+    ) -> tuple[Float[Array, "B T M"], AttentionCache]:
+        """Runs a right-padded sequence from `cache`."""
+        x, adapter = self._before(u)
+        y, cache = self.transformer.attention(x, cache, mask, lengths, adapter)
+        return self._after(y), cache
+
+    def tree(
+        self,
+        u: Float[Array, "B Q I"],
+        tree: Tree,
+        windows: Windows,
+        cache: AttentionCache,
+        grown: AttentionPending | None = None,
+    ) -> tuple[Float[Array, "B Q M"], AttentionPending]:
+        """Runs the last Q nodes of a tree."""
+        x, adapter = self._before(u)
+        y, pending = self.transformer.attention.tree(x, tree, windows, cache, grown, adapter)
+        return self._after(y), pending
+
+    def replay(
+        self, cache: AttentionCache, pending: AttentionPending, path: Path, windows: Windows
+    ) -> AttentionCache:
+        """The cache after the path."""
+        return self.transformer.attention.replay(cache, pending, path, windows)
+
+    def _before(self, u: Array) -> tuple[Array, Array | None]:
+        x = rms_norm(u, self.transformer.norm_scale[...], self.layer.norm_eps)
+        if not self.layer.qkv_adapters:
+            return x, None
+        return x, jnp.concatenate([adapter(x) for adapter in self.layer.qkv_adapters], axis=-1)
+
+    def _after(self, y: Array) -> Array:
+        y = rms_norm(y, self.transformer.mlp_norm_scale[...], self.layer.norm_eps)
+        return self.layer.out_proj(self.transformer.mlp.apply(y, self.layer.mlp_adapter(y)))

@@ -1,0 +1,179 @@
+"""The shapes of published models, by name: for benchmarks and for compiling without weights.
+
+Sizes are those of the published configs. Real weights come with their own config, through
+`from_pretrained`; nothing here decides how a checkpoint is read.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+
+from stree_jax.config import ModelConfig
+from stree_jax.layer_config import (
+    AttentionConfig,
+    Mamba2Config,
+    MlpConfig,
+    RopeScaling,
+)
+
+
+def _mamba2(d_model: int, num_layers: int) -> ModelConfig:
+    """state-spaces/mamba2-*."""
+    return ModelConfig.mamba2_lm(
+        50277, d_model, num_layers, padded_vocab_size=50288, chunk_size=256
+    )
+
+
+def _mamba_in_llama(
+    d_model: int,
+    num_layers: int,
+    *,
+    mlp: int,
+    inner: int,
+    kv_heads: int = 8,
+    attention_layers: Iterable[int] = (),
+    rope_factor: float = 8.0,
+    tie_embeddings: bool = False,
+) -> ModelConfig:
+    """MambaInLlama's distilled Llamas, and STree's draft: heads and states of 128."""
+    heads = inner // 128
+    layers: list[str] = []
+    for layer in range(num_layers):
+        layers += ["attention" if layer in attention_layers else "mamba2", "mlp"]
+    return ModelConfig(
+        vocab_size=128256,
+        d_model=d_model,
+        layers=tuple(layers),
+        mamba2=Mamba2Config(
+            num_heads=heads,
+            head_dim=128,
+            state_size=128,
+            num_groups=heads,
+            num_x_heads=kv_heads,
+            num_b_groups=kv_heads,
+            chunk_size=256,
+        ),
+        attention=AttentionConfig(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=128,
+            rotary_dim=128,
+            rope_theta=500000.0,
+            rope_scaling=RopeScaling(rope_factor, 1.0, 4.0, 8192),
+        )
+        if "attention" in layers
+        else None,
+        mlp=MlpConfig(mlp),
+        tie_embeddings=tie_embeddings,
+        residual_float32=False,
+    )
+
+
+def _nemotron_h_8b() -> ModelConfig:
+    kinds = {"M": "mamba2", "*": "attention", "-": "mlp"}
+    pattern = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+    return ModelConfig(
+        vocab_size=131072,
+        d_model=4096,
+        layers=tuple(kinds[letter] for letter in pattern),
+        mamba2=Mamba2Config(
+            num_heads=128, head_dim=64, state_size=128, num_groups=8, chunk_size=128
+        ),
+        attention=AttentionConfig(num_heads=32, num_kv_heads=8, head_dim=128),
+        mlp=MlpConfig(21504, activation="relu2", gated=False),
+        tie_embeddings=False,
+        residual_float32=False,
+    )
+
+
+def _falcon_h1_500m() -> ModelConfig:
+    return ModelConfig(
+        vocab_size=32784,
+        d_model=1024,
+        layers=("parallel", "mlp") * 36,
+        mamba2=Mamba2Config(num_heads=24, head_dim=64, state_size=128, norm="none", chunk_size=128),
+        attention=AttentionConfig(
+            num_heads=8, num_kv_heads=2, head_dim=64, rotary_dim=64, rope_theta=1e11
+        ),
+        mlp=MlpConfig(2048),
+        tie_embeddings=False,
+        residual_float32=False,
+    )
+
+
+def _granite_h(
+    d_model: int,
+    num_layers: int,
+    *,
+    mlp: int,
+    head_dim: int,
+    attention_layers: tuple[int, ...],
+    residual: float,
+    logits_scaling: float,
+) -> ModelConfig:
+    """ibm-granite/granite-4.0-h-350m and -1b, which are dense."""
+    layers: list[str] = []
+    for layer in range(num_layers):
+        layers += ["attention" if layer in attention_layers else "mamba2", "mlp"]
+    attention_dim = d_model // 12
+    return ModelConfig(
+        vocab_size=100352,
+        d_model=d_model,
+        layers=tuple(layers),
+        mamba2=Mamba2Config(num_heads=48, head_dim=head_dim, state_size=128, chunk_size=256),
+        attention=AttentionConfig(
+            num_heads=12, num_kv_heads=4, head_dim=attention_dim, scale=1 / attention_dim
+        ),
+        mlp=MlpConfig(mlp),
+        residual_float32=False,
+        embedding_multiplier=12.0,
+        residual_multiplier=residual,
+        logits_multiplier=1 / logits_scaling,
+    )
+
+
+PRESETS: dict[str, Callable[[], ModelConfig]] = {
+    "mamba2-130m": functools.partial(_mamba2, 768, 24),
+    "mamba2-370m": functools.partial(_mamba2, 1024, 48),
+    "mamba2-780m": functools.partial(_mamba2, 1536, 48),
+    "mamba2-1.3b": functools.partial(_mamba2, 2048, 48),
+    "mamba2-2.7b": functools.partial(_mamba2, 2560, 64),
+    "MambaInLlama-8B": functools.partial(
+        _mamba_in_llama, 4096, 32, mlp=14336, inner=4096, attention_layers=range(1, 32, 2)
+    ),
+    "MambaInLlama-3B": functools.partial(
+        _mamba_in_llama,
+        3072,
+        28,
+        mlp=8192,
+        inner=3072,
+        attention_layers=range(1, 28, 2),
+        rope_factor=32.0,
+        tie_embeddings=True,
+    ),
+    # STree's draft for both, two Mamba-2 layers.
+    "MambaInLlama-draft": functools.partial(
+        _mamba_in_llama, 1024, 2, mlp=2048, inner=1024, kv_heads=2, tie_embeddings=True
+    ),
+    "Nemotron-H-8B": _nemotron_h_8b,
+    "Falcon-H1-0.5B": _falcon_h1_500m,
+    "Granite-4-H-350M": functools.partial(
+        _granite_h,
+        768,
+        32,
+        mlp=2048,
+        head_dim=32,
+        attention_layers=(10, 13, 17, 27),
+        residual=0.246,
+        logits_scaling=3.0,
+    ),
+    "Granite-4-H-1B": functools.partial(
+        _granite_h,
+        1536,
+        40,
+        mlp=4096,
+        head_dim=64,
+        attention_layers=(5, 15, 25, 35),
+        residual=0.22,
+        logits_scaling=6.0,
+    ),
+}
