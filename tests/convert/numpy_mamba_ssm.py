@@ -1,4 +1,4 @@
-"""mamba_ssm's Mamba-2 language model in NumPy float64, from its description, on its own tensors.
+"""mamba_ssm's Mamba-2 language models in NumPy float64, from their description, on its own tensors.
 
 Its packages need CUDA, so this stands in for them. Nothing here knows of the converter: the names
 and the order of every fused projection are those of the upstream files.
@@ -6,9 +6,23 @@ and the order of every fused projection are those of the upstream files.
 
 import numpy as np
 
+from tests.convert.numpy_parts import (
+    attend,
+    causal_conv,
+    rms_norm,
+    rope_frequencies,
+    rotate,
+    silu,
+    state_space,
+)
+
 _SSM = dict(d_conv=4, expand=2, headdim=64, d_state=128, ngroups=1, d_ssm=None, rmsnorm=True)
 _SSM |= dict(norm_before_gate=False, D_has_hdim=False, bias=False, conv_bias=True)
 _SSM |= dict(dt_limit=[0.0, np.inf])
+_ATTENTION = dict(num_heads_kv=None, head_dim=None, mlp_dim=0, d_conv=0, softmax_scale=None)
+_ATTENTION |= dict(qkv_proj_bias=True, out_proj_bias=True)
+_ATTENTION |= dict(rotary_emb_dim=0, rotary_emb_base=10000.0, rotary_emb_interleaved=False)
+_EPS = 1e-5
 
 
 def _sizes(config):
@@ -18,28 +32,63 @@ def _sizes(config):
     return ssm, inner, d_ssm, d_ssm // ssm["headdim"], ssm["ngroups"] * ssm["d_state"]
 
 
+def _attention_sizes(config):
+    """The settings, and the widths of the queries, of the keys and of the MLP's both halves."""
+    attention = _ATTENTION | config["attn_cfg"]
+    assert attention["causal"]  # upstream's default is False, which is no language model
+    heads = attention["num_heads"]
+    attention["num_heads_kv"] = attention["num_heads_kv"] or heads
+    attention["head_dim"] = attention["head_dim"] or config["d_model"] // heads
+    queries = heads * attention["head_dim"]
+    keys = attention["num_heads_kv"] * attention["head_dim"]
+    return attention, queries, keys, -(-attention["mlp_dim"] // 256) * 256
+
+
+def _mixer_shapes(config):
+    ssm, inner, d_ssm, heads, bc = _sizes(config)
+    d_model = config["d_model"]
+    out = {
+        "in_proj.weight": (2 * inner + 2 * bc + heads, d_model),
+        "conv1d.weight": (d_ssm + 2 * bc, 1, ssm["d_conv"]),
+        "A_log": (heads,),
+        "D": (d_ssm,) if ssm["D_has_hdim"] else (heads,),
+        "dt_bias": (heads,),
+        "out_proj.weight": (d_model, inner),
+    }
+    if ssm["conv_bias"]:
+        out["conv1d.bias"] = (d_ssm + 2 * bc,)
+    if ssm["bias"]:
+        out |= {"in_proj.bias": (out["in_proj.weight"][0],), "out_proj.bias": (d_model,)}
+    if ssm["rmsnorm"]:
+        out["norm.weight"] = (d_ssm,)
+    return out
+
+
+def _attention_shapes(config):
+    attention, queries, keys, mlp = _attention_sizes(config)
+    d_model, qkv = config["d_model"], queries + 2 * keys
+    out = {
+        "in_proj.weight": (qkv + mlp, d_model),
+        "out_proj.weight": (d_model, queries + mlp // 2),
+    }
+    if attention["qkv_proj_bias"]:
+        out["in_proj.bias"] = (qkv + mlp,)
+    if attention["out_proj_bias"]:
+        out["out_proj.bias"] = (d_model,)
+    if attention["d_conv"]:
+        out |= {"conv1d.weight": (qkv, 1, attention["d_conv"]), "conv1d.bias": (qkv,)}
+    return out
+
+
 def shapes(config):
     """The tensors of a model's state dict."""
-    ssm, inner, d_ssm, heads, bc = _sizes(config)
     d_model, multiple = config["d_model"], config["pad_vocab_size_multiple"]
     vocab = -(-config["vocab_size"] // multiple) * multiple
     hidden = -(-config["d_intermediate"] // 128) * 128
     out = {"backbone.embedding.weight": (vocab, d_model), "backbone.norm_f.weight": (d_model,)}
     for i in range(config["n_layer"]):
-        mixer = {
-            "in_proj.weight": (2 * inner + 2 * bc + heads, d_model),
-            "conv1d.weight": (d_ssm + 2 * bc, 1, ssm["d_conv"]),
-            "A_log": (heads,),
-            "D": (d_ssm,) if ssm["D_has_hdim"] else (heads,),
-            "dt_bias": (heads,),
-            "out_proj.weight": (d_model, inner),
-        }
-        if ssm["conv_bias"]:
-            mixer["conv1d.bias"] = (d_ssm + 2 * bc,)
-        if ssm["bias"]:
-            mixer |= {"in_proj.bias": (mixer["in_proj.weight"][0],), "out_proj.bias": (d_model,)}
-        if ssm["rmsnorm"]:
-            mixer["norm.weight"] = (d_ssm,)
+        is_attention = i in config["attn_layer_idx"]
+        mixer = _attention_shapes(config) if is_attention else _mixer_shapes(config)
         layer = f"backbone.layers.{i}"
         out |= {f"{layer}.mixer.{name}": shape for name, shape in mixer.items()}
         out[f"{layer}.norm.weight"] = (d_model,)
@@ -63,52 +112,54 @@ def logits(config, weights, tokens):
             for name, value in w.items()
             if name.startswith(f"{layer}.mixer.")
         }
-        hidden = hidden + _mixer(config, mixer, _rms(hidden, w[f"{layer}.norm.weight"]))
+        mix = _attention if i in config["attn_layer_idx"] else _mixer
+        hidden = hidden + mix(config, mixer, rms_norm(hidden, w[f"{layer}.norm.weight"], _EPS))
         if config["d_intermediate"]:
-            normed = _rms(hidden, w[f"{layer}.norm2.weight"])
+            normed = rms_norm(hidden, w[f"{layer}.norm2.weight"], _EPS)
             up, gate = np.split(normed @ w[f"{layer}.mlp.fc1.weight"].T, 2, axis=1)
-            hidden = hidden + (up * _silu(gate)) @ w[f"{layer}.mlp.fc2.weight"].T
-    hidden = _rms(hidden, w["backbone.norm_f.weight"])
+            hidden = hidden + (up * silu(gate)) @ w[f"{layer}.mlp.fc2.weight"].T
+    hidden = rms_norm(hidden, w["backbone.norm_f.weight"], _EPS)
     return hidden @ w["lm_head.weight"].T
-
-
-def _rms(x, scale, groups=1):
-    parts = x.reshape(len(x), groups, -1)
-    return (parts / np.sqrt((parts**2).mean(-1, keepdims=True) + 1e-5)).reshape(x.shape) * scale
-
-
-def _silu(x):
-    return x / (1 + np.exp(-x))
 
 
 def _mixer(config, w, u):
     ssm, inner, d_ssm, heads, bc = _sizes(config)
-    length, branch = len(u), inner - d_ssm
+    length, branch, groups = len(u), inner - d_ssm, ssm["ngroups"]
     zxbcdt = u @ w["in_proj.weight"].T + w.get("in_proj.bias", 0.0)
     ends = np.cumsum([branch, branch, d_ssm, d_ssm + 2 * bc])
     z0, x0, z, xbc, dt = np.split(zxbcdt, ends, axis=1)
     dt = np.clip(np.log1p(np.exp(dt + w["dt_bias"])), *ssm["dt_limit"])
-    width = ssm["d_conv"]
-    padded = np.concatenate([np.zeros((width - 1, xbc.shape[1])), xbc])
-    conv = sum(padded[k : k + length] * w["conv1d.weight"][:, 0, k] for k in range(width))
-    x, B, C = np.split(_silu(conv + w.get("conv1d.bias", 0.0)), [d_ssm, d_ssm + bc], axis=1)
+    xbc = silu(causal_conv(xbc, w["conv1d.weight"], w.get("conv1d.bias", 0.0)))
+    x, B, C = np.split(xbc, [d_ssm, d_ssm + bc], axis=1)
     x = x.reshape(length, heads, -1)
-    B, C = (v.reshape(length, ssm["ngroups"], -1) for v in (B, C))
-    D = np.broadcast_to(w["D"].reshape(heads, -1), x.shape[1:])
-    y = np.zeros_like(x)
-    for h in range(heads):
-        g = h // (heads // ssm["ngroups"])
-        state = np.zeros((x.shape[2], B.shape[2]))
-        for t in range(length):
-            state = np.exp(-dt[t, h] * np.exp(w["A_log"][h])) * state
-            state = state + dt[t, h] * np.outer(x[t, h], B[t, g])
-            y[t, h] = state @ C[t, g] + D[h] * x[t, h]
-    y = y.reshape(length, d_ssm)
+    # Head h reads group h // (heads / groups).
+    B, C = (np.repeat(v.reshape(length, groups, -1), heads // groups, axis=1) for v in (B, C))
+    y = state_space(x, dt, w["A_log"], B, C, w["D"].reshape(heads, -1)).reshape(length, d_ssm)
     if not ssm["rmsnorm"]:
-        y = y * _silu(z)
+        y = y * silu(z)
     elif ssm["norm_before_gate"]:
-        y = _rms(y, w["norm.weight"], ssm["ngroups"]) * _silu(z)
+        y = rms_norm(y, w["norm.weight"], _EPS, groups) * silu(z)
     else:
-        y = _rms(y * _silu(z), w["norm.weight"], ssm["ngroups"])
-    y = np.concatenate([_silu(z0) * x0, y], axis=1)
+        y = rms_norm(y * silu(z), w["norm.weight"], _EPS, groups)
+    y = np.concatenate([silu(z0) * x0, y], axis=1)
     return y @ w["out_proj.weight"].T + w.get("out_proj.bias", 0.0)
+
+
+def _attention(config, w, u):
+    attention, queries, keys, mlp = _attention_sizes(config)
+    length, qkv = len(u), queries + 2 * keys
+    projected = u @ w["in_proj.weight"].T + w.get("in_proj.bias", 0.0)
+    qkv, up, gate = np.split(projected, [qkv, qkv + mlp // 2], axis=1)
+    if attention["d_conv"]:
+        qkv = causal_conv(qkv, w["conv1d.weight"], w["conv1d.bias"])  # and no activation
+    q, k, v = (
+        part.reshape(length, -1, attention["head_dim"])
+        for part in np.split(qkv, [queries, queries + keys], axis=1)
+    )
+    if attention["rotary_emb_dim"]:
+        rope = rope_frequencies(attention["rotary_emb_dim"], attention["rotary_emb_base"])
+        q, k = (rotate(x, rope, attention["rotary_emb_interleaved"]) for x in (q, k))
+    scale = attention["softmax_scale"] or attention["head_dim"] ** -0.5
+    context = attend(q, k, v, scale).reshape(length, queries)
+    context = np.concatenate([context, up * silu(gate)], axis=1)
+    return context @ w["out_proj.weight"].T + w.get("out_proj.bias", 0.0)

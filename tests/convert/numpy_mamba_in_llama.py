@@ -1,0 +1,133 @@
+"""MambaInLlama's hybrids in NumPy float64, from their description, on tensors by its own names.
+
+A Llama of which some layers hold a Mamba-2 mixer instead of attention. The mixer has one head for
+each query head of the Llama it was distilled from: x and B take the place of values and keys and
+are as few as those, C takes the place of the queries. What is computed is what the training and
+evaluation code computes. Upstream's fast inference code ignores `rope_scaling`.
+"""
+
+import numpy as np
+
+from tests.convert.numpy_parts import (
+    attend,
+    causal_conv,
+    rms_norm,
+    rope_frequencies,
+    rotate,
+    silu,
+    state_space,
+)
+
+_GATED_NORM_EPS = 1e-5  # whatever rms_norm_eps is
+
+
+def _mixer_sizes(mamba_config):
+    ssm = dict(d_conv=4) | mamba_config["ssm_cfg"]
+    assert mamba_config["d_inner"] == ssm["ngroups"] * ssm["d_state"]
+    return mamba_config["d_inner"], mamba_config["d_xb"], ssm["ngroups"], ssm["d_conv"]
+
+
+def _attention_sizes(config):
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    return heads, config["num_key_value_heads"], head_dim
+
+
+def shapes(config, mamba_config):
+    """The tensors of a checkpoint; a tied head is not among them."""
+    d_model, hidden = config["hidden_size"], config["intermediate_size"]
+    inner, d_xb, mixer_heads, width = _mixer_sizes(mamba_config)
+    heads, kv_heads, head_dim = _attention_sizes(config)
+    mixer = {
+        "in_proj.weight": (2 * inner + 2 * d_xb + mixer_heads, d_model),
+        "conv1d.weight": (inner + 2 * d_xb, 1, width),
+        "conv1d.bias": (inner + 2 * d_xb,),
+        "A_log": (mixer_heads,),
+        "D": (mixer_heads,),
+        "dt_bias": (mixer_heads,),
+        "norm.weight": (inner,),
+        "out_proj.weight": (d_model, inner),
+    }
+    attention = {
+        "q_proj.weight": (heads * head_dim, d_model),
+        "k_proj.weight": (kv_heads * head_dim, d_model),
+        "v_proj.weight": (kv_heads * head_dim, d_model),
+        "o_proj.weight": (d_model, heads * head_dim),
+    }
+    out = {"model.embed_tokens.weight": (config["vocab_size"], d_model)}
+    out["model.norm.weight"] = (d_model,)
+    for i in range(mamba_config["n_layer"]):
+        layer = f"model.layers.{i}"
+        if i in mamba_config["attn_layers"]:
+            out |= {f"{layer}.self_attn.{name}": shape for name, shape in attention.items()}
+        else:
+            out |= {f"{layer}.mamba.{name}": shape for name, shape in mixer.items()}
+        out[f"{layer}.mlp.gate_proj.weight"] = (hidden, d_model)
+        out[f"{layer}.mlp.up_proj.weight"] = (hidden, d_model)
+        out[f"{layer}.mlp.down_proj.weight"] = (d_model, hidden)
+        out[f"{layer}.input_layernorm.weight"] = (d_model,)
+        out[f"{layer}.post_attention_layernorm.weight"] = (d_model,)
+    if not config["tie_word_embeddings"]:
+        out["lm_head.weight"] = (config["vocab_size"], d_model)
+    return out
+
+
+def logits(config, mamba_config, weights, tokens, plain_rope=False):
+    """Logits `[T, V]` of one sequence; with `plain_rope` as if there were no `rope_scaling`."""
+    w = {name: value.astype(np.float64) for name, value in weights.items()}
+    eps = config["rms_norm_eps"]
+    embedding = w["model.embed_tokens.weight"]
+    hidden = embedding[np.asarray(tokens)]
+    for i in range(mamba_config["n_layer"]):
+        layer = f"model.layers.{i}"
+        normed = rms_norm(hidden, w[f"{layer}.input_layernorm.weight"], eps)
+        if i in mamba_config["attn_layers"]:
+            hidden = hidden + _attention(config, w, f"{layer}.self_attn", normed, plain_rope)
+        else:
+            hidden = hidden + _mixer(mamba_config, w, f"{layer}.mamba", normed)
+        normed = rms_norm(hidden, w[f"{layer}.post_attention_layernorm.weight"], eps)
+        gate = normed @ w[f"{layer}.mlp.gate_proj.weight"].T
+        up = normed @ w[f"{layer}.mlp.up_proj.weight"].T
+        hidden = hidden + (silu(gate) * up) @ w[f"{layer}.mlp.down_proj.weight"].T
+    hidden = rms_norm(hidden, w["model.norm.weight"], eps)
+    return hidden @ (embedding if config["tie_word_embeddings"] else w["lm_head.weight"]).T
+
+
+def frequencies(config, plain_rope=False):
+    """Radians a position, for each pair of an attention head's channels."""
+    plain = rope_frequencies(_attention_sizes(config)[2], config["rope_theta"])
+    scaling = config.get("rope_scaling")
+    if plain_rope or scaling is None or scaling["rope_type"] == "default":
+        return plain
+    assert scaling["rope_type"] == "llama3"
+    # How often a pair turns within the context it was trained on decides: often, and it stays;
+    # hardly, and it is slowed down by the factor; between the two, a line connects them.
+    turns = scaling["original_max_position_embeddings"] * plain / (2 * np.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    keep = np.clip((turns - low) / (high - low), 0, 1)
+    return keep * plain + (1 - keep) * plain / scaling["factor"]
+
+
+def _attention(config, w, name, u, plain_rope):
+    length, (heads, kv_heads, head_dim) = len(u), _attention_sizes(config)
+    q = (u @ w[f"{name}.q_proj.weight"].T).reshape(length, heads, head_dim)
+    k = (u @ w[f"{name}.k_proj.weight"].T).reshape(length, kv_heads, head_dim)
+    v = (u @ w[f"{name}.v_proj.weight"].T).reshape(length, kv_heads, head_dim)
+    rope = frequencies(config, plain_rope)
+    context = attend(rotate(q, rope), rotate(k, rope), v, head_dim**-0.5)
+    return context.reshape(length, -1) @ w[f"{name}.o_proj.weight"].T
+
+
+def _mixer(mamba_config, w, name, u):
+    length, (inner, d_xb, heads, _) = len(u), _mixer_sizes(mamba_config)
+    zxbcdt = u @ w[f"{name}.in_proj.weight"].T
+    z, xbc, dt = np.split(zxbcdt, [inner, 2 * inner + 2 * d_xb], axis=1)
+    dt = np.log1p(np.exp(dt + w[f"{name}.dt_bias"]))
+    xbc = silu(causal_conv(xbc, w[f"{name}.conv1d.weight"], w[f"{name}.conv1d.bias"]))
+    x, B, C = (
+        part.reshape(length, -1, inner // heads) for part in np.split(xbc, [d_xb, 2 * d_xb], axis=1)
+    )
+    x, B = (np.repeat(part, inner // d_xb, axis=1) for part in (x, B))
+    y = state_space(x, dt, w[f"{name}.A_log"], B, C, w[f"{name}.D"][:, None]).reshape(length, inner)
+    y = rms_norm(y * silu(z), w[f"{name}.norm.weight"], _GATED_NORM_EPS, heads)
+    return y @ w[f"{name}.out_proj.weight"].T

@@ -1,0 +1,63 @@
+"""What the NumPy models have in common: one sequence, float64, one step after the other."""
+
+import numpy as np
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def rms_norm(x, scale, eps, groups=1):
+    """`[T, D]`, each group of channels by its own mean square."""
+    parts = x.reshape(len(x), groups, -1)
+    return (parts / np.sqrt((parts**2).mean(-1, keepdims=True) + eps)).reshape(x.shape) * scale
+
+
+def causal_conv(x, weight, bias):
+    """Depthwise over time: `[T, D]` with `[D, 1, K]`, whose last tap is the present."""
+    width = weight.shape[-1]
+    padded = np.concatenate([np.zeros((width - 1, x.shape[1])), x])
+    return sum(padded[k : k + len(x)] * weight[:, 0, k] for k in range(width)) + bias
+
+
+def state_space(x, dt, A_log, B, C, D):
+    """The recurrence: `x` `[T, H, P]`, `dt` `[T, H]`, `B`, `C` `[T, H, N]`, `D` `[H, 1 or P]`."""
+    y = np.zeros_like(x)
+    for h in range(x.shape[1]):
+        state = np.zeros((x.shape[2], B.shape[2]))
+        for t in range(len(x)):
+            state = np.exp(-dt[t, h] * np.exp(A_log[h])) * state
+            state = state + dt[t, h] * np.outer(x[t, h], B[t, h])
+            y[t, h] = state @ C[t, h] + D[h] * x[t, h]
+    return y
+
+
+def rope_frequencies(size, base):
+    """Radians a position, for each of the `size / 2` pairs of channels."""
+    return base ** (-np.arange(0, size, 2) / size)
+
+
+def rotate(x, frequencies, interleaved=False):
+    """Rotary positions on the first channels of `[T, H, D]`; channels beyond them pass through."""
+    half = len(frequencies)
+    angle = np.arange(len(x))[:, None, None] * frequencies
+    if interleaved:  # pair i is channels 2i and 2i + 1
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    else:  # pair i is channels i and i + half
+        first, second = slice(0, half), slice(half, 2 * half)
+    out = x.copy()
+    out[..., first] = x[..., first] * np.cos(angle) - x[..., second] * np.sin(angle)
+    out[..., second] = x[..., second] * np.cos(angle) + x[..., first] * np.sin(angle)
+    return out
+
+
+def attend(q, k, v, scale):
+    """Causal attention `[T, H, D]` with fewer key heads `[T, G, D]`: head h reads h // (H / G)."""
+    out = np.zeros(q.shape)
+    for h in range(q.shape[1]):
+        g = h // (q.shape[1] // k.shape[1])
+        for t in range(len(q)):
+            scores = scale * k[: t + 1, g] @ q[t, h]
+            weights = np.exp(scores - scores.max())
+            out[t, h] = weights / weights.sum() @ v[: t + 1, g]
+    return out

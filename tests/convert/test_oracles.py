@@ -1,0 +1,266 @@
+"""What the converted models are compared with is right itself.
+
+The NumPy models stand in for programs that need a GPU. Where their formulas are also some
+transformers model's, they agree with it; what is theirs alone has properties that can be checked.
+"""
+
+import numpy as np
+import pytest
+
+from tests.convert import numpy_mamba_in_llama, numpy_mamba_ssm, numpy_parts, peers
+
+TOKENS = np.random.default_rng(0).integers(3, 37, (2, 21))
+# The NumPy models walk through time: for many runs of them, few tokens.
+SHORT = TOKENS[0, :11]
+
+
+def assert_close(have, want, bound=1e-5):
+    np.testing.assert_allclose(have, want, rtol=0, atol=bound * np.abs(want).max())
+
+
+def numpy_weights(model):
+    return {name: tensor.detach().numpy() for name, tensor in peers.hf_weights(model).items()}
+
+
+MAMBA_SSM = peers.MAMBA_SSM_CONFIGS | peers.MAMBA_SSM_HYBRID_CONFIGS
+
+
+@pytest.mark.parametrize("name", [*MAMBA_SSM, *peers.MAMBA_IN_LLAMA_CONFIGS])
+def test_numpy_models_are_causal_and_use_all_weights(name):
+    if name in MAMBA_SSM:
+        module, configs = numpy_mamba_ssm, (peers.mamba_ssm_config(**MAMBA_SSM[name]),)
+        weights = peers.mamba_ssm_weights(*configs)
+    else:
+        module = numpy_mamba_in_llama
+        configs = peers.mamba_in_llama_configs(*peers.MAMBA_IN_LLAMA_CONFIGS[name])
+        weights = peers.mamba_in_llama_weights(*configs)
+
+    def logits(weights, tokens):
+        return module.logits(*configs, weights, tokens)
+
+    want = logits(weights, SHORT)
+    assert np.isfinite(want).all()
+    changed = SHORT.copy()
+    changed[7] = 36 if SHORT[7] != 36 else 35
+    have = logits(weights, changed)
+    np.testing.assert_allclose(have[:7], want[:7], rtol=1e-12)
+    assert (np.abs(have - want)[7:].max(axis=1) > 1e-3).all()
+    for name, value in weights.items():
+        noise = np.random.default_rng(1).normal(size=value.shape)
+        have = logits(weights | {name: value + 0.1 * noise}, SHORT)
+        assert np.abs(have - want).max() > 1e-3, name
+
+
+def test_mamba_ssm_against_transformers_mamba2(tmp_path):
+    hf = peers.hf_checkpoint(tmp_path, n_groups=4, use_bias=True, tie_word_embeddings=True)
+    config = peers.mamba_ssm_config(
+        d_model=32, ssm_cfg=dict(headdim=8, d_state=16, ngroups=4, bias=True), vocab_size=64
+    )
+    weights = numpy_weights(hf)
+    weights["backbone.embedding.weight"] = weights.pop("backbone.embeddings.weight")
+    weights["lm_head.weight"] = weights["backbone.embedding.weight"]
+    want = peers.hf_logits(hf, TOKENS[:1])[0]
+    assert_close(numpy_mamba_ssm.logits(config, weights, TOKENS[0]), want)
+
+
+def test_mamba_ssm_against_transformers_bamba(tmp_path):
+    """Bamba was made with mamba_ssm: attention and an MLP in every layer."""
+    hf = peers.hybrid_checkpoint(tmp_path, "bamba", intermediate_size=128)
+    config = peers.mamba_ssm_config(
+        d_model=32,
+        n_layer=3,
+        d_intermediate=128,
+        vocab_size=64,
+        ssm_cfg=dict(headdim=16, d_state=16),
+        attn_layer_idx=[1],
+        attn_cfg=dict(
+            causal=True,
+            num_heads=4,
+            num_heads_kv=2,
+            rotary_emb_dim=4,
+            qkv_proj_bias=False,
+            out_proj_bias=False,
+        ),
+        tie_embeddings=False,
+    )
+    w = numpy_weights(hf)
+    weights = {
+        "backbone.embedding.weight": w["model.embed_tokens.weight"],
+        "backbone.norm_f.weight": w["model.final_layernorm.weight"],
+        "lm_head.weight": w["lm_head.weight"],
+    }
+    for i in range(3):
+        old, new = f"model.layers.{i}", f"backbone.layers.{i}"
+        weights[f"{new}.norm.weight"] = w[f"{old}.input_layernorm.weight"]
+        weights[f"{new}.norm2.weight"] = w[f"{old}.pre_ff_layernorm.weight"]
+        up, gate = (w[f"{old}.feed_forward.{part}_proj.weight"] for part in ("up", "gate"))
+        weights[f"{new}.mlp.fc1.weight"] = np.concatenate([up, gate])
+        weights[f"{new}.mlp.fc2.weight"] = w[f"{old}.feed_forward.down_proj.weight"]
+        weights |= {
+            name.replace(f"{old}.mamba", f"{new}.mixer"): value
+            for name, value in w.items()
+            if name.startswith(f"{old}.mamba")
+        }
+    qkv = [w[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"]
+    weights["backbone.layers.1.mixer.in_proj.weight"] = np.concatenate(qkv)
+    out = w["model.layers.1.self_attn.o_proj.weight"]
+    weights["backbone.layers.1.mixer.out_proj.weight"] = out
+    want = peers.hf_logits(hf, TOKENS[:1])[0]
+    assert weights.keys() == numpy_mamba_ssm.shapes(config).keys()
+    assert_close(numpy_mamba_ssm.logits(config, weights, TOKENS[0]), want)
+
+
+def test_mamba_ssm_attention_extras_reduce_to_plain_attention():
+    """A convolution that looks at the present only, a branch that is cut off, the usual scale."""
+    attention = dict(causal=True, num_heads=2, rotary_emb_dim=4)
+    plain = peers.mamba_ssm_config(attn_layer_idx=[0], attn_cfg=attention)
+    weights = peers.mamba_ssm_weights(plain)
+    want = numpy_mamba_ssm.logits(plain, weights, SHORT)
+
+    extras = dict(d_conv=3, mlp_dim=200, softmax_scale=8**-0.5, num_heads_kv=2, head_dim=8)
+    full = plain | dict(attn_cfg=attention | extras)
+    more = peers.mamba_ssm_weights(full)
+    mixer = "backbone.layers.0.mixer"
+    for name in ("in_proj.weight", "in_proj.bias"):
+        more[f"{mixer}.{name}"][:48] = weights[f"{mixer}.{name}"]
+    more[f"{mixer}.out_proj.weight"][:, :16] = weights[f"{mixer}.out_proj.weight"]
+    more[f"{mixer}.out_proj.weight"][:, 16:] = 0
+    more[f"{mixer}.conv1d.weight"][:] = [0, 0, 1]
+    more[f"{mixer}.conv1d.bias"][:] = 0
+    for name, value in weights.items():
+        if more[name].shape == value.shape:
+            more[name] = value
+    assert_close(numpy_mamba_ssm.logits(full, more, SHORT), want, 1e-12)
+
+
+def test_interleaved_rotation_is_the_same_on_other_channels():
+    x = np.random.default_rng(0).normal(size=(5, 2, 10))
+    rope = numpy_parts.rope_frequencies(6, 100.0)
+    order = [0, 3, 1, 4, 2, 5, 6, 7, 8, 9]
+    want = numpy_parts.rotate(x, rope)[..., order]
+    np.testing.assert_allclose(numpy_parts.rotate(x[..., order], rope, interleaved=True), want)
+
+
+@pytest.mark.parametrize("name", ["untied, llama3 rope", "tied, plain rope, d_xb < d_inner"])
+def test_mamba_in_llama_without_mamba_is_transformers_llama(name, tmp_path):
+    """The files too: transformers reads them as the Llama that they claim to be."""
+    transformers = peers.transformers()
+    changes, mamba_changes = peers.MAMBA_IN_LLAMA_CONFIGS[name]
+    configs = peers.mamba_in_llama_configs(changes, mamba_changes | dict(attn_layers=[0, 1, 2]))
+    weights = peers.mamba_in_llama_checkpoint(tmp_path, *configs)
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert isinstance(hf, transformers.LlamaForCausalLM)
+    want = peers.hf_logits(hf, TOKENS[:1])[0]
+    have = numpy_mamba_in_llama.logits(*configs, weights, TOKENS[0])
+    assert_close(have, want)
+    plain = numpy_mamba_in_llama.logits(*configs, weights, TOKENS[0], plain_rope=True)
+    assert (np.abs(plain - have).max() > 1e-2) == (configs[0]["rope_scaling"] is not None)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_frequencies_as_released(scaled):
+    """Llama 3.1's, and that each of the three cases of the scaling occurs in the tiny one."""
+    transformers = peers.transformers()
+    released = dict(original_max_position_embeddings=8192)
+    tiny, _ = peers.mamba_in_llama_configs(*peers.MAMBA_IN_LLAMA_CONFIGS["untied, llama3 rope"])
+    large = tiny | dict(hidden_size=4096, num_attention_heads=32, head_dim=128, rope_theta=500000.0)
+    large["rope_scaling"] = tiny["rope_scaling"] | released
+    for config in (tiny, large):
+        config = config if scaled else config | dict(rope_scaling=None)
+        hf = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(
+            transformers.LlamaConfig(**config)
+        )
+        have = numpy_mamba_in_llama.frequencies(config)
+        np.testing.assert_allclose(have, hf.inv_freq.numpy(), rtol=1e-6)
+        ratio = numpy_mamba_in_llama.frequencies(config, plain_rope=True) / have
+        if scaled:
+            assert ratio[0] == 1
+            assert ratio[-1] == 8
+            assert ((ratio > 1) & (ratio < 8)).any()
+
+
+@pytest.mark.parametrize("name", peers.MAMBA_IN_LLAMA_CONFIGS)
+def test_mamba_in_llama_mixer_against_transformers_bamba(name, tmp_path):
+    """A Bamba of mamba layers only, whose every head has its own x and B: repeated rows."""
+    torch = peers.torch()
+    changes, mamba_changes = peers.MAMBA_IN_LLAMA_CONFIGS[name]
+    changes = changes | dict(rms_norm_eps=1e-5)  # Bamba's also holds for the norm in its mixer
+    config, mamba = peers.mamba_in_llama_configs(changes, mamba_changes | dict(attn_layers=[]))
+    weights = peers.mamba_in_llama_checkpoint(tmp_path, config, mamba)
+    want = numpy_mamba_in_llama.logits(config, mamba, weights, TOKENS[0])
+    heads, head_dim = mamba["ssm_cfg"]["ngroups"], mamba["ssm_cfg"]["d_state"]
+    inner, d_xb = mamba["d_inner"], mamba["d_xb"]
+
+    def repeated(rows):
+        """The rows of all heads of x or of B."""
+        by_head = rows.reshape(-1, head_dim, *rows.shape[1:])
+        return np.repeat(by_head, inner // d_xb, axis=0).reshape(inner, *rows.shape[1:])
+
+    def widened(xbc):
+        x, B, C = np.split(xbc, [d_xb, 2 * d_xb])
+        return np.concatenate([repeated(x), repeated(B), C])
+
+    def as_bamba(name, value):
+        if "conv1d" in name:
+            value = widened(value)
+        elif "in_proj" in name:
+            z, xbc, dt = np.split(value, [inner, 2 * inner + 2 * d_xb])
+            value = np.concatenate([z, widened(xbc), dt])
+        name = name.replace("model.norm.", "model.final_layernorm.").replace("mlp", "feed_forward")
+        return name.replace("post_attention_layernorm", "pre_ff_layernorm"), value
+
+    hf = peers.hybrid_checkpoint(
+        tmp_path / "hf",
+        "bamba",
+        attn_layer_indices=None,
+        vocab_size=40,
+        mamba_n_heads=heads,
+        mamba_n_groups=heads,
+        mamba_d_state=head_dim,
+        mamba_d_head=head_dim,
+        mamba_expand=inner // 32,
+        tie_word_embeddings=config["tie_word_embeddings"],
+    )
+    state = dict(as_bamba(*item) for item in weights.items())
+    if config["tie_word_embeddings"]:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    hf.load_state_dict({name: torch.from_numpy(value) for name, value in state.items()})
+    assert_close(want, peers.hf_logits(hf, TOKENS[:1])[0])
+
+
+@pytest.mark.parametrize("name", peers.HYBRID_CONFIGS)
+def test_transformers_hybrids_are_saved_whole_and_use_all_weights(name, tmp_path):
+    torch, transformers = peers.torch(), peers.transformers()
+    model_type, changes = peers.HYBRID_CONFIGS[name]
+    hf = peers.hybrid_checkpoint(tmp_path, model_type, **changes)
+    want = peers.hf_logits(hf, TOKENS)
+    assert np.isfinite(want).all()
+    copy = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    np.testing.assert_array_equal(peers.hf_logits(copy, TOKENS), want)
+
+    # One backward pass of a random sum finds each weight that matters, and each expert.
+    logits = hf(torch.tensor(TOKENS), use_cache=False).logits
+    noise = np.random.default_rng(1).normal(size=logits.shape).astype(np.float32)
+    (logits * torch.from_numpy(noise)).sum().backward()
+    for weight, tensor in peers.hf_weights(hf).items():
+        if not isinstance(tensor, torch.nn.Parameter):
+            tensor[0] += 2
+            assert np.abs(peers.hf_logits(hf, TOKENS) - want).max() > 1e-3, weight
+            tensor[0] -= 2
+        elif tensor.ndim == 3:
+            assert (tensor.grad.abs().amax((1, 2)) > 1e-4).all(), weight
+        else:
+            assert tensor.grad.abs().max() > 1e-4, weight
+
+
+@pytest.mark.parametrize("model_type", ["nemotron_h", "zamba2"])
+def test_time_step_floor_can_be_turned_on(model_type, tmp_path):
+    """The same weights; the floor changes the logits, and is in the config that is saved."""
+    without = peers.hybrid_checkpoint(tmp_path / "without", model_type)
+    floored = peers.hybrid_checkpoint(tmp_path / "floored", model_type, time_step_min=0.05)
+    for name, value in numpy_weights(without).items():
+        np.testing.assert_array_equal(numpy_weights(floored)[name], value)
+    difference = peers.hf_logits(floored, TOKENS) - peers.hf_logits(without, TOKENS)
+    assert np.abs(difference).max() > 1e-2
+    saved = peers.transformers().AutoConfig.from_pretrained(tmp_path / "floored")
+    assert saved.time_step_min == 0.05
