@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from jax.typing import DTypeLike
@@ -14,11 +15,11 @@ from stree_jax.checkpoint import (
     read_json,
     save_pretrained,
 )
-from stree_jax.convert.families import layout
+from stree_jax.convert.families import WRITABLE, layout, written_as
 from stree_jax.convert.reading import Progress, load_model, open_checkpoint
-from stree_jax.convert.writing import hf_config, write_hf
+from stree_jax.convert.writing import write_as
 
-FORMATS = ("native", "hf")
+FORMATS = ("native", *WRITABLE)
 
 # What a tokenizer or a generation needs and a conversion does not change.
 _BESIDE = (
@@ -40,6 +41,7 @@ def convert(
     *,
     dtype: DTypeLike | None = None,
     to: str = "native",
+    quirks: Collection[str] = (),
     progress: Progress = lambda done, total: None,
 ) -> None:
     """Converts a checkpoint directory. The destination is complete or absent.
@@ -50,7 +52,9 @@ def convert(
         destination: the directory to create; tokenizer files are copied into it.
         dtype: of the weights, float32 or bfloat16; None: bfloat16 if the source is, else float32.
             `A_log`, `D` and `dt_bias` are float32 whatever it is.
-        to: "native" or "hf" (transformers' mamba2).
+        to: "native"; "hf", which is the family of transformers that can hold the model; or the name
+            of a family, see `FORMATS`.
+        quirks: of `families.QUIRKS`, to reproduce what other programs do against the config.
         progress: called with bytes read and in all.
 
     Raises:
@@ -62,11 +66,13 @@ def convert(
     if target.exists():
         raise ValueError(f"{target} exists; choose another name")
     if is_native(path):
+        if quirks:
+            raise ValueError(f"{path} is native; quirks are for converting what others wrote")
         model = from_pretrained(path, dtype=dtype)
     else:
-        checkpoint = open_checkpoint(path)
-        if to == "hf":
-            hf_config(checkpoint.description.config, checkpoint.dtype)  # refuses before the work
+        checkpoint = open_checkpoint(path, quirks)
+        if to != "native":  # refuses before the work
+            written_as(checkpoint.description.config, to, checkpoint.dtype.name, target)
         model = load_model(
             checkpoint, dtype=checkpoint.dtype if dtype is None else dtype, progress=progress
         )
@@ -75,7 +81,7 @@ def convert(
         save_pretrained(model, target, files=files)
         return
     with new_directory(target) as partial:
-        write_hf(model, partial)
+        write_as(model, partial, to)
         for file in files:
             shutil.copyfile(file, partial / file.name)
 

@@ -1,6 +1,6 @@
 """From a foreign checkpoint directory to a `HybridLM`, one tensor at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +11,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from stree_jax.checkpoint import flatten, matrix_dtype, read_json
-from stree_jax.convert.families import Description, describe, layout
+from stree_jax.convert.description import Description
+from stree_jax.convert.families import describe, layout
 from stree_jax.convert.rules import Rule, check_coverage
 from stree_jax.convert.tensors import Tensor, open_tensors
 from stree_jax.models.lm import HybridLM
@@ -30,9 +31,14 @@ class Checkpoint(NamedTuple):
     rules: list[Rule]
 
     @property
+    def sources(self) -> list[str]:
+        """The tensors that are read."""
+        return [name for rule in self.rules for name in rule.sources]
+
+    @property
     def dtype(self) -> jnp.dtype:
         """bfloat16 if the matrices are stored in it, else float32, which loses nothing."""
-        return matrix_dtype(self.tensors[rule.source] for rule in self.rules)
+        return matrix_dtype(self.tensors[name] for name in self.sources)
 
     @property
     def ignored(self) -> list[str]:
@@ -45,8 +51,12 @@ class Checkpoint(NamedTuple):
         return tensors + self.description.notes
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, quirks: Collection[str] = ()) -> Checkpoint:
     """Recognises a checkpoint and checks every name and shape. Reads no weight.
+
+    Args:
+        path: its directory.
+        quirks: of `families.QUIRKS`, to reproduce.
 
     Raises:
         ValueError: what is wrong, all of it.
@@ -54,7 +64,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     files = layout(path)
     values = read_json(path / files.config)
     file, tensors = open_tensors(path, files.weights)
-    description = describe(path / files.config, values, tensors)
+    description = describe(path / files.config, values, tensors, quirks)
     _, weights = HybridLM.abstract(description.config)
     shapes = {name: tuple(leaf.shape) for name, leaf in flatten(weights).items()}
     try:
@@ -80,16 +90,15 @@ def load_model(
         checkpoint.description.config, dtype=dtype, implementation=implementation
     )
     targets = flatten(wanted)
-    total = sum(_num_bytes(checkpoint.tensors[rule.source]) for rule in checkpoint.rules)
+    total = sum(_num_bytes(checkpoint.tensors[name]) for name in checkpoint.sources)
     loaded: dict[str, jax.Array] = {}
     done = 0
     for rule in checkpoint.rules:
-        source = checkpoint.tensors[rule.source]
         loaded[rule.target] = _convert(checkpoint, rule, targets[rule.target].dtype)
-        done += _num_bytes(source)
+        done += sum(_num_bytes(checkpoint.tensors[name]) for name in rule.sources)
         progress(done, total)
     for entry in checkpoint.description.ignored:
-        if entry.source in checkpoint.tensors:
+        if entry.is_embedding and entry.source in checkpoint.tensors:
             _check_tied(checkpoint, entry.source, loaded["embedding"])
     return nnx.merge(structure, unflatten(loaded, wanted))
 
@@ -100,7 +109,7 @@ def unflatten(leaves: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
 
 
 def _convert(checkpoint: Checkpoint, rule: Rule, dtype: jnp.dtype) -> jax.Array:
-    values = rule.transform.apply(_read(checkpoint, rule.source))
+    values = rule.transform.apply(*(_read(checkpoint, name) for name in rule.sources))
     # One copy (what was read may be the mapped file itself), which on a CPU becomes the weight.
     copy = _aligned(values.shape, dtype)
     copy[...] = values
@@ -109,8 +118,8 @@ def _convert(checkpoint: Checkpoint, rule: Rule, dtype: jnp.dtype) -> jax.Array:
     finite = jnp.isfinite(jnp.exp(weight) if rule.target.endswith("A_log") else weight).all()
     if not finite:
         raise ValueError(
-            f"{checkpoint.path}: {rule.source} holds NaN, infinity or a number too large for"
-            f" {dtype.name}"
+            f"{checkpoint.path}: {' or '.join(rule.sources)} holds NaN, infinity or a number too"
+            f" large for {dtype.name}"
         )
     return weight
 

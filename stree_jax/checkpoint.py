@@ -15,7 +15,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +74,9 @@ def from_pretrained(
     *,
     dtype: DTypeLike | None = jnp.float32,
     implementation: str | None = None,
+    quirks: Collection[str] = (),
 ) -> HybridLM:
-    """Loads a checkpoint directory: native, transformers mamba2, mamba_ssm or Codestral-Mamba.
+    """Loads a checkpoint directory: native, or of any family that `stree_jax.convert` knows.
 
     Args:
         path: the directory, or the name of a model on the hub (needs `stree-jax[hub]`).
@@ -83,6 +84,8 @@ def from_pretrained(
             if they are stored in it. Speculative decoding reproduces autoregressive decoding token
             for token in float32, the default.
         implementation: of the tree kernels, see `pallas_kernels.dispatch`.
+        quirks: of `stree_jax.convert.QUIRKS`, to reproduce what other programs do against the
+            published config.
 
     Raises:
         ValueError: the checkpoint is missing, damaged, of an unknown or unsupported kind, or its
@@ -92,12 +95,14 @@ def from_pretrained(
 
     directory = convert.find(path)
     if not convert.is_native(directory):
-        checkpoint = convert.open_checkpoint(directory)
+        checkpoint = convert.open_checkpoint(directory, quirks)
         return convert.load_model(
             checkpoint,
             dtype=checkpoint.dtype if dtype is None else dtype,
             implementation=implementation,
         )
+    if quirks:
+        raise ValueError(f"{directory} is native; quirks are for what other programs wrote")
     return _load_native(directory, dtype, implementation)
 
 

@@ -16,7 +16,13 @@ from stree_jax.models.lm import HybridLM
 
 
 def run_convert(
-    console: Console, source: str, destination: Path, *, dtype: str | None, to: str
+    console: Console,
+    source: str,
+    destination: Path,
+    *,
+    dtype: str | None,
+    to: str,
+    quirks: tuple[str, ...] = (),
 ) -> None:
     """Converts with a progress bar, then says what was converted and what was left out.
 
@@ -38,6 +44,7 @@ def run_convert(
             destination,
             dtype=dtype,
             to=to,
+            quirks=quirks,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     console.print(_table(path))
@@ -86,16 +93,15 @@ def _tensors(path: Path) -> Iterator[str]:
         return
     checkpoint = open_checkpoint(path)
     for rule in checkpoint.rules:
-        tensor = checkpoint.tensors[rule.source]
-        yield (
-            f"{rule.source} {tensor.shape} {tensor.dtype.name} -> {rule.target}"
-            f" ({rule.transform.name})"
-        )
+        for name in rule.sources:
+            tensor = checkpoint.tensors[name]
+            yield (
+                f"{name} {tensor.shape} {tensor.dtype.name} -> {rule.target}"
+                f" ({rule.transform.name})"
+            )
 
 
 def _facts(config: ModelConfig, dtype: jnp.dtype) -> list[tuple[str, str]]:
-    mixer = config.mamba2
-    assert mixer is not None
     size = sum(leaf.size for leaf in jax.tree.leaves(HybridLM.abstract(config)[1]))
     kinds = ", ".join(f"{config.layers.count(kind)} {kind}" for kind in sorted(set(config.layers)))
     padded = (
@@ -103,15 +109,30 @@ def _facts(config: ModelConfig, dtype: jnp.dtype) -> list[tuple[str, str]]:
         if config.num_embeddings == config.vocab_size
         else f", padded to {config.num_embeddings:,}"
     )
+    parts = []
+    if (m := config.mamba2) is not None:
+        parts.append(
+            (
+                "mixer",
+                f"{m.num_heads} heads of {m.head_dim}, state {m.state_size},"
+                f" {m.num_groups} groups, convolution {m.conv_width}",
+            )
+        )
+    if (a := config.attention) is not None:
+        rope = f"RoPE on {a.rotary_dim} channels" if a.rotary_dim else "no RoPE"
+        parts.append(
+            (
+                "attention",
+                f"{a.num_heads} heads of {a.head_dim}, {a.num_kv_heads} of keys and values, {rope}",
+            )
+        )
+    if (e := config.moe) is not None:
+        parts.append(("experts", f"{e.num_active} of {e.num_experts}, width {e.hidden_size:,}"))
     return [
         ("parameters", f"{size:,}"),
         ("layers", kinds),
         ("width", f"{config.d_model:,}"),
-        (
-            "mixer",
-            f"{mixer.num_heads} heads of {mixer.head_dim}, state {mixer.state_size},"
-            f" {mixer.num_groups} groups, convolution {mixer.conv_width}",
-        ),
+        *parts,
         ("vocabulary", f"{config.vocab_size:,}{padded}"),
         ("head", "tied to the embedding" if config.tie_embeddings else "its own"),
         ("stored as", dtype.name),

@@ -85,12 +85,21 @@ def convert(
     dtype: Annotated[
         str | None, typer.Option(help="float32 or bfloat16; else as the source.")
     ] = None,
-    to: Annotated[str, typer.Option(help="native or hf (transformers mamba2).")] = "native",
+    to: Annotated[
+        str, typer.Option(help="native, hf (the family that fits), or a family's name.")
+    ] = "native",
+    quirk: Annotated[
+        list[str] | None,
+        typer.Option(help="hf_dt_floor or plain_rope: reproduce others, see docs/checkpoints.md."),
+    ] = None,
 ) -> None:
-    """Convert a checkpoint of transformers, mamba_ssm or Codestral-Mamba."""
+    """Convert a checkpoint of transformers, mamba_ssm, MambaInLlama or Codestral-Mamba."""
     from stree_jax.cli.convert import run_convert
 
-    run_convert(Console(highlight=False), source, destination, dtype=_checked(dtype), to=to)
+    console = Console(highlight=False)
+    run_convert(
+        console, source, destination, dtype=_checked(dtype), to=to, quirks=tuple(quirk or ())
+    )
 
 
 @app.command()

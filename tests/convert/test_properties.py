@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stree_jax import HybridLM, ModelConfig
 from stree_jax.convert import load_model, open_checkpoint
-from stree_jax.convert.writing import write_hf
+from stree_jax.convert.writing import write_as
 from tests.convert import peers
 
 CONFIGS = st.fixed_dictionaries(
@@ -45,7 +45,7 @@ def test_a_model_survives_transformers_format(options, dtype):
         abstract,
     )
     with tempfile.TemporaryDirectory() as directory:
-        write_hf(nnx.merge(structure, weights), Path(directory))
+        write_as(nnx.merge(structure, weights), Path(directory), "hf")
         checkpoint = open_checkpoint(Path(directory))
         assert checkpoint.description.config == config
         assert checkpoint.dtype == dtype

@@ -1,0 +1,270 @@
+"""The fields of a config file, of which every one must be accounted for."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stree_jax.layer_config import RopeScaling
+
+# Fields that every transformers config may have and that say nothing about the numbers.
+TRANSFORMERS = (
+    "_name_or_path",
+    "attn_implementation",
+    "gradient_checkpointing",
+    "keys_to_ignore_at_inference",
+    "add_cross_attention",
+    "architectures",
+    "auto_map",
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "cross_attention_hidden_size",
+    "decoder_start_token_id",
+    "diversity_penalty",
+    "do_sample",
+    "dtype",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty",
+    "finetuning_task",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "id2label",
+    "is_decoder",
+    "is_encoder_decoder",
+    "label2id",
+    "length_penalty",
+    "max_length",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "output_attentions",
+    "output_hidden_states",
+    "output_scores",
+    "pad_token_id",
+    "prefix",
+    "problem_type",
+    "pruned_heads",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "return_dict",
+    "return_dict_in_generate",
+    "sep_token_id",
+    "suppress_tokens",
+    "task_specific_params",
+    "temperature",
+    "tf_legacy_loss",
+    "tie_encoder_decoder",
+    "tokenizer_class",
+    "top_k",
+    "top_p",
+    "torch_dtype",
+    "torchscript",
+    "transformers_version",
+    "typical_p",
+    "use_bfloat16",
+    "use_cache",
+    "attention_dropout",
+    "num_logits_to_keep",
+    "router_aux_loss_coef",
+    "output_router_logits",
+    "pretraining_tp",
+)
+
+_MISSING = object()
+MAX_LAYERS = 4096
+
+
+class Fields:
+    """A table of config fields of which every one must be accounted for."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = ""):
+        self.path = path
+        self.values = dict(values)
+        self._prefix = prefix
+        self._left = set(values)
+        self._notes: list[str] = []
+
+    def take(self, name: str, default: Any = _MISSING) -> Any:
+        """A field's value; null counts as absent."""
+        self._left.discard(name)
+        value = self.values.get(name)
+        if value is not None:
+            return value
+        self.check(default is not _MISSING, f"{self._prefix}{name} is missing")
+        return default
+
+    def alias(self, **names: str) -> None:
+        """Lets a field be found under an older name too: `alias(new="old")`."""
+        for name, old in names.items():
+            if old in self.values:
+                self._left.discard(old)
+                if self.values.get(name) is None:
+                    self.values = {**self.values, name: self.values[old]}
+
+    def integer(
+        self, name: str, default: Any = _MISSING, *, least: int = 1, most: int = 1 << 24
+    ) -> int:
+        """An integer within bounds."""
+        value = self.take(name, default)
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        self.check(
+            is_int and least <= value <= most,
+            f"{self._prefix}{name} must be an integer from {least} to {most}, got {value!r:.80}",
+        )
+        return value
+
+    def positive(self, name: str, default: float) -> float:
+        """A finite number above 0."""
+        value = self.number(name, default)
+        self.check(value > 0, f"{self._prefix}{name} must be a number above 0, got {value!r:.80}")
+        return value
+
+    def number(self, name: str, default: Any = _MISSING) -> float:
+        """A finite number."""
+        value = _number(self.take(name, default))
+        self.check(
+            value is not None and -math.inf < value < math.inf,
+            f"{self._prefix}{name} must be a number, got {self.values.get(name)!r:.80}",
+        )
+        assert value is not None
+        return value
+
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """So many numbers; absent: ones."""
+        value = self.take(name, [1.0] * count)
+        numbers = [_number(part) for part in value] if isinstance(value, list | tuple) else []
+        self.check(
+            len(numbers) == count and None not in numbers,
+            f"{self._prefix}{name} must be {count} numbers, got {value!r:.80}",
+        )
+        return tuple(numbers)  # type: ignore[arg-type]
+
+    def choice(self, name: str, default: str, known: Mapping[str, str]) -> str:
+        """A word that is known under several names."""
+        value = self.take(name, default)
+        self.check(
+            isinstance(value, str) and value in known,
+            f"{self._prefix}{name} is {value!r:.80}, not one of {sorted(known)}",
+        )
+        return known[value]
+
+    def layer_kinds(self, name: str, known: Mapping[str, str]) -> tuple[str, ...]:
+        """A list with a word for each layer."""
+        value = self.take(name)
+        self.check(
+            isinstance(value, list) and 0 < len(value) <= MAX_LAYERS,
+            f"{self._prefix}{name} must be a list with a kind for each layer, got {value!r:.80}",
+        )
+        unknown = sorted({repr(kind)[:40] for kind in value if kind not in known})
+        self.check(not unknown, f"{self._prefix}{name} has unknown kinds {unknown}")
+        return tuple(known[kind] for kind in value)
+
+    def indices(self, name: str, num_layers: int) -> tuple[int, ...]:
+        """A list of layers; absent: none."""
+        value = self.take(name, [])
+        self.check(
+            isinstance(value, list)
+            and all(isinstance(i, int) and 0 <= i < num_layers for i in value),
+            f"{self._prefix}{name} must be a list of layers below {num_layers}, got {value!r:.80}",
+        )
+        return tuple(value)
+
+    def rope(self, *, plain: bool = False) -> tuple[float, RopeScaling | None, "Fields"]:
+        """Base and scaling of RoPE in either dialect, and what the table says beside them.
+
+        Args:
+            plain: leave out the scaling, whatever the config says.
+        """
+        theta = self.number("rope_theta", 10000.0)
+        self.alias(rope_parameters="rope_scaling")
+        table = self.table("rope_parameters")
+        theta = table.number("rope_theta", theta)
+        table.alias(rope_type="type")
+        kind = table.choice("rope_type", "default", {"default": "default", "llama3": "llama3"})
+        self.check(theta > 0, f"rope_theta must be above 0, got {theta}")
+        if kind == "default":
+            return theta, None, table
+        scaling = RopeScaling(
+            factor=table.number("factor"),
+            low_freq_factor=table.number("low_freq_factor"),
+            high_freq_factor=table.number("high_freq_factor"),
+            original_length=table.integer("original_max_position_embeddings"),
+        )
+        return theta, None if plain else scaling, table
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self.take(name, default)
+        self.check(
+            isinstance(value, bool), f"{self._prefix}{name} must be true or false, got {value!r}"
+        )
+        return value
+
+    def limits(self, name: str) -> tuple[float, float]:
+        """A pair of numbers, the second of which may be infinite; absent: no limits."""
+        value = self.take(name, [0.0, math.inf])
+        pair = [_number(part) for part in value] if isinstance(value, list | tuple) else []
+        self.check(
+            len(pair) == 2 and None not in pair,
+            f"{self._prefix}{name} must be two numbers, got {value!r}",
+        )
+        return pair[0], pair[1]  # type: ignore[return-value]
+
+    def has(self, name: str) -> bool:
+        """Whether a field is there; null counts as absent."""
+        self._left -= {name} if self.values.get(name) is None else set()
+        return self.values.get(name) is not None
+
+    def token(self, name: str, vocab_size: int) -> int | None:
+        """A token id, or the first of a list; one that cannot be used is noted."""
+        value = self.take(name, None)
+        first = value[0] if isinstance(value, list) and value else value
+        is_id = isinstance(first, int) and not isinstance(first, bool) and 0 <= first < vocab_size
+        if value is not None and (isinstance(value, list) or not is_id):
+            self._notes.append(
+                f"{name}: {value!r:.80}, of which {first if is_id else 'nothing'} is kept"
+            )
+        return first if is_id else None
+
+    def table(self, name: str) -> "Fields":
+        """A table within, to be finished by itself; absent: an empty one."""
+        value = self.take(name, {})
+        self.check(isinstance(value, Mapping), f"{name} must be a table, got {value!r}")
+        return Fields(self.path, value, f"{name}.")
+
+    def ignore(self, reason: str, *names: str) -> None:
+        """Sets fields aside; those that are there are reported."""
+        found = sorted(self._left & set(names))
+        self._left -= set(found)
+        if found:
+            self._notes.append(f"{', '.join(self._prefix + name for name in found)}: {reason}")
+
+    def finish(self) -> list[str]:
+        """What was set aside.
+
+        Raises:
+            ValueError: a field that nobody knows; it might change the numbers.
+        """
+        # Names that begin so are transformers' private matters.
+        unknown = sorted(self._prefix + name for name in self._left if name[:1] != "_")
+        self.check(not unknown, f"unknown fields {unknown}; they might change what is computed")
+        return self._notes
+
+    def check(self, condition: bool, message: str) -> None:
+        """Raises a ValueError that names the file unless the condition holds."""
+        if not condition:
+            raise ValueError(f"{self.path}: {message}")
+
+
+def _number(value: Any) -> float | None:
+    """A number in either dialect: `Infinity` itself, or transformers 5's `{"__float__": ...}`."""
+    if isinstance(value, Mapping) and set(value) == {"__float__"}:
+        return math.inf if value["__float__"] == "Infinity" else None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Integers of any size are JSON too, and float() refuses some.
+    return float(value) if is_number and (-1e300 < value < 1e300 or value == math.inf) else None

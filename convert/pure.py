@@ -1,0 +1,287 @@
+"""Families of pure Mamba-2, and mamba_ssm's, which may have attention too.
+
+Sources: mamba_ssm's `MambaConfig`, `Mamba2` and `MHA`, transformers' `Mamba2Config`, Mistral's
+`params.json`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from stree_jax.config import ModelConfig
+from stree_jax.convert import tables
+from stree_jax.convert.description import (
+    Description,
+    hf_values,
+    limits,
+    mixer_of,
+    norm_kind,
+    tied_head,
+)
+from stree_jax.convert.fields import MAX_LAYERS, TRANSFORMERS, Fields
+from stree_jax.convert.tensors import Tensor
+from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig
+
+
+def read_mamba_ssm(fields: Fields) -> Description:
+    """`MambaConfig` of mamba_ssm, with or without attention."""
+    ssm = fields.table("ssm_cfg")
+    layer = ssm.take("layer", "Mamba1")
+    if layer != "Mamba2":
+        raise ValueError(
+            f"{fields.path}: ssm_cfg.layer is {layer!r}"
+            + (" (the default)" if "layer" not in ssm.values else "")
+            + "; only Mamba-2 is supported"
+        )
+    if not fields.flag("rms_norm", True):
+        raise ValueError(f"{fields.path}: rms_norm = false (LayerNorm) is not supported")
+    d_model = fields.integer("d_model")
+    inner = ssm.integer("expand", 2) * d_model
+    d_ssm = ssm.integer("d_ssm", inner)
+    head_dim = ssm.integer("headdim", 64)
+    fields.check(d_ssm % head_dim == 0, f"headdim = {head_dim} does not divide d_ssm = {d_ssm}")
+    fields.check(d_ssm <= inner, f"d_ssm = {d_ssm} is larger than expand * d_model = {inner}")
+    norm_first = ssm.flag("norm_before_gate", False)
+    mixer = Mamba2Config(
+        num_heads=d_ssm // head_dim,
+        head_dim=head_dim,
+        state_size=ssm.integer("d_state", 128),
+        num_groups=ssm.integer("ngroups", 1),
+        conv_width=ssm.integer("d_conv", 4),
+        conv_bias=ssm.flag("conv_bias", True),
+        in_proj_bias=ssm.flag("bias", False),
+        out_proj_bias=ssm.flag("bias", False),
+        mlp_dim=inner - d_ssm,
+        d_per_channel=ssm.flag("D_has_hdim", False),
+        dt_limit=ssm.limits("dt_limit"),
+        norm=norm_kind(ssm.flag("rmsnorm", True), norm_first),
+        chunk_size=ssm.integer("chunk_size", 256),
+    )
+    ssm.ignore("initialisation", "conv_init", "A_init_range", "dt_min", "dt_max", "dt_init_floor")
+    ssm.ignore("a choice of kernels", "use_mem_eff_path")
+    fields.ignore("a choice of kernels", "fused_add_norm")
+    # mamba_ssm rounds the MLP up to a multiple of 128.
+    hidden = -(-fields.integer("d_intermediate", 0, least=0) // 128) * 128
+    num_layers = fields.integer("n_layer", most=MAX_LAYERS)
+    with_attention = fields.indices("attn_layer_idx", num_layers)
+    layers: list[str] = []
+    for layer in range(num_layers):
+        layers.append("attention" if layer in with_attention else "mamba2")
+        layers += ["mlp"] if hidden else []
+    attention = None
+    if with_attention:
+        attention = _mamba_ssm_attention(fields.table("attn_cfg"), d_model)
+    else:
+        fields.ignore("attention settings; no layer has attention", "attn_cfg")
+    config = ModelConfig(
+        d_model=d_model,
+        layers=tuple(layers),
+        mamba2=mixer,
+        attention=attention,
+        mlp=MlpConfig(hidden) if hidden else None,
+        residual_float32=fields.flag("residual_in_fp32", True),
+        **_vocabulary(fields, default_multiple=8),
+    )
+    notes = ssm.finish() + fields.finish()
+    rules = tables.mamba_ssm(config, embedding="embedding")
+    return Description("mamba_ssm", config, rules, tied_head(config, "lm_head.weight"), notes)
+
+
+def _mamba_ssm_attention(fields: Fields, d_model: int) -> AttentionConfig:
+    """Of mamba_ssm's MHA."""
+    fields.check(
+        fields.flag("causal", False), "attn_cfg.causal is not true (upstream's default is false)"
+    )
+    fields.check(
+        not fields.flag("rotary_emb_interleaved", False),
+        "attn_cfg.rotary_emb_interleaved = true is not supported",
+    )
+    num_heads = fields.integer("num_heads")
+    if not fields.has("head_dim"):
+        fields.check(
+            d_model % num_heads == 0,
+            f"attn_cfg.num_heads = {num_heads} does not divide d_model = {d_model}",
+        )
+    # Its width counts both halves of the gated branch, and is rounded up to a multiple of 256.
+    mlp_width = -(-fields.integer("mlp_dim", 0, least=0) // 256) * 256
+    config = AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_heads_kv", num_heads),
+        head_dim=fields.integer("head_dim", d_model // num_heads),
+        scale=fields.number("softmax_scale") if fields.has("softmax_scale") else None,
+        rotary_dim=fields.integer("rotary_emb_dim", 0, least=0),
+        rope_theta=fields.number("rotary_emb_base", 10000.0),
+        qkv_bias=fields.flag("qkv_proj_bias", True),
+        out_bias=fields.flag("out_proj_bias", True),
+        conv_width=fields.integer("d_conv", 0, least=0),
+        mlp_dim=mlp_width // 2,
+    )
+    fields.finish()
+    return config
+
+
+def write_mamba_ssm(config: ModelConfig) -> dict[str, Any]:
+    """A config.json of mamba_ssm."""
+    m, a = mixer_of(config), config.attention
+    values: dict[str, Any] = {
+        "d_model": config.d_model,
+        "d_intermediate": 0 if config.mlp is None else config.mlp.hidden_size,
+        "n_layer": sum(kind != "mlp" for kind in config.layers),
+        "vocab_size": config.vocab_size,
+        "ssm_cfg": {
+            "layer": "Mamba2",
+            "d_state": m.state_size,
+            "headdim": m.head_dim,
+            "d_ssm": m.inner_size,
+            "expand": (m.inner_size + m.mlp_dim) // config.d_model,
+            "ngroups": m.num_groups,
+            "d_conv": m.conv_width,
+            "conv_bias": m.conv_bias,
+            "bias": m.in_proj_bias,
+            "rmsnorm": m.norm != "none",
+            "norm_before_gate": m.norm == "norm_then_gate",
+            "D_has_hdim": m.d_per_channel,
+            "dt_limit": limits(m),
+            "chunk_size": m.chunk_size,
+        },
+        "attn_layer_idx": [],
+        "attn_cfg": {},
+        "rms_norm": True,
+        "residual_in_fp32": config.residual_float32,
+        "fused_add_norm": True,
+        "pad_vocab_size_multiple": config.num_embeddings,
+        "tie_embeddings": config.tie_embeddings,
+    }
+    if a is not None:
+        mixers = [kind for kind in config.layers if kind != "mlp"]
+        values["attn_layer_idx"] = [i for i, kind in enumerate(mixers) if kind == "attention"]
+        values["attn_cfg"] = {
+            "causal": True,
+            "num_heads": a.num_heads,
+            "num_heads_kv": a.num_kv_heads,
+            "head_dim": a.head_dim,
+            "mlp_dim": 2 * a.mlp_dim,
+            "qkv_proj_bias": a.qkv_bias,
+            "out_proj_bias": a.out_bias,
+            "softmax_scale": a.scale,
+            "d_conv": a.conv_width,
+            "rotary_emb_dim": a.rotary_dim,
+            "rotary_emb_base": a.rope_theta,
+            "rotary_emb_interleaved": False,
+        }
+    return values
+
+
+def read_codestral(fields: Fields) -> Description:
+    """Mistral's `params.json`."""
+    fields.take("model_type", "mamba")
+    fields.check(fields.flag("rms_norm", True), "rms_norm = false (LayerNorm) is not supported")
+    fields.ignore("a choice of kernels", "fused_add_norm")
+    # Heads of 64, a state of 128 and an expansion of 2 are what its code does not let one choose.
+    config = ModelConfig.mamba2_lm(
+        d_model=fields.integer("dim"),
+        num_layers=fields.integer("n_layers", most=MAX_LAYERS),
+        num_groups=fields.integer("n_groups", 1),
+        chunk_size=256,
+        **_vocabulary(fields, default_multiple=1),
+    )
+    config = dataclasses.replace(config, residual_float32=fields.flag("residual_in_fp32", True))
+    notes = fields.finish()
+    rules = tables.mamba_ssm(config, embedding="embedding", prefix="model.")
+    return Description(
+        "Codestral-Mamba", config, rules, tied_head(config, "model.lm_head.weight"), notes
+    )
+
+
+def read_mamba2(fields: Fields, tensors: Mapping[str, Tensor]) -> Description:
+    """`Mamba2Config` of transformers."""
+    fields.take("model_type", "mamba2")
+    activation = fields.take("hidden_act", "silu")
+    fields.check(activation in ("silu", "swish"), f"hidden_act is {activation!r}, not 'silu'")
+    d_model = fields.integer("hidden_size", 4096)
+    num_heads, head_dim = fields.integer("num_heads", 128), fields.integer("head_dim", 64)
+    expand = fields.take("expand", 2)
+    fields.check(
+        isinstance(expand, int | float) and expand * d_model == num_heads * head_dim,
+        f"expand * hidden_size = {expand} * {d_model} is not num_heads * head_dim ="
+        f" {num_heads} * {head_dim}",
+    )
+    epsilon = fields.positive("layer_norm_epsilon", 1e-5)
+    bias = fields.flag("use_bias", False)
+    vocab_size = fields.integer("vocab_size", 32768)
+    config = ModelConfig(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        layers=("mamba2",) * fields.integer("num_hidden_layers", 64, most=MAX_LAYERS),
+        mamba2=Mamba2Config(
+            num_heads=num_heads,
+            head_dim=head_dim,
+            state_size=fields.integer("state_size", 128),
+            num_groups=fields.integer("n_groups", 8),
+            conv_width=fields.integer("conv_kernel", 4),
+            conv_bias=fields.flag("use_conv_bias", True),
+            in_proj_bias=bias,
+            out_proj_bias=bias,
+            dt_limit=fields.limits("time_step_limit"),
+            norm_eps=epsilon,
+            chunk_size=fields.integer("chunk_size", 256),
+        ),
+        norm_eps=epsilon,
+        tie_embeddings=fields.flag("tie_word_embeddings", False),
+        residual_float32=fields.flag("residual_in_fp32", True),
+        eos_token=fields.token("eos_token_id", vocab_size),
+    )
+    fields.ignore(
+        "initialisation",
+        "initializer_range",
+        "rescale_prenorm_residual",
+        "time_step_rank",
+        "time_step_min",
+        "time_step_max",
+        "time_step_floor",
+        "time_step_init_scheme",
+        "time_step_scale",
+    )
+    fields.ignore("transformers never read it; its mixer gates first", "norm_before_gate")
+    fields.ignore("transformers never read it; its mixer always norms", "rms_norm")
+    fields.ignore("derived from expand * hidden_size", "intermediate_size")
+    fields.ignore("of transformers, not of the model", *TRANSFORMERS)
+    notes = fields.finish()
+    # The oldest conversions kept mamba_ssm's name of the embedding, which transformers renames.
+    old = "backbone.embedding.weight" in tensors
+    rules = tables.mamba_ssm(config, embedding="embedding" if old else "embeddings")
+    return Description(
+        "transformers mamba2", config, rules, tied_head(config, "lm_head.weight"), notes
+    )
+
+
+def _vocabulary(fields: Fields, *, default_multiple: int) -> dict[str, Any]:
+    """mamba_ssm's vocabulary: the config has the real size, the tensors a padded one."""
+    size = fields.integer("vocab_size")
+    multiple = fields.integer("pad_vocab_size_multiple", default_multiple)
+    return dict(
+        vocab_size=size,
+        padded_vocab_size=-(-size // multiple) * multiple,
+        tie_embeddings=fields.flag("tie_embeddings", True),
+    )
+
+
+def write_mamba2(config: ModelConfig) -> dict[str, Any]:
+    """A config.json of transformers' mamba2."""
+    m = mixer_of(config)
+    return hf_values(config, "mamba2", "Mamba2ForCausalLM") | {
+        "num_hidden_layers": len(config.layers),
+        "num_heads": m.num_heads,
+        "head_dim": m.head_dim,
+        "expand": m.inner_size // config.d_model,
+        "state_size": m.state_size,
+        "n_groups": m.num_groups,
+        "conv_kernel": m.conv_width,
+        "use_conv_bias": m.conv_bias,
+        "use_bias": m.in_proj_bias,
+        "hidden_act": m.activation,
+        "layer_norm_epsilon": config.norm_eps,
+        "time_step_limit": limits(m),
+        "residual_in_fp32": config.residual_float32,
+        "chunk_size": m.chunk_size,
+    }

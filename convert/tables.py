@@ -1,0 +1,269 @@
+"""Tables of rules: where the tensors of each family's blocks go. They read and write alike."""
+
+from collections.abc import Iterable
+
+from stree_jax.config import ModelConfig
+from stree_jax.convert.rules import (
+    AS_IS,
+    CONV,
+    EACH_TRANSPOSED,
+    TRANSPOSED,
+    Rule,
+    joined,
+    reordered,
+    stacked,
+)
+from stree_jax.layer_config import AttentionConfig, MlpConfig, MoeConfig
+
+# The Mamba-2 mixer is the same in all families.
+MIXER = (
+    Rule("in_proj.weight", "in_proj.kernel", TRANSPOSED),
+    Rule("in_proj.bias", "in_proj.bias"),
+    Rule("conv1d.weight", "conv_weight", CONV),
+    Rule("conv1d.bias", "conv_bias"),
+    Rule("A_log", "A_log"),
+    Rule("D", "D"),
+    Rule("dt_bias", "dt_bias"),
+    Rule("norm.weight", "norm_scale"),
+    Rule("out_proj.weight", "out_proj.kernel", TRANSPOSED),
+    Rule("out_proj.bias", "out_proj.bias"),
+)
+
+
+def within(rules: Iterable[Rule], source: str, target: str) -> list[Rule]:
+    """The rules below a prefix on either side."""
+    return [rule.within(source, target) for rule in rules]
+
+
+def linear(source: str, target: str) -> list[Rule]:
+    """A projection, with or without a bias."""
+    return [
+        Rule(f"{source}.weight", f"{target}.kernel", TRANSPOSED),
+        Rule(f"{source}.bias", f"{target}.bias"),
+    ]
+
+
+def side_by_side(sources: Iterable[str], target: str, sizes: Iterable[int]) -> list[Rule]:
+    """Several projections of one input as one, with or without biases."""
+    names, transform = tuple(sources), joined(*sizes)
+    return [
+        Rule(tuple(f"{name}.weight" for name in names), f"{target}.kernel", transform),
+        Rule(tuple(f"{name}.bias" for name in names), f"{target}.bias", transform),
+    ]
+
+
+def hf_attention(config: AttentionConfig) -> list[Rule]:
+    """Attention as transformers stores it."""
+    return [
+        *side_by_side(("q_proj", "k_proj", "v_proj"), "in_proj", config.projected_sizes),
+        *linear("o_proj", "out_proj"),
+    ]
+
+
+def mamba_ssm_attention(config: AttentionConfig) -> list[Rule]:
+    """mamba_ssm's MHA: rows are q, k, v, then up and gate of the branch; ours are gate, up."""
+    sizes = (sum(config.projected_sizes), config.mlp_dim, config.mlp_dim)
+    transform = reordered(sizes, (0, 2, 1))
+    return [
+        Rule("in_proj.weight", "in_proj.kernel", transform),
+        Rule("in_proj.bias", "in_proj.bias", transform),
+        Rule("conv1d.weight", "conv_weight", CONV),
+        Rule("conv1d.bias", "conv_bias"),
+        *linear("out_proj", "out_proj"),
+    ]
+
+
+def mamba_ssm_mlp(config: MlpConfig) -> list[Rule]:
+    """mamba_ssm's gated MLP, whose rows are up, gate."""
+    halves = (config.hidden_size, config.hidden_size)
+    return [
+        Rule("fc1.weight", "in_proj.kernel", reordered(halves, (1, 0))),
+        Rule("fc2.weight", "out_proj.kernel", TRANSPOSED),
+    ]
+
+
+def split_mlp(config: MlpConfig) -> list[Rule]:
+    """Gate and up stored apart (Llama, Bamba, Falcon-H1)."""
+    halves = (config.hidden_size, config.hidden_size)
+    return [
+        *side_by_side(("gate_proj", "up_proj"), "in_proj", halves),
+        *linear("down_proj", "out_proj"),
+    ]
+
+
+GRANITE_MLP = [
+    *linear("input_linear", "in_proj"),
+    *linear("output_linear", "out_proj"),
+]
+NEMOTRON_MLP = [*linear("up_proj", "in_proj"), *linear("down_proj", "out_proj")]
+
+GRANITE_EXPERTS = [
+    Rule("block_sparse_moe.input_linear.weight", "experts_in", EACH_TRANSPOSED),
+    Rule("block_sparse_moe.output_linear.weight", "experts_out", EACH_TRANSPOSED),
+    Rule("block_sparse_moe.router.layer.weight", "router", TRANSPOSED),
+    *within(GRANITE_MLP, "shared_mlp", "shared"),
+]
+
+
+def nemotron_experts(config: MoeConfig) -> list[Rule]:
+    """Nemotron-H stores each expert by itself."""
+
+    def experts(name: str, target: str) -> Rule:
+        names = tuple(f"experts.{i}.{name}.weight" for i in range(config.num_experts))
+        return Rule(names, target, stacked(config.num_experts))
+
+    return [
+        experts("up_proj", "experts_in"),
+        experts("down_proj", "experts_out"),
+        Rule("gate.weight", "router", TRANSPOSED),
+        Rule("gate.e_score_correction_bias", "correction"),
+        *linear("fc1_latent_proj", "latent_in"),
+        *linear("fc2_latent_proj", "latent_out"),
+        *within(NEMOTRON_MLP, "shared_experts", "shared"),
+    ]
+
+
+def mamba_ssm(config: ModelConfig, *, embedding: str, prefix: str = "") -> list[Rule]:
+    """mamba_ssm, transformers' mamba2 and Codestral, which differ in few names.
+
+    Args:
+        config: an "mlp" layer of it belongs to the source layer of the layer before.
+        embedding: the embedding's name below the backbone.
+        prefix: before every name.
+    """
+    rules: list[Rule] = []
+    layer = -1
+    for block, kind in enumerate(config.layers):
+        layer += kind != "mlp"
+        source, target = f"{prefix}backbone.layers.{layer}", f"blocks.{block}"
+        norm = "norm2" if kind == "mlp" else "norm"
+        rules.append(Rule(f"{source}.{norm}.weight", f"{target}.norm_scale", AS_IS))
+        if kind == "mlp":
+            assert config.mlp is not None
+            rules += within(mamba_ssm_mlp(config.mlp), f"{source}.mlp", f"{target}.mixer")
+        elif kind == "attention":
+            assert config.attention is not None
+            table = mamba_ssm_attention(config.attention)
+            rules += within(table, f"{source}.mixer", f"{target}.mixer")
+        else:
+            rules += within(MIXER, f"{source}.mixer", f"{target}.mixer")
+    return [
+        *rules,
+        Rule(f"{prefix}backbone.norm_f.weight", "final_norm_scale"),
+        Rule(f"{prefix}backbone.{embedding}.weight", "embedding"),
+        Rule(f"{prefix}lm_head.weight", "head"),
+    ]
+
+
+def llama_like(
+    config: ModelConfig,
+    *,
+    mlp: list[Rule],
+    mlp_name: str | None,
+    mlp_norm: str,
+    final_norm: str,
+) -> list[Rule]:
+    """Models whose source layers are a mixer and an MLP, and are named as Llama's are.
+
+    Args:
+        config: its layers come in pairs.
+        mlp: the table of an MLP (or a mixture of experts).
+        mlp_name: where it is; None: in the layer itself.
+        mlp_norm, final_norm: names of norms.
+    """
+    rules: list[Rule] = []
+    for block, kind in enumerate(config.layers):
+        source, target = f"model.layers.{block // 2}", f"blocks.{block}"
+        norm = mlp_norm if block % 2 else "input_layernorm"
+        rules.append(Rule(f"{source}.{norm}.weight", f"{target}.norm_scale"))
+        mixer = f"{target}.mixer"
+        if kind in ("mlp", "moe"):
+            rules += within(mlp, source if mlp_name is None else f"{source}.{mlp_name}", mixer)
+            continue
+        inside = kind == "parallel"
+        if kind != "attention":
+            mamba = f"{mixer}.mamba2" if inside else mixer
+            rules += within(MIXER, f"{source}.mamba", mamba)
+        if kind != "mamba2":
+            assert config.attention is not None
+            attention = f"{mixer}.attention" if inside else mixer
+            rules += within(hf_attention(config.attention), f"{source}.self_attn", attention)
+    return [
+        *rules,
+        Rule(f"model.{final_norm}.weight", "final_norm_scale"),
+        Rule("model.embed_tokens.weight", "embedding"),
+        Rule("lm_head.weight", "head"),
+    ]
+
+
+def nemotron_h(config: ModelConfig) -> list[Rule]:
+    """Nemotron-H: one sub-layer a layer, all of them called mixer."""
+    rules: list[Rule] = []
+    for layer, kind in enumerate(config.layers):
+        source, target = f"backbone.layers.{layer}", f"blocks.{layer}"
+        rules.append(Rule(f"{source}.norm.weight", f"{target}.norm_scale"))
+        match kind:
+            case "mamba2":
+                table = list(MIXER)
+            case "attention":
+                assert config.attention is not None
+                table = hf_attention(config.attention)
+            case "mlp":
+                table = NEMOTRON_MLP
+            case _:
+                assert config.moe is not None
+                table = nemotron_experts(config.moe)
+        rules += within(table, f"{source}.mixer", f"{target}.mixer")
+    return [
+        *rules,
+        Rule("backbone.norm_f.weight", "final_norm_scale"),
+        Rule("backbone.embeddings.weight", "embedding"),
+        Rule("lm_head.weight", "head"),
+    ]
+
+
+def zamba2(config: ModelConfig) -> list[Rule]:
+    """Zamba2: shared blocks are stored once, below the first layers that use them."""
+    attention, mlp, shared = config.attention, config.mlp, config.shared
+    assert attention is not None
+    assert mlp is not None
+    assert shared is not None
+    rules: list[Rule] = []
+    layer = num_uses = 0
+    homes: list[str] = []  # of the shared blocks
+    for block, kind in enumerate(config.layers):
+        source, target = f"model.layers.{layer}", f"blocks.{block}"
+        if kind == "shared":
+            if num_uses < shared.num_blocks:
+                homes.append(f"{source}.shared_transformer")
+            home = homes[num_uses % shared.num_blocks]
+            mixer = f"{target}.mixer"
+            rules.append(Rule(f"{source}.linear.weight", f"{mixer}.out_proj.kernel", TRANSPOSED))
+            adapters = [(f"feed_forward.gate_up_proj_adapter_list.{num_uses}", "mlp_adapter")]
+            adapters += [
+                (f"self_attn.linear_{name}_adapter_list.{num_uses}", f"qkv_adapters.{i}")
+                for i, name in enumerate("qkv")
+            ]
+            for name, adapter in adapters:
+                for i, part in enumerate(("down", "up")):
+                    rules += linear(f"{home}.{name}.{i}", f"{mixer}.{adapter}.{part}")
+            num_uses += 1
+            continue
+        if block and config.layers[block - 1] == "shared":
+            source = f"{source}.mamba_decoder"
+        rules.append(Rule(f"{source}.input_layernorm.weight", f"{target}.norm_scale"))
+        rules += within(MIXER, f"{source}.mamba", f"{target}.mixer")
+        layer += 1
+    for i, home in enumerate(homes):
+        target = f"shared.{i}"
+        rules.append(Rule(f"{home}.input_layernorm.weight", f"{target}.norm_scale"))
+        rules.append(Rule(f"{home}.pre_ff_layernorm.weight", f"{target}.mlp_norm_scale"))
+        rules += within(hf_attention(attention), f"{home}.self_attn", f"{target}.attention")
+        feed_forward = [*linear("gate_up_proj", "in_proj"), *linear("down_proj", "out_proj")]
+        rules += within(feed_forward, f"{home}.feed_forward", f"{target}.mlp")
+    return [
+        *rules,
+        Rule("model.final_layernorm.weight", "final_norm_scale"),
+        Rule("model.embed_tokens.weight", "embedding"),
+        Rule("lm_head.weight", "head"),
+    ]
