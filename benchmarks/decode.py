@@ -1,10 +1,11 @@
-"""How fast is tree decoding of the embedded pair on this machine, and how many drafts are accepted?
+"""How fast is tree decoding of a pair on this machine, and how many drafts are accepted?
 
 Decodes the same prompts one at a time with every method, interleaved prompt by prompt, at
 temperature 0 and 1; checks at temperature 0 that all methods give the same tokens. Then measures
 how the time of a target call grows with the tree, which decides whether drafts pay.
 
     python -m benchmarks.decode [--prompts 16] [--tokens 96] [--rounds 3]
+        [--target DIR --draft DIR --name NAME]      instead of the embedded pair
 """
 
 import argparse
@@ -21,6 +22,7 @@ import stree_jax as st
 from benchmarks.common import device_name, interleaved, machine, print_table, summary, write_json
 from benchmarks.prompts import load_prompts
 from benchmarks.steps import run_steps
+from stree_jax.convert import find
 
 TREE_NAMES = "ABCDE"
 
@@ -187,11 +189,18 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--target", help="any checkpoint; None: the embedded one")
+    parser.add_argument("--draft", help="its draft")
+    parser.add_argument("--name", help="of the pair, for the results")
     options = parser.parse_args()
+    given = (options.target, options.draft, options.name)
+    if any(given) and not all(given):
+        parser.error("--target, --draft and --name come together")
 
-    target = st.from_pretrained(st.demo_path("target"))
-    draft = st.from_pretrained(st.demo_path("draft"))
-    tokenizer = st.load_tokenizer(st.demo_path("target"))
+    path = find(options.target or st.demo_path("target"))
+    target = st.from_pretrained(path)
+    draft = st.from_pretrained(options.draft or st.demo_path("draft"))
+    tokenizer = st.load_tokenizer(path)
     source, texts = load_prompts(options.prompts)
     prompts = [tokenizer.encode(text).ids for text in texts]
     where = machine()
@@ -210,8 +219,8 @@ def main() -> None:
             )
         larger = st.ModelConfig.preset("mamba2-130m")
         for name, model, count in (
-            ("embedded target", target, 100),
-            ("embedded draft", draft, 100),
+            (f"{options.name or 'embedded'} target", target, 100),
+            (f"{options.name or 'embedded'} draft", draft, 100),
             ("mamba2-130m shape", st.HybridLM(larger, rngs=nnx.Rngs(0)), 5),
         ):
             steps.append(measure_steps(name, model, count=count, rounds=5, progress=progress))
@@ -258,7 +267,8 @@ def main() -> None:
         "decoding": rows,
         "target_calls": steps,
     }
-    path = write_json(f"decode-{device_name(where)}", results)
+    suffix = f"-{options.name}" if options.name else ""
+    path = write_json(f"decode{suffix}-{device_name(where)}", results)
     plot(rows, steps, str(path.with_suffix(".png")))
     best = max(
         (row for row in rows if row["temperature"] == 0 and row["nodes"] > 1),

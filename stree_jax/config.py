@@ -6,7 +6,7 @@ One mixer and one block vocabulary serve every family; a family is a config.
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stree_jax.layer_config import (
@@ -139,19 +139,23 @@ class ModelConfig:
         padded_vocab_size: int | None = None,
         tie_embeddings: bool = True,
         eos_token: int | None = None,
+        attention_layers: Sequence[int] = (),
+        attention: Mapping[str, Any] | None = None,
         **mixer: Any,
     ) -> "ModelConfig":
-        """A pure Mamba-2 language model in the shape of the published ones.
+        """A Mamba-2 language model in the shape of the published ones.
 
         Args:
             vocab_size, d_model, num_layers: as the names say.
             expand: scan channels as a multiple of `d_model`.
             head_dim, state_size: `P` and `S`.
             padded_vocab_size, tie_embeddings, eos_token: see the class.
+            attention_layers: layers with attention instead of Mamba-2.
+            attention: fields of `AttentionConfig`, for these.
             **mixer: further fields of `Mamba2Config`.
 
         Raises:
-            ValueError: `head_dim` does not divide `expand * d_model`.
+            ValueError: `head_dim` does not divide `expand * d_model`, or a layer does not exist.
         """
         for name, value in (("d_model", d_model), ("expand", expand), ("head_dim", head_dim)):
             require(
@@ -165,10 +169,15 @@ class ModelConfig:
             expand * d_model % head_dim == 0,
             f"head_dim = {head_dim} does not divide expand * d_model = {expand * d_model}",
         )
+        outside = [i for i in attention_layers if i not in range(num_layers)]
+        require(not outside, f"attention_layers has {outside}; layers are 0 to {num_layers - 1}")
         return cls(
             vocab_size=vocab_size,
             d_model=d_model,
-            layers=("mamba2",) * num_layers,
+            layers=tuple(
+                "attention" if i in attention_layers else "mamba2" for i in range(num_layers)
+            ),
+            attention=None if attention is None else _build(AttentionConfig, attention),
             mamba2=Mamba2Config(
                 num_heads=expand * d_model // head_dim,
                 head_dim=head_dim,

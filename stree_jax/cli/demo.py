@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from rich.text import Text
 from tokenizers import Tokenizer
 
 import stree_jax as st
+from stree_jax.convert import find
 from stree_jax.decoding.generate import plan
 
 # Written for this demo; they resemble the training text without being in it.
@@ -35,11 +37,28 @@ class Method(NamedTuple):
     topology: st.TreeTopology | None
 
 
-def run_demo(console: Console, *, max_new_tokens: int) -> int:
-    """Runs the demo; returns the exit code, 1 if the methods disagree."""
-    target = st.from_pretrained(st.demo_path("target"))
-    drafter = st.ModelDrafter(st.from_pretrained(st.demo_path("draft")))
-    tokenizer = st.load_tokenizer(st.demo_path("target"))
+def run_demo(
+    console: Console, *, max_new_tokens: int, target: str | None = None, draft: str | None = None
+) -> int:
+    """Runs the demo, with the embedded pair or another; returns 1 if the methods disagree.
+
+    Raises:
+        ValueError: a target without a draft or the other way round, or one that cannot be loaded.
+    """
+    if (target is None) != (draft is None):
+        raise ValueError("--target and --draft come together: the draft is trained for its target")
+    return _run(
+        console,
+        find(st.demo_path("target") if target is None else target),
+        find(st.demo_path("draft") if draft is None else draft),
+        max_new_tokens,
+    )
+
+
+def _run(console: Console, target_path: Path, draft_path: Path, max_new_tokens: int) -> int:
+    target = st.from_pretrained(target_path)
+    drafter = st.ModelDrafter(st.from_pretrained(draft_path))
+    tokenizer = st.load_tokenizer(target_path)
     prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
     tree = st.TreeTopology.paper("A")
     methods = (

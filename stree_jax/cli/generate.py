@@ -28,6 +28,7 @@ def run_generate(
     seed: int,
     dtype: str,
     tokenizer_path: Path | None,
+    max_length: int | None,
 ) -> None:
     """Loads, decodes, and prints tokens as they are accepted.
 
@@ -60,6 +61,7 @@ def run_generate(
         top_k=top_k,
         top_p=top_p,
         eos_token=model.config.eos_token,
+        max_length=max_length,
         key=jax.random.key(seed),
     )
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 app = typer.Typer(
     name="stree-jax",
-    help="Speculative tree decoding of Mamba-2 language models.",
+    help="Speculative tree decoding of Mamba-2 and hybrid language models.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -23,11 +23,15 @@ app = typer.Typer(
 @app.command()
 def demo(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to add to each prompt.")] = 64,
+    target: Annotated[
+        str | None, typer.Option(help="Another target: a directory, or a name on the hub.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="Its draft; needed with --target.")] = None,
 ) -> None:
     """Decode with the embedded pair: autoregressively, with a chain and with a tree."""
     from stree_jax.cli.demo import run_demo
 
-    raise typer.Exit(run_demo(Console(), max_new_tokens=max_new_tokens))
+    raise typer.Exit(run_demo(Console(), max_new_tokens=max_new_tokens, target=target, draft=draft))
 
 
 @app.command()
@@ -54,6 +58,10 @@ def generate(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Directory or tokenizer.json, if not the checkpoint's.")
     ] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(help="Most tokens, prompt included, if not what the model was made for."),
+    ] = None,
 ) -> None:
     """Continue a text; tokens are shown as they are accepted."""
     from stree_jax.cli.generate import run_generate
@@ -73,6 +81,7 @@ def generate(
         seed=seed,
         dtype=_checked(dtype) or "float32",
         tokenizer_path=tokenizer,
+        max_length=max_length,
     )
 
 

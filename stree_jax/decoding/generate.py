@@ -78,6 +78,7 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     eos_token: int | None = None,
+    max_length: int | None = None,
     key: jax.Array | None = None,
 ) -> Generation:
     """Continues prompts, with the target's own output whatever the drafter is.
@@ -98,6 +99,8 @@ def generate(
         top_k, top_p: sample from the `top_k` best tokens (0: all), and of these from the fewest
             that reach probability `top_p`. Applied to target and draft alike.
         eos_token: a row ends after this token.
+        max_length: most tokens of a row, prompt and output; a request for more is refused. None:
+            what the model was made for (`ModelConfig.max_length`), if it says.
         key: random key; needed above temperature 0.
 
     Raises:
@@ -115,6 +118,7 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         eos_token=eos_token,
+        max_length=max_length,
         key=key,
     )
     state = request.decoder.start(model, request.drafter, request.context, request.keys)
@@ -141,6 +145,7 @@ def stream(
     top_k: int = 0,
     top_p: float = 1.0,
     eos_token: int | None = None,
+    max_length: int | None = None,
     key: jax.Array | None = None,
 ) -> Iterator[list[list[int]]]:
     """As `generate`, but yields the tokens as they are accepted.
@@ -161,6 +166,7 @@ def stream(
         top_k=top_k,
         top_p=top_p,
         eos_token=eos_token,
+        max_length=max_length,
         key=key,
     )
 
@@ -202,6 +208,7 @@ def plan(
     top_k: int = 0,
     top_p: float = 1.0,
     eos_token: int | None = None,
+    max_length: int | None = None,
     key: jax.Array | None = None,
 ) -> Plan:
     """Checks a request; arguments and errors are those of `generate`. Compiles nothing."""
@@ -221,6 +228,7 @@ def plan(
         raise ValueError(f"top_p must be in (0, 1], got {top_p!r}")
     if eos_token is not None:
         _check_int("eos_token", eos_token, 0, vocab_size - 1)
+    _check_length(context, max_new_tokens, max_length, model.config.max_length)
     greedy = temperature == 0
     if key is None and not greedy:
         raise ValueError("temperature > 0 needs a random key: pass key=jax.random.key(0)")
@@ -326,6 +334,24 @@ def _checked_verifier(
     verifier.check(children, topology, greedy=greedy)
     # At temperature 0 the one token that the target can sample is its best.
     return VERIFIERS["greedy"] if greedy else verifier
+
+
+def _check_length(
+    context: Context, max_new_tokens: int, max_length: int | None, made_for: int | None
+) -> None:
+    """Attention's positions end somewhere: what would go beyond is refused, not cut."""
+    if max_length is not None:
+        _check_int("max_length", max_length, 1)
+    limit = made_for if max_length is None else max_length
+    lengths = np.asarray(context.length)
+    row = int(lengths.argmax())
+    wanted = int(lengths[row]) + max_new_tokens
+    if limit is not None and wanted > limit:
+        way_out = "" if max_length is not None else "; max_length = ... goes beyond it"
+        raise ValueError(
+            f"prompts[{row}] has {lengths[row]} tokens and max_new_tokens = {max_new_tokens}: in"
+            f" all {wanted}, and the limit is {limit}" + way_out
+        )
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:

@@ -6,12 +6,14 @@ one loop for all of them.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from stree_jax.array_types import Array, Bool, Int
+from stree_jax.config import ModelConfig
 from stree_jax.decoding.draft import Drafter, root_only
 from stree_jax.decoding.prefill import prefill
 from stree_jax.decoding.sampling import all_finite
@@ -25,7 +27,7 @@ from stree_jax.decoding.state import (
     Verdict,
 )
 from stree_jax.decoding.verify import Verifier
-from stree_jax.models.cache import Path, init_pending, path_to
+from stree_jax.models.cache import Cache, Path, init_pending, path_to
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
@@ -48,7 +50,6 @@ class SpeculativeDecoder:
     filtered: bool
     capacity: int
 
-    @functools.partial(jax.jit, static_argnums=0)
     def start(
         self,
         model: HybridLM,
@@ -57,11 +58,26 @@ class SpeculativeDecoder:
         keys: Array,
     ) -> DecodeState:
         """Reads the prompts. The last token of each becomes the root of the first tree."""
+        max_length = prompts.tokens.shape[1] + self.capacity
+        state = None if drafter is None else drafter.prepare(prompts, self.topology, max_length)
+        cache = prefill(model, prompts.tokens, prompts.length - 1, max_length)
+        return self._begin(prompts, keys, cache, state, model.config, model.dtype)
+
+    @functools.partial(jax.jit, static_argnums=(0, 5, 6))
+    def _begin(
+        self,
+        prompts: Context,
+        keys: Array,
+        cache: Cache,
+        drafter: Any,
+        config: ModelConfig,
+        dtype: jnp.dtype,
+    ) -> DecodeState:
+        """The state before the first step."""
         batch = prompts.length.shape[0]
         num_nodes, depth = self.topology.num_nodes, self.topology.depth
         # Room for the new tokens, and for writing one whole path past the end.
         tokens = jnp.pad(prompts.tokens, ((0, 0), (0, self.capacity + depth + 1)))
-        max_length = prompts.tokens.shape[1] + self.capacity
         zeros = jnp.zeros(batch, jnp.int32)
         nowhere = jnp.full((batch, num_nodes), -1, jnp.int32)
         return DecodeState(
@@ -69,12 +85,10 @@ class SpeculativeDecoder:
             emitted=zeros,
             done=jnp.zeros(batch, bool),
             failed=zeros,
-            cache=prefill(model, prompts.tokens, prompts.length - 1, max_length),
-            pending=init_pending(model.config, batch, num_nodes, model.dtype),
+            cache=cache,
+            pending=init_pending(config, batch, num_nodes, dtype),
             path=Path(jnp.zeros((batch, num_nodes), bool), nowhere, zeros - 1),
-            drafter=(
-                None if drafter is None else drafter.prepare(prompts, self.topology, max_length)
-            ),
+            drafter=drafter,
             keys=keys,
             step=jnp.int32(0),
             statistics=Statistics(zeros, zeros, zeros, zeros, jnp.zeros((batch, depth), jnp.int32)),

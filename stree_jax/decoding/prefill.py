@@ -1,5 +1,8 @@
 """Reading prompts into a cache, in pieces of bounded size."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -12,6 +15,8 @@ from stree_jax.models.lm import HybridLM
 PIECE = 512
 
 
+# Compiled by itself: it does not depend on the tree, and takes as long to compile as a step.
+@functools.partial(jax.jit, static_argnames="max_length")
 def prefill(model: HybridLM, tokens: Tokens, lengths: Lengths, max_length: int) -> Cache:
     """The cache after the first `lengths` tokens of each right-padded row.
 

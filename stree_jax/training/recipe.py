@@ -6,6 +6,13 @@ vocab_size = 4096                     # of the byte-level BPE tokenizer that is 
 [model]                               # arguments of ModelConfig.mamba2_lm but vocab_size
 d_model = 256
 num_layers = 6
+attention_layers = [2, 5]             # none, for pure Mamba-2
+
+[model.attention]                     # fields of AttentionConfig, for these layers
+num_heads = 4
+num_kv_heads = 2
+head_dim = 64
+rotary_dim = 64
 
 [training]                            # fields of Training
 steps = 3000

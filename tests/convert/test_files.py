@@ -44,6 +44,8 @@ def rewritten(checkpoint, **changes):
 
 HF = {"model_type": "mamba2", "hidden_size": 16, "num_heads": 4, "head_dim": 8}
 
+ATTENTION = {"causal": True, "num_heads": 2}
+
 MIXER = "backbone.layers.1.mixer"
 
 
@@ -107,7 +109,17 @@ def test_a_tied_head_that_is_not_the_embedding(tmp_path):
     [
         ({"ssm_cfg": {}}, "ssm_cfg.layer is 'Mamba1' \\(the default\\); only Mamba-2"),
         ({"ssm_cfg": {"layer": "Mamba1"}}, "ssm_cfg.layer is 'Mamba1'; only Mamba-2"),
-        (CONFIG | {"attn_layer_idx": [1]}, "attn_layer_idx is not empty: Mamba-2 with attention"),
+        (CONFIG | {"attn_layer_idx": [1]}, "attn_cfg.causal is not true"),
+        (CONFIG | {"attn_layer_idx": [2]}, "attn_layer_idx must be a list of layers below 2"),
+        (
+            CONFIG | {"attn_layer_idx": [1], "attn_cfg": ATTENTION | {"novel": 1}},
+            r"unknown fields \['attn_cfg.novel'\]",
+        ),
+        (
+            CONFIG
+            | {"attn_layer_idx": [1], "attn_cfg": ATTENTION | {"rotary_emb_interleaved": True}},
+            "rotary_emb_interleaved = true is not supported",
+        ),
         (CONFIG | {"rms_norm": False}, r"rms_norm = false \(LayerNorm\) is not supported"),
         (CONFIG | {"novel": 1}, r"unknown fields \['novel'\]; they might change"),
         (
@@ -122,20 +134,55 @@ def test_a_tied_head_that_is_not_the_embedding(tmp_path):
         ({"model_type": "jamba"}, "'jamba': Mamba-1 layers"),
         ({"model_type": "qwen3_next"}, "'qwen3_next': gated delta net"),
         ({"model_type": "recurrent_gemma"}, "'recurrent_gemma': RG-LRU"),
-        ({"model_type": "bamba"}, "'bamba': Mamba-2 with attention"),
+        ({"model_type": "bamba", "partial_rotary_factor": "x", "novel": 1}, "unknown fields"),
+        (
+            {"model_type": "bamba", "rope_parameters": {"partial_rotary_factor": 0.25}},
+            "partial_rotary_factor is not 0.5",
+        ),
+        ({"model_type": "bamba", "rope_scaling": {"type": "yarn"}}, "rope_type is 'yarn'"),
+        (
+            {"model_type": "bamba", "rope_scaling": {"type": "llama3"}},
+            r"rope_parameters\.factor is missing",
+        ),
+        ({"model_type": "bamba", "mamba_n_heads": 3}, "mamba_n_heads = 3 does not divide 8192"),
+        ({"model_type": "falcon_h1", "mlp_multipliers": [1]}, "mlp_multipliers must be 2 numbers"),
+        ({"model_type": "falcon_h1", "hidden_act": "relu"}, "hidden_act is 'relu', not one of"),
+        (
+            {"model_type": "granitemoehybrid", "layer_types": ["mamba"]},
+            "layer_types has 1 entries for num_hidden_layers = 32",
+        ),
+        (
+            {"model_type": "granitemoehybrid", "num_experts_per_tok": 9},
+            "num_active = 9 is more than the 8 experts",
+        ),
+        (
+            {"model_type": "nemotron_h", "hybrid_override_pattern": "M*x"},
+            "hybrid_override_pattern must consist of M\\*-E, got 'M\\*x'",
+        ),
+        (
+            {"model_type": "nemotron_h", "hybrid_override_pattern": "M*", "num_hidden_layers": 3},
+            "has 2 letters for 3 layers",
+        ),
+        ({"model_type": "nemotron_h", "layers_block_type": ["rwkv"]}, r"unknown kinds \[.*rwkv"),
+        ({"model_type": "zamba2", "use_long_context": True}, "use_long_context = true is not"),
+        (
+            {"model_type": "zamba2", "num_hidden_layers": 1, "layers_block_type": ["mamba"]},
+            "no layer of layers_block_type is 'hybrid'",
+        ),
+        ({"model_type": "nemotron_h_omni"}, "a multimodal wrapper"),
         ({"model_type": "llama"}, "of no known family \\(model_type = 'llama'\\)"),
         ({"d_model": 8, "n_layer": 2}, "has no ssm_cfg: a Mamba-1 model"),
         ({"model_type": "mamba2", "hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"model_type": "mamba2", "hidden_size": 100}, "is not num_heads \\* head_dim"),
         ({"dim": 64, "n_layers": 1, "vocab_size": 9, "n_heads": 8}, "of no known family"),
-        (CONFIG | {"attn_layer_idx": 1}, "attn_layer_idx is not empty"),
+        (CONFIG | {"attn_layer_idx": 1}, "attn_layer_idx must be a list of layers"),
         (
             CONFIG | {"ssm_cfg": CONFIG["ssm_cfg"] | {"norm_before_gate": "false"}},
             "norm_before_gate must be true or false, got 'false'",
         ),
         (CONFIG | {"ssm_cfg": CONFIG["ssm_cfg"] | {"d_conv": 1}}, r"config\.json: conv_width must"),
         (HF | {"time_step_limit": [0.0, {"__float__": ["x"]}]}, "time_step_limit must be two"),
-        (HF | {"layer_norm_epsilon": 10**400}, "layer_norm_epsilon must be a number above 0"),
+        (HF | {"layer_norm_epsilon": 10**400}, "layer_norm_epsilon must be a number, got 1000"),
         (HF | {"layer_norm_epsilon": 0}, "layer_norm_epsilon must be a number above 0"),
         (HF | {"use_bias": 1}, "use_bias must be true or false, got 1"),
         ([1], "it is not a JSON object"),
@@ -146,9 +193,34 @@ def test_configs_that_are_refused(checkpoint, config, message):
     refused(checkpoint, message)
 
 
-def test_a_directory_of_mamba_in_llama(checkpoint):
-    (checkpoint / "mamba_config.json").write_text("{}")
-    refused(checkpoint, "is a MambaInLlama checkpoint")
+@pytest.mark.parametrize(
+    ("config", "mamba_config", "message"),
+    [
+        ({}, {"d_inner": 24}, r"mamba_config\.json: d_inner = 24 is not ssm_cfg\.ngroups"),
+        ({}, {"n_layer": 9}, r"n_layer is not config\.json's num_hidden_layers"),
+        ({}, {"attn_layers": [9]}, "attn_layers must be a list of layers below"),
+        ({}, {"novel": 1}, r"unknown fields \['novel'\]"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, {}, "rope_type is 'yarn'"),
+    ],
+)
+def test_damaged_mamba_in_llama(tmp_path, config, mamba_config, message):
+    path = tmp_path / "model"
+    configs = peers.mamba_in_llama_configs()
+    peers.mamba_in_llama_checkpoint(path, *configs)
+    names = ("config.json", "mamba_config.json")
+    for name, values, changes in zip(names, configs, (config, mamba_config), strict=True):
+        (path / name).write_text(json.dumps(values | changes))
+    refused(path, message)
+
+
+def test_quirks_are_known_and_belong_to_a_family(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match=r"unknown quirks \['fast'\]; known: \['hf_dt_floor'"):
+        open_checkpoint(checkpoint, ["fast"])
+    with pytest.raises(ValueError, match=r"this family has no quirk \['plain_rope'\]"):
+        open_checkpoint(checkpoint, ["plain_rope"])
+    convert(checkpoint, tmp_path / "native")
+    with pytest.raises(ValueError, match="is native; quirks are for"):
+        st.from_pretrained(tmp_path / "native", quirks=["plain_rope"])
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\x00", '{"a": }'])
@@ -259,8 +331,8 @@ def test_the_published_config_of_mamba_ssm(checkpoint):
     (checkpoint / "config.json").write_text(MAMBA2_130M)
     assert open_checkpoint(checkpoint).description.family == "mamba_ssm"
     assert open_checkpoint(checkpoint).ignored == [
-        "attn_cfg: attention settings; no layer has attention",
         "fused_add_norm: a choice of kernels",
+        "attn_cfg: attention settings; no layer has attention",
     ]
 
 
@@ -616,9 +688,15 @@ def test_a_model_that_transformers_cannot_hold(tmp_path):
         d_intermediate=100, ssm_cfg=dict(D_has_hdim=True, rmsnorm=False)
     )
     path = peers.write_safetensors(tmp_path / "x", config, peers.mamba_ssm_weights(config))
-    message = r"no place for layers other than mamba2 = \['mlp'\]; d_per_channel = True; norm"
+    message = (
+        r"mamba2 has no place for layers = .*'mlp'.*; mamba2.d_per_channel = True \(only False"
+    )
     with pytest.raises(ValueError, match=message):
+        convert(path, tmp_path / "out", to="mamba2")
+    with pytest.raises(ValueError, match="no family of transformers can hold this model"):
         convert(path, tmp_path / "out", to="hf")
+    with pytest.raises(ValueError, match=r"to must be one of \('native', 'hf', 'mamba2', 'bamba'"):
+        convert(path, tmp_path / "out", to="gguf")
     assert os.listdir(tmp_path) == ["x"]
 
 

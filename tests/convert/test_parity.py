@@ -7,7 +7,8 @@ import pytest
 
 import stree_jax as st
 from stree_jax.convert import convert
-from tests.convert import numpy_mamba_ssm, peers
+from stree_jax.models.cache import path_to
+from tests.convert import numpy_mamba_in_llama, numpy_mamba_ssm, peers
 from tests.tiny import apply
 
 TOKENS = np.random.default_rng(0).integers(3, 37, (2, 21)).astype(np.int32)
@@ -21,16 +22,27 @@ def assert_close(have, want, bound=1e-5):
 @jax.jit
 def prefill_then_decode(model, tokens, lengths, rest):
     """Logits after a ragged prefill, then after each of `rest` `[B, R]` decoded one by one."""
-    logits, cache = model.prefill(tokens, lengths)
-    out = [logits]
-    topology = st.TreeTopology.chain(0)
-    tree = topology.tree(jnp.ones((len(tokens), 1), bool))
-    for token in rest.T:
+    cache = model.init_cache(len(tokens), tokens.shape[1] + rest.shape[1])
+    first, cache = model.prefill(tokens, lengths, cache)
+    tree = st.TreeTopology.chain(0).tree(jnp.ones((len(tokens), 1), bool))
+    path = path_to(tree, jnp.zeros(len(tokens), jnp.int32))
+
+    def decode(cache, token):
         logits, pending, cache = model.tree_forward(token[:, None], tree, cache)
-        path = st.models.cache.path_to(tree, jnp.zeros(len(tokens), jnp.int32))
-        cache = model.replay(cache, pending, path)
-        out.append(logits[:, 0])
-    return jnp.stack(out, axis=1)
+        return model.replay(cache, pending, path), logits[:, 0]
+
+    _, others = jax.lax.scan(decode, cache, rest.T)
+    return jnp.concatenate([first[:, None], others.swapaxes(0, 1)], axis=1)
+
+
+def assert_decodes_alike(model, want):
+    """Ragged: rows of 9 and 13 of TOKENS, then four more each; `want` was made without padding."""
+    lengths = np.array([9, 13], np.int32)
+    padded = np.where(np.arange(13) < lengths[:, None], TOKENS[:, :13], 0)
+    rest = np.stack([TOKENS[i, n : n + 4] for i, n in enumerate(lengths)])
+    have = prefill_then_decode(model, padded, lengths, rest)
+    for row, length in enumerate(lengths):
+        assert_close(have[row], want[row, length - 1 : length + 4])
 
 
 @pytest.mark.parametrize("name", peers.HF_CONFIGS)
@@ -41,24 +53,92 @@ def test_transformers(name, tmp_path):
     want = peers.hf_logits(hf, TOKENS)
     assert_close(apply(model, TOKENS), want)
 
-    # Ragged: rows of 9 and 13 tokens, then four more each. The originals run without padding.
-    lengths = np.array([9, 13], np.int32)
-    padded = np.where(np.arange(13) < lengths[:, None], TOKENS[:, :13], 0)
-    rest = np.stack([TOKENS[i, n : n + 4] for i, n in enumerate(lengths)])
-    have = prefill_then_decode(model, padded, lengths, rest)
-    for row, length in enumerate(lengths):
-        assert_close(have[row], want[row, length - 1 : length + 4])
+    assert_decodes_alike(model, want)
 
 
-@pytest.mark.parametrize("name", peers.MAMBA_SSM_CONFIGS)
+@pytest.mark.parametrize("name", peers.HYBRID_CONFIGS)
+def test_transformers_hybrids_there_and_back(name, tmp_path):
+    """Whole, ragged prefill and decode; and transformers computes the same from our copy."""
+    model_type, changes = peers.HYBRID_CONFIGS[name]
+    hf = peers.hybrid_checkpoint(tmp_path / "hf", model_type, **changes)
+    want = peers.hf_logits(hf, TOKENS)
+    model = st.from_pretrained(tmp_path / "hf")
+    assert_close(apply(model, TOKENS), want)
+    assert_decodes_alike(model, want)
+
+    convert(tmp_path / "hf", tmp_path / "native")
+    convert(tmp_path / "native", tmp_path / "back", to=model_type)
+    assert_same_tensors(tmp_path / "hf", tmp_path / "back")
+    copy = peers.transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    np.testing.assert_array_equal(peers.hf_logits(copy, TOKENS), want)
+
+
+def assert_same_tensors(before, after):
+    from safetensors.numpy import load_file
+
+    before = load_file(before / "model.safetensors")
+    after = load_file(after / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        np.testing.assert_array_equal(value, after[name], err_msg=name)
+
+
+@pytest.mark.parametrize("model_type", ["nemotron_h", "zamba2"])
+def test_the_floor_of_the_time_step_is_a_quirk(model_type, tmp_path):
+    """transformers clamps at time_step_min where the published config says nothing of it."""
+    # Without tied embeddings transformers does not tie zamba2's shared blocks either.
+    changes = dict(tie_word_embeddings=model_type == "zamba2", time_step_min=0.3)
+    hf = peers.hybrid_checkpoint(tmp_path / "hf", model_type, **changes)
+    want = peers.hf_logits(hf, TOKENS)
+    assert_close(apply(st.from_pretrained(tmp_path / "hf", quirks=["hf_dt_floor"]), TOKENS), want)
+    by_config = apply(st.from_pretrained(tmp_path / "hf"), TOKENS)
+    assert np.abs(by_config - want).max() > 1e-2 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("name", peers.MAMBA_IN_LLAMA_CONFIGS)
+def test_mamba_in_llama(name, tmp_path):
+    config, mamba_config = peers.mamba_in_llama_configs(*peers.MAMBA_IN_LLAMA_CONFIGS[name])
+    path = tmp_path / "model"
+    weights = peers.mamba_in_llama_checkpoint(path, config, mamba_config)
+    model = st.from_pretrained(path)
+
+    def oracle(row, plain_rope=False):
+        return numpy_mamba_in_llama.logits(
+            config, mamba_config, weights, row, plain_rope=plain_rope
+        )
+
+    want = np.stack([oracle(row) for row in TOKENS])
+    assert_close(apply(model, TOKENS), want)
+    assert_decodes_alike(model, want)
+    if config.get("rope_scaling") and mamba_config["attn_layers"]:
+        plain = oracle(TOKENS[0], plain_rope=True)
+        assert np.abs(plain - want[0]).max() > 1e-2 * np.abs(want).max()
+        quirky = st.from_pretrained(path, quirks=["plain_rope"])
+        assert_close(apply(quirky, TOKENS)[0], plain)
+    convert(path, tmp_path / "back", to="mamba_in_llama")
+    assert_same_tensors(path, tmp_path / "back")
+    assert st.from_pretrained(tmp_path / "back").config == model.config
+
+
+MAMBA_SSM = peers.MAMBA_SSM_CONFIGS | peers.MAMBA_SSM_HYBRID_CONFIGS
+
+
+@pytest.mark.parametrize("name", MAMBA_SSM)
 def test_mamba_ssm(name, tmp_path):
-    config = peers.mamba_ssm_config(**peers.MAMBA_SSM_CONFIGS[name])
+    config = peers.mamba_ssm_config(**MAMBA_SSM[name])
     weights = peers.mamba_ssm_weights(config)
-    model = st.from_pretrained(peers.write_safetensors(tmp_path / "ssm", config, weights))
+    path = peers.write_safetensors(tmp_path / "ssm", config, weights)
+    model = st.from_pretrained(path)
     want = np.stack([numpy_mamba_ssm.logits(config, weights, row) for row in TOKENS])
     assert_close(apply(model, TOKENS), want)
     assert model.config.vocab_size == 37
     assert model.config.num_embeddings == 48
+    if config["attn_layer_idx"]:
+        assert_decodes_alike(model, want)
+    convert(path, tmp_path / "back", to="mamba_ssm")
+    assert st.from_pretrained(tmp_path / "back").config == model.config
+    if not config["tie_embeddings"]:
+        assert_same_tensors(path, tmp_path / "back")
 
 
 def test_codestral(tmp_path):

@@ -1,0 +1,90 @@
+"""What does a tree cost in memory, on a long prompt, and what would snapshots of the state cost?
+
+Compiles a verify step of a preset with abstract weights, for a context of 8,192 tokens and trees of
+growing size, and reads the compiler's own account of the memory. A step holds the cache (which does
+not depend on the tree), the pending record of the tree's nodes, and temporary buffers. An engine
+without replay keeps a copy of the recurrent state per node instead: that is the last column.
+
+    python -m benchmarks.long_context [--preset Granite-4-H-350M] [--length 8192]
+"""
+
+import argparse
+import json
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import stree_jax as st
+from benchmarks.common import device_name, machine, print_table, write_json
+from stree_jax.models.cache import Mamba2Cache, init_cache, init_pending, path_to
+
+NODES = (1, 5, 13, 31, 63)
+
+
+def measure(config: st.ModelConfig, length: int, num_nodes: int) -> dict[str, float]:
+    """MiB of cache, pending record, temporary buffers, and of snapshots for every node."""
+    structure, weights = st.HybridLM.abstract(config, dtype=jnp.bfloat16)
+    topology = st.TreeTopology.from_branching((num_nodes - 1,) if num_nodes > 1 else ())
+
+    def step(weights, tokens, cache, pending, last):
+        tree = topology.tree(jnp.ones(tokens.shape, bool))
+        model = nnx.merge(structure, weights)
+        path = path_to(tree, last)
+        logits, pending, cache = model.tree_forward(tokens, tree, cache, replay=(pending, path))
+        return jnp.argmax(logits, axis=-1), pending, cache
+
+    cache = jax.eval_shape(lambda: init_cache(config, 1, length, jnp.bfloat16))
+    pending = jax.eval_shape(lambda: init_pending(config, 1, num_nodes, jnp.bfloat16))
+    integers = jax.ShapeDtypeStruct((1, num_nodes), jnp.int32)
+    last = jax.ShapeDtypeStruct((1,), jnp.int32)
+    lowered = jax.jit(step, donate_argnums=(2, 3)).lower(weights, integers, cache, pending, last)
+    analysis = lowered.compile().memory_analysis()
+
+    recurrent = [
+        leaf
+        for layer in jax.tree.leaves(cache, is_leaf=lambda node: isinstance(node, Mamba2Cache))
+        if isinstance(layer, Mamba2Cache)
+        for leaf in layer
+    ]
+    return {
+        "nodes": num_nodes,
+        "cache": _mib(jax.tree.leaves(cache)),
+        "pending": _mib(jax.tree.leaves(pending)),
+        "temporary": analysis.temp_size_in_bytes / 2**20,
+        "snapshots": num_nodes * _mib(recurrent),
+    }
+
+
+def _mib(leaves: list) -> float:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / 2**20
+
+
+def main() -> None:
+    """Runs the benchmark and writes `results/long-context-<device>.json`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", default="Granite-4-H-350M")
+    parser.add_argument("--length", type=int, default=8192)
+    options = parser.parse_args()
+
+    config = st.ModelConfig.preset(options.preset)
+    rows = [measure(config, options.length, nodes) for nodes in NODES]
+    print_table(
+        f"{options.preset}, bfloat16, {options.length:,} tokens of context, MiB",
+        ("nodes", "cache", "pending record", "temporary", "a state per node instead"),
+        [tuple(row.values()) for row in rows],
+    )
+    where = machine()
+    results = {
+        "question": __doc__.splitlines()[0],
+        "machine": where,
+        "preset": options.preset,
+        "length": options.length,
+        "mebibytes": rows,
+    }
+    path = write_json(f"long-context-{device_name(where)}", results)
+    print(json.dumps({"long_context": {"preset": options.preset, "results": str(path)}}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Tree decoding of every family of hybrids is autoregressive decoding, token for token."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import stree_jax as st
+from tests.decoding.test_lossless import PROMPTS, assert_same_tokens
+from tests.tiny import HYBRIDS, tiny_model
+
+NEW_TOKENS = 16
+# A chain as long as the convolutions, and a tree that is not in level order.
+TOPOLOGIES = {
+    "chain": st.TreeTopology.chain(4),
+    "branching": st.TreeTopology.from_branching((2, 2)),
+    "one wide level": st.TreeTopology.from_branching((5,)),
+    "ragged": st.TreeTopology.from_parents([-1, 0, 1, 0, 3, 1]),
+}
+
+
+def decode(model, **options):
+    return st.generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, **options)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_every_family(name):
+    model, unrelated = (tiny_model(f"{name} hybrid", seed=seed) for seed in (0, 1))
+    plain = decode(model)
+    for topology in TOPOLOGIES.values():
+        itself, other = (
+            decode(model, drafter=st.ModelDrafter(draft), topology=topology)
+            for draft in (model, unrelated)
+        )
+        for out in (itself, other):
+            assert_same_tokens(out, plain, model)
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+                out.cache,
+                plain.cache,
+            )
+        # Its own draft is right at every depth along the first children.
+        depth, node = 0, 0
+        while topology.children[node]:
+            node, depth = topology.children[node][0], depth + 1
+        full_steps = NEW_TOKENS // (depth + 1)
+        assert itself.stats.accepted_per_depth[depth - 1] >= len(PROMPTS) * full_steps
+        assert other.stats.tau < 1.5 < itself.stats.tau
+
+
+def test_draft_and_target_of_different_families():
+    target, draft = tiny_model("falcon_h1 hybrid"), tiny_model("nemotron_h hybrid")
+    topology = TOPOLOGIES["branching"]
+    out = decode(target, drafter=st.ModelDrafter(draft), topology=topology)
+    assert_same_tokens(out, decode(target), target)
+
+
+def test_a_long_prompt():
+    """8,000 tokens, read in pieces; a ragged row beside it; positions go on from there."""
+    model = tiny_model("bamba hybrid")
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(37, size=8000).tolist(), [4, 2]]
+    plain = st.generate(model, prompts, max_new_tokens=8)
+    tree = st.generate(
+        model,
+        prompts,
+        max_new_tokens=8,
+        drafter=st.ModelDrafter(model),
+        topology=TOPOLOGIES["branching"],
+    )
+    assert_same_tokens(tree, plain, model, prompts)
+    assert tree.stats.tau > 2
+    (attention,) = (layer for layer in tree.cache if hasattr(layer, "keys"))
+    assert attention.length.tolist() == [8007, 9]
+
+
+def test_requests_beyond_the_models_length_are_refused():
+    config = dataclasses.replace(HYBRIDS["bamba"], max_length=20)
+    model = st.HybridLM(config, rngs=nnx.Rngs(0))
+    prompts = [[1] * 5, [2] * 9]
+    with pytest.raises(
+        ValueError, match=r"prompts\[1\] has 9 tokens .*all 21, .*limit is 20; max_"
+    ):
+        st.generate(model, prompts, max_new_tokens=12)
+    with pytest.raises(ValueError, match="in all 21, and the limit is 18$"):
+        st.generate(model, prompts, max_new_tokens=12, max_length=18)
+    assert st.generate(model, prompts, max_new_tokens=11).lengths.tolist() == [11, 11]
+    assert st.generate(model, prompts, max_new_tokens=12, max_length=21).lengths[0] == 12
+
+
+def test_a_full_cache_gives_nan_and_not_wrong_numbers():
+    model = tiny_model("bamba hybrid")
+    cache = model.init_cache(2, 6)
+    tokens, lengths = jnp.ones((2, 8), jnp.int32), jnp.array([6, 8], jnp.int32)
+    _, cache = model.prefill(tokens, lengths, cache)
+    logits, _ = model.prefill(tokens[:, :1], jnp.ones(2, jnp.int32), cache)
+    assert np.isfinite(logits[0]).all()
+    assert np.isnan(logits[1]).all()
