@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
+from stree_jax.decoding.prefill import prefill
 from tests.decoding.test_lossless import PROMPTS, assert_same_tokens
 from tests.tiny import HYBRIDS, tiny_model
 
@@ -75,6 +76,15 @@ def test_a_long_prompt():
     assert tree.stats.tau > 2
     (attention,) = (layer for layer in tree.cache if hasattr(layer, "keys"))
     assert attention.length.tolist() == [8007, 9]
+
+
+def test_pieces_of_a_prompt_are_the_prompt():
+    model = tiny_model("bamba hybrid")
+    tokens = jnp.asarray(np.random.default_rng(0).integers(37, size=(2, 1024)), jnp.int32)
+    lengths = jnp.array([1000, 400], jnp.int32)  # two pieces, and one that is not full
+    pieces = prefill(model, tokens, lengths, 1030)
+    _, whole = jax.jit(type(model).prefill)(model, tokens, lengths, model.init_cache(2, 1030))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), pieces, whole)
 
 
 def test_requests_beyond_the_models_length_are_refused():
