@@ -4,8 +4,9 @@ JAX has announced that it will remove this backend. When it does, `UNAVAILABLE` 
 falls back to XLA, and nothing else has to know.
 
 What the backend asks of a kernel (jax 0.10.2 to 0.12.0.1, found by lowering): sizes of loaded and
-stored blocks are powers of two; blocks divide their arrays, or loads run out of bounds; both
-operands of a `dot` have one type; no reverse cumsum, no gather from values, no slices of values.
+stored blocks are powers of two (a ref may have any size: see `rows`); blocks divide their arrays,
+or loads run out of bounds; both operands of a `dot` have one type; no reverse cumsum, no gather
+from values, no slices of values. The interpreter has no masked stores.
 """
 
 import functools
@@ -59,15 +60,25 @@ def _bf16_parts(value):
 
 
 def padded_size(size: int) -> int:
-    """The power of two, at least `SMALLEST_BLOCK`, that `size` is padded to."""
+    """The power of two, at least `SMALLEST_BLOCK`, that a kernel holds `size` rows in."""
     return max(SMALLEST_BLOCK, 1 << (size - 1).bit_length())
 
 
-def pad(value: jax.Array, *sizes: int) -> jax.Array:
-    """Pads the axes after the first with zeros, up to `sizes`."""
-    widths = [(0, 0)] + [(0, to - now) for now, to in zip(value.shape[1:], sizes, strict=False)]
-    widths += [(0, 0)] * (value.ndim - len(widths))
-    return jnp.pad(value, widths) if any(after for _, after in widths) else value
+def rows(first, count: int, limit: int) -> tuple[jax.Array, jax.Array]:
+    """Row indices `first, ..., first + count - 1` and which of them exist, that is, are `< limit`.
+
+    Where a row does not exist its index is that of the last row. So any number of rows is read in
+    blocks of a power of two, nothing is padded outside of the kernel, and nothing is read or
+    written out of bounds. Worked example, `limit = 13`, block of 16:
+        index    0 1 2 ... 11 12 12 12 12
+        exists   1 1 1 ...  1  1  0  0  0
+    What is *summed over* must be masked by `exists`. What is *computed for* such a row is the last
+    row's result once more, and storing it again is harmless.
+    """
+    row = first + lax.broadcasted_iota(jnp.int32, (count,), 0)
+    if isinstance(limit, int) and limit % count == 0:  # keeps the row numbers contiguous for Triton
+        return row, row < limit
+    return jnp.minimum(row, limit - 1), row < limit
 
 
 def unsupported_size(name: str, size: int) -> str | None:
