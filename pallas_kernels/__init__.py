@@ -1,13 +1,13 @@
 """Tree operations of Mamba-2: one op, one folder, one specification.
 
-`tree_conv1d`, `tree_scan`, `replay` and `ssd` are plain functions of arrays. Each has a
-`reference.py` (sequential, NumPy, any float type: the specification), an `xla.py` (closed form, any
-device), and where it pays a `pallas_triton.py` kernel. `dispatch` says which one runs and why.
-Needs jax only.
+Each op is a plain function of arrays. It has a `reference.py` (sequential, NumPy, any float type:
+the specification), an `xla.py` (closed form, any device), and where it pays a `pallas_triton.py`
+kernel. `dispatch` says which one runs and why. Needs jax only.
 """
 
 from pallas_kernels import dispatch
 from pallas_kernels.replay.api import replay
+from pallas_kernels.replay_tree_scan.api import replay_tree_scan
 from pallas_kernels.ssd.api import ssd
 from pallas_kernels.tree_conv1d.api import (
     conv_window,
@@ -22,6 +22,7 @@ __all__ = [
     "dispatch",
     "replay",
     "replay_conv_state",
+    "replay_tree_scan",
     "replay_window",
     "ssd",
     "tree_conv1d",
