@@ -38,25 +38,33 @@ def call(kernel, *, name: str, num_warps: int, num_stages: int, interpret: bool,
 
 
 def dot(left, right, *, trans_a: bool = False, trans_b: bool = False) -> jax.Array:
-    """A product in float32 accuracy, accumulated in float32.
+    """A product in float32 accuracy, accumulated in float32, on tensor cores.
 
-    The default for float32 operands on GPU is TF32 (1e-3). Instead:
-    bf16 x bf16: one product, exact before accumulation.
-    bf16 x f32: the float32 operand is split into two bf16 halves, high and low; error 2^-16.
-    f32 x f32: full float32 multiplications, without tensor cores.
+    The default for float32 operands on GPU is TF32 (1e-3). Instead float32 operands are split into
+    bf16 parts, each the rounding error of those before, whose products are exact before
+    accumulation:
+    bf16 x bf16: one product.
+    bf16 x f32: two parts; error 2^-16.
+    f32 x f32: three parts, all products but those below float32's own rounding; error 2^-23. (Full
+    float32 multiplications would bypass the tensor cores, and spill.)
     """
     product = functools.partial(plt.dot, trans_a=trans_a, trans_b=trans_b)
-    if left.dtype == right.dtype == jnp.float32:
-        return product(left, right, precision=lax.Precision.HIGHEST)
-    products = [product(a, b) for a in _bf16_parts(left) for b in _bf16_parts(right)]
+    count = 3 if left.dtype == right.dtype == jnp.float32 else 2
+    lefts, rights = _bf16_parts(left, count), _bf16_parts(right, count)
+    # Smallest first: nothing is lost in adding them up.
+    order = [(i, j) for i in range(len(lefts)) for j in range(len(rights)) if i + j < count]
+    products = [product(lefts[i], rights[j]) for i, j in sorted(order, key=sum, reverse=True)]
     return functools.reduce(jnp.add, products)
 
 
-def _bf16_parts(value):
+def _bf16_parts(value, count):
     if value.dtype == jnp.bfloat16:
         return [value]
-    high = value.astype(jnp.bfloat16)
-    return [high, (value - high.astype(jnp.float32)).astype(jnp.bfloat16)]
+    parts = []
+    for _ in range(count):
+        parts.append(value.astype(jnp.bfloat16))
+        value = value - parts[-1].astype(jnp.float32)
+    return parts
 
 
 def padded_size(size: int) -> int:

@@ -11,14 +11,24 @@ from pallas_kernels import (
     conv_window,
     replay,
     replay_conv_state,
+    replay_tree_scan,
     replay_window,
     tree_conv1d,
     tree_scan,
 )
 from pallas_kernels.replay.reference import replay as replay_reference
+from pallas_kernels.replay_tree_scan.reference import (
+    replay_tree_scan as replay_tree_scan_reference,
+)
 from pallas_kernels.tree_conv1d import reference as conv_reference
 from pallas_kernels.tree_scan.reference import tree_scan as tree_scan_reference
-from tests.kernels.cases import CASES, make_inputs, relative_error
+from tests.kernels.cases import (
+    CASES,
+    accepted_path,
+    make_inputs,
+    previous_inputs,
+    relative_error,
+)
 
 # The kernel itself runs on a GPU (`make test-gpu`), its interpreter everywhere.
 IMPLEMENTATIONS = ("xla", "pallas_interpret", pytest.param("pallas", marks=pytest.mark.gpu))
@@ -30,41 +40,57 @@ STATE_BUDGET = {False: 1e-6, True: 5e-6}
 LARGE_STEPS = 30
 
 
-def arrays(case):
-    inputs = make_inputs(case)
+def kinds(inputs, case):
+    """The inputs in the types that models have them in."""
     kind = jnp.bfloat16 if case.bf16 else jnp.float32
     exact = {
         name: jnp.asarray(getattr(inputs, name), jnp.float32) for name in ("dt", "A", "D", "state")
     }
     small = {name: jnp.asarray(getattr(inputs, name), kind) for name in ("x", "B", "C")}
-    return inputs, {**exact, **small, "mask": jnp.asarray(inputs.mask)}
+    return {**exact, **small, "mask": jnp.asarray(inputs.mask)}
+
+
+def arrays(case):
+    inputs = make_inputs(case)
+    return inputs, kinds(inputs, case)
+
+
+@functools.cache
+def scanned(case, implementation):
+    """Outputs of the existing queries, and their relative error."""
+    inputs, a = arrays(case)
+    first = case.nodes - (case.queries or case.nodes)
+    got = jax.jit(functools.partial(tree_scan, implementation=implementation))(
+        a["x"], a["dt"], a["A"], a["B"], a["C"][:, first:], a["D"], a["state"], a["mask"]
+    )
+    truth, _ = tree_scan_reference(
+        inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, inputs.state, inputs.parents
+    )
+    assert got.dtype == a["x"].dtype
+    assert np.isfinite(np.asarray(got, np.float32)).all()
+    exists = slice(first, case.nodes - case.padded)
+    return relative_error(got[:, : exists.stop - first], truth[:, exists])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_tree_scan(case, implementation):
-    inputs, a = arrays(case)
-    first = case.nodes - (case.queries or case.nodes)
-    truth, _ = tree_scan_reference(
-        inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, inputs.state, inputs.parents
-    )
-    got = jax.jit(functools.partial(tree_scan, implementation=implementation))(
-        a["x"], a["dt"], a["A"], a["B"], a["C"][:, first:], a["D"], a["state"], a["mask"]
-    )
-    assert got.dtype == a["x"].dtype
-    assert np.isfinite(np.asarray(got, np.float32)).all()
-    exists = slice(first, case.nodes - case.padded)
-    error = relative_error(got[:, : exists.stop - first], truth[:, exists])
     budget = BUDGET[case.bf16] * (LARGE_STEPS if case.dt_scale > 1 else 1)
-    assert error < budget
+    assert scanned(case, implementation) < budget
+
+
+@pytest.mark.parametrize("kernel", IMPLEMENTATIONS[1:])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernel_is_as_exact_as_xla(case, kernel):
+    """An error budget relative to the other implementation, not a widened tolerance."""
+    assert scanned(case, kernel) <= 1.5 * scanned(case, "xla") + 1e-7
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_replay(case, implementation):
     inputs, a = arrays(case)
-    rows = np.arange(case.batch)
-    path = inputs.mask[rows, np.maximum(inputs.last, 0)] & (inputs.last >= 0)[:, None]
+    path = accepted_path(inputs)
     truth = replay_reference(inputs.x, inputs.dt, inputs.A, inputs.B, inputs.state, path)
     got = jax.jit(functools.partial(replay, implementation=implementation))(
         a["x"], a["dt"], a["A"], a["B"], a["state"], jnp.asarray(path)
@@ -75,22 +101,43 @@ def test_replay(case, implementation):
         np.testing.assert_array_equal(got[row], a["state"][row])
 
 
-@pytest.mark.parametrize("kernel", IMPLEMENTATIONS[1:])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_kernel_is_as_exact_as_xla(case, kernel):
-    """An error budget relative to the other implementation, not a widened tolerance."""
+@functools.cache
+def replayed_and_scanned(case, implementation):
+    """Relative errors of outputs and state; rows with an empty path keep theirs exactly."""
     inputs, a = arrays(case)
-    truth, _ = tree_scan_reference(
-        inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, inputs.state, inputs.parents
+    previous, path = previous_inputs(case)
+    before = kinds(previous, case)
+    first = case.nodes - (case.queries or case.nodes)
+    y, state = jax.jit(functools.partial(replay_tree_scan, implementation=implementation))(
+        *(before[name] for name in ("x", "dt", "B")),
+        jnp.asarray(path),
+        *(a[name] for name in ("x", "dt", "A", "B")),
+        a["C"][:, first:],
+        *(a[name] for name in ("D", "state", "mask")),
     )
-    exists = slice(0, case.nodes - case.padded)
-    errors = {}
-    for implementation in ("xla", kernel):
-        got = jax.jit(functools.partial(tree_scan, implementation=implementation))(
-            *(a[name] for name in ("x", "dt", "A", "B", "C", "D", "state", "mask"))
-        )
-        errors[implementation] = relative_error(got[:, exists], truth[:, exists])
-    assert errors[kernel] <= 1.5 * errors["xla"] + 1e-7
+    true_y, true_state = replay_tree_scan_reference(
+        *(previous.x, previous.dt, previous.B, path),
+        *(inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D),
+        *(inputs.state, inputs.parents),
+    )
+    assert y.dtype == a["x"].dtype
+    assert state.dtype == jnp.float32
+    assert np.isfinite(np.asarray(y, np.float32)).all()
+    for row in np.flatnonzero(previous.last < 0):
+        np.testing.assert_array_equal(state[row], a["state"][row])
+    exists = slice(first, case.nodes - case.padded)
+    error = relative_error(y[:, : exists.stop - first], true_y[:, exists])
+    return error, relative_error(state, true_state)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_replay_tree_scan(case, implementation):
+    error, state_error = replayed_and_scanned(case, implementation)
+    assert error < BUDGET[case.bf16] * (LARGE_STEPS if case.dt_scale > 1 else 1)
+    assert state_error < STATE_BUDGET[case.bf16]
+    xla_error, _ = replayed_and_scanned(case, "xla")
+    assert error <= 1.5 * xla_error + 1e-7
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
