@@ -62,7 +62,8 @@ def replay(x, dt, A, B, state, path, *, interpret=False, blocks: BlockSizes | No
 
 
 def _kernel(x_ref, dt_ref, A_ref, B_ref, state_ref, path_ref, new_state_ref, *, block_nodes: int):
-    written, decay = along_path(x_ref, dt_ref, A_ref[...], B_ref, path_ref, block_nodes)
+    nodes = (x_ref, dt_ref, A_ref[...], B_ref, path_ref)
+    (written,), decay = along_path(*nodes, block_nodes=block_nodes, block_state=B_ref.shape[1])
     new_state_ref[...] = decay * state_ref[...] + written
 
 
@@ -72,10 +73,15 @@ def along_path(
     A,  # []
     B_ref,  # [N, S]
     path_ref,  # [N]
+    *,
     block_nodes: int,
+    block_state: int,
 ):
-    """What the nodes of a path write, `[p, S]`, and the factor by which the state before decays."""
-    num_nodes, channels = x_ref.shape
+    """What the nodes of a path write, and the factor by which the state before decays.
+
+    What is written comes as parts `[p, s]`, because Triton cannot slice `[p, S]`.
+    """
+    (num_nodes, channels), state_size = x_ref.shape, B_ref.shape[1]
     num_blocks = pl.cdiv(num_nodes, block_nodes)
     node = lax.broadcasted_iota(jnp.int32, (block_nodes, block_nodes), 0)
     other = lax.broadcasted_iota(jnp.int32, (block_nodes, block_nodes), 1)
@@ -88,9 +94,12 @@ def along_path(
         after = after_block + jnp.sum(jnp.where(other > node, log_decay[None, :], 0.0), axis=1)
         weight = jnp.exp(after) * dt  # zero off the path
         weighted = x_ref[here, :].astype(jnp.float32) * weight[:, None]
-        written = written + tb.dot(weighted, B_ref[here, :], trans_a=True)
+        written = tuple(
+            total + tb.dot(weighted, B_ref[here, pl.ds(k * block_state, block_state)], trans_a=True)
+            for k, total in enumerate(written)
+        )
         return written, after_block + jnp.sum(log_decay)
 
-    start = (jnp.zeros((channels, B_ref.shape[1]), jnp.float32), jnp.float32(0.0))
-    written, total = lax.fori_loop(0, num_blocks, from_block, start)
+    nothing = (jnp.zeros((channels, block_state), jnp.float32),) * (state_size // block_state)
+    written, total = lax.fori_loop(0, num_blocks, from_block, (nothing, jnp.float32(0.0)))
     return written, jnp.exp(total)

@@ -17,7 +17,7 @@ class BlockSizes:
         replayed: nodes of the previous tree of a block.
         queries, keys: nodes of the new tree of a block.
         state: numbers of the state that a program owns: channels of the head times state size.
-        score: state channels that a partial product of queries and keys covers.
+        part: state channels that a partial product covers.
         num_warps, num_stages: Triton's.
     """
 
@@ -25,7 +25,7 @@ class BlockSizes:
     queries: int
     keys: int
     state: int
-    score: int
+    part: int
     num_warps: int
     num_stages: int
 
@@ -34,8 +34,8 @@ def block_sizes(dtype: DTypeLike) -> BlockSizes:
     """Block sizes for inputs of this type. Full float32 products need many registers."""
     if jnp.dtype(dtype) == jnp.float32:
         return BlockSizes(
-            replayed=16, queries=16, keys=16, state=32 * 128, score=32, num_warps=8, num_stages=1
+            replayed=16, queries=16, keys=16, state=32 * 128, part=32, num_warps=4, num_stages=1
         )
     return BlockSizes(
-        replayed=32, queries=32, keys=32, state=32 * 128, score=64, num_warps=4, num_stages=1
+        replayed=32, queries=32, keys=32, state=32 * 128, part=64, num_warps=4, num_stages=1
     )

@@ -16,6 +16,7 @@ Refuses head and state sizes that are not powers of two. Any numbers of nodes.
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -70,7 +71,7 @@ def replay_tree_scan(
             block_replayed=min(blocks.replayed, tb.padded_size(num_replayed)),
             block_queries=min(blocks.queries, tb.padded_size(num_queries)),
             block_keys=min(blocks.keys, tb.padded_size(num_nodes)),
-            block_score=min(blocks.score, state_size),
+            block_state=min(blocks.part, state_size),
         ),
         name="replay_tree_scan",
         num_warps=blocks.num_warps,
@@ -119,22 +120,32 @@ def _kernel(
     block_replayed: int,
     block_queries: int,
     block_keys: int,
-    block_score: int,
+    block_state: int,
 ):
-    A = A_ref[...]
-    written, decay = along_path(
-        prev_x_ref, prev_dt_ref, A, prev_B_ref, prev_path_ref, block_replayed
-    )
-    state = decay * state_ref[...] + written  # [p, S]
-    new_state_ref[...] = state
+    num_queries, state_size = C_ref.shape
+    parts = [pl.ds(k * block_state, block_state) for k in range(state_size // block_state)]
 
-    num_queries = C_ref.shape[0]
+    A = A_ref[...]
+    previous = (prev_x_ref, prev_dt_ref, A, prev_B_ref, prev_path_ref)
+    written, decay = along_path(*previous, block_nodes=block_replayed, block_state=block_state)
+    state = [
+        decay * state_ref[:, part] + new for part, new in zip(parts, written, strict=True)
+    ]  # [p, s] each
+    for part, value in zip(parts, state, strict=True):
+        new_state_ref[:, part] = value
+
     tree = (x_ref, dt_ref, A, B_ref, C_ref, D_ref, mask_ref)
 
     def block_of_queries(i, _):
         query, _ = tb.rows(i * block_queries, block_queries, num_queries)
-        carried = tb.dot(C_ref[query, :], state, trans_b=True)
-        y = outputs(carried, i, *tree, block_keys=block_keys, block_state=block_score)
+        carried = functools.reduce(
+            jnp.add,
+            [
+                tb.dot(C_ref[query, part], value, trans_b=True)
+                for part, value in zip(parts, state, strict=True)
+            ],
+        )
+        y = outputs(carried, i, *tree, block_keys=block_keys, block_state=block_state)
         y_ref[query, :] = y.astype(y_ref.dtype)
 
     lax.fori_loop(0, pl.cdiv(num_queries, block_queries), block_of_queries, None)
