@@ -40,7 +40,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 from benchmarks.common import RESULTS, print_table, write_json  # noqa: E402
 from benchmarks.shapes import MIXERS, MixerShape  # noqa: E402
-from pallas_kernels import replay, replay_tree_scan, tree_scan  # noqa: E402
+from pallas_kernels import gated_rms_norm, replay, replay_tree_scan, tree_scan  # noqa: E402
 
 NODES = (13, 64, 128)
 DTYPES = ("bfloat16", "float32")
@@ -165,6 +165,12 @@ class Kernel(NamedTuple):
     shapes: Mapping[str, MixerShape] = MIXERS
 
 
+def _of_norm(spec: Spec) -> tuple:
+    size = spec.shape.num_heads * spec.shape.head_dim
+    y = spec.struct(1, spec.nodes, size)
+    return y, y, spec.struct(size)
+
+
 KERNELS = {
     "tree_scan": Kernel(tree_scan, _of_state("x", "dt", "A", "B", "C", "D", "state", "mask")),
     "replay": Kernel(replay, _of_state("x", "dt", "A", "B", "state", "path")),
@@ -172,6 +178,7 @@ KERNELS = {
         replay_tree_scan,
         _of_state("x", "dt", "B", "path", "x", "dt", "A", "B", "C", "D", "state", "mask"),
     ),
+    "gated_rms_norm": Kernel(gated_rms_norm, _of_norm),
 }
 
 

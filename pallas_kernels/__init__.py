@@ -6,6 +6,7 @@ kernel. `dispatch` says which one runs and why. Needs jax only.
 """
 
 from pallas_kernels import dispatch
+from pallas_kernels.gated_rms_norm.api import gated_rms_norm
 from pallas_kernels.replay.api import replay
 from pallas_kernels.replay_tree_scan.api import replay_tree_scan
 from pallas_kernels.ssd.api import ssd
@@ -20,6 +21,7 @@ from pallas_kernels.tree_scan.api import tree_scan
 __all__ = [
     "conv_window",
     "dispatch",
+    "gated_rms_norm",
     "replay",
     "replay_conv_state",
     "replay_tree_scan",

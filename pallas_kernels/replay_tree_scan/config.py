@@ -34,7 +34,7 @@ def block_sizes(dtype: DTypeLike) -> BlockSizes:
     """Block sizes for inputs of this type. Full float32 products need many registers."""
     if jnp.dtype(dtype) == jnp.float32:
         return BlockSizes(
-            replayed=16, queries=16, keys=16, state=32 * 128, part=32, num_warps=4, num_stages=1
+            replayed=16, queries=16, keys=16, state=32 * 128, part=32, num_warps=8, num_stages=1
         )
     return BlockSizes(
         replayed=32, queries=32, keys=32, state=32 * 128, part=64, num_warps=4, num_stages=1

@@ -60,10 +60,12 @@ def operands(shape, dtype):
     h = struct((2, heads, head_dim, state), jnp.float32)
     mask = struct((2, nodes, nodes), jnp.bool_)
     path = struct((2, nodes), jnp.bool_)
+    y = struct((2, queries, heads * head_dim), dtype)
     return {
         "tree_scan": (x, dt, A, B, C, D, h, mask),
         "replay": (x, dt, A, B, h, path),
         "replay_tree_scan": (x, dt, B, path, x, dt, A, B, C, D, h, mask),
+        "gated_rms_norm": (y, y, struct(y.shape[-1:], dtype)),
     }
 
 
