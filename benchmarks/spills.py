@@ -39,9 +39,15 @@ from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 from benchmarks.common import RESULTS, print_table, write_json  # noqa: E402
-from benchmarks.shapes import MIXERS, MixerShape  # noqa: E402
+from benchmarks.shapes import MIXERS  # noqa: E402
 from pallas_kernels import gated_rms_norm, replay, replay_tree_scan, tree_scan  # noqa: E402
+from pallas_kernels.tree_attention import pallas_triton  # noqa: E402
 
+ATTENTIONS = {  # query heads, key heads, head size
+    "MambaInLlama-8B": (32, 8, 128),
+    "Falcon-H1-0.5B": (8, 2, 64),
+    "256 a head": (16, 4, 256),
+}
 NODES = (13, 64, 128)
 DTYPES = ("bfloat16", "float32")
 
@@ -128,7 +134,7 @@ def resources(kernel: str, capability: int, ptxas: str) -> dict[str, int]:
 class Spec(NamedTuple):
     """Shapes of abstract arguments."""
 
-    shape: MixerShape
+    shape: Any  # of the kernel's table
     nodes: int
     dtype: str
 
@@ -162,13 +168,30 @@ class Kernel(NamedTuple):
 
     function: Callable[..., Any]
     operands: Callable[[Spec], tuple]
-    shapes: Mapping[str, MixerShape] = MIXERS
+    shapes: Mapping[str, Any] = MIXERS
 
 
 def _of_norm(spec: Spec) -> tuple:
     size = spec.shape.num_heads * spec.shape.head_dim
     y = spec.struct(1, spec.nodes, size)
     return y, y, spec.struct(size)
+
+
+def _of_attention(spec: Spec) -> tuple:
+    heads, groups, head_dim = spec.shape
+    in_tree = spec.struct(1, spec.nodes, groups, head_dim)
+    in_cache = spec.struct(1, groups, 4096, head_dim)
+    return (
+        spec.struct(1, spec.nodes, heads, head_dim),
+        *(in_tree, in_tree, in_cache, in_cache),
+        spec.struct(1, dtype=jnp.int32),
+        spec.struct(1, spec.nodes, spec.nodes, dtype=jnp.bool_),
+    )
+
+
+def _tree_attention(*arguments: Any, implementation: str) -> jax.Array:
+    assert implementation == "pallas"
+    return pallas_triton.tree_attention(*arguments, scale=0.1)
 
 
 KERNELS = {
@@ -179,6 +202,7 @@ KERNELS = {
         _of_state("x", "dt", "B", "path", "x", "dt", "A", "B", "C", "D", "state", "mask"),
     ),
     "gated_rms_norm": Kernel(gated_rms_norm, _of_norm),
+    "tree_attention": Kernel(_tree_attention, _of_attention, ATTENTIONS),
 }
 
 

@@ -5,6 +5,7 @@ The interpreter accepts nearly everything; what the Triton route cannot do shows
 
 import contextlib
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import triton_backend
+from pallas_kernels.tree_attention import pallas_triton as attention_kernel
 
 pytestmark = pytest.mark.skipif(
     triton_backend.UNAVAILABLE is not None, reason=str(triton_backend.UNAVAILABLE)
@@ -80,3 +82,32 @@ def test_lowers_to_one_kernel(shape, dtype, capability):
         # Nothing is padded or sliced around the kernel. A new state replaces the old one.
         assert "stablehlo.pad" not in code
         assert ("output_operand_alias" in code) == ("replay" in op)
+
+
+# queries, nodes, query heads, key heads, head_dim, capacity: Nemotron-H, Falcon-H1, a prefill.
+ATTENTION_SHAPES = [
+    (1, 1, 32, 8, 128, 4096),
+    (3, 63, 32, 8, 128, 1000),
+    (13, 13, 8, 2, 64, 64),
+    (128, 128, 32, 8, 128, 0),
+]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", ATTENTION_SHAPES, ids=str)
+def test_attention_lowers_to_one_kernel(shape, dtype, capability):
+    queries, nodes, heads, groups, head_dim, capacity = shape
+    struct = jax.ShapeDtypeStruct
+    in_tree = struct((2, nodes, groups, head_dim), dtype)
+    in_cache = struct((2, groups, capacity, head_dim), dtype)
+    arguments = (
+        struct((2, queries, heads, head_dim), dtype),
+        *(in_tree, in_tree, in_cache, in_cache),
+        struct((2,), jnp.int32),
+        struct((2, queries, nodes), jnp.bool_),
+    )
+    function = functools.partial(attention_kernel.tree_attention, scale=0.1)
+    code = lowered(function, arguments, capability)
+    assert code.count("__gpu$xla.gpu.triton") == 1
+    assert not {"stablehlo.pad", "stablehlo.transpose"} & set(re.findall(r"stablehlo\.\w+", code))

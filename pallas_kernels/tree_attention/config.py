@@ -1,0 +1,53 @@
+"""Block sizes of the `tree_attention` kernel.
+
+Chosen so that nothing spills on sm_80 to sm_90 (`benchmarks/spills.py`); not tuned on a device yet.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels import triton_backend as tb
+
+# Programs that fill the GPUs of today, twice: an H100 has 132 processors.
+_PROGRAMS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """Sizes of what a program works on at a time; an axis that is smaller is one block.
+
+    Attributes:
+        rows: queries times the query heads of a group, of a block.
+        keys: places of the cache, or nodes, of a block.
+        splits: how many programs share the cache of a row and a group.
+        num_warps, num_stages: Triton's.
+    """
+
+    rows: int
+    keys: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+def block_sizes(
+    dtype: DTypeLike, *, num_rows: int, num_groups: int, capacity: int, head_dim: int
+) -> BlockSizes:
+    """Block sizes for inputs of this type.
+
+    Args:
+        dtype: of query, keys and values. Float32 products need more registers.
+        num_rows: queries times query heads of a group.
+        num_groups: rows of the batch times key and value heads.
+        capacity: places of the cache.
+        head_dim: E.
+    """
+    wide = jnp.dtype(dtype) == jnp.float32
+    keys = 32 if wide or head_dim > 128 else 64
+    rows = min(16 if wide or head_dim > 128 else 64, tb.padded_size(num_rows))
+    num_blocks = -(-capacity // keys)
+    wanted = _PROGRAMS // (num_groups * -(-num_rows // rows))
+    splits = max(1, min(wanted, num_blocks // 2))
+    return BlockSizes(rows, keys, splits, num_warps=4, num_stages=2)
