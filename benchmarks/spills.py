@@ -46,7 +46,6 @@ from pallas_kernels.tree_attention import pallas_triton  # noqa: E402
 ATTENTIONS = {  # query heads, key heads, head size
     "MambaInLlama-8B": (32, 8, 128),
     "Falcon-H1-0.5B": (8, 2, 64),
-    "256 a head": (16, 4, 256),
 }
 NODES = (13, 64, 128)
 DTYPES = ("bfloat16", "float32")

@@ -32,22 +32,17 @@ class BlockSizes:
     num_stages: int
 
 
-def block_sizes(
-    dtype: DTypeLike, *, num_rows: int, num_groups: int, capacity: int, head_dim: int
-) -> BlockSizes:
-    """Block sizes for inputs of this type.
+def block_sizes(dtype: DTypeLike, *, num_rows: int, num_groups: int, capacity: int) -> BlockSizes:
+    """Block sizes for inputs of this type. Full float32 products need many registers.
 
     Args:
-        dtype: of query, keys and values. Float32 products need more registers.
+        dtype: of query, keys and values.
         num_rows: queries times query heads of a group.
         num_groups: rows of the batch times key and value heads.
         capacity: places of the cache.
-        head_dim: E.
     """
     wide = jnp.dtype(dtype) == jnp.float32
-    keys = 32 if wide or head_dim > 128 else 64
-    rows = min(16 if wide or head_dim > 128 else 64, tb.padded_size(num_rows))
-    num_blocks = -(-capacity // keys)
+    rows, keys = (16, 32) if wide else (min(64, tb.padded_size(num_rows)), 64)
     wanted = _PROGRAMS // (num_groups * -(-num_rows // rows))
-    splits = max(1, min(wanted, num_blocks // 2))
-    return BlockSizes(rows, keys, splits, num_warps=4, num_stages=2)
+    splits = max(1, min(wanted, -(-capacity // keys) // 2))  # at least two blocks each
+    return BlockSizes(rows, keys, splits, num_warps=8 if rows == 64 else 4, num_stages=2)

@@ -11,7 +11,7 @@ sums, totals and maxima are written in float32 and combined by XLA.
 Numerics: scores, weights and sums in float32; products as `triton_backend.dot` says. Weights are
 not rounded to bf16. Masked before exp; a query that sees nothing gets zeros.
 
-Refuses head sizes E that are not powers of two from 16 to 256. Any numbers of queries and nodes,
+Refuses head sizes E that are not powers of two from 16 to 128. Any numbers of queries and nodes,
 and any capacity of the cache, also 0.
 """
 
@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import triton_backend as tb
 from pallas_kernels.tree_attention.config import BlockSizes, block_sizes
 
-LARGEST_HEAD = 256
+LARGEST_HEAD = 128  # of 256, full float32 products spill
 
 # Of a maximum over nothing. Finite, so that the difference of two of them is no NaN.
 _NOTHING = float(jnp.finfo(jnp.float32).min)
@@ -62,7 +62,6 @@ def tree_attention(
         num_rows=num_rows,
         num_groups=batch * num_groups,
         capacity=capacity,
-        head_dim=head_dim,
     )
     block_rows = min(blocks.rows, tb.padded_size(num_rows))
     splits = blocks.splits if capacity else 1
@@ -120,7 +119,7 @@ def tree_attention(
 
 
 def _combined(sums, totals, maxima):
-    """The softmax over all shares `[B, Q, W, E]`; sums and totals are relative to each's maximum."""
+    """The softmax over all shares `[B, Q, W, E]`; each is relative to its own maximum."""
     weight = jnp.exp(maxima - maxima.max(axis=1, keepdims=True))
     total = (totals * weight).sum(axis=1)
     output = (sums * weight[..., None]).sum(axis=1)
@@ -189,7 +188,7 @@ def _kernel(
 
     num_node_blocks = pl.cdiv(num_nodes, block_nodes)
     if splits > 1:  # no block of nodes for the others
-        num_node_blocks = jnp.where(split == splits - 1, num_node_blocks, 0)
+        num_node_blocks = num_node_blocks * (split == splits - 1).astype(jnp.int32)
     sums, total, maximum = lax.fori_loop(0, num_node_blocks, from_nodes, carry)
 
     if splits == 1:
