@@ -40,7 +40,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 from benchmarks.common import RESULTS, print_table, write_json  # noqa: E402
 from benchmarks.shapes import MIXERS  # noqa: E402
-from pallas_kernels import gated_rms_norm, replay, replay_tree_scan, tree_scan  # noqa: E402
+from pallas_kernels import gated_rms_norm, replay, replay_tree_scan, tree_conv1d, tree_scan  # noqa: E402
 from pallas_kernels.tree_attention import pallas_triton  # noqa: E402
 
 ATTENTIONS = {  # query heads, key heads, head size
@@ -176,6 +176,18 @@ def _of_norm(spec: Spec) -> tuple:
     return y, y, spec.struct(size)
 
 
+def _of_conv(spec: Spec) -> tuple:
+    heads, head_dim, state, groups = spec.shape
+    channels = heads * head_dim + 2 * groups * state
+    return (
+        spec.struct(1, spec.nodes, channels),
+        spec.struct(1, 3, channels),
+        spec.struct(4, channels),
+        spec.struct(channels),
+        spec.struct(1, spec.nodes, 4, dtype=jnp.int32),
+    )
+
+
 def _of_attention(spec: Spec) -> tuple:
     heads, groups, head_dim = spec.shape
     in_tree = spec.struct(1, spec.nodes, groups, head_dim)
@@ -200,6 +212,7 @@ KERNELS = {
         replay_tree_scan,
         _of_state("x", "dt", "B", "path", "x", "dt", "A", "B", "C", "D", "state", "mask"),
     ),
+    "tree_conv1d": Kernel(functools.partial(tree_conv1d, activation="silu"), _of_conv),
     "gated_rms_norm": Kernel(gated_rms_norm, _of_norm),
     "tree_attention": Kernel(_tree_attention, _of_attention, ATTENTIONS),
 }

@@ -62,11 +62,19 @@ def operands(shape, dtype):
     h = struct((2, heads, head_dim, state), jnp.float32)
     mask = struct((2, nodes, nodes), jnp.bool_)
     path = struct((2, nodes), jnp.bool_)
+    channels = heads * head_dim + 2 * groups * state
+    conv_input = struct((2, nodes, channels), dtype)
+    conv = (
+        struct((2, 3, channels), dtype),
+        struct((4, channels), dtype),
+        struct((channels,), dtype),
+    )
     y = struct((2, queries, heads * head_dim), dtype)
     return {
         "tree_scan": (x, dt, A, B, C, D, h, mask),
         "replay": (x, dt, A, B, h, path),
         "replay_tree_scan": (x, dt, B, path, x, dt, A, B, C, D, h, mask),
+        "tree_conv1d": (conv_input, *conv, struct((2, queries, 4), jnp.int32)),
         "gated_rms_norm": (y, y, struct(y.shape[-1:], dtype)),
     }
 

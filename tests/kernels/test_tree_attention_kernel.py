@@ -149,7 +149,7 @@ def test_the_cache_is_split_as_far_as_programs_are_few():
     assert splits(8, 4096) == 32
     assert splits(8, 256) == 2  # at least two blocks each
     assert splits(8, 0) == splits(8, 64) == splits(512, 4096) == 1
-    assert splits(8, 4096, num_rows=256) == 8  # blocks of rows are programs, too
+    assert splits(8, 4096, num_rows=256) == 4  # blocks of rows are programs, too
 
 
 def test_which_heads_the_kernel_refuses():

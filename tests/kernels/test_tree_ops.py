@@ -140,23 +140,59 @@ def test_replay_tree_scan(case, implementation):
     assert error <= 1.5 * xla_error + 1e-7
 
 
+# With the activation, that only half of the cases have, and without.
+ACTIVATED = {case: (None, "silu")[i % 2] for i, case in enumerate(CASES)}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_tree_conv1d(case):
+def test_tree_conv1d(case, implementation):
     inputs, _ = arrays(case)
     kind = jnp.bfloat16 if case.bf16 else jnp.float32
+    names = ("conv_input", "conv_state", "conv_weight", "conv_bias")
+    activation = ACTIVATED[case]
     truth = conv_reference.tree_conv1d(
-        inputs.conv_input, inputs.conv_state, inputs.conv_weight, inputs.conv_bias, inputs.parents
+        *(getattr(inputs, name) for name in names), inputs.parents, activation
     )
     window = conv_window(jnp.asarray(inputs.parents, jnp.int32), case.width)
     first = case.nodes - (case.queries or case.nodes)
-    got = jax.jit(tree_conv1d)(
-        *(
-            jnp.asarray(getattr(inputs, name), kind)
-            for name in ("conv_input", "conv_state", "conv_weight", "conv_bias")
-        ),
-        window[:, first:],
-    )
+    got = jax.jit(
+        functools.partial(tree_conv1d, activation=activation, implementation=implementation)
+    )(*(jnp.asarray(getattr(inputs, name), kind) for name in names), window[:, first:])
+    assert got.dtype == kind
     assert relative_error(got, truth[:, first:]) < (3e-3 if case.bf16 else 1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_tree_conv1d_without_bias(implementation):
+    inputs = jnp.arange(32, dtype=jnp.float32).reshape(1, 2, 16)
+    window = conv_window(jnp.array([[-1, 0]], jnp.int32), 2)
+    got = tree_conv1d(
+        *(inputs, jnp.ones((1, 1, 16)), jnp.full((2, 16), 2.0), None, window),
+        implementation=implementation,
+    )
+    np.testing.assert_array_equal(
+        got[0], [2 * (inputs[0, 0] + 1), 2 * (inputs[0, 1] + inputs[0, 0])]
+    )
+
+
+def test_tree_conv1d_refuses():
+    inputs, window = jnp.ones((1, 2, 12)), jnp.zeros((1, 2, 2), jnp.int32)
+    arguments = (inputs, jnp.ones((1, 1, 12)), jnp.ones((2, 12)), None, window)
+    with pytest.raises(ValueError, match="activation = 'relu'"):
+        tree_conv1d(*arguments, activation="relu")
+    with pytest.raises(ValueError, match="channels = 12 is not a multiple of 16"):
+        tree_conv1d(*arguments, implementation="pallas_interpret")
+    pointwise = (
+        jnp.ones((1, 2, 16)),
+        jnp.ones((1, 0, 16)),
+        jnp.ones((1, 16)),
+        None,
+        window[..., :1],
+    )
+    with pytest.raises(ValueError, match="width 1 has no state; use 'xla'"):
+        tree_conv1d(*pointwise, implementation="pallas_interpret")
+    np.testing.assert_array_equal(tree_conv1d(*pointwise), 1)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
