@@ -1,13 +1,11 @@
 """The exit from Pallas-Triton. Most of this needs jax-triton, which no test environment has."""
 
-import functools
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import dispatch, jax_triton_backend
@@ -55,37 +53,28 @@ def test_it_is_refused_for_other_ops_and_shapes(monkeypatch):
     assert dispatch.choose("replay", "jax_triton", None) == "jax_triton"
 
 
-@needs_jax_triton
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("nodes", [13, 64])
-def test_lowers(nodes, dtype, capability):
-    """As `test_lowering.py` does. Needs a plugin of jax for CUDA, but no GPU."""
-    from pallas_kernels.replay import jax_triton as replay_kernels
-    from pallas_kernels.tree_scan import jax_triton as scan_kernels
+def run(what, **environment):
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.jax_triton_runs", what],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
 
-    struct, f32 = jax.ShapeDtypeStruct, jnp.float32
-    x, dt, A = struct((1, nodes, 8, 64), dtype), struct((1, nodes, 8), f32), struct((8,), f32)
-    B, D = struct((1, nodes, 2, 128), dtype), struct((8, 64), f32)
-    state, mask = struct((1, 8, 64, 128), f32), struct((1, nodes, nodes), jnp.bool_)
-    for function, arguments in (
-        (scan_kernels.tree_scan, (x, dt, A, B, B, D, state, mask)),
-        (replay_kernels.replay, (x, dt, A, B, state, struct((1, nodes), jnp.bool_))),
-    ):
-        compiled_for = functools.partial(function, compute_capability=capability)
-        traced = jax.jit(compiled_for).trace(*arguments)
-        code = traced.lower(lowering_platforms=("cuda",)).as_text()
-        assert code.count("custom_call @triton_kernel_call") == 1
-        assert ("output_operand_alias" in code) == (function is replay_kernels.replay)
+
+@needs_jax_triton
+def test_lowers():
+    """As `test_lowering.py` does. Needs a plugin of jax for CUDA, but no GPU."""
+    for name, calls, in_place in run("lowered"):
+        assert calls == 1
+        assert in_place == (name == "replay")
 
 
 @needs_jax_triton
 def test_the_kernels_are_the_recurrence():
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.triton_interpreted"], capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    errors = json.loads(result.stdout.splitlines()[-1])
+    errors = run("interpreted", TRITON_INTERPRET="1")
     for case in CASES:
         if not case.bf16:
             assert errors[case.name]["tree_scan"] < (3e-5 if case.dt_scale > 1 else 1e-6), case

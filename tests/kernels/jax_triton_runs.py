@@ -1,14 +1,19 @@
-"""Runs the jax-triton kernels in Triton's interpreter, without a GPU, and prints their errors.
+"""Lowers the jax-triton kernels, or runs them in Triton's interpreter; prints one line of JSON.
 
-A process of its own (`test_jax_triton.py` starts it), because TRITON_INTERPRET must be set before
-triton is imported. Float32 only: the interpreter does not do bf16.
+    python -m tests.kernels.jax_triton_runs lowered
+    TRITON_INTERPRET=1 python -m tests.kernels.jax_triton_runs interpreted
+
+Processes of their own (`test_jax_triton.py` starts them): TRITON_INTERPRET must be set before triton
+is imported, and Triton cannot compile what pytest's type checking has wrapped. The interpreter does
+not do bf16.
 """
 
+import functools
 import json
-import os
+import sys
 
-os.environ["TRITON_INTERPRET"] = "1"
-
+import jax
+import jax.numpy as jnp
 import numpy as np
 import triton.language as tl
 
@@ -18,6 +23,29 @@ from pallas_kernels.replay.reference import replay as replay_reference
 from pallas_kernels.tree_scan import jax_triton as scan_kernels
 from pallas_kernels.tree_scan.reference import tree_scan as scan_reference
 from tests.kernels.cases import CASES, accepted_path, make_inputs, relative_error
+
+
+def lowered():
+    """Of each kernel, type, size and GPU: how many Triton calls, and whether one is in place."""
+    found = []
+    struct, f32 = jax.ShapeDtypeStruct, jnp.float32
+    for nodes, dtype in ((13, f32), (64, f32), (13, jnp.bfloat16), (64, jnp.bfloat16)):
+        x, dt, A = struct((1, nodes, 8, 64), dtype), struct((1, nodes, 8), f32), struct((8,), f32)
+        B, D = struct((1, nodes, 2, 128), dtype), struct((8, 64), f32)
+        state, mask = struct((1, 8, 64, 128), f32), struct((1, nodes, nodes), jnp.bool_)
+        path = struct((1, nodes), jnp.bool_)
+        for name, function, arguments in (
+            ("tree_scan", scan_kernels.tree_scan, (x, dt, A, B, B, D, state, mask)),
+            ("replay", replay_kernels.replay, (x, dt, A, B, state, path)),
+        ):
+            for capability in (80, 90):
+                compiled_for = functools.partial(function, compute_capability=capability)
+                traced = jax.jit(compiled_for).trace(*arguments)
+                code = traced.lower(lowering_platforms=("cuda",)).as_text()
+                calls = code.count("custom_call @triton_kernel_call")
+                found.append((name, calls, "output_operand_alias" in code))
+    return found
+
 
 TYPES = {"float32": tl.float32, "bool": tl.int1}
 
@@ -57,7 +85,7 @@ class Tensor:
         return tuple(step // self.array.itemsize for step in self.array.strides)
 
 
-def interpreted(
+def interpreted_call(
     *arguments,
     kernel,
     out_shape,
@@ -74,8 +102,9 @@ def interpreted(
     return output
 
 
-def main():
-    jax_triton_backend.call = interpreted
+def interpreted():
+    """Errors of each case against float64."""
+    jax_triton_backend.call = interpreted_call
     jax_triton_backend.passes_aliased_outputs = lambda: True
     errors = {}
     for case in CASES:
@@ -101,8 +130,8 @@ def main():
             "tree_scan": relative_error(y[:, : exists.stop - first], truth[:, exists]),
             "replay": relative_error(new_state, replay_reference(x, dt, A, B, state, path)),
         }
-    print(json.dumps(errors))  # noqa: T201
+    return errors
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps({"lowered": lowered, "interpreted": interpreted}[sys.argv[1]]()))  # noqa: T201
