@@ -36,7 +36,6 @@ class Case:
 
 
 CASES = (
-    Case("one block a row", capacity=16, lengths=(9, 16)),
     Case("several blocks"),
     Case("splits", splits=2),
     Case("more splits than blocks", lengths=(3, 0, 33), splits=3),
@@ -107,37 +106,20 @@ def test_tree_attention(case, interpret):
     assert relative_error(got, truth) < BUDGET[case.bf16] * max(1.0, case.scale)
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-def test_what_is_behind_the_length_does_not_matter(splits):
+def test_what_is_not_seen_does_not_matter():
+    """What is behind the length; and a query that sees nothing gets zeros."""
     query, node_keys, node_values, keys, values, length, mask = inputs(Case("splits", splits=2))
-    blocks = dataclasses.replace(SMALL, splits=splits)
-    run = functools.partial(pallas_triton.tree_attention, scale=0.25, interpret=True, blocks=blocks)
-    behind = jnp.arange(keys.shape[2])[None, None, :, None] >= length[:, None, None, None]
-    want = run(query, node_keys, node_values, keys, values, length, mask)
-    got = run(
-        query,
-        node_keys,
-        node_values,
-        jnp.where(behind, 1e4, keys),
-        jnp.where(behind, 1e4, values),
-        length,
-        mask,
+    blocks = dataclasses.replace(SMALL, splits=2)
+    run = jax.jit(
+        functools.partial(pallas_triton.tree_attention, scale=0.25, interpret=True, blocks=blocks)
     )
+    behind = jnp.arange(keys.shape[2])[None, None, :, None] >= length[:, None, None, None]
+    nodes, cache = (query, node_keys, node_values), (keys, values)
+    want = run(*nodes, *cache, length, mask)
+    got = run(*nodes, *(jnp.where(behind, 1e4, value) for value in cache), length, mask)
     np.testing.assert_array_equal(got, want)
-
-
-def test_a_query_that_sees_nothing_gets_zeros():
-    query, node_keys, node_values, keys, values, length, mask = inputs(CASES[0])
-    nothing = (jnp.zeros_like(length), jnp.zeros_like(mask))
-    for splits in (1, 2):
-        blocks = dataclasses.replace(SMALL, splits=splits)
-        got = pallas_triton.tree_attention(
-            *(query, node_keys, node_values, keys, values, *nothing),
-            scale=1.0,
-            interpret=True,
-            blocks=blocks,
-        )
-        np.testing.assert_array_equal(got, 0)
+    nothing = run(*nodes, *cache, jnp.zeros_like(length), jnp.zeros_like(mask))
+    np.testing.assert_array_equal(nothing, 0)
 
 
 def test_the_cache_is_split_as_far_as_programs_are_few():
