@@ -4,21 +4,25 @@ XLA compiles for a described device; `ptxas -v` then tells registers and spills 
 the plugin wheels of the installed jax (no driver, no CUDA libraries) and a ptxas:
 
     pip install --no-deps jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION
-    JAX_PLATFORMS=cpu python -m benchmarks.spills
+    JAX_PLATFORMS=cpu python -m benchmarks.spills [--kernels replay] [--capabilities 80 90]
 
-Results go to `benchmarks/results/spills.json`; exit code 1 if anything spills.
+Results go to `benchmarks/results/spills.json`, where a run of some kernels or GPUs replaces those
+rows only; exit code 1 if anything spills.
 """
 
+import argparse
 import contextlib
+import functools
+import itertools
 import json
 import os
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 DUMP = Path(tempfile.mkdtemp(prefix="stree-spills-"))
 os.environ["XLA_FLAGS"] = (
@@ -34,12 +38,17 @@ import numpy as np  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
-from benchmarks.common import print_table, write_json  # noqa: E402
-from benchmarks.shapes import MIXERS, MixerShape  # noqa: E402
-from pallas_kernels import replay, tree_scan  # noqa: E402
+from benchmarks.common import RESULTS, print_table, write_json  # noqa: E402
+from benchmarks.shapes import MIXERS  # noqa: E402
+from pallas_kernels import gated_rms_norm, replay, replay_tree_scan, tree_conv1d, tree_scan  # noqa: E402
+from pallas_kernels.tree_attention import pallas_triton  # noqa: E402
 
+ATTENTIONS = {  # query heads, key heads, head size
+    "MambaInLlama-8B": (32, 8, 128),
+    "Falcon-H1-0.5B": (8, 2, 64),
+}
 NODES = (13, 64, 128)
-
+DTYPES = ("bfloat16", "float32")
 
 # Capability: name for Pallas, cores, shared memory of a core and of a block, L2, threads of a core.
 # The capability decides about registers; the rest only has to be plausible.
@@ -121,65 +130,147 @@ def resources(kernel: str, capability: int, ptxas: str) -> dict[str, int]:
     raise RuntimeError(f"XLA dumped no PTX of {kernel}")
 
 
-def operands(shape: MixerShape, nodes: int, dtype: str) -> dict[str, tuple]:
-    """Abstract arguments of each kernel."""
-    heads, channels, state, groups = shape
-    struct, f32 = jax.ShapeDtypeStruct, jnp.float32
-    x, dt = struct((1, nodes, heads, channels), dtype), struct((1, nodes, heads), f32)
-    A, B = struct((heads,), f32), struct((1, nodes, groups, state), dtype)
-    D, h = struct((heads, channels), f32), struct((1, heads, channels, state), f32)
-    mask, path = struct((1, nodes, nodes), jnp.bool_), struct((1, nodes), jnp.bool_)
-    return {"tree_scan": (x, dt, A, B, B, D, h, mask), "replay": (x, dt, A, B, h, path)}
+class Spec(NamedTuple):
+    """Shapes of abstract arguments."""
+
+    shape: Any  # of the kernel's table
+    nodes: int
+    dtype: str
+
+    def struct(self, *sizes: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
+        """An array in the dtype of the activations, or another."""
+        return jax.ShapeDtypeStruct(sizes, dtype or self.dtype)
+
+    def recurrent(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Arguments of the kernels that touch a state."""
+        heads, channels, state, groups = self.shape
+        f32, nodes = jnp.float32, self.nodes
+        return {
+            "x": self.struct(1, nodes, heads, channels),
+            "dt": self.struct(1, nodes, heads, dtype=f32),
+            "A": self.struct(heads, dtype=f32),
+            "B": self.struct(1, nodes, groups, state),
+            "C": self.struct(1, nodes, groups, state),
+            "D": self.struct(heads, channels, dtype=f32),
+            "state": self.struct(1, heads, channels, state, dtype=f32),
+            "mask": self.struct(1, nodes, nodes, dtype=jnp.bool_),
+            "path": self.struct(1, nodes, dtype=jnp.bool_),
+        }
+
+
+def _of_state(*names: str) -> Callable[[Spec], tuple]:
+    return lambda spec: tuple(spec.recurrent()[name] for name in names)
+
+
+class Kernel(NamedTuple):
+    """A kernel, and the arguments that it is compiled for."""
+
+    function: Callable[..., Any]
+    operands: Callable[[Spec], tuple]
+    shapes: Mapping[str, Any] = MIXERS
+
+
+def _of_norm(spec: Spec) -> tuple:
+    size = spec.shape.num_heads * spec.shape.head_dim
+    y = spec.struct(1, spec.nodes, size)
+    return y, y, spec.struct(size)
+
+
+def _of_conv(spec: Spec) -> tuple:
+    heads, head_dim, state, groups = spec.shape
+    channels = heads * head_dim + 2 * groups * state
+    return (
+        spec.struct(1, spec.nodes, channels),
+        spec.struct(1, 3, channels),
+        spec.struct(4, channels),
+        spec.struct(channels),
+        spec.struct(1, spec.nodes, 4, dtype=jnp.int32),
+    )
+
+
+def _of_attention(spec: Spec) -> tuple:
+    heads, groups, head_dim = spec.shape
+    in_tree = spec.struct(1, spec.nodes, groups, head_dim)
+    in_cache = spec.struct(1, groups, 4096, head_dim)
+    return (
+        spec.struct(1, spec.nodes, heads, head_dim),
+        *(in_tree, in_tree, in_cache, in_cache),
+        spec.struct(1, dtype=jnp.int32),
+        spec.struct(1, spec.nodes, spec.nodes, dtype=jnp.bool_),
+    )
+
+
+def _tree_attention(*arguments: Any, implementation: str) -> jax.Array:
+    assert implementation == "pallas"
+    return pallas_triton.tree_attention(*arguments, scale=0.1)
+
+
+KERNELS = {
+    "tree_scan": Kernel(tree_scan, _of_state("x", "dt", "A", "B", "C", "D", "state", "mask")),
+    "replay": Kernel(replay, _of_state("x", "dt", "A", "B", "state", "path")),
+    "replay_tree_scan": Kernel(
+        replay_tree_scan,
+        _of_state("x", "dt", "B", "path", "x", "dt", "A", "B", "C", "D", "state", "mask"),
+    ),
+    "tree_conv1d": Kernel(functools.partial(tree_conv1d, activation="silu"), _of_conv),
+    "gated_rms_norm": Kernel(gated_rms_norm, _of_norm),
+    "tree_attention": Kernel(_tree_attention, _of_attention, ATTENTIONS),
+}
 
 
 def main() -> None:
     """Compiles every kernel for every shape, type and GPU."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument("--capabilities", nargs="+", type=int, choices=GPUS, default=list(GPUS))
+    chosen = parser.parse_args()
     ptxas = shutil.which("ptxas") or "/usr/local/cuda/bin/ptxas"
     if not Path(ptxas).is_file():
         raise SystemExit("no ptxas: put CUDA's or Triton's on PATH")
-    ops = {"tree_scan": tree_scan, "replay": replay}
-    rows = []
-    for capability in GPUS:
-        for name, shape in MIXERS.items():
-            for nodes in NODES:
-                for dtype in ("bfloat16", "float32"):
-                    for op, arguments in operands(shape, nodes, dtype).items():
-                        for file in DUMP.iterdir():
-                            file.unlink()
-                        compile_for(
-                            lambda *a, op=op: ops[op](*a, implementation="pallas"),
-                            arguments,
-                            capability,
-                        )
-                        found = resources(op, capability, ptxas)
-                        rows.append(
-                            {
-                                "capability": capability,
-                                "shape": name,
-                                "nodes": nodes,
-                                "dtype": dtype,
-                                "kernel": op,
-                                **found,
-                            }
-                        )
-                        print(json.dumps(rows[-1]), flush=True)
+
+    rows: list[dict[str, Any]] = []
+    for capability, name in itertools.product(chosen.capabilities, chosen.kernels):
+        kernel = KERNELS[name]
+        for shape, nodes, dtype in itertools.product(kernel.shapes, NODES, DTYPES):
+            for file in DUMP.iterdir():
+                file.unlink()
+            compile_for(
+                functools.partial(kernel.function, implementation="pallas"),
+                kernel.operands(Spec(kernel.shapes[shape], nodes, dtype)),
+                capability,
+            )
+            key = dict(capability=capability, kernel=name, shape=shape, nodes=nodes, dtype=dtype)
+            rows.append({**key, **resources(name, capability, ptxas)})
+            print(json.dumps(rows[-1]), flush=True)
     shutil.rmtree(DUMP)
+
+    path = write_json("spills", {"jax": jax.__version__, "rows": _merged(rows)})
     spilled = [row for row in rows if row["spilled_bytes"]]
-    path = write_json("spills", {"jax": jax.__version__, "rows": rows})
     most = {
-        (op, dtype): max(r["registers"] for r in rows if (r["kernel"], r["dtype"]) == (op, dtype))
-        for op in ops
-        for dtype in ("bfloat16", "float32")
+        (name, dtype): max(
+            row["registers"] for row in rows if (row["kernel"], row["dtype"]) == (name, dtype)
+        )
+        for name in chosen.kernels
+        for dtype in DTYPES
     }
     print_table(
         f"{len(rows)} kernels compiled, {len(spilled)} spill",
         ("kernel", "type", "most registers"),
-        [(op, dtype, str(registers)) for (op, dtype), registers in most.items()],
+        [(name, dtype, str(registers)) for (name, dtype), registers in most.items()],
     )
     print(
         json.dumps({"spills": {"kernels": len(rows), "spill": len(spilled), "results": str(path)}})
     )
     raise SystemExit(1 if spilled else 0)
+
+
+def _merged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """These rows, and those of the last results that were not measured now."""
+    file = RESULTS / "spills.json"
+    old = json.loads(file.read_text())["rows"] if file.exists() else []
+    measured = {(row["kernel"], row["capability"]) for row in rows}
+    kept = [row for row in old if (row["kernel"], row["capability"]) not in measured]
+    return sorted(kept + rows, key=lambda row: (row["kernel"], row["capability"]))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """Tree operations of Mamba-2 and of attention: one op, one folder, one specification.
 
-`tree_conv1d`, `tree_scan`, `tree_attention`, `replay` and `ssd` are plain functions of arrays. Each
-has a `reference.py` (sequential, NumPy, any float type: the specification), an `xla.py` (closed
-form, any device), and where it pays a `pallas_triton.py` kernel. `dispatch` says which one runs and
-why. Needs jax only.
+Each op is a plain function of arrays. It has a `reference.py` (sequential, NumPy, any float type:
+the specification), an `xla.py` (closed form, any device), and where it pays a `pallas_triton.py`
+kernel. `dispatch` says which one runs and why. Needs jax only.
 """
 
 from pallas_kernels import dispatch
+from pallas_kernels.gated_rms_norm.api import gated_rms_norm
 from pallas_kernels.replay.api import replay
+from pallas_kernels.replay_tree_scan.api import replay_tree_scan
 from pallas_kernels.ssd.api import ssd
 from pallas_kernels.tree_attention.api import tree_attention
 from pallas_kernels.tree_conv1d.api import (
@@ -21,8 +22,10 @@ from pallas_kernels.tree_scan.api import tree_scan
 __all__ = [
     "conv_window",
     "dispatch",
+    "gated_rms_norm",
     "replay",
     "replay_conv_state",
+    "replay_tree_scan",
     "replay_window",
     "ssd",
     "tree_attention",

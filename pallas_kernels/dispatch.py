@@ -6,13 +6,15 @@ why.
     "xla"               closed form in jax.numpy, on any device
     "pallas"            Pallas-Triton kernel, on NVIDIA GPUs from compute capability 8.0
     "pallas_interpret"  the same kernel run by an interpreter, on any device; for tests
+    "jax_triton"        of `tree_scan` and `replay`: the same algorithm as a Triton kernel, where
+                        jax-triton is installed; only if asked for
 """
 
 import jax
 
-from pallas_kernels import triton_backend
+from pallas_kernels import jax_triton_backend, triton_backend
 
-IMPLEMENTATIONS = ("xla", "pallas", "pallas_interpret")
+IMPLEMENTATIONS = ("xla", "pallas", "pallas_interpret", "jax_triton")
 
 
 def choose(op: str, requested: str | None, unsupported: str | None) -> str:
@@ -21,14 +23,17 @@ def choose(op: str, requested: str | None, unsupported: str | None) -> str:
     Args:
         op: for messages.
         requested: one of `IMPLEMENTATIONS`, or None for the best that works.
-        unsupported: why the kernel cannot take these shapes, or None if it can.
+        unsupported: why the kernels cannot take these shapes, or None if it can.
 
     Raises:
         ValueError: the requested one does not exist or cannot run.
     """
     if requested not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"unknown implementation {requested!r}; known: {IMPLEMENTATIONS}")
-    obstacle = triton_backend.UNAVAILABLE or unsupported
+    if requested == "jax_triton":
+        obstacle = jax_triton_backend.obstacle(op) or unsupported
+    else:
+        obstacle = triton_backend.UNAVAILABLE or unsupported
     if requested is None:
         return "xla" if obstacle or device_obstacle() else "pallas"
     if requested != "xla" and obstacle:

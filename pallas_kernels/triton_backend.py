@@ -4,8 +4,9 @@ JAX has announced that it will remove this backend. When it does, `UNAVAILABLE` 
 falls back to XLA, and nothing else has to know.
 
 What the backend asks of a kernel (jax 0.10.2 to 0.12.0.1, found by lowering): sizes of loaded and
-stored blocks are powers of two; blocks divide their arrays, or loads run out of bounds; both
-operands of a `dot` have one type; no reverse cumsum, no gather from values, no slices of values.
+stored blocks are powers of two (a ref may have any size: see `rows`); blocks divide their arrays,
+or loads run out of bounds; both operands of a `dot` have one type; no reverse cumsum, no gather
+from values, no slices of values. The interpreter has no masked stores.
 """
 
 import functools
@@ -37,37 +38,55 @@ def call(kernel, *, name: str, num_warps: int, num_stages: int, interpret: bool,
 
 
 def dot(left, right, *, trans_a: bool = False, trans_b: bool = False) -> jax.Array:
-    """A product in float32 accuracy, accumulated in float32.
+    """A product in float32 accuracy, accumulated in float32, on tensor cores.
 
-    The default for float32 operands on GPU is TF32 (1e-3). Instead:
-    bf16 x bf16: one product, exact before accumulation.
-    bf16 x f32: the float32 operand is split into two bf16 halves, high and low; error 2^-16.
-    f32 x f32: full float32 multiplications, without tensor cores.
+    The default for float32 operands on GPU is TF32 (1e-3). Instead float32 operands are split into
+    bf16 parts, each the rounding error of those before, whose products are exact before
+    accumulation:
+    bf16 x bf16: one product.
+    bf16 x f32: two parts; error 2^-16.
+    f32 x f32: three parts, all products but those below float32's own rounding; error 2^-23. (Full
+    float32 multiplications would bypass the tensor cores, and spill.)
     """
     product = functools.partial(plt.dot, trans_a=trans_a, trans_b=trans_b)
-    if left.dtype == right.dtype == jnp.float32:
-        return product(left, right, precision=lax.Precision.HIGHEST)
-    products = [product(a, b) for a in _bf16_parts(left) for b in _bf16_parts(right)]
+    count = 3 if left.dtype == right.dtype == jnp.float32 else 2
+    lefts, rights = _bf16_parts(left, count), _bf16_parts(right, count)
+    # Smallest first: nothing is lost in adding them up.
+    order = [(i, j) for i in range(len(lefts)) for j in range(len(rights)) if i + j < count]
+    products = [product(lefts[i], rights[j]) for i, j in sorted(order, key=sum, reverse=True)]
     return functools.reduce(jnp.add, products)
 
 
-def _bf16_parts(value):
+def _bf16_parts(value, count):
     if value.dtype == jnp.bfloat16:
         return [value]
-    high = value.astype(jnp.bfloat16)
-    return [high, (value - high.astype(jnp.float32)).astype(jnp.bfloat16)]
+    parts = []
+    for _ in range(count):
+        parts.append(value.astype(jnp.bfloat16))
+        value = value - parts[-1].astype(jnp.float32)
+    return parts
 
 
 def padded_size(size: int) -> int:
-    """The power of two, at least `SMALLEST_BLOCK`, that `size` is padded to."""
+    """The power of two, at least `SMALLEST_BLOCK`, that a kernel holds `size` rows in."""
     return max(SMALLEST_BLOCK, 1 << (size - 1).bit_length())
 
 
-def pad(value: jax.Array, *sizes: int) -> jax.Array:
-    """Pads the axes after the first with zeros, up to `sizes`."""
-    widths = [(0, 0)] + [(0, to - now) for now, to in zip(value.shape[1:], sizes, strict=False)]
-    widths += [(0, 0)] * (value.ndim - len(widths))
-    return jnp.pad(value, widths) if any(after for _, after in widths) else value
+def rows(first, count: int, limit: int) -> tuple[jax.Array, jax.Array]:
+    """Row indices `first, ..., first + count - 1` and which of them exist, that is, are `< limit`.
+
+    Where a row does not exist its index is that of the last row. So any number of rows is read in
+    blocks of a power of two, nothing is padded outside of the kernel, and nothing is read or
+    written out of bounds. Worked example, `limit = 13`, block of 16:
+        index    0 1 2 ... 11 12 12 12 12
+        exists   1 1 1 ...  1  1  0  0  0
+    What is *summed over* must be masked by `exists`. What is *computed for* such a row is the last
+    row's result once more, and storing it again is harmless.
+    """
+    row = first + lax.broadcasted_iota(jnp.int32, (count,), 0)
+    if isinstance(limit, int) and limit % count == 0:  # keeps the row numbers contiguous for Triton
+        return row, row < limit
+    return jnp.minimum(row, limit - 1), row < limit
 
 
 def unsupported_size(name: str, size: int) -> str | None:

@@ -43,6 +43,10 @@ def replay(
         match dispatch.choose("replay", implementation, reason):
             case "xla":
                 return xla.replay(x, dt, A, B, state, path)
+            case "jax_triton":
+                from pallas_kernels.replay import jax_triton  # needs triton
+
+                return jax_triton.replay(x, dt, A, B, state, path)
             case chosen:
                 interpret = chosen == "pallas_interpret"
                 return pallas_triton.replay(x, dt, A, B, state, path, interpret=interpret)

@@ -7,7 +7,7 @@ from the last to the first, so that registers do not grow with the tree.
 Numerics: float32; products as `triton_backend.dot` says. The decay from a node to the end of the
 path is summed as such, never as a difference of sums.
 
-Refuses head and state sizes that are not powers of two. Node counts are padded.
+Refuses head and state sizes that are not powers of two. Any number of nodes.
 """
 
 import functools
@@ -34,60 +34,72 @@ def replay(x, dt, A, B, state, path, *, interpret=False, blocks: BlockSizes | No
     batch, num_nodes, num_heads, head_dim = x.shape
     num_groups, state_size = B.shape[2:]
     heads_per_group = num_heads // num_groups
-    nodes = tb.padded_size(num_nodes)
     channels = min(head_dim, max(tb.SMALLEST_BLOCK, blocks.state // state_size))
 
     state_block = pl.BlockSpec((None, None, channels, state_size), lambda b, h, p: (b, h, p, 0))
     return tb.call(
-        functools.partial(_kernel, block_nodes=min(blocks.nodes, nodes)),
+        functools.partial(_kernel, block_nodes=min(blocks.nodes, tb.padded_size(num_nodes))),
         name="replay",
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         interpret=interpret,
         grid=(batch, num_heads, head_dim // channels),
         in_specs=[
-            pl.BlockSpec((None, nodes, None, channels), lambda b, h, p: (b, 0, h, p)),
-            pl.BlockSpec((None, nodes, None), lambda b, h, p: (b, 0, h)),
+            pl.BlockSpec((None, num_nodes, None, channels), lambda b, h, p: (b, 0, h, p)),
+            pl.BlockSpec((None, num_nodes, None), lambda b, h, p: (b, 0, h)),
             pl.BlockSpec((None,), lambda b, h, p: (h,)),
             pl.BlockSpec(
-                (None, nodes, None, state_size), lambda b, h, p: (b, 0, h // heads_per_group, 0)
+                (None, num_nodes, None, state_size),
+                lambda b, h, p: (b, 0, h // heads_per_group, 0),
             ),
             state_block,
-            pl.BlockSpec((None, nodes), lambda b, h, p: (b, 0)),
+            pl.BlockSpec((None, num_nodes), lambda b, h, p: (b, 0)),
         ],
         out_specs=state_block,
         out_shape=jax.ShapeDtypeStruct(state.shape, state.dtype),
         input_output_aliases={4: 0},
-    )(tb.pad(x, nodes), tb.pad(dt, nodes), A, tb.pad(B, nodes), state, tb.pad(path, nodes))
+    )(x, dt, A, B, state, path)
 
 
-def _kernel(
+def _kernel(x_ref, dt_ref, A_ref, B_ref, state_ref, path_ref, new_state_ref, *, block_nodes: int):
+    nodes = (x_ref, dt_ref, A_ref[...], B_ref, path_ref)
+    (written,), decay = along_path(*nodes, block_nodes=block_nodes, block_state=B_ref.shape[1])
+    new_state_ref[...] = decay * state_ref[...] + written
+
+
+def along_path(
     x_ref,  # [N, p]
     dt_ref,  # [N]
-    A_ref,  # []
+    A,  # []
     B_ref,  # [N, S]
-    state_ref,  # [p, S]
     path_ref,  # [N]
-    new_state_ref,  # [p, S]
     *,
     block_nodes: int,
+    block_state: int,
 ):
-    num_nodes, channels = x_ref.shape
-    num_blocks = num_nodes // block_nodes
+    """What the nodes of a path write, and the factor by which the state before decays.
+
+    What is written comes as parts `[p, s]`, because Triton cannot slice `[p, S]`.
+    """
+    (num_nodes, channels), state_size = x_ref.shape, B_ref.shape[1]
+    num_blocks = pl.cdiv(num_nodes, block_nodes)
     node = lax.broadcasted_iota(jnp.int32, (block_nodes, block_nodes), 0)
     other = lax.broadcasted_iota(jnp.int32, (block_nodes, block_nodes), 1)
 
     def from_block(i, carry):
         written, after_block = carry
-        here = pl.ds((num_blocks - 1 - i) * block_nodes, block_nodes)
-        dt = jnp.where(path_ref[here], dt_ref[here], 0.0)
-        log_decay = dt * A_ref[...]
+        here, exists = tb.rows((num_blocks - 1 - i) * block_nodes, block_nodes, num_nodes)
+        dt = jnp.where(path_ref[here] & exists, dt_ref[here], 0.0)
+        log_decay = dt * A
         after = after_block + jnp.sum(jnp.where(other > node, log_decay[None, :], 0.0), axis=1)
         weight = jnp.exp(after) * dt  # zero off the path
         weighted = x_ref[here, :].astype(jnp.float32) * weight[:, None]
-        written = written + tb.dot(weighted, B_ref[here, :], trans_a=True)
+        written = tuple(
+            total + tb.dot(weighted, B_ref[here, pl.ds(k * block_state, block_state)], trans_a=True)
+            for k, total in enumerate(written)
+        )
         return written, after_block + jnp.sum(log_decay)
 
-    start = (jnp.zeros((channels, B_ref.shape[1]), jnp.float32), jnp.float32(0.0))
-    written, total = lax.fori_loop(0, num_blocks, from_block, start)
-    new_state_ref[...] = jnp.exp(total) * state_ref[...] + written
+    nothing = (jnp.zeros((channels, block_state), jnp.float32),) * (state_size // block_state)
+    written, total = lax.fori_loop(0, num_blocks, from_block, (nothing, jnp.float32(0.0)))
+    return written, jnp.exp(total)

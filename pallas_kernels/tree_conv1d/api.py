@@ -9,7 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.tree_conv1d import xla
+from pallas_kernels import dispatch
+from pallas_kernels.tree_conv1d import pallas_triton, xla
+
+ACTIVATIONS = (None, "silu")
 
 
 def conv_window(parents: Int[Array, "B N"], width: int) -> Int[Array, "B N K"]:
@@ -55,6 +58,9 @@ def tree_conv1d(
     weight: Float[Array, "K C"],
     bias: Float[Array, " C"] | None,
     window: Int[Array, "B Q K"],
+    *,
+    activation: str | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "B Q C"]:
     """Convolves the `Q` query nodes of a tree of `N` nodes.
 
@@ -64,12 +70,29 @@ def tree_conv1d(
         weight: oldest tap first.
         bias: optional.
         window: the query rows of `conv_window(parents, K)`.
+        activation: "silu", applied before anything is rounded, or None.
+        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
 
     Returns:
         The convolution at the query nodes, accumulated in float32, in the dtype of `inputs`.
+
+    Raises:
+        ValueError: an unknown activation, or an implementation that does not exist or cannot run
+            these shapes.
     """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation = {activation!r} is not one of {ACTIVATIONS}")
+    arguments = (inputs, conv_state, weight, bias, window)
     with jax.named_scope("tree_conv1d"):
-        return xla.tree_conv1d(inputs, conv_state, weight, bias, window)
+        reason = pallas_triton.unsupported(inputs.shape[-1], weight.shape[0])
+        match dispatch.choose("tree_conv1d", implementation, reason):
+            case "xla":
+                return xla.tree_conv1d(*arguments, activation=activation)
+            case chosen:
+                interpret = chosen == "pallas_interpret"
+                return pallas_triton.tree_conv1d(
+                    *arguments, activation=activation, interpret=interpret
+                )
 
 
 def replay_conv_state(

@@ -3,7 +3,7 @@
 import numpy as np
 
 
-def tree_conv1d(inputs, conv_state, weight, bias, parents):
+def tree_conv1d(inputs, conv_state, weight, bias, parents, activation=None):
     """Convolves every node with its `K - 1` nearest ancestors.
 
     Args:
@@ -12,6 +12,7 @@ def tree_conv1d(inputs, conv_state, weight, bias, parents):
         weight: `[K, C]`, oldest tap first.
         bias: `[C]` or None.
         parents: `[B, N]`, -1 above a root.
+        activation: "silu" or None.
 
     Returns:
         `[B, N, C]` in the dtype of `inputs`.
@@ -29,7 +30,7 @@ def tree_conv1d(inputs, conv_state, weight, bias, parents):
                 above = parents[b, above] if above >= 0 else above - 1
             if bias is not None:
                 output[b, node] += bias
-    return output
+    return output / (1 + np.exp(-output)) if activation == "silu" else output
 
 
 def replay_conv_state(inputs, conv_state, parents, last):

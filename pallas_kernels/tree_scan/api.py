@@ -53,6 +53,10 @@ def tree_scan(
         match dispatch.choose("tree_scan", implementation, reason):
             case "xla":
                 return xla.tree_scan(x, dt, A, B, C, D, state, mask)
+            case "jax_triton":
+                from pallas_kernels.tree_scan import jax_triton  # needs triton
+
+                return jax_triton.tree_scan(x, dt, A, B, C, D, state, mask)
             case chosen:
                 interpret = chosen == "pallas_interpret"
                 return pallas_triton.tree_scan(x, dt, A, B, C, D, state, mask, interpret=interpret)

@@ -7,7 +7,7 @@ block by N, grows with the tree (nothing spills up to N = 128). Nothing but the 
 Numerics: decays and accumulators are float32; products as `triton_backend.dot` says. Masked before
 exp.
 
-Refuses head and state sizes that are not powers of two. Node counts are padded.
+Refuses head and state sizes that are not powers of two. Any number of nodes.
 """
 
 import functools
@@ -33,116 +33,119 @@ def tree_scan(x, dt, A, B, C, D, state, mask, *, interpret=False, blocks: BlockS
     blocks = blocks or block_sizes(x.dtype)
     batch, num_nodes, num_heads, head_dim = x.shape
     num_queries, num_groups, state_size = C.shape[1:]
-    first_query = num_nodes - num_queries
     heads_per_group = num_heads // num_groups
-    keys, queries = tb.padded_size(num_nodes), tb.padded_size(num_queries)
-    block_keys, block_queries = min(blocks.keys, keys), min(blocks.queries, queries)
+    block_queries = min(blocks.queries, tb.padded_size(num_queries))
 
-    kernel = functools.partial(
-        _kernel,
-        first_query=first_query,
-        block_keys=block_keys,
-        block_state=min(blocks.state, state_size),
-    )
-    query_block = pl.BlockSpec((None, block_queries, None, head_dim), lambda b, h, i: (b, i, h, 0))
-    output = tb.call(
-        kernel,
+    def of_head(length, size):
+        return pl.BlockSpec((None, length, None, size), lambda b, h, i: (b, 0, h, 0))
+
+    def of_group(length):
+        return pl.BlockSpec(
+            (None, length, None, state_size), lambda b, h, i: (b, 0, h // heads_per_group, 0)
+        )
+
+    return tb.call(
+        functools.partial(
+            _kernel,
+            block_queries=block_queries,
+            block_keys=min(blocks.keys, tb.padded_size(num_nodes)),
+            block_state=min(blocks.state, state_size),
+        ),
         name="tree_scan",
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         interpret=interpret,
-        grid=(batch, num_heads, queries // block_queries),
+        grid=(batch, num_heads, pl.cdiv(num_queries, block_queries)),
         in_specs=[
-            query_block,
-            pl.BlockSpec((None, keys, None, head_dim), lambda b, h, i: (b, 0, h, 0)),
-            pl.BlockSpec((None, keys, None), lambda b, h, i: (b, 0, h)),
+            of_head(num_nodes, head_dim),
+            pl.BlockSpec((None, num_nodes, None), lambda b, h, i: (b, 0, h)),
             pl.BlockSpec((None,), lambda b, h, i: (h,)),
-            pl.BlockSpec(
-                (None, keys, None, state_size), lambda b, h, i: (b, 0, h // heads_per_group, 0)
-            ),
-            pl.BlockSpec(
-                (None, block_queries, None, state_size),
-                lambda b, h, i: (b, i, h // heads_per_group, 0),
-            ),
+            of_group(num_nodes),
+            of_group(num_queries),
             pl.BlockSpec((None, head_dim), lambda b, h, i: (h, 0)),
             pl.BlockSpec((None, None, head_dim, state_size), lambda b, h, i: (b, h, 0, 0)),
-            pl.BlockSpec((None, block_queries, keys), lambda b, h, i: (b, i, 0)),
-            pl.BlockSpec((None, keys, keys), lambda b, h, i: (b, 0, 0)),
+            pl.BlockSpec((None, num_nodes, num_nodes), lambda b, h, i: (b, 0, 0)),
         ],
-        out_specs=query_block,
-        out_shape=jax.ShapeDtypeStruct((batch, queries, num_heads, head_dim), x.dtype),
-    )(
-        tb.pad(x[:, first_query:], queries),
-        tb.pad(x, keys),
-        tb.pad(dt, keys),
-        A,
-        tb.pad(B, keys),
-        tb.pad(C, queries),
-        D,
-        state,
-        tb.pad(mask[:, first_query:], queries, keys),
-        tb.pad(mask, keys, keys),
-    )
-    return output[:, :num_queries]
+        out_specs=of_head(num_queries, head_dim),
+        out_shape=jax.ShapeDtypeStruct((batch, num_queries, num_heads, head_dim), x.dtype),
+    )(x, dt, A, B, C, D, state, mask)
 
 
 def _kernel(
-    query_x_ref,  # [q, P]
-    x_ref,  # [N, P]
-    dt_ref,  # [N]
-    A_ref,  # []
-    B_ref,  # [N, S]
-    C_ref,  # [q, S]
-    D_ref,  # [P]
-    state_ref,  # [P, S]
-    query_mask_ref,  # [q, N]
-    mask_ref,  # [N, N]
-    y_ref,  # [q, P]
+    x_ref,
+    dt_ref,
+    A_ref,
+    B_ref,
+    C_ref,
+    D_ref,
+    state_ref,
+    mask_ref,
+    y_ref,
     *,
-    first_query: int,
+    block_queries: int,
     block_keys: int,
     block_state: int,
 ):
-    num_queries, head_dim = query_x_ref.shape
-    num_keys, state_size = B_ref.shape
-    log_decay = dt_ref[...] * A_ref[...]  # of each node alone
+    (num_queries, state_size), head_dim = C_ref.shape, x_ref.shape[1]
+    query, _ = tb.rows(pl.program_id(2) * block_queries, block_queries, num_queries)
 
-    def accumulated(mask):
-        return jnp.sum(jnp.where(mask, log_decay[None, :], 0.0), axis=1)
-
-    query_decay = accumulated(query_mask_ref[...])
-
-    # The state before the root, decayed to each query.
-    def carried(k, total):
+    def part_of(k, total):
         part = pl.ds(k * block_state, block_state)
-        return total + tb.dot(C_ref[:, part], state_ref[:, part], trans_b=True)
+        return total + tb.dot(C_ref[query, part], state_ref[:, part], trans_b=True)
 
-    y = lax.fori_loop(
-        0, state_size // block_state, carried, jnp.zeros((num_queries, head_dim), jnp.float32)
-    )
-    y = y * jnp.exp(query_decay)[:, None]
+    carried = jnp.zeros((block_queries, head_dim), jnp.float32)
+    carried = lax.fori_loop(0, state_size // block_state, part_of, carried)
+    refs = (x_ref, dt_ref, A_ref[...], B_ref, C_ref, D_ref, mask_ref)
+    y = outputs(carried, pl.program_id(2), *refs, block_keys=block_keys, block_state=block_state)
+    y_ref[query, :] = y.astype(y_ref.dtype)
+
+
+def outputs(
+    carried,  # [q, P]
+    block,  # []
+    x_ref,  # [N, P]
+    dt_ref,  # [N]
+    A,  # []
+    B_ref,  # [N, S]
+    C_ref,  # [Q, S]
+    D_ref,  # [P]
+    mask_ref,  # [N, N]
+    *,
+    block_keys: int,
+    block_state: int,
+):
+    """Outputs of one block of queries `[q, P]`, given what the state contributes before decay."""
+    num_nodes, state_size = B_ref.shape
+    num_queries, block_queries = C_ref.shape[0], carried.shape[0]
+    first_query = num_nodes - num_queries  # queries are the last nodes
+    query, _ = tb.rows(block * block_queries, block_queries, num_queries)
+    node, node_exists = tb.rows(0, tb.padded_size(num_nodes), num_nodes)
+    log_decay = jnp.where(node_exists, dt_ref[node] * A, 0.0)  # of each node alone
+
+    def accumulated(rows):
+        path = mask_ref[rows[:, None], node[None, :]]
+        return jnp.sum(jnp.where(path, log_decay[None, :], 0.0), axis=1)
+
+    query_decay = accumulated(first_query + query)
+    y = carried * jnp.exp(query_decay)[:, None]
 
     # The nodes above each query, one block of keys at a time.
     def from_keys(j, y):
-        here = pl.ds(j * block_keys, block_keys)
-        key_decay = accumulated(mask_ref[here, :])
+        key, key_exists = tb.rows(j * block_keys, block_keys, num_nodes)
 
         def score(k, total):
             part = pl.ds(k * block_state, block_state)
-            return total + tb.dot(C_ref[:, part], B_ref[here, part], trans_b=True)
+            return total + tb.dot(C_ref[query, part], B_ref[key, part], trans_b=True)
 
-        scores = lax.fori_loop(
-            0, state_size // block_state, score, jnp.zeros((num_queries, block_keys), jnp.float32)
-        )
-        exponent = query_decay[:, None] - key_decay[None, :]
-        decay = jnp.exp(jnp.where(query_mask_ref[:, here], exponent, -jnp.inf))
-        weight = scores * decay * dt_ref[here][None, :]
-        return y + tb.dot(weight, x_ref[here, :])
+        scores = jnp.zeros((block_queries, block_keys), jnp.float32)
+        scores = lax.fori_loop(0, state_size // block_state, score, scores)
+        exponent = query_decay[:, None] - accumulated(key)[None, :]
+        above = mask_ref[(first_query + query)[:, None], key[None, :]] & key_exists[None, :]
+        decay = jnp.exp(jnp.where(above, exponent, -jnp.inf))
+        weight = scores * decay * dt_ref[key][None, :]
+        return y + tb.dot(weight, x_ref[key, :])
 
     # Ancestors come before their descendants: later blocks of keys hold none.
-    end = first_query + (pl.program_id(2) + 1) * num_queries
-    num_blocks = jnp.minimum(lax.div(end + block_keys - 1, block_keys), num_keys // block_keys)
-    y = lax.fori_loop(0, num_blocks, from_keys, y)
-
-    y = y + D_ref[...][None, :] * query_x_ref[...].astype(jnp.float32)
-    y_ref[...] = y.astype(y_ref.dtype)
+    end = jnp.minimum(first_query + (block + 1) * block_queries, num_nodes)
+    y = lax.fori_loop(0, lax.div(end + block_keys - 1, block_keys), from_keys, y)
+    return y + D_ref[...][None, :] * x_ref[first_query + query, :].astype(jnp.float32)

@@ -12,6 +12,7 @@ class Case:
     name: str
     batch: int = 2
     nodes: int = 13
+    replayed: int = 6  # nodes of the tree before
     queries: int | None = None  # None: all nodes
     heads: int = 4
     head_dim: int = 16
@@ -27,21 +28,21 @@ class Case:
 
 
 CASES = (
-    Case("root only", nodes=1),
+    Case("root only", nodes=1, replayed=1),
     Case("two nodes", nodes=2, groups=2, width=3),
     Case("tree"),
     Case("newest level", queries=3),
     Case("newest node of many", nodes=40, queries=1, heads=2),
     Case("groups", groups=2, head_dim=32),
     Case("a group a head", groups=4, width=2),
-    Case("padded nodes", padded=5),
+    Case("padded nodes", padded=5, replayed=17),
     Case("blocks of nodes", nodes=70, batch=1, heads=2),
     Case("one row", batch=1, state=32),
     Case("three rows, one with an empty path", batch=3, nodes=5),
     Case("large time steps", dt_scale=100.0),
     Case("tiny time steps", dt_scale=1e-4),
     Case("bf16", bf16=True),
-    Case("bf16, many nodes", nodes=70, batch=1, heads=2, bf16=True),
+    Case("bf16, many nodes", nodes=70, replayed=70, batch=1, heads=2, bf16=True),
 )
 
 
@@ -125,6 +126,19 @@ def make_inputs(case, seed=0):
         # The deepest existing node of row 0, the root of row 1, the empty path of further rows.
         last=np.array([mask[0, : n - case.padded].sum(-1).argmax(), 0, -1])[:b],
     )
+
+
+def previous_inputs(case):
+    """Inputs of the tree before that of `make_inputs`, and the path that was accepted in it."""
+    inputs = make_inputs(dataclasses.replace(case, nodes=case.replayed, padded=0), seed=1)
+    return inputs, accepted_path(inputs)
+
+
+def accepted_path(inputs):
+    """`[B, N]`, the path that ends in each row's `last`."""
+    rows = np.arange(len(inputs.last))
+    path = inputs.mask[rows, np.maximum(inputs.last, 0)]
+    return path & (inputs.last >= 0)[:, None]
 
 
 def relative_error(value, truth):

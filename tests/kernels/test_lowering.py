@@ -5,12 +5,15 @@ The interpreter accepts nearly everything; what the Triton route cannot do shows
 
 import contextlib
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import replay, tree_scan, triton_backend
+import pallas_kernels
+from pallas_kernels import triton_backend
+from pallas_kernels.tree_attention import pallas_triton as attention_kernel
 
 pytestmark = pytest.mark.skipif(
     triton_backend.UNAVAILABLE is not None, reason=str(triton_backend.UNAVAILABLE)
@@ -59,16 +62,60 @@ def operands(shape, dtype):
     h = struct((2, heads, head_dim, state), jnp.float32)
     mask = struct((2, nodes, nodes), jnp.bool_)
     path = struct((2, nodes), jnp.bool_)
-    return (x, dt, A, B, C, D, h, mask), (x, dt, A, B, h, path)
+    channels = heads * head_dim + 2 * groups * state
+    conv_input = struct((2, nodes, channels), dtype)
+    conv = (
+        struct((2, 3, channels), dtype),
+        struct((4, channels), dtype),
+        struct((channels,), dtype),
+    )
+    y = struct((2, queries, heads * head_dim), dtype)
+    return {
+        "tree_scan": (x, dt, A, B, C, D, h, mask),
+        "replay": (x, dt, A, B, h, path),
+        "replay_tree_scan": (x, dt, B, path, x, dt, A, B, C, D, h, mask),
+        "tree_conv1d": (conv_input, *conv, struct((2, queries, 4), jnp.int32)),
+        "gated_rms_norm": (y, y, struct(y.shape[-1:], dtype)),
+    }
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_lowers_to_one_kernel(shape, dtype, capability):
-    scan_operands, replay_operands = operands(shape, dtype)
-    scan = lowered(functools.partial(tree_scan, implementation="pallas"), scan_operands, capability)
-    assert scan.count("__gpu$xla.gpu.triton") == 1
-    step = lowered(functools.partial(replay, implementation="pallas"), replay_operands, capability)
-    assert step.count("__gpu$xla.gpu.triton") == 1
-    assert "output_operand_alias" in step  # the state is updated in place
+    for op, arguments in operands(shape, dtype).items():
+        function = functools.partial(getattr(pallas_kernels, op), implementation="pallas")
+        code = lowered(function, arguments, capability)
+        assert code.count("__gpu$xla.gpu.triton") == 1
+        # Nothing is padded or sliced around the kernel. A new state replaces the old one.
+        assert "stablehlo.pad" not in code
+        assert ("output_operand_alias" in code) == ("replay" in op)
+
+
+# queries, nodes, query heads, key heads, head_dim, capacity: Nemotron-H, Falcon-H1, a prefill.
+ATTENTION_SHAPES = [
+    (1, 1, 32, 8, 128, 4096),
+    (3, 63, 32, 8, 128, 1000),
+    (13, 13, 8, 2, 64, 64),
+    (128, 128, 32, 8, 128, 0),
+]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", ATTENTION_SHAPES, ids=str)
+def test_attention_lowers_to_one_kernel(shape, dtype, capability):
+    queries, nodes, heads, groups, head_dim, capacity = shape
+    struct = jax.ShapeDtypeStruct
+    in_tree = struct((2, nodes, groups, head_dim), dtype)
+    in_cache = struct((2, groups, capacity, head_dim), dtype)
+    arguments = (
+        struct((2, queries, heads, head_dim), dtype),
+        *(in_tree, in_tree, in_cache, in_cache),
+        struct((2,), jnp.int32),
+        struct((2, queries, nodes), jnp.bool_),
+    )
+    function = functools.partial(attention_kernel.tree_attention, scale=0.1)
+    code = lowered(function, arguments, capability)
+    assert code.count("__gpu$xla.gpu.triton") == 1
+    assert not {"stablehlo.pad", "stablehlo.transpose"} & set(re.findall(r"stablehlo\.\w+", code))

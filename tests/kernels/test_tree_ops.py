@@ -11,14 +11,24 @@ from pallas_kernels import (
     conv_window,
     replay,
     replay_conv_state,
+    replay_tree_scan,
     replay_window,
     tree_conv1d,
     tree_scan,
 )
 from pallas_kernels.replay.reference import replay as replay_reference
+from pallas_kernels.replay_tree_scan.reference import (
+    replay_tree_scan as replay_tree_scan_reference,
+)
 from pallas_kernels.tree_conv1d import reference as conv_reference
 from pallas_kernels.tree_scan.reference import tree_scan as tree_scan_reference
-from tests.kernels.cases import CASES, make_inputs, relative_error
+from tests.kernels.cases import (
+    CASES,
+    accepted_path,
+    make_inputs,
+    previous_inputs,
+    relative_error,
+)
 
 # The kernel itself runs on a GPU (`make test-gpu`), its interpreter everywhere.
 IMPLEMENTATIONS = ("xla", "pallas_interpret", pytest.param("pallas", marks=pytest.mark.gpu))
@@ -30,41 +40,57 @@ STATE_BUDGET = {False: 1e-6, True: 5e-6}
 LARGE_STEPS = 30
 
 
-def arrays(case):
-    inputs = make_inputs(case)
+def kinds(inputs, case):
+    """The inputs in the types that models have them in."""
     kind = jnp.bfloat16 if case.bf16 else jnp.float32
     exact = {
         name: jnp.asarray(getattr(inputs, name), jnp.float32) for name in ("dt", "A", "D", "state")
     }
     small = {name: jnp.asarray(getattr(inputs, name), kind) for name in ("x", "B", "C")}
-    return inputs, {**exact, **small, "mask": jnp.asarray(inputs.mask)}
+    return {**exact, **small, "mask": jnp.asarray(inputs.mask)}
+
+
+def arrays(case):
+    inputs = make_inputs(case)
+    return inputs, kinds(inputs, case)
+
+
+@functools.cache
+def scanned(case, implementation):
+    """Outputs of the existing queries, and their relative error."""
+    inputs, a = arrays(case)
+    first = case.nodes - (case.queries or case.nodes)
+    got = jax.jit(functools.partial(tree_scan, implementation=implementation))(
+        a["x"], a["dt"], a["A"], a["B"], a["C"][:, first:], a["D"], a["state"], a["mask"]
+    )
+    truth, _ = tree_scan_reference(
+        inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, inputs.state, inputs.parents
+    )
+    assert got.dtype == a["x"].dtype
+    assert np.isfinite(np.asarray(got, np.float32)).all()
+    exists = slice(first, case.nodes - case.padded)
+    return relative_error(got[:, : exists.stop - first], truth[:, exists])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_tree_scan(case, implementation):
-    inputs, a = arrays(case)
-    first = case.nodes - (case.queries or case.nodes)
-    truth, _ = tree_scan_reference(
-        inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, inputs.state, inputs.parents
-    )
-    got = jax.jit(functools.partial(tree_scan, implementation=implementation))(
-        a["x"], a["dt"], a["A"], a["B"], a["C"][:, first:], a["D"], a["state"], a["mask"]
-    )
-    assert got.dtype == a["x"].dtype
-    assert np.isfinite(np.asarray(got, np.float32)).all()
-    exists = slice(first, case.nodes - case.padded)
-    error = relative_error(got[:, : exists.stop - first], truth[:, exists])
     budget = BUDGET[case.bf16] * (LARGE_STEPS if case.dt_scale > 1 else 1)
-    assert error < budget
+    assert scanned(case, implementation) < budget
+
+
+@pytest.mark.parametrize("kernel", IMPLEMENTATIONS[1:])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernel_is_as_exact_as_xla(case, kernel):
+    """An error budget relative to the other implementation, not a widened tolerance."""
+    assert scanned(case, kernel) <= 1.5 * scanned(case, "xla") + 1e-7
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_replay(case, implementation):
     inputs, a = arrays(case)
-    rows = np.arange(case.batch)
-    path = inputs.mask[rows, np.maximum(inputs.last, 0)] & (inputs.last >= 0)[:, None]
+    path = accepted_path(inputs)
     truth = replay_reference(inputs.x, inputs.dt, inputs.A, inputs.B, inputs.state, path)
     got = jax.jit(functools.partial(replay, implementation=implementation))(
         a["x"], a["dt"], a["A"], a["B"], a["state"], jnp.asarray(path)
@@ -75,41 +101,110 @@ def test_replay(case, implementation):
         np.testing.assert_array_equal(got[row], a["state"][row])
 
 
-@pytest.mark.parametrize("kernel", IMPLEMENTATIONS[1:])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_kernel_is_as_exact_as_xla(case, kernel):
-    """An error budget relative to the other implementation, not a widened tolerance."""
+@functools.cache
+def replayed_and_scanned(case, implementation):
+    """Relative errors of outputs and state; rows with an empty path keep theirs exactly."""
     inputs, a = arrays(case)
-    truth, _ = tree_scan_reference(
-        inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, inputs.state, inputs.parents
+    previous, path = previous_inputs(case)
+    before = kinds(previous, case)
+    first = case.nodes - (case.queries or case.nodes)
+    y, state = jax.jit(functools.partial(replay_tree_scan, implementation=implementation))(
+        *(before[name] for name in ("x", "dt", "B")),
+        jnp.asarray(path),
+        *(a[name] for name in ("x", "dt", "A", "B")),
+        a["C"][:, first:],
+        *(a[name] for name in ("D", "state", "mask")),
     )
-    exists = slice(0, case.nodes - case.padded)
-    errors = {}
-    for implementation in ("xla", kernel):
-        got = jax.jit(functools.partial(tree_scan, implementation=implementation))(
-            *(a[name] for name in ("x", "dt", "A", "B", "C", "D", "state", "mask"))
-        )
-        errors[implementation] = relative_error(got[:, exists], truth[:, exists])
-    assert errors[kernel] <= 1.5 * errors["xla"] + 1e-7
+    true_y, true_state = replay_tree_scan_reference(
+        *(previous.x, previous.dt, previous.B, path),
+        *(inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D),
+        *(inputs.state, inputs.parents),
+    )
+    assert y.dtype == a["x"].dtype
+    assert state.dtype == jnp.float32
+    assert np.isfinite(np.asarray(y, np.float32)).all()
+    for row in np.flatnonzero(previous.last < 0):
+        np.testing.assert_array_equal(state[row], a["state"][row])
+    exists = slice(first, case.nodes - case.padded)
+    error = relative_error(y[:, : exists.stop - first], true_y[:, exists])
+    return error, relative_error(state, true_state)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_tree_conv1d(case):
+# The kernel's parts are those of the two others, tested on all cases: what differs between the
+# trees, and what the whole state in registers could get wrong, is what is left.
+FUSED = [
+    *("root only", "newest level", "groups", "padded nodes", "blocks of nodes"),
+    *("three rows, one with an empty path", "large time steps", "bf16, many nodes"),
+]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in FUSED], ids=str)
+def test_replay_tree_scan(case, implementation):
+    error, state_error = replayed_and_scanned(case, implementation)
+    assert error < BUDGET[case.bf16] * (LARGE_STEPS if case.dt_scale > 1 else 1)
+    assert state_error < STATE_BUDGET[case.bf16]
+    xla_error, _ = replayed_and_scanned(case, "xla")
+    assert error <= 1.5 * xla_error + 1e-7
+
+
+# Those that differ to a convolution, in turn without the activation and with it.
+CONVOLVED = [
+    *("root only", "two nodes", "tree", "newest level", "a group a head", "blocks of nodes"),
+    *("bf16", "bf16, many nodes"),
+]
+ACTIVATED = {name: (None, "silu")[i % 2] for i, name in enumerate(CONVOLVED)}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in CONVOLVED], ids=str)
+def test_tree_conv1d(case, implementation):
     inputs, _ = arrays(case)
     kind = jnp.bfloat16 if case.bf16 else jnp.float32
+    names = ("conv_input", "conv_state", "conv_weight", "conv_bias")
+    activation = ACTIVATED[case.name]
     truth = conv_reference.tree_conv1d(
-        inputs.conv_input, inputs.conv_state, inputs.conv_weight, inputs.conv_bias, inputs.parents
+        *(getattr(inputs, name) for name in names), inputs.parents, activation
     )
     window = conv_window(jnp.asarray(inputs.parents, jnp.int32), case.width)
     first = case.nodes - (case.queries or case.nodes)
-    got = jax.jit(tree_conv1d)(
-        *(
-            jnp.asarray(getattr(inputs, name), kind)
-            for name in ("conv_input", "conv_state", "conv_weight", "conv_bias")
-        ),
-        window[:, first:],
-    )
+    got = jax.jit(
+        functools.partial(tree_conv1d, activation=activation, implementation=implementation)
+    )(*(jnp.asarray(getattr(inputs, name), kind) for name in names), window[:, first:])
+    assert got.dtype == kind
     assert relative_error(got, truth[:, first:]) < (3e-3 if case.bf16 else 1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_tree_conv1d_without_bias(implementation):
+    inputs = jnp.arange(32, dtype=jnp.float32).reshape(1, 2, 16)
+    window = conv_window(jnp.array([[-1, 0]], jnp.int32), 2)
+    got = tree_conv1d(
+        *(inputs, jnp.ones((1, 1, 16)), jnp.full((2, 16), 2.0), None, window),
+        implementation=implementation,
+    )
+    np.testing.assert_array_equal(
+        got[0], [2 * (inputs[0, 0] + 1), 2 * (inputs[0, 1] + inputs[0, 0])]
+    )
+
+
+def test_tree_conv1d_refuses():
+    inputs, window = jnp.ones((1, 2, 12)), jnp.zeros((1, 2, 2), jnp.int32)
+    arguments = (inputs, jnp.ones((1, 1, 12)), jnp.ones((2, 12)), None, window)
+    with pytest.raises(ValueError, match="activation = 'relu'"):
+        tree_conv1d(*arguments, activation="relu")
+    with pytest.raises(ValueError, match="channels = 12 is not a multiple of 16"):
+        tree_conv1d(*arguments, implementation="pallas_interpret")
+    pointwise = (
+        jnp.ones((1, 2, 16)),
+        jnp.ones((1, 0, 16)),
+        jnp.ones((1, 16)),
+        None,
+        window[..., :1],
+    )
+    with pytest.raises(ValueError, match="width 1 has no state; use 'xla'"):
+        tree_conv1d(*pointwise, implementation="pallas_interpret")
+    np.testing.assert_array_equal(tree_conv1d(*pointwise), 1)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

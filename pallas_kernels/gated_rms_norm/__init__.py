@@ -1,0 +1,1 @@
+"""The gate and the norm behind the scan of a Mamba-2 layer."""

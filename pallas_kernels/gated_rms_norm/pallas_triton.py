@@ -1,0 +1,94 @@
+"""`gated_rms_norm` as one Pallas-Triton kernel.
+
+Passes: a program handles one group of one row. It reads scan output and gate once, holds the gated
+values in registers, and writes the result once.
+
+Numerics: float32 from load to store, rounded once.
+
+Triton's blocks are powers of two, and rows of 5120 = 5 * 1024 or 1536 = 3 * 512 are not: a group is
+read as equal blocks of its largest power-of-two divisor. Refuses groups that would be more than
+`MOST_BLOCKS` of them, or more than `MOST_NUMBERS` numbers.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import triton_backend as tb
+from pallas_kernels.gated_rms_norm.config import BlockSizes, block_sizes
+
+MOST_BLOCKS = 16  # the kernel's code grows with them
+MOST_NUMBERS = 1 << 14  # 64 registers of each of 256 threads
+
+
+def unsupported(group_size: int) -> str | None:
+    """Why these shapes cannot run, or None."""
+    if group_size > MOST_NUMBERS:
+        return f"group size = {group_size} is more than {MOST_NUMBERS}"
+    divisor = math.gcd(group_size, MOST_NUMBERS)
+    if divisor < tb.SMALLEST_BLOCK or group_size // divisor > MOST_BLOCKS:
+        return f"group size = {group_size} has no large power of two as a divisor, only {divisor}"
+    return None
+
+
+def gated_rms_norm(
+    y,
+    gate,
+    weight,
+    *,
+    norm,
+    epsilon,
+    num_groups,
+    interpret=False,
+    blocks: BlockSizes | None = None,
+):
+    """See `api.gated_rms_norm`."""
+    group_size = y.shape[-1] // num_groups
+    blocks = blocks or block_sizes(group_size)
+    rows = (math.prod(y.shape[:-1]), y.shape[-1])
+    group = pl.BlockSpec((None, group_size), lambda row, g: (row, g))
+    weights = [] if weight is None else [weight]
+    output = tb.call(
+        functools.partial(
+            _kernel, norm=norm, epsilon=epsilon, block=math.gcd(group_size, blocks.block)
+        ),
+        name="gated_rms_norm",
+        num_warps=blocks.num_warps,
+        num_stages=1,
+        interpret=interpret,
+        grid=(rows[0], num_groups),
+        in_specs=[
+            group,
+            group,
+            *(pl.BlockSpec((group_size,), lambda row, g: (g,)) for _ in weights),
+        ],
+        out_specs=group,
+        out_shape=jax.ShapeDtypeStruct(rows, y.dtype),
+    )(y.reshape(rows), gate.reshape(rows), *weights)
+    return output.reshape(y.shape)
+
+
+def _kernel(y_ref, gate_ref, *refs, norm: str, epsilon: float, block: int):
+    weight_ref, output_ref = refs if len(refs) == 2 else (None, refs[0])  # [group size] all
+    group_size = y_ref.shape[0]
+    parts = [pl.ds(start, block) for start in range(0, group_size, block)]
+
+    values = [y_ref[part].astype(jnp.float32) for part in parts]
+    gates = [jax.nn.silu(gate_ref[part].astype(jnp.float32)) for part in parts]
+    if norm != "norm_then_gate":
+        values = [value * gate for value, gate in zip(values, gates, strict=True)]
+    if weight_ref is not None:
+        squares = [jnp.sum(value * value) for value in values]
+        scale = lax.rsqrt(functools.reduce(jnp.add, squares) / group_size + epsilon)
+        values = [
+            value * scale * weight_ref[part].astype(jnp.float32)
+            for value, part in zip(values, parts, strict=True)
+        ]
+    if norm == "norm_then_gate":
+        values = [value * gate for value, gate in zip(values, gates, strict=True)]
+    for part, value in zip(parts, values, strict=True):
+        output_ref[part] = value.astype(output_ref.dtype)

@@ -1,0 +1,20 @@
+"""`gated_rms_norm` in jax.numpy."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def gated_rms_norm(y, gate, weight, *, norm, epsilon, num_groups):
+    """See `api.gated_rms_norm`."""
+    value, gate = y.astype(jnp.float32), jax.nn.silu(gate.astype(jnp.float32))
+    if norm != "norm_then_gate":
+        value = value * gate
+    if norm != "none":
+        grouped = value.reshape(*y.shape[:-1], num_groups, -1)
+        mean_square = jnp.mean(jnp.square(grouped), axis=-1, keepdims=True)
+        normed = grouped * lax.rsqrt(mean_square + epsilon)
+        value = normed.reshape(y.shape) * weight.astype(jnp.float32)
+    if norm == "norm_then_gate":
+        value = value * gate
+    return value.astype(y.dtype)

@@ -1,0 +1,85 @@
+"""The one module that knows jax-triton, the exit for the day that jax drops Pallas-Triton.
+
+Not a dependency: it is asked for by name ("jax_triton") and looked for only then. Which versions go
+together was found by lowering on a machine without a GPU; others are refused, because they fail
+late and obscurely, if not silently.
+"""
+
+import importlib.metadata
+import inspect
+import warnings
+
+import jax
+
+OPS = frozenset({"replay", "tree_scan"})  # those that have a kernel
+
+# jax-triton from, below: jax from, below; triton from.
+_KNOWN = (
+    ((0, 3, 1), (0, 4), (0, 10, 2), (0, 13), (3, 6)),
+    # 0.4's rule for dead code has the wrong arguments for jax 0.12: no jit that contains it works.
+    ((0, 4), (0, 5), (0, 11), (0, 12), (3, 7)),
+)
+
+
+def obstacle(op: str) -> str | None:
+    """Why an op cannot run through jax-triton here, if so."""
+    if op not in OPS:
+        return f"there is no jax-triton kernel of it, only of {sorted(OPS)}"
+    versions = {}
+    for package in ("jax-triton", "triton"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return f"{package} is not installed"
+    return incompatible(versions["jax-triton"], jax.__version__, versions["triton"])
+
+
+def incompatible(jax_triton: str, jax_version: str, triton: str) -> str | None:
+    """Why these versions do not go together, or None."""
+    together = f"jax-triton {jax_triton}, jax {jax_version} and triton {triton}"
+    for first, end, first_jax, end_jax, first_triton in _KNOWN:
+        if first <= _numbers(jax_triton) < end:
+            if not first_jax <= _numbers(jax_version) < end_jax:
+                low, high = (".".join(map(str, version)) for version in (first_jax, end_jax))
+                return f"{together} do not work together: it needs jax from {low}, before {high}"
+            if _numbers(triton) < first_triton:
+                low = ".".join(map(str, first_triton))
+                return f"{together} do not work together: it needs triton from {low}"
+            return None
+    return f"{together} were never tried together"
+
+
+def call(*arguments, kernel, out_shape, **kwargs):
+    """`jax_triton.triton_call`, which renamed its argument for the outputs in 0.4.
+
+    From then on it would also rather have a `Ref` for what is updated in place, which 0.3 does not
+    know.
+    """
+    import jax_triton
+
+    outputs = {"out_type" if _is_new() else "out_shape": out_shape}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "input_output_aliases", DeprecationWarning)
+        return jax_triton.triton_call(*arguments, kernel=kernel, **outputs, **kwargs)
+
+
+def passes_aliased_outputs() -> bool:
+    """Whether a kernel gets a second pointer to what it updates in place: before 0.4 only."""
+    return not _is_new()
+
+
+def _is_new() -> bool:
+    import jax_triton
+
+    return "out_type" in inspect.signature(jax_triton.triton_call).parameters
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """`(0, 12, 0)` of "0.12.0rc1": enough to compare with the above."""
+    parts = []
+    for part in version.split(".")[:3]:
+        digits = "".join(c for c in part if c.isdigit()) if part[:1].isdigit() else ""
+        if not digits:
+            break
+        parts.append(int(digits))
+    return tuple(parts)

@@ -1,0 +1,111 @@
+"""Every implementation of the gated norm against its float64 reference, on one table."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import gated_rms_norm
+from pallas_kernels.gated_rms_norm import pallas_triton
+from pallas_kernels.gated_rms_norm.reference import gated_rms_norm as reference
+from tests.kernels.cases import relative_error
+
+IMPLEMENTATIONS = ("xla", "pallas_interpret", pytest.param("pallas", marks=pytest.mark.gpu))
+BUDGET = {False: 3e-7, True: 2.5e-3}  # float32 sums; bf16: rounding the output
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Shapes, and what is special about the numbers."""
+
+    name: str
+    norm: str
+    rows: tuple[int, ...] = (2, 3)
+    size: int = 64
+    groups: int = 1
+    scale: float = 1.0
+    bf16: bool = False
+
+    def __str__(self):
+        return self.name
+
+
+CASES = (
+    Case("gate then norm", "gate_then_norm"),
+    Case("norm then gate", "norm_then_gate"),
+    Case("none", "none"),
+    Case("groups", "gate_then_norm", size=128, groups=4),
+    Case("groups, norm then gate", "norm_then_gate", size=128, groups=2),
+    Case("blocks", "gate_then_norm", size=80),
+    Case("one row", "norm_then_gate", rows=(1,), size=96),
+    Case("epsilon decides", "gate_then_norm", scale=1e-4),
+    Case("large", "gate_then_norm", scale=1e3),
+    Case("bf16", "gate_then_norm", size=160, bf16=True),
+    Case("bf16, norm then gate", "norm_then_gate", size=128, groups=2, bf16=True),
+)
+
+
+@functools.cache
+def error(case, implementation):
+    rng = np.random.default_rng(0)
+    dtype = jnp.bfloat16 if case.bf16 else jnp.float32
+
+    def draw(*shape, scale=1.0):
+        return jnp.asarray(rng.normal(size=shape) * scale, dtype)
+
+    y, gate = draw(*case.rows, case.size, scale=case.scale), draw(*case.rows, case.size, scale=3.0)
+    weight = None if case.norm == "none" else draw(case.size)
+    kwargs = {"norm": case.norm, "epsilon": 1e-5, "num_groups": case.groups}
+    got = jax.jit(functools.partial(gated_rms_norm, **kwargs, implementation=implementation))(
+        y, gate, weight
+    )
+    assert got.dtype == dtype
+    assert got.shape == y.shape
+    exact = [
+        None if value is None else np.asarray(value, np.float64).reshape(-1, case.size)
+        for value in (y, gate, weight)
+    ]
+    weight = exact.pop()
+    truth = reference(*exact, None if weight is None else weight[0], **kwargs)
+    return relative_error(got, truth.reshape(y.shape))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gated_rms_norm(case, implementation):
+    assert error(case, implementation) < BUDGET[case.bf16]
+    assert error(case, implementation) <= 1.5 * error(case, "xla") + 1e-7
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2])
+def test_extreme_gates_stay_finite(implementation):
+    """SiLU of -1e4 is 0, not -1e4 / inf * ... ; of 1e4 it is 1e4."""
+    gate = jnp.tile(jnp.array([-1e4, 1e4], jnp.float32), 8)[None]
+    got = gated_rms_norm(jnp.ones((1, 16)), gate, None, norm="none", implementation=implementation)
+    np.testing.assert_array_equal(got, jnp.maximum(gate, 0))
+
+
+def test_the_arguments_must_agree():
+    ones = jnp.ones((1, 16))
+    with pytest.raises(ValueError, match="'norm' is not one of"):
+        gated_rms_norm(ones, ones, ones[0], norm="norm")
+    with pytest.raises(ValueError, match="'none' with weight = "):
+        gated_rms_norm(ones, ones, ones[0], norm="none")
+    with pytest.raises(ValueError, match="'gate_then_norm' with weight = None"):
+        gated_rms_norm(ones, ones, None)
+    with pytest.raises(ValueError, match="3 groups do not divide rows of 16"):
+        gated_rms_norm(ones, ones, ones[0], num_groups=3)
+
+
+def test_which_sizes_the_kernel_refuses():
+    for size in (16, 1024, 1536, 4096, 5120, 8192):  # those of released models among them
+        assert pallas_triton.unsupported(size) is None
+    assert "only 8" in pallas_triton.unsupported(40)
+    assert "only 16" in pallas_triton.unsupported(16 * 17)
+    assert "more than" in pallas_triton.unsupported(1 << 15)
+    ones = jnp.ones((1, 40))
+    with pytest.raises(ValueError, match="group size = 40.*use 'xla'"):
+        gated_rms_norm(ones, ones, ones[0], implementation="pallas_interpret")

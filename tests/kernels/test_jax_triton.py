@@ -1,0 +1,81 @@
+"""The exit from Pallas-Triton. Most of this needs jax-triton, which no test environment has."""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pallas_kernels import dispatch, jax_triton_backend
+from tests.kernels.cases import CASES
+
+OBSTACLE = jax_triton_backend.obstacle("replay")
+needs_jax_triton = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+
+
+@pytest.mark.parametrize(
+    ("jax_triton", "jax_version", "triton", "reason"),
+    [
+        ("0.3.1", "0.10.2", "3.6.0", None),
+        ("0.3.1", "0.12.0.1", "3.9.0", None),
+        ("0.4.1", "0.11.2", "3.7.1", None),
+        ("0.4.1", "0.11.2", "3.6.0", "needs triton from 3.7"),
+        ("0.4.1", "0.12.0.1", "3.9.0", "needs jax from 0.11, before 0.12"),
+        ("0.4.1", "0.10.2", "3.9.0", "needs jax from 0.11, before 0.12"),
+        ("0.3.0", "0.10.2", "3.6.0", "never tried together"),
+        ("0.5.0.dev1", "0.11.2", "3.9.0", "never tried together"),
+    ],
+)
+def test_which_versions_go_together(jax_triton, jax_version, triton, reason):
+    got = jax_triton_backend.incompatible(jax_triton, jax_version, triton)
+    assert got is None if reason is None else reason in got
+
+
+def test_without_jax_triton_it_is_refused(monkeypatch):
+    def version(package):
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(ValueError, match="jax-triton is not installed; use 'xla'"):
+        dispatch.choose("replay", "jax_triton", None)
+    assert dispatch.choose("replay", "xla", None) == "xla"
+
+
+def test_it_is_refused_for_other_ops_and_shapes(monkeypatch):
+    with pytest.raises(ValueError, match="no jax-triton kernel of it, only of.*'tree_scan'"):
+        dispatch.choose("tree_conv1d", "jax_triton", None)
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "1")
+    monkeypatch.setattr(jax_triton_backend, "incompatible", lambda *versions: None)
+    with pytest.raises(ValueError, match="odd shape"):
+        dispatch.choose("replay", "jax_triton", "odd shape")
+    assert dispatch.choose("replay", "jax_triton", None) == "jax_triton"
+
+
+def run(what, **environment):
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.jax_triton_runs", what],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@needs_jax_triton
+def test_lowers():
+    """As `test_lowering.py` does. Needs a plugin of jax for CUDA, but no GPU."""
+    for name, calls, in_place in run("lowered"):
+        assert calls == 1
+        assert in_place == (name == "replay")
+
+
+@needs_jax_triton
+def test_the_kernels_are_the_recurrence():
+    errors = run("interpreted", TRITON_INTERPRET="1")
+    for case in CASES:
+        if not case.bf16:
+            assert errors[case.name]["tree_scan"] < (3e-5 if case.dt_scale > 1 else 1e-6), case
+            assert errors[case.name]["replay"] < 1e-6, case

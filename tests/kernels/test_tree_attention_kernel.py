@@ -1,0 +1,140 @@
+"""The attention kernel against float64, over caches that are empty, short, full and split."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.tree_attention import config, pallas_triton
+from tests.kernels.cases import ancestor_mask, random_parents, relative_error
+
+# float32: sums of some hundred terms. bf16: rounding the output.
+BUDGET = {False: 1e-6, True: 3e-3}
+SMALL = config.BlockSizes(rows=16, keys=16, splits=1, num_warps=4, num_stages=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Shapes, and what is special about the numbers."""
+
+    name: str
+    nodes: int = 5
+    queries: int | None = None
+    heads: int = 4
+    groups: int = 2
+    capacity: int = 40
+    lengths: tuple[int, ...] = (23, 40)
+    splits: int = 1
+    scale: float = 0.25
+    bf16: bool = False
+
+    def __str__(self):
+        return self.name
+
+
+CASES = (
+    Case("several blocks"),
+    Case("splits", splits=2),
+    Case("more splits than blocks", lengths=(3, 0, 33), splits=3),
+    Case("no cache", capacity=0, lengths=(0, 0)),
+    Case("a head a group", heads=2, nodes=1),
+    Case("blocks of rows and of nodes", heads=8, groups=1, nodes=21, lengths=(17,), splits=2),
+    Case("newest level", nodes=20, queries=3, splits=2),
+    Case("sharp", scale=20.0, splits=2),
+    Case("bf16", bf16=True, splits=2),
+)
+
+
+@functools.cache
+def inputs(case):
+    rng = np.random.default_rng(0)
+    dtype = jnp.bfloat16 if case.bf16 else jnp.float32
+    batch, queries, head_dim = len(case.lengths), case.queries or case.nodes, 16
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    mask = ancestor_mask(random_parents(rng, batch, case.nodes))[:, case.nodes - queries :]
+    return (
+        draw(batch, queries, case.heads, head_dim),
+        draw(batch, case.nodes, case.groups, head_dim),
+        draw(batch, case.nodes, case.groups, head_dim),
+        draw(batch, case.groups, case.capacity, head_dim),
+        draw(batch, case.groups, case.capacity, head_dim),
+        jnp.asarray(case.lengths, jnp.int32),
+        jnp.asarray(mask),
+    )
+
+
+def reference(query, node_keys, node_values, keys, values, length, mask, scale):
+    """One query and one head at a time."""
+    output = np.zeros_like(query)
+    per_group = query.shape[2] // node_keys.shape[2]
+    for b, i, w in np.ndindex(*query.shape[:3]):
+        u = w // per_group
+        seen = np.concatenate([keys[b, u, : length[b]], node_keys[b, mask[b, i], u]])
+        what = np.concatenate([values[b, u, : length[b]], node_values[b, mask[b, i], u]])
+        scores = scale * (seen @ query[b, i, w])
+        weight = np.exp(scores - scores.max())
+        output[b, i, w] = weight @ what / weight.sum()
+    return output
+
+
+@pytest.mark.parametrize(
+    "interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpret", "gpu"]
+)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tree_attention(case, interpret):
+    arguments = inputs(case)
+    got = jax.jit(
+        functools.partial(
+            pallas_triton.tree_attention,
+            scale=case.scale,
+            interpret=interpret,
+            blocks=dataclasses.replace(SMALL, splits=case.splits),
+        )
+    )(*arguments)
+    *exact, length, mask = arguments
+    exact = [np.asarray(value, np.float64) for value in exact]
+    truth = reference(*exact, np.asarray(length), np.asarray(mask), case.scale)
+    assert got.dtype == arguments[0].dtype
+    assert np.isfinite(np.asarray(got, np.float32)).all()
+    # Scores of size s have float32 spacing 1e-7 s, and a weight is off by that factor.
+    assert relative_error(got, truth) < BUDGET[case.bf16] * max(1.0, case.scale)
+
+
+def test_what_is_not_seen_does_not_matter():
+    """What is behind the length; and a query that sees nothing gets zeros."""
+    query, node_keys, node_values, keys, values, length, mask = inputs(Case("splits", splits=2))
+    blocks = dataclasses.replace(SMALL, splits=2)
+    run = jax.jit(
+        functools.partial(pallas_triton.tree_attention, scale=0.25, interpret=True, blocks=blocks)
+    )
+    behind = jnp.arange(keys.shape[2])[None, None, :, None] >= length[:, None, None, None]
+    nodes, cache = (query, node_keys, node_values), (keys, values)
+    want = run(*nodes, *cache, length, mask)
+    got = run(*nodes, *(jnp.where(behind, 1e4, value) for value in cache), length, mask)
+    np.testing.assert_array_equal(got, want)
+    nothing = run(*nodes, *cache, jnp.zeros_like(length), jnp.zeros_like(mask))
+    np.testing.assert_array_equal(nothing, 0)
+
+
+def test_the_cache_is_split_as_far_as_programs_are_few():
+    def splits(num_groups, capacity, num_rows=4):
+        return config.block_sizes(
+            "bfloat16", num_rows=num_rows, num_groups=num_groups, capacity=capacity
+        ).splits
+
+    assert splits(8, 4096) == 32
+    assert splits(8, 256) == 2  # at least two blocks each
+    assert splits(8, 0) == splits(8, 64) == splits(512, 4096) == 1
+    assert splits(8, 4096, num_rows=256) == 4  # blocks of rows are programs, too
+
+
+def test_which_heads_the_kernel_refuses():
+    assert pallas_triton.unsupported(128) is None
+    assert "not a power of two" in pallas_triton.unsupported(80)
+    assert "more than 128" in pallas_triton.unsupported(256)
