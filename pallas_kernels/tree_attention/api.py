@@ -7,7 +7,8 @@ empty cache makes it attention of a whole sequence.
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.tree_attention import xla
+from pallas_kernels import dispatch
+from pallas_kernels.tree_attention import pallas_triton, xla
 
 
 def tree_attention(
@@ -20,6 +21,7 @@ def tree_attention(
     mask: Bool[Array, "B Q N"],
     *,
     scale: float,
+    implementation: str | None = None,
 ) -> Float[Array, "B Q W E"]:
     """Grouped-query attention; query head w uses key and value head `w // (W / U)`.
 
@@ -31,12 +33,20 @@ def tree_attention(
         length: how many of the cache's L places are filled in each row.
         mask: which nodes a query sees; itself among them, unless nobody looks at its output.
         scale: of the scores, which are softmaxed in float32.
+        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
 
     Returns:
-        In the dtype of `query`. A query that sees nothing gets an average of everything: finite,
-        and of no meaning.
+        In the dtype of `query`. A query that sees nothing gets something finite, of no meaning.
+
+    Raises:
+        ValueError: an implementation that does not exist, or cannot run these shapes.
     """
+    arguments = (query, node_keys, node_values, keys, values, length, mask)
     with jax.named_scope("tree_attention"):
-        return xla.tree_attention(
-            query, node_keys, node_values, keys, values, length, mask, scale=scale
-        )
+        reason = pallas_triton.unsupported(query.shape[-1])
+        match dispatch.choose("tree_attention", implementation, reason):
+            case "xla":
+                return xla.tree_attention(*arguments, scale=scale)
+            case chosen:
+                interpret = chosen == "pallas_interpret"
+                return pallas_triton.tree_attention(*arguments, scale=scale, interpret=interpret)

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import replay_conv_state, tree_attention, tree_conv1d
 from stree_jax.array_types import Array, Bool, Float, Int, Lengths
 from stree_jax.layer_config import AttentionConfig
-from stree_jax.models.cache import AttentionCache, AttentionPending, Path, Windows
+from stree_jax.models.cache import AttentionCache, AttentionPending, Path, Replay, Windows
 from stree_jax.models.layers import (
     causal_conv1d,
     conv_state_after,
@@ -48,6 +48,7 @@ class AttentionMixer(nnx.Module):
         dtype: of the weights.
         rngs: for initialisation.
         out_scale: scales the initial output projection, for deep stacks.
+        implementation: of the tree kernels, see `pallas_kernels.dispatch`.
     """
 
     def __init__(
@@ -58,8 +59,11 @@ class AttentionMixer(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
         out_scale: float = 1.0,
+        implementation: str | None = None,
     ):
         c = self.config = config
+        # jax-triton has the ops of Mamba-2 only.
+        self.implementation = None if implementation == "jax_triton" else implementation
         channels = sum(c.projected_sizes)
         self.in_proj = linear(
             c.input_multiple * d_model,
@@ -112,7 +116,8 @@ class AttentionMixer(nnx.Module):
         positions = cache.length[:, None] + steps
         query, keys, values = self._split(qkv, positions)
         causal = jnp.broadcast_to(steps <= steps[:, None], (len(u), len(steps), len(steps)))
-        y = self._attend(query, keys, values, cache, causal)
+        # Sequences are trained on, and the kernel has no gradient.
+        y = self._attend(query, keys, values, cache, causal, "xla")
         cache = _written(cache, keys, values, positions, mask)
         return self._finish(y, projected), cache._replace(
             length=cache.length + lengths, conv=conv_state
@@ -125,9 +130,12 @@ class AttentionMixer(nnx.Module):
         windows: Windows,
         cache: AttentionCache,
         grown: AttentionPending | None = None,
+        replay: Replay | None = None,
         adapter: Array | None = None,
-    ) -> tuple[Float[Array, "B Q M"], AttentionPending]:
+    ) -> tuple[Float[Array, "B Q M"], AttentionPending, AttentionCache]:
         """Runs the last Q nodes of a tree; see `Mamba2Mixer`."""
+        if replay is not None:
+            cache = self.replay(cache, *replay)
         projected = self._project(u, adapter)
         qkv, conv_input = projected.qkv, None
         if cache.conv is not None:
@@ -136,15 +144,18 @@ class AttentionMixer(nnx.Module):
                 assert grown.conv_input is not None
                 conv_input = jnp.concatenate([grown.conv_input, qkv], axis=1)
             window = windows[self.config.conv_width]
-            qkv = tree_conv1d(conv_input, cache.conv, *self._conv(), window)
+            qkv = tree_conv1d(
+                conv_input, cache.conv, *self._conv(), window, implementation=self.implementation
+            )
         num_queries = u.shape[1]
         positions = cache.length[:, None] + tree.depth[:, -num_queries:]
         query, keys, values = self._split(qkv, positions)
         if grown is not None:
             keys = jnp.concatenate([grown.keys, keys], axis=1)
             values = jnp.concatenate([grown.values, values], axis=1)
-        y = self._attend(query, keys, values, cache, tree.ancestor_mask[:, -num_queries:])
-        return self._finish(y, projected), AttentionPending(keys, values, conv_input)
+        mask = tree.ancestor_mask[:, -num_queries:]
+        y = self._attend(query, keys, values, cache, mask, self.implementation)
+        return self._finish(y, projected), AttentionPending(keys, values, conv_input), cache
 
     def replay(
         self, cache: AttentionCache, pending: AttentionPending, path: Path, windows: Windows
@@ -184,7 +195,13 @@ class AttentionMixer(nnx.Module):
         return query, keys, values
 
     def _attend(
-        self, query: Array, keys: Array, values: Array, cache: AttentionCache, mask: Array
+        self,
+        query: Array,
+        keys: Array,
+        values: Array,
+        cache: AttentionCache,
+        mask: Array,
+        implementation: str | None,
     ) -> Array:
         y = tree_attention(
             query,
@@ -195,6 +212,7 @@ class AttentionMixer(nnx.Module):
             cache.length,
             mask,
             scale=self.config.score_scale,
+            implementation=implementation,
         )
         # More tokens than places: some were dropped, and no output would be right.
         overflown = cache.length > cache.keys.shape[2]

@@ -86,6 +86,14 @@ class Path(NamedTuple):
     last: Int[Array, " B"]  # the path's last node, -1 for the empty path
 
 
+class Replay(NamedTuple):
+    """What a layer needs to advance its cache before it runs a tree."""
+
+    pending: Any  # the layer's record of the previous tree
+    path: Path  # of that tree
+    windows: Windows  # `replay_window(path.parents, path.last, K)`
+
+
 def path_to(tree: Tree, last: Int[Array, " B"]) -> Path:
     """The path from the root to node `last`, -1 for the empty path."""
     row = jnp.take_along_axis(tree.ancestor_mask, jnp.maximum(last, 0)[:, None, None], axis=1)[:, 0]

@@ -16,9 +16,9 @@ from stree_jax.models.attention import AttentionMixer
 from stree_jax.models.cache import (
     Cache,
     LayerCache,
-    LayerPending,
     Path,
     Pending,
+    Replay,
     Windows,
     conv_widths,
     init_cache,
@@ -43,9 +43,18 @@ class Mixer(Protocol):
         ...
 
     def tree(
-        self, u: Array, tree: Tree, windows: Windows, cache: Any, grown: Any = None
-    ) -> tuple[Array, Any]:
-        """Runs the last nodes of a tree; returns outputs and the pending record of all nodes."""
+        self,
+        u: Array,
+        tree: Tree,
+        windows: Windows,
+        cache: Any,
+        grown: Any = None,
+        replay: Replay | None = None,
+    ) -> tuple[Array, Any, Any]:
+        """Runs the last nodes of a tree, after replaying a path of the previous one, if any.
+
+        Returns outputs, the pending record of all nodes, and the cache before the root.
+        """
         ...
 
     def replay(self, cache: Any, pending: Any, path: Path, windows: Windows) -> Any:
@@ -79,7 +88,9 @@ class Block(nnx.Module):
 
         def attention() -> AttentionMixer:
             assert config.attention is not None
-            return AttentionMixer(config.attention, config.d_model, **options)
+            return AttentionMixer(
+                config.attention, config.d_model, implementation=implementation, **options
+            )
 
         self.mixer: Mixer | SharedLayer
         match kind:
@@ -145,7 +156,8 @@ class HybridLM(nnx.Module):
         )
         num_shared = 0 if config.shared is None else config.shared.num_blocks
         self.shared = nnx.List(
-            SharedTransformer(config, dtype=dtype, rngs=rngs) for _ in range(num_shared)
+            SharedTransformer(config, dtype=dtype, rngs=rngs, implementation=implementation)
+            for _ in range(num_shared)
         )
         self.final_norm_scale = nnx.Param(jnp.ones(config.d_model, dtype))
         self.head = None if config.tie_embeddings else new_embedding()
@@ -227,8 +239,11 @@ class HybridLM(nnx.Module):
             Logits, the pending record of all N nodes, and the (replayed) cache before the root.
         """
         with jax.named_scope("tree_forward"):
+            replays: list[Replay | None] = [None] * len(self.blocks)
             if replay is not None:
-                cache = self.replay(cache, *replay)
+                old, path = replay
+                back = self._replay_windows(path)
+                replays = [Replay(record, path, back) for record in old]
             num_queries = tokens.shape[1]
             windows = {
                 width: conv_window(tree.parents, width)[:, -num_queries:]
@@ -236,10 +251,14 @@ class HybridLM(nnx.Module):
             }
             above = (None,) * len(self.blocks) if grown is None else grown
 
-            def run(index: int, mixer: Mixer, u: Array) -> tuple[Array, LayerPending]:
-                return mixer.tree(u, tree, windows, cache[index], above[index])
+            def run(index: int, mixer: Mixer, u: Array) -> tuple[Array, tuple]:
+                out, *both = mixer.tree(
+                    u, tree, windows, cache[index], above[index], replays[index]
+                )
+                return out, tuple(both)
 
-            hidden, pending = self._stack(tokens, run)
+            hidden, both = self._stack(tokens, run)
+            pending, cache = zip(*both, strict=True)
             if num_logits is not None:
                 hidden = hidden[:, num_queries - num_logits :]
             return self._logits(hidden), pending, cache
@@ -247,14 +266,17 @@ class HybridLM(nnx.Module):
     def replay(self, cache: Cache, pending: Pending, path: Path) -> Cache:
         """The cache after the nodes of `path`."""
         with jax.named_scope("replay"):
-            windows = {
-                width: replay_window(path.parents, path.last, width)
-                for width in conv_widths(self.config)
-            }
+            windows = self._replay_windows(path)
             return tuple(
                 mixer.replay(layer_cache, record, path, windows)
                 for mixer, layer_cache, record in zip(self._mixers(), cache, pending, strict=True)
             )
+
+    def _replay_windows(self, path: Path) -> Windows:
+        return {
+            width: replay_window(path.parents, path.last, width)
+            for width in conv_widths(self.config)
+        }
 
     def _sequence(self, tokens: Array, lengths: Array, cache: Cache) -> tuple[Array, Cache]:
         mask = jnp.arange(tokens.shape[1]) < lengths[:, None]

@@ -17,15 +17,22 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from pallas_kernels import replay, replay_conv_state, ssd, tree_conv1d, tree_scan
+from pallas_kernels import (
+    gated_rms_norm,
+    replay,
+    replay_conv_state,
+    replay_tree_scan,
+    ssd,
+    tree_conv1d,
+    tree_scan,
+)
 from stree_jax.array_types import Array, Bool, Float, Lengths
 from stree_jax.layer_config import Mamba2Config
-from stree_jax.models.cache import Mamba2Cache, Mamba2Pending, Path, Windows
+from stree_jax.models.cache import Mamba2Cache, Mamba2Pending, Path, Replay, Windows
 from stree_jax.models.layers import (
     causal_conv1d,
     conv_state_after,
     linear,
-    rms_norm,
     scaled,
     silu,
     split_last,
@@ -66,6 +73,8 @@ class Mamba2Mixer(nnx.Module):
     ):
         c = self.config = config
         self.implementation = implementation
+        # Of the ops that jax-triton does not have.
+        self._common = None if implementation == "jax_triton" else implementation
         self.in_proj = linear(
             d_model,
             2 * c.mlp_dim + sum(c.projected_sizes),
@@ -122,12 +131,13 @@ class Mamba2Mixer(nnx.Module):
         dt = jnp.where(mask[..., None], projected.dt, 0.0)
         conv_input = jnp.where(mask[..., None], projected.conv_input, 0)
         conv = causal_conv1d(conv_input, cache.conv, self.conv_weight[...], self._conv_bias())
-        x, B, C = self._split(conv)
+        x, B, C = self._split(silu(conv))
         y, state = ssd(
             x, dt, self._A(), B, C, self._D(), cache.ssm, chunk_size=self.config.chunk_size
         )
         conv_state = conv_state_after(cache.conv, conv_input, lengths)
-        return self._finish(y, projected), Mamba2Cache(state, conv_state)
+        # Sequences are trained on, and the kernel has no gradient.
+        return self._finish(y, projected, "xla"), Mamba2Cache(state, conv_state)
 
     def tree(
         self,
@@ -136,8 +146,9 @@ class Mamba2Mixer(nnx.Module):
         windows: Windows,
         cache: Mamba2Cache,
         grown: Mamba2Pending | None = None,
-    ) -> tuple[Float[Array, "B Q M"], Mamba2Pending]:
-        """Runs the last Q nodes of a tree from `cache`, which stays as it is.
+        replay: Replay | None = None,
+    ) -> tuple[Float[Array, "B Q M"], Mamba2Pending, Mamba2Cache]:
+        """Runs the last Q nodes of a tree from `cache`, after replaying a path, if any.
 
         Args:
             u: inputs of the query nodes.
@@ -145,32 +156,55 @@ class Mamba2Mixer(nnx.Module):
             windows: for each conv width K the query rows of `conv_window(tree.parents, K)`.
             cache: what came before the root.
             grown: the pending record of the first `N - Q` nodes; None if `Q == N`.
+            replay: of the previous tree: what advances `cache` first. The kernel reads and writes
+                the state once for both.
 
         Returns:
-            Outputs of the query nodes and the pending record of all N nodes.
+            Outputs of the query nodes, the pending record of all N nodes, and the cache before the
+            root.
         """
+        if replay is not None and self.implementation == "jax_triton":  # it has no fused kernel
+            cache, replay = self.replay(cache, *replay), None
+        conv_state = cache.conv
+        if replay is not None:
+            back = replay.windows[self.config.conv_width]
+            conv_state = replay_conv_state(replay.pending.conv_input, conv_state, back)
         projected = self._project(u)
         conv_input = projected.conv_input
         if grown is not None:
             conv_input = jnp.concatenate([grown.conv_input, conv_input], axis=1)
         window = windows[self.config.conv_width]
-        conv = tree_conv1d(conv_input, cache.conv, self.conv_weight[...], self._conv_bias(), window)
+        conv = tree_conv1d(
+            conv_input,
+            conv_state,
+            self.conv_weight[...],
+            self._conv_bias(),
+            window,
+            activation="silu",
+            implementation=self._common,
+        )
         x, B, C = self._split(conv)
         pending = Mamba2Pending(x, projected.dt, B, projected.conv_input)
         if grown is not None:
             pending = jax.tree.map(lambda *v: jnp.concatenate(v, axis=1), grown, pending)
-        y = tree_scan(
-            pending.x,
-            pending.dt,
-            self._A(),
-            pending.B,
-            C,
-            self._D(),
-            cache.ssm,
-            tree.ancestor_mask,
-            implementation=self.implementation,
-        )
-        return self._finish(y, projected), pending
+        new = (pending.x, pending.dt, self._A(), pending.B, C, self._D())
+        if replay is None:
+            state = cache.ssm
+            y = tree_scan(*new, state, tree.ancestor_mask, implementation=self.implementation)
+        else:
+            old = replay.pending
+            y, state = replay_tree_scan(
+                old.x,
+                old.dt,
+                old.B,
+                replay.path.mask,
+                *new,
+                cache.ssm,
+                tree.ancestor_mask,
+                implementation=self.implementation,
+            )
+        out = self._finish(y, projected, self._common)
+        return out, pending, Mamba2Cache(state, conv_state)
 
     def replay(
         self, cache: Mamba2Cache, pending: Mamba2Pending, path: Path, windows: Windows
@@ -211,10 +245,10 @@ class Mamba2Mixer(nnx.Module):
         return Projected(gate, jnp.concatenate([x, B, C], axis=-1), dt, branch)
 
     def _split(self, conv: Array) -> tuple[Array, Array, Array]:
-        """Takes x `[B, T, H, P]`, B and C `[B, T, G, S]` from the output of the convolution."""
+        """Takes x `[B, T, H, P]`, B and C `[B, T, G, S]` from the activated convolution."""
         c = self.config
         x_heads, b_groups = c.conv_heads
-        x, B, C = split_last(silu(conv), x_heads * c.head_dim, b_groups * c.state_size)
+        x, B, C = split_last(conv, x_heads * c.head_dim, b_groups * c.state_size)
         x, B = self._repeat(x, c.head_dim, c.num_heads), self._repeat(B, c.state_size, c.num_groups)
         rows = conv.shape[:-1]
         return (
@@ -230,16 +264,18 @@ class Mamba2Mixer(nnx.Module):
             return x
         return jnp.repeat(heads, count // heads.shape[-2], axis=-2).reshape(*x.shape[:-1], -1)
 
-    def _finish(self, y: Array, projected: Projected) -> Array:
+    def _finish(self, y: Array, projected: Projected, implementation: str | None) -> Array:
         """Gate, norm and output projection of the scan's output `[B, T, H, P]`."""
         c = self.config
-        y, gate = y.reshape(*y.shape[:2], -1), silu(projected.gate)
-        if self.norm_scale is None:
-            y = y * gate
-        elif c.norm == "gate_then_norm":
-            y = rms_norm(y * gate, self.norm_scale[...], c.norm_eps, c.gate_groups)
-        else:
-            y = rms_norm(y, self.norm_scale[...], c.norm_eps, c.gate_groups) * gate
+        y = gated_rms_norm(
+            y.reshape(*y.shape[:2], -1),
+            projected.gate,
+            None if self.norm_scale is None else self.norm_scale[...],
+            norm=c.norm,
+            epsilon=c.norm_eps,
+            num_groups=1 if self.norm_scale is None else c.gate_groups,
+            implementation=implementation,
+        )
         if projected.branch is not None:
             y = jnp.concatenate([projected.branch, y], axis=-1)
         return scaled(self.out_proj(y), c.output_multiplier)

@@ -30,9 +30,10 @@ class Pointwise(nnx.Module):
         windows: object,
         cache: Nothing,
         grown: Nothing | None = None,
-    ) -> tuple[Float[Array, "B Q M"], Nothing]:
+        replay: object = None,
+    ) -> tuple[Float[Array, "B Q M"], Nothing, Nothing]:
         """See `Mamba2Mixer`."""
-        return self.apply(u), Nothing()
+        return self.apply(u), Nothing(), cache
 
     def replay(self, cache: Nothing, pending: Nothing, path: object, windows: object) -> Nothing:
         """See `Mamba2Mixer`."""

@@ -4,7 +4,7 @@ from flax import nnx
 
 from stree_jax.array_types import Array, Bool, Float, Lengths
 from stree_jax.models.attention import AttentionMixer
-from stree_jax.models.cache import ParallelCache, ParallelPending, Path, Windows
+from stree_jax.models.cache import ParallelCache, ParallelPending, Path, Replay, Windows
 from stree_jax.models.mamba2 import Mamba2Mixer
 from stree_jax.tree import Tree
 
@@ -35,12 +35,21 @@ class ParallelMixer(nnx.Module):
         windows: Windows,
         cache: ParallelCache,
         grown: ParallelPending | None = None,
-    ) -> tuple[Float[Array, "B Q M"], ParallelPending]:
+        replay: Replay | None = None,
+    ) -> tuple[Float[Array, "B Q M"], ParallelPending, ParallelCache]:
         """Runs the last Q nodes of a tree."""
-        above = ParallelPending(None, None) if grown is None else grown  # type: ignore[arg-type]
-        y, mamba2 = self.mamba2.tree(u, tree, windows, cache.mamba2, above.mamba2)
-        z, attention = self.attention.tree(u, tree, windows, cache.attention, above.attention)
-        return y + z, ParallelPending(mamba2, attention)
+        first = second = None
+        if replay is not None:
+            first = replay._replace(pending=replay.pending.mamba2)
+            second = replay._replace(pending=replay.pending.attention)
+        y, mamba2, mamba2_cache = self.mamba2.tree(
+            u, tree, windows, cache.mamba2, None if grown is None else grown.mamba2, first
+        )
+        z, attention, attention_cache = self.attention.tree(
+            u, tree, windows, cache.attention, None if grown is None else grown.attention, second
+        )
+        cache = ParallelCache(mamba2_cache, attention_cache)
+        return y + z, ParallelPending(mamba2, attention), cache
 
     def replay(
         self, cache: ParallelCache, pending: ParallelPending, path: Path, windows: Windows

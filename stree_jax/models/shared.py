@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from stree_jax.array_types import Array, Bool, Float, Lengths
 from stree_jax.config import ModelConfig
 from stree_jax.models.attention import AttentionMixer
-from stree_jax.models.cache import AttentionCache, AttentionPending, Path, Windows
+from stree_jax.models.cache import AttentionCache, AttentionPending, Path, Replay, Windows
 from stree_jax.models.layers import linear, rms_norm
 from stree_jax.models.mlp import Mlp
 from stree_jax.tree import Tree
@@ -23,12 +23,25 @@ from stree_jax.tree import Tree
 class SharedTransformer(nnx.Module):
     """The weights that layers share."""
 
-    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        implementation: str | None = None,
+    ):
         assert config.attention is not None
         assert config.mlp is not None
         width = config.attention.input_multiple * config.d_model
         self.norm_scale = nnx.Param(jnp.ones(width, dtype))
-        self.attention = AttentionMixer(config.attention, config.d_model, dtype=dtype, rngs=rngs)
+        self.attention = AttentionMixer(
+            config.attention,
+            config.d_model,
+            dtype=dtype,
+            rngs=rngs,
+            implementation=implementation,
+        )
         self.mlp_norm_scale = nnx.Param(jnp.ones(config.d_model, dtype))
         self.mlp = Mlp(config.mlp, config.d_model, dtype=dtype, rngs=rngs)
 
@@ -102,11 +115,13 @@ class AdaptedTransformer:
         windows: Windows,
         cache: AttentionCache,
         grown: AttentionPending | None = None,
-    ) -> tuple[Float[Array, "B Q M"], AttentionPending]:
+        replay: Replay | None = None,
+    ) -> tuple[Float[Array, "B Q M"], AttentionPending, AttentionCache]:
         """Runs the last Q nodes of a tree."""
         x, adapter = self._before(u)
-        y, pending = self.transformer.attention.tree(x, tree, windows, cache, grown, adapter)
-        return self._after(y), pending
+        attention = self.transformer.attention
+        y, pending, cache = attention.tree(x, tree, windows, cache, grown, replay, adapter)
+        return self._after(y), pending, cache
 
     def replay(
         self, cache: AttentionCache, pending: AttentionPending, path: Path, windows: Windows

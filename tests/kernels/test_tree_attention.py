@@ -1,4 +1,4 @@
-"""The attention kernel against float64, over caches that are empty, short, full and split."""
+"""Tree attention against float64, over caches that are empty, short, full and split."""
 
 import dataclasses
 import functools
@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.tree_attention import config, pallas_triton
+from pallas_kernels import tree_attention
+from pallas_kernels.tree_attention import config, pallas_triton, xla
+from pallas_kernels.tree_attention.reference import tree_attention as reference
 from tests.kernels.cases import ancestor_mask, random_parents, relative_error
 
 # float32: sums of some hundred terms. bf16: rounding the output.
@@ -69,20 +71,6 @@ def inputs(case):
     )
 
 
-def reference(query, node_keys, node_values, keys, values, length, mask, scale):
-    """One query and one head at a time."""
-    output = np.zeros_like(query)
-    per_group = query.shape[2] // node_keys.shape[2]
-    for b, i, w in np.ndindex(*query.shape[:3]):
-        u = w // per_group
-        seen = np.concatenate([keys[b, u, : length[b]], node_keys[b, mask[b, i], u]])
-        what = np.concatenate([values[b, u, : length[b]], node_values[b, mask[b, i], u]])
-        scores = scale * (seen @ query[b, i, w])
-        weight = np.exp(scores - scores.max())
-        output[b, i, w] = weight @ what / weight.sum()
-    return output
-
-
 @pytest.mark.parametrize(
     "interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpret", "gpu"]
 )
@@ -97,13 +85,29 @@ def test_tree_attention(case, interpret):
             blocks=dataclasses.replace(SMALL, splits=case.splits),
         )
     )(*arguments)
-    *exact, length, mask = arguments
+    check(case, got)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_xla(case):
+    run = jax.jit(functools.partial(xla.tree_attention, scale=case.scale))
+    check(case, run(*inputs(case)))
+
+
+def check(case, got):
+    *exact, length, mask = arguments = inputs(case)
     exact = [np.asarray(value, np.float64) for value in exact]
-    truth = reference(*exact, np.asarray(length), np.asarray(mask), case.scale)
+    truth = reference(*exact, np.asarray(length), np.asarray(mask), scale=case.scale)
     assert got.dtype == arguments[0].dtype
     assert np.isfinite(np.asarray(got, np.float32)).all()
     # Scores of size s have float32 spacing 1e-7 s, and a weight is off by that factor.
     assert relative_error(got, truth) < BUDGET[case.bf16] * max(1.0, case.scale)
+
+
+def test_a_query_that_sees_nothing_gives_something_finite():
+    *rest, length, mask = inputs(Case("several blocks"))
+    nothing = tree_attention(*rest, jnp.zeros_like(length), jnp.zeros_like(mask), scale=1.0)
+    assert np.isfinite(nothing).all()
 
 
 def test_what_is_not_seen_does_not_matter():
