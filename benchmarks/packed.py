@@ -216,32 +216,23 @@ def main() -> None:
         "rounds": options.rounds,
         "rows": rows,
     }
+    measure_of = {"tokens/s": "tokens_per_second", "ms a step": "milliseconds_a_step"}
+    unit = "tokens/s" if pair.trained else "ms a step"
     print_table(
         f"{pair.name}, {where['device']}, packed and unrolled ({pair.note()})",
         (
-            "N",
-            "M",
-            "nodes",
-            "rows",
-            "packed",
-            "unrolled",
-            "faster by",
-            "MiB",
-            "MiB unrolled",
-            "tau",
+            *("N", "M", "nodes", "leaves", "at most"),
+            *(f"{name}, {unit}" for name in ("packed", "unrolled")),
+            *("faster by", "MiB", "MiB", "tau"),
         ),
         [
             (
                 row["steps"],
                 row["beams"],
                 row["nodes"],
-                f"{row['leaves']['mean']:.1f}, {row['leaves']['most']} at most",
-                *(
-                    f"{row['tokens_per_second'][name]['median']:,.0f} tokens/s"
-                    if pair.trained
-                    else f"{row['milliseconds_a_step'][name]['median']:.3g} ms a step"
-                    for name in ("packed", "unrolled")
-                ),
+                row["leaves"]["mean"],
+                row["leaves"]["most"],
+                *(row[measure_of[unit]][name]["median"] for name in ("packed", "unrolled")),
                 f"{row['packed_is_faster_by']:.2f}x",
                 *(row["temporary_bytes"][name] / 2**20 for name in ("packed", "unrolled")),
                 f"{row['tau']:.2f}" if pair.trained else "-",
