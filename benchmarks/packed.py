@@ -153,21 +153,11 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    ordered = sorted(rows, key=lambda row: row["nodes"])
-    nodes = [row["nodes"] for row in ordered]
+    nodes = [row["nodes"] for row in rows]
     for name in ("packed", "unrolled"):
-        left.plot(
-            nodes,
-            [row["milliseconds_a_step"][name]["median"] for row in ordered],
-            marker="o",
-            label=name,
-        )
-        right.plot(
-            nodes,
-            [row["temporary_bytes"][name] / 2**20 for row in ordered],
-            marker="o",
-            label=name,
-        )
+        times = [row["milliseconds_a_step"][name]["median"] for row in rows]
+        left.plot(nodes, times, "o", label=name)
+        right.plot(nodes, [row["temporary_bytes"][name] / 2**20 for row in rows], "o", label=name)
     left.set(xlabel="nodes of the beam tree", ylabel="ms a step, drafting included", ylim=0)
     right.set(xlabel="nodes of the beam tree", ylabel="temporary MiB of the loop", ylim=0)
     left.legend()
