@@ -94,6 +94,20 @@ class TreeTopology:
         return cls.from_branching((branching,) * depth)
 
     @classmethod
+    def beam(cls, num_beams: int, num_steps: int) -> "TreeTopology":
+        """`num_beams` chains of `num_steps` tokens, side by side: `1 + M N` nodes.
+
+        The sizes of a tree that `BeamDrafter` fills; there, how nodes connect is up to the search.
+        """
+        if _integer("num_beams", num_beams) < 1:
+            raise ValueError(f"num_beams must be at least 1, got {num_beams}")
+        if _integer("num_steps", num_steps) < 0:
+            raise ValueError(f"num_steps must not be negative, got {num_steps}")
+        _check_size(num_steps + 1)
+        _check_size(num_beams * num_steps + 1)
+        return cls.from_branching((num_beams, *(1,) * (num_steps - 1)) if num_steps else ())
+
+    @classmethod
     def from_branching(cls, branching: Sequence[int]) -> "TreeTopology":
         """Every node of level i has `branching[i]` children."""
         if not isinstance(branching, Sequence | np.ndarray):

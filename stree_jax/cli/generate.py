@@ -43,7 +43,9 @@ def run_generate(
     model = st.from_pretrained(checkpoint, dtype=dtype)
     drafter: st.Drafter | None = None
     if draft is not None:
-        drafter = st.ModelDrafter(st.from_pretrained(draft, dtype=dtype))
+        searches = tree is not None and tree.startswith("beam:")
+        kind = st.BeamDrafter if searches else st.ModelDrafter
+        drafter = kind(st.from_pretrained(draft, dtype=dtype))
     elif ngram:
         drafter = st.NgramDrafter()
 

@@ -46,7 +46,9 @@ def generate(
     ngram: Annotated[bool, typer.Option("--ngram", help="Draft by prompt lookup.")] = False,
     tree: Annotated[
         str | None,
-        typer.Option(help="chain:4, complete:2,3, branching:3,2,1, paper:A or parents:-1,0,0."),
+        typer.Option(
+            help="chain:4, complete:2,3, branching:3,2,1, beam:3,4, paper:A or parents:-1,0,0."
+        ),
     ] = None,
     verifier: Annotated[str | None, typer.Option(help="How drafts are accepted.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to add.")] = 128,

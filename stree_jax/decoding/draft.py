@@ -139,7 +139,7 @@ class ModelDrafter(nnx.Module):
     def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> ModelDraftState:
         """See `Drafter`."""
         batch = context.length.shape[0]
-        num_nodes = 1 + len(_inner_nodes(topology))
+        num_nodes = 1 + self._num_read(topology)
         none = jnp.full(batch, -1, jnp.int32)
         return ModelDraftState(
             cache=prefill(self.model, context.tokens, context.length - 1, max_length),
@@ -226,6 +226,10 @@ class ModelDrafter(nnx.Module):
         return state._replace(
             path=path_to(own_tree, own_last), catch_up=catch_up, has_catch_up=is_leaf
         )
+
+    def _num_read(self, topology: TreeTopology) -> int:
+        """Nodes of the tree that the draft model runs while it grows it."""
+        return len(_inner_nodes(topology))
 
 
 class _Level(NamedTuple):

@@ -20,6 +20,8 @@ def parents_of_trees(draw, max_nodes=12):
         (TreeTopology.chain(3), (-1, 0, 1, 2)),
         (TreeTopology.complete(2, 2), (-1, 0, 0, 1, 1, 2, 2)),
         (TreeTopology.from_branching((2, 1)), (-1, 0, 0, 1, 2)),
+        (TreeTopology.beam(2, 3), (-1, 0, 0, 1, 2, 3, 4)),
+        (TreeTopology.beam(2, 0), (-1,)),
         (TreeTopology.from_branching(()), (-1,)),
         (TreeTopology.from_parents([-1, 0, 0, 1]), (-1, 0, 0, 1)),
     ],

@@ -1,0 +1,205 @@
+"""Where does speculation stop paying as the batch grows?
+
+Tokens per second of autoregressive decoding, a chain of 4 and the 13-node tree A, greedy, on
+batches of 1 to 64 (8 on a CPU), interleaved. With trained weights acceptance is real. In any case
+the time of a step relative to an autoregressive one is the acceptance length that a method needs to
+break even at that batch.
+
+    python -m benchmarks.batch [--pair embedded|random] [--batches 1 2 4 8]
+"""
+
+import argparse
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from rich.progress import Progress
+
+import stree_jax as st
+from benchmarks.common import device_name, interleaved, machine, print_table, summary, write_json
+from benchmarks.models import Pair, chosen_pair, on_gpu
+from benchmarks.programs import Program, new_tokens, tau
+
+PLAIN = "autoregressive"
+METHODS = {
+    PLAIN: None,
+    "chain of 4": st.TreeTopology.chain(4),
+    "tree A": st.TreeTopology.paper("A"),
+}
+
+
+def measure(
+    pair: Pair,
+    *,
+    batches: Sequence[int],
+    tokens: int,
+    rounds: int,
+    progress: Progress | None = None,
+) -> list[dict[str, Any]]:
+    """Tokens per second and time of a step of each method at each batch size.
+
+    Args:
+        pair: target, draft and at least as many prompts as the largest batch.
+        batches: numbers of rows.
+        tokens: to generate in each row.
+        rounds: timed generations.
+        progress: shows how far it is.
+    """
+    progress = progress or Progress(disable=True)
+    task = progress.add_task("batches", total=len(batches) * (len(METHODS) + rounds))
+    drafter = st.ModelDrafter(pair.draft)
+    rows = []
+    for batch in batches:
+        prompts = pair.prompts[:batch]
+        runs, starts, ends = {}, {}, {}
+        for name, topology in METHODS.items():
+            drafting = {} if topology is None else dict(drafter=drafter, topology=topology)
+            program = Program(pair.target, prompts, max_new_tokens=tokens, **drafting)
+            starts[name] = program.start(prompts)
+            runs[name] = functools.partial(program.run, starts[name])
+            ends[name] = runs[name]()
+            progress.advance(task)
+        seconds = interleaved(runs, rounds, lambda: None)
+        progress.advance(task, rounds)
+        # Steps of the loop, which go on until the last row is done.
+        steps = {name: int(end.step) for name, end in ends.items()}
+        want = new_tokens(ends[PLAIN], starts[PLAIN])
+        for name in METHODS:
+            taken = np.array(seconds[name])
+            relative = taken / steps[name] * steps[PLAIN] / np.array(seconds[PLAIN])
+            rows.append(
+                {
+                    "batch": batch,
+                    "method": name,
+                    "tokens_per_second": summary((batch * tokens / taken).tolist()),
+                    "milliseconds_a_step": summary((1e3 * taken / steps[name]).tolist()),
+                    "tau": tau([ends[name]]),
+                    "tau_to_break_even": float(np.median(relative)),
+                    "speed_up": summary((np.array(seconds[PLAIN]) / taken).tolist()),
+                    "same_tokens": new_tokens(ends[name], starts[name]) == want,
+                }
+            )
+    return rows
+
+
+def plot(rows: list[dict[str, Any]], trained: bool, path: Path) -> None:
+    """Tokens per second, and the acceptance length needed, against the batch."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for name in METHODS:
+        part = [row for row in rows if row["method"] == name]
+        batches = [row["batch"] for row in part]
+        speed = "tokens_per_second" if trained else "milliseconds_a_step"
+        (line,) = left.plot(batches, [row[speed]["median"] for row in part], marker="o", label=name)
+        if name == PLAIN:
+            continue
+        right.plot(
+            batches,
+            [row["tau_to_break_even"] for row in part],
+            marker="o",
+            color=line.get_color(),
+            label=f"{name}: needed",
+        )
+        if trained:
+            right.plot(
+                batches,
+                [row["tau"] for row in part],
+                "--",
+                color=line.get_color(),
+                label=f"{name}: measured",
+            )
+    left.set(ylabel="tokens per second" if trained else "ms a step")
+    right.set(ylabel="tau", ylim=0)
+    for axes in (left, right):
+        axes.set(xlabel="batch", xscale="log")
+        axes.set_xticks(batches, map(str, batches))
+        axes.minorticks_off()
+        axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Measures, prints the table, and writes JSON and plot."""
+    gpu = on_gpu()
+    sizes = (1, 2, 4, 8, 16, 32, 64) if gpu else (1, 2, 4, 8)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--pair", choices=("embedded", "random"), default="random" if gpu else "embedded"
+    )
+    parser.add_argument("--target", help="preset of a random pair")
+    parser.add_argument("--draft", help="preset of a random pair")
+    parser.add_argument("--batches", type=int, nargs="+", default=sizes)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    pair = chosen_pair(options.pair, max(options.batches), options.target, options.draft)
+    with Progress(transient=True) as progress:
+        rows = measure(
+            pair,
+            batches=options.batches,
+            tokens=options.tokens,
+            rounds=options.rounds,
+            progress=progress,
+        )
+    where = machine()
+    same = all(row["same_tokens"] for row in rows)
+    exact = pair.target.dtype == jnp.float32
+    print_table(
+        f"{pair.name}, {where['device']}, {options.tokens} tokens a row ({pair.note()})",
+        ("batch", "method", "tokens/s", "ms a step", "speed-up", "tau", "tau to break even"),
+        [
+            (
+                row["batch"],
+                row["method"],
+                f"{row['tokens_per_second']['median']:,.0f}" if pair.trained else "-",
+                row["milliseconds_a_step"]["median"],
+                f"{row['speed_up']['median']:.2f}x" if pair.trained else "-",
+                f"{row['tau']:.2f}" if pair.trained else "-",
+                row["tau_to_break_even"],
+            )
+            for row in rows
+        ],
+    )
+    results = {
+        "question": __doc__.splitlines()[0],
+        "machine": where,
+        "pair": pair.name,
+        "note": pair.note(),
+        "dtype": pair.target.dtype.name,
+        "prompts": pair.source,
+        "tokens": options.tokens,
+        "rounds": options.rounds,
+        "rows": rows,
+    }
+    path = write_json(f"batch-{device_name(where)}", results)
+    plot(rows, pair.trained, path.with_suffix(".png"))
+    pays = [
+        row["batch"]
+        for row in rows
+        if row["method"] != PLAIN and row["speed_up"]["median"] > 1 and pair.trained
+    ]
+    print(
+        json.dumps(
+            {
+                "batch": {
+                    "largest_batch_where_drafts_pay": max(pays, default=None),
+                    "same_tokens": same,
+                    "results": str(path),
+                }
+            }
+        )
+    )
+    raise SystemExit(0 if same or not exact else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""What the paper compares with: a tree verified as a batch of its root-to-leaf paths.
+
+`UnrolledLM` and `SequentialLM` have the interface of `HybridLM`, so that the same loop and the same
+benchmark run over either; logits and pending record come back in the order of the packed tree.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+import stree_jax as st
+from stree_jax.models.cache import path_to
+
+
+class Paths(NamedTuple):
+    """Root-to-leaf paths of a tree, `R` rows of `L` positions, and the way back."""
+
+    nodes: jax.Array  # [B, R, L]; the root past a path's end
+    valid: jax.Array  # [B, R, L]
+    place: jax.Array  # [B, N]: where a node is computed, as row * L + position
+
+
+def root_to_leaf_paths(tree: st.Tree, num_rows: int, num_positions: int) -> Paths:
+    """Unrolls a tree with at most `num_rows` leaves and `num_positions` levels.
+
+    Worked example, parents (-1, 0, 0, 1): the leaves are 2 and 3, so rows are 0 2 and 0 1 3;
+    nodes 0 1 2 3 are computed at row 0 position 0, row 1 position 1, 0 1, 1 2.
+    """
+    nodes = jnp.arange(tree.parents.shape[1])
+    is_child = (tree.parents[:, :, None] == nodes) & tree.valid[:, :, None]
+    is_leaf = tree.valid & ~is_child.any(axis=1)
+    leaves = jnp.argsort(~is_leaf, axis=1)[:, :num_rows]
+    exists = jnp.take_along_axis(is_leaf, leaves, axis=1)
+    on_path = jnp.take_along_axis(tree.ancestor_mask, leaves[..., None], axis=1)
+    on_path &= exists[..., None]
+    at_depth = tree.depth[:, None, :] == jnp.arange(num_positions)[:, None]
+    at = on_path[:, :, None, :] & at_depth[:, None]  # [B, R, L, N]
+    row = jnp.argmax(on_path, axis=1)
+    return Paths(jnp.argmax(at, axis=-1), at.any(-1), row * num_positions + tree.depth)
+
+
+class UnrolledLM(st.HybridLM):
+    """Verifies every path as a row of its own: a state a path, and shared tokens again and again.
+
+    Attributes:
+        num_rows: most leaves of a tree.
+        num_positions: most nodes of a path.
+    """
+
+    num_rows: int
+    num_positions: int
+
+    @classmethod
+    def like(cls, model: st.HybridLM, num_rows: int, num_positions: int) -> "UnrolledLM":
+        """The same weights, another way to run them."""
+        structure, _ = cls.abstract(model.config, dtype=model.dtype)
+        unrolled = nnx.merge(structure, nnx.to_pure_dict(nnx.state(model)))
+        unrolled.num_rows, unrolled.num_positions = num_rows, num_positions
+        return unrolled
+
+    def tree_forward(  # type: ignore[override]
+        self, tokens: jax.Array, tree: st.Tree, cache: Any, *, replay: Any = None
+    ) -> tuple[jax.Array, Any, Any]:
+        """As `HybridLM.tree_forward` of a whole tree."""
+        if replay is not None:
+            cache = self.replay(cache, *replay)
+        paths = root_to_leaf_paths(tree, self.num_rows, self.num_positions)
+        batch, num_nodes = tokens.shape
+        unrolled = jnp.take_along_axis(tokens[:, None], paths.nodes, axis=2)
+        logits, pending = self.run_paths(
+            unrolled.reshape(-1, self.num_positions),
+            paths.valid.reshape(-1, self.num_positions),
+            jax.tree.map(lambda value: jnp.repeat(value, self.num_rows, axis=0), cache),
+        )
+
+        def packed(value: jax.Array) -> jax.Array:
+            flat = value.reshape(batch, -1, *value.shape[2:])
+            place = paths.place.reshape(batch, num_nodes, *(1,) * (value.ndim - 2))
+            return jnp.take_along_axis(flat, place, axis=1)
+
+        return packed(logits), jax.tree.map(packed, pending), cache
+
+    def run_paths(self, tokens: jax.Array, valid: jax.Array, cache: Any) -> tuple[jax.Array, tuple]:
+        """Logits and pending record of right-padded rows `[R, L]`, each from its own state."""
+        chain = st.TreeTopology.chain(tokens.shape[1] - 1).tree(valid)
+        logits, pending, _ = st.HybridLM.tree_forward(self, tokens, chain, cache)
+        return logits, pending
+
+
+class SequentialLM(UnrolledLM):
+    """The paths as rows, one token at a time: the recurrent step."""
+
+    def run_paths(self, tokens: jax.Array, valid: jax.Array, cache: Any) -> tuple[jax.Array, tuple]:
+        """See `UnrolledLM`."""
+        one = st.TreeTopology.chain(0).tree(jnp.ones_like(valid[:, :1]))
+
+        def step(cache: Any, at: tuple) -> tuple:
+            token, exists = at
+            logits, pending, cache = st.HybridLM.tree_forward(self, token[:, None], one, cache)
+            path = path_to(one, jnp.where(exists, 0, -1))
+            return self.replay(cache, pending, path), (logits[:, 0], jax.tree.map(_only, pending))
+
+        _, out = lax.scan(step, cache, (tokens.T, valid.T))
+        return jax.tree.map(lambda value: jnp.moveaxis(value, 0, 1), out)
+
+
+def _only(value: jax.Array) -> jax.Array:
+    return value[:, 0]

@@ -1,0 +1,242 @@
+"""Beam trees: the search itself, losslessness with trees that differ by row and step, exactness."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import stree_jax as st
+from stree_jax.decoding.beam import best_continuations
+from stree_jax.decoding.generate import plan
+from stree_jax.decoding.state import Context, Sampling
+from stree_jax.decoding.verify import follow
+from tests.decoding.test_lossless import NEW_TOKENS, PROMPTS, assert_same_tokens, decode
+from tests.decoding.test_verify import (
+    EXACT,
+    VOCAB,
+    Models,
+    first_two_tokens,
+    target_joint,
+    total_variation,
+)
+from tests.tiny import apply, perturbed, randomised, tiny_model
+
+BEAMS, STEPS = 3, 3
+TOPOLOGY = st.TreeTopology.beam(BEAMS, STEPS)
+# Of a topology only the sizes of its levels count. Here a path may be longer than the convolution.
+SIZES = (2, 3, 1)
+HYBRID = "mamba2attn hybrid"
+UNEVEN = st.TreeTopology.from_parents([-1, 0, 0, 1, 2, 2, 3])
+
+
+def with_head(scale, model):
+    """The model with sharper logits, or with logits that are all equal."""
+    graphdef, state = nnx.split(model)
+    state["head"][...] = scale * state["head"][...]
+    return nnx.merge(graphdef, state)
+
+
+def beam_search(next_log_probs, widths):
+    """Beam search as in a textbook: every path is a tuple of tokens, all continuations are sorted.
+
+    Returns parents and tokens of the nodes below the root, level by level.
+    """
+    level, parents, tokens = [(0.0, (), 0)], [], []
+    for width in widths:
+        candidates = []
+        for beam, (score, path, node) in enumerate(level):
+            for token, log_prob in enumerate(next_log_probs(path)):
+                candidates.append((-(score + log_prob), beam, token, path, node))
+        candidates.sort(key=lambda candidate: candidate[:3])
+        level = []
+        for score, _, token, path, node in candidates[:width]:
+            parents.append(node)
+            tokens.append(token)
+            level.append((-score, (*path, token), len(tokens)))
+    return parents, tokens
+
+
+def steps(target, drafter, topology, *, count, temperature=0.0):
+    """The first steps of a generation: what was known before, the draft, the verdict."""
+    request = plan(
+        target,
+        PROMPTS,
+        max_new_tokens=NEW_TOKENS,
+        drafter=drafter,
+        topology=topology,
+        temperature=temperature,
+        key=jax.random.key(0),
+    )
+    state = request.decoder.start(target, drafter, request.context, request.keys)
+    for _ in range(count):
+        before = jax.tree.map(np.asarray, state.context)
+        state, draft, verdict = request.decoder.step(
+            target, drafter, state, request.limits, request.sampling
+        )
+        yield before, jax.tree.map(np.asarray, draft), jax.tree.map(np.asarray, verdict)
+
+
+@pytest.fixture(scope="module")
+def autoregressive():
+    return decode()
+
+
+@pytest.mark.parametrize("kind", ["itself", "alike", "unrelated"])
+def test_greedy_output_is_autoregressive_output(kind, autoregressive):
+    target = tiny_model()
+    model = {
+        "itself": target,
+        "alike": perturbed(target, 0.1),
+        "unrelated": tiny_model(seed=1),
+    }[kind]
+    out = decode(drafter=st.BeamDrafter(model), topology=TOPOLOGY)
+    assert_same_tokens(out, autoregressive)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), out.cache, autoregressive.cache
+    )
+    assert out.stats.num_drafted == BEAMS * STEPS * out.stats.num_target_calls
+    low, high = {"itself": (3, 4), "alike": (1.5, 3), "unrelated": (1, 1.5)}[kind]
+    assert low < out.stats.tau <= high
+
+
+def test_the_tree_is_that_of_a_textbook_beam_search():
+    """Over several steps, so that replay and the catch-up token are part of it."""
+    target = tiny_model(HYBRID)
+    model, accepted, shapes = perturbed(target, 0.03), set(), set()
+
+    def next_log_probs(read, path):
+        padded = np.zeros((1, 40), np.int32)
+        padded[0, : len(read) + len(path)] = [*read, *path]
+        logits = apply(model, padded)[0, len(read) + len(path) - 1, :37]  # then comes padding
+        return np.asarray(jax.nn.log_softmax(logits), np.float64)
+
+    for before, draft, verdict in steps(target, st.BeamDrafter(model), UNEVEN, count=6):
+        accepted |= set(verdict.num_accepted.tolist())
+        for row, prompt in enumerate(PROMPTS):
+            read = before.tokens[row, : before.length[row]].tolist()
+            best = apply(target, np.pad([read], ((0, 0), (0, 40 - len(read)))))[0, :, :37].argmax(
+                -1
+            )
+            assert read[len(prompt) :] == best[len(prompt) - 1 : len(read) - 1].tolist()
+            parents, tokens = beam_search(functools.partial(next_log_probs, read), SIZES)
+            assert draft.tokens[row].tolist() == [read[-1], *tokens]
+            assert draft.tree.parents[row].tolist() == [-1, *parents]
+            topology = st.TreeTopology.from_parents([-1, *parents])
+            shapes.add(topology)
+            assert draft.tree.depth[row].tolist() == list(topology.depths)
+            np.testing.assert_array_equal(draft.tree.ancestor_mask[row], topology.ancestor_mask)
+            assert draft.tree.valid[row].all()
+    assert len(shapes) > 3
+    # Nothing to catch up on; paths that end in a node that was read; in an unread leaf.
+    assert {0, len(SIZES)} < accepted
+
+
+def test_a_sure_draft_is_accepted_whole():
+    """The best path is then the greedy path; of an unsure model the search may give that one up."""
+    target = with_head(20.0, tiny_model())
+    out = decode(target, drafter=st.BeamDrafter(target), topology=TOPOLOGY)
+    calls = -(-NEW_TOKENS // (STEPS + 1))
+    assert out.stats.target_calls_per_row.tolist() == [calls] * len(PROMPTS)
+    assert_same_tokens(out, decode(target), target)
+
+
+def test_ties_go_to_the_earlier_beam_and_the_lower_token():
+    target = tiny_model(HYBRID)
+    for _, draft, _ in steps(target, st.BeamDrafter(with_head(0.0, target)), UNEVEN, count=1):
+        want = beam_search(lambda path: np.zeros(37), SIZES)
+        assert want[0] == [0, 0, 1, 1, 1, 3]
+        for row in range(len(PROMPTS)):
+            assert draft.tree.parents[row, 1:].tolist() == want[0]
+            assert draft.tokens[row, 1:].tolist() == want[1]
+
+
+def test_one_step_of_the_search_with_ties_and_impossible_tokens():
+    rng = np.random.default_rng(0)
+    with np.errstate(divide="ignore"):
+        # Powers of a half, so that sums are exact and many are equal; some tokens are impossible.
+        scores = np.log2(rng.choice([1.0, 0.5, 0.25], size=(6, 3)))
+        logits = np.log(rng.choice([1.0, 0.5, 0.0], size=(6, 3, 5)))
+        logits[..., 0] = 0.0
+    scores[:, 1] = scores[:, 0]
+    scores[5, 2] = -np.inf  # a beam that does not exist
+    for count in (2, 7):
+        kept, beam, token = best_continuations(jnp.asarray(scores), jnp.asarray(logits), count)
+        for row in range(6):
+            log_probs = np.asarray(jax.nn.log_softmax(logits[row].astype(np.float32)))
+            total = scores[row].astype(np.float32)[:, None] + log_probs
+            order = np.lexsort((np.arange(15), -total.ravel()))[:count]
+            np.testing.assert_allclose(kept[row], total.ravel()[order], rtol=1e-6)
+            possible = np.isfinite(total.ravel()[order])
+            got = (np.asarray(beam[row]) * 5 + np.asarray(token[row]))[possible]
+            np.testing.assert_array_equal(got, order[possible])
+
+
+def test_target_only_is_exact():
+    """Enumerates what the target samples at each node of a tree drafted by a model of 4 tokens."""
+    config = st.ModelConfig.tiny(vocab_size=VOCAB, tie_embeddings=False)
+    draft_model = randomised(st.HybridLM(config, rngs=nnx.Rngs(0)), 0)
+    drafter, topology = st.BeamDrafter(draft_model), st.TreeTopology.beam(2, 2)
+    context = Context(jnp.array([[2, 1, 3]], jnp.int32), jnp.array([3], jnp.int32))
+
+    @jax.jit
+    def propose(drafter, key, temperature):
+        sampling = Sampling(temperature, jnp.int32(0), jnp.float32(1))
+        state = drafter.prepare(context, topology, max_length=8)
+        keys = jax.random.split(key, 1)
+        return drafter.propose(
+            state, context, keys, sampling, topology, greedy=False, filtered=False
+        )[0]
+
+    draft = propose(drafter, jax.random.key(0), jnp.float32(1))
+    # The draft depends neither on the key nor on the temperature, or following were not exact.
+    jax.tree.map(
+        np.testing.assert_array_equal, draft, propose(drafter, jax.random.key(1), jnp.float32(0.3))
+    )
+    drawn = st.TreeTopology.from_parents(draft.tree.parents[0].tolist())
+    models = Models(seed=7)
+    tokens = np.asarray(draft.tokens)
+    p = np.array(
+        [
+            Models.at(models.target, tokens[0, np.flatnonzero(drawn.ancestor_mask[node])[1:]])
+            for node in range(5)
+        ]
+    )
+    chosen = np.array(list(itertools.product(range(VOCAB), repeat=5)), np.int32)
+    weights = np.prod(p[np.arange(5), chosen], axis=1)
+    batch = len(chosen)
+    every = jax.tree.map(
+        lambda value: jnp.broadcast_to(value, (batch, *value.shape[1:])),
+        draft._replace(rows=jnp.full((1, 5), -1)),
+    )
+    verdict = follow(every._replace(rows=draft.rows), jnp.asarray(chosen))
+    joint = first_two_tokens(
+        models,
+        drawn,
+        np.asarray(every.tokens),
+        weights,
+        np.asarray(verdict.last),
+        np.eye(VOCAB)[np.asarray(verdict.next_token)],
+    )
+    assert (np.asarray(verdict.num_accepted) == 2).any()
+    assert total_variation(joint, target_joint(models)) < EXACT
+
+
+def test_above_temperature_0_the_target_is_followed():
+    options = dict(drafter=st.BeamDrafter(tiny_model()), temperature=1.0, key=jax.random.key(0))
+    assert plan(tiny_model(), PROMPTS, **options).decoder.verifier.name == "target_only"
+    for verifier in ("multi_step", "without_replacement", "chain"):
+        with pytest.raises(ValueError, match="not exact for children = 'top_k'|takes chains"):
+            plan(tiny_model(), PROMPTS, verifier=verifier, **options)
+
+
+def test_what_cannot_be_drafted_is_refused():
+    drafter = st.BeamDrafter(tiny_model())
+    with pytest.raises(ValueError, match="nodes with 38 children, but only 37 tokens exist"):
+        st.generate(tiny_model(), PROMPTS, drafter=drafter, topology=st.TreeTopology.beam(38, 1))
+    other = st.HybridLM(st.ModelConfig.tiny(vocab_size=36), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="different vocabularies: 36 and 37"):
+        st.generate(tiny_model(), PROMPTS, drafter=st.BeamDrafter(other))
