@@ -17,5 +17,5 @@ MIXERS = {
     "mamba2-2.7b": MixerShape(80, 64, 128, 1),
     "MambaInLlama-8B": MixerShape(32, 128, 128, 32),
     "Nemotron-H-8B": MixerShape(128, 64, 128, 8),
-    "Falcon-H1-0.5B": MixerShape(24, 64, 256, 1),
+    "Falcon-H1-1.5B": MixerShape(48, 64, 256, 1),
 }

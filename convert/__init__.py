@@ -1,9 +1,9 @@
 """Converters between checkpoint formats. Shipped as `stree_jax.convert`; needs no torch.
 
-`tensors` and `torch_file` open files lazily; `fields` accounts for every field of a config; `pure`
-and `hybrids` say what a family's config means, `tables` which tensor is which weight, `rules` how
-one becomes the other; `families` recognises and picks; `reading` and `writing` go to a `HybridLM`
-and back.
+`tensors` and `torch_file` open files lazily; `fields` accounts for every field of a config; `pure`,
+`bamba`, `granite`, `nemotron_h`, `zamba2` and `mamba_in_llama` say what a family's config means,
+`tables` which tensor is which weight, `rules` how one becomes the other; `families` recognises and
+picks; `reading` and `writing` go to a `HybridLM` and back.
 """
 
 from stree_jax.convert.api import FORMATS, convert, find, is_native

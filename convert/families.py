@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from stree_jax.checkpoint import read_json
 from stree_jax.config import ModelConfig
-from stree_jax.convert import hybrids, pure
+from stree_jax.convert import bamba, granite, mamba_in_llama, nemotron_h, pure, zamba2
 from stree_jax.convert.description import Description
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.tensors import Tensor
@@ -121,7 +121,9 @@ def _reader(
     mamba_config = path.with_name(_MAMBA_CONFIG)
     if mamba_config.is_file():
         mamba = Fields(mamba_config, read_json(mamba_config))
-        return (lambda: hybrids.read_mamba_in_llama(fields, mamba, tensors, quirks)), "plain_rope"
+        return (
+            lambda: mamba_in_llama.read_mamba_in_llama(fields, mamba, tensors, quirks)
+        ), "plain_rope"
     if "ssm_cfg" in values:
         return (lambda: pure.read_mamba_ssm(fields)), None
     if "dim" in values and "n_heads" not in values and model_type in (None, "mamba"):
@@ -130,15 +132,15 @@ def _reader(
         case "mamba2":
             return (lambda: pure.read_mamba2(fields, tensors)), None
         case "bamba":
-            return (lambda: hybrids.read_bamba(fields)), None
+            return (lambda: bamba.read_bamba(fields)), None
         case "falcon_h1":
-            return (lambda: hybrids.read_falcon_h1(fields)), None
+            return (lambda: bamba.read_falcon_h1(fields)), None
         case "granitemoehybrid":
-            return (lambda: hybrids.read_granite(fields)), None
+            return (lambda: granite.read_granite(fields)), None
         case "nemotron_h":
-            return (lambda: hybrids.read_nemotron_h(fields, tensors, quirks)), "hf_dt_floor"
+            return (lambda: nemotron_h.read_nemotron_h(fields, tensors, quirks)), "hf_dt_floor"
         case "zamba2":
-            return (lambda: hybrids.read_zamba2(fields, quirks)), "hf_dt_floor"
+            return (lambda: zamba2.read_zamba2(fields, quirks)), "hf_dt_floor"
     for reason, names in _REFUSED.items():
         if model_type in names:
             raise ValueError(f"{path} says model_type = {model_type!r}: {reason}")
@@ -155,16 +157,16 @@ def _reader(
 
 _HF_WRITERS = {
     "mamba2": pure.write_mamba2,
-    "bamba": hybrids.write_bamba,
-    "falcon_h1": hybrids.write_falcon_h1,
-    "granitemoehybrid": hybrids.write_granite,
-    "nemotron_h": hybrids.write_nemotron_h,
-    "zamba2": hybrids.write_zamba2,
+    "bamba": bamba.write_bamba,
+    "falcon_h1": bamba.write_falcon_h1,
+    "granitemoehybrid": granite.write_granite,
+    "nemotron_h": nemotron_h.write_nemotron_h,
+    "zamba2": zamba2.write_zamba2,
 }
 _WRITERS = {
     **_HF_WRITERS,
     "mamba_ssm": pure.write_mamba_ssm,
-    "mamba_in_llama": hybrids.write_mamba_in_llama,
+    "mamba_in_llama": mamba_in_llama.write_mamba_in_llama,
 }
 # What a model can be written as; "hf" is the first family of transformers that can hold it.
 WRITABLE = ("hf", *_WRITERS)
@@ -213,9 +215,9 @@ def _written(config: ModelConfig, family: str, dtype: str, directory: Path) -> W
         files = {"config.json": values}
         path = directory / "config.json"
         if family == "mamba_in_llama":
-            files[_MAMBA_CONFIG] = hybrids.mamba_in_llama_values(config)
+            files[_MAMBA_CONFIG] = mamba_in_llama.mamba_in_llama_values(config)
             mamba = Fields(directory / _MAMBA_CONFIG, files[_MAMBA_CONFIG])
-            back = hybrids.read_mamba_in_llama(Fields(path, values), mamba, {}, ())
+            back = mamba_in_llama.read_mamba_in_llama(Fields(path, values), mamba, {}, ())
         else:
             back = describe(path, json.loads(json.dumps(values)), {})
     except ValueError as error:

@@ -139,7 +139,7 @@ class Fields:
         value = self.take(name, [1.0] * count)
         numbers = [_number(part) for part in value] if isinstance(value, list | tuple) else []
         self.check(
-            len(numbers) == count and None not in numbers,
+            len(numbers) == count and not {None, math.inf} & set(numbers),
             f"{self._prefix}{name} must be {count} numbers, got {value!r:.80}",
         )
         return tuple(numbers)  # type: ignore[arg-type]
@@ -168,8 +168,7 @@ class Fields:
         """A list of layers; absent: none."""
         value = self.take(name, [])
         self.check(
-            isinstance(value, list)
-            and all(isinstance(i, int) and 0 <= i < num_layers for i in value),
+            isinstance(value, list) and all(type(i) is int and 0 <= i < num_layers for i in value),
             f"{self._prefix}{name} must be a list of layers below {num_layers}, got {value!r:.80}",
         )
         return tuple(value)
@@ -219,6 +218,12 @@ class Fields:
         """Whether a field is there; null counts as absent."""
         self._left -= {name} if self.values.get(name) is None else set()
         return self.values.get(name) is not None
+
+    def same(self, name: str, value: int | float) -> None:
+        """A field that says again what another has said; absent: nothing."""
+        if self.has(name):
+            again = self.number(name)
+            self.check(again == value, f"{self._prefix}{name} = {again:g}, elsewhere {value:g}")
 
     def token(self, name: str, vocab_size: int) -> int | None:
         """A token id, or the first of a list; one that cannot be used is noted."""

@@ -160,12 +160,12 @@ HYBRIDS = {
         ),
     ),
     "zamba2": _hybrid(
-        ("mamba2", "shared", "mamba2", "shared", "mamba2"),
+        ("shared", "mamba2") * 3,
         attention=AttentionConfig(
             num_heads=4, num_kv_heads=4, head_dim=8, input_multiple=2, scale=0.5, rotary_dim=8
         ),
         mlp=MlpConfig(24, activation="gelu"),
-        shared=SharedConfig(num_blocks=1, adapter_rank=3, attention_adapters=True),
+        shared=SharedConfig(num_blocks=2, adapter_rank=3, attention_adapters=True),
     ),
 }
 CONFIGS |= {f"{name} hybrid": config for name, config in HYBRIDS.items()}

@@ -259,6 +259,8 @@ def _written(
 ) -> AttentionCache:
     """The cache with the `wanted` keys and values at their places; what has no place is dropped."""
     capacity = cache.keys.shape[2]
+    if not capacity:  # of a whole sequence, such as in training
+        return cache
     rows, places = jnp.arange(len(keys))[:, None], jnp.where(wanted, places, capacity)
 
     def put(into: Array, new: Array) -> Array:

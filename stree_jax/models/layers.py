@@ -71,8 +71,10 @@ def silu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def scaled(x: Float[Array, "*shape"], multiplier: float) -> Float[Array, "*shape"]:
-    """`multiplier * x` in the dtype of `x`; nothing at all if the multiplier is 1."""
-    return x if multiplier == 1.0 else x * jnp.asarray(multiplier, x.dtype)
+    """`multiplier * x` in the dtype of `x`; only the product is rounded to it."""
+    if multiplier == 1.0:
+        return x
+    return (x.astype(jnp.float32) * multiplier).astype(x.dtype)
 
 
 def split_last(x: Array, *sizes: int) -> list[Array]:

@@ -23,7 +23,7 @@ from stree_jax.models.cache import (
     conv_widths,
     init_cache,
 )
-from stree_jax.models.layers import rms_norm
+from stree_jax.models.layers import rms_norm, scaled
 from stree_jax.models.mamba2 import Mamba2Mixer
 from stree_jax.models.mlp import Mlp
 from stree_jax.models.moe import MixtureOfExperts
@@ -327,14 +327,14 @@ class HybridLM(nnx.Module):
         return mixers
 
     def _embed(self, tokens: Array) -> Array:
-        hidden = self.embedding[...][tokens] * self.config.embedding_multiplier
+        hidden = scaled(self.embedding[...][tokens], self.config.embedding_multiplier)
         return hidden.astype(jnp.float32 if self.config.residual_float32 else self.dtype)
 
     def _normed(self, hidden: Array, scale: nnx.Param) -> Array:
         return rms_norm(hidden, scale[...], self.config.norm_eps).astype(self.dtype)
 
     def _add(self, hidden: Array, out: Array) -> Array:
-        return hidden + (out * self.config.residual_multiplier).astype(hidden.dtype)
+        return hidden + scaled(out, self.config.residual_multiplier).astype(hidden.dtype)
 
     def _logits(self, hidden: Array) -> Array:
         with jax.named_scope("head"):

@@ -1,5 +1,7 @@
 """A mixture of experts as a layer (Granite, Nemotron-H)."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -16,8 +18,9 @@ from stree_jax.models.mlp import Mlp, Pointwise
 class MixtureOfExperts(Pointwise):
     """The weighted sum of a token's best experts, plus the expert that all tokens use.
 
-    Tokens are sorted by expert, so that an expert's are one block of a grouped product: work grows
-    with the experts that are used, not with those that exist.
+    For few tokens, as in decoding, each takes the matrices of its experts. For many they are sorted
+    by expert, so that an expert's are one block of a grouped product. (XLA on a CPU multiplies such
+    a block by all experts, which is slow for many of them.)
 
     Args:
         config: its shape.
@@ -95,25 +98,45 @@ class MixtureOfExperts(Pointwise):
     def _experts(self, x: Array, weights: Array, chosen: Array) -> Array:
         """The weighted sum over each token's experts `[n, width]`."""
         c = self.config
-        order = jnp.argsort(chosen.reshape(-1), stable=True)
-        sizes = jnp.bincount(chosen.reshape(-1), length=c.num_experts)
+        if chosen.size <= c.num_experts:
+            product, rows = self._products_by_row(chosen), jnp.repeat(x, c.num_active, axis=0)
+            by_token = self._expert(rows, product)
+        else:
+            order = jnp.argsort(chosen.reshape(-1), stable=True)
+            rows = self._expert(x[order // c.num_active], self._grouped_products(chosen))
+            by_token = rows[jnp.argsort(order)]
+        # Each token adds its experts in the order of their rank.
+        by_token = by_token.reshape(*chosen.shape, -1).astype(jnp.float32)
+        return (by_token * weights[..., None]).sum(axis=1).astype(x.dtype)
 
-        def product(rows: Array, experts: nnx.Param) -> Array:
-            return lax.ragged_dot(
-                rows,
-                experts[...],
-                sizes.astype(jnp.int32),
-                precision=lax.Precision.HIGHEST,
-                preferred_element_type=jnp.float32,
-            ).astype(x.dtype)
-
-        hidden = product(x[order // c.num_active], self.experts_in)
+    def _expert(self, rows: Array, product: Callable[[Array, Array], Array]) -> Array:
+        """An expert's MLP on rows, each with its own expert."""
+        c = self.config
+        hidden = product(rows, self.experts_in[...])
         if c.gated:
             gate, up = jnp.split(hidden, 2, axis=-1)
             hidden = activate(c.activation, gate) * up
         else:
             hidden = activate(c.activation, hidden)
-        rows = product(hidden, self.experts_out)
-        # Back to the order of the tokens; each then adds its experts in the order of their rank.
-        by_token = rows[jnp.argsort(order)].reshape(*chosen.shape, -1).astype(jnp.float32)
-        return (by_token * weights[..., None]).sum(axis=1).astype(x.dtype)
+        return product(hidden, self.experts_out[...])
+
+    def _products_by_row(self, chosen: Array) -> Callable[[Array, Array], Array]:
+        def product(rows: Array, experts: Array) -> Array:
+            own = experts[chosen.reshape(-1)]
+            return contract("ni,nio->no", rows, own).astype(rows.dtype)
+
+        return product
+
+    def _grouped_products(self, chosen: Array) -> Callable[[Array, Array], Array]:
+        sizes = jnp.bincount(chosen.reshape(-1), length=self.config.num_experts)
+
+        def product(rows: Array, experts: Array) -> Array:
+            return lax.ragged_dot(
+                rows,
+                experts,
+                sizes.astype(jnp.int32),
+                precision=lax.Precision.HIGHEST,
+                preferred_element_type=jnp.float32,
+            ).astype(rows.dtype)
+
+        return product

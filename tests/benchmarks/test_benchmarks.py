@@ -52,8 +52,9 @@ def test_verify_steps_of_the_gpu_session():
     for row in result["steps"]:
         assert set(row["milliseconds"]) == set(KERNELS)
         assert all(value["median"] > 0 for value in row["milliseconds"].values())
-    heads, mixer = config.mamba2.num_heads, config.mamba2
-    assert result["state_bytes"] == 2 * heads * mixer.head_dim * mixer.state_size * 4
+    m = config.mamba2
+    ssm, conv = m.inner_size * m.state_size, (m.conv_width - 1) * m.conv_channels
+    assert result["state_bytes"] == len(config.layers) * 4 * (ssm + conv)
     json.dumps(result)
 
 

@@ -10,6 +10,7 @@ from flax import nnx
 
 import stree_jax as st
 from stree_jax.decoding.prefill import prefill
+from stree_jax.training.objective import next_token_loss
 from tests.decoding.test_lossless import PROMPTS, assert_same_tokens
 from tests.tiny import HYBRIDS, tiny_model
 
@@ -59,6 +60,43 @@ def test_draft_and_target_of_different_families():
     assert_same_tokens(out, decode(target), target)
 
 
+def test_end_of_sequence_and_bfloat16():
+    """Rows end apart, inside accepted paths, and the others go on; in bfloat16 they do, too."""
+    model = tiny_model("mamba2attn hybrid")
+    free = decode(model)
+    eos = int(free.tokens[0, 5])
+    options = dict(drafter=st.ModelDrafter(model), topology=TOPOLOGIES["chain"], eos_token=eos)
+    plain, tree = decode(model, eos_token=eos), decode(model, **options)
+    assert_same_tokens(tree, plain, model)
+    assert tree.lengths.tolist() == plain.lengths.tolist()
+    assert tree.lengths[0] <= 6 < max(tree.lengths)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        tree.cache,
+        plain.cache,
+    )
+    small = tiny_model("mamba2attn hybrid", dtype="bfloat16")
+    out = decode(small, **options | {"drafter": st.ModelDrafter(small), "eos_token": None})
+    assert out.lengths.tolist() == [NEW_TOKENS] * len(PROMPTS)
+    assert out.stats.tau > 2
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_gradients_are_finite_and_reach_all_weights(name):
+    model = tiny_model(f"{name} hybrid")
+    structure, weights = nnx.split(model)
+    tokens = jnp.arange(24).reshape(2, 12) % 37
+
+    @jax.jit
+    def gradient(weights):
+        return jax.grad(lambda w: next_token_loss(nnx.merge(structure, w), tokens))(weights)
+
+    for path, leaf in jax.tree.leaves_with_path(gradient(weights)):
+        assert np.isfinite(leaf).all(), path
+        # The correction of a router chooses experts and weighs nothing.
+        assert np.abs(leaf).max() > 0 or "correction" in jax.tree_util.keystr(path), path
+
+
 def test_a_long_prompt():
     """8,000 tokens, read in pieces; a ragged row beside it; positions go on from there."""
     model = tiny_model("bamba hybrid")
@@ -104,8 +142,10 @@ def test_requests_beyond_the_models_length_are_refused():
 def test_a_full_cache_gives_nan_and_not_wrong_numbers():
     model = tiny_model("bamba hybrid")
     cache = model.init_cache(2, 6)
-    tokens, lengths = jnp.ones((2, 8), jnp.int32), jnp.array([6, 8], jnp.int32)
-    _, cache = model.prefill(tokens, lengths, cache)
-    logits, _ = model.prefill(tokens[:, :1], jnp.ones(2, jnp.int32), cache)
+    tokens, lengths = jnp.ones((2, 4), jnp.int32), jnp.array([3, 4], jnp.int32)
+    read = jax.jit(type(model).prefill)
+    for _ in range(2):  # 6 tokens in the first row, 8 in the second
+        _, cache = read(model, tokens, lengths, cache)
+    logits, _ = read(model, tokens, jnp.ones(2, jnp.int32), cache)
     assert np.isfinite(logits[0]).all()
     assert np.isnan(logits[1]).all()

@@ -89,9 +89,12 @@ def test_tree_attention(case, interpret):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_xla(case):
-    run = jax.jit(functools.partial(xla.tree_attention, scale=case.scale))
-    check(case, run(*inputs(case)))
+def test_xla(case, monkeypatch):
+    """The whole cache at once, and block by block with a last block that is not whole."""
+    for block in (512, 7):
+        monkeypatch.setattr(xla, "_BLOCK", block)
+        run = jax.jit(lambda *arguments: xla.tree_attention(*arguments, scale=case.scale))
+        check(case, run(*inputs(case)))
 
 
 def check(case, got):

@@ -1,0 +1,115 @@
+"""Granite-4-H, as transformers' `GraniteMoeHybridConfig` describes it."""
+
+from typing import Any
+
+from stree_jax.config import ModelConfig
+from stree_jax.convert import tables
+from stree_jax.convert.description import Description, hf_values
+from stree_jax.convert.fields import MAX_LAYERS, Fields
+from stree_jax.convert.hybrid_parts import (
+    KINDS,
+    NAMES,
+    SILU,
+    attention_of,
+    attention_of_fields,
+    attention_values,
+    finished,
+    inverse,
+    mamba2_mixer,
+    mamba2_values,
+    max_length_of,
+    pairs,
+    present,
+    rope_values,
+    rotated,
+    whole_model,
+)
+from stree_jax.layer_config import MlpConfig, MoeConfig
+
+
+def read_granite(fields: Fields) -> Description:
+    """`GraniteMoeHybridConfig`, dense or with experts."""
+    mamba2, d_model = mamba2_mixer(fields, eps_default=1e-6)
+    attention = attention_of_fields(
+        fields, d_model, scale=fields.number("attention_multiplier", 1.0)
+    )
+    theta, scaling, table = fields.rope()
+    table.finish()
+    positions = fields.choice("position_embedding_type", "nope", {"rope": "rope", "nope": "nope"})
+    has_rope = positions == "rope"
+    num_layers = fields.integer("num_hidden_layers", 32, most=MAX_LAYERS)
+    fields.alias(layer_types="layers_block_type")
+    kinds: tuple[str, ...] = ("mamba2",) * num_layers
+    if fields.has("layer_types"):
+        kinds = fields.layer_kinds("layer_types", {k: v for k, v in KINDS.items() if v in NAMES})
+        fields.check(
+            len(kinds) == num_layers,
+            f"layer_types has {len(kinds)} entries for num_hidden_layers = {num_layers}",
+        )
+    num_experts = fields.integer("num_local_experts", 8, least=0)
+    shared_size = fields.integer("shared_intermediate_size", 1024)
+    num_active = fields.integer("num_experts_per_tok", 2, least=0)
+    expert_size = fields.integer("intermediate_size", 11008)
+    activation = fields.choice("hidden_act", "silu", SILU)
+    config = ModelConfig(
+        layers=pairs(kinds, "moe" if num_experts else "mlp"),
+        mamba2=mamba2,
+        attention=rotated(attention, attention.head_dim, theta, scaling) if has_rope else attention,
+        mlp=None if num_experts else MlpConfig(shared_size, activation=activation),
+        moe=MoeConfig(
+            num_experts,
+            num_active,
+            expert_size,
+            shared_size=shared_size,
+            activation=activation,
+        )
+        if num_experts
+        else None,
+        embedding_multiplier=fields.number("embedding_multiplier", 1.0),
+        residual_multiplier=fields.number("residual_multiplier", 1.0),
+        logits_multiplier=1 / fields.positive("logits_scaling", 1.0),
+        max_length=max_length_of(fields) if has_rope else None,
+        **whole_model(fields, d_model, eps_default=1e-6),
+    )
+    fields.ignore("without RoPE there is no limit", "max_position_embeddings")
+    fields.ignore("never read by transformers", "normalization_function", "init_method", "mlp_bias")
+    rules = tables.llama_like(
+        config,
+        mlp=tables.GRANITE_EXPERTS if num_experts else tables.GRANITE_MLP,
+        mlp_name=None if num_experts else "shared_mlp",
+        mlp_norm="post_attention_layernorm",
+        final_norm="norm",
+    )
+    return finished("transformers granitemoehybrid", fields, config, rules)
+
+
+def write_granite(config: ModelConfig) -> dict[str, Any]:
+    """A config.json of `GraniteMoeHybridConfig`."""
+    a, mlp, moe = attention_of(config), config.mlp, config.moe
+    experts = {"num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": 1}
+    if moe is not None:
+        experts = {
+            "num_local_experts": moe.num_experts,
+            "num_experts_per_tok": moe.num_active,
+            "intermediate_size": moe.hidden_size,
+        }
+    shared = moe.shared_size if moe is not None else present(mlp).hidden_size
+    return (
+        hf_values(config, "granitemoehybrid", "GraniteMoeHybridForCausalLM")
+        | mamba2_values(config)
+        | attention_values(config)
+        | rope_values(a)
+        | experts
+        | {
+            "num_hidden_layers": len(config.layers) // 2,
+            "layer_types": [NAMES.get(kind, kind) for kind in config.layers[::2]],
+            "shared_intermediate_size": shared,
+            "hidden_act": present(mlp or moe).activation,
+            "position_embedding_type": "rope" if a.rotary_dim else "nope",
+            "attention_multiplier": a.score_scale,
+            "embedding_multiplier": config.embedding_multiplier,
+            "residual_multiplier": config.residual_multiplier,
+            "logits_scaling": inverse(config.logits_multiplier),
+            "max_position_embeddings": config.max_length or 1 << 17,
+        }
+    )

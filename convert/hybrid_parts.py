@@ -1,0 +1,221 @@
+"""What the readers and writers of hybrid families share."""
+
+import dataclasses
+import math
+from collections.abc import Collection
+from typing import Any
+
+from stree_jax.config import ModelConfig
+from stree_jax.convert.description import Description, limits, mixer_of, tied_head
+from stree_jax.convert.fields import TRANSFORMERS, Fields
+from stree_jax.convert.rules import Ignored
+from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig, RopeScaling
+
+# transformers 4 and 5 call them differently.
+KINDS = {
+    "mamba": "mamba2",
+    "linear_attention": "mamba2",
+    "attention": "attention",
+    "full_attention": "attention",
+    "hybrid": "shared",
+    "mlp": "mlp",
+    "moe": "moe",
+}
+NAMES = {"mamba2": "linear_attention", "attention": "full_attention", "mlp": "mlp", "moe": "moe"}
+SILU = {"silu": "silu", "swish": "silu"}
+
+
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+
+
+def mamba2_mixer(
+    fields: Fields, *, inner: int | None = None, eps_default: float = 1e-5, **more: Any
+) -> tuple[Mamba2Config, int]:
+    """The mixer of Bamba, Granite and Falcon-H1, and the model's width."""
+    d_model = fields.integer("hidden_size", 4096)
+    if inner is None:
+        inner = fields.integer("mamba_expand", 2) * d_model
+    num_heads = fields.integer("mamba_n_heads", 128)
+    head_dim = fields.take("mamba_d_head", "auto")
+    if head_dim == "auto":
+        fields.check(inner % num_heads == 0, f"mamba_n_heads = {num_heads} does not divide {inner}")
+        head_dim = inner // num_heads
+    else:
+        head_dim = fields.integer("mamba_d_head")
+    fields.check(
+        num_heads * head_dim == inner,
+        f"mamba_n_heads * mamba_d_head = {num_heads} * {head_dim} is not {inner}",
+    )
+    bias = fields.flag("mamba_proj_bias", False)
+    fields.ignore("of training", "initializer_range")
+    return Mamba2Config(
+        **dict(
+            num_heads=num_heads,
+            head_dim=head_dim,
+            state_size=fields.integer("mamba_d_state", 256),
+            num_groups=fields.integer("mamba_n_groups", 1),
+            conv_width=fields.integer("mamba_d_conv", 4),
+            conv_bias=fields.flag("mamba_conv_bias", True),
+            in_proj_bias=bias,
+            out_proj_bias=bias,
+            dt_limit=fields.limits("time_step_limit"),
+            norm_eps=fields.positive("rms_norm_eps", eps_default),
+            chunk_size=fields.integer("mamba_chunk_size", 256),
+        )
+        | more
+    ), d_model
+
+
+def mamba2_values(config: ModelConfig) -> dict[str, Any]:
+    """The mixer in the words of `mamba2_mixer`."""
+    m = mixer_of(config)
+    return {
+        "mamba_n_heads": m.num_heads,
+        "mamba_d_head": m.head_dim,
+        "mamba_d_state": m.state_size,
+        "mamba_n_groups": m.num_groups,
+        "mamba_d_conv": m.conv_width,
+        "mamba_expand": max(1, m.inner_size // config.d_model),
+        "mamba_conv_bias": m.conv_bias,
+        "mamba_proj_bias": m.in_proj_bias,
+        "mamba_chunk_size": m.chunk_size,
+        "time_step_limit": limits(m),
+        "rms_norm_eps": config.norm_eps,
+    }
+
+
+def attention_of_fields(fields: Fields, d_model: int, **more: Any) -> AttentionConfig:
+    """Attention in the words that most families use; `more` are further knobs."""
+    num_heads = fields.integer("num_attention_heads", 32)
+    bias = fields.flag("attention_bias", False)
+    return AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+        head_dim=fields.integer("head_dim", max(1, d_model // num_heads)),
+        qkv_bias=bias,
+        out_bias=bias,
+        **more,
+    )
+
+
+def attention_values(config: ModelConfig) -> dict[str, Any]:
+    """Attention in the same words."""
+    a = attention_of(config)
+    return {
+        "num_attention_heads": a.num_heads,
+        "num_key_value_heads": a.num_kv_heads,
+        "attention_bias": a.qkv_bias,
+    }
+
+
+def rotated(
+    attention: AttentionConfig, rotary_dim: int, theta: float, scaling: RopeScaling | None
+) -> AttentionConfig:
+    """The same attention with RoPE on the first `rotary_dim` channels."""
+    return dataclasses.replace(
+        attention, rotary_dim=rotary_dim, rope_theta=theta, rope_scaling=scaling
+    )
+
+
+def rope_values(attention: AttentionConfig, **more: Any) -> dict[str, Any]:
+    """RoPE in the words of transformers 5."""
+    scaling = attention.rope_scaling
+    table = {"rope_type": "default"} if scaling is None else scaling_values(scaling)
+    return {"rope_parameters": {"rope_theta": attention.rope_theta} | table | more}
+
+
+def scaling_values(scaling: RopeScaling) -> dict[str, Any]:
+    """Llama 3's scaling in transformers' words."""
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_length,
+    }
+
+
+def gated_mlp(fields: Fields, **more: Any) -> MlpConfig:
+    """An MLP in the words of Llama; `more` are further knobs."""
+    return MlpConfig(
+        fields.integer("intermediate_size", 14336),
+        activation=fields.choice("hidden_act", "silu", SILU),
+        bias=fields.flag("mlp_bias", False),
+        **more,
+    )
+
+
+def whole_model(
+    fields: Fields,
+    d_model: int,
+    *,
+    epsilon: float | None = None,
+    eps_default: float = 1e-5,
+    tied: bool = False,
+    residual: bool = False,
+) -> dict[str, Any]:
+    """What is said of a whole model in the same words by all; `residual`: but of that."""
+    vocab_size = fields.integer("vocab_size", 32000)
+    return dict(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        norm_eps=fields.positive("rms_norm_eps", eps_default) if epsilon is None else epsilon,
+        tie_embeddings=fields.flag("tie_word_embeddings", tied),
+        eos_token=fields.token("eos_token_id", vocab_size),
+    ) | ({} if residual else {"residual_float32": False})
+
+
+def max_length_of(fields: Fields) -> int | None:
+    """The longest text; absent: no limit."""
+    name = "max_position_embeddings"
+    return fields.integer(name) if fields.has(name) else None
+
+
+def dt_limit(fields: Fields, floor: float, quirks: Collection[str]) -> tuple[float, float]:
+    """Transformers clamps at `time_step_min` in prefill, although nothing says so."""
+    published = fields.limits("time_step_limit")
+    return (floor, math.inf) if "hf_dt_floor" in quirks else published
+
+
+def pairs(kinds: Collection[str], then: str) -> tuple[str, ...]:
+    """A mixer and then an MLP for each source layer."""
+    return tuple(part for kind in kinds for part in (kind, then))
+
+
+def positions_of(kinds: Collection[str], wanted: str) -> list[int]:
+    """Where in a list of kinds one is."""
+    return [i for i, kind in enumerate(kinds) if kind == wanted]
+
+
+def inverse(value: float) -> float:
+    """A number whose reciprocal is `value`, a short one if there is one."""
+    short = float(f"{1 / value:.9g}")
+    return short if 1 / short == value else 1 / value
+
+
+def attention_of(config: ModelConfig) -> AttentionConfig:
+    """The attention of a family that always has it; a ValueError if a model has none."""
+    if config.attention is None:
+        raise ValueError(f"layers = {config.layers} have no attention")
+    return config.attention
+
+
+def present(part: Any) -> Any:
+    """A part of a config that the family always has; a ValueError if it is None."""
+    if part is None:
+        raise ValueError("a kind of layer that the family always has is missing")
+    return part
+
+
+def finished(
+    family: str,
+    fields: Fields,
+    config: ModelConfig,
+    rules: list,
+    skipped: list[Ignored] | None = None,
+) -> Description:
+    """The description, after checking that no field was overlooked."""
+    fields.take("model_type", "")
+    fields.ignore("of transformers, not of the model", *TRANSFORMERS, "use_mamba_kernels")
+    ignored = tied_head(config, "lm_head.weight") + (skipped or [])
+    return Description(family, config, rules, ignored, fields.finish())

@@ -1,0 +1,166 @@
+"""MambaInLlama: Llamas with most of their attention distilled into Mamba-2."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from stree_jax.config import ModelConfig
+from stree_jax.convert import tables
+from stree_jax.convert.description import Description, hf_values, limits, mixer_of
+from stree_jax.convert.fields import MAX_LAYERS, Fields
+from stree_jax.convert.hybrid_parts import (
+    ROPE,
+    SILU,
+    finished,
+    max_length_of,
+    pairs,
+    positions_of,
+    present,
+    rotated,
+    scaling_values,
+    whole_model,
+)
+from stree_jax.convert.rules import Ignored
+from stree_jax.convert.tensors import Tensor
+from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig
+
+
+def read_mamba_in_llama(
+    fields: Fields,
+    mamba: Fields,
+    tensors: Mapping[str, Tensor],
+    quirks: Collection[str],
+) -> Description:
+    """Llama's config.json, and beside it mamba_config.json."""
+    d_model = fields.integer("hidden_size")
+    ssm = mamba.table("ssm_cfg")
+    num_heads, state_size = ssm.integer("ngroups"), ssm.integer("d_state")
+    inner, x_size = mamba.integer("d_inner"), mamba.integer("d_xb")
+    mamba.check(
+        inner == num_heads * state_size,
+        f"d_inner = {inner} is not ssm_cfg.ngroups * ssm_cfg.d_state = {num_heads} * {state_size}",
+    )
+    mamba.check(x_size % state_size == 0, f"ssm_cfg.d_state does not divide d_xb = {x_size}")
+    mamba.check(mamba.integer("d_model") == d_model, "d_model is not config.json's hidden_size")
+    mamba2 = Mamba2Config(
+        num_heads=num_heads,
+        head_dim=state_size,
+        state_size=state_size,
+        num_groups=num_heads,
+        num_x_heads=x_size // state_size,
+        num_b_groups=x_size // state_size,
+        repeat_before_conv=ssm.flag("repeat_kv_before_conv", False),
+        conv_width=ssm.integer("d_conv", 4),
+        conv_bias=ssm.flag("conv_bias", True),
+        in_proj_bias=ssm.flag("bias", False),
+        out_proj_bias=ssm.flag("bias", False),
+        dt_limit=ssm.limits("dt_limit"),
+        norm_eps=1e-5,  # hard-coded in the mixer
+        chunk_size=ssm.integer("chunk_size", 256),
+    )
+    ssm.ignore("overridden upstream", "expand", "headdim")
+    num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
+    mamba.check(
+        mamba.integer("n_layer") == num_layers, "n_layer is not config.json's num_hidden_layers"
+    )
+    with_attention = mamba.indices("attn_layers", num_layers)
+    epsilon = fields.positive("rms_norm_eps", 1e-6)
+    mamba.check(
+        mamba.positive("rms_norm_eps", epsilon) == epsilon, "rms_norm_eps is not config.json's"
+    )
+    activation = fields.choice("hidden_act", "silu", SILU)
+    mamba.ignore("said by config.json", "hidden_act", "vocab_size", "tie_embeddings")
+    hidden = mamba.integer("intermediate_size", fields.integer("intermediate_size"))
+    attention = None
+    if with_attention:
+        heads = fields.integer("num_attention_heads")
+        attention = AttentionConfig(
+            num_heads=heads,
+            num_kv_heads=fields.integer("num_key_value_heads", heads),
+            head_dim=fields.integer("head_dim", max(1, d_model // heads)),
+            qkv_bias=fields.flag("attention_bias", False),
+            out_bias=fields.flag("attention_bias", False),
+        )
+        theta, scaling, table = fields.rope(plain="plain_rope" in quirks)
+        table.finish()
+        attention = rotated(attention, attention.head_dim, theta, scaling)
+    else:
+        fields.ignore("no layer has attention", *ROPE, *_LLAMA_ATTENTION)
+    kinds = ["attention" if i in with_attention else "mamba2" for i in range(num_layers)]
+    config = ModelConfig(
+        layers=pairs(kinds, "mlp"),
+        mamba2=mamba2,
+        attention=attention,
+        mlp=MlpConfig(hidden, activation=activation, bias=fields.flag("mlp_bias", False)),
+        max_length=max_length_of(fields) if with_attention else None,
+        **whole_model(fields, d_model, epsilon=epsilon),
+    )
+    fields.ignore("without RoPE there is no limit", "max_position_embeddings")
+    fields.ignore("of training", "initializer_range")
+    rules = tables.llama_like(
+        config,
+        mlp=tables.split_mlp(present(config.mlp)),
+        mlp_name="mlp",
+        mlp_norm="post_attention_layernorm",
+        final_norm="norm",
+    )
+    skipped = [
+        Ignored(name, "computed from the config")
+        for name in tensors
+        if name.endswith("rotary_emb.inv_freq")
+    ]
+    description = finished("MambaInLlama", fields, config, rules, skipped)
+    return description._replace(notes=description.notes + ssm.finish() + mamba.finish())
+
+
+_LLAMA_ATTENTION = ("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias")
+
+
+def write_mamba_in_llama(config: ModelConfig) -> dict[str, Any]:
+    """A config.json of MambaInLlama; `mamba_in_llama_values` is the file beside it."""
+    a, mlp = config.attention, present(config.mlp)
+    values = hf_values(config, "llama", "LlamaForCausalLM") | {
+        "num_hidden_layers": len(config.layers) // 2,
+        "num_attention_heads": mixer_of(config).num_heads,
+        "rms_norm_eps": config.norm_eps,
+        "intermediate_size": mlp.hidden_size,
+        "hidden_act": mlp.activation,
+        "mlp_bias": mlp.bias,
+        "max_position_embeddings": config.max_length,
+    }
+    if a is not None:
+        values |= {
+            "num_attention_heads": a.num_heads,
+            "num_key_value_heads": a.num_kv_heads,
+            "head_dim": a.head_dim,
+            "attention_bias": a.qkv_bias,
+            "rope_theta": a.rope_theta,
+            "rope_scaling": scaling_values(a.rope_scaling) if a.rope_scaling else None,
+        }
+    return values
+
+
+def mamba_in_llama_values(config: ModelConfig) -> dict[str, Any]:
+    """The mamba_config.json of a MambaInLlama model."""
+    m = mixer_of(config)
+    return {
+        "d_model": config.d_model,
+        "ssm_cfg": {
+            "expand": 1,
+            "ngroups": m.num_heads,
+            "d_state": m.state_size,
+            "repeat_kv_before_conv": m.repeat_before_conv,
+            "d_conv": m.conv_width,
+            "conv_bias": m.conv_bias,
+            "bias": m.in_proj_bias,
+            "dt_limit": limits(m),
+            "chunk_size": m.chunk_size,
+        },
+        "rms_norm_eps": config.norm_eps,
+        "vocab_size": None,
+        "d_inner": m.inner_size,
+        "d_xb": m.x_heads * m.head_dim,
+        "intermediate_size": present(config.mlp).hidden_size,
+        "hidden_act": present(config.mlp).activation,
+        "n_layer": len(config.layers) // 2,
+        "attn_layers": positions_of(config.layers[::2], "attention"),
+    }

@@ -1,0 +1,221 @@
+"""Nemotron-H, as transformers' `NemotronHConfig` describes it."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from stree_jax.config import ModelConfig
+from stree_jax.convert import tables
+from stree_jax.convert.description import Description, hf_values, limits, mixer_of
+from stree_jax.convert.fields import MAX_LAYERS, Fields
+from stree_jax.convert.hybrid_parts import KINDS, NAMES, ROPE, SILU, dt_limit, finished, whole_model
+from stree_jax.convert.rules import Ignored
+from stree_jax.convert.tensors import Tensor
+from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig, MoeConfig
+
+_PATTERN = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
+
+
+def read_nemotron_h(
+    fields: Fields, tensors: Mapping[str, Tensor], quirks: Collection[str]
+) -> Description:
+    """`NemotronHConfig`: one sub-layer a layer, no RoPE."""
+    fields.alias(
+        n_groups="mamba_n_groups",
+        conv_kernel="mamba_d_conv",
+        expand="mamba_expand",
+        time_step_min="mamba_dt_min",
+        time_step_max="mamba_dt_max",
+        time_step_limit="mamba_dt_limit",
+        time_step_floor="mamba_dt_init_floor",
+        use_conv_bias="mamba_conv_bias",
+        chunk_size="mamba_chunk_size",
+        head_dim="attention_head_dim",
+        layers_block_type="layer_types",
+    )
+    d_model = fields.integer("hidden_size", 4096)
+    layers = _nemotron_layers(fields)
+    bias = fields.flag("use_bias", False)
+    fields.check(
+        not fields.flag("attention_bias", False),
+        "attention_bias = true, but transformers' NemotronHAttention never has a bias",
+    )
+    epsilon = fields.positive("layer_norm_epsilon", 1e-5)
+    floor = fields.number("time_step_min", 1e-3)
+    mamba2 = Mamba2Config(
+        num_heads=fields.integer("mamba_num_heads", 128),
+        head_dim=fields.integer("mamba_head_dim", 64),
+        state_size=fields.integer("ssm_state_size", 128),
+        num_groups=fields.integer("n_groups", 8),
+        conv_width=fields.integer("conv_kernel", 4),
+        conv_bias=fields.flag("use_conv_bias", True),
+        in_proj_bias=bias,
+        out_proj_bias=bias,
+        dt_limit=dt_limit(fields, floor, quirks),
+        norm_eps=epsilon,
+        activation=fields.choice("mamba_hidden_act", "silu", SILU),
+        chunk_size=fields.integer("chunk_size", 128),
+    )
+    num_heads = fields.integer("num_attention_heads", 32)
+    attention = AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+        head_dim=fields.integer("head_dim", 128),
+    )
+    activation = fields.choice(
+        "mlp_hidden_act", "relu2", {"relu2": "relu2", "silu": "silu", "gelu": "gelu"}
+    )
+    mlp_bias = fields.flag("mlp_bias", False)
+    for name in ("norm_eps", "rms_norm_eps"):
+        fields.same(name, epsilon)
+    fields.same("num_query_groups", attention.num_kv_heads)
+    fields.same("mamba_num_groups", mamba2.num_groups)
+    fields.same("mamba_state_dim", mamba2.state_size)
+    config = ModelConfig(
+        layers=layers,
+        mamba2=mamba2,
+        attention=attention if "attention" in layers else None,
+        mlp=MlpConfig(
+            fields.integer("intermediate_size", 21504),
+            activation=activation,
+            gated=False,
+            bias=mlp_bias,
+        )
+        if "mlp" in layers
+        else None,
+        moe=_nemotron_experts(fields, activation) if "moe" in layers else None,
+        residual_float32=fields.flag("residual_in_fp32", False),
+        **whole_model(fields, d_model, epsilon=epsilon, residual=True),
+    )
+    fields.check(
+        not (mlp_bias and "moe" in layers), "mlp_bias = true with experts is not supported"
+    )
+    fields.check(not fields.has("sliding_window"), "sliding_window is not supported")
+    fields.ignore("transformers reads use_bias instead", "mamba_proj_bias")
+    fields.ignore("d_ssm is mamba_num_heads * mamba_head_dim", "expand")
+    fields.ignore("no layer has it", *_NEMOTRON_EXPERTS, "intermediate_size")
+    fields.ignore("without RoPE there is no limit", "max_position_embeddings", *ROPE)
+    fields.ignore(
+        "of training",
+        "hidden_dropout",
+        "initializer_range",
+        "rescale_prenorm_residual",
+        "time_step_max",
+        "time_step_floor",
+        "time_step_rank",
+    )
+    fields.ignore("of kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap")
+    fields.ignore(
+        "multi-token prediction heads are left out",
+        "num_nextn_predict_layers",
+        "mtp_layers_block_type",
+        "mtp_hybrid_override_pattern",
+    )
+    skipped = [
+        Ignored(name, "of a multi-token prediction head")
+        for name in tensors
+        if name.startswith(("mtp.", "backbone.mtp.", "model.mtp."))
+    ]
+    rules = tables.nemotron_h(config)
+    return finished("transformers nemotron_h", fields, config, rules, skipped)
+
+
+_NEMOTRON_EXPERTS = (
+    "n_routed_experts",
+    "n_shared_experts",
+    "moe_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_latent_size",
+    "num_experts_per_tok",
+    "routed_scaling_factor",
+    "n_group",
+    "topk_group",
+    "norm_topk_prob",
+)
+
+
+def _nemotron_layers(fields: Fields) -> tuple[str, ...]:
+    """The kinds of the layers: a list, or a string with a letter for each."""
+    if fields.has("layers_block_type"):
+        fields.ignore("said by layers_block_type", "hybrid_override_pattern", "num_hidden_layers")
+        return fields.layer_kinds(
+            "layers_block_type", {k: v for k, v in KINDS.items() if v in NAMES}
+        )
+    pattern = fields.take("hybrid_override_pattern")
+    fields.check(
+        isinstance(pattern, str)
+        and 0 < len(pattern) <= MAX_LAYERS
+        and set(pattern) <= set(_PATTERN),
+        f"hybrid_override_pattern must consist of {''.join(_PATTERN)}, got {pattern!r:.80}",
+    )
+    if fields.has("num_hidden_layers"):
+        num_layers = fields.integer("num_hidden_layers")
+        fields.check(
+            num_layers == len(pattern),
+            f"hybrid_override_pattern has {len(pattern)} letters for {num_layers} layers",
+        )
+    return tuple(_PATTERN[letter] for letter in pattern)
+
+
+def _nemotron_experts(fields: Fields, activation: str) -> MoeConfig:
+    shared = fields.integer("moe_shared_expert_intermediate_size", 7688)
+    fields.ignore("one, of the width that the config says", "n_shared_experts")
+    return MoeConfig(
+        num_experts=fields.integer("n_routed_experts", 8),
+        num_active=fields.integer("num_experts_per_tok", 2),
+        hidden_size=fields.integer("moe_intermediate_size", 7688),
+        router="sigmoid",
+        num_router_groups=fields.integer("n_group", 1),
+        num_active_groups=fields.integer("topk_group", 1),
+        normalise=fields.flag("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0),
+        latent_size=fields.integer("moe_latent_size") if fields.has("moe_latent_size") else None,
+        shared_size=shared,
+        activation=activation,
+        gated=False,
+    )
+
+
+def write_nemotron_h(config: ModelConfig) -> dict[str, Any]:
+    """A config.json of `NemotronHConfig`."""
+    m, a, mlp, moe = mixer_of(config), config.attention, config.mlp, config.moe
+    values = hf_values(config, "nemotron_h", "NemotronHForCausalLM") | {
+        "layers_block_type": [NAMES.get(kind, kind) for kind in config.layers],
+        "mamba_num_heads": m.num_heads,
+        "mamba_head_dim": m.head_dim,
+        "ssm_state_size": m.state_size,
+        "n_groups": m.num_groups,
+        "conv_kernel": m.conv_width,
+        "use_conv_bias": m.conv_bias,
+        "use_bias": m.in_proj_bias,
+        "time_step_limit": limits(m),
+        "chunk_size": m.chunk_size,
+        "mamba_hidden_act": m.activation,
+        "layer_norm_epsilon": config.norm_eps,
+        "residual_in_fp32": config.residual_float32,
+    }
+    if a is not None:
+        values |= {
+            "num_attention_heads": a.num_heads,
+            "num_key_value_heads": a.num_kv_heads,
+            "head_dim": a.head_dim,
+        }
+    if mlp is not None:
+        values |= {
+            "intermediate_size": mlp.hidden_size,
+            "mlp_bias": mlp.bias,
+            "mlp_hidden_act": mlp.activation,
+        }
+    if moe is not None:
+        values |= {
+            "mlp_hidden_act": moe.activation,
+            "n_routed_experts": moe.num_experts,
+            "num_experts_per_tok": moe.num_active,
+            "moe_intermediate_size": moe.hidden_size,
+            "moe_shared_expert_intermediate_size": moe.shared_size,
+            "n_group": moe.num_router_groups,
+            "topk_group": moe.num_active_groups,
+            "norm_topk_prob": moe.normalise,
+            "routed_scaling_factor": moe.scale,
+            "moe_latent_size": moe.latent_size,
+        }
+    return values

@@ -1,0 +1,150 @@
+"""Zamba2, as transformers' `Zamba2Config` describes it."""
+
+from collections.abc import Collection
+from typing import Any
+
+from stree_jax.config import ModelConfig
+from stree_jax.convert import tables
+from stree_jax.convert.description import Description, hf_values, mixer_of
+from stree_jax.convert.fields import MAX_LAYERS, Fields
+from stree_jax.convert.hybrid_parts import (
+    KINDS,
+    SILU,
+    attention_of,
+    dt_limit,
+    finished,
+    max_length_of,
+    present,
+    rope_values,
+    rotated,
+    whole_model,
+)
+from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig, SharedConfig
+
+
+def read_zamba2(fields: Fields, quirks: Collection[str]) -> Description:
+    """`Zamba2Config`: transformer blocks that layers share, beside a Mamba-2 stack."""
+    old = sorted({"conv_dimension", "state_size", "lora_rank"} & set(fields.values))
+    fields.check(
+        not old, f"fields {old} are of Zamba2's first code; take the model's newest revision"
+    )
+    d_model = fields.integer("hidden_size", 2560)
+    fields.check(
+        not fields.flag("use_long_context", False),
+        "use_long_context = true is not supported: transformers 4 and 5 disagree on its RoPE",
+    )
+    fields.alias(layers_block_type="layer_types")
+    num_layers = fields.integer("num_hidden_layers", 54, most=MAX_LAYERS)
+    kinds = fields.layer_kinds("layers_block_type", {k: KINDS[k] for k in _ZAMBA_KINDS})
+    fields.check(
+        len(kinds) == num_layers,
+        f"layers_block_type has {len(kinds)} entries for num_hidden_layers = {num_layers}",
+    )
+    num_uses = kinds.count("shared")
+    fields.check(num_uses > 0, "no layer of layers_block_type is 'hybrid'; use mamba2")
+    num_blocks = fields.integer("num_mem_blocks", 1)
+    bias = fields.flag("add_bias_linear", False)
+    inner = fields.integer("mamba_expand", 2) * d_model
+    num_heads = fields.integer("n_mamba_heads", 8)
+    fields.check(inner % num_heads == 0, f"n_mamba_heads = {num_heads} does not divide {inner}")
+    mamba2 = Mamba2Config(
+        num_heads=num_heads,
+        head_dim=inner // num_heads,
+        state_size=fields.integer("mamba_d_state", 64),
+        num_groups=fields.integer("mamba_ngroups", 1),
+        conv_width=fields.integer("mamba_d_conv", 4),
+        conv_bias=True,
+        in_proj_bias=bias,
+        out_proj_bias=bias,
+        dt_limit=dt_limit(fields, fields.number("time_step_min", 1e-3), quirks),
+        norm_eps=1e-5,  # hard-coded, whatever rms_norm_eps is
+        chunk_size=fields.integer("chunk_size", 256),
+    )
+    heads = fields.integer("num_attention_heads", 32)
+    head_dim = 2 * d_model // heads
+    theta, scaling, table = fields.rope()
+    table.finish()
+    has_rope = fields.flag("use_mem_rope", False)
+    attention = AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=fields.integer("num_key_value_heads", heads),
+        head_dim=head_dim,
+        input_multiple=2,
+        scale=(head_dim / 2) ** -0.5,
+    )
+    adapters = fields.flag("use_shared_attention_adapter", False)
+    fields.check(
+        not adapters or attention.num_kv_heads == heads,
+        "adapters on grouped keys and values are not possible in transformers",
+    )
+    layers: list[str] = []
+    for kind in kinds:
+        layers += ["shared", "mamba2"] if kind == "shared" else ["mamba2"]
+    config = ModelConfig(
+        layers=tuple(layers),
+        mamba2=mamba2,
+        attention=rotated(attention, head_dim, theta, scaling) if has_rope else attention,
+        mlp=MlpConfig(
+            fields.integer("intermediate_size", 4 * d_model),
+            activation=fields.choice("hidden_act", "gelu", {"gelu": "gelu"} | SILU),
+            bias=bias,
+        ),
+        shared=SharedConfig(
+            min(num_blocks, num_uses), fields.integer("adapter_rank", 128), adapters
+        ),
+        max_length=max_length_of(fields) if has_rope else None,
+        **whole_model(fields, d_model, tied=True),
+    )
+    fields.ignore("without RoPE there is no limit", "max_position_embeddings")
+    fields.ignore(
+        "derived from others",
+        "attention_head_dim",
+        "attention_hidden_size",
+        "head_dim",
+        "hybrid_layer_ids",
+        "kv_channels",
+        "mamba_headdim",
+        "num_query_groups",
+    )
+    fields.ignore("never read: the convolution has a bias", "use_conv_bias")
+    fields.ignore("of kernels", "use_mem_eff_path")
+    fields.ignore("of training", "initializer_range", "time_step_max", "time_step_floor")
+    fields.check(not fields.has("sliding_window"), "sliding_window is not supported")
+    return finished("transformers zamba2", fields, config, tables.zamba2(config))
+
+
+_ZAMBA_KINDS = ("mamba", "linear_attention", "hybrid")
+
+
+def write_zamba2(config: ModelConfig) -> dict[str, Any]:
+    """A config.json of `Zamba2Config`."""
+    m, a, shared = mixer_of(config), attention_of(config), present(config.shared)
+    kinds = []
+    for above, kind in zip((None, *config.layers), config.layers, strict=False):
+        if kind != "shared":
+            kinds.append("hybrid" if above == "shared" else "linear_attention")
+    return (
+        hf_values(config, "zamba2", "Zamba2ForCausalLM")
+        | rope_values(a)
+        | {
+            "num_hidden_layers": len(kinds),
+            "layers_block_type": kinds,
+            "num_mem_blocks": shared.num_blocks,
+            "adapter_rank": shared.adapter_rank,
+            "use_shared_attention_adapter": shared.attention_adapters,
+            "use_mem_rope": a.rotary_dim > 0,
+            "num_attention_heads": a.num_heads,
+            "num_key_value_heads": a.num_kv_heads,
+            "intermediate_size": present(config.mlp).hidden_size,
+            "hidden_act": present(config.mlp).activation,
+            "add_bias_linear": m.in_proj_bias,
+            "n_mamba_heads": m.num_heads,
+            "mamba_expand": m.inner_size // config.d_model,
+            "mamba_d_state": m.state_size,
+            "mamba_ngroups": m.num_groups,
+            "mamba_d_conv": m.conv_width,
+            "chunk_size": m.chunk_size,
+            "rms_norm_eps": config.norm_eps,
+            "max_position_embeddings": config.max_length or 1 << 12,
+        }
+    )
