@@ -243,7 +243,13 @@ def decode_loop(
     )
     integer, real = struct((), jnp.int32), struct((), jnp.float32)
     arguments = compiler.place(
-        (target, drafter, state, Limits(integer, integer), Sampling(real, integer, real))
+        (
+            target,
+            drafter,
+            state,
+            Limits(integer, struct((1,), jnp.int32)),
+            Sampling(real, integer, real),
+        )
     )
     compiled, thunks, spills = compiler(SpeculativeDecoder.run, decoder, *arguments)
     outside, inside = Thunks.parse(thunks)

@@ -51,6 +51,7 @@ def limits(mixer: Mamba2Config) -> list[Any]:
 
 def hf_values(config: ModelConfig, model_type: str, architecture: str) -> dict[str, Any]:
     """Fields that all transformers configs have."""
+    eos = config.eos_token
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -58,7 +59,7 @@ def hf_values(config: ModelConfig, model_type: str, architecture: str) -> dict[s
         "vocab_size": config.num_embeddings,
         "hidden_size": config.d_model,
         "tie_word_embeddings": config.tie_embeddings,
-        "eos_token_id": config.eos_token,
+        "eos_token_id": list(eos) if isinstance(eos, tuple) else eos,
         "bos_token_id": None,
         "pad_token_id": None,
     }

@@ -225,16 +225,14 @@ class Fields:
             again = self.number(name)
             self.check(again == value, f"{self._prefix}{name} = {again:g}, elsewhere {value:g}")
 
-    def token(self, name: str, vocab_size: int) -> int | None:
-        """A token id, or the first of a list; one that cannot be used is noted."""
+    def tokens(self, name: str, vocab_size: int) -> int | tuple[int, ...] | None:
+        """A token id, or several; what cannot be one is noted."""
         value = self.take(name, None)
-        first = value[0] if isinstance(value, list) and value else value
-        is_id = isinstance(first, int) and not isinstance(first, bool) and 0 <= first < vocab_size
-        if value is not None and (isinstance(value, list) or not is_id):
-            self._notes.append(
-                f"{name}: {value!r:.80}, of which {first if is_id else 'nothing'} is kept"
-            )
-        return first if is_id else None
+        listed = value if isinstance(value, list) else [value]
+        usable = tuple(t for t in listed if type(t) is int and 0 <= t < vocab_size)
+        if value is not None and len(usable) < len(listed):
+            self._notes.append(f"{name}: {value!r:.80}, of which {list(usable)} can be used")
+        return usable if len(usable) > 1 else (usable[0] if usable else None)
 
     def table(self, name: str) -> "Fields":
         """A table within, to be finished by itself; absent: an empty one."""

@@ -161,7 +161,7 @@ def whole_model(
         d_model=d_model,
         norm_eps=fields.positive("rms_norm_eps", eps_default) if epsilon is None else epsilon,
         tie_embeddings=fields.flag("tie_word_embeddings", tied),
-        eos_token=fields.token("eos_token_id", vocab_size),
+        eos_token=fields.tokens("eos_token_id", vocab_size),
     ) | ({} if residual else {"residual_float32": False})
 
 

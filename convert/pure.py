@@ -229,7 +229,7 @@ def read_mamba2(fields: Fields, tensors: Mapping[str, Tensor]) -> Description:
         norm_eps=epsilon,
         tie_embeddings=fields.flag("tie_word_embeddings", False),
         residual_float32=fields.flag("residual_in_fp32", True),
-        eos_token=fields.token("eos_token_id", vocab_size),
+        eos_token=fields.tokens("eos_token_id", vocab_size),
     )
     fields.ignore(
         "initialisation",

@@ -81,7 +81,7 @@ def load_model(
     implementation: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> HybridLM:
-    """Reads the weights. Beside the result, about one tensor is in memory at any time.
+    """Reads the weights. Beside the result, about one weight's tensors are in memory at any time.
 
     Raises:
         ValueError: a weight is not finite, or a head that should be the embedding is not.

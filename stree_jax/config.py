@@ -60,7 +60,7 @@ class ModelConfig:
         residual_float32: keep the residual stream in float32 whatever the weights' type.
         embedding_multiplier, residual_multiplier, logits_multiplier: scale the embedding, each
             layer's output before it is added, and the logits (Granite, Falcon-H1).
-        eos_token: the id that ends a text, for whoever decodes; None: unknown.
+        eos_token: the id that ends a text, or several, for whoever decodes; None: unknown.
         max_length: tokens of a text that the model was made for; `generate` refuses longer ones
             unless told otherwise. None: no limit.
     """
@@ -80,14 +80,13 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_multiplier: float = 1.0
-    eos_token: int | None = None
+    eos_token: int | tuple[int, ...] | None = None
     max_length: int | None = None
 
     def __post_init__(self) -> None:
         require_integer(self, "vocab_size", 1)
         require_integer(self, "d_model", 1)
         require_integer(self, "padded_vocab_size", 1, optional=True)
-        require_integer(self, "eos_token", 0, optional=True)
         require_integer(self, "max_length", 1, optional=True)
         require(len(self.layers) >= 1, "layers is empty; a model has at least one layer")
         unknown = sorted(set(self.layers) - set(LAYER_KINDS))
@@ -96,8 +95,13 @@ class ModelConfig:
             self.num_embeddings >= self.vocab_size,
             f"padded_vocab_size = {self.padded_vocab_size} is below vocab_size = {self.vocab_size}",
         )
+        tokens = self.eos_token if isinstance(self.eos_token, tuple) else (self.eos_token,)
         require(
-            self.eos_token is None or 0 <= self.eos_token < self.vocab_size,
+            self.eos_token is None or all(type(t) is int for t in tokens),
+            f"eos_token must be an integer or several, got {self.eos_token!r}",
+        )
+        require(
+            self.eos_token is None or all(0 <= t < self.vocab_size for t in tokens),  # type: ignore[operator]
             f"eos_token = {self.eos_token} is outside the vocabulary of {self.vocab_size}",
         )
         for kind, parts in _PARTS.items():
@@ -138,7 +142,7 @@ class ModelConfig:
         state_size: int = 128,
         padded_vocab_size: int | None = None,
         tie_embeddings: bool = True,
-        eos_token: int | None = None,
+        eos_token: int | tuple[int, ...] | None = None,
         attention_layers: Sequence[int] = (),
         attention: Mapping[str, Any] | None = None,
         **mixer: Any,

@@ -77,7 +77,7 @@ def generate(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    eos_token: int | None = None,
+    eos_token: int | Sequence[int] | None = None,
     max_length: int | None = None,
     key: jax.Array | None = None,
 ) -> Generation:
@@ -98,7 +98,7 @@ def generate(
         temperature: 0 takes the best token.
         top_k, top_p: sample from the `top_k` best tokens (0: all), and of these from the fewest
             that reach probability `top_p`. Applied to target and draft alike.
-        eos_token: a row ends after this token.
+        eos_token: a row ends after this token, or after any of these.
         max_length: most tokens of a row, prompt and output; a request for more is refused. None:
             what the model was made for (`ModelConfig.max_length`), if it says.
         key: random key; needed above temperature 0.
@@ -144,7 +144,7 @@ def stream(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    eos_token: int | None = None,
+    eos_token: int | Sequence[int] | None = None,
     max_length: int | None = None,
     key: jax.Array | None = None,
 ) -> Iterator[list[list[int]]]:
@@ -207,7 +207,7 @@ def plan(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    eos_token: int | None = None,
+    eos_token: int | Sequence[int] | None = None,
     max_length: int | None = None,
     key: jax.Array | None = None,
 ) -> Plan:
@@ -226,8 +226,9 @@ def plan(
         raise ValueError(f"temperature = {temperature!r} is 0 in float32; use 0")
     if not (isinstance(top_p, numbers.Real) and 0 < top_p <= 1):
         raise ValueError(f"top_p must be in (0, 1], got {top_p!r}")
-    if eos_token is not None:
-        _check_int("eos_token", eos_token, 0, vocab_size - 1)
+    eos_tokens = [] if eos_token is None else np.ravel(eos_token).tolist()
+    for token in eos_tokens:
+        _check_int("eos_token", token, 0, vocab_size - 1)
     _check_length(context, max_new_tokens, max_length, model.config.max_length)
     greedy = temperature == 0
     if key is None and not greedy:
@@ -258,7 +259,7 @@ def plan(
         drafter,
         context,
         _row_keys(jax.random.key(0) if key is None else key, len(prompts)),
-        Limits(jnp.int32(max_new_tokens), jnp.int32(-1 if eos_token is None else eos_token)),
+        Limits(jnp.int32(max_new_tokens), jnp.asarray(eos_tokens or [-1], jnp.int32)),
         Sampling(jnp.float32(temperature), jnp.int32(min(top_k, vocab_size)), jnp.float32(top_p)),
     )
 

@@ -174,7 +174,7 @@ class SpeculativeDecoder:
         # Emit, up to the end of sequence or the limit.
         new_tokens = _emitted_tokens(draft, verdict, self.topology.depth)
         count = verdict.num_accepted + 1
-        is_end = (new_tokens == limits.eos_token) & (
+        is_end = (new_tokens[..., None] == limits.eos_tokens).any(axis=-1) & (
             jnp.arange(new_tokens.shape[1]) < count[:, None]
         )
         ended = is_end.any(axis=-1)

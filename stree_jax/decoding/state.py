@@ -62,7 +62,7 @@ class Limits(NamedTuple):
     """When a row ends. Arrays, so that a compiled loop serves any of them."""
 
     max_new_tokens: Int[Array, ""]
-    eos_token: Int[Array, ""]  # -1: none
+    eos_tokens: Int[Array, " E"]  # any of them ends a row; -1: none
 
 
 class Sampling(NamedTuple):

@@ -130,7 +130,9 @@ def _continued(target: HybridLM, tokens: np.ndarray, seed: int, step: int) -> np
     return np.concatenate([tokens[:, :half], out.tokens], axis=1)
 
 
-def _new_model(recipe: Recipe, vocab_size: int, eos_token: int | None) -> HybridLM:
+def _new_model(
+    recipe: Recipe, vocab_size: int, eos_token: int | tuple[int, ...] | None
+) -> HybridLM:
     try:
         config = ModelConfig.mamba2_lm(vocab_size, eos_token=eos_token, **recipe.model)
     except TypeError as error:

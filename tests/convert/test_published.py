@@ -409,6 +409,7 @@ def test_mamba_in_llama_8b(tmp_path):
     config = read(tmp_path, LLAMA_3_1_8B, mamba_config=mamba_config)
     assert shape(config) == shape(st.ModelConfig.preset("MambaInLlama-8B"))
     assert config.max_length == 131072
+    assert config.eos_token == (128001, 128008, 128009)
 
 
 def test_the_draft_of_stree(tmp_path):

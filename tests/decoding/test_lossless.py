@@ -178,7 +178,7 @@ def test_end_of_sequence_inside_an_accepted_path(autoregressive):
     want = autoregressive.tokens
     eos = int(want[0, 6])  # with chains of 4 this is in the middle of the second step
     ends = [int(np.flatnonzero(row == eos)[0]) + 1 if eos in row else NEW_TOKENS for row in want]
-    plain = decode(eos_token=eos)
+    plain = decode(eos_token=[eos])
     out = decode(drafter=drafters()["itself"], topology=st.TreeTopology.chain(4), eos_token=eos)
     for got in (plain, out):
         assert got.lengths.tolist() == ends
