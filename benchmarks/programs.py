@@ -40,9 +40,6 @@ class Program:
         self._options = options
         self._plan = plan(model, prompts, **options)
         p = self._plan
-        self._start = SpeculativeDecoder.start.lower(
-            p.decoder, model, p.drafter, p.context, p.keys
-        ).compile()
         state = self.start(prompts)
         self._run = SpeculativeDecoder.run.lower(
             p.decoder, model, p.drafter, state, p.limits, p.sampling
@@ -52,7 +49,7 @@ class Program:
     def start(self, prompts: Sequence[Sequence[int]], key: jax.Array | None = None) -> DecodeState:
         """The state after reading these prompts, to be run as often as one likes."""
         p = plan(self._model, prompts, **(self._options | ({} if key is None else {"key": key})))
-        return self._start(self._model, p.drafter, p.context, p.keys)
+        return p.decoder.start(self._model, p.drafter, p.context, p.keys)
 
     def run(self, state: DecodeState, temperature: float | None = None) -> DecodeState:
         """The whole generation; waits for it. The state is copied, since the loop donates its own.
