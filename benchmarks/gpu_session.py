@@ -192,7 +192,7 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
 
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
     for ax, name in zip(axes, ("mamba2 steps", "hybrid steps"), strict=False):
-        ax.set(title=name, xlabel="nodes", ylabel="ms a step", ylim=0)
+        ax.set(title=name, xlabel="nodes", ylabel="ms a step")
         if steps := results.get(name, {}).get("steps"):
             for kind in steps[0]["milliseconds"]:
                 times = [row["milliseconds"][kind]["median"] for row in steps]
