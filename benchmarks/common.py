@@ -78,10 +78,11 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
     return {"median": float(median), "low": float(low), "high": float(high)}
 
 
-def write_json(name: str, results: Mapping[str, Any]) -> Path:
-    """Writes `results/<name>.json`, whole or not at all."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def write_json(name: str, results: Mapping[str, Any], directory: Path | None = None) -> Path:
+    """Writes `<name>.json` whole or not at all, into `results/` or another directory."""
+    directory = directory or RESULTS
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}.json"
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(results, indent=1) + "\n")
     partial.rename(path)

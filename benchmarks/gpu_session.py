@@ -1,289 +1,290 @@
 """Everything that needs a GPU, in one run under 10 minutes.
 
-1. Correctness: `tree_scan` and `replay` on the device, XLA and Pallas, against the float64
-   reference, on shapes of real models.
-2. Greedy losslessness in float32: every tree against autoregressive decoding, with both kernels.
-3. The time of a verify step of mamba2-2.7b (random bfloat16 weights) against the number of nodes,
-   XLA and Pallas interleaved, beside the floor: weights read once, state read and written once.
+bandwidth     of the device's memory, by copying: the floor that times are compared with.
+correctness   every kernel and its XLA implementation against the float64 reference, on shapes of
+              real models.
+lossless      greedy tokens of trees against autoregressive decoding in float32, for a small model
+              of every family, with the kernels and without.
+kernels       time of a call, XLA and Pallas interleaved, beside the floor: operands read once,
+              results written once. One sequence (warm L2 cache, launches) and many (memory).
+mamba2 steps  time of a verify step of mamba2-2.7b against the number of nodes, XLA and Pallas
+              interleaved, beside the floor: weights read once, state read and written once.
+hybrid steps  the same of MambaInLlama-8B.
+packed        generation with beam trees, packed against unrolled (STree, table 1).
+transformers  its time of a token, with the shape of mamba2-2.7b.
+end to end    with `--train MINUTES`, which first trains a byte-level pair of 50 million parameters:
+              tokens per second, tau and speed-up of chain and tree, and table 1 with that pair.
 
-    python -m benchmarks.gpu_session [--bandwidth 4.3e12]
+    python -m benchmarks.gpu_session [--train 3] [--sections kernels ...] [--bandwidth 4.3e12]
 
-Results go to `benchmarks/results/<device>.json`. Without a GPU it says so and exits.
+Each section gets a share of the time that is left and passes on what it does not use. What there
+was no time for is listed as left out. Results and a plot are `benchmarks/results/<device>.json` and
+`.png`; they are written after every section. Without a GPU it says so and exits; `--smoke` tries
+the program itself on any device, with tiny sizes. Exit code 1 if anything is wrong or fails.
 """
 
 import argparse
-import concurrent.futures
+import contextlib
 import functools
+import importlib.metadata
 import json
-import math
+import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 
-import stree_jax as st
-from benchmarks.common import device_name, interleaved, machine, print_table, summary, write_json
-from benchmarks.shapes import MIXERS, MixerShape
-from benchmarks.steps import run_steps
-from pallas_kernels import dispatch, replay, tree_scan
-from pallas_kernels.replay.reference import replay as replay_reference
-from pallas_kernels.tree_scan.reference import tree_scan as tree_scan_reference
+from benchmarks import byte_pair
+from benchmarks.common import device_name, machine, print_table, write_json
+from benchmarks.models import on_gpu, random_pair
+from benchmarks.on_device import (
+    FULL,
+    SMOKE,
+    Scale,
+    check_kernels,
+    check_lossless,
+    copy_bandwidth,
+    end_to_end,
+    measure_packed,
+    measure_steps,
+    measure_transformers,
+    time_kernels,
+)
+from benchmarks.sections import Clock, Section, run_sections
+from pallas_kernels import dispatch
 
-BUDGET_SECONDS = 8 * 60
-NODES = (1, 2, 4, 8, 16, 32, 64)
-
-
-def random_tree(nodes: int, seed: int) -> st.TreeTopology:
-    """A tree of this size; each node's parent is one of the nodes before it."""
-    rng = np.random.default_rng(seed)
-    return st.TreeTopology((-1, *(int(rng.integers(0, i)) for i in range(1, nodes))))
-
-
-def check_kernels(
-    shapes: dict[str, MixerShape], nodes: tuple[int, ...], implementations: tuple[str, ...]
-) -> list[dict[str, Any]]:
-    """Relative errors against float64, two heads of each shape (the reference is slow)."""
-    rows = []
-    for name, full in shapes.items():
-        shape = full._replace(num_heads=2, num_groups=min(full.num_groups, 2))
-        for count in nodes:
-            for dtype in ("float32", "bfloat16"):
-                errors = _kernel_errors(shape, count, dtype, implementations)
-                rows.append({"shape": name, "nodes": count, "dtype": dtype, "errors": errors})
-    return rows
+MINUTES = 9.0  # of 10: what has begun is not cut off
+NAMES = (
+    *("bandwidth", "correctness", "lossless", "kernels", "mamba2 steps", "hybrid steps"),
+    *("packed", "transformers", "end to end", "packed, trained"),
+)
 
 
-def _kernel_errors(
-    shape: MixerShape, nodes: int, dtype: str, implementations: tuple[str, ...]
-) -> dict[str, dict[str, float]]:
-    """Two rows with different trees; the second replays nothing. Verification and one new level."""
-    rng = np.random.default_rng(nodes)
-    trees = [random_tree(nodes, seed=nodes), random_tree(nodes, seed=nodes + 1)]
-    heads, channels, state_size, groups = shape
+def sections_of(
+    scale: Scale,
+    results: dict[str, Any],
+    trained: byte_pair.Trained | None = None,
+    known_bandwidth: float | None = None,
+) -> list[Section]:
+    """All sections; those that need the bandwidth read it from the results of the first."""
 
-    def draw(*sizes: int, kind: str = "float32") -> jax.Array:
-        return jnp.asarray(rng.normal(size=sizes), kind)
+    def bandwidth() -> float:
+        return results["bandwidth"]
 
-    x = draw(2, nodes, heads, channels, kind=dtype)
-    B, C = (draw(2, nodes, groups, state_size, kind=dtype) for _ in range(2))
-    dt = jax.nn.softplus(draw(2, nodes, heads))
-    A, D = -jnp.exp(draw(heads)), draw(heads, channels)
-    state = draw(2, heads, channels, state_size)
-    mask = jnp.asarray(np.stack([tree.ancestor_mask for tree in trees]))
-    path = mask[:, -1].at[1].set(False)
-    newest = -(-nodes // 4)
-    exact = [
-        np.asarray(value.astype("float32"), np.float64) for value in (x, dt, A, B, C, D, state)
-    ]
-    truth, _ = tree_scan_reference(*exact, np.asarray([tree.parents for tree in trees]))
-    replayed = replay_reference(*exact[:4], exact[6], np.asarray(path))
+    def measured(_: Clock) -> float:
+        return known_bandwidth or copy_bandwidth(scale.copied, scale.count, scale.rounds)
 
-    def relative(value: jax.Array, reference: np.ndarray) -> float:
-        difference = np.asarray(value.astype("float32"), np.float64) - reference
-        return float(np.linalg.norm(difference) / np.linalg.norm(reference))
+    def random(clock: Clock) -> dict[str, Any]:
+        target, draft = scale.pair
+        pair = random_pair(target, draft, scale.dtype, 1, "random pair")
+        return measure_packed(scale, pair, clock)
 
-    errors = {}
-    for name in implementations:
-        scan = jax.jit(functools.partial(tree_scan, implementation=name))
-        step = jax.jit(functools.partial(replay, implementation=name))
-        try:
-            level = scan(x, dt, A, B, C[:, -newest:], D, state, mask)
-            errors[name] = {
-                "tree_scan": relative(scan(x, dt, A, B, C, D, state, mask), truth),
-                "tree_scan of a level": relative(level, truth[:, -newest:]),
-                "replay": relative(step(x, dt, A, B, state, path), replayed),
-            }
-        except Exception as error:  # a kernel that does not compile must not hide the others
-            errors[name] = {f"failed: {error!s:.500}": math.inf}
-    return errors
-
-
-def kernels_are_right(rows: list[dict[str, Any]]) -> bool:
-    """Within the error budgets of the tests."""
-    limits = {
-        ("tree_scan", "float32"): 2e-6,
-        ("tree_scan", "bfloat16"): 4e-3,
-        ("tree_scan of a level", "float32"): 2e-6,
-        ("tree_scan of a level", "bfloat16"): 4e-3,
-        ("replay", "float32"): 2e-6,
-        ("replay", "bfloat16"): 1e-5,
-    }
-    return all(
-        error <= limits.get((op, row["dtype"]), 0.0)
-        for row in rows
-        for errors in row["errors"].values()
-        for op, error in errors.items()
-    )
-
-
-def check_lossless(implementation: str) -> dict[str, Any]:
-    """Greedy tokens of several trees against autoregressive decoding, float32, ragged batch."""
-    config = st.ModelConfig.mamba2_lm(512, 256, 4, state_size=64, head_dim=64)
-
-    def model(seed: int) -> st.HybridLM:
-        return st.HybridLM(config, rngs=nnx.Rngs(seed), implementation=implementation)
-
-    target = model(0)
-    graphdef, state = nnx.split(target)
-    noise = iter(jax.random.split(jax.random.key(1), 1000))
-    near = nnx.merge(
-        graphdef,
-        jax.tree.map(
-            lambda leaf: leaf * (1 + 0.02 * jax.random.normal(next(noise), leaf.shape)), state
+    sections = [
+        Section("bandwidth", 0.2, measured),
+        Section("correctness", 3, functools.partial(check_kernels, scale)),
+        Section("lossless", 3, functools.partial(check_lossless, scale)),
+        Section("kernels", 2, lambda clock: time_kernels(scale, bandwidth(), clock)),
+        Section(
+            "mamba2 steps", 3, lambda clock: measure_steps(scale, scale.mamba2, bandwidth(), clock)
         ),
-    )
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(512, size=size).tolist() for size in (37, 5, 64, 1)]
-    want = st.generate(target, prompts, max_new_tokens=64)
-    rows = {}
-    for name, topology in {
-        "chain of 4": st.TreeTopology.chain(4),
-        **{f"paper {name}": st.TreeTopology.paper(name) for name in "ABE"},
-        "random tree of 32": random_tree(32, seed=0),
-    }.items():
-        out = st.generate(
-            target,
-            prompts,
-            max_new_tokens=64,
-            drafter=st.ModelDrafter(near),
-            topology=topology,
+        Section(
+            "hybrid steps", 3, lambda clock: measure_steps(scale, scale.hybrid, bandwidth(), clock)
+        ),
+        Section("packed", 2, random),
+        Section("transformers", 1, functools.partial(measure_transformers, scale)),
+    ]
+    if trained is not None:
+        sections += [
+            Section("end to end", 3, functools.partial(end_to_end, scale, trained)),
+            Section("packed, trained", 2, lambda clock: measure_packed(scale, trained.pair, clock)),
+        ]
+    return sections
+
+
+def versions() -> dict[str, str]:
+    """Of what the results depend on, as far as it is installed."""
+    found = {}
+    for package in (
+        *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "numpy"),
+        *("torch", "transformers", "mamba-ssm", "causal-conv1d"),
+    ):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def aims(results: Mapping[str, Any]) -> dict[str, dict[str, float | bool]]:
+    """What was hoped for on an H200, and what came of it, for what was measured."""
+    steps = results.get("mamba2 steps", {})
+    tables = (results.get("packed") or {}).get("rows", [])
+    largest = max(tables, key=lambda row: row["nodes"], default={})
+    measured = {
+        "one node of mamba2-2.7b over the floor": (steps.get("one_node_over_floor"), 1.5),
+        "63 nodes of mamba2-2.7b over one": (steps.get("63_nodes_over_one"), 1.3),
+        "unrolled over packed": (largest.get("packed_is_faster_by"), 2.0),
+    }
+    return {
+        name: {
+            "measured": value,
+            "aim": aim,
+            "met": value >= aim if "packed" in name else value <= aim,
+        }
+        for name, (value, aim) in measured.items()
+        if value is not None
+    }
+
+
+def report(results: Mapping[str, Any]) -> None:
+    """Prints tables of what was measured, and what was not."""
+    device = results["machine"]["device"]
+    for name in ("mamba2 steps", "hybrid steps"):
+        if steps := results.get(name, {}).get("steps"):
+            kinds = list(steps[0]["milliseconds"])
+            print_table(
+                f"{name}, {device}, ms; floor {results[name]['floor_milliseconds']:.3g}",
+                ("nodes", *kinds),
+                [
+                    (row["nodes"], *(row["milliseconds"][kind]["median"] for kind in kinds))
+                    for row in steps
+                ],
+            )
+    if rows := results.get("kernels"):
+        print_table(
+            f"a call of each kernel, {device}, microseconds",
+            ("kernel", "shape", "nodes", "batch", *rows[0]["microseconds"], "floor"),
+            [
+                (
+                    *(row[key] for key in ("kernel", "shape", "nodes", "batch")),
+                    *(value["median"] for value in row["microseconds"].values()),
+                    row["floor_microseconds"],
+                )
+                for row in rows
+            ],
         )
-        rows[name] = {
-            "identical": bool(np.array_equal(out.tokens, want.tokens)),
-            "tau": out.stats.tau,
-        }
-    return rows
+    print_table(
+        "sections",
+        ("section", "allowed, s", "took, s", "left out", "failed"),
+        [
+            (
+                name,
+                note["allowed_seconds"],
+                note.get("seconds", 0.0),
+                f"- {len(note['left_out'])}" if note["left_out"] else "",
+                note.get("failed", "")[:60],
+            )
+            for name, note in results["sections"].items()
+        ],
+    )
+    for name, note in results["sections"].items():
+        if note["left_out"]:
+            print(f"{name} left out: {'; '.join(note['left_out'])}")
 
 
-def random_models(
-    config: st.ModelConfig, dtype: str, implementations: tuple[str, ...]
-) -> dict[str, st.HybridLM]:
-    """A model for each implementation, all with the same random weights, made on the device."""
+def plot(results: Mapping[str, Any], path: Path) -> None:
+    """Time of a step by nodes with its floor, for each model; kernels relative to theirs."""
+    import matplotlib
 
-    @jax.jit
-    def weights() -> dict:
-        return nnx.to_pure_dict(nnx.state(st.HybridLM(config, dtype=dtype, rngs=nnx.Rngs(0))))
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
 
-    shared = weights()
-    return {
-        name: nnx.merge(st.HybridLM.abstract(config, dtype=dtype, implementation=name)[0], shared)
-        for name in implementations
-    }
-
-
-def measure_steps(
-    config: st.ModelConfig,
-    *,
-    dtype: str,
-    implementations: tuple[str, ...],
-    nodes: tuple[int, ...],
-    count: int,
-    rounds: int,
-    bandwidth: float | None,
-    out_of_time: Callable[[], bool],
-) -> dict[str, Any]:
-    """Milliseconds of a verify step by implementation and number of nodes."""
-    models = random_models(config, dtype, implementations)
-    sizes = [(size, name) for size in nodes for name in implementations]
-
-    def compiled(size: int, name: str) -> Any:
-        return run_steps.lower(models[name], random_tree(size, size), count).compile()
-
-    # XLA compiles outside of Python's lock, so in threads; timing starts when all are done.
-    with concurrent.futures.ThreadPoolExecutor(max_workers=8) as pool:
-        programs = dict(zip(sizes, pool.map(lambda key: compiled(*key), sizes), strict=True))
-    rows = []
-    for size in nodes:
-        if out_of_time():
-            break
-        calls = {
-            name: lambda name=name, size=size: programs[size, name](
-                models[name]
-            ).block_until_ready()
-            for name in implementations
-        }
-        for call in calls.values():
-            call()
-        seconds = interleaved(calls, rounds, lambda: None)
-        milliseconds = {
-            name: summary([1e3 * value / count for value in values])
-            for name, values in seconds.items()
-        }
-        rows.append({"nodes": size, "milliseconds": milliseconds})
-    model = models[implementations[0]]
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
-    state = sum(leaf.nbytes for leaf in jax.tree.leaves(model.init_cache(1, 0)))
-    floor = None if bandwidth is None else 1e3 * (weights + 2 * state) / bandwidth
-    return {
-        "dtype": dtype,
-        "weight_bytes": weights,
-        "state_bytes": state,
-        "floor_milliseconds": floor,
-        "steps": rows,
-    }
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    for ax, name in zip(axes, ("mamba2 steps", "hybrid steps"), strict=False):
+        ax.set(title=name, xlabel="nodes", ylabel="ms a step")
+        if steps := results.get(name, {}).get("steps"):
+            for kind in steps[0]["milliseconds"]:
+                times = [row["milliseconds"][kind]["median"] for row in steps]
+                ax.plot([row["nodes"] for row in steps], times, marker="o", label=kind)
+            floor = results[name]["floor_milliseconds"]
+            ax.axhline(floor, color="black", linewidth=0.8, label="floor")
+            ax.set_ylim(bottom=0)
+            ax.legend()
+    if rows := results.get("kernels"):
+        many = max(row["batch"] for row in rows)
+        rows = [row for row in rows if row["batch"] == many]
+        names = [f"{row['kernel']}, {row['nodes']}, {row['shape']}" for row in rows]
+        axes[2].barh(names, [row["kernel_over_floor"] for row in rows])
+        axes[2].axvline(1, color="black", linewidth=0.8)
+        axes[2].invert_yaxis()
+        axes[2].tick_params(axis="y", labelsize=6)
+        axes[2].set(title=f"kernels, batch of {many}", xlabel="time over the floor")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
-def main() -> None:
-    """Runs all parts and writes the results, whatever of them there was time for."""
+def is_right(results: Mapping[str, Any]) -> bool:
+    """Whether nothing failed, and what was checked is right."""
+    return (
+        not any("failed" in note for note in results["sections"].values())
+        and results.get("correctness", {}).get("right", True)
+        and results.get("lossless", {}).get("identical", True)
+        and results.get("end to end", {}).get("same_tokens_in_float32", True)
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the sections and writes the results, whatever of them there was time for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for everything")
+    parser.add_argument("--train", type=float, metavar="MINUTES", help="of them, for training")
+    parser.add_argument("--sections", nargs="+", choices=NAMES, help="only these")
     parser.add_argument("--bandwidth", type=float, help="of the memory, bytes a second")
-    options = parser.parse_args()
-    if jax.default_backend() != "gpu":
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, on any device")
+    parser.add_argument("--output", type=Path, help="directory of the results")
+    options = parser.parse_args(arguments)
+    # Or JAX takes three quarters of the memory, and torch finds none.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if options.smoke:  # most of its time is compilation
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    if not options.smoke and not on_gpu():
         print(
             f"no GPU here: the default backend is {jax.default_backend()!r}; nothing was measured"
         )
         return
-    began = time.monotonic()
-    results: dict[str, Any] = {"machine": machine(), "kernels": dispatch.explain()}
+    if options.train is not None and not 0 < options.train < options.minutes:
+        parser.error(f"--train {options.train:g} is not within --minutes {options.minutes:g}")
+    directory = options.output
+    if options.smoke and directory is None:  # tiny sizes are no results
+        directory = Path(tempfile.mkdtemp(prefix="stree-session-"))
+    scale = SMOKE if options.smoke else FULL
+    end = time.monotonic() + 60 * options.minutes
+    results: dict[str, Any] = {
+        "machine": machine(),
+        "versions": versions(),
+        "kernels_chosen": dispatch.explain(),
+        "smoke": options.smoke,
+    }
     name = device_name(results["machine"])
-    implementations = ("xla", "pallas")
+    trained = None
+    if options.train is not None:
+        byte_pair.text_directory()  # refuses before it takes minutes
+        print(f"training: {options.train:g} minutes", flush=True)
+        target, draft, training = scale.training
+        trained = byte_pair.train(60 * options.train, target=target, draft=draft, training=training)
+        results["training"] = trained.report
+    sections = sections_of(scale, results, trained, options.bandwidth)
+    if options.sections is not None:
+        sections = [s for s in sections if s.name in ("bandwidth", *options.sections)]
 
-    results["correctness"] = check_kernels(MIXERS, (1, 13, 64, 100), implementations)
-    results["kernels_are_right"] = kernels_are_right(results["correctness"])
-    write_json(name, results)
-    results["lossless"] = {kernel: check_lossless(kernel) for kernel in implementations}
-    write_json(name, results)
-    results["verify_step"] = measure_steps(
-        st.ModelConfig.preset("mamba2-2.7b"),
-        dtype="bfloat16",
-        implementations=implementations,
-        nodes=NODES,
-        count=10,
-        rounds=10,
-        bandwidth=options.bandwidth,
-        out_of_time=lambda: time.monotonic() - began > BUDGET_SECONDS,
-    )
-    results["seconds"] = round(time.monotonic() - began)
-    path = write_json(name, results)
+    def save() -> Path:
+        return write_json(name, results, directory)
 
-    print_table(
-        f"Verify step of mamba2-2.7b on {results['machine']['device']}, milliseconds",
-        ("nodes", *implementations),
-        [
-            (row["nodes"], *(row["milliseconds"][kernel]["median"] for kernel in implementations))
-            for row in results["verify_step"]["steps"]
-        ],
-    )
-    lossless = all(
-        row["identical"] for rows in results["lossless"].values() for row in rows.values()
-    )
-    right = results["kernels_are_right"]
-    print(
-        json.dumps(
-            {
-                "gpu_session": {
-                    "kernels_are_right": right,
-                    "lossless": lossless,
-                    "results": str(path),
-                }
-            }
-        )
-    )
-    raise SystemExit(0 if right and lossless else 1)
+    run_sections(sections, end - time.monotonic(), results, save)
+    if not options.smoke:
+        results["aims"] = aims(results)
+    path = save()
+    report(results)
+    try:
+        plot(results, path.with_suffix(".png"))
+    except ImportError as error:
+        print(f"no plot: {error}")
+    left_out = sum(len(note["left_out"]) for note in results["sections"].values())
+    right = is_right(results)
+    line = {"right": right, "left_out": left_out, "aims": results.get("aims")}
+    print(json.dumps({"gpu_session": line | {"results": str(path)}}))
+    raise SystemExit(0 if right else 1)
 
 
 if __name__ == "__main__":

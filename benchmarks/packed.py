@@ -11,7 +11,7 @@ caches.
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,6 +64,7 @@ def measure(
     tokens: int,
     rounds: int,
     progress: Progress | None = None,
+    fits: Callable[[str], bool] = lambda _: True,
 ) -> list[dict[str, Any]]:
     """Speed and memory of every M and N, packed and unrolled interleaved.
 
@@ -73,6 +74,7 @@ def measure(
         tokens: to generate after each prompt.
         rounds: times that all prompts are decoded.
         progress: shows how far it is.
+        fits: asked before each M and N whether there is time for it.
     """
     progress = progress or Progress(disable=True)
     task = progress.add_task("packed", total=len(beams) * len(steps) * (2 + rounds))
@@ -82,6 +84,8 @@ def measure(
     rows = []
     for num_steps in steps:
         for num_beams in beams:
+            if not fits(f"{num_beams} beams of {num_steps}"):
+                continue
             options = dict(
                 max_new_tokens=tokens,
                 drafter=drafter,

@@ -19,3 +19,17 @@ MIXERS = {
     "Nemotron-H-8B": MixerShape(128, 64, 128, 8),
     "Falcon-H1-1.5B": MixerShape(48, 64, 256, 1),
 }
+
+
+class AttentionShape(NamedTuple):
+    """One attention layer as the tree kernel sees it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+ATTENTIONS = {
+    "MambaInLlama-8B": AttentionShape(32, 8, 128),
+    "Falcon-H1-0.5B": AttentionShape(8, 2, 64),
+}

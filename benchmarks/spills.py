@@ -39,14 +39,10 @@ from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 from benchmarks.common import RESULTS, print_table, write_json  # noqa: E402
-from benchmarks.shapes import MIXERS  # noqa: E402
+from benchmarks.shapes import ATTENTIONS, MIXERS  # noqa: E402
 from pallas_kernels import gated_rms_norm, replay, replay_tree_scan, tree_conv1d, tree_scan  # noqa: E402
 from pallas_kernels.tree_attention import pallas_triton  # noqa: E402
 
-ATTENTIONS = {  # query heads, key heads, head size
-    "MambaInLlama-8B": (32, 8, 128),
-    "Falcon-H1-0.5B": (8, 2, 64),
-}
 NODES = (13, 64, 128)
 DTYPES = ("bfloat16", "float32")
 

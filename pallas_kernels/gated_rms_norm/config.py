@@ -1,9 +1,12 @@
 """Block sizes of the `gated_rms_norm` kernel.
 
-Chosen so that nothing spills on sm_80 to sm_90 (`benchmarks/spills.py`); not tuned on a device yet.
+Defaults are chosen so that nothing spills on sm_80 to sm_90 (`benchmarks/spills.py`); a device's
+own come from its table (`pallas_kernels/tuned.py`).
 """
 
 import dataclasses
+
+from pallas_kernels import tuned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +22,18 @@ class BlockSizes:
     num_warps: int
 
 
+# By size of a group, all of which a program holds in registers.
+DEFAULTS = {
+    "groups to 4096": BlockSizes(block=4096, num_warps=4),
+    "larger groups": BlockSizes(block=4096, num_warps=8),
+}
+
+
+def case(group_size: int) -> str:
+    """The case of `DEFAULTS` that groups of this size are."""
+    return "groups to 4096" if group_size <= 4096 else "larger groups"
+
+
 def block_sizes(group_size: int) -> BlockSizes:
-    """Block sizes for groups of this size, all of which a program holds in registers."""
-    return BlockSizes(block=4096, num_warps=4 if group_size <= 4096 else 8)
+    """Block sizes for groups of this size."""
+    return tuned.chosen("gated_rms_norm", case(group_size), DEFAULTS)

@@ -1,12 +1,14 @@
 """Block sizes of the `replay` kernel.
 
-Chosen so that nothing spills on sm_80 to sm_90 (`benchmarks/spills.py`); not tuned on a device yet.
+Defaults are chosen so that nothing spills on sm_80 to sm_90 (`benchmarks/spills.py`); a device's
+own come from its table (`pallas_kernels/tuned.py`).
 """
 
 import dataclasses
 
-import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+from pallas_kernels import tuned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +27,13 @@ class BlockSizes:
     num_stages: int
 
 
+# By type of the inputs. Full float32 products need many registers.
+DEFAULTS = {
+    "bfloat16": BlockSizes(nodes=32, state=32 * 128, num_warps=4, num_stages=1),
+    "float32": BlockSizes(nodes=16, state=32 * 128, num_warps=8, num_stages=1),
+}
+
+
 def block_sizes(dtype: DTypeLike) -> BlockSizes:
-    """Block sizes for inputs of this type. Full float32 products need many registers."""
-    if jnp.dtype(dtype) == jnp.float32:
-        return BlockSizes(nodes=16, state=32 * 128, num_warps=8, num_stages=1)
-    return BlockSizes(nodes=32, state=32 * 128, num_warps=4, num_stages=1)
+    """Block sizes for inputs of this type."""
+    return tuned.chosen("replay", tuned.dtype_case(dtype), DEFAULTS)

@@ -1,18 +1,14 @@
 """Block sizes of the `tree_attention` kernel.
 
-Chosen so that nothing spills on sm_80 to sm_90 (`benchmarks/spills.py`); not tuned on a device yet.
+Defaults are chosen so that nothing spills on sm_80 to sm_90 (`benchmarks/spills.py`); a device's
+own come from its table (`pallas_kernels/tuned.py`).
 """
 
 import dataclasses
 
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import triton_backend as tb
-
-# Warps that keep the GPUs of today busy, 8 on each of an H100's 132 processors. More shares of a
-# cache than that only mean more partial sums, each as large as the output in float32.
-_WARPS = 1024
+from pallas_kernels import tuned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +29,47 @@ class BlockSizes:
     num_stages: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What is chosen by measuring; the splits follow from it and from the shapes.
+
+    Attributes:
+        rows, keys, num_warps, num_stages: as in `BlockSizes`.
+        busy_warps: warps that keep the GPU busy. More shares of a cache than that only mean more
+            partial sums, each as large as the output in float32.
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    busy_warps: int
+
+    def block_sizes(self, *, num_rows: int, num_groups: int, capacity: int) -> BlockSizes:
+        """As the function of this name."""
+        programs = num_groups * -(-num_rows // self.rows)
+        wanted = self.busy_warps // (self.num_warps * programs)
+        splits = max(1, min(wanted, -(-capacity // self.keys) // 2))  # at least two blocks each
+        return BlockSizes(self.rows, self.keys, splits, self.num_warps, self.num_stages)
+
+
+# By type of the inputs, and number of rows. Full float32 products need many registers. 1024 warps
+# are 8 on each of an H100's 132 processors.
+DEFAULTS = {
+    "bfloat16, to 32 rows": Choice(rows=32, keys=64, num_warps=4, num_stages=2, busy_warps=1024),
+    "bfloat16": Choice(rows=64, keys=64, num_warps=8, num_stages=2, busy_warps=1024),
+    "float32": Choice(rows=16, keys=32, num_warps=4, num_stages=2, busy_warps=1024),
+}
+
+
+def case(dtype: DTypeLike, num_rows: int) -> str:
+    """The case of `DEFAULTS` that these inputs are."""
+    name = tuned.dtype_case(dtype)
+    return f"{name}, to 32 rows" if name == "bfloat16" and num_rows <= 32 else name
+
+
 def block_sizes(dtype: DTypeLike, *, num_rows: int, num_groups: int, capacity: int) -> BlockSizes:
-    """Block sizes for inputs of this type. Full float32 products need many registers.
+    """Block sizes for inputs of this type.
 
     Args:
         dtype: of query, keys and values.
@@ -42,9 +77,5 @@ def block_sizes(dtype: DTypeLike, *, num_rows: int, num_groups: int, capacity: i
         num_groups: rows of the batch times key and value heads.
         capacity: places of the cache.
     """
-    wide = jnp.dtype(dtype) == jnp.float32
-    rows, keys = (16, 32) if wide else (min(64, tb.padded_size(num_rows)), 64)
-    num_warps = 8 if rows == 64 else 4
-    wanted = _WARPS // (num_warps * num_groups * -(-num_rows // rows))
-    splits = max(1, min(wanted, -(-capacity // keys) // 2))  # at least two blocks each
-    return BlockSizes(rows, keys, splits, num_warps, num_stages=2)
+    choice = tuned.chosen("tree_attention", case(dtype, num_rows), DEFAULTS)
+    return choice.block_sizes(num_rows=num_rows, num_groups=num_groups, capacity=capacity)

@@ -1,9 +1,12 @@
 """Block sizes of the `tree_conv1d` kernel.
 
-Chosen so that nothing spills on sm_80 to sm_90 (`benchmarks/spills.py`); not tuned on a device yet.
+Defaults are chosen so that nothing spills on sm_80 to sm_90 (`benchmarks/spills.py`); a device's
+own come from its table (`pallas_kernels/tuned.py`).
 """
 
 import dataclasses
+
+from pallas_kernels import tuned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +24,10 @@ class BlockSizes:
     num_warps: int
 
 
+# Nothing here is large enough to depend on types.
+DEFAULTS = {"any": BlockSizes(queries=16, channels=256, num_warps=4)}
+
+
 def block_sizes() -> BlockSizes:
-    """Block sizes; nothing here is large enough to depend on types."""
-    return BlockSizes(queries=16, channels=256, num_warps=4)
+    """Block sizes for inputs of any type."""
+    return tuned.chosen("tree_conv1d", "any", DEFAULTS)

@@ -1,0 +1,373 @@
+"""Every kernel with operands of real shapes: what the tuner and the GPU session check and time."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import pallas_kernels as pk
+import stree_jax as st
+from benchmarks.shapes import ATTENTIONS, MIXERS, AttentionShape, MixerShape
+from pallas_kernels.gated_rms_norm import pallas_triton as norm_kernel
+from pallas_kernels.gated_rms_norm.reference import gated_rms_norm as norm_reference
+from pallas_kernels.replay import pallas_triton as replay_kernel
+from pallas_kernels.replay.reference import replay as replay_reference
+from pallas_kernels.replay_tree_scan import pallas_triton as fused_kernel
+from pallas_kernels.replay_tree_scan.reference import replay_tree_scan as fused_reference
+from pallas_kernels.tree_attention import pallas_triton as attention_kernel
+from pallas_kernels.tree_attention.reference import tree_attention as attention_reference
+from pallas_kernels.tree_conv1d import pallas_triton as conv_kernel
+from pallas_kernels.tree_conv1d.reference import tree_conv1d as conv_reference
+from pallas_kernels.tree_scan import pallas_triton as scan_kernel
+from pallas_kernels.tree_scan.reference import tree_scan as scan_reference
+
+# Relative error against float64, as the tests have it. bf16: rounding the output; a state is
+# float32, and its products are split into two bf16 halves.
+LIMITS = {
+    ("output", "float32"): 2e-6,
+    ("output", "bfloat16"): 4e-3,
+    ("state", "float32"): 2e-6,
+    ("state", "bfloat16"): 1e-5,
+}
+_DISTINCT = 8  # different trees in a batch
+
+
+class Problem(NamedTuple):
+    """What one kernel is given. The second row of a batch has an empty path, a third of a cache."""
+
+    shape: MixerShape | AttentionShape
+    nodes: int
+    dtype: str
+    batch: int = 1
+    capacity: int = 0  # of the attention's cache
+    seed: int = 0
+
+
+class Kernel(NamedTuple):
+    """One op, and how to give it something to do.
+
+    Attributes:
+        function: takes the operands and an `implementation`.
+        with_blocks: takes the operands, `blocks` and `interpret`.
+        operands: of a problem, on the device.
+        reference: takes the operands in float64 and the parents of the trees `[B, N]`.
+        outputs: "output" or "state" for each.
+        feedback: the operand that the last output is the next value of, updated in place.
+        shapes: of real models.
+    """
+
+    function: Callable[..., Any]
+    with_blocks: Callable[..., Any]
+    operands: Callable[[Problem], tuple[jax.Array, ...]]
+    reference: Callable[..., tuple[np.ndarray, ...]]
+    outputs: tuple[str, ...]
+    feedback: int | None
+    shapes: Mapping[str, Any]
+
+
+def random_tree(nodes: int, seed: int) -> st.TreeTopology:
+    """A tree of this size; each node's parent is one of the nodes before it."""
+    rng = np.random.default_rng(seed)
+    return st.TreeTopology((-1, *(int(rng.integers(0, i)) for i in range(1, nodes))))
+
+
+def trees(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """Parents `[B, N]` and ancestor masks `[B, N, N]`; the rows' trees differ."""
+    few = [
+        random_tree(problem.nodes, problem.seed + 100 * problem.nodes + row)
+        for row in range(min(problem.batch, _DISTINCT))
+    ]
+    rows = [few[row % len(few)] for row in range(problem.batch)]
+    return (
+        np.array([tree.parents for tree in rows], np.int32),
+        np.stack([tree.ancestor_mask for tree in rows]),
+    )
+
+
+def draw(problem: Problem) -> Callable[..., jax.Array]:
+    """A function that draws arrays in the type of the activations, or another."""
+    keys = iter(jax.random.split(jax.random.key(problem.seed), 64))
+
+    def normal(*sizes: int, kind: str | None = None) -> jax.Array:
+        return jax.random.normal(next(keys), sizes).astype(kind or problem.dtype)
+
+    return normal
+
+
+def _recurrent(problem: Problem) -> dict[str, jax.Array]:
+    heads, channels, state, groups = problem.shape
+    normal, batch, nodes = draw(problem), problem.batch, problem.nodes
+    _, masks = trees(problem)
+    path = masks[:, -1].copy()
+    path[1:2] = False
+    return {
+        "x": normal(batch, nodes, heads, channels),
+        "dt": jax.nn.softplus(normal(batch, nodes, heads, kind="float32")),
+        "A": -jnp.exp(normal(heads, kind="float32")),
+        "B": normal(batch, nodes, groups, state),
+        "C": normal(batch, nodes, groups, state),
+        "D": normal(heads, channels, kind="float32"),
+        "state": normal(batch, heads, channels, state, kind="float32"),
+        "mask": jnp.asarray(masks),
+        "path": jnp.asarray(path),
+    }
+
+
+def _of_state(*names: str) -> Callable[[Problem], tuple[jax.Array, ...]]:
+    def operands(problem: Problem) -> tuple[jax.Array, ...]:
+        values = _recurrent(problem)
+        return tuple(values[name] for name in names)
+
+    return operands
+
+
+def _of_level(problem: Problem) -> tuple[jax.Array, ...]:
+    """A tree that grows by its newest quarter."""
+    x, dt, A, B, C, D, state, mask = KERNELS["tree_scan"].operands(problem)
+    newest = -(-problem.nodes // 4)
+    return x, dt, A, B, C[:, -newest:], D, state, mask
+
+
+def _of_fused(problem: Problem) -> tuple[jax.Array, ...]:
+    before = _recurrent(problem._replace(seed=problem.seed + 1))
+    previous = tuple(before[name] for name in ("x", "dt", "B", "path"))
+    return previous + KERNELS["tree_scan"].operands(problem)
+
+
+def _of_conv(problem: Problem) -> tuple[jax.Array, ...]:
+    heads, head_dim, state, groups = problem.shape
+    channels, width = heads * head_dim + 2 * groups * state, 4
+    normal = draw(problem)
+    parents, _ = trees(problem)
+    return (
+        normal(problem.batch, problem.nodes, channels),
+        normal(problem.batch, width - 1, channels),
+        normal(width, channels),
+        normal(channels),
+        pk.conv_window(jnp.asarray(parents), width),
+    )
+
+
+def _of_norm(problem: Problem) -> tuple[jax.Array, ...]:
+    normal, size = draw(problem), problem.shape.num_heads * problem.shape.head_dim
+    rows = (problem.batch, problem.nodes, size)
+    return normal(*rows), normal(*rows), normal(size)
+
+
+def _of_attention(problem: Problem) -> tuple[jax.Array, ...]:
+    heads, groups, head_dim = problem.shape
+    normal, batch, nodes = draw(problem), problem.batch, problem.nodes
+    _, masks = trees(problem)
+    length = np.full(batch, problem.capacity)
+    length[1:2] = problem.capacity // 3
+    return (
+        normal(batch, nodes, heads, head_dim),
+        *(normal(batch, nodes, groups, head_dim) for _ in range(2)),
+        *(normal(batch, groups, problem.capacity, head_dim) for _ in range(2)),
+        jnp.asarray(length, jnp.int32),
+        jnp.asarray(masks),
+    )
+
+
+def _attention(query: jax.Array, *arguments: jax.Array, **options: Any) -> jax.Array:
+    return pk.tree_attention(query, *arguments, scale=query.shape[-1] ** -0.5, **options)
+
+
+def _attention_with_blocks(query: Any, *rest: Any, blocks: Any, interpret: bool) -> jax.Array:
+    """`blocks` may be a `Choice`, of which the splits follow for these shapes."""
+    if hasattr(blocks, "block_sizes"):
+        batch, num_queries, num_heads, _ = query.shape
+        num_groups, capacity = rest[2].shape[1:3]
+        blocks = blocks.block_sizes(
+            num_rows=num_queries * num_heads // num_groups,
+            num_groups=batch * num_groups,
+            capacity=capacity,
+        )
+    options = dict(scale=query.shape[-1] ** -0.5, blocks=blocks, interpret=interpret)
+    return attention_kernel.tree_attention(query, *rest, **options)
+
+
+def _true_attention(query: Any, *rest: Any) -> tuple[np.ndarray]:
+    *arguments, _ = rest
+    return (attention_reference(query, *arguments, scale=query.shape[-1] ** -0.5),)
+
+
+def _true_norm(y: Any, gate: Any, weight: Any, _: Any) -> tuple[np.ndarray]:
+    rows = (-1, y.shape[-1])
+    options = dict(norm="gate_then_norm", epsilon=1e-5, num_groups=1)
+    truth = norm_reference(y.reshape(rows), gate.reshape(rows), weight, **options)
+    return (truth.reshape(y.shape),)
+
+
+def _true_scan(*arguments: Any) -> tuple[np.ndarray]:
+    *arguments, _, parents = arguments
+    return (scan_reference(*arguments, parents)[0],)
+
+
+def _true_level(x: Any, dt: Any, A: Any, B: Any, C: Any, *rest: Any) -> tuple[np.ndarray]:
+    *others, _, parents = rest
+    queries = C.shape[1]
+    every = np.zeros((*B.shape[:3], C.shape[3]))
+    every[:, -queries:] = C
+    return (scan_reference(x, dt, A, B, every, *others, parents)[0][:, -queries:],)
+
+
+LEVEL = "tree_scan of a level"
+_SCANNED = ("x", "dt", "A", "B", "C", "D", "state", "mask")
+_GATE_THEN_NORM = dict(norm="gate_then_norm", epsilon=1e-5, num_groups=1)
+_SCAN = Kernel(
+    pk.tree_scan,
+    scan_kernel.tree_scan,
+    _of_state(*_SCANNED),
+    _true_scan,
+    ("output",),
+    None,
+    MIXERS,
+)
+KERNELS: dict[str, Kernel] = {
+    "tree_scan": _SCAN,
+    LEVEL: _SCAN._replace(operands=_of_level, reference=_true_level),
+    "replay": Kernel(
+        pk.replay,
+        replay_kernel.replay,
+        _of_state("x", "dt", "A", "B", "state", "path"),
+        lambda *arguments: (replay_reference(*arguments[:-1]),),
+        ("state",),
+        4,
+        MIXERS,
+    ),
+    "replay_tree_scan": Kernel(
+        pk.replay_tree_scan,
+        fused_kernel.replay_tree_scan,
+        _of_fused,
+        lambda *arguments: fused_reference(*arguments[:11], arguments[-1]),
+        ("output", "state"),
+        10,
+        MIXERS,
+    ),
+    "tree_attention": Kernel(
+        _attention,
+        _attention_with_blocks,
+        _of_attention,
+        _true_attention,
+        ("output",),
+        None,
+        ATTENTIONS,
+    ),
+    "gated_rms_norm": Kernel(
+        functools.partial(pk.gated_rms_norm, **_GATE_THEN_NORM),
+        functools.partial(norm_kernel.gated_rms_norm, **_GATE_THEN_NORM),
+        _of_norm,
+        _true_norm,
+        ("output",),
+        None,
+        MIXERS,
+    ),
+    "tree_conv1d": Kernel(
+        functools.partial(pk.tree_conv1d, activation="silu"),
+        functools.partial(conv_kernel.tree_conv1d, activation="silu"),
+        _of_conv,
+        lambda *arguments: (conv_reference(*arguments[:4], arguments[-1], "silu"),),
+        ("output",),
+        None,
+        MIXERS,
+    ),
+}
+TIMED = tuple(name for name in KERNELS if name != LEVEL)
+
+
+def small(shape: Any) -> Any:
+    """A shape with two heads, or two groups of them: the float64 reference is slow."""
+    if isinstance(shape, AttentionShape):
+        return shape._replace(num_heads=2 * shape.num_heads // shape.num_kv_heads, num_kv_heads=2)
+    return shape._replace(num_heads=2, num_groups=min(shape.num_groups, 2))
+
+
+def as_tuple(value: Any) -> tuple:
+    """The outputs of a kernel, of which there may be one."""
+    return value if isinstance(value, tuple) else (value,)
+
+
+def relative_error(value: jax.Array, truth: np.ndarray | jax.Array) -> float:
+    """Of all numbers together (Frobenius norms)."""
+    got, wanted = float64(value), float64(truth)
+    error = float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+    return error if math.isfinite(error) else math.inf
+
+
+def float64(value: np.ndarray | jax.Array) -> np.ndarray:
+    """The same numbers; NumPy alone does not know how to convert bfloat16."""
+    if isinstance(value, jax.Array):
+        value = np.asarray(value.astype("float32"))
+    return value.astype(np.float64)
+
+
+def errors(
+    name: str, problem: Problem, implementations: tuple[str, ...]
+) -> dict[str, list[float] | str]:
+    """Relative errors of a kernel's outputs against float64, or what it failed with."""
+    kernel = KERNELS[name]
+    operands = kernel.operands(problem)
+    parents, _ = trees(problem)
+    exact = [
+        float64(value) if jnp.issubdtype(value.dtype, jnp.floating) else np.asarray(value)
+        for value in operands
+    ]
+    truth = kernel.reference(*exact, parents)
+    result: dict[str, list[float] | str] = {}
+    for implementation in implementations:
+        run = jax.jit(functools.partial(kernel.function, implementation=implementation))
+        try:
+            got = as_tuple(run(*operands))
+            result[implementation] = [
+                relative_error(value, wanted) for value, wanted in zip(got, truth, strict=True)
+            ]
+        except Exception as error:  # a kernel that does not compile must not hide the others
+            result[implementation] = f"failed: {error!s:.500}"
+    return result
+
+
+def within_limits(name: str, dtype: str, found: list[float] | str) -> bool:
+    """Whether these are errors, and all of them small enough."""
+    if isinstance(found, str):
+        return False
+    limits = [LIMITS[output, dtype] for output in KERNELS[name].outputs]
+    return all(error <= limit for error, limit in zip(found, limits, strict=True))
+
+
+def bytes_moved(name: str, operands: tuple[jax.Array, ...]) -> int:
+    """What a call must move: operands read once, caches as far as they are filled; results."""
+    outputs = jax.eval_shape(
+        functools.partial(KERNELS[name].function, implementation="xla"), *operands
+    )
+    total = sum(value.size * value.dtype.itemsize for value in (*operands, *as_tuple(outputs)))
+    if name == "tree_attention":
+        keys, length = operands[3], operands[5]
+        unfilled = keys.shape[0] * keys.shape[2] - int(length.sum())
+        total -= 2 * unfilled * keys.shape[1] * keys.shape[3] * keys.dtype.itemsize
+    return total
+
+
+def repeated(function: Callable[..., Any], feedback: int | None, count: int) -> Callable[..., Any]:
+    """Calls a kernel `count` times on the device, each after the one before, in one program.
+
+    Operands are the same each time but the one that is updated in place, so small problems are
+    timed with a warm L2 cache.
+    """
+
+    def run(*operands: jax.Array) -> tuple:
+        def step(_: Any, before: tuple) -> tuple:
+            # Or XLA sees that all calls are the same.
+            held, before = lax.optimization_barrier((operands, before))
+            if feedback is not None:
+                held = (*held[:feedback], before[-1], *held[feedback + 1 :])
+            return as_tuple(function(*held))
+
+        return lax.fori_loop(1, count, step, as_tuple(function(*operands)))
+
+    return run

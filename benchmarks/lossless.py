@@ -1,0 +1,134 @@
+"""Is greedy tree decoding what autoregressive decoding is? Small models of every family, float32.
+
+Sizes are such that the Pallas kernels take them. Weights are random; the draft is the target with
+noise on its weights, so that it is right often, but not always.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+import stree_jax as st
+from benchmarks.kernels import random_tree
+from stree_jax.layer_config import (
+    AttentionConfig,
+    Mamba2Config,
+    MlpConfig,
+    MoeConfig,
+    RopeScaling,
+    SharedConfig,
+)
+
+PROMPT_LENGTHS = (37, 5, 64, 1)
+NOISE = 0.02  # of the draft's weights, relative
+_WIDTH = 64
+_mixer = functools.partial(Mamba2Config, num_heads=4, head_dim=32, state_size=16, chunk_size=16)
+_attention = functools.partial(AttentionConfig, num_heads=4, num_kv_heads=2, head_dim=16)
+
+
+def _hybrid(*layers: str, **parts: Any) -> st.ModelConfig:
+    """Untied: with tied embeddings a random model repeats itself."""
+    shape: dict[str, Any] = dict(
+        vocab_size=512,
+        d_model=_WIDTH,
+        layers=layers,
+        mamba2=_mixer(),
+        mlp=MlpConfig(96),
+        tie_embeddings=False,
+        residual_float32=False,
+    )
+    return st.ModelConfig(**(shape | parts))
+
+
+FAMILIES = {
+    "Mamba-2": st.ModelConfig.mamba2_lm(
+        512, 128, 4, head_dim=64, state_size=64, tie_embeddings=False
+    ),
+    "MambaInLlama": _hybrid(
+        *("mamba2", "mlp", "attention", "mlp"),
+        mamba2=_mixer(head_dim=16, num_groups=4, num_x_heads=2, num_b_groups=2),
+        attention=_attention(
+            rotary_dim=16, rope_theta=100.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 24)
+        ),
+    ),
+    "mamba2attn": _hybrid(
+        *("mamba2", "attention", "mamba2"),
+        attention=_attention(rotary_dim=8, conv_width=3, mlp_dim=16),
+        residual_float32=True,
+    ),
+    "Falcon-H1": _hybrid(
+        *("parallel", "mlp", "parallel", "mlp"),
+        mamba2=_mixer(norm="none", input_multiplier=1.25, output_multiplier=0.8),
+        attention=_attention(rotary_dim=16, key_multiplier=0.7),
+    ),
+    "Bamba": _hybrid(
+        *("mamba2", "mlp", "attention", "mlp"),
+        attention=_attention(rotary_dim=8, qkv_bias=True, out_bias=True),
+    ),
+    "Nemotron-H": _hybrid(
+        *("mamba2", "mlp", "attention", "moe"),
+        attention=_attention(),
+        mlp=MlpConfig(96, activation="relu2", gated=False),
+        moe=MoeConfig(6, 2, 32, router="sigmoid", activation="relu2", gated=False),
+    ),
+    "Granite-4-H": _hybrid(
+        *("mamba2", "moe", "attention", "moe"),
+        attention=_attention(scale=0.2),
+        moe=MoeConfig(4, 2, 32, shared_size=32),
+        mlp=None,
+    ),
+    "Zamba2": _hybrid(
+        *("mamba2", "shared", "mamba2", "shared", "mamba2"),
+        attention=_attention(num_kv_heads=4, input_multiple=2, scale=0.5, rotary_dim=16),
+        shared=SharedConfig(1, adapter_rank=4, attention_adapters=True),
+    ),
+}
+TREES = {
+    "chain of 4": st.TreeTopology.chain(4),
+    "tree A": st.TreeTopology.paper("A"),
+    "random tree of 32": random_tree(32, seed=0),
+}
+
+
+def noisy(model: st.HybridLM) -> st.HybridLM:
+    """The model with relative noise on its weights."""
+    graphdef, state = nnx.split(model)
+    leaves, structure = jax.tree.flatten(state)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    leaves = [
+        leaf * (1 + NOISE * jax.random.normal(key, leaf.shape))
+        for leaf, key in zip(leaves, keys, strict=True)
+    ]
+    return nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
+
+
+def check(
+    config: st.ModelConfig,
+    implementation: str,
+    trees: Mapping[str, st.TreeTopology],
+    *,
+    tokens: int,
+) -> dict[str, dict[str, Any]]:
+    """Whether each tree gives the tokens of autoregressive decoding; a ragged batch.
+
+    `distinct` tokens tell that it was not the same token again and again.
+    """
+    model = st.HybridLM(config, rngs=nnx.Rngs(0), implementation=implementation)
+    drafter = st.ModelDrafter(noisy(model))
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(config.vocab_size, size=size).tolist() for size in PROMPT_LENGTHS]
+    decode = functools.partial(st.generate, model, prompts, max_new_tokens=tokens)
+    want = decode().tokens
+    rows = {}
+    for name, topology in trees.items():
+        out = decode(drafter=drafter, topology=topology)
+        rows[name] = {
+            "identical": bool(np.array_equal(out.tokens, want)),
+            "tau": out.stats.tau,
+            "distinct": len(np.unique(want)),
+        }
+    return rows

@@ -1,0 +1,136 @@
+"""Tables of block sizes, and the tuner that writes them."""
+
+import dataclasses
+import importlib
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import tune
+from pallas_kernels import gated_rms_norm, tuned
+from pallas_kernels.replay import config
+
+REPLAY = {"nodes": 64, "state": 2048, "num_warps": 8, "num_stages": 2}
+
+
+@pytest.fixture
+def tables(monkeypatch, tmp_path):
+    """A directory of tables, empty at first."""
+    monkeypatch.setattr(tuned, "DIRECTORY", tmp_path)
+    tuned.load.cache_clear()
+    yield tmp_path
+    tuned.load.cache_clear()
+
+
+def write(tables, **table):
+    (tables / "cpu.json").write_text(json.dumps({"device": "cpu", "blocks": {}} | table))
+
+
+def test_without_a_table_there_are_the_defaults(tables):
+    assert config.block_sizes("bfloat16") == config.DEFAULTS["bfloat16"]
+    assert config.block_sizes(jnp.float32) == config.DEFAULTS["float32"]
+
+
+def test_a_table_comes_before_the_defaults(tables):
+    write(tables, blocks={"replay": {"bfloat16": REPLAY}}, note="not read")
+    assert config.block_sizes("bfloat16") == config.BlockSizes(**REPLAY)
+    assert config.block_sizes("float32") == config.DEFAULTS["float32"]
+
+
+def test_a_table_of_another_device_is_not_looked_at(tables):
+    (tables / "nvidia-h200.json").write_text("damaged")
+    assert config.block_sizes("bfloat16") == config.DEFAULTS["bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("table", "complaint"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "not a JSON object"),
+        ({"device": "NVIDIA H200"}, "'NVIDIA H200', which is not that of its file name"),
+        ({"blocks": None}, "no object 'blocks'"),
+        ({"blocks": {"scan": {}}}, "an op 'scan'"),
+        ({"blocks": {"replay": {"int8": REPLAY}}}, "a case 'int8'"),
+        ({"blocks": {"replay": {"bfloat16": {"nodes": 16}}}}, "fields must be"),
+        ({"blocks": {"replay": {"bfloat16": REPLAY | {"rows": 1}}}}, "fields must be"),
+        ({"blocks": {"replay": {"bfloat16": REPLAY | {"nodes": 24}}}}, "nodes = 24 is not a power"),
+        ({"blocks": {"replay": {"bfloat16": REPLAY | {"nodes": "16"}}}}, "nodes = '16'"),
+        ({"blocks": {"replay": {"bfloat16": []}}}, "fields must be"),
+    ],
+)
+def test_a_damaged_table_is_an_error_that_names_the_file(tables, table, complaint):
+    if isinstance(table, str):
+        (tables / "cpu.json").write_text(table)
+    else:
+        write(tables, **table)
+    with pytest.raises(ValueError, match=rf"{tables}/cpu.json is no table.*{complaint}"):
+        config.block_sizes("bfloat16")
+
+
+def test_every_space_is_that_of_its_kernel():
+    assert set(tune.SPACES) == set(tuned.OPS)
+    for name, space in tune.SPACES.items():
+        assert space.defaults is importlib.import_module(f"pallas_kernels.{name}.config").DEFAULTS
+        for default in space.defaults.values():
+            assert set(space.values) <= {field.name for field in dataclasses.fields(default)}
+        for tiny in (False, True):
+            for _, problem in tune.problems_of(name, (1, 64), 1, tiny=tiny):
+                assert space.case(problem) in space.defaults
+
+
+def test_the_shipped_tables_can_be_read():
+    for path in tuned.DIRECTORY.glob("*.json"):
+        assert tuned.load(path)
+
+
+def test_the_winner_is_clearly_faster_everywhere_on_average():
+    assert tune.winner([[10.0, 9.9, 12.0]]) == 0  # 1 % is noise
+    assert tune.winner([[10.0, 9.0, 12.0], [10.0, 10.0, 5.0]]) == 2
+    assert tune.winner([[10.0, 9.0, "wrong"], [10.0, 9.0, 1.0]]) == 1
+    with pytest.raises(ValueError, match="starts from are out: wrong"):
+        tune.winner([["wrong", 1.0]])
+
+
+def test_without_a_gpu_the_tuner_refuses(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="nothing to tune: the device is a CPU"):
+        tune.main([])
+    with pytest.raises(SystemExit):
+        tune.main(["--interpret"])
+    assert "needs an --output" in capsys.readouterr().err
+
+
+def test_the_tuner_writes_a_table_that_the_kernels_use(tables, monkeypatch, capsys):
+    values = {"num_warps": (4, 8), "block": (16, 4096)}
+    monkeypatch.setitem(
+        tune.SPACES, "gated_rms_norm", tune.SPACES["gated_rms_norm"]._replace(values=values)
+    )
+    monkeypatch.setattr(tune, "GAIN", np.inf)  # something else than the default, always
+    write(tables, blocks={"replay": {"bfloat16": REPLAY}})
+    small = ["--kernels", "gated_rms_norm", "--nodes", "3", "--count", "2", "--rounds", "1"]
+    tune.main(["--interpret", "--output", str(tables), *small])
+    table = json.loads((tables / "cpu.json").read_text())
+    assert table["blocks"]["replay"] == {"bfloat16": REPLAY}
+    (case,) = table["blocks"]["gated_rms_norm"]
+    assert case == "groups to 4096"
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])["tune"]
+    assert line["timed"] == 2 * 2 * 2
+    assert line["failed_or_wrong"] == 0
+    rows = json.loads((tables / "tune-cpu.json").read_text())["rows"]
+    assert {row["blocks"]["block"] for row in rows} == {16, 4096}
+    y = jnp.ones((2, 32))
+    got = jax.jit(lambda y: gated_rms_norm(y, y, y[0], implementation="pallas_interpret"))(y)
+    np.testing.assert_allclose(got, 1, rtol=1e-4)
+
+
+def test_a_wrong_candidate_is_out():
+    (_, problem), *_ = tune.problems_of("gated_rms_norm", (2,), 1, tiny=True)
+    timer = tune.Timer(interpret=True, count=2, rounds=1)
+    operands = tune.KERNELS["gated_rms_norm"].operands(problem)
+    blocks = tune.SPACES["gated_rms_norm"].defaults["groups to 4096"]
+    wrong = timer.compiled("gated_rms_norm", operands, (2 * operands[0],), blocks)
+    assert wrong.startswith("wrong: output is off by")
+    failed = timer.compiled("gated_rms_norm", operands, (operands[0],), "no blocks")
+    assert failed.startswith("failed: ")
