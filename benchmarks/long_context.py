@@ -24,7 +24,7 @@ NODES = (1, 5, 13, 31, 63)
 
 def measure(config: st.ModelConfig, length: int, num_nodes: int) -> dict[str, float]:
     """MiB of cache, pending record, temporary buffers, and of snapshots for every node."""
-    structure, weights = st.HybridLM.abstract(config, dtype=jnp.bfloat16)
+    structure, weights = st.HybridLM.abstract(config, dtype=jnp.float32)
     topology = st.TreeTopology.from_branching((num_nodes - 1,) if num_nodes > 1 else ())
 
     def step(weights, tokens, cache, pending, last):
@@ -34,8 +34,8 @@ def measure(config: st.ModelConfig, length: int, num_nodes: int) -> dict[str, fl
         logits, pending, cache = model.tree_forward(tokens, tree, cache, replay=(pending, path))
         return jnp.argmax(logits, axis=-1), pending, cache
 
-    cache = jax.eval_shape(lambda: init_cache(config, 1, length, jnp.bfloat16))
-    pending = jax.eval_shape(lambda: init_pending(config, 1, num_nodes, jnp.bfloat16))
+    cache = jax.eval_shape(lambda: init_cache(config, 1, length, jnp.float32))
+    pending = jax.eval_shape(lambda: init_pending(config, 1, num_nodes, jnp.float32))
     integers = jax.ShapeDtypeStruct((1, num_nodes), jnp.int32)
     last = jax.ShapeDtypeStruct((1,), jnp.int32)
     lowered = jax.jit(step, donate_argnums=(2, 3)).lower(weights, integers, cache, pending, last)
@@ -70,7 +70,7 @@ def main() -> None:
     config = st.ModelConfig.preset(options.preset)
     rows = [measure(config, options.length, nodes) for nodes in NODES]
     print_table(
-        f"{options.preset}, bfloat16, {options.length:,} tokens of context, MiB",
+        f"{options.preset}, float32, {options.length:,} tokens of context, MiB",
         ("nodes", "cache", "pending record", "temporary", "a state per node instead"),
         [tuple(row.values()) for row in rows],
     )
