@@ -1,7 +1,8 @@
+import gc
 import os
 
 # Nearly all the time of the tests is XLA's compilation, so it optimises less here. One leg of
-# `.ci/run` compiles as users do. (A persistent cache saved more; it crashed, once in 800 tests.)
+# `.ci/run` compiles as users do. (A persistent cache would save more.)
 if os.environ.get("STREE_JAX_TESTS") != "as released":
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
@@ -12,6 +13,14 @@ import pytest
 # Compiling takes longer than hypothesis allows an example, and a failure must come back.
 hypothesis.settings.register_profile("repository", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("repository")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs():
+    """XLA's compiler crashed twice in processes that held the programs of hundreds of tests."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 def pytest_collection_modifyitems(items):

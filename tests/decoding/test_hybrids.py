@@ -24,6 +24,11 @@ TOPOLOGIES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _forget_programs_of_the_last_test():
+    jax.clear_caches()  # the largest programs of all tests; see conftest.py
+
+
 def decode(model, **options):
     return st.generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, **options)
 
