@@ -5,12 +5,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: help install demo test test-gpu lint format types check clean
+.PHONY: help install demo test test-gpu test-slow lint format types check clean
 
 help:
 	@echo "make demo       decode with the embedded pair: autoregressively, with a chain, with a tree"
-	@echo "make test       the test suite, without GPU tests"
+	@echo "make test       the test suite, without GPU and slow tests"
 	@echo "make test-gpu   only the tests that need a GPU"
+	@echo "make test-slow  benchmarks run whole, at their smallest"
 	@echo "make check      lint, types and tests"
 	@echo "make format     rewrite the code as ruff wants it"
 
@@ -38,6 +39,9 @@ test: install
 
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu
+
+test-slow: install
+	$(BIN)/python -m pytest -n $(JOBS) -m slow
 
 lint: install
 	$(BIN)/ruff check .

@@ -87,6 +87,7 @@ def test_the_timed_and_the_tuned_kernels_are_all():
     assert set(kernels.TIMED) == set(tuned.OPS)
 
 
+@pytest.mark.slow
 def test_kernels_are_checked(monkeypatch, clock):
     some = {name: KERNELS[name] for name in (kernels.LEVEL, "replay")}
     monkeypatch.setattr(on_device, "KERNELS", some)
@@ -132,6 +133,7 @@ def test_repeated_calls_follow_each_other():
     assert (x, y) == (2, 11)
 
 
+@pytest.mark.slow
 def test_kernels_are_timed(monkeypatch, clock):
     monkeypatch.setattr(kernels, "TIMED", ("replay", "gated_rms_norm"))
     rows = on_device.time_kernels(SMOKE, 1e9, clock)
@@ -142,6 +144,7 @@ def test_kernels_are_timed(monkeypatch, clock):
     json.dumps(rows)
 
 
+@pytest.mark.slow
 def test_steps_are_timed(clock):
     few = dataclasses.replace(SMOKE, implementations=("xla",))
     result = on_device.measure_steps(few, few.mamba2, 1e12, clock)
@@ -165,6 +168,7 @@ def test_families_fit_the_kernels():
     assert set(FULL.trees) <= set(lossless.TREES)
 
 
+@pytest.mark.slow
 def test_losslessness_is_checked_with_the_kernels_first(monkeypatch, clock):
     calls = []
 
@@ -195,6 +199,7 @@ def test_without_torch_transformers_is_left_out(monkeypatch, clock):
     assert clock.left_out == ["all of it: no cpu"]
 
 
+@pytest.mark.slow
 def test_transformers(clock):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
@@ -205,6 +210,7 @@ def test_transformers(clock):
     json.dumps(result)
 
 
+@pytest.mark.slow
 def test_a_pair_is_trained_for_some_time(monkeypatch, tmp_path, clock):
     (tmp_path / "text").mkdir()
     monkeypatch.setattr(byte_pair, "SHARED", tmp_path)
@@ -236,6 +242,7 @@ def test_a_pair_is_trained_for_some_time(monkeypatch, tmp_path, clock):
     json.dumps(report)
 
 
+@pytest.mark.slow
 def test_the_whole_command_on_a_section(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(kernels, "TIMED", ("gated_rms_norm",))
     arguments = ["--smoke", "--output", str(tmp_path), "--sections", "kernels", "transformers"]

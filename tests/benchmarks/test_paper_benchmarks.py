@@ -49,6 +49,7 @@ def test_unrolled_paths_are_the_packed_tree(kind):
         np.testing.assert_allclose(value[tree.valid], reference[tree.valid], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_tree_size():
     result = tree_size.measure(TINY, dtype="float32", levels=(3,), sizes=(5,), count=2, rounds=2)
     assert [row["states"] for row in result["trees"]] == [1, 4, 4]
@@ -87,6 +88,7 @@ def pair():
     return random_pair(TINY, TINY, "float32", 2, "tiny")
 
 
+@pytest.mark.slow
 def test_packed(pair, tmp_path):
     rows = packed.measure(pair, beams=(2,), steps=(2,), tokens=6, rounds=2)
     (row,) = rows
@@ -109,6 +111,7 @@ def test_batch(pair, tmp_path, monkeypatch):
     batch.plot(rows, True, tmp_path / "batch.png")
 
 
+@pytest.mark.slow
 def test_temperature(pair, tmp_path):
     methods = {name: temperature.METHODS[name] for name in ("autoregressive", "naive, tree A")}
     methods["naive, tree A"] = methods["naive, tree A"]._replace(
