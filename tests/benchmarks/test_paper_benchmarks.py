@@ -30,6 +30,7 @@ def test_unrolling_gives_the_worked_example():
 
 
 @pytest.mark.parametrize("kind", [UnrolledLM, SequentialLM])
+@pytest.mark.slow
 def test_unrolled_paths_are_the_packed_tree(kind):
     """Two rows with different trees: logits and pending record of the nodes are the same."""
     model = tiny_model("mamba2attn hybrid")

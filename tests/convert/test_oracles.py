@@ -14,6 +14,10 @@ TOKENS = np.random.default_rng(0).integers(3, 37, (2, 21))
 SHORT = TOKENS[0, :11]
 
 
+# They check what tests compare with, not the library.
+pytestmark = pytest.mark.slow
+
+
 def assert_close(have, want, bound=1e-5):
     np.testing.assert_allclose(have, want, rtol=0, atol=bound * np.abs(want).max())
 
