@@ -217,6 +217,15 @@ def perturbed(model, amount, seed=0):
     return nnx.merge(graphdef, jax.tree.unflatten(structure, new))
 
 
+def with_weight(model, name, change):
+    """A copy of the model with one weight changed. (`nnx.split` shares the variables: writing to
+    its state would change the model, which other tests use too.)"""
+    copy = nnx.clone(model)
+    weight = getattr(copy, name)
+    weight[...] = change(weight[...])
+    return copy
+
+
 def apply(model, tokens):
     """Logits of whole sequences, compiled once per model structure and shape."""
     return _apply(model, jnp.asarray(tokens))

@@ -41,7 +41,8 @@ def fit(
     """Trains `model` in place, from the newest checkpoint on if there is one.
 
     Args:
-        model: float32; holds the trained weights when the iterator is exhausted.
+        model: float32; holds the trained weights when the iterator is exhausted. Until then it
+            holds none: its own are given up to the first step.
         loss: of a model, a batch and `extra`.
         batch: the tokens of a step, a pure function, so that a resumed run sees what it would have
             seen.

@@ -23,7 +23,7 @@ from tests.decoding.test_verify import (
     target_joint,
     total_variation,
 )
-from tests.tiny import apply, perturbed, randomised, tiny_model
+from tests.tiny import apply, perturbed, randomised, tiny_model, with_weight
 
 BEAMS, STEPS = 3, 3
 TOPOLOGY = st.TreeTopology.beam(BEAMS, STEPS)
@@ -35,9 +35,7 @@ UNEVEN = st.TreeTopology.from_parents([-1, 0, 0, 1, 2, 2, 3])
 
 def with_head(scale, model):
     """The model with sharper logits, or with logits that are all equal."""
-    graphdef, state = nnx.split(model)
-    state["head"][...] = scale * state["head"][...]
-    return nnx.merge(graphdef, state)
+    return with_weight(model, "head", lambda head: scale * head)
 
 
 def beam_search(next_log_probs, widths):

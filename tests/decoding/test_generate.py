@@ -9,7 +9,7 @@ from flax import nnx
 
 import stree_jax as st
 from stree_jax.decoding.loop import SpeculativeDecoder
-from tests.tiny import perturbed, randomised, tiny_model
+from tests.tiny import perturbed, randomised, tiny_model, with_weight
 
 PROMPTS = [[5, 9, 2, 30], [3], [1, 2, 3, 4, 1, 2, 3, 4]]
 KEY = jax.random.key(11)
@@ -83,9 +83,7 @@ def test_statistics_add_up():
 
 def test_padded_vocabulary_is_never_emitted():
     model = tiny_model("groups")  # 37 tokens, 40 rows
-    graphdef, state = nnx.split(model)
-    state["head"][...] = state["head"][...].at[37:].set(100.0 * state["head"][...][0])
-    model = nnx.merge(graphdef, state)
+    model = with_weight(model, "head", lambda head: head.at[37:].set(100.0 * head[0]))
     for options in ({}, dict(temperature=5.0, key=KEY, drafter=st.ModelDrafter(model))):
         out = st.generate(model, PROMPTS, max_new_tokens=30, **options)
         assert out.tokens.max() < 37
@@ -222,9 +220,8 @@ def test_bad_match_lengths_are_refused():
 
 def broken(value, token):
     """A model whose embedding of one token is not finite: only rows that read it fail."""
-    graphdef, state = nnx.split(randomised(tiny_model("groups"), 4))
-    state["embedding"][...] = state["embedding"][...].at[token].set(value)
-    return nnx.merge(graphdef, state)
+    model = randomised(tiny_model("groups"), 4)
+    return with_weight(model, "embedding", lambda rows: rows.at[token].set(value))
 
 
 def test_a_cold_temperature_takes_the_best_token():

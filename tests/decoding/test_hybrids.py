@@ -76,6 +76,7 @@ def test_end_of_sequence_and_bfloat16():
     assert tree.lengths.tolist() == plain.lengths.tolist()
     assert tree.lengths[0] <= 6
     assert tree.lengths[2] <= 8
+    assert len(set(tree.lengths.tolist())) > 1
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
         tree.cache,
@@ -88,7 +89,7 @@ def test_end_of_sequence_and_bfloat16():
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_gradients_are_finite(name):
+def test_gradients_are_finite_and_reach_all_weights(name):
     model = tiny_model(f"{name} hybrid")
     structure, weights = nnx.split(model)
     tokens = jnp.arange(24).reshape(2, 12) % 37
@@ -99,6 +100,8 @@ def test_gradients_are_finite(name):
 
     for path, leaf in jax.tree.leaves_with_path(gradient(weights)):
         assert np.isfinite(leaf).all(), path
+        # The correction of a router chooses experts and weighs nothing.
+        assert np.abs(leaf).max() > 0 or "correction" in jax.tree_util.keystr(path), path
 
 
 def test_a_long_prompt():

@@ -34,6 +34,12 @@ def random_tokens(model, *shape, seed=0):
     return rng.integers(model.config.vocab_size, size=shape).astype(np.int32)
 
 
+def assert_close(got, want):
+    """To float32's rounding at the scale of the array, as XLA's versions round differently."""
+    scale = np.abs(want).max(initial=1.0)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=3e-5 * scale)
+
+
 def whole_tree(topology, batch=BATCH):
     return topology.tree(jnp.ones((batch, topology.num_nodes), bool))
 
@@ -91,9 +97,7 @@ def test_replay_is_prefill_of_the_accepted_tokens(name):
         for row, buffer in zip(rows, padded, strict=True):
             buffer[: len(row)] = row
         _, want = prefill(model, padded, np.array([len(row) for row in rows], np.int32))
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), replayed, want
-        )
+        jax.tree.map(assert_close, replayed, want)
 
 
 def test_a_tree_grown_level_by_level_is_the_tree_at_once():
