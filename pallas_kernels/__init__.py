@@ -6,7 +6,15 @@ kernel. `dispatch` says which one runs and why. Needs jax only.
 """
 
 from pallas_kernels import dispatch
+from pallas_kernels.add_rms_norm.api import add_rms_norm
 from pallas_kernels.gated_rms_norm.api import gated_rms_norm
+from pallas_kernels.mamba2_tree.api import (
+    Mamba2Pending,
+    Mamba2Weights,
+    Previous,
+    mamba2_tree,
+)
+from pallas_kernels.mamba2_tree.layout import Layout
 from pallas_kernels.replay.api import replay
 from pallas_kernels.replay_tree_scan.api import replay_tree_scan
 from pallas_kernels.ssd.api import ssd
@@ -20,9 +28,15 @@ from pallas_kernels.tree_conv1d.api import (
 from pallas_kernels.tree_scan.api import tree_scan
 
 __all__ = [
+    "Layout",
+    "Mamba2Pending",
+    "Mamba2Weights",
+    "Previous",
+    "add_rms_norm",
     "conv_window",
     "dispatch",
     "gated_rms_norm",
+    "mamba2_tree",
     "replay",
     "replay_conv_state",
     "replay_tree_scan",

@@ -1,4 +1,4 @@
-"""The one way these ops contract arrays."""
+"""What is computed in one way everywhere."""
 
 import jax
 import jax.numpy as jnp
@@ -29,3 +29,18 @@ def batched_product(
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
+
+
+def scaled(x: jax.Array, multiplier: float) -> jax.Array:
+    """`multiplier * x` in the dtype of `x`; only the product is rounded to it."""
+    if multiplier == 1.0:
+        return x
+    return (x.astype(jnp.float32) * multiplier).astype(x.dtype)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """Root-mean-square norm of each row `[..., M]`, evaluated in float32, in the dtype of `x`."""
+    wide = x.astype(jnp.float32)
+    variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    normed = wide * lax.rsqrt(variance + epsilon)
+    return (normed * scale.astype(jnp.float32)).astype(x.dtype)

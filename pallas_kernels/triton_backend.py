@@ -67,6 +67,12 @@ def _bf16_parts(value, count):
     return parts
 
 
+def barrier(interpret: bool) -> None:
+    """The program's threads wait for each other, and see what each wrote to memory before."""
+    if not interpret:
+        plt.debug_barrier()
+
+
 def padded_size(size: int) -> int:
     """The power of two, at least `SMALLEST_BLOCK`, that a kernel holds `size` rows in."""
     return max(SMALLEST_BLOCK, 1 << (size - 1).bit_length())

@@ -4,6 +4,8 @@ import dataclasses
 import math
 from typing import Any
 
+from pallas_kernels import Layout
+
 ACTIVATIONS = ("silu", "gelu", "relu2")
 
 
@@ -138,28 +140,20 @@ class Mamba2Config:
         return self.num_groups if self.norm_groups is None else self.norm_groups
 
     @property
-    def projected_sizes(self) -> tuple[int, int, int, int, int]:
-        """Widths of z, x, B, C, dt in the input projection's output, in this order."""
-        return (
-            self.inner_size,
-            self.x_heads * self.head_dim,
-            self.b_groups * self.state_size,
-            self.num_groups * self.state_size,
-            self.num_heads,
+    def layout(self) -> Layout:
+        """Where the parts of the input projection are, and how the heads share them."""
+        return Layout(
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            num_groups=self.num_groups,
+            state_size=self.state_size,
+            x_heads=self.x_heads,
+            b_groups=self.b_groups,
+            repeat_before_conv=self.repeat_before_conv,
+            first_column=2 * self.mlp_dim,
+            multipliers=self.section_multipliers,
+            dt_limit=self.dt_limit,
         )
-
-    @property
-    def conv_heads(self) -> tuple[int, int]:
-        """Heads of x and groups of B where the convolution sees them."""
-        if self.repeat_before_conv:
-            return self.num_heads, self.num_groups
-        return self.x_heads, self.b_groups
-
-    @property
-    def conv_channels(self) -> int:
-        """Channels `C` of the convolution: x, B and C together."""
-        x_heads, b_groups = self.conv_heads
-        return x_heads * self.head_dim + (b_groups + self.num_groups) * self.state_size
 
 
 @dataclasses.dataclass(frozen=True)

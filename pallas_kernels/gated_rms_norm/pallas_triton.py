@@ -43,6 +43,7 @@ def gated_rms_norm(
     norm,
     epsilon,
     num_groups,
+    gate_start=0,
     interpret=False,
     blocks: BlockSizes | None = None,
 ):
@@ -54,7 +55,11 @@ def gated_rms_norm(
     weights = [] if weight is None else [weight]
     output = tb.call(
         functools.partial(
-            _kernel, norm=norm, epsilon=epsilon, block=math.gcd(group_size, blocks.block)
+            _kernel,
+            norm=norm,
+            epsilon=epsilon,
+            gate_start=gate_start,
+            block=math.gcd(group_size, blocks.block),
         ),
         name="gated_rms_norm",
         num_warps=blocks.num_warps,
@@ -63,22 +68,26 @@ def gated_rms_norm(
         grid=(rows[0], num_groups),
         in_specs=[
             group,
-            group,
+            pl.BlockSpec((None, gate.shape[-1]), lambda row, g: (row, 0)),
             *(pl.BlockSpec((group_size,), lambda row, g: (g,)) for _ in weights),
         ],
         out_specs=group,
         out_shape=jax.ShapeDtypeStruct(rows, y.dtype),
-    )(y.reshape(rows), gate.reshape(rows), *weights)
+    )(y.reshape(rows), gate.reshape(rows[0], -1), *weights)
     return output.reshape(y.shape)
 
 
-def _kernel(y_ref, gate_ref, *refs, norm: str, epsilon: float, block: int):
+def _kernel(y_ref, gate_ref, *refs, norm: str, epsilon: float, gate_start: int, block: int):
     weight_ref, output_ref = refs if len(refs) == 2 else (None, refs[0])  # [group size] all
     group_size = y_ref.shape[0]
     parts = [pl.ds(start, block) for start in range(0, group_size, block)]
 
     values = [y_ref[part].astype(jnp.float32) for part in parts]
-    gates = [jax.nn.silu(gate_ref[part].astype(jnp.float32)) for part in parts]
+    first_gate = gate_start + pl.program_id(1) * group_size
+    gates = [
+        jax.nn.silu(gate_ref[pl.ds(first_gate + part.start, block)].astype(jnp.float32))
+        for part in parts
+    ]
     if norm != "norm_then_gate":
         values = [value * gate for value, gate in zip(values, gates, strict=True)]
     if weight_ref is not None:

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def gated_rms_norm(y, gate, weight, *, norm, epsilon, num_groups):
+def gated_rms_norm(y, gate, weight, *, norm, epsilon, num_groups, gate_start=0):
     """See `api.gated_rms_norm`."""
+    gate = gate[..., gate_start : gate_start + y.shape[-1]]
     value, gate = y.astype(jnp.float32), jax.nn.silu(gate.astype(jnp.float32))
     if norm != "norm_then_gate":
         value = value * gate

@@ -122,7 +122,7 @@ def _kernel(
     block_keys: int,
     block_state: int,
 ):
-    num_queries, state_size = C_ref.shape
+    state_size = C_ref.shape[1]
     parts = [pl.ds(k * block_state, block_state) for k in range(state_size // block_state)]
 
     A = A_ref[...]
@@ -134,15 +134,29 @@ def _kernel(
     for part, value in zip(parts, state, strict=True):
         new_state_ref[:, part] = value
 
-    tree = (x_ref, dt_ref, A, B_ref, C_ref, D_ref, mask_ref)
+    tree = (x_ref, dt_ref, A, B_ref, C_ref, D_ref[...], mask_ref)
+    outputs_of_tree(state, *tree, y_ref, block_queries=block_queries, block_keys=block_keys)
+
+
+def outputs_of_tree(state, *tree_and_y, block_queries: int, block_keys: int):
+    """Writes the outputs at all queries of a tree.
+
+    Args:
+        state: before the root, as parts `[p, s]`.
+        tree_and_y: as `tree_scan`'s `outputs` takes them, and `y_ref` `[Q, p]`.
+        block_queries, block_keys: nodes of a block.
+    """
+    *tree, y_ref = tree_and_y
+    C_ref = tree[4]
+    num_queries, block_state = C_ref.shape[0], state[0].shape[1]
 
     def block_of_queries(i, _):
         query, _ = tb.rows(i * block_queries, block_queries, num_queries)
         carried = functools.reduce(
             jnp.add,
             [
-                tb.dot(C_ref[query, part], value, trans_b=True)
-                for part, value in zip(parts, state, strict=True)
+                tb.dot(C_ref[query, pl.ds(k * block_state, block_state)], value, trans_b=True)
+                for k, value in enumerate(state)
             ],
         )
         y = outputs(carried, i, *tree, block_keys=block_keys, block_state=block_state)

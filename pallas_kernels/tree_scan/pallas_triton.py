@@ -95,7 +95,7 @@ def _kernel(
 
     carried = jnp.zeros((block_queries, head_dim), jnp.float32)
     carried = lax.fori_loop(0, state_size // block_state, part_of, carried)
-    refs = (x_ref, dt_ref, A_ref[...], B_ref, C_ref, D_ref, mask_ref)
+    refs = (x_ref, dt_ref, A_ref[...], B_ref, C_ref, D_ref[...], mask_ref)
     y = outputs(carried, pl.program_id(2), *refs, block_keys=block_keys, block_state=block_state)
     y_ref[query, :] = y.astype(y_ref.dtype)
 
@@ -108,7 +108,7 @@ def outputs(
     A,  # []
     B_ref,  # [N, S]
     C_ref,  # [Q, S]
-    D_ref,  # [P]
+    D,  # [P], or [] for all channels
     mask_ref,  # [N, N]
     *,
     block_keys: int,
@@ -148,4 +148,4 @@ def outputs(
     # Ancestors come before their descendants: later blocks of keys hold none.
     end = jnp.minimum(first_query + (block + 1) * block_queries, num_nodes)
     y = lax.fori_loop(0, lax.div(end + block_keys - 1, block_keys), from_keys, y)
-    return y + D_ref[...][None, :] * x_ref[first_query + query, :].astype(jnp.float32)
+    return y + D * x_ref[first_query + query, :].astype(jnp.float32)

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import replay_conv_state, tree_attention, tree_conv1d
+from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array, Bool, Float, Int, Lengths
 from stree_jax.layer_config import AttentionConfig
 from stree_jax.models.cache import AttentionCache, AttentionPending, Path, Replay, Windows
@@ -25,7 +26,6 @@ from stree_jax.models.layers import (
     causal_conv1d,
     conv_state_after,
     linear,
-    scaled,
     silu,
     split_last,
 )

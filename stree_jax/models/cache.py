@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels import Mamba2Pending
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
 from stree_jax.config import ModelConfig
 from stree_jax.layer_config import AttentionConfig, Mamba2Config
@@ -22,15 +23,6 @@ class Mamba2Cache(NamedTuple):
 
     ssm: Float32[Array, "B H P S"]
     conv: Float[Array, "B J C"]  # the last J = K - 1 conv inputs, oldest first
-
-
-class Mamba2Pending(NamedTuple):
-    """What a Mamba-2 layer needs to advance along any path of a tree of N nodes."""
-
-    x: Float[Array, "B N H P"]
-    dt: Float32[Array, "B N H"]
-    B: Float[Array, "B N G S"]
-    conv_input: Float[Array, "B N C"]
 
 
 class AttentionCache(NamedTuple):
@@ -123,7 +115,7 @@ def init_cache(config: ModelConfig, batch: int, max_length: int, dtype: DTypeLik
     def mamba2(m: Mamba2Config) -> Mamba2Cache:
         return Mamba2Cache(
             ssm=jnp.zeros((batch, m.num_heads, m.head_dim, m.state_size), jnp.float32),
-            conv=jnp.zeros((batch, m.conv_width - 1, m.conv_channels), dtype),
+            conv=jnp.zeros((batch, m.conv_width - 1, m.layout.num_channels), dtype),
         )
 
     def attention(a: AttentionConfig) -> AttentionCache:
@@ -150,7 +142,7 @@ def init_pending(config: ModelConfig, batch: int, num_nodes: int, dtype: DTypeLi
             x=zeros(m.num_heads, m.head_dim),
             dt=zeros(m.num_heads, dtype=jnp.float32),
             B=zeros(m.num_groups, m.state_size),
-            conv_input=zeros(m.conv_channels),
+            conv_input=zeros(m.layout.num_channels),
         )
 
     def attention(a: AttentionConfig) -> AttentionPending:

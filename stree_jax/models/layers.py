@@ -25,16 +25,6 @@ def linear(
     )
 
 
-def rms_norm(
-    x: Float[Array, "*rows M"], scale: Float[Array, " M"], epsilon: float, num_groups: int = 1
-) -> Float[Array, "*rows M"]:
-    """Root-mean-square norm over each of `num_groups` equal parts, evaluated in float32."""
-    grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], num_groups, -1)
-    variance = jnp.mean(jnp.square(grouped), axis=-1, keepdims=True)
-    normed = (grouped * lax.rsqrt(variance + epsilon)).reshape(x.shape)
-    return (normed * scale.astype(jnp.float32)).astype(x.dtype)
-
-
 def causal_conv1d(
     inputs: Float[Array, "B T C"],
     conv_state: Float[Array, "B J C"],
@@ -68,13 +58,6 @@ def activate(name: str, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 def silu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """`x * sigmoid(x)`, evaluated in float32."""
     return activate("silu", x)
-
-
-def scaled(x: Float[Array, "*shape"], multiplier: float) -> Float[Array, "*shape"]:
-    """`multiplier * x` in the dtype of `x`; only the product is rounded to it."""
-    if multiplier == 1.0:
-        return x
-    return (x.astype(jnp.float32) * multiplier).astype(x.dtype)
 
 
 def split_last(x: Array, *sizes: int) -> list[Array]:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from pallas_kernels import conv_window, replay_window
-from pallas_kernels.numerics import contract
+from pallas_kernels import add_rms_norm, conv_window, replay_window
+from pallas_kernels.numerics import contract, rms_norm, scaled
 from stree_jax.array_types import Array, Bool, Float, Int, Lengths, Tokens
 from stree_jax.config import ModelConfig
 from stree_jax.models.attention import AttentionMixer
@@ -23,7 +23,6 @@ from stree_jax.models.cache import (
     conv_widths,
     init_cache,
 )
-from stree_jax.models.layers import rms_norm, scaled
 from stree_jax.models.mamba2 import Mamba2Mixer
 from stree_jax.models.mlp import Mlp
 from stree_jax.models.moe import MixtureOfExperts
@@ -144,6 +143,8 @@ class HybridLM(nnx.Module):
             raise ValueError(f"dtype must be float32 or bfloat16, got {jnp.dtype(dtype).name}")
         self.config = config
         self.dtype = jnp.dtype(dtype)
+        # jax-triton does not have the norm.
+        self._norm_kernel = None if implementation == "jax_triton" else implementation
         shape = (config.num_embeddings, config.d_model)
 
         def new_embedding() -> nnx.Param:
@@ -257,7 +258,7 @@ class HybridLM(nnx.Module):
                 )
                 return out, tuple(both)
 
-            hidden, both = self._stack(tokens, run)
+            hidden, both = self._stack(tokens, run, self._norm_kernel)
             pending, cache = zip(*both, strict=True)
             if num_logits is not None:
                 hidden = hidden[:, num_queries - num_logits :]
@@ -284,34 +285,49 @@ class HybridLM(nnx.Module):
         def run(index: int, mixer: Mixer, u: Array) -> tuple[Array, LayerCache]:
             return mixer(u, cache[index], mask, lengths)
 
-        return self._stack(tokens, run)
+        # Sequences are trained on, and the kernel has no gradient.
+        return self._stack(tokens, run, "xla")
 
     def _stack(
-        self, tokens: Array, run: Callable[[int, Mixer, Array], tuple[Array, Any]]
+        self,
+        tokens: Array,
+        run: Callable[[int, Mixer, Array], tuple[Array, Any]],
+        norm_kernel: str | None,
     ) -> tuple[Array, tuple]:
         """The residual stream after all layers, and what `run` gives beside each one's output.
 
         Args:
             tokens: `[B, T]`.
             run: applies a layer's mixer to its input.
+            norm_kernel: the implementation of `add_rms_norm`.
         """
+        config = self.config
         hidden = embedded = self._embed(tokens)
+        out: Array | None = None  # of the last layer, not yet added
         extra: Array | None = None  # of a shared layer, for the input of the next
         beside = []
         for i, (block, mixer) in enumerate(zip(self.blocks, self._mixers(), strict=True)):
             with jax.named_scope(f"layer_{i}"):
                 if block.norm_scale is None:
+                    hidden, out = self._add(hidden, out), None
                     u = jnp.concatenate([hidden, embedded], axis=-1).astype(self.dtype)
+                elif out is None:
+                    u = self._normed(hidden if extra is None else hidden + extra, block.norm_scale)
                 else:
-                    u = hidden if extra is None else hidden + extra
-                    u = self._normed(u, block.norm_scale)
+                    hidden, u = add_rms_norm(
+                        hidden,
+                        out,
+                        block.norm_scale[...],
+                        epsilon=config.norm_eps,
+                        multiplier=config.residual_multiplier,
+                        implementation=norm_kernel,
+                    )
                 out, record = run(i, mixer, u)
+                extra = None
                 if block.kind == "shared":
-                    extra = out.astype(hidden.dtype)
-                else:
-                    hidden, extra = self._add(hidden, out), None
+                    out, extra = None, out.astype(hidden.dtype)
                 beside.append(record)
-        return hidden, tuple(beside)
+        return self._add(hidden, out), tuple(beside)
 
     def _mixers(self) -> list[Mixer]:
         """The mixer of each layer; the j-th shared layer uses shared block j modulo their count."""
@@ -333,7 +349,9 @@ class HybridLM(nnx.Module):
     def _normed(self, hidden: Array, scale: nnx.Param) -> Array:
         return rms_norm(hidden, scale[...], self.config.norm_eps).astype(self.dtype)
 
-    def _add(self, hidden: Array, out: Array) -> Array:
+    def _add(self, hidden: Array, out: Array | None) -> Array:
+        if out is None:
+            return hidden
         return hidden + scaled(out, self.config.residual_multiplier).astype(hidden.dtype)
 
     def _logits(self, hidden: Array) -> Array:

@@ -10,7 +10,6 @@ the same three methods, so that a clamp or a multiplier cannot differ between pr
 """
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,35 +17,27 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import (
+    Mamba2Pending,
+    Mamba2Weights,
+    Previous,
     gated_rms_norm,
+    mamba2_tree,
     replay,
     replay_conv_state,
-    replay_tree_scan,
     ssd,
-    tree_conv1d,
-    tree_scan,
 )
+from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array, Bool, Float, Lengths
 from stree_jax.layer_config import Mamba2Config
-from stree_jax.models.cache import Mamba2Cache, Mamba2Pending, Path, Replay, Windows
+from stree_jax.models.cache import Mamba2Cache, Path, Replay, Windows
 from stree_jax.models.layers import (
     causal_conv1d,
     conv_state_after,
     linear,
-    scaled,
     silu,
     split_last,
 )
 from stree_jax.tree import Tree
-
-
-class Projected(NamedTuple):
-    """What the input projection gives at each position."""
-
-    gate: Array  # z [B, T, H * P]
-    conv_input: Array  # x, B, C before the convolution [B, T, C]
-    dt: Array  # after softplus and clamp [B, T, H] float32
-    branch: Array | None  # output of the gated branch beside the SSM [B, T, mlp_dim]
 
 
 class Mamba2Mixer(nnx.Module):
@@ -73,11 +64,10 @@ class Mamba2Mixer(nnx.Module):
     ):
         c = self.config = config
         self.implementation = implementation
-        # Of the ops that jax-triton does not have.
-        self._common = None if implementation == "jax_triton" else implementation
+        layout = self._layout = c.layout
         self.in_proj = linear(
             d_model,
-            2 * c.mlp_dim + sum(c.projected_sizes),
+            layout.first_column + sum(layout.sizes),
             bias=c.in_proj_bias,
             dtype=dtype,
             rngs=rngs,
@@ -93,10 +83,14 @@ class Mamba2Mixer(nnx.Module):
         bound = 1 / math.sqrt(c.conv_width)
         self.conv_weight = nnx.Param(
             jax.random.uniform(
-                rngs.params(), (c.conv_width, c.conv_channels), dtype, minval=-bound, maxval=bound
+                rngs.params(),
+                (c.conv_width, layout.num_channels),
+                dtype,
+                minval=-bound,
+                maxval=bound,
             )
         )
-        self.conv_bias = nnx.Param(jnp.zeros(c.conv_channels, dtype)) if c.conv_bias else None
+        self.conv_bias = nnx.Param(jnp.zeros(layout.num_channels, dtype)) if c.conv_bias else None
         decay = jax.random.uniform(rngs.params(), (c.num_heads,), minval=1.0, maxval=16.0)
         self.A_log = nnx.Param(jnp.log(decay))
         # dt starts log-uniform in [1e-3, 1e-1]; its bias is the inverse of softplus.
@@ -127,14 +121,15 @@ class Mamba2Mixer(nnx.Module):
         Returns:
             Outputs (anything at padded positions) and the cache after the last real position.
         """
-        projected = self._project(u)
-        dt = jnp.where(mask[..., None], projected.dt, 0.0)
-        conv_input = jnp.where(mask[..., None], projected.conv_input, 0)
-        conv = causal_conv1d(conv_input, cache.conv, self.conv_weight[...], self._conv_bias())
-        x, B, C = self._split(silu(conv))
-        y, state = ssd(
-            x, dt, self._A(), B, C, self._D(), cache.ssm, chunk_size=self.config.chunk_size
-        )
+        projected, layout = self._project(u), self._layout
+        dt = layout.time_steps(projected, self.dt_bias[...])
+        dt = jnp.where(mask[..., None], dt, 0.0)
+        conv_input = jnp.where(mask[..., None], layout.conv_input(projected), 0)
+        weights = self._weights()
+        conv = causal_conv1d(conv_input, cache.conv, weights.conv_weight, weights.conv_bias)
+        x, B, C = layout.heads(silu(conv))
+        A, D = weights.A(), weights.skip(layout)
+        y, state = ssd(x, dt, A, B, C, D, cache.ssm, chunk_size=self.config.chunk_size)
         conv_state = conv_state_after(cache.conv, conv_input, lengths)
         # Sequences are trained on, and the kernel has no gradient.
         return self._finish(y, projected, "xla"), Mamba2Cache(state, conv_state)
@@ -163,48 +158,26 @@ class Mamba2Mixer(nnx.Module):
             Outputs of the query nodes, the pending record of all N nodes, and the cache before the
             root.
         """
-        if replay is not None and self.implementation == "jax_triton":  # it has no fused kernel
-            cache, replay = self.replay(cache, *replay), None
-        conv_state = cache.conv
+        width = self.config.conv_width
+        previous = None
         if replay is not None:
-            back = replay.windows[self.config.conv_width]
-            conv_state = replay_conv_state(replay.pending.conv_input, conv_state, back)
+            previous = Previous(replay.pending, replay.path.mask, replay.windows[width])
         projected = self._project(u)
-        conv_input = projected.conv_input
-        if grown is not None:
-            conv_input = jnp.concatenate([grown.conv_input, conv_input], axis=1)
-        window = windows[self.config.conv_width]
-        conv = tree_conv1d(
-            conv_input,
-            conv_state,
-            self.conv_weight[...],
-            self._conv_bias(),
-            window,
-            activation="silu",
-            implementation=self._common,
+        y, pending, *states = mamba2_tree(
+            projected,
+            self._weights(),
+            cache.ssm,
+            cache.conv,
+            windows[width],
+            tree.ancestor_mask,
+            layout=self._layout,
+            grown=grown,
+            previous=previous,
+            implementation=self.implementation,
         )
-        x, B, C = self._split(conv)
-        pending = Mamba2Pending(x, projected.dt, B, projected.conv_input)
-        if grown is not None:
-            pending = jax.tree.map(lambda *v: jnp.concatenate(v, axis=1), grown, pending)
-        new = (pending.x, pending.dt, self._A(), pending.B, C, self._D())
-        if replay is None:
-            state = cache.ssm
-            y = tree_scan(*new, state, tree.ancestor_mask, implementation=self.implementation)
-        else:
-            old = replay.pending
-            y, state = replay_tree_scan(
-                old.x,
-                old.dt,
-                old.B,
-                replay.path.mask,
-                *new,
-                cache.ssm,
-                tree.ancestor_mask,
-                implementation=self.implementation,
-            )
-        out = self._finish(y, projected, self._common)
-        return out, pending, Mamba2Cache(state, conv_state)
+        # jax-triton does not have the norm.
+        common = None if self.implementation == "jax_triton" else self.implementation
+        return self._finish(y, projected, common), pending, Mamba2Cache(*states)
 
     def replay(
         self, cache: Mamba2Cache, pending: Mamba2Pending, path: Path, windows: Windows
@@ -213,7 +186,7 @@ class Mamba2Mixer(nnx.Module):
         ssm = replay(
             pending.x,
             pending.dt,
-            self._A(),
+            self._weights().A(),
             pending.B,
             cache.ssm,
             path.mask,
@@ -222,71 +195,29 @@ class Mamba2Mixer(nnx.Module):
         window = windows[self.config.conv_width]
         return Mamba2Cache(ssm, replay_conv_state(pending.conv_input, cache.conv, window))
 
-    def _project(self, u: Array) -> Projected:
-        c = self.config
-        zxbcdt = self.in_proj(scaled(u, c.input_multiplier))
-        branch = None
-        if c.mlp_dim:
-            branch_gate, branch, zxbcdt = split_last(zxbcdt, c.mlp_dim, c.mlp_dim)
-            branch = silu(branch_gate) * branch
-        gate, x, B, C, dt = (
-            scaled(part, multiplier)
-            for part, multiplier in zip(
-                split_last(zxbcdt, *c.projected_sizes[:-1]), c.section_multipliers, strict=True
-            )
-        )
-        if c.repeat_before_conv:
-            x, B = (
-                self._repeat(x, c.head_dim, c.num_heads),
-                self._repeat(B, c.state_size, c.num_groups),
-            )
-        dt = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias[...])
-        dt = jnp.clip(dt, *c.dt_limit)
-        return Projected(gate, jnp.concatenate([x, B, C], axis=-1), dt, branch)
+    def _project(self, u: Array) -> Array:
+        return self.in_proj(scaled(u, self.config.input_multiplier))
 
-    def _split(self, conv: Array) -> tuple[Array, Array, Array]:
-        """Takes x `[B, T, H, P]`, B and C `[B, T, G, S]` from the activated convolution."""
-        c = self.config
-        x_heads, b_groups = c.conv_heads
-        x, B, C = split_last(conv, x_heads * c.head_dim, b_groups * c.state_size)
-        x, B = self._repeat(x, c.head_dim, c.num_heads), self._repeat(B, c.state_size, c.num_groups)
-        rows = conv.shape[:-1]
-        return (
-            x.reshape(*rows, c.num_heads, c.head_dim),
-            B.reshape(*rows, c.num_groups, c.state_size),
-            C.reshape(*rows, c.num_groups, c.state_size),
-        )
+    def _weights(self) -> Mamba2Weights:
+        bias = None if self.conv_bias is None else self.conv_bias[...]
+        rest = (self.dt_bias[...], self.A_log[...], self.D[...])
+        return Mamba2Weights(self.conv_weight[...], bias, *rest)
 
-    def _repeat(self, x: Array, size: int, count: int) -> Array:
-        """Repeats each head of width `size`, so that there are `count`."""
-        heads = x.reshape(*x.shape[:-1], -1, size)
-        if heads.shape[-2] == count:
-            return x
-        return jnp.repeat(heads, count // heads.shape[-2], axis=-2).reshape(*x.shape[:-1], -1)
-
-    def _finish(self, y: Array, projected: Projected, implementation: str | None) -> Array:
+    def _finish(self, y: Array, projected: Array, implementation: str | None) -> Array:
         """Gate, norm and output projection of the scan's output `[B, T, H, P]`."""
         c = self.config
+        gate, gate_start = self._layout.gate(projected)
         y = gated_rms_norm(
             y.reshape(*y.shape[:2], -1),
-            projected.gate,
+            gate,
             None if self.norm_scale is None else self.norm_scale[...],
             norm=c.norm,
             epsilon=c.norm_eps,
             num_groups=1 if self.norm_scale is None else c.gate_groups,
+            gate_start=gate_start,
             implementation=implementation,
         )
-        if projected.branch is not None:
-            y = jnp.concatenate([projected.branch, y], axis=-1)
+        if c.mlp_dim:
+            branch_gate, branch, _ = split_last(projected, c.mlp_dim, c.mlp_dim)
+            y = jnp.concatenate([silu(branch_gate) * branch, y], axis=-1)
         return scaled(self.out_proj(y), c.output_multiplier)
-
-    def _conv_bias(self) -> Array | None:
-        return None if self.conv_bias is None else self.conv_bias[...]
-
-    def _A(self) -> Array:
-        return -jnp.exp(self.A_log[...].astype(jnp.float32))
-
-    def _D(self) -> Array:
-        c = self.config
-        per_channel = self.D[...].astype(jnp.float32).reshape(c.num_heads, -1)
-        return jnp.broadcast_to(per_channel, (c.num_heads, c.head_dim))

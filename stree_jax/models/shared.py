@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from pallas_kernels.numerics import rms_norm
 from stree_jax.array_types import Array, Bool, Float, Lengths
 from stree_jax.config import ModelConfig
 from stree_jax.models.attention import AttentionMixer
 from stree_jax.models.cache import AttentionCache, AttentionPending, Path, Replay, Windows
-from stree_jax.models.layers import linear, rms_norm
+from stree_jax.models.layers import linear
 from stree_jax.models.mlp import Mlp
 from stree_jax.tree import Tree
 

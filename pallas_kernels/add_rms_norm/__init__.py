@@ -1,0 +1,1 @@
+"""What is between two layers: the residual stream and the norm before the next."""

@@ -1,0 +1,46 @@
+"""Adds a layer's output to the residual stream and norms the sum for the next layer."""
+
+import functools
+
+import jax
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch
+from pallas_kernels.add_rms_norm import pallas_triton, xla
+
+
+def add_rms_norm(
+    residual: Float[Array, "*rows M"],
+    output: Float[Array, "*rows M"],
+    weight: Float[Array, " M"],
+    *,
+    epsilon: float,
+    multiplier: float = 1.0,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "*rows M"], Float[Array, "*rows M"]]:
+    """`residual + multiplier * output`, and its root-mean-square norm.
+
+    Args:
+        residual: the stream so far.
+        output: of a layer.
+        weight: of the norm.
+        epsilon: added to the mean square.
+        multiplier: of the output; the product is rounded to its dtype.
+        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
+
+    Returns:
+        The sum, in the dtype of `residual`, and its norm in that of `output`; both are evaluated in
+        float32.
+
+    Raises:
+        ValueError: an implementation that does not exist, or cannot run these shapes.
+    """
+    with jax.named_scope("add_rms_norm"):
+        reason = pallas_triton.unsupported(residual.shape[-1])
+        match dispatch.choose("add_rms_norm", implementation, reason):
+            case "xla":
+                function = xla.add_rms_norm
+            case chosen:
+                interpret = chosen == "pallas_interpret"
+                function = functools.partial(pallas_triton.add_rms_norm, interpret=interpret)
+        return function(residual, output, weight, epsilon=epsilon, multiplier=multiplier)

@@ -1,0 +1,120 @@
+"""Where the parts of a Mamba-2 projection are, and how the heads share them."""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.numerics import scaled
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Columns `[... | z | x | B | C | dt]` of the input projection of a Mamba-2 layer.
+
+    Attributes:
+        num_heads, head_dim, num_groups, state_size: `H`, `P`, `G` and `S` of the scan.
+        x_heads, b_groups: heads of x and groups of B in the projection; each is repeated for as
+            many neighbours (MambaInLlama).
+        repeat_before_conv: whether that happens before the convolution or after it.
+        first_column: columns before z, which are not for the scan.
+        multipliers: of z, x, B, C and dt; the products are rounded (Falcon-H1).
+        dt_limit: clamp of the time step after softplus.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_size: int
+    x_heads: int
+    b_groups: int
+    repeat_before_conv: bool = False
+    first_column: int = 0
+    multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    dt_limit: tuple[float, float] = (0.0, math.inf)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """Columns of z, x, B, C and dt."""
+        return (
+            self.num_heads * self.head_dim,
+            self.x_heads * self.head_dim,
+            self.b_groups * self.state_size,
+            self.num_groups * self.state_size,
+            self.num_heads,
+        )
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """The first column of z, x, B, C and dt."""
+        return tuple(itertools.accumulate(self.sizes[:-1], initial=self.first_column))
+
+    @property
+    def conv_heads(self) -> tuple[int, int]:
+        """Heads of x and groups of B that are convolved."""
+        if self.repeat_before_conv:
+            return self.num_heads, self.num_groups
+        return self.x_heads, self.b_groups
+
+    @property
+    def channels(self) -> tuple[int, int, int]:
+        """The first channel of x, B and C in the convolution."""
+        heads, groups = self.conv_heads
+        end_of_x = heads * self.head_dim
+        return 0, end_of_x, end_of_x + groups * self.state_size
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution."""
+        return self.channels[2] + self.num_groups * self.state_size
+
+    def gate(self, projected: jax.Array) -> tuple[jax.Array, int]:
+        """The gate z, and the first column where it is: nothing is cut out if it can be helped."""
+        if self.multipliers[0] == 1.0:
+            return projected, self.columns[0]
+        return self._part(projected, 0), 0
+
+    def conv_input(self, projected: jax.Array) -> jax.Array:
+        """x, B and C before the convolution `[..., channels]`."""
+        x, B, C = (self._part(projected, index) for index in (1, 2, 3))
+        if self.repeat_before_conv:
+            x = _repeated(x, self.head_dim, self.num_heads)
+            B = _repeated(B, self.state_size, self.num_groups)
+        return jnp.concatenate([x, B, C], axis=-1)
+
+    def time_steps(self, projected: jax.Array, bias: jax.Array) -> jax.Array:
+        """Time steps after softplus and clamp `[..., H]`, float32."""
+        return time_step(self._part(projected, 4), bias, self.dt_limit)
+
+    def heads(self, conv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Takes x `[..., H, P]`, B and C `[..., G, S]` from the activated convolution."""
+        x, B, C = jnp.split(conv, self.channels[1:], axis=-1)
+        x = _repeated(x, self.head_dim, self.num_heads)
+        B = _repeated(B, self.state_size, self.num_groups)
+        rows = conv.shape[:-1]
+        in_groups = (*rows, self.num_groups, self.state_size)
+        return (
+            x.reshape(*rows, self.num_heads, self.head_dim),
+            B.reshape(in_groups),
+            C.reshape(in_groups),
+        )
+
+    def _part(self, projected: jax.Array, index: int) -> jax.Array:
+        start = self.columns[index]
+        part = projected[..., start : start + self.sizes[index]]
+        return scaled(part, self.multipliers[index])
+
+
+def time_step(raw: jax.Array, bias: jax.Array, limit: tuple[float, float]) -> jax.Array:
+    """The step that the recurrence makes, float32; the same in prefill, tree and replay."""
+    return jnp.clip(jax.nn.softplus(raw.astype(jnp.float32) + bias), *limit)
+
+
+def _repeated(x: jax.Array, size: int, count: int) -> jax.Array:
+    """Repeats each head of width `size`, so that there are `count`."""
+    heads = x.reshape(*x.shape[:-1], -1, size)
+    if heads.shape[-2] == count:
+        return x
+    return jnp.repeat(heads, count // heads.shape[-2], axis=-2).reshape(*x.shape[:-1], -1)
