@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import dispatch
 from stree_jax.array_types import Array
 from stree_jax.decoding.draft import Drafter, ModelDrafter
 from stree_jax.decoding.loop import DRAFT_FAILED, SpeculativeDecoder
@@ -253,6 +254,8 @@ def plan(
         verifier=chosen,
         filtered=not greedy and (top_k > 0 or top_p < 1),
         capacity=_round_up(max_new_tokens, _ROUND),
+        # A step on a GPU is short beside a wait of the host and the copies of all layers.
+        rounds=1 if dispatch.device_obstacle() else 2,
     )
     return Plan(
         decoder,

@@ -43,12 +43,17 @@ class SpeculativeDecoder:
         verifier: the verification rule.
         filtered: top-k or top-p is in use.
         capacity: the most new tokens a row can hold.
+        rounds: steps between two looks at whether all rows have ended. The host waits for each
+            look; and with 2 rounds XLA writes each of two records of trees where the other was not,
+            where with 1 it copies every layer's. After the last row's end up to `rounds - 1` steps
+            are in vain.
     """
 
     topology: TreeTopology
     verifier: Verifier
     filtered: bool
     capacity: int
+    rounds: int = 1
 
     def start(
         self,
@@ -109,11 +114,12 @@ class SpeculativeDecoder:
             return jnp.any(~state.done) & ~jnp.any(state.failed > 0)
 
         # The body closes over the weights, so that the loop does not carry them.
-        state = lax.while_loop(
-            unfinished,
-            lambda state: self._step(model, drafter, state, limits, sampling)[0],
-            state,
-        )
+        def some_steps(state: DecodeState) -> DecodeState:
+            for _ in range(self.rounds):
+                state = self._step(model, drafter, state, limits, sampling)[0]
+            return state
+
+        state = lax.while_loop(unfinished, some_steps, state)
         nowhere = state.path._replace(
             mask=jnp.zeros_like(state.path.mask), last=jnp.full_like(state.path.last, -1)
         )
@@ -181,6 +187,7 @@ class SpeculativeDecoder:
         count = jnp.where(ended, jnp.argmax(is_end, axis=-1) + 1, count)
         count = jnp.minimum(count, limits.max_new_tokens - state.emitted)
         failed = _failures(draft, verdict, count, all_finite(logits, vocab_size))
+        failed = jnp.where(state.done, 0, jnp.maximum(state.failed, failed))  # once is for good
         active = ~state.done & (failed == 0)
         count = jnp.where(active, count, 0)
         context = _append(state.context, new_tokens, count)
@@ -201,7 +208,7 @@ class SpeculativeDecoder:
                 context=context,
                 emitted=emitted,
                 done=done,
-                failed=jnp.where(state.done, 0, failed),
+                failed=failed,
                 cache=cache,
                 pending=pending,
                 path=path_to(draft.tree, last),

@@ -1,3 +1,4 @@
+import dataclasses
 import subprocess
 import sys
 
@@ -8,7 +9,8 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from stree_jax.decoding.loop import SpeculativeDecoder
+from stree_jax.decoding.generate import plan
+from stree_jax.decoding.loop import TARGET_FAILED, SpeculativeDecoder
 from tests.tiny import perturbed, randomised, tiny_model, with_weight
 
 PROMPTS = [[5, 9, 2, 30], [3], [1, 2, 3, 4, 1, 2, 3, 4]]
@@ -79,6 +81,38 @@ def test_statistics_add_up():
     missing = stats.num_accepted + stats.num_target_calls - stats.num_tokens
     assert 0 <= missing <= len(PROMPTS)
     np.testing.assert_allclose(stats.tau_per_row, out.lengths / stats.target_calls_per_row)
+
+
+def test_more_rounds_between_looks_change_nothing():
+    """Rows end in the middle of the rounds, and one at an end of sequence."""
+    model = tiny_model()
+    free = st.generate(model, PROMPTS, max_new_tokens=17, drafter=drafter(), topology=TREE)
+    options = dict(max_new_tokens=17, drafter=drafter(), topology=TREE)
+    options["eos_token"] = int(free.tokens[0, 4])
+    want = st.generate(model, PROMPTS, **options)
+    request = plan(model, PROMPTS, **options)
+    decoder = dataclasses.replace(request.decoder, rounds=3)
+    state = decoder.start(model, request.drafter, request.context, request.keys)
+    state = decoder.run(model, request.drafter, state, request.limits, request.sampling)
+    np.testing.assert_array_equal(state.emitted, want.lengths)
+    for row, prompt, tokens in zip(state.context.tokens, PROMPTS, want.tokens, strict=True):
+        kept = tokens[tokens >= 0]
+        np.testing.assert_array_equal(row[len(prompt) : len(prompt) + len(kept)], kept)
+    np.testing.assert_array_equal(state.statistics.target_calls, want.stats.target_calls_per_row)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.cache, want.cache
+    )
+
+
+def test_a_failure_in_the_first_of_two_rounds_is_reported():
+    prompts = [[1, 2], [3, 35], [4]]
+    model = broken(np.nan, 35)
+    request = plan(model, prompts, max_new_tokens=4)
+    decoder = dataclasses.replace(request.decoder, rounds=2)
+    state = decoder.start(model, None, request.context, request.keys)
+    state = decoder.run(model, None, state, request.limits, request.sampling)
+    assert state.failed.tolist() == [0, TARGET_FAILED, 0]
+    assert state.emitted[1] == 0
 
 
 def test_padded_vocabulary_is_never_emitted():

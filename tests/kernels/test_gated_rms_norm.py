@@ -109,3 +109,16 @@ def test_which_sizes_the_kernel_refuses():
     ones = jnp.ones((1, 40))
     with pytest.raises(ValueError, match="group size = 40.*use 'xla'"):
         gated_rms_norm(ones, ones, ones[0], implementation="pallas_interpret")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_gate_may_be_a_part_of_an_array(implementation):
+    rng = np.random.default_rng(0)
+    y, wide = (jnp.asarray(rng.normal(size=(3, size)), jnp.float32) for size in (64, 200))
+    run = functools.partial(
+        gated_rms_norm, weight=jnp.ones(64), num_groups=2, implementation=implementation
+    )
+    got = run(y, wide, gate_start=40)
+    np.testing.assert_allclose(got, run(y, wide[:, 40:104]), rtol=1e-6)
+    with pytest.raises(ValueError, match="64 gates from column 137 on, of 200 columns"):
+        run(y, wide, gate_start=137)

@@ -12,7 +12,14 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels
-from pallas_kernels import triton_backend
+from pallas_kernels import (
+    Layout,
+    Mamba2Pending,
+    Mamba2Weights,
+    Previous,
+    mamba2_tree,
+    triton_backend,
+)
 from pallas_kernels.tree_attention import pallas_triton as attention_kernel
 
 pytestmark = pytest.mark.skipif(
@@ -76,6 +83,7 @@ def operands(shape, dtype):
         "replay_tree_scan": (x, dt, B, path, x, dt, A, B, C, D, h, mask),
         "tree_conv1d": (conv_input, *conv, struct((2, queries, 4), jnp.int32)),
         "gated_rms_norm": (y, y, struct(y.shape[-1:], dtype)),
+        "add_rms_norm": (y, y, struct(y.shape[-1:], dtype)),
     }
 
 
@@ -84,12 +92,66 @@ def operands(shape, dtype):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_lowers_to_one_kernel(shape, dtype, capability):
     for op, arguments in operands(shape, dtype).items():
-        function = functools.partial(getattr(pallas_kernels, op), implementation="pallas")
+        options = {"epsilon": 1e-5} if op == "add_rms_norm" else {}
+        function = functools.partial(
+            getattr(pallas_kernels, op), implementation="pallas", **options
+        )
         code = lowered(function, arguments, capability)
         assert code.count("__gpu$xla.gpu.triton") == 1
         # Nothing is padded or sliced around the kernel. A new state replaces the old one.
         assert "stablehlo.pad" not in code
         assert ("output_operand_alias" in code) == ("replay" in op)
+
+
+# Layouts of mamba2-2.7b, MambaInLlama-8B and Falcon-H1-0.5B; nodes, grown nodes.
+LAYOUTS = [
+    (Layout(80, 64, 1, 128, x_heads=80, b_groups=1), 13, 0),
+    (Layout(80, 64, 1, 128, x_heads=80, b_groups=1), 64, 61),
+    (Layout(32, 128, 32, 128, x_heads=8, b_groups=8), 64, 0),
+    (Layout(24, 64, 1, 128, 24, 1, multipliers=(0.35, 0.25, 0.18, 0.5, 0.35)), 1, 0),
+]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", LAYOUTS, ids=["plain", "grown", "repeated", "scaled"])
+def test_a_whole_mixer_lowers_to_one_kernel(case, dtype, capability):
+    layout, nodes, grown = case
+    heads, head_dim, channels = layout.num_heads, layout.head_dim, layout.num_channels
+
+    def struct(*sizes, kind=dtype):
+        return jax.ShapeDtypeStruct(sizes, kind)
+
+    def pending(count):
+        return Mamba2Pending(
+            struct(2, count, heads, head_dim),
+            struct(2, count, heads, kind=jnp.float32),
+            struct(2, count, layout.num_groups, layout.state_size),
+            struct(2, count, channels),
+        )
+
+    of_heads = struct(heads, kind=jnp.float32)
+    options = {"grown": pending(grown)} if grown else {}
+    if not grown:
+        path, back = struct(2, nodes, kind=jnp.bool_), struct(2, 3, kind=jnp.int32)
+        options["previous"] = Previous(pending(nodes), path, back)
+
+    def run(*arguments):
+        *arguments, options = arguments
+        return mamba2_tree(*arguments, layout=layout, implementation="pallas", **options)
+
+    arguments = (
+        struct(2, nodes - grown, layout.columns[-1] + heads),
+        Mamba2Weights(struct(4, channels), struct(channels), of_heads, of_heads, of_heads),
+        struct(2, heads, head_dim, layout.state_size, kind=jnp.float32),
+        struct(2, 3, channels),
+        struct(2, nodes - grown, 4, kind=jnp.int32),
+        struct(2, nodes, nodes, kind=jnp.bool_),
+        options,
+    )
+    code = lowered(run, arguments, capability)
+    assert code.count("__gpu$xla.gpu.triton") == 1
+    assert ("output_operand_alias" in code) == (not grown)
 
 
 # queries, nodes, query heads, key heads, head_dim, capacity: Nemotron-H, Falcon-H1, a prefill.

@@ -1,0 +1,63 @@
+"""The residual stream and the norm of the next layer, against their float64 reference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import add_rms_norm
+from pallas_kernels.add_rms_norm.reference import add_rms_norm as reference
+from tests.kernels.cases import relative_error
+from tests.kernels.test_gated_rms_norm import BUDGET, IMPLEMENTATIONS
+
+# rows, size, types of the stream and of a layer's output, multiplier
+CASES = (
+    ((2, 3), 64, "float32", "float32", 1.0),
+    ((1,), 80, "float32", "float32", 0.22),
+    ((2, 3), 160, "float32", "bfloat16", 1.0),
+    ((4,), 128, "bfloat16", "bfloat16", 1.0),
+    ((4,), 128, "bfloat16", "bfloat16", 0.22),
+)
+
+
+@functools.cache
+def errors(case, implementation):
+    rows, size, kind, small, multiplier = case
+    rng = np.random.default_rng(0)
+
+    def draw(dtype, *shape):
+        return jnp.asarray(3.0 * rng.normal(size=shape), dtype)
+
+    arguments = draw(kind, *rows, size), draw(small, *rows, size), draw(small, size)
+    options = dict(epsilon=1e-5, multiplier=multiplier)
+    run = jax.jit(functools.partial(add_rms_norm, **options, implementation=implementation))
+    sums, normed = run(*arguments)
+    assert (sums.dtype, normed.dtype) == (kind, small)
+    exact = [np.asarray(value, np.float64).reshape(-1, size) for value in arguments]
+    true_sums, true_normed = reference(exact[0], exact[1], exact[2][0], **options)
+    shape = (*rows, size)
+    return (
+        relative_error(sums, true_sums.reshape(shape)),
+        relative_error(normed, true_normed.reshape(shape)),
+    )
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_add_rms_norm(case, implementation):
+    _, _, kind, small, multiplier = case
+    sums, normed = errors(case, implementation)
+    rounded = "bfloat16" in (kind, small if multiplier != 1.0 else kind)
+    assert sums < BUDGET[rounded]
+    assert normed < BUDGET["bfloat16" in (kind, small)]
+    true = errors(case, "xla")
+    assert sums <= 1.5 * true[0] + 1e-7
+    assert normed <= 1.5 * true[1] + 1e-7
+
+
+def test_refuses_rows_without_a_large_power_of_two():
+    row = jnp.ones((1, 81))
+    with pytest.raises(ValueError, match="add_rms_norm cannot run .* 81 .*; use 'xla'"):
+        add_rms_norm(row, row, row[0], epsilon=1e-5, implementation="pallas_interpret")
