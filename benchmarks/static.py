@@ -8,17 +8,23 @@ kind give the cost of such a layer; a whole model is the sum. `--whole` compiles
     python -m benchmarks.static [--presets mamba2-2.7b] [--gpus H100 A100 ...] [--nodes 16 64]
 
 Results go to `benchmarks/results/static.json`, where a run of some presets or GPUs replaces those
-rows only; exit code 1 if a kernel spills registers. Matrix products are not autotuned, since there
-is nothing to time them on: kernel counts and memory hold, a device may choose other blocks.
+rows only; exit code 1 if a kernel spills registers, or a Mamba-2 layer is more than
+`--most-launches` with our kernels. Matrix products are not autotuned, since there is nothing to
+time them on: kernel counts and memory hold, a device may choose other blocks. What XLA chooses is
+to split the inner axis of small products and to add the parts up in a kernel of its own; rows with
+`products` "whole" are compiled without that (`xla_gpu_experimental_force_split_k=1`).
 """
 
 import argparse
 import contextlib
 import dataclasses
 import json
+import math
+import re
 import time
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.spills import DUMP, described_gpu, target_config  # first: sets XLA's flags
 
@@ -31,7 +37,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import stree_jax as st
 from benchmarks.common import RESULTS, print_table, write_json
-from benchmarks.thunks import Thunks, launches
+from benchmarks.thunks import Thunks, by_name, launches, loops
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.sampling import best_token
 from stree_jax.decoding.state import Context, Limits, Sampling
@@ -46,6 +52,9 @@ PLUGIN = "jax-cuda13-plugin and jax-cuda13-pjrt"
 ON_SPILL = "xla_gpu_fail_ptx_compilation_on_register_spilling"
 # What `benchmarks.spills` asks XLA to write, and what takes minutes here.
 NO_CODE = {"xla_dump_emitter_re": "", "xla_gpu_dump_llvmir": False}
+# Whether XLA may split matrix products.
+PRODUCTS = {"split": {}, "whole": {"xla_gpu_experimental_force_split_k": 1}}
+STEPS = 2  # in a program, as `SpeculativeDecoder.rounds` on a GPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +64,14 @@ class Cost:
     Attributes:
         launches: kernels, library calls, copies and fills put on the device in one run.
         copies: copies and fills among them.
-        bytes_moved: read and written, by XLA's cost model; a kernel of ours counts its arguments.
+        bytes_moved: read and written, by XLA's cost model; a kernel of ours counts its arguments
+            and results.
         floor_bytes: weights read once, caches read once and written once.
         temporary_bytes: memory beside arguments and results.
     """
 
-    launches: int
-    copies: int
+    launches: float
+    copies: float
     bytes_moved: float
     floor_bytes: int
     temporary_bytes: int
@@ -78,12 +88,16 @@ class Cost:
 class Compiler:
     """Compiles for one described GPU.
 
+    Args:
+        gpu: one of `GPUS`.
+        products: one of `PRODUCTS`.
+
     Raises:
         SystemExit: the plugin, or a ptxas, is not installed.
     """
 
-    def __init__(self, gpu: str):
-        self.gpu, self.capability = gpu, GPUS[gpu]
+    def __init__(self, gpu: str, products: str = "split"):
+        self.gpu, self.capability, self.products = gpu, GPUS[gpu], products
         try:
             described = topologies.get_topology_desc(
                 platform="cuda", target_config=target_config(self.capability), topology="1x1x1"
@@ -107,16 +121,17 @@ class Compiler:
         """Compiles; returns the program, its thunks, and whether a kernel spills registers."""
         with described_gpu(self.capability):
             lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
+        options = NO_CODE | PRODUCTS[self.products]
         spills = False
         for file in DUMP.iterdir():
             file.unlink()
         try:
-            compiled = lowered.compile(compiler_options=NO_CODE | {ON_SPILL: True})
+            compiled = lowered.compile(compiler_options=options | {ON_SPILL: True})
         except jax.errors.JaxRuntimeError as error:
             if "register spilling" not in str(error):
                 raise
             spills = True
-            compiled = lowered.compile(compiler_options=NO_CODE)
+            compiled = lowered.compile(compiler_options=options)
         (dump,) = DUMP.glob("*.thunk_sequence.txt")
         return compiled, dump.read_text(), spills
 
@@ -127,20 +142,62 @@ def num_bytes(tree: Any) -> int:
 
 
 def bytes_moved(compiled: Any) -> float:
-    """XLA's estimate for the optimised program; NaN where this jax does not tell."""
+    """XLA's estimate for the optimised program, and the arguments and results of our kernels.
+
+    NaN where this jax does not tell.
+    """
+    text = None
     with contextlib.suppress(Exception):
         from jax._src.lib import _jax
 
         (module,) = compiled.runtime_executable().hlo_modules()
         client = jax.devices("cpu")[0].client
-        return float(_jax.hlo_module_cost_analysis(client, module)["bytes accessed"])
-    return float("nan")
+        estimate = float(_jax.hlo_module_cost_analysis(client, module)["bytes accessed"])
+        text = module.to_string()
+    if text is None:
+        return float("nan")
+    kernels = kernel_bytes(text)
+    return estimate + sum(kernels) + len(kernels)  # each of which is -1 in XLA's estimate
+
+
+def kernel_bytes(module: str) -> list[int]:
+    """Bytes of arguments and results of each Triton kernel in the text of a program."""
+    shapes = dict(re.findall(r"(%[\w.-]+) = (\([^()]*\)|\S+) [\w-]+\(", module))
+    calls = re.findall(
+        r'(%[\w.-]+) = [^\n]*? custom-call\(([^)]*)\),[^\n]*"__gpu\$xla\.gpu\.triton"', module
+    )
+    return [
+        sum(_shape_bytes(shapes[name]) for name in (result, *re.findall(r"%[\w.-]+", operands)))
+        for result, operands in calls
+    ]
+
+
+def _shape_bytes(shape: str) -> int:
+    """Of an array or a tuple, such as `(f32[2,3]{1,0}, pred[])`."""
+    total = 0
+    for bits, sizes in re.findall(r"(?:[a-z]*?(\d+)|pred)\[([\d,]*)\]", shape):
+        count = math.prod(int(size) for size in sizes.split(",") if size)
+        total += count * (int(bits) // 8 if bits else 1)
+    return total
+
+
+class Step(NamedTuple):
+    """What a verify step was compiled to."""
+
+    cost: Cost
+    kernels: Counter[str]  # launches by name
+    shared_memory: int  # most of a block
+    spills: bool
 
 
 def verify_step(
     compiler: Compiler, config: st.ModelConfig, nodes: int, implementation: str
-) -> tuple[Cost, bool]:
-    """Compiles one call of the target on a full binary tree; batch of 1, bfloat16 weights."""
+) -> Step:
+    """Compiles calls of the target on full binary trees; batch of 1, bfloat16 weights.
+
+    The program is `STEPS` of them, each of which replays a path of the one before, as in the decode
+    loop. Their cost is divided by their number.
+    """
     structure, weights = st.HybridLM.abstract(
         config, dtype="bfloat16", implementation=implementation
     )
@@ -152,10 +209,13 @@ def verify_step(
     def step(weights: Any, tokens: Any, valid: Any, last: Any, pending: Any, cache: Any) -> Any:
         model = nnx.merge(structure, weights)
         tree = topology.tree(valid)
-        logits, pending, cache = model.tree_forward(
-            tokens, tree, cache, replay=(pending, path_to(tree, last))
-        )
-        return best_token(logits, config.vocab_size), pending, cache
+        for _ in range(STEPS):
+            logits, pending, cache = model.tree_forward(
+                tokens, tree, cache, replay=(pending, path_to(tree, last))
+            )
+            tokens = best_token(logits, config.vocab_size)
+            last = tokens[:, 0] % nodes  # a path that is not known before
+        return tokens, pending, cache
 
     arguments = (
         weights,
@@ -168,15 +228,16 @@ def verify_step(
     compiled, thunks, spills = compiler(
         jax.jit(step, donate_argnames=("pending", "cache")), *compiler.place(arguments)
     )
-    count, copies = launches(Thunks.parse(thunks).outside)
+    found = Thunks.parse(thunks).outside
+    count, copies = launches(found)
     cost = Cost(
-        launches=count,
-        copies=copies,
-        bytes_moved=bytes_moved(compiled),
+        launches=count / STEPS,
+        copies=copies / STEPS,
+        bytes_moved=bytes_moved(compiled) / STEPS,
         floor_bytes=num_bytes(weights) + 2 * num_bytes(cache),
         temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
     )
-    return cost, spills
+    return Step(cost, by_name(found), max(thunk.shared_memory for thunk in found), spills)
 
 
 def with_layers(config: st.ModelConfig, layers: tuple[str, ...]) -> st.ModelConfig:
@@ -190,26 +251,31 @@ def by_layer(
     """Cost of a layer of each kind, and of the whole model as their sum."""
     kinds = tuple(dict.fromkeys(config.layers))
     # Two of each, since a first layer fuses with the embedding.
-    base, spills = verify_step(compiler, with_layers(config, kinds * 2), nodes, implementation)
-    costs = {}
+    base = verify_step(compiler, with_layers(config, kinds * 2), nodes, implementation)
+    layers, steps, whole = {}, [base], base.cost
     for kind in kinds:
         # Before the last layer of the same kind, so that its neighbours are what they always are.
-        longer, spilled = verify_step(
+        longer = verify_step(
             compiler, with_layers(config, _insert(kinds * 2, kind)), nodes, implementation
         )
-        costs[kind], spills = longer - base, spills or spilled
-    whole = base
-    for kind in kinds:
-        whole = whole.plus(costs[kind], config.layers.count(kind) - 2)
+        steps.append(longer)
+        cost = longer.cost - base.cost
+        more = longer.kernels - base.kernels
+        layers[kind] = _without_memory(cost) | {
+            "kernels": {name: count / STEPS for name, count in sorted(more.items())}
+        }
+        whole = whole.plus(cost, config.layers.count(kind) - 2)
     # Temporary memory is reused from layer to layer, so that it does not add up.
-    whole = dataclasses.replace(whole, temporary_bytes=base.temporary_bytes)
+    whole = dataclasses.replace(whole, temporary_bytes=base.cost.temporary_bytes)
     return {
         "gpu": compiler.gpu,
         "nodes": nodes,
         "implementation": implementation,
-        "layers": {kind: _without_memory(cost) for kind, cost in costs.items()},
+        "products": compiler.products,
+        "layers": layers,
         "step": dataclasses.asdict(whole),
-        "spills": spills,
+        "shared_memory_bytes": max(step.shared_memory for step in steps),
+        "spills": any(step.spills for step in steps),
     }
 
 
@@ -234,7 +300,9 @@ def decode_loop(
         )
 
     target, drafter = abstract(config), st.ModelDrafter(abstract(draft))
-    decoder = SpeculativeDecoder(st.TreeTopology.paper("A"), VERIFIERS["greedy"], False, 64)
+    decoder = SpeculativeDecoder(
+        st.TreeTopology.paper("A"), VERIFIERS["greedy"], False, 64, rounds=STEPS
+    )
     struct = jax.ShapeDtypeStruct
     context = Context(struct((1, 64), jnp.int32), struct((1,), jnp.int32))
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
@@ -257,10 +325,11 @@ def decode_loop(
         "gpu": compiler.gpu,
         "implementation": implementation,
         "topology": "A",
-        "launches_an_iteration": launches(inside)[0],
-        "copies_an_iteration": launches(inside)[1],
+        "products": compiler.products,
+        "launches_a_step": launches(inside)[0] / STEPS,
+        "copies_a_step": launches(inside)[1] / STEPS,
         # The host reads the predicate of every loop whose trip count XLA does not know.
-        "host_reads_an_iteration": outside["kWhile"] + inside["kWhile"],
+        "host_reads_a_step": (loops(outside) + loops(inside)) / STEPS,
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "spills": spills,
     }
@@ -276,13 +345,18 @@ def main() -> None:
     parser.add_argument(
         "--implementations", nargs="+", default=IMPLEMENTATIONS, choices=IMPLEMENTATIONS
     )
+    parser.add_argument("--products", nargs="+", default=list(PRODUCTS), choices=PRODUCTS)
+    parser.add_argument(
+        "--most-launches", type=float, help="of a Mamba-2 layer with our kernels, products whole"
+    )
+    parser.add_argument("--output", type=Path, help="directory of the results")
     parser.add_argument("--whole", action="store_true", help="compile whole models, too")
     options = parser.parse_args()
     configs = {name: st.ModelConfig.preset(name) for name in options.presets}
     draft = st.ModelConfig.preset(options.draft)
-    compilers = [Compiler(gpu) for gpu in options.gpus]
+    compilers = [Compiler(gpu, products) for gpu in options.gpus for products in options.products]
     rows: list[dict[str, Any]] = []
-    loops: list[dict[str, Any]] = []
+    loops_: list[dict[str, Any]] = []
     for name, config in configs.items():
         for compiler in compilers:
             for implementation in options.implementations:
@@ -290,39 +364,51 @@ def main() -> None:
                     began = time.monotonic()
                     row = by_layer(compiler, config, nodes, implementation)
                     if options.whole:
-                        whole, spilled = verify_step(compiler, config, nodes, implementation)
-                        row |= {"whole": dataclasses.asdict(whole) | {"spills": spilled}}
+                        whole = verify_step(compiler, config, nodes, implementation)
+                        row |= {"whole": dataclasses.asdict(whole.cost) | {"spills": whole.spills}}
                     row |= {"preset": name, "seconds": round(time.monotonic() - began, 1)}
                     rows.append(row)
                     print(json.dumps(row), flush=True)
-                loops.append(
+                loops_.append(
                     {"preset": name} | decode_loop(compiler, config, draft, implementation)
                 )
-                print(json.dumps(loops[-1]), flush=True)
+                print(json.dumps(loops_[-1]), flush=True)
     with contextlib.suppress(OSError):
         for file in DUMP.iterdir():
             file.unlink()
         DUMP.rmdir()
-    path = report(rows, loops)
-    spilled = sum(row["spills"] for row in (*rows, *loops))
-    print(
-        json.dumps(
-            {"static": {"programs": len(rows), "with_spills": spilled, "results": str(path)}}
-        )
-    )
-    raise SystemExit(1 if spilled else 0)
+    path = report(rows, loops_, options.output)
+    spilled = sum(row["spills"] for row in (*rows, *loops_))
+    launched = [
+        row["layers"]["mamba2"]["launches"]
+        for row in rows
+        if (row["implementation"], row["products"]) == ("pallas", "whole")
+        and "mamba2" in row["layers"]
+    ]
+    summary = {"programs": len(rows), "with_spills": spilled, "results": str(path)}
+    if launched:
+        summary["most_launches_of_a_mamba2_layer"] = max(launched)
+    print(json.dumps({"static": summary}))
+    too_many = options.most_launches is not None and max(launched) > options.most_launches
+    raise SystemExit(1 if spilled or too_many else 0)
 
 
-def report(rows: list[dict[str, Any]], loops: list[dict[str, Any]]) -> Path:
+def report(
+    rows: list[dict[str, Any]], loops_: list[dict[str, Any]], directory: Path | None
+) -> Path:
     """Prints the tables and writes the JSON."""
     print_table(
         "A layer of a verify step (batch 1, bfloat16)",
-        ("preset", "gpu", "kernels", "nodes", "layer", "launches", "copies", "bytes / floor"),
+        (
+            *("preset", "gpu", "kernels", "products", "nodes", "layer"),
+            *("launches", "copies", "bytes / floor"),
+        ),
         [
             (
                 row["preset"],
                 row["gpu"],
                 row["implementation"],
+                row["products"],
                 row["nodes"],
                 kind,
                 cost["launches"],
@@ -335,35 +421,41 @@ def report(rows: list[dict[str, Any]], loops: list[dict[str, Any]]) -> Path:
     )
     print_table(
         "The whole step",
-        ("preset", "gpu", "kernels", "nodes", "launches", "bytes / floor", "temp. MiB", "spills"),
+        (
+            *("preset", "gpu", "kernels", "products", "nodes"),
+            *("launches", "bytes / floor", "temp. MiB", "shared KiB", "spills"),
+        ),
         [
             (
                 row["preset"],
                 row["gpu"],
                 row["implementation"],
+                row["products"],
                 row["nodes"],
                 row["step"]["launches"],
                 row["step"]["bytes_moved"] / row["step"]["floor_bytes"],
                 row["step"]["temporary_bytes"] / 2**20,
+                row["shared_memory_bytes"] / 2**10,
                 "yes" if row["spills"] else "no",
             )
             for row in rows
         ],
     )
     print_table(
-        "An iteration of the loop, one layer of each kind in target and draft",
-        ("preset", "gpu", "kernels", "launches", "copies", "host reads", "spills"),
+        "A step of the loop, one layer of each kind in target and draft",
+        ("preset", "gpu", "kernels", "products", "launches", "copies", "host reads", "spills"),
         [
             (
                 row["preset"],
                 row["gpu"],
                 row["implementation"],
-                row["launches_an_iteration"],
-                row["copies_an_iteration"],
-                row["host_reads_an_iteration"],
+                row["products"],
+                row["launches_a_step"],
+                row["copies_a_step"],
+                row["host_reads_a_step"],
                 "yes" if row["spills"] else "no",
             )
-            for row in loops
+            for row in loops_
         ],
     )
     settings = {
@@ -374,17 +466,19 @@ def report(rows: list[dict[str, Any]], loops: list[dict[str, Any]]) -> Path:
         "attention_places": MAX_LENGTH,
     }
     with contextlib.suppress(FileNotFoundError):
-        earlier = json.loads((RESULTS / "static.json").read_text())
+        earlier = json.loads(((directory or RESULTS) / "static.json").read_text())
         if earlier.items() >= settings.items():
-            rows, loops = merged(earlier["steps"], rows), merged(earlier["loops"], loops)
-    return write_json("static", settings | {"steps": rows, "loops": loops})
+            rows, loops_ = merged(earlier["steps"], rows), merged(earlier["loops"], loops_)
+    return write_json("static", settings | {"steps": rows, "loops": loops_}, directory)
 
 
 def merged(earlier: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The new rows, after those earlier ones that they do not replace."""
 
     def which(row: dict[str, Any]) -> tuple:
-        return tuple(row.get(key) for key in ("preset", "gpu", "implementation", "nodes"))
+        return tuple(
+            row.get(key) for key in ("preset", "gpu", "implementation", "products", "nodes")
+        )
 
     replaced = {which(row) for row in new}
     return [row for row in earlier if which(row) not in replaced] + new

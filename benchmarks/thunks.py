@@ -2,17 +2,26 @@
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 # Thunks that only group others.
 WRAPPERS = {"kSequential", "kCommandBuffer", "kWhile", "kConditional"}
 
 
-class Thunks(NamedTuple):
-    """How many thunks of each kind a program has."""
+class Thunk(NamedTuple):
+    """One line of the dump."""
 
-    outside: Counter[str]  # of any loop
-    inside: Counter[str]  # the body of a loop
+    kind: str
+    name: str  # without the number that XLA adds
+    shared_memory: int  # bytes a block
+
+
+class Thunks(NamedTuple):
+    """The thunks of a program."""
+
+    outside: list[Thunk]  # of any loop
+    inside: list[Thunk]  # the body of a loop
 
     @classmethod
     def parse(cls, text: str) -> "Thunks":
@@ -21,8 +30,8 @@ class Thunks(NamedTuple):
         A line is `006: kKernel [...] name ...`. What belongs to a `kWhile` follows it: `condition:`
         at its own indentation, `body:` deeper, and below each its thunks, deeper still.
         """
-        outside: Counter[str] = Counter()
-        inside: Counter[str] = Counter()
+        outside: list[Thunk] = []
+        inside: list[Thunk] = []
         loop: int | None = None  # indentation of the loop that lines belong to
         in_body = False
         for line in text.splitlines():
@@ -32,21 +41,38 @@ class Thunks(NamedTuple):
                 loop = None
             if loop is not None and words == "body:":
                 in_body = True
-            thunk = re.match(r"\d+:\s+(k\w+)", words)
-            if thunk is None:
+            found = re.match(r"\d+:\s+(k\w+)\s+\[[^\]]*\]\s*(\w*)", words)
+            if found is None:
                 continue
-            kind = thunk.group(1)
+            kind, name = found.groups()
+            shared = re.search(r"shared_memory: (\d+)", words)
+            name = re.sub(r"_+\d+$", "", name) or kind
+            thunk = Thunk(kind, name, int(shared.group(1)) if shared else 0)
             if loop is None:
-                outside[kind] += 1
+                outside.append(thunk)
                 if kind == "kWhile":
                     loop, in_body = indent, False
             elif in_body:
-                inside[kind] += 1
+                inside.append(thunk)
         return cls(outside, inside)
 
 
-def launches(kinds: Counter[str]) -> tuple[int, int]:
+def work(thunks: Sequence[Thunk]) -> list[Thunk]:
+    """Those that put something on the device."""
+    return [thunk for thunk in thunks if thunk.kind not in WRAPPERS]
+
+
+def launches(thunks: Sequence[Thunk]) -> tuple[int, int]:
     """Kernels, library calls, copies and fills; and the copies and fills among them."""
-    work = {kind: count for kind, count in kinds.items() if kind not in WRAPPERS}
-    moves = sum(count for kind, count in work.items() if re.match(r"kCopy|kMem", kind))
-    return sum(work.values()), moves
+    put = work(thunks)
+    return len(put), sum(re.match(r"kCopy|kMem", thunk.kind) is not None for thunk in put)
+
+
+def by_name(thunks: Sequence[Thunk]) -> Counter[str]:
+    """How often each kernel, or kind of call, is launched."""
+    return Counter(thunk.name for thunk in work(thunks))
+
+
+def loops(thunks: Sequence[Thunk]) -> int:
+    """How many loops start here."""
+    return sum(thunk.kind == "kWhile" for thunk in thunks)

@@ -149,7 +149,7 @@ THUNKS = """\
 condition:
     003: kKernel   [source | sink] compare
   body:
-    004: kKernel   [source | next=005 (1)] replay grid: [1, 80, 2]
+    004: kKernel   [source | next=005 (1)] replay_3 grid: [1] shared_memory: 512 bytes
     005: kGemm     [prev=004 (1) | sink] custom-call
     006: kMemzero  [source | sink] kMemzero
 007: kKernel       [prev=002 (1) | sink] fusion
@@ -158,10 +158,40 @@ condition:
 
 def test_what_xla_launches_is_counted():
     found = thunks.Thunks.parse(THUNKS)
-    assert found.outside == {"kCopy": 1, "kKernel": 2, "kWhile": 1}
-    assert found.inside == {"kKernel": 1, "kGemm": 1, "kMemzero": 1}
+    assert [thunk.kind for thunk in found.outside] == ["kCopy", "kKernel", "kWhile", "kKernel"]
+    assert found.inside[0] == ("kKernel", "replay", 512)
+    assert thunks.loops(found.outside) == 1
+    assert thunks.by_name(found.outside) == {"kCopy": 1, "wrapped_add": 1, "fusion": 1}
+    assert [thunk.kind for thunk in found.inside] == ["kKernel", "kGemm", "kMemzero"]
     assert thunks.launches(found.outside) == (3, 1)
     assert thunks.launches(found.inside) == (3, 1)
+
+
+HLO = """\
+ENTRY %main.1 (a.1: f32[64,2], w.1: bf16[2]) -> (f32[64,2], pred[3]) {
+  %w.1 = bf16[2]{0} parameter(1), sharding={mesh['x'=1], [{}]}
+  %a.1 = f32[64,2]{1,0} parameter(0)
+  %gemm-2 = f32[64,2]{1,0} custom-call(%a.1, %w.1), custom_call_target="__cublas$gemm"
+  ROOT %call.3 = (f32[64,2]{1,0}, /*index=1*/pred[3]{0}) custom-call(%gemm-2, %w.1, %n.1), \
+custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="x"}
+  %n.1 = s32[] constant(1)
+"""
+
+
+def test_bytes_of_our_kernels_are_counted():
+    """In a process of its own, since the module changes XLA's flags."""
+    code = (
+        "from benchmarks.static import kernel_bytes; import sys;"
+        "print(kernel_bytes(sys.stdin.read()))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        input=HLO,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(result.stdout) == [512 + 3 + 512 + 4 + 4]
 
 
 @pytest.mark.skipif(
