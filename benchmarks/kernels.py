@@ -13,8 +13,12 @@ from jax import lax
 import pallas_kernels as pk
 import stree_jax as st
 from benchmarks.shapes import ATTENTIONS, MIXERS, AttentionShape, MixerShape
+from pallas_kernels.add_rms_norm import pallas_triton as add_norm_kernel
+from pallas_kernels.add_rms_norm.reference import add_rms_norm as add_norm_reference
 from pallas_kernels.gated_rms_norm import pallas_triton as norm_kernel
 from pallas_kernels.gated_rms_norm.reference import gated_rms_norm as norm_reference
+from pallas_kernels.mamba2_tree import pallas_triton as mixer_kernel
+from pallas_kernels.mamba2_tree.reference import mamba2_tree as mixer_reference
 from pallas_kernels.replay import pallas_triton as replay_kernel
 from pallas_kernels.replay.reference import replay as replay_reference
 from pallas_kernels.replay_tree_scan import pallas_triton as fused_kernel
@@ -57,7 +61,7 @@ class Kernel(NamedTuple):
         operands: of a problem, on the device.
         reference: takes the operands in float64 and the parents of the trees `[B, N]`.
         outputs: "output" or "state" for each.
-        feedback: the operand that the last output is the next value of, updated in place.
+        feedback: index of the operand that the last output is the next value of, updated in place.
         shapes: of real models.
     """
 
@@ -89,6 +93,13 @@ def trees(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
+def accepted(problem: Problem) -> np.ndarray:
+    """A path of each tree `[B, N]`, to its last node; none in the second row."""
+    path = trees(problem)[1][:, -1].copy()
+    path[1:2] = False
+    return path
+
+
 def draw(problem: Problem) -> Callable[..., jax.Array]:
     """A function that draws arrays in the type of the activations, or another."""
     keys = iter(jax.random.split(jax.random.key(problem.seed), 64))
@@ -103,8 +114,6 @@ def _recurrent(problem: Problem) -> dict[str, jax.Array]:
     heads, channels, state, groups = problem.shape
     normal, batch, nodes = draw(problem), problem.batch, problem.nodes
     _, masks = trees(problem)
-    path = masks[:, -1].copy()
-    path[1:2] = False
     return {
         "x": normal(batch, nodes, heads, channels),
         "dt": jax.nn.softplus(normal(batch, nodes, heads, kind="float32")),
@@ -114,7 +123,7 @@ def _recurrent(problem: Problem) -> dict[str, jax.Array]:
         "D": normal(heads, channels, kind="float32"),
         "state": normal(batch, heads, channels, state, kind="float32"),
         "mask": jnp.asarray(masks),
-        "path": jnp.asarray(path),
+        "path": jnp.asarray(accepted(problem)),
     }
 
 
@@ -153,10 +162,77 @@ def _of_conv(problem: Problem) -> tuple[jax.Array, ...]:
     )
 
 
+def _of_mixer(problem: Problem) -> tuple[jax.Array, ...]:
+    """The last operand is the state; see `_mixer_call`."""
+    earlier = problem._replace(seed=problem.seed + 1)
+    before = _recurrent(earlier)
+    _, conv_state, weight, bias, window = _of_conv(problem)
+    heads = problem.shape.num_heads
+    layout = _layout(*problem.shape)
+    normal, rows = draw(problem), (problem.batch, problem.nodes)
+    _, masks = trees(problem)
+    old_parents, last = _along(accepted(earlier))
+    return (
+        normal(*rows, layout.columns[-1] + heads),
+        *(weight, bias, *(normal(heads, kind="float32") for _ in range(3))),
+        *(conv_state, window, jnp.asarray(masks)),
+        *(before[name] for name in ("x", "dt", "B")),
+        normal(*rows, layout.num_channels),
+        before["path"],
+        pk.replay_window(jnp.asarray(old_parents), jnp.asarray(last), weight.shape[0]),
+        before["state"],
+    )
+
+
+def _layout(num_heads: int, head_dim: int, state_size: int, num_groups: int) -> pk.Layout:
+    return pk.Layout(num_heads, head_dim, num_groups, state_size, num_heads, num_groups)
+
+
+def _along(path: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Parents of the nodes of a path `[B, N]`, and its last node, -1 if it is empty."""
+    parents, last = np.full(path.shape, -1, np.int32), np.full(len(path), -1, np.int32)
+    for row, nodes in enumerate(map(np.flatnonzero, path)):
+        parents[row, nodes[1:]] = nodes[:-1]
+        last[row] = nodes[-1] if len(nodes) else -1
+    return parents, last
+
+
+def _mixer_call(function: Callable[..., Any]) -> Callable[..., tuple]:
+    """`mamba2_tree` of flat operands; returns all that it does, the state last."""
+
+    def call(*operands: Any, **options: Any) -> tuple:
+        projected, *weights, conv_state, window, mask, x, dt, B, inputs, path, back, ssm = operands
+        y, record, ssm, conv_state = function(
+            *(projected, pk.Mamba2Weights(*weights), ssm, conv_state, window, mask),
+            layout=_layout(*ssm.shape[1:], B.shape[2]),
+            grown=None,
+            previous=pk.Previous(pk.Mamba2Pending(x, dt, B, inputs), path, back),
+            **options,
+        )
+        return (y, *record, conv_state, ssm)
+
+    return call
+
+
+def _true_mixer(*operands: Any) -> tuple[np.ndarray, ...]:
+    projected, *weights, conv_state, _, _, x, dt, B, inputs, path, _, ssm, parents = operands
+    y, record, ssm, conv_state = mixer_reference(
+        *(projected, weights, ssm, conv_state, parents),
+        layout=_layout(*ssm.shape[1:], B.shape[2]),
+        previous=((x, dt, B, inputs), path, *_along(path)),
+    )
+    return (y, *record, conv_state, ssm)
+
+
 def _of_norm(problem: Problem) -> tuple[jax.Array, ...]:
     normal, size = draw(problem), problem.shape.num_heads * problem.shape.head_dim
     rows = (problem.batch, problem.nodes, size)
     return normal(*rows), normal(*rows), normal(size)
+
+
+def _of_add_norm(problem: Problem) -> tuple[jax.Array, ...]:
+    residual, output, weight = _of_norm(problem)
+    return residual.astype("float32"), output, weight
 
 
 def _of_attention(problem: Problem) -> tuple[jax.Array, ...]:
@@ -204,6 +280,12 @@ def _true_norm(y: Any, gate: Any, weight: Any, _: Any) -> tuple[np.ndarray]:
     return (truth.reshape(y.shape),)
 
 
+def _true_add_norm(residual: Any, output: Any, weight: Any, _: Any) -> tuple[np.ndarray, ...]:
+    rows = (-1, output.shape[-1])
+    both = add_norm_reference(residual.reshape(rows), output.reshape(rows), weight, **_ADD_NORM)
+    return tuple(value.reshape(output.shape) for value in both)
+
+
 def _true_scan(*arguments: Any) -> tuple[np.ndarray]:
     *arguments, _, parents = arguments
     return (scan_reference(*arguments, parents)[0],)
@@ -220,6 +302,7 @@ def _true_level(x: Any, dt: Any, A: Any, B: Any, C: Any, *rest: Any) -> tuple[np
 LEVEL = "tree_scan of a level"
 _SCANNED = ("x", "dt", "A", "B", "C", "D", "state", "mask")
 _GATE_THEN_NORM = dict(norm="gate_then_norm", epsilon=1e-5, num_groups=1)
+_ADD_NORM = dict(epsilon=1e-5, multiplier=1.0)
 _SCAN = Kernel(
     pk.tree_scan,
     scan_kernel.tree_scan,
@@ -250,6 +333,15 @@ KERNELS: dict[str, Kernel] = {
         10,
         MIXERS,
     ),
+    "mamba2_tree": Kernel(
+        _mixer_call(pk.mamba2_tree),
+        _mixer_call(mixer_kernel.mamba2_tree),
+        _of_mixer,
+        _true_mixer,
+        ("output", "output", "state", "output", "output", "output", "state"),
+        -1,
+        MIXERS,
+    ),
     "tree_attention": Kernel(
         _attention,
         _attention_with_blocks,
@@ -265,6 +357,15 @@ KERNELS: dict[str, Kernel] = {
         _of_norm,
         _true_norm,
         ("output",),
+        None,
+        MIXERS,
+    ),
+    "add_rms_norm": Kernel(
+        functools.partial(pk.add_rms_norm, **_ADD_NORM),
+        functools.partial(add_norm_kernel.add_rms_norm, **_ADD_NORM),
+        _of_add_norm,
+        _true_add_norm,
+        ("state", "output"),
         None,
         MIXERS,
     ),
@@ -350,6 +451,9 @@ def bytes_moved(name: str, operands: tuple[jax.Array, ...]) -> int:
         keys, length = operands[3], operands[5]
         unfilled = keys.shape[0] * keys.shape[2] - int(length.sum())
         total -= 2 * unfilled * keys.shape[1] * keys.shape[3] * keys.dtype.itemsize
+    if name == "mamba2_tree":  # the gates are for the norm behind it
+        y = operands[9]
+        total -= y.size * y.dtype.itemsize
     return total
 
 
@@ -365,7 +469,8 @@ def repeated(function: Callable[..., Any], feedback: int | None, count: int) -> 
             # Or XLA sees that all calls are the same.
             held, before = lax.optimization_barrier((operands, before))
             if feedback is not None:
-                held = (*held[:feedback], before[-1], *held[feedback + 1 :])
+                held = [*held]
+                held[feedback] = before[-1]
             return as_tuple(function(*held))
 
         return lax.fori_loop(1, count, step, as_tuple(function(*operands)))

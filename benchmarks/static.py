@@ -26,14 +26,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.spills import DUMP, described_gpu, target_config  # first: sets XLA's flags
+from benchmarks.deviceless import GPUS, PRODUCTS, Compiler  # first: sets XLA's flags
 
 import jax  # isort: skip
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import stree_jax as st
 from benchmarks.common import RESULTS, print_table, write_json
@@ -44,16 +42,8 @@ from stree_jax.decoding.state import Context, Limits, Sampling
 from stree_jax.decoding.verify import VERIFIERS
 from stree_jax.models.cache import init_cache, init_pending, path_to
 
-GPUS = {"A100": 80, "RTX 3090": 86, "RTX 4090": 89, "H100": 90}
 IMPLEMENTATIONS = ("xla", "pallas")
 MAX_LENGTH = 1024  # places of attention caches
-PLUGIN = "jax-cuda13-plugin and jax-cuda13-pjrt"
-
-ON_SPILL = "xla_gpu_fail_ptx_compilation_on_register_spilling"
-# What `benchmarks.spills` asks XLA to write, and what takes minutes here.
-NO_CODE = {"xla_dump_emitter_re": "", "xla_gpu_dump_llvmir": False}
-# Whether XLA may split matrix products.
-PRODUCTS = {"split": {}, "whole": {"xla_gpu_experimental_force_split_k": 1}}
 STEPS = 2  # in a program, as `SpeculativeDecoder.rounds` on a GPU
 
 
@@ -83,57 +73,6 @@ class Cost:
         """With `times` more of another."""
         mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
         return Cost(*(a + times * b for a, b in zip(mine, theirs, strict=True)))
-
-
-class Compiler:
-    """Compiles for one described GPU.
-
-    Args:
-        gpu: one of `GPUS`.
-        products: one of `PRODUCTS`.
-
-    Raises:
-        SystemExit: the plugin, or a ptxas, is not installed.
-    """
-
-    def __init__(self, gpu: str, products: str = "split"):
-        self.gpu, self.capability, self.products = gpu, GPUS[gpu], products
-        try:
-            described = topologies.get_topology_desc(
-                platform="cuda", target_config=target_config(self.capability), topology="1x1x1"
-            )
-        except Exception as error:  # jax has no type of its own for a platform that is not there
-            raise SystemExit(
-                f"cannot compile for a GPU here ({error!s:.200}): install {PLUGIN} in the version"
-                f" of jax, {jax.__version__}, and put a ptxas on PATH"
-            ) from None
-        mesh = Mesh(np.array(described.devices), ("x",))
-        self._sharding = NamedSharding(mesh, PartitionSpec())
-
-    def place(self, tree: Any) -> Any:
-        """Abstract arguments on that GPU."""
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._sharding),
-            tree,
-        )
-
-    def __call__(self, jitted: Any, *arguments: Any) -> tuple[Any, str, bool]:
-        """Compiles; returns the program, its thunks, and whether a kernel spills registers."""
-        with described_gpu(self.capability):
-            lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
-        options = NO_CODE | PRODUCTS[self.products]
-        spills = False
-        for file in DUMP.iterdir():
-            file.unlink()
-        try:
-            compiled = lowered.compile(compiler_options=options | {ON_SPILL: True})
-        except jax.errors.JaxRuntimeError as error:
-            if "register spilling" not in str(error):
-                raise
-            spills = True
-            compiled = lowered.compile(compiler_options=options)
-        (dump,) = DUMP.glob("*.thunk_sequence.txt")
-        return compiled, dump.read_text(), spills
 
 
 def num_bytes(tree: Any) -> int:
@@ -373,10 +312,6 @@ def main() -> None:
                     {"preset": name} | decode_loop(compiler, config, draft, implementation)
                 )
                 print(json.dumps(loops_[-1]), flush=True)
-    with contextlib.suppress(OSError):
-        for file in DUMP.iterdir():
-            file.unlink()
-        DUMP.rmdir()
     path = report(rows, loops_, options.output)
     spilled = sum(row["spills"] for row in (*rows, *loops_))
     launched = [

@@ -34,6 +34,7 @@ from benchmarks.models import on_gpu
 from benchmarks.shapes import AttentionShape, MixerShape
 from pallas_kernels import dispatch, tuned
 from pallas_kernels.gated_rms_norm import config as norm_config
+from pallas_kernels.mamba2_tree import config as mixer_config
 from pallas_kernels.replay import config as replay_config
 from pallas_kernels.replay_tree_scan import config as fused_config
 from pallas_kernels.tree_attention import config as attention_config
@@ -81,6 +82,13 @@ def _norm_case(problem: Problem) -> str:
 
 _WARPS = {"num_warps": (2, 4, 8), "num_stages": (1, 2, 3)}
 _STATE = (16 * 128, 32 * 128, 64 * 128)
+_FUSED = {
+    "state": _STATE,
+    "queries": (16, 32, 64),
+    "keys": (16, 32, 64),
+    "replayed": (16, 32, 64),
+    "part": (32, 64, 128),
+} | _WARPS
 SPACES = {
     "tree_scan": Space(
         scan_config.DEFAULTS,
@@ -90,18 +98,8 @@ SPACES = {
     "replay": Space(
         replay_config.DEFAULTS, _by_dtype, {"state": _STATE, "nodes": (16, 32, 64)} | _WARPS
     ),
-    "replay_tree_scan": Space(
-        fused_config.DEFAULTS,
-        _by_dtype,
-        {
-            "state": _STATE,
-            "queries": (16, 32, 64),
-            "keys": (16, 32, 64),
-            "replayed": (16, 32, 64),
-            "part": (32, 64, 128),
-        }
-        | _WARPS,
-    ),
+    "replay_tree_scan": Space(fused_config.DEFAULTS, _by_dtype, _FUSED),
+    "mamba2_tree": Space(mixer_config.DEFAULTS, _by_dtype, _FUSED),
     "tree_attention": Space(
         attention_config.DEFAULTS,
         _attention_case,

@@ -4,7 +4,8 @@ Passes: a program handles one row, one head and one block of its channels. First
 B and C, straight from the projection and the inputs before, and writes them into the tree's record;
 from there, which is the L1 cache mostly, it then does what `replay_tree_scan` does, with the state
 read once and written once. All heads of a group convolve its B and C, and write the same numbers to
-the same place: loads and arithmetic for launches.
+the same place: loads and arithmetic for launches. One more program a head copies what went into the
+convolution into the record: a kind of its own, so that neither holds the other's registers.
 
 Each tap's row is looked up in one table, which depends on the trees alone and so is made once for
 all layers: rows of the old conv state, the previous tree, the grown nodes and the query nodes.
@@ -19,6 +20,7 @@ of nodes.
 import dataclasses
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +65,7 @@ def mamba2_tree(
     num_groups, state_size = layout.num_groups, layout.state_size
     heads_per_group = num_heads // num_groups
     channels = min(head_dim, max(tb.SMALLEST_BLOCK, blocks.state // state_size))
+    last_block = head_dim // channels - 1
 
     def of_row(array):
         shape = array.shape[1:]
@@ -72,7 +75,9 @@ def mamba2_tree(
         return pl.BlockSpec(array.shape, lambda b, h, p: (0,) * array.ndim)
 
     def of_channels(length):
-        return pl.BlockSpec((None, length, None, channels), lambda b, h, p: (b, 0, h, p))
+        return pl.BlockSpec(
+            (None, length, None, channels), lambda b, h, p: (b, 0, h, jnp.minimum(p, last_block))
+        )
 
     def of_head(length):
         return pl.BlockSpec((None, length, None), lambda b, h, p: (b, 0, h))
@@ -82,12 +87,16 @@ def mamba2_tree(
             (None, length, None, state_size), lambda b, h, p: (b, 0, h // heads_per_group, 0)
         )
 
-    state_block = pl.BlockSpec((None, None, channels, state_size), lambda b, h, p: (b, h, p, 0))
+    state_block = pl.BlockSpec(
+        (None, None, channels, state_size), lambda b, h, p: (b, h, jnp.minimum(p, last_block), 0)
+    )
     one_of_heads = pl.BlockSpec((None,), lambda b, h, p: (h,))
     if weights.D.shape[0] == num_heads:
         of_D = one_of_heads
     else:
-        of_D = pl.BlockSpec((channels,), lambda b, h, p: (h * (head_dim // channels) + p,))
+        of_D = pl.BlockSpec(
+            (channels,), lambda b, h, p: (h * (last_block + 1) + jnp.minimum(p, last_block),)
+        )
 
     inputs = {
         "ssm": (ssm, state_block),
@@ -163,7 +172,7 @@ def mamba2_tree(
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         interpret=interpret,
-        grid=(batch, num_heads, head_dim // channels),
+        grid=(batch, num_heads, last_block + 2),
         in_specs=[{name: spec for name, (_, spec) in inputs.items()}],
         out_specs={name: spec for name, (_, spec) in outputs.items()},
         out_shape={
@@ -201,7 +210,7 @@ class _Section:
         column, channel: where its numbers start in the projection and in the convolution.
         size: how many they are.
         multiplier: of the projection.
-        is_first: whether no other program before has the same channels.
+        is_first: whether this is the first head with these numbers, which records them.
     """
 
     column: jax.Array
@@ -211,104 +220,136 @@ class _Section:
     is_first: jax.Array
 
 
-def _kernel(inputs, outputs, *, layout: Layout, blocks: BlockSizes, interpret: bool):
-    ref = inputs.__getitem__
-    num_queries, num_channels = outputs["y"].shape
-    num_nodes = ref("mask").shape[0]
-    num_grown = num_nodes - num_queries  # queries are the last nodes
-    head, block = pl.program_id(1), pl.program_id(2)
-    sections = dict(zip("xBC", _sections(layout, head, block, num_channels), strict=True))
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """What both kinds of programs know.
 
-    def projection(query, section: _Section, start: int, size: int):
+    Attributes:
+        inputs, outputs: refs by name.
+        layout, blocks, interpret: as elsewhere.
+        num_grown: nodes before the query nodes.
+        head: its number.
+        x, B, C: the sections of the head, or of a block of its channels.
+    """
+
+    inputs: dict[str, Any]
+    outputs: dict[str, Any]
+    layout: Layout
+    blocks: BlockSizes
+    interpret: bool
+    num_grown: int
+    head: jax.Array
+    x: _Section
+    B: _Section
+    C: _Section
+
+    @property
+    def num_queries(self) -> int:
+        return self.outputs["y"].shape[0]
+
+    def for_blocks(self, limit: int, body) -> None:
+        """Calls `body` with the rows of one block of `limit` after the other."""
+        size = self.blocks.queries
+
+        def step(i, _):
+            rows, _ = tb.rows(i * size, size, limit)
+            body(rows)
+
+        lax.fori_loop(0, pl.cdiv(limit, size), step, None)
+
+    def copy_grown(self, name: str, start, size: int) -> None:
+        """Records again what was recorded of the grown nodes."""
+
+        def copy(node):
+            part = pl.ds(start, size)
+            self.outputs[name][node, part] = self.inputs[f"grown {name}"][node, part]
+
+        if self.num_grown:
+            self.for_blocks(self.num_grown, copy)
+
+    def projection(self, query, section: _Section, start: int, size: int):
+        """What goes into the convolution, of query nodes."""
         columns = pl.ds(section.column + start, size)
-        return scaled(ref("projected")[query, columns], section.multiplier)
+        return scaled(self.inputs["projected"][query, columns], section.multiplier)
 
-    # What the taps read, and the rows of `sources` where each ends.
-    before = [
-        inputs[name]
-        for name in ("conv_state", "old conv_input", "grown conv_input")
-        if name in inputs
-    ]
-    ends = list(itertools.accumulate(array.shape[0] for array in before))
-
-    def convolved(query, section: _Section, start: int, size: int):
+    def convolved(self, query, section: _Section, start: int, size: int):
+        """What comes out of it, activated; float32."""
+        # What the taps read, and the rows of `sources` where each ends.
+        names = ("conv_state", "old conv_input", "grown conv_input")
+        before = [self.inputs[name] for name in names if name in self.inputs]
+        ends = list(itertools.accumulate(array.shape[0] for array in before))
         channels = pl.ds(section.channel + start, size)
         total = jnp.zeros((1, size), jnp.float32)
-        if "conv_bias" in inputs:
-            total = total + ref("conv_bias")[channels].astype(jnp.float32)[None, :]
-        for tap in range(ref("conv_weight").shape[0]):
-            row = ref("sources")[query, tap]
-            value = projection(jnp.clip(row - ends[-1], 0, num_queries - 1), section, start, size)
+        if "conv_bias" in self.inputs:
+            total = total + self.inputs["conv_bias"][channels].astype(jnp.float32)[None, :]
+        for tap in range(self.inputs["conv_weight"].shape[0]):
+            row = self.inputs["sources"][query, tap]
+            new = jnp.clip(row - ends[-1], 0, self.num_queries - 1)
+            value = self.projection(new, section, start, size)
             for array, end in reversed(list(zip(before, ends, strict=True))):
                 length = array.shape[0]
                 there = array[jnp.clip(row - (end - length), 0, length - 1), channels]
                 value = jnp.where((row < end)[:, None], there.astype(value.dtype), value)
-            weight = ref("conv_weight")[tap, channels].astype(jnp.float32)
+            weight = self.inputs["conv_weight"][tap, channels].astype(jnp.float32)
             total = total + value.astype(jnp.float32) * weight[None, :]
         return jax.nn.silu(total)
 
-    # Convolution and time steps, recorded. Programs that share a group write the same numbers.
-    for_blocks = functools.partial(_for_blocks, blocks.queries, num_queries)
-    for name, section in sections.items():
+
+def _kernel(inputs, outputs, *, layout: Layout, blocks: BlockSizes, interpret: bool):
+    num_queries, channels = outputs["y"].shape
+    num_grown = inputs["mask"].shape[0] - num_queries  # queries are the last nodes
+    head, block = pl.program_id(1), pl.program_id(2)
+    num_blocks = layout.head_dim // channels
+    common = (inputs, outputs, layout, blocks, interpret, num_grown, head)
+
+    @pl.when(block < num_blocks)
+    def _():
+        _scan(_Program(*common, *_sections(layout, head, block * channels, channels)))
+
+    @pl.when(block == num_blocks)
+    def _():
+        _record(_Program(*common, *_sections(layout, head, 0, layout.head_dim)))
+
+
+def _scan(program: _Program):
+    """Convolution, replay and scan of a block of channels; records x, B and dt."""
+    inputs, outputs, blocks = program.inputs, program.outputs, program.blocks
+    layout, num_grown = program.layout, program.num_grown
+
+    for name in ("x", "B", "C"):
+        section = getattr(program, name)
         # C is not recorded, and of the query nodes only.
         first = 0 if name == "C" else num_grown
-        for start in range(0, section.size, blocks.part):
-            size = min(blocks.part, section.size)
+        size = min(blocks.part, section.size)
+        for start in range(0, section.size, size):
 
             def write(query, name=name, section=section, first=first, start=start, size=size):
-                value = convolved(query, section, start, size)
+                value = program.convolved(query, section, start, size)
                 outputs[name][first + query, pl.ds(start, size)] = value.astype(outputs[name].dtype)
 
-            for_blocks(write)
+            program.for_blocks(program.num_queries, write)
+            if name != "C":
+                program.copy_grown(name, start, size)
+
+    num_nodes = inputs["mask"].shape[0]
     node, _ = tb.rows(0, tb.padded_size(num_nodes), num_nodes)
-    query = jnp.clip(node - num_grown, 0, num_queries - 1)
-    raw = scaled(ref("projected")[query, layout.columns[4] + head], layout.multipliers[4])
-    dt = time_step(raw, ref("dt_bias")[...], layout.dt_limit)
+    query = jnp.clip(node - num_grown, 0, program.num_queries - 1)
+    raw = inputs["projected"][query, layout.columns[4] + program.head]
+    dt = time_step(scaled(raw, layout.multipliers[4]), inputs["dt_bias"][...], layout.dt_limit)
     if num_grown:
-        grown = ref("grown dt")[jnp.minimum(node, num_grown - 1)]
+        grown = inputs["grown dt"][jnp.minimum(node, num_grown - 1)]
         dt = jnp.where(node < num_grown, grown, dt)
     outputs["dt"][node] = dt
 
-    def copy_grown(name, start, size):
-        def copy(node):
-            part = pl.ds(start, size)
-            outputs[name][node, part] = ref(f"grown {name}")[node, part]
+    # What the threads of this program wrote above all of them read below.
+    tb.barrier(program.interpret)
 
-        if num_grown:
-            _for_blocks(blocks.queries, num_grown, copy)
-
-    copy_grown("x", 0, num_channels)
-    copy_grown("B", 0, layout.state_size)
-    for section in sections.values():
-
-        @pl.when(section.is_first)
-        def _(section=section):
-            channels = pl.ds(section.channel, section.size)
-
-            def write(query):
-                value = projection(query, section, 0, section.size)
-                outputs["conv_input"][num_grown + query, channels] = value
-
-            for_blocks(write)
-            copy_grown("conv_input", section.channel, section.size)
-            if "back" in inputs:
-                state, old = before[:2]
-                column, _ = tb.rows(0, tb.padded_size(ends[0]), ends[0])
-                row = ref("back")[column]
-                new = old[jnp.clip(row - ends[0], 0, old.shape[0] - 1), channels]
-                kept = state[jnp.minimum(row, ends[0] - 1), channels]
-                value = jnp.where((row < ends[0])[:, None], kept, new.astype(kept.dtype))
-                outputs["conv_state"][column, channels] = value
-
-    tb.barrier(interpret)  # what the threads of this program wrote above all of them read below
-
-    # The state, replayed, and the outputs.
-    A = -jnp.exp(ref("A_log")[...])
+    A = -jnp.exp(inputs["A_log"][...])
     parts = [pl.ds(start, blocks.part) for start in range(0, layout.state_size, blocks.part)]
-    state = [ref("ssm")[:, part] for part in parts]
+    state = [inputs["ssm"][:, part] for part in parts]
     if "path" in inputs:
         written, decay = along_path(
-            *(ref("old x"), ref("old dt"), A, ref("old B"), ref("path")),
+            *(inputs["old x"], inputs["old dt"], A, inputs["old B"], inputs["path"]),
             block_nodes=blocks.replayed,
             block_state=blocks.part,
         )
@@ -317,38 +358,53 @@ def _kernel(inputs, outputs, *, layout: Layout, blocks: BlockSizes, interpret: b
             outputs["ssm"][:, part] = value
     outputs_of_tree(
         state,
-        *(outputs["x"], outputs["dt"], A, outputs["B"], outputs["C"], ref("D")[...], ref("mask")),
-        outputs["y"],
+        *(outputs["x"], outputs["dt"], A, outputs["B"], outputs["C"]),
+        *(inputs["D"][...], inputs["mask"], outputs["y"]),
         block_queries=blocks.queries,
         block_keys=blocks.keys,
     )
 
 
-def _for_blocks(size: int, limit: int, body):
-    """Calls `body` with the rows of one block of `limit` after the other."""
+def _record(program: _Program):
+    """Records what went into the convolution, and the conv state before the root."""
+    inputs, outputs = program.inputs, program.outputs
 
-    def step(i, _):
-        rows, _ = tb.rows(i * size, size, limit)
-        body(rows)
+    for section in (program.x, program.B, program.C):
 
-    lax.fori_loop(0, pl.cdiv(limit, size), step, None)
+        @pl.when(section.is_first)
+        def _(section=section):
+            channels = pl.ds(section.channel, section.size)
+
+            def write(query):
+                value = program.projection(query, section, 0, section.size)
+                outputs["conv_input"][program.num_grown + query, channels] = value
+
+            program.for_blocks(program.num_queries, write)
+            program.copy_grown("conv_input", section.channel, section.size)
+            if "back" in inputs:
+                state, old = inputs["conv_state"], inputs["old conv_input"]
+                num_before = state.shape[0]
+                column, _ = tb.rows(0, tb.padded_size(num_before), num_before)
+                row = inputs["back"][column]
+                new = old[jnp.clip(row - num_before, 0, old.shape[0] - 1), channels]
+                kept = state[jnp.minimum(row, num_before - 1), channels]
+                value = jnp.where((row < num_before)[:, None], kept, new.astype(kept.dtype))
+                outputs["conv_state"][column, channels] = value
 
 
-def _sections(layout: Layout, head, block, num_channels: int):
-    """x, B and C of a block of a head's channels."""
-    P, S = layout.head_dim, layout.state_size
+def _sections(layout: Layout, head, start, size: int) -> tuple[_Section, _Section, _Section]:
+    """The head's x from channel `start` on, `size` of them; its B, and its C."""
     group = lax.div(head, layout.num_heads // layout.num_groups)
     conv_heads, conv_groups = layout.conv_heads
-    first_of_group = lax.rem(head, layout.num_heads // layout.num_groups) == 0
 
     def of_heads(count):
-        return lax.div(head, layout.num_heads // count) * P + block * num_channels
+        return lax.div(head, layout.num_heads // count) * layout.head_dim + start
 
     def of_groups(count):
-        return lax.div(group, layout.num_groups // count) * S
+        return lax.div(group, layout.num_groups // count) * layout.state_size
 
-    def first(repeats):
-        return lax.rem(head, repeats) == 0
+    def first_of(count):
+        return lax.rem(head, layout.num_heads // count) == 0
 
     _, x_column, B_column, C_column, _ = layout.columns
     x_channel, B_channel, C_channel = layout.channels
@@ -357,22 +413,22 @@ def _sections(layout: Layout, head, block, num_channels: int):
         _Section(
             x_column + of_heads(layout.x_heads),
             x_channel + of_heads(conv_heads),
-            num_channels,
+            size,
             multipliers[0],
-            first(layout.num_heads // conv_heads),
+            first_of(conv_heads),
         ),
         _Section(
             B_column + of_groups(layout.b_groups),
             B_channel + of_groups(conv_groups),
-            S,
+            layout.state_size,
             multipliers[1],
-            (block == 0) & first(layout.num_heads // conv_groups),
+            first_of(conv_groups),
         ),
         _Section(
-            C_column + group * S,
-            C_channel + group * S,
-            S,
+            C_column + group * layout.state_size,
+            C_channel + group * layout.state_size,
+            layout.state_size,
             multipliers[2],
-            (block == 0) & first_of_group,
+            first_of(layout.num_groups),
         ),
     )

@@ -1,0 +1,141 @@
+"""Compiles for GPUs that are not there.
+
+XLA compiles for a described device. It needs the plugin wheels of the installed jax (no driver, no
+CUDA libraries) and a ptxas:
+
+    pip install --no-deps jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION
+
+Import this before anything that imports jax: it sets XLA's flags.
+"""
+
+import atexit
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+DUMP = Path(tempfile.mkdtemp(prefix="stree-deviceless-"))
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0 --xla_dump_to={DUMP}"
+)
+os.environ["JAX_PLATFORMS"] = "cpu"  # the plugin registers, but must not look for a device
+os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+
+atexit.register(shutil.rmtree, DUMP, ignore_errors=True)
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+
+PLUGIN = "jax-cuda13-plugin and jax-cuda13-pjrt"
+
+ON_SPILL = "xla_gpu_fail_ptx_compilation_on_register_spilling"
+# Whether XLA may split matrix products.
+PRODUCTS = {"split": {}, "whole": {"xla_gpu_experimental_force_split_k": 1}}
+
+
+class Gpu(NamedTuple):
+    """What XLA is told. The capability decides about code; the rest only has to be plausible."""
+
+    capability: int
+    kind: str  # as Pallas knows it, or another of the same capability
+    cores: int
+    shared_memory: int  # bytes of a core
+    largest_block: int  # bytes of shared memory that a block can have
+    l2: int
+    threads: int  # of a core
+
+
+GPUS = {
+    "A100": Gpu(80, "NVIDIA A100", 108, 167936, 166912, 41943040, 2048),
+    "RTX 3090": Gpu(86, "NVIDIA A10", 82, 102400, 101376, 6291456, 1536),
+    "RTX 4090": Gpu(89, "NVIDIA L4", 128, 102400, 101376, 75497472, 1536),
+    "H100": Gpu(90, "NVIDIA H100", 132, 233472, 232448, 52428800, 2048),
+}
+
+
+def target_config(gpu: Gpu) -> str:
+    """XLA's text description of a GPU."""
+    major, minor = divmod(gpu.capability, 10)
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: {gpu.shared_memory} shared_memory_per_block_optin: {gpu.largest_block}
+  threads_per_core_limit: {gpu.threads} core_count: {gpu.cores} fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 1500000000000 l2_cache_size: {gpu.l2} clock_rate_ghz: 1.5
+  device_memory_size: 42000000000
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 12 patch: 0 }}
+runtime_version {{ major: 13 minor: 0 patch: 0 }}
+device_description_str: "{gpu.kind}"
+"""
+
+
+@contextlib.contextmanager
+def described_gpu(gpu: Gpu) -> Iterator[None]:
+    """Tells Pallas which GPU to lower for; jax 0.10 need not be told."""
+    if jax.__version_info__ < (0, 11):
+        yield
+        return
+    device = jax.sharding.AbstractDevice(device_kind=gpu.kind, num_cores=None, platform="gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        yield
+
+
+class Compiler:
+    """Compiles for one described GPU.
+
+    Args:
+        gpu: one of `GPUS`.
+        products: one of `PRODUCTS`.
+
+    Raises:
+        SystemExit: the plugin, or a ptxas, is not installed.
+    """
+
+    def __init__(self, gpu: str, products: str = "split"):
+        self.gpu, self.products = gpu, products
+        try:
+            described = topologies.get_topology_desc(
+                platform="cuda", target_config=target_config(GPUS[gpu]), topology="1x1x1"
+            )
+        except Exception as error:  # jax has no type of its own for a platform that is not there
+            raise SystemExit(
+                f"cannot compile for a GPU here ({error!s:.200}): install {PLUGIN} in the version"
+                f" of jax, {jax.__version__}, and put a ptxas on PATH"
+            ) from None
+        mesh = Mesh(np.array(described.devices), ("x",))
+        self._sharding = NamedSharding(mesh, PartitionSpec())
+
+    def place(self, tree: Any) -> Any:
+        """Abstract arguments on that GPU."""
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._sharding),
+            tree,
+        )
+
+    def __call__(self, jitted: Any, *arguments: Any) -> tuple[Any, str, bool]:
+        """Compiles; returns the program, its thunks, and whether a kernel spills registers."""
+        with described_gpu(GPUS[self.gpu]):
+            lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
+        options = PRODUCTS[self.products]
+        spills = False
+        for file in DUMP.iterdir():
+            file.unlink()
+        try:
+            compiled = lowered.compile(compiler_options=options | {ON_SPILL: True})
+        except jax.errors.JaxRuntimeError as error:
+            if "register spilling" not in str(error):
+                raise
+            spills = True
+            compiled = lowered.compile(compiler_options=options)
+        (dump,) = DUMP.glob("*.thunk_sequence.txt")
+        return compiled, dump.read_text(), spills
