@@ -408,6 +408,17 @@ def float64(value: np.ndarray | jax.Array) -> np.ndarray:
     return value.astype(np.float64)
 
 
+def refused(name: str, problem: Problem) -> str | None:
+    """Why a kernel does not take a problem, or None."""
+    kernel = KERNELS[name]
+    operands = jax.eval_shape(functools.partial(kernel.operands, problem))
+    try:
+        jax.eval_shape(functools.partial(kernel.function, implementation="pallas"), *operands)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def errors(
     name: str, problem: Problem, implementations: tuple[str, ...]
 ) -> dict[str, list[float] | str]:

@@ -156,6 +156,8 @@ def check_kernels(scale: Scale, clock: Clock) -> dict[str, Any]:
         if not clock.fits(", ".join(map(str, what.values()))):
             return None
         problem = Problem(kernels.small(full), nodes, dtype, batch=2, capacity=scale.capacity)
+        if reason := kernels.refused(name, problem._replace(shape=full)):
+            return what | {"refused": reason, "errors": {}, "right": True}
         found = kernels.errors(name, problem, scale.implementations)
         right = all(kernels.within_limits(name, dtype, errors) for errors in found.values())
         return what | {"errors": found, "right": right}

@@ -2,8 +2,8 @@
 
     JAX_PLATFORMS=cpu python -m benchmarks.spills [--kernels replay] [--gpus A100 H100]
 
-What it needs is in `benchmarks/deviceless.py`. Results go to `benchmarks/results/spills.json`, where
-a run of some kernels or GPUs replaces those rows only; exit code 1 if anything spills.
+What it needs is in `benchmarks/deviceless.py`. Results go to `benchmarks/results/spills.json`; a
+run of some kernels or GPUs replaces those rows only; exit code 1 if anything spills.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import jax  # isort: skip
 from rich.progress import Progress
 
 from benchmarks.common import RESULTS, print_table, write_json
-from benchmarks.kernels import KERNELS, TIMED, Problem
+from benchmarks.kernels import KERNELS, TIMED, Problem, refused
 
 NODES = (13, 64, 128)
 CAPACITY = 4096  # of the attention's cache
@@ -41,17 +41,18 @@ def main() -> None:
     parser.add_argument("--nodes", nargs="+", type=int, default=list(NODES))
     chosen = parser.parse_args()
     cases = [
-        (name, shape, nodes, dtype)
+        (name, shape, Problem(KERNELS[name].shapes[shape], nodes, dtype, capacity=CAPACITY))
         for name in chosen.kernels
         for shape, nodes, dtype in itertools.product(KERNELS[name].shapes, chosen.nodes, DTYPES)
     ]
+    cases = [case for case in cases if refused(case[0], case[2]) is None]
     rows: list[dict[str, Any]] = []
     with Progress() as progress:
         task = progress.add_task("compiling", total=len(cases) * len(chosen.gpus))
         for compiler in map(Compiler, chosen.gpus):
-            for name, shape, nodes, dtype in cases:
-                problem = Problem(KERNELS[name].shapes[shape], nodes, dtype, capacity=CAPACITY)
-                row = dict(gpu=compiler.gpu, kernel=name, shape=shape, nodes=nodes, dtype=dtype)
+            for name, shape, problem in cases:
+                row = dict(gpu=compiler.gpu, kernel=name, shape=shape)
+                row |= dict(nodes=problem.nodes, dtype=problem.dtype)
                 rows.append({**row, "spills": spills(compiler, name, problem)})
                 progress.advance(task)
     path = write_json("spills", {"jax": jax.__version__, "rows": _merged(rows)})

@@ -274,13 +274,14 @@ def write_table(
 def problems_of(
     name: str, nodes: Sequence[int], batch: int, *, tiny: bool
 ) -> list[tuple[str, Problem]]:
-    """All shapes, types and numbers of nodes of a kernel."""
+    """All shapes, types and numbers of nodes that a kernel takes."""
     shapes = TINY.get(name, TINY["others"]) if tiny else KERNELS[name].shapes
     capacity = 40 if tiny else CAPACITY
-    return [
+    problems = [
         (shape, Problem(shapes[shape], count, dtype, batch, capacity))
         for shape, count, dtype in itertools.product(shapes, nodes, DTYPES)
     ]
+    return [(shape, problem) for shape, problem in problems if not kernels.refused(name, problem)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -22,6 +22,7 @@ from stree_jax.convert.hybrid_parts import (
     rotated,
     whole_model,
 )
+from stree_jax.convert.rules import Rule
 
 
 def read_bamba(fields: Fields) -> Description:
@@ -49,14 +50,18 @@ def read_bamba(fields: Fields) -> Description:
         max_length=max_length_of(fields),
         **whole_model(fields, d_model),
     )
-    rules = tables.llama_like(
+    return finished("transformers bamba", fields, config, _rules(config))
+
+
+def _rules(config: ModelConfig) -> list[Rule]:
+    """Names of the tensors of both families."""
+    return tables.llama_like(
         config,
         mlp=tables.split_mlp(present(config.mlp)),
         mlp_name="feed_forward",
         mlp_norm="pre_ff_layernorm",
         final_norm="final_layernorm",
     )
-    return finished("transformers bamba", fields, config, rules)
 
 
 def write_bamba(config: ModelConfig) -> dict[str, Any]:
@@ -122,14 +127,7 @@ def read_falcon_h1(fields: Fields) -> Description:
     fields.ignore(
         "of training", "time_step_min", "time_step_max", "time_step_floor", "time_step_rank"
     )
-    rules = tables.llama_like(
-        config,
-        mlp=tables.split_mlp(present(config.mlp)),
-        mlp_name="feed_forward",
-        mlp_norm="pre_ff_layernorm",
-        final_norm="final_layernorm",
-    )
-    return finished("transformers falcon_h1", fields, config, rules)
+    return finished("transformers falcon_h1", fields, config, _rules(config))
 
 
 def write_falcon_h1(config: ModelConfig) -> dict[str, Any]:

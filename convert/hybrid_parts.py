@@ -98,14 +98,18 @@ def attention_of_fields(fields: Fields, d_model: int, **more: Any) -> AttentionC
     )
 
 
-def attention_values(config: ModelConfig) -> dict[str, Any]:
-    """Attention in the same words."""
-    a = attention_of(config)
+def head_values(attention: AttentionConfig) -> dict[str, Any]:
+    """Heads of attention, in the words of transformers."""
     return {
-        "num_attention_heads": a.num_heads,
-        "num_key_value_heads": a.num_kv_heads,
-        "attention_bias": a.qkv_bias,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
     }
+
+
+def attention_values(config: ModelConfig) -> dict[str, Any]:
+    """Attention in the words that `attention_config` reads."""
+    a = attention_of(config)
+    return head_values(a) | {"attention_bias": a.qkv_bias}
 
 
 def rotated(

@@ -10,6 +10,7 @@ from stree_jax.convert.fields import MAX_LAYERS, Fields
 from stree_jax.convert.hybrid_parts import (
     ROPE,
     SILU,
+    attention_values,
     finished,
     max_length_of,
     pairs,
@@ -128,11 +129,8 @@ def write_mamba_in_llama(config: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_length,
     }
     if a is not None:
-        values |= {
-            "num_attention_heads": a.num_heads,
-            "num_key_value_heads": a.num_kv_heads,
+        values |= attention_values(config) | {
             "head_dim": a.head_dim,
-            "attention_bias": a.qkv_bias,
             "rope_theta": a.rope_theta,
             "rope_scaling": scaling_values(a.rope_scaling) if a.rope_scaling else None,
         }

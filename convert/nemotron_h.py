@@ -7,7 +7,16 @@ from stree_jax.config import ModelConfig
 from stree_jax.convert import tables
 from stree_jax.convert.description import Description, hf_values, limits, mixer_of
 from stree_jax.convert.fields import MAX_LAYERS, Fields
-from stree_jax.convert.hybrid_parts import KINDS, NAMES, ROPE, SILU, dt_limit, finished, whole_model
+from stree_jax.convert.hybrid_parts import (
+    KINDS,
+    NAMES,
+    ROPE,
+    SILU,
+    dt_limit,
+    finished,
+    head_values,
+    whole_model,
+)
 from stree_jax.convert.rules import Ignored
 from stree_jax.convert.tensors import Tensor
 from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig, MoeConfig
@@ -194,11 +203,7 @@ def write_nemotron_h(config: ModelConfig) -> dict[str, Any]:
         "residual_in_fp32": config.residual_float32,
     }
     if a is not None:
-        values |= {
-            "num_attention_heads": a.num_heads,
-            "num_key_value_heads": a.num_kv_heads,
-            "head_dim": a.head_dim,
-        }
+        values |= head_values(a) | {"head_dim": a.head_dim}
     if mlp is not None:
         values |= {
             "intermediate_size": mlp.hidden_size,

@@ -13,6 +13,7 @@ from stree_jax.convert.hybrid_parts import (
     attention_of,
     dt_limit,
     finished,
+    head_values,
     max_length_of,
     present,
     rope_values,
@@ -126,6 +127,7 @@ def write_zamba2(config: ModelConfig) -> dict[str, Any]:
     return (
         hf_values(config, "zamba2", "Zamba2ForCausalLM")
         | rope_values(a)
+        | head_values(a)
         | {
             "num_hidden_layers": len(kinds),
             "layers_block_type": kinds,
@@ -133,8 +135,6 @@ def write_zamba2(config: ModelConfig) -> dict[str, Any]:
             "adapter_rank": shared.adapter_rank,
             "use_shared_attention_adapter": shared.attention_adapters,
             "use_mem_rope": a.rotary_dim > 0,
-            "num_attention_heads": a.num_heads,
-            "num_key_value_heads": a.num_kv_heads,
             "intermediate_size": present(config.mlp).hidden_size,
             "hidden_act": present(config.mlp).activation,
             "add_bias_linear": m.in_proj_bias,

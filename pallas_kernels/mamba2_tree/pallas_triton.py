@@ -13,8 +13,8 @@ all layers: rows of the old conv state, the previous tree, the grown nodes and t
 Numerics: those of `tree_conv1d`, `replay` and `tree_scan`, whose code this is in part. What the
 convolution gives is rounded to the type of the inputs, as it is where it is recorded.
 
-Refuses head and state sizes that are not powers of two, and a convolution of width 1. Any numbers
-of nodes.
+Refuses head and state sizes that are not powers of two, a convolution of width 1, and states of
+more than `MOST_STATE` in float32. Any numbers of nodes.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from pallas_kernels import triton_backend as tb
 from pallas_kernels.mamba2_tree.config import BlockSizes, block_sizes
@@ -35,11 +36,15 @@ from pallas_kernels.replay.pallas_triton import along_path
 from pallas_kernels.replay.pallas_triton import unsupported as unsupported_state
 from pallas_kernels.replay_tree_scan.pallas_triton import outputs_of_tree
 
+MOST_STATE = 128  # of float32 inputs; with more, all block sizes spill registers on some GPU
 
-def unsupported(layout: Layout, width: int) -> str | None:
+
+def unsupported(layout: Layout, width: int, dtype: DTypeLike) -> str | None:
     """Why these shapes cannot run, or None."""
     if width == 1:
         return "a convolution of width 1 has no state"
+    if dtype == jnp.float32 and layout.state_size > MOST_STATE:
+        return f"state_size = {layout.state_size} in float32 is more than {MOST_STATE}"
     return unsupported_state(layout.head_dim, layout.state_size)
 
 
@@ -247,32 +252,34 @@ class _Program:
     def num_queries(self) -> int:
         return self.outputs["y"].shape[0]
 
-    def for_blocks(self, limit: int, body) -> None:
-        """Calls `body` with the rows of one block of `limit` after the other."""
-        size = self.blocks.queries
+    def for_blocks(self, num_rows: int, width: int, body) -> None:
+        """Calls `body` with the rows, the first column and the columns of one block at a time."""
+        # One loop, not unrolled: else ptxas loads for many blocks at once, and spills.
+        size, columns = self.blocks.queries, min(self.blocks.part, width)
+        across = width // columns
 
         def step(i, _):
-            rows, _ = tb.rows(i * size, size, limit)
-            body(rows)
+            rows, _ = tb.rows(lax.div(i, across) * size, size, num_rows)
+            body(rows, lax.rem(i, across) * columns, columns)
 
-        lax.fori_loop(0, pl.cdiv(limit, size), step, None)
+        lax.fori_loop(0, pl.cdiv(num_rows, size) * across, step, None)
 
-    def copy_grown(self, name: str, start, size: int) -> None:
+    def copy_grown(self, name: str, first, width: int) -> None:
         """Records again what was recorded of the grown nodes."""
 
-        def copy(node):
-            part = pl.ds(start, size)
+        def copy(node, start, size):
+            part = pl.ds(first + start, size)
             self.outputs[name][node, part] = self.inputs[f"grown {name}"][node, part]
 
         if self.num_grown:
-            self.for_blocks(self.num_grown, copy)
+            self.for_blocks(self.num_grown, width, copy)
 
-    def projection(self, query, section: _Section, start: int, size: int):
+    def projection(self, query, section: _Section, start, size: int):
         """What goes into the convolution, of query nodes."""
         columns = pl.ds(section.column + start, size)
         return scaled(self.inputs["projected"][query, columns], section.multiplier)
 
-    def convolved(self, query, section: _Section, start: int, size: int):
+    def convolved(self, query, section: _Section, start, size: int):
         """What comes out of it, activated; float32."""
         # What the taps read, and the rows of `sources` where each ends.
         names = ("conv_state", "old conv_input", "grown conv_input")
@@ -320,16 +327,14 @@ def _scan(program: _Program):
         section = getattr(program, name)
         # C is not recorded, and of the query nodes only.
         first = 0 if name == "C" else num_grown
-        size = min(blocks.part, section.size)
-        for start in range(0, section.size, size):
 
-            def write(query, name=name, section=section, first=first, start=start, size=size):
-                value = program.convolved(query, section, start, size)
-                outputs[name][first + query, pl.ds(start, size)] = value.astype(outputs[name].dtype)
+        def write(query, start, size, name=name, section=section, first=first):
+            value = program.convolved(query, section, start, size).astype(outputs[name].dtype)
+            outputs[name][first + query, pl.ds(start, size)] = value
 
-            program.for_blocks(program.num_queries, write)
-            if name != "C":
-                program.copy_grown(name, start, size)
+        program.for_blocks(program.num_queries, section.size, write)
+        if name != "C":
+            program.copy_grown(name, 0, section.size)
 
     num_nodes = inputs["mask"].shape[0]
     node, _ = tb.rows(0, tb.padded_size(num_nodes), num_nodes)
@@ -375,11 +380,12 @@ def _record(program: _Program):
         def _(section=section):
             channels = pl.ds(section.channel, section.size)
 
-            def write(query):
-                value = program.projection(query, section, 0, section.size)
-                outputs["conv_input"][program.num_grown + query, channels] = value
+            def write(query, start, size):
+                value = program.projection(query, section, start, size)
+                part = pl.ds(section.channel + start, size)
+                outputs["conv_input"][program.num_grown + query, part] = value
 
-            program.for_blocks(program.num_queries, write)
+            program.for_blocks(program.num_queries, section.size, write)
             program.copy_grown("conv_input", section.channel, section.size)
             if "back" in inputs:
                 state, old = inputs["conv_state"], inputs["old conv_input"]

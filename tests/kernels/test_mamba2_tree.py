@@ -173,8 +173,15 @@ def test_mamba2_tree(case, implementation):
     assert found["y"] <= 1.5 * errors(case, "xla")["y"] + 1e-7
 
 
-def test_refuses_sizes_that_are_not_powers_of_two():
-    case = Case("odd", dataclasses.replace(PLAIN, head_dim=12))
-    with pytest.raises(ValueError, match="head_dim = 12 is not a power of two .* use 'xla'"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(head_dim=12), "head_dim = 12 is not a power of two .* use 'xla'"),
+        (dict(state_size=256), "state_size = 256 in float32 is more than 128; use 'xla'"),
+    ],
+)
+def test_what_the_kernel_refuses(change, message):
+    case = Case("refused", dataclasses.replace(PLAIN, **change), nodes=3)
+    with pytest.raises(ValueError, match=message):
         errors(case, "pallas_interpret")
     assert errors(case, "xla")["y"] < BUDGET[False]
