@@ -1,9 +1,10 @@
 """Compiles for GPUs that are not there.
 
 XLA compiles for a described device. It needs the plugin wheels of the installed jax (no driver, no
-CUDA libraries) and a ptxas:
+CUDA libraries), a ptxas and a libdevice, from a CUDA toolkit or from two wheels more:
 
     pip install --no-deps jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION
+    pip install --no-deps nvidia-cuda-nvcc nvidia-nvvm
 
 Import this before anything that imports jax: it sets XLA's flags.
 """
@@ -12,15 +13,22 @@ import atexit
 import contextlib
 import os
 import shutil
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 DUMP = Path(tempfile.mkdtemp(prefix="stree-deviceless-"))
-os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0 --xla_dump_to={DUMP}"
-)
+_FLAGS = [
+    os.environ.get("XLA_FLAGS", ""),
+    "--xla_gpu_autotune_level=0",
+    f"--xla_dump_to={DUMP}",
+]
+_WHEELS = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13"
+if (_WHEELS / "bin" / "ptxas").is_file():
+    _FLAGS.append(f"--xla_gpu_cuda_data_dir={_WHEELS}")
+os.environ["XLA_FLAGS"] = " ".join(_FLAGS)
 os.environ["JAX_PLATFORMS"] = "cpu"  # the plugin registers, but must not look for a device
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
@@ -110,7 +118,7 @@ class Compiler:
         except Exception as error:  # jax has no type of its own for a platform that is not there
             raise SystemExit(
                 f"cannot compile for a GPU here ({error!s:.200}): install {PLUGIN} in the version"
-                f" of jax, {jax.__version__}, and put a ptxas on PATH"
+                f" of jax, {jax.__version__}; and nvidia-cuda-nvcc and nvidia-nvvm for ptxas"
             ) from None
         mesh = Mesh(np.array(described.devices), ("x",))
         self._sharding = NamedSharding(mesh, PartitionSpec())

@@ -4,15 +4,16 @@ XLA compiles a verify step (replay, forward of a tree, best tokens) and the whol
 abstract weights; its own reports tell kernels, memory and bytes. Programs with one layer more of a
 kind give the cost of such a layer; a whole model is the sum. `--whole` compiles it, too.
 
-    pip install --no-deps jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION
     python -m benchmarks.static [--presets mamba2-2.7b] [--gpus H100 A100 ...] [--nodes 16 64]
 
-Results go to `benchmarks/results/static.json`, where a run of some presets or GPUs replaces those
-rows only; exit code 1 if a kernel spills registers, or a Mamba-2 layer is more than
-`--most-launches` with our kernels. Matrix products are not autotuned, since there is nothing to
-time them on: kernel counts and memory hold, a device may choose other blocks. What XLA chooses is
-to split the inner axis of small products and to add the parts up in a kernel of its own; rows with
-`products` "whole" are compiled without that (`xla_gpu_experimental_force_split_k=1`).
+What it needs is in `benchmarks/deviceless.py`. Results go to `benchmarks/results/static.json`;
+a run of some presets or GPUs replaces those rows only. Exit code 1 if a kernel spills registers, or
+if a Mamba-2 layer is more than `--most-launches` with our kernels.
+
+Matrix products are not autotuned, since there is nothing to time them on: kernel counts and memory
+hold, a device may choose other blocks. What XLA chooses is to split the inner axis of small
+products and to add the parts up in a kernel of its own; rows with `products` "whole" are compiled
+without that (`xla_gpu_experimental_force_split_k=1`).
 """
 
 import argparse

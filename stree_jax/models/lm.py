@@ -322,10 +322,11 @@ class HybridLM(nnx.Module):
                         multiplier=config.residual_multiplier,
                         implementation=norm_kernel,
                     )
-                out, record = run(i, mixer, u)
-                extra = None
+                result, record = run(i, mixer, u)
                 if block.kind == "shared":
-                    out, extra = None, out.astype(hidden.dtype)
+                    out, extra = None, result.astype(hidden.dtype)
+                else:
+                    out, extra = result, None
                 beside.append(record)
         return self._add(hidden, out), tuple(beside)
 
