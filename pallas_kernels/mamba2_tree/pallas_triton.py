@@ -13,8 +13,8 @@ all layers: rows of the old conv state, the previous tree, the grown nodes and t
 Numerics: those of `tree_conv1d`, `replay` and `tree_scan`, whose code this is in part. What the
 convolution gives is rounded to the type of the inputs, as it is where it is recorded.
 
-Refuses head and state sizes that are not powers of two, a convolution of width 1, and states of
-more than `MOST_STATE` in float32 or with grown nodes. Any numbers of nodes.
+Refuses head and state sizes that are not powers of two, states of more than `MOST_STATE`, and a
+convolution of width 1. Any numbers of nodes.
 """
 
 import dataclasses
@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 
 from pallas_kernels import triton_backend as tb
 from pallas_kernels.mamba2_tree.config import BlockSizes, block_sizes
@@ -36,16 +35,15 @@ from pallas_kernels.replay.pallas_triton import along_path
 from pallas_kernels.replay.pallas_triton import unsupported as unsupported_state
 from pallas_kernels.replay_tree_scan.pallas_triton import outputs_of_tree
 
-MOST_STATE = 128  # of float32 inputs, or of grown trees; more spills registers on some GPU
+MOST_STATE = 128  # with more, all block sizes that were tried spill registers on some GPU
 
 
-def unsupported(layout: Layout, width: int, dtype: DTypeLike, *, grown: bool) -> str | None:
+def unsupported(layout: Layout, width: int) -> str | None:
     """Why these shapes cannot run, or None."""
     if width == 1:
         return "a convolution of width 1 has no state"
-    if layout.state_size > MOST_STATE and (grown or dtype == jnp.float32):
-        what = "of a grown tree" if grown else "in float32"
-        return f"state_size = {layout.state_size} {what} is more than {MOST_STATE}"
+    if layout.state_size > MOST_STATE:
+        return f"state_size = {layout.state_size} is more than {MOST_STATE}"
     return unsupported_state(layout.head_dim, layout.state_size)
 
 
