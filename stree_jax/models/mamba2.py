@@ -5,9 +5,9 @@
     state = exp(dt A) state + dt x (outer) B;   y = state C + D x
     out_proj(gated_norm(y, z))
 
-The same algebra runs over a sequence (`__call__`) and over a tree (`tree`), and both read the parts
-of the projection through one `Layout`, so that a clamp or a multiplier cannot differ between prefill
-and decode.
+The same algebra runs over a sequence (`__call__`) and over a tree (`tree`), and both read the
+projection through one `Layout`, so that a clamp or a multiplier cannot differ between prefill and
+decode.
 """
 
 import math
