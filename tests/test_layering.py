@@ -1,8 +1,10 @@
 """Dependencies point one way."""
 
 import ast
+import pkgutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -78,3 +80,14 @@ def test_one_module_owns_the_triton_import():
 
 def test_the_public_names_exist():
     assert all(hasattr(stree_jax, name) for name in stree_jax.__all__)
+
+
+@pytest.mark.parametrize("package", [pallas_kernels, stree_jax])
+def test_every_package_ships(package):
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    found = {
+        f"{package.__name__}.{module.name}"
+        for module in pkgutil.iter_modules(package.__path__)
+        if module.ispkg
+    }
+    assert found <= set(project["tool"]["setuptools"]["packages"])
