@@ -89,6 +89,18 @@ def write_json(name: str, results: Mapping[str, Any], directory: Path | None = N
     return path
 
 
+def merged(
+    earlier: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]], keys: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The new rows, after those earlier ones that differ from all of them in one of the keys."""
+
+    def which(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row.get(key) for key in keys)
+
+    replaced = {which(row) for row in new}
+    return [*(row for row in earlier if which(row) not in replaced), *new]
+
+
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Prints rows of words and numbers; numbers are right-aligned."""
     table = Table(title=title)

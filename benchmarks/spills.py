@@ -10,6 +10,7 @@ import argparse
 import functools
 import itertools
 import json
+from operator import itemgetter
 from typing import Any
 
 from benchmarks.deviceless import GPUS, Compiler  # first: sets XLA's flags
@@ -17,12 +18,13 @@ from benchmarks.deviceless import GPUS, Compiler  # first: sets XLA's flags
 import jax  # isort: skip
 from rich.progress import Progress
 
-from benchmarks.common import RESULTS, print_table, write_json
+from benchmarks.common import RESULTS, merged, print_table, write_json
 from benchmarks.kernels import KERNELS, TIMED, Problem, refused
 
 NODES = (13, 64, 128)
 CAPACITY = 4096  # of the attention's cache
 DTYPES = ("bfloat16", "float32")
+ROW = ("kernel", "gpu", "shape", "nodes", "dtype")  # which row of the results it is
 
 
 def spills(compiler: Compiler, name: str, problem: Problem) -> bool:
@@ -55,7 +57,10 @@ def main() -> None:
                 row |= dict(nodes=problem.nodes, dtype=problem.dtype)
                 rows.append({**row, "spills": spills(compiler, name, problem)})
                 progress.advance(task)
-    path = write_json("spills", {"jax": jax.__version__, "rows": _merged(rows)})
+    file = RESULTS / "spills.json"
+    earlier = json.loads(file.read_text())["rows"] if file.exists() else []
+    results = sorted(merged(earlier, rows, ROW), key=itemgetter(*ROW))
+    path = write_json("spills", {"jax": jax.__version__, "rows": results})
     spilled = [row for row in rows if row["spills"]]
     print_table(
         f"{len(rows)} kernels compiled, {len(spilled)} spill",
@@ -66,18 +71,6 @@ def main() -> None:
         json.dumps({"spills": {"kernels": len(rows), "spill": len(spilled), "results": str(path)}})
     )
     raise SystemExit(1 if spilled else 0)
-
-
-def _merged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """These rows, and those of the last results that were not measured now."""
-
-    def which(row: dict[str, Any]) -> tuple:
-        return (row["kernel"], row["gpu"], row["nodes"])
-
-    file = RESULTS / "spills.json"
-    old = json.loads(file.read_text())["rows"] if file.exists() else []
-    measured = set(map(which, rows))
-    return sorted([row for row in old if which(row) not in measured] + rows, key=which)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ import numpy as np
 from flax import nnx
 
 import stree_jax as st
-from benchmarks.common import RESULTS, print_table, write_json
-from benchmarks.thunks import Thunks, by_name, launches, loops
+from benchmarks.common import RESULTS, merged, print_table, write_json
+from benchmarks.thunks import Thunks, by_name, launches, num_loops
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.sampling import best_token
 from stree_jax.decoding.state import Context, Limits, Sampling
@@ -45,6 +45,7 @@ from stree_jax.models.cache import init_cache, init_pending, path_to
 
 IMPLEMENTATIONS = ("xla", "pallas")
 MAX_LENGTH = 1024  # places of attention caches
+ROW = ("preset", "gpu", "implementation", "products", "nodes")  # which row of the results it is
 STEPS = 2  # in a program, as `SpeculativeDecoder.rounds` on a GPU
 
 
@@ -269,7 +270,7 @@ def decode_loop(
         "launches_a_step": launches(inside)[0] / STEPS,
         "copies_a_step": launches(inside)[1] / STEPS,
         # The host reads the predicate of every loop whose trip count XLA does not know.
-        "host_reads_a_step": (loops(outside) + loops(inside)) / STEPS,
+        "host_reads_a_step": (num_loops(outside) + num_loops(inside)) / STEPS,
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "spills": spills,
     }
@@ -296,7 +297,7 @@ def main() -> None:
     draft = st.ModelConfig.preset(options.draft)
     compilers = [Compiler(gpu, products) for gpu in options.gpus for products in options.products]
     rows: list[dict[str, Any]] = []
-    loops_: list[dict[str, Any]] = []
+    loops: list[dict[str, Any]] = []
     for name, config in configs.items():
         for compiler in compilers:
             for implementation in options.implementations:
@@ -309,12 +310,12 @@ def main() -> None:
                     row |= {"preset": name, "seconds": round(time.monotonic() - began, 1)}
                     rows.append(row)
                     print(json.dumps(row), flush=True)
-                loops_.append(
+                loops.append(
                     {"preset": name} | decode_loop(compiler, config, draft, implementation)
                 )
-                print(json.dumps(loops_[-1]), flush=True)
-    path = report(rows, loops_, options.output)
-    spilled = sum(row["spills"] for row in (*rows, *loops_))
+                print(json.dumps(loops[-1]), flush=True)
+    path = report(rows, loops, options.output)
+    spilled = sum(row["spills"] for row in (*rows, *loops))
     launched = [
         row["layers"]["mamba2"]["launches"]
         for row in rows
@@ -329,9 +330,7 @@ def main() -> None:
     raise SystemExit(1 if spilled or too_many else 0)
 
 
-def report(
-    rows: list[dict[str, Any]], loops_: list[dict[str, Any]], directory: Path | None
-) -> Path:
+def report(rows: list[dict[str, Any]], loops: list[dict[str, Any]], directory: Path | None) -> Path:
     """Prints the tables and writes the JSON."""
     print_table(
         "A layer of a verify step (batch 1, bfloat16)",
@@ -391,7 +390,7 @@ def report(
                 row["host_reads_a_step"],
                 "yes" if row["spills"] else "no",
             )
-            for row in loops_
+            for row in loops
         ],
     )
     settings = {
@@ -404,20 +403,9 @@ def report(
     with contextlib.suppress(FileNotFoundError):
         earlier = json.loads(((directory or RESULTS) / "static.json").read_text())
         if earlier.items() >= settings.items():
-            rows, loops_ = merged(earlier["steps"], rows), merged(earlier["loops"], loops_)
-    return write_json("static", settings | {"steps": rows, "loops": loops_}, directory)
-
-
-def merged(earlier: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The new rows, after those earlier ones that they do not replace."""
-
-    def which(row: dict[str, Any]) -> tuple:
-        return tuple(
-            row.get(key) for key in ("preset", "gpu", "implementation", "products", "nodes")
-        )
-
-    replaced = {which(row) for row in new}
-    return [row for row in earlier if which(row) not in replaced] + new
+            rows = merged(earlier["steps"], rows, ROW)
+            loops = merged(earlier["loops"], loops, ROW)
+    return write_json("static", settings | {"steps": rows, "loops": loops}, directory)
 
 
 if __name__ == "__main__":

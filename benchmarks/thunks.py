@@ -73,6 +73,6 @@ def by_name(thunks: Sequence[Thunk]) -> Counter[str]:
     return Counter(thunk.name for thunk in work(thunks))
 
 
-def loops(thunks: Sequence[Thunk]) -> int:
+def num_loops(thunks: Sequence[Thunk]) -> int:
     """How many loops start here."""
     return sum(thunk.kind == "kWhile" for thunk in thunks)

@@ -360,13 +360,11 @@ def _scan(program: _Program):
         state = [decay * value + new for value, new in zip(state, written, strict=True)]
         for part, value in zip(parts, state, strict=True):
             outputs["ssm"][:, part] = value
-    outputs_of_tree(
-        state,
+    tree = (
         *(outputs["x"], outputs["dt"], A, outputs["B"], outputs["C"]),
-        *(inputs["D"][...], inputs["mask"], outputs["y"]),
-        block_queries=blocks.queries,
-        block_keys=blocks.keys,
+        *(inputs["D"][...], inputs["mask"]),
     )
+    outputs_of_tree(state, tree, outputs["y"], block_queries=blocks.queries, block_keys=blocks.keys)
 
 
 def _record(program: _Program):

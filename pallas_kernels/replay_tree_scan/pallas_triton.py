@@ -135,18 +135,18 @@ def _kernel(
         new_state_ref[:, part] = value
 
     tree = (x_ref, dt_ref, A, B_ref, C_ref, D_ref[...], mask_ref)
-    outputs_of_tree(state, *tree, y_ref, block_queries=block_queries, block_keys=block_keys)
+    outputs_of_tree(state, tree, y_ref, block_queries=block_queries, block_keys=block_keys)
 
 
-def outputs_of_tree(state, *tree_and_y, block_queries: int, block_keys: int):
+def outputs_of_tree(state, tree, y_ref, *, block_queries: int, block_keys: int):
     """Writes the outputs at all queries of a tree.
 
     Args:
         state: before the root, as parts `[p, s]`.
-        tree_and_y: as `tree_scan`'s `outputs` takes them, and `y_ref` `[Q, p]`.
+        tree: x, dt, A, B, C, D and mask, as `tree_scan`'s `outputs` takes them.
+        y_ref: `[Q, p]`.
         block_queries, block_keys: nodes of a block.
     """
-    *tree, y_ref = tree_and_y
     C_ref = tree[4]
     num_queries, block_state = C_ref.shape[0], state[0].shape[1]
 

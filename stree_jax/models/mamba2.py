@@ -65,7 +65,7 @@ class Mamba2Mixer(nnx.Module):
     ):
         c = self.config = config
         self.implementation = implementation
-        layout = self._layout = c.layout
+        layout = c.layout
         self.in_proj = linear(
             d_model,
             layout.first_column + sum(layout.sizes),
@@ -122,7 +122,7 @@ class Mamba2Mixer(nnx.Module):
         Returns:
             Outputs (anything at padded positions) and the cache after the last real position.
         """
-        projected, layout = self._project(u), self._layout
+        projected, layout = self._project(u), self.config.layout
         dt = layout.time_steps(projected, self.dt_bias[...])
         dt = jnp.where(mask[..., None], dt, 0.0)
         conv_input = jnp.where(mask[..., None], layout.conv_input(projected), 0)
@@ -171,7 +171,7 @@ class Mamba2Mixer(nnx.Module):
             cache.conv,
             windows[width],
             tree.ancestor_mask,
-            layout=self._layout,
+            layout=self.config.layout,
             grown=grown,
             previous=previous,
             implementation=self.implementation,
@@ -207,7 +207,7 @@ class Mamba2Mixer(nnx.Module):
     def _finish(self, y: Array, projected: Array, implementation: str | None) -> Array:
         """Gate, norm and output projection of the scan's output `[B, T, H, P]`."""
         c = self.config
-        gate, gate_start = self._layout.gate(projected)
+        gate, gate_start = c.layout.gate(projected)
         y = gated_rms_norm(
             y.reshape(*y.shape[:2], -1),
             gate,

@@ -160,7 +160,7 @@ def test_what_xla_launches_is_counted():
     found = thunks.Thunks.parse(THUNKS)
     assert [thunk.kind for thunk in found.outside] == ["kCopy", "kKernel", "kWhile", "kKernel"]
     assert found.inside[0] == ("kKernel", "replay", 512)
-    assert thunks.loops(found.outside) == 1
+    assert thunks.num_loops(found.outside) == 1
     assert thunks.by_name(found.outside) == {"kCopy": 1, "wrapped_add": 1, "fusion": 1}
     assert [thunk.kind for thunk in found.inside] == ["kKernel", "kGemm", "kMemzero"]
     assert thunks.launches(found.outside) == (3, 1)
