@@ -15,6 +15,8 @@ import stree_jax as st
 from benchmarks.shapes import ATTENTIONS, MIXERS, AttentionShape, MixerShape
 from pallas_kernels.add_rms_norm import pallas_triton as add_norm_kernel
 from pallas_kernels.add_rms_norm.reference import add_rms_norm as add_norm_reference
+from pallas_kernels.attention_tree import pallas_triton as layer_kernel
+from pallas_kernels.attention_tree.reference import attention_tree as layer_reference
 from pallas_kernels.gated_rms_norm import pallas_triton as norm_kernel
 from pallas_kernels.gated_rms_norm.reference import gated_rms_norm as norm_reference
 from pallas_kernels.mamba2_tree import pallas_triton as mixer_kernel
@@ -29,6 +31,7 @@ from pallas_kernels.tree_conv1d import pallas_triton as conv_kernel
 from pallas_kernels.tree_conv1d.reference import tree_conv1d as conv_reference
 from pallas_kernels.tree_scan import pallas_triton as scan_kernel
 from pallas_kernels.tree_scan.reference import tree_scan as scan_reference
+from stree_jax.layer_config import AttentionConfig
 
 # Relative error against float64, as the tests have it. bf16: rounding the output; a state is
 # float32, and its products are split into two bf16 halves.
@@ -61,7 +64,7 @@ class Kernel(NamedTuple):
         operands: of a problem, on the device.
         reference: takes the operands in float64 and the parents of the trees `[B, N]`.
         outputs: "output" or "state" for each.
-        feedback: index of the operand that the last output is the next value of, updated in place.
+        feedback: operands that are updated in place, and the outputs that are their next values.
         shapes: of real models.
     """
 
@@ -70,7 +73,7 @@ class Kernel(NamedTuple):
     operands: Callable[[Problem], tuple[jax.Array, ...]]
     reference: Callable[..., tuple[np.ndarray, ...]]
     outputs: tuple[str, ...]
-    feedback: int | None
+    feedback: Mapping[int, int]
     shapes: Mapping[str, Any]
 
 
@@ -273,6 +276,57 @@ def _true_attention(query: Any, *rest: Any) -> tuple[np.ndarray]:
     return (attention_reference(query, *arguments, scale=query.shape[-1] ** -0.5),)
 
 
+def _of_attention_layer(problem: Problem) -> tuple[jax.Array, ...]:
+    """The last operands are the cache; see `_attention_layer_call`."""
+    _, old_keys, old_values, keys, values, length, masks = _of_attention(problem)
+    columns = _attention_layout(problem.shape).num_columns
+    length = jnp.maximum(length - problem.nodes, 0)  # so that there are places for the path
+    return (
+        draw(problem._replace(seed=problem.seed + 1))(problem.batch, problem.nodes, columns),
+        *(masks.sum(axis=2, dtype=jnp.int32) - 1, masks),
+        *(old_keys, old_values, jnp.asarray(accepted(problem))),
+        *(length, values, keys),
+    )
+
+
+def _attention_layout(shape: AttentionShape) -> pk.AttentionLayout:
+    return AttentionConfig(*shape, rotary_dim=shape.head_dim).layout
+
+
+def _attention_layer_call(function: Callable[..., Any]) -> Callable[..., tuple]:
+    """`attention_tree` of flat operands; returns all that it does, the cache's keys last.
+
+    The length is that before the path in all repetitions, so that all of them are the same work.
+    """
+
+    def call(*operands: Any, **options: Any) -> tuple:
+        projected, depth, mask, old_keys, old_values, path, length, values, keys = operands
+        groups, head_dim = keys.shape[1], keys.shape[3]
+        heads = projected.shape[-1] // head_dim - 2 * groups
+        y, nodes, cache = function(
+            *(projected, pk.KeyCache(keys, values, length), depth, mask),
+            layout=_attention_layout(AttentionShape(heads, groups, head_dim)),
+            grown=None,
+            previous=(pk.NodeKeys(old_keys, old_values), path),
+            **options,
+        )
+        return (y, *nodes, cache.values, cache.keys)
+
+    return call
+
+
+def _true_attention_layer(*operands: Any) -> tuple[np.ndarray, ...]:
+    projected, depth, mask, old_keys, old_values, path, length, values, keys, _ = operands
+    groups, head_dim = keys.shape[1], keys.shape[3]
+    heads = projected.shape[-1] // head_dim - 2 * groups
+    y, nodes, (keys, values, _) = layer_reference(
+        *(projected, (keys, values, length), depth, mask),
+        layout=_attention_layout(AttentionShape(heads, groups, head_dim)),
+        previous=(old_keys, old_values, path),
+    )
+    return (y, *nodes, values, keys)
+
+
 def _true_norm(y: Any, gate: Any, weight: Any, _: Any) -> tuple[np.ndarray]:
     rows = (-1, y.shape[-1])
     options = dict(norm="gate_then_norm", epsilon=1e-5, num_groups=1)
@@ -309,7 +363,7 @@ _SCAN = Kernel(
     _of_state(*_SCANNED),
     _true_scan,
     ("output",),
-    None,
+    {},
     MIXERS,
 )
 KERNELS: dict[str, Kernel] = {
@@ -321,7 +375,7 @@ KERNELS: dict[str, Kernel] = {
         _of_state("x", "dt", "A", "B", "state", "path"),
         lambda *arguments: (replay_reference(*arguments[:-1]),),
         ("state",),
-        4,
+        {4: 0},
         MIXERS,
     ),
     "replay_tree_scan": Kernel(
@@ -330,7 +384,7 @@ KERNELS: dict[str, Kernel] = {
         _of_fused,
         lambda *arguments: fused_reference(*arguments[:11], arguments[-1]),
         ("output", "state"),
-        10,
+        {10: 1},
         MIXERS,
     ),
     "mamba2_tree": Kernel(
@@ -339,7 +393,7 @@ KERNELS: dict[str, Kernel] = {
         _of_mixer,
         _true_mixer,
         ("output", "output", "state", "output", "output", "output", "state"),
-        -1,
+        {-1: -1},
         MIXERS,
     ),
     "tree_attention": Kernel(
@@ -348,7 +402,16 @@ KERNELS: dict[str, Kernel] = {
         _of_attention,
         _true_attention,
         ("output",),
-        None,
+        {},
+        ATTENTIONS,
+    ),
+    "attention_tree": Kernel(
+        _attention_layer_call(pk.attention_tree),
+        _attention_layer_call(layer_kernel.attention_tree),
+        _of_attention_layer,
+        _true_attention_layer,
+        ("output",) * 5,
+        {-2: -2, -1: -1},
         ATTENTIONS,
     ),
     "gated_rms_norm": Kernel(
@@ -357,7 +420,7 @@ KERNELS: dict[str, Kernel] = {
         _of_norm,
         _true_norm,
         ("output",),
-        None,
+        {},
         MIXERS,
     ),
     "add_rms_norm": Kernel(
@@ -366,7 +429,7 @@ KERNELS: dict[str, Kernel] = {
         _of_add_norm,
         _true_add_norm,
         ("state", "output"),
-        None,
+        {},
         MIXERS,
     ),
     "tree_conv1d": Kernel(
@@ -375,10 +438,11 @@ KERNELS: dict[str, Kernel] = {
         _of_conv,
         lambda *arguments: (conv_reference(*arguments[:4], arguments[-1], "silu"),),
         ("output",),
-        None,
+        {},
         MIXERS,
     ),
 }
+ATTENTION_OPS = ("tree_attention", "attention_tree")  # their shapes are `AttentionShape`s
 TIMED = tuple(name for name in KERNELS if name != LEVEL)
 
 
@@ -458,17 +522,21 @@ def bytes_moved(name: str, operands: tuple[jax.Array, ...]) -> int:
         functools.partial(KERNELS[name].function, implementation="xla"), *operands
     )
     total = sum(value.size * value.dtype.itemsize for value in (*operands, *as_tuple(outputs)))
-    if name == "tree_attention":
-        keys, length = operands[3], operands[5]
-        unfilled = keys.shape[0] * keys.shape[2] - int(length.sum())
-        total -= 2 * unfilled * keys.shape[1] * keys.shape[3] * keys.dtype.itemsize
+    if name in ATTENTION_OPS:
+        # The cache is written at the path only, which is little.
+        times = 2 if name == "tree_attention" else 4
+        keys, length = (operands[3], operands[5]) if times == 2 else (operands[8], operands[6])
+        filled = keys.shape[1] * keys.shape[3] * keys.dtype.itemsize * int(length.sum())
+        total += 2 * filled - times * keys.size * keys.dtype.itemsize
     if name == "mamba2_tree":  # the gates are for the norm behind it
         y = operands[9]
         total -= y.size * y.dtype.itemsize
     return total
 
 
-def repeated(function: Callable[..., Any], feedback: int | None, count: int) -> Callable[..., Any]:
+def repeated(
+    function: Callable[..., Any], feedback: Mapping[int, int], count: int
+) -> Callable[..., Any]:
     """Calls a kernel `count` times on the device, each after the one before, in one program.
 
     Operands are the same each time but the one that is updated in place, so small problems are
@@ -479,9 +547,9 @@ def repeated(function: Callable[..., Any], feedback: int | None, count: int) -> 
         def step(_: Any, before: tuple) -> tuple:
             # Or XLA sees that all calls are the same.
             held, before = lax.optimization_barrier((operands, before))
-            if feedback is not None:
-                held = [*held]
-                held[feedback] = before[-1]
+            held = [*held]
+            for operand, output in feedback.items():
+                held[operand] = before[output]
             return as_tuple(function(*held))
 
         return lax.fori_loop(1, count, step, as_tuple(function(*operands)))

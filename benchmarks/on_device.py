@@ -15,7 +15,7 @@ from flax import nnx
 import stree_jax as st
 from benchmarks import batch, byte_pair, kernels, lossless, packed, transformers_step
 from benchmarks.common import interleaved, summary
-from benchmarks.kernels import KERNELS, Problem
+from benchmarks.kernels import ATTENTION_OPS, KERNELS, Problem
 from benchmarks.models import RANDOM_NOTE, Pair, on_gpu
 from benchmarks.sections import Clock
 from benchmarks.shapes import ATTENTIONS, MIXERS, AttentionShape, MixerShape
@@ -175,7 +175,7 @@ def check_kernels(scale: Scale, clock: Clock) -> dict[str, Any]:
 
 
 def _shapes(scale: Scale, name: str) -> Mapping[str, Any]:
-    return scale.attentions if name == "tree_attention" else scale.mixers
+    return scale.attentions if name in ATTENTION_OPS else scale.mixers
 
 
 def check_lossless(scale: Scale, clock: Clock) -> dict[str, Any]:

@@ -7,6 +7,9 @@ kernel. `dispatch` says which one runs and why. Needs jax only.
 
 from pallas_kernels import dispatch
 from pallas_kernels.add_rms_norm.api import add_rms_norm
+from pallas_kernels.attention_tree.api import attention_tree
+from pallas_kernels.attention_tree.keys import KeyCache, NodeKeys, replay_keys, write_keys
+from pallas_kernels.attention_tree.layout import AttentionLayout
 from pallas_kernels.gated_rms_norm.api import gated_rms_norm
 from pallas_kernels.mamba2_tree.api import (
     Mamba2Pending,
@@ -28,21 +31,27 @@ from pallas_kernels.tree_conv1d.api import (
 from pallas_kernels.tree_scan.api import tree_scan
 
 __all__ = [
+    "AttentionLayout",
+    "KeyCache",
     "Layout",
     "Mamba2Pending",
     "Mamba2Weights",
+    "NodeKeys",
     "Previous",
     "add_rms_norm",
+    "attention_tree",
     "conv_window",
     "dispatch",
     "gated_rms_norm",
     "mamba2_tree",
     "replay",
     "replay_conv_state",
+    "replay_keys",
     "replay_tree_scan",
     "replay_window",
     "ssd",
     "tree_attention",
     "tree_conv1d",
     "tree_scan",
+    "write_keys",
 ]

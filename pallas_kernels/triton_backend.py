@@ -78,7 +78,7 @@ def padded_size(size: int) -> int:
     return max(SMALLEST_BLOCK, 1 << (size - 1).bit_length())
 
 
-def rows(first, count: int, limit: int) -> tuple[jax.Array, jax.Array]:
+def rows(first, count: int, limit: int | jax.Array) -> tuple[jax.Array, jax.Array]:
     """Row indices `first, ..., first + count - 1` and which of them exist, that is, are `< limit`.
 
     Where a row does not exist its index is that of the last row. So any number of rows is read in

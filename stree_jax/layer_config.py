@@ -4,7 +4,9 @@ import dataclasses
 import math
 from typing import Any
 
-from pallas_kernels import Layout
+import numpy as np
+
+from pallas_kernels import AttentionLayout, Layout
 
 ACTIVATIONS = ("silu", "gelu", "relu2")
 
@@ -241,6 +243,31 @@ class AttentionConfig:
     def score_scale(self) -> float:
         """What the scores are multiplied by."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def layout(self) -> AttentionLayout:
+        """Where the parts of the input projection are, and how they are rotated."""
+        return AttentionLayout(
+            num_heads=self.num_heads,
+            num_groups=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self.score_scale,
+            frequencies=self.rotary_frequencies,
+            key_multiplier=self.key_multiplier,
+        )
+
+    @property
+    def rotary_frequencies(self) -> tuple[float, ...]:
+        """Radians a position of each pair of channels, `rotary_dim / 2` float32 numbers."""
+        pairs = np.arange(0, self.rotary_dim, 2) / max(self.rotary_dim, 1)
+        frequencies = 1.0 / self.rope_theta**pairs
+        if (scaling := self.rope_scaling) is not None:
+            # Wavelengths in units of the original context; 1 keeps a frequency, 0 divides it.
+            turns = scaling.original_length * frequencies / (2 * np.pi)
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+            frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
+        return tuple(frequencies.astype(np.float32).tolist())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,23 +72,7 @@ def tree_attention(
     of_nodes = pl.BlockSpec((None, num_nodes, None, head_dim), lambda i, k, u, b: (b, 0, u, 0))
     in_cache = pl.BlockSpec((None, None, capacity, head_dim), lambda i, k, u, b: (b, u, 0, 0))
     cache = [keys, values] if capacity else []
-    out_shape = [jax.ShapeDtypeStruct(query.shape, query.dtype)]
-    out_specs = [of_queries]
-    if splits > 1:
-        parts = (batch, splits, num_queries, num_heads)
-        shapes = [(*parts, head_dim), parts, parts]
-        out_shape = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-        of_part = pl.BlockSpec(
-            (None, None, num_queries, per_group), lambda i, k, u, b: (b, k, 0, u)
-        )
-        out_specs = [
-            pl.BlockSpec(
-                (None, None, num_queries, per_group, head_dim), lambda i, k, u, b: (b, k, 0, u, 0)
-            ),
-            of_part,
-            of_part,
-        ]
-
+    results = outputs(query, per_group, splits)
     parts = tb.call(
         functools.partial(
             _kernel,
@@ -112,18 +96,42 @@ def tree_attention(
             pl.BlockSpec((None, num_queries, num_nodes), lambda i, k, u, b: (b, 0, 0)),
             *(in_cache for _ in cache),
         ],
-        out_specs=out_specs,
-        out_shape=out_shape,
+        out_specs={name: spec for name, (_, spec) in results.items()},
+        out_shape={name: shape for name, (shape, _) in results.items()},
     )(query, node_keys, node_values, length, mask, *cache)
-    return _combined(*parts).astype(query.dtype) if splits > 1 else parts[0]
+    return combined([parts[name] for name in results], query.dtype)
 
 
-def _combined(sums, totals, maxima):
-    """The softmax over all shares `[B, Q, W, E]`; each is relative to its own maximum."""
+def outputs(query, per_group: int, splits: int):
+    """What programs write, by name: shape and block; the order is that of `combined`."""
+    batch, num_queries, num_heads, head_dim = query.shape
+    if splits == 1:
+        of_queries = pl.BlockSpec(
+            (None, num_queries, per_group, head_dim), lambda i, k, u, b: (b, 0, u, 0)
+        )
+        return {"y": (jax.ShapeDtypeStruct(query.shape, query.dtype), of_queries)}
+    parts = (batch, splits, num_queries, num_heads)
+    block = (None, None, num_queries, per_group)
+    scalars = (
+        jax.ShapeDtypeStruct(parts, jnp.float32),
+        pl.BlockSpec(block, lambda i, k, u, b: (b, k, 0, u)),
+    )
+    vectors = (
+        jax.ShapeDtypeStruct((*parts, head_dim), jnp.float32),
+        pl.BlockSpec((*block, head_dim), lambda i, k, u, b: (b, k, 0, u, 0)),
+    )
+    return {"sums": vectors, "total": scalars, "maximum": scalars}
+
+
+def combined(parts, dtype):
+    """The softmax over all shares `[B, Q, W, E]`, each of which is relative to its own maximum."""
+    if len(parts) == 1:
+        return parts[0]
+    sums, totals, maxima = parts
     weight = jnp.exp(maxima - maxima.max(axis=1, keepdims=True))
     total = (totals * weight).sum(axis=1)
     output = (sums * weight[..., None]).sum(axis=1)
-    return output / jnp.maximum(total, 1.0)[..., None]
+    return (output / jnp.maximum(total, 1.0)[..., None]).astype(dtype)
 
 
 def _kernel(
@@ -139,63 +147,101 @@ def _kernel(
     block_cache: int,
     block_nodes: int,
 ):
-    cache_refs, out_refs = (refs[:2], refs[2:]) if block_cache else ((), refs)
+    *cache_refs, output_refs = refs
     num_queries, per_group, head_dim = query_ref.shape
-    num_nodes = node_keys_ref.shape[0]
-    split = pl.program_id(1)
+    share = (pl.program_id(1), splits)
 
     # Row r of a group's product is query r // (W/U) with head r % (W/U).
     row, _ = tb.rows(pl.program_id(0) * block_rows, block_rows, num_queries * per_group)
-    query_index, head = lax.div(row, per_group), lax.rem(row, per_group)
-    query = query_ref[query_index, head, :]
+    query, head = lax.div(row, per_group), lax.rem(row, per_group)
+    attend_block = functools.partial(attend, query_ref[query, head, :], scale)
+    carry = nothing_seen(block_rows, head_dim)
+    if block_cache:
+        length = jnp.minimum(length_ref[...], cache_refs[0].shape[0])
+        cache = (*cache_refs, length)
+        carry = attend_cache(attend_block, carry, cache, block=block_cache, share=share)
+    carry = attend_nodes(
+        attend_block,
+        carry,
+        (node_keys_ref, node_values_ref, mask_ref, query),
+        block=block_nodes,
+        share=share,
+    )
+    write(output_refs, (query, head), carry)
 
-    def attend(carry, keys, values, seen):
-        sums, total, maximum = carry
-        scores = tb.dot(query, keys, trans_b=True) * scale
-        scores = jnp.where(seen, scores, -jnp.inf)
-        new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1))
-        weight = jnp.exp(scores - new_maximum[:, None])
-        shrink = jnp.exp(maximum - new_maximum)
-        sums = sums * shrink[:, None] + tb.dot(weight, values)
-        return sums, total * shrink + jnp.sum(weight, axis=1), new_maximum
 
-    carry = (
-        jnp.zeros((block_rows, head_dim), jnp.float32),
-        jnp.zeros((block_rows,), jnp.float32),
-        jnp.full((block_rows,), _NOTHING, jnp.float32),
+def nothing_seen(num_rows: int, head_dim: int):
+    """Weighted sum of values, sum of the weights, and maximum of the scores, over nothing."""
+    return (
+        jnp.zeros((num_rows, head_dim), jnp.float32),
+        jnp.zeros((num_rows,), jnp.float32),
+        jnp.full((num_rows,), _NOTHING, jnp.float32),
     )
 
-    if block_cache:
-        keys_ref, values_ref = cache_refs
-        length = jnp.minimum(length_ref[...], keys_ref.shape[0])
-        num_blocks = lax.div(length + block_cache - 1, block_cache)
 
-        def from_cache(i, carry):
-            first = (split + i * splits) * block_cache
-            place, exists = tb.rows(first, block_cache, keys_ref.shape[0])
-            seen = (exists & (place < length))[None, :]
-            return attend(carry, keys_ref[place, :], values_ref[place, :], seen)
+def attend(query, scale: float, carry, keys, values, seen):
+    """The same over some more places, of which the `seen` ones count."""
+    sums, total, maximum = carry
+    scores = tb.dot(query, keys, trans_b=True) * scale
+    scores = jnp.where(seen, scores, -jnp.inf)
+    new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1))
+    weight = jnp.exp(scores - new_maximum[:, None])
+    shrink = jnp.exp(maximum - new_maximum)
+    sums = sums * shrink[:, None] + tb.dot(weight, values)
+    return sums, total * shrink + jnp.sum(weight, axis=1), new_maximum
 
-        # Blocks split, split + splits, ... below num_blocks.
-        carry = lax.fori_loop(
-            0, lax.div(num_blocks - split + splits - 1, splits), from_cache, carry
-        )
 
-    def from_nodes(j, carry):
-        node, exists = tb.rows(j * block_nodes, block_nodes, num_nodes)
-        seen = mask_ref[query_index[:, None], node[None, :]] & exists[None, :]
-        return attend(carry, node_keys_ref[node, :], node_values_ref[node, :], seen)
+def attend_cache(attend, carry, cache, *, block: int, share: tuple):
+    """The same over the first places of a cache, or a share of it.
 
-    num_node_blocks = pl.cdiv(num_nodes, block_nodes)
-    if splits > 1:  # no block of nodes for the others
-        num_node_blocks = num_node_blocks * (split == splits - 1).astype(jnp.int32)
-    sums, total, maximum = lax.fori_loop(0, num_node_blocks, from_nodes, carry)
+    Args:
+        attend: takes a carry, keys, values and which of them are seen.
+        carry: so far.
+        cache: keys, values `[L, E]` and how many places count.
+        block: places at a time.
+        share: which, of how many.
+    """
+    (keys_ref, values_ref, length), (split, splits) = cache, share
+    num_blocks = lax.div(length + block - 1, block)
 
-    if splits == 1:
+    def step(i, carry):
+        place, exists = tb.rows((split + i * splits) * block, block, keys_ref.shape[0])
+        seen = (exists & (place < length))[None, :]
+        return attend(carry, keys_ref[place, :], values_ref[place, :], seen)
+
+    # Blocks split, split + splits, ... below num_blocks.
+    return lax.fori_loop(0, lax.div(num_blocks - split + splits - 1, splits), step, carry)
+
+
+def attend_nodes(attend, carry, nodes, *, block: int, share: tuple):
+    """The same over the nodes of a tree, which are for the last share.
+
+    Args:
+        nodes: keys, values `[N, E]`, the mask `[Q, N]`, and the query of each row.
+        attend, carry, block, share: as above.
+    """
+    (keys_ref, values_ref, mask_ref, query), (split, splits) = nodes, share
+    num_nodes = keys_ref.shape[0]
+
+    def step(j, carry):
+        node, exists = tb.rows(j * block, block, num_nodes)
+        seen = mask_ref[query[:, None], node[None, :]] & exists[None, :]
+        return attend(carry, keys_ref[node, :], values_ref[node, :], seen)
+
+    num_blocks = pl.cdiv(num_nodes, block)
+    if splits > 1:  # none for the others
+        num_blocks = num_blocks * (split == splits - 1).astype(jnp.int32)
+    return lax.fori_loop(0, num_blocks, step, carry)
+
+
+def write(output_refs, row, carry):
+    """Writes what `outputs` lists; `row` are the query and the head of each row."""
+    sums, total, maximum = carry
+    if "y" in output_refs:
         # A total is at least 1, the weight of the maximum, or nothing was seen.
-        output = sums / jnp.maximum(total, 1.0)[:, None]
-        out_refs[0][query_index, head, :] = output.astype(out_refs[0].dtype)
+        y = sums / jnp.maximum(total, 1.0)[:, None]
+        output_refs["y"][(*row, slice(None))] = y.astype(output_refs["y"].dtype)
     else:
-        for ref, value in zip(out_refs, (sums, total, maximum), strict=True):
-            index = (query_index, head, slice(None)) if value.ndim == 2 else (query_index, head)
-            ref[index] = value
+        output_refs["sums"][(*row, slice(None))] = sums
+        output_refs["total"][row] = total
+        output_refs["maximum"][row] = maximum

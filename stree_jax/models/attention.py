@@ -13,13 +13,20 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from pallas_kernels import replay_conv_state, tree_attention, tree_conv1d
+from pallas_kernels import (
+    NodeKeys,
+    attention_tree,
+    replay_conv_state,
+    replay_keys,
+    tree_attention,
+    tree_conv1d,
+    write_keys,
+)
 from pallas_kernels.numerics import scaled
-from stree_jax.array_types import Array, Bool, Float, Int, Lengths
+from stree_jax.array_types import Array, Bool, Float, Lengths
 from stree_jax.layer_config import AttentionConfig
 from stree_jax.models.cache import AttentionCache, AttentionPending, Path, Replay, Windows
 from stree_jax.models.layers import (
@@ -112,16 +119,21 @@ class AttentionMixer(nnx.Module):
             conv_input = jnp.where(mask[..., None], qkv, 0)
             qkv = causal_conv1d(conv_input, conv_state, *self._conv())
             conv_state = conv_state_after(conv_state, conv_input, lengths)
-        steps = jnp.arange(u.shape[1])
-        positions = cache.length[:, None] + steps
-        query, keys, values = self._split(qkv, positions)
+        steps, layout = jnp.arange(u.shape[1]), self.config.layout
+        keys, values, length = cache.kv
+        query, *nodes = layout.split(qkv, length[:, None] + steps)
+        new = NodeKeys(*nodes)
         causal = jnp.broadcast_to(steps <= steps[:, None], (len(u), len(steps), len(steps)))
         # Sequences are trained on, and the kernel has no gradient.
-        y = self._attend(query, keys, values, cache, causal, "xla")
-        cache = _written(cache, keys, values, positions, mask)
-        return self._finish(y, projected), cache._replace(
-            length=cache.length + lengths, conv=conv_state
+        y = tree_attention(
+            *(query, new.keys, new.values, keys, values, length, causal),
+            scale=layout.scale,
+            implementation="xla",
         )
+        # More tokens than places before these: some were dropped, and no output would be right.
+        y = jnp.where((length > keys.shape[2])[:, None, None, None], jnp.nan, y)
+        kv = write_keys(cache.kv, new, mask, jnp.broadcast_to(steps, mask.shape))
+        return self._finish(y, projected), AttentionCache(kv, conv_state)
 
     def tree(
         self,
@@ -134,44 +146,45 @@ class AttentionMixer(nnx.Module):
         adapter: Array | None = None,
     ) -> tuple[Float[Array, "B Q M"], AttentionPending, AttentionCache]:
         """Runs the last Q nodes of a tree; see `Mamba2Mixer`."""
-        if replay is not None:
-            cache = self.replay(cache, *replay)
+        c = self.config
         projected = self._project(u, adapter)
-        qkv, conv_input = projected.qkv, None
-        if cache.conv is not None:
-            conv_input = qkv
+        qkv, conv_input, conv_state = projected.qkv, None, cache.conv
+        if conv_state is not None:
+            conv_input, window = qkv, windows[c.conv_width]
             if grown is not None:
                 assert grown.conv_input is not None
                 conv_input = jnp.concatenate([grown.conv_input, qkv], axis=1)
-            window = windows[self.config.conv_width]
+            if replay is not None:
+                conv_state = self._replay_conv(conv_state, replay.pending, replay.windows)
             qkv = tree_conv1d(
-                conv_input, cache.conv, *self._conv(), window, implementation=self.implementation
+                conv_input, conv_state, *self._conv(), window, implementation=self.implementation
             )
         num_queries = u.shape[1]
-        positions = cache.length[:, None] + tree.depth[:, -num_queries:]
-        query, keys, values = self._split(qkv, positions)
-        if grown is not None:
-            keys = jnp.concatenate([grown.keys, keys], axis=1)
-            values = jnp.concatenate([grown.values, values], axis=1)
-        mask = tree.ancestor_mask[:, -num_queries:]
-        y = self._attend(query, keys, values, cache, mask, self.implementation)
-        return self._finish(y, projected), AttentionPending(keys, values, conv_input), cache
+        y, nodes, kv = attention_tree(
+            qkv,
+            cache.kv,
+            tree.depth[:, -num_queries:],
+            tree.ancestor_mask[:, -num_queries:],
+            layout=c.layout,
+            grown=None if grown is None else grown.kv,
+            previous=None if replay is None else (replay.pending.kv, replay.path.mask),
+            implementation=self.implementation,
+        )
+        pending = AttentionPending(nodes, conv_input)
+        return self._finish(y, projected), pending, AttentionCache(kv, conv_state)
 
     def replay(
         self, cache: AttentionCache, pending: AttentionPending, path: Path, windows: Windows
     ) -> AttentionCache:
         """The cache after the path, whose nodes fill consecutive places; see `Mamba2Mixer`."""
-        # Nodes of a path are in order, parents first: a node's place is how many are before it.
-        place = jnp.cumsum(path.mask, axis=1, dtype=jnp.int32) - 1
-        new = _written(
-            cache, pending.keys, pending.values, cache.length[:, None] + place, path.mask
-        )
         conv = cache.conv
         if conv is not None:
-            assert pending.conv_input is not None
-            conv = replay_conv_state(pending.conv_input, conv, windows[self.config.conv_width])
-        length = cache.length + path.mask.sum(axis=1, dtype=jnp.int32)
-        return new._replace(length=length, conv=conv)
+            conv = self._replay_conv(conv, pending, windows)
+        return AttentionCache(replay_keys(cache.kv, pending.kv, path.mask), conv)
+
+    def _replay_conv(self, conv: Array, pending: AttentionPending, windows: Windows) -> Array:
+        assert pending.conv_input is not None
+        return replay_conv_state(pending.conv_input, conv, windows[self.config.conv_width])
 
     def _project(self, u: Array, adapter: Array | None) -> Projected:
         c = self.config
@@ -181,43 +194,6 @@ class AttentionMixer(nnx.Module):
             qkv = qkv + adapter
         return Projected(qkv, silu(gate) * up if c.mlp_dim else None)
 
-    def _split(self, qkv: Array, positions: Int[Array, "B T"]) -> tuple[Array, Array, Array]:
-        """Queries `[B, T, W, E]`, keys and values `[B, T, U, E]`, rotated."""
-        c = self.config
-        query, keys, values = (
-            part.reshape(*part.shape[:-1], -1, c.head_dim)
-            for part in split_last(qkv, *c.projected_sizes[:-1])
-        )
-        keys = scaled(keys, c.key_multiplier)
-        if c.rotary_dim:
-            angles = positions[..., None].astype(jnp.float32) * rotary_frequencies(c)
-            query, keys = rotate(query, angles), rotate(keys, angles)
-        return query, keys, values
-
-    def _attend(
-        self,
-        query: Array,
-        keys: Array,
-        values: Array,
-        cache: AttentionCache,
-        mask: Array,
-        implementation: str | None,
-    ) -> Array:
-        y = tree_attention(
-            query,
-            keys,
-            values,
-            cache.keys,
-            cache.values,
-            cache.length,
-            mask,
-            scale=self.config.score_scale,
-            implementation=implementation,
-        )
-        # More tokens than places: some were dropped, and no output would be right.
-        overflown = cache.length > cache.keys.shape[2]
-        return jnp.where(overflown[:, None, None, None], jnp.nan, y)
-
     def _finish(self, y: Array, projected: Projected) -> Array:
         y = y.reshape(*y.shape[:2], -1)
         if projected.branch is not None:
@@ -226,44 +202,3 @@ class AttentionMixer(nnx.Module):
 
     def _conv(self) -> tuple[Array, Array]:
         return self.conv_weight[...], self.conv_bias[...]
-
-
-def rotary_frequencies(config: AttentionConfig) -> np.ndarray:
-    """Radians a position of each pair of channels `[rotary_dim / 2]`, float32."""
-    pairs = np.arange(0, config.rotary_dim, 2) / config.rotary_dim
-    frequencies = 1.0 / config.rope_theta**pairs
-    if (scaling := config.rope_scaling) is not None:
-        # Wavelengths in units of the original context; 1 keeps a frequency, 0 divides it.
-        turns = scaling.original_length * frequencies / (2 * np.pi)
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
-        frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
-    return frequencies.astype(np.float32)
-
-
-def rotate(x: Float[Array, "B T W E"], angles: Float[Array, "B T R"]) -> Float[Array, "B T W E"]:
-    """Rotary embedding of the first `2 R` channels, which are pairs (i, R + i); in float32."""
-    half = angles.shape[-1]
-    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
-    first, second, rest = split_last(x.astype(jnp.float32), half, half)
-    turned = [first * cos - second * sin, second * cos + first * sin, rest]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
-
-
-def _written(
-    cache: AttentionCache,
-    keys: Float[Array, "B N U E"],
-    values: Float[Array, "B N U E"],
-    places: Int[Array, "B N"],
-    wanted: Bool[Array, "B N"],
-) -> AttentionCache:
-    """The cache with the `wanted` keys and values at their places; what has no place is dropped."""
-    capacity = cache.keys.shape[2]
-    if not capacity:  # of a whole sequence, such as in training
-        return cache
-    rows, places = jnp.arange(len(keys))[:, None], jnp.where(wanted, places, capacity)
-
-    def put(into: Array, new: Array) -> Array:
-        return into.at[rows, :, places].set(new.astype(into.dtype), mode="drop")
-
-    return cache._replace(keys=put(cache.keys, keys), values=put(cache.values, values))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import Mamba2Pending
+from pallas_kernels import KeyCache, Mamba2Pending, NodeKeys
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
 from stree_jax.config import ModelConfig
 from stree_jax.layer_config import AttentionConfig, Mamba2Config
@@ -26,19 +26,16 @@ class Mamba2Cache(NamedTuple):
 
 
 class AttentionCache(NamedTuple):
-    """What an attention layer keeps: a fixed number L of places, filled from the front."""
+    """What an attention layer keeps of the tokens before the root."""
 
-    keys: Float[Array, "B U L E"]
-    values: Float[Array, "B U L E"]
-    length: Int[Array, " B"]  # places that are filled
+    kv: KeyCache
     conv: Float[Array, "B J C"] | None  # as Mamba-2's; None if there is no convolution
 
 
 class AttentionPending(NamedTuple):
-    """Keys and values of the N nodes of a tree."""
+    """What an attention layer needs to advance along any path of a tree of N nodes."""
 
-    keys: Float[Array, "B N U E"]
-    values: Float[Array, "B N U E"]
+    kv: NodeKeys
     conv_input: Float[Array, "B N C"] | None
 
 
@@ -121,10 +118,9 @@ def init_cache(config: ModelConfig, batch: int, max_length: int, dtype: DTypeLik
     def attention(a: AttentionConfig) -> AttentionCache:
         shape = (batch, a.num_kv_heads, max_length, a.head_dim)
         conv = (batch, a.conv_width - 1, sum(a.projected_sizes))
+        lengths = jnp.zeros(batch, jnp.int32)
         return AttentionCache(
-            keys=jnp.zeros(shape, dtype),
-            values=jnp.zeros(shape, dtype),
-            length=jnp.zeros(batch, jnp.int32),
+            kv=KeyCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), lengths),
             conv=jnp.zeros(conv, dtype) if a.conv_width else None,
         )
 
@@ -146,9 +142,9 @@ def init_pending(config: ModelConfig, batch: int, num_nodes: int, dtype: DTypeLi
         )
 
     def attention(a: AttentionConfig) -> AttentionPending:
+        shape = (a.num_kv_heads, a.head_dim)
         return AttentionPending(
-            keys=zeros(a.num_kv_heads, a.head_dim),
-            values=zeros(a.num_kv_heads, a.head_dim),
+            kv=NodeKeys(zeros(*shape), zeros(*shape)),
             conv_input=zeros(sum(a.projected_sizes)) if a.conv_width else None,
         )
 

@@ -85,7 +85,7 @@ def test_sections_share_the_time_and_say_what_they_left_out(capsys):
 
 def test_the_timed_and_the_tuned_kernels_are_all():
     # The one norm has the block sizes of the other.
-    assert set(kernels.TIMED) == {*tuned.OPS, "add_rms_norm"}
+    assert set(kernels.TIMED) == {*tuned.OPS, "add_rms_norm", "attention_tree"}
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_an_attention_moves_only_what_is_filled():
 
 
 def test_repeated_calls_follow_each_other():
-    add = kernels.repeated(lambda x, y: (x, y + x), 1, 5)
+    add = kernels.repeated(lambda x, y: (x, y + x), {1: 1}, 5)
     x, y = jax.jit(add)(jnp.float32(2), jnp.float32(1))
     assert (x, y) == (2, 11)
 

@@ -11,6 +11,7 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.decoding.generate import plan
 from stree_jax.decoding.loop import TARGET_FAILED, SpeculativeDecoder
+from stree_jax.layer_config import AttentionConfig
 from tests.tiny import perturbed, randomised, tiny_model, with_weight
 
 PROMPTS = [[5, 9, 2, 30], [3], [1, 2, 3, 4, 1, 2, 3, 4]]
@@ -106,7 +107,11 @@ def test_more_rounds_between_looks_change_nothing():
 
 def test_the_kernels_decode_the_same():
     """Target and draft by the interpreted kernels: whole trees, and trees that grow."""
-    config = st.ModelConfig.tiny(head_dim=16, state_size=16, num_layers=1, tie_embeddings=False)
+    config = dataclasses.replace(
+        st.ModelConfig.tiny(head_dim=16, state_size=16, num_layers=1, tie_embeddings=False),
+        layers=("mamba2", "attention"),
+        attention=AttentionConfig(4, 2, 16, rotary_dim=16),
+    )
     outputs = []
     for implementation in ("xla", "pallas_interpret"):
         model = st.HybridLM(config, rngs=nnx.Rngs(0), implementation=implementation)

@@ -119,8 +119,8 @@ def test_a_long_prompt():
     )
     assert_same_tokens(tree, plain, model, prompts)
     assert tree.stats.tau > 2
-    (attention,) = (layer for layer in tree.cache if hasattr(layer, "keys"))
-    assert attention.length.tolist() == [8007, 9]
+    (attention,) = (layer for layer in tree.cache if hasattr(layer, "kv"))
+    assert attention.kv.length.tolist() == [8007, 9]
 
 
 def test_pieces_of_a_prompt_are_the_prompt():

@@ -1,5 +1,6 @@
 """Greedy output of every tree is autoregressive output, token for token."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding.generate import plan
+from stree_jax.layer_config import AttentionConfig
 from tests.tiny import apply, perturbed, tiny_model
 
 NEW_TOKENS = 24
@@ -234,7 +236,11 @@ def test_on_the_gpu_with_kernels():
     """Greedy losslessness in float32 with the Pallas kernels, on the device."""
     from flax import nnx
 
-    config = st.ModelConfig.tiny(head_dim=16, state_size=16, d_model=64, num_layers=4)
+    config = dataclasses.replace(
+        st.ModelConfig.tiny(head_dim=16, state_size=16, d_model=64),
+        layers=("mamba2", "attention") * 2,
+        attention=AttentionConfig(4, 2, 16, rotary_dim=16),
+    )
     model = st.HybridLM(config, rngs=nnx.Rngs(0), implementation="pallas")
     want = decode(model)
     for topology in TOPOLOGIES.values():

@@ -13,10 +13,14 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import (
+    AttentionLayout,
+    KeyCache,
     Layout,
     Mamba2Pending,
     Mamba2Weights,
+    NodeKeys,
     Previous,
+    attention_tree,
     mamba2_tree,
     triton_backend,
 )
@@ -181,3 +185,37 @@ def test_attention_lowers_to_one_kernel(shape, dtype, capability):
     code = lowered(function, arguments, capability)
     assert code.count("__gpu$xla.gpu.triton") == 1
     assert not {"stablehlo.pad", "stablehlo.transpose"} & set(re.findall(r"stablehlo\.\w+", code))
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [shape for shape in ATTENTION_SHAPES if shape[-1]], ids=str)
+@pytest.mark.parametrize("rotated", [0, 16])
+def test_a_whole_attention_layer_lowers_to_one_kernel(shape, rotated, dtype, capability):
+    queries, nodes, heads, groups, head_dim, capacity = shape
+    struct = jax.ShapeDtypeStruct
+    layout = AttentionLayout(heads, groups, head_dim, 0.1, (1.0,) * rotated, key_multiplier=0.5)
+    in_cache = struct((2, groups, capacity, head_dim), dtype)
+
+    def keys(count):
+        return NodeKeys(*[struct((2, count, groups, head_dim), dtype)] * 2)
+
+    if queries < nodes:
+        options = {"grown": keys(nodes - queries)}
+    else:
+        options = {"previous": (keys(nodes), struct((2, nodes), jnp.bool_))}
+
+    def run(*arguments):
+        *arguments, options = arguments
+        return attention_tree(*arguments, layout=layout, implementation="pallas", **options)
+
+    arguments = (
+        struct((2, queries, layout.num_columns), dtype),
+        KeyCache(in_cache, in_cache, struct((2,), jnp.int32)),
+        struct((2, queries), jnp.int32),
+        struct((2, queries, nodes), jnp.bool_),
+        options,
+    )
+    code = lowered(run, arguments, capability)
+    assert code.count("__gpu$xla.gpu.triton") == 1
+    assert ("output_operand_alias" in code) == (queries == nodes)

@@ -1,0 +1,60 @@
+"""Where the parts of an attention projection are, and how they are rotated."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.numerics import scaled
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionLayout:
+    """Columns `[q | k | v | ...]` of the input projection of an attention layer.
+
+    Attributes:
+        num_heads: query heads `W`.
+        num_groups: key and value heads `U`; query head w uses head `w // (W / U)` of them.
+        head_dim: channels of a head `E`.
+        scale: of the scores.
+        frequencies: radians a position of each rotated pair of channels `R`; these are `i` and
+            `R + i`, and channels from `2 R` on are not rotated.
+        key_multiplier: of the keys before they are rotated; the products are rounded (Falcon-H1).
+    """
+
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    scale: float
+    frequencies: tuple[float, ...] = ()
+    key_multiplier: float = 1.0
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of q, k and v."""
+        return (self.num_heads + 2 * self.num_groups) * self.head_dim
+
+    def split(
+        self, projected: Float[Array, "B T X"], positions: Int[Array, "B T"]
+    ) -> tuple[Array, Array, Array]:
+        """Queries `[B, T, W, E]`, keys and values `[B, T, U, E]`, rotated to their positions."""
+        heads = projected[..., : self.num_columns]
+        heads = heads.reshape(*heads.shape[:-1], -1, self.head_dim)
+        query, keys, values = jnp.split(
+            heads, (self.num_heads, self.num_heads + self.num_groups), axis=-2
+        )
+        keys = scaled(keys, self.key_multiplier)
+        if self.frequencies:
+            angles = positions[..., None] * jnp.asarray(self.frequencies, jnp.float32)
+            query, keys = _rotated(query, angles), _rotated(keys, angles)
+        return query, keys, values
+
+
+def _rotated(x: jax.Array, angles: jax.Array) -> jax.Array:
+    """Rotary embedding of heads `[B, T, W, E]` by angles `[B, T, R]`; in float32."""
+    half = angles.shape[-1]
+    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+    first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin, rest]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
