@@ -19,7 +19,6 @@ from pallas_kernels.gated_rms_norm import pallas_triton as norm_kernel
 from pallas_kernels.gated_rms_norm.reference import gated_rms_norm as norm_reference
 from pallas_kernels.mamba2_tree import pallas_triton as mixer_kernel
 from pallas_kernels.mamba2_tree.reference import mamba2_tree as mixer_reference
-from pallas_kernels.numerics import Unscaled
 from pallas_kernels.replay import pallas_triton as replay_kernel
 from pallas_kernels.replay.reference import replay as replay_reference
 from pallas_kernels.replay_tree_scan import pallas_triton as fused_kernel
@@ -253,7 +252,7 @@ def _add_norm_call(function: Callable[..., Any]) -> Callable[..., tuple]:
     """`add_rms_norm` of an unscaled output."""
 
     def call(residual: Any, output: Any, mean_squares: Any, weight: Any, **options: Any) -> tuple:
-        return function(residual, Unscaled(output, mean_squares, 1e-5), weight, **options)
+        return function(residual, pk.Unscaled(output, mean_squares, 1e-5), weight, **options)
 
     return functools.partial(call, **_ADD_NORM)
 

@@ -15,6 +15,7 @@ from pallas_kernels.mamba2_tree.api import (
     mamba2_tree,
 )
 from pallas_kernels.mamba2_tree.layout import Layout
+from pallas_kernels.numerics import Unscaled
 from pallas_kernels.replay.api import replay
 from pallas_kernels.replay_tree_scan.api import replay_tree_scan
 from pallas_kernels.ssd.api import ssd
@@ -32,6 +33,7 @@ __all__ = [
     "Mamba2Pending",
     "Mamba2Weights",
     "Previous",
+    "Unscaled",
     "add_rms_norm",
     "conv_window",
     "dispatch",

@@ -62,9 +62,9 @@ def mamba2_tree(
     layout,
     grown,
     previous,
-    gated=False,
-    norm_weight=None,
-    norm_epsilon=0.0,
+    gated,
+    norm_weight,
+    norm_epsilon,
     interpret=False,
     blocks: BlockSizes | None = None,
 ):
@@ -392,13 +392,13 @@ def _scan(program: _Program):
 def _write_outputs(program: _Program, query, y):
     """Gates and writes the outputs `[q, p]` at some queries, and what their norm needs of them."""
     inputs, outputs, layout = program.inputs, program.outputs, program.layout
-    row_size, num_channels = layout.num_heads * layout.head_dim, y.shape[1]
     if program.gated:
         column = layout.columns[0] + program.head * layout.head_dim + program.first
-        gate = inputs["projected"][query, pl.ds(column, num_channels)]
+        gate = inputs["projected"][query, pl.ds(column, y.shape[1])]
         y = y * jax.nn.silu(scaled(gate, layout.multipliers[0]).astype(jnp.float32))
     if "norm_weight" in inputs:
-        outputs["mean_squares"][query] = jnp.sum(y * y, axis=1) * (1 / row_size)
+        row_size = layout.num_heads * layout.head_dim
+        outputs["mean_squares"][query] = jnp.sum(y * y, axis=1) / row_size
         y = y * inputs["norm_weight"][...].astype(jnp.float32)[None, :]
     outputs["y"][query, :] = y.astype(outputs["y"].dtype)
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from pallas_kernels import add_rms_norm, conv_window, replay_window
-from pallas_kernels.numerics import Unscaled, contract, rms_norm, scaled
+from pallas_kernels import Unscaled, add_rms_norm, conv_window, replay_window
+from pallas_kernels.numerics import contract, rms_norm, scaled
 from stree_jax.array_types import Array, Bool, Float, Int, Lengths, Tokens
 from stree_jax.config import ModelConfig
 from stree_jax.models.attention import AttentionMixer

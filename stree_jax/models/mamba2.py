@@ -25,13 +25,14 @@ from pallas_kernels import (
     Mamba2Pending,
     Mamba2Weights,
     Previous,
+    Unscaled,
     gated_rms_norm,
     mamba2_tree,
     replay,
     replay_conv_state,
     ssd,
 )
-from pallas_kernels.numerics import Unscaled, scaled
+from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array, Bool, Float, Lengths
 from stree_jax.layer_config import Mamba2Config
 from stree_jax.models.cache import Mamba2Cache, Path, Replay, Windows

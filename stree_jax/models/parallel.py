@@ -2,7 +2,7 @@
 
 from flax import nnx
 
-from pallas_kernels.numerics import Unscaled
+from pallas_kernels import Unscaled
 from stree_jax.array_types import Array, Bool, Float, Lengths
 from stree_jax.models.attention import AttentionMixer
 from stree_jax.models.cache import ParallelCache, ParallelPending, Path, Replay, Windows

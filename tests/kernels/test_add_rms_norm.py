@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import add_rms_norm
+from pallas_kernels import Unscaled, add_rms_norm
 from pallas_kernels.add_rms_norm.reference import add_rms_norm as reference
-from pallas_kernels.numerics import Unscaled
 from tests.kernels.cases import relative_error
 from tests.kernels.test_gated_rms_norm import BUDGET, IMPLEMENTATIONS
 

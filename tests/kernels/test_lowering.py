@@ -17,11 +17,11 @@ from pallas_kernels import (
     Mamba2Pending,
     Mamba2Weights,
     Previous,
+    Unscaled,
     add_rms_norm,
     mamba2_tree,
     triton_backend,
 )
-from pallas_kernels.numerics import Unscaled
 from pallas_kernels.tree_attention import pallas_triton as attention_kernel
 
 pytestmark = pytest.mark.skipif(

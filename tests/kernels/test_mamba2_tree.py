@@ -13,12 +13,12 @@ from pallas_kernels import (
     Mamba2Pending,
     Mamba2Weights,
     Previous,
+    Unscaled,
     conv_window,
     mamba2_tree,
     replay_window,
 )
 from pallas_kernels.mamba2_tree.reference import mamba2_tree as reference
-from pallas_kernels.numerics import Unscaled
 from tests.kernels.cases import ancestor_mask, random_parents, relative_error
 from tests.kernels.test_tree_ops import BUDGET, IMPLEMENTATIONS, STATE_BUDGET
 
