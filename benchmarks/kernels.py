@@ -177,6 +177,7 @@ def _of_mixer(problem: Problem) -> tuple[jax.Array, ...]:
     old_parents, last = _along(accepted(earlier))
     return (
         normal(*rows, layout.columns[-1] + heads),
+        normal(heads * problem.shape.head_dim),
         *(weight, bias, *(normal(heads, kind="float32") for _ in range(3))),
         *(conv_state, window, jnp.asarray(masks)),
         *(before[name] for name in ("x", "dt", "B")),
@@ -201,30 +202,38 @@ def _along(path: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mixer_call(function: Callable[..., Any]) -> Callable[..., tuple]:
-    """`mamba2_tree` of flat operands; returns all that it does, the state last."""
+    """`mamba2_tree` of flat operands, gated and normed; returns all that it does, the state last.
 
-    def call(*operands: Any, **options: Any) -> tuple:
-        projected, *weights, conv_state, window, mask, x, dt, B, inputs, path, back, ssm = operands
+    Of the mean squares' parts it returns the sum: how many there are depends on the block sizes.
+    """
+
+    def call(projected: Any, norm_weight: Any, *operands: Any, **options: Any) -> tuple:
+        *weights, conv_state, window, mask, x, dt, B, inputs, path, back, ssm = operands
         y, record, ssm, conv_state = function(
             *(projected, pk.Mamba2Weights(*weights), ssm, conv_state, window, mask),
             layout=_layout(*ssm.shape[1:], B.shape[2]),
             grown=None,
             previous=pk.Previous(pk.Mamba2Pending(x, dt, B, inputs), path, back),
+            gated=True,
+            norm_weight=norm_weight,
+            norm_epsilon=1e-5,
             **options,
         )
-        return (y, *record, conv_state, ssm)
+        return (y.value, jnp.sum(y.mean_squares, axis=-1), *record, conv_state, ssm)
 
     return call
 
 
-def _true_mixer(*operands: Any) -> tuple[np.ndarray, ...]:
-    projected, *weights, conv_state, _, _, x, dt, B, inputs, path, _, ssm, parents = operands
-    y, record, ssm, conv_state = mixer_reference(
+def _true_mixer(projected: Any, norm_weight: Any, *operands: Any) -> tuple[np.ndarray, ...]:
+    *weights, conv_state, _, _, x, dt, B, inputs, path, _, ssm, parents = operands
+    y, record, ssm, conv_state, mean_squares = mixer_reference(
         *(projected, weights, ssm, conv_state, parents),
         layout=_layout(*ssm.shape[1:], B.shape[2]),
         previous=((x, dt, B, inputs), path, *_along(path)),
+        gated=True,
+        norm_weight=norm_weight,
     )
-    return (y, *record, conv_state, ssm)
+    return (y, mean_squares, *record, conv_state, ssm)
 
 
 def _of_norm(problem: Problem) -> tuple[jax.Array, ...]:
@@ -234,8 +243,21 @@ def _of_norm(problem: Problem) -> tuple[jax.Array, ...]:
 
 
 def _of_add_norm(problem: Problem) -> tuple[jax.Array, ...]:
+    """The output's mean squares are in as many parts as `mamba2_tree` gives in bfloat16."""
     residual, output, weight = _of_norm(problem)
-    return residual.astype("float32"), output, weight
+    parts = jnp.square(
+        draw(problem)(*output.shape[:2], 4 * problem.shape.num_heads, kind="float32")
+    )
+    return residual.astype("float32"), output, parts / parts.shape[-1], weight
+
+
+def _add_norm_call(function: Callable[..., Any]) -> Callable[..., tuple]:
+    """`add_rms_norm` of an unscaled output."""
+
+    def call(residual: Any, output: Any, mean_squares: Any, weight: Any, **options: Any) -> tuple:
+        return function(residual, pk.Unscaled(output, mean_squares, 1e-5), weight, **options)
+
+    return functools.partial(call, **_ADD_NORM)
 
 
 def _of_attention(problem: Problem) -> tuple[jax.Array, ...]:
@@ -334,9 +356,15 @@ def _true_norm(y: Any, gate: Any, weight: Any, _: Any) -> tuple[np.ndarray]:
     return (truth.reshape(y.shape),)
 
 
-def _true_add_norm(residual: Any, output: Any, weight: Any, _: Any) -> tuple[np.ndarray, ...]:
+def _true_add_norm(
+    residual: Any, output: Any, mean_squares: Any, weight: Any, _: Any
+) -> tuple[np.ndarray, ...]:
     rows = (-1, output.shape[-1])
-    both = add_norm_reference(residual.reshape(rows), output.reshape(rows), weight, **_ADD_NORM)
+    both = add_norm_reference(
+        *(residual.reshape(rows), output.reshape(rows), weight),
+        unscaled=(mean_squares.reshape(-1, mean_squares.shape[-1]), 1e-5),
+        **_ADD_NORM,
+    )
     return tuple(value.reshape(output.shape) for value in both)
 
 
@@ -392,7 +420,7 @@ KERNELS: dict[str, Kernel] = {
         _mixer_call(mixer_kernel.mamba2_tree),
         _of_mixer,
         _true_mixer,
-        ("output", "output", "state", "output", "output", "output", "state"),
+        ("output", "output", "output", "state", "output", "output", "output", "state"),
         {-1: -1},
         MIXERS,
     ),
@@ -424,8 +452,8 @@ KERNELS: dict[str, Kernel] = {
         MIXERS,
     ),
     "add_rms_norm": Kernel(
-        functools.partial(pk.add_rms_norm, **_ADD_NORM),
-        functools.partial(add_norm_kernel.add_rms_norm, **_ADD_NORM),
+        _add_norm_call(pk.add_rms_norm),
+        _add_norm_call(add_norm_kernel.add_rms_norm),
         _of_add_norm,
         _true_add_norm,
         ("state", "output"),
@@ -528,9 +556,6 @@ def bytes_moved(name: str, operands: tuple[jax.Array, ...]) -> int:
         keys, length = (operands[3], operands[5]) if times == 2 else (operands[8], operands[6])
         filled = keys.shape[1] * keys.shape[3] * keys.dtype.itemsize * int(length.sum())
         total += 2 * filled - times * keys.size * keys.dtype.itemsize
-    if name == "mamba2_tree":  # the gates are for the norm behind it
-        y = operands[9]
-        total -= y.size * y.dtype.itemsize
     return total
 
 

@@ -18,6 +18,7 @@ from pallas_kernels.mamba2_tree.api import (
     mamba2_tree,
 )
 from pallas_kernels.mamba2_tree.layout import Layout
+from pallas_kernels.numerics import Unscaled
 from pallas_kernels.replay.api import replay
 from pallas_kernels.replay_tree_scan.api import replay_tree_scan
 from pallas_kernels.ssd.api import ssd
@@ -38,6 +39,7 @@ __all__ = [
     "Mamba2Weights",
     "NodeKeys",
     "Previous",
+    "Unscaled",
     "add_rms_norm",
     "attention_tree",
     "conv_window",

@@ -1,5 +1,7 @@
 """What is computed in one way everywhere."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -44,3 +46,29 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     normed = wide * lax.rsqrt(variance + epsilon)
     return (normed * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Unscaled:
+    """A root-mean-square norm, or its product with a matrix, before the rows are scaled.
+
+    Of the norm `rsqrt(mean(v * v) + epsilon) * v * weight` all but the first factor is done. That
+    is one number a row, which commutes with a matrix product: so the norm needs no pass of its own,
+    if one kernel gives `v * weight` and the squares, and one behind the product reads them.
+
+    Attributes:
+        value: `[..., M]`, `v * weight` or a product with it.
+        mean_squares: `[..., J]` float32; the mean square of the row that is normed, `mean(v * v)`,
+            is the sum of these parts.
+        epsilon: added to the mean square.
+    """
+
+    value: jax.Array
+    mean_squares: jax.Array
+    epsilon: float = dataclasses.field(metadata={"static": True})
+
+    def scaled(self) -> jax.Array:
+        """The rows `[..., M]` after all, float32."""
+        mean_square = jnp.sum(self.mean_squares, axis=-1, keepdims=True)
+        return self.value.astype(jnp.float32) * lax.rsqrt(mean_square + self.epsilon)

@@ -7,11 +7,12 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.add_rms_norm import pallas_triton, xla
+from pallas_kernels.numerics import Unscaled
 
 
 def add_rms_norm(
     residual: Float[Array, "*rows M"],
-    output: Float[Array, "*rows M"],
+    output: Float[Array, "*rows M"] | Unscaled,
     weight: Float[Array, " M"],
     *,
     epsilon: float,
@@ -22,10 +23,10 @@ def add_rms_norm(
 
     Args:
         residual: the stream so far.
-        output: of a layer.
+        output: of a layer; if it is unscaled, its rows are scaled first, in float32.
         weight: of the norm.
         epsilon: added to the mean square.
-        multiplier: of the output; the product is rounded to its dtype.
+        multiplier: of the output; unless that was unscaled, the product is rounded to its dtype.
         implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
 
     Returns:

@@ -1,1 +1,1 @@
-"""All of a Mamba-2 layer that is between its two projections, but for the gated norm."""
+"""All of a Mamba-2 layer that is between its two projections."""

@@ -1,4 +1,4 @@
-"""One Mamba-2 layer over the nodes of a tree, from its input projection to its gated norm."""
+"""One Mamba-2 layer over the nodes of a tree, from its input to its output projection."""
 
 import functools
 from typing import NamedTuple
@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from pallas_kernels import dispatch
 from pallas_kernels.mamba2_tree import pallas_triton, xla
 from pallas_kernels.mamba2_tree.layout import Layout
+from pallas_kernels.numerics import Unscaled
 
 
 class Mamba2Weights(NamedTuple):
@@ -59,11 +60,17 @@ def mamba2_tree(
     layout: Layout,
     grown: Mamba2Pending | None = None,
     previous: Previous | None = None,
+    gated: bool = False,
+    norm_weight: Float[Array, " I"] | None = None,
+    norm_epsilon: float = 1e-5,
     implementation: str | None = None,
 ) -> tuple[
-    Float[Array, "B Q H P"], Mamba2Pending, Float32[Array, "B H P S"], Float[Array, "B J C"]
+    Float[Array, "B Q I"] | Unscaled,
+    Mamba2Pending,
+    Float32[Array, "B H P S"],
+    Float[Array, "B J C"],
 ]:
-    """Convolution, time steps and scan of the last `Q` nodes of a tree of `N`.
+    """Convolution, time steps, scan and gate of the last `Q` nodes of a tree of `N`.
 
     The state is replayed along the accepted path of the previous tree first. On a GPU all of it is
     one kernel, which reads and writes the state once. Donate the state, or XLA copies it before.
@@ -77,15 +84,21 @@ def mamba2_tree(
         layout: of the projection.
         grown: the record of the first `N - Q` nodes; None if `Q == N`.
         previous: the previous tree; None: the states are those before this tree's root.
+        gated: multiply the outputs by `silu(z)`.
+        norm_weight: of a norm of the gated outputs over all `I = H * P` channels, which is then
+            done but for the rows' scales; None: no norm, or one that is not of this kind.
+        norm_epsilon: of that norm.
         implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
 
     Returns:
-        Outputs at the query nodes, before gate and norm; the record of all nodes; both states
-        before this tree's root.
+        Outputs at the query nodes; the record of all nodes; both states before this tree's root.
 
     Raises:
-        ValueError: an implementation that does not exist, or cannot run these shapes.
+        ValueError: a norm of outputs that are not gated, or an implementation that does not exist
+            or cannot run these shapes.
     """
+    if norm_weight is not None and not gated:
+        raise ValueError("norm_weight is of a norm behind the gate, and gated = False")
     arguments = (projected, weights, ssm, conv_state, window, ancestor_mask)
     with jax.named_scope("mamba2_tree"):
         # jax-triton has some of the parts, and not this.
@@ -98,5 +111,13 @@ def mamba2_tree(
             case chosen:
                 interpret = chosen == "pallas_interpret"
                 run = functools.partial(pallas_triton.mamba2_tree, interpret=interpret)
-        y, record, ssm, conv_state = run(*arguments, layout=layout, grown=grown, previous=previous)
+        y, record, ssm, conv_state = run(
+            *arguments,
+            layout=layout,
+            grown=grown,
+            previous=previous,
+            gated=gated,
+            norm_weight=norm_weight,
+            norm_epsilon=norm_epsilon,
+        )
         return y, Mamba2Pending(*record), ssm, conv_state

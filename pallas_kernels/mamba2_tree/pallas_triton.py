@@ -4,14 +4,18 @@ Passes: a program handles one row, one head and one block of its channels. First
 B and C, straight from the projection and the inputs before, and writes them into the tree's record;
 from there, which is the L1 cache mostly, it then does what `replay_tree_scan` does, with the state
 read once and written once. All heads of a group convolve its B and C, and write the same numbers to
-the same place: loads and arithmetic for launches. One more program a head copies what went into the
-convolution into the record: a kind of its own, so that neither holds the other's registers.
+the same place: loads and arithmetic for launches. Outputs are gated before they are written. A norm
+behind the gate is `Unscaled`: a program multiplies by the weight and writes its part of each row's
+mean square; what all programs are needed for is left to who reads the product with the next matrix.
+One more program a head copies what went into the convolution into the record: a kind of its own, so
+that neither holds the other's registers.
 
 Each tap's row is looked up in one table, which depends on the trees alone and so is made once for
 all layers: rows of the old conv state, the previous tree, the grown nodes and the query nodes.
 
 Numerics: those of `tree_conv1d`, `replay` and `tree_scan`, whose code this is in part. What the
-convolution gives is rounded to the type of the inputs, as it is where it is recorded.
+convolution gives is rounded to the type of the inputs, as it is where it is recorded. Outputs are
+rounded once, after gate and weight; what is squared is not rounded.
 
 Refuses head and state sizes that are not powers of two, states of more than `MOST_STATE`, and a
 convolution of width 1. Any numbers of nodes.
@@ -30,7 +34,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import triton_backend as tb
 from pallas_kernels.mamba2_tree.config import BlockSizes, block_sizes
 from pallas_kernels.mamba2_tree.layout import Layout, time_step
-from pallas_kernels.numerics import scaled
+from pallas_kernels.numerics import Unscaled, scaled
 from pallas_kernels.replay.pallas_triton import along_path
 from pallas_kernels.replay.pallas_triton import unsupported as unsupported_state
 from pallas_kernels.replay_tree_scan.pallas_triton import outputs_of_tree
@@ -58,6 +62,9 @@ def mamba2_tree(
     layout,
     grown,
     previous,
+    gated,
+    norm_weight,
+    norm_epsilon,
     interpret=False,
     blocks: BlockSizes | None = None,
 ):
@@ -95,12 +102,11 @@ def mamba2_tree(
         (None, None, channels, state_size), lambda b, h, p: (b, h, jnp.minimum(p, last_block), 0)
     )
     one_of_heads = pl.BlockSpec((None,), lambda b, h, p: (h,))
-    if weights.D.shape[0] == num_heads:
-        of_D = one_of_heads
-    else:
-        of_D = pl.BlockSpec(
-            (channels,), lambda b, h, p: (h * (last_block + 1) + jnp.minimum(p, last_block),)
-        )
+
+    def block_of_row(h, p):
+        return h * (last_block + 1) + jnp.minimum(p, last_block)
+
+    some_of_channels = pl.BlockSpec((channels,), lambda b, h, p: (block_of_row(h, p),))
 
     inputs = {
         "ssm": (ssm, state_block),
@@ -109,11 +115,13 @@ def mamba2_tree(
         "conv_weight": (weights.conv_weight, of_all(weights.conv_weight)),
         "dt_bias": (weights.dt_bias, one_of_heads),
         "A_log": (weights.A_log, one_of_heads),
-        "D": (weights.D, of_D),
+        "D": (weights.D, one_of_heads if weights.D.shape[0] == num_heads else some_of_channels),
         "mask": (ancestor_mask, of_row(ancestor_mask)),
     }
     if weights.conv_bias is not None:
         inputs["conv_bias"] = (weights.conv_bias, of_all(weights.conv_bias))
+    if norm_weight is not None:
+        inputs["norm_weight"] = (norm_weight, some_of_channels)
     num_replayed = 0
     sources = window
     if previous is not None:
@@ -151,6 +159,11 @@ def mamba2_tree(
         # For this program itself.
         "C": (like(num_queries, num_groups, state_size), of_group(num_queries)),
     }
+    if norm_weight is not None:
+        outputs["mean_squares"] = (
+            like(num_queries, num_heads * (last_block + 1), dtype=jnp.float32),
+            pl.BlockSpec((None, num_queries, None), lambda b, h, p: (b, 0, block_of_row(h, p))),
+        )
     aliases = {}
     if previous is not None:
         outputs |= {
@@ -163,6 +176,7 @@ def mamba2_tree(
         functools.partial(
             _kernel,
             layout=layout,
+            gated=gated,
             blocks=dataclasses.replace(
                 blocks,
                 replayed=min(blocks.replayed, tb.padded_size(num_replayed or 1)),
@@ -186,7 +200,10 @@ def mamba2_tree(
         input_output_aliases=aliases,
     )({name: array for name, (array, _) in inputs.items()})
     record = tuple(results[name] for name in ("x", "dt", "B", "conv_input"))
-    return results["y"], record, results.get("ssm", ssm), results.get("conv_state", conv_state)
+    y = results["y"].reshape(batch, num_queries, -1)
+    if norm_weight is not None:
+        y = Unscaled(y, results["mean_squares"], norm_epsilon)
+    return y, record, results.get("ssm", ssm), results.get("conv_state", conv_state)
 
 
 def rows_before(window, back, num_replayed):
@@ -230,19 +247,22 @@ class _Program:
 
     Attributes:
         inputs, outputs: refs by name.
-        layout, blocks, interpret: as elsewhere.
+        layout, gated, blocks, interpret: as elsewhere.
         num_grown: nodes before the query nodes.
         head: its number.
+        first: the first channel of the head that the program works on.
         x, B, C: the sections of the head, or of a block of its channels.
     """
 
     inputs: dict[str, Any]
     outputs: dict[str, Any]
     layout: Layout
+    gated: bool
     blocks: BlockSizes
     interpret: bool
     num_grown: int
     head: jax.Array
+    first: jax.Array | int
     x: _Section
     B: _Section
     C: _Section
@@ -301,20 +321,21 @@ class _Program:
         return jax.nn.silu(total)
 
 
-def _kernel(inputs, outputs, *, layout: Layout, blocks: BlockSizes, interpret: bool):
+def _kernel(inputs, outputs, *, layout: Layout, gated: bool, blocks: BlockSizes, interpret: bool):
     num_queries, channels = outputs["y"].shape
     num_grown = inputs["mask"].shape[0] - num_queries  # queries are the last nodes
     head, block = pl.program_id(1), pl.program_id(2)
     num_blocks = layout.head_dim // channels
-    common = (inputs, outputs, layout, blocks, interpret, num_grown, head)
+    common = (inputs, outputs, layout, gated, blocks, interpret, num_grown, head)
 
     @pl.when(block < num_blocks)
     def _():
-        _scan(_Program(*common, *_sections(layout, head, block * channels, channels)))
+        first = block * channels
+        _scan(_Program(*common, first, *_sections(layout, head, first, channels)))
 
     @pl.when(block == num_blocks)
     def _():
-        _record(_Program(*common, *_sections(layout, head, 0, layout.head_dim)))
+        _record(_Program(*common, 0, *_sections(layout, head, 0, layout.head_dim)))
 
 
 def _scan(program: _Program):
@@ -364,7 +385,22 @@ def _scan(program: _Program):
         *(outputs["x"], outputs["dt"], A, outputs["B"], outputs["C"]),
         *(inputs["D"][...], inputs["mask"]),
     )
-    outputs_of_tree(state, tree, outputs["y"], block_queries=blocks.queries, block_keys=blocks.keys)
+    write = functools.partial(_write_outputs, program)
+    outputs_of_tree(state, tree, write, block_queries=blocks.queries, block_keys=blocks.keys)
+
+
+def _write_outputs(program: _Program, query, y):
+    """Gates and writes the outputs `[q, p]` at some queries, and what their norm needs of them."""
+    inputs, outputs, layout = program.inputs, program.outputs, program.layout
+    if program.gated:
+        column = layout.columns[0] + program.head * layout.head_dim + program.first
+        gate = inputs["projected"][query, pl.ds(column, y.shape[1])]
+        y = y * jax.nn.silu(scaled(gate, layout.multipliers[0]).astype(jnp.float32))
+    if "norm_weight" in inputs:
+        row_size = layout.num_heads * layout.head_dim
+        outputs["mean_squares"][query] = jnp.sum(y * y, axis=1) / row_size
+        y = y * inputs["norm_weight"][...].astype(jnp.float32)[None, :]
+    outputs["y"][query, :] = y.astype(outputs["y"].dtype)
 
 
 def _record(program: _Program):

@@ -6,7 +6,18 @@ from pallas_kernels.replay_tree_scan.reference import replay_tree_scan
 from pallas_kernels.tree_conv1d.reference import replay_conv_state, tree_conv1d
 
 
-def mamba2_tree(projected, weights, ssm, conv_state, parents, *, layout, previous):
+def mamba2_tree(
+    projected,
+    weights,
+    ssm,
+    conv_state,
+    parents,
+    *,
+    layout,
+    previous,
+    gated=False,
+    norm_weight=None,
+):
     """A whole tree after the accepted path of the previous one.
 
     Args:
@@ -18,10 +29,12 @@ def mamba2_tree(projected, weights, ssm, conv_state, parents, *, layout, previou
         layout: a `Layout`.
         previous: `(x, dt, B, conv_input)` of the previous tree, its path `[B, O]`, its parents, and
             the path's last node, -1 for the empty path.
+        gated: whether outputs are multiplied by `silu(z)`.
+        norm_weight: `[H * P]`, that the gated outputs are multiplied by, or None.
 
     Returns:
-        outputs `[B, N, H, P]`, the record `(x, dt, B, conv_input)` of the tree, and both states
-        before its root.
+        outputs `[B, N, H * P]`, the record `(x, dt, B, conv_input)` of the tree, both states before
+        its root, and the mean squares `[B, N]` of the outputs before `norm_weight`.
     """
     conv_weight, conv_bias, dt_bias, A_log, D = weights
     (old_x, old_dt, old_B, old_conv_input), path, old_parents, last = previous
@@ -33,7 +46,7 @@ def mamba2_tree(projected, weights, ssm, conv_state, parents, *, layout, previou
         projected[..., start:end] * multiplier
         for start, end, multiplier in zip(ends, ends[1:], layout.multipliers, strict=False)
     ]
-    _, x, B, C, dt = parts
+    z, x, B, C, dt = parts
     if layout.repeat_before_conv:
         x, B = repeated(x, size, heads), repeated(B, state_size, groups)
     conv_input = np.concatenate([x, B, C], axis=-1)
@@ -51,7 +64,14 @@ def mamba2_tree(projected, weights, ssm, conv_state, parents, *, layout, previou
     y, ssm = replay_tree_scan(
         *(old_x, old_dt, old_B, path), *(x, dt, -np.exp(A_log), B, C, D), ssm, parents
     )
-    return y, (x, dt, B, conv_input), ssm, conv_state
+
+    y = y.reshape(*rows, -1)
+    if gated:
+        y = y * z / (1 + np.exp(-z))
+    mean_squares = np.mean(y**2, axis=-1)
+    if norm_weight is not None:
+        y = y * norm_weight
+    return y, (x, dt, B, conv_input), ssm, conv_state, mean_squares
 
 
 def repeated(x, size, count):

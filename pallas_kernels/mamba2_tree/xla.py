@@ -1,7 +1,9 @@
 """`mamba2_tree` as its parts, each of which chooses its implementation."""
 
+import jax
 import jax.numpy as jnp
 
+from pallas_kernels.numerics import Unscaled
 from pallas_kernels.replay.api import replay
 from pallas_kernels.replay_tree_scan.api import replay_tree_scan
 from pallas_kernels.tree_conv1d.api import replay_conv_state, tree_conv1d
@@ -19,6 +21,9 @@ def mamba2_tree(
     layout,
     grown,
     previous,
+    gated,
+    norm_weight,
+    norm_epsilon,
     implementation,
 ):
     """See `api.mamba2_tree`."""
@@ -55,4 +60,19 @@ def mamba2_tree(
             *(*new, ssm, ancestor_mask),
             implementation=common,
         )
+    y = y.reshape(*y.shape[:2], -1)
+    if gated:
+        y = _gated(y, layout.gate(projected), norm_weight, norm_epsilon)
     return y, (x, dt, B, conv_input), ssm, conv_state
+
+
+def _gated(y, gate, norm_weight, norm_epsilon):
+    """Gated outputs `[B, Q, H * P]`; `Unscaled` if a norm is behind the gate."""
+    array, start = gate
+    gate = array[..., start : start + y.shape[-1]]
+    value = y.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
+    if norm_weight is None:
+        return value.astype(y.dtype)
+    mean_square = jnp.mean(jnp.square(value), axis=-1, keepdims=True)
+    value = value * norm_weight.astype(jnp.float32)
+    return Unscaled(value.astype(y.dtype), mean_square, norm_epsilon)

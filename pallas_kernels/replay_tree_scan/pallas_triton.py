@@ -135,16 +135,20 @@ def _kernel(
         new_state_ref[:, part] = value
 
     tree = (x_ref, dt_ref, A, B_ref, C_ref, D_ref[...], mask_ref)
-    outputs_of_tree(state, tree, y_ref, block_queries=block_queries, block_keys=block_keys)
+
+    def write(query, y):
+        y_ref[query, :] = y.astype(y_ref.dtype)
+
+    outputs_of_tree(state, tree, write, block_queries=block_queries, block_keys=block_keys)
 
 
-def outputs_of_tree(state, tree, y_ref, *, block_queries: int, block_keys: int):
-    """Writes the outputs at all queries of a tree.
+def outputs_of_tree(state, tree, write, *, block_queries: int, block_keys: int):
+    """The outputs at all queries of a tree, one block of them at a time.
 
     Args:
         state: before the root, as parts `[p, s]`.
         tree: x, dt, A, B, C, D and mask, as `tree_scan`'s `outputs` takes them.
-        y_ref: `[Q, p]`.
+        write: what is called with the queries `[q]` and their outputs `[q, p]`, float32.
         block_queries, block_keys: nodes of a block.
     """
     C_ref = tree[4]
@@ -160,6 +164,6 @@ def outputs_of_tree(state, tree, y_ref, *, block_queries: int, block_keys: int):
             ],
         )
         y = outputs(carried, i, *tree, block_keys=block_keys, block_state=block_state)
-        y_ref[query, :] = y.astype(y_ref.dtype)
+        write(query, y)
 
     lax.fori_loop(0, pl.cdiv(num_queries, block_queries), block_of_queries, None)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from pallas_kernels import add_rms_norm, conv_window, replay_window
+from pallas_kernels import Unscaled, add_rms_norm, conv_window, replay_window
 from pallas_kernels.numerics import contract, rms_norm, scaled
 from stree_jax.array_types import Array, Bool, Float, Int, Lengths, Tokens
 from stree_jax.config import ModelConfig
@@ -49,10 +49,11 @@ class Mixer(Protocol):
         cache: Any,
         grown: Any = None,
         replay: Replay | None = None,
-    ) -> tuple[Array, Any, Any]:
+    ) -> tuple[Array | Unscaled, Any, Any]:
         """Runs the last nodes of a tree, after replaying a path of the previous one, if any.
 
-        Returns outputs, the pending record of all nodes, and the cache before the root.
+        Returns outputs, whose rows `add_rms_norm` may have to scale, the pending record of all
+        nodes, and the cache before the root.
         """
         ...
 
@@ -252,7 +253,7 @@ class HybridLM(nnx.Module):
             }
             above = (None,) * len(self.blocks) if grown is None else grown
 
-            def run(index: int, mixer: Mixer, u: Array) -> tuple[Array, tuple]:
+            def run(index: int, mixer: Mixer, u: Array) -> tuple[Array | Unscaled, tuple]:
                 out, *both = mixer.tree(
                     u, tree, windows, cache[index], above[index], replays[index]
                 )
@@ -291,7 +292,7 @@ class HybridLM(nnx.Module):
     def _stack(
         self,
         tokens: Array,
-        run: Callable[[int, Mixer, Array], tuple[Array, Any]],
+        run: Callable[[int, Mixer, Array], tuple[Array | Unscaled, Any]],
         norm_kernel: str | None,
     ) -> tuple[Array, tuple]:
         """The residual stream after all layers, and what `run` gives beside each one's output.
@@ -303,7 +304,7 @@ class HybridLM(nnx.Module):
         """
         config = self.config
         hidden = embedded = self._embed(tokens)
-        out: Array | None = None  # of the last layer, not yet added
+        out: Array | Unscaled | None = None  # of the last layer, not yet added
         extra: Array | None = None  # of a shared layer, for the input of the next
         beside = []
         for i, (block, mixer) in enumerate(zip(self.blocks, self._mixers(), strict=True)):
@@ -324,6 +325,7 @@ class HybridLM(nnx.Module):
                     )
                 result, record = run(i, mixer, u)
                 if block.kind == "shared":
+                    assert not isinstance(result, Unscaled)
                     out, extra = None, result.astype(hidden.dtype)
                 else:
                     out, extra = result, None
@@ -350,9 +352,11 @@ class HybridLM(nnx.Module):
     def _normed(self, hidden: Array, scale: nnx.Param) -> Array:
         return rms_norm(hidden, scale[...], self.config.norm_eps).astype(self.dtype)
 
-    def _add(self, hidden: Array, out: Array | None) -> Array:
+    def _add(self, hidden: Array, out: Array | Unscaled | None) -> Array:
         if out is None:
             return hidden
+        if isinstance(out, Unscaled):
+            out = out.scaled()
         return hidden + scaled(out, self.config.residual_multiplier).astype(hidden.dtype)
 
     def _logits(self, hidden: Array) -> Array:

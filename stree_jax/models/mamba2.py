@@ -5,11 +5,15 @@
     state = exp(dt A) state + dt x (outer) B;   y = state C + D x
     out_proj(gated_norm(y, z))
 
+Over a tree the gate, and of the norm all but the scale of each row, are `mamba2_tree`'s; a row's
+scale commutes with the output projection, and is applied where the output is added.
+
 The same algebra runs over a sequence (`__call__`) and over a tree (`tree`), and both read the
 projection through one `Layout`, so that a clamp or a multiplier cannot differ between prefill and
 decode.
 """
 
+import dataclasses
 import math
 
 import jax
@@ -21,6 +25,7 @@ from pallas_kernels import (
     Mamba2Pending,
     Mamba2Weights,
     Previous,
+    Unscaled,
     gated_rms_norm,
     mamba2_tree,
     replay,
@@ -133,7 +138,8 @@ class Mamba2Mixer(nnx.Module):
         y, state = ssd(x, dt, A, B, C, D, cache.ssm, chunk_size=self.config.chunk_size)
         conv_state = conv_state_after(cache.conv, conv_input, lengths)
         # Sequences are trained on, and the kernel has no gradient.
-        return self._finish(y, projected, "xla"), Mamba2Cache(state, conv_state)
+        y = self._gated_norm(y.reshape(*y.shape[:2], -1), projected, "xla")
+        return self._project_out(y, projected), Mamba2Cache(state, conv_state)
 
     def tree(
         self,
@@ -143,7 +149,7 @@ class Mamba2Mixer(nnx.Module):
         cache: Mamba2Cache,
         grown: Mamba2Pending | None = None,
         replay: Replay | None = None,
-    ) -> tuple[Float[Array, "B Q M"], Mamba2Pending, Mamba2Cache]:
+    ) -> tuple[Float[Array, "B Q M"] | Unscaled, Mamba2Pending, Mamba2Cache]:
         """Runs the last Q nodes of a tree from `cache`, after replaying a path, if any.
 
         Args:
@@ -156,13 +162,17 @@ class Mamba2Mixer(nnx.Module):
                 the state once for both.
 
         Returns:
-            Outputs of the query nodes, the pending record of all N nodes, and the cache before the
-            root.
+            Outputs of the query nodes, whose rows are yet to be scaled if the norm is one that
+            commutes with the output projection; the pending record of all N nodes; and the cache
+            before the root.
         """
-        width = self.config.conv_width
+        c = self.config
+        width = c.conv_width
         previous = None
         if replay is not None:
             previous = Previous(replay.pending, replay.path.mask, replay.windows[width])
+        norm_weight = self._commuting_norm()
+        gated = norm_weight is not None or c.norm == "none"
         projected = self._project(u)
         y, pending, *states = mamba2_tree(
             projected,
@@ -171,14 +181,24 @@ class Mamba2Mixer(nnx.Module):
             cache.conv,
             windows[width],
             tree.ancestor_mask,
-            layout=self.config.layout,
+            layout=c.layout,
             grown=grown,
             previous=previous,
+            gated=gated,
+            norm_weight=norm_weight,
+            norm_epsilon=c.norm_eps,
             implementation=self.implementation,
         )
-        # jax-triton does not have the norm.
-        common = None if self.implementation == "jax_triton" else self.implementation
-        return self._finish(y, projected, common), pending, Mamba2Cache(*states)
+        output: Array | Unscaled
+        if isinstance(y, Unscaled):
+            output = dataclasses.replace(y, value=self._project_out(y.value, projected))
+        else:
+            if not gated:
+                # jax-triton does not have the norm.
+                common = None if self.implementation == "jax_triton" else self.implementation
+                y = self._gated_norm(y, projected, common)
+            output = self._project_out(y, projected)
+        return output, pending, Mamba2Cache(*states)
 
     def replay(
         self, cache: Mamba2Cache, pending: Mamba2Pending, path: Path, windows: Windows
@@ -204,12 +224,20 @@ class Mamba2Mixer(nnx.Module):
         rest = (self.dt_bias[...], self.A_log[...], self.D[...])
         return Mamba2Weights(self.conv_weight[...], bias, *rest)
 
-    def _finish(self, y: Array, projected: Array, implementation: str | None) -> Array:
-        """Gate, norm and output projection of the scan's output `[B, T, H, P]`."""
+    def _commuting_norm(self) -> Array | None:
+        """The weight of the gated norm, if its rows can as well be scaled after the projection."""
+        c = self.config
+        if self.norm_scale is None or c.norm != "gate_then_norm" or c.gate_groups > 1:
+            return None
+        # Of the output everything must be scaled.
+        return None if c.mlp_dim or c.out_proj_bias else self.norm_scale[...]
+
+    def _gated_norm(self, y: Array, projected: Array, implementation: str | None) -> Array:
+        """Gate and norm of the scan's output `[B, T, H * P]`."""
         c = self.config
         gate, gate_start = c.layout.gate(projected)
-        y = gated_rms_norm(
-            y.reshape(*y.shape[:2], -1),
+        return gated_rms_norm(
+            y,
             gate,
             None if self.norm_scale is None else self.norm_scale[...],
             norm=c.norm,
@@ -218,6 +246,10 @@ class Mamba2Mixer(nnx.Module):
             gate_start=gate_start,
             implementation=implementation,
         )
+
+    def _project_out(self, y: Array, projected: Array) -> Array:
+        """The output projection; of the gated branch, too, if there is one."""
+        c = self.config
         if c.mlp_dim:
             branch_gate, branch, _ = split_last(projected, c.mlp_dim, c.mlp_dim)
             y = jnp.concatenate([silu(branch_gate) * branch, y], axis=-1)

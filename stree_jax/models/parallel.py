@@ -2,6 +2,7 @@
 
 from flax import nnx
 
+from pallas_kernels import Unscaled
 from stree_jax.array_types import Array, Bool, Float, Lengths
 from stree_jax.models.attention import AttentionMixer
 from stree_jax.models.cache import ParallelCache, ParallelPending, Path, Replay, Windows
@@ -48,6 +49,8 @@ class ParallelMixer(nnx.Module):
         z, attention, attention_cache = self.attention.tree(
             u, tree, windows, cache.attention, None if grown is None else grown.attention, second
         )
+        if isinstance(y, Unscaled):
+            y = y.scaled().astype(z.dtype)
         cache = ParallelCache(mamba2_cache, attention_cache)
         return y + z, ParallelPending(mamba2, attention), cache
 

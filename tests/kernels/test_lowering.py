@@ -20,6 +20,8 @@ from pallas_kernels import (
     Mamba2Weights,
     NodeKeys,
     Previous,
+    Unscaled,
+    add_rms_norm,
     attention_tree,
     mamba2_tree,
     triton_backend,
@@ -81,6 +83,7 @@ def operands(shape, dtype):
         struct((channels,), dtype),
     )
     y = struct((2, queries, heads * head_dim), dtype)
+    parts = struct((2, queries, 4 * heads), jnp.float32)
     return {
         "tree_scan": (x, dt, A, B, C, D, h, mask),
         "replay": (x, dt, A, B, h, path),
@@ -88,7 +91,17 @@ def operands(shape, dtype):
         "tree_conv1d": (conv_input, *conv, struct((2, queries, 4), jnp.int32)),
         "gated_rms_norm": (y, y, struct(y.shape[-1:], dtype)),
         "add_rms_norm": (y, y, struct(y.shape[-1:], dtype)),
+        "add_rms_norm, unscaled": (y, y, struct(y.shape[-1:], dtype), parts),
     }
+
+
+def run(op, *arguments):
+    if not op.startswith("add_rms_norm"):
+        return getattr(pallas_kernels, op)(*arguments, implementation="pallas")
+    residual, output, weight, *parts = arguments
+    if parts:
+        output = Unscaled(output, *parts, 1e-5)
+    return add_rms_norm(residual, output, weight, epsilon=1e-5, implementation="pallas")
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -96,23 +109,20 @@ def operands(shape, dtype):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_lowers_to_one_kernel(shape, dtype, capability):
     for op, arguments in operands(shape, dtype).items():
-        options = {"epsilon": 1e-5} if op == "add_rms_norm" else {}
-        function = functools.partial(
-            getattr(pallas_kernels, op), implementation="pallas", **options
-        )
-        code = lowered(function, arguments, capability)
+        code = lowered(functools.partial(run, op), arguments, capability)
         assert code.count("__gpu$xla.gpu.triton") == 1
         # Nothing is padded or sliced around the kernel. A new state replaces the old one.
         assert "stablehlo.pad" not in code
         assert ("output_operand_alias" in code) == ("replay" in op)
 
 
-# Layouts of mamba2-2.7b, MambaInLlama-8B and Falcon-H1-0.5B; nodes, grown nodes.
+# Layouts of mamba2-2.7b, MambaInLlama-8B and Falcon-H1-0.5B; nodes, grown nodes, and whether the
+# gate and a norm over the whole row are behind it.
 LAYOUTS = [
-    (Layout(80, 64, 1, 128, x_heads=80, b_groups=1), 13, 0),
-    (Layout(80, 64, 1, 128, x_heads=80, b_groups=1), 64, 61),
-    (Layout(32, 128, 32, 128, x_heads=8, b_groups=8), 64, 0),
-    (Layout(24, 64, 1, 128, 24, 1, multipliers=(0.35, 0.25, 0.18, 0.5, 0.35)), 1, 0),
+    (Layout(80, 64, 1, 128, x_heads=80, b_groups=1), 13, 0, True, True),
+    (Layout(80, 64, 1, 128, x_heads=80, b_groups=1), 64, 61, True, True),
+    (Layout(32, 128, 32, 128, x_heads=8, b_groups=8), 64, 0, False, False),
+    (Layout(24, 64, 1, 128, 24, 1, multipliers=(0.35, 0.25, 0.18, 0.5, 0.35)), 1, 0, True, False),
 ]
 
 
@@ -120,7 +130,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", LAYOUTS, ids=["plain", "grown", "repeated", "scaled"])
 def test_a_whole_mixer_lowers_to_one_kernel(case, dtype, capability):
-    layout, nodes, grown = case
+    layout, nodes, grown, gated, normed = case
     heads, head_dim, channels = layout.num_heads, layout.head_dim, layout.num_channels
 
     def struct(*sizes, kind=dtype):
@@ -135,14 +145,17 @@ def test_a_whole_mixer_lowers_to_one_kernel(case, dtype, capability):
         )
 
     of_heads = struct(heads, kind=jnp.float32)
-    options = {"grown": pending(grown)} if grown else {}
+    options = {"norm_weight": struct(heads * head_dim)} if normed else {}
+    if grown:
+        options["grown"] = pending(grown)
     if not grown:
         path, back = struct(2, nodes, kind=jnp.bool_), struct(2, 3, kind=jnp.int32)
         options["previous"] = Previous(pending(nodes), path, back)
 
     def run(*arguments):
         *arguments, options = arguments
-        return mamba2_tree(*arguments, layout=layout, implementation="pallas", **options)
+        options |= dict(layout=layout, gated=gated, implementation="pallas")
+        return mamba2_tree(*arguments, **options)
 
     arguments = (
         struct(2, nodes - grown, layout.columns[-1] + heads),

@@ -13,6 +13,7 @@ from pallas_kernels import (
     Mamba2Pending,
     Mamba2Weights,
     Previous,
+    Unscaled,
     conv_window,
     mamba2_tree,
     replay_window,
@@ -20,6 +21,9 @@ from pallas_kernels import (
 from pallas_kernels.mamba2_tree.reference import mamba2_tree as reference
 from tests.kernels.cases import ancestor_mask, random_parents, relative_error
 from tests.kernels.test_tree_ops import BUDGET, IMPLEMENTATIONS, STATE_BUDGET
+
+# Behind gate and weight few numbers decide; those of bf16 come from what the convolution rounded.
+GATED_BUDGET = {False: BUDGET[False], True: 5e-3}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +39,8 @@ class Case:
     width: int = 4
     conv_bias: bool = True
     d_per_channel: bool = False
+    gated: bool = True
+    normed: bool = True
     bf16: bool = False
 
     def __str__(self):
@@ -47,6 +53,10 @@ KNOBS = dict(first_column=7, multipliers=(1.3, 1.1, 0.9, 1.2, 0.8), dt_limit=(0.
 CASES = (
     Case("root only", PLAIN, nodes=1, replayed=1),
     Case("tree, and a row with an empty path", PLAIN, batch=3),
+    Case("neither gate nor norm", PLAIN, gated=False, normed=False),
+    Case("gate, no norm", PLAIN, normed=False),
+    Case("bf16", PLAIN, bf16=True),
+    Case("bf16, gate, no norm", PLAIN, normed=False, bf16=True),
     Case("grown from the root", PLAIN, nodes=5, grown=1),
     Case("grown, blocks of nodes", PLAIN, nodes=40, replayed=18, grown=21, bf16=True),
     Case("blocks of channels", dataclasses.replace(PLAIN, head_dim=64, state_size=128), nodes=3),
@@ -62,6 +72,7 @@ class Inputs:
 
     projected: np.ndarray
     weights: tuple
+    norm_weight: np.ndarray | None
     ssm: np.ndarray
     conv_state: np.ndarray
     parents: np.ndarray
@@ -95,6 +106,7 @@ def make_inputs(case):
             draw(heads),
             draw(heads * size if case.d_per_channel else heads),
         ),
+        norm_weight=draw(heads * size, dtype=small) if case.normed else None,
         ssm=draw(batch, heads, size, layout.state_size),
         conv_state=draw(batch, case.width - 1, layout.num_channels, dtype=small),
         parents=random_parents(rng, batch, case.nodes),
@@ -112,13 +124,15 @@ def make_inputs(case):
 
 @functools.cache
 def errors(case, implementation):
-    """Relative errors of outputs, record and states."""
+    """Relative errors of outputs, their mean squares, record and states."""
     inputs, layout = make_inputs(case), case.layout
     kind = jnp.bfloat16 if case.bf16 else jnp.float32
     truth = reference(
         *(inputs.projected, inputs.weights, inputs.ssm, inputs.conv_state, inputs.parents),
         layout=layout,
         previous=(inputs.pending, inputs.path, inputs.old_parents, inputs.last),
+        gated=case.gated,
+        norm_weight=inputs.norm_weight,
     )
 
     def small(value):
@@ -137,26 +151,38 @@ def errors(case, implementation):
     previous = Previous(pending, jnp.asarray(inputs.path), back)
     mask = jnp.asarray(ancestor_mask(inputs.parents))
     projected, first = small(inputs.projected), case.grown or case.nodes
-    run = jax.jit(functools.partial(mamba2_tree, layout=layout, implementation=implementation))
+    options = dict(gated=case.gated, norm_epsilon=1e-3, implementation=implementation)
+    run = jax.jit(functools.partial(mamba2_tree, layout=layout, **options))
+    norm_weight = small(inputs.norm_weight)
 
     y, record, ssm, conv_state = run(
         *(projected[:, :first], weights, exact(inputs.ssm), small(inputs.conv_state)),
         *(window[:, :first], mask[:, :first, :first]),
         previous=previous,
+        norm_weight=norm_weight,
     )
     if case.grown:
         states = (ssm, conv_state)
         more, record, *after = run(
-            *(projected[:, first:], weights, *states, window[:, first:], mask), grown=record
+            *(projected[:, first:], weights, *states, window[:, first:], mask),
+            grown=record,
+            norm_weight=norm_weight,
         )
-        y = jnp.concatenate([y, more], axis=1)
+        y = jax.tree.map(lambda *values: jnp.concatenate(values, axis=1), y, more)
         jax.tree.map(np.testing.assert_array_equal, after, list(states))
 
+    assert isinstance(y, Unscaled) == case.normed
+    found = {}
+    if case.normed:
+        assert y.epsilon == 1e-3
+        assert y.mean_squares.dtype == jnp.float32
+        found["mean_squares"] = relative_error(jnp.sum(y.mean_squares, axis=-1), truth[4])
+        y = y.value
     assert (y.dtype, record.x.dtype, record.dt.dtype) == (kind, kind, jnp.float32)
     assert np.isfinite(np.asarray(y, np.float32)).all()
     np.testing.assert_array_equal(np.asarray(ssm)[inputs.last < 0], inputs.ssm[inputs.last < 0])
     np.testing.assert_array_equal(conv_state, truth[3])
-    found = {"y": relative_error(y, truth[0]), "ssm": relative_error(ssm, truth[2])}
+    found |= {"y": relative_error(y, truth[0]), "ssm": relative_error(ssm, truth[2])}
     for name, value, wanted in zip(record._fields, record, truth[1], strict=True):
         found[name] = relative_error(value, wanted)
     return found
@@ -166,11 +192,21 @@ def errors(case, implementation):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_mamba2_tree(case, implementation):
     found = errors(case, implementation)
-    for name in ("y", "x", "B", "conv_input"):
+    for name in ("x", "B", "conv_input"):
         assert found[name] < BUDGET[case.bf16], name
+    budget = (GATED_BUDGET if case.gated else BUDGET)[case.bf16]
+    assert found["y"] < budget
     assert found["dt"] < BUDGET[False]
     assert found["ssm"] < STATE_BUDGET[case.bf16]
+    if case.normed:
+        assert found["mean_squares"] < budget
     assert found["y"] <= 1.5 * errors(case, "xla")["y"] + 1e-7
+
+
+def test_a_norm_is_behind_a_gate():
+    case = Case("refused", PLAIN, gated=False)
+    with pytest.raises(ValueError, match="norm_weight is of a norm behind the gate"):
+        errors(case, "xla")
 
 
 @pytest.mark.parametrize(

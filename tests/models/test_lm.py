@@ -1,5 +1,7 @@
 """One model, four ways to run it that must agree: whole, prefill, tree, replay."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from flax import nnx
 from stree_jax import HybridLM, ModelConfig, TreeTopology
 from stree_jax.models.cache import init_cache, init_pending, path_to
 from tests import oracle
-from tests.tiny import CONFIGS, apply, tiny_model
+from tests.tiny import CONFIGS, HYBRIDS, apply, randomised, tiny_model
 
 BATCH, LENGTH, MAX_LENGTH = 2, 11, 24
 
@@ -98,6 +100,28 @@ def test_replay_is_prefill_of_the_accepted_tokens(name):
             buffer[: len(row)] = row
         _, want = prefill(model, padded, np.array([len(row) for row in rows], np.int32))
         jax.tree.map(assert_close, replayed, want)
+
+
+_PARALLEL = HYBRIDS["falcon_h1"]
+# Over a tree, rows of some norms are scaled behind the output projection, of others before it.
+NORMS = {
+    "and a multiplier": dataclasses.replace(CONFIGS["plain"], residual_multiplier=0.6),
+    "and an output bias": ModelConfig.tiny(out_proj_bias=True),
+    "beside a branch": ModelConfig.tiny(mlp_dim=6),
+    "of groups": ModelConfig.tiny(num_groups=2),
+    "and attention": dataclasses.replace(
+        _PARALLEL, mamba2=dataclasses.replace(_PARALLEL.mamba2, norm="gate_then_norm")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_the_gated_norm_of_a_tree_is_that_of_a_sequence(name):
+    model = randomised(HybridLM(NORMS[name], rngs=nnx.Rngs(0)), 0)
+    tokens = random_tokens(model, BATCH, 6)
+    chain = whole_tree(TreeTopology.chain(5))
+    got, _, _ = tree_forward(model, tokens, chain, model.init_cache(BATCH, 6))
+    assert_close(got, apply(model, tokens))
 
 
 def test_a_tree_grown_level_by_level_is_the_tree_at_once():
