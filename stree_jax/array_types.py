@@ -8,7 +8,7 @@
     V  vocabulary                 C  conv channels (x, B and C together)
     L  token buffer, cache places M  model width
     W  attention's query heads    U  its key and value heads
-    E  channels of one of them
+    E  channels of one of them    X  columns of an input projection
 
 The letters are also the axis names in array annotations, which the tests check at every call.
 `A`, `B`, `C`, `D` and `dt` as *variables* are Mamba-2's own names for its parameters.

@@ -50,7 +50,7 @@ class Previous(NamedTuple):
 
 
 def mamba2_tree(
-    projected: Float[Array, "B Q E"],
+    projected: Float[Array, "B Q X"],
     weights: Mamba2Weights,
     ssm: Float32[Array, "B H P S"],
     conv_state: Float[Array, "B J C"],
@@ -61,11 +61,11 @@ def mamba2_tree(
     grown: Mamba2Pending | None = None,
     previous: Previous | None = None,
     gated: bool = False,
-    norm_weight: Float[Array, " I"] | None = None,
+    norm_weight: Float[Array, " HP"] | None = None,
     norm_epsilon: float = 1e-5,
     implementation: str | None = None,
 ) -> tuple[
-    Float[Array, "B Q I"] | Unscaled,
+    Float[Array, "B Q HP"] | Unscaled,
     Mamba2Pending,
     Float32[Array, "B H P S"],
     Float[Array, "B J C"],
@@ -85,7 +85,7 @@ def mamba2_tree(
         grown: the record of the first `N - Q` nodes; None if `Q == N`.
         previous: the previous tree; None: the states are those before this tree's root.
         gated: multiply the outputs by `silu(z)`.
-        norm_weight: of a norm of the gated outputs over all `I = H * P` channels, which is then
+        norm_weight: of a norm of the gated outputs over all `H * P` channels, which is then
             done but for the rows' scales; None: no norm, or one that is not of this kind.
         norm_epsilon: of that norm.
         implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.

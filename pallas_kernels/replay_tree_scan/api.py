@@ -44,10 +44,11 @@ def replay_tree_scan(
     """
     arguments = (prev_x, prev_dt, prev_B, prev_path, x, dt, A, B, C, D, state, ancestor_mask)
     with jax.named_scope("replay_tree_scan"):
-        reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1])
+        reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
         match dispatch.choose("replay_tree_scan", implementation, reason):
             case "xla":
-                return xla.replay_tree_scan(*arguments)
+                # Where this kernel cannot run those of the halves may.
+                return xla.replay_tree_scan(*arguments, implementation=implementation)
             case chosen:
                 interpret = chosen == "pallas_interpret"
                 return pallas_triton.replay_tree_scan(*arguments, interpret=interpret)

@@ -35,7 +35,7 @@ class BlockSizes:
 # By type of the inputs. Full float32 products need many registers.
 DEFAULTS = {
     "bfloat16": BlockSizes(
-        replayed=32, queries=32, keys=32, state=32 * 128, part=64, num_warps=4, num_stages=1
+        replayed=16, queries=32, keys=32, state=16 * 128, part=128, num_warps=4, num_stages=1
     ),
     "float32": BlockSizes(
         replayed=16, queries=16, keys=16, state=32 * 128, part=32, num_warps=8, num_stages=1
