@@ -24,7 +24,7 @@ from benchmarks.kernels import KERNELS, TIMED, Problem, refused
 NODES = (13, 64, 128)
 CAPACITY = 4096  # of the attention's cache
 DTYPES = ("bfloat16", "float32")
-ROW = ("kernel", "gpu", "shape", "nodes", "dtype")  # which row of the results it is
+REPLACED = ("kernel", "gpu", "nodes")  # rows that are the same in these are all of one run
 
 
 def spills(compiler: Compiler, name: str, problem: Problem) -> bool:
@@ -59,7 +59,7 @@ def main() -> None:
                 progress.advance(task)
     file = RESULTS / "spills.json"
     earlier = json.loads(file.read_text())["rows"] if file.exists() else []
-    results = sorted(merged(earlier, rows, ROW), key=itemgetter(*ROW))
+    results = sorted(merged(earlier, rows, REPLACED), key=itemgetter(*REPLACED, "shape", "dtype"))
     path = write_json("spills", {"jax": jax.__version__, "rows": results})
     spilled = [row for row in rows if row["spills"]]
     print_table(

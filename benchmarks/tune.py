@@ -29,7 +29,7 @@ from rich.progress import Progress
 
 from benchmarks import kernels
 from benchmarks.common import interleaved, machine, print_table, write_json
-from benchmarks.kernels import KERNELS, Problem
+from benchmarks.kernels import ATTENTION_OPS, KERNELS, Problem
 from benchmarks.models import on_gpu
 from benchmarks.shapes import AttentionShape, MixerShape
 from pallas_kernels import dispatch, tuned
@@ -48,7 +48,7 @@ GAIN = 0.98  # of the time so far, to be preferred to it
 FACTOR = 2.5
 
 TINY = {
-    "tree_attention": {"tiny": AttentionShape(4, 2, 16)},
+    **{name: {"tiny": AttentionShape(4, 2, 16)} for name in ATTENTION_OPS},
     "others": {"tiny": MixerShape(2, 16, 16, 1)},
 }
 
@@ -89,6 +89,11 @@ _FUSED = {
     "replayed": (16, 32, 64),
     "part": (32, 64, 128),
 } | _WARPS
+_ATTENTION = Space(
+    attention_config.DEFAULTS,
+    _attention_case,
+    {"busy_warps": (512, 1024, 2048, 4096), "keys": (32, 64, 128), "rows": (16, 32, 64)} | _WARPS,
+)
 SPACES = {
     "tree_scan": Space(
         scan_config.DEFAULTS,
@@ -100,12 +105,8 @@ SPACES = {
     ),
     "replay_tree_scan": Space(fused_config.DEFAULTS, _by_dtype, _FUSED),
     "mamba2_tree": Space(mixer_config.DEFAULTS, _by_dtype, _FUSED),
-    "tree_attention": Space(
-        attention_config.DEFAULTS,
-        _attention_case,
-        {"busy_warps": (512, 1024, 2048, 4096), "keys": (32, 64, 128), "rows": (16, 32, 64)}
-        | _WARPS,
-    ),
+    "tree_attention": _ATTENTION,
+    "attention_tree": _ATTENTION,
     "gated_rms_norm": Space(
         norm_config.DEFAULTS,
         _norm_case,

@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 
 DIRECTORY = Path(__file__).parent / "tuned"
 OPS = (
+    "attention_tree",
     "gated_rms_norm",
     "mamba2_tree",
     "replay",

@@ -45,8 +45,15 @@ def attention_tree(
         nodes; the cache before this tree's root.
 
     Raises:
-        ValueError: an implementation that does not exist, or cannot run these shapes.
+        ValueError: grown keys of another number of nodes, or an implementation that does not exist
+            or cannot run these shapes.
     """
+    num_grown = 0 if grown is None else grown.keys.shape[1]
+    if num_grown + projected.shape[1] != mask.shape[2]:
+        raise ValueError(
+            f"{num_grown} grown and {projected.shape[1]} query nodes are not the {mask.shape[2]}"
+            " nodes of the mask; `grown` has the keys of all nodes before the query nodes"
+        )
     with jax.named_scope("attention_tree"):
         reason = pallas_triton.unsupported(layout, cache.keys.shape[2])
         match dispatch.choose("attention_tree", implementation, reason):

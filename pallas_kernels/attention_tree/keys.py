@@ -8,7 +8,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class KeyCache(NamedTuple):
-    """Keys and values of the tokens so far: a fixed number `L` of places, filled from the front."""
+    """Keys and values of the tokens so far: a fixed number `L` of places, filled from the front.
+
+    What is behind the length does not matter, but it must be finite; zeros at first.
+    """
 
     keys: Float[Array, "B U L E"]
     values: Float[Array, "B U L E"]

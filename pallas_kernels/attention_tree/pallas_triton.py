@@ -4,7 +4,9 @@ Passes: programs are those of `tree_attention`, whose code this is in part. Firs
 queries, and the last share of a cache the tree's keys, which go into the tree's record; from there,
 which is the L1 cache mostly, it then does what `tree_attention` does. The accepted path of the
 previous tree is attended to where it is, in that tree's record, and one program of each row and
-head writes it behind the cache: no other reads those places, so none has to wait.
+head writes it behind the cache. No program has to wait: what is behind the cache's old length is
+loaded with the last block, but not seen. It must be finite, though, old or new, for it is
+multiplied by zero.
 
 Numerics: those of `tree_attention`; angles, cosines and sines are float32, and what is rotated is
 rounded to the type of the inputs, as it is where it is recorded.
@@ -22,11 +24,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import triton_backend as tb
+from pallas_kernels.attention_tree.config import BlockSizes, block_sizes
 from pallas_kernels.attention_tree.keys import KeyCache, NodeKeys
 from pallas_kernels.attention_tree.layout import AttentionLayout
 from pallas_kernels.numerics import scaled
 from pallas_kernels.tree_attention import pallas_triton as attention
-from pallas_kernels.tree_attention.config import BlockSizes, block_sizes
 
 BLOCK_MOVED = 16  # rows that are rotated or copied at a time: few, for cosines take registers
 
@@ -76,9 +78,7 @@ def attention_tree(
     def of_group(length, first=0):
         return pl.BlockSpec((None, length, None, head_dim), lambda i, k, u, b: (b, 0, first + u, 0))
 
-    of_queries = pl.BlockSpec(
-        (None, num_queries, per_group, head_dim), lambda i, k, u, b: (b, 0, u, 0)
-    )
+    of_queries = attention.query_block(num_queries, per_group, head_dim)
     in_cache = pl.BlockSpec((None, None, capacity, head_dim), lambda i, k, u, b: (b, u, 0, 0))
 
     inputs = {
@@ -150,7 +150,7 @@ def attention_tree(
 
 
 def in_order(path):
-    """The nodes of each path `[B, O]`, those that are none of it last; and how many it has `[B]`.
+    """The nodes of each path `[B, O]`, and how many they are `[B]`; behind them are zeros.
 
     The same for all layers, so that XLA makes it once.
     """
@@ -236,14 +236,13 @@ def _kernel(inputs, outputs, *, layout: AttentionLayout, blocks: BlockSizes, int
     if "path" in inputs:
         old_key, old_value, path = inputs["old key"], inputs["old value"], inputs["path"]
         num_old = path.shape[0]
-        block_path = min(BLOCK_MOVED, tb.padded_size(num_old))  # paths are short
 
         def from_path(i, carry):
-            step, exists = tb.rows(i * block_path, block_path, num_old)
+            step, exists = tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, num_old)
             node, seen = path[step], (exists & (step < count))[None, :]
             return attend(carry, old_key[node, :], old_value[node, :], seen)
 
-        num_blocks = lax.div(count + block_path - 1, block_path)
+        num_blocks = lax.div(count + BLOCK_MOVED - 1, BLOCK_MOVED)
         carry = lax.fori_loop(0, num_blocks * is_last.astype(jnp.int32), from_path, carry)
     sums, *rest = attention.attend_nodes(
         attend,
@@ -261,10 +260,10 @@ def _kernel(inputs, outputs, *, layout: AttentionLayout, blocks: BlockSizes, int
         num_written = jnp.clip(capacity - old_length, 0, count)
 
         def write(i, _):
-            step, _ = tb.rows(i * block_path, block_path, num_written)
+            step, _ = tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, num_written)
             for name, old in (("key", old_key), ("value", old_value)):
                 outputs[name][old_length + step, :] = old[path[step], :].astype(outputs[name].dtype)
 
         @pl.when(is_last & (pl.program_id(0) == 0))
         def _():
-            lax.fori_loop(0, lax.div(num_written + block_path - 1, block_path), write, None)
+            lax.fori_loop(0, lax.div(num_written + BLOCK_MOVED - 1, BLOCK_MOVED), write, None)

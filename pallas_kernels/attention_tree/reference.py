@@ -49,8 +49,12 @@ def attention_tree(projected, cache, depth, mask, *, layout, previous):
 
 
 def rotated(x, positions, layout):
-    """Rotary embedding of heads `[B, N, W, E]`: each pair of channels turns as a complex number."""
+    """Rotary embedding of heads `[B, N, W, E]`: each pair of channels turns as a complex number.
+
+    The angle is a float32 by definition, as it is where models are trained.
+    """
     half = len(layout.frequencies)
-    turn = np.exp(1j * positions[..., None, None] * np.array(layout.frequencies))
+    angles = positions.astype(np.float32)[..., None] * np.array(layout.frequencies, np.float32)
+    turn = np.exp(1j * angles.astype(np.float64))[:, :, None]
     pair = (x[..., :half] + 1j * x[..., half : 2 * half]) * turn
     return np.concatenate([pair.real, pair.imag, x[..., 2 * half :]], axis=-1)

@@ -91,7 +91,8 @@ def mamba2_tree(
         implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
 
     Returns:
-        Outputs at the query nodes; the record of all nodes; both states before this tree's root.
+        Outputs at the query nodes, `Unscaled` if there is a norm; the record of all nodes; both
+        states before this tree's root.
 
     Raises:
         ValueError: a norm of outputs that are not gated, or an implementation that does not exist

@@ -66,9 +66,7 @@ def tree_attention(
     block_rows = min(blocks.rows, tb.padded_size(num_rows))
     splits = blocks.splits if capacity else 1
 
-    of_queries = pl.BlockSpec(
-        (None, num_queries, per_group, head_dim), lambda i, k, u, b: (b, 0, u, 0)
-    )
+    of_queries = query_block(num_queries, per_group, head_dim)
     of_nodes = pl.BlockSpec((None, num_nodes, None, head_dim), lambda i, k, u, b: (b, 0, u, 0))
     in_cache = pl.BlockSpec((None, None, capacity, head_dim), lambda i, k, u, b: (b, u, 0, 0))
     cache = [keys, values] if capacity else []
@@ -102,13 +100,16 @@ def tree_attention(
     return combined([parts[name] for name in results], query.dtype)
 
 
+def query_block(num_queries: int, per_group: int, head_dim: int) -> pl.BlockSpec:
+    """The query heads of a program's group, of `[B, Q, W, E]`."""
+    return pl.BlockSpec((None, num_queries, per_group, head_dim), lambda i, k, u, b: (b, 0, u, 0))
+
+
 def outputs(query, per_group: int, splits: int):
     """What programs write, by name: shape and block; the order is that of `combined`."""
     batch, num_queries, num_heads, head_dim = query.shape
     if splits == 1:
-        of_queries = pl.BlockSpec(
-            (None, num_queries, per_group, head_dim), lambda i, k, u, b: (b, 0, u, 0)
-        )
+        of_queries = query_block(num_queries, per_group, head_dim)
         return {"y": (jax.ShapeDtypeStruct(query.shape, query.dtype), of_queries)}
     parts = (batch, splits, num_queries, num_heads)
     block = (None, None, num_queries, per_group)

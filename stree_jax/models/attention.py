@@ -3,9 +3,10 @@
     q, k, v = conv(in_proj(u));   q, k = rotated by position
     out_proj(softmax(q k scale) v)
 
-The cache has a fixed number of places. A forward over a tree reads it and never writes it: nodes
-see the cached tokens and their ancestors, at positions that come from their *depth*. Replay writes
-the keys and values of the accepted path, one place after the other.
+The cache has a fixed number of places. A forward over a tree does not write the tree to it: nodes
+see the cached tokens and their ancestors, at positions that come from their *depth*. Replay, which
+may be the first part of the next forward, writes the keys and values of the accepted path, one
+place after the other.
 """
 
 import math

@@ -50,6 +50,8 @@ CASES = (
     Case("shared among programs", PLAIN, splits=3),
     Case("shared, more nodes than a block", FIXED, nodes=20, replayed=20, splits=2, capacity=64),
     Case("rotated in part, columns behind", PARTLY, splits=2, extra_columns=32),
+    Case("one rotated pair", dataclasses.replace(PLAIN, frequencies=turning(1)), nodes=2),
+    Case("a long way", PLAIN, nodes=3, capacity=4010, lengths=(3990,)),
     Case("columns behind that are no heads", PARTLY, nodes=3, extra_columns=7),
     Case("full to the last place, and over", PLAIN, capacity=24, lengths=(21, 3, 23, 30)),
     Case("bf16", PLAIN, nodes=20, splits=2, bf16=True),
@@ -129,6 +131,26 @@ def test_attention_tree(case, implementation):
             blocks=BlockSizes(rows=16, keys=16, splits=case.splits, num_warps=4, num_stages=1),
         )
     check(case, run_with(case, function))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas_interpret"])
+def test_a_tree_may_grow_before_the_path_is_written(implementation):
+    case = Case("grown", PLAIN, grown=5)
+    function = functools.partial(attention_tree, implementation=implementation)
+    want_y, want_nodes, want_cache = run_with(case, function)
+    projected, cache, depth, mask, previous = on_device(case)
+    grown = jax.tree.map(lambda x: x[:, : case.grown], want_nodes)
+    run = jax.jit(functools.partial(function, layout=PLAIN))
+    newest = (projected[:, case.grown :], cache, depth[:, case.grown :], mask[:, case.grown :])
+    y, nodes, cache = run(*newest, grown=grown, previous=previous)
+    np.testing.assert_allclose(y, want_y[:, case.grown :], atol=2e-6)
+    jax.tree.map(np.testing.assert_array_equal, (nodes, cache), (want_nodes, want_cache))
+
+
+def test_grown_keys_must_be_those_of_all_nodes_before():
+    projected, cache, depth, mask, _ = on_device(Case("tree", PLAIN))
+    with pytest.raises(ValueError, match="0 grown and 4 query nodes are not the 13 nodes"):
+        attention_tree(projected[:, 9:], cache, depth[:, 9:], mask[:, 9:], layout=PLAIN)
 
 
 def test_what_is_behind_the_length_does_not_matter():

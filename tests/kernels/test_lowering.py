@@ -231,4 +231,5 @@ def test_a_whole_attention_layer_lowers_to_one_kernel(shape, rotated, dtype, cap
     )
     code = lowered(run, arguments, capability)
     assert code.count("__gpu$xla.gpu.triton") == 1
+    assert not {"stablehlo.pad", "stablehlo.transpose"} & set(re.findall(r"stablehlo\.\w+", code))
     assert ("output_operand_alias" in code) == (queries == nodes)

@@ -200,7 +200,8 @@ def test_mamba2_tree(case, implementation):
     assert found["ssm"] < STATE_BUDGET[case.bf16]
     if case.normed:
         assert found["mean_squares"] < budget
-    assert found["y"] <= 1.5 * errors(case, "xla")["y"] + 1e-7
+    for name in found.keys() & {"y", "mean_squares"}:
+        assert found[name] <= 1.5 * errors(case, "xla")[name] + 2e-7, name
 
 
 def test_a_norm_is_behind_a_gate():
