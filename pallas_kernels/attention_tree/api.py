@@ -25,7 +25,7 @@ def attention_tree(
     """Rotary embedding and attention of the last `Q` nodes of a tree of `N`.
 
     The accepted path of the previous tree is written to the cache first. On a GPU all of it is one
-    kernel, and a small sum where the cache is shared among programs. Donate the cache, or XLA
+    kernel, and a small one where programs share the cache of a row. Donate the cache, or XLA
     copies it before.
 
     Args:

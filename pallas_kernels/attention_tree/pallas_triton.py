@@ -145,7 +145,7 @@ def attention_tree(
     )({name: array for name, (array, _) in inputs.items()})
     if previous is not None:
         cache = KeyCache(got["key"], got["value"], got["length"])
-    y = attention.combined([got[name] for name in results], projected.dtype)
+    y = attention.combined([got[name] for name in results], projected.dtype, interpret=interpret)
     return y, NodeKeys(got["node key"], got["node value"]), cache
 
 

@@ -1,4 +1,4 @@
-"""`tree_attention` as one Pallas-Triton kernel over a long cache, and a small sum of its parts.
+"""`tree_attention` as one Pallas-Triton kernel over a long cache, and one that adds up its parts.
 
 Passes: a program handles one row of the batch, one key and value head, one block of its queries,
 and one share of the cache. The query heads that use the same keys are rows of one product, so keys
@@ -6,7 +6,7 @@ and values are read once for all of them, as stored. The shares of a cache are i
 `splits = 3` the first program reads blocks 0, 3, 6, ... So they are equal whatever the row's
 length, and nothing behind that length is read. The last share, never the longest, also gets the
 tree's nodes. A softmax over blocks is kept with a running maximum. If there is more than one share,
-sums, totals and maxima are written in float32 and combined by XLA.
+sums, totals and maxima are written in float32, and a second kernel combines them.
 
 Numerics: scores, weights and sums in float32; products as `triton_backend.dot` says. Weights are
 not rounded to bf16. Masked before exp; a query that sees nothing gets zeros.
@@ -97,7 +97,7 @@ def tree_attention(
         out_specs={name: spec for name, (_, spec) in results.items()},
         out_shape={name: shape for name, (shape, _) in results.items()},
     )(query, node_keys, node_values, length, mask, *cache)
-    return combined([parts[name] for name in results], query.dtype)
+    return combined([parts[name] for name in results], query.dtype, interpret=interpret)
 
 
 def query_block(num_queries: int, per_group: int, head_dim: int) -> pl.BlockSpec:
@@ -124,15 +124,49 @@ def outputs(query, per_group: int, splits: int):
     return {"sums": vectors, "total": scalars, "maximum": scalars}
 
 
-def combined(parts, dtype):
-    """The softmax over all shares `[B, Q, W, E]`, each of which is relative to its own maximum."""
+def combined(parts, dtype, *, interpret: bool):
+    """The softmax over all shares `[B, Q, W, E]`, each of which is relative to its own maximum.
+
+    A kernel of its own, since all programs must have ended; a program handles one query and head.
+    """
     if len(parts) == 1:
         return parts[0]
-    sums, totals, maxima = parts
-    weight = jnp.exp(maxima - maxima.max(axis=1, keepdims=True))
-    total = (totals * weight).sum(axis=1)
-    output = (sums * weight[..., None]).sum(axis=1)
-    return (output / jnp.maximum(total, 1.0)[..., None]).astype(dtype)
+    batch, splits, num_queries, num_heads, head_dim = parts[0].shape
+    shares = (None, splits, None, None)
+    of_scalars = pl.BlockSpec(shares, lambda b, q, w: (b, 0, q, w))
+    shape = (batch, num_queries, num_heads, head_dim)
+    return tb.call(
+        _combine,
+        name="tree_attention_combine",
+        num_warps=1,
+        num_stages=1,
+        interpret=interpret,
+        grid=shape[:3],
+        in_specs=[
+            pl.BlockSpec((*shares, head_dim), lambda b, q, w: (b, 0, q, w, 0)),
+            of_scalars,
+            of_scalars,
+        ],
+        out_specs=pl.BlockSpec((None, None, None, head_dim), lambda b, q, w: (b, q, w, 0)),
+        out_shape=jax.ShapeDtypeStruct(shape, dtype),
+    )(*parts)
+
+
+def _combine(sums_ref, totals_ref, maxima_ref, y_ref):  # [shares, E], [shares], [shares], [E]
+    num_shares, head_dim = sums_ref.shape
+    share, _ = tb.rows(0, tb.padded_size(num_shares), num_shares)
+    maximum = jnp.max(maxima_ref[share])  # the last one once more does not matter
+
+    def step(i, carry):
+        sums, total = carry
+        share, exists = tb.rows(i * tb.SMALLEST_BLOCK, tb.SMALLEST_BLOCK, num_shares)
+        weight = jnp.where(exists, jnp.exp(maxima_ref[share] - maximum), 0.0)
+        sums = sums + jnp.sum(sums_ref[share, :] * weight[:, None], axis=0)
+        return sums, total + jnp.sum(totals_ref[share] * weight)
+
+    nothing = (jnp.zeros((head_dim,), jnp.float32), jnp.zeros((), jnp.float32))
+    sums, total = lax.fori_loop(0, pl.cdiv(num_shares, tb.SMALLEST_BLOCK), step, nothing)
+    y_ref[...] = (sums / jnp.maximum(total, 1.0)).astype(y_ref.dtype)
 
 
 def _kernel(
