@@ -19,10 +19,10 @@ import jax  # isort: skip
 from rich.progress import Progress
 
 from benchmarks.common import RESULTS, merged, print_table, write_json
-from benchmarks.kernels import KERNELS, TIMED, Problem, refused
+from benchmarks.kernels import ATTENTION_OPS, KERNELS, TIMED, Problem, refused
 
 NODES = (13, 64, 128)
-CAPACITY = 4096  # of the attention's cache
+CAPACITIES = (128, 4096)  # of the attention's cache: for one program, and shared among many
 DTYPES = ("bfloat16", "float32")
 REPLACED = ("kernel", "gpu", "nodes")  # rows that are the same in these are all of one run
 
@@ -43,8 +43,9 @@ def main() -> None:
     parser.add_argument("--nodes", nargs="+", type=int, default=list(NODES))
     chosen = parser.parse_args()
     cases = [
-        (name, shape, Problem(KERNELS[name].shapes[shape], nodes, dtype, capacity=CAPACITY))
+        (name, shape, Problem(KERNELS[name].shapes[shape], nodes, dtype, capacity=capacity))
         for name in chosen.kernels
+        for capacity in (CAPACITIES if name in ATTENTION_OPS else (0,))
         for shape, nodes, dtype in itertools.product(KERNELS[name].shapes, chosen.nodes, DTYPES)
     ]
     cases = [case for case in cases if refused(case[0], case[2]) is None]
@@ -55,6 +56,8 @@ def main() -> None:
             for name, shape, problem in cases:
                 row = dict(gpu=compiler.gpu, kernel=name, shape=shape)
                 row |= dict(nodes=problem.nodes, dtype=problem.dtype)
+                if problem.capacity:
+                    row |= dict(capacity=problem.capacity)
                 rows.append({**row, "spills": spills(compiler, name, problem)})
                 progress.advance(task)
     file = RESULTS / "spills.json"

@@ -6,13 +6,13 @@ from its table (`pallas_kernels/tuned.py`).
 
 from jax.typing import DTypeLike
 
-from pallas_kernels import tuned
-from pallas_kernels.tree_attention.config import DEFAULTS, BlockSizes, case
+from pallas_kernels.tree_attention import config as tree_attention
+from pallas_kernels.tree_attention.config import DEFAULTS, BlockSizes
 
 __all__ = ["DEFAULTS", "BlockSizes", "block_sizes"]
 
 
 def block_sizes(dtype: DTypeLike, *, num_rows: int, num_groups: int, capacity: int) -> BlockSizes:
     """Block sizes for inputs of this type; arguments as those of `tree_attention`'s."""
-    choice = tuned.chosen("attention_tree", case(dtype, num_rows), DEFAULTS)
-    return choice.block_sizes(num_rows=num_rows, num_groups=num_groups, capacity=capacity)
+    sizes = dict(num_rows=num_rows, num_groups=num_groups, capacity=capacity)
+    return tree_attention.block_sizes(dtype, **sizes, op="attention_tree")

@@ -59,6 +59,8 @@ DEFAULTS = {
     "bfloat16, to 32 rows": Choice(rows=32, keys=64, num_warps=4, num_stages=2, busy_warps=1024),
     "bfloat16": Choice(rows=64, keys=64, num_warps=8, num_stages=2, busy_warps=1024),
     "float32": Choice(rows=16, keys=32, num_warps=4, num_stages=2, busy_warps=1024),
+    # Where programs are many, or the cache is short: with the blocks above, one share spills.
+    "bfloat16, one share": Choice(rows=32, keys=32, num_warps=4, num_stages=1, busy_warps=1024),
 }
 
 
@@ -68,7 +70,14 @@ def case(dtype: DTypeLike, num_rows: int) -> str:
     return f"{name}, to 32 rows" if name == "bfloat16" and num_rows <= 32 else name
 
 
-def block_sizes(dtype: DTypeLike, *, num_rows: int, num_groups: int, capacity: int) -> BlockSizes:
+def block_sizes(
+    dtype: DTypeLike,
+    *,
+    num_rows: int,
+    num_groups: int,
+    capacity: int,
+    op: str = "tree_attention",
+) -> BlockSizes:
     """Block sizes for inputs of this type.
 
     Args:
@@ -76,6 +85,14 @@ def block_sizes(dtype: DTypeLike, *, num_rows: int, num_groups: int, capacity: i
         num_rows: queries times query heads of a group.
         num_groups: rows of the batch times key and value heads.
         capacity: places of the cache.
+        op: whose device tables are read.
     """
-    choice = tuned.chosen("tree_attention", case(dtype, num_rows), DEFAULTS)
-    return choice.block_sizes(num_rows=num_rows, num_groups=num_groups, capacity=capacity)
+    sizes = dict(num_rows=num_rows, num_groups=num_groups, capacity=capacity)
+    name = case(dtype, num_rows)
+    blocks = tuned.chosen(op, name, DEFAULTS).block_sizes(**sizes)
+    if blocks.splits > 1 or not capacity:
+        return blocks
+    if name == "float32":  # of heads of 128, one share spills with all blocks that were tried
+        return dataclasses.replace(blocks, splits=2)
+    blocks = tuned.chosen(op, "bfloat16, one share", DEFAULTS).block_sizes(**sizes)
+    return dataclasses.replace(blocks, splits=1)

@@ -130,15 +130,18 @@ def test_what_is_not_seen_does_not_matter():
 
 
 def test_the_cache_is_split_as_far_as_programs_are_few():
-    def splits(num_groups, capacity, num_rows=4):
+    def splits(num_groups, capacity, num_rows=4, dtype="bfloat16"):
         return config.block_sizes(
-            "bfloat16", num_rows=num_rows, num_groups=num_groups, capacity=capacity
+            dtype, num_rows=num_rows, num_groups=num_groups, capacity=capacity
         ).splits
 
     assert splits(8, 4096) == 32
     assert splits(8, 256) == 2  # at least two blocks each
     assert splits(8, 0) == splits(8, 64) == splits(512, 4096) == 1
     assert splits(8, 4096, num_rows=256) == 4  # blocks of rows are programs, too
+    # One share would spill.
+    assert splits(512, 4096, dtype="float32") == 2
+    assert splits(8, 0, dtype="float32") == 1
 
 
 def test_which_heads_the_kernel_refuses():
