@@ -37,6 +37,33 @@ def call(kernel, *, name: str, num_warps: int, num_stages: int, interpret: bool,
     )
 
 
+def call_by_name(kernel, inputs: dict, outputs: dict, *, in_place: tuple[str, ...], **options):
+    """`call` of a kernel that takes a dict of input refs and one of output refs.
+
+    Args:
+        kernel: what is called.
+        inputs, outputs: by name, an array and its block; of outputs the shape and type count.
+        in_place: inputs whose memory the output of that name takes.
+        options: those of `call`.
+
+    Returns:
+        The outputs by name.
+    """
+    # Jax flattens dicts in the order of their keys.
+    order, new_order = sorted(inputs), sorted(outputs)
+    return call(
+        kernel,
+        in_specs=[{name: block for name, (_, block) in inputs.items()}],
+        out_specs={name: block for name, (_, block) in outputs.items()},
+        out_shape={
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype)
+            for name, (array, _) in outputs.items()
+        },
+        input_output_aliases={order.index(name): new_order.index(name) for name in in_place},
+        **options,
+    )({name: array for name, (array, _) in inputs.items()})
+
+
 def dot(left, right, *, trans_a: bool = False, trans_b: bool = False) -> jax.Array:
     """A product in float32 accuracy, accumulated in float32, on tensor cores.
 

@@ -121,28 +121,19 @@ def attention_tree(
     outputs |= results
     if layout.frequencies:
         outputs["query"] = (y, of_queries)  # for this program itself
-    aliases = {}
     if previous is not None:
         outputs |= {name: inputs[name] for name in ("key", "value", "length")}
-        # Jax flattens dicts in the order of their keys.
-        aliases = {
-            sorted(inputs).index(name): sorted(outputs).index(name) for name in ("key", "value")
-        }
-    got = tb.call(
+    got = tb.call_by_name(
         functools.partial(_kernel, layout=layout, blocks=blocks, interpret=interpret),
+        inputs,
+        outputs,
+        in_place=("key", "value") if previous is not None else (),
         name="attention_tree",
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         interpret=interpret,
         grid=(pl.cdiv(num_rows, blocks.rows), blocks.splits, num_groups, batch),
-        in_specs=[{name: spec for name, (_, spec) in inputs.items()}],
-        out_specs={name: spec for name, (_, spec) in outputs.items()},
-        out_shape={
-            name: jax.ShapeDtypeStruct(array.shape, array.dtype)
-            for name, (array, _) in outputs.items()
-        },
-        input_output_aliases=aliases,
-    )({name: array for name, (array, _) in inputs.items()})
+    )
     if previous is not None:
         cache = KeyCache(got["key"], got["value"], got["length"])
     y = attention.combined([got[name] for name in results], projected.dtype, interpret=interpret)

@@ -164,15 +164,9 @@ def mamba2_tree(
             like(num_queries, num_heads * (last_block + 1), dtype=jnp.float32),
             pl.BlockSpec((None, num_queries, None), lambda b, h, p: (b, 0, block_of_row(h, p))),
         )
-    aliases = {}
     if previous is not None:
-        outputs |= {
-            "ssm": (ssm, state_block),
-            "conv_state": (conv_state, of_row(conv_state)),
-        }
-        # Jax flattens dicts in the order of their keys.
-        aliases = {sorted(inputs).index("ssm"): sorted(outputs).index("ssm")}
-    results = tb.call(
+        outputs |= {name: inputs[name] for name in ("ssm", "conv_state")}
+    results = tb.call_by_name(
         functools.partial(
             _kernel,
             layout=layout,
@@ -186,19 +180,15 @@ def mamba2_tree(
             ),
             interpret=interpret,
         ),
+        inputs,
+        outputs,
+        in_place=("ssm",) if previous is not None else (),
         name="mamba2_tree",
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         interpret=interpret,
         grid=(batch, num_heads, last_block + 2),
-        in_specs=[{name: spec for name, (_, spec) in inputs.items()}],
-        out_specs={name: spec for name, (_, spec) in outputs.items()},
-        out_shape={
-            name: jax.ShapeDtypeStruct(array.shape, array.dtype)
-            for name, (array, _) in outputs.items()
-        },
-        input_output_aliases=aliases,
-    )({name: array for name, (array, _) in inputs.items()})
+    )
     record = tuple(results[name] for name in ("x", "dt", "B", "conv_input"))
     y = results["y"].reshape(batch, num_queries, -1)
     if norm_weight is not None:
