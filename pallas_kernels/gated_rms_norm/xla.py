@@ -7,8 +7,7 @@ from jax import lax
 
 def gated_rms_norm(y, gate, weight, *, norm, epsilon, num_groups, gate_start=0):
     """See `api.gated_rms_norm`."""
-    gate = gate[..., gate_start : gate_start + y.shape[-1]]
-    value, gate = y.astype(jnp.float32), jax.nn.silu(gate.astype(jnp.float32))
+    value, gate = y.astype(jnp.float32), activated(gate, gate_start, y.shape[-1])
     if norm != "norm_then_gate":
         value = value * gate
     if norm != "none":
@@ -19,3 +18,8 @@ def gated_rms_norm(y, gate, weight, *, norm, epsilon, num_groups, gate_start=0):
     if norm == "norm_then_gate":
         value = value * gate
     return value.astype(y.dtype)
+
+
+def activated(gate, start, size):
+    """`silu` of `size` columns of the gate from `start` on, float32."""
+    return jax.nn.silu(gate[..., start : start + size].astype(jnp.float32))

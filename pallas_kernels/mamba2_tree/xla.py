@@ -1,8 +1,8 @@
 """`mamba2_tree` as its parts, each of which chooses its implementation."""
 
-import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gated_rms_norm.xla import activated
 from pallas_kernels.numerics import Unscaled
 from pallas_kernels.replay.api import replay
 from pallas_kernels.replay_tree_scan.api import replay_tree_scan
@@ -62,15 +62,14 @@ def mamba2_tree(
         )
     y = y.reshape(*y.shape[:2], -1)
     if gated:
-        y = _gated(y, layout.gate(projected), norm_weight, norm_epsilon)
+        gate, start = layout.gate(projected)
+        y = _gated(y, activated(gate, start, y.shape[-1]), norm_weight, norm_epsilon)
     return y, (x, dt, B, conv_input), ssm, conv_state
 
 
 def _gated(y, gate, norm_weight, norm_epsilon):
     """Gated outputs `[B, Q, H * P]`; `Unscaled` if a norm is behind the gate."""
-    array, start = gate
-    gate = array[..., start : start + y.shape[-1]]
-    value = y.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
+    value = y.astype(jnp.float32) * gate
     if norm_weight is None:
         return value.astype(y.dtype)
     mean_square = jnp.mean(jnp.square(value), axis=-1, keepdims=True)
