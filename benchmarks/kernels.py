@@ -25,6 +25,8 @@ from pallas_kernels.replay import pallas_triton as replay_kernel
 from pallas_kernels.replay.reference import replay as replay_reference
 from pallas_kernels.replay_tree_scan import pallas_triton as fused_kernel
 from pallas_kernels.replay_tree_scan.reference import replay_tree_scan as fused_reference
+from pallas_kernels.ssd import pallas_triton as ssd_kernel
+from pallas_kernels.ssd.reference import ssd as ssd_reference
 from pallas_kernels.tree_attention import pallas_triton as attention_kernel
 from pallas_kernels.tree_attention.reference import tree_attention as attention_reference
 from pallas_kernels.tree_conv1d import pallas_triton as conv_kernel
@@ -45,6 +47,7 @@ LIMITS = {
     ("state", "bfloat16"): 1e-5,
 }
 _DISTINCT = 8  # different trees in a batch
+_PROMPT = 15  # positions of a sequence for each node of a tree; 13 nodes: no whole blocks
 
 
 class Problem(NamedTuple):
@@ -119,7 +122,6 @@ def draw(problem: Problem) -> Callable[..., jax.Array]:
 def _recurrent(problem: Problem) -> dict[str, jax.Array]:
     heads, channels, state, groups = problem.shape
     normal, batch, nodes = draw(problem), problem.batch, problem.nodes
-    _, masks = trees(problem)
     return {
         "x": normal(batch, nodes, heads, channels),
         "dt": jax.nn.softplus(normal(batch, nodes, heads, kind="float32")),
@@ -128,14 +130,18 @@ def _recurrent(problem: Problem) -> dict[str, jax.Array]:
         "C": normal(batch, nodes, groups, state),
         "D": normal(heads, channels, kind="float32"),
         "state": normal(batch, heads, channels, state, kind="float32"),
-        "mask": jnp.asarray(masks),
-        "path": jnp.asarray(accepted(problem)),
     }
+
+
+def _in_tree(problem: Problem) -> dict[str, jax.Array]:
+    _, masks = trees(problem)
+    both = {"mask": jnp.asarray(masks), "path": jnp.asarray(accepted(problem))}
+    return _recurrent(problem) | both
 
 
 def _of_state(*names: str) -> Callable[[Problem], tuple[jax.Array, ...]]:
     def operands(problem: Problem) -> tuple[jax.Array, ...]:
-        values = _recurrent(problem)
+        values = _in_tree(problem)
         return tuple(values[name] for name in names)
 
     return operands
@@ -148,8 +154,13 @@ def _of_level(problem: Problem) -> tuple[jax.Array, ...]:
     return x, dt, A, B, C[:, -newest:], D, state, mask
 
 
+def _of_sequence(problem: Problem) -> tuple[jax.Array, ...]:
+    """A prompt, which is longer than a tree."""
+    return tuple(_recurrent(problem._replace(nodes=_PROMPT * problem.nodes)).values())
+
+
 def _of_fused(problem: Problem) -> tuple[jax.Array, ...]:
-    before = _recurrent(problem._replace(seed=problem.seed + 1))
+    before = _in_tree(problem._replace(seed=problem.seed + 1))
     previous = tuple(before[name] for name in ("x", "dt", "B", "path"))
     return previous + KERNELS["tree_scan"].operands(problem)
 
@@ -171,7 +182,7 @@ def _of_conv(problem: Problem) -> tuple[jax.Array, ...]:
 def _of_mixer(problem: Problem) -> tuple[jax.Array, ...]:
     """The last operand is the state; see `_mixer_call`."""
     earlier = problem._replace(seed=problem.seed + 1)
-    before = _recurrent(earlier)
+    before = _in_tree(earlier)
     _, conv_state, weight, bias, window = _of_conv(problem)
     heads = problem.shape.num_heads
     layout = _layout(*problem.shape)
@@ -438,6 +449,15 @@ KERNELS: dict[str, Kernel] = {
         _true_mixer,
         ("output", "square", "output", "state", "output", "output", "output", "state"),
         {-1: -1},
+        MIXERS,
+    ),
+    "ssd": Kernel(
+        pk.ssd,
+        ssd_kernel.ssd,
+        _of_sequence,
+        lambda *arguments: ssd_reference(*arguments[:-1]),
+        ("output", "state"),
+        {6: 1},
         MIXERS,
     ),
     "tree_attention": Kernel(

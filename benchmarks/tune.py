@@ -37,6 +37,7 @@ from pallas_kernels.gated_rms_norm import config as norm_config
 from pallas_kernels.mamba2_tree import config as mixer_config
 from pallas_kernels.replay import config as replay_config
 from pallas_kernels.replay_tree_scan import config as fused_config
+from pallas_kernels.ssd import config as ssd_config
 from pallas_kernels.tree_attention import config as attention_config
 from pallas_kernels.tree_conv1d import config as conv_config
 from pallas_kernels.tree_scan import config as scan_config
@@ -105,6 +106,11 @@ SPACES = {
     ),
     "replay_tree_scan": Space(fused_config.DEFAULTS, _by_dtype, _FUSED),
     "mamba2_tree": Space(mixer_config.DEFAULTS, _by_dtype, _FUSED),
+    "ssd": Space(
+        ssd_config.DEFAULTS,
+        _by_dtype,
+        {"state": _STATE, "positions": (16, 32, 64), "part": (32, 64, 128)} | _WARPS,
+    ),
     "tree_attention": _ATTENTION,
     "attention_tree": _ATTENTION,
     "gated_rms_norm": Space(

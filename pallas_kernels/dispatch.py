@@ -41,6 +41,11 @@ def choose(op: str, requested: str | None, unsupported: str | None) -> str:
     return requested
 
 
+def besides_jax_triton(requested: str | None) -> str | None:
+    """What to request of an op that jax-triton does not have, next to ops that it has."""
+    return None if requested == "jax_triton" else requested
+
+
 def explain() -> str:
     """One line: what runs on this machine, and why."""
     obstacle = triton_backend.UNAVAILABLE or device_obstacle()

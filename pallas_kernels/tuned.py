@@ -30,6 +30,7 @@ OPS = (
     "mamba2_tree",
     "replay",
     "replay_tree_scan",
+    "ssd",
     "tree_attention",
     "tree_conv1d",
     "tree_scan",

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from pallas_kernels.dispatch import besides_jax_triton
 from pallas_kernels.gated_rms_norm.xla import activated
 from pallas_kernels.numerics import Unscaled
 from pallas_kernels.replay.api import replay
@@ -28,7 +29,7 @@ def mamba2_tree(
 ):
     """See `api.mamba2_tree`."""
     # jax-triton has the scan and the replay only.
-    common = None if implementation == "jax_triton" else implementation
+    common = besides_jax_triton(implementation)
     A, D = weights.A(), weights.skip(layout)
     if previous is not None:
         old, path, back = previous

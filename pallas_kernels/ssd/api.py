@@ -1,9 +1,12 @@
 """The chunked scan of a whole sequence (Mamba-2, section 6), for prefill and training."""
 
+import functools
+
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.ssd import xla
+from pallas_kernels import dispatch
+from pallas_kernels.ssd import pallas_triton, xla
 
 
 def ssd(
@@ -16,6 +19,7 @@ def ssd(
     state: Float[Array, "B H P S"],
     *,
     chunk_size: int = 64,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "B T H P"], Float[Array, "B H P S"]]:
     """Outputs of a whole sequence and the state after it.
 
@@ -27,10 +31,39 @@ def ssd(
         B, C: head h uses group `h // (H / G)`.
         D: the skip weight of each channel, float32.
         state: the state before the sequence, float32.
-        chunk_size: a matter of speed and memory; the result does not depend on it beyond rounding.
+        chunk_size: of XLA; a matter of speed and memory, the result does not depend on it beyond
+            rounding.
+        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
 
     Returns:
-        The outputs in the dtype of `x`, and the state after the last position in float32.
+        The outputs in the dtype of `x`, and the state after the last position in float32. Reverse
+        gradients are XLA's in all implementations; the kernel has none in forward mode.
+
+    Raises:
+        ValueError: an implementation that does not exist, or cannot run these shapes.
     """
+    arguments = (x, dt, A, B, C, D, state)
     with jax.named_scope("ssd"):
-        return xla.ssd(x, dt, A, B, C, D, state, chunk_size)
+        reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
+        match dispatch.choose("ssd", implementation, reason):
+            case "xla":
+                return xla.ssd(*arguments, chunk_size)
+            case chosen:
+                return _kernel(chunk_size, chosen == "pallas_interpret", *arguments)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _kernel(chunk_size, interpret, *arguments):
+    return pallas_triton.ssd(*arguments, interpret=interpret)
+
+
+def _forwards(chunk_size, interpret, *arguments):
+    return _kernel(chunk_size, interpret, *arguments), arguments
+
+
+def _backwards(chunk_size, interpret, arguments, cotangents):
+    _, gradient = jax.vjp(functools.partial(xla.ssd, chunk_size=chunk_size), *arguments)
+    return gradient(cotangents)
+
+
+_kernel.defvjp(_forwards, _backwards)

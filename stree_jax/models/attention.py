@@ -26,6 +26,7 @@ from pallas_kernels import (
     tree_conv1d,
     write_keys,
 )
+from pallas_kernels.dispatch import besides_jax_triton
 from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array, Bool, Float, Lengths
 from stree_jax.layer_config import AttentionConfig
@@ -70,8 +71,7 @@ class AttentionMixer(nnx.Module):
         implementation: str | None = None,
     ):
         c = self.config = config
-        # jax-triton has the ops of Mamba-2 only.
-        self.implementation = None if implementation == "jax_triton" else implementation
+        self.implementation = besides_jax_triton(implementation)
         channels = sum(c.projected_sizes)
         self.in_proj = linear(
             c.input_multiple * d_model,

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import Unscaled, add_rms_norm, conv_window, replay_window
+from pallas_kernels.dispatch import besides_jax_triton
 from pallas_kernels.numerics import contract, rms_norm, scaled
 from stree_jax.array_types import Array, Bool, Float, Int, Lengths, Tokens
 from stree_jax.config import ModelConfig
@@ -144,8 +145,7 @@ class HybridLM(nnx.Module):
             raise ValueError(f"dtype must be float32 or bfloat16, got {jnp.dtype(dtype).name}")
         self.config = config
         self.dtype = jnp.dtype(dtype)
-        # jax-triton does not have the norm.
-        self._norm_kernel = None if implementation == "jax_triton" else implementation
+        self._norm_kernel = besides_jax_triton(implementation)
         shape = (config.num_embeddings, config.d_model)
 
         def new_embedding() -> nnx.Param:

@@ -32,6 +32,7 @@ from pallas_kernels import (
     replay_conv_state,
     ssd,
 )
+from pallas_kernels.dispatch import besides_jax_triton
 from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array, Bool, Float, Lengths
 from stree_jax.layer_config import Mamba2Config
@@ -135,9 +136,13 @@ class Mamba2Mixer(nnx.Module):
         conv = causal_conv1d(conv_input, cache.conv, weights.conv_weight, weights.conv_bias)
         x, B, C = layout.heads(silu(conv))
         A, D = weights.A(), weights.skip(layout)
-        y, state = ssd(x, dt, A, B, C, D, cache.ssm, chunk_size=self.config.chunk_size)
+        y, state = ssd(
+            *(x, dt, A, B, C, D, cache.ssm),
+            chunk_size=self.config.chunk_size,
+            implementation=besides_jax_triton(self.implementation),
+        )
         conv_state = conv_state_after(cache.conv, conv_input, lengths)
-        # Sequences are trained on, and the kernel has no gradient.
+        # Sequences are trained on, and the norm's kernel has no gradient.
         y = self._gated_norm(y.reshape(*y.shape[:2], -1), projected, "xla")
         return self._project_out(y, projected), Mamba2Cache(state, conv_state)
 
@@ -194,9 +199,7 @@ class Mamba2Mixer(nnx.Module):
             output = dataclasses.replace(y, value=self._project_out(y.value, projected))
         else:
             if not gated:
-                # jax-triton does not have the norm.
-                common = None if self.implementation == "jax_triton" else self.implementation
-                y = self._gated_norm(y, projected, common)
+                y = self._gated_norm(y, projected, besides_jax_triton(self.implementation))
             output = self._project_out(y, projected)
         return output, pending, Mamba2Cache(*states)
 

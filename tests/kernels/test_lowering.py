@@ -89,6 +89,7 @@ def operands(shape, dtype):
         "tree_scan": (x, dt, A, B, C, D, h, mask),
         "replay": (x, dt, A, B, h, path),
         "replay_tree_scan": (x, dt, B, path, x, dt, A, B, C, D, h, mask),
+        "ssd": (x, dt, A, B, B, D, h),
         "tree_conv1d": (conv_input, *conv, struct((2, queries, 4), jnp.int32)),
         "gated_rms_norm": (y, y, struct(y.shape[-1:], dtype)),
         "add_rms_norm": (y, y, struct(y.shape[-1:], dtype)),

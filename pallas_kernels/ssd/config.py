@@ -1,0 +1,41 @@
+"""Block sizes of the `ssd` kernel.
+
+Defaults are chosen so that nothing spills on sm_80 to sm_90 (`benchmarks/spills.py`); a device's
+own come from its table (`pallas_kernels/tuned.py`).
+"""
+
+import dataclasses
+
+from jax.typing import DTypeLike
+
+from pallas_kernels import tuned
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """Sizes of what a program works on at a time; an axis that is smaller is one block.
+
+    Attributes:
+        positions: of the sequence, in a block.
+        state: numbers of the state that a program owns: channels of the head times state size.
+        part: state channels that a partial product covers.
+        num_warps, num_stages: Triton's.
+    """
+
+    positions: int
+    state: int
+    part: int
+    num_warps: int
+    num_stages: int
+
+
+# By type of the inputs. Full float32 products need many registers.
+DEFAULTS = {
+    "bfloat16": BlockSizes(positions=32, state=32 * 128, part=64, num_warps=8, num_stages=1),
+    "float32": BlockSizes(positions=16, state=16 * 128, part=32, num_warps=8, num_stages=1),
+}
+
+
+def block_sizes(dtype: DTypeLike) -> BlockSizes:
+    """Block sizes for inputs of this type."""
+    return tuned.chosen("ssd", tuned.dtype_case(dtype), DEFAULTS)
