@@ -12,11 +12,13 @@ from jax import lax
 
 import pallas_kernels as pk
 import stree_jax as st
-from benchmarks.shapes import ATTENTIONS, MIXERS, AttentionShape, MixerShape
+from benchmarks.shapes import ATTENTIONS, HEADS, MIXERS, AttentionShape, HeadShape, MixerShape
 from pallas_kernels.add_rms_norm import pallas_triton as add_norm_kernel
 from pallas_kernels.add_rms_norm.reference import add_rms_norm as add_norm_reference
 from pallas_kernels.attention_tree import pallas_triton as layer_kernel
 from pallas_kernels.attention_tree.reference import attention_tree as layer_reference
+from pallas_kernels.best_token import pallas_triton as head_kernel
+from pallas_kernels.best_token.reference import best_token as head_reference
 from pallas_kernels.gated_rms_norm import pallas_triton as norm_kernel
 from pallas_kernels.gated_rms_norm.reference import gated_rms_norm as norm_reference
 from pallas_kernels.mamba2_tree import pallas_triton as mixer_kernel
@@ -53,7 +55,7 @@ _PROMPT = 15  # positions of a sequence for each node of a tree; 13 nodes: no wh
 class Problem(NamedTuple):
     """What one kernel is given. The second row of a batch has an empty path, a third of a cache."""
 
-    shape: MixerShape | AttentionShape
+    shape: MixerShape | AttentionShape | HeadShape
     nodes: int
     dtype: str
     batch: int = 1
@@ -274,6 +276,33 @@ def _add_norm_call(function: Callable[..., Any]) -> Callable[..., tuple]:
     return functools.partial(call, **_ADD_NORM)
 
 
+def _of_head(problem: Problem) -> tuple[jax.Array, ...]:
+    width, vocab_size = problem.shape
+    normal = draw(problem)
+    return normal(problem.batch, problem.nodes, width), normal(vocab_size, width)
+
+
+def _head_call(function: Callable[..., Any]) -> Callable[..., tuple]:
+    """`best_token`; returns the best logits, and those that its tokens have."""
+
+    def call(hidden: Any, head: Any, **options: Any) -> tuple:
+        token, logit = function(hidden, head, **_head_options(head), **options)
+        rows = head[token].astype("float32")
+        have = jnp.einsum("bnm,bnm->bn", hidden.astype("float32"), rows, precision="highest")
+        return logit, have
+
+    return call
+
+
+def _head_options(head: Any) -> dict[str, Any]:
+    return {"vocab_size": head.shape[0], "multiplier": 1.0}
+
+
+def _true_head(hidden: Any, head: Any, _: Any) -> tuple[np.ndarray, ...]:
+    _, logit = head_reference(hidden.reshape(-1, hidden.shape[-1]), head, **_head_options(head))
+    return (logit.reshape(hidden.shape[:2]),) * 2
+
+
 def _of_attention(problem: Problem) -> tuple[jax.Array, ...]:
     heads, groups, head_dim = problem.shape
     normal, batch, nodes = draw(problem), problem.batch, problem.nodes
@@ -478,6 +507,15 @@ KERNELS: dict[str, Kernel] = {
         {-2: -2, -1: -1},
         ATTENTIONS,
     ),
+    "best_token": Kernel(
+        _head_call(pk.best_token),
+        _head_call(head_kernel.best_token),
+        _of_head,
+        _true_head,
+        ("state", "state"),
+        {},
+        HEADS,
+    ),
     "gated_rms_norm": Kernel(
         functools.partial(pk.gated_rms_norm, **_GATE_THEN_NORM),
         functools.partial(norm_kernel.gated_rms_norm, **_GATE_THEN_NORM),
@@ -511,7 +549,9 @@ TIMED = tuple(name for name in KERNELS if name != LEVEL)
 
 
 def small(shape: Any) -> Any:
-    """A shape with two heads, or two groups of them: the float64 reference is slow."""
+    """A shape with two heads, two groups of them, or few words: the float64 reference is slow."""
+    if isinstance(shape, HeadShape):
+        return shape._replace(vocab_size=min(shape.vocab_size, 4001))
     if isinstance(shape, AttentionShape):
         return shape._replace(num_heads=2 * shape.num_heads // shape.num_kv_heads, num_kv_heads=2)
     return shape._replace(num_heads=2, num_groups=min(shape.num_groups, 2))

@@ -33,8 +33,8 @@ def measure(config: st.ModelConfig, length: int, num_nodes: int) -> dict[str, fl
         tree = topology.tree(jnp.ones(tokens.shape, bool))
         model = nnx.merge(structure, weights)
         path = path_to(tree, last)
-        logits, pending, cache = model.tree_forward(tokens, tree, cache, replay=(pending, path))
-        return jnp.argmax(logits, axis=-1), pending, cache
+        best, *records = model.tree_best(tokens, tree, cache, replay=(pending, path))
+        return best.token, *records
 
     cache = jax.eval_shape(lambda: init_cache(config, 1, length, jnp.float32))
     pending = jax.eval_shape(lambda: init_pending(config, 1, num_nodes, jnp.float32))

@@ -18,7 +18,7 @@ from benchmarks.common import interleaved, summary
 from benchmarks.kernels import ATTENTION_OPS, KERNELS, Problem
 from benchmarks.models import RANDOM_NOTE, Pair, on_gpu
 from benchmarks.sections import Clock
-from benchmarks.shapes import ATTENTIONS, MIXERS, AttentionShape, MixerShape
+from benchmarks.shapes import ATTENTIONS, HEADS, MIXERS, AttentionShape, HeadShape, MixerShape
 from benchmarks.steps import run_steps
 from benchmarks.tree_size import fits as fits_of
 from benchmarks.tree_size import tree_of
@@ -33,7 +33,7 @@ class Scale:
 
     Attributes:
         implementations: that are compared, the kernels last.
-        mixers, attentions: shapes that kernels are checked on.
+        mixers, attentions, heads: shapes that kernels are checked on.
         capacity: of the attention's cache.
         checked_nodes: sizes of trees that kernels are checked on.
         families, trees, tokens: that losslessness is checked on.
@@ -51,6 +51,7 @@ class Scale:
     implementations: tuple[str, ...]
     mixers: Mapping[str, MixerShape]
     attentions: Mapping[str, AttentionShape]
+    heads: Mapping[str, HeadShape]
     capacity: int
     checked_nodes: tuple[int, ...]
     families: tuple[str, ...]
@@ -74,6 +75,7 @@ FULL = Scale(
     implementations=("xla", "pallas"),
     mixers=MIXERS,
     attentions=ATTENTIONS,
+    heads=HEADS,
     capacity=4096,
     checked_nodes=(64, 13, 1, 100),
     families=tuple(lossless.FAMILIES),
@@ -101,6 +103,7 @@ SMOKE = Scale(
     implementations=("xla", "pallas_interpret"),
     mixers={"tiny": MixerShape(4, 16, 16, 1)},
     attentions={"tiny": AttentionShape(4, 2, 16)},
+    heads={"tiny": HeadShape(32, 100)},
     capacity=40,
     checked_nodes=(5,),
     families=("MambaInLlama",),
@@ -175,7 +178,9 @@ def check_kernels(scale: Scale, clock: Clock) -> dict[str, Any]:
 
 
 def _shapes(scale: Scale, name: str) -> Mapping[str, Any]:
-    return scale.attentions if name in ATTENTION_OPS else scale.mixers
+    if name in ATTENTION_OPS:
+        return scale.attentions
+    return scale.heads if name == "best_token" else scale.mixers
 
 
 def check_lossless(scale: Scale, clock: Clock) -> dict[str, Any]:

@@ -33,3 +33,17 @@ ATTENTIONS = {
     "MambaInLlama-8B": AttentionShape(32, 8, 128),
     "Falcon-H1-0.5B": AttentionShape(8, 2, 64),
 }
+
+
+class HeadShape(NamedTuple):
+    """An output head."""
+
+    width: int
+    vocab_size: int
+
+
+HEADS = {
+    "mamba2-130m": HeadShape(768, 50277),
+    "mamba2-2.7b": HeadShape(2560, 50277),
+    "MambaInLlama-8B": HeadShape(4096, 128256),
+}

@@ -38,7 +38,6 @@ import stree_jax as st
 from benchmarks.common import RESULTS, merged, print_table, write_json
 from benchmarks.thunks import Thunks, by_name, launches, num_loops
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.sampling import best_token
 from stree_jax.decoding.state import Context, Limits, Sampling
 from stree_jax.decoding.verify import VERIFIERS
 from stree_jax.models.cache import init_cache, init_pending, path_to
@@ -151,10 +150,9 @@ def verify_step(
         model = nnx.merge(structure, weights)
         tree = topology.tree(valid)
         for _ in range(STEPS):
-            logits, pending, cache = model.tree_forward(
+            (tokens, _), pending, cache = model.tree_best(
                 tokens, tree, cache, replay=(pending, path_to(tree, last))
             )
-            tokens = best_token(logits, config.vocab_size)
             last = tokens[:, 0] % nodes  # a path that is not known before
         return tokens, pending, cache
 

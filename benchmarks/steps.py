@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 import stree_jax as st
-from stree_jax.decoding.sampling import best_token
 from stree_jax.models.cache import init_pending, path_to
 
 
@@ -21,8 +20,8 @@ def run_steps(model: st.HybridLM, topology: st.TreeTopology, count: int) -> jax.
 
     def step(_, carry):
         tokens, pending, cache = carry
-        logits, pending, cache = model.tree_forward(tokens, tree, cache, replay=(pending, path))
-        return best_token(logits, model.config.vocab_size), pending, cache
+        best, *records = model.tree_best(tokens, tree, cache, replay=(pending, path))
+        return best.token, *records
 
     tokens = jnp.zeros((1, topology.num_nodes), jnp.int32)
     return jax.lax.fori_loop(0, count, step, (tokens, pending, model.init_cache(1, max_length)))[0]

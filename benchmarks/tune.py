@@ -31,8 +31,9 @@ from benchmarks import kernels
 from benchmarks.common import interleaved, machine, print_table, write_json
 from benchmarks.kernels import ATTENTION_OPS, KERNELS, Problem
 from benchmarks.models import on_gpu
-from benchmarks.shapes import AttentionShape, MixerShape
+from benchmarks.shapes import AttentionShape, HeadShape, MixerShape
 from pallas_kernels import dispatch, tuned
+from pallas_kernels.best_token import config as head_config
 from pallas_kernels.gated_rms_norm import config as norm_config
 from pallas_kernels.mamba2_tree import config as mixer_config
 from pallas_kernels.replay import config as replay_config
@@ -50,6 +51,7 @@ FACTOR = 2.5
 
 TINY = {
     **{name: {"tiny": AttentionShape(4, 2, 16)} for name in ATTENTION_OPS},
+    "best_token": {"tiny": HeadShape(32, 100)},
     "others": {"tiny": MixerShape(2, 16, 16, 1)},
 }
 
@@ -113,6 +115,12 @@ SPACES = {
     ),
     "tree_attention": _ATTENTION,
     "attention_tree": _ATTENTION,
+    "best_token": Space(
+        head_config.DEFAULTS,
+        _by_dtype,
+        {"words": (64, 128, 256), "inner": (32, 64, 128), "rows": (16, 32, 64)}
+        | {"num_warps": (4, 8), "num_stages": (2, 3, 4)},
+    ),
     "gated_rms_norm": Space(
         norm_config.DEFAULTS,
         _norm_case,

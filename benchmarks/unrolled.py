@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 
 import stree_jax as st
+from pallas_kernels import Best
 from stree_jax.models.cache import path_to
 
 
@@ -65,12 +66,24 @@ class UnrolledLM(st.HybridLM):
         self, tokens: jax.Array, tree: st.Tree, cache: Any, *, replay: Any = None
     ) -> tuple[jax.Array, Any, Any]:
         """As `HybridLM.tree_forward` of a whole tree."""
+        return self._unrolled(st.HybridLM.tree_forward, tokens, tree, cache, replay)
+
+    def tree_best(
+        self, tokens: jax.Array, tree: st.Tree, cache: Any, *, replay: Any = None
+    ) -> tuple[Best, Any, Any]:
+        """As `HybridLM.tree_best`."""
+        return self._unrolled(st.HybridLM.tree_best, tokens, tree, cache, replay)
+
+    def _unrolled(
+        self, forward: Any, tokens: jax.Array, tree: st.Tree, cache: Any, replay: Any
+    ) -> tuple[Any, Any, Any]:
         if replay is not None:
             cache = self.replay(cache, *replay)
         paths = root_to_leaf_paths(tree, self.num_rows, self.num_positions)
         batch, num_nodes = tokens.shape
         unrolled = jnp.take_along_axis(tokens[:, None], paths.nodes, axis=2)
-        logits, pending = self.run_paths(
+        records = self.run_paths(
+            forward,
             unrolled.reshape(-1, self.num_positions),
             paths.valid.reshape(-1, self.num_positions),
             jax.tree.map(lambda value: jnp.repeat(value, self.num_rows, axis=0), cache),
@@ -81,27 +94,34 @@ class UnrolledLM(st.HybridLM):
             place = paths.place.reshape(batch, num_nodes, *(1,) * (value.ndim - 2))
             return jnp.take_along_axis(flat, place, axis=1)
 
-        return packed(logits), jax.tree.map(packed, pending), cache
+        return *jax.tree.map(packed, records), cache
 
-    def run_paths(self, tokens: jax.Array, valid: jax.Array, cache: Any) -> tuple[jax.Array, tuple]:
-        """Logits and pending record of right-padded rows `[R, L]`, each from its own state."""
+    def run_paths(
+        self, forward: Any, tokens: jax.Array, valid: jax.Array, cache: Any
+    ) -> tuple[Any, tuple]:
+        """Logits, or best tokens, and pending record of right-padded rows `[R, L]`.
+
+        Each row starts from its own state.
+        """
         chain = st.TreeTopology.chain(tokens.shape[1] - 1).tree(valid)
-        logits, pending, _ = st.HybridLM.tree_forward(self, tokens, chain, cache)
-        return logits, pending
+        target, pending, _ = forward(self, tokens, chain, cache)
+        return target, pending
 
 
 class SequentialLM(UnrolledLM):
     """The paths as rows, one token at a time: the recurrent step."""
 
-    def run_paths(self, tokens: jax.Array, valid: jax.Array, cache: Any) -> tuple[jax.Array, tuple]:
+    def run_paths(
+        self, forward: Any, tokens: jax.Array, valid: jax.Array, cache: Any
+    ) -> tuple[Any, tuple]:
         """See `UnrolledLM`."""
         one = st.TreeTopology.chain(0).tree(jnp.ones_like(valid[:, :1]))
 
         def step(cache: Any, at: tuple) -> tuple:
             token, exists = at
-            logits, pending, cache = st.HybridLM.tree_forward(self, token[:, None], one, cache)
+            target, pending, cache = forward(self, token[:, None], one, cache)
             path = path_to(one, jnp.where(exists, 0, -1))
-            return self.replay(cache, pending, path), (logits[:, 0], jax.tree.map(_only, pending))
+            return self.replay(cache, pending, path), jax.tree.map(_only, (target, pending))
 
         _, out = lax.scan(step, cache, (tokens.T, valid.T))
         return jax.tree.map(lambda value: jnp.moveaxis(value, 0, 1), out)

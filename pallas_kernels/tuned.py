@@ -26,6 +26,7 @@ from jax.typing import DTypeLike
 DIRECTORY = Path(__file__).parent / "tuned"
 OPS = (
     "attention_tree",
+    "best_token",
     "gated_rms_norm",
     "mamba2_tree",
     "replay",

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import Best
 from stree_jax.array_types import Array, Bool, Int
 from stree_jax.config import ModelConfig
 from stree_jax.decoding.draft import Drafter, root_only
@@ -168,13 +169,18 @@ class SpeculativeDecoder:
                 )
 
         # Forward, after replaying the previous path.
-        logits, pending, cache = model.tree_forward(
+        forward = model.tree_best if self.verifier.greedy else model.tree_forward
+        target, pending, cache = forward(
             draft.tokens, draft.tree, state.cache, replay=(state.pending, state.path)
         )
+        if isinstance(target, Best):
+            finite = jnp.isfinite(target.logit)
+        else:
+            finite = all_finite(target, vocab_size)
 
         # Verify.
         verdict = self.verifier.verify(
-            keys[:, 1], draft, logits, sampling, vocab_size=vocab_size, filtered=self.filtered
+            keys[:, 1], draft, target, sampling, vocab_size=vocab_size, filtered=self.filtered
         )
 
         # Emit, up to the end of sequence or the limit.
@@ -186,7 +192,7 @@ class SpeculativeDecoder:
         ended = is_end.any(axis=-1)
         count = jnp.where(ended, jnp.argmax(is_end, axis=-1) + 1, count)
         count = jnp.minimum(count, limits.max_new_tokens - state.emitted)
-        failed = _failures(draft, verdict, count, all_finite(logits, vocab_size))
+        failed = _failures(draft, verdict, count, finite)
         failed = jnp.where(state.done, 0, jnp.maximum(state.failed, failed))  # once is for good
         active = ~state.done & (failed == 0)
         count = jnp.where(active, count, 0)

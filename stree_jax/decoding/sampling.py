@@ -2,9 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from stree_jax.array_types import Array, Float, Int
+from stree_jax.array_types import Array, Float
 from stree_jax.decoding.state import Sampling
 
 
@@ -35,17 +34,6 @@ def token_log_probs(
         lowest = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
         scaled = jnp.where(scaled >= lowest, scaled, -jnp.inf)
     return jax.nn.log_softmax(scaled)
-
-
-def best_token(logits: Float[Array, "*rows W"], vocab_size: int) -> Int[Array, "*rows"]:
-    """`argmax` over the vocabulary; the lowest id among equals.
-
-    Two plain reductions, which XLA vectorises on CPU; `argmax` itself was three times slower there.
-    """
-    logits = logits[..., :vocab_size]
-    ids = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    best = jnp.where(logits == logits.max(axis=-1, keepdims=True), ids, vocab_size - 1)
-    return best.min(axis=-1)
 
 
 def all_finite(logits: Float[Array, "*rows W"], vocab_size: int) -> Array:

@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import Best
 from stree_jax.array_types import Array, Float, Float32, Int, Key
-from stree_jax.decoding.sampling import best_token, token_log_probs
+from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.state import DraftTree, Sampling, Verdict
 from stree_jax.tree import Tree, TreeTopology
 
@@ -75,19 +76,21 @@ class Verifier:
         self,
         keys: Key[Array, " B"],
         draft: DraftTree,
-        target_logits: Float[Array, "B N W"],
+        target: Float[Array, "B N W"] | Best,
         sampling: Sampling,
         *,
         vocab_size: int,
         filtered: bool,
     ) -> Verdict:
-        """Picks a path of each row's tree. Rows use their own keys, one of which is used up."""
+        """Picks a path of each row's tree. Rows use their own keys, one of which is used up.
+
+        The greedy verifier takes the target's best tokens, the others its logits.
+        """
         with jax.named_scope("verify"):
-            if self.greedy:
-                return follow(draft, best_token(target_logits, vocab_size))
-            log_probs = token_log_probs(
-                target_logits, sampling, vocab_size=vocab_size, filtered=filtered
-            )
+            if isinstance(target, Best):
+                assert self.greedy
+                return follow(draft, target.token)
+            log_probs = token_log_probs(target, sampling, vocab_size=vocab_size, filtered=filtered)
             if not self.tests:
                 chosen = jax.vmap(lambda key, row: jax.random.categorical(key, row))(
                     keys, log_probs

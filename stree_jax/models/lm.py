@@ -8,7 +8,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from pallas_kernels import Unscaled, add_rms_norm, conv_window, replay_window
+from pallas_kernels import (
+    Best,
+    Unscaled,
+    add_rms_norm,
+    best_token,
+    conv_window,
+    replay_window,
+)
 from pallas_kernels.dispatch import besides_jax_triton
 from pallas_kernels.numerics import contract, rms_norm, scaled
 from stree_jax.array_types import Array, Bool, Float, Int, Lengths, Tokens
@@ -145,7 +152,7 @@ class HybridLM(nnx.Module):
             raise ValueError(f"dtype must be float32 or bfloat16, got {jnp.dtype(dtype).name}")
         self.config = config
         self.dtype = jnp.dtype(dtype)
-        self._norm_kernel = besides_jax_triton(implementation)
+        self._implementation = besides_jax_triton(implementation)  # of what is not a layer's
         shape = (config.num_embeddings, config.d_model)
 
         def new_embedding() -> nnx.Param:
@@ -240,6 +247,43 @@ class HybridLM(nnx.Module):
         Returns:
             Logits, the pending record of all N nodes, and the (replayed) cache before the root.
         """
+        hidden, pending, cache = self._tree(tokens, tree, cache, replay, grown)
+        if num_logits is not None:
+            hidden = hidden[:, tokens.shape[1] - num_logits :]
+        return self._logits(hidden), pending, cache
+
+    def tree_best(
+        self,
+        tokens: Int[Array, "B N"],
+        tree: Tree,
+        cache: Cache,
+        *,
+        replay: tuple[Pending, Path] | None = None,
+    ) -> tuple[Best, Pending, Cache]:
+        """`tree_forward` of a whole tree for who needs the best tokens only, as greedy decoding.
+
+        Logits of all nodes over a large vocabulary are more than all else that a step holds beside
+        weights and caches; on a GPU they are not written.
+        """
+        hidden, pending, cache = self._tree(tokens, tree, cache, replay, None)
+        with jax.named_scope("head"):
+            best = best_token(
+                *self._normed_and_head(hidden),
+                vocab_size=self.config.vocab_size,
+                multiplier=self.config.logits_multiplier,
+                implementation=self._implementation,
+            )
+        return best, pending, cache
+
+    def _tree(
+        self,
+        tokens: Array,
+        tree: Tree,
+        cache: Cache,
+        replay: tuple[Pending, Path] | None,
+        grown: Pending | None,
+    ) -> tuple[Array, Pending, Cache]:
+        """The residual stream at the query nodes, and what `tree_forward` returns beside logits."""
         with jax.named_scope("tree_forward"):
             replays: list[Replay | None] = [None] * len(self.blocks)
             if replay is not None:
@@ -259,11 +303,9 @@ class HybridLM(nnx.Module):
                 )
                 return out, tuple(both)
 
-            hidden, both = self._stack(tokens, run, self._norm_kernel)
+            hidden, both = self._stack(tokens, run, self._implementation)
             pending, cache = zip(*both, strict=True)
-            if num_logits is not None:
-                hidden = hidden[:, num_queries - num_logits :]
-            return self._logits(hidden), pending, cache
+            return hidden, pending, cache
 
     def replay(self, cache: Cache, pending: Pending, path: Path) -> Cache:
         """The cache after the nodes of `path`."""
@@ -361,6 +403,9 @@ class HybridLM(nnx.Module):
 
     def _logits(self, hidden: Array) -> Array:
         with jax.named_scope("head"):
-            head = (self.embedding if self.head is None else self.head)[...]
-            normed = self._normed(hidden, self.final_norm_scale)
-            return contract("btm,vm->btv", normed, head) * self.config.logits_multiplier
+            logits = contract("btm,vm->btv", *self._normed_and_head(hidden))
+            return logits * self.config.logits_multiplier
+
+    def _normed_and_head(self, hidden: Array) -> tuple[Array, Array]:
+        head = self.embedding if self.head is None else self.head
+        return self._normed(hidden, self.final_norm_scale), head[...]

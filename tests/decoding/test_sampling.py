@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.decoding.sampling import all_finite, best_token, token_log_probs
+from stree_jax.decoding.sampling import all_finite, token_log_probs
 from stree_jax.decoding.state import Sampling
 
 
@@ -37,11 +37,6 @@ def test_filters(options, want):
 
 def test_without_filters_the_sort_is_skipped():
     np.testing.assert_allclose(probs(filtered=False), [0.1, 0.4, 0.2, 0.3], atol=1e-6)
-
-
-def test_best_token():
-    logits = jnp.array([[0.0, 2.0, 2.0, 1.0, 9.0], [-jnp.inf, -jnp.inf, -5.0, -jnp.inf, 9.0]])
-    assert best_token(logits, 4).tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""The best next token, without the logits of all others."""
