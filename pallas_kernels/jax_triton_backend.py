@@ -1,6 +1,6 @@
 """The one module that knows jax-triton, the exit for the day that jax drops Pallas-Triton.
 
-Not a dependency: it is asked for by name ("jax_triton") and looked for only then. Which versions go
+An extra: it is asked for by name ("jax_triton") and looked for only then. Which versions go
 together was found by lowering on a machine without a GPU; others are refused, because they fail
 late and obscurely, if not silently.
 """

@@ -1,4 +1,4 @@
-"""The exit from Pallas-Triton. Most of this needs jax-triton, which no test environment has."""
+"""The exit from Pallas-Triton. Most of this needs jax-triton, which one leg of `.ci/run` has."""
 
 import importlib.metadata
 import json
