@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +46,7 @@ from pallas_kernels.tree_scan import config as scan_config
 
 DTYPES = ("bfloat16", "float32")
 CAPACITY = 4096  # places of the attention's cache
+SHORT = 128  # places of a cache that one program has for itself
 GAIN = 0.98  # of the time so far, to be preferred to it
 # Of two right answers: both are within the limits of the float64 reference.
 FACTOR = 2.5
@@ -63,11 +65,13 @@ class Space(NamedTuple):
         defaults: of each case.
         case: which of them a problem is.
         values: of each field, in the order in which they are tried.
+        fixed: fields that are left as they are in a case.
     """
 
     defaults: Mapping[str, Any]
     case: Callable[[Problem], str]
     values: Mapping[str, tuple[int, ...]]
+    fixed: Mapping[str, tuple[str, ...]] = types.MappingProxyType({})
 
 
 def _by_dtype(problem: Problem) -> str:
@@ -76,13 +80,19 @@ def _by_dtype(problem: Problem) -> str:
 
 def _attention_case(problem: Problem) -> str:
     heads, groups, _ = problem.shape
-    return attention_config.case(problem.dtype, problem.nodes * heads // groups)
+    rows = problem.nodes * heads // groups
+    name = attention_config.case(problem.dtype, rows)
+    blocks = attention_config.DEFAULTS[name].block_sizes(
+        num_rows=rows, num_groups=problem.batch * groups, capacity=problem.capacity
+    )
+    return name if blocks.splits > 1 or name == "float32" else ONE_SHARE
 
 
 def _norm_case(problem: Problem) -> str:
     return norm_config.case(problem.shape.num_heads * problem.shape.head_dim)
 
 
+ONE_SHARE = "bfloat16, one share"
 _WARPS = {"num_warps": (2, 4, 8), "num_stages": (1, 2, 3)}
 _STATE = (16 * 128, 32 * 128, 64 * 128)
 _FUSED = {
@@ -96,6 +106,7 @@ _ATTENTION = Space(
     attention_config.DEFAULTS,
     _attention_case,
     {"busy_warps": (512, 1024, 2048, 4096), "keys": (32, 64, 128), "rows": (16, 32, 64)} | _WARPS,
+    {ONE_SHARE: ("busy_warps",)},
 )
 SPACES = {
     "tree_scan": Space(
@@ -222,6 +233,8 @@ def tune(
     for case, members in cases.items():
         chosen = space.defaults[case]
         for field, options in values.items():
+            if field in space.fixed.get(case, ()):
+                continue
             others = [value for value in options if value != getattr(chosen, field)]
             candidates = [
                 chosen,
@@ -296,6 +309,12 @@ def problems_of(
         (shape, Problem(shapes[shape], count, dtype, batch, capacity))
         for shape, count, dtype in itertools.product(shapes, nodes, DTYPES)
     ]
+    if name in ATTENTION_OPS and not tiny:
+        problems += [
+            (shape, problem._replace(capacity=SHORT))
+            for shape, problem in problems
+            if problem.dtype == "bfloat16"  # float32 has no blocks for one share
+        ]
     return [(shape, problem) for shape, problem in problems if not kernels.refused(name, problem)]
 
 

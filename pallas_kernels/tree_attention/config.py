@@ -36,7 +36,7 @@ class Choice:
     Attributes:
         rows, keys, num_warps, num_stages: as in `BlockSizes`.
         busy_warps: warps that keep the GPU busy. More shares of a cache than that only mean more
-            partial sums, each as large as the output in float32.
+            partial sums, each as large as the output in float32. 1 for one share.
     """
 
     rows: int
@@ -60,12 +60,12 @@ DEFAULTS = {
     "bfloat16": Choice(rows=64, keys=64, num_warps=8, num_stages=2, busy_warps=1024),
     "float32": Choice(rows=16, keys=32, num_warps=4, num_stages=2, busy_warps=1024),
     # Where programs are many, or the cache is short: with the blocks above, one share spills.
-    "bfloat16, one share": Choice(rows=32, keys=32, num_warps=4, num_stages=1, busy_warps=1024),
+    "bfloat16, one share": Choice(rows=32, keys=32, num_warps=4, num_stages=1, busy_warps=1),
 }
 
 
 def case(dtype: DTypeLike, num_rows: int) -> str:
-    """The case of `DEFAULTS` that these inputs are."""
+    """The case of `DEFAULTS` that these inputs are, as far as type and rows tell."""
     name = tuned.dtype_case(dtype)
     return f"{name}, to 32 rows" if name == "bfloat16" and num_rows <= 32 else name
 
@@ -94,5 +94,4 @@ def block_sizes(
         return blocks
     if name == "float32":  # of heads of 128, one share spills with all blocks that were tried
         return dataclasses.replace(blocks, splits=2)
-    blocks = tuned.chosen(op, "bfloat16, one share", DEFAULTS).block_sizes(**sizes)
-    return dataclasses.replace(blocks, splits=1)
+    return tuned.chosen(op, "bfloat16, one share", DEFAULTS).block_sizes(**sizes)

@@ -81,6 +81,33 @@ def test_every_space_is_that_of_its_kernel():
                 assert space.case(problem) in space.defaults
 
 
+def test_attention_is_tuned_also_where_one_program_has_a_cache():
+    for name in tune.ATTENTION_OPS:
+        space = tune.SPACES[name]
+        problems = [problem for _, problem in tune.problems_of(name, (1, 64), 1, tiny=False)]
+        assert {space.case(problem) for problem in problems} == set(space.defaults)
+        (short,) = {p.capacity for p in problems if space.case(p) == tune.ONE_SHARE}
+        blocks = space.defaults[tune.ONE_SHARE].block_sizes(
+            num_rows=1, num_groups=1, capacity=short
+        )
+        assert blocks.splits == 1
+
+
+def test_a_fixed_field_is_not_tried(monkeypatch):
+    timer = tune.Timer(interpret=True, count=1, rounds=1)
+    monkeypatch.setattr(
+        tune.Timer, "microseconds", lambda self, name, problem, candidates: [1.0] * len(candidates)
+    )
+    name = "tree_attention"
+    problems = tune.problems_of(name, (64,), 1, tiny=False)
+    best, rows = tune.tune(name, problems, timer=timer)
+    tried: dict[str, set[int]] = {case: set() for case in best}
+    for row in rows:
+        tried[row["case"]].add(row["blocks"]["busy_warps"])
+    assert tried[tune.ONE_SHARE] == {1}
+    assert all(len(values) > 1 for case, values in tried.items() if case != tune.ONE_SHARE)
+
+
 def test_the_shipped_tables_can_be_read():
     for path in tuned.DIRECTORY.glob("*.json"):
         assert tuned.load(path)
