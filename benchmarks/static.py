@@ -1,10 +1,12 @@
 """What does a decode step become on a GPU? Compiled for GPUs that are not there.
 
-XLA compiles a verify step (replay, forward of a tree, best tokens) and the whole decode loop from
-abstract weights; its own reports tell kernels, memory and bytes. Programs with one layer more of a
-kind give the cost of such a layer; a whole model is the sum. `--whole` compiles it, too.
+XLA compiles a verify step (replay, forward of a tree, best tokens), the reading of a prompt and the
+whole decode loop from abstract weights; its own reports tell kernels, memory and bytes. Programs
+with one layer more of a kind give the cost of such a layer; a whole model is the sum. `--whole`
+compiles it, too.
 
     python -m benchmarks.static [--presets mamba2-2.7b] [--gpus H100 A100 ...] [--nodes 16 64]
+        [--prompts 1024]
 
 What it needs is in `benchmarks/deviceless.py`. Results go to `benchmarks/results/static.json`;
 a run of some presets or GPUs replaces those rows only. Exit code 1 if a kernel spills registers, or
@@ -19,11 +21,13 @@ without that (`xla_gpu_experimental_force_split_k=1`).
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import re
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +48,8 @@ from stree_jax.models.cache import init_cache, init_pending, path_to
 
 IMPLEMENTATIONS = ("xla", "pallas")
 MAX_LENGTH = 1024  # places of attention caches
-ROW = ("preset", "gpu", "implementation", "products", "nodes")  # which row of the results it is
+# Which row of the results it is; steps have nodes, prompts positions.
+ROW = ("preset", "gpu", "implementation", "products", "nodes", "positions")
 STEPS = 2  # in a program, as `SpeculativeDecoder.rounds` on a GPU
 
 
@@ -121,18 +126,19 @@ def _shape_bytes(shape: str) -> int:
     return total
 
 
-class Step(NamedTuple):
-    """What a verify step was compiled to."""
+class Program(NamedTuple):
+    """What a verify step, or the reading of a prompt, was compiled to."""
 
     cost: Cost
     kernels: Counter[str]  # launches by name
+    steps: int  # that `kernels` are of
     shared_memory: int  # most of a block
     spills: bool
 
 
 def verify_step(
     compiler: Compiler, config: st.ModelConfig, nodes: int, implementation: str
-) -> Step:
+) -> Program:
     """Compiles calls of the target on full binary trees; batch of 1, bfloat16 weights.
 
     The program is `STEPS` of them, each of which replays a path of the one before, as in the decode
@@ -176,7 +182,47 @@ def verify_step(
         floor_bytes=num_bytes(weights) + 2 * num_bytes(cache),
         temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
     )
-    return Step(cost, by_name(found), max(thunk.shared_memory for thunk in found), spills)
+    shared_memory = max(thunk.shared_memory for thunk in found)
+    return Program(cost, by_name(found), STEPS, shared_memory, spills)
+
+
+def read_prompt(
+    compiler: Compiler, config: st.ModelConfig, positions: int, implementation: str
+) -> Program:
+    """Compiles the reading of one prompt into an empty cache; bfloat16 weights.
+
+    XLA's scan of a sequence has a loop over chunks, whose launches count as often as it runs; its
+    bytes count once, since XLA's cost model does not know how often.
+    """
+    structure, weights = st.HybridLM.abstract(
+        config, dtype="bfloat16", implementation=implementation
+    )
+    cache = jax.eval_shape(lambda: init_cache(config, 1, positions, jnp.bfloat16))
+
+    def read(weights: Any, tokens: Any, lengths: Any, cache: Any) -> Any:
+        _, cache = nnx.merge(structure, weights).prefill(tokens, lengths, cache)
+        return cache  # as the decode loop, which samples from the last token itself
+
+    arguments = (
+        weights,
+        jax.ShapeDtypeStruct((1, positions), jnp.int32),
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+        cache,
+    )
+    compiled, thunks, spills = compiler(
+        jax.jit(read, donate_argnames="cache"), *compiler.place(arguments)
+    )
+    outside, inside = Thunks.parse(thunks)
+    trips = -(-positions // config.mamba2.chunk_size) if inside else 0
+    found = [*outside, *inside * trips]
+    cost = Cost(
+        *launches(found),
+        bytes_moved=bytes_moved(compiled),
+        floor_bytes=num_bytes(weights) + 2 * num_bytes(cache),
+        temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
+    )
+    shared_memory = max(thunk.shared_memory for thunk in found)
+    return Program(cost, by_name(found), 1, shared_memory, spills)
 
 
 def with_layers(config: st.ModelConfig, layers: tuple[str, ...]) -> st.ModelConfig:
@@ -184,37 +230,29 @@ def with_layers(config: st.ModelConfig, layers: tuple[str, ...]) -> st.ModelConf
     return dataclasses.replace(config, layers=layers)
 
 
-def by_layer(
-    compiler: Compiler, config: st.ModelConfig, nodes: int, implementation: str
-) -> dict[str, Any]:
-    """Cost of a layer of each kind, and of the whole model as their sum."""
+def by_layer(config: st.ModelConfig, build: Callable[[st.ModelConfig], Program]) -> dict[str, Any]:
+    """Cost of a layer of each kind in a program, and of the whole model as their sum."""
     kinds = tuple(dict.fromkeys(config.layers))
     # Two of each, since a first layer fuses with the embedding.
-    base = verify_step(compiler, with_layers(config, kinds * 2), nodes, implementation)
-    layers, steps, whole = {}, [base], base.cost
+    base = build(with_layers(config, kinds * 2))
+    layers, programs, whole = {}, [base], base.cost
     for kind in kinds:
         # Before the last layer of the same kind, so that its neighbours are what they always are.
-        longer = verify_step(
-            compiler, with_layers(config, _insert(kinds * 2, kind)), nodes, implementation
-        )
-        steps.append(longer)
+        longer = build(with_layers(config, _insert(kinds * 2, kind)))
+        programs.append(longer)
         cost = longer.cost - base.cost
         more = longer.kernels - base.kernels
         layers[kind] = _without_memory(cost) | {
-            "kernels": {name: count / STEPS for name, count in sorted(more.items())}
+            "kernels": {name: count / base.steps for name, count in sorted(more.items())}
         }
         whole = whole.plus(cost, config.layers.count(kind) - 2)
     # Temporary memory is reused from layer to layer, so that it does not add up.
     whole = dataclasses.replace(whole, temporary_bytes=base.cost.temporary_bytes)
     return {
-        "gpu": compiler.gpu,
-        "nodes": nodes,
-        "implementation": implementation,
-        "products": compiler.products,
         "layers": layers,
         "step": dataclasses.asdict(whole),
-        "shared_memory_bytes": max(step.shared_memory for step in steps),
-        "spills": any(step.spills for step in steps),
+        "shared_memory_bytes": max(program.shared_memory for program in programs),
+        "spills": any(program.spills for program in programs),
     }
 
 
@@ -261,10 +299,7 @@ def decode_loop(
     compiled, thunks, spills = compiler(SpeculativeDecoder.run, decoder, *arguments)
     outside, inside = Thunks.parse(thunks)
     return {
-        "gpu": compiler.gpu,
-        "implementation": implementation,
         "topology": "A",
-        "products": compiler.products,
         "launches_a_step": launches(inside)[0] / STEPS,
         "copies_a_step": launches(inside)[1] / STEPS,
         # The host reads the predicate of every loop whose trip count XLA does not know.
@@ -280,7 +315,8 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", default=["mamba2-2.7b"])
     parser.add_argument("--draft", default="mamba2-130m", help="preset, for the loop")
     parser.add_argument("--gpus", nargs="+", default=list(GPUS), choices=GPUS)
-    parser.add_argument("--nodes", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--nodes", type=int, nargs="*", default=[16, 64])
+    parser.add_argument("--prompts", type=int, nargs="*", default=[], help="tokens; such as 1024")
     parser.add_argument(
         "--implementations", nargs="+", default=IMPLEMENTATIONS, choices=IMPLEMENTATIONS
     )
@@ -300,31 +336,45 @@ def main() -> None:
     draft = st.ModelConfig.preset(options.draft)
     compilers = [Compiler(gpu, products) for gpu in options.gpus for products in options.products]
     rows: list[dict[str, Any]] = []
+    prompts: list[dict[str, Any]] = []
     loops: list[dict[str, Any]] = []
+    kinds = (
+        ("nodes", options.nodes, verify_step, rows),
+        ("positions", options.prompts, read_prompt, prompts),
+    )
     for name, config in configs.items():
         for compiler in compilers:
             for implementation in options.implementations:
-                for nodes in options.nodes:
-                    began = time.monotonic()
-                    row = by_layer(compiler, config, nodes, implementation)
-                    if options.whole:
-                        whole = verify_step(compiler, config, nodes, implementation)
-                        row |= {"whole": dataclasses.asdict(whole.cost) | {"spills": whole.spills}}
-                    row |= {"preset": name, "seconds": round(time.monotonic() - began, 1)}
-                    rows.append(row)
-                    print(json.dumps(row), flush=True)
-                loops.append(
-                    {"preset": name} | decode_loop(compiler, config, draft, implementation)
-                )
+                which = {"preset": name, "gpu": compiler.gpu, "implementation": implementation}
+                which |= {"products": compiler.products}
+                for unit, sizes, program, results in kinds:
+                    for size in sizes:
+                        began = time.monotonic()
+                        build = functools.partial(
+                            program, compiler, **{unit: size}, implementation=implementation
+                        )
+                        row = which | {unit: size} | by_layer(config, build)
+                        if options.whole:
+                            whole = build(config)
+                            cost = dataclasses.asdict(whole.cost)
+                            row |= {"whole": cost | {"spills": whole.spills}}
+                        row |= {"seconds": round(time.monotonic() - began, 1)}
+                        results.append(row)
+                        print(json.dumps(row), flush=True)
+                loops.append(which | decode_loop(compiler, config, draft, implementation))
                 print(json.dumps(loops[-1]), flush=True)
-    path = report(rows, loops, options.output)
-    spilled = sum(row["spills"] for row in (*rows, *loops))
+    path = report(rows, prompts, loops, options.output)
+    spilled = sum(row["spills"] for row in (*rows, *prompts, *loops))
     most: dict[str, float] = {}
     for row in rows:
         if (row["implementation"], row["products"]) == ("pallas", "whole"):
             for kind, layer in row["layers"].items():
                 most[kind] = max(most.get(kind, 0.0), layer["launches"])
-    summary = {"programs": len(rows), "with_spills": spilled, "most_launches_of_a_layer": most}
+    summary = {
+        "programs": len(rows) + len(prompts),
+        "with_spills": spilled,
+        "most_launches_of_a_layer": most,
+    }
     print(json.dumps({"static": summary | {"results": str(path)}}))
     failures = [
         f"{kind}: {most.get(kind, 'no such layer, or no such program, was compiled;')} launches,"
@@ -344,21 +394,15 @@ def limit(text: str) -> tuple[str, float]:
     return kind, float(number)
 
 
-def report(rows: list[dict[str, Any]], loops: list[dict[str, Any]], directory: Path | None) -> Path:
-    """Prints the tables and writes the JSON."""
+def print_programs(title: str, unit: str, rows: list[dict[str, Any]]) -> None:
+    """Tables of the layers of programs, and of whole programs."""
+    which = ("preset", "gpu", "implementation", "products", unit)
     print_table(
-        "A layer of a verify step (batch 1, bfloat16)",
-        (
-            *("preset", "gpu", "kernels", "products", "nodes", "layer"),
-            *("launches", "copies", "bytes / floor"),
-        ),
+        f"A layer of {title} (batch 1, bfloat16)",
+        (*which, "layer", "launches", "copies", "bytes / floor"),
         [
             (
-                row["preset"],
-                row["gpu"],
-                row["implementation"],
-                row["products"],
-                row["nodes"],
+                *(row[name] for name in which),
                 kind,
                 cost["launches"],
                 cost["copies"],
@@ -369,18 +413,11 @@ def report(rows: list[dict[str, Any]], loops: list[dict[str, Any]], directory: P
         ],
     )
     print_table(
-        "The whole step",
-        (
-            *("preset", "gpu", "kernels", "products", "nodes"),
-            *("launches", "bytes / floor", "temp. MiB", "shared KiB", "spills"),
-        ),
+        f"The whole of {title}",
+        (*which, "launches", "bytes / floor", "temp. MiB", "shared KiB", "spills"),
         [
             (
-                row["preset"],
-                row["gpu"],
-                row["implementation"],
-                row["products"],
-                row["nodes"],
+                *(row[name] for name in which),
                 row["step"]["launches"],
                 row["step"]["bytes_moved"] / row["step"]["floor_bytes"],
                 row["step"]["temporary_bytes"] / 2**20,
@@ -390,6 +427,18 @@ def report(rows: list[dict[str, Any]], loops: list[dict[str, Any]], directory: P
             for row in rows
         ],
     )
+
+
+def report(
+    rows: list[dict[str, Any]],
+    prompts: list[dict[str, Any]],
+    loops: list[dict[str, Any]],
+    directory: Path | None,
+) -> Path:
+    """Prints the tables and writes the JSON."""
+    print_programs("a verify step", "nodes", rows)
+    if prompts:
+        print_programs("the reading of a prompt", "positions", prompts)
     print_table(
         "A step of the loop, one layer of each kind in target and draft",
         ("preset", "gpu", "kernels", "products", "launches", "copies", "host reads", "spills"),
@@ -418,8 +467,10 @@ def report(rows: list[dict[str, Any]], loops: list[dict[str, Any]], directory: P
         earlier = json.loads(((directory or RESULTS) / "static.json").read_text())
         if earlier.items() >= settings.items():
             rows = merged(earlier["steps"], rows, ROW)
+            prompts = merged(earlier.get("prompts", []), prompts, ROW)
             loops = merged(earlier["loops"], loops, ROW)
-    return write_json("static", settings | {"steps": rows, "loops": loops}, directory)
+    results = settings | {"steps": rows, "prompts": prompts, "loops": loops}
+    return write_json("static", results, directory)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Thunks that only group others.
-WRAPPERS = {"kSequential", "kCommandBuffer", "kWhile", "kConditional"}
+# Thunks that only group others, or wait for them.
+WRAPPERS = {
+    *("kSequential", "kCommandBuffer", "kWhile", "kConditional"),
+    *("kAsyncStart", "kAsyncDone", "kDynamicSliceFusion"),
+}
 
 
 class Thunk(NamedTuple):

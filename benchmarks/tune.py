@@ -118,7 +118,11 @@ SPACES = {
         replay_config.DEFAULTS, _by_dtype, {"state": _STATE, "nodes": (16, 32, 64)} | _WARPS
     ),
     "replay_tree_scan": Space(fused_config.DEFAULTS, _by_dtype, _FUSED),
-    "mamba2_tree": Space(mixer_config.DEFAULTS, _by_dtype, _FUSED),
+    "mamba2_tree": Space(
+        mixer_config.DEFAULTS,
+        lambda problem: mixer_config.case(problem.dtype, problem.shape.state_size),
+        _FUSED,
+    ),
     "ssd": Space(
         ssd_config.DEFAULTS,
         _by_dtype,

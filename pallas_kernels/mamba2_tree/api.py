@@ -104,7 +104,7 @@ def mamba2_tree(
     with jax.named_scope("mamba2_tree"):
         # jax-triton has some of the parts, and not this.
         parts_only = implementation == "jax_triton"
-        reason = pallas_triton.unsupported(layout, window.shape[2])
+        reason = pallas_triton.unsupported(layout, window.shape[2], projected.dtype)
         match dispatch.choose("mamba2_tree", "xla" if parts_only else implementation, reason):
             case "xla":
                 # Where this kernel cannot run those of the parts may.

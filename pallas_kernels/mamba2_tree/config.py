@@ -1,17 +1,33 @@
 """Block sizes of the `mamba2_tree` kernel.
 
-Defaults are those of `replay_tree_scan`, with which this does not spill either; a device's own come
-from its table (`pallas_kernels/tuned.py`).
+Defaults are those of `replay_tree_scan`, with which this does not spill either, up to states of
+`USUAL_STATE`; a device's own come from its table (`pallas_kernels/tuned.py`).
 """
 
 from jax.typing import DTypeLike
 
 from pallas_kernels import tuned
-from pallas_kernels.replay_tree_scan.config import DEFAULTS, BlockSizes
+from pallas_kernels.replay_tree_scan import config as replay_tree_scan
+from pallas_kernels.replay_tree_scan.config import BlockSizes
 
-__all__ = ["DEFAULTS", "BlockSizes", "block_sizes"]
+__all__ = ["DEFAULTS", "USUAL_STATE", "BlockSizes", "block_sizes", "case"]
+
+USUAL_STATE = 128
+_WIDE = f"bfloat16, states above {USUAL_STATE}"
+
+DEFAULTS = replay_tree_scan.DEFAULTS | {
+    _WIDE: BlockSizes(
+        replayed=16, queries=32, keys=64, state=16 * 256, part=128, num_warps=8, num_stages=1
+    )
+}
 
 
-def block_sizes(dtype: DTypeLike) -> BlockSizes:
-    """Block sizes for inputs of this type."""
-    return tuned.chosen("mamba2_tree", tuned.dtype_case(dtype), DEFAULTS)
+def case(dtype: DTypeLike, state_size: int) -> str:
+    """The case of `DEFAULTS` that these inputs are."""
+    name = tuned.dtype_case(dtype)
+    return _WIDE if name == "bfloat16" and state_size > USUAL_STATE else name
+
+
+def block_sizes(dtype: DTypeLike, state_size: int) -> BlockSizes:
+    """Block sizes for inputs of this type and states of this size."""
+    return tuned.chosen("mamba2_tree", case(dtype, state_size), DEFAULTS)

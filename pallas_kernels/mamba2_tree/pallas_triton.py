@@ -17,8 +17,8 @@ Numerics: those of `tree_conv1d`, `replay` and `tree_scan`, whose code this is i
 convolution gives is rounded to the type of the inputs, as it is where it is recorded. Outputs are
 rounded once, after gate and weight; what is squared is not rounded.
 
-Refuses head and state sizes that are not powers of two, states of more than `MOST_STATE`, and a
-convolution of width 1. Any numbers of nodes.
+Refuses what `replay_tree_scan` refuses, states of more than `MOST_STATE`, and a convolution of
+width 1. Any numbers of nodes.
 """
 
 import dataclasses
@@ -30,25 +30,26 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from pallas_kernels import triton_backend as tb
 from pallas_kernels.mamba2_tree.config import BlockSizes, block_sizes
 from pallas_kernels.mamba2_tree.layout import Layout, time_step
 from pallas_kernels.numerics import Unscaled, scaled
 from pallas_kernels.replay.pallas_triton import along_path
-from pallas_kernels.replay.pallas_triton import unsupported as unsupported_state
 from pallas_kernels.replay_tree_scan.pallas_triton import outputs_of_tree
+from pallas_kernels.replay_tree_scan.pallas_triton import unsupported as unsupported_state
 
-MOST_STATE = 128  # with more, all block sizes that were tried spill registers on some GPU
+MOST_STATE = 256  # with more, nothing was tried
 
 
-def unsupported(layout: Layout, width: int) -> str | None:
+def unsupported(layout: Layout, width: int, dtype: DTypeLike) -> str | None:
     """Why these shapes cannot run, or None."""
     if width == 1:
         return "a convolution of width 1 has no state"
     if layout.state_size > MOST_STATE:
         return f"state_size = {layout.state_size} is more than {MOST_STATE}"
-    return unsupported_state(layout.head_dim, layout.state_size)
+    return unsupported_state(layout.head_dim, layout.state_size, dtype)
 
 
 def mamba2_tree(
@@ -69,7 +70,7 @@ def mamba2_tree(
     blocks: BlockSizes | None = None,
 ):
     """See `api.mamba2_tree`; the record is a tuple."""
-    blocks = blocks or block_sizes(projected.dtype)
+    blocks = blocks or block_sizes(projected.dtype, layout.state_size)
     batch, num_queries, _ = projected.shape
     num_nodes = ancestor_mask.shape[1]
     num_heads, head_dim = layout.num_heads, layout.head_dim

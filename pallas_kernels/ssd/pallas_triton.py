@@ -1,11 +1,11 @@
-"""`ssd` as one Pallas-Triton kernel: the state stays in registers along the whole sequence.
+"""`ssd` as one Pallas-Triton kernel that updates the state in place.
 
 Passes: a program handles one row, one head and one block of its channels. It reads its part of the
-state once, goes through the sequence block by block, each quadratic inside as in `xla.py`, and
-writes the state after the last. So nothing but outputs and that state is written, where XLA writes
-decays, scores and a state for each chunk, and reads them again. What it pays: blocks of positions
-come one after the other (only rows, heads and channels are parallel), and each block of channels
-computes the scores C_i . B_j again.
+state once, holds it in registers while it goes through the sequence block by block, each quadratic
+inside as in `xla.py`, and writes it once (input and output are one buffer). So nothing but outputs
+and that state is written, where XLA writes decays, scores and a state for each chunk, and reads
+them again. What it pays: blocks of positions come one after the other (only rows, heads and
+channels are parallel), and each block of channels computes the scores C_i . B_j again.
 
 Numerics: float32; products as `triton_backend.dot` says. Masked before exp.
 
@@ -69,6 +69,7 @@ def ssd(x, dt, A, B, C, D, state, *, interpret=False, blocks: BlockSizes | None 
             jax.ShapeDtypeStruct(x.shape, x.dtype),
             jax.ShapeDtypeStruct(state.shape, state.dtype),
         ),
+        input_output_aliases={6: 1},
     )(x, dt, A, B, C, D, state)
 
 

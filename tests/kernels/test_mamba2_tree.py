@@ -56,6 +56,7 @@ CASES = (
     Case("neither gate nor norm", PLAIN, gated=False, normed=False),
     Case("gate, no norm", PLAIN, normed=False),
     Case("bf16", PLAIN, bf16=True),
+    Case("bf16, wide states", dataclasses.replace(PLAIN, state_size=256), bf16=True),
     Case("bf16, gate, no norm", PLAIN, normed=False, bf16=True),
     Case("grown from the root", PLAIN, nodes=5, grown=1),
     Case("grown, blocks of nodes", PLAIN, nodes=40, replayed=18, grown=21, bf16=True),
@@ -214,7 +215,8 @@ def test_a_norm_is_behind_a_gate():
     ("change", "message"),
     [
         (dict(head_dim=12), "head_dim = 12 is not a power of two .* use 'xla'"),
-        (dict(state_size=256), "state_size = 256 is more than 128; use 'xla'"),
+        (dict(state_size=256), "state_size = 256 of float32 inputs is more than 128; use 'xla'"),
+        (dict(state_size=512), "state_size = 512 is more than 256; use 'xla'"),
     ],
 )
 def test_what_the_kernel_refuses(change, message):
