@@ -29,6 +29,7 @@ from pallas_kernels.replay_tree_scan import pallas_triton as fused_kernel
 from pallas_kernels.replay_tree_scan.reference import replay_tree_scan as fused_reference
 from pallas_kernels.ssd import pallas_triton as ssd_kernel
 from pallas_kernels.ssd.reference import ssd as ssd_reference
+from pallas_kernels.tree_attention import config as attention_config
 from pallas_kernels.tree_attention import pallas_triton as attention_kernel
 from pallas_kernels.tree_attention.reference import tree_attention as attention_reference
 from pallas_kernels.tree_conv1d import pallas_triton as conv_kernel
@@ -39,7 +40,7 @@ from stree_jax.layer_config import AttentionConfig
 
 # Relative error against float64, as the tests have it. bf16: rounding the output; a square has
 # twice the error of what is squared; a state is float32, and its products are split into two bf16
-# halves.
+# halves; a logit is a float32 sum of exact products.
 LIMITS = {
     ("output", "float32"): 2e-6,
     ("output", "bfloat16"): 4e-3,
@@ -47,6 +48,8 @@ LIMITS = {
     ("square", "bfloat16"): 8e-3,
     ("state", "float32"): 2e-6,
     ("state", "bfloat16"): 1e-5,
+    ("logit", "float32"): 2e-6,
+    ("logit", "bfloat16"): 2e-6,
 }
 _DISTINCT = 8  # different trees in a batch
 _PROMPT = 15  # positions of a sequence for each node of a tree; 13 nodes: no whole blocks
@@ -71,7 +74,7 @@ class Kernel(NamedTuple):
         with_blocks: takes the operands, `blocks` and `interpret`.
         operands: of a problem, on the device.
         reference: takes the operands in float64 and the parents of the trees `[B, N]`.
-        outputs: "output", "square" or "state" for each.
+        outputs: "output", "square", "state" or "logit" for each.
         feedback: operands that are updated in place, and the outputs that are their next values.
         shapes: of real models.
     """
@@ -338,14 +341,19 @@ def _attention_layer_with_blocks(*operands: Any, blocks: Any, interpret: bool) -
 
 def _shared(blocks: Any, queries: Any, shape: AttentionShape, keys: Any) -> Any:
     """Of a `Choice` the block sizes for these arrays, else the block sizes themselves."""
-    if not hasattr(blocks, "block_sizes"):
+    if not isinstance(blocks, attention_config.Choice):
         return blocks
     batch, num_queries = queries.shape[:2]
-    return blocks.block_sizes(
+    found = attention_config.shared(
+        blocks,
+        queries.dtype,
         num_rows=num_queries * shape.num_heads // shape.num_kv_heads,
         num_groups=batch * shape.num_kv_heads,
         capacity=keys.shape[2],
     )
+    if found is None:
+        raise ValueError("with this choice a cache has one share, for which there is another")
+    return found
 
 
 def _true_attention(query: Any, *rest: Any) -> tuple[np.ndarray]:
@@ -512,7 +520,7 @@ KERNELS: dict[str, Kernel] = {
         _head_call(head_kernel.best_token),
         _of_head,
         _true_head,
-        ("state", "state"),
+        ("logit", "logit"),
         {},
         HEADS,
     ),

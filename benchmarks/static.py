@@ -6,7 +6,7 @@ with one layer more of a kind give the cost of such a layer; a whole model is th
 compiles it, too.
 
     python -m benchmarks.static [--presets mamba2-2.7b] [--gpus H100 A100 ...] [--nodes 16 64]
-        [--prompts 1024]
+        [--prompts 512]
 
 What it needs is in `benchmarks/deviceless.py`. Results go to `benchmarks/results/static.json`;
 a run of some presets or GPUs replaces those rows only. Exit code 1 if a kernel spills registers, or
@@ -42,6 +42,7 @@ import stree_jax as st
 from benchmarks.common import RESULTS, merged, print_table, write_json
 from benchmarks.thunks import Thunks, by_name, launches, num_loops
 from stree_jax.decoding.loop import SpeculativeDecoder
+from stree_jax.decoding.prefill import PIECE
 from stree_jax.decoding.state import Context, Limits, Sampling
 from stree_jax.decoding.verify import VERIFIERS
 from stree_jax.models.cache import init_cache, init_pending, path_to
@@ -189,7 +190,7 @@ def verify_step(
 def read_prompt(
     compiler: Compiler, config: st.ModelConfig, positions: int, implementation: str
 ) -> Program:
-    """Compiles the reading of one prompt into an empty cache; bfloat16 weights.
+    """Compiles the reading of a piece of one prompt; bfloat16 weights.
 
     XLA's scan of a sequence has a loop over chunks, whose launches count as often as it runs; its
     bytes count once, since XLA's cost model does not know how often.
@@ -213,7 +214,13 @@ def read_prompt(
         jax.jit(read, donate_argnames="cache"), *compiler.place(arguments)
     )
     outside, inside = Thunks.parse(thunks)
-    trips = -(-positions // config.mamba2.chunk_size) if inside else 0
+    if loops := num_loops(outside):
+        # Each Mamba-2 layer has one; XLA may have done with a loop of one trip.
+        assert config.mamba2 is not None
+        assert loops == sum(kind in ("mamba2", "parallel") for kind in config.layers)
+        trips = -(-positions // config.mamba2.chunk_size)
+    else:
+        trips = 0
     found = [*outside, *inside * trips]
     cost = Cost(
         *launches(found),
@@ -316,7 +323,13 @@ def main() -> None:
     parser.add_argument("--draft", default="mamba2-130m", help="preset, for the loop")
     parser.add_argument("--gpus", nargs="+", default=list(GPUS), choices=GPUS)
     parser.add_argument("--nodes", type=int, nargs="*", default=[16, 64])
-    parser.add_argument("--prompts", type=int, nargs="*", default=[], help="tokens; such as 1024")
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        nargs="*",
+        default=[],
+        help=f"tokens; of long prompts {PIECE} are read at a time",
+    )
     parser.add_argument(
         "--implementations", nargs="+", default=IMPLEMENTATIONS, choices=IMPLEMENTATIONS
     )

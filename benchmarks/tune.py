@@ -41,6 +41,7 @@ from pallas_kernels.replay import config as replay_config
 from pallas_kernels.replay_tree_scan import config as fused_config
 from pallas_kernels.ssd import config as ssd_config
 from pallas_kernels.tree_attention import config as attention_config
+from pallas_kernels.tree_attention.config import ONE_SHARE
 from pallas_kernels.tree_conv1d import config as conv_config
 from pallas_kernels.tree_scan import config as scan_config
 
@@ -82,17 +83,20 @@ def _attention_case(problem: Problem) -> str:
     heads, groups, _ = problem.shape
     rows = problem.nodes * heads // groups
     name = attention_config.case(problem.dtype, rows)
-    blocks = attention_config.DEFAULTS[name].block_sizes(
-        num_rows=rows, num_groups=problem.batch * groups, capacity=problem.capacity
+    blocks = attention_config.shared(
+        attention_config.DEFAULTS[name],
+        problem.dtype,
+        num_rows=rows,
+        num_groups=problem.batch * groups,
+        capacity=problem.capacity,
     )
-    return name if blocks.splits > 1 or name == "float32" else ONE_SHARE
+    return ONE_SHARE if blocks is None else name
 
 
 def _norm_case(problem: Problem) -> str:
     return norm_config.case(problem.shape.num_heads * problem.shape.head_dim)
 
 
-ONE_SHARE = "bfloat16, one share"
 _WARPS = {"num_warps": (2, 4, 8), "num_stages": (1, 2, 3)}
 _STATE = (16 * 128, 32 * 128, 64 * 128)
 _FUSED = {

@@ -11,7 +11,7 @@ from pallas_kernels.attention_tree.api import attention_tree
 from pallas_kernels.attention_tree.keys import KeyCache, NodeKeys, replay_keys, write_keys
 from pallas_kernels.attention_tree.layout import AttentionLayout
 from pallas_kernels.best_token.api import best_token
-from pallas_kernels.best_token.xla import Best, best_of
+from pallas_kernels.best_token.xla import Best
 from pallas_kernels.gated_rms_norm.api import gated_rms_norm
 from pallas_kernels.mamba2_tree.api import (
     Mamba2Pending,
@@ -45,7 +45,6 @@ __all__ = [
     "Unscaled",
     "add_rms_norm",
     "attention_tree",
-    "best_of",
     "best_token",
     "conv_window",
     "dispatch",

@@ -83,7 +83,7 @@ def from_pretrained(
         dtype: of the loaded weights, float32 or bfloat16, whatever type is stored; None: bfloat16
             if they are stored in it. Speculative decoding reproduces autoregressive decoding token
             for token in float32, the default.
-        implementation: of the tree kernels, see `pallas_kernels.dispatch`.
+        implementation: of the kernels, see `pallas_kernels.dispatch`.
         quirks: of `stree_jax.convert.QUIRKS`, to reproduce what other programs do against the
             published config.
 

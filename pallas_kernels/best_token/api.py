@@ -22,21 +22,26 @@ def best_token(
     33 MB, which the kernel neither writes nor reads.
 
     Args:
-        hidden: normed, in the type of the head.
+        hidden: normed, in the type of the head, float32 or bfloat16.
         head: a row for each word; those from `vocab_size` on are padding.
-        vocab_size: number of words, at most W.
+        vocab_size: number of words, 1 to W.
         multiplier: of the logits.
         implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
 
     Returns:
-        Token and logit of each row. Products accumulate in float32.
+        Token and logit `[*rows]`. Products accumulate in float32. The kernel has no gradient.
 
     Raises:
-        ValueError: an implementation that does not exist, or cannot run these shapes.
+        ValueError: widths or a number of words that do not fit, or an implementation that does not
+            exist, or cannot run these shapes.
     """
+    if head.shape[1] != hidden.shape[-1]:
+        raise ValueError(f"rows of {hidden.shape[-1]} and a head for {head.shape[1]}")
+    if not 1 <= vocab_size <= head.shape[0]:
+        raise ValueError(f"vocab_size = {vocab_size} is not 1 to {head.shape[0]}, the head's rows")
     with jax.named_scope("best_token"):
         arguments = (hidden, head, vocab_size, multiplier)
-        reason = pallas_triton.unsupported(hidden.shape[-1])
+        reason = pallas_triton.unsupported(hidden.shape)
         match dispatch.choose("best_token", implementation, reason):
             case "xla":
                 return xla.best_token(*arguments)

@@ -5,10 +5,10 @@ of these words and its logit. So the head is read once, what is written is a sha
 the logits, and XLA finds the best of the blocks. Blocks of rows are the faster axis of the grid:
 those of one block of words run side by side, and all but the first find it in the L2 cache.
 
-Numerics: products as `triton_backend.dot` says. A NaN counts as +inf, so that it is seen.
+Numerics: products as `triton_backend.dot` says, by which infinite float32 operands give NaN. A NaN
+counts as +inf, so that it is seen.
 
-Refuses widths of which no power of two from `SMALLEST_BLOCK` on is a divisor. Any number of rows
-and words.
+Refuses widths that are not multiples of `SMALLEST_BLOCK`, and no rows at all. Any number of words.
 """
 
 import functools
@@ -24,11 +24,12 @@ from pallas_kernels.best_token.config import BlockSizes, block_sizes
 from pallas_kernels.best_token.xla import Best
 
 
-def unsupported(width: int) -> str | None:
-    """Why this width cannot run, or None."""
+def unsupported(shape: tuple[int, ...]) -> str | None:
+    """Why rows of this shape cannot run, or None."""
+    *rows, width = shape
     if width % tb.SMALLEST_BLOCK:
         return f"width = {width} is not a multiple of {tb.SMALLEST_BLOCK}"
-    return None
+    return None if math.prod(rows) else "there are no rows"
 
 
 def best_token(

@@ -1,4 +1,4 @@
-"""`best_token` from logits; what other users of logits need of them, too."""
+"""`best_token` from logits, with XLA's own matrix product."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ class Best(NamedTuple):
     Attributes:
         token: its id; the lowest among equals.
         logit: its logit; not finite if a logit of the row is NaN or +inf, or all are -inf, and then
-            the token means nothing.
+            the token means nothing. (Of a float32 head the kernel takes a logit of -inf for NaN.)
     """
 
     token: Int32[Array, "*rows"]

@@ -17,8 +17,7 @@ Numerics: those of `tree_conv1d`, `replay` and `tree_scan`, whose code this is i
 convolution gives is rounded to the type of the inputs, as it is where it is recorded. Outputs are
 rounded once, after gate and weight; what is squared is not rounded.
 
-Refuses what `replay_tree_scan` refuses, states of more than `MOST_STATE`, and a convolution of
-width 1. Any numbers of nodes.
+Refuses what `replay_tree_scan` refuses, and a convolution of width 1. Any numbers of nodes.
 """
 
 import dataclasses
@@ -40,15 +39,11 @@ from pallas_kernels.replay.pallas_triton import along_path
 from pallas_kernels.replay_tree_scan.pallas_triton import outputs_of_tree
 from pallas_kernels.replay_tree_scan.pallas_triton import unsupported as unsupported_state
 
-MOST_STATE = 256  # with more, nothing was tried
-
 
 def unsupported(layout: Layout, width: int, dtype: DTypeLike) -> str | None:
     """Why these shapes cannot run, or None."""
     if width == 1:
         return "a convolution of width 1 has no state"
-    if layout.state_size > MOST_STATE:
-        return f"state_size = {layout.state_size} is more than {MOST_STATE}"
     return unsupported_state(layout.head_dim, layout.state_size, dtype)
 
 

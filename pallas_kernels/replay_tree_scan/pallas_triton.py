@@ -10,8 +10,8 @@ for bandwidth, of which decoding has less.
 Numerics: those of `replay` and `tree_scan`, whose code this is; the queries see the new state in
 float32, as it is before any rounding.
 
-Refuses head and state sizes that are not powers of two, and float32 inputs with states of more than
-`MOST_STATE`. Any numbers of nodes.
+Refuses head and state sizes that are not powers of two, and states of more than `MOST_STATE`. Any
+numbers of nodes.
 """
 
 import functools
@@ -23,19 +23,22 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_kernels import triton_backend as tb
+from pallas_kernels import tuned
 from pallas_kernels.replay.pallas_triton import along_path
 from pallas_kernels.replay.pallas_triton import unsupported as unsupported_state
 from pallas_kernels.replay_tree_scan.config import BlockSizes, block_sizes
 from pallas_kernels.tree_scan.pallas_triton import outputs
 
-# Of float32 inputs: with more, all block sizes that were tried spill registers on an H100.
-MOST_STATE = 128
+# Of float32 inputs, with more all block sizes that were tried spill registers on an H100; of others
+# nothing was tried.
+MOST_STATE = {"float32": 128, "bfloat16": 256}
 
 
 def unsupported(head_dim: int, state_size: int, dtype: DTypeLike) -> str | None:
     """Why these shapes cannot run, or None."""
-    if dtype == jnp.float32 and state_size > MOST_STATE:
-        return f"state_size = {state_size} of float32 inputs is more than {MOST_STATE}"
+    case = tuned.dtype_case(dtype)
+    if state_size > MOST_STATE[case]:
+        return f"state_size = {state_size} of {case} inputs is more than {MOST_STATE[case]}"
     return unsupported_state(head_dim, state_size)
 
 

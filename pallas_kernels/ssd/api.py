@@ -40,9 +40,14 @@ def ssd(
         gradients are XLA's in all implementations; the kernel has none in forward mode.
 
     Raises:
-        ValueError: an implementation that does not exist, or cannot run these shapes.
+        ValueError: chunks without positions, groups that do not divide the heads, or an
+            implementation that does not exist, or cannot run these shapes.
     """
     arguments = (x, dt, A, B, C, D, state)
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size = {chunk_size} is not positive")
+    if x.shape[2] % B.shape[2]:
+        raise ValueError(f"{B.shape[2]} groups do not divide {x.shape[2]} heads")
     with jax.named_scope("ssd"):
         reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
         match dispatch.choose("ssd", implementation, reason):

@@ -9,8 +9,7 @@ channels are parallel), and each block of channels computes the scores C_i . B_j
 
 Numerics: float32; products as `triton_backend.dot` says. Masked before exp.
 
-Refuses head and state sizes that are not powers of two, and float32 inputs with states of more than
-`MOST_STATE`. Any length. Has no gradient of its own; see `api.ssd`.
+Refuses what `replay_tree_scan` refuses. Any length. Has no gradient of its own; see `api.ssd`.
 """
 
 import functools

@@ -53,6 +53,7 @@ class Choice:
         return BlockSizes(self.rows, self.keys, splits, self.num_warps, self.num_stages)
 
 
+ONE_SHARE = "bfloat16, one share"
 # By type of the inputs, and number of rows. Full float32 products need many registers. 1024 warps
 # are 8 on each of an H100's 132 processors.
 DEFAULTS = {
@@ -60,7 +61,7 @@ DEFAULTS = {
     "bfloat16": Choice(rows=64, keys=64, num_warps=8, num_stages=2, busy_warps=1024),
     "float32": Choice(rows=16, keys=32, num_warps=4, num_stages=2, busy_warps=1024),
     # Where programs are many, or the cache is short: with the blocks above, one share spills.
-    "bfloat16, one share": Choice(rows=32, keys=32, num_warps=4, num_stages=1, busy_warps=1),
+    ONE_SHARE: Choice(rows=32, keys=32, num_warps=4, num_stages=1, busy_warps=1),
 }
 
 
@@ -88,10 +89,21 @@ def block_sizes(
         op: whose device tables are read.
     """
     sizes = dict(num_rows=num_rows, num_groups=num_groups, capacity=capacity)
-    name = case(dtype, num_rows)
-    blocks = tuned.chosen(op, name, DEFAULTS).block_sizes(**sizes)
-    if blocks.splits > 1 or not capacity:
+    blocks = shared(tuned.chosen(op, case(dtype, num_rows), DEFAULTS), dtype, **sizes)
+    if blocks is not None:
         return blocks
-    if name == "float32":  # of heads of 128, one share spills with all blocks that were tried
+    blocks = tuned.chosen(op, ONE_SHARE, DEFAULTS).block_sizes(**sizes)
+    return dataclasses.replace(blocks, splits=1)
+
+
+def shared(
+    choice: Choice, dtype: DTypeLike, *, num_rows: int, num_groups: int, capacity: int
+) -> BlockSizes | None:
+    """Block sizes by this choice; None where they would be one share, and it is for several."""
+    blocks = choice.block_sizes(num_rows=num_rows, num_groups=num_groups, capacity=capacity)
+    if blocks.splits > 1 or not capacity or choice.busy_warps == 1:
+        return blocks
+    if tuned.dtype_case(dtype) == "float32":
+        # Of heads of 128, one share spills with all blocks that were tried.
         return dataclasses.replace(blocks, splits=2)
-    return tuned.chosen(op, "bfloat16, one share", DEFAULTS).block_sizes(**sizes)
+    return None

@@ -85,10 +85,15 @@ class Verifier:
         """Picks a path of each row's tree. Rows use their own keys, one of which is used up.
 
         The greedy verifier takes the target's best tokens, the others its logits.
+
+        Raises:
+            ValueError: it is the other of the two.
         """
         with jax.named_scope("verify"):
+            if isinstance(target, Best) != self.greedy:
+                wanted = "best tokens (tree_best)" if self.greedy else "logits (tree_forward)"
+                raise ValueError(f"verifier {self.name!r} takes the target's {wanted}")
             if isinstance(target, Best):
-                assert self.greedy
                 return follow(draft, target.token)
             log_probs = token_log_probs(target, sampling, vocab_size=vocab_size, filtered=filtered)
             if not self.tests:

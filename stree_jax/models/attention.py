@@ -57,7 +57,7 @@ class AttentionMixer(nnx.Module):
         dtype: of the weights.
         rngs: for initialisation.
         out_scale: scales the initial output projection, for deep stacks.
-        implementation: of the tree kernels, see `pallas_kernels.dispatch`.
+        implementation: of the kernels, see `pallas_kernels.dispatch`.
     """
 
     def __init__(

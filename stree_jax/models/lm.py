@@ -131,7 +131,7 @@ class HybridLM(nnx.Module):
         dtype: of the weights and activations, float32 or bfloat16. The SSM state, the decays and
             the logits are float32 whatever it is.
         rngs: for initialisation.
-        implementation: of the tree kernels, see `pallas_kernels.dispatch`; None: the best that
+        implementation: of the kernels, see `pallas_kernels.dispatch`; None: the best that
             works.
 
     Raises:
@@ -263,7 +263,15 @@ class HybridLM(nnx.Module):
         """`tree_forward` of a whole tree for who needs the best tokens only, as greedy decoding.
 
         Logits of all nodes over a large vocabulary are more than all else that a step holds beside
-        weights and caches; on a GPU they are not written.
+        weights and caches; as a kernel, `best_token` does not write them.
+
+        Args:
+            tokens: tokens of all nodes.
+            tree, cache, replay: as in `tree_forward`.
+
+        Returns:
+            The best token after each node and its logit, each `[B, N]`; the pending record of all
+            nodes, and the (replayed) cache before the root.
         """
         hidden, pending, cache = self._tree(tokens, tree, cache, replay, None)
         with jax.named_scope("head"):

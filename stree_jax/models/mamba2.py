@@ -56,7 +56,7 @@ class Mamba2Mixer(nnx.Module):
         dtype: of the weights; `A_log`, `D` and `dt_bias` are float32 whatever it is.
         rngs: for initialisation, which follows the published models.
         out_scale: scales the initial output projection, for deep stacks.
-        implementation: of the tree kernels, see `pallas_kernels.dispatch`.
+        implementation: of the kernels, see `pallas_kernels.dispatch`.
     """
 
     def __init__(

@@ -152,7 +152,11 @@ condition:
     004: kKernel   [source | next=005 (1)] replay_3 grid: [1] shared_memory: 512 bytes
     005: kGemm     [prev=004 (1) | sink] custom-call
     006: kMemzero  [source | sink] kMemzero
-007: kKernel       [prev=002 (1) | sink] fusion
+    007: kAsyncStart [source | next=010 (1)] stream=computation_stream[0], async_id=7
+        009: kDynamicSliceFusion [source | sink] params=1, results=1
+            008: kCopy [source | sink] kCopy
+    010: kAsyncDone  [source | sink] async_id=7
+011: kKernel       [prev=002 (1) | sink] fusion
 """
 
 
@@ -162,9 +166,10 @@ def test_what_xla_launches_is_counted():
     assert found.inside[0] == ("kKernel", "replay", 512)
     assert thunks.num_loops(found.outside) == 1
     assert thunks.by_name(found.outside) == {"kCopy": 1, "wrapped_add": 1, "fusion": 1}
-    assert [thunk.kind for thunk in found.inside] == ["kKernel", "kGemm", "kMemzero"]
+    put = [thunk.kind for thunk in thunks.work(found.inside)]
+    assert put == ["kKernel", "kGemm", "kMemzero", "kCopy"]
     assert thunks.launches(found.outside) == (3, 1)
-    assert thunks.launches(found.inside) == (3, 1)
+    assert thunks.launches(found.inside) == (4, 2)
 
 
 HLO = """\

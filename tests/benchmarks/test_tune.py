@@ -1,6 +1,7 @@
 """Tables of block sizes, and the tuner that writes them."""
 
 import dataclasses
+import functools
 import importlib
 import json
 
@@ -91,6 +92,25 @@ def test_attention_is_tuned_also_where_one_program_has_a_cache():
             num_rows=1, num_groups=1, capacity=short
         )
         assert blocks.splits == 1
+
+
+def test_a_choice_for_several_shares_is_out_where_it_gives_one():
+    """Where programs are many: with 16 rows there are four times as many as with 64."""
+    shape = tune.KERNELS["tree_attention"].shapes["MambaInLlama-8B"]
+    problem = tune.Problem(shape, 64, "bfloat16", 1, 4096)
+    operands = jax.eval_shape(lambda: tune.KERNELS["tree_attention"].operands(problem))
+    choice = tune.SPACES["tree_attention"].defaults["bfloat16"]
+    for rows, fits in ((64, True), (16, False)):
+        run = functools.partial(
+            tune.KERNELS["tree_attention"].with_blocks,
+            blocks=dataclasses.replace(choice, rows=rows),
+            interpret=True,
+        )
+        if fits:
+            jax.eval_shape(run, *operands)
+        else:
+            with pytest.raises(ValueError, match="one share, for which there is another"):
+                jax.eval_shape(run, *operands)
 
 
 def test_a_fixed_field_is_not_tried(monkeypatch):

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import Best
 from stree_jax import TreeTopology
-from stree_jax.decoding.state import DraftTree
+from stree_jax.decoding.state import DraftTree, Sampling
 from stree_jax.decoding.verify import VERIFIERS, follow, try_children
 
 VOCAB = 4
@@ -304,3 +305,22 @@ def test_exact_pairs_are_allowed(verifier, children, topology, greedy):
 def test_inexact_pairs_are_refused(verifier, children, topology, greedy, message):
     with pytest.raises(ValueError, match=message):
         VERIFIERS[verifier].check(children, topology, greedy=greedy)
+
+
+def test_a_verifier_takes_what_it_needs():
+    """The greedy one best tokens, the others logits."""
+    draft = DraftTree(
+        tokens=jnp.zeros((1, 4), jnp.int32),
+        tree=tree_of(CHAIN, 1),
+        log_probs=None,
+        rows=jnp.full(4, -1, jnp.int32),
+        finite=jnp.ones(1, bool),
+    )
+    best = Best(jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 4)))
+    keys, sampling = jax.random.split(jax.random.key(0), 1), Sampling(1.0, 0, 1.0)
+    options = dict(vocab_size=VOCAB, filtered=False)
+    assert VERIFIERS["greedy"].verify(keys, draft, best, sampling, **options).last.tolist() == [3]
+    with pytest.raises(ValueError, match="'greedy' takes the target's best tokens"):
+        VERIFIERS["greedy"].verify(keys, draft, jnp.zeros((1, 4, VOCAB)), sampling, **options)
+    with pytest.raises(ValueError, match="'target_only' takes the target's logits"):
+        VERIFIERS["target_only"].verify(keys, draft, best, sampling, **options)

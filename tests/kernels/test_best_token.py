@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import best_of, best_token
+from pallas_kernels import best_token
 from pallas_kernels.best_token import pallas_triton
 from pallas_kernels.best_token.config import BlockSizes
 from pallas_kernels.best_token.reference import best_token as reference
+from pallas_kernels.best_token.xla import best_of
 from tests.kernels.cases import relative_error
 from tests.kernels.test_tree_ops import IMPLEMENTATIONS
 
@@ -123,3 +125,19 @@ def test_what_the_kernel_refuses():
     with pytest.raises(ValueError, match="width = 24 is not a multiple of 16; use 'xla'"):
         best_token(ones, ones, vocab_size=3, implementation="pallas_interpret")
     assert best_token(ones, ones, vocab_size=3).token.tolist() == [0, 0, 0]
+    none = jnp.ones((2, 0, 16))
+    with pytest.raises(ValueError, match="there are no rows; use 'xla'"):
+        best_token(none, jnp.ones((3, 16)), vocab_size=3, implementation="pallas_interpret")
+    assert best_token(none, jnp.ones((3, 16)), vocab_size=3).token.shape == (2, 0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2])
+def test_the_arguments_must_agree(implementation):
+    # As users call it: in tests shapes are checked before.
+    function = inspect.unwrap(best_token)
+    run = functools.partial(function, jnp.ones((3, 32)), implementation=implementation)
+    with pytest.raises(ValueError, match="rows of 32 and a head for 16"):
+        run(jnp.ones((5, 16)), vocab_size=5)
+    for wrong in (0, 6):
+        with pytest.raises(ValueError, match=f"vocab_size = {wrong} is not 1 to 5"):
+            run(jnp.ones((5, 32)), vocab_size=wrong)

@@ -216,7 +216,6 @@ def test_a_norm_is_behind_a_gate():
     [
         (dict(head_dim=12), "head_dim = 12 is not a power of two .* use 'xla'"),
         (dict(state_size=256), "state_size = 256 of float32 inputs is more than 128; use 'xla'"),
-        (dict(state_size=512), "state_size = 512 is more than 256; use 'xla'"),
     ],
 )
 def test_what_the_kernel_refuses(change, message):

@@ -13,7 +13,9 @@ from jax.experimental import pallas as pl
 from pallas_kernels import triton_backend
 from tests.kernels import (
     test_attention_tree,
+    test_best_token,
     test_mamba2_tree,
+    test_ssd,
     test_tree_ops,
 )
 
@@ -51,8 +53,11 @@ def run_as_on_a_gpu(monkeypatch):
                 return pl.BlockSpec(spec.block_shape, index_map)
 
             if last_first:
-                is_leaf = lambda value: isinstance(value, pl.BlockSpec)  # noqa: E731
-                in_specs, out_specs = jax.tree.map(turned, (in_specs, out_specs), is_leaf=is_leaf)
+                in_specs, out_specs = jax.tree.map(
+                    turned,
+                    (in_specs, out_specs),
+                    is_leaf=lambda value: isinstance(value, pl.BlockSpec),
+                )
             kernel = in_place(kernel, len(in_specs), options.get("input_output_aliases", {}))
             return call(kernel, grid=grid, in_specs=in_specs, out_specs=out_specs, **options)
 
@@ -70,6 +75,8 @@ CASES = [
     (test_attention_tree, "shared, more nodes than a block"),
     (test_attention_tree, "grown, blocks of nodes"),
     (test_tree_ops, "groups"),
+    (test_ssd, "blocks of channels"),
+    (test_best_token, "blocks of rows"),
 ]
 
 
@@ -80,8 +87,11 @@ CASES = [
 def test_programs_need_nothing_of_each_other(module, name, last_first, run_as_on_a_gpu):
     run_as_on_a_gpu(last_first=last_first)
     (case,) = [case for case in module.CASES if case.name == name]
-    if module is test_attention_tree:
-        module.test_attention_tree(case, "pallas_interpret")
+    if module in (test_attention_tree, test_best_token):
+        check = getattr(module, module.__name__.rpartition(".")[2])
+        check(case, "pallas_interpret")
+    elif module is test_ssd:
+        assert max(module.errors.__wrapped__(case, "pallas_interpret")) < module.BUDGET[case.bf16]
     elif module is test_mamba2_tree:
         found = module.errors.__wrapped__(case, "pallas_interpret")
         assert max(found.values()) < module.GATED_BUDGET[case.bf16]

@@ -46,6 +46,8 @@ CASES = (
     Case("padded positions", length=24, padded=9),
     Case("large time steps", dt_scale=100.0),
     Case("bf16", length=40, bf16=True),
+    Case("bf16, parts of states", length=70, heads=2, head_dim=64, state=128, groups=1, bf16=True),
+    Case("bf16, wide states", batch=1, length=35, head_dim=32, state=256, groups=1, bf16=True),
 )
 
 
@@ -147,8 +149,20 @@ def test_what_the_kernel_refuses():
     for change, message in (
         (dict(head_dim=12), "head_dim = 12 is not a power of two"),
         (dict(state=256), "state_size = 256 of float32 inputs is more than 128"),
+        (dict(state=512, bf16=True), "state_size = 512 of bfloat16 inputs is more than 256"),
     ):
         case = dataclasses.replace(PLAIN, length=3, **change)
         with pytest.raises(ValueError, match=message):
             errors(case, "pallas_interpret")
-        assert errors(case, "xla")[0] < BUDGET[False]
+        assert errors(case, "xla")[0] < BUDGET[case.bf16]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2])
+def test_the_arguments_must_agree(implementation):
+    x, dt, A, B, C, D, state = on_device(PLAIN)
+    run = functools.partial(ssd, implementation=implementation)
+    with pytest.raises(ValueError, match="chunk_size = 0 is not positive"):
+        run(x, dt, A, B, C, D, state, chunk_size=0)
+    three = jnp.repeat(B[:, :, :1], 3, axis=2)
+    with pytest.raises(ValueError, match="3 groups do not divide 4 heads"):
+        run(x, dt, A, three, three, D, state)

@@ -206,7 +206,8 @@ def test_prefill_goes_on_from_a_cache():
 
 
 def test_the_kernels_can_be_chosen_for_a_whole_model():
-    config = ModelConfig.tiny(head_dim=16, state_size=16)
+    config = ModelConfig.tiny(head_dim=16, state_size=16, padded_vocab_size=40)
+    config = dataclasses.replace(config, logits_multiplier=0.7)
     models = [
         HybridLM(config, rngs=nnx.Rngs(0), implementation=implementation)
         for implementation in ("xla", "pallas_interpret")
@@ -218,6 +219,11 @@ def test_the_kernels_can_be_chosen_for_a_whole_model():
         logits, pending, _ = tree_forward(model, drafts, whole_tree(TREE), cache)
         path = path_to(whole_tree(TREE), jnp.array([8, 2]))
         results.append((logits, replay(model, cache, pending, path)))
+        best, same, _ = jax.jit(type(model).tree_best)(model, drafts, whole_tree(TREE), cache)
+        words = logits[..., : config.vocab_size]
+        np.testing.assert_array_equal(best.token, words.argmax(axis=-1))
+        np.testing.assert_allclose(best.logit, words.max(axis=-1), rtol=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), same, pending)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *results)
 
 
