@@ -64,7 +64,9 @@ class Cost:
         bytes_moved: read and written, by XLA's cost model; a kernel of ours counts its arguments
             and results.
         floor_bytes: weights read once, caches read once and written once.
-        temporary_bytes: memory beside arguments and results.
+        temporary_bytes: memory beside arguments and results. Of steps `record_bytes` are part of
+            it: what a step leaves while it reads that of the step before.
+        record_bytes: of the record of a tree.
     """
 
     launches: float
@@ -72,6 +74,7 @@ class Cost:
     bytes_moved: float
     floor_bytes: int
     temporary_bytes: int
+    record_bytes: int
 
     def __sub__(self, other: "Cost") -> "Cost":
         return self.plus(other, -1)
@@ -182,6 +185,7 @@ def verify_step(
         bytes_moved=bytes_moved(compiled) / STEPS,
         floor_bytes=num_bytes(weights) + 2 * num_bytes(cache),
         temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
+        record_bytes=num_bytes(pending),
     )
     shared_memory = max(thunk.shared_memory for thunk in found)
     return Program(cost, by_name(found), STEPS, shared_memory, spills)
@@ -227,6 +231,7 @@ def read_prompt(
         bytes_moved=bytes_moved(compiled),
         floor_bytes=num_bytes(weights) + 2 * num_bytes(cache),
         temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
+        record_bytes=0,
     )
     shared_memory = max(thunk.shared_memory for thunk in found)
     return Program(cost, by_name(found), 1, shared_memory, spills)
@@ -238,7 +243,11 @@ def with_layers(config: st.ModelConfig, layers: tuple[str, ...]) -> st.ModelConf
 
 
 def by_layer(config: st.ModelConfig, build: Callable[[st.ModelConfig], Program]) -> dict[str, Any]:
-    """Cost of a layer of each kind in a program, and of the whole model as their sum."""
+    """Cost of a layer of each kind in a program, and of the whole model as their sum.
+
+    Of steps the sum is what `--whole` finds, temporary memory included; that of prompts is too
+    large, since what XLA keeps of a layer for later does not grow evenly.
+    """
     kinds = tuple(dict.fromkeys(config.layers))
     # Two of each, since a first layer fuses with the embedding.
     base = build(with_layers(config, kinds * 2))
@@ -249,22 +258,16 @@ def by_layer(config: st.ModelConfig, build: Callable[[st.ModelConfig], Program])
         programs.append(longer)
         cost = longer.cost - base.cost
         more = longer.kernels - base.kernels
-        layers[kind] = _without_memory(cost) | {
+        layers[kind] = dataclasses.asdict(cost) | {
             "kernels": {name: count / base.steps for name, count in sorted(more.items())}
         }
         whole = whole.plus(cost, config.layers.count(kind) - 2)
-    # Temporary memory is reused from layer to layer, so that it does not add up.
-    whole = dataclasses.replace(whole, temporary_bytes=base.cost.temporary_bytes)
     return {
         "layers": layers,
         "step": dataclasses.asdict(whole),
         "shared_memory_bytes": max(program.shared_memory for program in programs),
         "spills": any(program.spills for program in programs),
     }
-
-
-def _without_memory(cost: Cost) -> dict[str, Any]:
-    return {k: v for k, v in dataclasses.asdict(cost).items() if k != "temporary_bytes"}
 
 
 def _insert(layers: tuple[str, ...], kind: str) -> tuple[str, ...]:
@@ -427,13 +430,14 @@ def print_programs(title: str, unit: str, rows: list[dict[str, Any]]) -> None:
     )
     print_table(
         f"The whole of {title}",
-        (*which, "launches", "bytes / floor", "temp. MiB", "shared KiB", "spills"),
+        (*which, "launches", "bytes / floor", "temp. MiB", "record", "shared KiB", "spills"),
         [
             (
                 *(row[name] for name in which),
                 row["step"]["launches"],
                 row["step"]["bytes_moved"] / row["step"]["floor_bytes"],
                 row["step"]["temporary_bytes"] / 2**20,
+                row["step"]["record_bytes"] / 2**20,
                 row["shared_memory_bytes"] / 2**10,
                 "yes" if row["spills"] else "no",
             )
