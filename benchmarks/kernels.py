@@ -553,6 +553,14 @@ KERNELS: dict[str, Kernel] = {
     ),
 }
 ATTENTION_OPS = ("tree_attention", "attention_tree")  # their shapes are `AttentionShape`s
+
+
+def kind_of_shapes(name: str) -> type:
+    """`MixerShape`, `AttentionShape` or `HeadShape`: what a kernel is given."""
+    (kind,) = {type(shape) for shape in KERNELS[name].shapes.values()}
+    return kind
+
+
 TIMED = tuple(name for name in KERNELS if name != LEVEL)
 
 

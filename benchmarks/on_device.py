@@ -15,7 +15,7 @@ from flax import nnx
 import stree_jax as st
 from benchmarks import batch, byte_pair, kernels, lossless, packed, transformers_step
 from benchmarks.common import interleaved, summary
-from benchmarks.kernels import ATTENTION_OPS, KERNELS, Problem
+from benchmarks.kernels import KERNELS, Problem
 from benchmarks.models import RANDOM_NOTE, Pair, on_gpu
 from benchmarks.sections import Clock
 from benchmarks.shapes import ATTENTIONS, HEADS, MIXERS, AttentionShape, HeadShape, MixerShape
@@ -178,9 +178,12 @@ def check_kernels(scale: Scale, clock: Clock) -> dict[str, Any]:
 
 
 def _shapes(scale: Scale, name: str) -> Mapping[str, Any]:
-    if name in ATTENTION_OPS:
-        return scale.attentions
-    return scale.heads if name == "best_token" else scale.mixers
+    kinds: dict[type, Mapping[str, Any]] = {
+        MixerShape: scale.mixers,
+        AttentionShape: scale.attentions,
+        HeadShape: scale.heads,
+    }
+    return kinds[kernels.kind_of_shapes(name)]
 
 
 def check_lossless(scale: Scale, clock: Clock) -> dict[str, Any]:

@@ -484,7 +484,7 @@ def report(
         earlier = json.loads(((directory or RESULTS) / "static.json").read_text())
         if earlier.items() >= settings.items():
             rows = merged(earlier["steps"], rows, ROW)
-            prompts = merged(earlier.get("prompts", []), prompts, ROW)
+            prompts = merged(earlier["prompts"], prompts, ROW)
             loops = merged(earlier["loops"], loops, ROW)
     results = settings | {"steps": rows, "prompts": prompts, "loops": loops}
     return write_json("static", results, directory)

@@ -53,9 +53,9 @@ GAIN = 0.98  # of the time so far, to be preferred to it
 FACTOR = 2.5
 
 TINY = {
-    **{name: {"tiny": AttentionShape(4, 2, 16)} for name in ATTENTION_OPS},
-    "best_token": {"tiny": HeadShape(32, 100)},
-    "others": {"tiny": MixerShape(2, 16, 16, 1)},
+    MixerShape: {"tiny": MixerShape(2, 16, 16, 1)},
+    AttentionShape: {"tiny": AttentionShape(4, 2, 16)},
+    HeadShape: {"tiny": HeadShape(32, 100)},
 }
 
 
@@ -311,7 +311,7 @@ def problems_of(
     name: str, nodes: Sequence[int], batch: int, *, tiny: bool
 ) -> list[tuple[str, Problem]]:
     """All shapes, types and numbers of nodes that a kernel takes."""
-    shapes = TINY.get(name, TINY["others"]) if tiny else KERNELS[name].shapes
+    shapes = TINY[kernels.kind_of_shapes(name)] if tiny else KERNELS[name].shapes
     capacity = 40 if tiny else CAPACITY
     problems = [
         (shape, Problem(shapes[shape], count, dtype, batch, capacity))

@@ -32,6 +32,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_kernels import triton_backend as tb
+from pallas_kernels.head_blocks import HeadBlocks, channels_of
 from pallas_kernels.mamba2_tree.config import BlockSizes, block_sizes
 from pallas_kernels.mamba2_tree.layout import Layout, time_step
 from pallas_kernels.numerics import Unscaled, scaled
@@ -70,9 +71,13 @@ def mamba2_tree(
     num_nodes = ancestor_mask.shape[1]
     num_heads, head_dim = layout.num_heads, layout.head_dim
     num_groups, state_size = layout.num_groups, layout.state_size
-    heads_per_group = num_heads // num_groups
-    channels = min(head_dim, max(tb.SMALLEST_BLOCK, blocks.state // state_size))
+    channels = channels_of(blocks.state, head_dim, state_size)
     last_block = head_dim // channels - 1
+
+    def block(p):
+        return jnp.minimum(p, last_block)
+
+    part = HeadBlocks(channels, state_size, num_heads // num_groups, block)
 
     def of_row(array):
         shape = array.shape[1:]
@@ -81,37 +86,22 @@ def mamba2_tree(
     def of_all(array):
         return pl.BlockSpec(array.shape, lambda b, h, p: (0,) * array.ndim)
 
-    def of_channels(length):
-        return pl.BlockSpec(
-            (None, length, None, channels), lambda b, h, p: (b, 0, h, jnp.minimum(p, last_block))
-        )
-
-    def of_head(length):
-        return pl.BlockSpec((None, length, None), lambda b, h, p: (b, 0, h))
-
-    def of_group(length):
-        return pl.BlockSpec(
-            (None, length, None, state_size), lambda b, h, p: (b, 0, h // heads_per_group, 0)
-        )
-
-    state_block = pl.BlockSpec(
-        (None, None, channels, state_size), lambda b, h, p: (b, h, jnp.minimum(p, last_block), 0)
-    )
-    one_of_heads = pl.BlockSpec((None,), lambda b, h, p: (h,))
-
     def block_of_row(h, p):
-        return h * (last_block + 1) + jnp.minimum(p, last_block)
+        return h * (last_block + 1) + block(p)
 
     some_of_channels = pl.BlockSpec((channels,), lambda b, h, p: (block_of_row(h, p),))
 
     inputs = {
-        "ssm": (ssm, state_block),
+        "ssm": (ssm, part.state),
         "projected": (projected, of_row(projected)),
         "conv_state": (conv_state, of_row(conv_state)),
         "conv_weight": (weights.conv_weight, of_all(weights.conv_weight)),
-        "dt_bias": (weights.dt_bias, one_of_heads),
-        "A_log": (weights.A_log, one_of_heads),
-        "D": (weights.D, one_of_heads if weights.D.shape[0] == num_heads else some_of_channels),
+        "dt_bias": (weights.dt_bias, part.one_of_heads),
+        "A_log": (weights.A_log, part.one_of_heads),
+        "D": (
+            weights.D,
+            part.one_of_heads if weights.D.shape[0] == num_heads else some_of_channels,
+        ),
         "mask": (ancestor_mask, of_row(ancestor_mask)),
     }
     if weights.conv_bias is not None:
@@ -125,9 +115,9 @@ def mamba2_tree(
         num_replayed = path.shape[1]
         sources = rows_before(window, back, num_replayed)
         inputs |= {
-            "old x": (old.x, of_channels(num_replayed)),
-            "old dt": (old.dt, of_head(num_replayed)),
-            "old B": (old.B, of_group(num_replayed)),
+            "old x": (old.x, part.of_channels(num_replayed)),
+            "old dt": (old.dt, part.of_head(num_replayed)),
+            "old B": (old.B, part.of_group(num_replayed)),
             "old conv_input": (old.conv_input, of_row(old.conv_input)),
             "path": (path, of_row(path)),
             "back": (back, of_row(back)),
@@ -136,9 +126,9 @@ def mamba2_tree(
     if grown is not None:
         num_grown = grown.x.shape[1]
         inputs |= {
-            "grown x": (grown.x, of_channels(num_grown)),
-            "grown dt": (grown.dt, of_head(num_grown)),
-            "grown B": (grown.B, of_group(num_grown)),
+            "grown x": (grown.x, part.of_channels(num_grown)),
+            "grown dt": (grown.dt, part.of_head(num_grown)),
+            "grown B": (grown.B, part.of_group(num_grown)),
             "grown conv_input": (grown.conv_input, of_row(grown.conv_input)),
         }
 
@@ -147,13 +137,13 @@ def mamba2_tree(
 
     conv_input = like(num_nodes, layout.num_channels)
     outputs = {
-        "y": (like(num_queries, num_heads, head_dim), of_channels(num_queries)),
-        "x": (like(num_nodes, num_heads, head_dim), of_channels(num_nodes)),
-        "dt": (like(num_nodes, num_heads, dtype=jnp.float32), of_head(num_nodes)),
-        "B": (like(num_nodes, num_groups, state_size), of_group(num_nodes)),
+        "y": (like(num_queries, num_heads, head_dim), part.of_channels(num_queries)),
+        "x": (like(num_nodes, num_heads, head_dim), part.of_channels(num_nodes)),
+        "dt": (like(num_nodes, num_heads, dtype=jnp.float32), part.of_head(num_nodes)),
+        "B": (like(num_nodes, num_groups, state_size), part.of_group(num_nodes)),
         "conv_input": (conv_input, of_row(conv_input)),
         # For this program itself.
-        "C": (like(num_queries, num_groups, state_size), of_group(num_queries)),
+        "C": (like(num_queries, num_groups, state_size), part.of_group(num_queries)),
     }
     if norm_weight is not None:
         outputs["mean_squares"] = (

@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import triton_backend as tb
+from pallas_kernels.head_blocks import HeadBlocks, channels_of
 from pallas_kernels.replay.config import BlockSizes, block_sizes
 
 
@@ -33,10 +34,8 @@ def replay(x, dt, A, B, state, path, *, interpret=False, blocks: BlockSizes | No
     blocks = blocks or block_sizes(x.dtype)
     batch, num_nodes, num_heads, head_dim = x.shape
     num_groups, state_size = B.shape[2:]
-    heads_per_group = num_heads // num_groups
-    channels = min(head_dim, max(tb.SMALLEST_BLOCK, blocks.state // state_size))
-
-    state_block = pl.BlockSpec((None, None, channels, state_size), lambda b, h, p: (b, h, p, 0))
+    channels = channels_of(blocks.state, head_dim, state_size)
+    part = HeadBlocks(channels, state_size, num_heads // num_groups)
     return tb.call(
         functools.partial(_kernel, block_nodes=min(blocks.nodes, tb.padded_size(num_nodes))),
         name="replay",
@@ -45,17 +44,14 @@ def replay(x, dt, A, B, state, path, *, interpret=False, blocks: BlockSizes | No
         interpret=interpret,
         grid=(batch, num_heads, head_dim // channels),
         in_specs=[
-            pl.BlockSpec((None, num_nodes, None, channels), lambda b, h, p: (b, 0, h, p)),
-            pl.BlockSpec((None, num_nodes, None), lambda b, h, p: (b, 0, h)),
-            pl.BlockSpec((None,), lambda b, h, p: (h,)),
-            pl.BlockSpec(
-                (None, num_nodes, None, state_size),
-                lambda b, h, p: (b, 0, h // heads_per_group, 0),
-            ),
-            state_block,
+            part.of_channels(num_nodes),
+            part.of_head(num_nodes),
+            part.one_of_heads,
+            part.of_group(num_nodes),
+            part.state,
             pl.BlockSpec((None, num_nodes), lambda b, h, p: (b, 0)),
         ],
-        out_specs=state_block,
+        out_specs=part.state,
         out_shape=jax.ShapeDtypeStruct(state.shape, state.dtype),
         input_output_aliases={4: 0},
     )(x, dt, A, B, state, path)

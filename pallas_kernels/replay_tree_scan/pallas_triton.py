@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import triton_backend as tb
 from pallas_kernels import tuned
+from pallas_kernels.head_blocks import HeadBlocks, channels_of
 from pallas_kernels.replay.pallas_triton import along_path
 from pallas_kernels.replay.pallas_triton import unsupported as unsupported_state
 from pallas_kernels.replay_tree_scan.config import BlockSizes, block_sizes
@@ -64,21 +65,8 @@ def replay_tree_scan(
     batch, num_nodes, num_heads, head_dim = x.shape
     num_replayed = prev_x.shape[1]
     num_queries, num_groups, state_size = C.shape[1:]
-    heads_per_group = num_heads // num_groups
-    channels = min(head_dim, max(tb.SMALLEST_BLOCK, blocks.state // state_size))
-
-    def of_channels(length):
-        return pl.BlockSpec((None, length, None, channels), lambda b, h, p: (b, 0, h, p))
-
-    def of_head(length):
-        return pl.BlockSpec((None, length, None), lambda b, h, p: (b, 0, h))
-
-    def of_group(length):
-        return pl.BlockSpec(
-            (None, length, None, state_size), lambda b, h, p: (b, 0, h // heads_per_group, 0)
-        )
-
-    state_block = pl.BlockSpec((None, None, channels, state_size), lambda b, h, p: (b, h, p, 0))
+    channels = channels_of(blocks.state, head_dim, state_size)
+    part = HeadBlocks(channels, state_size, num_heads // num_groups)
     return tb.call(
         functools.partial(
             _kernel,
@@ -93,20 +81,20 @@ def replay_tree_scan(
         interpret=interpret,
         grid=(batch, num_heads, head_dim // channels),
         in_specs=[
-            of_channels(num_replayed),
-            of_head(num_replayed),
-            of_group(num_replayed),
+            part.of_channels(num_replayed),
+            part.of_head(num_replayed),
+            part.of_group(num_replayed),
             pl.BlockSpec((None, num_replayed), lambda b, h, p: (b, 0)),
-            of_channels(num_nodes),
-            of_head(num_nodes),
-            pl.BlockSpec((None,), lambda b, h, p: (h,)),
-            of_group(num_nodes),
-            of_group(num_queries),
-            pl.BlockSpec((None, channels), lambda b, h, p: (h, p)),
-            state_block,
+            part.of_channels(num_nodes),
+            part.of_head(num_nodes),
+            part.one_of_heads,
+            part.of_group(num_nodes),
+            part.of_group(num_queries),
+            part.skip,
+            part.state,
             pl.BlockSpec((None, num_nodes, num_nodes), lambda b, h, p: (b, 0, 0)),
         ],
-        out_specs=(of_channels(num_queries), state_block),
+        out_specs=(part.of_channels(num_queries), part.state),
         out_shape=(
             jax.ShapeDtypeStruct((batch, num_queries, num_heads, head_dim), x.dtype),
             jax.ShapeDtypeStruct(state.shape, state.dtype),
@@ -156,6 +144,18 @@ def _kernel(
     outputs_of_tree(state, tree, write, block_queries=block_queries, block_keys=block_keys)
 
 
+def times_C(parts, C_ref, rows):
+    """Products of some rows of C with an array `[p, S]` given in parts along S: `[q, p]`."""
+    size = parts[0].shape[1]
+    return functools.reduce(
+        jnp.add,
+        [
+            tb.dot(C_ref[rows, pl.ds(k * size, size)], part, trans_b=True)
+            for k, part in enumerate(parts)
+        ],
+    )
+
+
 def outputs_of_tree(state, tree, write, *, block_queries: int, block_keys: int):
     """The outputs at all queries of a tree, one block of them at a time.
 
@@ -170,13 +170,7 @@ def outputs_of_tree(state, tree, write, *, block_queries: int, block_keys: int):
 
     def block_of_queries(i, _):
         query, _ = tb.rows(i * block_queries, block_queries, num_queries)
-        carried = functools.reduce(
-            jnp.add,
-            [
-                tb.dot(C_ref[query, pl.ds(k * block_state, block_state)], value, trans_b=True)
-                for k, value in enumerate(state)
-            ],
-        )
+        carried = times_C(state, C_ref, query)
         y = outputs(carried, i, *tree, block_keys=block_keys, block_state=block_state)
         write(query, y)
 

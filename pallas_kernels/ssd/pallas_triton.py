@@ -18,16 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 
 from pallas_kernels import triton_backend as tb
-from pallas_kernels.replay_tree_scan.pallas_triton import unsupported as unsupported_state
+from pallas_kernels.head_blocks import HeadBlocks, channels_of
+from pallas_kernels.replay_tree_scan.pallas_triton import times_C, unsupported
 from pallas_kernels.ssd.config import BlockSizes, block_sizes
 
-
-def unsupported(head_dim: int, state_size: int, dtype: DTypeLike) -> str | None:
-    """Why these shapes cannot run, or None: as `replay_tree_scan`, which holds as much of them."""
-    return unsupported_state(head_dim, state_size, dtype)
+__all__ = ["ssd", "unsupported"]
 
 
 def ssd(x, dt, A, B, C, D, state, *, interpret=False, blocks: BlockSizes | None = None):
@@ -35,14 +32,8 @@ def ssd(x, dt, A, B, C, D, state, *, interpret=False, blocks: BlockSizes | None 
     blocks = blocks or block_sizes(x.dtype)
     batch, length, num_heads, head_dim = x.shape
     num_groups, state_size = B.shape[2:]
-    heads_per_group = num_heads // num_groups
-    channels = min(head_dim, max(tb.SMALLEST_BLOCK, blocks.state // state_size))
-
-    of_channels = pl.BlockSpec((None, length, None, channels), lambda b, h, p: (b, 0, h, p))
-    of_group = pl.BlockSpec(
-        (None, length, None, state_size), lambda b, h, p: (b, 0, h // heads_per_group, 0)
-    )
-    state_block = pl.BlockSpec((None, None, channels, state_size), lambda b, h, p: (b, h, p, 0))
+    channels = channels_of(blocks.state, head_dim, state_size)
+    part = HeadBlocks(channels, state_size, num_heads // num_groups)
     return tb.call(
         functools.partial(
             _kernel,
@@ -55,15 +46,15 @@ def ssd(x, dt, A, B, C, D, state, *, interpret=False, blocks: BlockSizes | None 
         interpret=interpret,
         grid=(batch, num_heads, head_dim // channels),
         in_specs=[
-            of_channels,
-            pl.BlockSpec((None, length, None), lambda b, h, p: (b, 0, h)),
-            pl.BlockSpec((None,), lambda b, h, p: (h,)),
-            of_group,
-            of_group,
-            pl.BlockSpec((None, channels), lambda b, h, p: (h, p)),
-            state_block,
+            part.of_channels(length),
+            part.of_head(length),
+            part.one_of_heads,
+            part.of_group(length),
+            part.of_group(length),
+            part.skip,
+            part.state,
         ],
-        out_specs=(of_channels, state_block),
+        out_specs=(part.of_channels(length), part.state),
         out_shape=(
             jax.ShapeDtypeStruct(x.shape, x.dtype),
             jax.ShapeDtypeStruct(state.shape, state.dtype),
@@ -93,9 +84,6 @@ def _kernel(
     causal = column <= row
     A, D = A_ref[...], D_ref[...]
 
-    def add(values):
-        return functools.reduce(jnp.add, values)
-
     def block(i, state):
         here, exists = tb.rows(i * block_positions, block_positions, length)
         # A position that does not exist passes the state through.
@@ -106,11 +94,8 @@ def _kernel(
 
         x = x_ref[here, :]
         weight = jnp.exp(jnp.where(causal, decay[:, None] - decay[None, :], -jnp.inf))
-        scores = add(tb.dot(C_ref[here, part], B_ref[here, part], trans_b=True) for part in parts)
-        carried = add(
-            tb.dot(C_ref[here, part], value, trans_b=True)
-            for part, value in zip(parts, state, strict=True)
-        )
+        scores = times_C([B_ref[here, part] for part in parts], C_ref, here)
+        carried = times_C(state, C_ref, here)
         y = carried * jnp.exp(decay)[:, None] + tb.dot(scores * weight * dt[None, :], x)
         x = x.astype(jnp.float32)
         y_ref[here, :] = (y + D * x).astype(y_ref.dtype)
