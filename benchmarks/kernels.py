@@ -220,24 +220,28 @@ def _along(path: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return parents, last
 
 
-def _mixer_call(function: Callable[..., Any]) -> Callable[..., tuple]:
+def _mixer_call(function: Callable[..., Any], *, queued: bool = False) -> Callable[..., tuple]:
     """`mamba2_tree` of flat operands, gated and normed; returns all that it does, the state last.
 
     Of the mean squares' parts it returns the sum: how many there are depends on the block sizes.
+    With `queued` the record is the only one in a queue.
     """
 
     def call(projected: Any, norm_weight: Any, *operands: Any, **options: Any) -> tuple:
         *weights, conv_state, window, mask, x, dt, B, inputs, path, back, ssm = operands
+        old = pk.Mamba2Pending(x, dt, B, inputs)
         y, record, ssm, conv_state = function(
             *(projected, pk.Mamba2Weights(*weights), ssm, conv_state, window, mask),
             layout=_layout(*ssm.shape[1:], B.shape[2]),
             grown=None,
-            previous=pk.Previous(pk.Mamba2Pending(x, dt, B, inputs), path, back),
+            previous=pk.Previous(pk.enqueued([old]) if queued else old, path, back),
             gated=True,
             norm_weight=norm_weight,
             norm_epsilon=1e-5,
             **options,
         )
+        if queued:
+            record = pk.oldest_record(record)
         return (y.value, jnp.sum(y.mean_squares, axis=-1), *record, conv_state, ssm)
 
     return call
@@ -446,6 +450,8 @@ def _true_level(x: Any, dt: Any, A: Any, B: Any, C: Any, *rest: Any) -> tuple[np
 
 
 LEVEL = "tree_scan of a level"
+QUEUED = "mamba2_tree in a queue"
+_MIXER_OUTPUTS = ("output", "square", "output", "state", "output", "output", "output", "state")
 _SCANNED = ("x", "dt", "A", "B", "C", "D", "state", "mask")
 _GATE_THEN_NORM = dict(norm="gate_then_norm", epsilon=1e-5, num_groups=1)
 _ADD_NORM = dict(epsilon=1e-5, multiplier=1.0)
@@ -484,7 +490,16 @@ KERNELS: dict[str, Kernel] = {
         _mixer_call(mixer_kernel.mamba2_tree),
         _of_mixer,
         _true_mixer,
-        ("output", "square", "output", "state", "output", "output", "output", "state"),
+        _MIXER_OUTPUTS,
+        {-1: -1},
+        MIXERS,
+    ),
+    QUEUED: Kernel(
+        _mixer_call(pk.mamba2_tree, queued=True),
+        _mixer_call(mixer_kernel.mamba2_tree, queued=True),
+        _of_mixer,
+        _true_mixer,
+        _MIXER_OUTPUTS,
         {-1: -1},
         MIXERS,
     ),
@@ -561,7 +576,9 @@ def kind_of_shapes(name: str) -> type:
     return kind
 
 
-TIMED = tuple(name for name in KERNELS if name != LEVEL)
+# As an op of XLA the last of these would copy the queue, which nobody asks it for.
+TIMED = tuple(name for name in KERNELS if name not in (LEVEL, QUEUED))
+COMPILED = (*TIMED, QUEUED)
 
 
 def small(shape: Any) -> Any:

@@ -19,7 +19,7 @@ from flax import nnx
 
 import stree_jax as st
 from benchmarks.common import device_name, machine, print_table, write_json
-from stree_jax.models.cache import Mamba2Cache, init_cache, init_pending, path_to
+from stree_jax.models.cache import Mamba2Cache, init_cache, path_to
 
 NODES = (1, 13, 63)
 
@@ -37,7 +37,7 @@ def measure(config: st.ModelConfig, length: int, num_nodes: int) -> dict[str, fl
         return best.token, *records
 
     cache = jax.eval_shape(lambda: init_cache(config, 1, length, jnp.float32))
-    pending = jax.eval_shape(lambda: init_pending(config, 1, num_nodes, jnp.float32))
+    pending = jax.eval_shape(lambda: nnx.merge(structure, weights).init_pending(1, num_nodes))
     integers = jax.ShapeDtypeStruct((1, num_nodes), jnp.int32)
     last = jax.ShapeDtypeStruct((1,), jnp.int32)
     lowered = jax.jit(step, donate_argnums=(2, 3)).lower(weights, integers, cache, pending, last)

@@ -19,7 +19,7 @@ import jax  # isort: skip
 from rich.progress import Progress
 
 from benchmarks.common import RESULTS, merged, print_table, write_json
-from benchmarks.kernels import ATTENTION_OPS, KERNELS, TIMED, Problem, refused
+from benchmarks.kernels import ATTENTION_OPS, COMPILED, KERNELS, Problem, refused
 
 NODES = (13, 64, 128)
 CAPACITIES = (128, 4096)  # of the attention's cache: for one program, and shared among many
@@ -38,7 +38,7 @@ def spills(compiler: Compiler, name: str, problem: Problem) -> bool:
 def main() -> None:
     """Compiles every kernel for every shape, type and GPU."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--kernels", nargs="+", choices=TIMED, default=list(TIMED))
+    parser.add_argument("--kernels", nargs="+", choices=COMPILED, default=list(COMPILED))
     parser.add_argument("--gpus", nargs="+", choices=GPUS, default=list(GPUS))
     parser.add_argument("--nodes", nargs="+", type=int, default=list(NODES))
     chosen = parser.parse_args()

@@ -2,8 +2,8 @@
 
 XLA compiles a verify step (replay, forward of a tree, best tokens), the reading of a prompt and the
 whole decode loop from abstract weights; its own reports tell kernels, memory and bytes. Programs
-with one layer more of a kind give the cost of such a layer; a whole model is the sum. `--whole`
-compiles it, too.
+with one layer more of a kind give the cost of such a layer; a whole model is the sum. What memory
+it needs is no sum; `--whole` compiles it, and tells.
 
     python -m benchmarks.static [--presets mamba2-2.7b] [--gpus H100 A100 ...] [--nodes 16 64]
         [--prompts 512]
@@ -27,7 +27,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,12 +40,14 @@ from flax import nnx
 
 import stree_jax as st
 from benchmarks.common import RESULTS, merged, print_table, write_json
+from benchmarks.programs import Memory
 from benchmarks.thunks import Thunks, by_name, launches, num_loops
+from pallas_kernels import RecordQueue
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.prefill import PIECE
 from stree_jax.decoding.state import Context, Limits, Sampling
 from stree_jax.decoding.verify import VERIFIERS
-from stree_jax.models.cache import init_cache, init_pending, path_to
+from stree_jax.models.cache import QueuedPending, init_cache, path_to
 
 IMPLEMENTATIONS = ("xla", "pallas")
 MAX_LENGTH = 1024  # places of attention caches
@@ -64,16 +66,13 @@ class Cost:
         bytes_moved: read and written, by XLA's cost model; a kernel of ours counts its arguments
             and results.
         floor_bytes: weights read once, caches read once and written once.
-        temporary_bytes: memory beside arguments and results. Of steps `record_bytes` are part of
-            it: what a step leaves while it reads that of the step before.
-        record_bytes: of the record of a tree.
+        record_bytes: of the record of a tree, with the free place if it is in a queue.
     """
 
     launches: float
     copies: float
     bytes_moved: float
     floor_bytes: int
-    temporary_bytes: int
     record_bytes: int
 
     def __sub__(self, other: "Cost") -> "Cost":
@@ -90,10 +89,10 @@ def num_bytes(tree: Any) -> int:
     return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def bytes_moved(compiled: Any) -> float:
+def bytes_moved(compiled: Any, queues: Iterable[RecordQueue] = ()) -> float:
     """XLA's estimate for the optimised program, and the arguments and results of our kernels.
 
-    NaN where this jax does not tell.
+    NaN where this jax does not tell. Of queues a kernel reads one place and writes one.
     """
     text = None
     with contextlib.suppress(Exception):
@@ -105,28 +104,47 @@ def bytes_moved(compiled: Any) -> float:
         text = module.to_string()
     if text is None:
         return float("nan")
-    kernels = kernel_bytes(text)
+    places = {
+        _hlo_shape(array): len(array)
+        for queue in queues
+        for array in jax.tree.leaves(queue.records)
+    }
+    kernels = kernel_bytes(text, places)
     return estimate + sum(kernels) + len(kernels)  # each of which is -1 in XLA's estimate
 
 
-def kernel_bytes(module: str) -> list[int]:
-    """Bytes of arguments and results of each Triton kernel in the text of a program."""
+def _hlo_shape(array: Any) -> str:
+    """Such as `bf16[2,3]`."""
+    names = {"bfloat16": "bf16", "float32": "f32"}
+    return f"{names[array.dtype.name]}[{','.join(map(str, array.shape))}]"
+
+
+def kernel_bytes(module: str, places: Mapping[str, int]) -> list[int]:
+    """Bytes of arguments and results of each Triton kernel in the text of a program.
+
+    Args:
+        module: the text.
+        places: by shape, such as `bf16[2,3]`, of how many equal parts a kernel needs one only.
+    """
     shapes = dict(re.findall(r"(%[\w.-]+) = (\([^()]*\)|\S+) [\w-]+\(", module))
     calls = re.findall(
         r'(%[\w.-]+) = [^\n]*? custom-call\(([^)]*)\),[^\n]*"__gpu\$xla\.gpu\.triton"', module
     )
     return [
-        sum(_shape_bytes(shapes[name]) for name in (result, *re.findall(r"%[\w.-]+", operands)))
+        sum(
+            _shape_bytes(shapes[name], places)
+            for name in (result, *re.findall(r"%[\w.-]+", operands))
+        )
         for result, operands in calls
     ]
 
 
-def _shape_bytes(shape: str) -> int:
+def _shape_bytes(shape: str, places: Mapping[str, int]) -> int:
     """Of an array or a tuple, such as `(f32[2,3]{1,0}, pred[])`."""
     total = 0
-    for bits, sizes in re.findall(r"(?:[a-z]*?(\d+)|pred)\[([\d,]*)\]", shape):
+    for array, bits, sizes in re.findall(r"((?:[a-z]*?(\d+)|pred)\[([\d,]*)\])", shape):
         count = math.prod(int(size) for size in sizes.split(",") if size)
-        total += count * (int(bits) // 8 if bits else 1)
+        total += count * (int(bits) // 8 if bits else 1) // places.get(array, 1)
     return total
 
 
@@ -138,6 +156,7 @@ class Program(NamedTuple):
     steps: int  # that `kernels` are of
     shared_memory: int  # most of a block
     spills: bool
+    memory: Memory
 
 
 def verify_step(
@@ -153,7 +172,8 @@ def verify_step(
     )
     topology = st.TreeTopology((-1, *((node - 1) // 2 for node in range(1, nodes))))
     cache = jax.eval_shape(lambda: init_cache(config, 1, MAX_LENGTH, jnp.bfloat16))
-    pending = jax.eval_shape(lambda: init_pending(config, 1, nodes, jnp.bfloat16))
+    pending = jax.eval_shape(lambda: nnx.merge(structure, weights).init_pending(1, nodes))
+    queues = [pending.queue] if isinstance(pending, QueuedPending) else []
     struct = jax.ShapeDtypeStruct
 
     def step(weights: Any, tokens: Any, valid: Any, last: Any, pending: Any, cache: Any) -> Any:
@@ -182,13 +202,12 @@ def verify_step(
     cost = Cost(
         launches=count / STEPS,
         copies=copies / STEPS,
-        bytes_moved=bytes_moved(compiled) / STEPS,
+        bytes_moved=bytes_moved(compiled, queues) / STEPS,
         floor_bytes=num_bytes(weights) + 2 * num_bytes(cache),
-        temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
         record_bytes=num_bytes(pending),
     )
     shared_memory = max(thunk.shared_memory for thunk in found)
-    return Program(cost, by_name(found), STEPS, shared_memory, spills)
+    return Program(cost, by_name(found), STEPS, shared_memory, spills, Memory.of(compiled))
 
 
 def read_prompt(
@@ -230,11 +249,10 @@ def read_prompt(
         *launches(found),
         bytes_moved=bytes_moved(compiled),
         floor_bytes=num_bytes(weights) + 2 * num_bytes(cache),
-        temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
         record_bytes=0,
     )
     shared_memory = max(thunk.shared_memory for thunk in found)
-    return Program(cost, by_name(found), 1, shared_memory, spills)
+    return Program(cost, by_name(found), 1, shared_memory, spills, Memory.of(compiled))
 
 
 def with_layers(config: st.ModelConfig, layers: tuple[str, ...]) -> st.ModelConfig:
@@ -245,8 +263,7 @@ def with_layers(config: st.ModelConfig, layers: tuple[str, ...]) -> st.ModelConf
 def by_layer(config: st.ModelConfig, build: Callable[[st.ModelConfig], Program]) -> dict[str, Any]:
     """Cost of a layer of each kind in a program, and of the whole model as their sum.
 
-    Of steps the sum is what `--whole` finds, temporary memory included; that of prompts is too
-    large, since what XLA keeps of a layer for later does not grow evenly.
+    Of steps the sum is what `--whole` finds.
     """
     kinds = tuple(dict.fromkeys(config.layers))
     # Two of each, since a first layer fuses with the embedding.
@@ -372,8 +389,12 @@ def main() -> None:
                         row = which | {unit: size} | by_layer(config, build)
                         if options.whole:
                             whole = build(config)
-                            cost = dataclasses.asdict(whole.cost)
-                            row |= {"whole": cost | {"spills": whole.spills}}
+                            row["whole"] = {
+                                **dataclasses.asdict(whole.cost),
+                                "spills": whole.spills,
+                                "temporary_bytes": whole.memory.temporary,
+                                "argument_bytes": whole.memory.arguments,
+                            }
                         row |= {"seconds": round(time.monotonic() - began, 1)}
                         results.append(row)
                         print(json.dumps(row), flush=True)
@@ -436,7 +457,7 @@ def print_programs(title: str, unit: str, rows: list[dict[str, Any]]) -> None:
                 *(row[name] for name in which),
                 row["step"]["launches"],
                 row["step"]["bytes_moved"] / row["step"]["floor_bytes"],
-                row["step"]["temporary_bytes"] / 2**20,
+                row["whole"]["temporary_bytes"] / 2**20 if "whole" in row else "-",
                 row["step"]["record_bytes"] / 2**20,
                 row["shared_memory_bytes"] / 2**10,
                 "yes" if row["spills"] else "no",

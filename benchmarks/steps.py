@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import stree_jax as st
-from stree_jax.models.cache import init_pending, path_to
+from stree_jax.models.cache import path_to
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -14,7 +14,7 @@ def run_steps(model: st.HybridLM, topology: st.TreeTopology, count: int) -> jax.
     """`count` target calls on a tree; each first replays a path of the one before."""
     tree = topology.tree(jnp.ones((1, topology.num_nodes), bool))
     path = path_to(tree, jnp.array([topology.num_nodes - 1], jnp.int32))
-    pending = init_pending(model.config, 1, topology.num_nodes, model.dtype)
+    pending = model.init_pending(1, topology.num_nodes)
 
     max_length = count * (topology.depth + 1)
 

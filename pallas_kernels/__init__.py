@@ -14,12 +14,19 @@ from pallas_kernels.best_token.api import best_token
 from pallas_kernels.best_token.xla import Best
 from pallas_kernels.gated_rms_norm.api import gated_rms_norm
 from pallas_kernels.mamba2_tree.api import (
-    Mamba2Pending,
     Mamba2Weights,
     Previous,
+    implementation_of_mamba2_tree,
     mamba2_tree,
 )
 from pallas_kernels.mamba2_tree.layout import Layout
+from pallas_kernels.mamba2_tree.records import (
+    Mamba2Pending,
+    RecordQueue,
+    after_turn,
+    enqueued,
+    oldest_record,
+)
 from pallas_kernels.numerics import Unscaled
 from pallas_kernels.replay.api import replay
 from pallas_kernels.replay_tree_scan.api import replay_tree_scan
@@ -42,14 +49,19 @@ __all__ = [
     "Mamba2Weights",
     "NodeKeys",
     "Previous",
+    "RecordQueue",
     "Unscaled",
     "add_rms_norm",
+    "after_turn",
     "attention_tree",
     "best_token",
     "conv_window",
     "dispatch",
+    "enqueued",
     "gated_rms_norm",
+    "implementation_of_mamba2_tree",
     "mamba2_tree",
+    "oldest_record",
     "replay",
     "replay_conv_state",
     "replay_keys",

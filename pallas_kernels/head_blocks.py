@@ -18,6 +18,46 @@ def channels_of(numbers: int, head_dim: int, state_size: int) -> int:
     return min(head_dim, max(tb.SMALLEST_BLOCK, numbers // state_size))
 
 
+def in_any_place(block: pl.BlockSpec, num_places: int) -> pl.BlockSpec:
+    """The block of every place, where an array has an axis of places in front."""
+    shape, index_map = block.block_shape, block.index_map
+    assert shape is not None
+    assert index_map is not None
+    return pl.BlockSpec((num_places, *shape), lambda *program: (0, *index_map(*program)))
+
+
+@dataclasses.dataclass(frozen=True)
+class AtPlace:
+    """A ref with an axis of places in front, as the ref of what is at one of them.
+
+    Attributes:
+        ref: of all places.
+        place: a number.
+    """
+
+    ref: Any
+    place: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Without the places."""
+        return self.ref.shape[1:]
+
+    @property
+    def dtype(self) -> Any:
+        """Of the numbers."""
+        return self.ref.dtype
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.ref[self._of_all(index)]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.ref[self._of_all(index)] = value
+
+    def _of_all(self, index: Any) -> tuple:
+        return (self.place, *index) if isinstance(index, tuple) else (self.place, index)
+
+
 @dataclasses.dataclass(frozen=True)
 class HeadBlocks:
     """Blocks of arrays for the program of row b, head h and the p-th block of its channels.

@@ -37,13 +37,13 @@ def call(kernel, *, name: str, num_warps: int, num_stages: int, interpret: bool,
     )
 
 
-def call_by_name(kernel, inputs: dict, outputs: dict, *, in_place: tuple[str, ...], **options):
+def call_by_name(kernel, inputs: dict, outputs: dict, *, in_place: dict[str, str], **options):
     """`call` of a kernel that takes a dict of input refs and one of output refs.
 
     Args:
         kernel: what is called.
         inputs, outputs: by name, an array and its block; of outputs the shape and type count.
-        in_place: inputs whose memory the output of that name takes.
+        in_place: by the name of an input that of the output which takes its memory.
         options: those of `call`.
 
     Returns:
@@ -59,7 +59,9 @@ def call_by_name(kernel, inputs: dict, outputs: dict, *, in_place: tuple[str, ..
             name: jax.ShapeDtypeStruct(array.shape, array.dtype)
             for name, (array, _) in outputs.items()
         },
-        input_output_aliases={order.index(name): new_order.index(name) for name in in_place},
+        input_output_aliases={
+            order.index(name): new_order.index(new) for name, new in in_place.items()
+        },
         **options,
     )({name: array for name, (array, _) in inputs.items()})
 

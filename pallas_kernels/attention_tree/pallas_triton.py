@@ -127,7 +127,7 @@ def attention_tree(
         functools.partial(_kernel, layout=layout, blocks=blocks, interpret=interpret),
         inputs,
         outputs,
-        in_place=("key", "value") if previous is not None else (),
+        in_place={name: name for name in ("key", "value") if previous is not None},
         name="attention_tree",
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,

@@ -5,11 +5,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.mamba2_tree import pallas_triton, xla
 from pallas_kernels.mamba2_tree.layout import Layout
+from pallas_kernels.mamba2_tree.records import Mamba2Pending, RecordQueue, after_turn, oldest_record
 from pallas_kernels.numerics import Unscaled
 
 
@@ -32,21 +34,32 @@ class Mamba2Weights(NamedTuple):
         return jnp.broadcast_to(per_channel, (layout.num_heads, layout.head_dim))
 
 
-class Mamba2Pending(NamedTuple):
-    """What a Mamba-2 layer needs to advance along any path of a tree of N nodes."""
-
-    x: Float[Array, "B N H P"]
-    dt: Float32[Array, "B N H"]
-    B: Float[Array, "B N G S"]
-    conv_input: Float[Array, "B N C"]
-
-
 class Previous(NamedTuple):
     """The tree before, and the path of it that was accepted."""
 
-    pending: Mamba2Pending
+    pending: Mamba2Pending | RecordQueue  # of a queue the oldest record, which is this layer's
     path: Bool[Array, "B O"]
     window: Int[Array, "B J"]  # `replay_window` of that path
+
+
+def implementation_of_mamba2_tree(
+    layout: Layout, conv_width: int, dtype: DTypeLike, implementation: str | None
+) -> str:
+    """What `mamba2_tree` runs as. "xla": it copies a whole queue of records, and does not need one.
+
+    Args:
+        layout: of the projection.
+        conv_width: K of the convolution.
+        dtype: of the projection.
+        implementation: what is asked for.
+
+    Raises:
+        ValueError: it does not exist or cannot run these shapes.
+    """
+    # jax-triton has some of the parts, and not this.
+    requested = "xla" if implementation == "jax_triton" else implementation
+    reason = pallas_triton.unsupported(layout, conv_width, dtype)
+    return dispatch.choose("mamba2_tree", requested, reason)
 
 
 def mamba2_tree(
@@ -66,14 +79,15 @@ def mamba2_tree(
     implementation: str | None = None,
 ) -> tuple[
     Float[Array, "B Q HP"] | Unscaled,
-    Mamba2Pending,
+    Mamba2Pending | RecordQueue,
     Float32[Array, "B H P S"],
     Float[Array, "B J C"],
 ]:
     """Convolution, time steps, scan and gate of the last `Q` nodes of a tree of `N`.
 
     The state is replayed along the accepted path of the previous tree first. On a GPU all of it is
-    one kernel, which reads and writes the state once. Donate the state, or XLA copies it before.
+    one kernel, which reads and writes the state once. Donate the state and a queue of records, or
+    XLA copies them before.
 
     Args:
         projected: the input projection at the query nodes.
@@ -83,7 +97,8 @@ def mamba2_tree(
         ancestor_mask: of all `N` nodes.
         layout: of the projection.
         grown: the record of the first `N - Q` nodes; None if `Q == N`.
-        previous: the previous tree; None: the states are those before this tree's root.
+        previous: the previous tree; None: the states are those before this tree's root. If its
+            record is in a queue, that of this tree goes into the queue too.
         gated: multiply the outputs by `silu(z)`.
         norm_weight: of a norm of the gated outputs over all `H * P` channels, which is then
             done but for the rows' scales; None: no norm, or one that is not of this kind.
@@ -91,28 +106,37 @@ def mamba2_tree(
         implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
 
     Returns:
-        Outputs at the query nodes, `Unscaled` if there is a norm; the record of all nodes; both
-        states before this tree's root.
+        Outputs at the query nodes, `Unscaled` if there is a norm; the record of all nodes, or the
+        queue with it; both states before this tree's root.
 
     Raises:
-        ValueError: a norm of outputs that are not gated, or an implementation that does not exist
-            or cannot run these shapes.
+        ValueError: a norm of outputs that are not gated, a queue of records of trees of another
+            size, or an implementation that does not exist or cannot run these shapes.
     """
     if norm_weight is not None and not gated:
         raise ValueError("norm_weight is of a norm behind the gate, and gated = False")
+    queue = None
+    if previous is not None and isinstance(previous.pending, RecordQueue):
+        queue = previous.pending
+        num_nodes, num_queued = ancestor_mask.shape[1], queue.records.x.shape[2]
+        if num_nodes != num_queued:
+            raise ValueError(
+                f"a tree of {num_nodes} nodes cannot go into a queue for trees of {num_queued};"
+                " fill the tree up with nodes that are not valid, or pass records one by one"
+            )
     arguments = (projected, weights, ssm, conv_state, window, ancestor_mask)
     with jax.named_scope("mamba2_tree"):
-        # jax-triton has some of the parts, and not this.
-        parts_only = implementation == "jax_triton"
-        reason = pallas_triton.unsupported(layout, window.shape[2], projected.dtype)
-        match dispatch.choose("mamba2_tree", "xla" if parts_only else implementation, reason):
+        width, dtype = window.shape[2], projected.dtype
+        match implementation_of_mamba2_tree(layout, width, dtype, implementation):
             case "xla":
                 # Where this kernel cannot run those of the parts may.
                 run = functools.partial(xla.mamba2_tree, implementation=implementation)
+                if queue is not None:
+                    run = functools.partial(_with_queue, run)
             case chosen:
                 interpret = chosen == "pallas_interpret"
                 run = functools.partial(pallas_triton.mamba2_tree, interpret=interpret)
-        y, record, ssm, conv_state = run(
+        return run(
             *arguments,
             layout=layout,
             grown=grown,
@@ -121,4 +145,12 @@ def mamba2_tree(
             norm_weight=norm_weight,
             norm_epsilon=norm_epsilon,
         )
-        return y, Mamba2Pending(*record), ssm, conv_state
+
+
+def _with_queue(run, *arguments, previous: Previous, **options):
+    """Runs what takes records one by one with a queue of them."""
+    queue = previous.pending
+    assert isinstance(queue, RecordQueue)
+    previous = previous._replace(pending=oldest_record(queue))
+    y, record, *states = run(*arguments, previous=previous, **options)
+    return y, after_turn(queue, record), *states

@@ -32,13 +32,21 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_kernels import triton_backend as tb
-from pallas_kernels.head_blocks import HeadBlocks, channels_of
+from pallas_kernels.head_blocks import AtPlace, HeadBlocks, channels_of, in_any_place
 from pallas_kernels.mamba2_tree.config import BlockSizes, block_sizes
 from pallas_kernels.mamba2_tree.layout import Layout, time_step
+from pallas_kernels.mamba2_tree.records import (
+    Mamba2Pending,
+    RecordQueue,
+    free_place,
+    place_after,
+)
 from pallas_kernels.numerics import Unscaled, scaled
 from pallas_kernels.replay.pallas_triton import along_path
 from pallas_kernels.replay_tree_scan.pallas_triton import outputs_of_tree
 from pallas_kernels.replay_tree_scan.pallas_triton import unsupported as unsupported_state
+
+_RECORD = Mamba2Pending._fields
 
 
 def unsupported(layout: Layout, width: int, dtype: DTypeLike) -> str | None:
@@ -65,7 +73,7 @@ def mamba2_tree(
     interpret=False,
     blocks: BlockSizes | None = None,
 ):
-    """See `api.mamba2_tree`; the record is a tuple."""
+    """See `api.mamba2_tree`."""
     blocks = blocks or block_sizes(projected.dtype, layout.state_size)
     batch, num_queries, _ = projected.shape
     num_nodes = ancestor_mask.shape[1]
@@ -91,6 +99,17 @@ def mamba2_tree(
 
     some_of_channels = pl.BlockSpec((channels,), lambda b, h, p: (block_of_row(h, p),))
 
+    def of_record(count):
+        of_inputs = pl.BlockSpec((None, count, layout.num_channels), lambda b, h, p: (b, 0, 0))
+        return part.of_channels(count), part.of_head(count), part.of_group(count), of_inputs
+
+    def named(prefix, record, blocks):
+        pairs = zip(record, blocks, strict=True)
+        return {prefix + name: pair for name, pair in zip(_RECORD, pairs, strict=True)}
+
+    def like(*shape, dtype=projected.dtype):
+        return jax.ShapeDtypeStruct((batch, *shape), dtype)
+
     inputs = {
         "ssm": (ssm, part.state),
         "projected": (projected, of_row(projected)),
@@ -108,40 +127,8 @@ def mamba2_tree(
         inputs["conv_bias"] = (weights.conv_bias, of_all(weights.conv_bias))
     if norm_weight is not None:
         inputs["norm_weight"] = (norm_weight, some_of_channels)
-    num_replayed = 0
-    sources = window
-    if previous is not None:
-        old, path, back = previous
-        num_replayed = path.shape[1]
-        sources = rows_before(window, back, num_replayed)
-        inputs |= {
-            "old x": (old.x, part.of_channels(num_replayed)),
-            "old dt": (old.dt, part.of_head(num_replayed)),
-            "old B": (old.B, part.of_group(num_replayed)),
-            "old conv_input": (old.conv_input, of_row(old.conv_input)),
-            "path": (path, of_row(path)),
-            "back": (back, of_row(back)),
-        }
-    inputs["sources"] = (sources, of_row(sources))
-    if grown is not None:
-        num_grown = grown.x.shape[1]
-        inputs |= {
-            "grown x": (grown.x, part.of_channels(num_grown)),
-            "grown dt": (grown.dt, part.of_head(num_grown)),
-            "grown B": (grown.B, part.of_group(num_grown)),
-            "grown conv_input": (grown.conv_input, of_row(grown.conv_input)),
-        }
-
-    def like(*shape, dtype=projected.dtype):
-        return jax.ShapeDtypeStruct((batch, *shape), dtype)
-
-    conv_input = like(num_nodes, layout.num_channels)
     outputs = {
         "y": (like(num_queries, num_heads, head_dim), part.of_channels(num_queries)),
-        "x": (like(num_nodes, num_heads, head_dim), part.of_channels(num_nodes)),
-        "dt": (like(num_nodes, num_heads, dtype=jnp.float32), part.of_head(num_nodes)),
-        "B": (like(num_nodes, num_groups, state_size), part.of_group(num_nodes)),
-        "conv_input": (conv_input, of_row(conv_input)),
         # For this program itself.
         "C": (like(num_queries, num_groups, state_size), part.of_group(num_queries)),
     }
@@ -150,8 +137,35 @@ def mamba2_tree(
             like(num_queries, num_heads * (last_block + 1), dtype=jnp.float32),
             pl.BlockSpec((None, num_queries, None), lambda b, h, p: (b, 0, block_of_row(h, p))),
         )
+    queue, num_replayed = None, 0
+    sources = window
+    in_place = {}
     if previous is not None:
+        old, path, back = previous
+        num_replayed = path.shape[1]
+        sources = rows_before(window, back, num_replayed)
+        inputs |= {"path": (path, of_row(path)), "back": (back, of_row(back))}
+        old_blocks = of_record(num_replayed)
+        if isinstance(old, RecordQueue):
+            queue, old = old, old.records
+            old_blocks = [in_any_place(block, len(old.x)) for block in old_blocks]
+            inputs["oldest"] = outputs["oldest"] = (queue.oldest, of_all(queue.oldest))
+            outputs |= named("", old, old_blocks)
+            in_place = {f"old {name}": name for name in _RECORD}
+        inputs |= named("old ", old, old_blocks)
         outputs |= {name: inputs[name] for name in ("ssm", "conv_state")}
+        in_place["ssm"] = "ssm"
+    inputs["sources"] = (sources, of_row(sources))
+    if grown is not None:
+        inputs |= named("grown ", grown, of_record(grown.x.shape[1]))
+    if queue is None:
+        new = (
+            like(num_nodes, num_heads, head_dim),
+            like(num_nodes, num_heads, dtype=jnp.float32),
+            like(num_nodes, num_groups, state_size),
+            like(num_nodes, layout.num_channels),
+        )
+        outputs |= named("", new, of_record(num_nodes))
     results = tb.call_by_name(
         functools.partial(
             _kernel,
@@ -168,18 +182,20 @@ def mamba2_tree(
         ),
         inputs,
         outputs,
-        in_place=("ssm",) if previous is not None else (),
+        in_place=in_place,
         name="mamba2_tree",
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         interpret=interpret,
         grid=(batch, num_heads, last_block + 2),
     )
-    record = tuple(results[name] for name in ("x", "dt", "B", "conv_input"))
+    record = Mamba2Pending(*(results[name] for name in _RECORD))
+    if queue is not None:
+        queue = RecordQueue(record, results["oldest"])
     y = results["y"].reshape(batch, num_queries, -1)
     if norm_weight is not None:
         y = Unscaled(y, results["mean_squares"], norm_epsilon)
-    return y, record, results.get("ssm", ssm), results.get("conv_state", conv_state)
+    return y, queue or record, results.get("ssm", ssm), results.get("conv_state", conv_state)
 
 
 def rows_before(window, back, num_replayed):
@@ -298,6 +314,8 @@ class _Program:
 
 
 def _kernel(inputs, outputs, *, layout: Layout, gated: bool, blocks: BlockSizes, interpret: bool):
+    if "oldest" in inputs:
+        inputs, outputs = _at_places(inputs, outputs)
     num_queries, channels = outputs["y"].shape
     num_grown = inputs["mask"].shape[0] - num_queries  # queries are the last nodes
     head, block = pl.program_id(1), pl.program_id(2)
@@ -312,6 +330,26 @@ def _kernel(inputs, outputs, *, layout: Layout, gated: bool, blocks: BlockSizes,
     @pl.when(block == num_blocks)
     def _():
         _record(_Program(*common, 0, *_sections(layout, head, 0, layout.head_dim)))
+
+
+def _at_places(inputs, outputs):
+    """The refs, those of a queue's records as those of the old record and the new one.
+
+    One program says whose turn it is next.
+    """
+    num_places = inputs["old x"].shape[0]
+    oldest = inputs["oldest"][0]
+    free = free_place(oldest, num_places)
+    programs = [pl.program_id(axis) for axis in range(3)]
+
+    @pl.when(functools.reduce(jnp.logical_and, [program == 0 for program in programs]))
+    def _():
+        outputs["oldest"][0] = place_after(oldest, num_places)
+
+    return (
+        inputs | {f"old {name}": AtPlace(inputs[f"old {name}"], oldest) for name in _RECORD},
+        outputs | {name: AtPlace(outputs[name], free) for name in _RECORD},
+    )
 
 
 def _scan(program: _Program):

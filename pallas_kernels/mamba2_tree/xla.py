@@ -4,6 +4,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import besides_jax_triton
 from pallas_kernels.gated_rms_norm.xla import activated
+from pallas_kernels.mamba2_tree.records import Mamba2Pending
 from pallas_kernels.numerics import Unscaled
 from pallas_kernels.replay.api import replay
 from pallas_kernels.replay_tree_scan.api import replay_tree_scan
@@ -65,7 +66,7 @@ def mamba2_tree(
     if gated:
         gate, start = layout.gate(projected)
         y = _gated(y, activated(gate, start, y.shape[-1]), norm_weight, norm_epsilon)
-    return y, (x, dt, B, conv_input), ssm, conv_state
+    return y, Mamba2Pending(x, dt, B, conv_input), ssm, conv_state
 
 
 def _gated(y, gate, norm_weight, norm_epsilon):

@@ -14,7 +14,6 @@ from jax import lax
 
 from pallas_kernels import Best
 from stree_jax.array_types import Array, Bool, Int
-from stree_jax.config import ModelConfig
 from stree_jax.decoding.draft import Drafter, root_only
 from stree_jax.decoding.prefill import prefill
 from stree_jax.decoding.sampling import all_finite
@@ -28,7 +27,7 @@ from stree_jax.decoding.state import (
     Verdict,
 )
 from stree_jax.decoding.verify import Verifier
-from stree_jax.models.cache import Cache, Path, init_pending, path_to
+from stree_jax.models.cache import Cache, Path, path_to
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
@@ -45,9 +44,9 @@ class SpeculativeDecoder:
         filtered: top-k or top-p is in use.
         capacity: the most new tokens a row can hold.
         rounds: steps between two looks at whether all rows have ended. The host waits for each
-            look; and with 2 rounds XLA writes each of two records of trees where the other was not,
-            where with 1 it copies every layer's. After the last row's end up to `rounds - 1` steps
-            are in vain.
+            look; and with 2 rounds XLA writes what a step leaves to two places by turns, where with
+            1 it copies every layer's. After the last row's end up to `rounds - 1` steps are in
+            vain.
     """
 
     topology: TreeTopology
@@ -67,17 +66,11 @@ class SpeculativeDecoder:
         max_length = prompts.tokens.shape[1] + self.capacity
         state = None if drafter is None else drafter.prepare(prompts, self.topology, max_length)
         cache = prefill(model, prompts.tokens, prompts.length - 1, max_length)
-        return self._begin(prompts, keys, cache, state, model.config, model.dtype)
+        return self._begin(model, prompts, keys, cache, state)
 
-    @functools.partial(jax.jit, static_argnums=(0, 5, 6))
+    @functools.partial(jax.jit, static_argnums=0)
     def _begin(
-        self,
-        prompts: Context,
-        keys: Array,
-        cache: Cache,
-        drafter: Any,
-        config: ModelConfig,
-        dtype: jnp.dtype,
+        self, model: HybridLM, prompts: Context, keys: Array, cache: Cache, drafter: Any
     ) -> DecodeState:
         """The state before the first step."""
         batch = prompts.length.shape[0]
@@ -92,7 +85,7 @@ class SpeculativeDecoder:
             done=jnp.zeros(batch, bool),
             failed=zeros,
             cache=cache,
-            pending=init_pending(config, batch, num_nodes, dtype),
+            pending=model.init_pending(batch, num_nodes),
             path=Path(jnp.zeros((batch, num_nodes), bool), nowhere, zeros - 1),
             drafter=drafter,
             keys=keys,

@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import KeyCache, Mamba2Pending, NodeKeys
+from pallas_kernels import (
+    KeyCache,
+    Mamba2Pending,
+    NodeKeys,
+    RecordQueue,
+    enqueued,
+)
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
 from stree_jax.config import ModelConfig
 from stree_jax.layer_config import AttentionConfig, Mamba2Config
@@ -46,10 +52,14 @@ class ParallelCache(NamedTuple):
     attention: AttentionCache
 
 
+class InQueue(NamedTuple):
+    """Where a record would be that is in a queue."""
+
+
 class ParallelPending(NamedTuple):
     """What it needs to advance."""
 
-    mamba2: Mamba2Pending
+    mamba2: Any  # a Mamba2Pending, or what stands for it
     attention: AttentionPending
 
 
@@ -59,9 +69,18 @@ class Nothing(NamedTuple):
 
 # One entry a layer.
 LayerCache = Mamba2Cache | AttentionCache | ParallelCache | Nothing
-LayerPending = Mamba2Pending | AttentionPending | ParallelPending | Nothing
+LayerPending = Mamba2Pending | InQueue | AttentionPending | ParallelPending | Nothing
 Cache = tuple[LayerCache, ...]
-Pending = tuple[LayerPending, ...]
+
+
+class QueuedPending(NamedTuple):
+    """The records of all layers, those of Mamba-2 in a queue."""
+
+    layers: tuple[LayerPending, ...]
+    queue: RecordQueue
+
+
+Pending = tuple[LayerPending, ...] | QueuedPending
 
 # For each conv width of a model, a table of which inputs are convolved; the same for all layers.
 Windows = dict[int, Int[Array, "..."]]
@@ -127,8 +146,19 @@ def init_cache(config: ModelConfig, batch: int, max_length: int, dtype: DTypeLik
     return _by_kind(config, mamba2, attention, ParallelCache)
 
 
-def init_pending(config: ModelConfig, batch: int, num_nodes: int, dtype: DTypeLike) -> Pending:
-    """The pending record of a tree that was never run, for replay along the empty path."""
+def init_pending(
+    config: ModelConfig, batch: int, num_nodes: int, dtype: DTypeLike, *, queued: bool = False
+) -> Pending:
+    """The pending record of a tree that was never run, for replay along the empty path.
+
+    Args:
+        config: the model's.
+        batch: rows.
+        num_nodes: of the trees.
+        dtype: of the weights.
+        queued: put the records of Mamba-2 into a queue. A step with kernels then needs no second
+            record of all layers; without kernels it has to copy them, and is better off without.
+    """
 
     def zeros(*shape: int, dtype: DTypeLike = dtype) -> Array:
         return jnp.zeros((batch, num_nodes, *shape), dtype)
@@ -148,7 +178,31 @@ def init_pending(config: ModelConfig, batch: int, num_nodes: int, dtype: DTypeLi
             conv_input=zeros(sum(a.projected_sizes)) if a.conv_width else None,
         )
 
-    return _by_kind(config, mamba2, attention, ParallelPending)
+    records = _by_kind(config, mamba2, attention, ParallelPending)
+    return in_queue(records) if queued else records
+
+
+def in_queue(records: tuple[LayerPending, ...]) -> Pending:
+    """With the records of Mamba-2 in a queue, if there are any."""
+    parts = [part for part in map(mamba2_part, records) if isinstance(part, Mamba2Pending)]
+    if not parts:
+        return records
+    return QueuedPending(
+        tuple(with_mamba2_part(record, InQueue()) for record in records), enqueued(parts)
+    )
+
+
+def mamba2_part(record: Any) -> Mamba2Pending | RecordQueue | InQueue | None:
+    """Of the record of any layer what is Mamba-2's."""
+    part = record.mamba2 if isinstance(record, ParallelPending) else record
+    return part if isinstance(part, Mamba2Pending | RecordQueue | InQueue) else None
+
+
+def with_mamba2_part(record: Any, part: Mamba2Pending | RecordQueue | InQueue) -> Any:
+    """The record of any layer with something else for what is Mamba-2's, if anything is."""
+    if isinstance(record, ParallelPending):
+        return record._replace(mamba2=part)
+    return record if mamba2_part(record) is None else part
 
 
 def _by_kind(

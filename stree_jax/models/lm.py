@@ -6,14 +6,18 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import (
     Best,
+    RecordQueue,
     Unscaled,
     add_rms_norm,
+    after_turn,
     best_token,
     conv_window,
+    oldest_record,
     replay_window,
 )
 from pallas_kernels.dispatch import besides_jax_triton
@@ -23,13 +27,18 @@ from stree_jax.config import ModelConfig
 from stree_jax.models.attention import AttentionMixer
 from stree_jax.models.cache import (
     Cache,
+    InQueue,
     LayerCache,
     Path,
     Pending,
+    QueuedPending,
     Replay,
     Windows,
     conv_widths,
     init_cache,
+    init_pending,
+    mamba2_part,
+    with_mamba2_part,
 )
 from stree_jax.models.mamba2 import Mamba2Mixer
 from stree_jax.models.mlp import Mlp
@@ -203,6 +212,18 @@ class HybridLM(nnx.Module):
         """
         return init_cache(self.config, batch, max_length, self.dtype)
 
+    def init_pending(self, batch: int, num_nodes: int) -> Pending:
+        """The pending record of a tree of that size, for replay along the empty path.
+
+        Where the kernels run, the records of Mamba-2 layers are in a queue: a step then needs no
+        second record of all layers beside the first. Donate it, or XLA copies it.
+        """
+        mixers = [
+            mixer.mamba2 if isinstance(mixer, ParallelMixer) else mixer for mixer in self._mixers()
+        ]
+        kernels = any(isinstance(m, Mamba2Mixer) and m.is_one_kernel(self.dtype) for m in mixers)
+        return init_pending(self.config, batch, num_nodes, self.dtype, queued=kernels)
+
     def prefill(
         self, tokens: Tokens, lengths: Lengths, cache: Cache | None = None
     ) -> tuple[Float[Array, "B V"], Cache]:
@@ -294,35 +315,57 @@ class HybridLM(nnx.Module):
         """The residual stream at the query nodes, and what `tree_forward` returns beside logits."""
         with jax.named_scope("tree_forward"):
             replays: list[Replay | None] = [None] * len(self.blocks)
+            queue = None
             if replay is not None:
                 old, path = replay
                 back = self._replay_windows(path)
+                if isinstance(old, QueuedPending):
+                    old, queue = old
                 replays = [Replay(record, path, back) for record in old]
             num_queries = tokens.shape[1]
             windows = {
                 width: conv_window(tree.parents, width)[:, -num_queries:]
                 for width in conv_widths(self.config)
             }
+            if isinstance(grown, QueuedPending):
+                raise ValueError("records of a tree that grows level by level cannot be in a queue")
             above = (None,) * len(self.blocks) if grown is None else grown
 
             def run(index: int, mixer: Mixer, u: Array) -> tuple[Array | Unscaled, tuple]:
-                out, *both = mixer.tree(
-                    u, tree, windows, cache[index], above[index], replays[index]
+                nonlocal queue  # the layers take turns
+                before = replays[index]
+                if before is not None and queue is not None:
+                    before = before._replace(pending=with_mamba2_part(before.pending, queue))
+                out, record, layer_cache = mixer.tree(
+                    u, tree, windows, cache[index], above[index], before
                 )
-                return out, tuple(both)
+                if isinstance(part := mamba2_part(record), RecordQueue):
+                    record, queue = with_mamba2_part(record, InQueue()), part
+                return out, (record, layer_cache)
 
             hidden, both = self._stack(tokens, run, self._implementation)
             pending, cache = zip(*both, strict=True)
+            if queue is not None:
+                pending = QueuedPending(pending, queue)
             return hidden, pending, cache
 
     def replay(self, cache: Cache, pending: Pending, path: Path) -> Cache:
         """The cache after the nodes of `path`."""
         with jax.named_scope("replay"):
             windows = self._replay_windows(path)
-            return tuple(
-                mixer.replay(layer_cache, record, path, windows)
-                for mixer, layer_cache, record in zip(self._mixers(), cache, pending, strict=True)
-            )
+            records, queue = pending if isinstance(pending, QueuedPending) else (pending, None)
+            after = []
+            for mixer, layer_cache, record in zip(self._mixers(), cache, records, strict=True):
+                if queue is not None and mamba2_part(record) is not None:
+                    record = with_mamba2_part(record, oldest_record(queue))
+                    queue = after_turn(queue, None)
+                new = mixer.replay(layer_cache, record, path, windows)
+                if queue is not None:
+                    # Else XLA takes all records out of the queue at once.
+                    oldest, new = lax.optimization_barrier((queue.oldest, new))
+                    queue = queue._replace(oldest=oldest)
+                after.append(new)
+            return tuple(after)
 
     def _replay_windows(self, path: Path) -> Windows:
         return {

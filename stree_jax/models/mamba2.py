@@ -25,8 +25,10 @@ from pallas_kernels import (
     Mamba2Pending,
     Mamba2Weights,
     Previous,
+    RecordQueue,
     Unscaled,
     gated_rms_norm,
+    implementation_of_mamba2_tree,
     mamba2_tree,
     replay,
     replay_conv_state,
@@ -154,7 +156,7 @@ class Mamba2Mixer(nnx.Module):
         cache: Mamba2Cache,
         grown: Mamba2Pending | None = None,
         replay: Replay | None = None,
-    ) -> tuple[Float[Array, "B Q M"] | Unscaled, Mamba2Pending, Mamba2Cache]:
+    ) -> tuple[Float[Array, "B Q M"] | Unscaled, Mamba2Pending | RecordQueue, Mamba2Cache]:
         """Runs the last Q nodes of a tree from `cache`, after replaying a path, if any.
 
         Args:
@@ -164,12 +166,12 @@ class Mamba2Mixer(nnx.Module):
             cache: what came before the root.
             grown: the pending record of the first `N - Q` nodes; None if `Q == N`.
             replay: of the previous tree: what advances `cache` first. The kernel reads and writes
-                the state once for both.
+                the state once for both. Its record may be the oldest in a queue.
 
         Returns:
             Outputs of the query nodes, whose rows are yet to be scaled if the norm is one that
-            commutes with the output projection; the pending record of all N nodes; and the cache
-            before the root.
+            commutes with the output projection; the pending record of all N nodes, or the queue
+            with it; and the cache before the root.
         """
         c = self.config
         width = c.conv_width
@@ -218,6 +220,14 @@ class Mamba2Mixer(nnx.Module):
         )
         window = windows[self.config.conv_width]
         return Mamba2Cache(ssm, replay_conv_state(pending.conv_input, cache.conv, window))
+
+    def is_one_kernel(self, dtype: DTypeLike) -> bool:
+        """Whether `tree` is one kernel between the projections, for weights of this type."""
+        c = self.config
+        return (
+            implementation_of_mamba2_tree(c.layout, c.conv_width, dtype, self.implementation)
+            != "xla"
+        )
 
     def _project(self, u: Array) -> Array:
         return self.in_proj(scaled(u, self.config.input_multiplier))

@@ -180,6 +180,8 @@ ENTRY %main.1 (a.1: f32[64,2], w.1: bf16[2]) -> (f32[64,2], pred[3]) {
   ROOT %call.3 = (f32[64,2]{1,0}, /*index=1*/pred[3]{0}) custom-call(%gemm-2, %w.1, %n.1), \
 custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="x"}
   %n.1 = s32[] constant(1)
+  %q.1 = f32[3,8]{1,0} parameter(2)
+  %q.2 = (f32[3,8]{1,0}, f32[8,3]{1,0}) custom-call(%q.1), custom_call_target="__gpu$xla.gpu.triton"
 """
 
 
@@ -187,7 +189,7 @@ def test_bytes_of_our_kernels_are_counted():
     """In a process of its own, since the module changes XLA's flags."""
     code = (
         "from benchmarks.static import kernel_bytes; import sys;"
-        "print(kernel_bytes(sys.stdin.read()))"
+        "print(kernel_bytes(sys.stdin.read(), {'f32[3,8]': 3}))"
     )
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
@@ -196,7 +198,7 @@ def test_bytes_of_our_kernels_are_counted():
         text=True,
         check=True,
     )
-    assert json.loads(result.stdout) == [512 + 3 + 512 + 4 + 4]
+    assert json.loads(result.stdout) == [512 + 3 + 512 + 4 + 4, 32 + 96 + 32]
 
 
 @pytest.mark.skipif(

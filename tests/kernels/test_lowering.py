@@ -24,6 +24,7 @@ from pallas_kernels import (
     add_rms_norm,
     attention_tree,
     best_token,
+    enqueued,
     mamba2_tree,
     triton_backend,
 )
@@ -131,13 +132,14 @@ def test_an_output_head_lowers_to_one_kernel(nodes, dtype, capability):
     assert "stablehlo.dot" not in code
 
 
-# Layouts of mamba2-2.7b, MambaInLlama-8B and Falcon-H1-0.5B; nodes, grown nodes, and whether the
-# gate and a norm over the whole row are behind it.
+# Layouts of mamba2-2.7b, MambaInLlama-8B and Falcon-H1-0.5B; nodes, grown nodes, whether the gate
+# and a norm over the whole row are behind it, and whether the old record is in a queue.
+SCALED = Layout(24, 64, 1, 128, 24, 1, multipliers=(0.35, 0.25, 0.18, 0.5, 0.35))
 LAYOUTS = [
-    (Layout(80, 64, 1, 128, x_heads=80, b_groups=1), 13, 0, True, True),
-    (Layout(80, 64, 1, 128, x_heads=80, b_groups=1), 64, 61, True, True),
-    (Layout(32, 128, 32, 128, x_heads=8, b_groups=8), 64, 0, False, False),
-    (Layout(24, 64, 1, 128, 24, 1, multipliers=(0.35, 0.25, 0.18, 0.5, 0.35)), 1, 0, True, False),
+    (Layout(80, 64, 1, 128, x_heads=80, b_groups=1), 13, 0, True, True, False),
+    (Layout(80, 64, 1, 128, x_heads=80, b_groups=1), 64, 61, True, True, False),
+    (Layout(32, 128, 32, 128, x_heads=8, b_groups=8), 64, 0, False, False, True),
+    (SCALED, 1, 0, True, False, True),
 ]
 
 
@@ -145,7 +147,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", LAYOUTS, ids=["plain", "grown", "repeated", "scaled"])
 def test_a_whole_mixer_lowers_to_one_kernel(case, dtype, capability):
-    layout, nodes, grown, gated, normed = case
+    layout, nodes, grown, gated, normed, queued = case
     heads, head_dim, channels = layout.num_heads, layout.head_dim, layout.num_channels
 
     def struct(*sizes, kind=dtype):
@@ -165,7 +167,10 @@ def test_a_whole_mixer_lowers_to_one_kernel(case, dtype, capability):
         options["grown"] = pending(grown)
     if not grown:
         path, back = struct(2, nodes, kind=jnp.bool_), struct(2, 3, kind=jnp.int32)
-        options["previous"] = Previous(pending(nodes), path, back)
+        record = pending(nodes)
+        if queued:
+            record = jax.eval_shape(enqueued, [record, record])
+        options["previous"] = Previous(record, path, back)
 
     def run(*arguments):
         *arguments, options = arguments

@@ -14,8 +14,11 @@ from pallas_kernels import (
     Mamba2Weights,
     Previous,
     Unscaled,
+    after_turn,
     conv_window,
+    enqueued,
     mamba2_tree,
+    oldest_record,
     replay_window,
 )
 from pallas_kernels.mamba2_tree.reference import mamba2_tree as reference
@@ -36,6 +39,7 @@ class Case:
     nodes: int = 13
     replayed: int = 6
     grown: int = 0  # nodes that a first call runs, before a second one runs the others
+    places: int = 0  # of the queue that the record is in
     width: int = 4
     conv_bias: bool = True
     d_per_channel: bool = False
@@ -63,6 +67,8 @@ CASES = (
     Case("blocks of channels", dataclasses.replace(PLAIN, head_dim=64, state_size=128), nodes=3),
     Case("repeated after the convolution", REPEATED, width=3, conv_bias=False, d_per_channel=True),
     Case("repeated before it", dataclasses.replace(REPEATED, repeat_before_conv=True), nodes=20),
+    Case("in a queue", PLAIN, batch=3, nodes=6, places=3),
+    Case("alone in a queue, bf16", REPEATED, nodes=20, replayed=20, places=2, bf16=True),
     Case("all knobs", dataclasses.replace(PLAIN, **KNOBS), width=2),
 )
 
@@ -149,7 +155,12 @@ def errors(case, implementation):
     back = replay_window(
         *(jnp.asarray(value, jnp.int32) for value in (inputs.old_parents, inputs.last)), case.width
     )
-    previous = Previous(pending, jnp.asarray(inputs.path), back)
+    # The others in the queue have other numbers.
+    others = [
+        jax.tree.map(lambda array, i=i: array + i, pending) for i in range(1, case.places - 1)
+    ]
+    record = enqueued([pending, *others]) if case.places else pending
+    previous = Previous(record, jnp.asarray(inputs.path), back)
     mask = jnp.asarray(ancestor_mask(inputs.parents))
     projected, first = small(inputs.projected), case.grown or case.nodes
     options = dict(gated=case.gated, norm_epsilon=1e-3, implementation=implementation)
@@ -172,6 +183,11 @@ def errors(case, implementation):
         y = jax.tree.map(lambda *values: jnp.concatenate(values, axis=1), y, more)
         jax.tree.map(np.testing.assert_array_equal, after, list(states))
 
+    if case.places:
+        for other in others:
+            jax.tree.map(np.testing.assert_array_equal, oldest_record(record), other)
+            record = after_turn(record, None)
+        record = oldest_record(record)
     assert isinstance(y, Unscaled) == case.normed
     found = {}
     if case.normed:
@@ -209,6 +225,28 @@ def test_a_norm_is_behind_a_gate():
     case = Case("refused", PLAIN, gated=False)
     with pytest.raises(ValueError, match="norm_weight is of a norm behind the gate"):
         errors(case, "xla")
+
+
+def test_a_queue_is_of_trees_of_one_size():
+    case = Case("refused", PLAIN, nodes=5, replayed=6, places=2)
+    with pytest.raises(ValueError, match="a tree of 5 nodes cannot go into a queue for trees of 6"):
+        errors(case, "xla")
+
+
+def test_layers_take_turns_at_a_queue():
+    """The example of `records`, for three steps: each layer finds what it left the step before."""
+
+    def record(value):
+        arrays = (jnp.zeros((1, 2, 3, 4)), jnp.zeros((1, 2, 3)), jnp.zeros((1, 2, 1, 5)))
+        return Mamba2Pending(*(array + value for array in (*arrays, jnp.zeros((1, 2, 6)))))
+
+    queue = enqueued([record(value) for value in (0, 1, 2)])
+    for step in range(1, 4):
+        for layer in range(3):
+            found = {float(leaf.min()) for leaf in jax.tree.leaves(oldest_record(queue))}
+            assert found == {10.0 * (step - 1) + layer}
+            queue = after_turn(queue, record(10 * step + layer))
+    assert queue.records.x.shape[0] == 4
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ CASES = [
     (test_mamba2_tree, "blocks of channels"),
     (test_mamba2_tree, "tree, and a row with an empty path"),
     (test_mamba2_tree, "grown, blocks of nodes"),
+    (test_mamba2_tree, "in a queue"),
     (test_attention_tree, "shared, more nodes than a block"),
     (test_attention_tree, "grown, blocks of nodes"),
     (test_tree_ops, "groups"),

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from stree_jax import HybridLM, ModelConfig, TreeTopology
-from stree_jax.models.cache import init_cache, init_pending, path_to
+from stree_jax.models.cache import QueuedPending, init_cache, init_pending, path_to
 from tests import oracle
 from tests.tiny import CONFIGS, HYBRIDS, apply, randomised, tiny_model
 
@@ -140,6 +140,64 @@ def test_a_tree_grown_level_by_level_is_the_tree_at_once():
         np.testing.assert_allclose(logits, at_once[:, start:end], atol=1e-4)
         start = end
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grown, all_pending)
+
+
+QUEUED = {
+    "mamba2": ModelConfig.tiny(num_layers=2, head_dim=16, state_size=16, tie_embeddings=False),
+    "side by side": dataclasses.replace(
+        _PARALLEL,
+        layers=("parallel", "mlp", "parallel"),
+        mamba2=dataclasses.replace(_PARALLEL.mamba2, head_dim=16, state_size=16),
+        attention=dataclasses.replace(_PARALLEL.attention, head_dim=16, rotary_dim=16),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUEUED)
+def test_records_in_a_queue_are_the_records(name):
+    """Steps by the interpreted kernel, with one queue or with a record for each layer."""
+    config = QUEUED[name]
+    model = HybridLM(config, rngs=nnx.Rngs(0), implementation="pallas_interpret")
+    model = randomised(model, 0)
+    topology = TreeTopology.from_branching((2, 1))
+    tree, num_nodes = whole_tree(topology), topology.num_nodes
+    cache = model.init_cache(BATCH, MAX_LENGTH)
+    nowhere = path_to(tree, jnp.full(BATCH, -1))
+    plain = (init_pending(config, BATCH, num_nodes, model.dtype), cache)
+    queued = (model.init_pending(BATCH, num_nodes), cache)
+    assert isinstance(queued[0], QueuedPending)
+    assert queued[0].queue.records.x.shape[0] == 1 + len(config.layers) - config.layers.count("mlp")
+
+    @jax.jit
+    def step(model, tokens, pending, cache, path):
+        return model.tree_forward(tokens, tree, cache, replay=(pending, path))
+
+    path = nowhere
+    for seed, last in enumerate([(4, 2), (-1, 3), (1, 0)]):
+        tokens = random_tokens(model, BATCH, num_nodes, seed=seed)
+        want, *plain = step(model, tokens, *plain, path)
+        got, *queued = step(model, tokens, *queued, path)
+        assert_close(got, want)
+        jax.tree.map(assert_close, queued[1], plain[1])
+        path = path_to(tree, jnp.array(last))
+    after = [replay(model, cache, pending, path) for pending, cache in (plain, queued)]
+    jax.tree.map(assert_close, *after)
+    with pytest.raises(ValueError, match="grows level by level cannot be in a queue"):
+        model.tree_forward(jnp.asarray(tokens[:, 1:]), tree, cache, grown=queued[0])
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas_interpret"])
+def test_only_kernels_have_a_queue(implementation):
+    for name, kernel in (("mamba2", True), ("plain", False)):  # the plain one has small heads
+        config = (QUEUED | CONFIGS)[name]
+        model = HybridLM.abstract(config, dtype=jnp.float32, implementation=implementation)
+        model = nnx.merge(*model)
+        if implementation == "pallas_interpret" and not kernel:
+            with pytest.raises(ValueError, match="head_dim = .* is not a power of two"):
+                model.init_pending(1, 2)
+            continue
+        pending = jax.eval_shape(lambda model=model: model.init_pending(1, 2))
+        assert isinstance(pending, QueuedPending) == (implementation != "xla")
 
 
 def test_a_token_changes_only_what_is_below_it():
