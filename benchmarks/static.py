@@ -10,7 +10,8 @@ it needs is no sum; `--whole` compiles it, and tells.
 
 What it needs is in `benchmarks/deviceless.py`. Results go to `benchmarks/results/static.json`;
 a run of some presets or GPUs replaces those rows only. Exit code 1 if a kernel spills registers, or
-if a layer with our kernels takes more than `--most-launches` allows it.
+if our kernels take more launches a layer, or memory, than `--most-launches` and `--most-temporary`
+allow.
 
 Matrix products are not autotuned, since there is nothing to time them on: kernel counts and memory
 hold, a device may choose other blocks. What XLA chooses is to split the inner axis of small
@@ -362,8 +363,15 @@ def main() -> None:
         metavar="KIND=NUMBER",
         help="of a layer with our kernels, products whole; such as mamba2=4 attention=6",
     )
-    parser.add_argument("--output", type=Path, help="directory of the results")
     parser.add_argument("--whole", action="store_true", help="compile whole models, too")
+    parser.add_argument(
+        "--most-temporary",
+        type=float,
+        default=math.inf,
+        metavar="MIB",
+        help="memory of a whole model's step with our kernels, products whole, beside arguments",
+    )
+    parser.add_argument("--output", type=Path, help="directory of the results")
     options = parser.parse_args()
     configs = {name: st.ModelConfig.preset(name) for name in options.presets}
     draft = st.ModelConfig.preset(options.draft)
@@ -403,10 +411,13 @@ def main() -> None:
     path = report(rows, prompts, loops, options.output)
     spilled = sum(row["spills"] for row in (*rows, *prompts, *loops))
     most: dict[str, float] = {}
+    temporary = []
     for row in rows:
         if (row["implementation"], row["products"]) == ("pallas", "whole"):
             for kind, layer in row["layers"].items():
                 most[kind] = max(most.get(kind, 0.0), layer["launches"])
+            if "whole" in row:
+                temporary.append(row["whole"]["temporary_bytes"] / 2**20)
     summary = {
         "programs": len(rows) + len(prompts),
         "with_spills": spilled,
@@ -419,6 +430,11 @@ def main() -> None:
         for kind, number in options.most_launches
         if most.get(kind, math.inf) > number
     ]
+    if options.most_temporary < max(temporary, default=math.inf):
+        failures.append(
+            f"temporary memory, MiB: {temporary or 'nothing was compiled --whole'}; at most"
+            f" {options.most_temporary} are wanted"
+        )
     if spilled:
         failures.append(f"{spilled} programs spill registers")
     if failures:

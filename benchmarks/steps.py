@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import stree_jax as st
+from pallas_kernels import dispatch
 from stree_jax.models.cache import path_to
 
 
@@ -24,4 +25,6 @@ def run_steps(model: st.HybridLM, topology: st.TreeTopology, count: int) -> jax.
         return best.token, *records
 
     tokens = jnp.zeros((1, topology.num_nodes), jnp.int32)
-    return jax.lax.fori_loop(0, count, step, (tokens, pending, model.init_cache(1, max_length)))[0]
+    carry = (tokens, pending, model.init_cache(1, max_length))
+    unroll = 1 if dispatch.device_obstacle() else min(2, count)  # as the decode loop
+    return jax.lax.fori_loop(0, count, step, carry, unroll=unroll)[0]

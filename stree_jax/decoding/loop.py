@@ -43,10 +43,10 @@ class SpeculativeDecoder:
         verifier: the verification rule.
         filtered: top-k or top-p is in use.
         capacity: the most new tokens a row can hold.
-        rounds: steps between two looks at whether all rows have ended. The host waits for each
-            look; and with 2 rounds XLA writes what a step leaves to two places by turns, where with
-            1 it copies every layer's. After the last row's end up to `rounds - 1` steps are in
-            vain.
+        rounds: steps between two looks at whether all rows have ended, in an inner loop of static
+            trip count. The host waits for each look. The inner loop's body is two steps, by turns
+            of which XLA writes what a step leaves to two places; with one it would copy it. After
+            the last row's end up to `rounds - 1` steps are in vain.
     """
 
     topology: TreeTopology
@@ -108,10 +108,11 @@ class SpeculativeDecoder:
             return jnp.any(~state.done) & ~jnp.any(state.failed > 0)
 
         # The body closes over the weights, so that the loop does not carry them.
+        def step(_: Any, state: DecodeState) -> DecodeState:
+            return self._step(model, drafter, state, limits, sampling)[0]
+
         def some_steps(state: DecodeState) -> DecodeState:
-            for _ in range(self.rounds):
-                state = self._step(model, drafter, state, limits, sampling)[0]
-            return state
+            return lax.fori_loop(0, self.rounds, step, state, unroll=min(2, self.rounds))
 
         state = lax.while_loop(unfinished, some_steps, state)
         nowhere = state.path._replace(

@@ -84,7 +84,8 @@ def test_statistics_add_up():
     np.testing.assert_allclose(stats.tau_per_row, out.lengths / stats.target_calls_per_row)
 
 
-def test_more_rounds_between_looks_change_nothing():
+@pytest.mark.parametrize("rounds", [2, 5])
+def test_more_rounds_between_looks_change_nothing(rounds):
     """Rows end in the middle of the rounds, and one at an end of sequence."""
     model = tiny_model()
     free = st.generate(model, PROMPTS, max_new_tokens=17, drafter=drafter(), topology=TREE)
@@ -92,7 +93,7 @@ def test_more_rounds_between_looks_change_nothing():
     options["eos_token"] = int(free.tokens[0, 4])
     want = st.generate(model, PROMPTS, **options)
     request = plan(model, PROMPTS, **options)
-    decoder = dataclasses.replace(request.decoder, rounds=2)
+    decoder = dataclasses.replace(request.decoder, rounds=rounds)
     state = decoder.start(model, request.drafter, request.context, request.keys)
     state = decoder.run(model, request.drafter, state, request.limits, request.sampling)
     np.testing.assert_array_equal(state.emitted, want.lengths)
