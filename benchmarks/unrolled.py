@@ -13,7 +13,7 @@ from jax import lax
 
 import stree_jax as st
 from pallas_kernels import Best
-from stree_jax.models.cache import path_to
+from stree_jax.models.cache import Pending, init_pending, path_to
 
 
 class Paths(NamedTuple):
@@ -61,6 +61,10 @@ class UnrolledLM(st.HybridLM):
         unrolled = nnx.merge(structure, nnx.to_pure_dict(nnx.state(model)))
         unrolled.num_rows, unrolled.num_positions = num_rows, num_positions
         return unrolled
+
+    def init_pending(self, batch: int, num_nodes: int) -> Pending:
+        """One record a layer, never in a queue: they are put together from those of the paths."""
+        return init_pending(self.config, batch, num_nodes, self.dtype)
 
     def tree_forward(  # type: ignore[override]
         self, tokens: jax.Array, tree: st.Tree, cache: Any, *, replay: Any = None

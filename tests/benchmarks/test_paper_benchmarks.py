@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import stree_jax as st
 from benchmarks import batch, packed, temperature, thunks, tree_size
 from benchmarks.models import random_pair
 from benchmarks.unrolled import SequentialLM, UnrolledLM, root_to_leaf_paths
 from stree_jax.decoding.generate import plan
+from stree_jax.models.cache import path_to
 from tests.tiny import tiny_model
 
 TINY = st.ModelConfig.tiny(num_layers=1, tie_embeddings=False)
@@ -48,6 +50,25 @@ def test_unrolled_paths_are_the_packed_tree(kind):
     got = forward(kind.like(model, num_rows=3, num_positions=4))
     for value, reference in zip(jax.tree.leaves(got[:2]), jax.tree.leaves(want[:2]), strict=True):
         np.testing.assert_allclose(value[tree.valid], reference[tree.valid], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [st.HybridLM, UnrolledLM, SequentialLM])
+def test_a_step_leaves_a_record_of_the_kind_that_it_takes(kind):
+    """A loop needs that; where the kernels run, too."""
+    config = st.ModelConfig.tiny(num_layers=2, head_dim=16, state_size=16)
+    structure, weights = kind.abstract(config, dtype="float32", implementation="pallas_interpret")
+    topology = st.TreeTopology.from_parents([-1, 0, 0, 1])
+
+    def step(weights):
+        model = nnx.merge(structure, weights)
+        model.num_rows, model.num_positions = 2, 3
+        tree, tokens = topology.tree(jnp.ones((1, 4), bool)), jnp.zeros((1, 4), jnp.int32)
+        replay = (model.init_pending(1, 4), path_to(tree, jnp.array([3])))
+        return replay[0], model.tree_best(tokens, tree, model.init_cache(1, 8), replay=replay)[1]
+
+    before, after = jax.eval_shape(step, weights)
+    assert jax.tree.structure(before) == jax.tree.structure(after)
+    assert jax.tree.leaves(before) == jax.tree.leaves(after)
 
 
 @pytest.mark.slow
