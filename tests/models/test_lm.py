@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from pallas_kernels import dispatch
 from stree_jax import HybridLM, ModelConfig, TreeTopology
 from stree_jax.models.cache import QueuedPending, init_cache, init_pending, path_to
 from tests import oracle
@@ -142,21 +143,18 @@ def test_a_tree_grown_level_by_level_is_the_tree_at_once():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grown, all_pending)
 
 
-QUEUED = {
-    "mamba2": ModelConfig.tiny(num_layers=2, head_dim=16, state_size=16, tie_embeddings=False),
-    "side by side": dataclasses.replace(
-        _PARALLEL,
-        layers=("parallel", "mlp", "parallel"),
-        mamba2=dataclasses.replace(_PARALLEL.mamba2, head_dim=16, state_size=16),
-        attention=dataclasses.replace(_PARALLEL.attention, head_dim=16, rotary_dim=16),
-    ),
-}
+# Sizes that the kernels take; two layers take turns.
+QUEUED = dataclasses.replace(
+    _PARALLEL,
+    layers=("parallel", "mlp", "mamba2"),
+    mamba2=dataclasses.replace(_PARALLEL.mamba2, head_dim=16, state_size=16),
+    attention=dataclasses.replace(_PARALLEL.attention, head_dim=16, rotary_dim=16),
+)
 
 
-@pytest.mark.parametrize("name", QUEUED)
-def test_records_in_a_queue_are_the_records(name):
+def test_records_in_a_queue_are_the_records():
     """Steps by the interpreted kernel, with one queue or with a record for each layer."""
-    config = QUEUED[name]
+    config = QUEUED
     model = HybridLM(config, rngs=nnx.Rngs(0), implementation="pallas_interpret")
     model = randomised(model, 0)
     topology = TreeTopology.from_branching((2, 1))
@@ -166,7 +164,7 @@ def test_records_in_a_queue_are_the_records(name):
     plain = (init_pending(config, BATCH, num_nodes, model.dtype), cache)
     queued = (model.init_pending(BATCH, num_nodes), cache)
     assert isinstance(queued[0], QueuedPending)
-    assert queued[0].queue.records.x.shape[0] == 1 + len(config.layers) - config.layers.count("mlp")
+    assert len(queued[0].queue.records.x) == 3
 
     @jax.jit
     def step(model, tokens, pending, cache, path):
@@ -186,18 +184,21 @@ def test_records_in_a_queue_are_the_records(name):
         model.tree_forward(jnp.asarray(tokens[:, 1:]), tree, cache, grown=queued[0])
 
 
-@pytest.mark.parametrize("implementation", ["xla", "pallas_interpret"])
-def test_only_kernels_have_a_queue(implementation):
-    for name, kernel in (("mamba2", True), ("plain", False)):  # the plain one has small heads
-        config = (QUEUED | CONFIGS)[name]
-        model = HybridLM.abstract(config, dtype=jnp.float32, implementation=implementation)
-        model = nnx.merge(*model)
-        if implementation == "pallas_interpret" and not kernel:
-            with pytest.raises(ValueError, match="head_dim = .* is not a power of two"):
-                model.init_pending(1, 2)
-            continue
-        pending = jax.eval_shape(lambda model=model: model.init_pending(1, 2))
-        assert isinstance(pending, QueuedPending) == (implementation != "xla")
+def test_only_kernels_have_a_queue():
+    def is_queued(config, implementation):
+        structure, weights = HybridLM.abstract(
+            config, dtype=jnp.float32, implementation=implementation
+        )
+        model = nnx.merge(structure, weights)
+        pending = jax.eval_shape(lambda: model.init_pending(1, 2))
+        return isinstance(pending, QueuedPending)
+
+    assert is_queued(QUEUED, "pallas_interpret")
+    assert is_queued(QUEUED, "pallas")
+    assert not is_queued(QUEUED, "xla")
+    assert is_queued(QUEUED, None) == (dispatch.device_obstacle() is None)
+    with pytest.raises(ValueError, match="head_dim = 8 is not a power of two .* use 'xla'"):
+        is_queued(_PARALLEL, "pallas")
 
 
 def test_a_token_changes_only_what_is_below_it():
