@@ -224,7 +224,7 @@ def _mixer_call(function: Callable[..., Any], *, queued: bool = False) -> Callab
     """`mamba2_tree` of flat operands, gated and normed; returns all that it does, the state last.
 
     Of the mean squares' parts it returns the sum: how many there are depends on the block sizes.
-    With `queued` the record is the only one in a queue.
+    With `queued` the record is the second of two in a queue.
     """
 
     def call(projected: Any, norm_weight: Any, *operands: Any, **options: Any) -> tuple:
@@ -234,17 +234,23 @@ def _mixer_call(function: Callable[..., Any], *, queued: bool = False) -> Callab
             *(projected, pk.Mamba2Weights(*weights), ssm, conv_state, window, mask),
             layout=_layout(*ssm.shape[1:], B.shape[2]),
             grown=None,
-            previous=pk.Previous(pk.enqueued([old]) if queued else old, path, back),
+            previous=pk.Previous(_second_of_two(old) if queued else old, path, back),
             gated=True,
             norm_weight=norm_weight,
             norm_epsilon=1e-5,
             **options,
         )
         if queued:
-            record = pk.oldest_record(record)
+            record = pk.oldest_record(record, turns=1)
         return (y.value, jnp.sum(y.mean_squares, axis=-1), *record, conv_state, ssm)
 
     return call
+
+
+def _second_of_two(record: pk.Mamba2Pending) -> pk.RecordQueue:
+    """In a queue in which the layer before had its turn."""
+    queue = pk.enqueued([jax.tree.map(jnp.ones_like, record), record])
+    return queue._replace(oldest=queue.oldest + 1)
 
 
 def _true_mixer(projected: Any, norm_weight: Any, *operands: Any) -> tuple[np.ndarray, ...]:
@@ -576,7 +582,8 @@ def kind_of_shapes(name: str) -> type:
     return kind
 
 
-# As an op of XLA the last of these would copy the queue, which nobody asks it for.
+# In a queue XLA's operations copy all of it, which nobody asks them for. The kernel's work is the
+# same as without, but for the place in memory; so are its block sizes.
 TIMED = tuple(name for name in KERNELS if name not in (LEVEL, QUEUED))
 COMPILED = (*TIMED, QUEUED)
 

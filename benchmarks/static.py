@@ -264,7 +264,7 @@ def with_layers(config: st.ModelConfig, layers: tuple[str, ...]) -> st.ModelConf
 def by_layer(config: st.ModelConfig, build: Callable[[st.ModelConfig], Program]) -> dict[str, Any]:
     """Cost of a layer of each kind in a program, and of the whole model as their sum.
 
-    Of steps the sum is what `--whole` finds.
+    Of steps with our kernels the sum is what `--whole` finds.
     """
     kinds = tuple(dict.fromkeys(config.layers))
     # Two of each, since a first layer fuses with the embedding.
@@ -330,7 +330,7 @@ def decode_loop(
         "topology": "A",
         "launches_a_step": launches(inside)[0] / STEPS,
         "copies_a_step": launches(inside)[1] / STEPS,
-        # The host reads the predicate of every loop whose trip count XLA does not know.
+        # The host reads the predicate of loops whose trip count is not known: all of these.
         "host_reads_a_step": (num_loops(outside) + num_loops(inside)) / STEPS,
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "spills": spills,
@@ -373,6 +373,8 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, help="directory of the results")
     options = parser.parse_args()
+    if options.most_temporary < math.inf and not options.whole:
+        parser.error("--most-temporary is of whole models: add --whole")
     configs = {name: st.ModelConfig.preset(name) for name in options.presets}
     draft = st.ModelConfig.preset(options.draft)
     compilers = [Compiler(gpu, products) for gpu in options.gpus for products in options.products]
@@ -409,7 +411,8 @@ def main() -> None:
                 loops.append(which | decode_loop(compiler, config, draft, implementation))
                 print(json.dumps(loops[-1]), flush=True)
     path = report(rows, prompts, loops, options.output)
-    spilled = sum(row["spills"] for row in (*rows, *prompts, *loops))
+    programs = (*rows, *prompts, *loops, *(row["whole"] for row in rows if "whole" in row))
+    spilled = sum(program["spills"] for program in programs)
     most: dict[str, float] = {}
     temporary = []
     for row in rows:

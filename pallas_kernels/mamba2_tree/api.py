@@ -118,12 +118,14 @@ def mamba2_tree(
     queue = None
     if previous is not None and isinstance(previous.pending, RecordQueue):
         queue = previous.pending
-        num_nodes, num_queued = ancestor_mask.shape[1], queue.records.x.shape[2]
-        if num_nodes != num_queued:
-            raise ValueError(
-                f"a tree of {num_nodes} nodes cannot go into a queue for trees of {num_queued};"
-                " fill the tree up with nodes that are not valid, or pass records one by one"
-            )
+        sizes = {"tree": ancestor_mask.shape[1], "path": previous.path.shape[1]}
+        queued = queue.records.x.shape[2]
+        for what, size in sizes.items():
+            if size != queued:
+                raise ValueError(
+                    f"a {what} of {size} nodes does not fit a queue of trees of {queued};"
+                    " fill trees up with nodes that are not valid, or pass records one by one"
+                )
     arguments = (projected, weights, ssm, conv_state, window, ancestor_mask)
     with jax.named_scope("mamba2_tree"):
         width, dtype = window.shape[2], projected.dtype

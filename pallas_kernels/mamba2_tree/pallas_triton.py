@@ -10,6 +10,9 @@ mean square; what all programs are needed for is left to who reads the product w
 One more program a head copies what went into the convolution into the record: a kind of its own, so
 that neither holds the other's registers.
 
+If the old record is in a queue (see `records`), the new one goes to its free place, in the same
+memory, where no program reads; a counter of the queue tells both places.
+
 Each tap's row is looked up in one table, which depends on the trees alone and so is made once for
 all layers: rows of the old conv state, the previous tree, the grown nodes and the query nodes.
 
@@ -82,10 +85,10 @@ def mamba2_tree(
     channels = channels_of(blocks.state, head_dim, state_size)
     last_block = head_dim // channels - 1
 
-    def block(p):
+    def channel_block(p):
         return jnp.minimum(p, last_block)
 
-    part = HeadBlocks(channels, state_size, num_heads // num_groups, block)
+    specs = HeadBlocks(channels, state_size, num_heads // num_groups, channel_block)
 
     def of_row(array):
         shape = array.shape[1:]
@@ -95,31 +98,31 @@ def mamba2_tree(
         return pl.BlockSpec(array.shape, lambda b, h, p: (0,) * array.ndim)
 
     def block_of_row(h, p):
-        return h * (last_block + 1) + block(p)
+        return h * (last_block + 1) + channel_block(p)
 
     some_of_channels = pl.BlockSpec((channels,), lambda b, h, p: (block_of_row(h, p),))
 
     def of_record(count):
         of_inputs = pl.BlockSpec((None, count, layout.num_channels), lambda b, h, p: (b, 0, 0))
-        return part.of_channels(count), part.of_head(count), part.of_group(count), of_inputs
+        return specs.of_channels(count), specs.of_head(count), specs.of_group(count), of_inputs
 
-    def named(prefix, record, blocks):
-        pairs = zip(record, blocks, strict=True)
+    def named(prefix, record, record_specs):
+        pairs = zip(record, record_specs, strict=True)
         return {prefix + name: pair for name, pair in zip(_RECORD, pairs, strict=True)}
 
     def like(*shape, dtype=projected.dtype):
         return jax.ShapeDtypeStruct((batch, *shape), dtype)
 
     inputs = {
-        "ssm": (ssm, part.state),
+        "ssm": (ssm, specs.state),
         "projected": (projected, of_row(projected)),
         "conv_state": (conv_state, of_row(conv_state)),
         "conv_weight": (weights.conv_weight, of_all(weights.conv_weight)),
-        "dt_bias": (weights.dt_bias, part.one_of_heads),
-        "A_log": (weights.A_log, part.one_of_heads),
+        "dt_bias": (weights.dt_bias, specs.one_of_heads),
+        "A_log": (weights.A_log, specs.one_of_heads),
         "D": (
             weights.D,
-            part.one_of_heads if weights.D.shape[0] == num_heads else some_of_channels,
+            specs.one_of_heads if weights.D.shape[0] == num_heads else some_of_channels,
         ),
         "mask": (ancestor_mask, of_row(ancestor_mask)),
     }
@@ -128,9 +131,9 @@ def mamba2_tree(
     if norm_weight is not None:
         inputs["norm_weight"] = (norm_weight, some_of_channels)
     outputs = {
-        "y": (like(num_queries, num_heads, head_dim), part.of_channels(num_queries)),
+        "y": (like(num_queries, num_heads, head_dim), specs.of_channels(num_queries)),
         # For this program itself.
-        "C": (like(num_queries, num_groups, state_size), part.of_group(num_queries)),
+        "C": (like(num_queries, num_groups, state_size), specs.of_group(num_queries)),
     }
     if norm_weight is not None:
         outputs["mean_squares"] = (
@@ -145,14 +148,15 @@ def mamba2_tree(
         num_replayed = path.shape[1]
         sources = rows_before(window, back, num_replayed)
         inputs |= {"path": (path, of_row(path)), "back": (back, of_row(back))}
-        old_blocks = of_record(num_replayed)
+        old_specs = of_record(num_replayed)
         if isinstance(old, RecordQueue):
             queue, old = old, old.records
-            old_blocks = [in_any_place(block, len(old.x)) for block in old_blocks]
+            old_specs = [in_any_place(spec, len(old.x)) for spec in old_specs]
+            # Not in place: all programs read this one, and one of them writes the next.
             inputs["oldest"] = outputs["oldest"] = (queue.oldest, of_all(queue.oldest))
-            outputs |= named("", old, old_blocks)
+            outputs |= named("", old, old_specs)
             in_place = {f"old {name}": name for name in _RECORD}
-        inputs |= named("old ", old, old_blocks)
+        inputs |= named("old ", old, old_specs)
         outputs |= {name: inputs[name] for name in ("ssm", "conv_state")}
         in_place["ssm"] = "ssm"
     inputs["sources"] = (sources, of_row(sources))
@@ -190,12 +194,11 @@ def mamba2_tree(
         grid=(batch, num_heads, last_block + 2),
     )
     record = Mamba2Pending(*(results[name] for name in _RECORD))
-    if queue is not None:
-        queue = RecordQueue(record, results["oldest"])
+    left = record if queue is None else RecordQueue(record, results["oldest"])
     y = results["y"].reshape(batch, num_queries, -1)
     if norm_weight is not None:
         y = Unscaled(y, results["mean_squares"], norm_epsilon)
-    return y, queue or record, results.get("ssm", ssm), results.get("conv_state", conv_state)
+    return y, left, results.get("ssm", ssm), results.get("conv_state", conv_state)
 
 
 def rows_before(window, back, num_replayed):

@@ -49,32 +49,30 @@ def enqueued(records: Sequence[Mamba2Pending]) -> RecordQueue:
     return RecordQueue(arrays, jnp.zeros(1, jnp.int32))
 
 
-def oldest_record(queue: RecordQueue) -> Mamba2Pending:
-    """That of the layer whose turn it is."""
-    place = queue.oldest[0]
+def oldest_record(queue: RecordQueue, turns: int = 0) -> Mamba2Pending:
+    """That of the layer whose turn it is, or will be after so many turns."""
+    place = place_after(queue.oldest[0], len(queue.records.x), turns)
     return jax.tree.map(
         lambda array: lax.dynamic_index_in_dim(array, place, keepdims=False), queue.records
     )
 
 
-def after_turn(queue: RecordQueue, record: Mamba2Pending | None) -> RecordQueue:
-    """The queue when the layer has left its new record, or none."""
-    here, places = queue.oldest, queue.records.x.shape[0]
-    arrays = queue.records
-    if record is not None:
-        free = free_place(here[0], places)
-        arrays = jax.tree.map(
-            lambda array, value: lax.dynamic_update_index_in_dim(array, value, free, 0),
-            *(arrays, record),
-        )
-    return RecordQueue(arrays, place_after(here, places))
+def after_turn(queue: RecordQueue, record: Mamba2Pending) -> RecordQueue:
+    """The queue when the layer whose turn it is has left its new record."""
+    num_places = len(queue.records.x)
+    free = free_place(queue.oldest[0], num_places)
+    arrays = jax.tree.map(
+        lambda array, value: lax.dynamic_update_index_in_dim(array, value, free, 0),
+        *(queue.records, record),
+    )
+    return RecordQueue(arrays, place_after(queue.oldest, num_places))
 
 
-def place_after(place, num_places: int):
-    """The next place."""
-    return lax.rem(place + 1, num_places)
+def place_after(place, num_places: int, turns: int = 1):
+    """The place of the oldest record after some turns."""
+    return lax.rem(place + turns, num_places)
 
 
 def free_place(oldest, num_places: int):
     """The place before the oldest record's."""
-    return lax.rem(oldest + (num_places - 1), num_places)
+    return place_after(oldest, num_places, num_places - 1)

@@ -254,7 +254,7 @@ def plan(
         verifier=chosen,
         filtered=not greedy and (top_k > 0 or top_p < 1),
         capacity=_round_up(max_new_tokens, _ROUND),
-        # A step on a GPU is short beside a wait of the host and the copies of all layers.
+        # A step on a GPU is short beside a wait of the host and copies of what each layer leaves.
         rounds=1 if dispatch.device_obstacle() else 2,
     )
     return Plan(

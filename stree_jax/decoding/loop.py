@@ -43,10 +43,11 @@ class SpeculativeDecoder:
         verifier: the verification rule.
         filtered: top-k or top-p is in use.
         capacity: the most new tokens a row can hold.
-        rounds: steps between two looks at whether all rows have ended, in an inner loop of static
-            trip count. The host waits for each look. The inner loop's body is two steps, by turns
-            of which XLA writes what a step leaves to two places; with one it would copy it. After
-            the last row's end up to `rounds - 1` steps are in vain.
+        rounds: steps between two looks at whether all rows have ended. The host waits for each
+            look. Two steps are one body, in which XLA writes what a step leaves to two places by
+            turns; with one step it would copy it. From 4 rounds on there is an inner loop over such
+            bodies, whose trip count is static: the host does not look. After the last row's end up
+            to `rounds - 1` steps are in vain.
     """
 
     topology: TreeTopology

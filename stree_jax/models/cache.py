@@ -179,10 +179,10 @@ def init_pending(
         )
 
     records = _by_kind(config, mamba2, attention, ParallelPending)
-    return in_queue(records) if queued else records
+    return with_queue(records) if queued else records
 
 
-def in_queue(records: tuple[LayerPending, ...]) -> Pending:
+def with_queue(records: tuple[LayerPending, ...]) -> Pending:
     """With the records of Mamba-2 in a queue, if there are any."""
     parts = [part for part in map(mamba2_part, records) if isinstance(part, Mamba2Pending)]
     if not parts:

@@ -14,7 +14,6 @@ from pallas_kernels import (
     RecordQueue,
     Unscaled,
     add_rms_norm,
-    after_turn,
     best_token,
     conv_window,
     oldest_record,
@@ -215,8 +214,10 @@ class HybridLM(nnx.Module):
     def init_pending(self, batch: int, num_nodes: int) -> Pending:
         """The pending record of a tree of that size, for replay along the empty path.
 
-        Where the kernels run, the records of Mamba-2 layers are in a queue: a step then needs no
-        second record of all layers beside the first. Donate it, or XLA copies it.
+        For loops in which each tree has that many nodes, and is run at once. Where the kernels run,
+        the records of Mamba-2 layers are in a queue: a step then needs no second record of all
+        layers beside the first. Donate it, or XLA copies it. For trees that grow level by level
+        there is `stree_jax.models.cache.init_pending`.
         """
         mixers = [
             mixer.mamba2 if isinstance(mixer, ParallelMixer) else mixer for mixer in self._mixers()
@@ -266,7 +267,11 @@ class HybridLM(nnx.Module):
             num_logits: logits are wanted at the last `R` queries only; None: at all of them.
 
         Returns:
-            Logits, the pending record of all N nodes, and the (replayed) cache before the root.
+            Logits, the pending record of all N nodes (in a queue if the previous tree's was), and
+            the (replayed) cache before the root.
+
+        Raises:
+            ValueError: a queue of records of trees of another size, or of a tree that grows.
         """
         hidden, pending, cache = self._tree(tokens, tree, cache, replay, grown)
         if num_logits is not None:
@@ -292,7 +297,10 @@ class HybridLM(nnx.Module):
 
         Returns:
             The best token after each node and its logit, each `[B, N]`; the pending record of all
-            nodes, and the (replayed) cache before the root.
+            nodes (in a queue if the previous tree's was), and the (replayed) cache before the root.
+
+        Raises:
+            ValueError: a queue of records of trees of another size.
         """
         hidden, pending, cache = self._tree(tokens, tree, cache, replay, None)
         with jax.named_scope("head"):
@@ -354,11 +362,12 @@ class HybridLM(nnx.Module):
         with jax.named_scope("replay"):
             windows = self._replay_windows(path)
             records, queue = pending if isinstance(pending, QueuedPending) else (pending, None)
-            after = []
+            after: list[LayerCache] = []
+            turns = 0
             for mixer, layer_cache, record in zip(self._mixers(), cache, records, strict=True):
                 if queue is not None and mamba2_part(record) is not None:
-                    record = with_mamba2_part(record, oldest_record(queue))
-                    queue = after_turn(queue, None)
+                    record = with_mamba2_part(record, oldest_record(queue, turns))
+                    turns += 1
                 new = mixer.replay(layer_cache, record, path, windows)
                 if queue is not None:
                     # Else XLA takes all records out of the queue at once.

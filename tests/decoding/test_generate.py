@@ -12,7 +12,8 @@ import stree_jax as st
 from stree_jax.decoding.generate import plan
 from stree_jax.decoding.loop import TARGET_FAILED, SpeculativeDecoder
 from stree_jax.layer_config import AttentionConfig
-from tests.tiny import perturbed, randomised, tiny_model, with_weight
+from stree_jax.models.cache import QueuedPending, with_queue
+from tests.tiny import HYBRIDS, perturbed, randomised, tiny_model, with_weight
 
 PROMPTS = [[5, 9, 2, 30], [3], [1, 2, 3, 4, 1, 2, 3, 4]]
 KEY = jax.random.key(11)
@@ -84,17 +85,29 @@ def test_statistics_add_up():
     np.testing.assert_allclose(stats.tau_per_row, out.lengths / stats.target_calls_per_row)
 
 
-@pytest.mark.parametrize("rounds", [2, 5])
-def test_more_rounds_between_looks_change_nothing(rounds):
-    """Rows end in the middle of the rounds, and one at an end of sequence."""
+@pytest.mark.parametrize("queued", [False, True])
+def test_more_rounds_between_looks_change_nothing(queued):
+    """Rows end in the middle of the rounds, and one at an end of sequence.
+
+    Nor does a queue of records, as on a GPU, with a first step by itself.
+    """
     model = tiny_model()
+    if queued:
+        layers = ("parallel", "mlp", "mamba2")
+        config = dataclasses.replace(HYBRIDS["falcon_h1"], layers=layers)
+        model = randomised(st.HybridLM(config, rngs=nnx.Rngs(0)), 0)
     free = st.generate(model, PROMPTS, max_new_tokens=17, drafter=drafter(), topology=TREE)
     options = dict(max_new_tokens=17, drafter=drafter(), topology=TREE)
     options["eos_token"] = int(free.tokens[0, 4])
     want = st.generate(model, PROMPTS, **options)
     request = plan(model, PROMPTS, **options)
-    decoder = dataclasses.replace(request.decoder, rounds=rounds)
+    decoder = dataclasses.replace(request.decoder, rounds=5 if queued else 2)
     state = decoder.start(model, request.drafter, request.context, request.keys)
+    if queued:
+        state = state._replace(pending=with_queue(state.pending))
+        rest = (request.limits, request.sampling)
+        state, *_ = decoder.step(model, request.drafter, state, *rest)
+        assert isinstance(state.pending, QueuedPending)
     state = decoder.run(model, request.drafter, state, request.limits, request.sampling)
     np.testing.assert_array_equal(state.emitted, want.lengths)
     for row, prompt, tokens in zip(state.context.tokens, PROMPTS, want.tokens, strict=True):

@@ -155,11 +155,14 @@ def errors(case, implementation):
     back = replay_window(
         *(jnp.asarray(value, jnp.int32) for value in (inputs.old_parents, inputs.last)), case.width
     )
-    # The others in the queue have other numbers.
+    # The others in the queue have other numbers. It starts at its last place.
     others = [
         jax.tree.map(lambda array, i=i: array + i, pending) for i in range(1, case.places - 1)
     ]
-    record = enqueued([pending, *others]) if case.places else pending
+    record = pending
+    if case.places:
+        turned = jax.tree.map(lambda array: jnp.roll(array, -1, 0), enqueued([pending, *others]))
+        record = turned._replace(oldest=jnp.array([case.places - 1], jnp.int32))
     previous = Previous(record, jnp.asarray(inputs.path), back)
     mask = jnp.asarray(ancestor_mask(inputs.parents))
     projected, first = small(inputs.projected), case.grown or case.nodes
@@ -184,10 +187,9 @@ def errors(case, implementation):
         jax.tree.map(np.testing.assert_array_equal, after, list(states))
 
     if case.places:
-        for other in others:
-            jax.tree.map(np.testing.assert_array_equal, oldest_record(record), other)
-            record = after_turn(record, None)
-        record = oldest_record(record)
+        for turns, other in enumerate(others):
+            jax.tree.map(np.testing.assert_array_equal, oldest_record(record, turns), other)
+        record = oldest_record(record, len(others))
     assert isinstance(y, Unscaled) == case.normed
     found = {}
     if case.normed:
@@ -229,7 +231,7 @@ def test_a_norm_is_behind_a_gate():
 
 def test_a_queue_is_of_trees_of_one_size():
     case = Case("refused", PLAIN, nodes=5, replayed=6, places=2)
-    with pytest.raises(ValueError, match="a tree of 5 nodes cannot go into a queue for trees of 6"):
+    with pytest.raises(ValueError, match="a tree of 5 nodes does not fit a queue of trees of 6"):
         errors(case, "xla")
 
 
