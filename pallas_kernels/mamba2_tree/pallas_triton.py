@@ -77,7 +77,8 @@ def mamba2_tree(
     blocks: BlockSizes | None = None,
 ):
     """See `api.mamba2_tree`."""
-    blocks = blocks or block_sizes(projected.dtype, layout.state_size)
+    queued = previous is not None and isinstance(previous.pending, RecordQueue)
+    blocks = blocks or block_sizes(projected.dtype, layout.state_size, queued=queued)
     batch, num_queries, _ = projected.shape
     num_nodes = ancestor_mask.shape[1]
     num_heads, head_dim = layout.num_heads, layout.head_dim
@@ -140,7 +141,7 @@ def mamba2_tree(
             like(num_queries, num_heads * (last_block + 1), dtype=jnp.float32),
             pl.BlockSpec((None, num_queries, None), lambda b, h, p: (b, 0, block_of_row(h, p))),
         )
-    queue, num_replayed = None, 0
+    num_replayed = 0
     sources = window
     in_place = {}
     if previous is not None:
@@ -149,11 +150,11 @@ def mamba2_tree(
         sources = rows_before(window, back, num_replayed)
         inputs |= {"path": (path, of_row(path)), "back": (back, of_row(back))}
         old_specs = of_record(num_replayed)
-        if isinstance(old, RecordQueue):
-            queue, old = old, old.records
+        if queued:
+            oldest, old = old.oldest, old.records
             old_specs = [in_any_place(spec, len(old.x)) for spec in old_specs]
             # Not in place: all programs read this one, and one of them writes the next.
-            inputs["oldest"] = outputs["oldest"] = (queue.oldest, of_all(queue.oldest))
+            inputs["oldest"] = outputs["oldest"] = (oldest, of_all(oldest))
             outputs |= named("", old, old_specs)
             in_place = {f"old {name}": name for name in _RECORD}
         inputs |= named("old ", old, old_specs)
@@ -162,7 +163,7 @@ def mamba2_tree(
     inputs["sources"] = (sources, of_row(sources))
     if grown is not None:
         inputs |= named("grown ", grown, of_record(grown.x.shape[1]))
-    if queue is None:
+    if not queued:
         new = (
             like(num_nodes, num_heads, head_dim),
             like(num_nodes, num_heads, dtype=jnp.float32),
@@ -194,7 +195,7 @@ def mamba2_tree(
         grid=(batch, num_heads, last_block + 2),
     )
     record = Mamba2Pending(*(results[name] for name in _RECORD))
-    left = record if queue is None else RecordQueue(record, results["oldest"])
+    left = RecordQueue(record, results["oldest"]) if queued else record
     y = results["y"].reshape(batch, num_queries, -1)
     if norm_weight is not None:
         y = Unscaled(y, results["mean_squares"], norm_epsilon)

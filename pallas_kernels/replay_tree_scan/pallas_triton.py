@@ -144,18 +144,6 @@ def _kernel(
     outputs_of_tree(state, tree, write, block_queries=block_queries, block_keys=block_keys)
 
 
-def times_C(parts, C_ref, rows):
-    """Products of some rows of C with an array `[p, S]` given in parts along S: `[q, p]`."""
-    size = parts[0].shape[1]
-    return functools.reduce(
-        jnp.add,
-        [
-            tb.dot(C_ref[rows, pl.ds(k * size, size)], part, trans_b=True)
-            for k, part in enumerate(parts)
-        ],
-    )
-
-
 def outputs_of_tree(state, tree, write, *, block_queries: int, block_keys: int):
     """The outputs at all queries of a tree, one block of them at a time.
 
@@ -170,7 +158,13 @@ def outputs_of_tree(state, tree, write, *, block_queries: int, block_keys: int):
 
     def block_of_queries(i, _):
         query, _ = tb.rows(i * block_queries, block_queries, num_queries)
-        carried = times_C(state, C_ref, query)
+        carried = functools.reduce(
+            jnp.add,
+            [
+                tb.dot(C_ref[query, pl.ds(k * block_state, block_state)], value, trans_b=True)
+                for k, value in enumerate(state)
+            ],
+        )
         y = outputs(carried, i, *tree, block_keys=block_keys, block_state=block_state)
         write(query, y)
 

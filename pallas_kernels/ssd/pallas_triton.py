@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import triton_backend as tb
 from pallas_kernels.head_blocks import HeadBlocks, channels_of
-from pallas_kernels.replay_tree_scan.pallas_triton import times_C, unsupported
+from pallas_kernels.replay_tree_scan.pallas_triton import unsupported
 from pallas_kernels.ssd.config import BlockSizes, block_sizes
 
 __all__ = ["ssd", "unsupported"]
@@ -84,6 +84,9 @@ def _kernel(
     causal = column <= row
     A, D = A_ref[...], D_ref[...]
 
+    def add(values):
+        return functools.reduce(jnp.add, values)
+
     def block(i, state):
         here, exists = tb.rows(i * block_positions, block_positions, length)
         # A position that does not exist passes the state through.
@@ -94,8 +97,11 @@ def _kernel(
 
         x = x_ref[here, :]
         weight = jnp.exp(jnp.where(causal, decay[:, None] - decay[None, :], -jnp.inf))
-        scores = times_C([B_ref[here, part] for part in parts], C_ref, here)
-        carried = times_C(state, C_ref, here)
+        scores = add(tb.dot(C_ref[here, part], B_ref[here, part], trans_b=True) for part in parts)
+        carried = add(
+            tb.dot(C_ref[here, part], value, trans_b=True)
+            for part, value in zip(parts, state, strict=True)
+        )
         y = carried * jnp.exp(decay)[:, None] + tb.dot(scores * weight * dt[None, :], x)
         x = x.astype(jnp.float32)
         y_ref[here, :] = (y + D * x).astype(y_ref.dtype)
