@@ -21,7 +21,7 @@ from rich.progress import Progress
 from benchmarks.common import RESULTS, merged, print_table, write_json
 from benchmarks.kernels import ATTENTION_OPS, COMPILED, KERNELS, Problem, refused
 
-NODES = (13, 64, 128)
+NODES = (13, 16, 64, 128)
 CAPACITIES = (128, 4096)  # of the attention's cache: for one program, and shared among many
 DTYPES = ("bfloat16", "float32")
 REPLACED = ("kernel", "gpu", "nodes")  # rows that are the same in these are all of one run

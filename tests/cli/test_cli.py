@@ -143,7 +143,8 @@ def test_sampling_depends_on_the_seed():
     common = ["generate", st.demo_path("target"), "-p", "The", "--max-new-tokens", 16]
     common += ["--temperature", 1, "--top-p", 0.9]
     first, again, other = (run(*common, "--seed", seed).stdout for seed in (1, 1, 2))
-    text = [out.rsplit("16 tokens", 1)[0] for out in (first, again, other)]
+    # Not at the speed, which may be 116 tokens/s.
+    text = [out.rsplit("16 tokens, ", 1)[0] for out in (first, again, other)]
     assert text[0] == text[1] != text[2]
 
 
