@@ -12,13 +12,24 @@ from jax import lax
 
 import pallas_kernels as pk
 import stree_jax as st
-from benchmarks.shapes import ATTENTIONS, HEADS, MIXERS, AttentionShape, HeadShape, MixerShape
+from benchmarks.shapes import (
+    ATTENTIONS,
+    EXPERTS,
+    HEADS,
+    MIXERS,
+    AttentionShape,
+    ExpertShape,
+    HeadShape,
+    MixerShape,
+)
 from pallas_kernels.add_rms_norm import pallas_triton as add_norm_kernel
 from pallas_kernels.add_rms_norm.reference import add_rms_norm as add_norm_reference
 from pallas_kernels.attention_tree import pallas_triton as layer_kernel
 from pallas_kernels.attention_tree.reference import attention_tree as layer_reference
 from pallas_kernels.best_token import pallas_triton as head_kernel
 from pallas_kernels.best_token.reference import best_token as head_reference
+from pallas_kernels.expert_mlps import pallas_triton as expert_kernel
+from pallas_kernels.expert_mlps.reference import expert_mlps as expert_reference
 from pallas_kernels.gated_rms_norm import pallas_triton as norm_kernel
 from pallas_kernels.gated_rms_norm.reference import gated_rms_norm as norm_reference
 from pallas_kernels.mamba2_tree import pallas_triton as mixer_kernel
@@ -39,8 +50,8 @@ from pallas_kernels.tree_scan.reference import tree_scan as scan_reference
 from stree_jax.layer_config import AttentionConfig
 
 # Relative error against float64, as the tests have it. bf16: rounding the output; a square has
-# twice the error of what is squared; a state is float32, and its products are split into two bf16
-# halves; a logit is a float32 sum of exact products.
+# twice the error of what is squared, and the experts of a mixture round inside; a state is float32,
+# and its products are split into two bf16 halves; a logit is a float32 sum of exact products.
 LIMITS = {
     ("output", "float32"): 2e-6,
     ("output", "bfloat16"): 4e-3,
@@ -52,13 +63,14 @@ LIMITS = {
     ("logit", "bfloat16"): 2e-6,
 }
 _DISTINCT = 8  # different trees in a batch
-_PROMPT = 15  # positions of a sequence for each node of a tree; 13 nodes: no whole blocks
+_SCANNED_FOR_NODE = 15  # positions of a sequence for each node of a tree; of 13: no whole blocks
+_READ_FOR_NODE = 8  # of a piece of a prompt, in which 64 nodes are the 512 that are read at a time
 
 
 class Problem(NamedTuple):
     """What one kernel is given. The second row of a batch has an empty path, a third of a cache."""
 
-    shape: MixerShape | AttentionShape | HeadShape
+    shape: MixerShape | AttentionShape | HeadShape | ExpertShape
     nodes: int
     dtype: str
     batch: int = 1
@@ -161,7 +173,7 @@ def _of_level(problem: Problem) -> tuple[jax.Array, ...]:
 
 def _of_sequence(problem: Problem) -> tuple[jax.Array, ...]:
     """A prompt, which is longer than a tree."""
-    return tuple(_recurrent(problem._replace(nodes=_PROMPT * problem.nodes)).values())
+    return tuple(_recurrent(problem._replace(nodes=_SCANNED_FOR_NODE * problem.nodes)).values())
 
 
 def _of_fused(problem: Problem) -> tuple[jax.Array, ...]:
@@ -316,10 +328,57 @@ def _true_head(hidden: Any, head: Any, _: Any) -> tuple[np.ndarray, ...]:
     return (logit.reshape(hidden.shape[:2]),) * 2
 
 
+def _of_experts(problem: Problem) -> tuple[jax.Array, ...]:
+    """The matrices are scaled as those of a model, and the choices random."""
+    width, hidden, experts, active, gated = problem.shape
+    normal, tokens = draw(problem), problem.batch * problem.nodes
+    weights, chosen = lax.top_k(normal(tokens, experts, kind="float32"), active)
+    columns = 2 * hidden if gated else hidden
+    return (
+        normal(tokens, width),
+        jax.nn.softmax(weights, axis=1),
+        chosen,
+        normal(experts, width, columns) * width**-0.5,
+        normal(experts, hidden, width) * hidden**-0.5,
+    )
+
+
+def _expert_call(function: Callable[..., Any]) -> Callable[..., jax.Array]:
+    """`expert_mlps` of operands that are their own shape."""
+
+    def call(*operands: Any, **options: Any) -> jax.Array:
+        return function(*operands, **_expert_options(operands), **options)
+
+    return call
+
+
+def _expert_options(operands: tuple) -> dict[str, Any]:
+    *_, experts_in, experts_out = operands
+    num_experts, width, columns = experts_in.shape
+    gated = columns != experts_out.shape[1]
+    shape = ExpertShape(width, experts_out.shape[1], num_experts, operands[2].shape[1], gated)
+    return {"activation": shape.activation, "gated": gated}
+
+
+def _true_experts(*operands: Any) -> tuple[np.ndarray]:
+    *operands, _ = operands
+    return (expert_reference(*operands, **_expert_options(operands)),)
+
+
 def _of_attention(problem: Problem) -> tuple[jax.Array, ...]:
+    return _attended(problem, trees(problem)[1])
+
+
+def _of_prompt(problem: Problem) -> tuple[jax.Array, ...]:
+    """A piece of a prompt, behind a cache."""
+    problem = problem._replace(nodes=_READ_FOR_NODE * problem.nodes)
+    causal = np.tri(problem.nodes, dtype=bool)
+    return _attended(problem, np.broadcast_to(causal, (problem.batch, *causal.shape)))
+
+
+def _attended(problem: Problem, masks: np.ndarray) -> tuple[jax.Array, ...]:
     heads, groups, head_dim = problem.shape
     normal, batch, nodes = draw(problem), problem.batch, problem.nodes
-    _, masks = trees(problem)
     length = np.full(batch, problem.capacity)
     length[1:2] = problem.capacity // 3
     return (
@@ -456,6 +515,7 @@ def _true_level(x: Any, dt: Any, A: Any, B: Any, C: Any, *rest: Any) -> tuple[np
 
 
 LEVEL = "tree_scan of a level"
+PROMPT = "tree_attention of a prompt"
 QUEUED = "mamba2_tree in a queue"
 _MIXER_OUTPUTS = ("output", "square", "output", "state", "output", "output", "output", "state")
 _SCANNED = ("x", "dt", "A", "B", "C", "D", "state", "mask")
@@ -469,6 +529,15 @@ _SCAN = Kernel(
     ("output",),
     {},
     MIXERS,
+)
+_ATTENTION = Kernel(
+    _attention,
+    _attention_with_blocks,
+    _of_attention,
+    _true_attention,
+    ("output",),
+    {},
+    ATTENTIONS,
 )
 KERNELS: dict[str, Kernel] = {
     "tree_scan": _SCAN,
@@ -518,15 +587,8 @@ KERNELS: dict[str, Kernel] = {
         {6: 1},
         MIXERS,
     ),
-    "tree_attention": Kernel(
-        _attention,
-        _attention_with_blocks,
-        _of_attention,
-        _true_attention,
-        ("output",),
-        {},
-        ATTENTIONS,
-    ),
+    "tree_attention": _ATTENTION,
+    PROMPT: _ATTENTION._replace(operands=_of_prompt),
     "attention_tree": Kernel(
         _attention_layer_call(pk.attention_tree),
         _attention_layer_with_blocks,
@@ -544,6 +606,15 @@ KERNELS: dict[str, Kernel] = {
         ("logit", "logit"),
         {},
         HEADS,
+    ),
+    "expert_mlps": Kernel(
+        _expert_call(pk.expert_mlps),
+        _expert_call(expert_kernel.expert_mlps),
+        _of_experts,
+        _true_experts,
+        ("square",),
+        {},
+        EXPERTS,
     ),
     "gated_rms_norm": Kernel(
         functools.partial(pk.gated_rms_norm, **_GATE_THEN_NORM),
@@ -573,15 +644,15 @@ KERNELS: dict[str, Kernel] = {
         MIXERS,
     ),
 }
-ATTENTION_OPS = ("tree_attention", "attention_tree")  # their shapes are `AttentionShape`s
 
 
 def kind_of_shapes(name: str) -> type:
-    """`MixerShape`, `AttentionShape` or `HeadShape`: what a kernel is given."""
+    """`MixerShape`, `AttentionShape`, `HeadShape` or `ExpertShape`: what a kernel is given."""
     (kind,) = {type(shape) for shape in KERNELS[name].shapes.values()}
     return kind
 
 
+ATTENTION_OPS = tuple(name for name in KERNELS if kind_of_shapes(name) is AttentionShape)
 # In a queue XLA's operations copy all of it, which nobody asks them for. The kernel's work is the
 # same as without, but for the place in memory; so are its block sizes.
 TIMED = tuple(name for name in KERNELS if name not in (LEVEL, QUEUED))
@@ -589,7 +660,9 @@ COMPILED = (*TIMED, QUEUED)
 
 
 def small(shape: Any) -> Any:
-    """A shape with two heads, two groups of them, or few words: the float64 reference is slow."""
+    """A shape with two heads, two groups of them, or few words or experts, for float64 is slow."""
+    if isinstance(shape, ExpertShape):
+        return shape._replace(num_experts=8)
     if isinstance(shape, HeadShape):
         return shape._replace(vocab_size=min(shape.vocab_size, 4001))
     if isinstance(shape, AttentionShape):
@@ -667,11 +740,11 @@ def bytes_moved(name: str, operands: tuple[jax.Array, ...]) -> int:
     )
     total = sum(value.size * value.dtype.itemsize for value in (*operands, *as_tuple(outputs)))
     if name in ATTENTION_OPS:
-        if name == "tree_attention":
-            keys, values, length = operands[3:6]
-        else:
+        if name == "attention_tree":
             length, values, keys = operands[-3:]
             total -= keys.nbytes + values.nbytes  # results, which are written at the path only
+        else:
+            keys, values, length = operands[3:6]
         filled = int(length.sum()) / (keys.shape[0] * keys.shape[2])
         total -= round((1 - filled) * (keys.nbytes + values.nbytes))
     return total

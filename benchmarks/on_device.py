@@ -18,13 +18,23 @@ from benchmarks.common import interleaved, summary
 from benchmarks.kernels import KERNELS, Problem
 from benchmarks.models import RANDOM_NOTE, Pair, on_gpu
 from benchmarks.sections import Clock
-from benchmarks.shapes import ATTENTIONS, HEADS, MIXERS, AttentionShape, HeadShape, MixerShape
+from benchmarks.shapes import (
+    ATTENTIONS,
+    EXPERTS,
+    HEADS,
+    MIXERS,
+    AttentionShape,
+    ExpertShape,
+    HeadShape,
+    MixerShape,
+)
 from benchmarks.steps import run_steps
 from benchmarks.tree_size import fits as fits_of
 from benchmarks.tree_size import tree_of
 from stree_jax.training.recipe import Training
 
 THREADS = 8  # XLA compiles outside of Python's lock
+MOST_TOKENS_OF_EXPERTS = 128  # of 4,096 XLA's products of all tokens and experts need 17 GB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +43,7 @@ class Scale:
 
     Attributes:
         implementations: that are compared, the kernels last.
-        mixers, attentions, heads: shapes that kernels are checked on.
+        mixers, attentions, heads, experts: shapes that kernels are checked on.
         capacity: of the attention's cache.
         checked_nodes: sizes of trees that kernels are checked on.
         families, trees, tokens: that losslessness is checked on.
@@ -52,6 +62,7 @@ class Scale:
     mixers: Mapping[str, MixerShape]
     attentions: Mapping[str, AttentionShape]
     heads: Mapping[str, HeadShape]
+    experts: Mapping[str, ExpertShape]
     capacity: int
     checked_nodes: tuple[int, ...]
     families: tuple[str, ...]
@@ -76,12 +87,17 @@ FULL = Scale(
     mixers=MIXERS,
     attentions=ATTENTIONS,
     heads=HEADS,
+    experts=EXPERTS,
     capacity=4096,
     checked_nodes=(64, 13, 1, 100),
     families=tuple(lossless.FAMILIES),
     trees=("random tree of 32", "chain of 4", "tree A"),
     tokens=48,
-    timed={"shapes": ("mamba2-2.7b", "MambaInLlama-8B"), "nodes": (64, 16), "batches": (1, 64)},
+    timed={
+        "shapes": ("mamba2-2.7b", "MambaInLlama-8B", "Nemotron-3-Nano-30B"),
+        "nodes": (64, 16),
+        "batches": (1, 64),
+    },
     mamba2=st.ModelConfig.preset("mamba2-2.7b"),
     hybrid=st.ModelConfig.preset("MambaInLlama-8B"),
     dtype="bfloat16",
@@ -104,6 +120,7 @@ SMOKE = Scale(
     mixers={"tiny": MixerShape(4, 16, 16, 1)},
     attentions={"tiny": AttentionShape(4, 2, 16)},
     heads={"tiny": HeadShape(32, 100)},
+    experts={"tiny": ExpertShape(32, 16, 4, 2, True)},
     capacity=40,
     checked_nodes=(5,),
     families=("MambaInLlama",),
@@ -182,6 +199,7 @@ def _shapes(scale: Scale, name: str) -> Mapping[str, Any]:
         MixerShape: scale.mixers,
         AttentionShape: scale.attentions,
         HeadShape: scale.heads,
+        ExpertShape: scale.experts,
     }
     return kinds[kernels.kind_of_shapes(name)]
 
@@ -222,6 +240,10 @@ def time_kernels(scale: Scale, bandwidth: float, clock: Clock) -> list[dict[str,
         for shape in scale.timed["shapes"]:
             for size in scale.timed["batches"]:
                 names = [name for name in kernels.TIMED if shape in _shapes(scale, name)]
+                if nodes * size > MOST_TOKENS_OF_EXPERTS:
+                    names = [n for n in names if kernels.kind_of_shapes(n) is not ExpertShape]
+                if not names:
+                    continue
                 if clock.fits(f"{shape}, {nodes} nodes, batch of {size}"):
                     rows += _timed(scale, bandwidth, shape, nodes, size, names)
     return rows

@@ -47,3 +47,24 @@ HEADS = {
     "mamba2-2.7b": HeadShape(2560, 50277),
     "MambaInLlama-8B": HeadShape(4096, 128256),
 }
+
+
+class ExpertShape(NamedTuple):
+    """The experts of a mixture."""
+
+    width: int
+    hidden_size: int
+    num_experts: int
+    num_active: int
+    gated: bool
+
+    @property
+    def activation(self) -> str:
+        """That of Granite's gated experts, or of Nemotron's."""
+        return "silu" if self.gated else "relu2"
+
+
+EXPERTS = {
+    "Granite-4-H-Tiny": ExpertShape(1536, 512, 64, 6, True),
+    "Nemotron-3-Nano-30B": ExpertShape(2688, 1856, 128, 6, False),
+}

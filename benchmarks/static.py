@@ -134,7 +134,8 @@ def kernel_bytes(module: str, places: Mapping[str, int]) -> list[int]:
     return [
         sum(
             _shape_bytes(shapes[name], places)
-            for name in (result, *re.findall(r"%[\w.-]+", operands))
+            # An argument may be passed twice, for two parts of it.
+            for name in {result, *re.findall(r"%[\w.-]+", operands)}
         )
         for result, operands in calls
     ]

@@ -32,9 +32,10 @@ from benchmarks import kernels
 from benchmarks.common import interleaved, machine, print_table, write_json
 from benchmarks.kernels import ATTENTION_OPS, KERNELS, Problem
 from benchmarks.models import on_gpu
-from benchmarks.shapes import AttentionShape, HeadShape, MixerShape
+from benchmarks.shapes import AttentionShape, ExpertShape, HeadShape, MixerShape
 from pallas_kernels import dispatch, tuned
 from pallas_kernels.best_token import config as head_config
+from pallas_kernels.expert_mlps import config as expert_config
 from pallas_kernels.gated_rms_norm import config as norm_config
 from pallas_kernels.mamba2_tree import config as mixer_config
 from pallas_kernels.replay import config as replay_config
@@ -56,6 +57,7 @@ TINY = {
     MixerShape: {"tiny": MixerShape(2, 16, 16, 1)},
     AttentionShape: {"tiny": AttentionShape(4, 2, 16)},
     HeadShape: {"tiny": HeadShape(32, 100)},
+    ExpertShape: {"tiny": ExpertShape(32, 16, 4, 2, True)},
 }
 
 
@@ -138,6 +140,12 @@ SPACES = {
         head_config.DEFAULTS,
         _by_dtype,
         {"words": (64, 128, 256), "inner": (32, 64, 128), "rows": (16, 32, 64)}
+        | {"num_warps": (4, 8), "num_stages": (2, 3, 4)},
+    ),
+    "expert_mlps": Space(
+        expert_config.DEFAULTS,
+        _by_dtype,
+        {"rows": (16, 32, 64), "columns": (32, 64, 128), "inner": (32, 64, 128)}
         | {"num_warps": (4, 8), "num_stages": (2, 3, 4)},
     ),
     "gated_rms_norm": Space(

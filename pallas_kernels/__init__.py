@@ -12,6 +12,7 @@ from pallas_kernels.attention_tree.keys import KeyCache, NodeKeys, replay_keys, 
 from pallas_kernels.attention_tree.layout import AttentionLayout
 from pallas_kernels.best_token.api import best_token
 from pallas_kernels.best_token.xla import Best
+from pallas_kernels.expert_mlps.api import expert_mlps
 from pallas_kernels.gated_rms_norm.api import gated_rms_norm
 from pallas_kernels.mamba2_tree.api import (
     Mamba2Weights,
@@ -58,6 +59,7 @@ __all__ = [
     "conv_window",
     "dispatch",
     "enqueued",
+    "expert_mlps",
     "gated_rms_norm",
     "implementation_of_mamba2_tree",
     "mamba2_tree",

@@ -40,6 +40,24 @@ def scaled(x: jax.Array, multiplier: float) -> jax.Array:
     return (x.astype(jnp.float32) * multiplier).astype(x.dtype)
 
 
+ACTIVATIONS = ("silu", "gelu", "relu2")
+
+
+def activate(name: str, x: jax.Array) -> jax.Array:
+    """One of `ACTIVATIONS`, evaluated in float32, in the dtype of `x`."""
+    wide = x.astype(jnp.float32)
+    match name:
+        case "silu":
+            wide = wide * jax.nn.sigmoid(wide)
+        case "gelu":
+            wide = jax.nn.gelu(wide, approximate=False)
+        case "relu2":
+            wide = jnp.square(jax.nn.relu(wide))
+        case _:
+            raise ValueError(f"activation must be one of {ACTIVATIONS}, got {name!r}")
+    return wide.astype(x.dtype)
+
+
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     """Root-mean-square norm of each row `[..., M]`, evaluated in float32, in the dtype of `x`."""
     wide = x.astype(jnp.float32)

@@ -107,6 +107,19 @@ def padded_size(size: int) -> int:
     return max(SMALLEST_BLOCK, 1 << (size - 1).bit_length())
 
 
+def parts(size: int, most: int) -> list[pl.Slice]:
+    """`range(size)` in slices of at most `most` numbers, each a power of two, the largest first.
+
+    Worked example, `parts(2688, 4096)`: 2048, 512 and 128 numbers.
+    """
+    slices, start = [], 0
+    while start < size:
+        length = min(most, 1 << ((size - start).bit_length() - 1))
+        slices.append(pl.Slice(start, length))
+        start += length
+    return slices
+
+
 def rows(first, count: int, limit: int | jax.Array) -> tuple[jax.Array, jax.Array]:
     """Row indices `first, ..., first + count - 1` and which of them exist, that is, are `< limit`.
 

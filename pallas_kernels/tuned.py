@@ -27,6 +27,7 @@ DIRECTORY = Path(__file__).parent / "tuned"
 OPS = (
     "attention_tree",
     "best_token",
+    "expert_mlps",
     "gated_rms_norm",
     "mamba2_tree",
     "replay",

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels import AttentionLayout, Layout
-
-ACTIVATIONS = ("silu", "gelu", "relu2")
+from pallas_kernels.numerics import ACTIVATIONS
 
 
 def require(condition: bool, message: str) -> None:

@@ -6,12 +6,14 @@ Sizes are those of the published configs. Real weights come with their own confi
 
 import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from stree_jax.config import ModelConfig
 from stree_jax.layer_config import (
     AttentionConfig,
     Mamba2Config,
     MlpConfig,
+    MoeConfig,
     RopeScaling,
 )
 
@@ -68,20 +70,22 @@ def _mamba_in_llama(
     )
 
 
-def _nemotron_h_8b() -> ModelConfig:
-    kinds = {"M": "mamba2", "*": "attention", "-": "mlp"}
-    pattern = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+def _nemotron_h(
+    pattern: str, d_model: int, num_heads: int, num_kv_heads: int, **options: Any
+) -> ModelConfig:
+    """NVIDIA's Nemotron-H and Nemotron-3; `pattern` is theirs."""
+    kinds = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
     return ModelConfig(
         vocab_size=131072,
-        d_model=4096,
+        d_model=d_model,
         layers=tuple(kinds[letter] for letter in pattern),
         mamba2=Mamba2Config(
-            num_heads=128, head_dim=64, state_size=128, num_groups=8, chunk_size=128
+            num_heads=num_heads, head_dim=64, state_size=128, num_groups=8, chunk_size=128
         ),
-        attention=AttentionConfig(num_heads=32, num_kv_heads=8, head_dim=128),
-        mlp=MlpConfig(21504, activation="relu2", gated=False),
+        attention=AttentionConfig(num_heads=32, num_kv_heads=num_kv_heads, head_dim=128),
         tie_embeddings=False,
         residual_float32=False,
+        **options,
     )
 
 
@@ -104,16 +108,18 @@ def _granite_h(
     d_model: int,
     num_layers: int,
     *,
-    mlp: int,
     head_dim: int,
     attention_layers: tuple[int, ...],
     residual: float,
     logits_scaling: float,
+    mlp: MlpConfig | None = None,
+    moe: MoeConfig | None = None,
 ) -> ModelConfig:
-    """ibm-granite/granite-4.0-h-350m and -1b, which are dense."""
+    """ibm-granite/granite-4.0-h-350m and -1b, which are dense, and -tiny."""
     layers: list[str] = []
     for layer in range(num_layers):
-        layers += ["attention" if layer in attention_layers else "mamba2", "mlp"]
+        layers.append("attention" if layer in attention_layers else "mamba2")
+        layers.append("mlp" if moe is None else "moe")
     attention_dim = d_model // 12
     return ModelConfig(
         vocab_size=100352,
@@ -123,7 +129,8 @@ def _granite_h(
         attention=AttentionConfig(
             num_heads=12, num_kv_heads=4, head_dim=attention_dim, scale=1 / attention_dim
         ),
-        mlp=MlpConfig(mlp),
+        mlp=mlp,
+        moe=moe,
         residual_float32=False,
         embedding_multiplier=12.0,
         residual_multiplier=residual,
@@ -154,13 +161,37 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "MambaInLlama-draft": functools.partial(
         _mamba_in_llama, 1024, 2, mlp=2048, inner=1024, kv_heads=2, tie_embeddings=True
     ),
-    "Nemotron-H-8B": _nemotron_h_8b,
+    "Nemotron-H-8B": functools.partial(
+        _nemotron_h,
+        "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+        4096,
+        128,
+        8,
+        mlp=MlpConfig(21504, activation="relu2", gated=False),
+    ),
+    "Nemotron-3-Nano-30B": functools.partial(
+        _nemotron_h,
+        "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        2688,
+        64,
+        2,
+        moe=MoeConfig(
+            num_experts=128,
+            num_active=6,
+            hidden_size=1856,
+            router="sigmoid",
+            scale=2.5,
+            shared_size=3712,
+            activation="relu2",
+            gated=False,
+        ),
+    ),
     "Falcon-H1-0.5B": _falcon_h1_500m,
     "Granite-4-H-350M": functools.partial(
         _granite_h,
         768,
         32,
-        mlp=2048,
+        mlp=MlpConfig(2048),
         head_dim=32,
         attention_layers=(10, 13, 17, 27),
         residual=0.246,
@@ -170,7 +201,17 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
         _granite_h,
         1536,
         40,
-        mlp=4096,
+        mlp=MlpConfig(4096),
+        head_dim=64,
+        attention_layers=(5, 15, 25, 35),
+        residual=0.22,
+        logits_scaling=6.0,
+    ),
+    "Granite-4-H-Tiny": functools.partial(
+        _granite_h,
+        1536,
+        40,
+        moe=MoeConfig(num_experts=64, num_active=6, hidden_size=512, shared_size=1024),
         head_dim=64,
         attention_layers=(5, 15, 25, 35),
         residual=0.22,

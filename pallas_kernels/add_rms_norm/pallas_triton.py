@@ -53,7 +53,7 @@ def add_rms_norm(
             epsilon=epsilon,
             multiplier=multiplier,
             output_epsilon=output_epsilon,
-            block=math.gcd(size, blocks.block),
+            block=blocks.block,
         ),
         name="add_rms_norm",
         num_warps=blocks.num_warps,
@@ -87,7 +87,7 @@ def _kernel(
 ):
     *mean_squares, sum_ref, normed_ref = refs
     size, kind = residual_ref.shape[0], residual_ref.dtype
-    parts = [pl.ds(start, block) for start in range(0, size, block)]
+    parts = tb.parts(size, block)
     outputs = [output_ref[part] for part in parts]
     for mean_squares_ref in mean_squares:  # of an unscaled output
         output_scale = lax.rsqrt(_total(mean_squares_ref) + output_epsilon)

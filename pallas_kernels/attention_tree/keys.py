@@ -40,11 +40,13 @@ def write_keys(
         The cache. It is longer by all that were wanted: one longer than its places has lost some.
     """
     capacity = cache.keys.shape[2]
-    rows = jnp.arange(len(place))[:, None]
     place = jnp.where(wanted, cache.length[:, None] + place, capacity)
+    row, head = jnp.ogrid[: len(place), : cache.keys.shape[1]]
 
     def put(into: jax.Array, new: jax.Array) -> jax.Array:
-        return into.at[rows, :, place].set(new.astype(into.dtype), mode="drop")
+        # Each head by its index: of a slice of all heads XLA transposes the cache on a GPU.
+        new = new.swapaxes(1, 2).astype(into.dtype)
+        return into.at[row[..., None], head[..., None], place[:, None]].set(new, mode="drop")
 
     length = cache.length + wanted.sum(axis=1, dtype=jnp.int32)
     if not capacity:  # of a whole sequence, such as in training

@@ -239,6 +239,7 @@ def _kernel(inputs, outputs, *, layout: AttentionLayout, blocks: BlockSizes, int
         attend,
         carry,
         (outputs["node key"], outputs["node value"], inputs["mask"], query),
+        last=attention.last_query((first_row, blocks.rows), per_group, num_queries),
         block=min(blocks.keys, tb.padded_size(num_nodes)),
         share=(split, blocks.splits),
     )

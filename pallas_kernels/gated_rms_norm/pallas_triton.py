@@ -5,9 +5,9 @@ values in registers, and writes the result once.
 
 Numerics: float32 from load to store, rounded once.
 
-Triton's blocks are powers of two, and rows of 5120 = 5 * 1024 or 1536 = 3 * 512 are not: a group is
-read as equal blocks of its largest power-of-two divisor. Refuses groups that would be more than
-`MOST_BLOCKS` of them, or more than `MOST_NUMBERS` numbers.
+Triton's blocks are powers of two, and rows of 5120 or 2688 are not: a group is read as a few of
+them, the largest first. Refuses groups that are no multiple of `SMALLEST_BLOCK`, or more than
+`MOST_NUMBERS` numbers.
 """
 
 import functools
@@ -21,7 +21,6 @@ from jax.experimental import pallas as pl
 from pallas_kernels import triton_backend as tb
 from pallas_kernels.gated_rms_norm.config import BlockSizes, block_sizes
 
-MOST_BLOCKS = 16  # the kernel's code grows with them
 MOST_NUMBERS = 1 << 14  # 64 registers of each of 256 threads
 
 
@@ -29,9 +28,8 @@ def unsupported(group_size: int) -> str | None:
     """Why these shapes cannot run, or None."""
     if group_size > MOST_NUMBERS:
         return f"group size = {group_size} is more than {MOST_NUMBERS}"
-    divisor = math.gcd(group_size, MOST_NUMBERS)
-    if divisor < tb.SMALLEST_BLOCK or group_size // divisor > MOST_BLOCKS:
-        return f"group size = {group_size} has no large power of two as a divisor, only {divisor}"
+    if group_size % tb.SMALLEST_BLOCK:
+        return f"group size = {group_size} is not a multiple of {tb.SMALLEST_BLOCK}"
     return None
 
 
@@ -59,7 +57,7 @@ def gated_rms_norm(
             norm=norm,
             epsilon=epsilon,
             gate_start=gate_start,
-            block=math.gcd(group_size, blocks.block),
+            block=blocks.block,
         ),
         name="gated_rms_norm",
         num_warps=blocks.num_warps,
@@ -80,12 +78,12 @@ def gated_rms_norm(
 def _kernel(y_ref, gate_ref, *refs, norm: str, epsilon: float, gate_start: int, block: int):
     weight_ref, output_ref = refs if len(refs) == 2 else (None, refs[0])  # [group size] all
     group_size = y_ref.shape[0]
-    parts = [pl.ds(start, block) for start in range(0, group_size, block)]
+    parts = tb.parts(group_size, block)
 
     values = [y_ref[part].astype(jnp.float32) for part in parts]
     first_gate = gate_start + pl.program_id(1) * group_size
     gates = [
-        jax.nn.silu(gate_ref[pl.ds(first_gate + part.start, block)].astype(jnp.float32))
+        jax.nn.silu(gate_ref[pl.ds(first_gate + part.start, part.size)].astype(jnp.float32))
         for part in parts
     ]
     if norm != "norm_then_gate":

@@ -6,6 +6,7 @@ import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
+from pallas_kernels.gradients import with_gradients_of
 from pallas_kernels.ssd import pallas_triton, xla
 
 
@@ -54,21 +55,7 @@ def ssd(
             case "xla":
                 return xla.ssd(*arguments, chunk_size)
             case chosen:
-                return _kernel(chunk_size, chosen == "pallas_interpret", *arguments)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _kernel(chunk_size, interpret, *arguments):
-    return pallas_triton.ssd(*arguments, interpret=interpret)
-
-
-def _forwards(chunk_size, interpret, *arguments):
-    return _kernel(chunk_size, interpret, *arguments), arguments
-
-
-def _backwards(chunk_size, interpret, arguments, cotangents):
-    _, gradient = jax.vjp(functools.partial(xla.ssd, chunk_size=chunk_size), *arguments)
-    return gradient(cotangents)
-
-
-_kernel.defvjp(_forwards, _backwards)
+                interpret = chosen == "pallas_interpret"
+                kernel = functools.partial(pallas_triton.ssd, interpret=interpret)
+                twin = functools.partial(xla.ssd, chunk_size=chunk_size)
+                return with_gradients_of(twin, kernel)(*arguments)

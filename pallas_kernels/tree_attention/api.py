@@ -4,10 +4,13 @@ A causal mask over the nodes makes it ordinary attention of a sequence that cont
 empty cache makes it attention of a whole sequence.
 """
 
+import functools
+
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch
+from pallas_kernels.gradients import with_gradients_of
 from pallas_kernels.tree_attention import pallas_triton, xla
 
 
@@ -31,12 +34,15 @@ def tree_attention(
         keys, values: of the tokens before the root; a head's are contiguous, so that no product
             transposes the cache.
         length: how many of the cache's L places are filled in each row.
-        mask: which nodes a query sees; itself among them, unless nobody looks at its output.
+        mask: which nodes a query sees: itself, unless nobody looks at its output, and none behind
+            it. Queries are the last Q nodes.
         scale: of the scores, which are softmaxed in float32.
         implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
 
     Returns:
         In the dtype of `query`. A query that sees nothing gets something finite, of no meaning.
+        Reverse gradients are XLA's in all implementations (which has none of a cache of more than
+        1,024 places); the kernel has none in forward mode.
 
     Raises:
         ValueError: an implementation that does not exist, or cannot run these shapes.
@@ -44,9 +50,13 @@ def tree_attention(
     arguments = (query, node_keys, node_values, keys, values, length, mask)
     with jax.named_scope("tree_attention"):
         reason = pallas_triton.unsupported(query.shape[-1])
+        twin = functools.partial(xla.tree_attention, scale=scale)
         match dispatch.choose("tree_attention", implementation, reason):
             case "xla":
-                return xla.tree_attention(*arguments, scale=scale)
+                return twin(*arguments)
             case chosen:
                 interpret = chosen == "pallas_interpret"
-                return pallas_triton.tree_attention(*arguments, scale=scale, interpret=interpret)
+                kernel = functools.partial(
+                    pallas_triton.tree_attention, scale=scale, interpret=interpret
+                )
+                return with_gradients_of(twin, kernel)(*arguments)

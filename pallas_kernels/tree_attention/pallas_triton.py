@@ -12,7 +12,7 @@ Numerics: scores, weights and sums in float32; products as `triton_backend.dot` 
 not rounded to bf16. Masked before exp; a query that sees nothing gets zeros.
 
 Refuses head sizes E that are not powers of two from 16 to 128. Any numbers of queries and nodes,
-and any capacity of the cache, also 0.
+and any capacity of the cache, also 0. Has no gradient of its own; see `api.tree_attention`.
 """
 
 import functools
@@ -187,7 +187,8 @@ def _kernel(
     share = (pl.program_id(1), splits)
 
     # Row r of a group's product is query r // (W/U) with head r % (W/U).
-    row, _ = tb.rows(pl.program_id(0) * block_rows, block_rows, num_queries * per_group)
+    row_block = (pl.program_id(0) * block_rows, block_rows)
+    row, _ = tb.rows(*row_block, num_queries * per_group)
     query, head = lax.div(row, per_group), lax.rem(row, per_group)
     attend_block = functools.partial(attend, query_ref[query, head, :], scale)
     carry = nothing_seen(block_rows, head_dim)
@@ -199,6 +200,7 @@ def _kernel(
         attend_block,
         carry,
         (node_keys_ref, node_values_ref, mask_ref, query),
+        last=last_query(row_block, per_group, num_queries),
         block=block_nodes,
         share=share,
     )
@@ -248,22 +250,30 @@ def attend_cache(attend, carry, cache, *, block: int, share: tuple):
     return lax.fori_loop(0, lax.div(num_blocks - split + splits - 1, splits), step, carry)
 
 
-def attend_nodes(attend, carry, nodes, *, block: int, share: tuple):
+def last_query(rows: tuple, per_group: int, num_queries: int):
+    """That of a block of rows, given by the first and the number of them."""
+    first, count = rows
+    return jnp.minimum(lax.div(first + count - 1, per_group), num_queries - 1)
+
+
+def attend_nodes(attend, carry, nodes, *, last, block: int, share: tuple):
     """The same over the nodes of a tree, which are for the last share.
 
     Args:
         nodes: keys, values `[N, E]`, the mask `[Q, N]`, and the query of each row.
+        last: the last of these queries, behind which none sees a node.
         attend, carry, block, share: as above.
     """
     (keys_ref, values_ref, mask_ref, query), (split, splits) = nodes, share
-    num_nodes = keys_ref.shape[0]
+    num_queries, num_nodes = mask_ref.shape
+    num_seen = num_nodes - num_queries + last + 1
 
     def step(j, carry):
         node, exists = tb.rows(j * block, block, num_nodes)
         seen = mask_ref[query[:, None], node[None, :]] & exists[None, :]
         return attend(carry, keys_ref[node, :], values_ref[node, :], seen)
 
-    num_blocks = pl.cdiv(num_nodes, block)
+    num_blocks = lax.div(num_seen + block - 1, block)
     if splits > 1:  # none for the others
         num_blocks = num_blocks * (split == splits - 1).astype(jnp.int32)
     return lax.fori_loop(0, num_blocks, step, carry)

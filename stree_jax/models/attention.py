@@ -121,19 +121,19 @@ class AttentionMixer(nnx.Module):
             qkv = causal_conv1d(conv_input, conv_state, *self._conv())
             conv_state = conv_state_after(conv_state, conv_input, lengths)
         steps, layout = jnp.arange(u.shape[1]), self.config.layout
-        keys, values, length = cache.kv
+        length = cache.kv.length
         query, *nodes = layout.split(qkv, length[:, None] + steps)
         new = NodeKeys(*nodes)
+        # Before the attention, which does not see behind the length: else XLA copies the cache.
+        kv = write_keys(cache.kv, new, mask, jnp.broadcast_to(steps, mask.shape))
         causal = jnp.broadcast_to(steps <= steps[:, None], (len(u), len(steps), len(steps)))
-        # Sequences are trained on, and the kernel has no gradient.
         y = tree_attention(
-            *(query, new.keys, new.values, keys, values, length, causal),
+            *(query, new.keys, new.values, kv.keys, kv.values, length, causal),
             scale=layout.scale,
-            implementation="xla",
+            implementation=self.implementation,
         )
         # More tokens than places before these: some were dropped, and no output would be right.
-        y = jnp.where((length > keys.shape[2])[:, None, None, None], jnp.nan, y)
-        kv = write_keys(cache.kv, new, mask, jnp.broadcast_to(steps, mask.shape))
+        y = jnp.where((length > kv.keys.shape[2])[:, None, None, None], jnp.nan, y)
         return self._finish(y, projected), AttentionCache(kv, conv_state)
 
     def tree(

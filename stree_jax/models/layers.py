@@ -1,11 +1,11 @@
 """Small pieces that blocks share."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.numerics import activate
 from stree_jax.array_types import Array, Float, Lengths
 
 
@@ -38,21 +38,6 @@ def causal_conv1d(
     if bias is not None:
         output = output + bias.astype(jnp.float32)
     return jnp.asarray(output, inputs.dtype)
-
-
-def activate(name: str, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """One of `layer_config.ACTIVATIONS`, evaluated in float32."""
-    wide = x.astype(jnp.float32)
-    match name:
-        case "silu":
-            wide = wide * jax.nn.sigmoid(wide)
-        case "gelu":
-            wide = jax.nn.gelu(wide, approximate=False)
-        case "relu2":
-            wide = jnp.square(jax.nn.relu(wide))
-        case _:
-            raise AssertionError(name)
-    return wide.astype(x.dtype)
 
 
 def silu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

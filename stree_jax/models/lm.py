@@ -121,7 +121,9 @@ class Block(nnx.Module):
                 self.mixer = Mlp(config.mlp, config.d_model, **options)
             case "moe":
                 assert config.moe is not None
-                self.mixer = MixtureOfExperts(config.moe, config.d_model, **options)
+                self.mixer = MixtureOfExperts(
+                    config.moe, config.d_model, implementation=implementation, **options
+                )
             case "shared":
                 self.mixer = SharedLayer(config, **options)
             case _:

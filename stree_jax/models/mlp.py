@@ -4,11 +4,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from pallas_kernels.numerics import scaled
+from pallas_kernels.numerics import activate, scaled
 from stree_jax.array_types import Array, Float
 from stree_jax.layer_config import MlpConfig
 from stree_jax.models.cache import Nothing
-from stree_jax.models.layers import activate, linear
+from stree_jax.models.layers import linear
 
 
 class Pointwise(nnx.Module):

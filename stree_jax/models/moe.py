@@ -1,26 +1,22 @@
 """A mixture of experts as a layer (Granite, Nemotron-H)."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels import expert_mlps
+from pallas_kernels.dispatch import besides_jax_triton
 from pallas_kernels.numerics import contract
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.layer_config import MlpConfig, MoeConfig
-from stree_jax.models.layers import activate, linear
+from stree_jax.models.layers import linear
 from stree_jax.models.mlp import Mlp, Pointwise
 
 
 class MixtureOfExperts(Pointwise):
     """The weighted sum of a token's best experts, plus the expert that all tokens use.
-
-    For few tokens, as in decoding, each takes the matrices of its experts. For many they are sorted
-    by expert, so that an expert's are one block of a grouped product. (XLA on a CPU multiplies such
-    a block by all experts, which is slow for many of them.)
 
     Args:
         config: its shape.
@@ -28,6 +24,7 @@ class MixtureOfExperts(Pointwise):
         dtype: of the weights; the router computes in float32.
         rngs: for initialisation.
         out_scale: scales the initial output projections, for deep stacks.
+        implementation: of the kernel, see `pallas_kernels.dispatch`.
     """
 
     def __init__(
@@ -38,8 +35,10 @@ class MixtureOfExperts(Pointwise):
         dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
         out_scale: float = 1.0,
+        implementation: str | None = None,
     ):
         c = self.config = config
+        self.implementation = besides_jax_triton(implementation)
         width = d_model if c.latent_size is None else c.latent_size
 
         def experts(rows: int, columns: int, scale: float = 1.0) -> nnx.Param:
@@ -70,7 +69,13 @@ class MixtureOfExperts(Pointwise):
         """The function of one position."""
         weights, chosen = self._route(u.reshape(-1, u.shape[-1]))
         x = u if self.latent_in is None else self.latent_in(u)
-        y = self._experts(x.reshape(-1, x.shape[-1]), weights, chosen).reshape(x.shape)
+        y = expert_mlps(
+            *(x.reshape(-1, x.shape[-1]), weights, chosen),
+            *(self.experts_in[...], self.experts_out[...]),
+            activation=self.config.activation,
+            gated=self.config.gated,
+            implementation=self.implementation,
+        ).reshape(x.shape)
         y = y if self.latent_out is None else self.latent_out(y)
         return y if self.shared is None else y + self.shared.apply(u)
 
@@ -94,49 +99,3 @@ class MixtureOfExperts(Pointwise):
         if c.normalise:
             weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
         return weights * c.scale, chosen
-
-    def _experts(self, x: Array, weights: Array, chosen: Array) -> Array:
-        """The weighted sum over each token's experts `[n, width]`."""
-        c = self.config
-        if chosen.size <= c.num_experts:
-            product, rows = self._products_by_row(chosen), jnp.repeat(x, c.num_active, axis=0)
-            by_token = self._expert(rows, product)
-        else:
-            order = jnp.argsort(chosen.reshape(-1), stable=True)
-            rows = self._expert(x[order // c.num_active], self._grouped_products(chosen))
-            by_token = rows[jnp.argsort(order)]
-        # Each token adds its experts in the order of their rank.
-        by_token = by_token.reshape(*chosen.shape, -1).astype(jnp.float32)
-        return (by_token * weights[..., None]).sum(axis=1).astype(x.dtype)
-
-    def _expert(self, rows: Array, product: Callable[[Array, Array], Array]) -> Array:
-        """An expert's MLP on rows, each with its own expert."""
-        c = self.config
-        hidden = product(rows, self.experts_in[...])
-        if c.gated:
-            gate, up = jnp.split(hidden, 2, axis=-1)
-            hidden = activate(c.activation, gate) * up
-        else:
-            hidden = activate(c.activation, hidden)
-        return product(hidden, self.experts_out[...])
-
-    def _products_by_row(self, chosen: Array) -> Callable[[Array, Array], Array]:
-        def product(rows: Array, experts: Array) -> Array:
-            own = experts[chosen.reshape(-1)]
-            return contract("ni,nio->no", rows, own).astype(rows.dtype)
-
-        return product
-
-    def _grouped_products(self, chosen: Array) -> Callable[[Array, Array], Array]:
-        sizes = jnp.bincount(chosen.reshape(-1), length=self.config.num_experts)
-
-        def product(rows: Array, experts: Array) -> Array:
-            return lax.ragged_dot(
-                rows,
-                experts,
-                sizes.astype(jnp.int32),
-                precision=lax.Precision.HIGHEST,
-                preferred_element_type=jnp.float32,
-            ).astype(rows.dtype)
-
-        return product

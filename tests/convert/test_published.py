@@ -313,8 +313,10 @@ def shape(config):
                 plain.attention, input_multiplier=1.0, key_multiplier=1.0, output_multiplier=1.0
             ),
         )
-    mlp = dataclasses.replace(plain.mlp, gate_multiplier=1.0, output_multiplier=1.0)
-    return dataclasses.replace(plain, mlp=mlp)
+    if plain.mlp is not None:
+        mlp = dataclasses.replace(plain.mlp, gate_multiplier=1.0, output_multiplier=1.0)
+        plain = dataclasses.replace(plain, mlp=mlp)
+    return plain
 
 
 @pytest.mark.parametrize(
@@ -323,6 +325,7 @@ def shape(config):
         (FALCON_H1_500M, "Falcon-H1-0.5B"),
         (GRANITE_350M, "Granite-4-H-350M"),
         (NEMOTRON_H_8B, "Nemotron-H-8B"),
+        (NEMOTRON_3_NANO, "Nemotron-3-Nano-30B"),
     ],
 )
 def test_the_preset_says_the_same(values, preset, tmp_path):

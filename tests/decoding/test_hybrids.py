@@ -33,11 +33,18 @@ def decode(model, **options):
     return st.generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, **options)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_every_family(name):
+# The ragged tree has what the others have, which are run for one family, with all kinds of layers.
+@pytest.mark.parametrize(
+    ("name", "trees"),
+    [
+        *((name, ("chain", "ragged")) for name in HYBRIDS),
+        ("nemotron_h", ("branching", "one wide level")),
+    ],
+)
+def test_every_family(name, trees):
     model, unrelated = (tiny_model(f"{name} hybrid", seed=seed) for seed in (0, 1))
     plain = decode(model)
-    for topology in TOPOLOGIES.values():
+    for topology in map(TOPOLOGIES.__getitem__, trees):
         itself, other = (
             decode(model, drafter=st.ModelDrafter(draft), topology=topology)
             for draft in (model, unrelated)

@@ -25,6 +25,7 @@ from pallas_kernels import (
     attention_tree,
     best_token,
     enqueued,
+    expert_mlps,
     mamba2_tree,
     triton_backend,
 )
@@ -129,6 +130,27 @@ def test_an_output_head_lowers_to_one_kernel(nodes, dtype, capability):
     function = functools.partial(best_token, vocab_size=50277, implementation="pallas")
     code = lowered(function, arguments, capability)
     assert code.count("__gpu$xla.gpu.triton") == 1
+    assert "stablehlo.dot" not in code
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_experts_lower_to_two_kernels(tokens, activation, dtype, capability):
+    struct, gated = jax.ShapeDtypeStruct, activation == "silu"
+    arguments = (
+        struct((tokens, 2688), dtype),
+        struct((tokens, 6), jnp.float32),
+        struct((tokens, 6), jnp.int32),
+        struct((128, 2688, 3712 if gated else 1856), dtype),
+        struct((128, 1856, 2688), dtype),
+    )
+    function = functools.partial(
+        expert_mlps, activation=activation, gated=gated, implementation="pallas"
+    )
+    code = lowered(function, arguments, capability)
+    assert code.count("__gpu$xla.gpu.triton") == 2
     assert "stablehlo.dot" not in code
 
 

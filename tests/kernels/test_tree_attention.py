@@ -32,6 +32,7 @@ class Case:
     splits: int = 1
     scale: float = 0.25
     bf16: bool = False
+    causal: bool = False
 
     def __str__(self):
         return self.name
@@ -45,6 +46,7 @@ CASES = (
     Case("a head a group", heads=2, nodes=1),
     Case("blocks of rows and of nodes", heads=8, groups=1, nodes=21, lengths=(17,), splits=2),
     Case("newest level", nodes=20, queries=3, splits=2),
+    Case("a piece of a prompt", nodes=37, lengths=(40, 0), causal=True),
     Case("sharp", scale=20.0, splits=2),
     Case("bf16", bf16=True, splits=2),
 )
@@ -59,7 +61,11 @@ def inputs(case):
     def draw(*shape):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
-    mask = ancestor_mask(random_parents(rng, batch, case.nodes))[:, case.nodes - queries :]
+    if case.causal:
+        parents = np.tile(np.arange(-1, case.nodes - 1), (batch, 1))
+    else:
+        parents = random_parents(rng, batch, case.nodes)
+    mask = ancestor_mask(parents)[:, case.nodes - queries :]
     return (
         draw(batch, queries, case.heads, head_dim),
         draw(batch, case.nodes, case.groups, head_dim),
@@ -142,6 +148,21 @@ def test_the_cache_is_split_as_far_as_programs_are_few():
     # One share would spill.
     assert splits(512, 4096, dtype="float32") == 2
     assert splits(8, 0, dtype="float32") == 1
+
+
+def test_the_kernel_has_the_gradients_of_xla():
+    *arrays, length, mask = inputs(Case("several blocks"))
+
+    def gradients(implementation):
+        def total(arrays):
+            options = dict(scale=0.25, implementation=implementation)
+            return (tree_attention(*arrays, length, mask, **options) ** 2).sum()
+
+        return jax.jit(jax.grad(total))(arrays)
+
+    both = gradients("xla"), gradients("pallas_interpret")
+    for wanted, got in zip(*both, strict=True):
+        assert relative_error(got, np.asarray(wanted, np.float64)) < 1e-5
 
 
 def test_which_heads_the_kernel_refuses():

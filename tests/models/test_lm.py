@@ -10,6 +10,7 @@ from flax import nnx
 
 from pallas_kernels import dispatch
 from stree_jax import HybridLM, ModelConfig, TreeTopology
+from stree_jax.layer_config import AttentionConfig, MoeConfig
 from stree_jax.models.cache import QueuedPending, init_cache, init_pending, path_to
 from tests import oracle
 from tests.tiny import CONFIGS, HYBRIDS, apply, randomised, tiny_model
@@ -266,8 +267,13 @@ def test_prefill_goes_on_from_a_cache():
 
 
 def test_the_kernels_can_be_chosen_for_a_whole_model():
-    config = ModelConfig.tiny(head_dim=16, state_size=16, padded_vocab_size=40)
-    config = dataclasses.replace(config, logits_multiplier=0.7)
+    config = dataclasses.replace(
+        ModelConfig.tiny(head_dim=16, state_size=16, padded_vocab_size=40),
+        logits_multiplier=0.7,
+        layers=("mamba2", "moe", "attention"),
+        moe=MoeConfig(num_experts=3, num_active=2, hidden_size=16),
+        attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=16, rotary_dim=16),
+    )
     models = [
         HybridLM(config, rngs=nnx.Rngs(0), implementation=implementation)
         for implementation in ("xla", "pallas_interpret")
@@ -275,7 +281,8 @@ def test_the_kernels_can_be_chosen_for_a_whole_model():
     drafts = random_tokens(models[0], BATCH, TREE.num_nodes)
     results = []
     for model in models:
-        cache = model.init_cache(BATCH, 0)
+        prompts = random_tokens(models[0], BATCH, LENGTH)
+        _, cache = prefill(model, prompts, np.array([LENGTH, 4], np.int32))
         logits, pending, _ = tree_forward(model, drafts, whole_tree(TREE), cache)
         path = path_to(whole_tree(TREE), jnp.array([8, 2]))
         results.append((logits, replay(model, cache, pending, path)))

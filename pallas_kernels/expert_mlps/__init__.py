@@ -1,0 +1,1 @@
+"""Each token's chosen MLPs of a mixture of experts."""

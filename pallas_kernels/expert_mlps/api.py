@@ -1,0 +1,73 @@
+"""What a mixture of experts is between its router and its output: each token's chosen MLPs."""
+
+import functools
+
+import jax
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels import dispatch
+from pallas_kernels.expert_mlps import pallas_triton, xla
+from pallas_kernels.gradients import with_gradients_of
+
+
+def expert_mlps(
+    x: Float[Array, "n M"],
+    weights: Float32[Array, "n k"],
+    chosen: Int[Array, "n k"],
+    experts_in: Float[Array, "experts M I"],
+    experts_out: Float[Array, "experts F M"],
+    *,
+    activation: str,
+    gated: bool,
+    implementation: str | None = None,
+) -> Float[Array, "n M"]:
+    """The weighted sum of each token's `k` experts.
+
+    An expert is `activation(x @ W_in) @ W_out`, or, gated, `(activation(x @ W_gate) * (x @ W_up)) @
+    W_out` with `W_in = [W_gate | W_up]`.
+
+    Where tokens and experts are few, each token takes the matrices of its experts. XLA's grouped
+    product for more of them, `ragged_dot`, multiplies all tokens by all experts on a GPU (and on a
+    CPU); the kernel multiplies tokens by their experts only.
+
+    Args:
+        x: the tokens.
+        weights: of the experts that each token has chosen.
+        chosen: their numbers.
+        experts_in, experts_out: matrices of all experts, in the type of `x`.
+        activation: one of `numerics.ACTIVATIONS`.
+        gated: whether `I = 2 F`, or `I = F`.
+        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here, for which
+            few tokens are XLA's.
+
+    Returns:
+        In the type of `x`. Reverse gradients are XLA's in all implementations; the kernel has none
+        in forward mode.
+
+    Raises:
+        ValueError: matrices that do not fit, or an implementation that does not exist, or cannot
+            run these shapes.
+    """
+    columns, hidden = experts_in.shape[2], experts_out.shape[1]
+    if columns != (2 * hidden if gated else hidden):
+        raise ValueError(
+            f"matrices with {columns} columns in front of those with {hidden} rows, and gated ="
+            f" {gated}; gated ones have twice as many columns, others as many"
+        )
+    if implementation is None and chosen.size <= experts_in.shape[0]:
+        implementation = "xla"
+    with jax.named_scope("expert_mlps"):
+        twin = functools.partial(xla.expert_mlps, activation=activation, gated=gated)
+        reason = pallas_triton.unsupported(x.shape[1], hidden, chosen.size, activation)
+        match dispatch.choose("expert_mlps", implementation, reason):
+            case "xla":
+                return twin(x, weights, chosen, experts_in, experts_out)
+            case name:
+                kernel = functools.partial(
+                    pallas_triton.expert_mlps,
+                    activation=activation,
+                    gated=gated,
+                    interpret=name == "pallas_interpret",
+                )
+                run = with_gradients_of(twin, kernel)
+                return run(x, weights, chosen, experts_in, experts_out)

@@ -1,0 +1,41 @@
+"""Block sizes of the `expert_mlps` kernel.
+
+Defaults are chosen so that nothing spills on sm_80 to sm_90 (`benchmarks/spills.py`); a device's
+own come from its table (`pallas_kernels/tuned.py`).
+"""
+
+import dataclasses
+
+from jax.typing import DTypeLike
+
+from pallas_kernels import tuned
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """Sizes of what a program works on at a time.
+
+    Attributes:
+        rows: choices of one expert; fewer where an expert has fewer on average.
+        columns: of the product; at most, what divides them.
+        inner: of what is multiplied, in a partial product; at most, what divides it.
+        num_warps, num_stages: Triton's.
+    """
+
+    rows: int
+    columns: int
+    inner: int
+    num_warps: int
+    num_stages: int
+
+
+# By type of the inputs. Full float32 products need many registers.
+DEFAULTS = {
+    "bfloat16": BlockSizes(rows=64, columns=64, inner=64, num_warps=4, num_stages=3),
+    "float32": BlockSizes(rows=16, columns=32, inner=32, num_warps=4, num_stages=2),
+}
+
+
+def block_sizes(dtype: DTypeLike) -> BlockSizes:
+    """Block sizes for inputs of this type."""
+    return tuned.chosen("expert_mlps", tuned.dtype_case(dtype), DEFAULTS)

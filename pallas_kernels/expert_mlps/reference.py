@@ -1,0 +1,27 @@
+"""Specification of `expert_mlps`: each token, each of its experts."""
+
+import numpy as np
+
+
+def expert_mlps(x, weights, chosen, experts_in, experts_out, *, activation, gated):
+    """The weighted sum of each token's experts `[n, M]`.
+
+    Args:
+        x: `[n, M]`. weights, chosen: `[n, k]`. experts_in: `[X, M, I]`. experts_out: `[X, F, M]`.
+        activation: "silu" or "relu2".
+    """
+    function = {
+        "silu": lambda v: v / (1 + np.exp(-v)),
+        "relu2": lambda v: np.maximum(v, 0) ** 2,
+    }[activation]
+    y = np.zeros_like(x)
+    for token, row in enumerate(x):
+        for weight, expert in zip(weights[token], chosen[token], strict=True):
+            hidden = row @ experts_in[expert]
+            if gated:
+                gate, up = np.split(hidden, 2)
+                hidden = function(gate) * up
+            else:
+                hidden = function(hidden)
+            y[token] += weight * (hidden @ experts_out[expert])
+    return y
