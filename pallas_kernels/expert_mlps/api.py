@@ -26,9 +26,9 @@ def expert_mlps(
     An expert is `activation(x @ W_in) @ W_out`, or, gated, `(activation(x @ W_gate) * (x @ W_up)) @
     W_out` with `W_in = [W_gate | W_up]`.
 
-    Where tokens and experts are few, each token takes the matrices of its experts. XLA's grouped
-    product for more of them, `ragged_dot`, multiplies all tokens by all experts on a GPU (and on a
-    CPU); the kernel multiplies tokens by their experts only.
+    Of few tokens each takes the matrices of its experts. XLA's grouped product for more of them,
+    `ragged_dot`, multiplies all tokens by all experts, also on a GPU; the kernel multiplies tokens
+    by their experts only, as do XLA's loops on a CPU.
 
     Args:
         x: the tokens.

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import triton_backend as tb
 from pallas_kernels.expert_mlps.config import BlockSizes, block_sizes
-from pallas_kernels.expert_mlps.xla import by_expert, weighted_sum
+from pallas_kernels.expert_mlps.xla import by_expert, starts_of, weighted_sum
 from pallas_kernels.numerics import activate
 
 
@@ -51,10 +51,7 @@ def expert_mlps(
 ):
     """See `api.expert_mlps`."""
     blocks = blocks or block_sizes(x.dtype)
-    expert = chosen.reshape(-1)
-    # Where the choices of each expert start, and end, in this order.
-    starts = jnp.sum(expert < jnp.arange(len(experts_in) + 1)[:, None], axis=1, dtype=jnp.int32)
-    sorted_choices = (by_expert(chosen), starts)
+    sorted_choices = (by_expert(chosen), starts_of(chosen, len(experts_in)))
     product = functools.partial(_product, sorted_choices, blocks=blocks, interpret=interpret)
     hidden = product(x, experts_in, gated=gated, per_row=chosen.shape[1], activation=activation)
     return weighted_sum(product(hidden, experts_out), weights)
@@ -74,8 +71,7 @@ def _product(
     """Of each choice the product of its row and its expert's matrix.
 
     Args:
-        sorted_choices: numbers of all choices, those of an expert one after the other; and where
-            those of each expert start, with the end of the last.
+        sorted_choices: `by_expert`, and `starts_of`.
         rows: `[choices / per_row, I]`.
         experts: `[X, I, O]`.
         blocks, interpret: as elsewhere.

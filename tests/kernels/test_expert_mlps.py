@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch, expert_mlps
-from pallas_kernels.expert_mlps import pallas_triton
+from pallas_kernels.expert_mlps import pallas_triton, xla
 from pallas_kernels.expert_mlps.config import BlockSizes
 from pallas_kernels.expert_mlps.reference import expert_mlps as reference
 from tests.kernels.cases import relative_error
 from tests.kernels.test_tree_ops import IMPLEMENTATIONS
 
+# Of XLA there are products and loops, of which a CPU takes the loops.
+ALL = (*IMPLEMENTATIONS, "products")
 # float32: sums of some ten terms, twice. bf16: rounding what an expert has inside, and the outputs.
 BUDGET = {False: 1e-6, True: 6e-3}
 BLOCKS = BlockSizes(rows=16, columns=32, inner=16, num_warps=4, num_stages=1)
@@ -87,10 +89,16 @@ def function(case, implementation):
     options = dict(activation=case.activation, gated=case.gated)
     if implementation == "xla":
         return functools.partial(expert_mlps, **options, implementation="xla")
+    if implementation == "products":
+        return functools.partial(in_products, **options)
     interpret = implementation == "pallas_interpret"
     return functools.partial(
         pallas_triton.expert_mlps, **options, interpret=interpret, blocks=BLOCKS
     )
+
+
+def in_products(x, weights, chosen, *experts, **options):
+    return xla.weighted_sum(xla.products(x, chosen, *experts, **options), weights)
 
 
 @functools.cache
@@ -101,26 +109,32 @@ def error(case, implementation):
     return relative_error(got, truth)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ALL)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_expert_mlps(case, implementation):
     assert error(case, implementation) < BUDGET[case.bf16]
     assert error(case, implementation) <= 1.5 * error(case, "xla") + 1e-7
 
 
-def test_the_kernel_has_the_gradients_of_xla():
-    case = CASES[0]
-    x, weights, chosen, *experts = on_device(case)
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_all_have_the_gradients_of_the_products(case):
+    arguments = on_device(case)
 
     def gradients(implementation):
-        def total(x, weights, experts):
-            options = dict(activation="silu", gated=True, implementation=implementation)
-            return (expert_mlps(x, weights, chosen, *experts, **options) ** 2).sum()
+        def total(x, weights, *experts):
+            run = functools.partial(expert_mlps, implementation=implementation)
+            run = in_products if implementation == "products" else run
+            return (
+                run(x, weights, arguments[2], *experts, activation="silu", gated=True) ** 2
+            ).sum()
 
-        return jax.tree.leaves(jax.jit(jax.grad(total, (0, 1, 2)))(x, weights, experts))
+        floats = (*arguments[:2], *arguments[3:])
+        return jax.jit(jax.grad(total, (0, 1, 2, 3)))(*floats)
 
-    for wanted, got in zip(*map(gradients, ("xla", "pallas_interpret")), strict=True):
-        assert relative_error(got, np.asarray(wanted, np.float64)) < 1e-5
+    wanted = gradients("products")
+    for implementation in ("xla", "pallas_interpret"):
+        for one, other in zip(wanted, gradients(implementation), strict=True):
+            assert relative_error(other, np.asarray(one, np.float64)) < 1e-5
 
 
 def test_few_tokens_are_xlas_unless_asked_for(monkeypatch):
