@@ -50,8 +50,9 @@ from pallas_kernels.tree_scan.reference import tree_scan as scan_reference
 from stree_jax.layer_config import AttentionConfig
 
 # Relative error against float64, as the tests have it. bf16: rounding the output; a square has
-# twice the error of what is squared, and the experts of a mixture round inside; a state is float32,
-# and its products are split into two bf16 halves; a logit is a float32 sum of exact products.
+# twice the error of what is squared; experts also round between their two matrices; a state is
+# float32, and its products are split into two bf16 halves; a logit is a float32 sum of exact
+# products.
 LIMITS = {
     ("output", "float32"): 2e-6,
     ("output", "bfloat16"): 4e-3,
@@ -59,12 +60,15 @@ LIMITS = {
     ("square", "bfloat16"): 8e-3,
     ("state", "float32"): 2e-6,
     ("state", "bfloat16"): 1e-5,
+    ("experts", "float32"): 4e-6,
+    ("experts", "bfloat16"): 8e-3,
     ("logit", "float32"): 2e-6,
     ("logit", "bfloat16"): 2e-6,
 }
 _DISTINCT = 8  # different trees in a batch
-_SCANNED_FOR_NODE = 15  # positions of a sequence for each node of a tree; of 13: no whole blocks
-_READ_FOR_NODE = 8  # of a piece of a prompt, in which 64 nodes are the 512 that are read at a time
+# Positions of a sequence, and of a piece of a prompt, in the place of each node of a tree.
+_SCANNED_A_NODE = 15  # 13 nodes: no whole blocks
+_READ_A_NODE = 8  # 64 nodes: the 512 that are read at a time
 
 
 class Problem(NamedTuple):
@@ -86,7 +90,7 @@ class Kernel(NamedTuple):
         with_blocks: takes the operands, `blocks` and `interpret`.
         operands: of a problem, on the device.
         reference: takes the operands in float64 and the parents of the trees `[B, N]`.
-        outputs: "output", "square", "state" or "logit" for each.
+        outputs: "output", "square", "experts", "state" or "logit" for each.
         feedback: operands that are updated in place, and the outputs that are their next values.
         shapes: of real models.
     """
@@ -173,7 +177,7 @@ def _of_level(problem: Problem) -> tuple[jax.Array, ...]:
 
 def _of_sequence(problem: Problem) -> tuple[jax.Array, ...]:
     """A prompt, which is longer than a tree."""
-    return tuple(_recurrent(problem._replace(nodes=_SCANNED_FOR_NODE * problem.nodes)).values())
+    return tuple(_recurrent(problem._replace(nodes=_SCANNED_A_NODE * problem.nodes)).values())
 
 
 def _of_fused(problem: Problem) -> tuple[jax.Array, ...]:
@@ -343,6 +347,10 @@ def _of_experts(problem: Problem) -> tuple[jax.Array, ...]:
     )
 
 
+def _of_experts_of_prompt(problem: Problem) -> tuple[jax.Array, ...]:
+    return _of_experts(problem._replace(nodes=_READ_A_NODE * problem.nodes))
+
+
 def _expert_call(function: Callable[..., Any]) -> Callable[..., jax.Array]:
     """`expert_mlps` of operands that are their own shape."""
 
@@ -353,11 +361,10 @@ def _expert_call(function: Callable[..., Any]) -> Callable[..., jax.Array]:
 
 
 def _expert_options(operands: tuple) -> dict[str, Any]:
+    """Granite's experts are gated and activated by silu, Nemotron's neither."""
     *_, experts_in, experts_out = operands
-    num_experts, width, columns = experts_in.shape
-    gated = columns != experts_out.shape[1]
-    shape = ExpertShape(width, experts_out.shape[1], num_experts, operands[2].shape[1], gated)
-    return {"activation": shape.activation, "gated": gated}
+    gated = experts_in.shape[2] != experts_out.shape[1]
+    return {"activation": "silu" if gated else "relu2", "gated": gated}
 
 
 def _true_experts(*operands: Any) -> tuple[np.ndarray]:
@@ -371,7 +378,7 @@ def _of_attention(problem: Problem) -> tuple[jax.Array, ...]:
 
 def _of_prompt(problem: Problem) -> tuple[jax.Array, ...]:
     """A piece of a prompt, behind a cache."""
-    problem = problem._replace(nodes=_READ_FOR_NODE * problem.nodes)
+    problem = problem._replace(nodes=_READ_A_NODE * problem.nodes)
     causal = np.tri(problem.nodes, dtype=bool)
     return _attended(problem, np.broadcast_to(causal, (problem.batch, *causal.shape)))
 
@@ -401,10 +408,12 @@ def _attention_with_blocks(query: Any, *rest: Any, blocks: Any, interpret: bool)
     return attention_kernel.tree_attention(query, *rest, **options)
 
 
-def _attention_layer_with_blocks(*operands: Any, blocks: Any, interpret: bool) -> tuple:
+def _attention_layer_with_blocks(
+    *operands: Any, blocks: Any, interpret: bool, rotated: bool = True
+) -> tuple:
     projected, keys = operands[0], operands[-1]
     blocks = _shared(blocks, projected, _attention_shape(projected, keys), keys)
-    call = _attention_layer_call(layer_kernel.attention_tree)
+    call = _attention_layer_call(layer_kernel.attention_tree, rotated=rotated)
     return call(*operands, blocks=blocks, interpret=interpret)
 
 
@@ -433,7 +442,7 @@ def _true_attention(query: Any, *rest: Any) -> tuple[np.ndarray]:
 def _of_attention_layer(problem: Problem) -> tuple[jax.Array, ...]:
     """The last operands are the cache; see `_attention_layer_call`."""
     _, old_keys, old_values, keys, values, length, masks = _of_attention(problem)
-    columns = _attention_layout(problem.shape).num_columns
+    columns = _attention_layout(problem.shape, True).num_columns
     length = jnp.maximum(length - problem.nodes, 0)  # so that there are places for the path
     return (
         draw(problem._replace(seed=problem.seed + 1))(problem.batch, problem.nodes, columns),
@@ -443,8 +452,8 @@ def _of_attention_layer(problem: Problem) -> tuple[jax.Array, ...]:
     )
 
 
-def _attention_layout(shape: AttentionShape) -> pk.AttentionLayout:
-    return AttentionConfig(*shape, rotary_dim=shape.head_dim).layout
+def _attention_layout(shape: AttentionShape, rotated: bool) -> pk.AttentionLayout:
+    return AttentionConfig(*shape, rotary_dim=shape.head_dim if rotated else 0).layout
 
 
 def _attention_shape(projected: Any, keys: Any) -> AttentionShape:
@@ -452,7 +461,9 @@ def _attention_shape(projected: Any, keys: Any) -> AttentionShape:
     return AttentionShape(projected.shape[-1] // head_dim - 2 * groups, groups, head_dim)
 
 
-def _attention_layer_call(function: Callable[..., Any]) -> Callable[..., tuple]:
+def _attention_layer_call(
+    function: Callable[..., Any], *, rotated: bool = True
+) -> Callable[..., tuple]:
     """`attention_tree` of flat operands; returns all that it does, the cache's keys last.
 
     The length is that before the path in all repetitions, so that all of them are the same work.
@@ -462,7 +473,7 @@ def _attention_layer_call(function: Callable[..., Any]) -> Callable[..., tuple]:
         projected, depth, mask, old_keys, old_values, path, length, values, keys = operands
         y, nodes, cache = function(
             *(projected, pk.KeyCache(keys, values, length), depth, mask),
-            layout=_attention_layout(_attention_shape(projected, keys)),
+            layout=_attention_layout(_attention_shape(projected, keys), rotated),
             grown=None,
             previous=(pk.NodeKeys(old_keys, old_values), path),
             **options,
@@ -472,11 +483,11 @@ def _attention_layer_call(function: Callable[..., Any]) -> Callable[..., tuple]:
     return call
 
 
-def _true_attention_layer(*operands: Any) -> tuple[np.ndarray, ...]:
+def _true_attention_layer(*operands: Any, rotated: bool = True) -> tuple[np.ndarray, ...]:
     projected, depth, mask, old_keys, old_values, path, length, values, keys, _ = operands
     y, nodes, (keys, values, _) = layer_reference(
         *(projected, (keys, values, length), depth, mask),
-        layout=_attention_layout(_attention_shape(projected, keys)),
+        layout=_attention_layout(_attention_shape(projected, keys), rotated),
         previous=(old_keys, old_values, path),
     )
     return (y, *nodes, values, keys)
@@ -516,7 +527,9 @@ def _true_level(x: Any, dt: Any, A: Any, B: Any, C: Any, *rest: Any) -> tuple[np
 
 LEVEL = "tree_scan of a level"
 PROMPT = "tree_attention of a prompt"
+EXPERTS_OF_PROMPT = "expert_mlps of a prompt"
 QUEUED = "mamba2_tree in a queue"
+UNROTATED = "attention_tree without positions"
 _MIXER_OUTPUTS = ("output", "square", "output", "state", "output", "output", "output", "state")
 _SCANNED = ("x", "dt", "A", "B", "C", "D", "state", "mask")
 _GATE_THEN_NORM = dict(norm="gate_then_norm", epsilon=1e-5, num_groups=1)
@@ -538,6 +551,24 @@ _ATTENTION = Kernel(
     ("output",),
     {},
     ATTENTIONS,
+)
+_ATTENTION_LAYER = Kernel(
+    _attention_layer_call(pk.attention_tree),
+    _attention_layer_with_blocks,
+    _of_attention_layer,
+    _true_attention_layer,
+    ("output",) * 5,
+    {-2: -2, -1: -1},
+    ATTENTIONS,
+)
+_EXPERTS = Kernel(
+    _expert_call(pk.expert_mlps),
+    _expert_call(expert_kernel.expert_mlps),
+    _of_experts,
+    _true_experts,
+    ("experts",),
+    {},
+    EXPERTS,
 )
 KERNELS: dict[str, Kernel] = {
     "tree_scan": _SCAN,
@@ -589,14 +620,11 @@ KERNELS: dict[str, Kernel] = {
     ),
     "tree_attention": _ATTENTION,
     PROMPT: _ATTENTION._replace(operands=_of_prompt),
-    "attention_tree": Kernel(
-        _attention_layer_call(pk.attention_tree),
-        _attention_layer_with_blocks,
-        _of_attention_layer,
-        _true_attention_layer,
-        ("output",) * 5,
-        {-2: -2, -1: -1},
-        ATTENTIONS,
+    "attention_tree": _ATTENTION_LAYER,
+    UNROTATED: _ATTENTION_LAYER._replace(
+        function=_attention_layer_call(pk.attention_tree, rotated=False),
+        with_blocks=functools.partial(_attention_layer_with_blocks, rotated=False),
+        reference=functools.partial(_true_attention_layer, rotated=False),
     ),
     "best_token": Kernel(
         _head_call(pk.best_token),
@@ -607,15 +635,8 @@ KERNELS: dict[str, Kernel] = {
         {},
         HEADS,
     ),
-    "expert_mlps": Kernel(
-        _expert_call(pk.expert_mlps),
-        _expert_call(expert_kernel.expert_mlps),
-        _of_experts,
-        _true_experts,
-        ("square",),
-        {},
-        EXPERTS,
-    ),
+    "expert_mlps": _EXPERTS,
+    EXPERTS_OF_PROMPT: _EXPERTS._replace(operands=_of_experts_of_prompt),
     "gated_rms_norm": Kernel(
         functools.partial(pk.gated_rms_norm, **_GATE_THEN_NORM),
         functools.partial(norm_kernel.gated_rms_norm, **_GATE_THEN_NORM),
@@ -655,8 +676,8 @@ def kind_of_shapes(name: str) -> type:
 ATTENTION_OPS = tuple(name for name in KERNELS if kind_of_shapes(name) is AttentionShape)
 # In a queue XLA's operations copy all of it, which nobody asks them for. The kernel's work is the
 # same as without, but for the place in memory; so are its block sizes.
-TIMED = tuple(name for name in KERNELS if name not in (LEVEL, QUEUED))
-COMPILED = (*TIMED, QUEUED)
+TIMED = tuple(name for name in KERNELS if name not in (LEVEL, QUEUED, UNROTATED))
+COMPILED = (*TIMED, QUEUED, UNROTATED)
 
 
 def small(shape: Any) -> Any:
@@ -734,13 +755,20 @@ def within_limits(name: str, dtype: str, found: list[float] | str) -> bool:
 
 
 def bytes_moved(name: str, operands: tuple[jax.Array, ...]) -> int:
-    """What a call must move: operands read once, caches as far as they are filled; results."""
+    """What a call must move: operands read once, and results.
+
+    Of caches that is what is filled, of experts those that are chosen.
+    """
     outputs = jax.eval_shape(
         functools.partial(KERNELS[name].function, implementation="xla"), *operands
     )
     total = sum(value.size * value.dtype.itemsize for value in (*operands, *as_tuple(outputs)))
+    if kind_of_shapes(name) is ExpertShape:
+        *_, chosen, experts_in, experts_out = operands
+        unread = len(experts_in) - len(np.unique(chosen))
+        total -= unread * (experts_in.nbytes + experts_out.nbytes) // len(experts_in)
     if name in ATTENTION_OPS:
-        if name == "attention_tree":
+        if name in ("attention_tree", UNROTATED):
             length, values, keys = operands[-3:]
             total -= keys.nbytes + values.nbytes  # results, which are written at the path only
         else:

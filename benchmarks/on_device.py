@@ -85,7 +85,10 @@ class Scale:
 FULL = Scale(
     implementations=("xla", "pallas"),
     mixers=MIXERS,
-    attentions=ATTENTIONS,
+    attentions={
+        name: ATTENTIONS[name]
+        for name in ("MambaInLlama-8B", "Falcon-H1-0.5B", "Granite-4-H-Tiny", "Nemotron-3-Nano-30B")
+    },
     heads=HEADS,
     experts=EXPERTS,
     capacity=4096,

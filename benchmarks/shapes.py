@@ -32,6 +32,9 @@ class AttentionShape(NamedTuple):
 ATTENTIONS = {
     "MambaInLlama-8B": AttentionShape(32, 8, 128),
     "Falcon-H1-0.5B": AttentionShape(8, 2, 64),
+    "Granite-4-H-350M": AttentionShape(12, 4, 64),
+    "Granite-4-H-Tiny": AttentionShape(12, 4, 128),
+    "Nemotron-3-Nano-30B": AttentionShape(32, 2, 128),
 }
 
 
@@ -57,11 +60,6 @@ class ExpertShape(NamedTuple):
     num_experts: int
     num_active: int
     gated: bool
-
-    @property
-    def activation(self) -> str:
-        """That of Granite's gated experts, or of Nemotron's."""
-        return "silu" if self.gated else "relu2"
 
 
 EXPERTS = {

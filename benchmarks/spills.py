@@ -19,14 +19,10 @@ import jax  # isort: skip
 from rich.progress import Progress
 
 from benchmarks.common import RESULTS, merged, print_table, write_json
-from benchmarks.kernels import COMPILED, KERNELS, Problem, kind_of_shapes, refused
-from benchmarks.shapes import AttentionShape, ExpertShape
+from benchmarks.kernels import ATTENTION_OPS, COMPILED, KERNELS, Problem, refused
 
-NODES = (13, 16, 64, 128)
-VARIANTS: dict[type, tuple[dict[str, int], ...]] = {
-    AttentionShape: ({"capacity": 128}, {"capacity": 4096}),  # for one program, and shared by many
-    ExpertShape: ({"batch": 1}, {"batch": 16}),  # few tokens an expert, and many
-}
+NODES = (1, 13, 16, 64, 128)
+CAPACITIES = (128, 4096)  # of the attention's cache: for one program, and shared among many
 DTYPES = ("bfloat16", "float32")
 REPLACED = ("kernel", "gpu", "nodes")  # rows that are the same in these are all of one run
 
@@ -47,9 +43,9 @@ def main() -> None:
     parser.add_argument("--nodes", nargs="+", type=int, default=list(NODES))
     chosen = parser.parse_args()
     cases = [
-        (name, shape, Problem(KERNELS[name].shapes[shape], nodes, dtype, **variant))
+        (name, shape, Problem(KERNELS[name].shapes[shape], nodes, dtype, capacity=capacity))
         for name in chosen.kernels
-        for variant in VARIANTS.get(kind_of_shapes(name), ({},))
+        for capacity in (CAPACITIES if name in ATTENTION_OPS else (0,))
         for shape, nodes, dtype in itertools.product(KERNELS[name].shapes, chosen.nodes, DTYPES)
     ]
     cases = [case for case in cases if refused(case[0], case[2]) is None]
@@ -62,8 +58,6 @@ def main() -> None:
                 row |= dict(nodes=problem.nodes, dtype=problem.dtype)
                 if problem.capacity:
                     row |= dict(capacity=problem.capacity)
-                if problem.batch > 1:
-                    row |= dict(batch=problem.batch)
                 rows.append({**row, "spills": spills(compiler, name, problem)})
                 progress.advance(task)
     file = RESULTS / "spills.json"

@@ -1,4 +1,4 @@
-"""Kernels have no gradients of their own; XLA's operations, which compute the same, have."""
+"""Gradients of what has none, such as a kernel: those of a twin that computes the same."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,21 +6,18 @@ from typing import Any
 import jax
 
 
-def with_gradients_of(twin: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel`, with the reverse gradients of `twin`; it then has none in forward mode.
+def with_gradients_of(twin: Callable[..., Any], fast: Callable[..., Any]) -> Callable[..., Any]:
+    """`fast`, differentiated as `twin`, in the modes and as often as `twin` can be.
 
     Args:
         twin: computes the same from the same arrays, by operations that have gradients.
-        kernel: takes arrays only.
+        fast: takes arrays only.
     """
+    run = jax.custom_jvp(fast)
 
-    def forwards(*arguments):
-        return kernel(*arguments), arguments
+    @run.defjvp
+    def derivative(arguments, tangents):
+        _, change = jax.jvp(twin, arguments, tangents)
+        return run(*arguments), change
 
-    def backwards(arguments, cotangents):
-        _, gradients = jax.vjp(twin, *arguments)
-        return gradients(cotangents)
-
-    run = jax.custom_vjp(kernel)
-    run.defvjp(forwards, backwards)
     return run

@@ -108,7 +108,7 @@ def padded_size(size: int) -> int:
 
 
 def parts(size: int, most: int) -> list[pl.Slice]:
-    """`range(size)` in slices of at most `most` numbers, each a power of two, the largest first.
+    """`range(size)` in slices of powers of two, the largest first; none is larger than `most`, one.
 
     Worked example, `parts(2688, 4096)`: 2048, 512 and 128 numbers.
     """

@@ -71,7 +71,7 @@ def _mamba_in_llama(
 
 
 def _nemotron_h(
-    pattern: str, d_model: int, num_heads: int, num_kv_heads: int, **options: Any
+    pattern: str, *, d_model: int, num_heads: int, num_kv_heads: int, **options: Any
 ) -> ModelConfig:
     """NVIDIA's Nemotron-H and Nemotron-3; `pattern` is theirs."""
     kinds = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
@@ -164,17 +164,17 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "Nemotron-H-8B": functools.partial(
         _nemotron_h,
         "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-        4096,
-        128,
-        8,
+        d_model=4096,
+        num_heads=128,
+        num_kv_heads=8,
         mlp=MlpConfig(21504, activation="relu2", gated=False),
     ),
     "Nemotron-3-Nano-30B": functools.partial(
         _nemotron_h,
         "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-        2688,
-        64,
-        2,
+        d_model=2688,
+        num_heads=64,
+        num_kv_heads=2,
         moe=MoeConfig(
             num_experts=128,
             num_active=6,

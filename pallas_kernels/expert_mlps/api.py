@@ -33,16 +33,15 @@ def expert_mlps(
     Args:
         x: the tokens.
         weights: of the experts that each token has chosen.
-        chosen: their numbers.
+        chosen: their numbers, of experts that exist.
         experts_in, experts_out: matrices of all experts, in the type of `x`.
         activation: one of `numerics.ACTIVATIONS`.
         gated: whether `I = 2 F`, or `I = F`.
         implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here, for which
-            few tokens are XLA's.
+            few tokens are XLA's (`xla.few`).
 
     Returns:
-        In the type of `x`. Reverse gradients are XLA's in all implementations; the kernel has none
-        in forward mode.
+        In the type of `x`. Gradients are XLA's in all implementations.
 
     Raises:
         ValueError: matrices that do not fit, or an implementation that does not exist, or cannot
@@ -54,7 +53,7 @@ def expert_mlps(
             f"matrices with {columns} columns in front of those with {hidden} rows, and gated ="
             f" {gated}; gated ones have twice as many columns, others as many"
         )
-    if implementation is None and chosen.size <= experts_in.shape[0]:
+    if implementation is None and xla.few(chosen, len(experts_in)):
         implementation = "xla"
     with jax.named_scope("expert_mlps"):
         twin = functools.partial(xla.expert_mlps, activation=activation, gated=gated)

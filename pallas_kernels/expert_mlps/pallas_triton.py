@@ -3,8 +3,10 @@
 Passes: the choices of all tokens are sorted by expert. A program handles one expert and one block
 of columns: it multiplies the rows that have chosen the expert, one block after the other, finding
 them where they are and writing where they belong, so that nothing is gathered, padded or put back
-in order. An expert's matrices are read from memory once; those that nobody has chosen are not. The
-first kernel also activates, the second gives one row a choice, which XLA weighs and adds up.
+in order. It reads its part of the matrix once for each block of rows, one for a tree mostly; of
+experts that nobody has chosen it reads nothing. Rows are read again by each block of columns. The
+first kernel also activates, the second gives one row a choice, which XLA weighs and adds up. What
+it pays: the rows of the most popular expert come one block after the other.
 
 Numerics: products as `triton_backend.dot` says; activated in float32, then rounded once; the rows
 of the choices are rounded, too.
@@ -73,7 +75,7 @@ def _product(
     Args:
         sorted_choices: `by_expert`, and `starts_of`.
         rows: `[choices / per_row, I]`.
-        experts: `[X, I, O]`.
+        experts: `[experts, I, O]`.
         blocks, interpret: as elsewhere.
         per_row: how many choices one row has.
         gated: whether half of the columns are multiplied by the other half, which are activated.
@@ -114,7 +116,7 @@ def _product(
 
 def _kernel(
     order_ref,  # [choices]
-    starts_ref,  # [X + 1]
+    starts_ref,  # [experts + 1]
     rows_ref,  # [choices / per_row, I]
     *refs,  # one matrix, or two, [I, columns]; output [choices, columns]
     per_row: int,

@@ -7,7 +7,8 @@ def expert_mlps(x, weights, chosen, experts_in, experts_out, *, activation, gate
     """The weighted sum of each token's experts `[n, M]`.
 
     Args:
-        x: `[n, M]`. weights, chosen: `[n, k]`. experts_in: `[X, M, I]`. experts_out: `[X, F, M]`.
+        x: `[n, M]`. weights, chosen: `[n, k]`.
+        experts_in: `[experts, M, I]`. experts_out: `[experts, F, M]`.
         activation: "silu" or "relu2".
     """
     function = {

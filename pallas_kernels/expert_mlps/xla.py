@@ -33,15 +33,24 @@ def expert_mlps(x, weights, chosen, experts_in, experts_out, *, activation, gate
     return weighted_sum(by_choice, weights)
 
 
+def few(chosen, num_experts: int) -> bool:
+    """Whether each choice takes its expert's matrices, also where others have chosen it.
+
+    On a GPU XLA fuses that with the product: it copies nothing, and takes four launches where the
+    kernel with its sorting takes six.
+    """
+    return chosen.size <= num_experts
+
+
 def products(x, chosen, experts_in, experts_out, **options):
     """What each choice gives `[n k, M]`, from products of many matrices at once."""
-    run = _by_gathering if chosen.size <= len(experts_in) else _by_grouping
+    run = _by_gathering if few(chosen, len(experts_in)) else _by_grouping
     return run(x, chosen, experts_in, experts_out, **options)
 
 
 def loops(x, chosen, experts_in, experts_out, **options):
     """The same, one expert's matrices at a time."""
-    run = _one_by_one if chosen.size <= len(experts_in) else _expert_by_expert
+    run = _one_by_one if few(chosen, len(experts_in)) else _expert_by_expert
     return run(x, chosen, experts_in, experts_out, **options)
 
 

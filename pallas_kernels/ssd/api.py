@@ -37,8 +37,8 @@ def ssd(
         implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
 
     Returns:
-        The outputs in the dtype of `x`, and the state after the last position in float32. Reverse
-        gradients are XLA's in all implementations; the kernel has none in forward mode.
+        The outputs in the dtype of `x`, and the state after the last position in float32. Gradients
+        are XLA's in all implementations.
 
     Raises:
         ValueError: chunks without positions, groups that do not divide the heads, or an

@@ -35,14 +35,14 @@ def tree_attention(
             transposes the cache.
         length: how many of the cache's L places are filled in each row.
         mask: which nodes a query sees: itself, unless nobody looks at its output, and none behind
-            it. Queries are the last Q nodes.
+            it, where the kernel does not look. Queries are the last Q nodes.
         scale: of the scores, which are softmaxed in float32.
         implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
 
     Returns:
         In the dtype of `query`. A query that sees nothing gets something finite, of no meaning.
-        Reverse gradients are XLA's in all implementations (which has none of a cache of more than
-        1,024 places); the kernel has none in forward mode.
+        Gradients are XLA's in all implementations, which has none in reverse mode of a cache of
+        more than 1,024 places.
 
     Raises:
         ValueError: an implementation that does not exist, or cannot run these shapes.

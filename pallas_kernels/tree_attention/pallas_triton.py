@@ -2,8 +2,8 @@
 
 Passes: a program handles one row of the batch, one key and value head, one block of its queries,
 and one share of the cache. The query heads that use the same keys are rows of one product, so keys
-and values are read once for all of them, as stored. The shares of a cache are interleaved: with
-`splits = 3` the first program reads blocks 0, 3, 6, ... So they are equal whatever the row's
+and values are read once for each block of them, as stored. The shares of a cache are interleaved:
+with `splits = 3` the first program reads blocks 0, 3, 6, ... So they are equal whatever the row's
 length, and nothing behind that length is read. The last share, never the longest, also gets the
 tree's nodes. A softmax over blocks is kept with a running maximum. If there is more than one share,
 sums, totals and maxima are written in float32, and a second kernel combines them.

@@ -85,7 +85,12 @@ def test_sections_share_the_time_and_say_what_they_left_out(capsys):
 
 def test_the_timed_and_the_tuned_kernels_are_all():
     # The one norm has the block sizes of the other, and prompts have those of trees.
-    assert set(kernels.TIMED) == {*tuned.OPS, "add_rms_norm", kernels.PROMPT}
+    assert set(kernels.TIMED) == {
+        *tuned.OPS,
+        "add_rms_norm",
+        kernels.PROMPT,
+        kernels.EXPERTS_OF_PROMPT,
+    }
 
 
 @pytest.mark.slow

@@ -33,12 +33,13 @@ def decode(model, **options):
     return st.generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, **options)
 
 
-# The ragged tree has what the others have, which are run for one family, with all kinds of layers.
+# The ragged tree has what the others have; they are run for attention behind a convolution, and
+# beside Mamba-2.
 @pytest.mark.parametrize(
     ("name", "trees"),
     [
         *((name, ("chain", "ragged")) for name in HYBRIDS),
-        ("nemotron_h", ("branching", "one wide level")),
+        *((name, ("branching", "one wide level")) for name in ("mamba2attn", "falcon_h1")),
     ],
 )
 def test_every_family(name, trees):

@@ -101,16 +101,8 @@ def test_the_arguments_must_agree():
 
 
 def test_which_sizes_the_kernel_refuses():
-    for size in (
-        16,
-        1024,
-        1536,
-        2688,
-        4096,
-        4480,
-        5120,
-        8192,
-    ):  # those of released models among them
+    of_released_models = (1024, 1536, 2688, 4096, 4480, 5120, 8192)
+    for size in (16, *of_released_models):
         assert pallas_triton.unsupported(size) is None
     assert "not a multiple of 16" in pallas_triton.unsupported(40)
     assert "more than" in pallas_triton.unsupported(1 << 15)

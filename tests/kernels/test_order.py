@@ -14,8 +14,10 @@ from pallas_kernels import triton_backend
 from tests.kernels import (
     test_attention_tree,
     test_best_token,
+    test_expert_mlps,
     test_mamba2_tree,
     test_ssd,
+    test_tree_attention,
     test_tree_ops,
 )
 
@@ -78,6 +80,9 @@ CASES = [
     (test_tree_ops, "groups"),
     (test_ssd, "blocks of channels"),
     (test_best_token, "blocks of rows"),
+    (test_expert_mlps, "blocks of rows"),
+    (test_expert_mlps, "experts that nobody chooses"),
+    (test_tree_attention, "a piece of a prompt"),
 ]
 
 
@@ -92,6 +97,11 @@ def test_programs_need_nothing_of_each_other(module, name, last_first, run_as_on
         module.test_attention_tree(case, "pallas_interpret")
     elif module is test_best_token:
         module.test_best_token(case, "pallas_interpret")
+    elif module is test_tree_attention:
+        module.test_tree_attention(case, True)
+    elif module is test_expert_mlps:
+        found = module.error.__wrapped__(case, "pallas_interpret")
+        assert found < module.BUDGET[case.bf16]
     elif module is test_ssd:
         assert max(module.errors.__wrapped__(case, "pallas_interpret")) < module.BUDGET[case.bf16]
     elif module is test_mamba2_tree:

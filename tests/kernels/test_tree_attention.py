@@ -47,6 +47,7 @@ CASES = (
     Case("blocks of rows and of nodes", heads=8, groups=1, nodes=21, lengths=(17,), splits=2),
     Case("newest level", nodes=20, queries=3, splits=2),
     Case("a piece of a prompt", nodes=37, lengths=(40, 0), causal=True),
+    Case("the end of a chain", nodes=38, queries=37, causal=True),
     Case("sharp", scale=20.0, splits=2),
     Case("bf16", bf16=True, splits=2),
 )
@@ -141,8 +142,8 @@ def test_the_cache_is_split_as_far_as_programs_are_few():
             dtype, num_rows=num_rows, num_groups=num_groups, capacity=capacity
         ).splits
 
-    assert splits(8, 4096) == 32
-    assert splits(8, 256) == 2  # at least two blocks each
+    assert splits(8, 4096) == 16
+    assert splits(8, 256) == 4  # at least two blocks each
     assert splits(8, 0) == splits(8, 64) == splits(512, 4096) == 1
     assert splits(8, 4096, num_rows=256) == 4  # blocks of rows are programs, too
     # One share would spill.
