@@ -61,7 +61,7 @@ DEFAULTS = {
     "bfloat16": Choice(rows=64, keys=64, num_warps=8, num_stages=2, busy_warps=1024),
     "float32": Choice(rows=16, keys=32, num_warps=4, num_stages=2, busy_warps=1024),
     # Where programs are many, or the cache is short: with the blocks above, one share spills.
-    ONE_SHARE: Choice(rows=32, keys=32, num_warps=4, num_stages=2, busy_warps=1),
+    ONE_SHARE: Choice(rows=32, keys=32, num_warps=4, num_stages=1, busy_warps=1),
 }
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from benchmarks import common
+from benchmarks import common, experts
 from benchmarks.prompts import load_prompts
-from benchmarks.shapes import MIXERS, MixerShape
+from benchmarks.shapes import MIXERS, ExpertShape, MixerShape
 
 
 def test_mixer_shapes_are_the_presets():
@@ -47,3 +47,14 @@ def test_results_are_written_whole(monkeypatch, tmp_path):
     with pytest.raises(TypeError):
         common.write_json("y", {"a": object()})
     assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_experts(monkeypatch, tmp_path):
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setitem(experts.EXPERTS, "tiny", ExpertShape(32, 16, 4, 2, True))
+    experts.main(["--shape", "tiny", "--tokens", "1", "5", "--rounds", "2"])
+    (path,) = tmp_path.glob("experts-*.json")
+    assert path.with_suffix(".png").exists()
+    for row in json.loads(path.read_text())["rows"]:
+        assert set(row["milliseconds"]) == {"products", "loops", "expert_mlps"}
+        assert max(row["relative_difference"].values()) < 1e-5
