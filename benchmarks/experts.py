@@ -8,7 +8,6 @@ The op takes loops on a CPU, products or the kernel elsewhere.
 """
 
 import argparse
-import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -16,20 +15,17 @@ from typing import Any
 import jax
 from rich.progress import Progress
 
-import pallas_kernels as pk
 from benchmarks.common import device_name, interleaved, machine, print_table, summary, write_json
-from benchmarks.kernels import KERNELS, Problem, relative_error
+from benchmarks.kernels import KERNELS, Problem, expert_options, relative_error
 from benchmarks.shapes import EXPERTS, ExpertShape
 from pallas_kernels.expert_mlps import xla
 
 
 def measure(shape: ExpertShape, tokens: int, rounds: int, progress: Any) -> dict[str, Any]:
     """Milliseconds of a layer by method, and how far the others are from the products."""
-    operands = KERNELS["expert_mlps"].operands(Problem(shape, tokens, "float32"))
-    options: dict[str, Any] = {
-        "activation": "silu" if shape.gated else "relu2",
-        "gated": shape.gated,
-    }
+    kernel = KERNELS["expert_mlps"]
+    operands = kernel.operands(Problem(shape, tokens, "float32"))
+    options = expert_options(operands)
 
     def through(method: Any) -> Any:
         def run(x: Any, weights: Any, chosen: Any, *experts: Any) -> jax.Array:
@@ -40,7 +36,7 @@ def measure(shape: ExpertShape, tokens: int, rounds: int, progress: Any) -> dict
     functions = {
         "products": jax.jit(through(xla.products)),
         "loops": jax.jit(through(xla.loops)),
-        "expert_mlps": jax.jit(functools.partial(pk.expert_mlps, **options)),
+        "expert_mlps": jax.jit(kernel.function),
     }
     outputs = {name: jax.block_until_ready(run(*operands)) for name, run in functions.items()}
     calls = {

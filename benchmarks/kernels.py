@@ -355,13 +355,13 @@ def _expert_call(function: Callable[..., Any]) -> Callable[..., jax.Array]:
     """`expert_mlps` of operands that are their own shape."""
 
     def call(*operands: Any, **options: Any) -> jax.Array:
-        return function(*operands, **_expert_options(operands), **options)
+        return function(*operands, **expert_options(operands), **options)
 
     return call
 
 
-def _expert_options(operands: tuple) -> dict[str, Any]:
-    """Granite's experts are gated and activated by silu, Nemotron's neither."""
+def expert_options(operands: tuple) -> dict[str, Any]:
+    """Of these operands: Granite's experts are gated and activated by silu, Nemotron's neither."""
     *_, experts_in, experts_out = operands
     gated = experts_in.shape[2] != experts_out.shape[1]
     return {"activation": "silu" if gated else "relu2", "gated": gated}
@@ -369,7 +369,7 @@ def _expert_options(operands: tuple) -> dict[str, Any]:
 
 def _true_experts(*operands: Any) -> tuple[np.ndarray]:
     *operands, _ = operands
-    return (expert_reference(*operands, **_expert_options(operands)),)
+    return (expert_reference(*operands, **expert_options(operands)),)
 
 
 def _of_attention(problem: Problem) -> tuple[jax.Array, ...]:

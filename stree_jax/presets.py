@@ -138,6 +138,18 @@ def _granite_h(
     )
 
 
+# -1b and -tiny are the same but for what is between the mixers.
+_GRANITE_H_1536 = functools.partial(
+    _granite_h,
+    1536,
+    40,
+    head_dim=64,
+    attention_layers=(5, 15, 25, 35),
+    residual=0.22,
+    logits_scaling=6.0,
+)
+
+
 PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "mamba2-130m": functools.partial(_mamba2, 768, 24),
     "mamba2-370m": functools.partial(_mamba2, 1024, 48),
@@ -197,24 +209,9 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
         residual=0.246,
         logits_scaling=3.0,
     ),
-    "Granite-4-H-1B": functools.partial(
-        _granite_h,
-        1536,
-        40,
-        mlp=MlpConfig(4096),
-        head_dim=64,
-        attention_layers=(5, 15, 25, 35),
-        residual=0.22,
-        logits_scaling=6.0,
-    ),
+    "Granite-4-H-1B": functools.partial(_GRANITE_H_1536, mlp=MlpConfig(4096)),
     "Granite-4-H-Tiny": functools.partial(
-        _granite_h,
-        1536,
-        40,
+        _GRANITE_H_1536,
         moe=MoeConfig(num_experts=64, num_active=6, hidden_size=512, shared_size=1024),
-        head_dim=64,
-        attention_layers=(5, 15, 25, 35),
-        residual=0.22,
-        logits_scaling=6.0,
     ),
 }

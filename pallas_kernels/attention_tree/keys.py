@@ -41,12 +41,12 @@ def write_keys(
     """
     capacity = cache.keys.shape[2]
     place = jnp.where(wanted, cache.length[:, None] + place, capacity)
-    row, head = jnp.ogrid[: len(place), : cache.keys.shape[1]]
+    row, head, _ = jnp.ogrid[: len(place), : cache.keys.shape[1], :1]
 
     def put(into: jax.Array, new: jax.Array) -> jax.Array:
         # Each head by its index: of a slice of all heads XLA transposes the cache on a GPU.
         new = new.swapaxes(1, 2).astype(into.dtype)
-        return into.at[row[..., None], head[..., None], place[:, None]].set(new, mode="drop")
+        return into.at[row, head, place[:, None]].set(new, mode="drop")
 
     length = cache.length + wanted.sum(axis=1, dtype=jnp.int32)
     if not capacity:  # of a whole sequence, such as in training

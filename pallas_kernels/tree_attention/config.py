@@ -1,7 +1,8 @@
 """Block sizes of the `tree_attention` kernel.
 
-Defaults are chosen so that nothing spills on sm_80 to sm_90 (`benchmarks/spills.py`); a device's
-own come from its table (`pallas_kernels/tuned.py`).
+Defaults are chosen so that as little as possible spills on sm_80 to sm_90: a few float32 programs
+do (`benchmarks/results/spills.json`). A device's own come from its table
+(`pallas_kernels/tuned.py`).
 """
 
 import dataclasses
