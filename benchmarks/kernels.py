@@ -428,6 +428,7 @@ def _shared(blocks: Any, queries: Any, shape: AttentionShape, keys: Any) -> Any:
         num_rows=num_queries * shape.num_heads // shape.num_kv_heads,
         num_groups=batch * shape.num_kv_heads,
         capacity=keys.shape[2],
+        head_dim=shape.head_dim,
     )
     if found is None:
         raise ValueError("with this choice a cache has one share, for which there is another")

@@ -35,6 +35,8 @@ ATTENTIONS = {
     "Granite-4-H-350M": AttentionShape(12, 4, 64),
     "Granite-4-H-Tiny": AttentionShape(12, 4, 128),
     "Nemotron-3-Nano-30B": AttentionShape(32, 2, 128),
+    "Zamba2-2.7B": AttentionShape(32, 32, 160),
+    "Zamba2-7B": AttentionShape(32, 32, 224),
 }
 
 

@@ -362,7 +362,8 @@ def main() -> None:
         type=limit,
         default=[],
         metavar="KIND=NUMBER",
-        help="of a layer with our kernels, products whole; such as mamba2=4 attention=6",
+        help="of a layer with our kernels, products whole, such as mamba2=4 attention=6; and"
+        " prompt-mamba2=10 where a prompt is read",
     )
     parser.add_argument("--whole", action="store_true", help="compile whole models, too")
     parser.add_argument(
@@ -412,15 +413,18 @@ def main() -> None:
                 loops.append(which | decode_loop(compiler, config, draft, implementation))
                 print(json.dumps(loops[-1]), flush=True)
     path = report(rows, prompts, loops, options.output)
-    programs = (*rows, *prompts, *loops, *(row["whole"] for row in rows if "whole" in row))
+    both = (*rows, *prompts)
+    programs = (*both, *loops, *(row["whole"] for row in both if "whole" in row))
     spilled = sum(program["spills"] for program in programs)
     most: dict[str, float] = {}
     temporary = []
-    for row in rows:
+    for row in both:
         if (row["implementation"], row["products"]) == ("pallas", "whole"):
+            is_prompt = "positions" in row
             for kind, layer in row["layers"].items():
+                kind = f"prompt-{kind}" if is_prompt else kind
                 most[kind] = max(most.get(kind, 0.0), layer["launches"])
-            if "whole" in row:
+            if "whole" in row and not is_prompt:
                 temporary.append(row["whole"]["temporary_bytes"] / 2**20)
     summary = {
         "programs": len(rows) + len(prompts),

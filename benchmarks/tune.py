@@ -82,15 +82,16 @@ def _by_dtype(problem: Problem) -> str:
 
 
 def _attention_case(problem: Problem) -> str:
-    heads, groups, _ = problem.shape
+    heads, groups, head_dim = problem.shape
     rows = problem.nodes * heads // groups
-    name = attention_config.case(problem.dtype, rows)
+    name = attention_config.case(problem.dtype, rows, head_dim)
     blocks = attention_config.shared(
         attention_config.DEFAULTS[name],
         problem.dtype,
         num_rows=rows,
         num_groups=problem.batch * groups,
         capacity=problem.capacity,
+        head_dim=head_dim,
     )
     return ONE_SHARE if blocks is None else name
 

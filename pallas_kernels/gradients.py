@@ -1,13 +1,41 @@
 """Gradients of what has none, such as a kernel: those of a twin that computes the same."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from pallas_kernels import dispatch
+
+
+def differentiable(
+    op: str,
+    requested: str | None,
+    unsupported: str | None,
+    *,
+    xla: Callable[..., Any],
+    kernel: Callable[..., Any],
+) -> Callable[..., Any]:
+    """The implementation to run, with the gradients of XLA's.
+
+    Args:
+        op, requested, unsupported: those of `dispatch.choose`.
+        xla, kernel: take the same arrays; the kernel also `interpret`.
+
+    Raises:
+        ValueError: the requested one does not exist or cannot run.
+    """
+    chosen = dispatch.choose(op, requested, unsupported)
+    if chosen == "xla":
+        return xla
+    return with_gradients_of(xla, functools.partial(kernel, interpret=chosen == "pallas_interpret"))
+
 
 def with_gradients_of(twin: Callable[..., Any], fast: Callable[..., Any]) -> Callable[..., Any]:
-    """`fast`, differentiated as `twin`, in the modes and as often as `twin` can be.
+    """`fast`, or where that is differentiated `twin`, in the modes and as often as it can be.
+
+    To run both would be more work: what gradients need is left of a run of the twin.
 
     Args:
         twin: computes the same from the same arrays, by operations that have gradients.
@@ -17,7 +45,6 @@ def with_gradients_of(twin: Callable[..., Any], fast: Callable[..., Any]) -> Cal
 
     @run.defjvp
     def derivative(arguments, tangents):
-        _, change = jax.jvp(twin, arguments, tangents)
-        return run(*arguments), change
+        return jax.jvp(twin, arguments, tangents)
 
     return run

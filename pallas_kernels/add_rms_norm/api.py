@@ -1,12 +1,13 @@
 """Adds a layer's output to the residual stream and norms the sum for the next layer."""
 
 import functools
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
 from pallas_kernels.add_rms_norm import pallas_triton, xla
+from pallas_kernels.gradients import differentiable
 from pallas_kernels.numerics import Unscaled
 
 
@@ -31,17 +32,17 @@ def add_rms_norm(
 
     Returns:
         The sum, in the dtype of `residual`, and its norm in that of `output`; both are evaluated in
-        float32.
+        float32. Gradients are XLA's in all implementations.
 
     Raises:
         ValueError: an implementation that does not exist, or cannot run these shapes.
     """
+    options: dict[str, Any] = dict(epsilon=epsilon, multiplier=multiplier)
     with jax.named_scope("add_rms_norm"):
         reason = pallas_triton.unsupported(residual.shape[-1])
-        match dispatch.choose("add_rms_norm", implementation, reason):
-            case "xla":
-                function = xla.add_rms_norm
-            case chosen:
-                interpret = chosen == "pallas_interpret"
-                function = functools.partial(pallas_triton.add_rms_norm, interpret=interpret)
-        return function(residual, output, weight, epsilon=epsilon, multiplier=multiplier)
+        run = differentiable(
+            *("add_rms_norm", implementation, reason),
+            xla=functools.partial(xla.add_rms_norm, **options),
+            kernel=functools.partial(pallas_triton.add_rms_norm, **options),
+        )
+        return run(residual, output, weight)

@@ -12,7 +12,6 @@ from pallas_kernels.tree_attention.config import DEFAULTS, BlockSizes
 __all__ = ["DEFAULTS", "BlockSizes", "block_sizes"]
 
 
-def block_sizes(dtype: DTypeLike, *, num_rows: int, num_groups: int, capacity: int) -> BlockSizes:
+def block_sizes(dtype: DTypeLike, **sizes: int) -> BlockSizes:
     """Block sizes for inputs of this type; arguments as those of `tree_attention`'s."""
-    sizes = dict(num_rows=num_rows, num_groups=num_groups, capacity=capacity)
     return tree_attention.block_sizes(dtype, **sizes, op="attention_tree")

@@ -11,8 +11,8 @@ multiplied by zero.
 Numerics: those of `tree_attention`; angles, cosines and sines are float32, and what is rotated is
 rounded to the type of the inputs, as it is where it is recorded.
 
-Refuses what `tree_attention` refuses, caches without places, and numbers of rotated pairs that are
-no power of two. Any numbers of nodes.
+Refuses what `tree_attention` refuses, and caches without places. Any numbers of nodes and of
+rotated pairs.
 """
 
 import dataclasses
@@ -35,9 +35,6 @@ BLOCK_MOVED = 16  # rows that are rotated or copied at a time: few, for cosines 
 
 def unsupported(layout: AttentionLayout, capacity: int) -> str | None:
     """Why these shapes cannot run, or None."""
-    half = len(layout.frequencies)
-    if half & (half - 1):
-        return f"{half} rotated pairs are not a power of two"
     if not capacity:
         return "the cache has no places"
     return attention.unsupported(layout.head_dim)
@@ -62,7 +59,11 @@ def attention_tree(
     per_group = num_heads // num_groups
     num_rows = num_queries * per_group
     blocks = blocks or block_sizes(
-        projected.dtype, num_rows=num_rows, num_groups=batch * num_groups, capacity=capacity
+        projected.dtype,
+        num_rows=num_rows,
+        num_groups=batch * num_groups,
+        capacity=capacity,
+        head_dim=head_dim,
     )
     blocks = dataclasses.replace(blocks, rows=min(blocks.rows, tb.padded_size(num_rows)))
 
@@ -167,16 +168,17 @@ def _kernel(inputs, outputs, *, layout: AttentionLayout, blocks: BlockSizes, int
         """Rotates rows of heads to the positions of query nodes."""
         to, half = index if to is None else to, len(layout.frequencies)
         position = (length + inputs["depth"][query]).astype(jnp.float32)
-        angle = position[:, None] * inputs["frequencies"][...][None, :]
-        cos, sin = jnp.cos(angle), jnp.sin(angle)
-        first, second = (
-            scaled(source[(*index, pl.ds(start, half))], multiplier).astype(jnp.float32)
-            for start in (0, half)
-        )
-        target[(*to, pl.ds(0, half))] = (first * cos - second * sin).astype(target.dtype)
-        target[(*to, pl.ds(half, half))] = (second * cos + first * sin).astype(target.dtype)
-        for start in range(2 * half, head_dim, half):
-            part = pl.ds(start, half)
+        for pairs in attention.channels(half):
+            angle = position[:, None] * inputs["frequencies"][pairs][None, :]
+            cos, sin = jnp.cos(angle), jnp.sin(angle)
+            both = [pl.ds(start + pairs.start, pairs.size) for start in (0, half)]
+            first, second = (
+                scaled(source[(*index, part)], multiplier).astype(jnp.float32) for part in both
+            )
+            target[(*to, both[0])] = (first * cos - second * sin).astype(target.dtype)
+            target[(*to, both[1])] = (second * cos + first * sin).astype(target.dtype)
+        for rest in attention.channels(head_dim - 2 * half):
+            part = pl.ds(2 * half + rest.start, rest.size)
             target[(*to, part)] = scaled(source[(*index, part)], multiplier)
 
     if layout.frequencies:
@@ -195,13 +197,15 @@ def _kernel(inputs, outputs, *, layout: AttentionLayout, blocks: BlockSizes, int
         if layout.frequencies:
             moved(query, key, outputs["node key"], (query,), to=(node,), multiplier=multiplier)
         else:
-            outputs["node key"][node, :] = scaled(key[query, :], multiplier)
-        outputs["node value"][node, :] = value[query, :]
+            parts = [scaled(part, multiplier) for part in attention.load(key, query)]
+            attention.store(outputs["node key"], (node,), parts)
+        attention.store(outputs["node value"], (node,), attention.load(value, query))
 
     def record_grown(i, _):
         node, _ = tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, num_grown)
         for name in ("node key", "node value"):
-            outputs[name][node, :] = inputs[name.replace("node", "grown")][node, :]
+            grown = inputs[name.replace("node", "grown")]
+            attention.store(outputs[name], (node,), attention.load(grown, node))
 
     @pl.when(is_last)
     def _():
@@ -215,7 +219,7 @@ def _kernel(inputs, outputs, *, layout: AttentionLayout, blocks: BlockSizes, int
     row = tb.rows(first_row, blocks.rows, num_queries * per_group)[0]
     query, head = lax.div(row, per_group), lax.rem(row, per_group)
     rotated = outputs["query"] if layout.frequencies else inputs["query"]
-    attend = functools.partial(attention.attend, rotated[query, head, :], layout.scale)
+    attend = functools.partial(attention.attend, attention.load(rotated, query, head), layout.scale)
     carry = attention.nothing_seen(blocks.rows, head_dim)
     carry = attention.attend_cache(
         attend,
@@ -231,7 +235,9 @@ def _kernel(inputs, outputs, *, layout: AttentionLayout, blocks: BlockSizes, int
         def from_path(i, carry):
             step, exists = tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, num_old)
             node, seen = path[step], (exists & (step < count))[None, :]
-            return attend(carry, old_key[node, :], old_value[node, :], seen)
+            return attend(
+                carry, attention.load(old_key, node), attention.load(old_value, node), seen
+            )
 
         num_blocks = lax.div(count + BLOCK_MOVED - 1, BLOCK_MOVED)
         carry = lax.fori_loop(0, num_blocks * is_last.astype(jnp.int32), from_path, carry)
@@ -244,7 +250,7 @@ def _kernel(inputs, outputs, *, layout: AttentionLayout, blocks: BlockSizes, int
         share=(split, blocks.splits),
     )
     # More tokens than places: some are dropped, and no output would be right.
-    sums = jnp.where(length > capacity, jnp.nan, sums)
+    sums = [jnp.where(length > capacity, jnp.nan, value) for value in sums]
     attention.write(outputs, (query, head), (sums, *rest))
 
     if "path" in inputs:
@@ -254,7 +260,9 @@ def _kernel(inputs, outputs, *, layout: AttentionLayout, blocks: BlockSizes, int
         def write(i, _):
             step, _ = tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, num_written)
             for name, old in (("key", old_key), ("value", old_value)):
-                outputs[name][old_length + step, :] = old[path[step], :].astype(outputs[name].dtype)
+                parts = attention.load(old, path[step])
+                parts = [part.astype(outputs[name].dtype) for part in parts]
+                attention.store(outputs[name], (old_length + step,), parts)
 
         @pl.when(is_last & (pl.program_id(0) == 0))
         def _():

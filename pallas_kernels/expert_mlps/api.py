@@ -1,13 +1,13 @@
 """What a mixture of experts is between its router and its output: each token's chosen MLPs."""
 
 import functools
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels import dispatch
 from pallas_kernels.expert_mlps import pallas_triton, xla
-from pallas_kernels.gradients import with_gradients_of
+from pallas_kernels.gradients import differentiable
 
 
 def expert_mlps(
@@ -56,17 +56,11 @@ def expert_mlps(
     if implementation is None and xla.few(chosen, len(experts_in)):
         implementation = "xla"
     with jax.named_scope("expert_mlps"):
-        twin = functools.partial(xla.expert_mlps, activation=activation, gated=gated)
+        options: dict[str, Any] = dict(activation=activation, gated=gated)
         reason = pallas_triton.unsupported(x.shape[1], hidden, chosen.size, activation)
-        match dispatch.choose("expert_mlps", implementation, reason):
-            case "xla":
-                return twin(x, weights, chosen, experts_in, experts_out)
-            case name:
-                kernel = functools.partial(
-                    pallas_triton.expert_mlps,
-                    activation=activation,
-                    gated=gated,
-                    interpret=name == "pallas_interpret",
-                )
-                run = with_gradients_of(twin, kernel)
-                return run(x, weights, chosen, experts_in, experts_out)
+        run = differentiable(
+            *("expert_mlps", implementation, reason),
+            xla=functools.partial(xla.expert_mlps, **options),
+            kernel=functools.partial(pallas_triton.expert_mlps, **options),
+        )
+        return run(x, weights, chosen, experts_in, experts_out)

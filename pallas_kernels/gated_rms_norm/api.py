@@ -1,12 +1,13 @@
 """The gate and the norm between the scan and the output projection of a Mamba-2 layer."""
 
 import functools
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
 from pallas_kernels.gated_rms_norm import pallas_triton, xla
+from pallas_kernels.gradients import differentiable
 
 NORMS = ("gate_then_norm", "norm_then_gate", "none")
 
@@ -35,7 +36,8 @@ def gated_rms_norm(
         implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
 
     Returns:
-        An array in the dtype of `y`. Evaluated in float32 and rounded once, at the end.
+        An array in the dtype of `y`. Evaluated in float32 and rounded once, at the end. Gradients
+        are XLA's in all implementations.
 
     Raises:
         ValueError: an unknown norm, a weight where there is no norm or none where there is one,
@@ -52,13 +54,14 @@ def gated_rms_norm(
         raise ValueError(
             f"{y.shape[-1]} gates from column {gate_start} on, of {gate.shape[-1]} columns"
         )
+    options: dict[str, Any] = dict(
+        norm=norm, epsilon=epsilon, num_groups=num_groups, gate_start=gate_start
+    )
     with jax.named_scope("gated_rms_norm"):
         reason = pallas_triton.unsupported(y.shape[-1] // num_groups)
-        match dispatch.choose("gated_rms_norm", implementation, reason):
-            case "xla":
-                function = xla.gated_rms_norm
-            case chosen:
-                interpret = chosen == "pallas_interpret"
-                function = functools.partial(pallas_triton.gated_rms_norm, interpret=interpret)
-        options = dict(norm=norm, epsilon=epsilon, num_groups=num_groups)
-        return function(y, gate, weight, **options, gate_start=gate_start)
+        run = differentiable(
+            *("gated_rms_norm", implementation, reason),
+            xla=functools.partial(xla.gated_rms_norm, **options),
+            kernel=functools.partial(pallas_triton.gated_rms_norm, **options),
+        )
+        return run(y, gate, weight)

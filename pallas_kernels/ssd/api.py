@@ -5,8 +5,7 @@ import functools
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
-from pallas_kernels.gradients import with_gradients_of
+from pallas_kernels.gradients import differentiable
 from pallas_kernels.ssd import pallas_triton, xla
 
 
@@ -44,18 +43,15 @@ def ssd(
         ValueError: chunks without positions, groups that do not divide the heads, or an
             implementation that does not exist, or cannot run these shapes.
     """
-    arguments = (x, dt, A, B, C, D, state)
     if chunk_size < 1:
         raise ValueError(f"chunk_size = {chunk_size} is not positive")
     if x.shape[2] % B.shape[2]:
         raise ValueError(f"{B.shape[2]} groups do not divide {x.shape[2]} heads")
     with jax.named_scope("ssd"):
         reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
-        match dispatch.choose("ssd", implementation, reason):
-            case "xla":
-                return xla.ssd(*arguments, chunk_size)
-            case chosen:
-                interpret = chosen == "pallas_interpret"
-                kernel = functools.partial(pallas_triton.ssd, interpret=interpret)
-                twin = functools.partial(xla.ssd, chunk_size=chunk_size)
-                return with_gradients_of(twin, kernel)(*arguments)
+        run = differentiable(
+            *("ssd", implementation, reason),
+            xla=functools.partial(xla.ssd, chunk_size=chunk_size),
+            kernel=pallas_triton.ssd,
+        )
+        return run(x, dt, A, B, C, D, state)

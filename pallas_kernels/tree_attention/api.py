@@ -9,8 +9,7 @@ import functools
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import dispatch
-from pallas_kernels.gradients import with_gradients_of
+from pallas_kernels.gradients import differentiable
 from pallas_kernels.tree_attention import pallas_triton, xla
 
 
@@ -47,16 +46,11 @@ def tree_attention(
     Raises:
         ValueError: an implementation that does not exist, or cannot run these shapes.
     """
-    arguments = (query, node_keys, node_values, keys, values, length, mask)
     with jax.named_scope("tree_attention"):
         reason = pallas_triton.unsupported(query.shape[-1])
-        twin = functools.partial(xla.tree_attention, scale=scale)
-        match dispatch.choose("tree_attention", implementation, reason):
-            case "xla":
-                return twin(*arguments)
-            case chosen:
-                interpret = chosen == "pallas_interpret"
-                kernel = functools.partial(
-                    pallas_triton.tree_attention, scale=scale, interpret=interpret
-                )
-                return with_gradients_of(twin, kernel)(*arguments)
+        run = differentiable(
+            *("tree_attention", implementation, reason),
+            xla=functools.partial(xla.tree_attention, scale=scale),
+            kernel=functools.partial(pallas_triton.tree_attention, scale=scale),
+        )
+        return run(query, node_keys, node_values, keys, values, length, mask)

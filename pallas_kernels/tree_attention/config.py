@@ -55,20 +55,26 @@ class Choice:
 
 
 ONE_SHARE = "bfloat16, one share"
-# By type of the inputs, and number of rows. Full float32 products need many registers. 1024 warps
-# are 8 on each of an H100's 132 processors.
+_MANY_ROWS = 256  # above, as in a piece of a prompt, one share spills with no blocks
+_WIDE_HEAD = 128  # above, a head is more than one part
+# By type of the inputs, number of rows and size of heads. Full float32 products need many
+# registers. 1024 warps are 8 on each of an H100's 132 processors.
 DEFAULTS = {
     "bfloat16, to 32 rows": Choice(rows=32, keys=32, num_warps=8, num_stages=2, busy_warps=1024),
     "bfloat16": Choice(rows=64, keys=64, num_warps=8, num_stages=2, busy_warps=1024),
     "float32": Choice(rows=16, keys=32, num_warps=4, num_stages=2, busy_warps=1024),
-    # Where programs are many, or the cache is short: with the blocks above, one share spills.
+    "bfloat16, wide heads": Choice(rows=16, keys=32, num_warps=4, num_stages=2, busy_warps=1024),
+    "float32, wide heads": Choice(rows=16, keys=16, num_warps=4, num_stages=2, busy_warps=1024),
+    # Where programs are many, or the cache is short: with "bfloat16" one share of few rows spills.
     ONE_SHARE: Choice(rows=32, keys=32, num_warps=4, num_stages=1, busy_warps=1),
 }
 
 
-def case(dtype: DTypeLike, num_rows: int) -> str:
-    """The case of `DEFAULTS` that these inputs are, as far as type and rows tell."""
+def case(dtype: DTypeLike, num_rows: int, head_dim: int) -> str:
+    """The case of `DEFAULTS` that these inputs are, as far as these tell."""
     name = tuned.dtype_case(dtype)
+    if head_dim > _WIDE_HEAD:
+        return f"{name}, wide heads"
     return f"{name}, to 32 rows" if name == "bfloat16" and num_rows <= 32 else name
 
 
@@ -78,6 +84,7 @@ def block_sizes(
     num_rows: int,
     num_groups: int,
     capacity: int,
+    head_dim: int,
     op: str = "tree_attention",
 ) -> BlockSizes:
     """Block sizes for inputs of this type.
@@ -87,10 +94,12 @@ def block_sizes(
         num_rows: queries times query heads of a group.
         num_groups: rows of the batch times key and value heads.
         capacity: places of the cache.
+        head_dim: channels of a head.
         op: whose device tables are read.
     """
     sizes = dict(num_rows=num_rows, num_groups=num_groups, capacity=capacity)
-    blocks = shared(tuned.chosen(op, case(dtype, num_rows), DEFAULTS), dtype, **sizes)
+    choice = tuned.chosen(op, case(dtype, num_rows, head_dim), DEFAULTS)
+    blocks = shared(choice, dtype, **sizes, head_dim=head_dim)
     if blocks is not None:
         return blocks
     blocks = tuned.chosen(op, ONE_SHARE, DEFAULTS).block_sizes(**sizes)
@@ -98,7 +107,13 @@ def block_sizes(
 
 
 def shared(
-    choice: Choice, dtype: DTypeLike, *, num_rows: int, num_groups: int, capacity: int
+    choice: Choice,
+    dtype: DTypeLike,
+    *,
+    num_rows: int,
+    num_groups: int,
+    capacity: int,
+    head_dim: int,
 ) -> BlockSizes | None:
     """Block sizes by this choice; None where they would be one share, and it is for several."""
     blocks = choice.block_sizes(num_rows=num_rows, num_groups=num_groups, capacity=capacity)
@@ -107,4 +122,4 @@ def shared(
     if tuned.dtype_case(dtype) == "float32":
         # Of heads of 128, one share spills with all blocks that were tried.
         return dataclasses.replace(blocks, splits=2)
-    return None
+    return blocks if num_rows > _MANY_ROWS or head_dim > _WIDE_HEAD else None

@@ -11,8 +11,10 @@ sums, totals and maxima are written in float32, and a second kernel combines the
 Numerics: scores, weights and sums in float32; products as `triton_backend.dot` says. Weights are
 not rounded to bf16. Masked before exp; a query that sees nothing gets zeros.
 
-Refuses head sizes E that are not powers of two from 16 to 128. Any numbers of queries and nodes,
-and any capacity of the cache, also 0. Has no gradient of its own; see `api.tree_attention`.
+Triton's blocks are powers of two, and heads of 160 or 224 (Zamba2) are not: a head is a few of
+them, the largest first. Refuses head sizes E that are no multiple of 16, or more than 256. Any
+numbers of queries and nodes, and any capacity of the cache, also 0. Has no gradient of its own; see
+`api.tree_attention`.
 """
 
 import functools
@@ -25,7 +27,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels import triton_backend as tb
 from pallas_kernels.tree_attention.config import BlockSizes, block_sizes
 
-LARGEST_HEAD = 128  # of 256, full float32 products spill
+LARGEST_HEAD = 256
+_LARGEST_PART = 128  # of a head, in one product
 
 # Of a maximum over nothing. Finite, so that the difference of two of them is no NaN.
 _NOTHING = float(jnp.finfo(jnp.float32).min)
@@ -35,7 +38,14 @@ def unsupported(head_dim: int) -> str | None:
     """Why these shapes cannot run, or None."""
     if head_dim > LARGEST_HEAD:
         return f"head_dim = {head_dim} is more than {LARGEST_HEAD}"
-    return tb.unsupported_size("head_dim", head_dim)
+    if head_dim % tb.SMALLEST_BLOCK:
+        return f"head_dim = {head_dim} is not a multiple of {tb.SMALLEST_BLOCK}"
+    return None
+
+
+def channels(head_dim: int) -> list[pl.Slice]:
+    """Those of a head, in parts that Triton can load."""
+    return tb.parts(head_dim, _LARGEST_PART)
 
 
 def tree_attention(
@@ -62,6 +72,7 @@ def tree_attention(
         num_rows=num_rows,
         num_groups=batch * num_groups,
         capacity=capacity,
+        head_dim=head_dim,
     )
     block_rows = min(blocks.rows, tb.padded_size(num_rows))
     splits = blocks.splits if capacity else 1
@@ -154,6 +165,7 @@ def combined(parts, dtype, *, interpret: bool):
 
 def _combine(sums_ref, totals_ref, maxima_ref, y_ref):  # [shares, E], [shares], [shares], [E]
     num_shares, head_dim = sums_ref.shape
+    parts = channels(head_dim)
     share, _ = tb.rows(0, tb.padded_size(num_shares), num_shares)
     maximum = jnp.max(maxima_ref[share])  # the last one once more does not matter
 
@@ -161,12 +173,16 @@ def _combine(sums_ref, totals_ref, maxima_ref, y_ref):  # [shares, E], [shares],
         sums, total = carry
         share, exists = tb.rows(i * tb.SMALLEST_BLOCK, tb.SMALLEST_BLOCK, num_shares)
         weight = jnp.where(exists, jnp.exp(maxima_ref[share] - maximum), 0.0)
-        sums = sums + jnp.sum(sums_ref[share, :] * weight[:, None], axis=0)
+        sums = [
+            part_sums + jnp.sum(sums_ref[share, part] * weight[:, None], axis=0)
+            for part, part_sums in zip(parts, sums, strict=True)
+        ]
         return sums, total + jnp.sum(totals_ref[share] * weight)
 
-    nothing = (jnp.zeros((head_dim,), jnp.float32), jnp.zeros((), jnp.float32))
+    nothing = ([jnp.zeros((part.size,), jnp.float32) for part in parts], jnp.zeros((), jnp.float32))
     sums, total = lax.fori_loop(0, pl.cdiv(num_shares, tb.SMALLEST_BLOCK), step, nothing)
-    y_ref[...] = (sums / jnp.maximum(total, 1.0)).astype(y_ref.dtype)
+    for part, part_sums in zip(parts, sums, strict=True):
+        y_ref[part] = (part_sums / jnp.maximum(total, 1.0)).astype(y_ref.dtype)
 
 
 def _kernel(
@@ -190,7 +206,7 @@ def _kernel(
     row_block = (pl.program_id(0) * block_rows, block_rows)
     row, _ = tb.rows(*row_block, num_queries * per_group)
     query, head = lax.div(row, per_group), lax.rem(row, per_group)
-    attend_block = functools.partial(attend, query_ref[query, head, :], scale)
+    attend_block = functools.partial(attend, load(query_ref, query, head), scale)
     carry = nothing_seen(block_rows, head_dim)
     if block_cache:
         length = jnp.minimum(length_ref[...], cache_refs[0].shape[0])
@@ -207,24 +223,33 @@ def _kernel(
     write(output_refs, (query, head), carry)
 
 
+def load(ref, *rows) -> list[jax.Array]:
+    """Rows of heads, in the parts `channels`."""
+    return [ref[(*rows, part)] for part in channels(ref.shape[-1])]
+
+
 def nothing_seen(num_rows: int, head_dim: int):
-    """Weighted sum of values, sum of the weights, and maximum of the scores, over nothing."""
+    """Weighted sums of values, sum of the weights, and maximum of the scores, over nothing."""
     return (
-        jnp.zeros((num_rows, head_dim), jnp.float32),
+        [jnp.zeros((num_rows, part.size), jnp.float32) for part in channels(head_dim)],
         jnp.zeros((num_rows,), jnp.float32),
         jnp.full((num_rows,), _NOTHING, jnp.float32),
     )
 
 
 def attend(query, scale: float, carry, keys, values, seen):
-    """The same over some more places, of which the `seen` ones count."""
+    """The same over some more places, of which the `seen` ones count; heads as `load` has them."""
     sums, total, maximum = carry
-    scores = tb.dot(query, keys, trans_b=True) * scale
+    products = [tb.dot(q, k, trans_b=True) for q, k in zip(query, keys, strict=True)]
+    scores = functools.reduce(jnp.add, products) * scale
     scores = jnp.where(seen, scores, -jnp.inf)
     new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1))
     weight = jnp.exp(scores - new_maximum[:, None])
     shrink = jnp.exp(maximum - new_maximum)
-    sums = sums * shrink[:, None] + tb.dot(weight, values)
+    sums = [
+        part_sums * shrink[:, None] + tb.dot(weight, v)
+        for part_sums, v in zip(sums, values, strict=True)
+    ]
     return sums, total * shrink + jnp.sum(weight, axis=1), new_maximum
 
 
@@ -244,7 +269,7 @@ def attend_cache(attend, carry, cache, *, block: int, share: tuple):
     def step(i, carry):
         place, exists = tb.rows((split + i * splits) * block, block, keys_ref.shape[0])
         seen = (exists & (place < length))[None, :]
-        return attend(carry, keys_ref[place, :], values_ref[place, :], seen)
+        return attend(carry, load(keys_ref, place), load(values_ref, place), seen)
 
     # Blocks split, split + splits, ... below num_blocks.
     return lax.fori_loop(0, lax.div(num_blocks - split + splits - 1, splits), step, carry)
@@ -271,7 +296,7 @@ def attend_nodes(attend, carry, nodes, *, last, block: int, share: tuple):
     def step(j, carry):
         node, exists = tb.rows(j * block, block, num_nodes)
         seen = mask_ref[query[:, None], node[None, :]] & exists[None, :]
-        return attend(carry, keys_ref[node, :], values_ref[node, :], seen)
+        return attend(carry, load(keys_ref, node), load(values_ref, node), seen)
 
     num_blocks = lax.div(num_seen + block - 1, block)
     if splits > 1:  # none for the others
@@ -284,9 +309,15 @@ def write(output_refs, row, carry):
     sums, total, maximum = carry
     if "y" in output_refs:
         # A total is at least 1, the weight of the maximum, or nothing was seen.
-        y = sums / jnp.maximum(total, 1.0)[:, None]
-        output_refs["y"][(*row, slice(None))] = y.astype(output_refs["y"].dtype)
+        y_ref, divisor = output_refs["y"], jnp.maximum(total, 1.0)[:, None]
+        store(y_ref, row, [(value / divisor).astype(y_ref.dtype) for value in sums])
     else:
-        output_refs["sums"][(*row, slice(None))] = sums
+        store(output_refs["sums"], row, sums)
         output_refs["total"][row] = total
         output_refs["maximum"][row] = maximum
+
+
+def store(ref, rows: tuple, values: list[jax.Array]) -> None:
+    """Writes what `load` reads."""
+    for part, value in zip(channels(ref.shape[-1]), values, strict=True):
+        ref[(*rows, part)] = value

@@ -390,7 +390,7 @@ class HybridLM(nnx.Module):
         def run(index: int, mixer: Mixer, u: Array) -> tuple[Array, LayerCache]:
             return mixer(u, cache[index], mask, lengths)
 
-        # Sequences are trained on, and the kernel has no gradient.
+        # Of many rows XLA's is one launch, too, and moves a little less (benchmarks.static).
         return self._stack(tokens, run, "xla")
 
     def _stack(

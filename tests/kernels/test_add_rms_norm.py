@@ -73,6 +73,27 @@ def test_add_rms_norm(case, implementation):
     assert normed <= (2.0 if kind == "bfloat16" else 1.5) * true[1] + 1e-7
 
 
+@pytest.mark.parametrize("parts", [0, 4])
+def test_the_kernel_has_the_gradients_of_xla(parts):
+    rng = np.random.default_rng(0)
+    residual, output, weight = (jnp.asarray(rng.normal(size=shape)) for shape in ((3, 32),) * 3)
+    squares = jnp.asarray(rng.uniform(size=(3, parts)))
+
+    def gradients(implementation):
+        def total(residual, output, weight, squares):
+            output = Unscaled(output, squares, 0.5) if parts else output
+            options = dict(epsilon=1e-5, implementation=implementation)
+            both = add_rms_norm(residual, output, weight[0], **options)
+            return sum((value**3).sum() for value in both)
+
+        run = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3) if parts else (0, 1, 2)))
+        return run(residual, output, weight, squares)
+
+    both = gradients("xla"), gradients("pallas_interpret")
+    for wanted, got in zip(*both, strict=True):
+        assert relative_error(got, np.asarray(wanted, np.float64)) < 1e-5
+
+
 def test_refuses_rows_that_are_no_multiple_of_16():
     row = jnp.ones((1, 81))
     with pytest.raises(ValueError, match="add_rms_norm cannot run .* 81 .*; use 'xla'"):

@@ -42,6 +42,7 @@ def turning(pairs):
 PLAIN = AttentionLayout(4, 2, 16, scale=0.25, frequencies=turning(8))
 PARTLY = AttentionLayout(3, 1, 32, scale=0.2, frequencies=turning(4), key_multiplier=0.7)
 FIXED = AttentionLayout(8, 2, 16, scale=0.25, key_multiplier=1.3)
+ODD = AttentionLayout(4, 2, 48, scale=0.2, frequencies=turning(12), key_multiplier=0.7)
 CASES = (
     Case("root only", PLAIN, nodes=1, replayed=1),
     Case("tree, and a row with an empty path", PLAIN),
@@ -50,6 +51,8 @@ CASES = (
     Case("shared among programs", PLAIN, splits=3),
     Case("shared, more nodes than a block", FIXED, nodes=20, replayed=20, splits=2, capacity=64),
     Case("rotated in part, columns behind", PARTLY, splits=2, extra_columns=32),
+    Case("heads and pairs of several parts", ODD, nodes=20, grown=3),
+    Case("heads of several parts, shared", dataclasses.replace(ODD, frequencies=()), splits=2),
     Case("one rotated pair", dataclasses.replace(PLAIN, frequencies=turning(1)), nodes=2),
     Case("a long way", PLAIN, nodes=3, capacity=4010, lengths=(3990,)),
     Case("columns behind that are no heads", PARTLY, nodes=3, extra_columns=7),
@@ -171,7 +174,5 @@ def test_what_is_behind_the_length_does_not_matter():
 def test_which_layers_the_kernel_refuses():
     assert pallas_triton.unsupported(PLAIN, 1) is None
     assert "no places" in pallas_triton.unsupported(PLAIN, 0)
-    three = dataclasses.replace(PLAIN, frequencies=turning(3))
-    assert "3 rotated pairs are not a power of two" in pallas_triton.unsupported(three, 1)
-    wide = dataclasses.replace(PLAIN, head_dim=256)
-    assert "head_dim = 256 is more than 128" in pallas_triton.unsupported(wide, 1)
+    wide = dataclasses.replace(PLAIN, head_dim=272)
+    assert "head_dim = 272 is more than 256" in pallas_triton.unsupported(wide, 1)

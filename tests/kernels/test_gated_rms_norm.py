@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels import gated_rms_norm
 from pallas_kernels.gated_rms_norm import pallas_triton
+from pallas_kernels.gated_rms_norm.api import NORMS
 from pallas_kernels.gated_rms_norm.reference import gated_rms_norm as reference
 from tests.kernels.cases import relative_error
 
@@ -109,6 +110,24 @@ def test_which_sizes_the_kernel_refuses():
     ones = jnp.ones((1, 40))
     with pytest.raises(ValueError, match="group size = 40.*use 'xla'"):
         gated_rms_norm(ones, ones, ones[0], implementation="pallas_interpret")
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_kernel_has_the_gradients_of_xla(norm):
+    rng = np.random.default_rng(0)
+    y, gate, weight = (jnp.asarray(rng.normal(size=shape)) for shape in ((3, 32), (3, 40), (32,)))
+    weight = None if norm == "none" else weight
+
+    def gradients(implementation):
+        def total(arrays):
+            options = dict(norm=norm, num_groups=2, gate_start=8, implementation=implementation)
+            return (gated_rms_norm(*arrays, **options) ** 3).sum()
+
+        return jax.jit(jax.grad(total))((y, gate, weight))
+
+    both = gradients("xla"), gradients("pallas_interpret")
+    for wanted, got in zip(*map(jax.tree.leaves, both), strict=True):
+        assert relative_error(got, np.asarray(wanted, np.float64)) < 1e-5
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

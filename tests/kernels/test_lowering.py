@@ -220,14 +220,19 @@ ATTENTION_SHAPES = [
     (3, 63, 32, 8, 128, 1000),
     (13, 13, 8, 2, 64, 64),
     (128, 128, 32, 8, 128, 0),
+    (13, 13, 4, 4, 224, 1000),
 ]
 
 
 def num_kernels(shape, dtype):
     """One more adds up the shares of a cache."""
-    queries, _, heads, groups, _, capacity = shape
+    queries, _, heads, groups, head_dim, capacity = shape
     blocks = attention_config.block_sizes(
-        dtype, num_rows=queries * heads // groups, num_groups=2 * groups, capacity=capacity
+        dtype,
+        num_rows=queries * heads // groups,
+        num_groups=2 * groups,
+        capacity=capacity,
+        head_dim=head_dim,
     )
     return 1 + (blocks.splits > 1)
 

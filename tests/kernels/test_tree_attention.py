@@ -27,6 +27,7 @@ class Case:
     queries: int | None = None
     heads: int = 4
     groups: int = 2
+    head_dim: int = 16
     capacity: int = 40
     lengths: tuple[int, ...] = (23, 40)
     splits: int = 1
@@ -48,6 +49,8 @@ CASES = (
     Case("newest level", nodes=20, queries=3, splits=2),
     Case("a piece of a prompt", nodes=37, lengths=(40, 0), causal=True),
     Case("the end of a chain", nodes=38, queries=37, causal=True),
+    Case("heads of several parts", head_dim=48, splits=2),
+    Case("heads of several parts, one share", head_dim=48, nodes=21, queries=4),
     Case("sharp", scale=20.0, splits=2),
     Case("bf16", bf16=True, splits=2),
 )
@@ -57,7 +60,7 @@ CASES = (
 def inputs(case):
     rng = np.random.default_rng(0)
     dtype = jnp.bfloat16 if case.bf16 else jnp.float32
-    batch, queries, head_dim = len(case.lengths), case.queries or case.nodes, 16
+    batch, queries, head_dim = len(case.lengths), case.queries or case.nodes, case.head_dim
 
     def draw(*shape):
         return jnp.asarray(rng.normal(size=shape), dtype)
@@ -137,15 +140,21 @@ def test_what_is_not_seen_does_not_matter():
 
 
 def test_the_cache_is_split_as_far_as_programs_are_few():
-    def splits(num_groups, capacity, num_rows=4, dtype="bfloat16"):
-        return config.block_sizes(
-            dtype, num_rows=num_rows, num_groups=num_groups, capacity=capacity
-        ).splits
+    def blocks(num_groups, capacity, num_rows=4, dtype="bfloat16", head_dim=128):
+        sizes = dict(num_rows=num_rows, num_groups=num_groups, capacity=capacity)
+        return config.block_sizes(dtype, **sizes, head_dim=head_dim)
+
+    def splits(*arguments, **options):
+        return blocks(*arguments, **options).splits
 
     assert splits(8, 4096) == 16
     assert splits(8, 256) == 4  # at least two blocks each
     assert splits(8, 0) == splits(8, 64) == splits(512, 4096) == 1
     assert splits(8, 4096, num_rows=256) == 4  # blocks of rows are programs, too
+    # With few rows one share has blocks of its own.
+    assert blocks(512, 4096, num_rows=64).rows == 32
+    assert blocks(512, 4096, num_rows=2048).rows == 64
+    assert blocks(512, 4096, num_rows=64, head_dim=160).rows == 16
     # One share would spill.
     assert splits(512, 4096, dtype="float32") == 2
     assert splits(8, 0, dtype="float32") == 1
@@ -167,6 +176,7 @@ def test_the_kernel_has_the_gradients_of_xla():
 
 
 def test_which_heads_the_kernel_refuses():
-    assert pallas_triton.unsupported(128) is None
-    assert "not a power of two" in pallas_triton.unsupported(80)
-    assert "more than 128" in pallas_triton.unsupported(256)
+    for size in (16, 128, 160, 224, 256):
+        assert pallas_triton.unsupported(size) is None
+    assert "not a multiple of 16" in pallas_triton.unsupported(72)
+    assert "more than 256" in pallas_triton.unsupported(272)
