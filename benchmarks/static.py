@@ -258,8 +258,20 @@ def read_prompt(
 
 
 def with_layers(config: st.ModelConfig, layers: tuple[str, ...]) -> st.ModelConfig:
-    """The same model with other layers."""
+    """The same model with other layers; a shared block has but one use, for each reads it anew."""
+    if config.shared is not None:
+        shared = dataclasses.replace(config.shared, num_blocks=layers.count("shared"))
+        config = dataclasses.replace(config, layers=layers, shared=shared)
     return dataclasses.replace(config, layers=layers)
+
+
+def few_layers(config: st.ModelConfig) -> tuple[str, ...]:
+    """One of each kind, but two Mamba-2 layers behind a shared block, which needs one behind it."""
+    kinds = dict.fromkeys(config.layers)
+    if "shared" not in kinds:
+        return tuple(kinds)
+    assert {*kinds} == {"shared", "mamba2"}
+    return ("shared", "mamba2", "mamba2")
 
 
 def by_layer(config: st.ModelConfig, build: Callable[[st.ModelConfig], Program]) -> dict[str, Any]:
@@ -267,20 +279,24 @@ def by_layer(config: st.ModelConfig, build: Callable[[st.ModelConfig], Program])
 
     Of steps with our kernels the sum is what `--whole` finds.
     """
-    kinds = tuple(dict.fromkeys(config.layers))
-    # Two of each, since a first layer fuses with the embedding.
-    base = build(with_layers(config, kinds * 2))
+    # Twice, since a first layer fuses with the embedding.
+    few = few_layers(config) * 2
+    base = build(with_layers(config, few))
     layers, programs, whole = {}, [base], base.cost
-    for kind in kinds:
+    costs, kernels = {}, {}
+    for kind in sorted({*few}, key=lambda kind: (kind == "shared", few.index(kind))):
         # Before the last layer of the same kind, so that its neighbours are what they always are.
-        longer = build(with_layers(config, _insert(kinds * 2, kind)))
+        new = ("shared", "mamba2") if kind == "shared" else (kind,)
+        longer = build(with_layers(config, _insert(few, new)))
         programs.append(longer)
-        cost = longer.cost - base.cost
-        more = longer.kernels - base.kernels
+        cost, more = longer.cost - base.cost, longer.kernels - base.kernels
+        for other in new[1:]:
+            cost, more = cost - costs[other], more - kernels[other]
+        costs[kind], kernels[kind] = cost, more
         layers[kind] = dataclasses.asdict(cost) | {
             "kernels": {name: count / base.steps for name, count in sorted(more.items())}
         }
-        whole = whole.plus(cost, config.layers.count(kind) - 2)
+        whole = whole.plus(cost, config.layers.count(kind) - few.count(kind))
     return {
         "layers": layers,
         "step": dataclasses.asdict(whole),
@@ -289,9 +305,9 @@ def by_layer(config: st.ModelConfig, build: Callable[[st.ModelConfig], Program])
     }
 
 
-def _insert(layers: tuple[str, ...], kind: str) -> tuple[str, ...]:
-    last = len(layers) - 1 - layers[::-1].index(kind)
-    return (*layers[:last], kind, *layers[last:])
+def _insert(layers: tuple[str, ...], new: tuple[str, ...]) -> tuple[str, ...]:
+    last = len(layers) - 1 - layers[::-1].index(new[0])
+    return (*layers[:last], *new, *layers[last:])
 
 
 def decode_loop(
@@ -300,7 +316,7 @@ def decode_loop(
     """The whole loop with tree A, both models cut to one layer of each kind: what is not layers."""
 
     def abstract(config: st.ModelConfig) -> st.HybridLM:
-        short = with_layers(config, tuple(dict.fromkeys(config.layers)))
+        short = with_layers(config, few_layers(config))
         return nnx.merge(
             *st.HybridLM.abstract(short, dtype="bfloat16", implementation=implementation)
         )
@@ -363,7 +379,7 @@ def main() -> None:
         default=[],
         metavar="KIND=NUMBER",
         help="of a layer with our kernels, products whole, such as mamba2=4 attention=6; and"
-        " prompt-mamba2=10 where a prompt is read",
+        " prompt-mamba2=11 where a prompt is read",
     )
     parser.add_argument("--whole", action="store_true", help="compile whole models, too")
     parser.add_argument(
@@ -413,12 +429,12 @@ def main() -> None:
                 loops.append(which | decode_loop(compiler, config, draft, implementation))
                 print(json.dumps(loops[-1]), flush=True)
     path = report(rows, prompts, loops, options.output)
-    both = (*rows, *prompts)
-    programs = (*both, *loops, *(row["whole"] for row in both if "whole" in row))
+    passes = (*rows, *prompts)
+    programs = (*passes, *loops, *(row["whole"] for row in passes if "whole" in row))
     spilled = sum(program["spills"] for program in programs)
     most: dict[str, float] = {}
     temporary = []
-    for row in both:
+    for row in passes:
         if (row["implementation"], row["products"]) == ("pallas", "whole"):
             is_prompt = "positions" in row
             for kind, layer in row["layers"].items():

@@ -17,11 +17,14 @@ def differentiable(
     xla: Callable[..., Any],
     kernel: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """The implementation to run, with the gradients of XLA's.
+    """The implementation to run, with XLA's gradients.
 
     Args:
         op, requested, unsupported: those of `dispatch.choose`.
         xla, kernel: take the same arrays; the kernel also `interpret`.
+
+    Returns:
+        A function of the arrays.
 
     Raises:
         ValueError: the requested one does not exist or cannot run.
@@ -35,7 +38,8 @@ def differentiable(
 def with_gradients_of(twin: Callable[..., Any], fast: Callable[..., Any]) -> Callable[..., Any]:
     """`fast`, or where that is differentiated `twin`, in the modes and as often as it can be.
 
-    To run both would be more work: what gradients need is left of a run of the twin.
+    Both would only be more work, for gradients need what the twin's run leaves. So a value next to
+    its gradient may be rounded otherwise than the value alone.
 
     Args:
         twin: computes the same from the same arrays, by operations that have gradients.

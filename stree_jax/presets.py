@@ -15,6 +15,7 @@ from stree_jax.layer_config import (
     MlpConfig,
     MoeConfig,
     RopeScaling,
+    SharedConfig,
 )
 
 
@@ -138,6 +139,27 @@ def _granite_h(
     )
 
 
+def _zamba2_2_7b() -> ModelConfig:
+    """Zyphra/Zamba2-2.7B: what they call a hybrid layer is a shared block in front of Mamba-2."""
+    layers: list[str] = []
+    for layer in range(54):
+        if layer in (6, 12, 18, 24, 30, 36, 42, 47, 51):
+            layers.append("shared")
+        layers.append("mamba2")
+    return ModelConfig(
+        vocab_size=32000,
+        d_model=2560,
+        layers=tuple(layers),
+        mamba2=Mamba2Config(num_heads=80, head_dim=64, state_size=64, chunk_size=256),
+        attention=AttentionConfig(
+            num_heads=32, num_kv_heads=32, head_dim=160, input_multiple=2, scale=80**-0.5
+        ),
+        mlp=MlpConfig(10240, activation="gelu"),
+        shared=SharedConfig(num_blocks=2, adapter_rank=128),
+        residual_float32=False,
+    )
+
+
 # -1b and -tiny are the same but for what is between the mixers.
 _GRANITE_H_1536 = functools.partial(
     _granite_h,
@@ -198,6 +220,7 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
             gated=False,
         ),
     ),
+    "Zamba2-2.7B": _zamba2_2_7b,
     "Falcon-H1-0.5B": _falcon_h1_500m,
     "Granite-4-H-350M": functools.partial(
         _granite_h,

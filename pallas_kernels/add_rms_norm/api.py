@@ -32,7 +32,7 @@ def add_rms_norm(
 
     Returns:
         The sum, in the dtype of `residual`, and its norm in that of `output`; both are evaluated in
-        float32. Gradients are XLA's in all implementations.
+        float32. Where it is differentiated XLA's runs, in all implementations.
 
     Raises:
         ValueError: an implementation that does not exist, or cannot run these shapes.
@@ -41,7 +41,9 @@ def add_rms_norm(
     with jax.named_scope("add_rms_norm"):
         reason = pallas_triton.unsupported(residual.shape[-1])
         run = differentiable(
-            *("add_rms_norm", implementation, reason),
+            "add_rms_norm",
+            implementation,
+            reason,
             xla=functools.partial(xla.add_rms_norm, **options),
             kernel=functools.partial(pallas_triton.add_rms_norm, **options),
         )

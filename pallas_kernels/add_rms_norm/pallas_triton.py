@@ -1,8 +1,8 @@
 """`add_rms_norm` as one Pallas-Triton kernel.
 
 Passes: a program handles one row. It reads stream and output once, holds their sum in registers,
-and writes the sum and its norm once: XLA does it in two kernels, of which the second reads the sum
-again. Of an unscaled output it reads the row's parts of the mean square, too.
+and writes the sum and its norm once: of few rows XLA does it in two kernels, of which the second
+reads the sum again. Of an unscaled output it reads the row's parts of the mean square, too.
 
 Numerics: the sum is rounded to the type of the stream, and what was rounded is normed in float32.
 

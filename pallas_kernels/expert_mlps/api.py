@@ -41,7 +41,7 @@ def expert_mlps(
             few tokens are XLA's (`xla.few`).
 
     Returns:
-        In the type of `x`. Gradients are XLA's in all implementations.
+        In the type of `x`. Where it is differentiated XLA's runs, in all implementations.
 
     Raises:
         ValueError: matrices that do not fit, or an implementation that does not exist, or cannot
@@ -59,7 +59,9 @@ def expert_mlps(
         options: dict[str, Any] = dict(activation=activation, gated=gated)
         reason = pallas_triton.unsupported(x.shape[1], hidden, chosen.size, activation)
         run = differentiable(
-            *("expert_mlps", implementation, reason),
+            "expert_mlps",
+            implementation,
+            reason,
             xla=functools.partial(xla.expert_mlps, **options),
             kernel=functools.partial(pallas_triton.expert_mlps, **options),
         )

@@ -36,8 +36,8 @@ def gated_rms_norm(
         implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
 
     Returns:
-        An array in the dtype of `y`. Evaluated in float32 and rounded once, at the end. Gradients
-        are XLA's in all implementations.
+        An array in the dtype of `y`. Evaluated in float32 and rounded once, at the end. Where it is
+        differentiated XLA's runs, in all implementations.
 
     Raises:
         ValueError: an unknown norm, a weight where there is no norm or none where there is one,
@@ -60,7 +60,9 @@ def gated_rms_norm(
     with jax.named_scope("gated_rms_norm"):
         reason = pallas_triton.unsupported(y.shape[-1] // num_groups)
         run = differentiable(
-            *("gated_rms_norm", implementation, reason),
+            "gated_rms_norm",
+            implementation,
+            reason,
             xla=functools.partial(xla.gated_rms_norm, **options),
             kernel=functools.partial(pallas_triton.gated_rms_norm, **options),
         )

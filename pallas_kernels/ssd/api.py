@@ -36,8 +36,8 @@ def ssd(
         implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
 
     Returns:
-        The outputs in the dtype of `x`, and the state after the last position in float32. Gradients
-        are XLA's in all implementations.
+        The outputs in the dtype of `x`, and the state after the last position in float32. Where it
+        is differentiated XLA's runs, in all implementations.
 
     Raises:
         ValueError: chunks without positions, groups that do not divide the heads, or an
@@ -50,7 +50,9 @@ def ssd(
     with jax.named_scope("ssd"):
         reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
         run = differentiable(
-            *("ssd", implementation, reason),
+            "ssd",
+            implementation,
+            reason,
             xla=functools.partial(xla.ssd, chunk_size=chunk_size),
             kernel=pallas_triton.ssd,
         )

@@ -40,8 +40,8 @@ def tree_attention(
 
     Returns:
         In the dtype of `query`. A query that sees nothing gets something finite, of no meaning.
-        Gradients are XLA's in all implementations, which has none in reverse mode of a cache of
-        more than 1,024 places.
+        Where it is differentiated XLA's runs, in all implementations; it has no gradients in
+        reverse mode of a cache of more than 1,024 places.
 
     Raises:
         ValueError: an implementation that does not exist, or cannot run these shapes.
@@ -49,7 +49,9 @@ def tree_attention(
     with jax.named_scope("tree_attention"):
         reason = pallas_triton.unsupported(query.shape[-1])
         run = differentiable(
-            *("tree_attention", implementation, reason),
+            "tree_attention",
+            implementation,
+            reason,
             xla=functools.partial(xla.tree_attention, scale=scale),
             kernel=functools.partial(pallas_triton.tree_attention, scale=scale),
         )

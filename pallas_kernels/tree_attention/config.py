@@ -55,8 +55,8 @@ class Choice:
 
 
 ONE_SHARE = "bfloat16, one share"
-_MANY_ROWS = 256  # above, as in a piece of a prompt, one share spills with no blocks
-_WIDE_HEAD = 128  # above, a head is more than one part
+_MANY_ROWS = 256  # of more, as in a piece of a prompt, one share of "bfloat16" does not spill
+_WIDE_HEAD = 128  # of more channels all but smaller blocks spill
 # By type of the inputs, number of rows and size of heads. Full float32 products need many
 # registers. 1024 warps are 8 on each of an H100's 132 processors.
 DEFAULTS = {
@@ -120,6 +120,6 @@ def shared(
     if blocks.splits > 1 or not capacity or choice.busy_warps == 1:
         return blocks
     if tuned.dtype_case(dtype) == "float32":
-        # Of heads of 128, one share spills with all blocks that were tried.
+        # Of heads of 128 and more, one share spills with all blocks that were tried.
         return dataclasses.replace(blocks, splits=2)
     return blocks if num_rows > _MANY_ROWS or head_dim > _WIDE_HEAD else None

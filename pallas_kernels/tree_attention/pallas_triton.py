@@ -43,9 +43,12 @@ def unsupported(head_dim: int) -> str | None:
     return None
 
 
-def channels(head_dim: int) -> list[pl.Slice]:
-    """Those of a head, in parts that Triton can load."""
-    return tb.parts(head_dim, _LARGEST_PART)
+def channels(count: int) -> list[pl.Slice]:
+    """`range(count)` of the channels of a head, in parts that Triton can load.
+
+    Worked example, `channels(224)`: 128, 64 and 32 of them.
+    """
+    return tb.parts(count, _LARGEST_PART)
 
 
 def tree_attention(

@@ -326,6 +326,7 @@ def shape(config):
         (GRANITE_350M, "Granite-4-H-350M"),
         (NEMOTRON_H_8B, "Nemotron-H-8B"),
         (NEMOTRON_3_NANO, "Nemotron-3-Nano-30B"),
+        (ZAMBA2_2B, "Zamba2-2.7B"),
     ],
 )
 def test_the_preset_says_the_same(values, preset, tmp_path):

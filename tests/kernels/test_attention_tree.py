@@ -43,6 +43,7 @@ PLAIN = AttentionLayout(4, 2, 16, scale=0.25, frequencies=turning(8))
 PARTLY = AttentionLayout(3, 1, 32, scale=0.2, frequencies=turning(4), key_multiplier=0.7)
 FIXED = AttentionLayout(8, 2, 16, scale=0.25, key_multiplier=1.3)
 ODD = AttentionLayout(4, 2, 48, scale=0.2, frequencies=turning(12), key_multiplier=0.7)
+WIDE = AttentionLayout(2, 2, 224, scale=0.07, frequencies=turning(112))
 CASES = (
     Case("root only", PLAIN, nodes=1, replayed=1),
     Case("tree, and a row with an empty path", PLAIN),
@@ -53,6 +54,7 @@ CASES = (
     Case("rotated in part, columns behind", PARTLY, splits=2, extra_columns=32),
     Case("heads and pairs of several parts", ODD, nodes=20, grown=3),
     Case("heads of several parts, shared", dataclasses.replace(ODD, frequencies=()), splits=2),
+    Case("wide heads", WIDE, nodes=3, bf16=True),
     Case("one rotated pair", dataclasses.replace(PLAIN, frequencies=turning(1)), nodes=2),
     Case("a long way", PLAIN, nodes=3, capacity=4010, lengths=(3990,)),
     Case("columns behind that are no heads", PARTLY, nodes=3, extra_columns=7),
@@ -173,6 +175,7 @@ def test_what_is_behind_the_length_does_not_matter():
 
 def test_which_layers_the_kernel_refuses():
     assert pallas_triton.unsupported(PLAIN, 1) is None
+    assert pallas_triton.unsupported(ODD, 1) is None
     assert "no places" in pallas_triton.unsupported(PLAIN, 0)
     wide = dataclasses.replace(PLAIN, head_dim=272)
     assert "head_dim = 272 is more than 256" in pallas_triton.unsupported(wide, 1)

@@ -221,6 +221,7 @@ ATTENTION_SHAPES = [
     (13, 13, 8, 2, 64, 64),
     (128, 128, 32, 8, 128, 0),
     (13, 13, 4, 4, 224, 1000),
+    (1, 1, 4, 2, 80, 100),
 ]
 
 
@@ -260,7 +261,7 @@ def test_an_attention_lowers_to_kernels(shape, dtype, capability):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [shape for shape in ATTENTION_SHAPES if shape[-1]], ids=str)
-@pytest.mark.parametrize("rotated", [0, 16])
+@pytest.mark.parametrize("rotated", [0, 16, 28])
 def test_a_whole_attention_layer_lowers_to_kernels(shape, rotated, dtype, capability):
     queries, nodes, heads, groups, head_dim, capacity = shape
     struct = jax.ShapeDtypeStruct

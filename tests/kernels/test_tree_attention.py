@@ -51,6 +51,8 @@ CASES = (
     Case("the end of a chain", nodes=38, queries=37, causal=True),
     Case("heads of several parts", head_dim=48, splits=2),
     Case("heads of several parts, one share", head_dim=48, nodes=21, queries=4),
+    Case("heads of two equal parts", head_dim=256, nodes=2, scale=1 / 16),
+    Case("wide heads in bf16", head_dim=160, heads=2, splits=2, scale=0.08, bf16=True),
     Case("sharp", scale=20.0, splits=2),
     Case("bf16", bf16=True, splits=2),
 )
@@ -153,7 +155,8 @@ def test_the_cache_is_split_as_far_as_programs_are_few():
     assert splits(8, 4096, num_rows=256) == 4  # blocks of rows are programs, too
     # With few rows one share has blocks of its own.
     assert blocks(512, 4096, num_rows=64).rows == 32
-    assert blocks(512, 4096, num_rows=2048).rows == 64
+    assert blocks(512, 4096, num_rows=256).rows == 32
+    assert blocks(512, 4096, num_rows=257).rows == 64
     assert blocks(512, 4096, num_rows=64, head_dim=160).rows == 16
     # One share would spill.
     assert splits(512, 4096, dtype="float32") == 2
