@@ -1,7 +1,7 @@
 """Block sizes of the `tree_attention` kernel.
 
-Defaults are chosen so that as little as possible spills on sm_80 to sm_90: a few float32 programs
-do (`benchmarks/results/spills.json`). A device's own come from its table
+Defaults are chosen so that as little as possible spills on sm_80 to sm_90: a few programs do, of
+float32 mostly (`benchmarks/results/spills.json`). A device's own come from its table
 (`pallas_kernels/tuned.py`).
 """
 
