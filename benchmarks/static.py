@@ -259,10 +259,10 @@ def read_prompt(
 
 def with_layers(config: st.ModelConfig, layers: tuple[str, ...]) -> st.ModelConfig:
     """The same model with other layers; a shared block has but one use, for each reads it anew."""
-    if config.shared is not None:
-        shared = dataclasses.replace(config.shared, num_blocks=layers.count("shared"))
-        config = dataclasses.replace(config, layers=layers, shared=shared)
-    return dataclasses.replace(config, layers=layers)
+    shared = config.shared
+    if shared is not None:
+        shared = dataclasses.replace(shared, num_blocks=layers.count("shared"))
+    return dataclasses.replace(config, layers=layers, shared=shared)
 
 
 def few_layers(config: st.ModelConfig) -> tuple[str, ...]:
@@ -282,21 +282,20 @@ def by_layer(config: st.ModelConfig, build: Callable[[st.ModelConfig], Program])
     # Twice, since a first layer fuses with the embedding.
     few = few_layers(config) * 2
     base = build(with_layers(config, few))
-    layers, programs, whole = {}, [base], base.cost
-    costs, kernels = {}, {}
+    layers, whole = {}, base.cost
+    longer: dict[str, Program] = {}
     for kind in sorted({*few}, key=lambda kind: (kind == "shared", few.index(kind))):
         # Before the last layer of the same kind, so that its neighbours are what they always are.
-        new = ("shared", "mamba2") if kind == "shared" else (kind,)
-        longer = build(with_layers(config, _insert(few, new)))
-        programs.append(longer)
-        cost, more = longer.cost - base.cost, longer.kernels - base.kernels
-        for other in new[1:]:
-            cost, more = cost - costs[other], more - kernels[other]
-        costs[kind], kernels[kind] = cost, more
+        new, without = (kind,), base
+        if kind == "shared":  # and the layer behind it, which the program without it has, too
+            new, without = ("shared", "mamba2"), longer["mamba2"]
+        longer[kind] = build(with_layers(config, _insert(few, new)))
+        cost, more = longer[kind].cost - without.cost, longer[kind].kernels - without.kernels
         layers[kind] = dataclasses.asdict(cost) | {
             "kernels": {name: count / base.steps for name, count in sorted(more.items())}
         }
         whole = whole.plus(cost, config.layers.count(kind) - few.count(kind))
+    programs = (base, *longer.values())
     return {
         "layers": layers,
         "step": dataclasses.asdict(whole),

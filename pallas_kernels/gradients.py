@@ -16,12 +16,14 @@ def differentiable(
     *,
     xla: Callable[..., Any],
     kernel: Callable[..., Any],
+    **options: Any,
 ) -> Callable[..., Any]:
     """The implementation to run, with XLA's gradients.
 
     Args:
         op, requested, unsupported: those of `dispatch.choose`.
-        xla, kernel: take the same arrays; the kernel also `interpret`.
+        xla, kernel: take the same arrays and options; the kernel also `interpret`.
+        options: what they take beside arrays.
 
     Returns:
         A function of the arrays.
@@ -30,9 +32,11 @@ def differentiable(
         ValueError: the requested one does not exist or cannot run.
     """
     chosen = dispatch.choose(op, requested, unsupported)
+    twin = functools.partial(xla, **options)
     if chosen == "xla":
-        return xla
-    return with_gradients_of(xla, functools.partial(kernel, interpret=chosen == "pallas_interpret"))
+        return twin
+    interpret = chosen == "pallas_interpret"
+    return with_gradients_of(twin, functools.partial(kernel, **options, interpret=interpret))
 
 
 def with_gradients_of(twin: Callable[..., Any], fast: Callable[..., Any]) -> Callable[..., Any]:

@@ -142,3 +142,10 @@ def unsupported_size(name: str, size: int) -> str | None:
     if size >= SMALLEST_BLOCK and size & (size - 1) == 0:
         return None
     return f"{name} = {size} is not a power of two of at least {SMALLEST_BLOCK}"
+
+
+def unsupported_in_parts(name: str, size: int) -> str | None:
+    """Why a kernel cannot take this size as a few blocks, or None if it can."""
+    if size % SMALLEST_BLOCK == 0:
+        return None
+    return f"{name} = {size} is not a multiple of {SMALLEST_BLOCK}"

@@ -1,8 +1,5 @@
 """Adds a layer's output to the residual stream and norms the sum for the next layer."""
 
-import functools
-from typing import Any
-
 import jax
 from jaxtyping import Array, Float
 
@@ -37,14 +34,15 @@ def add_rms_norm(
     Raises:
         ValueError: an implementation that does not exist, or cannot run these shapes.
     """
-    options: dict[str, Any] = dict(epsilon=epsilon, multiplier=multiplier)
     with jax.named_scope("add_rms_norm"):
         reason = pallas_triton.unsupported(residual.shape[-1])
         run = differentiable(
             "add_rms_norm",
             implementation,
             reason,
-            xla=functools.partial(xla.add_rms_norm, **options),
-            kernel=functools.partial(pallas_triton.add_rms_norm, **options),
+            xla=xla.add_rms_norm,
+            kernel=pallas_triton.add_rms_norm,
+            epsilon=epsilon,
+            multiplier=multiplier,
         )
         return run(residual, output, weight)

@@ -260,9 +260,9 @@ def _kernel(inputs, outputs, *, layout: AttentionLayout, blocks: BlockSizes, int
         def write(i, _):
             step, _ = tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, num_written)
             for name, old in (("key", old_key), ("value", old_value)):
-                parts = attention.load(old, path[step])
-                parts = [part.astype(outputs[name].dtype) for part in parts]
-                attention.store(outputs[name], (old_length + step,), parts)
+                attention.store(
+                    outputs[name], (old_length + step,), attention.load(old, path[step])
+                )
 
         @pl.when(is_last & (pl.program_id(0) == 0))
         def _():

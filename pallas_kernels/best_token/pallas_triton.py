@@ -27,9 +27,8 @@ from pallas_kernels.best_token.xla import Best
 def unsupported(shape: tuple[int, ...]) -> str | None:
     """Why rows of this shape cannot run, or None."""
     *rows, width = shape
-    if width % tb.SMALLEST_BLOCK:
-        return f"width = {width} is not a multiple of {tb.SMALLEST_BLOCK}"
-    return None if math.prod(rows) else "there are no rows"
+    no_rows = None if math.prod(rows) else "there are no rows"
+    return tb.unsupported_in_parts("width", width) or no_rows
 
 
 def best_token(

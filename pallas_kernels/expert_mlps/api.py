@@ -1,8 +1,5 @@
 """What a mixture of experts is between its router and its output: each token's chosen MLPs."""
 
-import functools
-from typing import Any
-
 import jax
 from jaxtyping import Array, Float, Float32, Int
 
@@ -56,13 +53,14 @@ def expert_mlps(
     if implementation is None and xla.few(chosen, len(experts_in)):
         implementation = "xla"
     with jax.named_scope("expert_mlps"):
-        options: dict[str, Any] = dict(activation=activation, gated=gated)
         reason = pallas_triton.unsupported(x.shape[1], hidden, chosen.size, activation)
         run = differentiable(
             "expert_mlps",
             implementation,
             reason,
-            xla=functools.partial(xla.expert_mlps, **options),
-            kernel=functools.partial(pallas_triton.expert_mlps, **options),
+            xla=xla.expert_mlps,
+            kernel=pallas_triton.expert_mlps,
+            activation=activation,
+            gated=gated,
         )
         return run(x, weights, chosen, experts_in, experts_out)

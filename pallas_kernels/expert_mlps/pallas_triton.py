@@ -33,10 +33,11 @@ def unsupported(width: int, hidden: int, num_choices: int, activation: str) -> s
     """Why these shapes cannot run, or None."""
     if activation == "gelu":
         return "Pallas-Triton has no error function, which gelu needs"
-    for name, size in (("width", width), ("hidden size", hidden)):
-        if size % tb.SMALLEST_BLOCK:
-            return f"{name} = {size} is not a multiple of {tb.SMALLEST_BLOCK}"
-    return None if num_choices else "there are no tokens"
+    return (
+        tb.unsupported_in_parts("width", width)
+        or tb.unsupported_in_parts("hidden size", hidden)
+        or (None if num_choices else "there are no tokens")
+    )
 
 
 def expert_mlps(

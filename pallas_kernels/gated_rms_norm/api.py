@@ -1,8 +1,5 @@
 """The gate and the norm between the scan and the output projection of a Mamba-2 layer."""
 
-import functools
-from typing import Any
-
 import jax
 from jaxtyping import Array, Float
 
@@ -54,16 +51,17 @@ def gated_rms_norm(
         raise ValueError(
             f"{y.shape[-1]} gates from column {gate_start} on, of {gate.shape[-1]} columns"
         )
-    options: dict[str, Any] = dict(
-        norm=norm, epsilon=epsilon, num_groups=num_groups, gate_start=gate_start
-    )
     with jax.named_scope("gated_rms_norm"):
         reason = pallas_triton.unsupported(y.shape[-1] // num_groups)
         run = differentiable(
             "gated_rms_norm",
             implementation,
             reason,
-            xla=functools.partial(xla.gated_rms_norm, **options),
-            kernel=functools.partial(pallas_triton.gated_rms_norm, **options),
+            xla=xla.gated_rms_norm,
+            kernel=pallas_triton.gated_rms_norm,
+            norm=norm,
+            epsilon=epsilon,
+            num_groups=num_groups,
+            gate_start=gate_start,
         )
         return run(y, gate, weight)

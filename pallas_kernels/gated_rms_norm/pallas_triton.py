@@ -28,9 +28,7 @@ def unsupported(group_size: int) -> str | None:
     """Why these shapes cannot run, or None."""
     if group_size > MOST_NUMBERS:
         return f"group size = {group_size} is more than {MOST_NUMBERS}"
-    if group_size % tb.SMALLEST_BLOCK:
-        return f"group size = {group_size} is not a multiple of {tb.SMALLEST_BLOCK}"
-    return None
+    return tb.unsupported_in_parts("group size", group_size)
 
 
 def gated_rms_norm(

@@ -4,8 +4,6 @@ A causal mask over the nodes makes it ordinary attention of a sequence that cont
 empty cache makes it attention of a whole sequence.
 """
 
-import functools
-
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -52,7 +50,8 @@ def tree_attention(
             "tree_attention",
             implementation,
             reason,
-            xla=functools.partial(xla.tree_attention, scale=scale),
-            kernel=functools.partial(pallas_triton.tree_attention, scale=scale),
+            xla=xla.tree_attention,
+            kernel=pallas_triton.tree_attention,
+            scale=scale,
         )
         return run(query, node_keys, node_values, keys, values, length, mask)

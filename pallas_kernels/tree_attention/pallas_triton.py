@@ -38,9 +38,7 @@ def unsupported(head_dim: int) -> str | None:
     """Why these shapes cannot run, or None."""
     if head_dim > LARGEST_HEAD:
         return f"head_dim = {head_dim} is more than {LARGEST_HEAD}"
-    if head_dim % tb.SMALLEST_BLOCK:
-        return f"head_dim = {head_dim} is not a multiple of {tb.SMALLEST_BLOCK}"
-    return None
+    return tb.unsupported_in_parts("head_dim", head_dim)
 
 
 def channels(count: int) -> list[pl.Slice]:
@@ -168,7 +166,6 @@ def combined(parts, dtype, *, interpret: bool):
 
 def _combine(sums_ref, totals_ref, maxima_ref, y_ref):  # [shares, E], [shares], [shares], [E]
     num_shares, head_dim = sums_ref.shape
-    parts = channels(head_dim)
     share, _ = tb.rows(0, tb.padded_size(num_shares), num_shares)
     maximum = jnp.max(maxima_ref[share])  # the last one once more does not matter
 
@@ -177,15 +174,15 @@ def _combine(sums_ref, totals_ref, maxima_ref, y_ref):  # [shares, E], [shares],
         share, exists = tb.rows(i * tb.SMALLEST_BLOCK, tb.SMALLEST_BLOCK, num_shares)
         weight = jnp.where(exists, jnp.exp(maxima_ref[share] - maximum), 0.0)
         sums = [
-            part_sums + jnp.sum(sums_ref[share, part] * weight[:, None], axis=0)
-            for part, part_sums in zip(parts, sums, strict=True)
+            part_sums + jnp.sum(part * weight[:, None], axis=0)
+            for part_sums, part in zip(sums, load(sums_ref, share), strict=True)
         ]
         return sums, total + jnp.sum(totals_ref[share] * weight)
 
-    nothing = ([jnp.zeros((part.size,), jnp.float32) for part in parts], jnp.zeros((), jnp.float32))
+    no_sums = [jnp.zeros((part.size,), jnp.float32) for part in channels(head_dim)]
+    nothing = (no_sums, jnp.zeros((), jnp.float32))
     sums, total = lax.fori_loop(0, pl.cdiv(num_shares, tb.SMALLEST_BLOCK), step, nothing)
-    for part, part_sums in zip(parts, sums, strict=True):
-        y_ref[part] = (part_sums / jnp.maximum(total, 1.0)).astype(y_ref.dtype)
+    store(y_ref, (), [value / jnp.maximum(total, 1.0) for value in sums])
 
 
 def _kernel(
@@ -312,8 +309,8 @@ def write(output_refs, row, carry):
     sums, total, maximum = carry
     if "y" in output_refs:
         # A total is at least 1, the weight of the maximum, or nothing was seen.
-        y_ref, divisor = output_refs["y"], jnp.maximum(total, 1.0)[:, None]
-        store(y_ref, row, [(value / divisor).astype(y_ref.dtype) for value in sums])
+        divisor = jnp.maximum(total, 1.0)[:, None]
+        store(output_refs["y"], row, [value / divisor for value in sums])
     else:
         store(output_refs["sums"], row, sums)
         output_refs["total"][row] = total
@@ -321,6 +318,6 @@ def write(output_refs, row, carry):
 
 
 def store(ref, rows: tuple, values: list[jax.Array]) -> None:
-    """Writes what `load` reads."""
+    """Writes what `load` reads, in the type of `ref`."""
     for part, value in zip(channels(ref.shape[-1]), values, strict=True):
-        ref[(*rows, part)] = value
+        ref[(*rows, part)] = value.astype(ref.dtype)

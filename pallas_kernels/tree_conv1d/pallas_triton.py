@@ -27,9 +27,7 @@ def unsupported(channels: int, width: int) -> str | None:
     """Why these shapes cannot run, or None."""
     if width == 1:
         return "a convolution of width 1 has no state"
-    if channels % tb.SMALLEST_BLOCK:
-        return f"channels = {channels} is not a multiple of {tb.SMALLEST_BLOCK}"
-    return None
+    return tb.unsupported_in_parts("channels", channels)
 
 
 def tree_conv1d(
