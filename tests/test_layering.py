@@ -75,7 +75,7 @@ def test_one_module_owns_the_triton_import():
         and node.module == "jax.experimental.pallas"
         and any(alias.name == "triton" for alias in node.names)
     }
-    assert importers == {"triton_backend.py"}
+    assert importers == {"triton.py"}
 
 
 def test_the_public_names_exist():

@@ -4,7 +4,7 @@ import jax
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.expert_mlps import pallas_triton, xla
-from pallas_kernels.gradients import differentiable
+from pallas_kernels.autodiff import differentiable
 
 
 def expert_mlps(
