@@ -59,15 +59,15 @@ class BeamDrafter(ModelDrafter):
         score = jnp.zeros(tokens.shape)  # log-probability of each path of the level
         queries = jnp.concatenate([state.catch_up[:, None], tokens], axis=1)
         replay: tuple[Pending, Path] | None = (state.pending, state.path)
-        cache, grown = state.cache, None
+        cache, prefix_pending = state.cache, None
         finite = []
         for width, next_width in itertools.pairwise(_widths(topology)):
-            logits, grown, cache = self.model.tree_forward(
+            logits, prefix_pending, cache = self.model.tree_forward(
                 queries,
                 _below_catch_up(tree, state.has_catch_up),
                 cache,
                 replay=replay,
-                grown=grown,
+                prefix_pending=prefix_pending,
                 num_logits=width,
             )
             replay = None
@@ -78,10 +78,10 @@ class BeamDrafter(ModelDrafter):
             tree = append(tree, first + beam, jnp.isfinite(score))
             tokens = jnp.concatenate([tokens, queries], axis=1)
 
-        assert grown is not None  # a tree with drafts has a level
+        assert prefix_pending is not None  # a tree with drafts has a level
         none = jnp.full(topology.num_nodes, -1, jnp.int32)
         draft = DraftTree(tokens, tree, None, none, jnp.stack(finite).all(axis=0))
-        return draft, state._replace(cache=cache, pending=grown)
+        return draft, state._replace(cache=cache, pending=prefix_pending)
 
     def commit(
         self, state: ModelDraftState, draft: DraftTree, verdict: Verdict, topology: TreeTopology

@@ -169,15 +169,15 @@ class ModelDrafter(nnx.Module):
         tokens, valid = root, jnp.ones_like(root, bool)
         queries = jnp.concatenate([state.catch_up[:, None], root], axis=1)
         replay: tuple[Pending, Path] | None = (state.pending, state.path)
-        cache, grown = state.cache, None
+        cache, prefix_pending = state.cache, None
         scores, finite = [], []
         for depth, level in enumerate(_levels(topology)):
-            logits, grown, cache = self.model.tree_forward(
+            logits, prefix_pending, cache = self.model.tree_forward(
                 queries,
                 _own_tree(topology, valid, state.has_catch_up, depth),
                 cache,
                 replay=replay,
-                grown=grown,
+                prefix_pending=prefix_pending,
                 num_logits=len(level.inner),
             )
             replay = None
@@ -196,7 +196,7 @@ class ModelDrafter(nnx.Module):
             valid = jnp.concatenate([valid, below], axis=1)
             queries = below_tokens[:, level.next_inner]
 
-        assert grown is not None  # a tree with drafts has a level
+        assert prefix_pending is not None  # a tree with drafts has a level
         inner = list(_inner_nodes(topology))
         rows = np.full(topology.num_nodes, -1, np.int32)
         rows[inner] = np.arange(len(inner))
@@ -207,7 +207,7 @@ class ModelDrafter(nnx.Module):
             rows=jnp.asarray(rows),
             finite=jnp.stack(finite).all(axis=0),
         )
-        return draft, state._replace(cache=cache, pending=grown)
+        return draft, state._replace(cache=cache, pending=prefix_pending)
 
     def commit(
         self, state: ModelDraftState, draft: DraftTree, verdict: Verdict, topology: TreeTopology

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import Best
 from stree_jax.array_types import Array, Bool, Int
 from stree_jax.decoding.draft import Drafter, root_only
 from stree_jax.decoding.prefill import prefill
@@ -164,14 +163,10 @@ class SpeculativeDecoder:
                 )
 
         # Forward, after replaying the previous path.
-        forward = model.tree_best if self.verifier.greedy else model.tree_forward
-        target, pending, cache = forward(
+        target, pending, cache = model.tree_forward(
             draft.tokens, draft.tree, state.cache, replay=(state.pending, state.path)
         )
-        if isinstance(target, Best):
-            finite = jnp.isfinite(target.logit)
-        else:
-            finite = all_finite(target, vocab_size)
+        finite = all_finite(target, vocab_size)
 
         # Verify.
         verdict = self.verifier.verify(

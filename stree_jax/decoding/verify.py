@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import Best
+from pallas_kernels.best_token.xla import best_of
 from stree_jax.array_types import Array, Float, Float32, Int, Key
 from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.state import DraftTree, Sampling, Verdict
@@ -76,7 +76,7 @@ class Verifier:
         self,
         keys: Key[Array, " B"],
         draft: DraftTree,
-        target: Float[Array, "B N W"] | Best,
+        target: Float[Array, "B N W"],
         sampling: Sampling,
         *,
         vocab_size: int,
@@ -90,11 +90,8 @@ class Verifier:
             ValueError: it is the other of the two.
         """
         with jax.named_scope("verify"):
-            if isinstance(target, Best) != self.greedy:
-                wanted = "best tokens (tree_best)" if self.greedy else "logits (tree_forward)"
-                raise ValueError(f"verifier {self.name!r} takes the target's {wanted}")
-            if isinstance(target, Best):
-                return follow(draft, target.token)
+            if self.greedy:
+                return follow(draft, best_of(target, vocab_size).token)
             log_probs = token_log_probs(target, sampling, vocab_size=vocab_size, filtered=filtered)
             if not self.tests:
                 chosen = jax.vmap(lambda key, row: jax.random.categorical(key, row))(
