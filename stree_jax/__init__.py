@@ -7,13 +7,14 @@ drafter = st.ModelDrafter(st.from_pretrained(st.demo_path("draft")))
 out = st.generate(model, [[1, 2, 3]], drafter=drafter)
 """
 
-from stree_jax.checkpoint import demo_path, from_pretrained, load_tokenizer, save_pretrained
+from stree_jax.checkpoint import save_pretrained
 from stree_jax.config import ModelConfig
 from stree_jax.decoding.beam import BeamDrafter
 from stree_jax.decoding.draft import Drafter, ModelDrafter, NgramDrafter
 from stree_jax.decoding.generate import PAD, DecodeStatistics, Generation, generate, stream
 from stree_jax.layer_config import Mamba2Config
 from stree_jax.models.lm import HybridLM
+from stree_jax.pretrained import demo_path, from_pretrained, load_tokenizer
 from stree_jax.tree import Tree, TreeTopology
 
 __all__ = [

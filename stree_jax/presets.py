@@ -1,7 +1,7 @@
 """Shapes of published models by name, for benchmarks and for compiling without weights.
 
-`ModelConfig.preset` reads this table. Sizes come from the published configs. Checkpoints bring their
-own config through `from_pretrained` and never use a preset.
+`ModelConfig.preset` reads this table. Sizes come from the published configs. A checkpoint brings
+its own config and never uses a preset.
 """
 
 import functools
