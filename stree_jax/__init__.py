@@ -7,7 +7,7 @@ drafter = st.ModelDrafter(st.from_pretrained(st.demo_path("draft")))
 out = st.generate(model, [[1, 2, 3]], drafter=drafter)
 """
 
-from stree_jax.checkpoint import demo_path, from_pretrained, load_tokenizer, save_pretrained
+from stree_jax.checkpoint import save_pretrained
 from stree_jax.config import ModelConfig
 from stree_jax.decoding.drafters import BeamDrafter, Drafter, ModelDrafter, NgramDrafter, root_only
 from stree_jax.decoding.generate import (
@@ -30,6 +30,7 @@ from stree_jax.layer_config import (
     SharedConfig,
 )
 from stree_jax.models.lm import HybridLM
+from stree_jax.pretrained import demo_path, from_pretrained, load_tokenizer
 from stree_jax.tree import Tree, TreeTopology
 
 __all__ = [
