@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.best_token.xla import best_of
+from pallas_kernels.numerics import best_of
 from stree_jax.array_types import Array, Float, Float32, Int, Key
 from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.state import DraftTree, Sampling, Verdict
@@ -91,7 +91,7 @@ class Verifier:
         """
         with jax.named_scope("verify"):
             if self.greedy:
-                return follow(draft, best_of(target, vocab_size).token)
+                return follow(draft, best_of(target, vocab_size)[0])
             log_probs = token_log_probs(target, sampling, vocab_size=vocab_size, filtered=filtered)
             if not self.tests:
                 chosen = jax.vmap(lambda key, row: jax.random.categorical(key, row))(
