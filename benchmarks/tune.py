@@ -33,7 +33,7 @@ from benchmarks.common import interleaved, machine, print_table, write_json
 from benchmarks.kernels import ATTENTION_OPS, KERNELS, Problem
 from benchmarks.models import on_gpu
 from benchmarks.shapes import AttentionShape, ExpertShape, HeadShape, MixerShape
-from pallas_kernels import dispatch, tuned
+from pallas_kernels import dispatch, tuning
 from pallas_kernels.best_token import config as head_config
 from pallas_kernels.expert_mlps import config as expert_config
 from pallas_kernels.gated_rms_norm import config as norm_config
@@ -78,7 +78,7 @@ class Space(NamedTuple):
 
 
 def _by_dtype(problem: Problem) -> str:
-    return tuned.dtype_case(problem.dtype)
+    return tuning.dtype_case(problem.dtype)
 
 
 def _attention_case(problem: Problem) -> str:
@@ -296,10 +296,10 @@ def write_table(
     directory: Path, where: Mapping[str, Any], blocks: dict[str, dict[str, Any]]
 ) -> Path:
     """Writes the block sizes of some kernels; those of others in the same table stay."""
-    path = directory / tuned.path_of(where["device"]).name
+    path = directory / tuning.path_of(where["device"]).name
     kept = {}
     if path.exists():
-        tuned.load(path)  # an error if it is damaged, rather than an overwritten file
+        tuning.load(path)  # an error if it is damaged, rather than an overwritten file
         kept = json.loads(path.read_text())["blocks"]
     directory.mkdir(parents=True, exist_ok=True)
     table = {
@@ -311,8 +311,8 @@ def write_table(
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(table, indent=1) + "\n")
     partial.rename(path)
-    tuned.load.cache_clear()
-    tuned.load(path)
+    tuning.load.cache_clear()
+    tuning.load(path)
     return path
 
 
@@ -354,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     where = machine()
     timer = Timer(options.interpret, options.count, options.rounds)
-    directory = options.output or tuned.DIRECTORY
+    directory = options.output or tuning.DIRECTORY
     blocks: dict[str, dict[str, Any]] = {}
     rows: list[dict[str, Any]] = []
     with Progress(transient=True) as progress:

@@ -12,7 +12,7 @@ why.
 
 import jax
 
-from pallas_kernels import jax_triton_backend, triton_backend
+from pallas_kernels import jax_triton_backend, triton
 
 IMPLEMENTATIONS = ("xla", "pallas", "pallas_interpret", "jax_triton")
 
@@ -33,7 +33,7 @@ def choose(op: str, requested: str | None, unsupported: str | None) -> str:
     if requested == "jax_triton":
         obstacle = jax_triton_backend.obstacle(op) or unsupported
     else:
-        obstacle = triton_backend.UNAVAILABLE or unsupported
+        obstacle = triton.UNAVAILABLE or unsupported
     if requested is None:
         return "xla" if obstacle or device_obstacle() else "pallas"
     if requested != "xla" and obstacle:
@@ -48,7 +48,7 @@ def besides_jax_triton(requested: str | None) -> str | None:
 
 def explain() -> str:
     """One line: what runs on this machine, and why."""
-    obstacle = triton_backend.UNAVAILABLE or device_obstacle()
+    obstacle = triton.UNAVAILABLE or device_obstacle()
     return f"xla: {obstacle}" if obstacle else "pallas, and xla for shapes that the kernels refuse"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.experimental import pallas as pl
 
-from pallas_kernels import triton_backend as tb
+from pallas_kernels import triton as tb
 
 
 def channels_of(numbers: int, head_dim: int, state_size: int) -> int:

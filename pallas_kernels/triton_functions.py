@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def dot(left, right, total):
-    """`total + left @ right` in float32 accuracy; see `triton_backend.dot`."""
+    """`total + left @ right` in float32 accuracy; see `triton.dot`."""
     if left.dtype == right.dtype:  # float32 as such; "ieee" means nothing for bf16
         total = tl.dot(left, right, total, input_precision="ieee")
     elif left.dtype == tl.bfloat16:

@@ -4,7 +4,7 @@ import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.add_rms_norm import pallas_triton, xla
-from pallas_kernels.gradients import differentiable
+from pallas_kernels.autodiff import differentiable
 from pallas_kernels.numerics import Unscaled
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import triton_backend as tb
+from pallas_kernels import triton as tb
 from pallas_kernels.gated_rms_norm.config import BlockSizes, block_sizes
 from pallas_kernels.gated_rms_norm.pallas_triton import unsupported
 from pallas_kernels.numerics import Unscaled, scaled

@@ -1,7 +1,7 @@
 """Block sizes of the `attention_tree` kernel.
 
 Defaults are those of `tree_attention`, which were chosen for both; a device's own come from its
-table (`pallas_kernels/tuned.py`).
+table (`pallas_kernels/tuning.py`).
 """
 
 import functools

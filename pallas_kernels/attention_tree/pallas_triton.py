@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import triton_backend as tb
+from pallas_kernels import triton as tb
 from pallas_kernels.attention_tree.config import BlockSizes, block_sizes
 from pallas_kernels.attention_tree.keys import KeyCache, NodeKeys
 from pallas_kernels.attention_tree.layout import AttentionLayout

@@ -5,7 +5,7 @@ of these words and its logit. So the head is read once, what is written is a sha
 the logits, and XLA finds the best of the blocks. Blocks of rows are the faster axis of the grid:
 those of one block of words run side by side, and all but the first find it in the L2 cache.
 
-Numerics: products as `triton_backend.dot` says, by which infinite float32 operands give NaN. A NaN
+Numerics: products as `triton.dot` says, by which infinite float32 operands give NaN. A NaN
 counts as +inf, so that it is seen.
 
 Refuses widths that are not multiples of `SMALLEST_BLOCK`, and no rows at all. Any number of words.
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import triton_backend as tb
+from pallas_kernels import triton as tb
 from pallas_kernels.best_token.config import BlockSizes, block_sizes
 from pallas_kernels.best_token.xla import Best
 

@@ -3,8 +3,8 @@
 import jax
 from jaxtyping import Array, Float, Float32, Int
 
+from pallas_kernels.autodiff import differentiable
 from pallas_kernels.expert_mlps import pallas_triton, xla
-from pallas_kernels.gradients import differentiable
 
 
 def expert_mlps(

@@ -8,7 +8,7 @@ experts that nobody has chosen it reads nothing. Rows are read again by each blo
 first kernel also activates, the second gives one row a choice, which XLA weighs and adds up. What
 it pays: the rows of the most popular expert come one block after the other.
 
-Numerics: products as `triton_backend.dot` says; activated in float32, then rounded once; the rows
+Numerics: products as `triton.dot` says; activated in float32, then rounded once; the rows
 of the choices are rounded, too.
 
 Refuses widths that are not multiples of `SMALLEST_BLOCK`, gelu, and no tokens. Any numbers of
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import triton_backend as tb
+from pallas_kernels import triton as tb
 from pallas_kernels.expert_mlps.config import BlockSizes, block_sizes
 from pallas_kernels.expert_mlps.xla import by_expert, starts_of, weighted_sum
 from pallas_kernels.numerics import activate

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gradients import with_gradients_of
+from pallas_kernels.autodiff import with_gradients_of
 from pallas_kernels.numerics import activate, contract
 
 _BLOCK = 8, 64  # rows that an expert's matrices are multiplied by at a time, least and most

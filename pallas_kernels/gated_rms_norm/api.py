@@ -3,8 +3,8 @@
 import jax
 from jaxtyping import Array, Float
 
+from pallas_kernels.autodiff import differentiable
 from pallas_kernels.gated_rms_norm import pallas_triton, xla
-from pallas_kernels.gradients import differentiable
 
 NORMS = ("gate_then_norm", "norm_then_gate", "none")
 

@@ -1,12 +1,12 @@
 """Block sizes of the `gated_rms_norm` kernel.
 
 Defaults are chosen so that nothing spills on sm_80 to sm_90 (`benchmarks/spills.py`); a device's
-own come from its table (`pallas_kernels/tuned.py`).
+own come from its table (`pallas_kernels/tuning.py`).
 """
 
 import dataclasses
 
-from pallas_kernels import tuned
+from pallas_kernels import tuning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,4 +36,4 @@ def case(group_size: int) -> str:
 
 def block_sizes(group_size: int) -> BlockSizes:
     """Block sizes for groups of this size."""
-    return tuned.chosen("gated_rms_norm", case(group_size), DEFAULTS)
+    return tuning.chosen("gated_rms_norm", case(group_size), DEFAULTS)

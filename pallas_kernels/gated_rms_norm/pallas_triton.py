@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import triton_backend as tb
+from pallas_kernels import triton as tb
 from pallas_kernels.gated_rms_norm.config import BlockSizes, block_sizes
 
 MOST_NUMBERS = 1 << 14  # 64 registers of each of 256 threads

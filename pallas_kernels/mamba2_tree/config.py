@@ -1,12 +1,12 @@
 """Block sizes of the `mamba2_tree` kernel.
 
 Defaults are those with which this does not spill, with records in a queue or without
-(`benchmarks.spills`); a device's own come from its table (`pallas_kernels/tuned.py`).
+(`benchmarks.spills`); a device's own come from its table (`pallas_kernels/tuning.py`).
 """
 
 from jax.typing import DTypeLike
 
-from pallas_kernels import tuned
+from pallas_kernels import tuning
 from pallas_kernels.replay_tree_scan import config as replay_tree_scan
 from pallas_kernels.replay_tree_scan.config import BlockSizes
 
@@ -31,7 +31,7 @@ WIDE_IN_QUEUE = BlockSizes(
 
 def case(dtype: DTypeLike, state_size: int) -> str:
     """The case of `DEFAULTS` that these inputs are."""
-    name = tuned.dtype_case(dtype)
+    name = tuning.dtype_case(dtype)
     return _WIDE if name == "bfloat16" and state_size > USUAL_STATE else name
 
 
@@ -39,5 +39,5 @@ def block_sizes(dtype: DTypeLike, state_size: int, *, queued: bool = False) -> B
     """Block sizes for inputs of this type and states of this size."""
     name = case(dtype, state_size)
     return (
-        WIDE_IN_QUEUE if queued and name == _WIDE else tuned.chosen("mamba2_tree", name, DEFAULTS)
+        WIDE_IN_QUEUE if queued and name == _WIDE else tuning.chosen("mamba2_tree", name, DEFAULTS)
     )

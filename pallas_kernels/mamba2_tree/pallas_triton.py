@@ -34,7 +34,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_kernels import triton_backend as tb
+from pallas_kernels import triton as tb
 from pallas_kernels.head_blocks import AtPlace, HeadBlocks, channels_of, in_any_place
 from pallas_kernels.mamba2_tree.config import BlockSizes, block_sizes
 from pallas_kernels.mamba2_tree.layout import Layout, time_step

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import jax_triton_backend
-from pallas_kernels import triton_backend as tb
+from pallas_kernels import triton as tb
 from pallas_kernels.replay.config import BlockSizes, block_sizes
 from pallas_kernels.triton_functions import dot
 

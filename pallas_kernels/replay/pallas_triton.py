@@ -4,7 +4,7 @@ Passes: a program handles one row, one head and one block of its channels. It re
 state once and writes it once (input and output are one buffer), and reads the nodes block by block
 from the last to the first, so that registers do not grow with the tree.
 
-Numerics: float32; products as `triton_backend.dot` says. The decay from a node to the end of the
+Numerics: float32; products as `triton.dot` says. The decay from a node to the end of the
 path is summed as such, never as a difference of sums.
 
 Refuses head and state sizes that are not powers of two. Any number of nodes.
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import triton_backend as tb
+from pallas_kernels import triton as tb
 from pallas_kernels.head_blocks import HeadBlocks, channels_of
 from pallas_kernels.replay.config import BlockSizes, block_sizes
 

@@ -22,8 +22,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_kernels import triton_backend as tb
-from pallas_kernels import tuned
+from pallas_kernels import triton as tb
+from pallas_kernels import tuning
 from pallas_kernels.head_blocks import HeadBlocks, channels_of
 from pallas_kernels.replay.pallas_triton import along_path
 from pallas_kernels.replay.pallas_triton import unsupported as unsupported_state
@@ -37,7 +37,7 @@ MOST_STATE = {"float32": 128, "bfloat16": 256}
 
 def unsupported(head_dim: int, state_size: int, dtype: DTypeLike) -> str | None:
     """Why these shapes cannot run, or None."""
-    case = tuned.dtype_case(dtype)
+    case = tuning.dtype_case(dtype)
     if state_size > MOST_STATE[case]:
         return f"state_size = {state_size} of {case} inputs is more than {MOST_STATE[case]}"
     return unsupported_state(head_dim, state_size)

@@ -5,7 +5,7 @@ import functools
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.gradients import differentiable
+from pallas_kernels.autodiff import differentiable
 from pallas_kernels.ssd import pallas_triton, xla
 
 

@@ -1,14 +1,14 @@
 """Block sizes of the `ssd` kernel.
 
 Defaults are chosen so that nothing spills on sm_80 to sm_90 (`benchmarks/spills.py`); a device's
-own come from its table (`pallas_kernels/tuned.py`).
+own come from its table (`pallas_kernels/tuning.py`).
 """
 
 import dataclasses
 
 from jax.typing import DTypeLike
 
-from pallas_kernels import tuned
+from pallas_kernels import tuning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,4 +38,4 @@ DEFAULTS = {
 
 def block_sizes(dtype: DTypeLike) -> BlockSizes:
     """Block sizes for inputs of this type."""
-    return tuned.chosen("ssd", tuned.dtype_case(dtype), DEFAULTS)
+    return tuning.chosen("ssd", tuning.dtype_case(dtype), DEFAULTS)

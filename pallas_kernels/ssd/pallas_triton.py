@@ -7,7 +7,7 @@ and that state is written, where XLA writes decays, scores and a state for each 
 them again. What it pays: blocks of positions come one after the other (only rows, heads and
 channels are parallel), and each block of channels computes the scores C_i . B_j again.
 
-Numerics: float32; products as `triton_backend.dot` says. Masked before exp.
+Numerics: float32; products as `triton.dot` says. Masked before exp.
 
 Refuses what `replay_tree_scan` refuses. Any length. Has no gradient of its own; see `api.ssd`.
 """
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import triton_backend as tb
+from pallas_kernels import triton as tb
 from pallas_kernels.head_blocks import HeadBlocks, channels_of
 from pallas_kernels.replay_tree_scan.pallas_triton import unsupported
 from pallas_kernels.ssd.config import BlockSizes, block_sizes

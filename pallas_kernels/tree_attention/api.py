@@ -7,7 +7,7 @@ empty cache makes it attention of a whole sequence.
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.gradients import differentiable
+from pallas_kernels.autodiff import differentiable
 from pallas_kernels.tree_attention import pallas_triton, xla
 
 

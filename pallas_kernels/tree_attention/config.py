@@ -2,14 +2,14 @@
 
 Defaults are chosen so that as little as possible spills on sm_80 to sm_90: a few programs do, of
 float32 mostly (`benchmarks/results/spills.json`). A device's own come from its table
-(`pallas_kernels/tuned.py`).
+(`pallas_kernels/tuning.py`).
 """
 
 import dataclasses
 
 from jax.typing import DTypeLike
 
-from pallas_kernels import tuned
+from pallas_kernels import tuning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ DEFAULTS = {
 
 def case(dtype: DTypeLike, num_rows: int, head_dim: int) -> str:
     """The case of `DEFAULTS` that these inputs are, as far as these tell."""
-    name = tuned.dtype_case(dtype)
+    name = tuning.dtype_case(dtype)
     if head_dim > _WIDE_HEAD:
         return f"{name}, wide heads"
     return f"{name}, to 32 rows" if name == "bfloat16" and num_rows <= 32 else name
@@ -98,11 +98,11 @@ def block_sizes(
         op: whose device tables are read.
     """
     sizes = dict(num_rows=num_rows, num_groups=num_groups, capacity=capacity)
-    choice = tuned.chosen(op, case(dtype, num_rows, head_dim), DEFAULTS)
+    choice = tuning.chosen(op, case(dtype, num_rows, head_dim), DEFAULTS)
     blocks = shared(choice, dtype, **sizes, head_dim=head_dim)
     if blocks is not None:
         return blocks
-    blocks = tuned.chosen(op, ONE_SHARE, DEFAULTS).block_sizes(**sizes)
+    blocks = tuning.chosen(op, ONE_SHARE, DEFAULTS).block_sizes(**sizes)
     return dataclasses.replace(blocks, splits=1)
 
 
@@ -119,7 +119,7 @@ def shared(
     blocks = choice.block_sizes(num_rows=num_rows, num_groups=num_groups, capacity=capacity)
     if blocks.splits > 1 or not capacity or choice.busy_warps == 1:
         return blocks
-    if tuned.dtype_case(dtype) == "float32":
+    if tuning.dtype_case(dtype) == "float32":
         # Of heads of 128 and more, one share spills with all blocks that were tried.
         return dataclasses.replace(blocks, splits=2)
     return blocks if num_rows > _MANY_ROWS or head_dim > _WIDE_HEAD else None

@@ -8,7 +8,7 @@ length, and nothing behind that length is read. The last share, never the longes
 tree's nodes. A softmax over blocks is kept with a running maximum. If there is more than one share,
 sums, totals and maxima are written in float32, and a second kernel combines them.
 
-Numerics: scores, weights and sums in float32; products as `triton_backend.dot` says. Weights are
+Numerics: scores, weights and sums in float32; products as `triton.dot` says. Weights are
 not rounded to bf16. Masked before exp; a query that sees nothing gets zeros.
 
 Triton's blocks are powers of two, and heads of 160 or 224 (Zamba2) are not: a head is a few of
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import triton_backend as tb
+from pallas_kernels import triton as tb
 from pallas_kernels.tree_attention.config import BlockSizes, block_sizes
 
 LARGEST_HEAD = 256

@@ -1,12 +1,12 @@
 """Block sizes of the `tree_conv1d` kernel.
 
 Defaults are chosen so that nothing spills on sm_80 to sm_90 (`benchmarks/spills.py`); a device's
-own come from its table (`pallas_kernels/tuned.py`).
+own come from its table (`pallas_kernels/tuning.py`).
 """
 
 import dataclasses
 
-from pallas_kernels import tuned
+from pallas_kernels import tuning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,4 +30,4 @@ DEFAULTS = {"any": BlockSizes(queries=16, channels=256, num_warps=4)}
 
 def block_sizes() -> BlockSizes:
     """Block sizes for inputs of any type."""
-    return tuned.chosen("tree_conv1d", "any", DEFAULTS)
+    return tuning.chosen("tree_conv1d", "any", DEFAULTS)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import triton_backend as tb
+from pallas_kernels import triton as tb
 from pallas_kernels.tree_conv1d.config import BlockSizes, block_sizes
 
 

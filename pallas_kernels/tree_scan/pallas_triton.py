@@ -4,7 +4,7 @@ Passes: a program handles one row, one head and one block of query nodes. It rea
 and the keys block by block, as flash attention does; of what it holds, only a tile of the mask,
 block by N, grows with the tree (nothing spills up to N = 128). Nothing but the output is written.
 
-Numerics: decays and accumulators are float32; products as `triton_backend.dot` says. Masked before
+Numerics: decays and accumulators are float32; products as `triton.dot` says. Masked before
 exp.
 
 Refuses head and state sizes that are not powers of two. Any number of nodes.
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import triton_backend as tb
+from pallas_kernels import triton as tb
 from pallas_kernels.tree_scan.config import BlockSizes, block_sizes
 
 

@@ -29,7 +29,7 @@ from benchmarks.kernels import KERNELS, Problem
 from benchmarks.models import random_pair
 from benchmarks.on_device import FULL, SMOKE
 from benchmarks.sections import Clock, Section, run_sections
-from pallas_kernels import tuned
+from pallas_kernels import tuning
 from stree_jax.training.recipe import Training
 
 TINY = st.ModelConfig.tiny(vocab_size=256, num_layers=1)
@@ -86,7 +86,7 @@ def test_sections_share_the_time_and_say_what_they_left_out(capsys):
 def test_the_timed_and_the_tuned_kernels_are_all():
     # The one norm has the block sizes of the other, and prompts have those of trees.
     assert set(kernels.TIMED) == {
-        *tuned.OPS,
+        *tuning.OPS,
         "add_rms_norm",
         kernels.PROMPT,
         kernels.EXPERTS_OF_PROMPT,

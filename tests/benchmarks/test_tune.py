@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import tune
-from pallas_kernels import gated_rms_norm, tuned
+from pallas_kernels import gated_rms_norm, tuning
 from pallas_kernels.replay import config
 
 REPLAY = {"nodes": 64, "state": 2048, "num_warps": 8, "num_stages": 2}
@@ -20,10 +20,10 @@ REPLAY = {"nodes": 64, "state": 2048, "num_warps": 8, "num_stages": 2}
 @pytest.fixture
 def tables(monkeypatch, tmp_path):
     """A directory of tables, empty at first."""
-    monkeypatch.setattr(tuned, "DIRECTORY", tmp_path)
-    tuned.load.cache_clear()
+    monkeypatch.setattr(tuning, "DIRECTORY", tmp_path)
+    tuning.load.cache_clear()
     yield tmp_path
-    tuned.load.cache_clear()
+    tuning.load.cache_clear()
 
 
 def write(tables, **table):
@@ -72,7 +72,7 @@ def test_a_damaged_table_is_an_error_that_names_the_file(tables, table, complain
 
 
 def test_every_space_is_that_of_its_kernel():
-    assert set(tune.SPACES) == set(tuned.OPS)
+    assert set(tune.SPACES) == set(tuning.OPS)
     for name, space in tune.SPACES.items():
         assert space.defaults is importlib.import_module(f"pallas_kernels.{name}.config").DEFAULTS
         for default in space.defaults.values():
@@ -129,8 +129,8 @@ def test_a_fixed_field_is_not_tried(monkeypatch):
 
 
 def test_the_shipped_tables_can_be_read():
-    for path in tuned.DIRECTORY.glob("*.json"):
-        assert tuned.load(path)
+    for path in tuning.DIRECTORY.glob("*.json"):
+        assert tuning.load(path)
 
 
 def test_the_winner_is_clearly_faster_everywhere_on_average():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import dispatch, replay, triton_backend
+from pallas_kernels import dispatch, replay, triton
 
 
 def small_replay(implementation=None, state_size=16):
@@ -52,7 +52,7 @@ def test_unsupported_shapes_are_refused_only_when_asked_for():
 
 
 def test_without_triton_everything_but_pallas_works(monkeypatch):
-    monkeypatch.setattr(triton_backend, "UNAVAILABLE", "this jax has no Pallas-Triton backend")
+    monkeypatch.setattr(triton, "UNAVAILABLE", "this jax has no Pallas-Triton backend")
     monkeypatch.setattr(dispatch, "device_obstacle", lambda: None)
     assert small_replay().shape == (1, 1, 16, 16)
     assert "no Pallas-Triton" in dispatch.explain()

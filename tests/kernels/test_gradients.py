@@ -2,7 +2,7 @@
 
 import jax
 
-from pallas_kernels.gradients import with_gradients_of
+from pallas_kernels.autodiff import with_gradients_of
 
 
 def test_only_the_twin_runs_where_it_is_differentiated():

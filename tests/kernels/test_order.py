@@ -10,7 +10,7 @@ import jax
 import pytest
 from jax.experimental import pallas as pl
 
-from pallas_kernels import triton_backend
+from pallas_kernels import triton
 from tests.kernels import (
     test_attention_tree,
     test_best_token,
@@ -39,7 +39,7 @@ def in_place(kernel, num_inputs, aliases):
 @pytest.fixture
 def run_as_on_a_gpu(monkeypatch):
     """Sets how kernels are interpreted from now on: in order, or the last program first."""
-    call, program_id = triton_backend.call, pl.program_id
+    call, program_id = triton.call, pl.program_id
 
     def set_order(*, last_first: bool):
         def of_program(axis):
@@ -63,7 +63,7 @@ def run_as_on_a_gpu(monkeypatch):
             kernel = in_place(kernel, len(in_specs), options.get("input_output_aliases", {}))
             return call(kernel, grid=grid, in_specs=in_specs, out_specs=out_specs, **options)
 
-        monkeypatch.setattr(triton_backend, "call", interpreted)
+        monkeypatch.setattr(triton, "call", interpreted)
         monkeypatch.setattr(pl, "program_id", of_program)
 
     return set_order
