@@ -248,6 +248,8 @@ for change, message in [
     (dict(key="seed"), "key must be a random key such as"),
     (dict(key=0), "key must be a random key such as"),
     (dict(verifier=["greedy"]), r"verifier must be one of .*, got \['greedy'\]"),
+    (dict(verifier=object()), "verifier must be one of .*, or an object with the name and the"),
+    (dict(verifier=type(st.VERIFIERS["greedy"])), "verifier must be one of .*, got <class"),
 ]:
     with pytest.raises(ValueError, match=message):
         st.generate(model, **({"prompts": [[1]]} | change))
