@@ -80,7 +80,6 @@ def _run(console: Console, target_path: Path, draft_path: Path, max_new_tokens: 
             max_new_tokens=max_new_tokens,
             drafter=method.drafter,
             topology=method.topology,
-            eos_token=target.config.eos_token,
         )
 
     seconds = np.zeros((NUM_REPEATS, len(methods)))

@@ -64,7 +64,6 @@ def run_generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        eos_token=model.config.eos_token,
         max_length=max_length,
         key=jax.random.key(seed),
     )
