@@ -7,6 +7,7 @@
 import jax
 from jaxtyping import Array, Float
 
+from pallas_kernels import dispatch
 from pallas_kernels.autodiff import differentiable
 from pallas_kernels.numerics import DeferredRMSNorm
 from pallas_kernels.rms_norm import pallas_triton, xla
@@ -41,7 +42,7 @@ def add_rms_norm(
     Raises:
         ValueError: an implementation that does not exist, or cannot run these shapes.
     """
-    with jax.named_scope("add_rms_norm"):
+    with jax.named_scope("add_rms_norm"), dispatch.on(residual, output, weight):
         run = differentiable(
             "add_rms_norm",
             implementation,
@@ -99,7 +100,7 @@ def gated_rms_norm(
         raise ValueError(
             f"{y.shape[-1]} gates from column {gate_start} on, of {gate.shape[-1]} columns"
         )
-    with jax.named_scope("gated_rms_norm"):
+    with jax.named_scope("gated_rms_norm"), dispatch.on(y, gate, weight):
         run = differentiable(
             "gated_rms_norm",
             implementation,

@@ -87,7 +87,7 @@ def tree_conv1d(
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation = {activation!r} is not one of {ACTIVATIONS}")
     arguments = (inputs, conv_state, weight, bias, conv_gather_index)
-    with jax.named_scope("tree_conv1d"):
+    with jax.named_scope("tree_conv1d"), dispatch.on(inputs, conv_state):
         reason = pallas_triton.unsupported(inputs.shape[-1], weight.shape[0])
         match dispatch.choose("tree_conv1d", implementation, reason):
             case "xla":
@@ -148,7 +148,7 @@ def tree_conv1d_layer(
         )
     arguments = (projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index)
     arguments = (*arguments, prefix_pending, previous)
-    with jax.named_scope("tree_conv1d"):
+    with jax.named_scope("tree_conv1d"), dispatch.on(projected, conv_state):
         reason = pallas_triton.unsupported_layer(layout, conv_weight.shape[0])
         match dispatch.choose("tree_conv1d_layer", implementation, reason):
             case "xla":

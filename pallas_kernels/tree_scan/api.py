@@ -69,7 +69,7 @@ def tree_scan(
     arguments = (x, dt, A, B, C, D, state, mask)
     if gate is not None:
         gate.check(*x.shape[2:])
-    with jax.named_scope("tree_scan"):
+    with jax.named_scope("tree_scan"), dispatch.on(x, state):
         reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
         match dispatch.choose("tree_scan", implementation, reason, others=OTHERS):
             case "xla":
@@ -119,7 +119,7 @@ def replay(
     Raises:
         ValueError: an implementation that does not exist, or cannot run these shapes.
     """
-    with jax.named_scope("replay"):
+    with jax.named_scope("replay"), dispatch.on(x, state):
         reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
         match dispatch.choose("replay", implementation, reason, others=OTHERS):
             case "xla":
@@ -175,7 +175,7 @@ def replay_tree_scan(
     tree = (x, dt, A, B, C, D)
     if gate is not None:
         gate.check(*x.shape[2:])
-    with jax.named_scope("replay_tree_scan"):
+    with jax.named_scope("replay_tree_scan"), dispatch.on(x, state):
         reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
         match dispatch.choose("replay_tree_scan", implementation, reason):
             case "xla":

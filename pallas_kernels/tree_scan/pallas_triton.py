@@ -246,8 +246,7 @@ def _kernel(
         previous = (inputs["prev x"], inputs["prev dt"], A, inputs["prev B"], inputs["path"])
         written, decay = along_path(*previous, block_nodes=blocks.replayed, parts=parts)
         state = [
-            decay * inputs["state"][:, part] + new
-            for part, new in zip(parts, written, strict=True)
+            decay * inputs["state"][:, part] + new for part, new in zip(parts, written, strict=True)
         ]
         for part, value in zip(parts, state, strict=True):
             outputs["state"][:, part] = value
