@@ -1,4 +1,4 @@
-"""`tree_conv1d` as one gather per tap by a shared index, so that XLA fuses the taps into one loop."""
+"""`tree_conv1d` as one gather per tap by a shared index: XLA fuses the taps into one loop."""
 
 import jax
 import jax.numpy as jnp

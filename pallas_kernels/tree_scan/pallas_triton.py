@@ -252,26 +252,28 @@ def _kernel(
             outputs["state"][:, part] = value
     if "x" in inputs:
         tree = Tree(*(inputs[name] for name in ("x", "dt", "B", "C", "mask")), A, parts)
-        write = functools.partial(_write, inputs, outputs, gate=gate)
+        # The interpreter knows no program numbers inside of loops.
+        block = pl.program_id(1) * pl.num_programs(2) + pl.program_id(2)
+        write = functools.partial(_write, inputs, outputs, block, gate=gate)
         tree.scan(state, write, block_queries=blocks.queries, block_keys=blocks.keys)
 
 
 def _write(
     inputs: dict[str, Ref],
     outputs: dict[str, Ref],
+    block: jax.Array,  # []
     query: jax.Array,  # [q]
     y: jax.Array,  # [q, p]
     *,
     gate: tuple[int, float, int] | None,
 ) -> None:
-    """Adds the skip, gates and writes the outputs at some queries."""
+    """Adds the skip, gates and writes the outputs at some queries; `block` of all channels."""
     num_queries, channels = outputs["y"].shape
     first_query = inputs["x"].shape[0] - num_queries
     y = y + inputs["D"][...] * inputs["x"][first_query + query, :].astype(jnp.float32)
     if gate is not None:
         start, multiplier, row_size = gate
-        program = pl.program_id(1) * pl.num_programs(2) + pl.program_id(2)
-        z = inputs["gate"][query, pl.ds(start + program * channels, channels)]
+        z = inputs["gate"][query, pl.ds(start + block * channels, channels)]
         y = y * jax.nn.silu(scaled(z, multiplier).astype(jnp.float32))
         if "norm_weight" in inputs:
             outputs["mean_squares"][query] = jnp.sum(y * y, axis=1) / row_size
