@@ -258,7 +258,7 @@ with pytest.raises(ValueError, match="state_size must be an integer of at least 
     st.ModelConfig.tiny(state_size=8.0)
 with pytest.raises(ValueError, match="dt_limit must be"):
     st.ModelConfig.tiny(dt_limit=(0.0,))
-with pytest.raises(ValueError, match="steps must be an integer from 1 on, got 6.5"):
+with pytest.raises(ValueError, match="steps must be an integer >= 1, got 6.5"):
     Training(steps=6.5)
 for make, message in [
     (lambda: st.TreeTopology.paper(["A"]), "the paper's trees are"),
