@@ -7,10 +7,6 @@ kernel. `dispatch` says which one runs and why. Needs jax only.
 
 from pallas_kernels import dispatch
 from pallas_kernels.add_rms_norm.api import add_rms_norm
-from pallas_kernels.attention_tree.api import attention_tree
-from pallas_kernels.attention_tree.keys import KeyCache, NodeKeys, replay_keys, write_keys
-from pallas_kernels.attention_tree.layout import AttentionLayout
-from pallas_kernels.expert_mlps.api import expert_mlps
 from pallas_kernels.gated_rms_norm.api import gated_rms_norm
 from pallas_kernels.mamba2_tree.api import (
     Mamba2Weights,
@@ -26,11 +22,14 @@ from pallas_kernels.mamba2_tree.records import (
     enqueued,
     oldest_record,
 )
+from pallas_kernels.moe.api import expert_mlps
 from pallas_kernels.numerics import Unscaled
 from pallas_kernels.replay.api import replay
 from pallas_kernels.replay_tree_scan.api import replay_tree_scan
 from pallas_kernels.ssd.api import ssd
-from pallas_kernels.tree_attention.api import tree_attention
+from pallas_kernels.tree_attention.api import tree_attention, tree_attention_layer
+from pallas_kernels.tree_attention.kv_cache import KVCache, NodeKV, replay_kv, write_kv
+from pallas_kernels.tree_attention.layout import AttentionLayout
 from pallas_kernels.tree_conv1d.api import (
     conv_window,
     replay_conv_state,
@@ -41,17 +40,16 @@ from pallas_kernels.tree_scan.api import tree_scan
 
 __all__ = [
     "AttentionLayout",
-    "KeyCache",
+    "KVCache",
     "Layout",
     "Mamba2Pending",
     "Mamba2Weights",
-    "NodeKeys",
+    "NodeKV",
     "Previous",
     "RecordQueue",
     "Unscaled",
     "add_rms_norm",
     "after_turn",
-    "attention_tree",
     "conv_window",
     "dispatch",
     "enqueued",
@@ -62,12 +60,13 @@ __all__ = [
     "oldest_record",
     "replay",
     "replay_conv_state",
-    "replay_keys",
+    "replay_kv",
     "replay_tree_scan",
     "replay_window",
     "ssd",
     "tree_attention",
+    "tree_attention_layer",
     "tree_conv1d",
     "tree_scan",
-    "write_keys",
+    "write_kv",
 ]

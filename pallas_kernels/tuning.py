@@ -28,14 +28,14 @@ DIRECTORY = Path(__file__).parent / "tuned"
 # Ops with block sizes, and where their defaults are, a dict by case. Tables keep the names of ops
 # when folders change.
 OPS = {
-    "attention_tree": "attention_tree.config.DEFAULTS",
-    "expert_mlps": "expert_mlps.config.DEFAULTS",
+    "expert_mlps": "moe.config.DEFAULTS",
     "gated_rms_norm": "gated_rms_norm.config.DEFAULTS",
     "mamba2_tree": "mamba2_tree.config.DEFAULTS",
     "replay": "replay.config.DEFAULTS",
     "replay_tree_scan": "replay_tree_scan.config.DEFAULTS",
     "ssd": "ssd.config.DEFAULTS",
     "tree_attention": "tree_attention.config.DEFAULTS",
+    "tree_attention_layer": "tree_attention.config.DEFAULTS",
     "tree_conv1d": "tree_conv1d.config.DEFAULTS",
     "tree_scan": "tree_scan.config.DEFAULTS",
 }
