@@ -153,7 +153,7 @@ class HybridLM(nnx.Module):
         replay: tuple[Pending, Path] | None = None,
         prefix_pending: Pending | None = None,
         num_logits: int | None = None,
-    ) -> tuple[Float32[Array, "B R V"], Pending, Cache]:
+    ) -> tuple[Float32[Array, "B Z V"], Pending, Cache]:
         """`tree`, then `logits` at its last `num_logits` queries; None: at all of them."""
         hidden, pending, cache = self.tree(
             tokens, tree, cache, replay=replay, prefix_pending=prefix_pending

@@ -1,4 +1,4 @@
-"""Converted models compute what the originals do."""
+"""Converted models compute what the original programs compute."""
 
 import jax
 import jax.numpy as jnp
@@ -8,20 +8,20 @@ import pytest
 import stree_jax as st
 from stree_jax.convert import convert
 from stree_jax.models.cache import path_to
-from tests.convert import numpy_mamba_in_llama, numpy_mamba_ssm, peers
+from tests.convert import checkpoints, numpy_mamba_in_llama, numpy_mamba_ssm, peers
 from tests.tiny import apply
 
 TOKENS = np.random.default_rng(0).integers(3, 37, (2, 21)).astype(np.int32)
 
 
 def assert_close(have, want, bound=1e-5):
-    """Within `bound`, relative to the largest logit."""
+    """Within `bound` relative to the largest logit."""
     np.testing.assert_allclose(have, want, rtol=0, atol=bound * np.abs(want).max())
 
 
 @jax.jit
 def prefill_then_decode(model, tokens, lengths, rest):
-    """Logits after a ragged prefill, then after each of `rest` `[B, R]` decoded one by one."""
+    """Logits after a ragged prefill, then after each token of `rest` `[B, R]`."""
     cache = model.init_cache(len(tokens), tokens.shape[1] + rest.shape[1])
     first, cache = model.prefill(tokens, lengths, cache)
     tree = st.TreeTopology.chain(0).tree(jnp.ones((len(tokens), 1), bool))
@@ -36,7 +36,7 @@ def prefill_then_decode(model, tokens, lengths, rest):
 
 
 def assert_decodes_alike(model, want):
-    """Ragged: rows of 9 and 13 of TOKENS, then four more each; `want` was made without padding."""
+    """Prefills 9 and 13 TOKENS, then decodes four more; `want` is computed without padding."""
     lengths = np.array([9, 13], np.int32)
     padded = np.where(np.arange(13) < lengths[:, None], TOKENS[:, :13], 0)
     rest = np.stack([TOKENS[i, n : n + 4] for i, n in enumerate(lengths)])
@@ -58,7 +58,7 @@ def test_transformers(name, tmp_path):
 
 @pytest.mark.parametrize("name", peers.HYBRID_CONFIGS)
 def test_transformers_hybrids_there_and_back(name, tmp_path):
-    """Whole, ragged prefill and decode; and transformers computes the same from our copy."""
+    """Forward pass, ragged prefill, decoding; transformers computes the same from our copy."""
     model_type, changes = peers.HYBRID_CONFIGS[name]
     hf = peers.hybrid_checkpoint(tmp_path / "hf", model_type, **changes)
     want = peers.hf_logits(hf, TOKENS)
@@ -85,7 +85,7 @@ def assert_same_tensors(before, after):
 
 @pytest.mark.parametrize("model_type", ["nemotron_h", "zamba2"])
 def test_the_floor_of_the_time_step_is_a_quirk(model_type, tmp_path):
-    """transformers clamps at time_step_min where the published config says nothing of it."""
+    """transformers clamps at time_step_min, which the published config does not ask for."""
     # Without tied embeddings transformers does not tie zamba2's shared blocks either.
     changes = dict(tie_word_embeddings=model_type == "zamba2", time_step_min=0.3)
     hf = peers.hybrid_checkpoint(tmp_path / "hf", model_type, **changes)
@@ -95,11 +95,13 @@ def test_the_floor_of_the_time_step_is_a_quirk(model_type, tmp_path):
     assert np.abs(by_config - want).max() > 1e-2 * np.abs(want).max()
 
 
-@pytest.mark.parametrize("name", peers.MAMBA_IN_LLAMA_CONFIGS)
+@pytest.mark.parametrize("name", checkpoints.MAMBA_IN_LLAMA_CONFIGS)
 def test_mamba_in_llama(name, tmp_path):
-    config, mamba_config = peers.mamba_in_llama_configs(*peers.MAMBA_IN_LLAMA_CONFIGS[name])
+    config, mamba_config = checkpoints.mamba_in_llama_configs(
+        *checkpoints.MAMBA_IN_LLAMA_CONFIGS[name]
+    )
     path = tmp_path / "model"
-    weights = peers.mamba_in_llama_checkpoint(path, config, mamba_config)
+    weights = checkpoints.mamba_in_llama_checkpoint(path, config, mamba_config)
     model = st.from_pretrained(path)
 
     def oracle(row, plain_rope=False):
@@ -120,14 +122,14 @@ def test_mamba_in_llama(name, tmp_path):
     assert st.from_pretrained(tmp_path / "back").config == model.config
 
 
-MAMBA_SSM = peers.MAMBA_SSM_CONFIGS | peers.MAMBA_SSM_HYBRID_CONFIGS
+MAMBA_SSM = checkpoints.MAMBA_SSM_CONFIGS | checkpoints.MAMBA_SSM_HYBRID_CONFIGS
 
 
 @pytest.mark.parametrize("name", MAMBA_SSM)
 def test_mamba_ssm(name, tmp_path):
-    config = peers.mamba_ssm_config(**MAMBA_SSM[name])
-    weights = peers.mamba_ssm_weights(config)
-    path = peers.write_safetensors(tmp_path / "ssm", config, weights)
+    config = checkpoints.mamba_ssm_config(**MAMBA_SSM[name])
+    weights = checkpoints.mamba_ssm_weights(config)
+    path = checkpoints.write_safetensors(tmp_path / "ssm", config, weights)
     model = st.from_pretrained(path)
     want = np.stack([numpy_mamba_ssm.logits(config, weights, row) for row in TOKENS])
     assert_close(apply(model, TOKENS), want)
@@ -143,16 +145,16 @@ def test_mamba_ssm(name, tmp_path):
 
 def test_codestral(tmp_path):
     """The original format; its head, state and expansion sizes are not in its config."""
-    config = peers.mamba_ssm_config(
+    config = checkpoints.mamba_ssm_config(
         d_model=64,
         n_layer=1,
         ssm_cfg=dict(headdim=64, d_state=128, ngroups=2),
         tie_embeddings=False,
     )
-    weights = peers.mamba_ssm_weights(config)
+    weights = checkpoints.mamba_ssm_weights(config)
     params = dict(dim=64, n_layers=1, vocab_size=37, n_groups=2, rms_norm=True)
     params |= dict(residual_in_fp32=True, fused_add_norm=True, pad_vocab_size_multiple=16)
-    path = peers.write_safetensors(
+    path = checkpoints.write_safetensors(
         tmp_path / "codestral",
         params | dict(tie_embeddings=False),
         {f"model.{name}": value for name, value in weights.items()},
@@ -163,13 +165,15 @@ def test_codestral(tmp_path):
 
 
 def test_tree_decoding_of_a_converted_model(tmp_path):
-    """With an MLP in every layer, a padded vocabulary and a draft of another format."""
-    config = peers.mamba_ssm_config(d_intermediate=100, tie_embeddings=False)
-    weights = peers.mamba_ssm_weights(config)
-    target = st.from_pretrained(peers.write_safetensors(tmp_path / "target", config, weights))
-    other = peers.mamba_ssm_config(n_layer=1, tie_embeddings=False)
+    """With an MLP in every layer, a padded vocabulary, and a draft model of another shape."""
+    config = checkpoints.mamba_ssm_config(d_intermediate=100, tie_embeddings=False)
+    weights = checkpoints.mamba_ssm_weights(config)
+    target = st.from_pretrained(checkpoints.write_safetensors(tmp_path / "target", config, weights))
+    other = checkpoints.mamba_ssm_config(n_layer=1, tie_embeddings=False)
     draft = st.from_pretrained(
-        peers.write_safetensors(tmp_path / "draft", other, peers.mamba_ssm_weights(other, 1))
+        checkpoints.write_safetensors(
+            tmp_path / "draft", other, checkpoints.mamba_ssm_weights(other, 1)
+        )
     )
     prompts = [[3, 4, 5], [6, 7, 8, 9, 10]]
     plain = st.generate(target, prompts, max_new_tokens=12)
@@ -182,12 +186,12 @@ def test_tree_decoding_of_a_converted_model(tmp_path):
             topology=st.TreeTopology.from_branching((2, 1)),
         )
         np.testing.assert_array_equal(tree.tokens, plain.tokens)
-    assert tree.stats.tau == 3  # its own draft: every depth accepted
+    assert tree.stats.tau == 3  # the target drafts for itself: every depth is accepted
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_hf_to_native_to_hf_is_bit_identical(dtype, tmp_path):
-    """Values and config; transformers then computes the same from the copy."""
+    """Tensors are equal, and transformers computes the same from the copy."""
     from safetensors.numpy import load_file
 
     torch, transformers = peers.torch(), peers.transformers()
@@ -208,7 +212,7 @@ def test_hf_to_native_to_hf_is_bit_identical(dtype, tmp_path):
 
 
 def test_torch_files_give_what_torch_loads(tmp_path):
-    """Every type and layout that a state dict may hold, among them views of one storage."""
+    """All dtypes and layouts, including views of one storage."""
     torch = peers.torch()
     from stree_jax.convert.torch_file import open_torch_file
 
@@ -241,9 +245,9 @@ def test_torch_files_give_what_torch_loads(tmp_path):
 def test_mamba_ssm_as_it_is_released(tmp_path):
     """A `.bin` in which the tied head shares the embedding's storage."""
     torch = peers.torch()
-    config = peers.mamba_ssm_config()
-    weights = peers.mamba_ssm_weights(config)
-    path = peers.write_safetensors(tmp_path / "ssm", config, weights)
+    config = checkpoints.mamba_ssm_config()
+    weights = checkpoints.mamba_ssm_weights(config)
+    path = checkpoints.write_safetensors(tmp_path / "ssm", config, weights)
     want = apply(st.from_pretrained(path), TOKENS)
     (path / "model.safetensors").unlink()
     state = {name: torch.from_numpy(value) for name, value in weights.items()}
