@@ -5,8 +5,8 @@ falls back to XLA, and nothing else has to know.
 
 Constraints of the backend (jax 0.10.2 to 0.12.0.1, found by lowering): sizes of loaded and stored
 blocks are powers of two (a ref may have any size: see `rows`); blocks divide their arrays, or loads
-run out of bounds; both operands of a `dot` have one dtype; no reverse cumsum, no gather from values,
-no slices of values. The interpreter has no masked stores.
+run out of bounds; both operands of a `dot` have one dtype; no reverse cumsum, no gather from
+values, no slices of values. The interpreter has no masked stores.
 """
 
 import functools

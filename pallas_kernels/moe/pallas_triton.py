@@ -1,12 +1,12 @@
 """`expert_mlps` as two Pallas-Triton kernels, one for each matrix of an expert.
 
-Passes: the choices of all tokens are sorted by expert. A program handles one expert and one block of
-columns. It multiplies the rows that have chosen the expert, block by block, reading them where they
-are and writing the results where they belong: nothing is gathered, padded or sorted back. It reads
-its part of the matrix once for each block of rows (for a tree mostly one), and nothing of an expert
-that nobody has chosen. Each block of columns reads the rows again. The first kernel also applies the
-activation. The second writes one row for each choice, and XLA computes the weighted sum. The blocks
-of rows of one expert are sequential, so the most popular expert sets the time.
+Passes: the choices of all tokens are sorted by expert. A program handles one expert and one block
+of columns. It multiplies the rows that have chosen the expert, block by block, reading them where
+they are and writing the results where they belong: nothing is gathered, padded or sorted back. It
+reads its part of the matrix once for each block of rows (for a tree mostly one), and nothing of an
+expert that nobody has chosen. Each block of columns reads the rows again. The first kernel also
+applies the activation. The second writes one row for each choice, and XLA computes the weighted
+sum. The blocks of rows of one expert are sequential, so the most popular expert sets the time.
 
 Numerics: products as `triton.dot` says; activated in float32, then rounded once. The rows of the
 choices are rounded too, before their sum.
@@ -17,6 +17,7 @@ and experts. No gradient of its own; see `api.expert_mlps`.
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -136,7 +137,7 @@ def _kernel(
     expert = pl.program_id(1)
     start, end = starts_ref[expert], starts_ref[expert + 1]
 
-    def multiply_block(i: jax.Array, _: None) -> None:
+    def multiply_block(i: jax.Array, _: Any) -> None:
         place, _ = tb.rows(start + i * block_rows, block_rows, end)
         choice = order_ref[place]
         row = lax.div(choice, per_row)

@@ -52,7 +52,7 @@ def expert_mlps(
 
 
 def few(chosen: Int[Array, "tokens A"], num_experts: int) -> bool:
-    """Whether each choice gathers its expert's matrices, even if other choices have the same expert.
+    """Whether each choice gathers its expert's matrices, even if others have the same expert.
 
     On a GPU XLA fuses the gather with the product: it copies nothing and takes four launches, where
     the kernel with its sorting takes six.
@@ -154,8 +154,8 @@ def _loop_over_choices(
     def of_choice(choice_and_expert: tuple[jax.Array, jax.Array]) -> jax.Array:
         choice, expert = choice_and_expert
         row = lax.dynamic_index_in_dim(x, choice // chosen.shape[1])
-        products = (_product_with(experts, expert) for experts in (experts_in, experts_out))
-        return _mlp(row, *products, **options)[0]
+        first, second = _product_with(experts_in, expert), _product_with(experts_out, expert)
+        return _mlp(row, first, second, **options)[0]
 
     return lax.map(of_choice, (jnp.arange(chosen.size), chosen.reshape(-1)))
 
@@ -163,7 +163,7 @@ def _loop_over_choices(
 def _loop_over_experts(
     x: jax.Array, chosen: jax.Array, experts_in: jax.Array, experts_out: jax.Array, **options: Any
 ) -> jax.Array:
-    """A loop over experts, and inside it one over blocks of the rows that have chosen the expert."""
+    """A loop over experts, and inside it one over blocks of rows that have chosen the expert."""
     num_experts, num_choices = len(experts_in), chosen.size
     average = -(-num_choices // num_experts)
     least, most = _BLOCK
@@ -176,8 +176,8 @@ def _loop_over_experts(
         def of_block(i: jax.Array, y: jax.Array) -> jax.Array:
             place = start + i * size + jnp.arange(size)
             choice = order[jnp.minimum(place, num_choices - 1)]
-            products = (_product_with(experts, expert) for experts in (experts_in, experts_out))
-            rows = _mlp(x[choice // chosen.shape[1]], *products, **options)
+            first, second = _product_with(experts_in, expert), _product_with(experts_out, expert)
+            rows = _mlp(x[choice // chosen.shape[1]], first, second, **options)
             return y.at[jnp.where(place < end, choice, num_choices)].set(rows, mode="drop")
 
         return lax.fori_loop(0, (end - start + size - 1) // size, of_block, y)

@@ -1,7 +1,7 @@
 """`ssd` as one Pallas-Triton kernel that updates the state in place.
 
-Passes: a program handles one batch row, one head and one block of its channels. It reads its part of
-the state once, holds it in registers over all blocks of the sequence, and writes it once, in place.
+Passes: a program handles one batch row, one head and one block of its channels. It reads its part
+of the state once, holds it in registers over all blocks of the sequence, and writes it in place.
 Inside a block of positions the computation is quadratic, as in `xla.py`. Only outputs and the final
 state are written; XLA writes decays, scores and a state per chunk, and reads them again. The price:
 blocks of positions are sequential (only rows, heads and channels are parallel), and each block of

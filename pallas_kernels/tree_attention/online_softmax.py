@@ -2,8 +2,8 @@
 
 A program holds one block of rows: queries times the query heads that share a key head. For these
 rows it keeps, over all keys so far, the weighted sums of the values, the sum of the weights and the
-maximum of the scores, each in float32 (Milakov and Gimelshein 2018, arXiv:1805.02867). Programs that
-split a cache write these three, and `combined` reduces them.
+maximum of the scores (Milakov and Gimelshein 2018, arXiv:1805.02867). Programs that split a cache
+write these three, and `combined` reduces them.
 
 Numerics: scores, weights and sums in float32; products as `triton.dot` says. Weights are not
 rounded to bf16. Scores are masked before exp; a query that sees nothing gets zeros.
@@ -11,7 +11,7 @@ rounded to bf16. Scores are masked before exp; a query that sees nothing gets ze
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +37,10 @@ class Softmax(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The share of a cache that a program reads: blocks `index`, `index + count`, ..."""
+    """The share of a cache that a program reads: blocks `number`, `number + splits`, ..."""
 
-    index: jax.Array
-    count: int
+    number: jax.Array
+    splits: int
 
 
 # Adds keys, values and which of them are seen to a softmax.
@@ -109,33 +109,37 @@ def attend(
 def attend_cache(
     attend: Attend,
     softmax: Softmax,
-    keys_ref: Ref,  # [L, E]
-    values_ref: Ref,  # [L, E]
-    length: jax.Array,
+    cache: tuple[Ref, Ref, jax.Array],
     *,
     block: int,
     split: Split,
 ) -> Softmax:
-    """Adds a split of the first `length` places of a cache, `block` places at a time."""
+    """Adds a split of a cache.
+
+    Args:
+        attend, softmax: as above.
+        cache: keys and values `[L, E]`, and how many places are in use.
+        block: places at a time.
+        split: which share of the blocks.
+    """
+    keys_ref, values_ref, length = cache
     num_blocks = lax.div(length + block - 1, block)
 
     def step(i: jax.Array, softmax: Softmax) -> Softmax:
-        first = (split.index + i * split.count) * block
+        first = (split.number + i * split.splits) * block
         place, exists = tb.rows(first, block, keys_ref.shape[0])
         seen = (exists & (place < length))[None, :]
         return attend(softmax, load(keys_ref, place), load(values_ref, place), seen)
 
-    # Blocks index, index + count, ... below num_blocks.
-    steps = lax.div(num_blocks - split.index + split.count - 1, split.count)
+    # Blocks number, number + splits, ... below num_blocks.
+    steps = lax.div(num_blocks - split.number + split.splits - 1, split.splits)
     return lax.fori_loop(0, steps, step, softmax)
 
 
 def attend_nodes(
     attend: Attend,
     softmax: Softmax,
-    keys_ref: Ref,  # [N, E]
-    values_ref: Ref,  # [N, E]
-    mask_ref: Ref,  # [Q, N]
+    nodes: tuple[Ref, Ref, Ref],
     query: jax.Array,
     *,
     last: jax.Array,
@@ -146,10 +150,11 @@ def attend_nodes(
 
     Args:
         attend, softmax, block, split: as above.
-        keys_ref, values_ref, mask_ref: of the tree.
+        nodes: keys and values `[N, E]`, and the mask `[Q, N]`.
         query: the query of each row.
         last: the last of these queries, after which none of them sees a node.
     """
+    keys_ref, values_ref, mask_ref = nodes
     num_queries, num_nodes = mask_ref.shape
     num_seen = num_nodes - num_queries + last + 1
 
@@ -159,8 +164,8 @@ def attend_nodes(
         return attend(softmax, load(keys_ref, node), load(values_ref, node), seen)
 
     num_blocks = lax.div(num_seen + block - 1, block)
-    if split.count > 1:
-        num_blocks = num_blocks * (split.index == split.count - 1).astype(jnp.int32)
+    if split.splits > 1:
+        num_blocks = num_blocks * (split.number == split.splits - 1).astype(jnp.int32)
     return lax.fori_loop(0, num_blocks, step, softmax)
 
 
@@ -174,12 +179,10 @@ def query_block(num_queries: int, per_group: int, head_dim: int) -> pl.BlockSpec
     return pl.BlockSpec((None, num_queries, per_group, head_dim), lambda i, k, u, b: (b, 0, u, 0))
 
 
-Outputs = dict[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]]
+Outputs = dict[str, tuple[Any, pl.BlockSpec]]  # shape and dtype, and block
 
 
-def outputs(
-    shape: tuple[int, int, int, int], dtype: DTypeLike, *, per_group: int, splits: int
-) -> Outputs:
+def outputs(shape: tuple[int, ...], dtype: DTypeLike, *, per_group: int, splits: int) -> Outputs:
     """The outputs of a kernel with queries of this shape: `y`, or the parts of a softmax."""
     batch, num_queries, num_heads, head_dim = shape
     if splits == 1:

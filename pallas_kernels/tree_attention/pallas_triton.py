@@ -129,12 +129,13 @@ def _kernel(
     if block_cache:
         length = jnp.minimum(length_ref[...], cache_refs[0].shape[0])
         softmax = online_softmax.attend_cache(
-            attend, softmax, *cache_refs, length, block=block_cache, split=split
+            attend, softmax, (cache_refs[0], cache_refs[1], length), block=block_cache, split=split
         )
     softmax = online_softmax.attend_nodes(
         attend,
         softmax,
-        *(node_keys_ref, node_values_ref, mask_ref, query),
+        (node_keys_ref, node_values_ref, mask_ref),
+        query,
         last=online_softmax.last_query(first_row, block_rows, per_group, num_queries),
         block=block_nodes,
         split=split,

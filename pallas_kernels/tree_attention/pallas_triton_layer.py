@@ -3,14 +3,14 @@
 Passes: the programs of `tree_attention`, with a prologue and an epilogue. First each program
 rotates its queries, and the last split rotates the tree's keys into the pending record; both go
 through memory (mostly the L1 cache), from where the softmax reads them as in `tree_attention`. The
-accepted path of the previous tree is read where it is, in that tree's pending record. At the end one
-program for each batch row and key head appends the path to the cache. No program waits for another:
-loads of the last block of the cache include places beyond the old length, which another program may
-be writing, but those are masked out. They must be finite, before and after, because they are
-multiplied by zero.
+accepted path of the previous tree is read where it is, in that tree's pending record. At the end
+one program for each batch row and key head appends the path to the cache. No program waits for
+another: loads of the last block of the cache include places beyond the old length, which another
+program may be writing, but those are masked out. They must be finite, before and after, because
+they are multiplied by zero.
 
-Numerics: those of `online_softmax`. Angles, cosines and sines are float32; what is rotated is rounded
-to the dtype of the inputs, as it is in the pending record.
+Numerics: those of `online_softmax`. Angles, cosines and sines are float32. Rotated queries and keys
+are rounded to the dtype of the inputs, as they are in the pending record.
 
 Refuses what `tree_attention` refuses, and caches without places. Any number of nodes and of rotated
 pairs.
@@ -18,6 +18,7 @@ pairs.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +126,7 @@ def tree_attention_layer(
     results = online_softmax.outputs(
         shape, projected.dtype, per_group=per_group, splits=blocks.splits
     )
-    outputs = {
+    outputs: online_softmax.Outputs = {
         "node key": (pending, of_group(num_nodes)),
         "node value": (pending, of_group(num_nodes)),
         **results,
@@ -190,7 +191,7 @@ def _kernel(
     capacity = inputs["key"].shape[0]
     first_row = pl.program_id(0) * blocks.rows
     split = Split(pl.program_id(1), blocks.splits)
-    is_last = split.index == split.count - 1
+    is_last = split.number == split.splits - 1
     old_length = inputs["length"][...]
     count = inputs["count"][...] if "count" in inputs else 0
     length = old_length + count
@@ -198,7 +199,7 @@ def _kernel(
     # 1. Rotated queries of this program; keys and values of the tree in the last split.
     if layout.frequencies:
 
-        def rotate_queries(i: jax.Array, _: None) -> None:
+        def rotate_queries(i: jax.Array, _: Any) -> None:
             row, _ = tb.rows(first_row + i * BLOCK_MOVED, BLOCK_MOVED, num_queries * per_group)
             query, head = lax.div(row, per_group), lax.rem(row, per_group)
             position = length + inputs["depth"][query]
@@ -211,7 +212,7 @@ def _kernel(
 
         lax.fori_loop(0, blocks.rows // BLOCK_MOVED, rotate_queries, None)
 
-    def record(i: jax.Array, _: None) -> None:
+    def record(i: jax.Array, _: Any) -> None:
         query, _ = tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, num_queries)
         node, multiplier = num_prefix + query, layout.key_multiplier
         key, value = inputs["node key"], inputs["node value"]
@@ -227,7 +228,7 @@ def _kernel(
             online_softmax.store(outputs["node key"], (node,), parts)
         online_softmax.store(outputs["node value"], (node,), online_softmax.load(value, query))
 
-    def record_prefix(i: jax.Array, _: None) -> None:
+    def record_prefix(i: jax.Array, _: Any) -> None:
         node, _ = tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, num_prefix)
         for name in ("key", "value"):
             prefix = online_softmax.load(inputs[f"prefix {name}"], node)
@@ -251,7 +252,7 @@ def _kernel(
     softmax = online_softmax.attend_cache(
         attend,
         online_softmax.empty(blocks.rows, head_dim),
-        *(inputs["key"], inputs["value"], jnp.minimum(old_length, capacity)),
+        (inputs["key"], inputs["value"], jnp.minimum(old_length, capacity)),
         block=min(blocks.keys, tb.padded_size(capacity)),
         split=split,
     )
@@ -270,7 +271,8 @@ def _kernel(
     softmax = online_softmax.attend_nodes(
         attend,
         softmax,
-        *(outputs["node key"], outputs["node value"], inputs["mask"], query),
+        (outputs["node key"], outputs["node value"], inputs["mask"]),
+        query,
         last=online_softmax.last_query(first_row, blocks.rows, per_group, num_queries),
         block=min(blocks.keys, tb.padded_size(num_nodes)),
         split=split,
@@ -284,7 +286,7 @@ def _kernel(
         outputs["length"][...] = length
         num_written = jnp.clip(capacity - old_length, 0, count)
 
-        def append(i: jax.Array, _: None) -> None:
+        def append(i: jax.Array, _: Any) -> None:
             step, _ = tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, num_written)
             for name in ("key", "value"):
                 moved = online_softmax.load(inputs[f"old {name}"], path[step])

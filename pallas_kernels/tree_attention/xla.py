@@ -16,7 +16,7 @@ from pallas_kernels.tree_attention.kv_cache import KVCache, NodeKV, replay_kv
 from pallas_kernels.tree_attention.layout import AttentionLayout
 
 # Score of what is masked out. Finite, so that a query that sees nothing gives no NaN, which would
-# spread to others as 0 * NaN. Far below any score: beside a score that is seen, exp gives exactly 0.
+# spread to others as 0 * NaN. Far below any score: next to one that is seen, exp gives exactly 0.
 _MASKED = float(jnp.finfo(jnp.float32).min)
 
 _BLOCK = 512  # cache places
@@ -56,8 +56,11 @@ def tree_attention(
             start = jnp.minimum(i * _BLOCK, capacity - _BLOCK)
             places = start + jnp.arange(_BLOCK)
             seen = (places >= i * _BLOCK) & (places < length[:, None])
-            block = [lax.dynamic_slice_in_dim(x, start, _BLOCK, axis=2) for x in (keys, values)]
-            return _merged(softmax, _softmax(rows, *block, seen[:, None, None], scale))
+            some_keys = lax.dynamic_slice_in_dim(keys, start, _BLOCK, axis=2)
+            some_values = lax.dynamic_slice_in_dim(values, start, _BLOCK, axis=2)
+            return _merged(
+                softmax, _softmax(rows, some_keys, some_values, seen[:, None, None], scale)
+            )
 
         softmax = lax.fori_loop(0, -(-length.max() // _BLOCK), add_block, softmax)
     elif capacity:
