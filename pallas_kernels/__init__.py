@@ -6,26 +6,9 @@ kernel. `dispatch` says which one runs and why. Needs jax only.
 """
 
 from pallas_kernels import dispatch
-from pallas_kernels.add_rms_norm.api import add_rms_norm
-from pallas_kernels.gated_rms_norm.api import gated_rms_norm
-from pallas_kernels.mamba2_tree.api import (
-    Mamba2Weights,
-    Previous,
-    implementation_of_mamba2_tree,
-    mamba2_tree,
-)
-from pallas_kernels.mamba2_tree.layout import Layout
-from pallas_kernels.mamba2_tree.records import (
-    Mamba2Pending,
-    RecordQueue,
-    after_turn,
-    enqueued,
-    oldest_record,
-)
 from pallas_kernels.moe.api import expert_mlps
-from pallas_kernels.numerics import Unscaled
-from pallas_kernels.replay.api import replay
-from pallas_kernels.replay_tree_scan.api import replay_tree_scan
+from pallas_kernels.numerics import DeferredRMSNorm
+from pallas_kernels.rms_norm.api import add_rms_norm, gated_rms_norm
 from pallas_kernels.ssd.api import ssd
 from pallas_kernels.tree_attention.api import tree_attention, tree_attention_layer
 from pallas_kernels.tree_attention.kv_cache import KVCache, NodeKV, replay_kv, write_kv
@@ -35,29 +18,25 @@ from pallas_kernels.tree_conv1d.api import (
     replay_conv_state,
     replay_window,
     tree_conv1d,
+    tree_conv1d_layer,
 )
-from pallas_kernels.tree_scan.api import tree_scan
+from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
+from pallas_kernels.tree_scan.api import replay, replay_tree_scan, tree_scan
+from pallas_kernels.tree_scan.gate import Gate
 
 __all__ = [
     "AttentionLayout",
+    "DeferredRMSNorm",
+    "Gate",
     "KVCache",
-    "Layout",
+    "Mamba2Layout",
     "Mamba2Pending",
-    "Mamba2Weights",
     "NodeKV",
-    "Previous",
-    "RecordQueue",
-    "Unscaled",
     "add_rms_norm",
-    "after_turn",
     "conv_window",
     "dispatch",
-    "enqueued",
     "expert_mlps",
     "gated_rms_norm",
-    "implementation_of_mamba2_tree",
-    "mamba2_tree",
-    "oldest_record",
     "replay",
     "replay_conv_state",
     "replay_kv",
@@ -67,6 +46,7 @@ __all__ = [
     "tree_attention",
     "tree_attention_layer",
     "tree_conv1d",
+    "tree_conv1d_layer",
     "tree_scan",
     "write_kv",
 ]

@@ -125,6 +125,18 @@ def _bf16_parts(value: jax.Array, count: int) -> list[jax.Array]:
     return parts
 
 
+def masked_load(ref: Ref, index: tuple[Any, ...], mask: jax.Array, *, interpret: bool) -> jax.Array:
+    """`ref[index]` where `mask`, 0 elsewhere; what is masked off is not read.
+
+    The interpreter has no masked loads, and reads all. The index must be in bounds everywhere.
+    """
+    if interpret:
+        value = ref[index]
+        return jnp.where(mask, value, jnp.zeros_like(value))
+    view = ref.at[index]
+    return plt.load(view, mask=jnp.broadcast_to(mask, view.shape), other=0.0)
+
+
 def barrier(interpret: bool) -> None:
     """Synchronises the threads of a program, including their writes to memory."""
     if not interpret:
