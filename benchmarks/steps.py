@@ -1,4 +1,4 @@
-"""A verify step in a loop on the device, so that what is timed is not Python."""
+"""Verify steps in a loop on the device, so that Python is not timed."""
 
 import functools
 
@@ -12,7 +12,7 @@ from stree_jax.models.cache import path_to
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def run_steps(model: st.HybridLM, topology: st.TreeTopology, count: int) -> jax.Array:
-    """`count` target calls on a tree; each first replays a path of the one before."""
+    """`count` target calls on a tree, each of which replays a path of the one before."""
     tree = topology.tree(jnp.ones((1, topology.num_nodes), bool))
     path = path_to(tree, jnp.array([topology.num_nodes - 1], jnp.int32))
     pending = model.init_pending(1, topology.num_nodes)

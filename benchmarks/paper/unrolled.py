@@ -1,4 +1,4 @@
-"""What the paper compares with: a tree verified as a batch of its root-to-leaf paths.
+"""The paper's baseline: a tree verified as a batch of its root-to-leaf paths.
 
 `UnrolledLM` and `SequentialLM` have the interface of `HybridLM`, so that the same loop and the same
 benchmark run over either; logits and pending record come back in the order of the packed tree.
@@ -17,11 +17,11 @@ from stree_jax.models.cache import Pending, init_pending, path_to
 
 
 class Paths(NamedTuple):
-    """Root-to-leaf paths of a tree, `R` rows of `L` positions, and the way back."""
+    """Root-to-leaf paths of a tree, `R` rows of `L` positions, and where each node ends up."""
 
-    nodes: jax.Array  # [B, R, L]; the root past a path's end
+    nodes: jax.Array  # [B, R, L]; 0 past the end of a path
     valid: jax.Array  # [B, R, L]
-    place: jax.Array  # [B, N]: where a node is computed, as row * L + position
+    place: jax.Array  # [B, N]: row * L + position of a node
 
 
 def root_to_leaf_paths(tree: st.Tree, num_rows: int, num_positions: int) -> Paths:
@@ -44,7 +44,7 @@ def root_to_leaf_paths(tree: st.Tree, num_rows: int, num_positions: int) -> Path
 
 
 class UnrolledLM(st.HybridLM):
-    """Verifies every path as a row of its own: a state a path, and shared tokens again and again.
+    """Verifies each path as a row with a state of its own; shared nodes are computed in each.
 
     Attributes:
         num_rows: most leaves of a tree.
@@ -56,7 +56,7 @@ class UnrolledLM(st.HybridLM):
 
     @classmethod
     def like(cls, model: st.HybridLM, num_rows: int, num_positions: int) -> "UnrolledLM":
-        """The same weights, another way to run them."""
+        """The same weights, run on unrolled paths."""
         structure, _ = cls.abstract(model.config, dtype=model.dtype)
         unrolled = nnx.merge(structure, nnx.to_pure_dict(nnx.state(model)))
         unrolled.num_rows, unrolled.num_positions = num_rows, num_positions
