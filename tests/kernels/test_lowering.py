@@ -32,9 +32,7 @@ from pallas_kernels import (
 from pallas_kernels.tree_attention import config as attention_config
 from pallas_kernels.tree_attention import pallas_triton as attention_kernel
 
-pytestmark = pytest.mark.skipif(
-    triton.UNAVAILABLE is not None, reason=str(triton.UNAVAILABLE)
-)
+pytestmark = pytest.mark.skipif(triton.UNAVAILABLE is not None, reason=str(triton.UNAVAILABLE))
 
 DEVICES = {80: "NVIDIA A100", 86: "NVIDIA A10", 89: "NVIDIA L4", 90: "NVIDIA H100"}
 # jax 0.10 lowers for CUDA without being told for which GPU, and so once for all of them.
