@@ -1,22 +1,31 @@
 """Converters between checkpoint formats. Shipped as `stree_jax.convert`; needs no torch.
 
-`tensors` and `torch_file` open files lazily; `fields` accounts for every field of a config; `pure`,
-`bamba`, `granite`, `nemotron_h`, `zamba2` and `mamba_in_llama` say what a family's config means,
-`tables` which tensor is which weight, `rules` how one becomes the other; `families` recognises and
-picks; `reading` and `writing` go to a `HybridLM` and back.
+    families       the table `FAMILIES`: how each family is recognised, read and written
+    description    what a family reads and says: `Source`, `Description`
+    pure, bamba, granite, nemotron_h, zamba2, mamba_in_llama    configs of the families
+    fields         config files, with every field accounted for
+    rules, tables  which tensor becomes which weight
+    files, tensors, torch_file    lazily opened weights
+    reading, writing, api         to a `HybridLM` and back; `convert`
+
+A new family is a module with a reader (and a writer), and one entry of `FAMILIES`.
 """
 
-from stree_jax.convert.api import FORMATS, convert, find, is_native
-from stree_jax.convert.families import QUIRKS
+from stree_jax.convert.api import convert, find, formats
+from stree_jax.convert.description import Description, Source
+from stree_jax.convert.families import FAMILIES, QUIRKS, Family
 from stree_jax.convert.reading import Checkpoint, load_model, open_checkpoint
 
 __all__ = [
-    "FORMATS",
+    "FAMILIES",
     "QUIRKS",
     "Checkpoint",
+    "Description",
+    "Family",
+    "Source",
     "convert",
     "find",
-    "is_native",
+    "formats",
     "load_model",
     "open_checkpoint",
 ]

@@ -1,4 +1,4 @@
-"""`convert`: any checkpoint in, a native or a transformers one out."""
+"""`convert`: from any known checkpoint to a native one or to another program's format."""
 
 import os
 import re
@@ -10,19 +10,17 @@ from jax.typing import DTypeLike
 
 from stree_jax.checkpoint import (
     first_line,
-    from_pretrained,
+    is_native,
+    load_native,
     new_directory,
-    read_json,
     save_pretrained,
 )
-from stree_jax.convert.families import WRITABLE, layout, written_as
+from stree_jax.convert.families import config_files, layout
 from stree_jax.convert.reading import Progress, load_model, open_checkpoint
-from stree_jax.convert.writing import write_as
+from stree_jax.convert.writing import writable, write_as, written_as
 
-FORMATS = ("native", *WRITABLE)
-
-# What a tokenizer or a generation needs and a conversion does not change.
-_BESIDE = (
+# Files that are copied unchanged.
+_COPIED = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -35,6 +33,11 @@ _BESIDE = (
 )
 
 
+def formats() -> tuple[str, ...]:
+    """What `convert` can write: "native", "hf", or the name of a family."""
+    return ("native", *writable())
+
+
 def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
@@ -44,39 +47,39 @@ def convert(
     quirks: Collection[str] = (),
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Converts a checkpoint directory. The destination is complete or absent.
+    """Converts a checkpoint directory. The destination is either complete or absent.
 
     Args:
-        source: a directory in any format that `from_pretrained` takes, or the name of a model on
+        source: a directory in any format that `from_pretrained` reads, or the name of a model on
             the hub.
         destination: the directory to create; tokenizer files are copied into it.
-        dtype: of the weights, float32 or bfloat16; None: bfloat16 if the source is, else float32.
-            `A_log`, `D` and `dt_bias` are float32 whatever it is.
-        to: "native"; "hf", which is the family of transformers that can hold the model; or the name
-            of a family, see `FORMATS`.
-        quirks: of `families.QUIRKS`, to reproduce what other programs do against the config.
-        progress: called with bytes read and in all.
+        dtype: of the weights, float32 or bfloat16; None means bfloat16 if the source is bfloat16,
+            else float32. `A_log`, `D` and `dt_bias` are always float32.
+        to: one of `formats()`. "hf" is the first family of transformers that can hold the model.
+        quirks: names from `families.QUIRKS`: deviations of other programs from the config, to
+            reproduce them.
+        progress: called with the bytes read so far and the total.
 
     Raises:
         ValueError: the source cannot be converted, or the destination exists.
     """
-    if to not in FORMATS:
-        raise ValueError(f"to must be one of {FORMATS}, got {to!r}")
+    if to not in formats():
+        raise ValueError(f"to must be one of {formats()}, got {to!r}")
     path, target = find(source), Path(destination)
     if target.exists():
         raise ValueError(f"{target} exists; choose another name")
     if is_native(path):
         if quirks:
-            raise ValueError(f"{path} is native; quirks are for converting what others wrote")
-        model = from_pretrained(path, dtype=dtype)
+            raise ValueError(f"{path} is native; quirks are for checkpoints of other programs")
+        model = load_native(path, dtype=dtype)
     else:
         checkpoint = open_checkpoint(path, quirks)
-        if to != "native":  # refuses before the work
+        if to != "native":  # refuse before reading weights
             written_as(checkpoint.description.config, to, checkpoint.dtype.name, target)
         model = load_model(
             checkpoint, dtype=checkpoint.dtype if dtype is None else dtype, progress=progress
         )
-    files = [path / name for name in _BESIDE if (path / name).is_file()]
+    files = [path / name for name in _COPIED if (path / name).is_file()]
     if to == "native":
         save_pretrained(model, target, files=files)
         return
@@ -86,17 +89,11 @@ def convert(
             shutil.copyfile(file, partial / file.name)
 
 
-def is_native(path: Path) -> bool:
-    """Whether a directory says that it is of our own format."""
-    file = path / "config.json"
-    return file.is_file() and "format" in read_json(file)
-
-
 def find(name: str | os.PathLike[str]) -> Path:
-    """The directory of a checkpoint: `name` itself, or where the hub's copy of it lies.
+    """The directory of a checkpoint, downloaded from the hub if it is not a local one.
 
     Raises:
-        ValueError: there is neither.
+        ValueError: there is no such directory and no such model on the hub.
     """
     path = Path(name)
     if path.is_dir():
@@ -105,8 +102,8 @@ def find(name: str | os.PathLike[str]) -> Path:
         raise ValueError(f"{path} is a file; a checkpoint is a directory")
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name), re.ASCII):
         raise ValueError(f"no checkpoint at {path}: there is no such directory")
-    configs = [*_BESIDE, "config.json", "params.json", "mamba_config.json", "*.index.json"]
-    path = _download(str(name), configs)  # they say which of the large files are needed
+    # The small files first: they decide which large ones are needed.
+    path = _download(str(name), [*_COPIED, *config_files(), "*.index.json"])
     patterns = (
         ["params/**"]
         if is_native(path)
@@ -120,7 +117,7 @@ def find(name: str | os.PathLike[str]) -> Path:
 
 
 def _download(name: str, patterns: list[str]) -> Path:
-    """Files of a model on the hub, in the hub's cache."""
+    """Downloads files of a model into the hub's cache and returns their directory."""
     try:
         import huggingface_hub
     except ImportError:
@@ -129,7 +126,8 @@ def _download(name: str, patterns: list[str]) -> Path:
         ) from None
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # offline, unknown, gated: the library raises many kinds
+    except Exception as error:  # offline, unknown, gated: the library raises many types
         raise ValueError(
-            f"there is no directory {name}, and the hub's copy cannot be had: {first_line(error)}"
+            f"there is no directory {name}, and it cannot be downloaded from the hub:"
+            f" {first_line(error)}"
         ) from error

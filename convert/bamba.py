@@ -1,34 +1,36 @@
-"""Bamba and Falcon-H1, as transformers' `BambaConfig` and `FalconH1Config` describe them."""
+"""Bamba and Falcon-H1: transformers' `BambaConfig` and `FalconH1Config`."""
 
 from typing import Any
 
 from stree_jax.config import ModelConfig
 from stree_jax.convert import tables
-from stree_jax.convert.description import Description, hf_values, mixer_of, norm_kind
-from stree_jax.convert.fields import MAX_LAYERS, Fields
+from stree_jax.convert.description import Description, Source, hf_values, mixer_of, norm_kind
+from stree_jax.convert.fields import MAX_LAYERS
 from stree_jax.convert.hybrid_parts import (
     attention_of,
-    attention_of_fields,
     attention_values,
-    finished,
-    gated_mlp,
-    mamba2_mixer,
-    mamba2_values,
-    max_length_of,
-    pairs,
+    described,
+    max_length_values,
+    mixer_values,
+    model_fields,
     positions_of,
-    present,
+    read_attention,
+    read_max_length,
+    read_mixer,
+    read_mlp,
+    required,
     rope_values,
-    rotated,
-    whole_model,
+    with_mlps,
+    with_rope,
 )
 from stree_jax.convert.rules import Rule
 
 
-def read_bamba(fields: Fields) -> Description:
-    """`BambaConfig`; RoPE on the first half of each head, whatever the config says."""
-    mamba2, d_model = mamba2_mixer(fields)
-    attention = attention_of_fields(fields, d_model)
+def read_bamba(source: Source) -> Description:
+    """`BambaConfig`. transformers applies RoPE to the first half of each head."""
+    fields = source.fields
+    mamba2, d_model = read_mixer(fields)
+    attention = read_attention(fields, d_model)
     theta, scaling, table = fields.rope()
     table.check(
         table.number("partial_rotary_factor", 0.5) == 0.5,
@@ -36,62 +38,63 @@ def read_bamba(fields: Fields) -> Description:
     )
     fields.ignore("always 0.5", "partial_rotary_factor")
     table.finish()
-    fields.same("attn_rotary_emb", attention.head_dim // 2)  # of Bamba's first conversions
+    fields.same("attn_rotary_emb", attention.head_dim // 2)  # in the first conversions of Bamba
     num_layers = fields.integer("num_hidden_layers", 32, most=MAX_LAYERS)
     with_attention = fields.indices("attn_layer_indices", num_layers)
     kinds = ["attention" if i in with_attention else "mamba2" for i in range(num_layers)]
     fields.ignore("said by attn_layer_indices", "layers_block_type", "layer_types")
     fields.ignore("of training", "z_loss_coefficient")
     config = ModelConfig(
-        layers=pairs(kinds, "mlp"),
+        layers=with_mlps(kinds),
         mamba2=mamba2,
-        attention=rotated(attention, attention.head_dim // 2, theta, scaling),
-        mlp=gated_mlp(fields),
-        max_length=max_length_of(fields),
-        **whole_model(fields, d_model),
+        attention=with_rope(attention, attention.head_dim // 2, theta, scaling),
+        mlp=read_mlp(fields),
+        max_length=read_max_length(fields),
+        **model_fields(fields, d_model),
     )
-    return finished("transformers bamba", fields, config, _rules(config))
+    return described("transformers bamba", fields, config, _rules(config))
 
 
 def _rules(config: ModelConfig) -> list[Rule]:
-    """Names of the tensors of both families."""
+    """The rules of both families."""
     return tables.llama_like(
         config,
-        mlp=tables.split_mlp(present(config.mlp)),
+        mlp=tables.split_mlp(required(config.mlp)),
         mlp_name="feed_forward",
         mlp_norm="pre_ff_layernorm",
         final_norm="final_layernorm",
     )
 
 
-def write_bamba(config: ModelConfig) -> dict[str, Any]:
-    """A config.json of `BambaConfig`."""
+def write_bamba(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """`BambaConfig`."""
     attention = attention_of(config)
     return (
-        hf_values(config, "bamba", "BambaForCausalLM")
-        | mamba2_values(config)
+        hf_values(config, dtype, "bamba", "BambaForCausalLM")
+        | mixer_values(config)
         | attention_values(config)
         | rope_values(attention, partial_rotary_factor=0.5)
+        | max_length_values(config)
         | {
             "num_hidden_layers": len(config.layers) // 2,
             "attn_layer_indices": positions_of(config.layers[::2], "attention"),
-            "intermediate_size": present(config.mlp).hidden_size,
-            "hidden_act": present(config.mlp).activation,
-            "mlp_bias": present(config.mlp).bias,
-            "max_position_embeddings": config.max_length,
+            "intermediate_size": required(config.mlp).hidden_size,
+            "hidden_act": required(config.mlp).activation,
+            "mlp_bias": required(config.mlp).bias,
         }
     )
 
 
-def read_falcon_h1(fields: Fields) -> Description:
-    """`FalconH1Config`: mixer and attention side by side in every layer, and many multipliers."""
+def read_falcon_h1(source: Source) -> Description:
+    """`FalconH1Config`: mixer and attention in parallel in every layer, and many multipliers."""
+    fields = source.fields
     norm_first = fields.flag("mamba_norm_before_gate", True)
     norm = norm_kind(fields.flag("mamba_rms_norm", False), norm_first)
     d_model = fields.integer("hidden_size", 4096)
     inner = fields.integer("mamba_expand", 2) * d_model
     if "mamba_d_ssm" not in fields.values or fields.has("mamba_d_ssm"):
         inner = fields.integer("mamba_d_ssm", 1024)
-    mamba2, _ = mamba2_mixer(
+    mamba2, _ = read_mixer(
         fields,
         inner=inner,
         norm=norm,
@@ -100,7 +103,7 @@ def read_falcon_h1(fields: Fields) -> Description:
         output_multiplier=fields.number("ssm_out_multiplier", 1.0),
         section_multipliers=fields.numbers("ssm_multipliers", 5),
     )
-    attention = attention_of_fields(
+    attention = read_attention(
         fields,
         d_model,
         input_multiplier=fields.number("attention_in_multiplier", 1.0),
@@ -114,12 +117,12 @@ def read_falcon_h1(fields: Fields) -> Description:
     config = ModelConfig(
         layers=("parallel", "mlp") * num_layers,
         mamba2=mamba2,
-        attention=rotated(attention, attention.head_dim, theta, scaling),
-        mlp=gated_mlp(fields, gate_multiplier=gate, output_multiplier=down),
+        attention=with_rope(attention, attention.head_dim, theta, scaling),
+        mlp=read_mlp(fields, gate_multiplier=gate, output_multiplier=down),
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
         logits_multiplier=fields.number("lm_head_multiplier", 1.0),
-        max_length=max_length_of(fields),
-        **whole_model(fields, d_model),
+        max_length=read_max_length(fields),
+        **model_fields(fields, d_model),
     )
     fields.ignore("all layers are alike", "layers_block_type", "layer_types", "attn_layer_indices")
     fields.ignore("always used", "mamba_use_mlp")
@@ -127,17 +130,18 @@ def read_falcon_h1(fields: Fields) -> Description:
     fields.ignore(
         "of training", "time_step_min", "time_step_max", "time_step_floor", "time_step_rank"
     )
-    return finished("transformers falcon_h1", fields, config, _rules(config))
+    return described("transformers falcon_h1", fields, config, _rules(config))
 
 
-def write_falcon_h1(config: ModelConfig) -> dict[str, Any]:
-    """A config.json of `FalconH1Config`."""
-    m, a, mlp = mixer_of(config), attention_of(config), present(config.mlp)
+def write_falcon_h1(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """`FalconH1Config`."""
+    m, a, mlp = mixer_of(config), attention_of(config), required(config.mlp)
     return (
-        hf_values(config, "falcon_h1", "FalconH1ForCausalLM")
-        | mamba2_values(config)
+        hf_values(config, dtype, "falcon_h1", "FalconH1ForCausalLM")
+        | mixer_values(config)
         | attention_values(config)
         | rope_values(a)
+        | max_length_values(config)
         | {
             "num_hidden_layers": len(config.layers) // 2,
             "mamba_d_ssm": m.inner_size,
@@ -157,6 +161,5 @@ def write_falcon_h1(config: ModelConfig) -> dict[str, Any]:
             "ssm_out_multiplier": m.output_multiplier,
             "ssm_multipliers": list(m.section_multipliers),
             "mlp_multipliers": [mlp.gate_multiplier, mlp.output_multiplier],
-            "max_position_embeddings": config.max_length,
         }
     )

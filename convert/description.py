@@ -1,32 +1,44 @@
-"""What a checkpoint is, and what the families share in saying so."""
+"""What a family reads (`Source`), what it says (`Description`), and helpers that families share."""
 
 import math
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from stree_jax.config import ModelConfig
+from stree_jax.convert.fields import Fields
 from stree_jax.convert.rules import Ignored, Rule
+from stree_jax.convert.tensors import Tensor
 from stree_jax.layer_config import Mamba2Config
 
 
+class Source(NamedTuple):
+    """A checkpoint as its files show it, before it is understood."""
+
+    fields: Fields  # config.json or params.json
+    beside: Mapping[str, Fields] = {}  # other config files, by file name
+    tensors: Mapping[str, Tensor] = {}  # by name, not read
+    quirks: Collection[str] = ()  # names from `families.QUIRKS` to reproduce
+
+
 class Description(NamedTuple):
-    """What a checkpoint is, as its config tells."""
+    """What a checkpoint is, according to its config."""
 
     family: str
     config: ModelConfig
     rules: list[Rule]
     ignored: list[Ignored]  # tensors
-    notes: list[str]  # config fields that were left aside, and why
+    notes: list[str]  # ignored config fields, with reasons
 
 
 def norm_kind(has_norm: bool, norm_first: bool) -> str:
-    """`Mamba2Config.norm` in the words of most configs."""
+    """`Mamba2Config.norm` from the two flags that most configs have."""
     if not has_norm:
         return "none"
     return "norm_then_gate" if norm_first else "gate_then_norm"
 
 
 def tied_head(config: ModelConfig, name: str) -> list[Ignored]:
-    """A head that is stored although it is the embedding."""
+    """The output head, if it is tied to the embedding: it may be stored anyway."""
     if not config.tie_embeddings:
         return []
     return [Ignored(name, "the embedding again: tied", is_embedding=True)]
@@ -44,18 +56,21 @@ def mixer_of(config: ModelConfig) -> Mamba2Config:
 
 
 def limits(mixer: Mamba2Config) -> list[Any]:
-    """The clamp of the time step, in transformers 5's JSON."""
+    """The clamp of the time step as transformers 5 writes it in JSON."""
     low, high = mixer.dt_limit
     return [low, high if high < math.inf else {"__float__": "Infinity"}]
 
 
-def hf_values(config: ModelConfig, model_type: str, architecture: str) -> dict[str, Any]:
-    """Fields that all transformers configs have."""
+def hf_values(
+    config: ModelConfig, dtype: str, model_type: str, architecture: str
+) -> dict[str, Any]:
+    """Fields of every transformers config."""
     eos = config.eos_token
     return {
         "architectures": [architecture],
         "model_type": model_type,
-        # transformers has no unpadded size; it may then sample an id that means nothing.
+        "dtype": dtype,
+        # transformers has no unpadded size, so it may sample a padding id.
         "vocab_size": config.num_embeddings,
         "hidden_size": config.d_model,
         "tie_word_embeddings": config.tie_embeddings,

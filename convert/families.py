@@ -1,10 +1,9 @@
-"""The families of checkpoints: how each is recognised, read and written.
+"""The table of checkpoint families, and how a checkpoint is matched to one.
 
-A config field is used, ignored for a stated reason, or refused; none is overlooked.
+A new family is one module and one entry of `FAMILIES`.
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,11 +11,11 @@ from typing import Any, NamedTuple
 from stree_jax.checkpoint import read_json
 from stree_jax.config import ModelConfig
 from stree_jax.convert import bamba, granite, mamba_in_llama, nemotron_h, pure, zamba2
-from stree_jax.convert.description import Description
+from stree_jax.convert.description import Description, Source
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.tensors import Tensor
 
-# Ways in which other programs depart from a published config, for who must reproduce them.
+# Deviations of other programs from the published config, reproduced on request.
 QUIRKS = {
     "hf_dt_floor": "Nemotron-H and Zamba2: clamp the time step at time_step_min, as transformers'"
     " prefill does",
@@ -25,36 +24,65 @@ QUIRKS = {
 }
 
 
-class Layout(NamedTuple):
-    """Where a checkpoint keeps its config and its weights."""
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How one family of checkpoints is recognised, read and written.
 
-    config: str
-    weights: tuple[str, ...]
-
-
-_HF_LAYOUT = Layout("config.json", ("model.safetensors", "pytorch_model.bin"))
-_MISTRAL_LAYOUT = Layout("params.json", ("consolidated.safetensors",))
-_MAMBA_CONFIG = "mamba_config.json"  # beside a config.json of Llama: MambaInLlama
-
-
-def layout(directory: Path) -> Layout:
-    """Which files belong together; Codestral's repository has both of its forms.
-
-    Raises:
-        ValueError: there is no config.
+    Attributes:
+        read: describes a checkpoint. Every config field must be used, ignored for a stated reason,
+            or refused; see `fields.Fields`.
+        write: config.json for a model and the name of its weights' dtype; None if checkpoints of
+            this family are only read.
+        quirk: the name in `QUIRKS` that `read` implements; None if there is none.
+        recognise: whether a checkpoint belongs to this family. None for families of transformers,
+            whose config.json has the family's name as its `model_type`.
+        mark: what `recognise` looks for, for messages.
+        beside: further config files, by name, and how they are written.
+        padded_vocab: the config gives the real size of a padded vocabulary. If False, padding
+            counts as vocabulary when a model is written.
     """
-    layouts = (_HF_LAYOUT, _MISTRAL_LAYOUT)
-    found = [files for files in layouts if (directory / files.config).is_file()]
-    if not found:
-        raise ValueError(f"{directory} is not a checkpoint: it has no config.json or params.json")
 
-    def has_weights(files: Layout) -> bool:
-        names = [*files.weights, *(f"{name}.index.json" for name in files.weights)]
-        return any((directory / name).is_file() for name in names)
+    read: Callable[[Source], Description]
+    write: Callable[[ModelConfig, str], dict[str, Any]] | None = None
+    quirk: str | None = None
+    recognise: Callable[[Source], bool] | None = None
+    mark: str = "model_type"
+    beside: Mapping[str, Callable[[ModelConfig], dict[str, Any]]] = dataclasses.field(
+        default_factory=dict
+    )
+    padded_vocab: bool = False
 
-    return next(filter(has_weights, found), found[0])
 
+# By name, which is the `model_type` of transformers' families. Families with a `recognise` are
+# asked first, in this order.
+FAMILIES = {
+    "mamba2": Family(pure.read_mamba2, pure.write_mamba2),
+    "bamba": Family(bamba.read_bamba, bamba.write_bamba),
+    "falcon_h1": Family(bamba.read_falcon_h1, bamba.write_falcon_h1),
+    "granitemoehybrid": Family(granite.read_granite, granite.write_granite),
+    "nemotron_h": Family(
+        nemotron_h.read_nemotron_h, nemotron_h.write_nemotron_h, quirk="hf_dt_floor"
+    ),
+    "zamba2": Family(zamba2.read_zamba2, zamba2.write_zamba2, quirk="hf_dt_floor"),
+    "mamba_in_llama": Family(
+        mamba_in_llama.read_mamba_in_llama,
+        mamba_in_llama.write_mamba_in_llama,
+        quirk="plain_rope",
+        recognise=lambda source: mamba_in_llama.MAMBA_CONFIG in source.beside,
+        mark=mamba_in_llama.MAMBA_CONFIG,
+        beside={mamba_in_llama.MAMBA_CONFIG: mamba_in_llama.write_mamba_config},
+    ),
+    "mamba_ssm": Family(
+        pure.read_mamba_ssm,
+        pure.write_mamba_ssm,
+        recognise=lambda source: "ssm_cfg" in source.fields.values,
+        mark="ssm_cfg",
+        padded_vocab=True,
+    ),
+    "codestral": Family(pure.read_codestral, recognise=pure.is_codestral, mark="params.json"),
+}
 
+# `model_type`s that are known and not supported.
 _REFUSED = {
     "Mamba-1 layers, whose state has no heads": ("mamba", "falcon_mamba", "jamba", "zamba"),
     "gated delta net layers, not Mamba-2": (
@@ -73,6 +101,45 @@ _REFUSED = {
 }
 
 
+class Layout(NamedTuple):
+    """The config file of a checkpoint and the names that its weights may have."""
+
+    config: str
+    weights: tuple[str, ...]
+
+
+_LAYOUTS = (
+    Layout("config.json", ("model.safetensors", "pytorch_model.bin")),
+    Layout("params.json", ("consolidated.safetensors",)),  # Mistral's
+)
+
+
+def layout(directory: Path) -> Layout:
+    """The layout of a directory. If it has several (Codestral's has), one with weights.
+
+    Raises:
+        ValueError: there is no config.
+    """
+    found = [files for files in _LAYOUTS if (directory / files.config).is_file()]
+    if not found:
+        raise ValueError(f"{directory} is not a checkpoint: it has no config.json or params.json")
+
+    def has_weights(files: Layout) -> bool:
+        names = [*files.weights, *(f"{name}.index.json" for name in files.weights)]
+        return any((directory / name).is_file() for name in names)
+
+    return next(filter(has_weights, found), found[0])
+
+
+def config_files() -> list[str]:
+    """Names of all files that may describe a checkpoint."""
+    return [files.config for files in _LAYOUTS] + _files_beside()
+
+
+def _files_beside() -> list[str]:
+    return [name for family in FAMILIES.values() for name in family.beside]
+
+
 def describe(
     path: Path,
     values: Mapping[str, Any],
@@ -83,13 +150,13 @@ def describe(
 
     Args:
         path: its config file.
-        values: what is in it.
+        values: the content of that file.
         tensors: by name.
-        quirks: of `QUIRKS`, to reproduce.
+        quirks: names from `QUIRKS` to reproduce.
 
     Raises:
-        ValueError: it is of no known family, of one that is refused, or its config does not fit; or
-            a quirk that the family does not have.
+        ValueError: the family is unknown or refused, the config is invalid, or the family has no
+            such quirk.
     """
     unknown = sorted(set(quirks) - set(QUIRKS))
     if unknown:
@@ -100,166 +167,54 @@ def describe(
                 f"{path} says {field}: quantised checkpoints are not supported, use the bfloat16"
                 " original"
             )
+    others = [path.with_name(name) for name in _files_beside()]
+    beside = {file.name: Fields(file, read_json(file)) for file in others if file.is_file()}
+    return read(Source(Fields(path, values), beside, tensors, quirks))
+
+
+def read(source: Source) -> Description:
+    """Describes a checkpoint through its family.
+
+    Raises:
+        ValueError: see `describe`.
+    """
+    path = source.fields.path
     try:
-        read, has = _reader(path, values, tensors, quirks)
-        if not set(quirks) <= {has}:
-            raise ValueError(f"this family has no quirk {sorted(set(quirks) - {has})}")
-        return read()
-    except ValueError as error:  # of `ModelConfig`, which does not know the file
+        family = FAMILIES[recognise(source)]
+        if not set(source.quirks) <= {family.quirk}:
+            raise ValueError(
+                f"this family has no quirk {sorted(set(source.quirks) - {family.quirk})}"
+            )
+        return family.read(source)
+    except ValueError as error:  # `ModelConfig` cannot name the file
         raise error if str(path.parent) in str(error) else ValueError(f"{path}: {error}") from None
 
 
-def _reader(
-    path: Path,
-    values: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    quirks: Collection[str],
-) -> tuple[Callable[[], Description], str | None]:
-    """What describes a checkpoint, and the quirk that its family has."""
-    fields = Fields(path, values)
+def recognise(source: Source) -> str:
+    """The name of a checkpoint's family in `FAMILIES`.
+
+    Raises:
+        ValueError: the family is unknown or refused.
+    """
+    path, values = source.fields.path, source.fields.values
+    for name, family in FAMILIES.items():
+        if family.recognise is not None and family.recognise(source):
+            return name
     model_type = values.get("model_type")
-    mamba_config = path.with_name(_MAMBA_CONFIG)
-    if mamba_config.is_file():
-        mamba = Fields(mamba_config, read_json(mamba_config))
-        return (
-            lambda: mamba_in_llama.read_mamba_in_llama(fields, mamba, tensors, quirks)
-        ), "plain_rope"
-    if "ssm_cfg" in values:
-        return (lambda: pure.read_mamba_ssm(fields)), None
-    if "dim" in values and "n_heads" not in values and model_type in (None, "mamba"):
-        return (lambda: pure.read_codestral(fields)), None
-    match model_type:
-        case "mamba2":
-            return (lambda: pure.read_mamba2(fields, tensors)), None
-        case "bamba":
-            return (lambda: bamba.read_bamba(fields)), None
-        case "falcon_h1":
-            return (lambda: bamba.read_falcon_h1(fields)), None
-        case "granitemoehybrid":
-            return (lambda: granite.read_granite(fields)), None
-        case "nemotron_h":
-            return (lambda: nemotron_h.read_nemotron_h(fields, tensors, quirks)), "hf_dt_floor"
-        case "zamba2":
-            return (lambda: zamba2.read_zamba2(fields, quirks)), "hf_dt_floor"
+    if model_type in transformers_families():
+        return model_type
     for reason, names in _REFUSED.items():
         if model_type in names:
             raise ValueError(f"{path} says model_type = {model_type!r}: {reason}")
     if "d_model" in values and "n_layer" in values:  # mamba_ssm's first release had no ssm_cfg
         raise ValueError(f"{path} has no ssm_cfg: a Mamba-1 model of mamba_ssm, not supported")
+    others = [f"{name} ({family.mark})" for name, family in FAMILIES.items() if family.recognise]
     raise ValueError(
-        f"{path} is of no known family (model_type = {model_type!r}); known: mamba_ssm (ssm_cfg),"
-        f" Codestral (params.json), MambaInLlama ({_MAMBA_CONFIG}), and transformers'"
-        f" {', '.join(_HF_WRITERS)}"
+        f"{path} is of no known family (model_type = {model_type!r}); known: {', '.join(others)},"
+        f" and transformers' {', '.join(transformers_families())}"
     )
 
 
-# --- Writing.
-
-_HF_WRITERS = {
-    "mamba2": pure.write_mamba2,
-    "bamba": bamba.write_bamba,
-    "falcon_h1": bamba.write_falcon_h1,
-    "granitemoehybrid": granite.write_granite,
-    "nemotron_h": nemotron_h.write_nemotron_h,
-    "zamba2": zamba2.write_zamba2,
-}
-_WRITERS = {
-    **_HF_WRITERS,
-    "mamba_ssm": pure.write_mamba_ssm,
-    "mamba_in_llama": mamba_in_llama.write_mamba_in_llama,
-}
-# What a model can be written as; "hf" is the first family of transformers that can hold it.
-WRITABLE = ("hf", *_WRITERS)
-
-
-class Written(NamedTuple):
-    """A model in the words of another program."""
-
-    family: str
-    files: dict[str, dict[str, Any]]  # config files, by name
-    description: Description  # of what is written
-
-
-def written_as(config: ModelConfig, target: str, dtype: str, directory: Path) -> Written:
-    """The config files that say the same as `config`, proved by reading them back.
-
-    Args:
-        config: a model's.
-        target: one of `WRITABLE`.
-        dtype: of the weights.
-        directory: where the files will be, for messages and for nothing else.
-
-    Raises:
-        ValueError: naming all that the family has no place for.
-    """
-    if target != "hf":
-        return _written(config, target, dtype, directory)
-    problems = []
-    for name in _HF_WRITERS:
-        try:
-            return _written(config, name, dtype, directory)
-        except ValueError as error:
-            problems.append(str(error))
-    shortest = min(problems, key=len)
-    raise ValueError(f"no family of transformers can hold this model; the nearest: {shortest}")
-
-
-def _written(config: ModelConfig, family: str, dtype: str, directory: Path) -> Written:
-    title = f"transformers' {family}" if family in _HF_WRITERS else family
-    try:
-        values = _WRITERS[family](config)
-        if values.get("max_position_embeddings", 0) is None:
-            del values["max_position_embeddings"]
-        if family != "mamba_ssm":
-            values["dtype"] = dtype
-        files = {"config.json": values}
-        path = directory / "config.json"
-        if family == "mamba_in_llama":
-            files[_MAMBA_CONFIG] = mamba_in_llama.mamba_in_llama_values(config)
-            mamba = Fields(directory / _MAMBA_CONFIG, files[_MAMBA_CONFIG])
-            back = mamba_in_llama.read_mamba_in_llama(Fields(path, values), mamba, {}, ())
-        else:
-            back = describe(path, json.loads(json.dumps(values)), {})
-    except ValueError as error:
-        raise ValueError(f"{title} cannot hold this model: {error}") from None
-    want = _canonical(config, padded=family == "mamba_ssm")
-    have = _canonical(back.config, padded=family == "mamba_ssm")
-    differences = [
-        f"{name} = {want[name]!r}" + (f" (only {have[name]!r})" if name in have else "")
-        for name in want
-        if name not in have or have[name] != want[name]
-    ]
-    differences += [f"no {name}" for name in have if name not in want]
-    if differences:
-        raise ValueError(f"{title} has no place for {'; '.join(differences)}")
-    return Written(family, files, back)
-
-
-def _canonical(config: ModelConfig, *, padded: bool) -> dict[str, Any]:
-    """What a config says, in one way of saying it. Without `padded`, padding is vocabulary."""
-    values: dict[str, Any] = {}
-    used = {
-        "mamba2": {"mamba2", "parallel"},
-        "attention": {"attention", "parallel", "shared"},
-        "mlp": {"mlp", "shared"},
-        "moe": {"moe"},
-        "shared": {"shared"},
-    }
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name not in used:
-            values[field.name] = value
-        elif value is not None and used[field.name] & set(config.layers):
-            values |= {f"{field.name}.{key}": v for key, v in dataclasses.asdict(value).items()}
-    values["padded_vocab_size"] = config.num_embeddings
-    if not padded:
-        values["vocab_size"] = config.num_embeddings
-    if (m := config.mamba2) is not None and "mamba2.num_heads" in values:
-        values["mamba2.num_x_heads"], values["mamba2.num_b_groups"] = m.x_heads, m.b_groups
-        values["mamba2.norm_groups"] = None if m.norm == "none" else m.gate_groups
-        values["mamba2.norm_eps"] = None if m.norm == "none" else m.norm_eps
-    if (a := config.attention) is not None and "attention.num_heads" in values:
-        values["attention.scale"] = a.score_scale
-        if not a.rotary_dim:
-            values["attention.rope_theta"] = values["attention.rope_scaling"] = None
-    return values
+def transformers_families() -> list[str]:
+    """Names of the families that are recognised by their `model_type`."""
+    return [name for name, family in FAMILIES.items() if family.recognise is None]

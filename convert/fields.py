@@ -1,4 +1,7 @@
-"""The fields of a config file, of which every one must be accounted for."""
+"""Typed access to a config file that accounts for every field.
+
+Each field is used, ignored for a stated reason, or refused.
+"""
 
 import math
 from collections.abc import Mapping
@@ -7,7 +10,7 @@ from typing import Any
 
 from stree_jax.layer_config import RopeScaling
 
-# Fields that every transformers config may have and that say nothing about the numbers.
+# Fields that any transformers config may have and that do not change what is computed.
 TRANSFORMERS = (
     "_name_or_path",
     "attn_implementation",
@@ -80,7 +83,16 @@ MAX_LAYERS = 4096
 
 
 class Fields:
-    """A table of config fields of which every one must be accounted for."""
+    """A table of config fields. `finish` refuses those that nobody took or ignored.
+
+    Null counts as absent everywhere. All methods raise a ValueError that names the file and the
+    field if a value is invalid.
+
+    Args:
+        path: the file, for messages.
+        values: its content.
+        prefix: of field names in messages, for a table within the file.
+    """
 
     def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = ""):
         self.path = path
@@ -90,7 +102,7 @@ class Fields:
         self._notes: list[str] = []
 
     def take(self, name: str, default: Any = _MISSING) -> Any:
-        """A field's value; null counts as absent."""
+        """The value of a field, or the default if it is absent."""
         self._left.discard(name)
         value = self.values.get(name)
         if value is not None:
@@ -99,7 +111,7 @@ class Fields:
         return default
 
     def alias(self, **names: str) -> None:
-        """Lets a field be found under an older name too: `alias(new="old")`."""
+        """Reads `new` from `old` where only that is present: `alias(new="old")`."""
         for name, old in names.items():
             if old in self.values:
                 self._left.discard(old)
@@ -109,7 +121,7 @@ class Fields:
     def integer(
         self, name: str, default: Any = _MISSING, *, least: int = 1, most: int = 1 << 24
     ) -> int:
-        """An integer within bounds."""
+        """An integer from `least` to `most`."""
         value = self.take(name, default)
         is_int = isinstance(value, int) and not isinstance(value, bool)
         self.check(
@@ -135,7 +147,7 @@ class Fields:
         return value
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
-        """So many numbers; absent: ones."""
+        """A list of `count` finite numbers; if absent, ones."""
         value = self.take(name, [1.0] * count)
         numbers = [_number(part) for part in value] if isinstance(value, list | tuple) else []
         self.check(
@@ -145,7 +157,7 @@ class Fields:
         return tuple(numbers)  # type: ignore[arg-type]
 
     def choice(self, name: str, default: str, known: Mapping[str, str]) -> str:
-        """A word that is known under several names."""
+        """A string from `known`, mapped to our name."""
         value = self.take(name, default)
         self.check(
             isinstance(value, str) and value in known,
@@ -154,7 +166,7 @@ class Fields:
         return known[value]
 
     def layer_kinds(self, name: str, known: Mapping[str, str]) -> tuple[str, ...]:
-        """A list with a word for each layer."""
+        """A list with the kind of each layer, mapped to our names."""
         value = self.take(name)
         self.check(
             isinstance(value, list) and 0 < len(value) <= MAX_LAYERS,
@@ -165,7 +177,7 @@ class Fields:
         return tuple(known[kind] for kind in value)
 
     def indices(self, name: str, num_layers: int) -> tuple[int, ...]:
-        """A list of layers; absent: none."""
+        """A list of layer indices; if absent, empty."""
         value = self.take(name, [])
         self.check(
             isinstance(value, list) and all(type(i) is int and 0 <= i < num_layers for i in value),
@@ -174,10 +186,13 @@ class Fields:
         return tuple(value)
 
     def rope(self, *, plain: bool = False) -> tuple[float, RopeScaling | None, "Fields"]:
-        """Base and scaling of RoPE in either dialect, and what the table says beside them.
+        """RoPE as transformers 4 or 5 writes it.
 
         Args:
-            plain: leave out the scaling, whatever the config says.
+            plain: ignore the scaling.
+
+        Returns:
+            The base, the scaling, and the table with its remaining entries.
         """
         theta = self.number("rope_theta", 10000.0)
         self.alias(rope_parameters="rope_scaling")
@@ -205,7 +220,7 @@ class Fields:
         return value
 
     def limits(self, name: str) -> tuple[float, float]:
-        """A pair of numbers, the second of which may be infinite; absent: no limits."""
+        """A lower and an upper limit, which may be infinite; if absent, 0 and infinity."""
         value = self.take(name, [0.0, math.inf])
         pair = [_number(part) for part in value] if isinstance(value, list | tuple) else []
         self.check(
@@ -215,18 +230,18 @@ class Fields:
         return pair[0], pair[1]  # type: ignore[return-value]
 
     def has(self, name: str) -> bool:
-        """Whether a field is there; null counts as absent."""
+        """Whether a field is present."""
         self._left -= {name} if self.values.get(name) is None else set()
         return self.values.get(name) is not None
 
     def same(self, name: str, value: int | float) -> None:
-        """A field that says again what another has said; absent: nothing."""
+        """Checks that a redundant field, if present, agrees with `value`."""
         if self.has(name):
             again = self.number(name)
             self.check(again == value, f"{self._prefix}{name} = {again:g}, elsewhere {value:g}")
 
     def tokens(self, name: str, vocab_size: int) -> int | tuple[int, ...] | None:
-        """A token id, or several; what cannot be one is noted."""
+        """A token id, or a tuple of several. Ids outside the vocabulary are dropped and noted."""
         value = self.take(name, None)
         listed = value if isinstance(value, list) else [value]
         usable = tuple(t for t in listed if type(t) is int and 0 <= t < vocab_size)
@@ -235,25 +250,25 @@ class Fields:
         return usable if len(usable) > 1 else (usable[0] if usable else None)
 
     def table(self, name: str) -> "Fields":
-        """A table within, to be finished by itself; absent: an empty one."""
+        """A nested table, with its own `finish`; if absent, empty."""
         value = self.take(name, {})
         self.check(isinstance(value, Mapping), f"{name} must be a table, got {value!r}")
         return Fields(self.path, value, f"{name}.")
 
     def ignore(self, reason: str, *names: str) -> None:
-        """Sets fields aside; those that are there are reported."""
+        """Ignores fields. `finish` returns a note for those that are present."""
         found = sorted(self._left & set(names))
         self._left -= set(found)
         if found:
             self._notes.append(f"{', '.join(self._prefix + name for name in found)}: {reason}")
 
     def finish(self) -> list[str]:
-        """What was set aside.
+        """Notes on ignored fields.
 
         Raises:
-            ValueError: a field that nobody knows; it might change the numbers.
+            ValueError: there are unknown fields, which might change what is computed.
         """
-        # Names that begin so are transformers' private matters.
+        # transformers' private fields begin with an underscore.
         unknown = sorted(self._prefix + name for name in self._left if name[:1] != "_")
         self.check(not unknown, f"unknown fields {unknown}; they might change what is computed")
         return self._notes
@@ -265,9 +280,9 @@ class Fields:
 
 
 def _number(value: Any) -> float | None:
-    """A number in either dialect: `Infinity` itself, or transformers 5's `{"__float__": ...}`."""
+    """A number; infinity is `Infinity` or transformers 5's `{"__float__": "Infinity"}`."""
     if isinstance(value, Mapping) and set(value) == {"__float__"}:
         return math.inf if value["__float__"] == "Infinity" else None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Integers of any size are JSON too, and float() refuses some.
+    # JSON integers have any size; float() overflows on huge ones.
     return float(value) if is_number and (-1e300 < value < 1e300 or value == math.inf) else None

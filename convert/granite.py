@@ -1,38 +1,37 @@
-"""Granite-4-H, as transformers' `GraniteMoeHybridConfig` describes it."""
+"""Granite-4-H: transformers' `GraniteMoeHybridConfig`."""
 
 from typing import Any
 
 from stree_jax.config import ModelConfig
 from stree_jax.convert import tables
-from stree_jax.convert.description import Description, hf_values
-from stree_jax.convert.fields import MAX_LAYERS, Fields
+from stree_jax.convert.description import Description, Source, hf_values
+from stree_jax.convert.fields import MAX_LAYERS
 from stree_jax.convert.hybrid_parts import (
     KINDS,
     NAMES,
     SILU,
     attention_of,
-    attention_of_fields,
     attention_values,
-    finished,
-    inverse,
-    mamba2_mixer,
-    mamba2_values,
-    max_length_of,
-    pairs,
-    present,
+    described,
+    mixer_values,
+    model_fields,
+    read_attention,
+    read_max_length,
+    read_mixer,
+    reciprocal,
+    required,
     rope_values,
-    rotated,
-    whole_model,
+    with_mlps,
+    with_rope,
 )
 from stree_jax.layer_config import MlpConfig, MoeConfig
 
 
-def read_granite(fields: Fields) -> Description:
+def read_granite(source: Source) -> Description:
     """`GraniteMoeHybridConfig`, dense or with experts."""
-    mamba2, d_model = mamba2_mixer(fields, eps_default=1e-6)
-    attention = attention_of_fields(
-        fields, d_model, scale=fields.number("attention_multiplier", 1.0)
-    )
+    fields = source.fields
+    mamba2, d_model = read_mixer(fields, eps_default=1e-6)
+    attention = read_attention(fields, d_model, scale=fields.number("attention_multiplier", 1.0))
     theta, scaling, table = fields.rope()
     table.finish()
     positions = fields.choice("position_embedding_type", "nope", {"rope": "rope", "nope": "nope"})
@@ -52,9 +51,11 @@ def read_granite(fields: Fields) -> Description:
     expert_size = fields.integer("intermediate_size", 11008)
     activation = fields.choice("hidden_act", "silu", SILU)
     config = ModelConfig(
-        layers=pairs(kinds, "moe" if num_experts else "mlp"),
+        layers=with_mlps(kinds, "moe" if num_experts else "mlp"),
         mamba2=mamba2,
-        attention=rotated(attention, attention.head_dim, theta, scaling) if has_rope else attention,
+        attention=with_rope(attention, attention.head_dim, theta, scaling)
+        if has_rope
+        else attention,
         mlp=None if num_experts else MlpConfig(shared_size, activation=activation),
         moe=MoeConfig(
             num_experts,
@@ -68,8 +69,8 @@ def read_granite(fields: Fields) -> Description:
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
         residual_multiplier=fields.number("residual_multiplier", 1.0),
         logits_multiplier=1 / fields.positive("logits_scaling", 1.0),
-        max_length=max_length_of(fields) if has_rope else None,
-        **whole_model(fields, d_model, eps_default=1e-6),
+        max_length=read_max_length(fields) if has_rope else None,
+        **model_fields(fields, d_model, eps_default=1e-6),
     )
     fields.ignore("without RoPE there is no limit", "max_position_embeddings")
     fields.ignore("never read by transformers", "normalization_function", "init_method", "mlp_bias")
@@ -80,11 +81,11 @@ def read_granite(fields: Fields) -> Description:
         mlp_norm="post_attention_layernorm",
         final_norm="norm",
     )
-    return finished("transformers granitemoehybrid", fields, config, rules)
+    return described("transformers granitemoehybrid", fields, config, rules)
 
 
-def write_granite(config: ModelConfig) -> dict[str, Any]:
-    """A config.json of `GraniteMoeHybridConfig`."""
+def write_granite(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """`GraniteMoeHybridConfig`."""
     a, mlp, moe = attention_of(config), config.mlp, config.moe
     experts = {"num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": 1}
     if moe is not None:
@@ -93,10 +94,10 @@ def write_granite(config: ModelConfig) -> dict[str, Any]:
             "num_experts_per_tok": moe.num_active,
             "intermediate_size": moe.hidden_size,
         }
-    shared = moe.shared_size if moe is not None else present(mlp).hidden_size
+    shared = moe.shared_size if moe is not None else required(mlp).hidden_size
     return (
-        hf_values(config, "granitemoehybrid", "GraniteMoeHybridForCausalLM")
-        | mamba2_values(config)
+        hf_values(config, dtype, "granitemoehybrid", "GraniteMoeHybridForCausalLM")
+        | mixer_values(config)
         | attention_values(config)
         | rope_values(a)
         | experts
@@ -104,12 +105,12 @@ def write_granite(config: ModelConfig) -> dict[str, Any]:
             "num_hidden_layers": len(config.layers) // 2,
             "layer_types": [NAMES.get(kind, kind) for kind in config.layers[::2]],
             "shared_intermediate_size": shared,
-            "hidden_act": present(mlp or moe).activation,
+            "hidden_act": required(mlp or moe).activation,
             "position_embedding_type": "rope" if a.rotary_dim else "nope",
             "attention_multiplier": a.score_scale,
             "embedding_multiplier": config.embedding_multiplier,
             "residual_multiplier": config.residual_multiplier,
-            "logits_scaling": inverse(config.logits_multiplier),
+            "logits_scaling": reciprocal(config.logits_multiplier),
             "max_position_embeddings": config.max_length or 1 << 17,
         }
     )

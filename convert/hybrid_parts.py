@@ -1,17 +1,17 @@
-"""What the readers and writers of hybrid families share."""
+"""Helpers for reading and writing hybrid families."""
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from stree_jax.config import ModelConfig
 from stree_jax.convert.description import Description, limits, mixer_of, tied_head
 from stree_jax.convert.fields import TRANSFORMERS, Fields
-from stree_jax.convert.rules import Ignored
+from stree_jax.convert.rules import Ignored, Rule
 from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig, RopeScaling
 
-# transformers 4 and 5 call them differently.
+# Layer kinds in the vocabularies of transformers 4 and 5.
 KINDS = {
     "mamba": "mamba2",
     "linear_attention": "mamba2",
@@ -23,15 +23,20 @@ KINDS = {
 }
 NAMES = {"mamba2": "linear_attention", "attention": "full_attention", "mlp": "mlp", "moe": "moe"}
 SILU = {"silu": "silu", "swish": "silu"}
-
-
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
 
-def mamba2_mixer(
+def read_mixer(
     fields: Fields, *, inner: int | None = None, eps_default: float = 1e-5, **more: Any
 ) -> tuple[Mamba2Config, int]:
-    """The mixer of Bamba, Granite and Falcon-H1, and the model's width."""
+    """The mixer of Bamba, Granite and Falcon-H1, and `d_model`.
+
+    Args:
+        fields: config.json.
+        inner: width of the mixer; None: `mamba_expand * hidden_size`.
+        eps_default: of `rms_norm_eps`.
+        **more: fields of `Mamba2Config` to set or replace.
+    """
     d_model = fields.integer("hidden_size", 4096)
     if inner is None:
         inner = fields.integer("mamba_expand", 2) * d_model
@@ -66,8 +71,8 @@ def mamba2_mixer(
     ), d_model
 
 
-def mamba2_values(config: ModelConfig) -> dict[str, Any]:
-    """The mixer in the words of `mamba2_mixer`."""
+def mixer_values(config: ModelConfig) -> dict[str, Any]:
+    """The inverse of `read_mixer`."""
     m = mixer_of(config)
     return {
         "mamba_n_heads": m.num_heads,
@@ -84,8 +89,8 @@ def mamba2_values(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def attention_of_fields(fields: Fields, d_model: int, **more: Any) -> AttentionConfig:
-    """Attention in the words that most families use; `more` are further knobs."""
+def read_attention(fields: Fields, d_model: int, **more: Any) -> AttentionConfig:
+    """Attention without RoPE, in the usual fields; `more` are fields of `AttentionConfig`."""
     num_heads = fields.integer("num_attention_heads", 32)
     bias = fields.flag("attention_bias", False)
     return AttentionConfig(
@@ -99,7 +104,7 @@ def attention_of_fields(fields: Fields, d_model: int, **more: Any) -> AttentionC
 
 
 def head_values(attention: AttentionConfig) -> dict[str, Any]:
-    """Heads of attention, in the words of transformers."""
+    """The numbers of attention heads."""
     return {
         "num_attention_heads": attention.num_heads,
         "num_key_value_heads": attention.num_kv_heads,
@@ -107,12 +112,12 @@ def head_values(attention: AttentionConfig) -> dict[str, Any]:
 
 
 def attention_values(config: ModelConfig) -> dict[str, Any]:
-    """Attention in the words that `attention_config` reads."""
+    """The inverse of `read_attention`, except for `head_dim`."""
     a = attention_of(config)
     return head_values(a) | {"attention_bias": a.qkv_bias}
 
 
-def rotated(
+def with_rope(
     attention: AttentionConfig, rotary_dim: int, theta: float, scaling: RopeScaling | None
 ) -> AttentionConfig:
     """The same attention with RoPE on the first `rotary_dim` channels."""
@@ -122,14 +127,14 @@ def rotated(
 
 
 def rope_values(attention: AttentionConfig, **more: Any) -> dict[str, Any]:
-    """RoPE in the words of transformers 5."""
+    """RoPE as transformers 5 writes it; `more` are further entries."""
     scaling = attention.rope_scaling
     table = {"rope_type": "default"} if scaling is None else scaling_values(scaling)
     return {"rope_parameters": {"rope_theta": attention.rope_theta} | table | more}
 
 
 def scaling_values(scaling: RopeScaling) -> dict[str, Any]:
-    """Llama 3's scaling in transformers' words."""
+    """Llama 3's RoPE scaling as transformers writes it."""
     return {
         "rope_type": "llama3",
         "factor": scaling.factor,
@@ -139,8 +144,8 @@ def scaling_values(scaling: RopeScaling) -> dict[str, Any]:
     }
 
 
-def gated_mlp(fields: Fields, **more: Any) -> MlpConfig:
-    """An MLP in the words of Llama; `more` are further knobs."""
+def read_mlp(fields: Fields, **more: Any) -> MlpConfig:
+    """A gated MLP in Llama's fields; `more` are fields of `MlpConfig`."""
     return MlpConfig(
         fields.integer("intermediate_size", 14336),
         activation=fields.choice("hidden_act", "silu", SILU),
@@ -149,77 +154,103 @@ def gated_mlp(fields: Fields, **more: Any) -> MlpConfig:
     )
 
 
-def whole_model(
+def model_fields(
     fields: Fields,
     d_model: int,
     *,
-    epsilon: float | None = None,
+    norm_eps: float | None = None,
     eps_default: float = 1e-5,
     tied: bool = False,
-    residual: bool = False,
+    residual_float32: bool = False,
 ) -> dict[str, Any]:
-    """What is said of a whole model in the same words by all; `residual`: but of that."""
+    """Fields of `ModelConfig` that all families read alike.
+
+    Args:
+        fields: config.json.
+        d_model, residual_float32: of the `ModelConfig`.
+        norm_eps: None: `rms_norm_eps`, with default `eps_default`.
+        eps_default: see `norm_eps`.
+        tied: default of `tie_word_embeddings`.
+    """
     vocab_size = fields.integer("vocab_size", 32000)
     return dict(
         vocab_size=vocab_size,
         d_model=d_model,
-        norm_eps=fields.positive("rms_norm_eps", eps_default) if epsilon is None else epsilon,
+        norm_eps=fields.positive("rms_norm_eps", eps_default) if norm_eps is None else norm_eps,
         tie_embeddings=fields.flag("tie_word_embeddings", tied),
+        residual_float32=residual_float32,
         eos_token=fields.tokens("eos_token_id", vocab_size),
-    ) | ({} if residual else {"residual_float32": False})
+    )
 
 
-def max_length_of(fields: Fields) -> int | None:
-    """The longest text; absent: no limit."""
+def read_max_length(fields: Fields) -> int | None:
+    """The context length; None means no limit."""
     name = "max_position_embeddings"
     return fields.integer(name) if fields.has(name) else None
 
 
-def dt_limit(fields: Fields, floor: float, quirks: Collection[str]) -> tuple[float, float]:
-    """Transformers clamps at `time_step_min` in prefill, although nothing says so."""
+def max_length_values(config: ModelConfig) -> dict[str, Any]:
+    """The inverse of `read_max_length`."""
+    return {} if config.max_length is None else {"max_position_embeddings": config.max_length}
+
+
+def read_dt_limit(fields: Fields, floor: float, quirks: Collection[str]) -> tuple[float, float]:
+    """The clamp of the time step; with the quirk, transformers' undocumented clamp in prefill."""
     published = fields.limits("time_step_limit")
     return (floor, math.inf) if "hf_dt_floor" in quirks else published
 
 
-def pairs(kinds: Collection[str], then: str) -> tuple[str, ...]:
-    """A mixer and then an MLP for each source layer."""
-    return tuple(part for kind in kinds for part in (kind, then))
+def with_mlps(mixers: Collection[str], mlp: str = "mlp") -> tuple[str, ...]:
+    """The layer kinds of a model in which an MLP follows every mixer."""
+    return tuple(kind for mixer in mixers for kind in (mixer, mlp))
 
 
 def positions_of(kinds: Collection[str], wanted: str) -> list[int]:
-    """Where in a list of kinds one is."""
+    """The indices of one kind in a list of kinds."""
     return [i for i, kind in enumerate(kinds) if kind == wanted]
 
 
-def inverse(value: float) -> float:
-    """A number whose reciprocal is `value`, a short one if there is one."""
+def reciprocal(value: float) -> float:
+    """The reciprocal of `value`, rounded to 9 digits if that inverts exactly."""
     short = float(f"{1 / value:.9g}")
     return short if 1 / short == value else 1 / value
 
 
 def attention_of(config: ModelConfig) -> AttentionConfig:
-    """The attention of a family that always has it; a ValueError if a model has none."""
+    """The attention of a family that always has it.
+
+    Raises:
+        ValueError: the model has none.
+    """
     if config.attention is None:
         raise ValueError(f"layers = {config.layers} have no attention")
     return config.attention
 
 
-def present(part: Any) -> Any:
-    """A part of a config that the family always has; a ValueError if it is None."""
+def required(part: Any) -> Any:
+    """A part of a config that the family always has.
+
+    Raises:
+        ValueError: it is None.
+    """
     if part is None:
         raise ValueError("a kind of layer that the family always has is missing")
     return part
 
 
-def finished(
+def described(
     family: str,
     fields: Fields,
     config: ModelConfig,
-    rules: list,
-    skipped: list[Ignored] | None = None,
+    rules: list[Rule],
+    ignored: Sequence[Ignored] = (),
 ) -> Description:
-    """The description, after checking that no field was overlooked."""
+    """The description of a transformers checkpoint.
+
+    Raises:
+        ValueError: a config field was not accounted for.
+    """
     fields.take("model_type", "")
     fields.ignore("of transformers, not of the model", *TRANSFORMERS, "use_mamba_kernels")
-    ignored = tied_head(config, "lm_head.weight") + (skipped or [])
+    ignored = [*tied_head(config, "lm_head.weight"), *ignored]
     return Description(family, config, rules, ignored, fields.finish())

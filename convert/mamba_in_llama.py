@@ -1,37 +1,37 @@
-"""MambaInLlama: Llamas with most of their attention distilled into Mamba-2."""
+"""MambaInLlama: Llamas with most attention layers distilled into Mamba-2.
 
-from collections.abc import Collection, Mapping
+A checkpoint has the config.json of the Llama and beside it a mamba_config.json.
+"""
+
 from typing import Any
 
 from stree_jax.config import ModelConfig
 from stree_jax.convert import tables
-from stree_jax.convert.description import Description, hf_values, limits, mixer_of
-from stree_jax.convert.fields import MAX_LAYERS, Fields
+from stree_jax.convert.description import Description, Source, hf_values, limits, mixer_of
+from stree_jax.convert.fields import MAX_LAYERS
 from stree_jax.convert.hybrid_parts import (
     ROPE,
     SILU,
     attention_values,
-    finished,
-    max_length_of,
-    pairs,
+    described,
+    max_length_values,
+    model_fields,
     positions_of,
-    present,
-    rotated,
+    read_max_length,
+    required,
     scaling_values,
-    whole_model,
+    with_mlps,
+    with_rope,
 )
 from stree_jax.convert.rules import Ignored
-from stree_jax.convert.tensors import Tensor
 from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig
 
+MAMBA_CONFIG = "mamba_config.json"
 
-def read_mamba_in_llama(
-    fields: Fields,
-    mamba: Fields,
-    tensors: Mapping[str, Tensor],
-    quirks: Collection[str],
-) -> Description:
-    """Llama's config.json, and beside it mamba_config.json."""
+
+def read_mamba_in_llama(source: Source) -> Description:
+    """Llama's config.json and mamba_config.json."""
+    fields, mamba = source.fields, source.beside[MAMBA_CONFIG]
     d_model = fields.integer("hidden_size")
     ssm = mamba.table("ssm_cfg")
     num_heads, state_size = ssm.integer("ngroups"), ssm.integer("d_state")
@@ -81,53 +81,53 @@ def read_mamba_in_llama(
             qkv_bias=fields.flag("attention_bias", False),
             out_bias=fields.flag("attention_bias", False),
         )
-        theta, scaling, table = fields.rope(plain="plain_rope" in quirks)
+        theta, scaling, table = fields.rope(plain="plain_rope" in source.quirks)
         table.finish()
-        attention = rotated(attention, attention.head_dim, theta, scaling)
+        attention = with_rope(attention, attention.head_dim, theta, scaling)
     else:
         fields.ignore("no layer has attention", *ROPE, *_LLAMA_ATTENTION)
     kinds = ["attention" if i in with_attention else "mamba2" for i in range(num_layers)]
     config = ModelConfig(
-        layers=pairs(kinds, "mlp"),
+        layers=with_mlps(kinds),
         mamba2=mamba2,
         attention=attention,
         mlp=MlpConfig(hidden, activation=activation, bias=fields.flag("mlp_bias", False)),
-        max_length=max_length_of(fields) if with_attention else None,
-        **whole_model(fields, d_model, epsilon=epsilon),
+        max_length=read_max_length(fields) if with_attention else None,
+        **model_fields(fields, d_model, norm_eps=epsilon),
     )
     fields.ignore("without RoPE there is no limit", "max_position_embeddings")
     fields.ignore("of training", "initializer_range")
     rules = tables.llama_like(
         config,
-        mlp=tables.split_mlp(present(config.mlp)),
+        mlp=tables.split_mlp(required(config.mlp)),
         mlp_name="mlp",
         mlp_norm="post_attention_layernorm",
         final_norm="norm",
     )
     skipped = [
         Ignored(name, "computed from the config")
-        for name in tensors
+        for name in source.tensors
         if name.endswith("rotary_emb.inv_freq")
     ]
-    description = finished("MambaInLlama", fields, config, rules, skipped)
+    description = described("MambaInLlama", fields, config, rules, skipped)
     return description._replace(notes=description.notes + ssm.finish() + mamba.finish())
 
 
 _LLAMA_ATTENTION = ("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias")
 
 
-def write_mamba_in_llama(config: ModelConfig) -> dict[str, Any]:
-    """A config.json of MambaInLlama; `mamba_in_llama_values` is the file beside it."""
-    a, mlp = config.attention, present(config.mlp)
-    values = hf_values(config, "llama", "LlamaForCausalLM") | {
+def write_mamba_in_llama(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """config.json of MambaInLlama."""
+    a, mlp = config.attention, required(config.mlp)
+    values = hf_values(config, dtype, "llama", "LlamaForCausalLM") | {
         "num_hidden_layers": len(config.layers) // 2,
         "num_attention_heads": mixer_of(config).num_heads,
         "rms_norm_eps": config.norm_eps,
         "intermediate_size": mlp.hidden_size,
         "hidden_act": mlp.activation,
         "mlp_bias": mlp.bias,
-        "max_position_embeddings": config.max_length,
     }
+    values |= max_length_values(config)
     if a is not None:
         values |= attention_values(config) | {
             "head_dim": a.head_dim,
@@ -137,8 +137,8 @@ def write_mamba_in_llama(config: ModelConfig) -> dict[str, Any]:
     return values
 
 
-def mamba_in_llama_values(config: ModelConfig) -> dict[str, Any]:
-    """The mamba_config.json of a MambaInLlama model."""
+def write_mamba_config(config: ModelConfig) -> dict[str, Any]:
+    """mamba_config.json of MambaInLlama."""
     m = mixer_of(config)
     return {
         "d_model": config.d_model,
@@ -157,8 +157,8 @@ def mamba_in_llama_values(config: ModelConfig) -> dict[str, Any]:
         "vocab_size": None,
         "d_inner": m.inner_size,
         "d_xb": m.x_heads * m.head_dim,
-        "intermediate_size": present(config.mlp).hidden_size,
-        "hidden_act": present(config.mlp).activation,
+        "intermediate_size": required(config.mlp).hidden_size,
+        "hidden_act": required(config.mlp).activation,
         "n_layer": len(config.layers) // 2,
         "attn_layers": positions_of(config.layers[::2], "attention"),
     }

@@ -1,33 +1,30 @@
-"""Nemotron-H, as transformers' `NemotronHConfig` describes it."""
+"""Nemotron-H: transformers' `NemotronHConfig`."""
 
-from collections.abc import Collection, Mapping
 from typing import Any
 
 from stree_jax.config import ModelConfig
 from stree_jax.convert import tables
-from stree_jax.convert.description import Description, hf_values, limits, mixer_of
+from stree_jax.convert.description import Description, Source, hf_values, limits, mixer_of
 from stree_jax.convert.fields import MAX_LAYERS, Fields
 from stree_jax.convert.hybrid_parts import (
     KINDS,
     NAMES,
     ROPE,
     SILU,
-    dt_limit,
-    finished,
+    described,
     head_values,
-    whole_model,
+    model_fields,
+    read_dt_limit,
 )
 from stree_jax.convert.rules import Ignored
-from stree_jax.convert.tensors import Tensor
 from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig, MoeConfig
 
 _PATTERN = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 
 
-def read_nemotron_h(
-    fields: Fields, tensors: Mapping[str, Tensor], quirks: Collection[str]
-) -> Description:
-    """`NemotronHConfig`: one sub-layer a layer, no RoPE."""
+def read_nemotron_h(source: Source) -> Description:
+    """`NemotronHConfig`: each layer is one mixer or one MLP; no RoPE."""
+    fields = source.fields
     fields.alias(
         n_groups="mamba_n_groups",
         conv_kernel="mamba_d_conv",
@@ -59,7 +56,7 @@ def read_nemotron_h(
         conv_bias=fields.flag("use_conv_bias", True),
         in_proj_bias=bias,
         out_proj_bias=bias,
-        dt_limit=dt_limit(fields, floor, quirks),
+        dt_limit=read_dt_limit(fields, floor, source.quirks),
         norm_eps=epsilon,
         activation=fields.choice("mamba_hidden_act", "silu", SILU),
         chunk_size=fields.integer("chunk_size", 128),
@@ -92,8 +89,12 @@ def read_nemotron_h(
         if "mlp" in layers
         else None,
         moe=_nemotron_experts(fields, activation) if "moe" in layers else None,
-        residual_float32=fields.flag("residual_in_fp32", False),
-        **whole_model(fields, d_model, epsilon=epsilon, residual=True),
+        **model_fields(
+            fields,
+            d_model,
+            norm_eps=epsilon,
+            residual_float32=fields.flag("residual_in_fp32", False),
+        ),
     )
     fields.check(
         not (mlp_bias and "moe" in layers), "mlp_bias = true with experts is not supported"
@@ -121,11 +122,11 @@ def read_nemotron_h(
     )
     skipped = [
         Ignored(name, "of a multi-token prediction head")
-        for name in tensors
+        for name in source.tensors
         if name.startswith(("mtp.", "backbone.mtp.", "model.mtp."))
     ]
     rules = tables.nemotron_h(config)
-    return finished("transformers nemotron_h", fields, config, rules, skipped)
+    return described("transformers nemotron_h", fields, config, rules, skipped)
 
 
 _NEMOTRON_EXPERTS = (
@@ -143,7 +144,7 @@ _NEMOTRON_EXPERTS = (
 
 
 def _nemotron_layers(fields: Fields) -> tuple[str, ...]:
-    """The kinds of the layers: a list, or a string with a letter for each."""
+    """The kind of each layer, from a list or from a string with one letter per layer."""
     if fields.has("layers_block_type"):
         fields.ignore("said by layers_block_type", "hybrid_override_pattern", "num_hidden_layers")
         return fields.layer_kinds(
@@ -166,6 +167,7 @@ def _nemotron_layers(fields: Fields) -> tuple[str, ...]:
 
 
 def _nemotron_experts(fields: Fields, activation: str) -> MoeConfig:
+    """The mixture of experts, with one shared expert."""
     shared = fields.integer("moe_shared_expert_intermediate_size", 7688)
     fields.ignore("one, of the width that the config says", "n_shared_experts")
     return MoeConfig(
@@ -184,10 +186,10 @@ def _nemotron_experts(fields: Fields, activation: str) -> MoeConfig:
     )
 
 
-def write_nemotron_h(config: ModelConfig) -> dict[str, Any]:
-    """A config.json of `NemotronHConfig`."""
+def write_nemotron_h(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """`NemotronHConfig`."""
     m, a, mlp, moe = mixer_of(config), config.attention, config.mlp, config.moe
-    values = hf_values(config, "nemotron_h", "NemotronHForCausalLM") | {
+    values = hf_values(config, dtype, "nemotron_h", "NemotronHForCausalLM") | {
         "layers_block_type": [NAMES.get(kind, kind) for kind in config.layers],
         "mamba_num_heads": m.num_heads,
         "mamba_head_dim": m.head_dim,

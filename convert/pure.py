@@ -1,17 +1,17 @@
-"""Families of pure Mamba-2, and mamba_ssm's, which may have attention too.
+"""Pure Mamba-2 families, and mamba_ssm's hybrids with attention.
 
-Sources: mamba_ssm's `MambaConfig`, `Mamba2` and `MHA`, transformers' `Mamba2Config`, Mistral's
-`params.json`.
+The formats are mamba_ssm's `MambaConfig`, `Mamba2` and `MHA`, transformers' `Mamba2Config`, and
+Mistral's `params.json`.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from stree_jax.config import ModelConfig
 from stree_jax.convert import tables
 from stree_jax.convert.description import (
     Description,
+    Source,
     hf_values,
     limits,
     mixer_of,
@@ -19,12 +19,12 @@ from stree_jax.convert.description import (
     tied_head,
 )
 from stree_jax.convert.fields import MAX_LAYERS, TRANSFORMERS, Fields
-from stree_jax.convert.tensors import Tensor
 from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig
 
 
-def read_mamba_ssm(fields: Fields) -> Description:
-    """`MambaConfig` of mamba_ssm, with or without attention."""
+def read_mamba_ssm(source: Source) -> Description:
+    """mamba_ssm's `MambaConfig`, with or without attention layers."""
+    fields = source.fields
     ssm = fields.table("ssm_cfg")
     layer = ssm.take("layer", "Mamba1")
     if layer != "Mamba2":
@@ -60,7 +60,7 @@ def read_mamba_ssm(fields: Fields) -> Description:
     ssm.ignore("initialisation", "conv_init", "A_init_range", "dt_min", "dt_max", "dt_init_floor")
     ssm.ignore("a choice of kernels", "use_mem_eff_path")
     fields.ignore("a choice of kernels", "fused_add_norm")
-    # mamba_ssm rounds the MLP up to a multiple of 128.
+    # mamba_ssm rounds the width of the MLP up to a multiple of 128.
     hidden = -(-fields.integer("d_intermediate", 0, least=0) // 128) * 128
     num_layers = fields.integer("n_layer", most=MAX_LAYERS)
     with_attention = fields.indices("attn_layer_idx", num_layers)
@@ -88,7 +88,7 @@ def read_mamba_ssm(fields: Fields) -> Description:
 
 
 def _mamba_ssm_attention(fields: Fields, d_model: int) -> AttentionConfig:
-    """Of mamba_ssm's MHA."""
+    """The settings of mamba_ssm's MHA."""
     fields.check(
         fields.flag("causal", False), "attn_cfg.causal is not true (upstream's default is false)"
     )
@@ -102,7 +102,7 @@ def _mamba_ssm_attention(fields: Fields, d_model: int) -> AttentionConfig:
             d_model % num_heads == 0,
             f"attn_cfg.num_heads = {num_heads} does not divide d_model = {d_model}",
         )
-    # Its width counts both halves of the gated branch, and is rounded up to a multiple of 256.
+    # mlp_dim counts both halves of the gated branch and is rounded up to a multiple of 256.
     mlp_width = -(-fields.integer("mlp_dim", 0, least=0) // 256) * 256
     config = AttentionConfig(
         num_heads=num_heads,
@@ -120,8 +120,8 @@ def _mamba_ssm_attention(fields: Fields, d_model: int) -> AttentionConfig:
     return config
 
 
-def write_mamba_ssm(config: ModelConfig) -> dict[str, Any]:
-    """A config.json of mamba_ssm."""
+def write_mamba_ssm(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """mamba_ssm's config.json, which does not name the dtype."""
     m, a = mixer_of(config), config.attention
     values: dict[str, Any] = {
         "d_model": config.d_model,
@@ -172,12 +172,20 @@ def write_mamba_ssm(config: ModelConfig) -> dict[str, Any]:
     return values
 
 
-def read_codestral(fields: Fields) -> Description:
-    """Mistral's `params.json`."""
+def is_codestral(source: Source) -> bool:
+    """Whether this is a params.json of Codestral-Mamba, and not of a Mistral transformer."""
+    values = source.fields.values
+    mamba = values.get("model_type") in (None, "mamba")
+    return "dim" in values and "n_heads" not in values and mamba
+
+
+def read_codestral(source: Source) -> Description:
+    """Mistral's params.json for Codestral-Mamba."""
+    fields = source.fields
     fields.take("model_type", "mamba")
     fields.check(fields.flag("rms_norm", True), "rms_norm = false (LayerNorm) is not supported")
     fields.ignore("a choice of kernels", "fused_add_norm")
-    # Heads of 64, a state of 128 and an expansion of 2 are what its code does not let one choose.
+    # Its code hard-codes a head size of 64, a state size of 128 and an expansion of 2.
     config = ModelConfig.mamba2_lm(
         d_model=fields.integer("dim"),
         num_layers=fields.integer("n_layers", most=MAX_LAYERS),
@@ -193,8 +201,9 @@ def read_codestral(fields: Fields) -> Description:
     )
 
 
-def read_mamba2(fields: Fields, tensors: Mapping[str, Tensor]) -> Description:
+def read_mamba2(source: Source) -> Description:
     """`Mamba2Config` of transformers."""
+    fields = source.fields
     fields.take("model_type", "mamba2")
     activation = fields.take("hidden_act", "silu")
     fields.check(activation in ("silu", "swish"), f"hidden_act is {activation!r}, not 'silu'")
@@ -247,8 +256,8 @@ def read_mamba2(fields: Fields, tensors: Mapping[str, Tensor]) -> Description:
     fields.ignore("derived from expand * hidden_size", "intermediate_size")
     fields.ignore("of transformers, not of the model", *TRANSFORMERS)
     notes = fields.finish()
-    # The oldest conversions kept mamba_ssm's name of the embedding, which transformers renames.
-    old = "backbone.embedding.weight" in tensors
+    # The oldest conversions have mamba_ssm's name of the embedding, which transformers renames.
+    old = "backbone.embedding.weight" in source.tensors
     rules = tables.mamba_ssm(config, embedding="embedding" if old else "embeddings")
     return Description(
         "transformers mamba2", config, rules, tied_head(config, "lm_head.weight"), notes
@@ -256,7 +265,7 @@ def read_mamba2(fields: Fields, tensors: Mapping[str, Tensor]) -> Description:
 
 
 def _vocabulary(fields: Fields, *, default_multiple: int) -> dict[str, Any]:
-    """mamba_ssm's vocabulary: the config has the real size, the tensors a padded one."""
+    """mamba_ssm's vocabulary: the config has the real size, the tensors have the padded one."""
     size = fields.integer("vocab_size")
     multiple = fields.integer("pad_vocab_size_multiple", default_multiple)
     return dict(
@@ -266,10 +275,10 @@ def _vocabulary(fields: Fields, *, default_multiple: int) -> dict[str, Any]:
     )
 
 
-def write_mamba2(config: ModelConfig) -> dict[str, Any]:
-    """A config.json of transformers' mamba2."""
+def write_mamba2(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """`Mamba2Config` of transformers."""
     m = mixer_of(config)
-    return hf_values(config, "mamba2", "Mamba2ForCausalLM") | {
+    return hf_values(config, dtype, "mamba2", "Mamba2ForCausalLM") | {
         "num_hidden_layers": len(config.layers),
         "num_heads": m.num_heads,
         "head_dim": m.head_dim,

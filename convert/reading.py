@@ -1,4 +1,4 @@
-"""From a foreign checkpoint directory to a `HybridLM`, one tensor at a time."""
+"""Reading a checkpoint of another program into a `HybridLM`, one weight at a time."""
 
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -13,36 +13,37 @@ from jax.typing import DTypeLike
 from stree_jax.checkpoint import flatten, matrix_dtype, read_json
 from stree_jax.convert.description import Description
 from stree_jax.convert.families import describe, layout
+from stree_jax.convert.files import open_tensors
 from stree_jax.convert.rules import Rule, check_coverage
-from stree_jax.convert.tensors import Tensor, open_tensors
+from stree_jax.convert.tensors import Tensor
 from stree_jax.models.lm import HybridLM
 
-# Called with the bytes read so far and in all.
+# Called with the bytes read so far and the total.
 Progress = Callable[[int, int], None]
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint that fits its config; no weight was read yet."""
+    """A checkpoint whose tensors match its config. Weights have not been read."""
 
     path: Path
-    file: str  # that holds the weights, or their index
+    file: str  # name of the weights or of their index
     description: Description
     tensors: dict[str, Tensor]
     rules: list[Rule]
 
     @property
     def sources(self) -> list[str]:
-        """The tensors that are read."""
+        """Names of the tensors that become weights."""
         return [name for rule in self.rules for name in rule.sources]
 
     @property
     def dtype(self) -> jnp.dtype:
-        """bfloat16 if the matrices are stored in it, else float32, which loses nothing."""
+        """bfloat16 if all matrices are bfloat16, else float32, which is lossless."""
         return matrix_dtype(self.tensors[name] for name in self.sources)
 
     @property
     def ignored(self) -> list[str]:
-        """Tensors and config fields that were left aside, and why."""
+        """Ignored tensors and config fields, with reasons."""
         tensors = [
             f"{entry.source}: {entry.reason}"
             for entry in self.description.ignored
@@ -52,14 +53,15 @@ class Checkpoint(NamedTuple):
 
 
 def open_checkpoint(path: Path, quirks: Collection[str] = ()) -> Checkpoint:
-    """Recognises a checkpoint and checks every name and shape. Reads no weight.
+    """Recognises a checkpoint and checks all names and shapes. Reads no weights.
 
     Args:
         path: its directory.
-        quirks: of `families.QUIRKS`, to reproduce.
+        quirks: names from `families.QUIRKS` to reproduce.
 
     Raises:
-        ValueError: what is wrong, all of it.
+        ValueError: the checkpoint is damaged or unsupported, or its tensors do not match its
+            config.
     """
     files = layout(path)
     values = read_json(path / files.config)
@@ -81,10 +83,16 @@ def load_model(
     implementation: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> HybridLM:
-    """Reads the weights. Beside the result, about one weight's tensors are in memory at any time.
+    """Reads the weights. Peak memory is the model plus the tensors of about one weight.
+
+    Args:
+        checkpoint: from `open_checkpoint`.
+        dtype: of the weights, float32 or bfloat16.
+        implementation: of the kernels, see `pallas_kernels.dispatch`.
+        progress: called after each weight.
 
     Raises:
-        ValueError: a weight is not finite, or a head that should be the embedding is not.
+        ValueError: a weight is not finite, or a tied head differs from the embedding.
     """
     structure, wanted = HybridLM.abstract(
         checkpoint.description.config, dtype=dtype, implementation=implementation
@@ -104,17 +112,17 @@ def load_model(
 
 
 def unflatten(leaves: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
-    """The reverse of `flatten`, in the structure of `like`."""
+    """The inverse of `flatten`, with the structure of `like`."""
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in flatten(like)])
 
 
 def _convert(checkpoint: Checkpoint, rule: Rule, dtype: jnp.dtype) -> jax.Array:
     values = rule.transform.apply(*(_read(checkpoint, name) for name in rule.sources))
-    # One copy (what was read may be the mapped file itself), which on a CPU becomes the weight.
+    # The only copy: `values` may be a view of the mapped file. On a CPU it becomes the weight.
     copy = _aligned(values.shape, dtype)
     copy[...] = values
     del values
-    weight = jax.device_put(copy)  # unlike asarray, this takes the memory over
+    weight = jax.device_put(copy)  # unlike asarray, takes over the memory
     finite = jnp.isfinite(jnp.exp(weight) if rule.target.endswith("A_log") else weight).all()
     if not finite:
         raise ValueError(
@@ -125,7 +133,7 @@ def _convert(checkpoint: Checkpoint, rule: Rule, dtype: jnp.dtype) -> jax.Array:
 
 
 def _aligned(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
-    """An empty array at an address that jax can take over without a copy."""
+    """An empty array, aligned so that jax can take it over without a copy."""
     size = int(np.prod(shape)) * dtype.itemsize
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
@@ -136,7 +144,7 @@ def _check_tied(checkpoint: Checkpoint, name: str, embedding: jax.Array) -> None
     same = checkpoint.tensors[name].shape == embedding.shape
     if same:
         head, stored = _read(checkpoint, name), np.asarray(embedding)
-        rows = range(0, len(head), 1024)  # the comparison needs no memory to speak of
+        rows = range(0, len(head), 1024)  # in blocks, to save memory
         same = all(
             np.array_equal(head[i : i + 1024].astype(stored.dtype), stored[i : i + 1024])
             for i in rows
@@ -150,7 +158,7 @@ def _check_tied(checkpoint: Checkpoint, name: str, embedding: jax.Array) -> None
 def _read(checkpoint: Checkpoint, name: str) -> np.ndarray:
     try:
         return checkpoint.tensors[name].read()
-    except Exception as error:  # a file that changed or was cut after it was opened
+    except Exception as error:  # such as a file truncated since it was opened
         raise ValueError(f"{checkpoint.path}: cannot read {name}: {error}") from error
 
 

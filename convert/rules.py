@@ -1,7 +1,7 @@
-"""Rules that carry tensors of a foreign checkpoint to the weights of a `HybridLM`, and back.
+"""Rules that map tensors of a checkpoint to weights of a `HybridLM`.
 
-A family of checkpoints is a table of rules: which source tensor is which weight, and by which
-transform. Every transform has an inverse, so the same table reads and writes.
+A family has a table of rules: which source tensors make which weight, by which transform. Every
+transform has an inverse, so one table both reads and writes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,29 +15,29 @@ Shape = tuple[int, ...]
 
 
 class Transform(NamedTuple):
-    """A pure function of one or several arrays, and its inverse."""
+    """An invertible function from one or more source arrays to one weight."""
 
     name: str
-    apply: Callable[..., np.ndarray]  # of the sources' arrays
+    apply: Callable[..., np.ndarray]  # from the source arrays
     invert: Callable[[np.ndarray], Sequence[np.ndarray]]
-    source_shapes: Callable[[Shape], Sequence[Shape]]  # from the target's
+    source_shapes: Callable[[Shape], Sequence[Shape]]  # from the weight's shape
 
 
 def _swapped(x: np.ndarray) -> np.ndarray:
-    """The last two axes exchanged."""
+    """Swaps the last two axes."""
     return np.swapaxes(x, -1, -2)
 
 
 AS_IS = Transform("as is", lambda x: x, lambda x: [x], lambda shape: [shape])
 TRANSPOSED = Transform("transposed", np.transpose, lambda x: [x.T], lambda shape: [shape[::-1]])
-# A depthwise convolution of torch is [C, 1, K], ours [K, C].
+# Depthwise convolutions are [C, 1, K] in torch and [K, C] here.
 CONV = Transform(
     "depthwise convolution",
     lambda x: x[:, 0].T,
     lambda x: [x.T[:, None]],
     lambda shape: [(shape[1], 1, shape[0])],
 )
-# Of a stack of matrices, each.
+# A stack of matrices.
 EACH_TRANSPOSED = Transform(
     "each transposed",
     _swapped,
@@ -47,7 +47,7 @@ EACH_TRANSPOSED = Transform(
 
 
 def joined(*sizes: int) -> Transform:
-    """Matrices (or biases) transposed and side by side; `sizes` are their widths."""
+    """Transposes matrices (or biases) of widths `sizes` and concatenates them."""
     ends = np.cumsum(sizes)[:-1]
     return Transform(
         "transposed, side by side",
@@ -58,11 +58,11 @@ def joined(*sizes: int) -> Transform:
 
 
 def reordered(sizes: Sequence[int], order: Sequence[int]) -> Transform:
-    """A fused matrix (or bias) whose rows come in sections, which ours has in another order.
+    """Transposes a fused matrix (or bias) and reorders its sections of rows.
 
     Args:
-        sizes: of the source's sections.
-        order: for each of our sections, which of the source's it is.
+        sizes: of the sections in the source.
+        order: the source section at each of our places.
     """
 
     def permuted(x: np.ndarray, sizes: Sequence[int], order: Sequence[int]) -> np.ndarray:
@@ -73,14 +73,14 @@ def reordered(sizes: Sequence[int], order: Sequence[int]) -> Transform:
     back = [list(order).index(i) for i in range(len(order))]
     return Transform(
         "sections reordered and transposed",
-        lambda x: permuted(x, sizes, order).T,  # of a bias, .T does nothing
+        lambda x: permuted(x, sizes, order).T,  # .T is a no-op for a bias
         lambda x: [permuted(x.T, ours, back)],
         lambda shape: [shape[::-1]],
     )
 
 
 def stacked(count: int) -> Transform:
-    """Matrices transposed and stacked on a new first axis."""
+    """Transposes matrices and stacks them along a new first axis."""
     return Transform(
         "transposed and stacked",
         lambda *parts: np.stack([part.T for part in parts]),
@@ -90,7 +90,7 @@ def stacked(count: int) -> Transform:
 
 
 class Rule(NamedTuple):
-    """A weight: its name, the tensors it is made of in the source, and how."""
+    """A weight, the source tensors that make it, and the transform."""
 
     source: str | tuple[str, ...]
     target: str
@@ -98,21 +98,21 @@ class Rule(NamedTuple):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The source tensors, one or several."""
+        """Names of the source tensors."""
         return (self.source,) if isinstance(self.source, str) else self.source
 
     def within(self, source: str, target: str) -> "Rule":
-        """The rule below a prefix on either side."""
+        """The rule with prefixes on both sides."""
         names = tuple(f"{source}.{name}" for name in self.sources)
         return Rule(names, f"{target}.{self.target}", self.transform)
 
 
 class Ignored(NamedTuple):
-    """A source tensor that is not a weight of its own, and why."""
+    """A source tensor that is no weight, and why."""
 
     source: str
     reason: str
-    is_embedding: bool = False  # it must then equal the embedding
+    is_embedding: bool = False  # must equal the embedding
 
 
 def check_coverage(
@@ -121,13 +121,22 @@ def check_coverage(
     source: Mapping[str, Tensor],
     target: Mapping[str, Shape],
 ) -> list[Rule]:
-    """The rules for the weights that the model has.
+    """Checks that rules, source tensors and weights match one to one.
 
-    Every weight must have exactly one rule and every source tensor one use. A rule whose weight
-    the model does not have (a bias, say) is left out, and its tensor must then be absent.
+    Rules for weights that the model does not have (such as a bias) are dropped; their tensors must
+    be absent.
+
+    Args:
+        rules: the table of the family.
+        ignored: source tensors that need no rule.
+        source: tensors by name.
+        target: shapes of the model's weights by name.
+
+    Returns:
+        The rules that apply.
 
     Raises:
-        ValueError: everything that does not fit, with names and shapes.
+        ValueError: lists missing, unexpected and misshapen tensors.
     """
     used = [rule for rule in rules if rule.target in target]
     by_target = {rule.target: rule for rule in used}

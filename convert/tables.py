@@ -1,4 +1,4 @@
-"""Tables of rules: where the tensors of each family's blocks go. They read and write alike."""
+"""The tables of rules of all families, for reading and writing."""
 
 from collections.abc import Iterable
 
@@ -15,7 +15,7 @@ from stree_jax.convert.rules import (
 )
 from stree_jax.layer_config import AttentionConfig, MlpConfig, MoeConfig
 
-# The Mamba-2 mixer is the same in all families.
+# The Mamba-2 mixer has the same names in all families.
 MIXER = (
     Rule("in_proj.weight", "in_proj.kernel", TRANSPOSED),
     Rule("in_proj.bias", "in_proj.bias"),
@@ -31,12 +31,12 @@ MIXER = (
 
 
 def within(rules: Iterable[Rule], source: str, target: str) -> list[Rule]:
-    """The rules below a prefix on either side."""
+    """The rules with prefixes on both sides."""
     return [rule.within(source, target) for rule in rules]
 
 
 def linear(source: str, target: str) -> list[Rule]:
-    """A projection, with or without a bias."""
+    """A projection with an optional bias."""
     return [
         Rule(f"{source}.weight", f"{target}.kernel", TRANSPOSED),
         Rule(f"{source}.bias", f"{target}.bias"),
@@ -44,7 +44,7 @@ def linear(source: str, target: str) -> list[Rule]:
 
 
 def side_by_side(sources: Iterable[str], target: str, sizes: Iterable[int]) -> list[Rule]:
-    """Several projections of one input as one, with or without biases."""
+    """Several projections of one input, fused into one, with optional biases."""
     names, transform = tuple(sources), joined(*sizes)
     return [
         Rule(tuple(f"{name}.weight" for name in names), f"{target}.kernel", transform),
@@ -61,7 +61,7 @@ def hf_attention(config: AttentionConfig) -> list[Rule]:
 
 
 def mamba_ssm_attention(config: AttentionConfig) -> list[Rule]:
-    """mamba_ssm's MHA: rows are q, k, v, then up and gate of the branch; ours are gate, up."""
+    """mamba_ssm's MHA: its rows are q, k, v, up, gate; ours are q, k, v, gate, up."""
     sizes = (sum(config.projected_sizes), config.mlp_dim, config.mlp_dim)
     transform = reordered(sizes, (0, 2, 1))
     return [
@@ -74,7 +74,7 @@ def mamba_ssm_attention(config: AttentionConfig) -> list[Rule]:
 
 
 def mamba_ssm_mlp(config: MlpConfig) -> list[Rule]:
-    """mamba_ssm's gated MLP, whose rows are up, gate."""
+    """mamba_ssm's gated MLP: its rows are up, gate; ours are gate, up."""
     halves = (config.hidden_size, config.hidden_size)
     return [
         Rule("fc1.weight", "in_proj.kernel", reordered(halves, (1, 0))),
@@ -83,7 +83,7 @@ def mamba_ssm_mlp(config: MlpConfig) -> list[Rule]:
 
 
 def split_mlp(config: MlpConfig) -> list[Rule]:
-    """Gate and up stored apart (Llama, Bamba, Falcon-H1)."""
+    """A gated MLP with separate gate and up projections (Llama, Bamba, Falcon-H1)."""
     halves = (config.hidden_size, config.hidden_size)
     return [
         *side_by_side(("gate_proj", "up_proj"), "in_proj", halves),
@@ -106,7 +106,7 @@ GRANITE_EXPERTS = [
 
 
 def nemotron_experts(config: MoeConfig) -> list[Rule]:
-    """Nemotron-H stores each expert by itself."""
+    """Nemotron-H's experts, which are stored one by one."""
 
     def experts(name: str, target: str) -> Rule:
         names = tuple(f"experts.{i}.{name}.weight" for i in range(config.num_experts))
@@ -124,12 +124,12 @@ def nemotron_experts(config: MoeConfig) -> list[Rule]:
 
 
 def mamba_ssm(config: ModelConfig, *, embedding: str, prefix: str = "") -> list[Rule]:
-    """mamba_ssm, transformers' mamba2 and Codestral, which differ in few names.
+    """mamba_ssm, transformers' mamba2 and Codestral, which differ in a few names.
 
     Args:
-        config: an "mlp" layer of it belongs to the source layer of the layer before.
-        embedding: the embedding's name below the backbone.
-        prefix: before every name.
+        config: its "mlp" layers belong to the source layer of the mixer before them.
+        embedding: the embedding's name within the backbone.
+        prefix: of every source name.
     """
     rules: list[Rule] = []
     layer = -1
@@ -163,12 +163,12 @@ def llama_like(
     mlp_norm: str,
     final_norm: str,
 ) -> list[Rule]:
-    """Models whose source layers are a mixer and an MLP, and are named as Llama's are.
+    """Models with Llama's names, whose source layers are a mixer and an MLP.
 
     Args:
-        config: its layers come in pairs.
-        mlp: the table of an MLP (or a mixture of experts).
-        mlp_name: where it is; None: in the layer itself.
+        config: its layers alternate between mixers and MLPs.
+        mlp: the rules of an MLP or of a mixture of experts.
+        mlp_name: its name within the layer; None if its tensors belong to the layer itself.
         mlp_norm, final_norm: names of norms.
     """
     rules: list[Rule] = []
@@ -197,7 +197,7 @@ def llama_like(
 
 
 def nemotron_h(config: ModelConfig) -> list[Rule]:
-    """Nemotron-H: one sub-layer a layer, all of them called mixer."""
+    """Nemotron-H: each layer is one mixer or one MLP, named "mixer" either way."""
     rules: list[Rule] = []
     for layer, kind in enumerate(config.layers):
         source, target = f"backbone.layers.{layer}", f"blocks.{layer}"
@@ -223,14 +223,14 @@ def nemotron_h(config: ModelConfig) -> list[Rule]:
 
 
 def zamba2(config: ModelConfig) -> list[Rule]:
-    """Zamba2: shared blocks are stored once, below the first layers that use them."""
+    """Zamba2: each shared block is stored once, in the first layer that uses it."""
     attention, mlp, shared = config.attention, config.mlp, config.shared
     assert attention is not None
     assert mlp is not None
     assert shared is not None
     rules: list[Rule] = []
     layer = num_uses = 0
-    homes: list[str] = []  # of the shared blocks
+    homes: list[str] = []  # where the shared blocks are stored
     for block, kind in enumerate(config.layers):
         source, target = f"model.layers.{layer}", f"blocks.{block}"
         if kind == "shared":

@@ -1,10 +1,9 @@
-"""PyTorch's zip format (`pytorch_model.bin`), read without torch and without running anything.
+"""PyTorch's zip format (`pytorch_model.bin`), read without torch and without running code.
 
-Such a file is an uncompressed zip archive: a pickle that names tensors and their storages, and one
-record of raw bytes a storage. The unpickler below knows the opcodes and the few names that a state
-dict needs and refuses all others, so that a pickle can describe tensors and nothing else; what it
-builds is never hashed, compared or printed. Bytes are mapped, not read, until a tensor is asked
-for.
+Such a file is an uncompressed zip archive: a pickle that describes tensors and their storages, and
+one record of raw bytes for each storage. The unpickler below accepts only the opcodes and the few
+names that a state dict needs, so a pickle can describe tensors and nothing else. What it builds is
+never hashed, compared or printed. Bytes are memory-mapped until a tensor is read.
 """
 
 import io
@@ -21,9 +20,9 @@ import numpy as np
 
 from stree_jax.convert.tensors import Tensor
 
-_MAX_PICKLE = 32 << 20  # bytes; that of 100 000 tensors has about 20 MB
+_MAX_PICKLE = 32 << 20  # bytes; 100,000 tensors take about 20 MB
 _MAX_AXES = 8
-_LOCAL_HEADER = 30  # bytes of a zip record's local header before its name and extra field
+_LOCAL_HEADER = 30  # bytes of a zip record's local header, without name and extra field
 
 _STORAGES = {
     "DoubleStorage": np.dtype(np.float64),
@@ -43,7 +42,7 @@ def open_torch_file(path: Path) -> dict[str, Tensor]:
     """The tensors of a state dict saved by `torch.save` of torch 1.6 or later.
 
     Raises:
-        ValueError: the file is not of this format, is truncated, or holds anything but tensors.
+        ValueError: the file is not in this format, is damaged, or holds anything but tensors.
     """
     try:
         with path.open("rb") as file:
@@ -57,13 +56,13 @@ def open_torch_file(path: Path) -> dict[str, Tensor]:
         state = _Unpickler(archive).load()
     except ValueError:
         raise
-    except Exception as error:  # whatever a damaged zip or pickle makes the libraries raise
+    except Exception as error:  # the libraries raise anything on a damaged zip or pickle
         raise ValueError(
             f"{path} is damaged: {type(error).__name__}: {str(error)[:200]}"
         ) from error
     if not isinstance(state, dict):
         raise ValueError(f"{path} holds a {type(state).__name__}, not a state dict")
-    for name, value in state.items():  # the names are strings, the unpickler sees to that
+    for name, value in state.items():  # names are strings; the unpickler checks that
         if isinstance(value, dict):
             raise ValueError(
                 f"{path} is not a state dict but has one as its entry {name[:80]!r}, perhaps: a"
@@ -83,7 +82,7 @@ class _Storage(NamedTuple):
 
 
 class _Archive:
-    """The records of the file by name, as ranges of bytes."""
+    """The records of a file by name, as ranges of bytes."""
 
     def __init__(self, path: Path, data: mmap.mmap):
         self.path = path
@@ -91,7 +90,7 @@ class _Archive:
         self.records: dict[str, tuple[int, int]] = {}
         with zipfile.ZipFile(path) as archive:
             for info in archive.infolist():
-                name = info.filename.partition("/")[2]  # below the archive's one directory
+                name = info.filename.partition("/")[2]  # without the archive's directory
                 if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
                     raise ValueError(f"{path}: record {name!r} is compressed or encrypted")
                 if name in self.records:
@@ -101,7 +100,7 @@ class _Archive:
             raise ValueError(f"{path} was saved on a big-endian machine, which is not supported")
 
     def bytes_of(self, name: str, default: bytes | None = None) -> bytes:
-        """A whole small record."""
+        """The content of a small record."""
         if name not in self.records:
             if default is not None:
                 return default
@@ -112,7 +111,7 @@ class _Archive:
         return self.data[start : start + size]
 
     def tensor(self, storage: Any, offset: Any, shape: Any, strides: Any) -> Tensor:
-        """A view of a storage, with every number checked against the record's size."""
+        """A view of a storage, checked against the size of its record."""
         if not isinstance(storage, _Storage):
             raise ValueError(f"{self.path}: a tensor without a storage")
         if not (
@@ -133,7 +132,7 @@ class _Archive:
             )
         count = math.prod(shape)
         last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-        # Real weights never repeat an element; a small file must not describe a huge tensor.
+        # Weights never repeat an element, so a small file cannot describe a huge tensor.
         if count and (last >= storage.size or count > storage.size):
             raise ValueError(f"{self.path}: a tensor of shape {shape} is larger than its storage")
 
@@ -163,7 +162,7 @@ class _Archive:
 
 
 class _Name(NamedTuple):
-    """What a global of the pickle stands for. Not callable: only `load_reduce` knows what to do."""
+    """Stands for a global of the pickle. Not callable; `load_reduce` interprets it."""
 
     kind: str
     dtype: np.dtype | None = None
@@ -173,11 +172,11 @@ _NAMES = {
     ("collections", "OrderedDict"): _Name("dict"),
     ("torch._utils", "_rebuild_tensor_v2"): _Name("tensor"),
     ("torch._utils", "_rebuild_parameter"): _Name("parameter"),
-    # With attributes such as mamba_ssm's _no_weight_decay, which do not matter here.
+    # Has attributes such as mamba_ssm's _no_weight_decay, which are ignored.
     ("torch._utils", "_rebuild_parameter_with_state"): _Name("parameter"),
 }
 
-# All that `torch.save` writes of a state dict (protocol 2).
+# All opcodes that `torch.save` uses for a state dict (protocol 2).
 _OPCODES = (
     "PROTO STOP MARK EMPTY_DICT EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 SETITEM SETITEMS"
     " BINUNICODE BININT BININT1 BININT2 LONG1 BINFLOAT NONE NEWTRUE NEWFALSE"
@@ -189,9 +188,9 @@ _PythonUnpickler: Any = pickle._Unpickler
 
 
 class _Unpickler(_PythonUnpickler):
-    """Python's own unpickler, in Python, with few opcodes and checks on what they build.
+    """Python's unpickler, restricted to a few opcodes, with checks on what they build.
 
-    In Python, because the one in C allocates its memo by the largest index that it meets.
+    The one in C is not used: it allocates its memo by the largest index in the file.
     """
 
     def __init__(self, archive: _Archive):
@@ -222,7 +221,7 @@ class _Unpickler(_PythonUnpickler):
         raise ValueError(f"{self._archive.path}: an unknown kind of storage")
 
     def load_reduce(self) -> None:
-        """Builds a tensor, or an empty dict."""
+        """Builds a tensor or an empty dict."""
         arguments, function = self.stack.pop(), self.stack[-1]
         kind = function.kind if isinstance(function, _Name) else None
         match kind, arguments:
@@ -236,7 +235,7 @@ class _Unpickler(_PythonUnpickler):
                 raise ValueError(f"{self._archive.path}: a call that builds no tensor")
 
     def load_build(self) -> None:
-        """Attributes of a dict, such as a state dict's `_metadata`: left aside."""
+        """Drops attributes of a dict, such as a state dict's `_metadata`."""
         self.stack.pop()
         if not isinstance(self.stack[-1], dict):
             raise ValueError(f"{self._archive.path}: attributes of something that has none")
@@ -253,7 +252,7 @@ class _Unpickler(_PythonUnpickler):
             self._set(key, value)
 
     def _set(self, key: Any, value: Any) -> None:
-        # Only strings: to hash a deeply nested tuple can take forever, or all of the stack.
+        # Only strings: hashing a deeply nested tuple can take forever or overflow the stack.
         if not (isinstance(self.stack[-1], dict) and isinstance(key, str)):
             raise ValueError(f"{self._archive.path}: not a dict with names as keys")
         self.stack[-1][key] = value

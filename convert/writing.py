@@ -1,32 +1,43 @@
-"""From a `HybridLM` to the files of another program."""
+"""Writing a `HybridLM` as a checkpoint of another program."""
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from stree_jax.checkpoint import flatten
-from stree_jax.convert.families import written_as
+from stree_jax.config import LAYER_PARTS, ModelConfig
+from stree_jax.convert import families
+from stree_jax.convert.description import Description, Source
+from stree_jax.convert.families import FAMILIES
+from stree_jax.convert.fields import Fields
 from stree_jax.models.lm import HybridLM
 
-_SHARD = 1 << 30  # bytes; what is in memory beside the model is one shard
+_SHARD = 1 << 30  # bytes; one shard is in memory beside the model
+
+
+def writable() -> tuple[str, ...]:
+    """Targets of `write_as`; "hf" is the first family of transformers that can hold the model."""
+    return ("hf", *(name for name, family in FAMILIES.items() if family.write is not None))
 
 
 def write_as(model: HybridLM, directory: Path, target: str) -> None:
     """Writes config files and safetensors into an existing directory.
 
-    `A_log`, `D` and `dt_bias` are written in float32, as the model has them; transformers casts
+    `A_log`, `D` and `dt_bias` are written as float32, as the model has them; transformers casts
     them when it loads.
 
     Args:
-        model: what to write.
-        directory: where.
-        target: one of `families.WRITABLE`.
+        model: the model.
+        directory: an existing directory.
+        target: one of `writable()`.
 
     Raises:
-        ValueError: the family has no place for something that the model does.
+        ValueError: the family cannot represent something that the model has.
     """
     from safetensors.numpy import save_file
 
@@ -66,3 +77,97 @@ def write_as(model: HybridLM, directory: Path, target: str) -> None:
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     for name, values in written.files.items():
         (directory / name).write_text(json.dumps(values, indent=2) + "\n")
+
+
+class Written(NamedTuple):
+    """The config files of a model in another program's format."""
+
+    family: str
+    files: dict[str, dict[str, Any]]  # by name
+    description: Description  # read back from these files
+
+
+def written_as(config: ModelConfig, target: str, dtype: str, directory: Path) -> Written:
+    """Config files for a model, verified by reading them back.
+
+    Args:
+        config: the model's.
+        target: one of `writable()`.
+        dtype: name of the weights' dtype.
+        directory: the destination, for messages only.
+
+    Raises:
+        ValueError: the family cannot represent the model; lists everything that it has no place
+            for.
+    """
+    if target != "hf":
+        return _written(config, target, dtype, directory)
+    problems = []
+    for name in families.transformers_families():
+        if FAMILIES[name].write is not None:
+            try:
+                return _written(config, name, dtype, directory)
+            except ValueError as error:
+                problems.append(str(error))
+    shortest = min(problems, key=len)
+    raise ValueError(f"no family of transformers can hold this model; the nearest: {shortest}")
+
+
+def _written(config: ModelConfig, name: str, dtype: str, directory: Path) -> Written:
+    family = FAMILIES[name]
+    assert family.write is not None
+    title = name if family.recognise else f"transformers' {name}"
+    try:
+        files = {"config.json": family.write(config, dtype)}
+        files |= {file: write(config) for file, write in family.beside.items()}
+        # Read back what JSON makes of it: tuples become lists.
+        tables = {
+            file: Fields(directory / file, values)
+            for file, values in json.loads(json.dumps(files)).items()
+        }
+        source = Source(tables.pop("config.json"), tables)
+        back = families.read(source)
+        assert families.recognise(source) == name
+    except ValueError as error:
+        raise ValueError(f"{title} cannot hold this model: {error}") from None
+    want = _canonical(config, padded=family.padded_vocab)
+    have = _canonical(back.config, padded=family.padded_vocab)
+    differences = [
+        f"{name} = {want[name]!r}" + (f" (only {have[name]!r})" if name in have else "")
+        for name in want
+        if name not in have or have[name] != want[name]
+    ]
+    differences += [f"no {name}" for name in have if name not in want]
+    if differences:
+        raise ValueError(f"{title} has no place for {'; '.join(differences)}")
+    return Written(name, files, back)
+
+
+def _canonical(config: ModelConfig, *, padded: bool) -> dict[str, Any]:
+    """A flat table that is equal for equivalent configs.
+
+    Args:
+        config: the config; parts that no layer uses are left out.
+        padded: tell padding from vocabulary.
+    """
+    used = {part for kind in config.layers for part in LAYER_PARTS[kind]}
+    parts = {part for kind in LAYER_PARTS for part in LAYER_PARTS[kind]}
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in parts:
+            values[field.name] = value
+        elif value is not None and field.name in used:
+            values |= {f"{field.name}.{key}": v for key, v in dataclasses.asdict(value).items()}
+    values["padded_vocab_size"] = config.num_embeddings
+    if not padded:
+        values["vocab_size"] = config.num_embeddings
+    if (m := config.mamba2) is not None and "mamba2" in used:
+        values["mamba2.num_x_heads"], values["mamba2.num_b_groups"] = m.x_heads, m.b_groups
+        values["mamba2.norm_groups"] = None if m.norm == "none" else m.gate_groups
+        values["mamba2.norm_eps"] = None if m.norm == "none" else m.norm_eps
+    if (a := config.attention) is not None and "attention" in used:
+        values["attention.scale"] = a.score_scale
+        if not a.rotary_dim:
+            values["attention.rope_theta"] = values["attention.rope_scaling"] = None
+    return values

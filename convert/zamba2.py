@@ -1,30 +1,30 @@
-"""Zamba2, as transformers' `Zamba2Config` describes it."""
+"""Zamba2: transformers' `Zamba2Config`."""
 
-from collections.abc import Collection
 from typing import Any
 
 from stree_jax.config import ModelConfig
 from stree_jax.convert import tables
-from stree_jax.convert.description import Description, hf_values, mixer_of
-from stree_jax.convert.fields import MAX_LAYERS, Fields
+from stree_jax.convert.description import Description, Source, hf_values, mixer_of
+from stree_jax.convert.fields import MAX_LAYERS
 from stree_jax.convert.hybrid_parts import (
     KINDS,
     SILU,
     attention_of,
-    dt_limit,
-    finished,
+    described,
     head_values,
-    max_length_of,
-    present,
+    model_fields,
+    read_dt_limit,
+    read_max_length,
+    required,
     rope_values,
-    rotated,
-    whole_model,
+    with_rope,
 )
 from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig, SharedConfig
 
 
-def read_zamba2(fields: Fields, quirks: Collection[str]) -> Description:
-    """`Zamba2Config`: transformer blocks that layers share, beside a Mamba-2 stack."""
+def read_zamba2(source: Source) -> Description:
+    """`Zamba2Config`: a Mamba-2 stack with shared transformer blocks."""
+    fields = source.fields
     old = sorted({"conv_dimension", "state_size", "lora_rank"} & set(fields.values))
     fields.check(
         not old, f"fields {old} are of Zamba2's first code; take the model's newest revision"
@@ -57,8 +57,8 @@ def read_zamba2(fields: Fields, quirks: Collection[str]) -> Description:
         conv_bias=True,
         in_proj_bias=bias,
         out_proj_bias=bias,
-        dt_limit=dt_limit(fields, fields.number("time_step_min", 1e-3), quirks),
-        norm_eps=1e-5,  # hard-coded, whatever rms_norm_eps is
+        dt_limit=read_dt_limit(fields, fields.number("time_step_min", 1e-3), source.quirks),
+        norm_eps=1e-5,  # hard-coded in transformers; rms_norm_eps does not change it
         chunk_size=fields.integer("chunk_size", 256),
     )
     heads = fields.integer("num_attention_heads", 32)
@@ -84,7 +84,7 @@ def read_zamba2(fields: Fields, quirks: Collection[str]) -> Description:
     config = ModelConfig(
         layers=tuple(layers),
         mamba2=mamba2,
-        attention=rotated(attention, head_dim, theta, scaling) if has_rope else attention,
+        attention=with_rope(attention, head_dim, theta, scaling) if has_rope else attention,
         mlp=MlpConfig(
             fields.integer("intermediate_size", 4 * d_model),
             activation=fields.choice("hidden_act", "gelu", {"gelu": "gelu"} | SILU),
@@ -93,8 +93,8 @@ def read_zamba2(fields: Fields, quirks: Collection[str]) -> Description:
         shared=SharedConfig(
             min(num_blocks, num_uses), fields.integer("adapter_rank", 128), adapters
         ),
-        max_length=max_length_of(fields) if has_rope else None,
-        **whole_model(fields, d_model, tied=True),
+        max_length=read_max_length(fields) if has_rope else None,
+        **model_fields(fields, d_model, tied=True),
     )
     fields.ignore("without RoPE there is no limit", "max_position_embeddings")
     fields.ignore(
@@ -111,21 +111,21 @@ def read_zamba2(fields: Fields, quirks: Collection[str]) -> Description:
     fields.ignore("of kernels", "use_mem_eff_path")
     fields.ignore("of training", "initializer_range", "time_step_max", "time_step_floor")
     fields.check(not fields.has("sliding_window"), "sliding_window is not supported")
-    return finished("transformers zamba2", fields, config, tables.zamba2(config))
+    return described("transformers zamba2", fields, config, tables.zamba2(config))
 
 
 _ZAMBA_KINDS = ("mamba", "linear_attention", "hybrid")
 
 
-def write_zamba2(config: ModelConfig) -> dict[str, Any]:
-    """A config.json of `Zamba2Config`."""
-    m, a, shared = mixer_of(config), attention_of(config), present(config.shared)
+def write_zamba2(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """`Zamba2Config`."""
+    m, a, shared = mixer_of(config), attention_of(config), required(config.shared)
     kinds = []
     for above, kind in zip((None, *config.layers), config.layers, strict=False):
         if kind != "shared":
             kinds.append("hybrid" if above == "shared" else "linear_attention")
     return (
-        hf_values(config, "zamba2", "Zamba2ForCausalLM")
+        hf_values(config, dtype, "zamba2", "Zamba2ForCausalLM")
         | rope_values(a)
         | head_values(a)
         | {
@@ -135,8 +135,8 @@ def write_zamba2(config: ModelConfig) -> dict[str, Any]:
             "adapter_rank": shared.adapter_rank,
             "use_shared_attention_adapter": shared.attention_adapters,
             "use_mem_rope": a.rotary_dim > 0,
-            "intermediate_size": present(config.mlp).hidden_size,
-            "hidden_act": present(config.mlp).activation,
+            "intermediate_size": required(config.mlp).hidden_size,
+            "hidden_act": required(config.mlp).activation,
             "add_bias_linear": m.in_proj_bias,
             "n_mamba_heads": m.num_heads,
             "mamba_expand": m.inner_size // config.d_model,

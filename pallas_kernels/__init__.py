@@ -10,8 +10,6 @@ from pallas_kernels.add_rms_norm.api import add_rms_norm
 from pallas_kernels.attention_tree.api import attention_tree
 from pallas_kernels.attention_tree.keys import KeyCache, NodeKeys, replay_keys, write_keys
 from pallas_kernels.attention_tree.layout import AttentionLayout
-from pallas_kernels.best_token.api import best_token
-from pallas_kernels.best_token.xla import Best
 from pallas_kernels.expert_mlps.api import expert_mlps
 from pallas_kernels.gated_rms_norm.api import gated_rms_norm
 from pallas_kernels.mamba2_tree.api import (
@@ -43,7 +41,6 @@ from pallas_kernels.tree_scan.api import tree_scan
 
 __all__ = [
     "AttentionLayout",
-    "Best",
     "KeyCache",
     "Layout",
     "Mamba2Pending",
@@ -55,7 +52,6 @@ __all__ = [
     "add_rms_norm",
     "after_turn",
     "attention_tree",
-    "best_token",
     "conv_window",
     "dispatch",
     "enqueued",

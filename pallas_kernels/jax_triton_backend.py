@@ -11,8 +11,6 @@ import warnings
 
 import jax
 
-OPS = frozenset({"replay", "tree_scan"})  # those that have a kernel
-
 # jax-triton from, below: jax from, below; triton from.
 _KNOWN = (
     ((0, 3, 1), (0, 4), (0, 10, 2), (0, 13), (3, 6)),
@@ -21,10 +19,8 @@ _KNOWN = (
 )
 
 
-def obstacle(op: str) -> str | None:
-    """Why an op cannot run through jax-triton here, if so."""
-    if op not in OPS:
-        return f"there is no jax-triton kernel of it, only of {sorted(OPS)}"
+def obstacle() -> str | None:
+    """Why nothing can run through jax-triton here, or None."""
     versions = {}
     for package in ("jax-triton", "triton"):
         try:

@@ -1,8 +1,8 @@
-"""Block sizes that were measured on a device, which come before the defaults.
+"""Block sizes measured on a device, which override the defaults.
 
 A table is `tuned/<device>.json`, written by `python -m benchmarks.tune` on that device. A device
-without a table gets the defaults of each op's `config.py`; a table that is damaged, or says what
-this version does not know, is an error that names the file, never ignored.
+without a table gets the defaults of each op's `config.py`. A table that is damaged, or that names
+something this version does not know, is an error that names the file; it is never ignored.
 
 {"device": "NVIDIA H200",
  "blocks": {"replay": {"bfloat16": {"nodes": 32, "state": 4096, "num_warps": 4, "num_stages": 1}}}}
@@ -19,35 +19,43 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels import dispatch
+
 DIRECTORY = Path(__file__).parent / "tuned"
-OPS = (
-    "attention_tree",
-    "best_token",
-    "expert_mlps",
-    "gated_rms_norm",
-    "mamba2_tree",
-    "replay",
-    "replay_tree_scan",
-    "ssd",
-    "tree_attention",
-    "tree_conv1d",
-    "tree_scan",
-)
+# Ops with block sizes, and where their defaults are, a dict by case. Tables keep the names of ops
+# when folders change.
+OPS = {
+    "attention_tree": "attention_tree.config.DEFAULTS",
+    "expert_mlps": "expert_mlps.config.DEFAULTS",
+    "gated_rms_norm": "gated_rms_norm.config.DEFAULTS",
+    "mamba2_tree": "mamba2_tree.config.DEFAULTS",
+    "replay": "replay.config.DEFAULTS",
+    "replay_tree_scan": "replay_tree_scan.config.DEFAULTS",
+    "ssd": "ssd.config.DEFAULTS",
+    "tree_attention": "tree_attention.config.DEFAULTS",
+    "tree_conv1d": "tree_conv1d.config.DEFAULTS",
+    "tree_scan": "tree_scan.config.DEFAULTS",
+}
 
 Blocks = TypeVar("Blocks")
 
 
 def chosen(op: str, case: str, defaults: Mapping[str, Blocks]) -> Blocks:
-    """What this device's table has for a case of an op, else the default of that case.
+    """The block sizes of the default device's table for a case of an op, else that case's default.
 
     Raises:
         ValueError: the device's table cannot be read.
     """
     return load(path_of(device_kind())).get(op, {}).get(case, defaults[case])
+
+
+def defaults(op: str) -> Mapping[str, Any]:
+    """The default block sizes of an op by case."""
+    module, _, name = OPS[op].rpartition(".")
+    return getattr(importlib.import_module(f"pallas_kernels.{module}"), name)
 
 
 def dtype_case(dtype: DTypeLike) -> str:
@@ -56,15 +64,13 @@ def dtype_case(dtype: DTypeLike) -> str:
 
 
 def device_kind() -> str:
-    """What the device calls itself that computations go to by default."""
-    device = jax.config.jax_default_device  # type: ignore[attr-defined]
-    if device is None or isinstance(device, str):
-        device = jax.devices(device)[0]
+    """The name of the default device, which inside an op is the one that it runs on."""
+    device = dispatch.default_device()
     return str(getattr(device, "device_kind", device.platform))
 
 
 def path_of(kind: str) -> Path:
-    """Where the table of a device is, if there is one."""
+    """The file of a device's table, which need not exist."""
     return DIRECTORY / (re.sub(r"\W+", "-", kind.lower()).strip("-") + ".json")
 
 
@@ -85,28 +91,29 @@ def load(path: Path) -> Mapping[str, Mapping[str, Any]]:
         return _parsed(json.loads(text), path)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{path} is no table of block sizes: {error}; remove it for the defaults, or write it"
-            " anew with `python -m benchmarks.tune`"
+            f"{path} is no table of block sizes: {error}; remove it to use the defaults, or"
+            " rewrite it with `python -m benchmarks.tune`"
         ) from error
 
 
 def _parsed(table: Any, path: Path) -> dict[str, dict[str, Any]]:
+    """A table with its values checked and made block sizes."""
     _require(isinstance(table, dict), "it is not a JSON object")
     kind, ops = table.get("device"), table.get("blocks")
     _require(
         isinstance(kind, str) and path_of(kind).name == path.name,
-        f"its device is {kind!r}, which is not that of its file name",
+        f"its device is {kind!r}, which does not match the file name",
     )
     _require(isinstance(ops, dict), "it has no object 'blocks'")
     parsed: dict[str, dict[str, Any]] = {}
     for op, cases in ops.items():
-        _require(op in OPS, f"it has an op {op!r}; known: {OPS}")
-        defaults = importlib.import_module(f"pallas_kernels.{op}.config").DEFAULTS
+        _require(op in OPS, f"it has an op {op!r}; known: {sorted(OPS)}")
+        of_op = defaults(op)
         _require(isinstance(cases, dict), f"{op} is not an object")
         parsed[op] = {}
         for case, values in cases.items():
-            _require(case in defaults, f"{op} has a case {case!r}; known: {sorted(defaults)}")
-            names = [field.name for field in dataclasses.fields(defaults[case])]
+            _require(case in of_op, f"{op} has a case {case!r}; known: {sorted(of_op)}")
+            names = [field.name for field in dataclasses.fields(of_op[case])]
             _require(
                 isinstance(values, dict) and sorted(values) == sorted(names),
                 f"{op}, {case}: its fields must be {names}",
@@ -116,7 +123,7 @@ def _parsed(table: Any, path: Path) -> dict[str, dict[str, Any]]:
                     type(value) is int and value > 0 and value & (value - 1) == 0,
                     f"{op}, {case}: {name} = {value!r} is not a power of two",
                 )
-            parsed[op][case] = type(defaults[case])(**values)
+            parsed[op][case] = type(of_op[case])(**values)
     return parsed
 
 

@@ -7,33 +7,65 @@ drafter = st.ModelDrafter(st.from_pretrained(st.demo_path("draft")))
 out = st.generate(model, [[1, 2, 3]], drafter=drafter)
 """
 
-from stree_jax.checkpoint import demo_path, from_pretrained, load_tokenizer, save_pretrained
+from stree_jax.checkpoint import save_pretrained
 from stree_jax.config import ModelConfig
-from stree_jax.decoding.beam import BeamDrafter
-from stree_jax.decoding.draft import Drafter, ModelDrafter, NgramDrafter
-from stree_jax.decoding.generate import PAD, DecodeStatistics, Generation, generate, stream
-from stree_jax.layer_config import Mamba2Config
+from stree_jax.decoding.drafters import BeamDrafter, Drafter, ModelDrafter, NgramDrafter, root_only
+from stree_jax.decoding.generate import (
+    PAD,
+    DecodeStatistics,
+    Generation,
+    NonFiniteLogitsError,
+    generate,
+    stream,
+)
+from stree_jax.decoding.sampling import token_log_probs
+from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
+from stree_jax.decoding.verifiers import VERIFIERS, Verifier, follow
+from stree_jax.layer_config import (
+    AttentionConfig,
+    Mamba2Config,
+    MlpConfig,
+    MoeConfig,
+    RopeScaling,
+    SharedConfig,
+)
 from stree_jax.models.lm import HybridLM
+from stree_jax.pretrained import demo_path, from_pretrained, load_tokenizer
 from stree_jax.tree import Tree, TreeTopology
 
 __all__ = [
     "PAD",
+    "VERIFIERS",
+    "AttentionConfig",
     "BeamDrafter",
+    "Context",
     "DecodeStatistics",
+    "DraftTree",
     "Drafter",
     "Generation",
     "HybridLM",
     "Mamba2Config",
+    "MlpConfig",
     "ModelConfig",
     "ModelDrafter",
+    "MoeConfig",
     "NgramDrafter",
+    "NonFiniteLogitsError",
+    "RopeScaling",
+    "Sampling",
+    "SharedConfig",
     "Tree",
     "TreeTopology",
+    "Verdict",
+    "Verifier",
     "demo_path",
+    "follow",
     "from_pretrained",
     "generate",
     "load_tokenizer",
+    "root_only",
     "save_pretrained",
     "stream",
+    "token_log_probs",
 ]
 __version__ = "0.1.0"

@@ -1,12 +1,12 @@
-"""Native checkpoints: a directory that describes itself.
+"""Native checkpoints: saving, loading, and the checks that other formats share.
 
     config.json      format version and `ModelConfig`
     params/          Orbax checkpoint of the weights
     tokenizer.json   optional, in the format of the `tokenizers` library
     README.md        optional model card
 
-A save writes a directory of another name and renames it when it is complete, so that a checkpoint
-is either whole or absent.
+`save_pretrained` writes to a temporary directory and renames it at the end, so a checkpoint is
+either complete or absent. Loading a checkpoint of any format is `stree_jax.pretrained`.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +44,17 @@ def save_pretrained(
     """Saves a model as a native checkpoint directory.
 
     Args:
-        model: its weights are stored in the type they have.
+        model: weights are stored in their current dtype.
         path: the directory to create.
-        tokenizer: stored beside the weights.
+        tokenizer: stored as tokenizer.json.
         model_card: Markdown, stored as README.md.
-        files: further files to copy into the directory.
+        files: more files to copy into the directory.
         overwrite: replace an existing directory. The old one stays until the new one is complete.
 
     Raises:
         ValueError: `path` exists and `overwrite` is False.
     """
-    from orbax.checkpoint import v1 as ocp  # half a second; not everyone saves
+    from orbax.checkpoint import v1 as ocp  # takes half a second to import
 
     with new_directory(Path(path), overwrite) as partial:
         header = {"format": FORMAT, "version": VERSION, "model": model.config.to_dict()}
@@ -69,44 +69,25 @@ def save_pretrained(
             ocp.save(partial / "params", nnx.to_pure_dict(nnx.state(model)))
 
 
-def from_pretrained(
-    path: str | os.PathLike[str],
-    *,
-    dtype: DTypeLike | None = jnp.float32,
-    implementation: str | None = None,
-    quirks: Collection[str] = (),
+def is_native(path: Path) -> bool:
+    """Whether a directory is a native checkpoint: its config.json has a `format`."""
+    file = path / "config.json"
+    return file.is_file() and "format" in read_json(file)
+
+
+def load_native(
+    path: Path, *, dtype: DTypeLike | None, implementation: str | None = None
 ) -> HybridLM:
-    """Loads a checkpoint directory: native, or of any family that `stree_jax.convert` knows.
+    """Loads a native checkpoint directory.
 
     Args:
-        path: the directory, or the name of a model on the hub (needs `stree-jax[hub]`).
-        dtype: of the loaded weights, float32 or bfloat16, whatever type is stored; None: bfloat16
-            if they are stored in it. Speculative decoding reproduces autoregressive decoding token
-            for token in float32, the default.
+        path: the directory.
+        dtype: dtype of the weights, float32 or bfloat16; None means as stored.
         implementation: of the kernels, see `pallas_kernels.dispatch`.
-        quirks: of `stree_jax.convert.QUIRKS`, to reproduce what other programs do against the
-            published config.
 
     Raises:
-        ValueError: the checkpoint is missing, damaged, of an unknown or unsupported kind, or its
-            shapes disagree with its config.
+        ValueError: the checkpoint is missing or damaged, or its shapes disagree with its config.
     """
-    from stree_jax import convert  # not needed for native checkpoints, and it imports this module
-
-    directory = convert.find(path)
-    if not convert.is_native(directory):
-        checkpoint = convert.open_checkpoint(directory, quirks)
-        return convert.load_model(
-            checkpoint,
-            dtype=checkpoint.dtype if dtype is None else dtype,
-            implementation=implementation,
-        )
-    if quirks:
-        raise ValueError(f"{directory} is native; quirks are for what other programs wrote")
-    return _load_native(directory, dtype, implementation)
-
-
-def _load_native(path: Path, dtype: DTypeLike | None, implementation: str | None) -> HybridLM:
     from orbax.checkpoint import v1 as ocp
 
     config = load_config(path)
@@ -134,7 +115,7 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
     """The config of a native checkpoint directory.
 
     Raises:
-        ValueError: no such checkpoint, or not one of this format.
+        ValueError: there is no such checkpoint, or it has another format or version.
     """
     path = Path(path)
     if not path.is_dir():
@@ -156,29 +137,29 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
 
 
 def stored_dtype(path: Path) -> jnp.dtype:
-    """The type of a native checkpoint's matrices: bfloat16 or float32.
+    """The dtype of a native checkpoint's matrices: bfloat16 or float32.
 
     Raises:
-        ValueError: it has no weights, or they are damaged.
+        ValueError: the weights are missing or damaged.
     """
     return matrix_dtype(jax.tree.leaves(_metadata(path)))
 
 
 def matrix_dtype(weights: Iterable[Any]) -> jnp.dtype:
-    """bfloat16 if all matrices are of this type, else float32, which loses nothing.
+    """bfloat16 if all matrices are bfloat16, else float32, which is lossless.
 
     Args:
-        weights: anything with a shape and a dtype.
+        weights: objects with a `shape` and a `dtype`.
     """
     dtypes = {jnp.dtype(weight.dtype) for weight in weights if len(weight.shape) == 2}
     return jnp.dtype(jnp.bfloat16 if dtypes == {jnp.dtype(jnp.bfloat16)} else jnp.float32)
 
 
 def read_json(path: Path) -> dict:
-    """A JSON object. `Infinity`, which transformers 4 writes, is understood.
+    """Reads a JSON object. Accepts `Infinity`, which transformers 4 writes.
 
     Raises:
-        ValueError: the file cannot be read, or is not an object.
+        ValueError: the file cannot be read, or does not hold an object.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -190,7 +171,7 @@ def read_json(path: Path) -> dict:
 
 
 def _metadata(path: Path) -> object:
-    """Names, shapes and types of the stored weights."""
+    """Names, shapes and dtypes of the stored weights."""
     from orbax.checkpoint import v1 as ocp
 
     params = (path / "params").absolute()
@@ -205,43 +186,18 @@ def _metadata(path: Path) -> object:
         ) from error
 
 
-def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a checkpoint directory, or in a file of the same format.
-
-    Raises:
-        ValueError: there is none, or it cannot be read.
-    """
-    file = Path(path)
-    if file.suffix != ".json":
-        file = file / "tokenizer.json"
-    if not file.is_file():
-        raise ValueError(f"no tokenizer at {file}")
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"{file} is damaged: {first_line(error)}") from error
-
-
-def demo_path(name: str) -> Path:
-    """The directory of a small trained model that ships with the package: "target" or "draft".
-
-    Raises:
-        ValueError: another name.
-    """
-    known = ("target", "draft")
-    if name not in known:
-        raise ValueError(f"the embedded models are {known}, got {name!r}")
-    return Path(__file__).parent / "demo" / name
-
-
 def check_shapes(path: Path, wanted: object, stored: object) -> None:
     """Compares names and shapes of two trees of weights.
 
-    To be asked before Orbax, whose own complaint leaves threads behind that report to a closed
-    event loop.
+    Call this before Orbax loads: on a shape mismatch Orbax leaks threads, which later report to a
+    closed event loop.
+
+    Args:
+        path: the checkpoint, for the message.
+        wanted, stored: trees of objects with a `shape`.
 
     Raises:
-        ValueError: everything that is wrong.
+        ValueError: lists all differences.
     """
     want, have = (
         {name: tuple(leaf.shape) for name, leaf in flatten(tree).items()}
@@ -264,7 +220,7 @@ def check_shapes(path: Path, wanted: object, stored: object) -> None:
 
 
 def flatten(tree: object) -> dict[str, Any]:
-    """Leaves by their path, joined with dots."""
+    """The leaves of a tree by their dotted path."""
     return {
         ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in where): leaf
         for where, leaf in jax.tree.leaves_with_path(tree)
@@ -273,7 +229,7 @@ def flatten(tree: object) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def new_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
-    """A directory that takes the name `path` if the block ends well, and else vanishes.
+    """A temporary directory: renamed to `path` if the block succeeds, else deleted.
 
     Raises:
         ValueError: `path` exists and `overwrite` is False.
@@ -302,7 +258,7 @@ def new_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps Orbax's progress messages out of the user's terminal."""
+    """Silences Orbax's progress messages."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -313,6 +269,6 @@ def _quiet() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error, shortened."""
+    """The first line of an error message, at most 200 characters."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     return text if len(text) <= 200 else text[:200] + "..."

@@ -1,6 +1,6 @@
-"""`ModelConfig`: everything about a model that is not a weight.
+"""`ModelConfig`: everything about a model except its weights.
 
-One mixer and one block vocabulary serve every family; a family is a config.
+All model families share the same layers. A family is a config, not a class.
 """
 
 import dataclasses
@@ -19,17 +19,18 @@ from stree_jax.layer_config import (
     require,
     require_integer,
 )
+from stree_jax.presets import PRESETS
 
-# Each kind of layer and the configs it is made from.
-_PARTS = {
+# Each kind of layer and the configs that it needs.
+LAYER_PARTS = {
     "mamba2": ("mamba2",),
     "attention": ("attention",),
-    "parallel": ("mamba2", "attention"),  # both on the same input, summed (Falcon-H1)
+    "parallel": ("mamba2", "attention"),  # same input, outputs added (Falcon-H1)
     "mlp": ("mlp",),
     "moe": ("moe",),
-    "shared": ("shared", "attention", "mlp"),  # a transformer block that layers share (Zamba2)
+    "shared": ("shared", "attention", "mlp"),  # a transformer block used by several layers (Zamba2)
 }
-LAYER_KINDS = tuple(_PARTS)
+LAYER_KINDS = tuple(LAYER_PARTS)
 
 _CONFIGS = {
     "mamba2": Mamba2Config,
@@ -45,24 +46,24 @@ class ModelConfig:
     """A whole language model.
 
     Attributes:
-        vocab_size: tokens that exist; ids from here to `padded_vocab_size` are never sampled.
+        vocab_size: size of the vocabulary; ids from here to `padded_vocab_size` are never sampled.
         d_model: width of the residual stream `M`.
-        layers: the kind of each layer, bottom up; kinds are `LAYER_KINDS`.
-        mamba2: the Mamba-2 mixers; None if no layer has one.
-        attention: the attention mixers; None if no layer has one.
-        mlp: the MLPs; None if no layer has one.
-        moe: the mixtures of experts; None if no layer is one.
-        shared: the transformer blocks that "shared" layers share, which are made of `attention` and
-            `mlp`; None if there are none.
-        padded_vocab_size: rows of the embedding; None: `vocab_size`.
-        norm_eps: of the norms on the residual stream.
+        layers: the kind of each layer, first to last, from `LAYER_KINDS`.
+        mamba2: config of the Mamba-2 mixers; None if no layer has one.
+        attention: config of the attention mixers; None if no layer has one.
+        mlp: config of the MLPs; None if no layer has one.
+        moe: config of the mixtures of experts; None if no layer has one.
+        shared: config of the transformer blocks behind the "shared" layers, which are built from
+            `attention` and `mlp`; None if there are none.
+        padded_vocab_size: rows of the embedding; None means `vocab_size`.
+        norm_eps: epsilon of the norms on the residual stream.
         tie_embeddings: the output head is the transposed embedding.
-        residual_float32: keep the residual stream in float32 whatever the weights' type.
+        residual_float32: keep the residual stream in float32, whatever the dtype of the weights.
         embedding_multiplier, residual_multiplier, logits_multiplier: scale the embedding, each
-            layer's output before it is added, and the logits (Granite, Falcon-H1).
-        eos_token: the id that ends a text, or several, for whoever decodes; None: unknown.
-        max_length: tokens of a text that the model was made for; `generate` refuses longer ones
-            unless told otherwise. None: no limit.
+            layer's output before the residual add, and the logits (Granite, Falcon-H1).
+        eos_token: end-of-sequence id, or a tuple of several; None if unknown.
+        max_length: context length in tokens. `generate` refuses longer requests unless told
+            otherwise. None means no limit.
     """
 
     vocab_size: int
@@ -104,7 +105,7 @@ class ModelConfig:
             self.eos_token is None or all(0 <= t < self.vocab_size for t in tokens),  # type: ignore[operator]
             f"eos_token = {self.eos_token} is outside the vocabulary of {self.vocab_size}",
         )
-        for kind, parts in _PARTS.items():
+        for kind, parts in LAYER_PARTS.items():
             for part in parts:
                 require(
                     getattr(self, part) is not None or kind not in self.layers,
@@ -127,7 +128,7 @@ class ModelConfig:
 
     @property
     def num_embeddings(self) -> int:
-        """Rows of the embedding, padding included."""
+        """Rows of the embedding, including padding."""
         return self.vocab_size if self.padded_vocab_size is None else self.padded_vocab_size
 
     @classmethod
@@ -147,19 +148,21 @@ class ModelConfig:
         attention: Mapping[str, Any] | None = None,
         **mixer: Any,
     ) -> "ModelConfig":
-        """A Mamba-2 language model in the shape of the published ones.
+        """A Mamba-2 language model with the layout of the published ones.
 
         Args:
-            vocab_size, d_model, num_layers: as the names say.
-            expand: scan channels as a multiple of `d_model`.
+            vocab_size, d_model: fields of `ModelConfig`.
+            num_layers: number of layers.
+            expand: inner width of the mixer as a multiple of `d_model`.
             head_dim, state_size: `P` and `S`.
-            padded_vocab_size, tie_embeddings, eos_token: see the class.
-            attention_layers: layers with attention instead of Mamba-2.
-            attention: fields of `AttentionConfig`, for these.
-            **mixer: further fields of `Mamba2Config`.
+            padded_vocab_size, tie_embeddings, eos_token: fields of `ModelConfig`.
+            attention_layers: indices of layers with attention instead of Mamba-2.
+            attention: fields of `AttentionConfig` for these layers.
+            **mixer: more fields of `Mamba2Config`.
 
         Raises:
-            ValueError: `head_dim` does not divide `expand * d_model`, or a layer does not exist.
+            ValueError: `head_dim` does not divide `expand * d_model`, or `attention_layers` has an
+                index out of range.
         """
         for name, value in (("d_model", d_model), ("expand", expand), ("head_dim", head_dim)):
             require(
@@ -198,31 +201,29 @@ class ModelConfig:
         """The shape of a published model, by name.
 
         Raises:
-            ValueError: an unknown name.
+            ValueError: the name is unknown.
         """
-        from stree_jax.presets import PRESETS
-
         require(name in PRESETS, f"unknown preset {name!r}; known: {sorted(PRESETS)}")
-        return PRESETS[name]()
+        return cls(**PRESETS[name]())
 
     @classmethod
     def tiny(cls, **changes: Any) -> "ModelConfig":
-        """A model small enough to compile in a test; `changes` as in `mamba2_lm`."""
+        """A model small enough to compile in a test; `changes` are arguments of `mamba2_lm`."""
         shape: dict[str, Any] = dict(
             vocab_size=37, d_model=16, num_layers=2, head_dim=8, state_size=8, chunk_size=8
         )
         return cls.mamba2_lm(**(shape | changes))
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as plain JSON values; `from_dict` reads it back. Infinity becomes a string."""
+        """The config as JSON values, for `from_dict`. Infinity becomes the string "inf"."""
         return json.loads(json.dumps(_encode(dataclasses.asdict(self)), allow_nan=False))
 
     @classmethod
     def from_dict(cls, values: Any) -> "ModelConfig":
-        """Reads what `to_dict` wrote.
+        """The inverse of `to_dict`.
 
         Raises:
-            ValueError: a field that is unknown or missing, or a value that does not fit.
+            ValueError: a field is unknown or missing, or a value is invalid.
         """
         require(isinstance(values, Mapping), f"a model config is a table of fields, got {values!r}")
         parts = dict(values)

@@ -1,14 +1,13 @@
-"""The shapes of published models, by name: for benchmarks and for compiling without weights.
+"""Shapes of published models by name, for benchmarks and for compiling without weights.
 
-Sizes are those of the published configs. Real weights come with their own config, through
-`from_pretrained`; nothing here decides how a checkpoint is read.
+`ModelConfig.preset` reads this table. Sizes come from the published configs. A checkpoint brings
+its own config and never uses a preset.
 """
 
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from stree_jax.config import ModelConfig
 from stree_jax.layer_config import (
     AttentionConfig,
     Mamba2Config,
@@ -18,11 +17,20 @@ from stree_jax.layer_config import (
     SharedConfig,
 )
 
+# Fields of `ModelConfig`, which imports this table.
+Fields = dict[str, Any]
 
-def _mamba2(d_model: int, num_layers: int) -> ModelConfig:
+
+def _mamba2(d_model: int, num_layers: int) -> Fields:
     """state-spaces/mamba2-*."""
-    return ModelConfig.mamba2_lm(
-        50277, d_model, num_layers, padded_vocab_size=50288, chunk_size=256
+    return dict(
+        vocab_size=50277,
+        d_model=d_model,
+        layers=("mamba2",) * num_layers,
+        mamba2=Mamba2Config(
+            num_heads=2 * d_model // 64, head_dim=64, state_size=128, chunk_size=256
+        ),
+        padded_vocab_size=50288,
     )
 
 
@@ -36,13 +44,13 @@ def _mamba_in_llama(
     attention_layers: Iterable[int] = (),
     rope_factor: float = 8.0,
     tie_embeddings: bool = False,
-) -> ModelConfig:
-    """MambaInLlama's distilled Llamas, and STree's draft: heads and states of 128."""
+) -> Fields:
+    """MambaInLlama's distilled Llamas and STree's draft model: heads and states of 128."""
     heads = inner // 128
     layers: list[str] = []
     for layer in range(num_layers):
         layers += ["attention" if layer in attention_layers else "mamba2", "mlp"]
-    return ModelConfig(
+    return dict(
         vocab_size=128256,
         d_model=d_model,
         layers=tuple(layers),
@@ -73,10 +81,10 @@ def _mamba_in_llama(
 
 def _nemotron_h(
     pattern: str, *, d_model: int, num_heads: int, num_kv_heads: int, **options: Any
-) -> ModelConfig:
-    """NVIDIA's Nemotron-H and Nemotron-3; `pattern` is theirs."""
+) -> Fields:
+    """NVIDIA's Nemotron-H and Nemotron-3; `pattern` is `hybrid_override_pattern`."""
     kinds = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
-    return ModelConfig(
+    return dict(
         vocab_size=131072,
         d_model=d_model,
         layers=tuple(kinds[letter] for letter in pattern),
@@ -90,8 +98,8 @@ def _nemotron_h(
     )
 
 
-def _falcon_h1_500m() -> ModelConfig:
-    return ModelConfig(
+def _falcon_h1_500m() -> Fields:
+    return dict(
         vocab_size=32784,
         d_model=1024,
         layers=("parallel", "mlp") * 36,
@@ -115,14 +123,14 @@ def _granite_h(
     logits_scaling: float,
     mlp: MlpConfig | None = None,
     moe: MoeConfig | None = None,
-) -> ModelConfig:
-    """ibm-granite/granite-4.0-h-350m and -1b, which are dense, and -tiny."""
+) -> Fields:
+    """ibm-granite/granite-4.0-h-350m and -1b (dense) and -tiny (experts)."""
     layers: list[str] = []
     for layer in range(num_layers):
         layers.append("attention" if layer in attention_layers else "mamba2")
         layers.append("mlp" if moe is None else "moe")
     attention_dim = d_model // 12
-    return ModelConfig(
+    return dict(
         vocab_size=100352,
         d_model=d_model,
         layers=tuple(layers),
@@ -139,14 +147,14 @@ def _granite_h(
     )
 
 
-def _zamba2_2_7b() -> ModelConfig:
-    """Zyphra/Zamba2-2.7B: what they call a hybrid layer is a shared block in front of Mamba-2."""
+def _zamba2_2_7b() -> Fields:
+    """Zyphra/Zamba2-2.7B: its hybrid layers are a shared block in front of Mamba-2."""
     layers: list[str] = []
     for layer in range(54):
         if layer in (6, 12, 18, 24, 30, 36, 42, 47, 51):
             layers.append("shared")
         layers.append("mamba2")
-    return ModelConfig(
+    return dict(
         vocab_size=32000,
         d_model=2560,
         layers=tuple(layers),
@@ -160,7 +168,7 @@ def _zamba2_2_7b() -> ModelConfig:
     )
 
 
-# -1b and -tiny are the same but for what is between the mixers.
+# -1b and -tiny differ only in the MLPs.
 _GRANITE_H_1536 = functools.partial(
     _granite_h,
     1536,
@@ -172,7 +180,7 @@ _GRANITE_H_1536 = functools.partial(
 )
 
 
-PRESETS: dict[str, Callable[[], ModelConfig]] = {
+PRESETS: dict[str, Callable[[], Fields]] = {
     "mamba2-130m": functools.partial(_mamba2, 768, 24),
     "mamba2-370m": functools.partial(_mamba2, 1024, 48),
     "mamba2-780m": functools.partial(_mamba2, 1536, 48),
@@ -191,7 +199,7 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
         rope_factor=32.0,
         tie_embeddings=True,
     ),
-    # STree's draft for both, two Mamba-2 layers.
+    # STree's draft model for both: two Mamba-2 layers.
     "MambaInLlama-draft": functools.partial(
         _mamba_in_llama, 1024, 2, mlp=2048, inner=1024, kv_heads=2, tie_embeddings=True
     ),

@@ -108,6 +108,25 @@ class TreeTopology:
         return cls.from_branching((num_beams, *(1,) * (num_steps - 1)) if num_steps else ())
 
     @classmethod
+    def budget(cls, num_nodes: int, depth: int) -> "TreeTopology":
+        """The sizes of a tree whose shape is data: `num_nodes` nodes, root included, `depth` deep.
+
+        A drafter that chooses the shape itself fills it; as a static tree it is a chain of `depth`
+        tokens and the other nodes below the root.
+        """
+        if _integer("num_nodes", num_nodes) < 1:
+            raise ValueError(f"num_nodes counts the root, so it is at least 1; got {num_nodes}")
+        if not 0 <= _integer("depth", depth) < num_nodes:
+            raise ValueError(
+                f"{num_nodes} nodes, root included, have a depth from 0 to {num_nodes - 1}, got"
+                f" {depth}"
+            )
+        if depth == 0 and num_nodes > 1:
+            raise ValueError(f"a tree of depth 0 is its root; num_nodes must be 1, got {num_nodes}")
+        _check_size(num_nodes)
+        return cls((-1, *range(depth), *[0] * (num_nodes - 1 - depth)))
+
+    @classmethod
     def from_branching(cls, branching: Sequence[int]) -> "TreeTopology":
         """Every node of level i has `branching[i]` children."""
         if not isinstance(branching, Sequence | np.ndarray):

@@ -1,6 +1,7 @@
 """Dependencies point one way."""
 
 import ast
+import graphlib
 import pkgutil
 import subprocess
 import sys
@@ -39,7 +40,20 @@ def test_importing_loads_nothing_it_should_not(package):
 
 
 # Packages from the bottom up: each may import itself and those before it.
-LAYERS = ["array_types", "config", "tree", "models", "checkpoint", "decoding", "training", "cli"]
+LAYERS = [
+    "array_types",
+    "layer_config",
+    "presets",
+    "config",
+    "tree",
+    "models",
+    "checkpoint",
+    "convert",
+    "pretrained",
+    "decoding",
+    "training",
+    "cli",
+]
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -57,12 +71,28 @@ def test_layers_import_only_what_is_below_them(layer):
 
 
 def imported(file):
-    """Modules that a file imports at any depth."""
+    """Modules that a file imports, also inside functions, and the names taken from them."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("package", [pallas_kernels, stree_jax])
+def test_no_modules_import_each_other(package):
+    """Not even inside functions."""
+    root = Path(package.__file__).parent
+    modules = {
+        ".".join((package.__name__, *file.relative_to(root).with_suffix("").parts)): file
+        for file in [*root.glob("*.py"), *root.glob("*/*.py")]
+    }
+    modules = {name.removesuffix(".__init__"): file for name, file in modules.items()}
+    graph = {name: modules.keys() & {*imported(file)} - {name} for name, file in modules.items()}
+    for needed in graph.values():  # `from package import module` needs the module alone
+        needed -= {other.rpartition(".")[0] for other in needed}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_one_module_owns_the_triton_import():

@@ -3,6 +3,7 @@
 import jax
 from jaxtyping import Array, Float
 
+from pallas_kernels import dispatch
 from pallas_kernels.add_rms_norm import pallas_triton, xla
 from pallas_kernels.autodiff import differentiable
 from pallas_kernels.numerics import Unscaled
@@ -34,7 +35,7 @@ def add_rms_norm(
     Raises:
         ValueError: an implementation that does not exist, or cannot run these shapes.
     """
-    with jax.named_scope("add_rms_norm"):
+    with jax.named_scope("add_rms_norm"), dispatch.on(residual, output, weight):
         reason = pallas_triton.unsupported(residual.shape[-1])
         run = differentiable(
             "add_rms_norm",

@@ -54,7 +54,7 @@ def attention_tree(
             f"{num_grown} grown and {projected.shape[1]} query nodes are not the {mask.shape[2]}"
             " nodes of the mask; `grown` has the keys of all nodes before the query nodes"
         )
-    with jax.named_scope("attention_tree"):
+    with jax.named_scope("attention_tree"), dispatch.on(projected, cache):
         reason = pallas_triton.unsupported(layout, cache.keys.shape[2])
         match dispatch.choose("attention_tree", implementation, reason):
             case "xla":

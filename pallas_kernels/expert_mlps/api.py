@@ -3,8 +3,9 @@
 import jax
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.expert_mlps import pallas_triton, xla
+from pallas_kernels import dispatch
 from pallas_kernels.autodiff import differentiable
+from pallas_kernels.expert_mlps import pallas_triton, xla
 
 
 def expert_mlps(
@@ -52,7 +53,7 @@ def expert_mlps(
         )
     if implementation is None and xla.few(chosen, len(experts_in)):
         implementation = "xla"
-    with jax.named_scope("expert_mlps"):
+    with jax.named_scope("expert_mlps"), dispatch.on(x, experts_in, experts_out):
         reason = pallas_triton.unsupported(x.shape[1], hidden, chosen.size, activation)
         run = differentiable(
             "expert_mlps",

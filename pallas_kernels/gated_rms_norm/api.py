@@ -3,8 +3,9 @@
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.gated_rms_norm import pallas_triton, xla
+from pallas_kernels import dispatch
 from pallas_kernels.autodiff import differentiable
+from pallas_kernels.gated_rms_norm import pallas_triton, xla
 
 NORMS = ("gate_then_norm", "norm_then_gate", "none")
 
@@ -51,7 +52,7 @@ def gated_rms_norm(
         raise ValueError(
             f"{y.shape[-1]} gates from column {gate_start} on, of {gate.shape[-1]} columns"
         )
-    with jax.named_scope("gated_rms_norm"):
+    with jax.named_scope("gated_rms_norm"), dispatch.on(y, gate, weight):
         reason = pallas_triton.unsupported(y.shape[-1] // num_groups)
         run = differentiable(
             "gated_rms_norm",

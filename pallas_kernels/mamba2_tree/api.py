@@ -127,7 +127,7 @@ def mamba2_tree(
                     " fill trees up with nodes that are not valid, or pass records one by one"
                 )
     arguments = (projected, weights, ssm, conv_state, window, ancestor_mask)
-    with jax.named_scope("mamba2_tree"):
+    with jax.named_scope("mamba2_tree"), dispatch.on(projected, ssm):
         width, dtype = window.shape[2], projected.dtype
         match implementation_of_mamba2_tree(layout, width, dtype, implementation):
             case "xla":

@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import besides_jax_triton
 from pallas_kernels.gated_rms_norm.xla import activated
 from pallas_kernels.mamba2_tree.records import Mamba2Pending
 from pallas_kernels.numerics import Unscaled
@@ -30,7 +29,7 @@ def mamba2_tree(
 ):
     """See `api.mamba2_tree`."""
     # jax-triton has the scan and the replay only.
-    common = besides_jax_triton(implementation)
+    common = implementation
     A, D = weights.A(), weights.skip(layout)
     if previous is not None:
         old, path, back = previous

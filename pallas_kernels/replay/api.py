@@ -3,7 +3,7 @@
 import jax
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, jax_triton_backend
 from pallas_kernels.replay import pallas_triton, xla
 
 
@@ -38,9 +38,10 @@ def replay(
     Raises:
         ValueError: an implementation that does not exist, or cannot run these shapes.
     """
-    with jax.named_scope("replay"):
+    with jax.named_scope("replay"), dispatch.on(x, state):
         reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1])
-        match dispatch.choose("replay", implementation, reason):
+        others = {"jax_triton": jax_triton_backend.obstacle}
+        match dispatch.choose("replay", implementation, reason, others=others):
             case "xla":
                 return xla.replay(x, dt, A, B, state, path)
             case "jax_triton":

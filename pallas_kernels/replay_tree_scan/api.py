@@ -43,7 +43,7 @@ def replay_tree_scan(
         ValueError: an implementation that does not exist, or cannot run these shapes.
     """
     arguments = (prev_x, prev_dt, prev_B, prev_path, x, dt, A, B, C, D, state, ancestor_mask)
-    with jax.named_scope("replay_tree_scan"):
+    with jax.named_scope("replay_tree_scan"), dispatch.on(x, state):
         reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
         match dispatch.choose("replay_tree_scan", implementation, reason):
             case "xla":

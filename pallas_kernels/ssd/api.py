@@ -5,6 +5,7 @@ import functools
 import jax
 from jaxtyping import Array, Float
 
+from pallas_kernels import dispatch
 from pallas_kernels.autodiff import differentiable
 from pallas_kernels.ssd import pallas_triton, xla
 
@@ -47,7 +48,7 @@ def ssd(
         raise ValueError(f"chunk_size = {chunk_size} is not positive")
     if x.shape[2] % B.shape[2]:
         raise ValueError(f"{B.shape[2]} groups do not divide {x.shape[2]} heads")
-    with jax.named_scope("ssd"):
+    with jax.named_scope("ssd"), dispatch.on(x, state):
         reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
         run = differentiable(
             "ssd",

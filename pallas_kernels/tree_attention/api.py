@@ -7,6 +7,7 @@ empty cache makes it attention of a whole sequence.
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import dispatch
 from pallas_kernels.autodiff import differentiable
 from pallas_kernels.tree_attention import pallas_triton, xla
 
@@ -44,7 +45,7 @@ def tree_attention(
     Raises:
         ValueError: an implementation that does not exist, or cannot run these shapes.
     """
-    with jax.named_scope("tree_attention"):
+    with jax.named_scope("tree_attention"), dispatch.on(query, keys, values):
         reason = pallas_triton.unsupported(query.shape[-1])
         run = differentiable(
             "tree_attention",

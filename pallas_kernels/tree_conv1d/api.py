@@ -83,7 +83,7 @@ def tree_conv1d(
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation = {activation!r} is not one of {ACTIVATIONS}")
     arguments = (inputs, conv_state, weight, bias, window)
-    with jax.named_scope("tree_conv1d"):
+    with jax.named_scope("tree_conv1d"), dispatch.on(inputs, conv_state, weight):
         reason = pallas_triton.unsupported(inputs.shape[-1], weight.shape[0])
         match dispatch.choose("tree_conv1d", implementation, reason):
             case "xla":

@@ -3,7 +3,7 @@
 import jax
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, jax_triton_backend
 from pallas_kernels.tree_scan import pallas_triton, xla
 
 
@@ -48,9 +48,10 @@ def tree_scan(
     Raises:
         ValueError: an implementation that does not exist, or cannot run these shapes.
     """
-    with jax.named_scope("tree_scan"):
+    with jax.named_scope("tree_scan"), dispatch.on(x, state):
         reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1])
-        match dispatch.choose("tree_scan", implementation, reason):
+        others = {"jax_triton": jax_triton_backend.obstacle}
+        match dispatch.choose("tree_scan", implementation, reason, others=others):
             case "xla":
                 return xla.tree_scan(x, dt, A, B, C, D, state, mask)
             case "jax_triton":

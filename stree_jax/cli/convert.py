@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from stree_jax.checkpoint import flatten, load_config, stored_dtype
+from stree_jax.checkpoint import flatten, is_native, load_config, stored_dtype
 from stree_jax.config import ModelConfig
-from stree_jax.convert import convert, find, is_native, open_checkpoint
+from stree_jax.convert import convert, find, open_checkpoint
 from stree_jax.models.lm import HybridLM
 
 

@@ -14,6 +14,7 @@ from rich.text import Text
 from tokenizers import Tokenizer
 
 import stree_jax as st
+from stree_jax.cli.cache import enable_cache
 from stree_jax.convert import find
 from stree_jax.decoding.generate import plan
 
@@ -56,6 +57,7 @@ def run_demo(
 
 
 def _run(console: Console, target_path: Path, draft_path: Path, max_new_tokens: int) -> int:
+    enable_cache()
     target = st.from_pretrained(target_path)
     drafter = st.ModelDrafter(st.from_pretrained(draft_path))
     tokenizer = st.load_tokenizer(target_path)

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.style import Style
 
 import stree_jax as st
+from stree_jax.cli.cache import enable_cache
 from stree_jax.cli.trees import parse_tree
 from stree_jax.convert import find
 
@@ -40,6 +41,7 @@ def run_generate(
         raise ValueError("--draft and --ngram are two ways to draft; choose one")
     topology = None if tree is None else parse_tree(tree)
     tokenizer = st.load_tokenizer(tokenizer_path or find(checkpoint))
+    enable_cache()
     model = st.from_pretrained(checkpoint, dtype=dtype)
     drafter: st.Drafter | None = None
     if draft is not None:

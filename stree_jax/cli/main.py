@@ -13,7 +13,11 @@ from rich.console import Console
 
 app = typer.Typer(
     name="stree-jax",
-    help="Speculative tree decoding of Mamba-2 and hybrid language models.",
+    help=(
+        "Speculative tree decoding of Mamba-2 and hybrid language models.\n\n"
+        "Compiled programs are cached in ~/.cache/stree-jax, up to 256 MiB. STREE_JAX_CACHE names"
+        " another folder; STREE_JAX_CACHE=off turns the cache off."
+    ),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

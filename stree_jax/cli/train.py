@@ -14,6 +14,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from stree_jax.cli.cache import enable_cache
 from stree_jax.training.recipe import Recipe
 from stree_jax.training.run import distill, train
 
@@ -25,6 +26,7 @@ def run_training(console: Console, recipe_path: Path, output: Path, target: Path
         ValueError: the recipe, the target or the output cannot be used.
     """
     recipe = Recipe.load(recipe_path)
+    enable_cache()
     command = shlex.join(["stree-jax", *sys.argv[1:]])
     reports = (
         train(recipe, output, command=command)

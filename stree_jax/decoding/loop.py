@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import Best
 from stree_jax.array_types import Array, Bool, Int
-from stree_jax.decoding.draft import Drafter, root_only
+from stree_jax.decoding.drafters import Drafter, root_only
 from stree_jax.decoding.prefill import prefill
 from stree_jax.decoding.sampling import all_finite
-from stree_jax.decoding.state import (
+from stree_jax.decoding.types import (
     Context,
     DecodeState,
     DraftTree,
@@ -26,11 +25,12 @@ from stree_jax.decoding.state import (
     Statistics,
     Verdict,
 )
-from stree_jax.decoding.verify import Verifier
-from stree_jax.models.cache import Cache, Path, path_to
+from stree_jax.decoding.verifiers import Verifier
+from stree_jax.models.cache import Path, path_to
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
+# Codes of `DecodeState.failed`.
 TARGET_FAILED, DRAFT_FAILED = 1, 2
 
 
@@ -41,20 +41,18 @@ class SpeculativeDecoder:
     Attributes:
         topology: the draft tree, nodes in level order.
         verifier: the verification rule.
-        filtered: top-k or top-p is in use.
-        capacity: the most new tokens a row can hold.
-        rounds: steps between two looks at whether all rows have ended. The host waits for each
-            look. Two steps are one body, in which XLA writes what a step leaves to two places by
-            turns; with one step it would copy it. From 4 rounds on there is an inner loop over such
-            bodies, whose trip count is static: the host does not look. After the last row's end up
-            to `rounds - 1` steps are in vain.
+        max_length: the most tokens a row can hold, prompt and output.
+        steps_per_sync: steps per host-side termination check, for which the host waits. With two
+            steps in the body of the loop XLA writes what a step leaves to two buffers in turn; with
+            one step it would copy it. From 4 on there is an inner loop over such bodies with a
+            static trip count, which needs no check. After the last row's end up to
+            `steps_per_sync - 1` steps are wasted.
     """
 
     topology: TreeTopology
     verifier: Verifier
-    filtered: bool
-    capacity: int
-    rounds: int = 1
+    max_length: int
+    steps_per_sync: int = 1
 
     def start(
         self,
@@ -64,33 +62,35 @@ class SpeculativeDecoder:
         keys: Array,
     ) -> DecodeState:
         """Reads the prompts. The last token of each becomes the root of the first tree."""
-        max_length = prompts.tokens.shape[1] + self.capacity
-        state = None if drafter is None else drafter.prepare(prompts, self.topology, max_length)
-        cache = prefill(model, prompts.tokens, prompts.length - 1, max_length)
-        return self._begin(model, prompts, keys, cache, state)
+        # Neither the caches nor the drafter's state pass through a program here, which would copy
+        # them.
+        return self._begin(model, prompts, keys)._replace(
+            cache=prefill(model, prompts.tokens, prompts.length - 1, self.max_length),
+            drafter=None
+            if drafter is None
+            else drafter.prepare(prompts, self.topology, self.max_length),
+        )
 
     @functools.partial(jax.jit, static_argnums=0)
-    def _begin(
-        self, model: HybridLM, prompts: Context, keys: Array, cache: Cache, drafter: Any
-    ) -> DecodeState:
-        """The state before the first step."""
-        batch = prompts.length.shape[0]
+    def _begin(self, model: HybridLM, prompts: Context, keys: Array) -> DecodeState:
+        """The state before the first step, without cache and drafter."""
+        batch, width = prompts.tokens.shape
         num_nodes, depth = self.topology.num_nodes, self.topology.depth
-        # Room for the new tokens, and for writing one whole path past the end.
-        tokens = jnp.pad(prompts.tokens, ((0, 0), (0, self.capacity + depth + 1)))
+        # Room for writing one whole path past the end.
+        tokens = jnp.pad(prompts.tokens, ((0, 0), (0, self.max_length + depth + 1 - width)))
         zeros = jnp.zeros(batch, jnp.int32)
-        nowhere = jnp.full((batch, num_nodes), -1, jnp.int32)
+        no_node = jnp.full((batch, num_nodes), -1, jnp.int32)
         return DecodeState(
             context=Context(tokens, prompts.length),
             emitted=zeros,
             done=jnp.zeros(batch, bool),
             failed=zeros,
-            cache=cache,
+            cache=(),
             pending=model.init_pending(batch, num_nodes),
-            path=Path(jnp.zeros((batch, num_nodes), bool), nowhere, zeros - 1),
-            drafter=drafter,
-            keys=keys,
-            step=jnp.int32(0),
+            path=Path(jnp.zeros((batch, num_nodes), bool), no_node, zeros - 1),
+            drafter=None,
+            keys=jax.random.clone(keys),  # the loop donates the state, not the caller's keys
+            step=zeros,
             statistics=Statistics(zeros, zeros, zeros, zeros, jnp.zeros((batch, depth), jnp.int32)),
         )
 
@@ -106,21 +106,23 @@ class SpeculativeDecoder:
         """The whole generation in one program; the last path is replayed too, for a clean cache."""
 
         def unfinished(state: DecodeState) -> Array:
-            return jnp.any(~state.done) & ~jnp.any(state.failed > 0)
+            return jnp.any(~state.done)
 
         # The body closes over the weights, so that the loop does not carry them.
         def step(_: Any, state: DecodeState) -> DecodeState:
             return self._step(model, drafter, state, limits, sampling)[0]
 
         def some_steps(state: DecodeState) -> DecodeState:
-            return lax.fori_loop(0, self.rounds, step, state, unroll=min(2, self.rounds))
+            return lax.fori_loop(
+                0, self.steps_per_sync, step, state, unroll=min(2, self.steps_per_sync)
+            )
 
         state = lax.while_loop(unfinished, some_steps, state)
-        nowhere = state.path._replace(
+        empty_path = state.path._replace(
             mask=jnp.zeros_like(state.path.mask), last=jnp.full_like(state.path.last, -1)
         )
         return state._replace(
-            cache=model.replay(state.cache, state.pending, state.path), path=nowhere
+            cache=model.replay(state.cache, state.pending, state.path), path=empty_path
         )
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
@@ -143,9 +145,8 @@ class SpeculativeDecoder:
         limits: Limits,
         sampling: Sampling,
     ) -> tuple[DecodeState, DraftTree, Verdict]:
-        vocab_size = model.config.vocab_size
-        keys = jax.vmap(lambda key: jax.random.split(jax.random.fold_in(key, state.step)))(
-            state.keys
+        keys = jax.vmap(lambda key, step: jax.random.split(jax.random.fold_in(key, step)))(
+            state.keys, state.step
         )
 
         # Draft.
@@ -159,41 +160,37 @@ class SpeculativeDecoder:
                     keys[:, 0],
                     sampling,
                     self.topology,
-                    greedy=self.verifier.greedy,
-                    filtered=self.filtered,
                 )
 
         # Forward, after replaying the previous path.
-        forward = model.tree_best if self.verifier.greedy else model.tree_forward
-        target, pending, cache = forward(
+        hidden, pending, cache = model.tree(
             draft.tokens, draft.tree, state.cache, replay=(state.pending, state.path)
         )
-        if isinstance(target, Best):
-            finite = jnp.isfinite(target.logit)
-        else:
-            finite = all_finite(target, vocab_size)
+        logits = model.logits(hidden)[..., : model.config.vocab_size]
+        finite = all_finite(logits)
 
         # Verify.
-        verdict = self.verifier.verify(
-            keys[:, 1], draft, target, sampling, vocab_size=vocab_size, filtered=self.filtered
-        )
+        with jax.named_scope("verify"):
+            verdict = self.verifier.verify(
+                keys[:, 1], draft, logits, sampling, None, topology=self.topology
+            )
 
         # Emit, up to the end of sequence or the limit.
         new_tokens = _emitted_tokens(draft, verdict, self.topology.depth)
         count = verdict.num_accepted + 1
-        is_end = (new_tokens[..., None] == limits.eos_tokens).any(axis=-1) & (
+        is_end = (new_tokens[..., None] == limits.eos_tokens[:, None]).any(axis=-1) & (
             jnp.arange(new_tokens.shape[1]) < count[:, None]
         )
         ended = is_end.any(axis=-1)
         count = jnp.where(ended, jnp.argmax(is_end, axis=-1) + 1, count)
         count = jnp.minimum(count, limits.max_new_tokens - state.emitted)
         failed = _failures(draft, verdict, count, finite)
-        failed = jnp.where(state.done, 0, jnp.maximum(state.failed, failed))  # once is for good
+        failed = jnp.where(state.done, state.failed, failed)
         active = ~state.done & (failed == 0)
         count = jnp.where(active, count, 0)
         context = _append(state.context, new_tokens, count)
         emitted = state.emitted + count
-        done = state.done | (active & (ended | (emitted >= limits.max_new_tokens)))
+        done = state.done | (failed > 0) | ended | (emitted >= limits.max_new_tokens)
 
         # The cache must see every token but the last emitted one: the root and count - 1 drafts. If
         # the path was cut short, that is not its whole length.
@@ -202,7 +199,14 @@ class SpeculativeDecoder:
         last = jnp.where(count > 0, jnp.argmax(reached, axis=-1).astype(jnp.int32), -1)
         verdict = verdict._replace(last=last, num_accepted=jnp.maximum(count - 1, 0))
         if drafter is not None:
-            drafter_state = drafter.commit(drafter_state, draft, verdict, self.topology)
+            at_last = jnp.maximum(last, 0)[:, None, None]
+            drafter_state = drafter.commit(
+                drafter_state,
+                draft,
+                verdict,
+                self.topology,
+                jnp.take_along_axis(hidden, at_last, axis=1)[:, 0],
+            )
 
         return (
             DecodeState(
@@ -233,8 +237,8 @@ def _failures(
     return jnp.where(target_failed, TARGET_FAILED, jnp.where(draft.finite, 0, DRAFT_FAILED))
 
 
-def _emitted_tokens(draft: DraftTree, verdict: Verdict, depth: int) -> Int[Array, "B E"]:
-    """The accepted drafts, then the next token, then anything; `E = depth + 1`."""
+def _emitted_tokens(draft: DraftTree, verdict: Verdict, depth: int) -> Int[Array, "B _"]:
+    """The accepted drafts, then the next token, then anything: `[B, depth + 1]`."""
     on_path = jnp.take_along_axis(draft.tree.ancestor_mask, verdict.last[:, None, None], axis=1)
     at_depth = draft.tree.depth[:, None, :] == jnp.arange(1, depth + 2)[:, None]
     node = jnp.argmax(on_path & at_depth, axis=-1)

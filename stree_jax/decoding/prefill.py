@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stree_jax.array_types import Lengths, Tokens
+from stree_jax.array_types import Array, Lengths, Tokens
 from stree_jax.models.cache import Cache
 from stree_jax.models.lm import HybridLM
 
@@ -20,18 +20,17 @@ PIECE = 512
 def prefill(model: HybridLM, tokens: Tokens, lengths: Lengths, max_length: int) -> Cache:
     """The cache after the first `lengths` tokens of each right-padded row.
 
-    It has places for `max_length` tokens.
+    It has places for `max_length` tokens. Padding behind the longest row's last piece costs
+    nothing: how many pieces are read is a traced number.
     """
     batch, width = tokens.shape
     cache = model.init_cache(batch, max_length)
     if width <= PIECE:
         return model.prefill(tokens, lengths, cache)[1]
-    pieces = jnp.pad(tokens, ((0, 0), (0, -width % PIECE))).reshape(batch, -1, PIECE).swapaxes(0, 1)
+    tokens = jnp.pad(tokens, ((0, 0), (0, -width % PIECE)))
 
-    def read(cache: Cache, piece: tuple) -> tuple[Cache, None]:
-        index, tokens = piece
-        here = jnp.clip(lengths - index * PIECE, 0, PIECE)
-        return model.prefill(tokens, here, cache)[1], None
+    def read(index: Array, cache: Cache) -> Cache:
+        piece = lax.dynamic_slice_in_dim(tokens, index * PIECE, PIECE, axis=1)
+        return model.prefill(piece, jnp.clip(lengths - index * PIECE, 0, PIECE), cache)[1]
 
-    cache, _ = lax.scan(read, cache, (jnp.arange(len(pieces)), pieces))
-    return cache
+    return lax.fori_loop(0, (lengths.max() + PIECE - 1) // PIECE, read, cache)

@@ -3,39 +3,39 @@
 import jax
 import jax.numpy as jnp
 
-from stree_jax.array_types import Array, Float
-from stree_jax.decoding.state import Sampling
+from stree_jax.array_types import Array, Bool, Float, Float32
+from stree_jax.decoding.types import Sampling
 
 
 def token_log_probs(
-    logits: Float[Array, "*rows W"], sampling: Sampling, *, vocab_size: int, filtered: bool
-) -> Float[Array, "*rows V"]:
+    logits: Float[Array, "B *rows V"], sampling: Sampling
+) -> Float32[Array, "B *rows V"]:
     """Log-probabilities after temperature, top-k and top-p, in this order.
 
     Args:
-        logits: `W >= V`; the rest is vocabulary padding, which has no probability.
-        sampling: temperature above 0.
-        vocab_size: `V`.
-        filtered: False skips the sort that top-k and top-p need.
+        logits: of the tokens that exist; vocabulary padding is cut off before.
+        sampling: its temperatures must be above 0.
 
     Returns:
         Normalised; `-inf` where filtered out. Tokens that tie with the last one kept are kept too.
     """
-    logits = logits[..., :vocab_size]
+    per_row = (slice(None),) + (None,) * (logits.ndim - 1)
     # The best is 0 before the division, so that no temperature makes it overflow.
-    scaled = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature
-    if filtered:
+    scaled = logits - logits.max(axis=-1, keepdims=True)
+    scaled = scaled / sampling.temperature[per_row]
+    if sampling.use_top_k_or_top_p:
+        top_k, top_p = sampling.top_k[per_row], sampling.top_p[per_row]
         descending = -jnp.sort(-scaled, axis=-1)
-        rank = jnp.arange(vocab_size)
-        kept = (sampling.top_k <= 0) | (rank < sampling.top_k)
-        # Of those, the fewest whose probability reaches top_p: all whose predecessors do not.
+        rank = jnp.arange(logits.shape[-1])
+        kept = (top_k <= 0) | (rank < top_k)
+        # The smallest set whose probability reaches top_p: tokens whose predecessors do not.
         probs = jax.nn.softmax(jnp.where(kept, descending, -jnp.inf))
-        kept &= (jnp.cumsum(probs, axis=-1) - probs < sampling.top_p) | (rank == 0)
+        kept &= (jnp.cumsum(probs, axis=-1) - probs < top_p) | (rank == 0)
         lowest = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
         scaled = jnp.where(scaled >= lowest, scaled, -jnp.inf)
     return jax.nn.log_softmax(scaled)
 
 
-def all_finite(logits: Float[Array, "*rows W"], vocab_size: int) -> Array:
-    """Whether the best logit is finite: False if any is NaN or +inf, or all are -inf. `[*rows]`."""
-    return jnp.isfinite(logits[..., :vocab_size].max(axis=-1))
+def all_finite(logits: Float[Array, "*rows V"]) -> Bool[Array, "*rows"]:
+    """Whether the best logit is finite: False if any is NaN or +inf, or all are -inf."""
+    return jnp.isfinite(logits.max(axis=-1))

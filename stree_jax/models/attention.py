@@ -26,11 +26,10 @@ from pallas_kernels import (
     tree_conv1d,
     write_keys,
 )
-from pallas_kernels.dispatch import besides_jax_triton
 from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array, Bool, Float, Lengths
 from stree_jax.layer_config import AttentionConfig
-from stree_jax.models.cache import AttentionCache, AttentionPending, Path, Replay, Windows
+from stree_jax.models.cache import AttentionCache, AttentionPending, ConvGatherIndex, Path, Replay
 from stree_jax.models.layers import (
     causal_conv1d,
     conv_state_after,
@@ -71,7 +70,7 @@ class AttentionMixer(nnx.Module):
         implementation: str | None = None,
     ):
         c = self.config = config
-        self.implementation = besides_jax_triton(implementation)
+        self.implementation = implementation
         channels = sum(c.projected_sizes)
         self.in_proj = linear(
             c.input_multiple * d_model,
@@ -101,7 +100,7 @@ class AttentionMixer(nnx.Module):
         self,
         u: Float[Array, "B T I"],
         cache: AttentionCache,
-        mask: Bool[Array, "B T"],
+        valid: Bool[Array, "B T"],
         lengths: Lengths,
         adapter: Array | None = None,
     ) -> tuple[Float[Array, "B T M"], AttentionCache]:
@@ -110,14 +109,14 @@ class AttentionMixer(nnx.Module):
         Args:
             u: inputs, `I = input_multiple * M`.
             cache: what came before.
-            mask: True on real positions.
+            valid: True on real positions, False on padding.
             lengths: how many positions are real.
             adapter: is added to q, k, v `[B, T, (W + 2 U) E]` (Zamba2).
         """
         projected = self._project(u, adapter)
         qkv, conv_state = projected.qkv, cache.conv
         if conv_state is not None:
-            conv_input = jnp.where(mask[..., None], qkv, 0)
+            conv_input = jnp.where(valid[..., None], qkv, 0)
             qkv = causal_conv1d(conv_input, conv_state, *self._conv())
             conv_state = conv_state_after(conv_state, conv_input, lengths)
         steps, layout = jnp.arange(u.shape[1]), self.config.layout
@@ -125,7 +124,7 @@ class AttentionMixer(nnx.Module):
         query, *nodes = layout.split(qkv, length[:, None] + steps)
         new = NodeKeys(*nodes)
         # Before the attention, which does not see behind the length: else XLA copies the cache.
-        kv = write_keys(cache.kv, new, mask, jnp.broadcast_to(steps, mask.shape))
+        kv = write_keys(cache.kv, new, valid, jnp.broadcast_to(steps, valid.shape))
         causal = jnp.broadcast_to(steps <= steps[:, None], (len(u), len(steps), len(steps)))
         y = tree_attention(
             *(query, new.keys, new.values, kv.keys, kv.values, length, causal),
@@ -140,9 +139,9 @@ class AttentionMixer(nnx.Module):
         self,
         u: Float[Array, "B Q I"],
         tree: Tree,
-        windows: Windows,
+        conv_gather_index: ConvGatherIndex,
         cache: AttentionCache,
-        grown: AttentionPending | None = None,
+        prefix_pending: AttentionPending | None = None,
         replay: Replay | None = None,
         adapter: Array | None = None,
     ) -> tuple[Float[Array, "B Q M"], AttentionPending, AttentionCache]:
@@ -151,12 +150,12 @@ class AttentionMixer(nnx.Module):
         projected = self._project(u, adapter)
         qkv, conv_input, conv_state = projected.qkv, None, cache.conv
         if conv_state is not None:
-            conv_input, window = qkv, windows[c.conv_width]
-            if grown is not None:
-                assert grown.conv_input is not None
-                conv_input = jnp.concatenate([grown.conv_input, qkv], axis=1)
+            conv_input, window = qkv, conv_gather_index[c.conv_width]
+            if prefix_pending is not None:
+                assert prefix_pending.conv_input is not None
+                conv_input = jnp.concatenate([prefix_pending.conv_input, qkv], axis=1)
             if replay is not None:
-                conv_state = self._replay_conv(conv_state, replay.pending, replay.windows)
+                conv_state = self._replay_conv(conv_state, replay.pending, replay.conv_gather_index)
             qkv = tree_conv1d(
                 conv_input, conv_state, *self._conv(), window, implementation=self.implementation
             )
@@ -167,7 +166,7 @@ class AttentionMixer(nnx.Module):
             tree.depth[:, -num_queries:],
             tree.ancestor_mask[:, -num_queries:],
             layout=c.layout,
-            grown=None if grown is None else grown.kv,
+            grown=None if prefix_pending is None else prefix_pending.kv,
             previous=None if replay is None else (replay.pending.kv, replay.path.mask),
             implementation=self.implementation,
         )
@@ -175,17 +174,25 @@ class AttentionMixer(nnx.Module):
         return self._finish(y, projected), pending, AttentionCache(kv, conv_state)
 
     def replay(
-        self, cache: AttentionCache, pending: AttentionPending, path: Path, windows: Windows
+        self,
+        cache: AttentionCache,
+        pending: AttentionPending,
+        path: Path,
+        conv_gather_index: ConvGatherIndex,
     ) -> AttentionCache:
         """The cache after the path, whose nodes fill consecutive places; see `Mamba2Mixer`."""
         conv = cache.conv
         if conv is not None:
-            conv = self._replay_conv(conv, pending, windows)
+            conv = self._replay_conv(conv, pending, conv_gather_index)
         return AttentionCache(replay_keys(cache.kv, pending.kv, path.mask), conv)
 
-    def _replay_conv(self, conv: Array, pending: AttentionPending, windows: Windows) -> Array:
+    def _replay_conv(
+        self, conv: Array, pending: AttentionPending, conv_gather_index: ConvGatherIndex
+    ) -> Array:
         assert pending.conv_input is not None
-        return replay_conv_state(pending.conv_input, conv, windows[self.config.conv_width])
+        return replay_conv_state(
+            pending.conv_input, conv, conv_gather_index[self.config.conv_width]
+        )
 
     def _project(self, u: Array, adapter: Array | None) -> Projected:
         c = self.config

@@ -11,13 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import (
-    KeyCache,
-    Mamba2Pending,
-    NodeKeys,
-    RecordQueue,
-    enqueued,
-)
+from pallas_kernels import KeyCache, Mamba2Pending, NodeKeys
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
 from stree_jax.config import ModelConfig
 from stree_jax.layer_config import AttentionConfig, Mamba2Config
@@ -52,14 +46,10 @@ class ParallelCache(NamedTuple):
     attention: AttentionCache
 
 
-class InQueue(NamedTuple):
-    """Where a record would be that is in a queue."""
-
-
 class ParallelPending(NamedTuple):
     """What it needs to advance."""
 
-    mamba2: Any  # a Mamba2Pending, or what stands for it
+    mamba2: Mamba2Pending
     attention: AttentionPending
 
 
@@ -69,21 +59,13 @@ class Nothing(NamedTuple):
 
 # One entry a layer.
 LayerCache = Mamba2Cache | AttentionCache | ParallelCache | Nothing
-LayerPending = Mamba2Pending | InQueue | AttentionPending | ParallelPending | Nothing
+LayerPending = Mamba2Pending | AttentionPending | ParallelPending | Nothing
 Cache = tuple[LayerCache, ...]
+Pending = tuple[LayerPending, ...]
 
 
-class QueuedPending(NamedTuple):
-    """The records of all layers, those of Mamba-2 in a queue."""
-
-    layers: tuple[LayerPending, ...]
-    queue: RecordQueue
-
-
-Pending = tuple[LayerPending, ...] | QueuedPending
-
-# For each conv width of a model, a table of which inputs are convolved; the same for all layers.
-Windows = dict[int, Int[Array, "..."]]
+# By conv width: which rows of (conv state, node inputs) a convolution reads. All layers share it.
+ConvGatherIndex = dict[int, Int[Array, "..."]]
 
 
 class Path(NamedTuple):
@@ -99,7 +81,7 @@ class Replay(NamedTuple):
 
     pending: Any  # the layer's record of the previous tree
     path: Path  # of that tree
-    windows: Windows  # `replay_window(path.parents, path.last, K)`
+    conv_gather_index: ConvGatherIndex  # `replay_window(path.parents, path.last, K)`
 
 
 def path_to(tree: Tree, last: Int[Array, " B"]) -> Path:
@@ -146,9 +128,7 @@ def init_cache(config: ModelConfig, batch: int, max_length: int, dtype: DTypeLik
     return _by_kind(config, mamba2, attention, ParallelCache)
 
 
-def init_pending(
-    config: ModelConfig, batch: int, num_nodes: int, dtype: DTypeLike, *, queued: bool = False
-) -> Pending:
+def init_pending(config: ModelConfig, batch: int, num_nodes: int, dtype: DTypeLike) -> Pending:
     """The pending record of a tree that was never run, for replay along the empty path.
 
     Args:
@@ -156,8 +136,6 @@ def init_pending(
         batch: rows.
         num_nodes: of the trees.
         dtype: of the weights.
-        queued: put the records of Mamba-2 into a queue. A step with kernels then needs no second
-            record of all layers; without kernels it has to copy them, and is better off without.
     """
 
     def zeros(*shape: int, dtype: DTypeLike = dtype) -> Array:
@@ -178,31 +156,7 @@ def init_pending(
             conv_input=zeros(sum(a.projected_sizes)) if a.conv_width else None,
         )
 
-    records = _by_kind(config, mamba2, attention, ParallelPending)
-    return with_queue(records) if queued else records
-
-
-def with_queue(records: tuple[LayerPending, ...]) -> Pending:
-    """With the records of Mamba-2 in a queue, if there are any."""
-    parts = [part for part in map(mamba2_part, records) if isinstance(part, Mamba2Pending)]
-    if not parts:
-        return records
-    return QueuedPending(
-        tuple(with_mamba2_part(record, InQueue()) for record in records), enqueued(parts)
-    )
-
-
-def mamba2_part(record: Any) -> Mamba2Pending | RecordQueue | InQueue | None:
-    """Of the record of any layer what is Mamba-2's."""
-    part = record.mamba2 if isinstance(record, ParallelPending) else record
-    return part if isinstance(part, Mamba2Pending | RecordQueue | InQueue) else None
-
-
-def with_mamba2_part(record: Any, part: Mamba2Pending | RecordQueue | InQueue) -> Any:
-    """The record of any layer with something else for what is Mamba-2's, if anything is."""
-    if isinstance(record, ParallelPending):
-        return record._replace(mamba2=part)
-    return record if mamba2_part(record) is None else part
+    return _by_kind(config, mamba2, attention, ParallelPending)
 
 
 def _by_kind(

@@ -25,20 +25,17 @@ from pallas_kernels import (
     Mamba2Pending,
     Mamba2Weights,
     Previous,
-    RecordQueue,
     Unscaled,
     gated_rms_norm,
-    implementation_of_mamba2_tree,
     mamba2_tree,
     replay,
     replay_conv_state,
     ssd,
 )
-from pallas_kernels.dispatch import besides_jax_triton
 from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array, Bool, Float, Lengths
 from stree_jax.layer_config import Mamba2Config
-from stree_jax.models.cache import Mamba2Cache, Path, Replay, Windows
+from stree_jax.models.cache import ConvGatherIndex, Mamba2Cache, Path, Replay
 from stree_jax.models.layers import (
     causal_conv1d,
     conv_state_after,
@@ -116,7 +113,7 @@ class Mamba2Mixer(nnx.Module):
         self,
         u: Float[Array, "B T M"],
         cache: Mamba2Cache,
-        mask: Bool[Array, "B T"],
+        valid: Bool[Array, "B T"],
         lengths: Lengths,
     ) -> tuple[Float[Array, "B T M"], Mamba2Cache]:
         """Runs a right-padded sequence from `cache`.
@@ -124,7 +121,7 @@ class Mamba2Mixer(nnx.Module):
         Args:
             u: inputs.
             cache: what came before.
-            mask: True on real positions, `t < lengths`.
+            valid: True on real positions, `t < lengths`; False on padding.
             lengths: how many positions are real.
 
         Returns:
@@ -132,8 +129,8 @@ class Mamba2Mixer(nnx.Module):
         """
         projected, layout = self._project(u), self.config.layout
         dt = layout.time_steps(projected, self.dt_bias[...])
-        dt = jnp.where(mask[..., None], dt, 0.0)
-        conv_input = jnp.where(mask[..., None], layout.conv_input(projected), 0)
+        dt = jnp.where(valid[..., None], dt, 0.0)
+        conv_input = jnp.where(valid[..., None], layout.conv_input(projected), 0)
         weights = self._weights()
         conv = causal_conv1d(conv_input, cache.conv, weights.conv_weight, weights.conv_bias)
         x, B, C = layout.heads(silu(conv))
@@ -141,7 +138,7 @@ class Mamba2Mixer(nnx.Module):
         y, state = ssd(
             *(x, dt, A, B, C, D, cache.ssm),
             chunk_size=self.config.chunk_size,
-            implementation=besides_jax_triton(self.implementation),
+            implementation=self.implementation,
         )
         conv_state = conv_state_after(cache.conv, conv_input, lengths)
         # Of 512 rows XLA's norm is one launch, too, and by its cost model moves no more.
@@ -152,32 +149,32 @@ class Mamba2Mixer(nnx.Module):
         self,
         u: Float[Array, "B Q M"],
         tree: Tree,
-        windows: Windows,
+        conv_gather_index: ConvGatherIndex,
         cache: Mamba2Cache,
-        grown: Mamba2Pending | None = None,
+        prefix_pending: Mamba2Pending | None = None,
         replay: Replay | None = None,
-    ) -> tuple[Float[Array, "B Q M"] | Unscaled, Mamba2Pending | RecordQueue, Mamba2Cache]:
+    ) -> tuple[Float[Array, "B Q M"] | Unscaled, Mamba2Pending, Mamba2Cache]:
         """Runs the last Q nodes of a tree from `cache`, after replaying a path, if any.
 
         Args:
             u: inputs of the query nodes.
             tree: all N nodes so far.
-            windows: for each conv width K the query rows of `conv_window(tree.parents, K)`.
+            conv_gather_index: by conv width K, the query rows of `conv_window(tree.parents, K)`.
             cache: what came before the root.
-            grown: the pending record of the first `N - Q` nodes; None if `Q == N`.
+            prefix_pending: the pending record of the first `N - Q` nodes; None if `Q == N`.
             replay: of the previous tree: what advances `cache` first. The kernel reads and writes
-                the state once for both. Its record may be the oldest in a queue.
+                the state once for both.
 
         Returns:
             Outputs of the query nodes, whose rows are yet to be scaled if the norm is one that
-            commutes with the output projection; the pending record of all N nodes, or the queue
-            with it; and the cache before the root.
+            commutes with the output projection; the pending record of all N nodes; and the cache
+            before the root.
         """
         c = self.config
         width = c.conv_width
         previous = None
         if replay is not None:
-            previous = Previous(replay.pending, replay.path.mask, replay.windows[width])
+            previous = Previous(replay.pending, replay.path.mask, replay.conv_gather_index[width])
         norm_weight = self._commuting_norm()
         gated = norm_weight is not None or c.norm == "none"
         projected = self._project(u)
@@ -186,10 +183,10 @@ class Mamba2Mixer(nnx.Module):
             self._weights(),
             cache.ssm,
             cache.conv,
-            windows[width],
+            conv_gather_index[width],
             tree.ancestor_mask,
             layout=c.layout,
-            grown=grown,
+            grown=prefix_pending,
             previous=previous,
             gated=gated,
             norm_weight=norm_weight,
@@ -201,14 +198,21 @@ class Mamba2Mixer(nnx.Module):
             output = dataclasses.replace(y, value=self._project_out(y.value, projected))
         else:
             if not gated:
-                y = self._gated_norm(y, projected, besides_jax_triton(self.implementation))
+                y = self._gated_norm(y, projected, self.implementation)
             output = self._project_out(y, projected)
         return output, pending, Mamba2Cache(*states)
 
     def replay(
-        self, cache: Mamba2Cache, pending: Mamba2Pending, path: Path, windows: Windows
+        self,
+        cache: Mamba2Cache,
+        pending: Mamba2Pending,
+        path: Path,
+        conv_gather_index: ConvGatherIndex,
     ) -> Mamba2Cache:
-        """The cache after the path; `windows[K]` is `replay_window(path.parents, path.last, K)`."""
+        """The cache after the path.
+
+        `conv_gather_index[K]` is `replay_window(path.parents, path.last, K)`.
+        """
         ssm = replay(
             pending.x,
             pending.dt,
@@ -218,16 +222,8 @@ class Mamba2Mixer(nnx.Module):
             path.mask,
             implementation=self.implementation,
         )
-        window = windows[self.config.conv_width]
+        window = conv_gather_index[self.config.conv_width]
         return Mamba2Cache(ssm, replay_conv_state(pending.conv_input, cache.conv, window))
-
-    def is_one_kernel(self, dtype: DTypeLike) -> bool:
-        """Whether `tree` is one kernel between the projections, for weights of this type."""
-        c = self.config
-        return (
-            implementation_of_mamba2_tree(c.layout, c.conv_width, dtype, self.implementation)
-            != "xla"
-        )
 
     def _project(self, u: Array) -> Array:
         return self.in_proj(scaled(u, self.config.input_multiplier))

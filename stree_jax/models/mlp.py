@@ -19,7 +19,7 @@ class Pointwise(nnx.Module):
         raise NotImplementedError
 
     def __call__(
-        self, u: Float[Array, "B T M"], cache: Nothing, mask: object, lengths: object
+        self, u: Float[Array, "B T M"], cache: Nothing, valid: object, lengths: object
     ) -> tuple[Float[Array, "B T M"], Nothing]:
         """See `Mamba2Mixer`."""
         return self.apply(u), cache
@@ -28,15 +28,17 @@ class Pointwise(nnx.Module):
         self,
         u: Float[Array, "B Q M"],
         tree: object,
-        windows: object,
+        conv_gather_index: object,
         cache: Nothing,
-        grown: Nothing | None = None,
+        prefix_pending: Nothing | None = None,
         replay: object = None,
     ) -> tuple[Float[Array, "B Q M"], Nothing, Nothing]:
         """See `Mamba2Mixer`."""
         return self.apply(u), Nothing(), cache
 
-    def replay(self, cache: Nothing, pending: Nothing, path: object, windows: object) -> Nothing:
+    def replay(
+        self, cache: Nothing, pending: Nothing, path: object, conv_gather_index: object
+    ) -> Nothing:
         """See `Mamba2Mixer`."""
         return cache
 

@@ -7,7 +7,6 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import expert_mlps
-from pallas_kernels.dispatch import besides_jax_triton
 from pallas_kernels.numerics import contract
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.layer_config import MlpConfig, MoeConfig
@@ -38,7 +37,7 @@ class MixtureOfExperts(Pointwise):
         implementation: str | None = None,
     ):
         c = self.config = config
-        self.implementation = besides_jax_triton(implementation)
+        self.implementation = implementation
         width = d_model if c.latent_size is None else c.latent_size
 
         def experts(rows: int, columns: int, scale: float = 1.0) -> nnx.Param:

@@ -5,7 +5,7 @@ from flax import nnx
 from pallas_kernels import Unscaled
 from stree_jax.array_types import Array, Bool, Float, Lengths
 from stree_jax.models.attention import AttentionMixer
-from stree_jax.models.cache import ParallelCache, ParallelPending, Path, Replay, Windows
+from stree_jax.models.cache import ConvGatherIndex, ParallelCache, ParallelPending, Path, Replay
 from stree_jax.models.mamba2 import Mamba2Mixer
 from stree_jax.tree import Tree
 
@@ -21,21 +21,21 @@ class ParallelMixer(nnx.Module):
         self,
         u: Float[Array, "B T M"],
         cache: ParallelCache,
-        mask: Bool[Array, "B T"],
+        valid: Bool[Array, "B T"],
         lengths: Lengths,
     ) -> tuple[Float[Array, "B T M"], ParallelCache]:
         """Runs a right-padded sequence from `cache`."""
-        y, mamba2 = self.mamba2(u, cache.mamba2, mask, lengths)
-        z, attention = self.attention(u, cache.attention, mask, lengths)
+        y, mamba2 = self.mamba2(u, cache.mamba2, valid, lengths)
+        z, attention = self.attention(u, cache.attention, valid, lengths)
         return y + z, ParallelCache(mamba2, attention)
 
     def tree(
         self,
         u: Float[Array, "B Q M"],
         tree: Tree,
-        windows: Windows,
+        conv_gather_index: ConvGatherIndex,
         cache: ParallelCache,
-        grown: ParallelPending | None = None,
+        prefix_pending: ParallelPending | None = None,
         replay: Replay | None = None,
     ) -> tuple[Float[Array, "B Q M"], ParallelPending, ParallelCache]:
         """Runs the last Q nodes of a tree."""
@@ -44,10 +44,20 @@ class ParallelMixer(nnx.Module):
             first = replay._replace(pending=replay.pending.mamba2)
             second = replay._replace(pending=replay.pending.attention)
         y, mamba2, mamba2_cache = self.mamba2.tree(
-            u, tree, windows, cache.mamba2, None if grown is None else grown.mamba2, first
+            u,
+            tree,
+            conv_gather_index,
+            cache.mamba2,
+            None if prefix_pending is None else prefix_pending.mamba2,
+            first,
         )
         z, attention, attention_cache = self.attention.tree(
-            u, tree, windows, cache.attention, None if grown is None else grown.attention, second
+            u,
+            tree,
+            conv_gather_index,
+            cache.attention,
+            None if prefix_pending is None else prefix_pending.attention,
+            second,
         )
         if isinstance(y, Unscaled):
             y = y.scaled().astype(z.dtype)
@@ -55,10 +65,14 @@ class ParallelMixer(nnx.Module):
         return y + z, ParallelPending(mamba2, attention), cache
 
     def replay(
-        self, cache: ParallelCache, pending: ParallelPending, path: Path, windows: Windows
+        self,
+        cache: ParallelCache,
+        pending: ParallelPending,
+        path: Path,
+        conv_gather_index: ConvGatherIndex,
     ) -> ParallelCache:
         """The cache after the path."""
         return ParallelCache(
-            self.mamba2.replay(cache.mamba2, pending.mamba2, path, windows),
-            self.attention.replay(cache.attention, pending.attention, path, windows),
+            self.mamba2.replay(cache.mamba2, pending.mamba2, path, conv_gather_index),
+            self.attention.replay(cache.attention, pending.attention, path, conv_gather_index),
         )

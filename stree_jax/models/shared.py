@@ -15,7 +15,7 @@ from pallas_kernels.numerics import rms_norm
 from stree_jax.array_types import Array, Bool, Float, Lengths
 from stree_jax.config import ModelConfig
 from stree_jax.models.attention import AttentionMixer
-from stree_jax.models.cache import AttentionCache, AttentionPending, Path, Replay, Windows
+from stree_jax.models.cache import AttentionCache, AttentionPending, ConvGatherIndex, Path, Replay
 from stree_jax.models.layers import linear
 from stree_jax.models.mlp import Mlp
 from stree_jax.tree import Tree
@@ -101,34 +101,40 @@ class AdaptedTransformer:
         self,
         u: Float[Array, "B T I"],
         cache: AttentionCache,
-        mask: Bool[Array, "B T"],
+        valid: Bool[Array, "B T"],
         lengths: Lengths,
     ) -> tuple[Float[Array, "B T M"], AttentionCache]:
         """Runs a right-padded sequence from `cache`."""
         x, adapter = self._before(u)
-        y, cache = self.transformer.attention(x, cache, mask, lengths, adapter)
+        y, cache = self.transformer.attention(x, cache, valid, lengths, adapter)
         return self._after(y), cache
 
     def tree(
         self,
         u: Float[Array, "B Q I"],
         tree: Tree,
-        windows: Windows,
+        conv_gather_index: ConvGatherIndex,
         cache: AttentionCache,
-        grown: AttentionPending | None = None,
+        prefix_pending: AttentionPending | None = None,
         replay: Replay | None = None,
     ) -> tuple[Float[Array, "B Q M"], AttentionPending, AttentionCache]:
         """Runs the last Q nodes of a tree."""
         x, adapter = self._before(u)
         attention = self.transformer.attention
-        y, pending, cache = attention.tree(x, tree, windows, cache, grown, replay, adapter)
+        y, pending, cache = attention.tree(
+            x, tree, conv_gather_index, cache, prefix_pending, replay, adapter
+        )
         return self._after(y), pending, cache
 
     def replay(
-        self, cache: AttentionCache, pending: AttentionPending, path: Path, windows: Windows
+        self,
+        cache: AttentionCache,
+        pending: AttentionPending,
+        path: Path,
+        conv_gather_index: ConvGatherIndex,
     ) -> AttentionCache:
         """The cache after the path."""
-        return self.transformer.attention.replay(cache, pending, path, windows)
+        return self.transformer.attention.replay(cache, pending, path, conv_gather_index)
 
     def _before(self, u: Array) -> tuple[Array, Array | None]:
         x = rms_norm(u, self.transformer.norm_scale[...], self.layer.norm_eps)

@@ -14,10 +14,11 @@ import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer
 
-from stree_jax.checkpoint import from_pretrained, load_config, load_tokenizer, save_pretrained
+from stree_jax.checkpoint import load_config, save_pretrained
 from stree_jax.config import ModelConfig
 from stree_jax.decoding.generate import generate
 from stree_jax.models.lm import HybridLM
+from stree_jax.pretrained import from_pretrained, load_tokenizer
 from stree_jax.training import data
 from stree_jax.training.objective import distillation_loss, next_token_loss
 from stree_jax.training.recipe import Recipe

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import json
 
 import jax
@@ -53,7 +52,7 @@ def test_a_table_of_another_device_is_not_looked_at(tables):
     [
         ("{", "Expecting property name"),
         ("[]", "not a JSON object"),
-        ({"device": "NVIDIA H200"}, "'NVIDIA H200', which is not that of its file name"),
+        ({"device": "NVIDIA H200"}, "'NVIDIA H200', which does not match the file name"),
         ({"blocks": None}, "no object 'blocks'"),
         ({"blocks": {"scan": {}}}, "an op 'scan'"),
         ({"blocks": {"replay": {"int8": REPLAY}}}, "a case 'int8'"),
@@ -76,7 +75,7 @@ def test_a_damaged_table_is_an_error_that_names_the_file(tables, table, complain
 def test_every_space_is_that_of_its_kernel():
     assert set(tune.SPACES) == set(tuning.OPS)
     for name, space in tune.SPACES.items():
-        assert space.defaults is importlib.import_module(f"pallas_kernels.{name}.config").DEFAULTS
+        assert space.defaults is tuning.defaults(name)
         for default in space.defaults.values():
             assert set(space.values) <= {field.name for field in dataclasses.fields(default)}
         for tiny in (False, True):

@@ -12,9 +12,18 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
+from stree_jax.cli.cache import MAX_BYTES
 from stree_jax.cli.trees import parse_tree
 
 COMMAND = [str(Path(sys.executable).with_name("stree-jax"))]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cache_of_the_tests(tmp_path_factory):
+    """Commands share compiled programs, but not with the user's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STREE_JAX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def run(*arguments, **options):
@@ -51,6 +60,7 @@ def test_help_and_tree():
     assert result.returncode == 0
     for command in ("demo", "generate", "convert", "inspect", "train", "distill", "tree"):
         assert command in result.stdout
+    assert f"up to {MAX_BYTES // 2**20} MiB. STREE_JAX_CACHE" in " ".join(result.stdout.split())
     drawing = run("tree", "paper:A").stdout
     assert "13 nodes, depth 4, width 3" in drawing
     assert drawing.startswith("0\n├─ 1\n")

@@ -7,7 +7,7 @@ transformers model's, they agree with it; what is theirs alone has properties th
 import numpy as np
 import pytest
 
-from tests.convert import numpy_mamba_in_llama, numpy_mamba_ssm, numpy_parts, peers
+from tests.convert import checkpoints, numpy_mamba_in_llama, numpy_mamba_ssm, numpy_parts, peers
 
 TOKENS = np.random.default_rng(0).integers(3, 37, (2, 21))
 # The NumPy models walk through time: for many runs of them, few tokens.
@@ -26,18 +26,18 @@ def numpy_weights(model):
     return {name: tensor.detach().numpy() for name, tensor in peers.hf_weights(model).items()}
 
 
-MAMBA_SSM = peers.MAMBA_SSM_CONFIGS | peers.MAMBA_SSM_HYBRID_CONFIGS
+MAMBA_SSM = checkpoints.MAMBA_SSM_CONFIGS | checkpoints.MAMBA_SSM_HYBRID_CONFIGS
 
 
-@pytest.mark.parametrize("name", [*MAMBA_SSM, *peers.MAMBA_IN_LLAMA_CONFIGS])
+@pytest.mark.parametrize("name", [*MAMBA_SSM, *checkpoints.MAMBA_IN_LLAMA_CONFIGS])
 def test_numpy_models_are_causal_and_use_all_weights(name):
     if name in MAMBA_SSM:
-        module, configs = numpy_mamba_ssm, (peers.mamba_ssm_config(**MAMBA_SSM[name]),)
-        weights = peers.mamba_ssm_weights(*configs)
+        module, configs = numpy_mamba_ssm, (checkpoints.mamba_ssm_config(**MAMBA_SSM[name]),)
+        weights = checkpoints.mamba_ssm_weights(*configs)
     else:
         module = numpy_mamba_in_llama
-        configs = peers.mamba_in_llama_configs(*peers.MAMBA_IN_LLAMA_CONFIGS[name])
-        weights = peers.mamba_in_llama_weights(*configs)
+        configs = checkpoints.mamba_in_llama_configs(*checkpoints.MAMBA_IN_LLAMA_CONFIGS[name])
+        weights = checkpoints.mamba_in_llama_weights(*configs)
 
     def logits(weights, tokens):
         return module.logits(*configs, weights, tokens)
@@ -57,7 +57,7 @@ def test_numpy_models_are_causal_and_use_all_weights(name):
 
 def test_mamba_ssm_against_transformers_mamba2(tmp_path):
     hf = peers.hf_checkpoint(tmp_path, n_groups=4, use_bias=True, tie_word_embeddings=True)
-    config = peers.mamba_ssm_config(
+    config = checkpoints.mamba_ssm_config(
         d_model=32, ssm_cfg=dict(headdim=8, d_state=16, ngroups=4, bias=True), vocab_size=64
     )
     weights = numpy_weights(hf)
@@ -70,7 +70,7 @@ def test_mamba_ssm_against_transformers_mamba2(tmp_path):
 def test_mamba_ssm_against_transformers_bamba(tmp_path):
     """Bamba was made with mamba_ssm: attention and an MLP in every layer."""
     hf = peers.hybrid_checkpoint(tmp_path, "bamba", intermediate_size=128)
-    config = peers.mamba_ssm_config(
+    config = checkpoints.mamba_ssm_config(
         d_model=32,
         n_layer=3,
         d_intermediate=128,
@@ -117,13 +117,13 @@ def test_mamba_ssm_against_transformers_bamba(tmp_path):
 def test_mamba_ssm_attention_extras_reduce_to_plain_attention():
     """A convolution that looks at the present only, a branch that is cut off, the usual scale."""
     attention = dict(causal=True, num_heads=2, rotary_emb_dim=4)
-    plain = peers.mamba_ssm_config(attn_layer_idx=[0], attn_cfg=attention)
-    weights = peers.mamba_ssm_weights(plain)
+    plain = checkpoints.mamba_ssm_config(attn_layer_idx=[0], attn_cfg=attention)
+    weights = checkpoints.mamba_ssm_weights(plain)
     want = numpy_mamba_ssm.logits(plain, weights, SHORT)
 
     extras = dict(d_conv=3, mlp_dim=200, softmax_scale=8**-0.5, num_heads_kv=2, head_dim=8)
     full = plain | dict(attn_cfg=attention | extras)
-    more = peers.mamba_ssm_weights(full)
+    more = checkpoints.mamba_ssm_weights(full)
     mixer = "backbone.layers.0.mixer"
     for name in ("in_proj.weight", "in_proj.bias"):
         more[f"{mixer}.{name}"][:48] = weights[f"{mixer}.{name}"]
@@ -149,9 +149,11 @@ def test_interleaved_rotation_is_the_same_on_other_channels():
 def test_mamba_in_llama_without_mamba_is_transformers_llama(name, tmp_path):
     """The files too: transformers reads them as the Llama that they claim to be."""
     transformers = peers.transformers()
-    changes, mamba_changes = peers.MAMBA_IN_LLAMA_CONFIGS[name]
-    configs = peers.mamba_in_llama_configs(changes, mamba_changes | dict(attn_layers=[0, 1, 2]))
-    weights = peers.mamba_in_llama_checkpoint(tmp_path, *configs)
+    changes, mamba_changes = checkpoints.MAMBA_IN_LLAMA_CONFIGS[name]
+    configs = checkpoints.mamba_in_llama_configs(
+        changes, mamba_changes | dict(attn_layers=[0, 1, 2])
+    )
+    weights = checkpoints.mamba_in_llama_checkpoint(tmp_path, *configs)
     hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert isinstance(hf, transformers.LlamaForCausalLM)
     want = peers.hf_logits(hf, TOKENS[:1])[0]
@@ -166,7 +168,9 @@ def test_frequencies_as_released(scaled):
     """Llama 3.1's, and that each of the three cases of the scaling occurs in the tiny one."""
     transformers = peers.transformers()
     released = dict(original_max_position_embeddings=8192)
-    tiny, _ = peers.mamba_in_llama_configs(*peers.MAMBA_IN_LLAMA_CONFIGS["untied, llama3 rope"])
+    tiny, _ = checkpoints.mamba_in_llama_configs(
+        *checkpoints.MAMBA_IN_LLAMA_CONFIGS["untied, llama3 rope"]
+    )
     large = tiny | dict(hidden_size=4096, num_attention_heads=32, head_dim=128, rope_theta=500000.0)
     large["rope_scaling"] = tiny["rope_scaling"] | released
     for config in (tiny, large):
@@ -183,14 +187,16 @@ def test_frequencies_as_released(scaled):
             assert ((ratio > 1) & (ratio < 8)).any()
 
 
-@pytest.mark.parametrize("name", peers.MAMBA_IN_LLAMA_CONFIGS)
+@pytest.mark.parametrize("name", checkpoints.MAMBA_IN_LLAMA_CONFIGS)
 def test_mamba_in_llama_mixer_against_transformers_bamba(name, tmp_path):
     """A Bamba of mamba layers only, whose every head has its own x and B: repeated rows."""
     torch = peers.torch()
-    changes, mamba_changes = peers.MAMBA_IN_LLAMA_CONFIGS[name]
+    changes, mamba_changes = checkpoints.MAMBA_IN_LLAMA_CONFIGS[name]
     changes = changes | dict(rms_norm_eps=1e-5)  # Bamba's also holds for the norm in its mixer
-    config, mamba = peers.mamba_in_llama_configs(changes, mamba_changes | dict(attn_layers=[]))
-    weights = peers.mamba_in_llama_checkpoint(tmp_path, config, mamba)
+    config, mamba = checkpoints.mamba_in_llama_configs(
+        changes, mamba_changes | dict(attn_layers=[])
+    )
+    weights = checkpoints.mamba_in_llama_checkpoint(tmp_path, config, mamba)
     want = numpy_mamba_in_llama.logits(config, mamba, weights, TOKENS[0])
     heads, head_dim = mamba["ssm_cfg"]["ngroups"], mamba["ssm_cfg"]["d_state"]
     inner, d_xb = mamba["d_inner"], mamba["d_xb"]

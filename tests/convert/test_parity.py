@@ -8,7 +8,7 @@ import pytest
 import stree_jax as st
 from stree_jax.convert import convert
 from stree_jax.models.cache import path_to
-from tests.convert import numpy_mamba_in_llama, numpy_mamba_ssm, peers
+from tests.convert import checkpoints, numpy_mamba_in_llama, numpy_mamba_ssm, peers
 from tests.tiny import apply
 
 TOKENS = np.random.default_rng(0).integers(3, 37, (2, 21)).astype(np.int32)
@@ -95,11 +95,13 @@ def test_the_floor_of_the_time_step_is_a_quirk(model_type, tmp_path):
     assert np.abs(by_config - want).max() > 1e-2 * np.abs(want).max()
 
 
-@pytest.mark.parametrize("name", peers.MAMBA_IN_LLAMA_CONFIGS)
+@pytest.mark.parametrize("name", checkpoints.MAMBA_IN_LLAMA_CONFIGS)
 def test_mamba_in_llama(name, tmp_path):
-    config, mamba_config = peers.mamba_in_llama_configs(*peers.MAMBA_IN_LLAMA_CONFIGS[name])
+    config, mamba_config = checkpoints.mamba_in_llama_configs(
+        *checkpoints.MAMBA_IN_LLAMA_CONFIGS[name]
+    )
     path = tmp_path / "model"
-    weights = peers.mamba_in_llama_checkpoint(path, config, mamba_config)
+    weights = checkpoints.mamba_in_llama_checkpoint(path, config, mamba_config)
     model = st.from_pretrained(path)
 
     def oracle(row, plain_rope=False):
@@ -120,14 +122,14 @@ def test_mamba_in_llama(name, tmp_path):
     assert st.from_pretrained(tmp_path / "back").config == model.config
 
 
-MAMBA_SSM = peers.MAMBA_SSM_CONFIGS | peers.MAMBA_SSM_HYBRID_CONFIGS
+MAMBA_SSM = checkpoints.MAMBA_SSM_CONFIGS | checkpoints.MAMBA_SSM_HYBRID_CONFIGS
 
 
 @pytest.mark.parametrize("name", MAMBA_SSM)
 def test_mamba_ssm(name, tmp_path):
-    config = peers.mamba_ssm_config(**MAMBA_SSM[name])
-    weights = peers.mamba_ssm_weights(config)
-    path = peers.write_safetensors(tmp_path / "ssm", config, weights)
+    config = checkpoints.mamba_ssm_config(**MAMBA_SSM[name])
+    weights = checkpoints.mamba_ssm_weights(config)
+    path = checkpoints.write_safetensors(tmp_path / "ssm", config, weights)
     model = st.from_pretrained(path)
     want = np.stack([numpy_mamba_ssm.logits(config, weights, row) for row in TOKENS])
     assert_close(apply(model, TOKENS), want)
@@ -143,16 +145,16 @@ def test_mamba_ssm(name, tmp_path):
 
 def test_codestral(tmp_path):
     """The original format; its head, state and expansion sizes are not in its config."""
-    config = peers.mamba_ssm_config(
+    config = checkpoints.mamba_ssm_config(
         d_model=64,
         n_layer=1,
         ssm_cfg=dict(headdim=64, d_state=128, ngroups=2),
         tie_embeddings=False,
     )
-    weights = peers.mamba_ssm_weights(config)
+    weights = checkpoints.mamba_ssm_weights(config)
     params = dict(dim=64, n_layers=1, vocab_size=37, n_groups=2, rms_norm=True)
     params |= dict(residual_in_fp32=True, fused_add_norm=True, pad_vocab_size_multiple=16)
-    path = peers.write_safetensors(
+    path = checkpoints.write_safetensors(
         tmp_path / "codestral",
         params | dict(tie_embeddings=False),
         {f"model.{name}": value for name, value in weights.items()},
@@ -164,12 +166,14 @@ def test_codestral(tmp_path):
 
 def test_tree_decoding_of_a_converted_model(tmp_path):
     """With an MLP in every layer, a padded vocabulary and a draft of another format."""
-    config = peers.mamba_ssm_config(d_intermediate=100, tie_embeddings=False)
-    weights = peers.mamba_ssm_weights(config)
-    target = st.from_pretrained(peers.write_safetensors(tmp_path / "target", config, weights))
-    other = peers.mamba_ssm_config(n_layer=1, tie_embeddings=False)
+    config = checkpoints.mamba_ssm_config(d_intermediate=100, tie_embeddings=False)
+    weights = checkpoints.mamba_ssm_weights(config)
+    target = st.from_pretrained(checkpoints.write_safetensors(tmp_path / "target", config, weights))
+    other = checkpoints.mamba_ssm_config(n_layer=1, tie_embeddings=False)
     draft = st.from_pretrained(
-        peers.write_safetensors(tmp_path / "draft", other, peers.mamba_ssm_weights(other, 1))
+        checkpoints.write_safetensors(
+            tmp_path / "draft", other, checkpoints.mamba_ssm_weights(other, 1)
+        )
     )
     prompts = [[3, 4, 5], [6, 7, 8, 9, 10]]
     plain = st.generate(target, prompts, max_new_tokens=12)
@@ -241,9 +245,9 @@ def test_torch_files_give_what_torch_loads(tmp_path):
 def test_mamba_ssm_as_it_is_released(tmp_path):
     """A `.bin` in which the tied head shares the embedding's storage."""
     torch = peers.torch()
-    config = peers.mamba_ssm_config()
-    weights = peers.mamba_ssm_weights(config)
-    path = peers.write_safetensors(tmp_path / "ssm", config, weights)
+    config = checkpoints.mamba_ssm_config()
+    weights = checkpoints.mamba_ssm_weights(config)
+    path = checkpoints.write_safetensors(tmp_path / "ssm", config, weights)
     want = apply(st.from_pretrained(path), TOKENS)
     (path / "model.safetensors").unlink()
     state = {name: torch.from_numpy(value) for name, value in weights.items()}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stree_jax import HybridLM, ModelConfig
 from stree_jax.convert import load_model, open_checkpoint
 from stree_jax.convert.writing import write_as
-from tests.convert import peers
+from tests.convert import checkpoints
 
 CONFIGS = st.fixed_dictionaries(
     dict(
@@ -39,7 +39,7 @@ def test_a_model_survives_transformers_format(options, dtype):
     rng = np.random.default_rng(0)
     weights = jax.tree.map_with_path(
         lambda path, leaf: jax.numpy.asarray(
-            peers.random_weight(jax.tree_util.keystr(path, simple=True), leaf.shape, rng),
+            checkpoints.random_weight(jax.tree_util.keystr(path, simple=True), leaf.shape, rng),
             leaf.dtype,
         ),
         abstract,

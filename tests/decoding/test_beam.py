@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from stree_jax.decoding.beam import best_continuations
-from stree_jax.decoding.generate import plan
-from stree_jax.decoding.state import Context, Sampling
-from stree_jax.decoding.verify import follow
+from stree_jax.decoding.drafters.beam import best_continuations
+from stree_jax.decoding.options import plan
+from stree_jax.decoding.types import Context, Sampling
+from stree_jax.decoding.verifiers import follow
 from tests.decoding.test_lossless import NEW_TOKENS, PROMPTS, assert_same_tokens, decode
 from tests.decoding.test_verify import (
     EXACT,
@@ -182,12 +182,10 @@ def test_target_only_is_exact():
 
     @jax.jit
     def propose(drafter, key, temperature):
-        sampling = Sampling(temperature, jnp.int32(0), jnp.float32(1))
+        sampling = Sampling(temperature[None], jnp.zeros(1, int), jnp.ones(1))
         state = drafter.prepare(context, topology, max_length=8)
         keys = jax.random.split(key, 1)
-        return drafter.propose(
-            state, context, keys, sampling, topology, greedy=False, filtered=False
-        )[0]
+        return drafter.propose(state, context, keys, sampling, topology)[0]
 
     draft = propose(drafter, jax.random.key(0), jnp.float32(1))
     # The draft depends neither on the key nor on the temperature, or following were not exact.
@@ -208,9 +206,9 @@ def test_target_only_is_exact():
     batch = len(chosen)
     every = jax.tree.map(
         lambda value: jnp.broadcast_to(value, (batch, *value.shape[1:])),
-        draft._replace(rows=jnp.full((1, 5), -1)),
+        draft._replace(log_prob_row=jnp.full((1, 5), -1)),
     )
-    verdict = follow(every._replace(rows=draft.rows), jnp.asarray(chosen))
+    verdict = follow(every._replace(log_prob_row=draft.log_prob_row), jnp.asarray(chosen))
     joint = first_two_tokens(
         models,
         drawn,
@@ -227,7 +225,7 @@ def test_above_temperature_0_the_target_is_followed():
     options = dict(drafter=st.BeamDrafter(tiny_model()), temperature=1.0, key=jax.random.key(0))
     assert plan(tiny_model(), PROMPTS, **options).decoder.verifier.name == "target_only"
     for verifier in ("multi_step", "without_replacement", "chain"):
-        with pytest.raises(ValueError, match="not exact for children = 'top_k'|takes chains"):
+        with pytest.raises(ValueError, match="not exact for child_sampling = 'top_k'|takes chains"):
             plan(tiny_model(), PROMPTS, verifier=verifier, **options)
 
 

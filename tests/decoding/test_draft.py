@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.generate import plan
-from stree_jax.decoding.state import Context, Sampling
+from stree_jax.decoding.options import plan
+from stree_jax.decoding.types import Context, Sampling
 from tests.tiny import apply, perturbed, tiny_model
 
 PROMPTS = [[5, 9, 2, 30], [3], [1, 2, 3, 4, 1, 2, 3, 4]]
+ZERO = Sampling(jnp.zeros(1), jnp.zeros(1, int), jnp.ones(1), temperature_is_zero=True)
 
 
 @pytest.mark.parametrize("children", ["top_k", "iid", "without_replacement"])
@@ -21,12 +22,12 @@ def test_drafts_come_from_the_draft_model_given_their_whole_path(children):
         target,
         PROMPTS,
         max_new_tokens=20,
-        drafter=(drafter := st.ModelDrafter(draft_model, children=children)),
+        drafter=(drafter := st.ModelDrafter(draft_model, child_sampling=children)),
         topology=st.TreeTopology.from_branching((2, 1, 1)),
         temperature=0.0 if greedy else 0.7,
         key=jax.random.key(2),
     )
-    topology, temperature = request.decoder.topology, float(request.sampling.temperature)
+    topology, temperature = request.decoder.topology, float(request.sampling.temperature[0])
     state = request.decoder.start(target, drafter, request.context, request.keys)
     accepted = set()
     for _ in range(5):
@@ -50,7 +51,7 @@ def test_drafts_come_from_the_draft_model_given_their_whole_path(children):
                     assert drawn.tolist() == np.argsort(-logits)[: len(below)].tolist()
                     continue
                 want = jax.nn.log_softmax(logits / temperature)
-                got = draft.log_probs[row, draft.rows[node]]
+                got = draft.log_probs[row, draft.log_prob_row[node]]
                 np.testing.assert_allclose(got, want, atol=2e-4)
                 if children == "without_replacement":
                     assert len(set(drawn.tolist())) == len(below)
@@ -60,7 +61,7 @@ def test_drafts_come_from_the_draft_model_given_their_whole_path(children):
 def test_children_that_cannot_be_drawn_do_not_exist():
     """Top-k 1 leaves one token; a second child without replacement is impossible."""
     target = tiny_model()
-    drafter = st.ModelDrafter(target, children="without_replacement")
+    drafter = st.ModelDrafter(target, child_sampling="without_replacement")
     request = plan(
         target,
         PROMPTS,
@@ -83,11 +84,9 @@ def lookup(row, topology, **options):
     tokens = np.zeros((1, 20), np.int32)
     tokens[0, : len(row)] = row
     context = Context(jnp.asarray(tokens), jnp.array([len(row)], jnp.int32))
-    sampling = Sampling(jnp.float32(0), jnp.int32(0), jnp.float32(1))
     draft, _ = drafter.propose(
-        None, context, jax.random.split(jax.random.key(0), 1), sampling, topology,
-        greedy=True, filtered=False,
-    )  # fmt: skip
+        None, context, jax.random.split(jax.random.key(0), 1), ZERO, topology
+    )
     return [
         int(token) if valid else None
         for token, valid in zip(draft.tokens[0], draft.tree.valid[0], strict=True)
@@ -133,14 +132,11 @@ def test_prompt_lookup_ignores_what_is_past_the_end():
     drafter = st.NgramDrafter()
     tokens = jnp.array([[1, 2, 3, 1, 2, 9, 1, 2, 9]], jnp.int32)
     context = Context(tokens, jnp.array([5], jnp.int32))
-    sampling = Sampling(jnp.float32(0), jnp.int32(0), jnp.float32(1))
     draft, _ = drafter.propose(
         None,
         context,
         jax.random.split(jax.random.key(0), 1),
-        sampling,
+        ZERO,
         st.TreeTopology.chain(2),
-        greedy=True,
-        filtered=False,
     )
     assert draft.tokens[0].tolist() == [2, 3, 1]

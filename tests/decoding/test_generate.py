@@ -9,10 +9,9 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from stree_jax.decoding.generate import plan
 from stree_jax.decoding.loop import TARGET_FAILED, SpeculativeDecoder
+from stree_jax.decoding.options import plan
 from stree_jax.layer_config import AttentionConfig
-from stree_jax.models.cache import QueuedPending, with_queue
 from tests.tiny import HYBRIDS, perturbed, randomised, tiny_model, with_weight
 
 PROMPTS = [[5, 9, 2, 30], [3], [1, 2, 3, 4, 1, 2, 3, 4]]
@@ -85,29 +84,21 @@ def test_statistics_add_up():
     np.testing.assert_allclose(stats.tau_per_row, out.lengths / stats.target_calls_per_row)
 
 
-@pytest.mark.parametrize("queued", [False, True])
-def test_more_rounds_between_looks_change_nothing(queued):
-    """Rows end in the middle of the rounds, and one at an end of sequence.
-
-    Nor does a queue of records, as on a GPU, with a first step by itself.
-    """
+@pytest.mark.parametrize("steps", [2, 5])
+def test_more_steps_per_sync_change_nothing(steps):
+    """Rows end between two termination checks, one of them at an end of sequence."""
     model = tiny_model()
-    if queued:
+    if steps == 5:
         layers = ("parallel", "mlp", "mamba2")
         config = dataclasses.replace(HYBRIDS["falcon_h1"], layers=layers)
         model = randomised(st.HybridLM(config, rngs=nnx.Rngs(0)), 0)
     free = st.generate(model, PROMPTS, max_new_tokens=17, drafter=drafter(), topology=TREE)
     options = dict(max_new_tokens=17, drafter=drafter(), topology=TREE)
     options["eos_token"] = int(free.tokens[0, 4])
-    want = st.generate(model, PROMPTS, **options)
+    want = st.generate(model, PROMPTS, return_cache=True, **options)
     request = plan(model, PROMPTS, **options)
-    decoder = dataclasses.replace(request.decoder, rounds=5 if queued else 2)
+    decoder = dataclasses.replace(request.decoder, steps_per_sync=steps)
     state = decoder.start(model, request.drafter, request.context, request.keys)
-    if queued:
-        state = state._replace(pending=with_queue(state.pending))
-        rest = (request.limits, request.sampling)
-        state, *_ = decoder.step(model, request.drafter, state, *rest)
-        assert isinstance(state.pending, QueuedPending)
     state = decoder.run(model, request.drafter, state, request.limits, request.sampling)
     np.testing.assert_array_equal(state.emitted, want.lengths)
     for row, prompt, tokens in zip(state.context.tokens, PROMPTS, want.tokens, strict=True):
@@ -132,7 +123,13 @@ def test_the_kernels_decode_the_same():
         target = randomised(model, 0)
         drafter = st.ModelDrafter(perturbed(target, 0.3))
         outputs.append(
-            st.generate(target, PROMPTS, max_new_tokens=9, drafter=drafter, topology=TREE)
+            st.generate(
+                *(target, PROMPTS),
+                max_new_tokens=9,
+                drafter=drafter,
+                topology=TREE,
+                return_cache=True,
+            )
         )
     plain, kernels = outputs
     np.testing.assert_array_equal(kernels.tokens, plain.tokens)
@@ -144,11 +141,11 @@ def test_the_kernels_decode_the_same():
     )
 
 
-def test_a_failure_in_the_first_of_two_rounds_is_reported():
+def test_a_failure_in_the_first_of_two_steps_is_reported():
     prompts = [[1, 2], [3, 35], [4]]
     model = broken(np.nan, 35)
     request = plan(model, prompts, max_new_tokens=4)
-    decoder = dataclasses.replace(request.decoder, rounds=2)
+    decoder = dataclasses.replace(request.decoder, steps_per_sync=2)
     state = decoder.start(model, None, request.context, request.keys)
     state = decoder.run(model, None, state, request.limits, request.sampling)
     assert state.failed.tolist() == [0, TARGET_FAILED, 0]
@@ -193,17 +190,17 @@ def test_bfloat16_decodes():
         (dict(verifier="greedy", temperature=1.0, key=KEY), "use 'target_only'"),
         (
             dict(verifier="multi_step", drafter="model", temperature=1.0, key=KEY),
-            "not exact for children = 'without_replacement'",
+            "not exact for child_sampling = 'without_replacement'",
         ),
         (
             dict(verifier="multi_step", drafter="ngram", temperature=1.0, key=KEY),
-            "not exact for children = 'top_k'",
+            "not exact for child_sampling = 'top_k'",
         ),
         (
             dict(verifier="chain", drafter="model", temperature=1.0, key=KEY, topology=TREE),
             "'chain' takes chains",
         ),
-        (dict(drafter="iid"), "children = 'iid' are sampled, which needs temperature > 0"),
+        (dict(drafter="iid"), "child_sampling = 'iid' needs temperature > 0"),
         (dict(drafter="vocabulary"), "different vocabularies: 11 and 37 tokens"),
         (dict(temperature=1.0, key=jax.random.split(KEY)), "a single random key"),
         (dict(temperature=1e-40, key=KEY), "temperature = 1e-40 is 0 in float32; use 0"),
@@ -217,7 +214,7 @@ def test_bad_arguments_are_refused_before_anything_is_compiled(change, message, 
     monkeypatch.setattr(SpeculativeDecoder, "start", never)
     makers = {
         "model": drafter,
-        "iid": lambda: drafter(children="iid"),
+        "iid": lambda: drafter(child_sampling="iid"),
         "ngram": st.NgramDrafter,
         "vocabulary": lambda: st.ModelDrafter(
             st.HybridLM(st.ModelConfig.tiny(vocab_size=11), rngs=nnx.Rngs(0))
@@ -245,12 +242,12 @@ for change, message in [
     (dict(max_new_tokens=2.5), "max_new_tokens must be an integer"),
     (dict(temperature="hot"), "temperature must be a number"),
     (dict(topology=(2, 2)), "topology must be a TreeTopology"),
-    (dict(drafter=model), r"drafter must be a ModelDrafter\(\.\.\.\) or .*, got HybridLM"),
+    (dict(drafter=model), r"drafter must be a ModelDrafter\(\.\.\.\), .*, got HybridLM"),
     (dict(drafter=st.NgramDrafter), "drafter must be .*, got <class"),
     (dict(prompts=[[[1], [2, 3]]]), r"prompts\[0\] is not a list of token ids"),
     (dict(key="seed"), "key must be a random key such as"),
     (dict(key=0), "key must be a random key such as"),
-    (dict(verifier=["greedy"]), r"unknown verifier \['greedy'\]"),
+    (dict(verifier=["greedy"]), r"verifier must be one of .*, got \['greedy'\]"),
 ]:
     with pytest.raises(ValueError, match=message):
         st.generate(model, **({"prompts": [[1]]} | change))
@@ -283,8 +280,8 @@ def test_wrong_types_are_refused():
 
 @pytest.mark.parametrize("children", ["best", "sorted"])
 def test_unknown_children_are_refused(children):
-    with pytest.raises(ValueError, match=f"children must be 'auto' or one of .*{children}"):
-        st.ModelDrafter(tiny_model(), children=children)
+    with pytest.raises(ValueError, match=f"child_sampling must be 'auto' or one of .*{children}"):
+        st.ModelDrafter(tiny_model(), child_sampling=children)
 
 
 def test_bad_match_lengths_are_refused():
@@ -337,7 +334,7 @@ def test_logits_that_are_not_finite_name_the_row(value):
 def test_a_draft_model_that_is_not_finite_names_the_row():
     draft = st.ModelDrafter(broken(np.nan, 4))
     with pytest.raises(FloatingPointError, match="the draft model's logits .* in row 2"):
-        st.generate(tiny_model("groups"), [[1, 2], [3], [4]], max_new_tokens=4, drafter=draft)
+        st.generate(tiny_model("groups"), [[1, 2], [3], [4]], max_new_tokens=1, drafter=draft)
 
 
 def counts(tokens, vocab_size):
@@ -350,9 +347,9 @@ def counts(tokens, vocab_size):
     [
         (None, None, None),
         (lambda m: st.ModelDrafter(m), TREE, "without_replacement"),
-        (lambda m: st.ModelDrafter(m, children="iid"), TREE, "multi_step"),
+        (lambda m: st.ModelDrafter(m, child_sampling="iid"), TREE, "multi_step"),
         (lambda m: st.ModelDrafter(m), st.TreeTopology.chain(2), "chain"),
-        (lambda m: st.ModelDrafter(m, children="top_k"), TREE, "target_only"),
+        (lambda m: st.ModelDrafter(m, child_sampling="top_k"), TREE, "target_only"),
         (lambda m: st.NgramDrafter(), TREE, None),
     ],
 )

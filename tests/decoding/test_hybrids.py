@@ -30,7 +30,7 @@ def _forget_programs_of_the_last_test():
 
 
 def decode(model, **options):
-    return st.generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, **options)
+    return st.generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, return_cache=True, **options)
 
 
 # The ragged tree has what the others have; they are run for attention behind a convolution, and
@@ -124,6 +124,7 @@ def test_a_long_prompt():
         max_new_tokens=8,
         drafter=st.ModelDrafter(model),
         topology=TOPOLOGIES["branching"],
+        return_cache=True,
     )
     assert_same_tokens(tree, plain, model, prompts)
     assert tree.stats.tau > 2

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Best
 from stree_jax import TreeTopology
-from stree_jax.decoding.state import DraftTree, Sampling
-from stree_jax.decoding.verify import VERIFIERS, follow, try_children
+from stree_jax.decoding.types import DraftTree, Sampling
+from stree_jax.decoding.verifiers import VERIFIERS, follow
+from stree_jax.decoding.verifiers.testing import try_children
 
 VOCAB = 4
 EXACT = 1e-6  # total variation; the probabilities are float32
@@ -240,7 +240,7 @@ def test_following_is_exact_for_any_draft(duplicates):
         tokens=jnp.broadcast_to(drafts, (batch, 5)),
         tree=tree_of(topology, batch),
         log_probs=None,
-        rows=jnp.full(5, -1, jnp.int32),
+        log_prob_row=jnp.full(5, -1, jnp.int32),
         finite=jnp.ones(batch, bool),
     )
     verdict = follow(draft, jnp.asarray(chosen))
@@ -261,7 +261,7 @@ def test_following_skips_nodes_that_do_not_exist():
         tokens=jnp.array([[0, 1, 1, 2, 2]]),
         tree=topology.tree(valid),
         log_probs=None,
-        rows=jnp.full(5, -1, jnp.int32),
+        log_prob_row=jnp.full(5, -1, jnp.int32),
         finite=jnp.ones(1, bool),
     )
     verdict = follow(draft, jnp.array([[1, 2, 2, 3, 3]]))
@@ -287,7 +287,7 @@ TREE, CHAIN = TreeTopology.complete(2, 2), TreeTopology.chain(3)
     ],
 )
 def test_exact_pairs_are_allowed(verifier, children, topology, greedy):
-    VERIFIERS[verifier].check(children, topology, greedy=greedy)
+    VERIFIERS[verifier].check(children, topology, temperature_is_zero=greedy)
 
 
 @pytest.mark.parametrize(
@@ -295,32 +295,50 @@ def test_exact_pairs_are_allowed(verifier, children, topology, greedy):
     [
         ("greedy", "top_k", TREE, False, "exact at temperature 0 only; use 'target_only'"),
         ("multi_step", "iid", TREE, True, "needs temperature > 0; use 'greedy'"),
-        ("multi_step", "top_k", TREE, False, "not exact for children = 'top_k'"),
-        ("multi_step", "top_k", CHAIN, False, "not exact for children = 'top_k'"),
-        ("multi_step", "without_replacement", TREE, False, "not exact .*only for \\['iid'\\]"),
-        ("without_replacement", "iid", TREE, False, "not exact for children = 'iid'"),
+        ("multi_step", "top_k", TREE, False, "not exact for child_sampling = 'top_k'"),
+        ("multi_step", "top_k", CHAIN, False, "not exact for child_sampling = 'top_k'"),
+        ("multi_step", "without_replacement", TREE, False, "not exact .*only for 'iid'"),
+        ("without_replacement", "iid", TREE, False, "not exact for child_sampling = 'iid'"),
         ("chain", "iid", TREE, False, "takes chains, this tree has nodes with 2 children"),
     ],
 )
 def test_inexact_pairs_are_refused(verifier, children, topology, greedy, message):
     with pytest.raises(ValueError, match=message):
-        VERIFIERS[verifier].check(children, topology, greedy=greedy)
+        VERIFIERS[verifier].check(children, topology, temperature_is_zero=greedy)
 
 
-def test_a_verifier_takes_what_it_needs():
-    """The greedy one best tokens, the others logits."""
+def verify(name, draft, logits, *, topology, temperature=1.0):
+    sampling = Sampling(
+        jnp.full(1, temperature),
+        jnp.zeros(1, int),
+        jnp.ones(1),
+        temperature_is_zero=not temperature,
+    )
+    keys = jax.random.split(jax.random.key(0), 1)
+    return VERIFIERS[name].verify(keys, draft, logits, sampling, None, topology=topology)
+
+
+def test_following_at_temperature_0_takes_the_best_token():
+    draft = DraftTree(
+        tokens=jnp.array([[0, 2, 1, 3]]),
+        tree=tree_of(CHAIN, 1),
+        log_probs=None,
+        log_prob_row=jnp.full(4, -1, jnp.int32),
+        finite=jnp.ones(1, bool),
+    )
+    logits = 9.0 * jax.nn.one_hot(jnp.array([[2, 1, 0, 0]]), VOCAB)
+    for name in ("greedy", "target_only"):
+        verdict = verify(name, draft, logits, topology=CHAIN, temperature=0.0)
+        assert (verdict.last.tolist(), verdict.next_token.tolist()) == ([2], [0])
+
+
+def test_testing_needs_the_distributions_of_the_draft():
     draft = DraftTree(
         tokens=jnp.zeros((1, 4), jnp.int32),
         tree=tree_of(CHAIN, 1),
         log_probs=None,
-        rows=jnp.full(4, -1, jnp.int32),
+        log_prob_row=jnp.full(4, -1, jnp.int32),
         finite=jnp.ones(1, bool),
     )
-    best = Best(jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 4)))
-    keys, sampling = jax.random.split(jax.random.key(0), 1), Sampling(1.0, 0, 1.0)
-    options = dict(vocab_size=VOCAB, filtered=False)
-    assert VERIFIERS["greedy"].verify(keys, draft, best, sampling, **options).last.tolist() == [3]
-    with pytest.raises(ValueError, match="'greedy' takes the target's best tokens"):
-        VERIFIERS["greedy"].verify(keys, draft, jnp.zeros((1, 4, VOCAB)), sampling, **options)
-    with pytest.raises(ValueError, match="'target_only' takes the target's logits"):
-        VERIFIERS["target_only"].verify(keys, draft, best, sampling, **options)
+    with pytest.raises(ValueError, match="'chain' needs the draft's distributions"):
+        verify("chain", draft, jnp.zeros((1, 4, VOCAB)), topology=CHAIN)

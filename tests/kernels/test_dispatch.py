@@ -1,17 +1,20 @@
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from pallas_kernels import dispatch, replay, triton
+from pallas_kernels import dispatch, replay, triton, tuning
 
 
-def small_replay(implementation=None, state_size=16):
+def small_replay(implementation=None, state_size=16, state=None):
     x, dt = jnp.ones((1, 2, 1, 16)), jnp.ones((1, 2, 1))
-    B, state = jnp.ones((1, 2, 1, state_size)), jnp.zeros((1, 1, 16, state_size))
+    B = jnp.ones((1, 2, 1, state_size))
+    state = jnp.zeros((1, 1, 16, state_size)) if state is None else state
     return replay(
         x, dt, -jnp.ones(1), B, state, jnp.ones((1, 2), bool), implementation=implementation
     )
@@ -40,6 +43,89 @@ def test_a_default_device_is_respected():
         assert dispatch.choose("replay", None, None) == "xla"
 
 
+FAKE_GPU = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H100")
+
+
+@pytest.fixture
+def default_is_a_gpu(monkeypatch):
+    """A machine with a GPU, as far as `dispatch` looks; its CPU is this one."""
+    cpu = jax.devices("cpu")
+    by_platform = {None: [FAKE_GPU], "gpu": [FAKE_GPU], "cpu": cpu}
+    monkeypatch.setattr(jax, "devices", lambda backend=None: by_platform[backend])
+    return cpu[0]
+
+
+def test_committed_arrays_choose_the_device(default_is_a_gpu):
+    """Arrays on the CPU of a machine with a GPU."""
+    free = jnp.ones(3)
+    here = jax.device_put(free, default_is_a_gpu)
+    assert dispatch.device_of([free, None, 1.0, np.ones(3)]) is FAKE_GPU
+    assert dispatch.device_of({"weight": here, "x": free}) is default_is_a_gpu
+    with dispatch.on(free):
+        assert dispatch.choose("replay", None, None) == "pallas"
+        assert tuning.device_kind() == "NVIDIA H100"
+    with dispatch.on(free, [here]):
+        assert dispatch.choose("replay", None, None) == "xla"
+        assert tuning.device_kind() == "cpu"
+        assert "is a CPU" in dispatch.explain()
+    assert dispatch.default_device() is FAKE_GPU
+    assert dispatch.device_obstacle() is None
+    assert "is a CPU" in dispatch.device_obstacle(default_is_a_gpu)
+
+
+def test_traced_arrays_are_on_the_default_device_or_on_their_mesh(default_is_a_gpu):
+    chosen = []
+
+    @jax.jit
+    def run(x):
+        chosen.append(dispatch.device_of(x))
+        with dispatch.on(x):
+            chosen.append(dispatch.choose("replay", None, None))
+        return x
+
+    here = jax.device_put(jnp.ones(2), default_is_a_gpu)
+    run(here)  # what `on` is for
+    assert chosen == [FAKE_GPU, "pallas"]
+    chosen.clear()
+    with dispatch.on(here):
+        run(here)
+    assert chosen == [default_is_a_gpu, "xla"]
+    chosen.clear()
+    mesh = jax.sharding.Mesh(np.array([default_is_a_gpu]), ("x",))
+    spec = jax.sharding.PartitionSpec("x")
+    run(jax.device_put(here, jax.sharding.NamedSharding(mesh, spec)))
+    assert chosen == [default_is_a_gpu, "xla"]
+
+
+def test_ops_run_where_their_arrays_are(default_is_a_gpu):
+    here = jax.device_put(jnp.zeros((1, 1, 16, 16)), default_is_a_gpu)
+    assert small_replay(state=here).devices() == {default_is_a_gpu}
+
+
+def test_several_devices():
+    """A process of its own, with two CPU devices."""
+    code = (
+        "import jax, jax.numpy as jnp\n"
+        "from pallas_kernels import dispatch\n"
+        "first, second = jax.devices()\n"
+        "on_second = jax.device_put(jnp.ones(2), second)\n"
+        "assert dispatch.device_of(on_second) == second\n"
+        "mesh = jax.sharding.Mesh([first, second], 'x')\n"
+        "spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('x'))\n"
+        "both = jax.device_put(jnp.ones(2), spec)\n"
+        "assert dispatch.device_of(both) == first\n"
+        "with jax.default_device(second):\n"
+        "    assert dispatch.device_of(both) == second\n"
+        "with dispatch.on(on_second):\n"
+        "    assert dispatch.default_device() == first  # of the same kind\n"
+    )
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | flags
+    )
+    assert result.returncode == 0, result.stderr
+
+
 def test_unknown_implementations_are_refused():
     with pytest.raises(ValueError, match="'cuda'.*'xla'"):
         small_replay("cuda")
@@ -53,7 +139,7 @@ def test_unsupported_shapes_are_refused_only_when_asked_for():
 
 def test_without_triton_everything_but_pallas_works(monkeypatch):
     monkeypatch.setattr(triton, "UNAVAILABLE", "this jax has no Pallas-Triton backend")
-    monkeypatch.setattr(dispatch, "device_obstacle", lambda: None)
+    monkeypatch.setattr(dispatch, "device_obstacle", lambda device=None: None)
     assert small_replay().shape == (1, 1, 16, 16)
     assert "no Pallas-Triton" in dispatch.explain()
     with pytest.raises(ValueError, match="no Pallas-Triton backend; use 'xla'"):

@@ -10,8 +10,9 @@ import pytest
 
 from pallas_kernels import dispatch, jax_triton_backend
 from tests.kernels.cases import CASES
+from tests.kernels.test_dispatch import small_replay
 
-OBSTACLE = jax_triton_backend.obstacle("replay")
+OBSTACLE = jax_triton_backend.obstacle()
 needs_jax_triton = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 
 
@@ -39,18 +40,20 @@ def test_without_jax_triton_it_is_refused(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(ValueError, match="jax-triton is not installed; use 'xla'"):
-        dispatch.choose("replay", "jax_triton", None)
-    assert dispatch.choose("replay", "xla", None) == "xla"
+        small_replay("jax_triton")
+    assert small_replay("xla").shape == (1, 1, 16, 16)
 
 
 def test_it_is_refused_for_other_ops_and_shapes(monkeypatch):
-    with pytest.raises(ValueError, match="no jax-triton kernel of it, only of.*'tree_scan'"):
+    with pytest.raises(ValueError, match="unknown implementation 'jax_triton' of tree_conv1d"):
         dispatch.choose("tree_conv1d", "jax_triton", None)
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "1")
     monkeypatch.setattr(jax_triton_backend, "incompatible", lambda *versions: None)
-    with pytest.raises(ValueError, match="odd shape"):
-        dispatch.choose("replay", "jax_triton", "odd shape")
-    assert dispatch.choose("replay", "jax_triton", None) == "jax_triton"
+    with pytest.raises(ValueError, match="state_size = 12 is not a power of two"):
+        small_replay("jax_triton", state_size=12)
+    others = {"jax_triton": jax_triton_backend.obstacle}
+    assert dispatch.choose("replay", "jax_triton", None, others=others) == "jax_triton"
+    assert dispatch.choose("replay", None, None, others=others) == "xla"
 
 
 def run(what, **environment):

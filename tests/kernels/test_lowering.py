@@ -23,7 +23,6 @@ from pallas_kernels import (
     Unscaled,
     add_rms_norm,
     attention_tree,
-    best_token,
     enqueued,
     expert_mlps,
     mamba2_tree,
@@ -117,18 +116,6 @@ def test_lowers_to_one_kernel(shape, dtype, capability):
         # Nothing is padded or sliced around the kernel. A new state replaces the old one.
         assert "stablehlo.pad" not in code
         assert ("output_operand_alias" in code) == ("replay" in op or op == "ssd")
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("nodes", [1, 64])
-def test_an_output_head_lowers_to_one_kernel(nodes, dtype, capability):
-    struct = jax.ShapeDtypeStruct
-    arguments = (struct((2, nodes, 2560), dtype), struct((50288, 2560), dtype))
-    function = functools.partial(best_token, vocab_size=50277, implementation="pallas")
-    code = lowered(function, arguments, capability)
-    assert code.count("__gpu$xla.gpu.triton") == 1
-    assert "stablehlo.dot" not in code
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

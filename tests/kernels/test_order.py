@@ -13,7 +13,6 @@ from jax.experimental import pallas as pl
 from pallas_kernels import triton
 from tests.kernels import (
     test_attention_tree,
-    test_best_token,
     test_expert_mlps,
     test_mamba2_tree,
     test_ssd,
@@ -79,7 +78,6 @@ CASES = [
     (test_attention_tree, "grown, blocks of nodes"),
     (test_tree_ops, "groups"),
     (test_ssd, "blocks of channels"),
-    (test_best_token, "blocks of rows"),
     (test_expert_mlps, "blocks of rows"),
     (test_expert_mlps, "experts that nobody chooses"),
     (test_tree_attention, "a piece of a prompt"),
@@ -95,8 +93,6 @@ def test_programs_need_nothing_of_each_other(module, name, last_first, run_as_on
     (case,) = [case for case in module.CASES if case.name == name]
     if module is test_attention_tree:
         module.test_attention_tree(case, "pallas_interpret")
-    elif module is test_best_token:
-        module.test_best_token(case, "pallas_interpret")
     elif module is test_tree_attention:
         module.test_tree_attention(case, True)
     elif module is test_expert_mlps:

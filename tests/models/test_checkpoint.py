@@ -12,7 +12,6 @@ from flax import nnx
 from tokenizers import Tokenizer, models
 
 import stree_jax as st
-from stree_jax import checkpoint
 from tests.tiny import apply, tiny_model
 
 
@@ -176,4 +175,4 @@ def test_tokenizer(saved, tmp_path):
 def test_demo_paths():
     with pytest.raises(ValueError, match=r"\('target', 'draft'\), got 'teacher'"):
         st.demo_path("teacher")
-    assert checkpoint.demo_path("draft").name == "draft"
+    assert st.demo_path("draft").name == "draft"

@@ -1,4 +1,7 @@
-"""Drafting by beam search: the shape of the tree is the draft model's choice (STree, 5.1)."""
+"""Drafting by beam search: the draft model chooses the shape of the tree.
+
+STree, section 5.1 (Wu, Qin, Wong and Soatto, 2025, arXiv:2505.14969).
+"""
 
 import itertools
 
@@ -7,9 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from stree_jax.array_types import Array, Bool, Float, Float32, Int, Key
-from stree_jax.decoding.draft import ModelDrafter, ModelDraftState, root_only
+from stree_jax.decoding.drafters.base import root_only
+from stree_jax.decoding.drafters.model import ModelDrafter, ModelDraftState
 from stree_jax.decoding.sampling import all_finite
-from stree_jax.decoding.state import Context, DraftTree, Sampling, Verdict
+from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
 from stree_jax.models.cache import Path, Pending, path_to
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, TreeTopology
@@ -36,7 +40,7 @@ class BeamDrafter(ModelDrafter):
     """
 
     def __init__(self, model: HybridLM):
-        super().__init__(model, children="top_k")
+        super().__init__(model, child_sampling="top_k")
 
     def default_topology(self) -> TreeTopology:
         """Three beams for four steps: as many nodes a level as the paper's main static tree."""
@@ -49,9 +53,6 @@ class BeamDrafter(ModelDrafter):
         keys: Key[Array, " B"],
         sampling: Sampling,
         topology: TreeTopology,
-        *,
-        greedy: bool,
-        filtered: bool,
     ) -> tuple[DraftTree, ModelDraftState]:
         """See `Drafter`."""
         start = root_only(context)
@@ -59,32 +60,37 @@ class BeamDrafter(ModelDrafter):
         score = jnp.zeros(tokens.shape)  # log-probability of each path of the level
         queries = jnp.concatenate([state.catch_up[:, None], tokens], axis=1)
         replay: tuple[Pending, Path] | None = (state.pending, state.path)
-        cache, grown = state.cache, None
+        cache, pending = state.cache, None
         finite = []
         for width, next_width in itertools.pairwise(_widths(topology)):
-            logits, grown, cache = self.model.tree_forward(
+            logits, pending, cache = self.model.tree_forward(
                 queries,
                 _below_catch_up(tree, state.has_catch_up),
                 cache,
                 replay=replay,
-                grown=grown,
+                prefix_pending=pending,
                 num_logits=width,
             )
             replay = None
             logits = logits[..., : self.model.config.vocab_size]
-            finite.append(all_finite(logits, logits.shape[-1]).all(axis=-1))
+            finite.append(all_finite(logits).all(axis=-1))
             score, beam, queries = best_continuations(score, logits, next_width)
             first = tree.parents.shape[1] - width  # of the level's nodes
             tree = append(tree, first + beam, jnp.isfinite(score))
             tokens = jnp.concatenate([tokens, queries], axis=1)
 
-        assert grown is not None  # a tree with drafts has a level
+        assert pending is not None  # a tree with drafts has a level
         none = jnp.full(topology.num_nodes, -1, jnp.int32)
         draft = DraftTree(tokens, tree, None, none, jnp.stack(finite).all(axis=0))
-        return draft, state._replace(cache=cache, pending=grown)
+        return draft, state._replace(cache=cache, pending=pending)
 
     def commit(
-        self, state: ModelDraftState, draft: DraftTree, verdict: Verdict, topology: TreeTopology
+        self,
+        state: ModelDraftState,
+        draft: DraftTree,
+        verdict: Verdict,
+        topology: TreeTopology,
+        hidden: Float[Array, "B M"],
     ) -> ModelDraftState:
         """See `Drafter`."""
         num_read = self._num_read(topology)

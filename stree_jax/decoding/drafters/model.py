@@ -1,11 +1,6 @@
-"""Drafters: what proposes a tree of tokens for the target to verify.
+"""Drafting with a small model that grows a tree level by level, from one state."""
 
-A drafter is a pytree (weights and settings) with pure methods; what it remembers between steps is
-the state they pass on. `default_topology` and `children` say what it does, `prepare` reads the
-prompts, `propose` grows a tree, `commit` hears the verdict.
-"""
-
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,68 +8,15 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from stree_jax.array_types import Array, Bool, Int, Key
+from stree_jax.array_types import Array, Bool, Float, Int, Key
+from stree_jax.decoding.drafters.base import root_token
 from stree_jax.decoding.prefill import prefill
 from stree_jax.decoding.sampling import all_finite, token_log_probs
-from stree_jax.decoding.state import Context, DraftTree, Sampling, Verdict
-from stree_jax.decoding.verify import CHILDREN
-from stree_jax.models.cache import Cache, Path, Pending, init_pending, path_to
+from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
+from stree_jax.decoding.verifiers import CHILD_SAMPLING
+from stree_jax.models.cache import Cache, Path, Pending, path_to
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, TreeTopology
-
-
-@runtime_checkable
-class Drafter(Protocol):
-    """What the decode loop asks of a drafter. `topology` has its nodes in level order."""
-
-    def default_topology(self) -> TreeTopology:
-        """The tree to use when the user names none."""
-        ...
-
-    def children(self, topology: TreeTopology, *, greedy: bool) -> str:
-        """How siblings are chosen, one of `CHILDREN`; a verifier must be exact for it.
-
-        Raises:
-            ValueError: the drafter's settings do not work at this temperature.
-        """
-        ...
-
-    def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> Any:
-        """The state before the first step. The context's last token, the root, is not read yet.
-
-        No row will have more than `max_length` tokens, prompt included.
-        """
-        ...
-
-    def propose(
-        self,
-        state: Any,
-        context: Context,
-        keys: Key[Array, " B"],
-        sampling: Sampling,
-        topology: TreeTopology,
-        *,
-        greedy: bool,
-        filtered: bool,
-    ) -> tuple[DraftTree, Any]:
-        """Grows a tree below the context's last token."""
-        ...
-
-    def commit(self, state: Any, draft: DraftTree, verdict: Verdict, topology: TreeTopology) -> Any:
-        """Takes note of the accepted path; `verdict.last` is -1 for rows that have ended."""
-        ...
-
-
-def _root(context: Context) -> Array:
-    """The last token of each row `[B, 1]`, which no cache has read."""
-    return jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)
-
-
-def root_only(context: Context) -> DraftTree:
-    """The tree of autoregressive decoding: the root, and no draft."""
-    root = _root(context)
-    tree = TreeTopology.chain(0).tree(jnp.ones_like(root, bool))
-    return DraftTree(root, tree, None, jnp.full(1, -1, jnp.int32), jnp.ones(root.shape[0], bool))
 
 
 class ModelDraftState(NamedTuple):
@@ -98,43 +40,45 @@ class ModelDrafter(nnx.Module):
 
     Args:
         model: any model with the target's vocabulary.
-        children: how siblings are chosen: "top_k" (the most probable), "iid" (sampled
+        child_sampling: how siblings are chosen: "top_k" (the most probable), "iid" (sampled
             independently), "without_replacement" (sampled, all different, in the order drawn), or
             "auto": top-k at temperature 0; above it, without replacement in a tree and i.i.d. in a
             chain.
 
     Raises:
-        ValueError: another value of `children`, or `model` is not a model.
+        ValueError: another value of `child_sampling`, or `model` is not a model.
     """
 
-    def __init__(self, model: HybridLM, *, children: str = "auto"):
-        if children not in ("auto", *CHILDREN):
-            raise ValueError(f"children must be 'auto' or one of {CHILDREN}, got {children!r}")
+    def __init__(self, model: HybridLM, *, child_sampling: str = "auto"):
+        if child_sampling not in ("auto", *CHILD_SAMPLING):
+            raise ValueError(
+                f"child_sampling must be 'auto' or one of {CHILD_SAMPLING}, got {child_sampling!r}"
+            )
         if not isinstance(model, HybridLM):
             raise ValueError(
                 f"model must be a HybridLM, got {type(model).__name__}; load one with"
                 " from_pretrained"
             )
         self.model = model
-        self._children = children
+        self._child_sampling = child_sampling
 
     def default_topology(self) -> TreeTopology:
         """The 13-node tree of the paper's main experiment."""
         return TreeTopology.paper("A")
 
-    def children(self, topology: TreeTopology, *, greedy: bool) -> str:
+    def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
         """See `Drafter`."""
-        if self._children == "auto":
-            if greedy:
+        if self._child_sampling == "auto":
+            if temperature_is_zero:
                 return "top_k"
             branching = max(map(len, topology.children))
             return "iid" if branching <= 1 else "without_replacement"
-        if greedy and self._children != "top_k":
+        if temperature_is_zero and self._child_sampling != "top_k":
             raise ValueError(
-                f"children = {self._children!r} are sampled, which needs temperature > 0;"
+                f"child_sampling = {self._child_sampling!r} needs temperature > 0;"
                 " use 'top_k' or 'auto' at temperature 0"
             )
-        return self._children
+        return self._child_sampling
 
     def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> ModelDraftState:
         """See `Drafter`."""
@@ -143,7 +87,7 @@ class ModelDrafter(nnx.Module):
         none = jnp.full(batch, -1, jnp.int32)
         return ModelDraftState(
             cache=prefill(self.model, context.tokens, context.length - 1, max_length),
-            pending=init_pending(self.model.config, batch, num_nodes, self.model.dtype),
+            pending=self.model.init_pending(batch, num_nodes),
             path=Path(
                 jnp.zeros((batch, num_nodes), bool), jnp.tile(none[:, None], num_nodes), none
             ),
@@ -158,36 +102,28 @@ class ModelDrafter(nnx.Module):
         keys: Key[Array, " B"],
         sampling: Sampling,
         topology: TreeTopology,
-        *,
-        greedy: bool,
-        filtered: bool,
     ) -> tuple[DraftTree, ModelDraftState]:
         """See `Drafter`."""
-        how = self.children(topology, greedy=greedy)
-        vocab_size = self.model.config.vocab_size
-        root = _root(context)
+        how = self.child_sampling(topology, temperature_is_zero=sampling.temperature_is_zero)
+        root = root_token(context)
         tokens, valid = root, jnp.ones_like(root, bool)
         queries = jnp.concatenate([state.catch_up[:, None], root], axis=1)
         replay: tuple[Pending, Path] | None = (state.pending, state.path)
-        cache, grown = state.cache, None
+        cache, pending = state.cache, None
         scores, finite = [], []
         for depth, level in enumerate(_levels(topology)):
-            logits, grown, cache = self.model.tree_forward(
+            logits, pending, cache = self.model.tree_forward(
                 queries,
                 _own_tree(topology, valid, state.has_catch_up, depth),
                 cache,
                 replay=replay,
-                grown=grown,
+                prefix_pending=pending,
                 num_logits=len(level.inner),
             )
             replay = None
-            finite.append(all_finite(logits, vocab_size).all(axis=-1))
-            if how == "top_k":
-                scores.append(logits[..., :vocab_size])
-            else:
-                scores.append(
-                    token_log_probs(logits, sampling, vocab_size=vocab_size, filtered=filtered)
-                )
+            logits = logits[..., : self.model.config.vocab_size]
+            finite.append(all_finite(logits).all(axis=-1))
+            scores.append(logits if how == "top_k" else token_log_probs(logits, sampling))
             level_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, depth)
             drawn, exists = _draw(how, scores[-1], level.width, level_keys)
             below = exists[:, level.source, level.rank] & valid[:, level.parents]
@@ -196,21 +132,26 @@ class ModelDrafter(nnx.Module):
             valid = jnp.concatenate([valid, below], axis=1)
             queries = below_tokens[:, level.next_inner]
 
-        assert grown is not None  # a tree with drafts has a level
+        assert pending is not None  # a tree with drafts has a level
         inner = list(_inner_nodes(topology))
-        rows = np.full(topology.num_nodes, -1, np.int32)
-        rows[inner] = np.arange(len(inner))
+        log_prob_row = np.full(topology.num_nodes, -1, np.int32)
+        log_prob_row[inner] = np.arange(len(inner))
         draft = DraftTree(
             tokens=tokens,
             tree=topology.tree(valid),
             log_probs=None if how == "top_k" else jnp.concatenate(scores, axis=1),
-            rows=jnp.asarray(rows),
+            log_prob_row=jnp.asarray(log_prob_row),
             finite=jnp.stack(finite).all(axis=0),
         )
-        return draft, state._replace(cache=cache, pending=grown)
+        return draft, state._replace(cache=cache, pending=pending)
 
     def commit(
-        self, state: ModelDraftState, draft: DraftTree, verdict: Verdict, topology: TreeTopology
+        self,
+        state: ModelDraftState,
+        draft: DraftTree,
+        verdict: Verdict,
+        topology: TreeTopology,
+        hidden: Float[Array, "B M"],
     ) -> ModelDraftState:
         """See `Drafter`."""
         inner = _inner_nodes(topology)
@@ -233,7 +174,7 @@ class ModelDrafter(nnx.Module):
 
 
 class _Level(NamedTuple):
-    """How one level of a topology begets the next."""
+    """How the nodes of one level give those of the next."""
 
     inner: list[int]  # its nodes with children
     width: int  # most children of any of them
@@ -314,93 +255,3 @@ def _draw(how: str, scores: Array, width: int, keys: Array) -> tuple[Array, Arra
     else:
         best, drawn = lax.top_k(scores, width)
     return drawn.astype(jnp.int32), jnp.isfinite(best)
-
-
-class NgramDrafter(nnx.Module):
-    """Prompt lookup: what followed the same few tokens earlier in the prompt or the output.
-
-    A node's children are the different tokens that followed the last tokens of its path, those
-    after the longest match first, and the latest of these first. Trees are therefore ragged: where
-    nothing matches there are fewer drafts, or none.
-
-    Args:
-        max_match: longest match that is looked for, in tokens.
-        min_match: shortest match that counts.
-
-    Raises:
-        ValueError: not integers with `1 <= min_match <= max_match`.
-    """
-
-    def __init__(self, *, max_match: int = 3, min_match: int = 1):
-        are_ints = isinstance(min_match, int) and isinstance(max_match, int)
-        if not (are_ints and 1 <= min_match <= max_match):
-            raise ValueError(
-                "need integers 1 <= min_match <= max_match,"
-                f" got min_match = {min_match}, max_match = {max_match}"
-            )
-        self.max_match = max_match
-        self.min_match = min_match
-
-    def default_topology(self) -> TreeTopology:
-        """One chain: a match is usually right for several tokens, or not at all."""
-        return TreeTopology.chain(4)
-
-    def children(self, topology: TreeTopology, *, greedy: bool) -> str:
-        """See `Drafter`. Lookups are deterministic, as the top k are."""
-        return "top_k"
-
-    def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> None:
-        """See `Drafter`. All there is to remember is in the context."""
-
-    def propose(
-        self,
-        state: None,
-        context: Context,
-        keys: Key[Array, " B"],
-        sampling: Sampling,
-        topology: TreeTopology,
-        *,
-        greedy: bool,
-        filtered: bool,
-    ) -> tuple[DraftTree, None]:
-        """See `Drafter`."""
-        tokens, valid = jax.vmap(lambda row, length: self._grow(row, length, topology))(
-            context.tokens, context.length
-        )
-        none = jnp.full(topology.num_nodes, -1, jnp.int32)
-        finite = jnp.ones(tokens.shape[0], bool)
-        return DraftTree(tokens, topology.tree(valid), None, none, finite), None
-
-    def commit(
-        self, state: None, draft: DraftTree, verdict: Verdict, topology: TreeTopology
-    ) -> None:
-        """See `Drafter`."""
-
-    def _grow(self, row: Array, length: Array, topology: TreeTopology) -> tuple[Array, Array]:
-        """Tokens and validity `[N]` of one row's tree."""
-        # The last max_match tokens before each place, latest first; -1 before the start, -2 as a
-        # query's own, so that the two never match.
-        places = jnp.arange(row.shape[0])
-        history = [jnp.where(places > k, jnp.roll(row, k + 1), -1) for k in range(self.max_match)]
-        ends = length - 1 - jnp.arange(self.max_match)
-        root_tail = jnp.where(ends >= 0, row[jnp.maximum(ends, 0)], -2)
-
-        tokens = [row[length - 1]] + [jnp.int32(0)] * (topology.num_nodes - 1)
-        valid = [jnp.array(True)] + [jnp.array(False)] * (topology.num_nodes - 1)
-        tails = {0: root_tail}
-        for node, children in enumerate(topology.children):
-            if not children:
-                continue
-            tail = tails[node]
-            equal = jnp.stack([history[k] == tail[k] for k in range(self.max_match)])
-            match = jnp.cumprod(equal, axis=0).sum(axis=0)
-            score = jnp.where(
-                (match >= self.min_match) & (places < length), match * row.shape[0] + places, -1
-            )
-            for child in children:
-                place = jnp.argmax(score)
-                tokens[child] = row[place]
-                valid[child] = (score[place] >= 0) & valid[node]
-                score = jnp.where(row == row[place], -1, score)
-                tails[child] = jnp.concatenate([tokens[child][None], tail[:-1]])
-        return jnp.stack(tokens), jnp.stack(valid)

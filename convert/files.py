@@ -1,0 +1,108 @@
+"""The tensors of a checkpoint directory by name, opened lazily."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import ml_dtypes  # registers bfloat16 with numpy
+import numpy as np
+
+from stree_jax.checkpoint import read_json
+from stree_jax.convert.tensors import Tensor
+from stree_jax.convert.torch_file import open_torch_file
+
+_SAFETENSORS = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+
+
+def open_tensors(directory: Path, names: Sequence[str]) -> tuple[str, dict[str, Tensor]]:
+    """Opens the weights of a checkpoint.
+
+    Args:
+        directory: the checkpoint.
+        names: file names to try, in order. Each may be sharded, with an index instead.
+
+    Returns:
+        The name of the file or index, and the tensors by name.
+
+    Raises:
+        ValueError: there is no such file, or it is damaged or unsupported.
+    """
+    for name in names:
+        file, index = directory / name, directory / f"{name}.index.json"
+        if file.is_file() and index.is_file():
+            raise ValueError(
+                f"{directory} has both {name} and {index.name}; remove the one that is out of date"
+            )
+        if file.is_file():
+            return name, _open_file(file)
+        if index.is_file():
+            return index.name, _open_sharded(index)
+    raise ValueError(f"{directory} has no weights: none of {', '.join(names)}, whole or sharded")
+
+
+def _open_file(path: Path) -> dict[str, Tensor]:
+    return open_torch_file(path) if path.suffix == ".bin" else _open_safetensors(path)
+
+
+def _open_safetensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        file = safe_open(path, framework="np")
+        tensors = {}
+        for name in file.keys():  # noqa: SIM118 (not a mapping)
+            part = file.get_slice(name)
+            if part.get_dtype() not in _SAFETENSORS:
+                raise ValueError(
+                    f"{path}: tensor {name} is stored as {part.get_dtype()}; quantised checkpoints"
+                    " are not supported, use the bfloat16 original"
+                )
+            tensors[name] = Tensor(
+                tuple(part.get_shape()),
+                _SAFETENSORS[part.get_dtype()],
+                functools.partial(file.get_tensor, name),
+            )
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    return tensors
+
+
+def _open_sharded(index: Path) -> dict[str, Tensor]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, Mapping) or not weight_map:
+        raise ValueError(f"{index} is damaged: it has no weight_map")
+    files: dict[str, dict[str, Tensor]] = {}
+    for name in weight_map.values():
+        # Only a plain file name in the same directory; no path.
+        plain = isinstance(name, str) and len(name) < 256 and "\0" not in name
+        if not plain or Path(name).name != name or "\\" in name:
+            raise ValueError(f"{index} names a file {name!r:.80}, which is not a plain file name")
+        if name not in files:
+            if not (index.parent / name).is_file():
+                raise ValueError(f"{index} names the file {name!r}, which does not exist")
+            files[name] = _open_file(index.parent / name)
+    missing = [key for key, name in weight_map.items() if key not in files[name]]
+    if missing:
+        raise ValueError(f"{index}: {len(missing)} tensors are not in their files: {missing[:3]}")
+    stray = [
+        key
+        for name, tensors in files.items()
+        for key in tensors
+        if weight_map.get(key, name) != name or key not in weight_map
+    ]
+    if stray:
+        raise ValueError(
+            f"{index}: {len(stray)} tensors are in files it does not name: {stray[:3]}"
+        )
+    return {key: files[name][key] for key, name in weight_map.items()}

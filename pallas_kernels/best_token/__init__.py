@@ -1,1 +1,0 @@
-"""The best next token, without the logits of all others."""

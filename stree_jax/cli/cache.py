@@ -1,0 +1,118 @@
+"""The persistent compilation cache of the `stree-jax` command.
+
+Each command is a new process and would compile the same programs again. The cache can only make it
+faster: a folder that cannot be used and an entry that cannot be read count as absent.
+"""
+
+import contextlib
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import TextIO
+
+import jax
+
+MAX_BYTES = 256 * 2**20
+
+_ENTRY = re.compile(r".+-[0-9a-f]{64}-cache")  # jax's file names
+_FAILURE = r"Error (reading|writing) persistent compilation cache entry for '(.+?)'"
+
+
+def enable_cache() -> None:
+    """Makes jax keep compiled programs in the user's cache folder.
+
+    The folder is `stree-jax/xla` in `$XDG_CACHE_HOME` or `~/.cache`. `STREE_JAX_CACHE` names
+    another folder, or is `off`. No-op if the user configured jax's own cache, or if the folder
+    cannot be created. Call it before anything is compiled.
+    """
+    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
+        return
+    folder = _folder()
+    if folder is None:
+        return
+    _evict(folder)
+    _repair_silently(folder)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    # Small programs too: there are dozens of them, and together they take a second.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # XLA's own autotuning cache has neither a size limit nor jax's error handling, and jax 0.10
+    # makes its path part of every key.
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+    # On many CPUs XLA logs an error for each program it loads: it mistakes LLVM's tuning flags
+    # (+prefer-no-gather) for features that the host lacks (github.com/openxla/xla/issues/44565).
+    # Programs of other hosts are never loaded: the host's features are part of the key.
+    if jax.default_backend() == "cpu" and jax.config.jax_logging_level == "NOTSET":
+        jax.config.update("jax_logging_level", "CRITICAL")
+
+
+def _folder() -> Path | None:
+    """The cache folder, which exists; None if the cache is off or the folder cannot be created."""
+    choice = os.environ.get("STREE_JAX_CACHE", "")
+    if choice.lower() == "off":
+        return None
+    try:
+        if choice:
+            folder = Path(choice).expanduser().absolute()
+        else:
+            base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+            if not base.is_absolute():  # to be ignored, says the XDG specification
+                home = Path.home()
+                if not home.is_dir():
+                    return None
+                base = home / ".cache"
+            folder = base / "stree-jax" / "xla"
+        # Private: whoever writes to this folder runs code as the user.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError, ValueError):  # RuntimeError: no home; ValueError: a null byte
+        return None
+    return folder
+
+
+def _evict(folder: Path) -> None:
+    """Deletes the least recently read entries until the others fit `MAX_BYTES`.
+
+    jax's own limit (`jax_compilation_cache_max_size`) locks the folder for each read, so a stopped
+    process delays every other one by ten seconds a program.
+    """
+    entries = []
+    with contextlib.suppress(OSError):  # unreadable, or another process deletes them too
+        for file in os.scandir(folder):
+            if _ENTRY.fullmatch(file.name) and file.is_file(follow_symlinks=False):
+                stat = file.stat()
+                entries.append((max(stat.st_atime, stat.st_mtime), stat.st_size, file.path))
+        total = sum(size for _, size, _ in entries)
+        for _, size, path in sorted(entries):
+            if total <= MAX_BYTES:
+                break
+            os.unlink(path)
+            total -= size
+
+
+def _repair_silently(folder: Path) -> None:
+    """Hides jax's warnings about the cache, and deletes entries that jax cannot read.
+
+    jax recompiles what it cannot read but never overwrites a file. An entry that was cut short by a
+    full disk would be recompiled by every command.
+    """
+    show = warnings.showwarning
+
+    def showwarning(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        failure = re.match(_FAILURE, str(message))
+        if failure is None:
+            show(message, category, filename, lineno, file, line)
+        elif failure[1] == "reading":
+            # The warning has the first part of the file's name, the name of the program.
+            with contextlib.suppress(OSError):
+                for entry in folder.glob(f"{failure[2]}-*-cache"):
+                    entry.unlink()
+
+    warnings.filterwarnings("always", message=_FAILURE)
+    warnings.showwarning = showwarning

@@ -1,0 +1,101 @@
+"""Drafting by prompt lookup: no model, only the text so far."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from stree_jax.array_types import Array, Float, Key
+from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
+from stree_jax.tree import TreeTopology
+
+
+class NgramDrafter(nnx.Module):
+    """Prompt lookup: what followed the same few tokens earlier in the prompt or the output.
+
+    A node's children are the different tokens that followed the last tokens of its path, those
+    after the longest match first, and the latest of these first. Trees are therefore ragged: where
+    nothing matches there are fewer drafts, or none.
+
+    Args:
+        max_match: longest match that is looked for, in tokens.
+        min_match: shortest match that counts.
+
+    Raises:
+        ValueError: not integers with `1 <= min_match <= max_match`.
+    """
+
+    def __init__(self, *, max_match: int = 3, min_match: int = 1):
+        are_ints = isinstance(min_match, int) and isinstance(max_match, int)
+        if not (are_ints and 1 <= min_match <= max_match):
+            raise ValueError(
+                "need integers 1 <= min_match <= max_match,"
+                f" got min_match = {min_match}, max_match = {max_match}"
+            )
+        self.max_match = max_match
+        self.min_match = min_match
+
+    def default_topology(self) -> TreeTopology:
+        """One chain: a match is usually right for several tokens, or not at all."""
+        return TreeTopology.chain(4)
+
+    def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
+        """See `Drafter`. A lookup uses no random numbers."""
+        return "top_k"
+
+    def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> None:
+        """See `Drafter`. All there is to remember is in the context."""
+
+    def propose(
+        self,
+        state: None,
+        context: Context,
+        keys: Key[Array, " B"],
+        sampling: Sampling,
+        topology: TreeTopology,
+    ) -> tuple[DraftTree, None]:
+        """See `Drafter`."""
+        tokens, valid = jax.vmap(lambda row, length: self._grow(row, length, topology))(
+            context.tokens, context.length
+        )
+        none = jnp.full(topology.num_nodes, -1, jnp.int32)
+        finite = jnp.ones(tokens.shape[0], bool)
+        return DraftTree(tokens, topology.tree(valid), None, none, finite), None
+
+    def commit(
+        self,
+        state: None,
+        draft: DraftTree,
+        verdict: Verdict,
+        topology: TreeTopology,
+        hidden: Float[Array, "B M"],
+    ) -> None:
+        """See `Drafter`."""
+
+    def _grow(self, row: Array, length: Array, topology: TreeTopology) -> tuple[Array, Array]:
+        """Tokens and validity `[N]` of one row's tree."""
+        # The last max_match tokens before each place, latest first; -1 before the start, -2 as a
+        # query's own, so that the two never match.
+        places = jnp.arange(row.shape[0])
+        history = [jnp.where(places > k, jnp.roll(row, k + 1), -1) for k in range(self.max_match)]
+        ends = length - 1 - jnp.arange(self.max_match)
+        root_tail = jnp.where(ends >= 0, row[jnp.maximum(ends, 0)], -2)
+
+        tokens = [row[length - 1]] + [jnp.int32(0)] * (topology.num_nodes - 1)
+        valid = [jnp.array(True)] + [jnp.array(False)] * (topology.num_nodes - 1)
+        tails = {0: root_tail}
+        for node, children in enumerate(topology.children):
+            if not children:
+                continue
+            tail = tails[node]
+            equal = jnp.stack([history[k] == tail[k] for k in range(self.max_match)])
+            match = jnp.cumprod(equal, axis=0).sum(axis=0)
+            score = jnp.where(
+                (match >= self.min_match) & (places < length), match * row.shape[0] + places, -1
+            )
+            for child in children:
+                place = jnp.argmax(score)
+                tokens[child] = row[place]
+                valid[child] = (score[place] >= 0) & valid[node]
+                score = jnp.where(row == row[place], -1, score)
+                tails[child] = jnp.concatenate([tokens[child][None], tail[:-1]])
+        return jnp.stack(tokens), jnp.stack(valid)

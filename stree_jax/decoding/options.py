@@ -1,0 +1,268 @@
+"""From the arguments of `generate` to a checked request. Nothing is compiled here."""
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import dispatch
+from stree_jax.array_types import Array
+from stree_jax.decoding.drafters import Drafter, ModelDrafter
+from stree_jax.decoding.loop import SpeculativeDecoder
+from stree_jax.decoding.types import Context, Limits, Sampling
+from stree_jax.decoding.verifiers import VERIFIERS, Verifier
+from stree_jax.models.lm import HybridLM
+from stree_jax.tree import TreeTopology
+
+# Sizes of buffers are rounded up to few values, so that nearby requests share compiled programs.
+_SMALLEST_BUFFER = 64
+_FEWEST_EOS_TOKENS = 4
+
+
+class Plan(NamedTuple):
+    """A request that was checked: the program to run and what to run it on."""
+
+    decoder: SpeculativeDecoder
+    drafter: Drafter | None
+    context: Context
+    keys: Array
+    limits: Limits
+    sampling: Sampling
+
+
+def plan(
+    model: HybridLM,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 64,
+    drafter: Drafter | None = None,
+    topology: TreeTopology | None = None,
+    verifier: str | Verifier | None = None,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    eos_token: int | Sequence[int] | None = None,
+    max_length: int | None = None,
+    key: jax.Array | None = None,
+) -> Plan:
+    """Checks a request; arguments and errors are those of `generate`. Compiles nothing."""
+    if not isinstance(model, HybridLM):
+        raise ValueError(
+            f"model must be a HybridLM, got {type(model).__name__}; load one with from_pretrained"
+        )
+    vocab_size = model.config.vocab_size
+    context = _checked_prompts(prompts, vocab_size)
+    _check_int("max_new_tokens", max_new_tokens, 1)
+    _check_int("top_k", top_k, 0)
+    if not (isinstance(temperature, numbers.Real) and 0 <= temperature < math.inf):
+        raise ValueError(f"temperature must be a number from 0 on, got {temperature!r}")
+    if 0 < temperature < np.finfo(np.float32).tiny:
+        raise ValueError(f"temperature = {temperature!r} is 0 in float32; use 0")
+    if not (isinstance(top_p, numbers.Real) and 0 < top_p <= 1):
+        raise ValueError(f"top_p must be in (0, 1], got {top_p!r}")
+    if eos_token is None:
+        eos_token = () if model.config.eos_token is None else model.config.eos_token
+    eos_tokens = np.ravel(eos_token).tolist()
+    for token in eos_tokens:
+        _check_int("eos_token", token, 0, vocab_size - 1)
+    _check_length(context, max_new_tokens, max_length, model.config.max_length)
+    temperature_is_zero = temperature == 0
+    if key is None and not temperature_is_zero:
+        raise ValueError("temperature > 0 needs a random key: pass key=jax.random.key(0)")
+    _check_drafter(drafter)
+    topology = _checked_topology(topology, drafter, vocab_size)
+    if isinstance(drafter, ModelDrafter) and drafter.model.config.vocab_size != vocab_size:
+        raise ValueError(
+            f"draft and target have different vocabularies: {drafter.model.config.vocab_size} and"
+            f" {vocab_size} tokens; they must share one tokenizer"
+        )
+    chosen = _checked_verifier(verifier, drafter, topology, temperature_is_zero)
+    batch = len(prompts)
+    longest = int(np.asarray(context.length).max()) + max_new_tokens
+    decoder = SpeculativeDecoder(
+        topology=topology,
+        verifier=chosen,
+        max_length=buffer_size(longest),
+        # A step on a GPU is short next to a termination check on the host.
+        steps_per_sync=1 if dispatch.device_obstacle(dispatch.device_of(model)) else 2,
+    )
+
+    def per_row(value: object, dtype: type) -> Array:
+        return jnp.asarray(np.full(batch, value, dtype))
+
+    return Plan(
+        decoder,
+        drafter if topology.num_nodes > 1 else None,  # a root alone is autoregressive decoding
+        context,
+        _row_keys(jax.random.key(0) if key is None else key, batch),
+        Limits(per_row(max_new_tokens, np.int32), _padded_eos_tokens(eos_tokens, batch)),
+        Sampling(
+            per_row(temperature, np.float32),
+            per_row(min(top_k, vocab_size), np.int32),
+            per_row(top_p, np.float32),
+            temperature_is_zero=temperature_is_zero,
+            use_top_k_or_top_p=not temperature_is_zero and (top_k > 0 or top_p < 1),
+        ),
+    )
+
+
+def buffer_size(needed: int, smallest: int = _SMALLEST_BUFFER) -> int:
+    """The size of a buffer for `needed` entries: powers of two from `smallest` on, and 1.5 times.
+
+    Worked example, `smallest = 64`: 64, 96, 128, 192, 256, 384, 512, 768, ...
+    """
+    size = smallest
+    while size < needed:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
+    return size
+
+
+def _padded_eos_tokens(tokens: list[int], batch: int) -> Array:
+    """The tokens that end a row `[B, Y]`, padded with -1, which no token is."""
+    row = np.full(buffer_size(len(tokens), _FEWEST_EOS_TOKENS), -1, np.int32)
+    row[: len(tokens)] = tokens
+    return jnp.asarray(np.tile(row, (batch, 1)))
+
+
+def _check_drafter(drafter: Drafter | None) -> None:
+    if drafter is None:
+        return
+    if isinstance(drafter, type) or not isinstance(drafter, Drafter):
+        raise ValueError(
+            "drafter must be a ModelDrafter(...), an NgramDrafter(...) or another object with the"
+            f" methods of stree_jax.Drafter, got {drafter!r:.80}"
+        )
+    for leaf in jax.tree.leaves(drafter):
+        if not isinstance(leaf, jax.Array | np.ndarray | numbers.Number):
+            raise ValueError(
+                f"drafter must be a pytree of arrays, and has a leaf {leaf!r:.80}; derive its class"
+                " from flax.nnx.Module, or register it with jax.tree_util"
+            )
+
+
+def _checked_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> Context:
+    """Right-padded prompts in a buffer of rounded size."""
+    if len(prompts) == 0:
+        raise ValueError("prompts is empty; pass a list with at least one list of token ids")
+    rows = []
+    for i, prompt in enumerate(prompts):
+        try:
+            row = np.asarray(prompt)
+        except ValueError:  # lists of different lengths inside
+            row = np.empty((0, 0))
+        if isinstance(prompt, str) or row.ndim != 1:
+            raise ValueError(
+                f"prompts[{i}] is not a list of token ids: prompts is a list of lists, one a row"
+            )
+        if row.size == 0:
+            raise ValueError(f"prompts[{i}] is empty; a prompt has at least one token")
+        if not np.issubdtype(row.dtype, np.integer):
+            raise ValueError(f"prompts[{i}] has {row.dtype} values; token ids are integers")
+        outside = row[(row < 0) | (row >= vocab_size)]
+        if outside.size:
+            raise ValueError(
+                f"prompts[{i}] has token id {outside[0]}, outside the vocabulary of {vocab_size}"
+            )
+        rows.append(row)
+    longest = max(map(len, rows))
+    tokens = np.zeros((len(rows), buffer_size(longest)), np.int32)
+    for buffer, row in zip(tokens, rows, strict=True):
+        buffer[: len(row)] = row
+    return Context(jnp.asarray(tokens), jnp.asarray([len(row) for row in rows], jnp.int32))
+
+
+def _checked_topology(
+    topology: TreeTopology | None, drafter: Drafter | None, vocab_size: int
+) -> TreeTopology:
+    if topology is None:
+        topology = TreeTopology.chain(0) if drafter is None else drafter.default_topology()
+    if not isinstance(topology, TreeTopology):
+        raise ValueError(f"topology must be a TreeTopology, got {topology!r}")
+    if drafter is None and topology.num_nodes > 1:
+        raise ValueError(
+            f"a tree of {topology.num_nodes} nodes needs a drafter: pass drafter=ModelDrafter(...)"
+        )
+    branching = max(map(len, topology.children))
+    if branching > vocab_size:
+        raise ValueError(f"nodes with {branching} children, but only {vocab_size} tokens exist")
+    return topology.level_order()
+
+
+def _checked_verifier(
+    verifier: str | Verifier | None,
+    drafter: Drafter | None,
+    topology: TreeTopology,
+    temperature_is_zero: bool,
+) -> Verifier:
+    child_sampling = "top_k"
+    if drafter is not None:
+        child_sampling = drafter.child_sampling(topology, temperature_is_zero=temperature_is_zero)
+    if verifier is None:
+        if temperature_is_zero:
+            verifier = "greedy"
+        elif topology.num_nodes == 1:  # nothing to test
+            verifier = "target_only"
+        else:
+            defaults = {"iid": "multi_step", "without_replacement": "without_replacement"}
+            verifier = defaults.get(child_sampling, "target_only")
+    if isinstance(verifier, str):
+        if verifier not in VERIFIERS:
+            raise ValueError(f"unknown verifier {verifier!r}; known: {sorted(VERIFIERS)}")
+        verifier = VERIFIERS[verifier]
+    if isinstance(verifier, type) or not isinstance(verifier, Verifier):
+        raise ValueError(
+            f"verifier must be one of {sorted(VERIFIERS)}, or an object with the name and the"
+            f" methods of stree_jax.Verifier, got {verifier!r:.80}"
+        )
+    try:
+        hash(verifier)
+    except TypeError:
+        raise ValueError(
+            f"verifier {verifier.name!r} is not hashable, and a compiled program depends on it;"
+            " make its class a frozen dataclass"
+        ) from None
+    verifier.check(child_sampling, topology, temperature_is_zero=temperature_is_zero)
+    return verifier
+
+
+def _check_length(
+    context: Context, max_new_tokens: int, max_length: int | None, made_for: int | None
+) -> None:
+    """Attention's positions end somewhere: what would go beyond is refused, not cut."""
+    if max_length is not None:
+        _check_int("max_length", max_length, 1)
+    limit = made_for if max_length is None else max_length
+    lengths = np.asarray(context.length)
+    row = int(lengths.argmax())
+    wanted = int(lengths[row]) + max_new_tokens
+    if limit is not None and wanted > limit:
+        way_out = "" if max_length is not None else "; max_length = ... goes beyond it"
+        raise ValueError(
+            f"prompts[{row}] has {lengths[row]} tokens and max_new_tokens = {max_new_tokens}: in"
+            f" all {wanted}, and the limit is {limit}" + way_out
+        )
+
+
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_int or value < low or (high is not None and value > high):  # type: ignore[operator]
+        span = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{name} must be an integer, {span}; got {value!r}")
+
+
+def _row_keys(key: Array, batch: int) -> Array:
+    """One random stream a row, so that what a row draws does not depend on its neighbours."""
+    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        try:
+            key = jax.random.wrap_key_data(jnp.asarray(key))
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"key must be a random key such as jax.random.key(0), got {key!r:.80}"
+            ) from None
+    if key.ndim:
+        raise ValueError(f"key must be a single random key, got an array of shape {key.shape}")
+    return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(batch))

@@ -1,0 +1,186 @@
+"""Verifiers that test drafts by the ratio of target and draft probabilities.
+
+From the root on, the children of a node are tried in the order drawn. With p the target's
+distribution and q the draft's, both after temperature, top-k and top-p, the child with token t is
+accepted with probability `min(1, p(t) / q(t))`; otherwise p becomes `norm(max(p - q, 0))`.
+
+This accepts more than following the target, and is exact only for children drawn from q in the way
+that the rule assumes:
+
+    "multi_step"            independent draws (SpecInfer: Miao et al., 2023, arXiv:2305.09781)
+    "without_replacement"   a token drawn once is not drawn again (recursive rejection sampling:
+                            Jeon et al., 2024, arXiv:2402.14160)
+    "chain"                 one child a node (Leviathan et al., 2022, arXiv:2211.17192)
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from stree_jax.array_types import Array, Float32, Int, Key
+from stree_jax.decoding.sampling import token_log_probs
+from stree_jax.decoding.types import DraftTree, Sampling, Verdict
+from stree_jax.decoding.verifiers.following import Following
+from stree_jax.tree import Tree, TreeTopology
+
+_TARGET_ONLY = Following("target_only")
+
+
+@dataclasses.dataclass(frozen=True)
+class Testing:
+    """Accepts by the ratio p / q, and so needs the draft's distributions.
+
+    Attributes:
+        name: what users call it.
+        exact_for: the child sampling for which the output has the target's distribution.
+        chains_only: refuse trees in which a node has two children.
+    """
+
+    name: str
+    exact_for: str
+    chains_only: bool = False
+
+    def check(
+        self, child_sampling: str, topology: TreeTopology, *, temperature_is_zero: bool
+    ) -> None:
+        """See `Verifier`."""
+        if temperature_is_zero:
+            raise ValueError(f"verifier {self.name!r} needs temperature > 0; use 'greedy' at 0")
+        branching = max(map(len, topology.children))
+        if self.chains_only and branching > 1:
+            raise ValueError(
+                f"verifier {self.name!r} takes chains,"
+                f" this tree has nodes with {branching} children;"
+                " use 'multi_step' or 'without_replacement'"
+            )
+        # A lone child is drawn the same way with and without replacement.
+        drawn = child_sampling in ("iid", "without_replacement")
+        if child_sampling != self.exact_for and not (drawn and branching <= 1):
+            raise ValueError(
+                f"verifier {self.name!r} is not exact for child_sampling = {child_sampling!r},"
+                f" only for {self.exact_for!r}; use 'target_only', which is exact for any"
+            )
+
+    def verify(
+        self,
+        keys: Key[Array, " B"],
+        draft: DraftTree,
+        logits: Float32[Array, "B N V"],
+        sampling: Sampling,
+        noise: Float32[Array, "B _ V"] | None,
+        *,
+        topology: TreeTopology,
+    ) -> Verdict:
+        """See `Verifier`.
+
+        Raises:
+            ValueError: the drafter did not give its distributions.
+        """
+        num_nodes = draft.tokens.shape[1]
+        if num_nodes == 1:  # nothing to test
+            return _TARGET_ONLY.verify(keys, draft, logits, sampling, noise, topology=topology)
+        if draft.log_probs is None:
+            raise ValueError(
+                f"verifier {self.name!r} needs the draft's distributions, and the drafter gave"
+                " log_probs = None; use 'target_only'"
+            )
+        log_probs = token_log_probs(logits, sampling)
+
+        def row(key, tokens, tree, draft_log_probs, target_log_probs):
+            test_key, next_key = jax.random.split(key)
+            walk = try_children(
+                jax.random.uniform(test_key, (num_nodes,)),
+                tokens,
+                tree,
+                draft_log_probs,
+                draft.log_prob_row,
+                target_log_probs,
+                replace=self.exact_for == "iid",
+            )
+            token = jax.random.categorical(next_key, jnp.log(walk.probs)).astype(jnp.int32)
+            return Verdict(walk.last, tree.depth[walk.last], token)
+
+        return jax.vmap(row)(keys, draft.tokens, draft.tree, draft.log_probs, log_probs)
+
+
+class Walk(NamedTuple):
+    """One row's walk through its tree, with the odds of every test on the way."""
+
+    last: Int[Array, ""]
+    probs: Float32[Array, " V"]  # what the token after `last` is drawn from
+    tested: Array  # [N] bool
+    accept_prob: Float32[Array, " N"]  # of the tested nodes
+
+
+def try_children(
+    uniforms: Float32[Array, " N"],
+    tokens: Int[Array, " N"],
+    tree: Tree,
+    draft_log_probs: Float32[Array, "Z V"],
+    log_prob_row: Int[Array, " N"],
+    target_log_probs: Float32[Array, "N V"],
+    *,
+    replace: bool,
+) -> Walk:
+    """Tests children in the order drawn.
+
+    With replacement this is SpecInfer's multi-step speculative sampling, without it recursive
+    rejection sampling (RSD).
+
+    One pass over the nodes does: children come after their parent, so once the walk moves to a
+    node, its children are still ahead, and the siblings it left behind are no longer children of
+    where it stands.
+
+    Args:
+        uniforms: node i passes its test if `uniforms[i]` is below its odds.
+        tokens, tree: one row of a `DraftTree`, without the batch axis.
+        draft_log_probs, log_prob_row: the draft's distributions; the children of node i were drawn
+            from `draft_log_probs[log_prob_row[i]]`.
+        target_log_probs: the target's.
+        replace: children were drawn independently; False: a drawn token could not be drawn again,
+            so that after a rejection the draft's distribution loses it.
+    """
+
+    def try_node(node, carry):
+        at, p, log_q, tested, odds = carry
+        token = tokens[node]
+        is_child = (tree.parents[node] == at) & tree.valid[node]
+        # q stays in logs: at low temperature the second child is drawn by its logit although its
+        # probability is 0 in float32, and is likely once the first is out.
+        ratio = jnp.exp(jnp.minimum(jnp.log(p[token]) - log_q[token], 0.0))
+        accept = is_child & (uniforms[node] < ratio)
+        residual = jnp.maximum(p - jnp.exp(log_q), 0.0)
+        mass = residual.sum()
+        # p equals q: the token could not have been rejected but for rounding.
+        residual = jnp.where(mass > 0, residual / jnp.where(mass > 0, mass, 1.0), p)
+        remaining = log_q if replace else _without(log_q, token)
+        p = jnp.where(accept, jnp.exp(target_log_probs[node]), jnp.where(is_child, residual, p))
+        below = draft_log_probs[jnp.maximum(log_prob_row[node], 0)]
+        log_q = jnp.where(accept, below, jnp.where(is_child, remaining, log_q))
+        return (
+            jnp.where(accept, node, at),
+            p,
+            log_q,
+            tested.at[node].set(is_child),
+            odds.at[node].set(jnp.where(is_child, ratio, 0.0)),
+        )
+
+    num_nodes = tokens.shape[0]
+    start = (
+        jnp.int32(0),
+        jnp.exp(target_log_probs[0]),
+        draft_log_probs[jnp.maximum(log_prob_row[0], 0)],
+        jnp.zeros(num_nodes, bool),
+        jnp.zeros(num_nodes, jnp.float32),
+    )
+    at, p, _, tested, odds = lax.fori_loop(1, num_nodes, try_node, start)
+    return Walk(at, p, tested, odds)
+
+
+def _without(log_probs: Array, token: Array) -> Array:
+    """The distribution given that it is not `token`; `-inf` if nothing else was possible."""
+    rest = log_probs.at[token].set(-jnp.inf)
+    return jnp.where(jnp.isfinite(rest.max()), jax.nn.log_softmax(rest), -jnp.inf)

@@ -1,0 +1,75 @@
+"""The residual stream, while a forward pass is traced."""
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels import Unscaled, add_rms_norm
+from pallas_kernels.numerics import rms_norm, scaled
+from stree_jax.array_types import Array
+from stree_jax.config import ModelConfig
+from stree_jax.models.block import Block
+
+
+class ResidualStream:
+    """Feeds each layer its normed input and collects its output.
+
+    A layer's output is not added at once: the sum and the norm before the next layer are one
+    launch (`add_rms_norm`).
+
+    Args:
+        embedded: the token embeddings `[B, T, M]`, in the type of the stream.
+        config: the model's.
+        dtype: of the layers' inputs.
+        implementation: of `add_rms_norm`.
+    """
+
+    def __init__(
+        self,
+        embedded: Array,
+        config: ModelConfig,
+        dtype: DTypeLike,
+        implementation: str | None,
+    ):
+        self._embedded = self._hidden = embedded
+        self._config, self._dtype, self._implementation = config, dtype, implementation
+        self._output: Array | Unscaled | None = None  # of the last layer, not added yet
+        self._extra: Array | None = None  # of a shared layer, added to the next layer's input only
+
+    def read(self, block: Block) -> Array:
+        """The input of a layer `[B, T, M]`; of a shared layer `[B, T, 2 M]`, not normed."""
+        if block.norm_scale is None:
+            both = [self.hidden(), self._embedded]
+            return jnp.concatenate(both, axis=-1).astype(self._dtype)
+        scale, epsilon = block.norm_scale[...], self._config.norm_eps
+        if self._output is None:
+            hidden = self._hidden if self._extra is None else self._hidden + self._extra
+            return rms_norm(hidden, scale, epsilon).astype(self._dtype)
+        self._hidden, normed = add_rms_norm(
+            self._hidden,
+            self._output,
+            scale,
+            epsilon=epsilon,
+            multiplier=self._config.residual_multiplier,
+            implementation=self._implementation,
+        )
+        self._output = None
+        return normed
+
+    def write(self, block: Block, output: Array | Unscaled) -> None:
+        """Takes the output of the layer that read last."""
+        if block.kind == "shared":
+            assert not isinstance(output, Unscaled)
+            self._output, self._extra = None, output.astype(self._hidden.dtype)
+        else:
+            self._output, self._extra = output, None
+
+    def hidden(self) -> Array:
+        """The stream `[B, T, M]` with the last layer's output added."""
+        if self._output is not None:
+            output = self._output
+            if isinstance(output, Unscaled):
+                output = output.scaled()
+            output = scaled(output, self._config.residual_multiplier)
+            self._hidden = self._hidden + output.astype(self._hidden.dtype)
+            self._output = None
+        return self._hidden

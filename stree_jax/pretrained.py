@@ -1,0 +1,81 @@
+"""Loading a model or a tokenizer from any checkpoint. Stands above `stree_jax.convert`."""
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from tokenizers import Tokenizer
+
+from stree_jax.checkpoint import first_line, is_native, load_native
+from stree_jax.models.lm import HybridLM
+
+
+def from_pretrained(
+    path: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike | None = jnp.float32,
+    implementation: str | None = None,
+    quirks: Collection[str] = (),
+) -> HybridLM:
+    """Loads a checkpoint: native, or of any family in `stree_jax.convert.FAMILIES`.
+
+    Args:
+        path: the directory, or the name of a model on the hub (needs `stree-jax[hub]`).
+        dtype: dtype of the loaded weights, float32 or bfloat16. None means bfloat16 if the
+            checkpoint stores bfloat16, else float32. Only float32, the default, makes speculative
+            decoding reproduce autoregressive decoding token for token.
+        implementation: of the kernels, see `pallas_kernels.dispatch`.
+        quirks: names from `stree_jax.convert.QUIRKS`: deviations of other programs from the
+            published config, to reproduce them.
+
+    Raises:
+        ValueError: the checkpoint is missing, damaged, unknown or unsupported, or its shapes
+            disagree with its config.
+    """
+    from stree_jax import convert  # not imported by `import stree_jax`, to keep that light
+
+    directory = convert.find(path)
+    if not is_native(directory):
+        checkpoint = convert.open_checkpoint(directory, quirks)
+        return convert.load_model(
+            checkpoint,
+            dtype=checkpoint.dtype if dtype is None else dtype,
+            implementation=implementation,
+        )
+    if quirks:
+        raise ValueError(f"{directory} is native; quirks are for checkpoints of other programs")
+    return load_native(directory, dtype=dtype, implementation=implementation)
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a checkpoint directory, or of a tokenizer.json file.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    file = Path(path)
+    if file.suffix != ".json":
+        file = file / "tokenizer.json"
+    if not file.is_file():
+        raise ValueError(f"no tokenizer at {file}")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{file} is damaged: {first_line(error)}") from error
+
+
+def demo_path(name: str) -> Path:
+    """The directory of a small trained model that ships with the package.
+
+    Args:
+        name: "target" or "draft".
+
+    Raises:
+        ValueError: the name is neither.
+    """
+    known = ("target", "draft")
+    if name not in known:
+        raise ValueError(f"the embedded models are {known}, got {name!r}")
+    return Path(__file__).parent / "demo" / name

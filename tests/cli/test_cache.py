@@ -1,0 +1,173 @@
+"""The persistent compilation cache of the command."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+
+import jax
+import pytest
+
+import stree_jax as st
+from stree_jax.cli import cache
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    for name in ("XDG_CACHE_HOME", "STREE_JAX_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    return home
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({}, "home/.cache/stree-jax/xla"),
+        ({"XDG_CACHE_HOME": "{tmp}/xdg"}, "xdg/stree-jax/xla"),
+        ({"XDG_CACHE_HOME": "xdg"}, "home/.cache/stree-jax/xla"),
+        ({"STREE_JAX_CACHE": "{tmp}/a/b", "XDG_CACHE_HOME": "{tmp}/xdg"}, "a/b"),
+        ({"STREE_JAX_CACHE": "~/programs"}, "home/programs"),
+        ({"STREE_JAX_CACHE": "programs"}, "programs"),
+        ({"STREE_JAX_CACHE": "off"}, None),
+        ({"HOME": "{tmp}/nowhere"}, None),
+        ({"STREE_JAX_CACHE": "{tmp}/file"}, None),
+        ({"STREE_JAX_CACHE": "{tmp}/file/below"}, None),
+        ({"STREE_JAX_CACHE": "{tmp}/loop/below"}, None),
+        ({"STREE_JAX_CACHE": "~nobody-of-this-name/x"}, None),
+    ],
+)
+def test_the_folder(variables, folder, home, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    monkeypatch.chdir(tmp_path)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(tmp=tmp_path))
+    before = set(tmp_path.rglob("*"))
+    got = cache._folder()
+    if folder is None:
+        assert got is None
+        assert set(tmp_path.rglob("*")) == before
+    else:
+        assert got == tmp_path / folder
+        assert got.is_dir()
+        assert got.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("jax_compilation_cache_dir", "/somewhere"), ("jax_enable_compilation_cache", False)],
+)
+def test_what_the_user_configured_stays(option, value, home):
+    before = getattr(jax.config, option)
+    jax.config.update(option, value)
+    try:
+        cache.enable_cache()
+        assert getattr(jax.config, option) == value
+        assert jax.config.jax_persistent_cache_min_compile_time_secs == 1
+        assert list(home.iterdir()) == []
+    finally:
+        jax.config.update(option, before)
+
+
+def test_the_cache_can_be_off(home, monkeypatch):
+    monkeypatch.setenv("STREE_JAX_CACHE", "off")
+    cache.enable_cache()
+    assert jax.config.jax_compilation_cache_dir is None
+    assert list(home.iterdir()) == []
+
+
+def test_the_least_recently_read_entries_are_evicted(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "MAX_BYTES", 250)
+    names = [f"jit_step-{i:064x}-cache" for i in range(4)]
+    for i, name in enumerate(names):
+        (tmp_path / name).write_bytes(bytes(100))
+        os.utime(tmp_path / name, (1000 + i, 1000))
+    os.utime(tmp_path / names[0], (2000, 1000))  # written first, read last
+    (tmp_path / "notes").write_bytes(bytes(1000))
+    (tmp_path / f"jit_step-{9:064x}-cache").mkdir()
+    cache._evict(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [
+        names[0],
+        names[3],
+        "notes",
+    ]
+    cache._evict(tmp_path / "nowhere")
+
+
+def test_warnings_about_entries_are_hidden_and_what_cannot_be_read_is_deleted(tmp_path):
+    entries = [tmp_path / f"{name}-{0:064x}-cache" for name in ("jit_step", "jit_steps", "jit_run")]
+    for entry in entries:
+        entry.touch()
+    directory = tmp_path / f"jit_odd-{0:064x}-cache"
+    directory.mkdir()
+    failure = "Error {} persistent compilation cache entry for '{}': error: -5"
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("error")
+        shown_by = warnings.showwarning
+        cache._repair_silently(tmp_path)
+        assert warnings.showwarning is not shown_by
+        for _ in range(2):  # also when it is repeated
+            entries[0].touch()
+            warnings.warn(failure.format("reading", "jit_step"), stacklevel=1)
+            assert not entries[0].exists()
+        warnings.warn(failure.format("writing", "jit_run"), stacklevel=1)
+        warnings.warn(failure.format("reading", "jit_odd"), stacklevel=1)
+        assert entries[1].exists()
+        assert entries[2].exists()
+        assert directory.exists()
+        assert shown == []
+        with pytest.raises(UserWarning, match="another"):
+            warnings.warn("another", stacklevel=1)
+
+
+# Runs the command, then prints what jax compiled and what it read from the cache.
+PROGRAM = """
+import collections, json, sys, jax
+from stree_jax.cli.main import main
+counts = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: counts.update([event.split("/")[-1]]))
+try:
+    main()
+finally:
+    print(json.dumps(counts | {"log": jax.config.jax_logging_level}))
+"""
+
+
+def generate(folder):
+    """Text, numbers of programs that were asked for and found, and the log level."""
+    command = [sys.executable, "-c", PROGRAM, "generate", st.demo_path("target"), "-p", "The cat"]
+    result = subprocess.run(
+        [*command, "--max-new-tokens", "4", "--draft", st.demo_path("draft"), "--tree", "chain:2"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"STREE_JAX_CACHE": str(folder)},
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    counts = json.loads(result.stdout.splitlines()[-1])
+    found = counts.get("compile_requests_use_cache", 0), counts.get("cache_hits", 0)
+    return result.stdout.splitlines()[0], *found, counts["log"]
+
+
+def test_a_second_command_compiles_nothing(tmp_path):
+    text, asked, hits, _ = generate(tmp_path)
+    entries = sorted(tmp_path.iterdir())
+    assert len(entries) == asked - hits > 10
+    for entry in entries[::2]:  # cut short, as by a full disk
+        entry.write_bytes(entry.read_bytes()[:100])
+    for entry in entries[1::2]:
+        entry.write_bytes(b"no program")
+    again, asked_again, hits_again, _ = generate(tmp_path)
+    assert (again, asked_again) == (text, asked)
+    assert hits_again == hits
+    assert sorted(tmp_path.iterdir()) == entries
+    again, asked_again, hits_again, log = generate(tmp_path)
+    assert (again, asked_again) == (text, asked)
+    assert hits_again == asked
+    # XLA's false alarms are errors in its log.
+    assert log == ("CRITICAL" if jax.default_backend() == "cpu" else "NOTSET")

@@ -1,0 +1,225 @@
+"""PyTorch's zip files, written by hand: these tests need no torch."""
+
+import contextlib
+import io
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+
+from stree_jax.convert.torch_file import open_torch_file
+
+
+class Named:
+    """Pickles as a global name."""
+
+    def __init__(self, module, name):
+        self.module, self.name = module, name
+
+
+class Call:
+    """Pickles as a call of a global."""
+
+    def __init__(self, function, *arguments):
+        self.function, self.arguments = function, arguments
+
+
+class Storage:
+    """Pickles as a persistent id."""
+
+    def __init__(self, *pid):
+        self.pid = pid
+
+
+def pickled(value):
+    """Protocol 2, opcode by opcode, since the names cannot be imported here."""
+    out = io.BytesIO()
+
+    def write(item):
+        match item:
+            case Named():
+                out.write(b"c" + f"{item.module}\n{item.name}\n".encode())
+            case Call():
+                write(item.function)
+                write(item.arguments)
+                out.write(b"R")
+            case Storage():
+                write(item.pid)
+                out.write(b"Q")
+            case tuple():
+                out.write(b"(")
+                for part in item:
+                    write(part)
+                out.write(b"t")
+            case dict():
+                out.write(b"}(")
+                for key, part in item.items():
+                    write(key)
+                    write(part)
+                out.write(b"u")
+            case _:
+                out.write(pickle.dumps(item, protocol=2)[2:-1])
+
+    out.write(b"\x80\x02")
+    write(value)
+    out.write(b".")
+    return out.getvalue()
+
+
+FLOATS = Named("torch", "FloatStorage")
+REBUILD = Named("torch._utils", "_rebuild_tensor_v2")
+
+
+def tensor(key="0", size=6, offset=0, shape=(2, 3), strides=(3, 1), kind=FLOATS):
+    storage = Storage("storage", kind, key, "cpu", size)
+    return Call(
+        REBUILD, storage, offset, shape, strides, False, Call(Named("collections", "OrderedDict"))
+    )
+
+
+def torch_file(path, state, *, data=bytes(range(24)), compression=zipfile.ZIP_STORED, extra=()):
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("archive/data.pkl", state if isinstance(state, bytes) else pickled(state))
+        archive.writestr("archive/data/0", data)
+        for name, content in extra:
+            archive.writestr(f"archive/{name}", content)
+    return path
+
+
+def test_a_torch_file_by_hand(tmp_path):
+    tensors = open_torch_file(torch_file(tmp_path / "x.bin", {"w": tensor()}))
+    want = np.frombuffer(bytes(range(24)), np.float32).reshape(2, 3)
+    np.testing.assert_array_equal(tensors["w"].read(), want)
+    view = open_torch_file(
+        torch_file(tmp_path / "v.bin", {"w": tensor(offset=1, shape=(2, 2), strides=(1, 3))})
+    )
+    np.testing.assert_array_equal(view["w"].read(), want[:, 1:].T)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("os", "system"),
+        ("posix", "system"),
+        ("builtins", "eval"),
+        ("builtins", "getattr"),
+        ("subprocess", "Popen"),
+        ("torch", "load"),
+        ("torch._utils", "_rebuild_qtensor"),
+        ("numpy", "load"),
+        ("collections", "defaultdict"),
+        ("stree_jax.convert.torch_file", "open_torch_file"),
+    ],
+)
+def test_pickles_that_ask_for_anything_else(tmp_path, module, name):
+    """Nothing is run: the argument would leave a file behind."""
+    marker = tmp_path / "ran"
+    state = {"w": Call(Named(module, name), f"touch {marker}")}
+    with pytest.raises(ValueError, match=rf"refused: its pickle asks for {module}\.{name}"):
+        open_torch_file(torch_file(tmp_path / "x.bin", state))
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"w": tensor(size=7)}, "should have 7 numbers of type float32, its record has 24 bytes"),
+        ({"w": tensor(key="1")}, "storage '1' should have 6 numbers .* 0 bytes"),
+        ({"w": tensor(key="../0")}, "storage '../0' should have"),
+        ({"w": tensor(offset=1)}, r"a tensor of shape \(2, 3\) is larger than its storage"),
+        ({"w": tensor(offset=-1)}, "make no sense"),
+        ({"w": tensor(shape=(10**9, 10**9), strides=(0, 0))}, "is larger than its storage"),
+        ({"w": tensor(shape=(2, -3))}, "make no sense"),
+        ({"w": tensor(shape=(2.0, 3))}, "make no sense"),
+        ({"w": tensor(shape=(1,) * 9, strides=(1,) * 9)}, "make no sense"),
+        ({"w": tensor(strides=(1,))}, "make no sense"),
+        ({"w": Call(REBUILD, 1, 0, (2,), (1,))}, "a tensor without a storage"),
+        ({"w": Call(FLOATS, 6)}, "a call that builds no tensor"),
+        ({"w": Storage("module", "x")}, "an unknown kind of storage"),
+        ({"w": 3}, "is not a state dict: entry 'w' is a int"),
+        ({"model": {"w": tensor()}}, "has one as its entry 'model', .* Save that entry alone"),
+        ((1,), "holds a tuple, not a state dict"),
+        ([1], "opcodes that no state dict needs"),
+        ({3: tensor()}, "not a dict with names as keys"),
+        (Call(REBUILD), "a call that builds no tensor"),
+        (b"", "is damaged"),
+        (b"\x80\x02X", "is damaged"),
+        (b"\x80\x02" + b"(" * 10_000, "is damaged"),
+    ],
+)
+def test_torch_files_that_lie(tmp_path, state, message):
+    with pytest.raises(ValueError, match=message):
+        open_torch_file(torch_file(tmp_path / "x.bin", state))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        b"\x80\x02}" + b")" + b"\x85" * 2_000_000 + b"K\x01s.",  # a deep tuple as a key: hash
+        b"\x80\x02}" + b")" + b"\x85" * 3_000 + b"K\x01s.",
+        # Tuples of the same tuple twice, over and over: 2^100 leaves to print or to hash.
+        b"\x80\x02}" + b")q\x00" + b"h\x00\x86q\x00" * 100 + b"K\x01s.",
+        b"\x80\x02}" + b")q\x00" + b"h\x00\x86q\x00" * 100 + b"Q.",
+        b"\x80\x02}" + b"K\x01r\xff\xff\xff\x7f" + b".",  # a memo of 2^31 entries
+    ],
+)
+def test_small_pickles_that_would_fill_the_memory(tmp_path, state):
+    """Refused at once; elsewhere these crash the process or keep it busy for ever."""
+    with pytest.raises(ValueError, match=r"x\.bin"):
+        open_torch_file(torch_file(tmp_path / "x.bin", state))
+
+
+def test_torch_files_of_float8_are_refused_by_name(tmp_path):
+    state = {"w": Call(Named("torch._utils", "_rebuild_tensor_v3"), 1)}
+    with pytest.raises(ValueError, match="a type such as float8; quantised checkpoints"):
+        open_torch_file(torch_file(tmp_path / "x.bin", state))
+
+
+def test_a_parameter_with_attributes(tmp_path):
+    """As mamba_ssm's A_log and dt_bias have them."""
+    rebuild = Named("torch._utils", "_rebuild_parameter_with_state")
+    hooks = Call(Named("collections", "OrderedDict"))
+    state = {"w": Call(rebuild, tensor(), True, hooks, {"_no_weight_decay": True})}
+    assert open_torch_file(torch_file(tmp_path / "x.bin", state))["w"].shape == (2, 3)
+
+
+def test_other_torch_files(tmp_path):
+    path = tmp_path / "x.bin"
+    path.write_bytes(pickle.dumps({"w": 1}))
+    with pytest.raises(ValueError, match="is not a zip archive: files of torch before 1.6"):
+        open_torch_file(path)
+    torch_file(path, {"w": tensor()}, compression=zipfile.ZIP_DEFLATED)
+    with pytest.raises(ValueError, match="is compressed or encrypted"):
+        open_torch_file(path)
+    torch_file(path, {"w": tensor()}, extra=[("byteorder", b"big")])
+    with pytest.raises(ValueError, match="big-endian"):
+        open_torch_file(path)
+    with pytest.warns(UserWarning, match="Duplicate name"):
+        torch_file(path, {"w": tensor()}, extra=[("data/0", b"")])
+    with pytest.raises(ValueError, match="record 'data/0' occurs twice"):
+        open_torch_file(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/other", b"")
+    with pytest.raises(ValueError, match=r"has no record 'data\.pkl'"):
+        open_torch_file(path)
+
+
+def test_truncated_and_scrambled_torch_files(tmp_path):
+    path = torch_file(
+        tmp_path / "x.bin", {"w": tensor(), "v": tensor(shape=(3, 2), strides=(1, 3))}
+    )
+    data = path.read_bytes()
+    for cut in range(0, len(data), 7):
+        path.write_bytes(data[:cut])
+        with pytest.raises(ValueError, match=r"x\.bin"):
+            open_torch_file(path)
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        changed = bytearray(data)
+        for at in rng.integers(len(data), size=rng.integers(1, 5)):
+            changed[at] = rng.integers(256)
+        path.write_bytes(changed)
+        with contextlib.suppress(ValueError):
+            for value in open_torch_file(path).values():
+                value.read()
