@@ -68,7 +68,6 @@ def measure_decoding(
             drafter=way.drafter,
             topology=way.topology,
             temperature=temperature,
-            eos_token=target.config.eos_token,
             key=jax.random.key(0),
         )
 

@@ -18,6 +18,7 @@ from flax import nnx
 
 import stree_jax as st
 from benchmarks.common import Memory, conclude, print_table, save
+from benchmarks.steps import best_tokens
 from stree_jax.models.cache import Mamba2Cache, init_cache, path_to
 
 NODES = (1, 13, 63)
@@ -31,9 +32,8 @@ def measure(config: st.ModelConfig, length: int, num_nodes: int) -> dict[str, fl
     def step(weights, tokens, cache, pending, last):
         tree = topology.tree(jnp.ones(tokens.shape, bool))
         model = nnx.merge(structure, weights)
-        path = path_to(tree, last)
-        best, *records = model.tree_best(tokens, tree, cache, replay=(pending, path))
-        return best.token, *records
+        replay = (pending, path_to(tree, last))
+        return best_tokens(model, tokens, tree, cache, replay=replay)
 
     cache = jax.eval_shape(lambda: init_cache(config, 1, length, jnp.float32))
     pending = jax.eval_shape(lambda: nnx.merge(structure, weights).init_pending(1, num_nodes))

@@ -75,7 +75,6 @@ def main() -> None:
             max_new_tokens=options.tokens,
             drafter=None if topology is None else drafter,
             topology=topology,
-            eos_token=target.config.eos_token,
         )
         return out.tokens[0, : out.lengths[0]]
 

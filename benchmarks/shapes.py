@@ -40,20 +40,6 @@ ATTENTIONS = {
 }
 
 
-class HeadShape(NamedTuple):
-    """An output head."""
-
-    width: int
-    vocab_size: int
-
-
-HEADS = {
-    "mamba2-130m": HeadShape(768, 50277),
-    "mamba2-2.7b": HeadShape(2560, 50277),
-    "MambaInLlama-8B": HeadShape(4096, 128256),
-}
-
-
 class ExpertShape(NamedTuple):
     """The experts of a mixture-of-experts layer."""
 

@@ -1,7 +1,6 @@
 """Every op with operands of real shapes: what is checked, timed, tuned and compiled."""
 
 from benchmarks.cases import (
-    best_token,
     mamba2_tree,
     moe,
     rms_norm,
@@ -17,7 +16,6 @@ CASES: dict[str, Case] = {
     **mamba2_tree.CASES,
     **ssd.CASES,
     **tree_attention.CASES,
-    **best_token.CASES,
     **moe.CASES,
     **rms_norm.CASES,
     **tree_conv1d.CASES,

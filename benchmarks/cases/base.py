@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import stree_jax as st
-from benchmarks.shapes import AttentionShape, ExpertShape, HeadShape, MixerShape
+from benchmarks.shapes import AttentionShape, ExpertShape
 
 # Limits of the relative error against float64, the same as in the tests. In bfloat16 an output is
 # rounded once; a mean square doubles the relative error; experts also round between their two
-# matrices; a state is float32, and its products split bfloat16 operands into two parts; a logit is
-# a float32 sum of exact products.
+# matrices; a state is float32, and its products split bfloat16 operands into two parts.
 LIMITS = {
     ("output", "float32"): 2e-6,
     ("output", "bfloat16"): 4e-3,
@@ -24,18 +23,14 @@ LIMITS = {
     ("state", "bfloat16"): 1e-5,
     ("experts", "float32"): 4e-6,
     ("experts", "bfloat16"): 8e-3,
-    ("logit", "float32"): 2e-6,
-    ("logit", "bfloat16"): 2e-6,
 }
 _DISTINCT = 8  # different trees in a batch
-
-Shape = MixerShape | AttentionShape | HeadShape | ExpertShape
 
 
 class Problem(NamedTuple):
     """The size of one call. In a batch, row 1 has an empty path and a third of the cache."""
 
-    shape: Any  # one of `Shape`
+    shape: Any  # of `benchmarks.shapes`
     nodes: int
     dtype: str
     batch: int = 1
@@ -75,7 +70,7 @@ class Case(NamedTuple):
 
     @property
     def kind(self) -> type:
-        """The type of its shapes: `MixerShape`, `AttentionShape`, `HeadShape` or `ExpertShape`."""
+        """The type of its shapes: `MixerShape`, `AttentionShape` or `ExpertShape`."""
         (kind,) = {type(shape) for shape in self.shapes.values()}
         return kind
 
@@ -144,11 +139,9 @@ def tree_operands(problem: Problem) -> dict[str, jax.Array]:
 
 
 def small(shape: Any) -> Any:
-    """A shape cut to two heads (or groups of heads), few words or experts: float64 is slow."""
+    """A shape cut to two heads (or groups of heads), few experts: float64 is slow."""
     if isinstance(shape, ExpertShape):
         return shape._replace(num_experts=8)
-    if isinstance(shape, HeadShape):
-        return shape._replace(vocab_size=min(shape.vocab_size, 4001))
     if isinstance(shape, AttentionShape):
         return shape._replace(num_heads=2 * shape.num_heads // shape.num_kv_heads, num_kv_heads=2)
     return shape._replace(num_heads=2, num_groups=min(shape.num_groups, 2))

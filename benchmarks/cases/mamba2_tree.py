@@ -1,4 +1,4 @@
-"""`mamba2_tree`, with its record alone and in a queue."""
+"""`mamba2_tree`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,6 @@ from benchmarks.shapes import MIXERS
 from pallas_kernels.mamba2_tree import pallas_triton as kernel
 from pallas_kernels.mamba2_tree.reference import mamba2_tree as reference
 
-QUEUED = "mamba2_tree in a queue"
 _OUTPUTS = ("output", "square", "output", "state", "output", "output", "output", "state")
 
 
@@ -54,11 +53,10 @@ def _along(path: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return parents, last
 
 
-def _call(function: Callable[..., Any], *, queued: bool = False) -> Callable[..., tuple]:
+def _call(function: Callable[..., Any]) -> Callable[..., tuple]:
     """`mamba2_tree` of flat operands, gated and normed; returns all that it does, the state last.
 
-    The parts of the mean squares are summed: their number depends on the block sizes. With
-    `queued` the record is the second of two in a queue.
+    The parts of the mean squares are summed: their number depends on the block sizes.
     """
 
     def call(projected: Any, norm_weight: Any, *operands: Any, **options: Any) -> tuple:
@@ -68,23 +66,15 @@ def _call(function: Callable[..., Any], *, queued: bool = False) -> Callable[...
             *(projected, pk.Mamba2Weights(*weights), ssm, conv_state, window, mask),
             layout=_layout(*ssm.shape[1:], B.shape[2]),
             grown=None,
-            previous=pk.Previous(_second_of_two(old) if queued else old, path, back),
+            previous=pk.Previous(old, path, back),
             gated=True,
             norm_weight=norm_weight,
             norm_epsilon=1e-5,
             **options,
         )
-        if queued:
-            record = pk.oldest_record(record, turns=1)
         return (y.value, jnp.sum(y.mean_squares, axis=-1), *record, conv_state, ssm)
 
     return call
-
-
-def _second_of_two(record: pk.Mamba2Pending) -> pk.RecordQueue:
-    """In a queue in which the layer before had its turn."""
-    queue = pk.enqueued([jax.tree.map(jnp.ones_like, record), record])
-    return queue._replace(oldest=queue.oldest + 1)
 
 
 def _truth(projected: Any, norm_weight: Any, *operands: Any) -> tuple[np.ndarray, ...]:
@@ -99,21 +89,14 @@ def _truth(projected: Any, norm_weight: Any, *operands: Any) -> tuple[np.ndarray
     return (y, mean_squares, *record, conv_state, ssm)
 
 
-_ALONE = Case(
-    _call(pk.mamba2_tree),
-    _call(kernel.mamba2_tree),
-    _operands,
-    _truth,
-    _OUTPUTS,
-    MIXERS,
-    feedback={-1: -1},
-)
 CASES = {
-    "mamba2_tree": _ALONE,
-    # XLA copies the whole queue, so it is not timed.
-    QUEUED: _ALONE._replace(
-        function=_call(pk.mamba2_tree, queued=True),
-        with_blocks=_call(kernel.mamba2_tree, queued=True),
-        timed=False,
-    ),
+    "mamba2_tree": Case(
+        _call(pk.mamba2_tree),
+        _call(kernel.mamba2_tree),
+        _operands,
+        _truth,
+        _OUTPUTS,
+        MIXERS,
+        feedback={-1: -1},
+    )
 }

@@ -10,11 +10,9 @@ from benchmarks.gpu import byte_pair
 from benchmarks.shapes import (
     ATTENTIONS,
     EXPERTS,
-    HEADS,
     MIXERS,
     AttentionShape,
     ExpertShape,
-    HeadShape,
     MixerShape,
 )
 from stree_jax.training.recipe import Training
@@ -22,7 +20,6 @@ from stree_jax.training.recipe import Training
 TINY = {
     MixerShape: {"tiny": MixerShape(2, 16, 16, 1)},
     AttentionShape: {"tiny": AttentionShape(4, 2, 16)},
-    HeadShape: {"tiny": HeadShape(32, 100)},
     ExpertShape: {"tiny": ExpertShape(32, 16, 4, 2, True)},
 }
 
@@ -80,7 +77,6 @@ FULL = Scale(
                 *("Granite-4-H-Tiny", "Nemotron-3-Nano-30B"),
             )
         },
-        HeadShape: HEADS,
         ExpertShape: EXPERTS,
     },
     capacity=4096,

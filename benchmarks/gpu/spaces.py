@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from benchmarks.cases.base import Problem
 from pallas_kernels import tuning
-from pallas_kernels.best_token import config as head_config
 from pallas_kernels.expert_mlps import config as expert_config
 from pallas_kernels.gated_rms_norm import config as norm_config
 from pallas_kernels.mamba2_tree import config as mixer_config
@@ -95,12 +94,6 @@ SPACES = {
     ),
     "tree_attention": _ATTENTION,
     "attention_tree": _ATTENTION,
-    "best_token": Space(
-        head_config.DEFAULTS,
-        _by_dtype,
-        {"words": (64, 128, 256), "inner": (32, 64, 128), "rows": (16, 32, 64)}
-        | {"num_warps": (4, 8), "num_stages": (2, 3, 4)},
-    ),
     "expert_mlps": Space(
         expert_config.DEFAULTS,
         _by_dtype,

@@ -1,5 +1,6 @@
 """A generation compiled ahead of time: its memory is known, and Python is not timed."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,9 +10,9 @@ import numpy as np
 
 import stree_jax as st
 from benchmarks.common import Memory
-from stree_jax.decoding.generate import plan
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.state import DecodeState, Sampling
+from stree_jax.decoding.options import plan
+from stree_jax.decoding.types import DecodeState
 
 
 class Program:
@@ -20,13 +21,13 @@ class Program:
     Args:
         model: the target.
         prompts: of one batch.
-        **options: of `stree_jax.generate`.
+        **options: of `stree_jax.generate`; rows run to `max_new_tokens`, past any end token.
     """
 
     def __init__(self, model: st.HybridLM, prompts: Sequence[Sequence[int]], **options: Any):
         self._model = model
-        self._options = options
-        self._plan = plan(model, prompts, **options)
+        self._options = options | {"eos_token": ()}
+        self._plan = plan(model, prompts, **self._options)
         p = self._plan
         state = self.start(prompts)
         self._run = SpeculativeDecoder.run.lower(
@@ -49,7 +50,8 @@ class Program:
         p = self._plan
         sampling = p.sampling
         if temperature is not None:
-            sampling = Sampling(jnp.float32(temperature), *sampling[1:])
+            value = jnp.full_like(sampling.temperature, temperature)
+            sampling = dataclasses.replace(sampling, temperature=value)
         return jax.block_until_ready(
             self._run(self._model, p.drafter, _copied(state), p.limits, sampling)
         )

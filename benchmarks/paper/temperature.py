@@ -31,7 +31,7 @@ class Method(NamedTuple):
     """A tree, how its children are sampled, and how they are verified above temperature 0."""
 
     topology: st.TreeTopology
-    children: str
+    child_sampling: str
     verifier: str
 
 
@@ -51,10 +51,12 @@ def drafting(draft: st.HybridLM, method: Method | None, *, greedy: bool) -> dict
     """Options of `generate`; at temperature 0 with the top children and greedy verification."""
     if method is None:
         return {}
-    if method.children == "beam":
+    if method.child_sampling == "beam":
         drafter: st.Drafter = st.BeamDrafter(draft)
     else:
-        drafter = st.ModelDrafter(draft, children="top_k" if greedy else method.children)
+        drafter = st.ModelDrafter(
+            draft, child_sampling="top_k" if greedy else method.child_sampling
+        )
     return dict(
         drafter=drafter,
         topology=method.topology,

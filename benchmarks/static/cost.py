@@ -4,13 +4,10 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-
-from pallas_kernels import RecordQueue
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +43,10 @@ def num_bytes(tree: Any) -> int:
     return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def bytes_moved(compiled: Any, queues: Iterable[RecordQueue] = ()) -> float:
+def bytes_moved(compiled: Any) -> float:
     """XLA's estimate for the optimised program, plus arguments and results of our kernels.
 
-    NaN if this version of jax does not tell. Of a queue a kernel reads one place and writes one.
+    NaN if this version of jax does not tell.
     """
     text = None
     with contextlib.suppress(Exception):
@@ -61,35 +58,19 @@ def bytes_moved(compiled: Any, queues: Iterable[RecordQueue] = ()) -> float:
         text = module.to_string()
     if text is None:
         return float("nan")
-    places = {
-        _hlo_shape(array): len(array)
-        for queue in queues
-        for array in jax.tree.leaves(queue.records)
-    }
-    kernels = kernel_bytes(text, places)
+    kernels = kernel_bytes(text)
     return estimate + sum(kernels) + len(kernels)  # XLA's estimate of each is -1
 
 
-def _hlo_shape(array: Any) -> str:
-    """Such as `bf16[2,3]`."""
-    names = {"bfloat16": "bf16", "float32": "f32"}
-    return f"{names[array.dtype.name]}[{','.join(map(str, array.shape))}]"
-
-
-def kernel_bytes(module: str, places: Mapping[str, int]) -> list[int]:
-    """Bytes of arguments and results of each Triton kernel in the text of a program.
-
-    Args:
-        module: the text.
-        places: by shape, such as `bf16[2,3]`, of how many equal parts a kernel needs only one.
-    """
+def kernel_bytes(module: str) -> list[int]:
+    """Bytes of arguments and results of each Triton kernel in the text of a program."""
     shapes = dict(re.findall(r"(%[\w.-]+) = (\([^()]*\)|\S+) [\w-]+\(", module))
     calls = re.findall(
         r'(%[\w.-]+) = [^\n]*? custom-call\(([^)]*)\),[^\n]*"__gpu\$xla\.gpu\.triton"', module
     )
     return [
         sum(
-            _shape_bytes(shapes[name], places)
+            _shape_bytes(shapes[name])
             # An argument may be passed twice, for two parts of it.
             for name in {result, *re.findall(r"%[\w.-]+", operands)}
         )
@@ -97,10 +78,10 @@ def kernel_bytes(module: str, places: Mapping[str, int]) -> list[int]:
     ]
 
 
-def _shape_bytes(shape: str, places: Mapping[str, int]) -> int:
+def _shape_bytes(shape: str) -> int:
     """Of an array or a tuple, such as `(f32[2,3]{1,0}, pred[])`."""
     total = 0
-    for array, bits, sizes in re.findall(r"((?:[a-z]*?(\d+)|pred)\[([\d,]*)\])", shape):
+    for bits, sizes in re.findall(r"(?:[a-z]*?(\d+)|pred)\[([\d,]*)\]", shape):
         count = math.prod(int(size) for size in sizes.split(",") if size)
-        total += count * (int(bits) // 8 if bits else 1) // places.get(array, 1)
+        total += count * (int(bits) // 8 if bits else 1)
     return total

@@ -13,13 +13,13 @@ import stree_jax as st
 from benchmarks.common import Memory
 from benchmarks.static.cost import Cost, bytes_moved, num_bytes
 from benchmarks.static.thunks import Thunk, Thunks, by_name, launches, num_loops
+from benchmarks.steps import best_tokens
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.state import Context, Limits, Sampling
-from stree_jax.decoding.verify import VERIFIERS
-from stree_jax.models.cache import QueuedPending, init_cache, path_to
+from stree_jax.decoding.types import Context, Limits, Sampling
+from stree_jax.models.cache import init_cache, path_to
 
 MAX_LENGTH = 1024  # positions of KV caches
-STEPS = 2  # in one program, as `SpeculativeDecoder.rounds` on a GPU
+STEPS = 2  # in one program, as `SpeculativeDecoder.steps_per_sync` on a GPU
 
 
 class Program(NamedTuple):
@@ -59,15 +59,14 @@ def verify_step(
     topology = st.TreeTopology((-1, *((node - 1) // 2 for node in range(1, nodes))))
     cache = jax.eval_shape(lambda: init_cache(config, 1, MAX_LENGTH, jnp.bfloat16))
     pending = jax.eval_shape(lambda: nnx.merge(structure, weights).init_pending(1, nodes))
-    queues = [pending.queue] if isinstance(pending, QueuedPending) else []
     struct = jax.ShapeDtypeStruct
 
     def step(weights: Any, tokens: Any, valid: Any, last: Any, pending: Any, cache: Any) -> Any:
         model = nnx.merge(structure, weights)
         tree = topology.tree(valid)
         for _ in range(STEPS):
-            (tokens, _), pending, cache = model.tree_best(
-                tokens, tree, cache, replay=(pending, path_to(tree, last))
+            tokens, pending, cache = best_tokens(
+                model, tokens, tree, cache, replay=(pending, path_to(tree, last))
             )
             last = tokens[:, 0] % nodes  # a path that is not known in advance
         return tokens, pending, cache
@@ -88,7 +87,7 @@ def verify_step(
     cost = Cost(
         launches=count / STEPS,
         copies=copies / STEPS,
-        bytes_moved=bytes_moved(compiled.program, queues) / STEPS,
+        bytes_moved=bytes_moved(compiled.program) / STEPS,
         floor_bytes=num_bytes(weights) + 2 * num_bytes(cache),
         record_bytes=num_bytes(pending),
     )
@@ -150,7 +149,7 @@ def decode_loop(
 
     targets, drafter = model(target), st.ModelDrafter(model(draft))
     decoder = SpeculativeDecoder(
-        st.TreeTopology.paper("A"), VERIFIERS["greedy"], False, 64, rounds=STEPS
+        st.TreeTopology.paper("A"), st.VERIFIERS["greedy"], 64, steps_per_sync=STEPS
     )
     struct = jax.ShapeDtypeStruct
     context = Context(struct((1, 64), jnp.int32), struct((1,), jnp.int32))
@@ -158,8 +157,9 @@ def decode_loop(
     state = jax.eval_shape(
         lambda *arguments: decoder.start(*arguments), targets, drafter, context, keys
     )
-    integer, real = struct((), jnp.int32), struct((), jnp.float32)
-    limits, sampling = Limits(integer, struct((1,), jnp.int32)), Sampling(real, integer, real)
+    integer, real = struct((1,), jnp.int32), struct((1,), jnp.float32)
+    limits = Limits(integer, struct((1, 4), jnp.int32))
+    sampling = Sampling(real, integer, real, temperature_is_zero=True, use_top_k_or_top_p=False)
     arguments = compiler.place((targets, drafter, state, limits, sampling))
     compiled = compiler(SpeculativeDecoder.run, decoder, *arguments)
     outside, inside = Thunks.parse(compiled.thunks)

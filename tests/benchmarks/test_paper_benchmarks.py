@@ -12,7 +12,7 @@ import stree_jax as st
 from benchmarks.models import random_pair
 from benchmarks.paper import batch, packed, temperature, tree_size
 from benchmarks.paper.unrolled import SequentialLM, UnrolledLM, root_to_leaf_paths
-from stree_jax.decoding.generate import plan
+from stree_jax.decoding.options import plan
 from stree_jax.models.cache import path_to
 from tests.tiny import tiny_model
 
@@ -61,7 +61,7 @@ def test_a_step_leaves_a_record_of_the_kind_that_it_takes(kind):
         model.num_rows, model.num_positions = 2, 3
         tree, tokens = topology.tree(jnp.ones((1, 4), bool)), jnp.zeros((1, 4), jnp.int32)
         replay = (model.init_pending(1, 4), path_to(tree, jnp.array([3])))
-        return replay[0], model.tree_best(tokens, tree, model.init_cache(1, 8), replay=replay)[1]
+        return replay[0], model.tree(tokens, tree, model.init_cache(1, 8), replay=replay)[1]
 
     before, after = jax.eval_shape(step, weights)
     assert jax.tree.structure(before) == jax.tree.structure(after)

@@ -55,7 +55,7 @@ custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="x"}
 
 
 def test_bytes_of_our_kernels_are_counted():
-    assert kernel_bytes(HLO, {"f32[3,8]": 3}) == [512 + 3 + 512 + 4 + 4, 32 + 96 + 32]
+    assert kernel_bytes(HLO) == [512 + 3 + 512 + 4 + 4, 96 + 96 + 96]
 
 
 def row(nodes=64, *, all_bytes=1, **launches):
