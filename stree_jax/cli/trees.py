@@ -1,13 +1,13 @@
-"""Trees as words: `chain:4`, `complete:2,3`, `branching:3,2,1`, `beam:3,4`, `paper:A`, ..."""
+"""Draft trees on the command line: `chain:4`, `complete:2,3`, `branching:3,2,1`, `paper:A`, ..."""
 
 from stree_jax.tree import TreeTopology
 
 
 def parse_tree(spec: str) -> TreeTopology:
-    """The topology that a word describes.
+    """Parses the specification of a tree.
 
     Raises:
-        ValueError: it describes none.
+        ValueError: the specification is malformed.
     """
     kind, _, rest = spec.partition(":")
     if kind == "paper":
