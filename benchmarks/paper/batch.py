@@ -65,7 +65,7 @@ def measure(
         seconds = interleaved(runs, rounds, lambda: None)
         progress.advance(task, rounds)
         # Steps of the loop, which runs until the last row is done.
-        steps = {name: int(end.step) for name, end in ends.items()}
+        steps = {name: int(end.step.max()) for name, end in ends.items()}
         want = new_tokens(ends[PLAIN], starts[PLAIN])
         for name in METHODS:
             taken = np.array(seconds[name])

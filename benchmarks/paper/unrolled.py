@@ -1,7 +1,7 @@
 """The paper's baseline: a tree verified as a batch of its root-to-leaf paths.
 
-`UnrolledLM` and `SequentialLM` have the interface of `HybridLM`, so that the same loop and the same
-benchmark run over either; hidden states and pending record come back in the order of the packed tree.
+`UnrolledLM` and `SequentialLM` have the interface of `HybridLM`, so the same loop and the same
+benchmark run on all three. Hidden states and pending record are in the order of the packed tree.
 """
 
 from typing import Any, NamedTuple
@@ -90,7 +90,7 @@ class UnrolledLM(st.HybridLM):
         return *jax.tree.map(packed, records), cache
 
     def run_paths(self, tokens: jax.Array, valid: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        """Hidden states and pending record of right-padded rows `[R, L]`, each from its own state."""
+        """Hidden states and pending record of right-padded rows `[R, L]`, a state per row."""
         chain = st.TreeTopology.chain(tokens.shape[1] - 1).tree(valid)
         return super().tree(tokens, chain, cache)[:2]
 
