@@ -1,7 +1,6 @@
 """Every op with operands of real shapes: what is checked, timed, tuned and compiled."""
 
 from benchmarks.cases import (
-    mamba2_tree,
     moe,
     rms_norm,
     ssd,
@@ -13,7 +12,6 @@ from benchmarks.cases.base import Case
 
 CASES: dict[str, Case] = {
     **tree_scan.CASES,
-    **mamba2_tree.CASES,
     **ssd.CASES,
     **tree_attention.CASES,
     **moe.CASES,

@@ -11,14 +11,11 @@ import numpy as np
 import pallas_kernels as pk
 from benchmarks.cases.base import Case, Problem, draw
 from benchmarks.shapes import MIXERS
-from pallas_kernels.add_rms_norm import pallas_triton as add_kernel
-from pallas_kernels.add_rms_norm.reference import add_rms_norm as add_reference
-from pallas_kernels.gated_rms_norm import pallas_triton as gated_kernel
-from pallas_kernels.gated_rms_norm.reference import gated_rms_norm as gated_reference
+from pallas_kernels.rms_norm import pallas_triton as kernel
+from pallas_kernels.rms_norm import reference
 
 _GATED = dict(norm="gate_then_norm", epsilon=1e-5, num_groups=1)
 _ADD = dict(epsilon=1e-5, multiplier=1.0)
-_PARTS_PER_HEAD = 4  # of the mean squares, as for mamba2-2.7b
 
 
 def _gated_operands(problem: Problem) -> tuple[jax.Array, ...]:
@@ -29,21 +26,21 @@ def _gated_operands(problem: Problem) -> tuple[jax.Array, ...]:
 
 def _true_gated(y: Any, gate: Any, weight: Any, _: Any) -> tuple[np.ndarray]:
     rows = (-1, y.shape[-1])
-    truth = gated_reference(y.reshape(rows), gate.reshape(rows), weight, **_GATED)
+    truth = reference.gated_rms_norm(y.reshape(rows), gate.reshape(rows), weight, **_GATED)
     return (truth.reshape(y.shape),)
 
 
 def _add_operands(problem: Problem) -> tuple[jax.Array, ...]:
-    """A layer's output whose norm is deferred, with the parts of its mean squares."""
+    """A layer's output whose norm is deferred, with a part of its mean square per head."""
     residual, output, weight = _gated_operands(problem)
-    num_parts = _PARTS_PER_HEAD * problem.shape.num_heads
+    num_parts = problem.shape.num_heads
     parts = jnp.square(draw(problem)(*output.shape[:2], num_parts, dtype="float32"))
     return residual.astype("float32"), output, parts / num_parts, weight
 
 
 def _add_call(function: Callable[..., Any]) -> Callable[..., tuple]:
     def call(residual: Any, output: Any, mean_squares: Any, weight: Any, **options: Any) -> tuple:
-        return function(residual, pk.Unscaled(output, mean_squares, 1e-5), weight, **options)
+        return function(residual, pk.DeferredRMSNorm(output, mean_squares, 1e-5), weight, **options)
 
     return functools.partial(call, **_ADD)
 
@@ -52,9 +49,9 @@ def _true_add(
     residual: Any, output: Any, mean_squares: Any, weight: Any, _: Any
 ) -> tuple[np.ndarray, ...]:
     rows = (-1, output.shape[-1])
-    both = add_reference(
+    both = reference.add_rms_norm(
         *(residual.reshape(rows), output.reshape(rows), weight),
-        unscaled=(mean_squares.reshape(-1, mean_squares.shape[-1]), 1e-5),
+        deferred=(mean_squares.reshape(-1, mean_squares.shape[-1]), 1e-5),
         **_ADD,
     )
     return tuple(value.reshape(output.shape) for value in both)
@@ -63,7 +60,7 @@ def _true_add(
 CASES = {
     "gated_rms_norm": Case(
         functools.partial(pk.gated_rms_norm, **_GATED),
-        functools.partial(gated_kernel.gated_rms_norm, **_GATED),
+        functools.partial(kernel.gated_rms_norm, **_GATED),
         _gated_operands,
         _true_gated,
         ("output",),
@@ -71,7 +68,7 @@ CASES = {
     ),
     "add_rms_norm": Case(
         _add_call(pk.add_rms_norm),
-        _add_call(add_kernel.add_rms_norm),
+        _add_call(kernel.add_rms_norm),
         _add_operands,
         _true_add,
         ("state", "output"),

@@ -7,10 +7,7 @@ from typing import Any, NamedTuple
 from benchmarks.cases.base import Problem
 from pallas_kernels import tuning
 from pallas_kernels.expert_mlps import config as expert_config
-from pallas_kernels.gated_rms_norm import config as norm_config
-from pallas_kernels.mamba2_tree import config as mixer_config
-from pallas_kernels.replay import config as replay_config
-from pallas_kernels.replay_tree_scan import config as fused_config
+from pallas_kernels.rms_norm import config as norm_config
 from pallas_kernels.ssd import config as ssd_config
 from pallas_kernels.tree_attention import config as attention_config
 from pallas_kernels.tree_attention.config import ONE_SHARE
@@ -22,12 +19,14 @@ class Space(NamedTuple):
     """The block sizes to try for a kernel.
 
     Attributes:
+        timed: the name of the case of `benchmarks.cases` that is timed.
         defaults: block sizes of each case.
         case: the case of a problem.
         values: of each field, in the order of the search.
         fixed: fields of a case that keep their default.
     """
 
+    timed: str
     defaults: Mapping[str, Any]
     case: Callable[[Problem], str]
     values: Mapping[str, tuple[int, ...]]
@@ -59,14 +58,8 @@ def _norm_case(problem: Problem) -> str:
 
 _WARPS = {"num_warps": (2, 4, 8), "num_stages": (1, 2, 3)}
 _STATE = (16 * 128, 32 * 128, 64 * 128)
-_FUSED = {
-    "state": _STATE,
-    "queries": (16, 32, 64),
-    "keys": (16, 32, 64),
-    "replayed": (16, 32, 64),
-    "part": (32, 64, 128),
-} | _WARPS
 _ATTENTION = Space(
+    "tree_attention",
     attention_config.DEFAULTS,
     _attention_case,
     {"busy_warps": (512, 1024, 2048, 4096), "keys": (32, 64, 128), "rows": (16, 32, 64)} | _WARPS,
@@ -74,40 +67,43 @@ _ATTENTION = Space(
 )
 SPACES = {
     "tree_scan": Space(
+        "replay_tree_scan",
         scan_config.DEFAULTS,
         _by_dtype,
-        {"queries": (16, 32, 64), "keys": (16, 32, 64), "state": (32, 64, 128)} | _WARPS,
+        {
+            "state": _STATE,
+            "queries": (16, 32, 64),
+            "keys": (16, 32, 64),
+            "replayed": (16, 32, 64),
+            "part": (32, 64, 128),
+        }
+        | _WARPS,
     ),
-    "replay": Space(
-        replay_config.DEFAULTS, _by_dtype, {"state": _STATE, "nodes": (16, 32, 64)} | _WARPS
-    ),
-    "replay_tree_scan": Space(fused_config.DEFAULTS, _by_dtype, _FUSED),
-    "mamba2_tree": Space(
-        mixer_config.DEFAULTS,
-        lambda problem: mixer_config.case(problem.dtype, problem.shape.state_size),
-        _FUSED,
+    "tree_conv1d": Space(
+        "tree_conv1d_layer",
+        conv_config.DEFAULTS,
+        lambda _: "any",
+        {"channels": (64, 128, 256, 512), "queries": (16, 32), "num_warps": (1, 2, 4, 8)},
     ),
     "ssd": Space(
+        "ssd",
         ssd_config.DEFAULTS,
         _by_dtype,
         {"state": _STATE, "positions": (16, 32, 64), "part": (32, 64, 128)} | _WARPS,
     ),
     "tree_attention": _ATTENTION,
-    "attention_tree": _ATTENTION,
+    "attention_tree": _ATTENTION._replace(timed="attention_tree"),
     "expert_mlps": Space(
+        "expert_mlps",
         expert_config.DEFAULTS,
         _by_dtype,
         {"rows": (16, 32, 64), "columns": (32, 64, 128), "inner": (32, 64, 128)}
         | {"num_warps": (4, 8), "num_stages": (2, 3, 4)},
     ),
-    "gated_rms_norm": Space(
+    "rms_norm": Space(
+        "gated_rms_norm",
         norm_config.DEFAULTS,
         _norm_case,
         {"block": (1024, 2048, 4096, 8192), "num_warps": (2, 4, 8, 16)},
-    ),
-    "tree_conv1d": Space(
-        conv_config.DEFAULTS,
-        lambda _: "any",
-        {"channels": (64, 128, 256, 512), "queries": (16, 32), "num_warps": (1, 2, 4, 8)},
     ),
 }

@@ -114,7 +114,7 @@ def tune(
     """The best block sizes of one kernel by case, and all timings.
 
     Args:
-        name: of the kernel.
+        name: of the op.
         problems: with the names of their shapes; a case without problems is left out.
         timer: how to time.
         values: to try for each field; None: those of `SPACES`.
@@ -140,7 +140,7 @@ def tune(
             ]
             times = []
             for shape, problem in members:
-                times.append(timer.microseconds(CASES[name], problem, candidates))
+                times.append(timer.microseconds(CASES[space.timed], problem, candidates))
                 rows += [
                     {"kernel": name, "case": case, "shape": shape, "nodes": problem.nodes}
                     | {"dtype": problem.dtype, "blocks": dataclasses.asdict(blocks)}
@@ -200,8 +200,8 @@ def write_table(
 def problems_of(
     name: str, nodes: Sequence[int], batch: int, *, tiny: bool
 ) -> list[tuple[str, Problem]]:
-    """All shapes, dtypes and numbers of nodes that a kernel accepts."""
-    case = CASES[name]
+    """All shapes, dtypes and numbers of nodes that the kernel of an op accepts."""
+    case = CASES[SPACES[name].timed]
     shapes = TINY[case.kind] if tiny else case.shapes
     capacity = 40 if tiny else CAPACITY
     problems = [

@@ -8,19 +8,22 @@ import os
 import subprocess
 import sys
 import time
+from inspect import isroutine, signature
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_kernels as pk
 import stree_jax as st
 from benchmarks import lossless
-from benchmarks.cases import CASES, checks, moe, tree_attention, tree_scan
+from benchmarks.cases import CASES, checks, moe, tree_attention
 from benchmarks.cases.base import Problem
 from benchmarks.gpu import byte_pair, kernels, models, session, transformers_step
 from benchmarks.gpu.scale import FULL, SMOKE
 from benchmarks.gpu.sections import Clock, Section, run_sections
+from benchmarks.gpu.spaces import SPACES
 from benchmarks.models import random_pair
 from benchmarks.paper import batch, packed
 from benchmarks.shapes import AttentionShape, MixerShape
@@ -79,28 +82,26 @@ def test_sections_share_the_time_and_say_what_they_left_out(capsys):
 
 
 def test_the_timed_and_the_tuned_kernels_are_all():
-    # The one norm has the block sizes of the other, and prompts have those of trees.
-    assert {name for name, case in CASES.items() if case.timed} == {
-        *tuning.OPS,
-        "add_rms_norm",
-        tree_attention.PROMPT,
-        moe.PROMPT,
-    }
+    functions = {name: function for name, function in vars(pk).items() if isroutine(function)}
+    ops = {n for n, f in functions.items() if "implementation" in signature(f).parameters}
+    timed = {name for name, case in CASES.items() if case.timed}
+    assert timed == {*ops, tree_attention.PROMPT, moe.PROMPT}
+    assert set(SPACES) == set(tuning.OPS)
+    assert {space.timed for space in SPACES.values()} <= timed
 
 
 @pytest.mark.slow
-def test_kernels_are_checked(monkeypatch, clock):
-    some = {name: CASES[name] for name in (tree_scan.LEVEL, "replay")}
-    monkeypatch.setattr(kernels, "CASES", some)
+def test_all_kernels_are_checked(clock):
     result = kernels.check_kernels(SMOKE, clock)
+    assert [row for row in result["rows"] if not row["right"]] == []
     assert result["right"]
-    assert len(result["rows"]) == 2 * len(some)
+    assert len(result["rows"]) == 2 * len(CASES)
     assert all(set(row["errors"]) == set(SMOKE.implementations) for row in result["rows"])
     json.dumps(result)
     late = kernels.check_kernels(SMOKE, out := Clock(-1.0))
     assert late == {"right": False, "rows": []}
-    assert len(out.left_out) == 2 * len(some)
-    assert out.left_out[0] == "tree_scan of a level, tiny, 5, bfloat16"
+    assert len(out.left_out) == 2 * len(CASES)
+    assert out.left_out[0] == "tree_scan, tiny, 5, bfloat16"
 
 
 def test_what_is_wrong_is_seen():
