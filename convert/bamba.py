@@ -42,8 +42,8 @@ def read_bamba(source: Source) -> Description:
     num_layers = fields.integer("num_hidden_layers", 32, most=MAX_LAYERS)
     with_attention = fields.indices("attn_layer_indices", num_layers)
     kinds = ["attention" if i in with_attention else "mamba2" for i in range(num_layers)]
-    fields.ignore("said by attn_layer_indices", "layers_block_type", "layer_types")
-    fields.ignore("of training", "z_loss_coefficient")
+    fields.ignore("redundant with attn_layer_indices", "layers_block_type", "layer_types")
+    fields.ignore("used in training only", "z_loss_coefficient")
     config = ModelConfig(
         layers=with_mlps(kinds),
         mamba2=mamba2,
@@ -126,9 +126,13 @@ def read_falcon_h1(source: Source) -> Description:
     )
     fields.ignore("all layers are alike", "layers_block_type", "layer_types", "attn_layer_indices")
     fields.ignore("always used", "mamba_use_mlp")
-    fields.ignore("said by intermediate_size", "mlp_expansion_factor")
+    fields.ignore("redundant with intermediate_size", "mlp_expansion_factor")
     fields.ignore(
-        "of training", "time_step_min", "time_step_max", "time_step_floor", "time_step_rank"
+        "used in training only",
+        "time_step_min",
+        "time_step_max",
+        "time_step_floor",
+        "time_step_rank",
     )
     return described("transformers falcon_h1", fields, config, _rules(config))
 

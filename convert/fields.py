@@ -246,7 +246,7 @@ class Fields:
         listed = value if isinstance(value, list) else [value]
         usable = tuple(t for t in listed if type(t) is int and 0 <= t < vocab_size)
         if value is not None and len(usable) < len(listed):
-            self._notes.append(f"{name}: {value!r:.80}, of which {list(usable)} can be used")
+            self._notes.append(f"{name}: {value!r:.80}, only {list(usable)} are in the vocabulary")
         return usable if len(usable) > 1 else (usable[0] if usable else None)
 
     def table(self, name: str) -> "Fields":

@@ -52,23 +52,21 @@ def read_mixer(
         f"mamba_n_heads * mamba_d_head = {num_heads} * {head_dim} is not {inner}",
     )
     bias = fields.flag("mamba_proj_bias", False)
-    fields.ignore("of training", "initializer_range")
-    return Mamba2Config(
-        **dict(
-            num_heads=num_heads,
-            head_dim=head_dim,
-            state_size=fields.integer("mamba_d_state", 256),
-            num_groups=fields.integer("mamba_n_groups", 1),
-            conv_width=fields.integer("mamba_d_conv", 4),
-            conv_bias=fields.flag("mamba_conv_bias", True),
-            in_proj_bias=bias,
-            out_proj_bias=bias,
-            dt_limit=fields.limits("time_step_limit"),
-            norm_eps=fields.positive("rms_norm_eps", eps_default),
-            chunk_size=fields.integer("mamba_chunk_size", 256),
-        )
-        | more
-    ), d_model
+    fields.ignore("used in training only", "initializer_range")
+    values: dict[str, Any] = dict(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        state_size=fields.integer("mamba_d_state", 256),
+        num_groups=fields.integer("mamba_n_groups", 1),
+        conv_width=fields.integer("mamba_d_conv", 4),
+        conv_bias=fields.flag("mamba_conv_bias", True),
+        in_proj_bias=bias,
+        out_proj_bias=bias,
+        dt_limit=fields.limits("time_step_limit"),
+        norm_eps=fields.positive("rms_norm_eps", eps_default),
+        chunk_size=fields.integer("mamba_chunk_size", 256),
+    )
+    return Mamba2Config(**(values | more)), d_model
 
 
 def mixer_values(config: ModelConfig) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def read_mamba_in_llama(source: Source) -> Description:
         norm_eps=1e-5,  # hard-coded in the mixer
         chunk_size=ssm.integer("chunk_size", 256),
     )
-    ssm.ignore("overridden upstream", "expand", "headdim")
+    ssm.ignore("overridden by upstream code", "expand", "headdim")
     num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
     mamba.check(
         mamba.integer("n_layer") == num_layers, "n_layer is not config.json's num_hidden_layers"
@@ -69,7 +69,7 @@ def read_mamba_in_llama(source: Source) -> Description:
         mamba.positive("rms_norm_eps", epsilon) == epsilon, "rms_norm_eps is not config.json's"
     )
     activation = fields.choice("hidden_act", "silu", SILU)
-    mamba.ignore("said by config.json", "hidden_act", "vocab_size", "tie_embeddings")
+    mamba.ignore("redundant with config.json", "hidden_act", "vocab_size", "tie_embeddings")
     hidden = mamba.integer("intermediate_size", fields.integer("intermediate_size"))
     attention = None
     if with_attention:
@@ -96,7 +96,7 @@ def read_mamba_in_llama(source: Source) -> Description:
         **model_fields(fields, d_model, norm_eps=epsilon),
     )
     fields.ignore("without RoPE there is no limit", "max_position_embeddings")
-    fields.ignore("of training", "initializer_range")
+    fields.ignore("used in training only", "initializer_range")
     rules = tables.llama_like(
         config,
         mlp=tables.split_mlp(required(config.mlp)),

@@ -105,7 +105,7 @@ def read_nemotron_h(source: Source) -> Description:
     fields.ignore("no layer has it", *_NEMOTRON_EXPERTS, "intermediate_size")
     fields.ignore("without RoPE there is no limit", "max_position_embeddings", *ROPE)
     fields.ignore(
-        "of training",
+        "used in training only",
         "hidden_dropout",
         "initializer_range",
         "rescale_prenorm_residual",
@@ -113,7 +113,7 @@ def read_nemotron_h(source: Source) -> Description:
         "time_step_floor",
         "time_step_rank",
     )
-    fields.ignore("of kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap")
+    fields.ignore("a choice of kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap")
     fields.ignore(
         "multi-token prediction heads are left out",
         "num_nextn_predict_layers",
@@ -121,7 +121,7 @@ def read_nemotron_h(source: Source) -> Description:
         "mtp_hybrid_override_pattern",
     )
     skipped = [
-        Ignored(name, "of a multi-token prediction head")
+        Ignored(name, "part of a multi-token prediction head")
         for name in source.tensors
         if name.startswith(("mtp.", "backbone.mtp.", "model.mtp."))
     ]
@@ -146,7 +146,9 @@ _NEMOTRON_EXPERTS = (
 def _nemotron_layers(fields: Fields) -> tuple[str, ...]:
     """The kind of each layer, from a list or from a string with one letter per layer."""
     if fields.has("layers_block_type"):
-        fields.ignore("said by layers_block_type", "hybrid_override_pattern", "num_hidden_layers")
+        fields.ignore(
+            "redundant with layers_block_type", "hybrid_override_pattern", "num_hidden_layers"
+        )
         return fields.layer_kinds(
             "layers_block_type", {k: v for k, v in KINDS.items() if v in NAMES}
         )
@@ -169,7 +171,7 @@ def _nemotron_layers(fields: Fields) -> tuple[str, ...]:
 def _nemotron_experts(fields: Fields, activation: str) -> MoeConfig:
     """The mixture of experts, with one shared expert."""
     shared = fields.integer("moe_shared_expert_intermediate_size", 7688)
-    fields.ignore("one, of the width that the config says", "n_shared_experts")
+    fields.ignore("there is one shared expert", "n_shared_experts")
     return MoeConfig(
         num_experts=fields.integer("n_routed_experts", 8),
         num_active=fields.integer("num_experts_per_tok", 2),

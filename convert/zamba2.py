@@ -98,7 +98,7 @@ def read_zamba2(source: Source) -> Description:
     )
     fields.ignore("without RoPE there is no limit", "max_position_embeddings")
     fields.ignore(
-        "derived from others",
+        "derived from other fields",
         "attention_head_dim",
         "attention_hidden_size",
         "head_dim",
@@ -108,8 +108,8 @@ def read_zamba2(source: Source) -> Description:
         "num_query_groups",
     )
     fields.ignore("never read: the convolution has a bias", "use_conv_bias")
-    fields.ignore("of kernels", "use_mem_eff_path")
-    fields.ignore("of training", "initializer_range", "time_step_max", "time_step_floor")
+    fields.ignore("a choice of kernels", "use_mem_eff_path")
+    fields.ignore("used in training only", "initializer_range", "time_step_max", "time_step_floor")
     fields.check(not fields.has("sliding_window"), "sliding_window is not supported")
     return described("transformers zamba2", fields, config, tables.zamba2(config))
 

@@ -9,7 +9,7 @@ import os
 import re
 import warnings
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import jax
 
@@ -26,24 +26,25 @@ def enable_cache() -> None:
     another folder, or is `off`. No-op if the user configured jax's own cache, or if the folder
     cannot be created. Call it before anything is compiled.
     """
-    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
+    config: Any = jax.config  # its options have no type annotations
+    if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         return
     folder = _folder()
     if folder is None:
         return
     _evict(folder)
     _repair_silently(folder)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    config.update("jax_compilation_cache_dir", str(folder))
     # Small programs too: there are dozens of them, and together they take a second.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     # XLA's own autotuning cache has neither a size limit nor jax's error handling, and jax 0.10
     # makes its path part of every key.
-    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+    config.update("jax_persistent_cache_enable_xla_caches", "none")
     # On many CPUs XLA logs an error for each program it loads: it mistakes LLVM's tuning flags
     # (+prefer-no-gather) for features that the host lacks (github.com/openxla/xla/issues/44565).
     # Programs of other hosts are never loaded: the host's features are part of the key.
-    if jax.default_backend() == "cpu" and jax.config.jax_logging_level == "NOTSET":
-        jax.config.update("jax_logging_level", "CRITICAL")
+    if jax.default_backend() == "cpu" and config.jax_logging_level == "NOTSET":
+        config.update("jax_logging_level", "CRITICAL")
 
 
 def _folder() -> Path | None:

@@ -24,12 +24,12 @@ def run_convert(
     to: str,
     quirks: tuple[str, ...] = (),
 ) -> None:
-    """Converts with a progress bar, then says what was converted and what was left out.
+    """Converts a checkpoint with a progress bar, then prints what was converted and ignored.
 
     Raises:
         ValueError: as `stree_jax.convert.convert`.
     """
-    path = find(source)  # once: the hub may be slow
+    path = find(source)  # once, because it may download
     with Progress(
         TextColumn("reading weights"),
         BarColumn(),
@@ -52,10 +52,10 @@ def run_convert(
 
 
 def run_inspect(console: Console, path: str, *, tensors: bool) -> None:
-    """Says what a checkpoint is and, if wanted, where each of its tensors goes.
+    """Prints a summary of a checkpoint and, with `tensors`, the weight that each tensor becomes.
 
     Raises:
-        ValueError: it cannot be converted, and why.
+        ValueError: the checkpoint cannot be converted.
     """
     directory = find(path)
     console.print(_table(directory))
@@ -81,12 +81,12 @@ def _table(path: Path) -> Table:
     for name, value in _facts(config, dtype):
         table.add_row(name, value)
     for line in ignored:
-        table.add_row("left out", line)
+        table.add_row("ignored", line)
     return table
 
 
 def _tensors(path: Path) -> Iterator[str]:
-    """A line for every tensor: name, shape, type, and the weight that it becomes."""
+    """One line per tensor: name, shape, dtype, and the weight that it becomes."""
     if is_native(path):
         for name, leaf in flatten(HybridLM.abstract(load_config(path))[1]).items():
             yield f"{name} {leaf.shape}"
@@ -114,26 +114,28 @@ def _facts(config: ModelConfig, dtype: jnp.dtype) -> list[tuple[str, str]]:
         parts.append(
             (
                 "mixer",
-                f"{m.num_heads} heads of {m.head_dim}, state {m.state_size},"
-                f" {m.num_groups} groups, convolution {m.conv_width}",
+                f"{m.num_heads} heads of {m.head_dim}, state size {m.state_size},"
+                f" {m.num_groups} groups, convolution width {m.conv_width}",
             )
         )
     if (a := config.attention) is not None:
-        rope = f"RoPE on {a.rotary_dim} channels" if a.rotary_dim else "no RoPE"
+        rope = f"RoPE on {a.rotary_dim} dimensions" if a.rotary_dim else "no RoPE"
         parts.append(
             (
                 "attention",
-                f"{a.num_heads} heads of {a.head_dim}, {a.num_kv_heads} of keys and values, {rope}",
+                f"{a.num_heads} heads of {a.head_dim}, {a.num_kv_heads} KV heads, {rope}",
             )
         )
     if (e := config.moe) is not None:
-        parts.append(("experts", f"{e.num_active} of {e.num_experts}, width {e.hidden_size:,}"))
+        parts.append(
+            ("experts", f"top {e.num_active} of {e.num_experts}, hidden size {e.hidden_size:,}")
+        )
     return [
         ("parameters", f"{size:,}"),
         ("layers", kinds),
         ("width", f"{config.d_model:,}"),
         *parts,
         ("vocabulary", f"{config.vocab_size:,}{padded}"),
-        ("head", "tied to the embedding" if config.tie_embeddings else "its own"),
+        ("head", "tied to the embedding" if config.tie_embeddings else "untied"),
         ("stored as", dtype.name),
     ]

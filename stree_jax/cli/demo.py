@@ -1,4 +1,4 @@
-"""`stree-jax demo`: the embedded pair, decoded three ways on built-in prompts."""
+"""`stree-jax demo`: the embedded pair decodes built-in prompts in three ways."""
 
 import json
 import time
@@ -18,7 +18,7 @@ from stree_jax.cli.cache import enable_cache
 from stree_jax.convert import find
 from stree_jax.decoding.generate import plan
 
-# Written for this demo; they resemble the training text without being in it.
+# Written for this demo: similar to the training text but not part of it.
 PROMPTS = (
     "Question: Rosa has 12 jars with 8 beads in each. She gives away 30 beads. How many beads does"
     " she have left?\nAnswer:",
@@ -27,11 +27,11 @@ PROMPTS = (
     "Question: A bus ticket costs $3. Omar buys 4 tickets every week. How much does he spend in 5"
     " weeks?\nAnswer:",
 )
-ROUNDS = 3
+NUM_REPEATS = 3
 
 
 class Method(NamedTuple):
-    """One way to decode."""
+    """A drafter and its tree."""
 
     name: str
     drafter: st.Drafter | None
@@ -41,13 +41,17 @@ class Method(NamedTuple):
 def run_demo(
     console: Console, *, max_new_tokens: int, target: str | None = None, draft: str | None = None
 ) -> int:
-    """Runs the demo, with the embedded pair or another; returns 1 if the methods disagree.
+    """Runs the demo, with the embedded pair by default; returns the exit status.
+
+    The status is 1 if the methods' outputs differ.
 
     Raises:
-        ValueError: a target without a draft or the other way round, or one that cannot be loaded.
+        ValueError: only one of `target` and `draft` is given, or one of them cannot be loaded.
     """
     if (target is None) != (draft is None):
-        raise ValueError("--target and --draft come together: the draft is trained for its target")
+        raise ValueError(
+            "--target and --draft must be given together: a draft model is trained for one target"
+        )
     return _run(
         console,
         find(st.demo_path("target") if target is None else target),
@@ -76,18 +80,17 @@ def _run(console: Console, target_path: Path, draft_path: Path, max_new_tokens: 
             max_new_tokens=max_new_tokens,
             drafter=method.drafter,
             topology=method.topology,
-            eos_token=target.config.eos_token,
         )
 
-    seconds = np.zeros((ROUNDS, len(methods)))
+    seconds = np.zeros((NUM_REPEATS, len(methods)))
     outputs: list[list[st.Generation]] = []
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("compiling", total=(1 + ROUNDS) * len(methods))
+        task = progress.add_task("compiling", total=(1 + NUM_REPEATS) * len(methods))
         for method in methods:
             outputs.append([decode(method, prompt) for prompt in prompts])
             progress.advance(task)
         progress.update(task, description="decoding")
-        for i in range(ROUNDS):  # interleaved: a slow moment of the machine hits all methods
+        for i in range(NUM_REPEATS):  # interleaved, so that noise affects all methods alike
             for j, method in enumerate(methods):
                 began = time.perf_counter()
                 for prompt in prompts:
@@ -100,8 +103,10 @@ def _run(console: Console, target_path: Path, draft_path: Path, max_new_tokens: 
         for output in outputs
     ]
     report = {}
-    table = Table(title=f"{len(prompts)} prompts, {max_new_tokens} tokens at most, temperature 0")
-    for column in ("method", "tokens/s", "speed-up", "tau", "identical"):
+    table = Table(
+        title=f"{len(prompts)} prompts, up to {max_new_tokens} new tokens each, temperature 0"
+    )
+    for column in ("method", "tokens/s", "speedup", "tau", "identical"):
         table.add_column(column, justify="left" if column == "method" else "right")
     speeds = sum(out.stats.num_tokens for out in outputs[0]) / np.median(seconds, axis=0)
     for method, speed, output, same in zip(methods, speeds, outputs, identical, strict=True):
@@ -120,10 +125,10 @@ def _run(console: Console, target_path: Path, draft_path: Path, max_new_tokens: 
             "identical": same,
         }
     console.print(table)
-    console.print("\nOne of the texts:", style="bold")
+    console.print("\nThe first output:", style="bold")
     text = tokenizer.decode(outputs[0][0].tokens[0, : outputs[0][0].lengths[0]].tolist())
     console.print(Text(PROMPTS[0], style="dim") + Text(text))
-    console.print("\nOne step of it, the accepted path marked:", style="bold")
+    console.print("\nOne of its steps, with the accepted path marked:", style="bold")
     console.print(_one_step(target, drafter, tree, prompts[0], tokenizer))
     console.print(json.dumps({"demo": report}), soft_wrap=True, highlight=False, markup=False)
     return 0 if all(identical) else 1
@@ -136,7 +141,7 @@ def _one_step(
     prompt: list[int],
     tokenizer: Tokenizer,
 ) -> Text:
-    """The draft tree of the first step that accepts two drafts or more, drawn with its tokens."""
+    """A drawing of the first draft tree of which at least two drafts are accepted."""
     request = plan(target, [prompt], max_new_tokens=32, drafter=drafter, topology=tree)
     state = request.decoder.start(target, drafter, request.context, request.keys)
     while True:

@@ -1,4 +1,4 @@
-"""`stree-jax generate`: streaming text from any checkpoint."""
+"""`stree-jax generate`: streams text from any checkpoint."""
 
 import time
 from pathlib import Path
@@ -31,22 +31,22 @@ def run_generate(
     tokenizer_path: Path | None,
     max_length: int | None,
 ) -> None:
-    """Loads, decodes, and prints tokens as they are accepted.
+    """Loads the models, decodes, and prints tokens as they are accepted.
 
     Raises:
-        ValueError: an argument cannot be used.
-        FloatingPointError: logits that are not finite.
+        ValueError: an argument is invalid.
+        FloatingPointError: logits are not finite.
     """
     if draft is not None and ngram:
-        raise ValueError("--draft and --ngram are two ways to draft; choose one")
+        raise ValueError("--draft and --ngram both select a drafter; choose one")
     topology = None if tree is None else parse_tree(tree)
     tokenizer = st.load_tokenizer(tokenizer_path or find(checkpoint))
     enable_cache()
     model = st.from_pretrained(checkpoint, dtype=dtype)
     drafter: st.Drafter | None = None
     if draft is not None:
-        searches = tree is not None and tree.startswith("beam:")
-        kind = st.BeamDrafter if searches else st.ModelDrafter
+        beam = tree is not None and tree.startswith("beam:")
+        kind = st.BeamDrafter if beam else st.ModelDrafter
         drafter = kind(st.from_pretrained(draft, dtype=dtype))
     elif ngram:
         drafter = st.NgramDrafter()
@@ -64,13 +64,12 @@ def run_generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        eos_token=model.config.eos_token,
         max_length=max_length,
         key=jax.random.key(seed),
     )
 
     def write(text: str) -> None:
-        # Not by way of rich, which wraps, expands tabs and replaces emoji codes.
+        # Bypasses rich, which wraps lines, expands tabs and replaces emoji codes.
         console.file.write(text)
         console.file.flush()
 
@@ -81,9 +80,9 @@ def run_generate(
         output += new
         calls += 1
         if calls == 1:
-            began = time.perf_counter()  # the first step compiled
+            began = time.perf_counter()  # the first step includes compilation
             first = len(new)
-        # A character may need several tokens: show only what later tokens cannot change.
+        # A character may span several tokens: print only what later tokens cannot change.
         text = tokenizer.decode(output).rstrip("\N{REPLACEMENT CHARACTER}")
         write(text[len(shown) :])
         shown = text

@@ -1,7 +1,6 @@
 """The `stree-jax` command: demo, generate, convert, inspect, train, distill, tree.
 
-Every error that a user can cause is one line on stderr and exit code 2. Modules that import jax are
-imported by the commands that need them, so that `--help` is quick.
+User errors are one line on stderr and exit code 2. Each command imports its own module.
 """
 
 import sys
@@ -26,13 +25,16 @@ app = typer.Typer(
 
 @app.command()
 def demo(
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add to each prompt.")] = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Maximum number of new tokens per prompt.")
+    ] = 64,
     target: Annotated[
-        str | None, typer.Option(help="Another target: a directory, or a name on the hub.")
+        str | None,
+        typer.Option(help="Target model instead of the embedded one: directory or hub name."),
     ] = None,
-    draft: Annotated[str | None, typer.Option(help="Its draft; needed with --target.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft model of --target.")] = None,
 ) -> None:
-    """Decode with the embedded pair: autoregressively, with a chain and with a tree."""
+    """Decode with the embedded models: autoregressively, with a chain, with a tree."""
     from stree_jax.cli.demo import run_demo
 
     raise typer.Exit(run_demo(Console(), max_new_tokens=max_new_tokens, target=target, draft=draft))
@@ -41,35 +43,43 @@ def demo(
 @app.command()
 def generate(
     checkpoint: Annotated[
-        str, typer.Argument(help="Directory of the target model, or its name on the hub.")
+        str, typer.Argument(help="Target model: checkpoint directory or hub name.")
     ],
     prompt: Annotated[
         str, typer.Option("--prompt", "-p", help="Text to continue.", show_default=False)
     ],
-    draft: Annotated[str | None, typer.Option(help="Directory of a draft model.")] = None,
-    ngram: Annotated[bool, typer.Option("--ngram", help="Draft by prompt lookup.")] = False,
+    draft: Annotated[
+        str | None, typer.Option(help="Draft model: checkpoint directory or hub name.")
+    ] = None,
+    ngram: Annotated[bool, typer.Option("--ngram", help="Draft by n-gram prompt lookup.")] = False,
     tree: Annotated[
         str | None,
         typer.Option(
-            help="chain:4, complete:2,3, branching:3,2,1, beam:3,4, paper:A or parents:-1,0,0."
+            help="Draft tree: chain:4, complete:2,3, branching:3,2,1, beam:3,4, paper:A or"
+            " parents:-1,0,0."
         ),
     ] = None,
-    verifier: Annotated[str | None, typer.Option(help="How drafts are accepted.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the best token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample from the k best tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample from the most probable p.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the random key.")] = 0,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    verifier: Annotated[
+        str | None,
+        typer.Option(
+            help="Verification rule; by default the one that fits the drafter and the temperature."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most probable tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling: keep probability mass p.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16 weights.")] = "float32",
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Directory or tokenizer.json, if not the checkpoint's.")
+        Path | None, typer.Option(help="Directory or tokenizer.json; by default the checkpoint's.")
     ] = None,
     max_length: Annotated[
         int | None,
-        typer.Option(help="Most tokens, prompt included, if not what the model was made for."),
+        typer.Option(help="Maximum length, prompt included; by default the model's."),
     ] = None,
 ) -> None:
-    """Continue a text; tokens are shown as they are accepted."""
+    """Continue a prompt; tokens are printed as they are accepted."""
     from stree_jax.cli.generate import run_generate
 
     run_generate(
@@ -93,19 +103,17 @@ def generate(
 
 @app.command()
 def convert(
-    source: Annotated[
-        str, typer.Argument(metavar="SRC", help="Checkpoint directory, or a name on the hub.")
-    ],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint directory or hub name.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Directory to create.")],
     dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16; else as the source.")
+        str | None, typer.Option(help="float32 or bfloat16; by default the source's.")
     ] = None,
     to: Annotated[
-        str, typer.Option(help="native, hf (the family that fits), or a family's name.")
+        str, typer.Option(help="native, hf (the matching family), or a family's name.")
     ] = "native",
     quirk: Annotated[
         list[str] | None,
-        typer.Option(help="hf_dt_floor or plain_rope: reproduce others, see docs/checkpoints.md."),
+        typer.Option(help="hf_dt_floor or plain_rope; see docs/checkpoints.md."),
     ] = None,
 ) -> None:
     """Convert a checkpoint of transformers, mamba_ssm, MambaInLlama or Codestral-Mamba."""
@@ -119,10 +127,10 @@ def convert(
 
 @app.command()
 def inspect(
-    path: Annotated[str, typer.Argument(help="Checkpoint directory, or a name on the hub.")],
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor too.")] = False,
+    path: Annotated[str, typer.Argument(help="Checkpoint directory or hub name.")],
+    tensors: Annotated[bool, typer.Option("--tensors", help="List all tensors.")] = False,
 ) -> None:
-    """Say what a checkpoint is and whether it can be converted."""
+    """Describe a checkpoint and check that it can be converted."""
     from stree_jax.cli.convert import run_inspect
 
     run_inspect(Console(highlight=False), path, tensors=tensors)
@@ -130,10 +138,10 @@ def inspect(
 
 @app.command()
 def train(
-    recipe: Annotated[Path, typer.Argument(help="TOML file: text, model and optimisation.")],
-    output: Annotated[Path, typer.Argument(help="Directory of the checkpoint to write.")],
+    recipe: Annotated[Path, typer.Argument(help="TOML file: text, model and optimizer.")],
+    output: Annotated[Path, typer.Argument(help="Checkpoint directory to create.")],
 ) -> None:
-    """Train a tokenizer and a model on text. Started again, it goes on where it stopped."""
+    """Train a tokenizer and a model on text. Run again, it resumes."""
     from stree_jax.cli.train import run_training
 
     run_training(Console(), recipe, output, target=None)
@@ -141,11 +149,11 @@ def train(
 
 @app.command()
 def distill(
-    recipe: Annotated[Path, typer.Argument(help="TOML file: text, model and optimisation.")],
-    target: Annotated[Path, typer.Argument(help="Directory of the model to imitate.")],
-    output: Annotated[Path, typer.Argument(help="Directory of the checkpoint to write.")],
+    recipe: Annotated[Path, typer.Argument(help="TOML file: text, model and optimizer.")],
+    target: Annotated[Path, typer.Argument(help="Checkpoint directory of the target model.")],
+    output: Annotated[Path, typer.Argument(help="Checkpoint directory to create.")],
 ) -> None:
-    """Train a draft model to predict what a target model predicts."""
+    """Distill a target model into a draft model. Run again, it resumes."""
     from stree_jax.cli.train import run_training
 
     run_training(Console(), recipe, output, target=target)
@@ -155,7 +163,7 @@ def distill(
 def tree(
     spec: Annotated[str, typer.Argument(help="As in `generate --tree`.")],
 ) -> None:
-    """Draw a draft tree."""
+    """Print a draft tree."""
     from stree_jax.cli.trees import parse_tree
 
     topology = parse_tree(spec)
@@ -173,7 +181,7 @@ def _checked(dtype: str | None) -> str | None:
 
 
 def main() -> None:
-    """Runs the command and turns errors into one line."""
+    """Runs the command and prints user errors as one line."""
     try:
         sys.exit(app(standalone_mode=False))
     except typer.Abort:
@@ -184,10 +192,10 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        # What the user typed: a ClickException. typer has its own copy of click, under a private
-        # name in new versions.
+        # Usage errors are ClickExceptions, recognized by their method because new versions of typer
+        # vendor click under a private name.
         if not hasattr(error, "format_message"):
             raise
-        if message := " ".join(error.format_message().split()):  # none after help was shown
+        if message := " ".join(error.format_message().split()):  # empty after --help
             print(f"stree-jax: error: {message}", file=sys.stderr)  # noqa: T201
         sys.exit(2)

@@ -1,4 +1,4 @@
-"""`stree-jax train` and `stree-jax distill`: progress around the training loop."""
+"""`stree-jax train` and `stree-jax distill`: the training loop with a progress bar."""
 
 import shlex
 import sys
@@ -20,10 +20,10 @@ from stree_jax.training.run import distill, train
 
 
 def run_training(console: Console, recipe_path: Path, output: Path, target: Path | None) -> None:
-    """Runs a recipe to its end, with a progress bar.
+    """Trains, or distills a target, with a progress bar.
 
     Raises:
-        ValueError: the recipe, the target or the output cannot be used.
+        ValueError: the recipe, the target or the output is invalid.
     """
     recipe = Recipe.load(recipe_path)
     enable_cache()

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
+from pallas_kernels import dispatch
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import DRAFT_FAILED
 from stree_jax.decoding.options import Plan, plan
@@ -134,8 +135,9 @@ def generate(
         max_length=max_length,
         key=key,
     )
-    state = request.decoder.start(model, request.drafter, request.context, request.keys)
-    state = request.decoder.run(model, request.drafter, state, request.limits, request.sampling)
+    with dispatch.on(model):
+        state = request.decoder.start(model, request.drafter, request.context, request.keys)
+        state = request.decoder.run(model, request.drafter, state, request.limits, request.sampling)
     generation = _generation(request, state, max_new_tokens, return_cache)
     if error := _error(state, generation):
         raise error
@@ -181,12 +183,14 @@ def stream(
     )
 
     def steps() -> Iterator[list[list[int]]]:
-        state = request.decoder.start(model, request.drafter, request.context, request.keys)
+        with dispatch.on(model):
+            state = request.decoder.start(model, request.drafter, request.context, request.keys)
         before = np.asarray(request.context.length)
         while not np.asarray(state.done).all():
-            state, _, _ = request.decoder.step(
-                model, request.drafter, state, request.limits, request.sampling
-            )
+            with dispatch.on(model):  # not around `yield`: the caller's code is its own
+                state, _, _ = request.decoder.step(
+                    model, request.drafter, state, request.limits, request.sampling
+                )
             after, rows = np.asarray(state.context.length), np.asarray(state.context.tokens)
             yield [row[a:b].tolist() for row, a, b in zip(rows, before, after, strict=True)]
             before = after

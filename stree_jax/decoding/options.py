@@ -88,7 +88,7 @@ def plan(
         verifier=chosen,
         max_length=buffer_size(longest),
         # A step on a GPU is short next to a termination check on the host.
-        steps_per_sync=1 if dispatch.device_obstacle() else 2,
+        steps_per_sync=1 if dispatch.device_obstacle(dispatch.device_of(model)) else 2,
     )
 
     def per_row(value: object, dtype: type) -> Array:

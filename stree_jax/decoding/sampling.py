@@ -2,9 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from stree_jax.array_types import Array, Bool, Float, Float32, Int
+from stree_jax.array_types import Array, Bool, Float, Float32
 from stree_jax.decoding.types import Sampling
 
 
@@ -35,16 +34,6 @@ def token_log_probs(
         lowest = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
         scaled = jnp.where(scaled >= lowest, scaled, -jnp.inf)
     return jax.nn.log_softmax(scaled)
-
-
-def best_token(logits: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
-    """The most probable token of each row, the lowest id among equals.
-
-    Two plain reductions, which XLA vectorises on CPU; its `argmax` was three times slower there.
-    """
-    ids = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    is_best = logits == logits.max(axis=-1, keepdims=True)
-    return jnp.where(is_best, ids, logits.shape[-1] - 1).min(axis=-1)
 
 
 def all_finite(logits: Float[Array, "*rows V"]) -> Bool[Array, "*rows"]:

@@ -1,1 +1,1 @@
-"""Training and distillation of the small models: text in, native checkpoint out."""
+"""Training and distillation of small models, from text files to a native checkpoint."""

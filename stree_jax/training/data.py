@@ -1,6 +1,6 @@
-"""From text files to batches of tokens.
+"""Text files to token batches.
 
-Batches are a pure function of seed and step, so a resumed run needs no saved position.
+A batch is a pure function of seed and step, so a resumed run needs no saved data position.
 """
 
 import math
@@ -13,25 +13,25 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from stree_jax.training.recipe import Text
 
 END_OF_TEXT = "<|endoftext|>"
-_HELD_OUT = 0.01  # the last part of every file, never trained on
+_HELD_OUT = 0.01  # fraction of each file, at its end, for evaluation only
 
 
 class Corpus(NamedTuple):
-    """Token streams of one split, one a file."""
+    """The token streams of one split, one per file."""
 
     streams: tuple[np.ndarray, ...]  # uint16 or uint32
     weights: tuple[float, ...]
 
 
 def train_tokenizer(texts: Sequence[Text], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer for these texts. Id 0 is the end of a document.
+    """Trains a byte-level BPE tokenizer. Token 0 is `END_OF_TEXT`.
 
     Raises:
-        ValueError: `vocab_size` is too small for the 256 bytes and the end of text.
+        ValueError: `vocab_size` is too small for 256 bytes and `END_OF_TEXT`.
     """
     if vocab_size < 257:
         raise ValueError(
-            f"vocab_size must be at least 257 (bytes and end of text), got {vocab_size}"
+            f"vocab_size must be at least 257 (256 bytes and {END_OF_TEXT}), got {vocab_size}"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -48,10 +48,10 @@ def train_tokenizer(texts: Sequence[Text], vocab_size: int) -> Tokenizer:
 
 
 def load_corpus(texts: Sequence[Text], tokenizer: Tokenizer, window: int) -> tuple[Corpus, Corpus]:
-    """Tokenises the files; returns what to train on and what is held out.
+    """Tokenizes the files and returns the training split and the held-out split.
 
     Raises:
-        ValueError: a file is not UTF-8, or too short to hold out a window of this many tokens.
+        ValueError: a file is not UTF-8, or one of its splits has fewer than `window` tokens.
     """
     end = tokenizer.token_to_id(END_OF_TEXT)
     small = tokenizer.get_vocab_size() <= np.iinfo(np.uint16).max + 1
@@ -64,9 +64,9 @@ def load_corpus(texts: Sequence[Text], tokenizer: Tokenizer, window: int) -> tup
         split = int(len(stream) * (1 - _HELD_OUT))
         if min(split, len(stream) - split) < window:
             raise ValueError(
-                f"{text.path} has {len(stream)} tokens; windows of {window} and as much of them"
-                f" held out need {math.ceil(window / _HELD_OUT) + 1}: shorten sequence_length or"
-                " join it with another text"
+                f"{text.path} has {len(stream)} tokens; windows of {window} tokens in both splits"
+                f" need {math.ceil(window / _HELD_OUT) + 1}: reduce sequence_length or append"
+                " another text to the file"
             )
         train.append(stream[:split])
         held_out.append(stream[split:])
@@ -75,7 +75,7 @@ def load_corpus(texts: Sequence[Text], tokenizer: Tokenizer, window: int) -> tup
 
 
 def batch_at(corpus: Corpus, step: int, seed: int, batch_size: int, length: int) -> np.ndarray:
-    """The tokens `[batch_size, length]` int32 of one step: windows at random places."""
+    """The batch of one step, `[batch_size, length]` int32: windows at random offsets."""
     rng = np.random.default_rng((seed, step))
     weights = np.asarray(corpus.weights) / sum(corpus.weights)
     rows = []
@@ -87,7 +87,7 @@ def batch_at(corpus: Corpus, step: int, seed: int, batch_size: int, length: int)
 
 
 def _documents(text: Text) -> Iterator[str]:
-    """The file's documents, or, without a `document_start`, pieces of some thousand lines."""
+    """The documents of a file; without `document_start`, chunks of 4,096 lines."""
     lines: list[str] = []
     with open(text.path, encoding="utf-8") as file:
         for line in _decoded(file, text.path):

@@ -1,4 +1,4 @@
-"""What is minimised: next-token loss, and the divergence of a draft from its target."""
+"""Losses: next-token cross-entropy, and the KL divergence of a draft from its target."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from stree_jax.models.lm import HybridLM
 
 
 def next_token_loss(model: HybridLM, tokens: Tokens) -> Float[Array, ""]:
-    """Mean cross-entropy of each token given those before it, in nats."""
+    """Mean cross-entropy of each token given its prefix, in nats per token."""
     logits = model(tokens[:, :-1])[..., : model.config.vocab_size]
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
@@ -17,10 +17,11 @@ def next_token_loss(model: HybridLM, tokens: Tokens) -> Float[Array, ""]:
 def distillation_loss(
     model: HybridLM, target_logits: Float[Array, "B T V"], tokens: Tokens
 ) -> Float[Array, ""]:
-    """Mean `KL(target || model)` over the positions of `tokens`, in nats.
+    """Mean `KL(target || model)` over the positions of `tokens`, in nats per token.
 
-    The acceptance of a draft token is one minus the total variation between the two, which this
-    bounds.
+    A draft token is accepted with probability one minus the total variation distance of the two
+    distributions (Leviathan et al. 2022, arXiv:2211.17192), and by Pinsker's inequality this
+    distance is at most `sqrt(KL / 2)`.
     """
     logits = model(tokens)[..., : model.config.vocab_size]
     target = jax.nn.log_softmax(target_logits[..., : model.config.vocab_size])

@@ -1,4 +1,4 @@
-"""`train` and `distill`: a recipe in, a native checkpoint with tokenizer and model card out."""
+"""`train` and `distill`: from a recipe to a native checkpoint with tokenizer and model card."""
 
 import dataclasses
 import hashlib
@@ -29,15 +29,15 @@ def train(recipe: Recipe, output: Path, *, command: str) -> Iterator[Progress]:
     """Trains a tokenizer and a model on text.
 
     Args:
-        recipe: what to do.
-        output: the native checkpoint to write; the run's own checkpoints are in `<output>.run`.
-        command: how the run was started, for the model card.
+        recipe: model, optimization and text.
+        output: the native checkpoint to write. Checkpoints to resume from go to `<output>.run`.
+        command: the command line of the run, for the model card.
 
     Yields:
-        One report a step; the checkpoint is complete when the iterator is exhausted.
+        One `Progress` per step. `output` is written when the iterator is exhausted.
 
     Raises:
-        ValueError: the recipe or the output cannot be used.
+        ValueError: the recipe or the output is invalid.
     """
     run = _run_directory(output, recipe.fingerprint())
     tokenizer_file = run / "tokenizer.json"
@@ -56,15 +56,15 @@ def train(recipe: Recipe, output: Path, *, command: str) -> Iterator[Progress]:
 
 
 def distill(recipe: Recipe, target_path: Path, output: Path, *, command: str) -> Iterator[Progress]:
-    """Trains a draft model to predict what a target model predicts. As `train`."""
+    """Distills a target model into a draft model; arguments, yields and errors as in `train`."""
     tokenizer = load_tokenizer(target_path)
     target = from_pretrained(target_path)
     if output.exists() and output.samefile(target_path):
-        raise ValueError(f"the draft would replace its target, {output}; choose another output")
+        raise ValueError(f"output {output} is the target itself; choose another output")
     if tokenizer.get_vocab_size() > target.config.vocab_size:
         raise ValueError(
             f"the tokenizer of {target_path} has {tokenizer.get_vocab_size()} tokens, its model"
-            f" {target.config.vocab_size}"
+            f" {target.config.vocab_size}; the model must cover the tokenizer"
         )
     run = _run_directory(output, recipe.fingerprint() | {"target": _digest(target)})
     model = _new_model(recipe, target.config.vocab_size, target.config.eos_token)
@@ -95,9 +95,9 @@ def _run(
 
     def batch(step: int) -> np.ndarray:
         tokens = read(corpus, step)
-        num_written = round(training.generated * training.batch_size)
-        if target is not None and num_written:
-            tokens[:num_written] = _continued(target, tokens[:num_written], recipe.seed, step)
+        num_generated = round(training.generated * training.batch_size)
+        if target is not None and num_generated:
+            tokens[:num_generated] = _continued(target, tokens[:num_generated], recipe.seed, step)
         return tokens
 
     yield from fit(
@@ -108,7 +108,7 @@ def _run(
         run / "steps",
         target,
     )
-    # Measured on the weights as they ship.
+    # Evaluated with the weights as stored.
     stored = cast(model, jnp.bfloat16)
     final = evaluate(
         cast(stored, jnp.float32), loss, [read(held_out, step) for step in range(16)], target
@@ -119,13 +119,14 @@ def _run(
 
 
 def _continued(target: HybridLM, tokens: np.ndarray, seed: int, step: int) -> np.ndarray:
-    """The rows with their second half written by the target."""
+    """The rows with their second half replaced by the target's continuation of the first."""
     half = tokens.shape[1] // 2
     out = generate(
         target,
         tokens[:, :half].tolist(),
         max_new_tokens=tokens.shape[1] - half,
         temperature=float(step % 2 == 0),
+        eos_token=(),  # rows keep their length
         key=jax.random.fold_in(jax.random.key(seed), step),
     )
     return np.concatenate([tokens[:, :half], out.tokens], axis=1)
@@ -137,15 +138,15 @@ def _new_model(
     try:
         config = ModelConfig.mamba2_lm(vocab_size, eos_token=eos_token, **recipe.model)
     except TypeError as error:
-        raise ValueError(f"the recipe's [model] table does not fit: {error}") from error
+        raise ValueError(f"the recipe's [model] table is invalid: {error}") from error
     return HybridLM(config, rngs=nnx.Rngs(recipe.seed))
 
 
 def _run_directory(output: Path, fingerprint: dict[str, Any]) -> Path:
-    """Where the run keeps its own checkpoints, after checking that it is this run.
+    """The directory with the checkpoints of this run, created if this is its start.
 
     Raises:
-        ValueError: the output is something else, or the directory belongs to another run.
+        ValueError: `output` is not a checkpoint, or the directory belongs to another run.
     """
     output = output.absolute()
     if output.exists():
@@ -153,7 +154,7 @@ def _run_directory(output: Path, fingerprint: dict[str, Any]) -> Path:
             load_config(output)
         except ValueError as error:
             raise ValueError(
-                f"{output} exists and is not a checkpoint of stree-jax, so it is not replaced"
+                f"{output} exists and is not a stree-jax checkpoint; choose another output"
             ) from error
     run = output.with_name(output.name + ".run")
     run.mkdir(parents=True, exist_ok=True)
@@ -163,21 +164,21 @@ def _run_directory(output: Path, fingerprint: dict[str, Any]) -> Path:
         _write(file, now)
     elif not file.is_file() or file.read_text() != now:
         raise ValueError(
-            f"{run} belongs to a run with another recipe, text or target; remove it to start anew,"
+            f"{run} belongs to a run with another recipe, text or target; remove it to start over,"
             " or choose another output"
         )
     return run
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a file atomically."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     partial.rename(path)
 
 
 def _digest(model: HybridLM) -> str:
-    """Of the weights."""
+    """SHA-256 of the weights."""
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(nnx.state(model)):
         digest.update(np.asarray(leaf).tobytes())
@@ -208,12 +209,12 @@ def _model_card(
 
 {size:,} parameters, {len(model.config.layers)} layers, width {model.config.d_model}, vocabulary
 {model.config.vocab_size}; stored as bfloat16. It was {verb} with stree-jax to show speculative
-decoding on a laptop. It is far too small to be right about anything.
+decoding on a laptop. It is far too small to be accurate about anything.
 
 - Command: `{command}`
 - Tokens seen: {tokens:,} in {training.steps:,} steps
 - Held-out {kind}: {loss:.4f} nats a token{perplexity}, on the last 1 % of each file, with the
-  weights as stored
+  stored weights
 
 | text | licence | weight | tokens |
 |---|---|---|---|

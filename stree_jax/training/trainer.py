@@ -1,4 +1,4 @@
-"""The training loop: an iterator of progress, resumable from its own checkpoints."""
+"""The training loop: an iterator over steps that resumes from its own checkpoints."""
 
 import functools
 import time
@@ -18,12 +18,12 @@ from stree_jax.checkpoint import check_shapes
 from stree_jax.models.lm import HybridLM
 from stree_jax.training.recipe import Training
 
-# Turns a model and a batch into the loss; what else it needs (a target) comes as `extra`.
+# (model, tokens, extra) -> scalar loss; `extra` is the target in distillation, else None.
 Loss = Callable[[HybridLM, Array, Any], Array]
 
 
 class Progress(NamedTuple):
-    """Where a run is after a step."""
+    """The result of one step."""
 
     step: int
     loss: float
@@ -38,25 +38,25 @@ def fit(
     checkpoints: Path,
     extra: Any = None,
 ) -> Iterator[Progress]:
-    """Trains `model` in place, from the newest checkpoint on if there is one.
+    """Trains `model` in place, resuming from the latest checkpoint if there is one.
 
     Args:
-        model: float32; holds the trained weights when the iterator is exhausted. Until then it
-            holds none: its own are given up to the first step.
-        loss: of a model, a batch and `extra`.
-        batch: the tokens of a step, a pure function, so that a resumed run sees what it would have
-            seen.
-        training: the optimisation.
-        checkpoints: directory of this run's checkpoints. Each is complete or absent, and the newest
-            stays until a newer one is complete.
-        extra: passed to the compiled step as an argument.
+        model: in float32. It has the trained weights when the iterator is exhausted; until then
+            it is unusable, because its weights are donated to the first step.
+        loss: the loss function.
+        batch: tokens `[batch_size, sequence_length + 1]` of a step. A pure function, so that a
+            resumed run sees the same batches.
+        training: the optimization.
+        checkpoints: directory of this run's checkpoints, each written atomically. The latest two
+            are kept.
+        extra: further argument of `loss`.
 
     Yields:
-        One report a step.
+        One `Progress` per step.
 
     Raises:
-        ValueError: the newest checkpoint is damaged, or belongs to a run of another shape.
-        FloatingPointError: the loss or the weights are not finite.
+        ValueError: the latest checkpoint is damaged or has other shapes.
+        FloatingPointError: the loss or a weight is not finite.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -74,7 +74,7 @@ def fit(
         )(state["params"])
         updates, optimizer_state = optimizer.update(gradient, state["optimizer"], state["params"])
         params = optax.apply_updates(state["params"], updates)
-        # Weights that are not finite must not reach a checkpoint.
+        # Non-finite weights fail the step, so they never reach a checkpoint.
         value = jnp.where(jnp.isfinite(optax.tree.norm(params)), value, jnp.nan)
         return {"params": params, "optimizer": optimizer_state}, value
 
@@ -94,7 +94,7 @@ def fit(
                 state = checkpointer.load(start, abstract_state=jax.tree.map(_abstract, state))
             except Exception as error:  # Orbax raises many kinds
                 raise ValueError(
-                    f"the run in {checkpoints} is damaged or of another shape;"
+                    f"the run in {checkpoints} is damaged or has other shapes;"
                     " remove it or choose another output"
                 ) from error
         for step in range(start + 1, training.steps + 1):
@@ -112,7 +112,7 @@ def fit(
 
 
 def make_optimizer(training: Training) -> optax.GradientTransformation:
-    """AdamW under a cosine schedule; matrices decay, norms, biases and the SSM's scalars do not."""
+    """AdamW under a cosine schedule; weight decay applies to matrices only."""
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=training.learning_rate,
@@ -132,13 +132,13 @@ def make_optimizer(training: Training) -> optax.GradientTransformation:
 
 
 def evaluate(model: HybridLM, loss: Loss, batches: list[np.ndarray], extra: Any = None) -> float:
-    """Mean loss over batches."""
+    """Mean loss over batches of tokens."""
     compiled = jax.jit(loss)
     return float(np.mean([compiled(model, jnp.asarray(batch), extra) for batch in batches]))
 
 
 def cast(model: HybridLM, dtype: DTypeLike) -> HybridLM:
-    """A copy with weights of another type, as a model of that type stores them."""
+    """A copy with the dtypes of a `dtype` model, which keeps some weights in float32."""
     structure, wanted = HybridLM.abstract(model.config, dtype=dtype)
     have = nnx.to_pure_dict(nnx.state(model))
     return nnx.merge(structure, jax.tree.map(lambda leaf, to: leaf.astype(to.dtype), have, wanted))

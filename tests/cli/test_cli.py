@@ -1,4 +1,4 @@
-"""The command, as a user runs it."""
+"""The installed command, in a process of its own."""
 
 import json
 import re
@@ -38,19 +38,20 @@ def run(*arguments, **options):
         ("chain:4", st.TreeTopology.chain(4)),
         ("complete:2,3", st.TreeTopology.complete(2, 3)),
         ("beam:3,4", st.TreeTopology.beam(3, 4)),
+        ("budget:32,6", st.TreeTopology.budget(32, 6)),
         ("branching:3,2,1", st.TreeTopology.from_branching((3, 2, 1))),
         ("parents:-1,0,0", st.TreeTopology.from_parents([-1, 0, 0])),
         ("paper:B", st.TreeTopology.paper("B")),
     ],
 )
-def test_trees_as_words(spec, tree):
+def test_tree_specifications(spec, tree):
     assert parse_tree(spec) == tree
 
 
 @pytest.mark.parametrize(
     "spec", ["", "chain", "chain:x", "chain:1,2", "complete:2", "oak:3", "paper:Z"]
 )
-def test_words_that_are_no_tree(spec):
+def test_malformed_tree_specifications_are_refused(spec):
     with pytest.raises(ValueError, match=r"is not a tree: use chain:4|the paper's trees are"):
         parse_tree(spec)
 
@@ -123,20 +124,20 @@ def test_generate_streams_the_text_of_generate():
 
 
 def test_text_is_printed_as_it_is():
-    """No wrapping, no markup, no emoji codes, no expanded tabs."""
+    """No wrapping, markup, emoji codes or tab expansion."""
     prompt = "\ta[:100:] = [bold]x[/bold]  # " + "long " * 30
     result = run("generate", st.demo_path("target"), "-p", prompt, "--max-new-tokens", 1)
     assert result.stdout.startswith(prompt)
 
 
 def test_convert_and_inspect(tmp_path):
-    """There and back: the tensors are those of the embedded target."""
+    """A round trip through the Hugging Face format preserves all tensors."""
     result = run("convert", st.demo_path("target"), "hf", "--to", "hf", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "wrote hf (hf)" in result.stdout
     result = run("convert", "hf", "native", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    for text in ("transformers mamba2", "6 mamba2", "stored as", "bfloat16", "left out"):
+    for text in ("transformers mamba2", "6 mamba2", "stored as", "bfloat16", "ignored"):
         assert text in result.stdout
     assert (tmp_path / "native" / "tokenizer.json").is_file()
     have, want = st.from_pretrained(tmp_path / "native"), st.from_pretrained(st.demo_path("target"))
@@ -153,7 +154,7 @@ def test_sampling_depends_on_the_seed():
     common = ["generate", st.demo_path("target"), "-p", "The", "--max-new-tokens", 16]
     common += ["--temperature", 1, "--top-p", 0.9]
     first, again, other = (run(*common, "--seed", seed).stdout for seed in (1, 1, 2))
-    # Not at the speed, which may be 116 tokens/s.
+    # Without the summary line, whose speed varies.
     text = [out.rsplit("16 tokens, ", 1)[0] for out in (first, again, other)]
     assert text[0] == text[1] != text[2]
 
@@ -170,7 +171,7 @@ def test_demo():
 
 
 def test_train(tmp_path):
-    """The progress bar's last state and the checkpoint; what a run does is tested elsewhere."""
+    """Progress bar and checkpoint only; tests/training tests training itself."""
     rng = np.random.default_rng(0)
     (tmp_path / "text.txt").write_text(" ".join(rng.choice(["cat", "dog", "sun"], size=3000)))
     (tmp_path / "recipe.toml").write_text(

@@ -6,7 +6,7 @@ import numpy as np
 
 from tests.convert import numpy_mamba_in_llama, numpy_mamba_ssm
 
-# Of mamba_ssm's MambaConfig and, under ssm_cfg, of its Mamba2.
+# Fields of mamba_ssm's MambaConfig and, under ssm_cfg, of its Mamba2.
 MAMBA_SSM_CONFIGS = {
     "as released": {},
     "groups, D per channel, norm before gate": dict(
@@ -18,7 +18,7 @@ MAMBA_SSM_CONFIGS = {
     ),
     "MLP, biases": dict(ssm_cfg=dict(bias=True, ngroups=2), d_intermediate=100),
 }
-# Those with attention. Rotary positions on all channels make every bias of the keys matter.
+# With attention. RoPE on all channels makes every key bias matter.
 MAMBA_SSM_HYBRID_CONFIGS = {
     "as mamba2attn-2.7b": dict(
         d_model=32,
@@ -80,7 +80,7 @@ def mamba_ssm_config(**changes):
 
 
 def mamba_ssm_weights(config, seed=0):
-    """Random weights by mamba_ssm's names, float32."""
+    """Random float32 weights under mamba_ssm's names."""
     rng = np.random.default_rng(seed)
     weights = {
         name: random_weight(name, shape, rng)
@@ -91,8 +91,8 @@ def mamba_ssm_weights(config, seed=0):
     return weights
 
 
-# Of config.json and of mamba_config.json. Tiny as they are, all three cases of llama3's scaling of
-# frequencies occur.
+# Changes to config.json and mamba_config.json. The sizes are tiny, yet all three cases of llama3's
+# frequency scaling occur.
 _LLAMA3 = dict(
     rope_type="llama3",
     factor=8.0,
@@ -102,12 +102,12 @@ _LLAMA3 = dict(
 )
 MAMBA_IN_LLAMA_CONFIGS = {
     "untied, llama3 rope": (dict(rope_scaling=_LLAMA3), {}),
-    # Of the mixer neither the width nor the number of heads is that of the attention.
+    # The mixer's width and number of heads differ from the attention's.
     "tied, plain rope, d_xb < d_inner": (
         dict(tie_word_embeddings=True, num_key_value_heads=1, head_dim=12, rms_norm_eps=1e-3),
         dict(d_inner=64, ssm_cfg=dict(expand=1, ngroups=8, d_state=8), attn_layers=[0]),
     ),
-    # As STree's draft; what its config.json says of attention belongs to another model.
+    # As STree's draft model, whose config.json has the attention settings of another model.
     "no attention, tied": (
         dict(tie_word_embeddings=True, num_attention_heads=6, head_dim=16, rope_scaling=_LLAMA3),
         dict(d_xb=8, attn_layers=[]),
@@ -155,7 +155,7 @@ def mamba_in_llama_configs(config=None, mamba_config=None):
 
 
 def mamba_in_llama_weights(config, mamba_config, seed=0):
-    """Random weights by MambaInLlama's names, float32, a tied head left out."""
+    """Random float32 weights under MambaInLlama's names, without a tied head."""
     rng = np.random.default_rng(seed)
     return {
         name: random_weight(name, shape, rng)
@@ -164,7 +164,7 @@ def mamba_in_llama_weights(config, mamba_config, seed=0):
 
 
 def mamba_in_llama_checkpoint(path, config, mamba_config, seed=0):
-    """A random checkpoint in the released layout; returns its weights by name."""
+    """Writes a random checkpoint in the released layout; returns its weights by name."""
     weights = mamba_in_llama_weights(config, mamba_config, seed)
     write_safetensors(path, config, weights)
     (path / "mamba_config.json").write_text(json.dumps(mamba_config))
@@ -172,7 +172,7 @@ def mamba_in_llama_checkpoint(path, config, mamba_config, seed=0):
 
 
 def random_weight(name, shape, rng):
-    """Weights that make every parameter matter."""
+    """Random float32 weights, scaled so that every parameter changes the logits."""
     noise = rng.normal(size=shape)
     if name.endswith("A_log"):
         value = rng.uniform(-1, 2, shape)
@@ -187,7 +187,7 @@ def random_weight(name, shape, rng):
     elif "embed" in name:
         value = noise
     elif "adapter" in name or name.endswith(".linear.weight"):
-        # zamba2 normalises what these lead to. Larger, and rounding errors grow a hundredfold.
+        # zamba2 normalises their output; larger weights amplify rounding errors a hundredfold.
         value = 0.4 * noise * shape[-1] ** -0.5
     else:
         value = noise * shape[-1] ** -0.5
@@ -195,7 +195,7 @@ def random_weight(name, shape, rng):
 
 
 def write_safetensors(path, config, weights, name="model.safetensors"):
-    """A checkpoint directory with these tensors."""
+    """Writes a checkpoint directory with these tensors."""
     from safetensors.numpy import save_file
 
     path.mkdir(exist_ok=True)

@@ -1,9 +1,9 @@
-"""MambaInLlama's hybrids in NumPy float64, from their description, on tensors by its own names.
+"""MambaInLlama's hybrids in NumPy float64, on tensors with its own names.
 
-A Llama of which some layers hold a Mamba-2 mixer instead of attention. The mixer has one head for
-each query head of the Llama it was distilled from: x and B take the place of values and keys and
-are as few as those, C takes the place of the queries. What is computed is what the training and
-evaluation code computes. Upstream's fast inference code ignores `rope_scaling`.
+A Llama in which some layers have a Mamba-2 mixer instead of attention. The mixer has one head for
+each query head of the Llama it was distilled from. x and B replace values and keys and have as few
+heads; C replaces the queries. This follows the training and evaluation code. Upstream's fast
+inference code ignores `rope_scaling`.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ from tests.convert.numpy_parts import (
     state_space,
 )
 
-_GATED_NORM_EPS = 1e-5  # whatever rms_norm_eps is
+_GATED_NORM_EPS = 1e-5  # hard-coded; rms_norm_eps does not change it
 
 
 def _mixer_sizes(mamba_config):
@@ -34,7 +34,7 @@ def _attention_sizes(config):
 
 
 def shapes(config, mamba_config):
-    """The tensors of a checkpoint; a tied head is not among them."""
+    """Shapes of the tensors of a checkpoint, without a tied head."""
     d_model, hidden = config["hidden_size"], config["intermediate_size"]
     inner, d_xb, mixer_heads, width = _mixer_sizes(mamba_config)
     heads, kv_heads, head_dim = _attention_sizes(config)
@@ -73,7 +73,7 @@ def shapes(config, mamba_config):
 
 
 def logits(config, mamba_config, weights, tokens, plain_rope=False):
-    """Logits `[T, V]` of one sequence; with `plain_rope` as if there were no `rope_scaling`."""
+    """Logits `[T, V]` of one sequence; `plain_rope` ignores `rope_scaling`."""
     w = {name: value.astype(np.float64) for name, value in weights.items()}
     eps = config["rms_norm_eps"]
     embedding = w["model.embed_tokens.weight"]
@@ -94,14 +94,14 @@ def logits(config, mamba_config, weights, tokens, plain_rope=False):
 
 
 def frequencies(config, plain_rope=False):
-    """Radians a position, for each pair of an attention head's channels."""
+    """Radians per position for each channel pair of an attention head."""
     plain = rope_frequencies(_attention_sizes(config)[2], config["rope_theta"])
     scaling = config.get("rope_scaling")
     if plain_rope or scaling is None or scaling["rope_type"] == "default":
         return plain
     assert scaling["rope_type"] == "llama3"
-    # How often a pair turns within the context it was trained on decides: often, and it stays;
-    # hardly, and it is slowed down by the factor; between the two, a line connects them.
+    # By the number of turns within the original context: pairs with many turns keep their
+    # frequency, pairs with few are slowed down by the factor, and those between are interpolated.
     turns = scaling["original_max_position_embeddings"] * plain / (2 * np.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     keep = np.clip((turns - low) / (high - low), 0, 1)

@@ -1,7 +1,7 @@
-"""mamba_ssm's Mamba-2 language models in NumPy float64, from their description, on its own tensors.
+"""mamba_ssm's Mamba-2 language models in NumPy float64, on tensors with its own names.
 
-Its packages need CUDA, so this stands in for them. Nothing here knows of the converter: the names
-and the order of every fused projection are those of the upstream files.
+mamba_ssm needs CUDA, so this stands in for it. It shares no code with the converter: names and the
+order of fused projections follow the upstream files.
 """
 
 import numpy as np
@@ -33,9 +33,9 @@ def _sizes(config):
 
 
 def _attention_sizes(config):
-    """The settings, and the widths of the queries, of the keys and of the MLP's both halves."""
+    """The settings, and the widths of queries, keys and both halves of the MLP."""
     attention = _ATTENTION | config["attn_cfg"]
-    assert attention["causal"]  # upstream's default is False, which is no language model
+    assert attention["causal"]  # upstream's default is False, which no language model uses
     heads = attention["num_heads"]
     attention["num_heads_kv"] = attention["num_heads_kv"] or heads
     attention["head_dim"] = attention["head_dim"] or config["d_model"] // heads
@@ -81,7 +81,7 @@ def _attention_shapes(config):
 
 
 def shapes(config):
-    """The tensors of a model's state dict."""
+    """Shapes of the tensors in a state dict."""
     d_model, multiple = config["d_model"], config["pad_vocab_size_multiple"]
     vocab = -(-config["vocab_size"] // multiple) * multiple
     hidden = -(-config["d_intermediate"] // 128) * 128
@@ -151,7 +151,7 @@ def _attention(config, w, u):
     projected = u @ w["in_proj.weight"].T + w.get("in_proj.bias", 0.0)
     qkv, up, gate = np.split(projected, [qkv, qkv + mlp // 2], axis=1)
     if attention["d_conv"]:
-        qkv = causal_conv(qkv, w["conv1d.weight"], w["conv1d.bias"])  # and no activation
+        qkv = causal_conv(qkv, w["conv1d.weight"], w["conv1d.bias"])  # without an activation
     q, k, v = (
         part.reshape(length, -1, attention["head_dim"])
         for part in np.split(qkv, [queries, queries + keys], axis=1)

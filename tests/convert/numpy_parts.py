@@ -1,4 +1,4 @@
-"""What the NumPy models have in common: one sequence, float64, one step after the other."""
+"""Building blocks of the NumPy models: one sequence, float64, a loop over time."""
 
 import numpy as np
 
@@ -8,13 +8,13 @@ def silu(x):
 
 
 def rms_norm(x, scale, eps, groups=1):
-    """`[T, D]`, each group of channels by its own mean square."""
+    """RMS norm of `[T, D]`, separately for each group of channels."""
     parts = x.reshape(len(x), groups, -1)
     return (parts / np.sqrt((parts**2).mean(-1, keepdims=True) + eps)).reshape(x.shape) * scale
 
 
 def causal_conv(x, weight, bias):
-    """Depthwise over time: `[T, D]` with `[D, 1, K]`, whose last tap is the present."""
+    """Causal depthwise convolution of `[T, D]` with `[D, 1, K]`; the last tap is the present."""
     width = weight.shape[-1]
     padded = np.concatenate([np.zeros((width - 1, x.shape[1])), x])
     return sum(padded[k : k + len(x)] * weight[:, 0, k] for k in range(width)) + bias
@@ -33,12 +33,12 @@ def state_space(x, dt, A_log, B, C, D):
 
 
 def rope_frequencies(size, base):
-    """Radians a position, for each of the `size / 2` pairs of channels."""
+    """Radians per position for each of the `size / 2` channel pairs."""
     return base ** (-np.arange(0, size, 2) / size)
 
 
 def rotate(x, frequencies, interleaved=False):
-    """Rotary positions on the first channels of `[T, H, D]`; channels beyond them pass through."""
+    """RoPE on the first channels of `[T, H, D]`; the others pass through."""
     half = len(frequencies)
     angle = np.arange(len(x))[:, None, None] * frequencies
     if interleaved:  # pair i is channels 2i and 2i + 1

@@ -1,7 +1,7 @@
 """Random models of transformers, saved by transformers.
 
-The parity tests need torch and transformers, which CI installs for its first leg; there a missing
-package is an error, elsewhere a skip.
+These tests need torch and transformers. A missing package skips them, except in the first leg of
+CI, where it is an error.
 """
 
 import os
@@ -32,7 +32,7 @@ def _imported(name):
     return module
 
 
-# Of transformers' Mamba2Config. Each makes something matter that the others leave alone.
+# Changes to transformers' Mamba2Config. Each tests something that the others do not.
 HF_CONFIGS = {
     "plain": {},
     "groups, narrow convolution, biases": dict(
@@ -70,10 +70,10 @@ def hf_checkpoint(path, seed=0, **changes):
 
 
 def hf_weights(model):
-    """All that a model saves by its names in memory, each tied tensor once, as torch holds them."""
+    """The saved tensors of a model by their names in memory; tied tensors once."""
     saved = model.state_dict()
-    # Most buffers follow from the config, like falcon_h1's mup_vector. nemotron_h's router bias is
-    # one that is saved.
+    # Most buffers are computed from the config, such as falcon_h1's mup_vector. nemotron_h's router
+    # bias is a saved one.
     return dict(model.named_parameters()) | {
         name: buffer for name, buffer in model.named_buffers() if name in saved
     }
@@ -93,10 +93,10 @@ def hf_logits(model, tokens):
     return out.logits.float().numpy()
 
 
-# zamba2 and nemotron_h clamp the time steps of a prefill at time_step_min, which is meant for
-# initialising them, and not those of decoding: a bug (the released models were trained without).
-# A floor that no softplus reaches leaves the model as it was meant, whatever the weights. It cannot
-# be 0, of which transformers takes the logarithm. To see the bug, pass time_step_min=0.05.
+# zamba2 and nemotron_h clamp the time step at time_step_min in prefill but not in decoding. This is
+# a bug: the field is meant for initialisation, and the released models were trained without the
+# clamp. A floor below any softplus output disables it. The floor cannot be 0, because transformers
+# takes its logarithm. To see the bug, pass time_step_min=0.05.
 _NO_FLOOR = 1e-30
 
 _HYBRID_DEFAULTS = dict(
@@ -155,7 +155,7 @@ _HYBRID_MODELS = dict(
         time_step_min=_NO_FLOOR,
     ),
 )
-# Name -> model_type and changes. Together they use every part of these models that was released.
+# Name -> model_type and changes. Together they use every part of the released models.
 HYBRID_CONFIGS = {
     "bamba": ("bamba", {}),
     "falcon_h1, multipliers, no norm": (

@@ -1,4 +1,4 @@
-"""Configs: what is refused, and the dialects that are understood."""
+"""Configs that are refused, and dialects that are accepted."""
 
 import dataclasses
 import json
@@ -143,7 +143,7 @@ def test_damaged_json(checkpoint, text):
     refused(checkpoint, r"config\.json is damaged")
 
 
-# As published, but for the sizes; the first with fields that only old conversions have.
+# As published, except for the sizes. This one has fields of old conversions.
 CODESTRAL_HF = """{
   "_name_or_path": "/repo/codestral", "_attn_implementation_autoset": true,
   "architectures": ["Mamba2ForCausalLM"], "bos_token_id": 0, "chunk_size": 256,
@@ -160,7 +160,7 @@ CODESTRAL_HF = """{
 
 @pytest.mark.parametrize("embedding", ["embedding", "embeddings"])
 def test_a_config_of_transformers_4(checkpoint, embedding):
-    """Bare Infinity, fields that nothing reads, a list of end tokens, the old embedding's name."""
+    """Bare Infinity, unused fields, several end tokens, the old name of the embedding."""
     want = st.from_pretrained(checkpoint)
     weights = dict(WEIGHTS)
     weights[f"backbone.{embedding}.weight"] = weights.pop("backbone.embedding.weight")

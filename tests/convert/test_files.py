@@ -1,4 +1,4 @@
-"""Files, tensors and indices that are damaged, missing or hostile."""
+"""Damaged, missing and malicious files."""
 
 import contextlib
 import json
@@ -90,7 +90,7 @@ def test_a_hub_name_without_a_network(monkeypatch):
 
 
 def test_a_hub_name(monkeypatch, checkpoint):
-    """The configs first, then only the weights that are needed."""
+    """Configs are downloaded first, then only the weights that are needed."""
     import huggingface_hub
 
     asked = []
@@ -106,7 +106,7 @@ def test_a_hub_name(monkeypatch, checkpoint):
 
 
 def test_both_forms_of_a_model_in_one_directory(tmp_path):
-    """As in Codestral-Mamba's repository: config.json goes with model.*, params.json does not."""
+    """As in Codestral-Mamba's repository: config.json belongs to model.*, params.json does not."""
     path = tmp_path / "both"
     checkpoints.write_safetensors(tmp_path / "ssm", CONFIG, WEIGHTS)
     convert(tmp_path / "ssm", path, to="hf")
@@ -125,7 +125,7 @@ def test_a_file_and_an_index_of_another(checkpoint):
 
 
 def test_truncated_and_scrambled_safetensors(checkpoint):
-    """Every cut and a hundred random changes end in a ValueError or a sound model."""
+    """Truncations and random changes raise a ValueError or leave a valid file."""
     file = checkpoint / "model.safetensors"
     data = file.read_bytes()
     for cut in (0, 1, 7, 8, 100, len(data) // 2, len(data) - 1):

@@ -1,7 +1,7 @@
-"""What the converted models are compared with is right itself.
+"""The models that converted models are compared with are themselves correct.
 
-The NumPy models stand in for programs that need a GPU. Where their formulas are also some
-transformers model's, they agree with it; what is theirs alone has properties that can be checked.
+The NumPy models stand in for programs that need a GPU. They agree with transformers models where
+the formulas coincide, and their other features have properties that can be checked.
 """
 
 import numpy as np
@@ -10,11 +10,11 @@ import pytest
 from tests.convert import checkpoints, numpy_mamba_in_llama, numpy_mamba_ssm, numpy_parts, peers
 
 TOKENS = np.random.default_rng(0).integers(3, 37, (2, 21))
-# The NumPy models walk through time: for many runs of them, few tokens.
+# Few tokens, because the NumPy models loop over time and are run many times.
 SHORT = TOKENS[0, :11]
 
 
-# They check what tests compare with, not the library.
+# These tests check the oracles, not the library.
 pytestmark = pytest.mark.slow
 
 
@@ -68,7 +68,7 @@ def test_mamba_ssm_against_transformers_mamba2(tmp_path):
 
 
 def test_mamba_ssm_against_transformers_bamba(tmp_path):
-    """Bamba was made with mamba_ssm: attention and an MLP in every layer."""
+    """Bamba is mamba_ssm's hybrid: attention layers, and an MLP in every layer."""
     hf = peers.hybrid_checkpoint(tmp_path, "bamba", intermediate_size=128)
     config = checkpoints.mamba_ssm_config(
         d_model=32,
@@ -115,7 +115,7 @@ def test_mamba_ssm_against_transformers_bamba(tmp_path):
 
 
 def test_mamba_ssm_attention_extras_reduce_to_plain_attention():
-    """A convolution that looks at the present only, a branch that is cut off, the usual scale."""
+    """With an identity convolution, a branch multiplied by zero, and the default scale."""
     attention = dict(causal=True, num_heads=2, rotary_emb_dim=4)
     plain = checkpoints.mamba_ssm_config(attn_layer_idx=[0], attn_cfg=attention)
     weights = checkpoints.mamba_ssm_weights(plain)
@@ -147,7 +147,7 @@ def test_interleaved_rotation_is_the_same_on_other_channels():
 
 @pytest.mark.parametrize("name", ["untied, llama3 rope", "tied, plain rope, d_xb < d_inner"])
 def test_mamba_in_llama_without_mamba_is_transformers_llama(name, tmp_path):
-    """The files too: transformers reads them as the Llama that they claim to be."""
+    """transformers can load the files, as the Llama that config.json says."""
     transformers = peers.transformers()
     changes, mamba_changes = checkpoints.MAMBA_IN_LLAMA_CONFIGS[name]
     configs = checkpoints.mamba_in_llama_configs(
@@ -165,7 +165,7 @@ def test_mamba_in_llama_without_mamba_is_transformers_llama(name, tmp_path):
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_frequencies_as_released(scaled):
-    """Llama 3.1's, and that each of the three cases of the scaling occurs in the tiny one."""
+    """Llama 3.1's frequencies; the tiny config has all three cases of the scaling."""
     transformers = peers.transformers()
     released = dict(original_max_position_embeddings=8192)
     tiny, _ = checkpoints.mamba_in_llama_configs(
@@ -189,10 +189,10 @@ def test_frequencies_as_released(scaled):
 
 @pytest.mark.parametrize("name", checkpoints.MAMBA_IN_LLAMA_CONFIGS)
 def test_mamba_in_llama_mixer_against_transformers_bamba(name, tmp_path):
-    """A Bamba of mamba layers only, whose every head has its own x and B: repeated rows."""
+    """Against a Bamba without attention, in which each head has its own copy of x and B."""
     torch = peers.torch()
     changes, mamba_changes = checkpoints.MAMBA_IN_LLAMA_CONFIGS[name]
-    changes = changes | dict(rms_norm_eps=1e-5)  # Bamba's also holds for the norm in its mixer
+    changes = changes | dict(rms_norm_eps=1e-5)  # Bamba uses it in its mixer, too
     config, mamba = checkpoints.mamba_in_llama_configs(
         changes, mamba_changes | dict(attn_layers=[])
     )
@@ -202,7 +202,7 @@ def test_mamba_in_llama_mixer_against_transformers_bamba(name, tmp_path):
     inner, d_xb = mamba["d_inner"], mamba["d_xb"]
 
     def repeated(rows):
-        """The rows of all heads of x or of B."""
+        """The rows of x or B, repeated for all heads."""
         by_head = rows.reshape(-1, head_dim, *rows.shape[1:])
         return np.repeat(by_head, inner // d_xb, axis=0).reshape(inner, *rows.shape[1:])
 
@@ -248,7 +248,7 @@ def test_transformers_hybrids_are_saved_whole_and_use_all_weights(name, tmp_path
     copy = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     np.testing.assert_array_equal(peers.hf_logits(copy, TOKENS), want)
 
-    # One backward pass of a random sum finds each weight that matters, and each expert.
+    # The gradient of a random sum shows which weights and experts matter.
     logits = hf(torch.tensor(TOKENS), use_cache=False).logits
     noise = np.random.default_rng(1).normal(size=logits.shape).astype(np.float32)
     (logits * torch.from_numpy(noise)).sum().backward()
@@ -265,7 +265,7 @@ def test_transformers_hybrids_are_saved_whole_and_use_all_weights(name, tmp_path
 
 @pytest.mark.parametrize("model_type", ["nemotron_h", "zamba2"])
 def test_time_step_floor_can_be_turned_on(model_type, tmp_path):
-    """The same weights; the floor changes the logits, and is in the config that is saved."""
+    """With the same weights, the floor changes the logits. It is in the saved config."""
     without = peers.hybrid_checkpoint(tmp_path / "without", model_type)
     floored = peers.hybrid_checkpoint(tmp_path / "floored", model_type, time_step_min=0.05)
     for name, value in numpy_weights(without).items():

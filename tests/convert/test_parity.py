@@ -1,4 +1,4 @@
-"""Converted models compute what the originals do."""
+"""Converted models compute what the original programs compute."""
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,13 @@ TOKENS = np.random.default_rng(0).integers(3, 37, (2, 21)).astype(np.int32)
 
 
 def assert_close(have, want, bound=1e-5):
-    """Within `bound`, relative to the largest logit."""
+    """Within `bound` relative to the largest logit."""
     np.testing.assert_allclose(have, want, rtol=0, atol=bound * np.abs(want).max())
 
 
 @jax.jit
 def prefill_then_decode(model, tokens, lengths, rest):
-    """Logits after a ragged prefill, then after each of `rest` `[B, R]` decoded one by one."""
+    """Logits after a ragged prefill, then after each token of `rest` `[B, R]`."""
     cache = model.init_cache(len(tokens), tokens.shape[1] + rest.shape[1])
     first, cache = model.prefill(tokens, lengths, cache)
     tree = st.TreeTopology.chain(0).tree(jnp.ones((len(tokens), 1), bool))
@@ -36,7 +36,7 @@ def prefill_then_decode(model, tokens, lengths, rest):
 
 
 def assert_decodes_alike(model, want):
-    """Ragged: rows of 9 and 13 of TOKENS, then four more each; `want` was made without padding."""
+    """Prefills 9 and 13 TOKENS, then decodes four more; `want` is computed without padding."""
     lengths = np.array([9, 13], np.int32)
     padded = np.where(np.arange(13) < lengths[:, None], TOKENS[:, :13], 0)
     rest = np.stack([TOKENS[i, n : n + 4] for i, n in enumerate(lengths)])
@@ -58,7 +58,7 @@ def test_transformers(name, tmp_path):
 
 @pytest.mark.parametrize("name", peers.HYBRID_CONFIGS)
 def test_transformers_hybrids_there_and_back(name, tmp_path):
-    """Whole, ragged prefill and decode; and transformers computes the same from our copy."""
+    """Forward pass, ragged prefill, decoding; transformers computes the same from our copy."""
     model_type, changes = peers.HYBRID_CONFIGS[name]
     hf = peers.hybrid_checkpoint(tmp_path / "hf", model_type, **changes)
     want = peers.hf_logits(hf, TOKENS)
@@ -85,7 +85,7 @@ def assert_same_tensors(before, after):
 
 @pytest.mark.parametrize("model_type", ["nemotron_h", "zamba2"])
 def test_the_floor_of_the_time_step_is_a_quirk(model_type, tmp_path):
-    """transformers clamps at time_step_min where the published config says nothing of it."""
+    """transformers clamps at time_step_min, which the published config does not ask for."""
     # Without tied embeddings transformers does not tie zamba2's shared blocks either.
     changes = dict(tie_word_embeddings=model_type == "zamba2", time_step_min=0.3)
     hf = peers.hybrid_checkpoint(tmp_path / "hf", model_type, **changes)
@@ -165,7 +165,7 @@ def test_codestral(tmp_path):
 
 
 def test_tree_decoding_of_a_converted_model(tmp_path):
-    """With an MLP in every layer, a padded vocabulary and a draft of another format."""
+    """With an MLP in every layer, a padded vocabulary, and a draft model of another shape."""
     config = checkpoints.mamba_ssm_config(d_intermediate=100, tie_embeddings=False)
     weights = checkpoints.mamba_ssm_weights(config)
     target = st.from_pretrained(checkpoints.write_safetensors(tmp_path / "target", config, weights))
@@ -186,12 +186,12 @@ def test_tree_decoding_of_a_converted_model(tmp_path):
             topology=st.TreeTopology.from_branching((2, 1)),
         )
         np.testing.assert_array_equal(tree.tokens, plain.tokens)
-    assert tree.stats.tau == 3  # its own draft: every depth accepted
+    assert tree.stats.tau == 3  # the target drafts for itself: every depth is accepted
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_hf_to_native_to_hf_is_bit_identical(dtype, tmp_path):
-    """Values and config; transformers then computes the same from the copy."""
+    """Tensors are equal, and transformers computes the same from the copy."""
     from safetensors.numpy import load_file
 
     torch, transformers = peers.torch(), peers.transformers()
@@ -212,7 +212,7 @@ def test_hf_to_native_to_hf_is_bit_identical(dtype, tmp_path):
 
 
 def test_torch_files_give_what_torch_loads(tmp_path):
-    """Every type and layout that a state dict may hold, among them views of one storage."""
+    """All dtypes and layouts, including views of one storage."""
     torch = peers.torch()
     from stree_jax.convert.torch_file import open_torch_file
 

@@ -1,4 +1,4 @@
-"""Writing and reading are inverse, for configs that nobody thought of."""
+"""Writing and reading are inverse for random configs."""
 
 import tempfile
 from pathlib import Path

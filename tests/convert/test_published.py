@@ -22,7 +22,7 @@ def read(tmp_path, values, **beside):
 
 
 def shape(config):
-    """What a preset is asked for: everything but scales, limits and tokens."""
+    """The config without what presets leave out: multipliers, length limits and tokens."""
     plain = dataclasses.replace(
         config,
         embedding_multiplier=1.0,
@@ -85,7 +85,7 @@ def test_the_number_of_parameters(values, num_parameters, tmp_path):
     _, weights = st.HybridLM.abstract(config)
     leaves = flatten(weights)
     assert sum(leaf.size for leaf in leaves.values()) == pytest.approx(num_parameters, rel=0.02)
-    # The table has a rule for every weight, of a shape that the transforms can make.
+    # Every weight has a rule whose transform produces its shape.
     description = describe(tmp_path / "config.json", values, {})
     shapes = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
     source = {
@@ -119,7 +119,7 @@ def test_mamba_in_llama_8b(tmp_path):
 
 
 def test_the_draft_of_stree(tmp_path):
-    """Its config.json says of attention what belongs to another model."""
+    """Its config.json has the attention settings of another model."""
     llama = published.LLAMA_3_1_8B | dict(
         hidden_size=1024,
         head_dim=128,

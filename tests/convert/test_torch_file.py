@@ -33,7 +33,7 @@ class Storage:
 
 
 def pickled(value):
-    """Protocol 2, opcode by opcode, since the names cannot be imported here."""
+    """Protocol 2, opcode by opcode, because pickle would import the names."""
     out = io.BytesIO()
 
     def write(item):
@@ -113,7 +113,7 @@ def test_a_torch_file_by_hand(tmp_path):
     ],
 )
 def test_pickles_that_ask_for_anything_else(tmp_path, module, name):
-    """Nothing is run: the argument would leave a file behind."""
+    """Nothing is run: the call would create a file."""
     marker = tmp_path / "ran"
     state = {"w": Call(Named(module, name), f"touch {marker}")}
     with pytest.raises(ValueError, match=rf"refused: its pickle asks for {module}\.{name}"):
@@ -156,16 +156,16 @@ def test_torch_files_that_lie(tmp_path, state, message):
 @pytest.mark.parametrize(
     "state",
     [
-        b"\x80\x02}" + b")" + b"\x85" * 2_000_000 + b"K\x01s.",  # a deep tuple as a key: hash
+        b"\x80\x02}" + b")" + b"\x85" * 2_000_000 + b"K\x01s.",  # a deeply nested tuple as a key
         b"\x80\x02}" + b")" + b"\x85" * 3_000 + b"K\x01s.",
-        # Tuples of the same tuple twice, over and over: 2^100 leaves to print or to hash.
+        # Nested pairs of one shared tuple: 2^100 leaves to print or hash.
         b"\x80\x02}" + b")q\x00" + b"h\x00\x86q\x00" * 100 + b"K\x01s.",
         b"\x80\x02}" + b")q\x00" + b"h\x00\x86q\x00" * 100 + b"Q.",
         b"\x80\x02}" + b"K\x01r\xff\xff\xff\x7f" + b".",  # a memo of 2^31 entries
     ],
 )
 def test_small_pickles_that_would_fill_the_memory(tmp_path, state):
-    """Refused at once; elsewhere these crash the process or keep it busy for ever."""
+    """Refused at once; other readers crash on these or never return."""
     with pytest.raises(ValueError, match=r"x\.bin"):
         open_torch_file(torch_file(tmp_path / "x.bin", state))
 

@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stree_jax.decoding.sampling import all_finite, best_token, token_log_probs
+from stree_jax.decoding.sampling import all_finite, token_log_probs
 from stree_jax.decoding.types import Sampling
 
 
@@ -50,11 +50,6 @@ def test_without_filters_the_sort_is_skipped():
 )
 def test_all_finite(row, finite):
     assert bool(all_finite(jnp.array(row))) is finite
-
-
-def test_the_best_token_is_the_first_of_equals():
-    logits = jnp.array([[1.0, 3.0, 3.0, 0.0], [-np.inf, -np.inf, -5.0, -np.inf]])
-    assert best_token(logits).tolist() == [1, 2]
 
 
 def test_rows_have_their_own_temperature_and_filters():

@@ -19,7 +19,7 @@ WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "to", "whil
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A small text of documents that start with '# '."""
+    """A text file whose documents start with '# '."""
     rng = np.random.default_rng(0)
     path = tmp_path_factory.mktemp("text") / "words.txt"
     path.write_text(
@@ -67,11 +67,19 @@ def test_a_recipe_is_read(recipe_file, text):
     [
         ("words.txt", "nowhere.txt", r"nowhere\.txt, which does not exist"),
         ("steps = 6", "steps = 6\npaces = 6", "paces"),
-        ("steps = 6", "steps = 0", "steps must be an integer from 1 on, got 0"),
-        ("steps = 6", "steps = 6\nlearning_rate = -1.0", "learning_rate must be a number from 0"),
-        ("[[text]]", "[[text]]\nweight = 0.0", "weight of .*words.txt must be a number above 0"),
-        ("steps = 6", "steps = 6\ngenerated = 2.0", "share from 0 to 1, got 2"),
-        ("[[text]]", "[[book]]", "names no text"),
+        ("steps = 6", "steps = 0", "steps must be an integer >= 1, got 0"),
+        (
+            "steps = 6",
+            "steps = 6\nlearning_rate = -1.0",
+            "learning_rate must be a number >= 0, got -1",
+        ),
+        ("[[text]]", "[[text]]\nweight = 0.0", "weight of .*words.txt must be a number > 0"),
+        (
+            "steps = 6",
+            "steps = 6\ngenerated = 2.0",
+            "generated must be a fraction from 0 to 1, got 2",
+        ),
+        ("[[text]]", "[[book]]", "has no text"),
         ("vocab_size", "vocabulary", "vocabulary"),
         ("[model]", "[model", "is not TOML"),
         ('path = "words.txt"', "", "'path'"),
@@ -94,12 +102,14 @@ def test_the_tokenizer_and_its_documents(text):
     assert tokenizer.decode(tokenizer.encode(sample).ids) == sample
     train_split, held_out = data.load_corpus(texts, tokenizer, 17)
     whole = np.concatenate([train_split.streams[0], held_out.streams[0]])
-    assert (whole == 0).sum() == 200  # one end a document
+    assert (whole == 0).sum() == 200  # one per document
     decoded = tokenizer.decode(whole.tolist(), skip_special_tokens=True)
     assert decoded == text.read_text()
     with pytest.raises(ValueError, match="at least 257"):
         data.train_tokenizer(texts, 100)
-    with pytest.raises(ValueError, match=r"words\.txt has \d+ tokens; windows of 1000 .* need"):
+    with pytest.raises(
+        ValueError, match=r"words\.txt has \d+ tokens; windows of 1000 tokens in both splits need"
+    ):
         data.load_corpus(texts, tokenizer, 1000)
 
 
@@ -147,14 +157,14 @@ def batch(step):
 TRAINING = Training(steps=8, batch_size=2, sequence_length=16, save_every=3, warmup_steps=2)
 
 
-def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     whole = new_model()
     losses = [report.loss for report in fit(whole, loss, batch, TRAINING, tmp_path / "whole")]
     assert losses[-1] < losses[0]
 
     interrupted = fit(new_model(), loss, batch, TRAINING, tmp_path / "parts")
     for report in interrupted:
-        if report.step == 7:  # saved at 3 and 6; 7 is lost
+        if report.step == 7:  # saved after steps 3 and 6; step 7 is lost
             interrupted.close()
             break
     resumed = new_model()
@@ -187,10 +197,10 @@ def test_a_failed_save_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     assert rest[0].step == 4
 
 
-def test_a_run_of_another_shape_is_not_resumed(tmp_path):
+def test_a_run_with_other_shapes_is_not_resumed(tmp_path):
     list(fit(new_model(), loss, batch, dataclasses.replace(TRAINING, steps=3), tmp_path / "run"))
     wider = st.HybridLM(st.ModelConfig.tiny(d_model=32), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="is damaged or of another shape; remove it"):
+    with pytest.raises(ValueError, match="is damaged or has other shapes; remove it"):
         list(fit(wider, loss, batch, TRAINING, tmp_path / "run"))
 
 
@@ -203,7 +213,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
-    """The loss before the update is fine; the update is not."""
+    """The loss before the update is finite, the update is not."""
 
     def bad(model, tokens, _):
         value = next_token_loss(model, tokens)
@@ -251,7 +261,7 @@ def test_train_and_distill_write_checkpoints(recipe_file, tmp_path):
     assert st.load_tokenizer(draft_path).to_str() == st.load_tokenizer(target_path).to_str()
     out = st.generate(target, [[5, 6]], max_new_tokens=4, drafter=st.ModelDrafter(draft))
     assert out.lengths.tolist() == [4]
-    # Started again, a finished run only writes its checkpoint anew.
+    # A finished run that is started again only rewrites its output.
     assert list(train(recipe, target_path, command="the command")) == []
 
     # Another recipe or another target is another run.
@@ -269,27 +279,29 @@ def test_train_and_distill_write_checkpoints(recipe_file, tmp_path):
         list(distill(small, perturbed_path, draft_path, command=""))
 
 
-def test_an_output_that_is_something_else_is_kept(recipe_file, tmp_path):
+def test_an_output_that_is_no_checkpoint_is_refused(recipe_file, tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "thesis.txt").write_text("precious")
-    with pytest.raises(ValueError, match="is not a checkpoint of stree-jax, so it is not replaced"):
+    with pytest.raises(ValueError, match="is not a stree-jax checkpoint; choose another"):
         list(train(Recipe.load(recipe_file), tmp_path / "notes", command=""))
     assert (tmp_path / "notes" / "thesis.txt").read_text() == "precious"
 
 
-def test_the_target_writes_the_second_half_of_some_rows():
+def test_the_target_continues_the_first_half():
     model, tokens = tiny_model(), batch(0)
     greedy = _continued(model, tokens, seed=0, step=1)
     np.testing.assert_array_equal(greedy[:, :8], tokens[:, :8])
     for t in range(8, 17):
         best = np.asarray(apply(model, np.pad(greedy, ((0, 0), (0, 3)))))[:, t - 1].argmax(-1)
         np.testing.assert_array_equal(greedy[:, t], best)
+    model.config = dataclasses.replace(model.config, eos_token=int(greedy[0, 8]))
+    np.testing.assert_array_equal(_continued(model, tokens, seed=0, step=1), greedy)
     sampled = _continued(model, tokens, seed=0, step=2)
     assert not np.array_equal(sampled, greedy)
     np.testing.assert_array_equal(sampled, _continued(model, tokens, seed=0, step=2))
 
 
-def test_a_model_table_that_does_not_fit_is_refused(recipe_file, tmp_path):
+def test_an_invalid_model_table_is_refused(recipe_file, tmp_path):
     recipe = dataclasses.replace(Recipe.load(recipe_file), model={"depth": 3})
-    with pytest.raises(ValueError, match=r"the recipe's \[model\] table does not fit"):
+    with pytest.raises(ValueError, match=r"the recipe's \[model\] table is invalid"):
         list(train(recipe, tmp_path / "out", command=""))

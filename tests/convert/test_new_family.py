@@ -1,0 +1,81 @@
+"""A new family is one entry of the table."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import stree_jax as st
+from stree_jax.convert import (
+    FAMILIES,
+    Description,
+    Family,
+    convert,
+    formats,
+    open_checkpoint,
+    tables,
+)
+from tests.tiny import randomised
+
+
+def random_model(**changes):
+    return randomised(st.HybridLM(st.ModelConfig.tiny(**changes), rngs=nnx.Rngs(0)), 0)
+
+
+def assert_goes_there_and_back(model, folder, family):
+    """Through a native checkpoint, one of the new family, and a native one again."""
+    paths = [folder / name for name in ("native", "other", "back")]
+    st.save_pretrained(model, paths[0])
+    convert(paths[0], paths[1], to="example")
+    convert(paths[1], paths[2])
+    assert open_checkpoint(paths[1]).description.family == family
+    for path in paths:
+        loaded = st.from_pretrained(path)
+        assert loaded.config == model.config
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(loaded), nnx.state(model))
+
+
+def test_the_family_of_the_docs(tmp_path, monkeypatch):
+    """Recognised by its model_type, and by nothing once its entry is gone."""
+    monkeypatch.setitem(FAMILIES, "example", None)  # restores the table at the end
+    docs = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+    exec(docs.read_text().split("```python")[1].split("```")[0], {})
+    assert formats()[-1] == "example"
+    model = random_model(d_model=32, head_dim=64, state_size=128, chunk_size=64)
+    assert_goes_there_and_back(model, tmp_path, "example")
+    st.save_pretrained(random_model(d_model=32, head_dim=64), tmp_path / "small")
+    with pytest.raises(ValueError, match="example has no place for mamba2.state_size = 8"):
+        convert(tmp_path / "small", tmp_path / "out", to="example")
+    monkeypatch.delitem(FAMILIES, "example")
+    with pytest.raises(ValueError, match="of no known family .*'example'"):
+        open_checkpoint(tmp_path / "other")
+    with pytest.raises(ValueError, match="to must be one of .*got 'example'"):
+        convert(tmp_path / "small", tmp_path / "out", to="example")
+
+
+def test_a_family_with_a_second_config_file(tmp_path, monkeypatch):
+    """Recognised by that file, with a padded vocabulary."""
+
+    def read(source):
+        fields, more = source.fields, source.beside["example.json"]
+        config = st.ModelConfig.tiny(
+            num_layers=fields.integer("depth"), padded_vocab_size=more.integer("rows")
+        )
+        rules = tables.mamba_ssm(config, embedding="embed")
+        return Description("an example", config, rules, [], fields.finish() + more.finish())
+
+    family = Family(
+        read,
+        lambda config, dtype: {"depth": len(config.layers)},
+        recognise=lambda source: "example.json" in source.beside,
+        mark="example.json",
+        beside={"example.json": lambda config: {"rows": config.num_embeddings}},
+        padded_vocab=True,
+    )
+    monkeypatch.setitem(FAMILIES, "example", family)
+    assert_goes_there_and_back(random_model(padded_vocab_size=40), tmp_path, "an example")
+    (tmp_path / "other" / "example.json").unlink()
+    with pytest.raises(ValueError, match=r"of no known family .* example \(example.json\), and"):
+        open_checkpoint(tmp_path / "other")

@@ -1,0 +1,126 @@
+"""What is compiled, how often, and what is copied."""
+
+import jax
+import numpy as np
+import pytest
+
+import stree_jax as st
+from stree_jax.decoding.options import buffer_size, plan
+from tests.tiny import perturbed, tiny_model
+
+TREE = st.TreeTopology.from_branching((2, 1))
+COMPILED = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, seconds, **_: (
+        COMPILED.append(event) if event == "/jax/core/compile/backend_compile_duration" else None
+    )
+)
+
+
+def programs_of(**options):
+    """How many programs a request compiles."""
+    before = len(COMPILED)
+    st.generate(tiny_model(), **options)
+    return len(COMPILED) - before
+
+
+@pytest.fixture(scope="module")
+def warm():
+    """Compiles a greedy and a sampled program of two rows, with drafts."""
+    jax.clear_caches()
+    drafter = st.ModelDrafter(perturbed(tiny_model(), 0.3))
+    common = dict(drafter=drafter, topology=TREE, max_new_tokens=6)
+    greedy = common | dict(prompts=[[1, 2, 3], [4]])
+    sampled = greedy | dict(temperature=0.7, top_k=3, key=jax.random.key(0))
+    assert programs_of(**greedy) > 0
+    assert programs_of(**sampled) > 0
+    return greedy, sampled
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(prompts=[[5] * 40, [6] * 7]),
+        dict(max_new_tokens=1),
+        dict(max_new_tokens=13, prompts=[[1] * 50, [2]]),
+        dict(eos_token=3),
+        dict(eos_token=[3, 4, 5, 6]),
+        dict(eos_token=()),
+        dict(max_length=60),
+    ],
+)
+def test_nearby_requests_share_programs(change, warm):
+    for request in warm:
+        assert programs_of(**request | change) == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(temperature=1.3),
+        dict(top_k=7),
+        dict(top_k=0, top_p=0.5),
+        dict(key=jax.random.key(5)),
+    ],
+)
+def test_nearby_sampled_requests_share_programs(change, warm):
+    _, sampled = warm
+    assert programs_of(**sampled | change) == 0
+
+
+def test_longer_requests_compile_again_in_geometric_steps(warm):
+    """Each new size of buffer compiles, and is then shared."""
+    greedy, _ = warm
+    assert programs_of(**greedy | dict(max_new_tokens=80)) > 0
+    assert programs_of(**greedy | dict(max_new_tokens=90)) == 0
+    sizes = sorted({buffer_size(n) for n in range(1, 5000)})
+    assert sizes[:6] == [64, 96, 128, 192, 256, 384]
+    assert len(sizes) == 14
+    assert all(n <= buffer_size(n) <= max(64, 1.5 * n) for n in range(1, 5000))
+
+
+def pointers(tree):
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
+
+
+def test_the_caches_of_a_prompt_are_not_copied(monkeypatch):
+    """The first state holds the very buffers that the prompt was read into; a run reuses them."""
+    read = []
+
+    def recorded(function):
+        def run(*arguments):
+            cache = function(*arguments)
+            read.extend(pointers(cache))
+            return cache
+
+        return run
+
+    for module in ("loop", "drafters.model"):
+        name = f"stree_jax.decoding.{module}.prefill"
+        monkeypatch.setattr(name, recorded(jax.tree_util.Partial(import_prefill())))
+    model = tiny_model("bamba hybrid")
+    drafter = st.ModelDrafter(perturbed(model, 0.3))
+    request = plan(model, [[1, 2, 3], [4]], drafter=drafter, topology=TREE, max_new_tokens=6)
+    state = request.decoder.start(model, drafter, request.context, request.keys)
+    assert sorted(pointers((state.cache, state.drafter.cache))) == sorted(read)
+    caches = jax.tree.leaves((state.cache, state.drafter.cache, state.pending, state.context))
+    state = request.decoder.run(model, drafter, state, request.limits, request.sampling)
+    assert all(leaf.is_deleted() for leaf in caches)
+    # Neither the request nor the model is donated: both serve again.
+    again = request.decoder.start(model, drafter, request.context, request.keys)
+    again = request.decoder.run(model, drafter, again, request.limits, request.sampling)
+    np.testing.assert_array_equal(again.context.tokens, state.context.tokens)
+
+
+def import_prefill():
+    from stree_jax.decoding.prefill import prefill
+
+    return prefill
+
+
+def test_the_cache_is_returned_on_request_only():
+    options = dict(prompts=[[1, 2, 3], [4]], max_new_tokens=3)
+    assert st.generate(tiny_model(), **options).cache is None
+    cache = st.generate(tiny_model(), return_cache=True, **options).cache
+    want = jax.eval_shape(lambda: tiny_model().init_cache(2, 64))
+    assert jax.tree.map(lambda a: a.shape, cache) == jax.tree.map(lambda a: a.shape, want)
