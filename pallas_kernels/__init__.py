@@ -6,29 +6,12 @@ kernel. `dispatch` says which one runs and why. Needs jax only.
 """
 
 from pallas_kernels import dispatch
-from pallas_kernels.add_rms_norm.api import add_rms_norm
 from pallas_kernels.attention_tree.api import attention_tree
 from pallas_kernels.attention_tree.keys import KeyCache, NodeKeys, replay_keys, write_keys
 from pallas_kernels.attention_tree.layout import AttentionLayout
 from pallas_kernels.expert_mlps.api import expert_mlps
-from pallas_kernels.gated_rms_norm.api import gated_rms_norm
-from pallas_kernels.mamba2_tree.api import (
-    Mamba2Weights,
-    Previous,
-    implementation_of_mamba2_tree,
-    mamba2_tree,
-)
-from pallas_kernels.mamba2_tree.layout import Layout
-from pallas_kernels.mamba2_tree.records import (
-    Mamba2Pending,
-    RecordQueue,
-    after_turn,
-    enqueued,
-    oldest_record,
-)
-from pallas_kernels.numerics import Unscaled
-from pallas_kernels.replay.api import replay
-from pallas_kernels.replay_tree_scan.api import replay_tree_scan
+from pallas_kernels.numerics import DeferredRMSNorm
+from pallas_kernels.rms_norm.api import add_rms_norm, gated_rms_norm
 from pallas_kernels.ssd.api import ssd
 from pallas_kernels.tree_attention.api import tree_attention
 from pallas_kernels.tree_conv1d.api import (
@@ -36,30 +19,26 @@ from pallas_kernels.tree_conv1d.api import (
     replay_conv_state,
     replay_window,
     tree_conv1d,
+    tree_conv1d_layer,
 )
-from pallas_kernels.tree_scan.api import tree_scan
+from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
+from pallas_kernels.tree_scan.api import replay, replay_tree_scan, tree_scan
+from pallas_kernels.tree_scan.gate import Gate
 
 __all__ = [
     "AttentionLayout",
+    "DeferredRMSNorm",
+    "Gate",
     "KeyCache",
-    "Layout",
+    "Mamba2Layout",
     "Mamba2Pending",
-    "Mamba2Weights",
     "NodeKeys",
-    "Previous",
-    "RecordQueue",
-    "Unscaled",
     "add_rms_norm",
-    "after_turn",
     "attention_tree",
     "conv_window",
     "dispatch",
-    "enqueued",
     "expert_mlps",
     "gated_rms_norm",
-    "implementation_of_mamba2_tree",
-    "mamba2_tree",
-    "oldest_record",
     "replay",
     "replay_conv_state",
     "replay_keys",
@@ -68,6 +47,7 @@ __all__ = [
     "ssd",
     "tree_attention",
     "tree_conv1d",
+    "tree_conv1d_layer",
     "tree_scan",
     "write_keys",
 ]

@@ -87,7 +87,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Unscaled:
+class DeferredRMSNorm:
     """A root-mean-square norm, or its product with a matrix, before the rows are scaled.
 
     Of the norm `rsqrt(mean(v * v) + epsilon) * v * weight` all but the first factor is done. That

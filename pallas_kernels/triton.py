@@ -10,6 +10,7 @@ from values, no slices of values. The interpreter has no masked stores.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +95,18 @@ def _bf16_parts(value, count):
         parts.append(value.astype(jnp.bfloat16))
         value = value - parts[-1].astype(jnp.float32)
     return parts
+
+
+def masked_load(ref: Any, index: tuple[Any, ...], mask: jax.Array, *, interpret: bool) -> jax.Array:
+    """`ref[index]` where `mask`, 0 elsewhere; what is masked off is not read.
+
+    The interpreter has no masked loads, and reads all. The index must be in bounds everywhere.
+    """
+    if interpret:
+        value = ref[index]
+        return jnp.where(mask, value, jnp.zeros_like(value))
+    view = ref.at[index]
+    return plt.load(view, mask=jnp.broadcast_to(mask, view.shape), other=0.0)
 
 
 def barrier(interpret: bool) -> None:

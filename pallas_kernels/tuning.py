@@ -5,7 +5,7 @@ without a table gets the defaults of each op's `config.py`. A table that is dama
 something this version does not know, is an error that names the file; it is never ignored.
 
 {"device": "NVIDIA H200",
- "blocks": {"replay": {"bfloat16": {"nodes": 32, "state": 4096, "num_warps": 4, "num_stages": 1}}}}
+ "blocks": {"tree_conv1d": {"any": {"queries": 16, "channels": 128, "num_warps": 4}}}}
 
 Other keys beside these two say where a table comes from, and are not read.
 """
@@ -30,10 +30,7 @@ DIRECTORY = Path(__file__).parent / "tuned"
 OPS = {
     "attention_tree": "attention_tree.config.DEFAULTS",
     "expert_mlps": "expert_mlps.config.DEFAULTS",
-    "gated_rms_norm": "gated_rms_norm.config.DEFAULTS",
-    "mamba2_tree": "mamba2_tree.config.DEFAULTS",
-    "replay": "replay.config.DEFAULTS",
-    "replay_tree_scan": "replay_tree_scan.config.DEFAULTS",
+    "rms_norm": "rms_norm.config.DEFAULTS",
     "ssd": "ssd.config.DEFAULTS",
     "tree_attention": "tree_attention.config.DEFAULTS",
     "tree_conv1d": "tree_conv1d.config.DEFAULTS",

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels import AttentionLayout, Layout
+from pallas_kernels import AttentionLayout
 from pallas_kernels.numerics import ACTIVATIONS
 
 
@@ -139,22 +139,6 @@ class Mamba2Config:
     def gate_groups(self) -> int:
         """Groups of the gated norm."""
         return self.num_groups if self.norm_groups is None else self.norm_groups
-
-    @property
-    def layout(self) -> Layout:
-        """Where the parts of the input projection are, and how the heads share them."""
-        return Layout(
-            num_heads=self.num_heads,
-            head_dim=self.head_dim,
-            num_groups=self.num_groups,
-            state_size=self.state_size,
-            x_heads=self.x_heads,
-            b_groups=self.b_groups,
-            repeat_before_conv=self.repeat_before_conv,
-            first_column=2 * self.mlp_dim,
-            multipliers=self.section_multipliers,
-            dt_limit=self.dt_limit,
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -124,7 +124,11 @@ class TreeTopology:
         if depth == 0 and num_nodes > 1:
             raise ValueError(f"a tree of depth 0 is its root; num_nodes must be 1, got {num_nodes}")
         _check_size(num_nodes)
-        return cls((-1, *range(depth), *[0] * (num_nodes - 1 - depth)))
+        if depth == 0:
+            return cls((-1,))
+        width = num_nodes - depth  # children of the root, the first of which the chain goes through
+        below = [1, *range(width + 1, num_nodes - 1)][: depth - 1]
+        return cls((-1, *[0] * width, *below))
 
     @classmethod
     def from_branching(cls, branching: Sequence[int]) -> "TreeTopology":

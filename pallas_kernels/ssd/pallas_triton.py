@@ -20,9 +20,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import triton as tb
-from pallas_kernels.head_blocks import HeadBlocks, channels_of
-from pallas_kernels.replay_tree_scan.pallas_triton import unsupported
 from pallas_kernels.ssd.config import BlockSizes, block_sizes
+from pallas_kernels.tree_scan.head_blocks import HeadBlocks, channels_of
+from pallas_kernels.tree_scan.pallas_triton import unsupported
 
 __all__ = ["ssd", "unsupported"]
 

@@ -1,1 +1,1 @@
-"""Depthwise causal convolution along the paths of a tree."""
+"""Depthwise causal convolution along the paths of a tree; alone, or with a Mamba-2 layer's rest."""

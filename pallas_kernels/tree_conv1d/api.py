@@ -1,26 +1,30 @@
 """Depthwise causal convolution over a tree.
 
-Each node convolves the inputs of its `K` nearest ancestors-or-self and continues, above the root,
-into the conv state. Which rows those are depends on the tree alone, so the index table
-(`conv_window`) is computed once a step and shared by all layers.
+Each node convolves the inputs of its `K` nearest ancestors-or-self; above the root the path
+continues into the conv state. The rows to read depend on the tree alone, so the gather index
+(`conv_window`) is computed once per step and shared by all layers.
 """
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.tree_conv1d import pallas_triton, xla
+from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
 
 ACTIVATIONS = (None, "silu")
 
 
 def conv_window(parents: Int[Array, "B N"], width: int) -> Int[Array, "B N K"]:
-    """Rows of `concat(conv_state, inputs)` that each node convolves, oldest first.
+    """The conv gather index: rows of `concat(conv_state, inputs)` that each node convolves.
 
     Args:
         parents: `[B, N]`, parents before children, -1 above a root.
         width: the conv width `K`.
+
+    Returns:
+        Row numbers, oldest tap first.
 
     Worked example, `K = 4`, so rows 0 1 2 are the state's columns c0 c1 c2 and row `3 + i` is node
     i:
@@ -57,7 +61,7 @@ def tree_conv1d(
     conv_state: Float[Array, "B J C"],
     weight: Float[Array, "K C"],
     bias: Float[Array, " C"] | None,
-    window: Int[Array, "B Q K"],
+    conv_gather_index: Int[Array, "B Q K"],
     *,
     activation: str | None = None,
     implementation: str | None = None,
@@ -69,8 +73,8 @@ def tree_conv1d(
         conv_state: the `J = K - 1` inputs before the root, oldest first.
         weight: oldest tap first.
         bias: optional.
-        window: the query rows of `conv_window(parents, K)`.
-        activation: "silu", applied before anything is rounded, or None.
+        conv_gather_index: the query rows of `conv_window(parents, K)`.
+        activation: "silu", applied before rounding, or None.
         implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
 
     Returns:
@@ -82,8 +86,8 @@ def tree_conv1d(
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation = {activation!r} is not one of {ACTIVATIONS}")
-    arguments = (inputs, conv_state, weight, bias, window)
-    with jax.named_scope("tree_conv1d"), dispatch.on(inputs, conv_state, weight):
+    arguments = (inputs, conv_state, weight, bias, conv_gather_index)
+    with jax.named_scope("tree_conv1d"), dispatch.on(inputs, conv_state):
         reason = pallas_triton.unsupported(inputs.shape[-1], weight.shape[0])
         match dispatch.choose("tree_conv1d", implementation, reason):
             case "xla":
@@ -95,18 +99,78 @@ def tree_conv1d(
                 )
 
 
+def tree_conv1d_layer(
+    projected: Float[Array, "B Q X"],
+    conv_weight: Float[Array, "K C"],
+    conv_bias: Float[Array, " C"] | None,
+    dt_bias: Float32[Array, " H"],
+    conv_state: Float[Array, "B J C"],
+    conv_gather_index: Int[Array, "B Q K"],
+    *,
+    layout: Mamba2Layout,
+    prefix_pending: Mamba2Pending | None = None,
+    previous: tuple[Mamba2Pending, Int[Array, "B J"]] | None = None,
+    implementation: str | None = None,
+) -> tuple[Mamba2Pending, Float[Array, "B Q G S"], Float[Array, "B J C"]]:
+    """Everything between a Mamba-2 layer's input projection and its scan, over a tree.
+
+    Convolution with SiLU, time steps, and the pending record. As a kernel it is one launch, which
+    reads the projection in place and convolves each channel once.
+
+    Args:
+        projected: the input projection at the last `Q` of the `N` nodes; columns as in `layout`.
+        conv_weight, conv_bias: as in `tree_conv1d`, for the channels x, B and C.
+        dt_bias: added to the time steps before softplus.
+        conv_state: the `J = K - 1` conv inputs before the root: of the previous tree if there is
+            one, otherwise of this tree.
+        conv_gather_index: the query rows of `conv_window(parents, K)`.
+        layout: of the projection.
+        prefix_pending: the record of the first `N - Q` nodes; None if `Q == N`.
+        previous: the previous tree's record, and `replay_window` of its accepted path; the conv
+            state is advanced along that path first. None: the conv state is up to date.
+        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
+
+    Returns:
+        The pending record of all `N` nodes, C of the query nodes, and the conv state before this
+        tree's root.
+
+    Raises:
+        ValueError: a projection or weights that do not fit the layout, or an implementation that
+            does not exist or cannot run these shapes.
+    """
+    if projected.shape[-1] != layout.num_columns:
+        raise ValueError(
+            f"the projection has {projected.shape[-1]} columns, {layout} has {layout.num_columns}"
+        )
+    if conv_weight.shape[-1] != layout.num_channels:
+        raise ValueError(
+            f"conv_weight has {conv_weight.shape[-1]} channels, {layout} has {layout.num_channels}"
+        )
+    arguments = (projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index)
+    arguments = (*arguments, prefix_pending, previous)
+    with jax.named_scope("tree_conv1d"), dispatch.on(projected, conv_state):
+        reason = pallas_triton.unsupported_layer(layout, conv_weight.shape[0])
+        match dispatch.choose("tree_conv1d_layer", implementation, reason):
+            case "xla":
+                return xla.tree_conv1d_layer(*arguments, layout=layout)
+            case chosen:
+                interpret = chosen == "pallas_interpret"
+                return pallas_triton.tree_conv1d_layer(
+                    *arguments, layout=layout, interpret=interpret
+                )
+
+
 def replay_conv_state(
     inputs: Float[Array, "B N C"],
     conv_state: Float[Array, "B J C"],
-    window: Int[Array, "B J"],
+    replay_gather_index: Int[Array, "B J"],
 ) -> Float[Array, "B J C"]:
     """The conv state after one path of the tree: its last `J = K - 1` inputs, oldest first.
 
     Args:
         inputs: the conv inputs of the tree's nodes.
         conv_state: the `J` inputs before the root.
-        window: `replay_window(parents, last, K)`.
+        replay_gather_index: `replay_window(parents, last, K)`.
     """
     with jax.named_scope("replay_conv_state"):
-        context = jnp.concatenate([conv_state, inputs.astype(conv_state.dtype)], axis=1)
-        return jnp.take_along_axis(context, window[..., None], axis=1)
+        return xla.replay_conv_state(inputs, conv_state, replay_gather_index)

@@ -1,7 +1,7 @@
 """Block sizes of the `tree_conv1d` kernel.
 
-Defaults are chosen so that nothing spills on sm_80 to sm_90 (`benchmarks/spills.py`); a device's
-own come from its table (`pallas_kernels/tuning.py`).
+With the defaults nothing spills on sm_80 to sm_90 (`python -m benchmarks.spills`); a device's own
+block sizes come from its table (`pallas_kernels/tuning.py`).
 """
 
 import dataclasses
@@ -11,11 +11,11 @@ from pallas_kernels import tuning
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """Sizes of what a program works on at a time; an axis that is smaller is one block.
+    """What a program works on at a time; an axis that is smaller is one block.
 
     Attributes:
         queries: nodes of a block.
-        channels: of a block, at most; the largest power of two that divides all of them.
+        channels: most channels of a block; the largest power of two below that fits is taken.
         num_warps: Triton's.
     """
 
@@ -24,8 +24,8 @@ class BlockSizes:
     num_warps: int
 
 
-# Nothing here is large enough to depend on types.
-DEFAULTS = {"any": BlockSizes(queries=16, channels=256, num_warps=4)}
+# One case: the blocks are too small for the type to matter.
+DEFAULTS = {"any": BlockSizes(queries=16, channels=128, num_warps=4)}
 
 
 def block_sizes() -> BlockSizes:

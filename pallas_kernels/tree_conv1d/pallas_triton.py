@@ -1,26 +1,105 @@
-"""`tree_conv1d` as one Pallas-Triton kernel.
+"""`tree_conv1d` and `tree_conv1d_layer` as one Pallas-Triton kernel.
 
-Passes: a program handles one row, one block of query nodes and one block of channels. For each tap
-it gathers one row of inputs or of the conv state a query, both from where they are: XLA's way
-concatenates them first. A node's inputs are read by up to K of its descendants, from cache after
-the first. The result is written once.
+Passes: a program handles one row, one block of nodes and one block of channels. For each tap it
+gathers one input row per node, from the array that holds it (conv state, previous tree, prefix of
+this tree, or the query nodes); loads from the other arrays are masked off. A row is read from
+memory once and by the up to K - 1 descendants in other programs from cache. Each channel is
+convolved once; where heads of x or groups of B are repeated after the convolution, its program
+writes all copies. The result is written once.
+
+`tree_conv1d` has one output. A layer has several: a block of channels belongs to x, B or C, one
+more block of columns holds the time steps, and the first block of nodes also writes its channels
+of the conv state before the root. Blocks of prefix nodes copy their part of the record. No program
+reads what another one writes.
 
 Numerics: float32 from load to store, activation included, rounded once. The conv state is rounded
-to the type of the inputs first, which is what it was before it was stored.
+to the type of the inputs first, which is the type it had before it was stored.
 
-Refuses numbers of channels that are not multiples of 16. Any numbers of queries and
-nodes, any width but 1.
+Refuses x, B and C whose channels are not multiples of 16, and a convolution of width 1. Any numbers
+of queries and nodes.
 """
 
+import dataclasses
 import functools
+import itertools
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import triton as tb
+from pallas_kernels.numerics import scaled
 from pallas_kernels.tree_conv1d.config import BlockSizes, block_sizes
+from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending, time_step
+
+Ref = Any
+Named = dict[str, tuple[Any, pl.BlockSpec]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """Neighbouring channels of the convolution that go to one output.
+
+    Attributes:
+        output: its name.
+        channel, column: where the channels start in the convolution and in the inputs.
+        head_size: channels of a head (of x) or of a group (of B and C).
+        input_heads, conv_heads, output_heads: how many of these are in the inputs, in the
+            convolution and in the output; each is repeated for neighbours to get from one to the
+            next.
+        multiplier: of the inputs.
+        recorded: the output has rows for the prefix nodes too.
+    """
+
+    output: str
+    channel: int
+    column: int
+    head_size: int
+    input_heads: int
+    conv_heads: int
+    output_heads: int
+    multiplier: float
+    recorded: bool
+
+    @property
+    def size(self) -> int:
+        """Channels of the convolution."""
+        return self.conv_heads * self.head_size
+
+    @property
+    def largest_block(self) -> int:
+        """A divisor of this many channels is a valid block: it never spans copied heads."""
+        copied = self.input_heads != self.conv_heads or self.conv_heads != self.output_heads
+        return self.head_size if copied else self.size
+
+    def column_of(self, channel: jax.Array) -> jax.Array:
+        """Of the inputs, for a channel of the section."""
+        if self.input_heads == self.conv_heads:
+            return self.column + channel
+        head = lax.div(channel, self.conv_heads // self.input_heads * self.head_size)
+        return self.column + head * self.head_size + lax.rem(channel, self.head_size)
+
+    def copies_of(self, channel: jax.Array) -> list[jax.Array]:
+        """Columns of the output that get a channel of the section."""
+        copies = self.output_heads // self.conv_heads
+        if copies == 1:
+            return [channel]
+        first = lax.div(channel, self.head_size) * copies
+        within = lax.rem(channel, self.head_size)
+        return [(first + copy) * self.head_size + within for copy in range(copies)]
+
+
+@dataclasses.dataclass(frozen=True)
+class TimeSteps:
+    """Where the time steps are in the inputs, and what is done to them."""
+
+    column: int
+    multiplier: float
+    limit: tuple[float, float]
 
 
 def unsupported(channels: int, width: int) -> str | None:
@@ -30,72 +109,349 @@ def unsupported(channels: int, width: int) -> str | None:
     return tb.unsupported_in_parts("channels", channels)
 
 
+def unsupported_layer(layout: Mamba2Layout, width: int) -> str | None:
+    """Why these shapes cannot run, or None."""
+    blocks = (section.largest_block for section in _sections(layout))
+    return next(filter(None, (unsupported(size, width) for size in blocks)), None)
+
+
+@functools.partial(jax.jit, static_argnames=("activation", "interpret", "blocks"))
 def tree_conv1d(
-    inputs,
-    conv_state,
-    weight,
-    bias,
-    window,
+    inputs: jax.Array,
+    conv_state: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    conv_gather_index: jax.Array,
     *,
-    activation,
-    interpret=False,
+    activation: str | None,
+    interpret: bool = False,
     blocks: BlockSizes | None = None,
-):
+) -> jax.Array:
     """See `api.tree_conv1d`."""
+    batch, _, num_channels = inputs.shape
+    num_queries = conv_gather_index.shape[1]
+    shape = jax.ShapeDtypeStruct((batch, num_queries, num_channels), inputs.dtype)
+    return _call(
+        {"inputs": inputs, "conv_state": conv_state, "index": conv_gather_index},
+        {"weight": weight} | ({} if bias is None else {"bias": bias}),
+        {"output": shape},
+        sections=(Section("output", 0, 0, num_channels, 1, 1, 1, 1.0, recorded=False),),
+        time_steps=None,
+        activation=activation,
+        interpret=interpret,
+        blocks=blocks,
+    )["output"]
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "interpret", "blocks"))
+def tree_conv1d_layer(
+    projected: jax.Array,
+    conv_weight: jax.Array,
+    conv_bias: jax.Array | None,
+    dt_bias: jax.Array,
+    conv_state: jax.Array,
+    conv_gather_index: jax.Array,
+    prefix_pending: Mamba2Pending | None,
+    previous: tuple[Mamba2Pending, jax.Array] | None,
+    *,
+    layout: Mamba2Layout,
+    interpret: bool = False,
+    blocks: BlockSizes | None = None,
+) -> tuple[Mamba2Pending, jax.Array, jax.Array]:
+    """See `api.tree_conv1d_layer`."""
+    batch, num_queries, _ = projected.shape
+    num_nodes = num_queries + (0 if prefix_pending is None else prefix_pending.x.shape[1])
+
+    def like(*shape: int, dtype: Any = projected.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((batch, *shape), dtype)
+
+    def flat(heads: jax.Array) -> jax.Array:
+        return heads.reshape(*heads.shape[:2], -1)
+
+    in_groups = (layout.num_groups, layout.state_size)
+    of_row = {"inputs": projected, "conv_state": conv_state, "index": conv_gather_index}
+    outputs = {
+        "x": like(num_nodes, layout.num_heads * layout.head_dim),
+        "dt": like(num_nodes, layout.num_heads, dtype=jnp.float32),
+        "B": like(num_nodes, layout.num_groups * layout.state_size),
+        "C": like(num_queries, layout.num_groups * layout.state_size),
+        "conv_input": like(num_nodes, layout.num_channels),
+    }
+    if prefix_pending is not None:
+        x, dt, B, conv_input = prefix_pending
+        of_row |= {"prefix x": flat(x), "prefix dt": dt, "prefix B": flat(B)}
+        of_row |= {"prefix conv_input": conv_input}
+    if previous is not None:
+        old, replay_index = previous
+        index = index_before(conv_gather_index, replay_index, old.conv_input.shape[1])
+        of_row |= {"index": index, "replay_index": replay_index}
+        of_row |= {"old conv_input": old.conv_input}
+        outputs["conv_state"] = jax.ShapeDtypeStruct(conv_state.shape, conv_state.dtype)
+    of_layer = {"weight": conv_weight, "dt_bias": dt_bias}
+    results = _call(
+        of_row,
+        of_layer | ({} if conv_bias is None else {"bias": conv_bias}),
+        outputs,
+        sections=_sections(layout),
+        time_steps=TimeSteps(layout.columns[4], layout.multipliers[4], layout.dt_limit),
+        activation="silu",
+        interpret=interpret,
+        blocks=blocks,
+    )
+    pending = Mamba2Pending(
+        results["x"].reshape(batch, num_nodes, layout.num_heads, layout.head_dim),
+        results["dt"],
+        results["B"].reshape(batch, num_nodes, *in_groups),
+        results["conv_input"],
+    )
+    C = results["C"].reshape(batch, num_queries, *in_groups)
+    return pending, C, results.get("conv_state", conv_state)
+
+
+def index_before(index: jax.Array, replay_index: jax.Array, num_replayed: int) -> jax.Array:
+    """The conv gather index, with rows of the conv state replaced by what that state is made of.
+
+    Args:
+        index: rows of `concat(conv_state [K - 1], nodes)`.
+        replay_index: rows of `concat(old conv_state [K - 1], old nodes)` that are `conv_state`.
+        num_replayed: number of old nodes.
+
+    Returns:
+        Rows of `concat(old conv_state, old nodes, nodes)`.
+    """
+    num_before = replay_index.shape[1]
+    flat = index.reshape(index.shape[0], -1)
+    above = jnp.take_along_axis(replay_index, jnp.minimum(flat, num_before - 1), axis=1)
+    return jnp.where(flat < num_before, above, flat + num_replayed).reshape(index.shape)
+
+
+def _sections(layout: Mamba2Layout) -> tuple[Section, Section, Section]:
+    """x, B and C of a layer."""
+    conv_heads, conv_groups = layout.conv_heads
+    groups = layout.num_groups
+    heads = (
+        ("x", layout.head_dim, layout.x_heads, conv_heads, layout.num_heads),
+        ("B", layout.state_size, layout.b_groups, conv_groups, groups),
+        ("C", layout.state_size, groups, groups, groups),
+    )
+    x, B, C = (
+        Section(name, channel, column, *sizes, multiplier, recorded=name != "C")
+        for (name, *sizes), channel, column, multiplier in zip(
+            heads, layout.channels, layout.columns[1:4], layout.multipliers[1:4], strict=True
+        )
+    )
+    return x, B, C
+
+
+def _call(
+    of_row: dict[str, jax.Array],
+    of_layer: dict[str, jax.Array],
+    outputs: dict[str, jax.ShapeDtypeStruct],
+    *,
+    sections: Sequence[Section],
+    time_steps: TimeSteps | None,
+    activation: str | None,
+    interpret: bool,
+    blocks: BlockSizes | None,
+) -> dict[str, jax.Array]:
+    """Runs the kernel; every array is seen whole, those of a row without the batch axis."""
     blocks = blocks or block_sizes()
-    batch, num_nodes, num_channels = inputs.shape
-    num_queries, width = window.shape[1:]
-    queries = min(blocks.queries, tb.padded_size(num_queries))
-    channels = math.gcd(num_channels, blocks.channels)
+    batch, num_queries, _ = of_row["index"].shape
+    num_prefix = of_row["prefix dt"].shape[1] if "prefix dt" in of_row else 0
+    block_nodes = min(blocks.queries, 1 << (max(num_queries, num_prefix) - 1).bit_length())
+    channels = math.gcd(blocks.channels, *(section.largest_block for section in sections))
+    num_channel_blocks = sum(section.size for section in sections) // channels
 
-    def of_row(length):
-        return pl.BlockSpec((None, length, channels), lambda c, i, b: (b, 0, c))
+    def row(array: Any) -> tuple[Any, pl.BlockSpec]:
+        shape = array.shape[1:]
+        return array, pl.BlockSpec((None, *shape), lambda c, i, b: (b,) + (0,) * len(shape))
 
-    biases = [] if bias is None else [bias]
-    return tb.call(
-        functools.partial(_kernel, block_queries=queries, activation=activation),
+    def whole(array: jax.Array) -> tuple[Any, pl.BlockSpec]:
+        return array, pl.BlockSpec(array.shape, lambda c, i, b: (0,) * array.ndim)
+
+    inputs: Named = {name: row(array) for name, array in of_row.items()}
+    inputs |= {name: whole(array) for name, array in of_layer.items()}
+    return tb.call_by_name(
+        functools.partial(
+            _kernel,
+            sections=sections,
+            time_steps=time_steps,
+            block_nodes=block_nodes,
+            block_channels=channels,
+            activation=activation,
+            interpret=interpret,
+        ),
+        inputs,
+        {name: row(shape) for name, shape in outputs.items()},
+        in_place={},
         name="tree_conv1d",
         num_warps=blocks.num_warps,
         num_stages=1,
         interpret=interpret,
-        grid=(num_channels // channels, pl.cdiv(num_queries, queries), batch),
-        in_specs=[
-            of_row(num_nodes),
-            of_row(conv_state.shape[1]),
-            pl.BlockSpec((width, channels), lambda c, i, b: (0, c)),
-            pl.BlockSpec((None, num_queries, width), lambda c, i, b: (b, 0, 0)),
-            *(pl.BlockSpec((channels,), lambda c, i, b: (c,)) for _ in biases),
-        ],
-        out_specs=of_row(num_queries),
-        out_shape=jax.ShapeDtypeStruct((batch, num_queries, num_channels), inputs.dtype),
-    )(inputs, conv_state, weight, window, *biases)
+        grid=(
+            num_channel_blocks + (time_steps is not None),
+            pl.cdiv(num_queries, block_nodes) + pl.cdiv(num_prefix, block_nodes),
+            batch,
+        ),
+    )
 
 
 def _kernel(
-    inputs_ref,  # [N, c]
-    conv_state_ref,  # [K - 1, c]
-    weight_ref,  # [K, c]
-    window_ref,  # [Q, K]
-    *refs,  # bias [c], if there is one; output [Q, c]
-    block_queries: int,
+    inputs: dict[str, Ref],
+    outputs: dict[str, Ref],
+    *,
+    sections: Sequence[Section],
+    time_steps: TimeSteps | None,
+    block_nodes: int,
+    block_channels: int,
     activation: str | None,
-):
-    *bias_refs, output_ref = refs
-    num_nodes, channels = inputs_ref.shape
-    num_before = conv_state_ref.shape[0]
-    num_queries, width = window_ref.shape
-    query, _ = tb.rows(pl.program_id(1) * block_queries, block_queries, num_queries)
+    interpret: bool,
+) -> None:
+    """Refs by name, without the batch axis.
 
-    output = jnp.zeros((block_queries, channels), jnp.float32)
-    for ref in bias_refs:
-        output = output + ref[...].astype(jnp.float32)[None, :]
-    for tap in range(width):
-        row = window_ref[query, tap]
-        node = jnp.clip(row - num_before, 0, num_nodes - 1)
-        value = inputs_ref[node, :]
-        before = conv_state_ref[jnp.clip(row, 0, num_before - 1), :].astype(value.dtype)
-        value = jnp.where((row < num_before)[:, None], before, value)
-        output = output + value.astype(jnp.float32) * weight_ref[tap, :].astype(jnp.float32)[None]
-    if activation == "silu":
-        output = jax.nn.silu(output)
-    output_ref[query, :] = output.astype(output_ref.dtype)
+    inputs: inputs [Q, X] (or [N, C]), conv_state [K - 1, C], index [Q, K], weight [K, C], bias [C],
+    dt_bias [H], replay_index [K - 1], old conv_input [O, C], prefix x [F, HP], prefix dt [F, H],
+    prefix B [F, GS], prefix conv_input [F, C].
+    outputs: output [Q, C]; or x [N, HP], dt [N, H], B [N, GS], C [Q, GS], conv_input [N, C],
+    conv_state [K - 1, C].
+    """
+    block, node_block = pl.program_id(0), pl.program_id(1)
+    num_queries = inputs["index"].shape[0]
+    num_prefix = inputs["prefix dt"].shape[0] if "prefix dt" in inputs else 0
+    num_query_blocks = pl.cdiv(num_queries, block_nodes)
+    query, _ = tb.rows(node_block * block_nodes, block_nodes, num_queries)
+    prefix, _ = tb.rows((node_block - num_query_blocks) * block_nodes, block_nodes, num_prefix)
+    is_query = node_block < num_query_blocks
+
+    def for_block(here: jax.Array, new: Callable[[], None], old: Callable[[], None]) -> None:
+        """Runs `new` for query nodes and `old` for prefix nodes."""
+        pl.when(here & is_query if num_prefix else here)(new)
+        if num_prefix:
+            pl.when(here & ~is_query)(old)
+
+    for section in sections:
+        first = section.channel // block_channels
+        end = first + section.size // block_channels
+        program = _Program(inputs, outputs, section, block * block_channels, block_channels)
+
+        def convolve(program: _Program = program) -> None:
+            value = program.convolved(query, activation, interpret)
+            program.write(num_prefix + query if program.section.recorded else query, value)
+            if "conv_input" in outputs:
+                program.record(query, num_prefix)
+            if "conv_state" in outputs:
+                pl.when(node_block == 0)(program.replay_conv_state)
+
+        def copy(program: _Program = program) -> None:
+            program.copy_prefix(prefix)
+
+        for_block((first <= block) & (block < end), convolve, copy)
+
+    if time_steps is not None:
+        num_heads = outputs["dt"].shape[1]
+        head = tb.rows(0, tb.padded_size(num_heads), num_heads)[0][None, :]
+
+        def step() -> None:
+            raw = inputs["inputs"][query[:, None], time_steps.column + head]
+            raw, bias = scaled(raw, time_steps.multiplier), inputs["dt_bias"][head]
+            outputs["dt"][num_prefix + query[:, None], head] = time_step(
+                raw, bias, time_steps.limit
+            )
+
+        def copy_step() -> None:
+            outputs["dt"][prefix[:, None], head] = inputs["prefix dt"][prefix[:, None], head]
+
+        for_block(block == pl.num_programs(0) - 1, step, copy_step)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """One block of channels `[c]` of a section.
+
+    Attributes:
+        inputs, outputs: refs by name.
+        section: that the block belongs to.
+        channel: the first of the block, in the convolution.
+        size: channels of the block.
+    """
+
+    inputs: dict[str, Ref]
+    outputs: dict[str, Ref]
+    section: Section
+    channel: jax.Array
+    size: int
+
+    @property
+    def within(self) -> jax.Array:
+        """The first channel, in the section."""
+        return self.channel - self.section.channel
+
+    @property
+    def channels(self) -> pl.Slice:
+        """In the convolution."""
+        return pl.ds(self.channel, self.size)
+
+    @property
+    def columns(self) -> pl.Slice:
+        """In the inputs."""
+        return pl.ds(self.section.column_of(self.within), self.size)
+
+    def convolved(self, query: jax.Array, activation: str | None, interpret: bool) -> jax.Array:
+        """The convolution of query nodes `[q, c]`, float32."""
+        # The index counts through the rows of these arrays.
+        names = ("conv_state", "old conv_input", "prefix conv_input", "inputs")
+        refs = [self.inputs[name] for name in names if name in self.inputs]
+        starts = list(itertools.accumulate((ref.shape[0] for ref in refs[:-1]), initial=0))
+        weight, dtype = self.inputs["weight"], refs[-1].dtype
+        total = jnp.zeros((query.shape[0], self.size), jnp.float32)
+        if "bias" in self.inputs:
+            total = total + self.inputs["bias"][self.channels].astype(jnp.float32)[None, :]
+        for tap in range(weight.shape[0]):
+            row = self.inputs["index"][query, tap]
+            value = jnp.zeros(total.shape, dtype)
+            for ref, start in zip(refs, starts, strict=True):
+                length = ref.shape[0]
+                there = ((row >= start) & (row < start + length))[:, None]
+                is_new = ref is refs[-1]
+                index = (
+                    jnp.clip(row - start, 0, length - 1),
+                    self.columns if is_new else self.channels,
+                )
+                loaded = tb.masked_load(ref, index, there, interpret=interpret).astype(dtype)
+                loaded = scaled(loaded, self.section.multiplier) if is_new else loaded
+                value = jnp.where(there, loaded, value)
+            of_tap = weight[tap, self.channels].astype(jnp.float32)
+            total = total + value.astype(jnp.float32) * of_tap[None, :]
+        return jax.nn.silu(total) if activation == "silu" else total
+
+    def write(self, node: jax.Array, value: jax.Array) -> None:
+        """Writes the convolution of some nodes, and its copies for neighbouring heads."""
+        output = self.outputs[self.section.output]
+        for column in self.section.copies_of(self.within):
+            output[node, pl.ds(column, self.size)] = value.astype(output.dtype)
+
+    def record(self, query: jax.Array, num_prefix: int) -> None:
+        """Records the inputs of the convolution of query nodes."""
+        value = scaled(self.inputs["inputs"][query, self.columns], self.section.multiplier)
+        self.outputs["conv_input"][num_prefix + query, self.channels] = value
+
+    def copy_prefix(self, node: jax.Array) -> None:
+        """Copies what was recorded of prefix nodes."""
+        value = self.inputs["prefix conv_input"][node, self.channels]
+        self.outputs["conv_input"][node, self.channels] = value
+        if self.section.recorded:
+            name = self.section.output
+            for column in self.section.copies_of(self.within):
+                columns = pl.ds(column, self.size)
+                self.outputs[name][node, columns] = self.inputs[f"prefix {name}"][node, columns]
+
+    def replay_conv_state(self) -> None:
+        """Writes the conv state after the previous tree's path."""
+        state, old = self.inputs["conv_state"], self.inputs["old conv_input"]
+        num_before = state.shape[0]
+        column, _ = tb.rows(0, tb.padded_size(num_before), num_before)
+        row = self.inputs["replay_index"][column]
+        kept = state[jnp.minimum(row, num_before - 1), self.channels]
+        new = old[jnp.clip(row - num_before, 0, old.shape[0] - 1), self.channels]
+        value = jnp.where((row < num_before)[:, None], kept, new.astype(kept.dtype))
+        self.outputs["conv_state"][column, self.channels] = value

@@ -42,3 +42,55 @@ def replay_conv_state(inputs, conv_state, parents, last):
             new_state[b, column] = inputs[b, above] if above >= 0 else conv_state[b, above]
             above = parents[b, above] if above >= 0 else above - 1
     return new_state
+
+
+def tree_conv1d_layer(
+    projected, conv_weight, conv_bias, dt_bias, conv_state, parents, *, layout, previous
+):
+    """The record of a whole tree, from the input projection of its nodes.
+
+    Args:
+        projected: `[B, N, X]`, columns as in `layout`.
+        conv_weight: `[K, C]`. conv_bias: `[C]` or None. dt_bias: `[H]`.
+        conv_state: `[B, K-1, C]` before the root of the previous tree.
+        parents: `[B, N]`, of this tree.
+        layout: a `Mamba2Layout`.
+        previous: of the previous tree conv_input `[B, O, C]`, parents and the accepted path's last
+            node, -1 for the empty path.
+
+    Returns:
+        the record `(x, dt, B, conv_input)`, C `[B, N, G, S]`, and the conv state before the root.
+    """
+    heads, size = layout.num_heads, layout.head_dim
+    groups, state_size = layout.num_groups, layout.state_size
+    _, x, B, C, dt = sections(projected, layout)
+    if layout.repeat_before_conv:
+        x, B = repeated(x, size, heads), repeated(B, state_size, groups)
+    conv_input = np.concatenate([x, B, C], axis=-1)
+    old_conv_input, old_parents, last = previous
+    conv_state = replay_conv_state(old_conv_input, conv_state, old_parents, last)
+    conv = tree_conv1d(conv_input, conv_state, conv_weight, conv_bias, parents, "silu")
+
+    rows = conv.shape[:2]
+    end_of_x, end_of_B = layout.channels[1:]
+    x = repeated(conv[..., :end_of_x], size, heads).reshape(*rows, heads, size)
+    B = repeated(conv[..., end_of_x:end_of_B], state_size, groups)
+    B = B.reshape(*rows, groups, state_size)
+    C = conv[..., end_of_B:].reshape(*rows, groups, state_size)
+    dt = np.clip(np.log1p(np.exp(dt + dt_bias)), *layout.dt_limit)
+    return (x, dt, B, conv_input), C, conv_state
+
+
+def sections(projected, layout):
+    """z, x, B, C and dt of the projection, each with its multiplier."""
+    ends = [*layout.columns[1:], projected.shape[-1]]
+    return [
+        projected[..., start:end] * multiplier
+        for start, end, multiplier in zip(layout.columns, ends, layout.multipliers, strict=True)
+    ]
+
+
+def repeated(x, size, count):
+    """Each head of `size` channels repeated until there are `count` heads."""
+    heads = x.reshape(*x.shape[:-1], -1, size)
+    return np.repeat(heads, count // heads.shape[-2], axis=-2).reshape(*x.shape[:-1], -1)

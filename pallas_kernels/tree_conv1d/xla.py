@@ -1,16 +1,66 @@
-"""`tree_conv1d` as one gather a tap by a shared index table, so that XLA fuses it into one loop."""
+"""`tree_conv1d` as one gather per tap by a shared index: XLA fuses the taps into one loop."""
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
 
-def tree_conv1d(inputs, conv_state, weight, bias, window, *, activation):
+
+def tree_conv1d(
+    inputs: jax.Array,
+    conv_state: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    conv_gather_index: jax.Array,
+    *,
+    activation: str | None,
+) -> jax.Array:
     """See `api.tree_conv1d`."""
     context = jnp.concatenate([conv_state.astype(inputs.dtype), inputs], axis=1)
     output = jnp.zeros((), jnp.float32) if bias is None else bias.astype(jnp.float32)
     for tap in range(weight.shape[0]):
-        rows = jnp.take_along_axis(context, window[:, :, tap, None], axis=1, mode="clip")
+        index = conv_gather_index[:, :, tap, None]
+        rows = jnp.take_along_axis(context, index, axis=1, mode="clip")
         output = output + rows.astype(jnp.float32) * weight[tap].astype(jnp.float32)
     if activation == "silu":
         output = jax.nn.silu(output)
     return output.astype(inputs.dtype)
+
+
+def tree_conv1d_layer(
+    projected: jax.Array,
+    conv_weight: jax.Array,
+    conv_bias: jax.Array | None,
+    dt_bias: jax.Array,
+    conv_state: jax.Array,
+    conv_gather_index: jax.Array,
+    prefix_pending: Mamba2Pending | None,
+    previous: tuple[Mamba2Pending, jax.Array] | None,
+    *,
+    layout: Mamba2Layout,
+) -> tuple[Mamba2Pending, jax.Array, jax.Array]:
+    """See `api.tree_conv1d_layer`."""
+    if previous is not None:
+        old, replay_gather_index = previous
+        conv_state = replay_conv_state(old.conv_input, conv_state, replay_gather_index)
+    new = layout.conv_input(projected)
+    conv_input = new if prefix_pending is None else _after(prefix_pending.conv_input, new)
+    weights = (conv_weight, conv_bias)
+    conv = tree_conv1d(conv_input, conv_state, *weights, conv_gather_index, activation="silu")
+    x, B, C = layout.heads(conv)
+    dt = layout.time_steps(projected, dt_bias)
+    if prefix_pending is not None:
+        x, dt, B = map(_after, prefix_pending[:3], (x, dt, B))
+    return Mamba2Pending(x, dt, B, conv_input), C, conv_state
+
+
+def replay_conv_state(
+    inputs: jax.Array, conv_state: jax.Array, replay_gather_index: jax.Array
+) -> jax.Array:
+    """See `api.replay_conv_state`."""
+    context = jnp.concatenate([conv_state, inputs.astype(conv_state.dtype)], axis=1)
+    return jnp.take_along_axis(context, replay_gather_index[..., None], axis=1)
+
+
+def _after(prefix: jax.Array, new: jax.Array) -> jax.Array:
+    return jnp.concatenate([prefix, new], axis=1)

@@ -1,1 +1,1 @@
-"""State-space output of every node of a tree, from one state."""
+"""The state-space scan over a tree, and the replay of an accepted path."""

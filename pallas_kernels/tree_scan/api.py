@@ -1,10 +1,21 @@
-"""The state-space output of every node of a tree, from one state (STree, section 3)."""
+"""The scan of a tree (STree: Wu et al. 2025, arXiv:2505.14969) and activation replay.
+
+`tree_scan` computes the outputs of all nodes from one state; `replay` advances the state along the
+accepted path; `replay_tree_scan` is one step of a speculative loop: both in one pass over the
+state.
+"""
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels import dispatch, jax_triton_backend
-from pallas_kernels.tree_scan import pallas_triton, xla
+from pallas_kernels import dispatch
+from pallas_kernels.numerics import DeferredRMSNorm
+from pallas_kernels.tree_scan import jax_triton_versions, pallas_triton, xla
+from pallas_kernels.tree_scan.gate import Gate
+
+# Implementations beside those of every op.
+OTHERS = {"jax_triton": jax_triton_versions.obstacle}
 
 
 def tree_scan(
@@ -13,12 +24,14 @@ def tree_scan(
     A: Float[Array, " H"],
     B: Float[Array, "B N G S"],
     C: Float[Array, "B Q G S"],
-    D: Float[Array, "H P"],
+    D: Float[Array, "H P"] | Float[Array, " H"],
     state: Float[Array, "B H P S"],
     mask: Bool[Array, "B N N"],
     *,
+    gate: Gate | None = None,
+    A_is_log: bool = False,
     implementation: str | None = None,
-) -> Float[Array, "B Q H P"]:
+) -> Float[Array, "B Q H P"] | DeferredRMSNorm:
     """Mamba-2 outputs at the last `Q` of the `N` nodes of a tree.
 
     With `a_i` the sum of `dt_j * A` over the ancestors-or-self j of node i,
@@ -34,30 +47,162 @@ def tree_scan(
         A: negative, float32.
         B: head h uses group `h // (H / G)`.
         C: of the query nodes only.
-        D: the skip weight of each channel, float32.
+        D: the skip weight of each channel or of each head, float32.
         state: the state before the root, float32.
         mask: ancestors-or-self of each node, `mask[b, i, j]` only for `j <= i`. Rows of nodes that
             do not exist may hold anything within that; columns of such nodes are False for the
             others.
-        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
+        gate: multiplies the outputs before they are written, and may prepare a norm; None: nothing.
+        A_is_log: A holds `log(-A)`, as models store it.
+        implementation: one of `dispatch.IMPLEMENTATIONS`, or "jax_triton" without gate; None: the
+            best that works here.
 
     Returns:
-        Outputs of the query nodes in the dtype of `x`. Rounding: float32 throughout, and the
-        exponent `a_i - a_j` is a difference of sums, so a weight is off by about `1e-7 |a_i|`.
+        Outputs of the query nodes in the dtype of `x`; with a norm behind the gate a
+        `DeferredRMSNorm` of rows `[B, Q, H * P]`. Rounding: float32 throughout, and the exponent
+        `a_i - a_j` is a difference of sums, so a weight is off by about `1e-7 |a_i|`.
+
+    Raises:
+        ValueError: a gate that does not fit, or an implementation that does not exist, or cannot
+            run these shapes.
+    """
+    arguments = (x, dt, A, B, C, D, state, mask)
+    if gate is not None:
+        gate.check(*x.shape[2:])
+    with jax.named_scope("tree_scan"), dispatch.on(x, state):
+        reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
+        match dispatch.choose("tree_scan", implementation, reason, others=OTHERS):
+            case "xla":
+                return _xla_tree_scan(*arguments, gate=gate, A_is_log=A_is_log)
+            case "jax_triton":
+                from pallas_kernels.tree_scan import jax_triton  # needs triton
+
+                if gate is not None:
+                    raise ValueError("the jax-triton kernel of tree_scan has no gate; use 'xla'")
+                D = jnp.broadcast_to(D.reshape(x.shape[2], -1), x.shape[2:])
+                return jax_triton.tree_scan(x, dt, _rates(A, A_is_log), B, C, D, state, mask)
+            case chosen:
+                return pallas_triton.tree_scan(
+                    *arguments, gate, A_is_log=A_is_log, interpret=chosen == "pallas_interpret"
+                )
+
+
+def replay(
+    x: Float[Array, "B N H P"],
+    dt: Float[Array, "B N H"],
+    A: Float[Array, " H"],
+    B: Float[Array, "B N G S"],
+    state: Float[Array, "B H P S"],
+    path: Bool[Array, "B N"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "B H P S"]:
+    """Advances a state along the nodes that `path` marks, without a state per node.
+
+    With l the last node of the path and sums over the path only,
+
+        state' = exp(a_l) state + sum_k exp(a_l - a_k) dt_k x_k (outer) B_k.
+
+    Args:
+        x: scan inputs of the nodes, parents before children.
+        dt: time steps in float32, after softplus and clamp.
+        A: negative, float32.
+        B: head h uses group `h // (H / G)`.
+        state: the state before the root, float32. Donate it: the kernel updates it in place.
+        path: a root-to-node path; all False returns the state unchanged.
+        implementation: one of `dispatch.IMPLEMENTATIONS`, or "jax_triton"; None: the best that
+            works here.
+
+    Returns:
+        The new state, float32.
 
     Raises:
         ValueError: an implementation that does not exist, or cannot run these shapes.
     """
-    with jax.named_scope("tree_scan"), dispatch.on(x, state):
-        reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1])
-        others = {"jax_triton": jax_triton_backend.obstacle}
-        match dispatch.choose("tree_scan", implementation, reason, others=others):
+    with jax.named_scope("replay"), dispatch.on(x, state):
+        reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
+        match dispatch.choose("replay", implementation, reason, others=OTHERS):
             case "xla":
-                return xla.tree_scan(x, dt, A, B, C, D, state, mask)
+                return xla.replay(x, dt, A, B, state, path)
             case "jax_triton":
                 from pallas_kernels.tree_scan import jax_triton  # needs triton
 
-                return jax_triton.tree_scan(x, dt, A, B, C, D, state, mask)
+                return jax_triton.replay(x, dt, A, B, state, path)
             case chosen:
                 interpret = chosen == "pallas_interpret"
-                return pallas_triton.tree_scan(x, dt, A, B, C, D, state, mask, interpret=interpret)
+                return pallas_triton.replay(x, dt, A, B, state, path, interpret=interpret)
+
+
+def replay_tree_scan(
+    prev_x: Float[Array, "B O H P"],
+    prev_dt: Float[Array, "B O H"],
+    prev_B: Float[Array, "B O G S"],
+    prev_path: Bool[Array, "B O"],
+    x: Float[Array, "B N H P"],
+    dt: Float[Array, "B N H"],
+    A: Float[Array, " H"],
+    B: Float[Array, "B N G S"],
+    C: Float[Array, "B Q G S"],
+    D: Float[Array, "H P"] | Float[Array, " H"],
+    state: Float[Array, "B H P S"],
+    ancestor_mask: Bool[Array, "B N N"],
+    *,
+    gate: Gate | None = None,
+    A_is_log: bool = False,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B Q H P"] | DeferredRMSNorm, Float[Array, "B H P S"]]:
+    """`replay` of the previous tree's path, then `tree_scan` of a new tree from there.
+
+    Same result as the two calls, but the state, which is larger than all other inputs together, is
+    read once and written once. Donate it, or XLA copies it before the kernel updates it in place.
+
+    Args:
+        prev_x, prev_dt, prev_B: the pending record of the previous tree of `O` nodes.
+        prev_path: its accepted path; all False (a first step) leaves the state as it is.
+        x, dt, A, B, C, D, ancestor_mask, gate, A_is_log: the new tree of `N` nodes, as in
+            `tree_scan`; outputs are those of the last `Q`.
+        state: the state before the root of the previous tree, float32.
+        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
+
+    Returns:
+        The outputs as `tree_scan` returns them, and the state before the root of the new tree,
+        float32.
+
+    Raises:
+        ValueError: a gate that does not fit, or an implementation that does not exist, or cannot
+            run these shapes.
+    """
+    tree = (x, dt, A, B, C, D)
+    if gate is not None:
+        gate.check(*x.shape[2:])
+    with jax.named_scope("replay_tree_scan"), dispatch.on(x, state):
+        reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
+        match dispatch.choose("replay_tree_scan", implementation, reason):
+            case "xla":
+                rates = _rates(A, A_is_log)
+                state = xla.replay(prev_x, prev_dt, rates, prev_B, state, prev_path)
+                y = _xla_tree_scan(*tree, state, ancestor_mask, gate=gate, A_is_log=A_is_log)
+                return y, state
+            case chosen:
+                return pallas_triton.replay_tree_scan(
+                    *(prev_x, prev_dt, prev_B, prev_path),
+                    *(*tree, state, ancestor_mask, gate),
+                    A_is_log=A_is_log,
+                    interpret=chosen == "pallas_interpret",
+                )
+
+
+def _rates(A: jax.Array, A_is_log: bool) -> jax.Array:
+    return -jnp.exp(A) if A_is_log else A
+
+
+def _xla_tree_scan(
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    *arguments: jax.Array,
+    gate: Gate | None,
+    A_is_log: bool,
+) -> jax.Array | DeferredRMSNorm:
+    y = xla.tree_scan(x, dt, _rates(A, A_is_log), *arguments)
+    return y if gate is None else xla.gated(y, gate)

@@ -1,7 +1,7 @@
 """Block sizes of the `tree_scan` kernel.
 
-Defaults are chosen so that nothing spills on sm_80 to sm_90 (`benchmarks/spills.py`); a device's
-own come from its table (`pallas_kernels/tuning.py`).
+With the defaults nothing spills on sm_80 to sm_90 (`python -m benchmarks.spills`); a device's own
+block sizes come from its table (`pallas_kernels/tuning.py`).
 """
 
 import dataclasses
@@ -13,25 +13,33 @@ from pallas_kernels import tuning
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """Sizes of what a program works on at a time; an axis that is smaller is one block.
+    """What a program works on at a time; an axis that is smaller is one block.
 
     Attributes:
-        queries, keys: nodes of a block.
-        state: state channels that a partial product covers.
+        replayed: nodes of the previous tree in a block.
+        queries, keys: nodes of the new tree in a block.
+        state: numbers of the state that a program owns: channels of the head times state size.
+        part: state channels that a partial product covers.
         num_warps, num_stages: Triton's.
     """
 
+    replayed: int
     queries: int
     keys: int
     state: int
+    part: int
     num_warps: int
     num_stages: int
 
 
 # By type of the inputs. Full float32 products need many registers.
 DEFAULTS = {
-    "bfloat16": BlockSizes(queries=32, keys=32, state=64, num_warps=4, num_stages=2),
-    "float32": BlockSizes(queries=16, keys=16, state=32, num_warps=4, num_stages=2),
+    "bfloat16": BlockSizes(
+        replayed=16, queries=32, keys=32, state=64 * 128, part=128, num_warps=4, num_stages=1
+    ),
+    "float32": BlockSizes(
+        replayed=16, queries=16, keys=16, state=32 * 128, part=32, num_warps=8, num_stages=1
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Specification of `tree_scan`: run the Mamba-2 recurrence along every root-to-node path."""
+"""Specification of the scans: run the Mamba-2 recurrence along every root-to-node path."""
 
 import numpy as np
 
@@ -29,3 +29,60 @@ def tree_scan(x, dt, A, B, C, D, state, parents):
                 states[b, node, h] = decay * before[h] + written
                 outputs[b, node, h] = states[b, node, h] @ C[b, node, g] + D[h] * x[b, node, h]
     return outputs, states
+
+
+def replay(x, dt, A, B, state, path):
+    """The state after the nodes that `path` marks.
+
+    Args:
+        x: `[B, N, H, P]`. dt: `[B, N, H]`. A: `[H]`. B: `[B, N, G, S]`. state: `[B, H, P, S]`.
+        path: `[B, N]` bool, a root-to-node path in node order; all False leaves the state as it is.
+
+    Returns:
+        `[B, H, P, S]`.
+    """
+    batch, num_nodes, num_heads, _ = x.shape
+    heads_per_group = num_heads // B.shape[2]
+    new_state = np.array(state)
+    for b in range(batch):
+        for node in range(num_nodes):
+            if not path[b, node]:
+                continue
+            for h in range(num_heads):
+                decay = np.exp(dt[b, node, h] * A[h])
+                written = np.outer(x[b, node, h], B[b, node, h // heads_per_group])
+                new_state[b, h] = decay * new_state[b, h] + dt[b, node, h] * written
+    return new_state
+
+
+def replay_tree_scan(prev_x, prev_dt, prev_B, prev_path, x, dt, A, B, C, D, state, parents):
+    """The outputs at every node of a tree that grows from the end of the previous tree's path.
+
+    Args:
+        prev_x, prev_dt, prev_B, prev_path: the previous tree and its path, as in `replay`.
+        x, dt, A, B, C, D, parents: the new tree, as in `tree_scan`.
+        state: `[B, H, P, S]` before the root of the previous tree.
+
+    Returns:
+        outputs `[B, N, H, P]` and the state before the root of the new tree `[B, H, P, S]`.
+    """
+    new_state = replay(prev_x, prev_dt, A, prev_B, state, prev_path)
+    outputs, _ = tree_scan(x, dt, A, B, C, D, new_state, parents)
+    return outputs, new_state
+
+
+def gated(outputs, gate, norm_weight=None):
+    """What the gate and a deferred norm make of the outputs of a scan.
+
+    Args:
+        outputs: `[B, N, H, P]`.
+        gate: `[B, N, H * P]`, before its SiLU, with its multiplier.
+        norm_weight: `[H * P]`, or None.
+
+    Returns:
+        the gated rows `[B, N, H * P]`, times `norm_weight` if there is one, and the mean squares
+        `[B, N]` of the gated rows before that.
+    """
+    rows = outputs.reshape(gate.shape) * gate / (1 + np.exp(-gate))
+    mean_squares = np.mean(rows**2, axis=-1)
+    return rows if norm_weight is None else rows * norm_weight, mean_squares

@@ -23,11 +23,13 @@ def parse_tree(spec: str) -> TreeTopology:
             return TreeTopology.complete(branching, depth)
         case "beam", [num_beams, num_steps]:
             return TreeTopology.beam(num_beams, num_steps)
+        case "budget", [num_nodes, depth]:
+            return TreeTopology.budget(num_nodes, depth)
         case "branching", [_, *_]:
             return TreeTopology.from_branching(numbers)
         case "parents", [_, *_]:
             return TreeTopology.from_parents(numbers)
     raise ValueError(
         f"{spec!r} is not a tree:"
-        " use chain:4, complete:2,3, branching:3,2,1, beam:3,4, paper:A or parents:-1,0,0"
+        " use chain:4, complete:2,3, branching:3,2,1, beam:3,4, budget:32,6, paper:A or parents:-1,0,0"
     )

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from pallas_kernels import Unscaled
+from pallas_kernels import DeferredRMSNorm
 from stree_jax.array_types import Array, Bool, Lengths
 from stree_jax.config import ModelConfig
 from stree_jax.models.attention import AttentionMixer
@@ -37,7 +37,7 @@ class Mixer(Protocol):
         cache: Any,
         prefix_pending: Any = None,
         replay: Replay | None = None,
-    ) -> tuple[Array | Unscaled, Any, Any]:
+    ) -> tuple[Array | DeferredRMSNorm, Any, Any]:
         """Runs the last nodes of a tree, after replaying a path of the previous tree, if any.
 
         Returns the outputs (their rows may still need a scale, which `add_rms_norm` applies), the

@@ -15,6 +15,7 @@ from pallas_kernels import KeyCache, Mamba2Pending, NodeKeys
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
 from stree_jax.config import ModelConfig
 from stree_jax.layer_config import AttentionConfig, Mamba2Config
+from stree_jax.models.layouts import mamba2_layout
 from stree_jax.tree import Tree
 
 
@@ -113,7 +114,7 @@ def init_cache(config: ModelConfig, batch: int, max_length: int, dtype: DTypeLik
     def mamba2(m: Mamba2Config) -> Mamba2Cache:
         return Mamba2Cache(
             ssm=jnp.zeros((batch, m.num_heads, m.head_dim, m.state_size), jnp.float32),
-            conv=jnp.zeros((batch, m.conv_width - 1, m.layout.num_channels), dtype),
+            conv=jnp.zeros((batch, m.conv_width - 1, mamba2_layout(m).num_channels), dtype),
         )
 
     def attention(a: AttentionConfig) -> AttentionCache:
@@ -146,7 +147,7 @@ def init_pending(config: ModelConfig, batch: int, num_nodes: int, dtype: DTypeLi
             x=zeros(m.num_heads, m.head_dim),
             dt=zeros(m.num_heads, dtype=jnp.float32),
             B=zeros(m.num_groups, m.state_size),
-            conv_input=zeros(m.layout.num_channels),
+            conv_input=zeros(mamba2_layout(m).num_channels),
         )
 
     def attention(a: AttentionConfig) -> AttentionPending:

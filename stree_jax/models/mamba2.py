@@ -5,12 +5,15 @@
     state = exp(dt A) state + dt x (outer) B;   y = state C + D x
     out_proj(gated_norm(y, z))
 
-Over a tree the gate, and of the norm all but the scale of each row, are `mamba2_tree`'s; a row's
-scale commutes with the output projection, and is applied where the output is added.
+The model is Mamba-2's (Dao and Gu 2024, arXiv:2405.21060). The same algebra runs over a sequence
+(`__call__`) and over a tree (`tree`), and both read the projection through one `Mamba2Layout`, so
+that a clamp or a multiplier cannot differ between prefill and decode.
 
-The same algebra runs over a sequence (`__call__`) and over a tree (`tree`), and both read the
-projection through one `Layout`, so that a clamp or a multiplier cannot differ between prefill and
-decode.
+Over a tree there are two kernels between the projections: `tree_conv1d_layer` (convolution, time
+steps, record) and `replay_tree_scan` with the gate. A norm behind the gate is deferred where it can
+be: the scan applies its weight and writes the parts of the mean square, and whoever adds the output
+to the residual stream scales the rows. Norms of several groups (Nemotron-H, MambaInLlama), norms
+before the gate and norms next to other terms of the output projection are a launch of their own.
 """
 
 import dataclasses
@@ -22,15 +25,17 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import (
+    DeferredRMSNorm,
+    Gate,
+    Mamba2Layout,
     Mamba2Pending,
-    Mamba2Weights,
-    Previous,
-    Unscaled,
     gated_rms_norm,
-    mamba2_tree,
     replay,
     replay_conv_state,
+    replay_tree_scan,
     ssd,
+    tree_conv1d_layer,
+    tree_scan,
 )
 from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array, Bool, Float, Lengths
@@ -43,6 +48,7 @@ from stree_jax.models.layers import (
     silu,
     split_last,
 )
+from stree_jax.models.layouts import mamba2_layout
 from stree_jax.tree import Tree
 
 
@@ -70,10 +76,10 @@ class Mamba2Mixer(nnx.Module):
     ):
         c = self.config = config
         self.implementation = implementation
-        layout = c.layout
+        layout = mamba2_layout(c)
         self.in_proj = linear(
             d_model,
-            layout.first_column + sum(layout.sizes),
+            layout.num_columns,
             bias=c.in_proj_bias,
             dtype=dtype,
             rngs=rngs,
@@ -127,21 +133,20 @@ class Mamba2Mixer(nnx.Module):
         Returns:
             Outputs (anything at padded positions) and the cache after the last real position.
         """
-        projected, layout = self._project(u), self.config.layout
+        projected, layout = self._project(u), self._layout
         dt = layout.time_steps(projected, self.dt_bias[...])
         dt = jnp.where(valid[..., None], dt, 0.0)
         conv_input = jnp.where(valid[..., None], layout.conv_input(projected), 0)
-        weights = self._weights()
-        conv = causal_conv1d(conv_input, cache.conv, weights.conv_weight, weights.conv_bias)
+        conv = causal_conv1d(conv_input, cache.conv, *self._conv_weights())
         x, B, C = layout.heads(silu(conv))
-        A, D = weights.A(), weights.skip(layout)
+        D = jnp.broadcast_to(self.D[...].reshape(layout.num_heads, -1), x.shape[2:])
         y, state = ssd(
-            *(x, dt, A, B, C, D, cache.ssm),
+            *(x, dt, self._rates(), B, C, D, cache.ssm),
             chunk_size=self.config.chunk_size,
             implementation=self.implementation,
         )
         conv_state = conv_state_after(cache.conv, conv_input, lengths)
-        # Of 512 rows XLA's norm is one launch, too, and by its cost model moves no more.
+        # For 512 rows XLA's norm is one launch too, and by its cost model moves no more bytes.
         y = self._gated_norm(y.reshape(*y.shape[:2], -1), projected, "xla")
         return self._project_out(y, projected), Mamba2Cache(state, conv_state)
 
@@ -153,7 +158,7 @@ class Mamba2Mixer(nnx.Module):
         cache: Mamba2Cache,
         prefix_pending: Mamba2Pending | None = None,
         replay: Replay | None = None,
-    ) -> tuple[Float[Array, "B Q M"] | Unscaled, Mamba2Pending, Mamba2Cache]:
+    ) -> tuple[Float[Array, "B Q M"] | DeferredRMSNorm, Mamba2Pending, Mamba2Cache]:
         """Runs the last Q nodes of a tree from `cache`, after replaying a path, if any.
 
         Args:
@@ -162,45 +167,48 @@ class Mamba2Mixer(nnx.Module):
             conv_gather_index: by conv width K, the query rows of `conv_window(tree.parents, K)`.
             cache: what came before the root.
             prefix_pending: the pending record of the first `N - Q` nodes; None if `Q == N`.
-            replay: of the previous tree: what advances `cache` first. The kernel reads and writes
-                the state once for both.
+            replay: the previous tree's record and accepted path, which advance `cache` first. None:
+                `cache` is up to date.
 
         Returns:
-            Outputs of the query nodes, whose rows are yet to be scaled if the norm is one that
-            commutes with the output projection; the pending record of all N nodes; and the cache
-            before the root.
+            Outputs of the query nodes, a `DeferredRMSNorm` if the norm commutes with the output
+            projection; the pending record of all N nodes; and the cache before the root.
         """
-        c = self.config
-        width = c.conv_width
-        previous = None
-        if replay is not None:
-            previous = Previous(replay.pending, replay.path.mask, replay.conv_gather_index[width])
-        norm_weight = self._commuting_norm()
-        gated = norm_weight is not None or c.norm == "none"
+        c, layout, width = self.config, self._layout, self.config.conv_width
         projected = self._project(u)
-        y, pending, *states = mamba2_tree(
+        previous = replay and (replay.pending, replay.conv_gather_index[width])
+        pending, C, conv_state = tree_conv1d_layer(
             projected,
-            self._weights(),
-            cache.ssm,
+            *self._conv_weights(),
+            self.dt_bias[...],
             cache.conv,
             conv_gather_index[width],
-            tree.ancestor_mask,
-            layout=c.layout,
-            grown=prefix_pending,
+            layout=layout,
+            prefix_pending=prefix_pending,
             previous=previous,
-            gated=gated,
-            norm_weight=norm_weight,
-            norm_epsilon=c.norm_eps,
             implementation=self.implementation,
         )
-        output: Array | Unscaled
-        if isinstance(y, Unscaled):
+        D = self.D[...]
+        D = D.reshape(c.num_heads, c.head_dim) if c.d_per_channel else D
+        arguments = (pending.x, pending.dt, self.A_log[...], pending.B, C, D)
+        arguments = (*arguments, cache.ssm, tree.ancestor_mask)
+        options = dict(
+            gate=self._gate(projected), A_is_log=True, implementation=self.implementation
+        )
+        if replay is None:
+            y, ssm = tree_scan(*arguments, **options), cache.ssm
+        else:
+            old = (replay.pending.x, replay.pending.dt, replay.pending.B, replay.path.mask)
+            y, ssm = replay_tree_scan(*old, *arguments, **options)
+        output: Array | DeferredRMSNorm
+        if isinstance(y, DeferredRMSNorm):
             output = dataclasses.replace(y, value=self._project_out(y.value, projected))
         else:
-            if not gated:
+            y = y.reshape(*y.shape[:2], -1)
+            if options["gate"] is None:
                 y = self._gated_norm(y, projected, self.implementation)
             output = self._project_out(y, projected)
-        return output, pending, Mamba2Cache(*states)
+        return output, pending, Mamba2Cache(ssm, conv_state)
 
     def replay(
         self,
@@ -216,7 +224,7 @@ class Mamba2Mixer(nnx.Module):
         ssm = replay(
             pending.x,
             pending.dt,
-            self._weights().A(),
+            self._rates(),
             pending.B,
             cache.ssm,
             path.mask,
@@ -228,23 +236,41 @@ class Mamba2Mixer(nnx.Module):
     def _project(self, u: Array) -> Array:
         return self.in_proj(scaled(u, self.config.input_multiplier))
 
-    def _weights(self) -> Mamba2Weights:
-        bias = None if self.conv_bias is None else self.conv_bias[...]
-        rest = (self.dt_bias[...], self.A_log[...], self.D[...])
-        return Mamba2Weights(self.conv_weight[...], bias, *rest)
+    @property
+    def _layout(self) -> Mamba2Layout:
+        return mamba2_layout(self.config)
 
-    def _commuting_norm(self) -> Array | None:
-        """The weight of the gated norm, if its rows can as well be scaled after the projection."""
-        c = self.config
-        if self.norm_scale is None or c.norm != "gate_then_norm" or c.gate_groups > 1:
-            return None
-        # Of the output everything must be scaled.
-        return None if c.mlp_dim or c.out_proj_bias else self.norm_scale[...]
+    def _rates(self) -> Array:
+        """The recurrence's A `[H]`, negative, float32."""
+        return -jnp.exp(self.A_log[...].astype(jnp.float32))
+
+    def _conv_weights(self) -> tuple[Array, Array | None]:
+        return self.conv_weight[...], None if self.conv_bias is None else self.conv_bias[...]
+
+    def _gate(self, projected: Array) -> Gate | None:
+        """The gate in the scan, with the norm behind it; None if the norm cannot be deferred.
+
+        It can if the row's scale commutes with everything up to the residual stream.
+        """
+        c, norm_weight = self.config, None
+        if self.norm_scale is not None:
+            commutes = c.norm == "gate_then_norm" and c.gate_groups == 1
+            if not commutes or c.mlp_dim or c.out_proj_bias:
+                return None
+            norm_weight = self.norm_scale[...]
+        layout = self._layout
+        return Gate(
+            projected,
+            norm_weight,
+            start=layout.columns[0],
+            multiplier=layout.multipliers[0],
+            norm_epsilon=c.norm_eps,
+        )
 
     def _gated_norm(self, y: Array, projected: Array, implementation: str | None) -> Array:
         """Gate and norm of the scan's output `[B, T, H * P]`."""
         c = self.config
-        gate, gate_start = c.layout.gate(projected)
+        gate, gate_start = self._layout.gate(projected)
         return gated_rms_norm(
             y,
             gate,

@@ -2,7 +2,7 @@
 
 from flax import nnx
 
-from pallas_kernels import Unscaled
+from pallas_kernels import DeferredRMSNorm
 from stree_jax.array_types import Array, Bool, Float, Lengths
 from stree_jax.models.attention import AttentionMixer
 from stree_jax.models.cache import ConvGatherIndex, ParallelCache, ParallelPending, Path, Replay
@@ -59,7 +59,7 @@ class ParallelMixer(nnx.Module):
             None if prefix_pending is None else prefix_pending.attention,
             second,
         )
-        if isinstance(y, Unscaled):
+        if isinstance(y, DeferredRMSNorm):
             y = y.scaled().astype(z.dtype)
         cache = ParallelCache(mamba2_cache, attention_cache)
         return y + z, ParallelPending(mamba2, attention), cache

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import Unscaled, add_rms_norm
+from pallas_kernels import DeferredRMSNorm, add_rms_norm
 from pallas_kernels.numerics import rms_norm, scaled
 from stree_jax.array_types import Array
 from stree_jax.config import ModelConfig
@@ -32,7 +32,7 @@ class ResidualStream:
     ):
         self._embedded = self._hidden = embedded
         self._config, self._dtype, self._implementation = config, dtype, implementation
-        self._output: Array | Unscaled | None = None  # of the last layer, not added yet
+        self._output: Array | DeferredRMSNorm | None = None  # of the last layer, not added yet
         self._extra: Array | None = None  # of a shared layer, added to the next layer's input only
 
     def read(self, block: Block) -> Array:
@@ -55,10 +55,10 @@ class ResidualStream:
         self._output = None
         return normed
 
-    def write(self, block: Block, output: Array | Unscaled) -> None:
+    def write(self, block: Block, output: Array | DeferredRMSNorm) -> None:
         """Takes the output of the layer that read last."""
         if block.kind == "shared":
-            assert not isinstance(output, Unscaled)
+            assert not isinstance(output, DeferredRMSNorm)
             self._output, self._extra = None, output.astype(self._hidden.dtype)
         else:
             self._output, self._extra = output, None
@@ -67,7 +67,7 @@ class ResidualStream:
         """The stream `[B, T, M]` with the last layer's output added."""
         if self._output is not None:
             output = self._output
-            if isinstance(output, Unscaled):
+            if isinstance(output, DeferredRMSNorm):
                 output = output.scaled()
             output = scaled(output, self._config.residual_multiplier)
             self._hidden = self._hidden + output.astype(self._hidden.dtype)

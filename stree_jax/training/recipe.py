@@ -62,7 +62,7 @@ class Training:
     Attributes:
         steps: number of weight updates.
         batch_size, sequence_length: a step trains on their product of tokens.
-        learning_rate: peak of a cosine schedule with `warmup_steps` of linear warmup.
+        learning_rate, warmup_steps: peak of a cosine schedule, and steps of linear warmup.
         weight_decay: of AdamW.
         clip_norm: global norm to which gradients are clipped.
         save_every: steps between checkpoints.

@@ -38,6 +38,7 @@ def run(*arguments, **options):
         ("chain:4", st.TreeTopology.chain(4)),
         ("complete:2,3", st.TreeTopology.complete(2, 3)),
         ("beam:3,4", st.TreeTopology.beam(3, 4)),
+        ("budget:32,6", st.TreeTopology.budget(32, 6)),
         ("branching:3,2,1", st.TreeTopology.from_branching((3, 2, 1))),
         ("parents:-1,0,0", st.TreeTopology.from_parents([-1, 0, 0])),
         ("paper:B", st.TreeTopology.paper("B")),

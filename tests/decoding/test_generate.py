@@ -248,6 +248,8 @@ for change, message in [
     (dict(key="seed"), "key must be a random key such as"),
     (dict(key=0), "key must be a random key such as"),
     (dict(verifier=["greedy"]), r"verifier must be one of .*, got \['greedy'\]"),
+    (dict(verifier=object()), "verifier must be one of .*, or an object with the name and the"),
+    (dict(verifier=type(st.VERIFIERS["greedy"])), "verifier must be one of .*, got <class"),
 ]:
     with pytest.raises(ValueError, match=message):
         st.generate(model, **({"prompts": [[1]]} | change))
@@ -258,7 +260,7 @@ with pytest.raises(ValueError, match="state_size must be an integer of at least 
     st.ModelConfig.tiny(state_size=8.0)
 with pytest.raises(ValueError, match="dt_limit must be"):
     st.ModelConfig.tiny(dt_limit=(0.0,))
-with pytest.raises(ValueError, match="steps must be an integer from 1 on, got 6.5"):
+with pytest.raises(ValueError, match="steps must be an integer >= 1, got 6.5"):
     Training(steps=6.5)
 for make, message in [
     (lambda: st.TreeTopology.paper(["A"]), "the paper's trees are"),

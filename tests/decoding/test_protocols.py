@@ -98,16 +98,6 @@ def test_a_registered_verifier_has_a_name(monkeypatch):
     assert_same(st.generate(tiny_model(), PROMPTS, verifier="mine", **common), want)
 
 
-def test_what_is_no_verifier_is_refused():
-    for verifier, message in [
-        (object(), "verifier must be one of .*, or an object with the name and the methods"),
-        (Delegating, "verifier must be one of"),
-        ("mine", "unknown verifier 'mine'; known"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            st.generate(tiny_model(), PROMPTS, verifier=verifier)
-
-
 def test_a_verifier_that_is_not_hashable_is_refused():
     class Unhashable:
         name = "unhashable"

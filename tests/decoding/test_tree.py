@@ -22,6 +22,11 @@ def parents_of_trees(draw, max_nodes=12):
         (TreeTopology.from_branching((2, 1)), (-1, 0, 0, 1, 2)),
         (TreeTopology.beam(2, 3), (-1, 0, 0, 1, 2, 3, 4)),
         (TreeTopology.beam(2, 0), (-1,)),
+        (TreeTopology.budget(1, 0), (-1,)),
+        (TreeTopology.budget(2, 1), (-1, 0)),
+        (TreeTopology.budget(4, 3), (-1, 0, 1, 2)),
+        (TreeTopology.budget(4, 1), (-1, 0, 0, 0)),
+        (TreeTopology.budget(7, 3), (-1, 0, 0, 0, 0, 1, 5)),
         (TreeTopology.from_branching(()), (-1,)),
         (TreeTopology.from_parents([-1, 0, 0, 1]), (-1, 0, 0, 1)),
     ],
@@ -123,3 +128,28 @@ def test_drawing():
     assert tree.draw(list("abcde"), path=[0, 2]) == "a *\n├─ b\n│  ├─ d\n│  └─ e\n└─ c *"
     with pytest.raises(ValueError, match="2 labels for a tree of 5 nodes"):
         tree.draw(["x", "y"])
+
+
+@pytest.mark.parametrize("num_nodes", range(1, 9))
+def test_a_budget_has_these_sizes(num_nodes):
+    for depth in range(num_nodes):
+        if depth == 0 and num_nodes > 1:
+            continue
+        tree = TreeTopology.budget(num_nodes, depth)
+        assert (tree.num_nodes, tree.depth) == (num_nodes, depth)
+        assert tree == tree.level_order()
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "depth", "message"),
+    [
+        (0, 0, "num_nodes counts the root, so it is at least 1; got 0"),
+        (4, 4, "4 nodes, root included, have a depth from 0 to 3, got 4"),
+        (4, -1, "depth from 0 to 3, got -1"),
+        (4, 0, "a tree of depth 0 is its root; num_nodes must be 1, got 4"),
+        (5000, 3, "at most 4096 are possible"),
+    ],
+)
+def test_impossible_budgets_are_refused(num_nodes, depth, message):
+    with pytest.raises(ValueError, match=message):
+        TreeTopology.budget(num_nodes, depth)

@@ -17,10 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import triton.language as tl
 
-from pallas_kernels import jax_triton_backend
-from pallas_kernels.replay import jax_triton as replay_kernels
-from pallas_kernels.replay.reference import replay as replay_reference
-from pallas_kernels.tree_scan import jax_triton as scan_kernels
+from pallas_kernels.tree_scan import jax_triton, jax_triton_versions
+from pallas_kernels.tree_scan.reference import replay as replay_reference
 from pallas_kernels.tree_scan.reference import tree_scan as scan_reference
 from tests.kernels.cases import CASES, accepted_path, make_inputs, relative_error
 
@@ -35,8 +33,8 @@ def lowered():
         state, mask = struct((1, 8, 64, 128), f32), struct((1, nodes, nodes), jnp.bool_)
         path = struct((1, nodes), jnp.bool_)
         for name, function, arguments in (
-            ("tree_scan", scan_kernels.tree_scan, (x, dt, A, B, B, D, state, mask)),
-            ("replay", replay_kernels.replay, (x, dt, A, B, state, path)),
+            ("tree_scan", jax_triton.tree_scan, (x, dt, A, B, B, D, state, mask)),
+            ("replay", jax_triton.replay, (x, dt, A, B, state, path)),
         ):
             for capability in (80, 90):
                 compiled_for = functools.partial(function, compute_capability=capability)
@@ -96,7 +94,7 @@ def interpreted_call(
     input_output_aliases=(),
     **sizes,
 ):
-    """`jax_triton_backend.call` in the interpreter; outputs never share memory with inputs."""
+    """`jax_triton_versions.call` in the interpreter; outputs never share memory with inputs."""
     output = np.zeros(out_shape.shape, out_shape.dtype)
     kernel[grid](*(Tensor(np.ascontiguousarray(value)) for value in (*arguments, output)), **sizes)
     return output
@@ -104,8 +102,8 @@ def interpreted_call(
 
 def interpreted():
     """Errors of each case against float64."""
-    jax_triton_backend.call = interpreted_call
-    jax_triton_backend.passes_aliased_outputs = lambda: True
+    jax_triton_versions.call = interpreted_call
+    jax_triton_versions.passes_aliased_outputs = lambda: True
     errors = {}
     for case in CASES:
         if case.bf16:
@@ -116,16 +114,14 @@ def interpreted():
         f32 = {name: getattr(inputs, name).astype(np.float32) for name in names}
         first = case.nodes - (case.queries or case.nodes)
         exists = slice(first, case.nodes - case.padded)
-        y = scan_kernels.tree_scan(
+        y = jax_triton.tree_scan(
             *(f32[name] for name in ("x", "dt", "A", "B")),
             f32["C"][:, first:],
             *(f32["D"], f32["state"], inputs.mask),
         )
         truth, _ = scan_reference(x, dt, A, B, C, D, state, inputs.parents)
         path = accepted_path(inputs)
-        new_state = replay_kernels.replay(
-            *(f32[name] for name in ("x", "dt", "A", "B", "state")), path
-        )
+        new_state = jax_triton.replay(*(f32[name] for name in ("x", "dt", "A", "B", "state")), path)
         errors[case.name] = {
             "tree_scan": relative_error(y[:, : exists.stop - first], truth[:, exists]),
             "replay": relative_error(new_state, replay_reference(x, dt, A, B, state, path)),

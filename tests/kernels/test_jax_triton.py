@@ -8,11 +8,12 @@ import sys
 
 import pytest
 
-from pallas_kernels import dispatch, jax_triton_backend
+from pallas_kernels import dispatch
+from pallas_kernels.tree_scan import jax_triton_versions
 from tests.kernels.cases import CASES
 from tests.kernels.test_dispatch import small_replay
 
-OBSTACLE = jax_triton_backend.obstacle()
+OBSTACLE = jax_triton_versions.obstacle()
 needs_jax_triton = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 
 
@@ -30,7 +31,7 @@ needs_jax_triton = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE)
     ],
 )
 def test_which_versions_go_together(jax_triton, jax_version, triton, reason):
-    got = jax_triton_backend.incompatible(jax_triton, jax_version, triton)
+    got = jax_triton_versions.incompatible(jax_triton, jax_version, triton)
     assert got is None if reason is None else reason in got
 
 
@@ -48,10 +49,10 @@ def test_it_is_refused_for_other_ops_and_shapes(monkeypatch):
     with pytest.raises(ValueError, match="unknown implementation 'jax_triton' of tree_conv1d"):
         dispatch.choose("tree_conv1d", "jax_triton", None)
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "1")
-    monkeypatch.setattr(jax_triton_backend, "incompatible", lambda *versions: None)
+    monkeypatch.setattr(jax_triton_versions, "incompatible", lambda *versions: None)
     with pytest.raises(ValueError, match="state_size = 12 is not a power of two"):
         small_replay("jax_triton", state_size=12)
-    others = {"jax_triton": jax_triton_backend.obstacle}
+    others = {"jax_triton": jax_triton_versions.obstacle}
     assert dispatch.choose("replay", "jax_triton", None, others=others) == "jax_triton"
     assert dispatch.choose("replay", None, None, others=others) == "xla"
 

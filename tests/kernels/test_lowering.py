@@ -14,22 +14,19 @@ import pytest
 import pallas_kernels
 from pallas_kernels import (
     AttentionLayout,
+    DeferredRMSNorm,
     KeyCache,
-    Layout,
+    Mamba2Layout,
     Mamba2Pending,
-    Mamba2Weights,
     NodeKeys,
-    Previous,
-    Unscaled,
     add_rms_norm,
     attention_tree,
-    enqueued,
     expert_mlps,
-    mamba2_tree,
     triton,
 )
 from pallas_kernels.tree_attention import config as attention_config
 from pallas_kernels.tree_attention import pallas_triton as attention_kernel
+from tests.kernels.test_mamba2_layer import layer
 
 pytestmark = pytest.mark.skipif(triton.UNAVAILABLE is not None, reason=str(triton.UNAVAILABLE))
 
@@ -93,7 +90,7 @@ def operands(shape, dtype):
         "tree_conv1d": (conv_input, *conv, struct((2, queries, 4), jnp.int32)),
         "gated_rms_norm": (y, y, struct(y.shape[-1:], dtype)),
         "add_rms_norm": (y, y, struct(y.shape[-1:], dtype)),
-        "add_rms_norm, unscaled": (y, y, struct(y.shape[-1:], dtype), parts),
+        "add_rms_norm, deferred": (y, y, struct(y.shape[-1:], dtype), parts),
     }
 
 
@@ -102,7 +99,7 @@ def run(op, *arguments):
         return getattr(pallas_kernels, op)(*arguments, implementation="pallas")
     residual, output, weight, *parts = arguments
     if parts:
-        output = Unscaled(output, *parts, 1e-5)
+        output = DeferredRMSNorm(output, *parts, 1e-5)
     return add_rms_norm(residual, output, weight, epsilon=1e-5, implementation="pallas")
 
 
@@ -139,22 +136,22 @@ def test_experts_lower_to_two_kernels(tokens, activation, dtype, capability):
     assert "stablehlo.dot" not in code
 
 
-# Layouts of mamba2-2.7b, MambaInLlama-8B and Falcon-H1-0.5B; nodes, grown nodes, whether the gate
-# and a norm over the whole row are behind it, and whether the old record is in a queue.
-SCALED = Layout(24, 64, 1, 128, 24, 1, multipliers=(0.35, 0.25, 0.18, 0.5, 0.35))
+# Layouts of mamba2-2.7b, MambaInLlama-8B and Falcon-H1-0.5B; nodes, prefix nodes, and whether
+# the gate and a norm over the whole row are in the scan.
+SCALED = Mamba2Layout(24, 64, 1, 128, 24, 1, multipliers=(0.35, 0.25, 0.18, 0.5, 0.35))
 LAYOUTS = [
-    (Layout(80, 64, 1, 128, x_heads=80, b_groups=1), 13, 0, True, True, True),
-    (Layout(80, 64, 1, 128, x_heads=80, b_groups=1), 64, 61, True, True, False),
-    (Layout(32, 128, 32, 128, x_heads=8, b_groups=8), 64, 0, False, False, False),
-    (SCALED, 1, 0, True, False, True),
+    (Mamba2Layout(80, 64, 1, 128, x_heads=80, b_groups=1), 13, 0, True, True),
+    (Mamba2Layout(80, 64, 1, 128, x_heads=80, b_groups=1), 64, 61, True, True),
+    (Mamba2Layout(32, 128, 32, 128, x_heads=8, b_groups=8), 64, 0, False, False),
+    (SCALED, 1, 0, True, False),
 ]
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", LAYOUTS, ids=["plain", "grown", "repeated", "scaled"])
-def test_a_whole_mixer_lowers_to_one_kernel(case, dtype, capability):
-    layout, nodes, grown, gated, normed, queued = case
+@pytest.mark.parametrize("case", LAYOUTS, ids=["plain", "prefix", "repeated", "scaled"])
+def test_a_mixer_lowers_to_two_kernels(case, dtype, capability):
+    layout, nodes, prefix, gated, normed = case
     heads, head_dim, channels = layout.num_heads, layout.head_dim, layout.num_channels
 
     def struct(*sizes, kind=dtype):
@@ -169,34 +166,23 @@ def test_a_whole_mixer_lowers_to_one_kernel(case, dtype, capability):
         )
 
     of_heads = struct(heads, kind=jnp.float32)
-    options = {"norm_weight": struct(heads * head_dim)} if normed else {}
-    if grown:
-        options["grown"] = pending(grown)
-    if not grown:
-        path, back = struct(2, nodes, kind=jnp.bool_), struct(2, 3, kind=jnp.int32)
-        record = pending(nodes)
-        if queued:
-            record = jax.eval_shape(enqueued, [record, record])
-        options["previous"] = Previous(record, path, back)
-
-    def run(*arguments):
-        *arguments, options = arguments
-        options |= dict(layout=layout, gated=gated, implementation="pallas")
-        return mamba2_tree(*arguments, **options)
-
     arguments = (
-        struct(2, nodes - grown, layout.columns[-1] + heads),
-        Mamba2Weights(struct(4, channels), struct(channels), of_heads, of_heads, of_heads),
-        struct(2, heads, head_dim, layout.state_size, kind=jnp.float32),
-        struct(2, 3, channels),
-        struct(2, nodes - grown, 4, kind=jnp.int32),
+        struct(2, nodes - prefix, layout.num_columns),
+        (struct(4, channels), struct(channels), of_heads, of_heads, of_heads),
+        (struct(2, heads, head_dim, layout.state_size, kind=jnp.float32), struct(2, 3, channels)),
+        struct(2, nodes - prefix, 4, kind=jnp.int32),
         struct(2, nodes, nodes, kind=jnp.bool_),
-        options,
+        pending(prefix) if prefix else None,
+        None
+        if prefix
+        else (pending(nodes), struct(2, nodes, kind=jnp.bool_), struct(2, 3, kind=jnp.int32)),
+        struct(heads * head_dim) if normed else None,
     )
-    code = lowered(run, arguments, capability)
-    assert code.count("__gpu$xla.gpu.triton") == 1
-    in_place = 0 if grown else 1 + 4 * queued
-    assert code.count("stablehlo.output_operand_alias<") == in_place
+    options = dict(layout=layout, gated=gated, norm_epsilon=1e-5, implementation="pallas")
+    code = lowered(functools.partial(layer, **options), arguments, capability)
+    assert code.count("__gpu$xla.gpu.triton") == 2
+    assert code.count("stablehlo.output_operand_alias<") == (0 if prefix else 1)
+    assert not {"stablehlo.pad", "stablehlo.slice"} & set(re.findall(r"stablehlo\.\w+", code))
 
 
 # queries, nodes, query heads, key heads, head_dim, capacity: Nemotron-H, Falcon-H1, a prefill.

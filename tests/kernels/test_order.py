@@ -14,7 +14,7 @@ from pallas_kernels import triton
 from tests.kernels import (
     test_attention_tree,
     test_expert_mlps,
-    test_mamba2_tree,
+    test_mamba2_layer,
     test_ssd,
     test_tree_attention,
     test_tree_ops,
@@ -37,8 +37,12 @@ def in_place(kernel, num_inputs, aliases):
 
 @pytest.fixture
 def run_as_on_a_gpu(monkeypatch):
-    """Sets how kernels are interpreted from now on: in order, or the last program first."""
+    """Sets how kernels are interpreted from now on: in order, or the last program first.
+
+    The kernels are jitted: programs traced before are forgotten, and those traced here afterwards.
+    """
     call, program_id = triton.call, pl.program_id
+    names = []
 
     def set_order(*, last_first: bool):
         def of_program(axis):
@@ -59,21 +63,25 @@ def run_as_on_a_gpu(monkeypatch):
                     (in_specs, out_specs),
                     is_leaf=lambda value: isinstance(value, pl.BlockSpec),
                 )
+            names.append(options["name"])
             kernel = in_place(kernel, len(in_specs), options.get("input_output_aliases", {}))
             return call(kernel, grid=grid, in_specs=in_specs, out_specs=out_specs, **options)
 
         monkeypatch.setattr(triton, "call", interpreted)
         monkeypatch.setattr(pl, "program_id", of_program)
 
-    return set_order
+    jax.clear_caches()
+    yield set_order
+    jax.clear_caches()
+    assert names, "no kernel was traced"
 
 
 # Kernels that update in place, or where programs share what they write.
 CASES = [
-    (test_mamba2_tree, "blocks of channels"),
-    (test_mamba2_tree, "tree, and a row with an empty path"),
-    (test_mamba2_tree, "grown, blocks of nodes"),
-    (test_mamba2_tree, "in a queue"),
+    (test_mamba2_layer, "blocks of channels"),
+    (test_mamba2_layer, "tree, and a row with an empty path"),
+    (test_mamba2_layer, "prefix, blocks of nodes"),
+    (test_mamba2_layer, "repeated, prefix"),
     (test_attention_tree, "shared, more nodes than a block"),
     (test_attention_tree, "grown, blocks of nodes"),
     (test_tree_ops, "groups"),
@@ -100,7 +108,7 @@ def test_programs_need_nothing_of_each_other(module, name, last_first, run_as_on
         assert found < module.BUDGET[case.bf16]
     elif module is test_ssd:
         assert max(module.errors.__wrapped__(case, "pallas_interpret")) < module.BUDGET[case.bf16]
-    elif module is test_mamba2_tree:
+    elif module is test_mamba2_layer:
         found = module.errors.__wrapped__(case, "pallas_interpret")
         assert max(found.values()) < module.GATED_BUDGET[case.bf16]
     else:

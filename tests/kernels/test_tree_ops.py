@@ -16,11 +16,9 @@ from pallas_kernels import (
     tree_conv1d,
     tree_scan,
 )
-from pallas_kernels.replay.reference import replay as replay_reference
-from pallas_kernels.replay_tree_scan.reference import (
-    replay_tree_scan as replay_tree_scan_reference,
-)
 from pallas_kernels.tree_conv1d import reference as conv_reference
+from pallas_kernels.tree_scan.reference import replay as replay_reference
+from pallas_kernels.tree_scan.reference import replay_tree_scan as replay_tree_scan_reference
 from pallas_kernels.tree_scan.reference import tree_scan as tree_scan_reference
 from tests.kernels.cases import (
     CASES,

@@ -19,7 +19,10 @@ class Verifier(Protocol):
     object with these methods, such as one that wraps a built-in of `VERIFIERS` and delegates.
     """
 
-    name: str  # for messages
+    @property
+    def name(self) -> str:
+        """For messages; an attribute will do."""
+        ...
 
     def check(
         self, child_sampling: str, topology: TreeTopology, *, temperature_is_zero: bool

@@ -1,4 +1,4 @@
-"""Every implementation of the gated norm against its float64 reference, on one table."""
+"""Every implementation of the norms against their float64 references, each on one table."""
 
 import dataclasses
 import functools
@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import gated_rms_norm
-from pallas_kernels.gated_rms_norm import pallas_triton
-from pallas_kernels.gated_rms_norm.api import NORMS
-from pallas_kernels.gated_rms_norm.reference import gated_rms_norm as reference
+from pallas_kernels import DeferredRMSNorm, add_rms_norm, gated_rms_norm
+from pallas_kernels.rms_norm import pallas_triton
+from pallas_kernels.rms_norm.api import NORMS
+from pallas_kernels.rms_norm.reference import add_rms_norm as add_reference
+from pallas_kernels.rms_norm.reference import gated_rms_norm as reference
 from tests.kernels.cases import relative_error
 
 IMPLEMENTATIONS = ("xla", "pallas_interpret", pytest.param("pallas", marks=pytest.mark.gpu))
@@ -104,16 +105,16 @@ def test_the_arguments_must_agree():
 def test_which_sizes_the_kernel_refuses():
     of_released_models = (1024, 1536, 2688, 4096, 4480, 5120, 8192)
     for size in (16, *of_released_models):
-        assert pallas_triton.unsupported(size) is None
-    assert "not a multiple of 16" in pallas_triton.unsupported(40)
-    assert "more than" in pallas_triton.unsupported(1 << 15)
+        assert pallas_triton.unsupported("row size", size) is None
+    assert "not a multiple of 16" in pallas_triton.unsupported("row size", 40)
+    assert "more than" in pallas_triton.unsupported("row size", 1 << 15)
     ones = jnp.ones((1, 40))
     with pytest.raises(ValueError, match="group size = 40.*use 'xla'"):
         gated_rms_norm(ones, ones, ones[0], implementation="pallas_interpret")
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_the_kernel_has_the_gradients_of_xla(norm):
+def test_gated_rms_norm_has_the_gradients_of_xla(norm):
     rng = np.random.default_rng(0)
     y, gate, weight = (jnp.asarray(rng.normal(size=shape)) for shape in ((3, 32), (3, 40), (32,)))
     weight = None if norm == "none" else weight
@@ -141,3 +142,91 @@ def test_the_gate_may_be_a_part_of_an_array(implementation):
     np.testing.assert_allclose(got, run(y, wide[:, 40:104]), rtol=1e-6)
     with pytest.raises(ValueError, match="64 gates from column 137 on, of 200 columns"):
         run(y, wide, gate_start=137)
+
+
+# rows, size, types of the stream and of a layer's output, multiplier, parts of the output's mean
+# squares if it is deferred
+ADD_CASES = (
+    ((2, 3), 64, "float32", "float32", 1.0, 0),
+    ((1,), 80, "float32", "float32", 0.22, 0),
+    ((2, 3), 160, "float32", "bfloat16", 1.0, 0),
+    ((4,), 128, "bfloat16", "bfloat16", 1.0, 0),
+    ((4,), 128, "bfloat16", "bfloat16", 0.22, 0),
+    ((2, 3), 64, "float32", "float32", 1.0, 1),
+    ((5,), 336, "float32", "float32", 0.22, 32),
+    ((2, 3), 160, "float32", "bfloat16", 1.0, 20),
+    ((4,), 128, "bfloat16", "bfloat16", 0.22, 5),
+)
+
+
+@functools.cache
+def add_errors(case, implementation):
+    rows, size, kind, small, multiplier, parts = case
+    rng = np.random.default_rng(0)
+
+    def draw(dtype, *shape):
+        return jnp.asarray(3.0 * rng.normal(size=shape), dtype)
+
+    arguments = draw(kind, *rows, size), draw(small, *rows, size), draw(small, size)
+    options = dict(epsilon=1e-5, multiplier=multiplier)
+    run = jax.jit(functools.partial(add_rms_norm, **options, implementation=implementation))
+    exact = [np.asarray(value, np.float64).reshape(-1, size) for value in arguments]
+    residual, output, weight = arguments
+    deferred = None
+    if parts:
+        squares = draw("float32", *rows, parts) ** 2
+        output = DeferredRMSNorm(output, squares, 0.5)
+        deferred = np.asarray(squares, np.float64).reshape(-1, parts), 0.5
+    sums, normed = run(residual, output, weight)
+    assert (sums.dtype, normed.dtype) == (kind, small)
+    true_sums, true_normed = add_reference(
+        exact[0], exact[1], exact[2][0], **options, deferred=deferred
+    )
+    shape = (*rows, size)
+    return (
+        relative_error(sums, true_sums.reshape(shape)),
+        relative_error(normed, true_normed.reshape(shape)),
+    )
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", ADD_CASES, ids=str)
+def test_add_rms_norm(case, implementation):
+    _, _, kind, small, multiplier, parts = case
+    sums, normed = add_errors(case, implementation)
+    # Before it is added an deferred output is not rounded.
+    rounded = "bfloat16" in (kind, small if multiplier != 1.0 and not parts else kind)
+    assert sums < BUDGET[rounded]
+    assert normed < BUDGET["bfloat16" in (kind, small)]
+    true = add_errors(case, "xla")
+    assert sums <= 1.5 * true[0] + 1e-7
+    # The kernel norms what was rounded to the stream's type. XLA leaves that rounding out, unless
+    # it is told not to (xla_allow_excess_precision=false), which makes both the same.
+    assert normed <= (2.0 if kind == "bfloat16" else 1.5) * true[1] + 1e-7
+
+
+@pytest.mark.parametrize("parts", [0, 4])
+def test_add_rms_norm_has_the_gradients_of_xla(parts):
+    rng = np.random.default_rng(0)
+    residual, output, weight = (jnp.asarray(rng.normal(size=shape)) for shape in ((3, 32),) * 3)
+    squares = jnp.asarray(rng.uniform(size=(3, parts)))
+
+    def gradients(implementation):
+        def total(residual, output, weight, squares):
+            output = DeferredRMSNorm(output, squares, 0.5) if parts else output
+            options = dict(epsilon=1e-5, implementation=implementation)
+            both = add_rms_norm(residual, output, weight[0], **options)
+            return sum((value**3).sum() for value in both)
+
+        run = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3) if parts else (0, 1, 2)))
+        return run(residual, output, weight, squares)
+
+    both = gradients("xla"), gradients("pallas_interpret")
+    for wanted, got in zip(*both, strict=True):
+        assert relative_error(got, np.asarray(wanted, np.float64)) < 1e-5
+
+
+def test_add_rms_norm_refuses_rows_that_are_no_multiple_of_16():
+    row = jnp.ones((1, 81))
+    with pytest.raises(ValueError, match="add_rms_norm cannot run .* 81 .*; use 'xla'"):
+        add_rms_norm(row, row, row[0], epsilon=1e-5, implementation="pallas_interpret")

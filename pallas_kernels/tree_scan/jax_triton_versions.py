@@ -1,8 +1,8 @@
-"""The one module that knows jax-triton, the exit for the day that jax drops Pallas-Triton.
+"""Which versions of jax-triton work, and how to call it.
 
-An extra: it is asked for by name ("jax_triton") and looked for only then. Which versions go
-together was found by lowering on a machine without a GPU; others are refused, because they fail
-late and obscurely, if not silently.
+jax-triton is an extra, and is imported only when an op is asked for "jax_triton" by name. Which
+versions work together was found by lowering on a machine without a GPU; others are refused, because
+they fail late, with obscure messages or silently.
 """
 
 import importlib.metadata
@@ -11,10 +11,10 @@ import warnings
 
 import jax
 
-# jax-triton from, below: jax from, below; triton from.
+# jax-triton from, below; jax from, below; triton from.
 _KNOWN = (
     ((0, 3, 1), (0, 4), (0, 10, 2), (0, 13), (3, 6)),
-    # 0.4's rule for dead code has the wrong arguments for jax 0.12: no jit that contains it works.
+    # The dead code rule of 0.4 takes other arguments than jax 0.12 passes: every jit fails.
     ((0, 4), (0, 5), (0, 11), (0, 12), (3, 7)),
 )
 
@@ -31,7 +31,7 @@ def obstacle() -> str | None:
 
 
 def incompatible(jax_triton: str, jax_version: str, triton: str) -> str | None:
-    """Why these versions do not go together, or None."""
+    """Why these versions do not work together, or None."""
     together = f"jax-triton {jax_triton}, jax {jax_version} and triton {triton}"
     for first, end, first_jax, end_jax, first_triton in _KNOWN:
         if first <= _numbers(jax_triton) < end:
@@ -46,10 +46,9 @@ def incompatible(jax_triton: str, jax_version: str, triton: str) -> str | None:
 
 
 def call(*arguments, kernel, out_shape, **kwargs):
-    """`jax_triton.triton_call`, which renamed its argument for the outputs in 0.4.
+    """`jax_triton.triton_call` of 0.3 and of 0.4, which renamed the argument for the outputs.
 
-    From then on it would also rather have a `Ref` for what is updated in place, which 0.3 does not
-    know.
+    0.4 also deprecates aliases in favour of a `Ref`, which 0.3 does not have.
     """
     import jax_triton
 
@@ -60,7 +59,7 @@ def call(*arguments, kernel, out_shape, **kwargs):
 
 
 def passes_aliased_outputs() -> bool:
-    """Whether a kernel gets a second pointer to what it updates in place: before 0.4 only."""
+    """Whether a kernel gets a second pointer to an array that it updates in place: before 0.4."""
     return not _is_new()
 
 
@@ -71,7 +70,7 @@ def _is_new() -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """`(0, 12, 0)` of "0.12.0rc1": enough to compare with the above."""
+    """`(0, 12, 0)` for "0.12.0rc1"."""
     parts = []
     for part in version.split(".")[:3]:
         digits = "".join(c for c in part if c.isdigit()) if part[:1].isdigit() else ""

@@ -1,6 +1,26 @@
-"""Specification of `gated_rms_norm`: one row and one group at a time."""
+"""Specification of the norms: one row and one group at a time."""
 
 import numpy as np
+
+
+def add_rms_norm(residual, output, weight, *, epsilon, multiplier, deferred=None):
+    """The sums `[R, M]` and their norms `[R, M]`.
+
+    Args:
+        residual, output: `[R, M]`. weight: `[M]`.
+        epsilon: added to the mean square. multiplier: of the output.
+        deferred: of a deferred norm of the output: the parts of the mean square `[R, J]`, and the
+            epsilon that is added to their sum; None: the output is complete.
+    """
+    sums, normed = np.zeros_like(residual), np.zeros_like(residual)
+    for row in range(residual.shape[0]):
+        scale = multiplier
+        if deferred is not None:
+            parts, added = deferred
+            scale = multiplier / np.sqrt(np.sum(parts[row]) + added)
+        sums[row] = residual[row] + scale * output[row]
+        normed[row] = sums[row] / np.sqrt(np.mean(sums[row] ** 2) + epsilon) * weight
+    return sums, normed
 
 
 def gated_rms_norm(y, gate, weight, *, norm, epsilon, num_groups):

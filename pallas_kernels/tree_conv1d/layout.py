@@ -1,25 +1,36 @@
-"""Where the parts of a Mamba-2 projection are, and how the heads share them."""
+"""The columns of a Mamba-2 input projection, how heads share them, and the pending record."""
 
 import dataclasses
 import itertools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.numerics import scaled
 
 
+class Mamba2Pending(NamedTuple):
+    """What a Mamba-2 layer needs to advance its states along any path of a tree of N nodes."""
+
+    x: Float[Array, "B N H P"]
+    dt: Float32[Array, "B N H"]
+    B: Float[Array, "B N G S"]
+    conv_input: Float[Array, "B N C"]
+
+
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class Mamba2Layout:
     """Columns `[... | z | x | B | C | dt]` of the input projection of a Mamba-2 layer.
 
     Attributes:
         num_heads, head_dim, num_groups, state_size: `H`, `P`, `G` and `S` of the scan.
         x_heads, b_groups: heads of x and groups of B in the projection; each is repeated for as
-            many neighbours (MambaInLlama).
-        repeat_before_conv: whether that happens before the convolution or after it.
-        first_column: columns before z, which are not for the scan.
+            many neighbours as it takes to reach `H` and `G` (MambaInLlama).
+        repeat_before_conv: repeat before the convolution; otherwise after it.
+        first_column: columns before z, which the scan does not use.
         multipliers: of z, x, B, C and dt; the products are rounded (Falcon-H1).
         dt_limit: clamp of the time step after softplus.
     """
@@ -37,7 +48,7 @@ class Layout:
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
-        """Columns of z, x, B, C and dt."""
+        """Number of columns of z, x, B, C and dt."""
         return (
             self.num_heads * self.head_dim,
             self.x_heads * self.head_dim,
@@ -50,6 +61,11 @@ class Layout:
     def columns(self) -> tuple[int, ...]:
         """The first column of z, x, B, C and dt."""
         return tuple(itertools.accumulate(self.sizes[:-1], initial=self.first_column))
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the whole projection."""
+        return self.first_column + sum(self.sizes)
 
     @property
     def conv_heads(self) -> tuple[int, int]:
@@ -71,13 +87,13 @@ class Layout:
         return self.channels[2] + self.num_groups * self.state_size
 
     def gate(self, projected: jax.Array) -> tuple[jax.Array, int]:
-        """The gate z, and the first column where it is: nothing is cut out if it can be helped."""
+        """An array with the gate z, and z's first column; a slice only if z has a multiplier."""
         if self.multipliers[0] == 1.0:
             return projected, self.columns[0]
         return self._part(projected, 0), 0
 
     def conv_input(self, projected: jax.Array) -> jax.Array:
-        """x, B and C before the convolution `[..., channels]`."""
+        """x, B and C before the convolution `[..., C]`."""
         x, B, C = (self._part(projected, index) for index in (1, 2, 3))
         if self.repeat_before_conv:
             x = _repeated(x, self.head_dim, self.num_heads)
@@ -89,7 +105,7 @@ class Layout:
         return time_step(self._part(projected, 4), bias, self.dt_limit)
 
     def heads(self, conv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Takes x `[..., H, P]`, B and C `[..., G, S]` from the activated convolution."""
+        """Splits the activated convolution into x `[..., H, P]`, B and C `[..., G, S]`."""
         x, B, C = jnp.split(conv, self.channels[1:], axis=-1)
         x = _repeated(x, self.head_dim, self.num_heads)
         B = _repeated(B, self.state_size, self.num_groups)
@@ -108,12 +124,12 @@ class Layout:
 
 
 def time_step(raw: jax.Array, bias: jax.Array, limit: tuple[float, float]) -> jax.Array:
-    """The step that the recurrence makes, float32; the same in prefill, tree and replay."""
+    """The time step of the recurrence, float32; the same in prefill, tree and replay."""
     return jnp.clip(jax.nn.softplus(raw.astype(jnp.float32) + bias), *limit)
 
 
 def _repeated(x: jax.Array, size: int, count: int) -> jax.Array:
-    """Repeats each head of width `size`, so that there are `count`."""
+    """Repeats each head of width `size` until there are `count` heads."""
     heads = x.reshape(*x.shape[:-1], -1, size)
     if heads.shape[-2] == count:
         return x

@@ -1,1 +1,0 @@
-"""What is between two layers: the residual stream and the norm before the next."""

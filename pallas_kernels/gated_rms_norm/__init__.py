@@ -1,1 +1,0 @@
-"""The gate and the norm behind the scan of a Mamba-2 layer."""

@@ -1,1 +1,0 @@
-"""All of a Mamba-2 layer that is between its two projections."""

@@ -1,1 +1,0 @@
-"""The state after one path of a tree, in one contraction."""

@@ -1,0 +1,115 @@
+"""Root-mean-square norms, fused with what stands next to them in a layer.
+
+`add_rms_norm` adds a layer's output to the residual stream and norms the sum for the next layer;
+`gated_rms_norm` is the gate and the norm between the scan and the output projection of Mamba-2.
+"""
+
+import jax
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch
+from pallas_kernels.autodiff import differentiable
+from pallas_kernels.numerics import DeferredRMSNorm
+from pallas_kernels.rms_norm import pallas_triton, xla
+
+NORMS = ("gate_then_norm", "norm_then_gate", "none")
+
+
+def add_rms_norm(
+    residual: Float[Array, "*rows M"],
+    output: Float[Array, "*rows M"] | DeferredRMSNorm,
+    weight: Float[Array, " M"],
+    *,
+    epsilon: float,
+    multiplier: float = 1.0,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "*rows M"], Float[Array, "*rows M"]]:
+    """`residual + multiplier * output`, and its root-mean-square norm.
+
+    Args:
+        residual: the stream so far.
+        output: of a layer; the rows of a deferred norm are scaled first, in float32.
+        weight: of the norm.
+        epsilon: added to the mean square.
+        multiplier: of the output; the product is rounded to the output's dtype, except that of a
+            deferred norm.
+        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
+
+    Returns:
+        The sum, in the dtype of `residual`, and its norm in that of `output`; both are evaluated in
+        float32. Derivatives are XLA's in all implementations.
+
+    Raises:
+        ValueError: an implementation that does not exist, or cannot run these shapes.
+    """
+    with jax.named_scope("add_rms_norm"), dispatch.on(residual, output, weight):
+        run = differentiable(
+            "add_rms_norm",
+            implementation,
+            pallas_triton.unsupported("row size", residual.shape[-1]),
+            xla=xla.add_rms_norm,
+            kernel=pallas_triton.add_rms_norm,
+            epsilon=epsilon,
+            multiplier=multiplier,
+        )
+        return run(residual, output, weight)
+
+
+def gated_rms_norm(
+    y: Float[Array, "*rows M"],
+    gate: Float[Array, "*rows X"],
+    weight: Float[Array, " M"] | None,
+    *,
+    norm: str = "gate_then_norm",
+    epsilon: float = 1e-5,
+    num_groups: int = 1,
+    gate_start: int = 0,
+    implementation: str | None = None,
+) -> Float[Array, "*rows M"]:
+    """`y * silu(gate)` with a root-mean-square norm before or after the gate, or none.
+
+    Args:
+        y: outputs of the scan.
+        gate: before its SiLU; may be columns of a wider array, such as the input projection.
+        weight: of the norm; None if and only if `norm` is "none".
+        norm: "gate_then_norm" (Mamba-2), "norm_then_gate" (an option of Falcon-H1) or "none".
+        epsilon: added to the mean square.
+        num_groups: equal parts of a row, each normed alone.
+        gate_start: the gate's first column; the kernel reads it in place.
+        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
+
+    Returns:
+        An array in the dtype of `y`. Evaluated in float32 and rounded once, at the end. Derivatives
+        are XLA's in all implementations.
+
+    Raises:
+        ValueError: an unknown norm, a weight without a norm or a norm without a weight, groups that
+            do not divide a row, too few columns of gates, or an implementation that does not exist
+            or cannot run these shapes.
+    """
+    if norm not in NORMS:
+        raise ValueError(f"norm = {norm!r} is not one of {NORMS}")
+    if (weight is None) != (norm == "none"):
+        given = "None" if weight is None else f"of {weight.shape[0]} channels"
+        raise ValueError(
+            f"norm = {norm!r} with weight = {given}: every norm but 'none' needs a weight"
+        )
+    if y.shape[-1] % num_groups:
+        raise ValueError(f"{num_groups} groups do not divide rows of {y.shape[-1]}")
+    if not 0 <= gate_start <= gate.shape[-1] - y.shape[-1]:
+        raise ValueError(
+            f"{y.shape[-1]} gates from column {gate_start} on, of {gate.shape[-1]} columns"
+        )
+    with jax.named_scope("gated_rms_norm"), dispatch.on(y, gate, weight):
+        run = differentiable(
+            "gated_rms_norm",
+            implementation,
+            pallas_triton.unsupported("group size", y.shape[-1] // num_groups),
+            xla=xla.gated_rms_norm,
+            kernel=pallas_triton.gated_rms_norm,
+            norm=norm,
+            epsilon=epsilon,
+            num_groups=num_groups,
+            gate_start=gate_start,
+        )
+        return run(y, gate, weight)

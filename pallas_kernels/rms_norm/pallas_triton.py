@@ -1,0 +1,209 @@
+"""`add_rms_norm` and `gated_rms_norm`, each one Pallas-Triton kernel.
+
+Passes: a program handles one row, of `gated_rms_norm` one group of a row. It reads both inputs
+once, holds their sum or product in registers, and writes each result once. XLA takes two kernels
+for the few rows of a tree, and reads the sum again in the second. From a deferred norm
+`add_rms_norm` also reads the row's parts of the mean square.
+
+Numerics: float32 from load to store, rounded once. `add_rms_norm` rounds the sum to the type of
+the stream, and norms the rounded sum in float32.
+
+Triton's blocks are powers of two, and rows of 5120 or 2688 are not: a group is read as a few
+blocks, the largest first. Refuses groups (rows) whose size is not a multiple of `SMALLEST_BLOCK` or
+above `MOST_NUMBERS`.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import triton as tb
+from pallas_kernels.numerics import DeferredRMSNorm, scaled
+from pallas_kernels.rms_norm.config import BlockSizes, block_sizes
+
+Ref = Any
+
+MOST_NUMBERS = 1 << 14  # 64 registers of each of 256 threads
+
+
+def unsupported(name: str, size: int) -> str | None:
+    """Why groups of this size cannot run, or None; `name` is for the message."""
+    if size > MOST_NUMBERS:
+        return f"{name} = {size} is more than {MOST_NUMBERS}"
+    return tb.unsupported_in_parts(name, size)
+
+
+@functools.partial(jax.jit, static_argnames=("epsilon", "multiplier", "interpret", "blocks"))
+def add_rms_norm(
+    residual: jax.Array,
+    output: jax.Array | DeferredRMSNorm,
+    weight: jax.Array,
+    *,
+    epsilon: float,
+    multiplier: float,
+    interpret: bool = False,
+    blocks: BlockSizes | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.add_rms_norm`."""
+    size = residual.shape[-1]
+    blocks = blocks or block_sizes(size)
+    rows = (math.prod(residual.shape[:-1]), size)
+
+    def of_row(length: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, length), lambda row: (row, 0))
+
+    mean_squares, output_epsilon = [], 0.0
+    if isinstance(output, DeferredRMSNorm):
+        mean_squares = [output.mean_squares.reshape(rows[0], -1)]
+        output, output_epsilon = output.value, output.epsilon
+    sums, normed = tb.call(
+        functools.partial(
+            _add_kernel,
+            epsilon=epsilon,
+            multiplier=multiplier,
+            output_epsilon=output_epsilon,
+            block=blocks.block,
+        ),
+        name="add_rms_norm",
+        num_warps=blocks.num_warps,
+        num_stages=1,
+        interpret=interpret,
+        grid=rows[:1],
+        in_specs=[
+            of_row(size),
+            of_row(size),
+            pl.BlockSpec((size,), lambda row: (0,)),
+            *(of_row(parts.shape[1]) for parts in mean_squares),
+        ],
+        out_specs=(of_row(size), of_row(size)),
+        out_shape=(
+            jax.ShapeDtypeStruct(rows, residual.dtype),
+            jax.ShapeDtypeStruct(rows, output.dtype),
+        ),
+    )(residual.reshape(rows), output.reshape(rows), weight, *mean_squares)
+    return sums.reshape(residual.shape), normed.reshape(output.shape)
+
+
+def _add_kernel(
+    residual_ref: Ref,  # [M]
+    output_ref: Ref,  # [M]
+    weight_ref: Ref,  # [M]
+    *refs: Ref,  # mean_squares [J] of a deferred norm; sum [M], normed [M]
+    epsilon: float,
+    multiplier: float,
+    output_epsilon: float,
+    block: int,
+) -> None:
+    *mean_squares, sum_ref, normed_ref = refs
+    size, dtype = residual_ref.shape[0], residual_ref.dtype
+    parts = tb.parts(size, block)
+    outputs = [output_ref[part] for part in parts]
+    for mean_squares_ref in mean_squares:  # none or one
+        output_scale = lax.rsqrt(_total(mean_squares_ref) + output_epsilon)
+        outputs = [value.astype(jnp.float32) * output_scale for value in outputs]
+    outputs = [scaled(value, multiplier).astype(jnp.float32) for value in outputs]
+    sums = [
+        (residual_ref[part].astype(jnp.float32) + value).astype(dtype)
+        for part, value in zip(parts, outputs, strict=True)
+    ]
+    wide = [value.astype(jnp.float32) for value in sums]
+    squares = functools.reduce(jnp.add, [jnp.sum(value * value) for value in wide])
+    scale = lax.rsqrt(squares / size + epsilon)
+    for part, value, rounded in zip(parts, wide, sums, strict=True):
+        sum_ref[part] = rounded
+        normed = (value * scale * weight_ref[part].astype(jnp.float32)).astype(dtype)
+        normed_ref[part] = normed.astype(normed_ref.dtype)
+
+
+def _total(
+    ref: Ref,  # [J]
+) -> jax.Array:
+    """The sum of any number of parts."""
+    count = ref.shape[0]
+    part, exists = tb.rows(0, tb.padded_size(count), count)
+    return jnp.sum(jnp.where(exists, ref[part], 0.0))
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("norm", "epsilon", "num_groups", "gate_start", "interpret", "blocks"),
+)
+def gated_rms_norm(
+    y: jax.Array,
+    gate: jax.Array,
+    weight: jax.Array | None,
+    *,
+    norm: str,
+    epsilon: float,
+    num_groups: int,
+    gate_start: int = 0,
+    interpret: bool = False,
+    blocks: BlockSizes | None = None,
+) -> jax.Array:
+    """See `api.gated_rms_norm`."""
+    group_size = y.shape[-1] // num_groups
+    blocks = blocks or block_sizes(group_size)
+    rows = (math.prod(y.shape[:-1]), y.shape[-1])
+    group = pl.BlockSpec((None, group_size), lambda row, g: (row, g))
+    weights = [] if weight is None else [weight]
+    output = tb.call(
+        functools.partial(
+            _gated_kernel,
+            norm=norm,
+            epsilon=epsilon,
+            gate_start=gate_start,
+            block=blocks.block,
+        ),
+        name="gated_rms_norm",
+        num_warps=blocks.num_warps,
+        num_stages=1,
+        interpret=interpret,
+        grid=(rows[0], num_groups),
+        in_specs=[
+            group,
+            pl.BlockSpec((None, gate.shape[-1]), lambda row, g: (row, 0)),
+            *(pl.BlockSpec((group_size,), lambda row, g: (g,)) for _ in weights),
+        ],
+        out_specs=group,
+        out_shape=jax.ShapeDtypeStruct(rows, y.dtype),
+    )(y.reshape(rows), gate.reshape(rows[0], -1), *weights)
+    return output.reshape(y.shape)
+
+
+def _gated_kernel(
+    y_ref: Ref,  # [group size]
+    gate_ref: Ref,  # [X]
+    *refs: Ref,  # weight [group size] unless norm is "none"; output [group size]
+    norm: str,
+    epsilon: float,
+    gate_start: int,
+    block: int,
+) -> None:
+    weight_ref, output_ref = refs if len(refs) == 2 else (None, refs[0])
+    group_size = y_ref.shape[0]
+    parts = tb.parts(group_size, block)
+
+    values = [y_ref[part].astype(jnp.float32) for part in parts]
+    first_gate = gate_start + pl.program_id(1) * group_size
+    gates = [
+        jax.nn.silu(gate_ref[pl.ds(first_gate + part.start, part.size)].astype(jnp.float32))
+        for part in parts
+    ]
+    if norm != "norm_then_gate":
+        values = [value * gate for value, gate in zip(values, gates, strict=True)]
+    if weight_ref is not None:
+        squares = [jnp.sum(value * value) for value in values]
+        scale = lax.rsqrt(functools.reduce(jnp.add, squares) / group_size + epsilon)
+        values = [
+            value * scale * weight_ref[part].astype(jnp.float32)
+            for value, part in zip(values, parts, strict=True)
+        ]
+    if norm == "norm_then_gate":
+        values = [value * gate for value, gate in zip(values, gates, strict=True)]
+    for part, value in zip(parts, values, strict=True):
+        output_ref[part] = value.astype(output_ref.dtype)

@@ -1,0 +1,41 @@
+"""What a scan can do to its outputs before it writes them."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+
+def _static(default: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """Multiplies the outputs of a scan by `silu(z)`, and prepares a norm behind the gate.
+
+    Attributes:
+        projected: `[B, Q, X]`, an array with the columns z `[B, Q, H * P]` at the query nodes, such
+            as the input projection.
+        norm_weight: `[H * P]`, of a norm of the gated outputs over all heads and channels; the norm
+            is deferred (`DeferredRMSNorm`). None: no norm.
+        start: the first column of z.
+        multiplier: of z; the product is rounded.
+        norm_epsilon: of the norm.
+    """
+
+    projected: Float[Array, "B Q X"]
+    norm_weight: Float[Array, " M"] | None = None
+    start: int = _static(0)
+    multiplier: float = _static(1.0)
+    norm_epsilon: float = _static(1e-5)
+
+    def check(self, num_heads: int, head_dim: int) -> None:
+        """Raises a ValueError unless it has a column for every channel."""
+        columns, size = self.projected.shape[-1], num_heads * head_dim
+        if not 0 <= self.start <= columns - size:
+            raise ValueError(f"{size} gates from column {self.start} on, of {columns} columns")
+        if self.norm_weight is not None and self.norm_weight.shape != (size,):
+            raise ValueError(f"norm_weight {self.norm_weight.shape} is not of {size} channels")

@@ -1,0 +1,20 @@
+"""What the kernels need to know of a layer's config."""
+
+from pallas_kernels import Mamba2Layout
+from stree_jax.layer_config import Mamba2Config
+
+
+def mamba2_layout(config: Mamba2Config) -> Mamba2Layout:
+    """The columns of the input projection, and how the heads share them."""
+    return Mamba2Layout(
+        num_heads=config.num_heads,
+        head_dim=config.head_dim,
+        num_groups=config.num_groups,
+        state_size=config.state_size,
+        x_heads=config.x_heads,
+        b_groups=config.b_groups,
+        repeat_before_conv=config.repeat_before_conv,
+        first_column=2 * config.mlp_dim,
+        multipliers=config.section_multipliers,
+        dt_limit=config.dt_limit,
+    )

@@ -1,0 +1,88 @@
+"""The examples run, and do what they say."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stree_jax as st
+from tests.tiny import perturbed, tiny_model
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="the tests run without a checkout")
+PROMPTS = [[1, 2, 3, 4, 1, 2, 3, 4], [5, 9, 2, 30], [3]]
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.py")), ids=lambda file: file.stem)
+def test_it_runs(file):
+    result = subprocess.run([sys.executable, file], capture_output=True, text=True, check=True)
+    assert "tokens per target call" in result.stdout
+    assert "False" not in result.stdout
+
+
+def longest_earlier_suffix(text):
+    """The longest suffix that ends earlier too, and where it ends first; by trying all."""
+    for length in range(len(text) - 1, 0, -1):
+        suffix = text[-length:]
+        for end in range(length - 1, len(text) - 1):
+            if text[end - length + 1 : end + 1] == suffix:
+                return length, end
+    return 0, -1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_automaton_finds_the_longest_suffix_that_occurred_before(seed):
+    automaton = load("own_drafter").Automaton.empty(40)
+    extend = jax.jit(lambda automaton, token: automaton.extended(token))
+    text = np.random.default_rng(seed).integers(2 + seed, size=40).tolist()
+    for count, token in enumerate(text, start=1):
+        automaton = extend(automaton, jnp.int32(token))
+        match = automaton.link[automaton.last]
+        want = longest_earlier_suffix(text[:count])
+        assert (int(automaton.length[match]), int(automaton.end[match])) == want
+    assert int(automaton.num_states) <= 2 * len(text)
+    assert int(automaton.num_edges) <= 3 * len(text)
+
+
+def test_drafts_of_the_automaton_do_not_change_the_text():
+    drafter = load("own_drafter").SuffixAutomatonDrafter(min_match=1)
+    for options in ({}, dict(temperature=0.8, key=jax.random.key(1))):
+        plain = st.generate(tiny_model(), PROMPTS, max_new_tokens=24, **options)
+        out = st.generate(tiny_model(), PROMPTS, max_new_tokens=24, drafter=drafter, **options)
+        if not options:
+            np.testing.assert_array_equal(out.tokens, plain.tokens)
+        assert 0 < out.stats.num_drafted < 6 * out.stats.num_target_calls
+    with pytest.raises(ValueError, match="drafts chains, this tree is 3 nodes wide"):
+        st.generate(tiny_model(), PROMPTS, drafter=drafter, topology=st.TreeTopology.paper("A"))
+
+
+def test_short_steps_are_short_and_exact():
+    short = load("own_verifier").ShortSteps
+    options = dict(
+        max_new_tokens=12,
+        drafter=st.ModelDrafter(perturbed(tiny_model(), 0.1)),
+        topology=st.TreeTopology.from_branching((2, 1, 1)),
+    )
+    plain = st.generate(tiny_model(), PROMPTS, max_new_tokens=12)
+    for most in (0, 1, 2):
+        verifier = short(st.VERIFIERS["greedy"], most)
+        out = st.generate(tiny_model(), PROMPTS, verifier=verifier, **options)
+        np.testing.assert_array_equal(out.tokens, plain.tokens)
+        assert (out.stats.accepted_per_depth[most:] == 0).all()
+        assert most == 0 or out.stats.accepted_per_depth[most - 1] > 0
+    with pytest.raises(ValueError, match="needs temperature > 0"):
+        st.generate(
+            tiny_model(), PROMPTS, verifier=short(st.VERIFIERS["without_replacement"], 1), **options
+        )
