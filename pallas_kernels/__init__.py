@@ -6,14 +6,13 @@ kernel. `dispatch` says which one runs and why. Needs jax only.
 """
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention_tree.api import attention_tree
-from pallas_kernels.attention_tree.keys import KeyCache, NodeKeys, replay_keys, write_keys
-from pallas_kernels.attention_tree.layout import AttentionLayout
-from pallas_kernels.expert_mlps.api import expert_mlps
+from pallas_kernels.moe.api import expert_mlps
 from pallas_kernels.numerics import DeferredRMSNorm
 from pallas_kernels.rms_norm.api import add_rms_norm, gated_rms_norm
 from pallas_kernels.ssd.api import ssd
-from pallas_kernels.tree_attention.api import tree_attention
+from pallas_kernels.tree_attention.api import tree_attention, tree_attention_layer
+from pallas_kernels.tree_attention.kv_cache import KVCache, NodeKV, replay_kv, write_kv
+from pallas_kernels.tree_attention.layout import AttentionLayout
 from pallas_kernels.tree_conv1d.api import (
     conv_window,
     replay_conv_state,
@@ -29,25 +28,25 @@ __all__ = [
     "AttentionLayout",
     "DeferredRMSNorm",
     "Gate",
-    "KeyCache",
+    "KVCache",
     "Mamba2Layout",
     "Mamba2Pending",
-    "NodeKeys",
+    "NodeKV",
     "add_rms_norm",
-    "attention_tree",
     "conv_window",
     "dispatch",
     "expert_mlps",
     "gated_rms_norm",
     "replay",
     "replay_conv_state",
-    "replay_keys",
+    "replay_kv",
     "replay_tree_scan",
     "replay_window",
     "ssd",
     "tree_attention",
+    "tree_attention_layer",
     "tree_conv1d",
     "tree_conv1d_layer",
     "tree_scan",
-    "write_keys",
+    "write_kv",
 ]

@@ -1,4 +1,4 @@
-"""Gradients of what has none, such as a kernel: those of a twin that computes the same."""
+"""Kernel forward, XLA derivative."""
 
 import functools
 from collections.abc import Callable
@@ -18,18 +18,18 @@ def differentiable(
     kernel: Callable[..., Any],
     **options: Any,
 ) -> Callable[..., Any]:
-    """The implementation to run, with XLA's gradients.
+    """The implementation of an op to run, with XLA's derivatives.
 
     Args:
-        op, requested, unsupported: those of `dispatch.choose`.
-        xla, kernel: take the same arrays and options; the kernel also `interpret`.
-        options: what they take beside arrays.
+        op, requested, unsupported: as in `dispatch.choose`.
+        xla, kernel: take the same arrays and options; the kernel also takes `interpret`.
+        **options: everything but arrays.
 
     Returns:
         A function of the arrays.
 
     Raises:
-        ValueError: the requested one does not exist or cannot run.
+        ValueError: the requested implementation does not exist or cannot run.
     """
     chosen = dispatch.choose(op, requested, unsupported)
     twin = functools.partial(xla, **options)
@@ -40,19 +40,20 @@ def differentiable(
 
 
 def with_gradients_of(twin: Callable[..., Any], fast: Callable[..., Any]) -> Callable[..., Any]:
-    """`fast`, or where that is differentiated `twin`, in the modes and as often as it can be.
+    """`fast`, and under differentiation `twin`, in every mode and to every order that `twin` has.
 
-    Both would only be more work, for gradients need what the twin's run leaves. So a value next to
-    its gradient may be rounded otherwise than the value alone.
+    Under differentiation `fast` does not run at all, because derivatives need the intermediate
+    results of `twin`. So a value computed with its gradient may differ in rounding from the value
+    alone.
 
     Args:
-        twin: computes the same from the same arrays, by operations that have gradients.
+        twin: computes the same from the same arrays, with operations that have derivatives.
         fast: takes arrays only.
     """
     run = jax.custom_jvp(fast)
 
     @run.defjvp
-    def derivative(arguments, tangents):
+    def derivative(arguments: tuple, tangents: tuple) -> tuple[Any, Any]:
         return jax.jvp(twin, arguments, tangents)
 
     return run

@@ -3,14 +3,15 @@
 JAX has announced that it will remove this backend. When it does, `UNAVAILABLE` says so, `dispatch`
 falls back to XLA, and nothing else has to know.
 
-What the backend asks of a kernel (jax 0.10.2 to 0.12.0.1, found by lowering): sizes of loaded and
-stored blocks are powers of two (a ref may have any size: see `rows`); blocks divide their arrays,
-or loads run out of bounds; both operands of a `dot` have one type; no reverse cumsum, no gather
-from values, no slices of values. The interpreter has no masked stores.
+Constraints of the backend (jax 0.10.2 to 0.12.0.1, found by lowering): sizes of loaded and stored
+blocks are powers of two (a ref may have any size: see `rows`); blocks divide their arrays, or loads
+run out of bounds; both operands of a `dot` have one dtype; no reverse cumsum, no gather from
+values, no slices of values. The interpreter has no masked stores.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +24,29 @@ try:
 except ImportError as error:  # pragma: no cover - no jax that we support
     UNAVAILABLE = f"this jax ({jax.__version__}) has no Pallas-Triton backend: {error}"
 
+# A kernel's view of a block of an array; the comment behind the annotation is its shape. A capital
+# letter is a whole axis, a small letter a block of that axis.
+Ref: TypeAlias = Any
+
 # A dot's operands have at least this many rows and columns.
 SMALLEST_BLOCK = 16
 
 
-def call(kernel, *, name: str, num_warps: int, num_stages: int, interpret: bool, **spec):
-    """`pl.pallas_call` on the Triton route, which jax 0.10 takes only if told by its parameters."""
+def call(
+    kernel: Callable[..., None],
+    *,
+    name: str,
+    num_warps: int,
+    num_stages: int,
+    interpret: bool,
+    **spec: Any,
+) -> Callable[..., Any]:
+    """`pl.pallas_call` with the Triton parameters, without which jax 0.10 picks Mosaic.
+
+    Ops wrap the function that calls this in `jax.jit` with its options static: a model of many
+    layers then traces and lowers each kernel once. XLA inlines the calls, so the compiled program
+    is the same.
+    """
     return pl.pallas_call(
         kernel,
         name=name,
@@ -38,19 +56,27 @@ def call(kernel, *, name: str, num_warps: int, num_stages: int, interpret: bool,
     )
 
 
-def call_by_name(kernel, inputs: dict, outputs: dict, *, in_place: dict[str, str], **options):
-    """`call` of a kernel that takes a dict of input refs and one of output refs.
+def call_by_name(
+    kernel: Callable[..., None],
+    inputs: dict[str, tuple[jax.Array, pl.BlockSpec]],
+    outputs: dict[str, tuple[Any, pl.BlockSpec]],
+    *,
+    in_place: dict[str, str],
+    **options: Any,
+) -> dict[str, jax.Array]:
+    """`call` of a kernel that takes a dict of input refs and a dict of output refs.
 
     Args:
-        kernel: what is called.
-        inputs, outputs: by name, an array and its block; of outputs the shape and type count.
-        in_place: by the name of an input that of the output which takes its memory.
-        options: those of `call`.
+        kernel: the kernel.
+        inputs: arrays and their blocks.
+        outputs: shapes and dtypes (anything that has both), and their blocks.
+        in_place: from an input to the output that takes its memory.
+        **options: those of `call`.
 
     Returns:
         The outputs by name.
     """
-    # Jax flattens dicts in the order of their keys.
+    # jax flattens dicts in the order of their keys.
     order, new_order = sorted(inputs), sorted(outputs)
     return call(
         kernel,
@@ -67,27 +93,29 @@ def call_by_name(kernel, inputs: dict, outputs: dict, *, in_place: dict[str, str
     )({name: array for name, (array, _) in inputs.items()})
 
 
-def dot(left, right, *, trans_a: bool = False, trans_b: bool = False) -> jax.Array:
-    """A product in float32 accuracy, accumulated in float32, on tensor cores.
+def dot(
+    left: jax.Array, right: jax.Array, *, trans_a: bool = False, trans_b: bool = False
+) -> jax.Array:
+    """A product with float32 accuracy and float32 accumulation, on tensor cores.
 
-    The default for float32 operands on GPU is TF32 (1e-3). Instead float32 operands are split into
-    bf16 parts, each the rounding error of those before, whose products are exact before
-    accumulation:
-    bf16 x bf16: one product.
-    bf16 x f32: two parts; error 2^-16.
-    f32 x f32: three parts, all products but those below float32's own rounding; error 2^-23. (Full
-    float32 multiplications would bypass the tensor cores, and spill.)
+    The default for float32 operands on GPU is TF32 (error 1e-3). Instead a float32 operand is split
+    into bf16 parts, each the rounding error of the sum of those before. Products of parts are exact
+    before accumulation:
+        bf16 x bf16  one product.
+        bf16 x f32   two parts; error 2^-16.
+        f32 x f32    three parts, without the products below float32's own rounding; error 2^-23.
+    (True float32 multiplications would bypass the tensor cores, and spill.)
     """
     product = functools.partial(plt.dot, trans_a=trans_a, trans_b=trans_b)
     count = 3 if left.dtype == right.dtype == jnp.float32 else 2
     lefts, rights = _bf16_parts(left, count), _bf16_parts(right, count)
-    # Smallest first: nothing is lost in adding them up.
+    # Smallest first, which loses least in the sum.
     order = [(i, j) for i in range(len(lefts)) for j in range(len(rights)) if i + j < count]
     products = [product(lefts[i], rights[j]) for i, j in sorted(order, key=sum, reverse=True)]
     return functools.reduce(jnp.add, products)
 
 
-def _bf16_parts(value, count):
+def _bf16_parts(value: jax.Array, count: int) -> list[jax.Array]:
     if value.dtype == jnp.bfloat16:
         return [value]
     parts = []
@@ -110,18 +138,18 @@ def masked_load(ref: Any, index: tuple[Any, ...], mask: jax.Array, *, interpret:
 
 
 def barrier(interpret: bool) -> None:
-    """The program's threads wait for each other, and see what each wrote to memory before."""
+    """Synchronises the threads of a program, including their writes to memory."""
     if not interpret:
         plt.debug_barrier()
 
 
 def padded_size(size: int) -> int:
-    """The power of two, at least `SMALLEST_BLOCK`, that a kernel holds `size` rows in."""
+    """The power of two, at least `SMALLEST_BLOCK`, that fits `size` rows."""
     return max(SMALLEST_BLOCK, 1 << (size - 1).bit_length())
 
 
 def parts(size: int, most: int) -> list[pl.Slice]:
-    """`range(size)` in slices of powers of two, the largest first; none is larger than `most`, one.
+    """`range(size)` in slices of powers of two up to `most`, itself one; the largest first.
 
     Worked example, `parts(2688, 4096)`: 2048, 512 and 128 numbers.
     """
@@ -133,16 +161,16 @@ def parts(size: int, most: int) -> list[pl.Slice]:
     return slices
 
 
-def rows(first, count: int, limit: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+def rows(first: int | jax.Array, count: int, limit: int | jax.Array) -> tuple[jax.Array, jax.Array]:
     """Row indices `first, ..., first + count - 1` and which of them exist, that is, are `< limit`.
 
-    Where a row does not exist its index is that of the last row. So any number of rows is read in
-    blocks of a power of two, nothing is padded outside of the kernel, and nothing is read or
-    written out of bounds. Worked example, `limit = 13`, block of 16:
+    The index of a row that does not exist is that of the last row. So a kernel reads any number of
+    rows in blocks of a power of two, without padded arrays and within bounds. Worked example,
+    `limit = 13`, block of 16:
         index    0 1 2 ... 11 12 12 12 12
         exists   1 1 1 ...  1  1  0  0  0
-    What is *summed over* must be masked by `exists`. What is *computed for* such a row is the last
-    row's result once more, and storing it again is harmless.
+    A *sum over* rows must mask by `exists`. A result *for* a row that does not exist is the last
+    row's result again, and storing that twice is harmless.
     """
     row = first + lax.broadcasted_iota(jnp.int32, (count,), 0)
     if isinstance(limit, int) and limit % count == 0:  # keeps the row numbers contiguous for Triton
@@ -158,7 +186,7 @@ def unsupported_size(name: str, size: int) -> str | None:
 
 
 def unsupported_in_parts(name: str, size: int) -> str | None:
-    """Why a kernel cannot take this size as a few blocks, or None if it can."""
+    """Why a kernel cannot take this size in parts (see `parts`), or None if it can."""
     if size % SMALLEST_BLOCK == 0:
         return None
     return f"{name} = {size} is not a multiple of {SMALLEST_BLOCK}"

@@ -28,11 +28,11 @@ DIRECTORY = Path(__file__).parent / "tuned"
 # Ops with block sizes, and where their defaults are, a dict by case. Tables keep the names of ops
 # when folders change.
 OPS = {
-    "attention_tree": "attention_tree.config.DEFAULTS",
-    "expert_mlps": "expert_mlps.config.DEFAULTS",
+    "expert_mlps": "moe.config.DEFAULTS",
     "rms_norm": "rms_norm.config.DEFAULTS",
     "ssd": "ssd.config.DEFAULTS",
     "tree_attention": "tree_attention.config.DEFAULTS",
+    "tree_attention_layer": "tree_attention.config.DEFAULTS",
     "tree_conv1d": "tree_conv1d.config.DEFAULTS",
     "tree_scan": "tree_scan.config.DEFAULTS",
 }

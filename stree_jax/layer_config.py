@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels import AttentionLayout
 from pallas_kernels.numerics import ACTIVATIONS
 
 
@@ -172,9 +171,9 @@ class AttentionConfig:
         num_kv_heads: key and value heads `U`; query head w uses head `w // (W / U)` of them.
         head_dim: channels of a head `E`.
         input_multiple: the input is this many times the model width (Zamba2: 2).
-        scale: of the scores; None: `head_dim ** -0.5`.
+        scale: multiplies the scores; None: `head_dim ** -0.5`.
         rotary_dim: leading channels of a head that are rotated, in halves as in NeoX; 0: no RoPE.
-        rope_theta, rope_scaling: RoPE's base, and Llama 3's scaling or None.
+        rope_theta, rope_scaling: base of RoPE, and Llama 3's scaling or None.
         input_multiplier, key_multiplier, output_multiplier: scale the mixer's input, the keys
             before RoPE, and the mixer's output (Falcon-H1).
         qkv_bias, out_bias: which projections have one.
@@ -224,24 +223,12 @@ class AttentionConfig:
 
     @property
     def score_scale(self) -> float:
-        """What the scores are multiplied by."""
+        """Multiplies the scores."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
-    def layout(self) -> AttentionLayout:
-        """Where the parts of the input projection are, and how they are rotated."""
-        return AttentionLayout(
-            num_heads=self.num_heads,
-            num_groups=self.num_kv_heads,
-            head_dim=self.head_dim,
-            scale=self.score_scale,
-            frequencies=self.rotary_frequencies,
-            key_multiplier=self.key_multiplier,
-        )
-
-    @property
     def rotary_frequencies(self) -> tuple[float, ...]:
-        """Radians a position of each pair of channels, `rotary_dim / 2` float32 numbers."""
+        """Radians per position of each rotated pair, `rotary_dim / 2` float32 numbers."""
         pairs = np.arange(0, self.rotary_dim, 2) / max(self.rotary_dim, 1)
         frequencies = 1.0 / self.rope_theta**pairs
         if (scaling := self.rope_scaling) is not None:

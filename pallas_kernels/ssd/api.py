@@ -1,4 +1,7 @@
-"""The chunked scan of a whole sequence (Mamba-2, section 6), for prefill and training."""
+"""The scan of a whole sequence in chunks, for prefill and training.
+
+State space duality, section 6 of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060).
+"""
 
 import functools
 
@@ -26,23 +29,22 @@ def ssd(
 
     Args:
         x: inputs.
-        dt: time steps in float32, after softplus and clamp; 0 on padded positions, which then pass
-            the state through unchanged.
+        dt: time steps in float32, after softplus and clamp; 0 on padded positions, which then
+            leave the state unchanged.
         A: negative, float32.
         B, C: head h uses group `h // (H / G)`.
         D: the skip weight of each channel, float32.
         state: the state before the sequence, float32.
-        chunk_size: of XLA; a matter of speed and memory, the result does not depend on it beyond
-            rounding.
-        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
+        chunk_size: XLA's trade of speed for memory; it changes results by rounding only.
+        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
-        The outputs in the dtype of `x`, and the state after the last position in float32. Where it
-        is differentiated XLA's runs, in all implementations.
+        The outputs in the dtype of `x`, and the state after the last position in float32. Under
+        differentiation XLA's version runs, whatever the implementation.
 
     Raises:
-        ValueError: chunks without positions, groups that do not divide the heads, or an
-            implementation that does not exist, or cannot run these shapes.
+        ValueError: a chunk size below 1, groups that do not divide the heads, or an implementation
+            that does not exist or cannot run these shapes.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size = {chunk_size} is not positive")

@@ -1,7 +1,7 @@
 """Block sizes of the `ssd` kernel.
 
-Defaults are chosen so that nothing spills on sm_80 to sm_90 (`benchmarks/spills.py`); a device's
-own come from its table (`pallas_kernels/tuning.py`).
+With the defaults nothing spills on sm_80 to sm_90 (`python -m benchmarks.spills`). A device's own
+sizes come from its table (`pallas_kernels/tuning.py`).
 """
 
 import dataclasses
@@ -13,12 +13,12 @@ from pallas_kernels import tuning
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """Sizes of what a program works on at a time; an axis that is smaller is one block.
+    """Sizes of the blocks that a program works on; an axis that is smaller is one block.
 
     Attributes:
-        positions: of the sequence, in a block.
+        positions: of the sequence.
         state: numbers of the state that a program owns: channels of the head times state size.
-        part: state channels that a partial product covers.
+        part: state channels of a partial product.
         num_warps, num_stages: Triton's.
     """
 
@@ -29,7 +29,7 @@ class BlockSizes:
     num_stages: int
 
 
-# By type of the inputs. Full float32 products need many registers.
+# By dtype of the inputs. Full float32 products need many registers.
 DEFAULTS = {
     "bfloat16": BlockSizes(positions=32, state=32 * 128, part=64, num_warps=8, num_stages=1),
     "float32": BlockSizes(positions=16, state=16 * 128, part=32, num_warps=8, num_stages=1),
@@ -37,5 +37,5 @@ DEFAULTS = {
 
 
 def block_sizes(dtype: DTypeLike) -> BlockSizes:
-    """Block sizes for inputs of this type."""
+    """Block sizes for inputs of this dtype."""
     return tuning.chosen("ssd", tuning.dtype_case(dtype), DEFAULTS)

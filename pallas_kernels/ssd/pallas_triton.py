@@ -1,34 +1,49 @@
 """`ssd` as one Pallas-Triton kernel that updates the state in place.
 
-Passes: a program handles one row, one head and one block of its channels. It reads its part of the
-state once, holds it in registers while it goes through the sequence block by block, each quadratic
-inside as in `xla.py`, and writes it once (input and output are one buffer). So nothing but outputs
-and that state is written, where XLA writes decays, scores and a state for each chunk, and reads
-them again. What it pays: blocks of positions come one after the other (only rows, heads and
-channels are parallel), and each block of channels computes the scores C_i . B_j again.
+Passes: a program handles one batch row, one head and one block of its channels. It reads its part
+of the state once, holds it in registers over all blocks of the sequence, and writes it in place.
+Inside a block of positions the computation is quadratic, as in `xla.py`. Only outputs and the final
+state are written; XLA writes decays, scores and a state per chunk, and reads them again. The price:
+blocks of positions are sequential (only rows, heads and channels are parallel), and each block of
+channels recomputes the scores C_i . B_j.
 
-Numerics: float32; products as `triton.dot` says. Masked before exp.
+Numerics: float32; products as `triton.dot` says; exponents are masked before exp. Rounded once.
 
-Refuses what `replay_tree_scan` refuses. Any length. Has no gradient of its own; see `api.ssd`.
+Refuses what `replay_tree_scan` refuses. Any length. No gradient of its own; see `api.ssd`.
 """
 
 import functools
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
 
 from pallas_kernels import triton as tb
 from pallas_kernels.ssd.config import BlockSizes, block_sizes
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks, channels_of
 from pallas_kernels.tree_scan.pallas_triton import unsupported
+from pallas_kernels.triton import Ref
 
 __all__ = ["ssd", "unsupported"]
 
 
-def ssd(x, dt, A, B, C, D, state, *, interpret=False, blocks: BlockSizes | None = None):
-    """See `api.ssd`."""
+@functools.partial(jax.jit, static_argnames=("interpret", "blocks"))
+def ssd(
+    x: Float[Array, "B T H P"],
+    dt: Float[Array, "B T H"],
+    A: Float[Array, " H"],
+    B: Float[Array, "B T G S"],
+    C: Float[Array, "B T G S"],
+    D: Float[Array, "H P"],
+    state: Float[Array, "B H P S"],
+    *,
+    interpret: bool = False,
+    blocks: BlockSizes | None = None,
+) -> tuple[Float[Array, "B T H P"], Float[Array, "B H P S"]]:
+    """See `api.ssd`; `blocks` None: those of the default device."""
     blocks = blocks or block_sizes(x.dtype)
     batch, length, num_heads, head_dim = x.shape
     num_groups, state_size = B.shape[2:]
@@ -64,19 +79,19 @@ def ssd(x, dt, A, B, C, D, state, *, interpret=False, blocks: BlockSizes | None 
 
 
 def _kernel(
-    x_ref,  # [T, p]
-    dt_ref,  # [T]
-    A_ref,  # []
-    B_ref,  # [T, S]
-    C_ref,  # [T, S]
-    D_ref,  # [p]
-    state_ref,  # [p, S]
-    y_ref,  # [T, p]
-    new_state_ref,  # [p, S]
+    x_ref: Ref,  # [T, p]
+    dt_ref: Ref,  # [T]
+    A_ref: Ref,  # []
+    B_ref: Ref,  # [T, S]
+    C_ref: Ref,  # [T, S]
+    D_ref: Ref,  # [p]
+    state_ref: Ref,  # [p, S]
+    y_ref: Ref,  # [T, p]
+    new_state_ref: Ref,  # [p, S]
     *,
     block_positions: int,
     block_state: int,
-):
+) -> None:
     length, state_size = B_ref.shape
     parts = [pl.ds(start, block_state) for start in range(0, state_size, block_state)]
     shape = (block_positions, block_positions)
@@ -84,12 +99,12 @@ def _kernel(
     causal = column <= row
     A, D = A_ref[...], D_ref[...]
 
-    def add(values):
+    def add(values: Iterable[jax.Array]) -> jax.Array:
         return functools.reduce(jnp.add, values)
 
-    def block(i, state):
+    def scan_block(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         here, exists = tb.rows(i * block_positions, block_positions, length)
-        # A position that does not exist passes the state through.
+        # With dt = 0 a position that does not exist leaves the state unchanged.
         dt = jnp.where(exists, dt_ref[here], 0.0)
         log_decay = dt * A
         decay = jnp.sum(jnp.where(causal, log_decay[None, :], 0.0), axis=1)
@@ -113,6 +128,6 @@ def _kernel(
         )
 
     state = tuple(state_ref[:, part] for part in parts)
-    state = lax.fori_loop(0, pl.cdiv(length, block_positions), block, state)
+    state = lax.fori_loop(0, pl.cdiv(length, block_positions), scan_block, state)
     for part, value in zip(parts, state, strict=True):
         new_state_ref[:, part] = value

@@ -7,7 +7,7 @@ def ssd(x, dt, A, B, C, D, state):
     """Outputs of a whole sequence and the state after it.
 
     Args:
-        x: `[B, T, H, P]`. dt: `[B, T, H]`; 0 passes the state through. A: `[H]`, negative.
+        x: `[B, T, H, P]`. dt: `[B, T, H]`; 0 leaves the state unchanged. A: `[H]`, negative.
         B, C: `[B, T, G, S]`. D: `[H, P]`. state: `[B, H, P, S]`.
 
     Returns:

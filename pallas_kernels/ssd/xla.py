@@ -1,20 +1,34 @@
-"""`ssd` in chunks: quadratic inside a chunk, a short scan between chunks (Mamba-2, section 6)."""
+"""`ssd` in chunks: quadratic inside a chunk, a short scan between chunks.
 
+Section 6 of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060).
+"""
+
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 from pallas_kernels.numerics import contract
 
 
-def ssd(x, dt, A, B, C, D, state, chunk_size):
+def ssd(
+    x: Float[Array, "B T H P"],
+    dt: Float[Array, "B T H"],
+    A: Float[Array, " H"],
+    B: Float[Array, "B T G S"],
+    C: Float[Array, "B T G S"],
+    D: Float[Array, "H P"],
+    state: Float[Array, "B H P S"],
+    chunk_size: int,
+) -> tuple[Float[Array, "B T H P"], Float[Array, "B H P S"]]:
     """See `api.ssd`."""
     batch, length, num_heads, head_dim = x.shape
     num_groups = B.shape[2]
     dtype, skip = x.dtype, D * x.astype(jnp.float32)
     chunk_size = min(chunk_size, length)
 
-    # Padding with dt = 0 passes the state through.
-    def chunked(v):
+    # Padding with dt = 0 leaves the state unchanged.
+    def chunked(v: jax.Array) -> jax.Array:
         pad = [(0, 0), (0, -length % chunk_size)] + [(0, 0)] * (v.ndim - 2)
         return jnp.pad(v, pad).reshape(batch, -1, chunk_size, *v.shape[2:])
 
@@ -22,7 +36,7 @@ def ssd(x, dt, A, B, C, D, state, chunk_size):
     num_chunks = x.shape[1]
     heads = (num_groups, num_heads // num_groups)
 
-    # 1. Log-decay accumulated inside each chunk. [B, c, H, t]
+    # 1. Log-decay accumulated inside each chunk. [B, chunks, H, t]
     dt = dt.transpose(0, 1, 3, 2)
     decay = jnp.cumsum(dt * A[:, None], axis=-1)
 
@@ -46,7 +60,7 @@ def ssd(x, dt, A, B, C, D, state, chunk_size):
     # 4. The state before each chunk.
     total = jnp.exp(decay[..., -1])
 
-    def step(carry, chunk):
+    def step(carry: jax.Array, chunk: tuple) -> tuple[jax.Array, jax.Array]:
         chunk_total, chunk_written = chunk
         return chunk_total[..., None, None] * carry + chunk_written, carry
 

@@ -1,1 +1,1 @@
-"""Attention of tree nodes to a cached prefix and to their ancestors."""
+"""Attention of tree nodes to a cache and to their ancestors; alone, and as a whole layer."""

@@ -1,15 +1,20 @@
-"""Attention of tree nodes: to everything in a cache, and to their ancestors in the tree.
+"""Attention of tree nodes: to a cache of keys and values, and to their ancestors in the tree.
 
-A causal mask over the nodes makes it ordinary attention of a sequence that continues a cache; an
-empty cache makes it attention of a whole sequence.
+`tree_attention` is the softmax alone. With a causal mask over the nodes it is the attention of a
+sequence that continues a cache, such as a piece of a prompt; with an empty cache, of a whole
+sequence. `tree_attention_layer` is a layer between its projections.
 """
+
+import functools
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.autodiff import differentiable
-from pallas_kernels.tree_attention import pallas_triton, xla
+from pallas_kernels.tree_attention import pallas_triton, pallas_triton_layer, xla
+from pallas_kernels.tree_attention.kv_cache import KVCache, NodeKV
+from pallas_kernels.tree_attention.layout import AttentionLayout
 
 
 def tree_attention(
@@ -27,32 +32,95 @@ def tree_attention(
     """Grouped-query attention; query head w uses key and value head `w // (W / U)`.
 
     Args:
-        query: of the query nodes, rotated if the model rotates.
+        query: of the query nodes, the last `Q` of `N`; rotated if the model rotates.
         node_keys, node_values: of all nodes so far.
-        keys, values: of the tokens before the root; a head's are contiguous, so that no product
-            transposes the cache.
-        length: how many of the cache's L places are filled in each row.
-        mask: which nodes a query sees: itself, unless nobody looks at its output, and none behind
-            it, where the kernel does not look. Queries are the last Q nodes.
-        scale: of the scores, which are softmaxed in float32.
-        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
+        keys, values: of the tokens before the root. Those of a head are contiguous, so that no
+            product transposes the cache.
+        length: places of the cache that are in use, for each row.
+        mask: which nodes a query sees. It must see itself, or its output means nothing. It must
+            not see later nodes: the kernel skips them.
+        scale: multiplies the scores.
+        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
-        In the dtype of `query`. A query that sees nothing gets something finite, of no meaning.
-        Where it is differentiated XLA's runs, in all implementations; it has no gradients in
-        reverse mode of a cache of more than 1,024 places.
+        In the dtype of `query`; softmax in float32. The output of a query that sees nothing is
+        finite and means nothing. Under differentiation XLA's version runs, whatever the
+        implementation; it has no reverse mode for caches of more than 1,024 places.
 
     Raises:
         ValueError: an implementation that does not exist, or cannot run these shapes.
     """
-    with jax.named_scope("tree_attention"), dispatch.on(query, keys, values):
-        reason = pallas_triton.unsupported(query.shape[-1])
+    arguments = (query, node_keys, node_values, keys, values, length, mask)
+    with jax.named_scope("tree_attention"), dispatch.on(arguments):
         run = differentiable(
             "tree_attention",
             implementation,
-            reason,
+            pallas_triton.unsupported(query.shape[-1]),
             xla=xla.tree_attention,
             kernel=pallas_triton.tree_attention,
             scale=scale,
         )
-        return run(query, node_keys, node_values, keys, values, length, mask)
+        return run(*arguments)
+
+
+def tree_attention_layer(
+    projected: Float[Array, "B Q X"],
+    cache: KVCache,
+    depth: Int[Array, "B Q"],
+    mask: Bool[Array, "B Q N"],
+    *,
+    layout: AttentionLayout,
+    prefix_pending: NodeKV | None = None,
+    previous: tuple[NodeKV, Bool[Array, "B O"]] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B Q W E"], NodeKV, KVCache]:
+    """An attention layer between its projections, at the last `Q` of `N` tree nodes.
+
+    Rotates queries and keys, appends the accepted path of the previous tree to the cache, and
+    attends. On a GPU that is one kernel, plus a small reduction where programs split the cache.
+    Donate the cache: the kernel writes it in place, and XLA copies it first if it is not donated.
+
+    Args:
+        projected: the input projection at the query nodes.
+        cache: the tokens before the root of `previous`, or of this tree if that is None.
+        depth: of the query nodes; 0 for the root. A node's position is its depth plus the length
+            of the cache after the path is appended.
+        mask: ancestors of the query nodes, self included.
+        layout: columns of the projection.
+        prefix_pending: keys and values of the first `N - Q` nodes; None if `Q == N`.
+        previous: keys and values of the previous tree of `O` nodes, and its accepted path.
+        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
+
+    Returns:
+        Outputs at the query nodes, NaN for rows with more tokens than places; keys and values of
+        all nodes; the cache before this tree's root.
+
+    Raises:
+        ValueError: prefix and query nodes are not the nodes of the mask, or an implementation that
+            does not exist or cannot run these shapes.
+    """
+    num_prefix = 0 if prefix_pending is None else prefix_pending.keys.shape[1]
+    if num_prefix + projected.shape[1] != mask.shape[2]:
+        raise ValueError(
+            f"{num_prefix} prefix and {projected.shape[1]} query nodes are not the"
+            f" {mask.shape[2]} nodes of the mask; `prefix_pending` must have the keys and values of"
+            " all nodes before the query nodes"
+        )
+    with jax.named_scope("tree_attention_layer"), dispatch.on(projected, cache):
+        reason = pallas_triton_layer.unsupported(layout, cache.keys.shape[2])
+        match dispatch.choose("tree_attention_layer", implementation, reason):
+            case "xla":
+                # The attention chooses for itself: its kernel may run where this one cannot.
+                attention = functools.partial(tree_attention, implementation=implementation)
+                run = functools.partial(xla.tree_attention_layer, attention=attention)
+            case chosen:
+                interpret = chosen == "pallas_interpret"
+                run = functools.partial(
+                    pallas_triton_layer.tree_attention_layer, interpret=interpret
+                )
+        return run(
+            *(projected, cache, depth, mask),
+            layout=layout,
+            prefix_pending=prefix_pending,
+            previous=previous,
+        )

@@ -1,7 +1,7 @@
-"""Block sizes of the `tree_attention` kernel.
+"""Block sizes of the `tree_attention` and `tree_attention_layer` kernels.
 
-Defaults are chosen so that as little as possible spills on sm_80 to sm_90: a few programs do, of
-float32 mostly (`benchmarks/results/spills.json`). A device's own come from its table
+The defaults are chosen to avoid register spills on sm_80 to sm_90; a few float32 programs still
+spill (`benchmarks/results/spills.json`). A device's own sizes come from its table
 (`pallas_kernels/tuning.py`).
 """
 
@@ -14,12 +14,12 @@ from pallas_kernels import tuning
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """Sizes of what a program works on at a time; an axis that is smaller is one block.
+    """Sizes of the blocks that a program works on; an axis that is smaller is one block.
 
     Attributes:
-        rows: queries times the query heads of a group, of a block.
-        keys: places of the cache, or nodes, of a block.
-        splits: how many programs share the cache of a row and a group.
+        rows: rows of the scores: queries times the query heads that share a key head.
+        keys: cache places, or nodes.
+        splits: programs that share the cache of one batch row and key head (split-K).
         num_warps, num_stages: Triton's.
     """
 
@@ -32,12 +32,12 @@ class BlockSizes:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What is chosen by measuring; the splits follow from it and from the shapes.
+    """The sizes that are tuned; the number of splits follows from them and from the shapes.
 
     Attributes:
         rows, keys, num_warps, num_stages: as in `BlockSizes`.
-        busy_warps: warps that keep the GPU busy. More shares of a cache than that only mean more
-            partial sums, each as large as the output in float32. 1 for one share.
+        busy_warps: warps that fill the GPU. More splits than that only write more partial sums,
+            each as large as the output in float32.
     """
 
     rows: int
@@ -46,32 +46,25 @@ class Choice:
     num_stages: int
     busy_warps: int
 
-    def block_sizes(self, *, num_rows: int, num_groups: int, capacity: int) -> BlockSizes:
-        """As the function of this name."""
-        programs = num_groups * -(-num_rows // self.rows)
-        wanted = self.busy_warps // (self.num_warps * programs)
-        splits = max(1, min(wanted, -(-capacity // self.keys) // 2))  # at least two blocks each
-        return BlockSizes(self.rows, self.keys, splits, self.num_warps, self.num_stages)
 
-
-ONE_SHARE = "bfloat16, one share"
-_MANY_ROWS = 256  # of more, as in a piece of a prompt, one share of "bfloat16" does not spill
-_WIDE_HEAD = 128  # of more channels all but smaller blocks spill
-# By type of the inputs, number of rows and size of heads. Full float32 products need many
-# registers. 1024 warps are 8 on each of an H100's 132 processors.
+# Wider heads spill with all but smaller blocks.
+_WIDE_HEAD = 128
+# Programs that are not split spill, unless rows are many, as in a piece of a prompt, or blocks are
+# small, as for wide bfloat16 heads.
+_MANY_ROWS = 256
+# By dtype, number of rows and size of heads. Full float32 products need many registers. 1024 warps
+# are 8 on each of an H100's 132 multiprocessors.
 DEFAULTS = {
     "bfloat16, to 32 rows": Choice(rows=32, keys=32, num_warps=8, num_stages=2, busy_warps=1024),
     "bfloat16": Choice(rows=64, keys=64, num_warps=8, num_stages=2, busy_warps=1024),
     "float32": Choice(rows=16, keys=32, num_warps=4, num_stages=2, busy_warps=1024),
     "bfloat16, wide heads": Choice(rows=16, keys=32, num_warps=4, num_stages=2, busy_warps=1024),
     "float32, wide heads": Choice(rows=16, keys=16, num_warps=4, num_stages=2, busy_warps=1024),
-    # Where programs are many, or the cache is short: with "bfloat16" one share of few rows spills.
-    ONE_SHARE: Choice(rows=32, keys=32, num_warps=4, num_stages=1, busy_warps=1),
 }
 
 
 def case(dtype: DTypeLike, num_rows: int, head_dim: int) -> str:
-    """The case of `DEFAULTS` that these inputs are, as far as these tell."""
+    """The case of `DEFAULTS` for these inputs."""
     name = tuning.dtype_case(dtype)
     if head_dim > _WIDE_HEAD:
         return f"{name}, wide heads"
@@ -87,26 +80,28 @@ def block_sizes(
     head_dim: int,
     op: str = "tree_attention",
 ) -> BlockSizes:
-    """Block sizes for inputs of this type.
+    """Block sizes for these inputs.
 
     Args:
-        dtype: of query, keys and values.
-        num_rows: queries times query heads of a group.
-        num_groups: rows of the batch times key and value heads.
+        dtype: of queries, keys and values.
+        num_rows: queries times the query heads that share a key head.
+        num_groups: batch rows times key heads.
         capacity: places of the cache.
         head_dim: channels of a head.
-        op: whose device tables are read.
+        op: the op whose tuning table is read.
     """
-    sizes = dict(num_rows=num_rows, num_groups=num_groups, capacity=capacity)
     choice = tuning.chosen(op, case(dtype, num_rows, head_dim), DEFAULTS)
-    blocks = shared(choice, dtype, **sizes, head_dim=head_dim)
-    if blocks is not None:
-        return blocks
-    blocks = tuning.chosen(op, ONE_SHARE, DEFAULTS).block_sizes(**sizes)
-    return dataclasses.replace(blocks, splits=1)
+    return split(
+        choice,
+        dtype,
+        num_rows=num_rows,
+        num_groups=num_groups,
+        capacity=capacity,
+        head_dim=head_dim,
+    )
 
 
-def shared(
+def split(
     choice: Choice,
     dtype: DTypeLike,
     *,
@@ -114,12 +109,21 @@ def shared(
     num_groups: int,
     capacity: int,
     head_dim: int,
-) -> BlockSizes | None:
-    """Block sizes by this choice; None where they would be one share, and it is for several."""
-    blocks = choice.block_sizes(num_rows=num_rows, num_groups=num_groups, capacity=capacity)
-    if blocks.splits > 1 or not capacity or choice.busy_warps == 1:
-        return blocks
-    if tuning.dtype_case(dtype) == "float32":
-        # Of heads of 128 and more, one share spills with all blocks that were tried.
-        return dataclasses.replace(blocks, splits=2)
-    return blocks if num_rows > _MANY_ROWS or head_dim > _WIDE_HEAD else None
+) -> BlockSizes:
+    """Block sizes of a choice: enough splits to fill the GPU, of at least two blocks each.
+
+    Two splits are the minimum where one would spill, however many programs there are: the second
+    costs a small reduction, spills cost more.
+    """
+    programs = num_groups * -(-num_rows // choice.rows)
+    wanted = choice.busy_warps // (choice.num_warps * programs)
+    splits = min(wanted, -(-capacity // choice.keys) // 2)
+    float32 = tuning.dtype_case(dtype) == "float32"
+    one_fits = not capacity or not (float32 or (num_rows <= _MANY_ROWS and head_dim <= _WIDE_HEAD))
+    return BlockSizes(
+        rows=choice.rows,
+        keys=choice.keys,
+        splits=max(splits, 1 if one_fits else 2),
+        num_warps=choice.num_warps,
+        num_stages=choice.num_stages,
+    )

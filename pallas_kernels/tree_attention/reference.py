@@ -1,10 +1,10 @@
-"""Specification of `tree_attention`: one query and one head at a time."""
+"""Specifications of `tree_attention` and `tree_attention_layer`: one query and head at a time."""
 
 import numpy as np
 
 
 def tree_attention(query, node_keys, node_values, keys, values, length, mask, *, scale):
-    """Softmax attention of each query to the cache's first `length` places and to its nodes.
+    """Softmax attention of each query to the first `length` cache places and to its nodes.
 
     Args:
         query: `[B, Q, W, E]`. node_keys, node_values: `[B, N, U, E]`. keys, values: `[B, U, L, E]`.
@@ -26,3 +26,58 @@ def tree_attention(query, node_keys, node_values, keys, values, length, mask, *,
                 weights = np.exp(scores - scores.max())
                 output[b, i, w] = weights @ np.array(seen_values) / weights.sum()
     return output
+
+
+def tree_attention_layer(projected, cache, depth, mask, *, layout, previous):
+    """A whole tree after the accepted path of the previous one.
+
+    Args:
+        projected: `[B, N, X]`, columns as `layout` says.
+        cache: keys and values `[B, U, L, E]` and length `[B]`, before the root of the previous
+            tree.
+        depth: `[B, N]`, of this tree.
+        mask: `[B, N, N]`, the ancestors of each node.
+        layout: an `AttentionLayout`.
+        previous: keys and values `[B, O, U, E]` of the previous tree, and its path `[B, O]`.
+
+    Returns:
+        outputs `[B, N, W, E]`, keys and values `[B, N, U, E]` of the tree, and the cache before its
+        root. The outputs of a row with more tokens than places are NaN.
+    """
+    keys, values, length = (np.copy(array) for array in cache)
+    old_keys, old_values, path = previous
+    batch, capacity = keys.shape[0], keys.shape[2]
+    for b in range(batch):
+        for node in np.flatnonzero(path[b]):
+            if length[b] < capacity:
+                keys[b, :, length[b]] = old_keys[b, node]
+                values[b, :, length[b]] = old_values[b, node]
+            length[b] += 1
+
+    heads = projected[..., : layout.num_columns].reshape(*projected.shape[:2], -1, layout.head_dim)
+    first_value = layout.num_heads + layout.num_groups
+    query = heads[:, :, : layout.num_heads]
+    node_keys = heads[:, :, layout.num_heads : first_value] * layout.key_multiplier
+    node_values = heads[:, :, first_value:]
+    positions = length[:, None] + depth
+    query, node_keys = rotated(query, positions, layout), rotated(node_keys, positions, layout)
+
+    full = length > capacity
+    y = tree_attention(
+        *(query, node_keys, node_values, keys, values, np.minimum(length, capacity), mask),
+        scale=layout.scale,
+    )
+    y[full] = np.nan
+    return y, (node_keys, node_values), (keys, values, length)
+
+
+def rotated(x, positions, layout):
+    """Rotary embedding of heads `[B, N, W, E]`: a pair of channels is a complex number.
+
+    Angles are float32 by definition, as in training.
+    """
+    half = len(layout.frequencies)
+    angles = positions.astype(np.float32)[..., None] * np.array(layout.frequencies, np.float32)
+    rotation = np.exp(1j * angles.astype(np.float64))[:, :, None]
+    pair = (x[..., :half] + 1j * x[..., half : 2 * half]) * rotation
+    return np.concatenate([pair.real, pair.imag, x[..., 2 * half :]], axis=-1)

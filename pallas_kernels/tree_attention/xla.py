@@ -1,64 +1,119 @@
-"""`tree_attention` as products over the nodes and over the cache, softmaxed together.
+"""`tree_attention` and `tree_attention_layer` as XLA operations.
 
-A long cache is read block by block, and only as far as the longest row.
+Scores over the nodes and over the cache are two products with one softmax. A long cache is read
+block by block, and only up to the length of the longest row.
 """
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.numerics import batched_product
+from pallas_kernels.tree_attention.kv_cache import KVCache, NodeKV, replay_kv
+from pallas_kernels.tree_attention.layout import AttentionLayout
 
-# Of what is not seen. Finite, so that a query that sees nothing gives no NaN: those would reach
-# others as 0 * NaN. Far below any score, so that exp gives an exact 0 beside one that is seen.
-_UNSEEN = float(jnp.finfo(jnp.float32).min)
+# Score of what is masked out. Finite, so that a query that sees nothing gives no NaN, which would
+# spread to others as 0 * NaN. Far below any score: next to one that is seen, exp gives exactly 0.
+_MASKED = float(jnp.finfo(jnp.float32).min)
 
-_BLOCK = 512  # places
+_BLOCK = 512  # cache places
+
+# Of some keys: maximum of the scores, sum of the weights, weighted sum of the values.
+Softmax = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def tree_attention(query, node_keys, node_values, keys, values, length, mask, *, scale):
+def tree_attention(
+    query: Float[Array, "B Q W E"],
+    node_keys: Float[Array, "B N U E"],
+    node_values: Float[Array, "B N U E"],
+    keys: Float[Array, "B U L E"],
+    values: Float[Array, "B U L E"],
+    length: Int[Array, " B"],
+    mask: Bool[Array, "B Q N"],
+    *,
+    scale: float,
+) -> Float[Array, "B Q W E"]:
     """See `api.tree_attention`."""
     batch, num_queries, num_heads, head_dim = query.shape
     num_groups = node_keys.shape[2]
     per_group = num_heads // num_groups
 
-    # The query heads of a group become rows of one product: keys are not repeated.
+    # The query heads that share a key head are rows of one product: keys are not repeated.
     grouped = query.reshape(batch, num_queries, num_groups, per_group, head_dim)
     rows = grouped.transpose(0, 2, 3, 1, 4).reshape(batch, num_groups, -1, head_dim)
 
-    own = jnp.tile(mask[:, None], (1, 1, per_group, 1))
-    sums = _part(rows, node_keys.swapaxes(1, 2), node_values.swapaxes(1, 2), own, scale)
+    row_mask = jnp.tile(mask[:, None], (1, 1, per_group, 1))
+    softmax = _softmax(rows, node_keys.swapaxes(1, 2), node_values.swapaxes(1, 2), row_mask, scale)
     capacity = keys.shape[2]
     if capacity > 2 * _BLOCK:
-        # Block by block, as far as the longest row: no memory grows with the capacity.
-        def from_block(i, sums):
-            # The last block is moved back to end with the cache; what it repeats is not seen twice.
+        # Block by block up to the longest row: temporary memory does not grow with the capacity.
+        def add_block(i: jax.Array, softmax: Softmax) -> Softmax:
+            # The last block starts early enough to end with the cache. Places that the block before
+            # it had are masked out.
             start = jnp.minimum(i * _BLOCK, capacity - _BLOCK)
             places = start + jnp.arange(_BLOCK)
             seen = (places >= i * _BLOCK) & (places < length[:, None])
-            block = [lax.dynamic_slice_in_dim(x, start, _BLOCK, axis=2) for x in (keys, values)]
-            return _together(sums, _part(rows, block[0], block[1], seen[:, None, None], scale))
+            some_keys = lax.dynamic_slice_in_dim(keys, start, _BLOCK, axis=2)
+            some_values = lax.dynamic_slice_in_dim(values, start, _BLOCK, axis=2)
+            return _merged(
+                softmax, _softmax(rows, some_keys, some_values, seen[:, None, None], scale)
+            )
 
-        sums = lax.fori_loop(0, -(-length.max() // _BLOCK), from_block, sums)
+        softmax = lax.fori_loop(0, -(-length.max() // _BLOCK), add_block, softmax)
     elif capacity:
         seen = jnp.arange(capacity) < length[:, None]
-        sums = _together(sums, _part(rows, keys, values, seen[:, None, None], scale))
-    _, total, output = sums
+        softmax = _merged(softmax, _softmax(rows, keys, values, seen[:, None, None], scale))
+    _, total, output = softmax
     output = (output / total[..., None]).astype(query.dtype)
     output = output.reshape(batch, num_groups, per_group, num_queries, head_dim)
     return output.transpose(0, 3, 1, 2, 4).reshape(query.shape)
 
 
-def _part(rows, keys, values, seen, scale):
-    """Maximum of the scores, sum of the weights and weighted sum of values, over some places."""
+def _softmax(
+    rows: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array, scale: float
+) -> Softmax:
+    """The softmax of rows `[B, U, rows, E]` over some keys and values, not yet normalised."""
     scores = batched_product(rows, keys.astype(rows.dtype), transpose_right=True)
-    scores = jnp.where(seen, scale * scores, _UNSEEN)
-    best = scores.max(axis=-1)
-    weights = jnp.exp(scores - best[..., None])
-    return best, weights.sum(axis=-1), batched_product(weights.astype(values.dtype), values)
+    scores = jnp.where(seen, scale * scores, _MASKED)
+    maximum = scores.max(axis=-1)
+    weights = jnp.exp(scores - maximum[..., None])
+    return maximum, weights.sum(axis=-1), batched_product(weights.astype(values.dtype), values)
 
 
-def _together(left, right):
-    """The same of both."""
-    best = jnp.maximum(left[0], right[0])
-    a, b = jnp.exp(left[0] - best), jnp.exp(right[0] - best)
-    return best, a * left[1] + b * right[1], a[..., None] * left[2] + b[..., None] * right[2]
+def _merged(left: Softmax, right: Softmax) -> Softmax:
+    """The softmax over the keys of both."""
+    maximum = jnp.maximum(left[0], right[0])
+    a, b = jnp.exp(left[0] - maximum), jnp.exp(right[0] - maximum)
+    return (
+        maximum,
+        a * left[1] + b * right[1],
+        a[..., None] * left[2] + b[..., None] * right[2],
+    )
+
+
+def tree_attention_layer(
+    projected: Float[Array, "B Q X"],
+    cache: KVCache,
+    depth: Int[Array, "B Q"],
+    mask: Bool[Array, "B Q N"],
+    *,
+    layout: AttentionLayout,
+    prefix_pending: NodeKV | None,
+    previous: tuple[NodeKV, Bool[Array, "B O"]] | None,
+    attention: Callable[..., jax.Array],
+) -> tuple[Float[Array, "B Q W E"], NodeKV, KVCache]:
+    """See `api.tree_attention_layer`; `attention` is `tree_attention` in some implementation."""
+    if previous is not None:
+        cache = replay_kv(cache, *previous)
+    keys, values, length = cache
+    query, *new = layout.split(projected, length[:, None] + depth)
+    if prefix_pending is not None:
+        new = [jnp.concatenate(both, axis=1) for both in zip(prefix_pending, new, strict=True)]
+    y = attention(query, *new, keys, values, length, mask, scale=layout.scale)
+    # More tokens than places: some were dropped, so no output is right.
+    full = length > keys.shape[2]
+    y = jnp.where(full[:, None, None, None], jnp.nan, y)
+    return y, NodeKV(*new), cache

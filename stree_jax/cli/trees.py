@@ -31,5 +31,6 @@ def parse_tree(spec: str) -> TreeTopology:
             return TreeTopology.from_parents(numbers)
     raise ValueError(
         f"{spec!r} is not a tree:"
-        " use chain:4, complete:2,3, branching:3,2,1, beam:3,4, budget:32,6, paper:A or parents:-1,0,0"
+        " use chain:4, complete:2,3, branching:3,2,1, beam:3,4, budget:32,6, paper:A"
+        " or parents:-1,0,0"
     )

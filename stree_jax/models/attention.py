@@ -1,12 +1,11 @@
-"""The attention mixer of every family: one class, the differences are knobs of `AttentionConfig`.
+"""The attention mixer of every family: one class; families differ in `AttentionConfig`.
 
     q, k, v = conv(in_proj(u));   q, k = rotated by position
     out_proj(softmax(q k scale) v)
 
 The cache has a fixed number of places. A forward over a tree does not write the tree to it: nodes
 see the cached tokens and their ancestors, at positions that come from their *depth*. Replay, which
-may be the first part of the next forward, writes the keys and values of the accepted path, one
-place after the other.
+may be the first part of the next forward, appends the keys and values of the accepted path.
 """
 
 import math
@@ -18,13 +17,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import (
-    NodeKeys,
-    attention_tree,
+    NodeKV,
     replay_conv_state,
-    replay_keys,
+    replay_kv,
     tree_attention,
+    tree_attention_layer,
     tree_conv1d,
-    write_keys,
+    write_kv,
 )
 from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array, Bool, Float, Lengths
@@ -37,11 +36,12 @@ from stree_jax.models.layers import (
     silu,
     split_last,
 )
+from stree_jax.models.layouts import attention_layout
 from stree_jax.tree import Tree
 
 
 class Projected(NamedTuple):
-    """What the input projection gives at each position."""
+    """Outputs of the input projection at each position."""
 
     qkv: Array  # before the convolution [B, T, (W + 2 U) E]
     branch: Array | None  # output of the gated branch beside the attention [B, T, mlp_dim]
@@ -51,8 +51,8 @@ class AttentionMixer(nnx.Module):
     """One attention mixer, with the interface of `Mamba2Mixer`.
 
     Args:
-        config: its shape and knobs.
-        d_model: width of the output, and of the input but for `input_multiple`.
+        config: its shape and options.
+        d_model: width of the output; the input is `input_multiple` times as wide.
         dtype: of the weights.
         rngs: for initialisation.
         out_scale: scales the initial output projection, for deep stacks.
@@ -70,6 +70,7 @@ class AttentionMixer(nnx.Module):
         implementation: str | None = None,
     ):
         c = self.config = config
+        self._layout = attention_layout(c)
         self.implementation = implementation
         channels = sum(c.projected_sizes)
         self.in_proj = linear(
@@ -108,10 +109,10 @@ class AttentionMixer(nnx.Module):
 
         Args:
             u: inputs, `I = input_multiple * M`.
-            cache: what came before.
+            cache: the tokens so far.
             valid: True on real positions, False on padding.
             lengths: how many positions are real.
-            adapter: is added to q, k, v `[B, T, (W + 2 U) E]` (Zamba2).
+            adapter: added to q, k, v, `[B, T, (W + 2 U) E]` (Zamba2).
         """
         projected = self._project(u, adapter)
         qkv, conv_state = projected.qkv, cache.conv
@@ -119,19 +120,19 @@ class AttentionMixer(nnx.Module):
             conv_input = jnp.where(valid[..., None], qkv, 0)
             qkv = causal_conv1d(conv_input, conv_state, *self._conv())
             conv_state = conv_state_after(conv_state, conv_input, lengths)
-        steps, layout = jnp.arange(u.shape[1]), self.config.layout
+        steps, layout = jnp.arange(u.shape[1]), self._layout
         length = cache.kv.length
         query, *nodes = layout.split(qkv, length[:, None] + steps)
-        new = NodeKeys(*nodes)
-        # Before the attention, which does not see behind the length: else XLA copies the cache.
-        kv = write_keys(cache.kv, new, valid, jnp.broadcast_to(steps, valid.shape))
+        new = NodeKV(*nodes)
+        # Written before the attention, which reads up to the old length: else XLA copies the cache.
+        kv = write_kv(cache.kv, new, valid, jnp.broadcast_to(steps, valid.shape))
         causal = jnp.broadcast_to(steps <= steps[:, None], (len(u), len(steps), len(steps)))
         y = tree_attention(
             *(query, new.keys, new.values, kv.keys, kv.values, length, causal),
             scale=layout.scale,
             implementation=self.implementation,
         )
-        # More tokens than places before these: some were dropped, and no output would be right.
+        # More tokens than places before these: some were dropped, so no output is right.
         y = jnp.where((length > kv.keys.shape[2])[:, None, None, None], jnp.nan, y)
         return self._finish(y, projected), AttentionCache(kv, conv_state)
 
@@ -160,13 +161,13 @@ class AttentionMixer(nnx.Module):
                 conv_input, conv_state, *self._conv(), window, implementation=self.implementation
             )
         num_queries = u.shape[1]
-        y, nodes, kv = attention_tree(
+        y, nodes, kv = tree_attention_layer(
             qkv,
             cache.kv,
             tree.depth[:, -num_queries:],
             tree.ancestor_mask[:, -num_queries:],
-            layout=c.layout,
-            grown=None if prefix_pending is None else prefix_pending.kv,
+            layout=self._layout,
+            prefix_pending=None if prefix_pending is None else prefix_pending.kv,
             previous=None if replay is None else (replay.pending.kv, replay.path.mask),
             implementation=self.implementation,
         )
@@ -184,7 +185,7 @@ class AttentionMixer(nnx.Module):
         conv = cache.conv
         if conv is not None:
             conv = self._replay_conv(conv, pending, conv_gather_index)
-        return AttentionCache(replay_keys(cache.kv, pending.kv, path.mask), conv)
+        return AttentionCache(replay_kv(cache.kv, pending.kv, path.mask), conv)
 
     def _replay_conv(
         self, conv: Array, pending: AttentionPending, conv_gather_index: ConvGatherIndex

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import KeyCache, Mamba2Pending, NodeKeys
+from pallas_kernels import KVCache, Mamba2Pending, NodeKV
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
 from stree_jax.config import ModelConfig
 from stree_jax.layer_config import AttentionConfig, Mamba2Config
@@ -29,14 +29,14 @@ class Mamba2Cache(NamedTuple):
 class AttentionCache(NamedTuple):
     """What an attention layer keeps of the tokens before the root."""
 
-    kv: KeyCache
+    kv: KVCache
     conv: Float[Array, "B J C"] | None  # as Mamba-2's; None if there is no convolution
 
 
 class AttentionPending(NamedTuple):
     """What an attention layer needs to advance along any path of a tree of N nodes."""
 
-    kv: NodeKeys
+    kv: NodeKV
     conv_input: Float[Array, "B N C"] | None
 
 
@@ -122,7 +122,7 @@ def init_cache(config: ModelConfig, batch: int, max_length: int, dtype: DTypeLik
         conv = (batch, a.conv_width - 1, sum(a.projected_sizes))
         lengths = jnp.zeros(batch, jnp.int32)
         return AttentionCache(
-            kv=KeyCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), lengths),
+            kv=KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), lengths),
             conv=jnp.zeros(conv, dtype) if a.conv_width else None,
         )
 
@@ -153,7 +153,7 @@ def init_pending(config: ModelConfig, batch: int, num_nodes: int, dtype: DTypeLi
     def attention(a: AttentionConfig) -> AttentionPending:
         shape = (a.num_kv_heads, a.head_dim)
         return AttentionPending(
-            kv=NodeKeys(zeros(*shape), zeros(*shape)),
+            kv=NodeKV(zeros(*shape), zeros(*shape)),
             conv_input=zeros(sum(a.projected_sizes)) if a.conv_width else None,
         )
 

@@ -1,7 +1,7 @@
-"""What the kernels need to know of a layer's config."""
+"""Where the kernels find the parts of a layer's input projection."""
 
-from pallas_kernels import Mamba2Layout
-from stree_jax.layer_config import Mamba2Config
+from pallas_kernels import AttentionLayout, Mamba2Layout
+from stree_jax.layer_config import AttentionConfig, Mamba2Config
 
 
 def mamba2_layout(config: Mamba2Config) -> Mamba2Layout:
@@ -17,4 +17,16 @@ def mamba2_layout(config: Mamba2Config) -> Mamba2Layout:
         first_column=2 * config.mlp_dim,
         multipliers=config.section_multipliers,
         dt_limit=config.dt_limit,
+    )
+
+
+def attention_layout(config: AttentionConfig) -> AttentionLayout:
+    """Columns of q, k and v, and how queries and keys are rotated."""
+    return AttentionLayout(
+        num_heads=config.num_heads,
+        num_groups=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.score_scale,
+        frequencies=config.rotary_frequencies,
+        key_multiplier=config.key_multiplier,
     )

@@ -15,13 +15,13 @@ import pallas_kernels
 from pallas_kernels import (
     AttentionLayout,
     DeferredRMSNorm,
-    KeyCache,
+    KVCache,
     Mamba2Layout,
     Mamba2Pending,
-    NodeKeys,
+    NodeKV,
     add_rms_norm,
-    attention_tree,
     expert_mlps,
+    tree_attention_layer,
     triton,
 )
 from pallas_kernels.tree_attention import config as attention_config
@@ -240,20 +240,20 @@ def test_a_whole_attention_layer_lowers_to_kernels(shape, rotated, dtype, capabi
     in_cache = struct((2, groups, capacity, head_dim), dtype)
 
     def keys(count):
-        return NodeKeys(*[struct((2, count, groups, head_dim), dtype)] * 2)
+        return NodeKV(*[struct((2, count, groups, head_dim), dtype)] * 2)
 
     if queries < nodes:
-        options = {"grown": keys(nodes - queries)}
+        options = {"prefix_pending": keys(nodes - queries)}
     else:
         options = {"previous": (keys(nodes), struct((2, nodes), jnp.bool_))}
 
     def run(*arguments):
         *arguments, options = arguments
-        return attention_tree(*arguments, layout=layout, implementation="pallas", **options)
+        return tree_attention_layer(*arguments, layout=layout, implementation="pallas", **options)
 
     arguments = (
         struct((2, queries, layout.num_columns), dtype),
-        KeyCache(in_cache, in_cache, struct((2,), jnp.int32)),
+        KVCache(in_cache, in_cache, struct((2,), jnp.int32)),
         struct((2, queries), jnp.int32),
         struct((2, queries, nodes), jnp.bool_),
         options,

@@ -12,11 +12,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import triton
 from tests.kernels import (
-    test_attention_tree,
-    test_expert_mlps,
     test_mamba2_layer,
+    test_moe,
     test_ssd,
     test_tree_attention,
+    test_tree_attention_layer,
     test_tree_ops,
 )
 
@@ -69,8 +69,8 @@ def run_as_on_a_gpu(monkeypatch):
 
         monkeypatch.setattr(triton, "call", interpreted)
         monkeypatch.setattr(pl, "program_id", of_program)
+        jax.clear_caches()  # traced kernels
 
-    jax.clear_caches()
     yield set_order
     jax.clear_caches()
     assert names, "no kernel was traced"
@@ -82,12 +82,12 @@ CASES = [
     (test_mamba2_layer, "tree, and a row with an empty path"),
     (test_mamba2_layer, "prefix, blocks of nodes"),
     (test_mamba2_layer, "repeated, prefix"),
-    (test_attention_tree, "shared, more nodes than a block"),
-    (test_attention_tree, "grown, blocks of nodes"),
+    (test_tree_attention_layer, "shared, more nodes than a block"),
+    (test_tree_attention_layer, "prefix, blocks of nodes"),
     (test_tree_ops, "groups"),
     (test_ssd, "blocks of channels"),
-    (test_expert_mlps, "blocks of rows"),
-    (test_expert_mlps, "experts that nobody chooses"),
+    (test_moe, "blocks of rows"),
+    (test_moe, "experts that nobody chooses"),
     (test_tree_attention, "a piece of a prompt"),
 ]
 
@@ -99,11 +99,11 @@ CASES = [
 def test_programs_need_nothing_of_each_other(module, name, last_first, run_as_on_a_gpu):
     run_as_on_a_gpu(last_first=last_first)
     (case,) = [case for case in module.CASES if case.name == name]
-    if module is test_attention_tree:
-        module.test_attention_tree(case, "pallas_interpret")
+    if module is test_tree_attention_layer:
+        module.test_tree_attention_layer(case, "pallas_interpret")
     elif module is test_tree_attention:
         module.test_tree_attention(case, True)
-    elif module is test_expert_mlps:
+    elif module is test_moe:
         found = module.error.__wrapped__(case, "pallas_interpret")
         assert found < module.BUDGET[case.bf16]
     elif module is test_ssd:

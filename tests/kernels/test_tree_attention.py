@@ -151,16 +151,17 @@ def test_the_cache_is_split_as_far_as_programs_are_few():
 
     assert splits(8, 4096) == 16
     assert splits(8, 256) == 4  # at least two blocks each
-    assert splits(8, 0) == splits(8, 64) == splits(512, 4096) == 1
+    assert splits(8, 0) == splits(8, 0, dtype="float32") == 1
     assert splits(8, 4096, num_rows=256) == 4  # blocks of rows are programs, too
-    # With few rows one share has blocks of its own.
-    assert blocks(512, 4096, num_rows=64).rows == 32
-    assert blocks(512, 4096, num_rows=256).rows == 32
-    assert blocks(512, 4096, num_rows=257).rows == 64
-    assert blocks(512, 4096, num_rows=64, head_dim=160).rows == 16
-    # One share would spill.
-    assert splits(512, 4096, dtype="float32") == 2
-    assert splits(8, 0, dtype="float32") == 1
+    # One program would spill, however many there are.
+    assert splits(8, 64) == splits(512, 4096) == splits(512, 4096, num_rows=256) == 2
+    assert splits(512, 4096, dtype="float32") == splits(512, 4096, 4, "float32", 160) == 2
+    # A piece of a prompt, and wide heads, would not.
+    assert splits(512, 4096, num_rows=257) == splits(512, 4096, head_dim=160) == 1
+    # Large batches of trees of 64 nodes have the blocks of small ones.
+    for num_groups in (8, 64, 256):
+        assert blocks(num_groups, 4096, num_rows=256).rows == 64
+        assert blocks(num_groups, 4096, num_rows=256).splits == (4 if num_groups == 8 else 2)
 
 
 def test_the_kernel_has_the_gradients_of_xla():

@@ -1,7 +1,7 @@
 """Block sizes of the `expert_mlps` kernel.
 
-Defaults are chosen so that nothing spills on sm_80 to sm_90 (`benchmarks/spills.py`); a device's
-own come from its table (`pallas_kernels/tuning.py`).
+With the defaults nothing spills on sm_80 to sm_90 (`python -m benchmarks.spills`). A device's own
+sizes come from its table (`pallas_kernels/tuning.py`).
 """
 
 import dataclasses
@@ -13,12 +13,12 @@ from pallas_kernels import tuning
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """Sizes of what a program works on at a time.
+    """Sizes of the blocks that a program works on.
 
     Attributes:
         rows: choices of one expert; fewer where an expert has fewer on average.
-        columns: of the product; at most, what divides them.
-        inner: of what is multiplied, in a partial product; at most, what divides it.
+        columns: of the product; reduced to a divisor of their number.
+        inner: of the contracted axis, in a partial product; reduced to a divisor of it.
         num_warps, num_stages: Triton's.
     """
 
@@ -29,7 +29,7 @@ class BlockSizes:
     num_stages: int
 
 
-# By type of the inputs. Full float32 products need many registers.
+# By dtype of the inputs. Full float32 products need many registers.
 DEFAULTS = {
     "bfloat16": BlockSizes(rows=64, columns=64, inner=64, num_warps=4, num_stages=3),
     "float32": BlockSizes(rows=16, columns=32, inner=32, num_warps=4, num_stages=2),
@@ -37,5 +37,5 @@ DEFAULTS = {
 
 
 def block_sizes(dtype: DTypeLike) -> BlockSizes:
-    """Block sizes for inputs of this type."""
+    """Block sizes for inputs of this dtype."""
     return tuning.chosen("expert_mlps", tuning.dtype_case(dtype), DEFAULTS)

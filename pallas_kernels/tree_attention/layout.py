@@ -1,4 +1,4 @@
-"""Where the parts of an attention projection are, and how they are rotated."""
+"""Columns of an attention projection, and how queries and keys are rotated."""
 
 import dataclasses
 
@@ -17,10 +17,10 @@ class AttentionLayout:
         num_heads: query heads `W`.
         num_groups: key and value heads `U`; query head w uses head `w // (W / U)` of them.
         head_dim: channels of a head `E`.
-        scale: of the scores.
-        frequencies: radians a position of each rotated pair of channels `R`; these are `i` and
-            `R + i`, and channels from `2 R` on are not rotated.
-        key_multiplier: of the keys before they are rotated; the products are rounded (Falcon-H1).
+        scale: multiplies the scores.
+        frequencies: radians per position of each rotated pair of channels `R`. A pair is channels
+            `i` and `R + i` (as in GPT-NeoX); channels from `2 R` on are not rotated.
+        key_multiplier: multiplies the keys before rotation, rounded to their dtype (Falcon-H1).
     """
 
     num_heads: int
@@ -51,10 +51,10 @@ class AttentionLayout:
         return query, keys, values
 
 
-def _rotated(x: jax.Array, angles: jax.Array) -> jax.Array:
-    """Rotary embedding of heads `[B, T, W, E]` by angles `[B, T, R]`; in float32."""
+def _rotated(x: Float[Array, "B T W E"], angles: Float[Array, "B T R"]) -> jax.Array:
+    """Rotary embedding of heads by these angles, in float32."""
     half = angles.shape[-1]
     cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
     first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
-    turned = [first * cos - second * sin, second * cos + first * sin, rest]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    rotated = [first * cos - second * sin, second * cos + first * sin, rest]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import AttentionLayout, KeyCache, NodeKeys, attention_tree
-from pallas_kernels.attention_tree import pallas_triton
-from pallas_kernels.attention_tree.reference import attention_tree as reference
+from pallas_kernels import AttentionLayout, KVCache, NodeKV, tree_attention_layer
+from pallas_kernels.tree_attention import pallas_triton_layer
 from pallas_kernels.tree_attention.config import BlockSizes
+from pallas_kernels.tree_attention.reference import tree_attention_layer as reference
 from tests.kernels.cases import ancestor_mask, random_parents, relative_error
 from tests.kernels.test_tree_ops import BUDGET, IMPLEMENTATIONS
 
@@ -24,7 +24,7 @@ class Case:
     layout: AttentionLayout
     nodes: int = 13
     replayed: int = 6
-    grown: int = 0  # nodes that a first call runs, before a second one runs the others
+    prefix: int = 0  # nodes that a first call runs, before a second call runs the others
     capacity: int = 40
     lengths: tuple[int, ...] = (23, 0, 34)
     extra_columns: int = 0
@@ -47,12 +47,12 @@ WIDE = AttentionLayout(2, 2, 224, scale=0.07, frequencies=turning(112))
 CASES = (
     Case("root only", PLAIN, nodes=1, replayed=1),
     Case("tree, and a row with an empty path", PLAIN),
-    Case("grown from the root", PLAIN, nodes=5, grown=1),
-    Case("grown, blocks of nodes", PLAIN, nodes=40, replayed=38, grown=21, capacity=90),
+    Case("prefix of the root", PLAIN, nodes=5, prefix=1),
+    Case("prefix, blocks of nodes", PLAIN, nodes=40, replayed=38, prefix=21, capacity=90),
     Case("shared among programs", PLAIN, splits=3),
     Case("shared, more nodes than a block", FIXED, nodes=20, replayed=20, splits=2, capacity=64),
     Case("rotated in part, columns behind", PARTLY, splits=2, extra_columns=32),
-    Case("heads and pairs of several parts", ODD, nodes=20, grown=3),
+    Case("heads and pairs of several parts", ODD, nodes=20, prefix=3),
     Case("heads of several parts, shared", dataclasses.replace(ODD, frequencies=()), splits=2),
     Case("wide heads", WIDE, nodes=3, bf16=True),
     Case("one rotated pair", dataclasses.replace(PLAIN, frequencies=turning(1)), nodes=2),
@@ -60,7 +60,7 @@ CASES = (
     Case("columns behind that are no heads", PARTLY, nodes=3, extra_columns=7),
     Case("full to the last place, and over", PLAIN, capacity=24, lengths=(21, 3, 23, 30)),
     Case("bf16", PLAIN, nodes=20, splits=2, bf16=True),
-    Case("bf16, not rotated", FIXED, grown=4, bf16=True),
+    Case("bf16, not rotated", FIXED, prefix=4, bf16=True),
 )
 
 
@@ -79,9 +79,9 @@ def problem(case):
     path = ancestor_mask(random_parents(rng, batch, case.replayed))[:, -1].copy()
     path[1:2] = False
     projected = draw(case.nodes, layout.num_columns + case.extra_columns)
-    cache = KeyCache(draw(*places), draw(*places), np.array(case.lengths, np.int32))
+    cache = KVCache(draw(*places), draw(*places), np.array(case.lengths, np.int32))
     depth = (mask.sum(axis=2) - 1).astype(np.int32)
-    old = NodeKeys(draw(case.replayed, *heads), draw(case.replayed, *heads))
+    old = NodeKV(draw(case.replayed, *heads), draw(case.replayed, *heads))
     return projected, cache, depth, mask, (old, path)
 
 
@@ -95,14 +95,14 @@ def on_device(case):
 def run_with(case, function):
     """Runs the whole tree, or its first nodes and then the others."""
     projected, cache, depth, mask, previous = on_device(case)
-    first, options = case.grown or case.nodes, dict(layout=case.layout)
+    first, options = case.prefix or case.nodes, dict(layout=case.layout)
     early = mask[:, :first, :first]
-    y, nodes, cache = jax.jit(functools.partial(function, grown=None, **options))(
+    y, nodes, cache = jax.jit(functools.partial(function, prefix_pending=None, **options))(
         projected[:, :first], cache, depth[:, :first], early, previous=previous
     )
-    if case.grown:
+    if case.prefix:
         more, nodes, cache = jax.jit(functools.partial(function, previous=None, **options))(
-            projected[:, first:], cache, depth[:, first:], mask[:, first:], grown=nodes
+            projected[:, first:], cache, depth[:, first:], mask[:, first:], prefix_pending=nodes
         )
         y = jnp.concatenate([y, more], axis=1)
     return y, nodes, cache
@@ -126,12 +126,12 @@ def check(case, got):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_attention_tree(case, implementation):
+def test_tree_attention_layer(case, implementation):
     if implementation == "xla":
-        function = functools.partial(attention_tree, implementation="xla")
+        function = functools.partial(tree_attention_layer, implementation="xla")
     else:
         function = functools.partial(
-            pallas_triton.attention_tree,
+            pallas_triton_layer.tree_attention_layer,
             interpret=implementation == "pallas_interpret",
             blocks=BlockSizes(rows=16, keys=16, splits=case.splits, num_warps=4, num_stages=1),
         )
@@ -139,23 +139,23 @@ def test_attention_tree(case, implementation):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas_interpret"])
-def test_a_tree_may_grow_before_the_path_is_written(implementation):
-    case = Case("grown", PLAIN, grown=5)
-    function = functools.partial(attention_tree, implementation=implementation)
+def test_a_prefix_may_run_before_the_path_is_written(implementation):
+    case = Case("prefix", PLAIN, prefix=5)
+    function = functools.partial(tree_attention_layer, implementation=implementation)
     want_y, want_nodes, want_cache = run_with(case, function)
     projected, cache, depth, mask, previous = on_device(case)
-    grown = jax.tree.map(lambda x: x[:, : case.grown], want_nodes)
+    prefix = jax.tree.map(lambda x: x[:, : case.prefix], want_nodes)
     run = jax.jit(functools.partial(function, layout=PLAIN))
-    newest = (projected[:, case.grown :], cache, depth[:, case.grown :], mask[:, case.grown :])
-    y, nodes, cache = run(*newest, grown=grown, previous=previous)
-    np.testing.assert_allclose(y, want_y[:, case.grown :], atol=2e-6)
+    newest = (projected[:, case.prefix :], cache, depth[:, case.prefix :], mask[:, case.prefix :])
+    y, nodes, cache = run(*newest, prefix_pending=prefix, previous=previous)
+    np.testing.assert_allclose(y, want_y[:, case.prefix :], atol=2e-6)
     jax.tree.map(np.testing.assert_array_equal, (nodes, cache), (want_nodes, want_cache))
 
 
-def test_grown_keys_must_be_those_of_all_nodes_before():
+def test_the_prefix_must_have_all_nodes_before_the_queries():
     projected, cache, depth, mask, _ = on_device(Case("tree", PLAIN))
-    with pytest.raises(ValueError, match="0 grown and 4 query nodes are not the 13 nodes"):
-        attention_tree(projected[:, 9:], cache, depth[:, 9:], mask[:, 9:], layout=PLAIN)
+    with pytest.raises(ValueError, match="0 prefix and 4 query nodes are not the 13 nodes"):
+        tree_attention_layer(projected[:, 9:], cache, depth[:, 9:], mask[:, 9:], layout=PLAIN)
 
 
 def test_what_is_behind_the_length_does_not_matter():
@@ -167,15 +167,15 @@ def test_what_is_behind_the_length_does_not_matter():
         keys=jnp.where(behind, 1e4, cache.keys), values=jnp.where(behind, 1e4, cache.values)
     )
     blocks = BlockSizes(rows=16, keys=16, splits=2, num_warps=4, num_stages=1)
-    options = dict(layout=PLAIN, grown=None, interpret=True, blocks=blocks)
-    run = jax.jit(functools.partial(pallas_triton.attention_tree, **options))
+    options = dict(layout=PLAIN, prefix_pending=None, interpret=True, blocks=blocks)
+    run = jax.jit(functools.partial(pallas_triton_layer.tree_attention_layer, **options))
     y, *_ = run(projected, cache, *rest, previous=previous)
     np.testing.assert_array_equal(run(projected, other, *rest, previous=previous)[0], y)
 
 
 def test_which_layers_the_kernel_refuses():
-    assert pallas_triton.unsupported(PLAIN, 1) is None
-    assert pallas_triton.unsupported(ODD, 1) is None
-    assert "no places" in pallas_triton.unsupported(PLAIN, 0)
+    assert pallas_triton_layer.unsupported(PLAIN, 1) is None
+    assert pallas_triton_layer.unsupported(ODD, 1) is None
+    assert "no places" in pallas_triton_layer.unsupported(PLAIN, 0)
     wide = dataclasses.replace(PLAIN, head_dim=272)
-    assert "head_dim = 272 is more than 256" in pallas_triton.unsupported(wide, 1)
+    assert "head_dim = 272 is more than 256" in pallas_triton_layer.unsupported(wide, 1)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch, expert_mlps
-from pallas_kernels.expert_mlps import pallas_triton, xla
-from pallas_kernels.expert_mlps.config import BlockSizes
-from pallas_kernels.expert_mlps.reference import expert_mlps as reference
+from pallas_kernels.moe import pallas_triton, xla
+from pallas_kernels.moe.config import BlockSizes
+from pallas_kernels.moe.reference import expert_mlps as reference
 from tests.kernels.cases import relative_error
 from tests.kernels.test_tree_ops import IMPLEMENTATIONS
 
@@ -184,7 +184,9 @@ def test_what_the_kernel_refuses():
 def test_the_arguments_must_agree():
     x, weights, chosen, experts_in, experts_out = on_device(CASES[0])
     run = functools.partial(expert_mlps, x, weights, chosen, experts_in)
-    with pytest.raises(ValueError, match="96 columns in front of those with 48 rows.*False"):
+    with pytest.raises(
+        ValueError, match="experts_in has 96 columns and experts_out 48 rows with gated = False"
+    ):
         run(experts_out, activation="silu", gated=False)
     with pytest.raises(ValueError, match="'silu', 'gelu', 'relu2'.*got 'tanh'"):
         run(experts_out, activation="tanh", gated=True)

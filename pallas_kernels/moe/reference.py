@@ -1,15 +1,15 @@
-"""Specification of `expert_mlps`: each token, each of its experts."""
+"""Specification of `expert_mlps`: one token and one of its experts at a time."""
 
 import numpy as np
 
 
 def expert_mlps(x, weights, chosen, experts_in, experts_out, *, activation, gated):
-    """The weighted sum of each token's experts `[n, M]`.
+    """The weighted sum of each token's experts `[tokens, M]`.
 
     Args:
-        x: `[n, M]`. weights, chosen: `[n, k]`.
-        experts_in: `[experts, M, I]`. experts_out: `[experts, F, M]`.
-        activation: "silu" or "relu2".
+        x: `[tokens, M]`. weights, chosen: `[tokens, A]`.
+        experts_in: `[experts, M, X]`. experts_out: `[experts, F, M]`.
+        activation: "silu" or "relu2". gated: whether `X = 2 F` or `X = F`.
     """
     function = {
         "silu": lambda v: v / (1 + np.exp(-v)),

@@ -1,32 +1,35 @@
-"""`expert_mlps` as two Pallas-Triton kernels, one of each matrix.
+"""`expert_mlps` as two Pallas-Triton kernels, one for each matrix of an expert.
 
 Passes: the choices of all tokens are sorted by expert. A program handles one expert and one block
-of columns: it multiplies the rows that have chosen the expert, one block after the other, finding
-them where they are and writing where they belong, so that nothing is gathered, padded or put back
-in order. It reads its part of the matrix once for each block of rows, one for a tree mostly; of
-experts that nobody has chosen it reads nothing. Rows are read again by each block of columns. The
-first kernel also activates, the second gives one row a choice, which XLA weighs and adds up. What
-it pays: the rows of the most popular expert come one block after the other.
+of columns. It multiplies the rows that have chosen the expert, block by block, reading them where
+they are and writing the results where they belong: nothing is gathered, padded or sorted back. It
+reads its part of the matrix once for each block of rows (for a tree mostly one), and nothing of an
+expert that nobody has chosen. Each block of columns reads the rows again. The first kernel also
+applies the activation. The second writes one row for each choice, and XLA computes the weighted
+sum. The blocks of rows of one expert are sequential, so the most popular expert sets the time.
 
-Numerics: products as `triton.dot` says; activated in float32, then rounded once; the rows
-of the choices are rounded, too.
+Numerics: products as `triton.dot` says; activated in float32, then rounded once. The rows of the
+choices are rounded too, before their sum.
 
-Refuses widths that are not multiples of `SMALLEST_BLOCK`, gelu, and no tokens. Any numbers of
-tokens and experts. Has no gradient of its own; see `api.expert_mlps`.
+Refuses widths that are not multiples of `SMALLEST_BLOCK`, gelu, and no tokens. Any number of tokens
+and experts. No gradient of its own; see `api.expert_mlps`.
 """
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels import triton as tb
-from pallas_kernels.expert_mlps.config import BlockSizes, block_sizes
-from pallas_kernels.expert_mlps.xla import by_expert, starts_of, weighted_sum
+from pallas_kernels.moe.config import BlockSizes, block_sizes
+from pallas_kernels.moe.xla import by_expert, starts_of, weighted_sum
 from pallas_kernels.numerics import activate
+from pallas_kernels.triton import Ref
 
 
 def unsupported(width: int, hidden: int, num_choices: int, activation: str) -> str | None:
@@ -40,19 +43,20 @@ def unsupported(width: int, hidden: int, num_choices: int, activation: str) -> s
     )
 
 
+@functools.partial(jax.jit, static_argnames=("activation", "gated", "interpret", "blocks"))
 def expert_mlps(
-    x,
-    weights,
-    chosen,
-    experts_in,
-    experts_out,
+    x: Float[Array, "tokens M"],
+    weights: Float32[Array, "tokens A"],
+    chosen: Int[Array, "tokens A"],
+    experts_in: Float[Array, "experts M X"],
+    experts_out: Float[Array, "experts F M"],
     *,
     activation: str,
     gated: bool,
-    interpret=False,
+    interpret: bool = False,
     blocks: BlockSizes | None = None,
-):
-    """See `api.expert_mlps`."""
+) -> Float[Array, "tokens M"]:
+    """See `api.expert_mlps`; `blocks` None: those of the default device."""
     blocks = blocks or block_sizes(x.dtype)
     sorted_choices = (by_expert(chosen), starts_of(chosen, len(experts_in)))
     product = functools.partial(_product, sorted_choices, blocks=blocks, interpret=interpret)
@@ -61,26 +65,29 @@ def expert_mlps(
 
 
 def _product(
-    sorted_choices,
-    rows,
-    experts,
+    sorted_choices: tuple[Int[Array, " choices"], Int[Array, " starts"]],
+    rows: Float[Array, "rows inner"],
+    experts: Float[Array, "experts inner columns"],
     *,
     blocks: BlockSizes,
     interpret: bool,
     per_row: int = 1,
     gated: bool = False,
     activation: str | None = None,
-):
-    """Of each choice the product of its row and its expert's matrix.
+) -> jax.Array:
+    """The product of each choice: its row times its expert's matrix.
 
     Args:
         sorted_choices: `by_expert`, and `starts_of`.
-        rows: `[choices / per_row, I]`.
-        experts: `[experts, I, O]`.
+        rows: as many as choices, divided by `per_row`.
+        experts: their matrices.
         blocks, interpret: as elsewhere.
-        per_row: how many choices one row has.
-        gated: whether half of the columns are multiplied by the other half, which are activated.
-        activation: what is done with the product; None: nothing.
+        per_row: number of choices that share a row.
+        gated: the first half of the columns is activated and multiplied by the second half.
+        activation: of the product; None: none.
+
+    Returns:
+        `[choices, columns]`, or half of the columns if gated.
     """
     order, _ = sorted_choices
     num_experts, inner, num_columns = experts.shape
@@ -90,7 +97,7 @@ def _product(
     num_blocks = num_columns // columns
     average = -(-len(order) // num_experts)
 
-    def whole(array):
+    def whole(array: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec(array.shape, lambda c, e: (0,) * array.ndim)
 
     matrices = [pl.BlockSpec((None, inner, columns), lambda c, e: (e, 0, c))]
@@ -116,26 +123,26 @@ def _product(
 
 
 def _kernel(
-    order_ref,  # [choices]
-    starts_ref,  # [experts + 1]
-    rows_ref,  # [choices / per_row, I]
-    *refs,  # one matrix, or two, [I, columns]; output [choices, columns]
+    order_ref: Ref,  # [choices]
+    starts_ref: Ref,  # [experts + 1]
+    rows_ref: Ref,  # [choices / per_row, inner]
+    *refs: Ref,  # one matrix, or two, [inner, columns]; output [choices, columns]
     per_row: int,
     activation: str | None,
     block_rows: int,
     block_inner: int,
-):
+) -> None:
     *matrix_refs, output_ref = refs
     inner, columns = matrix_refs[0].shape
     expert = pl.program_id(1)
     start, end = starts_ref[expert], starts_ref[expert + 1]
 
-    def block(i, _):
+    def multiply_block(i: jax.Array, _: Any) -> None:
         place, _ = tb.rows(start + i * block_rows, block_rows, end)
         choice = order_ref[place]
         row = lax.div(choice, per_row)
 
-        def add_part(k, totals):
+        def add_part(k: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             part = pl.ds(k * block_inner, block_inner)
             value = rows_ref[row, part]
             return tuple(
@@ -151,4 +158,4 @@ def _kernel(
             value = value * factor
         output_ref[choice, :] = value.astype(output_ref.dtype)
 
-    lax.fori_loop(0, lax.div(end - start + block_rows - 1, block_rows), block, None)
+    lax.fori_loop(0, lax.div(end - start + block_rows - 1, block_rows), multiply_block, None)

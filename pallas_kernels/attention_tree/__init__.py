@@ -1,1 +1,0 @@
-"""All of an attention layer over a tree that is between its projections."""

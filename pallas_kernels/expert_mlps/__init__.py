@@ -1,1 +1,0 @@
-"""Each token's chosen MLPs of a mixture of experts."""

@@ -1,0 +1,1 @@
+"""The chosen experts of each token in a mixture of experts."""

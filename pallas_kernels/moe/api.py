@@ -1,0 +1,66 @@
+"""A mixture of experts between its router and its output: the chosen MLPs of each token."""
+
+import jax
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels import dispatch
+from pallas_kernels.autodiff import differentiable
+from pallas_kernels.moe import pallas_triton, xla
+
+
+def expert_mlps(
+    x: Float[Array, "tokens M"],
+    weights: Float32[Array, "tokens A"],
+    chosen: Int[Array, "tokens A"],
+    experts_in: Float[Array, "experts M X"],
+    experts_out: Float[Array, "experts F M"],
+    *,
+    activation: str,
+    gated: bool,
+    implementation: str | None = None,
+) -> Float[Array, "tokens M"]:
+    """The weighted sum of the `A` chosen experts of each token.
+
+    An expert is `activation(x @ W_in) @ W_out`, or, gated, `(activation(x @ W_gate) * (x @ W_up)) @
+    W_out` with `W_in = [W_gate | W_up]`.
+
+    XLA's grouped product, `ragged_dot`, multiplies all tokens by all experts, also on a GPU. The
+    kernel multiplies a token by its own experts only, as do XLA's loops on a CPU. With no more
+    choices than experts, as for one token, XLA's gathered matrices read nothing twice, take fewer
+    launches than the kernel, and are the default.
+
+    Args:
+        x: the tokens.
+        weights: of the chosen experts of each token.
+        chosen: their indices, each of an existing expert.
+        experts_in, experts_out: matrices of all experts, in the dtype of `x`.
+        activation: one of `numerics.ACTIVATIONS`.
+        gated: whether `X = 2 F` or `X = F`.
+        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
+
+    Returns:
+        In the dtype of `x`. Under differentiation XLA's version runs, whatever the implementation.
+
+    Raises:
+        ValueError: matrices that do not fit each other, or an implementation that does not exist or
+            cannot run these shapes.
+    """
+    columns, hidden = experts_in.shape[2], experts_out.shape[1]
+    if columns != (2 * hidden if gated else hidden):
+        raise ValueError(
+            f"experts_in has {columns} columns and experts_out {hidden} rows with gated = {gated};"
+            " gated experts need twice as many columns as rows, others as many"
+        )
+    if implementation is None and xla.few(chosen, len(experts_in)):
+        implementation = "xla"
+    with jax.named_scope("expert_mlps"), dispatch.on(x, experts_in, experts_out):
+        run = differentiable(
+            "expert_mlps",
+            implementation,
+            pallas_triton.unsupported(x.shape[1], hidden, chosen.size, activation),
+            xla=xla.expert_mlps,
+            kernel=pallas_triton.expert_mlps,
+            activation=activation,
+            gated=gated,
+        )
+        return run(x, weights, chosen, experts_in, experts_out)

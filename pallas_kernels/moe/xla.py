@@ -1,0 +1,186 @@
+"""`expert_mlps` as XLA operations: loops on a CPU, batched products elsewhere.
+
+On a CPU XLA copies gathered matrices, and multiplies every row of a grouped product by all experts.
+A loop over experts does neither: for Granite-4-H-Tiny on 2 cores it is 4 times as fast for one
+token and 26 times for 512 (`benchmarks/experts.py`). On a GPU each iteration would be several
+launches.
+
+A choice is a pair of a token and one of its experts. Choices are numbered `A * token + rank`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels.autodiff import with_gradients_of
+from pallas_kernels.numerics import activate, contract
+
+# Least and most rows that a loop multiplies by an expert's matrices at a time.
+_BLOCK = 8, 64
+
+Product = Callable[[jax.Array], jax.Array]
+
+
+def expert_mlps(
+    x: Float[Array, "tokens M"],
+    weights: Float32[Array, "tokens A"],
+    chosen: Int[Array, "tokens A"],
+    experts_in: Float[Array, "experts M X"],
+    experts_out: Float[Array, "experts F M"],
+    *,
+    activation: str,
+    gated: bool,
+) -> Float[Array, "tokens M"]:
+    """See `api.expert_mlps`."""
+    if not chosen.size:
+        return x
+    in_products, in_loops = (
+        functools.partial(function, activation=activation, gated=gated)
+        for function in (products, loops)
+    )
+    by_choice = lax.platform_dependent(
+        *(x, chosen, experts_in, experts_out),
+        cpu=with_gradients_of(in_products, in_loops),
+        default=in_products,
+    )
+    return weighted_sum(by_choice, weights)
+
+
+def few(chosen: Int[Array, "tokens A"], num_experts: int) -> bool:
+    """Whether each choice gathers its expert's matrices, even if others have the same expert.
+
+    On a GPU XLA fuses the gather with the product: it copies nothing and takes four launches, where
+    the kernel with its sorting takes six.
+    """
+    return chosen.size <= num_experts
+
+
+def products(
+    x: jax.Array, chosen: jax.Array, experts_in: jax.Array, experts_out: jax.Array, **options: Any
+) -> Float[Array, "choices M"]:
+    """The output of each choice, from batched products."""
+    run = _by_gathering if few(chosen, len(experts_in)) else _by_grouping
+    return run(x, chosen, experts_in, experts_out, **options)
+
+
+def loops(
+    x: jax.Array, chosen: jax.Array, experts_in: jax.Array, experts_out: jax.Array, **options: Any
+) -> Float[Array, "choices M"]:
+    """The output of each choice, one expert's matrices at a time."""
+    run = _loop_over_choices if few(chosen, len(experts_in)) else _loop_over_experts
+    return run(x, chosen, experts_in, experts_out, **options)
+
+
+def by_expert(chosen: Int[Array, "tokens A"]) -> Int[Array, " choices"]:
+    """The choices of all tokens, sorted by expert."""
+    return jnp.argsort(chosen.reshape(-1), stable=True)
+
+
+def starts_of(chosen: Int[Array, "tokens A"], num_experts: int) -> Int[Array, " starts"]:
+    """Where the choices of each expert start in that order, and their end `[experts + 1]`."""
+    before = chosen.reshape(-1) < jnp.arange(num_experts + 1)[:, None]
+    return jnp.sum(before, axis=1, dtype=jnp.int32)
+
+
+def weighted_sum(
+    by_choice: Float[Array, "choices M"], weights: Float32[Array, "tokens A"]
+) -> Float[Array, "tokens M"]:
+    """The sum over each token's choices, in the order of their rank."""
+    wide = by_choice.reshape(*weights.shape, by_choice.shape[1]).astype(jnp.float32)
+    return (wide * weights[..., None]).sum(axis=1).astype(by_choice.dtype)
+
+
+def _mlp(
+    rows: jax.Array, first: Product, second: Product, activation: str, gated: bool
+) -> jax.Array:
+    """An MLP, given the products with its matrices."""
+    hidden = first(rows)
+    if gated:
+        gate, up = jnp.split(hidden, 2, axis=-1)
+        hidden = activate(activation, gate) * up
+    else:
+        hidden = activate(activation, hidden)
+    return second(hidden)
+
+
+def _by_gathering(
+    x: jax.Array, chosen: jax.Array, experts_in: jax.Array, experts_out: jax.Array, **options: Any
+) -> jax.Array:
+    """Each choice gathers the matrices of its expert."""
+
+    def product_with(experts: jax.Array) -> Product:
+        own = experts[chosen.reshape(-1)]
+        return lambda rows: contract("ni,nio->no", rows, own).astype(rows.dtype)
+
+    rows = jnp.repeat(x, chosen.shape[1], axis=0)
+    return _mlp(rows, product_with(experts_in), product_with(experts_out), **options)
+
+
+def _by_grouping(
+    x: jax.Array, chosen: jax.Array, experts_in: jax.Array, experts_out: jax.Array, **options: Any
+) -> jax.Array:
+    """Choices are sorted by expert; those of an expert are one block of a grouped product."""
+    sizes = jnp.diff(starts_of(chosen, len(experts_in)))
+
+    def product_with(experts: jax.Array) -> Product:
+        return lambda rows: lax.ragged_dot(
+            rows,
+            experts,
+            sizes,
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        ).astype(rows.dtype)
+
+    order = by_expert(chosen)
+    rows = x[order // chosen.shape[1]]
+    y = _mlp(rows, product_with(experts_in), product_with(experts_out), **options)
+    return y[jnp.argsort(order)]
+
+
+def _product_with(experts: jax.Array, expert: jax.Array) -> Product:
+    """The product of rows with the matrix of one expert."""
+    matrix = lax.dynamic_index_in_dim(experts, expert, keepdims=False)
+    return lambda rows: contract("ni,io->no", rows, matrix).astype(rows.dtype)
+
+
+def _loop_over_choices(
+    x: jax.Array, chosen: jax.Array, experts_in: jax.Array, experts_out: jax.Array, **options: Any
+) -> jax.Array:
+    def of_choice(choice_and_expert: tuple[jax.Array, jax.Array]) -> jax.Array:
+        choice, expert = choice_and_expert
+        row = lax.dynamic_index_in_dim(x, choice // chosen.shape[1])
+        first, second = _product_with(experts_in, expert), _product_with(experts_out, expert)
+        return _mlp(row, first, second, **options)[0]
+
+    return lax.map(of_choice, (jnp.arange(chosen.size), chosen.reshape(-1)))
+
+
+def _loop_over_experts(
+    x: jax.Array, chosen: jax.Array, experts_in: jax.Array, experts_out: jax.Array, **options: Any
+) -> jax.Array:
+    """A loop over experts, and inside it one over blocks of rows that have chosen the expert."""
+    num_experts, num_choices = len(experts_in), chosen.size
+    average = -(-num_choices // num_experts)
+    least, most = _BLOCK
+    size = min(most, max(least, 1 << (average - 1).bit_length()))
+    order, starts = by_expert(chosen), starts_of(chosen, num_experts)
+
+    def of_expert(expert: jax.Array, y: jax.Array) -> jax.Array:
+        start, end = starts[expert], starts[expert + 1]
+
+        def of_block(i: jax.Array, y: jax.Array) -> jax.Array:
+            place = start + i * size + jnp.arange(size)
+            choice = order[jnp.minimum(place, num_choices - 1)]
+            first, second = _product_with(experts_in, expert), _product_with(experts_out, expert)
+            rows = _mlp(x[choice // chosen.shape[1]], first, second, **options)
+            return y.at[jnp.where(place < end, choice, num_choices)].set(rows, mode="drop")
+
+        return lax.fori_loop(0, (end - start + size - 1) // size, of_block, y)
+
+    nothing = jnp.zeros((num_choices, x.shape[1]), x.dtype)
+    return lax.fori_loop(0, num_experts, of_expert, nothing)
