@@ -67,9 +67,7 @@ class SpeculativeDecoder:
         cache = prefill(model, prompts.tokens, prompts.length - 1, self.max_length)
         state = self._begin(model, prompts, keys)._replace(cache=cache)
         if drafter is not None:
-            state = state._replace(
-                drafter=drafter.prepare(prompts, self.topology, self.max_length)
-            )
+            state = state._replace(drafter=drafter.prepare(prompts, self.topology, self.max_length))
         # Loaded weights are committed to a device, and so is what a step returns. If the first
         # state were not, the second step would compile again. Nothing is copied.
         return jax.device_put(state, jax.tree.leaves(cache)[0].sharding)
