@@ -68,7 +68,7 @@ SPACES = {
         "tree_conv1d_layer",
         conv_config.DEFAULTS,
         lambda _: "any",
-        {"channels": (64, 128, 256, 512), "queries": (16, 32), "num_warps": (1, 2, 4, 8)},
+        {"channels": (64, 128, 256, 512), "queries": (8, 16, 32), "num_warps": (1, 2, 4, 8)},
     ),
     "ssd": Space(
         "ssd",

@@ -63,8 +63,8 @@ def read_options() -> argparse.Namespace:
         type=gates.limit,
         default=[],
         metavar="KIND=NUMBER",
-        help="limits for a layer with our kernels, products whole, such as mamba2=5 attention=5;"
-        " prompt-mamba2=11 for the reading of a prompt",
+        help="limits for a layer with our kernels, products whole, such as mamba2=5 attention=5, in"
+        " steps of more than one node; prompt-mamba2=11 for the reading of a prompt",
     )
     parser.add_argument(
         "--most-growth",

@@ -67,8 +67,9 @@ class SpeculativeDecoder:
         if drafter is not None:
             state = state._replace(drafter=drafter.prepare(prompts, self.topology, self.max_length))
         # Loaded weights are committed to a device, and so is what a step returns. If the first
-        # state were not, the second step would compile again. Nothing is copied.
-        return jax.device_put(state, jax.tree.leaves(cache)[0].sharding)
+        # state were not, the second step would compile again. Nothing is copied. Under `eval_shape`
+        # there is no sharding.
+        return jax.device_put(state, getattr(jax.tree.leaves(cache)[0], "sharding", None))
 
     @functools.partial(jax.jit, static_argnums=0)
     def _begin(self, model: HybridLM, prompts: Context, keys: Array) -> DecodeState:
