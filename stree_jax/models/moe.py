@@ -78,7 +78,9 @@ class MixtureOfExperts(Pointwise):
         y = y if self.latent_out is None else self.latent_out(y)
         return y if self.shared is None else y + self.shared.apply(u)
 
-    def _route(self, tokens: Float[Array, "n M"]) -> tuple[Float[Array, "n k"], Int[Array, "n k"]]:
+    def _route(
+        self, tokens: Float[Array, "tokens M"]
+    ) -> tuple[Float[Array, "tokens A"], Int[Array, "tokens A"]]:
         """Each token's experts and their weights, in float32."""
         c = self.config
         scores = contract("nm,me->ne", tokens.astype(jnp.float32), self.router[...])
