@@ -64,12 +64,15 @@ class SpeculativeDecoder:
         """Reads the prompts. The last token of each becomes the root of the first tree."""
         # Neither the caches nor the drafter's state pass through a program here, which would copy
         # them.
-        return self._begin(model, prompts, keys)._replace(
-            cache=prefill(model, prompts.tokens, prompts.length - 1, self.max_length),
-            drafter=None
-            if drafter is None
-            else drafter.prepare(prompts, self.topology, self.max_length),
-        )
+        cache = prefill(model, prompts.tokens, prompts.length - 1, self.max_length)
+        state = self._begin(model, prompts, keys)._replace(cache=cache)
+        if drafter is not None:
+            state = state._replace(
+                drafter=drafter.prepare(prompts, self.topology, self.max_length)
+            )
+        # Loaded weights are committed to a device, and so is what a step returns. If the first
+        # state were not, the second step would compile again. Nothing is copied.
+        return jax.device_put(state, jax.tree.leaves(cache)[0].sharding)
 
     @functools.partial(jax.jit, static_argnums=0)
     def _begin(self, model: HybridLM, prompts: Context, keys: Array) -> DecodeState:

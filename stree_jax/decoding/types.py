@@ -1,6 +1,7 @@
 """The arrays that flow through a decode step."""
 
 import dataclasses
+import typing
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +36,7 @@ class Verdict(NamedTuple):
     next_token: Int[Array, " B"]  # from the target, after the path
 
 
+@typing.no_type_check  # jax unflattens it with leaves that are no arrays, as when it lowers
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:

@@ -237,9 +237,16 @@ def _own_tree(
 
 
 def _draw(how: str, scores: Array, width: int, keys: Array) -> tuple[Array, Array]:
-    """`width` children of each node, best or first drawn first: tokens, and which of them exist.
+    """`width` children of each node, best first or in the order drawn.
 
-    `scores` are logits or log-probabilities `[B, q, V]`; results are `[B, q, width]`.
+    Args:
+        how: one of `CHILD_SAMPLING`.
+        scores: logits or log-probabilities `[B, Z, V]`.
+        width: children of each node.
+        keys: one per row `[B]`.
+
+    Returns:
+        Their tokens `[B, Z, width]`, and which of them exist.
     """
     if how == "iid":
         shape = (width, *scores.shape[1:-1])

@@ -1,0 +1,88 @@
+"""Which channels of the convolution a program works on, and where they come from and go to."""
+
+import dataclasses
+
+import jax
+from jax import lax
+
+from pallas_kernels.tree_conv1d.layout import Mamba2Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """Neighbouring channels of the convolution that go to one output.
+
+    Attributes:
+        output: its name.
+        channel, column: where the channels start in the convolution and in the inputs.
+        head_size: channels of a head (of x) or of a group (of B and C).
+        input_heads, conv_heads, output_heads: how many of these are in the inputs, in the
+            convolution and in the output; each is repeated for neighbours to get from one to the
+            next.
+        multiplier: of the inputs.
+        recorded: the output has rows for the prefix nodes too.
+    """
+
+    output: str
+    channel: int
+    column: int
+    head_size: int
+    input_heads: int
+    conv_heads: int
+    output_heads: int
+    multiplier: float
+    recorded: bool
+
+    @property
+    def size(self) -> int:
+        """Channels of the convolution."""
+        return self.conv_heads * self.head_size
+
+    @property
+    def largest_block(self) -> int:
+        """A divisor of this many channels is a valid block: it never spans copied heads."""
+        copied = self.input_heads != self.conv_heads or self.conv_heads != self.output_heads
+        return self.head_size if copied else self.size
+
+    def column_of(self, channel: jax.Array) -> jax.Array:
+        """Of the inputs, for a channel of the section."""
+        if self.input_heads == self.conv_heads:
+            return self.column + channel
+        head = lax.div(channel, self.conv_heads // self.input_heads * self.head_size)
+        return self.column + head * self.head_size + lax.rem(channel, self.head_size)
+
+    def copies_of(self, channel: jax.Array) -> list[jax.Array]:
+        """Columns of the output that get a channel of the section."""
+        copies = self.output_heads // self.conv_heads
+        if copies == 1:
+            return [channel]
+        first = lax.div(channel, self.head_size) * copies
+        within = lax.rem(channel, self.head_size)
+        return [(first + copy) * self.head_size + within for copy in range(copies)]
+
+
+@dataclasses.dataclass(frozen=True)
+class TimeSteps:
+    """Where the time steps are in the inputs, and what is done to them."""
+
+    column: int
+    multiplier: float
+    limit: tuple[float, float]
+
+
+def sections_of(layout: Mamba2Layout) -> tuple[Section, Section, Section]:
+    """x, B and C of a layer."""
+    conv_heads, conv_groups = layout.conv_heads
+    groups = layout.num_groups
+    heads = (
+        ("x", layout.head_dim, layout.x_heads, conv_heads, layout.num_heads),
+        ("B", layout.state_size, layout.b_groups, conv_groups, groups),
+        ("C", layout.state_size, groups, groups, groups),
+    )
+    x, B, C = (
+        Section(name, channel, column, *sizes, multiplier, recorded=name != "C")
+        for (name, *sizes), channel, column, multiplier in zip(
+            heads, layout.channels, layout.columns[1:4], layout.multipliers[1:4], strict=True
+        )
+    )
+    return x, B, C
