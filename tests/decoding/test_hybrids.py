@@ -74,7 +74,7 @@ def test_draft_and_target_of_different_families():
 
 
 def test_end_of_sequence_and_bfloat16():
-    """Rows end at different steps, inside accepted paths, and the others continue; in bfloat16 too."""
+    """Rows end at different steps, inside accepted paths; others continue. In bfloat16 too."""
     model = tiny_model("mamba2attn hybrid")
     free = decode(model)
     eos = [int(free.tokens[0, 5]), int(free.tokens[2, 7])]

@@ -38,7 +38,7 @@ def random_tokens(model, *shape, seed=0):
 
 
 def assert_close(got, want):
-    """Equal up to float32 rounding at the scale of the array: XLA fuses the versions differently."""
+    """Equal up to float32 rounding at the scale of the array, since XLA fuses differently."""
     scale = np.abs(want).max(initial=1.0)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=3e-5 * scale)
 
