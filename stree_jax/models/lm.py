@@ -112,9 +112,9 @@ class HybridLM(nnx.Module):
         return self.logits(self._final_norm(hidden))
 
     def init_cache(self, batch: int, max_length: int) -> Cache:
-        """The cache before the first token, with `max_length` entries in attention layers.
+        """The cache before the first token, with `max_length` places in attention layers.
 
-        A row with more tokens than entries gives NaN from then on, never a wrong number.
+        A row with more tokens than places gives NaN from then on, never a wrong number.
         """
         return init_cache(self.config, batch, max_length, self.dtype)
 
@@ -130,8 +130,8 @@ class HybridLM(nnx.Module):
         Args:
             tokens: any valid ids on the padding.
             lengths: real tokens of each row, 0 to T; a row of length 0 keeps its cache.
-            cache: of the tokens before, with free entries for these; None: there are none, and the
-                new cache has entries for these T tokens only.
+            cache: of the tokens before, with free places for these; None: there are none, and the
+                new cache has places for these T tokens only.
 
         Returns:
             Logits after the last real token of each row (meaningless for length 0), and the cache.

@@ -1,4 +1,4 @@
-"""Verifiers and drafters of users, and what belongs to a row alone."""
+"""User-defined verifiers and drafters, and the independence of rows."""
 
 import dataclasses
 
@@ -135,7 +135,7 @@ class Recording(nnx.Module):
 
 @pytest.mark.parametrize("limit", [1, 2, 30])
 def test_commit_gets_the_hidden_state_of_the_accepted_node_after_any_cut(limit):
-    """It is the hidden state that makes the logits of the last emitted token."""
+    """Its logits are those that gave the last emitted token."""
     # A model that repeats tokens, so that drafts are accepted and the limit cuts paths.
     model = randomised(st.HybridLM(st.ModelConfig.tiny(d_model=16), rngs=nnx.Rngs(0)), 3)
     model = with_weight(model, "embedding", lambda rows: 40 * rows)
@@ -192,7 +192,7 @@ def test_a_row_that_fails_ends_alone(drafting):
     assert error.rows == [1]
     np.testing.assert_array_equal(error.generation.tokens[[0, 2]], fine.tokens)
     assert (error.generation.tokens[1] == st.PAD).all()
-    # A stream yields the other rows to their end, and then says so.
+    # A stream yields the other rows to their end, then raises.
     pieces = []
     with pytest.raises(st.NonFiniteLogitsError, match="row 1"):
         pieces.extend(st.stream(model, prompts, **options))
