@@ -68,7 +68,10 @@ class SpeculativeDecoder:
             state = state._replace(drafter=drafter.prepare(prompts, self.topology, self.max_length))
         # Loaded weights are committed to a device, and so is what a step returns. If the first
         # state were not, the second step would compile again. Nothing is copied.
-        return jax.device_put(state, jax.tree.leaves(cache)[0].sharding)
+        first = jax.tree.leaves(cache)[0]
+        if isinstance(first, jax.core.Tracer):  # part of a larger program
+            return state
+        return jax.device_put(state, first.sharding)
 
     @functools.partial(jax.jit, static_argnums=0)
     def _begin(self, model: HybridLM, prompts: Context, keys: Array) -> DecodeState:
