@@ -9,9 +9,10 @@ flash attention does, and writes them once; from node to node only a tile of the
 grows with the tree. `replay_tree_scan` does both. Blocks of channels of one head compute its
 scores C_i . B_j again.
 
-The gate is read from the projection in place. Of a norm behind the gate a program writes the part
-of each row's mean square that its channels have: the sum needs all programs, and is left to the
-reader of the `DeferredRMSNorm`.
+The gate is read from the projection in place. A norm of each head alone is done where a program
+owns the whole head. For a norm over all heads a program writes the part of each row's mean square
+that its channels have: the sum needs all programs, and is left to the reader of the
+`DeferredRMSNorm`.
 
 Numerics: decays and accumulators are float32; products as `triton.dot` says; the queries see the
 new state in float32. The decay from a node to the end of the path is summed directly, never as a
@@ -35,7 +36,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import triton as tb
 from pallas_kernels import tuning
-from pallas_kernels.numerics import DeferredRMSNorm, scaled
+from pallas_kernels.numerics import DeferredRMSNorm, rms_norm, scaled
 from pallas_kernels.tree_scan.config import BlockSizes, block_sizes
 from pallas_kernels.tree_scan.gate import Gate
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks, channels_of
@@ -163,8 +164,8 @@ def _run(
         The outputs, if there is a new tree, and the state.
     """
     some_x, _, some_B, *_ = previous or tree or ()
-    blocks = blocks or block_sizes(some_x.dtype)
     batch, num_heads, head_dim, state_size = state.shape
+    blocks = blocks or block_sizes(some_x.dtype, head_dim * state_size)
     channels = channels_of(blocks.state, head_dim, state_size)
     num_blocks = head_dim // channels
     part = HeadBlocks(channels, state_size, num_heads // some_B.shape[2])
@@ -200,16 +201,21 @@ def _run(
         outputs["y"] = (shape, part.of_channels(num_queries))
     if gate is not None:
         inputs["gate"] = (gate.projected, of_row(gate.projected))
-    if gate is not None and gate.norm_weight is not None:
+    per_head = gate is not None and gate.norm_per_head
+    # A program with a part of a head cannot norm it.
+    norms = not per_head or num_blocks == 1
+    if gate is not None and gate.norm_weight is not None and norms:
         of_program = pl.BlockSpec((channels,), lambda b, h, p: (h * num_blocks + p,))
         inputs["norm_weight"] = (gate.norm_weight, of_program)
+    if gate is not None and gate.defers_norm:
         outputs["mean_squares"] = (
             jax.ShapeDtypeStruct((batch, num_queries, num_heads * num_blocks), jnp.float32),
             pl.BlockSpec((None, num_queries, None), lambda b, h, p: (b, 0, h * num_blocks + p)),
         )
     static_gate = None
     if gate is not None:
-        static_gate = (gate.start, gate.multiplier, num_heads * head_dim)
+        row_size = head_dim if per_head else num_heads * head_dim
+        static_gate = (gate.start, gate.multiplier, row_size, gate.norm_epsilon)
     results = tb.call_by_name(
         functools.partial(_kernel, blocks=blocks, A_is_log=A_is_log, gate=static_gate),
         inputs,
@@ -222,10 +228,13 @@ def _run(
         grid=(batch, num_heads, num_blocks),
     )
     state = results.get("state", state)
-    if gate is not None and gate.norm_weight is not None:
+    y = results.get("y")
+    if gate is not None and gate.defers_norm:
         rows = results["y"].reshape(batch, num_queries, -1)
         return DeferredRMSNorm(rows, results["mean_squares"], gate.norm_epsilon), state
-    return results.get("y"), state
+    if gate is not None and gate.norm_weight is not None and not norms:
+        y = rms_norm(results["y"], gate.norm_weight.reshape(num_heads, -1), gate.norm_epsilon)
+    return y, state
 
 
 def _kernel(
@@ -234,7 +243,7 @@ def _kernel(
     *,
     blocks: BlockSizes,
     A_is_log: bool,
-    gate: tuple[int, float, int] | None,
+    gate: tuple[int, float, int, float] | None,
 ) -> None:
     """Refs by name, of one row and one head; p channels of it.
 
@@ -242,7 +251,7 @@ def _kernel(
     path [O]; of a new tree x [N, p], dt [N], B [N, S], C [Q, S], D [p] or [], mask [N, N], and
     perhaps gate [Q, X] and norm_weight [p].
     outputs: state [p, S] after the path; y [Q, p] and perhaps mean_squares [Q].
-    gate: first column, multiplier, and size of a normed row.
+    gate: first column, multiplier, and of the norm the size of a row and epsilon.
     """
     state_size = inputs["state"].shape[1]
     size = min(blocks.part, state_size)
@@ -276,18 +285,22 @@ def _write(
     query: jax.Array,  # [q]
     y: jax.Array,  # [q, p]
     *,
-    gate: tuple[int, float, int] | None,
+    gate: tuple[int, float, int, float] | None,
 ) -> None:
     """Adds the skip, gates and writes the outputs at some queries; `block` of all channels."""
     num_queries, channels = outputs["y"].shape
     first_query = inputs["x"].shape[0] - num_queries
     y = y + inputs["D"][...] * inputs["x"][first_query + query, :].astype(jnp.float32)
     if gate is not None:
-        start, multiplier, row_size = gate
+        start, multiplier, row_size, epsilon = gate
         z = inputs["gate"][query, pl.ds(start + block * channels, channels)]
         y = y * jax.nn.silu(scaled(z, multiplier).astype(jnp.float32))
         if "norm_weight" in inputs:
-            outputs["mean_squares"][query] = jnp.sum(y * y, axis=1) / row_size
+            mean_square = jnp.sum(y * y, axis=1) / row_size
+            if "mean_squares" in outputs:
+                outputs["mean_squares"][query] = mean_square
+            else:  # the program has the whole row
+                y = y * lax.rsqrt(mean_square + epsilon)[:, None]
             y = y * inputs["norm_weight"][...].astype(jnp.float32)[None, :]
     outputs["y"][query, :] = y.astype(outputs["y"].dtype)
 
