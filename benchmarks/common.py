@@ -1,5 +1,6 @@
-"""What every benchmark needs: where it ran, interleaved timing, and results on disk."""
+"""What the benchmarks share: the machine, interleaved timing, memory, tables, plots, results."""
 
+import contextlib
 import datetime
 import json
 import os
@@ -7,9 +8,9 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,14 +21,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, Any]:
-    """The machine, the versions and the commit that a result belongs to."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parent,
-    )
+    """The machine, the versions and the commit of a result."""
     return {
         "device": jax.devices()[0].device_kind,
         "processor": _processor(),
@@ -36,8 +30,23 @@ def machine() -> dict[str, Any]:
         "jax": jax.__version__,
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
-        "commit": commit.stdout.strip() or None,
+        "commit": _commit(),
     }
+
+
+def _commit() -> str | None:
+    """None outside a checkout, or without git."""
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=Path(__file__).parent,
+        )
+    except FileNotFoundError:
+        return None
+    return described.stdout.strip() or None
 
 
 def device_name(where: Mapping[str, Any]) -> str:
@@ -58,9 +67,9 @@ def _processor() -> str:
 def interleaved(
     functions: Mapping[str, Callable[[], Any]], rounds: int, progress: Callable[[], None]
 ) -> dict[str, list[float]]:
-    """Seconds of each call, round by round, so that a slow moment of the machine hits all alike.
+    """Seconds of each call, in rounds, so that a slow moment of the machine affects all alike.
 
-    The functions must wait for their results. Warm them up before.
+    The functions must be warm, and must block until their results are ready.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
@@ -72,6 +81,21 @@ def interleaved(
     return seconds
 
 
+class Memory(NamedTuple):
+    """Device memory of a compiled program, in bytes."""
+
+    arguments: int
+    temporary: int
+    results: int  # without those that share the memory of an argument
+
+    @classmethod
+    def of(cls, compiled: Any) -> "Memory":
+        """By the compiler's own account."""
+        found = compiled.memory_analysis()
+        results = found.output_size_in_bytes - found.alias_size_in_bytes
+        return cls(found.argument_size_in_bytes, found.temp_size_in_bytes, results)
+
+
 def summary(seconds: Sequence[float]) -> dict[str, float]:
     """Median and quartiles."""
     low, median, high = np.percentile(seconds, [25, 50, 75])
@@ -79,7 +103,7 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def write_json(name: str, results: Mapping[str, Any], directory: Path | None = None) -> Path:
-    """Writes `<name>.json` whole or not at all, into `results/` or another directory."""
+    """Writes `<name>.json` atomically, into `results/` or another directory."""
     directory = directory or RESULTS
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.json"
@@ -89,10 +113,44 @@ def write_json(name: str, results: Mapping[str, Any], directory: Path | None = N
     return path
 
 
+def save(name: str, doc: str, results: Mapping[str, Any], **options: Any) -> Path:
+    """Writes `<name>-<device>.json`, with the machine and the question that `doc` begins with.
+
+    Args:
+        name: of the benchmark.
+        doc: the docstring of its module.
+        results: what it measured; its own `machine` comes first if it has one.
+        **options: of `write_json`.
+    """
+    head = {"question": doc.splitlines()[0], "machine": results.get("machine") or machine()}
+    return write_json(f"{name}-{device_name(head['machine'])}", head | results, **options)
+
+
+def conclude(name: str, *, passed: bool = True, **line: Any) -> None:
+    """Prints the last line of a benchmark, which is JSON; exit code 1 if its checks failed."""
+    print(json.dumps({name: line}))
+    if not passed:
+        raise SystemExit(1)
+
+
+@contextlib.contextmanager
+def plotted(path: Path, columns: int, width: float, height: float) -> Iterator[Any]:
+    """Axes of a figure (an array of them if there are `columns`), which is saved at the end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained")
+    yield axes
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def merged(
     earlier: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]], keys: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """The new rows, after those earlier ones that differ from all of them in one of the keys."""
+    """The earlier rows whose keys no new row has, and then the new rows."""
 
     def which(row: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(row.get(key) for key in keys)
@@ -102,11 +160,14 @@ def merged(
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Prints rows of words and numbers; numbers are right-aligned."""
+    """Prints a table; columns of numbers are right-aligned."""
     table = Table(title=title)
     for i, column in enumerate(columns):
         is_word = all(isinstance(row[i], str) and not row[i][:1].isdigit() for row in rows)
         table.add_column(column, justify="left" if is_word else "right")
     for row in rows:
         table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row))
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:  # a log, which need not fit 80 columns
+        console = Console(width=200)
+    console.print(table)

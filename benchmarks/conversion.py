@@ -1,8 +1,8 @@
-"""How much memory does a conversion need, beyond the model that it makes?
+"""How much memory does a conversion need beside the model itself?
 
-Writes a synthetic mamba_ssm checkpoint of about 1 GB, as safetensors and, if torch is there, as
-`.bin`, and loads each in a process of its own whose anonymous memory is watched (mapped files do
-not count: the system drops them when it needs the room).
+Writes a synthetic mamba_ssm checkpoint of about 1 GB, as safetensors and, if torch is installed, as
+`.bin`, and loads each in a process of its own while sampling its anonymous memory (mapped files do
+not count: the system drops them when memory is short).
 
     python -m benchmarks.conversion [--layers 12] [--width 1792]
 """
@@ -36,7 +36,7 @@ def main() -> None:
         for name in ("model.safetensors", "pytorch_model.bin"):
             path = Path(directory) / name.partition(".")[2]
             if not write_checkpoint(path, name, options.layers, options.width):
-                print(f"{name} is left out: torch, which writes it, is not installed")
+                print(f"{name} is left out: writing it needs torch")
                 continue
             out = subprocess.run(
                 [sys.executable, "-m", "benchmarks.conversion", "--watch", str(path)],
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def write_checkpoint(path: Path, name: str, layers: int, width: int) -> bool:
-    """A random float32 checkpoint; False if there is no way to write this kind."""
+    """Writes a random float32 checkpoint; False if torch, which this format needs, is missing."""
     heads, groups_state = 2 * width // 64, 2 * 128
     shapes = {"backbone.embedding.weight": (50288, width), "backbone.norm_f.weight": (width,)}
     for i in range(layers):
@@ -100,7 +100,7 @@ def write_checkpoint(path: Path, name: str, layers: int, width: int) -> bool:
 
 
 def watch(path: Path) -> dict[str, float]:
-    """Loads a checkpoint while a thread watches this process's anonymous memory."""
+    """Loads a checkpoint while a thread samples this process's anonymous memory."""
     import jax
     from flax import nnx
 
@@ -136,7 +136,7 @@ def watch(path: Path) -> dict[str, float]:
 
 
 def anonymous() -> int:
-    """Bytes of this process's anonymous memory that are resident."""
+    """Resident bytes of this process's anonymous memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 

@@ -2,7 +2,7 @@
 
 Decodes the same prompts one at a time with every method, interleaved prompt by prompt, at
 temperature 0 and 1; checks at temperature 0 that all methods give the same tokens. Then measures
-how the time of a target call grows with the tree, which decides whether drafts pay.
+how the time of a target call grows with the tree, which decides whether speculation pays off.
 
     python -m benchmarks.decode [--prompts 16] [--tokens 96] [--rounds 3]
         [--target DIR --draft DIR --name NAME]      instead of the embedded pair
@@ -10,7 +10,8 @@ how the time of a target call grows with the tree, which decides whether drafts 
 
 import argparse
 import functools
-import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from flax import nnx
 from rich.progress import Progress
 
 import stree_jax as st
-from benchmarks.common import device_name, interleaved, machine, print_table, summary, write_json
+from benchmarks.common import conclude, interleaved, machine, plotted, print_table, save, summary
 from benchmarks.prompts import load_prompts
 from benchmarks.steps import run_steps
 from stree_jax.convert import find
@@ -36,7 +37,7 @@ class Method(NamedTuple):
 
 
 def methods(draft: st.HybridLM) -> list[Method]:
-    """What is compared: the paper's baselines and trees, and prompt lookup."""
+    """The paper's baselines and trees, and prompt lookup."""
     drafter = st.ModelDrafter(draft)
     return [
         Method("autoregressive", None, None),
@@ -67,7 +68,6 @@ def measure_decoding(
             drafter=way.drafter,
             topology=way.topology,
             temperature=temperature,
-            eos_token=target.config.eos_token,
             key=jax.random.key(0),
         )
 
@@ -107,7 +107,7 @@ def measure_decoding(
                     round(float(count) / calls, 4)
                     for count in sum(out.stats.accepted_per_depth for out in mine)
                 ],
-                # Above 0 the methods sample the same distribution with different draws.
+                # Above 0 the distributions are the same, the samples are not.
                 "identical": None
                 if temperature > 0
                 else all(
@@ -149,38 +149,51 @@ def measure_steps(
     }
 
 
-def plot(rows: list[dict], steps: list[dict], path: str) -> None:
+def plot(rows: list[dict], steps: list[dict], path: Path) -> None:
     """Speed-up by method and temperature; time of a target call by nodes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), width_ratios=(3, 2))
-    names = list(dict.fromkeys(row["method"] for row in rows))
-    for offset, temperature in ((-0.2, 0.0), (0.2, 1.0)):
-        part = [row for row in rows if row["temperature"] == temperature]
-        bars = left.bar(
-            np.arange(len(names)) + offset,
-            [row["speed_up"]["median"] for row in part],
-            width=0.38,
-            label=f"temperature {temperature:g}",
+    with plotted(path, 2, 13, 4.5) as (left, right):
+        names = list(dict.fromkeys(row["method"] for row in rows))
+        for offset, temperature in ((-0.2, 0.0), (0.2, 1.0)):
+            part = [row for row in rows if row["temperature"] == temperature]
+            bars = left.bar(
+                np.arange(len(names)) + offset,
+                [row["speed_up"]["median"] for row in part],
+                width=0.38,
+                label=f"temperature {temperature:g}",
+            )
+            left.bar_label(bars, [f"{row['tau']:.2f}" for row in part], fontsize=8)
+        left.axhline(1, color="black", linewidth=0.8)
+        left.set_xticks(range(len(names)), names, rotation=35, ha="right")
+        left.set(ylabel="tokens per second, autoregressive = 1", title="Speed; tau above the bars")
+        for step in steps:
+            ratios = step["relative_to_one_node"]
+            right.plot([*map(int, ratios)], ratios.values(), marker="o", label=step["model"])
+        right.set(
+            xlabel="tree nodes",
+            ylabel="time of a target call, one node = 1",
+            title="Cost of a tree",
         )
-        left.bar_label(bars, [f"{row['tau']:.2f}" for row in part], fontsize=8)
-    left.axhline(1, color="black", linewidth=0.8)
-    left.set_xticks(range(len(names)), names, rotation=35, ha="right")
-    left.set_ylabel("tokens per second, autoregressive = 1")
-    left.set_title("Speed; tau above the bars")
-    left.legend()
-    for step in steps:
-        nodes = [int(n) for n in step["relative_to_one_node"]]
-        right.plot(nodes, step["relative_to_one_node"].values(), marker="o", label=step["model"])
-    right.set_xlabel("tree nodes")
-    right.set_ylabel("time of a target call, one node = 1")
-    right.set_title("What a tree costs")
-    right.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+        left.legend()
+        right.legend()
+
+
+def print_methods(title: str, rows: list[dict], columns: Mapping[str, str]) -> None:
+    """A table of methods; `columns` maps the titles of additional columns to keys of the rows."""
+    print_table(
+        title,
+        ("method", *columns, "tokens/s", "speed-up", "tau", "identical"),
+        [
+            (
+                row["method"],
+                *(row[key] for key in columns.values()),
+                f"{row['tokens_per_second']['median']:,.0f}",
+                f"{row['speed_up']['median']:.2f}x",
+                f"{row['tau']:.2f}",
+                {True: "yes", False: "no", None: "-"}[row["identical"]],
+            )
+            for row in rows
+        ],
+    )
 
 
 def main() -> None:
@@ -203,8 +216,8 @@ def main() -> None:
     tokenizer = st.load_tokenizer(path)
     source, texts = load_prompts(options.prompts)
     prompts = [tokenizer.encode(text).ids for text in texts]
-    where = machine()
 
+    where = machine()  # before anything loads it
     rows, steps = [], []
     with Progress(transient=True) as progress:
         for temperature in (0.0, 1.0):
@@ -226,22 +239,11 @@ def main() -> None:
             steps.append(measure_steps(name, model, count=count, rounds=5, progress=progress))
 
     for temperature in (0.0, 1.0):
-        print_table(
+        print_methods(
             f"{len(prompts)} prompts ({source}), {options.tokens} tokens, temperature"
             f" {temperature:g}",
-            ("method", "nodes", "tokens/s", "speed-up", "tau", "identical"),
-            [
-                (
-                    row["method"],
-                    row["nodes"],
-                    f"{row['tokens_per_second']['median']:,.0f}",
-                    f"{row['speed_up']['median']:.2f}x",
-                    f"{row['tau']:.2f}",
-                    {True: "yes", False: "no", None: "-"}[row["identical"]],
-                )
-                for row in rows
-                if row["temperature"] == temperature
-            ],
+            [row for row in rows if row["temperature"] == temperature],
+            {"nodes": "nodes"},
         )
     print_table(
         "Milliseconds of a target call by tree nodes (relative to one node)",
@@ -259,7 +261,6 @@ def main() -> None:
     )
     different = [row["method"] for row in rows if row["identical"] is False]
     results = {
-        "question": __doc__.splitlines()[0],
         "machine": where,
         "prompts": source,
         "tokens": options.tokens,
@@ -267,27 +268,21 @@ def main() -> None:
         "decoding": rows,
         "target_calls": steps,
     }
-    suffix = f"-{options.name}" if options.name else ""
-    path = write_json(f"decode{suffix}-{device_name(where)}", results)
-    plot(rows, steps, str(path.with_suffix(".png")))
+    path = save(f"decode-{options.name}" if options.name else "decode", __doc__, results)
+    plot(rows, steps, path.with_suffix(".png"))
     best = max(
         (row for row in rows if row["temperature"] == 0 and row["nodes"] > 1),
         key=lambda row: row["speed_up"]["median"],
     )
-    print(
-        json.dumps(
-            {
-                "decode": {
-                    "best": best["method"],
-                    "speed_up": round(best["speed_up"]["median"], 3),
-                    "tau": round(best["tau"], 3),
-                    "different": different,
-                    "results": str(path),
-                }
-            }
-        )
+    conclude(
+        "decode",
+        passed=not different,
+        best=best["method"],
+        speed_up=round(best["speed_up"]["median"], 3),
+        tau=round(best["tau"], 3),
+        different=different,
+        results=str(path),
     )
-    raise SystemExit(1 if different else 0)
 
 
 if __name__ == "__main__":

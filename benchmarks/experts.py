@@ -1,30 +1,32 @@
-"""Does it pay on this device to take one expert's matrices at a time?
+"""Is it faster on this device to multiply by one expert's matrices at a time?
 
-One layer of experts with random float32 weights: products of many matrices at once (gathered ones
-for few tokens, `ragged_dot` for many), loops over the experts, and what `expert_mlps` does here.
-The op takes loops on a CPU, products or the kernel elsewhere.
+A layer of experts with random float32 weights: products with all matrices at once (gathered for
+few tokens, `ragged_dot` for many), a loop over the experts, and `expert_mlps`, which takes the loop
+on a CPU, products or the kernel elsewhere.
 
     python -m benchmarks.experts [--shape Granite-4-H-Tiny] [--tokens 1 4 16 64 512] [--rounds 7]
 """
 
 import argparse
-import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 from rich.progress import Progress
 
-from benchmarks.common import device_name, interleaved, machine, print_table, summary, write_json
-from benchmarks.kernels import KERNELS, Problem, expert_options, relative_error
+from benchmarks.cases import CASES
+from benchmarks.cases.base import Problem, relative_error
+from benchmarks.cases.moe import expert_options
+from benchmarks.common import conclude, interleaved, plotted, print_table, save, summary
 from benchmarks.shapes import EXPERTS, ExpertShape
-from pallas_kernels.expert_mlps import xla
+from pallas_kernels.moe import xla
 
 
 def measure(shape: ExpertShape, tokens: int, rounds: int, progress: Any) -> dict[str, Any]:
-    """Milliseconds of a layer by method, and how far the others are from the products."""
-    kernel = KERNELS["expert_mlps"]
-    operands = kernel.operands(Problem(shape, tokens, "float32"))
+    """Milliseconds of a layer by method, and the relative difference to the products."""
+    case = CASES["expert_mlps"]
+    operands = case.operands(Problem(shape, tokens, "float32"))
     options = expert_options(operands)
 
     def through(method: Any) -> Any:
@@ -36,7 +38,7 @@ def measure(shape: ExpertShape, tokens: int, rounds: int, progress: Any) -> dict
     functions = {
         "products": jax.jit(through(xla.products)),
         "loops": jax.jit(through(xla.loops)),
-        "expert_mlps": jax.jit(kernel.function),
+        "expert_mlps": jax.jit(case.function),
     }
     outputs = {name: jax.block_until_ready(run(*operands)) for name, run in functions.items()}
     calls = {
@@ -57,22 +59,14 @@ def measure(shape: ExpertShape, tokens: int, rounds: int, progress: Any) -> dict
     }
 
 
-def plot(rows: list[dict[str, Any]], path: str) -> None:
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Time by tokens."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4))
-    for name in rows[0]["milliseconds"]:
-        medians = [row["milliseconds"][name]["median"] for row in rows]
-        axes.loglog([row["tokens"] for row in rows], medians, marker="o", label=name)
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("milliseconds of a layer of experts")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with plotted(path, 1, 6, 4) as axes:
+        for name in rows[0]["milliseconds"]:
+            medians = [row["milliseconds"][name]["median"] for row in rows]
+            axes.loglog([row["tokens"] for row in rows], medians, marker="o", label=name)
+        axes.set(xlabel="tokens", ylabel="milliseconds of a layer of experts")
+        axes.legend()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -101,11 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for row in rows
         ],
     )
-    where = machine()
-    results = {"question": __doc__.splitlines()[0], "machine": where, "shape": options.shape}
-    path = write_json(f"experts-{device_name(where)}", results | {"rows": rows})
-    plot(rows, str(path.with_suffix(".png")))
-    print(json.dumps({"experts": {"shape": options.shape, "results": str(path)}}))
+    path = save("experts", __doc__, {"shape": options.shape, "rows": rows})
+    plot(rows, path.with_suffix(".png"))
+    conclude("experts", shape=options.shape, results=str(path))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,24 @@
-"""What does a tree cost in memory, on a long prompt, and what would snapshots of the state cost?
+"""How much memory does a tree take with a long prompt, and how much would snapshots of the state?
 
 Compiles a verify step of the first layers of a preset with abstract float32 weights, for a context
 of 8,192 tokens and trees of growing size, and reads the compiler's own account of the memory. A
 step holds the cache (which does not depend on the tree), the pending record of the tree's nodes,
-and temporary buffers, the nodes' logits above all. An engine without replay keeps a copy of the
-recurrent state per node instead: that is the last column.
+and temporary buffers, mostly logits. An engine without replay keeps a copy of the recurrent state
+per node instead: the last column.
 
     python -m benchmarks.long_context [--preset Granite-4-H-350M] [--layers 22] [--length 8192]
 """
 
 import argparse
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 import stree_jax as st
-from benchmarks.common import device_name, machine, print_table, write_json
+from benchmarks.common import Memory, conclude, print_table, save
+from benchmarks.steps import best_tokens
 from stree_jax.models.cache import Mamba2Cache, init_cache, path_to
 
 NODES = (1, 13, 63)
@@ -32,16 +32,14 @@ def measure(config: st.ModelConfig, length: int, num_nodes: int) -> dict[str, fl
     def step(weights, tokens, cache, pending, last):
         tree = topology.tree(jnp.ones(tokens.shape, bool))
         model = nnx.merge(structure, weights)
-        path = path_to(tree, last)
-        best, *records = model.tree_best(tokens, tree, cache, replay=(pending, path))
-        return best.token, *records
+        replay = (pending, path_to(tree, last))
+        return best_tokens(model, tokens, tree, cache, replay=replay)
 
     cache = jax.eval_shape(lambda: init_cache(config, 1, length, jnp.float32))
     pending = jax.eval_shape(lambda: nnx.merge(structure, weights).init_pending(1, num_nodes))
     integers = jax.ShapeDtypeStruct((1, num_nodes), jnp.int32)
     last = jax.ShapeDtypeStruct((1,), jnp.int32)
     lowered = jax.jit(step, donate_argnums=(2, 3)).lower(weights, integers, cache, pending, last)
-    analysis = lowered.compile().memory_analysis()
 
     recurrent = [
         leaf
@@ -53,7 +51,7 @@ def measure(config: st.ModelConfig, length: int, num_nodes: int) -> dict[str, fl
         "nodes": num_nodes,
         "cache": _mib(jax.tree.leaves(cache)),
         "pending": _mib(jax.tree.leaves(pending)),
-        "temporary": analysis.temp_size_in_bytes / 2**20,
+        "temporary": Memory.of(lowered.compile()).temporary / 2**20,
         "snapshots": num_nodes * _mib(recurrent),
     }
 
@@ -66,7 +64,7 @@ def main() -> None:
     """Runs the benchmark and writes `results/long-context-<device>.json`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="Granite-4-H-350M")
-    parser.add_argument("--layers", type=int, default=22, help="as many compile in a minute")
+    parser.add_argument("--layers", type=int, default=22, help="22 compile in a minute")
     parser.add_argument("--length", type=int, default=8192)
     options = parser.parse_args()
 
@@ -78,17 +76,14 @@ def main() -> None:
         ("nodes", "cache", "pending record", "temporary", "a state per node instead"),
         [tuple(row.values()) for row in rows],
     )
-    where = machine()
     results = {
-        "question": __doc__.splitlines()[0],
-        "machine": where,
         "preset": options.preset,
         "layers": list(config.layers),
         "length": options.length,
         "mebibytes": rows,
     }
-    path = write_json(f"long-context-{device_name(where)}", results)
-    print(json.dumps({"long_context": {"preset": options.preset, "results": str(path)}}))
+    path = save("long-context", __doc__, results)
+    conclude("long_context", preset=options.preset, results=str(path))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
-"""Is greedy tree decoding what autoregressive decoding is? Small models of every family, float32.
+"""Does greedy tree decoding give the tokens of autoregressive decoding? A small model per family.
 
-Sizes are such that the Pallas kernels take them. Weights are random; the draft is the target with
-noise on its weights, so that it is right often, but not always.
+Float32, with random weights in sizes that the Pallas kernels accept. The draft is the target with
+noise on its weights, so that it is often right, but not always. The implementations are XLA and,
+where they run, the kernels. Exit code 1 if any token differs.
+
+    python -m benchmarks.lossless [--families Mamba-2 ...] [--tokens 48]
 """
 
+import argparse
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +17,9 @@ import numpy as np
 from flax import nnx
 
 import stree_jax as st
-from benchmarks.kernels import random_tree
+from benchmarks.cases.base import random_tree
+from benchmarks.common import conclude, print_table
+from pallas_kernels import dispatch
 from stree_jax.layer_config import (
     AttentionConfig,
     Mamba2Config,
@@ -24,14 +30,14 @@ from stree_jax.layer_config import (
 )
 
 PROMPT_LENGTHS = (37, 5, 64, 1)
-NOISE = 0.02  # of the draft's weights, relative
+NOISE = 0.02  # relative, on the draft's weights
 _WIDTH = 64
 _mixer = functools.partial(Mamba2Config, num_heads=4, head_dim=32, state_size=16, chunk_size=16)
 _attention = functools.partial(AttentionConfig, num_heads=4, num_kv_heads=2, head_dim=16)
 
 
 def _hybrid(*layers: str, **parts: Any) -> st.ModelConfig:
-    """Untied: with tied embeddings a random model repeats itself."""
+    """Not tied: with tied embeddings a random model repeats itself."""
     shape: dict[str, Any] = dict(
         vocab_size=512,
         d_model=_WIDTH,
@@ -113,9 +119,9 @@ def check(
     *,
     tokens: int,
 ) -> dict[str, dict[str, Any]]:
-    """Whether each tree gives the tokens of autoregressive decoding; a ragged batch.
+    """Whether each tree gives the tokens of autoregressive decoding, on a ragged batch.
 
-    `distinct` tokens tell that it was not the same token again and again.
+    `distinct` counts different tokens, to show that the model does not repeat itself.
     """
     model = st.HybridLM(config, rngs=nnx.Rngs(0), implementation=implementation)
     drafter = st.ModelDrafter(noisy(model))
@@ -132,3 +138,34 @@ def check(
             "distinct": len(np.unique(want)),
         }
     return rows
+
+
+def main() -> None:
+    """Checks the families and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--tokens", type=int, default=48)
+    options = parser.parse_args()
+    implementations = ("xla",) if dispatch.device_obstacle() else ("xla", "pallas")
+    rows = [
+        (family, implementation, tree, found)
+        for family in options.families
+        for implementation in implementations
+        for tree, found in check(
+            FAMILIES[family], implementation, TREES, tokens=options.tokens
+        ).items()
+    ]
+    print_table(
+        f"Greedy decoding of {options.tokens} tokens against autoregressive decoding, float32",
+        ("family", "implementation", "tree", "identical", "tau", "distinct tokens"),
+        [
+            (*names, "yes" if found["identical"] else "no", found["tau"], found["distinct"])
+            for *names, found in rows
+        ],
+    )
+    different = [names for *names, found in rows if not found["identical"]]
+    conclude("lossless", passed=not different, checked=len(rows), different=different)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,8 @@
-"""Models that benchmarks time: shapes of real ones with random weights, and the embedded pair."""
+"""Models for benchmarks: random weights in the shapes of real models, and the embedded pair."""
 
+import argparse
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -10,7 +11,7 @@ import stree_jax as st
 from benchmarks.prompts import load_prompts
 
 RANDOM_NOTE = "random weights: only time and memory mean anything, acceptance does not"
-# The width of mamba2-130m, with fewer layers and tokens: a run takes minutes on two CPU cores.
+# As wide as mamba2-130m, with fewer layers and words: a run takes minutes on two CPU cores.
 SMALL = st.ModelConfig.mamba2_lm(4096, 768, 8)
 SMALL_DRAFT = st.ModelConfig.mamba2_lm(4096, 256, 2)
 
@@ -21,7 +22,7 @@ def on_gpu() -> bool:
 
 
 def shape(preset: str | None, layers: int | None = None, *, draft: bool = False) -> st.ModelConfig:
-    """The config of a preset, cut to its first `layers`; None: the default of this device."""
+    """The config of a preset (None: the default of this device), cut to its first `layers`."""
     if preset is not None:
         config = st.ModelConfig.preset(preset)
     elif on_gpu():
@@ -62,8 +63,17 @@ class Pair(NamedTuple):
     trained: bool
 
     def note(self) -> str:
-        """What may be concluded from its acceptance."""
+        """Whether its acceptance means anything."""
         return "trained weights: acceptance is real" if self.trained else RANDOM_NOTE
+
+    def settings(self) -> dict[str, Any]:
+        """What the results of a benchmark say about it."""
+        return {
+            "pair": self.name,
+            "note": self.note(),
+            "dtype": self.target.dtype.name,
+            "prompts": self.source,
+        }
 
 
 def embedded_pair(num_prompts: int, prompt_tokens: int = 64) -> Pair:
@@ -94,13 +104,21 @@ def random_pair(
     )
 
 
-def chosen_pair(
-    kind: str, num_prompts: int, target: str | None = None, draft: str | None = None
-) -> Pair:
-    """The pair of `--pair`: "embedded", or "random" in the shapes of two presets."""
-    if kind == "embedded":
+def add_pair_options(parser: argparse.ArgumentParser) -> None:
+    """Options that `chosen_pair` reads."""
+    parser.add_argument(
+        "--pair", choices=("embedded", "random"), default="random" if on_gpu() else "embedded"
+    )
+    parser.add_argument("--target", help="preset of a random pair")
+    parser.add_argument("--draft", help="preset of a random pair")
+
+
+def chosen_pair(options: argparse.Namespace, num_prompts: int) -> Pair:
+    """The embedded pair, or random weights in the shapes of two presets."""
+    if options.pair == "embedded":
         return embedded_pair(num_prompts)
     small = "small" if not on_gpu() else None
+    target, draft = options.target, options.draft
     names = (target or small or "mamba2-2.7b", draft or small or "mamba2-130m")
     return random_pair(
         shape(target),

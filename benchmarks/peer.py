@@ -2,15 +2,14 @@
 
 Exports the embedded pair to transformers' format, decodes the same prompts greedily with
 `transformers.generate` and with stree-jax, autoregressively and with drafts, interleaved prompt by
-prompt, and checks that the tokens are the same. transformers refuses to draft for such models, so
-its own autoregressive decoding is what there is to compare with.
+prompt, and checks that the tokens are the same. transformers does not support assisted decoding of
+these models, so the baseline is its autoregressive decoding.
 
     python -m benchmarks.peer [--prompts 16] [--tokens 96] [--rounds 3] [--threads 2]
 """
 
 import argparse
 import functools
-import json
 import tempfile
 from pathlib import Path
 
@@ -18,7 +17,15 @@ import numpy as np
 from rich.progress import Progress
 
 import stree_jax as st
-from benchmarks.common import device_name, interleaved, machine, print_table, summary, write_json
+from benchmarks.common import (
+    conclude,
+    interleaved,
+    machine,
+    plotted,
+    print_table,
+    save,
+    summary,
+)
 from benchmarks.prompts import load_prompts
 from stree_jax.convert import convert
 
@@ -68,7 +75,6 @@ def main() -> None:
             max_new_tokens=options.tokens,
             drafter=None if topology is None else drafter,
             topology=topology,
-            eos_token=target.config.eos_token,
         )
         return out.tokens[0, : out.lengths[0]]
 
@@ -91,7 +97,7 @@ def main() -> None:
         seconds = np.zeros((options.rounds, len(ways)))
         for i in range(options.rounds):
             for turn, prompt in enumerate(prompts):
-                # In turns, so that nobody always runs after torch, whose threads spin on.
+                # In rotating order: the threads of torch spin on, and slow down what runs next.
                 order = np.roll(list(ways), turn)
                 calls = {name: functools.partial(ways[name], prompt) for name in order}
                 taken = interleaved(calls, 1, lambda: None)
@@ -127,7 +133,6 @@ def main() -> None:
     where = machine() | {"torch": torch.__version__, "transformers": transformers.__version__}
     where["torch_threads"] = options.threads
     results = {
-        "question": __doc__.splitlines()[0],
         "machine": where,
         "prompts": source,
         "tokens": options.tokens,
@@ -135,7 +140,7 @@ def main() -> None:
         "methods": rows,
         "aims": AIMS,
     }
-    written = write_json(f"peer-{device_name(where)}", results)
+    written = save("peer", __doc__, results)
     plot(rows, written.with_suffix(".png"))
     different = [row["method"] for row in rows if row["identical_prompts"] < len(prompts)]
     for row in rows[1:]:
@@ -143,23 +148,16 @@ def main() -> None:
         have = row["times_transformers"]["median"]
         print(f"{row['method']}: {have:.2f}x, aim {aim}x {'met' if have >= aim else 'missed'}")
     ratios = {row["method"]: round(row["times_transformers"]["median"], 2) for row in rows}
-    print(json.dumps({"peer": ratios | {"different": different, "results": str(written)}}))
-    raise SystemExit(1 if different else 0)
+    conclude("peer", passed=not different, different=different, results=str(written), **ratios)
 
 
 def plot(rows: list[dict], path: Path) -> None:
     """Bars of the speed of each method."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
-    names = [row["method"] for row in rows]
-    axes.barh(names, [row["tokens_per_second"]["median"] for row in rows])
-    axes.invert_yaxis()
-    axes.set_xlabel("tokens per second (one sequence, float32, greedy)")
-    figure.savefig(path, dpi=150)
+    with plotted(path, 1, 6, 3) as axes:
+        names = [row["method"] for row in rows]
+        axes.barh(names, [row["tokens_per_second"]["median"] for row in rows])
+        axes.invert_yaxis()
+        axes.set_xlabel("tokens per second (one sequence, float32, greedy)")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,23 @@
-"""Prompts for benchmarks: real ones where `../shared/data` is, built-in ones otherwise."""
+"""Prompts for benchmarks: of public data sets if `../shared/data` exists, else built-in ones."""
 
 import gzip
 import json
 from pathlib import Path
 
-from stree_jax.cli.demo import PROMPTS as BUILT_IN
-
 SHARED = Path(__file__).parents[2] / "shared" / "data"
+# Written for the benchmarks, in the style of the data sets. Those of the demo are in a module that
+# can be imported from an installed package only.
+BUILT_IN = (
+    "Question: Ines picks 14 pears from each of 6 trees. She sells 50 of them. How many pears does"
+    " she keep?\nAnswer:",
+    'def longest_word(text):\n    """Return the longest word of a text."""\n    return max(',
+    "Describe the harbour of a small town early in the morning, in three sentences.\n\n",
+    "Question: A train leaves every 15 minutes. How many trains leave in 4 hours?\nAnswer:",
+)
 
 
 def load_prompts(count: int) -> tuple[str, list[str]]:
-    """`count` prompts and where they come from: GSM8K, HumanEval and MT-Bench in turn."""
+    """Where the prompts come from, and `count` of them: GSM8K, HumanEval, MT-Bench in turn."""
     if not SHARED.is_dir():
         return "built-in", [BUILT_IN[i % len(BUILT_IN)] for i in range(count)]
     problems = _lines((SHARED / "gsm8k" / "test.jsonl").read_text())
@@ -21,7 +28,7 @@ def load_prompts(count: int) -> tuple[str, list[str]]:
     sources = [
         [f"Question: {problem['question']}\nAnswer:" for problem in problems],
         [program["prompt"] for program in programs],
-        # Spread over its eight categories of ten questions.
+        # From each of its eight categories of ten questions in turn.
         [questions[i * 10 % 80 + i // 8]["turns"][0] + "\n\n" for i in range(80)],
     ]
     picked = [sources[i % 3][i // 3 % len(sources[i % 3])] for i in range(count)]

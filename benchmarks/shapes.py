@@ -1,10 +1,10 @@
-"""Named shapes of real models that benchmarks and tests share."""
+"""Shapes of real models by name, shared by benchmarks and tests."""
 
 from typing import NamedTuple
 
 
 class MixerShape(NamedTuple):
-    """One SSD layer as the tree kernels see it."""
+    """A Mamba-2 layer without its projections."""
 
     num_heads: int
     head_dim: int
@@ -22,7 +22,7 @@ MIXERS = {
 
 
 class AttentionShape(NamedTuple):
-    """One attention layer as the tree kernel sees it."""
+    """An attention layer without its projections."""
 
     num_heads: int
     num_kv_heads: int
@@ -40,22 +40,8 @@ ATTENTIONS = {
 }
 
 
-class HeadShape(NamedTuple):
-    """An output head."""
-
-    width: int
-    vocab_size: int
-
-
-HEADS = {
-    "mamba2-130m": HeadShape(768, 50277),
-    "mamba2-2.7b": HeadShape(2560, 50277),
-    "MambaInLlama-8B": HeadShape(4096, 128256),
-}
-
-
 class ExpertShape(NamedTuple):
-    """The experts of a mixture."""
+    """The experts of a mixture-of-experts layer."""
 
     width: int
     hidden_size: int

@@ -1,9 +1,9 @@
-"""Do the kernels spill registers on any GPU generation? Compiled for GPUs that are not there.
+"""Do the kernels spill registers on any generation of GPUs? Compiled for GPUs not attached.
 
     JAX_PLATFORMS=cpu python -m benchmarks.spills [--kernels replay] [--gpus A100 H100]
 
-What it needs is in `benchmarks/deviceless.py`. Results go to `benchmarks/results/spills.json`; a
-run of some kernels or GPUs replaces those rows only; exit code 1 if anything spills.
+`benchmarks/static/deviceless.py` says what to install. Results go to `results/spills.json`; a run
+of some kernels or GPUs replaces their rows only. Exit code 1 if anything spills.
 """
 
 import argparse
@@ -13,26 +13,28 @@ import json
 from operator import itemgetter
 from typing import Any
 
-from benchmarks.deviceless import GPUS, Compiler  # first: sets XLA's flags
+from benchmarks.static.deviceless import GPUS, Compiler  # first: sets XLA's flags
 
 import jax  # isort: skip
 from rich.progress import Progress
 
-from benchmarks.common import RESULTS, merged, print_table, write_json
-from benchmarks.kernels import ATTENTION_OPS, COMPILED, KERNELS, Problem, refused
+from benchmarks.cases import CASES, COMPILED
+from benchmarks.cases.base import Problem
+from benchmarks.cases.checks import refused
+from benchmarks.common import RESULTS, conclude, merged, print_table, write_json
 
 NODES = (1, 13, 16, 64, 128)
-CAPACITIES = (128, 4096)  # of the attention's cache: for one program, and shared among many
+CAPACITIES = (128, 4096)  # of the KV cache: for one split, and for many
 DTYPES = ("bfloat16", "float32")
-REPLACED = ("kernel", "gpu", "nodes")  # rows that are the same in these are all of one run
+REPLACED = ("kernel", "gpu", "nodes")  # a run replaces all rows that agree in these
 
 
 def spills(compiler: Compiler, name: str, problem: Problem) -> bool:
-    """Whether a kernel spills, given this problem."""
-    kernel = KERNELS[name]
-    operands = jax.eval_shape(functools.partial(kernel.operands, problem))
-    function = jax.jit(functools.partial(kernel.function, implementation="pallas"))
-    return compiler(function, *compiler.place(operands))[2]
+    """Whether the kernel of a case spills, given this problem."""
+    case = CASES[name]
+    operands = jax.eval_shape(functools.partial(case.operands, problem))
+    function = jax.jit(functools.partial(case.function, implementation="pallas"))
+    return compiler(function, *compiler.place(operands)).spills
 
 
 def main() -> None:
@@ -43,12 +45,12 @@ def main() -> None:
     parser.add_argument("--nodes", nargs="+", type=int, default=list(NODES))
     chosen = parser.parse_args()
     cases = [
-        (name, shape, Problem(KERNELS[name].shapes[shape], nodes, dtype, capacity=capacity))
+        (name, shape, Problem(CASES[name].shapes[shape], nodes, dtype, capacity=capacity))
         for name in chosen.kernels
-        for capacity in (CAPACITIES if name in ATTENTION_OPS else (0,))
-        for shape, nodes, dtype in itertools.product(KERNELS[name].shapes, chosen.nodes, DTYPES)
+        for capacity in (CAPACITIES if CASES[name].has_cache else (0,))
+        for shape, nodes, dtype in itertools.product(CASES[name].shapes, chosen.nodes, DTYPES)
     ]
-    cases = [case for case in cases if refused(case[0], case[2]) is None]
+    cases = [case for case in cases if refused(CASES[case[0]], case[2]) is None]
     rows: list[dict[str, Any]] = []
     with Progress() as progress:
         task = progress.add_task("compiling", total=len(cases) * len(chosen.gpus))
@@ -70,10 +72,7 @@ def main() -> None:
         ("kernel", "gpu", "shape", "nodes", "type"),
         [(r["kernel"], r["gpu"], r["shape"], r["nodes"], r["dtype"]) for r in spilled],
     )
-    print(
-        json.dumps({"spills": {"kernels": len(rows), "spill": len(spilled), "results": str(path)}})
-    )
-    raise SystemExit(1 if spilled else 0)
+    conclude("spills", passed=not spilled, kernels=len(rows), spill=len(spilled), results=str(path))
 
 
 if __name__ == "__main__":

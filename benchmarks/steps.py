@@ -1,18 +1,26 @@
-"""A verify step in a loop on the device, so that what is timed is not Python."""
+"""Verify steps in a loop on the device, so that Python is not timed."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import stree_jax as st
 from pallas_kernels import dispatch
+from pallas_kernels.numerics import best_of
 from stree_jax.models.cache import path_to
+
+
+def best_tokens(model: st.HybridLM, *arguments: Any, **options: Any) -> tuple[jax.Array, Any, Any]:
+    """`model.tree_forward` with the best token of each node instead of its logits."""
+    logits, pending, cache = model.tree_forward(*arguments, **options)
+    return best_of(logits, model.config.vocab_size)[0], pending, cache
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def run_steps(model: st.HybridLM, topology: st.TreeTopology, count: int) -> jax.Array:
-    """`count` target calls on a tree; each first replays a path of the one before."""
+    """`count` target calls on a tree, each of which replays a path of the one before."""
     tree = topology.tree(jnp.ones((1, topology.num_nodes), bool))
     path = path_to(tree, jnp.array([topology.num_nodes - 1], jnp.int32))
     pending = model.init_pending(1, topology.num_nodes)
@@ -21,8 +29,7 @@ def run_steps(model: st.HybridLM, topology: st.TreeTopology, count: int) -> jax.
 
     def step(_, carry):
         tokens, pending, cache = carry
-        best, *records = model.tree_best(tokens, tree, cache, replay=(pending, path))
-        return best.token, *records
+        return best_tokens(model, tokens, tree, cache, replay=(pending, path))
 
     tokens = jnp.zeros((1, topology.num_nodes), jnp.int32)
     carry = (tokens, pending, model.init_cache(1, max_length))

@@ -125,7 +125,7 @@ def _bf16_parts(value: jax.Array, count: int) -> list[jax.Array]:
     return parts
 
 
-def masked_load(ref: Any, index: tuple[Any, ...], mask: jax.Array, *, interpret: bool) -> jax.Array:
+def masked_load(ref: Ref, index: tuple[Any, ...], mask: jax.Array, *, interpret: bool) -> jax.Array:
     """`ref[index]` where `mask`, 0 elsewhere; what is masked off is not read.
 
     The interpreter has no masked loads, and reads all. The index must be in bounds everywhere.

@@ -1,17 +1,36 @@
-"""The glossary: one letter a dimension, everywhere in this library.
+"""The glossary: one letter per dimension, everywhere in `stree_jax` and `pallas_kernels`.
 
-    B  batch rows                 H  SSD heads
-    T  sequence positions         P  channels of a head
-    N  nodes of a tree            S  state size
-    Q  query nodes (the last Q)   G  groups that share B and C
-    D  depth of a tree            K  conv width
-    V  vocabulary                 C  conv channels (x, B and C together)
-    L  token buffer, cache places M  model width
-    W  attention's query heads    U  its key and value heads
-    E  channels of one of them    X  columns of an input projection
+    B   batch rows
+    T   sequence positions
+    N   nodes of a tree
+    O   nodes of the previous tree
+    Q   query nodes: the last Q of the N nodes
+    D   depth of a tree
+    Z   rows of logits or log-probabilities that a caller asked for
+    V   vocabulary
+    Y   end-of-sequence tokens of a row, padded
+    L   entries of the token buffer, and of an attention cache
+    M   model width
+    I   input width of a mixer: M, or 2 M for a shared block
+    X   columns of an input projection
+    H   SSD heads
+    P   channels of an SSD head
+    HP  channels of all SSD heads, H * P
+    G   groups of SSD heads that share B and C
+    S   SSM state size
+    K   conv width
+    J   conv inputs that a cache keeps, K - 1
+    C   conv channels: x, B and C together
+    W   attention query heads
+    U   attention key and value heads
+    E   channels of an attention head
+    R   rotated pairs of an attention head
+    F   hidden channels of an MLP or of an expert
+    A   experts that a token uses
 
-The letters are also the axis names in array annotations, which the tests check at every call.
-`A`, `B`, `C`, `D` and `dt` as *variables* are Mamba-2's own names for its parameters.
+They are the axis names in array annotations, which the tests check at every call. A dimension that
+occurs in one place only is a word, such as `experts`. `A`, `B`, `C` and `D` as *variables* are
+Mamba-2's own names for its parameters (Dao and Gu, 2024, arXiv:2405.21060).
 """
 
 from jax import Array

@@ -60,7 +60,7 @@ LAYERS = [
 def test_layers_import_only_what_is_below_them(layer):
     root = Path(stree_jax.__file__).parent
     files = (
-        [root / f"{layer}.py"] if (root / f"{layer}.py").is_file() else (root / layer).glob("*.py")
+        [root / f"{layer}.py"] if (root / f"{layer}.py").is_file() else (root / layer).rglob("*.py")
     )
     above = LAYERS[LAYERS.index(layer) + 1 :]
     for file in files:
@@ -86,7 +86,7 @@ def test_no_modules_import_each_other(package):
     root = Path(package.__file__).parent
     modules = {
         ".".join((package.__name__, *file.relative_to(root).with_suffix("").parts)): file
-        for file in [*root.glob("*.py"), *root.glob("*/*.py")]
+        for file in root.rglob("*.py")
     }
     modules = {name.removesuffix(".__init__"): file for name, file in modules.items()}
     graph = {name: modules.keys() & {*imported(file)} - {name} for name, file in modules.items()}
@@ -116,8 +116,8 @@ def test_the_public_names_exist():
 def test_every_package_ships(package):
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     found = {
-        f"{package.__name__}.{module.name}"
-        for module in pkgutil.iter_modules(package.__path__)
+        module.name
+        for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
         if module.ispkg
     }
     assert found <= set(project["tool"]["setuptools"]["packages"])

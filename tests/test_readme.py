@@ -1,12 +1,65 @@
-"""The README's code runs as it stands."""
+"""Code in documents runs; the README's picture is a real step and its table the measured one."""
 
+import json
 import re
 from pathlib import Path
 
-README = Path(__file__).parents[1] / "README.md"
+import pytest
+
+import stree_jax as st
+from stree_jax.decoding.options import plan
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
 
 
-def test_the_code_block(capsys):
-    (code,) = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    exec(compile(code, str(README), "exec"), {})
+def blocks(path, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_code_blocks(capsys):
+    names = {}
+    for code in blocks(README, "python"):
+        exec(compile(code, str(README), "exec"), names)
     assert re.match(r"\d\.\d\d tokens per target call\n.", capsys.readouterr().out)
+
+
+def test_the_code_of_extending():
+    names = {"__name__": "extending"}
+    for code in blocks(ROOT / "docs" / "extending.md", "python"):
+        exec(compile(code, "extending.md", "exec"), names)
+
+
+def test_the_picture_is_a_step_of_the_embedded_models():
+    target, draft = (st.from_pretrained(st.demo_path(name)) for name in ("target", "draft"))
+    tokenizer = st.load_tokenizer(st.demo_path("target"))
+    prompts = [tokenizer.encode("Question: Ann has 3 pens.").ids]
+    request = plan(target, prompts, max_new_tokens=48, drafter=st.ModelDrafter(draft))
+    decoder = request.decoder
+    state = decoder.start(target, request.drafter, request.context, request.keys)
+    drawings = []
+    for _ in range(8):
+        state, draft_tree, verdict = decoder.step(
+            target, request.drafter, state, request.limits, request.sampling
+        )
+        labels = [json.dumps(tokenizer.decode([int(token)])) for token in draft_tree.tokens[0]]
+        path = decoder.topology.ancestor_mask[int(verdict.last[0])].nonzero()[0]
+        next_token = json.dumps(tokenizer.decode([int(verdict.next_token[0])]))
+        drawings.append((decoder.topology.draw(labels, path), next_token))
+    picture = blocks(README, "")[0].rstrip()
+    note = r" +then the target's own next token: (.+)"
+    assert (re.sub(note, "", picture), re.search(note, picture)[1]) in drawings
+
+
+@pytest.mark.skipif(not (ROOT / "benchmarks").is_dir(), reason="the tests run without a checkout")
+def test_the_table_is_the_measured_one():
+    results = json.loads((ROOT / "benchmarks/results/decode-cpu.json").read_text())
+    measured = {(row["method"], row["temperature"]): row for row in results["decoding"]}
+    rows = re.findall(r"^\| (\w[^|]*?) \| (\d.*) \|$", README.read_text(), re.MULTILINE)
+    assert len(rows) == 5
+    for name, cells in rows:
+        method = re.sub(r", \d+ nodes", "", name)
+        cold, hot = measured[method, 0.0], measured[method, 1.0]
+        speed = cold["speed_up"]["median"]
+        assert re.match(rf"{cold['tau']:.2f} \| {hot['tau']:.2f} \| {speed:.2f}x", cells), name
+        assert cold["identical"]

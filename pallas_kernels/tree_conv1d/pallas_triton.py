@@ -297,12 +297,12 @@ class _Program:
     size: int
 
     @property
-    def channels(self) -> pl.Slice:
+    def channels(self) -> slice | pl.Slice:
         """In the convolution."""
         return pl.ds(self.channel, self.size)
 
     @property
-    def columns(self) -> pl.Slice:
+    def columns(self) -> slice | pl.Slice:
         """In the inputs."""
         columns = [section.column_of(self.channel - section.channel) for section in self.sections]
         return pl.ds(self._of_section(columns), self.size)

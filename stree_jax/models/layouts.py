@@ -1,11 +1,11 @@
-"""Where the kernels find the parts of a layer's input projection."""
+"""Where kernels find the parts of a layer's input projection."""
 
 from pallas_kernels import AttentionLayout, Mamba2Layout
 from stree_jax.layer_config import AttentionConfig, Mamba2Config
 
 
 def mamba2_layout(config: Mamba2Config) -> Mamba2Layout:
-    """The columns of the input projection, and how the heads share them."""
+    """Columns of z, x, B, C and dt, and how the heads share them."""
     return Mamba2Layout(
         num_heads=config.num_heads,
         head_dim=config.head_dim,

@@ -1,6 +1,9 @@
 """The benchmarks' parts on tiny shapes, so that a lent GPU does not find a typo."""
 
+import importlib.util
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -47,6 +50,36 @@ def test_results_are_written_whole(monkeypatch, tmp_path):
     with pytest.raises(TypeError):
         common.write_json("y", {"a": object()})
     assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_machine_without_git(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert common.machine()["commit"] is None
+
+
+ENTRY_POINTS = (
+    *("attention_share", "batch", "conversion", "decode", "experts", "gpu_session", "long_context"),
+    *("lossless", "packed", "peer", "spills", "static", "temperature", "tree_size", "tune"),
+)
+
+
+@pytest.mark.parametrize("name", ENTRY_POINTS)
+def test_every_entry_point_has_a_main(name):
+    """`python -m benchmarks.<name>`; without importing, since some set XLA's flags."""
+    spec = importlib.util.find_spec(f"benchmarks.{name}")
+    if spec.submodule_search_locations:
+        spec = importlib.util.find_spec(f"benchmarks.{name}.__main__")
+    assert spec.loader.get_source(spec.name).endswith('if __name__ == "__main__":\n    main()\n')
+
+
+@pytest.mark.parametrize("name", ["gpu_session", "tune"])
+def test_a_gpu_session_needs_a_plain_checkout_only(name):
+    """`stree_jax.convert` exists in an installed package only."""
+    code = (
+        "import sys; sys.modules['stree_jax.convert'] = None;"
+        f"import benchmarks.{name}; assert 'stree_jax.cli' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
 def test_experts(monkeypatch, tmp_path):

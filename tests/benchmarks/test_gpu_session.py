@@ -8,27 +8,25 @@ import os
 import subprocess
 import sys
 import time
+from inspect import isroutine, signature
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_kernels as pk
 import stree_jax as st
-from benchmarks import (
-    batch,
-    byte_pair,
-    gpu_session,
-    kernels,
-    lossless,
-    on_device,
-    packed,
-    transformers_step,
-)
-from benchmarks.kernels import KERNELS, Problem
+from benchmarks import lossless
+from benchmarks.cases import CASES, checks, moe, tree_attention
+from benchmarks.cases.base import Problem
+from benchmarks.gpu import byte_pair, kernels, models, session, transformers_step
+from benchmarks.gpu.scale import FULL, SMOKE
+from benchmarks.gpu.sections import Clock, Section, run_sections
+from benchmarks.gpu.spaces import SPACES
 from benchmarks.models import random_pair
-from benchmarks.on_device import FULL, SMOKE
-from benchmarks.sections import Clock, Section, run_sections
+from benchmarks.paper import batch, packed
+from benchmarks.shapes import AttentionShape, MixerShape
 from pallas_kernels import tuning
 from stree_jax.training.recipe import Training
 
@@ -80,79 +78,79 @@ def test_sections_share_the_time_and_say_what_they_left_out(capsys):
     assert results["sections"]["slow"]["left_out"] == ["item 0", "item 1", "item 2"]
     assert results["sections"]["last"]["left_out"] == ["all of it"]
     assert len(saved) == 4
-    assert not gpu_session.is_right(results)
+    assert not session.is_right(results)
 
 
 def test_the_timed_and_the_tuned_kernels_are_all():
-    # The one norm has the block sizes of the other, and prompts have those of trees.
-    assert set(kernels.TIMED) == {
-        *tuning.OPS,
-        "add_rms_norm",
-        kernels.PROMPT,
-        kernels.EXPERTS_OF_PROMPT,
-    }
+    functions = {name: function for name, function in vars(pk).items() if isroutine(function)}
+    ops = {n for n, f in functions.items() if "implementation" in signature(f).parameters}
+    timed = {name for name, case in CASES.items() if case.timed}
+    assert timed == {*ops, tree_attention.PROMPT, moe.PROMPT}
+    assert set(SPACES) == set(tuning.OPS)
+    assert {space.timed for space in SPACES.values()} <= timed
 
 
 @pytest.mark.slow
-def test_kernels_are_checked(monkeypatch, clock):
-    some = {name: KERNELS[name] for name in (kernels.LEVEL, "replay")}
-    monkeypatch.setattr(on_device, "KERNELS", some)
-    result = on_device.check_kernels(SMOKE, clock)
+def test_all_kernels_are_checked(clock):
+    result = kernels.check_kernels(SMOKE, clock)
+    assert [row for row in result["rows"] if not row["right"]] == []
     assert result["right"]
-    assert len(result["rows"]) == 2 * len(some)
+    assert len(result["rows"]) == 2 * len(CASES)
     assert all(set(row["errors"]) == set(SMOKE.implementations) for row in result["rows"])
     json.dumps(result)
-    late = on_device.check_kernels(SMOKE, out := Clock(-1.0))
+    late = kernels.check_kernels(SMOKE, out := Clock(-1.0))
     assert late == {"right": False, "rows": []}
-    assert len(out.left_out) == 2 * len(some)
-    assert out.left_out[0] == "tree_scan of a level, tiny, 5, bfloat16"
+    assert len(out.left_out) == 2 * len(CASES)
+    assert out.left_out[0] == "tree_scan, tiny, 5, bfloat16"
 
 
-def test_what_is_wrong_is_seen(monkeypatch):
-    problem = Problem(SMOKE.mixers["tiny"], 3, "float32", batch=2)
-    kernel = KERNELS["gated_rms_norm"]
+def test_what_is_wrong_is_seen():
+    problem = Problem(SMOKE.shapes[MixerShape]["tiny"], 3, "float32", batch=2)
+    case = CASES["gated_rms_norm"]
 
     def broken(y, *rest, implementation):
         if implementation == "pallas":
             raise ValueError("no such device")
-        return 1.001 * kernel.function(y, *rest)
+        return 1.001 * case.function(y, *rest)
 
-    monkeypatch.setitem(KERNELS, "gated_rms_norm", kernel._replace(function=broken))
-    found = kernels.errors("gated_rms_norm", problem, ("xla", "pallas"))
+    found = checks.errors(case._replace(function=broken), problem, ("xla", "pallas"))
     assert found["xla"] == pytest.approx([1e-3], rel=0.01)
     assert found["pallas"] == "failed: no such device"
-    assert not any(kernels.within_limits("gated_rms_norm", "float32", e) for e in found.values())
+    assert not any(checks.within_limits(case, "float32", error) for error in found.values())
 
 
 def test_an_attention_moves_only_what_is_filled():
-    shape = SMOKE.attentions["tiny"]
+    shape = SMOKE.shapes[AttentionShape]["tiny"]
     problem = Problem(shape, 3, "float32", batch=2, capacity=30)
-    operands = KERNELS["tree_attention"].operands(problem)
+    case = CASES["tree_attention"]
+    operands = case.operands(problem)
     sizes = [value.nbytes for value in (*operands, operands[0])]
     place = shape.num_kv_heads * shape.head_dim * 4
-    assert kernels.bytes_moved("tree_attention", operands) == sum(sizes) - 2 * 20 * place
+    assert checks.bytes_moved(case, operands) == sum(sizes) - 2 * 20 * place
 
     # Three nodes fewer each; keys and values are results, too, but only the path of them is new.
-    operands = KERNELS["attention_tree"].operands(problem)
+    case = CASES["tree_attention_layer"]
+    operands = case.operands(problem)
     _, *results, _, _ = jax.eval_shape(
-        functools.partial(KERNELS["attention_tree"].function, implementation="xla"), *operands
+        functools.partial(case.function, implementation="xla"), *operands
     )
     sizes = [value.nbytes for value in operands]
     sizes += [value.size * 4 for value in results] + [3 * 2 * shape.num_heads * shape.head_dim * 4]
     unfilled = 60 - (27 + 7)
-    assert kernels.bytes_moved("attention_tree", operands) == sum(sizes) - 2 * unfilled * place
+    assert checks.bytes_moved(case, operands) == sum(sizes) - 2 * unfilled * place
 
 
 def test_repeated_calls_follow_each_other():
-    add = kernels.repeated(lambda x, y: (x, y + x), {1: 1}, 5)
+    add = checks.repeated(lambda x, y: (x, y + x), {1: 1}, 5)
     x, y = jax.jit(add)(jnp.float32(2), jnp.float32(1))
     assert (x, y) == (2, 11)
 
 
 @pytest.mark.slow
 def test_kernels_are_timed(monkeypatch, clock):
-    monkeypatch.setattr(kernels, "TIMED", ("replay", "gated_rms_norm"))
-    rows = on_device.time_kernels(SMOKE, 1e9, clock)
+    some = {name: CASES[name] for name in ("replay", "gated_rms_norm")}
+    monkeypatch.setattr(kernels, "CASES", some)
+    rows = kernels.time_kernels(SMOKE, 1e9, clock)
     assert [row["kernel"] for row in rows] == ["replay", "gated_rms_norm"]
     for row in rows:
         assert row["floor_microseconds"] == pytest.approx(row["bytes"] / 1e3)
@@ -163,7 +161,7 @@ def test_kernels_are_timed(monkeypatch, clock):
 @pytest.mark.slow
 def test_steps_are_timed(clock):
     few = dataclasses.replace(SMOKE, implementations=("xla",))
-    result = on_device.measure_steps(few, few.mamba2, 1e12, clock)
+    result = models.measure_steps(few, few.mamba2, 1e12, clock)
     assert [row["nodes"] for row in result["steps"]] == [1, 5, 7]
     assert result["fits"]["nodes"] == [1, 5, 7]
     assert result["7_nodes_over_one"] > 0
@@ -194,7 +192,7 @@ def test_losslessness_is_checked_with_the_kernels_first(monkeypatch, clock):
 
     monkeypatch.setattr(lossless, "check", check)
     two = dataclasses.replace(FULL, families=("Mamba-2", "Bamba"), trees=("tree A",))
-    result = on_device.check_lossless(two, clock)
+    result = models.check_lossless(two, clock)
     assert [row["implementation"] for row in result["rows"]] == ["pallas"] * 2 + ["xla"] * 2
     assert not result["identical"]
     assert len(calls) == 4
@@ -211,7 +209,7 @@ def test_packed_asks_whether_there_is_time():
 
 def test_without_torch_transformers_is_left_out(monkeypatch, clock):
     monkeypatch.setattr(transformers_step, "obstacle", lambda device: f"no {device}")
-    assert on_device.measure_transformers(SMOKE, clock) is None
+    assert models.measure_transformers(SMOKE, clock) is None
     assert clock.left_out == ["all of it: no cpu"]
 
 
@@ -252,7 +250,7 @@ def test_a_pair_is_trained_for_some_time(monkeypatch, tmp_path, clock):
         return [{"same_tokens": pair.target.dtype == jnp.float32}]
 
     monkeypatch.setattr(batch, "measure", measure)
-    result = on_device.end_to_end(SMOKE, trained, clock)
+    result = models.end_to_end(SMOKE, trained, clock)
     assert result["same_tokens_in_float32"]
     assert calls == [(d, (n,)) for d in ("float32", "bfloat16") for n in (1, 2)]
     json.dumps(report)
@@ -260,12 +258,10 @@ def test_a_pair_is_trained_for_some_time(monkeypatch, tmp_path, clock):
 
 @pytest.mark.slow
 def test_the_whole_command_on_a_section(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(kernels, "TIMED", ("gated_rms_norm",))
+    monkeypatch.setattr(kernels, "CASES", {"gated_rms_norm": CASES["gated_rms_norm"]})
     arguments = ["--smoke", "--output", str(tmp_path), "--sections", "kernels", "transformers"]
     monkeypatch.setattr(transformers_step, "obstacle", lambda device: "not here")
-    with pytest.raises(SystemExit) as end:
-        gpu_session.main(arguments)
-    assert end.value.code == 0
+    session.main(arguments)  # raises SystemExit if anything is wrong
     lines = capsys.readouterr().out.splitlines()
     line = json.loads(lines[-1])["gpu_session"]
     assert line["right"]
@@ -279,7 +275,7 @@ def test_the_whole_command_on_a_section(tmp_path, monkeypatch, capsys):
 
 def test_training_takes_some_of_the_time(capsys):
     with pytest.raises(SystemExit):
-        gpu_session.main(["--smoke", "--train", "9"])
+        session.main(["--smoke", "--train", "9"])
     assert "--train 9 is not within --minutes 9" in capsys.readouterr().err
 
 
@@ -294,17 +290,17 @@ def test_report_and_plot(tmp_path, capsys):
         "packed": {"rows": [{"nodes": 63, "packed_is_faster_by": 2.5}]},
         "sections": {"kernels": {"allowed_seconds": 1.0, "left_out": ["64 nodes"]}},
     }
-    gpu_session.report(results)
+    session.report(results)
     assert "kernels left out: 64 nodes" in capsys.readouterr().out
     pytest.importorskip("matplotlib")
-    gpu_session.plot(results, tmp_path / "a.png")
-    met = {name: aim["met"] for name, aim in gpu_session.aims(results).items()}
+    session.plot(results, tmp_path / "a.png")
+    met = {name: aim["met"] for name, aim in session.aims(results).items()}
     assert met == {"one node of mamba2-2.7b over the floor": False, "unrolled over packed": True}
-    assert gpu_session.aims({"packed": None}) == {}
+    assert session.aims({"packed": None}) == {}
 
 
 def test_names_of_sections_are_those_that_there_are():
     trained = byte_pair.Trained(random_pair(TINY, TINY, "float32", 1, "tiny"), {})
-    names = [section.name for section in gpu_session.sections_of(SMOKE, {}, trained)]
-    assert tuple(names) == gpu_session.NAMES
-    assert np.all([section.weight > 0 for section in gpu_session.sections_of(SMOKE, {})])
+    names = [section.name for section in session.sections_of(SMOKE, {}, trained)]
+    assert tuple(names) == session.NAMES
+    assert np.all([section.weight > 0 for section in session.sections_of(SMOKE, {})])

@@ -1,9 +1,6 @@
 """The paper's benchmarks at their smallest size: they run, and what they compare is the same."""
 
-import importlib.util
 import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +9,10 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from benchmarks import batch, packed, temperature, thunks, tree_size
 from benchmarks.models import random_pair
-from benchmarks.unrolled import SequentialLM, UnrolledLM, root_to_leaf_paths
-from stree_jax.decoding.generate import plan
+from benchmarks.paper import batch, packed, temperature, tree_size
+from benchmarks.paper.unrolled import SequentialLM, UnrolledLM, root_to_leaf_paths
+from stree_jax.decoding.options import plan
 from stree_jax.models.cache import path_to
 from tests.tiny import tiny_model
 
@@ -64,7 +61,7 @@ def test_a_step_leaves_a_record_of_the_kind_that_it_takes(kind):
         model.num_rows, model.num_positions = 2, 3
         tree, tokens = topology.tree(jnp.ones((1, 4), bool)), jnp.zeros((1, 4), jnp.int32)
         replay = (model.init_pending(1, 4), path_to(tree, jnp.array([3])))
-        return replay[0], model.tree_best(tokens, tree, model.init_cache(1, 8), replay=replay)[1]
+        return replay[0], model.tree(tokens, tree, model.init_cache(1, 8), replay=replay)[1]
 
     before, after = jax.eval_shape(step, weights)
     assert jax.tree.structure(before) == jax.tree.structure(after)
@@ -161,77 +158,3 @@ def test_every_temperature_method_is_an_exact_pairing(pair):
                 key=jax.random.key(0),
                 **options,
             )
-
-
-THUNKS = """\
-000: kCopy         [source | next=002 (1)] kCopy
-001: kKernel       [source | next=002 (1)] wrapped_add grid: [1, 1, 1]
-002: kWhile        [prev=000 (1) | sink]
-condition:
-    003: kKernel   [source | sink] compare
-  body:
-    004: kKernel   [source | next=005 (1)] replay_3 grid: [1] shared_memory: 512 bytes
-    005: kGemm     [prev=004 (1) | sink] custom-call
-    006: kMemzero  [source | sink] kMemzero
-    007: kAsyncStart [source | next=010 (1)] stream=computation_stream[0], async_id=7
-        009: kDynamicSliceFusion [source | sink] params=1, results=1
-            008: kCopy [source | sink] kCopy
-    010: kAsyncDone  [source | sink] async_id=7
-011: kKernel       [prev=002 (1) | sink] fusion
-"""
-
-
-def test_what_xla_launches_is_counted():
-    found = thunks.Thunks.parse(THUNKS)
-    assert [thunk.kind for thunk in found.outside] == ["kCopy", "kKernel", "kWhile", "kKernel"]
-    assert found.inside[0] == ("kKernel", "replay", 512)
-    assert thunks.num_loops(found.outside) == 1
-    assert thunks.by_name(found.outside) == {"kCopy": 1, "wrapped_add": 1, "fusion": 1}
-    put = [thunk.kind for thunk in thunks.work(found.inside)]
-    assert put == ["kKernel", "kGemm", "kMemzero", "kCopy"]
-    assert thunks.launches(found.outside) == (3, 1)
-    assert thunks.launches(found.inside) == (4, 2)
-
-
-HLO = """\
-ENTRY %main.1 (a.1: f32[64,2], w.1: bf16[2]) -> (f32[64,2], pred[3]) {
-  %w.1 = bf16[2]{0} parameter(1), sharding={mesh['x'=1], [{}]}
-  %a.1 = f32[64,2]{1,0} parameter(0)
-  %gemm-2 = f32[64,2]{1,0} custom-call(%a.1, %w.1), custom_call_target="__cublas$gemm"
-  ROOT %call.3 = (f32[64,2]{1,0}, /*index=1*/pred[3]{0}) custom-call(%gemm-2, %w.1, %n.1), \
-custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="x"}
-  %n.1 = s32[] constant(1)
-  %q.1 = f32[3,8]{1,0} parameter(2)
-  %q.2 = (f32[3,8]{1,0}, f32[8,3]{1,0}) custom-call(%q.1), custom_call_target="__gpu$xla.gpu.triton"
-"""
-
-
-def test_bytes_of_our_kernels_are_counted():
-    """In a process of its own, since the module changes XLA's flags."""
-    code = (
-        "from benchmarks.static import kernel_bytes; import sys;"
-        "print(kernel_bytes(sys.stdin.read(), {'f32[3,8]': 3}))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        input=HLO,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(result.stdout) == [512 + 3 + 512 + 4 + 4, 32 + 96 + 32]
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda13_plugin") is not None, reason="the plugin is installed"
-)
-def test_without_the_plugin_static_says_what_to_install():
-    """In a process of its own, since it changes XLA's flags."""
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks.static"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 1
-    assert "install jax-cuda13-plugin and jax-cuda13-pjrt" in result.stderr

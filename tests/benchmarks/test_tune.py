@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 
 import jax
@@ -9,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import tune
+from benchmarks.cases import CASES
+from benchmarks.cases.base import Problem
+from benchmarks.gpu import tune
 from pallas_kernels import gated_rms_norm, tuning
-from pallas_kernels.replay import config
+from pallas_kernels.ssd import config
 
-REPLAY = {"nodes": 64, "state": 2048, "num_warps": 8, "num_stages": 2}
+SSD = {"positions": 64, "state": 2048, "part": 64, "num_warps": 8, "num_stages": 2}
 
 
 @pytest.fixture
@@ -35,8 +38,8 @@ def test_without_a_table_there_are_the_defaults(tables):
 
 
 def test_a_table_comes_before_the_defaults(tables):
-    write(tables, blocks={"replay": {"bfloat16": REPLAY}}, note="not read")
-    assert config.block_sizes("bfloat16") == config.BlockSizes(**REPLAY)
+    write(tables, blocks={"ssd": {"bfloat16": SSD}}, note="not read")
+    assert config.block_sizes("bfloat16") == config.BlockSizes(**SSD)
     assert config.block_sizes("float32") == config.DEFAULTS["float32"]
 
 
@@ -53,12 +56,15 @@ def test_a_table_of_another_device_is_not_looked_at(tables):
         ({"device": "NVIDIA H200"}, "'NVIDIA H200', which does not match the file name"),
         ({"blocks": None}, "no object 'blocks'"),
         ({"blocks": {"scan": {}}}, "an op 'scan'"),
-        ({"blocks": {"replay": {"int8": REPLAY}}}, "a case 'int8'"),
-        ({"blocks": {"replay": {"bfloat16": {"nodes": 16}}}}, "fields must be"),
-        ({"blocks": {"replay": {"bfloat16": REPLAY | {"rows": 1}}}}, "fields must be"),
-        ({"blocks": {"replay": {"bfloat16": REPLAY | {"nodes": 24}}}}, "nodes = 24 is not a power"),
-        ({"blocks": {"replay": {"bfloat16": REPLAY | {"nodes": "16"}}}}, "nodes = '16'"),
-        ({"blocks": {"replay": {"bfloat16": []}}}, "fields must be"),
+        ({"blocks": {"ssd": {"int8": SSD}}}, "a case 'int8'"),
+        ({"blocks": {"ssd": {"bfloat16": {"positions": 16}}}}, "fields must be"),
+        ({"blocks": {"ssd": {"bfloat16": SSD | {"rows": 1}}}}, "fields must be"),
+        (
+            {"blocks": {"ssd": {"bfloat16": SSD | {"positions": 24}}}},
+            "positions = 24 is not a power",
+        ),
+        ({"blocks": {"ssd": {"bfloat16": SSD | {"positions": "16"}}}}, "positions = '16'"),
+        ({"blocks": {"ssd": {"bfloat16": []}}}, "fields must be"),
     ],
 )
 def test_a_damaged_table_is_an_error_that_names_the_file(tables, table, complaint):
@@ -81,50 +87,31 @@ def test_every_space_is_that_of_its_kernel():
                 assert space.case(problem) in space.defaults
 
 
-def test_attention_is_tuned_also_where_one_program_has_a_cache():
-    for name in set(tune.ATTENTION_OPS) & set(tune.SPACES):
-        space = tune.SPACES[name]
-        problems = [problem for _, problem in tune.problems_of(name, (1, 64), 1, tiny=False)]
-        assert {space.case(problem) for problem in problems} == set(space.defaults)
-        (short,) = {p.capacity for p in problems if space.case(p) == tune.ONE_SHARE}
-        blocks = space.defaults[tune.ONE_SHARE].block_sizes(
-            num_rows=1, num_groups=1, capacity=short
-        )
-        assert blocks.splits == 1
-
-
-def test_a_choice_for_several_shares_is_out_where_it_gives_one():
-    """Where programs are many: with 16 rows there are four times as many as with 64."""
-    shape = tune.KERNELS["tree_attention"].shapes["MambaInLlama-8B"]
-    problem = tune.Problem(shape, 64, "bfloat16", 1, 4096)
-    operands = jax.eval_shape(lambda: tune.KERNELS["tree_attention"].operands(problem))
-    choice = tune.SPACES["tree_attention"].defaults["bfloat16"]
-    for rows, fits in ((64, True), (16, False)):
-        run = functools.partial(
-            tune.KERNELS["tree_attention"].with_blocks,
-            blocks=dataclasses.replace(choice, rows=rows),
-            interpret=True,
-        )
-        if fits:
-            jax.eval_shape(run, *operands)
-        else:
-            with pytest.raises(ValueError, match="one share, for which there is another"):
-                jax.eval_shape(run, *operands)
-
-
-def test_a_fixed_field_is_not_tried(monkeypatch):
+def test_attention_is_tuned_in_all_cases(monkeypatch):
     timer = tune.Timer(interpret=True, count=1, rounds=1)
     monkeypatch.setattr(
-        tune.Timer, "microseconds", lambda self, name, problem, candidates: [1.0] * len(candidates)
+        tune.Timer, "microseconds", lambda self, case, problem, candidates: [1.0] * len(candidates)
     )
-    name = "tree_attention"
-    problems = tune.problems_of(name, (64,), 1, tiny=False)
-    best, rows = tune.tune(name, problems, timer=timer)
-    tried: dict[str, set[int]] = {case: set() for case in best}
-    for row in rows:
-        tried[row["case"]].add(row["blocks"]["busy_warps"])
-    assert tried[tune.ONE_SHARE] == {1}
-    assert all(len(values) > 1 for case, values in tried.items() if case != tune.ONE_SHARE)
+    for name, space in tune.SPACES.items():
+        if not CASES[space.timed].has_cache:
+            continue
+        best, rows = tune.tune(name, tune.problems_of(name, (1, 64), 1, tiny=False), timer=timer)
+        assert best == {case: dataclasses.asdict(choice) for case, choice in space.defaults.items()}
+        for case, field in itertools.product(best, space.values):
+            tried = {row["blocks"][field] for row in rows if row["case"] == case}
+            assert tried == {best[case][field], *space.values[field]}
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_a_choice_gives_block_sizes(rows):
+    """With 16 rows there are four times as many programs as with 64."""
+    case = CASES["tree_attention"]
+    problem = Problem(case.shapes["MambaInLlama-8B"], 64, "bfloat16", 1, 4096)
+    choice = tune.SPACES["tree_attention"].defaults["bfloat16"]
+    run = functools.partial(
+        case.with_blocks, blocks=dataclasses.replace(choice, rows=rows), interpret=True
+    )
+    jax.eval_shape(run, *jax.eval_shape(lambda: case.operands(problem)))
 
 
 def test_the_shipped_tables_can_be_read():
@@ -150,16 +137,14 @@ def test_without_a_gpu_the_tuner_refuses(tmp_path, capsys):
 
 def test_the_tuner_writes_a_table_that_the_kernels_use(tables, monkeypatch, capsys):
     values = {"num_warps": (4, 8), "block": (16, 4096)}
-    monkeypatch.setitem(
-        tune.SPACES, "gated_rms_norm", tune.SPACES["gated_rms_norm"]._replace(values=values)
-    )
+    monkeypatch.setitem(tune.SPACES, "rms_norm", tune.SPACES["rms_norm"]._replace(values=values))
     monkeypatch.setattr(tune, "GAIN", np.inf)  # something else than the default, always
-    write(tables, blocks={"replay": {"bfloat16": REPLAY}})
-    small = ["--kernels", "gated_rms_norm", "--nodes", "3", "--count", "2", "--rounds", "1"]
+    write(tables, blocks={"ssd": {"bfloat16": SSD}})
+    small = ["--kernels", "rms_norm", "--nodes", "3", "--count", "2", "--rounds", "1"]
     tune.main(["--interpret", "--output", str(tables), *small])
     table = json.loads((tables / "cpu.json").read_text())
-    assert table["blocks"]["replay"] == {"bfloat16": REPLAY}
-    (case,) = table["blocks"]["gated_rms_norm"]
+    assert table["blocks"]["ssd"] == {"bfloat16": SSD}
+    (case,) = table["blocks"]["rms_norm"]
     assert case == "groups to 4096"
     line = json.loads(capsys.readouterr().out.splitlines()[-1])["tune"]
     assert line["timed"] == 2 * 2 * 2
@@ -172,11 +157,12 @@ def test_the_tuner_writes_a_table_that_the_kernels_use(tables, monkeypatch, caps
 
 
 def test_a_wrong_candidate_is_out():
-    (_, problem), *_ = tune.problems_of("gated_rms_norm", (2,), 1, tiny=True)
+    (_, problem), *_ = tune.problems_of("rms_norm", (2,), 1, tiny=True)
     timer = tune.Timer(interpret=True, count=2, rounds=1)
-    operands = tune.KERNELS["gated_rms_norm"].operands(problem)
-    blocks = tune.SPACES["gated_rms_norm"].defaults["groups to 4096"]
-    wrong = timer.compiled("gated_rms_norm", operands, (2 * operands[0],), blocks)
+    case = CASES["gated_rms_norm"]
+    operands = case.operands(problem)
+    blocks = tune.SPACES["rms_norm"].defaults["groups to 4096"]
+    wrong = timer.compiled(case, operands, (2 * operands[0],), blocks)
     assert wrong.startswith("wrong: output is off by")
-    failed = timer.compiled("gated_rms_norm", operands, (operands[0],), "no blocks")
+    failed = timer.compiled(case, operands, (operands[0],), "no blocks")
     assert failed.startswith("failed: ")

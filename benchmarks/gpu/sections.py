@@ -1,4 +1,4 @@
-"""Parts of a long run that share its time, so that it ends in time and says what it left out."""
+"""Sections of a long run that share its time: it ends in time, and lists what it left out."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,14 +8,14 @@ import jax
 
 
 class Clock:
-    """The time that a section has, and what it had none for."""
+    """The time of a section, and what did not fit into it."""
 
     def __init__(self, seconds: float):
         self._end = time.monotonic() + seconds
         self.left_out: list[str] = []
 
     def fits(self, what: str) -> bool:
-        """Whether there is time to begin something; if not, it is noted as left out."""
+        """Whether there is time to begin something; if not, it is listed as left out."""
         if time.monotonic() < self._end:
             return True
         self.left_out.append(what)
@@ -27,7 +27,7 @@ class Section(NamedTuple):
 
     Attributes:
         name: of its results.
-        weight: of its share of the time.
+        weight: its share of the time, relative to the others.
         run: measures; raises if it cannot.
     """
 
@@ -39,10 +39,10 @@ class Section(NamedTuple):
 def run_sections(
     sections: Sequence[Section], seconds: float, results: dict[str, Any], save: Callable[[], Any]
 ) -> None:
-    """Runs sections one after the other, each with its share of the time that is left.
+    """Runs sections one after the other, each with its share of the remaining time.
 
-    Notes in `results["sections"]` how long each took, what it left out and what failed; a failure
-    does not keep the others from running.
+    `results["sections"]` says how long each took, what it left out and how it failed; the others
+    run after a failure.
     """
     end = time.monotonic() + seconds
     notes = results["sections"] = {}

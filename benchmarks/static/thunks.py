@@ -1,11 +1,11 @@
-"""XLA's own account of what a compiled program puts on a GPU."""
+"""Counts launches in XLA's dump of a compiled program."""
 
 import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Thunks that only group others, or wait for them.
+# Thunks that only group or wait for others.
 WRAPPERS = {
     *("kSequential", "kCommandBuffer", "kWhile", "kConditional"),
     *("kAsyncStart", "kAsyncDone", "kDynamicSliceFusion"),
@@ -17,25 +17,25 @@ class Thunk(NamedTuple):
 
     kind: str
     name: str  # without the number that XLA adds
-    shared_memory: int  # bytes a block
+    shared_memory: int  # bytes per block
 
 
 class Thunks(NamedTuple):
     """The thunks of a program."""
 
-    outside: list[Thunk]  # of any loop
-    inside: list[Thunk]  # the body of a loop
+    outside: list[Thunk]  # outside of loops
+    inside: list[Thunk]  # in the bodies of loops
 
     @classmethod
     def parse(cls, text: str) -> "Thunks":
         """Reads the dump `*.thunk_sequence.txt`.
 
-        A line is `006: kKernel [...] name ...`. What belongs to a `kWhile` follows it: `condition:`
-        at its own indentation, `body:` deeper, and below each its thunks, deeper still.
+        A line is `006: kKernel [...] name ...`. A `kWhile` is followed by its parts: `condition:`
+        at the same indentation, `body:` deeper, and the thunks of each deeper still.
         """
         outside: list[Thunk] = []
         inside: list[Thunk] = []
-        loop: int | None = None  # indentation of the loop that lines belong to
+        loop: int | None = None  # indentation of the current loop
         in_body = False
         for line in text.splitlines():
             words = line.strip()
@@ -61,21 +61,21 @@ class Thunks(NamedTuple):
 
 
 def work(thunks: Sequence[Thunk]) -> list[Thunk]:
-    """Those that put something on the device."""
+    """Those that put work on the device."""
     return [thunk for thunk in thunks if thunk.kind not in WRAPPERS]
 
 
 def launches(thunks: Sequence[Thunk]) -> tuple[int, int]:
-    """Kernels, library calls, copies and fills; and the copies and fills among them."""
+    """The number of kernels, library calls, copies and fills; and of copies and fills alone."""
     put = work(thunks)
     return len(put), sum(re.match(r"kCopy|kMem", thunk.kind) is not None for thunk in put)
 
 
 def by_name(thunks: Sequence[Thunk]) -> Counter[str]:
-    """How often each kernel, or kind of call, is launched."""
+    """Launches of each kernel or kind of call."""
     return Counter(thunk.name for thunk in work(thunks))
 
 
 def num_loops(thunks: Sequence[Thunk]) -> int:
-    """How many loops start here."""
+    """The number of loops."""
     return sum(thunk.kind == "kWhile" for thunk in thunks)

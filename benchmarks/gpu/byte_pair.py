@@ -1,7 +1,7 @@
-"""A byte-level target and its draft, trained for some minutes: on random weights tau means nothing.
+"""A byte-level target and its draft, trained for some minutes: tau needs trained weights.
 
-A token is a byte. The target of 50 million parameters learns text, the 2-layer draft the target's
-predictions; each for a given time, with a learning rate that falls to 0 as its time runs out.
+A token is a byte. The target of 50 million parameters learns text, the draft of 2 layers learns the
+target's predictions. Each trains for a given time, with a learning rate that falls to 0 in it.
 """
 
 import functools
@@ -25,7 +25,7 @@ from stree_jax.training.trainer import Loss, cast, evaluate, make_optimizer
 
 TARGET = st.ModelConfig.mamba2_lm(256, 768, 13, chunk_size=64)
 DRAFT = st.ModelConfig.mamba2_lm(256, 384, 2, chunk_size=64)
-# The learning rate falls with time, not with steps: these never end.
+# The learning rate falls with time, not with steps: there is no last step.
 TRAINING = Training(
     steps=10**9, batch_size=16, sequence_length=512, learning_rate=1.5e-3, warmup_steps=100
 )
@@ -54,12 +54,12 @@ class Trained(NamedTuple):
 
 
 def text_directory() -> Path:
-    """Where the texts are: beside the repository, or in it.
+    """The directory of the texts: beside the repository, or in it.
 
     Raises:
-        SystemExit: they are not there.
+        SystemExit: there is none.
     """
-    places = [data / "text" for data in (SHARED, Path(__file__).parents[1] / "shared" / "data")]
+    places = [data / "text" for data in (SHARED, Path(__file__).parents[2] / "shared" / "data")]
     for place in places:
         if all((place / name).is_file() for name in TEXTS):
             return place
@@ -69,7 +69,7 @@ def text_directory() -> Path:
 
 
 def load(directory: Path) -> tuple[Corpus, Corpus]:
-    """Bytes to train on, and bytes that are held out."""
+    """Bytes for training, and held-out bytes."""
     streams = [np.frombuffer((directory / name).read_bytes(), np.uint8) for name in TEXTS]
     ends = [int(len(stream) * (1 - HELD_OUT)) for stream in streams]
     weights = tuple(TEXTS.values())
@@ -87,7 +87,7 @@ def fit_for(
     training: Training,
     extra: Any = None,
 ) -> int:
-    """Trains a model in place for some time, not counting compilation; returns the steps made.
+    """Trains a model in place for some time without compilation; returns the number of steps.
 
     Raises:
         FloatingPointError: the loss is not finite.
@@ -127,7 +127,7 @@ def train(
     training: Training = TRAINING,
     num_prompts: int = 8,
 ) -> Trained:
-    """Trains both models, in float32, in this time and that of compiling."""
+    """Trains both models in float32 in this time, plus that of compilation."""
     corpus, held_out = load(text_directory())
     length = training.sequence_length + 1
 

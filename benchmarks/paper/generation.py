@@ -1,44 +1,33 @@
-"""A generation compiled ahead: its memory is known, and what is timed is the device's work."""
+"""A generation compiled ahead of time: its memory is known, and Python is not timed."""
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import stree_jax as st
-from stree_jax.decoding.generate import plan
+from benchmarks.common import Memory
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.state import DecodeState, Sampling
-
-
-class Memory(NamedTuple):
-    """What a compiled program holds, in bytes."""
-
-    arguments: int
-    temporary: int
-
-    @classmethod
-    def of(cls, compiled: Any) -> "Memory":
-        """From the compiler's own accounts."""
-        analysis = compiled.memory_analysis()
-        return cls(analysis.argument_size_in_bytes, analysis.temp_size_in_bytes)
+from stree_jax.decoding.options import plan
+from stree_jax.decoding.types import DecodeState
 
 
 class Program:
-    """The loop of one request. Prompts must be of one padded width, for one program to do.
+    """The loop of one request, compiled. All prompts must have the same padded width.
 
     Args:
         model: the target.
         prompts: of one batch.
-        **options: of `stree_jax.generate`.
+        **options: of `stree_jax.generate`; rows run to `max_new_tokens`, past any end token.
     """
 
     def __init__(self, model: st.HybridLM, prompts: Sequence[Sequence[int]], **options: Any):
         self._model = model
-        self._options = options
-        self._plan = plan(model, prompts, **options)
+        self._options = options | {"eos_token": ()}
+        self._plan = plan(model, prompts, **self._options)
         p = self._plan
         state = self.start(prompts)
         self._run = SpeculativeDecoder.run.lower(
@@ -47,21 +36,22 @@ class Program:
         self.memory = Memory.of(self._run)
 
     def start(self, prompts: Sequence[Sequence[int]], key: jax.Array | None = None) -> DecodeState:
-        """The state after reading these prompts, to be run as often as one likes."""
+        """The state after reading these prompts; `run` does not consume it."""
         p = plan(self._model, prompts, **(self._options | ({} if key is None else {"key": key})))
         return p.decoder.start(self._model, p.drafter, p.context, p.keys)
 
     def run(self, state: DecodeState, temperature: float | None = None) -> DecodeState:
-        """The whole generation; waits for it. The state is copied, since the loop donates its own.
+        """Runs the whole generation and blocks. The loop donates a copy of the state.
 
         Args:
             state: from `start`.
-            temperature: another one than the request's, not 0.
+            temperature: instead of the request's; above 0, as the request's must be.
         """
         p = self._plan
         sampling = p.sampling
         if temperature is not None:
-            sampling = Sampling(jnp.float32(temperature), *sampling[1:])
+            value = jnp.full_like(sampling.temperature, temperature)
+            sampling = dataclasses.replace(sampling, temperature=value)
         return jax.block_until_ready(
             self._run(self._model, p.drafter, _copied(state), p.limits, sampling)
         )
@@ -73,7 +63,7 @@ def _copied(state: DecodeState) -> DecodeState:
 
 
 def new_tokens(state: DecodeState, before: DecodeState) -> list[list[int]]:
-    """What each row has got since `before`."""
+    """The tokens of each row that are new since `before`."""
     rows, ends = np.asarray(state.context.tokens), np.asarray(state.context.length)
     return [
         row[start:end].tolist()
@@ -82,6 +72,6 @@ def new_tokens(state: DecodeState, before: DecodeState) -> list[list[int]]:
 
 
 def tau(states: Sequence[DecodeState]) -> float:
-    """Tokens emitted for each target call of a row."""
+    """Tokens emitted per target call, over all rows."""
     emitted = sum(int(state.statistics.emitted.sum()) for state in states)
     return emitted / sum(int(state.statistics.target_calls.sum()) for state in states)

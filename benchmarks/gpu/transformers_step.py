@@ -1,7 +1,7 @@
 """How long does transformers take for a token, with a Mamba-2 of the same shape?
 
-Its own greedy `generate`, which is how it is used: the time of many tokens less that of one, by the
-number of tokens between. Random weights.
+Its greedy `generate`, as users call it: the time of many tokens minus the time of one, divided by
+the difference in tokens. Random weights.
 """
 
 import importlib.util
@@ -33,8 +33,8 @@ def measure(
         config: of a pure Mamba-2 model.
         device: of torch.
         dtype: of the weights.
-        tokens: that are timed.
-        rounds: how often.
+        tokens: to time.
+        rounds: of timing.
     """
     import torch
     import transformers

@@ -1,7 +1,7 @@
-"""Compiles for GPUs that are not there.
+"""Compiles for GPUs that are not attached.
 
 XLA compiles for a described device. It needs the plugin wheels of the installed jax (no driver, no
-CUDA libraries), a ptxas and a libdevice, from a CUDA toolkit or from two wheels more:
+CUDA libraries), and ptxas and libdevice, from a CUDA toolkit or from two more wheels:
 
     pip install --no-deps jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION
     pip install --no-deps nvidia-cuda-nvcc nvidia-nvvm
@@ -15,6 +15,7 @@ import os
 import shutil
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ _WHEELS = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13"
 if (_WHEELS / "bin" / "ptxas").is_file():
     _FLAGS.append(f"--xla_gpu_cuda_data_dir={_WHEELS}")
 os.environ["XLA_FLAGS"] = " ".join(_FLAGS)
-os.environ["JAX_PLATFORMS"] = "cpu"  # the plugin registers, but must not look for a device
+os.environ["JAX_PLATFORMS"] = "cpu"  # the plugin registers without looking for a device
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
 atexit.register(shutil.rmtree, DUMP, ignore_errors=True)
@@ -47,15 +48,15 @@ PRODUCTS = {"split": {}, "whole": {"xla_gpu_experimental_force_split_k": 1}}
 
 
 class Gpu(NamedTuple):
-    """What XLA is told. The capability decides about code; the rest only has to be plausible."""
+    """What XLA is told. The capability determines the code; the rest only has to be plausible."""
 
     capability: int
-    kind: str  # as Pallas knows it, or another of the same capability
+    kind: str  # a name that Pallas knows, of the same capability
     cores: int
-    shared_memory: int  # bytes of a core
-    largest_block: int  # bytes of shared memory that a block can have
+    shared_memory: int  # bytes per multiprocessor
+    largest_block: int  # most bytes of shared memory per block
     l2: int
-    threads: int  # of a core
+    threads: int  # per multiprocessor
 
 
 GPUS = {
@@ -89,13 +90,22 @@ device_description_str: "{gpu.kind}"
 
 @contextlib.contextmanager
 def described_gpu(gpu: Gpu) -> Iterator[None]:
-    """Tells Pallas which GPU to lower for; jax 0.10 need not be told."""
+    """Tells Pallas which GPU to lower for; jax 0.10 does not need it."""
     if jax.__version_info__ < (0, 11):
         yield
         return
     device = jax.sharding.AbstractDevice(device_kind=gpu.kind, num_cores=None, platform="gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
         yield
+
+
+class Compiled(NamedTuple):
+    """A program, and how it was compiled."""
+
+    program: Any
+    thunks: str  # XLA's dump of what it puts on the device
+    spills: bool  # a kernel spills registers
+    trace_seconds: float  # of tracing and lowering
 
 
 class Compiler:
@@ -106,7 +116,7 @@ class Compiler:
         products: one of `PRODUCTS`.
 
     Raises:
-        SystemExit: the plugin, or a ptxas, is not installed.
+        SystemExit: the plugin or ptxas is not installed.
     """
 
     def __init__(self, gpu: str, products: str = "split"):
@@ -115,7 +125,7 @@ class Compiler:
             described = topologies.get_topology_desc(
                 platform="cuda", target_config=target_config(GPUS[gpu]), topology="1x1x1"
             )
-        except Exception as error:  # jax has no type of its own for a platform that is not there
+        except Exception as error:  # jax has no exception type for a missing platform
             raise SystemExit(
                 f"cannot compile for a GPU here ({error!s:.200}): install {PLUGIN} in the version"
                 f" of jax, {jax.__version__}; and nvidia-cuda-nvcc and nvidia-nvvm for ptxas"
@@ -130,20 +140,22 @@ class Compiler:
             tree,
         )
 
-    def __call__(self, jitted: Any, *arguments: Any) -> tuple[Any, str, bool]:
-        """Compiles; returns the program, its thunks, and whether a kernel spills registers."""
+    def __call__(self, jitted: Any, *arguments: Any) -> Compiled:
+        """Traces, lowers and compiles a jitted function."""
+        began = time.monotonic()
         with described_gpu(GPUS[self.gpu]):
             lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
+        trace_seconds = time.monotonic() - began
         options = PRODUCTS[self.products]
         spills = False
         for file in DUMP.iterdir():
             file.unlink()
         try:
-            compiled = lowered.compile(compiler_options=options | {ON_SPILL: True})
+            program = lowered.compile(compiler_options=options | {ON_SPILL: True})
         except jax.errors.JaxRuntimeError as error:
             if "register spilling" not in str(error):
                 raise
             spills = True
-            compiled = lowered.compile(compiler_options=options)
+            program = lowered.compile(compiler_options=options)
         (dump,) = DUMP.glob("*.thunk_sequence.txt")
-        return compiled, dump.read_text(), spills
+        return Compiled(program, dump.read_text(), spills, trace_seconds)

@@ -1,7 +1,7 @@
-"""What the paper compares with: a tree verified as a batch of its root-to-leaf paths.
+"""The paper's baseline: a tree verified as a batch of its root-to-leaf paths.
 
-`UnrolledLM` and `SequentialLM` have the interface of `HybridLM`, so that the same loop and the same
-benchmark run over either; logits and pending record come back in the order of the packed tree.
+`UnrolledLM` and `SequentialLM` have the interface of `HybridLM`, so the same loop and the same
+benchmark run on all three. Hidden states and pending record are in the order of the packed tree.
 """
 
 from typing import Any, NamedTuple
@@ -12,16 +12,15 @@ from flax import nnx
 from jax import lax
 
 import stree_jax as st
-from pallas_kernels import Best
-from stree_jax.models.cache import Pending, init_pending, path_to
+from stree_jax.models.cache import path_to
 
 
 class Paths(NamedTuple):
-    """Root-to-leaf paths of a tree, `R` rows of `L` positions, and the way back."""
+    """Root-to-leaf paths of a tree, `R` rows of `L` positions, and where each node ends up."""
 
-    nodes: jax.Array  # [B, R, L]; the root past a path's end
+    nodes: jax.Array  # [B, R, L]; 0 past the end of a path
     valid: jax.Array  # [B, R, L]
-    place: jax.Array  # [B, N]: where a node is computed, as row * L + position
+    place: jax.Array  # [B, N]: row * L + position of a node
 
 
 def root_to_leaf_paths(tree: st.Tree, num_rows: int, num_positions: int) -> Paths:
@@ -44,7 +43,7 @@ def root_to_leaf_paths(tree: st.Tree, num_rows: int, num_positions: int) -> Path
 
 
 class UnrolledLM(st.HybridLM):
-    """Verifies every path as a row of its own: a state a path, and shared tokens again and again.
+    """Verifies each path as a row with a state of its own; shared nodes are computed in each.
 
     Attributes:
         num_rows: most leaves of a tree.
@@ -56,38 +55,28 @@ class UnrolledLM(st.HybridLM):
 
     @classmethod
     def like(cls, model: st.HybridLM, num_rows: int, num_positions: int) -> "UnrolledLM":
-        """The same weights, another way to run them."""
+        """The same weights, run on unrolled paths."""
         structure, _ = cls.abstract(model.config, dtype=model.dtype)
         unrolled = nnx.merge(structure, nnx.to_pure_dict(nnx.state(model)))
         unrolled.num_rows, unrolled.num_positions = num_rows, num_positions
         return unrolled
 
-    def init_pending(self, batch: int, num_nodes: int) -> Pending:
-        """One record a layer, never in a queue: they are put together from those of the paths."""
-        return init_pending(self.config, batch, num_nodes, self.dtype)
-
-    def tree_forward(  # type: ignore[override]
-        self, tokens: jax.Array, tree: st.Tree, cache: Any, *, replay: Any = None
+    def tree(  # type: ignore[override]
+        self,
+        tokens: jax.Array,
+        tree: st.Tree,
+        cache: Any,
+        *,
+        replay: Any = None,
+        prefix_pending: None = None,
     ) -> tuple[jax.Array, Any, Any]:
-        """As `HybridLM.tree_forward` of a whole tree."""
-        return self._unrolled(st.HybridLM.tree_forward, tokens, tree, cache, replay)
-
-    def tree_best(
-        self, tokens: jax.Array, tree: st.Tree, cache: Any, *, replay: Any = None
-    ) -> tuple[Best, Any, Any]:
-        """As `HybridLM.tree_best`."""
-        return self._unrolled(st.HybridLM.tree_best, tokens, tree, cache, replay)
-
-    def _unrolled(
-        self, forward: Any, tokens: jax.Array, tree: st.Tree, cache: Any, replay: Any
-    ) -> tuple[Any, Any, Any]:
+        """As `HybridLM.tree` of a whole tree."""
         if replay is not None:
             cache = self.replay(cache, *replay)
         paths = root_to_leaf_paths(tree, self.num_rows, self.num_positions)
         batch, num_nodes = tokens.shape
         unrolled = jnp.take_along_axis(tokens[:, None], paths.nodes, axis=2)
         records = self.run_paths(
-            forward,
             unrolled.reshape(-1, self.num_positions),
             paths.valid.reshape(-1, self.num_positions),
             jax.tree.map(lambda value: jnp.repeat(value, self.num_rows, axis=0), cache),
@@ -100,32 +89,24 @@ class UnrolledLM(st.HybridLM):
 
         return *jax.tree.map(packed, records), cache
 
-    def run_paths(
-        self, forward: Any, tokens: jax.Array, valid: jax.Array, cache: Any
-    ) -> tuple[Any, tuple]:
-        """Logits, or best tokens, and pending record of right-padded rows `[R, L]`.
-
-        Each row starts from its own state.
-        """
+    def run_paths(self, tokens: jax.Array, valid: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        """Hidden states and pending record of right-padded rows `[R, L]`, a state per row."""
         chain = st.TreeTopology.chain(tokens.shape[1] - 1).tree(valid)
-        target, pending, _ = forward(self, tokens, chain, cache)
-        return target, pending
+        return super().tree(tokens, chain, cache)[:2]
 
 
 class SequentialLM(UnrolledLM):
     """The paths as rows, one token at a time: the recurrent step."""
 
-    def run_paths(
-        self, forward: Any, tokens: jax.Array, valid: jax.Array, cache: Any
-    ) -> tuple[Any, tuple]:
+    def run_paths(self, tokens: jax.Array, valid: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         """See `UnrolledLM`."""
         one = st.TreeTopology.chain(0).tree(jnp.ones_like(valid[:, :1]))
 
         def step(cache: Any, at: tuple) -> tuple:
             token, exists = at
-            target, pending, cache = forward(self, token[:, None], one, cache)
+            hidden, pending, cache = st.HybridLM.tree(self, token[:, None], one, cache)
             path = path_to(one, jnp.where(exists, 0, -1))
-            return self.replay(cache, pending, path), jax.tree.map(_only, (target, pending))
+            return self.replay(cache, pending, path), jax.tree.map(_only, (hidden, pending))
 
         _, out = lax.scan(step, cache, (tokens.T, valid.T))
         return jax.tree.map(lambda value: jnp.moveaxis(value, 0, 1), out)

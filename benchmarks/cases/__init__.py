@@ -1,0 +1,21 @@
+"""Every op with operands of real shapes: what is checked, timed, tuned and compiled."""
+
+from benchmarks.cases import (
+    moe,
+    rms_norm,
+    ssd,
+    tree_attention,
+    tree_conv1d,
+    tree_scan,
+)
+from benchmarks.cases.base import Case
+
+CASES: dict[str, Case] = {
+    **tree_scan.CASES,
+    **ssd.CASES,
+    **tree_attention.CASES,
+    **moe.CASES,
+    **rms_norm.CASES,
+    **tree_conv1d.CASES,
+}
+COMPILED = tuple(name for name in CASES if name != tree_scan.LEVEL)  # the kernel of `tree_scan`

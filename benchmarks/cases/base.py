@@ -1,0 +1,166 @@
+"""What the cases of all ops share: problems, random trees and arrays, errors against float64."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import stree_jax as st
+from benchmarks.shapes import AttentionShape, ExpertShape
+
+# Limits of the relative error against float64, the same as in the tests. In bfloat16 an output is
+# rounded once; a mean square doubles the relative error; experts also round between their two
+# matrices; a state is float32, and its products split bfloat16 operands into two parts.
+LIMITS = {
+    ("output", "float32"): 2e-6,
+    ("output", "bfloat16"): 4e-3,
+    ("square", "float32"): 4e-6,
+    ("square", "bfloat16"): 8e-3,
+    ("state", "float32"): 2e-6,
+    ("state", "bfloat16"): 1e-5,
+    ("experts", "float32"): 4e-6,
+    ("experts", "bfloat16"): 8e-3,
+}
+_DISTINCT = 8  # different trees in a batch
+
+
+class Problem(NamedTuple):
+    """The size of one call. In a batch, row 1 has an empty path and a third of the cache."""
+
+    shape: Any  # of `benchmarks.shapes`
+    nodes: int
+    dtype: str
+    batch: int = 1
+    capacity: int = 0  # positions of the KV cache
+    seed: int = 0
+
+
+def nothing_unread(operands: tuple) -> int:
+    """The call reads all of its operands."""
+    return 0
+
+
+class Case(NamedTuple):
+    """One op, and operands of real shapes for it.
+
+    Attributes:
+        function: takes the operands and an `implementation`.
+        with_blocks: the kernel; takes the operands, `blocks` and `interpret`.
+        operands: of a problem, on the device.
+        reference: takes the operands in float64 and the parents of the trees `[B, N]`.
+        outputs: the kind of each output, a key of `LIMITS`.
+        shapes: of real models, by name.
+        feedback: operands that are updated in place, by index, with the outputs that replace them.
+        unread: bytes of operands and results that a call does not touch.
+        timed: False if the same kernel is timed by another case.
+    """
+
+    function: Callable[..., Any]
+    with_blocks: Callable[..., Any]
+    operands: Callable[[Problem], tuple[jax.Array, ...]]
+    reference: Callable[..., tuple[np.ndarray, ...]]
+    outputs: tuple[str, ...]
+    shapes: Mapping[str, Any]
+    feedback: Mapping[int, int] = {}
+    unread: Callable[[tuple], int] = nothing_unread
+    timed: bool = True
+
+    @property
+    def kind(self) -> type:
+        """The type of its shapes: `MixerShape`, `AttentionShape` or `ExpertShape`."""
+        (kind,) = {type(shape) for shape in self.shapes.values()}
+        return kind
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether it attends to a KV cache, whose capacity is part of the problem."""
+        return self.kind is AttentionShape
+
+
+def random_tree(nodes: int, seed: int) -> st.TreeTopology:
+    """A random tree; the parent of each node is one of the nodes before it."""
+    rng = np.random.default_rng(seed)
+    return st.TreeTopology((-1, *(int(rng.integers(0, i)) for i in range(1, nodes))))
+
+
+def trees(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """Parents `[B, N]` and ancestor masks `[B, N, N]`; rows have different trees."""
+    few = [
+        random_tree(problem.nodes, problem.seed + 100 * problem.nodes + row)
+        for row in range(min(problem.batch, _DISTINCT))
+    ]
+    rows = [few[row % len(few)] for row in range(problem.batch)]
+    return (
+        np.array([tree.parents for tree in rows], np.int32),
+        np.stack([tree.ancestor_mask for tree in rows]),
+    )
+
+
+def accepted(problem: Problem) -> np.ndarray:
+    """The path `[B, N]` to the last node of each tree; empty in row 1."""
+    path = trees(problem)[1][:, -1].copy()
+    path[1:2] = False
+    return path
+
+
+def draw(problem: Problem) -> Callable[..., jax.Array]:
+    """A function that draws normal arrays, of the problem's dtype unless told another."""
+    keys = iter(jax.random.split(jax.random.key(problem.seed), 64))
+
+    def normal(*sizes: int, dtype: str | None = None) -> jax.Array:
+        return jax.random.normal(next(keys), sizes).astype(dtype or problem.dtype)
+
+    return normal
+
+
+def ssm_operands(problem: Problem) -> dict[str, jax.Array]:
+    """Inputs of a Mamba-2 scan by name, `N` nodes or positions, and its state."""
+    heads, channels, state, groups = problem.shape
+    normal, batch, nodes = draw(problem), problem.batch, problem.nodes
+    return {
+        "x": normal(batch, nodes, heads, channels),
+        "dt": jax.nn.softplus(normal(batch, nodes, heads, dtype="float32")),
+        "A": -jnp.exp(normal(heads, dtype="float32")),
+        "B": normal(batch, nodes, groups, state),
+        "C": normal(batch, nodes, groups, state),
+        "D": normal(heads, channels, dtype="float32"),
+        "state": normal(batch, heads, channels, state, dtype="float32"),
+    }
+
+
+def tree_operands(problem: Problem) -> dict[str, jax.Array]:
+    """`ssm_operands`, with the ancestor mask of the trees and an accepted path."""
+    _, masks = trees(problem)
+    both = {"mask": jnp.asarray(masks), "path": jnp.asarray(accepted(problem))}
+    return ssm_operands(problem) | both
+
+
+def small(shape: Any) -> Any:
+    """A shape cut to two heads (or groups of heads), few experts: float64 is slow."""
+    if isinstance(shape, ExpertShape):
+        return shape._replace(num_experts=8)
+    if isinstance(shape, AttentionShape):
+        return shape._replace(num_heads=2 * shape.num_heads // shape.num_kv_heads, num_kv_heads=2)
+    return shape._replace(num_heads=2, num_groups=min(shape.num_groups, 2))
+
+
+def as_tuple(value: Any) -> tuple:
+    """The outputs of an op that may return a single array."""
+    return value if isinstance(value, tuple) else (value,)
+
+
+def relative_error(value: jax.Array, truth: np.ndarray | jax.Array) -> float:
+    """Frobenius norm of the difference over that of `truth`; infinite if anything is not finite."""
+    got, wanted = float64(value), float64(truth)
+    error = float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+    return error if math.isfinite(error) else math.inf
+
+
+def float64(value: np.ndarray | jax.Array) -> np.ndarray:
+    """The same numbers in float64; NumPy alone cannot convert bfloat16."""
+    if isinstance(value, jax.Array):
+        value = np.asarray(value.astype("float32"))
+    return value.astype(np.float64)

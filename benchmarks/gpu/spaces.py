@@ -1,0 +1,94 @@
+"""Block sizes that the tuner tries."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from benchmarks.cases.base import Problem
+from pallas_kernels import tuning
+from pallas_kernels.moe import config as expert_config
+from pallas_kernels.rms_norm import config as norm_config
+from pallas_kernels.ssd import config as ssd_config
+from pallas_kernels.tree_attention import config as attention_config
+from pallas_kernels.tree_conv1d import config as conv_config
+from pallas_kernels.tree_scan import config as scan_config
+
+
+class Space(NamedTuple):
+    """The block sizes to try for a kernel.
+
+    Attributes:
+        timed: the name of the case of `benchmarks.cases` that is timed.
+        defaults: block sizes of each case.
+        case: the case of a problem.
+        values: of each field, in the order of the search.
+    """
+
+    timed: str
+    defaults: Mapping[str, Any]
+    case: Callable[[Problem], str]
+    values: Mapping[str, tuple[int, ...]]
+
+
+def _by_dtype(problem: Problem) -> str:
+    return tuning.dtype_case(problem.dtype)
+
+
+def _attention_case(problem: Problem) -> str:
+    heads, groups, head_dim = problem.shape
+    return attention_config.case(problem.dtype, problem.nodes * heads // groups, head_dim)
+
+
+def _norm_case(problem: Problem) -> str:
+    return norm_config.case(problem.shape.num_heads * problem.shape.head_dim)
+
+
+_WARPS = {"num_warps": (2, 4, 8), "num_stages": (1, 2, 3)}
+_STATE = (16 * 128, 32 * 128, 64 * 128)
+_ATTENTION = Space(
+    "tree_attention",
+    attention_config.DEFAULTS,
+    _attention_case,
+    {"busy_warps": (512, 1024, 2048, 4096), "keys": (32, 64, 128), "rows": (16, 32, 64)} | _WARPS,
+)
+SPACES = {
+    "tree_scan": Space(
+        "replay_tree_scan",
+        scan_config.DEFAULTS,
+        _by_dtype,
+        {
+            "state": _STATE,
+            "queries": (16, 32, 64),
+            "keys": (16, 32, 64),
+            "replayed": (16, 32, 64),
+            "part": (32, 64, 128),
+        }
+        | _WARPS,
+    ),
+    "tree_conv1d": Space(
+        "tree_conv1d_layer",
+        conv_config.DEFAULTS,
+        lambda _: "any",
+        {"channels": (64, 128, 256, 512), "queries": (16, 32), "num_warps": (1, 2, 4, 8)},
+    ),
+    "ssd": Space(
+        "ssd",
+        ssd_config.DEFAULTS,
+        _by_dtype,
+        {"state": _STATE, "positions": (16, 32, 64), "part": (32, 64, 128)} | _WARPS,
+    ),
+    "tree_attention": _ATTENTION,
+    "tree_attention_layer": _ATTENTION._replace(timed="tree_attention_layer"),
+    "expert_mlps": Space(
+        "expert_mlps",
+        expert_config.DEFAULTS,
+        _by_dtype,
+        {"rows": (16, 32, 64), "columns": (32, 64, 128), "inner": (32, 64, 128)}
+        | {"num_warps": (4, 8), "num_stages": (2, 3, 4)},
+    ),
+    "rms_norm": Space(
+        "gated_rms_norm",
+        norm_config.DEFAULTS,
+        _norm_case,
+        {"block": (1024, 2048, 4096, 8192), "num_warps": (2, 4, 8, 16)},
+    ),
+}

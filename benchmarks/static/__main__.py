@@ -1,0 +1,162 @@
+"""What does a decode step become on a GPU? Compiled for GPUs that are not attached.
+
+XLA compiles a verify step (replay, forward of a tree, best tokens), the reading of a prompt and the
+whole decode loop from abstract weights; its own reports give kernels, memory and bytes. Programs
+with one more layer of a kind give the cost of such a layer, and the cost of a model is the sum.
+Memory does not add up that way: `--whole` compiles whole models.
+
+    python -m benchmarks.static [--presets mamba2-2.7b] [--gpus H100 A100 ...] [--nodes 16 64]
+        [--prompts 512] [--whole]
+
+`benchmarks/static/deviceless.py` says what to install. Results go to `results/static.json`; a run
+of some presets or GPUs replaces their rows only. Exit code 1 if a kernel spills registers, or if
+our kernels exceed `--most-launches` or `--most-growth`.
+
+Matrix products are not autotuned, since there is no device to time them on: counts of kernels and
+memory hold, a device may choose other blocks. XLA may also split the inner axis of small products
+and add up the parts in another launch; rows with `products` "whole" are compiled without that
+(`xla_gpu_experimental_force_split_k=1`).
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.static.deviceless import GPUS, PRODUCTS, Compiler  # first: sets XLA's flags
+
+import stree_jax as st  # isort: skip
+from benchmarks.static import gates, report
+from benchmarks.static.layers import by_layer, shortened
+from benchmarks.static.programs import MAX_LENGTH, Program, decode_loop, read_prompt, verify_step
+from stree_jax.decoding.prefill import PIECE
+
+IMPLEMENTATIONS = ("xla", "pallas")
+
+
+def read_options() -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--presets", nargs="+", default=["mamba2-2.7b"])
+    parser.add_argument("--draft", default="mamba2-130m", help="preset, for the loop")
+    parser.add_argument("--gpus", nargs="+", default=list(GPUS), choices=GPUS)
+    parser.add_argument("--nodes", type=int, nargs="*", default=[16, 64])
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        nargs="*",
+        default=[],
+        help=f"tokens; long prompts are read in pieces of {PIECE}",
+    )
+    parser.add_argument(
+        "--implementations", nargs="+", default=IMPLEMENTATIONS, choices=IMPLEMENTATIONS
+    )
+    parser.add_argument("--products", nargs="+", default=list(PRODUCTS), choices=PRODUCTS)
+    parser.add_argument("--whole", action="store_true", help="also compile whole models")
+    parser.add_argument(
+        "--most-launches",
+        nargs="+",
+        type=gates.limit,
+        default=[],
+        metavar="KIND=NUMBER",
+        help="limits for a layer with our kernels, products whole, such as mamba2=5 attention=5;"
+        " prompt-mamba2=11 for the reading of a prompt",
+    )
+    parser.add_argument(
+        "--most-growth",
+        type=float,
+        default=math.inf,
+        metavar="PERCENT",
+        help="limit for the memory of a whole step (arguments, results and temporary memory) with"
+        " our kernels, products whole, from the smallest of --nodes to the largest",
+    )
+    parser.add_argument("--output", type=Path, help="directory of the results")
+    options = parser.parse_args()
+    if options.most_growth < math.inf and not (options.whole and len(options.nodes) > 1):
+        parser.error("--most-growth compares whole models: add --whole and two numbers of --nodes")
+    return options
+
+
+def whole_model(program: Program) -> dict[str, Any]:
+    """A whole model's row."""
+    memory = program.memory
+    return {
+        **dataclasses.asdict(program.cost),
+        "spills": program.spills,
+        "temporary_bytes": memory.temporary,
+        "argument_bytes": memory.arguments,
+        "all_bytes": sum(memory),
+        "trace_seconds": round(program.trace_seconds, 2),
+    }
+
+
+def main() -> None:
+    """Compiles everything asked for, prints tables and writes JSON; exit code 1 at a limit."""
+    options = read_options()
+    configs = {name: st.ModelConfig.preset(name) for name in options.presets}
+    draft = st.ModelConfig.preset(options.draft)
+    compilers = [Compiler(gpu, products) for gpu in options.gpus for products in options.products]
+    steps: report.Rows = []
+    prompts: report.Rows = []
+    loops: report.Rows = []
+    kinds = (
+        ("nodes", options.nodes, verify_step, steps),
+        ("positions", options.prompts, read_prompt, prompts),
+    )
+    for name, config in configs.items():
+        for compiler in compilers:
+            for implementation in options.implementations:
+                which = {"preset": name, "gpu": compiler.gpu, "implementation": implementation}
+                which |= {"products": compiler.products}
+                for unit, sizes, program, results in kinds:
+                    for size in sizes:
+                        began = time.monotonic()
+                        build = functools.partial(
+                            program, compiler, **{unit: size}, implementation=implementation
+                        )
+                        row = which | {unit: size} | by_layer(config, build)
+                        if options.whole:
+                            row["whole"] = whole_model(build(config))
+                        row |= {"seconds": round(time.monotonic() - began, 1)}
+                        results.append(row)
+                        print(json.dumps(row), flush=True)
+                loop = decode_loop(compiler, shortened(config), shortened(draft), implementation)
+                loops.append(which | loop)
+                print(json.dumps(loops[-1]), flush=True)
+    report.print_programs("a verify step", "nodes", steps)
+    if prompts:
+        report.print_programs("the reading of a prompt", "positions", prompts)
+    report.print_loops(loops)
+    settings = {
+        "question": __doc__.splitlines()[0],
+        "dtype": "bfloat16",
+        "batch": 1,
+        "cache_positions": MAX_LENGTH,
+    }
+    path = report.write(
+        settings, {"steps": steps, "prompts": prompts, "loops": loops}, options.output
+    )
+    passes = [*steps, *prompts]
+    programs = (*passes, *loops, *(row["whole"] for row in passes if "whole" in row))
+    spilled = sum(program["spills"] for program in programs)
+    line = {
+        "programs": len(passes),
+        "with_spills": spilled,
+        "most_launches_of_a_layer": gates.most_launches(passes),
+        "growth_of_memory_percent": gates.growth_of_memory(passes),
+        "results": str(path),
+    }
+    print(json.dumps({"static": line}))
+    failures = gates.failures(
+        passes, launches=options.most_launches, growth=options.most_growth, spilled=spilled
+    )
+    if failures:
+        raise SystemExit("\n".join(failures))
+
+
+if __name__ == "__main__":
+    main()

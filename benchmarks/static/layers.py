@@ -1,0 +1,65 @@
+"""Cost of a layer of each kind: what a program with one more of them costs more."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import stree_jax as st
+from benchmarks.static.programs import Program
+
+
+def with_layers(config: st.ModelConfig, layers: tuple[str, ...]) -> st.ModelConfig:
+    """The same model with other layers; each use of a shared block has weights of its own."""
+    shared = config.shared
+    if shared is not None:
+        shared = dataclasses.replace(shared, num_blocks=layers.count("shared"))
+    return dataclasses.replace(config, layers=layers, shared=shared)
+
+
+def one_of_each(config: st.ModelConfig) -> tuple[str, ...]:
+    """A layer of each kind; a shared block is followed by a Mamba-2 layer, as in the model."""
+    kinds = dict.fromkeys(config.layers)
+    if "shared" not in kinds:
+        return tuple(kinds)
+    assert {*kinds} == {"shared", "mamba2"}
+    return ("shared", "mamba2", "mamba2")
+
+
+def shortened(config: st.ModelConfig) -> st.ModelConfig:
+    """The model with one layer of each kind."""
+    return with_layers(config, one_of_each(config))
+
+
+def by_layer(config: st.ModelConfig, build: Callable[[st.ModelConfig], Program]) -> dict[str, Any]:
+    """Cost of a layer of each kind in a program, and of the whole model as their sum.
+
+    For steps with our kernels the sum is what `--whole` finds.
+    """
+    # Twice, since a first layer fuses with the embedding.
+    few = one_of_each(config) * 2
+    base = build(with_layers(config, few))
+    layers, whole = {}, base.cost
+    longer: dict[str, Program] = {}
+    for kind in sorted({*few}, key=lambda kind: (kind == "shared", few.index(kind))):
+        # Inserted before the last layer of its kind, so that it has the usual neighbours.
+        new, without = (kind,), base
+        if kind == "shared":  # with the layer after it, which the program without it has, too
+            new, without = ("shared", "mamba2"), longer["mamba2"]
+        longer[kind] = build(with_layers(config, _insert(few, new)))
+        cost, more = longer[kind].cost - without.cost, longer[kind].kernels - without.kernels
+        layers[kind] = dataclasses.asdict(cost) | {
+            "kernels": {name: count / base.steps for name, count in sorted(more.items())}
+        }
+        whole = whole.plus(cost, config.layers.count(kind) - few.count(kind))
+    programs = (base, *longer.values())
+    return {
+        "layers": layers,
+        "step": dataclasses.asdict(whole),
+        "shared_memory_bytes": max(program.shared_memory for program in programs),
+        "spills": any(program.spills for program in programs),
+    }
+
+
+def _insert(layers: tuple[str, ...], new: tuple[str, ...]) -> tuple[str, ...]:
+    last = len(layers) - 1 - layers[::-1].index(new[0])
+    return (*layers[:last], *new, *layers[last:])

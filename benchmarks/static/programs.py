@@ -1,0 +1,175 @@
+"""The programs that are compiled: a verify step, a piece of a prompt, and the decode loop."""
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+from benchmarks.static.deviceless import Compiled, Compiler  # first: sets XLA's flags
+
+import jax  # isort: skip
+import jax.numpy as jnp
+from flax import nnx
+
+import stree_jax as st
+from benchmarks.common import Memory
+from benchmarks.static.cost import Cost, bytes_moved, num_bytes
+from benchmarks.static.thunks import Thunk, Thunks, by_name, launches, num_loops
+from benchmarks.steps import best_tokens
+from stree_jax.decoding.loop import SpeculativeDecoder
+from stree_jax.decoding.types import Context, Limits, Sampling
+from stree_jax.models.cache import init_cache, path_to
+
+MAX_LENGTH = 1024  # positions of KV caches
+STEPS = 2  # in one program, as `SpeculativeDecoder.steps_per_sync` on a GPU
+
+
+class Program(NamedTuple):
+    """What a verify step, or a piece of a prompt, was compiled to."""
+
+    cost: Cost
+    kernels: Counter[str]  # launches by name
+    steps: int  # that `kernels` counts
+    shared_memory: int  # bytes, of the largest block
+    spills: bool
+    memory: Memory
+    trace_seconds: float
+
+    @classmethod
+    def of(cls, compiled: Compiled, cost: Cost, thunks: list[Thunk], steps: int) -> "Program":
+        """With the counts of what was compiled; `cost` is that of one step."""
+        return cls(
+            cost,
+            by_name(thunks),
+            steps,
+            shared_memory=max(thunk.shared_memory for thunk in thunks),
+            spills=compiled.spills,
+            memory=Memory.of(compiled.program),
+            trace_seconds=compiled.trace_seconds,
+        )
+
+
+def verify_step(
+    compiler: Compiler, config: st.ModelConfig, nodes: int, implementation: str
+) -> Program:
+    """Compiles calls of the target on full binary trees; batch of 1, bfloat16 weights.
+
+    The program is `STEPS` calls, each of which replays a path of the one before, as in the decode
+    loop. The cost is that of one call.
+    """
+    structure, weights = _abstract(config, implementation)
+    topology = st.TreeTopology((-1, *((node - 1) // 2 for node in range(1, nodes))))
+    cache = jax.eval_shape(lambda: init_cache(config, 1, MAX_LENGTH, jnp.bfloat16))
+    pending = jax.eval_shape(lambda: nnx.merge(structure, weights).init_pending(1, nodes))
+    struct = jax.ShapeDtypeStruct
+
+    def step(weights: Any, tokens: Any, valid: Any, last: Any, pending: Any, cache: Any) -> Any:
+        model = nnx.merge(structure, weights)
+        tree = topology.tree(valid)
+        for _ in range(STEPS):
+            tokens, pending, cache = best_tokens(
+                model, tokens, tree, cache, replay=(pending, path_to(tree, last))
+            )
+            last = tokens[:, 0] % nodes  # a path that is not known in advance
+        return tokens, pending, cache
+
+    arguments = (
+        weights,
+        struct((1, nodes), jnp.int32),
+        struct((1, nodes), jnp.bool_),
+        struct((1,), jnp.int32),
+        pending,
+        cache,
+    )
+    jax.clear_caches()  # or the time of tracing would leave out what was traced before
+    jitted = jax.jit(step, donate_argnames=("pending", "cache"))
+    compiled = compiler(jitted, *compiler.place(arguments))
+    thunks = Thunks.parse(compiled.thunks).outside
+    count, copies = launches(thunks)
+    cost = Cost(
+        launches=count / STEPS,
+        copies=copies / STEPS,
+        bytes_moved=bytes_moved(compiled.program) / STEPS,
+        floor_bytes=num_bytes(weights) + 2 * num_bytes(cache),
+        record_bytes=num_bytes(pending),
+    )
+    return Program.of(compiled, cost, thunks, STEPS)
+
+
+def _abstract(config: st.ModelConfig, implementation: str) -> tuple[Any, Any]:
+    return st.HybridLM.abstract(config, dtype="bfloat16", implementation=implementation)
+
+
+def read_prompt(
+    compiler: Compiler, config: st.ModelConfig, positions: int, implementation: str
+) -> Program:
+    """Compiles the reading of a piece of one prompt; bfloat16 weights.
+
+    XLA's scan of a sequence has a loop over chunks. Its launches are multiplied by its trip count;
+    its bytes count once, since XLA's cost model does not know the trip count.
+    """
+    structure, weights = _abstract(config, implementation)
+    cache = jax.eval_shape(lambda: init_cache(config, 1, positions, jnp.bfloat16))
+
+    def read(weights: Any, tokens: Any, lengths: Any, cache: Any) -> Any:
+        _, cache = nnx.merge(structure, weights).prefill(tokens, lengths, cache)
+        return cache  # the decode loop does not need the logits either
+
+    arguments = (
+        weights,
+        jax.ShapeDtypeStruct((1, positions), jnp.int32),
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+        cache,
+    )
+    jax.clear_caches()
+    compiled = compiler(jax.jit(read, donate_argnames="cache"), *compiler.place(arguments))
+    outside, inside = Thunks.parse(compiled.thunks)
+    if loops := num_loops(outside):
+        # One per Mamba-2 layer; XLA removes loops of a single trip.
+        assert config.mamba2 is not None
+        assert loops == sum(kind in ("mamba2", "parallel") for kind in config.layers)
+        trips = -(-positions // config.mamba2.chunk_size)
+    else:
+        trips = 0
+    thunks = [*outside, *inside * trips]
+    cost = Cost(
+        *launches(thunks),
+        bytes_moved=bytes_moved(compiled.program),
+        floor_bytes=num_bytes(weights) + 2 * num_bytes(cache),
+        record_bytes=0,
+    )
+    return Program.of(compiled, cost, thunks, 1)
+
+
+def decode_loop(
+    compiler: Compiler, target: st.ModelConfig, draft: st.ModelConfig, implementation: str
+) -> dict[str, Any]:
+    """Compiles the whole loop with tree A, for what it costs beside the layers of the models."""
+
+    def model(config: st.ModelConfig) -> st.HybridLM:
+        return nnx.merge(*_abstract(config, implementation))
+
+    targets, drafter = model(target), st.ModelDrafter(model(draft))
+    decoder = SpeculativeDecoder(
+        st.TreeTopology.paper("A"), st.VERIFIERS["greedy"], 64, steps_per_sync=STEPS
+    )
+    struct = jax.ShapeDtypeStruct
+    context = Context(struct((1, 64), jnp.int32), struct((1,), jnp.int32))
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
+    state = jax.eval_shape(
+        lambda *arguments: decoder.start(*arguments), targets, drafter, context, keys
+    )
+    integer, real = struct((1,), jnp.int32), struct((1,), jnp.float32)
+    limits = Limits(integer, struct((1, 4), jnp.int32))
+    sampling = Sampling(real, integer, real, temperature_is_zero=True, use_top_k_or_top_p=False)
+    arguments = compiler.place((targets, drafter, state, limits, sampling))
+    compiled = compiler(SpeculativeDecoder.run, decoder, *arguments)
+    outside, inside = Thunks.parse(compiled.thunks)
+    count, copies = launches(inside)
+    return {
+        "topology": "A",
+        "launches_a_step": count / STEPS,
+        "copies_a_step": copies / STEPS,
+        # The host reads the predicate of every loop whose trip count is unknown: of all of these.
+        "host_reads_a_step": (num_loops(outside) + num_loops(inside)) / STEPS,
+        "temporary_bytes": Memory.of(compiled.program).temporary,
+        "spills": compiled.spills,
+    }
