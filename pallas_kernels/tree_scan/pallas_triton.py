@@ -5,8 +5,8 @@ its state has more than `BlockSizes.state` numbers. It reads its part of the sta
 in registers. `replay` adds the path of the previous tree, whose nodes it reads block by block from
 the last to the first, and writes the state once (input and output are one buffer). `tree_scan`
 computes the outputs of all query nodes, block by block, each with a loop over blocks of keys, as
-flash attention does, and writes them once; from node to node only a tile of the mask, block by N,
-grows with the tree. `replay_tree_scan` does both. Blocks of channels of one head compute its
+flash attention does, and writes them once; registers do not grow with the tree. `replay_tree_scan`
+does both. Blocks of channels of one head compute its
 scores C_i . B_j again.
 
 The gate is read from the projection in place. A norm of each head alone is done where a program
@@ -395,15 +395,20 @@ class Tree:
         num_nodes, num_queries = self.x.shape[0], self.C.shape[0]
         block_queries = query.shape[0]
         first_query = num_nodes - num_queries  # queries are the last nodes
-        node, node_exists = tb.rows(0, tb.padded_size(num_nodes), num_nodes)
-        log_decay = jnp.where(node_exists, self.dt[node] * self.A, 0.0)  # of each node alone
 
-        def accumulated(rows):
-            path = self.mask[rows[:, None], node[None, :]]
-            return jnp.sum(jnp.where(path, log_decay[None, :], 0.0), axis=1)
+        def time_to(rows: jax.Array) -> jax.Array:
+            """The sum of dt along the paths to some nodes, one block of ancestors at a time."""
 
-        query_decay = accumulated(first_query + query)
-        y = carried * jnp.exp(query_decay)[:, None]
+            def of_block(j, total):
+                node, exists = tb.rows(j * block_keys, block_keys, num_nodes)
+                path = self.mask[rows[:, None], node[None, :]] & exists[None, :]
+                return total + jnp.sum(jnp.where(path, self.dt[node][None, :], 0.0), axis=1)
+
+            zero = jnp.zeros(rows.shape, jnp.float32)
+            return lax.fori_loop(0, pl.cdiv(num_nodes, block_keys), of_block, zero)
+
+        query_time = time_to(first_query + query)
+        y = carried * jnp.exp(query_time * self.A)[:, None]
 
         # The nodes above each query, one block of keys at a time.
         def from_keys(j, y):
@@ -411,7 +416,7 @@ class Tree:
             scores = [
                 tb.dot(self.C[query, part], self.B[key, part], trans_b=True) for part in self.parts
             ]
-            exponent = query_decay[:, None] - accumulated(key)[None, :]
+            exponent = (query_time[:, None] - time_to(key)[None, :]) * self.A
             above = self.mask[(first_query + query)[:, None], key[None, :]] & key_exists[None, :]
             decay = jnp.exp(jnp.where(above, exponent, -jnp.inf))
             weight = functools.reduce(jnp.add, scores) * decay * self.dt[key][None, :]
