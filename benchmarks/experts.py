@@ -20,7 +20,7 @@ from benchmarks.cases.base import Problem, relative_error
 from benchmarks.cases.moe import expert_options
 from benchmarks.common import conclude, interleaved, plotted, print_table, save, summary
 from benchmarks.shapes import EXPERTS, ExpertShape
-from pallas_kernels.expert_mlps import xla
+from pallas_kernels.moe import xla
 
 
 def measure(shape: ExpertShape, tokens: int, rounds: int, progress: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What each kind of layer is, weights apart. One vocabulary serves every family of models."""
+"""Configs of the kinds of layers. One vocabulary serves every family of models."""
 
 import dataclasses
 import math
@@ -53,7 +53,7 @@ class Mamba2Config:
         dt_limit: clamp of the time step after softplus, the same in prefill, tree and replay.
         norm: "gate_then_norm", "norm_then_gate" or "none", before the output projection.
         norm_groups: groups of the gated norm; None: `num_groups`.
-        norm_eps: of the gated norm.
+        norm_eps: epsilon of the gated norm.
         input_multiplier, output_multiplier: scale the mixer's input and output (Falcon-H1).
         section_multipliers: scale z, x, B, C and dt after the input projection (Falcon-H1).
         activation: "silu", after the convolution and in the gates.
@@ -142,9 +142,9 @@ class Mamba2Config:
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's stretching of the slow rotations to a longer context.
+    """Llama 3's RoPE scaling: low frequencies are slowed down for a longer context.
 
-    Frequencies of a wavelength below `original_length / high_freq_factor` stay, those above
+    Frequencies with wavelengths below `original_length / high_freq_factor` stay, those above
     `original_length / low_freq_factor` are divided by `factor`, and those between are interpolated.
     """
 
@@ -278,11 +278,11 @@ class MoeConfig:
         router: "softmax" weighs the chosen experts by the softmax of their scores (Granite);
             "sigmoid" scores experts with a sigmoid, chooses them by score plus a learned
             correction, and weighs them by score (Nemotron-H, DeepSeek-V3).
-        num_router_groups, num_active_groups: of "sigmoid": experts are in this many equal groups,
-            of which those with the best two experts (by sum) may be chosen from.
-        normalise: of "sigmoid": the weights of a token's experts sum to 1 before `scale`.
-        scale: of the experts' sum.
-        latent_size: the experts work in a projection of this width (Nemotron-H); None: none.
+        num_router_groups, num_active_groups: for "sigmoid": experts form this many equal groups,
+            and a token uses experts of the groups whose two best scores have the largest sums.
+        normalise: for "sigmoid": the weights of a token's experts sum to 1 before `scale`.
+        scale: factor of the experts' sum.
+        latent_size: width of a projection in which the experts work (Nemotron-H); None: none.
         shared_size: channels of the expert that all tokens use; 0: none.
         activation, gated: of all experts, as in `MlpConfig`.
     """
@@ -335,13 +335,13 @@ class MoeConfig:
 class SharedConfig:
     """Transformer blocks whose weights several layers share (Zamba2).
 
-    The j-th "shared" layer uses block `j % num_blocks`, on the residual stream and the embedding
-    side by side, with low-rank adapters of its own. What it gives is projected and added to the
+    The j-th "shared" layer applies block `j % num_blocks` to the residual stream concatenated with
+    the embedding, with low-rank adapters of its own. Its output is projected and added to the
     *input* of the next layer, not to the residual stream.
 
     Attributes:
-        num_blocks: different blocks.
-        adapter_rank: of the adapters on the MLP.
+        num_blocks: number of different blocks.
+        adapter_rank: rank of the adapters.
         attention_adapters: queries, keys and values have adapters too.
     """
 

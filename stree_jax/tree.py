@@ -15,10 +15,10 @@ MAX_NODES = 4096  # masks and decays are N by N
 
 
 class Tree(NamedTuple):
-    """A tree per batch row, as data: rows may differ, and may have fewer than N nodes.
+    """A tree per batch row, as arrays: rows may differ, and may have fewer than N nodes.
 
     Node 0 is the root, the last emitted token. Parents come before children; siblings are in the
-    order in which they were drawn. A node that is not `valid` is nobody's ancestor.
+    order in which they were drawn. A node that is not `valid` is no node's ancestor.
     """
 
     parents: Int[Array, "B N"]  # -1 above a root
@@ -29,7 +29,7 @@ class Tree(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TreeTopology:
-    """The shape of a draft tree: hashable, so a compiled program can depend on it.
+    """The shape of a draft tree. Static and hashable: part of a program's compilation key.
 
     Attributes:
         parents: `parents[0] == -1` and `0 <= parents[i] < i`. Siblings are ranked by index: the
@@ -95,9 +95,9 @@ class TreeTopology:
 
     @classmethod
     def beam(cls, num_beams: int, num_steps: int) -> "TreeTopology":
-        """`num_beams` chains of `num_steps` tokens, side by side: `1 + M N` nodes.
+        """`num_beams` chains of `num_steps` tokens: `1 + num_beams * num_steps` nodes.
 
-        The sizes of a tree that `BeamDrafter` fills; there, how nodes connect is up to the search.
+        For `BeamDrafter` these are the level sizes only; the search decides how nodes connect.
         """
         if _integer("num_beams", num_beams) < 1:
             raise ValueError(f"num_beams must be at least 1, got {num_beams}")
@@ -109,10 +109,9 @@ class TreeTopology:
 
     @classmethod
     def budget(cls, num_nodes: int, depth: int) -> "TreeTopology":
-        """The sizes of a tree whose shape is data: `num_nodes` nodes, root included, `depth` deep.
+        """A size for drafters that choose the shape: `num_nodes` nodes, root included, and `depth`.
 
-        A drafter that chooses the shape itself fills it; as a static tree it is a chain of `depth`
-        tokens and the other nodes below the root.
+        As a static tree it is a chain of `depth` tokens, with the other nodes below the root.
         """
         if _integer("num_nodes", num_nodes) < 1:
             raise ValueError(f"num_nodes counts the root, so it is at least 1; got {num_nodes}")
@@ -146,7 +145,7 @@ class TreeTopology:
 
     @classmethod
     def paper(cls, name: str) -> "TreeTopology":
-        """One of the STree paper's static trees, "A" to "E" (Table 3).
+        """One of STree's static trees, "A" to "E" (table 3; Wu et al., 2025, arXiv:2505.14969).
 
         The table gives width, depth and size: A 3/4/13, B 16/3/29, C 6/3/16, D 4/4/13, E
         3/5/16. How nodes connect is only in a figure; here better-ranked nodes get more children,
@@ -182,7 +181,7 @@ class TreeTopology:
 
     @property
     def width(self) -> int:
-        """Nodes of the fullest level."""
+        """Nodes of the largest level."""
         return max(self.depths.count(depth) for depth in range(self.depth + 1))
 
     @functools.cached_property
@@ -226,7 +225,7 @@ class TreeTopology:
         """A drawing of the tree in lines of text.
 
         Args:
-            labels: a word for each node; None: its index.
+            labels: a text per node; None: its index.
             path: nodes to mark with `*`, such as an accepted path.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The README's code runs as it stands, its picture is a real step, and its table is the measured one."""
+"""Code in documents runs; the README's picture is a real step and its table the measured one."""
 
 import json
 import re
@@ -22,6 +22,12 @@ def test_the_code_blocks(capsys):
     for code in blocks(README, "python"):
         exec(compile(code, str(README), "exec"), names)
     assert re.match(r"\d\.\d\d tokens per target call\n.", capsys.readouterr().out)
+
+
+def test_the_code_of_extending():
+    names = {"__name__": "extending"}
+    for code in blocks(ROOT / "docs" / "extending.md", "python"):
+        exec(compile(code, "extending.md", "exec"), names)
 
 
 def test_the_picture_is_a_step_of_the_embedded_models():

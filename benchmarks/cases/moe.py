@@ -10,8 +10,8 @@ from jax import lax
 import pallas_kernels as pk
 from benchmarks.cases.base import Case, Problem, draw
 from benchmarks.shapes import EXPERTS
-from pallas_kernels.expert_mlps import pallas_triton as kernel
-from pallas_kernels.expert_mlps.reference import expert_mlps as reference
+from pallas_kernels.moe import pallas_triton as kernel
+from pallas_kernels.moe.reference import expert_mlps as reference
 
 PROMPT = "expert_mlps of a prompt"
 _POSITIONS_PER_NODE = 8  # 64 nodes: the 512 tokens of a piece of a prompt

@@ -1,4 +1,4 @@
-"""`tree_attention`, for trees and prompts, and the whole layer between its projections."""
+"""`tree_attention`, for trees and prompts, and `tree_attention_layer`."""
 
 import functools
 from collections.abc import Callable
@@ -11,16 +11,12 @@ import numpy as np
 import pallas_kernels as pk
 from benchmarks.cases.base import Case, Problem, accepted, draw, trees
 from benchmarks.shapes import ATTENTIONS, AttentionShape
-from pallas_kernels.attention_tree import pallas_triton as layer_kernel
-from pallas_kernels.attention_tree.reference import attention_tree as layer_reference
-from pallas_kernels.tree_attention import config
-from pallas_kernels.tree_attention import pallas_triton as kernel
-from pallas_kernels.tree_attention.reference import tree_attention as reference
+from pallas_kernels.tree_attention import config, pallas_triton, pallas_triton_layer, reference
 from stree_jax.layer_config import AttentionConfig
+from stree_jax.models.layouts import attention_layout
 
 PROMPT = "tree_attention of a prompt"
-LAYER = "attention_tree"
-UNROTATED = f"{LAYER} without positions"
+UNROTATED = "tree_attention_layer without positions"
 _POSITIONS_PER_NODE = 8  # 64 nodes: the 512 tokens of a piece of a prompt
 
 
@@ -57,19 +53,15 @@ def _with_blocks(query: Any, *rest: Any, blocks: Any, interpret: bool) -> jax.Ar
     shape = AttentionShape(query.shape[2], rest[2].shape[1], query.shape[3])
     blocks = _block_sizes(blocks, query, shape, rest[2])
     options = dict(scale=query.shape[-1] ** -0.5, blocks=blocks, interpret=interpret)
-    return kernel.tree_attention(query, *rest, **options)
+    return pallas_triton.tree_attention(query, *rest, **options)
 
 
 def _block_sizes(blocks: Any, queries: Any, shape: AttentionShape, keys: Any) -> Any:
-    """The block sizes that a `Choice` gives for these arrays; block sizes pass unchanged.
-
-    Raises:
-        ValueError: the choice gives one split, which has a case of its own.
-    """
+    """The block sizes that a `Choice` gives for these arrays; block sizes pass unchanged."""
     if not isinstance(blocks, config.Choice):
         return blocks
     batch, num_queries = queries.shape[:2]
-    found = config.shared(
+    return config.split(
         blocks,
         queries.dtype,
         num_rows=num_queries * shape.num_heads // shape.num_kv_heads,
@@ -77,14 +69,11 @@ def _block_sizes(blocks: Any, queries: Any, shape: AttentionShape, keys: Any) ->
         capacity=keys.shape[2],
         head_dim=shape.head_dim,
     )
-    if found is None:
-        raise ValueError("this choice gives the cache one split, which has a case of its own")
-    return found
 
 
 def _truth(query: Any, *rest: Any) -> tuple[np.ndarray]:
     *arguments, _ = rest
-    return (reference(query, *arguments, scale=query.shape[-1] ** -0.5),)
+    return (reference.tree_attention(query, *arguments, scale=query.shape[-1] ** -0.5),)
 
 
 def _unfilled(keys: Any, values: Any, length: Any) -> int:
@@ -107,7 +96,8 @@ def _layer_operands(problem: Problem) -> tuple[jax.Array, ...]:
 
 
 def _layout(shape: AttentionShape, rotated: bool) -> pk.AttentionLayout:
-    return AttentionConfig(*shape, rotary_dim=shape.head_dim if rotated else 0).layout
+    config = AttentionConfig(*shape, rotary_dim=shape.head_dim if rotated else 0)
+    return attention_layout(config)
 
 
 def _layer_shape(projected: Any, keys: Any) -> AttentionShape:
@@ -124,10 +114,10 @@ def _layer_call(function: Callable[..., Any], *, rotated: bool = True) -> Callab
     def call(*operands: Any, **options: Any) -> tuple:
         projected, depth, mask, old_keys, old_values, path, length, values, keys = operands
         y, nodes, cache = function(
-            *(projected, pk.KeyCache(keys, values, length), depth, mask),
+            *(projected, pk.KVCache(keys, values, length), depth, mask),
             layout=_layout(_layer_shape(projected, keys), rotated),
-            grown=None,
-            previous=(pk.NodeKeys(old_keys, old_values), path),
+            prefix_pending=None,
+            previous=(pk.NodeKV(old_keys, old_values), path),
             **options,
         )
         return (y, *nodes, cache.values, cache.keys)
@@ -138,13 +128,13 @@ def _layer_call(function: Callable[..., Any], *, rotated: bool = True) -> Callab
 def _layer_with_blocks(*operands: Any, blocks: Any, interpret: bool, rotated: bool = True) -> tuple:
     projected, keys = operands[0], operands[-1]
     blocks = _block_sizes(blocks, projected, _layer_shape(projected, keys), keys)
-    call = _layer_call(layer_kernel.attention_tree, rotated=rotated)
+    call = _layer_call(pallas_triton_layer.tree_attention_layer, rotated=rotated)
     return call(*operands, blocks=blocks, interpret=interpret)
 
 
 def _true_layer(*operands: Any, rotated: bool = True) -> tuple[np.ndarray, ...]:
     projected, depth, mask, old_keys, old_values, path, length, values, keys, _ = operands
-    y, nodes, (keys, values, _) = layer_reference(
+    y, nodes, (keys, values, _) = reference.tree_attention_layer(
         *(projected, (keys, values, length), depth, mask),
         layout=_layout(_layer_shape(projected, keys), rotated),
         previous=(old_keys, old_values, path),
@@ -168,7 +158,7 @@ _TREE = Case(
     unread=lambda operands: _unfilled(*operands[3:6]),
 )
 _LAYER = Case(
-    _layer_call(pk.attention_tree),
+    _layer_call(pk.tree_attention_layer),
     _layer_with_blocks,
     _layer_operands,
     _true_layer,
@@ -180,9 +170,9 @@ _LAYER = Case(
 CASES = {
     "tree_attention": _TREE,
     PROMPT: _TREE._replace(operands=_prompt_operands),
-    LAYER: _LAYER,
+    "tree_attention_layer": _LAYER,
     UNROTATED: _LAYER._replace(
-        function=_layer_call(pk.attention_tree, rotated=False),
+        function=_layer_call(pk.tree_attention_layer, rotated=False),
         with_blocks=functools.partial(_layer_with_blocks, rotated=False),
         reference=functools.partial(_true_layer, rotated=False),
         timed=False,

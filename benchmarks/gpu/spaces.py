@@ -1,16 +1,14 @@
 """Block sizes that the tuner tries."""
 
-import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from benchmarks.cases.base import Problem
 from pallas_kernels import tuning
-from pallas_kernels.expert_mlps import config as expert_config
+from pallas_kernels.moe import config as expert_config
 from pallas_kernels.rms_norm import config as norm_config
 from pallas_kernels.ssd import config as ssd_config
 from pallas_kernels.tree_attention import config as attention_config
-from pallas_kernels.tree_attention.config import ONE_SHARE
 from pallas_kernels.tree_conv1d import config as conv_config
 from pallas_kernels.tree_scan import config as scan_config
 
@@ -23,14 +21,12 @@ class Space(NamedTuple):
         defaults: block sizes of each case.
         case: the case of a problem.
         values: of each field, in the order of the search.
-        fixed: fields of a case that keep their default.
     """
 
     timed: str
     defaults: Mapping[str, Any]
     case: Callable[[Problem], str]
     values: Mapping[str, tuple[int, ...]]
-    fixed: Mapping[str, tuple[str, ...]] = types.MappingProxyType({})
 
 
 def _by_dtype(problem: Problem) -> str:
@@ -39,17 +35,7 @@ def _by_dtype(problem: Problem) -> str:
 
 def _attention_case(problem: Problem) -> str:
     heads, groups, head_dim = problem.shape
-    rows = problem.nodes * heads // groups
-    name = attention_config.case(problem.dtype, rows, head_dim)
-    blocks = attention_config.shared(
-        attention_config.DEFAULTS[name],
-        problem.dtype,
-        num_rows=rows,
-        num_groups=problem.batch * groups,
-        capacity=problem.capacity,
-        head_dim=head_dim,
-    )
-    return ONE_SHARE if blocks is None else name
+    return attention_config.case(problem.dtype, problem.nodes * heads // groups, head_dim)
 
 
 def _norm_case(problem: Problem) -> str:
@@ -63,7 +49,6 @@ _ATTENTION = Space(
     attention_config.DEFAULTS,
     _attention_case,
     {"busy_warps": (512, 1024, 2048, 4096), "keys": (32, 64, 128), "rows": (16, 32, 64)} | _WARPS,
-    {ONE_SHARE: ("busy_warps",)},
 )
 SPACES = {
     "tree_scan": Space(
@@ -92,7 +77,7 @@ SPACES = {
         {"state": _STATE, "positions": (16, 32, 64), "part": (32, 64, 128)} | _WARPS,
     ),
     "tree_attention": _ATTENTION,
-    "attention_tree": _ATTENTION._replace(timed="attention_tree"),
+    "tree_attention_layer": _ATTENTION._replace(timed="tree_attention_layer"),
     "expert_mlps": Space(
         "expert_mlps",
         expert_config.DEFAULTS,

@@ -38,7 +38,6 @@ from pallas_kernels import dispatch, tuning
 
 DTYPES = ("bfloat16", "float32")
 CAPACITY = 4096  # of the KV cache
-SHORT = 128  # capacity of a cache with one split
 GAIN = 0.98  # relative time below which a candidate replaces the best so far
 # Two right results may differ by more than the error of each against float64.
 FACTOR = 2.5
@@ -131,8 +130,6 @@ def tune(
     for case, members in cases.items():
         chosen = space.defaults[case]
         for field, options in values.items():
-            if field in space.fixed.get(case, ()):
-                continue
             others = [value for value in options if value != getattr(chosen, field)]
             candidates = [
                 chosen,
@@ -208,12 +205,6 @@ def problems_of(
         (shape, Problem(shapes[shape], count, dtype, batch, capacity))
         for shape, count, dtype in itertools.product(shapes, nodes, DTYPES)
     ]
-    if case.has_cache and not tiny:
-        problems += [
-            (shape, problem._replace(capacity=SHORT))
-            for shape, problem in problems
-            if problem.dtype == "bfloat16"  # float32 has no case of one split
-        ]
     return [(shape, problem) for shape, problem in problems if not refused(case, problem)]
 
 

@@ -60,7 +60,7 @@ def add_rms_norm(
     mean_squares, output_epsilon = [], 0.0
     if isinstance(output, DeferredRMSNorm):
         mean_squares = [output.mean_squares.reshape(rows[0], -1)]
-        output, output_epsilon = output.value, output.epsilon
+        output_epsilon, output = output.epsilon, output.value
     sums, normed = tb.call(
         functools.partial(
             _add_kernel,

@@ -20,11 +20,12 @@ def tree_attention(query, node_keys, node_values, keys, values, length, mask, *,
         for i in range(num_queries):
             for w in range(num_heads):
                 u = w // heads_per_group
-                seen_keys = [*keys[b, u, : length[b]], *node_keys[b, mask[b, i], u]]
-                seen_values = [*values[b, u, : length[b]], *node_values[b, mask[b, i], u]]
-                scores = np.array([scale * (query[b, i, w] @ key) for key in seen_keys])
+                nodes = mask[b, i]
+                seen_keys = np.concatenate([keys[b, u, : length[b]], node_keys[b, nodes, u]])
+                seen_values = np.concatenate([values[b, u, : length[b]], node_values[b, nodes, u]])
+                scores = scale * (seen_keys @ query[b, i, w])
                 weights = np.exp(scores - scores.max())
-                output[b, i, w] = weights @ np.array(seen_values) / weights.sum()
+                output[b, i, w] = weights @ seen_values / weights.sum()
     return output
 
 

@@ -146,8 +146,10 @@ def tree_conv1d_layer(
         raise ValueError(
             f"conv_weight has {conv_weight.shape[-1]} channels, {layout} has {layout.num_channels}"
         )
-    arguments = (projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index)
-    arguments = (*arguments, prefix_pending, previous)
+    arguments = (
+        *(projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index),
+        *(prefix_pending, previous),
+    )
     with jax.named_scope("tree_conv1d"), dispatch.on(projected, conv_state):
         reason = pallas_triton.unsupported_layer(layout, conv_weight.shape[0])
         match dispatch.choose("tree_conv1d_layer", implementation, reason):

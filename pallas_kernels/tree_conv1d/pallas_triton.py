@@ -307,12 +307,12 @@ class _Program:
         return self.channel - self.section.channel
 
     @property
-    def channels(self) -> pl.Slice:
+    def channels(self) -> slice | pl.Slice:
         """In the convolution."""
         return pl.ds(self.channel, self.size)
 
     @property
-    def columns(self) -> pl.Slice:
+    def columns(self) -> slice | pl.Slice:
         """In the inputs."""
         return pl.ds(self.section.column_of(self.within), self.size)
 

@@ -74,15 +74,24 @@ def sections_of(layout: Mamba2Layout) -> tuple[Section, Section, Section]:
     """x, B and C of a layer."""
     conv_heads, conv_groups = layout.conv_heads
     groups = layout.num_groups
-    heads = (
-        ("x", layout.head_dim, layout.x_heads, conv_heads, layout.num_heads),
-        ("B", layout.state_size, layout.b_groups, conv_groups, groups),
-        ("C", layout.state_size, groups, groups, groups),
+    sizes = (
+        (layout.head_dim, layout.x_heads, conv_heads, layout.num_heads),
+        (layout.state_size, layout.b_groups, conv_groups, groups),
+        (layout.state_size, groups, groups, groups),
     )
-    x, B, C = (
-        Section(name, channel, column, *sizes, multiplier, recorded=name != "C")
-        for (name, *sizes), channel, column, multiplier in zip(
-            heads, layout.channels, layout.columns[1:4], layout.multipliers[1:4], strict=True
+
+    def section(index: int, name: str) -> Section:
+        head_size, input_heads, conv_heads, output_heads = sizes[index]
+        return Section(
+            output=name,
+            channel=layout.channels[index],
+            column=layout.columns[1 + index],
+            head_size=head_size,
+            input_heads=input_heads,
+            conv_heads=conv_heads,
+            output_heads=output_heads,
+            multiplier=layout.multipliers[1 + index],
+            recorded=name != "C",
         )
-    )
-    return x, B, C
+
+    return section(0, "x"), section(1, "B"), section(2, "C")

@@ -75,10 +75,10 @@ def tree_scan(
             case "xla":
                 return _xla_tree_scan(*arguments, gate=gate, A_is_log=A_is_log)
             case "jax_triton":
-                from pallas_kernels.tree_scan import jax_triton  # needs triton
-
                 if gate is not None:
                     raise ValueError("the jax-triton kernel of tree_scan has no gate; use 'xla'")
+                from pallas_kernels.tree_scan import jax_triton  # needs triton
+
                 D = jnp.broadcast_to(D.reshape(x.shape[2], -1), x.shape[2:])
                 return jax_triton.tree_scan(x, dt, _rates(A, A_is_log), B, C, D, state, mask)
             case chosen:

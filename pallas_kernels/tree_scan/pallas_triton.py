@@ -78,8 +78,15 @@ def tree_scan(
 ) -> jax.Array | DeferredRMSNorm:
     """See `api.tree_scan`."""
     tree = (x, dt, B, C, D, mask)
-    options = dict(A_is_log=A_is_log, interpret=interpret, blocks=blocks)
-    return _run("tree_scan", A, state, tree=tree, gate=gate, **options)[0]
+    return _run(
+        "tree_scan",
+        *(A, state),
+        tree=tree,
+        gate=gate,
+        A_is_log=A_is_log,
+        interpret=interpret,
+        blocks=blocks,
+    )[0]
 
 
 @functools.partial(jax.jit, static_argnames=("interpret", "blocks"))
@@ -189,8 +196,8 @@ def _run(
             "D": (D, part.one_of_heads if D.ndim == 1 else part.skip),
             "mask": (mask, of_row(mask)),
         }
-        y = jax.ShapeDtypeStruct((batch, num_queries, num_heads, head_dim), x.dtype)
-        outputs["y"] = (y, part.of_channels(num_queries))
+        shape = jax.ShapeDtypeStruct((batch, num_queries, num_heads, head_dim), x.dtype)
+        outputs["y"] = (shape, part.of_channels(num_queries))
     if gate is not None:
         inputs["gate"] = (gate.projected, of_row(gate.projected))
     if gate is not None and gate.norm_weight is not None:
@@ -200,7 +207,9 @@ def _run(
             jax.ShapeDtypeStruct((batch, num_queries, num_heads * num_blocks), jnp.float32),
             pl.BlockSpec((None, num_queries, None), lambda b, h, p: (b, 0, h * num_blocks + p)),
         )
-    static_gate = gate and (gate.start, gate.multiplier, num_heads * head_dim)
+    static_gate = None
+    if gate is not None:
+        static_gate = (gate.start, gate.multiplier, num_heads * head_dim)
     results = tb.call_by_name(
         functools.partial(_kernel, blocks=blocks, A_is_log=A_is_log, gate=static_gate),
         inputs,
@@ -212,11 +221,11 @@ def _run(
         interpret=interpret,
         grid=(batch, num_heads, num_blocks),
     )
-    y = results.get("y")
+    state = results.get("state", state)
     if gate is not None and gate.norm_weight is not None:
         rows = results["y"].reshape(batch, num_queries, -1)
-        y = DeferredRMSNorm(rows, results["mean_squares"], gate.norm_epsilon)
-    return y, results.get("state", state)
+        return DeferredRMSNorm(rows, results["mean_squares"], gate.norm_epsilon), state
+    return results.get("y"), state
 
 
 def _kernel(
@@ -237,7 +246,7 @@ def _kernel(
     """
     state_size = inputs["state"].shape[1]
     size = min(blocks.part, state_size)
-    parts = [pl.ds(start, size) for start in range(0, state_size, size)]
+    parts = [pl.Slice(start, size) for start in range(0, state_size, size)]
     A = inputs["A"][...]
     A = -jnp.exp(A) if A_is_log else A
     if "path" not in inputs:
@@ -251,7 +260,9 @@ def _kernel(
         for part, value in zip(parts, state, strict=True):
             outputs["state"][:, part] = value
     if "x" in inputs:
-        tree = Tree(*(inputs[name] for name in ("x", "dt", "B", "C", "mask")), A, parts)
+        tree = Tree(
+            *(inputs["x"], inputs["dt"], inputs["B"], inputs["C"], inputs["mask"]), A=A, parts=parts
+        )
         # The interpreter knows no program numbers inside of loops.
         block = pl.program_id(1) * pl.num_programs(2) + pl.program_id(2)
         write = functools.partial(_write, inputs, outputs, block, gate=gate)

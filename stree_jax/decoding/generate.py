@@ -21,11 +21,11 @@ PAD = -1  # fills `Generation.tokens` after a row's end
 
 @dataclasses.dataclass(frozen=True)
 class DecodeStatistics:
-    """What a generation cost and gained. Counts are summed over the batch; arrays are per row.
+    """Target calls and accepted drafts of a generation. Counts are sums over the batch.
 
     Attributes:
         tau: acceptance length, tokens emitted per target call; 1 for autoregressive decoding.
-        num_target_calls: forward passes of the target, counted once for every unfinished row.
+        num_target_calls: forward passes of the target, counted once per unfinished row.
         num_tokens: tokens emitted.
         num_drafted: tokens proposed.
         num_accepted: drafts that were emitted.
@@ -50,8 +50,8 @@ class Generation:
     Attributes:
         tokens: `[B, max_new_tokens]` int32, the new tokens, end of sequence included, then `PAD`.
         lengths: `[B]` int32, new tokens of each row.
-        stats: what it cost.
-        cache: the target's cache, which has seen all tokens of a row but the last; None unless
+        stats: calls, drafts and acceptance.
+        cache: the target's cache, which has read all tokens of a row but the last; None without
             `return_cache`.
     """
 
@@ -62,11 +62,11 @@ class Generation:
 
 
 class NonFiniteLogitsError(FloatingPointError):
-    """Logits of some rows were not finite; the other rows went on to their end.
+    """Logits of some rows were not finite. The other rows were decoded to their end.
 
     Attributes:
-        rows: that failed.
-        generation: the output of all rows, of a failed one up to where it failed.
+        rows: indices of the rows that failed.
+        generation: the output of all rows; that of a failed row ends where it failed.
     """
 
     def __init__(self, message: str, rows: list[int], generation: Generation):
@@ -91,34 +91,35 @@ def generate(
     key: jax.Array | None = None,
     return_cache: bool = False,
 ) -> Generation:
-    """Continues prompts, with the target's own output whatever the drafter is.
+    """Continues prompts by speculative decoding; the output is the target's for every drafter.
 
-    At temperature 0 in float32 the tokens are those of autoregressive decoding; above it they
-    follow the same distribution. A row's output depends on its prompt, the key and its place in the
-    batch, not on the other rows.
+    At temperature 0 in float32 the tokens equal autoregressive decoding; above it they have the
+    target's distribution. A row's output depends on its prompt, the key and its index in the batch,
+    not on the other rows.
 
     Args:
         model: the target.
-        prompts: a list of token ids for each row; lengths may differ.
+        prompts: a list of token ids per row; lengths may differ.
         max_new_tokens: most tokens to add to each row.
-        drafter: what proposes tokens; None: plain autoregressive decoding.
+        drafter: proposes the draft tokens; None: autoregressive decoding.
         topology: the draft tree; None: the drafter's default.
         verifier: a name of `VERIFIERS` ("greedy", "target_only", "multi_step",
             "without_replacement", "chain") or any object of the protocol `Verifier`; None: the one
             that fits drafter and temperature.
         temperature: 0 takes the best token.
-        top_k, top_p: sample from the `top_k` best tokens (0: all), and of these from the fewest
-            that reach probability `top_p`. Applied to target and draft alike.
-        eos_token: a row ends after this token, or after any of these; None: after those of the
-            model's config; (): never.
-        max_length: most tokens of a row, prompt and output; a request for more is refused. None:
-            what the model was made for (`ModelConfig.max_length`), if it says.
-        key: random key; needed above temperature 0.
-        return_cache: keep the target's cache in the result, whose memory lives as long.
+        top_k, top_p: sample from the `top_k` best tokens (0: all), and among them from the smallest
+            set with probability `top_p`. Applied to target and draft.
+        eos_token: a row ends after this token, or after any of these. None: those of the model's
+            config; (): none.
+        max_length: most tokens of a row, prompt and output; longer requests are refused. None: the
+            context length of the model (`ModelConfig.max_length`), if its config has one.
+        key: random key, required above temperature 0.
+        return_cache: return the target's cache too; its memory is held as long as the result.
 
     Raises:
-        ValueError: a bad argument, before anything is compiled.
-        NonFiniteLogitsError: logits of a row were not finite. That row ended alone; the error
+        ValueError: a bad argument, or a drafter and a verifier that are not exact together. Raised
+            before anything is compiled.
+        NonFiniteLogitsError: logits of a row were not finite. Only that row ended early; the error
             names it and holds the output of all rows.
     """
     request = plan(
@@ -159,13 +160,13 @@ def stream(
     max_length: int | None = None,
     key: jax.Array | None = None,
 ) -> Iterator[list[list[int]]]:
-    """As `generate`, but yields the tokens as they are accepted.
+    """As `generate`, but yields tokens as they are accepted.
 
-    Arguments and errors are those of `generate`. Bad arguments are refused at the call; a row with
-    logits that are not finite is named when all rows have ended.
+    Arguments and errors are those of `generate`. Bad arguments raise at the call, not at the first
+    iteration; `NonFiniteLogitsError` is raised when all rows have ended.
 
     Yields:
-        After each target call the new tokens of each row; an empty list for a row that has ended.
+        After each target call, the new tokens of each row; an empty list for rows that have ended.
     """
     request = plan(
         model,

@@ -36,17 +36,16 @@ TARGET_FAILED, DRAFT_FAILED = 1, 2
 
 @dataclasses.dataclass(frozen=True)
 class SpeculativeDecoder:
-    """What a compiled decode program depends on, weights and arrays apart.
+    """The static part of a decode program: everything but weights and arrays.
 
     Attributes:
         topology: the draft tree, nodes in level order.
         verifier: the verification rule.
-        max_length: the most tokens a row can hold, prompt and output.
+        max_length: the most tokens that a row can hold, prompt and output.
         steps_per_sync: steps per host-side termination check, for which the host waits. With two
-            steps in the body of the loop XLA writes what a step leaves to two buffers in turn; with
-            one step it would copy it. From 4 on there is an inner loop over such bodies with a
-            static trip count, which needs no check. After the last row's end up to
-            `steps_per_sync - 1` steps are wasted.
+            steps in the body of the loop XLA writes a step's results to two buffers in turn; with
+            one step it copies them. From 4 on an inner loop of static trip count, which needs no
+            check, runs such bodies. Up to `steps_per_sync - 1` steps are wasted at the end.
     """
 
     topology: TreeTopology
@@ -62,14 +61,11 @@ class SpeculativeDecoder:
         keys: Array,
     ) -> DecodeState:
         """Reads the prompts. The last token of each becomes the root of the first tree."""
-        # Neither the caches nor the drafter's state pass through a program here, which would copy
-        # them.
+        # Caches and the drafter's state bypass `_begin`: passing through a program copies them.
         cache = prefill(model, prompts.tokens, prompts.length - 1, self.max_length)
         state = self._begin(model, prompts, keys)._replace(cache=cache)
         if drafter is not None:
-            state = state._replace(
-                drafter=drafter.prepare(prompts, self.topology, self.max_length)
-            )
+            state = state._replace(drafter=drafter.prepare(prompts, self.topology, self.max_length))
         # Loaded weights are committed to a device, and so is what a step returns. If the first
         # state were not, the second step would compile again. Nothing is copied.
         return jax.device_put(state, jax.tree.leaves(cache)[0].sharding)
@@ -106,7 +102,7 @@ class SpeculativeDecoder:
         limits: Limits,
         sampling: Sampling,
     ) -> DecodeState:
-        """The whole generation in one program; the last path is replayed too, for a clean cache."""
+        """The whole generation in one program. Replays the last path too, so the cache is clean."""
 
         def unfinished(state: DecodeState) -> Array:
             return jnp.any(~state.done)
@@ -137,7 +133,7 @@ class SpeculativeDecoder:
         limits: Limits,
         sampling: Sampling,
     ) -> tuple[DecodeState, DraftTree, Verdict]:
-        """One iteration of `run`, for streaming and for looking inside."""
+        """One iteration of `run`, for streaming and inspection."""
         return self._step(model, drafter, state, limits, sampling)
 
     def _step(
@@ -195,8 +191,8 @@ class SpeculativeDecoder:
         emitted = state.emitted + count
         done = state.done | (failed > 0) | ended | (emitted >= limits.max_new_tokens)
 
-        # The cache must see every token but the last emitted one: the root and count - 1 drafts. If
-        # the path was cut short, that is not its whole length.
+        # The cache must see every token but the last emitted one: the root and count - 1 drafts.
+        # That is less than the verifier's path if the path was cut.
         on_path = jnp.take_along_axis(draft.tree.ancestor_mask, verdict.last[:, None, None], axis=1)
         reached = on_path[:, 0] & (draft.tree.depth == count[:, None] - 1)
         last = jnp.where(count > 0, jnp.argmax(reached, axis=-1).astype(jnp.int32), -1)
@@ -233,7 +229,7 @@ class SpeculativeDecoder:
 def _failures(
     draft: DraftTree, verdict: Verdict, count: Int[Array, " B"], finite: Bool[Array, "B N"]
 ) -> Int[Array, " B"]:
-    """Which model gave logits that are not finite, where tokens came from or in the draft."""
+    """0 or a failure code per row: the target's logits on the emitted path, or the draft's."""
     on_path = jnp.take_along_axis(draft.tree.ancestor_mask, verdict.last[:, None, None], axis=1)
     used = on_path[:, 0] & (draft.tree.depth < count[:, None])
     target_failed = (used & ~finite).any(axis=-1)
@@ -241,7 +237,7 @@ def _failures(
 
 
 def _emitted_tokens(draft: DraftTree, verdict: Verdict, depth: int) -> Int[Array, "B _"]:
-    """The accepted drafts, then the next token, then anything: `[B, depth + 1]`."""
+    """The accepted drafts, then the next token, then unspecified values: `[B, depth + 1]`."""
     on_path = jnp.take_along_axis(draft.tree.ancestor_mask, verdict.last[:, None, None], axis=1)
     at_depth = draft.tree.depth[:, None, :] == jnp.arange(1, depth + 2)[:, None]
     node = jnp.argmax(on_path & at_depth, axis=-1)
@@ -251,9 +247,9 @@ def _emitted_tokens(draft: DraftTree, verdict: Verdict, depth: int) -> Int[Array
 
 
 def _append(context: Context, new_tokens: Array, count: Array) -> Context:
-    """Writes the first `count` of `new_tokens` after what each row has."""
-    # The buffer has room for a whole path past its end; what is written beyond `count` is never
-    # read.
+    """Appends the first `count` of `new_tokens` to each row."""
+    # Writes all of them: the buffer has room for a whole path past its end, and what is beyond
+    # `count` is never read.
     tokens = jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new, (at,)))(
         context.tokens, new_tokens, context.length
     )

@@ -18,13 +18,13 @@ from stree_jax.decoding.verifiers import VERIFIERS, Verifier
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
-# Sizes of buffers are rounded up to few values, so that nearby requests share compiled programs.
+# Buffer sizes are rounded up to a few values, so that nearby requests share compiled programs.
 _SMALLEST_BUFFER = 64
 _FEWEST_EOS_TOKENS = 4
 
 
 class Plan(NamedTuple):
-    """A request that was checked: the program to run and what to run it on."""
+    """A checked request: the program to run, and its arguments."""
 
     decoder: SpeculativeDecoder
     drafter: Drafter | None
@@ -87,7 +87,7 @@ def plan(
         topology=topology,
         verifier=chosen,
         max_length=buffer_size(longest),
-        # A step on a GPU is short next to a termination check on the host.
+        # On a GPU a termination check on the host takes long compared with a step.
         steps_per_sync=1 if dispatch.device_obstacle(dispatch.device_of(model)) else 2,
     )
 
@@ -122,7 +122,7 @@ def buffer_size(needed: int, smallest: int = _SMALLEST_BUFFER) -> int:
 
 
 def _padded_eos_tokens(tokens: list[int], batch: int) -> Array:
-    """The tokens that end a row `[B, Y]`, padded with -1, which no token is."""
+    """The tokens that end a row `[B, Y]`, padded with -1, which is no token."""
     row = np.full(buffer_size(len(tokens), _FEWEST_EOS_TOKENS), -1, np.int32)
     row[: len(tokens)] = tokens
     return jnp.asarray(np.tile(row, (batch, 1)))
@@ -232,7 +232,7 @@ def _checked_verifier(
 def _check_length(
     context: Context, max_new_tokens: int, max_length: int | None, made_for: int | None
 ) -> None:
-    """Attention's positions end somewhere: what would go beyond is refused, not cut."""
+    """Refuses requests that are longer than the model's context, instead of cutting them."""
     if max_length is not None:
         _check_int("max_length", max_length, 1)
     limit = made_for if max_length is None else max_length
@@ -255,7 +255,7 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
 
 
 def _row_keys(key: Array, batch: int) -> Array:
-    """One random stream a row, so that what a row draws does not depend on its neighbours."""
+    """One random stream per row, so that a row's samples do not depend on the other rows."""
     if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         try:
             key = jax.random.wrap_key_data(jnp.asarray(key))

@@ -10,18 +10,17 @@ from stree_jax.array_types import Array, Lengths, Tokens
 from stree_jax.models.cache import Cache
 from stree_jax.models.lm import HybridLM
 
-# Longer prompts are read in pieces of this many tokens, so that memory does not grow with their
-# length.
+# Longer prompts are read in pieces of this many tokens, which bounds the temporary memory.
 PIECE = 512
 
 
-# Compiled by itself: it does not depend on the tree, and takes as long to compile as a step.
+# A program of its own: it does not depend on the tree, and takes as long to compile as a step.
 @functools.partial(jax.jit, static_argnames="max_length")
 def prefill(model: HybridLM, tokens: Tokens, lengths: Lengths, max_length: int) -> Cache:
     """The cache after the first `lengths` tokens of each right-padded row.
 
-    It has places for `max_length` tokens. Padding behind the longest row's last piece costs
-    nothing: how many pieces are read is a traced number.
+    Its attention layers have `max_length` entries. How many pieces are read is a traced number, so
+    padding beyond the longest row's last piece costs nothing.
     """
     batch, width = tokens.shape
     cache = model.init_cache(batch, max_length)

@@ -13,14 +13,15 @@ def token_log_probs(
     """Log-probabilities after temperature, top-k and top-p, in this order.
 
     Args:
-        logits: of the tokens that exist; vocabulary padding is cut off before.
-        sampling: its temperatures must be above 0.
+        logits: without vocabulary padding.
+        sampling: of each row; temperatures must be above 0.
 
     Returns:
-        Normalised; `-inf` where filtered out. Tokens that tie with the last one kept are kept too.
+        Normalised log-probabilities, `-inf` for tokens that are filtered out. Tokens that tie with
+        the last one kept are kept too.
     """
     per_row = (slice(None),) + (None,) * (logits.ndim - 1)
-    # The best is 0 before the division, so that no temperature makes it overflow.
+    # The best logit is 0 before the division, so no temperature overflows.
     scaled = logits - logits.max(axis=-1, keepdims=True)
     scaled = scaled / sampling.temperature[per_row]
     if sampling.use_top_k_or_top_p:
@@ -28,7 +29,7 @@ def token_log_probs(
         descending = -jnp.sort(-scaled, axis=-1)
         rank = jnp.arange(logits.shape[-1])
         kept = (top_k <= 0) | (rank < top_k)
-        # The smallest set whose probability reaches top_p: tokens whose predecessors do not.
+        # The smallest set that reaches top_p: tokens whose predecessors do not reach it.
         probs = jax.nn.softmax(jnp.where(kept, descending, -jnp.inf))
         kept &= (jnp.cumsum(probs, axis=-1) - probs < top_p) | (rank == 0)
         lowest = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)

@@ -12,28 +12,44 @@ from stree_jax.tree import Tree
 
 
 class Context(NamedTuple):
-    """The text of each row so far. A drafter may look at all of it."""
+    """The text of each row so far."""
 
-    tokens: Int[Array, "B L"]  # prompt, then new tokens, then anything
+    tokens: Int[Array, "B L"]  # prompt, new tokens, then unspecified values
     length: Int[Array, " B"]  # valid tokens; the last of them is the root of the next tree
 
 
 class DraftTree(NamedTuple):
-    """A tree of draft tokens and, where a verifier needs them, the distributions they came from."""
+    """A tree of draft tokens, and the distributions that they were drawn from.
+
+    Attributes:
+        tokens: of each node; node 0 is the root, the last emitted token.
+        tree: how the nodes connect, and which of them exist.
+        log_probs: the draft's distributions after temperature, top-k and top-p, one row per node
+            with children; None if children were not sampled.
+        log_prob_row: the row of `log_probs` that a node's children were drawn from; -1 for leaves,
+            and everywhere without `log_probs`.
+        finite: False where the draft's logits were not finite; such a row fails.
+    """
 
     tokens: Int[Array, "B N"]
     tree: Tree
-    log_probs: Float32[Array, "B Z V"] | None  # the draft's, after temperature, top-k and top-p
-    log_prob_row: Int[Array, " N"]  # row of `log_probs` that a node's children were drawn from; -1
-    finite: Bool[Array, " B"]  # False: the draft's logits were not finite, the row fails
+    log_probs: Float32[Array, "B Z V"] | None
+    log_prob_row: Int[Array, " N"]
+    finite: Bool[Array, " B"]
 
 
 class Verdict(NamedTuple):
-    """A verifier's decision: a root-to-node path and the token after it."""
+    """A verifier's decision: a root-to-node path and the token after it.
 
-    last: Int[Array, " B"]  # the path's last node; 0 accepts no draft, -1 is a row that has ended
+    Attributes:
+        last: the path's last node; 0 accepts no draft. The loop sets -1 for rows that have ended.
+        num_accepted: drafts on the path, which is the depth of `last`.
+        next_token: the target's token after the path.
+    """
+
+    last: Int[Array, " B"]
     num_accepted: Int[Array, " B"]
-    next_token: Int[Array, " B"]  # from the target, after the path
+    next_token: Int[Array, " B"]
 
 
 @typing.no_type_check  # jax unflattens it with leaves that are no arrays, as when it lowers
@@ -42,14 +58,14 @@ class Verdict(NamedTuple):
 class Sampling:
     """How logits become probabilities, the same for draft and target.
 
-    The arrays have one entry a row. The flags are static: programs differ by them.
+    The arrays have one entry per row. The flags are static: each value compiles its own program.
 
     Attributes:
         temperature: above 0 unless `temperature_is_zero`.
         top_k: 0 keeps all tokens.
         top_p: 1 keeps all tokens.
-        temperature_is_zero: of all rows; the target's best token is the only one possible.
-        use_top_k_or_top_p: False skips the sort that they need.
+        temperature_is_zero: for all rows; the target's best token is the only one possible.
+        use_top_k_or_top_p: False skips the sort that both filters need.
     """
 
     temperature: Float32[Array, " B"]
@@ -60,14 +76,14 @@ class Sampling:
 
 
 class Limits(NamedTuple):
-    """When a row ends. Arrays, so that one compiled loop serves any of them."""
+    """When a row ends. Arrays, so that one compiled loop serves all values."""
 
     max_new_tokens: Int[Array, " B"]
-    eos_tokens: Int[Array, "B Y"]  # any of them ends the row; -1: none
+    eos_tokens: Int[Array, "B Y"]  # any of them ends the row; padded with -1
 
 
 class Statistics(NamedTuple):
-    """Counts since the start of the generation."""
+    """Counts since the start of the generation, per row."""
 
     target_calls: Int[Array, " B"]
     emitted: Int[Array, " B"]
@@ -77,16 +93,16 @@ class Statistics(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-    """All that a decode step reads and writes; the loop donates it. Each row has its own."""
+    """Everything that a decode step reads and writes. The loop donates it."""
 
     context: Context
     emitted: Int[Array, " B"]  # new tokens so far
     done: Bool[Array, " B"]
-    failed: Int[Array, " B"]  # 0, or a code of `loop`: whose logits were not finite
+    failed: Int[Array, " B"]  # 0, `TARGET_FAILED` or `DRAFT_FAILED`: logits were not finite
     cache: Cache  # the target's, before `pending` is replayed
     pending: Pending
     path: Path  # accepted in the previous tree, replayed by the next step (STree, algorithm 1)
-    drafter: Any  # the drafter's own state
-    keys: Key[Array, " B"]  # one stream a row
-    step: Int[Array, " B"]  # of the row; keys are folded with it
+    drafter: Any  # the drafter's state
+    keys: Key[Array, " B"]  # one random stream per row
+    step: Int[Array, " B"]  # steps so far; folded into the keys
     statistics: Statistics

@@ -1,4 +1,4 @@
-"""A layer of the stack: its pre-norm and its mixer, and what every mixer can do."""
+"""A layer of the stack, which is a pre-norm and a mixer; and the protocol of mixers."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,7 +21,7 @@ from stree_jax.tree import Tree
 
 @runtime_checkable
 class Mixer(Protocol):
-    """What a layer of any kind does. Only the mixer itself looks into its cache and its pending."""
+    """A layer of any kind. Its cache and its pending record are opaque to everything else."""
 
     def __call__(
         self, u: Array, cache: Any, valid: Bool[Array, "B T"], lengths: Lengths

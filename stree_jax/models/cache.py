@@ -1,8 +1,9 @@
 """What a model carries from step to step, and the functions that own its shapes.
 
-A cache has seen every token but the last emitted one: that token is the root of the next tree. A
-forward over a tree leaves the cache as it is and returns a *pending* record; replaying one path of
-that record is what advances the cache (activation replay, STree section 3).
+A cache has read every token but the last emitted one, which is the root of the next tree. A forward
+pass over a tree does not write the tree to the cache. It returns a *pending* record, and replaying
+one path of that record advances the cache (activation replay, STree: Wu et al., 2025,
+arXiv:2505.14969, section 3).
 """
 
 from collections.abc import Callable
@@ -20,42 +21,42 @@ from stree_jax.tree import Tree
 
 
 class Mamba2Cache(NamedTuple):
-    """What a Mamba-2 layer keeps of the tokens before the root."""
+    """Cache of a Mamba-2 layer: the tokens before the root."""
 
     ssm: Float32[Array, "B H P S"]
     conv: Float[Array, "B J C"]  # the last J = K - 1 conv inputs, oldest first
 
 
 class AttentionCache(NamedTuple):
-    """What an attention layer keeps of the tokens before the root."""
+    """Cache of an attention layer: the tokens before the root."""
 
     kv: KVCache
     conv: Float[Array, "B J C"] | None  # as Mamba-2's; None if there is no convolution
 
 
 class AttentionPending(NamedTuple):
-    """What an attention layer needs to advance along any path of a tree of N nodes."""
+    """Pending record of an attention layer: it can advance along any path of a tree of N nodes."""
 
     kv: NodeKV
     conv_input: Float[Array, "B N C"] | None
 
 
 class ParallelCache(NamedTuple):
-    """What a layer with Mamba-2 and attention side by side keeps."""
+    """Cache of a layer with Mamba-2 and attention in parallel."""
 
     mamba2: Mamba2Cache
     attention: AttentionCache
 
 
 class ParallelPending(NamedTuple):
-    """What it needs to advance."""
+    """Pending record of a layer with Mamba-2 and attention in parallel."""
 
     mamba2: Mamba2Pending
     attention: AttentionPending
 
 
 class Nothing(NamedTuple):
-    """What a layer without memory, an MLP, keeps and needs."""
+    """Cache and pending record of a layer without memory, such as an MLP."""
 
 
 # One entry a layer.
@@ -107,7 +108,7 @@ def init_cache(config: ModelConfig, batch: int, max_length: int, dtype: DTypeLik
     Args:
         config: the model's.
         batch: rows.
-        max_length: places of the attention layers; Mamba-2 layers are the same size for any length.
+        max_length: entries of the attention layers; Mamba-2 caches have one size for all lengths.
         dtype: of the weights.
     """
 

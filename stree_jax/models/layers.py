@@ -1,4 +1,4 @@
-"""Small pieces that blocks share."""
+"""Projections and convolutions that mixers share."""
 
 import jax.numpy as jnp
 from flax import nnx

@@ -35,9 +35,9 @@ class HybridLM(nnx.Module):
     jitted function as an argument; closing over it would bake its weights into the program.
 
     Args:
-        config: its shape.
+        config: the layers.
         dtype: of the weights and activations, float32 or bfloat16. The SSM state, the decays and
-            the logits are float32 whatever it is.
+            the logits are float32 in both cases.
         rngs: for initialisation.
         implementation: of the kernels: "xla", "pallas" or "pallas_interpret" (see
             `pallas_kernels.dispatch`); None: the fastest that runs on the device.
@@ -95,7 +95,7 @@ class HybridLM(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
     ) -> tuple[nnx.GraphDef, dict]:
-        """A model without weights: its structure, and the shape and type of each weight by name.
+        """A model without weights: its structure, and the shape and dtype of each weight by name.
 
         `nnx.merge(structure, weights)` makes it a model.
         """
@@ -112,10 +112,9 @@ class HybridLM(nnx.Module):
         return self.logits(self._final_norm(hidden))
 
     def init_cache(self, batch: int, max_length: int) -> Cache:
-        """The cache before the first token, with places for `max_length` tokens.
+        """The cache before the first token, with `max_length` entries in attention layers.
 
-        Only attention layers have places. A row that gets more tokens than places gives NaN from
-        then on, never a wrong number.
+        A row with more tokens than entries gives NaN from then on, never a wrong number.
         """
         return init_cache(self.config, batch, max_length, self.dtype)
 
@@ -131,8 +130,8 @@ class HybridLM(nnx.Module):
         Args:
             tokens: any valid ids on the padding.
             lengths: real tokens of each row, 0 to T; a row of length 0 keeps its cache.
-            cache: what came before, with places for these tokens too; None: nothing, and places for
-                these T tokens only.
+            cache: of the tokens before, with free entries for these; None: there are none, and the
+                new cache has entries for these T tokens only.
 
         Returns:
             Logits after the last real token of each row (meaningless for length 0), and the cache.
@@ -177,16 +176,15 @@ class HybridLM(nnx.Module):
         Args:
             tokens: tokens of the query nodes.
             tree: all N nodes so far; with `Q == N` the whole tree.
-            cache: what came before the root.
+            cache: of the tokens before the root; with `replay`, before the previous tree's root.
             replay: the previous tree's pending record and accepted path, which advance `cache`
                 first.
             prefix_pending: pending record of the first `N - Q` nodes, when a tree grows level by
                 level.
 
         Returns:
-            Hidden states of the query nodes after the final norm, in the model's type, which
-            `logits` takes; the pending record of all N nodes; and the (replayed) cache before the
-            root.
+            Hidden states of the query nodes after the final norm, in the model's dtype, which
+            `logits` takes; the pending record of all N nodes; and the cache before the root.
         """
         with jax.named_scope("tree_forward"):
             num_layers = len(self.blocks)

@@ -190,22 +190,24 @@ class Mamba2Mixer(nnx.Module):
         )
         D = self.D[...]
         D = D.reshape(c.num_heads, c.head_dim) if c.d_per_channel else D
-        arguments = (pending.x, pending.dt, self.A_log[...], pending.B, C, D)
-        arguments = (*arguments, cache.ssm, tree.ancestor_mask)
-        options = dict(
-            gate=self._gate(projected), A_is_log=True, implementation=self.implementation
-        )
+        gate = self._gate(projected)
+        nodes = (pending.x, pending.dt, self.A_log[...], pending.B, C, D)
+        arguments = (*nodes, cache.ssm, tree.ancestor_mask)
+        y: Array | DeferredRMSNorm
         if replay is None:
-            y, ssm = tree_scan(*arguments, **options), cache.ssm
+            y = tree_scan(*arguments, gate=gate, A_is_log=True, implementation=self.implementation)
+            ssm = cache.ssm
         else:
             old = (replay.pending.x, replay.pending.dt, replay.pending.B, replay.path.mask)
-            y, ssm = replay_tree_scan(*old, *arguments, **options)
+            y, ssm = replay_tree_scan(
+                *(*old, *arguments), gate=gate, A_is_log=True, implementation=self.implementation
+            )
         output: Array | DeferredRMSNorm
         if isinstance(y, DeferredRMSNorm):
             output = dataclasses.replace(y, value=self._project_out(y.value, projected))
         else:
             y = y.reshape(*y.shape[:2], -1)
-            if options["gate"] is None:
+            if gate is None:
                 y = self._gated_norm(y, projected, self.implementation)
             output = self._project_out(y, projected)
         return output, pending, Mamba2Cache(ssm, conv_state)

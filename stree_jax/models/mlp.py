@@ -1,4 +1,4 @@
-"""MLPs with the interface of a mixer, for stacks in which they are layers of their own."""
+"""MLPs with the interface of a mixer: a layer of their own in the stack."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -12,7 +12,7 @@ from stree_jax.models.layers import linear
 
 
 class Pointwise(nnx.Module):
-    """A mixer whose positions do not see each other: nothing to mask, to keep or to replay."""
+    """A mixer that computes each position alone: no mask, an empty cache, replay is a no-op."""
 
     def apply(self, u: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         """The function of one position."""

@@ -15,7 +15,7 @@ from stree_jax.models.mlp import Mlp, Pointwise
 
 
 class MixtureOfExperts(Pointwise):
-    """The weighted sum of a token's best experts, plus the expert that all tokens use.
+    """The weighted sum of a token's chosen experts, plus an expert that all tokens use.
 
     Args:
         config: its shape.
@@ -23,7 +23,7 @@ class MixtureOfExperts(Pointwise):
         dtype: of the weights; the router computes in float32.
         rngs: for initialisation.
         out_scale: scales the initial output projections, for deep stacks.
-        implementation: of the kernel, see `pallas_kernels.dispatch`.
+        implementation: of `expert_mlps`, see `pallas_kernels.dispatch`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class MixtureOfExperts(Pointwise):
     def _route(
         self, tokens: Float[Array, "tokens M"]
     ) -> tuple[Float[Array, "tokens A"], Int[Array, "tokens A"]]:
-        """Each token's experts and their weights, in float32."""
+        """The weights of each token's `A` experts, in float32, and which experts they are."""
         c = self.config
         scores = contract("nm,me->ne", tokens.astype(jnp.float32), self.router[...])
         if self.correction is None:

@@ -1,4 +1,4 @@
-"""Mamba-2 and attention side by side, as in Falcon-H1: same input, outputs summed."""
+"""Mamba-2 and attention in parallel, as in Falcon-H1: same input, outputs summed."""
 
 from flax import nnx
 

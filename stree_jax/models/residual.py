@@ -11,10 +11,10 @@ from stree_jax.models.block import Block
 
 
 class ResidualStream:
-    """Feeds each layer its normed input and collects its output.
+    """Gives each layer its normed input and takes its output.
 
-    A layer's output is not added at once: the sum and the norm before the next layer are one
-    launch (`add_rms_norm`).
+    A layer's output is added when the next layer reads: the sum and the next norm are one launch
+    (`add_rms_norm`).
 
     Args:
         embedded: the token embeddings `[B, T, M]`, in the type of the stream.

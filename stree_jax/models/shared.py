@@ -1,8 +1,8 @@
 """Transformer blocks that several layers share, each with adapters of its own (Zamba2).
 
-x = norm(stream beside embedding)
-y = mlp(norm(attention(x)))          no residuals in between
-out_proj(y)                          to the next layer's input
+x = norm(concat(stream, embedding))
+y = mlp(norm(attention(x)))          no residual connections
+out_proj(y)                          added to the next layer's input
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ class Adapter(nnx.Module):
 
 
 class SharedLayer(nnx.Module):
-    """What a layer that uses a shared block has for itself."""
+    """The weights of a layer that uses a shared block: adapters and output projection."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_scale: float):
         attention, mlp, shared = config.attention, config.mlp, config.shared
@@ -83,7 +83,7 @@ class SharedLayer(nnx.Module):
         )
 
     def using(self, transformer: SharedTransformer) -> "AdaptedTransformer":
-        """The mixer that this layer is, with the weights that it shares."""
+        """This layer as a mixer, with the shared weights."""
         return AdaptedTransformer(self, transformer)
 
 
@@ -91,7 +91,7 @@ class SharedLayer(nnx.Module):
 class AdaptedTransformer:
     """A shared block as one layer uses it; see `Mamba2Mixer` for the methods.
 
-    Inputs are the residual stream and the embedding side by side, `I = 2 M`, not yet normed.
+    Its input is the residual stream concatenated with the embedding, `I = 2 M`, not normed.
     """
 
     layer: SharedLayer

@@ -129,7 +129,7 @@ def test_an_attention_moves_only_what_is_filled():
     assert checks.bytes_moved(case, operands) == sum(sizes) - 2 * 20 * place
 
     # Three nodes fewer each; keys and values are results, too, but only the path of them is new.
-    case = CASES[tree_attention.LAYER]
+    case = CASES["tree_attention_layer"]
     operands = case.operands(problem)
     _, *results, _, _ = jax.eval_shape(
         functools.partial(case.function, implementation="xla"), *operands

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 
 from benchmarks.cases import CASES
 from benchmarks.cases.base import Problem
-from benchmarks.gpu import spaces, tune
+from benchmarks.gpu import tune
 from pallas_kernels import gated_rms_norm, tuning
 from pallas_kernels.ssd import config
 
@@ -86,51 +87,31 @@ def test_every_space_is_that_of_its_kernel():
                 assert space.case(problem) in space.defaults
 
 
-def test_attention_is_tuned_also_where_one_program_has_a_cache():
-    for name, space in tune.SPACES.items():
-        if not CASES[space.timed].has_cache:
-            continue
-        problems = [problem for _, problem in tune.problems_of(name, (1, 64), 1, tiny=False)]
-        assert {space.case(problem) for problem in problems} == set(space.defaults)
-        (short,) = {p.capacity for p in problems if space.case(p) == spaces.ONE_SHARE}
-        blocks = space.defaults[spaces.ONE_SHARE].block_sizes(
-            num_rows=1, num_groups=1, capacity=short
-        )
-        assert blocks.splits == 1
-
-
-def test_a_choice_for_several_shares_is_out_where_it_gives_one():
-    """Where programs are many: with 16 rows there are four times as many as with 64."""
-    shape = CASES["tree_attention"].shapes["MambaInLlama-8B"]
-    problem = Problem(shape, 64, "bfloat16", 1, 4096)
-    operands = jax.eval_shape(lambda: CASES["tree_attention"].operands(problem))
-    choice = tune.SPACES["tree_attention"].defaults["bfloat16"]
-    for rows, fits in ((64, True), (16, False)):
-        run = functools.partial(
-            CASES["tree_attention"].with_blocks,
-            blocks=dataclasses.replace(choice, rows=rows),
-            interpret=True,
-        )
-        if fits:
-            jax.eval_shape(run, *operands)
-        else:
-            with pytest.raises(ValueError, match="one split, which has a case of its own"):
-                jax.eval_shape(run, *operands)
-
-
-def test_a_fixed_field_is_not_tried(monkeypatch):
+def test_attention_is_tuned_in_all_cases(monkeypatch):
     timer = tune.Timer(interpret=True, count=1, rounds=1)
     monkeypatch.setattr(
         tune.Timer, "microseconds", lambda self, case, problem, candidates: [1.0] * len(candidates)
     )
-    name = "tree_attention"
-    problems = tune.problems_of(name, (64,), 1, tiny=False)
-    best, rows = tune.tune(name, problems, timer=timer)
-    tried: dict[str, set[int]] = {case: set() for case in best}
-    for row in rows:
-        tried[row["case"]].add(row["blocks"]["busy_warps"])
-    assert tried[spaces.ONE_SHARE] == {1}
-    assert all(len(values) > 1 for case, values in tried.items() if case != spaces.ONE_SHARE)
+    for name, space in tune.SPACES.items():
+        if not CASES[space.timed].has_cache:
+            continue
+        best, rows = tune.tune(name, tune.problems_of(name, (1, 64), 1, tiny=False), timer=timer)
+        assert best == {case: dataclasses.asdict(choice) for case, choice in space.defaults.items()}
+        for case, field in itertools.product(best, space.values):
+            tried = {row["blocks"][field] for row in rows if row["case"] == case}
+            assert tried == {best[case][field], *space.values[field]}
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_a_choice_gives_block_sizes(rows):
+    """With 16 rows there are four times as many programs as with 64."""
+    case = CASES["tree_attention"]
+    problem = Problem(case.shapes["MambaInLlama-8B"], 64, "bfloat16", 1, 4096)
+    choice = tune.SPACES["tree_attention"].defaults["bfloat16"]
+    run = functools.partial(
+        case.with_blocks, blocks=dataclasses.replace(choice, rows=rows), interpret=True
+    )
+    jax.eval_shape(run, *jax.eval_shape(lambda: case.operands(problem)))
 
 
 def test_the_shipped_tables_can_be_read():

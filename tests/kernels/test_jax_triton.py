@@ -6,9 +6,10 @@ import os
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import dispatch
+from pallas_kernels import Gate, dispatch, tree_scan
 from pallas_kernels.tree_scan import jax_triton_versions
 from tests.kernels.cases import CASES
 from tests.kernels.test_dispatch import small_replay
@@ -55,6 +56,19 @@ def test_it_is_refused_for_other_ops_and_shapes(monkeypatch):
     others = {"jax_triton": jax_triton_versions.obstacle}
     assert dispatch.choose("replay", "jax_triton", None, others=others) == "jax_triton"
     assert dispatch.choose("replay", None, None, others=others) == "xla"
+    x, B, state = jnp.ones((1, 1, 1, 16)), jnp.ones((1, 1, 1, 16)), jnp.ones((1, 1, 16, 16))
+    tree = (
+        x,
+        jnp.ones((1, 1, 1)),
+        -jnp.ones(1),
+        B,
+        B,
+        jnp.ones(1),
+        state,
+        jnp.ones((1, 1, 1), bool),
+    )
+    with pytest.raises(ValueError, match="kernel of tree_scan has no gate; use 'xla'"):
+        tree_scan(*tree, gate=Gate(x[:, :, 0]), implementation="jax_triton")
 
 
 def run(what, **environment):

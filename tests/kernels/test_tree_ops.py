@@ -128,8 +128,8 @@ def replayed_and_scanned(case, implementation):
     return error, relative_error(state, true_state)
 
 
-# The kernel's parts are those of the two others, tested on all cases: what differs between the
-# trees, and what the whole state in registers could get wrong, is what is left.
+# `tree_scan` and `replay`, tested on all cases, are the same kernel: these cases have trees of
+# different sizes, several blocks, and states that both halves use.
 FUSED = [
     *("root only", "newest level", "groups", "padded nodes", "blocks of nodes"),
     *("three rows, one with an empty path", "large time steps", "bf16, many nodes"),
@@ -146,7 +146,7 @@ def test_replay_tree_scan(case, implementation):
     assert error <= 1.5 * xla_error + 1e-7
 
 
-# Those that differ to a convolution, in turn without the activation and with it.
+# Cases that differ for a convolution, in turn without the activation and with it.
 CONVOLVED = [
     *("root only", "two nodes", "tree", "newest level", "a group a head", "blocks of nodes"),
     *("bf16", "bf16, many nodes"),

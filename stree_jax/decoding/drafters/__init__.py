@@ -1,4 +1,4 @@
-"""What proposes draft trees: the protocol, and the built-in drafters."""
+"""Drafters propose trees of tokens: the protocol, and the built-in drafters."""
 
 from stree_jax.decoding.drafters.base import Drafter, root_only, root_token
 from stree_jax.decoding.drafters.beam import BeamDrafter

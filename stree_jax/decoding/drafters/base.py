@@ -11,32 +11,59 @@ from stree_jax.tree import TreeTopology
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes draft trees inside the decode loop.
+    """Proposes draft trees inside the decode loop: `generate(drafter=...)` takes any object of it.
 
-    A drafter is a pytree (weights are leaves, settings are part of its structure; an `nnx.Module`
-    is one) with methods that change nothing: what it remembers between steps is the state that they
-    take and return, a pytree of arrays with the batch axis first. All but the first two methods
-    are traced.
+    A drafter is a pytree, such as a `flax.nnx.Module`. Its array leaves are traced; its settings
+    are part of the tree structure, so a program is compiled for each value of them.
+
+    No method changes the drafter. What it remembers between steps is a *state*: a pytree of arrays
+    with the batch axis first, or None. `prepare` makes it, `propose` and `commit` take it and
+    return it with the same structure, shapes and dtypes. The loop donates it, so `prepare` must
+    return arrays of its own: none twice, and none that the drafter or the context holds.
+
+    Order of calls:
+
+        default_topology, child_sampling     in Python, before anything is compiled
+        prepare                              once, not traced by the loop
+        propose, commit                      every step, traced
+
+    Rows are independent: what a row drafts depends on its own tokens, state and key alone.
+
+    `docs/extending.md` explains each method, `examples/own_drafter.py` is one.
     """
 
     def default_topology(self) -> TreeTopology:
-        """The tree to use when the user names none."""
+        """The draft tree when the user names none."""
         ...
 
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
-        """How siblings are chosen, one of `CHILD_SAMPLING`; the verifier must be exact for it.
+        """How the children of a node are chosen.
 
-        "top_k" stands for any choice that does not depend on random numbers.
+        Verifiers decide by this name whether they are exact, so it must be true:
+
+            "top_k"                 any choice without random numbers
+            "iid"                   independent samples of the draft's distribution
+            "without_replacement"   samples of it, all different, in the order drawn
+
+        Any other name is accepted by the verifiers that follow the target ("greedy",
+        "target_only") and refused by the other built-in ones.
+
+        Args:
+            topology: the draft tree, nodes in level order.
+            temperature_is_zero: the target's best token is the only one possible.
 
         Raises:
-            ValueError: the drafter's settings do not work at this temperature.
+            ValueError: the drafter cannot fill this topology, or not at this temperature.
         """
         ...
 
     def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> Any:
-        """The state before the first step. The context's last token, the root, is not read yet.
+        """The state before the first step.
 
-        No row will have more than `max_length` tokens, prompt included.
+        Args:
+            context: the prompts. The last token of each is the root of the first tree.
+            topology: of every tree of this generation, nodes in level order.
+            max_length: no row gets more tokens than this, prompt included.
         """
         ...
 
@@ -48,7 +75,19 @@ class Drafter(Protocol):
         sampling: Sampling,
         topology: TreeTopology,
     ) -> tuple[DraftTree, Any]:
-        """Grows a tree below the context's last token. `topology` has its nodes in level order."""
+        """Grows a tree below each row's last token.
+
+        Args:
+            state: from `prepare` or `commit`.
+            context: the text so far; its last token is the root.
+            keys: one per row and step. Split a key before using it twice.
+            sampling: how logits become probabilities (`token_log_probs`), as for the target.
+            topology: sizes and, for a static tree, the shape: `topology.tree(valid)`. A tree of
+                another shape needs `topology.num_nodes` nodes and at most `topology.depth` levels.
+
+        Returns:
+            The draft tree and the state. Rows may lack nodes: these are not `valid`.
+        """
         ...
 
     def commit(
@@ -64,11 +103,14 @@ class Drafter(Protocol):
         Args:
             state: from `propose`.
             draft: the tree that was verified.
-            verdict: the path after any cut by the end of a row; `last` is -1 for rows that have
-                ended.
+            verdict: the accepted path, already cut at the end of sequence and at the token limit;
+                `last` is -1 for rows that have ended, whose state must stay valid.
             topology: of the tree.
-            hidden: the target's hidden state at `verdict.last`, after its final norm; anything for
-                rows that have ended.
+            hidden: the target's hidden state at `verdict.last` after its final norm, in the
+                target's dtype; meaningless for rows that have ended.
+
+        Returns:
+            The state for the next `propose`.
         """
         ...
 

@@ -22,15 +22,14 @@ from stree_jax.tree import Tree, TreeTopology
 class BeamDrafter(ModelDrafter):
     """A draft model that grows a tree by beam search, from one state.
 
-    A level of the tree is one step of the search: of all continuations of the level above, the most
-    probable *paths*, best first. Tokens stay in the tree although their beam is given up later: `M`
-    beams and `N` steps are `1 + M N` nodes. The topology tells how many nodes each level has, as
-    `TreeTopology.beam(M, N)` does; how they connect is data.
+    A level of the tree is one step of the search: the most probable *paths* among all continuations
+    of the level above, best first. Tokens stay in the tree when their beam is dropped later, so w
+    beams and n steps are 1 + w n nodes. The topology, such as `TreeTopology.beam(w, n)`, gives the
+    number of nodes of each level; how they connect is data.
 
-    The choice is deterministic and by the model's own probabilities, whatever the temperature, so
-    only verifiers that follow the target take it: "greedy" and "target_only". Of paths that are
-    equally probable the one from the earlier beam, then the one with the lower token id, comes
-    first.
+    The search is deterministic and uses the model's probabilities at temperature 1, whatever the
+    temperature is, so only verifiers that follow the target accept it: "greedy" and "target_only".
+    Among equally probable paths the earlier beam comes first, then the lower token id.
 
     Args:
         model: any model with the target's vocabulary.
@@ -43,7 +42,7 @@ class BeamDrafter(ModelDrafter):
         super().__init__(model, child_sampling="top_k")
 
     def default_topology(self) -> TreeTopology:
-        """Three beams for four steps: as many nodes a level as the paper's main static tree."""
+        """Three beams for four steps: the level sizes of the paper's tree A."""
         return TreeTopology.beam(3, 4)
 
     def propose(
@@ -117,25 +116,25 @@ class BeamDrafter(ModelDrafter):
         )
 
     def _num_read(self, topology: TreeTopology) -> int:
-        """All nodes but the last level's: beams that are given up have been read, too."""
+        """All nodes but the last level's, those of dropped beams included."""
         return topology.num_nodes - _widths(topology)[-1]
 
 
 def best_continuations(
-    score: Float32[Array, "B M"], logits: Float[Array, "B M V"], count: int
-) -> tuple[Float32[Array, "B W"], Int[Array, "B W"], Int[Array, "B W"]]:
+    score: Float32[Array, "B beams"], logits: Float[Array, "B beams V"], count: int
+) -> tuple[Float32[Array, "B kept"], Int[Array, "B kept"], Int[Array, "B kept"]]:
     """One step of beam search.
 
     Args:
         score: log-probability of each beam.
         logits: of the token after it.
-        count: beams `W` to keep; at most `M * V`.
+        count: continuations to keep, at most `beams * V`.
 
     Returns:
-        Of the `W` best continuations, best first: log-probability, the beam they continue, and the
-        token that they add. A continuation that is impossible has log-probability `-inf`.
+        The `count` best continuations, best first: log-probability, the beam that each continues,
+        and the token that it adds. Impossible continuations have log-probability `-inf`.
     """
-    # A beam has at most `count` of the best, so that the second sort is a small one.
+    # At most `count` of the best continue one beam, so the second sort is small.
     best, tokens = lax.top_k(logits, min(count, logits.shape[-1]))
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     scores = score[..., None] + (best - total).astype(jnp.float32)
@@ -145,8 +144,8 @@ def best_continuations(
     return kept, chosen.astype(jnp.int32) // per_beam, added.astype(jnp.int32)
 
 
-def append(tree: Tree, parents: Int[Array, "B W"], valid: Bool[Array, "B W"]) -> Tree:
-    """The tree with `W` more nodes, children of nodes that it has."""
+def append(tree: Tree, parents: Int[Array, "B added"], valid: Bool[Array, "B added"]) -> Tree:
+    """The tree with more nodes, whose parents are nodes that it has."""
     batch, num_nodes = tree.parents.shape
     num_new = parents.shape[1]
     above = jnp.take_along_axis(tree.ancestor_mask, parents[..., None], axis=1)
@@ -163,7 +162,7 @@ def append(tree: Tree, parents: Int[Array, "B W"], valid: Bool[Array, "B W"]) ->
 
 
 def _widths(topology: TreeTopology) -> list[int]:
-    """Nodes of each level, the root's first."""
+    """Number of nodes of each level, the root's first."""
     return [topology.depths.count(depth) for depth in range(topology.depth + 1)]
 
 

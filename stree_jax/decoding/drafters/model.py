@@ -1,4 +1,4 @@
-"""Drafting with a small model that grows a tree level by level, from one state."""
+"""Drafting with a small model: a static tree, level by level, from one state."""
 
 from typing import NamedTuple
 
@@ -23,9 +23,9 @@ class ModelDraftState(NamedTuple):
     """What a draft model carries between steps.
 
     The draft model never runs the leaves of its tree. When the accepted path ends in a leaf, that
-    token is unread: the *catch-up* token, run together with the next root. So the draft model's own
-    tree has the catch-up token as node 0 (a node of no consequence when there is nothing to catch
-    up on), and then the topology's inner nodes.
+    token is unread. It is the *catch-up* token, which is run together with the next root. So the
+    draft model's own tree has the catch-up token as node 0 (not valid if there is none), then the
+    topology's inner nodes.
     """
 
     cache: Cache
@@ -36,7 +36,7 @@ class ModelDraftState(NamedTuple):
 
 
 class ModelDrafter(nnx.Module):
-    """A draft model that grows a tree level by level, from one state.
+    """A draft model that fills a static tree level by level, from one state.
 
     Args:
         model: any model with the target's vocabulary.
@@ -174,7 +174,7 @@ class ModelDrafter(nnx.Module):
 
 
 class _Level(NamedTuple):
-    """How the nodes of one level give those of the next."""
+    """How the nodes of the next level follow from those of one level."""
 
     inner: list[int]  # its nodes with children
     width: int  # most children of any of them
@@ -185,7 +185,7 @@ class _Level(NamedTuple):
 
 
 def _levels(topology: TreeTopology) -> list[_Level]:
-    """The levels that have children, from the root's on."""
+    """The levels with children, top down."""
     levels = []
     for depth in range(topology.depth):
         nodes = [n for n in range(topology.num_nodes) if topology.depths[n] == depth]

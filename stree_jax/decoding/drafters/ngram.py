@@ -1,4 +1,4 @@
-"""Drafting by prompt lookup: no model, only the text so far."""
+"""Drafting by prompt lookup: no draft model, only the text so far."""
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +10,14 @@ from stree_jax.tree import TreeTopology
 
 
 class NgramDrafter(nnx.Module):
-    """Prompt lookup: what followed the same few tokens earlier in the prompt or the output.
+    """Prompt lookup: drafts what followed the same tokens earlier in the prompt or the output.
 
-    A node's children are the different tokens that followed the last tokens of its path, those
-    after the longest match first, and the latest of these first. Trees are therefore ragged: where
-    nothing matches there are fewer drafts, or none.
+    A node's children are the different tokens that followed the last tokens of its path, longest
+    match first, then latest. Where nothing matches a tree has fewer nodes, or only its root.
 
     Args:
-        max_match: longest match that is looked for, in tokens.
-        min_match: shortest match that counts.
+        max_match: longest match that is searched for, in tokens.
+        min_match: shortest match that counts, in tokens.
 
     Raises:
         ValueError: not integers with `1 <= min_match <= max_match`.
@@ -35,7 +34,7 @@ class NgramDrafter(nnx.Module):
         self.min_match = min_match
 
     def default_topology(self) -> TreeTopology:
-        """One chain: a match is usually right for several tokens, or not at all."""
+        """A chain of 4: a match is usually right for several tokens, or for none."""
         return TreeTopology.chain(4)
 
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
@@ -43,7 +42,7 @@ class NgramDrafter(nnx.Module):
         return "top_k"
 
     def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> None:
-        """See `Drafter`. All there is to remember is in the context."""
+        """See `Drafter`. The context has everything, so there is no state."""
 
     def propose(
         self,

@@ -1,4 +1,4 @@
-"""Verification rules. `VERIFIERS` maps the names that `generate` takes to the built-in ones."""
+"""Verification rules: the protocol, and the built-in rules by name in `VERIFIERS`."""
 
 from stree_jax.decoding.verifiers.base import CHILD_SAMPLING, Verifier
 from stree_jax.decoding.verifiers.following import Following, follow

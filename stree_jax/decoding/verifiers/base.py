@@ -6,17 +6,20 @@ from stree_jax.array_types import Array, Float32, Key
 from stree_jax.decoding.types import DraftTree, Sampling, Verdict
 from stree_jax.tree import TreeTopology
 
-# How a drafter chooses the children of a node: its best tokens, or tokens drawn from its
-# distribution. A verifier is exact for some of these.
+# How a drafter chooses the children of a node, see `Drafter.child_sampling`. A rule that compares
+# draft and target probabilities is exact for one of these only.
 CHILD_SAMPLING = ("top_k", "iid", "without_replacement")
 
 
 @runtime_checkable
 class Verifier(Protocol):
-    """A verification rule, traced into the decode loop.
+    """A verification rule: `generate(verifier=...)` takes any object of it.
 
-    Hashable and immutable: a compiled program depends on it. `generate(verifier=...)` takes any
-    object with these methods, such as one that wraps a built-in of `VERIFIERS` and delegates.
+    Immutable and hashable, such as a frozen dataclass without arrays: it is part of the compilation
+    key. Two that are equal share a program, so equal ones must compute the same.
+
+    A rule may wrap a built-in one of `VERIFIERS` and delegate to it. `docs/extending.md` explains
+    what is static and what is traced; `examples/own_verifier.py` is one.
     """
 
     @property
@@ -27,15 +30,19 @@ class Verifier(Protocol):
     def check(
         self, child_sampling: str, topology: TreeTopology, *, temperature_is_zero: bool
     ) -> None:
-        """Refuses a pairing whose output would not be the target's. Called before compilation.
+        """Refuses every pairing whose output would not be the target's.
+
+        Called in Python, before anything is compiled.
 
         Args:
-            child_sampling: the drafter's, one of `CHILD_SAMPLING` or a name of its own.
-            topology: of the draft tree, nodes in level order.
+            child_sampling: how the drafter chooses siblings: one of `CHILD_SAMPLING`, or a name of
+                the drafter's own, which a rule that reads `draft.log_probs` must refuse.
+            topology: the draft tree, nodes in level order.
             temperature_is_zero: the target's best token is the only one possible.
 
         Raises:
-            ValueError: naming the pairing and what to use instead.
+            ValueError: the output would not be the target's. The message names the pairing and what
+                to use instead.
         """
         ...
 
@@ -49,14 +56,21 @@ class Verifier(Protocol):
         *,
         topology: TreeTopology,
     ) -> Verdict:
-        """Picks a path of each row's tree, and the token after it.
+        """Picks a root-to-node path of each row's tree, and the token after it. Traced.
 
         Args:
-            keys: one a row, for this step.
-            draft: the tree; where rows have fewer nodes, `draft.tree.valid` is False.
-            logits: the target's at every node, without vocabulary padding.
-            sampling: temperature, top-k and top-p of each row.
-            noise: noise that the drafter shared; None: it shared none.
-            topology: of the tree, nodes in level order.
+            keys: one per row and step. Split a key before using it twice.
+            draft: the tree. Nodes that are not `valid` do not exist and must not be accepted.
+                Siblings are in the order in which they were drawn, and may carry the same token.
+            logits: the target's after every node, without vocabulary padding; not filtered.
+            sampling: temperature, top-k and top-p of each row, and two static flags.
+            noise: None; reserved for noise that drafter and verifier share. Pass it on when
+                delegating.
+            topology: the draft tree, nodes in level order. A drafter may have chosen another shape
+                of the same size: `draft.tree` has the shape.
+
+        Returns:
+            The path and the token after it. The loop cuts the path at the end of sequence and at
+            the token limit, and ignores rows that have ended.
         """
         ...

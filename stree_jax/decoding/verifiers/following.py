@@ -1,6 +1,6 @@
-"""Verifiers that follow the target: one token at every node, and the child that carries it.
+"""Verifiers that choose one token per node from the target, and follow the child that has it.
 
-Exact for any tree and any drafter, because the drafts have no part in the choice.
+Exact for any tree and any drafter, because the drafts have no influence on the choice.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ from stree_jax.tree import TreeTopology
 
 @dataclasses.dataclass(frozen=True)
 class Following:
-    """Follows the target's choice: its best token at temperature 0, else a sample from it.
+    """Follows the target's best token at temperature 0, and a sample from the target above it.
 
     Attributes:
-        name: what users call it.
+        name: in `VERIFIERS`, and in messages.
         only_at_zero: refuse temperatures above 0.
     """
 
@@ -54,12 +54,20 @@ class Following:
 
 
 def follow(draft: DraftTree, chosen: Int[Array, "B N"]) -> Verdict:
-    """Follows, from the root on, the first child whose token is the one chosen at its parent."""
+    """Walks from the root down, each time to the first child that has its parent's chosen token.
+
+    Args:
+        draft: the tree; nodes that are not valid are not followed.
+        chosen: a token per node, chosen independently of the drafts.
+
+    Returns:
+        The path, and the token chosen at its last node.
+    """
     tree, tokens = draft.tree, draft.tokens
     nodes = jnp.arange(tokens.shape[1])
     at_parent = jnp.take_along_axis(chosen, jnp.maximum(tree.parents, 0), axis=1)
-    # Among siblings with the same token only the first counts: trying the second too, with a
-    # choice of its own below, would favour whichever goes deeper.
+    # Among siblings with the same token only the first counts. The second has a choice of its own
+    # below it, and taking whichever goes deeper would favour long paths.
     same = (
         (tree.parents[:, :, None] == tree.parents[:, None, :])
         & (tokens[:, :, None] == tokens[:, None, :])

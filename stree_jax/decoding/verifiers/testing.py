@@ -31,10 +31,10 @@ _TARGET_ONLY = Following("target_only")
 
 @dataclasses.dataclass(frozen=True)
 class Testing:
-    """Accepts by the ratio p / q, and so needs the draft's distributions.
+    """Accepts drafts by the ratio p / q, so the drafter must give its distributions.
 
     Attributes:
-        name: what users call it.
+        name: in `VERIFIERS`, and in messages.
         exact_for: the child sampling for which the output has the target's distribution.
         chains_only: refuse trees in which a node has two children.
     """
@@ -107,7 +107,7 @@ class Testing:
 
 
 class Walk(NamedTuple):
-    """One row's walk through its tree, with the odds of every test on the way."""
+    """One row's walk through its tree, with the odds of every test."""
 
     last: Int[Array, ""]
     probs: Float32[Array, " V"]  # what the token after `last` is drawn from
@@ -127,12 +127,13 @@ def try_children(
 ) -> Walk:
     """Tests children in the order drawn.
 
-    With replacement this is SpecInfer's multi-step speculative sampling, without it recursive
-    rejection sampling (RSD).
+    With replacement this is SpecInfer's multi-step speculative sampling (Miao et al., 2023,
+    arXiv:2305.09781), without it recursive rejection sampling (RSD; Jeon et al., 2024,
+    arXiv:2402.14160).
 
-    One pass over the nodes does: children come after their parent, so once the walk moves to a
-    node, its children are still ahead, and the siblings it left behind are no longer children of
-    where it stands.
+    One pass over the nodes is enough. Children come after their parent, so when the walk moves to a
+    node its children are still ahead, and the siblings it leaves behind are not children of the
+    current node.
 
     Args:
         uniforms: node i passes its test if `uniforms[i]` is below its odds.
@@ -140,21 +141,21 @@ def try_children(
         draft_log_probs, log_prob_row: the draft's distributions; the children of node i were drawn
             from `draft_log_probs[log_prob_row[i]]`.
         target_log_probs: the target's.
-        replace: children were drawn independently; False: a drawn token could not be drawn again,
-            so that after a rejection the draft's distribution loses it.
+        replace: children were drawn independently. False: a drawn token could not be drawn again,
+            so after a rejection the draft's distribution loses it.
     """
 
     def try_node(node, carry):
         at, p, log_q, tested, odds = carry
         token = tokens[node]
         is_child = (tree.parents[node] == at) & tree.valid[node]
-        # q stays in logs: at low temperature the second child is drawn by its logit although its
-        # probability is 0 in float32, and is likely once the first is out.
+        # q stays in logs: at low temperature the second child's probability is 0 in float32, but
+        # its logit decides once the first child is removed.
         ratio = jnp.exp(jnp.minimum(jnp.log(p[token]) - log_q[token], 0.0))
         accept = is_child & (uniforms[node] < ratio)
         residual = jnp.maximum(p - jnp.exp(log_q), 0.0)
         mass = residual.sum()
-        # p equals q: the token could not have been rejected but for rounding.
+        # If p equals q the residual is empty, and only rounding can have rejected the token.
         residual = jnp.where(mass > 0, residual / jnp.where(mass > 0, mass, 1.0), p)
         remaining = log_q if replace else _without(log_q, token)
         p = jnp.where(accept, jnp.exp(target_log_probs[node]), jnp.where(is_child, residual, p))
@@ -181,6 +182,6 @@ def try_children(
 
 
 def _without(log_probs: Array, token: Array) -> Array:
-    """The distribution given that it is not `token`; `-inf` if nothing else was possible."""
+    """The distribution given that it is not `token`; all `-inf` if nothing else was possible."""
     rest = log_probs.at[token].set(-jnp.inf)
     return jnp.where(jnp.isfinite(rest.max()), jax.nn.log_softmax(rest), -jnp.inf)
