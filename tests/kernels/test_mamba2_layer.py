@@ -69,7 +69,13 @@ CASES = (
     Case("repeated, bf16", REPEATED, nodes=20, replayed=20, bf16=True),
     Case("repeated, prefix", REPEATED, nodes=20, prefix=3),
     Case("heads normed alone", PLAIN, nodes=20, per_head=True),
-    Case("bf16, heads normed alone", REPEATED, nodes=20, per_head=True, bf16=True),
+    Case(
+        "bf16, heads normed alone",
+        dataclasses.replace(PLAIN, head_dim=64),
+        nodes=20,
+        per_head=True,
+        bf16=True,
+    ),
     Case(
         "parts of heads normed alone",
         dataclasses.replace(PLAIN, head_dim=128, state_size=128),
@@ -169,9 +175,9 @@ def layer(
     *,
     layout,
     gated,
-    per_head,
     norm_epsilon,
     implementation,
+    per_head=False,
 ):
     """What `Mamba2Mixer.tree` does between its projections."""
     conv_weight, conv_bias, dt_bias, A_log, D = weights
@@ -278,7 +284,7 @@ def test_the_layer(case, implementation):
     assert found["y"] < budget
     assert found["dt"] < BUDGET[False]
     assert found["ssm"] < STATE_BUDGET[case.bf16]
-    if case.normed:
+    if case.normed and not case.per_head:
         assert found["mean_squares"] < budget
     for name in found.keys() & {"y", "mean_squares"}:
         assert found[name] <= 1.5 * errors(case, "xla")[name] + 2e-7, name
