@@ -16,10 +16,13 @@ def limit(text: str) -> tuple[str, float]:
 def most_launches(rows: Sequence[Row]) -> dict[str, float]:
     """Launches of a layer of each kind, at most, with our kernels and products whole.
 
-    Layers that read a prompt are called `prompt-KIND`.
+    Layers that read a prompt are called `prompt-KIND`. Steps on one node do not count: XLA splits
+    the product of one row and a matrix into two launches.
     """
     most: dict[str, float] = {}
     for row in _gated(rows):
+        if row.get("nodes") == 1:
+            continue
         for kind, layer in row["layers"].items():
             name = f"prompt-{kind}" if "positions" in row else kind
             most[name] = max(most.get(name, 0.0), layer["launches"])
