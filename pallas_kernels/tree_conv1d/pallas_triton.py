@@ -35,8 +35,8 @@ from pallas_kernels.numerics import scaled
 from pallas_kernels.tree_conv1d.config import BlockSizes, block_sizes
 from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending, time_step
 from pallas_kernels.tree_conv1d.sections import Section, TimeSteps, sections_of
+from pallas_kernels.triton import Ref
 
-Ref = Any
 Named = dict[str, tuple[Any, pl.BlockSpec]]
 
 
@@ -230,9 +230,9 @@ def _kernel(
     """Refs by name, without the batch axis.
 
     inputs: inputs [Q, X] (or [N, C]), conv_state [K - 1, C], index [Q, K], weight [K, C], bias [C],
-    dt_bias [H], replay_index [K - 1], old conv_input [O, C], prefix x [F, HP], prefix dt [F, H],
-    prefix B [F, GS], prefix conv_input [F, C].
-    outputs: output [Q, C]; or x [N, HP], dt [N, H], B [N, GS], C [Q, GS], conv_input [N, C],
+    dt_bias [H], replay_index [K - 1], old conv_input [O, C]; of the first N - Q nodes prefix x [., HP],
+    prefix dt [., H], prefix B [., G S], prefix conv_input [., C].
+    outputs: output [Q, C]; or x [N, HP], dt [N, H], B [N, G S], C [Q, G S], conv_input [N, C],
     conv_state [K - 1, C].
     """
     block, node_block = pl.program_id(0), pl.program_id(1)

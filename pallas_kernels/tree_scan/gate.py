@@ -28,7 +28,7 @@ class Gate:
     """
 
     projected: Float[Array, "B Q X"]
-    norm_weight: Float[Array, " M"] | None = None
+    norm_weight: Float[Array, " HP"] | None = None
     start: int = _static(0)
     multiplier: float = _static(1.0)
     norm_epsilon: float = _static(1e-5)

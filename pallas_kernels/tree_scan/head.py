@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import triton as tb
-
-Ref = Any
+from pallas_kernels.triton import Ref
 
 
 def along_path(

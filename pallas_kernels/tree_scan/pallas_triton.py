@@ -39,8 +39,7 @@ from pallas_kernels.tree_scan.config import BlockSizes, block_sizes
 from pallas_kernels.tree_scan.gate import Gate
 from pallas_kernels.tree_scan.head import Tree, along_path
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks, channels_of
-
-Ref = Any
+from pallas_kernels.triton import Ref
 
 # Float32 inputs with larger states spill registers on an H100 with all block sizes that were tried.
 # Larger states of other inputs were not tried.

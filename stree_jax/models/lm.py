@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from pallas_kernels import conv_window, replay_window
+from pallas_kernels import conv_window, dispatch, replay_window
 from pallas_kernels.numerics import contract, rms_norm, scaled
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths, Tokens
 from stree_jax.config import ModelConfig
@@ -24,8 +24,8 @@ from stree_jax.models.residual import ResidualStream
 from stree_jax.models.shared import SharedLayer, SharedTransformer
 from stree_jax.tree import Tree
 
-# jax-triton has kernels of two ops only, `tree_scan` and `replay`.
-IMPLEMENTATIONS = (None, "xla", "pallas", "pallas_interpret")
+# An op may know further names, which a model cannot pass on to the others.
+IMPLEMENTATIONS = (None, *dispatch.IMPLEMENTATIONS)
 
 
 class HybridLM(nnx.Module):
@@ -64,7 +64,7 @@ class HybridLM(nnx.Module):
         if implementation not in IMPLEMENTATIONS:
             raise ValueError(
                 f"implementation of a model must be one of {IMPLEMENTATIONS}, got"
-                f" {implementation!r}; 'jax_triton' is for the ops tree_scan and replay alone"
+                f" {implementation!r}; names that only some ops know are for these ops alone"
             )
         self.config = config
         self.dtype = jnp.dtype(dtype)

@@ -178,6 +178,7 @@ def test_bfloat16_decodes():
         (dict(max_new_tokens=True), "max_new_tokens must be an integer"),
         (dict(temperature=-0.1), "temperature must be a number from 0 on, got -0.1"),
         (dict(temperature=float("nan")), "temperature .* got nan"),
+        (dict(temperature=1e39), "temperature .* got 1e\\+39"),
         (dict(temperature=1.0), "needs a random key"),
         (dict(top_k=-1), "top_k must be an integer, at least 0; got -1"),
         (dict(top_p=0.0), r"top_p must be in \(0, 1\], got 0.0"),

@@ -180,7 +180,7 @@ def test_steps_of_kernels_are_those_of_xla():
 
 
 def test_implementations_that_a_model_cannot_have_are_refused():
-    with pytest.raises(ValueError, match="jax_triton' is for the ops tree_scan and replay"):
+    with pytest.raises(ValueError, match="jax_triton'; names that only some ops know"):
         HybridLM(SIXTEENS, rngs=nnx.Rngs(0), implementation="jax_triton")
     with pytest.raises(ValueError, match="must be one of .* got 'cuda'"):
         HybridLM(SIXTEENS, rngs=nnx.Rngs(0), implementation="cuda")
