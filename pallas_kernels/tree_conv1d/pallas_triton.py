@@ -230,8 +230,8 @@ def _kernel(
     """Refs by name, without the batch axis.
 
     inputs: inputs [Q, X] (or [N, C]), conv_state [K - 1, C], index [Q, K], weight [K, C], bias [C],
-    dt_bias [H], replay_index [K - 1], old conv_input [O, C]; of the first N - Q nodes prefix x [., HP],
-    prefix dt [., H], prefix B [., G S], prefix conv_input [., C].
+    dt_bias [H], replay_index [K - 1], old conv_input [O, C]; and of the first N - Q nodes
+    prefix x [., HP], prefix dt [., H], prefix B [., G S], prefix conv_input [., C].
     outputs: output [Q, C]; or x [N, HP], dt [N, H], B [N, G S], C [Q, G S], conv_input [N, C],
     conv_state [K - 1, C].
     """
