@@ -1,8 +1,29 @@
-"""Tree operations of Mamba-2 and of attention: one op, one folder, one specification.
+"""Ops for tree decoding of Mamba-2 and of attention, on XLA or as Pallas-Triton kernels.
 
-Each op is a plain function of arrays. It has a `reference.py` (sequential, NumPy, any float type:
-the specification), an `xla.py` (closed form, any device), and where it pays a `pallas_triton.py`
-kernel. `dispatch` says which one runs and why. Needs jax only.
+A step runs the nodes of a token tree through a model, and then advances the model's state along the
+accepted path. The ops are the parts of that step which XLA cannot fuse well:
+
+    tree_conv1d         depthwise causal convolution along the paths of a tree
+    tree_conv1d_layer   the same from the input projection on, with time steps and pending record
+    tree_scan           outputs of the Mamba-2 recurrence at tree nodes, from one state at the root
+    replay              the state after one path of a tree
+    replay_tree_scan    both in one pass over the state, with gate and norm
+    tree_attention      attention of tree nodes to a cache and to their ancestors; also of prompts
+    tree_attention_layer  the same from the input projection on, with rotary embedding and replay
+    add_rms_norm        residual addition and the norm before the next layer
+    gated_rms_norm      gate and norm after the scan
+    ssd                 the Mamba-2 recurrence over a whole sequence, in chunks
+    expert_mlps         the chosen experts of each token
+
+Every op is a pure function of arrays that returns new arrays; the ones that update a state or a
+cache do it in place if that is donated. A folder holds one idea, with `reference.py` (the
+specification: sequential NumPy in any float type), `xla.py` (closed form, on any device),
+`pallas_triton.py` (the kernel), `config.py` (its block sizes) and `api.py` (the public functions).
+`dispatch` chooses the implementation and says why. Needs jax only.
+
+Tree ops compute outputs at the last `Q` of `N` nodes: with `Q == N` a target model verifies a whole
+tree, with `Q < N` a draft model grows a tree level by level. Dimension letters are those of
+`stree_jax.array_types`.
 """
 
 from pallas_kernels import dispatch

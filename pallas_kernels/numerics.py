@@ -96,8 +96,8 @@ class DeferredRMSNorm:
 
     Attributes:
         value: `[..., M]`, `v * weight` or a product with it.
-        mean_squares: `[..., J]` float32; the mean square of the row that is normed, `mean(v * v)`,
-            is the sum of these parts.
+        mean_squares: `[..., parts]` float32; their sum is the mean square `mean(v * v)` of the row
+            that is normed.
         epsilon: added to the mean square.
     """
 

@@ -228,7 +228,7 @@ class AttentionConfig:
 
     @property
     def rotary_frequencies(self) -> tuple[float, ...]:
-        """Radians per position of each rotated pair, `rotary_dim / 2` float32 numbers."""
+        """Radians per position of each rotated pair, `R = rotary_dim / 2` float32 numbers."""
         pairs = np.arange(0, self.rotary_dim, 2) / max(self.rotary_dim, 1)
         frequencies = 1.0 / self.rope_theta**pairs
         if (scaling := self.rope_scaling) is not None:

@@ -43,7 +43,7 @@ def test_the_picture_is_a_step_of_the_embedded_models():
             target, request.drafter, state, request.limits, request.sampling
         )
         labels = [json.dumps(tokenizer.decode([int(token)])) for token in draft_tree.tokens[0]]
-        path = decoder.topology.ancestor_mask[int(verdict.last[0])].nonzero()[0]
+        path = decoder.topology.ancestor_mask[int(verdict.last[0])].nonzero()[0].tolist()
         next_token = json.dumps(tokenizer.decode([int(verdict.next_token[0])]))
         drawings.append((decoder.topology.draw(labels, path), next_token))
     picture = blocks(README, "")[0].rstrip()

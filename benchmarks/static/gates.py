@@ -16,8 +16,8 @@ def limit(text: str) -> tuple[str, float]:
 def most_launches(rows: Sequence[Row]) -> dict[str, float]:
     """Launches of a layer of each kind, at most, with our kernels and products whole.
 
-    Layers that read a prompt are called `prompt-KIND`. Steps of one node do not count: their
-    products are reductions of XLA, which takes one or two launches for each.
+    Layers that read a prompt are called `prompt-KIND`. Steps on one node do not count: XLA splits
+    the product of one row and a matrix into two launches.
     """
     most: dict[str, float] = {}
     for row in _gated(rows):

@@ -15,7 +15,6 @@ above `MOST_NUMBERS`.
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +24,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import triton as tb
 from pallas_kernels.numerics import DeferredRMSNorm, scaled
 from pallas_kernels.rms_norm.config import BlockSizes, block_sizes
-
-Ref = Any
+from pallas_kernels.triton import Ref
 
 MOST_NUMBERS = 1 << 14  # 64 registers of each of 256 threads
 
@@ -121,7 +119,7 @@ def _add_kernel(
 
 
 def _total(
-    ref: Ref,  # [J]
+    ref: Ref,  # [parts]
 ) -> jax.Array:
     """The sum of any number of parts."""
     count = ref.shape[0]

@@ -25,7 +25,7 @@ class BlockSizes:
 
 
 # One case: the blocks are too small for the type to matter.
-DEFAULTS = {"any": BlockSizes(queries=8, channels=128, num_warps=4)}
+DEFAULTS = {"any": BlockSizes(queries=8, channels=64, num_warps=4)}
 
 
 def block_sizes() -> BlockSizes:

@@ -35,8 +35,8 @@ from pallas_kernels.numerics import scaled
 from pallas_kernels.tree_conv1d.config import BlockSizes, block_sizes
 from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending, time_step
 from pallas_kernels.tree_conv1d.sections import Section, TimeSteps, sections_of
+from pallas_kernels.triton import Ref
 
-Ref = Any
 Named = dict[str, tuple[Any, pl.BlockSpec]]
 
 
@@ -230,9 +230,9 @@ def _kernel(
     """Refs by name, without the batch axis.
 
     inputs: inputs [Q, X] (or [N, C]), conv_state [K - 1, C], index [Q, K], weight [K, C], bias [C],
-    dt_bias [H], replay_index [K - 1], old conv_input [O, C], prefix x [F, HP], prefix dt [F, H],
-    prefix B [F, GS], prefix conv_input [F, C].
-    outputs: output [Q, C]; or x [N, HP], dt [N, H], B [N, GS], C [Q, GS], conv_input [N, C],
+    dt_bias [H], replay_index [K - 1], old conv_input [O, C]; and of the first N - Q nodes
+    prefix x [., HP], prefix dt [., H], prefix B [., G S], prefix conv_input [., C].
+    outputs: output [Q, C]; or x [N, HP], dt [N, H], B [N, G S], C [Q, G S], conv_input [N, C],
     conv_state [K - 1, C].
     """
     block, node_block = pl.program_id(0), pl.program_id(1)
@@ -249,23 +249,18 @@ def _kernel(
         if num_prefix:
             pl.when(here & ~is_query)(old)
 
-    for section in sections:
-        first = section.channel // block_channels
-        end = first + section.size // block_channels
-        program = _Program(inputs, outputs, section, block * block_channels, block_channels)
+    program = _Program(inputs, outputs, sections, block * block_channels, block_channels)
 
-        def convolve(program: _Program = program) -> None:
-            value = program.convolved(query, activation, interpret)
-            program.write(num_prefix + query if program.section.recorded else query, value)
-            if "conv_input" in outputs:
-                program.record(query, num_prefix)
-            if "conv_state" in outputs:
-                pl.when(node_block == 0)(program.replay_conv_state)
+    def convolve() -> None:
+        value = program.convolved(query, activation, interpret)
+        program.write(query, num_prefix, value)
+        if "conv_input" in outputs:
+            program.record(query, num_prefix)
+        if "conv_state" in outputs:
+            pl.when(node_block == 0)(program.replay_conv_state)
 
-        def copy(program: _Program = program) -> None:
-            program.copy_prefix(prefix)
-
-        for_block((first <= block) & (block < end), convolve, copy)
+    num_blocks = pl.num_programs(0) - (time_steps is not None)
+    for_block(block < num_blocks, convolve, lambda: program.copy_prefix(prefix))
 
     if time_steps is not None:
         num_heads = outputs["dt"].shape[1]
@@ -281,30 +276,25 @@ def _kernel(
         def copy_step() -> None:
             outputs["dt"][prefix[:, None], head] = inputs["prefix dt"][prefix[:, None], head]
 
-        for_block(block == pl.num_programs(0) - 1, step, copy_step)
+        for_block(block == num_blocks, step, copy_step)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One block of channels `[c]` of a section.
+    """One block of channels `[c]`, all of one section.
 
     Attributes:
         inputs, outputs: refs by name.
-        section: that the block belongs to.
+        sections: x, B and C, or one for all channels.
         channel: the first of the block, in the convolution.
         size: channels of the block.
     """
 
     inputs: dict[str, Ref]
     outputs: dict[str, Ref]
-    section: Section
+    sections: Sequence[Section]
     channel: jax.Array
     size: int
-
-    @property
-    def within(self) -> jax.Array:
-        """The first channel, in the section."""
-        return self.channel - self.section.channel
 
     @property
     def channels(self) -> slice | pl.Slice:
@@ -314,7 +304,30 @@ class _Program:
     @property
     def columns(self) -> slice | pl.Slice:
         """In the inputs."""
-        return pl.ds(self.section.column_of(self.within), self.size)
+        columns = [section.column_of(self.channel - section.channel) for section in self.sections]
+        return pl.ds(self._of_section(columns), self.size)
+
+    def _of_section(self, values: Sequence[Any]) -> jax.Array:
+        """The value of the block's section. One code for all sections: a third of the program."""
+        value = values[-1]
+        for section, other in reversed(list(zip(self.sections[:-1], values[:-1], strict=True))):
+            value = jnp.where(self.channel < section.channel + section.size, other, value)
+        return value
+
+    def _for_section(self, body: Callable[[Section, jax.Array], None]) -> None:
+        """Calls `body` with the block's section and the first channel in it."""
+        for section in self.sections:
+            channel = self.channel - section.channel
+            is_here = (channel >= 0) & (channel < section.size)
+            pl.when(is_here)(functools.partial(body, section, channel))
+
+    def _scaled(self, value: jax.Array) -> jax.Array:
+        """Inputs times the section's multiplier, rounded."""
+        multipliers = [section.multiplier for section in self.sections]
+        if set(multipliers) == {1.0}:
+            return value
+        multiplier = self._of_section([jnp.float32(number) for number in multipliers])
+        return (value.astype(jnp.float32) * multiplier).astype(value.dtype)
 
     def convolved(self, query: jax.Array, activation: str | None, interpret: bool) -> jax.Array:
         """The convolution of query nodes `[q, c]`, float32."""
@@ -338,32 +351,40 @@ class _Program:
                     self.columns if is_new else self.channels,
                 )
                 loaded = tb.masked_load(ref, index, there, interpret=interpret).astype(dtype)
-                loaded = scaled(loaded, self.section.multiplier) if is_new else loaded
+                loaded = self._scaled(loaded) if is_new else loaded
                 value = jnp.where(there, loaded, value)
             of_tap = weight[tap, self.channels].astype(jnp.float32)
             total = total + value.astype(jnp.float32) * of_tap[None, :]
         return jax.nn.silu(total) if activation == "silu" else total
 
-    def write(self, node: jax.Array, value: jax.Array) -> None:
-        """Writes the convolution of some nodes, and its copies for neighbouring heads."""
-        output = self.outputs[self.section.output]
-        for column in self.section.copies_of(self.within):
-            output[node, pl.ds(column, self.size)] = value.astype(output.dtype)
+    def write(self, query: jax.Array, num_prefix: int, value: jax.Array) -> None:
+        """Writes the convolution of query nodes, and its copies for neighbouring heads."""
+
+        def store(section: Section, channel: jax.Array) -> None:
+            output = self.outputs[section.output]
+            node = num_prefix + query if section.recorded else query
+            for column in section.copies_of(channel):
+                output[node, pl.ds(column, self.size)] = value.astype(output.dtype)
+
+        self._for_section(store)
 
     def record(self, query: jax.Array, num_prefix: int) -> None:
         """Records the inputs of the convolution of query nodes."""
-        value = scaled(self.inputs["inputs"][query, self.columns], self.section.multiplier)
+        value = self._scaled(self.inputs["inputs"][query, self.columns])
         self.outputs["conv_input"][num_prefix + query, self.channels] = value
 
     def copy_prefix(self, node: jax.Array) -> None:
         """Copies what was recorded of prefix nodes."""
         value = self.inputs["prefix conv_input"][node, self.channels]
         self.outputs["conv_input"][node, self.channels] = value
-        if self.section.recorded:
-            name = self.section.output
-            for column in self.section.copies_of(self.within):
+
+        def copy(section: Section, channel: jax.Array) -> None:
+            for column in section.copies_of(channel) if section.recorded else ():
                 columns = pl.ds(column, self.size)
-                self.outputs[name][node, columns] = self.inputs[f"prefix {name}"][node, columns]
+                value = self.inputs[f"prefix {section.output}"][node, columns]
+                self.outputs[section.output][node, columns] = value
+
+        self._for_section(copy)
 
     def replay_conv_state(self) -> None:
         """Writes the conv state after the previous tree's path."""

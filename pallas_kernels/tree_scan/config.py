@@ -33,9 +33,14 @@ class BlockSizes:
 
 
 # By type of the inputs. Full float32 products need many registers.
+LARGE_HEAD = "bfloat16, large heads"
+_USUAL_HEAD = 64 * 128  # numbers of its state
 DEFAULTS = {
     "bfloat16": BlockSizes(
         replayed=16, queries=32, keys=32, state=64 * 128, part=128, num_warps=4, num_stages=1
+    ),
+    LARGE_HEAD: BlockSizes(
+        replayed=16, queries=32, keys=32, state=128 * 128, part=128, num_warps=8, num_stages=1
     ),
     "float32": BlockSizes(
         replayed=16, queries=16, keys=16, state=32 * 128, part=32, num_warps=8, num_stages=1
@@ -43,6 +48,12 @@ DEFAULTS = {
 }
 
 
-def block_sizes(dtype: DTypeLike) -> BlockSizes:
-    """Block sizes for inputs of this type."""
-    return tuning.chosen("tree_scan", tuning.dtype_case(dtype), DEFAULTS)
+def case(dtype: DTypeLike, numbers: int) -> str:
+    """The case of `DEFAULTS` for inputs of this type and heads whose state has so many numbers."""
+    name = tuning.dtype_case(dtype)
+    return LARGE_HEAD if name == "bfloat16" and numbers > _USUAL_HEAD else name
+
+
+def block_sizes(dtype: DTypeLike, numbers: int) -> BlockSizes:
+    """Block sizes for inputs of this type and heads whose state has so many numbers."""
+    return tuning.chosen("tree_scan", case(dtype, numbers), DEFAULTS)

@@ -14,23 +14,30 @@ def _static(default: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Gate:
-    """Multiplies the outputs of a scan by `silu(z)`, and prepares a norm behind the gate.
+    """Multiplies the outputs of a scan by `silu(z)`, with a norm behind the gate if wanted.
 
     Attributes:
         projected: `[B, Q, X]`, an array with the columns z `[B, Q, H * P]` at the query nodes, such
             as the input projection.
-        norm_weight: `[H * P]`, of a norm of the gated outputs over all heads and channels; the norm
-            is deferred (`DeferredRMSNorm`). None: no norm.
+        norm_weight: `[H * P]`, of a root-mean-square norm of the gated outputs; None: no norm.
         start: the first column of z.
         multiplier: of z; the product is rounded.
         norm_epsilon: of the norm.
+        norm_per_head: each head is normed alone, and the outputs are normed. False: the norm is
+            over all heads, and deferred (`DeferredRMSNorm`).
     """
 
     projected: Float[Array, "B Q X"]
-    norm_weight: Float[Array, " M"] | None = None
+    norm_weight: Float[Array, " HP"] | None = None
     start: int = _static(0)
     multiplier: float = _static(1.0)
     norm_epsilon: float = _static(1e-5)
+    norm_per_head: bool = _static(False)
+
+    @property
+    def defers_norm(self) -> bool:
+        """The scan returns a `DeferredRMSNorm`."""
+        return self.norm_weight is not None and not self.norm_per_head
 
     def check(self, num_heads: int, head_dim: int) -> None:
         """Raises a ValueError unless it has a column for every channel."""

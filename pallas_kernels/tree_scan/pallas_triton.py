@@ -5,13 +5,14 @@ its state has more than `BlockSizes.state` numbers. It reads its part of the sta
 in registers. `replay` adds the path of the previous tree, whose nodes it reads block by block from
 the last to the first, and writes the state once (input and output are one buffer). `tree_scan`
 computes the outputs of all query nodes, block by block, each with a loop over blocks of keys, as
-flash attention does, and writes them once; from node to node only a tile of the mask, block by N,
-grows with the tree. `replay_tree_scan` does both. Blocks of channels of one head compute its
+flash attention does, and writes them once; registers do not grow with the tree. `replay_tree_scan`
+does both. Blocks of channels of one head compute its
 scores C_i . B_j again.
 
-The gate is read from the projection in place. Of a norm behind the gate a program writes the part
-of each row's mean square that its channels have: the sum needs all programs, and is left to the
-reader of the `DeferredRMSNorm`.
+The gate is read from the projection in place. A norm of each head alone is done where a program
+owns the whole head. For a norm over all heads a program writes the part of each row's mean square
+that its channels have: the sum needs all programs, and is left to the reader of the
+`DeferredRMSNorm`.
 
 Numerics: decays and accumulators are float32; products as `triton.dot` says; the queries see the
 new state in float32. The decay from a node to the end of the path is summed directly, never as a
@@ -22,9 +23,7 @@ Refuses head and state sizes that are not powers of two of at least 16, and stat
 `MOST_STATE`. Any numbers of nodes.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,12 +34,12 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import triton as tb
 from pallas_kernels import tuning
-from pallas_kernels.numerics import DeferredRMSNorm, scaled
+from pallas_kernels.numerics import DeferredRMSNorm, rms_norm, scaled
 from pallas_kernels.tree_scan.config import BlockSizes, block_sizes
 from pallas_kernels.tree_scan.gate import Gate
+from pallas_kernels.tree_scan.head import Tree, along_path
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks, channels_of
-
-Ref = Any
+from pallas_kernels.triton import Ref
 
 # Float32 inputs with larger states spill registers on an H100 with all block sizes that were tried.
 # Larger states of other inputs were not tried.
@@ -163,8 +162,8 @@ def _run(
         The outputs, if there is a new tree, and the state.
     """
     some_x, _, some_B, *_ = previous or tree or ()
-    blocks = blocks or block_sizes(some_x.dtype)
     batch, num_heads, head_dim, state_size = state.shape
+    blocks = blocks or block_sizes(some_x.dtype, head_dim * state_size)
     channels = channels_of(blocks.state, head_dim, state_size)
     num_blocks = head_dim // channels
     part = HeadBlocks(channels, state_size, num_heads // some_B.shape[2])
@@ -200,16 +199,21 @@ def _run(
         outputs["y"] = (shape, part.of_channels(num_queries))
     if gate is not None:
         inputs["gate"] = (gate.projected, of_row(gate.projected))
-    if gate is not None and gate.norm_weight is not None:
+    per_head = gate is not None and gate.norm_per_head
+    # A program with a part of a head cannot norm it.
+    norms = not per_head or num_blocks == 1
+    if gate is not None and gate.norm_weight is not None and norms:
         of_program = pl.BlockSpec((channels,), lambda b, h, p: (h * num_blocks + p,))
         inputs["norm_weight"] = (gate.norm_weight, of_program)
+    if gate is not None and gate.defers_norm:
         outputs["mean_squares"] = (
             jax.ShapeDtypeStruct((batch, num_queries, num_heads * num_blocks), jnp.float32),
             pl.BlockSpec((None, num_queries, None), lambda b, h, p: (b, 0, h * num_blocks + p)),
         )
     static_gate = None
     if gate is not None:
-        static_gate = (gate.start, gate.multiplier, num_heads * head_dim)
+        row_size = head_dim if per_head else num_heads * head_dim
+        static_gate = (gate.start, gate.multiplier, row_size, gate.norm_epsilon)
     results = tb.call_by_name(
         functools.partial(_kernel, blocks=blocks, A_is_log=A_is_log, gate=static_gate),
         inputs,
@@ -222,10 +226,13 @@ def _run(
         grid=(batch, num_heads, num_blocks),
     )
     state = results.get("state", state)
-    if gate is not None and gate.norm_weight is not None:
+    y = results.get("y")
+    if gate is not None and gate.defers_norm:
         rows = results["y"].reshape(batch, num_queries, -1)
         return DeferredRMSNorm(rows, results["mean_squares"], gate.norm_epsilon), state
-    return results.get("y"), state
+    if gate is not None and gate.norm_weight is not None and not norms:
+        y = rms_norm(results["y"], gate.norm_weight.reshape(num_heads, -1), gate.norm_epsilon)
+    return y, state
 
 
 def _kernel(
@@ -234,7 +241,7 @@ def _kernel(
     *,
     blocks: BlockSizes,
     A_is_log: bool,
-    gate: tuple[int, float, int] | None,
+    gate: tuple[int, float, int, float] | None,
 ) -> None:
     """Refs by name, of one row and one head; p channels of it.
 
@@ -242,7 +249,7 @@ def _kernel(
     path [O]; of a new tree x [N, p], dt [N], B [N, S], C [Q, S], D [p] or [], mask [N, N], and
     perhaps gate [Q, X] and norm_weight [p].
     outputs: state [p, S] after the path; y [Q, p] and perhaps mean_squares [Q].
-    gate: first column, multiplier, and size of a normed row.
+    gate: first column, multiplier, and of the norm the size of a row and epsilon.
     """
     state_size = inputs["state"].shape[1]
     size = min(blocks.part, state_size)
@@ -276,134 +283,21 @@ def _write(
     query: jax.Array,  # [q]
     y: jax.Array,  # [q, p]
     *,
-    gate: tuple[int, float, int] | None,
+    gate: tuple[int, float, int, float] | None,
 ) -> None:
     """Adds the skip, gates and writes the outputs at some queries; `block` of all channels."""
     num_queries, channels = outputs["y"].shape
     first_query = inputs["x"].shape[0] - num_queries
     y = y + inputs["D"][...] * inputs["x"][first_query + query, :].astype(jnp.float32)
     if gate is not None:
-        start, multiplier, row_size = gate
+        start, multiplier, row_size, epsilon = gate
         z = inputs["gate"][query, pl.ds(start + block * channels, channels)]
         y = y * jax.nn.silu(scaled(z, multiplier).astype(jnp.float32))
         if "norm_weight" in inputs:
-            outputs["mean_squares"][query] = jnp.sum(y * y, axis=1) / row_size
+            mean_square = jnp.sum(y * y, axis=1) / row_size
+            if "mean_squares" in outputs:
+                outputs["mean_squares"][query] = mean_square
+            else:  # the program has the whole row
+                y = y * lax.rsqrt(mean_square + epsilon)[:, None]
             y = y * inputs["norm_weight"][...].astype(jnp.float32)[None, :]
     outputs["y"][query, :] = y.astype(outputs["y"].dtype)
-
-
-def along_path(
-    x_ref: Ref,  # [N, p]
-    dt_ref: Ref,  # [N]
-    A: jax.Array,  # []
-    B_ref: Ref,  # [N, S]
-    path_ref: Ref,  # [N]
-    *,
-    block_nodes: int,
-    parts: Sequence[pl.Slice],
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """What the nodes of a path write, and the factor by which the state before decays.
-
-    What is written comes as parts `[p, s]`, because Triton cannot slice `[p, S]`.
-    """
-    num_nodes, channels = x_ref.shape
-    block_nodes = min(block_nodes, tb.padded_size(num_nodes))
-    num_blocks = pl.cdiv(num_nodes, block_nodes)
-    node = lax.broadcasted_iota(jnp.int32, (block_nodes, block_nodes), 0)
-    other = lax.broadcasted_iota(jnp.int32, (block_nodes, block_nodes), 1)
-
-    def from_block(i, carry):
-        written, after_block = carry
-        here, exists = tb.rows((num_blocks - 1 - i) * block_nodes, block_nodes, num_nodes)
-        dt = jnp.where(path_ref[here] & exists, dt_ref[here], 0.0)
-        log_decay = dt * A
-        after = after_block + jnp.sum(jnp.where(other > node, log_decay[None, :], 0.0), axis=1)
-        weight = jnp.exp(after) * dt  # zero off the path
-        weighted = x_ref[here, :].astype(jnp.float32) * weight[:, None]
-        written = tuple(
-            total + tb.dot(weighted, B_ref[here, part], trans_a=True)
-            for part, total in zip(parts, written, strict=True)
-        )
-        return written, after_block + jnp.sum(log_decay)
-
-    nothing = tuple(jnp.zeros((channels, part.size), jnp.float32) for part in parts)
-    written, total = lax.fori_loop(0, num_blocks, from_block, (nothing, jnp.float32(0.0)))
-    return written, jnp.exp(total)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tree:
-    """A new tree, as the program of one head sees it; refs of x, dt, B, C and mask.
-
-    Attributes:
-        A: of the head.
-        parts: slices of the state channels.
-    """
-
-    x: Ref  # [N, p]
-    dt: Ref  # [N]
-    B: Ref  # [N, S]
-    C: Ref  # [Q, S]
-    mask: Ref  # [N, N]
-    A: jax.Array  # []
-    parts: Sequence[pl.Slice]
-
-    def scan(
-        self,
-        state: Sequence[jax.Array],  # [p, s] each
-        write: Callable[[jax.Array, jax.Array], None],
-        *,
-        block_queries: int,
-        block_keys: int,
-    ) -> None:
-        """Calls `write` with the queries `[q]` of each block and their outputs `[q, p]`."""
-        num_nodes, num_queries = self.x.shape[0], self.C.shape[0]
-        block_queries = min(block_queries, tb.padded_size(num_queries))
-        block_keys = min(block_keys, tb.padded_size(num_nodes))
-
-        def block_of_queries(i, _):
-            query, _ = tb.rows(i * block_queries, block_queries, num_queries)
-            carried = [
-                tb.dot(self.C[query, part], value, trans_b=True)
-                for part, value in zip(self.parts, state, strict=True)
-            ]
-            write(query, self._outputs(i, query, functools.reduce(jnp.add, carried), block_keys))
-
-        lax.fori_loop(0, pl.cdiv(num_queries, block_queries), block_of_queries, None)
-
-    def _outputs(
-        self,
-        block: jax.Array,  # []
-        query: jax.Array,  # [q]
-        carried: jax.Array,  # [q, p]
-        block_keys: int,
-    ) -> jax.Array:
-        """Outputs of one block of queries, without skip, from what the state gives before decay."""
-        num_nodes, num_queries = self.x.shape[0], self.C.shape[0]
-        block_queries = query.shape[0]
-        first_query = num_nodes - num_queries  # queries are the last nodes
-        node, node_exists = tb.rows(0, tb.padded_size(num_nodes), num_nodes)
-        log_decay = jnp.where(node_exists, self.dt[node] * self.A, 0.0)  # of each node alone
-
-        def accumulated(rows):
-            path = self.mask[rows[:, None], node[None, :]]
-            return jnp.sum(jnp.where(path, log_decay[None, :], 0.0), axis=1)
-
-        query_decay = accumulated(first_query + query)
-        y = carried * jnp.exp(query_decay)[:, None]
-
-        # The nodes above each query, one block of keys at a time.
-        def from_keys(j, y):
-            key, key_exists = tb.rows(j * block_keys, block_keys, num_nodes)
-            scores = [
-                tb.dot(self.C[query, part], self.B[key, part], trans_b=True) for part in self.parts
-            ]
-            exponent = query_decay[:, None] - accumulated(key)[None, :]
-            above = self.mask[(first_query + query)[:, None], key[None, :]] & key_exists[None, :]
-            decay = jnp.exp(jnp.where(above, exponent, -jnp.inf))
-            weight = functools.reduce(jnp.add, scores) * decay * self.dt[key][None, :]
-            return y + tb.dot(weight, self.x[key, :])
-
-        # Ancestors come before their descendants: later blocks of keys hold none.
-        end = jnp.minimum(first_query + (block + 1) * block_queries, num_nodes)
-        return lax.fori_loop(0, lax.div(end + block_keys - 1, block_keys), from_keys, y)

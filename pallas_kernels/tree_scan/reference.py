@@ -71,6 +71,13 @@ def replay_tree_scan(prev_x, prev_dt, prev_B, prev_path, x, dt, A, B, C, D, stat
     return outputs, new_state
 
 
+def gated_and_normed_by_head(outputs, gate, norm_weight, epsilon):
+    """The gated outputs of a scan with a norm of each head; arguments as in `gated`."""
+    heads = outputs * (gate / (1 + np.exp(-gate))).reshape(outputs.shape)
+    mean_squares = np.mean(heads**2, axis=-1, keepdims=True)
+    return heads / np.sqrt(mean_squares + epsilon) * norm_weight.reshape(outputs.shape[2:])
+
+
 def gated(outputs, gate, norm_weight=None):
     """What the gate and a deferred norm make of the outputs of a scan.
 

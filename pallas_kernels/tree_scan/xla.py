@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.numerics import DeferredRMSNorm, batched_product, contract, scaled
+from pallas_kernels.numerics import DeferredRMSNorm, batched_product, contract, rms_norm, scaled
 from pallas_kernels.rms_norm.xla import activated
 from pallas_kernels.tree_scan.gate import Gate
 
@@ -84,6 +84,9 @@ def gated(y: jax.Array, gate: Gate) -> jax.Array | DeferredRMSNorm:
     value = rows.astype(jnp.float32) * activated(scaled(columns, gate.multiplier), 0, size)
     if gate.norm_weight is None:
         return value.astype(y.dtype).reshape(y.shape)
+    if gate.norm_per_head:
+        weight = gate.norm_weight.reshape(y.shape[2:])
+        return rms_norm(value.reshape(y.shape), weight, gate.norm_epsilon).astype(y.dtype)
     mean_square = jnp.mean(jnp.square(value), axis=-1, keepdims=True)
     value = value * gate.norm_weight.astype(jnp.float32)
     return DeferredRMSNorm(value.astype(y.dtype), mean_square, gate.norm_epsilon)

@@ -219,7 +219,7 @@ def _error(state: DecodeState, generation: Generation) -> NonFiniteLogitsError |
         return None
     rows = np.flatnonzero(failed).tolist()
     which = "draft" if failed[rows[0]] == DRAFT_FAILED else "target"
-    others = f" (so do rows {rows[1:]})" if rows[1:] else ""
+    others = f"; rows {rows[1:]} failed too" if rows[1:] else ""
     return NonFiniteLogitsError(
         f"the {which} model's logits are not finite in row {rows[0]}, after"
         f" {generation.lengths[rows[0]]} new tokens; the row ended there{others}."

@@ -66,10 +66,7 @@ class SpeculativeDecoder:
         state = self._begin(model, prompts, keys)._replace(cache=cache)
         if drafter is not None:
             state = state._replace(drafter=drafter.prepare(prompts, self.topology, self.max_length))
-        # Loaded weights are committed to a device, and so is what a step returns. If the first
-        # state were not, the second step would compile again. Nothing is copied. Under `eval_shape`
-        # there is no sharding.
-        return jax.device_put(state, getattr(jax.tree.leaves(cache)[0], "sharding", None))
+        return _owned(state, (model, drafter, prompts, keys))
 
     @functools.partial(jax.jit, static_argnums=0)
     def _begin(self, model: HybridLM, prompts: Context, keys: Array) -> DecodeState:
@@ -225,6 +222,29 @@ class SpeculativeDecoder:
             draft,
             verdict,
         )
+
+
+def _owned(state: DecodeState, callers: Any) -> DecodeState:
+    """The first state, fit to be donated: it shares no buffer with the caller's arrays.
+
+    All of it is committed to the cache's device, as what a step returns is if the weights are;
+    otherwise the second step would compile again. Only shared buffers are copied.
+    """
+    first = jax.tree.leaves(state.cache)[0]
+    if isinstance(first, jax.core.Tracer):  # part of a larger program
+        return state
+    where = first.sharding
+    if isinstance(where, jax.sharding.NamedSharding):
+        where = jax.sharding.NamedSharding(where.mesh, jax.sharding.PartitionSpec())
+    seen = {id(leaf) for leaf in jax.tree.leaves(callers)}
+
+    def owned(leaf: Any) -> Any:
+        if id(leaf) in seen:
+            leaf = jnp.copy(leaf)
+        seen.add(id(leaf))
+        return leaf if getattr(leaf, "committed", False) else jax.device_put(leaf, where)
+
+    return jax.tree.map(owned, state)
 
 
 def _failures(

@@ -1,6 +1,5 @@
 """From the arguments of `generate` to a checked request. Nothing is compiled here."""
 
-import math
 import numbers
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -58,7 +57,8 @@ def plan(
     context = _checked_prompts(prompts, vocab_size)
     _check_int("max_new_tokens", max_new_tokens, 1)
     _check_int("top_k", top_k, 0)
-    if not (isinstance(temperature, numbers.Real) and 0 <= temperature < math.inf):
+    largest = float(np.finfo(np.float32).max)
+    if not (isinstance(temperature, numbers.Real) and 0 <= temperature <= largest):
         raise ValueError(f"temperature must be a number from 0 on, got {temperature!r}")
     if 0 < temperature < np.finfo(np.float32).tiny:
         raise ValueError(f"temperature = {temperature!r} is 0 in float32; use 0")

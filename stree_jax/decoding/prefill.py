@@ -19,7 +19,7 @@ PIECE = 512
 def prefill(model: HybridLM, tokens: Tokens, lengths: Lengths, max_length: int) -> Cache:
     """The cache after the first `lengths` tokens of each right-padded row.
 
-    Its attention layers have `max_length` entries. How many pieces are read is a traced number, so
+    Its attention layers have `max_length` places. How many pieces are read is a traced number, so
     padding beyond the longest row's last piece costs nothing.
     """
     batch, width = tokens.shape

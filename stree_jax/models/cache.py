@@ -59,7 +59,7 @@ class Nothing(NamedTuple):
     """Cache and pending record of a layer without memory, such as an MLP."""
 
 
-# One entry a layer.
+# One entry per layer.
 LayerCache = Mamba2Cache | AttentionCache | ParallelCache | Nothing
 LayerPending = Mamba2Pending | AttentionPending | ParallelPending | Nothing
 Cache = tuple[LayerCache, ...]
@@ -108,7 +108,7 @@ def init_cache(config: ModelConfig, batch: int, max_length: int, dtype: DTypeLik
     Args:
         config: the model's.
         batch: rows.
-        max_length: entries of the attention layers; Mamba-2 caches have one size for all lengths.
+        max_length: places of the attention layers; Mamba-2 caches have one size for all lengths.
         dtype: of the weights.
     """
 
@@ -167,7 +167,7 @@ def _by_kind(
     attention: Callable[[AttentionConfig], Any],
     parallel: Callable[[Any, Any], Any],
 ) -> tuple[Any, ...]:
-    """One entry a layer."""
+    """One entry per layer."""
 
     def new(kind: str) -> Any:
         match kind:

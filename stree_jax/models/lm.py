@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from pallas_kernels import conv_window, replay_window
+from pallas_kernels import conv_window, dispatch, replay_window
 from pallas_kernels.numerics import contract, rms_norm, scaled
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths, Tokens
 from stree_jax.config import ModelConfig
@@ -24,8 +24,8 @@ from stree_jax.models.residual import ResidualStream
 from stree_jax.models.shared import SharedLayer, SharedTransformer
 from stree_jax.tree import Tree
 
-# jax-triton has kernels of two ops only, `tree_scan` and `replay`.
-IMPLEMENTATIONS = (None, "xla", "pallas", "pallas_interpret")
+# An op may know further names, which a model cannot pass on to the others.
+IMPLEMENTATIONS = (None, *dispatch.IMPLEMENTATIONS)
 
 
 class HybridLM(nnx.Module):
@@ -64,7 +64,7 @@ class HybridLM(nnx.Module):
         if implementation not in IMPLEMENTATIONS:
             raise ValueError(
                 f"implementation of a model must be one of {IMPLEMENTATIONS}, got"
-                f" {implementation!r}; 'jax_triton' is for the ops tree_scan and replay alone"
+                f" {implementation!r}; names that only some ops know are for these ops alone"
             )
         self.config = config
         self.dtype = jnp.dtype(dtype)
@@ -112,9 +112,9 @@ class HybridLM(nnx.Module):
         return self.logits(self._final_norm(hidden))
 
     def init_cache(self, batch: int, max_length: int) -> Cache:
-        """The cache before the first token, with `max_length` entries in attention layers.
+        """The cache before the first token, with `max_length` places in attention layers.
 
-        A row with more tokens than entries gives NaN from then on, never a wrong number.
+        A row with more tokens than places gives NaN from then on, never a wrong number.
         """
         return init_cache(self.config, batch, max_length, self.dtype)
 
@@ -130,8 +130,8 @@ class HybridLM(nnx.Module):
         Args:
             tokens: any valid ids on the padding.
             lengths: real tokens of each row, 0 to T; a row of length 0 keeps its cache.
-            cache: of the tokens before, with free entries for these; None: there are none, and the
-                new cache has entries for these T tokens only.
+            cache: of the tokens before, with free places for these; None: there are none, and the
+                new cache has places for these T tokens only.
 
         Returns:
             Logits after the last real token of each row (meaningless for length 0), and the cache.

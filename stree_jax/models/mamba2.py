@@ -250,14 +250,16 @@ class Mamba2Mixer(nnx.Module):
         return self.conv_weight[...], None if self.conv_bias is None else self.conv_bias[...]
 
     def _gate(self, projected: Array) -> Gate | None:
-        """The gate in the scan, with the norm behind it; None if the norm cannot be deferred.
+        """The gate in the scan, with the norm behind it; None if the scan cannot do the norm.
 
-        It can if the row's scale commutes with everything up to the residual stream.
+        It can norm each head alone, and defer a norm over all heads if the row's scale commutes
+        with everything up to the residual stream.
         """
         c, norm_weight = self.config, None
+        per_head = c.gate_groups == c.num_heads
         if self.norm_scale is not None:
-            commutes = c.norm == "gate_then_norm" and c.gate_groups == 1
-            if not commutes or c.mlp_dim or c.out_proj_bias:
+            commutes = c.gate_groups == 1 and not (c.mlp_dim or c.out_proj_bias)
+            if c.norm != "gate_then_norm" or not (commutes or per_head):
                 return None
             norm_weight = self.norm_scale[...]
         layout = self._layout
@@ -267,6 +269,7 @@ class Mamba2Mixer(nnx.Module):
             start=layout.columns[0],
             multiplier=layout.multipliers[0],
             norm_epsilon=c.norm_eps,
+            norm_per_head=per_head,
         )
 
     def _gated_norm(self, y: Array, projected: Array, implementation: str | None) -> Array:

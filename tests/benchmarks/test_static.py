@@ -69,7 +69,7 @@ def test_limits_of_launches():
     rows = [
         row(mamba2=5.0, mlp=4.0),
         row(16, mamba2=4.5),
-        row(1, mamba2=6.0),
+        row(1, mamba2=6.0, mlp=5.0),
         row(mamba2=20.0) | {"implementation": "xla"},
         row(mamba2=30.0) | {"products": "split"},
     ]

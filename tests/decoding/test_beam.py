@@ -1,4 +1,4 @@
-"""Beam trees: the search itself, losslessness with trees that differ by row and step, exactness."""
+"""Beam trees: the search, losslessness with trees that differ by row and step, exactness."""
 
 import functools
 import itertools
@@ -27,7 +27,7 @@ from tests.tiny import apply, perturbed, randomised, tiny_model, with_weight
 
 BEAMS, STEPS = 3, 3
 TOPOLOGY = st.TreeTopology.beam(BEAMS, STEPS)
-# Of a topology only the sizes of its levels count. Here a path may be longer than the convolution.
+# Only the level sizes of a topology count. Here a path may be longer than the convolution.
 SIZES = (2, 3, 1)
 HYBRID = "mamba2attn hybrid"
 UNEVEN = st.TreeTopology.from_parents([-1, 0, 0, 1, 2, 2, 3])
@@ -102,14 +102,14 @@ def test_greedy_output_is_autoregressive_output(kind, autoregressive):
 
 
 def test_the_tree_is_that_of_a_textbook_beam_search():
-    """Over several steps, so that replay and the catch-up token are part of it."""
+    """Over several steps, which include replay and the catch-up token."""
     target = tiny_model(HYBRID)
     model, accepted, shapes = perturbed(target, 0.03), set(), set()
 
     def next_log_probs(read, path):
         padded = np.zeros((1, 40), np.int32)
         padded[0, : len(read) + len(path)] = [*read, *path]
-        logits = apply(model, padded)[0, len(read) + len(path) - 1, :37]  # then comes padding
+        logits = apply(model, padded)[0, len(read) + len(path) - 1, :37]  # the rest is padding
         return np.asarray(jax.nn.log_softmax(logits), np.float64)
 
     for before, draft, verdict in steps(target, st.BeamDrafter(model), UNEVEN, count=6):
@@ -129,12 +129,12 @@ def test_the_tree_is_that_of_a_textbook_beam_search():
             np.testing.assert_array_equal(draft.tree.ancestor_mask[row], topology.ancestor_mask)
             assert draft.tree.valid[row].all()
     assert len(shapes) > 3
-    # Nothing to catch up on; paths that end in a node that was read; in an unread leaf.
+    # No catch-up token; paths that end in a node that was read; paths that end in an unread leaf.
     assert {0, len(SIZES)} < accepted
 
 
 def test_a_sure_draft_is_accepted_whole():
-    """The best path is then the greedy path; of an unsure model the search may give that one up."""
+    """The best path is then the greedy path; with flat logits the search may drop that one."""
     target = with_head(20.0, tiny_model())
     out = decode(target, drafter=st.BeamDrafter(target), topology=TOPOLOGY)
     calls = -(-NEW_TOKENS // (STEPS + 1))
@@ -188,7 +188,7 @@ def test_target_only_is_exact():
         return drafter.propose(state, context, keys, sampling, topology)[0]
 
     draft = propose(drafter, jax.random.key(0), jnp.float32(1))
-    # The draft depends neither on the key nor on the temperature, or following were not exact.
+    # Following is exact only if the draft depends neither on the key nor on the temperature.
     jax.tree.map(
         np.testing.assert_array_equal, draft, propose(drafter, jax.random.key(1), jnp.float32(0.3))
     )

@@ -14,7 +14,7 @@ ZERO = Sampling(jnp.zeros(1), jnp.zeros(1, int), jnp.ones(1), temperature_is_zer
 
 @pytest.mark.parametrize("children", ["top_k", "iid", "without_replacement"])
 def test_drafts_come_from_the_draft_model_given_their_whole_path(children):
-    """Over several steps, so that replay and the catch-up token are part of it."""
+    """Over several steps, which include replay and the catch-up token."""
     target = tiny_model()
     draft_model = perturbed(target, 0.1)
     greedy = children == "top_k"
@@ -101,16 +101,16 @@ CHAIN = st.TreeTopology.chain(3)
     [
         # What followed 1 2 before.
         ([1, 2, 7, 8, 9, 1, 2], CHAIN, {}, [2, 7, 8, 9]),
-        # Nothing like it before: no drafts.
+        # No earlier occurrence: no drafts.
         ([1, 2, 3, 4], CHAIN, {}, [4, None, None, None]),
         ([5], CHAIN, {}, [5, None, None, None]),
-        # The longer match wins over the later one.
+        # A longer match wins over a later one.
         ([1, 2, 7, 3, 2, 8, 1, 2], CHAIN, {}, [2, 7, 3, 2]),
-        # Of equally long ones the later.
+        # Among matches of one length the latest wins.
         ([2, 7, 2, 8, 2], CHAIN, {}, [2, 8, 2, 8]),
-        # Below min_match nothing counts.
+        # Matches below min_match do not count.
         ([3, 2, 7, 1, 2], CHAIN, {"min_match": 2}, [2, None, None, None]),
-        # A tree takes different continuations, and goes on with what followed each.
+        # A tree takes different continuations, and continues each with what followed it.
         (
             [1, 2, 7, 5, 1, 2, 8, 6, 1, 2],
             st.TreeTopology.from_branching((2, 1)),
@@ -119,7 +119,7 @@ CHAIN = st.TreeTopology.chain(3)
         ),
         # A second child only where there is a second continuation.
         ([1, 2, 7, 5, 1, 2], st.TreeTopology.from_branching((2, 1)), {}, [2, 7, None, 5, None]),
-        # A repeated token continues itself, from inside the match.
+        # A repeated token continues itself: the match overlaps what it predicts.
         ([4, 4, 4], CHAIN, {}, [4, 4, 4, 4]),
     ],
 )
@@ -128,7 +128,7 @@ def test_prompt_lookup(row, topology, options, want):
 
 
 def test_prompt_lookup_ignores_what_is_past_the_end():
-    """The buffer behind the last token holds leftovers of rejected paths."""
+    """The buffer beyond the last token holds tokens of rejected paths, which must not be read."""
     drafter = st.NgramDrafter()
     tokens = jnp.array([[1, 2, 3, 1, 2, 9, 1, 2, 9]], jnp.int32)
     context = Context(tokens, jnp.array([5], jnp.int32))

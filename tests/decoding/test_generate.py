@@ -49,7 +49,7 @@ def test_same_key_same_output_whatever_the_other_rows_are(drafting):
     first = st.generate(tiny_model(), PROMPTS, key=KEY, **options)
     again = st.generate(tiny_model(), PROMPTS, key=KEY, **options)
     np.testing.assert_array_equal(first.tokens, again.tokens)
-    # Other neighbours, one of which ends at once.
+    # Other rows beside it, one of which ends at once.
     eos = int(first.tokens[0, 0])
     others = st.generate(tiny_model(), [PROMPTS[0], [8, 8], PROMPTS[2]], key=KEY, **options)
     np.testing.assert_array_equal(first.tokens[[0, 2]], others.tokens[[0, 2]])
@@ -78,7 +78,7 @@ def test_statistics_add_up():
     assert stats.num_drafted == stats.num_target_calls * (TREE.num_nodes - 1)
     assert stats.accepted_per_depth.sum() == stats.num_accepted
     assert stats.accepted_per_depth[0] >= stats.accepted_per_depth[1]
-    # Each call emits its accepted drafts and one more token, unless the limit cuts that one off.
+    # A call emits its accepted drafts and one more token, unless the limit cuts that one.
     missing = stats.num_accepted + stats.num_target_calls - stats.num_tokens
     assert 0 <= missing <= len(PROMPTS)
     np.testing.assert_allclose(stats.tau_per_row, out.lengths / stats.target_calls_per_row)
@@ -178,6 +178,7 @@ def test_bfloat16_decodes():
         (dict(max_new_tokens=True), "max_new_tokens must be an integer"),
         (dict(temperature=-0.1), "temperature must be a number from 0 on, got -0.1"),
         (dict(temperature=float("nan")), "temperature .* got nan"),
+        (dict(temperature=1e39), "temperature .* got 1e\\+39"),
         (dict(temperature=1.0), "needs a random key"),
         (dict(top_k=-1), "top_k must be an integer, at least 0; got -1"),
         (dict(top_p=0.0), r"top_p must be in \(0, 1\], got 0.0"),
@@ -276,7 +277,7 @@ with pytest.raises(ValueError, match="need integers"):
 
 
 def test_wrong_types_are_refused():
-    """In a process of its own, without the shape checker, which would be first to complain."""
+    """In a process without the shape checker, which would raise first."""
     subprocess.run([sys.executable, "-c", WRONG_TYPES], check=True)
 
 

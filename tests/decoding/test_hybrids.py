@@ -33,8 +33,8 @@ def decode(model, **options):
     return st.generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, return_cache=True, **options)
 
 
-# The ragged tree has what the others have; they are run for attention behind a convolution, and
-# beside Mamba-2.
+# The ragged tree covers what the others do; those run for attention with a convolution, and for
+# attention in parallel with Mamba-2.
 @pytest.mark.parametrize(
     ("name", "trees"),
     [
@@ -57,7 +57,7 @@ def test_every_family(name, trees):
                 out.cache,
                 plain.cache,
             )
-        # Its own draft is right at every depth along the first children.
+        # The target as its own draft is right at every depth along the first children.
         depth, node = 0, 0
         while topology.children[node]:
             node, depth = topology.children[node][0], depth + 1
@@ -74,7 +74,7 @@ def test_draft_and_target_of_different_families():
 
 
 def test_end_of_sequence_and_bfloat16():
-    """Rows end apart, inside accepted paths, and the others go on; in bfloat16 they do, too."""
+    """Rows end at different steps, inside accepted paths; others continue. In bfloat16 too."""
     model = tiny_model("mamba2attn hybrid")
     free = decode(model)
     eos = [int(free.tokens[0, 5]), int(free.tokens[2, 7])]
@@ -108,12 +108,12 @@ def test_gradients_are_finite_and_reach_all_weights(name):
 
     for path, leaf in jax.tree.leaves_with_path(gradient(weights)):
         assert np.isfinite(leaf).all(), path
-        # The correction of a router chooses experts and weighs nothing.
+        # A router's correction affects which experts are chosen, not their weights.
         assert np.abs(leaf).max() > 0 or "correction" in jax.tree_util.keystr(path), path
 
 
 def test_a_long_prompt():
-    """8,000 tokens, read in pieces; a ragged row beside it; positions go on from there."""
+    """8,000 tokens, read in pieces, next to a shorter row; positions continue from there."""
     model = tiny_model("bamba hybrid")
     rng = np.random.default_rng(0)
     prompts = [rng.integers(37, size=8000).tolist(), [4, 2]]

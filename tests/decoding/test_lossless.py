@@ -54,7 +54,7 @@ def autoregressive():
 
 
 def assert_same_tokens(got, want, model=None, prompts=PROMPTS):
-    """Equality, with the reason of a difference: a near tie of the two best logits, or a bug.
+    """Equality; explains a difference as a near tie of the two best logits, or as a bug.
 
     float32 sums differ in order between one node and thirteen, so two logits closer than 1e-4 may
     swap. That is still a failure here, but one that names the position and not the algorithm.
@@ -94,7 +94,7 @@ def test_every_tree_and_draft_model(name, autoregressive):
             autoregressive.cache,
         )
         accepted[kind] = out.stats
-    # The draft that is the target is always right, with the first child of each node.
+    # With the target as draft the first child of each node is always right.
     node = 0
     while topology.children[node]:
         node = topology.children[node][0]
@@ -132,7 +132,7 @@ def test_prompt_lookup_with_ragged_trees_and_no_drafts(topology, autoregressive)
 
 
 def test_no_drafts_after_a_step_that_accepted_several():
-    """The case that left a stale state behind elsewhere. The text repeats, then stops repeating."""
+    """The text repeats, then stops. Other implementations left a stale state in this case."""
     # With tied embeddings a random model repeats itself, for a while.
     model, topology = tiny_model("mamba_in_llama"), st.TreeTopology.chain(4)
     drafter = st.NgramDrafter()

@@ -1,4 +1,4 @@
-"""What is compiled, how often, and what is copied."""
+"""How often programs are compiled, and that caches are not copied."""
 
 import jax
 import numpy as np
@@ -84,7 +84,7 @@ def pointers(tree):
 
 
 def test_the_caches_of_a_prompt_are_not_copied(monkeypatch):
-    """The first state holds the very buffers that the prompt was read into; a run reuses them."""
+    """The first state holds the buffers that the prompt was read into, and a run reuses them."""
     read = []
 
     def recorded(function):
@@ -106,7 +106,7 @@ def test_the_caches_of_a_prompt_are_not_copied(monkeypatch):
     caches = jax.tree.leaves((state.cache, state.drafter.cache, state.pending, state.context))
     state = request.decoder.run(model, drafter, state, request.limits, request.sampling)
     assert all(leaf.is_deleted() for leaf in caches)
-    # Neither the request nor the model is donated: both serve again.
+    # Neither the request nor the model is donated, so both can be used again.
     again = request.decoder.start(model, drafter, request.context, request.keys)
     again = request.decoder.run(model, drafter, again, request.limits, request.sampling)
     np.testing.assert_array_equal(again.context.tokens, state.context.tokens)

@@ -1,6 +1,9 @@
-"""Verifiers and drafters of users, and what belongs to a row alone."""
+"""User-defined verifiers and drafters, and the independence of rows."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +138,7 @@ class Recording(nnx.Module):
 
 @pytest.mark.parametrize("limit", [1, 2, 30])
 def test_commit_gets_the_hidden_state_of_the_accepted_node_after_any_cut(limit):
-    """It is the hidden state that makes the logits of the last emitted token."""
+    """Its logits are those that gave the last emitted token."""
     # A model that repeats tokens, so that drafts are accepted and the limit cuts paths.
     model = randomised(st.HybridLM(st.ModelConfig.tiny(d_model=16), rngs=nnx.Rngs(0)), 3)
     model = with_weight(model, "embedding", lambda rows: 40 * rows)
@@ -192,7 +195,7 @@ def test_a_row_that_fails_ends_alone(drafting):
     assert error.rows == [1]
     np.testing.assert_array_equal(error.generation.tokens[[0, 2]], fine.tokens)
     assert (error.generation.tokens[1] == st.PAD).all()
-    # A stream yields the other rows to their end, and then says so.
+    # A stream yields the other rows to their end, then raises.
     pieces = []
     with pytest.raises(st.NonFiniteLogitsError, match="row 1"):
         pieces.extend(st.stream(model, prompts, **options))
@@ -232,3 +235,57 @@ def test_the_end_of_sequence_is_the_configs_unless_told_otherwise():
     assert st.generate(model, PROMPTS, max_new_tokens=9, eos_token=()).lengths[0] == 9
     pieces = list(st.stream(model, PROMPTS, max_new_tokens=9))
     assert sum(len(piece[0]) for piece in pieces) == first
+
+
+class Sharing(Recording):
+    """Its state is arrays that are not its own, and one array twice."""
+
+    def __init__(self, table):
+        self.table = nnx.Param(table)
+
+    def prepare(self, context, topology, max_length):
+        zeros = jnp.zeros(len(context.length))
+        return (zeros, zeros, context.length, self.table[...], 0)
+
+    def commit(self, state, draft, verdict, topology, hidden):
+        return state
+
+
+def test_a_drafters_first_state_may_share_arrays():
+    """The loop donates it, and yet model, drafter and request serve again."""
+    drafter = Sharing(jnp.arange(9.0))
+    want = st.generate(tiny_model(), PROMPTS, max_new_tokens=5)
+    for _ in range(2):
+        out = st.generate(tiny_model(), PROMPTS, max_new_tokens=5, drafter=drafter)
+        np.testing.assert_array_equal(out.tokens, want.tokens)
+    np.testing.assert_array_equal(drafter.table[...], np.arange(9.0))
+
+
+ON_A_MESH = """
+import jax, numpy as np
+import stree_jax as st
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.tiny import perturbed, tiny_model
+
+prompts = [[5, 9, 2, 30], [3]]
+model = tiny_model("bamba hybrid")
+drafter = st.ModelDrafter(perturbed(model, 0.1))
+want = st.generate(model, prompts, max_new_tokens=9)
+mesh = Mesh(np.array(jax.devices()), ("m",))
+
+def placed(leaf):
+    axes = [None] * (leaf.ndim - 1) + ["m" if leaf.shape[-1] % 2 == 0 else None]
+    return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*axes)))
+
+graph, weights = nnx.split(model)
+sharded = nnx.merge(graph, jax.tree.map(placed, weights))
+for options in ({}, dict(drafter=drafter), dict(drafter=st.ModelDrafter(sharded))):
+    out = st.generate(sharded, prompts, max_new_tokens=9, **options)
+    assert (out.tokens == want.tokens).all()
+"""
+
+
+def test_weights_may_be_sharded():
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    subprocess.run([sys.executable, "-c", ON_A_MESH], check=True, env=environment)

@@ -174,14 +174,14 @@ def test_testing_is_exact(name, children, kind):
 
 @pytest.mark.parametrize("children", ["iid", "without_replacement"])
 def test_equal_models_accept_everything(children):
-    """The residual is all zero; rejecting nothing, p must survive."""
+    """The residual is all zero; nothing may be rejected."""
     topology = TOPOLOGIES["ragged"]
     models = Models(seed=3, equal=True)
     tokens, weights = draft_outcomes(models, topology, children)
     joint = enumerated_joint(models, topology, tokens, weights, replace=children == "iid")
     assert total_variation(joint, target_joint(models)) < EXACT
     log_p = np.log(tables(models, topology, tokens)[0]).astype(np.float32)
-    uniforms = np.full(tokens.shape, 1 - 2**-24, np.float32)  # the strictest test there is
+    uniforms = np.full(tokens.shape, 1 - 2**-24, np.float32)  # the strictest test
     walk = run_walks(
         uniforms, jnp.asarray(tokens), log_p, log_p, topology=topology, replace=children == "iid"
     )

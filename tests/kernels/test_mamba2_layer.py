@@ -43,6 +43,7 @@ class Case:
     d_per_channel: bool = False
     gated: bool = True
     normed: bool = True
+    per_head: bool = False  # the norm
     bf16: bool = False
 
     def __str__(self):
@@ -67,6 +68,20 @@ CASES = (
     Case("repeated before it", dataclasses.replace(REPEATED, repeat_before_conv=True), nodes=20),
     Case("repeated, bf16", REPEATED, nodes=20, replayed=20, bf16=True),
     Case("repeated, prefix", REPEATED, nodes=20, prefix=3),
+    Case("heads normed alone", PLAIN, nodes=20, per_head=True),
+    Case(
+        "bf16, heads normed alone",
+        dataclasses.replace(PLAIN, head_dim=64),
+        nodes=20,
+        per_head=True,
+        bf16=True,
+    ),
+    Case(
+        "parts of heads normed alone",
+        dataclasses.replace(PLAIN, head_dim=128, state_size=128),
+        nodes=3,
+        per_head=True,
+    ),
     Case("all knobs", dataclasses.replace(PLAIN, **KNOBS), width=2),
 )
 
@@ -145,7 +160,9 @@ def reference(inputs, layout):
     return y, record, ssm, conv_state
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "gated", "norm_epsilon", "implementation"))
+@functools.partial(
+    jax.jit, static_argnames=("layout", "gated", "per_head", "norm_epsilon", "implementation")
+)
 def layer(
     projected,
     weights,
@@ -160,6 +177,7 @@ def layer(
     gated,
     norm_epsilon,
     implementation,
+    per_head=False,
 ):
     """What `Mamba2Mixer.tree` does between its projections."""
     conv_weight, conv_bias, dt_bias, A_log, D = weights
@@ -174,7 +192,8 @@ def layer(
     gate = None
     if gated:
         options = dict(start=layout.columns[0], multiplier=layout.multipliers[0])
-        gate = Gate(projected, norm_weight, **options, norm_epsilon=norm_epsilon)
+        options |= dict(norm_epsilon=norm_epsilon, norm_per_head=per_head)
+        gate = Gate(projected, norm_weight, **options)
     D = D if D.shape[0] == layout.num_heads else D.reshape(layout.num_heads, -1)
     tree = (pending.x, pending.dt, A_log, pending.B, C, D, ssm, mask)
     options = dict(gate=gate, A_is_log=True, implementation=implementation)
@@ -194,7 +213,10 @@ def errors(case, implementation):
     true_y, true_record, true_ssm, true_conv_state = reference(inputs, layout)
     if case.gated:
         z = conv_reference.sections(inputs.projected, layout)[0]
-        true_y, true_squares = scan_reference.gated(true_y, z, inputs.norm_weight)
+        if case.per_head:
+            true_y = scan_reference.gated_and_normed_by_head(true_y, z, inputs.norm_weight, 1e-3)
+        else:
+            true_y, true_squares = scan_reference.gated(true_y, z, inputs.norm_weight)
 
     def small(value):
         return None if value is None else jnp.asarray(value, kind)
@@ -216,6 +238,7 @@ def errors(case, implementation):
         norm_weight=small(inputs.norm_weight),
         layout=layout,
         gated=case.gated,
+        per_head=case.per_head,
         norm_epsilon=1e-3,
         implementation=implementation,
     )
@@ -232,9 +255,10 @@ def errors(case, implementation):
         jax.tree.map(np.testing.assert_array_equal, after, states)
 
     ssm, conv_state = states
-    assert isinstance(y, DeferredRMSNorm) == case.normed
+    deferred = case.normed and not case.per_head
+    assert isinstance(y, DeferredRMSNorm) == deferred
     found = {}
-    if case.normed:
+    if deferred:
         assert y.epsilon == 1e-3
         assert y.mean_squares.dtype == jnp.float32
         found["mean_squares"] = relative_error(jnp.sum(y.mean_squares, axis=-1), true_squares)
@@ -260,7 +284,7 @@ def test_the_layer(case, implementation):
     assert found["y"] < budget
     assert found["dt"] < BUDGET[False]
     assert found["ssm"] < STATE_BUDGET[case.bf16]
-    if case.normed:
+    if case.normed and not case.per_head:
         assert found["mean_squares"] < budget
     for name in found.keys() & {"y", "mean_squares"}:
         assert found[name] <= 1.5 * errors(case, "xla")[name] + 2e-7, name

@@ -38,7 +38,7 @@ def random_tokens(model, *shape, seed=0):
 
 
 def assert_close(got, want):
-    """To float32's rounding at the scale of the array, as XLA's versions round differently."""
+    """Equal up to float32 rounding at the scale of the array, since XLA fuses differently."""
     scale = np.abs(want).max(initial=1.0)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=3e-5 * scale)
 
@@ -104,7 +104,7 @@ def test_replay_is_prefill_of_the_accepted_tokens(name):
 
 
 _PARALLEL = HYBRIDS["falcon_h1"]
-# Over a tree, rows of some norms are scaled behind the output projection, of others before it.
+# Over a tree some norms are deferred behind the output projection.
 NORMS = {
     "and a multiplier": dataclasses.replace(CONFIGS["plain"], residual_multiplier=0.6),
     "and an output bias": ModelConfig.tiny(out_proj_bias=True),
@@ -180,7 +180,7 @@ def test_steps_of_kernels_are_those_of_xla():
 
 
 def test_implementations_that_a_model_cannot_have_are_refused():
-    with pytest.raises(ValueError, match="jax_triton' is for the ops tree_scan and replay"):
+    with pytest.raises(ValueError, match="jax_triton'; names that only some ops know"):
         HybridLM(SIXTEENS, rngs=nnx.Rngs(0), implementation="jax_triton")
     with pytest.raises(ValueError, match="must be one of .* got 'cuda'"):
         HybridLM(SIXTEENS, rngs=nnx.Rngs(0), implementation="cuda")
@@ -192,7 +192,7 @@ def test_hidden_states_and_logits_are_two_halves_of_a_forward():
     drafts, tree = jnp.asarray(random_tokens(model, BATCH, TREE.num_nodes)), whole_tree(TREE)
     hidden, pending, after = model.tree(drafts, tree, cache)
     assert hidden.shape == (BATCH, TREE.num_nodes, model.config.d_model)
-    # Normed: each row has a mean square of 1 before the norm's weight.
+    # After the norm and before its weight each row has a mean square of 1.
     scale = model.final_norm_scale[...]
     mean_square = np.square(np.asarray(hidden / scale)).mean(axis=-1)
     np.testing.assert_allclose(mean_square, 1.0, atol=1e-3)
