@@ -20,7 +20,7 @@ def best_tokens(model: st.HybridLM, *arguments: Any, **options: Any) -> tuple[ja
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def run_steps(model: st.HybridLM, topology: st.TreeTopology, count: int) -> jax.Array:
-    """`count` target calls on a tree, each of which replays a path of the one before."""
+    """Runs `count` target calls on a tree; each replays a path of the previous one."""
     tree = topology.tree(jnp.ones((1, topology.num_nodes), bool))
     path = path_to(tree, jnp.array([topology.num_nodes - 1], jnp.int32))
     pending = model.init_pending(1, topology.num_nodes)

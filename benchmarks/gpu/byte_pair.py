@@ -127,7 +127,7 @@ def train(
     training: Training = TRAINING,
     num_prompts: int = 8,
 ) -> Trained:
-    """Trains both models in float32 in this time, plus that of compilation."""
+    """Trains both models in float32 in this time, not counting compilation."""
     corpus, held_out = load(text_directory())
     length = training.sequence_length + 1
 

@@ -69,7 +69,7 @@ def measure_steps(
 ) -> dict[str, Any]:
     """Milliseconds of a verify step by implementation and number of nodes, after an empty prompt.
 
-    Trees are those of `benchmarks.tree_size`.
+    The trees are the same as in `benchmarks.tree_size`.
     """
     models = random_models(config, scale.dtype, scale.implementations)
 

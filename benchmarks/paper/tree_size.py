@@ -4,7 +4,7 @@ Full binary trees of 4, 5 and 6 levels (STree, figure 3): packed into one sequen
 root-to-leaf path a row of a batch; and the same rows one token at a time, by the recurrent step.
 Then the time t(N) of packed trees with a linear and a quadratic fit, and how much longer the paths
 accepted from N nodes must be than those from a chain of 5 nodes for the same speed (figure 2,
-equations 7 and 8). A call is that of a decode step: replay, forward, best tokens. Weights are
+equations 7 and 8). A call does what a decode step does: replay, forward, best tokens. Weights are
 random.
 
     python -m benchmarks.tree_size [--preset mamba2-2.7b] [--layers 8] [--dtype bfloat16]
@@ -139,7 +139,7 @@ def fits(sizes: list[dict[str, Any]]) -> dict[str, Any]:
     """`t = k N + C` and `t = a N^2 + b N + c`, and the ratios of acceptance lengths they require.
 
     A tree of N nodes is as fast as the chain of `VANILLA` nodes if its acceptance length is at
-    least t(N) / t(VANILLA) times that of the chain (equation 7; 8 with the quadratic).
+    least t(N) / t(VANILLA) times the chain's (equation 7; 8 with the quadratic).
     """
     nodes = np.array([size["nodes"] for size in sizes], float)
     times = np.array([size["milliseconds"]["median"] for size in sizes])

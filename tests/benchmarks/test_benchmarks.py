@@ -1,4 +1,4 @@
-"""The benchmarks' parts on tiny shapes, so that a lent GPU does not find a typo."""
+"""What the benchmarks share, and the benchmark of experts, on tiny shapes."""
 
 import importlib.util
 import json
