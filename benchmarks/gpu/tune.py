@@ -116,7 +116,7 @@ def tune(
         name: of the op.
         problems: with the names of their shapes; a case without problems is left out.
         timer: how to time.
-        values: to try for each field; None: those of `SPACES`.
+        values: to try for each field; None: all of `SPACES`.
         progress: a bar for it.
     """
     progress = progress or Progress(disable=True)
@@ -173,7 +173,7 @@ def winner(times: Sequence[Sequence[float | str]]) -> int:
 def write_table(
     directory: Path, where: Mapping[str, Any], blocks: dict[str, dict[str, Any]]
 ) -> Path:
-    """Writes the block sizes of some kernels; the table keeps those of others."""
+    """Writes the block sizes of some kernels; the table keeps the others."""
     path = directory / tuning.path_of(where["device"]).name
     kept = {}
     if path.exists():

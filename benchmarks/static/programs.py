@@ -52,7 +52,7 @@ def verify_step(
 ) -> Program:
     """Compiles calls of the target on full binary trees; batch of 1, bfloat16 weights.
 
-    The program is `STEPS` calls, each of which replays a path of the one before, as in the decode
+    The program is `STEPS` calls, each replaying a path of the one before, as in the decode
     loop. The cost is per call.
     """
     structure, weights = _abstract(config, implementation)

@@ -66,7 +66,7 @@ class NonFiniteLogitsError(FloatingPointError):
 
     Attributes:
         rows: indices of the rows that failed.
-        generation: the output of all rows; that of a failed row ends where it failed.
+        generation: the output of all rows; a failed row ends where it failed.
     """
 
     def __init__(self, message: str, rows: list[int], generation: Generation):
@@ -109,7 +109,7 @@ def generate(
         temperature: 0 takes the best token.
         top_k, top_p: sample from the `top_k` best tokens (0: all), and among them from the smallest
             set with probability `top_p`. Applied to target and draft.
-        eos_token: a row ends after this token, or after any of these. None: those of the model's
+        eos_token: a row ends after this token, or after any of these. None: the ends in the model's
             config; (): none.
         max_length: most tokens of a row, prompt and output; longer requests are refused. None: the
             context length of the model (`ModelConfig.max_length`), if its config has one.
@@ -162,7 +162,7 @@ def stream(
 ) -> Iterator[list[list[int]]]:
     """As `generate`, but yields tokens as they are accepted.
 
-    Arguments and errors are those of `generate`. Bad arguments raise at the call, not at the first
+    Arguments and errors as in `generate`. Bad arguments raise at the call, not at the first
     iteration; `NonFiniteLogitsError` is raised when all rows have ended.
 
     Yields:

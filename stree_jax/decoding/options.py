@@ -48,7 +48,7 @@ def plan(
     max_length: int | None = None,
     key: jax.Array | None = None,
 ) -> Plan:
-    """Checks a request; arguments and errors are those of `generate`. Compiles nothing."""
+    """Checks a request; arguments and errors as in `generate`. Compiles nothing."""
     if not isinstance(model, HybridLM):
         raise ValueError(
             f"model must be a HybridLM, got {type(model).__name__}; load one with from_pretrained"

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from pallas_kernels import conv_window, dispatch, replay_window
+from pallas_kernels import conv_gather_index, dispatch, replay_gather_index
 from pallas_kernels.numerics import contract, rms_norm, scaled
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths, Tokens
 from stree_jax.config import ModelConfig
@@ -194,7 +194,7 @@ class HybridLM(nnx.Module):
                 index = self._replay_gather_index(path)
                 replays = [Replay(pending, path, index) for pending in previous]
             gather_index = {
-                width: conv_window(tree.parents, width)[:, -tokens.shape[1] :]
+                width: conv_gather_index(tree.parents, width)[:, -tokens.shape[1] :]
                 for width in conv_widths(self.config)
             }
             prefixes = (None,) * num_layers if prefix_pending is None else prefix_pending
@@ -231,7 +231,7 @@ class HybridLM(nnx.Module):
 
     def _replay_gather_index(self, path: Path) -> ConvGatherIndex:
         return {
-            width: replay_window(path.parents, path.last, width)
+            width: replay_gather_index(path.parents, path.last, width)
             for width in conv_widths(self.config)
         }
 

@@ -49,7 +49,7 @@ def test_same_key_same_output_whatever_the_other_rows_are(drafting):
     first = st.generate(tiny_model(), PROMPTS, key=KEY, **options)
     again = st.generate(tiny_model(), PROMPTS, key=KEY, **options)
     np.testing.assert_array_equal(first.tokens, again.tokens)
-    # Other rows beside it, one of which ends at once.
+    # Other rows beside it; one ends at once.
     eos = int(first.tokens[0, 0])
     others = st.generate(tiny_model(), [PROMPTS[0], [8, 8], PROMPTS[2]], key=KEY, **options)
     np.testing.assert_array_equal(first.tokens[[0, 2]], others.tokens[[0, 2]])

@@ -116,7 +116,7 @@ class BeamDrafter(ModelDrafter):
         )
 
     def _num_read(self, topology: TreeTopology) -> int:
-        """All nodes but the last level's, those of dropped beams included."""
+        """All nodes but the last level's, dropped beams included."""
         return topology.num_nodes - _widths(topology)[-1]
 
 

@@ -174,7 +174,7 @@ class ModelDrafter(nnx.Module):
 
 
 class _Level(NamedTuple):
-    """How the nodes of the next level follow from those of one level."""
+    """How the nodes of the next level follow from one level's."""
 
     inner: list[int]  # its nodes with children
     width: int  # most children of any of them

@@ -16,7 +16,7 @@ from stree_jax.tree import TreeTopology
 
 
 @dataclasses.dataclass(frozen=True)
-class Following:
+class FollowTarget:
     """Follows the target's best token at temperature 0, and a sample from the target above it.
 
     Attributes:

@@ -23,14 +23,14 @@ from jax import lax
 from stree_jax.array_types import Array, Float32, Int, Key
 from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.types import DraftTree, Sampling, Verdict
-from stree_jax.decoding.verifiers.following import Following
+from stree_jax.decoding.verifiers.following import FollowTarget
 from stree_jax.tree import Tree, TreeTopology
 
-_TARGET_ONLY = Following("target_only")
+_TARGET_ONLY = FollowTarget("target_only")
 
 
 @dataclasses.dataclass(frozen=True)
-class Testing:
+class RejectionSampling:
     """Accepts drafts by the ratio p / q, so the drafter must give its distributions.
 
     Attributes:
