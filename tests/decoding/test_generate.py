@@ -319,6 +319,8 @@ def test_a_drafter_with_a_tree_of_the_root_only():
     """Above temperature 0 too, where the drafter would have chosen another verifier."""
     common = dict(max_new_tokens=6, temperature=1.0, key=KEY)
     want = st.generate(tiny_model(), PROMPTS, **common)
+    alone = st.generate(tiny_model(), PROMPTS, verifier="multi_step", **common)
+    np.testing.assert_array_equal(alone.tokens, want.tokens)
     common |= dict(drafter=drafter(), topology=st.TreeTopology.chain(0))
     for verifier in (None, "multi_step", "chain", "target_only"):
         out = st.generate(tiny_model(), PROMPTS, verifier=verifier, **common)

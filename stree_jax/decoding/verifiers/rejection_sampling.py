@@ -49,6 +49,8 @@ class RejectionSampling:
         """See `Verifier`."""
         if temperature_is_zero:
             raise ValueError(f"verifier {self.name!r} needs temperature > 0; use 'greedy' at 0")
+        if topology.num_nodes == 1:  # nothing to test: the target alone decides
+            return
         branching = max(map(len, topology.children))
         if self.chains_only and branching > 1:
             raise ValueError(
