@@ -51,6 +51,7 @@ LAYERS = [
     "convert",
     "pretrained",
     "decoding",
+    "tuning",
     "training",
     "cli",
 ]

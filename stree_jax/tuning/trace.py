@@ -1,0 +1,94 @@
+"""Which of a drafter's candidates the target takes, at every token of a text.
+
+Children of a node are the drafter's candidates in order of rank, so the ranks of the tokens that
+the target emits decide which nodes of any static tree would be accepted.
+"""
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.array_types import Array, Bool, Int
+from stree_jax.decoding.drafters import Drafter
+from stree_jax.decoding.options import Plan
+from stree_jax.decoding.types import Context
+from stree_jax.tree import TreeTopology
+
+_BATCH = 32  # positions that are drafted from at once
+
+
+class RankTrace(NamedTuple):
+    """Ranks of emitted tokens among the drafter's candidates.
+
+    Attributes:
+        ranks: for each text `[T]`, the rank of every new token among the candidates after the
+            tokens before it: 0 for the first, `num_ranks` if it was none of them.
+        num_ranks: candidates that were asked for.
+    """
+
+    ranks: list[np.ndarray]
+    num_ranks: int
+
+
+def rank_trace(
+    drafter: Drafter,
+    request: Plan,
+    tokens: Sequence[np.ndarray],
+    num_ranks: int,
+) -> RankTrace:
+    """Drafts one level at every position of texts that the target wrote, and looks tokens up.
+
+    Args:
+        drafter: fills static trees.
+        request: the plan by which the texts were written; gives prompts, keys and sampling.
+        tokens: the new tokens of each row.
+        num_ranks: candidates to look at.
+    """
+    topology = TreeTopology.from_branching((num_ranks,))
+    prompts = np.asarray(request.context.tokens)
+    starts = np.asarray(request.context.length)
+    rows = np.repeat(np.arange(len(tokens)), [len(new) for new in tokens])
+    emitted = np.concatenate([np.arange(len(new)) for new in tokens])
+    wanted = np.concatenate([np.asarray(new, np.int32) for new in tokens])
+    width = request.decoder.max_length
+    texts = np.zeros((len(tokens), width), np.int32)
+    for text, prompt, start, new in zip(texts, prompts, starts, tokens, strict=True):
+        text[:start] = prompt[:start]
+        text[start : start + len(new)] = new
+
+    ranks = np.empty(len(wanted), np.int64)
+    for first in range(0, len(wanted), _BATCH):
+        # The last batch is filled up with its last position.
+        at = np.minimum(np.arange(first, first + _BATCH), len(wanted) - 1)
+        row = rows[at]
+        context = Context(jnp.asarray(texts[row]), jnp.asarray(starts[row] + emitted[at]))
+        of_rows = jax.tree.map(operator.itemgetter(row), (request.keys, request.sampling))
+        state = drafter.prepare(context, topology, width)
+        candidates, exists = jax.tree.map(
+            np.asarray, _candidates(drafter, state, context, *of_rows, topology=topology)
+        )
+        match = (candidates == wanted[at, None]) & exists
+        found = np.where(match.any(axis=1), match.argmax(axis=1), num_ranks)
+        count = min(_BATCH, len(wanted) - first)
+        ranks[first : first + count] = found[:count]
+    ends = np.cumsum([len(new) for new in tokens])[:-1]
+    return RankTrace(np.split(ranks, ends), num_ranks)
+
+
+@functools.partial(jax.jit, static_argnames="topology")
+def _candidates(
+    drafter: Drafter,
+    state: object,
+    context: Context,
+    keys: Array,
+    sampling: object,
+    *,
+    topology: TreeTopology,
+) -> tuple[Int[Array, "B R"], Bool[Array, "B R"]]:
+    draft, _ = drafter.propose(state, context, keys, sampling, topology)  # type: ignore[arg-type]
+    return draft.tokens[:, 1:], draft.tree.valid[:, 1:]
