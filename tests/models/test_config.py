@@ -1,8 +1,10 @@
 import dataclasses
 import json
 import math
+import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
@@ -141,6 +143,41 @@ def test_the_number_of_parameters_of_a_preset(name, num_parameters):
     for kind in kinds:
         total += (config.layers.count(kind) - 1) * (size((*kinds, kind)) - few)
     assert total == pytest.approx(num_parameters, rel=0.0 if type(num_parameters) is int else 0.03)
+
+
+def test_the_structure_of_a_deep_model_takes_a_time_linear_in_its_layers():
+    """Counted in calls of Python functions, which do not depend on the machine's load."""
+
+    def num_calls(num_layers):
+        config = ModelConfig.tiny(num_layers=num_layers)
+        calls = 0
+
+        def count(_frame, event, _argument):
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(count)
+        try:
+            HybridLM.abstract(config)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    num_calls(1)  # imports and caches
+    few, many = num_calls(8), num_calls(40)
+    assert many < 5 * few
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_abstract_structure_is_that_of_a_model(name):
+    """Each layer has weights of its own, although only one of its kind was traced."""
+    structure, weights = HybridLM.abstract(CONFIGS[name])
+    whole = nnx.eval_shape(lambda: HybridLM(CONFIGS[name], rngs=nnx.Rngs(0)))
+    want = nnx.to_pure_dict(nnx.state(whole))
+    assert jax.tree.map(jnp.shape, want) == jax.tree.map(jnp.shape, weights)
+    model = nnx.merge(structure, want)
+    assert model.config == CONFIGS[name]
+    assert [block.kind for block in model.blocks] == list(CONFIGS[name].layers)
 
 
 def test_other_weight_types_are_refused():
