@@ -30,6 +30,8 @@ from stree_jax.models.lm import HybridLM
 
 FORMAT = "stree-jax"
 VERSION = 1
+_MAX_JSON = 16 << 20  # bytes; an index of 100,000 tensors has about 10 MB
+_MAX_DEPTH = 32
 
 
 def save_pretrained(
@@ -130,10 +132,13 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
         )
     if header.get("version") != VERSION:
         raise ValueError(
-            f"{path} has checkpoint version {header.get('version')!r};"
+            f"{path} has checkpoint version {header.get('version')!r:.80};"
             f" this stree_jax reads {VERSION}"
         )
-    return ModelConfig.from_dict(header.get("model"))
+    try:
+        return ModelConfig.from_dict(header.get("model"))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def stored_dtype(path: Path) -> jnp.dtype:
@@ -159,14 +164,24 @@ def read_json(path: Path) -> dict:
     """Reads a JSON object. Accepts `Infinity`, which transformers 4 writes.
 
     Raises:
-        ValueError: the file cannot be read, or does not hold an object.
+        ValueError: the file cannot be read, is too large or too deep to be real, or does not hold
+            an object.
     """
     try:
+        size = path.stat().st_size
+        if size > _MAX_JSON:
+            raise ValueError(f"{size} bytes are too many for a config or an index")
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+        raise ValueError(f"{path} is damaged: {first_line(error)}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} is damaged: it is not a JSON object")
+    level: list[Any] = [values]
+    for _ in range(_MAX_DEPTH):
+        tables = [part.values() if isinstance(part, dict) else part for part in level]
+        level = [part for table in tables for part in table if isinstance(part, dict | list)]
+    if level:
+        raise ValueError(f"{path} is damaged: it is nested more than {_MAX_DEPTH} deep")
     return values
 
 

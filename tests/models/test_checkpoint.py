@@ -103,6 +103,25 @@ def test_other_formats_are_refused(saved):
         st.from_pretrained(saved)
 
 
+def test_configs_that_are_nested(saved):
+    """600 deep; in a field of the model too."""
+    value = 1
+    for _ in range(600):
+        value = [value]
+    for changes in ({"model": {"norm_eps": value}}, {"novel": value}):
+        change_header(saved, **changes)
+        with pytest.raises(ValueError, match=r"config\.json is damaged: it is nested more than 32"):
+            st.from_pretrained(saved)
+
+
+def test_bad_values_are_named_with_their_file(saved):
+    change_header(saved, model=tiny_model("groups").config.to_dict() | {"tie_embeddings": -1})
+    with pytest.raises(
+        ValueError, match=r"model/config\.json: tie_embeddings must be bool, got -1"
+    ):
+        st.from_pretrained(saved)
+
+
 def test_missing_weights(saved):
     shutil.rmtree(saved / "params")
     with pytest.raises(ValueError, match="'params' is missing"):

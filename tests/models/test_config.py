@@ -47,6 +47,9 @@ def test_infinity_is_not_bare_in_json():
         ({"num_x_heads": 0}, "num_x_heads must be an integer of at least 1, got 0"),
         ({"norm_groups": 0}, "norm_groups must be an integer of at least 1, got 0"),
         ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
+        ({"norm_eps": 0.0}, "norm_eps must be above 0, got 0.0"),
+        ({"state_size": 1 << 60}, "state_size must be below 2\\*\\*48"),
+        ({"num_layers": 9000}, "layers has 9000 entries; at most 8192"),
     ],
 )
 def test_bad_values_are_named(changes, message):
@@ -68,11 +71,49 @@ def test_bad_values_are_named(changes, message):
         ({"vocab_size": 5, "d_model": 4, "layers": ["mlp"]}, "the mlp config is missing"),
         ({"vocab_size": 5, "d_model": 4, "layers": [], "mamba2": {"num_heads": 2}}, "head_dim"),
         (None, "is a table of fields, got None"),
+        ({"layers": "mamba2"}, "layers must be tuple"),
+        ({"vocab_size": 5, "d_model": 4, "layers": [[]]}, "layers must be tuple"),
     ],
 )
 def test_damaged_configs_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_dict(values)
+
+
+WRONG = {
+    "a number": ([1.0], "1", True, math.nan, "inf", -math.inf, 1e39, 10**400, {}),
+    "an integer": ([1], "1", True, 1.5, "inf", 10**400, {}),
+    "a flag": (0, -1, 1.0, "true", [True], {}),
+    "a name": (0, [], ["silu"], True, {}),
+    "a list": (0, "x", ["x"], [None] * 5, [[]], True, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "falcon_h1 hybrid", "zamba2 hybrid", "nemotron_h hybrid"]
+)
+def test_values_of_a_wrong_type_are_refused(name):
+    """Every field of a native config.json, with values of every wrong type and infinite ones."""
+    values = CONFIGS[name].to_dict()
+    tables = [values, *(part for part in values.values() if isinstance(part, dict))]
+    for table in tables:
+        for field, value in table.items():
+            kinds = {float: "a number", int: "an integer", bool: "a flag", str: "a name"}
+            kind = "a list" if isinstance(value, list) else kinds.get(type(value))
+            for wrong in WRONG.get(kind, ()):
+                table[field] = wrong
+                with pytest.raises(ValueError, match=f"{field}|layer kinds") as error:
+                    ModelConfig.from_dict(values)
+                assert len(str(error.value)) < 300
+            table[field] = value
+
+
+@pytest.mark.parametrize(
+    "changes", [{"rope_theta": 1e-200}, {"rope_scaling": RopeScaling(1e-200, 1.0, 2.0, 1)}]
+)
+def test_rotary_frequencies_are_finite(changes):
+    with pytest.raises(ValueError, match="give infinite frequencies"):
+        AttentionConfig(1, 1, 128, rotary_dim=128, **changes)
 
 
 def test_a_model_remembers_something():
