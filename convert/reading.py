@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from stree_jax.checkpoint import flatten, matrix_dtype, read_json
+from stree_jax.checkpoint import first_line, flatten, is_finite, matrix_dtype, read_json
 from stree_jax.convert.description import Description
 from stree_jax.convert.families import describe, layout
 from stree_jax.convert.files import open_tensors
@@ -67,6 +67,11 @@ def open_checkpoint(path: Path, quirks: Collection[str] = ()) -> Checkpoint:
     values = read_json(path / files.config)
     file, tensors = open_tensors(path, files.weights)
     description = describe(path / files.config, values, tensors, quirks)
+    num_layers = len(description.config.layers)
+    if num_layers > len(tensors):  # each layer has a tensor of its own
+        raise ValueError(
+            f"{path / files.config} says {num_layers} layers, but {file} has {len(tensors)} tensors"
+        )
     _, weights = HybridLM.abstract(description.config)
     shapes = {name: tuple(leaf.shape) for name, leaf in flatten(weights).items()}
     try:
@@ -123,8 +128,7 @@ def _convert(checkpoint: Checkpoint, rule: Rule, dtype: jnp.dtype) -> jax.Array:
     copy[...] = values
     del values
     weight = jax.device_put(copy)  # unlike asarray, takes over the memory
-    finite = jnp.isfinite(jnp.exp(weight) if rule.target.endswith("A_log") else weight).all()
-    if not finite:
+    if not is_finite(rule.target, weight):
         raise ValueError(
             f"{checkpoint.path}: {' or '.join(rule.sources)} holds NaN, infinity or a number too"
             f" large for {dtype.name}"
@@ -159,7 +163,7 @@ def _read(checkpoint: Checkpoint, name: str) -> np.ndarray:
     try:
         return checkpoint.tensors[name].read()
     except Exception as error:  # such as a file truncated since it was opened
-        raise ValueError(f"{checkpoint.path}: cannot read {name}: {error}") from error
+        raise ValueError(f"{checkpoint.path}: cannot read {name}: {first_line(error)}") from error
 
 
 def _num_bytes(tensor: Tensor) -> int:

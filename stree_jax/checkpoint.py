@@ -10,9 +10,11 @@ either complete or absent. Loading a checkpoint of any format is `stree_jax.pret
 """
 
 import contextlib
+import functools
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -234,6 +236,17 @@ def check_shapes(path: Path, wanted: object, stored: object) -> None:
         raise ValueError(f"the weights of {path} disagree with its config: {shown}")
 
 
+def is_finite(name: str, weight: jax.Array) -> bool:
+    """Whether all numbers of a weight are finite, and the decays that an `A_log` stands for."""
+    return bool(_all_finite(weight, decays=name.endswith("A_log")))
+
+
+@functools.partial(jax.jit, static_argnames="decays")
+def _all_finite(weight: jax.Array, *, decays: bool) -> jax.Array:
+    finite = jnp.isfinite(weight).all()
+    return finite & jnp.isfinite(jnp.exp(weight)).all() if decays else finite
+
+
 def flatten(tree: object) -> dict[str, Any]:
     """The leaves of a tree by their dotted path."""
     return {
@@ -284,6 +297,7 @@ def _quiet() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error message, at most 200 characters."""
+    """The first line of an error message, at most 200 characters and without addresses."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    text = re.sub(r" at 0x[0-9a-f]+", "", text)
     return text if len(text) <= 200 else text[:200] + "..."

@@ -44,7 +44,13 @@ def test_all_problems_are_reported_at_once(checkpoint):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("A_log", np.nan), ("A_log", 1000.0), ("D", np.inf), ("norm.weight", np.nan)],
+    [
+        ("A_log", np.nan),
+        ("A_log", 1000.0),
+        ("A_log", -np.inf),
+        ("D", np.inf),
+        ("norm.weight", np.nan),
+    ],
 )
 def test_weights_that_are_not_finite(checkpoint, tmp_path, name, value):
     weight = WEIGHTS[f"{MIXER}.{name}"].copy()
@@ -140,6 +146,21 @@ def test_truncated_and_scrambled_safetensors(checkpoint):
         file.write_bytes(changed)
         with contextlib.suppress(ValueError):
             open_checkpoint(checkpoint)
+
+
+def test_no_tensors_at_all(checkpoint):
+    (checkpoint / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    refused(checkpoint, r"model\.safetensors has no tensors")
+
+
+def test_configs_that_claim_more_than_the_tensors_hold(checkpoint):
+    (checkpoint / "config.json").write_text(json.dumps(CONFIG | {"n_layer": 4096}))
+    refused(checkpoint, r"config\.json says 4096 layers, but model\.safetensors has 21 tensors")
+    nemotron = {"model_type": "nemotron_h", "hybrid_override_pattern": "ME" * 2048}
+    for count in (4096, 16_000_000):
+        changes = {"n_routed_experts": count}
+        (checkpoint / "config.json").write_text(json.dumps(nemotron | changes))
+        refused(checkpoint, f"n_routed_experts = {count} in 2048 layers, but there are only 21")
 
 
 def test_float8_is_refused_by_name(checkpoint):
