@@ -42,11 +42,14 @@ def test_importing_loads_nothing_it_should_not(package):
 # Packages from the bottom up: each may import itself and those before it.
 LAYERS = [
     "array_types",
+    "directories",
+    "checks",
     "layer_config",
     "presets",
     "config",
     "tree",
     "models",
+    "stored",
     "checkpoint",
     "convert",
     "pretrained",

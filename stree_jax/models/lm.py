@@ -1,5 +1,7 @@
 """`HybridLM`: embedding, a stack of pre-norm blocks, output head; over sequences and over trees."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -56,7 +58,7 @@ class HybridLM(nnx.Module):
     ):
         if not set(config.layers) - {"mlp", "moe"}:
             raise ValueError(
-                f"layers = {config.layers} have no memory of other tokens;"
+                f"layers = {sorted(set(config.layers))} have no memory of other tokens;"
                 " a model needs a Mamba-2, attention, parallel or shared layer"
             )
         if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
@@ -97,11 +99,18 @@ class HybridLM(nnx.Module):
     ) -> tuple[nnx.GraphDef, dict]:
         """A model without weights: its structure, and the shape and dtype of each weight by name.
 
-        `nnx.merge(structure, weights)` makes it a model.
+        `nnx.merge(structure, weights)` makes it a model. One layer of each kind is traced and then
+        copied: tracing all of them takes a time quadratic in their number.
         """
+        # "mamba2" last and "shared" before it, where a shared layer must be.
+        kinds = sorted(set(config.layers), key=lambda kind: (kind == "mamba2", kind == "shared"))
+        short = dataclasses.replace(config, layers=tuple(kinds))
         model = nnx.eval_shape(
-            lambda: cls(config, dtype=dtype, rngs=nnx.Rngs(0), implementation=implementation)
+            lambda: cls(short, dtype=dtype, rngs=nnx.Rngs(0), implementation=implementation)
         )
+        layer = dict(zip(kinds, model.blocks, strict=True))
+        model.config = config
+        model.blocks = nnx.List(nnx.clone(layer[kind]) for kind in config.layers)
         structure, weights = nnx.split(model)
         return structure, nnx.to_pure_dict(weights)
 
