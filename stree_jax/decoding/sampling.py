@@ -38,5 +38,10 @@ def token_log_probs(
 
 
 def all_finite(logits: Float[Array, "*rows V"]) -> Bool[Array, "*rows"]:
-    """Whether the best logit is finite: False if any is NaN or +inf, or all are -inf."""
-    return jnp.isfinite(logits.max(axis=-1))
+    """Whether a token can be chosen by these logits: False if any is NaN or +inf, or all are -inf.
+
+    A token with -inf among others is one that the model rules out. Logits are without vocabulary
+    padding, whose values mean nothing.
+    """
+    # XLA's maximum ignores NaN on a CPU, but never +inf.
+    return jnp.isfinite(jnp.where(jnp.isnan(logits), jnp.inf, logits).max(axis=-1))

@@ -334,6 +334,36 @@ def test_logits_that_are_not_finite_name_the_row(value):
         list(st.stream(broken(value, 35), prompts, max_new_tokens=4))
 
 
+@pytest.mark.parametrize(("drafting", "temperature"), [(None, 0.0), ("model", 1.0), ("beam", 0.0)])
+def test_one_logit_that_is_nan_ends_the_row(drafting, temperature):
+    """One damaged row of the head: every other logit, and so the best one, is a number."""
+    # So many tokens that XLA vectorizes the maximum, which then ignores NaN.
+    config = st.ModelConfig.tiny(num_layers=1, vocab_size=4096, tie_embeddings=False)
+    model = st.HybridLM(config, rngs=nnx.Rngs(0))
+    damaged = with_weight(model, "head", lambda head: head.at[1700, 3].set(np.nan))
+    options = dict(max_new_tokens=4, temperature=temperature, key=KEY)
+    good = bad = {}
+    if drafting is not None:
+        kind = dict(model=st.ModelDrafter, beam=st.BeamDrafter)[drafting]
+        good, bad = (dict(drafter=kind(draft), topology=TREE) for draft in (model, damaged))
+        with pytest.raises(FloatingPointError, match="the draft model's logits .* in row 0"):
+            st.generate(model, PROMPTS, **options, **bad)
+    with pytest.raises(st.NonFiniteLogitsError, match="the target model's logits") as error:
+        st.generate(damaged, PROMPTS, **options, **good)
+    assert error.value.rows == [0, 1, 2]
+    assert error.value.generation.lengths.tolist() == [0, 0, 0]
+
+
+def test_what_is_not_a_token_may_be_anything():
+    """NaN in the vocabulary's padding means nothing, and -inf rules a token out."""
+    model = tiny_model("groups")
+    padded = with_weight(model, "head", lambda head: head.at[37:].set(np.nan))
+    want = st.generate(model, PROMPTS, max_new_tokens=6)
+    for options in ({}, dict(drafter=st.ModelDrafter(padded), topology=TREE)):
+        out = st.generate(padded, PROMPTS, max_new_tokens=6, **options)
+        np.testing.assert_array_equal(out.tokens, want.tokens)
+
+
 def test_a_draft_model_that_is_not_finite_names_the_row():
     draft = st.ModelDrafter(broken(np.nan, 4))
     with pytest.raises(FloatingPointError, match="the draft model's logits .* in row 2"):
