@@ -41,6 +41,7 @@ def test_importing_loads_nothing_it_should_not(package):
 
 # Packages from the bottom up: each may import itself and those before it.
 LAYERS = [
+    "messages",
     "array_types",
     "layer_config",
     "presets",

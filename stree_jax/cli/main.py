@@ -168,7 +168,7 @@ def tree(
 
     topology = parse_tree(spec)
     console = Console(highlight=False)
-    console.print(topology.draw(), markup=False)
+    console.print(topology.draw(), markup=False, soft_wrap=True)  # a wrapped tree cannot be read
     console.print(
         f"{topology.num_nodes} nodes, depth {topology.depth}, width {topology.width}", style="dim"
     )
