@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
+from stree_jax.decoding.drafters.levels import MAX_UNROLLED
 from stree_jax.decoding.loop import TARGET_FAILED, SpeculativeDecoder
 from stree_jax.decoding.options import plan
 from stree_jax.layer_config import AttentionConfig
@@ -382,6 +383,7 @@ def counts(tokens, vocab_size):
         (lambda m: st.ModelDrafter(m), TREE, "without_replacement"),
         (lambda m: st.ModelDrafter(m, child_sampling="iid"), TREE, "multi_step"),
         (lambda m: st.ModelDrafter(m), st.TreeTopology.chain(2), "chain"),
+        (lambda m: st.ModelDrafter(m), st.TreeTopology.chain(MAX_UNROLLED + 1), "chain"),
         (lambda m: st.ModelDrafter(m, child_sampling="top_k"), TREE, "target_only"),
         (lambda m: st.NgramDrafter(), TREE, None),
     ],

@@ -61,12 +61,24 @@ def widths_of(topology: TreeTopology) -> list[int]:
     return [counts[depth] for depth in range(topology.depth + 1)]
 
 
-def padded(rows: list[list[int]], fill: int | None = None) -> np.ndarray:
-    """Lists of different lengths as an array; None repeats each list's last entry."""
-    width = max(map(len, rows))
+def padded(rows: list[list[int]], fill: int | None = None, width: int = 0) -> np.ndarray:
+    """Lists of different lengths as an array; None repeats each list's last entry.
+
+    Args:
+        rows: the lists.
+        fill: what the shorter ones end in.
+        width: columns, if the longest list has fewer.
+    """
+    width = max(width, *map(len, rows))
     return np.array(
         [row + [row[-1] if fill is None else fill] * (width - len(row)) for row in rows], np.int32
     )
+
+
+def with_zeros(rows: Array, size: int, axis: int = 1) -> Array:
+    """The array with this axis grown to `size` by zeros."""
+    pads = [(0, size - rows.shape[i] if i == axis else 0) for i in range(rows.ndim)]
+    return jnp.pad(rows, pads)
 
 
 def level_behind(tree: Tree, queries: Int[Array, " Q"]) -> Tree:

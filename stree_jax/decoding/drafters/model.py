@@ -17,6 +17,7 @@ from stree_jax.decoding.drafters.levels import (
     levels_of,
     padded,
     with_level,
+    with_zeros,
 )
 from stree_jax.decoding.prefill import prefill
 from stree_jax.decoding.sampling import all_finite, token_log_probs
@@ -215,10 +216,6 @@ class ModelDrafter(nnx.Module):
                 ),
                 None,
             )
-
-        def with_zeros(rows: Array, count: int) -> Array:
-            rest = [(0, 0)] * (rows.ndim - 2)
-            return jnp.pad(rows, [(0, 0), (0, count - rows.shape[1]), *rest])
 
         start = _Grown(
             with_zeros(start.tokens, num_nodes),
