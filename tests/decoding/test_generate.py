@@ -238,6 +238,17 @@ from stree_jax.training.recipe import Training
 
 model = st.HybridLM(st.ModelConfig.tiny(), rngs=nnx.Rngs(0))
 for change, message in [
+    (dict(prompts=None), "prompts must be a list with a list .*, got None"),
+    (dict(prompts=5), "prompts must be a list with a list .*, got 5"),
+    (dict(temperature=10**400), r"temperature must be a number from 0 on, got 10{76}\.\.\.$"),
+    (dict(temperature=10**5000), "temperature must be a number from 0 on, got <int>"),
+    (dict(top_p=10**400), r"top_p must be in .*\.\.\.$"),
+    (dict(max_new_tokens=10**12), "max_new_tokens = 10{12}: in all .* the limit is 16777216$"),
+    (dict(eos_token=[[1], [2, 3]]), r"eos_token must be an integer, .* got \[\[1\], \[2, 3\]\]"),
+    (dict(temperature=1.0, key=10**30), "key must be a random key such as .*, got 10{30}$"),
+    (dict(temperature=1.0, key=[10**30, 1]), "key must be a random key such as .*, got"),
+    (dict(verifier="z" * 999), r"unknown verifier 'z{76}\.\.\.; known"),
+    (dict(topology="z" * 999), r"topology must be a TreeTopology, got 'z{76}\.\.\.$"),
     (dict(prompts=[1, 2]), r"prompts\[0\] is not a list of token ids"),
     (dict(prompts=["text"]), r"prompts\[0\] is not a list of token ids"),
     (dict(prompts=[[0.5]]), r"prompts\[0\] has float64 values"),
@@ -269,6 +280,17 @@ for make, message in [
     (lambda: st.TreeTopology.from_parents([-1, 0.7]), "a parent must be an integer, got 0.7"),
     (lambda: st.TreeTopology.chain(2.5), "num_drafts must be an integer, got 2.5"),
     (lambda: st.TreeTopology.from_branching(3), r"a sequence such as \(3, 2, 1\), got 3"),
+    (lambda: st.TreeTopology.from_parents(5), r"parents is a sequence such as .*, got 5"),
+    (lambda: st.TreeTopology(None), r"parents is a sequence such as .*, got None"),
+    (lambda: st.TreeTopology.chain(10**5000), "a tree of <int> nodes or more; at most 4096"),
+    (lambda: st.ModelConfig.preset([]), r"unknown preset \[\]; known: Falcon-H1-0.5B, "),
+    (lambda: st.from_pretrained(None), "path must be a directory or .*, got None"),
+    (lambda: st.load_tokenizer(None), "path must be a directory or .*, got None"),
+    (lambda: st.from_pretrained("x", dtype="zz"), "dtype must be float32 or .*, got 'zz'"),
+    (lambda: st.from_pretrained("x", implementation="zz"), "implementation .*, got 'zz'"),
+    (lambda: st.HybridLM(model.config, dtype="zz", rngs=nnx.Rngs(0)), "dtype must .*, got 'zz'"),
+    (lambda: st.HybridLM.abstract(model.config, implementation="zz"), "implementation .* got 'zz'"),
+    (lambda: st.NgramDrafter(max_match=10**12), "need integers 1 <= .* <= 64, got .* 10{12}$"),
 ]:
     with pytest.raises(ValueError, match=message):
         make()

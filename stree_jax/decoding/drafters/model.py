@@ -23,6 +23,7 @@ from stree_jax.decoding.prefill import prefill
 from stree_jax.decoding.sampling import all_finite, token_log_probs
 from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
 from stree_jax.decoding.verifiers import CHILD_SAMPLING
+from stree_jax.messages import shown
 from stree_jax.models.cache import Cache, Path, Pending, path_to
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, TreeTopology
@@ -61,7 +62,8 @@ class ModelDrafter(nnx.Module):
     def __init__(self, model: HybridLM, *, child_sampling: str = "auto"):
         if child_sampling not in ("auto", *CHILD_SAMPLING):
             raise ValueError(
-                f"child_sampling must be 'auto' or one of {CHILD_SAMPLING}, got {child_sampling!r}"
+                f"child_sampling must be 'auto' or one of {CHILD_SAMPLING}, got"
+                f" {shown(child_sampling)}"
             )
         if not isinstance(model, HybridLM):
             raise ValueError(
