@@ -12,7 +12,6 @@ from stree_jax.checkpoint import first_line
 from stree_jax.cli.cache import enable_cache
 from stree_jax.cli.trees import parse_tree
 from stree_jax.convert import find
-from stree_jax.messages import shown
 
 
 def run_generate(
@@ -46,7 +45,7 @@ def run_generate(
             "--prompt is not UTF-8; convert it, or check the terminal's locale"
         ) from None
     if not 0 <= seed < 2**32:  # jax would take it modulo 2**32, or raise OverflowError
-        raise ValueError(f"--seed must be from 0 to {2**32 - 1}, got {shown(seed)}")
+        raise ValueError(f"--seed must be from 0 to {2**32 - 1}, got {seed!s:.80}")
     if draft is not None and ngram:
         raise ValueError("--draft and --ngram both select a drafter; choose one")
     topology = None if tree is None else parse_tree(tree)

@@ -91,12 +91,12 @@ class BeamDrafter(ModelDrafter):
         assert pending is not None  # a tree with drafts has a level
         grown = _Beams(tokens, tree, score, pending, jnp.stack(finite).all(axis=0))
         if num_unrolled < topology.depth:
-            grown = self._loop(grown, state, cache, topology)
+            grown = self._search(grown, state, cache, topology)
         none = jnp.full(topology.num_nodes, -1, jnp.int32)
         draft = DraftTree(grown.tokens, grown.tree, None, none, grown.finite)
         return draft, state._replace(cache=cache, pending=grown.pending)
 
-    def _loop(
+    def _search(
         self, start: "_Beams", state: ModelDraftState, cache: Cache, topology: TreeTopology
     ) -> "_Beams":
         """Grows the levels below the root's in one loop, see `levels`."""

@@ -153,7 +153,7 @@ class ModelDrafter(nnx.Module):
             jnp.stack(finite).all(axis=0),
         )
         if num_unrolled < len(levels):
-            grown = self._loop(grown, levels[1:], how, state, cache, keys, sampling, topology)
+            grown = self._grow(grown, levels[1:], how, state, cache, keys, sampling, topology)
         inner = list(_inner_nodes(topology))
         log_prob_row = np.full(topology.num_nodes, -1, np.int32)
         log_prob_row[inner] = np.arange(len(inner))
@@ -166,7 +166,7 @@ class ModelDrafter(nnx.Module):
         )
         return draft, state._replace(cache=cache, pending=grown.pending)
 
-    def _loop(
+    def _grow(
         self,
         start: "_Grown",
         levels: list[Level],
