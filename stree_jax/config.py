@@ -18,6 +18,7 @@ from stree_jax.layer_config import (
     RopeScaling,
     SharedConfig,
 )
+from stree_jax.messages import shown
 from stree_jax.presets import PRESETS
 
 # Each kind of layer and the configs that it needs.
@@ -209,7 +210,8 @@ class ModelConfig:
         Raises:
             ValueError: the name is unknown.
         """
-        require(name in PRESETS, f"unknown preset {name!r}; known: {sorted(PRESETS)}")
+        known = isinstance(name, str) and name in PRESETS
+        require(known, f"unknown preset {shown(name)}; known: {', '.join(sorted(PRESETS))}")
         return cls(**PRESETS[name]())
 
     @classmethod

@@ -11,6 +11,7 @@ from pallas_kernels import conv_gather_index, dispatch, replay_gather_index
 from pallas_kernels.numerics import contract, rms_norm, scaled
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths, Tokens
 from stree_jax.config import ModelConfig
+from stree_jax.messages import shown
 from stree_jax.models.block import Block, Mixer
 from stree_jax.models.cache import (
     Cache,
@@ -28,6 +29,25 @@ from stree_jax.tree import Tree
 
 # An op may know further names, which a model cannot pass on to the others.
 IMPLEMENTATIONS = (None, *dispatch.IMPLEMENTATIONS)
+
+
+def check_options(dtype: DTypeLike, implementation: str | None) -> None:
+    """Refuses what `HybridLM` does not know.
+
+    Raises:
+        ValueError: another dtype than float32 and bfloat16, or another implementation.
+    """
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = shown(dtype)
+    if name not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype must be float32 or bfloat16, got {name}")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation of a model must be one of {IMPLEMENTATIONS}, got"
+            f" {shown(implementation)}; names that only some ops know are for these ops alone"
+        )
 
 
 class HybridLM(nnx.Module):
@@ -61,13 +81,7 @@ class HybridLM(nnx.Module):
                 f"layers = {sorted(set(config.layers))} have no memory of other tokens;"
                 " a model needs a Mamba-2, attention, parallel or shared layer"
             )
-        if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
-            raise ValueError(f"dtype must be float32 or bfloat16, got {jnp.dtype(dtype).name}")
-        if implementation not in IMPLEMENTATIONS:
-            raise ValueError(
-                f"implementation of a model must be one of {IMPLEMENTATIONS}, got"
-                f" {implementation!r}; names that only some ops know are for these ops alone"
-            )
+        check_options(dtype, implementation)
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self._implementation = implementation

@@ -8,9 +8,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.numerics import best_of
 from stree_jax.array_types import Array, Float32, Int, Key
-from stree_jax.decoding.sampling import token_log_probs
+from stree_jax.decoding.sampling import best_token, token_log_probs
 from stree_jax.decoding.types import DraftTree, Sampling, Verdict
 from stree_jax.tree import TreeTopology
 
@@ -48,7 +47,7 @@ class FollowTarget:
     ) -> Verdict:
         """See `Verifier`."""
         if self.only_at_zero or sampling.temperature_is_zero:
-            return follow(draft, best_of(logits)[0])
+            return follow(draft, best_token(logits)[0])
         log_probs = token_log_probs(logits, sampling)
         return follow(draft, jax.vmap(jax.random.categorical)(keys, log_probs).astype(jnp.int32))
 
