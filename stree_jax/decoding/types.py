@@ -104,5 +104,5 @@ class DecodeState(NamedTuple):
     path: Path  # accepted in the previous tree, replayed by the next step (STree, algorithm 1)
     drafter: Any  # the drafter's state
     keys: Key[Array, " B"]  # one random stream per row
-    step: Int[Array, " B"]  # steps so far; folded into the keys
+    step: Int[Array, " B"]  # steps so far; folded into the keys of sampled drafts and of tests
     statistics: Statistics

@@ -8,10 +8,10 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from stree_jax.array_types import Array, Bool, Float, Int, Key
+from stree_jax.array_types import Array, Bool, Float, Float32, Int, Key
 from stree_jax.decoding.drafters.base import root_token
 from stree_jax.decoding.prefill import prefill
-from stree_jax.decoding.sampling import all_finite, token_log_probs
+from stree_jax.decoding.sampling import all_finite, filtered_logits, token_log_probs
 from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
 from stree_jax.decoding.verifiers import CHILD_SAMPLING
 from stree_jax.models.cache import Cache, Path, Pending, path_to
@@ -40,10 +40,11 @@ class ModelDrafter(nnx.Module):
 
     Args:
         model: any model with the target's vocabulary.
-        child_sampling: how siblings are chosen: "top_k" (the most probable), "iid" (sampled
+        child_sampling: how siblings are chosen: "top_k" (the most probable), "shared" (the most
+            probable after adding the noise that the target draws its tokens with), "iid" (sampled
             independently), "without_replacement" (sampled, all different, in the order drawn), or
-            "auto": top-k at temperature 0; above it, without replacement in a tree and i.i.d. in a
-            chain.
+            "auto": top-k at temperature 0, shared above it. Only the last two are for verifiers
+            that test drafts by their probabilities.
 
     Raises:
         ValueError: another value of `child_sampling`, or `model` is not a model.
@@ -69,10 +70,7 @@ class ModelDrafter(nnx.Module):
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
         """See `Drafter`."""
         if self._child_sampling == "auto":
-            if temperature_is_zero:
-                return "top_k"
-            branching = max(map(len, topology.children))
-            return "iid" if branching <= 1 else "without_replacement"
+            return "top_k" if temperature_is_zero else "shared"
         if temperature_is_zero and self._child_sampling != "top_k":
             raise ValueError(
                 f"child_sampling = {self._child_sampling!r} needs temperature > 0;"
@@ -102,6 +100,7 @@ class ModelDrafter(nnx.Module):
         keys: Key[Array, " B"],
         sampling: Sampling,
         topology: TreeTopology,
+        noise: Float32[Array, "B _ V"] | None = None,
     ) -> tuple[DraftTree, ModelDraftState]:
         """See `Drafter`."""
         how = self.child_sampling(topology, temperature_is_zero=sampling.temperature_is_zero)
@@ -123,7 +122,11 @@ class ModelDrafter(nnx.Module):
             replay = None
             logits = logits[..., : self.model.config.vocab_size]
             finite.append(all_finite(logits).all(axis=-1))
-            scores.append(logits if how == "top_k" else token_log_probs(logits, sampling))
+            if how == "shared":
+                assert noise is not None  # child_sampling refuses temperature 0
+                logits = filtered_logits(logits, sampling) + noise[:, depth, None]
+            is_best = how in ("top_k", "shared")
+            scores.append(logits if is_best else token_log_probs(logits, sampling))
             level_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, depth)
             drawn, exists = _draw(how, scores[-1], level.width, level_keys)
             below = exists[:, level.source, level.rank] & valid[:, level.parents]
@@ -139,7 +142,7 @@ class ModelDrafter(nnx.Module):
         draft = DraftTree(
             tokens=tokens,
             tree=topology.tree(valid),
-            log_probs=None if how == "top_k" else jnp.concatenate(scores, axis=1),
+            log_probs=None if is_best else jnp.concatenate(scores, axis=1),
             log_prob_row=jnp.asarray(log_prob_row),
             finite=jnp.stack(finite).all(axis=0),
         )
