@@ -65,7 +65,7 @@ class Sampling:
         top_k: 0 keeps all tokens.
         top_p: 1 keeps all tokens.
         temperature_is_zero: for all rows; the target's best token is the only one possible.
-        use_top_k_or_top_p: False skips the sort that both filters need.
+        use_top_k_or_top_p: False skips both filters.
     """
 
     temperature: Float32[Array, " B"]
