@@ -1,7 +1,8 @@
 """Block sizes of the `tree_scan` kernel.
 
 With the defaults one case spills on sm_90, Falcon-H1-1.5B's state of 256 channels on one node
-(`benchmarks/results/spills.json`); a device's own block sizes come from its table (`pallas_kernels/tuning.py`).
+(`benchmarks/results/spills.json`). A device's own block sizes come from its table
+(`pallas_kernels/tuning.py`).
 """
 
 import dataclasses

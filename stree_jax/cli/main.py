@@ -71,7 +71,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample from the k most probable tokens; 0: all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling: keep probability mass p.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed: the same seed, the same text.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16 weights.")] = "float32",
     tokenizer: Annotated[
         Path | None, typer.Option(help="Directory or tokenizer.json; by default the checkpoint's.")

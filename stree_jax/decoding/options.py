@@ -73,6 +73,12 @@ def plan(
     temperature_is_zero = temperature == 0
     if key is None and not temperature_is_zero:
         raise ValueError("temperature > 0 needs a random key: pass key=jax.random.key(0)")
+    keys = _row_keys(jax.random.key(0) if key is None else key, len(prompts))
+    if not temperature_is_zero and "rbg" in str(jax.random.key_impl(keys)):
+        raise ValueError(
+            "keys of implementation 'rbg' draw other numbers in another batch; use"
+            " jax.random.key(0, impl='threefry2x32')"
+        )
     _check_drafter(drafter)
     topology = _checked_topology(topology, drafter, vocab_size)
     if isinstance(drafter, ModelDrafter) and drafter.model.config.vocab_size != vocab_size:
@@ -98,7 +104,7 @@ def plan(
         decoder,
         drafter if topology.num_nodes > 1 else None,  # a root alone is autoregressive decoding
         context,
-        _row_keys(jax.random.key(0) if key is None else key, batch),
+        keys,
         Limits(per_row(max_new_tokens, np.int32), _padded_eos_tokens(eos_tokens, batch)),
         Sampling(
             per_row(temperature, np.float32),
@@ -271,7 +277,11 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
 
 
 def _row_keys(key: Array, batch: int) -> Array:
-    """One random stream per row, so that a row's samples do not depend on the other rows."""
+    """A key per row: `key` with the row's index folded in, or the keys that were given.
+
+    Raises:
+        ValueError: no key, or a wrong number of keys.
+    """
     if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         try:
             key = jax.random.wrap_key_data(jnp.asarray(key))
@@ -279,6 +289,11 @@ def _row_keys(key: Array, batch: int) -> Array:
             raise ValueError(
                 f"key must be a random key such as jax.random.key(0), got {shown(key)}"
             ) from None
+    if key.shape == (batch,):
+        return key
     if key.ndim:
-        raise ValueError(f"key must be a single random key, got an array of shape {key.shape}")
+        raise ValueError(
+            f"key must be a single random key or one for each of {batch} rows, got an array of"
+            f" shape {key.shape}"
+        )
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(batch))

@@ -192,7 +192,7 @@ def test_bfloat16_decodes():
         (dict(verifier="greedy", temperature=1.0, key=KEY), "use 'target_only'"),
         (
             dict(verifier="multi_step", drafter="model", temperature=1.0, key=KEY),
-            "not exact for child_sampling = 'without_replacement'",
+            "not exact for child_sampling = 'shared'.*; use 'target_only'.*child_sampling='iid'",
         ),
         (
             dict(verifier="multi_step", drafter="ngram", temperature=1.0, key=KEY),
@@ -204,7 +204,10 @@ def test_bfloat16_decodes():
         ),
         (dict(drafter="iid"), "child_sampling = 'iid' needs temperature > 0"),
         (dict(drafter="vocabulary"), "different vocabularies: 11 and 37 tokens"),
-        (dict(temperature=1.0, key=jax.random.split(KEY)), "a single random key"),
+        (
+            dict(temperature=1.0, key=jax.random.split(KEY)),
+            "a single random key or one for each of",
+        ),
         (dict(temperature=1e-40, key=KEY), "temperature = 1e-40 is 0 in float32; use 0"),
         (dict(drafter="ngram", topology=st.TreeTopology.from_branching((38,))), "only 37 tokens"),
     ],
@@ -404,10 +407,19 @@ def counts(tokens, vocab_size):
     ("make", "topology", "verifier"),
     [
         (None, None, None),
-        (lambda m: st.ModelDrafter(m), TREE, "without_replacement"),
+        (lambda m: st.ModelDrafter(m), TREE, None),
+        (
+            lambda m: st.ModelDrafter(m, child_sampling="without_replacement"),
+            TREE,
+            "without_replacement",
+        ),
         (lambda m: st.ModelDrafter(m, child_sampling="iid"), TREE, "multi_step"),
-        (lambda m: st.ModelDrafter(m), st.TreeTopology.chain(2), "chain"),
-        (lambda m: st.ModelDrafter(m), st.TreeTopology.chain(MAX_UNROLLED + 1), "chain"),
+        (lambda m: st.ModelDrafter(m, child_sampling="iid"), st.TreeTopology.chain(2), "chain"),
+        (
+            lambda m: st.ModelDrafter(m, child_sampling="iid"),
+            st.TreeTopology.chain(MAX_UNROLLED + 1),
+            "chain",
+        ),
         (lambda m: st.ModelDrafter(m, child_sampling="top_k"), TREE, "target_only"),
         (lambda m: st.NgramDrafter(), TREE, None),
     ],

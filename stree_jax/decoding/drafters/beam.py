@@ -61,6 +61,7 @@ class BeamDrafter(ModelDrafter):
         keys: Key[Array, " B"],
         sampling: Sampling,
         topology: TreeTopology,
+        noise: Float32[Array, "B _ V"] | None = None,
     ) -> tuple[DraftTree, ModelDraftState]:
         """See `Drafter`."""
         start = root_only(context)

@@ -1,5 +1,6 @@
 """Drafting with a small model: a static tree, level by level, from one state."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from stree_jax.decoding.drafters.levels import (
     with_zeros,
 )
 from stree_jax.decoding.prefill import prefill
-from stree_jax.decoding.sampling import all_finite, token_log_probs
+from stree_jax.decoding.sampling import all_finite, filtered_logits, token_log_probs
 from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
 from stree_jax.decoding.verifiers import CHILD_SAMPLING
 from stree_jax.messages import shown
@@ -50,10 +51,11 @@ class ModelDrafter(nnx.Module):
 
     Args:
         model: any model with the target's vocabulary.
-        child_sampling: how siblings are chosen: "top_k" (the most probable), "iid" (sampled
+        child_sampling: how siblings are chosen: "top_k" (the most probable), "shared" (the most
+            probable after adding the noise that the target draws its tokens with), "iid" (sampled
             independently), "without_replacement" (sampled, all different, in the order drawn), or
-            "auto": top-k at temperature 0; above it, without replacement in a tree and i.i.d. in a
-            chain.
+            "auto": top-k at temperature 0, shared above it. Only the last two are for verifiers
+            that test drafts by their probabilities.
 
     Raises:
         ValueError: another value of `child_sampling`, or `model` is not a model.
@@ -80,10 +82,7 @@ class ModelDrafter(nnx.Module):
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
         """See `Drafter`."""
         if self._child_sampling == "auto":
-            if temperature_is_zero:
-                return "top_k"
-            branching = max(map(len, topology.children))
-            return "iid" if branching <= 1 else "without_replacement"
+            return "top_k" if temperature_is_zero else "shared"
         if temperature_is_zero and self._child_sampling != "top_k":
             raise ValueError(
                 f"child_sampling = {self._child_sampling!r} needs temperature > 0;"
@@ -113,9 +112,23 @@ class ModelDrafter(nnx.Module):
         keys: Key[Array, " B"],
         sampling: Sampling,
         topology: TreeTopology,
+        noise: Float32[Array, "B _ V"] | None = None,
     ) -> tuple[DraftTree, ModelDraftState]:
         """See `Drafter`."""
         how = self.child_sampling(topology, temperature_is_zero=sampling.temperature_is_zero)
+
+        def choose(
+            logits: Array, depth: int | Array, width: int
+        ) -> tuple[Array | None, Array, Array]:
+            """Children of nodes of one depth, and what they were drawn from."""
+            log_probs = None
+            if how == "shared":
+                assert noise is not None  # child_sampling refuses temperature 0
+                logits = filtered_logits(logits, sampling) + jnp.take(noise, depth, axis=1)[:, None]
+            elif how != "top_k":
+                logits = log_probs = token_log_probs(logits, sampling)
+            return log_probs, *_draw(how, logits, width, _level_keys(keys, depth))
+
         root = root_token(context)
         tokens, valid = root, jnp.ones_like(root, bool)
         queries = jnp.concatenate([state.catch_up[:, None], root], axis=1)
@@ -123,7 +136,7 @@ class ModelDrafter(nnx.Module):
         cache, pending = state.cache, None
         levels = levels_of(topology)
         num_unrolled = len(levels) if len(levels) <= MAX_UNROLLED else 1
-        scores, finite = [], []
+        log_probs_of, finite = [], []
         for depth, level in enumerate(levels[:num_unrolled]):
             logits, pending, cache = self.model.tree_forward(
                 queries,
@@ -136,8 +149,8 @@ class ModelDrafter(nnx.Module):
             replay = None
             logits = logits[..., : self.model.config.vocab_size]
             finite.append(all_finite(logits).all(axis=-1))
-            scores.append(logits if how == "top_k" else token_log_probs(logits, sampling))
-            drawn, exists = _draw(how, scores[-1], level.width, _level_keys(keys, depth))
+            log_probs, drawn, exists = choose(logits, depth, level.width)
+            log_probs_of += [] if log_probs is None else [log_probs]
             below = exists[:, level.source, level.rank] & valid[:, level.parents]
             below_tokens = drawn[:, level.source, level.rank]
             tokens = jnp.concatenate([tokens, below_tokens], axis=1)
@@ -149,11 +162,11 @@ class ModelDrafter(nnx.Module):
             tokens,
             valid,
             pending,
-            None if how == "top_k" else jnp.concatenate(scores, axis=1),
+            jnp.concatenate(log_probs_of, axis=1) if log_probs_of else None,
             jnp.stack(finite).all(axis=0),
         )
         if num_unrolled < len(levels):
-            grown = self._grow(grown, levels[1:], how, state, cache, keys, sampling, topology)
+            grown = self._grow(grown, levels[1:], choose, state, cache, topology)
         inner = list(_inner_nodes(topology))
         log_prob_row = np.full(topology.num_nodes, -1, np.int32)
         log_prob_row[inner] = np.arange(len(inner))
@@ -170,11 +183,9 @@ class ModelDrafter(nnx.Module):
         self,
         start: "_Grown",
         levels: list[Level],
-        how: str,
+        choose: Callable[[Array, Array, int], tuple[Array | None, Array, Array]],
         state: ModelDraftState,
         cache: Cache,
-        keys: Array,
-        sampling: Sampling,
         topology: TreeTopology,
     ) -> "_Grown":
         """Grows the levels below the root's in one loop, see `levels`."""
@@ -201,11 +212,10 @@ class ModelDrafter(nnx.Module):
                 num_logits=len(at["inner"]),
             )
             logits = logits[..., : self.model.config.vocab_size]
-            scores, log_probs = logits, so_far.log_probs
+            new, drawn, exists = choose(logits, at["depth"], width)
+            log_probs = so_far.log_probs
             if log_probs is not None:
-                scores = token_log_probs(logits, sampling)
-                log_probs = log_probs.at[:, at["read"] - 1].set(scores, mode="drop")
-            drawn, exists = _draw(how, scores, width, _level_keys(keys, at["depth"]))
+                log_probs = log_probs.at[:, at["read"] - 1].set(new, mode="drop")
             below = exists[:, at["source"], at["rank"]] & so_far.valid[:, at["parents"]]
             below_tokens = drawn[:, at["source"], at["rank"]]
             return (

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from stree_jax.array_types import Array, Float, Key
+from stree_jax.array_types import Array, Float, Float32, Key
 from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
 from stree_jax.messages import shown
 from stree_jax.tree import TreeTopology
@@ -54,6 +54,7 @@ class NgramDrafter(nnx.Module):
         keys: Key[Array, " B"],
         sampling: Sampling,
         topology: TreeTopology,
+        noise: Float32[Array, "B _ V"] | None = None,
     ) -> tuple[DraftTree, None]:
         """See `Drafter`."""
         tokens, valid = jax.vmap(lambda row, length: self._grow(row, length, topology))(
