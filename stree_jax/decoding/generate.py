@@ -93,9 +93,10 @@ def generate(
 ) -> Generation:
     """Continues prompts by speculative decoding; the output is the target's for every drafter.
 
-    At temperature 0 in float32 the tokens equal autoregressive decoding; above it they have the
-    target's distribution. A row's output depends on its prompt, the key and its index in the batch,
-    not on the other rows.
+    In float32 the tokens equal autoregressive decoding with the same key, at any temperature, with
+    any drafter and tree. Near ties are the one exception: two tokens that are as close as float32
+    sums in another order may swap. Verifiers that test drafts by their probabilities keep the
+    distribution, not the tokens. A row's output depends on its prompt and its key alone.
 
     Args:
         model: the target.
@@ -113,7 +114,8 @@ def generate(
             config; (): none.
         max_length: most tokens of a row, prompt and output; longer requests are refused. None: the
             context length of the model (`ModelConfig.max_length`), if its config has one.
-        key: random key, required above temperature 0.
+        key: random key, required above temperature 0. A single key is folded with the index of each
+            row; an array of keys `[B]` is the rows' own.
         return_cache: return the target's cache too; its memory is held as long as the result.
 
     Raises:

@@ -12,8 +12,10 @@ from jax import lax
 
 from pallas_kernels import dispatch
 from pallas_kernels.numerics import best_of
+from stree_jax.config import ModelConfig
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.options import plan
+from stree_jax.decoding.sampling import position_noise
 from stree_jax.decoding.types import Context, Sampling, Verdict
 from stree_jax.models.cache import Cache, path_to
 from stree_jax.models.lm import HybridLM
@@ -67,6 +69,8 @@ def measure_costs(
     *,
     max_nodes: int,
     max_depth: int,
+    temperature: float = 0.0,
+    key: jax.Array | None = None,
     advance: Callable[[], Any] = lambda: None,
 ) -> Costs:
     """Measures every part in a loop on the device, all parts in turn, and takes medians.
@@ -75,31 +79,33 @@ def measure_costs(
         model: the target.
         drafter: fills static trees.
         prompt: what has been read.
+        temperature, key: as in `generate`.
         max_nodes, max_depth: of trees whose cost will be asked.
         advance: called once for each part that has been compiled.
     """
     sizes = [size for size in SIZES if size < max_nodes] + [max_nodes]
     widths = [width for width in WIDTHS if width < max_nodes // 2] or [1]
     step_tree = TreeTopology.chain(min(4, max_depth, max_nodes - 1))
+    options: dict[str, Any] = dict(max_new_tokens=8, temperature=temperature, key=key)
 
     def target_calls(size: int) -> Callable[[int], object]:
         # A balanced tree: the cost depends on the number of nodes only.
         topology = TreeTopology(tuple((node - 1) // 2 if node else -1 for node in range(size)))
-        request = plan(model, [prompt], max_new_tokens=8)
+        request = plan(model, [prompt], **options)
         with dispatch.on(model):
             cache = request.decoder.start(model, None, request.context, request.keys).cache
         return lambda count: _target_calls(model, cache, count, topology=topology)
 
     def drafts(topology: TreeTopology) -> Callable[[int], object]:
-        request = plan(model, [prompt], max_new_tokens=8, drafter=drafter, topology=topology)
+        request = plan(model, [prompt], drafter=drafter, topology=topology, **options)
         with dispatch.on(model):
             state = drafter.prepare(request.context, topology, request.decoder.max_length)
-        static = dict(topology=topology, hidden_size=model.config.d_model)
+        static = dict(topology=topology, config=model.config)
         arguments = (drafter, state, request.context, request.keys, request.sampling)
         return lambda count: _drafts(*arguments, count, **static)
 
     def steps(count: int) -> object:
-        request = plan(model, [prompt], max_new_tokens=8, drafter=drafter, topology=step_tree)
+        request = plan(model, [prompt], drafter=drafter, topology=step_tree, **options)
         decoder = request.decoder
         state = decoder.start(model, drafter, request.context, request.keys)
         return _whole_steps(
@@ -173,7 +179,7 @@ def _target_calls(
     return lax.fori_loop(0, count, call, carry)[0]
 
 
-@functools.partial(jax.jit, static_argnames=("topology", "hidden_size"))
+@functools.partial(jax.jit, static_argnames=("topology", "config"))
 def _drafts(
     drafter: Drafter,
     state: Any,
@@ -183,19 +189,22 @@ def _drafts(
     count: int | jax.Array,
     *,
     topology: TreeTopology,
-    hidden_size: int,
+    config: ModelConfig,
 ) -> Any:
     """Trees that are drafted and forgotten."""
     none = jnp.full(1, -1, jnp.int32)
     verdict = Verdict(none, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
+    noise = None
+    if not sampling.temperature_is_zero:  # made once a step for both models: overhead
+        noise = position_noise(keys, context.length, topology.depth, config.vocab_size)
 
     def draft(_: Any, carry: Any) -> Any:
         state, last = carry
         # The next tree depends on this one, or XLA drafts once.
         at_root = jnp.arange(context.tokens.shape[1]) == context.length - 1
         linked = context._replace(tokens=jnp.where(at_root, last, context.tokens))
-        tree, state = drafter.propose(state, linked, keys, sampling, topology)
-        hidden = jnp.zeros((1, hidden_size), jnp.float32)
+        tree, state = drafter.propose(state, linked, keys, sampling, topology, noise=noise)
+        hidden = jnp.zeros((1, config.d_model), jnp.float32)
         state = drafter.commit(state, tree, verdict, topology, hidden)
         return state, tree.tokens[:, -1]
 

@@ -16,7 +16,8 @@ import numpy as np
 from stree_jax.array_types import Array, Bool, Int
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.options import Plan
-from stree_jax.decoding.types import Context
+from stree_jax.decoding.sampling import position_noise
+from stree_jax.decoding.types import Context, Sampling
 from stree_jax.tree import TreeTopology
 
 _BATCH = 32  # positions that are drafted from at once
@@ -40,6 +41,7 @@ def rank_trace(
     request: Plan,
     tokens: Sequence[np.ndarray],
     num_ranks: int,
+    vocab_size: int,
 ) -> RankTrace:
     """Drafts one level at every position of texts that the target wrote, and looks tokens up.
 
@@ -48,8 +50,18 @@ def rank_trace(
         request: the plan by which the texts were written; gives prompts, keys and sampling.
         tokens: the new tokens of each row.
         num_ranks: candidates to look at.
+        vocab_size: of the target.
+
+    Raises:
+        ValueError: the drafter draws its candidates with random numbers of its own.
     """
     topology = TreeTopology.from_branching((num_ranks,))
+    how = drafter.child_sampling(topology, temperature_is_zero=request.sampling.temperature_is_zero)
+    if how in ("iid", "without_replacement"):
+        raise ValueError(
+            f"child_sampling = {how!r} draws candidates anew in every step, so their ranks say"
+            " nothing about other trees; use 'shared' or 'auto'"
+        )
     prompts = np.asarray(request.context.tokens)
     starts = np.asarray(request.context.length)
     rows = np.repeat(np.arange(len(tokens)), [len(new) for new in tokens])
@@ -68,9 +80,19 @@ def rank_trace(
         row = rows[at]
         context = Context(jnp.asarray(texts[row]), jnp.asarray(starts[row] + emitted[at]))
         of_rows = jax.tree.map(operator.itemgetter(row), (request.keys, request.sampling))
+        position = jnp.asarray(emitted[at], jnp.int32)
         state = drafter.prepare(context, topology, width)
         candidates, exists = jax.tree.map(
-            np.asarray, _candidates(drafter, state, context, *of_rows, topology=topology)
+            np.asarray,
+            _candidates(
+                drafter,
+                state,
+                context,
+                *of_rows,
+                position,
+                topology=topology,
+                vocab_size=vocab_size,
+            ),
         )
         match = (candidates == wanted[at, None]) & exists
         found = np.where(match.any(axis=1), match.argmax(axis=1), num_ranks)
@@ -80,15 +102,20 @@ def rank_trace(
     return RankTrace(np.split(ranks, ends), num_ranks)
 
 
-@functools.partial(jax.jit, static_argnames="topology")
+@functools.partial(jax.jit, static_argnames=("topology", "vocab_size"))
 def _candidates(
     drafter: Drafter,
     state: object,
     context: Context,
     keys: Array,
-    sampling: object,
+    sampling: Sampling,
+    emitted: Int[Array, " B"],
     *,
     topology: TreeTopology,
+    vocab_size: int,
 ) -> tuple[Int[Array, "B R"], Bool[Array, "B R"]]:
-    draft, _ = drafter.propose(state, context, keys, sampling, topology)  # type: ignore[arg-type]
+    noise = None
+    if not sampling.temperature_is_zero:
+        noise = position_noise(keys, emitted, topology.depth, vocab_size)
+    draft, _ = drafter.propose(state, context, keys, sampling, topology, noise=noise)
     return draft.tokens[:, 1:], draft.tree.valid[:, 1:]

@@ -147,7 +147,8 @@ def tune(
     texts = generate(target, prompts[:half], **first)
     written = [row[:length] for row, length in zip(texts.tokens, texts.lengths, strict=True)]
     progress("the target writes", 1, 1)
-    trace = rank_trace(drafter, request, written, min(NUM_RANKS, target.config.vocab_size))
+    vocab_size = target.config.vocab_size
+    trace = rank_trace(drafter, request, written, min(NUM_RANKS, vocab_size), vocab_size)
     num_traced = int(texts.lengths.sum())
     if num_traced < _ENOUGH_TOKENS:
         warnings.warn(
@@ -165,7 +166,14 @@ def tune(
         progress("timing parts of a step", min(done, num_parts), num_parts)
 
     costs = measure_costs(
-        target, drafter, list(prompts[0]), max_nodes=max_nodes, max_depth=max_depth, advance=advance
+        target,
+        drafter,
+        list(prompts[0]),
+        max_nodes=max_nodes,
+        max_depth=max_depth,
+        temperature=temperature,
+        key=key,
+        advance=advance,
     )
     candidates = _candidates(trace, costs, max_nodes, max_depth)
     finalists = _finalists(candidates)

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import numpy as np
 import pytest
 
@@ -14,11 +15,8 @@ PROMPTS = [[5, 9, 2, 30, 11], [3], [1, 2, 3, 4, 1, 2]]
 TREES = [
     st.TreeTopology.chain(1),
     st.TreeTopology.chain(4),
-    st.TreeTopology.complete(2, 3),
-    st.TreeTopology.from_branching((3, 2, 1)),
     st.TreeTopology.from_parents([-1, 0, 1, 2, 0, 4, 2, 6, 7]),
     st.TreeTopology.paper("A"),
-    st.TreeTopology.paper("E"),
 ]
 
 
@@ -103,18 +101,18 @@ def test_replay_counts_the_end_of_a_text_inside_a_path():
     assert replay_tau(st.TreeTopology.chain(0), trace) == 1
 
 
-@pytest.fixture(scope="module")
-def traced():
+@pytest.fixture(scope="module", params=[0.0, 1.0], ids=["greedy", "shared noise"])
+def traced(request):
     """A drafter, and the ranks of what the target writes; one text ends early."""
     model = tiny_model()
     drafter = st.ModelDrafter(perturbed(model, 0.2))
-    options = dict(max_new_tokens=40)
+    options = dict(max_new_tokens=40, temperature=request.param, key=jax.random.key(3))
     free = st.generate(model, PROMPTS, **options)
     options["eos_token"] = int(free.tokens[1, 9])
     out = st.generate(model, PROMPTS, **options)
     assert len(set(out.lengths.tolist())) > 1
     written = [row[:length] for row, length in zip(out.tokens, out.lengths, strict=True)]
-    return drafter, options, rank_trace(drafter, plan(model, PROMPTS, **options), written, 8)
+    return drafter, options, rank_trace(drafter, plan(model, PROMPTS, **options), written, 8, 37)
 
 
 @pytest.mark.parametrize("topology", TREES, ids=lambda t: f"{t.num_nodes} nodes")
@@ -122,3 +120,10 @@ def test_replay_is_decoding(topology, traced):
     drafter, options, trace = traced
     out = st.generate(tiny_model(), PROMPTS, drafter=drafter, topology=topology, **options)
     assert replay_tau(topology, trace) == pytest.approx(out.stats.tau, abs=1e-12)
+
+
+def test_candidates_of_random_draws_are_refused():
+    drafter = st.ModelDrafter(tiny_model(), child_sampling="iid")
+    request = plan(tiny_model(), PROMPTS, temperature=1.0, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="'iid' draws candidates anew.*use 'shared'"):
+        rank_trace(drafter, request, [np.array([1])] * 3, 8, 37)

@@ -63,7 +63,8 @@ class RejectionSampling:
         if child_sampling != self.exact_for and not (drawn and branching <= 1):
             raise ValueError(
                 f"verifier {self.name!r} is not exact for child_sampling = {child_sampling!r},"
-                f" only for {self.exact_for!r}; use 'target_only', which is exact for any"
+                f" only for {self.exact_for!r}; use 'target_only', which is exact for any, or"
+                f" ModelDrafter(..., child_sampling={self.exact_for!r})"
             )
 
     def verify(
