@@ -17,8 +17,16 @@ BUILT_IN = (
 
 
 def load_prompts(count: int) -> tuple[str, list[str]]:
-    """Where the prompts come from, and `count` of them: GSM8K, HumanEval, MT-Bench in turn."""
+    """Where the prompts come from, and `count` of them: GSM8K, HumanEval, MT-Bench in turn.
+
+    Says so if it is the built-in ones that are used.
+    """
     if not SHARED.is_dir():
+        print(
+            f"prompts: {len(BUILT_IN)} built-in ones in turn, because {SHARED} is absent; tau is"
+            " not comparable with docs/results.md",
+            flush=True,
+        )
         return "built-in", [BUILT_IN[i % len(BUILT_IN)] for i in range(count)]
     problems = _lines((SHARED / "gsm8k" / "test.jsonl").read_text())
     programs = _lines(

@@ -18,9 +18,10 @@ end to end    with `--train MINUTES`, which first trains a byte-level pair of 50
     python -m benchmarks.gpu_session [--train 3] [--sections kernels ...] [--bandwidth 4.3e12]
 
 Each section gets a share of the remaining time; time that it does not use goes to the later ones.
-What did not fit is listed as left out. Results and a plot go to `benchmarks/results/<device>.json`
-and `.png`, after every section. Without a GPU nothing is measured; `--smoke` runs everything
-with tiny sizes on any device. Exit code 1 if anything is wrong or fails.
+What did not fit is listed as left out. Results and a plot go to `<device>.json` and
+`.png` (in `benchmarks/results` with `--commit`) after every section. Without a GPU nothing is
+measured; `--smoke` runs everything with tiny sizes on any device. Exit code 1 if anything is wrong
+or fails.
 """
 
 import argparse
@@ -28,7 +29,6 @@ import contextlib
 import functools
 import importlib.metadata
 import os
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,7 +37,15 @@ from typing import Any
 import jax
 
 import stree_jax as st
-from benchmarks.common import conclude, device_name, machine, plotted, print_table, write_json
+from benchmarks.common import (
+    conclude,
+    device_name,
+    machine,
+    plotted,
+    print_table,
+    read_options,
+    write_json,
+)
 from benchmarks.gpu import byte_pair, kernels, models
 from benchmarks.gpu.scale import FULL, SMOKE, Scale
 from benchmarks.gpu.sections import Clock, Section, run_sections
@@ -212,8 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sections", nargs="+", choices=NAMES, help="only these")
     parser.add_argument("--bandwidth", type=float, help="of the memory, bytes a second")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on any device")
-    parser.add_argument("--output", type=Path, help="directory of the results")
-    options = parser.parse_args(arguments)
+    options = read_options(parser, arguments)
     # JAX would take three quarters of the memory, and leave too little for torch.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if options.smoke:  # which mostly compiles
@@ -225,9 +232,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if options.train is not None and not 0 < options.train < options.minutes:
         parser.error(f"--train {options.train:g} is not within --minutes {options.minutes:g}")
-    directory = options.output
-    if options.smoke and directory is None:  # times of tiny sizes are not results
-        directory = Path(tempfile.mkdtemp(prefix="stree-session-"))
+    if options.smoke and options.commit:
+        parser.error("times of tiny sizes are not results: --smoke goes without --commit")
     scale = SMOKE if options.smoke else FULL
     end = time.monotonic() + 60 * options.minutes
     results: dict[str, Any] = {
@@ -249,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sections = [s for s in sections if s.name in ("bandwidth", *options.sections)]
 
     def save() -> Path:
-        return write_json(name, results, directory)
+        return write_json(name, results, options.output)
 
     run_sections(sections, end - time.monotonic(), results, save)
     if not options.smoke:

@@ -9,8 +9,9 @@ one program.
     python -m benchmarks.tune [--kernels replay ...] [--nodes 16 64] [--batch 1] [--output DIR]
 
 Writes `pallas_kernels/tuned/<device>.json`, which the kernels read; its entries for other kernels
-stay. All timings go to `benchmarks/results/tune-<device>.json`. `--interpret` runs everything on a
-CPU with tiny shapes; its times mean nothing, so it needs an `--output`.
+stay. With `--output` the table goes there instead. All timings go to `tune-<device>.json`, in
+`benchmarks/results` with `--commit`. `--interpret` runs everything on a CPU with tiny shapes; its
+times mean nothing, so it needs an `--output`.
 """
 
 import argparse
@@ -30,7 +31,16 @@ from rich.progress import Progress
 from benchmarks.cases import CASES
 from benchmarks.cases.base import LIMITS, Case, Problem, as_tuple, relative_error
 from benchmarks.cases.checks import refused, repeated
-from benchmarks.common import conclude, interleaved, machine, print_table, write_json
+from benchmarks.common import (
+    OUTPUT,
+    conclude,
+    interleaved,
+    machine,
+    print_table,
+    progress_bar,
+    read_options,
+    write_json,
+)
 from benchmarks.gpu.scale import TINY
 from benchmarks.gpu.spaces import SPACES
 from benchmarks.models import on_gpu
@@ -216,10 +226,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--count", type=int, default=50, help="calls in one timed program")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--output", type=Path, help="directory of the table, and of the timings")
     parser.add_argument("--interpret", action="store_true", help="tiny shapes, on any device")
-    options = parser.parse_args(arguments)
-    if options.interpret and options.output is None:
+    options = read_options(parser, arguments)
+    own_folder = not options.commit and options.output != OUTPUT
+    if options.interpret and not own_folder:
         parser.error("times of the interpreter mean nothing: --interpret needs an --output")
     if not options.interpret and (not on_gpu() or dispatch.device_obstacle()):
         raise SystemExit(
@@ -227,10 +237,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     where = machine()
     timer = Timer(options.interpret, options.count, options.rounds)
-    directory = options.output or tuning.DIRECTORY
+    directory = options.output if own_folder else tuning.DIRECTORY
     blocks: dict[str, dict[str, Any]] = {}
     rows: list[dict[str, Any]] = []
-    with Progress(transient=True) as progress:
+    with progress_bar() as progress:
         for name in options.kernels:
             problems = problems_of(name, options.nodes, options.batch, tiny=options.interpret)
             values = None

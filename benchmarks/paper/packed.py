@@ -20,7 +20,17 @@ import numpy as np
 from rich.progress import Progress
 
 import stree_jax as st
-from benchmarks.common import conclude, interleaved, machine, plotted, print_table, save, summary
+from benchmarks.common import (
+    conclude,
+    interleaved,
+    machine,
+    plotted,
+    print_table,
+    progress_bar,
+    read_options,
+    save,
+    summary,
+)
 from benchmarks.models import Pair, add_pair_options, chosen_pair, num_bytes, on_gpu
 from benchmarks.paper.generation import Program, new_tokens, tau
 from benchmarks.paper.unrolled import UnrolledLM
@@ -172,9 +182,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    options = read_options(parser, plots=True)
     pair = chosen_pair(options, options.prompts)
-    with Progress(transient=True) as progress:
+    with progress_bar() as progress:
         rows = measure(
             pair,
             beams=options.beams,
@@ -218,7 +228,7 @@ def main() -> None:
             for row in rows
         ],
     )
-    path = save("packed", __doc__, results)
+    path = save("packed", __doc__, results, options.output)
     plot(rows, path.with_suffix(".png"))
     best = max(rows, key=lambda row: row["nodes"])
     conclude(

@@ -26,6 +26,8 @@ from benchmarks.common import (
     machine,
     plotted,
     print_table,
+    progress_bar,
+    read_options,
     save,
     summary,
 )
@@ -191,9 +193,9 @@ def main() -> None:
     parser.add_argument("--dtype", default=default_dtype(), choices=("float32", "bfloat16"))
     parser.add_argument("--count", type=int, default=20 if on_gpu() else 4)
     parser.add_argument("--rounds", type=int, default=10 if on_gpu() else 7)
-    options = parser.parse_args()
+    options = read_options(parser, plots=True)
     config = shape(options.preset, options.layers)
-    with Progress(transient=True) as progress:
+    with progress_bar() as progress:
         results = measure(
             config,
             dtype=options.dtype,
@@ -255,7 +257,7 @@ def main() -> None:
             for i, size in enumerate(results["sizes"])
         ],
     )
-    path = save("tree-size", __doc__, results)
+    path = save("tree-size", __doc__, results, options.output)
     plot(results, path.with_suffix(".png"))
     largest = {row["method"]: row for row in results["trees"] if row["levels"] == max(LEVELS)}
     conclude(

@@ -83,7 +83,7 @@ def filtered_logits(
     """
     per_row = (slice(None),) + (None,) * (logits.ndim - 1)
     # The best logit is 0 before the division, so no temperature overflows.
-    scaled = logits - logits.max(axis=-1, keepdims=True)
+    scaled = logits - best_token(logits)[1][..., None]
     scaled = scaled / sampling.temperature[per_row]
     if not sampling.use_top_k_or_top_p:
         return scaled
@@ -160,5 +160,19 @@ def _largest(holds: Callable[[Array], Array], rows: tuple[int, ...]) -> Array:
 
 
 def all_finite(logits: Float[Array, "*rows V"]) -> Bool[Array, "*rows"]:
-    """Whether the best logit is finite: False if any is NaN or +inf, or all are -inf."""
-    return jnp.isfinite(logits.max(axis=-1))
+    """Whether a token can be chosen by these logits: False if any is NaN or +inf, or all are -inf.
+
+    A token with -inf among others is one that the model rules out. Logits are without vocabulary
+    padding, whose values mean nothing.
+    """
+    return jnp.isfinite(best_token(logits)[1])
+
+
+def best_token(
+    logits: Float[Array, "*rows V"],
+) -> tuple[Int[Array, "*rows"], Float[Array, "*rows"]]:
+    """`best_of` with NaN as infinity, because XLA's maximum ignores NaN on a CPU.
+
+    What needs the best token or its logit calls this: XLA then has one pass for it and the guard.
+    """
+    return best_of(jnp.where(jnp.isnan(logits), jnp.inf, logits))

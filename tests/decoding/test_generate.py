@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
+from stree_jax.decoding.drafters.levels import MAX_UNROLLED
 from stree_jax.decoding.loop import TARGET_FAILED, SpeculativeDecoder
 from stree_jax.decoding.options import plan
 from stree_jax.layer_config import AttentionConfig
@@ -240,6 +241,17 @@ from stree_jax.training.recipe import Training
 
 model = st.HybridLM(st.ModelConfig.tiny(), rngs=nnx.Rngs(0))
 for change, message in [
+    (dict(prompts=None), "prompts must be a list with a list .*, got None"),
+    (dict(prompts=5), "prompts must be a list with a list .*, got 5"),
+    (dict(temperature=10**400), r"temperature must be a number from 0 on, got 10{76}\.\.\.$"),
+    (dict(temperature=10**5000), "temperature must be a number from 0 on, got <int>"),
+    (dict(top_p=10**400), r"top_p must be in .*\.\.\.$"),
+    (dict(max_new_tokens=10**12), "max_new_tokens = 10{12}: in all .* the limit is 16777216$"),
+    (dict(eos_token=[[1], [2, 3]]), r"eos_token must be an integer, .* got \[\[1\], \[2, 3\]\]"),
+    (dict(temperature=1.0, key=10**30), "key must be a random key such as .*, got 10{30}$"),
+    (dict(temperature=1.0, key=[10**30, 1]), "key must be a random key such as .*, got"),
+    (dict(verifier="z" * 999), r"unknown verifier 'z{76}\.\.\.; known"),
+    (dict(topology="z" * 999), r"topology must be a TreeTopology, got 'z{76}\.\.\.$"),
     (dict(prompts=[1, 2]), r"prompts\[0\] is not a list of token ids"),
     (dict(prompts=["text"]), r"prompts\[0\] is not a list of token ids"),
     (dict(prompts=[[0.5]]), r"prompts\[0\] has float64 values"),
@@ -271,6 +283,17 @@ for make, message in [
     (lambda: st.TreeTopology.from_parents([-1, 0.7]), "a parent must be an integer, got 0.7"),
     (lambda: st.TreeTopology.chain(2.5), "num_drafts must be an integer, got 2.5"),
     (lambda: st.TreeTopology.from_branching(3), r"a sequence such as \(3, 2, 1\), got 3"),
+    (lambda: st.TreeTopology.from_parents(5), r"parents is a sequence such as .*, got 5"),
+    (lambda: st.TreeTopology(None), r"parents is a sequence such as .*, got None"),
+    (lambda: st.TreeTopology.chain(10**5000), "a tree of <int> nodes or more; at most 4096"),
+    (lambda: st.ModelConfig.preset([]), r"unknown preset \[\]; known: Falcon-H1-0.5B, "),
+    (lambda: st.from_pretrained(None), "path must be a directory or .*, got None"),
+    (lambda: st.load_tokenizer(None), "path must be a directory or .*, got None"),
+    (lambda: st.from_pretrained("x", dtype="zz"), "dtype must be float32 or .*, got 'zz'"),
+    (lambda: st.from_pretrained("x", implementation="zz"), "implementation .*, got 'zz'"),
+    (lambda: st.HybridLM(model.config, dtype="zz", rngs=nnx.Rngs(0)), "dtype must .*, got 'zz'"),
+    (lambda: st.HybridLM.abstract(model.config, implementation="zz"), "implementation .* got 'zz'"),
+    (lambda: st.NgramDrafter(max_match=10**12), "need integers 1 <= .* <= 64, got .* 10{12}$"),
 ]:
     with pytest.raises(ValueError, match=message):
         make()
@@ -339,6 +362,36 @@ def test_logits_that_are_not_finite_name_the_row(value):
         list(st.stream(broken(value, 35), prompts, max_new_tokens=4))
 
 
+@pytest.mark.parametrize(("drafting", "temperature"), [(None, 0.0), ("model", 1.0), ("beam", 0.0)])
+def test_one_logit_that_is_nan_ends_the_row(drafting, temperature):
+    """One damaged row of the head: every other logit, and so the best one, is a number."""
+    # So many tokens that XLA vectorizes the maximum, which then ignores NaN.
+    config = st.ModelConfig.tiny(num_layers=1, vocab_size=4096, tie_embeddings=False)
+    model = st.HybridLM(config, rngs=nnx.Rngs(0))
+    damaged = with_weight(model, "head", lambda head: head.at[1700, 3].set(np.nan))
+    options = dict(max_new_tokens=4, temperature=temperature, key=KEY)
+    good = bad = {}
+    if drafting is not None:
+        kind = dict(model=st.ModelDrafter, beam=st.BeamDrafter)[drafting]
+        good, bad = (dict(drafter=kind(draft), topology=TREE) for draft in (model, damaged))
+        with pytest.raises(FloatingPointError, match="the draft model's logits .* in row 0"):
+            st.generate(model, PROMPTS, **options, **bad)
+    with pytest.raises(st.NonFiniteLogitsError, match="the target model's logits") as error:
+        st.generate(damaged, PROMPTS, **options, **good)
+    assert error.value.rows == [0, 1, 2]
+    assert error.value.generation.lengths.tolist() == [0, 0, 0]
+
+
+def test_what_is_not_a_token_may_be_anything():
+    """NaN in the vocabulary's padding means nothing, and -inf rules a token out."""
+    model = tiny_model("groups")
+    padded = with_weight(model, "head", lambda head: head.at[37:].set(np.nan))
+    want = st.generate(model, PROMPTS, max_new_tokens=6)
+    for options in ({}, dict(drafter=st.ModelDrafter(padded), topology=TREE)):
+        out = st.generate(padded, PROMPTS, max_new_tokens=6, **options)
+        np.testing.assert_array_equal(out.tokens, want.tokens)
+
+
 def test_a_draft_model_that_is_not_finite_names_the_row():
     draft = st.ModelDrafter(broken(np.nan, 4))
     with pytest.raises(FloatingPointError, match="the draft model's logits .* in row 2"):
@@ -363,6 +416,11 @@ def counts(tokens, vocab_size):
         (lambda m: st.ModelDrafter(m, child_sampling="iid"), TREE, "multi_step"),
         (lambda m: st.ModelDrafter(m, child_sampling="iid"), st.TreeTopology.chain(2), None),
         (lambda m: st.ModelDrafter(m, child_sampling="iid"), TREE, "traversal"),
+        (
+            lambda m: st.ModelDrafter(m, child_sampling="iid"),
+            st.TreeTopology.chain(MAX_UNROLLED + 1),
+            "traversal",
+        ),
         (lambda m: st.ModelDrafter(m, child_sampling="top_k"), TREE, "target_only"),
         (lambda m: st.NgramDrafter(), TREE, None),
     ],

@@ -125,3 +125,12 @@ def test_rows_have_their_own_temperature_and_filters():
     for row, options in enumerate(rows):
         alone = token_log_probs(nodes[None], sampling(**options))
         np.testing.assert_allclose(together[row], alone[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf])
+def test_one_bad_logit_is_found_wherever_it_is(value):
+    """Compiled: there a maximum ignores NaN on a CPU."""
+    places = np.arange(0, 4096, 61)
+    rows = np.random.default_rng(0).normal(size=(len(places) + 1, 4096)).astype(np.float32)
+    rows[np.arange(len(places)), places] = value
+    assert jax.jit(all_finite)(rows).tolist() == [False] * len(places) + [True]

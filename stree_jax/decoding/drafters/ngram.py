@@ -6,7 +6,10 @@ from flax import nnx
 
 from stree_jax.array_types import Array, Float, Float32, Key
 from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
+from stree_jax.messages import shown
 from stree_jax.tree import TreeTopology
+
+MAX_MATCH = 64  # each length is an operation of the program
 
 
 class NgramDrafter(nnx.Module):
@@ -20,15 +23,15 @@ class NgramDrafter(nnx.Module):
         min_match: shortest match that counts, in tokens.
 
     Raises:
-        ValueError: not integers with `1 <= min_match <= max_match`.
+        ValueError: not integers with `1 <= min_match <= max_match <= MAX_MATCH`.
     """
 
     def __init__(self, *, max_match: int = 3, min_match: int = 1):
         are_ints = isinstance(min_match, int) and isinstance(max_match, int)
-        if not (are_ints and 1 <= min_match <= max_match):
+        if not (are_ints and 1 <= min_match <= max_match <= MAX_MATCH):
             raise ValueError(
-                "need integers 1 <= min_match <= max_match,"
-                f" got min_match = {min_match}, max_match = {max_match}"
+                f"need integers 1 <= min_match <= max_match <= {MAX_MATCH},"
+                f" got min_match = {shown(min_match)}, max_match = {shown(max_match)}"
             )
         self.max_match = max_match
         self.min_match = min_match

@@ -9,9 +9,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from pallas_kernels.numerics import best_of
 from stree_jax.array_types import Array, Float32, Int, Key
-from stree_jax.decoding.sampling import position_noise, sample_tokens
+from stree_jax.decoding.sampling import best_token, position_noise, sample_tokens
 from stree_jax.decoding.types import DraftTree, Sampling, Verdict
 from stree_jax.tree import TreeTopology
 
@@ -49,7 +48,7 @@ class FollowTarget:
     ) -> Verdict:
         """See `Verifier`."""
         if self.only_at_zero or sampling.temperature_is_zero:
-            return follow(draft, best_of(logits)[0])
+            return follow(draft, best_token(logits)[0])
         if noise is None:  # a loop without noise of its own: other samples each step
             start = jnp.zeros(keys.shape, jnp.int32)
             noise = position_noise(keys, start, topology.depth, logits.shape[-1])
