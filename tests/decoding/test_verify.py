@@ -357,6 +357,31 @@ def test_following_at_temperature_0_takes_the_best_token():
         assert (verdict.last.tolist(), verdict.next_token.tolist()) == ([2], [0])
 
 
+def test_following_without_noise_draws_from_the_keys():
+    """As in a loop of one's own: samples of the target, other ones with other keys."""
+    draft = DraftTree(
+        tokens=jnp.zeros((1, 4), jnp.int32),
+        tree=tree_of(CHAIN, 1),
+        log_probs=None,
+        log_prob_row=jnp.full(4, -1, jnp.int32),
+        finite=jnp.ones(1, bool),
+    )
+    logits = jnp.log(jnp.array([0.5, 0.25, 0.25, 0.0]))
+    sampling = Sampling(jnp.ones(1), jnp.zeros(1, int), jnp.ones(1))
+
+    @jax.vmap
+    def first_token(key):
+        rule = VERIFIERS["target_only"]
+        every = jnp.broadcast_to(logits, (1, 4, VOCAB))
+        verdict = rule.verify(key[None], draft, every, sampling, None, topology=CHAIN)
+        return jnp.where(verdict.last[0] > 0, 0, verdict.next_token[0])
+
+    tokens = np.asarray(first_token(jax.random.split(jax.random.key(0), 1000)))
+    counts = np.bincount(tokens, minlength=VOCAB)
+    assert counts[3] == 0
+    np.testing.assert_allclose(counts[:3] / 1000, [0.5, 0.25, 0.25], atol=0.06)
+
+
 def test_testing_needs_the_distributions_of_the_draft():
     draft = DraftTree(
         tokens=jnp.zeros((1, 4), jnp.int32),
