@@ -97,7 +97,8 @@ class NgramDrafter(nnx.Module):
             score = jnp.where(
                 (match >= self.min_match) & (places < length), match * row.shape[0] + places, -1
             )
-            best, found = [], []  # by rank among siblings
+            best: list[Array] = []  # by rank among siblings
+            found: list[Array] = []
             for rank in range(level.width):
                 if rank:  # other tokens than those of the earlier siblings
                     score = jnp.where(row == best[-1][:, None], -1, score)
