@@ -191,13 +191,15 @@ def test_convert_and_inspect(tmp_path):
         assert "can be loaded and converted" in result.stdout
 
 
-def test_sampling_depends_on_the_seed():
+def test_sampling_depends_on_the_seed_alone():
     common = ["generate", st.demo_path("target"), "-p", "The", "--max-new-tokens", 16]
     common += ["--temperature", 1, "--top-p", 0.9]
     first, again, other = (run(*common, "--seed", seed).stdout for seed in (1, 1, 2))
+    drafted = run(*common, "--seed", 1, "--draft", st.demo_path("draft")).stdout
+    assert "16 tokens, 16 target calls" not in drafted
     # Without the summary line, whose speed varies.
-    text = [out.rsplit("16 tokens, ", 1)[0] for out in (first, again, other)]
-    assert text[0] == text[1] != text[2]
+    text = [out.rsplit("16 tokens, ", 1)[0] for out in (first, again, other, drafted)]
+    assert text[0] == text[1] == text[3] != text[2]
 
 
 def test_demo():
