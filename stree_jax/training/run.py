@@ -22,7 +22,7 @@ from stree_jax.pretrained import from_pretrained, load_tokenizer
 from stree_jax.training import data
 from stree_jax.training.objective import distillation_loss, next_token_loss
 from stree_jax.training.recipe import Recipe
-from stree_jax.training.trainer import Loss, Progress, cast, evaluate, fit
+from stree_jax.training.trainer import Loss, Progress, cast, evaluate, fit, forget_after
 
 
 def train(recipe: Recipe, output: Path, *, command: str) -> Iterator[Progress]:
@@ -145,6 +145,8 @@ def _new_model(
 def _run_directory(output: Path, fingerprint: dict[str, Any]) -> Path:
     """The directory with the checkpoints of this run, created if this is its start.
 
+    If only the end of the schedule changed, the checkpoints at the peak rate are still this run's.
+
     Raises:
         ValueError: `output` is not a checkpoint, or the directory belongs to another run.
     """
@@ -163,11 +165,28 @@ def _run_directory(output: Path, fingerprint: dict[str, Any]) -> Path:
     if not file.is_file() and not (run / "steps").exists():
         _write(file, now)
     elif not file.is_file() or file.read_text() != now:
-        raise ValueError(
-            f"{run} belongs to a run with another recipe, text or target; remove it to start over,"
-            " or choose another output"
-        )
+        before = json.loads(file.read_text()) if file.is_file() else {"training": {}}
+        ends = [
+            None if values.get("decay_steps") is None else values["steps"] - values["decay_steps"]
+            for values in (before["training"], fingerprint["training"])
+        ]
+        if None in ends or _without_schedule(before) != _without_schedule(fingerprint):
+            raise ValueError(
+                f"{run} belongs to a run with another recipe, text or target; remove it to start"
+                " over, or choose another output"
+            )
+        forget_after(run / "steps", min(ends))
+        _write(file, now)
     return run
+
+
+def _without_schedule(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    training = {
+        name: value
+        for name, value in fingerprint["training"].items()
+        if name not in ("steps", "decay_steps", "save_every")
+    }
+    return json.loads(json.dumps(fingerprint | {"training": training}))
 
 
 def _write(path: Path, text: str) -> None:
