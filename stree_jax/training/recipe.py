@@ -14,6 +14,9 @@ num_kv_heads = 2
 head_dim = 64
 rotary_dim = 64
 
+[model.mlp]                           # fields of MlpConfig; an MLP behind each layer, or omit
+hidden_size = 512
+
 [training]                            # fields of Training
 steps = 3000
 batch_size = 16
