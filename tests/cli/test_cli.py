@@ -116,7 +116,8 @@ def test_generate_streams_the_text_of_generate():
     plain = run(*common)
     assert plain.returncode == 0
     assert plain.stdout.startswith(prompt + text)
-    assert re.search(r"24 tokens, 24 target calls, .* tau 1\.00", plain.stdout)
+    count = int(want.lengths[0])
+    assert re.search(rf"{count} tokens, {count} target calls, .* tau 1\.00", plain.stdout)
     drafted = run(*common, "--draft", st.demo_path("draft"), "--tree", "branching:2,1")
     assert drafted.stdout.startswith(prompt + text)
     assert "tau 1.00" not in drafted.stdout
