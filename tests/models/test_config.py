@@ -1,12 +1,14 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import jax
 import pytest
 from flax import nnx
 
 from stree_jax import HybridLM, ModelConfig
+from stree_jax.convert.writing import written_as
 from stree_jax.layer_config import (
     AttentionConfig,
     MlpConfig,
@@ -146,3 +148,15 @@ def test_the_number_of_parameters_of_a_preset(name, num_parameters):
 def test_other_weight_types_are_refused():
     with pytest.raises(ValueError, match="float32 or bfloat16, got float16"):
         HybridLM(ModelConfig.tiny(), dtype="float16", rngs=nnx.Rngs(0))
+
+
+def test_mamba2_lm_in_bambas_layout():
+    """A trained hybrid can be written for transformers."""
+    attention = dict(num_heads=2, num_kv_heads=1, head_dim=8, rotary_dim=4)
+    config = ModelConfig.tiny(
+        attention_layers=[1], attention=attention, mlp={"hidden_size": 24}, residual_float32=False
+    )
+    assert config.layers == ("mamba2", "mlp", "attention", "mlp")
+    assert written_as(config, "hf", "float32", Path("out")).family == "bamba"
+    with pytest.raises(ValueError, match="MlpConfig has no fields .'width'."):
+        ModelConfig.tiny(mlp={"width": 24})
