@@ -1,4 +1,6 @@
 import dataclasses
+import tomllib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,7 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
+from stree_jax.checkpoint import load_config
 from stree_jax.training import data
 from stree_jax.training.objective import distillation_loss, next_token_loss
 from stree_jax.training.recipe import Recipe, Text, Training
@@ -360,6 +363,23 @@ def test_the_target_continues_the_first_half():
     sampled = _continued(model, tokens, seed=0, step=2)
     assert not np.array_equal(sampled, greedy)
     np.testing.assert_array_equal(sampled, _continued(model, tokens, seed=0, step=2))
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_the_recipe_of_an_embedded_model(name):
+    """It describes the model beside it, and its card says what was trained."""
+    path = st.demo_path(name)
+    recipe = tomllib.loads(path.with_name(f"{name}.toml").read_text())
+    have = load_config(path)
+    want = st.ModelConfig.mamba2_lm(have.vocab_size, eos_token=0, **recipe["model"])
+    assert dataclasses.replace(have, max_length=None) == want
+    card = (path / "README.md").read_text()
+    for field, value in dataclasses.asdict(Training(**recipe["training"])).items():
+        if field != "decay_steps" or value is not None:
+            assert f"| {field} | {value} |" in card
+    for text in recipe["text"]:
+        assert f"| `{Path(text['path']).name}` | {text['licence']} | {text['weight']} |" in card
+    assert "Held-out" in card
 
 
 def test_an_invalid_model_table_is_refused(recipe_file, tmp_path):
