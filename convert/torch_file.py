@@ -294,7 +294,7 @@ class _Unpickler(_PythonUnpickler):
         super().__init__(io.BytesIO(archive.bytes_of("data.pkl")))
         self._archive = archive
         self.path = archive.path
-        self.dispatch = _BoundedDispatch(self)
+        self.dispatch = _BoundedDispatch(self)  # type: ignore[assignment]
 
     def find_class(self, module: str, name: str) -> _Name:
         if module in ("torch", "torch.storage") and name in _STORAGES:
