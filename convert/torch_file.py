@@ -27,8 +27,8 @@ from stree_jax.convert.tensors import MAX_TENSORS, Tensor
 # opcodes and 1.1 million memo entries, which takes items off the stack after 2,000 at the latest.
 _MAX_DIRECTORY = 12 << 20  # bytes
 _MAX_PICKLE = 32 << 20  # bytes
-_MAX_OPCODES = 6_000_000
-_MAX_MEMO = 1_500_000
+_MAX_OPCODES = 4_500_000
+_MAX_MEMO = 1_200_000
 _MAX_STACK = 10_000
 _MAX_MARKS = 64
 _MAX_AXES = 8
@@ -294,7 +294,7 @@ class _Unpickler(_PythonUnpickler):
         super().__init__(io.BytesIO(archive.bytes_of("data.pkl")))
         self._archive = archive
         self.path = archive.path
-        self.dispatch = _BoundedDispatch(self)  # type: ignore[assignment]
+        self.dispatch = _BoundedDispatch(self)
 
     def find_class(self, module: str, name: str) -> _Name:
         if module in ("torch", "torch.storage") and name in _STORAGES:
@@ -359,7 +359,7 @@ class _Unpickler(_PythonUnpickler):
     def _refuse(self) -> None:
         raise ValueError(f"{self._archive.path}: its pickle has opcodes that no state dict needs")
 
-    dispatch = dict.fromkeys(range(256), _refuse) | {
+    dispatch: Any = dict.fromkeys(range(256), _refuse) | {
         getattr(pickle, name)[0]: _PythonUnpickler.dispatch[getattr(pickle, name)[0]]
         for name in _OPCODES.split()
     }

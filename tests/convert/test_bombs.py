@@ -65,7 +65,7 @@ def config(values):
 
 def large_json(path):
     config(CONFIG)(path)
-    (path / "config.json").write_text("[" + "[]," * (40 * MIB) + "1]")
+    (path / "config.json").write_text("[" + "[]," * (6 * MIB) + "1]")
 
 
 def index(path):
