@@ -11,6 +11,8 @@ from jax import lax
 
 from benchmarks.cases.base import LIMITS, Case, Problem, as_tuple, float64, relative_error, trees
 
+UNROLLED = 8
+
 
 def refused(case: Case, problem: Problem) -> str | None:
     """Why the kernel refuses a problem, or None."""
@@ -22,17 +24,21 @@ def refused(case: Case, problem: Problem) -> str | None:
     return None
 
 
+def exact(case: Case, problem: Problem, operands: tuple[jax.Array, ...]) -> tuple[np.ndarray, ...]:
+    """The outputs in float64."""
+    inputs = [
+        float64(value) if jnp.issubdtype(value.dtype, jnp.floating) else np.asarray(value)
+        for value in operands
+    ]
+    return case.reference(*inputs, trees(problem)[0])
+
+
 def errors(
     case: Case, problem: Problem, implementations: tuple[str, ...]
 ) -> dict[str, list[float] | str]:
     """Relative errors of the outputs against float64 by implementation, or how it failed."""
     operands = case.operands(problem)
-    parents, _ = trees(problem)
-    exact = [
-        float64(value) if jnp.issubdtype(value.dtype, jnp.floating) else np.asarray(value)
-        for value in operands
-    ]
-    truth = case.reference(*exact, parents)
+    truth = exact(case, problem, operands)
     result: dict[str, list[float] | str] = {}
     for implementation in implementations:
         run = jax.jit(functools.partial(case.function, implementation=implementation))
@@ -67,7 +73,8 @@ def repeated(
     """Calls a function `count` times in one program, each call after the one before.
 
     All operands but those updated in place are the same in each call, so small problems run with
-    a warm L2 cache.
+    a warm L2 cache. The body of the loop is `UNROLLED` calls: XLA makes a CUDA graph of at least 5
+    launches, and launches one by one what is less.
     """
 
     def run(*operands: jax.Array) -> tuple:
@@ -79,6 +86,6 @@ def repeated(
                 held[operand] = before[output]
             return as_tuple(function(*held))
 
-        return lax.fori_loop(1, count, step, as_tuple(function(*operands)))
+        return lax.fori_loop(1, count, step, as_tuple(function(*operands)), unroll=UNROLLED)
 
     return run
