@@ -138,8 +138,7 @@ def check(
     for name, topology in trees.items():
         out = decode(drafter=drafter, topology=topology)
         found = (
-            first_difference(model, *texts)
-            for texts in zip(prompts, want, out.tokens, strict=True)
+            first_difference(model, *texts) for texts in zip(prompts, want, out.tokens, strict=True)
         )
         differences = [
             {"row": row} | difference for row, difference in enumerate(found) if difference
@@ -162,12 +161,15 @@ def first_difference(
     The place, both tokens, and the gap of their logits relative to the largest one, from the model
     run on prompt and common text as a sequence. Below `TIE` the gap is a tie.
     """
-    place = next((i for i, pair in enumerate(zip(want, got, strict=True)) if len({*pair}) > 1), None)
+    place = next(
+        (i for i, pair in enumerate(zip(want, got, strict=True)) if len({*pair}) > 1), None
+    )
     if place is None:
         return None
     tokens = [int(want[place]), int(got[place])]
     text = [*prompt, *map(int, want[:place])]
-    logits = np.asarray(model(jnp.asarray([text]))[0, -1, : model.config.vocab_size], np.float64)
+    last = jax.jit(model)(jnp.asarray([text]))[0, -1, : model.config.vocab_size]
+    logits = np.asarray(last, np.float64)
     gap = float(abs(np.subtract(*logits[tokens])) / np.max(np.abs(logits)))
     return {"place": place, "tokens": tokens, "gap": gap, "tie": gap < TIE}
 
@@ -192,9 +194,7 @@ def main() -> None:
         ("family", "implementation", "tree", "identical", "tau", "distinct tokens"),
         [(*names, _verdict(found), found["tau"], found["distinct"]) for *names, found in rows],
     )
-    different = [
-        [*names, found["differences"]] for *names, found in rows if not found["identical"]
-    ]
+    different = [[*names, found["differences"]] for *names, found in rows if not found["identical"]]
     wrong = [names for *names, found in rows if not found["right"]]
     conclude("lossless", passed=not wrong, checked=len(rows), different=different)
 

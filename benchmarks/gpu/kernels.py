@@ -62,7 +62,8 @@ def times(scale: Scale) -> list[Task]:
     for size in scale.timed["batches"]:
         for nodes in scale.timed["nodes"]:
             for shape in scale.timed["shapes"]:
-                for name, case in CASES.items():
+                for name in scale.cases:
+                    case = CASES[name]
                     too_large = nodes * size > MOST_TOKENS_OF_EXPERTS and case.kind is ExpertShape
                     if not case.timed or shape not in scale.shapes[case.kind] or too_large:
                         continue

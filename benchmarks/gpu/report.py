@@ -93,14 +93,18 @@ def aims(results: Mapping[str, Any]) -> dict[str, dict[str, float | bool]]:
             1.5,
         ),
         "63 nodes of mamba2-2.7b over one": (
-            times[63] / times[1] if times.get(63) and times.get(1) else None,  # type: ignore
+            times[63] / times[1] if times.get(63) and times.get(1) else None,
             1.3,
         ),
         "unrolled over packed": (largest.get("packed_is_faster_by"), 2.0),
         "XLA over our kernels, worst batch": (min(filter(None, ratios), default=None), 1.0),
     }
     return {
-        name: {"measured": value, "aim": aim, "met": value <= aim if "node" in name else value >= aim}
+        name: {
+            "measured": value,
+            "aim": aim,
+            "met": value <= aim if "node" in name else value >= aim,
+        }
         for name, (value, aim) in measured.items()
         if value is not None
     }

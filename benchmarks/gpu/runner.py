@@ -23,6 +23,8 @@ from benchmarks.gpu.worker import BROKEN
 
 STARTING = 90.0  # seconds in which a process finds its device, makes its models, or ends
 LATEST = 1.25  # times the share of a section: when it is killed
+NOT_BEGUN, DONE = "not begun", "done"
+AND_MORE = "and what comes after it"
 _CHECKOUT = Path(__file__).parents[2]
 
 
@@ -58,7 +60,7 @@ class Results:
 
     def section(self, name: str) -> dict[str, Any]:
         """The entry of a section."""
-        return self.data["sections"].setdefault(name, {"state": "not begun", "rows": []})
+        return self.data["sections"].setdefault(name, {"state": NOT_BEGUN, "rows": []})
 
     def describe(self, machine: dict[str, Any]) -> None:
         """Says which machine this is.
@@ -118,22 +120,23 @@ def run_section(
     while True:
         job |= {"rows": note["rows"], "seconds": began + seconds - time.monotonic()}
         worker = _Worker(job, began + limit)
-        for message in worker.messages():
-            match message:
-                case {"obstacle": text}:
-                    raise NoGpu(text)
-                case {"machine": machine}:
-                    results.describe(machine)
-                case {"row": row}:
-                    note["rows"].append(row)
-                case {"left_out": names}:
-                    note["left_out"] = names
-            save()
+        with contextlib.closing(worker.messages()) as messages:
+            for message in messages:
+                match message:
+                    case {"obstacle": text}:
+                        raise NoGpu(text)
+                    case {"machine": machine}:
+                        results.describe(machine)
+                    case {"row": row}:
+                        note["rows"].append(row)
+                    case {"left_out": names}:
+                        note["left_out"] = names
+                save()
         ended = worker.ended
         if ended is None:
-            note["state"] = "left some out" if note["left_out"] else "done"
+            note["state"] = "left some out" if note["left_out"] else DONE
         elif time.monotonic() >= began + limit:
-            note |= {"state": "killed at its limit", "left_out": worker.open or ["the rest"]}
+            note |= {"state": "killed at its limit", "left_out": [*worker.open, AND_MORE]}
         elif len(worker.open) == 1:
             note["rows"].append({"task": worker.open[0], "failed": ended})
             save()
@@ -173,13 +176,16 @@ class _Worker:
             process_group=0,
         )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=self._talk, args=(json.dumps(job) + "\n",), daemon=True).start()
+        self._thread = threading.Thread(
+            target=self._talk, args=(json.dumps(job) + "\n",), daemon=True
+        )
+        self._thread.start()
 
     def _talk(self, job: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # it has ended, which the next lines see
-            self._process.stdin.write(job)  # type: ignore[union-attr]
-            self._process.stdin.flush()  # type: ignore[union-attr]
-        for line in self._process.stdout:  # type: ignore[union-attr]
+            self._process.stdin.write(job)
+            self._process.stdin.flush()
+        for line in self._process.stdout:
             if line.endswith("\n"):
                 self._lines.put(line)
         self._lines.put("")
@@ -211,6 +217,10 @@ class _Worker:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+            self._thread.join()
+            for pipe in (self._process.stdin, self._process.stdout):
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
 
 
 def _environment(*, smoke: bool) -> dict[str, str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import stree_jax as st
 from benchmarks import lossless
+from benchmarks.cases import CASES
 from benchmarks.cases.checks import UNROLLED
 from benchmarks.shapes import (
     ATTENTIONS,
@@ -32,7 +33,8 @@ class Scale:
         interpret: the kernels run in the interpreter.
         dtype: of operands and weights.
         shapes: to check kernels on, by their type and name.
-        gated: the name of the one that is checked first, by type.
+        gated: the name of the shape that every kernel is checked on first, by type.
+        cases: of kernels that are checked on all shapes, and timed.
         capacity: of the KV cache.
         repeats: calls that must agree bit by bit.
         checked_nodes, checked_dtypes: sizes of trees, and types, to check kernels on.
@@ -52,6 +54,7 @@ class Scale:
     dtype: str
     shapes: Mapping[type, Mapping[str, Any]]
     gated: Mapping[type, str]
+    cases: tuple[str, ...]
     capacity: int
     repeats: int
     checked_nodes: tuple[int, ...]
@@ -94,6 +97,7 @@ FULL = Scale(
         AttentionShape: "MambaInLlama-8B",
         ExpertShape: "Granite-4-H-Tiny",
     },
+    cases=tuple(CASES),
     capacity=4096,
     repeats=50,
     checked_nodes=(64, 1, 13, 100),
@@ -128,7 +132,8 @@ SMOKE = Scale(
     interpret=True,
     dtype="bfloat16",
     shapes=TINY,
-    gated={kind: "tiny" for kind in TINY},
+    gated=dict.fromkeys(TINY, "tiny"),
+    cases=("replay_tree_scan", "tree_attention_layer", "add_rms_norm"),
     capacity=40,
     repeats=5,
     checked_nodes=(5,),
@@ -136,8 +141,8 @@ SMOKE = Scale(
     timed={"shapes": ("tiny",), "nodes": (3,), "batches": (2,)},
     mamba2=_TINY,
     hybrid=_TINY_HYBRID,
-    step_nodes=(1, 5, 7),
-    batches=(1, 2),
+    step_nodes=(1, 5),
+    batches=(2,),
     batch_nodes=(3,),
     families=("MambaInLlama",),
     trees=("chain of 4",),
