@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from benchmarks.cases import CASES
 from benchmarks.cases.base import Problem
-from benchmarks.cases.checks import bytes_moved, repeated
+from benchmarks.cases.checks import bytes_moved, compiled_calls
 from benchmarks.common import interleaved, summary
 from benchmarks.gpu.scale import Scale
 from benchmarks.gpu.tasks import Row, Task
@@ -107,9 +107,8 @@ def _compiled(scale: Scale, name: str, problem: Problem) -> tuple[int, dict[str,
     operands = case.operands(problem)
     calls: dict[str, Any] = {}
     for contender, function in contenders(scale, name, problem).items():
-        many = repeated(function, case.feedback, scale.count)
         try:
-            program = jax.jit(many).lower(*operands).compile()
+            program = compiled_calls(function, case.feedback, scale.count, operands)
         except Exception as error:  # the others are timed
             calls[contender] = f"failed: {error!s:.300}"
         else:

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.cases import CASES
 from benchmarks.cases.base import LIMITS, Case, Problem, as_tuple, relative_error
-from benchmarks.cases.checks import refused, repeated
+from benchmarks.cases.checks import compiled_calls, refused
 from benchmarks.common import interleaved
 from benchmarks.gpu.checks import APART
 from benchmarks.gpu.scale import TINY
@@ -51,8 +51,7 @@ class Timer:
                 limit = APART * LIMITS[output, operands[0].dtype.name]
                 if error > limit:
                     return f"wrong: {output} is off by {error:.1e}"
-            many = repeated(function, case.feedback, self.count)
-            return jax.jit(many).lower(*operands).compile()
+            return compiled_calls(function, case.feedback, self.count, operands)
         except Exception as error:  # too much shared memory, or another limit of Triton
             return f"failed: {error!s:.200}"
 
