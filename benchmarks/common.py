@@ -1,5 +1,6 @@
-"""What the benchmarks share: the machine, interleaved timing, memory, tables, plots, results."""
+"""What the benchmarks share: options, the machine, timing, memory, tables, plots, results."""
 
+import argparse
 import contextlib
 import datetime
 import json
@@ -7,6 +8,7 @@ import os
 import platform
 import re
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,9 +17,67 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results"  # committed
+OUTPUT = Path("benchmark-results")  # of everybody's own runs; git ignores it
+
+
+def read_options(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None = None,
+    *,
+    plots: bool = False,
+) -> argparse.Namespace:
+    """Parses the command line, and checks before anything is measured what its end will need.
+
+    Args:
+        parser: gets the options `--output` and `--commit`.
+        arguments: None: those of the process.
+        plots: the benchmark plots its results.
+
+    Returns:
+        The options; `output` is the directory to write to, which exists.
+    """
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--output", type=Path, help=f"directory of the results; default: {OUTPUT}")
+    where.add_argument(
+        "--commit", action="store_true", help="overwrite the committed ones in benchmarks/results"
+    )
+    options = parser.parse_args(arguments)
+    if plots:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError as error:
+            parser.error(f"the plot needs matplotlib ({error}): pip install '.[bench]'")
+    options.output = RESULTS if options.commit else options.output or OUTPUT
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=options.output).close()
+    except OSError as error:
+        parser.error(f"cannot write results to {options.output}: {error.strerror}")
+    return options
+
+
+def progress_bar() -> Progress:
+    """A bar with the time left, for the length of a `with`."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+        transient=True,
+    )
 
 
 def machine() -> dict[str, Any]:
@@ -113,17 +173,17 @@ def write_json(name: str, results: Mapping[str, Any], directory: Path | None = N
     return path
 
 
-def save(name: str, doc: str, results: Mapping[str, Any], **options: Any) -> Path:
+def save(name: str, doc: str, results: Mapping[str, Any], directory: Path) -> Path:
     """Writes `<name>-<device>.json`, with the machine and the question that `doc` begins with.
 
     Args:
         name: of the benchmark.
         doc: the docstring of its module.
         results: what it measured; its own `machine` comes first if it has one.
-        **options: of `write_json`.
+        directory: the `output` of `read_options`.
     """
     head = {"question": doc.splitlines()[0], "machine": results.get("machine") or machine()}
-    return write_json(f"{name}-{device_name(head['machine'])}", head | results, **options)
+    return write_json(f"{name}-{device_name(head['machine'])}", head | results, directory)
 
 
 def conclude(name: str, *, passed: bool = True, **line: Any) -> None:

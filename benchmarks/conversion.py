@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import machine, print_table, write_json
+from benchmarks.common import machine, print_table, read_options, write_json
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=1792)
     parser.add_argument("--watch", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = read_options(parser)
     if options.watch is not None:
         print(json.dumps(watch(options.watch)))
         return
@@ -58,7 +58,7 @@ def main() -> None:
             for row in rows
         ],
     )
-    print(write_json("conversion", {"machine": machine(), "files": rows}))
+    print(write_json("conversion", {"machine": machine(), "files": rows}, options.output))
 
 
 def write_checkpoint(path: Path, name: str, layers: int, width: int) -> bool:

@@ -5,6 +5,7 @@ temperature 0 and 1; checks at temperature 0 that all methods give the same toke
 how the time of a target call grows with the tree, which decides whether speculation pays off.
 
     python -m benchmarks.decode [--prompts 16] [--tokens 96] [--rounds 3]
+        [--output DIR | --commit]                   default: benchmark-results; benchmarks/results
         [--target DIR --draft DIR --name NAME]      instead of the embedded pair
 """
 
@@ -17,10 +18,20 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 
 import stree_jax as st
-from benchmarks.common import conclude, interleaved, machine, plotted, print_table, save, summary
+from benchmarks.common import (
+    conclude,
+    interleaved,
+    machine,
+    plotted,
+    print_table,
+    progress_bar,
+    read_options,
+    save,
+    summary,
+)
 from benchmarks.prompts import load_prompts
 from benchmarks.steps import run_steps
 from stree_jax.convert import find
@@ -57,8 +68,9 @@ def measure_decoding(
     temperature: float,
     rounds: int,
     progress: Progress,
+    task: TaskID,
 ) -> list[dict]:
-    """Tokens per second, tau and equality of each method."""
+    """Tokens per second, tau and equality of each method; `decoding_calls` ticks of the bar."""
 
     def decode(way: Method, prompt: list[int]) -> st.Generation:
         return st.generate(
@@ -71,22 +83,21 @@ def measure_decoding(
             key=jax.random.key(0),
         )
 
-    task = progress.add_task(f"temperature {temperature:g}", total=len(ways) * (1 + rounds))
+    progress.update(task, description=f"temperature {temperature:g}")
     outputs = {}
     for way in ways:
         outputs[way.name] = [decode(way, prompt) for prompt in prompts]
-        progress.advance(task)
+        progress.advance(task, len(prompts))
     speeds: dict[str, list[float]] = {way.name: [] for way in ways}
     for _ in range(rounds):
         total = dict.fromkeys(speeds, 0.0)
         for prompt in prompts:
             calls = {way.name: functools.partial(decode, way, prompt) for way in ways}
-            for name, (seconds,) in interleaved(calls, 1, lambda: None).items():
+            for name, (seconds,) in interleaved(calls, 1, lambda: progress.advance(task)).items():
                 total[name] += seconds
         for name, seconds in total.items():
             emitted = sum(out.stats.num_tokens for out in outputs[name])
             speeds[name].append(emitted / seconds)
-        progress.advance(task, len(ways))
 
     rows = []
     plain = outputs["autoregressive"]
@@ -118,22 +129,33 @@ def measure_decoding(
     return rows
 
 
+def decoding_calls(ways: list[Method], prompts: list, rounds: int) -> int:
+    """Generations of `measure_decoding`."""
+    return len(ways) * len(prompts) * (1 + rounds)
+
+
+SIZES = {
+    tree.num_nodes: tree
+    for tree in (*map(st.TreeTopology.chain, (0, 1, 4)), *map(st.TreeTopology.paper, "AB"))
+}
+STEP_ROUNDS = 5
+STEP_CALLS = len(SIZES) * (1 + STEP_ROUNDS)  # timed calls of `measure_steps`
+
+
 def measure_steps(
-    name: str, model: st.HybridLM, *, count: int, rounds: int, progress: Progress
+    name: str, model: st.HybridLM, *, count: int, progress: Progress, task: TaskID
 ) -> dict:
-    """Milliseconds of a target call against the number of nodes."""
-    sizes = {1: st.TreeTopology.chain(0), 2: st.TreeTopology.chain(1), 5: st.TreeTopology.chain(4)}
-    sizes |= {13: st.TreeTopology.paper("A"), 29: st.TreeTopology.paper("B")}
-    task = progress.add_task(f"target call, {name}", total=len(sizes) * (1 + rounds))
+    """Milliseconds of a target call against the number of nodes; `STEP_CALLS` ticks of the bar."""
+    progress.update(task, description=f"target call, {name}")
 
     def run(topology: st.TreeTopology) -> None:
         run_steps(model, topology, count).block_until_ready()
 
-    for topology in sizes.values():
+    for topology in SIZES.values():
         run(topology)
         progress.advance(task)
-    calls = {str(nodes): functools.partial(run, tree) for nodes, tree in sizes.items()}
-    seconds = interleaved(calls, rounds, lambda: progress.advance(task))
+    calls = {str(nodes): functools.partial(run, tree) for nodes, tree in SIZES.items()}
+    seconds = interleaved(calls, STEP_ROUNDS, lambda: progress.advance(task))
     milliseconds = {
         nodes: summary([1e3 * value / count for value in values])
         for nodes, values in seconds.items()
@@ -197,7 +219,7 @@ def print_methods(title: str, rows: list[dict], columns: Mapping[str, str]) -> N
 
 
 def main() -> None:
-    """Runs the benchmark and writes `results/decode-<device>.json` and its plot."""
+    """Runs the benchmark and writes `decode-<device>.json` and its plot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=96)
@@ -205,7 +227,7 @@ def main() -> None:
     parser.add_argument("--target", help="any checkpoint; None: the embedded one")
     parser.add_argument("--draft", help="its draft")
     parser.add_argument("--name", help="of the pair, for the results")
-    options = parser.parse_args()
+    options = read_options(parser, plots=True)
     given = (options.target, options.draft, options.name)
     if any(given) and not all(given):
         parser.error("--target, --draft and --name come together")
@@ -218,17 +240,20 @@ def main() -> None:
     prompts = [tokenizer.encode(text).ids for text in texts]
 
     where = machine()  # before anything loads it
-    rows, steps = [], []
-    with Progress(transient=True) as progress:
+    rows, steps, ways = [], [], methods(draft)
+    with progress_bar() as progress:
+        calls = 2 * decoding_calls(ways, prompts, options.rounds) + 3 * STEP_CALLS
+        task = progress.add_task("", total=calls)
         for temperature in (0.0, 1.0):
             rows += measure_decoding(
                 target,
-                methods(draft),
+                ways,
                 prompts,
                 tokens=options.tokens,
                 temperature=temperature,
                 rounds=options.rounds,
                 progress=progress,
+                task=task,
             )
         larger = st.ModelConfig.preset("mamba2-130m")
         for name, model, count in (
@@ -236,7 +261,7 @@ def main() -> None:
             (f"{options.name or 'embedded'} draft", draft, 100),
             ("mamba2-130m shape", st.HybridLM(larger, rngs=nnx.Rngs(0)), 5),
         ):
-            steps.append(measure_steps(name, model, count=count, rounds=5, progress=progress))
+            steps.append(measure_steps(name, model, count=count, progress=progress, task=task))
 
     for temperature in (0.0, 1.0):
         print_methods(
@@ -268,7 +293,9 @@ def main() -> None:
         "decoding": rows,
         "target_calls": steps,
     }
-    path = save(f"decode-{options.name}" if options.name else "decode", __doc__, results)
+    path = save(
+        f"decode-{options.name}" if options.name else "decode", __doc__, results, options.output
+    )
     plot(rows, steps, path.with_suffix(".png"))
     best = max(
         (row for row in rows if row["temperature"] == 0 and row["nodes"] > 1),

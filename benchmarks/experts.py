@@ -13,12 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.progress import Progress
 
 from benchmarks.cases import CASES
 from benchmarks.cases.base import Problem, relative_error
 from benchmarks.cases.moe import expert_options
-from benchmarks.common import conclude, interleaved, plotted, print_table, save, summary
+from benchmarks.common import (
+    conclude,
+    interleaved,
+    plotted,
+    print_table,
+    progress_bar,
+    read_options,
+    save,
+    summary,
+)
 from benchmarks.shapes import EXPERTS, ExpertShape
 from pallas_kernels.moe import xla
 
@@ -70,14 +78,14 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the benchmark and writes `results/experts-<device>.json` and its plot."""
+    """Runs the benchmark and writes `experts-<device>.json` and its plot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="Granite-4-H-Tiny", choices=EXPERTS)
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16, 64, 512])
     parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args(arguments)
+    options = read_options(parser, arguments, plots=True)
     shape = EXPERTS[options.shape]
-    with Progress(transient=True) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("layers", total=3 * options.rounds * len(options.tokens))
         rows = [
             measure(shape, tokens, options.rounds, lambda: progress.advance(task))
@@ -95,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for row in rows
         ],
     )
-    path = save("experts", __doc__, {"shape": options.shape, "rows": rows})
+    path = save("experts", __doc__, {"shape": options.shape, "rows": rows}, options.output)
     plot(rows, path.with_suffix(".png"))
     conclude("experts", shape=options.shape, results=str(path))
 

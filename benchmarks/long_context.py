@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import stree_jax as st
-from benchmarks.common import Memory, conclude, print_table, save
+from benchmarks.common import Memory, conclude, print_table, read_options, save
 from benchmarks.steps import best_tokens
 from stree_jax.models.cache import Mamba2Cache, init_cache, path_to
 
@@ -61,12 +61,12 @@ def _mib(leaves: list) -> float:
 
 
 def main() -> None:
-    """Runs the benchmark and writes `results/long-context-<device>.json`."""
+    """Runs the benchmark and writes `long-context-<device>.json`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="Granite-4-H-350M")
     parser.add_argument("--layers", type=int, default=22, help="22 compile in a minute")
     parser.add_argument("--length", type=int, default=8192)
-    options = parser.parse_args()
+    options = read_options(parser)
 
     config = st.ModelConfig.preset(options.preset)
     config = dataclasses.replace(config, layers=config.layers[: options.layers])
@@ -82,7 +82,7 @@ def main() -> None:
         "length": options.length,
         "mebibytes": rows,
     }
-    path = save("long-context", __doc__, results)
+    path = save("long-context", __doc__, results, options.output)
     conclude("long_context", preset=options.preset, results=str(path))
 
 

@@ -14,7 +14,6 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from rich.progress import Progress
 
 import stree_jax as st
 from benchmarks.common import (
@@ -23,6 +22,8 @@ from benchmarks.common import (
     machine,
     plotted,
     print_table,
+    progress_bar,
+    read_options,
     save,
     summary,
 )
@@ -40,7 +41,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2, help="of torch")
-    options = parser.parse_args()
+    options = read_options(parser, plots=True)
     try:
         import torch
         import transformers
@@ -87,7 +88,7 @@ def main() -> None:
     ways = {PEER: with_peer, "autoregressive": functools.partial(with_ours, None)}
     ways |= {name: functools.partial(with_ours, tree) for name, tree in trees.items()}
 
-    with Progress(transient=True) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("compiling", total=len(ways) * (1 + options.rounds))
         outputs = {}
         for name, decode in ways.items():
@@ -140,7 +141,7 @@ def main() -> None:
         "methods": rows,
         "aims": AIMS,
     }
-    written = save("peer", __doc__, results)
+    written = save("peer", __doc__, results, options.output)
     plot(rows, written.with_suffix(".png"))
     different = [row["method"] for row in rows if row["identical_prompts"] < len(prompts)]
     for row in rows[1:]:

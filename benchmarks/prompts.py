@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
-# Written for the benchmarks, in the style of the data sets. Those of the demo are in a module that
+# Written for the benchmarks, in the style of the data sets. The demo's are in a module that
 # can be imported from an installed package only.
 BUILT_IN = (
     "Question: Ines picks 14 pears from each of 6 trees. She sells 50 of them. How many pears does"
@@ -17,8 +17,16 @@ BUILT_IN = (
 
 
 def load_prompts(count: int) -> tuple[str, list[str]]:
-    """Where the prompts come from, and `count` of them: GSM8K, HumanEval, MT-Bench in turn."""
+    """Where the prompts come from, and `count` of them: GSM8K, HumanEval, MT-Bench in turn.
+
+    Says so if it is the built-in ones that are used.
+    """
     if not SHARED.is_dir():
+        print(
+            f"prompts: {len(BUILT_IN)} built-in ones in turn, because {SHARED} is absent; tau is"
+            " not comparable with docs/results.md",
+            flush=True,
+        )
         return "built-in", [BUILT_IN[i % len(BUILT_IN)] for i in range(count)]
     problems = _lines((SHARED / "gsm8k" / "test.jsonl").read_text())
     programs = _lines(

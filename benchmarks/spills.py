@@ -2,8 +2,9 @@
 
     JAX_PLATFORMS=cpu python -m benchmarks.spills [--kernels replay] [--gpus A100 H100]
 
-`benchmarks/static/deviceless.py` says what to install. Results go to `results/spills.json`; a run
-of some kernels or GPUs replaces their rows only. Exit code 1 if anything spills.
+`benchmarks/static/deviceless.py` says what to install. Results go to `spills.json`, in
+`benchmarks/results` with `--commit`; a run of some kernels or GPUs replaces their rows only. Exit
+code 1 if anything spills.
 """
 
 import argparse
@@ -16,12 +17,11 @@ from typing import Any
 from benchmarks.static.deviceless import GPUS, Compiler  # first: sets XLA's flags
 
 import jax  # isort: skip
-from rich.progress import Progress
 
 from benchmarks.cases import CASES, COMPILED
 from benchmarks.cases.base import Problem
 from benchmarks.cases.checks import refused
-from benchmarks.common import RESULTS, conclude, merged, print_table, write_json
+from benchmarks.common import conclude, merged, print_table, progress_bar, read_options, write_json
 
 NODES = (1, 13, 16, 64, 128)
 CAPACITIES = (128, 4096)  # of the KV cache: for one split, and for many
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--kernels", nargs="+", choices=COMPILED, default=list(COMPILED))
     parser.add_argument("--gpus", nargs="+", choices=GPUS, default=list(GPUS))
     parser.add_argument("--nodes", nargs="+", type=int, default=list(NODES))
-    chosen = parser.parse_args()
+    chosen = read_options(parser)
     cases = [
         (name, shape, Problem(CASES[name].shapes[shape], nodes, dtype, capacity=capacity))
         for name in chosen.kernels
@@ -52,7 +52,7 @@ def main() -> None:
     ]
     cases = [case for case in cases if refused(CASES[case[0]], case[2]) is None]
     rows: list[dict[str, Any]] = []
-    with Progress() as progress:
+    with progress_bar() as progress:
         task = progress.add_task("compiling", total=len(cases) * len(chosen.gpus))
         for compiler in map(Compiler, chosen.gpus):
             for name, shape, problem in cases:
@@ -62,10 +62,10 @@ def main() -> None:
                     row |= dict(capacity=problem.capacity)
                 rows.append({**row, "spills": spills(compiler, name, problem)})
                 progress.advance(task)
-    file = RESULTS / "spills.json"
+    file = chosen.output / "spills.json"
     earlier = json.loads(file.read_text())["rows"] if file.exists() else []
     results = sorted(merged(earlier, rows, REPLACED), key=itemgetter(*REPLACED, "shape", "dtype"))
-    path = write_json("spills", {"jax": jax.__version__, "rows": results})
+    path = write_json("spills", {"jax": jax.__version__, "rows": results}, chosen.output)
     spilled = [row for row in rows if row["spills"]]
     print_table(
         f"{len(rows)} kernels compiled, {len(spilled)} spill",

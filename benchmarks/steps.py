@@ -22,7 +22,7 @@ def best_tokens(model: st.HybridLM, *arguments: Any, **options: Any) -> tuple[ja
 def run_steps(
     model: st.HybridLM, topology: st.TreeTopology, count: int, batch: int = 1
 ) -> jax.Array:
-    """`count` target calls on a tree, each of which replays a path of the one before."""
+    """Runs `count` target calls on a tree; each replays a path of the previous one."""
     tree = topology.tree(jnp.ones((batch, topology.num_nodes), bool))
     path = path_to(tree, jnp.full(batch, topology.num_nodes - 1, jnp.int32))
     pending = model.init_pending(batch, topology.num_nodes)

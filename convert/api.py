@@ -12,12 +12,13 @@ from stree_jax.checkpoint import (
     first_line,
     is_native,
     load_native,
-    new_directory,
     save_pretrained,
 )
 from stree_jax.convert.families import config_files, layout
 from stree_jax.convert.reading import Progress, load_model, open_checkpoint
 from stree_jax.convert.writing import writable, write_as, written_as
+from stree_jax.directories import new_directory, recover
+from stree_jax.stored import CHECKSUMS
 
 # Files that are copied unchanged.
 _COPIED = (
@@ -52,7 +53,7 @@ def convert(
     Args:
         source: a directory in any format that `from_pretrained` reads, or the name of a model on
             the hub.
-        destination: the directory to create; tokenizer files are copied into it.
+        destination: the directory to create; tokenizer files are copied into it, see `side_files`.
         dtype: of the weights, float32 or bfloat16; None means bfloat16 if the source is bfloat16,
             else float32. `A_log`, `D` and `dt_bias` are always float32.
         to: one of `formats()`. "hf" is the first family of transformers that can hold the model.
@@ -79,7 +80,7 @@ def convert(
         model = load_model(
             checkpoint, dtype=checkpoint.dtype if dtype is None else dtype, progress=progress
         )
-    files = [path / name for name in _COPIED if (path / name).is_file()]
+    files = side_files(path)
     if to == "native":
         save_pretrained(model, target, files=files)
         return
@@ -89,6 +90,24 @@ def convert(
             shutil.copyfile(file, partial / file.name)
 
 
+def side_files(directory: Path) -> list[Path]:
+    """Files of a checkpoint that are copied unchanged, such as its tokenizer.
+
+    Only regular files inside the directory: a link to somewhere else could bring any file of this
+    machine into a checkpoint that is then published. In the hub's cache all files are links to its
+    folder of blobs.
+    """
+    inside = [directory.resolve()]
+    if directory.resolve().parent.name == "snapshots":
+        inside.append(directory.resolve().parents[1] / "blobs")
+    return [
+        directory / name
+        for name in _COPIED
+        if (directory / name).is_file()
+        and any((directory / name).resolve().is_relative_to(folder) for folder in inside)
+    ]
+
+
 def find(name: str | os.PathLike[str]) -> Path:
     """The directory of a checkpoint, downloaded from the hub if it is not a local one.
 
@@ -96,6 +115,7 @@ def find(name: str | os.PathLike[str]) -> Path:
         ValueError: there is no such directory and no such model on the hub.
     """
     path = Path(name)
+    recover(path)
     if path.is_dir():
         return path
     if path.exists():
@@ -103,7 +123,7 @@ def find(name: str | os.PathLike[str]) -> Path:
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name), re.ASCII):
         raise ValueError(f"no checkpoint at {path}: there is no such directory")
     # The small files first: they decide which large ones are needed.
-    path = _download(str(name), [*_COPIED, *config_files(), "*.index.json"])
+    path = _download(str(name), [*_COPIED, *config_files(), CHECKSUMS, "*.index.json"])
     patterns = (
         ["params/**"]
         if is_native(path)

@@ -205,13 +205,13 @@ def recognise(source: Source) -> str:
         return model_type
     for reason, names in _REFUSED.items():
         if model_type in names:
-            raise ValueError(f"{path} says model_type = {model_type!r}: {reason}")
+            raise ValueError(f"{path} says model_type = {model_type!r:.80}: {reason}")
     if "d_model" in values and "n_layer" in values:  # mamba_ssm's first release had no ssm_cfg
         raise ValueError(f"{path} has no ssm_cfg: a Mamba-1 model of mamba_ssm, not supported")
     others = [f"{name} ({family.mark})" for name, family in FAMILIES.items() if family.recognise]
     raise ValueError(
-        f"{path} is of no known family (model_type = {model_type!r}); known: {', '.join(others)},"
-        f" and transformers' {', '.join(transformers_families())}"
+        f"{path} is of no known family (model_type = {model_type!r:.80}); known:"
+        f" {', '.join(others)}, and transformers' {', '.join(transformers_families())}"
     )
 
 

@@ -172,15 +172,19 @@ class Fields:
             isinstance(value, list) and 0 < len(value) <= MAX_LAYERS,
             f"{self._prefix}{name} must be a list with a kind for each layer, got {value!r:.80}",
         )
-        unknown = sorted({repr(kind)[:40] for kind in value if kind not in known})
-        self.check(not unknown, f"{self._prefix}{name} has unknown kinds {unknown}")
+        unknown = sorted(
+            {repr(kind)[:40] for kind in value if not isinstance(kind, str) or kind not in known}
+        )
+        self.check(not unknown, f"{self._prefix}{name} has unknown kinds {unknown!s:.200}")
         return tuple(known[kind] for kind in value)
 
     def indices(self, name: str, num_layers: int) -> tuple[int, ...]:
         """A list of layer indices; if absent, empty."""
         value = self.take(name, [])
         self.check(
-            isinstance(value, list) and all(type(i) is int and 0 <= i < num_layers for i in value),
+            isinstance(value, list)
+            and len(value) <= num_layers
+            and all(type(i) is int and 0 <= i < num_layers for i in value),
             f"{self._prefix}{name} must be a list of layers below {num_layers}, got {value!r:.80}",
         )
         return tuple(value)
@@ -215,7 +219,8 @@ class Fields:
         """True or false."""
         value = self.take(name, default)
         self.check(
-            isinstance(value, bool), f"{self._prefix}{name} must be true or false, got {value!r}"
+            isinstance(value, bool),
+            f"{self._prefix}{name} must be true or false, got {value!r:.80}",
         )
         return value
 
@@ -225,7 +230,7 @@ class Fields:
         pair = [_number(part) for part in value] if isinstance(value, list | tuple) else []
         self.check(
             len(pair) == 2 and None not in pair,
-            f"{self._prefix}{name} must be two numbers, got {value!r}",
+            f"{self._prefix}{name} must be two numbers, got {value!r:.80}",
         )
         return pair[0], pair[1]  # type: ignore[return-value]
 
@@ -252,7 +257,7 @@ class Fields:
     def table(self, name: str) -> "Fields":
         """A nested table, with its own `finish`; if absent, empty."""
         value = self.take(name, {})
-        self.check(isinstance(value, Mapping), f"{name} must be a table, got {value!r}")
+        self.check(isinstance(value, Mapping), f"{name} must be a table, got {value!r:.80}")
         return Fields(self.path, value, f"{name}.")
 
     def ignore(self, reason: str, *names: str) -> None:
@@ -270,7 +275,9 @@ class Fields:
         """
         # transformers' private fields begin with an underscore.
         unknown = sorted(self._prefix + name for name in self._left if name[:1] != "_")
-        self.check(not unknown, f"unknown fields {unknown}; they might change what is computed")
+        self.check(
+            not unknown, f"unknown fields {unknown!s:.200}; they might change what is computed"
+        )
         return self._notes
 
     def check(self, condition: bool, message: str) -> None:

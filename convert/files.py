@@ -7,9 +7,11 @@ from pathlib import Path
 import ml_dtypes  # registers bfloat16 with numpy
 import numpy as np
 
-from stree_jax.checkpoint import read_json
-from stree_jax.convert.tensors import Tensor
+from stree_jax.checkpoint import first_line, read_json
+from stree_jax.convert.tensors import MAX_TENSORS, Tensor
 from stree_jax.convert.torch_file import open_torch_file
+
+_MAX_HEADER = 32 << 20  # bytes of a safetensors header; 100,000 tensors take 15 MB
 
 _SAFETENSORS = {
     "F64": np.dtype(np.float64),
@@ -52,21 +54,31 @@ def open_tensors(directory: Path, names: Sequence[str]) -> tuple[str, dict[str, 
 
 
 def _open_file(path: Path) -> dict[str, Tensor]:
-    return open_torch_file(path) if path.suffix == ".bin" else _open_safetensors(path)
+    tensors = open_torch_file(path) if path.suffix == ".bin" else _open_safetensors(path)
+    if not tensors:
+        raise ValueError(f"{path} has no tensors")
+    return tensors
 
 
 def _open_safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        with path.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+        if _MAX_HEADER < size < path.stat().st_size:
+            raise ValueError(f"{path} has a header of {size} bytes, too many to be real")
         file = safe_open(path, framework="np")
         tensors = {}
-        for name in file.keys():  # noqa: SIM118 (not a mapping)
+        names = file.keys()
+        if len(names) > MAX_TENSORS:
+            raise ValueError(f"{path} has {len(names)} tensors, more than {MAX_TENSORS}")
+        for name in names:
             part = file.get_slice(name)
             if part.get_dtype() not in _SAFETENSORS:
                 raise ValueError(
-                    f"{path}: tensor {name} is stored as {part.get_dtype()}; quantised checkpoints"
-                    " are not supported, use the bfloat16 original"
+                    f"{path}: tensor {name!r:.80} is stored as {part.get_dtype()}; quantised"
+                    " checkpoints are not supported, use the bfloat16 original"
                 )
             tensors[name] = Tensor(
                 tuple(part.get_shape()),
@@ -74,7 +86,7 @@ def _open_safetensors(path: Path) -> dict[str, Tensor]:
                 functools.partial(file.get_tensor, name),
             )
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+        raise ValueError(f"{path} is damaged: {first_line(error)}") from error
     return tensors
 
 
@@ -82,6 +94,8 @@ def _open_sharded(index: Path) -> dict[str, Tensor]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, Mapping) or not weight_map:
         raise ValueError(f"{index} is damaged: it has no weight_map")
+    if len(weight_map) > MAX_TENSORS:
+        raise ValueError(f"{index} names {len(weight_map)} tensors, more than {MAX_TENSORS}")
     files: dict[str, dict[str, Tensor]] = {}
     for name in weight_map.values():
         # Only a plain file name in the same directory; no path.
@@ -90,11 +104,13 @@ def _open_sharded(index: Path) -> dict[str, Tensor]:
             raise ValueError(f"{index} names a file {name!r:.80}, which is not a plain file name")
         if name not in files:
             if not (index.parent / name).is_file():
-                raise ValueError(f"{index} names the file {name!r}, which does not exist")
+                raise ValueError(f"{index} names the file {name!r:.80}, which does not exist")
             files[name] = _open_file(index.parent / name)
     missing = [key for key, name in weight_map.items() if key not in files[name]]
     if missing:
-        raise ValueError(f"{index}: {len(missing)} tensors are not in their files: {missing[:3]}")
+        raise ValueError(
+            f"{index}: {len(missing)} tensors are not in their files: {missing[:3]!s:.200}"
+        )
     stray = [
         key
         for name, tensors in files.items()
@@ -103,6 +119,6 @@ def _open_sharded(index: Path) -> dict[str, Tensor]:
     ]
     if stray:
         raise ValueError(
-            f"{index}: {len(stray)} tensors are in files it does not name: {stray[:3]}"
+            f"{index}: {len(stray)} tensors are in files it does not name: {stray[:3]!s:.200}"
         )
     return {key: files[name][key] for key, name in weight_map.items()}

@@ -125,6 +125,13 @@ def read_nemotron_h(source: Source) -> Description:
         for name in source.tensors
         if name.startswith(("mtp.", "backbone.mtp.", "model.mtp."))
     ]
+    if config.moe is not None and source.tensors:  # experts are stored one by one
+        num_experts = config.moe.num_experts * layers.count("moe")
+        fields.check(
+            num_experts <= len(source.tensors),
+            f"n_routed_experts = {config.moe.num_experts} in {layers.count('moe')} layers, but"
+            f" there are only {len(source.tensors)} tensors",
+        )
     rules = tables.nemotron_h(config)
     return described("transformers nemotron_h", fields, config, rules, skipped)
 

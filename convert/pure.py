@@ -29,7 +29,7 @@ def read_mamba_ssm(source: Source) -> Description:
     layer = ssm.take("layer", "Mamba1")
     if layer != "Mamba2":
         raise ValueError(
-            f"{fields.path}: ssm_cfg.layer is {layer!r}"
+            f"{fields.path}: ssm_cfg.layer is {layer!r:.80}"
             + (" (the default)" if "layer" not in ssm.values else "")
             + "; only Mamba-2 is supported"
         )
@@ -206,13 +206,13 @@ def read_mamba2(source: Source) -> Description:
     fields = source.fields
     fields.take("model_type", "mamba2")
     activation = fields.take("hidden_act", "silu")
-    fields.check(activation in ("silu", "swish"), f"hidden_act is {activation!r}, not 'silu'")
+    fields.check(activation in ("silu", "swish"), f"hidden_act is {activation!r:.80}, not 'silu'")
     d_model = fields.integer("hidden_size", 4096)
     num_heads, head_dim = fields.integer("num_heads", 128), fields.integer("head_dim", 64)
-    expand = fields.take("expand", 2)
+    expand = fields.number("expand", 2)
     fields.check(
-        isinstance(expand, int | float) and expand * d_model == num_heads * head_dim,
-        f"expand * hidden_size = {expand} * {d_model} is not num_heads * head_dim ="
+        expand * d_model == num_heads * head_dim,
+        f"expand * hidden_size = {expand:g} * {d_model} is not num_heads * head_dim ="
         f" {num_heads} * {head_dim}",
     )
     epsilon = fields.positive("layer_norm_epsilon", 1e-5)

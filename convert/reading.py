@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,15 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from stree_jax.checkpoint import flatten, matrix_dtype, read_json
+from stree_jax.checkpoint import (
+    as_weight,
+    first_line,
+    flatten,
+    is_finite,
+    matrix_dtype,
+    read_json,
+    unflatten,
+)
 from stree_jax.convert.description import Description
 from stree_jax.convert.families import describe, layout
 from stree_jax.convert.files import open_tensors
@@ -67,6 +75,11 @@ def open_checkpoint(path: Path, quirks: Collection[str] = ()) -> Checkpoint:
     values = read_json(path / files.config)
     file, tensors = open_tensors(path, files.weights)
     description = describe(path / files.config, values, tensors, quirks)
+    num_layers = len(description.config.layers)
+    if num_layers > len(tensors):  # each layer has a tensor of its own
+        raise ValueError(
+            f"{path / files.config} says {num_layers} layers, but {file} has {len(tensors)} tensors"
+        )
     _, weights = HybridLM.abstract(description.config)
     shapes = {name: tuple(leaf.shape) for name, leaf in flatten(weights).items()}
     try:
@@ -111,33 +124,15 @@ def load_model(
     return nnx.merge(structure, unflatten(loaded, wanted))
 
 
-def unflatten(leaves: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `flatten`, with the structure of `like`."""
-    return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in flatten(like)])
-
-
 def _convert(checkpoint: Checkpoint, rule: Rule, dtype: jnp.dtype) -> jax.Array:
     values = rule.transform.apply(*(_read(checkpoint, name) for name in rule.sources))
-    # The only copy: `values` may be a view of the mapped file. On a CPU it becomes the weight.
-    copy = _aligned(values.shape, dtype)
-    copy[...] = values
-    del values
-    weight = jax.device_put(copy)  # unlike asarray, takes over the memory
-    finite = jnp.isfinite(jnp.exp(weight) if rule.target.endswith("A_log") else weight).all()
-    if not finite:
+    weight = as_weight(values, dtype)  # `values` may be a view of the mapped file
+    if not is_finite(rule.target, weight):
         raise ValueError(
             f"{checkpoint.path}: {' or '.join(rule.sources)} holds NaN, infinity or a number too"
             f" large for {dtype.name}"
         )
     return weight
-
-
-def _aligned(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
-    """An empty array, aligned so that jax can take it over without a copy."""
-    size = int(np.prod(shape)) * dtype.itemsize
-    memory = np.empty(size + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def _check_tied(checkpoint: Checkpoint, name: str, embedding: jax.Array) -> None:
@@ -159,7 +154,7 @@ def _read(checkpoint: Checkpoint, name: str) -> np.ndarray:
     try:
         return checkpoint.tensors[name].read()
     except Exception as error:  # such as a file truncated since it was opened
-        raise ValueError(f"{checkpoint.path}: cannot read {name}: {error}") from error
+        raise ValueError(f"{checkpoint.path}: cannot read {name}: {first_line(error)}") from error
 
 
 def _num_bytes(tensor: Tensor) -> int:

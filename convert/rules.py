@@ -148,18 +148,19 @@ def check_coverage(
             if name not in source:
                 problems.append(f"{name} {want} is missing")
             elif source[name].shape != want:
-                problems.append(f"{name} has shape {source[name].shape}, the config says {want}")
+                have = f"{source[name].shape!s:.80}"
+                problems.append(f"{name} has shape {have}, the config says {want}")
             elif source[name].dtype.kind not in "fV":  # V: bfloat16
                 problems.append(f"{name} holds {source[name].dtype}, not real numbers")
     known = {name for rule in used for name in rule.sources}
     known |= {entry.source for entry in ignored}
     problems += [
-        f"{name!r:.120} {source[name].shape} is not expected"
+        f"{name!r:.80} {source[name].shape!s:.80} is not expected"
         for name in source
         if name not in known
     ]
     if problems:
-        shown = "; ".join(sorted(problems)[:8])
-        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        shown = "; ".join(sorted(problems)[:5])
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(f"the tensors do not fit the config: {shown}{more}")
     return used

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+MAX_TENSORS = 1 << 18  # in a checkpoint; the largest published ones have about 100,000
+
 
 class Tensor(NamedTuple):
     """A tensor that has not been read yet."""

@@ -3,7 +3,8 @@
 Such a file is an uncompressed zip archive: a pickle that describes tensors and their storages, and
 one record of raw bytes for each storage. The unpickler below accepts only the opcodes and the few
 names that a state dict needs, so a pickle can describe tensors and nothing else. What it builds is
-never hashed, compared or printed. Bytes are memory-mapped until a tensor is read.
+never hashed, compared or printed, and its size is bounded. Bytes are memory-mapped until a tensor
+is read; the first read of a record verifies its CRC.
 """
 
 import io
@@ -11,6 +12,7 @@ import math
 import mmap
 import pickle
 import zipfile
+import zlib
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +20,17 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from stree_jax.convert.tensors import Tensor
+from stree_jax.checkpoint import first_line
+from stree_jax.convert.tensors import MAX_TENSORS, Tensor
 
-_MAX_PICKLE = 32 << 20  # bytes; 100,000 tensors take about 20 MB
+# A state dict of 100,000 tensors has a zip directory of 8 MB, and a pickle of 14 MB, 4.2 million
+# opcodes and 1.1 million memo entries, which takes items off the stack after 2,000 at the latest.
+_MAX_DIRECTORY = 12 << 20  # bytes
+_MAX_PICKLE = 32 << 20  # bytes
+_MAX_OPCODES = 6_000_000
+_MAX_MEMO = 1_500_000
+_MAX_STACK = 10_000
+_MAX_MARKS = 64
 _MAX_AXES = 8
 _LOCAL_HEADER = 30  # bytes of a zip record's local header, without name and extra field
 
@@ -58,7 +68,7 @@ def open_torch_file(path: Path) -> dict[str, Tensor]:
         raise
     except Exception as error:  # the libraries raise anything on a damaged zip or pickle
         raise ValueError(
-            f"{path} is damaged: {type(error).__name__}: {str(error)[:200]}"
+            f"{path} is damaged: {type(error).__name__}: {first_line(error)}"
         ) from error
     if not isinstance(state, dict):
         raise ValueError(f"{path} holds a {type(state).__name__}, not a state dict")
@@ -88,14 +98,22 @@ class _Archive:
         self.path = path
         self.data = data
         self.records: dict[str, tuple[int, int]] = {}
-        with zipfile.ZipFile(path) as archive:
-            for info in archive.infolist():
-                name = info.filename.partition("/")[2]  # without the archive's directory
-                if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-                    raise ValueError(f"{path}: record {name!r} is compressed or encrypted")
-                if name in self.records:
-                    raise ValueError(f"{path}: record {name!r} occurs twice")
-                self.records[name] = (self._start(info), info.file_size)
+        self.num_tensors = 0
+        self._unverified: dict[str, int] = {}  # CRCs of records that have not been read
+        with _Bounded(path) as file, zipfile.ZipFile(file) as archive:
+            infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
+            ends = [info.header_offset for info in infos[1:]] + [archive.start_dir]
+        # torch writes 0 for all if told to compute none (`set_crc32_options`).
+        has_crcs = any(info.CRC for info in infos)
+        for info, end in zip(infos, ends, strict=True):
+            name = info.filename.partition("/")[2]  # without the archive's directory
+            if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+                raise ValueError(f"{path}: record {name!r:.80} is compressed or encrypted")
+            if name in self.records:
+                raise ValueError(f"{path}: record {name!r:.80} occurs twice")
+            self.records[name] = (self._start(info, end), info.file_size)
+            if has_crcs:
+                self._unverified[name] = info.CRC
         if self.bytes_of("byteorder", default=b"little") != b"little":
             raise ValueError(f"{path} was saved on a big-endian machine, which is not supported")
 
@@ -104,27 +122,41 @@ class _Archive:
         if name not in self.records:
             if default is not None:
                 return default
-            raise ValueError(f"{self.path} has no record {name!r}; it was not saved by torch")
-        start, size = self.records[name]
+            raise ValueError(f"{self.path} has no record {name!r:.80}; it was not saved by torch")
+        size = self.records[name][1]
         if size > _MAX_PICKLE:
             raise ValueError(f"{self.path}: record {name!r} has {size} bytes, too many to be real")
-        return self.data[start : start + size]
+        return bytes(self.verified(name))
+
+    def verified(self, name: str) -> memoryview:
+        """The bytes of a record, which on first use must have the CRC in the zip's directory."""
+        start, size = self.records[name]
+        data = memoryview(self.data)[start : start + size]
+        crc = self._unverified.pop(name, None)
+        if crc is not None and zlib.crc32(data) != crc:
+            self._unverified[name] = crc
+            raise ValueError(f"{self.path} is damaged: record {name!r:.80} has another CRC")
+        return data
 
     def tensor(self, storage: Any, offset: Any, shape: Any, strides: Any) -> Tensor:
         """A view of a storage, checked against the size of its record."""
         if not isinstance(storage, _Storage):
             raise ValueError(f"{self.path}: a tensor without a storage")
+        self.num_tensors += 1
+        if self.num_tensors > MAX_TENSORS:
+            raise ValueError(f"{self.path} has more than {MAX_TENSORS} tensors")
         if not (
             isinstance(shape, tuple)
             and isinstance(strides, tuple)
             and len(shape) == len(strides) <= _MAX_AXES
             and all(
-                isinstance(number, int) and 0 <= number < 1 << 63
+                type(number) is int and 0 <= number < 1 << 63
                 for number in (offset, *shape, *strides)
             )
         ):
             raise ValueError(f"{self.path}: a tensor whose shape, strides or offset make no sense")
-        start, size = self.records.get(f"data/{storage.key}", (0, -1))
+        record = f"data/{storage.key}"
+        _, size = self.records.get(record, (0, -1))
         if size != storage.size * storage.dtype.itemsize:
             raise ValueError(
                 f"{self.path}: storage {storage.key[:80]!r} should have {storage.size} numbers of"
@@ -134,12 +166,17 @@ class _Archive:
         last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
         # Weights never repeat an element, so a small file cannot describe a huge tensor.
         if count and (last >= storage.size or count > storage.size):
-            raise ValueError(f"{self.path}: a tensor of shape {shape} is larger than its storage")
+            raise ValueError(
+                f"{self.path}: a tensor of shape {shape!s:.80} is larger than its storage"
+            )
+
+        if _repeats(shape, strides):
+            raise ValueError(f"{self.path}: a tensor shows elements of its storage twice")
 
         def read() -> np.ndarray:
             if not count:
                 return np.zeros(shape, storage.dtype)
-            flat = np.frombuffer(self.data, storage.dtype, storage.size, start)
+            flat = np.frombuffer(self.verified(record), storage.dtype)
             return np.lib.stride_tricks.as_strided(
                 flat[offset:],
                 shape,
@@ -149,16 +186,54 @@ class _Archive:
 
         return Tensor(shape, storage.dtype, read)
 
-    def _start(self, info: zipfile.ZipInfo) -> int:
+    def _start(self, info: zipfile.ZipInfo, end: int) -> int:
+        """Where the data of a record starts.
+
+        Only the record's local header says how long itself is. All else comes from the directory
+        and must agree: the name, and that the data ends at the next record.
+        """
         header = self.data[info.header_offset : info.header_offset + _LOCAL_HEADER]
         if len(header) < _LOCAL_HEADER or header[:4] != b"PK\x03\x04":
             raise ValueError(f"{self.path} is damaged: a record's header is missing")
+        flags, method = header[6:8], header[8:10]
         name_size = int.from_bytes(header[26:28], "little")
         extra_size = int.from_bytes(header[28:30], "little")
-        start = info.header_offset + _LOCAL_HEADER + name_size + extra_size
-        if start + info.file_size > len(self.data):
-            raise ValueError(f"{self.path} is truncated: record {info.filename!r} ends outside it")
+        name_start = info.header_offset + _LOCAL_HEADER
+        name = self.data[name_start : name_start + name_size]
+        start = name_start + name_size + extra_size
+        # Behind the data there may be its CRC and size again, in one of four forms.
+        behind = (12, 16, 20, 24) if info.flag_bits & 8 else (0,)
+        if (
+            name != info.orig_filename.encode("utf-8" if info.flag_bits & 1 << 11 else "cp437")
+            or flags != info.flag_bits.to_bytes(2, "little")
+            or method != info.compress_type.to_bytes(2, "little")
+            or info.compress_size != info.file_size
+            or end - start - info.file_size not in behind
+        ):
+            raise ValueError(
+                f"{self.path} is damaged: the header of record {info.filename!r:.80} disagrees with"
+                " the directory"
+            )
         return start
+
+
+def _repeats(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether a view has a stride of 0 or shows an element twice. Weights never do."""
+    reach = 0
+    for stride, n in sorted(zip(strides, shape, strict=True)):
+        if stride == 0 or (n > 1 and stride <= reach):
+            return True
+        reach += max(n - 1, 0) * stride
+    return False
+
+
+class _Bounded(io.FileIO):
+    """A file from which zipfile cannot read a directory of any size."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > _MAX_DIRECTORY:
+            raise ValueError(f"{self.name} has a zip directory of {size} bytes, too many")
+        return super().read(size)
 
 
 class _Name(NamedTuple):
@@ -187,6 +262,28 @@ _OPCODES = (
 _PythonUnpickler: Any = pickle._Unpickler
 
 
+class _BoundedDispatch:
+    """Looks up the next opcode of an unpickler, unless what it builds is too large to be real."""
+
+    def __init__(self, unpickler: "_Unpickler"):
+        self._unpickler = unpickler
+        self._num_opcodes = 0
+
+    def __getitem__(self, opcode: int) -> Any:
+        at = self._unpickler
+        self._num_opcodes += 1
+        if (
+            self._num_opcodes > _MAX_OPCODES
+            or len(at.memo) > _MAX_MEMO
+            or len(at.stack) > _MAX_STACK
+            or len(at.metastack) > _MAX_MARKS
+        ):
+            raise ValueError(
+                f"{at.path} is damaged: its pickle is larger than that of any state dict"
+            )
+        return _Unpickler.dispatch[opcode]
+
+
 class _Unpickler(_PythonUnpickler):
     """Python's unpickler, restricted to a few opcodes, with checks on what they build.
 
@@ -196,6 +293,8 @@ class _Unpickler(_PythonUnpickler):
     def __init__(self, archive: _Archive):
         super().__init__(io.BytesIO(archive.bytes_of("data.pkl")))
         self._archive = archive
+        self.path = archive.path
+        self.dispatch = _BoundedDispatch(self)
 
     def find_class(self, module: str, name: str) -> _Name:
         if module in ("torch", "torch.storage") and name in _STORAGES:
@@ -215,7 +314,7 @@ class _Unpickler(_PythonUnpickler):
     def persistent_load(self, pid: Any) -> _Storage:
         match pid:
             case ("storage", _Name("storage", np.dtype() as dtype), str(key), _, int(size)) if (
-                size >= 0
+                type(size) is int and 0 <= size < 1 << 63
             ):
                 return _Storage(dtype, key, size)
         raise ValueError(f"{self._archive.path}: an unknown kind of storage")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from stree_jax.checkpoint import flatten
+from stree_jax.checkpoint import first_line, flatten
 from stree_jax.config import LAYER_PARTS, ModelConfig
 from stree_jax.convert import families
 from stree_jax.convert.description import Description, Source
@@ -39,6 +39,7 @@ def write_as(model: HybridLM, directory: Path, target: str) -> None:
     Raises:
         ValueError: the family cannot represent something that the model has.
     """
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     written = written_as(model.config, target, jnp.dtype(model.dtype).name, directory)
@@ -69,7 +70,10 @@ def write_as(model: HybridLM, directory: Path, target: str) -> None:
                 strict=True,
             )
         }
-        save_file(tensors, directory / name, metadata={"format": "pt"})
+        try:
+            save_file(tensors, directory / name, metadata={"format": "pt"})
+        except SafetensorError as error:  # such as a full disk
+            raise OSError(f"cannot write {directory / name}: {first_line(error)}") from error
         weight_map |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
         total = sum(weight.nbytes for weight in weights.values())

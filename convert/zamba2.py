@@ -62,6 +62,10 @@ def read_zamba2(source: Source) -> Description:
         chunk_size=fields.integer("chunk_size", 256),
     )
     heads = fields.integer("num_attention_heads", 32)
+    fields.check(
+        2 * d_model % heads == 0,
+        f"num_attention_heads = {heads} does not divide 2 * hidden_size = {2 * d_model}",
+    )
     head_dim = 2 * d_model // heads
     theta, scaling, table = fields.rope()
     table.finish()

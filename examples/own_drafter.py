@@ -165,6 +165,7 @@ class SuffixAutomatonDrafter(nnx.Module):
         keys: Array,
         sampling: st.Sampling,
         topology: st.TreeTopology,
+        noise: Array | None = None,
     ) -> tuple[st.DraftTree, Automaton]:
         """See `stree_jax.Drafter`."""
 

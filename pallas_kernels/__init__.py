@@ -35,9 +35,9 @@ from pallas_kernels.tree_attention.api import tree_attention, tree_attention_lay
 from pallas_kernels.tree_attention.kv_cache import KVCache, NodeKV, replay_kv, write_kv
 from pallas_kernels.tree_attention.layout import AttentionLayout
 from pallas_kernels.tree_conv1d.api import (
-    conv_window,
+    conv_gather_index,
     replay_conv_state,
-    replay_window,
+    replay_gather_index,
     tree_conv1d,
     tree_conv1d_layer,
 )
@@ -54,15 +54,15 @@ __all__ = [
     "Mamba2Pending",
     "NodeKV",
     "add_rms_norm",
-    "conv_window",
+    "conv_gather_index",
     "dispatch",
     "expert_mlps",
     "gated_rms_norm",
     "replay",
     "replay_conv_state",
+    "replay_gather_index",
     "replay_kv",
     "replay_tree_scan",
-    "replay_window",
     "ssd",
     "tree_attention",
     "tree_attention_layer",

@@ -71,7 +71,7 @@ def call_by_name(
         inputs: arrays and their blocks.
         outputs: shapes and dtypes (anything that has both), and their blocks.
         in_place: from an input to the output that takes its memory.
-        **options: those of `call`.
+        **options: see `call`.
 
     Returns:
         The outputs by name.
@@ -164,7 +164,7 @@ def parts(size: int, most: int) -> list[pl.Slice]:
 def rows(first: int | jax.Array, count: int, limit: int | jax.Array) -> tuple[jax.Array, jax.Array]:
     """Row indices `first, ..., first + count - 1` and which of them exist, that is, are `< limit`.
 
-    The index of a row that does not exist is that of the last row. So a kernel reads any number of
+    A row that does not exist gets the index of the last row. So a kernel reads any number of
     rows in blocks of a power of two, without padded arrays and within bounds. Worked example,
     `limit = 13`, block of 16:
         index    0 1 2 ... 11 12 12 12 12

@@ -18,7 +18,7 @@ from stree_jax.decoding.generate import (
     generate,
     stream,
 )
-from stree_jax.decoding.sampling import token_log_probs
+from stree_jax.decoding.sampling import sample_tokens, token_log_probs
 from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
 from stree_jax.decoding.verifiers import VERIFIERS, Verifier, follow
 from stree_jax.layer_config import (
@@ -64,6 +64,7 @@ __all__ = [
     "generate",
     "load_tokenizer",
     "root_only",
+    "sample_tokens",
     "save_pretrained",
     "stream",
     "token_log_probs",

@@ -2,34 +2,42 @@
 
     config.json      format version and `ModelConfig`
     params/          Orbax checkpoint of the weights
+    checksums.json   CRC-32 of each array; checkpoints without it load too
     tokenizer.json   optional, in the format of the `tokenizers` library
     README.md        optional model card
 
-`save_pretrained` writes to a temporary directory and renames it at the end, so a checkpoint is
-either complete or absent. Loading a checkpoint of any format is `stree_jax.pretrained`.
+A checkpoint is either complete or absent, see `stree_jax.directories`. Loading a checkpoint of any
+format is `stree_jax.pretrained`.
 """
 
 import contextlib
+import functools
 import json
 import logging
+import math
 import os
+import re
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
 from stree_jax.config import ModelConfig
+from stree_jax.directories import new_directory, recover
 from stree_jax.models.lm import HybridLM
+from stree_jax.stored import CHECKSUMS, Array, check_sizes, open_arrays, write_checksums
 
 FORMAT = "stree-jax"
 VERSION = 1
+_MAX_JSON = 16 << 20  # bytes; an index of 100,000 tensors has about 10 MB
+_MAX_DEPTH = 32
 
 
 def save_pretrained(
@@ -65,8 +73,10 @@ def save_pretrained(
             (partial / "README.md").write_text(model_card)
         for file in files:
             shutil.copyfile(file, partial / file.name)
+        weights = nnx.to_pure_dict(nnx.state(model))
         with _quiet():
-            ocp.save(partial / "params", nnx.to_pure_dict(nnx.state(model)))
+            ocp.save(partial / "params", weights)
+        write_checksums(partial, flatten(weights))
 
 
 def is_native(path: Path) -> bool:
@@ -88,27 +98,60 @@ def load_native(
     Raises:
         ValueError: the checkpoint is missing or damaged, or its shapes disagree with its config.
     """
-    from orbax.checkpoint import v1 as ocp
-
-    config = load_config(path)
-    stored = _metadata(path)
+    config, stored, crcs = open_native(path)
     if dtype is None:
-        dtype = matrix_dtype(jax.tree.leaves(stored))
-    structure, weights = HybridLM.abstract(config, dtype=dtype, implementation=implementation)
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    wanted = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device),
-        weights,
-    )
-    check_shapes(path, wanted, stored)
+        dtype = matrix_dtype(stored.values())
+    structure, wanted = HybridLM.abstract(config, dtype=dtype, implementation=implementation)
+    loaded = {}
+    for name, leaf in flatten(wanted).items():
+        try:
+            values = stored[name].read(crcs.get(name))
+        except Exception as error:
+            raise ValueError(
+                f"{path} is damaged: cannot read {name} ({first_line(error)})"
+            ) from error
+        loaded[name] = as_weight(values, leaf.dtype)
+        if not is_finite(name, loaded[name]):
+            raise ValueError(
+                f"{path}: {name} holds NaN, infinity or a number too large for {leaf.dtype.name}"
+            )
+    return nnx.merge(structure, unflatten(loaded, wanted))
+
+
+def open_native(path: Path) -> tuple[ModelConfig, dict[str, Array], dict[str, int]]:
+    """Opens a native checkpoint directory and checks names, shapes and types; reads no weights.
+
+    Returns:
+        The config, the arrays by name, and their checksums, empty in an older checkpoint.
+
+    Raises:
+        ValueError: the checkpoint is missing or damaged, or its shapes disagree with its config.
+    """
+    config = load_config(path)
+    params = path / "params"
+    if not params.is_dir():
+        raise ValueError(f"{path} has no weights: the directory 'params' is missing")
+    sums = read_json(path / CHECKSUMS) if (path / CHECKSUMS).exists() else {}
     try:
-        with _quiet():
-            loaded = ocp.load((path / "params").absolute(), wanted)
+        check_sizes(params, sums.get("sizes", {}))
+        stored = open_arrays(params, read_json(params / "state" / "_METADATA"))
     except Exception as error:
         raise ValueError(
             f"{path} is damaged: cannot read its weights ({first_line(error)})"
         ) from error
-    return nnx.merge(structure, loaded)
+    if len(config.layers) > len(stored):  # each layer has an array of its own
+        raise ValueError(
+            f"{path} is damaged: config.json says {len(config.layers)} layers, but there are only"
+            f" {len(stored)} arrays"
+        )
+    check_shapes(path, HybridLM.abstract(config)[1], stored)
+    wrong = [f"{name} holds {a.dtype}" for name, a in stored.items() if a.dtype.kind not in "fV"]
+    if wrong:
+        raise ValueError(f"{path} is damaged: {'; '.join(wrong)[:200]}, not real numbers")
+    crcs = sums.get("crc32")
+    if sums and not (isinstance(crcs, dict) and crcs.keys() <= stored.keys()):
+        raise ValueError(f"{path / CHECKSUMS} is damaged: it is not about the weights here")
+    return config, stored, crcs or {}
 
 
 def load_config(path: str | os.PathLike[str]) -> ModelConfig:
@@ -118,6 +161,7 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
         ValueError: there is no such checkpoint, or it has another format or version.
     """
     path = Path(path)
+    recover(path)
     if not path.is_dir():
         raise ValueError(f"no checkpoint at {path}: there is no such directory")
     file = path / "config.json"
@@ -130,19 +174,13 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
         )
     if header.get("version") != VERSION:
         raise ValueError(
-            f"{path} has checkpoint version {header.get('version')!r};"
+            f"{path} has checkpoint version {header.get('version')!r:.80};"
             f" this stree_jax reads {VERSION}"
         )
-    return ModelConfig.from_dict(header.get("model"))
-
-
-def stored_dtype(path: Path) -> jnp.dtype:
-    """The dtype of a native checkpoint's matrices: bfloat16 or float32.
-
-    Raises:
-        ValueError: the weights are missing or damaged.
-    """
-    return matrix_dtype(jax.tree.leaves(_metadata(path)))
+    try:
+        return ModelConfig.from_dict(header.get("model"))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def matrix_dtype(weights: Iterable[Any]) -> jnp.dtype:
@@ -159,38 +197,29 @@ def read_json(path: Path) -> dict:
     """Reads a JSON object. Accepts `Infinity`, which transformers 4 writes.
 
     Raises:
-        ValueError: the file cannot be read, or does not hold an object.
+        ValueError: the file cannot be read, is too large or too deep to be real, or does not hold
+            an object.
     """
     try:
+        size = path.stat().st_size
+        if size > _MAX_JSON:
+            raise ValueError(f"{size} bytes are too many for a config or an index")
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+        raise ValueError(f"{path} is damaged: {first_line(error)}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} is damaged: it is not a JSON object")
+    level: list[Any] = [values]
+    for _ in range(_MAX_DEPTH):
+        tables = [part.values() if isinstance(part, dict) else part for part in level]
+        level = [part for table in tables for part in table if isinstance(part, dict | list)]
+    if level:
+        raise ValueError(f"{path} is damaged: it is nested more than {_MAX_DEPTH} deep")
     return values
-
-
-def _metadata(path: Path) -> object:
-    """Names, shapes and dtypes of the stored weights."""
-    from orbax.checkpoint import v1 as ocp
-
-    params = (path / "params").absolute()
-    if not params.is_dir():
-        raise ValueError(f"{path} has no weights: the directory 'params' is missing")
-    try:
-        with _quiet():
-            return ocp.metadata(params).metadata
-    except Exception as error:
-        raise ValueError(
-            f"{path} is damaged: cannot read its weights ({first_line(error)})"
-        ) from error
 
 
 def check_shapes(path: Path, wanted: object, stored: object) -> None:
     """Compares names and shapes of two trees of weights.
-
-    Call this before Orbax loads: on a shape mismatch Orbax leaks threads, which later report to a
-    closed event loop.
 
     Args:
         path: the checkpoint, for the message.
@@ -205,7 +234,7 @@ def check_shapes(path: Path, wanted: object, stored: object) -> None:
     )
     problems = [f"{name} {want[name]} is missing" for name in sorted(want.keys() - have.keys())]
     problems += [
-        f"{name} {have[name]} is not expected" for name in sorted(have.keys() - want.keys())
+        f"{name:.80} {have[name]} is not expected" for name in sorted(have.keys() - want.keys())
     ]
     problems += [
         f"{name} is {have[name]}, the config says {want[name]}"
@@ -219,6 +248,29 @@ def check_shapes(path: Path, wanted: object, stored: object) -> None:
         raise ValueError(f"the weights of {path} disagree with its config: {shown}")
 
 
+def is_finite(name: str, weight: jax.Array) -> bool:
+    """Whether all numbers of a weight are finite, and the decays that an `A_log` stands for."""
+    return bool(_all_finite(weight, decays=name.endswith("A_log")))
+
+
+@functools.partial(jax.jit, static_argnames="decays")
+def _all_finite(weight: jax.Array, *, decays: bool) -> jax.Array:
+    finite = jnp.isfinite(weight).all()
+    return finite & jnp.isfinite(jnp.exp(weight)).all() if decays else finite
+
+
+def as_weight(values: np.ndarray, dtype: DTypeLike) -> jax.Array:
+    """A weight of this dtype. This is the only copy: on a CPU it becomes the weight."""
+    dtype = jnp.dtype(dtype)
+    size = math.prod(values.shape) * dtype.itemsize
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64  # aligned, jax takes it over
+    copy = memory[start : start + size].view(dtype).reshape(values.shape)
+    with np.errstate(over="ignore"):  # infinite, which is refused by name
+        copy[...] = values
+    return jax.device_put(copy)  # unlike asarray, takes over the memory
+
+
 def flatten(tree: object) -> dict[str, Any]:
     """The leaves of a tree by their dotted path."""
     return {
@@ -227,41 +279,17 @@ def flatten(tree: object) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def new_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary directory: renamed to `path` if the block succeeds, else deleted.
-
-    Raises:
-        ValueError: `path` exists and `overwrite` is False.
-    """
-    path = path.absolute()
-    if path.exists() and not overwrite:
-        raise ValueError(f"{path} exists; choose another name or pass overwrite=True")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{path.name}.partial-", dir=path.parent))
-    try:
-        new = work / "new"
-        new.mkdir()
-        yield new
-        if path.exists():
-            if not overwrite:
-                raise ValueError(f"{path} appeared in the meantime; choose another name")
-            path.rename(work / "old")
-        new.rename(path)
-    except BaseException:
-        if (work / "old").exists() and not path.exists():
-            (work / "old").rename(path)
-        raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+def unflatten(leaves: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `flatten`, with the structure of `like`."""
+    return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in flatten(like)])
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences Orbax's progress messages."""
+    """Silences what Orbax logs."""
     logger = logging.getLogger("absl")
     level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.CRITICAL)  # errors of its threads are raised here as well
     try:
         yield
     finally:
@@ -269,6 +297,7 @@ def _quiet() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error message, at most 200 characters."""
+    """The first line of an error message, at most 200 characters and without addresses."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    text = re.sub(r"( See [^<]*)?<[^<>]* at 0x[^<>]*>|(?<= )at 0x[0-9a-f]+", "", text)
     return text if len(text) <= 200 else text[:200] + "..."

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stree_jax.checks import require, require_integer, require_types
 from stree_jax.layer_config import (
     AttentionConfig,
     Mamba2Config,
@@ -16,9 +17,8 @@ from stree_jax.layer_config import (
     MoeConfig,
     RopeScaling,
     SharedConfig,
-    require,
-    require_integer,
 )
+from stree_jax.messages import shown
 from stree_jax.presets import PRESETS
 
 # Each kind of layer and the configs that it needs.
@@ -31,6 +31,7 @@ LAYER_PARTS = {
     "shared": ("shared", "attention", "mlp"),  # a transformer block used by several layers (Zamba2)
 }
 LAYER_KINDS = tuple(LAYER_PARTS)
+_MAX_LAYERS = 8192  # a damaged or hostile file may claim any number
 
 _CONFIGS = {
     "mamba2": Mamba2Config,
@@ -89,9 +90,15 @@ class ModelConfig:
         require_integer(self, "d_model", 1)
         require_integer(self, "padded_vocab_size", 1, optional=True)
         require_integer(self, "max_length", 1, optional=True)
+        require_types(type(self), vars(self))
         require(len(self.layers) >= 1, "layers is empty; a model has at least one layer")
+        require(
+            len(self.layers) <= _MAX_LAYERS,
+            f"layers has {len(self.layers)} entries; at most {_MAX_LAYERS} are possible",
+        )
         unknown = sorted(set(self.layers) - set(LAYER_KINDS))
-        require(not unknown, f"unknown layer kinds {unknown}; known: {list(LAYER_KINDS)}")
+        require(not unknown, f"unknown layer kinds {unknown!s:.80}; known: {list(LAYER_KINDS)}")
+        require(self.norm_eps > 0, f"norm_eps must be above 0, got {self.norm_eps}")
         require(
             self.num_embeddings >= self.vocab_size,
             f"padded_vocab_size = {self.padded_vocab_size} is below vocab_size = {self.vocab_size}",
@@ -99,11 +106,11 @@ class ModelConfig:
         tokens = self.eos_token if isinstance(self.eos_token, tuple) else (self.eos_token,)
         require(
             self.eos_token is None or all(type(t) is int for t in tokens),
-            f"eos_token must be an integer or several, got {self.eos_token!r}",
+            f"eos_token must be an integer or several, got {self.eos_token!r:.80}",
         )
         require(
             self.eos_token is None or all(0 <= t < self.vocab_size for t in tokens),  # type: ignore[operator]
-            f"eos_token = {self.eos_token} is outside the vocabulary of {self.vocab_size}",
+            f"eos_token = {self.eos_token!s:.80} is outside the vocabulary of {self.vocab_size}",
         )
         for kind, parts in LAYER_PARTS.items():
             for part in parts:
@@ -203,7 +210,8 @@ class ModelConfig:
         Raises:
             ValueError: the name is unknown.
         """
-        require(name in PRESETS, f"unknown preset {name!r}; known: {sorted(PRESETS)}")
+        known = isinstance(name, str) and name in PRESETS
+        require(known, f"unknown preset {shown(name)}; known: {', '.join(sorted(PRESETS))}")
         return cls(**PRESETS[name]())
 
     @classmethod
@@ -225,7 +233,9 @@ class ModelConfig:
         Raises:
             ValueError: a field is unknown or missing, or a value is invalid.
         """
-        require(isinstance(values, Mapping), f"a model config is a table of fields, got {values!r}")
+        require(
+            isinstance(values, Mapping), f"a model config is a table of fields, got {values!r:.80}"
+        )
         parts = dict(values)
         for name, part in _CONFIGS.items():
             if parts.get(name) is not None:
@@ -242,19 +252,24 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(value: Any) -> Any:
+    """The inverse of `_encode` for a field, whose lists are not nested."""
     if isinstance(value, list | tuple):
-        return tuple(_decode(part) for part in value)
+        return tuple(math.inf if part == "inf" else part for part in value)
     return math.inf if value == "inf" else value
 
 
 def _build(cls: type, values: Any) -> Any:
-    require(isinstance(values, Mapping), f"{cls.__name__} needs a table of fields, got {values!r}")
+    require(
+        isinstance(values, Mapping), f"{cls.__name__} needs a table of fields, got {values!r:.80}"
+    )
     if isinstance(values.get("rope_scaling"), Mapping):
         values = {**values, "rope_scaling": _build(RopeScaling, values["rope_scaling"])}
     known = {field.name for field in dataclasses.fields(cls)}
-    unknown = sorted(set(values) - known)
-    require(not unknown, f"{cls.__name__} has no fields {unknown}; known: {sorted(known)}")
+    unknown = sorted(map(str, set(values) - known))
+    require(not unknown, f"{cls.__name__} has no fields {unknown!s:.80}; known: {sorted(known)}")
+    values = {name: _decode(value) for name, value in values.items()}
+    require_types(cls, values)
     try:
-        return cls(**{name: _decode(value) for name, value in values.items()})
-    except TypeError as error:  # a missing field, or a value of the wrong type
+        return cls(**values)
+    except TypeError as error:  # a missing field
         raise ValueError(f"{cls.__name__}: {error}") from None

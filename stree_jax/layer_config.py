@@ -7,29 +7,13 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.numerics import ACTIVATIONS
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises a ValueError with this message unless the condition holds."""
-    if not condition:
-        raise ValueError(message)
-
-
-def require_integer(config: Any, name: str, least: int, *, optional: bool = False) -> None:
-    """A field must be an integer from `least` on, or None if it is optional."""
-    value = getattr(config, name)
-    if value is None and optional:
-        return
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    require(
-        is_int and value >= least, f"{name} must be an integer of at least {least}, got {value!r}"
-    )
+from stree_jax.checks import require, require_integer, require_types
 
 
 def _require_activation(config: Any) -> None:
     require(
         config.activation in ACTIVATIONS,
-        f"activation must be one of {ACTIVATIONS}, got {config.activation!r}",
+        f"activation must be one of {ACTIVATIONS}, got {config.activation!r:.80}",
     )
 
 
@@ -90,6 +74,7 @@ class Mamba2Config:
             require_integer(self, name, 1, optional=True)
         require_integer(self, "conv_width", 2)
         require_integer(self, "mlp_dim", 0)
+        require_types(type(self), vars(self))
         for name in ("num_groups", "num_x_heads", "num_b_groups"):
             value = getattr(self, name)
             require(
@@ -106,18 +91,15 @@ class Mamba2Config:
             f" num_heads * head_dim = {self.inner_size}",
         )
         require(
-            isinstance(self.dt_limit, tuple)
-            and len(self.dt_limit) == 2
-            and 0 <= self.dt_limit[0] <= self.dt_limit[1],
+            0 <= self.dt_limit[0] <= self.dt_limit[1] and self.dt_limit[0] < math.inf,
             f"dt_limit must be (low, high) with 0 <= low <= high, got {self.dt_limit}",
         )
         norms = ("gate_then_norm", "norm_then_gate", "none")
-        require(self.norm in norms, f"norm must be one of {norms}, got {self.norm!r}")
-        require(self.activation == "silu", f"activation must be 'silu', got {self.activation!r}")
+        require(self.norm in norms, f"norm must be one of {norms}, got {self.norm!r:.80}")
         require(
-            len(self.section_multipliers) == 5,
-            f"section_multipliers are five (z, x, B, C, dt), got {self.section_multipliers}",
+            self.activation == "silu", f"activation must be 'silu', got {self.activation!r:.80}"
         )
+        require(self.norm_eps > 0, f"norm_eps must be above 0, got {self.norm_eps}")
 
     @property
     def inner_size(self) -> int:
@@ -155,6 +137,7 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         require_integer(self, "original_length", 1)
+        require_types(type(self), vars(self))
         require(
             self.factor > 0 and 0 < self.low_freq_factor < self.high_freq_factor,
             "need factor > 0 and 0 < low_freq_factor < high_freq_factor, got"
@@ -203,6 +186,7 @@ class AttentionConfig:
             require_integer(self, name, 1)
         for name in ("rotary_dim", "conv_width", "mlp_dim"):
             require_integer(self, name, 0)
+        require_types(type(self), vars(self))
         require(
             self.num_heads % self.num_kv_heads == 0,
             f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}",
@@ -212,8 +196,14 @@ class AttentionConfig:
             f"rotary_dim must be even and at most head_dim = {self.head_dim},"
             f" got {self.rotary_dim}",
         )
+        require(self.rotary_dim <= 1 << 16, f"rotary_dim = {self.rotary_dim} is above 65536")
         require(self.conv_width != 1, "conv_width = 1 is no convolution; use 0")
         require(self.rope_theta > 0, f"rope_theta must be above 0, got {self.rope_theta}")
+        require(
+            all(map(math.isfinite, self.rotary_frequencies)),
+            f"rope_theta = {self.rope_theta} and rope_scaling = {self.rope_scaling} give infinite"
+            " frequencies",
+        )
 
     @property
     def projected_sizes(self) -> tuple[int, int, int]:
@@ -237,7 +227,8 @@ class AttentionConfig:
             low, high = scaling.low_freq_factor, scaling.high_freq_factor
             kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
             frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
-        return tuple(frequencies.astype(np.float32).tolist())
+        with np.errstate(over="ignore"):
+            return tuple(frequencies.astype(np.float32).tolist())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,6 +255,7 @@ class MlpConfig:
 
     def __post_init__(self) -> None:
         require_integer(self, "hidden_size", 1)
+        require_types(type(self), vars(self))
         _require_activation(self)
 
 
@@ -307,9 +299,10 @@ class MoeConfig:
             require_integer(self, name, 1)
         require_integer(self, "latent_size", 1, optional=True)
         require_integer(self, "shared_size", 0)
+        require_types(type(self), vars(self))
         _require_activation(self)
         routers = ("softmax", "sigmoid")
-        require(self.router in routers, f"router must be one of {routers}, got {self.router!r}")
+        require(self.router in routers, f"router must be one of {routers}, got {self.router!r:.80}")
         require(
             self.router == "sigmoid" or (self.num_router_groups == 1 and self.scale == 1.0),
             "router groups and a scale belong to router = 'sigmoid'",
@@ -352,3 +345,4 @@ class SharedConfig:
     def __post_init__(self) -> None:
         require_integer(self, "num_blocks", 1)
         require_integer(self, "adapter_rank", 1)
+        require_types(type(self), vars(self))

@@ -9,7 +9,8 @@ from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
 from stree_jax.checkpoint import first_line, is_native, load_native
-from stree_jax.models.lm import HybridLM
+from stree_jax.messages import shown
+from stree_jax.models.lm import HybridLM, check_options
 
 
 def from_pretrained(
@@ -31,9 +32,14 @@ def from_pretrained(
             published config, to reproduce them.
 
     Raises:
-        ValueError: the checkpoint is missing, damaged, unknown or unsupported, or its shapes
-            disagree with its config.
+        ValueError: the checkpoint is missing, damaged, unknown or unsupported, its shapes disagree
+            with its config, or an argument is none of these.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(
+            f"path must be a directory or the name of a model on the hub, got {shown(path)}"
+        )
+    check_options(jnp.float32 if dtype is None else dtype, implementation)
     from stree_jax import convert  # not imported by `import stree_jax`, to keep that light
 
     directory = convert.find(path)
@@ -55,6 +61,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     Raises:
         ValueError: there is none, or it cannot be read.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"path must be a directory or a tokenizer.json, got {shown(path)}")
     file = Path(path)
     if file.suffix != ".json":
         file = file / "tokenizer.json"
@@ -77,5 +85,5 @@ def demo_path(name: str) -> Path:
     """
     known = ("target", "draft")
     if name not in known:
-        raise ValueError(f"the embedded models are {known}, got {name!r}")
+        raise ValueError(f"the embedded models are {known}, got {shown(name)}")
     return Path(__file__).parent / "demo" / name

@@ -1,8 +1,9 @@
 """Token trees: the static topology a user picks, and the same tree as arrays."""
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -10,8 +11,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from stree_jax.array_types import Array, Bool, Int
+from stree_jax.messages import shown
 
 MAX_NODES = 4096  # masks and decays are N by N
+MAX_DRAWN_DEPTH = 256  # each level indents its lines by three more characters
 
 
 class Tree(NamedTuple):
@@ -43,7 +46,8 @@ class TreeTopology:
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        parents = tuple(_integer("a parent", parent) for parent in self.parents)
+        listed = _items("parents", "[-1, 0, 0]", self.parents)
+        parents = tuple(_integer("a parent", parent) for parent in listed)
         object.__setattr__(self, "parents", parents)
         _check_size(len(parents))
         if not parents:
@@ -51,19 +55,24 @@ class TreeTopology:
         for node, parent in enumerate(parents):
             if parent >= len(parents) or parent < -1:
                 raise ValueError(
-                    f"node {node} has parent {parent}; nodes are 0 to {len(parents) - 1}"
+                    f"node {node} has parent {shown(parent)}; nodes are 0 to {len(parents) - 1}"
                 )
         roots = [node for node, parent in enumerate(parents) if parent == -1]
+        below_a_root = {-1}
         for node in range(len(parents)):
-            seen = {node}
-            while (above := parents[node]) != -1:
-                if above in seen:
-                    raise ValueError(f"the parents {parents} have a cycle through node {above}")
-                seen.add(above)
-                node = above
+            path: set[int] = set()
+            while node not in below_a_root:
+                if node in path:
+                    raise ValueError(
+                        f"the parents {shown(parents)} have a cycle through node {node}"
+                    )
+                path.add(node)
+                node = parents[node]
+            below_a_root |= path
         if len(roots) > 1:
             raise ValueError(
-                f"a tree has one root, parents {parents} have {len(roots)}: nodes {roots}"
+                f"a tree has one root, parents {shown(parents)} have {len(roots)}: nodes"
+                f" {shown(roots)}"
             )
         for node, parent in enumerate(parents):
             if parent >= node:
@@ -75,13 +84,13 @@ class TreeTopology:
     @classmethod
     def from_parents(cls, parents: Sequence[int]) -> "TreeTopology":
         """The tree with these parents; the root's is -1."""
-        return cls(tuple(parents))
+        return cls(_items("parents", "[-1, 0, 0]", parents))
 
     @classmethod
     def chain(cls, num_drafts: int) -> "TreeTopology":
         """One path of `num_drafts` tokens below the root: vanilla speculative decoding."""
         if _integer("num_drafts", num_drafts) < 0:
-            raise ValueError(f"num_drafts must not be negative, got {num_drafts}")
+            raise ValueError(f"num_drafts must not be negative, got {shown(num_drafts)}")
         _check_size(num_drafts + 1)
         return cls(tuple(range(-1, num_drafts)))
 
@@ -89,7 +98,7 @@ class TreeTopology:
     def complete(cls, branching: int, depth: int) -> "TreeTopology":
         """Every node above the last level has `branching` children."""
         if _integer("depth", depth) < 0:
-            raise ValueError(f"depth must not be negative, got {depth}")
+            raise ValueError(f"depth must not be negative, got {shown(depth)}")
         _check_size(depth + 1)
         return cls.from_branching((branching,) * depth)
 
@@ -100,9 +109,9 @@ class TreeTopology:
         For `BeamDrafter` these are the level sizes only; the search decides how nodes connect.
         """
         if _integer("num_beams", num_beams) < 1:
-            raise ValueError(f"num_beams must be at least 1, got {num_beams}")
+            raise ValueError(f"num_beams must be at least 1, got {shown(num_beams)}")
         if _integer("num_steps", num_steps) < 0:
-            raise ValueError(f"num_steps must not be negative, got {num_steps}")
+            raise ValueError(f"num_steps must not be negative, got {shown(num_steps)}")
         _check_size(num_steps + 1)
         _check_size(num_beams * num_steps + 1)
         return cls.from_branching((num_beams, *(1,) * (num_steps - 1)) if num_steps else ())
@@ -114,14 +123,18 @@ class TreeTopology:
         As a static tree it is a chain of `depth` tokens, with the other nodes below the root.
         """
         if _integer("num_nodes", num_nodes) < 1:
-            raise ValueError(f"num_nodes counts the root, so it is at least 1; got {num_nodes}")
+            raise ValueError(
+                f"num_nodes counts the root, so it is at least 1; got {shown(num_nodes)}"
+            )
         if not 0 <= _integer("depth", depth) < num_nodes:
             raise ValueError(
-                f"{num_nodes} nodes, root included, have a depth from 0 to {num_nodes - 1}, got"
-                f" {depth}"
+                f"{shown(num_nodes)} nodes, root included, have a depth from 0 to"
+                f" {shown(num_nodes - 1)}, got {shown(depth)}"
             )
         if depth == 0 and num_nodes > 1:
-            raise ValueError(f"a tree of depth 0 is its root; num_nodes must be 1, got {num_nodes}")
+            raise ValueError(
+                f"a tree of depth 0 is its root; num_nodes must be 1, got {shown(num_nodes)}"
+            )
         _check_size(num_nodes)
         if depth == 0:
             return cls((-1,))
@@ -132,12 +145,11 @@ class TreeTopology:
     @classmethod
     def from_branching(cls, branching: Sequence[int]) -> "TreeTopology":
         """Every node of level i has `branching[i]` children."""
-        if not isinstance(branching, Sequence | np.ndarray):
-            raise ValueError(f"branching is a sequence such as (3, 2, 1), got {branching!r}")
+        branching = _items("branching", "(3, 2, 1)", branching)
         parents, level = [-1], [0]
         for children in branching:
             if _integer("branching", children) < 1:
-                raise ValueError(f"every level branches at least once, got {tuple(branching)}")
+                raise ValueError(f"every level branches at least once, got {shown(branching)}")
             _check_size(len(parents) + len(level) * children)
             parents += [node for node in level for _ in range(children)]
             level = list(range(len(parents) - len(level) * children, len(parents)))
@@ -152,7 +164,7 @@ class TreeTopology:
         within those numbers.
         """
         if not isinstance(name, str) or name not in _PAPER_TREES:
-            raise ValueError(f"the paper's trees are {sorted(_PAPER_TREES)}, got {name!r}")
+            raise ValueError(f"the paper's trees are {sorted(_PAPER_TREES)}, got {shown(name)}")
         parents, level = [-1], [0]
         for num_children in _PAPER_TREES[name]:
             start = len(parents)
@@ -182,7 +194,7 @@ class TreeTopology:
     @property
     def width(self) -> int:
         """Nodes of the largest level."""
-        return max(self.depths.count(depth) for depth in range(self.depth + 1))
+        return max(collections.Counter(self.depths).values())
 
     @functools.cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
@@ -229,16 +241,24 @@ class TreeTopology:
             path: nodes to mark with `*`, such as an accepted path.
 
         Raises:
-            ValueError: the number of labels is not the number of nodes.
+            ValueError: the number of labels is not the number of nodes, or the tree is deeper than
+                `MAX_DRAWN_DEPTH`.
         """
-        names = [str(node) for node in range(self.num_nodes)] if labels is None else list(labels)
+        if self.depth > MAX_DRAWN_DEPTH:
+            raise ValueError(
+                f"a tree of {self.num_nodes} nodes and depth {self.depth} is too deep to draw; at"
+                f" most {MAX_DRAWN_DEPTH} levels are drawn"
+            )
+        nodes = range(self.num_nodes)
+        names = [str(name) for name in (nodes if labels is None else labels)]
         if len(names) != self.num_nodes:
             raise ValueError(f"{len(names)} labels for a tree of {self.num_nodes} nodes")
+        marked = set(path)
         lines: list[str] = []
         stack = [(0, "", "")]
         while stack:
             node, lead, below = stack.pop()
-            lines.append(lead + names[node] + (" *" if node in path else ""))
+            lines.append(lead + names[node] + (" *" if node in marked else ""))
             children = self.children[node]
             for child in reversed(children):
                 last = child == children[-1]
@@ -248,15 +268,23 @@ class TreeTopology:
         return "\n".join(lines)
 
 
+def _items(name: str, example: str, values: object) -> tuple:
+    if not isinstance(values, Iterable):
+        raise ValueError(f"{name} is a sequence such as {example}, got {shown(values)}")
+    return tuple(values)
+
+
 def _integer(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ValueError(f"{name} must be an integer, got {value!r}")
+        raise ValueError(f"{name} must be an integer, got {shown(value)}")
     return int(value)
 
 
 def _check_size(num_nodes: int) -> None:
     if num_nodes > MAX_NODES:
-        raise ValueError(f"a tree of {num_nodes} nodes or more; at most {MAX_NODES} are possible")
+        raise ValueError(
+            f"a tree of {shown(num_nodes)} nodes or more; at most {MAX_NODES} are possible"
+        )
 
 
 # Children of the nodes of each level, best ranked first; nodes that are not listed have none.

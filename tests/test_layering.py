@@ -30,6 +30,15 @@ FORBIDDEN = {
 }
 
 
+def test_the_command_is_there_before_the_library():
+    """Ctrl-C during the library's imports is its to handle."""
+    code = "import stree_jax_command, sys; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    )
+    assert not {"jax", "numpy", "typer", "stree_jax"} & set(result.stdout.split())
+
+
 @pytest.mark.parametrize("package", FORBIDDEN)
 def test_importing_loads_nothing_it_should_not(package):
     code = f"import {package}, sys; print(*sys.modules)"
@@ -41,12 +50,16 @@ def test_importing_loads_nothing_it_should_not(package):
 
 # Packages from the bottom up: each may import itself and those before it.
 LAYERS = [
+    "messages",
     "array_types",
+    "directories",
+    "checks",
     "layer_config",
     "presets",
     "config",
     "tree",
     "models",
+    "stored",
     "checkpoint",
     "convert",
     "pretrained",

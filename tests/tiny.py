@@ -171,9 +171,18 @@ HYBRIDS = {
 CONFIGS |= {f"{name} hybrid": config for name, config in HYBRIDS.items()}
 
 
-@functools.cache
 def tiny_model(name="plain", seed=0, dtype="float32", implementation=None):
-    """A model of this config with random weights, norms not 1, D not 1 and lively time steps."""
+    """A model of this config with random weights, norms not 1, D not 1 and lively time steps.
+
+    All tests share it.
+    """
+    model = _tiny_model(name, seed, dtype, implementation)
+    assert model.config is CONFIGS[name], "a test changed the shared model; clone it first"
+    return model
+
+
+@functools.cache
+def _tiny_model(name, seed, dtype, implementation):
     model = HybridLM(CONFIGS[name], dtype=dtype, rngs=nnx.Rngs(seed), implementation=implementation)
     return randomised(model, seed)
 

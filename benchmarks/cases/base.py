@@ -153,7 +153,7 @@ def as_tuple(value: Any) -> tuple:
 
 
 def relative_error(value: jax.Array, truth: np.ndarray | jax.Array) -> float:
-    """Frobenius norm of the difference over that of `truth`; infinite if anything is not finite."""
+    """Frobenius norm of the difference over `truth`'s; infinite if anything is not finite."""
     got, wanted = float64(value), float64(truth)
     error = float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
     return error if math.isfinite(error) else math.inf

@@ -76,7 +76,6 @@ def repeated(
 
     The program returns the outputs of the last call, and what else must be computed.
 
-
     All operands but those updated in place are the same in each call, so small problems run with
     a warm L2 cache. The body of the loop is several calls, as many of `UNROLLED` as divide
     `count - 1`: XLA makes a CUDA graph of 5 launches or more, and launches fewer one by one.

@@ -26,7 +26,7 @@ def _operands(problem: Problem) -> tuple[jax.Array, ...]:
         normal(problem.batch, _WIDTH - 1, channels),
         normal(_WIDTH, channels),
         normal(channels),
-        pk.conv_window(jnp.asarray(parents), _WIDTH),
+        pk.conv_gather_index(jnp.asarray(parents), _WIDTH),
     )
 
 
@@ -43,10 +43,10 @@ def _layer_operands(problem: Problem) -> tuple[jax.Array, ...]:
         normal(layout.num_channels),
         normal(layout.num_heads, dtype="float32"),
         normal(problem.batch, _WIDTH - 1, layout.num_channels),
-        pk.conv_window(jnp.asarray(trees(problem)[0]), _WIDTH),
+        pk.conv_gather_index(jnp.asarray(trees(problem)[0]), _WIDTH),
         *(record[name] for name in ("x", "dt", "B")),
         normal(*rows, layout.num_channels),
-        pk.replay_window(jnp.asarray(parents), jnp.asarray(last, jnp.int32), _WIDTH),
+        pk.replay_gather_index(jnp.asarray(parents), jnp.asarray(last, jnp.int32), _WIDTH),
     )
 
 

@@ -121,7 +121,95 @@ def lossless_texts(scale: Scale) -> list[Task]:
     ]
 
 
+<<<<<<< HEAD
 def packed_trees(scale: Scale) -> list[Task]:
+=======
+def random_models(
+    config: st.ModelConfig, dtype: str, implementations: tuple[str, ...]
+) -> dict[str, st.HybridLM]:
+    """A model for each implementation, all with the same random weights, made on the device."""
+
+    @jax.jit
+    def weights() -> dict:
+        return nnx.to_pure_dict(nnx.state(st.HybridLM(config, dtype=dtype, rngs=nnx.Rngs(0))))
+
+    shared = weights()
+    return {
+        name: nnx.merge(st.HybridLM.abstract(config, dtype=dtype, implementation=name)[0], shared)
+        for name in implementations
+    }
+
+
+def measure_steps(
+    scale: Scale, config: st.ModelConfig, bandwidth: float, clock: Clock
+) -> dict[str, Any]:
+    """Milliseconds of a verify step by implementation and number of nodes, after an empty prompt.
+
+    The trees are the same as in `benchmarks.tree_size`.
+    """
+    models = random_models(config, scale.dtype, scale.implementations)
+
+    def compiled(key: tuple[int, str]) -> Any:
+        nodes, name = key
+        if not clock.fits(f"{nodes} nodes, {name}"):
+            return None
+        return run_steps.lower(models[name], tree_of(nodes), scale.count).compile()
+
+    # Tracing a deep model holds Python's lock for long: with more threads all would finish late.
+    keys = [(nodes, name) for nodes in scale.step_nodes for name in scale.implementations]
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        done = dict(zip(keys, pool.map(compiled, keys), strict=True))
+    programs = {
+        (nodes, name): program
+        for (nodes, name), program in done.items()
+        if all(done[nodes, other] is not None for other in scale.implementations)
+    }
+    calls = {
+        f"{nodes} {name}": functools.partial(wait, program, (models[name],))
+        for (nodes, name), program in programs.items()
+    }
+    for call in calls.values():
+        call()
+    seconds = interleaved(calls, scale.rounds, lambda: None)
+    rows = [
+        {
+            "nodes": nodes,
+            "milliseconds": {
+                name: summary([1e3 * value / scale.count for value in seconds[f"{nodes} {name}"]])
+                for name in scale.implementations
+            },
+        }
+        for nodes in sorted({nodes for nodes, _ in programs})
+    ]
+    model = models[scale.implementations[0]]
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+    if not config.tie_embeddings:  # one row of the embedding is read
+        weights -= config.num_embeddings * config.d_model * jnp.dtype(scale.dtype).itemsize
+    state = sum(leaf.nbytes for leaf in jax.tree.leaves(model.init_cache(1, 0)))
+    floor = 1e3 * (weights + 2 * state) / bandwidth
+    result = {
+        "dtype": scale.dtype,
+        "note": RANDOM_NOTE,
+        "weight_bytes": weights,
+        "state_bytes": state,
+        "floor_milliseconds": floor,
+        "steps": rows,
+    }
+    best = {row["nodes"]: row["milliseconds"][scale.implementations[-1]] for row in rows}
+    if 1 in best:
+        result["one_node_over_floor"] = best[1]["median"] / floor
+        most = max(best)
+        result[f"{most}_nodes_over_one"] = best[most]["median"] / best[1]["median"]
+    if len(best) >= 3 and 5 in best:
+        sizes = [{"nodes": nodes, "milliseconds": value} for nodes, value in best.items()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of fits to few points
+            result["fits"] = fits_of(sizes)
+    return result
+
+
+def measure_packed(scale: Scale, pair: Pair, clock: Clock) -> dict[str, Any]:
+>>>>>>> main
     """Table 1 (`benchmarks.packed`), the largest trees first."""
 
     @functools.cache

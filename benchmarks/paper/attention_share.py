@@ -15,11 +15,24 @@ training are the same, see `benchmarks/recipes`. Train the pairs first (minutes 
 import argparse
 from pathlib import Path
 
-from rich.progress import Progress
-
 import stree_jax as st
-from benchmarks.common import conclude, machine, plotted, print_table, save
-from benchmarks.decode import Method, measure_decoding, measure_steps, print_methods
+from benchmarks.common import (
+    conclude,
+    machine,
+    plotted,
+    print_table,
+    progress_bar,
+    read_options,
+    save,
+)
+from benchmarks.decode import (
+    STEP_CALLS,
+    Method,
+    decoding_calls,
+    measure_decoding,
+    measure_steps,
+    print_methods,
+)
 from benchmarks.prompts import load_prompts
 
 SHARES = (0, 25, 50)
@@ -48,18 +61,22 @@ def plot(rows: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    """Runs the benchmark and writes `results/attention-share-<device>.json` and its plot."""
+    """Runs the benchmark and writes `attention-share-<device>.json` and its plot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+    options = read_options(parser, plots=True)
+    names = [f"attention-{share}{end}" for share in SHARES for end in ("", "-draft")]
+    if missing := [name for name in names if not (options.directory / name).is_dir()]:
+        parser.error(f"{options.directory} lacks {', '.join(missing)}; train them as above")
 
     source, texts = load_prompts(options.prompts)
     where = machine()  # before anything loads it
     rows, steps = [], []
-    with Progress(transient=True) as progress:
+    with progress_bar() as progress:
+        task = progress.add_task("")
         for share in SHARES:
             path = options.directory / f"attention-{share}"
             target = st.from_pretrained(path)
@@ -71,6 +88,8 @@ def main() -> None:
                 Method("chain of 4", drafter, st.TreeTopology.chain(4)),
                 Method("tree A", drafter, st.TreeTopology.paper("A")),
             ]
+            calls = 2 * decoding_calls(ways, prompts, options.rounds) + STEP_CALLS
+            progress.update(task, total=calls * len(SHARES))
             for temperature in (0.0, 1.0):
                 rows += [
                     {"attention_percent": share} | row
@@ -82,10 +101,11 @@ def main() -> None:
                         temperature=temperature,
                         rounds=options.rounds,
                         progress=progress,
+                        task=task,
                     )
                 ]
             name = f"{share} % attention"
-            steps.append(measure_steps(name, target, count=50, rounds=5, progress=progress))
+            steps.append(measure_steps(name, target, count=50, progress=progress, task=task))
 
     print_methods(
         f"{len(texts)} prompts ({source}), {options.tokens} tokens",
@@ -109,7 +129,7 @@ def main() -> None:
         "decoding": rows,
         "target_calls": steps,
     }
-    path = save("attention-share", __doc__, results)
+    path = save("attention-share", __doc__, results, options.output)
     plot(rows, path.with_suffix(".png"))
     tau = {
         f"{row['attention_percent']} %": round(row["tau"], 3)

@@ -19,7 +19,17 @@ import numpy as np
 from rich.progress import Progress
 
 import stree_jax as st
-from benchmarks.common import conclude, interleaved, machine, plotted, print_table, save, summary
+from benchmarks.common import (
+    conclude,
+    interleaved,
+    machine,
+    plotted,
+    print_table,
+    progress_bar,
+    read_options,
+    save,
+    summary,
+)
 from benchmarks.models import Pair, add_pair_options, chosen_pair, on_gpu
 from benchmarks.paper.generation import Program, new_tokens, tau
 
@@ -119,9 +129,9 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=sizes)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    options = read_options(parser, plots=True)
     pair = chosen_pair(options, max(options.batches))
-    with Progress(transient=True) as progress:
+    with progress_bar() as progress:
         rows = measure(
             pair,
             batches=options.batches,
@@ -154,7 +164,7 @@ def main() -> None:
         "rounds": options.rounds,
         "rows": rows,
     }
-    path = save("batch", __doc__, results)
+    path = save("batch", __doc__, results, options.output)
     plot(rows, pair.trained, path.with_suffix(".png"))
     pays = [
         row["batch"]

@@ -20,7 +20,17 @@ import numpy as np
 from rich.progress import track
 
 import stree_jax as st
-from benchmarks.common import conclude, interleaved, machine, plotted, print_table, save, summary
+from benchmarks.common import (
+    conclude,
+    interleaved,
+    machine,
+    plotted,
+    print_table,
+    progress_bar,
+    read_options,
+    save,
+    summary,
+)
 from benchmarks.models import Pair, add_pair_options, chosen_pair, num_bytes, on_gpu
 from benchmarks.paper.generation import Program, new_tokens, tau
 from benchmarks.paper.unrolled import UnrolledLM
@@ -155,14 +165,26 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    options = read_options(parser, plots=True)
     pair = chosen_pair(options, options.prompts)
+<<<<<<< HEAD
     comparison = Comparison(pair, options.tokens)
     sizes = list(itertools.product(options.steps, options.beams))
     rows = [
         comparison.measure(num_beams, num_steps, options.rounds)
         for num_steps, num_beams in track(sizes, transient=True)
     ]
+=======
+    with progress_bar() as progress:
+        rows = measure(
+            pair,
+            beams=options.beams,
+            steps=options.steps,
+            tokens=options.tokens,
+            rounds=options.rounds,
+            progress=progress,
+        )
+>>>>>>> main
     where = machine()
     # bfloat16 rounds differently for another number of rows, which flips near ties of logits.
     exact = pair.target.dtype == jnp.float32
@@ -198,7 +220,7 @@ def main() -> None:
             for row in rows
         ],
     )
-    path = save("packed", __doc__, results)
+    path = save("packed", __doc__, results, options.output)
     plot(rows, path.with_suffix(".png"))
     best = max(rows, key=lambda row: row["nodes"])
     conclude(

@@ -19,7 +19,17 @@ import numpy as np
 from rich.progress import Progress
 
 import stree_jax as st
-from benchmarks.common import conclude, interleaved, machine, plotted, print_table, save, summary
+from benchmarks.common import (
+    conclude,
+    interleaved,
+    machine,
+    plotted,
+    print_table,
+    progress_bar,
+    read_options,
+    save,
+    summary,
+)
 from benchmarks.models import Pair, embedded_pair
 from benchmarks.paper.generation import Program, new_tokens, tau
 
@@ -170,9 +180,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--keys", type=int, default=5)
-    options = parser.parse_args()
+    options = read_options(parser, plots=True)
     pair = embedded_pair(options.prompts)
-    with Progress(transient=True) as progress:
+    with progress_bar() as progress:
         rows = measure(
             pair,
             METHODS,
@@ -199,7 +209,7 @@ def main() -> None:
         "keys": options.keys,
         "rows": rows,
     }
-    path = save("temperature", __doc__, results)
+    path = save("temperature", __doc__, results, options.output)
     plot(rows, path.with_suffix(".png"))
     hottest = {row["method"]: round(row["tau"], 3) for row in rows if row["temperature"] == 1}
     conclude("temperature", passed=same, tau_at_1=hottest, same_tokens=same, results=str(path))

@@ -4,7 +4,7 @@ Full binary trees of 4, 5 and 6 levels (STree, figure 3): packed into one sequen
 root-to-leaf path a row of a batch; and the same rows one token at a time, by the recurrent step.
 Then the time t(N) of packed trees with a linear and a quadratic fit, and how much longer the paths
 accepted from N nodes must be than those from a chain of 5 nodes for the same speed (figure 2,
-equations 7 and 8). A call is that of a decode step: replay, forward, best tokens. Weights are
+equations 7 and 8). A call does what a decode step does: replay, forward, best tokens. Weights are
 random.
 
     python -m benchmarks.tree_size [--preset mamba2-2.7b] [--layers 8] [--dtype bfloat16]
@@ -26,6 +26,8 @@ from benchmarks.common import (
     machine,
     plotted,
     print_table,
+    progress_bar,
+    read_options,
     save,
     summary,
 )
@@ -139,7 +141,7 @@ def fits(sizes: list[dict[str, Any]]) -> dict[str, Any]:
     """`t = k N + C` and `t = a N^2 + b N + c`, and the ratios of acceptance lengths they require.
 
     A tree of N nodes is as fast as the chain of `VANILLA` nodes if its acceptance length is at
-    least t(N) / t(VANILLA) times that of the chain (equation 7; 8 with the quadratic).
+    least t(N) / t(VANILLA) times the chain's (equation 7; 8 with the quadratic).
     """
     nodes = np.array([size["nodes"] for size in sizes], float)
     times = np.array([size["milliseconds"]["median"] for size in sizes])
@@ -191,9 +193,9 @@ def main() -> None:
     parser.add_argument("--dtype", default=default_dtype(), choices=("float32", "bfloat16"))
     parser.add_argument("--count", type=int, default=20 if on_gpu() else 4)
     parser.add_argument("--rounds", type=int, default=10 if on_gpu() else 7)
-    options = parser.parse_args()
+    options = read_options(parser, plots=True)
     config = shape(options.preset, options.layers)
-    with Progress(transient=True) as progress:
+    with progress_bar() as progress:
         results = measure(
             config,
             dtype=options.dtype,
@@ -255,7 +257,7 @@ def main() -> None:
             for i, size in enumerate(results["sizes"])
         ],
     )
-    path = save("tree-size", __doc__, results)
+    path = save("tree-size", __doc__, results, options.output)
     plot(results, path.with_suffix(".png"))
     largest = {row["method"]: row for row in results["trees"] if row["levels"] == max(LEVELS)}
     conclude(

@@ -8,9 +8,9 @@ Memory does not add up that way: `--whole` compiles whole models.
     python -m benchmarks.static [--presets mamba2-2.7b] [--gpus H100 A100 ...] [--nodes 16 64]
         [--prompts 512] [--whole]
 
-`benchmarks/static/deviceless.py` says what to install. Results go to `results/static.json`; a run
-of some presets or GPUs replaces their rows only. Exit code 1 if a kernel spills registers, or if
-our kernels exceed `--most-launches` or `--most-growth`.
+`benchmarks/static/deviceless.py` says what to install. Results go to `static.json`, in
+`benchmarks/results` with `--commit`; a run of some presets or GPUs replaces their rows only. Exit
+code 1 if a kernel spills registers, or if our kernels exceed `--most-launches` or `--most-growth`.
 
 Matrix products are not autotuned, since there is no device to time them on: counts of kernels and
 memory hold, a device may choose other blocks. XLA may also split the inner axis of small products
@@ -24,12 +24,12 @@ import functools
 import json
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks.static.deviceless import GPUS, PRODUCTS, Compiler  # first: sets XLA's flags
 
 import stree_jax as st  # isort: skip
+from benchmarks.common import read_options as common_options
 from benchmarks.static import gates, report
 from benchmarks.static.layers import by_layer, shortened
 from benchmarks.static.programs import MAX_LENGTH, Program, decode_loop, read_prompt, verify_step
@@ -63,8 +63,8 @@ def read_options() -> argparse.Namespace:
         type=gates.limit,
         default=[],
         metavar="KIND=NUMBER",
-        help="limits for a layer with our kernels, products whole, such as mamba2=5 attention=5;"
-        " prompt-mamba2=11 for the reading of a prompt",
+        help="limits for a layer with our kernels, products whole, such as mamba2=5 attention=5, in"
+        " steps of more than one node; prompt-mamba2=11 for the reading of a prompt",
     )
     parser.add_argument(
         "--most-growth",
@@ -74,8 +74,7 @@ def read_options() -> argparse.Namespace:
         help="limit for the memory of a whole step (arguments, results and temporary memory) with"
         " our kernels, products whole, from the smallest of --nodes to the largest",
     )
-    parser.add_argument("--output", type=Path, help="directory of the results")
-    options = parser.parse_args()
+    options = common_options(parser)
     if options.most_growth < math.inf and not (options.whole and len(options.nodes) > 1):
         parser.error("--most-growth compares whole models: add --whole and two numbers of --nodes")
     return options

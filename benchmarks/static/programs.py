@@ -35,7 +35,7 @@ class Program(NamedTuple):
 
     @classmethod
     def of(cls, compiled: Compiled, cost: Cost, thunks: list[Thunk], steps: int) -> "Program":
-        """With the counts of what was compiled; `cost` is that of one step."""
+        """From a compiled program, the cost of one of its steps, and its thunks."""
         return cls(
             cost,
             by_name(thunks),
@@ -52,8 +52,8 @@ def verify_step(
 ) -> Program:
     """Compiles calls of the target on full binary trees; batch of 1, bfloat16 weights.
 
-    The program is `STEPS` calls, each of which replays a path of the one before, as in the decode
-    loop. The cost is that of one call.
+    The program is `STEPS` calls, each replaying a path of the one before, as in the decode
+    loop. The cost is per call.
     """
     structure, weights = _abstract(config, implementation)
     topology = st.TreeTopology((-1, *((node - 1) // 2 for node in range(1, nodes))))

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.common import RESULTS, merged, print_table, write_json
+from benchmarks.common import merged, print_table, write_json
 
 Rows = list[dict[str, Any]]
 # What identifies a row of the results; steps have nodes, prompts positions.
@@ -85,12 +85,12 @@ def print_loops(rows: Rows) -> None:
     )
 
 
-def write(settings: Mapping[str, Any], tables: Mapping[str, Rows], directory: Path | None) -> Path:
+def write(settings: Mapping[str, Any], tables: Mapping[str, Rows], directory: Path) -> Path:
     """Writes the JSON; rows of earlier runs with the same settings stay unless replaced."""
     settings = {**settings, "jax": jax.__version__}
     tables = dict(tables)
     with contextlib.suppress(FileNotFoundError):
-        earlier = json.loads(((directory or RESULTS) / "static.json").read_text())
+        earlier = json.loads((directory / "static.json").read_text())
         if earlier.items() >= settings.items():
             tables = {name: merged(earlier[name], rows, ROW) for name, rows in tables.items()}
     return write_json("static", {**settings, **tables}, directory)

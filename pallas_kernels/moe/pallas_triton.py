@@ -56,7 +56,7 @@ def expert_mlps(
     interpret: bool = False,
     blocks: BlockSizes | None = None,
 ) -> Float[Array, "tokens M"]:
-    """See `api.expert_mlps`; `blocks` None: those of the default device."""
+    """See `api.expert_mlps`; `blocks` None: the default device's."""
     blocks = blocks or block_sizes(x.dtype)
     sorted_choices = (by_expert(chosen), starts_of(chosen, len(experts_in)))
     product = functools.partial(_product, sorted_choices, blocks=blocks, interpret=interpret)

@@ -124,7 +124,7 @@ def _by_gathering(
 def _by_grouping(
     x: jax.Array, chosen: jax.Array, experts_in: jax.Array, experts_out: jax.Array, **options: Any
 ) -> jax.Array:
-    """Choices are sorted by expert; those of an expert are one block of a grouped product."""
+    """Choices are sorted by expert; each expert's are one block of a grouped product."""
     sizes = jnp.diff(starts_of(chosen, len(experts_in)))
 
     def product_with(experts: jax.Array) -> Product:

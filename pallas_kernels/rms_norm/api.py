@@ -31,12 +31,12 @@ def add_rms_norm(
         output: of a layer; the rows of a deferred norm are scaled first, in float32.
         weight: of the norm.
         epsilon: added to the mean square.
-        multiplier: of the output; the product is rounded to the output's dtype, except that of a
-            deferred norm.
-        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
+        multiplier: of the output; the product is rounded to the output's dtype, unless the
+            norm is deferred.
+        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
-        The sum, in the dtype of `residual`, and its norm in that of `output`; both are evaluated in
+        The sum in the dtype of `residual` and its norm in the dtype of `output`, both evaluated in
         float32. Derivatives are XLA's in all implementations.
 
     Raises:
@@ -76,7 +76,7 @@ def gated_rms_norm(
         epsilon: added to the mean square.
         num_groups: equal parts of a row, each normed alone.
         gate_start: the gate's first column; the kernel reads it in place.
-        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
+        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
         An array in the dtype of `y`. Evaluated in float32 and rounded once, at the end. Derivatives

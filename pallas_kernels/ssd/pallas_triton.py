@@ -43,7 +43,7 @@ def ssd(
     interpret: bool = False,
     blocks: BlockSizes | None = None,
 ) -> tuple[Float[Array, "B T H P"], Float[Array, "B H P S"]]:
-    """See `api.ssd`; `blocks` None: those of the default device."""
+    """See `api.ssd`; `blocks` None: the default device's."""
     blocks = blocks or block_sizes(x.dtype)
     batch, length, num_heads, head_dim = x.shape
     num_groups, state_size = B.shape[2:]

@@ -1,4 +1,4 @@
-"""Keys and values of a cache and of tree nodes, and how those of an accepted path are cached."""
+"""Keys and values of a cache and of tree nodes, and how an accepted path moves to the cache."""
 
 from typing import NamedTuple
 

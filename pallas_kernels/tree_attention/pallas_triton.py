@@ -7,7 +7,7 @@ and values once, as stored. Splits are interleaved: with `splits = 3` the first 
 read. The last split, never the longest, also takes the tree's nodes. With more than one split the
 parts of the softmax are written in float32 and read by the reduction.
 
-Numerics: those of `online_softmax`, rounded once, at the end.
+Numerics: see `online_softmax`; rounded once, at the end.
 
 Refuses heads `E` that are not a multiple of 16 or have more than 256 channels; heads that are not a
 power of two, such as Zamba2's 160 or 224, are processed in parts. Any number of queries and nodes;
@@ -52,7 +52,7 @@ def tree_attention(
     interpret: bool = False,
     blocks: BlockSizes | None = None,
 ) -> Float[Array, "B Q W E"]:
-    """See `api.tree_attention`; `blocks` None: those of the default device."""
+    """See `api.tree_attention`; `blocks` None: the default device's."""
     batch, num_queries, num_heads, head_dim = query.shape
     num_nodes, num_groups = node_keys.shape[1:3]
     capacity = keys.shape[2]

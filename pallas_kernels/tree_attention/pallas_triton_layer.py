@@ -9,7 +9,7 @@ another: loads of the last block of the cache include places beyond the old leng
 program may be writing, but those are masked out. They must be finite, before and after, because
 they are multiplied by zero.
 
-Numerics: those of `online_softmax`. Angles, cosines and sines are float32. Rotated queries and keys
+Numerics: see `online_softmax`. Angles, cosines and sines are float32. Rotated queries and keys
 are rounded to the dtype of the inputs, as they are in the pending record.
 
 Refuses what `tree_attention` refuses, and caches without places. Any number of nodes and of rotated
@@ -58,7 +58,7 @@ def tree_attention_layer(
     interpret: bool = False,
     blocks: BlockSizes | None = None,
 ) -> tuple[Float[Array, "B Q W E"], NodeKV, KVCache]:
-    """See `api.tree_attention_layer`; `blocks` None: those of the default device."""
+    """See `api.tree_attention_layer`; `blocks` None: the default device's."""
     batch, num_queries, num_columns = projected.shape
     num_nodes, capacity = mask.shape[2], cache.keys.shape[2]
     num_heads, num_groups, head_dim = layout.num_heads, layout.num_groups, layout.head_dim
@@ -212,7 +212,7 @@ def _kernel(
 
         lax.fori_loop(0, blocks.rows // BLOCK_MOVED, rotate_queries, None)
 
-    def record(i: jax.Array, _: Any) -> None:
+    def write_queries(i: jax.Array, _: Any) -> None:
         query, _ = tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, num_queries)
         node, multiplier = num_prefix + query, layout.key_multiplier
         key, value = inputs["node key"], inputs["node value"]
@@ -228,7 +228,7 @@ def _kernel(
             online_softmax.store(outputs["node key"], (node,), parts)
         online_softmax.store(outputs["node value"], (node,), online_softmax.load(value, query))
 
-    def record_prefix(i: jax.Array, _: Any) -> None:
+    def write_prefix(i: jax.Array, _: Any) -> None:
         node, _ = tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, num_prefix)
         for name in ("key", "value"):
             prefix = online_softmax.load(inputs[f"prefix {name}"], node)
@@ -236,9 +236,9 @@ def _kernel(
 
     @pl.when(is_last)
     def _() -> None:
-        lax.fori_loop(0, pl.cdiv(num_queries, BLOCK_MOVED), record, None)
+        lax.fori_loop(0, pl.cdiv(num_queries, BLOCK_MOVED), write_queries, None)
         if num_prefix:
-            lax.fori_loop(0, pl.cdiv(num_prefix, BLOCK_MOVED), record_prefix, None)
+            lax.fori_loop(0, pl.cdiv(num_prefix, BLOCK_MOVED), write_prefix, None)
 
     # All threads read below what single threads wrote above.
     tb.barrier(interpret)

@@ -2,7 +2,7 @@
 
 Each node convolves the inputs of its `K` nearest ancestors-or-self; above the root the path
 continues into the conv state. The rows to read depend on the tree alone, so the gather index
-(`conv_window`) is computed once per step and shared by all layers.
+(`conv_gather_index`) is computed once per step and shared by all layers.
 """
 
 import jax
@@ -16,7 +16,7 @@ from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
 ACTIVATIONS = (None, "silu")
 
 
-def conv_window(parents: Int[Array, "B N"], width: int) -> Int[Array, "B N K"]:
+def conv_gather_index(parents: Int[Array, "B N"], width: int) -> Int[Array, "B N K"]:
     """The conv gather index: rows of `concat(conv_state, inputs)` that each node convolves.
 
     Args:
@@ -37,7 +37,7 @@ def conv_window(parents: Int[Array, "B N"], width: int) -> Int[Array, "B N K"]:
     return _walk(parents, nodes, width) + width - 1
 
 
-def replay_window(
+def replay_gather_index(
     parents: Int[Array, "B N"], last: Int[Array, " B"], width: int
 ) -> Int[Array, "B J"]:
     """Rows of `concat(conv_state, inputs)` that are the conv state after the path ending in `last`.
@@ -73,9 +73,9 @@ def tree_conv1d(
         conv_state: the `J = K - 1` inputs before the root, oldest first.
         weight: oldest tap first.
         bias: optional.
-        conv_gather_index: the query rows of `conv_window(parents, K)`.
+        conv_gather_index: the query rows of `conv_gather_index(parents, K)`.
         activation: "silu", applied before rounding, or None.
-        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
+        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
         The convolution at the query nodes, accumulated in float32, in the dtype of `inputs`.
@@ -123,12 +123,12 @@ def tree_conv1d_layer(
         dt_bias: added to the time steps before softplus.
         conv_state: the `J = K - 1` conv inputs before the root: of the previous tree if there is
             one, otherwise of this tree.
-        conv_gather_index: the query rows of `conv_window(parents, K)`.
+        conv_gather_index: the query rows of `conv_gather_index(parents, K)`.
         layout: of the projection.
-        prefix_pending: the record of the first `N - Q` nodes; None if `Q == N`.
-        previous: the previous tree's record, and `replay_window` of its accepted path; the conv
-            state is advanced along that path first. None: the conv state is up to date.
-        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
+        prefix_pending: the pending record of the first `N - Q` nodes; None if `Q == N`.
+        previous: the previous tree's pending record, and `replay_gather_index` of its accepted
+            path; the conv state advances along it first. None: it is up to date.
+        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
         The pending record of all `N` nodes, C of the query nodes, and the conv state before this
@@ -172,7 +172,7 @@ def replay_conv_state(
     Args:
         inputs: the conv inputs of the tree's nodes.
         conv_state: the `J` inputs before the root.
-        replay_gather_index: `replay_window(parents, last, K)`.
+        replay_gather_index: `replay_gather_index(parents, last, K)`.
     """
     with jax.named_scope("replay_conv_state"):
         return xla.replay_conv_state(inputs, conv_state, replay_gather_index)

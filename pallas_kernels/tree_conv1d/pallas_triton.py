@@ -9,8 +9,8 @@ writes all copies. The result is written once.
 
 `tree_conv1d` has one output. A layer has several: a block of channels belongs to x, B or C, one
 more block of columns holds the time steps, and the first block of nodes also writes its channels
-of the conv state before the root. Blocks of prefix nodes copy their part of the record. No program
-reads what another one writes.
+of the conv state before the root. Blocks of prefix nodes copy their part of the pending record. No
+program reads what another one writes.
 
 Numerics: float32 from load to store, activation included, rounded once. The conv state is rounded
 to the type of the inputs first, which is the type it had before it was stored.
@@ -73,7 +73,7 @@ def tree_conv1d(
         {"inputs": inputs, "conv_state": conv_state, "index": conv_gather_index},
         {"weight": weight} | ({} if bias is None else {"bias": bias}),
         {"output": shape},
-        sections=(Section("output", 0, 0, num_channels, 1, 1, 1, 1.0, recorded=False),),
+        sections=(Section("output", 0, 0, num_channels, 1, 1, 1, 1.0, pending=False),),
         time_steps=None,
         activation=activation,
         interpret=interpret,
@@ -174,7 +174,7 @@ def _call(
     interpret: bool,
     blocks: BlockSizes | None,
 ) -> dict[str, jax.Array]:
-    """Runs the kernel; every array is seen whole, those of a row without the batch axis."""
+    """Runs the kernel; programs see whole arrays, arrays of a row without their batch axis."""
     blocks = blocks or block_sizes()
     batch, num_queries, _ = of_row["index"].shape
     num_prefix = of_row["prefix dt"].shape[1] if "prefix dt" in of_row else 0
@@ -255,7 +255,7 @@ def _kernel(
         value = program.convolved(query, activation, interpret)
         program.write(query, num_prefix, value)
         if "conv_input" in outputs:
-            program.record(query, num_prefix)
+            program.write_conv_inputs(query, num_prefix)
         if "conv_state" in outputs:
             pl.when(node_block == 0)(program.replay_conv_state)
 
@@ -362,24 +362,24 @@ class _Program:
 
         def store(section: Section, channel: jax.Array) -> None:
             output = self.outputs[section.output]
-            node = num_prefix + query if section.recorded else query
+            node = num_prefix + query if section.pending else query
             for column in section.copies_of(channel):
                 output[node, pl.ds(column, self.size)] = value.astype(output.dtype)
 
         self._for_section(store)
 
-    def record(self, query: jax.Array, num_prefix: int) -> None:
-        """Records the inputs of the convolution of query nodes."""
+    def write_conv_inputs(self, query: jax.Array, num_prefix: int) -> None:
+        """Writes the inputs of the convolution of query nodes to the pending record."""
         value = self._scaled(self.inputs["inputs"][query, self.columns])
         self.outputs["conv_input"][num_prefix + query, self.channels] = value
 
     def copy_prefix(self, node: jax.Array) -> None:
-        """Copies what was recorded of prefix nodes."""
+        """Copies the prefix nodes' part of the pending record."""
         value = self.inputs["prefix conv_input"][node, self.channels]
         self.outputs["conv_input"][node, self.channels] = value
 
         def copy(section: Section, channel: jax.Array) -> None:
-            for column in section.copies_of(channel) if section.recorded else ():
+            for column in section.copies_of(channel) if section.pending else ():
                 columns = pl.ds(column, self.size)
                 value = self.inputs[f"prefix {section.output}"][node, columns]
                 self.outputs[section.output][node, columns] = value

@@ -47,7 +47,7 @@ def replay_conv_state(inputs, conv_state, parents, last):
 def tree_conv1d_layer(
     projected, conv_weight, conv_bias, dt_bias, conv_state, parents, *, layout, previous
 ):
-    """The record of a whole tree, from the input projection of its nodes.
+    """The pending record of a whole tree, from the input projection of its nodes.
 
     Args:
         projected: `[B, N, X]`, columns as in `layout`.
@@ -59,7 +59,8 @@ def tree_conv1d_layer(
             node, -1 for the empty path.
 
     Returns:
-        the record `(x, dt, B, conv_input)`, C `[B, N, G, S]`, and the conv state before the root.
+        The pending record `(x, dt, B, conv_input)`, C `[B, N, G, S]`, and the conv state before the
+        root.
     """
     heads, size = layout.num_heads, layout.head_dim
     groups, state_size = layout.num_groups, layout.state_size

@@ -20,7 +20,7 @@ class Section:
             convolution and in the output; each is repeated for neighbours to get from one to the
             next.
         multiplier: of the inputs.
-        recorded: the output has rows for the prefix nodes too.
+        pending: the output has rows for the prefix nodes too.
     """
 
     output: str
@@ -31,7 +31,7 @@ class Section:
     conv_heads: int
     output_heads: int
     multiplier: float
-    recorded: bool
+    pending: bool
 
     @property
     def size(self) -> int:
@@ -91,7 +91,7 @@ def sections_of(layout: Mamba2Layout) -> tuple[Section, Section, Section]:
             conv_heads=conv_heads,
             output_heads=output_heads,
             multiplier=layout.multipliers[1 + index],
-            recorded=name != "C",
+            pending=name != "C",
         )
 
     return section(0, "x"), section(1, "B"), section(2, "C")

@@ -160,9 +160,9 @@ def replay_tree_scan(
         prev_x, prev_dt, prev_B: the pending record of the previous tree of `O` nodes.
         prev_path: its accepted path; all False (a first step) leaves the state as it is.
         x, dt, A, B, C, D, ancestor_mask, gate, A_is_log: the new tree of `N` nodes, as in
-            `tree_scan`; outputs are those of the last `Q`.
+            `tree_scan`; there are outputs for the last `Q`.
         state: the state before the root of the previous tree, float32.
-        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the best that works here.
+        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
         The outputs as `tree_scan` returns them, and the state before the root of the new tree,

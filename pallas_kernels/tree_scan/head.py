@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ def along_path(
     node = lax.broadcasted_iota(jnp.int32, (block_nodes, block_nodes), 0)
     other = lax.broadcasted_iota(jnp.int32, (block_nodes, block_nodes), 1)
 
-    def from_block(i, carry):
+    def from_block(i: jax.Array, carry: Any) -> Any:
         written, after_block = carry
         here, exists = tb.rows((num_blocks - 1 - i) * block_nodes, block_nodes, num_nodes)
         dt = jnp.where(path_ref[here] & exists, dt_ref[here], 0.0)
@@ -82,7 +83,7 @@ class Tree:
         block_queries = min(block_queries, tb.padded_size(num_queries))
         block_keys = min(block_keys, tb.padded_size(num_nodes))
 
-        def block_of_queries(i, _):
+        def block_of_queries(i: jax.Array, _: Any) -> None:
             query, _ = tb.rows(i * block_queries, block_queries, num_queries)
             carried = [
                 tb.dot(self.C[query, part], value, trans_b=True)
@@ -107,7 +108,7 @@ class Tree:
         def time_to(rows: jax.Array) -> jax.Array:
             """The sum of dt along the paths to some nodes, one block of ancestors at a time."""
 
-            def of_block(j, total):
+            def of_block(j: jax.Array, total: jax.Array) -> jax.Array:
                 node, exists = tb.rows(j * block_keys, block_keys, num_nodes)
                 path = self.mask[rows[:, None], node[None, :]] & exists[None, :]
                 return total + jnp.sum(jnp.where(path, self.dt[node][None, :], 0.0), axis=1)
@@ -119,7 +120,7 @@ class Tree:
         y = carried * jnp.exp(query_time * self.A)[:, None]
 
         # The nodes above each query, one block of keys at a time.
-        def from_keys(j, y):
+        def from_keys(j: jax.Array, y: jax.Array) -> jax.Array:
             key, key_exists = tb.rows(j * block_keys, block_keys, num_nodes)
             scores = [
                 tb.dot(self.C[query, part], self.B[key, part], trans_b=True) for part in self.parts

@@ -7,6 +7,8 @@ The algorithm of `pallas_triton.py`, except that blocks of queries are an axis o
 refusals; `replay` updates the state in place. Import this only where triton is installed.
 """
 
+from typing import Any
+
 import jax
 import triton
 import triton.language as tl
@@ -30,7 +32,7 @@ _REPLAY_STATE = 32 * 128  # numbers of the state that a program of `replay` owns
 @triton.jit
 def dot(left, right, total):
     """`total + left @ right` in float32 accuracy; see `triton.dot`."""
-    if left.dtype == right.dtype:  # float32 as such; "ieee" means nothing for bf16
+    if left.dtype == right.dtype:  # float32 unsplit; "ieee" means nothing for bf16
         total = tl.dot(left, right, total, input_precision="ieee")
     elif left.dtype == tl.bfloat16:
         high = right.to(tl.bfloat16)
@@ -151,7 +153,17 @@ def tree_scan_kernel(
     tl.store(y_ptr + offsets, y.to(query_x.dtype), mask=query_exists[:, None])
 
 
-def tree_scan(x, dt, A, B, C, D, state, mask, **kwargs):
+def tree_scan(
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array,
+    state: jax.Array,
+    mask: jax.Array,
+    **kwargs: Any,
+) -> jax.Array:
     """See `api.tree_scan`. Further arguments go to `jax_triton.triton_call`."""
     batch, num_nodes, num_heads, head_dim = x.shape
     num_queries, num_groups, state_size = C.shape[1:]
@@ -268,7 +280,15 @@ def replay_kernel(
     )
 
 
-def replay(x, dt, A, B, state, path, **kwargs):
+def replay(
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    state: jax.Array,
+    path: jax.Array,
+    **kwargs: Any,
+) -> jax.Array:
     """See `api.replay`. Further arguments go to `jax_triton.triton_call`."""
     batch, num_nodes, num_heads, head_dim = x.shape
     num_groups, state_size = B.shape[2:]

@@ -19,7 +19,7 @@ def tree_scan(
     state: jax.Array,
     mask: jax.Array,
 ) -> jax.Array:
-    """See `api.tree_scan`; without gate, and with A as such."""
+    """See `api.tree_scan`; without gate, and with A itself, not its logarithm."""
     batch, num_nodes, num_heads, head_dim = x.shape
     num_queries, num_groups = C.shape[1:3]
     first_query = num_nodes - num_queries
@@ -62,7 +62,7 @@ def replay(
     num_groups = B.shape[2]
     x, B = x.astype(jnp.float32), B.astype(jnp.float32)
 
-    # Decay from just after node j to the path's end: the sum over *later* nodes, summed as such.
+    # Decay from just after node j to the path's end: the sum over *later* nodes, summed directly.
     # The difference of two cumulative sums cancels (1e-5 at 128 nodes with large dt; this 3e-8).
     dt = jnp.where(path[..., None], dt, 0.0)
     decay = dt * A

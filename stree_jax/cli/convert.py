@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from stree_jax.checkpoint import flatten, is_native, load_config, stored_dtype
+from stree_jax.checkpoint import is_native, matrix_dtype, open_native
 from stree_jax.config import ModelConfig
 from stree_jax.convert import convert, find, open_checkpoint
 from stree_jax.models.lm import HybridLM
@@ -62,7 +62,7 @@ def run_inspect(console: Console, path: str, *, tensors: bool) -> None:
     if tensors:
         for line in _tensors(directory):
             console.print(line, markup=False, soft_wrap=True)
-    console.print("can be loaded and converted")
+    console.print("names, shapes and files fit: can be loaded and converted")
 
 
 def _table(path: Path) -> Table:
@@ -71,8 +71,10 @@ def _table(path: Path) -> Table:
     table.add_column(overflow="fold")
     ignored: list[str] = []
     if is_native(path):
-        config, dtype = load_config(path), stored_dtype(path)
+        config, stored, crcs = open_native(path)
+        dtype = matrix_dtype(stored.values())
         table.add_row("family", "stree-jax (native)")
+        table.add_row("checksums", "yes" if crcs else "no, it is from an older version")
     else:
         checkpoint = open_checkpoint(path)
         config, dtype, ignored = checkpoint.description.config, checkpoint.dtype, checkpoint.ignored
@@ -88,8 +90,8 @@ def _table(path: Path) -> Table:
 def _tensors(path: Path) -> Iterator[str]:
     """One line per tensor: name, shape, dtype, and the weight that it becomes."""
     if is_native(path):
-        for name, leaf in flatten(HybridLM.abstract(load_config(path))[1]).items():
-            yield f"{name} {leaf.shape}"
+        for name, array in open_native(path)[1].items():
+            yield f"{name} {array.shape} {array.dtype.name}"
         return
     checkpoint = open_checkpoint(path)
     for rule in checkpoint.rules:

@@ -141,7 +141,7 @@ def _one_step(
     prompt: list[int],
     tokenizer: Tokenizer,
 ) -> Text:
-    """A drawing of the first draft tree of which at least two drafts are accepted."""
+    """A drawing of the first draft tree with at least two accepted drafts."""
     request = plan(target, [prompt], max_new_tokens=32, drafter=drafter, topology=tree)
     state = request.decoder.start(target, drafter, request.context, request.keys)
     while True:

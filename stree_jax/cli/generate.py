@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.style import Style
 
 import stree_jax as st
+from stree_jax.checkpoint import first_line
 from stree_jax.cli.cache import enable_cache
 from stree_jax.cli.trees import parse_tree
 from stree_jax.convert import find
@@ -37,6 +38,14 @@ def run_generate(
         ValueError: an argument is invalid.
         FloatingPointError: logits are not finite.
     """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            "--prompt is not UTF-8; convert it, or check the terminal's locale"
+        ) from None
+    if not 0 <= seed < 2**32:  # jax would take it modulo 2**32, or raise OverflowError
+        raise ValueError(f"--seed must be from 0 to {2**32 - 1}, got {seed!s:.80}")
     if draft is not None and ngram:
         raise ValueError("--draft and --ngram both select a drafter; choose one")
     topology = None if tree is None else parse_tree(tree)
@@ -51,9 +60,19 @@ def run_generate(
     elif ngram:
         drafter = st.NgramDrafter()
 
-    tokens = tokenizer.encode(prompt, add_special_tokens=False).ids
-    if not tokens:
+    try:
+        tokens = tokenizer.encode(prompt, add_special_tokens=False).ids
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(
+            f"the tokenizer of {tokenizer_path or checkpoint} cannot encode --prompt:"
+            f" {first_line(error)}"
+        ) from error
+    if not prompt:
         raise ValueError("--prompt is empty; give at least one character")
+    if not tokens:
+        raise ValueError(
+            f"the tokenizer of {tokenizer_path or checkpoint} makes no tokens of --prompt"
+        )
     steps = st.stream(
         model,
         [tokens],

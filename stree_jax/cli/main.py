@@ -3,9 +3,11 @@
 User errors are one line on stderr and exit code 2. Each command imports its own module.
 """
 
+import os
+import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -69,7 +71,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample from the k most probable tokens; 0: all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling: keep probability mass p.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed: the same seed, the same text.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16 weights.")] = "float32",
     tokenizer: Annotated[
         Path | None, typer.Option(help="Directory or tokenizer.json; by default the checkpoint's.")
@@ -120,6 +122,7 @@ def convert(
     from stree_jax.cli.convert import run_convert
 
     console = Console(highlight=False)
+    _interrupt_by_exception()
     run_convert(
         console, source, destination, dtype=_checked(dtype), to=to, quirks=tuple(quirk or ())
     )
@@ -144,6 +147,7 @@ def train(
     """Train a tokenizer and a model on text. Run again, it resumes."""
     from stree_jax.cli.train import run_training
 
+    _interrupt_by_exception()
     run_training(Console(), recipe, output, target=None)
 
 
@@ -156,6 +160,7 @@ def distill(
     """Distill a target model into a draft model. Run again, it resumes."""
     from stree_jax.cli.train import run_training
 
+    _interrupt_by_exception()
     run_training(Console(), recipe, output, target=target)
 
 
@@ -168,10 +173,23 @@ def tree(
 
     topology = parse_tree(spec)
     console = Console(highlight=False)
-    console.print(topology.draw(), markup=False)
+    console.print(topology.draw(), markup=False, soft_wrap=True)  # a wrapped tree cannot be read
     console.print(
         f"{topology.num_nodes} nodes, depth {topology.depth}, width {topology.width}", style="dim"
     )
+
+
+def _interrupt_by_exception() -> None:
+    """For commands that leave nothing half-written: Ctrl-C raises, as everywhere in Python."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _interrupted() -> NoReturn:
+    """Exits without the interpreter's teardown, which crashes amid a compilation."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(130)
 
 
 def _checked(dtype: str | None) -> str | None:
@@ -184,13 +202,14 @@ def main() -> None:
     """Runs the command and prints user errors as one line."""
     try:
         sys.exit(app(standalone_mode=False))
-    except typer.Abort:
-        sys.exit(130)
+    except (typer.Abort, KeyboardInterrupt):
+        _interrupted()
     except (ValueError, FloatingPointError, OSError) as error:
         print(f"stree-jax: error: {' '.join(str(error).split())}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except MemoryError:
+        print("stree-jax: error: out of memory", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
     except Exception as error:
         # Usage errors are ClickExceptions, recognized by their method because new versions of typer
         # vendor click under a private name.

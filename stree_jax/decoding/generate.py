@@ -66,7 +66,7 @@ class NonFiniteLogitsError(FloatingPointError):
 
     Attributes:
         rows: indices of the rows that failed.
-        generation: the output of all rows; that of a failed row ends where it failed.
+        generation: the output of all rows; a failed row ends where it failed.
     """
 
     def __init__(self, message: str, rows: list[int], generation: Generation):
@@ -93,9 +93,10 @@ def generate(
 ) -> Generation:
     """Continues prompts by speculative decoding; the output is the target's for every drafter.
 
-    At temperature 0 in float32 the tokens equal autoregressive decoding; above it they have the
-    target's distribution. A row's output depends on its prompt, the key and its index in the batch,
-    not on the other rows.
+    In float32 the tokens equal autoregressive decoding with the same key, at any temperature, with
+    any drafter and tree. Near ties are the one exception: two tokens that are as close as float32
+    sums in another order may swap. Verifiers that test drafts by their probabilities keep the
+    distribution, not the tokens. A row's output depends on its prompt and its key alone.
 
     Args:
         model: the target.
@@ -109,11 +110,12 @@ def generate(
         temperature: 0 takes the best token.
         top_k, top_p: sample from the `top_k` best tokens (0: all), and among them from the smallest
             set with probability `top_p`. Applied to target and draft.
-        eos_token: a row ends after this token, or after any of these. None: those of the model's
+        eos_token: a row ends after this token, or after any of these. None: the ends in the model's
             config; (): none.
         max_length: most tokens of a row, prompt and output; longer requests are refused. None: the
             context length of the model (`ModelConfig.max_length`), if its config has one.
-        key: random key, required above temperature 0.
+        key: random key, required above temperature 0. A single key is folded with the index of each
+            row; an array of keys `[B]` is the rows' own.
         return_cache: return the target's cache too; its memory is held as long as the result.
 
     Raises:
@@ -162,7 +164,7 @@ def stream(
 ) -> Iterator[list[list[int]]]:
     """As `generate`, but yields tokens as they are accepted.
 
-    Arguments and errors are those of `generate`. Bad arguments raise at the call, not at the first
+    Arguments and errors as in `generate`. Bad arguments raise at the call, not at the first
     iteration; `NonFiniteLogitsError` is raised when all rows have ended.
 
     Yields:

@@ -15,7 +15,7 @@ from jax import lax
 from stree_jax.array_types import Array, Bool, Int
 from stree_jax.decoding.drafters import Drafter, root_only
 from stree_jax.decoding.prefill import prefill
-from stree_jax.decoding.sampling import all_finite
+from stree_jax.decoding.sampling import all_finite, position_noise
 from stree_jax.decoding.types import (
     Context,
     DecodeState,
@@ -146,6 +146,13 @@ class SpeculativeDecoder:
             state.keys, state.step
         )
 
+        # A text's own noise: which drafts there are, and how many steps it took, does not matter.
+        noise = None
+        if not sampling.temperature_is_zero:
+            noise = position_noise(
+                state.keys, state.emitted, self.topology.depth, model.config.vocab_size
+            )
+
         # Draft.
         if drafter is None:
             draft, drafter_state = root_only(state.context), None
@@ -157,6 +164,7 @@ class SpeculativeDecoder:
                     keys[:, 0],
                     sampling,
                     self.topology,
+                    noise=noise,
                 )
 
         # Forward, after replaying the previous path.
@@ -169,7 +177,7 @@ class SpeculativeDecoder:
         # Verify.
         with jax.named_scope("verify"):
             verdict = self.verifier.verify(
-                keys[:, 1], draft, logits, sampling, None, topology=self.topology
+                keys[:, 1], draft, logits, sampling, noise, topology=self.topology
             )
 
         # Emit, up to the end of sequence or the limit.

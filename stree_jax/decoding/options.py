@@ -14,12 +14,14 @@ from stree_jax.decoding.drafters import Drafter, ModelDrafter
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.types import Context, Limits, Sampling
 from stree_jax.decoding.verifiers import VERIFIERS, Verifier
+from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
 # Buffer sizes are rounded up to a few values, so that nearby requests share compiled programs.
 _SMALLEST_BUFFER = 64
 _FEWEST_EOS_TOKENS = 4
+MAX_TOKENS = 2**24  # of a row, prompt and output: far beyond any model's context
 
 
 class Plan(NamedTuple):
@@ -48,7 +50,7 @@ def plan(
     max_length: int | None = None,
     key: jax.Array | None = None,
 ) -> Plan:
-    """Checks a request; arguments and errors are those of `generate`. Compiles nothing."""
+    """Checks a request; arguments and errors as in `generate`. Compiles nothing."""
     if not isinstance(model, HybridLM):
         raise ValueError(
             f"model must be a HybridLM, got {type(model).__name__}; load one with from_pretrained"
@@ -59,20 +61,24 @@ def plan(
     _check_int("top_k", top_k, 0)
     largest = float(np.finfo(np.float32).max)
     if not (isinstance(temperature, numbers.Real) and 0 <= temperature <= largest):
-        raise ValueError(f"temperature must be a number from 0 on, got {temperature!r}")
+        raise ValueError(f"temperature must be a number from 0 on, got {shown(temperature)}")
     if 0 < temperature < np.finfo(np.float32).tiny:
-        raise ValueError(f"temperature = {temperature!r} is 0 in float32; use 0")
+        raise ValueError(f"temperature = {shown(temperature)} is 0 in float32; use 0")
     if not (isinstance(top_p, numbers.Real) and 0 < top_p <= 1):
-        raise ValueError(f"top_p must be in (0, 1], got {top_p!r}")
+        raise ValueError(f"top_p must be in (0, 1], got {shown(top_p)}")
     if eos_token is None:
         eos_token = () if model.config.eos_token is None else model.config.eos_token
-    eos_tokens = np.ravel(eos_token).tolist()
-    for token in eos_tokens:
-        _check_int("eos_token", token, 0, vocab_size - 1)
+    eos_tokens = _listed_eos_tokens(eos_token, vocab_size)
     _check_length(context, max_new_tokens, max_length, model.config.max_length)
     temperature_is_zero = temperature == 0
     if key is None and not temperature_is_zero:
         raise ValueError("temperature > 0 needs a random key: pass key=jax.random.key(0)")
+    keys = _row_keys(jax.random.key(0) if key is None else key, len(prompts))
+    if not temperature_is_zero and "rbg" in str(jax.random.key_impl(keys)):
+        raise ValueError(
+            "keys of implementation 'rbg' draw other numbers in another batch; use"
+            " jax.random.key(0, impl='threefry2x32')"
+        )
     _check_drafter(drafter)
     topology = _checked_topology(topology, drafter, vocab_size)
     if isinstance(drafter, ModelDrafter) and drafter.model.config.vocab_size != vocab_size:
@@ -98,7 +104,7 @@ def plan(
         decoder,
         drafter if topology.num_nodes > 1 else None,  # a root alone is autoregressive decoding
         context,
-        _row_keys(jax.random.key(0) if key is None else key, batch),
+        keys,
         Limits(per_row(max_new_tokens, np.int32), _padded_eos_tokens(eos_tokens, batch)),
         Sampling(
             per_row(temperature, np.float32),
@@ -121,6 +127,16 @@ def buffer_size(needed: int, smallest: int = _SMALLEST_BUFFER) -> int:
     return size
 
 
+def _listed_eos_tokens(eos_token: int | Sequence[int], vocab_size: int) -> list[int]:
+    try:
+        tokens = np.ravel(eos_token).tolist()
+    except ValueError:  # lists of different lengths inside
+        tokens = [eos_token]
+    for token in tokens:
+        _check_int("eos_token", token, 0, vocab_size - 1)
+    return tokens
+
+
 def _padded_eos_tokens(tokens: list[int], batch: int) -> Array:
     """The tokens that end a row `[B, Y]`, padded with -1, which is no token."""
     row = np.full(buffer_size(len(tokens), _FEWEST_EOS_TOKENS), -1, np.int32)
@@ -134,18 +150,22 @@ def _check_drafter(drafter: Drafter | None) -> None:
     if isinstance(drafter, type) or not isinstance(drafter, Drafter):
         raise ValueError(
             "drafter must be a ModelDrafter(...), an NgramDrafter(...) or another object with the"
-            f" methods of stree_jax.Drafter, got {drafter!r:.80}"
+            f" methods of stree_jax.Drafter, got {shown(drafter)}"
         )
     for leaf in jax.tree.leaves(drafter):
         if not isinstance(leaf, jax.Array | np.ndarray | numbers.Number):
             raise ValueError(
-                f"drafter must be a pytree of arrays, and has a leaf {leaf!r:.80}; derive its class"
-                " from flax.nnx.Module, or register it with jax.tree_util"
+                f"drafter must be a pytree of arrays, and has a leaf {shown(leaf)}; derive its"
+                " class from flax.nnx.Module, or register it with jax.tree_util"
             )
 
 
 def _checked_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> Context:
     """Right-padded prompts in a buffer of rounded size."""
+    if not isinstance(prompts, Sequence | np.ndarray | jax.Array):
+        raise ValueError(
+            f"prompts must be a list with a list of token ids for each row, got {shown(prompts)}"
+        )
     if len(prompts) == 0:
         raise ValueError("prompts is empty; pass a list with at least one list of token ids")
     rows = []
@@ -181,7 +201,7 @@ def _checked_topology(
     if topology is None:
         topology = TreeTopology.chain(0) if drafter is None else drafter.default_topology()
     if not isinstance(topology, TreeTopology):
-        raise ValueError(f"topology must be a TreeTopology, got {topology!r}")
+        raise ValueError(f"topology must be a TreeTopology, got {shown(topology)}")
     if drafter is None and topology.num_nodes > 1:
         raise ValueError(
             f"a tree of {topology.num_nodes} nodes needs a drafter: pass drafter=ModelDrafter(...)"
@@ -211,12 +231,12 @@ def _checked_verifier(
             verifier = defaults.get(child_sampling, "target_only")
     if isinstance(verifier, str):
         if verifier not in VERIFIERS:
-            raise ValueError(f"unknown verifier {verifier!r}; known: {sorted(VERIFIERS)}")
+            raise ValueError(f"unknown verifier {shown(verifier)}; known: {sorted(VERIFIERS)}")
         verifier = VERIFIERS[verifier]
     if isinstance(verifier, type) or not isinstance(verifier, Verifier):
         raise ValueError(
             f"verifier must be one of {sorted(VERIFIERS)}, or an object with the name and the"
-            f" methods of stree_jax.Verifier, got {verifier!r:.80}"
+            f" methods of stree_jax.Verifier, got {shown(verifier)}"
         )
     try:
         hash(verifier)
@@ -239,11 +259,13 @@ def _check_length(
     lengths = np.asarray(context.length)
     row = int(lengths.argmax())
     wanted = int(lengths[row]) + max_new_tokens
-    if limit is not None and wanted > limit:
-        way_out = "" if max_length is not None else "; max_length = ... goes beyond it"
+    way_out = "" if max_length is not None else "; max_length = ... goes beyond it"
+    if limit is None or limit > MAX_TOKENS:
+        limit, way_out = MAX_TOKENS, ""
+    if wanted > limit:
         raise ValueError(
-            f"prompts[{row}] has {lengths[row]} tokens and max_new_tokens = {max_new_tokens}: in"
-            f" all {wanted}, and the limit is {limit}" + way_out
+            f"prompts[{row}] has {lengths[row]} tokens and max_new_tokens ="
+            f" {shown(max_new_tokens)}: in all {shown(wanted)}, and the limit is {limit}{way_out}"
         )
 
 
@@ -251,18 +273,27 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
     is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_int or value < low or (high is not None and value > high):  # type: ignore[operator]
         span = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise ValueError(f"{name} must be an integer, {span}; got {value!r}")
+        raise ValueError(f"{name} must be an integer, {span}; got {shown(value)}")
 
 
 def _row_keys(key: Array, batch: int) -> Array:
-    """One random stream per row, so that a row's samples do not depend on the other rows."""
+    """A key per row: `key` with the row's index folded in, or the keys that were given.
+
+    Raises:
+        ValueError: no key, or a wrong number of keys.
+    """
     if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         try:
             key = jax.random.wrap_key_data(jnp.asarray(key))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ValueError(
-                f"key must be a random key such as jax.random.key(0), got {key!r:.80}"
+                f"key must be a random key such as jax.random.key(0), got {shown(key)}"
             ) from None
+    if key.shape == (batch,):
+        return key
     if key.ndim:
-        raise ValueError(f"key must be a single random key, got an array of shape {key.shape}")
+        raise ValueError(
+            f"key must be a single random key or one for each of {batch} rows, got an array of"
+            f" shape {key.shape}"
+        )
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(batch))

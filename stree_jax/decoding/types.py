@@ -65,7 +65,7 @@ class Sampling:
         top_k: 0 keeps all tokens.
         top_p: 1 keeps all tokens.
         temperature_is_zero: for all rows; the target's best token is the only one possible.
-        use_top_k_or_top_p: False skips the sort that both filters need.
+        use_top_k_or_top_p: False skips both filters.
     """
 
     temperature: Float32[Array, " B"]
@@ -104,5 +104,5 @@ class DecodeState(NamedTuple):
     path: Path  # accepted in the previous tree, replayed by the next step (STree, algorithm 1)
     drafter: Any  # the drafter's state
     keys: Key[Array, " B"]  # one random stream per row
-    step: Int[Array, " B"]  # steps so far; folded into the keys
+    step: Int[Array, " B"]  # steps so far; folded into the keys of sampled drafts and of tests
     statistics: Statistics

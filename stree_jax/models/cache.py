@@ -2,7 +2,7 @@
 
 A cache has read every token but the last emitted one, which is the root of the next tree. A forward
 pass over a tree does not write the tree to the cache. It returns a *pending* record, and replaying
-one path of that record advances the cache (activation replay, STree: Wu et al., 2025,
+one path of it advances the cache (activation replay, STree: Wu et al., 2025,
 arXiv:2505.14969, section 3).
 """
 
@@ -81,9 +81,9 @@ class Path(NamedTuple):
 class Replay(NamedTuple):
     """What a layer needs to advance its cache before it runs a tree."""
 
-    pending: Any  # the layer's record of the previous tree
+    pending: Any  # the layer's pending record of the previous tree
     path: Path  # of that tree
-    conv_gather_index: ConvGatherIndex  # `replay_window(path.parents, path.last, K)`
+    conv_gather_index: ConvGatherIndex  # `replay_gather_index(path.parents, path.last, K)`
 
 
 def path_to(tree: Tree, last: Int[Array, " B"]) -> Path:

@@ -1,14 +1,17 @@
 """`HybridLM`: embedding, a stack of pre-norm blocks, output head; over sequences and over trees."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from pallas_kernels import conv_window, dispatch, replay_window
+from pallas_kernels import conv_gather_index, dispatch, replay_gather_index
 from pallas_kernels.numerics import contract, rms_norm, scaled
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths, Tokens
 from stree_jax.config import ModelConfig
+from stree_jax.messages import shown
 from stree_jax.models.block import Block, Mixer
 from stree_jax.models.cache import (
     Cache,
@@ -26,6 +29,25 @@ from stree_jax.tree import Tree
 
 # An op may know further names, which a model cannot pass on to the others.
 IMPLEMENTATIONS = (None, *dispatch.IMPLEMENTATIONS)
+
+
+def check_options(dtype: DTypeLike, implementation: str | None) -> None:
+    """Refuses what `HybridLM` does not know.
+
+    Raises:
+        ValueError: another dtype than float32 and bfloat16, or another implementation.
+    """
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = shown(dtype)
+    if name not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype must be float32 or bfloat16, got {name}")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation of a model must be one of {IMPLEMENTATIONS}, got"
+            f" {shown(implementation)}; names that only some ops know are for these ops alone"
+        )
 
 
 class HybridLM(nnx.Module):
@@ -56,16 +78,10 @@ class HybridLM(nnx.Module):
     ):
         if not set(config.layers) - {"mlp", "moe"}:
             raise ValueError(
-                f"layers = {config.layers} have no memory of other tokens;"
+                f"layers = {sorted(set(config.layers))} have no memory of other tokens;"
                 " a model needs a Mamba-2, attention, parallel or shared layer"
             )
-        if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
-            raise ValueError(f"dtype must be float32 or bfloat16, got {jnp.dtype(dtype).name}")
-        if implementation not in IMPLEMENTATIONS:
-            raise ValueError(
-                f"implementation of a model must be one of {IMPLEMENTATIONS}, got"
-                f" {implementation!r}; names that only some ops know are for these ops alone"
-            )
+        check_options(dtype, implementation)
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self._implementation = implementation
@@ -97,11 +113,18 @@ class HybridLM(nnx.Module):
     ) -> tuple[nnx.GraphDef, dict]:
         """A model without weights: its structure, and the shape and dtype of each weight by name.
 
-        `nnx.merge(structure, weights)` makes it a model.
+        `nnx.merge(structure, weights)` makes it a model. One layer of each kind is traced and then
+        copied: tracing all of them takes a time quadratic in their number.
         """
+        # "mamba2" last and "shared" before it, where a shared layer must be.
+        kinds = sorted(set(config.layers), key=lambda kind: (kind == "mamba2", kind == "shared"))
+        short = dataclasses.replace(config, layers=tuple(kinds))
         model = nnx.eval_shape(
-            lambda: cls(config, dtype=dtype, rngs=nnx.Rngs(0), implementation=implementation)
+            lambda: cls(short, dtype=dtype, rngs=nnx.Rngs(0), implementation=implementation)
         )
+        layer = dict(zip(kinds, model.blocks, strict=True))
+        model.config = config
+        model.blocks = nnx.List(nnx.clone(layer[kind]) for kind in config.layers)
         structure, weights = nnx.split(model)
         return structure, nnx.to_pure_dict(weights)
 
@@ -194,7 +217,7 @@ class HybridLM(nnx.Module):
                 index = self._replay_gather_index(path)
                 replays = [Replay(pending, path, index) for pending in previous]
             gather_index = {
-                width: conv_window(tree.parents, width)[:, -tokens.shape[1] :]
+                width: conv_gather_index(tree.parents, width)[:, -tokens.shape[1] :]
                 for width in conv_widths(self.config)
             }
             prefixes = (None,) * num_layers if prefix_pending is None else prefix_pending
@@ -231,7 +254,7 @@ class HybridLM(nnx.Module):
 
     def _replay_gather_index(self, path: Path) -> ConvGatherIndex:
         return {
-            width: replay_window(path.parents, path.last, width)
+            width: replay_gather_index(path.parents, path.last, width)
             for width in conv_widths(self.config)
         }
 

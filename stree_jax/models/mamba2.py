@@ -10,10 +10,11 @@ The model is Mamba-2's (Dao and Gu 2024, arXiv:2405.21060). The same algebra run
 that a clamp or a multiplier cannot differ between prefill and decode.
 
 Over a tree there are two kernels between the projections: `tree_conv1d_layer` (convolution, time
-steps, record) and `replay_tree_scan` with the gate. A norm behind the gate is deferred where it can
-be: the scan applies its weight and writes the parts of the mean square, and whoever adds the output
-to the residual stream scales the rows. Norms of several groups (Nemotron-H, MambaInLlama), norms
-before the gate and norms next to other terms of the output projection are a launch of their own.
+steps, pending record) and `replay_tree_scan` with the gate. A norm behind the gate is deferred if
+possible: the scan applies its weight and writes the parts of the mean square, and whoever adds the
+output to the residual stream scales the rows. A norm of each head (MambaInLlama) is done in the
+scan. Norms of groups of heads (Nemotron-H), norms before the gate and norms next to other terms of
+the output projection are a launch of their own.
 """
 
 import dataclasses
@@ -164,11 +165,11 @@ class Mamba2Mixer(nnx.Module):
         Args:
             u: inputs of the query nodes.
             tree: all N nodes so far.
-            conv_gather_index: by conv width K, the query rows of `conv_window(tree.parents, K)`.
+            conv_gather_index: by conv width K, `conv_gather_index(parents, K)` at the queries.
             cache: what came before the root.
             prefix_pending: the pending record of the first `N - Q` nodes; None if `Q == N`.
-            replay: the previous tree's record and accepted path, which advance `cache` first. None:
-                `cache` is up to date.
+            replay: the previous tree's pending record and accepted path, which advance `cache`
+                first; None: `cache` is up to date.
 
         Returns:
             Outputs of the query nodes, a `DeferredRMSNorm` if the norm commutes with the output
@@ -221,7 +222,7 @@ class Mamba2Mixer(nnx.Module):
     ) -> Mamba2Cache:
         """The cache after the path.
 
-        `conv_gather_index[K]` is `replay_window(path.parents, path.last, K)`.
+        `conv_gather_index[K]` is `replay_gather_index(path.parents, path.last, K)`.
         """
         ssm = replay(
             pending.x,

@@ -1,15 +1,18 @@
-"""The benchmarks' parts on tiny shapes, so that a lent GPU does not find a typo."""
+"""What the benchmarks share, and the benchmark of experts, on tiny shapes."""
 
+import argparse
 import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import stree_jax as st
-from benchmarks import common, experts
+from benchmarks import common, decode, experts
+from benchmarks.decode import methods
 from benchmarks.prompts import load_prompts
 from benchmarks.shapes import MIXERS, ExpertShape, MixerShape
 
@@ -22,7 +25,7 @@ def test_mixer_shapes_are_the_presets():
 
 
 @pytest.mark.parametrize("count", [1, 16])
-def test_prompts(count, monkeypatch, tmp_path):
+def test_prompts(count, monkeypatch, tmp_path, capsys):
     source, prompts = load_prompts(count)
     assert len(prompts) == count
     assert all(prompts)
@@ -30,6 +33,7 @@ def test_prompts(count, monkeypatch, tmp_path):
         assert len(set(prompts)) == count
     monkeypatch.setattr("benchmarks.prompts.SHARED", tmp_path / "nowhere")
     assert load_prompts(count)[0] == "built-in"
+    assert "4 built-in ones in turn, because" in capsys.readouterr().out
 
 
 def test_timing_is_interleaved():
@@ -50,6 +54,71 @@ def test_results_are_written_whole(monkeypatch, tmp_path):
     with pytest.raises(TypeError):
         common.write_json("y", {"a": object()})
     assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
+
+
+def options_of(*arguments, **needs):
+    return common.read_options(argparse.ArgumentParser(prog="b"), list(arguments), **needs)
+
+
+def test_the_committed_results_are_overwritten_on_request_only(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert options_of().output == common.OUTPUT
+    assert options_of("--output", "a/b").output == Path("a/b")
+    assert {str(path) for path in tmp_path.rglob("*")} == {
+        str(tmp_path / name) for name in ("benchmark-results", "a", "a/b")
+    }
+    assert options_of("--commit").output == common.RESULTS
+
+
+def test_what_the_end_needs_is_checked_before_anything_is_measured(monkeypatch, tmp_path, capsys):
+    """A run of eight minutes died for want of matplotlib."""
+    (tmp_path / "file").touch()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for arguments, needs, message in (
+        (["--output", str(tmp_path)], {"plots": True}, "b: error: the plot needs matplotlib"),
+        (["--output", str(tmp_path / "file")], {}, "b: error: cannot write results to"),
+        (["--output", str(tmp_path), "--commit"], {}, "--commit: not allowed with argument"),
+    ):
+        with pytest.raises(SystemExit) as exit:
+            options_of(*arguments, **needs)
+        assert exit.value.code == 2
+        assert message in capsys.readouterr().err
+    assert options_of("--output", str(tmp_path)).output == tmp_path
+
+
+def test_decode_measures_nothing_without_matplotlib(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(sys, "argv", ["decode"])
+    monkeypatch.setattr(decode.st, "from_pretrained", None)
+    with pytest.raises(SystemExit):
+        decode.main()
+    assert "the plot needs matplotlib" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_benchmark_that_writes_results_has_the_options():
+    """`read_options` of `common` is the one place that chooses the directory."""
+    for file in Path(common.__file__).parent.rglob("*.py"):
+        text = file.read_text()
+        if file.name != "common.py" and ("write_json(" in text or " save(" in text):
+            assert "read_options" in text or file.name in ("report.py", "sections.py"), file
+        assert "RESULTS" not in text or file.name == "common.py", file
+
+
+@pytest.mark.slow
+def test_decode(monkeypatch, tmp_path, capsys):
+    """From a command to its results, at its smallest and without shared data."""
+    monkeypatch.setattr("benchmarks.prompts.SHARED", tmp_path / "nowhere")
+    monkeypatch.setattr(decode, "methods", lambda draft: methods(draft)[:2] + methods(draft)[7:8])
+    monkeypatch.setattr(st.ModelConfig, "preset", lambda name: st.ModelConfig.tiny())
+    arguments = ["decode", "--prompts", "1", "--tokens", "8", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--output", str(tmp_path)])
+    decode.main()
+    assert "built-in ones" in capsys.readouterr().out
+    (path,) = tmp_path.glob("decode-*.json")
+    assert path.with_suffix(".png").exists()
+    assert json.loads(path.read_text())["prompts"] == "built-in"
 
 
 def test_a_machine_without_git(monkeypatch):
@@ -85,7 +154,7 @@ def test_a_gpu_session_needs_a_plain_checkout_only(name):
 def test_experts(monkeypatch, tmp_path):
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     monkeypatch.setitem(experts.EXPERTS, "tiny", ExpertShape(32, 16, 4, 2, True))
-    experts.main(["--shape", "tiny", "--tokens", "1", "5", "--rounds", "2"])
+    experts.main(["--shape", "tiny", "--tokens", "1", "5", "--rounds", "2", "--commit"])
     (path,) = tmp_path.glob("experts-*.json")
     assert path.with_suffix(".png").exists()
     for row in json.loads(path.read_text())["rows"]:

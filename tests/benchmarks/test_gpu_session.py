@@ -1,4 +1,4 @@
-"""The GPU session's parts on tiny shapes, so that a lent GPU does not find a typo."""
+"""The parts of the GPU session on tiny shapes: time on a GPU is too scarce to find typos."""
 
 import dataclasses
 import functools

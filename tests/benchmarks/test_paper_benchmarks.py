@@ -1,4 +1,4 @@
-"""The paper's benchmarks at their smallest size: they run, and what they compare is the same."""
+"""The benchmarks of the paper at their smallest size: they run, and the outputs agree."""
 
 import json
 

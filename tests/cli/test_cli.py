@@ -2,8 +2,10 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -28,7 +30,11 @@ def _cache_of_the_tests(tmp_path_factory):
 
 def run(*arguments, **options):
     return subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=300, **options
+        [*COMMAND, *(a if isinstance(a, bytes) else str(a) for a in arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        **options,
     )
 
 
@@ -87,16 +93,51 @@ def test_help_and_tree():
         (["generate", "{target}", "-p", "x", "--temperature", "-1"], "temperature must be"),
         (["generate", "{target}", "-p", "x", "--tree", "chain:2"], "needs a drafter"),
         (["generate", "{target}", "-p", "x", "--max-new-tokens", "0"], "max_new_tokens must be"),
+        (
+            ["generate", "{target}", "-p", "x", "--max-new-tokens", f"{10**12}"],
+            "the limit is 16777216",
+        ),
+        (
+            ["generate", "{target}", "-p", "x", "--seed", f"{2**64}"],
+            "--seed must be from 0 to",
+        ),
+        (["generate", "{target}", "-p", b"caf\xe9"], "--prompt is not UTF-8"),
+        (["tree", "chain:4000"], "a tree of 4001 nodes and depth 4000 is too deep to draw"),
     ],
 )
 def test_errors_are_one_line(arguments, message, tmp_path):
     paths = {"target": st.demo_path("target"), "draft": st.demo_path("draft")}
-    result = run(*(argument.format(**paths) for argument in arguments), cwd=tmp_path)
+    arguments = [a if isinstance(a, bytes) else a.format(**paths) for a in arguments]
+    result = run(*arguments, cwd=tmp_path)
     assert result.returncode == 2
     assert result.stderr.startswith("stree-jax: error: ")
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_that_cannot_encode_is_one_line(tmp_path):
+    """It loads, but has no token for an unknown word."""
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    result = run("generate", st.demo_path("target"), "-p", "b", "--tokenizer", tmp_path)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"stree-jax: error: the tokenizer of {tmp_path} cannot encode --prompt:")
+
+
+@pytest.mark.parametrize("library", ["numpy", "jaxlib"])
+def test_ctrl_c_during_imports_is_quiet(library):
+    command = [*COMMAND, "tree", "chain:2"]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with subprocess.Popen(command, **pipes) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        while library not in maps.read_text() and process.poll() is None:
+            time.sleep(0.001)
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert output == (b"", b"")
 
 
 def test_generate_streams_the_text_of_generate():

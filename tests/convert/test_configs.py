@@ -18,6 +18,13 @@ HF = {"model_type": "mamba2", "hidden_size": 16, "num_heads": 4, "head_dim": 8}
 ATTENTION = {"causal": True, "num_heads": 2}
 
 
+def _nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -100,6 +107,18 @@ ATTENTION = {"causal": True, "num_heads": 2}
         (HF | {"layer_norm_epsilon": 0}, "layer_norm_epsilon must be a number above 0"),
         (HF | {"use_bias": 1}, "use_bias must be true or false, got 1"),
         ([1], "it is not a JSON object"),
+        ({"model_type": "nemotron_h", "layer_types": [[]]}, r"config\.json: .*unknown kinds"),
+        ({"model_type": "granitemoehybrid", "layer_types": [{}]}, "unknown kinds"),
+        (
+            {"model_type": "zamba2", "hidden_size": 32, "num_attention_heads": 65}
+            | {"num_hidden_layers": 1, "layers_block_type": ["hybrid"], "n_mamba_heads": 8},
+            r"config\.json: num_attention_heads = 65 does not divide 2 \* hidden_size = 64",
+        ),
+        (CONFIG | {"attn_layer_idx": [0] * 100_000}, "attn_layer_idx must be a list of layers"),
+        (HF | {"expand": True}, "expand must be a number, got True"),
+        (HF | {"novel": _nested(600)}, r"config\.json is damaged: it is nested more than 32 deep"),
+        (HF | {"use_bias": "x" * 10_000}, "use_bias must be true or false, got 'xxx"),
+        ({"model_type": ["x" * 10_000]}, "of no known family"),
     ],
 )
 def test_configs_that_are_refused(checkpoint, config, message):

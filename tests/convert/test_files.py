@@ -2,7 +2,10 @@
 
 import contextlib
 import json
+import os
 import struct
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -44,7 +47,13 @@ def test_all_problems_are_reported_at_once(checkpoint):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("A_log", np.nan), ("A_log", 1000.0), ("D", np.inf), ("norm.weight", np.nan)],
+    [
+        ("A_log", np.nan),
+        ("A_log", 1000.0),
+        ("A_log", -np.inf),
+        ("D", np.inf),
+        ("norm.weight", np.nan),
+    ],
 )
 def test_weights_that_are_not_finite(checkpoint, tmp_path, name, value):
     weight = WEIGHTS[f"{MIXER}.{name}"].copy()
@@ -54,6 +63,65 @@ def test_weights_that_are_not_finite(checkpoint, tmp_path, name, value):
         with pytest.raises(ValueError, match=f"{name} holds NaN, infinity or a number too large"):
             use(path)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", ["native", "hf"])
+def test_a_full_disk(checkpoint, tmp_path, to):
+    """Here: a limit on the size of files. The first line on stderr says so, and nothing is left.
+
+    (Orbax's other threads, which write native checkpoints, may print after it.)
+    """
+    code = """
+import resource, signal, sys
+import stree_jax.cli.main
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+stree_jax.cli.main.main()
+"""
+    arguments = ["convert", str(checkpoint), str(tmp_path / "out"), "--to", to]
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"STREE_JAX_CACHE": "off"},
+    )
+    assert result.returncode == 2, result.stderr
+    assert to == "native" or result.stderr.count("\n") == 1
+    assert result.stderr.startswith("stree-jax: error: ")
+    assert not [entry for entry in tmp_path.iterdir() if "out" in entry.name]
+
+
+@pytest.mark.parametrize("to", ["native", "hf"])
+def test_side_files_come_from_inside(checkpoint, tmp_path, to):
+    """No links to files elsewhere, no pipes, no directories."""
+    (tmp_path / "secret").write_text("secret")
+    (checkpoint / "tokenizer.json").symlink_to(tmp_path / "secret")
+    (checkpoint / "sub").mkdir()
+    (checkpoint / "merges.txt").symlink_to(checkpoint / "sub" / ".." / ".." / "secret")
+    (checkpoint / "inside").write_text("inside")
+    (checkpoint / "vocab.json").symlink_to("inside")
+    os.mkfifo(checkpoint / "tokenizer.model")
+    (checkpoint / "added_tokens.json").mkdir()
+    (checkpoint / "special_tokens_map.json").write_text("{}")
+    convert(checkpoint, tmp_path / "out", to=to)
+    assert (tmp_path / "out" / "vocab.json").read_text() == "inside"
+    assert (tmp_path / "out" / "special_tokens_map.json").exists()
+    for name in ("tokenizer.json", "merges.txt", "tokenizer.model", "added_tokens.json"):
+        assert not os.path.lexists(tmp_path / "out" / name)
+
+
+def test_side_files_in_the_cache_of_the_hub(checkpoint, tmp_path):
+    """There each file is a link to a blob."""
+    snapshot = tmp_path / "models--some--model" / "snapshots" / "abc"
+    blobs = snapshot.parents[1] / "blobs"
+    snapshot.parent.mkdir(parents=True)
+    blobs.mkdir()
+    checkpoint.rename(snapshot)
+    (blobs / "123").write_text("{}")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/123")
+    convert(snapshot, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 
 
 def test_a_tied_head_that_is_not_the_embedding(tmp_path):
@@ -140,6 +208,21 @@ def test_truncated_and_scrambled_safetensors(checkpoint):
         file.write_bytes(changed)
         with contextlib.suppress(ValueError):
             open_checkpoint(checkpoint)
+
+
+def test_no_tensors_at_all(checkpoint):
+    (checkpoint / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    refused(checkpoint, r"model\.safetensors has no tensors")
+
+
+def test_configs_that_claim_more_than_the_tensors_hold(checkpoint):
+    (checkpoint / "config.json").write_text(json.dumps(CONFIG | {"n_layer": 4096}))
+    refused(checkpoint, r"config\.json says 4096 layers, but model\.safetensors has 21 tensors")
+    nemotron = {"model_type": "nemotron_h", "hybrid_override_pattern": "ME" * 2048}
+    for count in (4096, 16_000_000):
+        changes = {"n_routed_experts": count}
+        (checkpoint / "config.json").write_text(json.dumps(nemotron | changes))
+        refused(checkpoint, f"n_routed_experts = {count} in 2048 layers, but there are only 21")
 
 
 def test_float8_is_refused_by_name(checkpoint):

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import pickle
+import struct
 import zipfile
 
 import numpy as np
@@ -134,6 +135,13 @@ def test_pickles_that_ask_for_anything_else(tmp_path, module, name):
         ({"w": tensor(shape=(2.0, 3))}, "make no sense"),
         ({"w": tensor(shape=(1,) * 9, strides=(1,) * 9)}, "make no sense"),
         ({"w": tensor(strides=(1,))}, "make no sense"),
+        ({"w": tensor(strides=(True, True))}, "make no sense"),
+        ({"w": tensor(shape=(True, 3))}, "make no sense"),
+        ({"w": tensor(offset=False)}, "make no sense"),
+        ({"w": tensor(strides=(0, 0))}, "shows elements of its storage twice"),
+        ({"w": tensor(strides=(0, 1))}, "shows elements of its storage twice"),
+        ({"w": tensor(strides=(1, 1))}, "shows elements of its storage twice"),
+        ({"w": tensor(size=True)}, "an unknown kind of storage"),
         ({"w": Call(REBUILD, 1, 0, (2,), (1,))}, "a tensor without a storage"),
         ({"w": Call(FLOATS, 6)}, "a call that builds no tensor"),
         ({"w": Storage("module", "x")}, "an unknown kind of storage"),
@@ -168,6 +176,66 @@ def test_small_pickles_that_would_fill_the_memory(tmp_path, state):
     """Refused at once; other readers crash on these or never return."""
     with pytest.raises(ValueError, match=r"x\.bin"):
         open_torch_file(torch_file(tmp_path / "x.bin", state))
+
+
+def record_of(path, name):
+    """Where a record's local header starts, and its data."""
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo(f"archive/{name}")
+    header = path.read_bytes()[info.header_offset :][:30]
+    sizes = struct.unpack("<HH", header[26:30])
+    return info.header_offset, info.header_offset + 30 + sum(sizes)
+
+
+@pytest.mark.parametrize("field", [6, 8, 26, 28, 31])
+def test_local_headers_that_disagree_with_the_directory(tmp_path, field):
+    """Flags, method, length of the name, length of the extra field, name. A changed length of the
+    extra field would shift all weights of the record."""
+    path = torch_file(tmp_path / "x.bin", {"w": tensor()}, extra=[("data/1", bytes(16))])
+    data = bytearray(path.read_bytes())
+    data[record_of(path, "data/0")[0] + field] += 4
+    path.write_bytes(data)
+    with pytest.raises(
+        ValueError, match=r"x\.bin is damaged: the header of record 'archive/data/0'"
+    ):
+        open_torch_file(path)
+
+
+def test_every_changed_byte_of_a_record_is_found(tmp_path):
+    path = torch_file(
+        tmp_path / "x.bin", {"w": tensor(), "v": tensor(offset=3, shape=(3,), strides=(1,))}
+    )
+    data = path.read_bytes()
+    start = record_of(path, "data/0")[1]
+    for at in range(start, start + 24):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        for value in open_torch_file(path).values():
+            for _ in range(2):
+                with pytest.raises(ValueError, match="record 'data/0' has another CRC"):
+                    value.read()
+
+
+def test_records_that_lie_over_each_other(tmp_path):
+    """Two entries of the directory for one record."""
+    path = torch_file(tmp_path / "x.bin", {"w": tensor()}, extra=[("data/1", bytes(24))])
+    data = bytearray(path.read_bytes())
+    first, second = (record_of(path, f"data/{i}")[0] for i in range(2))
+    at = data.rindex(struct.pack("<L", second) + b"archive/data/1")
+    data[at : at + 4] = struct.pack("<L", first)
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="disagrees with the directory"):
+        open_torch_file(path)
+
+
+def test_files_that_torch_wrote_without_crcs(tmp_path):
+    """`torch.serialization.set_crc32_options(False)` writes 0 for all."""
+    path = torch_file(tmp_path / "x.bin", {"w": tensor()})
+    data = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            data = data.replace(struct.pack("<L", info.CRC), bytes(4))
+    path.write_bytes(data)
+    assert open_torch_file(path)["w"].read().shape == (2, 3)
 
 
 def test_torch_files_of_float8_are_refused_by_name(tmp_path):

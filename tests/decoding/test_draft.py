@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import stree_jax as st
+from stree_jax.decoding.drafters.levels import MAX_UNROLLED
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.types import Context, Sampling
 from tests.tiny import apply, perturbed, tiny_model
@@ -12,8 +13,17 @@ PROMPTS = [[5, 9, 2, 30], [3], [1, 2, 3, 4, 1, 2, 3, 4]]
 ZERO = Sampling(jnp.zeros(1), jnp.zeros(1, int), jnp.ones(1), temperature_is_zero=True)
 
 
+# More levels than are unrolled: one path, with leaves and branches of several widths beside it.
+DEEP = st.TreeTopology.from_parents(
+    [*range(-1, MAX_UNROLLED + 2), 0, 2, 2, 4, 14, 15, 6, 6, MAX_UNROLLED]
+)
+
+
 @pytest.mark.parametrize("children", ["top_k", "iid", "without_replacement"])
-def test_drafts_come_from_the_draft_model_given_their_whole_path(children):
+@pytest.mark.parametrize(
+    "topology", [st.TreeTopology.from_branching((2, 1, 1)), DEEP], ids=["unrolled", "looped"]
+)
+def test_drafts_come_from_the_draft_model_given_their_whole_path(topology, children):
     """Over several steps, which include replay and the catch-up token."""
     target = tiny_model()
     draft_model = perturbed(target, 0.1)
@@ -21,9 +31,9 @@ def test_drafts_come_from_the_draft_model_given_their_whole_path(children):
     request = plan(
         target,
         PROMPTS,
-        max_new_tokens=20,
+        max_new_tokens=60,
         drafter=(drafter := st.ModelDrafter(draft_model, child_sampling=children)),
-        topology=st.TreeTopology.from_branching((2, 1, 1)),
+        topology=topology,
         temperature=0.0 if greedy else 0.7,
         key=jax.random.key(2),
     )
@@ -44,7 +54,7 @@ def test_drafts_come_from_the_draft_model_given_their_whole_path(children):
                     continue
                 path = np.flatnonzero(topology.ancestor_mask[node])[1:]
                 sequence = np.array([[*read, *draft.tokens[row, path]]], np.int32)
-                padded = np.pad(sequence, ((0, 0), (0, 40 - sequence.shape[1])))
+                padded = np.pad(sequence, ((0, 0), (0, 96 - sequence.shape[1])))
                 logits = np.asarray(apply(draft_model, padded)[0, sequence.shape[1] - 1])
                 drawn = draft.tokens[row, list(below)]
                 if greedy:
@@ -77,6 +87,24 @@ def test_children_that_cannot_be_drawn_do_not_exist():
     )
     assert draft.tree.valid.tolist() == [[True, True, False, True, False]] * 3
     assert verdict.num_accepted.tolist() == [2, 2, 2]  # draft and target agree on the one token
+
+
+@pytest.mark.parametrize("kind", [st.ModelDrafter, st.BeamDrafter])
+def test_programs_do_not_grow_with_the_depth_of_a_tree(kind):
+    """A drafter on a chain of 40 did not compile within a minute."""
+
+    def operations(depth):
+        drafter, topology = kind(tiny_model()), st.TreeTopology.beam(2, depth)
+        context = Context(jnp.zeros((1, 64), jnp.int32), jnp.ones(1, jnp.int32))
+
+        def propose(context):
+            state = drafter.prepare(context, topology, 64)
+            keys = jax.random.split(jax.random.key(0), 1)
+            return drafter.propose(state, context, keys, ZERO, topology)[0]
+
+        return str(jax.make_jaxpr(propose)(context)).count(" = ")
+
+    assert operations(40) == operations(MAX_UNROLLED + 1) < operations(MAX_UNROLLED)
 
 
 def lookup(row, topology, **options):

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
+from stree_jax.decoding.drafters.levels import MAX_UNROLLED
 from stree_jax.decoding.loop import TARGET_FAILED, SpeculativeDecoder
 from stree_jax.decoding.options import plan
 from stree_jax.layer_config import AttentionConfig
@@ -49,7 +50,7 @@ def test_same_key_same_output_whatever_the_other_rows_are(drafting):
     first = st.generate(tiny_model(), PROMPTS, key=KEY, **options)
     again = st.generate(tiny_model(), PROMPTS, key=KEY, **options)
     np.testing.assert_array_equal(first.tokens, again.tokens)
-    # Other rows beside it, one of which ends at once.
+    # Other rows beside it; one ends at once.
     eos = int(first.tokens[0, 0])
     others = st.generate(tiny_model(), [PROMPTS[0], [8, 8], PROMPTS[2]], key=KEY, **options)
     np.testing.assert_array_equal(first.tokens[[0, 2]], others.tokens[[0, 2]])
@@ -191,7 +192,7 @@ def test_bfloat16_decodes():
         (dict(verifier="greedy", temperature=1.0, key=KEY), "use 'target_only'"),
         (
             dict(verifier="multi_step", drafter="model", temperature=1.0, key=KEY),
-            "not exact for child_sampling = 'without_replacement'",
+            "not exact for child_sampling = 'shared'.*; use 'target_only'.*child_sampling='iid'",
         ),
         (
             dict(verifier="multi_step", drafter="ngram", temperature=1.0, key=KEY),
@@ -203,7 +204,10 @@ def test_bfloat16_decodes():
         ),
         (dict(drafter="iid"), "child_sampling = 'iid' needs temperature > 0"),
         (dict(drafter="vocabulary"), "different vocabularies: 11 and 37 tokens"),
-        (dict(temperature=1.0, key=jax.random.split(KEY)), "a single random key"),
+        (
+            dict(temperature=1.0, key=jax.random.split(KEY)),
+            "a single random key or one for each of",
+        ),
         (dict(temperature=1e-40, key=KEY), "temperature = 1e-40 is 0 in float32; use 0"),
         (dict(drafter="ngram", topology=st.TreeTopology.from_branching((38,))), "only 37 tokens"),
     ],
@@ -237,6 +241,17 @@ from stree_jax.training.recipe import Training
 
 model = st.HybridLM(st.ModelConfig.tiny(), rngs=nnx.Rngs(0))
 for change, message in [
+    (dict(prompts=None), "prompts must be a list with a list .*, got None"),
+    (dict(prompts=5), "prompts must be a list with a list .*, got 5"),
+    (dict(temperature=10**400), r"temperature must be a number from 0 on, got 10{76}\.\.\.$"),
+    (dict(temperature=10**5000), "temperature must be a number from 0 on, got <int>"),
+    (dict(top_p=10**400), r"top_p must be in .*\.\.\.$"),
+    (dict(max_new_tokens=10**12), "max_new_tokens = 10{12}: in all .* the limit is 16777216$"),
+    (dict(eos_token=[[1], [2, 3]]), r"eos_token must be an integer, .* got \[\[1\], \[2, 3\]\]"),
+    (dict(temperature=1.0, key=10**30), "key must be a random key such as .*, got 10{30}$"),
+    (dict(temperature=1.0, key=[10**30, 1]), "key must be a random key such as .*, got"),
+    (dict(verifier="z" * 999), r"unknown verifier 'z{76}\.\.\.; known"),
+    (dict(topology="z" * 999), r"topology must be a TreeTopology, got 'z{76}\.\.\.$"),
     (dict(prompts=[1, 2]), r"prompts\[0\] is not a list of token ids"),
     (dict(prompts=["text"]), r"prompts\[0\] is not a list of token ids"),
     (dict(prompts=[[0.5]]), r"prompts\[0\] has float64 values"),
@@ -268,6 +283,17 @@ for make, message in [
     (lambda: st.TreeTopology.from_parents([-1, 0.7]), "a parent must be an integer, got 0.7"),
     (lambda: st.TreeTopology.chain(2.5), "num_drafts must be an integer, got 2.5"),
     (lambda: st.TreeTopology.from_branching(3), r"a sequence such as \(3, 2, 1\), got 3"),
+    (lambda: st.TreeTopology.from_parents(5), r"parents is a sequence such as .*, got 5"),
+    (lambda: st.TreeTopology(None), r"parents is a sequence such as .*, got None"),
+    (lambda: st.TreeTopology.chain(10**5000), "a tree of <int> nodes or more; at most 4096"),
+    (lambda: st.ModelConfig.preset([]), r"unknown preset \[\]; known: Falcon-H1-0.5B, "),
+    (lambda: st.from_pretrained(None), "path must be a directory or .*, got None"),
+    (lambda: st.load_tokenizer(None), "path must be a directory or .*, got None"),
+    (lambda: st.from_pretrained("x", dtype="zz"), "dtype must be float32 or .*, got 'zz'"),
+    (lambda: st.from_pretrained("x", implementation="zz"), "implementation .*, got 'zz'"),
+    (lambda: st.HybridLM(model.config, dtype="zz", rngs=nnx.Rngs(0)), "dtype must .*, got 'zz'"),
+    (lambda: st.HybridLM.abstract(model.config, implementation="zz"), "implementation .* got 'zz'"),
+    (lambda: st.NgramDrafter(max_match=10**12), "need integers 1 <= .* <= 64, got .* 10{12}$"),
 ]:
     with pytest.raises(ValueError, match=message):
         make()
@@ -319,6 +345,8 @@ def test_a_drafter_with_a_tree_of_the_root_only():
     """Above temperature 0 too, where the drafter would have chosen another verifier."""
     common = dict(max_new_tokens=6, temperature=1.0, key=KEY)
     want = st.generate(tiny_model(), PROMPTS, **common)
+    alone = st.generate(tiny_model(), PROMPTS, verifier="multi_step", **common)
+    np.testing.assert_array_equal(alone.tokens, want.tokens)
     common |= dict(drafter=drafter(), topology=st.TreeTopology.chain(0))
     for verifier in (None, "multi_step", "chain", "target_only"):
         out = st.generate(tiny_model(), PROMPTS, verifier=verifier, **common)
@@ -332,6 +360,36 @@ def test_logits_that_are_not_finite_name_the_row(value):
         st.generate(broken(value, 35), prompts, max_new_tokens=4)
     with pytest.raises(FloatingPointError, match="the target model's logits .* in row 1"):
         list(st.stream(broken(value, 35), prompts, max_new_tokens=4))
+
+
+@pytest.mark.parametrize(("drafting", "temperature"), [(None, 0.0), ("model", 1.0), ("beam", 0.0)])
+def test_one_logit_that_is_nan_ends_the_row(drafting, temperature):
+    """One damaged row of the head: every other logit, and so the best one, is a number."""
+    # So many tokens that XLA vectorizes the maximum, which then ignores NaN.
+    config = st.ModelConfig.tiny(num_layers=1, vocab_size=4096, tie_embeddings=False)
+    model = st.HybridLM(config, rngs=nnx.Rngs(0))
+    damaged = with_weight(model, "head", lambda head: head.at[1700, 3].set(np.nan))
+    options = dict(max_new_tokens=4, temperature=temperature, key=KEY)
+    good = bad = {}
+    if drafting is not None:
+        kind = dict(model=st.ModelDrafter, beam=st.BeamDrafter)[drafting]
+        good, bad = (dict(drafter=kind(draft), topology=TREE) for draft in (model, damaged))
+        with pytest.raises(FloatingPointError, match="the draft model's logits .* in row 0"):
+            st.generate(model, PROMPTS, **options, **bad)
+    with pytest.raises(st.NonFiniteLogitsError, match="the target model's logits") as error:
+        st.generate(damaged, PROMPTS, **options, **good)
+    assert error.value.rows == [0, 1, 2]
+    assert error.value.generation.lengths.tolist() == [0, 0, 0]
+
+
+def test_what_is_not_a_token_may_be_anything():
+    """NaN in the vocabulary's padding means nothing, and -inf rules a token out."""
+    model = tiny_model("groups")
+    padded = with_weight(model, "head", lambda head: head.at[37:].set(np.nan))
+    want = st.generate(model, PROMPTS, max_new_tokens=6)
+    for options in ({}, dict(drafter=st.ModelDrafter(padded), topology=TREE)):
+        out = st.generate(padded, PROMPTS, max_new_tokens=6, **options)
+        np.testing.assert_array_equal(out.tokens, want.tokens)
 
 
 def test_a_draft_model_that_is_not_finite_names_the_row():
@@ -349,9 +407,19 @@ def counts(tokens, vocab_size):
     ("make", "topology", "verifier"),
     [
         (None, None, None),
-        (lambda m: st.ModelDrafter(m), TREE, "without_replacement"),
+        (lambda m: st.ModelDrafter(m), TREE, None),
+        (
+            lambda m: st.ModelDrafter(m, child_sampling="without_replacement"),
+            TREE,
+            "without_replacement",
+        ),
         (lambda m: st.ModelDrafter(m, child_sampling="iid"), TREE, "multi_step"),
-        (lambda m: st.ModelDrafter(m), st.TreeTopology.chain(2), "chain"),
+        (lambda m: st.ModelDrafter(m, child_sampling="iid"), st.TreeTopology.chain(2), "chain"),
+        (
+            lambda m: st.ModelDrafter(m, child_sampling="iid"),
+            st.TreeTopology.chain(MAX_UNROLLED + 1),
+            "chain",
+        ),
         (lambda m: st.ModelDrafter(m, child_sampling="top_k"), TREE, "target_only"),
         (lambda m: st.NgramDrafter(), TREE, None),
     ],

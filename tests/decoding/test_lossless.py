@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import stree_jax as st
+from stree_jax.decoding.drafters.levels import MAX_UNROLLED
 from stree_jax.decoding.generate import plan
 from stree_jax.layer_config import AttentionConfig
 from tests.tiny import apply, perturbed, tiny_model
@@ -115,6 +116,25 @@ def test_accepted_lengths_cover_the_conv_window(autoregressive):
         exactly += at_least - np.append(at_least[1:], 0)
     assert (exactly[:4] > 0).all()
     assert exactly[4:].sum() > 0
+
+
+@pytest.mark.parametrize("kind", [st.ModelDrafter, st.BeamDrafter])
+def test_trees_that_are_grown_in_a_loop(kind, autoregressive):
+    """With the model itself as draft all levels are accepted; with another, parts of them."""
+    topology = st.TreeTopology.beam(2, MAX_UNROLLED + 2)
+    taus = []
+    for draft in (tiny_model(), perturbed(tiny_model(), 0.02)):
+        out = decode(drafter=kind(draft), topology=topology)
+        assert_same_tokens(out, autoregressive)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
+            out.cache,
+            autoregressive.cache,
+        )
+        taus.append(out.stats.tau)
+    assert 1.5 < taus[1] < taus[0]
+    if kind is st.ModelDrafter:  # the search may drop the greedy path
+        assert taus[0] == 24 / 3
 
 
 @pytest.mark.parametrize(

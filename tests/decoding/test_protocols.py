@@ -20,8 +20,8 @@ TREE = st.TreeTopology.from_branching((2, 2))
 KEY = jax.random.key(3)
 
 
-def drafter():
-    return st.ModelDrafter(perturbed(tiny_model(), 0.3))
+def drafter(**options):
+    return st.ModelDrafter(perturbed(tiny_model(), 0.3), **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,9 @@ def test_a_wrapped_verifier_is_the_verifier_at_temperature_0(name):
 
 @pytest.mark.parametrize("name", ["target_only", "without_replacement"])
 def test_a_wrapped_verifier_is_the_verifier_above_temperature_0(name):
-    common = dict(max_new_tokens=9, drafter=drafter(), topology=TREE, temperature=0.9, key=KEY)
+    children = "shared" if name == "target_only" else name
+    common = dict(max_new_tokens=9, topology=TREE, temperature=0.9, key=KEY)
+    common["drafter"] = drafter(child_sampling=children)
     want = st.generate(tiny_model(), PROMPTS, verifier=name, **common)
     wrapped = Delegating(st.VERIFIERS[name])
     assert_same(st.generate(tiny_model(), PROMPTS, verifier=wrapped, **common), want)
@@ -125,7 +127,7 @@ class Recording(nnx.Module):
         batch = len(context.length)
         return {"hidden": jnp.zeros((batch, 16)), "last": jnp.zeros(batch, jnp.int32)}
 
-    def propose(self, state, context, keys, sampling, topology):
+    def propose(self, state, context, keys, sampling, topology, noise):
         root = st.root_only(context).tokens
         tokens = jnp.broadcast_to(root, (len(root), topology.num_nodes))
         tree = topology.tree(jnp.ones_like(tokens, bool))

@@ -1,8 +1,11 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
 
-from stree_jax.decoding.sampling import all_finite, token_log_probs
+from stree_jax.decoding.sampling import all_finite, filtered_logits, token_log_probs
 from stree_jax.decoding.types import Sampling
 
 
@@ -35,8 +38,67 @@ def test_filters(options, want):
     np.testing.assert_allclose(probs(**options), want, atol=1e-6)
 
 
-def test_without_filters_the_sort_is_skipped():
+def test_without_filters_nothing_is_filtered():
     np.testing.assert_allclose(probs(use_top_k_or_top_p=False), [0.1, 0.4, 0.2, 0.3], atol=1e-6)
+
+
+def kept_by_sorting(logits, temperature, top_k, top_p):
+    """The definition: the best k, then the smallest set of them that reaches p; and their ties."""
+    scaled = (logits - logits.max()) / np.float32(temperature)
+    best_first = -np.sort(-scaled.astype(np.float64))[: top_k or None]
+    probs = np.exp(best_first) / np.exp(best_first).sum()
+    before = np.cumsum(probs) - probs
+    before[0] = -1.0  # the best token is always kept
+    return scaled >= best_first[(before < top_p) | (top_p >= 1)][-1]
+
+
+filters = jax.jit(filtered_logits)
+
+
+@settings(max_examples=200)
+@given(
+    rows=some.lists(
+        some.tuples(
+            some.integers(0, 2**32 - 1),  # seed of the logits
+            some.sampled_from([0.01, 0.3, 1.0, 3.0]),  # temperature
+            some.sampled_from([0, 1, 2, 5, 8, 36, 37, 38, 2**30]),  # top-k
+            some.one_of(some.sampled_from([0.0, 1e-6, 0.9, 1 - 1e-7, 1.0]), some.floats(0, 1)),
+            some.booleans(),  # few different logits
+        ),
+        min_size=4,
+        max_size=4,
+    )
+)
+def test_selection_keeps_what_sorting_keeps(rows):
+    """With ties, with a k beyond the vocabulary of 37, and with p at its ends."""
+    rngs = [np.random.default_rng(seed) for seed, *_ in rows]
+    logits = [rng.choice(5, 37) if few else 4 * rng.normal(size=37) for rng, (*_, few) in
+              zip(rngs, rows, strict=True)]  # fmt: skip
+    logits = np.array(logits, np.float32)
+    columns = list(zip(*rows, strict=True))
+    temperature, top_k = np.array(columns[1], np.float32), np.array(columns[2], np.int32)
+    got = filters(logits, Sampling(temperature, top_k, np.array(columns[3], np.float32)))
+    got = np.isfinite(np.asarray(got))
+    for row, (_, heat, k, p, _) in enumerate(rows):
+        # Sums of float32 end a little earlier or later than sums of float64.
+        least, most = (
+            kept_by_sorting(logits[row], heat, k, p if p >= 1 else p * (1 + off))
+            for off in (-1e-6, 1e-6)
+        )
+        assert (least <= got[row]).all(), rows[row]
+        assert (got[row] <= most).all(), rows[row]
+
+
+def test_nothing_is_sorted():
+    assert "sort" not in str(jax.make_jaxpr(filtered_logits)(LOGITS[None], sampling()))
+
+
+def test_a_row_of_nan_is_filtered_to_nothing_and_ends():
+    rows = jnp.stack([LOGITS, LOGITS * jnp.nan])
+    both = Sampling(jnp.ones(2), jnp.full(2, 2), jnp.full(2, 0.9))
+    got = filters(rows, both)
+    np.testing.assert_allclose(got[0], filters(rows[:1], sampling(top_k=2, top_p=0.9))[0])
+    assert not np.isfinite(got[1]).any()
 
 
 @pytest.mark.parametrize(
@@ -63,3 +125,12 @@ def test_rows_have_their_own_temperature_and_filters():
     for row, options in enumerate(rows):
         alone = token_log_probs(nodes[None], sampling(**options))
         np.testing.assert_allclose(together[row], alone[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf])
+def test_one_bad_logit_is_found_wherever_it_is(value):
+    """Compiled: there a maximum ignores NaN on a CPU."""
+    places = np.arange(0, 4096, 61)
+    rows = np.random.default_rng(0).normal(size=(len(places) + 1, 4096)).astype(np.float32)
+    rows[np.arange(len(places)), places] = value
+    assert jax.jit(all_finite)(rows).tolist() == [False] * len(places) + [True]

@@ -11,7 +11,7 @@ import pytest
 from stree_jax import TreeTopology
 from stree_jax.decoding.types import DraftTree, Sampling
 from stree_jax.decoding.verifiers import VERIFIERS, follow
-from stree_jax.decoding.verifiers.testing import try_children
+from stree_jax.decoding.verifiers.rejection_sampling import try_children
 
 VOCAB = 4
 EXACT = 1e-6  # total variation; the probabilities are float32

@@ -129,7 +129,7 @@ def make_inputs(case, seed=0):
 
 
 def previous_inputs(case):
-    """Inputs of the tree before that of `make_inputs`, and the path that was accepted in it."""
+    """Inputs of the tree before `make_inputs`'s, and the path that was accepted in it."""
     inputs = make_inputs(dataclasses.replace(case, nodes=case.replayed, padded=0), seed=1)
     return inputs, accepted_path(inputs)
 

@@ -13,9 +13,9 @@ from pallas_kernels import (
     Gate,
     Mamba2Layout,
     Mamba2Pending,
-    conv_window,
+    conv_gather_index,
+    replay_gather_index,
     replay_tree_scan,
-    replay_window,
     tree_conv1d_layer,
     tree_scan,
 )
@@ -24,7 +24,7 @@ from pallas_kernels.tree_scan import reference as scan_reference
 from tests.kernels.cases import ancestor_mask, random_parents, relative_error
 from tests.kernels.test_tree_ops import BUDGET, IMPLEMENTATIONS, STATE_BUDGET
 
-# The gate and the weight leave few large outputs; those of bf16 depend on rounded convolutions.
+# The gate and the weight leave few large outputs; in bf16 they depend on rounded convolutions.
 GATED_BUDGET = {False: BUDGET[False], True: 5e-3}
 
 
@@ -227,8 +227,8 @@ def errors(case, implementation):
     weights = (*map(small, inputs.weights[:2]), *map(exact, inputs.weights[2:]))
     x, dt, B, conv_input = inputs.pending
     pending = Mamba2Pending(small(x), exact(dt), small(B), small(conv_input))
-    index = conv_window(jnp.asarray(inputs.parents, jnp.int32), case.width)
-    back = replay_window(
+    index = conv_gather_index(jnp.asarray(inputs.parents, jnp.int32), case.width)
+    back = replay_gather_index(
         *(jnp.asarray(value, jnp.int32) for value in (inputs.old_parents, inputs.last)), case.width
     )
     mask = jnp.asarray(ancestor_mask(inputs.parents))

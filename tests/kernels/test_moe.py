@@ -16,7 +16,7 @@ from pallas_kernels.moe.reference import expert_mlps as reference
 from tests.kernels.cases import relative_error
 from tests.kernels.test_tree_ops import IMPLEMENTATIONS
 
-# Of XLA there are products and loops, of which a CPU takes the loops.
+# XLA has products and loops; a CPU runs the loops.
 ALL = (*IMPLEMENTATIONS, "products")
 # float32: sums of some ten terms, twice. bf16: rounding what an expert has inside, and the outputs.
 BUDGET = {False: 1e-6, True: 6e-3}

@@ -8,7 +8,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import conv_window, replay, replay_conv_state, replay_window, tree_conv1d
+from pallas_kernels import (
+    conv_gather_index,
+    replay,
+    replay_conv_state,
+    replay_gather_index,
+    tree_conv1d,
+)
 from pallas_kernels import tree_scan as tree_scan_op
 from pallas_kernels.tree_scan.reference import tree_scan as tree_scan_reference
 from tests.kernels.cases import Case, ancestor_mask, make_inputs, relative_error
@@ -34,8 +40,10 @@ def run(parents, mask, last):
     y = tree_scan_op(*(f32[name] for name in names), mask)
     path = jnp.take_along_axis(mask, last[:, None, None], axis=1)[:, 0]
     state = replay(f32["x"], f32["dt"], f32["A"], f32["B"], f32["state"], path)
-    out = tree_conv1d(*conv, f32["conv_weight"], f32["conv_bias"], conv_window(parents, WIDTH))
-    kept = replay_conv_state(*conv, replay_window(parents, last, WIDTH))
+    out = tree_conv1d(
+        *conv, f32["conv_weight"], f32["conv_bias"], conv_gather_index(parents, WIDTH)
+    )
+    kept = replay_conv_state(*conv, replay_gather_index(parents, last, WIDTH))
     return y, state, out, kept
 
 

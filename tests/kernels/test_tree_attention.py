@@ -50,7 +50,7 @@ CASES = (
     Case("a piece of a prompt", nodes=37, lengths=(40, 0), causal=True),
     Case("the end of a chain", nodes=38, queries=37, causal=True),
     Case("heads of several parts", head_dim=48, splits=2),
-    Case("heads of several parts, one share", head_dim=48, nodes=21, queries=4),
+    Case("heads of several parts, not split", head_dim=48, nodes=21, queries=4),
     Case("heads of two equal parts", head_dim=256, nodes=2, scale=1 / 16),
     Case("wide heads in bf16", head_dim=160, heads=2, splits=2, scale=0.08, bf16=True),
     Case("sharp", scale=20.0, splits=2),

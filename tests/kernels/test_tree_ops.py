@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import (
-    conv_window,
+    conv_gather_index,
     replay,
     replay_conv_state,
+    replay_gather_index,
     replay_tree_scan,
-    replay_window,
     tree_conv1d,
     tree_scan,
 )
@@ -164,7 +164,7 @@ def test_tree_conv1d(case, implementation):
     truth = conv_reference.tree_conv1d(
         *(getattr(inputs, name) for name in names), inputs.parents, activation
     )
-    window = conv_window(jnp.asarray(inputs.parents, jnp.int32), case.width)
+    window = conv_gather_index(jnp.asarray(inputs.parents, jnp.int32), case.width)
     first = case.nodes - (case.queries or case.nodes)
     got = jax.jit(
         functools.partial(tree_conv1d, activation=activation, implementation=implementation)
@@ -176,7 +176,7 @@ def test_tree_conv1d(case, implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_tree_conv1d_without_bias(implementation):
     inputs = jnp.arange(32, dtype=jnp.float32).reshape(1, 2, 16)
-    window = conv_window(jnp.array([[-1, 0]], jnp.int32), 2)
+    window = conv_gather_index(jnp.array([[-1, 0]], jnp.int32), 2)
     got = tree_conv1d(
         *(inputs, jnp.ones((1, 1, 16)), jnp.full((2, 16), 2.0), None, window),
         implementation=implementation,
@@ -211,7 +211,7 @@ def test_replay_conv_state(case):
     truth = conv_reference.replay_conv_state(
         inputs.conv_input, inputs.conv_state, inputs.parents, inputs.last
     )
-    window = replay_window(
+    window = replay_gather_index(
         jnp.asarray(inputs.parents, jnp.int32), jnp.asarray(inputs.last, jnp.int32), case.width
     )
     got = replay_conv_state(
@@ -228,7 +228,7 @@ def test_conv_state_mixes_cache_and_path(accepted):
     inputs = np.arange(1, 9, dtype=np.float32).reshape(1, 8, 1)
     before = -np.array([3, 2, 1], np.float32).reshape(1, 3, 1)
     chain = jnp.arange(-1, 7, dtype=jnp.int32)[None]
-    window = replay_window(chain, jnp.array([accepted], jnp.int32), 4)
+    window = replay_gather_index(chain, jnp.array([accepted], jnp.int32), 4)
     got = replay_conv_state(jnp.asarray(inputs), jnp.asarray(before), window)
     all_inputs = [-3, -2, -1, *range(1, accepted + 2)]
     assert got[0, :, 0].tolist() == all_inputs[-3:]
@@ -236,7 +236,7 @@ def test_conv_state_mixes_cache_and_path(accepted):
 
 def test_the_documented_window():
     parents = jnp.array([[-1, 0, 0, 1, 1, 2]], jnp.int32)
-    window = conv_window(parents, 4)[0]
+    window = conv_gather_index(parents, 4)[0]
     assert window[0].tolist() == [0, 1, 2, 3]
     assert window[2].tolist() == [1, 2, 3, 5]
     assert window[5].tolist() == [2, 3, 5, 8]

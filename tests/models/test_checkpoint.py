@@ -1,7 +1,7 @@
 import gc
 import json
+import os
 import shutil
-import time
 from pathlib import Path
 
 import jax
@@ -12,6 +12,7 @@ from flax import nnx
 from tokenizers import Tokenizer, models
 
 import stree_jax as st
+from stree_jax import directories
 from tests.tiny import apply, tiny_model
 
 
@@ -64,17 +65,28 @@ def test_a_failed_save_leaves_the_old_one(saved, monkeypatch):
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_a_failed_rename_leaves_the_old_one(saved, monkeypatch, error):
     """The new directory cannot take the old one's place, which was already moved away."""
-    rename = Path.rename
+    rename = os.rename
 
-    def fail(self, to):
-        if self.name == "new":
+    def fail(source, to):
+        if Path(source).name == "new":
             raise error
-        return rename(self, to)
+        return rename(source, to)
 
-    monkeypatch.setattr(Path, "rename", fail)
+    monkeypatch.setattr(directories, "_exchange", lambda *_: False)
+    monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(error):
         st.save_pretrained(tiny_model(), saved, overwrite=True)
     monkeypatch.undo()
+    assert st.from_pretrained(saved).config == tiny_model("groups").config
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+
+
+def test_the_old_one_of_a_killed_process_is_found(saved):
+    """It was killed between two renames, where no exchange is possible."""
+    work = saved.with_name(f".{saved.name}.partial-12345678")
+    (work / "new").mkdir(parents=True)
+    (work / "lock").touch()
+    saved.rename(work / "old")
     assert st.from_pretrained(saved).config == tiny_model("groups").config
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
 
@@ -103,21 +115,128 @@ def test_other_formats_are_refused(saved):
         st.from_pretrained(saved)
 
 
+def test_configs_that_are_nested(saved):
+    """600 deep; in a field of the model too."""
+    value = 1
+    for _ in range(600):
+        value = [value]
+    for changes in ({"model": {"norm_eps": value}}, {"novel": value}):
+        change_header(saved, **changes)
+        with pytest.raises(ValueError, match=r"config\.json is damaged: it is nested more than 32"):
+            st.from_pretrained(saved)
+
+
+def test_bad_values_are_named_with_their_file(saved):
+    change_header(saved, model=tiny_model("groups").config.to_dict() | {"tie_embeddings": -1})
+    with pytest.raises(
+        ValueError, match=r"model/config\.json: tie_embeddings must be bool, got -1"
+    ):
+        st.from_pretrained(saved)
+
+
 def test_missing_weights(saved):
     shutil.rmtree(saved / "params")
     with pytest.raises(ValueError, match="'params' is missing"):
         st.from_pretrained(saved)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_truncated_weights(saved):
-    data = max((saved / "params").rglob("*"), key=lambda file: file.stat().st_size)
+def data_file(saved):
+    """The file with the numbers of the arrays."""
+    return max((saved / "params").rglob("*"), key=lambda file: file.stat().st_size)
+
+
+def test_truncated_weights(saved, capfd):
+    """With and without the sizes of the files; nothing but the error is printed."""
+    data = data_file(saved)
     data.write_bytes(data.read_bytes()[:100])
-    with pytest.raises(ValueError, match="is damaged: cannot read its weights"):
+    with pytest.raises(ValueError, match="is damaged: cannot read its weights .* has 100 bytes"):
         st.from_pretrained(saved)
-    # Orbax's other threads may still report to its closed event loop; not in another test.
-    time.sleep(0.5)
+    (saved / "checksums.json").unlink()
+    with pytest.raises(ValueError, match=r"is damaged: cannot read blocks\.\d"):
+        st.from_pretrained(saved)
     gc.collect()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_flipped_bit_is_found(saved, capfd):
+    """Wherever it is. Some change the numbers only, and nothing but a checksum can tell."""
+    data = data_file(saved)
+    content = data.read_bytes()
+    want = nnx.state(tiny_model("groups"))
+    found = []
+    for at in range(0, len(content), len(content) // 40):
+        data.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        try:  # some bytes are of no use
+            loaded = nnx.state(st.from_pretrained(saved))
+            jax.tree.map(np.testing.assert_array_equal, loaded, want)
+        except ValueError as error:
+            found.append(str(error))
+    assert any("another checksum" in message for message in found)
+    assert not [m for m in found if not m.startswith(f"{saved} is damaged: cannot read")]
+    assert not [m for m in found if "0x" in m or len(m) > 500]
+    gc.collect()
+    assert capfd.readouterr() == ("", "")
+
+
+def resaved(saved, name, value):
+    """The checkpoint with one number changed, and checksums of before."""
+    from orbax.checkpoint import v1 as ocp
+
+    weights = nnx.to_pure_dict(nnx.state(tiny_model("groups")))
+    where = weights
+    *parents, last = name.split(".")
+    for key in parents:
+        where = where[int(key) if key.isdigit() else key]
+    where[last] = where[last].at[..., 1].set(value)
+    shutil.rmtree(saved / "params")
+    ocp.save(saved / "params", weights)
+
+
+def test_a_changed_number_is_found(saved):
+    resaved(saved, "blocks.1.mixer.D", 0.5)
+    with pytest.raises(ValueError, match=r"cannot read blocks\.1\.mixer\.D \(it has another check"):
+        st.from_pretrained(saved)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("embedding", np.nan),
+        ("blocks.0.mixer.A_log", -np.inf),
+        ("blocks.0.mixer.A_log", 100.0),
+        ("blocks.1.mixer.in_proj.kernel", np.inf),
+    ],
+)
+def test_weights_that_are_not_finite(saved, name, value):
+    """In an older checkpoint, which has no checksums."""
+    resaved(saved, name, value)
+    (saved / "checksums.json").unlink()
+    with pytest.raises(ValueError, match=f"{name} holds NaN, infinity or a number too large"):
+        st.from_pretrained(saved)
+
+
+def test_numbers_too_large_for_the_chosen_type(saved):
+    resaved(saved, "final_norm_scale", 3.4e38)
+    (saved / "checksums.json").unlink()
+    assert np.isfinite(st.from_pretrained(saved).final_norm_scale[...]).all()
+    with pytest.raises(ValueError, match="final_norm_scale holds .* too large for bfloat16"):
+        st.from_pretrained(saved, dtype="bfloat16")
+
+
+def test_damaged_checksums(saved):
+    file = saved / "checksums.json"
+    for content in ("{", '{"crc32": 1}', '{"crc32": {"x": 1}}', "[]"):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=r"checksums\.json is damaged"):
+            st.from_pretrained(saved)
+
+
+def test_configs_that_claim_more_layers_than_there_are(saved):
+    change_header(saved, model=st.ModelConfig.tiny(num_layers=8192).to_dict())
+    with pytest.raises(
+        ValueError, match=r"config\.json says 8192 layers, but there are only 2\d ar"
+    ):
+        st.from_pretrained(saved)
 
 
 def test_missing_metadata(saved):

@@ -1,8 +1,10 @@
 import dataclasses
 import json
 import math
+import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
@@ -45,6 +47,9 @@ def test_infinity_is_not_bare_in_json():
         ({"num_x_heads": 0}, "num_x_heads must be an integer of at least 1, got 0"),
         ({"norm_groups": 0}, "norm_groups must be an integer of at least 1, got 0"),
         ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
+        ({"norm_eps": 0.0}, "norm_eps must be above 0, got 0.0"),
+        ({"state_size": 1 << 60}, "state_size must be below 2\\*\\*48"),
+        ({"num_layers": 9000}, "layers has 9000 entries; at most 8192"),
     ],
 )
 def test_bad_values_are_named(changes, message):
@@ -66,11 +71,49 @@ def test_bad_values_are_named(changes, message):
         ({"vocab_size": 5, "d_model": 4, "layers": ["mlp"]}, "the mlp config is missing"),
         ({"vocab_size": 5, "d_model": 4, "layers": [], "mamba2": {"num_heads": 2}}, "head_dim"),
         (None, "is a table of fields, got None"),
+        ({"layers": "mamba2"}, "layers must be tuple"),
+        ({"vocab_size": 5, "d_model": 4, "layers": [[]]}, "layers must be tuple"),
     ],
 )
 def test_damaged_configs_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_dict(values)
+
+
+WRONG = {
+    "a number": ([1.0], "1", True, math.nan, "inf", -math.inf, 1e39, 10**400, {}),
+    "an integer": ([1], "1", True, 1.5, "inf", 10**400, {}),
+    "a flag": (0, -1, 1.0, "true", [True], {}),
+    "a name": (0, [], ["silu"], True, {}),
+    "a list": (0, "x", ["x"], [None] * 5, [[]], True, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "falcon_h1 hybrid", "zamba2 hybrid", "nemotron_h hybrid"]
+)
+def test_values_of_a_wrong_type_are_refused(name):
+    """Every field of a native config.json, with values of every wrong type and infinite ones."""
+    values = CONFIGS[name].to_dict()
+    tables = [values, *(part for part in values.values() if isinstance(part, dict))]
+    for table in tables:
+        for field, value in table.items():
+            kinds = {float: "a number", int: "an integer", bool: "a flag", str: "a name"}
+            kind = "a list" if isinstance(value, list) else kinds.get(type(value))
+            for wrong in WRONG.get(kind, ()):
+                table[field] = wrong
+                with pytest.raises(ValueError, match=f"{field}|layer kinds") as error:
+                    ModelConfig.from_dict(values)
+                assert len(str(error.value)) < 300
+            table[field] = value
+
+
+@pytest.mark.parametrize(
+    "changes", [{"rope_theta": 1e-200}, {"rope_scaling": RopeScaling(1e-200, 1.0, 2.0, 1)}]
+)
+def test_rotary_frequencies_are_finite(changes):
+    with pytest.raises(ValueError, match="give infinite frequencies"):
+        AttentionConfig(1, 1, 128, rotary_dim=128, **changes)
 
 
 def test_a_model_remembers_something():
@@ -141,6 +184,41 @@ def test_the_number_of_parameters_of_a_preset(name, num_parameters):
     for kind in kinds:
         total += (config.layers.count(kind) - 1) * (size((*kinds, kind)) - few)
     assert total == pytest.approx(num_parameters, rel=0.0 if type(num_parameters) is int else 0.03)
+
+
+def test_the_structure_of_a_deep_model_takes_a_time_linear_in_its_layers():
+    """Counted in calls of Python functions, which do not depend on the machine's load."""
+
+    def num_calls(num_layers):
+        config = ModelConfig.tiny(num_layers=num_layers)
+        calls = 0
+
+        def count(_frame, event, _argument):
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(count)
+        try:
+            HybridLM.abstract(config)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    num_calls(1)  # imports and caches
+    few, many = num_calls(8), num_calls(40)
+    assert many < 5 * few
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_abstract_structure_is_that_of_a_model(name):
+    """Each layer has weights of its own, although only one of its kind was traced."""
+    structure, weights = HybridLM.abstract(CONFIGS[name])
+    whole = nnx.eval_shape(lambda: HybridLM(CONFIGS[name], rngs=nnx.Rngs(0)))
+    want = nnx.to_pure_dict(nnx.state(whole))
+    assert jax.tree.map(jnp.shape, want) == jax.tree.map(jnp.shape, weights)
+    model = nnx.merge(structure, want)
+    assert model.config == CONFIGS[name]
+    assert [block.kind for block in model.blocks] == list(CONFIGS[name].layers)
 
 
 def test_other_weight_types_are_refused():

@@ -153,7 +153,7 @@ SIXTEENS = dataclasses.replace(
 
 
 def test_steps_of_kernels_are_those_of_xla():
-    """Several steps, each of which replays a path of the one before."""
+    """Several steps, each replaying a path of the one before."""
     model, reference = (
         randomised(HybridLM(SIXTEENS, rngs=nnx.Rngs(0), implementation=implementation), 0)
         for implementation in ("pallas_interpret", "xla")

@@ -294,6 +294,7 @@ def test_the_target_continues_the_first_half():
     for t in range(8, 17):
         best = np.asarray(apply(model, np.pad(greedy, ((0, 0), (0, 3)))))[:, t - 1].argmax(-1)
         np.testing.assert_array_equal(greedy[:, t], best)
+    model = nnx.clone(model)  # other tests use the same one
     model.config = dataclasses.replace(model.config, eos_token=int(greedy[0, 8]))
     np.testing.assert_array_equal(_continued(model, tokens, seed=0, step=1), greedy)
     sampled = _continued(model, tokens, seed=0, step=2)

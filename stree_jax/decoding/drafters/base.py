@@ -4,7 +4,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 
-from stree_jax.array_types import Array, Float, Int, Key
+from stree_jax.array_types import Array, Float, Float32, Int, Key
 from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
 from stree_jax.tree import TreeTopology
 
@@ -42,6 +42,7 @@ class Drafter(Protocol):
         Verifiers decide by this name whether they are exact, so it must be true:
 
             "top_k"                 any choice without random numbers
+            "shared"                by the `noise` that `propose` gets: the target uses it too
             "iid"                   independent samples of the draft's distribution
             "without_replacement"   samples of it, all different, in the order drawn
 
@@ -74,6 +75,7 @@ class Drafter(Protocol):
         keys: Key[Array, " B"],
         sampling: Sampling,
         topology: TreeTopology,
+        noise: Float32[Array, "B _ V"] | None = None,
     ) -> tuple[DraftTree, Any]:
         """Grows a tree below each row's last token.
 
@@ -84,6 +86,9 @@ class Drafter(Protocol):
             sampling: how logits become probabilities (`token_log_probs`), as for the target.
             topology: sizes and, for a static tree, the shape: `topology.tree(valid)`. A tree of
                 another shape needs `topology.num_nodes` nodes and at most `topology.depth` levels.
+            noise: Gumbel noise of the next `topology.depth + 1` output positions, with which the
+                target draws its tokens; None at temperature 0. Drafts that depend on it are
+                "shared".
 
         Returns:
             The draft tree and the state. Rows may lack nodes: these are not `valid`.

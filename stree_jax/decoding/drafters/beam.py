@@ -4,6 +4,7 @@ STree, section 5.1 (Wu, Qin, Wong and Soatto, 2025, arXiv:2505.14969).
 """
 
 import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,18 @@ from jax import lax
 
 from stree_jax.array_types import Array, Bool, Float, Float32, Int, Key
 from stree_jax.decoding.drafters.base import root_only
+from stree_jax.decoding.drafters.levels import (
+    MAX_UNROLLED,
+    level_behind,
+    padded,
+    widths_of,
+    with_level,
+    with_zeros,
+)
 from stree_jax.decoding.drafters.model import ModelDrafter, ModelDraftState
 from stree_jax.decoding.sampling import all_finite
 from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
-from stree_jax.models.cache import Path, Pending, path_to
+from stree_jax.models.cache import Cache, Path, Pending, path_to
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, TreeTopology
 
@@ -52,6 +61,7 @@ class BeamDrafter(ModelDrafter):
         keys: Key[Array, " B"],
         sampling: Sampling,
         topology: TreeTopology,
+        noise: Float32[Array, "B _ V"] | None = None,
     ) -> tuple[DraftTree, ModelDraftState]:
         """See `Drafter`."""
         start = root_only(context)
@@ -60,8 +70,9 @@ class BeamDrafter(ModelDrafter):
         queries = jnp.concatenate([state.catch_up[:, None], tokens], axis=1)
         replay: tuple[Pending, Path] | None = (state.pending, state.path)
         cache, pending = state.cache, None
-        finite = []
-        for width, next_width in itertools.pairwise(_widths(topology)):
+        widths, finite = widths_of(topology), []
+        num_unrolled = topology.depth if topology.depth <= MAX_UNROLLED else 1
+        for width, next_width in itertools.pairwise(widths[: num_unrolled + 1]):
             logits, pending, cache = self.model.tree_forward(
                 queries,
                 _below_catch_up(tree, state.has_catch_up),
@@ -79,9 +90,69 @@ class BeamDrafter(ModelDrafter):
             tokens = jnp.concatenate([tokens, queries], axis=1)
 
         assert pending is not None  # a tree with drafts has a level
+        grown = _Beams(tokens, tree, score, pending, jnp.stack(finite).all(axis=0))
+        if num_unrolled < topology.depth:
+            grown = self._search(grown, state, cache, topology)
         none = jnp.full(topology.num_nodes, -1, jnp.int32)
-        draft = DraftTree(tokens, tree, None, none, jnp.stack(finite).all(axis=0))
-        return draft, state._replace(cache=cache, pending=pending)
+        draft = DraftTree(grown.tokens, grown.tree, None, none, grown.finite)
+        return draft, state._replace(cache=cache, pending=grown.pending)
+
+    def _search(
+        self, start: "_Beams", state: ModelDraftState, cache: Cache, topology: TreeTopology
+    ) -> "_Beams":
+        """Grows the levels below the root's in one loop, see `levels`."""
+        widths, num_read = widths_of(topology), self._num_read(topology)
+        firsts = itertools.accumulate(widths, initial=0)
+        levels = [list(range(first, after)) for first, after in itertools.pairwise(firsts)]
+        num_nodes, most = topology.num_nodes, max(widths)
+        places = (
+            padded(levels[1:-1], width=most),
+            1 + padded(levels[1:-1], num_read, most),  # behind the catch-up token
+            padded(levels[2:], num_nodes, most),
+        )
+
+        def grow(so_far: _Beams, at: tuple[Array, Array, Array]) -> tuple[_Beams, None]:
+            tree, (nodes, queries, added) = so_far.tree, at
+            own_tree = _below_catch_up(_first_nodes(tree, num_read), state.has_catch_up)
+            logits, read, _ = self.model.tree_forward(
+                so_far.tokens[:, nodes],
+                level_behind(own_tree, queries),
+                cache,
+                prefix_pending=so_far.pending,
+                num_logits=most,
+            )
+            logits = logits[..., : self.model.config.vocab_size]
+            score, beam, tokens = best_continuations(so_far.score, logits, most)
+            score = jnp.where(added < num_nodes, score, -jnp.inf)  # no beams beyond the level's
+            valid, parents = jnp.isfinite(score), nodes[0] + beam
+            above = jnp.take_along_axis(tree.ancestor_mask, parents[..., None], axis=1)
+            itself = (jnp.arange(num_nodes) == added[:, None]) & valid[..., None]
+            depth = jnp.take_along_axis(tree.depth, parents, axis=1) + 1
+
+            def put(before: Array, new: Array) -> Array:
+                return before.at[:, added].set(new, mode="drop")
+
+            return (
+                _Beams(
+                    put(so_far.tokens, tokens),
+                    Tree(*map(put, tree, (parents, depth, above | itself, valid))),
+                    score,
+                    with_level(so_far.pending, read, queries),
+                    so_far.finite & all_finite(logits).all(axis=-1),
+                ),
+                None,
+            )
+
+        tree = Tree(*(with_zeros(part, num_nodes) for part in start.tree))
+        no_beam = jnp.full((start.score.shape[0], most - widths[1]), -jnp.inf)
+        start = _Beams(
+            with_zeros(start.tokens, num_nodes),
+            tree._replace(ancestor_mask=with_zeros(tree.ancestor_mask, num_nodes, axis=2)),
+            jnp.concatenate([start.score, no_beam], axis=1),
+            jax.tree.map(lambda leaf: with_zeros(leaf, 1 + num_read), start.pending),
+            start.finite,
+        )
+        return lax.scan(grow, start, jax.tree.map(jnp.asarray, places))[0]
 
     def commit(
         self,
@@ -100,12 +171,7 @@ class BeamDrafter(ModelDrafter):
             jnp.take_along_axis(values, last[:, None], axis=1)[:, 0]
             for values in (draft.tree.parents, draft.tokens)
         )
-        read = Tree(
-            parents=draft.tree.parents[:, :num_read],
-            depth=draft.tree.depth[:, :num_read],
-            ancestor_mask=draft.tree.ancestor_mask[:, :num_read, :num_read],
-            valid=draft.tree.valid[:, :num_read],
-        )
+        read = _first_nodes(draft.tree, num_read)
         return state._replace(
             path=path_to(
                 _below_catch_up(read, state.has_catch_up),
@@ -116,8 +182,8 @@ class BeamDrafter(ModelDrafter):
         )
 
     def _num_read(self, topology: TreeTopology) -> int:
-        """All nodes but the last level's, those of dropped beams included."""
-        return topology.num_nodes - _widths(topology)[-1]
+        """All nodes but the last level's, dropped beams included."""
+        return topology.num_nodes - widths_of(topology)[-1]
 
 
 def best_continuations(
@@ -161,9 +227,23 @@ def append(tree: Tree, parents: Int[Array, "B added"], valid: Bool[Array, "B add
     )
 
 
-def _widths(topology: TreeTopology) -> list[int]:
-    """Number of nodes of each level, the root's first."""
-    return [topology.depths.count(depth) for depth in range(topology.depth + 1)]
+class _Beams(NamedTuple):
+    """A draft tree while it grows."""
+
+    tokens: Int[Array, "B N"]
+    tree: Tree
+    score: Float32[Array, "B beams"]  # log-probability of each path of the last level
+    pending: Pending
+    finite: Bool[Array, " B"]
+
+
+def _first_nodes(tree: Tree, count: int) -> Tree:
+    return Tree(
+        parents=tree.parents[:, :count],
+        depth=tree.depth[:, :count],
+        ancestor_mask=tree.ancestor_mask[:, :count, :count],
+        valid=tree.valid[:, :count],
+    )
 
 
 def _below_catch_up(tree: Tree, has_catch_up: Bool[Array, " B"]) -> Tree:

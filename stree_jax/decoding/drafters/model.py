@@ -1,5 +1,6 @@
 """Drafting with a small model: a static tree, level by level, from one state."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -8,12 +9,22 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from stree_jax.array_types import Array, Bool, Float, Int, Key
+from stree_jax.array_types import Array, Bool, Float, Float32, Int, Key
 from stree_jax.decoding.drafters.base import root_token
+from stree_jax.decoding.drafters.levels import (
+    MAX_UNROLLED,
+    Level,
+    level_behind,
+    levels_of,
+    padded,
+    with_level,
+    with_zeros,
+)
 from stree_jax.decoding.prefill import prefill
-from stree_jax.decoding.sampling import all_finite, token_log_probs
+from stree_jax.decoding.sampling import all_finite, filtered_logits, token_log_probs
 from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
 from stree_jax.decoding.verifiers import CHILD_SAMPLING
+from stree_jax.messages import shown
 from stree_jax.models.cache import Cache, Path, Pending, path_to
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, TreeTopology
@@ -40,10 +51,11 @@ class ModelDrafter(nnx.Module):
 
     Args:
         model: any model with the target's vocabulary.
-        child_sampling: how siblings are chosen: "top_k" (the most probable), "iid" (sampled
+        child_sampling: how siblings are chosen: "top_k" (the most probable), "shared" (the most
+            probable after adding the noise that the target draws its tokens with), "iid" (sampled
             independently), "without_replacement" (sampled, all different, in the order drawn), or
-            "auto": top-k at temperature 0; above it, without replacement in a tree and i.i.d. in a
-            chain.
+            "auto": top-k at temperature 0, shared above it. Only the last two are for verifiers
+            that test drafts by their probabilities.
 
     Raises:
         ValueError: another value of `child_sampling`, or `model` is not a model.
@@ -52,7 +64,8 @@ class ModelDrafter(nnx.Module):
     def __init__(self, model: HybridLM, *, child_sampling: str = "auto"):
         if child_sampling not in ("auto", *CHILD_SAMPLING):
             raise ValueError(
-                f"child_sampling must be 'auto' or one of {CHILD_SAMPLING}, got {child_sampling!r}"
+                f"child_sampling must be 'auto' or one of {CHILD_SAMPLING}, got"
+                f" {shown(child_sampling)}"
             )
         if not isinstance(model, HybridLM):
             raise ValueError(
@@ -69,10 +82,7 @@ class ModelDrafter(nnx.Module):
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
         """See `Drafter`."""
         if self._child_sampling == "auto":
-            if temperature_is_zero:
-                return "top_k"
-            branching = max(map(len, topology.children))
-            return "iid" if branching <= 1 else "without_replacement"
+            return "top_k" if temperature_is_zero else "shared"
         if temperature_is_zero and self._child_sampling != "top_k":
             raise ValueError(
                 f"child_sampling = {self._child_sampling!r} needs temperature > 0;"
@@ -102,16 +112,32 @@ class ModelDrafter(nnx.Module):
         keys: Key[Array, " B"],
         sampling: Sampling,
         topology: TreeTopology,
+        noise: Float32[Array, "B _ V"] | None = None,
     ) -> tuple[DraftTree, ModelDraftState]:
         """See `Drafter`."""
         how = self.child_sampling(topology, temperature_is_zero=sampling.temperature_is_zero)
+
+        def choose(
+            logits: Array, depth: int | Array, width: int
+        ) -> tuple[Array | None, Array, Array]:
+            """Children of nodes of one depth, and what they were drawn from."""
+            log_probs = None
+            if how == "shared":
+                assert noise is not None  # child_sampling refuses temperature 0
+                logits = filtered_logits(logits, sampling) + jnp.take(noise, depth, axis=1)[:, None]
+            elif how != "top_k":
+                logits = log_probs = token_log_probs(logits, sampling)
+            return log_probs, *_draw(how, logits, width, _level_keys(keys, depth))
+
         root = root_token(context)
         tokens, valid = root, jnp.ones_like(root, bool)
         queries = jnp.concatenate([state.catch_up[:, None], root], axis=1)
         replay: tuple[Pending, Path] | None = (state.pending, state.path)
         cache, pending = state.cache, None
-        scores, finite = [], []
-        for depth, level in enumerate(_levels(topology)):
+        levels = levels_of(topology)
+        num_unrolled = len(levels) if len(levels) <= MAX_UNROLLED else 1
+        log_probs_of, finite = [], []
+        for depth, level in enumerate(levels[:num_unrolled]):
             logits, pending, cache = self.model.tree_forward(
                 queries,
                 _own_tree(topology, valid, state.has_catch_up, depth),
@@ -123,9 +149,8 @@ class ModelDrafter(nnx.Module):
             replay = None
             logits = logits[..., : self.model.config.vocab_size]
             finite.append(all_finite(logits).all(axis=-1))
-            scores.append(logits if how == "top_k" else token_log_probs(logits, sampling))
-            level_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, depth)
-            drawn, exists = _draw(how, scores[-1], level.width, level_keys)
+            log_probs, drawn, exists = choose(logits, depth, level.width)
+            log_probs_of += [] if log_probs is None else [log_probs]
             below = exists[:, level.source, level.rank] & valid[:, level.parents]
             below_tokens = drawn[:, level.source, level.rank]
             tokens = jnp.concatenate([tokens, below_tokens], axis=1)
@@ -133,17 +158,85 @@ class ModelDrafter(nnx.Module):
             queries = below_tokens[:, level.next_inner]
 
         assert pending is not None  # a tree with drafts has a level
+        grown = _Grown(
+            tokens,
+            valid,
+            pending,
+            jnp.concatenate(log_probs_of, axis=1) if log_probs_of else None,
+            jnp.stack(finite).all(axis=0),
+        )
+        if num_unrolled < len(levels):
+            grown = self._grow(grown, levels[1:], choose, state, cache, topology)
         inner = list(_inner_nodes(topology))
         log_prob_row = np.full(topology.num_nodes, -1, np.int32)
         log_prob_row[inner] = np.arange(len(inner))
         draft = DraftTree(
-            tokens=tokens,
-            tree=topology.tree(valid),
-            log_probs=None if how == "top_k" else jnp.concatenate(scores, axis=1),
+            tokens=grown.tokens,
+            tree=topology.tree(grown.valid),
+            log_probs=grown.log_probs,
             log_prob_row=jnp.asarray(log_prob_row),
-            finite=jnp.stack(finite).all(axis=0),
+            finite=grown.finite,
         )
-        return draft, state._replace(cache=cache, pending=pending)
+        return draft, state._replace(cache=cache, pending=grown.pending)
+
+    def _grow(
+        self,
+        start: "_Grown",
+        levels: list[Level],
+        choose: Callable[[Array, Array, int], tuple[Array | None, Array, Array]],
+        state: ModelDraftState,
+        cache: Cache,
+        topology: TreeTopology,
+    ) -> "_Grown":
+        """Grows the levels below the root's in one loop, see `levels`."""
+        num_nodes, num_read = topology.num_nodes, 1 + self._num_read(topology)
+        position = {node: 1 + at for at, node in enumerate(_inner_nodes(topology))}
+        width = max(level.width for level in levels)
+        places = {
+            "depth": np.arange(1, 1 + len(levels)),
+            "inner": padded([level.inner for level in levels]),
+            "read": padded([[position[n] for n in level.inner] for level in levels], num_read),
+            "children": padded([level.children for level in levels], num_nodes),
+            "parents": padded([level.parents for level in levels]),
+            "source": padded([level.source for level in levels]),
+            "rank": padded([level.rank for level in levels]),
+        }
+
+        def grow(so_far: _Grown, at: dict[str, Array]) -> tuple[_Grown, None]:
+            own_tree = _own_tree(topology, so_far.valid, state.has_catch_up, topology.depth - 1)
+            logits, read, _ = self.model.tree_forward(
+                so_far.tokens[:, at["inner"]],
+                level_behind(own_tree, at["read"]),
+                cache,
+                prefix_pending=so_far.pending,
+                num_logits=len(at["inner"]),
+            )
+            logits = logits[..., : self.model.config.vocab_size]
+            new, drawn, exists = choose(logits, at["depth"], width)
+            log_probs = so_far.log_probs
+            if log_probs is not None:
+                log_probs = log_probs.at[:, at["read"] - 1].set(new, mode="drop")
+            below = exists[:, at["source"], at["rank"]] & so_far.valid[:, at["parents"]]
+            below_tokens = drawn[:, at["source"], at["rank"]]
+            return (
+                _Grown(
+                    so_far.tokens.at[:, at["children"]].set(below_tokens, mode="drop"),
+                    so_far.valid.at[:, at["children"]].set(below, mode="drop"),
+                    with_level(so_far.pending, read, at["read"]),
+                    log_probs,
+                    so_far.finite & all_finite(logits).all(axis=-1),
+                ),
+                None,
+            )
+
+        start = _Grown(
+            with_zeros(start.tokens, num_nodes),
+            with_zeros(start.valid, num_nodes),
+            jax.tree.map(lambda leaf: with_zeros(leaf, num_read), start.pending),
+            None if start.log_probs is None else with_zeros(start.log_probs, num_read - 1),
+            start.finite,
+        )
+        return lax.scan(grow, start, jax.tree.map(jnp.asarray, places))[0]
 
     def commit(
         self,
@@ -173,36 +266,14 @@ class ModelDrafter(nnx.Module):
         return len(_inner_nodes(topology))
 
 
-class _Level(NamedTuple):
-    """How the nodes of the next level follow from those of one level."""
+class _Grown(NamedTuple):
+    """A draft tree while it grows."""
 
-    inner: list[int]  # its nodes with children
-    width: int  # most children of any of them
-    parents: list[int]  # of each node of the next level, as topology nodes ...
-    source: list[int]  # ... and as positions in `inner`
-    rank: list[int]  # of each node of the next level among its siblings
-    next_inner: np.ndarray  # positions of the next level's nodes with children
-
-
-def _levels(topology: TreeTopology) -> list[_Level]:
-    """The levels with children, top down."""
-    levels = []
-    for depth in range(topology.depth):
-        nodes = [n for n in range(topology.num_nodes) if topology.depths[n] == depth]
-        inner = [n for n in nodes if topology.children[n]]
-        below = [child for n in inner for child in topology.children[n]]
-        parents = [topology.parents[child] for child in below]
-        levels.append(
-            _Level(
-                inner=inner,
-                width=max(len(topology.children[n]) for n in inner),
-                parents=parents,
-                source=[inner.index(parent) for parent in parents],
-                rank=[topology.children[topology.parents[c]].index(c) for c in below],
-                next_inner=np.flatnonzero([bool(topology.children[c]) for c in below]),
-            )
-        )
-    return levels
+    tokens: Int[Array, "B N"]
+    valid: Bool[Array, "B N"]
+    pending: Pending
+    log_probs: Float32[Array, "B Z V"] | None
+    finite: Bool[Array, " B"]
 
 
 def _inner_nodes(topology: TreeTopology) -> tuple[int, ...]:
@@ -234,6 +305,10 @@ def _own_tree(
         ancestor_mask=mask,
         valid=own_valid,
     )
+
+
+def _level_keys(keys: Array, depth: int | Array) -> Array:
+    return jax.vmap(jax.random.fold_in, (0, None))(keys, depth)
 
 
 def _draw(how: str, scores: Array, width: int, keys: Array) -> tuple[Array, Array]:

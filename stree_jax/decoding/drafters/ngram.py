@@ -4,9 +4,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from stree_jax.array_types import Array, Float, Key
+from stree_jax.array_types import Array, Float, Float32, Key
 from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
+from stree_jax.messages import shown
 from stree_jax.tree import TreeTopology
+
+MAX_MATCH = 64  # each length is an operation of the program
 
 
 class NgramDrafter(nnx.Module):
@@ -20,15 +23,15 @@ class NgramDrafter(nnx.Module):
         min_match: shortest match that counts, in tokens.
 
     Raises:
-        ValueError: not integers with `1 <= min_match <= max_match`.
+        ValueError: not integers with `1 <= min_match <= max_match <= MAX_MATCH`.
     """
 
     def __init__(self, *, max_match: int = 3, min_match: int = 1):
         are_ints = isinstance(min_match, int) and isinstance(max_match, int)
-        if not (are_ints and 1 <= min_match <= max_match):
+        if not (are_ints and 1 <= min_match <= max_match <= MAX_MATCH):
             raise ValueError(
-                "need integers 1 <= min_match <= max_match,"
-                f" got min_match = {min_match}, max_match = {max_match}"
+                f"need integers 1 <= min_match <= max_match <= {MAX_MATCH},"
+                f" got min_match = {shown(min_match)}, max_match = {shown(max_match)}"
             )
         self.max_match = max_match
         self.min_match = min_match
@@ -51,6 +54,7 @@ class NgramDrafter(nnx.Module):
         keys: Key[Array, " B"],
         sampling: Sampling,
         topology: TreeTopology,
+        noise: Float32[Array, "B _ V"] | None = None,
     ) -> tuple[DraftTree, None]:
         """See `Drafter`."""
         tokens, valid = jax.vmap(lambda row, length: self._grow(row, length, topology))(

@@ -1,18 +1,18 @@
 """Verification rules: the protocol, and the built-in rules by name in `VERIFIERS`."""
 
 from stree_jax.decoding.verifiers.base import CHILD_SAMPLING, Verifier
-from stree_jax.decoding.verifiers.following import Following, follow
-from stree_jax.decoding.verifiers.testing import Testing
+from stree_jax.decoding.verifiers.following import FollowTarget, follow
+from stree_jax.decoding.verifiers.rejection_sampling import RejectionSampling
 
 VERIFIERS: dict[str, Verifier] = {
     verifier.name: verifier
     for verifier in (
-        Following("greedy", only_at_zero=True),
-        Following("target_only"),
-        Testing("multi_step", exact_for="iid"),
-        Testing("without_replacement", exact_for="without_replacement"),
-        Testing("chain", exact_for="iid", chains_only=True),
+        FollowTarget("greedy", only_at_zero=True),
+        FollowTarget("target_only"),
+        RejectionSampling("multi_step", exact_for="iid"),
+        RejectionSampling("without_replacement", exact_for="without_replacement"),
+        RejectionSampling("chain", exact_for="iid", chains_only=True),
     )
 }
 
-__all__ = ["CHILD_SAMPLING", "VERIFIERS", "Following", "Testing", "Verifier", "follow"]
+__all__ = ["CHILD_SAMPLING", "VERIFIERS", "FollowTarget", "RejectionSampling", "Verifier", "follow"]

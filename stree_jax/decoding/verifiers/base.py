@@ -8,7 +8,7 @@ from stree_jax.tree import TreeTopology
 
 # How a drafter chooses the children of a node, see `Drafter.child_sampling`. A rule that compares
 # draft and target probabilities is exact for one of these only.
-CHILD_SAMPLING = ("top_k", "iid", "without_replacement")
+CHILD_SAMPLING = ("top_k", "shared", "iid", "without_replacement")
 
 
 @runtime_checkable
@@ -64,8 +64,8 @@ class Verifier(Protocol):
                 Siblings are in the order in which they were drawn, and may carry the same token.
             logits: the target's after every node, without vocabulary padding; not filtered.
             sampling: temperature, top-k and top-p of each row, and two static flags.
-            noise: None; reserved for noise that drafter and verifier share. Pass it on when
-                delegating.
+            noise: Gumbel noise of the next `topology.depth + 1` output positions; None at
+                temperature 0. `sample_tokens` draws with it. Pass it on when delegating.
             topology: the draft tree, nodes in level order. A drafter may have chosen another shape
                 of the same size: `draft.tree` has the shape.
 

@@ -1,23 +1,23 @@
 """Verifiers that choose one token per node from the target, and follow the child that has it.
 
-Exact for any tree and any drafter, because the drafts have no influence on the choice.
+Exact for any tree and any drafter, because the drafts have no influence on the choice. Above
+temperature 0 the choice depends on the logits and on the noise of the node's output position, so
+the text is the one that autoregressive decoding draws with the same key.
 """
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
-from pallas_kernels.numerics import best_of
 from stree_jax.array_types import Array, Float32, Int, Key
-from stree_jax.decoding.sampling import token_log_probs
+from stree_jax.decoding.sampling import best_token, position_noise, sample_tokens
 from stree_jax.decoding.types import DraftTree, Sampling, Verdict
 from stree_jax.tree import TreeTopology
 
 
 @dataclasses.dataclass(frozen=True)
-class Following:
-    """Follows the target's best token at temperature 0, and a sample from the target above it.
+class FollowTarget:
+    """Follows the target's best token at temperature 0, and its sample above it.
 
     Attributes:
         name: in `VERIFIERS`, and in messages.
@@ -48,9 +48,11 @@ class Following:
     ) -> Verdict:
         """See `Verifier`."""
         if self.only_at_zero or sampling.temperature_is_zero:
-            return follow(draft, best_of(logits)[0])
-        log_probs = token_log_probs(logits, sampling)
-        return follow(draft, jax.vmap(jax.random.categorical)(keys, log_probs).astype(jnp.int32))
+            return follow(draft, best_token(logits)[0])
+        if noise is None:  # a loop without noise of its own: other samples each step
+            start = jnp.zeros(keys.shape, jnp.int32)
+            noise = position_noise(keys, start, topology.depth, logits.shape[-1])
+        return follow(draft, sample_tokens(logits, noise, draft.tree.depth, sampling))
 
 
 def follow(draft: DraftTree, chosen: Int[Array, "B N"]) -> Verdict:

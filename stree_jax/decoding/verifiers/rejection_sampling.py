@@ -23,14 +23,14 @@ from jax import lax
 from stree_jax.array_types import Array, Float32, Int, Key
 from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.types import DraftTree, Sampling, Verdict
-from stree_jax.decoding.verifiers.following import Following
+from stree_jax.decoding.verifiers.following import FollowTarget
 from stree_jax.tree import Tree, TreeTopology
 
-_TARGET_ONLY = Following("target_only")
+_TARGET_ONLY = FollowTarget("target_only")
 
 
 @dataclasses.dataclass(frozen=True)
-class Testing:
+class RejectionSampling:
     """Accepts drafts by the ratio p / q, so the drafter must give its distributions.
 
     Attributes:
@@ -49,6 +49,8 @@ class Testing:
         """See `Verifier`."""
         if temperature_is_zero:
             raise ValueError(f"verifier {self.name!r} needs temperature > 0; use 'greedy' at 0")
+        if topology.num_nodes == 1:  # nothing to test: the target alone decides
+            return
         branching = max(map(len, topology.children))
         if self.chains_only and branching > 1:
             raise ValueError(
@@ -61,7 +63,8 @@ class Testing:
         if child_sampling != self.exact_for and not (drawn and branching <= 1):
             raise ValueError(
                 f"verifier {self.name!r} is not exact for child_sampling = {child_sampling!r},"
-                f" only for {self.exact_for!r}; use 'target_only', which is exact for any"
+                f" only for {self.exact_for!r}; use 'target_only', which is exact for any, or"
+                f" ModelDrafter(..., child_sampling={self.exact_for!r})"
             )
 
     def verify(

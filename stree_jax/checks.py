@@ -1,0 +1,63 @@
+"""Checks of the values in a config."""
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises a ValueError with this message unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def require_integer(config: Any, name: str, least: int, *, optional: bool = False) -> None:
+    """A field must be an integer from `least` on, or None if it is optional."""
+    value = getattr(config, name)
+    if value is None and optional:
+        return
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    require(
+        is_int and value >= least,
+        f"{name} must be an integer of at least {least}, got {value!r:.80}",
+    )
+    require(value < 1 << 48, f"{name} must be below 2**48, got {value!r:.80}")
+
+
+def require_types(cls: type, values: Mapping[str, Any]) -> None:
+    """Fields of a dataclass must have their annotated types, and numbers must fit in float32.
+
+    `dt_limit` may be infinite.
+    """
+    for field in dataclasses.fields(cls):
+        if field.name not in values:
+            continue
+        value = values[field.name]
+        most = math.inf if field.name == "dt_limit" else float(np.finfo(np.float32).max)
+        require(
+            _fits(value, field.type, most),
+            f"{field.name} must be {getattr(field.type, '__name__', field.type)}"
+            f"{' and finite' if field.type is float else ''}, got {value!r:.80}",
+        )
+
+
+def _fits(value: Any, kind: Any, most: float) -> bool:
+    parts = typing.get_args(kind)
+    if isinstance(kind, types.UnionType):
+        return any(_fits(value, part, most) for part in parts)
+    if typing.get_origin(kind) is tuple:
+        kinds = parts[:1] * len(value) if ... in parts and isinstance(value, tuple) else parts
+        return (
+            isinstance(value, tuple)
+            and len(value) == len(kinds)
+            and all(map(_fits, value, kinds, [most] * len(kinds)))
+        )
+    if kind is float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and -most <= value <= most
+    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))

@@ -1,0 +1,108 @@
+"""The arrays of a native checkpoint, read one at a time.
+
+Orbax writes them; tensorstore, on which Orbax is built, reads them here. Orbax's own loader reads
+all at once on an event loop that it closes at the first error, so that damaged files leave a trail
+of messages on stderr. It does not say which array is damaged either.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes  # noqa: F401 (registers bfloat16 with numpy)
+import numpy as np
+
+CHECKSUMS = "checksums.json"
+# Zeros compress well, but weights do not.
+_MOST_COMPRESSED = 1000
+
+
+def write_checksums(path: Path, weights: Mapping[str, jax.Array]) -> None:
+    """Writes the CRC-32 of each array and the sizes of the files with their numbers.
+
+    An array that other processes hold too has no CRC.
+    """
+    crcs = {
+        name: zlib.crc32(_bytes(np.asarray(weight)))
+        for name, weight in weights.items()
+        if weight.is_fully_addressable
+    }
+    files = sorted((path / "params").rglob("d/*"))
+    sizes = {str(file.relative_to(path / "params")): file.stat().st_size for file in files}
+    (path / CHECKSUMS).write_text(json.dumps({"crc32": crcs, "sizes": sizes}, indent=2) + "\n")
+
+
+def check_sizes(params: Path, sizes: Mapping[str, int]) -> None:
+    """Compares the sizes of files with those that were saved.
+
+    Raises:
+        ValueError: a file has another size.
+    """
+    for name, size in sizes.items():
+        file = params / name
+        if file.is_file() and file.stat().st_size != size:
+            raise ValueError(f"{name:.80} has {file.stat().st_size} bytes, not {size!r:.20}")
+
+
+def open_arrays(params: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Opens the arrays below `params` by dotted name; they have a `shape` and a `dtype`.
+
+    Args:
+        params: Orbax's directory.
+        metadata: the content of its file state/_METADATA.
+
+    Raises:
+        ValueError: the arrays are larger than the files can hold.
+        Exception: anything else that tensorstore raises about damaged files.
+    """
+    import tensorstore as ts
+
+    state = params.absolute() / "state"
+    context = ts.Context({"cache_pool": {"total_bytes_limit": 1 << 20}})
+    opened = {}
+    for entry in metadata["tree_metadata"].values():
+        name = ".".join(str(key["key"]) for key in entry["key_metadata"])
+        files: dict[str, Any] = {"driver": "file", "path": f"{state}/"}
+        store = (
+            {"driver": "ocdbt", "base": files, "path": f"{name}/"}
+            if metadata.get("use_ocdbt", True)
+            else files | {"path": f"{state}/{name}/"}
+        )
+        driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
+        opened[name] = ts.open(
+            {"driver": driver, "kvstore": store}, open=True, read=True, context=context
+        )
+    arrays = {name: Array(future.result()) for name, future in opened.items()}
+    size = sum(file.stat().st_size for file in params.rglob("*") if file.is_file())
+    wanted = sum(int(np.prod(array.shape, dtype=object)) for array in arrays.values())
+    if wanted > size * _MOST_COMPRESSED:
+        raise ValueError(f"its arrays have {wanted} numbers, its files only {size} bytes")
+    return arrays
+
+
+class Array:
+    """An array that has not been read."""
+
+    def __init__(self, store: Any):
+        self.shape: tuple[int, ...] = tuple(store.shape)
+        self.dtype = np.dtype(store.dtype.numpy_dtype)
+        self._store = store
+
+    def read(self, crc: int | None) -> np.ndarray:
+        """The numbers; with a `crc`, verified.
+
+        Raises:
+            ValueError: they have another checksum.
+            Exception: anything that tensorstore raises about damaged files.
+        """
+        values = self._store.read().result()
+        if crc is not None and zlib.crc32(_bytes(values)) != crc:
+            raise ValueError("it has another checksum than when it was saved")
+        return values
+
+
+def _bytes(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)

@@ -1,0 +1,161 @@
+"""Writers of directories that are killed at every step."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from stree_jax import directories
+from stree_jax.directories import new_directory, recover
+
+# What changes the file system, except for the writing of the files themselves.
+EVENTS = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree", "exchange")
+
+
+def write(path, text):
+    with new_directory(path, overwrite=True) as new:
+        (new / "file").write_text(text)
+
+
+def killed_writer(path, step, *, exchanges):
+    """Replaces the directory in a process that dies before its n-th change; False if it lives."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # forks of a process with threads, which this one lacks
+        child = os.fork()
+    if not child:
+        count = 0
+
+        def kill(event, _arguments=()):
+            nonlocal count
+            count += event in EVENTS
+            if count == step:
+                os._exit(9)
+
+        exchange = directories._exchange
+
+        def exchanged(first, second):
+            kill("exchange")
+            return exchanges and exchange(first, second)
+
+        directories._exchange = exchanged
+        sys.addaudithook(kill)
+        write(path, "new")
+        os._exit(0)
+    return os.waitpid(child, 0)[1] != 0
+
+
+def every_kill(folder):
+    """Kills at all steps, with and without an exchange; returns the number of kills."""
+    for exchanges in (True, False):
+        for step in range(1, 100):
+            path = folder / f"{exchanges}-{step}" / "model"
+            write(path, "old")
+            if not killed_writer(path, step, exchanges=exchanges):
+                break
+            for use in (recover, lambda path: write(path, "newest")):
+                use(path)
+                text = (path / "file").read_text()
+                assert text in (("old", "new") if use is recover else ("newest",)), (step, text)
+            assert [entry.name for entry in path.parent.iterdir()] == ["model"], step
+        assert (path / "file").read_text() == "new"
+        yield step - 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_writer_may_be_killed_at_any_step(tmp_path):
+    """In a process of its own, where no other thread runs that a fork would lose."""
+    code = (
+        "import sys, pathlib; from tests.models.test_directories import every_kill;"
+        "print(*every_kill(pathlib.Path(sys.argv[1])))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert not result.returncode, result.stderr
+    with_exchange, without = map(int, result.stdout.split())
+    assert with_exchange >= 8
+    assert without == with_exchange + 2  # two renames
+
+
+def test_the_exchange_is_one_step(tmp_path):
+    """At no time is there nothing at the destination."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    if not directories._exchange(tmp_path / "a", tmp_path / "b"):
+        pytest.skip("the system or the file system cannot")
+    assert (tmp_path / "a" / "b").exists()
+    assert (tmp_path / "b" / "a").exists()
+
+
+def leftovers(folder):
+    return [entry for entry in folder.iterdir() if entry.name.startswith(".")]
+
+
+def test_temporary_directories_of_the_living_stay(tmp_path):
+    """They are locked, whatever the process that looks at them."""
+    path = tmp_path / "model"
+    with new_directory(path) as first:
+        (first / "file").write_text("first")
+        write(path, "second")
+        assert len(leftovers(tmp_path)) == 1
+        with contextlib.suppress(ValueError):
+            directories._remove_leftovers(path)
+        assert (first / "file").exists()
+        (path / "file").unlink()
+        path.rmdir()
+    assert (path / "file").read_text() == "first"
+    assert not leftovers(tmp_path)
+
+
+def test_other_directories_stay(tmp_path):
+    names = (".model.partial-x.partial-12345678", ".models.partial-12345678", ".model.partial")
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").touch()
+    write(tmp_path / "model", "text")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([*names, "model"])
+
+
+def test_a_directory_that_is_being_replaced_is_waited_for(tmp_path):
+    """Between two renames there is nothing at the destination; the lock says who will act."""
+    path = tmp_path / "model"
+    write(path, "old")
+    code = f"""
+import pathlib, time
+from stree_jax import directories
+directories._exchange = lambda *_: False
+rename = directories.os.rename
+def slow(source, to):
+    rename(source, to)
+    if pathlib.Path(to).name == "old":
+        print("moved", flush=True)
+        time.sleep(0.5)
+directories.os.rename = slow
+with directories.new_directory(pathlib.Path({str(path)!r}), overwrite=True) as new:
+    (new / "file").write_text("new")
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "moved\n"
+        assert not path.exists()
+        began = time.monotonic()
+        recover(path)
+        assert (path / "file").read_text() == "new"
+        assert time.monotonic() - began < 30
+    assert not leftovers(tmp_path)
+
+
+def test_a_link_and_a_file_are_replaced(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "text").write_text("text")
+    for name in ("link", "text"):
+        write(tmp_path / name, "new")
+        assert (Path(tmp_path / name) / "file").read_text() == "new"
+    assert not leftovers(tmp_path)
+    assert (tmp_path / "elsewhere").is_dir()
