@@ -18,70 +18,30 @@ transformers  time of a token of transformers, with the shape of mamba2-2.7b.
 
     python -m benchmarks.gpu_session --minutes 9 --output DIR [--sections gate steps ...]
 
-<<<<<<< HEAD
 Each section has a process of its own and a share of the remaining time; time that it does not use
 goes to the later ones, and then to what was left out. Its rows are written as they come. A task
-that crashes or hangs is one failed row. The same command again does what is missing in DIR;
-`docs/gpu.md` has a plan for half an hour.
+that crashes or hangs is one failed row. The same command with the same DIR again does what is
+missing there; `docs/gpu.md` has a plan for half an hour.
 
-Results are `gpu-session.json` and a plot. Times of kernels that a check found wrong are marked.
+Results are `gpu-session.json` and a plot; `--commit` copies them to `benchmarks/results`. Times of
+kernels that a check found wrong are marked.
 Without a GPU nothing is measured; `--smoke` does everything with tiny sizes on any device. Exit
 code 1 if anything is wrong or fails.
 """
 
 import argparse
-import tempfile
-=======
-Each section gets a share of the remaining time; time that it does not use goes to the later ones.
-What did not fit is listed as left out. Results and a plot go to `<device>.json` and
-`.png` (in `benchmarks/results` with `--commit`) after every section. Without a GPU nothing is
-measured; `--smoke` runs everything with tiny sizes on any device. Exit code 1 if anything is wrong
-or fails.
-"""
-
-import argparse
-import contextlib
-import functools
-import importlib.metadata
-import os
->>>>>>> main
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from benchmarks.common import conclude
+from benchmarks.common import OUTPUT, conclude, device_name, read_options, write_json
 from benchmarks.gpu import report
 from benchmarks.gpu.runner import DONE, LATEST, NOT_BEGUN, NoGpu, Results, run_section
 from benchmarks.gpu.sections import SECTIONS
 
-<<<<<<< HEAD
 MINUTES = 9.0  # of the 10 of a command
 REPORTING = 5.0  # seconds
 LEAST = 10.0  # seconds in which a section can do anything at all
 PASSES = 2  # what a section left out may fit into time that later ones did not use
-=======
-import stree_jax as st
-from benchmarks.common import (
-    conclude,
-    device_name,
-    machine,
-    plotted,
-    print_table,
-    read_options,
-    write_json,
-)
-from benchmarks.gpu import byte_pair, kernels, models
-from benchmarks.gpu.scale import FULL, SMOKE, Scale
-from benchmarks.gpu.sections import Clock, Section, run_sections
-from benchmarks.models import on_gpu, random_pair
-from pallas_kernels import dispatch
-
-MINUTES = 9.0  # of 10: what has begun is not interrupted
-NAMES = (
-    *("bandwidth", "correctness", "lossless", "kernels", "mamba2 steps", "hybrid steps"),
-    *("packed", "transformers", "end to end", "packed, trained"),
-)
->>>>>>> main
 
 
 def run(names: Sequence[str], results: Results, end: float, *, smoke: bool) -> None:
@@ -124,58 +84,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for everything")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on any device")
-<<<<<<< HEAD
-    parser.add_argument("--output", type=Path, help="directory of the results; default: a new one")
-    options = parser.parse_args(arguments)
-    directory = options.output or Path(tempfile.mkdtemp(prefix="stree-gpu-session-"))
-    head = {"question": __doc__.splitlines()[0], "smoke": options.smoke}
-    names = [name for name in SECTIONS if name in options.sections]
-=======
     options = read_options(parser, arguments)
-    # JAX would take three quarters of the memory, and leave too little for torch.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if options.smoke:  # which mostly compiles
-        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-    if not options.smoke and not on_gpu():
-        print(
-            f"no GPU here: the default backend is {jax.default_backend()!r}; nothing was measured"
-        )
-        return
-    if options.train is not None and not 0 < options.train < options.minutes:
-        parser.error(f"--train {options.train:g} is not within --minutes {options.minutes:g}")
     if options.smoke and options.commit:
         parser.error("times of tiny sizes are not results: --smoke goes without --commit")
-    scale = SMOKE if options.smoke else FULL
-    end = time.monotonic() + 60 * options.minutes
-    results: dict[str, Any] = {
-        "machine": machine(),
-        "versions": versions(),
-        "kernels_chosen": dispatch.explain(),
-        "smoke": options.smoke,
-    }
-    name = device_name(results["machine"])
-    trained = None
-    if options.train is not None:
-        byte_pair.text_directory()  # fails early if there are no texts
-        print(f"training: {options.train:g} minutes", flush=True)
-        target, draft, training = scale.training
-        trained = byte_pair.train(60 * options.train, target=target, draft=draft, training=training)
-        results["training"] = trained.report
-    sections = sections_of(scale, results, trained, options.bandwidth)
-    if options.sections is not None:
-        sections = [s for s in sections if s.name in ("bandwidth", *options.sections)]
-
-    def save() -> Path:
-        return write_json(name, results, options.output)
-
-    run_sections(sections, end - time.monotonic(), results, save)
-    if not options.smoke:
-        results["aims"] = aims(results)
-    path = save()
-    report(results)
->>>>>>> main
+    directory = OUTPUT if options.commit else options.output
+    file = directory / "gpu-session.json"
+    if directory == OUTPUT:  # nobody asked for an earlier run to go on
+        file.unlink(missing_ok=True)
+    head = {"question": __doc__.splitlines()[0], "smoke": options.smoke}
+    names = [name for name in SECTIONS if name in options.sections]
     try:
-        results = Results(directory / "gpu-session.json", head)
+        results = Results(file, head)
         run(names, results, began + 60 * options.minutes - REPORTING, smoke=options.smoke)
     except NoGpu as error:
         print(f"no GPU here: {error}; nothing was measured")
@@ -184,6 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         raise SystemExit(str(error)) from None
     path = results.save()
+    if options.commit and results.data["machine"]:
+        name = f"gpu-session-{device_name(results.data['machine'])}"
+        path = write_json(name, results.data, options.output)
     report.report(results.data)
     try:
         report.plot(results.data, path.with_suffix(".png"))

@@ -74,11 +74,7 @@ SPACES = {
         "tree_conv1d_layer",
         conv_config.DEFAULTS,
         lambda _: "any",
-<<<<<<< HEAD
         {"channels": (64, 128, 256, 512), "num_warps": (1, 2, 4, 8), "queries": (8, 16, 32)},
-=======
-        {"channels": (64, 128, 256, 512), "queries": (8, 16, 32), "num_warps": (1, 2, 4, 8)},
->>>>>>> main
     ),
     "ssd": Space(
         "ssd",

@@ -26,7 +26,6 @@ from benchmarks.common import (
     machine,
     plotted,
     print_table,
-    progress_bar,
     read_options,
     save,
     summary,
@@ -167,24 +166,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = read_options(parser, plots=True)
     pair = chosen_pair(options, options.prompts)
-<<<<<<< HEAD
     comparison = Comparison(pair, options.tokens)
     sizes = list(itertools.product(options.steps, options.beams))
     rows = [
         comparison.measure(num_beams, num_steps, options.rounds)
         for num_steps, num_beams in track(sizes, transient=True)
     ]
-=======
-    with progress_bar() as progress:
-        rows = measure(
-            pair,
-            beams=options.beams,
-            steps=options.steps,
-            tokens=options.tokens,
-            rounds=options.rounds,
-            progress=progress,
-        )
->>>>>>> main
     where = machine()
     # bfloat16 rounds differently for another number of rows, which flips near ties of logits.
     exact = pair.target.dtype == jnp.float32
