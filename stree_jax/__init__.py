@@ -32,6 +32,7 @@ from stree_jax.layer_config import (
 from stree_jax.models.lm import HybridLM
 from stree_jax.pretrained import demo_path, from_pretrained, load_tokenizer
 from stree_jax.tree import Tree, TreeTopology
+from stree_jax.tuning import TuningReport, tune
 
 __all__ = [
     "PAD",
@@ -56,6 +57,7 @@ __all__ = [
     "SharedConfig",
     "Tree",
     "TreeTopology",
+    "TuningReport",
     "Verdict",
     "Verifier",
     "demo_path",
@@ -68,5 +70,6 @@ __all__ = [
     "save_pretrained",
     "stream",
     "token_log_probs",
+    "tune",
 ]
 __version__ = "0.1.0"

@@ -153,18 +153,25 @@ class ModelConfig:
         eos_token: int | tuple[int, ...] | None = None,
         attention_layers: Sequence[int] = (),
         attention: Mapping[str, Any] | None = None,
+        mlp: Mapping[str, Any] | None = None,
+        residual_float32: bool = True,
         **mixer: Any,
     ) -> "ModelConfig":
         """A Mamba-2 language model with the layout of the published ones.
+
+        With `attention_layers`, `mlp` and `residual_float32=False` it is a hybrid in Bamba's
+        layout.
 
         Args:
             vocab_size, d_model: fields of `ModelConfig`.
             num_layers: number of layers.
             expand: inner width of the mixer as a multiple of `d_model`.
             head_dim, state_size: `P` and `S`.
-            padded_vocab_size, tie_embeddings, eos_token: fields of `ModelConfig`.
+            padded_vocab_size, tie_embeddings, eos_token, residual_float32: fields of
+                `ModelConfig`.
             attention_layers: indices of layers with attention instead of Mamba-2.
             attention: fields of `AttentionConfig` for these layers.
+            mlp: fields of `MlpConfig` for an MLP behind each of the `num_layers`; None: no MLPs.
             **mixer: more fields of `Mamba2Config`.
 
         Raises:
@@ -185,13 +192,15 @@ class ModelConfig:
         )
         outside = [i for i in attention_layers if i not in range(num_layers)]
         require(not outside, f"attention_layers has {outside}; layers are 0 to {num_layers - 1}")
+        kinds = ["attention" if i in attention_layers else "mamba2" for i in range(num_layers)]
         return cls(
             vocab_size=vocab_size,
             d_model=d_model,
             layers=tuple(
-                "attention" if i in attention_layers else "mamba2" for i in range(num_layers)
+                part for kind in kinds for part in ((kind,) if mlp is None else (kind, "mlp"))
             ),
             attention=None if attention is None else _build(AttentionConfig, attention),
+            mlp=None if mlp is None else _build(MlpConfig, mlp),
             mamba2=Mamba2Config(
                 num_heads=expand * d_model // head_dim,
                 head_dim=head_dim,
@@ -200,6 +209,7 @@ class ModelConfig:
             ),
             padded_vocab_size=padded_vocab_size,
             tie_embeddings=tie_embeddings,
+            residual_float32=residual_float32,
             eos_token=eos_token,
         )
 

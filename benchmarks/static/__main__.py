@@ -10,7 +10,8 @@ Memory does not add up that way: `--whole` compiles whole models.
 
 `benchmarks/static/deviceless.py` says what to install. Results go to `static.json`, in
 `benchmarks/results` with `--commit`; a run of some presets or GPUs replaces their rows only. Exit
-code 1 if a kernel spills registers, or if our kernels exceed `--most-launches` or `--most-growth`.
+code 1 if a kernel spills registers, or if our kernels exceed `--most-launches`, `--most-outside` or
+`--most-growth`.
 
 Matrix products are not autotuned, since there is no device to time them on: counts of kernels and
 memory hold, a device may choose other blocks. XLA may also split the inner axis of small products
@@ -32,7 +33,14 @@ import stree_jax as st  # isort: skip
 from benchmarks.common import read_options as common_options
 from benchmarks.static import gates, report
 from benchmarks.static.layers import by_layer, shortened
-from benchmarks.static.programs import MAX_LENGTH, Program, decode_loop, read_prompt, verify_step
+from benchmarks.static.programs import (
+    MAX_LENGTH,
+    Program,
+    decode_loop,
+    outside_of_layers,
+    read_prompt,
+    verify_step,
+)
 from stree_jax.decoding.prefill import PIECE
 
 IMPLEMENTATIONS = ("xla", "pallas")
@@ -58,6 +66,13 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--products", nargs="+", default=list(PRODUCTS), choices=PRODUCTS)
     parser.add_argument("--whole", action="store_true", help="also compile whole models")
     parser.add_argument(
+        "--loop-nodes",
+        type=int,
+        nargs="*",
+        default=[64],
+        help="nodes of the trees of loops whose launches outside of layers are counted",
+    )
+    parser.add_argument(
         "--most-launches",
         nargs="+",
         type=gates.limit,
@@ -65,6 +80,14 @@ def read_options() -> argparse.Namespace:
         metavar="KIND=NUMBER",
         help="limits for a layer with our kernels, products whole, such as mamba2=5 attention=5, in"
         " steps of more than one node; prompt-mamba2=11 for the reading of a prompt",
+    )
+    parser.add_argument(
+        "--most-outside",
+        nargs="+",
+        type=gates.limit,
+        default=[],
+        metavar="KIND=NUMBER",
+        help="limits for a step of the loop outside of layers, such as greedy=30 sampled=40",
     )
     parser.add_argument(
         "--most-growth",
@@ -102,6 +125,7 @@ def main() -> None:
     steps: report.Rows = []
     prompts: report.Rows = []
     loops: report.Rows = []
+    outside: report.Rows = []
     kinds = (
         ("nodes", options.nodes, verify_step, steps),
         ("positions", options.prompts, read_prompt, prompts),
@@ -126,10 +150,18 @@ def main() -> None:
                 loop = decode_loop(compiler, shortened(config), shortened(draft), implementation)
                 loops.append(which | loop)
                 print(json.dumps(loops[-1]), flush=True)
+                for nodes in options.loop_nodes:
+                    for sampled in (False, True):
+                        found = outside_of_layers(
+                            compiler, shortened(config), implementation, nodes, sampled=sampled
+                        )
+                        outside.append(which | found)
+                        print(json.dumps(outside[-1]), flush=True)
     report.print_programs("a verify step", "nodes", steps)
     if prompts:
         report.print_programs("the reading of a prompt", "positions", prompts)
     report.print_loops(loops)
+    report.print_outside(outside)
     settings = {
         "question": __doc__.splitlines()[0],
         "dtype": "bfloat16",
@@ -137,22 +169,26 @@ def main() -> None:
         "cache_positions": MAX_LENGTH,
     }
     path = report.write(
-        settings, {"steps": steps, "prompts": prompts, "loops": loops}, options.output
+        settings,
+        {"steps": steps, "prompts": prompts, "loops": loops, "outside": outside},
+        options.output,
     )
     passes = [*steps, *prompts]
-    programs = (*passes, *loops, *(row["whole"] for row in passes if "whole" in row))
+    programs = (*passes, *loops, *outside, *(row["whole"] for row in passes if "whole" in row))
     spilled = sum(program["spills"] for program in programs)
     line = {
         "programs": len(passes),
         "with_spills": spilled,
         "most_launches_of_a_layer": gates.most_launches(passes),
         "growth_of_memory_percent": gates.growth_of_memory(passes),
+        "most_launches_outside_of_layers": gates.most_outside(outside),
         "results": str(path),
     }
     print(json.dumps({"static": line}))
     failures = gates.failures(
         passes, launches=options.most_launches, growth=options.most_growth, spilled=spilled
     )
+    failures += gates.exceeded(gates.most_outside(outside), options.most_outside)
     if failures:
         raise SystemExit("\n".join(failures))
 

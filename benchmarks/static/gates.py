@@ -29,6 +29,25 @@ def most_launches(rows: Sequence[Row]) -> dict[str, float]:
     return most
 
 
+def most_outside(rows: Sequence[Row]) -> dict[str, float]:
+    """Launches of a step of the loop outside of layers, at most; as `most_launches`."""
+    most: dict[str, float] = {}
+    for row in _gated(rows):
+        name = "sampled" if row["sampled"] else "greedy"
+        most[name] = max(most.get(name, 0.0), row["launches_a_step"])
+    return most
+
+
+def exceeded(most: Mapping[str, float], limits: Sequence[tuple[str, float]]) -> list[str]:
+    """What exceeds its limit, or was not compiled at all."""
+    return [
+        f"{kind}: {most.get(kind, 'nothing of this kind was compiled;')} launches, the limit is"
+        f" {number:g}; all kinds: {most}"
+        for kind, number in limits
+        if most.get(kind, math.inf) > number
+    ]
+
+
 def growth_of_memory(rows: Sequence[Row]) -> dict[str, float]:
     """Growth of all memory of a whole step, in percent, from the smallest tree to the largest."""
     sizes: dict[str, dict[int, int]] = {}
@@ -62,13 +81,8 @@ def failures(
         growth: limit of `growth_of_memory`, infinite for none.
         spilled: number of programs that spill registers.
     """
-    most, grown = most_launches(rows), growth_of_memory(rows)
-    found = [
-        f"{kind}: {most.get(kind, 'no such layer was compiled;')} launches, the limit is"
-        f" {number:g}; all kinds: {most}"
-        for kind, number in launches
-        if most.get(kind, math.inf) > number
-    ]
+    grown = growth_of_memory(rows)
+    found = exceeded(most_launches(rows), launches)
     if growth < math.inf and not grown:
         found.append("growth of memory: no whole model was compiled for two sizes of trees")
     found += [

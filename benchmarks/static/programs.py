@@ -1,5 +1,6 @@
 """The programs that are compiled: a verify step, a piece of a prompt, and the decode loop."""
 
+import dataclasses
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -139,29 +140,48 @@ def read_prompt(
     return Program.of(compiled, cost, thunks, 1)
 
 
+class GivenDrafts(nnx.Module):
+    """Drafts the first tokens of the text, which costs next to nothing."""
+
+    def default_topology(self) -> st.TreeTopology:
+        """See `Drafter`."""
+        return st.TreeTopology.chain(1)
+
+    def child_sampling(self, topology: st.TreeTopology, *, temperature_is_zero: bool) -> str:
+        """See `Drafter`."""
+        return "top_k"
+
+    def prepare(self, context: Context, topology: st.TreeTopology, max_length: int) -> None:
+        """See `Drafter`."""
+
+    def propose(
+        self,
+        state: None,
+        context: Context,
+        keys: Any,
+        sampling: Sampling,
+        topology: st.TreeTopology,
+        noise: Any = None,
+    ) -> tuple[st.DraftTree, None]:
+        """See `Drafter`."""
+        root = st.root_only(context)
+        drafts = context.tokens[:, : topology.num_nodes - 1]
+        tokens = jnp.concatenate([root.tokens, drafts], axis=1)
+        tree = topology.tree(jnp.ones(tokens.shape, bool))
+        none = jnp.full(topology.num_nodes, -1, jnp.int32)
+        return st.DraftTree(tokens, tree, None, none, root.finite), None
+
+    def commit(self, *_: Any) -> None:
+        """See `Drafter`."""
+
+
 def decode_loop(
     compiler: Compiler, target: st.ModelConfig, draft: st.ModelConfig, implementation: str
 ) -> dict[str, Any]:
     """Compiles the whole loop with tree A, for what it costs beside the layers of the models."""
-
-    def model(config: st.ModelConfig) -> st.HybridLM:
-        return nnx.merge(*_abstract(config, implementation))
-
-    targets, drafter = model(target), st.ModelDrafter(model(draft))
-    decoder = SpeculativeDecoder(
-        st.TreeTopology.paper("A"), st.VERIFIERS["greedy"], 64, steps_per_sync=STEPS
-    )
-    struct = jax.ShapeDtypeStruct
-    context = Context(struct((1, 64), jnp.int32), struct((1,), jnp.int32))
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
-    state = jax.eval_shape(
-        lambda *arguments: decoder.start(*arguments), targets, drafter, context, keys
-    )
-    integer, real = struct((1,), jnp.int32), struct((1,), jnp.float32)
-    limits = Limits(integer, struct((1, 4), jnp.int32))
-    sampling = Sampling(real, integer, real, temperature_is_zero=True, use_top_k_or_top_p=False)
-    arguments = compiler.place((targets, drafter, state, limits, sampling))
-    compiled = compiler(SpeculativeDecoder.run, decoder, *arguments)
+    drafter = st.ModelDrafter(nnx.merge(*_abstract(draft, implementation)))
+    topology = st.TreeTopology.paper("A")
+    compiled = _loop(compiler, target, implementation, drafter, topology, sampled=False)
     outside, inside = Thunks.parse(compiled.thunks)
     count, copies = launches(inside)
     return {
@@ -173,3 +193,61 @@ def decode_loop(
         "temporary_bytes": Memory.of(compiled.program).temporary,
         "spills": compiled.spills,
     }
+
+
+def outside_of_layers(
+    compiler: Compiler, config: st.ModelConfig, implementation: str, nodes: int, *, sampled: bool
+) -> dict[str, Any]:
+    """What a step of the loop launches beside the target's layers, if drafts cost nothing.
+
+    On a full binary tree. A loop whose target has every layer twice tells what the layers launch.
+    """
+    topology = st.TreeTopology((-1, *((node - 1) // 2 for node in range(1, nodes))))
+    once, twice = (
+        _loop(
+            compiler,
+            dataclasses.replace(config, layers=config.layers * times),
+            implementation,
+            GivenDrafts(),
+            topology,
+            sampled=sampled,
+        )
+        for times in (1, 2)
+    )
+    names, more = (by_name(Thunks.parse(program.thunks).inside) for program in (once, twice))
+    kernels = {name: (2 * names[name] - more[name]) / STEPS for name in sorted(names | more)}
+    return {
+        "loop_nodes": nodes,
+        "sampled": sampled,
+        "launches_a_step": sum(kernels.values()),
+        # Below 0: XLA names kernels by what it fused, and a layer's may have other names here.
+        "kernels": {name: count for name, count in kernels.items() if count},
+        "spills": once.spills or twice.spills,
+    }
+
+
+def _loop(
+    compiler: Compiler,
+    target: st.ModelConfig,
+    implementation: str,
+    drafter: st.Drafter,
+    topology: st.TreeTopology,
+    *,
+    sampled: bool,
+) -> Compiled:
+    targets = nnx.merge(*_abstract(target, implementation))
+    verifier = st.VERIFIERS["target_only" if sampled else "greedy"]
+    decoder = SpeculativeDecoder(topology, verifier, 64, steps_per_sync=STEPS)
+    struct = jax.ShapeDtypeStruct
+    context = Context(struct((1, 64), jnp.int32), struct((1,), jnp.int32))
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
+    state = jax.eval_shape(
+        lambda *arguments: decoder.start(*arguments), targets, drafter, context, keys
+    )
+    integer, real = struct((1,), jnp.int32), struct((1,), jnp.float32)
+    limits = Limits(integer, struct((1, 4), jnp.int32))
+    sampling = Sampling(
+        real, integer, real, temperature_is_zero=not sampled, use_top_k_or_top_p=False
+    )
+    arguments = compiler.place((targets, drafter, state, limits, sampling))
+    return compiler(SpeculativeDecoder.run, decoder, *arguments)

@@ -12,7 +12,7 @@ from benchmarks.common import merged, print_table, write_json
 
 Rows = list[dict[str, Any]]
 # What identifies a row of the results; steps have nodes, prompts positions.
-ROW = ("preset", "gpu", "implementation", "products", "nodes", "positions")
+ROW = ("preset", "gpu", "implementation", "products", "nodes", "positions", "loop_nodes", "sampled")
 
 
 def yes(value: bool) -> str:
@@ -85,6 +85,25 @@ def print_loops(rows: Rows) -> None:
     )
 
 
+def print_outside(rows: Rows) -> None:
+    """A table of what loops launch outside of layers."""
+    which = ("preset", "gpu", "implementation", "products")
+    print_table(
+        "A step of the loop outside of layers; drafts are given",
+        (*which, "nodes", "sampled", "launches", "spills"),
+        [
+            (
+                *(row[name] for name in which),
+                row["loop_nodes"],
+                yes(row["sampled"]),
+                row["launches_a_step"],
+                yes(row["spills"]),
+            )
+            for row in rows
+        ],
+    )
+
+
 def write(settings: Mapping[str, Any], tables: Mapping[str, Rows], directory: Path) -> Path:
     """Writes the JSON; rows of earlier runs with the same settings stay unless replaced."""
     settings = {**settings, "jax": jax.__version__}
@@ -92,5 +111,7 @@ def write(settings: Mapping[str, Any], tables: Mapping[str, Rows], directory: Pa
     with contextlib.suppress(FileNotFoundError):
         earlier = json.loads((directory / "static.json").read_text())
         if earlier.items() >= settings.items():
-            tables = {name: merged(earlier[name], rows, ROW) for name, rows in tables.items()}
+            tables = {
+                name: merged(earlier.get(name, []), rows, ROW) for name, rows in tables.items()
+            }
     return write_json("static", {**settings, **tables}, directory)

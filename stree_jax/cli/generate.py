@@ -49,6 +49,8 @@ def run_generate(
     if draft is not None and ngram:
         raise ValueError("--draft and --ngram both select a drafter; choose one")
     topology = None if tree is None else parse_tree(tree)
+    if tree is not None and topology is None:  # a tuned result that says not to draft
+        draft, ngram = None, False
     tokenizer = st.load_tokenizer(tokenizer_path or find(checkpoint))
     enable_cache()
     model = st.from_pretrained(checkpoint, dtype=dtype)

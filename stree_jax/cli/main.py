@@ -1,4 +1,4 @@
-"""The `stree-jax` command: demo, generate, convert, inspect, train, distill, tree.
+"""The `stree-jax` command: demo, generate, convert, inspect, train, distill, tree, tune-tree.
 
 User errors are one line on stderr and exit code 2. Each command imports its own module.
 """
@@ -58,7 +58,7 @@ def generate(
         str | None,
         typer.Option(
             help="Draft tree: chain:4, complete:2,3, branching:3,2,1, beam:3,4, paper:A or"
-            " parents:-1,0,0."
+            " parents:-1,0,0, or @FILE of tune-tree."
         ),
     ] = None,
     verifier: Annotated[
@@ -172,10 +172,52 @@ def tree(
     from stree_jax.cli.trees import parse_tree
 
     topology = parse_tree(spec)
+    if topology is None:
+        raise ValueError(f"{spec} says not to draft: there is no tree to print")
     console = Console(highlight=False)
     console.print(topology.draw(), markup=False, soft_wrap=True)  # a wrapped tree cannot be read
     console.print(
         f"{topology.num_nodes} nodes, depth {topology.depth}, width {topology.width}", style="dim"
+    )
+
+
+@app.command()
+def tune_tree(
+    target: Annotated[str, typer.Argument(help="Target model: checkpoint directory or hub name.")],
+    draft: Annotated[
+        str | None, typer.Option(help="Draft model: checkpoint directory or hub name.")
+    ] = None,
+    ngram: Annotated[bool, typer.Option("--ngram", help="Draft by n-gram prompt lookup.")] = False,
+    temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 0.0,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help='File with a prompt a line; .jsonl: objects with a "prompt".'),
+    ] = None,
+    max_nodes: Annotated[int, typer.Option(help="Most nodes of a tree, root included.")] = 64,
+    max_depth: Annotated[int, typer.Option(help="Most drafts on a path.")] = 8,
+    tokens: Annotated[int, typer.Option(help="New tokens of each prompt.")] = 128,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16 weights.")] = "float32",
+    output: Annotated[
+        Path | None, typer.Option(help="File to write, for `generate --tree @FILE`.")
+    ] = None,
+) -> None:
+    """Find the fastest draft tree of two models on this device, or that none pays."""
+    from stree_jax.cli.tune import run_tune_tree
+
+    run_tune_tree(
+        Console(highlight=False),
+        target=target,
+        draft=draft,
+        ngram=ngram,
+        temperature=temperature,
+        prompts=prompts,
+        max_nodes=max_nodes,
+        max_depth=max_depth,
+        max_new_tokens=tokens,
+        seed=seed,
+        dtype=_checked(dtype) or "float32",
+        output=output,
     )
 
 

@@ -43,6 +43,7 @@ def run_training(console: Console, recipe_path: Path, output: Path, target: Path
         console=console,
     ) as progress:
         task = progress.add_task("reading text", total=recipe.training.steps, report="")
+        recent: list[float] = []
         for step in reports:
             progress.update(
                 task,
@@ -50,4 +51,14 @@ def run_training(console: Console, recipe_path: Path, output: Path, target: Path
                 completed=step.step,
                 report=f"loss {step.loss:.3f}  {step.tokens_per_second:,.0f} tokens/s",
             )
+            recent.append(step.loss)
+            # A bar cannot be drawn into a log file.
+            if not console.is_terminal and step.step % recipe.training.save_every == 0:
+                console.print(
+                    f"step {step.step} of {recipe.training.steps}: loss"
+                    f" {sum(recent) / len(recent):.3f} over {len(recent)} steps, "
+                    f" {step.tokens_per_second:,.0f} tokens/s",
+                    highlight=False,
+                )
+                recent.clear()
     console.print(f"wrote {output}", highlight=False)

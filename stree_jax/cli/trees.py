@@ -1,14 +1,19 @@
-"""Draft trees on the command line: `chain:4`, `complete:2,3`, `branching:3,2,1`, `paper:A`, ..."""
+"""Draft trees on the command line: `chain:4`, `complete:2,3`, `paper:A`, `@tree.json`, ..."""
+
+import json
+from pathlib import Path
 
 from stree_jax.tree import TreeTopology
 
 
-def parse_tree(spec: str) -> TreeTopology:
-    """Parses the specification of a tree.
+def parse_tree(spec: str) -> TreeTopology | None:
+    """Parses the specification of a tree; None: a tuned result that says not to draft.
 
     Raises:
-        ValueError: the specification is malformed.
+        ValueError: the specification is malformed, or its file.
     """
+    if spec.startswith("@"):
+        return _read(Path(spec[1:]))
     kind, _, rest = spec.partition(":")
     if kind == "paper":
         return TreeTopology.paper(rest)
@@ -31,6 +36,18 @@ def parse_tree(spec: str) -> TreeTopology:
             return TreeTopology.from_parents(numbers)
     raise ValueError(
         f"{spec!r} is not a tree:"
-        " use chain:4, complete:2,3, branching:3,2,1, beam:3,4, budget:32,6, paper:A"
-        " or parents:-1,0,0"
+        " use chain:4, complete:2,3, branching:3,2,1, beam:3,4, budget:32,6, paper:A,"
+        " parents:-1,0,0 or the @FILE that tune-tree wrote"
     )
+
+
+def _read(path: Path) -> TreeTopology | None:
+    """The tree in a file of `stree-jax tune-tree`."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        parents = content["parents"]
+        return None if parents is None else TreeTopology.from_parents(parents)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{path} is not a tree of tune-tree: {str(error)[:120]}") from None

@@ -105,8 +105,8 @@ def generate(
         drafter: proposes the draft tokens; None: autoregressive decoding.
         topology: the draft tree; None: the drafter's default.
         verifier: a name of `VERIFIERS` ("greedy", "target_only", "multi_step",
-            "without_replacement", "chain") or any object of the protocol `Verifier`; None: the one
-            that fits drafter and temperature.
+            "without_replacement", "traversal") or any object of the protocol `Verifier`; None: the
+            one that fits drafter and temperature.
         temperature: 0 takes the best token.
         top_k, top_p: sample from the `top_k` best tokens (0: all), and among them from the smallest
             set with probability `top_p`. Applied to target and draft.

@@ -1,5 +1,6 @@
 """From the arguments of `generate` to a checked request. Nothing is compiled here."""
 
+import dataclasses
 import numbers
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from stree_jax.array_types import Array
 from stree_jax.decoding.drafters import Drafter, ModelDrafter
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.types import Context, Limits, Sampling
-from stree_jax.decoding.verifiers import VERIFIERS, Verifier
+from stree_jax.decoding.verifiers import VERIFIERS, Traversal, Verifier
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
@@ -224,15 +225,18 @@ def _checked_verifier(
     if verifier is None:
         if temperature_is_zero:
             verifier = "greedy"
-        elif topology.num_nodes == 1:  # nothing to test
+        elif topology.num_nodes == 1 or child_sampling not in ("iid", "without_replacement"):
             verifier = "target_only"
+        elif max(map(len, topology.children)) == 1:
+            verifier = "traversal"
         else:
-            defaults = {"iid": "multi_step", "without_replacement": "without_replacement"}
-            verifier = defaults.get(child_sampling, "target_only")
+            verifier = "multi_step" if child_sampling == "iid" else "without_replacement"
     if isinstance(verifier, str):
         if verifier not in VERIFIERS:
             raise ValueError(f"unknown verifier {shown(verifier)}; known: {sorted(VERIFIERS)}")
         verifier = VERIFIERS[verifier]
+        if isinstance(verifier, Traversal) and child_sampling == "iid":
+            verifier = dataclasses.replace(verifier, exact_for="iid")
     if isinstance(verifier, type) or not isinstance(verifier, Verifier):
         raise ValueError(
             f"verifier must be one of {sorted(VERIFIERS)}, or an object with the name and the"

@@ -14,6 +14,9 @@ num_kv_heads = 2
 head_dim = 64
 rotary_dim = 64
 
+[model.mlp]                           # fields of MlpConfig; an MLP behind each layer, or omit
+hidden_size = 512
+
 [training]                            # fields of Training
 steps = 3000
 batch_size = 16
@@ -62,7 +65,10 @@ class Training:
     Attributes:
         steps: number of weight updates.
         batch_size, sequence_length: a step trains on their product of tokens.
-        learning_rate, warmup_steps: peak of a cosine schedule, and steps of linear warmup.
+        learning_rate, warmup_steps: peak of the schedule, and steps of linear warmup.
+        decay_steps: the rate stays at its peak and falls linearly over this many steps at the end.
+            A run may be resumed with other `steps` and `decay_steps`: it goes on from its last
+            checkpoint at the peak. None: a cosine over all steps.
         weight_decay: of AdamW.
         clip_norm: global norm to which gradients are clipped.
         save_every: steps between checkpoints.
@@ -76,6 +82,7 @@ class Training:
     sequence_length: int = 256
     learning_rate: float = 2e-3
     warmup_steps: int = 100
+    decay_steps: int | None = None
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     save_every: int = 100
@@ -92,12 +99,23 @@ class Training:
             value = getattr(self, name)
             if not (isinstance(value, int) and value >= least):
                 raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+        decay, at_peak = self.decay_steps, self.steps - self.warmup_steps
+        if decay is not None and not (isinstance(decay, int) and 1 <= decay <= at_peak):
+            raise ValueError(
+                "decay_steps must be an integer from 1 to steps - warmup_steps ="
+                f" {at_peak}, got {decay!r}"
+            )
         for name in ("learning_rate", "weight_decay", "clip_norm", "generated"):
             value = getattr(self, name)
             if not (isinstance(value, int | float) and 0 <= value < math.inf):
                 raise ValueError(f"{name} must be a number >= 0, got {value!r}")
         if self.generated > 1:
             raise ValueError(f"generated must be a fraction from 0 to 1, got {self.generated}")
+
+    @property
+    def peak_end(self) -> int | None:
+        """The last step at the peak rate; None: a cosine has no such step."""
+        return None if self.decay_steps is None else self.steps - self.decay_steps
 
 
 @dataclasses.dataclass(frozen=True)

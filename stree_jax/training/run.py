@@ -1,6 +1,7 @@
 """`train` and `distill`: from a recipe to a native checkpoint with tokenizer and model card."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -21,8 +22,12 @@ from stree_jax.models.lm import HybridLM
 from stree_jax.pretrained import from_pretrained, load_tokenizer
 from stree_jax.training import data
 from stree_jax.training.objective import distillation_loss, next_token_loss
-from stree_jax.training.recipe import Recipe
-from stree_jax.training.trainer import Loss, Progress, cast, evaluate, fit
+from stree_jax.training.recipe import Recipe, Training
+from stree_jax.training.trainer import Loss, Progress, cast, evaluate, fit, forget_after
+
+# The target generates the rows of this many steps in one batch: on a CPU 64 rows take little longer
+# than 8.
+_STEPS_AT_ONCE = 8
 
 
 def train(recipe: Recipe, output: Path, *, command: str) -> Iterator[Progress]:
@@ -93,21 +98,23 @@ def _run(
     def read(corpus: data.Corpus, step: int) -> np.ndarray:
         return data.batch_at(corpus, step, recipe.seed, training.batch_size, length)
 
+    num_generated = round(training.generated * training.batch_size)
+
+    @functools.lru_cache(maxsize=2)  # of even and of odd steps
+    def generated(first: int) -> np.ndarray:
+        steps = range(first, first + 2 * _STEPS_AT_ONCE, 2)
+        rows = np.concatenate([read(corpus, step)[:num_generated] for step in steps])
+        assert target is not None
+        return _continued(target, rows, recipe.seed, first).reshape(len(steps), num_generated, -1)
+
     def batch(step: int) -> np.ndarray:
         tokens = read(corpus, step)
-        num_generated = round(training.generated * training.batch_size)
         if target is not None and num_generated:
-            tokens[:num_generated] = _continued(target, tokens[:num_generated], recipe.seed, step)
+            place = step % (2 * _STEPS_AT_ONCE)
+            tokens[:num_generated] = generated(step - place + place % 2)[place // 2]
         return tokens
 
-    yield from fit(
-        model,
-        loss,
-        batch,
-        training,
-        run / "steps",
-        target,
-    )
+    yield from fit(model, loss, batch, training, run / "steps", target)
     # Evaluated with the weights as stored.
     stored = cast(model, jnp.bfloat16)
     final = evaluate(
@@ -145,6 +152,8 @@ def _new_model(
 def _run_directory(output: Path, fingerprint: dict[str, Any]) -> Path:
     """The directory with the checkpoints of this run, created if this is its start.
 
+    If only the end of the schedule changed, the checkpoints at the peak rate are still this run's.
+
     Raises:
         ValueError: `output` is not a checkpoint, or the directory belongs to another run.
     """
@@ -163,11 +172,31 @@ def _run_directory(output: Path, fingerprint: dict[str, Any]) -> Path:
     if not file.is_file() and not (run / "steps").exists():
         _write(file, now)
     elif not file.is_file() or file.read_text() != now:
-        raise ValueError(
-            f"{run} belongs to a run with another recipe, text or target; remove it to start over,"
-            " or choose another output"
-        )
+        before = json.loads(file.read_text()) if file.is_file() else None
+        end = None if before is None else _common_peak(before, json.loads(now))
+        if end is None:
+            raise ValueError(
+                f"{run} belongs to a run with another recipe, text or target; remove it to start"
+                " over, or choose another output"
+            )
+        forget_after(run / "steps", end)
+        _write(file, now)
     return run
+
+
+def _common_peak(before: dict[str, Any], now: dict[str, Any]) -> int | None:
+    """The last step that two runs share: they differ in where the rate begins to fall.
+
+    None: the rate has no such place, or the runs differ in more.
+    """
+    ends, rest = [], []
+    for run in (before, now):
+        training = Training(**run["training"])
+        ends.append(training.peak_end)
+        rest.append(run | {"training": dataclasses.replace(training, steps=1, decay_steps=None)})
+    if None in ends or rest[0] != rest[1]:
+        return None
+    return min(end for end in ends if end is not None)
 
 
 def _write(path: Path, text: str) -> None:
@@ -196,7 +225,7 @@ def _model_card(
     size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
     training = recipe.training
     tokens = training.steps * training.batch_size * training.sequence_length
-    kind = "KL divergence from the target" if verb == "distilled" else "cross-entropy"
+    loss_name = "KL divergence from the target" if verb == "distilled" else "cross-entropy"
     rows = "\n".join(
         f"| `{Path(text.path).name}` | {text.licence} | {text.weight:g} | {len(stream):,} |"
         for text, stream in zip(recipe.text, corpus.streams, strict=True)
@@ -205,15 +234,18 @@ def _model_card(
         f"| {name} | {value} |" for name, value in dataclasses.asdict(training).items()
     )
     perplexity = "" if verb == "distilled" else f" (perplexity {math.exp(loss):.1f})"
-    return f"""# A small Mamba-2 language model
+    layers = model.config.layers
+    kind = "Mamba-2" if "attention" not in layers else "hybrid Mamba-2 and attention"
+    counts = ", ".join(f"{layers.count(part)} {part}" for part in dict.fromkeys(layers))
+    return f"""# A small {kind} language model
 
-{size:,} parameters, {len(model.config.layers)} layers, width {model.config.d_model}, vocabulary
+{size:,} parameters, layers: {counts}; width {model.config.d_model}, vocabulary
 {model.config.vocab_size}; stored as bfloat16. It was {verb} with stree-jax to show speculative
 decoding on a laptop. It is far too small to be accurate about anything.
 
 - Command: `{command}`
 - Tokens seen: {tokens:,} in {training.steps:,} steps
-- Held-out {kind}: {loss:.4f} nats a token{perplexity}, on the last 1 % of each file, with the
+- Held-out {loss_name}: {loss:.4f} nats a token{perplexity}, on the last 1 % of each file, with the
   stored weights
 
 | text | licence | weight | tokens |

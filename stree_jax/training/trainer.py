@@ -1,6 +1,7 @@
 """The training loop: an iterator over steps that resumes from its own checkpoints."""
 
 import functools
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,7 +49,7 @@ def fit(
             resumed run sees the same batches.
         training: the optimization.
         checkpoints: directory of this run's checkpoints, each written atomically. The latest two
-            are kept.
+            are kept, and the last one at the peak rate.
         extra: further argument of `loss`.
 
     Yields:
@@ -81,7 +82,9 @@ def fit(
     policies = ocp.training.preservation_policies
     with ocp.training.Checkpointer(
         checkpoints.absolute(),
-        preservation_policy=policies.LatestN(2),
+        preservation_policy=policies.AnyPreservationPolicy(
+            [policies.LatestN(2), policies.CustomSteps([training.peak_end or 0])]
+        ),
         save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
         cleanup_tmp_directories=True,
     ) as checkpointer:
@@ -105,30 +108,57 @@ def fit(
                 raise FloatingPointError(
                     f"the loss or the weights are not finite at step {step}; lower learning_rate"
                 )
-            if step % training.save_every == 0 or step == training.steps:
+            if step % training.save_every == 0 or step in (training.peak_end, training.steps):
                 checkpointer.save(step, state)
             yield Progress(step, float(value), tokens.size / (time.perf_counter() - began))
     nnx.update(model, state["params"])
 
 
 def make_optimizer(training: Training) -> optax.GradientTransformation:
-    """AdamW under a cosine schedule; weight decay applies to matrices only."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=training.learning_rate,
-        warmup_steps=training.warmup_steps,
-        decay_steps=max(training.steps, training.warmup_steps + 1),
-        end_value=training.learning_rate / 20,
-    )
+    """AdamW under the recipe's schedule; weight decay applies to matrices only."""
     return optax.chain(
         optax.clip_by_global_norm(training.clip_norm),
         optax.adamw(
-            schedule,
+            _schedule(training),
             b2=0.95,
             weight_decay=training.weight_decay,
             mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim >= 2, params),
         ),
     )
+
+
+def _schedule(training: Training) -> optax.Schedule:
+    peak, last = training.learning_rate, training.learning_rate / 20
+    if training.peak_end is None:
+        return optax.warmup_cosine_decay_schedule(
+            init_value=0.0,
+            peak_value=peak,
+            warmup_steps=training.warmup_steps,
+            decay_steps=max(training.steps, training.warmup_steps + 1),
+            end_value=last,
+        )
+    assert training.decay_steps is not None
+    warmup = optax.linear_schedule(0.0, peak, training.warmup_steps)
+    decay = optax.linear_schedule(peak, last, training.decay_steps)
+    return optax.join_schedules(
+        [warmup, optax.constant_schedule(peak), decay], [training.warmup_steps, training.peak_end]
+    )
+
+
+def forget_after(checkpoints: Path, step: int) -> None:
+    """Deletes the checkpoints of later steps.
+
+    Raises:
+        ValueError: there would be none left; none is deleted.
+    """
+    saved = sorted(int(path.name) for path in checkpoints.iterdir() if path.name.isdecimal())
+    if saved and saved[0] > step:
+        raise ValueError(
+            f"{checkpoints} has no checkpoint of the first {step} steps, where the learning rate is"
+            f" at its peak in both schedules (it has {saved}): take more steps or a shorter decay"
+        )
+    for late in (number for number in saved if number > step):
+        shutil.rmtree(checkpoints / str(late))
 
 
 def evaluate(model: HybridLM, loss: Loss, batches: list[np.ndarray], extra: Any = None) -> float:

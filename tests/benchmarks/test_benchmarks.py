@@ -128,7 +128,17 @@ def test_a_machine_without_git(monkeypatch):
 
 ENTRY_POINTS = (
     *("attention_share", "batch", "conversion", "decode", "experts", "gpu_session", "long_context"),
-    *("lossless", "packed", "peer", "spills", "static", "temperature", "tree_size", "tune"),
+    *(
+        "lossless",
+        "packed",
+        "peer",
+        "same_key",
+        "spills",
+        "static",
+        "temperature",
+        "tree_size",
+        "tune",
+    ),
 )
 
 

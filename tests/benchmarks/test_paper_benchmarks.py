@@ -140,7 +140,7 @@ def test_temperature(pair, tmp_path):
     assert [(row["temperature"], row["method"]) for row in rows] == [
         (t, name) for t in (0.0, 0.5, 1.0) for name in methods
     ]
-    assert [row["same_tokens"] for row in rows] == [True, True, None, None, None, None]
+    assert all(row["same_tokens"] for row in rows)  # both follow the target
     assert all(row["tau"] == 1 for row in rows if row["method"] == "autoregressive")
     assert all(row["tau"] >= 1 for row in rows)
     json.dumps(rows)

@@ -78,10 +78,27 @@ def test_limits_of_launches():
     (failure,) = check(launches=[("mamba2", 4), ("mlp", 4)])
     assert failure.startswith("mamba2: 5.0 launches, the limit is 4;")
     (failure,) = check(launches=[gates.limit("attention=5")])
-    assert failure.startswith("attention: no such layer was compiled; launches, the limit is 5;")
+    assert failure.startswith(
+        "attention: nothing of this kind was compiled; launches, the limit is 5;"
+    )
     prompt = row(mamba2=11.0)
     prompt["positions"] = prompt.pop("nodes")
     assert gates.most_launches([prompt]) == {"prompt-mamba2": 11.0}
+
+
+def test_limits_of_launches_outside_of_layers():
+    program = {"implementation": "pallas", "products": "whole"}
+    rows = [
+        program | {"sampled": False, "launches_a_step": 29.5},
+        program | {"sampled": True, "launches_a_step": 35.0},
+        program | {"sampled": True, "launches_a_step": 99.0, "products": "split"},
+    ]
+    assert gates.most_outside(rows) == {"greedy": 29.5, "sampled": 35.0}
+    limits = [("greedy", 30), ("sampled", 34)]
+    (failure,) = gates.exceeded(gates.most_outside(rows), limits)
+    assert failure.startswith("sampled: 35.0 launches, the limit is 34;")
+    (failure,) = gates.exceeded(gates.most_outside(rows[:1]), limits)
+    assert failure.startswith("sampled: nothing of this kind was compiled;")
 
 
 def test_limits_of_memory_and_spills():

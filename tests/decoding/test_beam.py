@@ -19,7 +19,7 @@ from tests.decoding.test_verify import (
     EXACT,
     VOCAB,
     Models,
-    first_two_tokens,
+    first_tokens,
     target_joint,
     total_variation,
 )
@@ -209,7 +209,7 @@ def test_target_only_is_exact():
         draft._replace(log_prob_row=jnp.full((1, 5), -1)),
     )
     verdict = follow(every._replace(log_prob_row=draft.log_prob_row), jnp.asarray(chosen))
-    joint = first_two_tokens(
+    joint = first_tokens(
         models,
         drawn,
         np.asarray(every.tokens),
@@ -224,8 +224,8 @@ def test_target_only_is_exact():
 def test_above_temperature_0_the_target_is_followed():
     options = dict(drafter=st.BeamDrafter(tiny_model()), temperature=1.0, key=jax.random.key(0))
     assert plan(tiny_model(), PROMPTS, **options).decoder.verifier.name == "target_only"
-    for verifier in ("multi_step", "without_replacement", "chain"):
-        with pytest.raises(ValueError, match="not exact for child_sampling = 'top_k'|takes chains"):
+    for verifier in ("multi_step", "without_replacement", "traversal"):
+        with pytest.raises(ValueError, match="not exact for child_sampling = 'top_k'"):
             plan(tiny_model(), PROMPTS, verifier=verifier, **options)
 
 

@@ -199,8 +199,8 @@ def test_bfloat16_decodes():
             "not exact for child_sampling = 'top_k'",
         ),
         (
-            dict(verifier="chain", drafter="model", temperature=1.0, key=KEY, topology=TREE),
-            "'chain' takes chains",
+            dict(verifier="traversal", drafter="model", temperature=1.0, key=KEY, topology=TREE),
+            "'traversal' is not exact for child_sampling = 'shared'",
         ),
         (dict(drafter="iid"), "child_sampling = 'iid' needs temperature > 0"),
         (dict(drafter="vocabulary"), "different vocabularies: 11 and 37 tokens"),
@@ -348,7 +348,7 @@ def test_a_drafter_with_a_tree_of_the_root_only():
     alone = st.generate(tiny_model(), PROMPTS, verifier="multi_step", **common)
     np.testing.assert_array_equal(alone.tokens, want.tokens)
     common |= dict(drafter=drafter(), topology=st.TreeTopology.chain(0))
-    for verifier in (None, "multi_step", "chain", "target_only"):
+    for verifier in (None, "multi_step", "traversal", "target_only"):
         out = st.generate(tiny_model(), PROMPTS, verifier=verifier, **common)
         np.testing.assert_array_equal(out.tokens, want.tokens)
 
@@ -414,11 +414,12 @@ def counts(tokens, vocab_size):
             "without_replacement",
         ),
         (lambda m: st.ModelDrafter(m, child_sampling="iid"), TREE, "multi_step"),
-        (lambda m: st.ModelDrafter(m, child_sampling="iid"), st.TreeTopology.chain(2), "chain"),
+        (lambda m: st.ModelDrafter(m, child_sampling="iid"), st.TreeTopology.chain(2), None),
+        (lambda m: st.ModelDrafter(m, child_sampling="iid"), TREE, "traversal"),
         (
             lambda m: st.ModelDrafter(m, child_sampling="iid"),
             st.TreeTopology.chain(MAX_UNROLLED + 1),
-            "chain",
+            "traversal",
         ),
         (lambda m: st.ModelDrafter(m, child_sampling="top_k"), TREE, "target_only"),
         (lambda m: st.NgramDrafter(), TREE, None),

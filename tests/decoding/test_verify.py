@@ -95,52 +95,69 @@ def tables(models, topology, tokens):
     return gather(models.target), gather(models.draft)
 
 
-def first_two_tokens(models, topology, tokens, weights, last, next_probs):
-    """Distribution of the first two emitted tokens, completed by the target where there is one."""
-    joint = np.zeros((VOCAB, VOCAB))
-    for row, weight, node, probs in zip(tokens, weights, last, next_probs, strict=True):
-        path = prefix_of(topology, row, node)
-        if len(path) >= 2:
-            joint[path[0], path[1]] += weight
-        elif len(path) == 1:
-            joint[path[0]] += weight * probs
+def first_tokens(models, topology, tokens, weights, last, next_probs, length=2):
+    """Distribution of the first emitted tokens, completed by the target where there are fewer."""
+    joint = np.zeros((VOCAB,) * length)
+
+    def add(prefix, weight, probs):
+        if len(prefix) >= length:
+            joint[tuple(prefix[:length])] += weight
+        elif len(prefix) == length - 1:
+            joint[tuple(prefix)] += weight * probs
         else:
-            for first in range(VOCAB):
-                joint[first] += weight * probs[first] * Models.at(models.target, [first])
+            for token in np.flatnonzero(probs):
+                path = [*prefix, token]
+                add(path, weight * probs[token], Models.at(models.target, path))
+
+    for row, weight, node, probs in zip(tokens, weights, last, next_probs, strict=True):
+        if weight:
+            add(prefix_of(topology, row, node), weight, np.asarray(probs, np.float64))
     return joint
 
 
-def target_joint(models):
-    first = Models.at(models.target, []).astype(np.float64)
-    return np.stack([first[t] * Models.at(models.target, [t]) for t in range(VOCAB)])
+def target_joint(models, length=2):
+    root = TreeTopology.chain(0)
+    first = [Models.at(models.target, [])]
+    return first_tokens(models, root, np.zeros((1, 1), int), [1.0], [0], first, length)
 
 
 def total_variation(a, b):
     return 0.5 * np.abs(a - b).sum()
 
 
-@functools.partial(jax.jit, static_argnames=("topology", "replace"))
-def run_walks(uniforms, tokens, log_q, log_p, *, topology, replace):
+@functools.partial(jax.jit, static_argnames=("topology", "replace", "rule"))
+def run_walks(uniforms, tokens, log_q, log_p, *, topology, replace, rule=try_children):
     tree = topology.tree((tokens >= 0).at[:, 0].set(True))
     rows = jnp.arange(topology.num_nodes)
-    return jax.vmap(lambda u, t, tree, q, p: try_children(u, t, tree, q, rows, p, replace=replace))(
+    return jax.vmap(lambda u, t, tree, q, p: rule(u, t, tree, q, rows, p, replace=replace))(
         uniforms, jnp.maximum(tokens, 0), tree, log_q, log_p
     )
 
 
-def enumerated_joint(models, topology, tokens, weights, *, replace):
-    """Enumerates all patterns of passed and failed tests, with the odds the verifier reports."""
+def enumerated_joint(models, topology, tokens, weights, **options):
+    """Distribution of the first two tokens."""
+    return enumerated(models, topology, tokens, weights, **options)[0]
+
+
+def enumerated(models, topology, tokens, weights, *, replace, rule=try_children, length=2):
+    """Enumerates all patterns of passed and failed tests, with the odds the verifier reports.
+
+    Returns the distribution of the first tokens, and the expected number of accepted drafts.
+    """
     p, q = tables(models, topology, tokens)
     with np.errstate(divide="ignore"):
         log_p, log_q = np.log(p).astype(np.float32), np.log(q).astype(np.float32)
-    joint = np.zeros((VOCAB, VOCAB))
+    joint, accepted = np.zeros((VOCAB,) * length), 0.0
     seen = [set() for _ in tokens]
     for pattern in itertools.product((0.0, 1 - 2**-24), repeat=topology.num_nodes - 1):
         uniforms = np.broadcast_to(np.array([0.0, *pattern], np.float32), tokens.shape)
         walk = jax.tree.map(
             np.asarray,
             run_walks(
-                uniforms, jnp.asarray(tokens), log_q, log_p, topology=topology, replace=replace
+                *(uniforms, jnp.asarray(tokens), log_q, log_p),
+                topology=topology,
+                replace=replace,
+                rule=rule,
             ),
         )
         assert np.isfinite(walk.probs).all()
@@ -154,10 +171,10 @@ def enumerated_joint(models, topology, tokens, weights, *, replace):
         new = np.array([s not in known for s, known in zip(signature, seen, strict=True)])
         for s, known in zip(signature, seen, strict=True):
             known.add(s)
-        joint += first_two_tokens(
-            models, topology, tokens, weights * chance * new, walk.last, walk.probs
-        )
-    return joint
+        weight = weights * chance * new
+        joint += first_tokens(models, topology, tokens, weight, walk.last, walk.probs, length)
+        accepted += (weight * np.array(topology.depths)[walk.last]).sum()
+    return joint, accepted
 
 
 @pytest.mark.parametrize("kind", ["full support", "filtered", "cold"])
@@ -245,7 +262,7 @@ def test_following_is_exact_for_any_draft(duplicates):
     )
     verdict = follow(draft, jnp.asarray(chosen))
     next_probs = np.eye(VOCAB)[np.asarray(verdict.next_token)]
-    joint = first_two_tokens(
+    joint = first_tokens(
         models, topology, np.asarray(draft.tokens), weights, np.asarray(verdict.last), next_probs
     )
     assert total_variation(joint, target_joint(models)) < EXACT
@@ -283,7 +300,9 @@ TREE, CHAIN = TreeTopology.complete(2, 2), TreeTopology.chain(3)
         ("multi_step", "without_replacement", CHAIN, False),
         ("without_replacement", "without_replacement", TREE, False),
         ("without_replacement", "iid", CHAIN, False),
-        ("chain", "iid", CHAIN, False),
+        ("traversal", "iid", CHAIN, False),
+        ("traversal", "without_replacement", CHAIN, False),
+        ("traversal", "without_replacement", TREE, False),
     ],
 )
 def test_exact_pairs_are_allowed(verifier, children, topology, greedy):
@@ -299,7 +318,13 @@ def test_exact_pairs_are_allowed(verifier, children, topology, greedy):
         ("multi_step", "top_k", CHAIN, False, "not exact for child_sampling = 'top_k'"),
         ("multi_step", "without_replacement", TREE, False, "not exact .*only for 'iid'"),
         ("without_replacement", "iid", TREE, False, "not exact for child_sampling = 'iid'"),
-        ("chain", "iid", TREE, False, "takes chains, this tree has nodes with 2 children"),
+        ("multi_step", "shared", CHAIN, False, "child_sampling = 'shared', only for 'iid'; use 't"),
+        ("without_replacement", "shared", TREE, False, "not exact for child_sampling = 'shared'"),
+        ("traversal", "shared", CHAIN, False, "not exact for child_sampling = 'shared'"),
+        ("traversal", "top_k", CHAIN, False, "not exact for child_sampling = 'top_k'"),
+        ("traversal", "beam", CHAIN, False, "not exact for child_sampling = 'beam'"),
+        ("traversal", "iid", TREE, False, "not exact for child_sampling = 'iid'"),
+        ("traversal", "iid", TREE, True, "needs temperature > 0; use 'greedy'"),
     ],
 )
 def test_inexact_pairs_are_refused(verifier, children, topology, greedy, message):
@@ -332,6 +357,31 @@ def test_following_at_temperature_0_takes_the_best_token():
         assert (verdict.last.tolist(), verdict.next_token.tolist()) == ([2], [0])
 
 
+def test_following_without_noise_draws_from_the_keys():
+    """As in a loop of one's own: samples of the target, other ones with other keys."""
+    draft = DraftTree(
+        tokens=jnp.zeros((1, 4), jnp.int32),
+        tree=tree_of(CHAIN, 1),
+        log_probs=None,
+        log_prob_row=jnp.full(4, -1, jnp.int32),
+        finite=jnp.ones(1, bool),
+    )
+    logits = jnp.log(jnp.array([0.5, 0.25, 0.25, 0.0]))
+    sampling = Sampling(jnp.ones(1), jnp.zeros(1, int), jnp.ones(1))
+
+    @jax.vmap
+    def first_token(key):
+        rule = VERIFIERS["target_only"]
+        every = jnp.broadcast_to(logits, (1, 4, VOCAB))
+        verdict = rule.verify(key[None], draft, every, sampling, None, topology=CHAIN)
+        return jnp.where(verdict.last[0] > 0, 0, verdict.next_token[0])
+
+    tokens = np.asarray(first_token(jax.random.split(jax.random.key(0), 1000)))
+    counts = np.bincount(tokens, minlength=VOCAB)
+    assert counts[3] == 0
+    np.testing.assert_allclose(counts[:3] / 1000, [0.5, 0.25, 0.25], atol=0.06)
+
+
 def test_testing_needs_the_distributions_of_the_draft():
     draft = DraftTree(
         tokens=jnp.zeros((1, 4), jnp.int32),
@@ -340,5 +390,5 @@ def test_testing_needs_the_distributions_of_the_draft():
         log_prob_row=jnp.full(4, -1, jnp.int32),
         finite=jnp.ones(1, bool),
     )
-    with pytest.raises(ValueError, match="'chain' needs the draft's distributions"):
-        verify("chain", draft, jnp.zeros((1, 4, VOCAB)), topology=CHAIN)
+    with pytest.raises(ValueError, match="'traversal' needs the draft's distributions"):
+        verify("traversal", draft, jnp.zeros((1, 4, VOCAB)), topology=CHAIN)

@@ -2,6 +2,7 @@ import dataclasses
 import json
 import math
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from flax import nnx
 
 from stree_jax import HybridLM, ModelConfig
+from stree_jax.convert.writing import written_as
 from stree_jax.layer_config import (
     AttentionConfig,
     MlpConfig,
@@ -224,3 +226,15 @@ def test_the_abstract_structure_is_that_of_a_model(name):
 def test_other_weight_types_are_refused():
     with pytest.raises(ValueError, match="float32 or bfloat16, got float16"):
         HybridLM(ModelConfig.tiny(), dtype="float16", rngs=nnx.Rngs(0))
+
+
+def test_mamba2_lm_in_bambas_layout():
+    """A trained hybrid can be written for transformers."""
+    attention = dict(num_heads=2, num_kv_heads=1, head_dim=8, rotary_dim=4)
+    config = ModelConfig.tiny(
+        attention_layers=[1], attention=attention, mlp={"hidden_size": 24}, residual_float32=False
+    )
+    assert config.layers == ("mamba2", "mlp", "attention", "mlp")
+    assert written_as(config, "hf", "float32", Path("out")).family == "bamba"
+    with pytest.raises(ValueError, match="MlpConfig has no fields .'width'."):
+        ModelConfig.tiny(mlp={"width": 24})

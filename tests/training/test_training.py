@@ -1,4 +1,6 @@
 import dataclasses
+import tomllib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +9,12 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
+from stree_jax.checkpoint import load_config
 from stree_jax.training import data
 from stree_jax.training.objective import distillation_loss, next_token_loss
 from stree_jax.training.recipe import Recipe, Text, Training
-from stree_jax.training.run import _continued, distill, train
-from stree_jax.training.trainer import cast, fit
+from stree_jax.training.run import _continued, _run_directory, distill, train
+from stree_jax.training.trainer import _schedule, cast, fit, forget_after
 from tests.tiny import apply, perturbed, tiny_model
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "to", "while", "sun", "rose"]
@@ -35,6 +38,14 @@ d_model = 16
 num_layers = 2
 head_dim = 8
 state_size = 8
+attention_layers = [1]
+[model.attention]
+num_heads = 2
+num_kv_heads = 1
+head_dim = 8
+rotary_dim = 4
+[model.mlp]
+hidden_size = 16
 [training]
 steps = 6
 batch_size = 2
@@ -78,6 +89,11 @@ def test_a_recipe_is_read(recipe_file, text):
             "steps = 6",
             "steps = 6\ngenerated = 2.0",
             "generated must be a fraction from 0 to 1, got 2",
+        ),
+        (
+            "steps = 6",
+            "steps = 6\ndecay_steps = 5",
+            "decay_steps must be an integer from 1 to steps - warmup_steps = 4, got 5",
         ),
         ("[[text]]", "[[book]]", "has no text"),
         ("vocab_size", "vocabulary", "vocabulary"),
@@ -179,6 +195,43 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     assert list(fit(new_model(), loss, batch, TRAINING, tmp_path / "parts")) == []
 
 
+def test_the_end_of_a_schedule_may_move(tmp_path, recipe_file):
+    short = dataclasses.replace(TRAINING, decay_steps=2)  # at its peak up to step 6
+    long = dataclasses.replace(TRAINING, steps=10, decay_steps=3)  # up to step 7
+    rates = [float(_schedule(short)(step)) / short.learning_rate for step in range(9)]
+    np.testing.assert_allclose(rates, [0, 0.5, 1, 1, 1, 1, 1, 0.525, 0.05], rtol=1e-6)
+
+    run = tmp_path / "run"
+    list(fit(new_model(), loss, batch, dataclasses.replace(short, save_every=1), run))
+    assert {path.name for path in run.iterdir()} == {"6", "7", "8"}  # 6 is kept for another end
+    forget_after(run, 6)
+    went_on, whole = new_model(), new_model()
+    assert [report.step for report in fit(went_on, loss, batch, long, run)] == [7, 8, 9, 10]
+    list(fit(whole, loss, batch, long, tmp_path / "whole"))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+        nnx.state(went_on),
+        nnx.state(whole),
+    )
+
+    output, recipe = tmp_path / "out", Recipe.load(recipe_file)
+
+    def directory(**changes):
+        training = dataclasses.replace(recipe.training, **changes)
+        return _run_directory(output, dataclasses.replace(recipe, training=training).fingerprint())
+
+    steps = directory(steps=8, decay_steps=2) / "steps"
+    for step in (6, 7, 8):
+        (steps / str(step)).mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"no checkpoint of the first 4 steps.*\[6, 7, 8\]"):
+        directory(steps=5, decay_steps=1)
+    directory(steps=9, decay_steps=3)
+    assert [path.name for path in steps.iterdir()] == ["6"]  # the last at both peaks
+    for changes in (dict(steps=8), dict(steps=9, decay_steps=3, learning_rate=0.1)):
+        with pytest.raises(ValueError, match="belongs to a run with another recipe"):
+            directory(**changes)
+
+
 def test_a_failed_save_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     from orbax.checkpoint import v1 as ocp
 
@@ -236,24 +289,35 @@ def test_cast_keeps_the_scalars_of_the_ssm_in_float32():
     )
 
 
-def test_train_and_distill_write_checkpoints(recipe_file, tmp_path):
+def test_train_and_distill_write_checkpoints(recipe_file, tmp_path, monkeypatch):
     recipe = Recipe.load(recipe_file)
     target_path, draft_path = tmp_path / "target", tmp_path / "draft"
     steps = [report.step for report in train(recipe, target_path, command="the command")]
     assert steps == [1, 2, 3, 4, 5, 6]
     target = st.from_pretrained(target_path)
     assert target.config.eos_token == 0
+    assert target.config.layers == ("mamba2", "mlp", "attention", "mlp")
     card = (target_path / "README.md").read_text()
     assert "the command" in card
+    assert "hybrid Mamba-2 and attention" in card
+    assert "1 mamba2, 2 mlp, 1 attention" in card
     assert "Held-out cross-entropy" in card
     assert "words.txt" in card
 
     small = dataclasses.replace(
         recipe,
-        model={**recipe.model, "num_layers": 1},
+        model=dict(d_model=16, num_layers=1, head_dim=8, state_size=8),
         training=dataclasses.replace(recipe.training, generated=0.5),
     )
+    batches = []
+    monkeypatch.setattr(
+        "stree_jax.training.run.generate",
+        lambda target, prompts, **options: (
+            batches.append(len(prompts)) or st.generate(target, prompts, **options)
+        ),
+    )
     list(distill(small, target_path, draft_path, command="distill it"))
+    assert batches == [8, 8]  # one row for each of 8 steps; the even steps and the odd ones
     draft = st.from_pretrained(draft_path)
     assert draft.config.vocab_size == target.config.vocab_size
     assert len(draft.config.layers) == 1
@@ -300,6 +364,23 @@ def test_the_target_continues_the_first_half():
     sampled = _continued(model, tokens, seed=0, step=2)
     assert not np.array_equal(sampled, greedy)
     np.testing.assert_array_equal(sampled, _continued(model, tokens, seed=0, step=2))
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_the_recipe_of_an_embedded_model(name):
+    """It describes the model beside it, and its card says what was trained."""
+    path = st.demo_path(name)
+    recipe = tomllib.loads(path.with_name(f"{name}.toml").read_text())
+    have = load_config(path)
+    want = st.ModelConfig.mamba2_lm(have.vocab_size, eos_token=0, **recipe["model"])
+    assert dataclasses.replace(have, max_length=None) == want
+    card = (path / "README.md").read_text()
+    for field, value in dataclasses.asdict(Training(**recipe["training"])).items():
+        if field != "decay_steps" or value is not None:
+            assert f"| {field} | {value} |" in card
+    for text in recipe["text"]:
+        assert f"| `{Path(text['path']).name}` | {text['licence']} | {text['weight']} |" in card
+    assert "Held-out" in card
 
 
 def test_an_invalid_model_table_is_refused(recipe_file, tmp_path):

@@ -148,8 +148,8 @@ class ModelDrafter(nnx.Module):
             )
             replay = None
             logits = logits[..., : self.model.config.vocab_size]
-            finite.append(all_finite(logits).all(axis=-1))
             log_probs, drawn, exists = choose(logits, depth, level.width)
+            finite.append(exists[..., 0].all(axis=-1))
             log_probs_of += [] if log_probs is None else [log_probs]
             below = exists[:, level.source, level.rank] & valid[:, level.parents]
             below_tokens = drawn[:, level.source, level.rank]
@@ -224,7 +224,7 @@ class ModelDrafter(nnx.Module):
                     so_far.valid.at[:, at["children"]].set(below, mode="drop"),
                     with_level(so_far.pending, read, at["read"]),
                     log_probs,
-                    so_far.finite & all_finite(logits).all(axis=-1),
+                    so_far.finite & exists[..., 0].all(axis=-1),
                 ),
                 None,
             )
@@ -321,7 +321,8 @@ def _draw(how: str, scores: Array, width: int, keys: Array) -> tuple[Array, Arra
         keys: one per row `[B]`.
 
     Returns:
-        Their tokens `[B, Z, width]`, and which of them exist.
+        Their tokens `[B, Z, width]`, and which of them exist: the first one does if the logits are
+        finite.
     """
     if how == "iid":
         shape = (width, *scores.shape[1:-1])
@@ -329,11 +330,10 @@ def _draw(how: str, scores: Array, width: int, keys: Array) -> tuple[Array, Arra
             keys, scores
         )
         drawn = jnp.moveaxis(drawn, 1, -1).astype(jnp.int32)
-        return drawn, jnp.ones_like(drawn, bool)
+        return drawn, jnp.broadcast_to(all_finite(scores)[..., None], drawn.shape)
     if how == "without_replacement":
         # Gumbel-top-k: the order of the perturbed scores is the order of sequential draws.
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:]))(keys)
-        best, drawn = lax.top_k(scores + noise, width)
-    else:
-        best, drawn = lax.top_k(scores, width)
+        scores += jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:]))(keys)
+    # A NaN must come first, and how `top_k` orders it depends on the device.
+    best, drawn = lax.top_k(jnp.where(jnp.isnan(scores), jnp.inf, scores), width)
     return drawn.astype(jnp.int32), jnp.isfinite(best)

@@ -1,10 +1,14 @@
 """Drafting by prompt lookup: no draft model, only the text so far."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from stree_jax.array_types import Array, Float, Float32, Key
+from stree_jax.decoding.drafters.levels import levels_of
 from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
 from stree_jax.messages import shown
 from stree_jax.tree import TreeTopology
@@ -57,9 +61,8 @@ class NgramDrafter(nnx.Module):
         noise: Float32[Array, "B _ V"] | None = None,
     ) -> tuple[DraftTree, None]:
         """See `Drafter`."""
-        tokens, valid = jax.vmap(lambda row, length: self._grow(row, length, topology))(
-            context.tokens, context.length
-        )
+        grow = functools.partial(self._grow, topology=topology)
+        tokens, valid = jax.vmap(grow)(context.tokens, context.length)
         none = jnp.full(topology.num_nodes, -1, jnp.int32)
         finite = jnp.ones(tokens.shape[0], bool)
         return DraftTree(tokens, topology.tree(valid), None, none, finite), None
@@ -83,22 +86,29 @@ class NgramDrafter(nnx.Module):
         ends = length - 1 - jnp.arange(self.max_match)
         root_tail = jnp.where(ends >= 0, row[jnp.maximum(ends, 0)], -2)
 
-        tokens = [row[length - 1]] + [jnp.int32(0)] * (topology.num_nodes - 1)
-        valid = [jnp.array(True)] + [jnp.array(False)] * (topology.num_nodes - 1)
-        tails = {0: root_tail}
-        for node, children in enumerate(topology.children):
-            if not children:
-                continue
-            tail = tails[node]
-            equal = jnp.stack([history[k] == tail[k] for k in range(self.max_match)])
-            match = jnp.cumprod(equal, axis=0).sum(axis=0)
+        # Level by level; of a level, all nodes with children at once.
+        tokens, valid, tails = row[length - 1][None], jnp.ones(1, bool), root_tail[None]
+        all_tokens, all_valid = [tokens], [valid]
+        for level in levels_of(topology):
+            is_longer, match = jnp.array(True), jnp.int32(0)
+            for k in range(self.max_match):
+                is_longer = is_longer & (history[k] == tails[:, k, None])
+                match = match + is_longer
             score = jnp.where(
                 (match >= self.min_match) & (places < length), match * row.shape[0] + places, -1
             )
-            for child in children:
-                place = jnp.argmax(score)
-                tokens[child] = row[place]
-                valid[child] = (score[place] >= 0) & valid[node]
-                score = jnp.where(row == row[place], -1, score)
-                tails[child] = jnp.concatenate([tokens[child][None], tail[:-1]])
-        return jnp.stack(tokens), jnp.stack(valid)
+            best: list[Array] = []  # by rank among siblings
+            found: list[Array] = []
+            for rank in range(level.width):
+                if rank:  # other tokens than those of the earlier siblings
+                    score = jnp.where(row == best[-1][:, None], -1, score)
+                highest = score.max(axis=1)
+                best.append(row[jnp.maximum(highest, 0) % row.shape[0]])
+                found.append((highest >= 0) & valid)
+            ranks, source = np.array(level.rank), np.array(level.source)
+            tokens, valid = jnp.stack(best)[ranks, source], jnp.stack(found)[ranks, source]
+            all_tokens.append(tokens)
+            all_valid.append(valid)
+            tails = jnp.concatenate([tokens[:, None], tails[source, :-1]], axis=1)
+            tails, valid = tails[level.next_inner], valid[level.next_inner]
+        return jnp.concatenate(all_tokens), jnp.concatenate(all_valid)

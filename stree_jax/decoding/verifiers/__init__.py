@@ -3,6 +3,7 @@
 from stree_jax.decoding.verifiers.base import CHILD_SAMPLING, Verifier
 from stree_jax.decoding.verifiers.following import FollowTarget, follow
 from stree_jax.decoding.verifiers.rejection_sampling import RejectionSampling
+from stree_jax.decoding.verifiers.traversal import Traversal
 
 VERIFIERS: dict[str, Verifier] = {
     verifier.name: verifier
@@ -11,8 +12,16 @@ VERIFIERS: dict[str, Verifier] = {
         FollowTarget("target_only"),
         RejectionSampling("multi_step", exact_for="iid"),
         RejectionSampling("without_replacement", exact_for="without_replacement"),
-        RejectionSampling("chain", exact_for="iid", chains_only=True),
+        Traversal("traversal", exact_for="without_replacement"),
     )
 }
 
-__all__ = ["CHILD_SAMPLING", "VERIFIERS", "FollowTarget", "RejectionSampling", "Verifier", "follow"]
+__all__ = [
+    "CHILD_SAMPLING",
+    "VERIFIERS",
+    "FollowTarget",
+    "RejectionSampling",
+    "Traversal",
+    "Verifier",
+    "follow",
+]

@@ -10,10 +10,13 @@ that the rule assumes:
     "multi_step"            independent draws (SpecInfer: Miao et al., 2023, arXiv:2305.09781)
     "without_replacement"   a token drawn once is not drawn again (recursive rejection sampling:
                             Jeon et al., 2024, arXiv:2402.14160)
-    "chain"                 one child a node (Leviathan et al., 2022, arXiv:2211.17192)
+
+With one child a node both are the speculative sampling of Leviathan et al., 2022
+(arXiv:2211.17192).
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -36,12 +39,10 @@ class RejectionSampling:
     Attributes:
         name: in `VERIFIERS`, and in messages.
         exact_for: the child sampling for which the output has the target's distribution.
-        chains_only: refuse trees in which a node has two children.
     """
 
     name: str
     exact_for: str
-    chains_only: bool = False
 
     def check(
         self, child_sampling: str, topology: TreeTopology, *, temperature_is_zero: bool
@@ -51,14 +52,8 @@ class RejectionSampling:
             raise ValueError(f"verifier {self.name!r} needs temperature > 0; use 'greedy' at 0")
         if topology.num_nodes == 1:  # nothing to test: the target alone decides
             return
-        branching = max(map(len, topology.children))
-        if self.chains_only and branching > 1:
-            raise ValueError(
-                f"verifier {self.name!r} takes chains,"
-                f" this tree has nodes with {branching} children;"
-                " use 'multi_step' or 'without_replacement'"
-            )
         # A lone child is drawn the same way with and without replacement.
+        branching = max(map(len, topology.children))
         drawn = child_sampling in ("iid", "without_replacement")
         if child_sampling != self.exact_for and not (drawn and branching <= 1):
             raise ValueError(
@@ -91,10 +86,11 @@ class RejectionSampling:
                 " log_probs = None; use 'target_only'"
             )
         log_probs = token_log_probs(logits, sampling)
+        rule = self.rule(topology)
 
         def row(key, tokens, tree, draft_log_probs, target_log_probs):
             test_key, next_key = jax.random.split(key)
-            walk = try_children(
+            walk = rule(
                 jax.random.uniform(test_key, (num_nodes,)),
                 tokens,
                 tree,
@@ -108,14 +104,21 @@ class RejectionSampling:
 
         return jax.vmap(row)(keys, draft.tokens, draft.tree, draft.log_probs, log_probs)
 
+    def rule(self, topology: TreeTopology) -> "Rule":
+        """The function that tests one row, such as `try_children`."""
+        return try_children
+
 
 class Walk(NamedTuple):
-    """One row's walk through its tree, with the odds of every test."""
+    """One row's tests, with the odds of each."""
 
     last: Int[Array, ""]
     probs: Float32[Array, " V"]  # what the token after `last` is drawn from
     tested: Array  # [N] bool
     accept_prob: Float32[Array, " N"]  # of the tested nodes
+
+
+Rule = Callable[..., Walk]
 
 
 def try_children(
@@ -160,7 +163,7 @@ def try_children(
         mass = residual.sum()
         # If p equals q the residual is empty, and only rounding can have rejected the token.
         residual = jnp.where(mass > 0, residual / jnp.where(mass > 0, mass, 1.0), p)
-        remaining = log_q if replace else _without(log_q, token)
+        remaining = log_q if replace else without(log_q, token)
         p = jnp.where(accept, jnp.exp(target_log_probs[node]), jnp.where(is_child, residual, p))
         below = draft_log_probs[jnp.maximum(log_prob_row[node], 0)]
         log_q = jnp.where(accept, below, jnp.where(is_child, remaining, log_q))
@@ -184,7 +187,7 @@ def try_children(
     return Walk(at, p, tested, odds)
 
 
-def _without(log_probs: Array, token: Array) -> Array:
+def without(log_probs: Array, token: Array) -> Array:
     """The distribution given that it is not `token`; all `-inf` if nothing else was possible."""
     rest = log_probs.at[token].set(-jnp.inf)
     return jnp.where(jnp.isfinite(rest.max()), jax.nn.log_softmax(rest), -jnp.inf)

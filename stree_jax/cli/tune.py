@@ -1,0 +1,121 @@
+"""`stree-jax tune-tree`: the fastest draft tree for two checkpoints on this device."""
+
+import json
+import warnings
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+import stree_jax as st
+from stree_jax.cli.cache import enable_cache
+from stree_jax.cli.demo import PROMPTS
+from stree_jax.convert import find
+
+# Beside the demo's. Acceptance is measured on half of the prompts, speed on the other half.
+MORE_PROMPTS = (
+    "def is_even(number):\n",
+    "Question: A shop sells pens for $2 each. Ada buys 7 pens and pays with $20. How much change"
+    " does she get?\nAnswer:",
+    "Once upon a time there was a fisherman who",
+    "The train was late again, so",
+)
+
+
+def run_tune_tree(
+    console: Console,
+    *,
+    target: str,
+    draft: str | None,
+    ngram: bool,
+    temperature: float,
+    prompts: Path | None,
+    max_nodes: int,
+    max_depth: int,
+    max_new_tokens: int,
+    seed: int,
+    dtype: str,
+    output: Path | None,
+) -> None:
+    """Tunes, prints the report, and writes the tree to a file for `generate --tree @FILE`.
+
+    Raises:
+        ValueError: an argument is invalid.
+    """
+    if (draft is None) != ngram:
+        raise ValueError("give either --draft DRAFT or --ngram: the tree is tuned for one drafter")
+    if output is not None and not output.parent.is_dir():
+        raise ValueError(f"--output {output}: the folder {output.parent} does not exist")
+    texts = [*PROMPTS, *MORE_PROMPTS] if prompts is None else _read(prompts)
+    tokenizer = st.load_tokenizer(find(target))
+    enable_cache()
+    model = st.from_pretrained(target, dtype=dtype)
+    drafter: st.Drafter = st.NgramDrafter()
+    if draft is not None:
+        drafter = st.ModelDrafter(st.from_pretrained(draft, dtype=dtype))
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with (
+        Progress(*columns, console=console, transient=True) as progress,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always", UserWarning)
+        task = progress.add_task("", total=1)
+        report = st.tune(
+            model,
+            drafter,
+            [tokenizer.encode(text, add_special_tokens=False).ids for text in texts],
+            temperature=temperature,
+            key=None if temperature == 0 else jax.random.key(seed),
+            max_nodes=max_nodes,
+            max_depth=max_depth,
+            max_new_tokens=max_new_tokens,
+            progress=lambda what, done, total: progress.update(
+                task, description=what, completed=done, total=total
+            ),
+        )
+    console.print(str(report), soft_wrap=True, markup=False)
+    for warning in caught:
+        if warning.category is UserWarning:
+            console.print(f"warning: {warning.message}", style="yellow", soft_wrap=True)
+    spec = None
+    if report.best is not None:
+        spec = "parents:" + ",".join(map(str, report.best.parents))
+        console.print(f"--tree {spec}", soft_wrap=True, highlight=False)
+    if output is not None:
+        rows = [row for row in report.rows if row.measured is not None]
+        content = {
+            "parents": None if report.best is None else report.best.parents,
+            "advice": report.advice,
+            "temperature": temperature,
+            "target": target,
+            "draft": "n-gram" if draft is None else draft,
+            "device": str(jax.devices()[0].device_kind),
+            "jax": jax.__version__,
+            "decoded": {
+                row.name: {
+                    "tau": row.tau,
+                    "tokens_per_second": row.measured,
+                    "speed_up": row.speed_up,
+                }
+                for row in rows
+            },
+        }
+        output.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _read(path: Path) -> list[str]:
+    """A prompt a line: JSON objects with a "prompt" in a .jsonl file, otherwise plain text."""
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompts {path} cannot be read: {error}") from None
+    if path.suffix != ".jsonl":
+        return lines
+    texts = []
+    for number, line in enumerate(lines, 1):
+        try:
+            texts.append(str(json.loads(line)["prompt"]))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise ValueError(f'{path}, line {number}: not an object with a "prompt"') from None
+    return texts

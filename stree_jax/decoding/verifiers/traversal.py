@@ -1,0 +1,141 @@
+"""Traversal verification: drafts are tested from the leaves up, by the odds of their whole path.
+
+Traversal verification (Weng et al., 2025, arXiv:2505.12398); on a chain it is block verification
+(Sun et al., 2024, arXiv:2403.10444).
+
+The odds `a` of a node with token t are `min(1, a' p(t) / q(t))`, where a', p and q belong to its
+parent. The children of a node may use the part `min(a p, q)` of its distribution. When one is left
+without success, the residual `max(a p - q, 0)`, of mass S, remains: p becomes the residual over S,
+and a becomes `S / (S + 1 - a)`. A node is tested after all nodes below it, and the first that
+passes ends the search.
+
+A rejected draft can thus be made up for by those below it, so this accepts at least as much as
+testing from the root down.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from stree_jax.array_types import Array, Float32, Int
+from stree_jax.decoding.verifiers.rejection_sampling import (
+    RejectionSampling,
+    Rule,
+    Walk,
+    without,
+)
+from stree_jax.tree import Tree, TreeTopology
+
+_MOST = 80.0  # of the logarithm of p / q; exp(-80) is nothing among float32 odds
+
+
+@dataclasses.dataclass(frozen=True)
+class Traversal(RejectionSampling):
+    """Tests drafts from the leaves up.
+
+    For trees there is one form for each way of drawing children, `exact_for`. `generate` chooses it
+    when the verifier is given by name.
+    """
+
+    def rule(self, topology: TreeTopology) -> Rule:
+        """All nodes of a chain at once; a tree node by node."""
+        return traverse_chain if max(map(len, topology.children)) <= 1 else traverse
+
+
+def traverse(
+    uniforms: Float32[Array, " N"],
+    tokens: Int[Array, " N"],
+    tree: Tree,
+    draft_log_probs: Float32[Array, "Z V"],
+    log_prob_row: Int[Array, " N"],
+    target_log_probs: Float32[Array, "N V"],
+    *,
+    replace: bool,
+) -> Walk:
+    """Tests the nodes of a tree, each after the nodes below it. Arguments as of `try_children`.
+
+    What a child leaves to its siblings depends on its token, not on what is below it. So one pass
+    from the root down gives the odds of all nodes, and the tests come afterwards.
+    """
+
+    def leave(node: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        odds, probs, log_q = carry
+        parent, token, valid = tree.parents[node], tokens[node], tree.valid[node]
+        a, p, q = odds[parent], probs[parent], log_q[parent]
+        own = jnp.exp(jnp.minimum(jnp.log(a) + jnp.log(p[token]) - q[token], 0.0))
+        left, residual = _left_over(a, p, jnp.exp(q))
+        odds = odds.at[parent].set(jnp.where(valid, left, a)).at[node].set(jnp.where(valid, own, 0))
+        probs = probs.at[parent].set(jnp.where(valid, residual, p))
+        if not replace:
+            log_q = log_q.at[parent].set(jnp.where(valid, without(q, token), q))
+        return odds, probs, log_q
+
+    num_nodes = tokens.shape[0]
+    start = (
+        (jnp.arange(num_nodes) == 0).astype(jnp.float32),
+        jnp.exp(target_log_probs),
+        draft_log_probs[jnp.maximum(log_prob_row, 0)],
+    )
+    odds, probs, _ = lax.fori_loop(1, num_nodes, leave, start)
+
+    # A node's place in the order of tests: behind all that is below it, and behind its earlier
+    # siblings and all below them; its ancestors' earlier siblings, too.
+    nodes = jnp.arange(num_nodes)
+    sizes = (tree.ancestor_mask & tree.valid[:, None]).sum(axis=0)
+    earlier = (tree.parents == tree.parents[:, None]) & (nodes < nodes[:, None]) & tree.valid
+    before = jnp.where(earlier, sizes, 0).sum(axis=1)
+    place = jnp.where(tree.ancestor_mask, before, 0).sum(axis=1) + sizes
+    passed = tree.valid & ((uniforms < odds) | (nodes == 0))
+    last = jnp.argmin(jnp.where(passed, place, num_nodes + 1)).astype(jnp.int32)
+    return Walk(last, probs[last], tree.valid & (place <= place[last]), odds)
+
+
+def traverse_chain(
+    uniforms: Float32[Array, " N"],
+    tokens: Int[Array, " N"],
+    tree: Tree,
+    draft_log_probs: Float32[Array, "Z V"],
+    log_prob_row: Int[Array, " N"],
+    target_log_probs: Float32[Array, "N V"],
+    *,
+    replace: bool,
+) -> Walk:
+    """`traverse` on a chain, without a loop over its nodes.
+
+    In logarithms the odds are sums that start again from 0 when they exceed it: a cumulative sum
+    minus its highest value so far.
+    """
+    num_nodes = tokens.shape[0]
+    nodes = jnp.arange(num_nodes)
+    log_q = draft_log_probs[jnp.maximum(log_prob_row, 0)]
+    drafted = jnp.roll(tokens, -1)[:, None]  # below each node
+    ratio = jnp.take_along_axis(target_log_probs - log_q, drafted, axis=1)[:, 0]
+    steps = jnp.where(nodes > 0, jnp.clip(jnp.roll(ratio, 1), -_MOST, _MOST), 0.0)
+    upto = nodes <= nodes[:, None]
+    sums = jnp.where(upto, steps, 0.0).sum(axis=1)
+    highest = jnp.where(upto, sums, 0.0).max(axis=1)
+    impossible = (upto & (steps <= -_MOST)).any(axis=1)  # and then all that is below it, too
+    own = jnp.where(tree.valid & ~impossible, jnp.exp(sums - highest), 0.0)
+
+    probs = jnp.exp(target_log_probs)
+    left, residuals = jax.vmap(_left_over)(own, probs, jnp.exp(log_q))
+    has_child = jnp.roll(tree.valid, -1) & (nodes < num_nodes - 1)
+    odds = jnp.where(has_child, left, own)
+    passed = tree.valid & ((uniforms < odds) | (nodes == 0))
+    last = jnp.where(passed, nodes, 0).max().astype(jnp.int32)
+    after = jnp.where(has_child[last], residuals[last], probs[last])
+    return Walk(last, after, tree.valid & (nodes >= last), odds)
+
+
+def _left_over(
+    odds: Float32[Array, ""], p: Float32[Array, " V"], q: Float32[Array, " V"]
+) -> tuple[Float32[Array, ""], Float32[Array, " V"]]:
+    """The odds and the distribution of a node after the failure of a child."""
+    residual = jnp.maximum(odds * p - q, 0.0)
+    mass = residual.sum()
+    # With odds of 1 and an empty residual p equals q, and only rounding can have rejected it.
+    total = mass + (1 - odds)
+    left = jnp.where(total > 0, mass / jnp.where(total > 0, total, 1.0), odds)
+    return left, jnp.where(mass > 0, residual / jnp.where(mass > 0, mass, 1.0), p)

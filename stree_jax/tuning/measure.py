@@ -1,0 +1,228 @@
+"""What the parts of a decode step cost on this device."""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import dispatch
+from pallas_kernels.numerics import best_of
+from stree_jax.config import ModelConfig
+from stree_jax.decoding.drafters import Drafter
+from stree_jax.decoding.options import plan
+from stree_jax.decoding.sampling import position_noise
+from stree_jax.decoding.types import Context, Sampling, Verdict
+from stree_jax.models.cache import Cache, path_to
+from stree_jax.models.lm import HybridLM
+from stree_jax.tree import TreeTopology
+
+SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+WIDTHS = (1, 2, 4, 8, 16, 32)
+_ROUNDS = 5
+_SECONDS = 0.05  # of a sample; shorter ones are noise
+
+
+class Costs(NamedTuple):
+    """Seconds of the parts of a decode step of one row. Between measured sizes they are linear.
+
+    Attributes:
+        target: of a target call, by the number of nodes.
+        first_level: of drafting the children of the root.
+        level: of drafting a level below, by the number of nodes whose children are drafted.
+        overhead: of all the rest of a step.
+    """
+
+    target: dict[int, float]
+    first_level: float
+    level: dict[int, float]
+    overhead: float
+
+    def step(self, topology: TreeTopology) -> float:
+        """Seconds of a step with this tree."""
+        seconds = _interpolated(self.target, topology.num_nodes)
+        if topology.depth:
+            seconds += self.first_level + self.overhead
+        inner = np.zeros(topology.depth + 1, int)
+        for depth, children in zip(topology.depths, topology.children, strict=True):
+            inner[depth] += bool(children)
+        return seconds + sum(_interpolated(self.level, int(count)) for count in inner[1:-1])
+
+
+def _interpolated(table: dict[int, float], size: int) -> float:
+    sizes = sorted(table)
+    if size > sizes[-1] and len(sizes) > 1:  # go on as between the last two
+        low, high = sizes[-2:]
+        slope = (table[high] - table[low]) / (high - low)
+        return table[high] + max(slope, 0.0) * (size - high)
+    return float(np.interp(size, sizes, [table[at] for at in sizes]))
+
+
+def measure_costs(
+    model: HybridLM,
+    drafter: Drafter,
+    prompt: list[int],
+    *,
+    max_nodes: int,
+    max_depth: int,
+    temperature: float = 0.0,
+    key: jax.Array | None = None,
+    advance: Callable[[], Any] = lambda: None,
+) -> Costs:
+    """Measures every part in a loop on the device, all parts in turn, and takes medians.
+
+    Args:
+        model: the target.
+        drafter: fills static trees.
+        prompt: what has been read.
+        temperature, key: as in `generate`.
+        max_nodes, max_depth: of trees whose cost will be asked.
+        advance: called once for each part that has been compiled.
+    """
+    sizes = [size for size in SIZES if size < max_nodes] + [max_nodes]
+    widths = [width for width in WIDTHS if width < max_nodes // 2] or [1]
+    step_tree = TreeTopology.chain(min(4, max_depth, max_nodes - 1))
+    options: dict[str, Any] = dict(max_new_tokens=8, temperature=temperature, key=key)
+
+    def target_calls(size: int) -> Callable[[int], object]:
+        # A balanced tree: the cost depends on the number of nodes only.
+        topology = TreeTopology(tuple((node - 1) // 2 if node else -1 for node in range(size)))
+        request = plan(model, [prompt], **options)
+        with dispatch.on(model):
+            cache = request.decoder.start(model, None, request.context, request.keys).cache
+        return lambda count: _target_calls(model, cache, count, topology=topology)
+
+    def drafts(topology: TreeTopology) -> Callable[[int], object]:
+        request = plan(model, [prompt], drafter=drafter, topology=topology, **options)
+        with dispatch.on(model):
+            state = drafter.prepare(request.context, topology, request.decoder.max_length)
+        static = dict(topology=topology, config=model.config)
+        arguments = (drafter, state, request.context, request.keys, request.sampling)
+        return lambda count: _drafts(*arguments, count, **static)
+
+    def steps(count: int) -> object:
+        request = plan(model, [prompt], drafter=drafter, topology=step_tree, **options)
+        decoder = request.decoder
+        state = decoder.start(model, drafter, request.context, request.keys)
+        return _whole_steps(
+            model, drafter, state, request.limits, request.sampling, count, decoder=decoder
+        )
+
+    parts: dict[Any, Callable[[int], object]] = {"steps": steps}
+    for size in sorted({*sizes, step_tree.num_nodes}):
+        parts["target", size] = target_calls(size)
+    parts["draft", "first"] = drafts(TreeTopology.chain(1))
+    parts["draft", "chain"] = drafts(step_tree)
+    if max_depth > 1:
+        for width in widths:
+            parts["draft", width] = drafts(TreeTopology.from_branching((width, 1)))
+    with dispatch.on(model):
+        seconds = _medians(parts, advance)
+
+    first = seconds["draft", "first"]
+    level = (
+        {width: max(seconds["draft", width] - first, 0.0) for width in widths}
+        if max_depth > 1
+        else {1: 0.0}
+    )
+    rest = seconds["target", step_tree.num_nodes] + seconds["draft", "chain"]
+    return Costs(
+        target={size: seconds["target", size] for size in sizes},
+        first_level=first,
+        level=level,
+        overhead=max(seconds["steps"] - rest, 0.0),
+    )
+
+
+def _medians(parts: dict[Any, Callable[[int], object]], advance: Callable[[], Any]) -> dict:
+    """Seconds of one iteration of each part."""
+    counts = {}
+    for name, part in parts.items():
+        jax.block_until_ready(part(1))  # compiles
+        advance()
+        once = _timed(part, 4) / 4
+        counts[name] = int(np.clip(_SECONDS / once, 4, 1000))
+    samples: dict[Any, list[float]] = {name: [] for name in parts}
+    for _ in range(_ROUNDS):
+        for name, part in parts.items():
+            # Two lengths, so that what a call costs besides its iterations cancels.
+            few, many = _timed(part, counts[name] // 4), _timed(part, counts[name])
+            samples[name].append((many - few) / (counts[name] - counts[name] // 4))
+    return {name: float(np.median(values)) for name, values in samples.items()}
+
+
+def _timed(part: Callable[[int], object], count: int) -> float:
+    began = time.perf_counter()
+    jax.block_until_ready(part(count))
+    return time.perf_counter() - began
+
+
+@functools.partial(jax.jit, static_argnames="topology")
+def _target_calls(
+    model: HybridLM, cache: Cache, count: int | jax.Array, *, topology: TreeTopology
+) -> Any:
+    """Calls of the target on one tree, each after the replay of an empty path."""
+    tree = topology.tree(jnp.ones((1, topology.num_nodes), bool))
+    path = path_to(tree, jnp.array([-1], jnp.int32))
+
+    def call(_: Any, carry: Any) -> Any:
+        tokens, pending, cache = carry
+        logits, pending, cache = model.tree_forward(tokens, tree, cache, replay=(pending, path))
+        return best_of(logits, model.config.vocab_size)[0], pending, cache
+
+    tokens = jnp.zeros((1, topology.num_nodes), jnp.int32)
+    carry = (tokens, model.init_pending(1, topology.num_nodes), cache)
+    return lax.fori_loop(0, count, call, carry)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("topology", "config"))
+def _drafts(
+    drafter: Drafter,
+    state: Any,
+    context: Context,
+    keys: jax.Array,
+    sampling: Sampling,
+    count: int | jax.Array,
+    *,
+    topology: TreeTopology,
+    config: ModelConfig,
+) -> Any:
+    """Trees that are drafted and forgotten."""
+    none = jnp.full(1, -1, jnp.int32)
+    verdict = Verdict(none, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
+    noise = None
+    if not sampling.temperature_is_zero:  # made once a step for both models: overhead
+        noise = position_noise(keys, context.length, topology.depth, config.vocab_size)
+
+    def draft(_: Any, carry: Any) -> Any:
+        state, last = carry
+        # The next tree depends on this one, or XLA drafts once.
+        at_root = jnp.arange(context.tokens.shape[1]) == context.length - 1
+        linked = context._replace(tokens=jnp.where(at_root, last, context.tokens))
+        tree, state = drafter.propose(state, linked, keys, sampling, topology, noise=noise)
+        hidden = jnp.zeros((1, config.d_model), jnp.float32)
+        state = drafter.commit(state, tree, verdict, topology, hidden)
+        return state, tree.tokens[:, -1]
+
+    return lax.fori_loop(0, count, draft, (state, jnp.zeros(1, jnp.int32)))[1]
+
+
+@functools.partial(jax.jit, static_argnames="decoder")
+def _whole_steps(
+    model: HybridLM,
+    drafter: Drafter,
+    state: Any,
+    limits: Any,
+    sampling: Sampling,
+    count: int | jax.Array,
+    *,
+    decoder: Any,
+) -> Any:
+    def step(_: Any, state: Any) -> Any:
+        return decoder.step(model, drafter, state, limits, sampling)[0]
+
+    return lax.fori_loop(0, count, step, state).emitted

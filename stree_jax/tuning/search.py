@@ -1,0 +1,92 @@
+"""From ranks and costs to trees: what a tree would accept, and the trees worth trying."""
+
+import heapq
+
+import numpy as np
+
+from stree_jax.array_types import Float
+from stree_jax.tree import TreeTopology
+from stree_jax.tuning.measure import Costs
+from stree_jax.tuning.trace import RankTrace
+
+
+def replay_tau(topology: TreeTopology, trace: RankTrace) -> float:
+    """Tokens a target call that decoding the traced texts with this static tree would give.
+
+    Exact, not an estimate: the candidates after a prefix do not depend on the tree. (Nodes have at
+    most `trace.num_ranks` children; a child beyond them counts as rejected.)
+    """
+    children = topology.level_order().children
+    calls = 0
+    for ranks in trace.ranks:
+        at = 0
+        while at < len(ranks):
+            node = 0
+            while at < len(ranks) and ranks[at] < min(len(children[node]), trace.num_ranks):
+                node = children[node][ranks[at]]
+                at += 1
+            at += 1  # the target's own token, unless the text ended before it
+            calls += 1
+    return sum(map(len, trace.ranks)) / calls
+
+
+def acceptance(trace: RankTrace, max_depth: int) -> Float[np.ndarray, "D R"]:
+    """How often the child of each rank is taken if its parent was, by the parent's depth."""
+    table = np.zeros((max_depth, trace.num_ranks))
+    for depth in range(max_depth):
+        taken = np.zeros(trace.num_ranks + 1)
+        for ranks in trace.ranks:
+            hit = ranks < trace.num_ranks
+            reached = np.ones(max(len(ranks) - depth, 0), bool)
+            for above in range(depth):
+                reached &= hit[above : above + len(reached)]
+            taken += np.bincount(ranks[depth:][reached], minlength=trace.num_ranks + 1)
+        table[depth] = taken[:-1] / max(taken.sum(), 1)
+    return table
+
+
+def best_trees(
+    accept: Float[np.ndarray, "D R"], costs: Costs, max_nodes: int, max_depth: int
+) -> list[TreeTopology]:
+    """For each size and depth the tree that accepts most, the fastest by `costs` first.
+
+    The most probable nodes are taken one after the other: with `accept` falling from rank to rank
+    a node is never more probable than its parent or its sister before, so every prefix of that
+    order is a tree, and the best one of its size. (Sequoia, Chen et al. 2024, arXiv:2402.12374,
+    finds the same trees by dynamic programming.)
+
+    Args:
+        accept: the probability that a child of each rank is taken if its parent was.
+        costs: of steps on this device.
+        max_nodes: with the root.
+        max_depth: at most the rows of `accept`.
+    """
+    predicted: dict[TreeTopology, float] = {}
+    for depth in range(1, min(max_depth, len(accept)) + 1):
+        tau = 1.0
+        parents = [-1]
+        # Negative probability, order of arrival, parent, its depth, rank, the parent's probability.
+        heap = [(-accept[0, 0], 0, 0, 0, 0, 1.0)]
+        while heap and len(parents) < max_nodes:
+            negative, _, parent, parent_depth, rank, above = heapq.heappop(heap)
+            if negative == 0:
+                break
+            node = len(parents)
+            parents.append(parent)
+            tau -= negative
+            if rank + 1 < accept.shape[1]:
+                odds = above * accept[parent_depth, rank + 1]
+                heapq.heappush(heap, (-odds, 2 * node, parent, parent_depth, rank + 1, above))
+            if parent_depth + 1 < depth:
+                odds = -negative * accept[parent_depth + 1, 0]
+                heapq.heappush(heap, (-odds, 2 * node + 1, node, parent_depth + 1, 0, -negative))
+            topology = TreeTopology.from_parents(parents).level_order()
+            predicted[topology] = tau / costs.step(topology)
+    return sorted(predicted, key=lambda topology: -predicted[topology])
+
+
+def standard_error(trace: RankTrace) -> float:
+    """Of the rate at which the first candidate is taken."""
+    ranks = np.concatenate(trace.ranks)
+    rate = float(np.mean(ranks == 0))
+    return (rate * (1 - rate) / len(ranks)) ** 0.5

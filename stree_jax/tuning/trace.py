@@ -1,0 +1,121 @@
+"""Which of a drafter's candidates the target takes, at every token of a text.
+
+Children of a node are the drafter's candidates in order of rank, so the ranks of the tokens that
+the target emits decide which nodes of any static tree would be accepted.
+"""
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.array_types import Array, Bool, Int
+from stree_jax.decoding.drafters import Drafter
+from stree_jax.decoding.options import Plan
+from stree_jax.decoding.sampling import position_noise
+from stree_jax.decoding.types import Context, Sampling
+from stree_jax.tree import TreeTopology
+
+_BATCH = 32  # positions that are drafted from at once
+
+
+class RankTrace(NamedTuple):
+    """Ranks of emitted tokens among the drafter's candidates.
+
+    Attributes:
+        ranks: for each text `[T]`, the rank of every new token among the candidates after the
+            tokens before it: 0 for the first, `num_ranks` if it was none of them.
+        num_ranks: candidates that were asked for.
+    """
+
+    ranks: list[np.ndarray]
+    num_ranks: int
+
+
+def rank_trace(
+    drafter: Drafter,
+    request: Plan,
+    tokens: Sequence[np.ndarray],
+    num_ranks: int,
+    vocab_size: int,
+) -> RankTrace:
+    """Drafts one level at every position of texts that the target wrote, and looks tokens up.
+
+    Args:
+        drafter: fills static trees.
+        request: the plan by which the texts were written; gives prompts, keys and sampling.
+        tokens: the new tokens of each row.
+        num_ranks: candidates to look at.
+        vocab_size: of the target.
+
+    Raises:
+        ValueError: the drafter draws its candidates with random numbers of its own.
+    """
+    topology = TreeTopology.from_branching((num_ranks,))
+    how = drafter.child_sampling(topology, temperature_is_zero=request.sampling.temperature_is_zero)
+    if how in ("iid", "without_replacement"):
+        raise ValueError(
+            f"child_sampling = {how!r} draws candidates anew in every step, so their ranks say"
+            " nothing about other trees; use 'shared' or 'auto'"
+        )
+    prompts = np.asarray(request.context.tokens)
+    starts = np.asarray(request.context.length)
+    rows = np.repeat(np.arange(len(tokens)), [len(new) for new in tokens])
+    emitted = np.concatenate([np.arange(len(new)) for new in tokens])
+    wanted = np.concatenate([np.asarray(new, np.int32) for new in tokens])
+    width = request.decoder.max_length
+    texts = np.zeros((len(tokens), width), np.int32)
+    for text, prompt, start, new in zip(texts, prompts, starts, tokens, strict=True):
+        text[:start] = prompt[:start]
+        text[start : start + len(new)] = new
+
+    ranks = np.empty(len(wanted), np.int64)
+    for first in range(0, len(wanted), _BATCH):
+        # The last batch is filled up with its last position.
+        at = np.minimum(np.arange(first, first + _BATCH), len(wanted) - 1)
+        row = rows[at]
+        context = Context(jnp.asarray(texts[row]), jnp.asarray(starts[row] + emitted[at]))
+        of_rows = jax.tree.map(operator.itemgetter(row), (request.keys, request.sampling))
+        position = jnp.asarray(emitted[at], jnp.int32)
+        state = drafter.prepare(context, topology, width)
+        candidates, exists = jax.tree.map(
+            np.asarray,
+            _candidates(
+                drafter,
+                state,
+                context,
+                *of_rows,
+                position,
+                topology=topology,
+                vocab_size=vocab_size,
+            ),
+        )
+        match = (candidates == wanted[at, None]) & exists
+        found = np.where(match.any(axis=1), match.argmax(axis=1), num_ranks)
+        count = min(_BATCH, len(wanted) - first)
+        ranks[first : first + count] = found[:count]
+    ends = np.cumsum([len(new) for new in tokens])[:-1]
+    return RankTrace(np.split(ranks, ends), num_ranks)
+
+
+@functools.partial(jax.jit, static_argnames=("topology", "vocab_size"))
+def _candidates(
+    drafter: Drafter,
+    state: object,
+    context: Context,
+    keys: Array,
+    sampling: Sampling,
+    emitted: Int[Array, " B"],
+    *,
+    topology: TreeTopology,
+    vocab_size: int,
+) -> tuple[Int[Array, "B R"], Bool[Array, "B R"]]:
+    noise = None
+    if not sampling.temperature_is_zero:
+        noise = position_noise(keys, emitted, topology.depth, vocab_size)
+    draft, _ = drafter.propose(state, context, keys, sampling, topology, noise=noise)
+    return draft.tokens[:, 1:], draft.tree.valid[:, 1:]

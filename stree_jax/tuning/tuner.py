@@ -1,0 +1,311 @@
+"""`tune`: the fastest draft tree for a pair of models on this device, or none."""
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from stree_jax.decoding.drafters import BeamDrafter, Drafter
+from stree_jax.decoding.generate import Generation, generate
+from stree_jax.decoding.options import plan
+from stree_jax.models.lm import HybridLM
+from stree_jax.tree import TreeTopology
+from stree_jax.tuning.measure import SIZES, WIDTHS, Costs, measure_costs
+from stree_jax.tuning.search import acceptance, best_trees, replay_tau, standard_error
+from stree_jax.tuning.trace import RankTrace, rank_trace
+
+NUM_RANKS = 8  # most children of a node
+_FINALISTS = 4
+_SHOWN = 8  # rows of a printed report that were not decoded with
+_ROUNDS = 5
+_ENOUGH_TOKENS = 500
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A tree and its speed; `topology` None is decoding without drafts.
+
+    Attributes:
+        name: of the tree, such as "chain of 4".
+        tau: tokens a target call: replayed for trees that were not decoded with.
+        predicted: tokens a second by acceptance and costs.
+        measured: median tokens a second, None if it was not decoded with.
+        spread: half the range of the middle half of the rounds, in tokens a second.
+        speed_up: median over rounds of the ratio to decoding without drafts.
+        identical: the texts are those of decoding without drafts; None if not decoded with.
+    """
+
+    name: str
+    topology: TreeTopology | None
+    tau: float
+    predicted: float
+    measured: float | None = None
+    spread: float | None = None
+    speed_up: float | None = None
+    identical: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningReport:
+    """The result of `tune`; `str` gives a table and one sentence of advice.
+
+    Attributes:
+        best: the tree to use; None: do not draft.
+        rows: finalists, which were decoded with, the fastest first; then the other candidates by
+            predicted speed.
+        advice: what to do, and why.
+        costs: of the parts of a step.
+        temperature: for which this holds.
+        num_traced: tokens that tau was replayed on.
+    """
+
+    best: TreeTopology | None
+    rows: tuple[Candidate, ...]
+    advice: str
+    costs: Costs
+    temperature: float
+    num_traced: int
+
+    def __str__(self) -> str:
+        decoded = [row for row in self.rows if row.measured is not None]
+        others = [row for row in self.rows if row.measured is None]
+        lines = [
+            f"{'tree':<20}{'nodes':>6}{'depth':>6}{'tau':>7}{'predicted':>11}{'tokens/s':>15}"
+            f"{'speed-up':>10}"
+        ]
+        for row in decoded + others[:_SHOWN]:
+            tree = row.topology or TreeTopology.chain(0)
+            speed = "" if row.measured is None else f"{row.measured:,.0f} +-{row.spread:,.0f}"
+            ratio = "" if row.speed_up is None else f"{row.speed_up:.2f}x"
+            lines.append(
+                f"{row.name:<20}{tree.num_nodes:>6}{tree.depth:>6}{row.tau:>7.2f}"
+                f"{row.predicted:>11,.0f}{speed:>15}{ratio:>10}"
+            )
+        if others[_SHOWN:]:
+            lines.append(f"... and {len(others) - _SHOWN} slower trees by prediction")
+        return "\n".join([*lines, self.advice])
+
+
+def tune(
+    target: HybridLM,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    *,
+    temperature: float = 0.0,
+    key: jax.Array | None = None,
+    max_nodes: int = 64,
+    max_depth: int = 8,
+    max_new_tokens: int = 128,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+) -> TuningReport:
+    """Finds the draft tree that decodes these prompts fastest here, one prompt at a time.
+
+    The target writes a text for each prompt. On the first half of the texts the drafter's
+    candidates are ranked, from which the acceptance of every static tree follows exactly; the parts
+    of a step are timed on this device; the most promising trees are then timed by decoding the
+    other half, in turn with decoding without drafts. A tree must beat the simpler choices by more
+    than the spread of the measurement.
+
+    Args:
+        target: the model.
+        drafter: fills static trees, such as a `ModelDrafter` or an `NgramDrafter`.
+        prompts: at least two, like those that will be decoded.
+        temperature: at which texts are decoded.
+        key: random key, required above temperature 0.
+        max_nodes: most nodes of a tree, root included.
+        max_depth: most drafts on a path.
+        max_new_tokens: of each text.
+        progress: called with what is being done, how many of its parts are done, and of how many.
+
+    Raises:
+        ValueError: a bad argument, or a drafter whose trees are not static.
+    """
+    if drafter is None:
+        raise ValueError(
+            "drafter is None; tune chooses a tree for a drafter such as ModelDrafter(...)"
+        )
+    if isinstance(drafter, BeamDrafter):
+        raise ValueError(
+            f"{type(drafter).__name__} chooses its trees itself; tune a ModelDrafter of its model"
+        )
+    if len(prompts) < 2:
+        raise ValueError(f"tune needs at least 2 prompts, one to measure on; got {len(prompts)}")
+    for name, value, least in (("max_nodes", max_nodes, 2), ("max_depth", max_depth, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be an integer, at least {least}; got {value!r:.80}")
+    options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, temperature=temperature)
+    half = len(prompts) // 2
+    keys = None if key is None else jax.random.split(key)
+    first, second = (dict(options, key=None if keys is None else keys[i]) for i in range(2))
+
+    progress("the target writes", 0, 1)
+    request = plan(target, prompts[:half], **first)
+    texts = generate(target, prompts[:half], **first)
+    written = [row[:length] for row, length in zip(texts.tokens, texts.lengths, strict=True)]
+    progress("the target writes", 1, 1)
+    vocab_size = target.config.vocab_size
+    trace = rank_trace(drafter, request, written, min(NUM_RANKS, vocab_size), vocab_size)
+    num_traced = int(texts.lengths.sum())
+    if num_traced < _ENOUGH_TOKENS:
+        warnings.warn(
+            f"acceptance was measured on {num_traced} tokens, to +-{standard_error(trace):.2f};"
+            " give more prompts, or let texts be longer",
+            stacklevel=2,
+        )
+
+    num_parts = 3 + sum(size < max_nodes for size in SIZES) + len(WIDTHS)
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        progress("timing parts of a step", min(done, num_parts), num_parts)
+
+    costs = measure_costs(
+        target,
+        drafter,
+        list(prompts[0]),
+        max_nodes=max_nodes,
+        max_depth=max_depth,
+        temperature=temperature,
+        key=key,
+        advance=advance,
+    )
+    candidates = _candidates(trace, costs, max_nodes, max_depth)
+    finalists = _finalists(candidates)
+    rows = _decoded(target, drafter, prompts[half:], finalists, second, progress)
+    best = _best(rows)
+    return TuningReport(
+        best=best.topology,
+        rows=(*rows, *(row for row in candidates if row.name not in {r.name for r in rows})),
+        advice=_advice(best, rows),
+        costs=costs,
+        temperature=float(temperature),
+        num_traced=num_traced,
+    )
+
+
+def _candidates(trace: RankTrace, costs: Costs, max_nodes: int, max_depth: int) -> list[Candidate]:
+    """Trees made for this acceptance, chains, the paper's trees and no draft; fastest first."""
+    named: dict[TreeTopology, str] = {
+        TreeTopology.chain(depth): f"chain of {depth}"
+        for depth in range(1, min(8, max_depth, max_nodes - 1) + 1)
+    }
+    for letter in "ABCDE":
+        topology = TreeTopology.paper(letter).level_order()
+        if topology.num_nodes <= max_nodes and topology.depth <= max_depth:
+            named[topology] = f"paper {letter}"
+    for topology in best_trees(acceptance(trace, max_depth), costs, max_nodes, max_depth):
+        named.setdefault(topology, f"tree {topology.num_nodes}, depth {topology.depth}")
+    none = Candidate("no draft", None, 1.0, 1 / costs.step(TreeTopology.chain(0)))
+    rows = [none]
+    for topology, name in named.items():
+        tau = replay_tau(topology, trace)
+        rows.append(Candidate(name, topology, tau, tau / costs.step(topology)))
+    return sorted(rows, key=lambda row: -row.predicted)
+
+
+def _finalists(candidates: list[Candidate]) -> list[Candidate]:
+    """The most promising trees, of different sizes, the best chain, and no draft."""
+    trees = [row for row in candidates if row.topology is not None]
+    chosen: list[Candidate] = []
+    for row in trees:  # neighbours in size differ by less than can be measured
+        sizes = [other.topology.num_nodes for other in chosen if other.topology is not None]
+        assert row.topology is not None
+        if all(abs(row.topology.num_nodes - size) > 0.2 * size for size in sizes):
+            chosen.append(row)
+        if len(chosen) == _FINALISTS:
+            break
+    chain = next(row for row in trees if row.name.startswith("chain"))
+    none = next(row for row in candidates if row.topology is None)
+    return [none, *chosen] + ([chain] if chain not in chosen else [])
+
+
+def _decoded(
+    target: HybridLM,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    finalists: list[Candidate],
+    options: dict[str, Any],
+    progress: Callable[[str, int, int], None],
+) -> list[Candidate]:
+    """The finalists with measured speeds, the fastest first."""
+
+    def decode(row: Candidate) -> list[Generation]:
+        draft: dict[str, Any] = {}
+        if row.topology is not None:
+            draft = dict(drafter=drafter, topology=row.topology)
+        return [generate(target, [prompt], **options, **draft) for prompt in prompts]
+
+    outputs = []
+    total = len(finalists) * (1 + _ROUNDS)
+    for row in finalists:
+        outputs.append(decode(row))  # compiles
+        progress("decoding", len(outputs), total)
+    seconds = np.empty((_ROUNDS, len(finalists)))
+    for i in range(_ROUNDS):  # in turn, so that what else the machine does falls on all alike
+        for j, row in enumerate(finalists):
+            began = time.perf_counter()
+            decode(row)
+            seconds[i, j] = time.perf_counter() - began
+            progress("decoding", (1 + i) * len(finalists) + j + 1, total)
+
+    rows = []
+    for row, output, own in zip(finalists, outputs, seconds.T, strict=True):
+        tokens = sum(out.stats.num_tokens for out in output)
+        speeds = tokens / own
+        ratios = seconds[:, 0] / own * tokens / sum(o.stats.num_tokens for o in outputs[0])
+        low, middle, high = np.quantile(speeds, [0.25, 0.5, 0.75])
+        rows.append(
+            dataclasses.replace(
+                row,
+                tau=tokens / sum(out.stats.num_target_calls for out in output),
+                measured=float(middle),
+                spread=float(high - low) / 2,
+                speed_up=float(np.median(ratios)),
+                identical=all(
+                    np.array_equal(a.tokens, b.tokens)
+                    for a, b in zip(output, outputs[0], strict=True)
+                ),
+            )
+        )
+    return sorted(rows, key=_speed, reverse=True)
+
+
+def _speed(row: Candidate) -> float:
+    return row.measured or 0.0
+
+
+def _best(rows: list[Candidate]) -> Candidate:
+    """The simplest choice that nothing beats by more than the spread."""
+    fastest = rows[0]
+    simpler = [row for row in rows if row.topology is None] + [
+        row for row in rows if row.name.startswith("chain")
+    ]
+    for row in simpler:
+        if _speed(fastest) - _speed(row) <= max(row.spread or 0, fastest.spread or 0):
+            return row
+    return fastest
+
+
+def _advice(best: Candidate, rows: list[Candidate]) -> str:
+    if best.topology is not None:
+        return (
+            f"Draft with {best.name}: {best.speed_up:.2f} times as fast as without drafts"
+            f" (tau {best.tau:.2f})."
+        )
+    tree = next(row for row in rows if row.topology is not None)
+    if _speed(tree) >= _speed(best):
+        return (
+            f"Do not draft: {tree.name} is {tree.speed_up:.2f} times as fast as no draft, which is"
+            " within the spread of the measurement."
+        )
+    needed = tree.tau * _speed(best) / _speed(tree)
+    return (
+        f"Do not draft: the best tree needs tau {needed:.1f} on this device, this drafter reaches"
+        f" {tree.tau:.1f}."
+    )

@@ -1,0 +1,146 @@
+"""`tune` as a whole; what it measures is replaced where its decisions are tested."""
+
+import json
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import stree_jax as st
+from stree_jax.cli.trees import parse_tree
+from stree_jax.tuning import Costs, tune
+from stree_jax.tuning.tuner import Candidate, _advice, _best
+from tests.tiny import perturbed, tiny_model
+
+PROMPTS = [[5, 9, 2], [3], [1, 2, 3, 4], [7, 8]]
+
+
+def drafter(amount=0.05):
+    return st.ModelDrafter(perturbed(tiny_model(), amount))
+
+
+@pytest.fixture(scope="module")
+def report():
+    steps = []
+    with pytest.warns(UserWarning, match="acceptance was measured on .* tokens"):
+        report = tune(
+            tiny_model(),
+            drafter(),
+            PROMPTS,
+            max_nodes=4,
+            max_depth=2,
+            max_new_tokens=24,
+            progress=lambda *step: steps.append(step),
+        )
+    assert all(0 <= done <= total for _, done, total in steps)
+    return report
+
+
+def test_the_report_covers_no_draft_chains_and_trees(report):
+    names = [row.name for row in report.rows]
+    assert {"no draft", "chain of 1", "chain of 2"} <= set(names)
+    decoded = [row for row in report.rows if row.measured is not None]
+    assert {"no draft"} < {row.name for row in decoded}
+    assert all(row.identical for row in decoded)
+    assert all(row.measured > 0 and row.spread >= 0 and row.speed_up > 0 for row in decoded)
+    assert max(row.tau for row in decoded) > 1.5
+    assert report.best in {row.topology for row in decoded}
+    assert report.num_traced == 48
+    costs = report.costs
+    assert all(seconds > 0 for seconds in (*costs.target.values(), costs.first_level))
+
+
+def test_the_report_prints_a_table_and_advice(report):
+    text = str(report)
+    assert report.advice in text.splitlines()[-1]
+    assert max(map(len, text.splitlines()[:-1])) <= 80
+    assert all(row.name in text for row in report.rows if row.measured is not None)
+
+
+class Slow(st.ModelDrafter):
+    """Every tree takes 20 ms to draft."""
+
+    def propose(self, *arguments, **options):
+        draft, state = super().propose(*arguments, **options)
+        kind = jax.ShapeDtypeStruct(draft.tokens.shape, draft.tokens.dtype)
+        return draft._replace(tokens=jax.pure_callback(_later, kind, draft.tokens)), state
+
+
+def _later(tokens):
+    time.sleep(0.02)
+    return np.asarray(tokens)
+
+
+def test_hopeless_costs_give_no_draft(monkeypatch):
+    monkeypatch.setattr(
+        "stree_jax.tuning.tuner.measure_costs",
+        lambda *_, **__: Costs({1: 1.0, 4: 1.1}, 20.0, {1: 20.0}, 0.0),
+    )
+    options = dict(max_nodes=3, max_depth=1, max_new_tokens=6)
+    with pytest.warns(UserWarning, match="acceptance was measured"):
+        report = tune(tiny_model(), Slow(perturbed(tiny_model(), 0.2)), PROMPTS[:2], **options)
+    assert report.best is None
+    assert report.advice.startswith("Do not draft: the best tree needs tau")
+    assert report.rows[0].name == "no draft"
+
+
+def candidate(name, speed, spread=1.0, tau=2.0):
+    tree = dict(none=None, chain=st.TreeTopology.chain(2)).get(name, st.TreeTopology.complete(2, 2))
+    return Candidate(name, tree, float(tau), float(speed), float(speed), spread, speed / 10, True)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "best"),
+    [
+        (dict(tree=20, chain=15, none=10), "tree"),
+        (dict(tree=20, chain=19.5, none=10), "chain"),
+        (dict(tree=10.5, chain=10.2, none=10), "none"),
+        (dict(none=10, chain=8, tree=7), "none"),
+    ],
+)
+def test_the_simplest_choice_within_the_spread(speeds, best):
+    rows = [candidate(name, speed) for name, speed in speeds.items()]
+    chosen = _best(rows)
+    assert chosen.name == best
+    assert _advice(chosen, rows).startswith(
+        "Do not draft" if best == "none" else f"Draft with {best}"
+    )
+
+
+def test_the_advice_names_the_tau_that_would_pay():
+    rows = [candidate("none", 10, tau=1), candidate("tree", 5, tau=2.5)]
+    assert "needs tau 5.0 on this device, this drafter reaches 2.5" in _advice(rows[0], rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(drafter=None), "drafter is None; tune chooses a tree for a drafter"),
+        (dict(drafter="beam"), "BeamDrafter chooses its trees itself"),
+        (dict(prompts=PROMPTS[:1]), "at least 2 prompts.*got 1"),
+        (dict(max_nodes=1), "max_nodes must be an integer, at least 2; got 1"),
+        (dict(max_depth=0), "max_depth must be an integer, at least 1; got 0"),
+        (dict(temperature=1.0), "temperature > 0 needs a random key"),
+    ],
+)
+def test_bad_arguments_are_refused(change, message):
+    arguments = dict(drafter=drafter(), prompts=PROMPTS) | change
+    if arguments["drafter"] == "beam":
+        arguments["drafter"] = st.BeamDrafter(tiny_model())
+    with pytest.raises(ValueError, match=message):
+        tune(tiny_model(), **arguments)
+
+
+def test_a_tuned_tree_is_read_from_its_file(tmp_path):
+    file = tmp_path / "tree.json"
+    file.write_text(json.dumps({"parents": [-1, 0, 0, 1], "temperature": 0.0}))
+    assert parse_tree(f"@{file}") == st.TreeTopology.from_parents([-1, 0, 0, 1])
+    file.write_text(json.dumps({"parents": None}))
+    assert parse_tree(f"@{file}") is None
+    for content in ("[]", "{", '{"parents": "x"}', '{"parents": [0]}'):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=r"tree\.json"):
+            parse_tree(f"@{file}")
+    with pytest.raises(ValueError, match=r"absent\.json"):
+        parse_tree(f"@{tmp_path}/absent.json")
