@@ -2,17 +2,20 @@
 
 Float32, with random weights in sizes that the Pallas kernels accept. The draft is the target with
 noise on its weights, so that it is often right, but not always. The implementations are XLA and,
-where they run, the kernels. Exit code 1 if any token differs.
+where they run, the kernels. A product of another number of rows may be rounded differently, as GPUs
+choose its algorithm by its shape: a first difference between tokens whose logits differ by less
+than 1e-4 of the largest one is a tie. Exit code 1 if any other token differs.
 
     python -m benchmarks.lossless [--families Mamba-2 ...] [--tokens 48]
 """
 
 import argparse
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -31,6 +34,7 @@ from stree_jax.layer_config import (
 
 PROMPT_LENGTHS = (37, 5, 64, 1)
 NOISE = 0.02  # relative, on the draft's weights
+TIE = 1e-4  # of the largest logit
 _WIDTH = 64
 _mixer = functools.partial(Mamba2Config, num_heads=4, head_dim=32, state_size=16, chunk_size=16)
 _attention = functools.partial(AttentionConfig, num_heads=4, num_kv_heads=2, head_dim=16)
@@ -121,7 +125,8 @@ def check(
 ) -> dict[str, dict[str, Any]]:
     """Whether each tree gives the tokens of autoregressive decoding, on a ragged batch.
 
-    `distinct` counts different tokens, to show that the model does not repeat itself.
+    `distinct` counts different tokens, to show that the model does not repeat itself. `differences`
+    are the first ones of rows that differ, and `right` is whether all of them are ties.
     """
     model = st.HybridLM(config, rngs=nnx.Rngs(0), implementation=implementation)
     drafter = st.ModelDrafter(noisy(model))
@@ -132,12 +137,41 @@ def check(
     rows = {}
     for name, topology in trees.items():
         out = decode(drafter=drafter, topology=topology)
+        found = (
+            first_difference(model, *texts) for texts in zip(prompts, want, out.tokens, strict=True)
+        )
+        differences = [
+            {"row": row} | difference for row, difference in enumerate(found) if difference
+        ]
         rows[name] = {
-            "identical": bool(np.array_equal(out.tokens, want)),
+            "identical": not differences,
+            "differences": differences,
+            "right": all(difference["tie"] for difference in differences),
             "tau": out.stats.tau,
             "distinct": len(np.unique(want)),
         }
     return rows
+
+
+def first_difference(
+    model: st.HybridLM, prompt: Sequence[int], want: Sequence[int], got: Sequence[int]
+) -> dict[str, Any] | None:
+    """Where two greedy texts after a prompt differ first; None if they do not.
+
+    The place, both tokens, and the gap of their logits relative to the largest one, from the model
+    run on prompt and common text as a sequence. Below `TIE` the gap is a tie.
+    """
+    place = next(
+        (i for i, pair in enumerate(zip(want, got, strict=True)) if len({*pair}) > 1), None
+    )
+    if place is None:
+        return None
+    tokens = [int(want[place]), int(got[place])]
+    text = [*prompt, *map(int, want[:place])]
+    last = jax.jit(model)(jnp.asarray([text]))[0, -1, : model.config.vocab_size]
+    logits = np.asarray(last, np.float64)
+    gap = float(abs(np.subtract(*logits[tokens])) / np.max(np.abs(logits)))
+    return {"place": place, "tokens": tokens, "gap": gap, "tie": gap < TIE}
 
 
 def main() -> None:
@@ -158,13 +192,17 @@ def main() -> None:
     print_table(
         f"Greedy decoding of {options.tokens} tokens against autoregressive decoding, float32",
         ("family", "implementation", "tree", "identical", "tau", "distinct tokens"),
-        [
-            (*names, "yes" if found["identical"] else "no", found["tau"], found["distinct"])
-            for *names, found in rows
-        ],
+        [(*names, _verdict(found), found["tau"], found["distinct"]) for *names, found in rows],
     )
-    different = [names for *names, found in rows if not found["identical"]]
-    conclude("lossless", passed=not different, checked=len(rows), different=different)
+    different = [[*names, found["differences"]] for *names, found in rows if not found["identical"]]
+    wrong = [names for *names, found in rows if not found["right"]]
+    conclude("lossless", passed=not wrong, checked=len(rows), different=different)
+
+
+def _verdict(found: Mapping[str, Any]) -> str:
+    if found["identical"]:
+        return "yes"
+    return "but for ties" if found["right"] else "no"
 
 
 if __name__ == "__main__":

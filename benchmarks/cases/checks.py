@@ -11,6 +11,10 @@ from jax import lax
 
 from benchmarks.cases.base import LIMITS, Case, Problem, as_tuple, float64, relative_error, trees
 
+UNROLLED = 8
+# Calls in a body that need nothing of each other could overlap in its CUDA graph.
+IN_TURN = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
+
 
 def refused(case: Case, problem: Problem) -> str | None:
     """Why the kernel refuses a problem, or None."""
@@ -22,17 +26,21 @@ def refused(case: Case, problem: Problem) -> str | None:
     return None
 
 
+def exact(case: Case, problem: Problem, operands: tuple[jax.Array, ...]) -> tuple[np.ndarray, ...]:
+    """The outputs in float64."""
+    inputs = [
+        float64(value) if jnp.issubdtype(value.dtype, jnp.floating) else np.asarray(value)
+        for value in operands
+    ]
+    return case.reference(*inputs, trees(problem)[0])
+
+
 def errors(
     case: Case, problem: Problem, implementations: tuple[str, ...]
 ) -> dict[str, list[float] | str]:
     """Relative errors of the outputs against float64 by implementation, or how it failed."""
     operands = case.operands(problem)
-    parents, _ = trees(problem)
-    exact = [
-        float64(value) if jnp.issubdtype(value.dtype, jnp.floating) else np.asarray(value)
-        for value in operands
-    ]
-    truth = case.reference(*exact, parents)
+    truth = exact(case, problem, operands)
     result: dict[str, list[float] | str] = {}
     for implementation in implementations:
         run = jax.jit(functools.partial(case.function, implementation=implementation))
@@ -66,19 +74,49 @@ def repeated(
 ) -> Callable[..., Any]:
     """Calls a function `count` times in one program, each call after the one before.
 
+    The program returns the outputs of the last call, and what else must be computed.
+
     All operands but those updated in place are the same in each call, so small problems run with
-    a warm L2 cache.
+    a warm L2 cache. The body of the loop is several calls, as many of `UNROLLED` as divide
+    `count - 1`: XLA makes a CUDA graph of 5 launches or more, and launches fewer one by one.
     """
+    unrolled = next(size for size in range(UNROLLED, 0, -1) if (count - 1) % size == 0)
 
     def run(*operands: jax.Array) -> tuple:
-        def step(_: Any, before: tuple) -> tuple:
-            # Without the barrier XLA hoists the call out of the loop.
+        def call(before: tuple) -> tuple[tuple, tuple]:
+            # Without the barrier XLA hoists the call out of the loop, or does one for many.
             held, before = lax.optimization_barrier((operands, before))
             held = [*held]
             for operand, output in feedback.items():
                 held[operand] = before[output]
-            return as_tuple(function(*held))
+            return as_tuple(function(*held)), before
 
-        return lax.fori_loop(1, count, step, as_tuple(function(*operands)))
+        def kept(outputs: tuple) -> tuple:
+            """What XLA must not leave out, although no call reads it."""
+            read = {output % len(outputs) for output in feedback.values()}
+            return tuple(value for i, value in enumerate(outputs) if i not in read)
+
+        def body(_: Any, carry: tuple) -> tuple:
+            last, _ = carry
+            all_kept = []
+            for _ in range(unrolled):
+                last, before = call(last)
+                all_kept.append(kept(before))
+            return last, all_kept
+
+        first = as_tuple(function(*operands))
+        empty = [jax.tree.map(jnp.zeros_like, kept(first))] * unrolled
+        return lax.fori_loop(0, (count - 1) // unrolled, body, (first, empty))
 
     return run
+
+
+def compiled_calls(
+    function: Callable[..., Any],
+    feedback: Mapping[int, int],
+    count: int,
+    operands: tuple[jax.Array, ...],
+) -> Any:
+    """The program of `repeated` calls on these operands."""
+    lowered = jax.jit(repeated(function, feedback, count)).lower(*operands)
+    return lowered.compile(compiler_options=IN_TURN)

@@ -1,23 +1,36 @@
-"""Checks and times every kernel of `benchmarks.cases`."""
+"""Times every kernel of `benchmarks.cases`, and the device's memory."""
 
-import concurrent.futures
+import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.cases import CASES, checks
-from benchmarks.cases.base import Problem, small
+from benchmarks.cases import CASES
+from benchmarks.cases.base import Problem
+from benchmarks.cases.checks import bytes_moved, compiled_calls
 from benchmarks.common import interleaved, summary
 from benchmarks.gpu.scale import Scale
-from benchmarks.gpu.sections import Clock
-from benchmarks.shapes import ExpertShape
+from benchmarks.gpu.tasks import Row, Task
+from benchmarks.shapes import ExpertShape, MixerShape
+from pallas_kernels.tree_scan import config as scan_config
 
-THREADS = 8  # XLA compiles without holding Python's lock
 MOST_TOKENS_OF_EXPERTS = 128  # for 4,096 XLA's products of all tokens and experts need 17 GB
+HALF_HEADS = "half heads"
+_SCANS = ("tree_scan", "replay_tree_scan")
+
+
+def bandwidth(scale: Scale) -> list[Task]:
+    """Of the device's memory, by copying: the memory roofline."""
+
+    def measure(_: None) -> Row:
+        speed = copy_bandwidth(scale.copied, scale.count, scale.rounds)
+        return {"bytes_per_second": speed, "copied": scale.copied}
+
+    return [Task("copy", measure)]
 
 
 def copy_bandwidth(num_bytes: int, count: int, rounds: int) -> float:
@@ -39,110 +52,85 @@ def copy_bandwidth(num_bytes: int, count: int, rounds: int) -> float:
     return 2 * value.nbytes * count / min(seconds)
 
 
-def check_kernels(scale: Scale, clock: Clock) -> dict[str, Any]:
-    """Relative errors of every kernel against float64, on shapes cut to two heads or groups.
-
-    The second row of the batch has another tree, an empty path and a shorter cache.
-    """
-
-    def check(task: tuple) -> dict[str, Any] | None:
-        nodes, dtype, name, shape, full = task
-        what = {"kernel": name, "shape": shape, "nodes": nodes, "dtype": dtype}
-        if not clock.fits(", ".join(map(str, what.values()))):
-            return None
-        case = CASES[name]
-        problem = Problem(small(full), nodes, dtype, batch=2, capacity=scale.capacity)
-        if reason := checks.refused(case, problem._replace(shape=full)):
-            return what | {"refused": reason, "errors": {}, "right": True}
-        found = checks.errors(case, problem, scale.implementations)
-        right = all(checks.within_limits(case, dtype, errors) for errors in found.values())
-        return what | {"errors": found, "right": right}
-
-    tasks = [
-        (nodes, dtype, name, shape, full)
-        for nodes in scale.checked_nodes
-        for dtype in ("bfloat16", "float32")
-        for name, case in CASES.items()
-        for shape, full in scale.shapes[case.kind].items()
-    ]
-    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        rows = [row for row in pool.map(check, tasks) if row is not None]
-    return {"right": bool(rows) and all(row["right"] for row in rows), "rows": rows}
-
-
-def time_kernels(scale: Scale, bandwidth: float, clock: Clock) -> list[dict[str, Any]]:
-    """Microseconds of a call of each kernel, averaged over many calls in one program.
+def times(scale: Scale) -> list[Task]:
+    """Microseconds of a call of each kernel and of XLA, averaged over many calls in one program.
 
     With one sequence the operands stay in the L2 cache, and a call can be faster than the memory
     roofline; with many they do not.
     """
-    rows = []
-    for nodes in scale.timed["nodes"]:
-        for shape in scale.timed["shapes"]:
-            for size in scale.timed["batches"]:
-                names = [
-                    name
-                    for name, case in CASES.items()
-                    if case.timed
-                    and shape in scale.shapes[case.kind]
-                    and (case.kind is not ExpertShape or nodes * size <= MOST_TOKENS_OF_EXPERTS)
-                ]
-                if not names:
-                    continue
-                if clock.fits(f"{shape}, {nodes} nodes, batch of {size}"):
-                    rows += _timed(scale, bandwidth, shape, nodes, size, names)
-    return rows
+    tasks = []
+    for size in scale.timed["batches"]:
+        for nodes in scale.timed["nodes"]:
+            for shape in scale.timed["shapes"]:
+                for name in scale.cases:
+                    case = CASES[name]
+                    too_large = nodes * size > MOST_TOKENS_OF_EXPERTS and case.kind is ExpertShape
+                    if not case.timed or shape not in scale.shapes[case.kind] or too_large:
+                        continue
+                    full = scale.shapes[case.kind][shape]
+                    problem = Problem(full, nodes, scale.dtype, size, scale.capacity)
+                    what = {"kernel": name, "shape": shape, "nodes": nodes, "batch": size}
+                    task = Task(
+                        f"{name}, {shape}, {nodes} nodes, batch of {size}",
+                        functools.partial(_timed, scale, what),
+                        functools.partial(_compiled, scale, name, problem),
+                    )
+                    tasks.append(task)
+    return tasks
 
 
-def _timed(
-    scale: Scale, bandwidth: float, shape: str, nodes: int, size: int, names: list[str]
-) -> list[dict[str, Any]]:
-    operands = {
-        name: CASES[name].operands(
-            Problem(scale.shapes[CASES[name].kind][shape], nodes, scale.dtype, size, scale.capacity)
-        )
-        for name in names
+def contenders(scale: Scale, name: str, problem: Problem) -> dict[str, Callable[..., Any]]:
+    """What is compared: XLA, the kernel, and the other layout of a scan that does not spill.
+
+    With the default block sizes a program owns a whole head; with the others half of one, so that
+    there are twice as many programs and each keeps half of the registers.
+    """
+    case = CASES[name]
+    found = {
+        implementation: functools.partial(case.function, implementation=implementation)
+        for implementation in scale.implementations
     }
-
-    def compiled(key: tuple[str, str]) -> Any:
-        name, implementation = key
-        function = functools.partial(CASES[name].function, implementation=implementation)
-        many = checks.repeated(function, CASES[name].feedback, scale.count)
-        return jax.jit(many).lower(*operands[name]).compile()
-
-    keys = [(name, implementation) for name in names for implementation in scale.implementations]
-    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        programs = dict(zip(keys, pool.map(compiled, keys), strict=True))
-    rows = []
-    for name in names:
-        calls = {
-            implementation: functools.partial(wait, programs[name, implementation], operands[name])
-            for implementation in scale.implementations
-        }
-        for call in calls.values():
-            call()
-        seconds = interleaved(calls, scale.rounds, lambda: None)
-        microseconds = {
-            implementation: summary([1e6 * value / scale.count for value in values])
-            for implementation, values in seconds.items()
-        }
-        moved = checks.bytes_moved(CASES[name], operands[name])
-        floor = 1e6 * moved / bandwidth
-        fastest = microseconds[scale.implementations[-1]]["median"]
-        rows.append(
-            {
-                "kernel": name,
-                "shape": shape,
-                "nodes": nodes,
-                "batch": size,
-                "microseconds": microseconds,
-                "bytes": moved,
-                "floor_microseconds": floor,
-                "kernel_over_floor": fastest / floor,
-                "xla_over_kernel": microseconds["xla"]["median"] / fastest,
-            }
+    if name in _SCANS:
+        assert isinstance(problem.shape, MixerShape)
+        numbers = problem.shape.head_dim * problem.shape.state_size
+        whole = scan_config.DEFAULTS[scan_config.case(problem.dtype, numbers)]
+        half = dataclasses.replace(whole, state=numbers // 2, num_warps=4)
+        found[HALF_HEADS] = functools.partial(
+            case.with_blocks, blocks=half, interpret=scale.interpret
         )
-    return rows
+    return found
+
+
+def _compiled(scale: Scale, name: str, problem: Problem) -> tuple[int, dict[str, Any]]:
+    """Bytes moved, and a timed call of each contender, or how it failed."""
+    case = CASES[name]
+    operands = case.operands(problem)
+    calls: dict[str, Any] = {}
+    for contender, function in contenders(scale, name, problem).items():
+        try:
+            program = compiled_calls(function, case.feedback, scale.count, operands)
+        except Exception as error:  # the others are timed
+            calls[contender] = f"failed: {error!s:.300}"
+        else:
+            calls[contender] = functools.partial(wait, program, operands)
+    return bytes_moved(case, operands), calls
+
+
+def _timed(scale: Scale, what: Row, prepared: tuple[int, Mapping[str, Any]]) -> Row:
+    moved, calls = prepared
+    row = what | {"dtype": scale.dtype, "bytes": moved}
+    runs = {name: call for name, call in calls.items() if callable(call)}
+    if failed := {name: call for name, call in calls.items() if not callable(call)}:
+        row["failed"] = "; ".join(f"{name} {why}" for name, why in failed.items())
+    for run in runs.values():
+        run()
+    seconds = interleaved(runs, scale.rounds, lambda: None)
+    return row | {
+        "microseconds": {
+            name: summary([1e6 * value / scale.count for value in values])
+            for name, values in seconds.items()
+        }
+    }
 
 
 def wait(program: Any, operands: Sequence[Any]) -> None:

@@ -1,8 +1,7 @@
-"""Checks and times whole models: losslessness, steps, table 1, transformers, a trained pair."""
+"""Checks and times whole models: steps, batches, losslessness, table 1, transformers."""
 
-import concurrent.futures
 import functools
-import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,163 +11,143 @@ from flax import nnx
 import stree_jax as st
 from benchmarks import lossless
 from benchmarks.common import interleaved, summary
-from benchmarks.gpu import byte_pair, transformers_step
-from benchmarks.gpu.kernels import THREADS, wait
+from benchmarks.gpu import transformers_step
+from benchmarks.gpu.kernels import wait
 from benchmarks.gpu.scale import Scale
-from benchmarks.gpu.sections import Clock
-from benchmarks.models import RANDOM_NOTE, Pair, on_gpu
-from benchmarks.paper import batch, packed
-from benchmarks.paper.tree_size import fits as fits_of
+from benchmarks.gpu.tasks import Row, Task
+from benchmarks.models import on_gpu, random_model, random_pair
+from benchmarks.paper import packed
 from benchmarks.paper.tree_size import tree_of
 from benchmarks.steps import run_steps
 
 
-def check_lossless(scale: Scale, clock: Clock) -> dict[str, Any]:
-    """Greedy tokens of trees against autoregressive decoding, with the kernels first."""
+def steps(scale: Scale) -> list[Task]:
+    """Milliseconds of a verify step of a pure model by number of nodes."""
+    return _steps(scale, scale.mamba2, [(nodes, 1) for nodes in scale.step_nodes])
 
-    def check(task: tuple[str, str, str]) -> dict[str, Any] | None:
-        implementation, tree, family = task
-        if not clock.fits(", ".join(task)):
-            return None
-        trees = {tree: lossless.TREES[tree]}
-        config = lossless.FAMILIES[family]
-        found = lossless.check(config, implementation, trees, tokens=scale.tokens)
+
+def hybrid_steps(scale: Scale) -> list[Task]:
+    """The same for a hybrid."""
+    return _steps(scale, scale.hybrid, [(nodes, 1) for nodes in scale.step_nodes])
+
+
+def batches(scale: Scale) -> list[Task]:
+    """Milliseconds of a verify step of the pure model by batch size."""
+    sizes = [(nodes, size) for nodes in scale.batch_nodes for size in scale.batches]
+    return _steps(scale, scale.mamba2, sizes)
+
+
+def _steps(scale: Scale, config: st.ModelConfig, sizes: list[tuple[int, int]]) -> list[Task]:
+    """Implementations are interleaved; trees are those of `benchmarks.tree_size`, after no prompt.
+
+    All models share their weights.
+    """
+    weights = nnx.to_pure_dict(nnx.state(random_model(config, scale.dtype)))
+    models = {
+        name: nnx.merge(
+            st.HybridLM.abstract(config, dtype=scale.dtype, implementation=name)[0], weights
+        )
+        for name in scale.implementations
+    }
+
+    def compiled(nodes: int, size: int) -> dict[str, Any]:
+        return {
+            name: functools.partial(
+                wait,
+                run_steps.lower(model, tree_of(nodes), scale.steps, size).compile(),
+                (model,),
+            )
+            for name, model in models.items()
+        }
+
+    def timed(nodes: int, size: int, calls: Mapping[str, Any]) -> Row:
+        for call in calls.values():
+            call()
+        seconds = interleaved(calls, scale.rounds, lambda: None)
+        return {
+            "nodes": nodes,
+            "batch": size,
+            "dtype": scale.dtype,
+            "milliseconds": {
+                name: summary([1e3 * value / scale.steps for value in values])
+                for name, values in seconds.items()
+            },
+        } | bytes_of_step(models["xla"], size)
+
+    return [
+        Task(
+            f"{nodes} nodes, batch of {size}",
+            functools.partial(timed, nodes, size),
+            functools.partial(compiled, nodes, size),
+        )
+        for nodes, size in sizes
+    ]
+
+
+def bytes_of_step(model: st.HybridLM, batch: int) -> dict[str, int]:
+    """The least that a step moves: weights read once, states read once and written once."""
+    config = model.config
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+    if not config.tie_embeddings:  # a row of the embedding for each token, next to nothing
+        weights -= config.num_embeddings * config.d_model * jnp.dtype(model.dtype).itemsize
+    state = jax.eval_shape(functools.partial(model.init_cache, batch, 0))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    return {"weight_bytes": weights, "state_bytes": size, "bytes": weights + 2 * size}
+
+
+def lossless_texts(scale: Scale) -> list[Task]:
+    """Greedy texts of trees against autoregressive decoding in float32, the kernels first."""
+
+    def check(implementation: str, tree: str, family: str) -> Row:
+        found = lossless.check(
+            lossless.FAMILIES[family],
+            implementation,
+            {tree: lossless.TREES[tree]},
+            tokens=scale.tokens,
+        )
         return {"family": family, "implementation": implementation, "tree": tree} | found[tree]
 
     # The interpreter takes minutes to compile a loop.
     real = [name for name in scale.implementations if name != "pallas_interpret"]
-    tasks = [
-        (implementation, tree, family)
+    return [
+        Task(
+            f"{implementation}, {tree}, {family}",
+            lambda row: row,
+            functools.partial(check, implementation, tree, family),
+        )
         for tree in scale.trees
         for implementation in reversed(real)
         for family in scale.families
     ]
-    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        rows = [row for row in pool.map(check, tasks) if row is not None]
-    return {"identical": bool(rows) and all(row["identical"] for row in rows), "rows": rows}
 
 
-def random_models(
-    config: st.ModelConfig, dtype: str, implementations: tuple[str, ...]
-) -> dict[str, st.HybridLM]:
-    """A model for each implementation, all with the same random weights, made on the device."""
-
-    @jax.jit
-    def weights() -> dict:
-        return nnx.to_pure_dict(nnx.state(st.HybridLM(config, dtype=dtype, rngs=nnx.Rngs(0))))
-
-    shared = weights()
-    return {
-        name: nnx.merge(st.HybridLM.abstract(config, dtype=dtype, implementation=name)[0], shared)
-        for name in implementations
-    }
-
-
-def measure_steps(
-    scale: Scale, config: st.ModelConfig, bandwidth: float, clock: Clock
-) -> dict[str, Any]:
-    """Milliseconds of a verify step by implementation and number of nodes, after an empty prompt.
-
-    The trees are the same as in `benchmarks.tree_size`.
-    """
-    models = random_models(config, scale.dtype, scale.implementations)
-
-    def compiled(key: tuple[int, str]) -> Any:
-        nodes, name = key
-        if not clock.fits(f"{nodes} nodes, {name}"):
-            return None
-        return run_steps.lower(models[name], tree_of(nodes), scale.count).compile()
-
-    # Tracing a deep model holds Python's lock for long: with more threads all would finish late.
-    keys = [(nodes, name) for nodes in scale.step_nodes for name in scale.implementations]
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        done = dict(zip(keys, pool.map(compiled, keys), strict=True))
-    programs = {
-        (nodes, name): program
-        for (nodes, name), program in done.items()
-        if all(done[nodes, other] is not None for other in scale.implementations)
-    }
-    calls = {
-        f"{nodes} {name}": functools.partial(wait, program, (models[name],))
-        for (nodes, name), program in programs.items()
-    }
-    for call in calls.values():
-        call()
-    seconds = interleaved(calls, scale.rounds, lambda: None)
-    rows = [
-        {
-            "nodes": nodes,
-            "milliseconds": {
-                name: summary([1e3 * value / scale.count for value in seconds[f"{nodes} {name}"]])
-                for name in scale.implementations
-            },
-        }
-        for nodes in sorted({nodes for nodes, _ in programs})
-    ]
-    model = models[scale.implementations[0]]
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
-    if not config.tie_embeddings:  # one row of the embedding is read
-        weights -= config.num_embeddings * config.d_model * jnp.dtype(scale.dtype).itemsize
-    state = sum(leaf.nbytes for leaf in jax.tree.leaves(model.init_cache(1, 0)))
-    floor = 1e3 * (weights + 2 * state) / bandwidth
-    result = {
-        "dtype": scale.dtype,
-        "note": RANDOM_NOTE,
-        "weight_bytes": weights,
-        "state_bytes": state,
-        "floor_milliseconds": floor,
-        "steps": rows,
-    }
-    best = {row["nodes"]: row["milliseconds"][scale.implementations[-1]] for row in rows}
-    if 1 in best:
-        result["one_node_over_floor"] = best[1]["median"] / floor
-        most = max(best)
-        result[f"{most}_nodes_over_one"] = best[most]["median"] / best[1]["median"]
-    if len(best) >= 3 and 5 in best:
-        sizes = [{"nodes": nodes, "milliseconds": value} for nodes, value in best.items()]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of fits to few points
-            result["fits"] = fits_of(sizes)
-    return result
-
-
-def measure_packed(scale: Scale, pair: Pair, clock: Clock) -> dict[str, Any]:
+def packed_trees(scale: Scale) -> list[Task]:
     """Table 1 (`benchmarks.packed`), the largest trees first."""
-    rows = packed.measure(
-        pair,
-        beams=scale.beams,
-        steps=scale.beam_steps,
-        tokens=min(scale.tokens, 32),
-        rounds=scale.rounds // 3 + 1,
-        fits=clock.fits,
-    )
-    return {"pair": pair.name, "note": pair.note(), "rows": rows}
+
+    @functools.cache
+    def comparison() -> packed.Comparison:
+        pair = random_pair(*scale.pair, scale.dtype, 1, "random pair")
+        return packed.Comparison(pair, min(scale.tokens, 32))
+
+    def measure(beams: int, num_steps: int, _: None) -> Row:
+        return comparison().measure(beams, num_steps, scale.rounds // 3 + 1)
+
+    return [
+        Task(f"{beams} beams of {num_steps}", functools.partial(measure, beams, num_steps))
+        for num_steps in scale.beam_steps
+        for beams in scale.beams
+    ]
 
 
-def measure_transformers(scale: Scale, clock: Clock) -> dict[str, Any] | None:
+def transformers_tokens(scale: Scale) -> list[Task]:
     """Time of a token of transformers, with the shape of `scale.mamba2`."""
-    device = "cuda" if on_gpu() else "cpu"
-    if obstacle := transformers_step.obstacle(device):
-        clock.left_out.append(f"all of it: {obstacle}")
-        return None
-    return transformers_step.measure(
-        scale.mamba2, device=device, dtype=scale.dtype, tokens=scale.tokens, rounds=5
-    )
 
+    def measure(_: None) -> Row:
+        device = "cuda" if on_gpu() else "cpu"
+        if obstacle := transformers_step.obstacle(device):
+            return {"unavailable": obstacle}
+        return transformers_step.measure(
+            scale.mamba2, device=device, dtype=scale.dtype, tokens=scale.tokens, rounds=5
+        )
 
-def end_to_end(scale: Scale, trained: byte_pair.Trained, clock: Clock) -> dict[str, Any]:
-    """Speed and tau of the trained pair: checked in float32, then timed in bfloat16."""
-    result: dict[str, Any] = {"note": trained.pair.note(), "prompts": trained.pair.source}
-    for dtype in ("float32", scale.dtype):
-        for size in (1, len(trained.pair.prompts)):
-            if clock.fits(f"{dtype}, batch of {size}"):
-                rows = batch.measure(
-                    trained.as_type(dtype),
-                    batches=(size,),
-                    tokens=4 * scale.tokens,
-                    rounds=scale.rounds // 2,
-                )
-                result.setdefault(dtype, []).extend(rows)
-    exact = result.get("float32", [])
-    result["same_tokens_in_float32"] = bool(exact) and all(row["same_tokens"] for row in exact)
-    return result
+    return [Task("greedy generation", measure)]

@@ -6,7 +6,8 @@ from typing import Any
 
 import stree_jax as st
 from benchmarks import lossless
-from benchmarks.gpu import byte_pair
+from benchmarks.cases import CASES
+from benchmarks.cases.checks import UNROLLED
 from benchmarks.shapes import (
     ATTENTIONS,
     EXPERTS,
@@ -15,7 +16,6 @@ from benchmarks.shapes import (
     ExpertShape,
     MixerShape,
 )
-from stree_jax.training.recipe import Training
 
 TINY = {
     MixerShape: {"tiny": MixerShape(2, 16, 16, 1)},
@@ -30,44 +30,57 @@ class Scale:
 
     Attributes:
         implementations: to compare, the kernels last.
+        interpret: the kernels run in the interpreter.
+        dtype: of operands and weights.
         shapes: to check kernels on, by their type and name.
+        gated: the name of the shape that every kernel is checked on first, by type.
+        cases: of kernels that are checked on all shapes, and timed.
         capacity: of the KV cache.
-        checked_nodes: sizes of trees to check kernels on.
-        families, trees, tokens: to check losslessness on.
+        repeats: calls that must agree bit by bit.
+        checked_nodes, checked_dtypes: sizes of trees, and types, to check kernels on.
         timed: names of shapes, numbers of nodes and batch sizes to time kernels on.
         mamba2, hybrid: models whose steps are timed.
-        dtype: of their weights.
         step_nodes: sizes of trees, the most important first.
+        batches, batch_nodes: batch sizes, and sizes of trees for them.
+        families, trees, tokens: to check losslessness on.
         pair: target and draft with random weights.
         beams, beam_steps: of table 1.
-        count, rounds: calls in a timed program, and timed programs.
-        training: target, draft and optimisation.
+        count, steps, rounds: calls of a kernel and steps in a timed program, and timed programs.
         copied: bytes to copy for the bandwidth.
     """
 
     implementations: tuple[str, ...]
+    interpret: bool
+    dtype: str
     shapes: Mapping[type, Mapping[str, Any]]
+    gated: Mapping[type, str]
+    cases: tuple[str, ...]
     capacity: int
+    repeats: int
     checked_nodes: tuple[int, ...]
-    families: tuple[str, ...]
-    trees: tuple[str, ...]
-    tokens: int
+    checked_dtypes: tuple[str, ...]
     timed: Mapping[str, Sequence[Any]]
     mamba2: st.ModelConfig
     hybrid: st.ModelConfig
-    dtype: str
     step_nodes: tuple[int, ...]
+    batches: tuple[int, ...]
+    batch_nodes: tuple[int, ...]
+    families: tuple[str, ...]
+    trees: tuple[str, ...]
+    tokens: int
     pair: tuple[st.ModelConfig, st.ModelConfig]
     beams: tuple[int, ...]
     beam_steps: tuple[int, ...]
     count: int
+    steps: int
     rounds: int
-    training: tuple[st.ModelConfig, st.ModelConfig, Training]
     copied: int
 
 
 FULL = Scale(
     implementations=("xla", "pallas"),
+    interpret=False,
+    dtype="bfloat16",
     shapes={
         MixerShape: MIXERS,
         AttentionShape: {
@@ -79,55 +92,66 @@ FULL = Scale(
         },
         ExpertShape: EXPERTS,
     },
+    gated={
+        MixerShape: "mamba2-2.7b",
+        AttentionShape: "MambaInLlama-8B",
+        ExpertShape: "Granite-4-H-Tiny",
+    },
+    cases=tuple(CASES),
     capacity=4096,
-    checked_nodes=(64, 13, 1, 100),
-    families=tuple(lossless.FAMILIES),
-    trees=("random tree of 32", "chain of 4", "tree A"),
-    tokens=48,
+    repeats=50,
+    checked_nodes=(64, 1, 13, 100),
+    checked_dtypes=("bfloat16", "float32"),
     timed={
         "shapes": ("mamba2-2.7b", "MambaInLlama-8B", "Nemotron-3-Nano-30B"),
-        "nodes": (64, 16),
-        "batches": (1, 64),
+        "nodes": (64, 1, 16),
+        "batches": (1, 32, 8),
     },
     mamba2=st.ModelConfig.preset("mamba2-2.7b"),
     hybrid=st.ModelConfig.preset("MambaInLlama-8B"),
-    dtype="bfloat16",
     step_nodes=(1, 63, 5, 15, 31, 2, 8, 48),
+    batches=(1, 32, 8, 2, 4, 16),
+    batch_nodes=(1, 63),
+    families=tuple(lossless.FAMILIES),
+    trees=("random tree of 32", "chain of 4", "tree A"),
+    tokens=48,
     pair=(st.ModelConfig.preset("mamba2-2.7b"), st.ModelConfig.preset("mamba2-130m")),
     beams=(4, 2, 5, 3),
     beam_steps=(16, 8, 4),
-    count=10,
+    count=1 + 6 * UNROLLED,
+    steps=20,
     rounds=10,
-    training=(byte_pair.TARGET, byte_pair.DRAFT, byte_pair.TRAINING),
     copied=1 << 30,
 )
 _TINY = st.ModelConfig.tiny(num_layers=1, head_dim=16, state_size=16, tie_embeddings=False)
 _TINY_HYBRID = dataclasses.replace(
     lossless.FAMILIES["MambaInLlama"], layers=("mamba2", "attention"), mlp=None
 )
-_TINY_BYTES = st.ModelConfig.tiny(vocab_size=256, num_layers=1)
 SMOKE = Scale(
     implementations=("xla", "pallas_interpret"),
+    interpret=True,
+    dtype="bfloat16",
     shapes=TINY,
+    gated=dict.fromkeys(TINY, "tiny"),
+    cases=("replay_tree_scan", "tree_attention_layer", "add_rms_norm"),
     capacity=40,
+    repeats=5,
     checked_nodes=(5,),
-    families=("MambaInLlama",),
-    trees=("chain of 4",),
-    tokens=8,
+    checked_dtypes=("float32",),
     timed={"shapes": ("tiny",), "nodes": (3,), "batches": (2,)},
     mamba2=_TINY,
     hybrid=_TINY_HYBRID,
-    dtype="bfloat16",
-    step_nodes=(1, 5, 7),
+    step_nodes=(1, 5),
+    batches=(2,),
+    batch_nodes=(3,),
+    families=("MambaInLlama",),
+    trees=("chain of 4",),
+    tokens=8,
     pair=(_TINY, _TINY),
     beams=(2,),
     beam_steps=(2,),
     count=2,
+    steps=2,
     rounds=2,
-    training=(
-        _TINY_BYTES,
-        _TINY_BYTES,
-        Training(steps=10**9, batch_size=2, sequence_length=16, warmup_steps=2),
-    ),
     copied=1 << 20,
 )

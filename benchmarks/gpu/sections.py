@@ -1,66 +1,33 @@
-"""Sections of a long run that share its time: it ends in time, and lists what it left out."""
+"""The sections of a GPU session, in the order in which they run."""
 
-import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import jax
-
-
-class Clock:
-    """The time of a section, and what did not fit into it."""
-
-    def __init__(self, seconds: float):
-        self._end = time.monotonic() + seconds
-        self.left_out: list[str] = []
-
-    def fits(self, what: str) -> bool:
-        """Whether there is time to begin something; if not, it is listed as left out."""
-        if time.monotonic() < self._end:
-            return True
-        self.left_out.append(what)
-        return False
+from benchmarks.gpu import checks, kernels, models
+from benchmarks.gpu.scale import FULL, SMOKE, Scale
+from benchmarks.gpu.tasks import Row, Section, Task
 
 
-class Section(NamedTuple):
-    """A part of the session.
+def _scaled(tasks: Any) -> Any:
+    """Tasks of a scale as tasks of the options of a run."""
 
-    Attributes:
-        name: of its results.
-        weight: its share of the time, relative to the others.
-        run: measures; raises if it cannot.
-    """
+    def of_options(options: Mapping[str, Any], _: Sequence[Row]) -> Sequence[Task]:
+        scale: Scale = SMOKE if options["smoke"] else FULL
+        return tasks(scale)
 
-    name: str
-    weight: float
-    run: Callable[[Clock], Any]
+    return functools.wraps(tasks)(of_options)
 
 
-def run_sections(
-    sections: Sequence[Section], seconds: float, results: dict[str, Any], save: Callable[[], Any]
-) -> None:
-    """Runs sections one after the other, each with its share of the remaining time.
-
-    `results["sections"]` says how long each took, what it left out and how it failed; the others
-    run after a failure.
-    """
-    end = time.monotonic() + seconds
-    notes = results["sections"] = {}
-    for i, section in enumerate(sections):
-        began = time.monotonic()
-        left = end - began
-        share = left * section.weight / sum(later.weight for later in sections[i:])
-        clock = Clock(share)
-        note: dict[str, Any] = {"allowed_seconds": round(share, 1), "left_out": clock.left_out}
-        if left <= 0:
-            clock.left_out.append("all of it")
-        else:
-            print(f"{section.name}: up to {share:.0f} s", flush=True)
-            try:
-                results[section.name] = section.run(clock)
-            except Exception as error:
-                note["failed"] = f"{type(error).__name__}: {error!s:.1000}"
-            note["seconds"] = round(time.monotonic() - began, 1)
-        notes[section.name] = note
-        save()
-        jax.clear_caches()  # programs hold on to memory
+SECTIONS = {
+    "gate": Section(_scaled(checks.gate), 2.0, timed=False),
+    "bandwidth": Section(_scaled(kernels.bandwidth), 0.5),
+    "steps": Section(_scaled(models.steps), 3.0, together=2),
+    "kernels": Section(_scaled(kernels.times), 3.0, together=6),
+    "correctness": Section(_scaled(checks.correctness), 2.5, together=32, timed=False),
+    "lossless": Section(_scaled(models.lossless_texts), 2.0, timed=False),
+    "hybrid": Section(_scaled(models.hybrid_steps), 2.5, together=2),
+    "packed": Section(_scaled(models.packed_trees), 2.0, together=1, seconds=200.0),
+    "batch": Section(_scaled(models.batches), 2.5, together=2),
+    "transformers": Section(_scaled(models.transformers_tokens), 1.5, seconds=120.0),
+}

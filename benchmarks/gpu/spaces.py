@@ -20,7 +20,7 @@ class Space(NamedTuple):
         timed: the name of the case of `benchmarks.cases` that is timed.
         defaults: block sizes of each case.
         case: the case of a problem.
-        values: of each field, in the order of the search.
+        values: of each field, in the order of the search, which begins with what matters most.
     """
 
     timed: str
@@ -31,6 +31,10 @@ class Space(NamedTuple):
 
 def _by_dtype(problem: Problem) -> str:
     return tuning.dtype_case(problem.dtype)
+
+
+def _scan_case(problem: Problem) -> str:
+    return scan_config.case(problem.dtype, problem.shape.head_dim * problem.shape.state_size)
 
 
 def _attention_case(problem: Problem) -> str:
@@ -48,27 +52,29 @@ _ATTENTION = Space(
     "tree_attention",
     attention_config.DEFAULTS,
     _attention_case,
-    {"busy_warps": (512, 1024, 2048, 4096), "keys": (32, 64, 128), "rows": (16, 32, 64)} | _WARPS,
+    {"busy_warps": (512, 1024, 2048, 4096)}
+    | _WARPS
+    | {"keys": (32, 64, 128), "rows": (16, 32, 64)},
 )
 SPACES = {
     "tree_scan": Space(
         "replay_tree_scan",
         scan_config.DEFAULTS,
-        _by_dtype,
-        {
-            "state": _STATE,
+        _scan_case,
+        {"state": (*_STATE, 128 * 128)}
+        | _WARPS
+        | {
             "queries": (16, 32, 64),
             "keys": (16, 32, 64),
             "replayed": (16, 32, 64),
             "part": (32, 64, 128),
-        }
-        | _WARPS,
+        },
     ),
     "tree_conv1d": Space(
         "tree_conv1d_layer",
         conv_config.DEFAULTS,
         lambda _: "any",
-        {"channels": (64, 128, 256, 512), "queries": (8, 16, 32), "num_warps": (1, 2, 4, 8)},
+        {"channels": (64, 128, 256, 512), "num_warps": (1, 2, 4, 8), "queries": (8, 16, 32)},
     ),
     "ssd": Space(
         "ssd",

@@ -10,14 +10,14 @@ caches.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.progress import Progress
+from rich.progress import track
 
 import stree_jax as st
 from benchmarks.common import (
@@ -26,7 +26,6 @@ from benchmarks.common import (
     machine,
     plotted,
     print_table,
-    progress_bar,
     read_options,
     save,
     summary,
@@ -65,93 +64,76 @@ class LeafCounter(st.BeamDrafter):
         return state._replace(inner=super().commit(state.inner, *arguments))
 
 
-def measure(
-    pair: Pair,
-    *,
-    beams: Sequence[int],
-    steps: Sequence[int],
-    tokens: int,
-    rounds: int,
-    progress: Progress | None = None,
-    fits: Callable[[str], bool] = lambda _: True,
-) -> list[dict[str, Any]]:
-    """Speed and memory of every M and N, packed and unrolled interleaved.
+class Comparison:
+    """Packed and unrolled generations of a pair.
 
     Args:
         pair: target, draft and prompts, which are decoded one at a time.
-        beams, steps: every M with every N.
         tokens: to generate after each prompt.
-        rounds: times that all prompts are decoded.
-        progress: a bar for it.
-        fits: whether there is time for the M and N that it is told.
     """
-    progress = progress or Progress(disable=True)
-    task = progress.add_task("packed", total=len(beams) * len(steps) * (2 + rounds))
-    drafter = LeafCounter(pair.draft)
-    plain = Program(pair.target, pair.prompts[:1], max_new_tokens=tokens)
-    want = [new_tokens(plain.run(s), s) for s in (plain.start([p]) for p in pair.prompts)]
-    rows = []
-    for num_steps in steps:
-        for num_beams in beams:
-            if not fits(f"{num_beams} beams of {num_steps}"):
-                continue
-            options = dict(
-                max_new_tokens=tokens,
-                drafter=drafter,
-                topology=st.TreeTopology.beam(num_beams, num_steps),
-            )
-            programs = {"packed": Program(pair.target, pair.prompts[:1], **options)}
-            starts = {"packed": [programs["packed"].start([p]) for p in pair.prompts]}
-            ends = {"packed": [programs["packed"].run(start) for start in starts["packed"]]}
-            progress.advance(task)
-            leaves = max(int(end.drafter.most[0]) for end in ends["packed"])
-            unrolled = UnrolledLM.like(pair.target, leaves, num_steps + 1)
-            programs["unrolled"] = Program(unrolled, pair.prompts[:1], **options)
-            starts["unrolled"] = [programs["unrolled"].start([p]) for p in pair.prompts]
-            ends["unrolled"] = [programs["unrolled"].run(start) for start in starts["unrolled"]]
-            progress.advance(task)
 
-            def decode_all(name: str, programs: dict = programs, starts: dict = starts) -> Any:
-                return lambda: [programs[name].run(start) for start in starts[name]]
+    def __init__(self, pair: Pair, tokens: int):
+        self._pair, self._tokens = pair, tokens
+        self._drafter = LeafCounter(pair.draft)
+        plain = Program(pair.target, pair.prompts[:1], max_new_tokens=tokens)
+        self._want = [new_tokens(plain.run(s), s) for s in (plain.start([p]) for p in pair.prompts)]
 
-            seconds = interleaved({name: decode_all(name) for name in programs}, rounds, _nothing)
-            progress.advance(task, rounds)
-            calls = sum(int(end.statistics.target_calls[0]) for end in ends["packed"])
-            emitted = sum(int(end.statistics.emitted[0]) for end in ends["packed"])
-            total_leaves = sum(int(end.drafter.total[0]) for end in ends["packed"])
-            rows.append(
-                {
-                    "beams": num_beams,
-                    "steps": num_steps,
-                    "nodes": 1 + num_beams * num_steps,
-                    "leaves": {"mean": total_leaves / calls, "most": leaves},
-                    "tokens_computed": leaves * (num_steps + 1),
-                    "tau": tau(ends["packed"]),
-                    "milliseconds_a_step": {
-                        name: summary([1e3 * value / calls for value in values])
-                        for name, values in seconds.items()
-                    },
-                    "tokens_per_second": {
-                        name: summary([emitted / value for value in values])
-                        for name, values in seconds.items()
-                    },
-                    "packed_is_faster_by": float(
-                        np.median(np.divide(seconds["unrolled"], seconds["packed"]))
-                    ),
-                    "temporary_bytes": {
-                        name: program.memory.temporary for name, program in programs.items()
-                    },
-                    "same_tokens": all(
-                        [
-                            new_tokens(end, start)
-                            for start, end in zip(starts[n], ends[n], strict=True)
-                        ]
-                        == want
-                        for n in programs
-                    ),
-                }
-            )
-    return rows
+    def measure(self, num_beams: int, num_steps: int, rounds: int) -> dict[str, Any]:
+        """Speed and memory with beam trees, packed and unrolled interleaved.
+
+        Args:
+            num_beams, num_steps: of the tree.
+            rounds: times that all prompts are decoded.
+        """
+        pair = self._pair
+        options = dict(
+            max_new_tokens=self._tokens,
+            drafter=self._drafter,
+            topology=st.TreeTopology.beam(num_beams, num_steps),
+        )
+        programs = {"packed": Program(pair.target, pair.prompts[:1], **options)}
+        starts = {"packed": [programs["packed"].start([p]) for p in pair.prompts]}
+        ends = {"packed": [programs["packed"].run(start) for start in starts["packed"]]}
+        leaves = max(int(end.drafter.most[0]) for end in ends["packed"])
+        unrolled = UnrolledLM.like(pair.target, leaves, num_steps + 1)
+        programs["unrolled"] = Program(unrolled, pair.prompts[:1], **options)
+        starts["unrolled"] = [programs["unrolled"].start([p]) for p in pair.prompts]
+        ends["unrolled"] = [programs["unrolled"].run(start) for start in starts["unrolled"]]
+
+        def decode_all(name: str) -> Any:
+            return lambda: [programs[name].run(start) for start in starts[name]]
+
+        seconds = interleaved({name: decode_all(name) for name in programs}, rounds, _nothing)
+        calls = sum(int(end.statistics.target_calls[0]) for end in ends["packed"])
+        emitted = sum(int(end.statistics.emitted[0]) for end in ends["packed"])
+        total_leaves = sum(int(end.drafter.total[0]) for end in ends["packed"])
+        return {
+            "beams": num_beams,
+            "steps": num_steps,
+            "nodes": 1 + num_beams * num_steps,
+            "leaves": {"mean": total_leaves / calls, "most": leaves},
+            "tokens_computed": leaves * (num_steps + 1),
+            "tau": tau(ends["packed"]),
+            "milliseconds_a_step": {
+                name: summary([1e3 * value / calls for value in values])
+                for name, values in seconds.items()
+            },
+            "tokens_per_second": {
+                name: summary([emitted / value for value in values])
+                for name, values in seconds.items()
+            },
+            "packed_is_faster_by": float(
+                np.median(np.divide(seconds["unrolled"], seconds["packed"]))
+            ),
+            "temporary_bytes": {
+                name: program.memory.temporary for name, program in programs.items()
+            },
+            "same_tokens": all(
+                [new_tokens(end, start) for start, end in zip(starts[n], ends[n], strict=True)]
+                == self._want
+                for n in programs
+            ),
+        }
 
 
 def _nothing() -> None:
@@ -184,15 +166,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = read_options(parser, plots=True)
     pair = chosen_pair(options, options.prompts)
-    with progress_bar() as progress:
-        rows = measure(
-            pair,
-            beams=options.beams,
-            steps=options.steps,
-            tokens=options.tokens,
-            rounds=options.rounds,
-            progress=progress,
-        )
+    comparison = Comparison(pair, options.tokens)
+    sizes = list(itertools.product(options.steps, options.beams))
+    rows = [
+        comparison.measure(num_beams, num_steps, options.rounds)
+        for num_steps, num_beams in track(sizes, transient=True)
+    ]
     where = machine()
     # bfloat16 rounds differently for another number of rows, which flips near ties of logits.
     exact = pair.target.dtype == jnp.float32

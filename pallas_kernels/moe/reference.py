@@ -1,4 +1,4 @@
-"""Specification of `expert_mlps`: one token and one of its experts at a time."""
+"""Specification of `expert_mlps`: one expert at a time, for the tokens that chose it."""
 
 import numpy as np
 
@@ -16,13 +16,14 @@ def expert_mlps(x, weights, chosen, experts_in, experts_out, *, activation, gate
         "relu2": lambda v: np.maximum(v, 0) ** 2,
     }[activation]
     y = np.zeros_like(x)
-    for token, row in enumerate(x):
-        for weight, expert in zip(weights[token], chosen[token], strict=True):
-            hidden = row @ experts_in[expert]
-            if gated:
-                gate, up = np.split(hidden, 2)
-                hidden = function(gate) * up
-            else:
-                hidden = function(hidden)
-            y[token] += weight * (hidden @ experts_out[expert])
+    for expert in np.unique(chosen):
+        tokens, choices = np.nonzero(chosen == expert)
+        hidden = x[tokens] @ experts_in[expert]
+        if gated:
+            gate, up = np.split(hidden, 2, axis=-1)
+            hidden = function(gate) * up
+        else:
+            hidden = function(hidden)
+        # A token may choose an expert twice.
+        np.add.at(y, tokens, weights[tokens, choices, None] * (hidden @ experts_out[expert]))
     return y

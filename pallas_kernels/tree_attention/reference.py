@@ -1,4 +1,4 @@
-"""Specifications of `tree_attention` and `tree_attention_layer`: one query and head at a time."""
+"""Specifications of `tree_attention` and `tree_attention_layer`: one row and head at a time."""
 
 import numpy as np
 
@@ -17,15 +17,14 @@ def tree_attention(query, node_keys, node_values, keys, values, length, mask, *,
     heads_per_group = num_heads // node_keys.shape[2]
     output = np.zeros_like(query)
     for b in range(batch):
-        for i in range(num_queries):
-            for w in range(num_heads):
-                u = w // heads_per_group
-                nodes = mask[b, i]
-                seen_keys = np.concatenate([keys[b, u, : length[b]], node_keys[b, nodes, u]])
-                seen_values = np.concatenate([values[b, u, : length[b]], node_values[b, nodes, u]])
-                scores = scale * (seen_keys @ query[b, i, w])
-                weights = np.exp(scores - scores.max())
-                output[b, i, w] = weights @ seen_values / weights.sum()
+        seen = np.concatenate([np.ones((num_queries, length[b]), bool), mask[b]], axis=1)
+        for w in range(num_heads):
+            u = w // heads_per_group
+            seen_keys = np.concatenate([keys[b, u, : length[b]], node_keys[b, :, u]])
+            seen_values = np.concatenate([values[b, u, : length[b]], node_values[b, :, u]])
+            scores = np.where(seen, scale * (query[b, :, w] @ seen_keys.T), -np.inf)
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            output[b, :, w] = weights @ seen_values / weights.sum(axis=1, keepdims=True)
     return output
 
 

@@ -102,7 +102,7 @@ def test_every_benchmark_that_writes_results_has_the_options():
     for file in Path(common.__file__).parent.rglob("*.py"):
         text = file.read_text()
         if file.name != "common.py" and ("write_json(" in text or " save(" in text):
-            assert "read_options" in text or file.name in ("report.py", "sections.py"), file
+            assert "read_options" in text or file.name in ("report.py", "runner.py"), file
         assert "RESULTS" not in text or file.name == "common.py", file
 
 

@@ -3,11 +3,10 @@
 import dataclasses
 import functools
 import json
-import math
 import os
 import subprocess
 import sys
-import time
+import types
 from inspect import isroutine, signature
 
 import jax
@@ -20,65 +19,47 @@ import stree_jax as st
 from benchmarks import lossless
 from benchmarks.cases import CASES, checks, moe, tree_attention
 from benchmarks.cases.base import Problem
-from benchmarks.gpu import byte_pair, kernels, models, session, transformers_step
+from benchmarks.gpu import checks as gpu_checks
+from benchmarks.gpu import kernels, models, report, session, transformers_step, worker
 from benchmarks.gpu.scale import FULL, SMOKE
-from benchmarks.gpu.sections import Clock, Section, run_sections
+from benchmarks.gpu.sections import SECTIONS
 from benchmarks.gpu.spaces import SPACES
-from benchmarks.models import random_pair
-from benchmarks.paper import batch, packed
+from benchmarks.gpu.tasks import Section
 from benchmarks.shapes import AttentionShape, MixerShape
 from pallas_kernels import tuning
-from stree_jax.training.recipe import Training
 
-TINY = st.ModelConfig.tiny(vocab_size=256, num_layers=1)
-
-
-@pytest.fixture
-def clock():
-    return Clock(math.inf)
+BEYOND_COMPILING = dataclasses.replace(SMOKE, implementations=("xla",))
 
 
-def test_it_says_that_there_is_no_gpu():
+def rows_of(tasks):
+    """What the process of a section would write."""
+    messages = []
+    job = {"options": {}, "rows": [], "seconds": 600.0}
+    section = Section(lambda options, rows: tasks, 1.0)
+    assert worker.do(section, job, lambda **message: messages.append(message)) == 0
+    rows = [message["row"] for message in messages if "row" in message]
+    assert [row["task"] for row in rows] == [task.name for task in tasks]
+    return json.loads(json.dumps(rows, allow_nan=False))
+
+
+def test_it_says_that_there_is_no_gpu(tmp_path):
     result = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu_session"],
+        [sys.executable, "-m", "benchmarks.gpu_session", "--output", str(tmp_path)],
         capture_output=True,
         text=True,
         check=True,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )
     assert "no GPU here" in result.stdout
+    assert json.loads(result.stdout.splitlines()[-1])["gpu_session"]["right"] is None
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_sections_share_the_time_and_say_what_they_left_out(capsys):
-    allowed = {}
-
-    def measure(name, clock):
-        allowed[name] = clock
-        return [i for i in range(3) if clock.fits(f"item {i}")]
-
-    def fail(_):
-        raise RuntimeError("no memory")
-
-    def slow(clock):
-        time.sleep(0.3)
-        return measure("slow", clock)
-
-    sections = [
-        Section("first", 1, functools.partial(measure, "first")),
-        Section("failing", 1, fail),
-        Section("slow", 1, slow),
-        Section("last", 1, functools.partial(measure, "last")),
+def test_the_order_of_the_sections():
+    assert list(SECTIONS) == [
+        *("gate", "bandwidth", "steps", "kernels", "correctness", "lossless"),
+        *("hybrid", "packed", "batch", "transformers"),
     ]
-    results, saved = {}, []
-    run_sections(sections, 0.2, results, lambda: saved.append(json.dumps(results)))
-    assert results["first"] == [0, 1, 2]
-    assert "failing" not in results
-    assert results["sections"]["failing"]["failed"] == "RuntimeError: no memory"
-    assert results["slow"] == []
-    assert results["sections"]["slow"]["left_out"] == ["item 0", "item 1", "item 2"]
-    assert results["sections"]["last"]["left_out"] == ["all of it"]
-    assert len(saved) == 4
-    assert not session.is_right(results)
 
 
 def test_the_timed_and_the_tuned_kernels_are_all():
@@ -88,20 +69,18 @@ def test_the_timed_and_the_tuned_kernels_are_all():
     assert timed == {*ops, tree_attention.PROMPT, moe.PROMPT}
     assert set(SPACES) == set(tuning.OPS)
     assert {space.timed for space in SPACES.values()} <= timed
+    assert {task.name for task in gpu_checks.gate(FULL)} == set(CASES)
+    assert set(FULL.cases) == set(CASES)
 
 
 @pytest.mark.slow
-def test_all_kernels_are_checked(clock):
-    result = kernels.check_kernels(SMOKE, clock)
-    assert [row for row in result["rows"] if not row["right"]] == []
-    assert result["right"]
-    assert len(result["rows"]) == 2 * len(CASES)
-    assert all(set(row["errors"]) == set(SMOKE.implementations) for row in result["rows"])
-    json.dumps(result)
-    late = kernels.check_kernels(SMOKE, out := Clock(-1.0))
-    assert late == {"right": False, "rows": []}
-    assert len(out.left_out) == 2 * len(CASES)
-    assert out.left_out[0] == "tree_scan, tiny, 5, bfloat16"
+def test_all_kernels_are_checked():
+    every = dataclasses.replace(SMOKE, cases=tuple(CASES), checked_dtypes=("bfloat16", "float32"))
+    rows = rows_of(gpu_checks.correctness(every))
+    assert [row for row in rows if not row["right"]] == []
+    assert len(rows) == 2 * len(CASES)
+    assert all(set(row["errors"]) == set(SMOKE.implementations) for row in rows)
+    assert rows[0]["task"] == "tree_scan, tiny, 5, bfloat16"
 
 
 def test_what_is_wrong_is_seen():
@@ -117,6 +96,39 @@ def test_what_is_wrong_is_seen():
     assert found["xla"] == pytest.approx([1e-3], rel=0.01)
     assert found["pallas"] == "failed: no such device"
     assert not any(checks.within_limits(case, "float32", error) for error in found.values())
+
+
+@pytest.mark.parametrize("fault", [None, "race", "wrong", "infinite"])
+def test_the_gate_finds(fault, monkeypatch):
+    """A kernel that gives another bit in one call of many, or that is off."""
+    case, calls = CASES["gated_rms_norm"], []
+
+    def function(y, *rest, implementation):
+        value = case.function(y, *rest)
+        if implementation == "xla" or fault is None:
+            return value
+        if fault == "race":
+            called = jax.pure_callback(
+                lambda: np.int32(calls.append(1) or len(calls)), jnp.int32(0)
+            )
+            return jnp.where(called == 4, value.at[0, 0, 0].add(1 / 64), value)
+        return value * (1.02 if fault == "wrong" else jnp.inf)
+
+    monkeypatch.setitem(CASES, "gated_rms_norm", case._replace(function=function))
+    (task,) = (task for task in gpu_checks.gate(SMOKE) if task.name == "gated_rms_norm")
+    (row,) = rows_of([task])
+    assert row["changed"] == (fault == "race")
+    assert row["right"] is (fault is None)
+    assert row["repeats"] == 5
+    assert (row["errors"]["pallas_interpret"] == ["not finite"]) == (fault == "infinite")
+
+
+def test_bits_are_compared():
+    x = jnp.array([0.0, jnp.nan], jnp.bfloat16)
+    n = jnp.arange(3)
+    assert gpu_checks.same_bits((x, n), (x, n))
+    assert not gpu_checks.same_bits((x, n), (-x, n))
+    assert not gpu_checks.same_bits((x, n), (x, n + 1))
 
 
 def test_an_attention_moves_only_what_is_filled():
@@ -140,36 +152,78 @@ def test_an_attention_moves_only_what_is_filled():
     assert checks.bytes_moved(case, operands) == sum(sizes) - 2 * unfilled * place
 
 
-def test_repeated_calls_follow_each_other():
-    add = checks.repeated(lambda x, y: (x, y + x), {1: 1}, 5)
-    x, y = jax.jit(add)(jnp.float32(2), jnp.float32(1))
-    assert (x, y) == (2, 11)
+@pytest.mark.parametrize("count", [2, 5, 17, 20])
+def test_repeated_calls_follow_each_other(count):
+    add = checks.repeated(lambda x, y: (x, y + x), {1: 1}, count)
+    (x, y), _ = jax.jit(add)(jnp.float32(2), jnp.float32(1))
+    assert (x, y) == (2, 1 + 2 * count)
+
+
+def test_xla_leaves_out_nothing_that_no_call_reads():
+    """The hyperbolic tangents of all calls but the last are outputs that nobody needs.
+
+    On a CPU XLA sees through the barrier, so calls without feedback cannot be counted here.
+    """
+    x = jnp.ones((64, 64))
+    program = checks.compiled_calls(lambda x: (x @ x, jnp.tanh(x)), {0: 0}, 17, (x,))
+    assert program.as_text().count(" tanh(") == 1 + 8
+
+
+def test_a_timed_program_is_whole_graphs():
+    """Less than 5 launches in the body of a loop are no CUDA graph."""
+    assert (FULL.count - 1) % checks.UNROLLED == 0
+    assert FULL.count >= 49
+
+
+def test_both_layouts_of_a_scan_are_timed():
+    for shape, numbers in (("mamba2-2.7b", 64 * 128), ("MambaInLlama-8B", 128 * 128)):
+        problem = Problem(FULL.shapes[MixerShape][shape], 64, "bfloat16")
+        found = kernels.contenders(FULL, "replay_tree_scan", problem)
+        assert list(found) == ["xla", "pallas", kernels.HALF_HEADS]
+        assert found[kernels.HALF_HEADS].keywords["blocks"].state == numbers // 2
+    assert list(kernels.contenders(FULL, "ssd", problem)) == ["xla", "pallas"]
 
 
 @pytest.mark.slow
-def test_kernels_are_timed(monkeypatch, clock):
-    some = {name: CASES[name] for name in ("replay", "gated_rms_norm")}
-    monkeypatch.setattr(kernels, "CASES", some)
-    rows = kernels.time_kernels(SMOKE, 1e9, clock)
-    assert [row["kernel"] for row in rows] == ["replay", "gated_rms_norm"]
-    for row in rows:
+def test_kernels_are_timed():
+    some = dataclasses.replace(SMOKE, cases=("replay", "gated_rms_norm", "tree_scan"))
+    rows = rows_of(kernels.times(some))
+    assert [row["kernel"] for row in rows] == ["replay", "gated_rms_norm", "tree_scan"]
+    assert set(rows[2]["microseconds"]) == {"xla", "pallas_interpret", kernels.HALF_HEADS}
+    results = results_of(kernels=rows, bandwidth=[{"task": "copy", "bytes_per_second": 1e9}])
+    report.annotate(results)
+    for row in results["sections"]["kernels"]["rows"]:
         assert row["floor_microseconds"] == pytest.approx(row["bytes"] / 1e3)
         assert row["kernel_over_floor"] > 0
-    json.dumps(rows)
+
+
+def test_a_kernel_that_does_not_compile_leaves_the_times_of_xla(monkeypatch):
+    case = CASES["gated_rms_norm"]
+
+    def function(*operands, implementation):
+        if implementation != "xla":
+            raise ValueError("too much shared memory")
+        return case.function(*operands)
+
+    monkeypatch.setitem(CASES, "gated_rms_norm", case._replace(function=function))
+    (row,) = rows_of(kernels.times(dataclasses.replace(SMOKE, cases=("gated_rms_norm",))))
+    assert list(row["microseconds"]) == ["xla"]
+    assert row["failed"] == "pallas_interpret failed: too much shared memory"
 
 
 @pytest.mark.slow
-def test_steps_are_timed(clock):
-    few = dataclasses.replace(SMOKE, implementations=("xla",))
-    result = models.measure_steps(few, few.mamba2, 1e12, clock)
-    assert [row["nodes"] for row in result["steps"]] == [1, 5, 7]
-    assert result["fits"]["nodes"] == [1, 5, 7]
-    assert result["7_nodes_over_one"] > 0
+def test_steps_are_timed():
+    few = dataclasses.replace(BEYOND_COMPILING, step_nodes=(5, 1, 7))
+    rows = rows_of(models.steps(few))
+    assert [row["nodes"] for row in rows] == [5, 1, 7]
     mixer = few.mamba2.mamba2
     size = mixer.num_heads * mixer.head_dim
     conv = 3 * (size + 2 * mixer.state_size)
-    assert result["state_bytes"] == size * mixer.state_size * 4 + conv * 2
-    json.dumps(result)
+    (row,) = rows_of(models.batches(BEYOND_COMPILING))
+    for batch, found in ((1, rows[0]), (2, row)):
+        assert found["batch"] == batch
+        assert found["state_bytes"] == batch * (size * mixer.state_size * 4 + conv * 2)
+        assert found["bytes"] == found["weight_bytes"] + 2 * found["state_bytes"]
 
 
 def test_families_fit_the_kernels():
@@ -183,124 +237,153 @@ def test_families_fit_the_kernels():
 
 
 @pytest.mark.slow
-def test_losslessness_is_checked_with_the_kernels_first(monkeypatch, clock):
+def test_losslessness_is_checked_with_the_kernels_first(monkeypatch):
     calls = []
 
     def check(config, implementation, trees, *, tokens):
         calls.append((implementation, *trees))
-        return {name: {"identical": implementation == "pallas"} for name in trees}
+        return {name: {"right": implementation == "pallas"} for name in trees}
 
     monkeypatch.setattr(lossless, "check", check)
     two = dataclasses.replace(FULL, families=("Mamba-2", "Bamba"), trees=("tree A",))
-    result = models.check_lossless(two, clock)
-    assert [row["implementation"] for row in result["rows"]] == ["pallas"] * 2 + ["xla"] * 2
-    assert not result["identical"]
+    rows = rows_of(models.lossless_texts(two))
+    assert [row["implementation"] for row in rows] == ["pallas"] * 2 + ["xla"] * 2
+    assert not report.is_right(results_of(lossless=rows))
     assert len(calls) == 4
 
 
-def test_packed_asks_whether_there_is_time():
-    pair = random_pair(TINY, TINY, "float32", 1, "tiny")
-    rows = packed.measure(
-        pair, beams=(2,), steps=(2,), tokens=2, rounds=1, fits=(out := Clock(-1.0)).fits
-    )
-    assert rows == []
-    assert out.left_out == ["2 beams of 2"]
+@pytest.mark.parametrize("gap", [0.0, 5e-5, 2e-4])
+def test_a_first_difference_is_a_tie_if_the_logits_are_that_close(gap):
+    class Model:
+        config = st.ModelConfig.tiny(vocab_size=4)
+
+        def __call__(self, tokens):
+            # The last column is padding of the vocabulary.
+            logits = jnp.array([-200, 100, 100 + 200 * gap, 0, 999])
+            last = jnp.where((tokens == jnp.array([[9, 8, 1, 1]])).all(), logits, jnp.nan)
+            return jnp.zeros((1, 4, 5)).at[0, -1].set(last)
+
+    found = lossless.first_difference(Model(), [9, 8], [1, 1, 2, 0], [1, 1, 1, 3])
+    assert (found["place"], found["tokens"], found["tie"]) == (2, [2, 1], gap < 1e-4)
+    assert found["gap"] == pytest.approx(gap, rel=1e-2)
+    assert lossless.first_difference(Model(), [9, 8], [1, 1], [1, 1]) is None
 
 
-def test_without_torch_transformers_is_left_out(monkeypatch, clock):
+def test_a_text_that_is_not_of_the_model_is_wrong(monkeypatch):
+    texts = iter([np.zeros((4, 5), int), np.diag([0, 0, 0, 1, 0])[1:]])
+
+    def generate(*arguments, **options):
+        return types.SimpleNamespace(tokens=next(texts), stats=types.SimpleNamespace(tau=1.0))
+
+    monkeypatch.setattr(st, "generate", generate)
+    trees = {"chain of 4": lossless.TREES["chain of 4"]}
+    found = lossless.check(st.ModelConfig.tiny(num_layers=1), "xla", trees, tokens=5)["chain of 4"]
+    assert not found["identical"]
+    assert not found["right"]
+    (difference,) = found["differences"]
+    assert (difference["row"], difference["place"], difference["tokens"]) == (2, 3, [0, 1])
+    assert difference["gap"] > 1e-4
+
+
+def test_without_torch_transformers_is_a_row_that_says_so(monkeypatch):
     monkeypatch.setattr(transformers_step, "obstacle", lambda device: f"no {device}")
-    assert models.measure_transformers(SMOKE, clock) is None
-    assert clock.left_out == ["all of it: no cpu"]
+    (row,) = rows_of(models.transformers_tokens(SMOKE))
+    assert row["unavailable"] == "no cpu"
 
 
 @pytest.mark.slow
-def test_transformers(clock):
+def test_transformers():
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     result = transformers_step.measure(
         SMOKE.mamba2, device="cpu", dtype="bfloat16", tokens=2, rounds=2
     )
     assert result["tokens"] == 2
+    assert result["note"].startswith("slow: without mamba_ssm and causal_conv1d")
     json.dumps(result)
 
 
-@pytest.mark.slow
-def test_a_pair_is_trained_for_some_time(monkeypatch, tmp_path, clock):
-    (tmp_path / "text").mkdir()
-    monkeypatch.setattr(byte_pair, "SHARED", tmp_path)
-    monkeypatch.setattr(byte_pair, "TEXTS", {"a.txt": 1.0})
-    with pytest.raises(SystemExit, match=r"nothing to train on: .*a\.txt"):
-        byte_pair.text_directory()
-    (tmp_path / "text" / "a.txt").write_text("ab" * 1000)
-    training = Training(
-        steps=10**9, batch_size=2, sequence_length=8, learning_rate=3e-2, warmup_steps=1
-    )
-    trained = byte_pair.train(1.5, target=TINY, draft=TINY, training=training, num_prompts=2)
-    report = trained.report
-    assert report["target"]["held_out_nats"] < 0.7 * math.log(256)
-    assert report["draft"]["steps"] >= 2
-    assert trained.pair.trained
-    assert all(max(prompt) < 256 for prompt in trained.pair.prompts)
-    assert trained.as_type("bfloat16").draft.dtype == jnp.bfloat16
-
-    calls = []
-
-    def measure(pair, **options):
-        calls.append((pair.target.dtype.name, options["batches"]))
-        return [{"same_tokens": pair.target.dtype == jnp.float32}]
-
-    monkeypatch.setattr(batch, "measure", measure)
-    result = models.end_to_end(SMOKE, trained, clock)
-    assert result["same_tokens_in_float32"]
-    assert calls == [(d, (n,)) for d in ("float32", "bfloat16") for n in (1, 2)]
-    json.dumps(report)
+def results_of(**sections):
+    return {
+        "machine": {"device": "a device"},
+        "sections": {
+            name: {"state": "done", "seconds": 1.0, "rows": rows} for name, rows in sections.items()
+        },
+    }
 
 
-@pytest.mark.slow
-def test_the_whole_command_on_a_section(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(kernels, "CASES", {"gated_rms_norm": CASES["gated_rms_norm"]})
-    arguments = ["--smoke", "--output", str(tmp_path), "--sections", "kernels", "transformers"]
-    monkeypatch.setattr(transformers_step, "obstacle", lambda device: "not here")
-    session.main(arguments)  # raises SystemExit if anything is wrong
-    lines = capsys.readouterr().out.splitlines()
-    line = json.loads(lines[-1])["gpu_session"]
-    assert line["right"]
-    assert line["left_out"] == 1
-    results = json.loads((tmp_path / "cpu.json").read_text())
-    assert list(results["sections"]) == ["bandwidth", "kernels", "transformers"]
-    assert results["versions"]["jax"] == jax.__version__
-    assert results["kernels"][0]["floor_microseconds"] > 0
-    assert (tmp_path / "cpu.png").exists() or any("no plot" in line for line in lines)
-
-
-def test_training_takes_some_of_the_time(capsys):
-    with pytest.raises(SystemExit):
-        session.main(["--smoke", "--train", "9"])
-    assert "--train 9 is not within --minutes 9" in capsys.readouterr().err
+def times_of(xla, pallas):
+    return {"xla": {"median": xla}, "pallas": {"median": pallas}}
 
 
 def test_report_and_plot(tmp_path, capsys):
-    times = {"xla": {"median": 2.0}, "pallas": {"median": 1.0}}
-    kernel = {"kernel": "replay", "shape": "s", "nodes": 3, "batch": 64, "microseconds": times}
-    steps = {"floor_milliseconds": 0.5, "steps": [{"nodes": 1, "milliseconds": times}]}
-    results = {
-        "machine": {"device": "a device"},
-        "kernels": [kernel | {"floor_microseconds": 0.5, "kernel_over_floor": 2.0}],
-        "mamba2 steps": steps | {"one_node_over_floor": 2.0},
-        "packed": {"rows": [{"nodes": 63, "packed_is_faster_by": 2.5}]},
-        "sections": {"kernels": {"allowed_seconds": 1.0, "left_out": ["64 nodes"]}},
-    }
-    session.report(results)
-    assert "kernels left out: 64 nodes" in capsys.readouterr().out
+    kernel = {"kernel": "replay", "shape": "s", "nodes": 3, "batch": 64, "bytes": 500}
+    step = {"batch": 1, "bytes": 500_000}
+    results = results_of(
+        gate=[{"task": "replay", "kernel": "replay", "right": False}],
+        bandwidth=[{"task": "copy", "bytes_per_second": 1e9}],
+        kernels=[
+            {"task": "1", **kernel, "microseconds": times_of(2.0, 1.0)},
+            {"task": "2", **kernel, "kernel": "ssd", "microseconds": times_of(2.0, 1.0)},
+        ],
+        steps=[
+            {"task": str(nodes), "nodes": nodes, **step, "milliseconds": times_of(2.0, time)}
+            for nodes, time in ((1, 1.0), (63, 1.2), (5, 1.1), (15, 1.15))
+        ],
+        packed=[{"task": "1", "nodes": 63, "packed_is_faster_by": 2.5}],
+        batch=[
+            {"task": "1", "nodes": 63, **step, "milliseconds": times_of(2.0, 1.0)},
+            {"task": "2", "nodes": 63, **step, "batch": 8, "milliseconds": times_of(0.9, 1.0)},
+        ],
+    )
+    results["sections"]["kernels"]["left_out"] = ["64 nodes"]
+    report.annotate(results)
+    report.annotate(results)  # after every section
+    sections = results["sections"]
+    assert [row["wrong"] for row in sections["kernels"]["rows"]] == [["replay"], []]
+    assert sections["steps"]["rows"][0]["wrong"] == ["replay"]
+    assert sections["steps"]["rows"][0]["floor_milliseconds"] == 0.5
+    assert sections["steps"]["fits"]["nodes"] == [1, 5, 15, 63]
+    assert sections["kernels"]["rows"][0]["xla_over_kernel"] == 2
+    assert not report.is_right(results)
+    assert report.left_out(results) == 1
+    report.report(results)
+    out = capsys.readouterr().out
+    assert "kernels left out: 64 nodes" in out
+    assert "WRONG" in out
     pytest.importorskip("matplotlib")
-    session.plot(results, tmp_path / "a.png")
-    met = {name: aim["met"] for name, aim in session.aims(results).items()}
-    assert met == {"one node of mamba2-2.7b over the floor": False, "unrolled over packed": True}
-    assert session.aims({"packed": None}) == {}
+    report.plot(results, tmp_path / "a.png")
+    met = {name: (aim["measured"], aim["met"]) for name, aim in report.aims(results).items()}
+    assert met == {
+        "one node of mamba2-2.7b over the floor": (2.0, False),
+        "63 nodes of mamba2-2.7b over one": (1.2, True),
+        "unrolled over packed": (2.5, True),
+        "XLA over our kernels, worst batch": (0.9, False),
+    }
+    assert report.aims(results_of(packed=[])) == {}
 
 
-def test_names_of_sections_are_those_that_there_are():
-    trained = byte_pair.Trained(random_pair(TINY, TINY, "float32", 1, "tiny"), {})
-    names = [section.name for section in session.sections_of(SMOKE, {}, trained)]
-    assert tuple(names) == session.NAMES
-    assert np.all([section.weight > 0 for section in session.sections_of(SMOKE, {})])
+def test_a_check_that_failed_makes_its_kernel_wrong():
+    crashed = {"task": "ssd, mamba2-2.7b, 64, bfloat16", "failed": "the process ended with -9"}
+    assert report.wrong_kernels(results_of(correctness=[crashed])) == {"ssd"}
+    assert not report.is_right(results_of(correctness=[crashed]))
+
+
+@pytest.mark.slow
+def test_the_whole_command_on_a_section(tmp_path, capsys):
+    session.main(["--smoke", "--output", str(tmp_path), "--sections", "transformers", "bandwidth"])
+    lines = capsys.readouterr().out.splitlines()
+    line = json.loads(lines[-1])["gpu_session"]
+    assert line["right"]
+    assert line["left_out"] == 0
+    results = json.loads((tmp_path / "gpu-session.json").read_text())
+    assert list(results["sections"]) == ["bandwidth", "transformers"]
+    assert results["machine"]["versions"]["jax"] == jax.__version__
+    assert (tmp_path / "gpu-session.png").exists() or any("no plot" in line for line in lines)
+
+
+def test_time_that_is_over_leaves_sections_out(tmp_path, capsys):
+    session.main(["--smoke", "--output", str(tmp_path), "--minutes", "0.1"])
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])["gpu_session"]
+    assert line["left_out"] == len(SECTIONS)
+    assert line["sections"] == dict.fromkeys(SECTIONS, "not begun")

@@ -109,8 +109,8 @@ def pair():
 
 @pytest.mark.slow
 def test_packed(pair, tmp_path):
-    rows = packed.measure(pair, beams=(2,), steps=(2,), tokens=6, rounds=2)
-    (row,) = rows
+    row = packed.Comparison(pair, tokens=6).measure(2, 2, rounds=2)
+    rows = [row]
     assert row["same_tokens"]
     assert row["nodes"] == 5
     assert 2 <= row["leaves"]["mean"] <= row["leaves"]["most"] <= 3

@@ -12,7 +12,8 @@ import pytest
 
 from benchmarks.cases import CASES
 from benchmarks.cases.base import Problem
-from benchmarks.gpu import tune
+from benchmarks.gpu import search, tune, worker
+from benchmarks.gpu.spaces import SPACES
 from pallas_kernels import gated_rms_norm, tuning
 from pallas_kernels.ssd import config
 
@@ -76,30 +77,103 @@ def test_a_damaged_table_is_an_error_that_names_the_file(tables, table, complain
         config.block_sizes("bfloat16")
 
 
+def options_of(**changes):
+    options = dict(kernels=list(SPACES), shapes=None, dtypes=list(search.DTYPES), fields=None)
+    return options | dict(nodes=[1, 64], batch=1, count=1, rounds=1, smoke=False) | changes
+
+
+def searched(options, rows=(), seconds=600.0):
+    """The rows of a search, and the messages of its process."""
+    messages = []
+    job = {"options": options, "rows": list(rows), "seconds": seconds}
+    section = search.SECTIONS["tune"]
+    assert worker.do(section, job, lambda **message: messages.append(message)) == 0
+    return [message["row"] for message in messages if "row" in message], messages
+
+
 def test_every_space_is_that_of_its_kernel():
-    assert set(tune.SPACES) == set(tuning.OPS)
-    for name, space in tune.SPACES.items():
+    assert set(SPACES) == set(tuning.OPS)
+    for name, space in SPACES.items():
         assert space.defaults is tuning.defaults(name)
         for default in space.defaults.values():
             assert set(space.values) <= {field.name for field in dataclasses.fields(default)}
-        for tiny in (False, True):
-            for _, problem in tune.problems_of(name, (1, 64), 1, tiny=tiny):
-                assert space.case(problem) in space.defaults
+        for smoke in (False, True):
+            problems = search.problems_of(name, options_of(smoke=smoke))
+            found = {space.case(problem) for _, problem in problems}
+            assert found <= set(space.defaults)
+            assert smoke or found == set(space.defaults)
 
 
-def test_attention_is_tuned_in_all_cases(monkeypatch):
-    timer = tune.Timer(interpret=True, count=1, rounds=1)
+@pytest.fixture
+def untimed(monkeypatch):
+    """Candidates are neither compiled nor timed; all are equally fast."""
+    monkeypatch.setattr(search.Timer, "programs", lambda *arguments: (None, arguments[-1]))
     monkeypatch.setattr(
-        tune.Timer, "microseconds", lambda self, case, problem, candidates: [1.0] * len(candidates)
+        search.Timer, "microseconds", lambda self, operands, programs: [1.0] * len(programs)
     )
-    for name, space in tune.SPACES.items():
+
+
+def test_attention_is_tuned_in_all_cases(untimed):
+    for name, space in SPACES.items():
         if not CASES[space.timed].has_cache:
             continue
-        best, rows = tune.tune(name, tune.problems_of(name, (1, 64), 1, tiny=False), timer=timer)
+        rows, _ = searched(options_of(kernels=[name]))
+        best = tune.blocks_of(rows)[name]
         assert best == {case: dataclasses.asdict(choice) for case, choice in space.defaults.items()}
+        timed = [(row["case"], one["blocks"]) for row in rows for one in row["timed"]]
         for case, field in itertools.product(best, space.values):
-            tried = {row["blocks"][field] for row in rows if row["case"] == case}
+            tried = {blocks[field] for of_case, blocks in timed if of_case == case}
             assert tried == {best[case][field], *space.values[field]}
+
+
+def test_only_what_was_asked_for_is_tuned_and_first_fields_come_first(untimed):
+    options = options_of(
+        kernels=["tree_scan", "tree_attention_layer"],
+        dtypes=["bfloat16"],
+        shapes=["mamba2-2.7b", "MambaInLlama-8B"],
+        fields=["num_warps", "state", "busy_warps"],
+        nodes=[64],
+    )
+    rows, _ = searched(options)
+    large = "bfloat16, large heads"
+    assert [(row["kernel"], row["case"], row["field"]) for row in rows] == [
+        ("tree_scan", "bfloat16", "state"),
+        ("tree_scan", large, "state"),
+        ("tree_attention_layer", "bfloat16", "busy_warps"),
+        ("tree_scan", "bfloat16", "num_warps"),
+        ("tree_scan", large, "num_warps"),
+        ("tree_attention_layer", "bfloat16", "num_warps"),
+    ]
+    shapes = {(row["case"], one["shape"]) for row in rows for one in row["timed"]}
+    assert shapes == {
+        ("bfloat16", "mamba2-2.7b"),
+        (large, "MambaInLlama-8B"),
+        ("bfloat16", "MambaInLlama-8B"),
+    }
+
+
+def test_a_search_goes_on_from_the_best_so_far(untimed):
+    options = options_of(kernels=["ssd"], dtypes=["bfloat16"], nodes=[64])
+    earlier = {"task": "ssd, bfloat16, state", "kernel": "ssd", "case": "bfloat16", "so_far": SSD}
+    rows, _ = searched(options, [earlier])
+    assert [row["field"] for row in rows] == ["positions", "part", "num_warps", "num_stages"]
+    assert rows[-1]["so_far"] == SSD
+    _, messages = searched(options, [earlier], seconds=-1.0)
+    assert messages == [{"left_out": [row["task"] for row in rows]}]
+
+
+def test_one_case_that_fails_does_not_keep_the_others_from_being_tuned(monkeypatch, untimed):
+    def programs(self, case, problem, candidates):
+        if problem.dtype == "bfloat16":
+            raise RuntimeError("no memory")
+        return None, candidates
+
+    monkeypatch.setattr(search.Timer, "programs", programs)
+    rows, _ = searched(options_of(kernels=["ssd"], fields=["part"]))
+    assert rows[0]["failed"] == "RuntimeError: no memory"
+    assert tune.blocks_of(rows) == {
+        "ssd": {"float32": dataclasses.asdict(config.DEFAULTS["float32"])}
+    }
 
 
 @pytest.mark.parametrize("rows", [16, 64])
@@ -107,7 +181,7 @@ def test_a_choice_gives_block_sizes(rows):
     """With 16 rows there are four times as many programs as with 64."""
     case = CASES["tree_attention"]
     problem = Problem(case.shapes["MambaInLlama-8B"], 64, "bfloat16", 1, 4096)
-    choice = tune.SPACES["tree_attention"].defaults["bfloat16"]
+    choice = SPACES["tree_attention"].defaults["bfloat16"]
     run = functools.partial(
         case.with_blocks, blocks=dataclasses.replace(choice, rows=rows), interpret=True
     )
@@ -120,48 +194,63 @@ def test_the_shipped_tables_can_be_read():
 
 
 def test_the_winner_is_clearly_faster_everywhere_on_average():
-    assert tune.winner([[10.0, 9.9, 12.0]]) == 0  # 1 % is noise
-    assert tune.winner([[10.0, 9.0, 12.0], [10.0, 10.0, 5.0]]) == 2
-    assert tune.winner([[10.0, 9.0, "wrong"], [10.0, 9.0, 1.0]]) == 1
-    with pytest.raises(ValueError, match="starts from are out: wrong"):
-        tune.winner([["wrong", 1.0]])
+    assert search.winner([[10.0, 9.9, 12.0]]) == 0  # 1 % is noise
+    assert search.winner([[10.0, 9.0, 12.0], [10.0, 10.0, 5.0]]) == 2
+    assert search.winner([[10.0, 9.0, "wrong"], [10.0, 9.0, 1.0]]) == 1
+    assert search.winner([["wrong", 3.0, 2.0]]) == 2
+    with pytest.raises(ValueError, match="all block sizes are out: wrong"):
+        search.winner([["wrong", 1.0], [1.0, "failed"]])
 
 
 def test_without_a_gpu_the_tuner_refuses(tmp_path, capsys):
     with pytest.raises(SystemExit, match="nothing to tune: the device is a CPU"):
         tune.main([])
     with pytest.raises(SystemExit):
-        tune.main(["--interpret"])
+        tune.main(["--smoke"])
     assert "needs an --output" in capsys.readouterr().err
 
 
-def test_the_tuner_writes_a_table_that_the_kernels_use(tables, monkeypatch, capsys):
-    values = {"num_warps": (4, 8), "block": (16, 4096)}
-    monkeypatch.setitem(tune.SPACES, "rms_norm", tune.SPACES["rms_norm"]._replace(values=values))
-    monkeypatch.setattr(tune, "GAIN", np.inf)  # something else than the default, always
+def test_a_table_keeps_what_was_not_tuned(tables):
+    write(tables, blocks={"ssd": {"bfloat16": SSD}})
+    where = {"device": "cpu", "jax": "0", "date": "today", "commit": None}
+    best = {"ssd": {"float32": dataclasses.asdict(config.DEFAULTS["float32"])}}
+    path = tune.write_table(tables, where, best)
+    assert json.loads(path.read_text())["blocks"] == {"ssd": {"bfloat16": SSD} | best["ssd"]}
+    assert config.block_sizes("bfloat16") == config.BlockSizes(**SSD)
+    assert [file.name for file in tables.iterdir()] == ["cpu.json"]
+
+
+@pytest.mark.slow
+def test_the_tuner_writes_a_table_that_the_kernels_use(tables, capsys):
     write(tables, blocks={"ssd": {"bfloat16": SSD}})
     small = ["--kernels", "rms_norm", "--nodes", "3", "--count", "2", "--rounds", "1"]
-    tune.main(["--interpret", "--output", str(tables), *small])
+    tune.main(["--smoke", "--output", str(tables), *small])
     table = json.loads((tables / "cpu.json").read_text())
     assert table["blocks"]["ssd"] == {"bfloat16": SSD}
     (case,) = table["blocks"]["rms_norm"]
     assert case == "groups to 4096"
     line = json.loads(capsys.readouterr().out.splitlines()[-1])["tune"]
-    assert line["timed"] == 2 * 2 * 2
-    assert line["failed_or_wrong"] == 0
-    rows = json.loads((tables / "tune-cpu.json").read_text())["rows"]
-    assert {row["blocks"]["block"] for row in rows} == {16, 4096}
+    default = SPACES["rms_norm"].defaults[case]
+    first_two = [set(values[:2]) for values in SPACES["rms_norm"].values.values()]
+    fields = (default.block, default.num_warps)
+    candidates = [len({value} | two) for value, two in zip(fields, first_two, strict=True)]
+    assert 2 * (sum(candidates) - 1) <= line["timed"] <= 2 * sum(candidates)  # two dtypes
+    assert line["failed_or_wrong"] == line["left_out"] == 0
+    (section,) = json.loads((tables / "tune.json").read_text())["sections"].values()
+    assert [row["field"] for row in section["rows"]] == ["block", "num_warps"]
+    assert table["blocks"]["rms_norm"][case] == section["rows"][-1]["so_far"]
     y = jnp.ones((2, 32))
     got = jax.jit(lambda y: gated_rms_norm(y, y, y[0], implementation="pallas_interpret"))(y)
     np.testing.assert_allclose(got, 1, rtol=1e-4)
 
 
 def test_a_wrong_candidate_is_out():
-    (_, problem), *_ = tune.problems_of("rms_norm", (2,), 1, tiny=True)
-    timer = tune.Timer(interpret=True, count=2, rounds=1)
+    options = options_of(nodes=[2], smoke=True)
+    (_, problem), *_ = search.problems_of("rms_norm", options)
+    timer = search.Timer(interpret=True, count=2, rounds=1)
     case = CASES["gated_rms_norm"]
     operands = case.operands(problem)
-    blocks = tune.SPACES["rms_norm"].defaults["groups to 4096"]
+    blocks = SPACES["rms_norm"].defaults["groups to 4096"]
     wrong = timer.compiled(case, operands, (2 * operands[0],), blocks)
     assert wrong.startswith("wrong: output is off by")
     failed = timer.compiled(case, operands, (operands[0],), "no blocks")

@@ -1,0 +1,237 @@
+"""Runs each section in a process of its own, and keeps its rows whatever happens to it.
+
+The results are one JSON file, replaced as a whole for every row. A section whose process crashes or
+hangs, or whose device answers no more, is started again without the task that was open; at its
+time limit it is killed.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import write_json
+from benchmarks.gpu.worker import BROKEN
+
+STARTING = 90.0  # seconds in which a process finds its device, makes its models, or ends
+LATEST = 1.25  # times the share of a section: when it is killed
+NOT_BEGUN, DONE = "not begun", "done"
+AND_MORE = "and what comes after it"
+_CHECKOUT = Path(__file__).parents[2]
+
+
+class NoGpu(Exception):
+    """There is none; the message says what there is instead."""
+
+
+class Results:
+    """A file of results that is complete at every moment.
+
+    Args:
+        path: of the file; what is in it already is kept.
+        head: what the results begin with; keys that an existing file must agree on.
+
+    Raises:
+        ValueError: the file is of another kind of run.
+    """
+
+    def __init__(self, path: Path, head: Mapping[str, Any]):
+        self.path = path
+        self.data: dict[str, Any] = dict(head) | {"machine": None, "sections": {}}
+        if path.exists():
+            self.data = json.loads(path.read_text())
+            self._require(head)
+
+    def _require(self, head: Mapping[str, Any]) -> None:
+        for key, value in head.items():
+            if self.data.get(key) != value:
+                raise ValueError(
+                    f"{self.path} has {key} = {self.data.get(key)!r:.80}, this run {value!r:.80};"
+                    " choose another --output, or remove it"
+                )
+
+    def section(self, name: str) -> dict[str, Any]:
+        """The entry of a section."""
+        return self.data["sections"].setdefault(name, {"state": NOT_BEGUN, "rows": []})
+
+    def describe(self, machine: dict[str, Any]) -> None:
+        """Says which machine this is.
+
+        Raises:
+            ValueError: the results are of another device or version of jax.
+        """
+        earlier = self.data["machine"] or machine
+        for key in ("device", "jax"):
+            if earlier[key] != machine[key]:
+                raise ValueError(
+                    f"{self.path} is of {key} {earlier[key]!r:.80}, this is {machine[key]!r:.80};"
+                    " choose another --output, or remove it"
+                )
+        self.data["machine"] = machine
+
+    def save(self) -> Path:
+        """Replaces the file."""
+        return write_json(self.path.stem, self.data, self.path.parent)
+
+
+def run_section(
+    results: Results,
+    name: str,
+    seconds: float,
+    limit: float,
+    options: Mapping[str, Any],
+    *,
+    module: str = "benchmarks.gpu.sections",
+    changed: Callable[[], Any] = lambda: None,
+) -> None:
+    """Runs the tasks of a section that have no row yet.
+
+    Args:
+        results: to add to.
+        name: of the section.
+        seconds: in which tasks may begin.
+        limit: seconds after which it is killed.
+        options: for its tasks.
+        module: with `SECTIONS`.
+        changed: called before results are saved.
+
+    Raises:
+        NoGpu: there is none.
+    """
+    note = results.section(name)
+    began, before = time.monotonic(), note.get("seconds", 0.0)
+    note |= {"state": "running", "left_out": []}
+    note.pop("failed", None)
+    job = {"section": name, "module": module, "options": dict(options)}
+
+    def save() -> None:
+        note["seconds"] = round(before + time.monotonic() - began, 1)
+        changed()
+        results.save()
+
+    while True:
+        job |= {"rows": note["rows"], "seconds": began + seconds - time.monotonic()}
+        worker = _Worker(job, began + limit)
+        with contextlib.closing(worker.messages()) as messages:
+            for message in messages:
+                match message:
+                    case {"obstacle": text}:
+                        raise NoGpu(text)
+                    case {"machine": machine}:
+                        results.describe(machine)
+                    case {"row": row}:
+                        note["rows"].append(row)
+                    case {"left_out": names}:
+                        note["left_out"] = names
+                save()
+        ended = worker.ended
+        if ended is None:
+            note["state"] = "left some out" if note["left_out"] else DONE
+        elif time.monotonic() >= began + limit:
+            note |= {"state": "killed at its limit", "left_out": [*worker.open, AND_MORE]}
+        elif len(worker.open) == 1:
+            note["rows"].append({"task": worker.open[0], "failed": ended})
+            save()
+            continue
+        elif worker.open:  # one of them: which?
+            job["together"] = 1
+            continue
+        elif worker.progress:  # the device broke after its last row
+            continue
+        else:
+            note |= {"state": "failed", "failed": ended}
+        save()
+        return
+
+
+class _Worker:
+    """The process of a section.
+
+    Attributes:
+        open: tasks that it was doing at its end.
+        progress: whether there was a row.
+        ended: how it ended, or None if as it should.
+    """
+
+    def __init__(self, job: Mapping[str, Any], end: float):
+        self.open: list[str] = []
+        self.progress = False
+        self.ended: str | None = None
+        self._end = end
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.gpu.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=_CHECKOUT,
+            env=_environment(smoke=job["options"]["smoke"]),
+            process_group=0,
+        )
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._talk, args=(json.dumps(job) + "\n",), daemon=True
+        )
+        self._thread.start()
+
+    def _talk(self, job: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which the next lines see
+            self._process.stdin.write(job)
+            self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.endswith("\n"):
+                self._lines.put(line)
+        self._lines.put("")
+
+    def messages(self) -> Any:
+        """Its messages, until it ends or is killed."""
+        latest = time.monotonic() + STARTING
+        try:
+            while True:
+                wait = min(latest, self._end) - time.monotonic()
+                try:
+                    line = self._lines.get(timeout=max(wait, 0.0))
+                except queue.Empty:
+                    self.ended = "stopped answering"
+                    return
+                if not line:
+                    break
+                message = json.loads(line)
+                latest = time.monotonic() + message.get("seconds", STARTING)
+                self.open = message.get("open", self.open)
+                if "row" in message:
+                    self.open, self.progress = [], True
+                yield message
+            code = self._process.wait()
+            if code:
+                broken = "the device answers no more"
+                self.ended = broken if code == BROKEN else f"the process ended with {code}"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._thread.join()
+            for pipe in (self._process.stdin, self._process.stdout):
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+
+def _environment(*, smoke: bool) -> dict[str, str]:
+    """For the process of a section; what the user has set stays."""
+    values = {"PYTHONUNBUFFERED": "1"}
+    if smoke:  # which mostly compiles
+        values["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+    else:
+        # JAX would take three quarters of the memory, and leave too little for torch.
+        values["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        # What a process has compiled, and tuned its products for, the next one reads.
+        values["JAX_COMPILATION_CACHE_DIR"] = str(_CHECKOUT / "build" / "xla")
+        values["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    return values | os.environ
