@@ -30,7 +30,7 @@ def replay_tau(topology: TreeTopology, trace: RankTrace) -> float:
     return sum(map(len, trace.ranks)) / calls
 
 
-def acceptance(trace: RankTrace, max_depth: int) -> Float[np.ndarray, "D R"]:
+def acceptance(trace: RankTrace, max_depth: int) -> Float[np.ndarray, "D ranks"]:
     """How often the child of each rank is taken if its parent was, by the parent's depth."""
     table = np.zeros((max_depth, trace.num_ranks))
     for depth in range(max_depth):
@@ -46,7 +46,7 @@ def acceptance(trace: RankTrace, max_depth: int) -> Float[np.ndarray, "D R"]:
 
 
 def best_trees(
-    accept: Float[np.ndarray, "D R"], costs: Costs, max_nodes: int, max_depth: int
+    accept: Float[np.ndarray, "D ranks"], costs: Costs, max_nodes: int, max_depth: int
 ) -> list[TreeTopology]:
     """For each size and depth the tree that accepts most, the fastest by `costs` first.
 

@@ -113,7 +113,7 @@ def _candidates(
     *,
     topology: TreeTopology,
     vocab_size: int,
-) -> tuple[Int[Array, "B R"], Bool[Array, "B R"]]:
+) -> tuple[Int[Array, "B ranks"], Bool[Array, "B ranks"]]:
     noise = None
     if not sampling.temperature_is_zero:
         noise = position_noise(keys, emitted, topology.depth, vocab_size)
