@@ -164,7 +164,9 @@ def test_torch_files_that_lie(tmp_path, state, message):
 @pytest.mark.parametrize(
     "state",
     [
-        b"\x80\x02}" + b")" + b"\x85" * 2_000_000 + b"K\x01s.",  # a deeply nested tuple as a key
+        pytest.param(  # a deeply nested tuple as a key
+            b"\x80\x02}" + b")" + b"\x85" * 2_000_000 + b"K\x01s.", marks=pytest.mark.slow
+        ),
         b"\x80\x02}" + b")" + b"\x85" * 3_000 + b"K\x01s.",
         # Nested pairs of one shared tuple: 2^100 leaves to print or hash.
         b"\x80\x02}" + b")q\x00" + b"h\x00\x86q\x00" * 100 + b"K\x01s.",
