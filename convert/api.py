@@ -18,6 +18,7 @@ from stree_jax.convert.families import config_files, layout
 from stree_jax.convert.reading import Progress, load_model, open_checkpoint
 from stree_jax.convert.writing import writable, write_as, written_as
 from stree_jax.directories import new_directory, recover
+from stree_jax.messages import shown_path
 from stree_jax.stored import CHECKSUMS
 
 # Files that are copied unchanged.
@@ -115,13 +116,16 @@ def find(name: str | os.PathLike[str]) -> Path:
         ValueError: there is no such directory and no such model on the hub.
     """
     path = Path(name)
-    recover(path)
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise ValueError(f"{path} is a file; a checkpoint is a directory")
+    try:
+        recover(path)
+        if path.is_dir():
+            return path
+        if path.exists():
+            raise ValueError(f"{path} is a file; a checkpoint is a directory")
+    except OSError as error:  # such as a name that is too long
+        raise ValueError(f"no checkpoint at {shown_path(path)}: {error.strerror}") from None
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name), re.ASCII):
-        raise ValueError(f"no checkpoint at {path}: there is no such directory")
+        raise ValueError(f"no checkpoint at {shown_path(path)}: there is no such directory")
     # The small files first: they decide which large ones are needed.
     path = _download(str(name), [*_COPIED, *config_files(), CHECKSUMS, "*.index.json"])
     patterns = (

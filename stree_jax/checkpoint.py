@@ -31,7 +31,8 @@ from tokenizers import Tokenizer
 
 from stree_jax.config import ModelConfig
 from stree_jax.directories import new_directory, recover
-from stree_jax.models.lm import HybridLM
+from stree_jax.messages import shown
+from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.stored import CHECKSUMS, Array, check_sizes, open_arrays, write_checksums
 
 FORMAT = "stree-jax"
@@ -60,8 +61,11 @@ def save_pretrained(
         overwrite: replace an existing directory. The old one stays until the new one is complete.
 
     Raises:
-        ValueError: `path` exists and `overwrite` is False.
+        ValueError: `path` is no path, or exists and `overwrite` is False; `model` is no model.
     """
+    check_model(model)
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"path must be the directory to create, got {shown(path)}")
     from orbax.checkpoint import v1 as ocp  # takes half a second to import
 
     with new_directory(Path(path), overwrite) as partial:

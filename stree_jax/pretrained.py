@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
 from stree_jax.checkpoint import first_line, is_native, load_native
-from stree_jax.messages import shown
+from stree_jax.messages import shown, shown_path
 from stree_jax.models.lm import HybridLM, check_options
 
 
@@ -66,8 +66,12 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     file = Path(path)
     if file.suffix != ".json":
         file = file / "tokenizer.json"
-    if not file.is_file():
-        raise ValueError(f"no tokenizer at {file}")
+    try:
+        exists = file.is_file()
+    except OSError:  # such as a name that is too long
+        exists = False
+    if not exists:
+        raise ValueError(f"no tokenizer at {shown_path(file)}")
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception

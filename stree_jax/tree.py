@@ -241,9 +241,14 @@ class TreeTopology:
             path: nodes to mark with `*`, such as an accepted path.
 
         Raises:
-            ValueError: the number of labels is not the number of nodes, or the tree is deeper than
-                `MAX_DRAWN_DEPTH`.
+            ValueError: labels or path are no sequences, the number of labels is not the number of
+                nodes, or the tree is deeper than `MAX_DRAWN_DEPTH`.
         """
+        if not isinstance(labels, Iterable | None) or not isinstance(path, Iterable):
+            raise ValueError(
+                "labels are a text per node and path is a sequence of nodes, got"
+                f" {shown(labels)} and {shown(path)}"
+            )
         if self.depth > MAX_DRAWN_DEPTH:
             raise ValueError(
                 f"a tree of {self.num_nodes} nodes and depth {self.depth} is too deep to draw; at"

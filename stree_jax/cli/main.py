@@ -12,6 +12,8 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
+from stree_jax.messages import shown_path
+
 app = typer.Typer(
     name="stree-jax",
     help=(
@@ -247,7 +249,10 @@ def main() -> None:
     except (typer.Abort, KeyboardInterrupt):
         _interrupted()
     except (ValueError, FloatingPointError, OSError) as error:
-        print(f"stree-jax: error: {' '.join(str(error).split())}", file=sys.stderr)  # noqa: T201
+        message = str(error)
+        if isinstance(error, OSError) and error.filename is not None:  # which may be very long
+            message = f"{shown_path(os.fspath(error.filename))}: {error.strerror}"
+        print(f"stree-jax: error: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
     except MemoryError:
         print("stree-jax: error: out of memory", file=sys.stderr)  # noqa: T201

@@ -16,7 +16,7 @@ from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.types import Context, Limits, Sampling
 from stree_jax.decoding.verifiers import VERIFIERS, Traversal, Verifier
 from stree_jax.messages import shown
-from stree_jax.models.lm import HybridLM
+from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.tree import TreeTopology
 
 # Buffer sizes are rounded up to a few values, so that nearby requests share compiled programs.
@@ -52,10 +52,7 @@ def plan(
     key: jax.Array | None = None,
 ) -> Plan:
     """Checks a request; arguments and errors as in `generate`. Compiles nothing."""
-    if not isinstance(model, HybridLM):
-        raise ValueError(
-            f"model must be a HybridLM, got {type(model).__name__}; load one with from_pretrained"
-        )
+    check_model(model)
     vocab_size = model.config.vocab_size
     context = _checked_prompts(prompts, vocab_size)
     _check_int("max_new_tokens", max_new_tokens, 1)

@@ -31,6 +31,14 @@ from stree_jax.tree import Tree
 IMPLEMENTATIONS = (None, *dispatch.IMPLEMENTATIONS)
 
 
+def check_model(model: object) -> None:
+    """Refuses what is no `HybridLM`, such as the path of one."""
+    if not isinstance(model, HybridLM):
+        raise ValueError(
+            f"model must be a HybridLM, got {type(model).__name__}; load one with from_pretrained"
+        )
+
+
 def check_options(dtype: DTypeLike, implementation: str | None) -> None:
     """Refuses what `HybridLM` does not know.
 
@@ -47,6 +55,13 @@ def check_options(dtype: DTypeLike, implementation: str | None) -> None:
         raise ValueError(
             f"implementation of a model must be one of {IMPLEMENTATIONS}, got"
             f" {shown(implementation)}; names that only some ops know are for these ops alone"
+        )
+
+
+def _check_config(config: object) -> None:
+    if not isinstance(config, ModelConfig):
+        raise ValueError(
+            f"config must be a ModelConfig, such as ModelConfig.preset(...), got {shown(config)}"
         )
 
 
@@ -76,6 +91,7 @@ class HybridLM(nnx.Module):
         rngs: nnx.Rngs,
         implementation: str | None = None,
     ):
+        _check_config(config)
         if not set(config.layers) - {"mlp", "moe"}:
             raise ValueError(
                 f"layers = {sorted(set(config.layers))} have no memory of other tokens;"
@@ -116,6 +132,7 @@ class HybridLM(nnx.Module):
         `nnx.merge(structure, weights)` makes it a model. One layer of each kind is traced and then
         copied: tracing all of them takes a time quadratic in their number.
         """
+        _check_config(config)
         # "mamba2" last and "shared" before it, where a shared layer must be.
         kinds = sorted(set(config.layers), key=lambda kind: (kind == "mamba2", kind == "shared"))
         short = dataclasses.replace(config, layers=tuple(kinds))

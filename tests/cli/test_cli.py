@@ -85,6 +85,8 @@ def test_help_and_tree():
         (["frobnicate"], "No such command 'frobnicate'"),
         (["tree", "complete:2,40"], "at most 4096 are possible"),
         (["inspect", "nowhere"], "no checkpoint at nowhere"),
+        (["inspect", "a" * 5000], f"no checkpoint at {'a' * 297}...: File name too long"),
+        (["convert", "{draft}", "a" * 5000], f"{'a' * 290}"),
         (["convert", "{target}", "{draft}"], "exists; choose another name"),
         (["convert", "{target}", "out", "--to", "onnx"], "to must be one of"),
         (["convert", "{target}", "out", "--dtype", "int8"], "float32 or bfloat16, got 'int8'"),

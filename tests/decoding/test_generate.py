@@ -293,6 +293,13 @@ for make, message in [
     (lambda: st.from_pretrained("x", implementation="zz"), "implementation .*, got 'zz'"),
     (lambda: st.HybridLM(model.config, dtype="zz", rngs=nnx.Rngs(0)), "dtype must .*, got 'zz'"),
     (lambda: st.HybridLM.abstract(model.config, implementation="zz"), "implementation .* got 'zz'"),
+    (lambda: st.from_pretrained("a" * 5000), r"no checkpoint at a{297}\.{3}: File name too"),
+    (lambda: st.load_tokenizer("a" * 5000), r"no tokenizer at a{297}\.\.\.$"),
+    (lambda: st.HybridLM(None, rngs=nnx.Rngs(0)), "config must be a ModelConfig, .* got None"),
+    (lambda: st.HybridLM.abstract("x"), "config must be a ModelConfig, .* got 'x'"),
+    (lambda: st.save_pretrained(model, 5), "path must be the directory to create, got 5"),
+    (lambda: st.save_pretrained("model", "x"), "model must be a HybridLM, got str; load one with"),
+    (lambda: st.TreeTopology.chain(2).draw(5), "path is a sequence of nodes, got 5 and "),
     (lambda: st.NgramDrafter(max_match=10**12), "need integers 1 <= .* <= 64, got .* 10{12}$"),
 ]:
     with pytest.raises(ValueError, match=message):

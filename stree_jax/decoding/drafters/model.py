@@ -26,7 +26,7 @@ from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
 from stree_jax.decoding.verifiers import CHILD_SAMPLING
 from stree_jax.messages import shown
 from stree_jax.models.cache import Cache, Path, Pending, path_to
-from stree_jax.models.lm import HybridLM
+from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.tree import Tree, TreeTopology
 
 
@@ -67,11 +67,7 @@ class ModelDrafter(nnx.Module):
                 f"child_sampling must be 'auto' or one of {CHILD_SAMPLING}, got"
                 f" {shown(child_sampling)}"
             )
-        if not isinstance(model, HybridLM):
-            raise ValueError(
-                f"model must be a HybridLM, got {type(model).__name__}; load one with"
-                " from_pretrained"
-            )
+        check_model(model)
         self.model = model
         self._child_sampling = child_sampling
 
