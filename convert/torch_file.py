@@ -103,6 +103,8 @@ class _Archive:
         with _Bounded(path) as file, zipfile.ZipFile(file) as archive:
             infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
             ends = [info.header_offset for info in infos[1:]] + [archive.start_dir]
+        if not infos:
+            raise ValueError(f"{path} has no records; it was not saved by torch")
         # torch writes 0 for all if told to compute none (`set_crc32_options`).
         has_crcs = any(info.CRC for info in infos)
         for info, end in zip(infos, ends, strict=True):

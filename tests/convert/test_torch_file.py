@@ -273,6 +273,10 @@ def test_other_torch_files(tmp_path):
         archive.writestr("archive/other", b"")
     with pytest.raises(ValueError, match=r"has no record 'data\.pkl'"):
         open_torch_file(path)
+    with zipfile.ZipFile(path, "w"):
+        pass
+    with pytest.raises(ValueError, match=r"x\.bin has no records"):
+        open_torch_file(path)
 
 
 def test_truncated_and_scrambled_torch_files(tmp_path):

@@ -55,10 +55,11 @@ def test_exact(name, children, kind):
 
 
 @pytest.mark.parametrize("children", KINDS)
-@pytest.mark.parametrize("name", ["chain of 3", "2, 1", "second child goes on"])
-def test_never_accepts_less_than_testing_from_the_root(name, children):
+@pytest.mark.parametrize("name", ["chain of 3", "2, 1", "deep", "second child goes on"])
+@pytest.mark.parametrize("seeds", [6, pytest.param(40, marks=pytest.mark.slow)])
+def test_never_accepts_less_than_testing_from_the_root(name, children, seeds):
     topology, more = TREES[name], []
-    for seed in range(6):
+    for seed in range(seeds):
         models = Models(seed)
         tokens, weights = draft_outcomes(models, topology, children)
         accepted = [
