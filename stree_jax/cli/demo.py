@@ -1,4 +1,4 @@
-"""`stree-jax demo`: the embedded pair decodes built-in prompts in three ways."""
+"""`stree-jax demo`: the embedded pair decodes built-in prompts with several draft trees."""
 
 import json
 import time
@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 import stree_jax as st
 from stree_jax.cli.cache import enable_cache
+from stree_jax.cli.trees import parse_tree
 from stree_jax.convert import find
 from stree_jax.decoding.generate import plan
 
@@ -56,22 +57,32 @@ def run_demo(
         console,
         find(st.demo_path("target") if target is None else target),
         find(st.demo_path("draft") if draft is None else draft),
+        # The result of `stree-jax tune-tree` for the embedded pair; None: it said not to draft.
+        parse_tree(f"@{st.demo_path('target').with_name('tree.json')}") if target is None else None,
         max_new_tokens,
     )
 
 
-def _run(console: Console, target_path: Path, draft_path: Path, max_new_tokens: int) -> int:
+def _run(
+    console: Console,
+    target_path: Path,
+    draft_path: Path,
+    tuned: st.TreeTopology | None,
+    max_new_tokens: int,
+) -> int:
     enable_cache()
     target = st.from_pretrained(target_path)
     drafter = st.ModelDrafter(st.from_pretrained(draft_path))
     tokenizer = st.load_tokenizer(target_path)
     prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
     tree = st.TreeTopology.paper("A")
-    methods = (
+    methods = [
         Method("autoregressive", None, None),
         Method("chain of 4", drafter, st.TreeTopology.chain(4)),
         Method(f"tree of {tree.num_nodes}", drafter, tree),
-    )
+    ]
+    if tuned is not None:
+        methods.append(Method(f"tuned tree of {tuned.num_nodes}", drafter, tuned))
 
     def decode(method: Method, prompt: list[int]) -> st.Generation:
         return st.generate(
@@ -109,18 +120,22 @@ def _run(console: Console, target_path: Path, draft_path: Path, max_new_tokens: 
     for column in ("method", "tokens/s", "speedup", "tau", "identical"):
         table.add_column(column, justify="left" if column == "method" else "right")
     speeds = sum(out.stats.num_tokens for out in outputs[0]) / np.median(seconds, axis=0)
-    for method, speed, output, same in zip(methods, speeds, outputs, identical, strict=True):
+    speed_ups = np.median(seconds[:, :1] / seconds, axis=0)
+    for method, speed, speed_up, output, same in zip(
+        methods, speeds, speed_ups, outputs, identical, strict=True
+    ):
         calls = sum(out.stats.num_target_calls for out in output)
         tau = sum(out.stats.num_tokens for out in output) / calls
         table.add_row(
             method.name,
             f"{speed:,.0f}",
-            f"{speed / speeds[0]:.2f}x",
+            f"{speed_up:.2f}x",
             f"{tau:.2f}",
             "yes" if same else "no",
         )
         report[method.name] = {
             "tokens_per_second": round(float(speed), 1),
+            "speed_up": round(float(speed_up), 3),
             "tau": round(tau, 3),
             "identical": same,
         }
@@ -129,8 +144,11 @@ def _run(console: Console, target_path: Path, draft_path: Path, max_new_tokens: 
     text = tokenizer.decode(outputs[0][0].tokens[0, : outputs[0][0].lengths[0]].tolist())
     console.print(Text(PROMPTS[0], style="dim") + Text(text))
     console.print("\nOne of its steps, with the accepted path marked:", style="bold")
-    console.print(_one_step(target, drafter, tree, prompts[0], tokenizer))
-    console.print(json.dumps({"demo": report}), soft_wrap=True, highlight=False, markup=False)
+    console.print(_one_step(target, drafter, tuned or tree, prompts[0], tokenizer))
+    fastest = int(np.argmax(speed_ups))
+    best = {"method": methods[fastest].name, "speed_up": round(float(speed_ups[fastest]), 3)}
+    line = json.dumps({"demo": report, "best": best})
+    console.print(line, soft_wrap=True, highlight=False, markup=False)
     return 0 if all(identical) else 1
 
 

@@ -225,11 +225,16 @@ def test_sampling_depends_on_the_seed_alone():
 def test_demo():
     result = run("demo", "--max-new-tokens", 24)
     assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout.splitlines()[-1])["demo"]
-    assert list(report) == ["autoregressive", "chain of 4", "tree of 13"]
+    line = json.loads(result.stdout.splitlines()[-1])
+    report, best = line["demo"], line["best"]
+    tuned = parse_tree(f"@{st.demo_path('target').with_name('tree.json')}")
+    names = [] if tuned is None else [f"tuned tree of {tuned.num_nodes}"]
+    assert list(report) == ["autoregressive", "chain of 4", "tree of 13", *names]
     assert all(method["identical"] for method in report.values())
     taus = [method["tau"] for method in report.values()]
     assert taus[0] == 1 < taus[1] < taus[2]
+    assert best["speed_up"] == report[best["method"]]["speed_up"]
+    assert best["speed_up"] == max(method["speed_up"] for method in report.values())
     assert "next token" in result.stdout
 
 
