@@ -153,7 +153,11 @@ def open_native(path: Path) -> tuple[ModelConfig, dict[str, Array], dict[str, in
     if wrong:
         raise ValueError(f"{path} is damaged: {'; '.join(wrong)[:200]}, not real numbers")
     crcs = sums.get("crc32")
-    if sums and not (isinstance(crcs, dict) and crcs.keys() <= stored.keys()):
+    if sums and not (
+        isinstance(crcs, dict)
+        and crcs.keys() <= stored.keys()
+        and all(type(crc) is int for crc in crcs.values())
+    ):
         raise ValueError(f"{path / CHECKSUMS} is damaged: it is not about the weights here")
     return config, stored, crcs or {}
 

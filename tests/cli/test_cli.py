@@ -198,16 +198,16 @@ def test_convert_and_inspect(tmp_path):
     assert "wrote hf (hf)" in result.stdout
     result = run("convert", "hf", "native", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    for text in ("transformers mamba2", "6 mamba2", "stored as", "bfloat16", "ignored"):
+    for text in ("transformers bamba", "1 attention, 4 mamba2, 5 mlp", "stored as", "bfloat16", "ignored"):
         assert text in result.stdout
     assert (tmp_path / "native" / "tokenizer.json").is_file()
     have, want = st.from_pretrained(tmp_path / "native"), st.from_pretrained(st.demo_path("target"))
     jax.tree.map(np.testing.assert_array_equal, nnx.state(have), nnx.state(want))
-    for path, family in (("native", "stree-jax (native)"), ("hf", "transformers mamba2")):
+    for path, family in (("native", "stree-jax (native)"), ("hf", "transformers bamba")):
         result = run("inspect", path, "--tensors", cwd=tmp_path)
         assert result.returncode == 0, result.stderr
         assert family in result.stdout
-        assert "blocks.5.mixer.A_log" in result.stdout
+        assert "blocks.8.mixer.A_log" in result.stdout
         assert "can be loaded and converted" in result.stdout
 
 
