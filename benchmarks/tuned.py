@@ -53,7 +53,7 @@ from stree_jax.tuning import (
 PLAIN = "autoregressive"
 TUNED = "tuned"
 TEMPERATURES = (0.0, 1.0)
-TUNING_PROMPTS = 8
+TUNING_PROMPTS = 12  # `tune` measures acceptance on half of them
 MAX_DEPTH = 8
 NUM_RANKS = 8
 

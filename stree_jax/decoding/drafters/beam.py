@@ -40,7 +40,8 @@ class BeamDrafter(DynamicDrafter):
         """Three beams for four steps: the level sizes of the paper's tree A."""
         return TreeTopology.beam(3, 4)
 
-    def _widths(self, topology: TreeTopology) -> list[int]:
+    def widths(self, topology: TreeTopology) -> list[int]:
+        """Beams of each level, the root's first."""
         return widths_of(topology)
 
     def _choose(

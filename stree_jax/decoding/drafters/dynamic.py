@@ -76,7 +76,7 @@ class DynamicDrafter(ModelDrafter):
 
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
         """See `Drafter`."""
-        widths = self._widths(topology)
+        widths = self.widths(topology)
         most = sum(
             width * min(below, self.model.config.vocab_size)
             for width, below in itertools.pairwise(widths)
@@ -159,7 +159,7 @@ class DynamicDrafter(ModelDrafter):
             has_catch_up=unread,
         )
 
-    def _widths(self, topology: TreeTopology) -> list[int]:
+    def widths(self, topology: TreeTopology) -> list[int]:
         """Nodes of each level of the search, the root's first; the last level is not read."""
         widths = [1]
         for depth in range(1, topology.depth + 1):
@@ -170,7 +170,7 @@ class DynamicDrafter(ModelDrafter):
 
     def _num_read(self, topology: TreeTopology) -> int:
         """Root and beams of all levels but the last, whether they end up in the tree or not."""
-        return sum(self._widths(topology)[:-1])
+        return sum(self.widths(topology)[:-1])
 
     def _search(
         self,
@@ -186,7 +186,7 @@ class DynamicDrafter(ModelDrafter):
         queries = jnp.concatenate([state.catch_up[:, None], tokens], axis=1)
         replay: tuple[Pending, Path] | None = (state.pending, state.path)
         cache, pending = state.cache, None
-        widths, finite, looked_at = self._widths(topology), [], []
+        widths, finite, looked_at = self.widths(topology), [], []
         num_unrolled = topology.depth if topology.depth <= MAX_UNROLLED else 1
         for depth in range(num_unrolled):
             logits, pending, cache = self.model.tree_forward(
@@ -300,7 +300,7 @@ class DynamicDrafter(ModelDrafter):
         the children 3 and 4 of 1, and 5 and 6 of 2. Say 0 1 2 3 5 are the best: the tree's nodes 0
         to 4, with parents -1 0 0 1 2. Read were 0 1 2, so places are 0 1 2 -1 -1.
         """
-        widths, batch = self._widths(topology), found.tokens.shape[0]
+        widths, batch = self.widths(topology), found.tokens.shape[0]
 
         def row(parts: Array) -> Array:
             return jnp.moveaxis(parts, 1, 0).reshape(batch, -1)
