@@ -8,6 +8,7 @@ from flax import nnx
 
 import stree_jax as st
 from stree_jax.cli.main import main
+from stree_jax.tuning import Costs
 from tests.tiny import perturbed, randomised
 
 
@@ -40,8 +41,10 @@ def command(monkeypatch, capsys):
 
 
 def test_a_tuned_tree_is_used(pair, command, tmp_path, monkeypatch):
-    for module in ("measure", "tuner"):
-        monkeypatch.setattr(f"stree_jax.tuning.{module}._ROUNDS", 1)
+    # Timing parts of a step compiles most of what `tune` does, and has tests of its own.
+    costs = Costs({1: 1.0, 2: 1.1}, 0.1, {1: 0.1}, 0.0)
+    monkeypatch.setattr("stree_jax.tuning.tuner.measure_costs", lambda *_, **__: costs)
+    monkeypatch.setattr("stree_jax.tuning.tuner._ROUNDS", 1)
     prompts, output = tmp_path / "prompts.txt", tmp_path / "tree.json"
     prompts.write_text("Once upon a time\n\nThe train was late\n")
     models = [pair / "target", "--draft", pair / "draft"]
