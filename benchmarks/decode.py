@@ -112,6 +112,7 @@ def measure_decoding(
                 "temperature": temperature,
                 "nodes": 1 if way.topology is None else way.topology.num_nodes,
                 "tokens_per_second": summary(speeds[way.name]),
+                "tokens_per_second_by_round": speeds[way.name],
                 "speed_up": summary(ratio),
                 "tau": sum(out.stats.num_tokens for out in mine) / calls,
                 "accepted_per_depth": [

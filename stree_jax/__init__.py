@@ -9,7 +9,14 @@ out = st.generate(model, [[1, 2, 3]], drafter=drafter)
 
 from stree_jax.checkpoint import save_pretrained
 from stree_jax.config import ModelConfig
-from stree_jax.decoding.drafters import BeamDrafter, Drafter, ModelDrafter, NgramDrafter, root_only
+from stree_jax.decoding.drafters import (
+    BeamDrafter,
+    Drafter,
+    DynamicDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    root_only,
+)
 from stree_jax.decoding.generate import (
     PAD,
     DecodeStatistics,
@@ -43,6 +50,7 @@ __all__ = [
     "DecodeStatistics",
     "DraftTree",
     "Drafter",
+    "DynamicDrafter",
     "Generation",
     "HybridLM",
     "Mamba2Config",

@@ -118,7 +118,7 @@ class TreeTopology:
 
     @classmethod
     def budget(cls, num_nodes: int, depth: int) -> "TreeTopology":
-        """A size for drafters that choose the shape: `num_nodes` nodes, root included, and `depth`.
+        """A size for `DynamicDrafter`: `num_nodes` nodes, root included, and `depth`.
 
         As a static tree it is a chain of `depth` tokens, with the other nodes below the root.
         """

@@ -22,6 +22,7 @@ def run_generate(
     draft: str | None,
     ngram: bool,
     tree: str | None,
+    sharpness: float | None,
     verifier: str | None,
     max_new_tokens: int,
     temperature: float,
@@ -51,14 +52,25 @@ def run_generate(
     topology = None if tree is None else parse_tree(tree)
     if tree is not None and topology is None:  # a tuned result that says not to draft
         draft, ngram = None, False
+    kind = "" if tree is None else tree.partition(":")[0]
+    if sharpness is not None and (kind != "budget" or draft is None):
+        raise ValueError(
+            "--sharpness is of dynamic trees: give --tree budget:16,5 and --draft with it"
+        )
     tokenizer = st.load_tokenizer(tokenizer_path or find(checkpoint))
     enable_cache()
     model = st.from_pretrained(checkpoint, dtype=dtype)
     drafter: st.Drafter | None = None
     if draft is not None:
-        beam = tree is not None and tree.startswith("beam:")
-        kind = st.BeamDrafter if beam else st.ModelDrafter
-        drafter = kind(st.from_pretrained(draft, dtype=dtype))
+        draft_model = st.from_pretrained(draft, dtype=dtype)
+        if kind == "beam":
+            drafter = st.BeamDrafter(draft_model)
+        elif kind == "budget":
+            drafter = st.DynamicDrafter(draft_model)
+            if sharpness is not None:
+                drafter = st.DynamicDrafter(draft_model, sharpness=sharpness)
+        else:
+            drafter = st.ModelDrafter(draft_model)
     elif ngram:
         drafter = st.NgramDrafter()
 

@@ -59,9 +59,13 @@ def generate(
     tree: Annotated[
         str | None,
         typer.Option(
-            help="Draft tree: chain:4, complete:2,3, branching:3,2,1, beam:3,4, paper:A or"
-            " parents:-1,0,0, or @FILE of tune-tree."
+            help="Draft tree: chain:4, complete:2,3, branching:3,2,1, paper:A or parents:-1,0,0;"
+            " beam:3,4 or budget:16,5 (dynamic), whose shape the draft chooses; @FILE of tune-tree."
         ),
+    ] = None,
+    sharpness: Annotated[
+        float | None,
+        typer.Option(help="Of dynamic trees, by default 2.5; tune-tree fits it."),
     ] = None,
     verifier: Annotated[
         str | None,
@@ -93,6 +97,7 @@ def generate(
         draft=draft,
         ngram=ngram,
         tree=tree,
+        sharpness=sharpness,
         verifier=verifier,
         max_new_tokens=max_new_tokens,
         temperature=temperature,

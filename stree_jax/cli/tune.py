@@ -82,11 +82,20 @@ def run_tune_tree(
     if report.best is not None:
         spec = "parents:" + ",".join(map(str, report.best.parents))
         console.print(f"--tree {spec}", soft_wrap=True, highlight=False)
+    fastest = report.rows[0]
+    if fastest.topology is not None and fastest.sharpness is not None:
+        size = f"{fastest.topology.num_nodes},{fastest.topology.depth}"
+        console.print(
+            f"--tree budget:{size} --sharpness {fastest.sharpness:g}",
+            soft_wrap=True,
+            highlight=False,
+        )
     if output is not None:
         rows = [row for row in report.rows if row.measured is not None]
         content = {
             "parents": None if report.best is None else report.best.parents,
             "advice": report.advice,
+            "sharpness": report.sharpness,
             "temperature": temperature,
             "target": target,
             "draft": "n-gram" if draft is None else draft,

@@ -1,17 +1,21 @@
 """Choosing the draft tree by measurement: what is accepted, and what steps cost on this device."""
 
+from stree_jax.tuning.dynamic import SHARPNESS, dynamic_tau, fitted
 from stree_jax.tuning.measure import Costs, measure_costs
 from stree_jax.tuning.search import acceptance, best_trees, replay_tau
 from stree_jax.tuning.trace import RankTrace, rank_trace
 from stree_jax.tuning.tuner import Candidate, TuningReport, tune
 
 __all__ = [
+    "SHARPNESS",
     "Candidate",
     "Costs",
     "RankTrace",
     "TuningReport",
     "acceptance",
     "best_trees",
+    "dynamic_tau",
+    "fitted",
     "measure_costs",
     "rank_trace",
     "replay_tau",

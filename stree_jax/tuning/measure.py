@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,15 +42,22 @@ class Costs(NamedTuple):
     level: dict[int, float]
     overhead: float
 
-    def step(self, topology: TreeTopology) -> float:
-        """Seconds of a step with this tree."""
+    def step(self, topology: TreeTopology, widths: Sequence[int] | None = None) -> float:
+        """Seconds of a step with this tree.
+
+        Args:
+            topology: of the tree.
+            widths: nodes of each level that a drafter reads which chooses the shape; the root's
+                first, and the last one is not read.
+        """
         seconds = _interpolated(self.target, topology.num_nodes)
         if topology.depth:
             seconds += self.first_level + self.overhead
         inner = np.zeros(topology.depth + 1, int)
         for depth, children in zip(topology.depths, topology.children, strict=True):
             inner[depth] += bool(children)
-        return seconds + sum(_interpolated(self.level, int(count)) for count in inner[1:-1])
+        read = (inner if widths is None else widths)[1:-1]
+        return seconds + sum(_interpolated(self.level, int(count)) for count in read)
 
 
 def _interpolated(table: dict[int, float], size: int) -> float:

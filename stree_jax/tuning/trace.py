@@ -6,7 +6,7 @@ the target emits decide which nodes of any static tree would be accepted.
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -62,44 +62,79 @@ def rank_trace(
             f"child_sampling = {how!r} draws candidates anew in every step, so their ranks say"
             " nothing about other trees; use 'shared' or 'auto'"
         )
-    prompts = np.asarray(request.context.tokens)
-    starts = np.asarray(request.context.length)
-    rows = np.repeat(np.arange(len(tokens)), [len(new) for new in tokens])
-    emitted = np.concatenate([np.arange(len(new)) for new in tokens])
-    wanted = np.concatenate([np.asarray(new, np.int32) for new in tokens])
-    width = request.decoder.max_length
-    texts = np.zeros((len(tokens), width), np.int32)
-    for text, prompt, start, new in zip(texts, prompts, starts, tokens, strict=True):
-        text[:start] = prompt[:start]
-        text[start : start + len(new)] = new
-
-    ranks = np.empty(len(wanted), np.int64)
-    for first in range(0, len(wanted), _BATCH):
-        # The last batch is filled up with its last position.
-        at = np.minimum(np.arange(first, first + _BATCH), len(wanted) - 1)
-        row = rows[at]
-        context = Context(jnp.asarray(texts[row]), jnp.asarray(starts[row] + emitted[at]))
-        of_rows = jax.tree.map(operator.itemgetter(row), (request.keys, request.sampling))
-        position = jnp.asarray(emitted[at], jnp.int32)
-        state = drafter.prepare(context, topology, width)
+    ranks = []
+    for at in positions(request, tokens, 1):
+        state = drafter.prepare(at.context, topology, request.decoder.max_length)
         candidates, exists = jax.tree.map(
             np.asarray,
             _candidates(
                 drafter,
                 state,
-                context,
-                *of_rows,
-                position,
+                at.context,
+                at.keys,
+                at.sampling,
+                at.emitted,
                 topology=topology,
                 vocab_size=vocab_size,
             ),
         )
-        match = (candidates == wanted[at, None]) & exists
+        match = (candidates == at.following) & exists
         found = np.where(match.any(axis=1), match.argmax(axis=1), num_ranks)
-        count = min(_BATCH, len(wanted) - first)
-        ranks[first : first + count] = found[:count]
+        ranks.append(found[: at.num_places])
     ends = np.cumsum([len(new) for new in tokens])[:-1]
-    return RankTrace(np.split(ranks, ends), num_ranks)
+    return RankTrace(np.split(np.concatenate(ranks), ends), num_ranks)
+
+
+class Positions(NamedTuple):
+    """Places in texts, as many rows of a batch.
+
+    Attributes:
+        context: each text up to its place.
+        keys, sampling: of the text.
+        emitted: new tokens before the place.
+        following: the tokens of the text from there on; -1 behind its end.
+        num_places: rows that count; the others fill up the batch.
+    """
+
+    context: Context
+    keys: Array
+    sampling: Sampling
+    emitted: Int[Array, " B"]
+    following: Int[np.ndarray, "B ahead"]
+    num_places: int
+
+
+def positions(request: Plan, tokens: Sequence[np.ndarray], ahead: int) -> Iterator[Positions]:
+    """The places before every new token, text after text.
+
+    Args:
+        request: the plan by which the texts were written.
+        tokens: the new tokens of each row.
+        ahead: tokens to show from each place on.
+    """
+    prompts = np.asarray(request.context.tokens)
+    starts = np.asarray(request.context.length)
+    rows = np.repeat(np.arange(len(tokens)), [len(new) for new in tokens])
+    emitted = np.concatenate([np.arange(len(new)) for new in tokens])
+    texts = np.zeros((len(tokens), request.decoder.max_length), np.int32)
+    wanted = np.full((len(tokens), max(map(len, tokens)) + ahead), -1, np.int32)
+    for text, want, prompt, start, new in zip(texts, wanted, prompts, starts, tokens, strict=True):
+        text[:start] = prompt[:start]
+        text[start : start + len(new)] = new
+        want[: len(new)] = new
+    for first in range(0, len(rows), _BATCH):
+        # The last batch is filled up with its last position.
+        at = np.minimum(np.arange(first, first + _BATCH), len(rows) - 1)
+        row = rows[at]
+        keys, sampling = jax.tree.map(operator.itemgetter(row), (request.keys, request.sampling))
+        yield Positions(
+            Context(jnp.asarray(texts[row]), jnp.asarray(starts[row] + emitted[at])),
+            keys,
+            sampling,
+            jnp.asarray(emitted[at], jnp.int32),
+            wanted[row[:, None], emitted[at, None] + np.arange(ahead)],
+            min(_BATCH, len(rows) - first),
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("topology", "vocab_size"))

@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from stree_jax.decoding.drafters import BeamDrafter, Drafter
+from stree_jax.decoding.drafters import Drafter, DynamicDrafter, ModelDrafter
 from stree_jax.decoding.generate import Generation, generate
-from stree_jax.decoding.options import plan
+from stree_jax.decoding.options import Plan, plan
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
+from stree_jax.tuning.dynamic import dynamic_tau, fitted
 from stree_jax.tuning.measure import SIZES, WIDTHS, Costs, measure_costs
 from stree_jax.tuning.search import acceptance, best_trees, replay_tau, standard_error
 from stree_jax.tuning.trace import RankTrace, rank_trace
@@ -31,12 +32,14 @@ class Candidate:
 
     Attributes:
         name: of the tree, such as "chain of 4".
+        topology: of the tree; of a dynamic one its size, `TreeTopology.budget(N, D)`.
         tau: tokens a target call: replayed for trees that were not decoded with.
         predicted: tokens a second by acceptance and costs.
         measured: median tokens a second, None if it was not decoded with.
         spread: half the range of the middle half of the rounds, in tokens a second.
         speed_up: median over rounds of the ratio to decoding without drafts.
         identical: the texts are those of decoding without drafts; None if not decoded with.
+        sharpness: of `DynamicDrafter`, fitted; None for static trees.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Candidate:
     spread: float | None = None
     speed_up: float | None = None
     identical: bool | None = None
+    sharpness: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +58,15 @@ class TuningReport:
     """The result of `tune`; `str` gives a table and one sentence of advice.
 
     Attributes:
-        best: the tree to use; None: do not draft.
+        best: the static tree to use; None: do not draft.
         rows: finalists, which were decoded with, the fastest first; then the other candidates by
             predicted speed.
         advice: what to do, and why.
         costs: of the parts of a step.
         temperature: for which this holds.
         num_traced: tokens that tau was replayed on.
+        sharpness: for `DynamicDrafter`, by what its trees accept on these texts; None if the
+            drafter is no `ModelDrafter`.
     """
 
     best: TreeTopology | None
@@ -69,6 +75,7 @@ class TuningReport:
     costs: Costs
     temperature: float
     num_traced: int
+    sharpness: float | None = None
 
     def __str__(self) -> str:
         decoded = [row for row in self.rows if row.measured is not None]
@@ -87,6 +94,8 @@ class TuningReport:
             )
         if others[_SHOWN:]:
             lines.append(f"... and {len(others) - _SHOWN} slower trees by prediction")
+        if self.sharpness is not None:
+            lines.append(f"sharpness of dynamic trees: {self.sharpness:g}")
         return "\n".join([*lines, self.advice])
 
 
@@ -110,6 +119,9 @@ def tune(
     other half, in turn with decoding without drafts. A tree must beat the simpler choices by more
     than the spread of the measurement.
 
+    For a `ModelDrafter`, a dynamic tree as large as the most promising static one is timed too. Its
+    sharpness is fitted on the first half.
+
     Args:
         target: the model.
         drafter: fills static trees, such as a `ModelDrafter` or an `NgramDrafter`.
@@ -128,7 +140,7 @@ def tune(
         raise ValueError(
             "drafter is None; tune chooses a tree for a drafter such as ModelDrafter(...)"
         )
-    if isinstance(drafter, BeamDrafter):
+    if isinstance(drafter, DynamicDrafter):
         raise ValueError(
             f"{type(drafter).__name__} chooses its trees itself; tune a ModelDrafter of its model"
         )
@@ -177,6 +189,13 @@ def tune(
     )
     candidates = _candidates(trace, costs, max_nodes, max_depth)
     finalists = _finalists(candidates)
+    dynamic = None
+    if type(drafter) is ModelDrafter:
+        progress("fitting dynamic trees", 0, 1)
+        largest = next(row.topology for row in candidates if row.topology is not None)
+        dynamic = _dynamic(drafter, request, written, largest, costs)
+        finalists.append(dynamic)
+        progress("fitting dynamic trees", 1, 1)
     rows = _decoded(target, drafter, prompts[half:], finalists, second, progress)
     best = _best(rows)
     return TuningReport(
@@ -186,6 +205,7 @@ def tune(
         costs=costs,
         temperature=float(temperature),
         num_traced=num_traced,
+        sharpness=None if dynamic is None else dynamic.sharpness,
     )
 
 
@@ -207,6 +227,24 @@ def _candidates(trace: RankTrace, costs: Costs, max_nodes: int, max_depth: int) 
         tau = replay_tau(topology, trace)
         rows.append(Candidate(name, topology, tau, tau / costs.step(topology)))
     return sorted(rows, key=lambda row: -row.predicted)
+
+
+def _dynamic(
+    drafter: ModelDrafter, request: Plan, written: list, static: TreeTopology, costs: Costs
+) -> Candidate:
+    """A dynamic tree of the size of a static one."""
+    # 8 expanded nodes score 72 drafts in two levels.
+    topology = TreeTopology.budget(min(static.num_nodes, 64), static.depth)
+    taus = dynamic_tau(drafter.model, request, written, [topology])[topology]
+    sharpness = fitted(taus)
+    widths = DynamicDrafter(drafter.model).widths(topology)
+    return Candidate(
+        f"dynamic {topology.num_nodes}, depth {topology.depth}",
+        topology,
+        taus[sharpness],
+        taus[sharpness] / costs.step(topology, widths),
+        sharpness=sharpness,
+    )
 
 
 def _finalists(candidates: list[Candidate]) -> list[Candidate]:
@@ -239,6 +277,9 @@ def _decoded(
         draft: dict[str, Any] = {}
         if row.topology is not None:
             draft = dict(drafter=drafter, topology=row.topology)
+        if row.sharpness is not None:
+            assert isinstance(drafter, ModelDrafter)
+            draft["drafter"] = DynamicDrafter(drafter.model, sharpness=row.sharpness)
         return [generate(target, [prompt], **options, **draft) for prompt in prompts]
 
     outputs = []
@@ -281,7 +322,8 @@ def _speed(row: Candidate) -> float:
 
 
 def _best(rows: list[Candidate]) -> Candidate:
-    """The simplest choice that nothing beats by more than the spread."""
+    """The simplest choice that no static tree beats by more than the spread."""
+    rows = [row for row in rows if row.sharpness is None]
     fastest = rows[0]
     simpler = [row for row in rows if row.topology is None] + [
         row for row in rows if row.name.startswith("chain")
@@ -293,12 +335,28 @@ def _best(rows: list[Candidate]) -> Candidate:
 
 
 def _advice(best: Candidate, rows: list[Candidate]) -> str:
+    return " ".join([_static_advice(best, rows), *_dynamic_advice(best, rows)])
+
+
+def _dynamic_advice(best: Candidate, rows: list[Candidate]) -> list[str]:
+    return [
+        f"Dynamic trees are faster: DynamicDrafter(draft, sharpness={row.sharpness:g}) with"
+        f" TreeTopology.budget({row.topology.num_nodes}, {row.topology.depth}),"
+        f" {row.speed_up:.2f} times as fast as without drafts (tau {row.tau:.2f})."
+        for row in rows
+        if row.sharpness is not None
+        and row.topology is not None
+        and _speed(row) - _speed(best) > max(row.spread or 0, best.spread or 0)
+    ]
+
+
+def _static_advice(best: Candidate, rows: list[Candidate]) -> str:
     if best.topology is not None:
         return (
             f"Draft with {best.name}: {best.speed_up:.2f} times as fast as without drafts"
             f" (tau {best.tau:.2f})."
         )
-    tree = next(row for row in rows if row.topology is not None)
+    tree = next(row for row in rows if row.topology is not None and row.sharpness is None)
     if _speed(tree) >= _speed(best):
         return (
             f"Do not draft: {tree.name} is {tree.speed_up:.2f} times as fast as no draft, which is"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from benchmarks import common, decode, experts
+from benchmarks import common, decode, experts, tuned
 from benchmarks.decode import methods
 from benchmarks.prompts import load_prompts
 from benchmarks.shapes import MIXERS, ExpertShape, MixerShape
@@ -121,6 +121,58 @@ def test_decode(monkeypatch, tmp_path, capsys):
     assert json.loads(path.read_text())["prompts"] == "built-in"
 
 
+def test_beams_of_as_many_nodes():
+    for size, depth in ((6, 3), (13, 4), (32, 5), (3, 2)):
+        topology = tuned.level_sizes(size, depth)
+        assert (topology.num_nodes, topology.depth) == (size, depth)
+        assert topology == topology.level_order()
+        widths = np.bincount(topology.depths)[1:]
+        assert widths.max() - widths.min() <= 1
+
+
+def test_the_verdict_on_the_tuned_tree():
+    """By rounds: an upper quartile of the ratio below 1 is slower."""
+    rows = [
+        {"method": name, "tokens_per_second_by_round": speeds}
+        for name, speeds in (
+            (tuned.PLAIN, [1.0, 2.0, 3.0]),
+            (tuned.TUNED, [2.0, 4.0, 6.0]),
+            ("tree A", [4.0, 8.0, 12.0]),
+        )
+    ]
+    ratios = tuned.verdict(rows)
+    assert {name: ratio["high"] for name, ratio in ratios.items()} == {
+        tuned.PLAIN: 2.0,
+        "tree A": 0.5,
+    }
+    # Without a tuned tree the answer is not to draft.
+    assert tuned.verdict([rows[0], rows[2]])["tree A"]["median"] == 0.25
+
+
+@pytest.mark.slow
+def test_tuned(monkeypatch, tmp_path, capsys):
+    """At its smallest: few methods, and a tuned tree that is given."""
+    monkeypatch.setattr("benchmarks.prompts.SHARED", tmp_path / "nowhere")
+    monkeypatch.setattr(tuned, "TUNING_PROMPTS", 2)
+    monkeypatch.setattr(tuned, "MAX_DEPTH", 2)
+    of_all = tuned.against_the_tuned_tree
+    monkeypatch.setattr(tuned, "against_the_tuned_tree", lambda *pair: of_all(*pair)[:3])
+    tree = st.TreeTopology.from_parents([-1, 0, 0])
+    monkeypatch.setattr(tuned.Models, "tuned", lambda *_: (tree, "given"))
+    arguments = ["--prompts", "1", "--tokens", "8", "--rounds", "1", "--nodes", "3"]
+    tuned.main([*arguments, "--output", str(tmp_path)])
+    output = capsys.readouterr().out
+    assert "temperature 1: the tuned tree (given) is" in output
+    (path,) = tmp_path.glob("tuned-*.json")
+    assert path.with_suffix(".png").exists()
+    result = json.loads(path.read_text())
+    assert [row["parents"] for row in result["tuned"]] == [[-1, 0, 0]] * 2
+    assert {row["method"] for row in result["decoding_of_equal_size"]} == {
+        *(f"{kind}, 3 nodes" for kind in ("static", "dynamic", "beam")),
+        tuned.PLAIN,
+    }
+
+
 def test_a_machine_without_git(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert common.machine()["commit"] is None
@@ -138,6 +190,7 @@ ENTRY_POINTS = (
         "temperature",
         "tree_size",
         "tune",
+        "tuned",
     ),
 )
 

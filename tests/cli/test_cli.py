@@ -96,6 +96,7 @@ def test_help_and_tree():
         (["generate", "{target}", "-p", "x", "--dtype", "int8"], "float32 or bfloat16, got 'int8'"),
         (["generate", "{target}", "-p", "x", "--temperature", "-1"], "temperature must be"),
         (["generate", "{target}", "-p", "x", "--tree", "chain:2"], "needs a drafter"),
+        (["generate", "{target}", "-p", "x", "--sharpness", "2"], "give --tree budget:16,5 and"),
         (["generate", "{target}", "-p", "x", "--max-new-tokens", "0"], "max_new_tokens must be"),
         (
             ["generate", "{target}", "-p", "x", "--max-new-tokens", f"{10**12}"],

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from stree_jax.decoding.drafters.beam import best_continuations
+from stree_jax.decoding.drafters.search import best_continuations
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.types import Context, Sampling
 from stree_jax.decoding.verifiers import follow
@@ -162,7 +162,7 @@ def test_one_step_of_the_search_with_ties_and_impossible_tokens():
     scores[:, 1] = scores[:, 0]
     scores[5, 2] = -np.inf  # a beam that does not exist
     for count in (2, 7):
-        kept, beam, token = best_continuations(jnp.asarray(scores), jnp.asarray(logits), count)
+        kept, beam, token, _ = best_continuations(jnp.asarray(scores), jnp.asarray(logits), count)
         for row in range(6):
             log_probs = np.asarray(jax.nn.log_softmax(logits[row].astype(np.float32)))
             total = scores[row].astype(np.float32)[:, None] + log_probs

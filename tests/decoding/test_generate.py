@@ -369,7 +369,9 @@ def test_logits_that_are_not_finite_name_the_row(value):
         list(st.stream(broken(value, 35), prompts, max_new_tokens=4))
 
 
-@pytest.mark.parametrize(("drafting", "temperature"), [(None, 0.0), ("model", 1.0), ("beam", 0.0)])
+@pytest.mark.parametrize(
+    ("drafting", "temperature"), [(None, 0.0), ("model", 1.0), ("beam", 0.0), ("dynamic", 1.0)]
+)
 def test_one_logit_that_is_nan_ends_the_row(drafting, temperature):
     """One damaged row of the head: every other logit, and so the best one, is a number."""
     # So many tokens that XLA vectorizes the maximum, which then ignores NaN.
@@ -379,7 +381,7 @@ def test_one_logit_that_is_nan_ends_the_row(drafting, temperature):
     options = dict(max_new_tokens=4, temperature=temperature, key=KEY)
     good = bad = {}
     if drafting is not None:
-        kind = dict(model=st.ModelDrafter, beam=st.BeamDrafter)[drafting]
+        kind = dict(model=st.ModelDrafter, beam=st.BeamDrafter, dynamic=st.DynamicDrafter)[drafting]
         good, bad = (dict(drafter=kind(draft), topology=TREE) for draft in (model, damaged))
         with pytest.raises(FloatingPointError, match="the draft model's logits .* in row 0"):
             st.generate(model, PROMPTS, **options, **bad)

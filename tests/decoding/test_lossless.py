@@ -1,6 +1,7 @@
 """Greedy output of every tree is autoregressive output, token for token."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -28,6 +29,9 @@ TOPOLOGIES = {
     "paper A": st.TreeTopology.paper("A"),
     "paper D": st.TreeTopology.paper("D"),
 }
+
+
+DYNAMIC = functools.partial(st.DynamicDrafter, expand=2)
 
 
 def drafters():
@@ -118,7 +122,7 @@ def test_accepted_lengths_cover_the_conv_window(autoregressive):
     assert exactly[4:].sum() > 0
 
 
-@pytest.mark.parametrize("kind", [st.ModelDrafter, st.BeamDrafter])
+@pytest.mark.parametrize("kind", [st.ModelDrafter, st.BeamDrafter, DYNAMIC])
 def test_trees_that_are_grown_in_a_loop(kind, autoregressive):
     """With the model itself as draft all levels are accepted; with another, parts of them."""
     topology = st.TreeTopology.beam(2, MAX_UNROLLED + 2)

@@ -8,7 +8,16 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding.options import plan
-from stree_jax.tuning import Costs, RankTrace, acceptance, best_trees, rank_trace, replay_tau
+from stree_jax.tuning import (
+    Costs,
+    RankTrace,
+    acceptance,
+    best_trees,
+    dynamic_tau,
+    fitted,
+    rank_trace,
+    replay_tau,
+)
 from tests.tiny import perturbed, tiny_model
 
 PROMPTS = [[5, 9, 2, 30, 11], [3], [1, 2, 3, 4, 1, 2]]
@@ -112,14 +121,35 @@ def traced(request):
     out = st.generate(model, PROMPTS, **options)
     assert len(set(out.lengths.tolist())) > 1
     written = [row[:length] for row, length in zip(out.tokens, out.lengths, strict=True)]
-    return drafter, options, rank_trace(drafter, plan(model, PROMPTS, **options), written, 8, 37)
+    made_by = plan(model, PROMPTS, **options)
+    return drafter, options, rank_trace(drafter, made_by, written, 8, 37), made_by, written
 
 
 @pytest.mark.parametrize("topology", TREES, ids=lambda t: f"{t.num_nodes} nodes")
 def test_replay_is_decoding(topology, traced):
-    drafter, options, trace = traced
+    drafter, options, trace, _, _ = traced
     out = st.generate(tiny_model(), PROMPTS, drafter=drafter, topology=topology, **options)
     assert replay_tau(topology, trace) == pytest.approx(out.stats.tau, abs=1e-12)
+
+
+def test_stepping_through_dynamic_trees_is_decoding(traced):
+    drafter, options, _, made_by, written = traced
+    size = st.TreeTopology.budget(6, 3)
+    taus = dynamic_tau(drafter.model, made_by, written, [size], expand=3, grid=(1.0, 3.0))[size]
+    for sharpness, tau in taus.items():
+        dynamic = st.DynamicDrafter(drafter.model, expand=3, sharpness=sharpness)
+        out = st.generate(tiny_model(), PROMPTS, drafter=dynamic, topology=size, **options)
+        assert tau == pytest.approx(out.stats.tau, abs=1e-12)
+    assert len(set(taus.values())) == 2
+    assert taus[fitted(taus)] == max(taus.values())
+
+
+def test_the_cost_of_a_dynamic_tree_is_that_of_what_is_read():
+    costs = Costs({1: 1.0, 5: 2.0}, 0.5, {1: 0.25, 2: 0.5, 4: 1.0}, 0.1)
+    size = st.TreeTopology.budget(5, 3)
+    widths = st.DynamicDrafter(tiny_model(), expand=2).widths(size)
+    assert widths == [1, 2, 2, 2]
+    assert costs.step(size, widths) == pytest.approx(2.0 + 0.5 + 0.5 + 0.5 + 0.1)
 
 
 def test_candidates_of_random_draws_are_refused():

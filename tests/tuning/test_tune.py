@@ -1,5 +1,6 @@
 """`tune` as a whole; what it measures is replaced where its decisions are tested."""
 
+import dataclasses
 import json
 import time
 
@@ -9,7 +10,7 @@ import pytest
 
 import stree_jax as st
 from stree_jax.cli.trees import parse_tree
-from stree_jax.tuning import Costs, tune
+from stree_jax.tuning import SHARPNESS, Costs, tune
 from stree_jax.tuning.tuner import Candidate, _advice, _best
 from tests.tiny import perturbed, tiny_model
 
@@ -49,6 +50,17 @@ def test_the_report_covers_no_draft_chains_and_trees(report):
     assert report.num_traced == 48
     costs = report.costs
     assert all(seconds > 0 for seconds in (*costs.target.values(), costs.first_level))
+
+
+def test_a_dynamic_tree_is_timed_but_is_not_the_best_tree(report):
+    (row,) = (row for row in report.rows if row.sharpness is not None)
+    assert row.name.startswith("dynamic ")
+    assert row.identical
+    assert row.sharpness == report.sharpness
+    assert report.sharpness in SHARPNESS
+    assert f"sharpness of dynamic trees: {report.sharpness:g}" in str(report)
+    static = [row.topology for row in report.rows if row.sharpness is None]
+    assert report.best in static
 
 
 def test_the_report_prints_a_table_and_advice(report):
@@ -108,6 +120,19 @@ def test_the_simplest_choice_within_the_spread(speeds, best):
     )
 
 
+def test_the_advice_says_how_to_draft_dynamically():
+    tree, none = candidate("tree", 20), candidate("none", 10, tau=1)
+    size = st.TreeTopology.budget(9, 3)
+    for speed, faster in ((25, True), (20.5, False)):
+        dynamic = dataclasses.replace(candidate("dynamic", speed), topology=size, sharpness=2.5)
+        rows = sorted([tree, none, dynamic], key=lambda row: -row.measured)
+        assert _best(rows) is tree
+        advice = _advice(tree, rows)
+        assert advice.startswith("Draft with tree: 2.00 times")
+        wanted = "DynamicDrafter(draft, sharpness=2.5) with TreeTopology.budget(9, 3), 2.50 times"
+        assert (wanted in advice) == faster
+
+
 def test_the_advice_names_the_tau_that_would_pay():
     rows = [candidate("none", 10, tau=1), candidate("tree", 5, tau=2.5)]
     assert "needs tau 5.0 on this device, this drafter reaches 2.5" in _advice(rows[0], rows)
@@ -118,6 +143,7 @@ def test_the_advice_names_the_tau_that_would_pay():
     [
         (dict(drafter=None), "drafter is None; tune chooses a tree for a drafter"),
         (dict(drafter="beam"), "BeamDrafter chooses its trees itself"),
+        (dict(drafter="dynamic"), "DynamicDrafter chooses its trees itself"),
         (dict(prompts=PROMPTS[:1]), "at least 2 prompts.*got 1"),
         (dict(max_nodes=1), "max_nodes must be an integer, at least 2; got 1"),
         (dict(max_depth=0), "max_depth must be an integer, at least 1; got 0"),
@@ -126,8 +152,9 @@ def test_the_advice_names_the_tau_that_would_pay():
 )
 def test_bad_arguments_are_refused(change, message):
     arguments = dict(drafter=drafter(), prompts=PROMPTS) | change
-    if arguments["drafter"] == "beam":
-        arguments["drafter"] = st.BeamDrafter(tiny_model())
+    kinds = {"beam": st.BeamDrafter, "dynamic": st.DynamicDrafter}
+    if arguments["drafter"] in kinds:
+        arguments["drafter"] = kinds[arguments["drafter"]](tiny_model())
     with pytest.raises(ValueError, match=message):
         tune(tiny_model(), **arguments)
 

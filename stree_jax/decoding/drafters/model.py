@@ -30,6 +30,18 @@ from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.tree import Tree, TreeTopology
 
 
+class OwnTree(NamedTuple):
+    """What a draft model read while it chose the shape of a tree.
+
+    Attributes:
+        tree: the nodes that it read, the root first.
+        place: of each node of the draft tree among them; -1 for those that it did not read.
+    """
+
+    tree: Tree
+    place: Int[Array, "B N"]
+
+
 class ModelDraftState(NamedTuple):
     """What a draft model carries between steps.
 
@@ -44,6 +56,7 @@ class ModelDraftState(NamedTuple):
     path: Path  # accepted in that tree, to be replayed
     catch_up: Int[Array, " B"]
     has_catch_up: Bool[Array, " B"]
+    own: OwnTree | None = None  # where the shape is data, below the catch-up token
 
 
 class ModelDrafter(nnx.Module):
@@ -120,7 +133,7 @@ class ModelDrafter(nnx.Module):
             log_probs = None
             if how == "shared":
                 assert noise is not None  # child_sampling refuses temperature 0
-                logits = filtered_logits(logits, sampling) + jnp.take(noise, depth, axis=1)[:, None]
+                logits = shared_scores(logits, sampling, noise, depth)
             elif how != "top_k":
                 logits = log_probs = token_log_probs(logits, sampling)
             return log_probs, *_draw(how, logits, width, _level_keys(keys, depth))
@@ -301,6 +314,23 @@ def _own_tree(
         ancestor_mask=mask,
         valid=own_valid,
     )
+
+
+def shared_scores(
+    logits: Float[Array, "B Z V"],
+    sampling: Sampling,
+    noise: Float32[Array, "B _ V"],
+    depth: int | Array,
+) -> Float32[Array, "B Z V"]:
+    """Log-probabilities, up to a constant, plus the noise with which the target draws its tokens.
+
+    Args:
+        logits: after nodes of one depth.
+        sampling: as for the target.
+        noise: of the next output positions.
+        depth: of the nodes.
+    """
+    return filtered_logits(logits, sampling) + jnp.take(noise, depth, axis=1)[:, None]
 
 
 def _level_keys(keys: Array, depth: int | Array) -> Array:

@@ -1,0 +1,115 @@
+"""What dynamic trees would accept, and how sharp the draft's probabilities should be for them."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from stree_jax.array_types import Array, Int
+from stree_jax.decoding.drafters import DynamicDrafter
+from stree_jax.decoding.options import Plan
+from stree_jax.decoding.sampling import position_noise
+from stree_jax.decoding.types import Context, DraftTree, Sampling
+from stree_jax.models.lm import HybridLM
+from stree_jax.tree import TreeTopology
+from stree_jax.tuning.trace import positions
+
+SHARPNESS = (1.0, 1.5, 2.0, 2.5, 3.5)
+
+
+def dynamic_tau(
+    draft: HybridLM,
+    request: Plan,
+    tokens: Sequence[np.ndarray],
+    topologies: Sequence[TreeTopology],
+    *,
+    expand: int = 8,
+    grid: Sequence[float] = SHARPNESS,
+) -> dict[TreeTopology, dict[float, float]]:
+    """Tokens a target call of dynamic trees on texts that the target wrote, by size and sharpness.
+
+    A tree is drafted at every place of the texts. It depends on the text before it only, so
+    stepping through these trees is what decoding does: the numbers are exact, as for static trees.
+
+    Args:
+        draft: the draft model.
+        request: the plan by which the texts were written; gives prompts, keys and sampling.
+        tokens: the new tokens of each row.
+        topologies: sizes of trees, such as `TreeTopology.budget(N, D)`.
+        expand: of `DynamicDrafter`.
+        grid: values of its `sharpness`.
+    """
+    drafters = {sharp: DynamicDrafter(draft, expand=expand, sharpness=sharp) for sharp in grid}
+    ends = np.cumsum([len(new) for new in tokens])
+    found: dict[TreeTopology, dict[float, float]] = {}
+    for topology in topologies:
+        accepted: dict[float, list[np.ndarray]] = {sharp: [] for sharp in grid}
+        for at in positions(request, tokens, topology.depth):
+            state = drafters[grid[0]].prepare(at.context, topology, request.decoder.max_length)
+            for sharp, drafter in drafters.items():
+                tree = _draft(
+                    drafter,
+                    state,
+                    at.context,
+                    at.keys,
+                    at.sampling,
+                    at.emitted,
+                    topology=topology,
+                    vocab_size=draft.config.vocab_size,
+                )
+                drafts = _num_accepted(jax.tree.map(np.asarray, tree), at.following)
+                accepted[sharp].append(drafts[: at.num_places])
+        found[topology] = {}
+        for sharp, parts in accepted.items():
+            texts = np.split(np.concatenate(parts), ends[:-1])
+            found[topology][sharp] = ends[-1] / sum(map(_num_calls, texts))
+    return found
+
+
+def fitted(taus: dict[float, float]) -> float:
+    """The sharpness that accepts most."""
+    return max(taus, key=lambda sharpness: taus[sharpness])
+
+
+def _num_accepted(draft: DraftTree, following: Int[np.ndarray, "B D"]) -> Int[np.ndarray, " B"]:
+    """Drafts of each tree on the path of the tokens that followed."""
+    tree, rows = draft.tree, np.arange(len(following))
+    on_path = np.zeros(tree.parents.shape, bool)
+    on_path[:, 0] = True
+    for node in range(1, tree.parents.shape[1]):
+        token = following[rows, np.maximum(tree.depth[:, node] - 1, 0)]
+        on_path[:, node] = (
+            on_path[rows, tree.parents[:, node]]
+            & tree.valid[:, node]
+            & (draft.tokens[:, node] == token)
+        )
+    return np.where(on_path, tree.depth, 0).max(axis=1)
+
+
+def _num_calls(accepted: Int[np.ndarray, " T"]) -> int:
+    """Steps that decode a text whose trees accept so many drafts at each place."""
+    at = calls = 0
+    while at < len(accepted):
+        at += int(accepted[at]) + 1
+        calls += 1
+    return calls
+
+
+@functools.partial(jax.jit, static_argnames=("topology", "vocab_size"))
+def _draft(
+    drafter: DynamicDrafter,
+    state: Any,
+    context: Context,
+    keys: Array,
+    sampling: Sampling,
+    emitted: Int[Array, " B"],
+    *,
+    topology: TreeTopology,
+    vocab_size: int,
+) -> DraftTree:
+    noise = None
+    if not sampling.temperature_is_zero:
+        noise = position_noise(keys, emitted, topology.depth, vocab_size)
+    return drafter.propose(state, context, keys, sampling, topology, noise=noise)[0]
