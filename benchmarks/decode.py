@@ -1,6 +1,7 @@
 """How fast is tree decoding of a pair on this machine, and how many drafts are accepted?
 
-Decodes the same prompts one at a time with every method, interleaved prompt by prompt, at
+Decodes the same prompts one at a time with every method, among them the tree that `tune-tree` found
+for the embedded pair and dynamic trees of its size, interleaved prompt by prompt, at
 temperature 0 and 1; checks that all methods give the same tokens with the same key. Then measures
 how the time of a target call grows with the tree, which decides whether speculation pays off.
 
@@ -11,6 +12,7 @@ how the time of a target call grows with the tree, which decides whether specula
 
 import argparse
 import functools
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +36,7 @@ from benchmarks.common import (
 )
 from benchmarks.prompts import load_prompts
 from benchmarks.steps import run_steps
+from stree_jax.cli.trees import parse_tree
 from stree_jax.convert import find
 
 TREE_NAMES = "ABCDE"
@@ -47,15 +50,24 @@ class Method(NamedTuple):
     topology: st.TreeTopology | None
 
 
-def methods(draft: st.HybridLM) -> list[Method]:
-    """The paper's baselines and trees, and prompt lookup."""
+def methods(draft: st.HybridLM, tuned: Path | None) -> list[Method]:
+    """The paper's baselines and trees, prompt lookup, and what `tune-tree` wrote for the pair."""
     drafter = st.ModelDrafter(draft)
-    return [
+    ways = [
         Method("autoregressive", None, None),
         Method("chain of 4", drafter, st.TreeTopology.chain(4)),
-        *(Method(f"tree {name}", drafter, st.TreeTopology.paper(name)) for name in TREE_NAMES),
-        Method("small tree", drafter, st.TreeTopology.from_parents([-1, 0, 0, 1])),
+    ]
+    tree = None if tuned is None else parse_tree(f"@{tuned}")
+    if tuned is not None and tree is not None:
+        dynamic = st.DynamicDrafter(draft, sharpness=json.loads(tuned.read_text())["sharpness"])
+        ways += [
+            Method("tuned tree", drafter, tree),
+            Method("dynamic tree", dynamic, st.TreeTopology.budget(tree.num_nodes, tree.depth)),
+        ]
+    return [
+        *ways,
         Method("prompt lookup, chain of 4", st.NgramDrafter(), st.TreeTopology.chain(4)),
+        *(Method(f"tree {name}", drafter, st.TreeTopology.paper(name)) for name in TREE_NAMES),
     ]
 
 
@@ -238,7 +250,8 @@ def main() -> None:
     prompts = [tokenizer.encode(text).ids for text in texts]
 
     where = machine()  # before anything loads it
-    rows, steps, ways = [], [], methods(draft)
+    tuned = None if options.target else st.demo_path("target").with_name("tree.json")
+    rows, steps, ways = [], [], methods(draft, tuned)
     with progress_bar() as progress:
         calls = 2 * decoding_calls(ways, prompts, options.rounds) + 3 * STEP_CALLS
         task = progress.add_task("", total=calls)

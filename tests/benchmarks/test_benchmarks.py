@@ -110,7 +110,7 @@ def test_every_benchmark_that_writes_results_has_the_options():
 def test_decode(monkeypatch, tmp_path, capsys):
     """From a command to its results, at its smallest and without shared data."""
     monkeypatch.setattr("benchmarks.prompts.SHARED", tmp_path / "nowhere")
-    monkeypatch.setattr(decode, "methods", lambda draft: methods(draft)[:2] + methods(draft)[7:8])
+    monkeypatch.setattr(decode, "methods", lambda draft, tuned: methods(draft, None)[:3])
     monkeypatch.setattr(st.ModelConfig, "preset", lambda name: st.ModelConfig.tiny())
     arguments = ["decode", "--prompts", "1", "--tokens", "8", "--rounds", "1"]
     monkeypatch.setattr(sys, "argv", [*arguments, "--output", str(tmp_path)])

@@ -199,7 +199,13 @@ def test_convert_and_inspect(tmp_path):
     assert "wrote hf (hf)" in result.stdout
     result = run("convert", "hf", "native", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    for text in ("transformers bamba", "1 attention, 4 mamba2, 5 mlp", "stored as", "bfloat16", "ignored"):
+    for text in (
+        "transformers bamba",
+        "1 attention, 4 mamba2, 5 mlp",
+        "stored as",
+        "bfloat16",
+        "ignored",
+    ):
         assert text in result.stdout
     assert (tmp_path / "native" / "tokenizer.json").is_file()
     have, want = st.from_pretrained(tmp_path / "native"), st.from_pretrained(st.demo_path("target"))
