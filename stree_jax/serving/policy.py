@@ -20,9 +20,9 @@ class _Measured:
 
     @property
     def rate(self) -> float:
-        """Tokens a second of a row; that of a way never measured is beyond all."""
-        if not self.calls or not self.seconds:
-            return float("inf")
+        """Tokens a second of a row; 0 if it was never measured."""
+        if not self.calls:
+            return 0.0
         return (self.tokens / self.calls) / (self.seconds / self.steps)
 
 
@@ -46,7 +46,7 @@ class DraftPolicy:
     def choose(self) -> int:
         """The way of the next run."""
         for way, measured in enumerate(self._measured):
-            if measured.rate == float("inf"):
+            if not measured.calls:
                 return way
         for way, measured in enumerate(self._measured):
             if way != self._best and measured.unused >= measured.wait:
@@ -66,7 +66,7 @@ class DraftPolicy:
         if not (calls and steps):
             return
         now = self._measured[way]
-        was_known = now.rate != float("inf")
+        was_known = now.calls > 0
         for name, value in (
             ("tokens", tokens),
             ("calls", calls),

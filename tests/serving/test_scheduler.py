@@ -137,6 +137,7 @@ def test_one_request_is_generate():
         assert completion.seconds_decoded > 0 <= completion.seconds_queued
 
 
+@pytest.mark.slow
 def test_a_verifier_that_tests_drafts_gives_the_text_of_the_request_alone():
     """Its random numbers belong to the row's own steps."""
     model = tiny_model()
