@@ -27,7 +27,7 @@ def constant(value):
 
 
 def test_each_way_is_measured_and_the_fastest_is_used():
-    assert chosen([constant(1.0), constant(2.0), constant(1.5)], 6)[:6] == [0, 1, 2, 1, 1, 1]
+    assert chosen([constant(1.0), constant(2.0), constant(1.5)], 5) == [0, 1, 2, 1, 1]
 
 
 def test_a_little_faster_is_not_enough():
