@@ -127,28 +127,26 @@ class SpeculativeDecoder:
             max_steps: run about so many steps at most (up to `steps_per_sync - 1` more); traced.
             wanted: return when so many rows have ended in this run; traced.
         """
-        done_before = state.done
+        before = state
 
-        def unfinished(carry: tuple[DecodeState, Array]) -> Array:
-            state, num_steps = carry
+        def unfinished(state: DecodeState) -> Array:
             go_on = jnp.any(~state.done)
-            if max_steps is not None:
-                go_on &= num_steps < max_steps
+            if max_steps is not None:  # every step counts in every row
+                go_on &= state.step[0] - before.step[0] < max_steps
             if wanted is not None:
-                go_on &= (state.done & ~done_before).sum() < wanted
+                go_on &= (state.done & ~before.done).sum() < wanted
             return go_on
 
         # The body closes over the weights, so that the loop does not carry them.
         def step(_: Any, state: DecodeState) -> DecodeState:
             return self._step(model, drafter, state, limits, sampling)[0]
 
-        def some_steps(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
-            state, num_steps = carry
-            count = self.steps_per_sync
-            state = lax.fori_loop(0, count, step, state, unroll=min(2, count))
-            return state, num_steps + count
+        def some_steps(state: DecodeState) -> DecodeState:
+            return lax.fori_loop(
+                0, self.steps_per_sync, step, state, unroll=min(2, self.steps_per_sync)
+            )
 
-        state, _ = lax.while_loop(unfinished, some_steps, (state, jnp.int32(0)))
+        state = lax.while_loop(unfinished, some_steps, state)
         empty_path = state.path._replace(
             mask=jnp.zeros_like(state.path.mask), last=jnp.full_like(state.path.last, -1)
         )
