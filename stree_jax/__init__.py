@@ -38,6 +38,7 @@ from stree_jax.layer_config import (
 )
 from stree_jax.models.lm import HybridLM
 from stree_jax.pretrained import demo_path, from_pretrained, load_tokenizer
+from stree_jax.serving import Completion, Request, Scheduler
 from stree_jax.tree import Tree, TreeTopology
 from stree_jax.tuning import TuningReport, tune
 
@@ -46,6 +47,7 @@ __all__ = [
     "VERIFIERS",
     "AttentionConfig",
     "BeamDrafter",
+    "Completion",
     "Context",
     "DecodeStatistics",
     "DraftTree",
@@ -60,8 +62,10 @@ __all__ = [
     "MoeConfig",
     "NgramDrafter",
     "NonFiniteLogitsError",
+    "Request",
     "RopeScaling",
     "Sampling",
+    "Scheduler",
     "SharedConfig",
     "Tree",
     "TreeTopology",

@@ -64,6 +64,7 @@ LAYERS = [
     "convert",
     "pretrained",
     "decoding",
+    "serving",
     "tuning",
     "training",
     "cli",

@@ -24,10 +24,11 @@ def test_the_code_blocks(capsys):
     assert re.match(r"\d\.\d\d tokens per target call\n.", capsys.readouterr().out)
 
 
-def test_the_code_of_extending():
-    names = {"__name__": "extending"}
-    for code in blocks(ROOT / "docs" / "extending.md", "python"):
-        exec(compile(code, "extending.md", "exec"), names)
+@pytest.mark.parametrize("page", ["extending", "serving"])
+def test_the_code_of(page):
+    names = {"__name__": page}
+    for code in blocks(ROOT / "docs" / f"{page}.md", "python"):
+        exec(compile(code, f"{page}.md", "exec"), names)
 
 
 def test_the_picture_is_a_step_of_the_embedded_models():

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 from rich.console import Console
@@ -14,39 +15,31 @@ from stree_jax.cli.trees import parse_tree
 from stree_jax.convert import find
 
 
-def run_generate(
-    console: Console,
+class Loaded(NamedTuple):
+    """Models and tokenizer of a command."""
+
+    model: st.HybridLM
+    drafter: st.Drafter | None
+    topology: st.TreeTopology | None
+    tokenizer: Any
+    tokenizer_source: str
+
+
+def load(
     *,
     checkpoint: str,
-    prompt: str,
     draft: str | None,
     ngram: bool,
     tree: str | None,
     sharpness: float | None,
-    verifier: str | None,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
     dtype: str,
     tokenizer_path: Path | None,
-    max_length: int | None,
-) -> None:
-    """Loads the models, decodes, and prints tokens as they are accepted.
+) -> Loaded:
+    """Loads what `generate` needs.
 
     Raises:
         ValueError: an argument is invalid.
-        FloatingPointError: logits are not finite.
     """
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raise ValueError(
-            "--prompt is not UTF-8; convert it, or check the terminal's locale"
-        ) from None
-    if not 0 <= seed < 2**32:  # jax would take it modulo 2**32, or raise OverflowError
-        raise ValueError(f"--seed must be from 0 to {2**32 - 1}, got {seed!s:.80}")
     if draft is not None and ngram:
         raise ValueError("--draft and --ngram both select a drafter; choose one")
     topology = None if tree is None else parse_tree(tree)
@@ -73,20 +66,55 @@ def run_generate(
             drafter = st.ModelDrafter(draft_model)
     elif ngram:
         drafter = st.NgramDrafter()
+    return Loaded(model, drafter, topology, tokenizer, str(tokenizer_path or checkpoint))
 
+
+def check_seed(seed: object, name: str) -> None:
+    """Refuses what jax would take modulo 2**32, or raise OverflowError for."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise ValueError(f"{name} must be from 0 to {2**32 - 1}, got {seed!s:.80}")
+
+
+def encoded(loaded: Loaded, prompt: str, name: str) -> list[int]:
+    """The tokens of a prompt.
+
+    Raises:
+        ValueError: there are none, or the tokenizer cannot encode it; `name` is the prompt's.
+    """
     try:
-        tokens = tokenizer.encode(prompt, add_special_tokens=False).ids
+        tokens = loaded.tokenizer.encode(prompt, add_special_tokens=False).ids
     except Exception as error:  # the library raises plain Exception
         raise ValueError(
-            f"the tokenizer of {tokenizer_path or checkpoint} cannot encode --prompt:"
-            f" {first_line(error)}"
+            f"the tokenizer of {loaded.tokenizer_source} cannot encode {name}: {first_line(error)}"
         ) from error
     if not prompt:
-        raise ValueError("--prompt is empty; give at least one character")
+        raise ValueError(f"{name} is empty; give at least one character")
     if not tokens:
-        raise ValueError(
-            f"the tokenizer of {tokenizer_path or checkpoint} makes no tokens of --prompt"
-        )
+        raise ValueError(f"the tokenizer of {loaded.tokenizer_source} makes no tokens of {name}")
+    return tokens
+
+
+def run_generate(
+    console: Console,
+    loaded: Loaded,
+    *,
+    prompt: str,
+    verifier: str | None,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    max_length: int | None,
+) -> None:
+    """Decodes, and prints tokens as they are accepted.
+
+    Raises:
+        ValueError: an argument is invalid.
+        FloatingPointError: logits are not finite.
+    """
+    model, drafter, topology, tokenizer, _ = loaded
+    tokens = encoded(loaded, prompt, "--prompt")
     steps = st.stream(
         model,
         [tokens],

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -50,8 +50,17 @@ def generate(
         str, typer.Argument(help="Target model: checkpoint directory or hub name.")
     ],
     prompt: Annotated[
-        str, typer.Option("--prompt", "-p", help="Text to continue.", show_default=False)
-    ],
+        str | None, typer.Option("--prompt", "-p", help="Text to continue.", show_default=False)
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help='Many texts to continue, instead: JSON lines with a "prompt" each.'),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Of --prompts: file of JSON lines to write. Run again, it goes on."),
+    ] = None,
+    rows: Annotated[int, typer.Option(help="Of --prompts: texts that decode together.")] = 8,
     draft: Annotated[
         str | None, typer.Option(help="Draft model: checkpoint directory or hub name.")
     ] = None,
@@ -87,27 +96,53 @@ def generate(
         typer.Option(help="Maximum length, prompt included; by default the model's."),
     ] = None,
 ) -> None:
-    """Continue a prompt; tokens are printed as they are accepted."""
-    from stree_jax.cli.generate import run_generate
+    """Continue a prompt, printing tokens as they are accepted, or all prompts of a file."""
+    from stree_jax.cli.generate import check_seed, load, run_generate
 
-    run_generate(
-        Console(highlight=False),
-        checkpoint=checkpoint,
-        prompt=prompt,
-        draft=draft,
-        ngram=ngram,
-        tree=tree,
-        sharpness=sharpness,
-        verifier=verifier,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        dtype=_checked(dtype) or "float32",
-        tokenizer_path=tokenizer,
-        max_length=max_length,
-    )
+    if (prompt is None) == (prompts is None):
+        raise ValueError("give either --prompt TEXT, or --prompts FILE.jsonl --output FILE.jsonl")
+    if (prompts is None) != (output is None):
+        raise ValueError("--prompts and --output come together")
+    if prompt is not None:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                "--prompt is not UTF-8; convert it, or check the terminal's locale"
+            ) from None
+    check_seed(seed, "--seed")
+    source: dict[str, Any] = {
+        "checkpoint": checkpoint,
+        "draft": draft,
+        "ngram": ngram,
+        "tree": tree,
+        "sharpness": sharpness,
+        "dtype": _checked(dtype) or "float32",
+    }
+    settings: dict[str, Any] = {
+        "verifier": verifier,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+    }
+    loaded = load(**source, tokenizer_path=tokenizer)
+    console = Console(highlight=False)
+    if prompts is None or output is None:
+        run_generate(console, loaded, prompt=prompt or "", max_length=max_length, **settings)
+        return
+    from stree_jax.cli.batch import run_batch
+
+    fingerprint = source | settings | {"tokenizer": str(tokenizer)}
+    files: dict[str, Any] = {
+        "prompts": prompts,
+        "output": output,
+        "rows": rows,
+        "max_length": max_length,
+    }
+    bad = run_batch(console, loaded, **files, **settings, fingerprint=fingerprint)
+    raise typer.Exit(1 if bad else 0)
 
 
 @app.command()

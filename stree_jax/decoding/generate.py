@@ -10,7 +10,7 @@ from pallas_kernels import dispatch
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import DRAFT_FAILED
 from stree_jax.decoding.options import Plan, plan
-from stree_jax.decoding.types import DecodeState
+from stree_jax.decoding.types import DecodeState, Statistics
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.models.cache import Cache
 from stree_jax.models.lm import HybridLM
@@ -212,7 +212,7 @@ def _generation(
     for i, (row, start) in enumerate(zip(rows, np.asarray(request.context.length), strict=True)):
         tokens[i, : lengths[i]] = row[start : start + lengths[i]]
     cache = state.cache if return_cache else None
-    return Generation(tokens, lengths, _statistics(state), cache)
+    return Generation(tokens, lengths, statistics_of(state.statistics), cache)
 
 
 def _error(state: DecodeState, generation: Generation) -> NonFiniteLogitsError | None:
@@ -220,19 +220,27 @@ def _error(state: DecodeState, generation: Generation) -> NonFiniteLogitsError |
     if not failed.any():
         return None
     rows = np.flatnonzero(failed).tolist()
-    which = "draft" if failed[rows[0]] == DRAFT_FAILED else "target"
     others = f"; rows {rows[1:]} failed too" if rows[1:] else ""
     return NonFiniteLogitsError(
-        f"the {which} model's logits are not finite in row {rows[0]}, after"
-        f" {generation.lengths[rows[0]]} new tokens; the row ended there{others}."
+        f"{failure(failed, generation.lengths, rows[0])}{others}."
         " The output of all rows is in the error's `generation`",
         rows,
         generation,
     )
 
 
-def _statistics(state: DecodeState) -> DecodeStatistics:
-    counts = jax.tree.map(np.asarray, state.statistics)
+def failure(failed: np.ndarray, emitted: np.ndarray, row: int) -> str:
+    """What ended a row; arrays as in `DecodeState`."""
+    which = "draft" if failed[row] == DRAFT_FAILED else "target"
+    return (
+        f"the {which} model's logits are not finite in row {row}, after {emitted[row]} new tokens;"
+        " the row ended there"
+    )
+
+
+def statistics_of(statistics: Statistics) -> DecodeStatistics:
+    """Sums over rows, and what follows from them."""
+    counts = jax.tree.map(np.asarray, statistics)
     calls, tokens = int(counts.target_calls.sum()), int(counts.emitted.sum())
     # A row that failed at once has no calls.
     calls_per_row = np.maximum(counts.target_calls, 1)

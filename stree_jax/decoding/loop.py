@@ -21,6 +21,7 @@ from stree_jax.decoding.types import (
     DecodeState,
     DraftTree,
     Limits,
+    Prefix,
     Sampling,
     Statistics,
     Verdict,
@@ -46,12 +47,27 @@ class SpeculativeDecoder:
             steps in the body of the loop XLA writes a step's results to two buffers in turn; with
             one step it copies them. From 4 on an inner loop of static trip count, which needs no
             check, runs such bodies. Up to `steps_per_sync - 1` steps are wasted at the end.
+        deepest: depth of the deepest tree of other decoders that take this one's states.
     """
 
     topology: TreeTopology
     verifier: Verifier
     max_length: int
     steps_per_sync: int = 1
+    deepest: int = 0
+
+    @property
+    def num_places(self) -> int:
+        """Places of the token buffer: a whole path may be written past a row's end."""
+        return self.max_length + max(self.topology.depth, self.deepest) + 1
+
+    def read(self, model: HybridLM, drafter: Drafter | None, prompts: Context) -> Prefix:
+        """Reads the prompts, all but the last token of each, which becomes the first root."""
+        cache = prefill(model, prompts.tokens, prompts.length - 1, self.max_length)
+        state = None
+        if drafter is not None:
+            state = drafter.prepare(prompts, self.topology, self.max_length)
+        return Prefix(prompts, cache, state)
 
     def start(
         self,
@@ -60,21 +76,19 @@ class SpeculativeDecoder:
         prompts: Context,
         keys: Array,
     ) -> DecodeState:
-        """Reads the prompts. The last token of each becomes the root of the first tree."""
-        # Caches and the drafter's state bypass `_begin`: passing through a program copies them.
-        cache = prefill(model, prompts.tokens, prompts.length - 1, self.max_length)
-        state = self._begin(model, prompts, keys)._replace(cache=cache)
-        if drafter is not None:
-            state = state._replace(drafter=drafter.prepare(prompts, self.topology, self.max_length))
-        return _owned(state, (model, drafter, prompts, keys))
+        """Reads the prompts and begins a row with each."""
+        # Caches and the drafter's state bypass `begin`: passing through a program copies them.
+        prefix = self.read(model, drafter, prompts)
+        state = self.begin(model, prompts, keys)
+        state = state._replace(cache=prefix.cache, drafter=prefix.drafter)
+        return owned(state, (model, drafter, prompts, keys))
 
     @functools.partial(jax.jit, static_argnums=0)
-    def _begin(self, model: HybridLM, prompts: Context, keys: Array) -> DecodeState:
+    def begin(self, model: HybridLM, prompts: Context, keys: Array) -> DecodeState:
         """The state before the first step, without cache and drafter."""
         batch, width = prompts.tokens.shape
-        num_nodes, depth = self.topology.num_nodes, self.topology.depth
-        # Room for writing one whole path past the end.
-        tokens = jnp.pad(prompts.tokens, ((0, 0), (0, self.max_length + depth + 1 - width)))
+        num_nodes, depth = self.topology.num_nodes, max(self.topology.depth, self.deepest)
+        tokens = jnp.pad(prompts.tokens, ((0, 0), (0, self.num_places - width)))
         zeros = jnp.zeros(batch, jnp.int32)
         no_node = jnp.full((batch, num_nodes), -1, jnp.int32)
         return DecodeState(
@@ -99,11 +113,29 @@ class SpeculativeDecoder:
         state: DecodeState,
         limits: Limits,
         sampling: Sampling,
+        max_steps: int | Array | None = None,
+        wanted: int | Array | None = None,
     ) -> DecodeState:
-        """The whole generation in one program. Replays the last path too, so the cache is clean."""
+        """Steps until all rows are done, in one program. Replays the last path too.
+
+        Args:
+            model: the target.
+            drafter: as in `start`.
+            state: from `start`, from `run` or from `stree_jax.decoding.slots`; donated.
+            limits: when rows end.
+            sampling: of each row.
+            max_steps: run about so many steps at most (up to `steps_per_sync - 1` more); traced.
+            wanted: return when so many rows have ended in this run; traced.
+        """
+        before = state
 
         def unfinished(state: DecodeState) -> Array:
-            return jnp.any(~state.done)
+            go_on = jnp.any(~state.done)
+            if max_steps is not None:  # every step counts in every row
+                go_on &= state.step[0] - before.step[0] < max_steps
+            if wanted is not None:
+                go_on &= (state.done & ~before.done).sum() < wanted
+            return go_on
 
         # The body closes over the weights, so that the loop does not carry them.
         def step(_: Any, state: DecodeState) -> DecodeState:
@@ -152,6 +184,7 @@ class SpeculativeDecoder:
             noise = position_noise(
                 state.keys, state.emitted, self.topology.depth, model.config.vocab_size
             )
+            noise = jnp.where((sampling.temperature > 0)[:, None, None], noise, 0.0)
 
         # Draft.
         if drafter is None:
@@ -232,7 +265,7 @@ class SpeculativeDecoder:
         )
 
 
-def _owned(state: DecodeState, callers: Any) -> DecodeState:
+def owned(state: DecodeState, callers: Any) -> DecodeState:
     """The first state, fit to be donated: it shares no buffer with the caller's arrays.
 
     All of it is committed to the cache's device, as what a step returns is if the weights are;

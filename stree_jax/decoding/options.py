@@ -54,9 +54,9 @@ def plan(
     """Checks a request; arguments and errors as in `generate`. Compiles nothing."""
     check_model(model)
     vocab_size = model.config.vocab_size
-    context = _checked_prompts(prompts, vocab_size)
-    _check_int("max_new_tokens", max_new_tokens, 1)
-    _check_int("top_k", top_k, 0)
+    context = checked_prompts(prompts, vocab_size)
+    check_int("max_new_tokens", max_new_tokens, 1)
+    check_int("top_k", top_k, 0)
     largest = float(np.finfo(np.float32).max)
     if not (isinstance(temperature, numbers.Real) and 0 <= temperature <= largest):
         raise ValueError(f"temperature must be a number from 0 on, got {shown(temperature)}")
@@ -131,7 +131,7 @@ def _listed_eos_tokens(eos_token: int | Sequence[int], vocab_size: int) -> list[
     except ValueError:  # lists of different lengths inside
         tokens = [eos_token]
     for token in tokens:
-        _check_int("eos_token", token, 0, vocab_size - 1)
+        check_int("eos_token", token, 0, vocab_size - 1)
     return tokens
 
 
@@ -158,7 +158,7 @@ def _check_drafter(drafter: Drafter | None) -> None:
             )
 
 
-def _checked_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> Context:
+def checked_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> Context:
     """Right-padded prompts in a buffer of rounded size."""
     if not isinstance(prompts, Sequence | np.ndarray | jax.Array):
         raise ValueError(
@@ -255,7 +255,7 @@ def _check_length(
 ) -> None:
     """Refuses requests that are longer than the model's context, instead of cutting them."""
     if max_length is not None:
-        _check_int("max_length", max_length, 1)
+        check_int("max_length", max_length, 1)
     limit = made_for if max_length is None else max_length
     lengths = np.asarray(context.length)
     row = int(lengths.argmax())
@@ -270,7 +270,8 @@ def _check_length(
         )
 
 
-def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    """Refuses what is not an integer from `low` to `high`, with the argument's name."""
     is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_int or value < low or (high is not None and value > high):  # type: ignore[operator]
         span = f"at least {low}" if high is None else f"from {low} to {high}"

@@ -16,14 +16,22 @@ PIECE = 512
 
 # A program of its own: it does not depend on the tree, and takes as long to compile as a step.
 @functools.partial(jax.jit, static_argnames="max_length")
-def prefill(model: HybridLM, tokens: Tokens, lengths: Lengths, max_length: int) -> Cache:
+def prefill(
+    model: HybridLM,
+    tokens: Tokens,
+    lengths: Lengths,
+    max_length: int,
+    cache: Cache | None = None,
+) -> Cache:
     """The cache after the first `lengths` tokens of each right-padded row.
+
+    They follow what `cache` has read, with None nothing.
 
     Its attention layers have `max_length` places. How many pieces are read is a traced number, so
     padding beyond the longest row's last piece costs nothing.
     """
     batch, width = tokens.shape
-    cache = model.init_cache(batch, max_length)
+    cache = model.init_cache(batch, max_length) if cache is None else cache
     if width <= PIECE:
         return model.prefill(tokens, lengths, cache)[1]
     tokens = jnp.pad(tokens, ((0, 0), (0, -width % PIECE)))

@@ -55,7 +55,7 @@ def sample_tokens(
         logits: after each node, without vocabulary padding.
         noise: of `position_noise`.
         depth: of each node.
-        sampling: temperatures must be above 0.
+        sampling: of each row. The noise of rows at temperature 0 must be 0.
     """
     at_node = jnp.take_along_axis(noise, depth[..., None], axis=1)
     return best_of(filtered_logits(logits, sampling) + at_node)[0]
@@ -75,7 +75,7 @@ def filtered_logits(
 
     Args:
         logits: without vocabulary padding.
-        sampling: of each row; temperatures must be above 0.
+        sampling: of each row; temperature 0 counts as 1, which leaves the order as it is.
 
     Returns:
         `-inf` for tokens that are filtered out. Tokens that tie with the last one kept are kept
@@ -84,7 +84,8 @@ def filtered_logits(
     per_row = (slice(None),) + (None,) * (logits.ndim - 1)
     # The best logit is 0 before the division, so no temperature overflows.
     scaled = logits - best_token(logits)[1][..., None]
-    scaled = scaled / sampling.temperature[per_row]
+    temperature = sampling.temperature[per_row]
+    scaled = scaled / jnp.where(temperature > 0, temperature, 1.0)
     if not sampling.use_top_k_or_top_p:
         return scaled
     top_k, top_p = sampling.top_k[per_row], sampling.top_p[per_row]

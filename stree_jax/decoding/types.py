@@ -18,6 +18,17 @@ class Context(NamedTuple):
     length: Int[Array, " B"]  # valid tokens; the last of them is the root of the next tree
 
 
+class Prefix(NamedTuple):
+    """Texts that target and drafter have read, from which rows of a decode loop begin.
+
+    No function donates it, so any number of rows can begin from one.
+    """
+
+    context: Context
+    cache: Cache  # the target's, which has read all tokens but the last
+    drafter: Any  # the drafter's state
+
+
 class DraftTree(NamedTuple):
     """A tree of draft tokens, and the distributions that they were drawn from.
 
@@ -61,10 +72,11 @@ class Sampling:
     The arrays have one entry per row. The flags are static: each value compiles its own program.
 
     Attributes:
-        temperature: above 0 unless `temperature_is_zero`.
+        temperature: 0 takes the best token.
         top_k: 0 keeps all tokens.
         top_p: 1 keeps all tokens.
-        temperature_is_zero: for all rows; the target's best token is the only one possible.
+        temperature_is_zero: for all rows; the target's best token is the only one possible. With
+            False some rows may still have temperature 0, for verifiers that follow the target.
         use_top_k_or_top_p: False skips both filters.
     """
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from benchmarks import common, decode, experts, tuned
+from benchmarks import common, decode, experts, serving, tuned
 from benchmarks.decode import methods
+from benchmarks.models import random_pair
 from benchmarks.prompts import load_prompts
 from benchmarks.shapes import MIXERS, ExpertShape, MixerShape
 
@@ -223,3 +224,15 @@ def test_experts(monkeypatch, tmp_path):
     for row in json.loads(path.read_text())["rows"]:
         assert set(row["milliseconds"]) == {"products", "loops", "expert_mlps"}
         assert max(row["relative_difference"].values()) < 1e-5
+
+
+@pytest.mark.slow
+def test_serving():
+    tiny = st.ModelConfig.tiny(num_layers=1, tie_embeddings=False)
+    pair = random_pair(tiny, tiny, "float32", 5, "tiny")
+    requests = serving.requests_of(pair, 5, limits=(2, 9))
+    rows = serving.measure(pair, requests, rows=2, rounds=2, drafts=True)
+    assert [row["way"] for row in rows] == [serving.SCHEDULER, serving.BATCHES, serving.SORTED]
+    assert [row["same_tokens"] for row in rows] == [5, 5, 5]
+    assert rows[1]["speed_up"]["median"] == 1
+    json.dumps(rows)

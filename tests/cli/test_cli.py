@@ -80,7 +80,10 @@ def test_help_and_tree():
     [
         (["tree", "oak"], "'oak' is not a tree"),
         (["generate", "nowhere", "-p", "x"], "no checkpoint at nowhere"),
-        (["generate", "{target}"], "Missing option '--prompt'"),
+        (["generate", "{target}"], "give either --prompt TEXT, or --prompts FILE.jsonl"),
+        (["generate", "{target}", "-p", "x", "--prompts", "x"], "give either --prompt TEXT"),
+        (["generate", "{target}", "--prompts", "x"], "--prompts and --output come together"),
+        (["generate", "{target}", "--prompts", "x", "--output", "y"], "--prompts x cannot be read"),
         (["generate", "{target}", "-p", "x", "--top-p", "much"], "Invalid value for '--top-p'"),
         (["frobnicate"], "No such command 'frobnicate'"),
         (["tree", "complete:2,40"], "at most 4096 are possible"),
@@ -183,6 +186,84 @@ def test_generate_streams_the_text_of_generate():
     assert drafted.stdout.startswith(prompt + text)
     assert "tau 1.00" not in drafted.stdout
     assert run(*common, "--ngram").stdout.startswith(prompt + text)
+
+
+def run_here(monkeypatch, *arguments):
+    """The command in this process, and its exit code."""
+    monkeypatch.setattr(sys, "argv", ["stree-jax", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    return exit_.value.code or 0
+
+
+def records(path):
+    return {record["line"]: record for record in map(json.loads, path.read_text().splitlines())}
+
+
+def test_a_file_of_prompts(tmp_path, monkeypatch, capsys):
+    """Bad lines are named and stop nothing; an interrupted run goes on; the texts are the same."""
+    monkeypatch.chdir(tmp_path)
+    lines = [
+        {"prompt": "Question: Tom has 3 apples"},
+        {"prompt": "The", "max_new_tokens": 3, "other": "keys stay unread"},
+        '{"prompt": ',
+        {"prompt": ""},
+        {"prompt": "She", "temperature": 0.0},
+        {"text": "x"},
+        {"prompt": "long", "max_new_tokens": 10**9},
+        {"prompt": "He", "seed": 5},
+        {"prompt": "He", "top_p": 7.0},
+    ]
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    Path("in.jsonl").write_text("\n".join([*texts, "", ""]))
+    target = st.demo_path("target")
+    common = ["generate", target, "--prompts", "in.jsonl", "--rows", 2, "--max-new-tokens", 7]
+    common += ["--temperature", 0.8, "--output"]
+    assert run_here(monkeypatch, *common, "out.jsonl") == 1
+    shown = capsys.readouterr().out
+    for number, message in (
+        (3, "not JSON"),
+        (4, "the prompt is empty"),
+        (6, 'not an object with a "prompt"'),
+        (7, "in all 1000000001, and the limit is"),
+        (9, "top_p must be in"),
+    ):
+        assert f"in.jsonl, line {number}: " in shown
+        assert message in shown
+    assert "4 texts of " in shown
+    assert "5 lines could not be used" in shown
+    done = records(tmp_path / "out.jsonl")
+    assert sorted(done) == [1, 2, 5, 8]
+    assert done[2]["num_tokens"] == 3
+
+    # A text is that of `generate` with the line's key.
+    model, tokenizer = st.from_pretrained(target), st.load_tokenizer(target)
+    key = jax.random.fold_in(jax.random.key(0), 1)[None]
+    tokens = tokenizer.encode(lines[0]["prompt"]).ids
+    out = st.generate(model, [tokens], max_new_tokens=7, temperature=0.8, key=key)
+    assert done[1]["text"] == tokenizer.decode(out.tokens[0, : out.lengths[0]].tolist())
+
+    # Cut amid a line, as by a kill: the run goes on with what is missing.
+    whole = (tmp_path / "out.jsonl").read_text()
+    Path("out.jsonl").write_text(whole[: whole.index("\n") + 30])
+    assert run_here(monkeypatch, *common, "out.jsonl") == 1
+    assert "3 texts of " in (shown := capsys.readouterr().out)
+    assert "1 were there before" in shown
+    assert records(tmp_path / "out.jsonl") == done
+
+    # Neither another file nor a run with other options is appended to.
+    for arguments, message in (
+        ([*common, "out.jsonl", "--seed", 1], "was made with other options"),
+        ([*common, "in.jsonl"], "line 1 is no output of this command"),
+        ([*common, "nowhere/out.jsonl"], "the folder nowhere does not exist"),
+        ([*common, "out.jsonl", "--top-k", -1], "top_k must be an integer, at least 0"),
+    ):
+        assert run_here(monkeypatch, *arguments) == 2
+        _assert_one_line(capsys.readouterr().err, message)
+    Path("in.jsonl").write_text(json.dumps({"prompt": "another"}) + "\n")
+    assert run_here(monkeypatch, *common, "out.jsonl") == 2
+    _assert_one_line(capsys.readouterr().err, "has another prompt for line")
+    assert records(tmp_path / "out.jsonl") == done
 
 
 def test_text_is_printed_as_it_is():

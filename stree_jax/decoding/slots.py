@@ -1,0 +1,256 @@
+"""The rows of a decode loop as slots: requests begin and end while other rows go on.
+
+A pool is a `DecodeState` and the decoder that runs it. `SpeculativeDecoder.run` stops after some
+steps, or when some rows have ended. Between runs, and only there, rows are filled and taken out:
+
+    state = empty(decoder, model, drafter, rows=4)
+    prefix = read(decoder, model, drafter, prompt)
+    state = insert(decoder, model, state, [0, 2], prefix, keys)     two rows from one reading
+    state = decoder.run(model, drafter, state, limits, sampling, max_steps=32, wanted=1)
+    longer = read(decoder, model, drafter, more, after=take(decoder, drafter, state, 2))
+
+What belongs to a row has a batch axis, so a new tenant replaces all of a row: whatever the last one
+left, NaN included, is gone. Everything is a function of arrays; `insert` donates the state, and
+nothing donates a prefix.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from stree_jax.array_types import Array, Int, Key
+from stree_jax.decoding.drafters import Drafter
+from stree_jax.decoding.loop import SpeculativeDecoder, owned
+from stree_jax.decoding.options import buffer_size
+from stree_jax.decoding.prefill import prefill
+from stree_jax.decoding.types import Context, DecodeState, Prefix
+from stree_jax.models.lm import HybridLM
+
+
+def empty(
+    decoder: SpeculativeDecoder, model: HybridLM, drafter: Drafter | None, rows: int
+) -> DecodeState:
+    """A pool of rows that have all ended.
+
+    Args:
+        decoder: the program; its `max_length` holds for all rows that will ever be in the pool.
+        model: the target.
+        drafter: as in `generate`; None: no drafts.
+        rows: B.
+
+    Raises:
+        ValueError: the drafter's state has an array without the batch axis.
+    """
+    nothing = Context(jnp.zeros((1, buffer_size(1)), jnp.int32), jnp.ones(1, jnp.int32))
+    state = decoder.start(model, drafter, nothing, jax.random.key(0)[None])
+    for leaf in jax.tree.leaves(state.drafter):
+        if leaf.shape[:1] != (1,):
+            raise ValueError(
+                f"the state of {type(drafter).__name__} has an array of shape {leaf.shape} for one"
+                " row; all its arrays need the batch axis first"
+            )
+    return _repeated(state._replace(done=jnp.ones(1, bool)), rows)
+
+
+@functools.partial(jax.jit, static_argnames="rows")
+def _repeated(state: DecodeState, rows: int) -> DecodeState:
+    return jax.tree.map(lambda leaf: jnp.repeat(leaf, rows, axis=0), state)
+
+
+def read(
+    decoder: SpeculativeDecoder,
+    model: HybridLM,
+    drafter: Drafter | None,
+    prompt: Context,
+    after: Prefix | None = None,
+) -> Prefix:
+    """Reads a prompt, or goes on reading after one.
+
+    After a prefix the target reads the new tokens only. The drafter prepares for the whole text
+    anew: a protocol without a method for that is worth more than a draft model's time.
+
+    Args:
+        decoder: of the pool.
+        model: the target.
+        drafter: of the pool.
+        prompt: one row.
+        after: of this pool, from `read` or `take`.
+
+    Raises:
+        ValueError: prefix and prompt have more than `decoder.max_length` tokens.
+    """
+    if after is None:
+        prefix = decoder.read(model, drafter, prompt)
+        room = ((0, 0), (0, decoder.num_places - prompt.tokens.shape[1]))
+        return prefix._replace(context=Context(jnp.pad(prompt.tokens, room), prompt.length))
+    length = int(after.context.length[0]) + int(prompt.length[0])
+    if length > decoder.max_length:
+        raise ValueError(
+            f"the text of the prefix has {int(after.context.length[0])} tokens and the prompt"
+            f" {int(prompt.length[0])}: in all {length}, and the pool has {decoder.max_length}"
+        )
+    context, cache = _read_on(decoder, model, prompt, after)
+    return _with_drafter(decoder, drafter, Prefix(context, cache, None))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _read_on(
+    decoder: SpeculativeDecoder, model: HybridLM, prompt: Context, after: Prefix
+) -> tuple[Context, Any]:
+    """The joined text, and the cache after all of it but the last token."""
+    tokens, length = after.context
+    root = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
+    unread = jnp.concatenate([root, prompt.tokens[:, :-1]], axis=1)
+    cache = prefill(model, unread, prompt.length, decoder.max_length, after.cache)
+    # The prompt's padding may reach beyond the buffer.
+    places = length[:, None] + jnp.arange(prompt.tokens.shape[1])
+    tokens = tokens.at[0, places[0]].set(prompt.tokens[0], mode="drop")
+    return Context(tokens, length + prompt.length), cache
+
+
+def _with_drafter(decoder: SpeculativeDecoder, drafter: Drafter | None, prefix: Prefix) -> Prefix:
+    """With the drafter's state, made from the text."""
+    if drafter is None:
+        return prefix._replace(drafter=None)
+    context = prefix.context
+    width = buffer_size(int(context.length[0]))
+    text = Context(context.tokens[:, :width], context.length)
+    return prefix._replace(drafter=drafter.prepare(text, decoder.topology, decoder.max_length))
+
+
+def insert(
+    decoder: SpeculativeDecoder,
+    model: HybridLM,
+    state: DecodeState,
+    rows: Sequence[int],
+    prefix: Prefix,
+    keys: Key[Array, " rows"],
+) -> DecodeState:
+    """Begins rows from one prefix; a fork costs a copy of its cache.
+
+    A Mamba-2 layer's is one state, however long the text is; an attention layer's has `max_length`
+    places. Whatever was in these rows before is gone. One program serves all rows.
+
+    Args:
+        decoder: of the pool.
+        model: the target.
+        state: donated.
+        rows: which rows, all different.
+        prefix: of this pool.
+        keys: of each of them.
+
+    Raises:
+        ValueError: rows that do not exist, or twice; another number of keys; a prefix of another
+            pool; or a state that `run` did not return.
+    """
+    _check_between_runs(state)
+    num_rows = len(state.done)
+    if len({*rows}) < len(rows) or not rows or min(rows) < 0 or max(rows) >= num_rows:
+        raise ValueError(f"rows must be different ones of 0 to {num_rows - 1}, got {[*rows]}")
+    if keys.shape != (len(rows),):
+        raise ValueError(f"{len(rows)} rows need as many keys, got an array of shape {keys.shape}")
+    _check_prefix(state, prefix)
+    return _insert(decoder, model, state, jnp.asarray(rows, jnp.int32), prefix, keys)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
+def _insert(
+    decoder: SpeculativeDecoder,
+    model: HybridLM,
+    state: DecodeState,
+    rows: Int[Array, " rows"],
+    prefix: Prefix,
+    keys: Key[Array, " rows"],
+) -> DecodeState:
+    new = decoder.begin(model, prefix.context, keys)
+    new = new._replace(cache=prefix.cache, drafter=prefix.drafter)
+    return jax.tree.map(lambda pool, row: pool.at[rows].set(row), state, new)
+
+
+def take(
+    decoder: SpeculativeDecoder, drafter: Drafter | None, state: DecodeState, row: int
+) -> Prefix:
+    """The text of a row and what has been read of it: all but its last token.
+
+    The row stays as it is.
+
+    Raises:
+        ValueError: no such row, one that failed, or a state that `run` did not return.
+    """
+    _check_between_runs(state)
+    if not 0 <= row < len(state.done):
+        raise ValueError(f"row must be from 0 to {len(state.done) - 1}, got {row}")
+    if int(state.failed[row]):
+        raise ValueError(f"row {row} failed: its logits were not finite, and its cache may not be")
+    context, cache = _row((state.context, state.cache), row)
+    return _with_drafter(decoder, drafter, Prefix(context, cache, None))
+
+
+@jax.jit
+def _row(arrays: Any, row: int | Array) -> Any:
+    return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, row, 1), arrays)
+
+
+def switch(
+    decoder: SpeculativeDecoder, model: HybridLM, drafter: Drafter | None, state: DecodeState
+) -> DecodeState:
+    """The pool for another decoder or drafter: rows go on where they are, with other drafts.
+
+    The new drafter prepares for the texts so far. All decoders of a pool have one `max_length` and
+    one `deepest`.
+
+    Raises:
+        ValueError: a decoder with other buffers, or a state that `run` did not return.
+    """
+    _check_between_runs(state)
+    width = state.context.tokens.shape[1]
+    if width != decoder.num_places:
+        raise ValueError(
+            f"the pool's rows have {width} places and the decoder's {decoder.num_places}; give all"
+            " decoders of a pool the same max_length and deepest"
+        )
+    fresh = decoder.begin(model, state.context, state.keys)
+    drafts = None
+    if drafter is not None:
+        drafts = drafter.prepare(state.context, decoder.topology, decoder.max_length)
+    switched = state._replace(pending=fresh.pending, path=fresh.path, drafter=drafts)
+    return owned(switched, (model, drafter))
+
+
+def prepared(
+    decoder: SpeculativeDecoder, drafter: Drafter | None, state: DecodeState, prefix: Prefix
+) -> Prefix:
+    """The prefix for the pool as it is now: `switch` may have changed its drafter since."""
+    if _fits(state.drafter, prefix.drafter):
+        return prefix
+    return _with_drafter(decoder, drafter, prefix)
+
+
+def _check_between_runs(state: DecodeState) -> None:
+    if np.asarray(state.path.last >= 0).any():
+        raise ValueError(
+            "the last step's path has not been replayed: rows come and go between runs only, not"
+            " between the steps of `step` or `stream`"
+        )
+
+
+def _check_prefix(state: DecodeState, prefix: Prefix) -> None:
+    if not _fits((state.context, state.cache), (prefix.context, prefix.cache)):
+        raise ValueError("the prefix was read for a pool with other buffers or another model")
+    if not _fits(state.drafter, prefix.drafter):
+        raise ValueError("the prefix was read for another drafter or tree than the pool has now")
+
+
+def _fits(pool: Any, row: Any) -> bool:
+    """Whether these arrays of one row are rows of those of the pool."""
+
+    def shapes(arrays: Any) -> tuple[Any, Any]:
+        leaves, structure = jax.tree.flatten(arrays)
+        return [(leaf.shape[1:], leaf.dtype) for leaf in leaves], structure
+
+    return shapes(pool) == shapes(row)

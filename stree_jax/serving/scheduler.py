@@ -1,0 +1,422 @@
+"""`Scheduler`: requests of any lengths share the rows of one decode loop."""
+
+import collections
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import dispatch
+from stree_jax.decoding import slots
+from stree_jax.decoding.drafters import Drafter
+from stree_jax.decoding.generate import DecodeStatistics, failure, statistics_of
+from stree_jax.decoding.loop import SpeculativeDecoder
+from stree_jax.decoding.options import MAX_TOKENS, Plan, check_int, checked_prompts, plan
+from stree_jax.decoding.types import Limits, Prefix, Sampling
+from stree_jax.decoding.verifiers import FollowTarget, Verifier
+from stree_jax.models.lm import HybridLM
+from stree_jax.serving.policy import DraftPolicy
+from stree_jax.tree import TreeTopology
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A text to continue. All but `prompt`, `after` and `keep` are as in `generate`.
+
+    Attributes:
+        prompt: token ids; may be empty with `after`.
+        key: the row's own random key, required above temperature 0.
+        after: what comes before the prompt and has been read: from `Scheduler.read`, or from the
+            completion of a request with `keep`.
+        keep: the completion has a prefix of the whole text, to go on from. It holds a copy of the
+            row's cache.
+    """
+
+    prompt: Sequence[int]
+    _: dataclasses.KW_ONLY
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    eos_token: int | Sequence[int] | None = None
+    key: jax.Array | None = None
+    after: Prefix | None = None
+    keep: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A request that has ended.
+
+    Attributes:
+        request_id: what `submit` returned.
+        tokens: the new tokens, end of sequence included.
+        stats: calls, drafts and acceptance of this request.
+        seconds_queued: from `submit` until a row was free and the prompt was to be read.
+        seconds_decoded: from then to the end, reading included.
+        error: None, or why the row ended before its end: logits were not finite.
+        prefix: of the whole text, if the request wanted to keep it and did not fail.
+    """
+
+    request_id: int
+    tokens: list[int]
+    stats: DecodeStatistics
+    seconds_queued: float
+    seconds_decoded: float
+    error: str | None = None
+    prefix: Prefix | None = None
+
+
+@dataclasses.dataclass
+class _Job:
+    """A request on its way."""
+
+    request_id: int
+    request: Request
+    plan: Plan
+    eos_tokens: np.ndarray
+    submitted: float
+    began: float = 0.0
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.request.temperature == 0
+
+    @property
+    def is_filtered(self) -> bool:
+        return self.plan.sampling.use_top_k_or_top_p
+
+
+class Scheduler:
+    """Continuous batching: when a row ends, the next request takes its place.
+
+    Requests are served first come, first served. A request's tokens are those that `generate` gives
+    for its prompt alone with `key=[key]` (as an array), whatever else is running, in which row, and
+    when: in float32, near ties excepted.
+
+        scheduler = Scheduler(model, rows=8, max_length=1024)
+        ids = [scheduler.submit(Request(prompt, max_new_tokens=100)) for prompt in prompts]
+        for completion in scheduler.completions():
+            print(completion.request_id, completion.tokens)
+
+    A prompt is read when a row is free, while no row decodes. Requests at temperature 0 and above
+    it share the rows if the verifier follows the target, as it does by default.
+
+    Args:
+        model: the target.
+        rows: requests that decode at the same time.
+        max_length: most tokens of a request, prompt and output. Attention caches have room for it
+            in every row.
+        drafter, topology, verifier: as in `generate`, for all requests.
+        quantum: steps between two looks at the rows while none has ended.
+        adaptive: measure decoding without drafts, with a chain of 3, and with `topology`, and use
+            the fastest. Verifiers that test drafts by their probabilities then keep the
+            distribution of a request, but not the text that it has alone.
+
+    Raises:
+        ValueError: a bad argument, or a drafter and a verifier that are not exact together.
+    """
+
+    def __init__(
+        self,
+        model: HybridLM,
+        *,
+        rows: int,
+        max_length: int,
+        drafter: Drafter | None = None,
+        topology: TreeTopology | None = None,
+        verifier: str | Verifier | None = None,
+        quantum: int = 32,
+        adaptive: bool = False,
+    ):
+        check_int("rows", rows, 1)
+        check_int("max_length", max_length, 2, MAX_TOKENS)
+        check_int("quantum", quantum, 1)
+        if adaptive and drafter is None:
+            raise ValueError("adaptive = True chooses between drafts, and there is no drafter")
+        self._model, self._drafter, self._verifier = model, drafter, verifier
+        self._max_length, self._quantum = max_length, quantum
+        self._topology = topology
+        trees = [TreeTopology.chain(0), TreeTopology.chain(3)] if adaptive else []
+        # Of each way of drafting, at temperature 0 and above it; None where it is refused.
+        self._plans = [
+            {greedy: self._planned(tree, greedy) for greedy in (True, False)}
+            for tree in (*trees, topology)
+        ]
+        own = self._plans[-1]
+        if not any(own.values()):
+            self._plan_of([0], Request([0], max_new_tokens=1), topology)  # raises
+        self._plans = [
+            ways for ways in self._plans if all(ways[greedy] or not own[greedy] for greedy in own)
+        ]
+        self._deepest = max(
+            each.decoder.topology.depth for ways in self._plans for each in ways.values() if each
+        )
+        self._way, self._policy = len(self._plans) - 1, DraftPolicy(len(self._plans))
+        self._has_run: set[Any] = set()
+        self._queue: collections.deque[_Job] = collections.deque()
+        self._tenants: list[_Job | None] = [None] * rows
+        self._ended: collections.deque[Completion] = collections.deque()
+        self._num_submitted = 0
+        self._state: Any = None
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no row yet."""
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a row."""
+        return sum(job is not None for job in self._tenants)
+
+    def submit(self, request: Request) -> int:
+        """Queues a request.
+
+        Returns:
+            Its number, counted from 0.
+
+        Raises:
+            ValueError: a bad value, a request that is longer than `max_length`, or one at
+                temperature 0 among sampled ones (or the other way round) with a verifier that
+                tests drafts.
+        """
+        text = request.prompt
+        if request.after is not None:
+            tokens, length = request.after.context
+            text = [*np.asarray(tokens)[0, : int(length[0])].tolist(), *request.prompt]
+        checked = self._plan_of(text, request, self._topology)
+        job = _Job(
+            self._num_submitted,
+            request,
+            checked,
+            np.asarray(checked.limits.eos_tokens)[0],
+            time.perf_counter(),
+        )
+        self._check_company(job, checked.decoder.verifier)
+        self._queue.append(job)
+        self._num_submitted += 1
+        return job.request_id
+
+    def completions(self) -> Iterator[Completion]:
+        """Decodes, and yields requests as they end, until none is left.
+
+        Requests may be submitted meanwhile. To stop iterating loses nothing: the next call goes on.
+        """
+        while True:
+            while self._ended:
+                yield self._ended.popleft()
+            self._fill()
+            if not self.num_running:
+                return
+            self._run()
+            self._collect()
+
+    def read(self, prompt: Sequence[int], after: Prefix | None = None) -> Prefix:
+        """Reads a prompt once, for any number of requests after it.
+
+        Args:
+            prompt: token ids.
+            after: what comes before it, from `read` or from a completion.
+
+        Raises:
+            ValueError: not token ids, or more than `max_length` of them.
+        """
+        context = checked_prompts([prompt], self._model.config.vocab_size)
+        total = len(prompt) + (0 if after is None else int(after.context.length[0]))
+        if total > self._max_length:
+            raise ValueError(f"the text has {total} tokens, and max_length is {self._max_length}")
+        decoder, drafter = self._program(greedy=bool(self._plans[self._way][True]))
+        with dispatch.on(self._model):
+            return slots.read(decoder, self._model, drafter, context, after)
+
+    def _plan_of(self, text: Sequence[int], request: Request, tree: TreeTopology | None) -> Plan:
+        return plan(
+            self._model,
+            [text],
+            max_new_tokens=request.max_new_tokens,
+            drafter=self._drafter,
+            topology=tree,
+            verifier=self._verifier,
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            eos_token=request.eos_token,
+            max_length=self._max_length,
+            key=_no_key() if request.temperature == 0 else _as_row(request.key),
+        )
+
+    def _planned(self, tree: TreeTopology | None, greedy: bool) -> Plan | None:
+        """The program for this tree, for requests of the pool's length."""
+        request = Request(
+            [0],
+            max_new_tokens=self._max_length - 1,
+            temperature=0.0 if greedy else 1.0,
+            key=jax.random.key(0),
+        )
+        try:
+            return self._plan_of([0], request, tree)
+        except ValueError:
+            return None
+
+    def _program(self, greedy: bool) -> tuple[SpeculativeDecoder, Drafter | None]:
+        found = self._plans[self._way][greedy]
+        assert found is not None  # submit refuses such requests
+        return dataclasses.replace(found.decoder, deepest=self._deepest), found.drafter
+
+    def _check_company(self, job: _Job, verifier: Verifier) -> None:
+        """Refuses to mix temperature 0 and others where a verifier cannot."""
+        others = [*self._queue, *(tenant for tenant in self._tenants if tenant)]
+        if all(other.is_greedy == job.is_greedy for other in others):
+            return
+        sampled = self._plans[-1][False]
+        rule = sampled.decoder.verifier if sampled else verifier
+        if not isinstance(rule, FollowTarget) or rule.only_at_zero:
+            raise ValueError(
+                f"temperature = {job.request.temperature}: verifier {rule.name!r} cannot decode"
+                " requests at temperature 0 and above it together; use 'target_only', or another"
+                " scheduler for these requests"
+            )
+
+    def _fill(self) -> None:
+        """Gives free rows to the requests that have waited longest."""
+        for row, tenant in enumerate(self._tenants):
+            if tenant is not None or not self._queue:
+                continue
+            job = self._queue.popleft()
+            job.began = time.perf_counter()
+            decoder, drafter = self._program(job.is_greedy)
+            with dispatch.on(self._model):
+                if self._state is None:
+                    self._state = slots.empty(decoder, self._model, drafter, len(self._tenants))
+                prefix = job.request.after
+                if prefix is None:
+                    prefix = slots.read(decoder, self._model, drafter, job.plan.context)
+                elif len(job.request.prompt):
+                    more = checked_prompts([job.request.prompt], self._model.config.vocab_size)
+                    prefix = slots.read(decoder, self._model, drafter, more, prefix)
+                else:
+                    prefix = slots.prepared(decoder, drafter, self._state, prefix)
+                self._state = slots.insert(
+                    decoder, self._model, self._state, [row], prefix, job.plan.keys
+                )
+            self._tenants[row] = job
+
+    def _run(self) -> None:
+        """Runs until a row has ended that another request waits for, or a quantum."""
+        jobs = [job for job in self._tenants if job is not None]
+        greedy = all(job.is_greedy for job in jobs)
+        self._choose_way(greedy)
+        decoder, drafter = self._program(greedy)
+        limits, sampling = self._limits(), self._sampling(greedy)
+        wanted = 1 if self._queue else len(jobs)
+        before = self._counts()
+        began = time.perf_counter()
+        with dispatch.on(self._model):
+            self._state = decoder.run(
+                *(self._model, drafter, self._state, limits, sampling), self._quantum, wanted
+            )
+            after = self._counts()  # waits
+        seconds = time.perf_counter() - began
+        program = (decoder, sampling.use_top_k_or_top_p, limits.eos_tokens.shape)
+        if program in self._has_run:  # else it was compiled
+            steps, tokens, calls = after - before
+            self._policy.record(
+                self._way,
+                tokens=int(tokens),
+                calls=int(calls),
+                seconds=seconds,
+                steps=int(steps),
+            )
+        self._has_run.add(program)
+
+    def _choose_way(self, greedy: bool) -> None:
+        if len(self._plans) == 1:
+            return
+        way = self._policy.choose()
+        if way == self._way:
+            return
+        self._way = way
+        decoder, drafter = self._program(greedy)
+        with dispatch.on(self._model):
+            self._state = slots.switch(decoder, self._model, drafter, self._state)
+
+    def _counts(self) -> np.ndarray:
+        """Steps of the loop, tokens and target calls of all rows so far."""
+        counts = self._state.statistics
+        step, *sums = jax.device_get((self._state.step, counts.emitted, counts.target_calls))
+        return np.array([step.max(), *(part.sum() for part in sums)])
+
+    def _limits(self) -> Limits:
+        most = np.array([job.request.max_new_tokens if job else 0 for job in self._tenants])
+        width = max(len(job.eos_tokens) for job in self._tenants if job)
+        eos_tokens = np.full((len(self._tenants), width), -1, np.int32)
+        for row, job in zip(eos_tokens, self._tenants, strict=True):
+            if job is not None:
+                row[: len(job.eos_tokens)] = job.eos_tokens
+        return Limits(jnp.asarray(most, jnp.int32), jnp.asarray(eos_tokens))
+
+    def _sampling(self, greedy: bool) -> Sampling:
+        vocab_size = self._model.config.vocab_size
+        requests = [job.request if job else None for job in self._tenants]
+        return Sampling(
+            jnp.asarray([r.temperature if r else 0.0 for r in requests], jnp.float32),
+            jnp.asarray([min(r.top_k, vocab_size) if r else 0 for r in requests], jnp.int32),
+            jnp.asarray([r.top_p if r else 1.0 for r in requests], jnp.float32),
+            temperature_is_zero=greedy,
+            use_top_k_or_top_p=any(job.is_filtered for job in self._tenants if job),
+        )
+
+    def _collect(self) -> None:
+        """Empties the rows that have ended."""
+        state = self._state
+        done, failed, emitted, length = (
+            np.array(part) for part in (state.done, state.failed, state.emitted, state.context[1])
+        )
+        ended = [row for row, job in enumerate(self._tenants) if job is not None and done[row]]
+        if not ended:
+            return
+        tokens = np.array(state.context.tokens)
+        counts = jax.tree.map(np.array, state.statistics)
+        now = time.perf_counter()
+        for row in ended:
+            job = self._tenants[row]
+            assert job is not None
+            self._tenants[row] = None
+            prefix = None
+            if job.request.keep and not failed[row]:
+                decoder, drafter = self._program(job.is_greedy)
+                with dispatch.on(self._model):
+                    prefix = slots.take(decoder, drafter, state, row)
+            self._ended.append(
+                Completion(
+                    job.request_id,
+                    tokens[row, length[row] - emitted[row] : length[row]].tolist(),
+                    statistics_of(jax.tree.map(lambda count, at=row: count[at : at + 1], counts)),
+                    seconds_queued=job.began - job.submitted,
+                    seconds_decoded=now - job.began,
+                    error=failure(failed, emitted, row) if failed[row] else None,
+                    prefix=prefix,
+                )
+            )
+
+
+@functools.cache
+def _no_key() -> jax.Array:
+    """For requests at temperature 0, which draw nothing."""
+    return jax.random.key(0)[None]
+
+
+def _as_row(key: Any) -> Any:
+    """A single key, or the data of one, as the keys of a batch of one."""
+    if key is None:
+        return None
+    is_key = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if is_key:
+        return key[None] if key.ndim == 0 else key
+    return jnp.asarray(key)[None] if np.ndim(key) == 1 else key
