@@ -14,82 +14,15 @@ import numpy as np
 from pallas_kernels import dispatch
 from stree_jax.decoding import slots
 from stree_jax.decoding.drafters import Drafter
-from stree_jax.decoding.generate import DecodeStatistics, failure, statistics_of
+from stree_jax.decoding.generate import failure, statistics_of
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import MAX_TOKENS, Plan, check_int, checked_prompts, plan
 from stree_jax.decoding.types import Limits, Prefix, Sampling
 from stree_jax.decoding.verifiers import FollowTarget, Verifier
 from stree_jax.models.lm import HybridLM
 from stree_jax.serving.policy import DraftPolicy
+from stree_jax.serving.types import Completion, Job, Request
 from stree_jax.tree import TreeTopology
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """A text to continue. All but `prompt`, `after` and `keep` are as in `generate`.
-
-    Attributes:
-        prompt: token ids; may be empty with `after`.
-        key: the row's own random key, required above temperature 0.
-        after: what comes before the prompt and has been read: from `Scheduler.read`, or from the
-            completion of a request with `keep`.
-        keep: the completion has a prefix of the whole text, to go on from. It holds a copy of the
-            row's cache.
-    """
-
-    prompt: Sequence[int]
-    _: dataclasses.KW_ONLY
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    eos_token: int | Sequence[int] | None = None
-    key: jax.Array | None = None
-    after: Prefix | None = None
-    keep: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """A request that has ended.
-
-    Attributes:
-        request_id: what `submit` returned.
-        tokens: the new tokens, end of sequence included.
-        stats: calls, drafts and acceptance of this request.
-        seconds_queued: from `submit` until a row was free and the prompt was to be read.
-        seconds_decoded: from then to the end, reading included.
-        error: None, or why the row ended before its end: logits were not finite.
-        prefix: of the whole text, if the request wanted to keep it and did not fail.
-    """
-
-    request_id: int
-    tokens: list[int]
-    stats: DecodeStatistics
-    seconds_queued: float
-    seconds_decoded: float
-    error: str | None = None
-    prefix: Prefix | None = None
-
-
-@dataclasses.dataclass
-class _Job:
-    """A request on its way."""
-
-    request_id: int
-    request: Request
-    plan: Plan
-    eos_tokens: np.ndarray
-    submitted: float
-    began: float = 0.0
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.request.temperature == 0
-
-    @property
-    def is_filtered(self) -> bool:
-        return self.plan.sampling.use_top_k_or_top_p
 
 
 class Scheduler:
@@ -159,8 +92,8 @@ class Scheduler:
         )
         self._way, self._policy = len(self._plans) - 1, DraftPolicy(len(self._plans))
         self._has_run: set[Any] = set()
-        self._queue: collections.deque[_Job] = collections.deque()
-        self._tenants: list[_Job | None] = [None] * rows
+        self._queue: collections.deque[Job] = collections.deque()
+        self._tenants: list[Job | None] = [None] * rows
         self._ended: collections.deque[Completion] = collections.deque()
         self._num_submitted = 0
         self._state: Any = None
@@ -191,7 +124,7 @@ class Scheduler:
             tokens, length = request.after.context
             text = [*np.asarray(tokens)[0, : int(length[0])].tolist(), *request.prompt]
         checked = self._plan_of(text, request, self._topology)
-        job = _Job(
+        job = Job(
             self._num_submitted,
             request,
             checked,
@@ -269,7 +202,7 @@ class Scheduler:
         assert found is not None  # submit refuses such requests
         return dataclasses.replace(found.decoder, deepest=self._deepest), found.drafter
 
-    def _check_company(self, job: _Job, verifier: Verifier) -> None:
+    def _check_company(self, job: Job, verifier: Verifier) -> None:
         """Refuses to mix temperature 0 and others where a verifier cannot."""
         others = [*self._queue, *(tenant for tenant in self._tenants if tenant)]
         if all(other.is_greedy == job.is_greedy for other in others):
