@@ -9,7 +9,15 @@ out = st.generate(model, [[1, 2, 3]], drafter=drafter)
 
 from stree_jax.checkpoint import save_pretrained
 from stree_jax.config import ModelConfig
-from stree_jax.decoding.drafters import BeamDrafter, Drafter, ModelDrafter, NgramDrafter, root_only
+from stree_jax.decoding.drafters import (
+    BeamDrafter,
+    CascadeDrafter,
+    Drafter,
+    InterleavedDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    root_only,
+)
 from stree_jax.decoding.generate import (
     PAD,
     DecodeStatistics,
@@ -39,12 +47,14 @@ __all__ = [
     "VERIFIERS",
     "AttentionConfig",
     "BeamDrafter",
+    "CascadeDrafter",
     "Context",
     "DecodeStatistics",
     "DraftTree",
     "Drafter",
     "Generation",
     "HybridLM",
+    "InterleavedDrafter",
     "Mamba2Config",
     "MlpConfig",
     "ModelConfig",

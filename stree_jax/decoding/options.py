@@ -11,7 +11,7 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from stree_jax.array_types import Array
-from stree_jax.decoding.drafters import Drafter, ModelDrafter
+from stree_jax.decoding.drafters import Drafter, draft_models
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.types import Context, Limits, Sampling
 from stree_jax.decoding.verifiers import VERIFIERS, Traversal, Verifier
@@ -79,11 +79,12 @@ def plan(
         )
     _check_drafter(drafter)
     topology = _checked_topology(topology, drafter, vocab_size)
-    if isinstance(drafter, ModelDrafter) and drafter.model.config.vocab_size != vocab_size:
-        raise ValueError(
-            f"draft and target have different vocabularies: {drafter.model.config.vocab_size} and"
-            f" {vocab_size} tokens; they must share one tokenizer"
-        )
+    for draft in draft_models(drafter):
+        if draft.config.vocab_size != vocab_size:
+            raise ValueError(
+                f"draft and target have different vocabularies: {draft.config.vocab_size} and"
+                f" {vocab_size} tokens; they must share one tokenizer"
+            )
     chosen = _checked_verifier(verifier, drafter, topology, temperature_is_zero)
     batch = len(prompts)
     longest = int(np.asarray(context.length).max()) + max_new_tokens
