@@ -14,6 +14,7 @@ from stree_jax.decoding.drafters import (
     CascadeDrafter,
     Drafter,
     InterleavedDrafter,
+    MedusaDrafter,
     ModelDrafter,
     NgramDrafter,
     root_only,
@@ -38,6 +39,7 @@ from stree_jax.layer_config import (
     SharedConfig,
 )
 from stree_jax.models.lm import HybridLM
+from stree_jax.models.medusa import MedusaHeads
 from stree_jax.pretrained import demo_path, from_pretrained, load_tokenizer
 from stree_jax.tree import Tree, TreeTopology
 from stree_jax.tuning import TuningReport, tune
@@ -56,6 +58,8 @@ __all__ = [
     "HybridLM",
     "InterleavedDrafter",
     "Mamba2Config",
+    "MedusaDrafter",
+    "MedusaHeads",
     "MlpConfig",
     "ModelConfig",
     "ModelDrafter",

@@ -11,10 +11,10 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from stree_jax.array_types import Array
-from stree_jax.decoding.drafters import Drafter, draft_models
+from stree_jax.decoding.drafters import Drafter, MedusaDrafter, draft_models
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.types import Context, Limits, Sampling
-from stree_jax.decoding.verifiers import VERIFIERS, Traversal, Verifier
+from stree_jax.decoding.verifiers import BY_DEPTH, VERIFIERS, Traversal, Verifier
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.tree import TreeTopology
@@ -85,6 +85,8 @@ def plan(
                 f"draft and target have different vocabularies: {draft.config.vocab_size} and"
                 f" {vocab_size} tokens; they must share one tokenizer"
             )
+    if isinstance(drafter, MedusaDrafter):
+        drafter.check_target(model)
     chosen = _checked_verifier(verifier, drafter, topology, temperature_is_zero)
     batch = len(prompts)
     longest = int(np.asarray(context.length).max()) + max_new_tokens
@@ -220,15 +222,16 @@ def _checked_verifier(
     child_sampling = "top_k"
     if drafter is not None:
         child_sampling = drafter.child_sampling(topology, temperature_is_zero=temperature_is_zero)
+    drawn = child_sampling.removesuffix(BY_DEPTH)
     if verifier is None:
         if temperature_is_zero:
             verifier = "greedy"
-        elif topology.num_nodes == 1 or child_sampling not in ("iid", "without_replacement"):
+        elif topology.num_nodes == 1 or drawn not in ("iid", "without_replacement"):
             verifier = "target_only"
         elif max(map(len, topology.children)) == 1:
             verifier = "traversal"
         else:
-            verifier = "multi_step" if child_sampling == "iid" else "without_replacement"
+            verifier = "multi_step" if drawn == "iid" else "without_replacement"
     if isinstance(verifier, str):
         if verifier not in VERIFIERS:
             raise ValueError(f"unknown verifier {shown(verifier)}; known: {sorted(VERIFIERS)}")

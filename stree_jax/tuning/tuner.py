@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from stree_jax.decoding.drafters import BeamDrafter, Drafter
+from stree_jax.decoding.drafters import BeamDrafter, Drafter, MedusaDrafter
 from stree_jax.decoding.generate import Generation, generate
 from stree_jax.decoding.options import plan
 from stree_jax.models.lm import HybridLM
@@ -131,6 +131,11 @@ def tune(
     if isinstance(drafter, BeamDrafter):
         raise ValueError(
             f"{type(drafter).__name__} chooses its trees itself; tune a ModelDrafter of its model"
+        )
+    if isinstance(drafter, MedusaDrafter):
+        raise ValueError(
+            "tune does not know Medusa heads, whose candidates depend on the depth;"
+            " `python -m benchmarks.medusa` compares trees for them"
         )
     if len(prompts) < 2:
         raise ValueError(f"tune needs at least 2 prompts, one to measure on; got {len(prompts)}")

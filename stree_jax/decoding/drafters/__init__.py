@@ -4,6 +4,7 @@ from stree_jax.decoding.drafters.base import Drafter, root_only, root_token
 from stree_jax.decoding.drafters.beam import BeamDrafter
 from stree_jax.decoding.drafters.cascade import CascadeDrafter
 from stree_jax.decoding.drafters.interleaved import InterleavedDrafter
+from stree_jax.decoding.drafters.medusa import MedusaDrafter
 from stree_jax.decoding.drafters.model import ModelDrafter, ModelDraftState
 from stree_jax.decoding.drafters.ngram import NgramDrafter
 from stree_jax.models.lm import HybridLM
@@ -13,6 +14,7 @@ __all__ = [
     "CascadeDrafter",
     "Drafter",
     "InterleavedDrafter",
+    "MedusaDrafter",
     "ModelDraftState",
     "ModelDrafter",
     "NgramDrafter",

@@ -1,6 +1,6 @@
 """Verification rules: the protocol, and the built-in rules by name in `VERIFIERS`."""
 
-from stree_jax.decoding.verifiers.base import CHILD_SAMPLING, Verifier
+from stree_jax.decoding.verifiers.base import BY_DEPTH, CHILD_SAMPLING, Verifier
 from stree_jax.decoding.verifiers.following import FollowTarget, follow
 from stree_jax.decoding.verifiers.rejection_sampling import RejectionSampling
 from stree_jax.decoding.verifiers.traversal import Traversal
@@ -17,6 +17,7 @@ VERIFIERS: dict[str, Verifier] = {
 }
 
 __all__ = [
+    "BY_DEPTH",
     "CHILD_SAMPLING",
     "VERIFIERS",
     "FollowTarget",

@@ -9,6 +9,8 @@ from stree_jax.tree import TreeTopology
 # How a drafter chooses the children of a node, see `Drafter.child_sampling`. A rule that compares
 # draft and target probabilities is exact for one of these only.
 CHILD_SAMPLING = ("top_k", "shared", "iid", "without_replacement")
+# Behind the last two: drawn once for a depth, and all its nodes share the draws.
+BY_DEPTH = "_by_depth"
 
 
 @runtime_checkable
