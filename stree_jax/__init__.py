@@ -38,6 +38,7 @@ from stree_jax.layer_config import (
     RopeScaling,
     SharedConfig,
 )
+from stree_jax.medusa_checkpoint import load_medusa, save_medusa
 from stree_jax.models.lm import HybridLM
 from stree_jax.models.medusa import MedusaHeads
 from stree_jax.pretrained import demo_path, from_pretrained, load_tokenizer
@@ -78,9 +79,11 @@ __all__ = [
     "follow",
     "from_pretrained",
     "generate",
+    "load_medusa",
     "load_tokenizer",
     "root_only",
     "sample_tokens",
+    "save_medusa",
     "save_pretrained",
     "stream",
     "token_log_probs",

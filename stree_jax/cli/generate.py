@@ -12,6 +12,7 @@ from stree_jax.checkpoint import first_line
 from stree_jax.cli.cache import enable_cache
 from stree_jax.cli.trees import parse_tree
 from stree_jax.convert import find
+from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
 
 
 def run_generate(
@@ -21,6 +22,7 @@ def run_generate(
     prompt: str,
     draft: str | None,
     ngram: bool,
+    medusa: Path | None,
     tree: str | None,
     verifier: str | None,
     max_new_tokens: int,
@@ -31,6 +33,7 @@ def run_generate(
     dtype: str,
     tokenizer_path: Path | None,
     max_length: int | None,
+    lossy: bool,
 ) -> None:
     """Loads the models, decodes, and prints tokens as they are accepted.
 
@@ -46,11 +49,11 @@ def run_generate(
         ) from None
     if not 0 <= seed < 2**32:  # jax would take it modulo 2**32, or raise OverflowError
         raise ValueError(f"--seed must be from 0 to {2**32 - 1}, got {seed!s:.80}")
-    if draft is not None and ngram:
-        raise ValueError("--draft and --ngram both select a drafter; choose one")
+    if (draft is not None) + ngram + (medusa is not None) > 1:
+        raise ValueError("--draft, --ngram and --medusa each select a drafter; choose one")
     topology = None if tree is None else parse_tree(tree)
     if tree is not None and topology is None:  # a tuned result that says not to draft
-        draft, ngram = None, False
+        draft, ngram, medusa = None, False, None
     tokenizer = st.load_tokenizer(tokenizer_path or find(checkpoint))
     enable_cache()
     model = st.from_pretrained(checkpoint, dtype=dtype)
@@ -61,6 +64,8 @@ def run_generate(
         drafter = kind(st.from_pretrained(draft, dtype=dtype))
     elif ngram:
         drafter = st.NgramDrafter()
+    elif medusa is not None:
+        drafter = st.MedusaDrafter(model, st.load_medusa(medusa, model))
 
     try:
         tokens = tokenizer.encode(prompt, add_special_tokens=False).ids
@@ -87,6 +92,7 @@ def run_generate(
         top_p=top_p,
         max_length=max_length,
         key=jax.random.key(seed),
+        lossy=lossy,
     )
 
     def write(text: str) -> None:
@@ -110,7 +116,10 @@ def run_generate(
     write(tokenizer.decode(output)[len(shown) :] + "\n")
     seconds = time.perf_counter() - began
     speed = f"{(len(output) - first) / seconds:,.0f} tokens/s, " if calls > 1 else ""
+    label = (
+        f", LOSSY ({verifier}): not the target's own text" if verifier in LOSSY_VERIFIERS else ""
+    )
     console.print(
-        f"{len(output)} tokens, {calls} target calls, {speed}tau {len(output) / calls:.2f}",
+        f"{len(output)} tokens, {calls} target calls, {speed}tau {len(output) / calls:.2f}{label}",
         style="dim",
     )

@@ -1,4 +1,4 @@
-"""The `stree-jax` command: demo, generate, convert, inspect, train, distill, tree, tune-tree.
+"""The `stree-jax` command and its subcommands.
 
 User errors are one line on stderr and exit code 2. Each command imports its own module.
 """
@@ -56,6 +56,9 @@ def generate(
         str | None, typer.Option(help="Draft model: checkpoint directory or hub name.")
     ] = None,
     ngram: Annotated[bool, typer.Option("--ngram", help="Draft by n-gram prompt lookup.")] = False,
+    medusa: Annotated[
+        Path | None, typer.Option(help="Medusa heads of the target: checkpoint directory.")
+    ] = None,
     tree: Annotated[
         str | None,
         typer.Option(
@@ -69,6 +72,9 @@ def generate(
             help="Verification rule; by default the one that fits the drafter and the temperature."
         ),
     ] = None,
+    lossy: Annotated[
+        bool, typer.Option("--lossy", help="Allow a rule that changes the output: typical.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample from the k most probable tokens; 0: all.")] = 0,
@@ -92,6 +98,7 @@ def generate(
         prompt=prompt,
         draft=draft,
         ngram=ngram,
+        medusa=medusa,
         tree=tree,
         verifier=verifier,
         max_new_tokens=max_new_tokens,
@@ -102,6 +109,7 @@ def generate(
         dtype=_checked(dtype) or "float32",
         tokenizer_path=tokenizer,
         max_length=max_length,
+        lossy=lossy,
     )
 
 
@@ -164,6 +172,19 @@ def distill(
 
     _interrupt_by_exception()
     run_training(Console(), recipe, output, target=target)
+
+
+@app.command()
+def medusa(
+    recipe: Annotated[Path, typer.Argument(help="TOML file: text, number of heads, optimizer.")],
+    target: Annotated[Path, typer.Argument(help="Checkpoint directory of the target model.")],
+    output: Annotated[Path, typer.Argument(help="Directory of the heads to create.")],
+) -> None:
+    """Train Medusa heads for a target. Run again, it resumes."""
+    from stree_jax.cli.train import run_training
+
+    _interrupt_by_exception()
+    run_training(Console(), recipe, output, target=target, medusa=True)
 
 
 @app.command()

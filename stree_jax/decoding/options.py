@@ -14,7 +14,13 @@ from stree_jax.array_types import Array
 from stree_jax.decoding.drafters import Drafter, MedusaDrafter, draft_models
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.types import Context, Limits, Sampling
-from stree_jax.decoding.verifiers import BY_DEPTH, VERIFIERS, Traversal, Verifier
+from stree_jax.decoding.verifiers import (
+    BY_DEPTH,
+    LOSSY_VERIFIERS,
+    VERIFIERS,
+    Traversal,
+    Verifier,
+)
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.tree import TreeTopology
@@ -50,6 +56,7 @@ def plan(
     eos_token: int | Sequence[int] | None = None,
     max_length: int | None = None,
     key: jax.Array | None = None,
+    lossy: bool = False,
 ) -> Plan:
     """Checks a request; arguments and errors as in `generate`. Compiles nothing."""
     check_model(model)
@@ -88,6 +95,11 @@ def plan(
     if isinstance(drafter, MedusaDrafter):
         drafter.check_target(model)
     chosen = _checked_verifier(verifier, drafter, topology, temperature_is_zero)
+    if not (lossy or is_lossless(chosen)):
+        raise ValueError(
+            f"verifier {chosen.name!r} is lossy: its output does not have the target's"
+            " distribution; pass lossy=True if you want that, or leave verifier out"
+        )
     batch = len(prompts)
     longest = int(np.asarray(context.length).max()) + max_new_tokens
     decoder = SpeculativeDecoder(
@@ -115,6 +127,11 @@ def plan(
             use_top_k_or_top_p=not temperature_is_zero and (top_k > 0 or top_p < 1),
         ),
     )
+
+
+def is_lossless(verifier: Verifier) -> bool:
+    """Whether a rule keeps the target's tokens or their distribution, as all but a few do."""
+    return getattr(verifier, "lossless", True)
 
 
 def buffer_size(needed: int, smallest: int = _SMALLEST_BUFFER) -> int:
@@ -233,9 +250,13 @@ def _checked_verifier(
         else:
             verifier = "multi_step" if drawn == "iid" else "without_replacement"
     if isinstance(verifier, str):
-        if verifier not in VERIFIERS:
-            raise ValueError(f"unknown verifier {shown(verifier)}; known: {sorted(VERIFIERS)}")
-        verifier = VERIFIERS[verifier]
+        known = VERIFIERS | LOSSY_VERIFIERS
+        if verifier not in known:
+            raise ValueError(
+                f"unknown verifier {shown(verifier)}; known: {sorted(VERIFIERS)}, and lossy:"
+                f" {sorted(LOSSY_VERIFIERS)}"
+            )
+        verifier = known[verifier]
         if isinstance(verifier, Traversal) and child_sampling == "iid":
             verifier = dataclasses.replace(verifier, exact_for="iid")
     if isinstance(verifier, type) or not isinstance(verifier, Verifier):

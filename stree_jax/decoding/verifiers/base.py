@@ -20,6 +20,9 @@ class Verifier(Protocol):
     Immutable and hashable, such as a frozen dataclass without arrays: it is part of the compilation
     key. Two that are equal share a program, so equal ones must compute the same.
 
+    A rule that keeps neither the target's tokens nor their distribution says so with an attribute
+    `lossless = False`; `generate` then needs `lossy=True`.
+
     A rule may wrap a built-in one of `VERIFIERS` and delegate to it. `docs/extending.md` explains
     what is static and what is traced; `examples/own_verifier.py` is one.
     """
