@@ -211,6 +211,9 @@ def tune_tree(
         str | None, typer.Option(help="Draft model: checkpoint directory or hub name.")
     ] = None,
     ngram: Annotated[bool, typer.Option("--ngram", help="Draft by n-gram prompt lookup.")] = False,
+    medusa: Annotated[
+        Path | None, typer.Option(help="Medusa heads of the target: checkpoint directory.")
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 0.0,
     prompts: Annotated[
         Path | None,
@@ -233,6 +236,7 @@ def tune_tree(
         target=target,
         draft=draft,
         ngram=ngram,
+        medusa=medusa,
         temperature=temperature,
         prompts=prompts,
         max_nodes=max_nodes,

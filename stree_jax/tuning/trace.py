@@ -28,7 +28,8 @@ class RankTrace(NamedTuple):
 
     Attributes:
         ranks: for each text `[T]`, the rank of every new token among the candidates after the
-            tokens before it: 0 for the first, `num_ranks` if it was none of them.
+            tokens before it: 0 for the first, `num_ranks` if it was none of them. If candidates
+            depend on the depth of a node `[T, D]`: of token t + d at depth d + 1, see `head_trace`.
         num_ranks: candidates that were asked for.
     """
 
@@ -56,12 +57,7 @@ def rank_trace(
         ValueError: the drafter draws its candidates with random numbers of its own.
     """
     topology = TreeTopology.from_branching((num_ranks,))
-    how = drafter.child_sampling(topology, temperature_is_zero=request.sampling.temperature_is_zero)
-    if how in ("iid", "without_replacement"):
-        raise ValueError(
-            f"child_sampling = {how!r} draws candidates anew in every step, so their ranks say"
-            " nothing about other trees; use 'shared' or 'auto'"
-        )
+    check_how(drafter, request.sampling, num_ranks)
     prompts = np.asarray(request.context.tokens)
     starts = np.asarray(request.context.length)
     rows = np.repeat(np.arange(len(tokens)), [len(new) for new in tokens])
@@ -100,6 +96,17 @@ def rank_trace(
         ranks[first : first + count] = found[:count]
     ends = np.cumsum([len(new) for new in tokens])[:-1]
     return RankTrace(np.split(ranks, ends), num_ranks)
+
+
+def check_how(drafter: Drafter, sampling: Sampling, num_ranks: int) -> None:
+    """Refuses drafters that draw their candidates with random numbers of their own."""
+    topology = TreeTopology.from_branching((num_ranks,))
+    how = drafter.child_sampling(topology, temperature_is_zero=sampling.temperature_is_zero)
+    if how in ("iid", "without_replacement"):
+        raise ValueError(
+            f"child_sampling = {how!r} draws candidates anew in every step, so their ranks say"
+            " nothing about other trees; use 'shared' or 'auto'"
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("topology", "vocab_size"))

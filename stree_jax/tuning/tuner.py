@@ -14,6 +14,7 @@ from stree_jax.decoding.generate import Generation, generate
 from stree_jax.decoding.options import plan
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
+from stree_jax.tuning.heads import head_trace
 from stree_jax.tuning.measure import SIZES, WIDTHS, Costs, measure_costs
 from stree_jax.tuning.search import acceptance, best_trees, replay_tau, standard_error
 from stree_jax.tuning.trace import RankTrace, rank_trace
@@ -112,7 +113,8 @@ def tune(
 
     Args:
         target: the model.
-        drafter: fills static trees, such as a `ModelDrafter` or an `NgramDrafter`.
+        drafter: fills static trees, such as a `ModelDrafter`, an `NgramDrafter` or a
+            `MedusaDrafter`.
         prompts: at least two, like those that will be decoded.
         temperature: at which texts are decoded.
         key: random key, required above temperature 0.
@@ -132,11 +134,6 @@ def tune(
         raise ValueError(
             f"{type(drafter).__name__} chooses its trees itself; tune a ModelDrafter of its model"
         )
-    if isinstance(drafter, MedusaDrafter):
-        raise ValueError(
-            "tune does not know Medusa heads, whose candidates depend on the depth;"
-            " `python -m benchmarks.medusa` compares trees for them"
-        )
     if len(prompts) < 2:
         raise ValueError(f"tune needs at least 2 prompts, one to measure on; got {len(prompts)}")
     for name, value, least in (("max_nodes", max_nodes, 2), ("max_depth", max_depth, 1)):
@@ -153,7 +150,12 @@ def tune(
     written = [row[:length] for row, length in zip(texts.tokens, texts.lengths, strict=True)]
     progress("the target writes", 1, 1)
     vocab_size = target.config.vocab_size
-    trace = rank_trace(drafter, request, written, min(NUM_RANKS, vocab_size), vocab_size)
+    num_ranks = min(NUM_RANKS, vocab_size)
+    if isinstance(drafter, MedusaDrafter):
+        max_depth = min(max_depth, drafter.heads.num_heads)
+        trace = head_trace(target, drafter, request, written, num_ranks)
+    else:
+        trace = rank_trace(drafter, request, written, num_ranks, vocab_size)
     num_traced = int(texts.lengths.sum())
     if num_traced < _ENOUGH_TOKENS:
         warnings.warn(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from benchmarks import common, decode, experts
+from benchmarks import common, decode, experts, hierarchical
 from benchmarks.decode import methods
 from benchmarks.prompts import load_prompts
 from benchmarks.shapes import MIXERS, ExpertShape, MixerShape
@@ -127,8 +127,9 @@ def test_a_machine_without_git(monkeypatch):
 
 
 ENTRY_POINTS = (
-    *("attention_share", "batch", "conversion", "decode", "experts", "gpu_session", "long_context"),
+    *("attention_share", "batch", "conversion", "decode", "experts", "gpu_session", "hierarchical"),
     *(
+        "long_context",
         "lossless",
         "packed",
         "peer",
@@ -170,3 +171,36 @@ def test_experts(monkeypatch, tmp_path):
     for row in json.loads(path.read_text())["rows"]:
         assert set(row["milliseconds"]) == {"products", "loops", "expert_mlps"}
         assert max(row["relative_difference"].values()) < 1e-5
+
+
+def test_the_formulas_of_hierarchical_decoding():
+    for a, b, m, n in ((0.8, 0.6, 4, 2), (0.5, 0.5, 1, 4), (0.9, 0.3, 2, 0), (1.0, 1.0, 3, 2)):
+        odds = ([b] * n + [a]) * m
+        want = hierarchical.expected_of_order(odds)
+        np.testing.assert_allclose(hierarchical.expected_tokens(a, b, m, n), want, rtol=1e-12)
+        got = hierarchical.simulated(odds, 20_000, np.random.default_rng(0))
+        np.testing.assert_allclose(got, want, rtol=0.05)
+    better_first = hierarchical.expected_of_order([0.8] * 4 + [0.6] * 8)
+    assert better_first > hierarchical.expected_tokens(0.8, 0.6, 4, 2) + 1
+
+
+@pytest.mark.parametrize("pattern", ["sq", "ssq", "qs"])
+def test_algorithm_2_is_exact_with_the_right_residual_only(pattern):
+    found = hierarchical.distances(pattern, 2)
+    assert found["printed"] > 0.3
+    assert 0.02 < found["indexed"] < 0.3
+    assert found["residual"] < 1e-12
+    target, medium, _ = hierarchical.random_laws(0)
+    joint = hierarchical.algorithm_2(target, [medium] * 2, "printed")
+    np.testing.assert_allclose(joint.sum(), 1.0)
+
+
+@pytest.mark.slow
+def test_hierarchical(tmp_path):
+    draft = str(st.demo_path("draft"))
+    options = f"--small {draft} --prompts 2 --tokens 8 --rounds 1 --most 1 --trials 1000 --seeds 1"
+    hierarchical.main([*options.split(), "--temperatures", "0", "--output", str(tmp_path)])
+    (path,) = tmp_path.glob("hierarchical-*.json")
+    found = json.loads(path.read_text())
+    assert {row["method"] for row in found["decoding"]} > {"cascade of q and s"}
+    assert found["lengths"][0]["measured"] >= 1

@@ -14,6 +14,8 @@ from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.types import Context, Sampling
 from stree_jax.decoding.verifiers.rejection_sampling import try_children
 from stree_jax.decoding.verifiers.traversal import traverse
+from stree_jax.tuning.heads import head_trace
+from stree_jax.tuning.search import acceptance, replay_tau
 from tests.decoding.test_lossless import NEW_TOKENS, PROMPTS, assert_same_tokens, decode
 from tests.decoding.test_same_key import ROWS, sample
 from tests.decoding.test_verify import (
@@ -122,6 +124,26 @@ def test_the_first_three_tokens_over_4096_keys(children):
     observed, expected = (np.append(x[many], x[~many].sum()) for x in (observed, expected))
     statistic = ((observed - expected) ** 2 / expected).sum()
     assert jax.scipy.special.gammaincc((len(expected) - 1) / 2, statistic / 2) > 1e-6
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_ranks_by_depth_give_the_tau_of_every_tree(temperature):
+    """Without decoding with the tree; texts end inside paths, too."""
+    model = repeating()
+    drafter = st.MedusaDrafter(model, heads_of(model, 3, 0.1))
+    options = dict(max_new_tokens=23, temperature=temperature, key=jax.random.key(0))
+    request = plan(model, PROMPTS_24, **options)
+    texts = st.generate(model, PROMPTS_24, **options)
+    trace = head_trace(model, drafter, request, list(texts.tokens), 6)
+    assert trace.ranks[0].shape == (23, 3)
+    for topology in (st.TreeTopology.chain(3), st.TreeTopology.from_branching((3, 2))):
+        out = st.generate(model, PROMPTS_24, drafter=drafter, topology=topology, **options)
+        assert out.stats.tau > 1.1
+        np.testing.assert_allclose(replay_tau(topology, trace), out.stats.tau, rtol=1e-12)
+    accept = acceptance(trace, 4)
+    assert accept[3].sum() == 0  # there is no such head
+    first = np.concatenate([ranks[:, 0] for ranks in trace.ranks])
+    np.testing.assert_allclose(accept[0], [(first == rank).mean() for rank in range(6)])
 
 
 # The text.
@@ -261,8 +283,6 @@ def test_what_is_refused():
         plan(wide, PROMPTS, drafter=drafter)
     with pytest.raises(ValueError, match="depth 5 needs as many Medusa heads, and there are 4"):
         plan(model, PROMPTS, drafter=drafter, topology=st.TreeTopology.chain(5))
-    with pytest.raises(ValueError, match="tune does not know Medusa heads"):
-        st.tune(model, drafter, PROMPTS)
     sampled = dict(temperature=1.0, key=jax.random.key(0))
     branching = st.TreeTopology.from_branching((2, 2))
     for children, other in (("iid", "multi_step"), ("without_replacement",) * 2):
