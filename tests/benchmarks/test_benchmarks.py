@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flax import nnx
 
 import stree_jax as st
-from benchmarks import common, decode, experts, hierarchical
+from benchmarks import common, decode, experts, hierarchical, medusa
 from benchmarks.decode import methods
 from benchmarks.prompts import load_prompts
 from benchmarks.shapes import MIXERS, ExpertShape, MixerShape
@@ -131,6 +132,7 @@ ENTRY_POINTS = (
     *(
         "long_context",
         "lossless",
+        "medusa",
         "packed",
         "peer",
         "same_key",
@@ -204,3 +206,27 @@ def test_hierarchical(tmp_path):
     found = json.loads(path.read_text())
     assert {row["method"] for row in found["decoding"]} > {"cascade of q and s"}
     assert found["lengths"][0]["measured"] >= 1
+
+
+def test_the_tree_of_the_best_ranks():
+    accept = np.array([[0.5, 0.3, 0.1], [0.6, 0.2, 0.0]])
+    # 0: .5, 1: .3, 0 0: .3, 1 0: .18, then 2 and 0 1, both .1
+    assert medusa.best_tree(accept, 5).parents == (-1, 0, 0, 1, 2)
+    assert medusa.best_tree(accept, 6).parents == (-1, 0, 0, 0, 1, 2)
+
+
+def test_typical_acceptance_is_far_from_the_target():
+    assert 0.3 < medusa.typical_distance(4)["largest"] <= 1
+
+
+@pytest.mark.slow
+def test_medusa(tmp_path):
+    target = st.from_pretrained(st.demo_path("target"))
+    heads = st.MedusaHeads(target, num_heads=2, rngs=nnx.Rngs(0))
+    st.save_medusa(heads, target, tmp_path / "heads")
+    options = f"--heads {tmp_path / 'heads'} --prompts 2 --tokens 8 --rounds 1 --nodes 4"
+    medusa.main([*options.split(), "--temperatures", "1", "--output", str(tmp_path)])
+    (path,) = tmp_path.glob("medusa-*.json")
+    found = json.loads(path.read_text())
+    assert len(found["decoding"]) == 7
+    assert found["lossy_typical"][0]["tau"] >= 1
