@@ -11,8 +11,11 @@ from stree_jax.checkpoint import save_pretrained
 from stree_jax.config import ModelConfig
 from stree_jax.decoding.drafters import (
     BeamDrafter,
+    CascadeDrafter,
     Drafter,
     DynamicDrafter,
+    InterleavedDrafter,
+    MedusaDrafter,
     ModelDrafter,
     NgramDrafter,
     root_only,
@@ -36,7 +39,9 @@ from stree_jax.layer_config import (
     RopeScaling,
     SharedConfig,
 )
+from stree_jax.medusa_checkpoint import load_medusa, save_medusa
 from stree_jax.models.lm import HybridLM
+from stree_jax.models.medusa import MedusaHeads
 from stree_jax.pretrained import demo_path, from_pretrained, load_tokenizer
 from stree_jax.serving import Completion, Request, Scheduler
 from stree_jax.tree import Tree, TreeTopology
@@ -47,6 +52,7 @@ __all__ = [
     "VERIFIERS",
     "AttentionConfig",
     "BeamDrafter",
+    "CascadeDrafter",
     "Completion",
     "Context",
     "DecodeStatistics",
@@ -55,7 +61,10 @@ __all__ = [
     "DynamicDrafter",
     "Generation",
     "HybridLM",
+    "InterleavedDrafter",
     "Mamba2Config",
+    "MedusaDrafter",
+    "MedusaHeads",
     "MlpConfig",
     "ModelConfig",
     "ModelDrafter",
@@ -76,9 +85,11 @@ __all__ = [
     "follow",
     "from_pretrained",
     "generate",
+    "load_medusa",
     "load_tokenizer",
     "root_only",
     "sample_tokens",
+    "save_medusa",
     "save_pretrained",
     "stream",
     "token_log_probs",

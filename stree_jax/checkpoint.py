@@ -6,6 +6,8 @@
     tokenizer.json   optional, in the format of the `tokenizers` library
     README.md        optional model card
 
+`stree_jax.medusa_checkpoint` stores Medusa heads in the same way.
+
 A checkpoint is either complete or absent, see `stree_jax.directories`. Loading a checkpoint of any
 format is `stree_jax.pretrained`.
 """
@@ -37,6 +39,7 @@ from stree_jax.stored import CHECKSUMS, Array, check_sizes, open_arrays, write_c
 
 FORMAT = "stree-jax"
 VERSION = 1
+MEDUSA = "medusa"  # `kind` in config.json of what is no model
 _MAX_JSON = 16 << 20  # bytes; an index of 100,000 tensors has about 10 MB
 _MAX_DEPTH = 32
 
@@ -64,23 +67,37 @@ def save_pretrained(
         ValueError: `path` is no path, or exists and `overwrite` is False; `model` is no model.
     """
     check_model(model)
+    header = {"model": model.config.to_dict()}
+    with new_checkpoint(path, header, model, model_card, overwrite) as partial:
+        if tokenizer is not None:
+            tokenizer.save(str(partial / "tokenizer.json"))
+        for file in files:
+            shutil.copyfile(file, partial / file.name)
+
+
+@contextlib.contextmanager
+def new_checkpoint(
+    path: str | os.PathLike[str],
+    header: dict[str, Any],
+    weights: nnx.Module,
+    model_card: str | None,
+    overwrite: bool,
+) -> Iterator[Path]:
+    """A directory with config.json, weights and model card; the caller may add files."""
     if not isinstance(path, str | os.PathLike):
         raise ValueError(f"path must be the directory to create, got {shown(path)}")
     from orbax.checkpoint import v1 as ocp  # takes half a second to import
 
     with new_directory(Path(path), overwrite) as partial:
-        header = {"format": FORMAT, "version": VERSION, "model": model.config.to_dict()}
+        header = {"format": FORMAT, "version": VERSION} | header
         (partial / "config.json").write_text(json.dumps(header, indent=2) + "\n")
-        if tokenizer is not None:
-            tokenizer.save(str(partial / "tokenizer.json"))
         if model_card is not None:
             (partial / "README.md").write_text(model_card)
-        for file in files:
-            shutil.copyfile(file, partial / file.name)
-        weights = nnx.to_pure_dict(nnx.state(model))
+        yield partial
+        arrays = nnx.to_pure_dict(nnx.state(weights))
         with _quiet():
-            ocp.save(partial / "params", weights)
-        write_checksums(partial, flatten(weights))
+            ocp.save(partial / "params", arrays)
+        write_checksums(partial, flatten(arrays))
 
 
 def is_native(path: Path) -> bool:
@@ -106,6 +123,13 @@ def load_native(
     if dtype is None:
         dtype = matrix_dtype(stored.values())
     structure, wanted = HybridLM.abstract(config, dtype=dtype, implementation=implementation)
+    return nnx.merge(structure, read_weights(path, wanted, stored, crcs))
+
+
+def read_weights(
+    path: Path, wanted: dict[str, Any], stored: dict[str, Array], crcs: dict[str, int]
+) -> dict[str, Any]:
+    """The stored arrays in the structure and the dtypes of `wanted`."""
     loaded = {}
     for name, leaf in flatten(wanted).items():
         try:
@@ -119,7 +143,7 @@ def load_native(
             raise ValueError(
                 f"{path}: {name} holds NaN, infinity or a number too large for {leaf.dtype.name}"
             )
-    return nnx.merge(structure, unflatten(loaded, wanted))
+    return unflatten(loaded, wanted)
 
 
 def open_native(path: Path) -> tuple[ModelConfig, dict[str, Array], dict[str, int]]:
@@ -132,23 +156,36 @@ def open_native(path: Path) -> tuple[ModelConfig, dict[str, Array], dict[str, in
         ValueError: the checkpoint is missing or damaged, or its shapes disagree with its config.
     """
     config = load_config(path)
+    stored, sums = open_weights(path)
+    if len(config.layers) > len(stored):  # each layer has an array of its own
+        raise ValueError(
+            f"{path} is damaged: config.json says {len(config.layers)} layers, but there are only"
+            f" {len(stored)} arrays"
+        )
+    crcs = check_weights(path, HybridLM.abstract(config)[1], stored, sums)
+    return config, stored, crcs
+
+
+def open_weights(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
+    """The arrays of a checkpoint by name, and the content of its checksum file."""
     params = path / "params"
     if not params.is_dir():
         raise ValueError(f"{path} has no weights: the directory 'params' is missing")
     sums = read_json(path / CHECKSUMS) if (path / CHECKSUMS).exists() else {}
     try:
         check_sizes(params, sums.get("sizes", {}))
-        stored = open_arrays(params, read_json(params / "state" / "_METADATA"))
+        return open_arrays(params, read_json(params / "state" / "_METADATA")), sums
     except Exception as error:
         raise ValueError(
             f"{path} is damaged: cannot read its weights ({first_line(error)})"
         ) from error
-    if len(config.layers) > len(stored):  # each layer has an array of its own
-        raise ValueError(
-            f"{path} is damaged: config.json says {len(config.layers)} layers, but there are only"
-            f" {len(stored)} arrays"
-        )
-    check_shapes(path, HybridLM.abstract(config)[1], stored)
+
+
+def check_weights(
+    path: Path, wanted: dict[str, Any], stored: dict[str, Array], sums: dict[str, Any]
+) -> dict[str, int]:
+    """Checks names, shapes and types, and returns the checksums by name."""
+    check_shapes(path, wanted, stored)
     wrong = [f"{name} holds {a.dtype}" for name, a in stored.items() if a.dtype.kind not in "fV"]
     if wrong:
         raise ValueError(f"{path} is damaged: {'; '.join(wrong)[:200]}, not real numbers")
@@ -159,7 +196,7 @@ def open_native(path: Path) -> tuple[ModelConfig, dict[str, Array], dict[str, in
         and all(type(crc) is int for crc in crcs.values())
     ):
         raise ValueError(f"{path / CHECKSUMS} is damaged: it is not about the weights here")
-    return config, stored, crcs or {}
+    return crcs or {}
 
 
 def load_config(path: str | os.PathLike[str]) -> ModelConfig:
@@ -168,6 +205,20 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
     Raises:
         ValueError: there is no such checkpoint, or it has another format or version.
     """
+    path, header = load_header(path)
+    if header.get("kind") == MEDUSA:
+        raise ValueError(
+            f"{path} holds Medusa heads and no model; load them with load_medusa, or give them to"
+            " generate --medusa"
+        )
+    try:
+        return ModelConfig.from_dict(header.get("model"))
+    except ValueError as error:
+        raise ValueError(f"{path / 'config.json'}: {error}") from None
+
+
+def load_header(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
+    """The content of config.json, of a known version, and the path as a `Path`."""
     path = Path(path)
     recover(path)
     if not path.is_dir():
@@ -185,10 +236,7 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
             f"{path} has checkpoint version {header.get('version')!r:.80};"
             f" this stree_jax reads {VERSION}"
         )
-    try:
-        return ModelConfig.from_dict(header.get("model"))
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
+    return path, header
 
 
 def matrix_dtype(weights: Iterable[Any]) -> jnp.dtype:

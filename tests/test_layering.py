@@ -61,6 +61,7 @@ LAYERS = [
     "models",
     "stored",
     "checkpoint",
+    "medusa_checkpoint",
     "convert",
     "pretrained",
     "decoding",

@@ -13,6 +13,7 @@ from stree_jax.checkpoint import first_line
 from stree_jax.cli.cache import enable_cache
 from stree_jax.cli.trees import parse_tree
 from stree_jax.convert import find
+from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
 
 
 class Loaded(NamedTuple):
@@ -30,6 +31,7 @@ def load(
     checkpoint: str,
     draft: str | None,
     ngram: bool,
+    medusa: str | None,
     tree: str | None,
     sharpness: float | None,
     dtype: str,
@@ -40,11 +42,11 @@ def load(
     Raises:
         ValueError: an argument is invalid.
     """
-    if draft is not None and ngram:
-        raise ValueError("--draft and --ngram both select a drafter; choose one")
+    if (draft is not None) + ngram + (medusa is not None) > 1:
+        raise ValueError("--draft, --ngram and --medusa each select a drafter; choose one")
     topology = None if tree is None else parse_tree(tree)
     if tree is not None and topology is None:  # a tuned result that says not to draft
-        draft, ngram = None, False
+        draft, ngram, medusa = None, False, None
     kind = "" if tree is None else tree.partition(":")[0]
     if sharpness is not None and (kind != "budget" or draft is None):
         raise ValueError(
@@ -66,6 +68,8 @@ def load(
             drafter = st.ModelDrafter(draft_model)
     elif ngram:
         drafter = st.NgramDrafter()
+    elif medusa is not None:
+        drafter = st.MedusaDrafter(model, st.load_medusa(Path(medusa), model))
     return Loaded(model, drafter, topology, tokenizer, str(tokenizer_path or checkpoint))
 
 
@@ -106,6 +110,7 @@ def run_generate(
     top_p: float,
     seed: int,
     max_length: int | None,
+    lossy: bool,
 ) -> None:
     """Decodes, and prints tokens as they are accepted.
 
@@ -127,6 +132,7 @@ def run_generate(
         top_p=top_p,
         max_length=max_length,
         key=jax.random.key(seed),
+        lossy=lossy,
     )
 
     def write(text: str) -> None:
@@ -150,7 +156,10 @@ def run_generate(
     write(tokenizer.decode(output)[len(shown) :] + "\n")
     seconds = time.perf_counter() - began
     speed = f"{(len(output) - first) / seconds:,.0f} tokens/s, " if calls > 1 else ""
+    label = (
+        f", LOSSY ({verifier}): not the target's own text" if verifier in LOSSY_VERIFIERS else ""
+    )
     console.print(
-        f"{len(output)} tokens, {calls} target calls, {speed}tau {len(output) / calls:.2f}",
+        f"{len(output)} tokens, {calls} target calls, {speed}tau {len(output) / calls:.2f}{label}",
         style="dim",
     )

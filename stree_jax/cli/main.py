@@ -1,4 +1,4 @@
-"""The `stree-jax` command: demo, generate, convert, inspect, train, distill, tree, tune-tree.
+"""The `stree-jax` command and its subcommands.
 
 User errors are one line on stderr and exit code 2. Each command imports its own module.
 """
@@ -65,6 +65,9 @@ def generate(
         str | None, typer.Option(help="Draft model: checkpoint directory or hub name.")
     ] = None,
     ngram: Annotated[bool, typer.Option("--ngram", help="Draft by n-gram prompt lookup.")] = False,
+    medusa: Annotated[
+        Path | None, typer.Option(help="Medusa heads of the target: checkpoint directory.")
+    ] = None,
     tree: Annotated[
         str | None,
         typer.Option(
@@ -82,6 +85,9 @@ def generate(
             help="Verification rule; by default the one that fits the drafter and the temperature."
         ),
     ] = None,
+    lossy: Annotated[
+        bool, typer.Option("--lossy", help="Allow a rule that changes the output: typical.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample from the k most probable tokens; 0: all.")] = 0,
@@ -103,6 +109,8 @@ def generate(
         raise ValueError("give either --prompt TEXT, or --prompts FILE.jsonl --output FILE.jsonl")
     if (prompts is None) != (output is None):
         raise ValueError("--prompts and --output come together")
+    if lossy and prompts is not None:
+        raise ValueError("--lossy is for a --prompt: texts of --prompts are always the target's")
     if prompt is not None:
         try:
             prompt.encode()
@@ -115,6 +123,7 @@ def generate(
         "checkpoint": checkpoint,
         "draft": draft,
         "ngram": ngram,
+        "medusa": None if medusa is None else str(medusa),
         "tree": tree,
         "sharpness": sharpness,
         "dtype": _checked(dtype) or "float32",
@@ -130,7 +139,8 @@ def generate(
     loaded = load(**source, tokenizer_path=tokenizer)
     console = Console(highlight=False)
     if prompts is None or output is None:
-        run_generate(console, loaded, prompt=prompt or "", max_length=max_length, **settings)
+        only: dict[str, Any] = {"max_length": max_length, "lossy": lossy}
+        run_generate(console, loaded, prompt=prompt or "", **only, **settings)
         return
     from stree_jax.cli.batch import run_batch
 
@@ -207,6 +217,19 @@ def distill(
 
 
 @app.command()
+def medusa(
+    recipe: Annotated[Path, typer.Argument(help="TOML file: text, number of heads, optimizer.")],
+    target: Annotated[Path, typer.Argument(help="Checkpoint directory of the target model.")],
+    output: Annotated[Path, typer.Argument(help="Directory of the heads to create.")],
+) -> None:
+    """Train Medusa heads for a target. Run again, it resumes."""
+    from stree_jax.cli.train import run_training
+
+    _interrupt_by_exception()
+    run_training(Console(), recipe, output, target=target, medusa=True)
+
+
+@app.command()
 def tree(
     spec: Annotated[str, typer.Argument(help="As in `generate --tree`.")],
 ) -> None:
@@ -230,6 +253,9 @@ def tune_tree(
         str | None, typer.Option(help="Draft model: checkpoint directory or hub name.")
     ] = None,
     ngram: Annotated[bool, typer.Option("--ngram", help="Draft by n-gram prompt lookup.")] = False,
+    medusa: Annotated[
+        Path | None, typer.Option(help="Medusa heads of the target: checkpoint directory.")
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 0.0,
     prompts: Annotated[
         Path | None,
@@ -252,6 +278,7 @@ def tune_tree(
         target=target,
         draft=draft,
         ngram=ngram,
+        medusa=medusa,
         temperature=temperature,
         prompts=prompts,
         max_nodes=max_nodes,

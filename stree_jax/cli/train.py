@@ -1,4 +1,4 @@
-"""`stree-jax train` and `stree-jax distill`: the training loop with a progress bar."""
+"""`stree-jax train`, `distill` and `medusa`: the training loop with a progress bar."""
 
 import shlex
 import sys
@@ -16,11 +16,18 @@ from rich.progress import (
 
 from stree_jax.cli.cache import enable_cache
 from stree_jax.training.recipe import Recipe
-from stree_jax.training.run import distill, train
+from stree_jax.training.run import distill, train, train_medusa
 
 
-def run_training(console: Console, recipe_path: Path, output: Path, target: Path | None) -> None:
-    """Trains, or distills a target, with a progress bar.
+def run_training(
+    console: Console,
+    recipe_path: Path,
+    output: Path,
+    target: Path | None,
+    *,
+    medusa: bool = False,
+) -> None:
+    """Trains, distills a target, or trains Medusa heads for one, with a progress bar.
 
     Raises:
         ValueError: the recipe, the target or the output is invalid.
@@ -28,11 +35,11 @@ def run_training(console: Console, recipe_path: Path, output: Path, target: Path
     recipe = Recipe.load(recipe_path)
     enable_cache()
     command = shlex.join(["stree-jax", *sys.argv[1:]])
-    reports = (
-        train(recipe, output, command=command)
-        if target is None
-        else distill(recipe, target, output, command=command)
-    )
+    if target is None:
+        reports = train(recipe, output, command=command)
+    else:
+        run = train_medusa if medusa else distill
+        reports = run(recipe, target, output, command=command)
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),

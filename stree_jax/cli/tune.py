@@ -29,6 +29,7 @@ def run_tune_tree(
     target: str,
     draft: str | None,
     ngram: bool,
+    medusa: Path | None,
     temperature: float,
     prompts: Path | None,
     max_nodes: int,
@@ -43,8 +44,10 @@ def run_tune_tree(
     Raises:
         ValueError: an argument is invalid.
     """
-    if (draft is None) != ngram:
-        raise ValueError("give either --draft DRAFT or --ngram: the tree is tuned for one drafter")
+    if (draft is not None) + ngram + (medusa is not None) != 1:
+        raise ValueError(
+            "give either --draft DRAFT, --ngram or --medusa HEADS: a tree is tuned for one drafter"
+        )
     if output is not None and not output.parent.is_dir():
         raise ValueError(f"--output {output}: the folder {output.parent} does not exist")
     texts = [*PROMPTS, *MORE_PROMPTS] if prompts is None else _read(prompts)
@@ -54,6 +57,8 @@ def run_tune_tree(
     drafter: st.Drafter = st.NgramDrafter()
     if draft is not None:
         drafter = st.ModelDrafter(st.from_pretrained(draft, dtype=dtype))
+    elif medusa is not None:
+        drafter = st.MedusaDrafter(model, st.load_medusa(medusa, model))
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with (
         Progress(*columns, console=console, transient=True) as progress,
@@ -98,7 +103,7 @@ def run_tune_tree(
             "sharpness": report.sharpness,
             "temperature": temperature,
             "target": target,
-            "draft": "n-gram" if draft is None else draft,
+            "draft": draft or ("n-gram" if medusa is None else str(medusa)),
             "device": str(jax.devices()[0].device_kind),
             "jax": jax.__version__,
             "decoded": {

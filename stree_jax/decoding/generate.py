@@ -9,7 +9,7 @@ import numpy as np
 from pallas_kernels import dispatch
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import DRAFT_FAILED
-from stree_jax.decoding.options import Plan, plan
+from stree_jax.decoding.options import Plan, is_lossless, plan
 from stree_jax.decoding.types import DecodeState, Statistics
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.models.cache import Cache
@@ -53,12 +53,14 @@ class Generation:
         stats: calls, drafts and acceptance.
         cache: the target's cache, which has read all tokens of a row but the last; None without
             `return_cache`.
+        lossless: False if a lossy verifier chose the tokens: they are not the target's.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
     stats: DecodeStatistics
     cache: Cache | None = None
+    lossless: bool = True
 
 
 class NonFiniteLogitsError(FloatingPointError):
@@ -90,6 +92,7 @@ def generate(
     max_length: int | None = None,
     key: jax.Array | None = None,
     return_cache: bool = False,
+    lossy: bool = False,
 ) -> Generation:
     """Continues prompts by speculative decoding; the output is the target's for every drafter.
 
@@ -117,6 +120,8 @@ def generate(
         key: random key, required above temperature 0. A single key is folded with the index of each
             row; an array of keys `[B]` is the rows' own.
         return_cache: return the target's cache too; its memory is held as long as the result.
+        lossy: allow a lossy verifier, such as "typical". Then nothing that is said above about the
+            output is true, and the result says `lossless = False`.
 
     Raises:
         ValueError: a bad argument, or a drafter and a verifier that are not exact together. Raised
@@ -137,6 +142,7 @@ def generate(
         eos_token=eos_token,
         max_length=max_length,
         key=key,
+        lossy=lossy,
     )
     with dispatch.on(model):
         state = request.decoder.start(model, request.drafter, request.context, request.keys)
@@ -161,6 +167,7 @@ def stream(
     eos_token: int | Sequence[int] | None = None,
     max_length: int | None = None,
     key: jax.Array | None = None,
+    lossy: bool = False,
 ) -> Iterator[list[list[int]]]:
     """As `generate`, but yields tokens as they are accepted.
 
@@ -183,6 +190,7 @@ def stream(
         eos_token=eos_token,
         max_length=max_length,
         key=key,
+        lossy=lossy,
     )
 
     def steps() -> Iterator[list[list[int]]]:
@@ -212,7 +220,8 @@ def _generation(
     for i, (row, start) in enumerate(zip(rows, np.asarray(request.context.length), strict=True)):
         tokens[i, : lengths[i]] = row[start : start + lengths[i]]
     cache = state.cache if return_cache else None
-    return Generation(tokens, lengths, statistics_of(state.statistics), cache)
+    lossless = is_lossless(request.decoder.verifier)
+    return Generation(tokens, lengths, statistics_of(state.statistics), cache, lossless)
 
 
 def _error(state: DecodeState, generation: Generation) -> NonFiniteLogitsError | None:

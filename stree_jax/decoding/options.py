@@ -11,10 +11,16 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from stree_jax.array_types import Array
-from stree_jax.decoding.drafters import Drafter, ModelDrafter
+from stree_jax.decoding.drafters import Drafter, MedusaDrafter, draft_models
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.types import Context, Limits, Sampling
-from stree_jax.decoding.verifiers import VERIFIERS, Traversal, Verifier
+from stree_jax.decoding.verifiers import (
+    BY_DEPTH,
+    LOSSY_VERIFIERS,
+    VERIFIERS,
+    Traversal,
+    Verifier,
+)
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.tree import TreeTopology
@@ -50,6 +56,7 @@ def plan(
     eos_token: int | Sequence[int] | None = None,
     max_length: int | None = None,
     key: jax.Array | None = None,
+    lossy: bool = False,
 ) -> Plan:
     """Checks a request; arguments and errors as in `generate`. Compiles nothing."""
     check_model(model)
@@ -79,12 +86,20 @@ def plan(
         )
     _check_drafter(drafter)
     topology = _checked_topology(topology, drafter, vocab_size)
-    if isinstance(drafter, ModelDrafter) and drafter.model.config.vocab_size != vocab_size:
-        raise ValueError(
-            f"draft and target have different vocabularies: {drafter.model.config.vocab_size} and"
-            f" {vocab_size} tokens; they must share one tokenizer"
-        )
+    for draft in draft_models(drafter):
+        if draft.config.vocab_size != vocab_size:
+            raise ValueError(
+                f"draft and target have different vocabularies: {draft.config.vocab_size} and"
+                f" {vocab_size} tokens; they must share one tokenizer"
+            )
+    if isinstance(drafter, MedusaDrafter):
+        drafter.check_target(model)
     chosen = _checked_verifier(verifier, drafter, topology, temperature_is_zero)
+    if not (lossy or is_lossless(chosen)):
+        raise ValueError(
+            f"verifier {chosen.name!r} is lossy: its output does not have the target's"
+            " distribution; pass lossy=True if you want that, or leave verifier out"
+        )
     batch = len(prompts)
     longest = int(np.asarray(context.length).max()) + max_new_tokens
     decoder = SpeculativeDecoder(
@@ -112,6 +127,12 @@ def plan(
             use_top_k_or_top_p=not temperature_is_zero and (top_k > 0 or top_p < 1),
         ),
     )
+
+
+def is_lossless(verifier: str | Verifier | None) -> bool:
+    """Whether a rule, or the one of that name, keeps the target's tokens or their distribution."""
+    rule = LOSSY_VERIFIERS.get(verifier) if isinstance(verifier, str) else verifier
+    return getattr(rule, "lossless", True)
 
 
 def buffer_size(needed: int, smallest: int = _SMALLEST_BUFFER) -> int:
@@ -219,19 +240,24 @@ def _checked_verifier(
     child_sampling = "top_k"
     if drafter is not None:
         child_sampling = drafter.child_sampling(topology, temperature_is_zero=temperature_is_zero)
+    drawn = child_sampling.removesuffix(BY_DEPTH)
     if verifier is None:
         if temperature_is_zero:
             verifier = "greedy"
-        elif topology.num_nodes == 1 or child_sampling not in ("iid", "without_replacement"):
+        elif topology.num_nodes == 1 or drawn not in ("iid", "without_replacement"):
             verifier = "target_only"
         elif max(map(len, topology.children)) == 1:
             verifier = "traversal"
         else:
-            verifier = "multi_step" if child_sampling == "iid" else "without_replacement"
+            verifier = "multi_step" if drawn == "iid" else "without_replacement"
     if isinstance(verifier, str):
-        if verifier not in VERIFIERS:
-            raise ValueError(f"unknown verifier {shown(verifier)}; known: {sorted(VERIFIERS)}")
-        verifier = VERIFIERS[verifier]
+        known = VERIFIERS | LOSSY_VERIFIERS
+        if verifier not in known:
+            raise ValueError(
+                f"unknown verifier {shown(verifier)}; known: {sorted(VERIFIERS)}, and lossy:"
+                f" {sorted(LOSSY_VERIFIERS)}"
+            )
+        verifier = known[verifier]
         if isinstance(verifier, Traversal) and child_sampling == "iid":
             verifier = dataclasses.replace(verifier, exact_for="iid")
     if isinstance(verifier, type) or not isinstance(verifier, Verifier):

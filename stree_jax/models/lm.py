@@ -147,9 +147,13 @@ class HybridLM(nnx.Module):
 
     def __call__(self, tokens: Tokens) -> Float32[Array, "B T V"]:
         """Next-token logits of whole sequences; V counts padded vocabulary rows too."""
+        return self.logits(self.hidden(tokens))
+
+    def hidden(self, tokens: Tokens) -> Float[Array, "B T M"]:
+        """Hidden states of whole sequences after the final norm, which `logits` takes."""
         lengths = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
         hidden, _ = self._sequence(tokens, lengths, self.init_cache(tokens.shape[0], 0))
-        return self.logits(self._final_norm(hidden))
+        return self._final_norm(hidden)
 
     def init_cache(self, batch: int, max_length: int) -> Cache:
         """The cache before the first token, with `max_length` places in attention layers.
@@ -255,9 +259,12 @@ class HybridLM(nnx.Module):
 
         V counts padded vocabulary rows too.
         """
-        with jax.named_scope("head"):
-            head = self.embedding if self.head is None else self.head
-            return contract("btm,vm->btv", hidden, head[...]) * self.config.logits_multiplier
+        return output_logits(hidden, self.output_head[...], self.config.logits_multiplier)
+
+    @property
+    def output_head(self) -> nnx.Param:
+        """What makes logits of hidden states, `[V, M]`: the embedding if they are tied."""
+        return self.embedding if self.head is None else self.head
 
     def replay(self, cache: Cache, pending: Pending, path: Path) -> Cache:
         """The cache after the nodes of `path`."""
@@ -309,3 +316,11 @@ class HybridLM(nnx.Module):
     def _final_norm(self, hidden: Array) -> Array:
         scale = self.final_norm_scale[...]
         return rms_norm(hidden, scale, self.config.norm_eps).astype(self.dtype)
+
+
+def output_logits(
+    hidden: Float[Array, "B T M"], output_head: Float[Array, "V M"], multiplier: float
+) -> Float32[Array, "B T V"]:
+    """Logits of hidden states after the final norm."""
+    with jax.named_scope("head"):
+        return contract("btm,vm->btv", hidden, output_head) * multiplier

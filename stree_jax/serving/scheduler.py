@@ -16,9 +16,17 @@ from stree_jax.decoding import slots
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.generate import failure, statistics_of
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.options import MAX_TOKENS, Plan, check_int, checked_prompts, plan
+from stree_jax.decoding.options import (
+    MAX_TOKENS,
+    Plan,
+    check_int,
+    checked_prompts,
+    is_lossless,
+    plan,
+)
 from stree_jax.decoding.types import Limits, Prefix, Sampling
 from stree_jax.decoding.verifiers import FollowTarget, Verifier
+from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM
 from stree_jax.serving.policy import DraftPolicy
 from stree_jax.serving.types import Completion, Job, Request
@@ -52,7 +60,8 @@ class Scheduler:
             distribution of a request, but not the text that it has alone.
 
     Raises:
-        ValueError: a bad argument, or a drafter and a verifier that are not exact together.
+        ValueError: a bad argument, a drafter and a verifier that are not exact together, or a lossy
+            verifier.
     """
 
     def __init__(
@@ -72,6 +81,11 @@ class Scheduler:
         check_int("quantum", quantum, 1)
         if adaptive and drafter is None:
             raise ValueError("adaptive = True chooses between drafts, and there is no drafter")
+        if not is_lossless(verifier):
+            raise ValueError(
+                f"verifier {shown(verifier)} is lossy, and a Scheduler gives the target's own"
+                " texts; leave verifier out, or use generate(..., lossy=True)"
+            )
         self._model, self._drafter, self._verifier = model, drafter, verifier
         self._max_length, self._quantum = max_length, quantum
         self._topology = topology

@@ -123,7 +123,8 @@ class Recipe:
     """A training run.
 
     Attributes:
-        model: arguments of `ModelConfig.mamba2_lm` except `vocab_size` and `eos_token`.
+        model: arguments of `ModelConfig.mamba2_lm` except `vocab_size` and `eos_token`; of Medusa
+            heads `num_heads` alone.
         training: the optimization.
         text: the files to train on.
         vocab_size: size of the tokenizer to train; unused in distillation.

@@ -1,13 +1,13 @@
-"""`train` and `distill`: from a recipe to a native checkpoint with tokenizer and model card."""
+"""`train`, `distill` and `train_medusa`: from a recipe to a native checkpoint with a model card."""
 
 import dataclasses
 import functools
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,12 @@ from tokenizers import Tokenizer
 from stree_jax.checkpoint import load_config, save_pretrained
 from stree_jax.config import ModelConfig
 from stree_jax.decoding.generate import generate
+from stree_jax.medusa_checkpoint import check_medusa, save_medusa
 from stree_jax.models.lm import HybridLM
+from stree_jax.models.medusa import MedusaHeads
 from stree_jax.pretrained import from_pretrained, load_tokenizer
 from stree_jax.training import data
-from stree_jax.training.objective import distillation_loss, next_token_loss
+from stree_jax.training.objective import distillation_loss, medusa_loss, next_token_loss
 from stree_jax.training.recipe import Recipe, Training
 from stree_jax.training.trainer import Loss, Progress, cast, evaluate, fit, forget_after
 
@@ -62,6 +64,63 @@ def train(recipe: Recipe, output: Path, *, command: str) -> Iterator[Progress]:
 
 def distill(recipe: Recipe, target_path: Path, output: Path, *, command: str) -> Iterator[Progress]:
     """Distills a target model into a draft model; arguments, yields and errors as in `train`."""
+    tokenizer, target = _open_target(target_path, output)
+    run = _run_directory(output, recipe.fingerprint() | {"target": _digest(target)})
+    model = _new_model(recipe, target.config.vocab_size, target.config.eos_token)
+
+    def loss(model: HybridLM, tokens: jax.Array, target: HybridLM) -> jax.Array:
+        tokens = tokens[:, :-1]
+        return distillation_loss(model, jax.lax.stop_gradient(target(tokens)), tokens)
+
+    yield from _run(recipe, output, run, command, model, tokenizer, loss, target)
+
+
+def train_medusa(
+    recipe: Recipe, target_path: Path, output: Path, *, command: str
+) -> Iterator[Progress]:
+    """Trains Medusa heads for a target; arguments, yields and errors as in `train`.
+
+    The recipe's model table has `num_heads` alone. The target's weights are not trained.
+    """
+    tokenizer, target = _open_target(target_path, output)
+    fingerprint = recipe.fingerprint() | {"target": _digest(target), "kind": "medusa"}
+    run = _run_directory(output, fingerprint, check_medusa)
+    try:
+        heads = MedusaHeads(target, rngs=nnx.Rngs(recipe.seed), **recipe.model)
+    except TypeError as error:
+        raise ValueError(f"the recipe's [model] table is for num_heads alone: {error}") from error
+    text = _text(recipe, tokenizer, target)
+
+    def loss(heads: MedusaHeads, tokens: jax.Array, target: HybridLM) -> jax.Array:
+        return medusa_loss(heads, target, tokens[:, :-1])
+
+    yield from fit(heads, loss, text.batch, recipe.training, run / "steps", target)
+    graph, weights = nnx.split(heads)
+
+    def stored_as(dtype: Any) -> MedusaHeads:
+        small = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(dtype), weights)
+        return nnx.merge(graph, small)
+
+    final = evaluate(stored_as(jnp.float32), loss, text.held_out, target)
+    card = f"""# {heads.num_heads} Medusa heads
+
+{sum(leaf.size for leaf in jax.tree.leaves(weights)):,} parameters, stored as bfloat16, for the
+target `{target_path.name}` and no other. They share its output head.
+
+- Command: `{command}`
+- Held-out KL divergence from the target, over all heads, earlier ones counting more: {final:.4f}
+  nats a token, on the last 1 % of each file, with the stored weights
+
+{_tables(recipe, text.corpus)}"""
+    save_medusa(stored_as(jnp.bfloat16), target, output, model_card=card, overwrite=True)
+
+
+def _open_target(target_path: Path, output: Path) -> tuple[Tokenizer, HybridLM]:
+    """A target and its tokenizer.
+
+    Raises:
+        ValueError: one of them is invalid, they do not fit, or `output` is the target.
+    """
     tokenizer = load_tokenizer(target_path)
     target = from_pretrained(target_path)
     if output.exists() and output.samefile(target_path):
@@ -71,14 +130,15 @@ def distill(recipe: Recipe, target_path: Path, output: Path, *, command: str) ->
             f"the tokenizer of {target_path} has {tokenizer.get_vocab_size()} tokens, its model"
             f" {target.config.vocab_size}; the model must cover the tokenizer"
         )
-    run = _run_directory(output, recipe.fingerprint() | {"target": _digest(target)})
-    model = _new_model(recipe, target.config.vocab_size, target.config.eos_token)
+    return tokenizer, target
 
-    def loss(model: HybridLM, tokens: jax.Array, target: HybridLM) -> jax.Array:
-        tokens = tokens[:, :-1]
-        return distillation_loss(model, jax.lax.stop_gradient(target(tokens)), tokens)
 
-    yield from _run(recipe, output, run, command, model, tokenizer, loss, target)
+class _Text(NamedTuple):
+    """What a run reads."""
+
+    corpus: data.Corpus
+    batch: Callable[[int], np.ndarray]  # of a step, partly written by the target
+    held_out: list[np.ndarray]
 
 
 def _run(
@@ -91,6 +151,17 @@ def _run(
     loss: Loss,
     target: HybridLM | None = None,
 ) -> Iterator[Progress]:
+    text = _text(recipe, tokenizer, target)
+    yield from fit(model, loss, text.batch, recipe.training, run / "steps", target)
+    # Evaluated with the weights as stored.
+    stored = cast(model, jnp.bfloat16)
+    final = evaluate(cast(stored, jnp.float32), loss, text.held_out, target)
+    verb = "trained" if target is None else "distilled"
+    card = _model_card(recipe, command, model, final, verb, text.corpus)
+    save_pretrained(stored, output, tokenizer=tokenizer, model_card=card, overwrite=True)
+
+
+def _text(recipe: Recipe, tokenizer: Tokenizer, target: HybridLM | None) -> _Text:
     training = recipe.training
     length = training.sequence_length + 1
     corpus, held_out = data.load_corpus(recipe.text, tokenizer, length)
@@ -114,15 +185,7 @@ def _run(
             tokens[:num_generated] = generated(step - place + place % 2)[place // 2]
         return tokens
 
-    yield from fit(model, loss, batch, training, run / "steps", target)
-    # Evaluated with the weights as stored.
-    stored = cast(model, jnp.bfloat16)
-    final = evaluate(
-        cast(stored, jnp.float32), loss, [read(held_out, step) for step in range(16)], target
-    )
-    verb = "trained" if target is None else "distilled"
-    card = _model_card(recipe, command, model, final, verb, corpus)
-    save_pretrained(stored, output, tokenizer=tokenizer, model_card=card, overwrite=True)
+    return _Text(corpus, batch, [read(held_out, step) for step in range(16)])
 
 
 def _continued(target: HybridLM, tokens: np.ndarray, seed: int, step: int) -> np.ndarray:
@@ -149,10 +212,17 @@ def _new_model(
     return HybridLM(config, rngs=nnx.Rngs(recipe.seed))
 
 
-def _run_directory(output: Path, fingerprint: dict[str, Any]) -> Path:
+def _run_directory(
+    output: Path, fingerprint: dict[str, Any], check: Callable[[Path], object] = load_config
+) -> Path:
     """The directory with the checkpoints of this run, created if this is its start.
 
     If only the end of the schedule changed, the checkpoints at the peak rate are still this run's.
+
+    Args:
+        output: the checkpoint to write, which may exist.
+        fingerprint: of the run.
+        check: refuses an `output` of another kind.
 
     Raises:
         ValueError: `output` is not a checkpoint, or the directory belongs to another run.
@@ -160,10 +230,11 @@ def _run_directory(output: Path, fingerprint: dict[str, Any]) -> Path:
     output = output.absolute()
     if output.exists():
         try:
-            load_config(output)
+            check(output)
         except ValueError as error:
             raise ValueError(
-                f"{output} exists and is not a stree-jax checkpoint; choose another output"
+                f"{output} exists and is not a stree-jax checkpoint of this kind; choose another"
+                " output"
             ) from error
     run = output.with_name(output.name + ".run")
     run.mkdir(parents=True, exist_ok=True)
@@ -226,13 +297,6 @@ def _model_card(
     training = recipe.training
     tokens = training.steps * training.batch_size * training.sequence_length
     loss_name = "KL divergence from the target" if verb == "distilled" else "cross-entropy"
-    rows = "\n".join(
-        f"| `{Path(text.path).name}` | {text.licence} | {text.weight:g} | {len(stream):,} |"
-        for text, stream in zip(recipe.text, corpus.streams, strict=True)
-    )
-    fields = "\n".join(
-        f"| {name} | {value} |" for name, value in dataclasses.asdict(training).items()
-    )
     perplexity = "" if verb == "distilled" else f" (perplexity {math.exp(loss):.1f})"
     layers = model.config.layers
     kind = "Mamba-2" if "attention" not in layers else "hybrid Mamba-2 and attention"
@@ -248,7 +312,19 @@ decoding on a laptop. It is far too small to be accurate about anything.
 - Held-out {loss_name}: {loss:.4f} nats a token{perplexity}, on the last 1 % of each file, with the
   stored weights
 
-| text | licence | weight | tokens |
+{_tables(recipe, corpus)}"""
+
+
+def _tables(recipe: Recipe, corpus: data.Corpus) -> str:
+    """Texts and training settings, in Markdown."""
+    rows = "\n".join(
+        f"| `{Path(text.path).name}` | {text.licence} | {text.weight:g} | {len(stream):,} |"
+        for text, stream in zip(recipe.text, corpus.streams, strict=True)
+    )
+    fields = "\n".join(
+        f"| {name} | {value} |" for name, value in dataclasses.asdict(recipe.training).items()
+    )
+    return f"""| text | licence | weight | tokens |
 |---|---|---|---|
 {rows}
 

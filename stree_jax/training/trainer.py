@@ -19,8 +19,9 @@ from stree_jax.checkpoint import check_shapes
 from stree_jax.models.lm import HybridLM
 from stree_jax.training.recipe import Training
 
-# (model, tokens, extra) -> scalar loss; `extra` is the target in distillation, else None.
-Loss = Callable[[HybridLM, Array, Any], Array]
+# (model, tokens, extra) -> scalar loss; the model is a HybridLM, or Medusa heads. `extra` is the
+# target of a distillation or of heads, else None.
+Loss = Callable[[Any, Array, Any], Array]
 
 
 class Progress(NamedTuple):
@@ -32,7 +33,7 @@ class Progress(NamedTuple):
 
 
 def fit(
-    model: HybridLM,
+    model: nnx.Module,
     loss: Loss,
     batch: Callable[[int], np.ndarray],
     training: Training,
@@ -161,7 +162,7 @@ def forget_after(checkpoints: Path, step: int) -> None:
         shutil.rmtree(checkpoints / str(late))
 
 
-def evaluate(model: HybridLM, loss: Loss, batches: list[np.ndarray], extra: Any = None) -> float:
+def evaluate(model: nnx.Module, loss: Loss, batches: list[np.ndarray], extra: Any = None) -> float:
     """Mean loss over batches of tokens."""
     compiled = jax.jit(loss)
     return float(np.mean([compiled(model, jnp.asarray(batch), extra) for batch in batches]))

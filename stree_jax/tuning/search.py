@@ -21,9 +21,12 @@ def replay_tau(topology: TreeTopology, trace: RankTrace) -> float:
     for ranks in trace.ranks:
         at = 0
         while at < len(ranks):
-            node = 0
-            while at < len(ranks) and ranks[at] < min(len(children[node]), trace.num_ranks):
-                node = children[node][ranks[at]]
+            start, node = at, 0
+            while at < len(ranks):
+                rank = _column(ranks, at - start, trace.num_ranks)[start]
+                if rank >= min(len(children[node]), trace.num_ranks):
+                    break
+                node = children[node][rank]
                 at += 1
             at += 1  # the target's own token, unless the text ended before it
             calls += 1
@@ -36,13 +39,21 @@ def acceptance(trace: RankTrace, max_depth: int) -> Float[np.ndarray, "D ranks"]
     for depth in range(max_depth):
         taken = np.zeros(trace.num_ranks + 1)
         for ranks in trace.ranks:
-            hit = ranks < trace.num_ranks
-            reached = np.ones(max(len(ranks) - depth, 0), bool)
+            count = max(len(ranks) - depth, 0)
+            reached = np.ones(count, bool)
             for above in range(depth):
-                reached &= hit[above : above + len(reached)]
-            taken += np.bincount(ranks[depth:][reached], minlength=trace.num_ranks + 1)
+                reached &= _column(ranks, above, trace.num_ranks)[:count] < trace.num_ranks
+            own = _column(ranks, depth, trace.num_ranks)[:count]
+            taken += np.bincount(own[reached], minlength=trace.num_ranks + 1)
         table[depth] = taken[:-1] / max(taken.sum(), 1)
     return table
+
+
+def _column(ranks: np.ndarray, depth: int, none: int) -> np.ndarray:
+    """Ranks of the tokens that come `depth` after each start of a step."""
+    if ranks.ndim == 1:
+        return ranks[depth:]
+    return ranks[:, depth] if depth < ranks.shape[1] else np.full(len(ranks), none)
 
 
 def best_trees(

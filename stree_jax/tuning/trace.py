@@ -28,7 +28,8 @@ class RankTrace(NamedTuple):
 
     Attributes:
         ranks: for each text `[T]`, the rank of every new token among the candidates after the
-            tokens before it: 0 for the first, `num_ranks` if it was none of them.
+            tokens before it: 0 for the first, `num_ranks` if it was none of them. If candidates
+            depend on the depth of a node `[T, D]`: of token t + d at depth d + 1, see `head_trace`.
         num_ranks: candidates that were asked for.
     """
 
@@ -56,12 +57,7 @@ def rank_trace(
         ValueError: the drafter draws its candidates with random numbers of its own.
     """
     topology = TreeTopology.from_branching((num_ranks,))
-    how = drafter.child_sampling(topology, temperature_is_zero=request.sampling.temperature_is_zero)
-    if how in ("iid", "without_replacement"):
-        raise ValueError(
-            f"child_sampling = {how!r} draws candidates anew in every step, so their ranks say"
-            " nothing about other trees; use 'shared' or 'auto'"
-        )
+    check_how(drafter, request.sampling, num_ranks)
     ranks = []
     for at in positions(request, tokens, 1):
         state = drafter.prepare(at.context, topology, request.decoder.max_length)
@@ -112,15 +108,11 @@ def positions(request: Plan, tokens: Sequence[np.ndarray], ahead: int) -> Iterat
         tokens: the new tokens of each row.
         ahead: tokens to show from each place on.
     """
-    prompts = np.asarray(request.context.tokens)
-    starts = np.asarray(request.context.length)
+    texts, starts = whole_texts(request, tokens), np.asarray(request.context.length)
     rows = np.repeat(np.arange(len(tokens)), [len(new) for new in tokens])
     emitted = np.concatenate([np.arange(len(new)) for new in tokens])
-    texts = np.zeros((len(tokens), request.decoder.max_length), np.int32)
     wanted = np.full((len(tokens), max(map(len, tokens)) + ahead), -1, np.int32)
-    for text, want, prompt, start, new in zip(texts, wanted, prompts, starts, tokens, strict=True):
-        text[:start] = prompt[:start]
-        text[start : start + len(new)] = new
+    for want, new in zip(wanted, tokens, strict=True):
         want[: len(new)] = new
     for first in range(0, len(rows), _BATCH):
         # The last batch is filled up with its last position.
@@ -134,6 +126,28 @@ def positions(request: Plan, tokens: Sequence[np.ndarray], ahead: int) -> Iterat
             jnp.asarray(emitted[at], jnp.int32),
             wanted[row[:, None], emitted[at, None] + np.arange(ahead)],
             min(_BATCH, len(rows) - first),
+        )
+
+
+def whole_texts(request: Plan, tokens: Sequence[np.ndarray]) -> Int[np.ndarray, "B L"]:
+    """Prompts and the new tokens after them, in buffers of the plan's `max_length`."""
+    prompts = np.asarray(request.context.tokens)
+    starts = np.asarray(request.context.length)
+    texts = np.zeros((len(tokens), request.decoder.max_length), np.int32)
+    for text, prompt, start, new in zip(texts, prompts, starts, tokens, strict=True):
+        text[:start] = prompt[:start]
+        text[start : start + len(new)] = new
+    return texts
+
+
+def check_how(drafter: Drafter, sampling: Sampling, num_ranks: int) -> None:
+    """Refuses drafters that draw their candidates with random numbers of their own."""
+    topology = TreeTopology.from_branching((num_ranks,))
+    how = drafter.child_sampling(topology, temperature_is_zero=sampling.temperature_is_zero)
+    if how in ("iid", "without_replacement"):
+        raise ValueError(
+            f"child_sampling = {how!r} draws candidates anew in every step, so their ranks say"
+            " nothing about other trees; use 'shared' or 'auto'"
         )
 
 

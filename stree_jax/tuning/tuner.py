@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from stree_jax.decoding.drafters import Drafter, DynamicDrafter, ModelDrafter
+from stree_jax.decoding.drafters import Drafter, DynamicDrafter, MedusaDrafter, ModelDrafter
 from stree_jax.decoding.generate import Generation, generate
 from stree_jax.decoding.options import Plan, plan
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 from stree_jax.tuning.dynamic import dynamic_tau, fitted
+from stree_jax.tuning.heads import head_trace
 from stree_jax.tuning.measure import SIZES, WIDTHS, Costs, measure_costs
 from stree_jax.tuning.search import acceptance, best_trees, replay_tau, standard_error
 from stree_jax.tuning.trace import RankTrace, rank_trace
@@ -124,7 +125,8 @@ def tune(
 
     Args:
         target: the model.
-        drafter: fills static trees, such as a `ModelDrafter` or an `NgramDrafter`.
+        drafter: fills static trees, such as a `ModelDrafter`, an `NgramDrafter` or a
+            `MedusaDrafter`.
         prompts: at least two, like those that will be decoded.
         temperature: at which texts are decoded.
         key: random key, required above temperature 0.
@@ -160,7 +162,12 @@ def tune(
     written = [row[:length] for row, length in zip(texts.tokens, texts.lengths, strict=True)]
     progress("the target writes", 1, 1)
     vocab_size = target.config.vocab_size
-    trace = rank_trace(drafter, request, written, min(NUM_RANKS, vocab_size), vocab_size)
+    num_ranks = min(NUM_RANKS, vocab_size)
+    if isinstance(drafter, MedusaDrafter):
+        max_depth = min(max_depth, drafter.heads.num_heads)
+        trace = head_trace(target, drafter, request, written, num_ranks)
+    else:
+        trace = rank_trace(drafter, request, written, num_ranks, vocab_size)
     num_traced = int(texts.lengths.sum())
     if num_traced < _ENOUGH_TOKENS:
         warnings.warn(

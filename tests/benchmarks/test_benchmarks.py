@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flax import nnx
 
 import stree_jax as st
-from benchmarks import common, decode, experts, serving, tuned
+from benchmarks import common, decode, experts, hierarchical, medusa, serving, tuned
 from benchmarks.decode import methods
 from benchmarks.models import random_pair
 from benchmarks.prompts import load_prompts
@@ -180,9 +181,11 @@ def test_a_machine_without_git(monkeypatch):
 
 
 ENTRY_POINTS = (
-    *("attention_share", "batch", "conversion", "decode", "experts", "gpu_session", "long_context"),
+    *("attention_share", "batch", "conversion", "decode", "experts", "gpu_session", "hierarchical"),
     *(
+        "long_context",
         "lossless",
+        "medusa",
         "packed",
         "peer",
         "same_key",
@@ -236,3 +239,60 @@ def test_serving():
     assert [row["same_tokens"] for row in rows] == [5, 5, 5]
     assert rows[1]["speed_up"]["median"] == 1
     json.dumps(rows)
+
+
+def test_the_formulas_of_hierarchical_decoding():
+    for a, b, m, n in ((0.8, 0.6, 4, 2), (0.5, 0.5, 1, 4), (0.9, 0.3, 2, 0), (1.0, 1.0, 3, 2)):
+        odds = ([b] * n + [a]) * m
+        want = hierarchical.expected_of_order(odds)
+        np.testing.assert_allclose(hierarchical.expected_tokens(a, b, m, n), want, rtol=1e-12)
+        got = hierarchical.simulated(odds, 20_000, np.random.default_rng(0))
+        np.testing.assert_allclose(got, want, rtol=0.05)
+    better_first = hierarchical.expected_of_order([0.8] * 4 + [0.6] * 8)
+    assert better_first > hierarchical.expected_tokens(0.8, 0.6, 4, 2) + 1
+
+
+@pytest.mark.parametrize("pattern", ["sq", "ssq", "qs"])
+def test_algorithm_2_is_exact_with_the_right_residual_only(pattern):
+    found = hierarchical.distances(pattern, 2)
+    assert found["printed"] > 0.3
+    assert 0.02 < found["indexed"] < 0.3
+    assert found["residual"] < 1e-12
+    target, medium, _ = hierarchical.random_laws(0)
+    joint = hierarchical.algorithm_2(target, [medium] * 2, "printed")
+    np.testing.assert_allclose(joint.sum(), 1.0)
+
+
+@pytest.mark.slow
+def test_hierarchical(tmp_path):
+    draft = str(st.demo_path("draft"))
+    options = f"--small {draft} --prompts 2 --tokens 8 --rounds 1 --most 1 --trials 1000 --seeds 1"
+    hierarchical.main([*options.split(), "--temperatures", "0", "--output", str(tmp_path)])
+    (path,) = tmp_path.glob("hierarchical-*.json")
+    found = json.loads(path.read_text())
+    assert {row["method"] for row in found["decoding"]} > {"cascade of q and s"}
+    assert found["lengths"][0]["measured"] >= 1
+
+
+def test_the_tree_of_the_best_ranks():
+    accept = np.array([[0.5, 0.3, 0.1], [0.6, 0.2, 0.0]])
+    # 0: .5, 1: .3, 0 0: .3, 1 0: .18, then 2 and 0 1, both .1
+    assert medusa.best_tree(accept, 5).parents == (-1, 0, 0, 1, 2)
+    assert medusa.best_tree(accept, 6).parents == (-1, 0, 0, 0, 1, 2)
+
+
+def test_typical_acceptance_is_far_from_the_target():
+    assert 0.3 < medusa.typical_distance(4)["largest"] <= 1
+
+
+@pytest.mark.slow
+def test_medusa(tmp_path):
+    target = st.from_pretrained(st.demo_path("target"))
+    heads = st.MedusaHeads(target, num_heads=2, rngs=nnx.Rngs(0))
+    st.save_medusa(heads, target, tmp_path / "heads")
+    options = f"--heads {tmp_path / 'heads'} --prompts 2 --tokens 8 --rounds 1 --nodes 4"
+    medusa.main([*options.split(), "--temperatures", "1", "--output", str(tmp_path)])
+    (path,) = tmp_path.glob("medusa-*.json")
+    found = json.loads(path.read_text())
+    assert len(found["decoding"]) == 7
+    assert found["lossy_typical"][0]["tau"] >= 1

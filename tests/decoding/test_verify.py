@@ -140,14 +140,23 @@ def enumerated_joint(models, topology, tokens, weights, **options):
 
 
 def enumerated(models, topology, tokens, weights, *, replace, rule=try_children, length=2):
-    """Enumerates all patterns of passed and failed tests, with the odds the verifier reports.
+    """Distribution of the first tokens, and the expected number of accepted drafts."""
+    joint, accepted = np.zeros((VOCAB,) * length), 0.0
+    options = dict(replace=replace, rule=rule)
+    for weight, walk in walks(models, topology, tokens, weights, **options):
+        joint += first_tokens(models, topology, tokens, weight, walk.last, walk.probs, length)
+        accepted += (weight * np.array(topology.depths)[walk.last]).sum()
+    return joint, accepted
 
-    Returns the distribution of the first tokens, and the expected number of accepted drafts.
+
+def walks(models, topology, tokens, weights, *, replace, rule=try_children):
+    """All patterns of passed and failed tests, with their odds as the verifier reports them.
+
+    Yields the probability of the pattern for each draft, and what it ends in.
     """
     p, q = tables(models, topology, tokens)
     with np.errstate(divide="ignore"):
         log_p, log_q = np.log(p).astype(np.float32), np.log(q).astype(np.float32)
-    joint, accepted = np.zeros((VOCAB,) * length), 0.0
     seen = [set() for _ in tokens]
     for pattern in itertools.product((0.0, 1 - 2**-24), repeat=topology.num_nodes - 1):
         uniforms = np.broadcast_to(np.array([0.0, *pattern], np.float32), tokens.shape)
@@ -171,10 +180,7 @@ def enumerated(models, topology, tokens, weights, *, replace, rule=try_children,
         new = np.array([s not in known for s, known in zip(signature, seen, strict=True)])
         for s, known in zip(signature, seen, strict=True):
             known.add(s)
-        weight = weights * chance * new
-        joint += first_tokens(models, topology, tokens, weight, walk.last, walk.probs, length)
-        accepted += (weight * np.array(topology.depths)[walk.last]).sum()
-    return joint, accepted
+        yield weights * chance * new, walk
 
 
 @pytest.mark.parametrize("kind", ["full support", "filtered", "cold"])

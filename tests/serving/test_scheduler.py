@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import stree_jax as st
+from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
+from tests.decoding.test_medusa import heads_of
 from tests.tiny import perturbed, tiny_model, with_weight
 
 TREE = st.TreeTopology.from_branching((2, 1))
@@ -137,6 +139,17 @@ def test_one_request_is_generate():
         assert completion.seconds_decoded > 0 <= completion.seconds_queued
 
 
+def test_medusa_heads():
+    """A new tenant of a row drafts nothing until its own hidden state is known."""
+    model = tiny_model()
+    requests = mixed(ragged(6), WAYS[:2])
+    drafter = st.MedusaDrafter(model, heads_of(model, amount=0.05))
+    scheduler = st.Scheduler(model, rows=2, max_length=60, quantum=3, drafter=drafter)
+    done = served(scheduler, requests)
+    assert [completion.tokens for completion in done] == alone(model, requests)
+    assert sum(completion.stats.num_accepted for completion in done) > 0
+
+
 @pytest.mark.slow
 def test_a_verifier_that_tests_drafts_gives_the_text_of_the_request_alone():
     """Its random numbers belong to the row's own steps."""
@@ -229,6 +242,8 @@ def test_requests_may_come_while_others_are_served():
         (dict(topology=TREE), "needs a drafter"),
         (dict(verifier="best"), "unknown verifier 'best'"),
         (dict(adaptive=True), "there is no drafter"),
+        (dict(verifier="typical"), "'typical' is lossy, and a Scheduler"),
+        (dict(verifier=LOSSY_VERIFIERS["typical"]), "is lossy, and a Scheduler"),
     ],
 )
 def test_bad_schedulers_are_refused(options, message):

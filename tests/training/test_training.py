@@ -11,9 +11,9 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.checkpoint import load_config
 from stree_jax.training import data
-from stree_jax.training.objective import distillation_loss, next_token_loss
+from stree_jax.training.objective import distillation_loss, medusa_loss, next_token_loss
 from stree_jax.training.recipe import Recipe, Text, Training
-from stree_jax.training.run import _continued, _run_directory, distill, train
+from stree_jax.training.run import _continued, _run_directory, distill, train, train_medusa
 from stree_jax.training.trainer import _schedule, cast, fit, forget_after
 from tests.tiny import apply, perturbed, tiny_model
 
@@ -387,3 +387,86 @@ def test_an_invalid_model_table_is_refused(recipe_file, tmp_path):
     recipe = dataclasses.replace(Recipe.load(recipe_file), model={"depth": 3})
     with pytest.raises(ValueError, match=r"the recipe's \[model\] table is invalid"):
         list(train(recipe, tmp_path / "out", command=""))
+
+
+def test_the_loss_of_medusa_heads(tmp_path):
+    """Against a loop over heads and positions; multipliers and padding count. It can be learned."""
+    for name in ("falcon_h1 hybrid", "groups"):
+        target = tiny_model(name)
+        heads = st.MedusaHeads(target, num_heads=2, rngs=nnx.Rngs(0))
+        heads.kernel[...] = 0.3 * jax.random.normal(jax.random.key(0), heads.kernel.shape)
+        tokens = np.array([[1, 5, 2, 9, 3], [3, 3, 0, 36, 7]], np.int32)
+        hidden = jax.jit(lambda model, tokens: model.hidden(tokens))(target, tokens)
+        log_p = jax.nn.log_softmax(np.asarray(apply(target, tokens), np.float64)[..., :37])
+        want, ahead = 0.0, heads(hidden)
+        for head, weight in enumerate((1.0, 0.8)):
+            log_q = jax.nn.log_softmax(target.logits(ahead[:, :, head])[..., :37])
+            terms = [
+                (np.exp(log_p[:, t + head + 1]) * (log_p[:, t + head + 1] - log_q[:, t])).sum(-1)
+                for t in range(4 - head)
+            ]
+            want += weight * np.mean(terms) / 1.8
+        got = medusa_loss(heads, target, jnp.asarray(tokens))
+        np.testing.assert_allclose(got, want, rtol=1e-4)
+
+    def loss(heads, tokens, target):
+        return medusa_loss(heads, target, tokens)
+
+    reports = fit(heads, loss, lambda step: batch(0), TRAINING, tmp_path / "steps", target)
+    losses = [report.loss for report in reports]
+    assert losses[-1] < 0.97 * losses[0]
+
+
+def test_medusa_heads_are_trained_resumed_and_refused_with_another_target(tmp_path, recipe_file):
+    """The target stays as it is; a run that was interrupted gives the same heads."""
+    target = tmp_path / "target"
+    list(train(Recipe.load(recipe_file), target, command=""))
+    before = st.from_pretrained(target)
+    text = RECIPE[RECIPE.index("[training]") :].replace("save_every", "generated = 0.5\nsave_every")
+    recipe_file.write_text("[model]\nnum_heads = 2\n" + text)
+    recipe = Recipe.load(recipe_file)
+    whole = list(train_medusa(recipe, target, tmp_path / "whole", command="medusa recipe"))
+    assert [report.step for report in whole] == [1, 2, 3, 4, 5, 6]
+    parts = train_medusa(recipe, target, tmp_path / "parts", command="")
+    for report in parts:
+        if report.step == 3:
+            parts.close()
+            break
+    rest = list(train_medusa(recipe, target, tmp_path / "parts", command=""))
+    assert [report.step for report in rest] == [3, 4, 5, 6]
+    one, other = (st.load_medusa(tmp_path / name, before) for name in ("whole", "parts"))
+    assert one.num_heads == 2
+    assert float(jnp.abs(one.kernel[...]).max()) > 0
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(one), nnx.state(other))
+    assert "Command: `medusa recipe`" in (tmp_path / "whole" / "README.md").read_text()
+
+    # A digest does not depend on how the target is loaded; heads take its dtype.
+    small = st.load_medusa(tmp_path / "whole", st.from_pretrained(target, dtype="bfloat16"))
+    assert small.kernel.dtype == jnp.bfloat16
+    out = st.generate(before, [[1, 2]], max_new_tokens=5, drafter=st.MedusaDrafter(before, one))
+    want = st.generate(before, [[1, 2]], max_new_tokens=5)
+    np.testing.assert_array_equal(out.tokens, want.tokens)
+
+    changed = perturbed(before, 0.1)
+    with pytest.raises(ValueError, match="trained with another target; load that one, or train"):
+        st.load_medusa(tmp_path / "whole", changed)
+    with pytest.raises(ValueError, match="has no Medusa heads; it is a model, for from_pretrained"):
+        st.load_medusa(target, before)
+    with pytest.raises(ValueError, match="holds Medusa heads and no model; load them with load_me"):
+        st.from_pretrained(tmp_path / "whole")
+    with pytest.raises(ValueError, match="exists and is not a stree-jax checkpoint of this kind"):
+        list(distill(recipe, target, tmp_path / "whole", command=""))
+    (tmp_path / "whole" / "config.json").write_text(
+        (tmp_path / "whole" / "config.json").read_text().replace('"num_heads": 2', '"num_heads": 3')
+    )
+    with pytest.raises(ValueError, match="the weights of .* disagree with its config"):
+        st.load_medusa(tmp_path / "whole", before)
+    with pytest.raises(ValueError, match=r"the recipe's .model. table is for num_heads alone"):
+        list(
+            train_medusa(
+                dataclasses.replace(recipe, model={"d_model": 3}),
+                target,
+                tmp_path / "bad",
+                command="",
+            )
+        )

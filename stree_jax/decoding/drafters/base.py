@@ -45,6 +45,9 @@ class Drafter(Protocol):
             "shared"                by the `noise` that `propose` gets: the target uses it too
             "iid"                   independent samples of the draft's distribution
             "without_replacement"   samples of it, all different, in the order drawn
+            "iid_by_depth", "without_replacement_by_depth"
+                                    the same, drawn once for a depth, from a distribution that does
+                                    not depend on the path; all nodes of the depth share the draws
 
         Any other name is accepted by the verifiers that follow the target ("greedy",
         "target_only") and refused by the other built-in ones.

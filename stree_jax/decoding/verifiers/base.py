@@ -9,6 +9,8 @@ from stree_jax.tree import TreeTopology
 # How a drafter chooses the children of a node, see `Drafter.child_sampling`. A rule that compares
 # draft and target probabilities is exact for one of these only.
 CHILD_SAMPLING = ("top_k", "shared", "iid", "without_replacement")
+# Behind the last two: drawn once for a depth, and all its nodes share the draws.
+BY_DEPTH = "_by_depth"
 
 
 @runtime_checkable
@@ -17,6 +19,9 @@ class Verifier(Protocol):
 
     Immutable and hashable, such as a frozen dataclass without arrays: it is part of the compilation
     key. Two that are equal share a program, so equal ones must compute the same.
+
+    A rule that keeps neither the target's tokens nor their distribution says so with an attribute
+    `lossless = False`; `generate` then needs `lossy=True`.
 
     A rule may wrap a built-in one of `VERIFIERS` and delegate to it. `docs/extending.md` explains
     what is static and what is traced; `examples/own_verifier.py` is one.

@@ -17,7 +17,7 @@ With one child a node both are the speculative sampling of Leviathan et al., 202
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jax import lax
 from stree_jax.array_types import Array, Float32, Int, Key
 from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.types import DraftTree, Sampling, Verdict
+from stree_jax.decoding.verifiers.base import BY_DEPTH
 from stree_jax.decoding.verifiers.following import FollowTarget
 from stree_jax.tree import Tree, TreeTopology
 
@@ -43,6 +44,7 @@ class RejectionSampling:
 
     name: str
     exact_for: str
+    needs_own_draws: ClassVar[bool] = False  # each node's; not those that a depth shares
 
     def check(
         self, child_sampling: str, topology: TreeTopology, *, temperature_is_zero: bool
@@ -54,8 +56,15 @@ class RejectionSampling:
             return
         # A lone child is drawn the same way with and without replacement.
         branching = max(map(len, topology.children))
-        drawn = child_sampling in ("iid", "without_replacement")
-        if child_sampling != self.exact_for and not (drawn and branching <= 1):
+        how = child_sampling.removesuffix(BY_DEPTH)
+        if how != child_sampling and self.needs_own_draws:
+            other = "multi_step" if how == "iid" else how
+            raise ValueError(
+                f"verifier {self.name!r} is not exact where nodes of a depth share their draws, as"
+                f" with child_sampling = {child_sampling!r}; use {other!r}, or a chain"
+            )
+        drawn = how in ("iid", "without_replacement")
+        if how != self.exact_for and not (drawn and branching <= 1):
             raise ValueError(
                 f"verifier {self.name!r} is not exact for child_sampling = {child_sampling!r},"
                 f" only for {self.exact_for!r}; use 'target_only', which is exact for any, or"

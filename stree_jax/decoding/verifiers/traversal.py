@@ -39,6 +39,8 @@ class Traversal(RejectionSampling):
     when the verifier is given by name.
     """
 
+    needs_own_draws = True
+
     def rule(self, topology: TreeTopology) -> Rule:
         """All nodes of a chain at once; a tree node by node."""
         return traverse_chain if max(map(len, topology.children)) <= 1 else traverse

@@ -1,0 +1,342 @@
+"""Drafting with a draft model that is itself sped up by speculative decoding.
+
+The medium model verifies the drafts of an inner drafter, some rounds in a row. What it accepts and
+what it adds is the chain that the target verifies. Every token of the chain is one that the medium
+model would have drafted: its best one, its best one with the target's noise, or a sample of it.
+Only the length of the chain is random. Whether a token is there depends on tests of tokens before
+it, so verifiers are as exact as for a chain of fixed length.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from stree_jax.array_types import Array, Bool, Float, Float32, Int, Key
+from stree_jax.decoding.drafters.base import Drafter
+from stree_jax.decoding.drafters.chains import (
+    chain_of,
+    check_child_sampling,
+    chosen_child_sampling,
+    hung_below,
+)
+from stree_jax.decoding.prefill import prefill
+from stree_jax.decoding.sampling import all_finite, position_noise, token_log_probs
+from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
+from stree_jax.decoding.verifiers import VERIFIERS
+from stree_jax.messages import shown
+from stree_jax.models.cache import Cache, Path, Pending, path_to
+from stree_jax.models.lm import HybridLM, check_model
+from stree_jax.tree import Tree, TreeTopology
+
+MAX_DEPTH = 64  # each round is part of the program
+
+
+class Round(NamedTuple):
+    """What the inner drafter proposed in a round."""
+
+    state: Any  # of the inner drafter, from its `propose`
+    tokens: Int[Array, "B drafts"]
+    tree: Tree
+
+
+class CascadeState(NamedTuple):
+    """What a cascade carries between steps.
+
+    The medium model's own tree is the catch-up token, then the trees of all rounds, each of which
+    hangs below the last node that was accepted in the round before. Its root is the token that the
+    medium model added there. The last of these added tokens is not read. If the target accepts it,
+    it is the next catch-up token.
+
+    The inner drafter goes on from round to round as if the target accepted everything. Its states
+    of all rounds are kept, and the one in whose round the target's path ends is committed. One more
+    round is drafted than verified, for paths that end in the last added token.
+    """
+
+    cache: Cache
+    pending: Pending  # of the medium model's own tree
+    path: Path  # accepted in that tree, to be replayed
+    catch_up: Int[Array, " B"]
+    has_catch_up: Bool[Array, " B"]
+    own: Tree
+    place: Int[Array, "B N"]  # of each node of the chain in the own tree
+    rounds: tuple[Round, ...]  # the first one's state is what the next step starts from
+
+
+class CascadeDrafter(nnx.Module):
+    """A chain written by a medium model, which is sped up by an inner drafter.
+
+    In each of `rounds` the inner drafter fills a tree, the medium model reads it in one call,
+    accepts a path and adds a token. Chains have up to `rounds * (inner_topology.depth + 1)` drafts,
+    fewer where the medium model accepts less.
+
+    The inner drafter gets no hidden states: zeros, of the medium model's width. The memory of its
+    state is needed `rounds + 1` times.
+
+    Args:
+        medium: with the target's vocabulary.
+        inner: any drafter that `generate` takes with the medium model as target: `NgramDrafter()`
+            costs nothing, `ModelDrafter(small)` makes three levels.
+        rounds: calls of the medium model in a step.
+        inner_topology: the tree of a round; None: a chain of 2.
+        child_sampling: "auto" drafts the medium model's best token at temperature 0, and above it
+            its best one with the noise that the target draws its tokens with. "iid" samples; then
+            verifiers that test drafts by their probabilities are exact.
+
+    Raises:
+        ValueError: bad numbers, no model, or an inner drafter that cannot be one.
+    """
+
+    def __init__(
+        self,
+        medium: HybridLM,
+        inner: Drafter,
+        *,
+        rounds: int = 2,
+        inner_topology: TreeTopology | None = None,
+        child_sampling: str = "auto",
+    ):
+        check_model(medium)
+        if not (isinstance(inner, nnx.Module) and isinstance(inner, Drafter)):
+            raise ValueError(
+                "inner must be a drafter that is a flax.nnx.Module, such as NgramDrafter() or"
+                f" ModelDrafter(small); got {shown(inner)}"
+            )
+        if inner_topology is None:
+            inner_topology = TreeTopology.chain(2)
+        if not isinstance(inner_topology, TreeTopology) or inner_topology.num_nodes == 1:
+            raise ValueError(
+                "inner_topology must be a TreeTopology with at least one draft, got"
+                f" {shown(inner_topology)}"
+            )
+        most = MAX_DEPTH // (inner_topology.depth + 1)
+        if isinstance(rounds, bool) or not isinstance(rounds, int) or not 1 <= rounds <= most:
+            raise ValueError(
+                f"rounds must be an integer from 1 to {most}, so that chains have at most"
+                f" {MAX_DEPTH} drafts; got {shown(rounds)}"
+            )
+        check_child_sampling(child_sampling)
+        self.medium = medium
+        self.inner = inner
+        self.rounds = rounds
+        self.inner_topology = inner_topology.level_order()
+        self._child_sampling = child_sampling
+
+    def default_topology(self) -> TreeTopology:
+        """A chain with room for all that the rounds can accept, the only tree that there is."""
+        return TreeTopology.chain(self.rounds * (self.inner_topology.depth + 1))
+
+    def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
+        """See `Drafter`."""
+        depth = self.default_topology().depth
+        if topology.parents != self.default_topology().parents:
+            raise ValueError(
+                f"a cascade of {self.rounds} rounds fills a chain of {depth} drafts and no other"
+                f" tree; leave topology out, or use TreeTopology.chain({depth})"
+            )
+        self._inner_sampling(temperature_is_zero)  # may refuse
+        return chosen_child_sampling(self._child_sampling, temperature_is_zero)
+
+    def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> CascadeState:
+        """See `Drafter`."""
+        batch, inner = context.length.shape[0], self.inner_topology
+        num_nodes = 1 + self.rounds * inner.num_nodes
+        none = jnp.full(batch, -1, jnp.int32)
+        # The inner drafter goes beyond the end of a row before the target cuts the path.
+        state = self.inner.prepare(context, inner, max_length + topology.depth)
+
+        def no_round() -> Round:
+            nodes = jnp.zeros((batch, inner.num_nodes), jnp.int32)
+            return Round(
+                jax.tree.map(jnp.copy, state), nodes, inner.tree(jnp.zeros(nodes.shape, bool))
+            )
+
+        return CascadeState(
+            cache=prefill(self.medium, context.tokens, context.length - 1, max_length),
+            pending=self.medium.init_pending(batch, num_nodes),
+            path=Path(
+                jnp.zeros((batch, num_nodes), bool), jnp.tile(none[:, None], num_nodes), none
+            ),
+            catch_up=jnp.zeros(batch, jnp.int32),
+            has_catch_up=jnp.zeros(batch, bool),
+            own=chain_of(jnp.zeros((batch, num_nodes), bool)),
+            place=jnp.zeros((batch, topology.num_nodes), jnp.int32),
+            rounds=tuple(no_round() for _ in range(self.rounds + 1)),
+        )
+
+    def propose(
+        self,
+        state: CascadeState,
+        context: Context,
+        keys: Key[Array, " B"],
+        sampling: Sampling,
+        topology: TreeTopology,
+        noise: Float32[Array, "B _ V"] | None = None,
+    ) -> tuple[DraftTree, CascadeState]:
+        """See `Drafter`."""
+        how = self.child_sampling(topology, temperature_is_zero=sampling.temperature_is_zero)
+        verifier = VERIFIERS[self._rule(how, sampling.temperature_is_zero)]
+        inner, vocab_size = self.inner_topology, self.medium.config.vocab_size
+        batch, num_nodes = context.tokens.shape[0], inner.num_nodes
+        rows = jnp.arange(batch)[:, None]
+        emitted = jnp.zeros(batch, jnp.int32)  # in this step
+        place = jnp.ones((batch, topology.num_nodes), jnp.int32)  # of the root: behind the catch-up
+        finite = jnp.ones(batch, bool)
+        text, inner_state = context, state.rounds[0].state
+        tree, at = chain_of(state.has_catch_up[:, None]), state.has_catch_up - 1
+        cache, pending = state.cache, None
+        rounds, log_probs = [], []
+        for index in range(self.rounds + 1):
+            first = 1 + index * num_nodes  # of the round, in the own tree
+            of_round = jax.vmap(jax.random.fold_in, (0, None))(keys, index)
+            split = jax.vmap(lambda key: jax.random.split(key, 3))(of_round)
+            if how == "iid":  # the target's noise must not decide what it tests
+                own_noise = position_noise(
+                    split[:, 0], jnp.zeros_like(emitted), inner.depth, vocab_size
+                )
+            elif noise is not None:
+                positions = emitted[:, None] + jnp.arange(inner.depth + 1)
+                positions = jnp.minimum(positions, topology.depth)
+                own_noise = jnp.take_along_axis(noise, positions[..., None], axis=1)
+            else:
+                own_noise = None
+            draft, inner_state = self.inner.propose(
+                inner_state, text, split[:, 1], sampling, inner, noise=own_noise
+            )
+            finite &= draft.finite
+            rounds.append(Round(inner_state, draft.tokens, draft.tree))
+            if index == self.rounds:
+                break
+
+            queries = draft.tokens
+            if index == 0:
+                queries = jnp.concatenate([state.catch_up[:, None], queries], axis=1)
+            tree = hung_below(tree, at, draft.tree)
+            logits, pending, cache = self.medium.tree_forward(
+                queries,
+                tree,
+                cache,
+                replay=(state.pending, state.path) if index == 0 else None,
+                prefix_pending=pending,
+                num_logits=num_nodes,
+            )
+            logits = logits[..., :vocab_size]
+            finite &= (all_finite(logits) | ~draft.tree.valid).all(axis=-1)
+            if how == "iid":
+                log_probs.append(token_log_probs(logits, sampling))
+            verdict = verifier.verify(
+                split[:, 2], draft, logits, sampling, own_noise, topology=inner
+            )
+
+            # The accepted path and the added token, which is the next round's root.
+            on_path = jnp.take_along_axis(
+                draft.tree.ancestor_mask, verdict.last[:, None, None], axis=1
+            )
+            steps = jnp.arange(1, inner.depth + 2)
+            node = jnp.argmax(on_path & (draft.tree.depth[:, None] == steps[:, None]), axis=-1)
+            is_added = steps > verdict.num_accepted[:, None]
+            new = jnp.where(
+                is_added,
+                verdict.next_token[:, None],
+                jnp.take_along_axis(draft.tokens, node, axis=1),
+            )
+            where = emitted[:, None] + steps
+            place = place.at[rows, where].set(
+                jnp.where(is_added, first + num_nodes, first + node).astype(jnp.int32)
+            )
+            tokens = text.tokens.at[rows, text.length[:, None] + steps - 1].set(new, mode="drop")
+            count = verdict.num_accepted + 1
+            text = Context(tokens, text.length + count)
+            emitted += count
+            at = first + verdict.last
+            inner_state = self.inner.commit(
+                inner_state, draft, verdict, inner, self._no_hidden(batch)
+            )
+
+        assert pending is not None  # there is a round
+        nodes = jnp.arange(topology.num_nodes, dtype=jnp.int32)
+        valid = nodes <= emitted[:, None]
+        rows_of = None
+        if log_probs:  # of the node after which each token was drawn
+            known = jnp.concatenate(log_probs, axis=1)
+            before = jnp.minimum(place[:, :-1], known.shape[1]) - 1
+            rows_of = jnp.take_along_axis(known, before[..., None], axis=1)
+        draft = DraftTree(
+            tokens=jnp.take_along_axis(text.tokens, context.length[:, None] - 1 + nodes, axis=1),
+            tree=topology.tree(valid),
+            log_probs=rows_of,
+            log_prob_row=jnp.where((nodes < topology.depth) & (how == "iid"), nodes, -1),
+            finite=finite,
+        )
+        return draft, state._replace(
+            cache=cache, pending=pending, own=tree, place=place, rounds=tuple(rounds)
+        )
+
+    def commit(
+        self,
+        state: CascadeState,
+        draft: DraftTree,
+        verdict: Verdict,
+        topology: TreeTopology,
+        hidden: Float[Array, "B M"],
+    ) -> CascadeState:
+        """See `Drafter`."""
+        ended = verdict.last < 0
+        last = jnp.maximum(verdict.last, 0)
+
+        def place_of(node: Array) -> Array:
+            return jnp.take_along_axis(state.place, node[:, None], axis=1)[:, 0]
+
+        num_nodes = self.inner_topology.num_nodes
+        node = place_of(last)
+        unread = (node > self.rounds * num_nodes) & ~ended
+        own_last = jnp.where(unread, place_of(jnp.maximum(last - 1, 0)), node)
+        index, within = (node - 1) // num_nodes, (node - 1) % num_nodes
+
+        def of_round(*leaves: Array) -> Array:
+            is_it = [
+                (index == i).reshape(-1, *[1] * (leaves[0].ndim - 1)) for i in range(len(leaves))
+            ]
+            return jnp.select(is_it, leaves, leaves[0])
+
+        state_of, tokens, tree = jax.tree.map(of_round, *state.rounds)
+        inner_draft = DraftTree(
+            tokens, tree, None, jnp.full(num_nodes, -1, jnp.int32), draft.finite
+        )
+        depth = jnp.take_along_axis(tree.depth, within[:, None], axis=1)[:, 0]
+        inner_verdict = Verdict(jnp.where(ended, -1, within), depth, verdict.next_token)
+        first = state.rounds[0]._replace(
+            state=self.inner.commit(
+                state_of,
+                inner_draft,
+                inner_verdict,
+                self.inner_topology,
+                self._no_hidden(len(last)),
+            )
+        )
+        return state._replace(
+            path=path_to(state.own, jnp.where(ended, -1, own_last)),
+            catch_up=jnp.take_along_axis(draft.tokens, last[:, None], axis=1)[:, 0],
+            has_catch_up=unread,
+            rounds=(first, *state.rounds[1:]),
+        )
+
+    def _inner_sampling(self, temperature_is_zero: bool) -> str:
+        return self.inner.child_sampling(
+            self.inner_topology, temperature_is_zero=temperature_is_zero
+        )
+
+    def _rule(self, how: str, temperature_is_zero: bool) -> str:
+        """The verifier with which the medium model reads the inner drafts."""
+        if temperature_is_zero:
+            return "greedy"
+        drawn = self._inner_sampling(temperature_is_zero)
+        if how == "shared" or drawn not in ("iid", "without_replacement"):
+            return "target_only"
+        if max(map(len, self.inner_topology.children)) == 1:
+            return "traversal"
+        return "multi_step" if drawn == "iid" else drawn
+
+    def _no_hidden(self, batch: int) -> Array:
+        return jnp.zeros((batch, self.medium.config.d_model), self.medium.dtype)

@@ -1,0 +1,60 @@
+"""Trees of draft models that read chains: what `InterleavedDrafter` and `CascadeDrafter` share."""
+
+import jax.numpy as jnp
+
+from stree_jax.array_types import Array, Bool, Int
+from stree_jax.messages import shown
+from stree_jax.tree import Tree
+
+
+def chain_of(valid: Bool[Array, "B N"]) -> Tree:
+    """A chain of nodes, of which the first and the last ones may not exist."""
+    nodes = jnp.arange(valid.shape[1], dtype=jnp.int32)
+    above = jnp.pad(valid[:, :-1], ((0, 0), (1, 0)))
+    return Tree(
+        parents=jnp.where(above, nodes - 1, -1),
+        depth=jnp.maximum(jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, 0),
+        ancestor_mask=(nodes <= nodes[:, None]) & valid[:, None, :],
+        valid=valid,
+    )
+
+
+def hung_below(tree: Tree, node: Int[Array, " B"], lower: Tree) -> Tree:
+    """`tree`, then the nodes of `lower`, whose root becomes a child of `node` (-1: a root)."""
+    num_nodes = tree.parents.shape[1]
+    exists, at = node[:, None] >= 0, jnp.maximum(node, 0)[:, None]
+    above = jnp.take_along_axis(tree.ancestor_mask, at[..., None], axis=1) & exists[..., None]
+    above = jnp.broadcast_to(above, (*lower.parents.shape, num_nodes))
+    depth = jnp.take_along_axis(tree.depth, at, axis=1) + 1
+    depth = jnp.where(exists, depth, 0) + lower.depth
+    parents = jnp.where(lower.parents < 0, node[:, None], num_nodes + lower.parents)
+    none = jnp.zeros((*tree.parents.shape, lower.parents.shape[1]), bool)
+    old = jnp.concatenate([tree.ancestor_mask, none], axis=2)
+    new = jnp.concatenate([above, lower.ancestor_mask], axis=2)
+    return Tree(
+        parents=jnp.concatenate([tree.parents, parents], axis=1),
+        depth=jnp.concatenate([tree.depth, depth], axis=1),
+        ancestor_mask=jnp.concatenate([old, new], axis=1),
+        valid=jnp.concatenate([tree.valid, lower.valid], axis=1),
+    )
+
+
+def check_child_sampling(value: str) -> None:
+    """Refuses what drafters of chains do not know."""
+    if value not in ("auto", "iid"):
+        raise ValueError(f"child_sampling must be 'auto' or 'iid', got {shown(value)}")
+
+
+def chosen_child_sampling(value: str, temperature_is_zero: bool) -> str:
+    """One of `CHILD_SAMPLING` for "auto" and "iid".
+
+    Raises:
+        ValueError: samples are asked for at temperature 0.
+    """
+    if value == "iid":
+        if temperature_is_zero:
+            raise ValueError(
+                "child_sampling = 'iid' needs temperature > 0; use 'auto' at temperature 0"
+            )
+        return "iid"
+    return "top_k" if temperature_is_zero else "shared"

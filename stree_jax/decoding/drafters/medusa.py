@@ -1,0 +1,171 @@
+"""Drafting with Medusa heads: no draft model, one product for all depths of the tree.
+
+Medusa (Cai et al., 2024, arXiv:2401.10774). Head d sees the target's hidden state at the last
+accepted node, and not the path: all nodes of a depth have the same candidates, and a tree is a
+product of ranks. The acceptance rule of the paper ("typical") is not exact; these drafts are, with
+the verifiers of all other drafters.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from stree_jax.array_types import Array, Bool, Float, Float32, Key
+from stree_jax.decoding.drafters.base import root_token
+from stree_jax.decoding.drafters.model import _draw
+from stree_jax.decoding.sampling import filtered_logits, token_log_probs
+from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
+from stree_jax.decoding.verifiers import BY_DEPTH, CHILD_SAMPLING
+from stree_jax.messages import shown
+from stree_jax.models.lm import HybridLM, check_model, output_logits
+from stree_jax.models.medusa import MedusaHeads
+from stree_jax.tree import TreeTopology
+
+
+class MedusaState(NamedTuple):
+    """What the heads look at."""
+
+    hidden: Float[Array, "B M"]  # the target's, at the last accepted node
+    known: Bool[Array, " B"]  # False before the first step: nothing is drafted
+
+
+class MedusaDrafter(nnx.Module):
+    """Medusa heads that fill a static tree. It holds the target's own output head, not a copy.
+
+    The first step of a text has no drafts: the prompt is read without them, and the heads need the
+    target's hidden state.
+
+    Args:
+        target: the model that `generate` decodes with.
+        heads: of that model.
+        child_sampling: as in `ModelDrafter`. Children that are sampled are drawn once for each
+            depth, and all nodes of a depth share them. "multi_step" and "without_replacement" are
+            exact with that; "traversal" is for chains only.
+
+    Raises:
+        ValueError: another value of `child_sampling`, or heads of other sizes.
+    """
+
+    def __init__(self, target: HybridLM, heads: MedusaHeads, *, child_sampling: str = "auto"):
+        if child_sampling not in ("auto", *CHILD_SAMPLING):
+            raise ValueError(
+                f"child_sampling must be 'auto' or one of {CHILD_SAMPLING}, got"
+                f" {shown(child_sampling)}"
+            )
+        check_model(target)
+        if not isinstance(heads, MedusaHeads):
+            raise ValueError(
+                f"heads must be MedusaHeads, got {type(heads).__name__}; load them with load_medusa"
+            )
+        width = heads.bias.shape[1]
+        if width != target.config.d_model:
+            raise ValueError(
+                f"the heads are of a model of width {width}, and the target's width is"
+                f" {target.config.d_model}"
+            )
+        self.heads = heads
+        self.output_head = target.output_head
+        self.vocab_size = target.config.vocab_size
+        self.multiplier = target.config.logits_multiplier
+        self._child_sampling = child_sampling
+
+    def check_target(self, target: HybridLM) -> None:
+        """Refuses a model whose hidden states the heads cannot read.
+
+        Raises:
+            ValueError: the sizes differ.
+        """
+        have, want = self.output_head.shape, target.output_head.shape
+        if have != want:
+            raise ValueError(
+                f"the Medusa heads are of a model with an output head of shape {have}, and the"
+                f" target's has {want}; make MedusaDrafter with the target that generate gets"
+            )
+
+    def default_topology(self) -> TreeTopology:
+        """STree's tree A; with fewer than four heads a tree of their depth."""
+        if self.heads.num_heads >= 4:
+            return TreeTopology.paper("A")
+        return TreeTopology.from_branching((3, 2, 1)[: self.heads.num_heads])
+
+    def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
+        """See `Drafter`."""
+        if topology.depth > self.heads.num_heads:
+            raise ValueError(
+                f"a tree of depth {topology.depth} needs as many Medusa heads, and there are"
+                f" {self.heads.num_heads}"
+            )
+        how = self._child_sampling
+        if how == "auto":
+            return "top_k" if temperature_is_zero else "shared"
+        if temperature_is_zero and how != "top_k":
+            raise ValueError(
+                f"child_sampling = {how!r} needs temperature > 0; use 'top_k' or 'auto' at"
+                " temperature 0"
+            )
+        inner = [topology.depths[n] for n, below in enumerate(topology.children) if below]
+        shares = len({*inner}) < len(inner)  # two nodes of one depth have children
+        return how + BY_DEPTH if shares and how in ("iid", "without_replacement") else how
+
+    def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> MedusaState:
+        """See `Drafter`."""
+        batch = context.length.shape[0]
+        shape = (batch, self.heads.bias.shape[1])
+        return MedusaState(jnp.zeros(shape, self.output_head[...].dtype), jnp.zeros(batch, bool))
+
+    def propose(
+        self,
+        state: MedusaState,
+        context: Context,
+        keys: Key[Array, " B"],
+        sampling: Sampling,
+        topology: TreeTopology,
+        noise: Float32[Array, "B _ V"] | None = None,
+    ) -> tuple[DraftTree, MedusaState]:
+        """See `Drafter`."""
+        how = self.child_sampling(topology, temperature_is_zero=sampling.temperature_is_zero)
+        how, depth = how.removesuffix(BY_DEPTH), topology.depth
+        hidden = self.heads(state.hidden[:, None])[:, 0, :depth]
+        scores = output_logits(hidden, self.output_head[...], self.multiplier)
+        scores = scores[..., : self.vocab_size]  # [B, D, V]
+        log_probs = None
+        if how == "shared":
+            assert noise is not None  # child_sampling refuses temperature 0
+            scores = filtered_logits(scores, sampling) + noise[:, :depth]
+        elif how != "top_k":
+            scores = log_probs = token_log_probs(scores, sampling)
+        drawn, exists = _draw(how, scores, max(map(len, topology.children)), keys)
+
+        # Below the root a node's token is the one of its depth and of its rank among its siblings.
+        parents = topology.parents[1:]
+        rank = np.array([topology.children[p].index(n) for n, p in enumerate(parents, 1)])
+        level = np.array(topology.depths[1:]) - 1
+        root = root_token(context)
+        tokens = jnp.concatenate([root, drawn[:, level, rank]], axis=1)
+        found = exists[:, level, rank] & state.known[:, None]
+        found = jnp.concatenate([jnp.ones_like(root, bool), found], axis=1)
+        valid = ~jnp.any(topology.ancestor_mask & ~found[:, None], axis=-1)
+        is_inner = np.array([bool(children) for children in topology.children])
+        row = np.where(is_inner & (log_probs is not None), topology.depths, -1)
+        draft = DraftTree(
+            tokens=tokens,
+            tree=topology.tree(valid),
+            log_probs=log_probs,
+            log_prob_row=jnp.asarray(row, jnp.int32),
+            finite=exists[..., 0].all(axis=-1) | ~state.known,
+        )
+        return draft, state
+
+    def commit(
+        self,
+        state: MedusaState,
+        draft: DraftTree,
+        verdict: Verdict,
+        topology: TreeTopology,
+        hidden: Float[Array, "B M"],
+    ) -> MedusaState:
+        """See `Drafter`."""
+        goes_on = verdict.last >= 0
+        return MedusaState(jnp.where(goes_on[:, None], hidden, state.hidden), state.known | goes_on)

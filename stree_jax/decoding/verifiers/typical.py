@@ -1,0 +1,74 @@
+"""Typical acceptance, which is LOSSY: its output does not have the target's distribution.
+
+Medusa (Cai et al., 2024, arXiv:2401.10774, section 2.3.1). It is here to be compared with.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from stree_jax.array_types import Array, Float32, Key
+from stree_jax.decoding.sampling import position_noise, sample_tokens, token_log_probs
+from stree_jax.decoding.types import DraftTree, Sampling, Verdict
+from stree_jax.tree import TreeTopology
+
+
+@dataclasses.dataclass(frozen=True)
+class Typical:
+    """LOSSY. Accepts a draft t if p(t) exceeds `min(epsilon, delta * exp(-H(p)))`.
+
+    p is the target's distribution at the parent after temperature, top-k and top-p, and H its
+    entropy in nats. Takes the deepest node whose path is accepted, the first in order among equals.
+    The token after it is a sample of p.
+
+    Attributes:
+        name: for messages.
+        epsilon: probability that always suffices.
+        delta: the bound for flat distributions.
+    """
+
+    name: str = "typical"
+    epsilon: float = 0.09
+    delta: float = 0.3
+    lossless: ClassVar[bool] = False
+
+    def check(
+        self, child_sampling: str, topology: TreeTopology, *, temperature_is_zero: bool
+    ) -> None:
+        """Takes any drafts, since nothing is exact here; temperature 0 has `greedy`."""
+        if temperature_is_zero:
+            raise ValueError(f"verifier {self.name!r} needs temperature > 0; use 'greedy' at 0")
+
+    def verify(
+        self,
+        keys: Key[Array, " B"],
+        draft: DraftTree,
+        logits: Float32[Array, "B N V"],
+        sampling: Sampling,
+        noise: Float32[Array, "B _ V"] | None,
+        *,
+        topology: TreeTopology,
+    ) -> Verdict:
+        """See `Verifier`."""
+        tree = draft.tree
+        if noise is None:
+            start = jnp.zeros(keys.shape, jnp.int32)
+            noise = position_noise(keys, start, topology.depth, logits.shape[-1])
+        log_p = token_log_probs(logits, sampling)
+        p = jnp.exp(log_p)
+        entropy = -jnp.where(p > 0, p * log_p, 0.0).sum(axis=-1)
+        bound = jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))  # [B, N]
+        parents = jnp.maximum(tree.parents, 0)
+        above = jnp.take_along_axis(p, parents[..., None], axis=1)
+        odds = jnp.take_along_axis(above, draft.tokens[..., None], axis=2)[..., 0]
+        is_root = jnp.arange(tree.parents.shape[1]) == 0
+        accepted = is_root | (odds > jnp.take_along_axis(bound, parents, axis=1))
+        reached = ~(tree.ancestor_mask & ~accepted[:, None, :]).any(axis=-1) & tree.valid
+        last = jnp.argmax(jnp.where(reached, tree.depth, -1), axis=-1).astype(jnp.int32)
+        chosen = sample_tokens(logits, noise, tree.depth, sampling)
+        depth, token = (
+            jnp.take_along_axis(values, last[:, None], axis=1)[:, 0]
+            for values in (tree.depth, chosen)
+        )
+        return Verdict(last, depth, token)

@@ -1,0 +1,97 @@
+"""Checkpoints of Medusa heads: native ones, which belong to one target.
+
+config.json says `"kind": "medusa"` and has a digest of the target's weights. The rest is as in
+`stree_jax.checkpoint`.
+"""
+
+import hashlib
+import os
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from stree_jax.checkpoint import (
+    MEDUSA,
+    check_weights,
+    flatten,
+    load_header,
+    new_checkpoint,
+    open_weights,
+    read_weights,
+)
+from stree_jax.messages import shown
+from stree_jax.models.lm import HybridLM, check_model
+from stree_jax.models.medusa import MAX_HEADS, MedusaHeads
+
+
+def save_medusa(
+    heads: MedusaHeads,
+    target: HybridLM,
+    path: str | os.PathLike[str],
+    *,
+    model_card: str | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Saves Medusa heads, with a digest of the target that they belong to.
+
+    Args:
+        heads: weights are stored in their current dtype.
+        target: the model that they were trained with.
+        path: the directory to create.
+        model_card: Markdown, stored as README.md.
+        overwrite: replace an existing directory, as `save_pretrained` does.
+
+    Raises:
+        ValueError: `path` is no path, or exists and `overwrite` is False.
+    """
+    header = {"kind": MEDUSA, "num_heads": heads.num_heads, "target": digest(target)}
+    with new_checkpoint(path, header, heads, model_card, overwrite):
+        pass
+
+
+def load_medusa(path: str | os.PathLike[str], target: HybridLM) -> MedusaHeads:
+    """Loads Medusa heads for their target, in its dtype.
+
+    Args:
+        path: a directory of `save_medusa` or `stree-jax medusa`.
+        target: the model that they were trained with.
+
+    Raises:
+        ValueError: the checkpoint is missing or damaged, or belongs to another target.
+    """
+    check_model(target)
+    path, header = load_header(path)
+    if header.get("kind") != MEDUSA:
+        raise ValueError(f"{path} has no Medusa heads; it is a model, for from_pretrained")
+    number = header.get("num_heads")
+    if not isinstance(number, int) or not 1 <= number <= MAX_HEADS:
+        raise ValueError(f"{path / 'config.json'} is damaged: num_heads = {shown(number)}")
+    if header.get("target") != digest(target):
+        raise ValueError(
+            f"the Medusa heads in {path} were trained with another target; load that one, or train"
+            " heads for this one: stree-jax medusa RECIPE TARGET OUTPUT"
+        )
+    stored, sums = open_weights(path)
+    structure, state = nnx.split(
+        nnx.eval_shape(lambda: MedusaHeads(target, num_heads=number, rngs=nnx.Rngs(0)))
+    )
+    wanted = nnx.to_pure_dict(state)
+    crcs = check_weights(path, wanted, stored, sums)
+    return nnx.merge(structure, read_weights(path, wanted, stored, crcs))
+
+
+def check_medusa(path: str | os.PathLike[str]) -> None:
+    """Refuses a directory that is no checkpoint of Medusa heads."""
+    path, header = load_header(path)
+    if header.get("kind") != MEDUSA:
+        raise ValueError(f"{path} has no Medusa heads")
+
+
+def digest(model: HybridLM) -> str:
+    """SHA-256 of the weights, the same for a checkpoint loaded as float32 and as bfloat16."""
+    total = hashlib.sha256()
+    for name, leaf in sorted(flatten(nnx.to_pure_dict(nnx.state(model))).items()):
+        total.update(name.encode())
+        total.update(np.asarray(leaf.astype(jnp.bfloat16)).tobytes())
+    return total.hexdigest()

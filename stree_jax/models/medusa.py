@@ -1,0 +1,71 @@
+"""Medusa heads: small layers on a model's last hidden state that predict tokens further ahead.
+
+Medusa-1 (Cai et al., 2024, arXiv:2401.10774), with the output head of the model itself.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from pallas_kernels.numerics import contract
+from stree_jax.array_types import Array, Float
+from stree_jax.messages import shown
+from stree_jax.models.lm import HybridLM, check_model
+
+MAX_HEADS = 16
+
+
+class MedusaHeads(nnx.Module):
+    """Heads for a target: each predicts one token further ahead.
+
+    With h the hidden state after a token x, and y the token that the target finds next, head d = 1,
+    2, ... predicts the token d places after y.
+
+    Head d is `h + silu(h W_d + b_d)`, on which the target's own output head works. The heads begin
+    as zeros: each predicts what the target predicts for the next token.
+
+    Args:
+        target: the model; gives sizes and dtype only.
+        num_heads: how many tokens ahead.
+        rngs: as of every module; zeros need none of it.
+        dtype: of the heads' weights; None: the target's.
+
+    Raises:
+        ValueError: `target` is no model, or `num_heads` is not from 1 to `MAX_HEADS`.
+    """
+
+    def __init__(
+        self,
+        target: HybridLM,
+        *,
+        num_heads: int = 4,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike | None = None,
+    ):
+        check_model(target)
+        is_int = isinstance(num_heads, int) and not isinstance(num_heads, bool)
+        if not is_int or not 1 <= num_heads <= MAX_HEADS:
+            raise ValueError(
+                f"num_heads must be an integer from 1 to {MAX_HEADS}, got {shown(num_heads)}"
+            )
+        width = target.config.d_model
+        zeros, dtype = nnx.initializers.zeros_init(), target.dtype if dtype is None else dtype
+        self.kernel = nnx.Param(zeros(rngs.params(), (num_heads, width, width), dtype))
+        self.bias = nnx.Param(zeros(rngs.params(), (num_heads, width), dtype))
+
+    @property
+    def num_heads(self) -> int:
+        """How many tokens ahead the last head looks."""
+        return self.bias.shape[0]
+
+    def __call__(self, hidden: Float[Array, "B T M"]) -> Float[Array, "B T heads M"]:
+        """Hidden states of all heads, which `HybridLM.logits` maps to logits, head by head.
+
+        Args:
+            hidden: of the target, after its final norm.
+        """
+        with jax.named_scope("medusa_heads"):
+            inner = contract("btm,hmn->bthn", hidden, self.kernel[...]) + self.bias[...]
+            added = jax.nn.silu(inner.astype(jnp.float32))
+            return (hidden[:, :, None] + added).astype(hidden.dtype)

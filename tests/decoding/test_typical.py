@@ -1,0 +1,109 @@
+"""Typical acceptance is lossy, follows its definition, and is never used unasked."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stree_jax as st
+from stree_jax.decoding.options import plan
+from stree_jax.decoding.types import DraftTree, Sampling
+from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
+from tests.decoding.test_verify import (
+    VOCAB,
+    Models,
+    first_tokens,
+    prefix_of,
+    tables,
+    target_joint,
+    total_variation,
+)
+from tests.tiny import perturbed, tiny_model
+
+TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 2, 2])
+SAMPLED = dict(temperature=1.0, key=jax.random.key(0))
+
+
+def verdicts(p, tokens, valid):
+    """The rule's verdicts for distributions `[B, N, V]`, and those of its definition."""
+    batch = len(p)
+    draft = DraftTree(
+        jnp.asarray(tokens),
+        TREE.tree(jnp.asarray(valid)),
+        None,
+        jnp.full(TREE.num_nodes, -1, jnp.int32),
+        jnp.ones(batch, bool),
+    )
+    sampling = Sampling(jnp.ones(batch), jnp.zeros(batch, jnp.int32), jnp.ones(batch))
+    keys = jax.random.split(jax.random.key(0), batch)
+    logits = jnp.log(jnp.asarray(p, jnp.float32))
+    got = LOSSY_VERIFIERS["typical"].verify(keys, draft, logits, sampling, None, topology=TREE)
+    want = []
+    for row in range(batch):
+        best, depth = 0, {0: 0}
+        for node, parent in enumerate(TREE.parents[1:], 1):
+            law = p[row, parent]
+            bound = min(0.09, 0.3 * np.exp((law * np.log(law)).sum()))
+            if parent in depth and valid[row, node] and law[tokens[row, node]] > bound:
+                depth[node] = depth[parent] + 1
+                best = node if depth[node] > depth[best] else best
+        want.append(best)
+    return got, np.array(want)
+
+
+def test_the_rule_is_its_definition():
+    rng, batch = np.random.default_rng(0), 200
+    p = rng.dirichlet(np.full(VOCAB, 0.3), size=(batch, TREE.num_nodes)) + 1e-6
+    p /= p.sum(-1, keepdims=True)
+    tokens = rng.integers(VOCAB, size=(batch, TREE.num_nodes))
+    valid = rng.random((batch, TREE.num_nodes)) < 0.9
+    valid[:, 0] = True
+    valid = ~(TREE.ancestor_mask & ~valid[:, None]).any(-1)
+    got, want = verdicts(p, tokens, valid)
+    np.testing.assert_array_equal(got.last, want)
+    np.testing.assert_array_equal(got.num_accepted, np.array(TREE.depths)[want])
+    assert len({*want.tolist()}) == TREE.num_nodes
+
+
+def test_it_is_lossy():
+    """The first two tokens after the best drafts are far from the target's."""
+    models = Models(seed=1)
+    best = int(np.argmax(Models.at(models.draft, [])))
+    tokens = np.zeros((1, TREE.num_nodes), int)
+    order = np.argsort(-Models.at(models.draft, []))
+    tokens[0, 1:3] = order[:2]
+    for node in (3, 4, 5):
+        law = Models.at(models.draft, prefix_of(TREE, tokens[0], TREE.parents[node]))
+        tokens[0, node] = np.argsort(-law)[int(node == 5)]
+    p, _ = tables(models, TREE, tokens)
+    got, _ = verdicts(p, tokens, np.ones(tokens.shape, bool))
+    last = np.asarray(got.last)
+    assert best in tokens
+    joint = first_tokens(models, TREE, tokens, [1.0], last, [p[0, last[0]]])
+    np.testing.assert_allclose(joint.sum(), 1.0)
+    assert total_variation(joint, target_joint(models)) > 0.2
+
+
+def test_it_is_never_used_unasked():
+    drafter = st.ModelDrafter(perturbed(tiny_model(), 0.1))
+    common = dict(drafter=drafter, max_new_tokens=9, **SAMPLED)
+    with pytest.raises(ValueError, match="'typical' is lossy: its output does not.*lossy=True"):
+        plan(tiny_model(), [[1]], verifier="typical", **common)
+    with pytest.raises(ValueError, match="lossy=True"):
+        st.stream(tiny_model(), [[1]], verifier=LOSSY_VERIFIERS["typical"], **common)
+    with pytest.raises(ValueError, match="'typical' needs temperature > 0; use 'greedy'"):
+        plan(tiny_model(), [[1]], drafter=drafter, verifier="typical", lossy=True)
+    out = st.generate(tiny_model(), [[1]], verifier="typical", lossy=True, **common)
+    assert not out.lossless
+    assert out.lengths.tolist() == [9]
+    exact = st.generate(tiny_model(), [[1]], lossy=True, **common)
+    assert exact.lossless
+    plain = st.generate(tiny_model(), [[1]], max_new_tokens=9, **SAMPLED)
+    np.testing.assert_array_equal(exact.tokens, plain.tokens)
+
+
+def test_every_lossy_verifier_says_so():
+    assert {*LOSSY_VERIFIERS}.isdisjoint(st.VERIFIERS)
+    for rule in LOSSY_VERIFIERS.values():
+        assert rule.lossless is False
+        assert "LOSSY" in type(rule).__doc__
