@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from benchmarks import common, decode, experts
+from benchmarks import common, decode, experts, few_rows
 from benchmarks.decode import methods
 from benchmarks.prompts import load_prompts
 from benchmarks.shapes import MIXERS, ExpertShape, MixerShape
@@ -127,8 +127,10 @@ def test_a_machine_without_git(monkeypatch):
 
 
 ENTRY_POINTS = (
-    *("attention_share", "batch", "conversion", "decode", "experts", "gpu_session", "long_context"),
+    *("attention_share", "batch", "conversion", "decode", "experts", "few_rows"),
     *(
+        "gpu_session",
+        "long_context",
         "lossless",
         "packed",
         "peer",
@@ -170,3 +172,14 @@ def test_experts(monkeypatch, tmp_path):
     for row in json.loads(path.read_text())["rows"]:
         assert set(row["milliseconds"]) == {"products", "loops", "expert_mlps"}
         assert max(row["relative_difference"].values()) < 1e-5
+
+
+@pytest.mark.slow
+def test_few_rows(monkeypatch, tmp_path):
+    monkeypatch.setattr(few_rows, "CONFIG", st.ModelConfig.tiny())
+    few_rows.main(["--nodes", "2", "--seconds", "0.1", "--output", str(tmp_path)])
+    (path,) = tmp_path.glob("few-rows-*.json")
+    (row,) = json.loads(path.read_text())["rows"]
+    assert set(row["milliseconds"]) == set(few_rows.FORMS)
+    assert row["together_over_it"]["together"]["median"] == 1.0
+    assert all(row["same_tokens"].values())
