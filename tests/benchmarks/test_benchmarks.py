@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from benchmarks import common, decode, experts, hierarchical, medusa, serving, tuned
+from benchmarks import common, decode, experts, few_rows, hierarchical, medusa, serving, tuned
 from benchmarks.decode import methods
 from benchmarks.models import random_pair
 from benchmarks.prompts import load_prompts
@@ -181,8 +181,9 @@ def test_a_machine_without_git(monkeypatch):
 
 
 ENTRY_POINTS = (
-    *("attention_share", "batch", "conversion", "decode", "experts", "gpu_session", "hierarchical"),
+    *("attention_share", "batch", "conversion", "decode", "experts", "few_rows", "hierarchical"),
     *(
+        "gpu_session",
         "long_context",
         "lossless",
         "medusa",
@@ -296,3 +297,13 @@ def test_medusa(tmp_path):
     found = json.loads(path.read_text())
     assert len(found["decoding"]) == 7
     assert found["lossy_typical"][0]["tau"] >= 1
+
+
+def test_few_rows(monkeypatch, tmp_path):
+    monkeypatch.setattr(few_rows, "CONFIG", st.ModelConfig.tiny())
+    few_rows.main(["--nodes", "2", "--seconds", "0.1", "--output", str(tmp_path)])
+    (path,) = tmp_path.glob("few-rows-*.json")
+    (row,) = json.loads(path.read_text())["rows"]
+    assert set(row["milliseconds"]) == set(few_rows.FORMS)
+    assert row["together_over_it"]["together"]["median"] == 1.0
+    assert all(row["same_tokens"].values())
