@@ -190,6 +190,7 @@ ENTRY_POINTS = (
         "packed",
         "peer",
         "same_key",
+        "serving",
         "spills",
         "static",
         "temperature",
