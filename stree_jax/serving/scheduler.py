@@ -101,6 +101,11 @@ class Scheduler:
         self._plans = [
             ways for ways in self._plans if all(ways[greedy] or not own[greedy] for greedy in own)
         ]
+        if adaptive and len(self._plans) == 1:
+            raise ValueError(
+                f"adaptive = True tries other trees, and {type(drafter).__name__} fills its own"
+                " only; leave adaptive out"
+            )
         self._deepest = max(
             each.decoder.topology.depth for ways in self._plans for each in ways.values() if each
         )

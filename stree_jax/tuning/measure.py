@@ -107,7 +107,7 @@ def measure_costs(
         request = plan(model, [prompt], drafter=drafter, topology=topology, **options)
         with dispatch.on(model):
             state = drafter.prepare(request.context, topology, request.decoder.max_length)
-        static = dict(topology=topology, config=model.config)
+        static = dict(topology=topology, config=model.config, dtype=model.dtype)
         arguments = (drafter, state, request.context, request.keys, request.sampling)
         return lambda count: _drafts(*arguments, count, **static)
 
@@ -186,7 +186,7 @@ def _target_calls(
     return lax.fori_loop(0, count, call, carry)[0]
 
 
-@functools.partial(jax.jit, static_argnames=("topology", "config"))
+@functools.partial(jax.jit, static_argnames=("topology", "config", "dtype"))
 def _drafts(
     drafter: Drafter,
     state: Any,
@@ -197,6 +197,7 @@ def _drafts(
     *,
     topology: TreeTopology,
     config: ModelConfig,
+    dtype: jnp.dtype,
 ) -> Any:
     """Trees that are drafted and forgotten."""
     none = jnp.full(1, -1, jnp.int32)
@@ -211,7 +212,7 @@ def _drafts(
         at_root = jnp.arange(context.tokens.shape[1]) == context.length - 1
         linked = context._replace(tokens=jnp.where(at_root, last, context.tokens))
         tree, state = drafter.propose(state, linked, keys, sampling, topology, noise=noise)
-        hidden = jnp.zeros((1, config.d_model), jnp.float32)
+        hidden = jnp.zeros((1, config.d_model), dtype)  # as of the target
         state = drafter.commit(state, tree, verdict, topology, hidden)
         return state, tree.tokens[:, -1]
 

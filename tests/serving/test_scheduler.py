@@ -251,6 +251,12 @@ def test_bad_schedulers_are_refused(options, message):
         st.Scheduler(**dict(model=tiny_model(), rows=2, max_length=40) | options)
 
 
+def test_drafters_of_one_tree_are_not_adaptive():
+    drafter = st.InterleavedDrafter(tiny_model(), tiny_model(seed=1), "qs")
+    with pytest.raises(ValueError, match="InterleavedDrafter fills its own only"):
+        st.Scheduler(tiny_model(), rows=2, max_length=40, drafter=drafter, adaptive=True)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
