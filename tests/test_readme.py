@@ -61,6 +61,7 @@ def test_the_table_is_the_measured_one():
     for name, cells in rows:
         method = re.sub(r", \d+ nodes", "", name)
         cold, hot = measured[method, 0.0], measured[method, 1.0]
-        speed = cold["speed_up"]["median"]
-        assert re.match(rf"{cold['tau']:.2f} \| {hot['tau']:.2f} \| {speed:.2f}x", cells), name
-        assert cold["identical"]
+        for part, cell in ((cold, cells.split(" | ")[:2]), (hot, cells.split(" | ")[2:4])):
+            assert cell[0] == f"{part['tau']:.2f}", name
+            assert cell[1].startswith(f"{part['speed_up']['median']:.2f}x"), name
+            assert part["identical"]
