@@ -6,10 +6,10 @@ for its size. Then all methods decode the same prompts in turn, at temperature 0
 acceptance, which is LOSSY, is decoded apart, with its distance from the target on four tokens,
 enumerated.
 
-    python -m benchmarks.medusa [--heads DIR] [--prompts 8] [--tokens 96] [--rounds 3] [--nodes 13]
+    python -m benchmarks.medusa --heads DIR [--prompts 8] [--tokens 96] [--rounds 3] [--nodes 13]
         [--temperatures 0 1] [--output DIR | --commit]
 
-The heads are the embedded ones, or those of `stree-jax medusa` for the embedded target. Exit code 1
+The heads are those that `stree-jax medusa` trained for the embedded target. Exit code 1
 if decoding gives other tokens than without drafts.
 """
 
@@ -136,7 +136,7 @@ def typical_distance(seeds: int) -> dict[str, float]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Traces, decodes, and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--heads", type=Path, default=st.demo_path("medusa"))
+    parser.add_argument("--heads", type=Path, required=True, help="what `stree-jax medusa` wrote")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)

@@ -81,7 +81,7 @@ def test_a_tuned_tree_is_used(pair, command, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give either --draft DRAFT or --ngram"),
+        ([], "give either --draft DRAFT, --ngram or --medusa HEADS"),
         (["--ngram", "--prompts", "nowhere.txt"], "--prompts nowhere.txt cannot be read"),
         (["--ngram", "--output", "nowhere/tree.json"], "the folder nowhere does not exist"),
         (["--ngram", "--prompts", "one.jsonl"], 'one.jsonl, line 2: not an object with a "prompt"'),

@@ -346,7 +346,7 @@ def test_train_and_distill_write_checkpoints(recipe_file, tmp_path, monkeypatch)
 def test_an_output_that_is_no_checkpoint_is_refused(recipe_file, tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "thesis.txt").write_text("precious")
-    with pytest.raises(ValueError, match="is not a stree-jax checkpoint; choose another"):
+    with pytest.raises(ValueError, match="is not a stree-jax checkpoint of this kind; choose"):
         list(train(Recipe.load(recipe_file), tmp_path / "notes", command=""))
     assert (tmp_path / "notes" / "thesis.txt").read_text() == "precious"
 
