@@ -1,10 +1,8 @@
 """Which form of a product with few rows is the fastest on this CPU?
 
-A target call of a hybrid with 12 million random weights on chains of some nodes, with the form that
-`stree_jax.models.layers.Linear` chooses and with others:
+A target call of a hybrid with 12 million random weights on chains of some nodes:
 
-    linear     the library's
-    together   all rows in one product
+    together   all rows in one product, as the library does
     rows       a product for each row
     out by in  weights stored transposed, the rows padded to a multiple of 8
 
@@ -27,7 +25,6 @@ from jax import lax
 import stree_jax as st
 from benchmarks.common import conclude, interleaved, print_table, read_options, save, summary
 from benchmarks.steps import run_steps
-from stree_jax.models import layers
 
 CONFIG = st.ModelConfig.mamba2_lm(
     *(4096, 384, 5),
@@ -40,12 +37,13 @@ CONFIG = st.ModelConfig.mamba2_lm(
     mlp=dict(hidden_size=1024),
 )
 CALLS = 4  # of the target in one program
+together = nnx.Linear.__call__
 
 
 def one_by_one(self: nnx.Linear, inputs: jax.Array) -> jax.Array:
     """A product for each row."""
     rows = inputs.reshape(-1, 1, inputs.shape[-1])
-    products = [nnx.Linear.__call__(self, row) for row in rows]
+    products = [together(self, row) for row in rows]
     return jnp.concatenate(products).reshape(*inputs.shape[:-1], -1)
 
 
@@ -61,8 +59,7 @@ def out_by_in(self: nnx.Linear, inputs: jax.Array) -> jax.Array:
 
 
 FORMS: dict[str, Callable] = {
-    "linear": layers.Linear.__call__,
-    "together": nnx.Linear.__call__,
+    "together": together,
     "rows": one_by_one,
     "out by in": out_by_in,
 }
@@ -70,7 +67,7 @@ FORMS: dict[str, Callable] = {
 
 def compiled(model: st.HybridLM, form: str, nodes: int) -> Callable[[], np.ndarray]:
     """Some target calls on a chain; returns the best token of each node after the last."""
-    with mock.patch.object(layers.Linear, "__call__", FORMS[form]):
+    with mock.patch.object(nnx.Linear, "__call__", FORMS[form]):
         topology = st.TreeTopology.chain(nodes - 1)
         # jax keeps traces by function, and the forms must not share one.
         steps = functools.partial(run_steps.__wrapped__, topology=topology, count=CALLS)
@@ -82,7 +79,7 @@ def transposed(model: st.HybridLM) -> st.HybridLM:
     """A copy with the weights of all projections out by in."""
     copy = nnx.clone(model)
     for _, module in nnx.iter_graph(copy):
-        if isinstance(module, layers.Linear):
+        if isinstance(module, nnx.Linear):
             module.kernel.set_value(jnp.array(module.kernel[...].T))
     return copy
 
@@ -141,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for row in rows
         ],
     )
-    results = {"dtype": options.dtype, "rounds": len(seconds[rows[0]["nodes"], "linear"])}
+    results = {"dtype": options.dtype, "rounds": len(seconds[rows[0]["nodes"], "together"])}
     path = save("few-rows", __doc__, results | {"rows": rows}, options.output)
     conclude("few_rows", dtype=options.dtype, results=str(path))
 

@@ -6,11 +6,11 @@ for its size. Then all methods decode the same prompts in turn, at temperature 0
 acceptance, which is LOSSY, is decoded apart, with its distance from the target on four tokens,
 enumerated.
 
-    python -m benchmarks.medusa --heads DIR [--prompts 8] [--tokens 96] [--rounds 3] [--nodes 13]
+    python -m benchmarks.medusa [--heads DIR] [--prompts 8] [--tokens 96] [--rounds 3] [--nodes 13]
         [--temperatures 0 1] [--output DIR | --commit]
 
-The heads are those that `stree-jax medusa` trained for the embedded target. Exit code 1
-if decoding gives other tokens than without drafts.
+The heads are those of the embedded target, or others that `stree-jax medusa` trained for it. Exit
+code 1 if decoding gives other tokens than without drafts.
 """
 
 import argparse
@@ -136,7 +136,7 @@ def typical_distance(seeds: int) -> dict[str, float]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Traces, decodes, and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--heads", type=Path, required=True, help="what `stree-jax medusa` wrote")
+    parser.add_argument("--heads", type=Path, help="what `stree-jax medusa` wrote")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = read_options(parser, arguments)
     where = machine()
     pair = embedded_pair(2 * options.prompts)
-    heads = st.load_medusa(options.heads, pair.target)
+    heads = st.load_medusa(options.heads or st.demo_path("medusa"), pair.target)
     drafter = st.MedusaDrafter(pair.target, heads)
     traced, prompts = pair.prompts[: options.prompts], pair.prompts[options.prompts :]
     chain = st.TreeTopology.chain(heads.num_heads)

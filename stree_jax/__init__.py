@@ -7,6 +7,7 @@ drafter = st.ModelDrafter(st.from_pretrained(st.demo_path("draft")))
 out = st.generate(model, [[1, 2, 3]], drafter=drafter)
 """
 
+from stree_jax import reasoning
 from stree_jax.checkpoint import save_pretrained
 from stree_jax.config import ModelConfig
 from stree_jax.decoding.drafters import (
@@ -87,6 +88,7 @@ __all__ = [
     "generate",
     "load_medusa",
     "load_tokenizer",
+    "reasoning",
     "root_only",
     "sample_tokens",
     "save_medusa",

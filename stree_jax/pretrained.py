@@ -82,12 +82,12 @@ def demo_path(name: str) -> Path:
     """The directory of a small trained model that ships with the package.
 
     Args:
-        name: "target" or "draft".
+        name: "target", "draft" or "medusa" (heads of the target).
 
     Raises:
         ValueError: another name.
     """
-    known = ("target", "draft")
+    known = ("target", "draft", "medusa")
     if name not in known:
         raise ValueError(f"the embedded models are {known}, got {shown(name)}")
     return Path(__file__).parent / "demo" / name

@@ -66,6 +66,7 @@ LAYERS = [
     "pretrained",
     "decoding",
     "serving",
+    "reasoning",
     "tuning",
     "training",
     "cli",

@@ -24,7 +24,7 @@ def test_the_code_blocks(capsys):
     assert re.match(r"\d\.\d\d tokens per target call\n.", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("page", ["extending", "serving"])
+@pytest.mark.parametrize("page", ["extending", "reasoning", "serving"])
 def test_the_code_of(page):
     names = {"__name__": page}
     for code in blocks(ROOT / "docs" / f"{page}.md", "python"):

@@ -52,6 +52,11 @@ def load(
         raise ValueError(
             "--sharpness is of dynamic trees: give --tree budget:16,5 and --draft with it"
         )
+    if kind in ("beam", "budget") and (ngram or medusa is not None):
+        raise ValueError(
+            f"--tree {tree}: only a draft model chooses the shape of its tree; use --draft, or"
+            " another tree such as branching:3,2,1"
+        )
     tokenizer = st.load_tokenizer(tokenizer_path or find(checkpoint))
     enable_cache()
     model = st.from_pretrained(checkpoint, dtype=dtype)
@@ -61,9 +66,8 @@ def load(
         if kind == "beam":
             drafter = st.BeamDrafter(draft_model)
         elif kind == "budget":
-            drafter = st.DynamicDrafter(draft_model)
-            if sharpness is not None:
-                drafter = st.DynamicDrafter(draft_model, sharpness=sharpness)
+            fitted = {} if sharpness is None else {"sharpness": sharpness}
+            drafter = st.DynamicDrafter(draft_model, **fitted)
         else:
             drafter = st.ModelDrafter(draft_model)
     elif ngram:

@@ -318,7 +318,7 @@ def main() -> None:
     except (ValueError, FloatingPointError, OSError) as error:
         message = str(error)
         if isinstance(error, OSError) and error.filename is not None:  # which may be very long
-            message = f"{shown_path(os.fspath(error.filename))}: {error.strerror}"
+            message = f"{shown_path(str(error.filename))}: {error.strerror}"
         print(f"stree-jax: error: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
     except MemoryError:

@@ -27,7 +27,7 @@ from stree_jax.decoding.types import (
     Verdict,
 )
 from stree_jax.decoding.verifiers import Verifier
-from stree_jax.models.cache import Path, path_to
+from stree_jax.models.cache import empty_path, path_to
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
@@ -90,7 +90,6 @@ class SpeculativeDecoder:
         num_nodes, depth = self.topology.num_nodes, max(self.topology.depth, self.deepest)
         tokens = jnp.pad(prompts.tokens, ((0, 0), (0, self.num_places - width)))
         zeros = jnp.zeros(batch, jnp.int32)
-        no_node = jnp.full((batch, num_nodes), -1, jnp.int32)
         return DecodeState(
             context=Context(tokens, prompts.length),
             emitted=zeros,
@@ -98,7 +97,7 @@ class SpeculativeDecoder:
             failed=zeros,
             cache=(),
             pending=model.init_pending(batch, num_nodes),
-            path=Path(jnp.zeros((batch, num_nodes), bool), no_node, zeros - 1),
+            path=empty_path(batch, num_nodes),
             drafter=None,
             keys=jax.random.clone(keys),  # the loop donates the state, not the caller's keys
             step=zeros,

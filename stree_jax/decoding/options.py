@@ -20,6 +20,7 @@ from stree_jax.decoding.verifiers import (
     VERIFIERS,
     Traversal,
     Verifier,
+    default_verifier,
 )
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
@@ -240,16 +241,9 @@ def _checked_verifier(
     child_sampling = "top_k"
     if drafter is not None:
         child_sampling = drafter.child_sampling(topology, temperature_is_zero=temperature_is_zero)
-    drawn = child_sampling.removesuffix(BY_DEPTH)
     if verifier is None:
-        if temperature_is_zero:
-            verifier = "greedy"
-        elif topology.num_nodes == 1 or drawn not in ("iid", "without_replacement"):
-            verifier = "target_only"
-        elif max(map(len, topology.children)) == 1:
-            verifier = "traversal"
-        else:
-            verifier = "multi_step" if drawn == "iid" else "without_replacement"
+        drawn = child_sampling.removesuffix(BY_DEPTH)
+        verifier = default_verifier(drawn, topology, temperature_is_zero=temperature_is_zero)
     if isinstance(verifier, str):
         known = VERIFIERS | LOSSY_VERIFIERS
         if verifier not in known:

@@ -86,6 +86,12 @@ class Replay(NamedTuple):
     conv_gather_index: ConvGatherIndex  # `replay_gather_index(path.parents, path.last, K)`
 
 
+def empty_path(batch: int, num_nodes: int) -> Path:
+    """The path that replays nothing, of a tree of `num_nodes` nodes."""
+    none = jnp.full(batch, -1, jnp.int32)
+    return Path(jnp.zeros((batch, num_nodes), bool), jnp.tile(none[:, None], num_nodes), none)
+
+
 def path_to(tree: Tree, last: Int[Array, " B"]) -> Path:
     """The path from the root to node `last`, -1 for the empty path."""
     row = jnp.take_along_axis(tree.ancestor_mask, jnp.maximum(last, 0)[:, None, None], axis=1)[:, 0]

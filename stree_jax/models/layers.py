@@ -1,7 +1,5 @@
 """Projections and convolutions that mixers share."""
 
-import math
-
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -11,32 +9,11 @@ from pallas_kernels.numerics import activate
 from stree_jax.array_types import Array, Float, Lengths
 
 
-class Linear(nnx.Linear):
-    """`nnx.Linear`, with two rows of float32 as two products of one row on CPU.
-
-    XLA on CPU multiplies one row by the matrix at the speed of memory. From two rows on it copies
-    the matrix into another order first, which takes longer than reading it twice.
-    `benchmarks.few_rows` compares this with other forms.
-    """
-
-    def __call__(self, inputs: Float[Array, "*rows I"], out_sharding: None = None) -> Array:
-        """`[*rows, I]` to `[*rows, O]`."""
-        if math.prod(inputs.shape[:-1]) != 2 or self.dtype != jnp.float32:
-            return super().__call__(inputs)
-        axis = inputs.shape.index(2)
-        one_row = super().__call__
-
-        def row_by_row(inputs: Array) -> Array:
-            return jnp.concatenate([one_row(row) for row in jnp.split(inputs, 2, axis)], axis)
-
-        return lax.platform_dependent(inputs, cpu=row_by_row, default=one_row)
-
-
 def linear(
     in_size: int, out_size: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs, scale: float = 1.0
 ) -> nnx.Linear:
     """A projection that multiplies float32 as float32 (XLA's default on GPU is TF32)."""
-    return Linear(
+    return nnx.Linear(
         in_size,
         out_size,
         use_bias=bias,

@@ -118,6 +118,21 @@ class Scheduler:
         self._state: Any = None
 
     @property
+    def model(self) -> HybridLM:
+        """The target."""
+        return self._model
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the caches and pending records of all rows, the drafter's too; 0 at first."""
+        state = self._state
+        if state is None:
+            return 0
+        return sum(
+            leaf.nbytes for leaf in jax.tree.leaves((state.cache, state.pending, state.drafter))
+        )
+
+    @property
     def num_waiting(self) -> int:
         """Requests that have no row yet."""
         return len(self._queue)

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from benchmarks import common, decode, experts, few_rows, hierarchical, medusa, serving, tuned
+from benchmarks import common, decode, experts, few_rows, hierarchical, medusa, seed, serving, tuned
 from benchmarks.decode import methods
 from benchmarks.models import random_pair
 from benchmarks.prompts import load_prompts
@@ -181,15 +181,17 @@ def test_a_machine_without_git(monkeypatch):
 
 
 ENTRY_POINTS = (
-    *("attention_share", "batch", "conversion", "decode", "experts", "few_rows", "hierarchical"),
+    *("attention_share", "batch", "conversion", "decode", "experts", "few_rows", "filters"),
     *(
         "gpu_session",
+        "hierarchical",
         "long_context",
         "lossless",
         "medusa",
         "packed",
         "peer",
         "same_key",
+        "seed",
         "serving",
         "spills",
         "static",
@@ -308,3 +310,46 @@ def test_few_rows(monkeypatch, tmp_path):
     assert set(row["milliseconds"]) == set(few_rows.FORMS)
     assert row["together_over_it"]["together"]["median"] == 1.0
     assert all(row["same_tokens"].values())
+
+
+@pytest.mark.parametrize(
+    ("rounds", "draft", "verify", "want"),
+    [
+        ([], 1, 1, 0),
+        ([3], 1, 2, 9),  # one branch: nothing overlaps
+        ([1, 1], 1, 2, 5),  # both draft at once, the second waits for the first
+        ([2, 1], 1, 2, 7),  # the first drafts again while the second is verified
+        ([2, 2], 5, 1, 13),  # drafts hide the verifications of the other
+        ([0, 2], 1, 1, 4),
+    ],
+)
+def test_the_queue_of_seed(rounds, draft, verify, want):
+    assert seed.queue_makespan(rounds, draft, verify) == want
+
+
+def test_the_queue_of_seed_is_bounded():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        rounds = rng.integers(1, 20, size=int(rng.integers(1, 9))).tolist()
+        draft, verify = rng.uniform(0.01, 2, size=2)
+        serial = sum(rounds) * (draft + verify)
+        made = seed.queue_makespan(rounds, draft, verify)
+        assert serial / made <= min(len(rounds), 1 + draft / verify) + 1e-9
+        assert made >= max(rounds) * (draft + verify) - 1e-9
+
+
+@pytest.mark.slow
+def test_seed(tmp_path, capsys):
+    seed.main(
+        [
+            *("--tasks", "gsm8k", "--problems", "1", "--rounds", "1", "--rows", "4"),
+            *("--output", str(tmp_path)),
+        ]
+    )
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])["seed"]
+    assert line["same_thoughts"]
+    results = json.loads((tmp_path / "seed-cpu.json").read_text())
+    by_way = {row["way"]: row for row in results["ways"]}
+    assert by_way[seed.QUEUE]["simulated"]
+    assert sum(row["simulated"] for row in results["ways"]) == 1
+    assert (tmp_path / "seed-cpu.png").is_file()

@@ -98,6 +98,10 @@ def test_help_and_tree():
         (["generate", "{target}", "-p", ""], "--prompt is empty"),
         (["generate", "{target}", "-p", "x", "--draft", "{draft}", "--ngram"], "choose one"),
         (["generate", "{target}", "-p", "x", "--medusa", "x", "--ngram"], "choose one"),
+        (
+            ["generate", "{target}", "-p", "x", "--ngram", "--tree", "budget:8,3"],
+            "only a draft model chooses the shape",
+        ),
         (["generate", "{target}", "-p", "x", "--medusa", "{draft}"], "has no Medusa heads"),
         (["medusa", "nowhere.toml", "{target}", "out"], "cannot read the recipe nowhere.toml"),
         (["generate", "{target}", "-p", "x", "--dtype", "int8"], "float32 or bfloat16, got 'int8'"),
@@ -345,3 +349,16 @@ def test_train(tmp_path):
     assert "step 1 of 2: loss" in result.stdout  # not a terminal
     card = (tmp_path / "model" / "README.md").read_text()
     assert "Command: `stree-jax train recipe.toml model`" in card
+
+    recipe = (tmp_path / "recipe.toml").read_text()
+    start = recipe.index("[training]")
+    (tmp_path / "heads.toml").write_text("[model]\nnum_heads = 2\n" + recipe[start:])
+    result = run("medusa", "heads.toml", "model", "heads", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "2/2" in result.stdout
+    heads = st.load_medusa(tmp_path / "heads", st.from_pretrained(tmp_path / "model"))
+    assert heads.num_heads == 2
+    common = ["generate", "model", "-p", "cat dog", "--max-new-tokens", 5]
+    plain = run(*common, cwd=tmp_path)
+    drafted = run(*common, "--medusa", "heads", "--tree", "branching:2,1", cwd=tmp_path)
+    assert plain.stdout.splitlines()[0] == drafted.stdout.splitlines()[0], drafted.stderr

@@ -15,18 +15,14 @@ from flax import nnx
 
 from stree_jax.array_types import Array, Bool, Float, Float32, Int, Key
 from stree_jax.decoding.drafters.base import Drafter
-from stree_jax.decoding.drafters.chains import (
-    chain_of,
-    check_child_sampling,
-    chosen_child_sampling,
-    hung_below,
-)
+from stree_jax.decoding.drafters.chains import chain_of, hung_below
+from stree_jax.decoding.drafters.children import check_child_sampling, chosen_child_sampling
 from stree_jax.decoding.prefill import prefill
 from stree_jax.decoding.sampling import all_finite, position_noise, token_log_probs
 from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
-from stree_jax.decoding.verifiers import VERIFIERS
+from stree_jax.decoding.verifiers import VERIFIERS, default_verifier
 from stree_jax.messages import shown
-from stree_jax.models.cache import Cache, Path, Pending, path_to
+from stree_jax.models.cache import Cache, Path, Pending, empty_path, path_to
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.tree import Tree, TreeTopology
 
@@ -116,7 +112,7 @@ class CascadeDrafter(nnx.Module):
                 f"rounds must be an integer from 1 to {most}, so that chains have at most"
                 f" {MAX_DEPTH} drafts; got {shown(rounds)}"
             )
-        check_child_sampling(child_sampling)
+        check_child_sampling(child_sampling, ["iid"])
         self.medium = medium
         self.inner = inner
         self.rounds = rounds
@@ -136,13 +132,12 @@ class CascadeDrafter(nnx.Module):
                 f" tree; leave topology out, or use TreeTopology.chain({depth})"
             )
         self._inner_sampling(temperature_is_zero)  # may refuse
-        return chosen_child_sampling(self._child_sampling, temperature_is_zero)
+        return chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
 
     def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> CascadeState:
         """See `Drafter`."""
         batch, inner = context.length.shape[0], self.inner_topology
         num_nodes = 1 + self.rounds * inner.num_nodes
-        none = jnp.full(batch, -1, jnp.int32)
         # The inner drafter goes beyond the end of a row before the target cuts the path.
         state = self.inner.prepare(context, inner, max_length + topology.depth)
 
@@ -155,9 +150,7 @@ class CascadeDrafter(nnx.Module):
         return CascadeState(
             cache=prefill(self.medium, context.tokens, context.length - 1, max_length),
             pending=self.medium.init_pending(batch, num_nodes),
-            path=Path(
-                jnp.zeros((batch, num_nodes), bool), jnp.tile(none[:, None], num_nodes), none
-            ),
+            path=empty_path(batch, num_nodes),
             catch_up=jnp.zeros(batch, jnp.int32),
             has_catch_up=jnp.zeros(batch, bool),
             own=chain_of(jnp.zeros((batch, num_nodes), bool)),
@@ -329,14 +322,8 @@ class CascadeDrafter(nnx.Module):
 
     def _rule(self, how: str, temperature_is_zero: bool) -> str:
         """The verifier with which the medium model reads the inner drafts."""
-        if temperature_is_zero:
-            return "greedy"
-        drawn = self._inner_sampling(temperature_is_zero)
-        if how == "shared" or drawn not in ("iid", "without_replacement"):
-            return "target_only"
-        if max(map(len, self.inner_topology.children)) == 1:
-            return "traversal"
-        return "multi_step" if drawn == "iid" else drawn
+        drawn = "shared" if how == "shared" else self._inner_sampling(temperature_is_zero)
+        return default_verifier(drawn, self.inner_topology, temperature_is_zero=temperature_is_zero)
 
     def _no_hidden(self, batch: int) -> Array:
         return jnp.zeros((batch, self.medium.config.d_model), self.medium.dtype)

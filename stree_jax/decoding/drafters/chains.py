@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 
 from stree_jax.array_types import Array, Bool, Int
-from stree_jax.messages import shown
 from stree_jax.tree import Tree
 
 
@@ -37,24 +36,3 @@ def hung_below(tree: Tree, node: Int[Array, " B"], lower: Tree) -> Tree:
         ancestor_mask=jnp.concatenate([old, new], axis=1),
         valid=jnp.concatenate([tree.valid, lower.valid], axis=1),
     )
-
-
-def check_child_sampling(value: str) -> None:
-    """Refuses what drafters of chains do not know."""
-    if value not in ("auto", "iid"):
-        raise ValueError(f"child_sampling must be 'auto' or 'iid', got {shown(value)}")
-
-
-def chosen_child_sampling(value: str, temperature_is_zero: bool) -> str:
-    """One of `CHILD_SAMPLING` for "auto" and "iid".
-
-    Raises:
-        ValueError: samples are asked for at temperature 0.
-    """
-    if value == "iid":
-        if temperature_is_zero:
-            raise ValueError(
-                "child_sampling = 'iid' needs temperature > 0; use 'auto' at temperature 0"
-            )
-        return "iid"
-    return "top_k" if temperature_is_zero else "shared"

@@ -12,6 +12,7 @@ from jax import lax
 
 from stree_jax.array_types import Array, Float, Float32, Int, Key
 from stree_jax.decoding.drafters.base import root_only
+from stree_jax.decoding.drafters.children import shared_scores
 from stree_jax.decoding.drafters.levels import (
     MAX_UNROLLED,
     level_behind,
@@ -19,7 +20,7 @@ from stree_jax.decoding.drafters.levels import (
     with_level,
     with_zeros,
 )
-from stree_jax.decoding.drafters.model import ModelDrafter, ModelDraftState, OwnTree, shared_scores
+from stree_jax.decoding.drafters.model import ModelDrafter, ModelDraftState, OwnTree
 from stree_jax.decoding.drafters.search import (
     Continuations,
     Found,

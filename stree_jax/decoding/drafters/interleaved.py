@@ -14,16 +14,17 @@ from flax import nnx
 
 from stree_jax.array_types import Array, Bool, Float, Float32, Int, Key
 from stree_jax.decoding.drafters.base import root_token
-from stree_jax.decoding.drafters.chains import (
-    chain_of,
+from stree_jax.decoding.drafters.chains import chain_of
+from stree_jax.decoding.drafters.children import (
     check_child_sampling,
     chosen_child_sampling,
+    shared_scores,
 )
 from stree_jax.decoding.prefill import prefill
-from stree_jax.decoding.sampling import all_finite, filtered_logits, token_log_probs
+from stree_jax.decoding.sampling import all_finite, token_log_probs
 from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
 from stree_jax.messages import shown
-from stree_jax.models.cache import Cache, Path, Pending, path_to
+from stree_jax.models.cache import Cache, Path, Pending, empty_path, path_to
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.tree import TreeTopology
 
@@ -79,7 +80,7 @@ class InterleavedDrafter(nnx.Module):
                 f" {MAX_PATTERN} in all, such as 'ssq ssq'; got {shown(pattern)}. For one model use"
                 " ModelDrafter with TreeTopology.chain"
             )
-        check_child_sampling(child_sampling)
+        check_child_sampling(child_sampling, ["iid"])
         for model in (medium, small):
             check_model(model)
         if medium.config.vocab_size != small.config.vocab_size:
@@ -103,7 +104,7 @@ class InterleavedDrafter(nnx.Module):
                 f"the pattern {self.pattern!r} fills a chain of {len(self.pattern)} drafts and no"
                 f" other tree; leave topology out, or use TreeTopology.chain({len(self.pattern)})"
             )
-        return chosen_child_sampling(self._child_sampling, temperature_is_zero)
+        return chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
 
     def prepare(
         self, context: Context, topology: TreeTopology, max_length: int
@@ -114,13 +115,10 @@ class InterleavedDrafter(nnx.Module):
         def reader(letter: str, model: HybridLM) -> ReaderState:
             num_read, num_missed = self._extent(letter)
             num_nodes = num_missed + num_read
-            none = jnp.full(batch, -1, jnp.int32)
             return ReaderState(
                 cache=prefill(model, context.tokens, context.length - 1, max_length),
                 pending=model.init_pending(batch, num_nodes),
-                path=Path(
-                    jnp.zeros((batch, num_nodes), bool), jnp.tile(none[:, None], num_nodes), none
-                ),
+                path=empty_path(batch, num_nodes),
                 catch_up=jnp.zeros((batch, num_missed), jnp.int32),
                 has_catch_up=jnp.zeros((batch, num_missed), bool),
             )
@@ -166,7 +164,8 @@ class InterleavedDrafter(nnx.Module):
                 drawn = jax.vmap(jax.random.categorical)(of_depth, log_probs[-1])
             elif how == "shared":
                 assert noise is not None  # child_sampling refuses temperature 0
-                drawn = jnp.argmax(filtered_logits(logits, sampling) + noise[:, depth], axis=-1)
+                scores = shared_scores(logits[:, None], sampling, noise, depth)
+                drawn = jnp.argmax(scores[:, 0], axis=-1)
             else:
                 drawn = jnp.argmax(logits, axis=-1)
             tokens = jnp.concatenate([tokens, drawn[:, None].astype(jnp.int32)], axis=1)

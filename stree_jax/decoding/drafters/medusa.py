@@ -14,11 +14,14 @@ from flax import nnx
 
 from stree_jax.array_types import Array, Bool, Float, Float32, Key
 from stree_jax.decoding.drafters.base import root_token
-from stree_jax.decoding.drafters.model import _draw
+from stree_jax.decoding.drafters.children import (
+    check_child_sampling,
+    chosen_child_sampling,
+    draw,
+)
 from stree_jax.decoding.sampling import filtered_logits, token_log_probs
 from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
-from stree_jax.decoding.verifiers import BY_DEPTH, CHILD_SAMPLING
-from stree_jax.messages import shown
+from stree_jax.decoding.verifiers import BY_DEPTH
 from stree_jax.models.lm import HybridLM, check_model, output_logits
 from stree_jax.models.medusa import MedusaHeads
 from stree_jax.tree import TreeTopology
@@ -49,11 +52,7 @@ class MedusaDrafter(nnx.Module):
     """
 
     def __init__(self, target: HybridLM, heads: MedusaHeads, *, child_sampling: str = "auto"):
-        if child_sampling not in ("auto", *CHILD_SAMPLING):
-            raise ValueError(
-                f"child_sampling must be 'auto' or one of {CHILD_SAMPLING}, got"
-                f" {shown(child_sampling)}"
-            )
+        check_child_sampling(child_sampling)
         check_model(target)
         if not isinstance(heads, MedusaHeads):
             raise ValueError(
@@ -97,14 +96,7 @@ class MedusaDrafter(nnx.Module):
                 f"a tree of depth {topology.depth} needs as many Medusa heads, and there are"
                 f" {self.heads.num_heads}"
             )
-        how = self._child_sampling
-        if how == "auto":
-            return "top_k" if temperature_is_zero else "shared"
-        if temperature_is_zero and how != "top_k":
-            raise ValueError(
-                f"child_sampling = {how!r} needs temperature > 0; use 'top_k' or 'auto' at"
-                " temperature 0"
-            )
+        how = chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
         inner = [topology.depths[n] for n, below in enumerate(topology.children) if below]
         shares = len({*inner}) < len(inner)  # two nodes of one depth have children
         return how + BY_DEPTH if shares and how in ("iid", "without_replacement") else how
@@ -136,7 +128,7 @@ class MedusaDrafter(nnx.Module):
             scores = filtered_logits(scores, sampling) + noise[:, :depth]
         elif how != "top_k":
             scores = log_probs = token_log_probs(scores, sampling)
-        drawn, exists = _draw(how, scores, max(map(len, topology.children)), keys)
+        drawn, exists = draw(how, scores, max(map(len, topology.children)), keys)
 
         # Below the root a node's token is the one of its depth and of its rank among its siblings.
         parents = topology.parents[1:]

@@ -11,6 +11,12 @@ from jax import lax
 
 from stree_jax.array_types import Array, Bool, Float, Float32, Int, Key
 from stree_jax.decoding.drafters.base import root_token
+from stree_jax.decoding.drafters.children import (
+    check_child_sampling,
+    chosen_child_sampling,
+    draw,
+    shared_scores,
+)
 from stree_jax.decoding.drafters.levels import (
     MAX_UNROLLED,
     Level,
@@ -21,11 +27,9 @@ from stree_jax.decoding.drafters.levels import (
     with_zeros,
 )
 from stree_jax.decoding.prefill import prefill
-from stree_jax.decoding.sampling import all_finite, filtered_logits, token_log_probs
+from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
-from stree_jax.decoding.verifiers import CHILD_SAMPLING
-from stree_jax.messages import shown
-from stree_jax.models.cache import Cache, Path, Pending, path_to
+from stree_jax.models.cache import Cache, Path, Pending, empty_path, path_to
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.tree import Tree, TreeTopology
 
@@ -75,11 +79,7 @@ class ModelDrafter(nnx.Module):
     """
 
     def __init__(self, model: HybridLM, *, child_sampling: str = "auto"):
-        if child_sampling not in ("auto", *CHILD_SAMPLING):
-            raise ValueError(
-                f"child_sampling must be 'auto' or one of {CHILD_SAMPLING}, got"
-                f" {shown(child_sampling)}"
-            )
+        check_child_sampling(child_sampling)
         check_model(model)
         self.model = model
         self._child_sampling = child_sampling
@@ -90,26 +90,16 @@ class ModelDrafter(nnx.Module):
 
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
         """See `Drafter`."""
-        if self._child_sampling == "auto":
-            return "top_k" if temperature_is_zero else "shared"
-        if temperature_is_zero and self._child_sampling != "top_k":
-            raise ValueError(
-                f"child_sampling = {self._child_sampling!r} needs temperature > 0;"
-                " use 'top_k' or 'auto' at temperature 0"
-            )
-        return self._child_sampling
+        return chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
 
     def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> ModelDraftState:
         """See `Drafter`."""
         batch = context.length.shape[0]
         num_nodes = 1 + self._num_read(topology)
-        none = jnp.full(batch, -1, jnp.int32)
         return ModelDraftState(
             cache=prefill(self.model, context.tokens, context.length - 1, max_length),
             pending=self.model.init_pending(batch, num_nodes),
-            path=Path(
-                jnp.zeros((batch, num_nodes), bool), jnp.tile(none[:, None], num_nodes), none
-            ),
+            path=empty_path(batch, num_nodes),
             catch_up=jnp.zeros(batch, jnp.int32),
             has_catch_up=jnp.zeros(batch, bool),
         )
@@ -136,7 +126,7 @@ class ModelDrafter(nnx.Module):
                 logits = shared_scores(logits, sampling, noise, depth)
             elif how != "top_k":
                 logits = log_probs = token_log_probs(logits, sampling)
-            return log_probs, *_draw(how, logits, width, _level_keys(keys, depth))
+            return log_probs, *draw(how, logits, width, _level_keys(keys, depth))
 
         root = root_token(context)
         tokens, valid = root, jnp.ones_like(root, bool)
@@ -316,50 +306,5 @@ def _own_tree(
     )
 
 
-def shared_scores(
-    logits: Float[Array, "B Z V"],
-    sampling: Sampling,
-    noise: Float32[Array, "B _ V"],
-    depth: int | Array,
-) -> Float32[Array, "B Z V"]:
-    """Log-probabilities, up to a constant, plus the noise with which the target draws its tokens.
-
-    Args:
-        logits: after nodes of one depth.
-        sampling: as for the target.
-        noise: of the next output positions.
-        depth: of the nodes.
-    """
-    return filtered_logits(logits, sampling) + jnp.take(noise, depth, axis=1)[:, None]
-
-
 def _level_keys(keys: Array, depth: int | Array) -> Array:
     return jax.vmap(jax.random.fold_in, (0, None))(keys, depth)
-
-
-def _draw(how: str, scores: Array, width: int, keys: Array) -> tuple[Array, Array]:
-    """`width` children of each node, best first or in the order drawn.
-
-    Args:
-        how: one of `CHILD_SAMPLING`.
-        scores: logits or log-probabilities `[B, Z, V]`.
-        width: children of each node.
-        keys: one per row `[B]`.
-
-    Returns:
-        Their tokens `[B, Z, width]`, and which of them exist: the first one does if the logits are
-        finite.
-    """
-    if how == "iid":
-        shape = (width, *scores.shape[1:-1])
-        drawn = jax.vmap(lambda key, row: jax.random.categorical(key, row, shape=shape))(
-            keys, scores
-        )
-        drawn = jnp.moveaxis(drawn, 1, -1).astype(jnp.int32)
-        return drawn, jnp.broadcast_to(all_finite(scores)[..., None], drawn.shape)
-    if how == "without_replacement":
-        # Gumbel-top-k: the order of the perturbed scores is the order of sequential draws.
-        scores += jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:]))(keys)
-    # A NaN must come first, and how `top_k` orders it depends on the device.
-    best, drawn = lax.top_k(jnp.where(jnp.isnan(scores), jnp.inf, scores), width)
-    return drawn.astype(jnp.int32), jnp.isfinite(best)

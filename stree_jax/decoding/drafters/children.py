@@ -1,0 +1,80 @@
+"""How the children of a node are chosen, for all drafters with models or heads."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from stree_jax.array_types import Array, Float, Float32
+from stree_jax.decoding.sampling import all_finite, filtered_logits
+from stree_jax.decoding.types import Sampling
+from stree_jax.decoding.verifiers import CHILD_SAMPLING
+from stree_jax.messages import shown
+
+
+def check_child_sampling(value: str, known: Sequence[str] = CHILD_SAMPLING) -> None:
+    """Refuses what a drafter does not know; all know "auto"."""
+    if value not in ("auto", *known):
+        others = repr(known[0]) if len(known) == 1 else f"one of {tuple(known)}"
+        raise ValueError(f"child_sampling must be 'auto' or {others}, got {shown(value)}")
+
+
+def chosen_child_sampling(value: str, *, temperature_is_zero: bool) -> str:
+    """One of `CHILD_SAMPLING`, where "auto" is top-k at temperature 0 and shared above it.
+
+    Raises:
+        ValueError: random choices are asked for at temperature 0.
+    """
+    if value == "auto":
+        return "top_k" if temperature_is_zero else "shared"
+    if temperature_is_zero and value != "top_k":
+        raise ValueError(
+            f"child_sampling = {value!r} needs temperature > 0; use 'auto' at temperature 0"
+        )
+    return value
+
+
+def shared_scores(
+    logits: Float[Array, "B Z V"],
+    sampling: Sampling,
+    noise: Float32[Array, "B _ V"],
+    depth: int | Array,
+) -> Float32[Array, "B Z V"]:
+    """Log-probabilities, up to a constant, plus the noise with which the target draws its tokens.
+
+    Args:
+        logits: after nodes of one depth.
+        sampling: as for the target.
+        noise: of the next output positions.
+        depth: of the nodes.
+    """
+    return filtered_logits(logits, sampling) + jnp.take(noise, depth, axis=1)[:, None]
+
+
+def draw(how: str, scores: Array, width: int, keys: Array) -> tuple[Array, Array]:
+    """`width` children of each node, best first or in the order drawn.
+
+    Args:
+        how: one of `CHILD_SAMPLING`.
+        scores: logits or log-probabilities `[B, Z, V]`.
+        width: children of each node.
+        keys: one per row `[B]`.
+
+    Returns:
+        Their tokens `[B, Z, width]`, and which of them exist: the first one does if the logits are
+        finite.
+    """
+    if how == "iid":
+        shape = (width, *scores.shape[1:-1])
+        drawn = jax.vmap(lambda key, row: jax.random.categorical(key, row, shape=shape))(
+            keys, scores
+        )
+        drawn = jnp.moveaxis(drawn, 1, -1).astype(jnp.int32)
+        return drawn, jnp.broadcast_to(all_finite(scores)[..., None], drawn.shape)
+    if how == "without_replacement":
+        # Gumbel-top-k: the order of the perturbed scores is the order of sequential draws.
+        scores += jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:]))(keys)
+    # A NaN must come first, and how `top_k` orders it depends on the device.
+    best, drawn = lax.top_k(jnp.where(jnp.isnan(scores), jnp.inf, scores), width)
+    return drawn.astype(jnp.int32), jnp.isfinite(best)

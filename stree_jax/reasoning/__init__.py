@@ -1,0 +1,28 @@
+"""Tree-of-thoughts search through a scheduler, and the tasks of the SEED paper."""
+
+from stree_jax.reasoning.blocks import World
+from stree_jax.reasoning.search import (
+    Stage,
+    Task,
+    Thought,
+    Written,
+    breadth_first,
+    interleaved,
+    render,
+)
+from stree_jax.reasoning.tasks import TASKS, Blocksworld, CreativeWriting, Gsm8k
+
+__all__ = [
+    "TASKS",
+    "Blocksworld",
+    "CreativeWriting",
+    "Gsm8k",
+    "Stage",
+    "Task",
+    "Thought",
+    "World",
+    "Written",
+    "breadth_first",
+    "interleaved",
+    "render",
+]

@@ -1,0 +1,101 @@
+"""The world of Blocksworld: reads states and actions in English, and applies actions.
+
+The domain with four actions of PlanBench (Valmeekam et al., 2023, arXiv:2206.10498).
+"""
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+_ON = re.compile(r"the (\w+) block is on top of the (\w+) block")
+_ON_TABLE = re.compile(r"the (\w+) block is on the table")
+_HOLDING = re.compile(r"holding the (\w+) block")
+_ACTIONS = (
+    re.compile(r"pick up the (\w+) block"),
+    re.compile(r"put down the (\w+) block"),
+    re.compile(r"stack the (\w+) block on top of the (\w+) block"),
+    re.compile(r"unstack the (\w+) block from on top of the (\w+) block"),
+)
+
+
+class World(NamedTuple):
+    """Where the blocks are.
+
+    Attributes:
+        below: what each block stands on, another block or None for the table; without the block in
+            the hand.
+        held: the block in the hand.
+    """
+
+    below: dict[str, str | None]
+    held: str | None = None
+
+    @classmethod
+    def read(cls, text: str) -> "World":
+        """From sentences such as "the red block is on top of the blue block". Others are ignored.
+
+        Raises:
+            ValueError: no blocks, or one in two places.
+        """
+        held = _HOLDING.findall(text)
+        places: list[tuple[str, str | None]] = [*_ON.findall(text)]
+        places += [(block, None) for block in _ON_TABLE.findall(text)]
+        blocks = [*held, *(block for block, _ in places)]
+        if not blocks or len({*blocks}) < len(blocks) or len(held) > 1:
+            raise ValueError(f"not a state of blocks: {text!r}")
+        return cls(dict(places), held[0] if held else None)
+
+    def is_clear(self, block: str) -> bool:
+        """It stands somewhere, and nothing stands on it."""
+        return block in self.below and block not in self.below.values()
+
+    def after(self, action: str) -> "World | None":
+        """The world after an action in English; None if it is none, or not possible."""
+        for kind, pattern in enumerate(_ACTIONS):
+            if match := pattern.fullmatch(action.strip().rstrip(".").lower()):
+                return self._after(kind, *match.groups())
+        return None
+
+    def _after(self, kind: int, block: str, under: str | None = None) -> "World | None":
+        if kind in (0, 3):  # pick up, unstack
+            if self.held or not self.is_clear(block) or self.below[block] != under:
+                return None
+            return World({b: u for b, u in self.below.items() if b != block}, block)
+        if self.held != block or (under is not None and not self.is_clear(under)):
+            return None
+        return World(self.below | {block: under})
+
+    def actions(self) -> Iterator[str]:
+        """All possible ones."""
+        blocks = {*self.below, *([self.held] if self.held else [])}
+        for block in sorted(blocks):
+            yield from filter(
+                self.after, (f"pick up the {block} block", f"put down the {block} block")
+            )
+        for block, under in itertools.permutations(sorted(blocks), 2):
+            yield from filter(
+                self.after,
+                (
+                    f"stack the {block} block on top of the {under} block",
+                    f"unstack the {block} block from on top of the {under} block",
+                ),
+            )
+
+    def has(self, goal: str) -> bool:
+        """Whether all that a goal says of blocks on blocks holds."""
+        wanted = _ON.findall(goal)
+        return bool(wanted) and all(self.below.get(block) == under for block, under in wanted)
+
+    def reaches(self, goal: str, plan: Iterable[str]) -> bool:
+        """Whether the plan reaches the goal, with possible actions only."""
+        world: World | None = self
+        for action in plan:
+            assert world is not None
+            if world.has(goal):
+                return True
+            world = world.after(action)
+            if world is None:
+                return False
+        assert world is not None
+        return world.has(goal)

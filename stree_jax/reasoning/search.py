@@ -1,0 +1,423 @@
+"""Breadth-first search over thoughts, whose texts are requests to a `Scheduler`.
+
+A generator proposes thoughts below each kept state, an evaluator gives each a value, and the best
+ones are kept (tree of thoughts: Yao et al., 2023, arXiv:2305.10601; the search that "SEED:
+Accelerating Reasoning Tree Construction via Scheduled Speculative Decoding" speeds up, algorithm
+1). SEED drafts for all branches at once and verifies one branch at a time. Here branches are rows
+of one decode loop: drafted together, verified together, and a row that ends takes the next request,
+of any problem.
+
+A prompt that several thoughts share is read once, and each thought is a fork of it: a copy of a
+state.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+from tokenizers import Tokenizer
+
+from stree_jax.decoding.options import check_int
+from stree_jax.messages import shown
+from stree_jax.serving import Completion, Request, Scheduler
+
+GENERATOR, EVALUATOR = "generator", "evaluator"
+# A thought is what the generator wrote, in one or more parts; a state is a path of thoughts.
+Parts = tuple[str, ...]
+State = tuple[Parts, ...]
+
+
+class Stage(NamedTuple):
+    """One text that a role is asked for.
+
+    Attributes:
+        prompt: what it continues.
+        max_new_tokens: its limit.
+        stop: the text ends before this; None: at the model's end of sequence only.
+    """
+
+    prompt: str
+    max_new_tokens: int
+    stop: str | None = "\n"
+
+
+@runtime_checkable
+class Task(Protocol):
+    """Prompts of both roles, and what their texts mean. A problem is whatever the task takes.
+
+    Attributes:
+        depth: levels of the tree. The last one is the answer, of which there is one.
+        thoughts: proposed below each kept state.
+        keep: states that are kept of a level.
+    """
+
+    depth: int
+    thoughts: int
+    keep: int
+
+    def generator(self, problem: Any, state: State, parts: Parts) -> Stage | None:
+        """The next part of a new thought below `state`; None: these parts are all."""
+        ...
+
+    def evaluator(self, problem: Any, state: State, thought: Parts) -> Stage:
+        """Asks for the value of a thought below `state`."""
+        ...
+
+    def value(self, text: str) -> float | None:
+        """What the evaluator's text says; None: nothing that can be read, and counts as 0."""
+        ...
+
+    def answer(self, problem: Any, state: State) -> Stage:
+        """Asks for the answer below the best state of all."""
+        ...
+
+    def solved(self, problem: Any, state: State, answer: str) -> bool | None:
+        """Whether the answer is right; None: the task has no right answer."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A text of a role, and the request that wrote it."""
+
+    role: str  # "generator" or "evaluator"
+    prompt: str
+    text: str
+    completion: Completion
+
+
+@dataclasses.dataclass(frozen=True)
+class Thought:
+    """A node of the tree of thoughts.
+
+    Attributes:
+        problem: its number.
+        level: from 1 to the task's depth; the last level has one thought, the answer.
+        index: in its level.
+        parent: index of its parent in the level above; None at level 1.
+        parts: what the generator wrote.
+        value: by the evaluator; None: its text had none. The answer has none.
+        kept: whether the search went on from it.
+        solved: of the answer, whether it is right, if the task knows; else None.
+        written: all texts, in order.
+    """
+
+    problem: int
+    level: int
+    index: int
+    parent: int | None
+    parts: Parts
+    value: float | None
+    kept: bool
+    solved: bool | None
+    written: tuple[Written, ...]
+
+
+def breadth_first(
+    scheduler: Scheduler,
+    tokenizer: Tokenizer,
+    task: Task,
+    problem: Any,
+    *,
+    key: jax.Array,
+    temperature: float = 1.0,
+) -> Iterator[Thought]:
+    """Searches one problem; yields thoughts level by level, the answer last.
+
+    Every text has a random key of its own, by level, thought, role and part. So the tree of
+    thoughts depends on `key` alone, not on the scheduler's rows, drafts or order: in float32, near
+    ties of logits excepted, and unless the verifier tests drafts by their probabilities.
+
+    Args:
+        scheduler: without other requests.
+        tokenizer: the model's.
+        task: prompts, and what texts mean.
+        problem: of this task.
+        key: of the search.
+        temperature: of both roles.
+
+    Raises:
+        ValueError: a task without thoughts, or one that keeps more than it makes; temperature 0
+            with several thoughts, which would be the same; a scheduler with other requests; or a
+            prompt that is too long for it.
+        FloatingPointError: the logits of a text were not finite.
+    """
+    return _search(scheduler, tokenizer, task, [problem], [key], 1, temperature)
+
+
+def interleaved(
+    scheduler: Scheduler,
+    tokenizer: Tokenizer,
+    task: Task,
+    problems: Sequence[Any],
+    *,
+    key: jax.Array,
+    at_once: int = 8,
+    temperature: float = 1.0,
+) -> Iterator[Thought]:
+    """Searches many problems through one scheduler; yields thoughts as their levels are decided.
+
+    While a level of one problem waits for its last thought, rows work on others. Problem i has the
+    tree that `breadth_first` gives with `key=jax.random.fold_in(key, i)`.
+
+    Args:
+        scheduler, tokenizer, task, temperature: as in `breadth_first`.
+        problems: of this task.
+        key: of all searches together.
+        at_once: problems that are searched at the same time.
+
+    Raises:
+        ValueError: as `breadth_first`, or `at_once` is not positive.
+        FloatingPointError: the logits of a text were not finite.
+    """
+    check_int("at_once", at_once, 1)
+    keys = [jax.random.fold_in(key, i) for i in range(len(problems))]
+    return _search(scheduler, tokenizer, task, problems, keys, at_once, temperature)
+
+
+def render(thoughts: Sequence[Thought], width: int = 100) -> str:
+    """The tree of thoughts of one problem as text; kept ones are marked with a star.
+
+    Args:
+        thoughts: of one problem, in any order.
+        width: longest line.
+    """
+    if len({thought.problem for thought in thoughts}) > 1:
+        raise ValueError("thoughts of several problems; render draws the tree of one")
+    below: dict[tuple[int, int | None], list[Thought]] = collections.defaultdict(list)
+    for thought in sorted(thoughts, key=lambda thought: (thought.level, thought.index)):
+        below[thought.level, thought.parent].append(thought)
+
+    def lines(level: int, parent: int | None) -> Iterator[str]:
+        for thought in below[level, parent]:
+            value = "-" if thought.value is None else f"{thought.value:g}"
+            text = " | ".join(" ".join(part.split()) for part in thought.parts)
+            line = f"{'  ' * (level - 1)}{'*' if thought.kept else ' '} {value:>3}  {text}"
+            yield line if len(line) <= width else line[: width - 1] + "…"
+            yield from lines(level + 1, thought.index)
+
+    return "\n".join(lines(1, None))
+
+
+class _Ask(NamedTuple):
+    """A request of a search: where it belongs, and what it asks for."""
+
+    index: int  # of the thought in its level
+    role: str
+    part: int
+    stage: Stage
+
+
+@dataclasses.dataclass
+class _Draft:
+    """A thought that is being written."""
+
+    parent: int | None
+    state: State  # above it
+    parts: Parts = ()
+    value: float | None = None
+    written: tuple[Written, ...] = ()
+    is_done: bool = False
+
+
+class _Search:
+    """One problem's search: what it asks for, and what it does with the texts."""
+
+    def __init__(self, task: Task, number: int, problem: Any, key: jax.Array):
+        self.task, self.number, self.problem = task, number, problem
+        self.key = key
+        self.level = 0
+        self.drafts: list[_Draft] = []
+
+    def start(self) -> list[_Ask]:
+        """The first level's requests."""
+        return self._next_level([(None, ())])
+
+    def key_of(self, ask: _Ask) -> jax.Array:
+        """By place in the tree, not by time."""
+        key = self.key
+        for number in (self.level, ask.index, int(ask.role == EVALUATOR), ask.part):
+            key = jax.random.fold_in(key, number)
+        return key
+
+    def feed(
+        self, ask: _Ask, text: str, completion: Completion
+    ) -> tuple[list[_Ask], list[Thought]]:
+        """Takes a text in: what to ask for next, and the level if this decides it."""
+        draft = self.drafts[ask.index]
+        draft.written += (Written(ask.role, ask.stage.prompt, text, completion),)
+        is_answer = self.level == self.task.depth
+        if ask.role == EVALUATOR:
+            draft.value = self.task.value(text)
+            draft.is_done = True
+        else:
+            draft.parts += (text,)
+            draft.is_done = is_answer
+        if not draft.is_done:
+            return [self._next_stage(ask.index)], []
+        if not all(other.is_done for other in self.drafts):
+            return [], []
+        ranked = sorted(range(len(self.drafts)), key=lambda i: (-(self.drafts[i].value or 0.0), i))
+        kept = sorted(ranked[: self.task.keep])
+        level = [self._thought(i, i in kept) for i in range(len(self.drafts))]
+        if is_answer:
+            return [], level
+        if self.level + 1 == self.task.depth:
+            kept = ranked[:1]
+        states = [(i, (*self.drafts[i].state, self.drafts[i].parts)) for i in kept]
+        return self._next_level(states), level
+
+    def _next_level(self, states: Sequence[tuple[int | None, State]]) -> list[_Ask]:
+        self.level += 1
+        if self.level == self.task.depth:
+            ((parent, state),) = states
+            self.drafts = [_Draft(parent, state)]
+            return [_Ask(0, GENERATOR, 0, self.task.answer(self.problem, state))]
+        self.drafts = [
+            _Draft(parent, state) for parent, state in states for _ in range(self.task.thoughts)
+        ]
+        return [self._next_stage(i) for i in range(len(self.drafts))]
+
+    def _next_stage(self, index: int) -> _Ask:
+        draft = self.drafts[index]
+        stage = self.task.generator(self.problem, draft.state, draft.parts)
+        if stage is not None:
+            return _Ask(index, GENERATOR, len(draft.parts), stage)
+        return _Ask(
+            index, EVALUATOR, 0, self.task.evaluator(self.problem, draft.state, draft.parts)
+        )
+
+    def _thought(self, index: int, kept: bool) -> Thought:
+        draft = self.drafts[index]
+        solved = None
+        if self.level == self.task.depth:
+            solved = self.task.solved(self.problem, draft.state, draft.parts[0])
+        return Thought(
+            self.number,
+            self.level,
+            index,
+            draft.parent,
+            draft.parts,
+            draft.value,
+            kept,
+            solved,
+            draft.written,
+        )
+
+
+def _search(
+    scheduler: Scheduler,
+    tokenizer: Tokenizer,
+    task: Task,
+    problems: Sequence[Any],
+    keys: Sequence[jax.Array],
+    at_once: int,
+    temperature: float,
+) -> Iterator[Thought]:
+    """Checks at once, not when the first thought is wanted."""
+    for name in ("depth", "thoughts", "keep"):
+        check_int(name, getattr(task, name), 1)
+    if task.keep > task.thoughts:
+        raise ValueError(
+            f"keep = {task.keep} states of a level, and the first level has"
+            f" {task.thoughts} thoughts; keep at most as many"
+        )
+    if temperature == 0 and task.thoughts > 1 and task.depth > 1:
+        raise ValueError(
+            f"temperature 0 gives {task.thoughts} identical thoughts; use a temperature above 0, or"
+            " a task with thoughts = 1"
+        )
+    if scheduler.num_waiting or scheduler.num_running:
+        raise ValueError(
+            f"the scheduler has {scheduler.num_waiting + scheduler.num_running} requests of others;"
+            " finish them, or make a scheduler for the search"
+        )
+    return _run(scheduler, tokenizer, task, problems, keys, at_once, temperature)
+
+
+def _run(
+    scheduler: Scheduler,
+    tokenizer: Tokenizer,
+    task: Task,
+    problems: Sequence[Any],
+    keys: Sequence[jax.Array],
+    at_once: int,
+    temperature: float,
+) -> Iterator[Thought]:
+    waiting = collections.deque(
+        _Search(task, number, problem, key)
+        for number, (problem, key) in enumerate(zip(problems, keys, strict=True))
+    )
+    asked: dict[int, tuple[_Search, _Ask]] = {}
+    ends: dict[str | None, list[int]] = {}
+
+    def end_tokens(stop: str | None) -> list[int]:
+        if stop not in ends:
+            own = scheduler.model.config.eos_token
+            ends[stop] = _ending(tokenizer, stop) + ([] if own is None else [own])
+        return ends[stop]
+
+    def submit(search: _Search, asks: list[_Ask]) -> None:
+        times = collections.Counter(ask.stage.prompt for ask in asks)
+        prefixes: dict[str, Any] = {}
+        for ask in asks:
+            prompt = tokenizer.encode(ask.stage.prompt).ids
+            try:
+                if times[ask.stage.prompt] > 1 and ask.stage.prompt not in prefixes:
+                    prefixes[ask.stage.prompt] = scheduler.read(prompt)
+                prefix = prefixes.get(ask.stage.prompt)
+                request = Request(
+                    prompt if prefix is None else [],
+                    after=prefix,
+                    max_new_tokens=ask.stage.max_new_tokens,
+                    temperature=temperature,
+                    eos_token=end_tokens(ask.stage.stop),
+                    key=search.key_of(ask),
+                )
+                number = scheduler.submit(request)
+            except ValueError as error:
+                raise ValueError(
+                    f"problem {search.number}, level {search.level}, {ask.role}: {error}"
+                ) from error
+            asked[number] = search, ask
+
+    def begin() -> None:
+        search = waiting.popleft()
+        submit(search, search.start())
+
+    for _ in range(min(at_once, len(waiting))):
+        begin()
+    for completion in scheduler.completions():
+        if completion.request_id not in asked:
+            raise ValueError(
+                f"request {completion.request_id} was submitted by others during the search; make a"
+                " scheduler for the search"
+            )
+        search, ask = asked.pop(completion.request_id)
+        if completion.error is not None:
+            raise FloatingPointError(
+                f"problem {search.number}, level {search.level}, {ask.role}: {completion.error}"
+            )
+        text = tokenizer.decode(completion.tokens)
+        if ask.stage.stop is not None:
+            text = text.partition(ask.stage.stop)[0]
+        asks, level = search.feed(ask, text.strip(), completion)
+        submit(search, asks)
+        if level and level[0].level == task.depth and waiting:
+            begin()
+        yield from level
+
+
+def _ending(tokenizer: Tokenizer, stop: str | None) -> list[int]:
+    """The tokens whose text has `stop` in it."""
+    if stop is None:
+        return []
+    texts = tokenizer.decode_batch([[i] for i in range(tokenizer.get_vocab_size())])
+    found = [i for i, text in enumerate(texts) if stop in text]
+    if not found:
+        raise ValueError(
+            f"no token of the tokenizer has {shown(stop)} in it, so no text ends there"
+        )
+    return found

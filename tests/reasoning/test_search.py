@@ -1,0 +1,304 @@
+"""Trees of thoughts: the search itself, with scripted texts, and through a real scheduler."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from flax import nnx
+from tokenizers import decoders, models, pre_tokenizers
+
+import stree_jax as st
+from stree_jax import reasoning
+from stree_jax.decoding.types import Context, Prefix
+from stree_jax.reasoning import Blocksworld, CreativeWriting, Gsm8k, Stage
+from stree_jax.reasoning.tasks import Arrangement, Question
+from tests.tiny import perturbed, randomised, tiny_model
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+QUESTION = Question("Ann has 3 pens and buys 4. How many has she?", "7")
+DEMO = Arrangement(
+    "the red block is clear, the hand is empty, the red block is on the table",
+    "the red block is on top of the blue block",
+    ("pick up the red block", "stack the red block on top of the blue block"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Letters:
+    """Thoughts are words; a problem is a dict from prompts to texts."""
+
+    depth: int = 3
+    thoughts: int = 2
+    keep: int = 2
+
+    def generator(self, problem, state, parts):
+        return None if parts else Stage(f"after {state}", 6)
+
+    def evaluator(self, problem, state, thought):
+        return Stage(f"value of {thought[0]}", 3)
+
+    def value(self, text):
+        found = re.search(r"\d+", text)
+        return float(found[0]) if found else None
+
+    def answer(self, problem, state):
+        return Stage(f"answer {state}", 6)
+
+    def solved(self, problem, state, answer):
+        return answer == problem
+
+
+NO_COUNTS = st.DecodeStatistics(1.0, 1, 1, 0, 0, np.zeros(0), np.ones(1), np.ones(1))
+
+
+def letters():
+    """A tokenizer whose tokens are characters."""
+    vocabulary = {chr(code): code for code in range(128)}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(.|\\n)"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+TOKENS = letters()
+
+
+class Script(st.Scheduler):
+    """In place of a scheduler: answers the newest request first, from a function of its prompt."""
+
+    def __init__(self, text_of, error=None):
+        super().__init__(tiny_model(), rows=1, max_length=10)
+        self.text_of, self.error = text_of, error
+        self.waiting, self.asked, self.num_read = [], [], 0
+
+    def read(self, prompt):
+        self.num_read += 1
+        text = jnp.asarray([prompt], jnp.int32)
+        return Prefix(Context(text, jnp.asarray([len(prompt)], jnp.int32)), (), None)
+
+    def submit(self, request):
+        tokens = request.prompt or request.after.context.tokens[0].tolist()
+        prompt = TOKENS.decode(tokens)
+        self.asked.append((prompt, request))
+        self.waiting.append((len(self.asked) - 1, prompt))
+        return len(self.asked) - 1
+
+    def completions(self):
+        while self.waiting:
+            number, prompt = self.waiting.pop()
+            text = self.text_of(prompt, number)
+            yield st.Completion(number, TOKENS.encode(text).ids, NO_COUNTS, 0.0, 0.0, self.error)
+
+
+def searched(script, task, problem="z", **options):
+    key = options.pop("key", jax.random.key(0))
+    return list(reasoning.breadth_first(script, TOKENS, task, problem, key=key, **options))
+
+
+def test_the_best_thoughts_are_kept_and_the_best_of_all_is_answered():
+    names = iter("abcdefgh")
+    values = dict(a="3", b="9", c="1", d="none", e="8", f="5")
+
+    def text_of(prompt, number):
+        if prompt.startswith("value of"):
+            return f" {values[prompt[-1]]}\nand more"
+        return "z\n" if prompt.startswith("answer") else next(names)
+
+    script = Script(text_of)
+    thoughts = searched(script, Letters())
+    levels = {level: [t for t in thoughts if t.level == level] for level in (1, 2, 3)}
+    # The script answers the last request first: thought 1 is named a.
+    assert [(t.parts, t.value, t.kept) for t in levels[1]] == [(("b",), 9, True), (("a",), 3, True)]
+    assert [t.parent for t in levels[1]] == [None, None]
+    assert sorted(t.parent for t in levels[2]) == [0, 0, 1, 1]
+    by_name = {t.parts[0]: t for t in levels[2]}
+    assert [by_name[name].value for name in "cdef"] == [1, None, 8, 5]
+    assert {name for name, t in by_name.items() if t.kept} == {"e", "f"}
+    (answer,) = levels[3]
+    assert (answer.parent, answer.solved) == (by_name["e"].index, True)
+    above = "b" if by_name["e"].parent == 0 else "a"
+    assert script.asked[-1][0] == f"answer {((above,), ('e',))}"
+    # One reading for the two thoughts of a state.
+    assert script.num_read == 3
+    drawn = reasoning.render(thoughts)
+    assert drawn.splitlines()[0].split() == ["*", "9", "b"]
+    assert len(drawn.splitlines()) == 7
+
+
+def test_ties_and_values_that_cannot_be_read_keep_the_first():
+    for text in ("5", "what?"):
+        thoughts = searched(Script(lambda prompt, number, text=text: text), Letters(keep=1))
+        assert [t.index for t in thoughts if t.kept and t.level < 3] == [0, 0]
+
+
+def test_keys_depend_on_the_place_in_the_tree_only():
+    def keys(script):
+        searched(script, Letters())
+        return {bytes(jax.random.key_data(request.key)) for _, request in script.asked}
+
+    def text_of(prompt, number):
+        return "5"
+
+    class OldestFirst(Script):
+        def completions(self):
+            while self.waiting:
+                number, _ = self.waiting.pop(0)
+                yield st.Completion(number, [53], NO_COUNTS, 0.0, 0.0)
+
+    first, second = Script(text_of), OldestFirst(text_of)
+    assert keys(first) == keys(second)
+    assert len(keys(Script(text_of))) == len(first.asked) == 2 * 2 + 2 * 4 + 1
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "match"),
+    [
+        (Letters(thoughts=0), {}, "thoughts must be an integer"),
+        (Letters(keep=3), {}, "keep = 3 states of a level, and the first level has 2 thoughts"),
+        (Letters(depth=0), {}, "depth must be"),
+        (Letters(), {"temperature": 0.0}, "2 identical thoughts"),
+    ],
+)
+def test_refusals(task, options, match):
+    with pytest.raises(ValueError, match=match):
+        searched(Script(lambda prompt, number: "5"), task, **options)
+
+
+def test_temperature_zero_with_one_thought_is_fine():
+    thoughts = searched(Script(lambda *_: "5"), Letters(thoughts=1, keep=1), temperature=0.0)
+    assert [t.level for t in thoughts] == [1, 2, 3]
+
+
+def test_a_failed_text_says_which():
+    with pytest.raises(FloatingPointError, match="problem 0, level 1, generator: not finite"):
+        searched(Script(lambda *_: "5", error="not finite"), Letters())
+
+
+def test_a_scheduler_with_other_requests_is_refused():
+    scheduler = st.Scheduler(tiny_model(), rows=1, max_length=10)
+    for _ in range(2):
+        scheduler.submit(st.Request([1], max_new_tokens=1))
+    with pytest.raises(ValueError, match="2 requests of others"):
+        searched(scheduler, Letters())
+
+
+@pytest.mark.parametrize("name", reasoning.TASKS)
+def test_missing_data_is_named(name, tmp_path):
+    with pytest.raises(ValueError, match="data cannot be read.*nowhere"):
+        reasoning.TASKS[name].problems(tmp_path / "nowhere.jsonl")
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    with pytest.raises(ValueError, match="has no problems"):
+        reasoning.TASKS[name].problems(empty)
+    if name != "creative writing":
+        empty.write_text('{"question": 1}\n')
+        with pytest.raises(ValueError, match="line 1, has no"):
+            reasoning.TASKS[name].problems(empty)
+
+
+def test_prompts_of_gsm8k_grow_with_the_state():
+    task, state = Gsm8k(), (("How many pens?", "3"),)
+    first = task.generator(QUESTION, (), ())
+    assert first.prompt.startswith("Question: Ann has 3 pens")
+    second = task.generator(QUESTION, state, ("And then?",))
+    assert "Step 1: what should be asked next? How many pens?\nAnswer: 3\nStep 2" in second.prompt
+    assert second.prompt.endswith("And then?\nAnswer:")
+    assert task.generator(QUESTION, state, ("And then?", "7")) is None
+    assert "step 2" in task.evaluator(QUESTION, state, ("And then?", "7")).prompt
+    assert [task.value(t) for t in ("8", "it is 10.", "11", "-", "0")] == [8, 10, None, None, None]
+    assert [task.solved(QUESTION, state, t) for t in ("7", "$7.00 of 7", "7 or 8", "")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_blocksworld_shows_good_and_bad_actions_and_simulates_the_plan():
+    demo = DEMO._replace(
+        init=DEMO.init + ", the blue block is clear and the blue block is on the table"
+    )
+    task = Blocksworld(demonstrations=(demo,))
+    stage = task.evaluator(demo, (), ("put down the red block",))
+    assert "Action: pick up the red block\nGood or bad? good" in stage.prompt
+    assert "stack the red block on top of the blue block\nGood or bad? bad" in stage.prompt
+    assert [task.value(t) for t in ("Good", "it is bad", "goodness")] == [1, 0, None]
+    state = (("pick up the red block",),)
+    assert task.solved(demo, state, "stack the red block on top of the blue block")
+    assert not task.solved(demo, state, "put down the red block")
+    with pytest.raises(ValueError, match="does not reach its goal"):
+        Blocksworld(demonstrations=(demo._replace(plan=demo.plan[:1]),))
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="the data sets are not here")
+def test_the_data_sets_of_the_paper():
+    problems = Gsm8k.problems(DATA / "gsm8k" / "test.jsonl")
+    assert len(problems) == 660
+    assert problems[0].answer == "18"
+    assert all(float(problem.answer) is not None for problem in problems)
+    lines = CreativeWriting.problems(DATA / "creative_writing" / "data_100_random_text.txt")
+    assert len(lines) == 100
+    blocks = Blocksworld.problems(DATA / "blocksworld" / "split_v2_step_6_selfcontained.jsonl")
+    assert len(blocks) == 145
+    pool = Blocksworld.problems(DATA / "blocksworld" / "prompts" / "pool_prompt_v2_step_6.json")
+    task = Blocksworld(demonstrations=pool)  # which checks their plans
+    assert len(pool) == 10
+    right = [((action,)) for action in blocks[0].plan]
+    assert task.solved(blocks[0], tuple((a,) for a in blocks[0].plan[:-1]), blocks[0].plan[-1])
+    assert len(right) == 6
+
+
+@pytest.fixture(scope="module")
+def model():
+    """With the vocabulary of the embedded tokenizer."""
+    config = st.ModelConfig.tiny(vocab_size=4096, tie_embeddings=False)
+    return randomised(st.HybridLM(config, rngs=nnx.Rngs(0)), 0)
+
+
+def test_every_schedule_gives_the_same_tree_of_thoughts(model):
+    """Rows, quanta, drafts, and other problems beside it change nothing."""
+    tokenizer = st.load_tokenizer(st.demo_path("target"))
+    task = Gsm8k(depth=3, thoughts=3, keep=2, most=7)
+    problems = [QUESTION, Question("Bo eats 2 of 9 figs. How many are left?", "7")]
+    key = jax.random.key(5)
+
+    def tree(thoughts):
+        return {
+            (t.problem, t.level, t.index): (t.parts, t.value, t.kept, t.parent) for t in thoughts
+        }
+
+    alone = {}
+    for i, problem in enumerate(problems):
+        scheduler = st.Scheduler(model, rows=1, max_length=300)
+        found = tree(
+            reasoning.breadth_first(
+                scheduler, tokenizer, task, problem, key=jax.random.fold_in(key, i)
+            )
+        )
+        alone |= {(i, *place[1:]): what for place, what in found.items()}
+    assert len({parts for parts, *_ in alone.values()}) > 15  # thoughts differ
+    drafts = dict(drafter=st.ModelDrafter(perturbed(model, 0.05)))
+    for options in (
+        dict(rows=4, quantum=7, topology=st.TreeTopology.from_branching((2, 1)), **drafts),
+        dict(rows=3, quantum=1),
+    ):
+        scheduler = st.Scheduler(model, max_length=300, **options)
+        thoughts = list(
+            reasoning.interleaved(scheduler, tokenizer, task, problems, key=key, at_once=2)
+        )
+        assert tree(thoughts) == alone
+        assert scheduler.nbytes > 0
+
+
+def test_a_prompt_that_is_too_long_names_its_place(model):
+    tokenizer = st.load_tokenizer(st.demo_path("target"))
+    scheduler = st.Scheduler(model, rows=1, max_length=20)
+    with pytest.raises(ValueError, match="problem 0, level 1, generator: the text has"):
+        list(
+            reasoning.breadth_first(scheduler, tokenizer, Gsm8k(), QUESTION, key=jax.random.key(0))
+        )
