@@ -1,0 +1,399 @@
+"""Models on meshes of 8 CPU devices. Run by `test_on_8_devices.py` in a process of its own.
+
+A tree must give what autoregressive decoding gives on the same mesh. That alone would not notice a
+wrong model, so logits are also compared with one device.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+import stree_jax as st
+from stree_jax import partition as partition_module
+from stree_jax.decoding.prefill import PIECE
+from stree_jax.models import attention, mamba2, mlp, parts
+from stree_jax.models.cache import cache_specs, path_to
+from stree_jax.partition import ROWS
+from stree_jax.sharding import over_mesh
+from tests.sharding.configs import CONFIGS
+from tests.tiny import perturbed, randomised, with_weight
+
+NEW_TOKENS = 12
+PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
+TREE = st.TreeTopology.from_branching((3, 2, 1))
+FAST = ("mamba_in_llama",)  # of logits; all others are slow
+slow = pytest.mark.slow
+
+
+def test_there_are_8_devices():
+    assert jax.device_count() == 8
+
+
+@functools.cache
+def model_of(name, implementation=None):
+    config = CONFIGS[name]
+    return randomised(st.HybridLM(config, rngs=nnx.Rngs(0), implementation=implementation), 0)
+
+
+@functools.cache
+def draft_of(name):
+    return perturbed(model_of(name), 0.1)
+
+
+@functools.cache
+def mesh_of(data, model):
+    return st.make_mesh(data=data, model=model)
+
+
+@functools.cache
+def sharded(name, data, model):
+    return st.shard(model_of(name), mesh_of(data, model))
+
+
+@functools.cache
+def replicated_draft(name, data, model):
+    return st.shard(draft_of(name), mesh_of(data, model), replicate=True)
+
+
+# Logits.
+
+
+def everything(model, tokens, lengths):
+    """Logits of a sequence, of a tree after a ragged prompt, and of a tree after its replay."""
+    batch = len(tokens)
+    sequence = model(tokens)
+    prompt, cache = model.prefill(tokens[:, :8], lengths, model.init_cache(batch, 32))
+    tree = TREE.tree(jnp.ones((batch, TREE.num_nodes), bool))
+    nodes = tokens[:, 8 : 8 + TREE.num_nodes]
+    first, pending, cache = model.tree_forward(nodes, tree, cache)
+    path = path_to(tree, jnp.full(batch, TREE.num_nodes - 1, jnp.int32))
+    second, pending, cache = model.tree_forward(nodes + 1, tree, cache, replay=(pending, path))
+    cache = model.replay(cache, pending, path)
+    last, _ = model.prefill(tokens[:, :1], jnp.ones(batch, jnp.int32), cache)
+    return sequence, prompt, first, second, last
+
+
+def tokens_of(name, rows=2):
+    words = CONFIGS[name].vocab_size - 1
+    return np.random.default_rng(0).integers(0, words, (rows, 8 + TREE.num_nodes)).astype(np.int32)
+
+
+def differences(name, data, shards, model=None):
+    """Of all logits to those of one device, relative to the largest."""
+    tokens = tokens_of(name)
+    model = sharded(name, data, shards) if model is None else model
+
+    @jax.jit
+    def on_mesh(model, *arrays):
+        return over_mesh(model.partition, everything, (model,), arrays, (ROWS, ROWS), ROWS)
+
+    arrays = (tokens, np.array([5, 8], np.int32))
+    want, got = jax.jit(everything)(model_of(name), *arrays), on_mesh(model, *arrays)
+    return [
+        float(np.abs(a - b).max() / np.abs(b).max())
+        for a, b in zip(map(np.asarray, got), map(np.asarray, want), strict=True)
+    ]
+
+
+def logit_cases():
+    for name in CONFIGS:
+        for mesh in ((2, 4), (1, 2), (1, 8)):
+            if name == "groups" and mesh == (1, 8):
+                continue  # refused
+            is_fast = name in FAST and mesh == (2, 4)
+            yield pytest.param(name, *mesh, marks=() if is_fast else slow)
+
+
+@pytest.mark.parametrize(("name", "data", "shards"), [*logit_cases()])
+def test_logits_are_those_of_one_device(name, data, shards):
+    assert max(differences(name, data, shards)) <= 2e-5
+
+
+# Mutations that must fail, so that the test above can.
+
+
+def bias_of_each_shard(projection, inputs, part):
+    return projection(inputs) if part is None else part.total(projection(inputs))
+
+
+def units_modulo(shard, units, shards):
+    if units % shards == 0:
+        return range(shard * units // shards, (shard + 1) * units // shards)
+    return range(shard % units, shard % units + 1)
+
+
+def forget_the_sum(table, index):
+    return table[index % table.shape[0]]
+
+
+MUTATIONS = {
+    "bias of each shard": (
+        "bamba",
+        [(module, "row_parallel", bias_of_each_shard) for module in (attention, mlp, mamba2)],
+    ),
+    "groups of a norm are one": ("groups", [(parts, "spans_shards", lambda config: True)]),
+    "a norm of each shard": ("mamba2", [(parts, "spans_shards", lambda config: False)]),
+    "heads by rank modulo": (
+        "mamba_in_llama",
+        [(partition_module, "_units_of", units_modulo)],
+    ),
+    "words of another shard": (
+        "tied",
+        [(partition_module.Part, "rows_of", lambda self, *args: forget_the_sum(*args))],
+    ),
+}
+
+
+@slow
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_wrong_model_is_noticed(mutation, monkeypatch):
+    name, changes = MUTATIONS[mutation]
+    for module, attribute, wrong in changes:
+        monkeypatch.setattr(module, attribute, wrong)
+    model = st.shard(model_of(name), mesh_of(2, 4))
+    try:
+        assert max(differences(name, 2, 4, model)) > 1e-3
+    finally:
+        jax.clear_caches()
+
+
+# Tokens.
+
+
+def decode(model, prompts=PROMPTS, **options):
+    options.setdefault("max_new_tokens", NEW_TOKENS)
+    return st.generate(model, prompts, **options)
+
+
+def assert_same(got, want):
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+    np.testing.assert_array_equal(got.lengths, want.lengths)
+
+
+def check_trees(name, data, shards):
+    model = sharded(name, data, shards)
+    draft = st.ModelDrafter(replicated_draft(name, data, shards))
+    alone = decode(model)
+    tree = decode(model, drafter=draft, topology=TREE)
+    assert_same(tree, alone)
+    assert tree.stats.tau > 1.2
+    # Of these texts no two best logits are as close as another order of summation moves them.
+    assert_same(alone, decode(model_of(name)))
+    return model, draft, alone
+
+
+def test_a_tree_is_autoregressive_decoding():
+    """The fast one: 3 rows on 2 shards of the batch, 4 of the model."""
+    check_trees("one layer", 2, 4)
+
+
+@slow
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("data", "shards"), [(2, 4), (8, 1), (1, 2)])
+def test_every_family(name, data, shards):
+    model, draft, alone = check_trees(name, data, shards)
+    chain = decode(model, drafter=draft, topology=st.TreeTopology.chain(3))
+    assert_same(chain, alone)
+
+
+@slow
+@pytest.mark.parametrize("name", ["mamba_in_llama", "mamba2attn", "mamba2"])
+def test_more_shards_than_groups(name):
+    check_trees(name, 1, 8)
+
+
+def drafters(name, data, shards):
+    draft = replicated_draft(name, data, shards)
+    return {
+        "ngram": (st.NgramDrafter(), None, {}),
+        "beam": (st.BeamDrafter(draft), st.TreeTopology.beam(3, 3), {}),
+        "dynamic": (st.DynamicDrafter(draft), st.TreeTopology.budget(8, 3), {}),
+        "deep": (st.ModelDrafter(draft), st.TreeTopology.chain(10), {}),
+        "without replacement": (
+            st.ModelDrafter(draft, child_sampling="without_replacement"),
+            TREE,
+            {"temperature": 0.8, "key": jax.random.key(3)},
+        ),
+        "shared noise": (
+            st.ModelDrafter(draft),
+            TREE,
+            {"temperature": 0.8, "top_k": 9, "key": jax.random.key(3)},
+        ),
+        "beam, sampled": (
+            st.BeamDrafter(draft),
+            st.TreeTopology.beam(3, 3),
+            {"temperature": 0.7, "top_p": 0.9, "key": jax.random.key(4)},
+        ),
+    }
+
+
+@slow
+@pytest.mark.parametrize("name", ["bamba", "mamba_in_llama"])
+@pytest.mark.parametrize(
+    "kind",
+    ["ngram", "beam", "dynamic", "deep", "without replacement", "shared noise", "beam, sampled"],
+)
+def test_drafters(name, kind):
+    drafter, topology, options = drafters(name, 2, 4)[kind]
+    model = sharded(name, 2, 4)
+    got = decode(model, drafter=drafter, topology=topology, **options)
+    if kind == "without replacement":  # keeps the distribution; the same on one device
+        alone = st.ModelDrafter(draft_of(name), child_sampling="without_replacement")
+        want = decode(model_of(name), drafter=alone, topology=topology, **options)
+    else:
+        want = decode(model, **options)
+    assert_same(got, want)
+
+
+@slow
+def test_bfloat16():
+    name = "bamba"
+    model = randomised(st.HybridLM(CONFIGS[name], rngs=nnx.Rngs(0), dtype="bfloat16"), 0)
+    on_mesh = st.shard(model, mesh_of(2, 4))
+    draft = st.shard(perturbed(model, 0.1), mesh_of(2, 4), replicate=True)
+    alone = decode(on_mesh)
+    tree = decode(on_mesh, drafter=st.ModelDrafter(draft), topology=TREE)
+    # bfloat16 does not promise equality; what it gives are tokens of the vocabulary.
+    assert tree.tokens.shape == alone.tokens.shape
+    assert (tree.tokens[:, 0] == alone.tokens[:, 0]).all()
+
+
+# Rows.
+
+
+@slow
+@pytest.mark.parametrize("count", [1, 3, 5])
+@pytest.mark.parametrize("data", [2, 4])
+def test_any_number_of_rows(count, data):
+    prompts = [[(7 * i + j) % 37 for j in range(2 + i)] for i in range(count)]
+    options = dict(temperature=0.9, key=jax.random.key(5))
+    draft = st.ModelDrafter(replicated_draft("mamba2", data, 2))
+    got = decode(sharded("mamba2", data, 2), prompts, drafter=draft, **options)
+    want = decode(model_of("mamba2"), prompts, **options)
+    assert got.tokens.shape == (count, NEW_TOKENS)
+    assert_same(got, want)
+    assert len(got.stats.tau_per_row) == count
+    assert got.stats.num_tokens == want.stats.num_tokens
+
+
+@slow
+def test_rows_end_at_different_steps():
+    """Shards of the batch leave the loop on their own."""
+    model = sharded("mamba2", 4, 2)
+    prompts = [*PROMPTS, [8, 8]]
+    free = decode(model_of("mamba2"), prompts, max_new_tokens=30)
+    eos = int(free.tokens[0, 3])
+    draft = st.ModelDrafter(replicated_draft("mamba2", 4, 2))
+    options = dict(eos_token=eos, max_new_tokens=30)
+    want = decode(model_of("mamba2"), prompts, **options)
+    assert len({*want.lengths.tolist()}) > 1
+    got = decode(model, prompts, drafter=draft, **options)
+    assert_same(got, want)
+
+
+@slow
+def test_streams():
+    model = sharded("mamba2", 2, 4)
+    draft = st.ModelDrafter(replicated_draft("mamba2", 2, 4))
+    rows = [[] for _ in PROMPTS]
+    for step in st.stream(model, PROMPTS, max_new_tokens=NEW_TOKENS, drafter=draft):
+        assert len(step) == len(PROMPTS)
+        for row, new in zip(rows, step, strict=True):
+            row += new
+    assert rows == decode(model).tokens.tolist()
+
+
+@slow
+def test_long_prompts():
+    """Read in pieces, of which shards of the batch need different numbers."""
+    prompts = [[3, 4, 5] * ((PIECE + 40) // 3), [9, 1]]
+    got = decode(sharded("mamba2", 2, 4), prompts)
+    assert_same(got, decode(model_of("mamba2"), prompts))
+
+
+@slow
+def test_nan_in_one_shard():
+    """It reaches all of them through the sums, and ends the rows with an error."""
+
+    def broken(weight):
+        return weight.at[-1, 0].set(jnp.nan)  # a word of the last shard
+
+    model = st.shard(with_weight(model_of("mamba2"), "embedding", broken), mesh_of(2, 4))
+    bad = CONFIGS["mamba2"].vocab_size - 1
+    with pytest.raises(st.NonFiniteLogitsError) as caught:
+        decode(model, [[1, 2, 3], [4, bad, 5], [6, 7]])
+    assert 1 in caught.value.rows
+    assert caught.value.generation.lengths[1] == 0
+
+
+@slow
+def test_the_cache_that_is_returned():
+    out = decode(sharded("bamba", 2, 4), return_cache=True)
+    want = decode(model_of("bamba"), return_cache=True)
+    got, one = jax.tree.leaves(out.cache), jax.tree.leaves(want.cache)
+    specs = jax.tree.leaves(cache_specs(CONFIGS["bamba"], "model"))
+    for leaf, whole, spec in zip(got, one, specs, strict=True):
+        assert len(leaf) == 4  # a row was added
+        if spec == PartitionSpec("data", "model") and leaf.shape[1:] == whole.shape[1:]:
+            np.testing.assert_allclose(leaf[:3], whole, atol=1e-4)
+
+
+# Weights.
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FAST else slow) for n in CONFIGS]
+)
+def test_back_to_one_device(name):
+    model = sharded(name, 2, 4)
+    back = st.shard(st.shard(model, mesh_of(4, 2)), None)
+    assert back.partition is None
+    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(model_of(name)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_each_device_has_its_part():
+    model = sharded("bamba", 2, 4)
+    kernel = model.blocks[1].mixer.in_proj.kernel[...]
+    assert kernel.shape == (16, 48)
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(16, 12)}
+
+
+# What is refused.
+
+
+def test_what_is_refused(tmp_path):
+    model, mesh = sharded("mamba2", 2, 4), mesh_of(2, 4)
+    draft = draft_of("mamba2")
+    with pytest.raises(ValueError, match="not on the target's mesh"):
+        decode(model, drafter=st.ModelDrafter(draft))
+    with pytest.raises(ValueError, match="not on the target's mesh"):
+        decode(model, drafter=st.ModelDrafter(replicated_draft("mamba2", 4, 2)))
+    with pytest.raises(ValueError, match="cut into parts"):
+        decode(model, drafter=st.ModelDrafter(model))
+    with pytest.raises(ValueError, match="the target is not"):
+        decode(model_of("mamba2"), drafter=st.ModelDrafter(replicated_draft("mamba2", 2, 4)))
+    small = replicated_draft("mamba2", 2, 4)
+    both = st.InterleavedDrafter(small, small, "qs")
+    with pytest.raises(ValueError, match="InterleavedDrafter does not run on a mesh"):
+        decode(model, drafter=both)
+    with pytest.raises(ValueError, match="its own methods cannot be called"):
+        model(jnp.ones((2, 3), jnp.int32))
+    with pytest.raises(ValueError, match="Scheduler is for models on one device"):
+        st.Scheduler(model, rows=2, max_length=64)
+    with pytest.raises(ValueError, match="tune is for models on one device"):
+        st.tune(model, st.NgramDrafter(), PROMPTS)
+    with pytest.raises(ValueError, match="MedusaDrafter is for models on one device"):
+        st.MedusaDrafter(model, st.MedusaHeads(model, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"num_heads = 8 does not fit model = 3.*1, 2, 4 or 8"):
+        st.shard(model_of("mamba2"), st.make_mesh(model=3))
+    with pytest.raises(ValueError, match="pass mesh="):
+        st.from_pretrained(tmp_path, replicate=True)
+    with pytest.raises(ValueError, match="data = 4 times model = 4 is 16 devices, and there are 8"):
+        st.make_mesh(data=4, model=4)
+    assert mesh.shape == {"data": 2, "model": 4}
