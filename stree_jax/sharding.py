@@ -153,7 +153,7 @@ def over_mesh(
     return jax.shard_map(
         run,
         mesh=partition.mesh,
-        in_specs=(_weight_specs(modules), in_specs),
+        in_specs=(weight_specs(modules), in_specs),
         out_specs=out_specs,
         check_vma=False,
     )(leaves, arrays)
@@ -163,7 +163,7 @@ def _is_model(node: Any) -> bool:
     return isinstance(node, HybridLM)
 
 
-def _weight_specs(modules: Any) -> list[PartitionSpec]:
+def weight_specs(modules: Any) -> list[PartitionSpec]:
     """A spec for each leaf, in the order of `jax.tree.leaves`."""
     specs = []
     for node in jax.tree.leaves(modules, is_leaf=_is_model):

@@ -93,7 +93,7 @@ class SpeculativeDecoder:
         """The state before the first step, without cache and drafter."""
         if model.partition is None:
             return self._begin(model, prompts, keys)
-        specs = _state_specs(model)._replace(cache=ROWS)
+        specs = state_specs(model)._replace(cache=ROWS)
         return over_mesh(
             model.partition, self._begin, (model,), (prompts, keys), (ROWS, ROWS), specs
         )
@@ -143,7 +143,7 @@ class SpeculativeDecoder:
         """
         if model.partition is None:
             return self._run(model, drafter, state, limits, sampling, max_steps, wanted)
-        specs, whole = _state_specs(model), PartitionSpec()
+        specs, whole = state_specs(model), PartitionSpec()
         return over_mesh(
             model.partition,
             self._run,
@@ -202,7 +202,7 @@ class SpeculativeDecoder:
         """One iteration of `run`, for streaming and inspection."""
         if model.partition is None:
             return self._step(model, drafter, state, limits, sampling)
-        specs: Any = _state_specs(model)
+        specs: Any = state_specs(model)
         draft_specs: Any = DraftTree(ROWS, ROWS, ROWS, PartitionSpec(), ROWS)  # type: ignore[arg-type]
         return over_mesh(
             model.partition,
@@ -321,7 +321,7 @@ class SpeculativeDecoder:
         )
 
 
-def _state_specs(model: HybridLM) -> Any:
+def state_specs(model: HybridLM) -> Any:
     """How a state of this model lies on its mesh; a draft model is whole on every device."""
     assert model.partition is not None
     axis = model.partition.axis

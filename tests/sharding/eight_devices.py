@@ -5,6 +5,8 @@ wrong model, so logits are also compared with one device.
 """
 
 import functools
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 import stree_jax as st
 from stree_jax import partition as partition_module
+from stree_jax import stored
 from stree_jax.decoding.prefill import PIECE
 from stree_jax.models import attention, mamba2, mlp, parts
 from stree_jax.models.cache import cache_specs, path_to
@@ -397,3 +400,75 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match="data = 4 times model = 4 is 16 devices, and there are 8"):
         st.make_mesh(data=4, model=4)
     assert mesh.shape == {"data": 2, "model": 4}
+
+
+# Checkpoints.
+
+
+def same_weights(model, other):
+    return all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(other), strict=True)
+    )
+
+
+def test_a_checkpoint_does_not_know_its_mesh(tmp_path):
+    """Saved from 2 x 4 devices and from one; loaded on one, and on other meshes."""
+    name = "one layer"
+    one = model_of(name)
+    st.save_pretrained(one, tmp_path / "one")
+    st.save_pretrained(sharded(name, 2, 4), tmp_path / "mesh")
+    for file in ("config.json", "checksums.json"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "mesh" / file).read_bytes()
+    assert same_weights(st.from_pretrained(tmp_path / "mesh"), one)
+    for data, model in ((8, 1), (1, 4), (2, 4)):
+        mesh = mesh_of(data, model)
+        loaded = st.from_pretrained(tmp_path / "mesh", mesh=mesh)
+        assert loaded.partition == partition_module.Partition(mesh, model)
+        assert same_weights(loaded, sharded(name, data, model))
+    draft = st.from_pretrained(tmp_path / "mesh", mesh=mesh, replicate=True)
+    assert same_weights(draft, one)
+    with pytest.raises(ValueError, match="does not fit model = 3"):
+        st.from_pretrained(tmp_path / "mesh", mesh=st.make_mesh(model=3))
+
+
+@slow
+def test_a_load_holds_one_weight_at_a_time(tmp_path, monkeypatch):
+    """Of those that are cut; on a CPU a whole one is its own device memory."""
+    name = "bamba"
+    st.save_pretrained(model_of(name), tmp_path / "saved")
+    alive, most = [], []
+    read = stored.Array.read
+
+    def counted(self, crc):
+        gc.collect()
+        most.append(sum(reference() is not None for reference in alive))
+        values = read(self, crc)
+        if values.ndim > 1:
+            alive.append(weakref.ref(values))
+        return values
+
+    monkeypatch.setattr(stored.Array, "read", counted)
+    st.from_pretrained(tmp_path / "saved", mesh=mesh_of(2, 4))
+    assert len(alive) > 8
+    assert max(most) <= 1
+
+
+@slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_checkpoints_of_other_programs(tmp_path, dtype):
+    from stree_jax import convert
+
+    model = model_of("tied")
+    convert.writing.write_as(model, tmp_path, "mamba_ssm")
+    loaded = st.from_pretrained(tmp_path, mesh=mesh_of(2, 4), dtype=dtype)
+    want = st.from_pretrained(tmp_path, dtype=dtype)
+    assert same_weights(st.shard(loaded, None), want)
+
+
+@slow
+def test_numbers_that_are_not_finite_are_found_in_any_shard(tmp_path):
+    broken = with_weight(model_of("tied"), "embedding", lambda w: w.at[-1, -1].set(jnp.inf))
+    st.save_pretrained(broken, tmp_path / "saved")
+    with pytest.raises(ValueError, match="embedding holds NaN, infinity"):
+        st.from_pretrained(tmp_path / "saved", mesh=mesh_of(2, 4))
