@@ -14,10 +14,8 @@ states travel. What it takes to install is in `benchmarks/static/deviceless.py`.
 import argparse
 import dataclasses
 import json
-import math
-import re
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.static.deviceless import GPUS, described_gpu, described_mesh  # first: XLA's flags
 
@@ -27,6 +25,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import stree_jax as st
+from benchmarks.static.collectives import collectives, problems
 from benchmarks.static.layers import shortened
 from stree_jax.decoding.loop import SpeculativeDecoder, state_specs
 from stree_jax.decoding.prefill import prefill
@@ -37,34 +36,6 @@ from stree_jax.sharding import weight_specs
 
 MAX_LENGTH = 256
 STEPS = 2  # in the body of the loop, as on a GPU
-_COLLECTIVE = re.compile(
-    r"= (?P<type>\(.*?\)|\S+)"
-    r" (?P<name>all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
-)
-
-
-class Found(NamedTuple):
-    """A collective of a program."""
-
-    name: str
-    where: str  # "body" and "condition" of the loop, or "outside"
-    numbers: int  # of its largest array
-
-
-def collectives(text: str) -> list[Found]:
-    """The collectives in the text of a compiled program."""
-    found = []
-    for line in text.splitlines():
-        if (match := _COLLECTIVE.search(line)) is None:
-            continue
-        scope = re.search(r'op_name="([^"]*)"', line)
-        path = scope[1] if scope else ""
-        where = "condition" if "/while/cond" in path else "outside"
-        where = "body" if "/while/body" in path else where
-        shapes = re.findall(r"\[([\d,]*)\]", match["type"])
-        sizes = [math.prod(int(n) for n in shape.split(",") if n) for shape in shapes]
-        found.append(Found(match["name"], where, max(sizes)))
-    return found
 
 
 def abstract_model(config: st.ModelConfig, partition: Partition) -> Any:
@@ -139,20 +110,6 @@ def decode_loop(
         return jitted.trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
 
 
-def problems(config: st.ModelConfig, found: list[Found], nodes: int, rows: int) -> list[str]:
-    """What is wrong with the collectives of a loop."""
-    per_layer = sum(2 if kind == "shared" else 1 for kind in config.layers)
-    wanted = {"all-reduce": STEPS * (per_layer + 2), "all-gather": STEPS}
-    body = Counter(each.name for each in found if each.where == "body")
-    wrong = [] if body == wanted else [f"the loop's body has {dict(body)}, not {wanted}"]
-    if any(each.where == "condition" for each in found):
-        wrong.append("the loop's condition has a collective")
-    # A layer's output with the mean square, and the words of all shards.
-    most = rows * nodes * max(config.d_model + 1, config.num_embeddings)
-    large = [each for each in found if each.numbers > most]
-    return wrong + [f"{each.name} of {each.numbers} numbers: a weight or a state" for each in large]
-
-
 def main() -> None:
     """Compiles, prints a line of JSON for each program; exit code 1 if there is a problem."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -168,7 +125,7 @@ def main() -> None:
         program = decode_loop(options.gpu, config, draft, options.data, options.model)
         text = program.as_text()
         found = collectives(text)
-        wrong = problems(config, found, nodes=13, rows=2)
+        wrong = problems(config, found, steps=STEPS, nodes=13, rows=2)
         counts = Counter(f"{each.name} {each.where}" for each in found)
         row = {
             "preset": preset,

@@ -19,6 +19,7 @@ import stree_jax as st
 from stree_jax import partition as partition_module
 from stree_jax import stored
 from stree_jax.decoding.prefill import PIECE
+from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig, MoeConfig
 from stree_jax.models import attention, mamba2, mlp, parts
 from stree_jax.models.cache import cache_specs, path_to
 from stree_jax.partition import ROWS
@@ -115,6 +116,49 @@ def logit_cases():
 @pytest.mark.parametrize(("name", "data", "shards"), [*logit_cases()])
 def test_logits_are_those_of_one_device(name, data, shards):
     assert max(differences(name, data, shards)) <= 2e-5
+
+
+# Kernels.
+
+_KERNEL_MAMBA2 = Mamba2Config(num_heads=4, head_dim=16, state_size=16, chunk_size=16)
+KERNEL_CONFIGS = {
+    "mamba2": dict(layers=("mamba2",)),
+    "attention": dict(
+        layers=("attention", "mlp"),
+        attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=16, rotary_dim=16),
+        mlp=MlpConfig(32),
+    ),
+    "moe": dict(
+        layers=("mamba2", "moe"), moe=MoeConfig(num_experts=4, num_active=2, hidden_size=32)
+    ),
+}
+
+
+@slow
+@pytest.mark.parametrize("name", KERNEL_CONFIGS)
+def test_kernels_on_a_mesh(name):
+    shape = dict(vocab_size=40, d_model=32, mamba2=_KERNEL_MAMBA2)
+    config = st.ModelConfig(**(shape | KERNEL_CONFIGS[name]))
+    tokens = np.random.default_rng(0).integers(0, 39, (1, 4)).astype(np.int32)
+    tree = st.TreeTopology.chain(3)
+
+    def forward(model, tokens):
+        cache = model.init_cache(1, 32)
+        nodes = tree.tree(jnp.ones((1, 4), bool))
+        first, pending, cache = model.tree_forward(tokens, nodes, cache)
+        path = path_to(nodes, jnp.full(1, 2, jnp.int32))
+        return first, model.tree_forward(tokens, nodes, cache, replay=(pending, path))[0]
+
+    @jax.jit
+    def on_mesh(model, tokens):
+        return over_mesh(model.partition, forward, (model,), (tokens,), (ROWS,), ROWS)
+
+    results = []
+    for implementation in ("xla", "pallas_interpret"):
+        model = st.HybridLM(config, rngs=nnx.Rngs(0), implementation=implementation)
+        results.append(on_mesh(st.shard(randomised(model, 0), mesh_of(1, 2)), tokens))
+    for want, got in zip(*results, strict=True):
+        assert float(np.abs(want - got).max() / np.abs(want).max()) <= 2e-5
 
 
 # Mutations that must fail, so that the test above can.
