@@ -68,7 +68,9 @@ CONFIGS = {
     ),
     "repeated_first": _model(
         "mamba2",
-        mamba2=_mamba2(num_groups=4, num_x_heads=2, num_b_groups=2, repeat_before_conv=True),
+        mamba2=_mamba2(
+            num_groups=4, norm_groups=8, num_x_heads=2, num_b_groups=2, repeat_before_conv=True
+        ),
     ),
     "mamba2attn": _model(
         *("mamba2", "attention"),

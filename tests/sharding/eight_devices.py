@@ -68,18 +68,15 @@ def replicated_draft(name, data, model):
 
 
 def everything(model, tokens, lengths):
-    """Logits of a sequence, of a tree after a ragged prompt, and of a tree after its replay."""
+    """Logits of ragged prompts, of a tree after them, and of a tree after the replay of that."""
     batch = len(tokens)
-    sequence = model(tokens)
     prompt, cache = model.prefill(tokens[:, :8], lengths, model.init_cache(batch, 32))
     tree = TREE.tree(jnp.ones((batch, TREE.num_nodes), bool))
     nodes = tokens[:, 8 : 8 + TREE.num_nodes]
     first, pending, cache = model.tree_forward(nodes, tree, cache)
     path = path_to(tree, jnp.full(batch, TREE.num_nodes - 1, jnp.int32))
-    second, pending, cache = model.tree_forward(nodes + 1, tree, cache, replay=(pending, path))
-    cache = model.replay(cache, pending, path)
-    last, _ = model.prefill(tokens[:, :1], jnp.ones(batch, jnp.int32), cache)
-    return sequence, prompt, first, second, last
+    second, _, _ = model.tree_forward(nodes + 1, tree, cache, replay=(pending, path))
+    return prompt, first, second
 
 
 def tokens_of(name, rows=2):
@@ -295,6 +292,41 @@ def test_drafters(name, kind):
     else:
         want = decode(model, **options)
     assert_same(got, want)
+
+
+def uneven(draft):
+    """A replicated model whose copies differ from shard to shard, and much more than they might."""
+
+    def spoil(leaf):
+        copies = [
+            jax.device_put(np.asarray(leaf) * np.float32(1 + 0.1 * (shard.device.id % 4)), device)
+            for shard in leaf.addressable_shards
+            for device in [shard.device]
+        ]
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, copies)
+
+    return jax.tree.map(spoil, draft)
+
+
+@slow
+@pytest.mark.parametrize("sampled", [False, True])
+def test_what_shards_branch_on_is_decided_once(sampled):
+    """With drafts or verdicts of their own they would part, and wait for each other for ever."""
+    name, how, options = "one layer", "auto", {}
+    if sampled:
+        how, options = "without_replacement", {"temperature": 0.8, "key": jax.random.key(3)}
+    model, even = sharded(name, 2, 4), replicated_draft(name, 2, 4)
+    got, want = (
+        decode(
+            model,
+            drafter=st.ModelDrafter(draft, child_sampling=how),
+            topology=TREE,
+            **options,
+        )
+        for draft in (uneven(even), even)
+    )
+    assert_same(got, want)
+    np.testing.assert_array_equal(got.stats.target_calls_per_row, want.stats.target_calls_per_row)
 
 
 @slow
