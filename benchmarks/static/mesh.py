@@ -27,9 +27,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import stree_jax as st
 from benchmarks.static.collectives import collectives, problems
 from benchmarks.static.layers import shortened
-from stree_jax.decoding.loop import SpeculativeDecoder, state_specs
+from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.prefill import prefill
-from stree_jax.decoding.types import Context, Limits, Sampling
+from stree_jax.decoding.types import Context, Limits, Sampling, state_specs
 from stree_jax.models.names import flatten, unflatten
 from stree_jax.partition import ROWS, Partition, cuts
 from stree_jax.sharding import weight_specs

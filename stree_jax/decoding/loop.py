@@ -26,9 +26,10 @@ from stree_jax.decoding.types import (
     Sampling,
     Statistics,
     Verdict,
+    state_specs,
 )
 from stree_jax.decoding.verifiers import FollowTarget, Verifier
-from stree_jax.models.cache import cache_specs, empty_path, path_to, pending_specs
+from stree_jax.models.cache import empty_path, path_to
 from stree_jax.models.lm import HybridLM
 from stree_jax.partition import ROWS
 from stree_jax.sharding import over_mesh
@@ -319,16 +320,6 @@ class SpeculativeDecoder:
             draft,
             verdict,
         )
-
-
-def state_specs(model: HybridLM) -> Any:
-    """How a state of this model lies on its mesh; a draft model is whole on every device."""
-    assert model.partition is not None
-    axis = model.partition.axis
-    specs: Any = DecodeState(*[ROWS] * len(DecodeState._fields))  # type: ignore[arg-type]
-    return specs._replace(
-        cache=cache_specs(model.config, axis), pending=pending_specs(model.config, axis)
-    )
 
 
 def _is_exact(verifier: Verifier, sampling: Sampling) -> bool:
