@@ -27,8 +27,8 @@ def linear(
 
 
 def row_parallel(
-    projection: nnx.Linear, inputs: Float[Array, "*rows I"], part: Part | None
-) -> Float[Array, "*rows O"]:
+    projection: nnx.Linear, inputs: Float[Array, "*rows inputs"], part: Part | None
+) -> Float[Array, "*rows outputs"]:
     """The output projection of a mixer: on a mesh, the sum over the shards of their inputs' parts.
 
     Args:
@@ -44,8 +44,8 @@ def row_parallel(
 
 
 def partial_product(
-    projection: nnx.Linear, inputs: Float[Array, "*rows I"]
-) -> Float[Array, "*rows O"]:
+    projection: nnx.Linear, inputs: Float[Array, "*rows inputs"]
+) -> Float[Array, "*rows outputs"]:
     """A shard's term of a projection, without bias, in float32."""
     return jnp.matmul(
         inputs,
