@@ -134,7 +134,8 @@ class Cut(NamedTuple):
         """The canonical column at each place of each shard: `[shards, places]`."""
         rows = []
         for shard in range(shards):
-            start, row = 0, []
+            start = 0
+            row: list[np.ndarray] = []
             for units, size in self.segments:
                 own = _units_of(shard, units, shards)
                 row.append(np.arange(start + own.start * size, start + own.stop * size))

@@ -140,12 +140,14 @@ def init_cache(config: ModelConfig, batch: int, max_length: int, dtype: DTypeLik
 
 def cache_specs(config: ModelConfig, axis: str | None) -> tuple[Any, ...]:
     """How the arrays of `init_cache` lie on a mesh; heads and channels along `axis`."""
-    by_head, by_channel = PartitionSpec(DATA, axis), PartitionSpec(DATA, None, axis)
+    by_row: Any = ROWS  # specs in the place of arrays
+    by_head: Any = PartitionSpec(DATA, axis)
+    by_channel: Any = PartitionSpec(DATA, None, axis)
     return _by_kind(
         config,
         lambda m: Mamba2Cache(ssm=by_head, conv=by_channel),
         lambda a: AttentionCache(
-            kv=KVCache(by_head, by_head, ROWS), conv=by_channel if a.conv_width else None
+            kv=KVCache(by_head, by_head, by_row), conv=by_channel if a.conv_width else None
         ),
         ParallelCache,
     )
@@ -184,7 +186,7 @@ def init_pending(config: ModelConfig, batch: int, num_nodes: int, dtype: DTypeLi
 
 def pending_specs(config: ModelConfig, axis: str | None) -> tuple[Any, ...]:
     """How the arrays of `init_pending` lie on a mesh; heads and channels along `axis`."""
-    spec = PartitionSpec(DATA, None, axis)
+    spec: Any = PartitionSpec(DATA, None, axis)
     return _by_kind(
         config,
         lambda m: Mamba2Pending(x=spec, dt=spec, B=spec, conv_input=spec),

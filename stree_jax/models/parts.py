@@ -1,6 +1,6 @@
 """Tells the modules of a model that it is one shard of several."""
 
-from flax import nnx
+from typing import Any
 
 from stree_jax.config import ModelConfig
 from stree_jax.models.attention import AttentionMixer
@@ -12,7 +12,7 @@ from stree_jax.models.shared import SharedLayer, SharedTransformer
 from stree_jax.partition import Part, spans_shards
 
 
-def set_part(module: nnx.Module, part: Part, config: ModelConfig) -> None:
+def set_part(module: Any, part: Part, config: ModelConfig) -> None:
     """Makes a mixer or a shared block add up its outputs over the shards.
 
     Args:
