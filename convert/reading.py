@@ -11,11 +11,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from stree_jax.checkpoint import (
-    as_weight,
+    Place,
     first_line,
     flatten,
     is_finite,
     matrix_dtype,
+    placer,
     read_json,
     unflatten,
 )
@@ -25,6 +26,7 @@ from stree_jax.convert.files import open_tensors
 from stree_jax.convert.rules import Rule, check_coverage
 from stree_jax.convert.tensors import Tensor
 from stree_jax.models.lm import HybridLM
+from stree_jax.partition import Partition
 
 # Called with the bytes read so far and the total.
 Progress = Callable[[int, int], None]
@@ -95,6 +97,7 @@ def load_model(
     dtype: DTypeLike,
     implementation: str | None = None,
     progress: Progress = lambda done, total: None,
+    partition: Partition | None = None,
 ) -> HybridLM:
     """Reads the weights. Peak memory is the model plus the tensors of about one weight.
 
@@ -103,19 +106,23 @@ def load_model(
         dtype: of the weights, float32 or bfloat16.
         implementation: of the kernels, see `pallas_kernels.dispatch`.
         progress: called after each weight.
+        partition: where the model is to lie; None: on the default device.
 
     Raises:
-        ValueError: a weight is not finite, or a tied head differs from the embedding.
+        ValueError: a weight is not finite, a tied head differs from the embedding, or the model
+            does not fit the partition.
     """
+    config = checkpoint.description.config
     structure, wanted = HybridLM.abstract(
-        checkpoint.description.config, dtype=dtype, implementation=implementation
+        config, dtype=dtype, implementation=implementation, partition=partition
     )
+    place = placer(config, partition)
     targets = flatten(wanted)
     total = sum(_num_bytes(checkpoint.tensors[name]) for name in checkpoint.sources)
     loaded: dict[str, jax.Array] = {}
     done = 0
     for rule in checkpoint.rules:
-        loaded[rule.target] = _convert(checkpoint, rule, targets[rule.target].dtype)
+        loaded[rule.target] = _convert(checkpoint, rule, targets[rule.target].dtype, place)
         done += sum(_num_bytes(checkpoint.tensors[name]) for name in rule.sources)
         progress(done, total)
     for entry in checkpoint.description.ignored:
@@ -124,9 +131,9 @@ def load_model(
     return nnx.merge(structure, unflatten(loaded, wanted))
 
 
-def _convert(checkpoint: Checkpoint, rule: Rule, dtype: jnp.dtype) -> jax.Array:
-    values = rule.transform.apply(*(_read(checkpoint, name) for name in rule.sources))
-    weight = as_weight(values, dtype)  # `values` may be a view of the mapped file
+def _convert(checkpoint: Checkpoint, rule: Rule, dtype: jnp.dtype, place: Place) -> jax.Array:
+    values = _values(checkpoint, rule)
+    weight = place(rule.target, values, dtype)  # `values` may be a view of the mapped file
     if not is_finite(rule.target, weight):
         raise ValueError(
             f"{checkpoint.path}: {' or '.join(rule.sources)} holds NaN, infinity or a number too"
@@ -135,10 +142,19 @@ def _convert(checkpoint: Checkpoint, rule: Rule, dtype: jnp.dtype) -> jax.Array:
     return weight
 
 
+def _values(checkpoint: Checkpoint, rule: Rule) -> np.ndarray:
+    return rule.transform.apply(*(_read(checkpoint, name) for name in rule.sources))
+
+
 def _check_tied(checkpoint: Checkpoint, name: str, embedding: jax.Array) -> None:
     same = checkpoint.tensors[name].shape == embedding.shape
     if same:
-        head, stored = _read(checkpoint, name), np.asarray(embedding)
+        head = _read(checkpoint, name)
+        if embedding.is_fully_addressable:
+            stored = np.asarray(embedding)
+        else:  # all processes must find the same
+            (rule,) = (rule for rule in checkpoint.rules if rule.target == "embedding")
+            stored = _values(checkpoint, rule).astype(embedding.dtype)
         rows = range(0, len(head), 1024)  # in blocks, to save memory
         same = all(
             np.array_equal(head[i : i + 1024].astype(stored.dtype), stored[i : i + 1024])

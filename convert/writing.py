@@ -15,7 +15,7 @@ from stree_jax.convert import families
 from stree_jax.convert.description import Description, Source
 from stree_jax.convert.families import FAMILIES
 from stree_jax.convert.fields import Fields
-from stree_jax.models.lm import HybridLM
+from stree_jax.models.lm import HybridLM, check_on_one_device
 
 _SHARD = 1 << 30  # bytes; one shard is in memory beside the model
 
@@ -42,6 +42,7 @@ def write_as(model: HybridLM, directory: Path, target: str) -> None:
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
+    check_on_one_device(model, "write_as")
     written = written_as(model.config, target, jnp.dtype(model.dtype).name, directory)
     weights = flatten(nnx.to_pure_dict(nnx.state(model)))
     rules = [rule for rule in written.description.rules if rule.target in weights]

@@ -109,3 +109,13 @@ class DeferredRMSNorm:
         """The rows `[..., M]` after all, float32."""
         mean_square = jnp.sum(self.mean_squares, axis=-1, keepdims=True)
         return self.value.astype(jnp.float32) * lax.rsqrt(mean_square + self.epsilon)
+
+    def packed(self) -> jax.Array:
+        """Value and mean square `[..., M + 1]`, float32: one array, so one collective adds both."""
+        mean_square = jnp.sum(self.mean_squares, axis=-1, keepdims=True)
+        return jnp.concatenate([self.value.astype(jnp.float32), mean_square], axis=-1)
+
+    def unpacked(self, packed: jax.Array, shards: int) -> "DeferredRMSNorm":
+        """The norm of rows that `shards` equal parts make, from the sum of their `packed`."""
+        value = packed[..., :-1].astype(self.value.dtype)
+        return dataclasses.replace(self, value=value, mean_squares=packed[..., -1:] / shards)

@@ -43,8 +43,10 @@ from stree_jax.layer_config import (
 from stree_jax.medusa_checkpoint import load_medusa, save_medusa
 from stree_jax.models.lm import HybridLM
 from stree_jax.models.medusa import MedusaHeads
+from stree_jax.partition import make_mesh
 from stree_jax.pretrained import demo_path, from_pretrained, load_tokenizer
 from stree_jax.serving import Completion, Request, Scheduler
+from stree_jax.sharding import shard
 from stree_jax.tree import Tree, TreeTopology
 from stree_jax.tuning import TuningReport, tune
 
@@ -88,11 +90,13 @@ __all__ = [
     "generate",
     "load_medusa",
     "load_tokenizer",
+    "make_mesh",
     "reasoning",
     "root_only",
     "sample_tokens",
     "save_medusa",
     "save_pretrained",
+    "shard",
     "stream",
     "token_log_probs",
     "tune",

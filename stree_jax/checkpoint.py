@@ -20,7 +20,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,9 @@ from stree_jax.config import ModelConfig
 from stree_jax.directories import new_directory, recover
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
+from stree_jax.models.names import flatten, unflatten
+from stree_jax.partition import Partition, cuts
+from stree_jax.sharding import canonical_weights, spread
 from stree_jax.stored import CHECKSUMS, Array, check_sizes, open_arrays, write_checksums
 
 FORMAT = "stree-jax"
@@ -42,6 +45,8 @@ VERSION = 1
 MEDUSA = "medusa"  # `kind` in config.json of what is no model
 _MAX_JSON = 16 << 20  # bytes; an index of 100,000 tensors has about 10 MB
 _MAX_DEPTH = 32
+# Makes a weight of its name, its canonical values and its dtype.
+Place = Callable[[str, np.ndarray, DTypeLike], jax.Array]
 
 
 def save_pretrained(
@@ -53,10 +58,11 @@ def save_pretrained(
     files: Sequence[Path] = (),
     overwrite: bool = False,
 ) -> None:
-    """Saves a model as a native checkpoint directory.
+    """Saves a model as a native checkpoint directory, which has no trace of the model's mesh.
 
     Args:
-        model: weights are stored in their current dtype.
+        model: weights are stored in their current dtype. One on a mesh is collected in this
+            process's memory.
         path: the directory to create.
         tokenizer: stored as tokenizer.json.
         model_card: Markdown, stored as README.md.
@@ -64,9 +70,15 @@ def save_pretrained(
         overwrite: replace an existing directory. The old one stays until the new one is complete.
 
     Raises:
-        ValueError: `path` is no path, or exists and `overwrite` is False; `model` is no model.
+        ValueError: `path` is no path, or exists and `overwrite` is False; `model` is no model, or
+            on devices of several processes.
     """
     check_model(model)
+    if model.partition is not None and jax.process_count() > 1:
+        raise ValueError(
+            f"there are {jax.process_count()} processes, and save_pretrained writes from one; load"
+            " and save the checkpoint in a program of its own"
+        )
     header = {"model": model.config.to_dict()}
     with new_checkpoint(path, header, model, model_card, overwrite) as partial:
         if tokenizer is not None:
@@ -95,6 +107,9 @@ def new_checkpoint(
             (partial / "README.md").write_text(model_card)
         yield partial
         arrays = nnx.to_pure_dict(nnx.state(weights))
+        if isinstance(weights, HybridLM) and weights.partition is not None:
+            whole = {name: read() for name, read in canonical_weights(weights).items()}
+            arrays = unflatten(whole, arrays)
         with _quiet():
             ocp.save(partial / "params", arrays)
         write_checksums(partial, flatten(arrays))
@@ -107,7 +122,11 @@ def is_native(path: Path) -> bool:
 
 
 def load_native(
-    path: Path, *, dtype: DTypeLike | None, implementation: str | None = None
+    path: Path,
+    *,
+    dtype: DTypeLike | None,
+    implementation: str | None = None,
+    partition: Partition | None = None,
 ) -> HybridLM:
     """Loads a native checkpoint directory.
 
@@ -115,21 +134,41 @@ def load_native(
         path: the directory.
         dtype: dtype of the weights, float32 or bfloat16; None means as stored.
         implementation: of the kernels, see `pallas_kernels.dispatch`.
+        partition: where the model is to lie; None: on the default device.
 
     Raises:
-        ValueError: the checkpoint is missing or damaged, or its shapes disagree with its config.
+        ValueError: the checkpoint is missing or damaged, its shapes disagree with its config, or
+            do not fit the partition.
     """
     config, stored, crcs = open_native(path)
     if dtype is None:
         dtype = matrix_dtype(stored.values())
-    structure, wanted = HybridLM.abstract(config, dtype=dtype, implementation=implementation)
-    return nnx.merge(structure, read_weights(path, wanted, stored, crcs))
+    structure, wanted = HybridLM.abstract(
+        config, dtype=dtype, implementation=implementation, partition=partition
+    )
+    place = placer(config, partition)
+    return nnx.merge(structure, read_weights(path, wanted, stored, crcs, place))
+
+
+def placer(config: ModelConfig, partition: Partition | None) -> Place:
+    """Makes weights of a model from their values, where they are to lie."""
+    if partition is None:
+        return lambda name, values, dtype: as_weight(values, dtype)
+    table = cuts(config)
+    return lambda name, values, dtype: spread(values, table.get(name), partition, dtype)
 
 
 def read_weights(
-    path: Path, wanted: dict[str, Any], stored: dict[str, Array], crcs: dict[str, int]
+    path: Path,
+    wanted: dict[str, Any],
+    stored: dict[str, Array],
+    crcs: dict[str, int],
+    place: Place | None = None,
 ) -> dict[str, Any]:
-    """The stored arrays in the structure and the dtypes of `wanted`."""
+    """The stored arrays in the structure and the dtypes of `wanted`, one at a time.
+
+    `place` makes a weight of its name, values and dtype; None: on the default device.
+    """
     loaded = {}
     for name, leaf in flatten(wanted).items():
         try:
@@ -138,7 +177,9 @@ def read_weights(
             raise ValueError(
                 f"{path} is damaged: cannot read {name} ({first_line(error)})"
             ) from error
-        loaded[name] = as_weight(values, leaf.dtype)
+        loaded[name] = (
+            as_weight(values, leaf.dtype) if place is None else place(name, values, leaf.dtype)
+        )
         if not is_finite(name, loaded[name]):
             raise ValueError(
                 f"{path}: {name} holds NaN, infinity or a number too large for {leaf.dtype.name}"
@@ -325,19 +366,6 @@ def as_weight(values: np.ndarray, dtype: DTypeLike) -> jax.Array:
     with np.errstate(over="ignore"):  # infinite, which is refused by name
         copy[...] = values
     return jax.device_put(copy)  # unlike asarray, takes over the memory
-
-
-def flatten(tree: object) -> dict[str, Any]:
-    """The leaves of a tree by their dotted path."""
-    return {
-        ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in where): leaf
-        for where, leaf in jax.tree.leaves_with_path(tree)
-    }
-
-
-def unflatten(leaves: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `flatten`, with the structure of `like`."""
-    return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in flatten(like)])
 
 
 @contextlib.contextmanager

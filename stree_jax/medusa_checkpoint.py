@@ -21,7 +21,7 @@ from stree_jax.checkpoint import (
     read_weights,
 )
 from stree_jax.messages import shown
-from stree_jax.models.lm import HybridLM, check_model
+from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.models.medusa import MAX_HEADS, MedusaHeads
 
 
@@ -45,6 +45,7 @@ def save_medusa(
     Raises:
         ValueError: `path` is no path, or exists and `overwrite` is False.
     """
+    check_on_one_device(target, "save_medusa")
     header = {"kind": MEDUSA, "num_heads": heads.num_heads, "target": digest(target)}
     with new_checkpoint(path, header, heads, model_card, overwrite):
         pass
@@ -60,7 +61,7 @@ def load_medusa(path: str | os.PathLike[str], target: HybridLM) -> MedusaHeads:
     Raises:
         ValueError: the checkpoint is missing or damaged, or belongs to another target.
     """
-    check_model(target)
+    check_on_one_device(target, "load_medusa")
     path, header = load_header(path)
     if header.get("kind") != MEDUSA:
         raise ValueError(f"{path} has no Medusa heads; it is a model, for from_pretrained")

@@ -5,12 +5,14 @@ from collections.abc import Collection
 from pathlib import Path
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
 from stree_jax.checkpoint import first_line, is_native, load_native
 from stree_jax.messages import shown, shown_path
 from stree_jax.models.lm import HybridLM, check_options
+from stree_jax.sharding import partition_of
 
 
 def from_pretrained(
@@ -19,6 +21,8 @@ def from_pretrained(
     dtype: DTypeLike | None = jnp.float32,
     implementation: str | None = None,
     quirks: Collection[str] = (),
+    mesh: Mesh | None = None,
+    replicate: bool = False,
 ) -> HybridLM:
     """Loads a checkpoint: native, or of any family in `stree_jax.convert.FAMILIES`.
 
@@ -30,16 +34,22 @@ def from_pretrained(
         implementation: of the kernels, see `pallas_kernels.dispatch`.
         quirks: names from `stree_jax.convert.QUIRKS`: deviations of other programs from the
             published config, to reproduce them.
+        mesh: of `make_mesh`: each of its devices gets its part of the model. This host holds one
+            weight at a time, and the parts of its own devices.
+        replicate: on a mesh, every device gets the whole model, as draft models need it.
 
     Raises:
         ValueError: the checkpoint is missing, damaged, unknown or unsupported, its shapes disagree
-            with its config, or an argument is none of these.
+            with its config or do not fit the mesh, or an argument is none of these.
     """
     if not isinstance(path, str | os.PathLike):
         raise ValueError(
             f"path must be a directory or the name of a model on the hub, got {shown(path)}"
         )
     check_options(jnp.float32 if dtype is None else dtype, implementation)
+    if replicate and mesh is None:
+        raise ValueError("replicate = True is for a model on a mesh: pass mesh=make_mesh(...)")
+    partition = None if mesh is None else partition_of(mesh, replicate)
     from stree_jax import convert  # not imported by `import stree_jax`, to keep that light
 
     directory = convert.find(path)
@@ -49,10 +59,11 @@ def from_pretrained(
             checkpoint,
             dtype=checkpoint.dtype if dtype is None else dtype,
             implementation=implementation,
+            partition=partition,
         )
     if quirks:
         raise ValueError(f"{directory} is native; quirks are for checkpoints of other programs")
-    return load_native(directory, dtype=dtype, implementation=implementation)
+    return load_native(directory, dtype=dtype, implementation=implementation, partition=partition)
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:

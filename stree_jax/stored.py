@@ -20,7 +20,7 @@ CHECKSUMS = "checksums.json"
 _MOST_COMPRESSED = 1000
 
 
-def write_checksums(path: Path, weights: Mapping[str, jax.Array]) -> None:
+def write_checksums(path: Path, weights: Mapping[str, jax.Array | np.ndarray]) -> None:
     """Writes the CRC-32 of each array and the sizes of the files with their numbers.
 
     An array that other processes hold too has no CRC.
@@ -28,7 +28,7 @@ def write_checksums(path: Path, weights: Mapping[str, jax.Array]) -> None:
     crcs = {
         name: zlib.crc32(_bytes(np.asarray(weight)))
         for name, weight in weights.items()
-        if weight.is_fully_addressable
+        if isinstance(weight, np.ndarray) or weight.is_fully_addressable
     }
     files = sorted((path / "params").rglob("d/*"))
     sizes = {str(file.relative_to(path / "params")): file.stat().st_size for file in files}

@@ -99,6 +99,30 @@ def described_gpu(gpu: Gpu) -> Iterator[None]:
         yield
 
 
+def described_mesh(gpu: str, data: int, model: int) -> Mesh:
+    """A mesh of described GPUs of one host.
+
+    Raises:
+        SystemExit: the plugin is not installed.
+    """
+    return Mesh(
+        np.array(_devices(gpu, data * model)).reshape(data, model),
+        ("data", "model"),
+    )
+
+
+def _devices(gpu: str, count: int) -> list[Any]:
+    try:
+        return topologies.get_topology_desc(
+            platform="cuda", target_config=target_config(GPUS[gpu]), topology=f"1x{count}x1"
+        ).devices
+    except Exception as error:  # jax has no exception type for a missing platform
+        raise SystemExit(
+            f"cannot compile for a GPU here ({error!s:.200}): install {PLUGIN} in the version"
+            f" of jax, {jax.__version__}; and nvidia-cuda-nvcc and nvidia-nvvm for ptxas"
+        ) from None
+
+
 class Compiled(NamedTuple):
     """A program, and how it was compiled."""
 
@@ -121,16 +145,7 @@ class Compiler:
 
     def __init__(self, gpu: str, products: str = "split"):
         self.gpu, self.products = gpu, products
-        try:
-            described = topologies.get_topology_desc(
-                platform="cuda", target_config=target_config(GPUS[gpu]), topology="1x1x1"
-            )
-        except Exception as error:  # jax has no exception type for a missing platform
-            raise SystemExit(
-                f"cannot compile for a GPU here ({error!s:.200}): install {PLUGIN} in the version"
-                f" of jax, {jax.__version__}; and nvidia-cuda-nvcc and nvidia-nvvm for ptxas"
-            ) from None
-        mesh = Mesh(np.array(described.devices), ("x",))
+        mesh = Mesh(np.array(_devices(gpu, 1)), ("x",))
         self._sharding = NamedSharding(mesh, PartitionSpec())
 
     def place(self, tree: Any) -> Any:

@@ -1,8 +1,9 @@
 """`stree-jax generate`: streams text from any checkpoint."""
 
+import os
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import jax
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.style import Style
 import stree_jax as st
 from stree_jax.checkpoint import first_line
 from stree_jax.cli.cache import enable_cache
+from stree_jax.cli.mesh import join_processes, parse_mesh
 from stree_jax.cli.trees import parse_tree
 from stree_jax.convert import find
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
@@ -24,6 +26,7 @@ class Loaded(NamedTuple):
     topology: st.TreeTopology | None
     tokenizer: Any
     tokenizer_source: str
+    output: IO[str] | None = None  # None: standard output
 
 
 def load(
@@ -36,8 +39,12 @@ def load(
     sharpness: float | None,
     dtype: str,
     tokenizer_path: Path | None,
+    mesh: str | None = None,
+    distributed: bool = False,
 ) -> Loaded:
     """Loads what `generate` needs.
+
+    Of several processes only the first one gets the standard output.
 
     Raises:
         ValueError: an argument is invalid.
@@ -59,10 +66,15 @@ def load(
         )
     tokenizer = st.load_tokenizer(tokenizer_path or find(checkpoint))
     enable_cache()
-    model = st.from_pretrained(checkpoint, dtype=dtype)
+    if distributed:
+        join_processes()
+    where = None if mesh is None else parse_mesh(mesh)
+    model = st.from_pretrained(checkpoint, dtype=dtype, mesh=where)
     drafter: st.Drafter | None = None
     if draft is not None:
-        draft_model = st.from_pretrained(draft, dtype=dtype)
+        draft_model = st.from_pretrained(
+            draft, dtype=dtype, mesh=where, replicate=where is not None
+        )
         if kind == "beam":
             drafter = st.BeamDrafter(draft_model)
         elif kind == "budget":
@@ -74,7 +86,8 @@ def load(
         drafter = st.NgramDrafter()
     elif medusa is not None:
         drafter = st.MedusaDrafter(model, st.load_medusa(Path(medusa), model))
-    return Loaded(model, drafter, topology, tokenizer, str(tokenizer_path or checkpoint))
+    output = open(os.devnull, "w") if distributed and jax.process_index() > 0 else None  # noqa: SIM115
+    return Loaded(model, drafter, topology, tokenizer, str(tokenizer_path or checkpoint), output)
 
 
 def check_seed(seed: object, name: str) -> None:

@@ -101,6 +101,14 @@ def generate(
         int | None,
         typer.Option(help="Maximum length, prompt included; by default the model's."),
     ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(help="Devices of a --prompt: data=2,model=4, or auto; see docs/sharding.md."),
+    ] = None,
+    distributed: Annotated[
+        bool,
+        typer.Option("--distributed", help="Of --mesh: this is one of several processes."),
+    ] = False,
 ) -> None:
     """Continue a prompt, printing tokens as they are accepted, or all prompts of a file."""
     from stree_jax.cli.generate import check_seed, load, run_generate
@@ -136,8 +144,12 @@ def generate(
         "top_p": top_p,
         "seed": seed,
     }
-    loaded = load(**source, tokenizer_path=tokenizer)
-    console = Console(highlight=False)
+    if mesh is None and distributed:
+        raise ValueError("--distributed goes with --mesh, such as --mesh data=2,model=4")
+    if mesh is not None and prompts is not None:
+        raise ValueError("--mesh is for a --prompt; texts of --prompts run on one device")
+    loaded = load(**source, tokenizer_path=tokenizer, mesh=mesh, distributed=distributed)
+    console = Console(highlight=False, file=loaded.output)
     if prompts is None or output is None:
         only: dict[str, Any] = {"max_length": max_length, "lossy": lossy}
         run_generate(console, loaded, prompt=prompt or "", **only, **settings)

@@ -9,6 +9,7 @@ import numpy as np
 from pallas_kernels import dispatch
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import DRAFT_FAILED
+from stree_jax.decoding.on_mesh import on_host, on_mesh
 from stree_jax.decoding.options import Plan, is_lossless, plan
 from stree_jax.decoding.types import DecodeState, Statistics
 from stree_jax.decoding.verifiers import Verifier
@@ -52,7 +53,8 @@ class Generation:
         lengths: `[B]` int32, new tokens of each row.
         stats: calls, drafts and acceptance.
         cache: the target's cache, which has read all tokens of a row but the last; None without
-            `return_cache`.
+            `return_cache`. That of a model on a mesh stays there, and has the rows that were added
+            to a batch that the mesh does not divide.
         lossless: False if a lossy verifier chose the tokens: they are not the target's.
     """
 
@@ -101,6 +103,10 @@ def generate(
     sums in another order may swap. Verifiers that test drafts by their probabilities keep the
     distribution, not the tokens. A row's output depends on its prompt and its key alone.
 
+    A model on a mesh (`make_mesh`) decodes there: each shard of the rows on its own. If the mesh
+    has devices of several processes, all of them call this with the same arguments, and all get
+    the result of all rows.
+
     Args:
         model: the target.
         prompts: a list of token ids per row; lengths may differ.
@@ -144,10 +150,12 @@ def generate(
         key=key,
         lossy=lossy,
     )
+    num_rows = len(prompts)
+    request = on_mesh(request, model.partition)
     with dispatch.on(model):
-        state = request.decoder.start(model, request.drafter, request.context, request.keys)
+        state = _started(request, model, num_rows)
         state = request.decoder.run(model, request.drafter, state, request.limits, request.sampling)
-    generation = _generation(request, state, max_new_tokens, return_cache)
+    generation = _generation(request, state, num_rows, max_new_tokens, return_cache)
     if error := _error(state, generation):
         raise error
     return generation
@@ -193,39 +201,51 @@ def stream(
         lossy=lossy,
     )
 
+    num_rows = len(prompts)
+    request = on_mesh(request, model.partition)
+
     def steps() -> Iterator[list[list[int]]]:
         with dispatch.on(model):
-            state = request.decoder.start(model, request.drafter, request.context, request.keys)
-        before = np.asarray(request.context.length)
-        while not np.asarray(state.done).all():
+            state = _started(request, model, num_rows)
+        before = on_host(request.context.length, num_rows)
+        while not on_host(state.done).all():
             with dispatch.on(model):  # not around `yield`: the caller's code is its own
                 state, _, _ = request.decoder.step(
                     model, request.drafter, state, request.limits, request.sampling
                 )
-            after, rows = np.asarray(state.context.length), np.asarray(state.context.tokens)
+            rows, after = on_host(state.context, num_rows)
             yield [row[a:b].tolist() for row, a, b in zip(rows, before, after, strict=True)]
             before = after
-        if error := _error(state, _generation(request, state, max_new_tokens, False)):
+        if error := _error(state, _generation(request, state, num_rows, max_new_tokens, False)):
             raise error
 
     return steps()
 
 
+def _started(request: Plan, model: HybridLM, num_rows: int) -> DecodeState:
+    state = request.decoder.start(model, request.drafter, request.context, request.keys)
+    if model.partition is not None:
+        added = np.arange(len(state.done)) >= num_rows
+        state = state._replace(done=model.partition.put(added))
+    return state
+
+
 def _generation(
-    request: Plan, state: DecodeState, max_new_tokens: int, return_cache: bool
+    request: Plan, state: DecodeState, num_rows: int, max_new_tokens: int, return_cache: bool
 ) -> Generation:
-    lengths = np.asarray(state.emitted)
-    rows = np.asarray(state.context.tokens)
-    tokens = np.full((len(rows), max_new_tokens), PAD, np.int32)
-    for i, (row, start) in enumerate(zip(rows, np.asarray(request.context.length), strict=True)):
+    lengths, rows, starts, statistics = on_host(
+        (state.emitted, state.context.tokens, request.context.length, state.statistics), num_rows
+    )
+    tokens = np.full((num_rows, max_new_tokens), PAD, np.int32)
+    for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
         tokens[i, : lengths[i]] = row[start : start + lengths[i]]
     cache = state.cache if return_cache else None
     lossless = is_lossless(request.decoder.verifier)
-    return Generation(tokens, lengths, statistics_of(state.statistics), cache, lossless)
+    return Generation(tokens, lengths, statistics_of(statistics), cache, lossless)
 
 
 def _error(state: DecodeState, generation: Generation) -> NonFiniteLogitsError | None:
-    failed = np.asarray(state.failed)
+    failed = on_host(state.failed, len(generation.lengths))
     if not failed.any():
         return None
     rows = np.flatnonzero(failed).tolist()

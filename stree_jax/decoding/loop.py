@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from stree_jax.array_types import Array, Bool, Int
 from stree_jax.decoding.drafters import Drafter, root_only
@@ -25,10 +26,13 @@ from stree_jax.decoding.types import (
     Sampling,
     Statistics,
     Verdict,
+    state_specs,
 )
-from stree_jax.decoding.verifiers import Verifier
+from stree_jax.decoding.verifiers import FollowTarget, Verifier
 from stree_jax.models.cache import empty_path, path_to
 from stree_jax.models.lm import HybridLM
+from stree_jax.partition import ROWS
+from stree_jax.sharding import over_mesh
 from stree_jax.tree import TreeTopology
 
 # Codes of `DecodeState.failed`.
@@ -81,11 +85,21 @@ class SpeculativeDecoder:
         prefix = self.read(model, drafter, prompts)
         state = self.begin(model, prompts, keys)
         state = state._replace(cache=prefix.cache, drafter=prefix.drafter)
+        if model.partition is not None:
+            state = model.partition.put(state)
         return owned(state, (model, drafter, prompts, keys))
 
     @functools.partial(jax.jit, static_argnums=0)
     def begin(self, model: HybridLM, prompts: Context, keys: Array) -> DecodeState:
         """The state before the first step, without cache and drafter."""
+        if model.partition is None:
+            return self._begin(model, prompts, keys)
+        specs = state_specs(model)._replace(cache=ROWS)
+        return over_mesh(
+            model.partition, self._begin, (model,), (prompts, keys), (ROWS, ROWS), specs
+        )
+
+    def _begin(self, model: HybridLM, prompts: Context, keys: Array) -> DecodeState:
         batch, width = prompts.tokens.shape
         num_nodes, depth = self.topology.num_nodes, max(self.topology.depth, self.deepest)
         tokens = jnp.pad(prompts.tokens, ((0, 0), (0, self.num_places - width)))
@@ -125,7 +139,31 @@ class SpeculativeDecoder:
             sampling: of each row.
             max_steps: run about so many steps at most (up to `steps_per_sync - 1` more); traced.
             wanted: return when so many rows have ended in this run; traced.
+
+        On a mesh each shard of the rows counts its own steps and ends.
         """
+        if model.partition is None:
+            return self._run(model, drafter, state, limits, sampling, max_steps, wanted)
+        specs, whole = state_specs(model), PartitionSpec()
+        return over_mesh(
+            model.partition,
+            self._run,
+            (model, drafter),
+            (state, limits, sampling, max_steps, wanted),
+            (specs, ROWS, ROWS, whole, whole),
+            specs,
+        )
+
+    def _run(
+        self,
+        model: HybridLM,
+        drafter: Drafter | None,
+        state: DecodeState,
+        limits: Limits,
+        sampling: Sampling,
+        max_steps: int | Array | None,
+        wanted: int | Array | None,
+    ) -> DecodeState:
         before = state
 
         def unfinished(state: DecodeState) -> Array:
@@ -163,7 +201,18 @@ class SpeculativeDecoder:
         sampling: Sampling,
     ) -> tuple[DecodeState, DraftTree, Verdict]:
         """One iteration of `run`, for streaming and inspection."""
-        return self._step(model, drafter, state, limits, sampling)
+        if model.partition is None:
+            return self._step(model, drafter, state, limits, sampling)
+        specs: Any = state_specs(model)
+        draft_specs: Any = DraftTree(ROWS, ROWS, ROWS, PartitionSpec(), ROWS)  # type: ignore[arg-type]
+        return over_mesh(
+            model.partition,
+            self._step,
+            (model, drafter),
+            (state, limits, sampling),
+            (specs, ROWS, ROWS),
+            (specs, draft_specs, ROWS),
+        )
 
     def _step(
         self,
@@ -199,6 +248,12 @@ class SpeculativeDecoder:
                     noise=noise,
                 )
 
+        if model.part is not None and drafter is not None:
+            tokens, tree, is_finite = model.part.decided_once(
+                (draft.tokens, draft.tree, draft.finite)
+            )
+            draft = draft._replace(tokens=tokens, tree=tree, finite=is_finite)
+
         # Forward, after replaying the previous path.
         hidden, pending, cache = model.tree(
             draft.tokens, draft.tree, state.cache, replay=(state.pending, state.path)
@@ -211,6 +266,9 @@ class SpeculativeDecoder:
             verdict = self.verifier.verify(
                 keys[:, 1], draft, logits, sampling, noise, topology=self.topology
             )
+
+        if model.part is not None and not _is_exact(self.verifier, sampling):
+            verdict = model.part.decided_once(verdict)
 
         # Emit, up to the end of sequence or the limit.
         new_tokens = _emitted_tokens(draft, verdict, self.topology.depth)
@@ -262,6 +320,11 @@ class SpeculativeDecoder:
             draft,
             verdict,
         )
+
+
+def _is_exact(verifier: Verifier, sampling: Sampling) -> bool:
+    """Whether a rule only compares logits: equal logits, equal verdicts, on any GPU."""
+    return isinstance(verifier, FollowTarget) and sampling.temperature_is_zero
 
 
 def owned(state: DecodeState, callers: Any) -> DecodeState:

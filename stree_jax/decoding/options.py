@@ -13,6 +13,7 @@ from pallas_kernels import dispatch
 from stree_jax.array_types import Array
 from stree_jax.decoding.drafters import Drafter, MedusaDrafter, draft_models
 from stree_jax.decoding.loop import SpeculativeDecoder
+from stree_jax.decoding.on_mesh import check_mesh_of
 from stree_jax.decoding.types import Context, Limits, Sampling
 from stree_jax.decoding.verifiers import (
     BY_DEPTH,
@@ -86,6 +87,7 @@ def plan(
             " jax.random.key(0, impl='threefry2x32')"
         )
     _check_drafter(drafter)
+    check_mesh_of(model, drafter)
     topology = _checked_topology(topology, drafter, vocab_size)
     for draft in draft_models(drafter):
         if draft.config.vocab_size != vocab_size:

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from stree_jax.array_types import Array, Lengths, Tokens
-from stree_jax.models.cache import Cache
+from stree_jax.models.cache import Cache, cache_specs
 from stree_jax.models.lm import HybridLM
+from stree_jax.partition import ROWS
+from stree_jax.sharding import over_mesh
 
 # Longer prompts are read in pieces of this many tokens, which bounds the temporary memory.
 PIECE = 512
@@ -30,6 +32,22 @@ def prefill(
     Its attention layers have `max_length` places. How many pieces are read is a traced number, so
     padding beyond the longest row's last piece costs nothing.
     """
+    if model.partition is None:
+        return _prefill(model, tokens, lengths, cache, max_length)
+    specs = cache_specs(model.config, model.partition.axis)
+    return over_mesh(
+        model.partition,
+        functools.partial(_prefill, max_length=max_length),
+        (model,),
+        (tokens, lengths, cache),
+        (ROWS, ROWS, None if cache is None else specs),
+        specs,
+    )
+
+
+def _prefill(
+    model: HybridLM, tokens: Array, lengths: Array, cache: Cache | None, max_length: int
+) -> Cache:
     batch, width = tokens.shape
     cache = model.init_cache(batch, max_length) if cache is None else cache
     if width <= PIECE:

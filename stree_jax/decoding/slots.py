@@ -29,7 +29,7 @@ from stree_jax.decoding.loop import SpeculativeDecoder, owned
 from stree_jax.decoding.options import buffer_size
 from stree_jax.decoding.prefill import prefill
 from stree_jax.decoding.types import Context, DecodeState, Prefix
-from stree_jax.models.lm import HybridLM
+from stree_jax.models.lm import HybridLM, check_on_one_device
 
 
 def empty(
@@ -44,8 +44,10 @@ def empty(
         rows: B.
 
     Raises:
-        ValueError: the drafter's state has an array without the batch axis.
+        ValueError: the drafter's state has an array without the batch axis, or the model is on a
+            mesh.
     """
+    check_on_one_device(model, "a pool of rows")
     nothing = Context(jnp.zeros((1, buffer_size(1)), jnp.int32), jnp.ones(1, jnp.int32))
     state = decoder.start(model, drafter, nothing, jax.random.key(0)[None])
     for leaf in jax.tree.leaves(state.drafter):

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import jax
 
 from stree_jax.array_types import Array, Bool, Float32, Int, Key
-from stree_jax.models.cache import Cache, Path, Pending
+from stree_jax.models.cache import Cache, Path, Pending, cache_specs, pending_specs
+from stree_jax.models.lm import HybridLM
+from stree_jax.partition import ROWS
 from stree_jax.tree import Tree
 
 
@@ -118,3 +120,13 @@ class DecodeState(NamedTuple):
     keys: Key[Array, " B"]  # one random stream per row
     step: Int[Array, " B"]  # steps so far; folded into the keys of sampled drafts and of tests
     statistics: Statistics
+
+
+def state_specs(model: HybridLM) -> Any:
+    """How a state of this model lies on its mesh; a draft model is whole on every device."""
+    assert model.partition is not None
+    axis = model.partition.axis
+    specs: Any = DecodeState(*[ROWS] * len(DecodeState._fields))  # type: ignore[arg-type]
+    return specs._replace(
+        cache=cache_specs(model.config, axis), pending=pending_specs(model.config, axis)
+    )

@@ -33,10 +33,12 @@ from stree_jax.models.layers import (
     causal_conv1d,
     conv_state_after,
     linear,
+    row_parallel,
     silu,
     split_last,
 )
 from stree_jax.models.layouts import attention_layout
+from stree_jax.partition import Part
 from stree_jax.tree import Tree
 
 
@@ -58,6 +60,8 @@ class AttentionMixer(nnx.Module):
         out_scale: scales the initial output projection, for deep stacks.
         implementation: of the kernels, see `pallas_kernels.dispatch`.
     """
+
+    part: Part | None = None  # of a shard, see `models.parts`
 
     def __init__(
         self,
@@ -207,7 +211,7 @@ class AttentionMixer(nnx.Module):
         y = y.reshape(*y.shape[:2], -1)
         if projected.branch is not None:
             y = jnp.concatenate([y, projected.branch], axis=-1)
-        return scaled(self.out_proj(y), self.config.output_multiplier)
+        return scaled(row_parallel(self.out_proj, y, self.part), self.config.output_multiplier)
 
     def _conv(self) -> tuple[Array, Array]:
         return self.conv_weight[...], self.conv_bias[...]

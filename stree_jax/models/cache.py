@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_kernels import KVCache, Mamba2Pending, NodeKV
@@ -17,6 +18,7 @@ from stree_jax.array_types import Array, Bool, Float, Float32, Int
 from stree_jax.config import ModelConfig
 from stree_jax.layer_config import AttentionConfig, Mamba2Config
 from stree_jax.models.layouts import mamba2_layout
+from stree_jax.partition import DATA, ROWS
 from stree_jax.tree import Tree
 
 
@@ -136,6 +138,21 @@ def init_cache(config: ModelConfig, batch: int, max_length: int, dtype: DTypeLik
     return _by_kind(config, mamba2, attention, ParallelCache)
 
 
+def cache_specs(config: ModelConfig, axis: str | None) -> tuple[Any, ...]:
+    """How the arrays of `init_cache` lie on a mesh; heads and channels along `axis`."""
+    by_row: Any = ROWS  # specs in the place of arrays
+    by_head: Any = PartitionSpec(DATA, axis)
+    by_channel: Any = PartitionSpec(DATA, None, axis)
+    return _by_kind(
+        config,
+        lambda m: Mamba2Cache(ssm=by_head, conv=by_channel),
+        lambda a: AttentionCache(
+            kv=KVCache(by_head, by_head, by_row), conv=by_channel if a.conv_width else None
+        ),
+        ParallelCache,
+    )
+
+
 def init_pending(config: ModelConfig, batch: int, num_nodes: int, dtype: DTypeLike) -> Pending:
     """The pending record of a tree that was never run, for replay along the empty path.
 
@@ -165,6 +182,19 @@ def init_pending(config: ModelConfig, batch: int, num_nodes: int, dtype: DTypeLi
         )
 
     return _by_kind(config, mamba2, attention, ParallelPending)
+
+
+def pending_specs(config: ModelConfig, axis: str | None) -> tuple[Any, ...]:
+    """How the arrays of `init_pending` lie on a mesh; heads and channels along `axis`."""
+    spec: Any = PartitionSpec(DATA, None, axis)
+    return _by_kind(
+        config,
+        lambda m: Mamba2Pending(x=spec, dt=spec, B=spec, conv_input=spec),
+        lambda a: AttentionPending(
+            kv=NodeKV(spec, spec), conv_input=spec if a.conv_width else None
+        ),
+        ParallelPending,
+    )
 
 
 def _by_kind(

@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.numerics import activate
 from stree_jax.array_types import Array, Float, Lengths
+from stree_jax.partition import Part
 
 
 def linear(
@@ -22,6 +23,35 @@ def linear(
         kernel_init=nnx.initializers.variance_scaling(scale**2, "fan_in", "normal"),
         precision=lax.Precision.HIGHEST,
         rngs=rngs,
+    )
+
+
+def row_parallel(
+    projection: nnx.Linear, inputs: Float[Array, "*rows inputs"], part: Part | None
+) -> Float[Array, "*rows outputs"]:
+    """The output projection of a mixer: on a mesh, the sum over the shards of their inputs' parts.
+
+    Args:
+        projection: of the shard, with the rows of its inputs.
+        inputs: of the shard.
+        part: which shard; None: there is one.
+    """
+    if part is None:
+        return projection(inputs)
+    output = part.total(partial_product(projection, inputs)).astype(inputs.dtype)
+    # Once, not by each shard.
+    return output if projection.bias is None else output + projection.bias[...]
+
+
+def partial_product(
+    projection: nnx.Linear, inputs: Float[Array, "*rows inputs"]
+) -> Float[Array, "*rows outputs"]:
+    """A shard's term of a projection, without bias, in float32."""
+    return jnp.matmul(
+        inputs,
+        projection.kernel[...],
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
     )
 
 

@@ -23,8 +23,10 @@ from stree_jax.models.cache import (
     init_cache,
     init_pending,
 )
+from stree_jax.models.parts import set_part
 from stree_jax.models.residual import ResidualStream
 from stree_jax.models.shared import SharedLayer, SharedTransformer
+from stree_jax.partition import Part, Partition, local_config
 from stree_jax.tree import Tree
 
 # An op may know further names, which a model cannot pass on to the others.
@@ -36,6 +38,17 @@ def check_model(model: object) -> None:
     if not isinstance(model, HybridLM):
         raise ValueError(
             f"model must be a HybridLM, got {type(model).__name__}; load one with from_pretrained"
+        )
+
+
+def check_on_one_device(model: object, what: str) -> None:
+    """Refuses a model on a mesh, for functions that do not know meshes."""
+    check_model(model)
+    assert isinstance(model, HybridLM)
+    if model.partition is not None:
+        raise ValueError(
+            f"{what} is for models on one device, and this one is on a mesh; st.shard(model, None)"
+            " takes it off"
         )
 
 
@@ -79,9 +92,17 @@ class HybridLM(nnx.Module):
         implementation: of the kernels: "xla", "pallas" or "pallas_interpret" (see
             `pallas_kernels.dispatch`); None: the fastest that runs on the device.
 
+    Attributes:
+        partition: where a model on a mesh lies, see `stree_jax.sharding`; None: on one device.
+            `generate` and `stream` run it. Of its own methods only those of a model that is whole
+            on every device can be called.
+
     Raises:
         ValueError: a model without memory, another dtype, or another implementation.
     """
+
+    partition: Partition | None = None
+    part: Part | None = None  # of one shard among several, as seen by it
 
     def __init__(
         self,
@@ -126,21 +147,37 @@ class HybridLM(nnx.Module):
         *,
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
+        partition: Partition | None = None,
     ) -> tuple[nnx.GraphDef, dict]:
         """A model without weights: its structure, and the shape and dtype of each weight by name.
 
         `nnx.merge(structure, weights)` makes it a model. One layer of each kind is traced and then
         copied: tracing all of them takes a time quadratic in their number.
+
+        With a `partition` the shapes are those of one shard; the model's weights are the shards'
+        side by side.
+
+        Raises:
+            ValueError: the sizes of the model do not fit the partition.
         """
         _check_config(config)
+        whole = config
+        if partition is not None:
+            config = local_config(config, partition.shards)
         # "mamba2" last and "shared" before it, where a shared layer must be.
         kinds = sorted(set(config.layers), key=lambda kind: (kind == "mamba2", kind == "shared"))
         short = dataclasses.replace(config, layers=tuple(kinds))
         model = nnx.eval_shape(
             lambda: cls(short, dtype=dtype, rngs=nnx.Rngs(0), implementation=implementation)
         )
+        if partition is not None:
+            model.partition = partition
+            if partition.shards > 1:
+                model.part = Part(partition.shards)
+                for mixer in (*(block.mixer for block in model.blocks), *model.shared):
+                    set_part(mixer, model.part, whole)
         layer = dict(zip(kinds, model.blocks, strict=True))
-        model.config = config
+        model.config = whole
         model.blocks = nnx.List(nnx.clone(layer[kind]) for kind in config.layers)
         structure, weights = nnx.split(model)
         return structure, nnx.to_pure_dict(weights)
@@ -160,11 +197,11 @@ class HybridLM(nnx.Module):
 
         A row with more tokens than places gives NaN from then on, never a wrong number.
         """
-        return init_cache(self.config, batch, max_length, self.dtype)
+        return init_cache(self._own_config(), batch, max_length, self.dtype)
 
     def init_pending(self, batch: int, num_nodes: int) -> Pending:
         """The pending record of a tree that was never run, for replay along the empty path."""
-        return init_pending(self.config, batch, num_nodes, self.dtype)
+        return init_pending(self._own_config(), batch, num_nodes, self.dtype)
 
     def prefill(
         self, tokens: Tokens, lengths: Lengths, cache: Cache | None = None
@@ -259,7 +296,9 @@ class HybridLM(nnx.Module):
 
         V counts padded vocabulary rows too.
         """
-        return output_logits(hidden, self.output_head[...], self.config.logits_multiplier)
+        self._check_here()
+        logits = output_logits(hidden, self.output_head[...], self.config.logits_multiplier)
+        return logits if self.part is None else self.part.side_by_side(logits)
 
     @property
     def output_head(self) -> nnx.Param:
@@ -268,6 +307,7 @@ class HybridLM(nnx.Module):
 
     def replay(self, cache: Cache, pending: Pending, path: Path) -> Cache:
         """The cache after the nodes of `path`."""
+        self._check_here()
         with jax.named_scope("replay"):
             index = self._replay_gather_index(path)
             layers = zip(self._mixers(), cache, pending, strict=True)
@@ -296,9 +336,26 @@ class HybridLM(nnx.Module):
         return stream.hidden(), tuple(caches)
 
     def _stream(self, tokens: Array, implementation: str | None) -> ResidualStream:
-        embedded = scaled(self.embedding[...][tokens], self.config.embedding_multiplier)
+        self._check_here()
+        table = self.embedding[...]
+        rows = table[tokens] if self.part is None else self.part.rows_of(table, tokens)
+        embedded = scaled(rows, self.config.embedding_multiplier)
         dtype = jnp.float32 if self.config.residual_float32 else self.dtype
         return ResidualStream(embedded.astype(dtype), self.config, self.dtype, implementation)
+
+    def _own_config(self) -> ModelConfig:
+        """The config of this shard, or of the whole model if there is one."""
+        self._check_here()
+        return self.config if self.part is None else local_config(self.config, self.part.shards)
+
+    def _check_here(self) -> None:
+        """Refuses a model whose parts are on several devices, outside of its program."""
+        if self.partition is not None and self.partition.shards > 1:
+            raise ValueError(
+                "this model is cut over the devices of a mesh, and its own methods cannot be"
+                " called; use generate or stream, or take it off the mesh with"
+                " st.shard(model, None)"
+            )
 
     def _mixers(self) -> list[Mixer]:
         """The mixer of each layer; the j-th shared layer uses shared block j modulo their count."""

@@ -39,6 +39,8 @@ from pallas_kernels import (
     tree_scan,
 )
 from pallas_kernels.numerics import scaled
+from pallas_kernels.rms_norm.xla import activated
+from pallas_kernels.tree_scan.xla import gated
 from stree_jax.array_types import Array, Bool, Float, Lengths
 from stree_jax.layer_config import Mamba2Config
 from stree_jax.models.cache import ConvGatherIndex, Mamba2Cache, Path, Replay
@@ -46,10 +48,13 @@ from stree_jax.models.layers import (
     causal_conv1d,
     conv_state_after,
     linear,
+    partial_product,
+    row_parallel,
     silu,
     split_last,
 )
 from stree_jax.models.layouts import mamba2_layout
+from stree_jax.partition import Part
 from stree_jax.tree import Tree
 
 
@@ -64,6 +69,10 @@ class Mamba2Mixer(nnx.Module):
         out_scale: scales the initial output projection, for deep stacks.
         implementation: of the kernels, see `pallas_kernels.dispatch`.
     """
+
+    # Of a shard, see `models.parts`.
+    part: Part | None = None
+    norm_spans_shards = False
 
     def __init__(
         self,
@@ -148,8 +157,15 @@ class Mamba2Mixer(nnx.Module):
         )
         conv_state = conv_state_after(cache.conv, conv_input, lengths)
         # For 512 rows XLA's norm is one launch too, and by its cost model moves no more bytes.
-        y = self._gated_norm(y.reshape(*y.shape[:2], -1), projected, "xla")
-        return self._project_out(y, projected), Mamba2Cache(state, conv_state)
+        rows = y.reshape(*y.shape[:2], -1)
+        gate = self._gate(projected) if self.norm_spans_shards else None
+        if gate is None:
+            output = self._project_out(self._gated_norm(rows, projected, "xla"), projected)
+        else:
+            deferred = gated(y, gate)
+            assert isinstance(deferred, DeferredRMSNorm)
+            output = self._project_deferred(deferred, projected).scaled().astype(u.dtype)
+        return output, Mamba2Cache(state, conv_state)
 
     def tree(
         self,
@@ -205,7 +221,7 @@ class Mamba2Mixer(nnx.Module):
             )
         output: Array | DeferredRMSNorm
         if isinstance(y, DeferredRMSNorm):
-            output = dataclasses.replace(y, value=self._project_out(y.value, projected))
+            output = self._project_deferred(y, projected)
         else:
             y = y.reshape(*y.shape[:2], -1)
             if gate is None:
@@ -257,9 +273,11 @@ class Mamba2Mixer(nnx.Module):
         with everything up to the residual stream.
         """
         c, norm_weight = self.config, None
-        per_head = c.gate_groups == c.num_heads
+        # Of the whole model: a shard may have one group, or one head, where the model has several.
+        is_one_group = c.gate_groups == 1 if self.part is None else self.norm_spans_shards
+        per_head = c.gate_groups == c.num_heads and not self.norm_spans_shards
         if self.norm_scale is not None:
-            commutes = c.gate_groups == 1 and not (c.mlp_dim or c.out_proj_bias)
+            commutes = is_one_group and not (c.mlp_dim or c.out_proj_bias)
             if c.norm != "gate_then_norm" or not (commutes or per_head):
                 return None
             norm_weight = self.norm_scale[...]
@@ -277,6 +295,8 @@ class Mamba2Mixer(nnx.Module):
         """Gate and norm of the scan's output `[B, T, H * P]`."""
         c = self.config
         gate, gate_start = self._layout.gate(projected)
+        if self.norm_spans_shards:
+            return self._spanning_norm(y, activated(gate, gate_start, y.shape[-1]))
         return gated_rms_norm(
             y,
             gate,
@@ -288,10 +308,31 @@ class Mamba2Mixer(nnx.Module):
             implementation=implementation,
         )
 
+    def _spanning_norm(self, y: Array, gate: Array) -> Array:
+        """Gate and norm over the heads of all shards, at the price of another collective."""
+        assert self.part is not None
+        assert self.norm_scale is not None
+        gate_first = self.config.norm == "gate_then_norm"
+        value = y.astype(jnp.float32) * (gate if gate_first else 1.0)
+        mean_square = jnp.mean(jnp.square(value), axis=-1, keepdims=True)
+        mean_square = self.part.total(mean_square) / self.part.shards
+        value = value * jax.lax.rsqrt(mean_square + self.config.norm_eps)
+        value = value * self.norm_scale[...].astype(jnp.float32)
+        return (value if gate_first else value * gate).astype(y.dtype)
+
+    def _project_deferred(self, y: DeferredRMSNorm, projected: Array) -> DeferredRMSNorm:
+        """The output projection before the rows are scaled."""
+        if self.part is None:
+            return dataclasses.replace(y, value=self._project_out(y.value, projected))
+        # The sums of the products and of the squares are one collective.
+        own = dataclasses.replace(y, value=partial_product(self.out_proj, y.value))
+        y = y.unpacked(self.part.total(own.packed()), self.part.shards)
+        return dataclasses.replace(y, value=scaled(y.value, self.config.output_multiplier))
+
     def _project_out(self, y: Array, projected: Array) -> Array:
         """The output projection; of the gated branch, too, if there is one."""
         c = self.config
         if c.mlp_dim:
             branch_gate, branch, _ = split_last(projected, c.mlp_dim, c.mlp_dim)
             y = jnp.concatenate([silu(branch_gate) * branch, y], axis=-1)
-        return scaled(self.out_proj(y), c.output_multiplier)
+        return scaled(row_parallel(self.out_proj, y, self.part), c.output_multiplier)

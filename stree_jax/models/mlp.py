@@ -8,7 +8,8 @@ from pallas_kernels.numerics import activate, scaled
 from stree_jax.array_types import Array, Float
 from stree_jax.layer_config import MlpConfig
 from stree_jax.models.cache import Nothing
-from stree_jax.models.layers import linear
+from stree_jax.models.layers import linear, row_parallel
+from stree_jax.partition import Part
 
 
 class Pointwise(nnx.Module):
@@ -54,6 +55,8 @@ class Mlp(Pointwise):
         out_scale: scales the initial output projection, for deep stacks.
     """
 
+    part: Part | None = None  # of a shard, see `models.parts`
+
     def __init__(
         self,
         config: MlpConfig,
@@ -83,4 +86,4 @@ class Mlp(Pointwise):
             hidden = activate(c.activation, scaled(gate, c.gate_multiplier)) * up
         else:
             hidden = activate(c.activation, hidden)
-        return scaled(self.out_proj(hidden), c.output_multiplier)
+        return scaled(row_parallel(self.out_proj, hidden, self.part), c.output_multiplier)

@@ -12,6 +12,7 @@ from stree_jax.array_types import Array, Float, Int
 from stree_jax.layer_config import MlpConfig, MoeConfig
 from stree_jax.models.layers import linear
 from stree_jax.models.mlp import Mlp, Pointwise
+from stree_jax.partition import Part
 
 
 class MixtureOfExperts(Pointwise):
@@ -25,6 +26,8 @@ class MixtureOfExperts(Pointwise):
         out_scale: scales the initial output projections, for deep stacks.
         implementation: of `expert_mlps`, see `pallas_kernels.dispatch`.
     """
+
+    part: Part | None = None  # of a shard, see `models.parts`
 
     def __init__(
         self,
@@ -76,7 +79,8 @@ class MixtureOfExperts(Pointwise):
             implementation=self.implementation,
         ).reshape(x.shape)
         y = y if self.latent_out is None else self.latent_out(y)
-        return y if self.shared is None else y + self.shared.apply(u)
+        y = y if self.shared is None else y + self.shared.apply(u)
+        return y if self.part is None else self.part.total(y)
 
     def _route(
         self, tokens: Float[Array, "tokens M"]

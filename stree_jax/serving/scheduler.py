@@ -27,7 +27,7 @@ from stree_jax.decoding.options import (
 from stree_jax.decoding.types import Limits, Prefix, Sampling
 from stree_jax.decoding.verifiers import FollowTarget, Verifier
 from stree_jax.messages import shown
-from stree_jax.models.lm import HybridLM
+from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.serving.policy import DraftPolicy
 from stree_jax.serving.types import Completion, Job, Request
 from stree_jax.tree import TreeTopology
@@ -60,8 +60,8 @@ class Scheduler:
             distribution of a request, but not the text that it has alone.
 
     Raises:
-        ValueError: a bad argument, a drafter and a verifier that are not exact together, or a lossy
-            verifier.
+        ValueError: a bad argument, a drafter and a verifier that are not exact together, a lossy
+            verifier, or a model on a mesh.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Scheduler:
         quantum: int = 32,
         adaptive: bool = False,
     ):
+        check_on_one_device(model, "Scheduler")
         check_int("rows", rows, 1)
         check_int("max_length", max_length, 2, MAX_TOKENS)
         check_int("quantum", quantum, 1)

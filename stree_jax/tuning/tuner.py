@@ -12,7 +12,7 @@ import numpy as np
 from stree_jax.decoding.drafters import Drafter, DynamicDrafter, MedusaDrafter, ModelDrafter
 from stree_jax.decoding.generate import Generation, generate
 from stree_jax.decoding.options import Plan, plan
-from stree_jax.models.lm import HybridLM
+from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.tree import TreeTopology
 from stree_jax.tuning.dynamic import dynamic_tau, fitted
 from stree_jax.tuning.heads import head_trace
@@ -138,6 +138,7 @@ def tune(
     Raises:
         ValueError: a bad argument, or a drafter whose trees are not static.
     """
+    check_on_one_device(target, "tune")
     if drafter is None:
         raise ValueError(
             "drafter is None; tune chooses a tree for a drafter such as ModelDrafter(...)"

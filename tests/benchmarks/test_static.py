@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
+import stree_jax
 from benchmarks.static import gates, thunks
+from benchmarks.static.collectives import Found, collectives, problems
 from benchmarks.static.cost import kernel_bytes
 
 THUNKS = """\
@@ -52,6 +54,41 @@ custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="x"}
   %q.1 = f32[3,8]{1,0} parameter(2)
   %q.2 = (f32[3,8]{1,0}, f32[8,3]{1,0}) custom-call(%q.1), custom_call_target="__gpu$xla.gpu.triton"
 """
+
+
+def test_collectives_are_found_where_they_are():
+    def line(left, scope):
+        return f'  %x.1 = {left}(%y.1), channel_id=1, metadata={{op_name="jit(run)/{scope}/psum"}}'
+
+    text = "\n".join(
+        [
+            line("f32[2,13,17]{2,1,0} all-reduce", "while/body/layer_0"),
+            line("(f32[2,3]{1,0}, f32[2,12]{1,0}) all-gather-start", "while/body/head"),
+            line("pred[] all-reduce", "while/cond"),
+            line("f32[4]{0} collective-permute", "layer_0"),
+            "  %x.2 = f32[4]{0} all-reduce-done(%x.1)",
+        ]
+    )
+    assert collectives(text) == [
+        Found("all-reduce", "body", 442),
+        Found("all-gather", "body", 24),
+        Found("all-reduce", "condition", 1),
+        Found("collective-permute", "outside", 4),
+    ]
+
+
+def test_what_a_loop_on_a_mesh_may_exchange():
+    config = stree_jax.ModelConfig.tiny()  # two layers of width 16, 37 words
+    good = [Found("all-reduce", "body", 442)] * 4 + [Found("all-gather", "body", 2 * 13 * 37)]
+
+    def of(*found):
+        return problems(config, found, steps=1, nodes=13, rows=2)
+
+    assert of(*good) == []
+    assert "body has" in of(*good, good[0])[0]
+    assert "condition has a collective" in of(*good, Found("all-reduce", "condition", 1))[0]
+    assert "collective-permute of 4" in of(*good, Found("collective-permute", "outside", 4))[0]
+    assert "a weight or a state" in of(*good[1:], Found("all-reduce", "body", 443))[0]
 
 
 def test_bytes_of_our_kernels_are_counted():

@@ -118,6 +118,13 @@ def test_help_and_tree():
             "--seed must be from 0 to",
         ),
         (["generate", "{target}", "-p", b"caf\xe9"], "--prompt is not UTF-8"),
+        (["generate", "{target}", "-p", "x", "--mesh", "data=x"], "is not a mesh: use data=2"),
+        (["generate", "{target}", "-p", "x", "--mesh", "model=9999"], "is 9999 devices, and there"),
+        (["generate", "{target}", "-p", "x", "--distributed"], "--distributed goes with --mesh"),
+        (
+            ["generate", "{target}", "--prompts", "x", "--output", "y", "--mesh", "auto"],
+            "--mesh is for a --prompt",
+        ),
         (["tree", "chain:4000"], "a tree of 4001 nodes and depth 4000 is too deep to draw"),
     ],
 )

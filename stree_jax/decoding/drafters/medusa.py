@@ -22,7 +22,7 @@ from stree_jax.decoding.drafters.children import (
 from stree_jax.decoding.sampling import filtered_logits, token_log_probs
 from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
 from stree_jax.decoding.verifiers import BY_DEPTH
-from stree_jax.models.lm import HybridLM, check_model, output_logits
+from stree_jax.models.lm import HybridLM, check_on_one_device, output_logits
 from stree_jax.models.medusa import MedusaHeads
 from stree_jax.tree import TreeTopology
 
@@ -53,7 +53,7 @@ class MedusaDrafter(nnx.Module):
 
     def __init__(self, target: HybridLM, heads: MedusaHeads, *, child_sampling: str = "auto"):
         check_child_sampling(child_sampling)
-        check_model(target)
+        check_on_one_device(target, "MedusaDrafter")
         if not isinstance(heads, MedusaHeads):
             raise ValueError(
                 f"heads must be MedusaHeads, got {type(heads).__name__}; load them with load_medusa"

@@ -1,0 +1,148 @@
+"""Which collectives does a decode step have on several GPUs? Compiled for GPUs not attached.
+
+XLA compiles the decode loop for a mesh of described GPUs, from abstract weights, for models with
+one layer of each kind; and the collectives of a step are counted.
+
+    python -m benchmarks.static.mesh [--presets mamba2-2.7b ...] [--data 2] [--model 2]
+
+Exit code 1 unless a step has one all-reduce a layer (a shared block: two), one for the embedding
+and one for what shards must decide once; one all-gather for the logits; nothing else, nothing in
+the loop's condition, and nothing larger than a layer's output or the logits: neither weights nor
+states travel. What it takes to install is in `benchmarks/static/deviceless.py`.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections import Counter
+from typing import Any
+
+from benchmarks.static.deviceless import GPUS, described_gpu, described_mesh  # first: XLA's flags
+
+import jax  # isort: skip
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import stree_jax as st
+from benchmarks.static.collectives import collectives, problems
+from benchmarks.static.layers import shortened
+from stree_jax.decoding.loop import SpeculativeDecoder
+from stree_jax.decoding.prefill import prefill
+from stree_jax.decoding.types import Context, Limits, Sampling, state_specs
+from stree_jax.models.names import flatten, unflatten
+from stree_jax.partition import ROWS, Partition, cuts
+from stree_jax.sharding import weight_specs
+
+MAX_LENGTH = 256
+STEPS = 2  # in the body of the loop, as on a GPU
+
+
+def abstract_model(config: st.ModelConfig, partition: Partition) -> Any:
+    """A model of abstract weights on a mesh."""
+    options: dict[str, Any] = dict(dtype=jnp.bfloat16, implementation="pallas")
+    structure, local = st.HybridLM.abstract(config, partition=partition, **options)
+    table = cuts(config) if partition.shards > 1 else {}
+
+    def whole(name: str, leaf: Any) -> Any:
+        shape = list(leaf.shape)
+        if name in table:
+            shape[table[name].axis] *= partition.shards
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+    weights = {name: whole(name, leaf) for name, leaf in flatten(local).items()}
+    return nnx.merge(structure, unflatten(weights, local))
+
+
+def placed(tree: Any, specs: list[PartitionSpec], mesh: Any) -> Any:
+    """Abstract arrays with shardings."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(
+        [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+            for leaf, spec in zip(leaves, specs, strict=True)
+        ]
+    )
+
+
+def decode_loop(
+    gpu: str, config: st.ModelConfig, draft: st.ModelConfig, data: int, model: int
+) -> Any:
+    """Compiles the loop with a draft model and the paper's tree A, at temperature 0."""
+    mesh = described_mesh(gpu, data, model)
+    target = abstract_model(config, Partition(mesh, model))
+    drafter = st.ModelDrafter(abstract_model(draft, Partition(mesh, 1)))
+    topology = st.TreeTopology.paper("A").level_order()
+    verifier = st.VERIFIERS["greedy"]
+    decoder = SpeculativeDecoder(topology, verifier, MAX_LENGTH, steps_per_sync=STEPS)
+    rows = 2 * data
+    struct = jax.ShapeDtypeStruct
+    prompts = Context(struct((rows, 64), jnp.int32), struct((rows,), jnp.int32))
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+    limits = Limits(struct((rows,), jnp.int32), struct((rows, 4), jnp.int32))
+    sampling = Sampling(
+        struct((rows,), jnp.float32),
+        struct((rows,), jnp.int32),
+        struct((rows,), jnp.float32),
+        temperature_is_zero=True,
+        use_top_k_or_top_p=False,
+    )
+
+    def start(target: Any, drafter: Any, prompts: Context, keys: Any) -> Any:
+        state = decoder.begin(target, prompts, keys)
+        cache = prefill(target, prompts.tokens, prompts.length - 1, MAX_LENGTH)
+        own = drafter.prepare(prompts, topology, MAX_LENGTH)
+        return state._replace(cache=cache, drafter=own)
+
+    state = jax.eval_shape(start, target, drafter, prompts, keys)
+    specs = jax.tree.broadcast(state_specs(target), state)
+    arguments = (
+        placed((target, drafter), weight_specs((target, drafter)), mesh),
+        placed(state, jax.tree.leaves(specs), mesh),
+        placed((limits, sampling), [ROWS] * 5, mesh),
+    )
+
+    def run(modules: Any, state: Any, settings: Any) -> Any:
+        return decoder.run(*modules, state, *settings)
+
+    with described_gpu(GPUS[gpu]):
+        jitted = jax.jit(run, donate_argnums=1)
+        return jitted.trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
+
+
+def main() -> None:
+    """Compiles, prints a line of JSON for each program; exit code 1 if there is a problem."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--presets", nargs="+", default=["mamba2-2.7b", "MambaInLlama-8B"])
+    parser.add_argument("--gpu", default="H100", choices=GPUS)
+    parser.add_argument("--data", type=int, default=2)
+    parser.add_argument("--model", type=int, default=2)
+    options = parser.parse_args()
+    failures = []
+    for preset in options.presets:
+        config = shortened(st.ModelConfig.preset(preset))
+        draft = dataclasses.replace(config, layers=config.layers[-1:])
+        program = decode_loop(options.gpu, config, draft, options.data, options.model)
+        text = program.as_text()
+        found = collectives(text)
+        wrong = problems(config, found, steps=STEPS, nodes=13, rows=2)
+        counts = Counter(f"{each.name} {each.where}" for each in found)
+        row = {
+            "preset": preset,
+            "gpu": options.gpu,
+            "mesh": {"data": options.data, "model": options.model},
+            "layers": config.layers,
+            "steps": STEPS,
+            "collectives": counts,
+            "largest": max(each.numbers for each in found),
+            "triton_calls": text.count("__gpu$xla.gpu.triton"),
+            "problems": wrong,
+        }
+        print(json.dumps(row), flush=True)
+        failures += [f"{preset}: {problem}" for problem in wrong]
+    if failures:
+        raise SystemExit("\n".join(failures))
+
+
+if __name__ == "__main__":
+    main()

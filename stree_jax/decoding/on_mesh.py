@@ -1,0 +1,115 @@
+"""Requests and results of models on a mesh: checks, rows that fill it up, and the way back."""
+
+import hashlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from stree_jax.decoding.drafters import (
+    BeamDrafter,
+    Drafter,
+    DynamicDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    draft_models,
+)
+from stree_jax.models.lm import HybridLM
+from stree_jax.partition import Partition
+
+# Those that the tests have run on meshes.
+_KNOWN = (ModelDrafter, DynamicDrafter, BeamDrafter, NgramDrafter)
+
+
+def check_mesh_of(model: HybridLM, drafter: Drafter | None) -> None:
+    """Refuses a drafter that cannot run where the model lies.
+
+    Raises:
+        ValueError: a draft model on other devices than the target or cut into parts, or a drafter
+            that is not known to run on a mesh.
+    """
+    own = model.partition
+    for draft in draft_models(drafter):
+        if draft.partition is None and own is None:
+            continue
+        if own is None:
+            raise ValueError(
+                "the draft model is on a mesh and the target is not; st.shard(target, mesh) puts it"
+                " there"
+            )
+        if draft.partition != Partition(own.mesh, 1):
+            where = (
+                "cut into parts"
+                if draft.partition is not None and draft.partition.mesh == own.mesh
+                else "not on the target's mesh"
+            )
+            raise ValueError(
+                f"the draft model is {where}; on a mesh every device has all of it: load it with"
+                " from_pretrained(..., mesh=mesh, replicate=True), or use"
+                " st.shard(draft, mesh, replicate=True)"
+            )
+    if own is not None and drafter is not None and type(drafter) not in _KNOWN:
+        names = ", ".join(kind.__name__ for kind in _KNOWN)
+        raise ValueError(
+            f"{type(drafter).__name__} does not run on a mesh; {names} do, and no drafter does"
+        )
+
+
+def on_mesh(request: Any, partition: Partition | None) -> Any:
+    """A request with its arrays on the mesh, and with rows added until the mesh divides them.
+
+    The rows that are added repeat the last one; the caller marks them as done.
+
+    Args:
+        request: a `Plan`; without a mesh it is returned as it is.
+        partition: of the model.
+
+    Raises:
+        ValueError: processes have different requests.
+    """
+    if partition is None:
+        return request
+    if jax.process_count() > 1:
+        _check_equal_requests(request)
+    arrays = (request.context, request.keys, request.limits, request.sampling)
+    num_rows = len(request.context.length)
+    if added := -num_rows % partition.rows:
+        rows = jnp.minimum(jnp.arange(num_rows + added), num_rows - 1)
+        arrays = jax.tree.map(lambda leaf: leaf[rows], arrays)
+    context, keys, limits, sampling = partition.put(arrays)
+    return request._replace(context=context, keys=keys, limits=limits, sampling=sampling)
+
+
+def on_host(tree: Any, num_rows: int | None = None) -> Any:
+    """Arrays in this process's memory, with their first `num_rows` rows.
+
+    Of arrays that other processes have parts of all processes get all: all must call this.
+    """
+    leaves = jax.tree.leaves(tree)
+    if any(not leaf.is_fully_addressable for leaf in leaves if isinstance(leaf, jax.Array)):
+        (mesh,) = {leaf.sharding.mesh for leaf in leaves if isinstance(leaf, jax.Array)}
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        tree = jax.jit(_same, out_shardings=everywhere)(tree)
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[:num_rows], tree)
+
+
+def _same(tree: Any) -> Any:
+    return tree
+
+
+def _check_equal_requests(request: Any) -> None:
+    """Raises if they differ: jax does not notice, and each process would go on with its own."""
+    digest = hashlib.sha256(repr((request.decoder, type(request.drafter))).encode())
+    for leaf in jax.tree.leaves((request.context, request.limits, request.sampling)):
+        digest.update(np.asarray(leaf).tobytes())
+    digest.update(np.asarray(jax.random.key_data(request.keys)).tobytes())
+    try:
+        multihost_utils.assert_equal(np.frombuffer(digest.digest(), np.uint8))
+    except AssertionError:
+        raise ValueError(
+            "the processes called generate with different prompts or settings; all of them must"
+            " pass the same ones"
+        ) from None

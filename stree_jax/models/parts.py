@@ -1,0 +1,39 @@
+"""Tells the modules of a model that it is one shard of several."""
+
+from typing import Any
+
+from stree_jax.config import ModelConfig
+from stree_jax.models.attention import AttentionMixer
+from stree_jax.models.mamba2 import Mamba2Mixer
+from stree_jax.models.mlp import Mlp
+from stree_jax.models.moe import MixtureOfExperts
+from stree_jax.models.parallel import ParallelMixer
+from stree_jax.models.shared import SharedLayer, SharedTransformer
+from stree_jax.partition import Part, spans_shards
+
+
+def set_part(module: Any, part: Part, config: ModelConfig) -> None:
+    """Makes a mixer or a shared block add up its outputs over the shards.
+
+    Args:
+        module: of the local config.
+        part: the same for all of a model.
+        config: of the whole model, which decides what a norm is over.
+    """
+    match module:
+        case Mamba2Mixer():
+            assert config.mamba2 is not None
+            module.part, module.norm_spans_shards = part, spans_shards(config.mamba2)
+        case AttentionMixer() | Mlp() | MixtureOfExperts():
+            # The expert that all tokens use is in the sum of the mixture.
+            module.part = part
+        case ParallelMixer():
+            set_part(module.mamba2, part, config)
+            set_part(module.attention, part, config)
+        case SharedTransformer():
+            set_part(module.attention, part, config)
+            set_part(module.mlp, part, config)
+        case SharedLayer():
+            pass  # adapters and the last projection stay whole, or are cut at their outputs
+        case _:
+            raise AssertionError(module)

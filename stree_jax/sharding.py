@@ -1,0 +1,187 @@
+"""Models on a mesh of devices, and programs over it.
+
+A program is one `jax.shard_map` with both axes manual: inside, each device runs the code of one
+device, with the model of its shard and its rows of the batch. The only collectives are those of
+`stree_jax.partition.Part`, which mixers, embedding and head call. Without a mesh nothing of this is
+in a program.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from stree_jax.models.lm import HybridLM, check_model
+from stree_jax.models.names import flatten, unflatten
+from stree_jax.partition import MODEL, Cut, Partition, check_mesh, cuts
+
+__all__ = ["canonical_weights", "over_mesh", "partition_of", "shard", "spread"]
+
+
+def shard(model: HybridLM, mesh: Mesh | None, *, replicate: bool = False) -> HybridLM:
+    """The model on the devices of a mesh, each with its part of the weights.
+
+    Args:
+        model: on one device, or on another mesh. It stays as it is.
+        mesh: of `make_mesh`; None: back to one device, the default one.
+        replicate: every device gets the whole model. For draft models: cut into parts they would
+            wait for each other longer than they compute.
+
+    Raises:
+        ValueError: the model's sizes do not fit the mesh; names what would. Or weights are on
+            devices of other processes, from where they cannot come back.
+    """
+    check_model(model)
+    implementation = model._implementation
+    if mesh is None:
+        structure, wanted = HybridLM.abstract(
+            model.config, dtype=model.dtype, implementation=implementation
+        )
+        canonical = canonical_weights(model)
+        own = {name: jnp.asarray(read()) for name, read in canonical.items()}
+        return nnx.merge(structure, unflatten(own, wanted))
+    partition = partition_of(mesh, replicate)
+    structure, wanted = HybridLM.abstract(
+        model.config, dtype=model.dtype, implementation=implementation, partition=partition
+    )
+    table = cuts(model.config)
+    spread_out = {
+        name: spread(read(), table.get(name), partition)
+        for name, read in canonical_weights(model).items()
+    }
+    return nnx.merge(structure, unflatten(spread_out, wanted))
+
+
+def partition_of(mesh: Mesh, replicate: bool) -> Partition:
+    """How a model lies on a mesh.
+
+    Raises:
+        ValueError: `mesh` is not one of `make_mesh`.
+    """
+    mesh = check_mesh(mesh)
+    return Partition(mesh, 1 if replicate else mesh.shape[MODEL])
+
+
+def spread(values: np.ndarray, cut: Cut | None, partition: Partition, dtype: Any = None) -> Any:
+    """A weight on the mesh; on this host only this and the parts of its devices are in memory.
+
+    Args:
+        values: canonical.
+        cut: of this weight; None: every device has all of it.
+        partition: of the model.
+        dtype: of the weight; None: as it is.
+    """
+    dtype = values.dtype if dtype is None else jnp.dtype(dtype)
+    if cut is None or partition.shards == 1:
+        with np.errstate(over="ignore"):  # infinite, which is refused by name
+            whole = np.asarray(values, dtype)
+        sharding = NamedSharding(partition.mesh, PartitionSpec())
+        return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
+    columns = cut.columns(partition.shards)
+    places = columns.shape[1]
+    shape = list(values.shape)
+    shape[cut.axis] = columns.size
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        own = columns[(index[cut.axis].start or 0) // places]
+        with np.errstate(over="ignore"):
+            return np.take(values, own, axis=cut.axis).astype(dtype)
+
+    sharding = NamedSharding(partition.mesh, _spec(cut))
+    return jax.make_array_from_callback(tuple(shape), sharding, part)
+
+
+def canonical_weights(model: HybridLM) -> dict[str, Callable[[], np.ndarray]]:
+    """What reads each weight to the host, whole and with its columns in order, by name.
+
+    Raises:
+        ValueError: when called, if parts of the weight are on devices of other processes.
+    """
+    table = cuts(model.config)
+    shards = 1 if model.partition is None else model.partition.shards
+
+    def reader(name: str, weight: jax.Array) -> Callable[[], np.ndarray]:
+        def read() -> np.ndarray:
+            if not (weight.is_fully_addressable or weight.is_fully_replicated):
+                raise ValueError(
+                    f"parts of {name} are on devices of other processes; load the checkpoint anew"
+                    " where all of the model is to be"
+                )
+            values = np.asarray(weight)
+            if shards == 1 or name not in table:
+                return values
+            return np.take(values, table[name].canonical(shards), axis=table[name].axis)
+
+        return read
+
+    weights = flatten(nnx.to_pure_dict(nnx.state(model)))
+    return {name: reader(name, weight) for name, weight in weights.items()}
+
+
+def over_mesh(
+    partition: Partition,
+    function: Callable[..., Any],
+    modules: tuple[Any, ...],
+    arrays: tuple[Any, ...],
+    in_specs: tuple[Any, ...],
+    out_specs: Any,
+) -> Any:
+    """`function(*modules, *arrays)` on every device, with its shards of both.
+
+    Args:
+        partition: of the model that runs.
+        function: gets models of one shard, which know no mesh but add up over "model".
+        modules: models, or trees with models in them; other arrays in them are on every device.
+        arrays: of the whole mesh.
+        in_specs: of `arrays`, as `jax.shard_map` takes them.
+        out_specs: of the result.
+    """
+    leaves, structure = jax.tree.flatten(modules)
+
+    def run(leaves: list[Any], arrays: tuple[Any, ...]) -> Any:
+        shards = structure.unflatten(leaves)
+        for model in jax.tree.leaves(shards, is_leaf=_is_model):
+            if _is_model(model):
+                model.partition = None
+        return function(*shards, *arrays)
+
+    # Replication cannot be checked: `pallas_call` does not say what its results depend on.
+    return jax.shard_map(
+        run,
+        mesh=partition.mesh,
+        in_specs=(weight_specs(modules), in_specs),
+        out_specs=out_specs,
+        check_vma=False,
+    )(leaves, arrays)
+
+
+def _is_model(node: Any) -> bool:
+    return isinstance(node, HybridLM)
+
+
+def weight_specs(modules: Any) -> list[PartitionSpec]:
+    """A spec for each leaf, in the order of `jax.tree.leaves`."""
+    specs = []
+    for node in jax.tree.leaves(modules, is_leaf=_is_model):
+        if not _is_model(node):
+            specs.append(PartitionSpec())
+            continue
+        is_cut = node.partition is not None and node.partition.shards > 1
+        table = cuts(node.config) if is_cut else {}
+        for path, _ in jax.tree.leaves_with_path(node):
+            specs.append(_spec(table.get(_name(path))))
+    return specs
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """The dotted name of a weight, whose last key is the value of its variable."""
+    keys = (getattr(key, "name", getattr(key, "key", getattr(key, "idx", key))) for key in path)
+    return ".".join(map(str, keys)).removesuffix(".value")
+
+
+def _spec(cut: Cut | None) -> PartitionSpec:
+    return PartitionSpec() if cut is None else PartitionSpec(*[None] * cut.axis, MODEL)

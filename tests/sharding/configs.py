@@ -1,0 +1,126 @@
+"""Models that can be cut into 4 shards, most of them into 8: one for each way of being cut."""
+
+import dataclasses
+
+from stree_jax import ModelConfig
+from stree_jax.layer_config import (
+    AttentionConfig,
+    Mamba2Config,
+    MlpConfig,
+    MoeConfig,
+    SharedConfig,
+)
+
+_MAMBA2 = Mamba2Config(num_heads=8, head_dim=8, state_size=8, chunk_size=8)
+_ATTENTION = AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=8, rotary_dim=4)
+
+
+def _mamba2(**changes):
+    return dataclasses.replace(_MAMBA2, **changes)
+
+
+def _model(*layers, **parts):
+    """Untied, since with tied embeddings a random model repeats itself."""
+    shape = dict(
+        vocab_size=40,
+        d_model=16,
+        layers=layers,
+        mamba2=_MAMBA2,
+        tie_embeddings=False,
+        residual_float32=False,
+    )
+    return ModelConfig(**(shape | parts))
+
+
+CONFIGS = {
+    # A norm over all heads, which commutes with the projection; one group of B and C for all.
+    "mamba2": _model("mamba2", "mamba2", residual_float32=True),
+    "one layer": _model("mamba2"),
+    # Words of which some do not exist, on the last shard.
+    "tied": _model(
+        "mamba2",
+        vocab_size=37,
+        padded_vocab_size=40,
+        tie_embeddings=True,
+        embedding_multiplier=3.0,
+    ),
+    # Groups of the norm, one for each of 4 shards: it is theirs alone, and does not commute.
+    "groups": _model("mamba2", "mamba2", mamba2=_mamba2(num_groups=4, norm_groups=4)),
+    # The same norm over all heads where it cannot be deferred.
+    "branch": _model(
+        "mamba2",
+        mamba2=_mamba2(mlp_dim=8, in_proj_bias=True, out_proj_bias=True, d_per_channel=True),
+    ),
+    "norm_then_gate": _model(
+        "mamba2", mamba2=_mamba2(norm="norm_then_gate", conv_bias=False, out_proj_bias=True)
+    ),
+    "bamba": _model(
+        *("mamba2", "mlp", "attention", "mlp"),
+        attention=dataclasses.replace(_ATTENTION, qkv_bias=True, out_bias=True),
+        mlp=MlpConfig(24, bias=True),
+    ),
+    # A norm of each head; heads of x and of keys that several shards hold.
+    "mamba_in_llama": _model(
+        *("mamba2", "mlp", "attention"),
+        mamba2=_mamba2(head_dim=4, state_size=4, num_groups=8, num_x_heads=2, num_b_groups=2),
+        attention=_ATTENTION,
+        mlp=MlpConfig(24),
+    ),
+    "repeated_first": _model(
+        "mamba2",
+        mamba2=_mamba2(
+            num_groups=4, norm_groups=8, num_x_heads=2, num_b_groups=2, repeat_before_conv=True
+        ),
+    ),
+    "mamba2attn": _model(
+        *("mamba2", "attention"),
+        attention=AttentionConfig(
+            num_heads=8, num_kv_heads=1, head_dim=8, rotary_dim=4, conv_width=3, mlp_dim=8
+        ),
+    ),
+    "falcon_h1": _model(
+        *("parallel", "mlp"),
+        mamba2=_mamba2(
+            norm="none",
+            input_multiplier=1.25,
+            output_multiplier=0.8,
+            section_multipliers=(1.1, 0.9, 1.2, 0.8, 1.3),
+        ),
+        attention=dataclasses.replace(_ATTENTION, key_multiplier=0.7, output_multiplier=0.9),
+        mlp=MlpConfig(24, gate_multiplier=0.9, output_multiplier=0.7),
+        logits_multiplier=0.5,
+    ),
+    "granite_moe": _model(
+        *("mamba2", "moe", "attention", "moe"),
+        attention=_ATTENTION,
+        moe=MoeConfig(num_experts=4, num_active=2, hidden_size=16, shared_size=8),
+        residual_multiplier=0.6,
+    ),
+    "nemotron_h": _model(
+        *("mamba2", "mlp", "attention", "moe"),
+        mamba2=_mamba2(num_groups=8),
+        attention=_ATTENTION,
+        mlp=MlpConfig(24, activation="relu2", gated=False),
+        moe=MoeConfig(
+            num_experts=6,
+            num_active=2,
+            hidden_size=16,
+            router="sigmoid",
+            num_router_groups=3,
+            num_active_groups=2,
+            scale=2.5,
+            latent_size=8,
+            shared_size=8,
+            activation="relu2",
+            gated=False,
+        ),
+    ),
+    "zamba2": _model(
+        *("shared", "mamba2") * 2,
+        attention=AttentionConfig(
+            num_heads=8, num_kv_heads=8, head_dim=8, input_multiple=2, rotary_dim=8
+        ),
+        mlp=MlpConfig(24, activation="gelu"),
+        shared=SharedConfig(num_blocks=2, adapter_rank=3, attention_adapters=True),
+    ),
+}

@@ -1,0 +1,550 @@
+"""Models on meshes of 8 CPU devices. Run by `test_on_8_devices.py` in a process of its own.
+
+A tree must give what autoregressive decoding gives on the same mesh. That alone would not notice a
+wrong model, so logits are also compared with one device.
+"""
+
+import functools
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+import stree_jax as st
+from stree_jax import partition as partition_module
+from stree_jax import stored
+from stree_jax.decoding.prefill import PIECE
+from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig, MoeConfig
+from stree_jax.models import attention, mamba2, mlp, parts
+from stree_jax.models.cache import cache_specs, path_to
+from stree_jax.partition import ROWS
+from stree_jax.sharding import over_mesh
+from tests.sharding.configs import CONFIGS
+from tests.tiny import perturbed, randomised, with_weight
+
+NEW_TOKENS = 12
+PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
+TREE = st.TreeTopology.from_branching((3, 2, 1))
+FAST = ("mamba_in_llama",)  # of logits; all others are slow
+slow = pytest.mark.slow
+
+
+def test_there_are_8_devices():
+    assert jax.device_count() == 8
+
+
+@functools.cache
+def model_of(name, implementation=None):
+    config = CONFIGS[name]
+    return randomised(st.HybridLM(config, rngs=nnx.Rngs(0), implementation=implementation), 0)
+
+
+@functools.cache
+def draft_of(name):
+    return perturbed(model_of(name), 0.1)
+
+
+@functools.cache
+def mesh_of(data, model):
+    return st.make_mesh(data=data, model=model)
+
+
+@functools.cache
+def sharded(name, data, model):
+    return st.shard(model_of(name), mesh_of(data, model))
+
+
+@functools.cache
+def replicated_draft(name, data, model):
+    return st.shard(draft_of(name), mesh_of(data, model), replicate=True)
+
+
+# Logits.
+
+
+def everything(model, tokens, lengths):
+    """Logits of ragged prompts, of a tree after them, and of a tree after the replay of that."""
+    batch = len(tokens)
+    prompt, cache = model.prefill(tokens[:, :8], lengths, model.init_cache(batch, 32))
+    tree = TREE.tree(jnp.ones((batch, TREE.num_nodes), bool))
+    nodes = tokens[:, 8 : 8 + TREE.num_nodes]
+    first, pending, cache = model.tree_forward(nodes, tree, cache)
+    path = path_to(tree, jnp.full(batch, TREE.num_nodes - 1, jnp.int32))
+    second, _, _ = model.tree_forward(nodes + 1, tree, cache, replay=(pending, path))
+    return prompt, first, second
+
+
+def tokens_of(name, rows=2):
+    words = CONFIGS[name].vocab_size - 1
+    return np.random.default_rng(0).integers(0, words, (rows, 8 + TREE.num_nodes)).astype(np.int32)
+
+
+def differences(name, data, shards, model=None):
+    """Of all logits to those of one device, relative to the largest."""
+    tokens = tokens_of(name)
+    model = sharded(name, data, shards) if model is None else model
+
+    @jax.jit
+    def on_mesh(model, *arrays):
+        return over_mesh(model.partition, everything, (model,), arrays, (ROWS, ROWS), ROWS)
+
+    arrays = (tokens, np.array([5, 8], np.int32))
+    want, got = jax.jit(everything)(model_of(name), *arrays), on_mesh(model, *arrays)
+    return [
+        float(np.abs(a - b).max() / np.abs(b).max())
+        for a, b in zip(map(np.asarray, got), map(np.asarray, want), strict=True)
+    ]
+
+
+def logit_cases():
+    for name in CONFIGS:
+        for mesh in ((2, 4), (1, 2), (1, 8)):
+            if name == "groups" and mesh == (1, 8):
+                continue  # refused
+            is_fast = name in FAST and mesh == (2, 4)
+            yield pytest.param(name, *mesh, marks=() if is_fast else slow)
+
+
+@pytest.mark.parametrize(("name", "data", "shards"), [*logit_cases()])
+def test_logits_are_those_of_one_device(name, data, shards):
+    assert max(differences(name, data, shards)) <= 2e-5
+
+
+# Kernels.
+
+_KERNEL_MAMBA2 = Mamba2Config(num_heads=4, head_dim=16, state_size=16, chunk_size=16)
+KERNEL_CONFIGS = {
+    "mamba2": dict(layers=("mamba2",)),
+    "attention": dict(
+        layers=("attention", "mlp"),
+        attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=16, rotary_dim=16),
+        mlp=MlpConfig(32),
+    ),
+    "moe": dict(
+        layers=("mamba2", "moe"), moe=MoeConfig(num_experts=4, num_active=2, hidden_size=32)
+    ),
+}
+
+
+@slow
+@pytest.mark.parametrize("name", KERNEL_CONFIGS)
+def test_kernels_on_a_mesh(name):
+    shape = dict(vocab_size=40, d_model=32, mamba2=_KERNEL_MAMBA2)
+    config = st.ModelConfig(**(shape | KERNEL_CONFIGS[name]))
+    tokens = np.random.default_rng(0).integers(0, 39, (1, 4)).astype(np.int32)
+    tree = st.TreeTopology.chain(3)
+
+    def forward(model, tokens):
+        cache = model.init_cache(1, 32)
+        nodes = tree.tree(jnp.ones((1, 4), bool))
+        first, pending, cache = model.tree_forward(tokens, nodes, cache)
+        path = path_to(nodes, jnp.full(1, 2, jnp.int32))
+        return first, model.tree_forward(tokens, nodes, cache, replay=(pending, path))[0]
+
+    @jax.jit
+    def on_mesh(model, tokens):
+        return over_mesh(model.partition, forward, (model,), (tokens,), (ROWS,), ROWS)
+
+    results = []
+    for implementation in ("xla", "pallas_interpret"):
+        model = st.HybridLM(config, rngs=nnx.Rngs(0), implementation=implementation)
+        results.append(on_mesh(st.shard(randomised(model, 0), mesh_of(1, 2)), tokens))
+    for want, got in zip(*results, strict=True):
+        assert float(np.abs(want - got).max() / np.abs(want).max()) <= 2e-5
+
+
+# Mutations that must fail, so that the test above can.
+
+
+def bias_of_each_shard(projection, inputs, part):
+    return projection(inputs) if part is None else part.total(projection(inputs))
+
+
+def units_modulo(shard, units, shards):
+    if units % shards == 0:
+        return range(shard * units // shards, (shard + 1) * units // shards)
+    return range(shard % units, shard % units + 1)
+
+
+def forget_the_sum(table, index):
+    return table[index % table.shape[0]]
+
+
+MUTATIONS = {
+    "bias of each shard": (
+        "bamba",
+        [(module, "row_parallel", bias_of_each_shard) for module in (attention, mlp, mamba2)],
+    ),
+    "groups of a norm are one": ("groups", [(parts, "spans_shards", lambda config: True)]),
+    "a norm of each shard": ("mamba2", [(parts, "spans_shards", lambda config: False)]),
+    "heads by rank modulo": (
+        "mamba_in_llama",
+        [(partition_module, "_units_of", units_modulo)],
+    ),
+    "words of another shard": (
+        "tied",
+        [(partition_module.Part, "rows_of", lambda self, *args: forget_the_sum(*args))],
+    ),
+}
+
+
+@slow
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_wrong_model_is_noticed(mutation, monkeypatch):
+    name, changes = MUTATIONS[mutation]
+    for module, attribute, wrong in changes:
+        monkeypatch.setattr(module, attribute, wrong)
+    model = st.shard(model_of(name), mesh_of(2, 4))
+    try:
+        assert max(differences(name, 2, 4, model)) > 1e-3
+    finally:
+        jax.clear_caches()
+
+
+# Tokens.
+
+
+def decode(model, prompts=PROMPTS, **options):
+    options.setdefault("max_new_tokens", NEW_TOKENS)
+    return st.generate(model, prompts, **options)
+
+
+def assert_same(got, want):
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+    np.testing.assert_array_equal(got.lengths, want.lengths)
+
+
+def check_trees(name, data, shards):
+    model = sharded(name, data, shards)
+    draft = st.ModelDrafter(replicated_draft(name, data, shards))
+    alone = decode(model)
+    tree = decode(model, drafter=draft, topology=TREE)
+    assert_same(tree, alone)
+    assert tree.stats.tau > 1.2
+    # Of these texts no two best logits are as close as another order of summation moves them.
+    assert_same(alone, decode(model_of(name)))
+    return model, draft, alone
+
+
+def test_a_tree_is_autoregressive_decoding():
+    """The fast one: 3 rows on 2 shards of the batch, 4 of the model."""
+    check_trees("one layer", 2, 4)
+
+
+@slow
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("data", "shards"), [(2, 4), (8, 1), (1, 2)])
+def test_every_family(name, data, shards):
+    model, draft, alone = check_trees(name, data, shards)
+    chain = decode(model, drafter=draft, topology=st.TreeTopology.chain(3))
+    assert_same(chain, alone)
+
+
+@slow
+@pytest.mark.parametrize("name", ["mamba_in_llama", "mamba2attn", "mamba2"])
+def test_more_shards_than_groups(name):
+    check_trees(name, 1, 8)
+
+
+def drafters(name, data, shards):
+    draft = replicated_draft(name, data, shards)
+    return {
+        "ngram": (st.NgramDrafter(), None, {}),
+        "beam": (st.BeamDrafter(draft), st.TreeTopology.beam(3, 3), {}),
+        "dynamic": (st.DynamicDrafter(draft), st.TreeTopology.budget(8, 3), {}),
+        "deep": (st.ModelDrafter(draft), st.TreeTopology.chain(10), {}),
+        "without replacement": (
+            st.ModelDrafter(draft, child_sampling="without_replacement"),
+            TREE,
+            {"temperature": 0.8, "key": jax.random.key(3)},
+        ),
+        "shared noise": (
+            st.ModelDrafter(draft),
+            TREE,
+            {"temperature": 0.8, "top_k": 9, "key": jax.random.key(3)},
+        ),
+        "beam, sampled": (
+            st.BeamDrafter(draft),
+            st.TreeTopology.beam(3, 3),
+            {"temperature": 0.7, "top_p": 0.9, "key": jax.random.key(4)},
+        ),
+    }
+
+
+@slow
+@pytest.mark.parametrize("name", ["bamba", "mamba_in_llama"])
+@pytest.mark.parametrize(
+    "kind",
+    ["ngram", "beam", "dynamic", "deep", "without replacement", "shared noise", "beam, sampled"],
+)
+def test_drafters(name, kind):
+    drafter, topology, options = drafters(name, 2, 4)[kind]
+    model = sharded(name, 2, 4)
+    got = decode(model, drafter=drafter, topology=topology, **options)
+    if kind == "without replacement":  # keeps the distribution; the same on one device
+        alone = st.ModelDrafter(draft_of(name), child_sampling="without_replacement")
+        want = decode(model_of(name), drafter=alone, topology=topology, **options)
+    else:
+        want = decode(model, **options)
+    assert_same(got, want)
+
+
+def uneven(draft):
+    """A replicated model whose copies differ from shard to shard, and much more than they might."""
+
+    def spoil(leaf):
+        copies = [
+            jax.device_put(np.asarray(leaf) * np.float32(1 + 0.1 * (shard.device.id % 4)), device)
+            for shard in leaf.addressable_shards
+            for device in [shard.device]
+        ]
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, copies)
+
+    return jax.tree.map(spoil, draft)
+
+
+@slow
+@pytest.mark.parametrize("sampled", [False, True])
+def test_what_shards_branch_on_is_decided_once(sampled):
+    """With drafts or verdicts of their own they would part, and wait for each other for ever."""
+    name, how, options = "one layer", "auto", {}
+    if sampled:
+        how, options = "without_replacement", {"temperature": 0.8, "key": jax.random.key(3)}
+    model, even = sharded(name, 2, 4), replicated_draft(name, 2, 4)
+    got, want = (
+        decode(
+            model,
+            drafter=st.ModelDrafter(draft, child_sampling=how),
+            topology=TREE,
+            **options,
+        )
+        for draft in (uneven(even), even)
+    )
+    assert_same(got, want)
+    np.testing.assert_array_equal(got.stats.target_calls_per_row, want.stats.target_calls_per_row)
+
+
+@slow
+def test_bfloat16():
+    name = "bamba"
+    model = randomised(st.HybridLM(CONFIGS[name], rngs=nnx.Rngs(0), dtype="bfloat16"), 0)
+    on_mesh = st.shard(model, mesh_of(2, 4))
+    draft = st.shard(perturbed(model, 0.1), mesh_of(2, 4), replicate=True)
+    alone = decode(on_mesh)
+    tree = decode(on_mesh, drafter=st.ModelDrafter(draft), topology=TREE)
+    # bfloat16 does not promise equality; what it gives are tokens of the vocabulary.
+    assert tree.tokens.shape == alone.tokens.shape
+    assert (tree.tokens[:, 0] == alone.tokens[:, 0]).all()
+
+
+# Rows.
+
+
+@slow
+@pytest.mark.parametrize("count", [1, 3, 5])
+@pytest.mark.parametrize("data", [2, 4])
+def test_any_number_of_rows(count, data):
+    prompts = [[(7 * i + j) % 37 for j in range(2 + i)] for i in range(count)]
+    options = dict(temperature=0.9, key=jax.random.key(5))
+    draft = st.ModelDrafter(replicated_draft("mamba2", data, 2))
+    got = decode(sharded("mamba2", data, 2), prompts, drafter=draft, **options)
+    want = decode(model_of("mamba2"), prompts, **options)
+    assert got.tokens.shape == (count, NEW_TOKENS)
+    assert_same(got, want)
+    assert len(got.stats.tau_per_row) == count
+    assert got.stats.num_tokens == want.stats.num_tokens
+
+
+@slow
+def test_rows_end_at_different_steps():
+    """Shards of the batch leave the loop on their own."""
+    model = sharded("mamba2", 4, 2)
+    prompts = [*PROMPTS, [8, 8]]
+    free = decode(model_of("mamba2"), prompts, max_new_tokens=30)
+    eos = int(free.tokens[0, 3])
+    draft = st.ModelDrafter(replicated_draft("mamba2", 4, 2))
+    options = dict(eos_token=eos, max_new_tokens=30)
+    want = decode(model_of("mamba2"), prompts, **options)
+    assert len({*want.lengths.tolist()}) > 1
+    got = decode(model, prompts, drafter=draft, **options)
+    assert_same(got, want)
+
+
+@slow
+def test_streams():
+    model = sharded("mamba2", 2, 4)
+    draft = st.ModelDrafter(replicated_draft("mamba2", 2, 4))
+    rows = [[] for _ in PROMPTS]
+    for step in st.stream(model, PROMPTS, max_new_tokens=NEW_TOKENS, drafter=draft):
+        assert len(step) == len(PROMPTS)
+        for row, new in zip(rows, step, strict=True):
+            row += new
+    assert rows == decode(model).tokens.tolist()
+
+
+@slow
+def test_long_prompts():
+    """Read in pieces, of which shards of the batch need different numbers."""
+    prompts = [[3, 4, 5] * ((PIECE + 40) // 3), [9, 1]]
+    got = decode(sharded("mamba2", 2, 4), prompts)
+    assert_same(got, decode(model_of("mamba2"), prompts))
+
+
+@slow
+def test_nan_in_one_shard():
+    """It reaches all of them through the sums, and ends the rows with an error."""
+
+    def broken(weight):
+        return weight.at[-1, 0].set(jnp.nan)  # a word of the last shard
+
+    model = st.shard(with_weight(model_of("mamba2"), "embedding", broken), mesh_of(2, 4))
+    bad = CONFIGS["mamba2"].vocab_size - 1
+    with pytest.raises(st.NonFiniteLogitsError) as caught:
+        decode(model, [[1, 2, 3], [4, bad, 5], [6, 7]])
+    assert 1 in caught.value.rows
+    assert caught.value.generation.lengths[1] == 0
+
+
+@slow
+def test_the_cache_that_is_returned():
+    out = decode(sharded("bamba", 2, 4), return_cache=True)
+    want = decode(model_of("bamba"), return_cache=True)
+    got, one = jax.tree.leaves(out.cache), jax.tree.leaves(want.cache)
+    specs = jax.tree.leaves(cache_specs(CONFIGS["bamba"], "model"))
+    for leaf, whole, spec in zip(got, one, specs, strict=True):
+        assert len(leaf) == 4  # a row was added
+        if spec == PartitionSpec("data", "model") and leaf.shape[1:] == whole.shape[1:]:
+            np.testing.assert_allclose(leaf[:3], whole, atol=1e-4)
+
+
+# Weights.
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FAST else slow) for n in CONFIGS]
+)
+def test_back_to_one_device(name):
+    model = sharded(name, 2, 4)
+    back = st.shard(st.shard(model, mesh_of(4, 2)), None)
+    assert back.partition is None
+    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(model_of(name)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_each_device_has_its_part():
+    model = sharded("bamba", 2, 4)
+    kernel = model.blocks[1].mixer.in_proj.kernel[...]
+    assert kernel.shape == (16, 48)
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(16, 12)}
+
+
+# What is refused.
+
+
+def test_what_is_refused(tmp_path):
+    model, mesh = sharded("mamba2", 2, 4), mesh_of(2, 4)
+    draft = draft_of("mamba2")
+    with pytest.raises(ValueError, match="not on the target's mesh"):
+        decode(model, drafter=st.ModelDrafter(draft))
+    with pytest.raises(ValueError, match="not on the target's mesh"):
+        decode(model, drafter=st.ModelDrafter(replicated_draft("mamba2", 4, 2)))
+    with pytest.raises(ValueError, match="cut into parts"):
+        decode(model, drafter=st.ModelDrafter(model))
+    with pytest.raises(ValueError, match="the target is not"):
+        decode(model_of("mamba2"), drafter=st.ModelDrafter(replicated_draft("mamba2", 2, 4)))
+    small = replicated_draft("mamba2", 2, 4)
+    both = st.InterleavedDrafter(small, small, "qs")
+    with pytest.raises(ValueError, match="InterleavedDrafter does not run on a mesh"):
+        decode(model, drafter=both)
+    with pytest.raises(ValueError, match="its own methods cannot be called"):
+        model(jnp.ones((2, 3), jnp.int32))
+    with pytest.raises(ValueError, match="Scheduler is for models on one device"):
+        st.Scheduler(model, rows=2, max_length=64)
+    with pytest.raises(ValueError, match="tune is for models on one device"):
+        st.tune(model, st.NgramDrafter(), PROMPTS)
+    with pytest.raises(ValueError, match="MedusaDrafter is for models on one device"):
+        st.MedusaDrafter(model, st.MedusaHeads(model, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"num_heads = 8 does not fit model = 3.*1, 2, 4 or 8"):
+        st.shard(model_of("mamba2"), st.make_mesh(model=3))
+    with pytest.raises(ValueError, match="pass mesh="):
+        st.from_pretrained(tmp_path, replicate=True)
+    with pytest.raises(ValueError, match="data = 4 times model = 4 is 16 devices, and there are 8"):
+        st.make_mesh(data=4, model=4)
+    assert mesh.shape == {"data": 2, "model": 4}
+
+
+# Checkpoints.
+
+
+def same_weights(model, other):
+    return all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(other), strict=True)
+    )
+
+
+def test_a_checkpoint_does_not_know_its_mesh(tmp_path):
+    """Saved from 2 x 4 devices and from one; loaded on one, and on other meshes."""
+    name = "one layer"
+    one = model_of(name)
+    st.save_pretrained(one, tmp_path / "one")
+    st.save_pretrained(sharded(name, 2, 4), tmp_path / "mesh")
+    for file in ("config.json", "checksums.json"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "mesh" / file).read_bytes()
+    assert same_weights(st.from_pretrained(tmp_path / "mesh"), one)
+    for data, model in ((8, 1), (1, 4), (2, 4)):
+        mesh = mesh_of(data, model)
+        loaded = st.from_pretrained(tmp_path / "mesh", mesh=mesh)
+        assert loaded.partition == partition_module.Partition(mesh, model)
+        assert same_weights(loaded, sharded(name, data, model))
+    draft = st.from_pretrained(tmp_path / "mesh", mesh=mesh, replicate=True)
+    assert same_weights(draft, one)
+    with pytest.raises(ValueError, match="does not fit model = 3"):
+        st.from_pretrained(tmp_path / "mesh", mesh=st.make_mesh(model=3))
+
+
+@slow
+def test_a_load_holds_one_weight_at_a_time(tmp_path, monkeypatch):
+    """Of those that are cut; on a CPU a whole one is its own device memory."""
+    name = "bamba"
+    st.save_pretrained(model_of(name), tmp_path / "saved")
+    alive, most = [], []
+    read = stored.Array.read
+
+    def counted(self, crc):
+        gc.collect()
+        most.append(sum(reference() is not None for reference in alive))
+        values = read(self, crc)
+        if values.ndim > 1:
+            alive.append(weakref.ref(values))
+        return values
+
+    monkeypatch.setattr(stored.Array, "read", counted)
+    st.from_pretrained(tmp_path / "saved", mesh=mesh_of(2, 4))
+    assert len(alive) > 8
+    assert max(most) <= 1
+
+
+@slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_checkpoints_of_other_programs(tmp_path, dtype):
+    from stree_jax import convert
+
+    model = model_of("tied")
+    convert.writing.write_as(model, tmp_path, "mamba_ssm")
+    loaded = st.from_pretrained(tmp_path, mesh=mesh_of(2, 4), dtype=dtype)
+    want = st.from_pretrained(tmp_path, dtype=dtype)
+    assert same_weights(st.shard(loaded, None), want)
+
+
+@slow
+def test_numbers_that_are_not_finite_are_found_in_any_shard(tmp_path):
+    broken = with_weight(model_of("tied"), "embedding", lambda w: w.at[-1, -1].set(jnp.inf))
+    st.save_pretrained(broken, tmp_path / "saved")
+    with pytest.raises(ValueError, match="embedding holds NaN, infinity"):
+        st.from_pretrained(tmp_path / "saved", mesh=mesh_of(2, 4))

@@ -1,0 +1,121 @@
+"""Two processes with gloo, on this machine."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import stree_jax as st
+from tests.sharding.configs import CONFIGS
+from tests.sharding.two_processes import NEW_TOKENS, PROMPTS
+from tests.tiny import perturbed, randomised
+
+LIMIT = 600  # seconds; then both processes are ended
+
+
+def free_port():
+    with socket.socket() as opened:
+        opened.bind(("localhost", 0))
+        return opened.getsockname()[1]
+
+
+def run_two(command, tmp_path, **environment):
+    """Runs `command(process)` twice; returns what both wrote."""
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+    inner = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    inner |= {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    inner |= {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"} | environment
+    files = [(tmp_path / f"out{i}").open("w+") for i in range(2)]
+    both = [
+        subprocess.Popen(
+            command(process),
+            env=inner | {"JAX_PROCESS_ID": str(process)},
+            cwd=Path(__file__).parents[2],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for process, file in enumerate(files)
+    ]
+    try:
+        end = time.monotonic() + LIMIT
+        while any(process.poll() is None for process in both) and time.monotonic() < end:
+            if any(process.poll() not in (None, 0) for process in both):
+                break  # the other one would wait for it
+            time.sleep(0.2)
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
+    texts = []
+    for file in files:
+        file.seek(0)
+        texts.append(file.read())
+        file.close()
+    assert [process.returncode for process in both] == [0, 0], "\n".join(texts)[-10_000:]
+    return texts
+
+
+@pytest.fixture(scope="module")
+def models():
+    target = randomised(st.HybridLM(CONFIGS["one layer"], rngs=nnx.Rngs(0)), 0)
+    return target, perturbed(target, 0.1)
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_device(models, tmp_path):
+    target, draft = models
+    st.save_pretrained(target, tmp_path / "target")
+    st.save_pretrained(draft, tmp_path / "draft")
+    port = free_port()
+
+    def command(process):
+        module = [sys.executable, "-m", "tests.sharding.two_processes"]
+        return [*module, str(process), str(port), str(tmp_path)]
+
+    outputs = [json.loads(text.splitlines()[-1]) for text in run_two(command, tmp_path)]
+    want = st.generate(target, PROMPTS, max_new_tokens=NEW_TOKENS).tokens.tolist()
+    sampled = st.generate(
+        target, PROMPTS, max_new_tokens=NEW_TOKENS, temperature=0.8, key=jax.random.key(1)
+    )
+    for found in outputs:
+        assert found["2x2"] == want
+        assert found["1x4"] == want
+        assert found["sampled"] == sampled.tokens.tolist()
+        assert found["streamed"] == [row[:3] for row in want]
+        assert "different prompts or settings" in found["prompts"]
+        assert "save_pretrained writes from one" in found["save"]
+        assert "are on devices of other processes" in found["back"]
+        assert "there are 4 in 2 processes" in found["some devices"]
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path):
+    port, arguments = free_port(), ["-p", "Once upon a time", "--max-new-tokens", "8"]
+    demo = str(st.demo_path("target"))
+    code = "from stree_jax.cli.main import main; main()"
+    start = [sys.executable, "-c", code, "generate", demo, *arguments]
+    start += ["--draft", str(st.demo_path("draft"))]
+    first, second = run_two(
+        lambda process: [*start, "--mesh", "data=2,model=2", "--distributed"],
+        tmp_path,
+        JAX_COORDINATOR_ADDRESS=f"localhost:{port}",
+        JAX_NUM_PROCESSES="2",
+        STREE_JAX_CACHE="off",
+    )
+    tokenizer = st.load_tokenizer(st.demo_path("target"))
+    prompt = tokenizer.encode(arguments[1], add_special_tokens=False).ids
+    out = st.generate(st.from_pretrained(demo), [prompt], max_new_tokens=8)
+    text = tokenizer.decode(out.tokens[0, : out.lengths[0]].tolist())
+    assert first.splitlines()[0] == arguments[1] + text.splitlines()[0]
+    assert "8 tokens, " in first
+    assert "tokens" not in second
+    assert np.all(out.lengths == 8)

@@ -1,0 +1,56 @@
+"""One of two processes; `test_two_processes.py` starts both.
+
+    python -m tests.sharding.two_processes PROCESS PORT FOLDER
+
+FOLDER has the checkpoints "target" and "draft". Prints a line of JSON.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
+NEW_TOKENS = 10
+
+
+def main():
+    process, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    import jax
+
+    jax.distributed.initialize(f"localhost:{port}", 2, process)
+    import stree_jax as st
+
+    found = {}
+    # Along "data" each process has a row of the mesh; along "model" half of all layers.
+    for data, model in ((2, 2), (1, 4)):
+        mesh = st.make_mesh(data=data, model=model)
+        target = st.from_pretrained(folder / "target", mesh=mesh)
+        draft = st.from_pretrained(folder / "draft", mesh=mesh, replicate=True)
+        options = dict(max_new_tokens=NEW_TOKENS, drafter=st.ModelDrafter(draft))
+        options["topology"] = st.TreeTopology.from_branching((2, 1))
+        out = st.generate(target, PROMPTS, **options)
+        assert out.stats.tau > 1
+        found[f"{data}x{model}"] = out.tokens.tolist()
+        if data == 2:
+            options |= dict(temperature=0.8, key=jax.random.key(1))
+            found["sampled"] = st.generate(target, PROMPTS, **options).tokens.tolist()
+            steps = [*st.stream(target, PROMPTS, max_new_tokens=3)]
+            found["streamed"] = [[t for step in steps for t in step[row]] for row in range(3)]
+    errors = {
+        "prompts": lambda: st.generate(target, [[1 + process]], max_new_tokens=2),
+        "save": lambda: st.save_pretrained(target, folder / f"saved-{process}"),
+        "back": lambda: st.shard(target, None),
+        "some devices": lambda: st.make_mesh(data=2),
+    }
+    for name, call in errors.items():
+        try:
+            call()
+        except ValueError as error:
+            found[name] = str(error)
+    print(json.dumps(found), flush=True)  # noqa: T201
+    os._exit(0)  # without the service's goodbye, which waits for the other process
+
+
+if __name__ == "__main__":
+    main()
