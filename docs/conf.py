@@ -6,12 +6,16 @@ docstrings, which are written for a terminal; what Sphinx needs beyond that is d
     an indented block behind a colon    is literal, not a quotation
     `name`                              links to an object of that name, if there is one
     fields of a NamedTuple              have their shape and comment from the source
+    classes with a metaclass            have the arguments of their `__init__`
 """
 
 import inspect
 import re
 import textwrap
 from typing import Any
+
+from flax import nnx
+from sphinx.util.inspect import stringify_signature
 
 import stree_jax
 
@@ -80,6 +84,23 @@ def _docstring(app: Any, kind: str, name: str, thing: Any, options: Any, lines: 
         lines += _fields(thing)
 
 
+def _signature(
+    app: Any, kind: str, name: str, thing: Any, options: Any, signature: str, returns: str
+) -> tuple[str | None, str | None]:
+    """Arguments of modules, whose metaclass hides them; short names of array types."""
+    if kind == "class" and issubclass(thing, nnx.Module):
+        all_of_it = inspect.signature(thing.__init__)
+        arguments = [*all_of_it.parameters.values()][1:]
+        signature = stringify_signature(inspect.Signature(arguments), unqualified_typehints=True)
+    elif kind == "class" and getattr(thing, "_is_protocol", False):
+        signature = ""
+
+    def short(text: str | None) -> str | None:
+        return text and text.replace("jaxlib._jax.Array", "Array")
+
+    return short(signature), short(returns)
+
+
 def _skip(app: Any, kind: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
     """Fields of a NamedTuple stand in the text of their class."""
     return True if type(thing).__name__ == "_tuplegetter" else None
@@ -88,4 +109,5 @@ def _skip(app: Any, kind: str, name: str, thing: Any, skip: bool, options: Any) 
 def setup(app: Any) -> None:
     """Before napoleon, which reads the sections of docstrings."""
     app.connect("autodoc-process-docstring", _docstring, priority=400)
+    app.connect("autodoc-process-signature", _signature)
     app.connect("autodoc-skip-member", _skip)
