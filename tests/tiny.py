@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from stree_jax import HybridLM, ModelConfig, demo_path, load_tokenizer, save_pretrained
+from stree_jax import (
+    HybridLM,
+    MedusaHeads,
+    ModelConfig,
+    demo_path,
+    load_tokenizer,
+    save_medusa,
+    save_pretrained,
+)
 from stree_jax.layer_config import (
     AttentionConfig,
     Mamba2Config,
@@ -228,7 +236,7 @@ def perturbed(model, amount, seed=0):
 
 
 def saved_pair(folder):
-    """Saves tiny models with tokenizer, tree and vocabulary of the embedded ones."""
+    """Saves tiny models and heads with tokenizer, tree and vocabulary of the embedded ones."""
     embedded = demo_path("target")
     tokenizer = load_tokenizer(embedded)
     config = ModelConfig.tiny(
@@ -237,6 +245,7 @@ def saved_pair(folder):
     model = randomised(HybridLM(config, rngs=nnx.Rngs(0)), 0)
     for name, each in (("target", model), ("draft", perturbed(model, 0.1))):
         save_pretrained(each, folder / name, tokenizer=tokenizer)
+    save_medusa(MedusaHeads(model, num_heads=3, rngs=nnx.Rngs(0)), model, folder / "medusa")
     shutil.copy(embedded.with_name("tree.json"), folder)
     return folder
 
