@@ -5,13 +5,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: help install demo test test-gpu test-slow lint format types check clean
+.PHONY: help install demo test test-gpu test-slow docs lint format types check clean
 
 help:
 	@echo "make demo       decode with the embedded pair: autoregressively, with a chain, with a tree"
 	@echo "make test       the test suite, without GPU and slow tests"
 	@echo "make test-gpu   only the tests that need a GPU"
 	@echo "make test-slow  benchmarks run whole, at their smallest"
+	@echo "make docs       the documentation site, in build/site"
 	@echo "make check      lint, types and tests"
 	@echo "make format     rewrite the code as ruff wants it"
 
@@ -23,6 +24,10 @@ $(BIN)/.created:
 # What the demo needs, without the tools of development.
 $(BIN)/.library: pyproject.toml $(BIN)/.created
 	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(BIN)/.docs: pyproject.toml $(BIN)/.created
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $@
 
 $(BIN)/.installed: pyproject.toml $(BIN)/.created
@@ -42,6 +47,11 @@ test-gpu: install
 
 test-slow: install
 	$(BIN)/python -m pytest -n $(JOBS) -m slow
+
+# -n: a name without a target is a warning, and -W: a warning is an error.
+docs: $(BIN)/.docs
+	$(BIN)/python -m sphinx -E -W -n --keep-going --quiet docs build/site
+	$(BIN)/python docs/check_links.py build/site
 
 lint: install
 	$(BIN)/ruff check .

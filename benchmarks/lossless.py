@@ -1,18 +1,28 @@
-"""Does greedy tree decoding give the tokens of autoregressive decoding? A small model per family.
+"""Is text with drafts that of autoregressive decoding? Ten families, ten drafters and trees.
 
-Float32, with random weights in sizes that the Pallas kernels accept. The draft is the target with
-noise on its weights, so that it is often right, but not always. The implementations are XLA and,
-where they run, the kernels. A product of another number of rows may be rounded differently, as GPUs
-choose its algorithm by its shape: a first difference between tokens whose logits differ by less
-than 1e-4 of the largest one is a tie. Exit code 1 if any other token differs.
+At temperature 0, and at temperature 1 with shared noise; float32. Small models with random weights,
+in sizes that the Pallas kernels accept. The draft is the target with noise on its weights, so that
+it is often right, but not always. Rows are compared up to their first difference, and every first
+difference is reported with both tokens and the gap of their logits. A product of another number of
+rows may be rounded differently: a gap below 1e-4 of the largest logit, or at temperature 1 below
+1e-3 in `log p + noise`, is a tie. Exit code 1 if any other token differs.
 
-    python -m benchmarks.lossless [--families Mamba-2 ...] [--tokens 48]
+A run may be interrupted: the same command goes on where it was, from `lossless.jsonl` in the output
+directory.
+
+    python -m benchmarks.lossless [--tokens 1000000] [--families Mamba-2 ...]
+        [--output DIR | --commit]                   default: benchmark-results; benchmarks/results
 """
 
 import argparse
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,82 +31,16 @@ from flax import nnx
 
 import stree_jax as st
 from benchmarks.cases.base import random_tree
-from benchmarks.common import conclude, print_table
-from pallas_kernels import dispatch
-from stree_jax.layer_config import (
-    AttentionConfig,
-    Mamba2Config,
-    MlpConfig,
-    MoeConfig,
-    RopeScaling,
-    SharedConfig,
-)
+from benchmarks.common import conclude, machine, print_table, progress_bar, read_options, save
+from benchmarks.families import FAMILIES, noisy
+from benchmarks.same_key import NEAR, gap
 
 PROMPT_LENGTHS = (37, 5, 64, 1)
-NOISE = 0.02  # relative, on the draft's weights
+ROWS = 16
+NEW_TOKENS = 64  # of a row
+TEMPERATURES = (0.0, 1.0)
+NUM_METHODS = 10
 TIE = 1e-4  # of the largest logit
-_WIDTH = 64
-_mixer = functools.partial(Mamba2Config, num_heads=4, head_dim=32, state_size=16, chunk_size=16)
-_attention = functools.partial(AttentionConfig, num_heads=4, num_kv_heads=2, head_dim=16)
-
-
-def _hybrid(*layers: str, **parts: Any) -> st.ModelConfig:
-    """Not tied: with tied embeddings a random model repeats itself."""
-    shape: dict[str, Any] = dict(
-        vocab_size=512,
-        d_model=_WIDTH,
-        layers=layers,
-        mamba2=_mixer(),
-        mlp=MlpConfig(96),
-        tie_embeddings=False,
-        residual_float32=False,
-    )
-    return st.ModelConfig(**(shape | parts))
-
-
-FAMILIES = {
-    "Mamba-2": st.ModelConfig.mamba2_lm(
-        512, 128, 4, head_dim=64, state_size=64, tie_embeddings=False
-    ),
-    "MambaInLlama": _hybrid(
-        *("mamba2", "mlp", "attention", "mlp"),
-        mamba2=_mixer(head_dim=16, num_groups=4, num_x_heads=2, num_b_groups=2),
-        attention=_attention(
-            rotary_dim=16, rope_theta=100.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 24)
-        ),
-    ),
-    "mamba2attn": _hybrid(
-        *("mamba2", "attention", "mamba2"),
-        attention=_attention(rotary_dim=8, conv_width=3, mlp_dim=16),
-        residual_float32=True,
-    ),
-    "Falcon-H1": _hybrid(
-        *("parallel", "mlp", "parallel", "mlp"),
-        mamba2=_mixer(norm="none", input_multiplier=1.25, output_multiplier=0.8),
-        attention=_attention(rotary_dim=16, key_multiplier=0.7),
-    ),
-    "Bamba": _hybrid(
-        *("mamba2", "mlp", "attention", "mlp"),
-        attention=_attention(rotary_dim=8, qkv_bias=True, out_bias=True),
-    ),
-    "Nemotron-H": _hybrid(
-        *("mamba2", "mlp", "attention", "moe"),
-        attention=_attention(),
-        mlp=MlpConfig(96, activation="relu2", gated=False),
-        moe=MoeConfig(6, 2, 32, router="sigmoid", activation="relu2", gated=False),
-    ),
-    "Granite-4-H": _hybrid(
-        *("mamba2", "moe", "attention", "moe"),
-        attention=_attention(scale=0.2),
-        moe=MoeConfig(4, 2, 32, shared_size=32),
-        mlp=None,
-    ),
-    "Zamba2": _hybrid(
-        *("mamba2", "shared", "mamba2", "shared", "mamba2"),
-        attention=_attention(num_kv_heads=4, input_multiple=2, scale=0.5, rotary_dim=16),
-        shared=SharedConfig(1, adapter_rank=4, attention_adapters=True),
-    ),
-}
 TREES = {
     "chain of 4": st.TreeTopology.chain(4),
     "tree A": st.TreeTopology.paper("A"),
@@ -104,16 +48,24 @@ TREES = {
 }
 
 
-def noisy(model: st.HybridLM) -> st.HybridLM:
-    """The model with relative noise on its weights."""
-    graphdef, state = nnx.split(model)
-    leaves, structure = jax.tree.flatten(state)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    leaves = [
-        leaf * (1 + NOISE * jax.random.normal(key, leaf.shape))
-        for leaf, key in zip(leaves, keys, strict=True)
-    ]
-    return nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
+def methods(model: st.HybridLM, draft: st.HybridLM) -> dict[str, dict[str, Any]]:
+    """Ten ways to draft, as options of `generate`."""
+    drafter = st.ModelDrafter(draft)
+    heads = st.MedusaHeads(model, num_heads=3, rngs=nnx.Rngs(0))
+    return {
+        **{name: {"drafter": drafter, "topology": tree} for name, tree in TREES.items()},
+        # More levels than are unrolled.
+        "chain of 12": {"drafter": drafter, "topology": st.TreeTopology.chain(12)},
+        "3 beams of 4": {"drafter": st.BeamDrafter(draft)},
+        "dynamic tree of 16": {"drafter": st.DynamicDrafter(draft)},
+        "prompt lookup": {
+            "drafter": st.NgramDrafter(),
+            "topology": st.TreeTopology.from_branching((3, 2, 1)),
+        },
+        "Medusa heads": {"drafter": st.MedusaDrafter(model, heads)},
+        "two drafts in turns": {"drafter": st.InterleavedDrafter(draft, noisy(draft), "qqss")},
+        "cascade": {"drafter": st.CascadeDrafter(draft, st.NgramDrafter())},
+    }
 
 
 def check(
@@ -174,35 +126,194 @@ def first_difference(
     return {"place": place, "tokens": tokens, "gap": gap, "tie": gap < TIE}
 
 
-def main() -> None:
-    """Checks the families and prints a table."""
+class Work(NamedTuple):
+    """A piece of a run: all rounds of one method with one model at one temperature."""
+
+    family: str
+    temperature: float
+    method: str
+
+
+def run(families: Sequence[str], rounds: int, done: set[Work]) -> Iterator[dict[str, Any]]:
+    """Compares whatever is not done; yields one row for each piece of work."""
+    for family, temperature in itertools.product(families, TEMPERATURES):
+        model = st.HybridLM(FAMILIES[family], rngs=nnx.Rngs(0))
+        ways = methods(model, noisy(model))
+        left = [name for name in ways if Work(family, temperature, name) not in done]
+        if left:
+            batches = [
+                batch(model.config.vocab_size, temperature, number) for number in range(rounds)
+            ]
+            plain = [decode(model, *each).tokens for each in batches]
+        for name in left:
+            began = time.perf_counter()
+            row = compared(model, ways[name], batches, plain)
+            seconds = time.perf_counter() - began
+            yield Work(family, temperature, name)._asdict() | row | {"seconds": round(seconds, 2)}
+        jax.clear_caches()  # a family's programs are of no use to the next
+
+
+class Batch(NamedTuple):
+    """Prompts of a round and the options that all methods share."""
+
+    prompts: list[list[int]]
+    options: dict[str, Any]
+
+
+def batch(vocab_size: int, temperature: float, number: int) -> Batch:
+    """A ragged batch of random prompts, with keys of its own."""
+    rng = np.random.default_rng(number)
+    lengths = [PROMPT_LENGTHS[row % len(PROMPT_LENGTHS)] for row in range(ROWS)]
+    keys = jax.random.split(jax.random.key(number), ROWS)
+    return Batch(
+        [rng.integers(vocab_size, size=size).tolist() for size in lengths],
+        {"max_new_tokens": NEW_TOKENS, "temperature": temperature, "key": keys},
+    )
+
+
+def decode(
+    model: st.HybridLM, prompts: list[list[int]], options: Mapping[str, Any], **way: Any
+) -> st.Generation:
+    """A round of one method."""
+    return st.generate(model, prompts, **options, **way)
+
+
+def compared(
+    model: st.HybridLM,
+    way: Mapping[str, Any],
+    batches: Sequence[Batch],
+    plain: Sequence[np.ndarray],
+) -> dict[str, Any]:
+    """Counts, and the first difference of each row that differs."""
+    tokens, calls, emitted, differences = 0, 0, 0, []
+    for number, (each, want) in enumerate(zip(batches, plain, strict=True)):
+        out = decode(model, *each, **way)
+        calls, emitted = calls + out.stats.num_target_calls, emitted + out.stats.num_tokens
+        same = np.cumprod(out.tokens == want, axis=1).sum(axis=1)  # up to the first difference
+        tokens += int(np.minimum(same + 1, NEW_TOKENS).sum())
+        for row in np.flatnonzero(same < NEW_TOKENS):
+            found = difference(model, each, int(row), want[row], out.tokens[row])
+            differences.append({"round": number, "row": int(row)} | found)
+    return {
+        "tokens": tokens,
+        "tau": emitted / calls,
+        "distinct": len(np.unique(np.concatenate(plain))),
+        "differences": differences,
+        "right": all(each["tie"] for each in differences),
+    }
+
+
+def difference(
+    model: st.HybridLM, each: Batch, row: int, want: np.ndarray, got: np.ndarray
+) -> dict[str, Any]:
+    """Where two texts of a row differ first, both tokens, and how far they are apart."""
+    prompt, temperature = each.prompts[row], each.options["temperature"]
+    if temperature == 0:
+        found = first_difference(model, prompt, want, got)
+        assert found is not None  # a row that differs
+        return found
+    place = int(np.flatnonzero(want != got)[0])
+    both = (int(want[place]), int(got[place]))
+    text, key = [*prompt, *want[:place].tolist()], each.options["key"][row]
+    apart = gap(model, text, place, key, {"temperature": temperature}, both)
+    return {"place": place, "tokens": [*both], "gap": apart, "tie": apart < NEAR}
+
+
+class State:
+    """The rows so far: a line of JSON for the settings, and one for each row.
+
+    Raises:
+        ValueError: the file is of other settings.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]):
+        self.path, self.rows = path, []
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        if lines and not lines[-1].endswith("\n"):  # killed while it was written
+            path.write_text("".join(lines := lines[:-1]))
+        if not lines:
+            path.write_text(json.dumps(settings) + "\n")
+        elif json.loads(lines[0]) != settings:
+            raise ValueError(
+                f"{path} is of a run with {lines[0].strip()}, and this one has"
+                f" {json.dumps(settings)}; remove it or give another --output"
+            )
+        self.rows = [json.loads(line) for line in lines[1:]]
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Appends a row."""
+        self.rows.append(dict(row))
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def done(self) -> set[Work]:
+        """What need not be run again."""
+        return {Work(*(row[field] for field in Work._fields)) for row in self.rows}
+
+
+def by(field: str, rows: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    """Sums of the rows that share a family or a method, for a table."""
+    sums = []
+    for name in dict.fromkeys(row[field] for row in rows):
+        part = [row for row in rows if row[field] == name]
+        gaps = [each["gap"] for row in part for each in row["differences"]]
+        taus = [
+            float(np.mean([row["tau"] for row in part if row["temperature"] == temperature]))
+            for temperature in TEMPERATURES
+        ]
+        tokens = sum(row["tokens"] for row in part)
+        sums.append((name, tokens, *taus, len(gaps), max(gaps, default=0.0)))
+    return sums
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compares, prints tables by family and by method, and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--tokens", type=int, default=48)
-    options = parser.parse_args()
-    implementations = ("xla",) if dispatch.device_obstacle() else ("xla", "pallas")
-    rows = [
-        (family, implementation, tree, found)
-        for family in options.families
-        for implementation in implementations
-        for tree, found in check(
-            FAMILIES[family], implementation, TREES, tokens=options.tokens
-        ).items()
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="to compare, at least")
+    options = read_options(parser, arguments)
+    pieces = len(options.families) * len(TEMPERATURES) * NUM_METHODS
+    rounds = math.ceil(options.tokens / (pieces * ROWS * NEW_TOKENS))
+    where = machine()
+    settings = {"families": options.families, "rounds": rounds, "rows": ROWS, "new": NEW_TOKENS}
+    settings |= {name: where[name] for name in ("device", "jax")}
+    try:
+        state = State(options.output / "lossless.jsonl", settings)
+    except ValueError as error:
+        parser.error(str(error))
+    with progress_bar() as progress:
+        task = progress.add_task("", total=pieces, completed=len(state.rows))
+        for row in run(options.families, rounds, state.done()):
+            state.add(row)
+            work = f"{row['family']}, temperature {row['temperature']:g}"
+            progress.update(task, advance=1, description=work)
+            if not row["right"]:
+                progress.console.print(row)
+    columns = ("tokens", "tau, T = 0", "tau, T = 1", "differences", "largest gap")
+    for field in ("family", "method"):
+        print_table("Against autoregressive decoding", (field, *columns), by(field, state.rows))
+    differences = [
+        {field: row[field] for field in Work._fields} | each
+        for row in state.rows
+        for each in row["differences"]
     ]
-    print_table(
-        f"Greedy decoding of {options.tokens} tokens against autoregressive decoding, float32",
-        ("family", "implementation", "tree", "identical", "tau", "distinct tokens"),
-        [(*names, _verdict(found), found["tau"], found["distinct"]) for *names, found in rows],
+    for each in differences:
+        print(each)
+    seconds = sum(row["seconds"] for row in state.rows)
+    tokens = sum(row["tokens"] for row in state.rows)
+    results = {"machine": where, **settings, "tokens": tokens, "seconds": round(seconds)}
+    path = save("lossless", __doc__, results | {"work": state.rows}, options.output)
+    if options.commit:
+        state.path.unlink()
+    conclude(
+        "lossless",
+        passed=all(row["right"] for row in state.rows),
+        tokens=tokens,
+        tokens_per_second=round(tokens / seconds),
+        differences=len(differences),
+        wrong=[each for each in differences if not each["tie"]],
+        results=str(path),
     )
-    different = [[*names, found["differences"]] for *names, found in rows if not found["identical"]]
-    wrong = [names for *names, found in rows if not found["right"]]
-    conclude("lossless", passed=not wrong, checked=len(rows), different=different)
-
-
-def _verdict(found: Mapping[str, Any]) -> str:
-    if found["identical"]:
-        return "yes"
-    return "but for ties" if found["right"] else "no"
 
 
 if __name__ == "__main__":

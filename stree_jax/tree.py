@@ -188,7 +188,7 @@ class TreeTopology:
 
     @property
     def depth(self) -> int:
-        """Depth `D`: the most drafts a step can accept."""
+        """Depth `D`, the most drafts that a step can accept."""
         return max(self.depths)
 
     @property
@@ -206,7 +206,7 @@ class TreeTopology:
 
     @functools.cached_property
     def ancestor_mask(self) -> np.ndarray:
-        """`[N, N]` bool: `[i, j]` if j is an ancestor of i, or i itself."""
+        """`[N, N]` bool, whether j is an ancestor of i, or i itself."""
         mask = np.eye(self.num_nodes, dtype=bool)
         for node, parent in enumerate(self.parents[1:], start=1):
             mask[node] |= mask[parent]

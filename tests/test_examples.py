@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from tests.tiny import perturbed, tiny_model
+from tests.tiny import perturbed, saved_pair, tiny_model
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="the tests run without a checkout")
@@ -25,11 +25,36 @@ def load(name):
     return module
 
 
-@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.py")), ids=lambda file: file.stem)
-def test_it_runs(file):
-    result = subprocess.run([sys.executable, file], capture_output=True, text=True, check=True)
-    assert "tokens per target call" in result.stdout
-    assert "False" not in result.stdout
+@pytest.fixture(scope="module")
+def tiny_pair(tmp_path_factory):
+    return saved_pair(tmp_path_factory.mktemp("demo"))
+
+
+FILES = sorted(EXAMPLES.glob("*.py"))
+FASTER = {"train_a_pair": {"steps": 12}}
+
+
+@pytest.mark.parametrize("name", [file.stem for file in FILES])
+def test_it_runs(name, tiny_pair, monkeypatch, capsys):
+    """In this process, with tiny models in the place of the embedded ones."""
+    monkeypatch.setattr(st, "demo_path", tiny_pair.joinpath)
+    load(name).main(**FASTER.get(name, {}))
+    check_output(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_it_runs_as_a_script(file):
+    result = subprocess.run(
+        [sys.executable, file], capture_output=True, text=True, check=True, timeout=60
+    )
+    check_output(result.stdout)
+
+
+def check_output(text):
+    assert "tokens per target call" in text
+    assert ": True" in text
+    assert ": False" not in text
 
 
 def longest_earlier_suffix(text):

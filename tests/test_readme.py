@@ -1,4 +1,4 @@
-"""Code in documents runs; the README's picture is a real step and its table the measured one."""
+"""The README's code runs, its picture is a real step and its table the measured one."""
 
 import json
 import re
@@ -22,13 +22,6 @@ def test_the_code_blocks(capsys):
     for code in blocks(README, "python"):
         exec(compile(code, str(README), "exec"), names)
     assert re.match(r"\d\.\d\d tokens per target call\n.", capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("page", ["extending", "reasoning", "serving"])
-def test_the_code_of(page):
-    names = {"__name__": page}
-    for code in blocks(ROOT / "docs" / f"{page}.md", "python"):
-        exec(compile(code, f"{page}.md", "exec"), names)
 
 
 def test_the_picture_is_a_step_of_the_embedded_models():

@@ -1,12 +1,21 @@
 """Tiny models that several tests share, with weights that make every parameter matter."""
 
 import functools
+import shutil
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from stree_jax import HybridLM, ModelConfig
+from stree_jax import (
+    HybridLM,
+    MedusaHeads,
+    ModelConfig,
+    demo_path,
+    load_tokenizer,
+    save_medusa,
+    save_pretrained,
+)
 from stree_jax.layer_config import (
     AttentionConfig,
     Mamba2Config,
@@ -224,6 +233,21 @@ def perturbed(model, amount, seed=0):
         for key, leaf in zip(keys, leaves, strict=True)
     ]
     return nnx.merge(graphdef, jax.tree.unflatten(structure, new))
+
+
+def saved_pair(folder):
+    """Saves tiny models and heads with tokenizer, tree and vocabulary of the embedded ones."""
+    embedded = demo_path("target")
+    tokenizer = load_tokenizer(embedded)
+    config = ModelConfig.tiny(
+        vocab_size=tokenizer.get_vocab_size(), num_layers=1, tie_embeddings=False
+    )
+    model = randomised(HybridLM(config, rngs=nnx.Rngs(0)), 0)
+    for name, each in (("target", model), ("draft", perturbed(model, 0.1))):
+        save_pretrained(each, folder / name, tokenizer=tokenizer)
+    save_medusa(MedusaHeads(model, num_heads=3, rngs=nnx.Rngs(0)), model, folder / "medusa")
+    shutil.copy(embedded.with_name("tree.json"), folder)
+    return folder
 
 
 def with_weight(model, name, change):

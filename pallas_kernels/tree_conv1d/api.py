@@ -28,9 +28,11 @@ def conv_gather_index(parents: Int[Array, "B N"], width: int) -> Int[Array, "B N
 
     Worked example, `K = 4`, so rows 0 1 2 are the state's columns c0 c1 c2 and row `3 + i` is node
     i:
+
         root (node 0)          reads rows 0 1 2 3    = c0 c1 c2 x0
         node 2, child of root  reads rows 1 2 3 5    = c1 c2 x0 x2
         node 5, child of 2     reads rows 2 3 5 8    = c2 x0 x2 x5
+
     A virtual node -1 stands for c2, -2 for c1, ...; the parent of -1 is -2. Row = node + K - 1.
     """
     nodes = jnp.broadcast_to(jnp.arange(parents.shape[1], dtype=jnp.int32), parents.shape)

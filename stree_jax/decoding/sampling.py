@@ -53,8 +53,8 @@ def sample_tokens(
 
     Args:
         logits: after each node, without vocabulary padding.
-        noise: of `position_noise`.
-        depth: of each node.
+        noise: what a drafter's `propose` and a verifier's `verify` get.
+        depth: of each node, such as `draft.tree.depth`.
         sampling: of each row. The noise of rows at temperature 0 must be 0.
     """
     at_node = jnp.take_along_axis(noise, depth[..., None], axis=1)
@@ -64,7 +64,12 @@ def sample_tokens(
 def token_log_probs(
     logits: Float[Array, "B *rows V"], sampling: Sampling
 ) -> Float32[Array, "B *rows V"]:
-    """Normalised log-probabilities: `filtered_logits`, of which it takes the arguments."""
+    """Normalised log-probabilities after temperature, top-k and top-p; `-inf` for tokens left out.
+
+    Args:
+        logits: without vocabulary padding.
+        sampling: of each row; temperature 0 counts as 1.
+    """
     return jax.nn.log_softmax(filtered_logits(logits, sampling))
 
 

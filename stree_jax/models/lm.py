@@ -302,7 +302,7 @@ class HybridLM(nnx.Module):
 
     @property
     def output_head(self) -> nnx.Param:
-        """What makes logits of hidden states, `[V, M]`: the embedding if they are tied."""
+        """What makes logits of hidden states, `[V, M]`; the embedding if they are tied."""
         return self.embedding if self.head is None else self.head
 
     def replay(self, cache: Cache, pending: Pending, path: Path) -> Cache:

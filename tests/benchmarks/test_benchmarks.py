@@ -190,6 +190,7 @@ ENTRY_POINTS = (
         "medusa",
         "packed",
         "peer",
+        "pictures",
         "same_key",
         "seed",
         "serving",

@@ -94,7 +94,7 @@ class Drafter(Protocol):
                 "shared".
 
         Returns:
-            The draft tree and the state. Rows may lack nodes: these are not `valid`.
+            The draft tree and the state. Nodes that a row lacks are not `valid`.
         """
         ...
 

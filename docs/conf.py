@@ -1,0 +1,113 @@
+"""The site: Sphinx, MyST and sphinx-book-theme; `make docs` builds it, and warnings are errors.
+
+The pages are Markdown that reads well without the site, too. The API reference is made of the
+docstrings, which are written for a terminal; what Sphinx needs beyond that is done here:
+
+    an indented block behind a colon    is literal, not a quotation
+    `name`                              links to an object of that name, if there is one
+    fields of a NamedTuple              have their shape and comment from the source
+    classes with a metaclass            have the arguments of their `__init__`
+"""
+
+import inspect
+import re
+import textwrap
+from typing import Any
+
+from flax import nnx
+from sphinx.util.inspect import stringify_signature
+
+import stree_jax
+
+project = "stree-jax"
+author = ""
+release = version = stree_jax.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_heading_anchors = 4
+highlight_language = "text"
+
+html_theme = "sphinx_book_theme"
+html_title = "stree-jax"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_copyright = False
+html_theme_options = {"show_toc_level": 2, "use_download_button": False}
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 76
+default_role = "py:obj"
+
+# Several arguments are documented together, which only a plain list of names can show.
+napoleon_use_param = False
+napoleon_use_rtype = False
+napoleon_custom_sections = [("Attributes", "params_style")]
+
+# -n reports every name without a target. What is another project's, or no name, has none here.
+nitpick_ignore_regex = [
+    ("py:obj", "(?s).*"),
+    ("py:class", r"(?!stree_jax|pallas_kernels).*"),
+    ("py:class", r"stree_jax\.(array_types|models|decoding\.(types|loop|options))\..*"),
+]
+
+
+def _literal_blocks(lines: list[str]) -> list[str]:
+    """An indented block behind a line that ends in a colon becomes a literal block."""
+    found = list(lines)
+    for i, line in enumerate(lines[:-2]):
+        indent = len(line) - len(line.lstrip())
+        below = lines[i + 2]
+        is_block = not lines[i + 1].strip() and below.strip()
+        deeper = len(below) - len(below.lstrip()) >= indent + 4
+        if is_block and deeper and not line.rstrip().endswith("::"):
+            if line.rstrip().endswith(":"):
+                found[i] = line.rstrip() + ":"
+            elif line.strip():
+                found[i + 1] = f"\n{' ' * indent}::\n"
+    return "\n".join(found).split("\n")
+
+
+def _fields(cls: type) -> list[str]:
+    """Fields of a NamedTuple with their annotation and comment, as a section of a docstring."""
+    source = textwrap.dedent(inspect.getsource(cls))
+    rows = re.findall(r"^    (\w+): (.+?)(?:  # (.*))?$", source, re.MULTILINE)
+    named = [row for row in rows if row[0] in cls._fields]  # type: ignore[attr-defined]
+    lines = [f"    {name}: ``{kind}``{', ' if what else ''}{what}" for name, kind, what in named]
+    return ["", "Attributes:", *lines, ""]
+
+
+def _docstring(app: Any, kind: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    lines[:] = _literal_blocks(lines)
+    if kind == "class" and hasattr(thing, "_fields") and "Attributes:" not in lines:
+        lines += _fields(thing)
+
+
+def _signature(
+    app: Any, kind: str, name: str, thing: Any, options: Any, signature: str, returns: str
+) -> tuple[str | None, str | None]:
+    """Arguments of modules, whose metaclass hides them; short names of array types."""
+    if kind == "class" and issubclass(thing, nnx.Module):
+        all_of_it = inspect.signature(thing.__init__)
+        arguments = [*all_of_it.parameters.values()][1:]
+        signature = stringify_signature(inspect.Signature(arguments), unqualified_typehints=True)
+    elif kind == "class" and getattr(thing, "_is_protocol", False):
+        signature = ""
+
+    def short(text: str | None) -> str | None:
+        return text and text.replace("jaxlib._jax.Array", "Array")
+
+    return short(signature), short(returns)
+
+
+def _skip(app: Any, kind: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
+    """Fields of a NamedTuple stand in the text of their class."""
+    return True if type(thing).__name__ == "_tuplegetter" else None
+
+
+def setup(app: Any) -> None:
+    """Before napoleon, which reads the sections of docstrings."""
+    app.connect("autodoc-process-docstring", _docstring, priority=400)
+    app.connect("autodoc-process-signature", _signature)
+    app.connect("autodoc-skip-member", _skip)

@@ -1,0 +1,95 @@
+"""The comparison at scale: it goes on after an interruption, and finds what differs."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+import stree_jax as st
+from benchmarks import lossless
+
+TINY = st.ModelConfig.tiny(num_layers=1, tie_embeddings=False)
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    """A family, two methods and a few tokens; runs the command in its own directory."""
+    ways = lossless.methods
+    few = ("chain of 4", "prompt lookup")
+    monkeypatch.setattr(lossless, "FAMILIES", {"tiny": TINY})
+    monkeypatch.setattr(lossless, "NUM_METHODS", len(few))
+    monkeypatch.setattr(lossless, "ROWS", 4)
+    monkeypatch.setattr(lossless, "NEW_TOKENS", 6)
+    monkeypatch.setattr(
+        lossless, "methods", lambda *models: {name: ways(*models)[name] for name in few}
+    )
+
+    def run(tokens=150):
+        lossless.main(["--tokens", str(tokens), "--output", str(tmp_path)])
+        (path,) = tmp_path.glob("lossless-*.json")
+        return json.loads(path.read_text())
+
+    return run
+
+
+def test_a_run_goes_on_where_it_was(small, monkeypatch, tmp_path, capsys):
+    found = small()
+    assert found["rounds"] == 2
+    assert [(row["method"], row["temperature"]) for row in found["work"]] == [
+        (method, temperature)
+        for temperature in (0.0, 1.0)
+        for method in ("chain of 4", "prompt lookup")
+    ]
+    assert found["tokens"] == sum(row["tokens"] for row in found["work"]) == 2 * 2 * 2 * 4 * 6
+    assert all(row["right"] and row["distinct"] > 3 for row in found["work"])
+    assert found["work"][0]["tau"] > 1
+
+    state = tmp_path / "lossless.jsonl"
+    lines = state.read_text().splitlines(keepends=True)
+    state.write_text("".join(lines[:-1]) + lines[-1][:20])  # killed while it wrote the last row
+    compared, calls = lossless.compared, []
+    monkeypatch.setattr(lossless, "compared", lambda *a: calls.append(1) or compared(*a))
+    again = small()
+    assert len(calls) == 1
+    same = [{name: row[name] for name in row if name != "seconds"} for row in found["work"]]
+    assert [{name: row[name] for name in row if name != "seconds"} for row in again["work"]] == same
+
+    with pytest.raises(SystemExit):
+        small(tokens=1000)
+    assert "lossless.jsonl is of a run with" in capsys.readouterr().err
+
+
+def test_a_token_that_is_not_the_targets_is_found(small, monkeypatch, capsys):
+    decode = lossless.decode
+
+    def wrong(model, prompts, options, **way):
+        out = decode(model, prompts, options, **way)
+        if not way:
+            return out
+        tokens = np.array(out.tokens)
+        tokens[2, 3] = (tokens[2, 3] + 1) % model.config.vocab_size
+        return dataclasses.replace(out, tokens=tokens)
+
+    monkeypatch.setattr(lossless, "decode", wrong)
+    with pytest.raises(SystemExit) as exit_:
+        small(tokens=1)
+    assert exit_.value.code == 1
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])["lossless"]
+    assert line["differences"] == 4
+    assert [(each["row"], each["place"]) for each in line["wrong"]] == [(2, 3)] * 4
+    assert all(each["gap"] > 1e-3 for each in line["wrong"])
+
+
+@pytest.mark.slow
+def test_all_ten_ways(monkeypatch, tmp_path):
+    monkeypatch.setattr(lossless, "FAMILIES", {"tiny": TINY})
+    lossless.main(["--tokens", "20", "--output", str(tmp_path)])
+    (path,) = tmp_path.glob("lossless-*.json")
+    rows = json.loads(path.read_text())["work"]
+    assert len(rows) == 2 * lossless.NUM_METHODS
+    assert all(row["right"] for row in rows)
+
+
+def test_ten_families_and_ten_ways():
+    assert len(lossless.FAMILIES) == lossless.NUM_METHODS == 10

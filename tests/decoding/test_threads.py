@@ -1,0 +1,87 @@
+"""Threads that share a model, and Ctrl-C in the middle of a stream."""
+
+import concurrent.futures
+import signal
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+import stree_jax as st
+from stree_jax.decoding.loop import SpeculativeDecoder
+from tests.tiny import perturbed, tiny_model
+
+PROMPTS = [[1, 2, 3, 4], [5, 9]]
+TREE = st.TreeTopology.from_branching((2, 1))
+
+
+def ways():
+    """Two ways to decode with one model and one drafter."""
+    drafter = st.ModelDrafter(perturbed(tiny_model(), 0.1))
+    common = dict(max_new_tokens=24, drafter=drafter, topology=TREE)
+    return common, common | dict(temperature=0.9, key=jax.random.key(3))
+
+
+def test_two_threads_with_one_model_give_the_right_tokens():
+    """They compile at the same time, and then run in turn with a stream of the other one."""
+    model, together = tiny_model(), threading.Barrier(2)
+
+    def decode(way):
+        together.wait(timeout=60)
+        texts = [st.generate(model, PROMPTS, **way).tokens for _ in range(3)]
+        together.wait(timeout=60)
+        pieces = [*st.stream(model, PROMPTS, **way)]
+        rows = [[token for piece in pieces for token in piece[row]] for row in range(2)]
+        return [*texts, np.array(rows)]
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = [*pool.map(decode, ways())]
+    for way, texts in zip(ways(), found, strict=True):
+        plain = {name: way[name] for name in way if name not in ("drafter", "topology")}
+        want = st.generate(model, PROMPTS, **plain).tokens
+        for tokens in texts:
+            np.testing.assert_array_equal(tokens, want)
+
+
+@pytest.fixture
+def _ctrl_c_raises():
+    """As in a program; a test's process may ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_ctrl_c_raises")
+@pytest.mark.parametrize("when", ["before a step", "after a step", "between pieces"])
+def test_ctrl_c_in_a_stream_and_again(when, monkeypatch):
+    """The interrupted stream is lost, and nothing else: after a step its state is donated."""
+    model, way = tiny_model(), ways()[1]
+    want = st.generate(model, PROMPTS, **way).tokens
+    step, calls = SpeculativeDecoder.step, []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if when == "before a step" and len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        result = step(*arguments)
+        if when == "after a step" and len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(SpeculativeDecoder, "step", interrupted)
+    seen = []
+
+    def read():
+        for piece in st.stream(model, PROMPTS, **way):
+            seen.append(piece)
+            if when == "between pieces" and len(seen) == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        read()
+    assert len(seen) == 2
+    again = [*st.stream(model, PROMPTS, **way)]
+    for row, tokens in enumerate(want):
+        assert [token for piece in again for token in piece[row]] == tokens.tolist()
+    np.testing.assert_array_equal(st.generate(model, PROMPTS, **way).tokens, want)

@@ -1,0 +1,184 @@
+"""Every page is true: its code runs, its commands exist, its pictures are those of the results."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+import pallas_kernels
+import stree_jax as st
+from benchmarks.pictures import PICTURES, README_STEP, pictures
+from stree_jax.cli.main import app
+from stree_jax.convert import FAMILIES
+from tests.tiny import saved_pair
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+NOT_RUN = r"<!-- not run: (.+?) -->\n"
+pytestmark = pytest.mark.skipif(not PAGES, reason="the tests run without a checkout")
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+def python_blocks(page):
+    return re.findall(
+        rf"(?:^{NOT_RUN})?^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
+    )
+
+
+@pytest.fixture(scope="module")
+def tiny_pair(tmp_path_factory):
+    return saved_pair(tmp_path_factory.mktemp("demo"))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=name_of)
+def test_the_code_runs(page, tiny_pair, monkeypatch):
+    """All blocks of a page, in order, with tiny models in the place of the embedded ones."""
+    monkeypatch.setattr(st, "demo_path", tiny_pair.joinpath)
+    before = dict(FAMILIES)
+    names = {"__name__": page.stem}
+    try:
+        for reason, code in python_blocks(page):
+            if not reason:
+                exec(compile(code, page.name, "exec"), names)
+    finally:
+        FAMILIES.clear()
+        FAMILIES.update(before)
+
+
+def test_few_blocks_are_not_run():
+    """Those that download, and they say so."""
+    reasons = [reason for page in PAGES for reason, _ in python_blocks(page) if reason]
+    assert len(reasons) <= 2
+    assert all("download" in reason for reason in reasons)
+
+
+def commands(page):
+    """Lines of shell blocks, and commands in the text: the words of each, and if it is whole."""
+    fences = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    for language, block in fences:
+        if language in ("", "sh", "toml"):
+            for line in block.replace("\\\n", " ").splitlines():
+                yield from found_in(line, True)
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for line in re.findall(r"^    (\S.*)$", text, re.MULTILINE):
+        yield from found_in(line, True)
+    for code in re.findall(r"`([^`]+)`", text):
+        yield from found_in(code, False)
+
+
+def found_in(line, is_whole):
+    if re.match(r"\s*(stree-jax|python3? -m benchmarks\.)", line):
+        yield shlex.split(line, comments=True), is_whole
+
+
+def check_command(words, is_whole):
+    """`stree-jax`: by its own parser if the command is whole, else by its names of options."""
+    group = typer.main.get_command(app)
+    group_context = group.make_context("stree-jax", ["tree"])
+    if "|" in words:  # a list of commands
+        words = [word for word in words if word[0] not in "|-"]
+        assert set(words[1:]) <= set(group.commands), words
+        return
+    if len(words) == 1:
+        return
+    assert words[1] in group.commands, words
+    command = group.commands[words[1]]
+    if is_whole:
+        command.make_context(words[1], words[2:], parent=group_context)
+    options = {"--help"} | {option for each in command.params for option in each.opts}
+    assert {word for word in words if re.match("--?[a-z]", word)} <= options, words
+
+
+def check_benchmark(words):
+    folder = ROOT / "benchmarks"
+    module = folder.joinpath(*words[2].split(".")[1:])
+    assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file(), words
+    sources = "".join(file.read_text() for file in folder.rglob("*.py"))
+    for word in words[3:]:
+        assert not word.startswith("--") or f'"{word}"' in sources, words
+
+
+def check(words, is_whole):
+    if words[0] == "stree-jax":
+        check_command(words, is_whole)
+    else:
+        check_benchmark(words)
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=name_of)
+def test_the_commands_exist(page):
+    for words, is_whole in commands(page):
+        check(words, is_whole)
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"`make ([a-z-]+)`", page.read_text()):
+        assert f"\n{target}:" in makefile, target
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("stree-jax paint CHECKPOINT", "paint"),
+        ("stree-jax generate CHECKPOINT --text x", "--text"),
+        ("stree-jax generate --ngram", "Missing parameter: checkpoint"),
+        ("python -m benchmarks.nothing", "nothing"),
+        ("python -m benchmarks.decode --speed", "--speed"),
+    ],
+)
+def test_a_wrong_command_is_found(line, message):
+    ((words, is_whole),) = found_in(line, True)
+    with pytest.raises(Exception, match=message):
+        check(words, is_whole)
+
+
+def test_the_reference_is_complete():
+    """Every public name has its entry, and every entry is public."""
+    named = r"(?m)^\.\. (?:autofunction|autoclass|autoexception|py:data):: (\w+)$"
+    listed = re.findall(named, (DOCS / "api/stree_jax.md").read_text())
+    assert sorted([*listed, "reasoning"]) == sorted(st.__all__)
+    listed = re.findall(named, (DOCS / "api/reasoning.md").read_text())
+    assert sorted(listed) == sorted(st.reasoning.__all__)
+    listed = re.findall(named, (DOCS / "api/pallas_kernels.md").read_text())
+    assert sorted([*listed, "dispatch"]) == sorted(pallas_kernels.__all__)
+
+
+def test_every_page_is_in_the_site():
+    """And in one table of contents: the first page's."""
+    index = (DOCS / "index.md").read_text()
+    trees = re.findall(r"```\{toctree\}\n(?::[^\n]*\n)*\n(.*?)```", index, re.DOTALL)
+    listed = [DOCS / f"{line}.md" for tree in trees for line in tree.split()]
+    assert sorted(listed) == sorted(set(PAGES) - {DOCS / "index.md"})
+
+
+def test_links_between_pages():
+    """Also those that the README and the changelog have; the site checks headings."""
+    for page in [*TEXTS, ROOT / "CHANGELOG.md"]:
+        for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            assert link.startswith("http") or (page.parent / link).exists(), (page, link)
+
+
+def test_the_pictures_are_those_of_the_results():
+    """After new results: `python -m benchmarks.pictures --commit`."""
+    drawn = pictures()
+    assert sorted(drawn) == sorted(file.stem for file in PICTURES.glob("*.svg"))
+    for name, svg in drawn.items():
+        assert (PICTURES / f"{name}.svg").read_text() == svg, name
+
+
+def test_the_drawn_step_is_the_readmes():
+    """A step of the embedded models, as a test of the README checks."""
+    steps = json.loads((ROOT / "benchmarks/results/steps.json").read_text())["steps"]
+    drawn = steps[README_STEP]
+    picture = (ROOT / "README.md").read_text().split("```")[1]
+    tree = st.TreeTopology.from_parents(drawn["parents"])
+    labels = [json.dumps(label) for label in drawn["labels"]]
+    without_note = re.sub(r" +then the target's own next token: .+", "", picture).strip()
+    assert tree.draw(labels, drawn["path"]) == without_note
+    assert f"next token: {json.dumps(drawn['next'])}" in picture
