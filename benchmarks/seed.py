@@ -443,7 +443,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name: ways_of(draft, name, options.chain, options.rows, task.thoughts)
         for name, (task, _) in chosen.items()
     }
-    rows = []
+    rows: list[dict[str, Any]] = []
     with progress_bar() as progress:
         total = sum(map(len, all_ways.values())) * (3 * options.rounds + 1)
         bar = progress.add_task("", total=total)
@@ -459,6 +459,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 advance=lambda: progress.advance(bar),
             )
             rows += [{"task": name, "problems": len(problems)} | row for row in found]
+            results = {
+                "machine": where,
+                "rounds": options.rounds,
+                "chain": options.chain,
+                "max_length": MAX_LENGTH,
+                "ways": rows,
+            }
+            path = save("seed", __doc__, results, options.output)  # what there is so far
 
     for name in chosen:
         part = [row for row in rows if row["task"] == name]
@@ -492,14 +500,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ],
         )
     same = all(row["identical"] is not False for row in rows)
-    results = {
-        "machine": where,
-        "rounds": options.rounds,
-        "chain": options.chain,
-        "max_length": MAX_LENGTH,
-        "ways": rows,
-    }
-    path = save("seed", __doc__, results, options.output)
     plot(rows, path.with_suffix(".png"))
     best = {
         name: max(
