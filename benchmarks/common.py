@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import datetime
+import gc
 import json
 import os
 import platform
@@ -139,6 +140,15 @@ def interleaved(
             seconds[name].append(time.perf_counter() - began)
             progress()
     return seconds
+
+
+def forget_programs() -> None:
+    """Frees compiled programs; jax ends without a word when a process has too many.
+
+    A CPU program has some 400 memory mappings, and Linux allows a process 65,530 in all.
+    """
+    jax.clear_caches()
+    gc.collect()
 
 
 class Memory(NamedTuple):

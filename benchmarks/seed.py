@@ -35,6 +35,7 @@ import numpy as np
 import stree_jax as st
 from benchmarks.common import (
     conclude,
+    forget_programs,
     machine,
     plotted,
     print_table,
@@ -467,6 +468,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "ways": rows,
             }
             path = save("seed", __doc__, results, options.output)  # what there is so far
+            forget_programs()
 
     for name in chosen:
         part = [row for row in rows if row["task"] == name]

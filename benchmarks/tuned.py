@@ -15,7 +15,6 @@ rounds of their ratio is at least 1.
 """
 
 import argparse
-import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from rich.progress import Progress
 import stree_jax as st
 from benchmarks.common import (
     conclude,
+    forget_programs,
     machine,
     plotted,
     print_table,
@@ -143,12 +143,6 @@ class Models(NamedTuple):
         return ways, chosen
 
 
-def _forget_programs() -> None:
-    """A CPU program has some 400 memory mappings, and Linux allows a process 65,530 in all."""
-    jax.clear_caches()
-    gc.collect()
-
-
 def best_static(accept: np.ndarray, costs: Costs, num_nodes: int) -> st.TreeTopology:
     """The tuner's fastest tree of so many nodes."""
     trees = best_trees(accept, costs, num_nodes, len(accept))
@@ -259,10 +253,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             shipped = st.demo_path("target").with_name("tree.json")
         with progress_bar() as progress:
             topology, origin = models.tuned(temperature, shipped, options.tokens, progress)
-            _forget_programs()
+            forget_programs()
             ways = against_the_tuned_tree(draft, topology)
             others, how = models.of_equal_size(options.nodes, temperature, options.tokens, progress)
-            _forget_programs()
+            forget_programs()
             others = [Method(PLAIN, None, None), *others]
             chosen += how
             task = progress.add_task(
@@ -279,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     progress=progress,
                     task=task,
                 )
-                _forget_programs()
+                forget_programs()
         ratios = verdict([row for row in rows if row["temperature"] == temperature])
         tuned.append(
             {
