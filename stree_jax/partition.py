@@ -114,9 +114,8 @@ class Part:
         packed = lax.psum(jnp.where(lax.axis_index(MODEL) == 0, packed, 0), MODEL)
         ends = np.cumsum([leaf.size // len(leaf) for leaf in leaves])[:-1].tolist()
         parts = zip(leaves, jnp.split(packed, ends, axis=1), strict=True)
-        return structure.unflatten(
-            [part.reshape(leaf.shape).astype(leaf.dtype) for leaf, part in parts]
-        )
+        new = [part.reshape(leaf.shape).astype(leaf.dtype) for leaf, part in parts]
+        return jax.tree.unflatten(structure, new)
 
 
 class Cut(NamedTuple):

@@ -86,7 +86,7 @@ def spread(values: np.ndarray, cut: Cut | None, partition: Partition, dtype: Any
     shape = list(values.shape)
     shape[cut.axis] = columns.size
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: Any) -> np.ndarray:
         own = columns[(index[cut.axis].start or 0) // places]
         with np.errstate(over="ignore"):
             return np.take(values, own, axis=cut.axis).astype(dtype)
@@ -143,7 +143,7 @@ def over_mesh(
     leaves, structure = jax.tree.flatten(modules)
 
     def run(leaves: list[Any], arrays: tuple[Any, ...]) -> Any:
-        shards = structure.unflatten(leaves)
+        shards = jax.tree.unflatten(structure, leaves)
         for model in jax.tree.leaves(shards, is_leaf=_is_model):
             if _is_model(model):
                 model.partition = None

@@ -78,7 +78,7 @@ def load(
         if kind == "beam":
             drafter = st.BeamDrafter(draft_model)
         elif kind == "budget":
-            fitted = {} if sharpness is None else {"sharpness": sharpness}
+            fitted: dict[str, Any] = {} if sharpness is None else {"sharpness": sharpness}
             drafter = st.DynamicDrafter(draft_model, **fitted)
         else:
             drafter = st.ModelDrafter(draft_model)
@@ -135,7 +135,7 @@ def run_generate(
         ValueError: an argument is invalid.
         FloatingPointError: logits are not finite.
     """
-    model, drafter, topology, tokenizer, _ = loaded
+    model, drafter, topology, tokenizer, *_ = loaded
     tokens = encoded(loaded, prompt, "--prompt")
     steps = st.stream(
         model,

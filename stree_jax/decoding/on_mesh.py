@@ -90,7 +90,8 @@ def on_host(tree: Any, num_rows: int | None = None) -> Any:
     """
     leaves = jax.tree.leaves(tree)
     if any(not leaf.is_fully_addressable for leaf in leaves if isinstance(leaf, jax.Array)):
-        (mesh,) = {leaf.sharding.mesh for leaf in leaves if isinstance(leaf, jax.Array)}
+        places: list[Any] = [leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array)]
+        (mesh,) = {place.mesh for place in places}
         everywhere = NamedSharding(mesh, PartitionSpec())
         tree = jax.jit(_same, out_shardings=everywhere)(tree)
     return jax.tree.map(lambda leaf: np.asarray(leaf)[:num_rows], tree)

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 from tokenizers import Tokenizer
 
 from stree_jax.decoding.options import check_int
@@ -204,7 +205,7 @@ def render(thoughts: Sequence[Thought], width: int = 100) -> str:
 class _Ask(NamedTuple):
     """A request of a search: where it belongs, and what it asks for."""
 
-    index: int  # of the thought in its level
+    thought: int  # its index in the level
     role: str
     part: int
     stage: Stage
@@ -238,7 +239,7 @@ class _Search:
     def key_of(self, ask: _Ask) -> jax.Array:
         """By place in the tree, not by time."""
         key = self.key
-        for number in (self.level, ask.index, int(ask.role == EVALUATOR), ask.part):
+        for number in (self.level, ask.thought, int(ask.role == EVALUATOR), ask.part):
             key = jax.random.fold_in(key, number)
         return key
 
@@ -246,7 +247,7 @@ class _Search:
         self, ask: _Ask, text: str, completion: Completion
     ) -> tuple[list[_Ask], list[Thought]]:
         """Takes a text in: what to ask for next, and the level if this decides it."""
-        draft = self.drafts[ask.index]
+        draft = self.drafts[ask.thought]
         draft.written += (Written(ask.role, ask.stage.prompt, text, completion),)
         is_answer = self.level == self.task.depth
         if ask.role == EVALUATOR:
@@ -256,7 +257,7 @@ class _Search:
             draft.parts += (text,)
             draft.is_done = is_answer
         if not draft.is_done:
-            return [self._next_stage(ask.index)], []
+            return [self._next_stage(ask.thought)], []
         if not all(other.is_done for other in self.drafts):
             return [], []
         ranked = sorted(range(len(self.drafts)), key=lambda i: (-(self.drafts[i].value or 0.0), i))
@@ -356,7 +357,8 @@ def _run(
     def end_tokens(stop: str | None) -> list[int]:
         if stop not in ends:
             own = scheduler.model.config.eos_token
-            ends[stop] = _ending(tokenizer, stop) + ([] if own is None else [own])
+            own_ends = [] if own is None else np.ravel(own).tolist()
+            ends[stop] = _ending(tokenizer, stop) + own_ends
         return ends[stop]
 
     def submit(search: _Search, asks: list[_Ask]) -> None:

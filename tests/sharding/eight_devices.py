@@ -6,6 +6,7 @@ wrong model, so logits are also compared with one device.
 
 import functools
 import gc
+import json
 import weakref
 
 import jax
@@ -494,8 +495,15 @@ def test_a_checkpoint_does_not_know_its_mesh(tmp_path):
     one = model_of(name)
     st.save_pretrained(one, tmp_path / "one")
     st.save_pretrained(sharded(name, 2, 4), tmp_path / "mesh")
-    for file in ("config.json", "checksums.json"):
-        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "mesh" / file).read_bytes()
+    # (Orbax compresses arrays of a device and of a host to different sizes.)
+    own, other = (
+        (
+            (tmp_path / name / "config.json").read_bytes(),
+            json.loads((tmp_path / name / "checksums.json").read_text())["crc32"],
+        )
+        for name in ("one", "mesh")
+    )
+    assert own == other
     assert same_weights(st.from_pretrained(tmp_path / "mesh"), one)
     for data, model in ((8, 1), (1, 4), (2, 4)):
         mesh = mesh_of(data, model)
