@@ -33,6 +33,7 @@ def small(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_was(small, monkeypatch, tmp_path, capsys):
     found = small()
     assert found["rounds"] == 2

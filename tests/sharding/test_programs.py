@@ -11,7 +11,8 @@ from tests.sharding.configs import CONFIGS
 from tests.tiny import randomised
 
 OF_MESHES = re.compile(
-    r"all_reduce|all_gather|collective_permute|all_to_all|shard_map|manual_computation|sdy\.mesh @(?!empty)"
+    r"all_reduce|all_gather|collective_permute|all_to_all|shard_map|manual_computation"
+    r"|sdy\.mesh @(?!empty)"
 )
 
 
