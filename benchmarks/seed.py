@@ -46,7 +46,7 @@ from benchmarks.common import (
 )
 from benchmarks.prompts import SHARED
 from stree_jax import reasoning
-from stree_jax.reasoning.tasks import Arrangement, Question
+from stree_jax.reasoning import Arrangement, Question
 from stree_jax.tuning import measure_costs
 
 PLAIN, QUEUE = "autoregressive", "SEED's queue (simulated)"

@@ -10,13 +10,22 @@ from stree_jax.reasoning.search import (
     interleaved,
     render,
 )
-from stree_jax.reasoning.tasks import TASKS, Blocksworld, CreativeWriting, Gsm8k
+from stree_jax.reasoning.tasks import (
+    TASKS,
+    Arrangement,
+    Blocksworld,
+    CreativeWriting,
+    Gsm8k,
+    Question,
+)
 
 __all__ = [
     "TASKS",
+    "Arrangement",
     "Blocksworld",
     "CreativeWriting",
     "Gsm8k",
+    "Question",
     "Stage",
     "Task",
     "Thought",
