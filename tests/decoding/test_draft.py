@@ -89,6 +89,7 @@ def test_children_that_cannot_be_drawn_do_not_exist():
     assert verdict.num_accepted.tolist() == [2, 2, 2]  # draft and target agree on the one token
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [st.ModelDrafter, st.BeamDrafter, st.DynamicDrafter])
 def test_programs_do_not_grow_with_the_depth_of_a_tree(kind):
     """A drafter on a chain of 40 did not compile within a minute."""

@@ -99,6 +99,7 @@ def test_walks_are_exact_with_draws_that_a_depth_shares(children):
     assert total_variation(wrong, target_joint(models)) > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("children", KINDS)
 def test_the_first_three_tokens_over_4096_keys(children):
     """Chi-squared against the model's own probabilities, at odds of one in a million."""
@@ -126,6 +127,7 @@ def test_the_first_three_tokens_over_4096_keys(children):
     assert jax.scipy.special.gammaincc((len(expected) - 1) / 2, statistic / 2) > 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_ranks_by_depth_give_the_tau_of_every_tree(temperature):
     """Without decoding with the tree; texts end inside paths, too."""

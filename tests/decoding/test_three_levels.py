@@ -270,6 +270,7 @@ TESTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", fast(TESTED, "turns", "sampled"))
 def test_the_first_three_tokens_over_4096_keys(name):
     """Chi-squared against the model's own probabilities, at odds of one in a million."""
