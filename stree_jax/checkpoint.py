@@ -153,9 +153,13 @@ def load_native(
 def placer(config: ModelConfig, partition: Partition | None) -> Place:
     """Makes weights of a model from their values, where they are to lie."""
     if partition is None:
-        return lambda name, values, dtype: as_weight(values, dtype)
+        return _here
     table = cuts(config)
     return lambda name, values, dtype: spread(values, table.get(name), partition, dtype)
+
+
+def _here(name: str, values: np.ndarray, dtype: DTypeLike) -> jax.Array:
+    return as_weight(values, dtype)
 
 
 def read_weights(
@@ -163,11 +167,11 @@ def read_weights(
     wanted: dict[str, Any],
     stored: dict[str, Array],
     crcs: dict[str, int],
-    place: Place | None = None,
+    place: Place = _here,
 ) -> dict[str, Any]:
     """The stored arrays in the structure and the dtypes of `wanted`, one at a time.
 
-    `place` makes a weight of its name, values and dtype; None: on the default device.
+    `place` makes a weight of its name, values and dtype, by default on the default device.
     """
     loaded = {}
     for name, leaf in flatten(wanted).items():
@@ -177,9 +181,7 @@ def read_weights(
             raise ValueError(
                 f"{path} is damaged: cannot read {name} ({first_line(error)})"
             ) from error
-        loaded[name] = (
-            as_weight(values, leaf.dtype) if place is None else place(name, values, leaf.dtype)
-        )
+        loaded[name] = place(name, values, leaf.dtype)
         if not is_finite(name, loaded[name]):
             raise ValueError(
                 f"{path}: {name} holds NaN, infinity or a number too large for {leaf.dtype.name}"

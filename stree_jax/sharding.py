@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stree_jax.models.lm import HybridLM, check_model
-from stree_jax.models.names import flatten, unflatten
+from stree_jax.models.names import dotted, flatten, unflatten
 from stree_jax.partition import MODEL, Cut, Partition, check_mesh, cuts
 
 __all__ = ["canonical_weights", "over_mesh", "partition_of", "shard", "spread"]
@@ -178,9 +178,8 @@ def weight_specs(modules: Any) -> list[PartitionSpec]:
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """The dotted name of a weight, whose last key is the value of its variable."""
-    keys = (getattr(key, "name", getattr(key, "key", getattr(key, "idx", key))) for key in path)
-    return ".".join(map(str, keys)).removesuffix(".value")
+    """The name of a weight, the last key of whose path is the value of its variable."""
+    return dotted(path).removesuffix(".value")
 
 
 def _spec(cut: Cut | None) -> PartitionSpec:

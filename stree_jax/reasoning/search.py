@@ -145,7 +145,8 @@ def breadth_first(
             prompt that is too long for it.
         FloatingPointError: the logits of a text were not finite.
     """
-    return _search(scheduler, tokenizer, task, [problem], [key], 1, temperature)
+    _check(scheduler, task, temperature)
+    return _run(scheduler, tokenizer, task, [problem], [key], 1, temperature)
 
 
 def interleaved(
@@ -174,8 +175,9 @@ def interleaved(
         FloatingPointError: the logits of a text were not finite.
     """
     check_int("at_once", at_once, 1)
+    _check(scheduler, task, temperature)
     keys = [jax.random.fold_in(key, i) for i in range(len(problems))]
-    return _search(scheduler, tokenizer, task, problems, keys, at_once, temperature)
+    return _run(scheduler, tokenizer, task, problems, keys, at_once, temperature)
 
 
 def render(thoughts: Sequence[Thought], width: int = 100) -> str:
@@ -308,16 +310,8 @@ class _Search:
         )
 
 
-def _search(
-    scheduler: Scheduler,
-    tokenizer: Tokenizer,
-    task: Task,
-    problems: Sequence[Any],
-    keys: Sequence[jax.Array],
-    at_once: int,
-    temperature: float,
-) -> Iterator[Thought]:
-    """Checks at once, not when the first thought is wanted."""
+def _check(scheduler: Scheduler, task: Task, temperature: float) -> None:
+    """Refuses a search before its first thought is wanted."""
     for name in ("depth", "thoughts", "keep"):
         check_int(name, getattr(task, name), 1)
     if task.keep > task.thoughts:
@@ -335,7 +329,6 @@ def _search(
             f"the scheduler has {scheduler.num_waiting + scheduler.num_running} requests of others;"
             " finish them, or make a scheduler for the search"
         )
-    return _run(scheduler, tokenizer, task, problems, keys, at_once, temperature)
 
 
 def _run(

@@ -8,8 +8,8 @@ from stree_jax.layer_config import (
     Mamba2Config,
     MlpConfig,
     MoeConfig,
-    SharedConfig,
 )
+from tests.tiny import HYBRIDS
 
 _MAMBA2 = Mamba2Config(num_heads=8, head_dim=8, state_size=8, chunk_size=8)
 _ATTENTION = AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=8, rotary_dim=4)
@@ -80,14 +80,9 @@ CONFIGS = {
     ),
     "falcon_h1": _model(
         *("parallel", "mlp"),
-        mamba2=_mamba2(
-            norm="none",
-            input_multiplier=1.25,
-            output_multiplier=0.8,
-            section_multipliers=(1.1, 0.9, 1.2, 0.8, 1.3),
-        ),
+        mamba2=dataclasses.replace(HYBRIDS["falcon_h1"].mamba2, num_heads=8),
         attention=dataclasses.replace(_ATTENTION, key_multiplier=0.7, output_multiplier=0.9),
-        mlp=MlpConfig(24, gate_multiplier=0.9, output_multiplier=0.7),
+        mlp=HYBRIDS["falcon_h1"].mlp,
         logits_multiplier=0.5,
     ),
     "granite_moe": _model(
@@ -100,27 +95,15 @@ CONFIGS = {
         *("mamba2", "mlp", "attention", "moe"),
         mamba2=_mamba2(num_groups=8),
         attention=_ATTENTION,
-        mlp=MlpConfig(24, activation="relu2", gated=False),
-        moe=MoeConfig(
-            num_experts=6,
-            num_active=2,
-            hidden_size=16,
-            router="sigmoid",
-            num_router_groups=3,
-            num_active_groups=2,
-            scale=2.5,
-            latent_size=8,
-            shared_size=8,
-            activation="relu2",
-            gated=False,
-        ),
+        mlp=HYBRIDS["nemotron_h"].mlp,
+        moe=dataclasses.replace(HYBRIDS["nemotron_h"].moe, hidden_size=16, shared_size=8),
     ),
     "zamba2": _model(
         *("shared", "mamba2") * 2,
         attention=AttentionConfig(
             num_heads=8, num_kv_heads=8, head_dim=8, input_multiple=2, rotary_dim=8
         ),
-        mlp=MlpConfig(24, activation="gelu"),
-        shared=SharedConfig(num_blocks=2, adapter_rank=3, attention_adapters=True),
+        mlp=HYBRIDS["zamba2"].mlp,
+        shared=HYBRIDS["zamba2"].shared,
     ),
 }
