@@ -55,6 +55,7 @@ PLAIN = "autoregressive"
 TUNED = "tuned"
 TEMPERATURES = (0.0, 1.0)
 TUNING_PROMPTS = 12  # `tune` measures acceptance on half of them
+MAX_NODES = 24  # of the tuned tree, as for the one that ships
 MAX_DEPTH = 8
 NUM_RANKS = 8
 
@@ -79,6 +80,7 @@ class Models(NamedTuple):
             self.prompts,
             temperature=temperature,
             key=jax.random.key(1),
+            max_nodes=MAX_NODES,
             max_depth=MAX_DEPTH,
             max_new_tokens=tokens,
             progress=lambda what, done, total: progress.update(
@@ -236,17 +238,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if min(options.nodes) < 2:
         parser.error("--nodes counts the root: at least 2")
 
-    path = find(options.target or st.demo_path("target"))
-    tokenizer = st.load_tokenizer(path)
+    folder = find(options.target or st.demo_path("target"))
+    tokenizer = st.load_tokenizer(folder)
     source, texts = load_prompts(options.prompts + TUNING_PROMPTS)
     prompts = [tokenizer.encode(text).ids for text in texts]
     prompts, own = prompts[: options.prompts], prompts[options.prompts :]
-    target = st.from_pretrained(path)
+    target = st.from_pretrained(folder)
     draft = st.from_pretrained(options.draft or st.demo_path("draft"))
     models = Models(target, draft, own)
 
-    where = machine()  # before anything loads it
     rows, equal, chosen, tuned = [], [], [], []
+    results = {
+        "machine": machine(),  # before anything loads it
+        "prompts": source,
+        "tokens": options.tokens,
+        "rounds": options.rounds,
+        "tuned": tuned,
+        "decoding": rows,
+        "trees_of_equal_size": chosen,
+        "decoding_of_equal_size": equal,
+    }
+    file_name = f"tuned-{options.name}" if options.name else "tuned"
     for temperature in TEMPERATURES:
         shipped = None
         if temperature == 0 and not (options.retune or options.target):
@@ -284,6 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "slower_than": [name for name, ratio in ratios.items() if ratio["high"] < 1],
             }
         )
+        path = save(file_name, __doc__, results, options.output)  # what there is so far
 
     for temperature, result in zip(TEMPERATURES, tuned, strict=True):
         for title, part in (("tuned", rows), ("trees of equal size", equal)):
@@ -319,19 +332,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for row in rows + equal
         if not row["identical"]
     ]
-    results = {
-        "machine": where,
-        "prompts": source,
-        "tokens": options.tokens,
-        "rounds": options.rounds,
-        "tuned": tuned,
-        "decoding": rows,
-        "trees_of_equal_size": chosen,
-        "decoding_of_equal_size": equal,
-    }
-    path = save(
-        f"tuned-{options.name}" if options.name else "tuned", __doc__, results, options.output
-    )
     plot(rows, equal, options.nodes, path.with_suffix(".png"))
     conclude(
         "tuned",
