@@ -100,31 +100,31 @@ def measure_decoding(
     for way in ways:
         outputs[way.name] = [decode(way, prompt) for prompt in prompts]
         progress.advance(task, len(prompts))
-    speeds: dict[str, list[float]] = {way.name: [] for way in ways}
-    for _ in range(rounds):
-        total = dict.fromkeys(speeds, 0.0)
-        for prompt in prompts:
+    times = {way.name: np.zeros((rounds, len(prompts))) for way in ways}
+    for number in range(rounds):
+        for i, prompt in enumerate(prompts):
             calls = {way.name: functools.partial(decode, way, prompt) for way in ways}
             for name, (seconds,) in interleaved(calls, 1, lambda: progress.advance(task)).items():
-                total[name] += seconds
-        for name, seconds in total.items():
-            emitted = sum(out.stats.num_tokens for out in outputs[name])
-            speeds[name].append(emitted / seconds)
+                times[name][number, i] = seconds
+    speeds = {
+        name: sum(out.stats.num_tokens for out in outputs[name]) / seconds.sum(axis=1)
+        for name, seconds in times.items()
+    }
 
     rows = []
     plain = outputs["autoregressive"]
-    base = np.array(speeds["autoregressive"])
     for way in ways:
         mine = outputs[way.name]
         calls = sum(out.stats.num_target_calls for out in mine)
-        ratio = np.array(speeds[way.name]) / base
+        ratio = speeds[way.name] / speeds["autoregressive"]
         rows.append(
             {
                 "method": way.name,
                 "temperature": temperature,
                 "nodes": 1 if way.topology is None else way.topology.num_nodes,
                 "tokens_per_second": summary(speeds[way.name]),
-                "tokens_per_second_by_round": speeds[way.name],
+                "tokens_per_second_by_round": speeds[way.name].tolist(),
+                "seconds_by_prompt": np.median(times[way.name], axis=0).tolist(),
                 "speed_up": summary(ratio),
                 "tau": sum(out.stats.num_tokens for out in mine) / calls,
                 "accepted_per_depth": [

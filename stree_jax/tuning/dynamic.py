@@ -16,7 +16,7 @@ from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 from stree_jax.tuning.trace import positions
 
-SHARPNESS = (1.0, 1.5, 2.0, 2.5, 3.5)
+SHARPNESS = (1.0, 1.5, 2.5, 3.5, 5.0, 7.0)
 
 
 def dynamic_tau(
