@@ -76,8 +76,8 @@ def save_pretrained(
     check_model(model)
     if model.partition is not None and jax.process_count() > 1:
         raise ValueError(
-            f"there are {jax.process_count()} processes, and save_pretrained writes from one; load"
-            " and save the checkpoint in a program of its own"
+            f"there are {jax.process_count()} processes, and save_pretrained writes from one (Orbax"
+            " waits for all); load and save the checkpoint in a program of its own"
         )
     header = {"model": model.config.to_dict()}
     with new_checkpoint(path, header, model, model_card, overwrite) as partial:
@@ -154,7 +154,7 @@ def placer(config: ModelConfig, partition: Partition | None) -> Place:
     """Makes weights of a model from their values, where they are to lie."""
     if partition is None:
         return _here
-    table = cuts(config)
+    table = cuts(config, partition.shards)
     return lambda name, values, dtype: spread(values, table.get(name), partition, dtype)
 
 

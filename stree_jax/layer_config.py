@@ -323,6 +323,21 @@ class MoeConfig:
             self.num_router_groups == 1 or group >= 2, "a group of experts has at least two of them"
         )
 
+    @property
+    def experts_held(self) -> int:
+        """Experts whose weights the layer has."""
+        return self.num_experts
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeShardConfig(MoeConfig):
+    """One of equal shards of a mixture, which has some of the experts, whole, and routes among all.
+
+    `stree_jax.partition` makes it.
+    """
+
+    experts_held: int = 1
+
 
 @dataclasses.dataclass(frozen=True)
 class SharedConfig:

@@ -26,12 +26,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from stree_jax.array_types import Array
 from stree_jax.config import ModelConfig
-from stree_jax.layer_config import AttentionConfig, Mamba2Config
+from stree_jax.layer_config import AttentionConfig, Mamba2Config, MoeConfig, MoeShardConfig
 from stree_jax.messages import shown
 
 DATA, MODEL = "data", "model"
 ROWS = PartitionSpec(DATA)  # of arrays with the batch axis first
 _MOST_SHARDS = 256  # that error messages suggest
+_NARROWEST = 16  # channels of an expert that a kernel multiplies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +100,12 @@ class Part:
         is_here = (here >= 0) & (here < table.shape[0])
         rows = table[jnp.where(is_here, here, 0)]
         return lax.psum(jnp.where(is_here[..., None], rows, 0), MODEL)
+
+    def own_choices(self, weights: Array, chosen: Array, held: int) -> tuple[Array, Array]:
+        """Choices of experts, as numbers of the `held` ones of this shard; others weigh nothing."""
+        here = chosen - lax.axis_index(MODEL) * held
+        is_here = (here >= 0) & (here < held)
+        return jnp.where(is_here, weights, 0), jnp.where(is_here, here, 0)
 
     def decided_once(self, tree: Any) -> Any:
         """The first shard's values of these integers and flags `[B, ...]`, for all shards.
@@ -240,9 +247,13 @@ def local_config(config: ModelConfig, shards: int) -> ModelConfig:
     if mlp is not None:
         mlp = dataclasses.replace(mlp, hidden_size=own(mlp.hidden_size))
     if moe is not None:
-        moe = dataclasses.replace(
-            moe, hidden_size=own(moe.hidden_size), shared_size=own(moe.shared_size)
-        )
+        if _by_expert(moe, shards):
+            fields = vars(moe) | {"shared_size": own(moe.shared_size)}
+            moe = MoeShardConfig(**fields, experts_held=own(moe.num_experts))
+        else:
+            moe = dataclasses.replace(
+                moe, hidden_size=own(moe.hidden_size), shared_size=own(moe.shared_size)
+            )
     return dataclasses.replace(
         config,
         mamba2=m,
@@ -272,7 +283,9 @@ def _obstacle(config: ModelConfig, shards: int) -> str | None:
     if mlp is not None:
         equal["mlp.hidden_size"] = mlp.hidden_size
     if moe is not None:
-        equal |= {"moe.hidden_size": moe.hidden_size, "moe.shared_size": moe.shared_size}
+        equal["moe.shared_size"] = moe.shared_size
+        if not _by_expert(moe, shards):
+            equal["moe.hidden_size"] = moe.hidden_size
     equal["padded_vocab_size"] = config.num_embeddings
     for name, size in equal.items():
         if size % shards:
@@ -283,12 +296,21 @@ def _obstacle(config: ModelConfig, shards: int) -> str | None:
     return None
 
 
+def _by_expert(config: MoeConfig, shards: int) -> bool:
+    """Whether a shard has some experts whole, and not a part of each: where parts are too narrow.
+
+    A part of each is the better cut: whatever a token chooses, all shards work.
+    """
+    narrow = config.hidden_size % (_NARROWEST * shards) != 0
+    return shards > 1 and narrow and config.num_experts % shards == 0
+
+
 def spans_shards(config: Mamba2Config) -> bool:
     """Whether the gated norm is over the heads of all shards."""
     return config.norm != "none" and config.gate_groups == 1
 
 
-def cuts(config: ModelConfig) -> dict[str, Cut]:
+def cuts(config: ModelConfig, shards: int) -> dict[str, Cut]:
     """How each weight of the whole model is cut, by name; those without an entry are not."""
     words = Cut(0, ((config.num_embeddings, 1),))
     table = {"embedding": words, "head": words}
@@ -313,8 +335,11 @@ def cuts(config: ModelConfig) -> dict[str, Cut]:
                 assert config.moe is not None
                 hidden = (config.moe.hidden_size, 1)
                 mixer = _within("shared", _mlp_cuts(config.moe.shared_size, config.moe.gated))
-                mixer["experts_in"] = Cut(2, (hidden,) * (1 + config.moe.gated))
-                mixer["experts_out"] = Cut(1, (hidden,))
+                experts = Cut(0, ((config.moe.num_experts, 1),))
+                whole = _by_expert(config.moe, shards)
+                columns = Cut(2, (hidden,) * (1 + config.moe.gated))
+                mixer["experts_in"] = experts if whole else columns
+                mixer["experts_out"] = experts if whole else Cut(1, (hidden,))
             case "shared":
                 qkv = attention["qkv"].segments
                 for j, segment in enumerate(qkv):

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stree_jax.models.lm import HybridLM, check_model
@@ -25,6 +26,8 @@ __all__ = ["canonical_weights", "over_mesh", "partition_of", "shard", "spread"]
 def shard(model: HybridLM, mesh: Mesh | None, *, replicate: bool = False) -> HybridLM:
     """The model on the devices of a mesh, each with its part of the weights.
 
+    If it is on devices of several processes, all of them call this.
+
     Args:
         model: on one device, or on another mesh. It stays as it is.
         mesh: of `make_mesh`; None: back to one device, the default one.
@@ -32,8 +35,7 @@ def shard(model: HybridLM, mesh: Mesh | None, *, replicate: bool = False) -> Hyb
             wait for each other longer than they compute.
 
     Raises:
-        ValueError: the model's sizes do not fit the mesh; names what would. Or weights are on
-            devices of other processes, from where they cannot come back.
+        ValueError: the model's sizes do not fit the mesh; names what would.
     """
     check_model(model)
     implementation = model._implementation
@@ -48,7 +50,7 @@ def shard(model: HybridLM, mesh: Mesh | None, *, replicate: bool = False) -> Hyb
     structure, wanted = HybridLM.abstract(
         model.config, dtype=model.dtype, implementation=implementation, partition=partition
     )
-    table = cuts(model.config)
+    table = cuts(model.config, partition.shards)
     spread_out = {
         name: spread(read(), table.get(name), partition)
         for name, read in canonical_weights(model).items()
@@ -98,20 +100,17 @@ def spread(values: np.ndarray, cut: Cut | None, partition: Partition, dtype: Any
 def canonical_weights(model: HybridLM) -> dict[str, Callable[[], np.ndarray]]:
     """What reads each weight to the host, whole and with its columns in order, by name.
 
-    Raises:
-        ValueError: when called, if parts of the weight are on devices of other processes.
+    If parts of it are on devices of other processes, all processes read, in the same order.
     """
-    table = cuts(model.config)
     shards = 1 if model.partition is None else model.partition.shards
+    table = cuts(model.config, shards)
 
     def reader(name: str, weight: jax.Array) -> Callable[[], np.ndarray]:
         def read() -> np.ndarray:
-            if not (weight.is_fully_addressable or weight.is_fully_replicated):
-                raise ValueError(
-                    f"parts of {name} are on devices of other processes; load the checkpoint anew"
-                    " where all of the model is to be"
-                )
-            values = np.asarray(weight)
+            if weight.is_fully_addressable or weight.is_fully_replicated:
+                values = np.asarray(weight)
+            else:
+                values = multihost_utils.process_allgather(weight, tiled=True)
             if shards == 1 or name not in table:
                 return values
             return np.take(values, table[name].canonical(shards), axis=table[name].axis)
@@ -171,7 +170,7 @@ def weight_specs(modules: Any) -> list[PartitionSpec]:
             specs.append(PartitionSpec())
             continue
         is_cut = node.partition is not None and node.partition.shards > 1
-        table = cuts(node.config) if is_cut else {}
+        table = cuts(node.config, node.partition.shards) if is_cut else {}
         for path, _ in jax.tree.leaves_with_path(node):
             specs.append(_spec(table.get(_name(path))))
     return specs

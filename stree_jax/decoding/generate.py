@@ -8,13 +8,14 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from stree_jax.decoding.drafters import Drafter
+from stree_jax.decoding.local_rows import rows_of_all
 from stree_jax.decoding.loop import DRAFT_FAILED
 from stree_jax.decoding.on_mesh import on_host, on_mesh
 from stree_jax.decoding.options import Plan, is_lossless, plan
 from stree_jax.decoding.types import DecodeState, Statistics
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.models.cache import Cache
-from stree_jax.models.lm import HybridLM
+from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.tree import TreeTopology
 
 PAD = -1  # fills `Generation.tokens` after a row's end
@@ -95,6 +96,7 @@ def generate(
     key: jax.Array | None = None,
     return_cache: bool = False,
     lossy: bool = False,
+    local_rows: bool = False,
 ) -> Generation:
     """Continues prompts by speculative decoding; the output is the target's for every drafter.
 
@@ -105,7 +107,7 @@ def generate(
 
     A model on a mesh (`make_mesh`) decodes there: each shard of the rows on its own. If the mesh
     has devices of several processes, all of them call this with the same arguments, and all get
-    the result of all rows.
+    the result of all rows; with `local_rows` each has rows of its own.
 
     Args:
         model: the target.
@@ -128,6 +130,10 @@ def generate(
         return_cache: return the target's cache too; its memory is held as long as the result.
         lossy: allow a lossy verifier, such as "typical". Then nothing that is said above about the
             output is true, and the result says `lossless = False`.
+        local_rows: for a model on a mesh of several processes: `prompts`, an array of keys and the
+            result are this process's; each may have another number of rows, or none. All else is
+            the same in all. A single key is folded with a row's index among the rows of all
+            processes, in their order. Only the returned cache has the rows of all.
 
     Raises:
         ValueError: a bad argument, or a drafter and a verifier that are not exact together. Raised
@@ -135,6 +141,15 @@ def generate(
         NonFiniteLogitsError: logits of a row were not finite. Only that row ended early; the error
             names it and holds the output of all rows.
     """
+    own = None
+    if local_rows:
+        check_model(model)
+        if model.partition is None:
+            raise ValueError(
+                "local_rows = True is for a model on a mesh: load it with from_pretrained(...,"
+                " mesh=make_mesh(...)); on one device all rows are this process's"
+            )
+        prompts, key, own = rows_of_all(prompts, key, model.config.vocab_size)
     request = plan(
         model,
         prompts,
@@ -151,12 +166,13 @@ def generate(
         lossy=lossy,
     )
     num_rows = len(prompts)
+    own = slice(num_rows) if own is None else own
     request = on_mesh(request, model.partition)
     with dispatch.on(model):
         state = _started(request, model, num_rows)
         state = request.decoder.run(model, request.drafter, state, request.limits, request.sampling)
-    generation = _generation(request, state, num_rows, max_new_tokens, return_cache)
-    if error := _error(state, generation):
+    generation = _generation(request, state, own, max_new_tokens, return_cache)
+    if error := _error(state, generation, own):
         raise error
     return generation
 
@@ -202,21 +218,23 @@ def stream(
     )
 
     num_rows = len(prompts)
+    rows = slice(num_rows)
     request = on_mesh(request, model.partition)
 
     def steps() -> Iterator[list[list[int]]]:
         with dispatch.on(model):
             state = _started(request, model, num_rows)
-        before = on_host(request.context.length, num_rows)
+        before = on_host(request.context.length, rows)
         while not on_host(state.done).all():
             with dispatch.on(model):  # not around `yield`: the caller's code is its own
                 state, _, _ = request.decoder.step(
                     model, request.drafter, state, request.limits, request.sampling
                 )
-            rows, after = on_host(state.context, num_rows)
-            yield [row[a:b].tolist() for row, a, b in zip(rows, before, after, strict=True)]
+            texts, after = on_host(state.context, rows)
+            yield [text[a:b].tolist() for text, a, b in zip(texts, before, after, strict=True)]
             before = after
-        if error := _error(state, _generation(request, state, num_rows, max_new_tokens, False)):
+        generation = _generation(request, state, rows, max_new_tokens, False)
+        if error := _error(state, generation, rows):
             raise error
 
     return steps()
@@ -231,12 +249,12 @@ def _started(request: Plan, model: HybridLM, num_rows: int) -> DecodeState:
 
 
 def _generation(
-    request: Plan, state: DecodeState, num_rows: int, max_new_tokens: int, return_cache: bool
+    request: Plan, state: DecodeState, own: slice, max_new_tokens: int, return_cache: bool
 ) -> Generation:
     lengths, rows, starts, statistics = on_host(
-        (state.emitted, state.context.tokens, request.context.length, state.statistics), num_rows
+        (state.emitted, state.context.tokens, request.context.length, state.statistics), own
     )
-    tokens = np.full((num_rows, max_new_tokens), PAD, np.int32)
+    tokens = np.full((len(lengths), max_new_tokens), PAD, np.int32)
     for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
         tokens[i, : lengths[i]] = row[start : start + lengths[i]]
     cache = state.cache if return_cache else None
@@ -244,8 +262,8 @@ def _generation(
     return Generation(tokens, lengths, statistics_of(statistics), cache, lossless)
 
 
-def _error(state: DecodeState, generation: Generation) -> NonFiniteLogitsError | None:
-    failed = on_host(state.failed, len(generation.lengths))
+def _error(state: DecodeState, generation: Generation, own: slice) -> NonFiniteLogitsError | None:
+    failed = on_host(state.failed, own)
     if not failed.any():
         return None
     rows = np.flatnonzero(failed).tolist()

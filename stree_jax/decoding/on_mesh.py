@@ -83,8 +83,8 @@ def on_mesh(request: Any, partition: Partition | None) -> Any:
     return request._replace(context=context, keys=keys, limits=limits, sampling=sampling)
 
 
-def on_host(tree: Any, num_rows: int | None = None) -> Any:
-    """Arrays in this process's memory, with their first `num_rows` rows.
+def on_host(tree: Any, rows: slice = slice(None)) -> Any:
+    """Arrays in this process's memory, or these rows of them.
 
     Of arrays that other processes have parts of all processes get all: all must call this.
     """
@@ -94,7 +94,7 @@ def on_host(tree: Any, num_rows: int | None = None) -> Any:
         (mesh,) = {place.mesh for place in places}
         everywhere = NamedSharding(mesh, PartitionSpec())
         tree = jax.jit(_same, out_shardings=everywhere)(tree)
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[:num_rows], tree)
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[rows], tree)
 
 
 def _same(tree: Any) -> Any:

@@ -300,19 +300,29 @@ def check_int(name: str, value: object, low: int, high: int | None = None) -> No
         raise ValueError(f"{name} must be an integer, {span}; got {shown(value)}")
 
 
+def typed_key(key: Array) -> Array:
+    """A key, or an array of keys, also if they are given as numbers.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key
+    try:
+        return jax.random.wrap_key_data(jnp.asarray(key))
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(
+            f"key must be a random key such as jax.random.key(0), got {shown(key)}"
+        ) from None
+
+
 def _row_keys(key: Array, batch: int) -> Array:
     """A key per row: `key` with the row's index folded in, or the keys that were given.
 
     Raises:
         ValueError: no key, or a wrong number of keys.
     """
-    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
-        try:
-            key = jax.random.wrap_key_data(jnp.asarray(key))
-        except (TypeError, ValueError, OverflowError):
-            raise ValueError(
-                f"key must be a random key such as jax.random.key(0), got {shown(key)}"
-            ) from None
+    key = typed_key(key)
     if key.shape == (batch,):
         return key
     if key.ndim:

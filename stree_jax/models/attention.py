@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import (
@@ -125,7 +126,9 @@ class AttentionMixer(nnx.Module):
             qkv = causal_conv1d(conv_input, conv_state, *self._conv())
             conv_state = conv_state_after(conv_state, conv_input, lengths)
         steps, layout = jnp.arange(u.shape[1]), self._layout
-        length = cache.kv.length
+        # Of an empty cache it is a constant, and XLA would compute the scores of its places, all
+        # masked, at compile time: for seconds.
+        length = lax.optimization_barrier(cache.kv.length)
         query, *nodes = layout.split(qkv, length[:, None] + steps)
         new = NodeKV(*nodes)
         # Written before the attention, which reads up to the old length: else XLA copies the cache.

@@ -44,7 +44,7 @@ class MixtureOfExperts(Pointwise):
         width = d_model if c.latent_size is None else c.latent_size
 
         def experts(rows: int, columns: int, scale: float = 1.0) -> nnx.Param:
-            shape = (c.num_experts, rows, columns)
+            shape = (c.experts_held, rows, columns)
             return nnx.Param(scale * rows**-0.5 * jax.random.normal(rngs.params(), shape, dtype))
 
         self.router = nnx.Param(
@@ -70,6 +70,9 @@ class MixtureOfExperts(Pointwise):
     def apply(self, u: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         """The function of one position."""
         weights, chosen = self._route(u.reshape(-1, u.shape[-1]))
+        if self.config.experts_held < self.config.num_experts:
+            assert self.part is not None
+            weights, chosen = self.part.own_choices(weights, chosen, self.config.experts_held)
         x = u if self.latent_in is None else self.latent_in(u)
         y = expert_mlps(
             *(x.reshape(-1, x.shape[-1]), weights, chosen),

@@ -88,15 +88,23 @@ CONFIGS = {
     "granite_moe": _model(
         *("mamba2", "moe", "attention", "moe"),
         attention=_ATTENTION,
-        moe=MoeConfig(num_experts=4, num_active=2, hidden_size=16, shared_size=8),
+        # Wide enough for 8 shards to have a part of every expert.
+        moe=MoeConfig(num_experts=4, num_active=2, hidden_size=128, shared_size=8),
         residual_multiplier=0.6,
     ),
+    # So narrow that shards have whole experts.
     "nemotron_h": _model(
         *("mamba2", "mlp", "attention", "moe"),
         mamba2=_mamba2(num_groups=8),
         attention=_ATTENTION,
         mlp=HYBRIDS["nemotron_h"].mlp,
-        moe=dataclasses.replace(HYBRIDS["nemotron_h"].moe, hidden_size=16, shared_size=8),
+        moe=dataclasses.replace(
+            HYBRIDS["nemotron_h"].moe,
+            num_experts=8,
+            num_router_groups=4,
+            hidden_size=16,
+            shared_size=8,
+        ),
     ),
     "zamba2": _model(
         *("shared", "mamba2") * 2,

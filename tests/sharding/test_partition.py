@@ -71,8 +71,9 @@ def mesh():
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_weight_of_a_shard_has_the_local_shape(name, mesh):
     config = CONFIGS[name]
-    whole, table = shapes(config), cuts(config)
+    whole = shapes(config)
     for shards in (2, 4) if name == "mamba_in_llama" else (4,):
+        table = cuts(config, shards)
         local = shapes(config, Partition(mesh, shards))
         assert local.keys() == whole.keys()
         for weight, shape in whole.items():
@@ -89,7 +90,7 @@ def test_all_large_weights_are_cut(name):
     """What has no rule is on every device: only norms, routers and the narrow sides may be."""
     config = CONFIGS[name]
     allowed = ("norm_scale", "router", "correction", "latent", "adapter", "out_proj.bias")
-    uncut = [w for w in shapes(config) if w not in cuts(config)]
+    uncut = [w for w in shapes(config) if w not in cuts(config, 4)]
     others = [w for w in uncut if not any(part in w for part in allowed)]
     # The last projection of a shared layer follows a sum.
     others = [w for w in others if not (name == "zamba2" and w.endswith("mixer.out_proj.kernel"))]
@@ -141,6 +142,16 @@ def test_presets_can_be_cut(preset):
     config = stree_jax.ModelConfig.preset(preset)
     for shards in (2, 4):
         local_config(config, shards)
+
+
+def test_narrow_experts_are_shared_out_whole():
+    """1,856 channels are 29 times 64: an eighth of them is no multiple of 16."""
+    config = stree_jax.ModelConfig.preset("Nemotron-3-Nano-30B")
+    moe = [local_config(config, shards).moe for shards in (1, 4, 8)]
+    assert [(m.experts_held, m.hidden_size) for m in moe] == [(128, 1856), (128, 464), (16, 1856)]
+    assert moe[2].num_experts == 128  # among which it routes
+    experts = cuts(config, 8)[f"blocks.{config.layers.index('moe')}.mixer.experts_in"]
+    assert experts.columns(8)[3].tolist() == [*range(48, 64)]
 
 
 @pytest.mark.parametrize(

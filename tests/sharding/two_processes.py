@@ -37,10 +37,33 @@ def main():
             found["sampled"] = st.generate(target, PROMPTS, **options).tokens.tolist()
             steps = [*st.stream(target, PROMPTS, max_new_tokens=3)]
             found["streamed"] = [[t for step in steps for t in step[row]] for row in range(3)]
+            # Rows of its own for each process: the first one has two, the second one.
+            own = slice(0, 2) if process == 0 else slice(2, 3)
+            found["own"] = st.generate(target, PROMPTS[own], **options, local_rows=True)
+            options["key"] = jax.random.split(jax.random.key(2), 3)
+            found["keys"] = st.generate(target, PROMPTS, **options).tokens.tolist()
+            options["key"] = options["key"][own]
+            found["own keys"] = st.generate(target, PROMPTS[own], **options, local_rows=True)
+            no_rows = PROMPTS if process == 0 else []
+            options = dict(max_new_tokens=NEW_TOKENS, local_rows=True)
+            found["none"] = st.generate(target, no_rows, **options)
+            for name in ("own", "own keys", "none"):
+                found[name] = found[name].tokens.tolist()
+    # Cut into four parts, of which each process has two.
+    whole = st.shard(target, None)
+    found["back"] = st.generate(whole, PROMPTS, max_new_tokens=NEW_TOKENS).tokens.tolist()
     errors = {
         "prompts": lambda: st.generate(target, [[1 + process]], max_new_tokens=2),
-        "save": lambda: st.save_pretrained(target, folder / f"saved-{process}"),
-        "back": lambda: st.shard(target, None),
+        "save": lambda: st.save_pretrained(target, folder / "saved"),
+        "own prompts": lambda: st.generate(target, [[1], []][: 2 - process], local_rows=True),
+        "some kinds of keys": lambda: st.generate(
+            target,
+            [[1]],
+            temperature=1.0,
+            key=jax.random.split(jax.random.key(0), 1) if process else jax.random.key(0),
+            local_rows=True,
+        ),
+        "no prompts": lambda: st.generate(target, [], local_rows=True),
         "some devices": lambda: st.make_mesh(data=2),
     }
     for name, call in errors.items():
