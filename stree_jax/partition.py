@@ -96,16 +96,19 @@ class Part:
 
     def rows_of(self, table: Array, index: Array) -> Array:
         """`table[index]`, of a table whose rows are cut."""
-        here = index - lax.axis_index(MODEL) * table.shape[0]
-        is_here = (here >= 0) & (here < table.shape[0])
-        rows = table[jnp.where(is_here, here, 0)]
-        return lax.psum(jnp.where(is_here[..., None], rows, 0), MODEL)
+        own, is_own = self._among_own(index, table.shape[0])
+        return lax.psum(jnp.where(is_own[..., None], table[own], 0), MODEL)
 
     def own_choices(self, weights: Array, chosen: Array, held: int) -> tuple[Array, Array]:
         """Choices of experts, as numbers of the `held` ones of this shard; others weigh nothing."""
-        here = chosen - lax.axis_index(MODEL) * held
-        is_here = (here >= 0) & (here < held)
-        return jnp.where(is_here, weights, 0), jnp.where(is_here, here, 0)
+        own, is_own = self._among_own(chosen, held)
+        return jnp.where(is_own, weights, 0), own
+
+    def _among_own(self, index: Array, count: int) -> tuple[Array, Array]:
+        """Indices among the `count` units of this shard, 0 for others; and which are its own."""
+        own = index - lax.axis_index(MODEL) * count
+        is_own = (own >= 0) & (own < count)
+        return jnp.where(is_own, own, 0), is_own
 
     def decided_once(self, tree: Any) -> Any:
         """The first shard's values of these integers and flags `[B, ...]`, for all shards.
@@ -247,13 +250,11 @@ def local_config(config: ModelConfig, shards: int) -> ModelConfig:
     if mlp is not None:
         mlp = dataclasses.replace(mlp, hidden_size=own(mlp.hidden_size))
     if moe is not None:
+        moe = dataclasses.replace(moe, shared_size=own(moe.shared_size))
         if _by_expert(moe, shards):
-            fields = vars(moe) | {"shared_size": own(moe.shared_size)}
-            moe = MoeShardConfig(**fields, experts_held=own(moe.num_experts))
+            moe = MoeShardConfig(**vars(moe), experts_held=own(moe.num_experts))
         else:
-            moe = dataclasses.replace(
-                moe, hidden_size=own(moe.hidden_size), shared_size=own(moe.shared_size)
-            )
+            moe = dataclasses.replace(moe, hidden_size=own(moe.hidden_size))
     return dataclasses.replace(
         config,
         mamba2=m,
@@ -301,8 +302,8 @@ def _by_expert(config: MoeConfig, shards: int) -> bool:
 
     A part of each is the better cut: whatever a token chooses, all shards work.
     """
-    narrow = config.hidden_size % (_NARROWEST * shards) != 0
-    return shards > 1 and narrow and config.num_experts % shards == 0
+    too_narrow = config.hidden_size % (_NARROWEST * shards) != 0
+    return too_narrow and config.num_experts % shards == 0
 
 
 def spans_shards(config: Mamba2Config) -> bool:
@@ -312,6 +313,8 @@ def spans_shards(config: Mamba2Config) -> bool:
 
 def cuts(config: ModelConfig, shards: int) -> dict[str, Cut]:
     """How each weight of the whole model is cut, by name; those without an entry are not."""
+    if shards == 1:
+        return {}
     words = Cut(0, ((config.num_embeddings, 1),))
     table = {"embedding": words, "head": words}
     mlp = {} if config.mlp is None else _mlp_cuts(config.mlp.hidden_size, config.mlp.gated)

@@ -78,7 +78,7 @@ def spread(values: np.ndarray, cut: Cut | None, partition: Partition, dtype: Any
         dtype: of the weight; None: as it is.
     """
     dtype = values.dtype if dtype is None else jnp.dtype(dtype)
-    if cut is None or partition.shards == 1:
+    if cut is None:
         with np.errstate(over="ignore"):  # infinite, which is refused by name
             whole = np.asarray(values, dtype)
         sharding = NamedSharding(partition.mesh, PartitionSpec())
@@ -111,7 +111,7 @@ def canonical_weights(model: HybridLM) -> dict[str, Callable[[], np.ndarray]]:
                 values = np.asarray(weight)
             else:
                 values = multihost_utils.process_allgather(weight, tiled=True)
-            if shards == 1 or name not in table:
+            if name not in table:
                 return values
             return np.take(values, table[name].canonical(shards), axis=table[name].axis)
 
@@ -169,8 +169,7 @@ def weight_specs(modules: Any) -> list[PartitionSpec]:
         if not _is_model(node):
             specs.append(PartitionSpec())
             continue
-        is_cut = node.partition is not None and node.partition.shards > 1
-        table = cuts(node.config, node.partition.shards) if is_cut else {}
+        table = {} if node.partition is None else cuts(node.config, node.partition.shards)
         for path, _ in jax.tree.leaves_with_path(node):
             specs.append(_spec(table.get(_name(path))))
     return specs

@@ -42,7 +42,7 @@ def abstract_model(config: st.ModelConfig, partition: Partition) -> Any:
     """A model of abstract weights on a mesh."""
     options: dict[str, Any] = dict(dtype=jnp.bfloat16, implementation="pallas")
     structure, local = st.HybridLM.abstract(config, partition=partition, **options)
-    table = cuts(config, partition.shards) if partition.shards > 1 else {}
+    table = cuts(config, partition.shards)
 
     def whole(name: str, leaf: Any) -> Any:
         shape = list(leaf.shape)
