@@ -37,6 +37,7 @@ from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.models.names import flatten, unflatten
 from stree_jax.partition import Partition, cuts
+from stree_jax.processes import by_first
 from stree_jax.sharding import canonical_weights, spread
 from stree_jax.stored import CHECKSUMS, Array, check_sizes, open_arrays, write_checksums
 
@@ -60,59 +61,89 @@ def save_pretrained(
 ) -> None:
     """Saves a model as a native checkpoint directory, which has no trace of the model's mesh.
 
+    With several processes all call this with the same arguments. The first one writes, and all
+    return when the checkpoint is complete.
+
     Args:
-        model: weights are stored in their current dtype. One on a mesh is collected in this
-            process's memory.
-        path: the directory to create.
+        model: weights are stored in their current dtype. One on a mesh is collected in the memory
+            of the first process.
+        path: the directory to create, on a file system that all processes see.
         tokenizer: stored as tokenizer.json.
         model_card: Markdown, stored as README.md.
         files: more files to copy into the directory.
         overwrite: replace an existing directory. The old one stays until the new one is complete.
 
     Raises:
-        ValueError: `path` is no path, or exists and `overwrite` is False; `model` is no model, or
-            on devices of several processes.
+        ValueError: `path` is no path, or exists and `overwrite` is False; `model` is no model.
     """
     check_model(model)
-    if model.partition is not None and jax.process_count() > 1:
-        raise ValueError(
-            f"there are {jax.process_count()} processes, and save_pretrained writes from one (Orbax"
-            " waits for all); load and save the checkpoint in a program of its own"
-        )
     header = {"model": model.config.to_dict()}
-    with new_checkpoint(path, header, model, model_card, overwrite) as partial:
+
+    def more_files(partial: Path) -> None:
         if tokenizer is not None:
             tokenizer.save(str(partial / "tokenizer.json"))
         for file in files:
             shutil.copyfile(file, partial / file.name)
 
+    write_checkpoint(path, header, model, model_card, overwrite, more_files)
 
-@contextlib.contextmanager
-def new_checkpoint(
+
+def write_checkpoint(
     path: str | os.PathLike[str],
     header: dict[str, Any],
     weights: nnx.Module,
     model_card: str | None,
     overwrite: bool,
-) -> Iterator[Path]:
-    """A directory with config.json, weights and model card; the caller may add files."""
+    more_files: Callable[[Path], None] | None = None,
+) -> None:
+    """Writes a directory with config.json, weights, model card and `more_files`.
+
+    With several processes all call this, and the first one writes.
+    """
     if not isinstance(path, str | os.PathLike):
         raise ValueError(f"path must be the directory to create, got {shown(path)}")
     from orbax.checkpoint import v1 as ocp  # takes half a second to import
 
-    with new_directory(Path(path), overwrite) as partial:
-        header = {"format": FORMAT, "version": VERSION} | header
-        (partial / "config.json").write_text(json.dumps(header, indent=2) + "\n")
-        if model_card is not None:
-            (partial / "README.md").write_text(model_card)
-        yield partial
-        arrays = nnx.to_pure_dict(nnx.state(weights))
-        if isinstance(weights, HybridLM) and weights.partition is not None:
-            whole = {name: read() for name, read in canonical_weights(weights).items()}
-            arrays = unflatten(whole, arrays)
+    with contextlib.ExitStack() as stack:
+
+        def begin() -> str:
+            partial = stack.enter_context(new_directory(Path(path), overwrite))
+            full_header = {"format": FORMAT, "version": VERSION} | header
+            (partial / "config.json").write_text(json.dumps(full_header, indent=2) + "\n")
+            if model_card is not None:
+                (partial / "README.md").write_text(model_card)
+            if more_files is not None:
+                more_files(partial)
+            return str(partial)
+
+        partial = Path(by_first(begin))
+        arrays = _canonical_arrays(weights)
         with _quiet():
-            ocp.save(partial / "params", arrays)
-        write_checksums(partial, flatten(arrays))
+            ocp.save(partial / "params", arrays)  # all processes must call it
+
+        def end() -> str:
+            write_checksums(partial, flatten(arrays))
+            stack.close()  # renames the directory
+            return ""
+
+        by_first(end)
+
+
+def _canonical_arrays(weights: nnx.Module) -> dict[str, Any]:
+    """The arrays to store. Only the first of several processes keeps their numbers."""
+
+    def kept(values: np.ndarray) -> np.ndarray:
+        if jax.process_index() == 0:
+            return values
+        return np.broadcast_to(np.zeros((), values.dtype), values.shape)  # in no memory
+
+    arrays = nnx.to_pure_dict(nnx.state(weights))
+    if isinstance(weights, HybridLM) and weights.partition is not None:
+        whole = {name: kept(read()) for name, read in canonical_weights(weights).items()}
+        return unflatten(whole, arrays)
+    if jax.process_count() > 1:  # Orbax refuses arrays of one process's devices
+        return jax.tree.map(lambda array: kept(np.asarray(array)), arrays)
+    return arrays
 
 
 def is_native(path: Path) -> bool:

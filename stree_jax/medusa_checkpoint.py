@@ -16,9 +16,9 @@ from stree_jax.checkpoint import (
     check_weights,
     flatten,
     load_header,
-    new_checkpoint,
     open_weights,
     read_weights,
+    write_checkpoint,
 )
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_on_one_device
@@ -47,8 +47,7 @@ def save_medusa(
     """
     check_on_one_device(target, "save_medusa")
     header = {"kind": MEDUSA, "num_heads": heads.num_heads, "target": digest(target)}
-    with new_checkpoint(path, header, heads, model_card, overwrite):
-        pass
+    write_checkpoint(path, header, heads, model_card, overwrite)
 
 
 def load_medusa(path: str | os.PathLike[str], target: HybridLM) -> MedusaHeads:

@@ -21,15 +21,8 @@ _MOST_COMPRESSED = 1000
 
 
 def write_checksums(path: Path, weights: Mapping[str, jax.Array | np.ndarray]) -> None:
-    """Writes the CRC-32 of each array and the sizes of the files with their numbers.
-
-    An array that other processes hold too has no CRC.
-    """
-    crcs = {
-        name: zlib.crc32(_bytes(np.asarray(weight)))
-        for name, weight in weights.items()
-        if isinstance(weight, np.ndarray) or weight.is_fully_addressable
-    }
+    """Writes the CRC-32 of each array and the sizes of the files with their numbers."""
+    crcs = {name: zlib.crc32(_bytes(np.asarray(weight))) for name, weight in weights.items()}
     files = sorted((path / "params").rglob("d/*"))
     sizes = {str(file.relative_to(path / "params")): file.stat().st_size for file in files}
     (path / CHECKSUMS).write_text(json.dumps({"crc32": crcs, "sizes": sizes}, indent=2) + "\n")

@@ -62,6 +62,7 @@ LAYERS = [
     "models",
     "sharding",
     "stored",
+    "processes",
     "checkpoint",
     "medusa_checkpoint",
     "convert",

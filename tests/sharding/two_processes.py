@@ -32,6 +32,7 @@ def main():
         out = st.generate(target, PROMPTS, **options)
         assert out.stats.tau > 1
         found[f"{data}x{model}"] = out.tokens.tolist()
+        st.save_pretrained(target, folder / f"saved {data}x{model}", model_card=f"of {process}")
         if data == 2:
             options |= dict(temperature=0.8, key=jax.random.key(1))
             found["sampled"] = st.generate(target, PROMPTS, **options).tokens.tolist()
@@ -52,9 +53,10 @@ def main():
     # Cut into four parts, of which each process has two.
     whole = st.shard(target, None)
     found["back"] = st.generate(whole, PROMPTS, max_new_tokens=NEW_TOKENS).tokens.tolist()
+    st.save_pretrained(whole, folder / "saved whole")
     errors = {
         "prompts": lambda: st.generate(target, [[1 + process]], max_new_tokens=2),
-        "save": lambda: st.save_pretrained(target, folder / "saved"),
+        "save": lambda: st.save_pretrained(target, folder / "saved 1x4"),
         "own prompts": lambda: st.generate(target, [[1], []][: 2 - process], local_rows=True),
         "some kinds of keys": lambda: st.generate(
             target,
