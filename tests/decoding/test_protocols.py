@@ -291,5 +291,6 @@ for options in ({}, dict(drafter=drafter), dict(drafter=st.ModelDrafter(sharded)
 
 
 def test_weights_may_be_sharded():
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+    environment = os.environ | {"XLA_FLAGS": flags}
     subprocess.run([sys.executable, "-c", ON_A_MESH], check=True, env=environment)
