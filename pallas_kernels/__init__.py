@@ -19,7 +19,7 @@ Every op is a pure function of arrays that returns new arrays; the ones that upd
 cache do it in place if that is donated. A folder holds one idea, with `reference.py` (the
 specification: sequential NumPy in any float type), `xla.py` (closed form, on any device),
 `pallas_triton.py` (the kernel), `config.py` (its block sizes) and `api.py` (the public functions).
-`dispatch` chooses the implementation and says why. Needs jax only.
+`dispatch` chooses the implementation and says why. Needs jax and jaxtyping only.
 
 Tree ops compute outputs at the last `Q` of `N` nodes: with `Q == N` a target model verifies a whole
 tree, with `Q < N` a draft model grows a tree level by level. Dimension letters are those of

@@ -40,7 +40,7 @@ def from_pretrained(
 
     Raises:
         ValueError: the checkpoint is missing, damaged, unknown or unsupported, its shapes disagree
-            with its config or do not fit the mesh, or an argument is none of these.
+            with its config or do not fit the mesh, or an argument has a wrong type or value.
     """
     if not isinstance(path, str | os.PathLike):
         raise ValueError(
@@ -68,6 +68,9 @@ def from_pretrained(
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a checkpoint directory, or of a tokenizer.json file.
+
+    Args:
+        path: one of these. For a name on the hub pass `stree_jax.convert.find(name)`.
 
     Raises:
         ValueError: there is none, or it cannot be read.

@@ -40,7 +40,7 @@ class TreeTopology:
 
     Raises:
         ValueError: no nodes, two roots, a cycle, a child before its parent, or more than
-            `MAX_NODES` nodes.
+            `MAX_NODES` nodes. The constructors below raise it for numbers out of range, too.
     """
 
     parents: tuple[int, ...]

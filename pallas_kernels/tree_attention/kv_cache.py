@@ -57,6 +57,12 @@ def write_kv(
 
 
 def replay_kv(cache: KVCache, nodes: NodeKV, path: Bool[Array, "B N"]) -> KVCache:
-    """The cache after a path of a tree, whose nodes fill consecutive places."""
+    """The cache after a path of a tree, whose nodes fill consecutive places.
+
+    Args:
+        cache: before the root.
+        nodes: of the whole tree.
+        path: the accepted nodes, from the root down; all False changes nothing.
+    """
     # Nodes of a path are in order, parents first: a node's place is the number of nodes before it.
     return write_kv(cache, nodes, path, jnp.cumsum(path, axis=1, dtype=jnp.int32) - 1)

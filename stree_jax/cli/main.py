@@ -82,7 +82,8 @@ def generate(
     verifier: Annotated[
         str | None,
         typer.Option(
-            help="Verification rule; by default the one that fits the drafter and the temperature."
+            help="greedy, target_only, or with --lossy typical; by default the one that fits the"
+            " temperature. Rules that test drafts are for Python."
         ),
     ] = None,
     lossy: Annotated[

@@ -135,6 +135,10 @@ def generate(
             the same in all. A single key is folded with a row's index among the rows of all
             processes, in their order. Only the returned cache has the rows of all.
 
+    Returns:
+        On the host: tokens `[B, max_new_tokens]` with `PAD` after the end of a row, lengths `[B]`
+        and statistics.
+
     Raises:
         ValueError: a bad argument, or a drafter and a verifier that are not exact together. Raised
             before anything is compiled.

@@ -2,10 +2,10 @@
 
 A generator proposes thoughts below each kept state, an evaluator gives each a value, and the best
 ones are kept (tree of thoughts: Yao et al., 2023, arXiv:2305.10601; the search that "SEED:
-Accelerating Reasoning Tree Construction via Scheduled Speculative Decoding" speeds up, algorithm
-1). SEED drafts for all branches at once and verifies one branch at a time. Here branches are rows
-of one decode loop: drafted together, verified together, and a row that ends takes the next request,
-of any problem.
+Accelerating Reasoning Tree Construction via Scheduled Speculative Decoding" speeds up, algorithm 1
+of Wang et al., 2024, arXiv:2406.18200). SEED drafts for all branches at once and verifies one
+branch at a time. Here branches are rows of one decode loop: drafted together, verified together,
+and a row that ends takes the next request, of any problem.
 
 A prompt that several thoughts share is read once, and each thought is a fork of it: a copy of a
 state.
@@ -186,6 +186,9 @@ def render(thoughts: Sequence[Thought], width: int = 100) -> str:
     Args:
         thoughts: of one problem, in any order.
         width: longest line.
+
+    Raises:
+        ValueError: they are of several problems.
     """
     if len({thought.problem for thought in thoughts}) > 1:
         raise ValueError("thoughts of several problems; render draws the tree of one")

@@ -1,4 +1,4 @@
-"""The tasks of the SEED paper (section 5.1 and appendix C), with prompts in our own words."""
+"""The tasks of the SEED paper (arXiv:2406.18200, section 5.1, appendix C), prompts in our words."""
 
 import dataclasses
 import json

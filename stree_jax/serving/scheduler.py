@@ -174,7 +174,7 @@ class Scheduler:
     def completions(self) -> Iterator[Completion]:
         """Decodes, and yields requests as they end, until none is left.
 
-        Requests may be submitted meanwhile. To stop iterating loses nothing: the next call goes on.
+        Requests may be submitted meanwhile. You may stop iterating: the next call goes on.
         """
         while True:
             while self._ended:

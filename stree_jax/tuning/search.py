@@ -86,11 +86,11 @@ def best_trees(
             parents.append(parent)
             tau -= negative
             if rank + 1 < accept.shape[1]:
-                odds = above * accept[parent_depth, rank + 1]
-                heapq.heappush(heap, (-odds, 2 * node, parent, parent_depth, rank + 1, above))
+                prob = above * accept[parent_depth, rank + 1]
+                heapq.heappush(heap, (-prob, 2 * node, parent, parent_depth, rank + 1, above))
             if parent_depth + 1 < depth:
-                odds = -negative * accept[parent_depth + 1, 0]
-                heapq.heappush(heap, (-odds, 2 * node + 1, node, parent_depth + 1, 0, -negative))
+                prob = -negative * accept[parent_depth + 1, 0]
+                heapq.heappush(heap, (-prob, 2 * node + 1, node, parent_depth + 1, 0, -negative))
             topology = TreeTopology.from_parents(parents).level_order()
             predicted[topology] = tau / costs.step(topology)
     return sorted(predicted, key=lambda topology: -predicted[topology])

@@ -135,6 +135,9 @@ def tune(
         max_new_tokens: of each text.
         progress: called with what is being done, how many of its parts are done, and of how many.
 
+    Returns:
+        What was measured; `best` is the tree, or None: do not draft.
+
     Raises:
         ValueError: a bad argument, or a drafter whose trees are not static.
     """

@@ -111,8 +111,9 @@ def test_two_processes_are_one_device(models, tmp_path):
         saved = st.from_pretrained(tmp_path / name)
         jax.tree.map(np.testing.assert_array_equal, nnx.state(saved), nnx.state(target))
         before = (tmp_path / "target" / "checksums.json").read_text()
-        assert json.loads((tmp_path / name / "checksums.json").read_text())["crc32"] == (
-            json.loads(before)["crc32"]
+        assert (
+            json.loads((tmp_path / name / "checksums.json").read_text())["crc32"]
+            == (json.loads(before)["crc32"])
         )
     assert (tmp_path / "saved 2x2" / "README.md").read_text() == "of 0"
     assert not [*tmp_path.glob(".*")]  # nothing is left of the refused one

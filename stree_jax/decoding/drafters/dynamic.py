@@ -116,7 +116,7 @@ class DynamicDrafter(ModelDrafter):
         how = self.child_sampling(topology, temperature_is_zero=sampling.temperature_is_zero)
 
         def weigh(logits: Array, depth: int | Array) -> Array:
-            """Logits after nodes of one depth, whose softmax is the odds of their children."""
+            """Logits after nodes of one depth: their softmax has the children's probabilities."""
             if how == "shared":
                 assert noise is not None  # child_sampling refuses temperature 0
                 logits = shared_scores(logits, sampling, noise, depth)

@@ -119,7 +119,7 @@ class RejectionSampling:
 
 
 class Walk(NamedTuple):
-    """One row's tests, with the odds of each."""
+    """One row's tests, with the probability of passing each."""
 
     last: Int[Array, ""]
     probs: Float32[Array, " V"]  # what the token after `last` is drawn from
@@ -151,7 +151,7 @@ def try_children(
     current node.
 
     Args:
-        uniforms: node i passes its test if `uniforms[i]` is below its odds.
+        uniforms: node i passes its test if `uniforms[i]` is below its probability.
         tokens, tree: one row of a `DraftTree`, without the batch axis.
         draft_log_probs, log_prob_row: the draft's distributions; the children of node i were drawn
             from `draft_log_probs[log_prob_row[i]]`.
@@ -161,7 +161,7 @@ def try_children(
     """
 
     def try_node(node, carry):
-        at, p, log_q, tested, odds = carry
+        at, p, log_q, tested, accept_prob = carry
         token = tokens[node]
         is_child = (tree.parents[node] == at) & tree.valid[node]
         # q stays in logs: at low temperature the second child's probability is 0 in float32, but
@@ -181,7 +181,7 @@ def try_children(
             p,
             log_q,
             tested.at[node].set(is_child),
-            odds.at[node].set(jnp.where(is_child, ratio, 0.0)),
+            accept_prob.at[node].set(jnp.where(is_child, ratio, 0.0)),
         )
 
     num_nodes = tokens.shape[0]
@@ -192,8 +192,8 @@ def try_children(
         jnp.zeros(num_nodes, bool),
         jnp.zeros(num_nodes, jnp.float32),
     )
-    at, p, _, tested, odds = lax.fori_loop(1, num_nodes, try_node, start)
-    return Walk(at, p, tested, odds)
+    at, p, _, tested, accept_prob = lax.fori_loop(1, num_nodes, try_node, start)
+    return Walk(at, p, tested, accept_prob)
 
 
 def without(log_probs: Array, token: Array) -> Array:

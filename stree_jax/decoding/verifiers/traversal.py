@@ -1,11 +1,11 @@
-"""Traversal verification: drafts are tested from the leaves up, by the odds of their whole path.
+"""Traversal verification: drafts are tested from the leaves up, by the whole path above them.
 
 Traversal verification (Weng et al., 2025, arXiv:2505.12398); on a chain it is block verification
 (Sun et al., 2024, arXiv:2403.10444).
 
-The odds `a` of a node with token t are `min(1, a' p(t) / q(t))`, where a', p and q belong to its
-parent. The children of a node may use the part `min(a p, q)` of its distribution. When one is left
-without success, the residual `max(a p - q, 0)`, of mass S, remains: p becomes the residual over S,
+A node with token t is accepted with probability `a = min(1, a' p(t) / q(t))`, where a', p and q
+belong to its parent. The children of a node may use the part `min(a p, q)` of its distribution.
+When one is left without success, the residual `max(a p - q, 0)`, of mass S, remains: p becomes the residual over S,
 and a becomes `S / (S + 1 - a)`. A node is tested after all nodes below it, and the first that
 passes ends the search.
 
@@ -28,7 +28,7 @@ from stree_jax.decoding.verifiers.rejection_sampling import (
 )
 from stree_jax.tree import Tree, TreeTopology
 
-_MOST = 80.0  # of the logarithm of p / q; exp(-80) is nothing among float32 odds
+_MOST = 80.0  # of the logarithm of p / q; exp(-80) is nothing among float32 probabilities
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,20 +59,25 @@ def traverse(
     """Tests the nodes of a tree, each after the nodes below it. Arguments as of `try_children`.
 
     What a child leaves to its siblings depends on its token, not on what is below it. So one pass
-    from the root down gives the odds of all nodes, and the tests come afterwards.
+    from the root down gives those of all nodes, and the tests come afterwards.
     """
 
     def leave(node: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        odds, probs, log_q = carry
+        accept_prob, probs, log_q = carry
         parent, token, valid = tree.parents[node], tokens[node], tree.valid[node]
-        a, p, q = odds[parent], probs[parent], log_q[parent]
+        a, p, q = accept_prob[parent], probs[parent], log_q[parent]
         own = jnp.exp(jnp.minimum(jnp.log(a) + jnp.log(p[token]) - q[token], 0.0))
         left, residual = _left_over(a, p, jnp.exp(q))
-        odds = odds.at[parent].set(jnp.where(valid, left, a)).at[node].set(jnp.where(valid, own, 0))
+        accept_prob = (
+            accept_prob.at[parent]
+            .set(jnp.where(valid, left, a))
+            .at[node]
+            .set(jnp.where(valid, own, 0))
+        )
         probs = probs.at[parent].set(jnp.where(valid, residual, p))
         if not replace:
             log_q = log_q.at[parent].set(jnp.where(valid, without(q, token), q))
-        return odds, probs, log_q
+        return accept_prob, probs, log_q
 
     num_nodes = tokens.shape[0]
     start = (
@@ -80,7 +85,7 @@ def traverse(
         jnp.exp(target_log_probs),
         draft_log_probs[jnp.maximum(log_prob_row, 0)],
     )
-    odds, probs, _ = lax.fori_loop(1, num_nodes, leave, start)
+    accept_prob, probs, _ = lax.fori_loop(1, num_nodes, leave, start)
 
     # A node's place in the order of tests: behind all that is below it, and behind its earlier
     # siblings and all below them; its ancestors' earlier siblings, too.
@@ -89,9 +94,9 @@ def traverse(
     earlier = (tree.parents == tree.parents[:, None]) & (nodes < nodes[:, None]) & tree.valid
     before = jnp.where(earlier, sizes, 0).sum(axis=1)
     place = jnp.where(tree.ancestor_mask, before, 0).sum(axis=1) + sizes
-    passed = tree.valid & ((uniforms < odds) | (nodes == 0))
+    passed = tree.valid & ((uniforms < accept_prob) | (nodes == 0))
     last = jnp.argmin(jnp.where(passed, place, num_nodes + 1)).astype(jnp.int32)
-    return Walk(last, probs[last], tree.valid & (place <= place[last]), odds)
+    return Walk(last, probs[last], tree.valid & (place <= place[last]), accept_prob)
 
 
 def traverse_chain(
@@ -106,8 +111,8 @@ def traverse_chain(
 ) -> Walk:
     """`traverse` on a chain, without a loop over its nodes.
 
-    In logarithms the odds are sums that start again from 0 when they exceed it: a cumulative sum
-    minus its highest value so far.
+    In logarithms the probabilities are sums that start again from 0 when they exceed it: a
+    cumulative sum minus its highest value so far.
     """
     num_nodes = tokens.shape[0]
     nodes = jnp.arange(num_nodes)
@@ -124,20 +129,20 @@ def traverse_chain(
     probs = jnp.exp(target_log_probs)
     left, residuals = jax.vmap(_left_over)(own, probs, jnp.exp(log_q))
     has_child = jnp.roll(tree.valid, -1) & (nodes < num_nodes - 1)
-    odds = jnp.where(has_child, left, own)
-    passed = tree.valid & ((uniforms < odds) | (nodes == 0))
+    accept_prob = jnp.where(has_child, left, own)
+    passed = tree.valid & ((uniforms < accept_prob) | (nodes == 0))
     last = jnp.where(passed, nodes, 0).max().astype(jnp.int32)
     after = jnp.where(has_child[last], residuals[last], probs[last])
-    return Walk(last, after, tree.valid & (nodes >= last), odds)
+    return Walk(last, after, tree.valid & (nodes >= last), accept_prob)
 
 
 def _left_over(
-    odds: Float32[Array, ""], p: Float32[Array, " V"], q: Float32[Array, " V"]
+    accept_prob: Float32[Array, ""], p: Float32[Array, " V"], q: Float32[Array, " V"]
 ) -> tuple[Float32[Array, ""], Float32[Array, " V"]]:
-    """The odds and the distribution of a node after the failure of a child."""
-    residual = jnp.maximum(odds * p - q, 0.0)
+    """The acceptance and the distribution of a node after the failure of a child."""
+    residual = jnp.maximum(accept_prob * p - q, 0.0)
     mass = residual.sum()
-    # With odds of 1 and an empty residual p equals q, and only rounding can have rejected it.
-    total = mass + (1 - odds)
-    left = jnp.where(total > 0, mass / jnp.where(total > 0, total, 1.0), odds)
+    # If it is 1 and the residual empty, p equals q, and only rounding can have rejected the child.
+    total = mass + (1 - accept_prob)
+    left = jnp.where(total > 0, mass / jnp.where(total > 0, total, 1.0), accept_prob)
     return left, jnp.where(mass > 0, residual / jnp.where(mass > 0, mass, 1.0), p)

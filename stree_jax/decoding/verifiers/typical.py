@@ -61,9 +61,9 @@ class Typical:
         bound = jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))  # [B, N]
         parents = jnp.maximum(tree.parents, 0)
         above = jnp.take_along_axis(p, parents[..., None], axis=1)
-        odds = jnp.take_along_axis(above, draft.tokens[..., None], axis=2)[..., 0]
+        prob = jnp.take_along_axis(above, draft.tokens[..., None], axis=2)[..., 0]
         is_root = jnp.arange(tree.parents.shape[1]) == 0
-        accepted = is_root | (odds > jnp.take_along_axis(bound, parents, axis=1))
+        accepted = is_root | (prob > jnp.take_along_axis(bound, parents, axis=1))
         reached = ~(tree.ancestor_mask & ~accepted[:, None, :]).any(axis=-1) & tree.valid
         last = jnp.argmax(jnp.where(reached, tree.depth, -1), axis=-1).astype(jnp.int32)
         chosen = sample_tokens(logits, noise, tree.depth, sampling)
