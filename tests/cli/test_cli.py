@@ -30,6 +30,25 @@ def _cache_of_the_tests(tmp_path_factory):
         yield
 
 
+def run_here(monkeypatch, *arguments):
+    """The command in this process, and its exit code."""
+    monkeypatch.setattr(sys, "argv", ["stree-jax", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    return exit_.value.code or 0
+
+
+@pytest.fixture
+def output(monkeypatch, capsys):
+    """What a command prints that runs in this process, which has imported all and is faster."""
+
+    def output(*arguments):
+        assert run_here(monkeypatch, *arguments) == 0
+        return capsys.readouterr().out
+
+    return output
+
+
 def run(*arguments, **options):
     return subprocess.run(
         [*COMMAND, *(a if isinstance(a, bytes) else str(a) for a in arguments)],
@@ -178,7 +197,7 @@ def test_ctrl_c_during_imports_is_quiet(library):
     assert output == (b"", b"")
 
 
-def test_generate_streams_the_text_of_generate():
+def test_generate_streams_the_text_of_generate(output):
     target, tokenizer = (
         st.from_pretrained(st.demo_path("target")),
         st.load_tokenizer(st.demo_path("target")),
@@ -197,18 +216,10 @@ def test_generate_streams_the_text_of_generate():
     assert plain.stdout.startswith(prompt + text)
     count = int(want.lengths[0])
     assert re.search(rf"{count} tokens, {count} target calls, .* tau 1\.00", plain.stdout)
-    drafted = run(*common, "--draft", st.demo_path("draft"), "--tree", "branching:2,1")
-    assert drafted.stdout.startswith(prompt + text)
-    assert "tau 1.00" not in drafted.stdout
-    assert run(*common, "--ngram").stdout.startswith(prompt + text)
-
-
-def run_here(monkeypatch, *arguments):
-    """The command in this process, and its exit code."""
-    monkeypatch.setattr(sys, "argv", ["stree-jax", *map(str, arguments)])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    return exit_.value.code or 0
+    drafted = output(*common, "--draft", st.demo_path("draft"), "--tree", "branching:2,1")
+    assert drafted.startswith(prompt + text)
+    assert "tau 1.00" not in drafted
+    assert output(*common, "--ngram").startswith(prompt + text)
 
 
 def records(path):
@@ -288,13 +299,11 @@ def test_text_is_printed_as_it_is():
     assert result.stdout.startswith(prompt)
 
 
-def test_convert_and_inspect(tmp_path):
+def test_convert_and_inspect(tmp_path, monkeypatch, output):
     """A round trip through the Hugging Face format preserves all tensors."""
-    result = run("convert", st.demo_path("target"), "hf", "--to", "hf", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert "wrote hf (hf)" in result.stdout
-    result = run("convert", "hf", "native", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    monkeypatch.chdir(tmp_path)
+    assert "wrote hf (hf)" in output("convert", st.demo_path("target"), "hf", "--to", "hf")
+    shown = output("convert", "hf", "native")
     for text in (
         "transformers bamba",
         "1 attention, 4 mamba2, 5 mlp",
@@ -302,23 +311,22 @@ def test_convert_and_inspect(tmp_path):
         "bfloat16",
         "ignored",
     ):
-        assert text in result.stdout
+        assert text in shown
     assert (tmp_path / "native" / "tokenizer.json").is_file()
     have, want = st.from_pretrained(tmp_path / "native"), st.from_pretrained(st.demo_path("target"))
     jax.tree.map(np.testing.assert_array_equal, nnx.state(have), nnx.state(want))
     for path, family in (("native", "stree-jax (native)"), ("hf", "transformers bamba")):
-        result = run("inspect", path, "--tensors", cwd=tmp_path)
-        assert result.returncode == 0, result.stderr
-        assert family in result.stdout
-        assert "blocks.8.mixer.A_log" in result.stdout
-        assert "can be loaded and converted" in result.stdout
+        shown = output("inspect", path, "--tensors")
+        assert family in shown
+        assert "blocks.8.mixer.A_log" in shown
+        assert "can be loaded and converted" in shown
 
 
-def test_sampling_depends_on_the_seed_alone():
+def test_sampling_depends_on_the_seed_alone(output):
     common = ["generate", st.demo_path("target"), "-p", "The", "--max-new-tokens", 16]
     common += ["--temperature", 1, "--top-p", 0.9]
-    first, other = (run(*common, "--seed", seed).stdout for seed in (1, 2))
-    drafted = run(*common, "--seed", 1, "--draft", st.demo_path("draft")).stdout
+    first, other = (output(*common, "--seed", seed) for seed in (1, 2))
+    drafted = output(*common, "--seed", 1, "--draft", st.demo_path("draft"))
     assert "16 tokens, 16 target calls" not in drafted
     # Without the summary line, whose speed varies.
     text = [out.rsplit("16 tokens, ", 1)[0] for out in (first, other, drafted)]

@@ -5,9 +5,9 @@ Traversal verification (Weng et al., 2025, arXiv:2505.12398); on a chain it is b
 
 A node with token t is accepted with probability `a = min(1, a' p(t) / q(t))`, where a', p and q
 belong to its parent. The children of a node may use the part `min(a p, q)` of its distribution.
-When one is left without success, the residual `max(a p - q, 0)`, of mass S, remains: p becomes the residual over S,
-and a becomes `S / (S + 1 - a)`. A node is tested after all nodes below it, and the first that
-passes ends the search.
+When one is left without success, the residual `max(a p - q, 0)`, of mass S, remains: p becomes the
+residual over S, and a becomes `S / (S + 1 - a)`. A node is tested after all nodes below it, and the
+first that passes ends the search.
 
 A rejected draft can thus be made up for by those below it, so this accepts at least as much as
 testing from the root down.
