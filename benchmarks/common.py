@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import platform
+import random
 import re
 import subprocess
 import tempfile
@@ -125,16 +126,21 @@ def _processor() -> str:
         return platform.processor()
 
 
+_ORDER = random.Random(0)
+
+
 def interleaved(
     functions: Mapping[str, Callable[[], Any]], rounds: int, progress: Callable[[], None]
 ) -> dict[str, list[float]]:
     """Seconds of each call, in rounds, so that a slow moment of the machine affects all alike.
 
-    The functions must be warm, and must block until their results are ready.
+    Each round has another order: what runs before a call changes its time by some 3 %. The
+    functions must be warm, and must block until their results are ready.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
-        for name, function in functions.items():
+        for name in _ORDER.sample([*functions], len(functions)):
+            function = functions[name]
             began = time.perf_counter()
             function()
             seconds[name].append(time.perf_counter() - began)
