@@ -26,7 +26,8 @@ from stree_jax.models.cache import cache_specs, path_to
 from stree_jax.partition import ROWS
 from stree_jax.sharding import over_mesh
 from tests.sharding.configs import CONFIGS
-from tests.tiny import perturbed, randomised, with_weight
+from tests.test_docs import DOCS, python_blocks
+from tests.tiny import perturbed, randomised, saved_pair, with_weight
 
 NEW_TOKENS = 12
 PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
@@ -37,6 +38,18 @@ slow = pytest.mark.slow
 
 def test_there_are_8_devices():
     assert jax.device_count() == 8
+
+
+def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
+    if not DOCS.is_dir():
+        pytest.skip("the tests run without a checkout")
+    monkeypatch.setattr(st, "demo_path", saved_pair(tmp_path).joinpath)
+    names: dict = {}
+    blocks = python_blocks(DOCS / "sharding.md")
+    assert len(blocks) == 2
+    for _, code in blocks:
+        exec(compile(code, "sharding.md", "exec"), names)
+    assert names["out"].tokens.shape == (3, 16)
 
 
 @functools.cache
