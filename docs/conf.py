@@ -32,7 +32,12 @@ html_title = "stree-jax"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_copyright = False
-html_theme_options = {"show_toc_level": 2, "use_download_button": False}
+html_theme_options = {
+    "show_toc_level": 2,
+    "use_download_button": False,
+    # Else the theme makes a second search field, and its scripts bind the menu's buttons to it.
+    "navbar_persistent": [],
+}
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
@@ -97,7 +102,8 @@ def _signature(
         signature = ""
 
     def short(text: str | None) -> str | None:
-        return text and text.replace("jaxlib._jax.Array", "Array")
+        text = text and text.replace("jaxlib._jax.Array", "Array").replace("<factory>", "...")
+        return text and re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
 
     return short(signature), short(returns)
 

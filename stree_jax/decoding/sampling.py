@@ -29,7 +29,7 @@ def position_noise(
         keys: of each row; the same in every step.
         emitted: new tokens of each row so far, which is its next position.
         depth: of the draft tree.
-        vocab_size: V.
+        vocab_size: the number of tokens, V.
 
     Returns:
         `[B, depth + 1, V]`; entry d is for the token after a node of depth d.

@@ -41,7 +41,7 @@ def empty(
         decoder: the program; its `max_length` holds for all rows that will ever be in the pool.
         model: the target.
         drafter: as in `generate`; None: no drafts.
-        rows: B.
+        rows: their number, B.
 
     Raises:
         ValueError: the drafter's state has an array without the batch axis, or the model is on a

@@ -1,31 +1,33 @@
 """A recipe: one TOML file with everything a training run depends on.
 
-seed = 0
-vocab_size = 4096                     # of the byte-level BPE tokenizer
+With every table:
 
-[model]                               # arguments of ModelConfig.mamba2_lm except vocab_size
-d_model = 256
-num_layers = 6
-attention_layers = [2, 5]             # omit for pure Mamba-2
+    seed = 0
+    vocab_size = 4096                     # of the byte-level BPE tokenizer
 
-[model.attention]                     # fields of AttentionConfig, of these layers
-num_heads = 4
-num_kv_heads = 2
-head_dim = 64
-rotary_dim = 64
+    [model]                               # arguments of ModelConfig.mamba2_lm except vocab_size
+    d_model = 256
+    num_layers = 6
+    attention_layers = [2, 5]             # omit for pure Mamba-2
 
-[model.mlp]                           # fields of MlpConfig; an MLP behind each layer, or omit
-hidden_size = 512
+    [model.attention]                     # fields of AttentionConfig, of these layers
+    num_heads = 4
+    num_kv_heads = 2
+    head_dim = 64
+    rotary_dim = 64
 
-[training]                            # fields of Training
-steps = 3000
-batch_size = 16
+    [model.mlp]                           # fields of MlpConfig; an MLP behind each layer, or omit
+    hidden_size = 512
 
-[[text]]                              # fields of Text, one table per file
-path = "gsm8k_train.txt"              # relative to the recipe file
-weight = 2.0
-document_start = "Question: "
-licence = "MIT"
+    [training]                            # fields of Training
+    steps = 3000
+    batch_size = 16
+
+    [[text]]                              # fields of Text, one table per file
+    path = "gsm8k_train.txt"              # relative to the recipe file
+    weight = 2.0
+    document_start = "Question: "
+    licence = "MIT"
 """
 
 import dataclasses
@@ -114,7 +116,7 @@ class Training:
 
     @property
     def peak_end(self) -> int | None:
-        """The last step at the peak rate; None: a cosine has no such step."""
+        """The last step at the peak rate; None for a cosine, which has no such step."""
         return None if self.decay_steps is None else self.steps - self.decay_steps
 
 
