@@ -17,8 +17,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import stree_jax as st
+from stree_jax import convert, stored
 from stree_jax import partition as partition_module
-from stree_jax import stored
 from stree_jax.decoding.prefill import PIECE
 from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig, MoeConfig
 from stree_jax.models import attention, mamba2, mlp, parts
@@ -553,12 +553,15 @@ def test_a_load_holds_one_weight_at_a_time(tmp_path, monkeypatch):
 
 @slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_checkpoints_of_other_programs(tmp_path, dtype):
-    from stree_jax import convert
-
-    model = model_of("tied")
-    convert.writing.write_as(model, tmp_path, "mamba_ssm")
-    loaded = st.from_pretrained(tmp_path, mesh=mesh_of(2, 4), dtype=dtype)
+@pytest.mark.parametrize(
+    ("name", "target", "mesh"),
+    [("mamba2", "mamba_ssm", (2, 4)), ("groups", "nemotron_h", (2, 4)), ("embedded", "hf", (4, 2))],
+)
+def test_checkpoints_of_other_programs(name, target, mesh, dtype, tmp_path):
+    """The embedded target becomes one of Bamba, with attention and an MLP."""
+    model = st.from_pretrained(st.demo_path("target")) if name == "embedded" else model_of(name)
+    convert.writing.write_as(model, tmp_path, target)
+    loaded = st.from_pretrained(tmp_path, mesh=mesh_of(*mesh), dtype=dtype)
     want = st.from_pretrained(tmp_path, dtype=dtype)
     assert same_weights(st.shard(loaded, None), want)
 
