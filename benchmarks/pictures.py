@@ -198,10 +198,10 @@ def speed_picture(decode: Mapping[str, Any]) -> Drawing:
             said = f"{speed['median']:.2f}x, tau {row['tau']:.2f}"
             if method == "autoregressive":
                 said = f"{row['tokens_per_second']['median']:.0f} tokens/s"
-            # Inside a bar that leaves no room behind it.
-            inside = wide > room - 60
+            # Inside a bar that leaves no room behind it, or only across the line at 1.
+            inside = wide > room - 60 or wide < scale
             drawing.text(
-                left + wide + (-8 if inside else 8), at, said, font_size=12,
+                ends[0][0] - 8 if inside else ends[1][0] + 8, at, said, font_size=12,
                 text_anchor="end" if inside else "start", fill="#ffffff" if inside else GREY,
             )  # fmt: skip
     bottom = top + 62 * len(methods) - 14
