@@ -8,6 +8,7 @@ out = st.generate(model, [[1, 2, 3]], drafter=drafter)
 """
 
 from stree_jax import reasoning
+from stree_jax.checkout import find_convert
 from stree_jax.checkpoint import save_pretrained
 from stree_jax.config import ModelConfig
 from stree_jax.decoding.drafters import (
@@ -102,3 +103,4 @@ __all__ = [
     "tune",
 ]
 __version__ = "0.1.0"
+find_convert()

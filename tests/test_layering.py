@@ -50,6 +50,7 @@ def test_importing_loads_nothing_it_should_not(package):
 
 # Packages from the bottom up: each may import itself and those before it.
 LAYERS = [
+    "checkout",
     "messages",
     "array_types",
     "directories",

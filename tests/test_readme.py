@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,24 @@ def test_the_code_blocks(capsys):
     for code in blocks(README, "python"):
         exec(compile(code, str(README), "exec"), names)
     assert re.match(r"\d\.\d\d tokens per target call\n.", capsys.readouterr().out)
+
+
+@pytest.mark.skipif(not (ROOT / "convert").is_dir(), reason="the tests run without a checkout")
+def test_a_checkout_needs_no_install_of_its_own():
+    """Python in the clone imports its `stree_jax/`, whatever is installed: here, nothing is."""
+    code = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
+from stree_jax import convert
+import stree_jax.convert.files
+print(convert.__file__)
+"""
+    commands = {("-c", code): str(ROOT / "convert"), ("-m", "stree_jax", "--help"): "Usage:"}
+    for command, printed in commands.items():
+        done = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, check=True, capture_output=True, text=True
+        )
+        assert printed in done.stdout
 
 
 def test_the_picture_is_a_step_of_the_embedded_models():
