@@ -8,7 +8,7 @@ Python puts the current folder before installed packages: in a checkout the libr
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -21,7 +21,7 @@ class _Finder:
 
     @staticmethod
     def find_spec(
-        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        name: str, path: Iterable[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if name != _NAME:
             return None
