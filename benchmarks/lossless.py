@@ -33,7 +33,8 @@ import stree_jax as st
 from benchmarks.cases.base import random_tree
 from benchmarks.common import conclude, machine, print_table, progress_bar, read_options, save
 from benchmarks.families import FAMILIES, noisy
-from benchmarks.same_key import NEAR, gap
+from stree_jax.decoding.options import buffer_size
+from stree_jax.decoding.sampling import position_noise
 
 PROMPT_LENGTHS = (37, 5, 64, 1)
 ROWS = 16
@@ -41,6 +42,7 @@ NEW_TOKENS = 64  # of a row
 TEMPERATURES = (0.0, 1.0)
 NUM_METHODS = 10
 TIE = 1e-4  # of the largest logit
+SAMPLED_TIE = 1e-3  # of `log p + noise`
 TREES = {
     "chain of 4": st.TreeTopology.chain(4),
     "tree A": st.TreeTopology.paper("A"),
@@ -215,8 +217,31 @@ def difference(
     place = int(np.flatnonzero(want != got)[0])
     both = (int(want[place]), int(got[place]))
     text, key = [*prompt, *want[:place].tolist()], each.options["key"][row]
-    apart = gap(model, text, place, key, {"temperature": temperature}, both)
-    return {"place": place, "tokens": [*both], "gap": apart, "tie": apart < NEAR}
+    apart = gap(model, text, place, key, temperature, both)
+    return {"place": place, "tokens": [*both], "gap": apart, "tie": apart < SAMPLED_TIE}
+
+
+def gap(
+    model: st.HybridLM,
+    text: list[int],
+    emitted: int,
+    key: jax.Array,
+    temperature: float,
+    tokens: tuple[int, int],
+) -> float:
+    """Difference of two tokens' `log p + noise` after a text with so many emitted tokens."""
+    padded = np.zeros((1, buffer_size(len(text))), np.int32)
+    padded[0, : len(text)] = text
+    logits, _ = _prefill(model, jnp.asarray(padded), jnp.array([len(text)], jnp.int32))
+    vocab_size = model.config.vocab_size
+    noise = position_noise(key[None], jnp.array([emitted]), 0, vocab_size)[0]
+    scores = np.asarray(jax.nn.log_softmax(logits[0, :vocab_size] / temperature) + noise)
+    return float(abs(scores[tokens[0]] - scores[tokens[1]]))
+
+
+@jax.jit
+def _prefill(model: st.HybridLM, tokens: jax.Array, lengths: jax.Array) -> Any:
+    return model.prefill(tokens, lengths)
 
 
 class State:

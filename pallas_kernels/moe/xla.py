@@ -2,7 +2,7 @@
 
 On a CPU XLA copies gathered matrices, and multiplies every row of a grouped product by all experts.
 A loop over experts does neither: for Granite-4-H-Tiny on 2 cores it is 4 times as fast for one
-token and 26 times for 512 (`benchmarks/experts.py`). On a GPU each iteration would be several
+token and 26 times for 512 (`docs/results.md`). On a GPU each iteration would be several
 launches.
 
 A choice is a pair of a token and one of its experts. Choices are numbered `A * token + rank`.

@@ -1,4 +1,4 @@
-"""What the benchmarks share, and the benchmark of experts, on tiny shapes."""
+"""Parts that the benchmarks share, and experiments at their smallest sizes."""
 
 import argparse
 import importlib.util
@@ -12,11 +12,11 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from benchmarks import common, decode, experts, few_rows, hierarchical, medusa, seed, serving, tuned
+from benchmarks import common, decode, hierarchical, medusa, seed, serving, tuned
 from benchmarks.decode import methods
 from benchmarks.models import random_pair
 from benchmarks.prompts import load_prompts
-from benchmarks.shapes import MIXERS, ExpertShape, MixerShape
+from benchmarks.shapes import MIXERS, MixerShape
 
 
 def test_mixer_shapes_are_the_presets():
@@ -183,26 +183,24 @@ def test_a_machine_without_git(monkeypatch):
 
 
 ENTRY_POINTS = (
-    *("attention_share", "batch", "conversion", "decode", "experts", "few_rows", "filters"),
-    *(
-        "gpu_session",
-        "hierarchical",
-        "long_context",
-        "lossless",
-        "medusa",
-        "packed",
-        "peer",
-        "pictures",
-        "same_key",
-        "seed",
-        "serving",
-        "spills",
-        "static",
-        "temperature",
-        "tree_size",
-        "tune",
-        "tuned",
-    ),
+    "attention_share",
+    "batch",
+    "decode",
+    "gpu_session",
+    "hierarchical",
+    "lossless",
+    "medusa",
+    "packed",
+    "peer",
+    "pictures",
+    "seed",
+    "serving",
+    "spills",
+    "static",
+    "temperature",
+    "tree_size",
+    "tune",
+    "tuned",
 )
 
 
@@ -223,17 +221,6 @@ def test_a_gpu_session_needs_a_plain_checkout_only(name):
         f"import benchmarks.{name}; assert 'stree_jax.cli' not in sys.modules"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
-
-
-def test_experts(monkeypatch, tmp_path):
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
-    monkeypatch.setitem(experts.EXPERTS, "tiny", ExpertShape(32, 16, 4, 2, True))
-    experts.main(["--shape", "tiny", "--tokens", "1", "5", "--rounds", "2", "--commit"])
-    (path,) = tmp_path.glob("experts-*.json")
-    assert path.with_suffix(".png").exists()
-    for row in json.loads(path.read_text())["rows"]:
-        assert set(row["milliseconds"]) == {"products", "loops", "expert_mlps"}
-        assert max(row["relative_difference"].values()) < 1e-5
 
 
 @pytest.mark.slow
@@ -303,16 +290,6 @@ def test_medusa(tmp_path):
     found = json.loads(path.read_text())
     assert len(found["decoding"]) == 7
     assert found["lossy_typical"][0]["tau"] >= 1
-
-
-def test_few_rows(monkeypatch, tmp_path):
-    monkeypatch.setattr(few_rows, "CONFIG", st.ModelConfig.tiny())
-    few_rows.main(["--nodes", "2", "--seconds", "0.1", "--output", str(tmp_path)])
-    (path,) = tmp_path.glob("few-rows-*.json")
-    (row,) = json.loads(path.read_text())["rows"]
-    assert set(row["milliseconds"]) == set(few_rows.FORMS)
-    assert row["together_over_it"]["together"]["median"] == 1.0
-    assert all(row["same_tokens"].values())
 
 
 @pytest.mark.parametrize(
