@@ -13,7 +13,7 @@ import stree_jax as st
 from benchmarks.pictures import PICTURES, README_STEP, pictures
 from stree_jax.cli.main import app
 from stree_jax.convert import FAMILIES
-from tests.tiny import saved_pair
+from tests.helpers import saved_pair
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

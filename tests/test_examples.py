@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from tests.tiny import perturbed, saved_pair, tiny_model
+from stree_jax.testing import perturbed, tiny_model
+from tests.helpers import saved_pair
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="the tests run without a checkout")

@@ -14,7 +14,7 @@ from benchmarks.paper import batch, packed, temperature, tree_size
 from benchmarks.paper.unrolled import SequentialLM, UnrolledLM, root_to_leaf_paths
 from stree_jax.decoding.options import plan
 from stree_jax.models.cache import path_to
-from tests.tiny import tiny_model
+from stree_jax.testing import tiny_model
 
 TINY = st.ModelConfig.tiny(num_layers=1, tie_embeddings=False)
 

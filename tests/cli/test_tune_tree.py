@@ -8,8 +8,8 @@ from flax import nnx
 
 import stree_jax as st
 from stree_jax.cli.main import main
+from stree_jax.testing import perturbed, randomised
 from stree_jax.tuning import Costs
-from tests.tiny import perturbed, randomised
 
 
 @pytest.fixture(scope="module")

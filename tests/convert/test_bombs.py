@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import stree_jax as st
+from stree_jax.testing import tiny_model
 from tests.convert import checkpoints
 from tests.convert.small import CONFIG, WEIGHTS
 from tests.convert.test_torch_file import torch_file
-from tests.tiny import tiny_model
 
 MIB = 1 << 20
 

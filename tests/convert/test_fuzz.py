@@ -21,10 +21,10 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.convert import open_checkpoint
 from stree_jax.convert.writing import write_as
+from stree_jax.testing import CONFIGS, HYBRIDS
 from tests.convert import checkpoints
 from tests.convert.test_files import sharded, write_index
 from tests.convert.test_torch_file import FLOATS, REBUILD, Call, Storage, pickled
-from tests.tiny import CONFIGS, HYBRIDS
 
 VALUES = (
     *(None, True, False, 0, -1, 1, 2, 3, 65, 1000, 10**6, 1 << 24, (1 << 24) + 1, 1 << 40, 10**30),

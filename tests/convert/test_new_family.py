@@ -17,7 +17,7 @@ from stree_jax.convert import (
     open_checkpoint,
     tables,
 )
-from tests.tiny import randomised
+from stree_jax.testing import randomised
 
 
 def random_model(**changes):

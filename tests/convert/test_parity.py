@@ -9,7 +9,7 @@ import stree_jax as st
 from stree_jax.convert import convert
 from stree_jax.models.cache import path_to
 from tests.convert import checkpoints, numpy_mamba_in_llama, numpy_mamba_ssm, peers
-from tests.tiny import apply
+from tests.helpers import apply
 
 TOKENS = np.random.default_rng(0).integers(3, 37, (2, 21)).astype(np.int32)
 

@@ -14,6 +14,7 @@ from stree_jax.decoding.drafters.search import best_continuations
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.types import Context, Sampling
 from stree_jax.decoding.verifiers import follow
+from stree_jax.testing import perturbed, randomised, tiny_model
 from tests.decoding.test_lossless import NEW_TOKENS, PROMPTS, assert_same_tokens, decode
 from tests.decoding.test_verify import (
     EXACT,
@@ -23,7 +24,7 @@ from tests.decoding.test_verify import (
     target_joint,
     total_variation,
 )
-from tests.tiny import apply, perturbed, randomised, tiny_model, with_weight
+from tests.helpers import apply, with_weight
 
 BEAMS, STEPS = 3, 3
 TOPOLOGY = st.TreeTopology.beam(BEAMS, STEPS)

@@ -7,7 +7,8 @@ import stree_jax as st
 from stree_jax.decoding.drafters.levels import MAX_UNROLLED
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.types import Context, Sampling
-from tests.tiny import apply, perturbed, tiny_model
+from stree_jax.testing import perturbed, tiny_model
+from tests.helpers import apply
 
 PROMPTS = [[5, 9, 2, 30], [3], [1, 2, 3, 4, 1, 2, 3, 4]]
 ZERO = Sampling(jnp.zeros(1), jnp.zeros(1, int), jnp.ones(1), temperature_is_zero=True)

@@ -13,11 +13,12 @@ import stree_jax as st
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.sampling import position_noise
 from stree_jax.decoding.types import Context, Sampling
+from stree_jax.testing import perturbed, randomised, tiny_model
 from tests.decoding import test_lossless, test_same_key
 from tests.decoding.test_beam import HYBRID, steps, with_head
 from tests.decoding.test_lossless import PROMPTS, decode
 from tests.decoding.test_same_key import ROWS, sample
-from tests.tiny import apply, perturbed, randomised, tiny_model
+from tests.helpers import apply
 
 BUDGET = st.TreeTopology.budget(9, 4)
 SHALLOW = st.TreeTopology.budget(7, 3)

@@ -13,7 +13,8 @@ from stree_jax.decoding.drafters.levels import MAX_UNROLLED
 from stree_jax.decoding.loop import TARGET_FAILED, SpeculativeDecoder
 from stree_jax.decoding.options import plan
 from stree_jax.layer_config import AttentionConfig
-from tests.tiny import HYBRIDS, perturbed, randomised, tiny_model, with_weight
+from stree_jax.testing import HYBRIDS, perturbed, randomised, tiny_model
+from tests.helpers import with_weight
 
 PROMPTS = [[5, 9, 2, 30], [3], [1, 2, 3, 4, 1, 2, 3, 4]]
 KEY = jax.random.key(11)

@@ -10,9 +10,9 @@ from flax import nnx
 
 import stree_jax as st
 from stree_jax.decoding.prefill import prefill
+from stree_jax.testing import HYBRIDS, tiny_model
 from stree_jax.training.objective import next_token_loss
 from tests.decoding.test_lossless import PROMPTS, assert_same_tokens
-from tests.tiny import HYBRIDS, tiny_model
 
 NEW_TOKENS = 16
 # A chain as long as the convolutions, and a tree that is not in level order.

@@ -13,7 +13,8 @@ import stree_jax as st
 from stree_jax.decoding.drafters.levels import MAX_UNROLLED
 from stree_jax.decoding.generate import plan
 from stree_jax.layer_config import AttentionConfig
-from tests.tiny import apply, perturbed, tiny_model
+from stree_jax.testing import perturbed, tiny_model
+from tests.helpers import apply
 
 NEW_TOKENS = 24
 # Ragged, one of length 1, one with repetitions for prompt lookup.

@@ -14,6 +14,7 @@ from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.types import Context, Sampling
 from stree_jax.decoding.verifiers.rejection_sampling import try_children
 from stree_jax.decoding.verifiers.traversal import traverse
+from stree_jax.testing import randomised, tiny_model
 from stree_jax.tuning.heads import head_trace
 from stree_jax.tuning.search import acceptance, replay_tau
 from tests.decoding.test_lossless import NEW_TOKENS, PROMPTS, assert_same_tokens, decode
@@ -27,7 +28,7 @@ from tests.decoding.test_verify import (
     target_joint,
     total_variation,
 )
-from tests.tiny import apply, randomised, tiny_model
+from tests.helpers import apply
 
 KINDS = ("iid", "without_replacement")
 TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 1, 2, 2, 3])

@@ -6,7 +6,7 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding.options import buffer_size, plan
-from tests.tiny import perturbed, tiny_model
+from stree_jax.testing import perturbed, tiny_model
 
 TREE = st.TreeTopology.from_branching((2, 1))
 COMPILED = []

@@ -13,7 +13,8 @@ from flax import nnx
 
 import stree_jax as st
 from stree_jax.decoding.options import plan
-from tests.tiny import perturbed, randomised, tiny_model, with_weight
+from stree_jax.testing import perturbed, randomised, tiny_model
+from tests.helpers import with_weight
 
 PROMPTS = [[5, 9, 2, 30], [3], [1, 2, 3, 4, 1, 2, 3, 4]]
 TREE = st.TreeTopology.from_branching((2, 2))
@@ -270,7 +271,7 @@ import jax, numpy as np
 import stree_jax as st
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tests.tiny import perturbed, tiny_model
+from stree_jax.testing import perturbed, tiny_model
 
 prompts = [[5, 9, 2, 30], [3]]
 model = tiny_model("bamba hybrid")

@@ -13,8 +13,9 @@ import stree_jax as st
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.sampling import filtered_logits, position_noise
 from stree_jax.decoding.types import Sampling
+from stree_jax.testing import HYBRIDS, perturbed, randomised, tiny_model
 from tests.decoding.test_lossless import PROMPTS
-from tests.tiny import HYBRIDS, apply, perturbed, randomised, tiny_model
+from tests.helpers import apply
 
 NEW_TOKENS = 16
 TEMPERATURES = (0.3, 0.7, 1.0, 1.3)

@@ -10,7 +10,7 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding.loop import SpeculativeDecoder
-from tests.tiny import perturbed, tiny_model
+from stree_jax.testing import perturbed, tiny_model
 
 PROMPTS = [[1, 2, 3, 4], [5, 9]]
 TREE = st.TreeTopology.from_branching((2, 1))

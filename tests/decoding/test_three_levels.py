@@ -12,6 +12,7 @@ import stree_jax as st
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.verifiers.rejection_sampling import try_children
 from stree_jax.decoding.verifiers.traversal import traverse_chain
+from stree_jax.testing import perturbed, randomised, tiny_model
 from tests.decoding.test_lossless import NEW_TOKENS, PROMPTS, assert_same_tokens, decode
 from tests.decoding.test_same_key import ROWS, fast, sample
 from tests.decoding.test_verify import (
@@ -25,7 +26,7 @@ from tests.decoding.test_verify import (
     total_variation,
     walks,
 )
-from tests.tiny import apply, perturbed, randomised, tiny_model
+from tests.helpers import apply
 
 RULES = (try_children, traverse_chain)
 

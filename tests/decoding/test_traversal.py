@@ -10,6 +10,7 @@ import stree_jax as st
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.verifiers.rejection_sampling import try_children
 from stree_jax.decoding.verifiers.traversal import traverse, traverse_chain
+from stree_jax.testing import tiny_model
 from tests.decoding.test_verify import (
     EXACT,
     VOCAB,
@@ -22,7 +23,6 @@ from tests.decoding.test_verify import (
     target_joint,
     total_variation,
 )
-from tests.tiny import tiny_model
 
 # Trees with at most five nodes, up to three deep.
 TREES = {

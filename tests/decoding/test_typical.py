@@ -9,6 +9,7 @@ import stree_jax as st
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.types import DraftTree, Sampling
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
+from stree_jax.testing import perturbed, tiny_model
 from tests.decoding.test_verify import (
     VOCAB,
     Models,
@@ -18,7 +19,6 @@ from tests.decoding.test_verify import (
     target_joint,
     total_variation,
 )
-from tests.tiny import perturbed, tiny_model
 
 TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 2, 2])
 SAMPLED = dict(temperature=1.0, key=jax.random.key(0))

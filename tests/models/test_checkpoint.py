@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, models
 
 import stree_jax as st
 from stree_jax import directories
-from tests.tiny import apply, tiny_model
+from stree_jax.testing import tiny_model
+from tests.helpers import apply
 
 
 @pytest.fixture

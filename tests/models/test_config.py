@@ -18,7 +18,7 @@ from stree_jax.layer_config import (
     RopeScaling,
     SharedConfig,
 )
-from tests.tiny import CONFIGS, HYBRIDS
+from stree_jax.testing import CONFIGS, HYBRIDS
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -11,8 +11,9 @@ from flax import nnx
 from stree_jax import HybridLM, ModelConfig, TreeTopology
 from stree_jax.layer_config import AttentionConfig, MoeConfig
 from stree_jax.models.cache import init_cache, init_pending, path_to
+from stree_jax.testing import CONFIGS, HYBRIDS, randomised, tiny_model
 from tests import oracle
-from tests.tiny import CONFIGS, HYBRIDS, apply, randomised, tiny_model
+from tests.helpers import apply
 
 BATCH, LENGTH, MAX_LENGTH = 2, 11, 24
 

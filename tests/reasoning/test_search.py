@@ -17,7 +17,7 @@ from stree_jax import reasoning
 from stree_jax.decoding.types import Context, Prefix
 from stree_jax.reasoning import Blocksworld, CreativeWriting, Gsm8k, Stage
 from stree_jax.reasoning.tasks import Arrangement, Question
-from tests.tiny import perturbed, randomised, tiny_model
+from stree_jax.testing import perturbed, randomised, tiny_model
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 QUESTION = Question("Ann has 3 pens and buys 4. How many has she?", "7")

@@ -10,8 +10,9 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
+from stree_jax.testing import perturbed, tiny_model
 from tests.decoding.test_medusa import heads_of
-from tests.tiny import perturbed, tiny_model, with_weight
+from tests.helpers import with_weight
 
 TREE = st.TreeTopology.from_branching((2, 1))
 

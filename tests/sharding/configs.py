@@ -9,7 +9,7 @@ from stree_jax.layer_config import (
     MlpConfig,
     MoeConfig,
 )
-from tests.tiny import HYBRIDS
+from stree_jax.testing import HYBRIDS
 
 _MAMBA2 = Mamba2Config(num_heads=8, head_dim=8, state_size=8, chunk_size=8)
 _ATTENTION = AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=8, rotary_dim=4)

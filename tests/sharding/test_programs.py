@@ -7,8 +7,8 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import plan
+from stree_jax.testing import randomised
 from tests.sharding.configs import CONFIGS
-from tests.tiny import randomised
 
 OF_MESHES = re.compile(
     r"all_reduce|all_gather|collective_permute|all_to_all|shard_map|manual_computation"

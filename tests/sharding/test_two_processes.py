@@ -14,9 +14,9 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
+from stree_jax.testing import perturbed, randomised
 from tests.sharding.configs import CONFIGS
 from tests.sharding.two_processes import NEW_TOKENS, PROMPTS
-from tests.tiny import perturbed, randomised
 
 LIMIT = 600  # seconds; then both processes are ended
 

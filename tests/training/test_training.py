@@ -10,12 +10,13 @@ from flax import nnx
 
 import stree_jax as st
 from stree_jax.checkpoint import load_config
+from stree_jax.testing import perturbed, tiny_model
 from stree_jax.training import data
 from stree_jax.training.objective import distillation_loss, medusa_loss, next_token_loss
 from stree_jax.training.recipe import Recipe, Text, Training
 from stree_jax.training.run import _continued, _run_directory, distill, train, train_medusa
 from stree_jax.training.trainer import _schedule, cast, fit, forget_after
-from tests.tiny import apply, perturbed, tiny_model
+from tests.helpers import apply
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "to", "while", "sun", "rose"]
 

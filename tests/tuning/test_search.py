@@ -8,6 +8,7 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding.options import plan
+from stree_jax.testing import perturbed, tiny_model
 from stree_jax.tuning import (
     Costs,
     RankTrace,
@@ -18,7 +19,6 @@ from stree_jax.tuning import (
     rank_trace,
     replay_tau,
 )
-from tests.tiny import perturbed, tiny_model
 
 PROMPTS = [[5, 9, 2, 30, 11], [3], [1, 2, 3, 4, 1, 2]]
 TREES = [

@@ -10,9 +10,9 @@ import pytest
 
 import stree_jax as st
 from stree_jax.cli.trees import parse_tree
+from stree_jax.testing import perturbed, tiny_model
 from stree_jax.tuning import SHARPNESS, Costs, tune
 from stree_jax.tuning.tuner import Candidate, _advice, _best
-from tests.tiny import perturbed, tiny_model
 
 PROMPTS = [[5, 9, 2], [3], [1, 2, 3, 4], [7, 8]]
 

@@ -1,21 +1,22 @@
-"""Tiny models that several tests share, with weights that make every parameter matter."""
+"""For tests of drafters and verifiers of your own: tiny models of every family.
+
+    import stree_jax as st
+    from stree_jax.testing import perturbed, tiny_model
+
+    model = tiny_model("falcon_h1 hybrid")
+    drafter = st.ModelDrafter(perturbed(model, 0.1))
+
+Their weights are random, in float32, and make every parameter matter: norms are not 1, D is not 1,
+time steps are lively, and logits are far from uniform.
+"""
 
 import functools
-import shutil
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
-from stree_jax import (
-    HybridLM,
-    MedusaHeads,
-    ModelConfig,
-    demo_path,
-    load_tokenizer,
-    save_medusa,
-    save_pretrained,
-)
+from stree_jax.config import ModelConfig
 from stree_jax.layer_config import (
     AttentionConfig,
     Mamba2Config,
@@ -24,10 +25,12 @@ from stree_jax.layer_config import (
     RopeScaling,
     SharedConfig,
 )
+from stree_jax.messages import shown
+from stree_jax.models.lm import HybridLM
 
-# One config for each group of knobs. With tied embeddings a random model likes to repeat itself, so
-# the one that most decoding tests use is untied.
-CONFIGS = {
+# One config for each group of options of Mamba-2. With tied embeddings a random model repeats
+# itself; that of "plain", which most tests of decoding use, is untied.
+CONFIGS: dict[str, ModelConfig] = {
     "plain": ModelConfig.tiny(tie_embeddings=False),
     "groups": ModelConfig.tiny(
         head_dim=8,
@@ -65,9 +68,9 @@ CONFIGS = {
 }
 
 
-def _hybrid(layers, **parts):
-    """A small hybrid; untied, since with tied embeddings a random model repeats itself."""
-    shape = dict(
+def _hybrid(layers: tuple[str, ...], **parts: Any) -> ModelConfig:
+    """A small hybrid with untied embeddings."""
+    shape: dict[str, Any] = dict(
         vocab_size=37,
         d_model=16,
         layers=layers,
@@ -80,8 +83,8 @@ def _hybrid(layers, **parts):
     return ModelConfig(**(shape | parts))
 
 
-# One for each family of hybrids, with the knobs that it has.
-HYBRIDS = {
+# One for each family of hybrids, with the options that it uses.
+HYBRIDS: dict[str, ModelConfig] = {
     "bamba": _hybrid(
         ("mamba2", "mlp", "attention", "mlp"),
         attention=AttentionConfig(
@@ -180,24 +183,48 @@ HYBRIDS = {
 CONFIGS |= {f"{name} hybrid": config for name, config in HYBRIDS.items()}
 
 
-def tiny_model(name="plain", seed=0, dtype="float32", implementation=None):
-    """A model of this config with random weights, norms not 1, D not 1 and lively time steps.
+def tiny_model(
+    name: str = "plain",
+    seed: int = 0,
+    *,
+    dtype: str = "float32",
+    implementation: str | None = None,
+) -> HybridLM:
+    """The random model of a config of `CONFIGS`; the same object for the same arguments.
 
-    All tests share it.
+    Args:
+        name: a name of `CONFIGS`.
+        seed: of the random weights.
+        dtype, implementation: as for `HybridLM`.
     """
+    if name not in CONFIGS:
+        raise ValueError(f"no tiny model {shown(name)}; known: {sorted(CONFIGS)}")
     model = _tiny_model(name, seed, dtype, implementation)
     assert model.config is CONFIGS[name], "a test changed the shared model; clone it first"
     return model
 
 
 @functools.cache
-def _tiny_model(name, seed, dtype, implementation):
-    model = HybridLM(CONFIGS[name], dtype=dtype, rngs=nnx.Rngs(seed), implementation=implementation)
+def _tiny_model(name: str, seed: int, dtype: str, implementation: str | None) -> HybridLM:
+    return random_model(CONFIGS[name], seed, dtype=dtype, implementation=implementation)
+
+
+def random_model(
+    config: ModelConfig, seed: int = 0, *, dtype: str = "float32", implementation: str | None = None
+) -> HybridLM:
+    """A model of this config with random weights that make every parameter matter.
+
+    Args:
+        config: of the model.
+        seed: of the random weights.
+        dtype, implementation: as for `HybridLM`.
+    """
+    model = HybridLM(config, dtype=dtype, rngs=nnx.Rngs(seed), implementation=implementation)
     return randomised(model, seed)
 
 
-def randomised(model, seed):
-    """The model with all its weights drawn anew, so that its logits are far from uniform."""
+def randomised(model: HybridLM, seed: int) -> HybridLM:
+    """A copy of the model with all weights drawn again, so that its logits are far from uniform."""
     graphdef, state = nnx.split(model)
     leaves, structure = jax.tree.flatten_with_path(state)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
@@ -223,8 +250,15 @@ def randomised(model, seed):
     return nnx.merge(graphdef, jax.tree.unflatten(structure, new))
 
 
-def perturbed(model, amount, seed=0):
-    """A model that agrees with `model` often, but not always: its weights with relative noise."""
+def perturbed(model: HybridLM, amount: float, seed: int = 0) -> HybridLM:
+    """A copy of the model with relative noise on its weights: a draft model that often agrees.
+
+    Args:
+        model: the target.
+        amount: standard deviation of the noise; with 0.1 a tiny model's draft is right about every
+            second time.
+        seed: of the noise.
+    """
     graphdef, state = nnx.split(model)
     leaves, structure = jax.tree.flatten(state)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
@@ -233,37 +267,3 @@ def perturbed(model, amount, seed=0):
         for key, leaf in zip(keys, leaves, strict=True)
     ]
     return nnx.merge(graphdef, jax.tree.unflatten(structure, new))
-
-
-def saved_pair(folder):
-    """Saves tiny models and heads with tokenizer, tree and vocabulary of the embedded ones."""
-    embedded = demo_path("target")
-    tokenizer = load_tokenizer(embedded)
-    config = ModelConfig.tiny(
-        vocab_size=tokenizer.get_vocab_size(), num_layers=1, tie_embeddings=False
-    )
-    model = randomised(HybridLM(config, rngs=nnx.Rngs(0)), 0)
-    for name, each in (("target", model), ("draft", perturbed(model, 0.1))):
-        save_pretrained(each, folder / name, tokenizer=tokenizer)
-    save_medusa(MedusaHeads(model, num_heads=3, rngs=nnx.Rngs(0)), model, folder / "medusa")
-    shutil.copy(embedded.with_name("tree.json"), folder)
-    return folder
-
-
-def with_weight(model, name, change):
-    """A copy of the model with one weight changed. (`nnx.split` shares the variables: writing to
-    its state would change the model, which other tests use too.)"""
-    copy = nnx.clone(model)
-    weight = getattr(copy, name)
-    weight[...] = change(weight[...])
-    return copy
-
-
-def apply(model, tokens):
-    """Logits of whole sequences, compiled once per model structure and shape."""
-    return _apply(model, jnp.asarray(tokens))
-
-
-@jax.jit
-def _apply(model, tokens):
-    return model(tokens)
