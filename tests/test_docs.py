@@ -10,7 +10,6 @@ import typer
 
 import pallas_kernels
 import stree_jax as st
-from benchmarks.pictures import PICTURES, README_STEP, pictures
 from stree_jax.cli.main import app
 from stree_jax.convert import FAMILIES
 from tests.helpers import saved_pair
@@ -170,16 +169,22 @@ def test_links_between_pages():
 
 def test_the_pictures_are_those_of_the_results():
     """After new results: `python -m benchmarks.pictures --commit`."""
-    drawn = pictures()
-    assert sorted(drawn) == sorted(file.stem for file in PICTURES.glob("*.svg"))
+    pictures = pytest.importorskip("benchmarks.pictures", reason="matplotlib is not installed")
+    drawn = {name: pictures.svg(figure) for name, figure in pictures.figures().items()}
+    assert sorted(drawn) == sorted(file.stem for file in pictures.PICTURES.glob("*.svg"))
     for name, svg in drawn.items():
-        assert (PICTURES / f"{name}.svg").read_text() == svg, name
+        committed = (pictures.PICTURES / f"{name}.svg").read_text()
+        if f"Matplotlib v{pictures.matplotlib.__version__}," in committed:
+            assert svg == committed, name
+        else:  # another version places and writes things differently, but says the same
+            assert re.findall(">(.+)</text>", svg) == re.findall(">(.+)</text>", committed), name
 
 
 def test_the_drawn_step_is_the_readmes():
     """A step of the embedded models, as a test of the README checks."""
     steps = json.loads((ROOT / "benchmarks/results/steps.json").read_text())["steps"]
-    drawn = steps[README_STEP]
+    pictures = pytest.importorskip("benchmarks.pictures", reason="matplotlib is not installed")
+    drawn = steps[pictures.README_STEP]
     picture = (ROOT / "README.md").read_text().split("```")[1]
     tree = st.TreeTopology.from_parents(drawn["parents"])
     labels = [json.dumps(label) for label in drawn["labels"]]
