@@ -38,7 +38,6 @@ from benchmarks.models import embedded_pair, num_bytes
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.types import DraftTree, Sampling
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
-from stree_jax.tuning.heads import head_trace
 from stree_jax.tuning.search import acceptance, replay_tau
 
 NUM_RANKS = 8
@@ -82,7 +81,7 @@ def trace(
     request = plan(target, prompts, **options)
     texts = st.generate(target, prompts, **options)
     written = [row[:length] for row, length in zip(texts.tokens, texts.lengths, strict=True)]
-    return head_trace(target, drafter, request, written, NUM_RANKS)
+    return drafter.rank_trace(target, request, written, NUM_RANKS)
 
 
 def typical_distance(seeds: int) -> dict[str, float]:

@@ -45,8 +45,8 @@ from benchmarks.common import (
     summary,
 )
 from benchmarks.prompts import SHARED
-from stree_jax import reasoning
-from stree_jax.reasoning import Arrangement, Question
+from stree_jax.extensions import reasoning
+from stree_jax.extensions.reasoning import Arrangement, Question
 from stree_jax.tuning import measure_costs
 
 PLAIN, QUEUE = "autoregressive", "SEED's queue (simulated)"
@@ -301,7 +301,7 @@ def measure(
     Args:
         target: the model.
         tokenizer: its own.
-        task: of `stree_jax.reasoning`.
+        task: of `stree_jax.extensions.reasoning`.
         problems: of the task.
         ways: autoregressive, then speculative with a chain, then others.
         rounds: timed runs of each way.

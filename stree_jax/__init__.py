@@ -7,17 +7,15 @@ drafter = st.ModelDrafter(st.from_pretrained(st.demo_path("draft")))
 out = st.generate(model, [[1, 2, 3]], drafter=drafter)
 """
 
-from stree_jax import reasoning
+from typing import TYPE_CHECKING
+
 from stree_jax.checkout import find_convert
 from stree_jax.checkpoint import save_pretrained
 from stree_jax.config import ModelConfig
 from stree_jax.decoding.drafters import (
     BeamDrafter,
-    CascadeDrafter,
     Drafter,
     DynamicDrafter,
-    InterleavedDrafter,
-    MedusaDrafter,
     ModelDrafter,
     NgramDrafter,
     root_only,
@@ -41,15 +39,31 @@ from stree_jax.layer_config import (
     RopeScaling,
     SharedConfig,
 )
-from stree_jax.medusa_checkpoint import load_medusa, save_medusa
+from stree_jax.lazy import lazily
 from stree_jax.models.lm import HybridLM
-from stree_jax.models.medusa import MedusaHeads
 from stree_jax.partition import make_mesh
 from stree_jax.pretrained import demo_path, from_pretrained, load_tokenizer
 from stree_jax.serving import Completion, Request, Scheduler
 from stree_jax.sharding import shard
 from stree_jax.tree import Tree, TreeTopology
 from stree_jax.tuning import TuningReport, tune
+
+# Names of the extensions, and the module of each, which is imported when the name is first used.
+_EXTENSIONS = {
+    "CascadeDrafter": "stree_jax.extensions.hierarchical",
+    "InterleavedDrafter": "stree_jax.extensions.hierarchical",
+    "MedusaDrafter": "stree_jax.extensions.medusa",
+    "MedusaHeads": "stree_jax.extensions.medusa",
+    "load_medusa": "stree_jax.extensions.medusa",
+    "reasoning": "stree_jax.extensions.reasoning",
+    "save_medusa": "stree_jax.extensions.medusa",
+}
+if TYPE_CHECKING:
+    from stree_jax.extensions import reasoning
+    from stree_jax.extensions.hierarchical import CascadeDrafter, InterleavedDrafter
+    from stree_jax.extensions.medusa import MedusaDrafter, MedusaHeads, load_medusa, save_medusa
+else:
+    __getattr__ = lazily(__name__, _EXTENSIONS)
 
 __all__ = [
     "PAD",
@@ -104,3 +118,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 find_convert()
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -6,7 +6,8 @@
     tokenizer.json   optional, in the format of the `tokenizers` library
     README.md        optional model card
 
-`stree_jax.medusa_checkpoint` stores Medusa heads in the same way.
+What is not a model, such as heads for one, is stored in the same way: config.json then has a
+`kind`, and `write_checkpoint`, `load_header` and `load_module` are the parts to make it of.
 
 A checkpoint is either complete or absent, see `stree_jax.directories`. Loading a checkpoint of any
 format is `stree_jax.pretrained`.
@@ -22,7 +23,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -41,9 +42,12 @@ from stree_jax.processes import by_first
 from stree_jax.sharding import canonical_weights, spread
 from stree_jax.stored import CHECKSUMS, Array, check_sizes, open_arrays, write_checksums
 
+# What an extension may use.
+__all__ = ["load_config", "load_header", "load_module", "save_pretrained", "write_checkpoint"]
+
 FORMAT = "stree-jax"
 VERSION = 1
-MEDUSA = "medusa"  # `kind` in config.json of what is no model
+_Module = TypeVar("_Module", bound=nnx.Module)
 _MAX_JSON = 16 << 20  # bytes; an index of 100,000 tensors has about 10 MB
 _MAX_DEPTH = 32
 # Makes a weight of its name, its canonical values and its dtype.
@@ -220,6 +224,23 @@ def read_weights(
     return unflatten(loaded, wanted)
 
 
+def load_module(path: Path, like: _Module) -> _Module:
+    """Loads the weights of a checkpoint that `write_checkpoint` made of a module.
+
+    Args:
+        path: the directory.
+        like: a module of the same structure, shapes and dtypes; may be abstract.
+
+    Raises:
+        ValueError: the weights are missing or damaged, or have other shapes.
+    """
+    structure, state = nnx.split(like)
+    wanted = nnx.to_pure_dict(state)
+    stored, sums = open_weights(path)
+    crcs = check_weights(path, wanted, stored, sums)
+    return nnx.merge(structure, read_weights(path, wanted, stored, crcs))
+
+
 def open_native(path: Path) -> tuple[ModelConfig, dict[str, Array], dict[str, int]]:
     """Opens a native checkpoint directory and checks names, shapes and types; reads no weights.
 
@@ -280,10 +301,10 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
         ValueError: there is no such checkpoint, or it has another format or version.
     """
     path, header = load_header(path)
-    if header.get("kind") == MEDUSA:
+    if (kind := header.get("kind")) is not None:
         raise ValueError(
-            f"{path} holds Medusa heads and no model; load them with load_medusa, or give them to"
-            " generate --medusa"
+            f"{path} holds a checkpoint of kind {shown(kind)} and no model; load it with what saved"
+            " it: Medusa heads, 'medusa', with load_medusa or generate --medusa"
         )
     try:
         return ModelConfig.from_dict(header.get("model"))

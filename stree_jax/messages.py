@@ -2,6 +2,8 @@
 
 import os
 
+__all__ = ["shown", "shown_path"]
+
 
 def shown(value: object) -> str:
     """`repr(value)`, cut to 80 characters."""

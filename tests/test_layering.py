@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import importlib
 import pkgutil
 import subprocess
 import sys
@@ -23,11 +24,18 @@ FORBIDDEN = {
         "typer",
         "stree_jax.cli",
         "stree_jax.convert",
+        "stree_jax.extensions",
         "stree_jax.testing",
         "stree_jax.training",
     },
     "stree_jax.convert": {"torch", "transformers", "stree_jax.cli", "stree_jax.training"},
-    "stree_jax.cli.main": {"torch", "transformers", "stree_jax.training"},
+    "stree_jax.cli.main": {
+        "torch",
+        "transformers",
+        "stree_jax.extensions",
+        "stree_jax.training",
+    },
+    "stree_jax.extensions.medusa": {"stree_jax.training", "stree_jax.extensions.reasoning"},
 }
 
 
@@ -52,6 +60,7 @@ def test_importing_loads_nothing_it_should_not(package):
 # Packages from the bottom up: each may import itself and those before it.
 LAYERS = [
     "checkout",
+    "lazy",
     "messages",
     "array_types",
     "directories",
@@ -66,15 +75,15 @@ LAYERS = [
     "stored",
     "processes",
     "checkpoint",
-    "medusa_checkpoint",
     "convert",
     "pretrained",
     "decoding",
     "testing",
     "serving",
-    "reasoning",
     "tuning",
     "training",
+    "extensions",
+    "reasoning",
     "cli",
 ]
 
@@ -95,12 +104,84 @@ def test_layers_import_only_what_is_below_them(layer):
 
 def imported(file):
     """Modules that a file imports, also inside functions, and the names taken from them."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def nodes(file):
+    """The syntax tree of a file, without what only type checkers see."""
+    waiting = [ast.parse(file.read_text())]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        children = list(ast.iter_child_nodes(node))
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            children = node.orelse
+        waiting += children
+
+
+# Modules, beside packages, whose `__all__` is for extensions.
+PUBLIC_MODULES = {"stree_jax.array_types", "stree_jax.checkpoint", "stree_jax.messages"}
+EXTENSIONS = sorted(
+    file.parent for file in (Path(stree_jax.__file__).parent / "extensions").glob("*/__init__.py")
+)
+
+
+@pytest.mark.parametrize("extension", EXTENSIONS, ids=lambda path: path.name)
+def test_extensions_use_public_names_only(extension):
+    own = f"stree_jax.extensions.{extension.name}"
+    for file in extension.glob("*.py"):
+        for node in nodes(file):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+                is_own = ast.unparse(node.value) in ("self", "cls")
+                assert is_own or node.attr in ("_replace", "__name__"), (file, node.attr)
+            for problem in private_imports(node, own):
+                raise AssertionError(f"{file}, line {node.lineno}: {problem}")
+
+
+def private_imports(node, own):
+    """What an import of an extension takes from the library that is not offered."""
+    if isinstance(node, ast.Import):
+        ours = [alias.name for alias in node.names if alias.name.startswith(("stree", "pallas"))]
+        yield from (f"import the names that you need from {name}" for name in ours)
+    if not isinstance(node, ast.ImportFrom):
+        return
+    for alias in node.names:
+        if node.module.startswith(own):
+            if alias.name.startswith("_"):
+                yield f"{alias.name} of {node.module} is private"
+        elif node.module.startswith(("stree_jax", "pallas_kernels")):
+            module = importlib.import_module(node.module)
+            if node.module not in PUBLIC_MODULES and not hasattr(module, "__path__"):
+                yield f"{node.module} is not public"
+            elif alias.name not in getattr(module, "__all__", ()):
+                yield f"{alias.name} is not in the __all__ of {node.module}"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("from stree_jax.decoding.options import plan", "not public"),
+        ("from stree_jax.models import Block", "not in the __all__"),
+        ("from stree_jax.extensions.other import Thing", "No module named"),
+        ("from stree_jax.extensions.own.parts import _thing", "is private"),
+        ("import stree_jax.models", "import the names"),
+        ("from stree_jax import generate, tune", None),
+        ("from stree_jax.extensions.own.parts import thing", None),
+        ("from jax.experimental import pallas", None),
+    ],
+)
+def test_private_imports_are_found(line, problem):
+    (node,) = ast.parse(line).body
+    try:
+        found = list(private_imports(node, "stree_jax.extensions.own"))
+    except ModuleNotFoundError as error:
+        found = [str(error)]
+    assert [problem] == [problem for text in found if problem in text] if problem else not found
 
 
 @pytest.mark.parametrize("package", [pallas_kernels, stree_jax])
@@ -133,6 +214,23 @@ def test_one_module_owns_the_triton_import():
 
 def test_the_public_names_exist():
     assert all(hasattr(stree_jax, name) for name in stree_jax.__all__)
+    assert {*stree_jax.__all__} <= {*dir(stree_jax)}
+    with pytest.raises(AttributeError, match="module 'stree_jax' has no attribute 'Medusa'"):
+        _ = stree_jax.Medusa
+
+
+def test_older_paths_of_extensions():
+    import stree_jax.reasoning
+    from stree_jax.decoding.drafters import CascadeDrafter, InterleavedDrafter, MedusaDrafter
+    from stree_jax.decoding.verifiers import Typical
+    from stree_jax.training.run import train_medusa
+
+    assert stree_jax.reasoning.breadth_first is stree_jax.extensions.reasoning.breadth_first
+    assert CascadeDrafter is stree_jax.CascadeDrafter
+    assert InterleavedDrafter is stree_jax.InterleavedDrafter
+    assert MedusaDrafter is stree_jax.MedusaDrafter
+    assert Typical is stree_jax.extensions.medusa.Typical
+    assert train_medusa is stree_jax.extensions.medusa.training.train_medusa
 
 
 @pytest.mark.parametrize("package", [pallas_kernels, stree_jax])

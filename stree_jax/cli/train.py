@@ -15,8 +15,7 @@ from rich.progress import (
 )
 
 from stree_jax.cli.cache import enable_cache
-from stree_jax.training.recipe import Recipe
-from stree_jax.training.run import distill, train, train_medusa
+from stree_jax.training import Recipe, distill, train
 
 
 def run_training(
@@ -37,9 +36,12 @@ def run_training(
     command = shlex.join(["stree-jax", *sys.argv[1:]])
     if target is None:
         reports = train(recipe, output, command=command)
+    elif medusa:
+        from stree_jax.extensions.medusa.training import train_medusa
+
+        reports = train_medusa(recipe, target, output, command=command)
     else:
-        run = train_medusa if medusa else distill
-        reports = run(recipe, target, output, command=command)
+        reports = distill(recipe, target, output, command=command)
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),

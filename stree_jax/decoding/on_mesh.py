@@ -9,19 +9,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from stree_jax.decoding.drafters import (
-    BeamDrafter,
-    Drafter,
-    DynamicDrafter,
-    ModelDrafter,
-    NgramDrafter,
-    draft_models,
-)
+from stree_jax.decoding.drafters.base import Drafter, draft_models, runs_on_mesh
 from stree_jax.models.lm import HybridLM
 from stree_jax.partition import Partition
-
-# Those that the tests have run on meshes.
-_KNOWN = (ModelDrafter, DynamicDrafter, BeamDrafter, NgramDrafter)
 
 
 def check_mesh_of(model: HybridLM, drafter: Drafter | None) -> None:
@@ -29,7 +19,7 @@ def check_mesh_of(model: HybridLM, drafter: Drafter | None) -> None:
 
     Raises:
         ValueError: a draft model on other devices than the target or cut into parts, or a drafter
-            that is not known to run on a mesh.
+            whose class does not say that it runs on a mesh.
     """
     own = model.partition
     for draft in draft_models(drafter):
@@ -51,10 +41,10 @@ def check_mesh_of(model: HybridLM, drafter: Drafter | None) -> None:
                 " from_pretrained(..., mesh=mesh, replicate=True), or use"
                 " st.shard(draft, mesh, replicate=True)"
             )
-    if own is not None and drafter is not None and type(drafter) not in _KNOWN:
-        names = ", ".join(kind.__name__ for kind in _KNOWN)
+    if own is not None and drafter is not None and not runs_on_mesh(drafter):
         raise ValueError(
-            f"{type(drafter).__name__} does not run on a mesh; {names} do, and no drafter does"
+            f"{type(drafter).__name__} does not run on a mesh; ModelDrafter, DynamicDrafter,"
+            " BeamDrafter and NgramDrafter do, and drafter=None does"
         )
 
 

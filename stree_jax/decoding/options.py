@@ -11,7 +11,7 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from stree_jax.array_types import Array
-from stree_jax.decoding.drafters import Drafter, MedusaDrafter, draft_models
+from stree_jax.decoding.drafters.base import Drafter, check_target, draft_models
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.on_mesh import check_mesh_of
 from stree_jax.decoding.types import Context, Limits, Sampling
@@ -95,8 +95,7 @@ def plan(
                 f"draft and target have different vocabularies: {draft.config.vocab_size} and"
                 f" {vocab_size} tokens; they must share one tokenizer"
             )
-    if isinstance(drafter, MedusaDrafter):
-        drafter.check_target(model)
+    check_target(drafter, model)
     chosen = _checked_verifier(verifier, drafter, topology, temperature_is_zero)
     if not (lossy or is_lossless(chosen)):
         raise ValueError(
@@ -247,7 +246,7 @@ def _checked_verifier(
         drawn = child_sampling.removesuffix(BY_DEPTH)
         verifier = default_verifier(drawn, topology, temperature_is_zero=temperature_is_zero)
     if isinstance(verifier, str):
-        known = VERIFIERS | LOSSY_VERIFIERS
+        known = VERIFIERS if verifier in VERIFIERS else LOSSY_VERIFIERS
         if verifier not in known:
             raise ValueError(
                 f"unknown verifier {shown(verifier)}; known: {sorted(VERIFIERS)}, and lossy:"

@@ -1,1 +1,20 @@
 """Flax NNX modules. Weights are modules whose methods mutate nothing; what flows is a pytree."""
+
+from pallas_kernels.numerics import contract
+from stree_jax.models.cache import Cache, Path, Pending, empty_path, path_to
+from stree_jax.models.lm import HybridLM, check_model, check_on_one_device, output_logits
+from stree_jax.models.names import flatten
+
+__all__ = [
+    "Cache",
+    "HybridLM",
+    "Path",
+    "Pending",
+    "check_model",
+    "check_on_one_device",
+    "contract",
+    "empty_path",
+    "flatten",
+    "output_logits",
+    "path_to",
+]

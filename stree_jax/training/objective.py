@@ -6,9 +6,6 @@ import optax
 
 from stree_jax.array_types import Array, Float, Tokens
 from stree_jax.models.lm import HybridLM
-from stree_jax.models.medusa import MedusaHeads
-
-_NEXT_HEAD = 0.8  # weight of a head, relative to the one before (Medusa, arXiv:2401.10774)
 
 
 def next_token_loss(model: HybridLM, tokens: Tokens) -> Float[Array, ""]:
@@ -29,26 +26,3 @@ def distillation_loss(
     logits = model(tokens)[..., : model.config.vocab_size]
     target = jax.nn.log_softmax(target_logits[..., : model.config.vocab_size])
     return jnp.mean(optax.losses.kl_divergence_with_log_targets(jax.nn.log_softmax(logits), target))
-
-
-def medusa_loss(heads: MedusaHeads, target: HybridLM, tokens: Tokens) -> Float[Array, ""]:
-    """Mean KL divergence of the heads from the target, in nats per token; earlier heads count more.
-
-    Head d at a token predicts what the target predicts d tokens later. The target's own
-    probabilities are the labels: on text that it wrote they have the optimum of the cross-entropy,
-    with less noise.
-    """
-    vocab_size = target.config.vocab_size
-    hidden = jax.lax.stop_gradient(target.hidden(tokens))
-    labels = jax.lax.stop_gradient(jax.nn.log_softmax(target.logits(hidden)[..., :vocab_size]))
-    total, weights = jnp.float32(0.0), 0.0
-    ahead = heads(hidden)
-    for head in range(heads.num_heads):
-        after = head + 1
-        logits = target.logits(ahead[:, :-after, head])[..., :vocab_size]
-        divergence = optax.losses.kl_divergence_with_log_targets(
-            jax.nn.log_softmax(logits), labels[:, after:]
-        )
-        weight = _NEXT_HEAD**head
-        total, weights = total + weight * divergence.mean(), weights + weight
-    return total / weights

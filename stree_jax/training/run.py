@@ -1,4 +1,4 @@
-"""`train`, `distill` and `train_medusa`: from a recipe to a native checkpoint with a model card."""
+"""`train` and `distill`: from a recipe to a native checkpoint with a model card."""
 
 import dataclasses
 import functools
@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,17 @@ from tokenizers import Tokenizer
 from stree_jax.checkpoint import load_config, save_pretrained
 from stree_jax.config import ModelConfig
 from stree_jax.decoding.generate import generate
-from stree_jax.medusa_checkpoint import check_medusa, save_medusa
+from stree_jax.lazy import lazily
 from stree_jax.models.lm import HybridLM
-from stree_jax.models.medusa import MedusaHeads
 from stree_jax.pretrained import from_pretrained, load_tokenizer
 from stree_jax.training import data
-from stree_jax.training.objective import distillation_loss, medusa_loss, next_token_loss
+from stree_jax.training.objective import distillation_loss, next_token_loss
 from stree_jax.training.recipe import Recipe, Training
 from stree_jax.training.trainer import Loss, Progress, cast, evaluate, fit, forget_after
+
+# Moved to the extension.
+if not TYPE_CHECKING:
+    __getattr__ = lazily(__name__, {"train_medusa": "stree_jax.extensions.medusa.training"})
 
 # The target generates the rows of this many steps in one batch: on a CPU 64 rows take little longer
 # than 8.
@@ -46,7 +49,7 @@ def train(recipe: Recipe, output: Path, *, command: str) -> Iterator[Progress]:
     Raises:
         ValueError: the recipe or the output is invalid.
     """
-    run = _run_directory(output, recipe.fingerprint())
+    run = run_directory(output, recipe.fingerprint())
     tokenizer_file = run / "tokenizer.json"
     if tokenizer_file.is_file():
         tokenizer = load_tokenizer(run)
@@ -64,8 +67,8 @@ def train(recipe: Recipe, output: Path, *, command: str) -> Iterator[Progress]:
 
 def distill(recipe: Recipe, target_path: Path, output: Path, *, command: str) -> Iterator[Progress]:
     """Distills a target model into a draft model; arguments, yields and errors as in `train`."""
-    tokenizer, target = _open_target(target_path, output)
-    run = _run_directory(output, recipe.fingerprint() | {"target": _digest(target)})
+    tokenizer, target = open_target(target_path, output)
+    run = run_directory(output, recipe.fingerprint() | {"target": weights_digest(target)})
     model = _new_model(recipe, target.config.vocab_size, target.config.eos_token)
 
     def loss(model: HybridLM, tokens: jax.Array, target: HybridLM) -> jax.Array:
@@ -75,47 +78,7 @@ def distill(recipe: Recipe, target_path: Path, output: Path, *, command: str) ->
     yield from _run(recipe, output, run, command, model, tokenizer, loss, target)
 
 
-def train_medusa(
-    recipe: Recipe, target_path: Path, output: Path, *, command: str
-) -> Iterator[Progress]:
-    """Trains Medusa heads for a target; arguments, yields and errors as in `train`.
-
-    The recipe's model table has `num_heads` alone. The target's weights are not trained.
-    """
-    tokenizer, target = _open_target(target_path, output)
-    fingerprint = recipe.fingerprint() | {"target": _digest(target), "kind": "medusa"}
-    run = _run_directory(output, fingerprint, check_medusa)
-    try:
-        heads = MedusaHeads(target, rngs=nnx.Rngs(recipe.seed), **recipe.model)
-    except TypeError as error:
-        raise ValueError(f"the recipe's [model] table is for num_heads alone: {error}") from error
-    text = _text(recipe, tokenizer, target)
-
-    def loss(heads: MedusaHeads, tokens: jax.Array, target: HybridLM) -> jax.Array:
-        return medusa_loss(heads, target, tokens[:, :-1])
-
-    yield from fit(heads, loss, text.batch, recipe.training, run / "steps", target)
-    graph, weights = nnx.split(heads)
-
-    def stored_as(dtype: Any) -> MedusaHeads:
-        small = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(dtype), weights)
-        return nnx.merge(graph, small)
-
-    final = evaluate(stored_as(jnp.float32), loss, text.held_out, target)
-    card = f"""# {heads.num_heads} Medusa heads
-
-{sum(leaf.size for leaf in jax.tree.leaves(weights)):,} parameters, stored as bfloat16, for the
-target `{target_path.name}` and no other. They share its output head.
-
-- Command: `{command}`
-- Held-out KL divergence from the target, over all heads, earlier ones counting more: {final:.4f}
-  nats a token, on the last 1 % of each file, with the stored weights
-
-{_tables(recipe, text.corpus)}"""
-    save_medusa(stored_as(jnp.bfloat16), target, output, model_card=card, overwrite=True)
-
-
-def _open_target(target_path: Path, output: Path) -> tuple[Tokenizer, HybridLM]:
+def open_target(target_path: Path, output: Path) -> tuple[Tokenizer, HybridLM]:
     """A target and its tokenizer.
 
     Raises:
@@ -133,11 +96,17 @@ def _open_target(target_path: Path, output: Path) -> tuple[Tokenizer, HybridLM]:
     return tokenizer, target
 
 
-class _Text(NamedTuple):
-    """What a run reads."""
+class RunText(NamedTuple):
+    """The tokens of a run.
+
+    Attributes:
+        corpus: the token streams.
+        batch: tokens `[batch_size, sequence_length + 1]` of a step, partly written by the target.
+        held_out: batches for evaluation only.
+    """
 
     corpus: data.Corpus
-    batch: Callable[[int], np.ndarray]  # of a step, partly written by the target
+    batch: Callable[[int], np.ndarray]
     held_out: list[np.ndarray]
 
 
@@ -151,7 +120,7 @@ def _run(
     loss: Loss,
     target: HybridLM | None = None,
 ) -> Iterator[Progress]:
-    text = _text(recipe, tokenizer, target)
+    text = run_text(recipe, tokenizer, target)
     yield from fit(model, loss, text.batch, recipe.training, run / "steps", target)
     # Evaluated with the weights as stored.
     stored = cast(model, jnp.bfloat16)
@@ -161,7 +130,17 @@ def _run(
     save_pretrained(stored, output, tokenizer=tokenizer, model_card=card, overwrite=True)
 
 
-def _text(recipe: Recipe, tokenizer: Tokenizer, target: HybridLM | None) -> _Text:
+def run_text(recipe: Recipe, tokenizer: Tokenizer, target: HybridLM | None) -> RunText:
+    """Tokenizes the texts of a recipe.
+
+    Args:
+        recipe: texts, batch size, and the fraction of each batch that is generated.
+        tokenizer: of the model that is trained.
+        target: writes the generated text; None: there is none.
+
+    Raises:
+        ValueError: a text is not UTF-8, or too short.
+    """
     training = recipe.training
     length = training.sequence_length + 1
     corpus, held_out = data.load_corpus(recipe.text, tokenizer, length)
@@ -185,7 +164,7 @@ def _text(recipe: Recipe, tokenizer: Tokenizer, target: HybridLM | None) -> _Tex
             tokens[:num_generated] = generated(step - place + place % 2)[place // 2]
         return tokens
 
-    return _Text(corpus, batch, [read(held_out, step) for step in range(16)])
+    return RunText(corpus, batch, [read(held_out, step) for step in range(16)])
 
 
 def _continued(target: HybridLM, tokens: np.ndarray, seed: int, step: int) -> np.ndarray:
@@ -212,7 +191,7 @@ def _new_model(
     return HybridLM(config, rngs=nnx.Rngs(recipe.seed))
 
 
-def _run_directory(
+def run_directory(
     output: Path, fingerprint: dict[str, Any], check: Callable[[Path], object] = load_config
 ) -> Path:
     """The directory with the checkpoints of this run, created if this is its start.
@@ -277,7 +256,7 @@ def _write(path: Path, text: str) -> None:
     partial.rename(path)
 
 
-def _digest(model: HybridLM) -> str:
+def weights_digest(model: HybridLM) -> str:
     """SHA-256 of the weights."""
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(nnx.state(model)):
@@ -312,10 +291,10 @@ decoding on a laptop. It is far too small to be accurate about anything.
 - Held-out {loss_name}: {loss:.4f} nats a token{perplexity}, on the last 1 % of each file, with the
   stored weights
 
-{_tables(recipe, corpus)}"""
+{card_tables(recipe, corpus)}"""
 
 
-def _tables(recipe: Recipe, corpus: data.Corpus) -> str:
+def card_tables(recipe: Recipe, corpus: data.Corpus) -> str:
     """Texts and training settings, in Markdown."""
     rows = "\n".join(
         f"| `{Path(text.path).name}` | {text.licence} | {text.weight:g} | {len(stream):,} |"

@@ -29,12 +29,18 @@ class RankTrace(NamedTuple):
     Attributes:
         ranks: for each text `[T]`, the rank of every new token among the candidates after the
             tokens before it: 0 for the first, `num_ranks` if it was none of them. If candidates
-            depend on the depth of a node `[T, D]`: of token t + d at depth d + 1, see `head_trace`.
+            depend on the depth of a node `[T, D]`: of token t + d among the candidates of depth
+            d + 1 in a step that has emitted t tokens.
         num_ranks: candidates that were asked for.
     """
 
     ranks: list[np.ndarray]
     num_ranks: int
+
+    @property
+    def max_depth(self) -> int | None:
+        """The depth of the deepest tree that these ranks describe; None: any depth."""
+        return self.ranks[0].shape[1] if self.ranks[0].ndim == 2 else None
 
 
 def rank_trace(
@@ -45,6 +51,9 @@ def rank_trace(
     vocab_size: int,
 ) -> RankTrace:
     """Drafts one level at every position of texts that the target wrote, and looks tokens up.
+
+    `tune` calls this for a drafter without a method
+    `rank_trace(target, request, tokens, num_ranks) -> RankTrace` of its own.
 
     Args:
         drafter: fills static trees.

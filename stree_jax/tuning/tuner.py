@@ -9,13 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from stree_jax.decoding.drafters import Drafter, DynamicDrafter, MedusaDrafter, ModelDrafter
+from stree_jax.decoding.drafters import Drafter, DynamicDrafter, ModelDrafter
 from stree_jax.decoding.generate import Generation, generate
 from stree_jax.decoding.options import Plan, plan
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.tree import TreeTopology
 from stree_jax.tuning.dynamic import dynamic_tau, fitted
-from stree_jax.tuning.heads import head_trace
 from stree_jax.tuning.measure import SIZES, WIDTHS, Costs, measure_costs
 from stree_jax.tuning.search import acceptance, best_trees, replay_tau, standard_error
 from stree_jax.tuning.trace import RankTrace, rank_trace
@@ -125,8 +124,7 @@ def tune(
 
     Args:
         target: the model.
-        drafter: fills static trees, such as a `ModelDrafter`, an `NgramDrafter` or a
-            `MedusaDrafter`.
+        drafter: fills static trees, such as a `ModelDrafter` or an `NgramDrafter`.
         prompts: at least two, like those that will be decoded.
         temperature: at which texts are decoded.
         key: random key, required above temperature 0.
@@ -167,11 +165,12 @@ def tune(
     progress("the target writes", 1, 1)
     vocab_size = target.config.vocab_size
     num_ranks = min(NUM_RANKS, vocab_size)
-    if isinstance(drafter, MedusaDrafter):
-        max_depth = min(max_depth, drafter.heads.num_heads)
-        trace = head_trace(target, drafter, request, written, num_ranks)
+    own_trace = getattr(drafter, "rank_trace", None)  # see `Drafter`
+    if callable(own_trace):
+        trace = own_trace(target, request, written, num_ranks)
     else:
         trace = rank_trace(drafter, request, written, num_ranks, vocab_size)
+    max_depth = min(max_depth, trace.max_depth or max_depth)
     num_traced = int(texts.lengths.sum())
     if num_traced < _ENOUGH_TOKENS:
         warnings.warn(

@@ -11,7 +11,7 @@ import pytest
 import stree_jax as st
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
 from stree_jax.testing import perturbed, tiny_model
-from tests.decoding.test_medusa import heads_of
+from tests.extensions.test_medusa import heads_of
 from tests.helpers import with_weight
 
 TREE = st.TreeTopology.from_branching((2, 1))

@@ -10,11 +10,12 @@ from flax import nnx
 
 import stree_jax as st
 from stree_jax.checkpoint import load_config
+from stree_jax.extensions.medusa.training import medusa_loss, train_medusa
 from stree_jax.testing import perturbed, tiny_model
 from stree_jax.training import data
-from stree_jax.training.objective import distillation_loss, medusa_loss, next_token_loss
+from stree_jax.training.objective import distillation_loss, next_token_loss
 from stree_jax.training.recipe import Recipe, Text, Training
-from stree_jax.training.run import _continued, _run_directory, distill, train, train_medusa
+from stree_jax.training.run import _continued, distill, run_directory, train
 from stree_jax.training.trainer import _schedule, cast, fit, forget_after
 from tests.helpers import apply
 
@@ -219,7 +220,7 @@ def test_the_end_of_a_schedule_may_move(tmp_path, recipe_file):
 
     def directory(**changes):
         training = dataclasses.replace(recipe.training, **changes)
-        return _run_directory(output, dataclasses.replace(recipe, training=training).fingerprint())
+        return run_directory(output, dataclasses.replace(recipe, training=training).fingerprint())
 
     steps = directory(steps=8, decay_steps=2) / "steps"
     for step in (6, 7, 8):
@@ -453,7 +454,7 @@ def test_medusa_heads_are_trained_resumed_and_refused_with_another_target(tmp_pa
         st.load_medusa(tmp_path / "whole", changed)
     with pytest.raises(ValueError, match="has no Medusa heads; it is a model, for from_pretrained"):
         st.load_medusa(target, before)
-    with pytest.raises(ValueError, match="holds Medusa heads and no model; load them with load_me"):
+    with pytest.raises(ValueError, match="of kind 'medusa' and no model; load it with what"):
         st.from_pretrained(tmp_path / "whole")
     with pytest.raises(ValueError, match="exists and is not a stree-jax checkpoint of this kind"):
         list(distill(recipe, target, tmp_path / "whole", command=""))

@@ -1,38 +1,43 @@
-"""Drafters propose trees of tokens: the protocol, and the built-in drafters."""
+"""Drafters propose trees of tokens: the protocol, the built-in drafters, and parts of your own."""
 
-from stree_jax.decoding.drafters.base import Drafter, root_only, root_token
+from typing import TYPE_CHECKING
+
+from stree_jax.decoding.drafters.base import Drafter, draft_models, root_only, root_token
 from stree_jax.decoding.drafters.beam import BeamDrafter
-from stree_jax.decoding.drafters.cascade import CascadeDrafter
+from stree_jax.decoding.drafters.children import (
+    check_child_sampling,
+    chosen_child_sampling,
+    draw,
+    shared_scores,
+)
 from stree_jax.decoding.drafters.dynamic import DynamicDrafter
-from stree_jax.decoding.drafters.interleaved import InterleavedDrafter
-from stree_jax.decoding.drafters.medusa import MedusaDrafter
 from stree_jax.decoding.drafters.model import ModelDrafter, ModelDraftState
 from stree_jax.decoding.drafters.ngram import NgramDrafter
-from stree_jax.models.lm import HybridLM
+from stree_jax.lazy import lazily
+
+# Moved to the extensions.
+if not TYPE_CHECKING:
+    __getattr__ = lazily(
+        __name__,
+        {
+            "CascadeDrafter": "stree_jax.extensions.hierarchical",
+            "InterleavedDrafter": "stree_jax.extensions.hierarchical",
+            "MedusaDrafter": "stree_jax.extensions.medusa",
+        },
+    )
 
 __all__ = [
     "BeamDrafter",
-    "CascadeDrafter",
     "Drafter",
     "DynamicDrafter",
-    "InterleavedDrafter",
-    "MedusaDrafter",
     "ModelDraftState",
     "ModelDrafter",
     "NgramDrafter",
+    "check_child_sampling",
+    "chosen_child_sampling",
     "draft_models",
+    "draw",
     "root_only",
     "root_token",
+    "shared_scores",
 ]
-
-
-def draft_models(drafter: Drafter | None) -> list[HybridLM]:
-    """The models of a built-in drafter, which must have the target's vocabulary."""
-    match drafter:
-        case ModelDrafter():
-            return [drafter.model]
-        case InterleavedDrafter():
-            return [drafter.medium, drafter.small]
-        case CascadeDrafter():
-            return [drafter.medium, *draft_models(drafter.inner)]
-    return []

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from stree_jax.array_types import Array, Float, Float32, Int, Key
 from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
+from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
 
@@ -28,6 +29,15 @@ class Drafter(Protocol):
         propose, commit                      every step, traced
 
     Rows are independent: what a row drafts depends on its own tokens, state and key alone.
+
+    A drafter may also have these; all are used in Python, before anything is compiled:
+
+        models()                its draft models `[HybridLM, ...]`, which must have the target's
+                                vocabulary and lie on its mesh; none by default
+        check_target(target)    raises ValueError for a target that it cannot draft for
+        runs_on_mesh = True     class attribute, not inherited: it drafts for a target on a mesh
+        rank_trace(...)         for `tune`, if candidates depend on the depth of a node, see
+                                `stree_jax.tuning.rank_trace`
 
     `docs/extending.md` explains each method, `examples/own_drafter.py` is one.
     """
@@ -121,6 +131,28 @@ class Drafter(Protocol):
             The state for the next `propose`.
         """
         ...
+
+
+def draft_models(drafter: Drafter | None) -> list[HybridLM]:
+    """The draft models of a drafter; none if it has no method `models`."""
+    models = getattr(drafter, "models", None)
+    return list(models()) if callable(models) else []
+
+
+def check_target(drafter: Drafter | None, target: HybridLM) -> None:
+    """Lets a drafter with a method `check_target` refuse the target.
+
+    Raises:
+        ValueError: it cannot draft for this target.
+    """
+    check = getattr(drafter, "check_target", None)
+    if callable(check):
+        check(target)
+
+
+def runs_on_mesh(drafter: Drafter) -> bool:
+    """Whether its own class says so: a subclass may draft in another way."""
+    return vars(type(drafter)).get("runs_on_mesh", False)
 
 
 def root_token(context: Context) -> Int[Array, "B 1"]:

@@ -61,6 +61,8 @@ class DynamicDrafter(ModelDrafter):
             positive number.
     """
 
+    runs_on_mesh = True
+
     def __init__(self, model: HybridLM, *, expand: int = 8, sharpness: float = 2.5):
         super().__init__(model)
         if isinstance(expand, bool) or not isinstance(expand, int) or expand < 1:

@@ -78,11 +78,17 @@ class ModelDrafter(nnx.Module):
         ValueError: another value of `child_sampling`, or `model` is not a model.
     """
 
+    runs_on_mesh = True
+
     def __init__(self, model: HybridLM, *, child_sampling: str = "auto"):
         check_child_sampling(child_sampling)
         check_model(model)
         self.model = model
         self._child_sampling = child_sampling
+
+    def models(self) -> list[HybridLM]:
+        """See `Drafter`."""
+        return [self.model]
 
     def default_topology(self) -> TreeTopology:
         """The 13-node tree of the paper's main experiment."""

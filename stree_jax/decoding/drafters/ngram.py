@@ -30,6 +30,8 @@ class NgramDrafter(nnx.Module):
         ValueError: not integers with `1 <= min_match <= max_match <= MAX_MATCH`.
     """
 
+    runs_on_mesh = True
+
     def __init__(self, *, max_match: int = 3, min_match: int = 1):
         are_ints = isinstance(min_match, int) and isinstance(max_match, int)
         if not (are_ints and 1 <= min_match <= max_match <= MAX_MATCH):

@@ -1,13 +1,18 @@
 """Verification rules: the protocol, and the built-in rules by name in `VERIFIERS`.
 
-Those of `LOSSY_VERIFIERS` change the distribution of the output: `generate(lossy=True)` only.
+Those of `LOSSY_VERIFIERS` change the distribution of the output: `generate(lossy=True)` only. They
+belong to extensions, which are imported when a rule is used.
 """
+
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from stree_jax.decoding.verifiers.base import BY_DEPTH, CHILD_SAMPLING, Verifier
 from stree_jax.decoding.verifiers.following import FollowTarget, follow
 from stree_jax.decoding.verifiers.rejection_sampling import RejectionSampling
 from stree_jax.decoding.verifiers.traversal import Traversal
-from stree_jax.decoding.verifiers.typical import Typical
+from stree_jax.lazy import lazily
 from stree_jax.tree import TreeTopology
 
 VERIFIERS: dict[str, Verifier] = {
@@ -20,7 +25,34 @@ VERIFIERS: dict[str, Verifier] = {
         Traversal("traversal", exact_for="without_replacement"),
     )
 }
-LOSSY_VERIFIERS: dict[str, Verifier] = {"typical": Typical()}
+
+
+class _Imported(Mapping[str, Verifier]):
+    """Rules by name, each made of its class when it is asked for.
+
+    Args:
+        places: for each name the module and the class.
+    """
+
+    def __init__(self, places: dict[str, tuple[str, str]]):
+        self._places = places
+
+    def __getitem__(self, name: str) -> Verifier:
+        module, kind = self._places[name]
+        return getattr(importlib.import_module(module), kind)()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+LOSSY_VERIFIERS: Mapping[str, Verifier] = _Imported(
+    {"typical": ("stree_jax.extensions.medusa", "Typical")}
+)
+if not TYPE_CHECKING:  # moved to the extension
+    __getattr__ = lazily(__name__, {"Typical": "stree_jax.extensions.medusa"})
 
 
 def default_verifier(
@@ -44,7 +76,6 @@ __all__ = [
     "FollowTarget",
     "RejectionSampling",
     "Traversal",
-    "Typical",
     "Verifier",
     "default_verifier",
     "follow",

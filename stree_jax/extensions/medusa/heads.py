@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from pallas_kernels.numerics import contract
+from stree_jax import HybridLM
 from stree_jax.array_types import Array, Float
 from stree_jax.messages import shown
-from stree_jax.models.lm import HybridLM, check_model
+from stree_jax.models import check_model, contract
 
 MAX_HEADS = 16
 

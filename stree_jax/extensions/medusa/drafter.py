@@ -1,34 +1,45 @@
 """Drafting with Medusa heads: no draft model, one product for all depths of the tree.
 
-Medusa (Cai et al., 2024, arXiv:2401.10774). Head d sees the target's hidden state at the last
-accepted node, and not the path: all nodes of a depth have the same candidates, and a tree is a
-product of ranks. The acceptance rule of the paper ("typical") is not exact; these drafts are, with
-the verifiers of all other drafters.
+Medusa (Cai et al., 2024, arXiv:2401.10774). Head d gets the target's hidden state at the last
+accepted node, and nothing of the path below it: all nodes of a depth have the same candidates, and
+a tree is a product of ranks. The acceptance rule of the paper ("typical") is not exact; these
+drafts are, with the verifiers of all other drafters.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from stree_jax.array_types import Array, Bool, Float, Float32, Key
-from stree_jax.decoding.drafters.base import root_token
-from stree_jax.decoding.drafters.children import (
+from stree_jax import (
+    Context,
+    DraftTree,
+    HybridLM,
+    Sampling,
+    TreeTopology,
+    Verdict,
+    token_log_probs,
+)
+from stree_jax.array_types import Array, Bool, Float, Float32, Int, Key
+from stree_jax.decoding import Plan, filtered_logits, position_noise
+from stree_jax.decoding.drafters import (
     check_child_sampling,
     chosen_child_sampling,
     draw,
+    root_token,
 )
-from stree_jax.decoding.sampling import filtered_logits, token_log_probs
-from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
 from stree_jax.decoding.verifiers import BY_DEPTH
-from stree_jax.models.lm import HybridLM, check_on_one_device, output_logits
-from stree_jax.models.medusa import MedusaHeads
-from stree_jax.tree import TreeTopology
+from stree_jax.extensions.medusa.heads import MedusaHeads
+from stree_jax.models import check_on_one_device, output_logits
+from stree_jax.tuning import RankTrace, check_how, whole_texts
 
 
 class MedusaState(NamedTuple):
-    """What the heads look at."""
+    """The input of the heads."""
 
     hidden: Float[Array, "B M"]  # the target's, at the last accepted node
     known: Bool[Array, " B"]  # False before the first step: nothing is drafted
@@ -37,12 +48,12 @@ class MedusaState(NamedTuple):
 class MedusaDrafter(nnx.Module):
     """Medusa heads that fill a static tree. It holds the target's own output head, not a copy.
 
-    The first step of a text has no drafts: the prompt is read without them, and the heads need the
-    target's hidden state.
+    The first step of a text has no drafts: the prompt is prefilled without the heads, which need
+    the target's hidden state.
 
     Args:
         target: the model that `generate` decodes with.
-        heads: of that model.
+        heads: Medusa heads of that model.
         child_sampling: as in `ModelDrafter`. Children that are sampled are drawn once for each
             depth, and all nodes of a depth share them. "multi_step" and "without_replacement" are
             exact with that; "traversal" is for chains only.
@@ -71,7 +82,7 @@ class MedusaDrafter(nnx.Module):
         self._child_sampling = child_sampling
 
     def check_target(self, target: HybridLM) -> None:
-        """Refuses a model whose hidden states the heads cannot read.
+        """Refuses a model whose hidden states the heads cannot use.
 
         Raises:
             ValueError: the sizes differ.
@@ -159,5 +170,75 @@ class MedusaDrafter(nnx.Module):
         hidden: Float[Array, "B M"],
     ) -> MedusaState:
         """See `Drafter`."""
-        goes_on = verdict.last >= 0
-        return MedusaState(jnp.where(goes_on[:, None], hidden, state.hidden), state.known | goes_on)
+        runs = verdict.last >= 0
+        return MedusaState(jnp.where(runs[:, None], hidden, state.hidden), state.known | runs)
+
+    def rank_trace(
+        self, target: HybridLM, request: Plan, tokens: Sequence[np.ndarray], num_ranks: int
+    ) -> RankTrace:
+        """Ranks by depth: the candidates for a token depend on how far ahead it is drafted.
+
+        Runs the target over the texts as sequences. Exact like `stree_jax.tuning.rank_trace`.
+
+        Args:
+            target: the model.
+            request: the plan by which the texts were written; gives prompts, keys and sampling.
+            tokens: the new tokens of each row.
+            num_ranks: number of candidates of each depth.
+
+        Returns:
+            Ranks `[T, D]` for each text: of token t + d among the candidates of depth d + 1 in a
+            step that has emitted t tokens; `num_ranks` if it is none of them, as in the first step,
+            which has no drafts.
+
+        Raises:
+            ValueError: the drafter draws its candidates with random numbers of its own.
+        """
+        check_how(self, request.sampling, num_ranks)
+        starts = np.asarray(request.context.length)
+        texts, most = whole_texts(request, tokens), max(map(len, tokens))
+        ranks = []
+        for row, (start, new) in enumerate(zip(starts, tokens, strict=True)):
+            text = jnp.asarray(texts[row : row + 1])
+            sampling = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], request.sampling)
+            found = _ranks(target, self, text, start, request.keys[row], sampling, most=most)
+            table = np.array(found)[: len(new)]
+            ends = np.arange(len(new))[:, None] + np.arange(table.shape[1]) >= len(new)
+            table[ends | (np.arange(len(new)) == 0)[:, None]] = num_ranks
+            ranks.append(np.minimum(table, num_ranks))
+        return RankTrace(ranks, num_ranks)
+
+
+@functools.partial(jax.jit, static_argnames="most")
+def _ranks(
+    target: HybridLM,
+    drafter: MedusaDrafter,
+    text: Int[Array, "1 L"],
+    start: Int[Array, ""],
+    key: Key[Array, ""],
+    sampling: Sampling,
+    *,
+    most: int,
+) -> Int[Array, "emitted D"]:
+    emitted = jnp.arange(most)
+    # The root is the last emitted token, and the heads get the state before it.
+    hidden = target.hidden(text)[0, jnp.maximum(start + emitted - 2, 0)]
+    ahead = drafter.heads(hidden[None])[0]
+    noise = None
+    if not sampling.temperature_is_zero:
+        zero = jnp.zeros(1, jnp.int32)
+        noise = position_noise(key[None], zero, most - 1, drafter.vocab_size)[0]
+
+    def of_depth(depth: int) -> Array:
+        scores = output_logits(ahead[None, :, depth], drafter.output_head[...], drafter.multiplier)
+        scores = scores[..., : drafter.vocab_size]
+        if noise is not None:
+            scores = filtered_logits(scores, sampling)
+            scores += noise[jnp.minimum(emitted + depth, most - 1)]
+        places = jnp.minimum(start + emitted + depth, text.shape[1] - 1)
+        token = text[0, places][:, None]
+        own = jnp.take_along_axis(scores[0], token, axis=1)
+        earlier = jnp.arange(drafter.vocab_size) < token
+        return ((scores[0] > own) | ((scores[0] == own) & earlier)).sum(axis=1)
+
+    return jnp.stack([of_depth(depth) for depth in range(drafter.heads.num_heads)], axis=1)

@@ -13,18 +13,29 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from stree_jax import (
+    VERIFIERS,
+    Context,
+    Drafter,
+    DraftTree,
+    HybridLM,
+    Sampling,
+    Tree,
+    TreeTopology,
+    Verdict,
+    token_log_probs,
+)
 from stree_jax.array_types import Array, Bool, Float, Float32, Int, Key
-from stree_jax.decoding.drafters.base import Drafter
-from stree_jax.decoding.drafters.chains import chain_of, hung_below
-from stree_jax.decoding.drafters.children import check_child_sampling, chosen_child_sampling
-from stree_jax.decoding.prefill import prefill
-from stree_jax.decoding.sampling import all_finite, position_noise, token_log_probs
-from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
-from stree_jax.decoding.verifiers import VERIFIERS, default_verifier
+from stree_jax.decoding import all_finite, position_noise, prefill
+from stree_jax.decoding.drafters import (
+    check_child_sampling,
+    chosen_child_sampling,
+    draft_models,
+)
+from stree_jax.decoding.verifiers import default_verifier
+from stree_jax.extensions.hierarchical.chains import chain_of, hung_below
 from stree_jax.messages import shown
-from stree_jax.models.cache import Cache, Path, Pending, empty_path, path_to
-from stree_jax.models.lm import HybridLM, check_model
-from stree_jax.tree import Tree, TreeTopology
+from stree_jax.models import Cache, Path, Pending, check_model, empty_path, path_to
 
 MAX_DEPTH = 64  # each round is part of the program
 
@@ -118,6 +129,10 @@ class CascadeDrafter(nnx.Module):
         self.rounds = rounds
         self.inner_topology = inner_topology.level_order()
         self._child_sampling = child_sampling
+
+    def models(self) -> list[HybridLM]:
+        """See `Drafter`."""
+        return [self.medium, *draft_models(self.inner)]
 
     def default_topology(self) -> TreeTopology:
         """A chain with room for all that the rounds can accept, the only tree that there is."""

@@ -11,18 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from stree_jax.checkpoint import (
-    MEDUSA,
-    check_weights,
-    flatten,
-    load_header,
-    open_weights,
-    read_weights,
-    write_checkpoint,
-)
+from stree_jax import HybridLM
+from stree_jax.checkpoint import load_header, load_module, write_checkpoint
+from stree_jax.extensions.medusa.heads import MAX_HEADS, MedusaHeads
 from stree_jax.messages import shown
-from stree_jax.models.lm import HybridLM, check_on_one_device
-from stree_jax.models.medusa import MAX_HEADS, MedusaHeads
+from stree_jax.models import check_on_one_device, flatten
+
+KIND = "medusa"  # `kind` in config.json
 
 
 def save_medusa(
@@ -46,7 +41,7 @@ def save_medusa(
         ValueError: `path` is no path, or exists and `overwrite` is False.
     """
     check_on_one_device(target, "save_medusa")
-    header = {"kind": MEDUSA, "num_heads": heads.num_heads, "target": digest(target)}
+    header = {"kind": KIND, "num_heads": heads.num_heads, "target": digest(target)}
     write_checkpoint(path, header, heads, model_card, overwrite)
 
 
@@ -62,7 +57,7 @@ def load_medusa(path: str | os.PathLike[str], target: HybridLM) -> MedusaHeads:
     """
     check_on_one_device(target, "load_medusa")
     path, header = load_header(path)
-    if header.get("kind") != MEDUSA:
+    if header.get("kind") != KIND:
         raise ValueError(f"{path} has no Medusa heads; it is a model, for from_pretrained")
     number = header.get("num_heads")
     if not isinstance(number, int) or not 1 <= number <= MAX_HEADS:
@@ -72,19 +67,14 @@ def load_medusa(path: str | os.PathLike[str], target: HybridLM) -> MedusaHeads:
             f"the Medusa heads in {path} were trained with another target; load that one, or train"
             " heads for this one: stree-jax medusa RECIPE TARGET OUTPUT"
         )
-    stored, sums = open_weights(path)
-    structure, state = nnx.split(
-        nnx.eval_shape(lambda: MedusaHeads(target, num_heads=number, rngs=nnx.Rngs(0)))
-    )
-    wanted = nnx.to_pure_dict(state)
-    crcs = check_weights(path, wanted, stored, sums)
-    return nnx.merge(structure, read_weights(path, wanted, stored, crcs))
+    like = nnx.eval_shape(lambda: MedusaHeads(target, num_heads=number, rngs=nnx.Rngs(0)))
+    return load_module(path, like)
 
 
 def check_medusa(path: str | os.PathLike[str]) -> None:
     """Refuses a directory that is no checkpoint of Medusa heads."""
     path, header = load_header(path)
-    if header.get("kind") != MEDUSA:
+    if header.get("kind") != KIND:
         raise ValueError(f"{path} has no Medusa heads")
 
 

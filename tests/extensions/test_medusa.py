@@ -15,7 +15,6 @@ from stree_jax.decoding.types import Context, Sampling
 from stree_jax.decoding.verifiers.rejection_sampling import try_children
 from stree_jax.decoding.verifiers.traversal import traverse
 from stree_jax.testing import randomised, tiny_model
-from stree_jax.tuning.heads import head_trace
 from stree_jax.tuning.search import acceptance, replay_tau
 from tests.decoding.test_lossless import NEW_TOKENS, PROMPTS, assert_same_tokens, decode
 from tests.decoding.test_same_key import ROWS, sample
@@ -137,7 +136,7 @@ def test_ranks_by_depth_give_the_tau_of_every_tree(temperature):
     options = dict(max_new_tokens=23, temperature=temperature, key=jax.random.key(0))
     request = plan(model, PROMPTS_24, **options)
     texts = st.generate(model, PROMPTS_24, **options)
-    trace = head_trace(model, drafter, request, list(texts.tokens), 6)
+    trace = drafter.rank_trace(model, request, list(texts.tokens), 6)
     assert trace.ranks[0].shape == (23, 3)
     for topology in (st.TreeTopology.chain(3), st.TreeTopology.from_branching((3, 2))):
         out = st.generate(model, PROMPTS_24, drafter=drafter, topology=topology, **options)

@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 
+from stree_jax import Tree
 from stree_jax.array_types import Array, Bool, Int
-from stree_jax.tree import Tree
 
 
 def chain_of(valid: Bool[Array, "B N"]) -> Tree:

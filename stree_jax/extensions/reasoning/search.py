@@ -20,9 +20,9 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-from stree_jax.decoding.options import check_int
+from stree_jax import Completion, Request, Scheduler
+from stree_jax.decoding import check_int
 from stree_jax.messages import shown
-from stree_jax.serving import Completion, Request, Scheduler
 
 GENERATOR, EVALUATOR = "generator", "evaluator"
 # A thought is what the generator wrote, in one or more parts; a state is a path of thoughts.

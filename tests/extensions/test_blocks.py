@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stree_jax.reasoning import World
+from stree_jax.extensions.reasoning import World
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "blocksworld"
 START = World.read(

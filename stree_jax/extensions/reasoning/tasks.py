@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stree_jax.extensions.reasoning.blocks import World
+from stree_jax.extensions.reasoning.search import Parts, Stage, State
 from stree_jax.messages import shown, shown_path
-from stree_jax.reasoning.blocks import World
-from stree_jax.reasoning.search import Parts, Stage, State
 
 
 class Question(NamedTuple):

@@ -13,10 +13,10 @@ from flax import nnx
 from tokenizers import decoders, models, pre_tokenizers
 
 import stree_jax as st
-from stree_jax import reasoning
 from stree_jax.decoding.types import Context, Prefix
-from stree_jax.reasoning import Blocksworld, CreativeWriting, Gsm8k, Stage
-from stree_jax.reasoning.tasks import Arrangement, Question
+from stree_jax.extensions import reasoning
+from stree_jax.extensions.reasoning import Blocksworld, CreativeWriting, Gsm8k, Stage
+from stree_jax.extensions.reasoning.tasks import Arrangement, Question
 from stree_jax.testing import perturbed, randomised, tiny_model
 
 DATA = Path(__file__).parents[3] / "shared" / "data"

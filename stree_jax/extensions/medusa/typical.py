@@ -8,10 +8,16 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
+from stree_jax import (
+    DraftTree,
+    Sampling,
+    TreeTopology,
+    Verdict,
+    sample_tokens,
+    token_log_probs,
+)
 from stree_jax.array_types import Array, Float32, Key
-from stree_jax.decoding.sampling import position_noise, sample_tokens, token_log_probs
-from stree_jax.decoding.types import DraftTree, Sampling, Verdict
-from stree_jax.tree import TreeTopology
+from stree_jax.decoding import position_noise
 
 
 @dataclasses.dataclass(frozen=True)

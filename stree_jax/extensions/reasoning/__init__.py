@@ -1,7 +1,7 @@
 """Tree-of-thoughts search through a scheduler, and the tasks of the SEED paper."""
 
-from stree_jax.reasoning.blocks import World
-from stree_jax.reasoning.search import (
+from stree_jax.extensions.reasoning.blocks import World
+from stree_jax.extensions.reasoning.search import (
     Stage,
     Task,
     Thought,
@@ -10,7 +10,7 @@ from stree_jax.reasoning.search import (
     interleaved,
     render,
 )
-from stree_jax.reasoning.tasks import (
+from stree_jax.extensions.reasoning.tasks import (
     TASKS,
     Arrangement,
     Blocksworld,

@@ -12,21 +12,26 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from stree_jax import (
+    Context,
+    DraftTree,
+    HybridLM,
+    Sampling,
+    TreeTopology,
+    Verdict,
+    token_log_probs,
+)
 from stree_jax.array_types import Array, Bool, Float, Float32, Int, Key
-from stree_jax.decoding.drafters.base import root_token
-from stree_jax.decoding.drafters.chains import chain_of
-from stree_jax.decoding.drafters.children import (
+from stree_jax.decoding import all_finite, prefill
+from stree_jax.decoding.drafters import (
     check_child_sampling,
     chosen_child_sampling,
+    root_token,
     shared_scores,
 )
-from stree_jax.decoding.prefill import prefill
-from stree_jax.decoding.sampling import all_finite, token_log_probs
-from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
+from stree_jax.extensions.hierarchical.chains import chain_of
 from stree_jax.messages import shown
-from stree_jax.models.cache import Cache, Path, Pending, empty_path, path_to
-from stree_jax.models.lm import HybridLM, check_model
-from stree_jax.tree import TreeTopology
+from stree_jax.models import Cache, Path, Pending, check_model, empty_path, path_to
 
 MAX_PATTERN = 16  # each letter is a call of a model in the program
 
@@ -92,6 +97,10 @@ class InterleavedDrafter(nnx.Module):
         self.small = small
         self.pattern = letters
         self._child_sampling = child_sampling
+
+    def models(self) -> list[HybridLM]:
+        """See `Drafter`."""
+        return [self.medium, self.small]
 
     def default_topology(self) -> TreeTopology:
         """A chain with a draft for each letter, the only tree that there is."""
