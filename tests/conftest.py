@@ -29,6 +29,14 @@ def _forget_programs():
     gc.collect()
 
 
+@pytest.fixture(scope="session")
+def tiny_pair(tmp_path_factory):
+    """Checkpoints of tiny models in the place of the embedded pair, with its tokenizer and tree."""
+    from tests.helpers import saved_pair
+
+    return saved_pair(tmp_path_factory.mktemp("demo"))
+
+
 def pytest_collection_modifyitems(items):
     if jax.default_backend() != "gpu":
         for item in items:

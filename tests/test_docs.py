@@ -12,7 +12,6 @@ import pallas_kernels
 import stree_jax as st
 from stree_jax.cli.main import app
 from stree_jax.convert import FAMILIES
-from tests.helpers import saved_pair
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -30,11 +29,6 @@ def python_blocks(page):
     return re.findall(
         rf"(?:^{NOT_RUN})?^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
     )
-
-
-@pytest.fixture(scope="module")
-def tiny_pair(tmp_path_factory):
-    return saved_pair(tmp_path_factory.mktemp("demo"))
 
 
 # docs/sharding.md needs 4 devices: tests/sharding/eight_devices.py runs it.

@@ -9,7 +9,6 @@ import warnings
 import jax
 import pytest
 
-import stree_jax as st
 from stree_jax.cli import cache
 
 
@@ -144,11 +143,11 @@ finally:
 """
 
 
-def generate(folder):
-    """Text, numbers of programs that were asked for and found, and the log level."""
-    command = [sys.executable, "-c", PROGRAM, "generate", st.demo_path("target"), "-p", "The cat"]
+def generate(pair, folder):
+    """The text, how many programs were requested and how many were cached, and the log level."""
+    command = [sys.executable, "-c", PROGRAM, "generate", pair / "target", "-p", "The cat"]
     result = subprocess.run(
-        [*command, "--max-new-tokens", "4", "--draft", st.demo_path("draft"), "--tree", "chain:2"],
+        [*command, "--max-new-tokens", "4", "--draft", pair / "draft", "--tree", "chain:2"],
         capture_output=True,
         text=True,
         timeout=300,
@@ -161,8 +160,8 @@ def generate(folder):
     return result.stdout.splitlines()[0], *found, counts["log"]
 
 
-def test_a_second_command_compiles_nothing(tmp_path):
-    text, asked, hits, _ = generate(tmp_path)
+def test_a_second_command_compiles_nothing(tiny_pair, tmp_path):
+    text, asked, hits, _ = generate(tiny_pair, tmp_path)
     entries = sorted(tmp_path.iterdir())
     assert len(entries) == asked - hits > 10
     assert sum(entry.name.startswith("jit_step-") for entry in entries) == 1
@@ -170,11 +169,11 @@ def test_a_second_command_compiles_nothing(tmp_path):
         entry.write_bytes(entry.read_bytes()[:100])
     for entry in entries[1::2]:
         entry.write_bytes(b"no program")
-    again, asked_again, hits_again, _ = generate(tmp_path)
+    again, asked_again, hits_again, _ = generate(tiny_pair, tmp_path)
     assert (again, asked_again) == (text, asked)
     assert hits_again == hits
     assert sorted(tmp_path.iterdir()) == entries
-    again, asked_again, hits_again, log = generate(tmp_path)
+    again, asked_again, hits_again, log = generate(tiny_pair, tmp_path)
     assert (again, asked_again) == (text, asked)
     assert hits_again == asked
     # XLA's false alarms are errors in its log.

@@ -1,7 +1,6 @@
-"""The installed command, in a process of its own."""
+"""The `stree-jax` command, most of it in this process: another takes seconds to import jax."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -16,47 +15,9 @@ from flax import nnx
 
 import stree_jax as st
 from stree_jax.cli.cache import MAX_BYTES
-from stree_jax.cli.main import main
 from stree_jax.cli.trees import parse_tree
 
 COMMAND = [str(Path(sys.executable).with_name("stree-jax"))]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _cache_of_the_tests(tmp_path_factory):
-    """Commands share compiled programs, but not with the user's own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STREE_JAX_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-def run_here(monkeypatch, *arguments):
-    """The command in this process, and its exit code."""
-    monkeypatch.setattr(sys, "argv", ["stree-jax", *map(str, arguments)])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    return exit_.value.code or 0
-
-
-@pytest.fixture
-def output(monkeypatch, capsys):
-    """What a command prints that runs in this process, which has imported all and is faster."""
-
-    def output(*arguments):
-        assert run_here(monkeypatch, *arguments) == 0
-        return capsys.readouterr().out
-
-    return output
-
-
-def run(*arguments, **options):
-    return subprocess.run(
-        [*COMMAND, *(a if isinstance(a, bytes) else str(a) for a in arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        **options,
-    )
 
 
 @pytest.mark.parametrize(
@@ -75,114 +36,54 @@ def test_tree_specifications(spec, tree):
     assert parse_tree(spec) == tree
 
 
-@pytest.mark.parametrize(
-    "spec", ["", "chain", "chain:x", "chain:1,2", "complete:2", "oak:3", "paper:Z"]
-)
-def test_malformed_tree_specifications_are_refused(spec):
-    with pytest.raises(ValueError, match=r"is not a tree: use chain:4|the paper's trees are"):
-        parse_tree(spec)
+def test_the_installed_command(tmp_path):
+    """In a process of its own: help, and an error in one line."""
 
+    def run(*arguments):
+        return subprocess.run(
+            [*COMMAND, *arguments], capture_output=True, text=True, timeout=300, cwd=tmp_path
+        )
 
-def test_help_and_tree():
     result = run("--help")
     assert result.returncode == 0
     for command in ("demo", "generate", "convert", "inspect", "train", "distill", "tree"):
         assert command in result.stdout
     assert f"up to {MAX_BYTES // 2**20} MiB. STREE_JAX_CACHE" in " ".join(result.stdout.split())
-    drawing = run("tree", "paper:A").stdout
+    result = run("generate", "nowhere", "-p", "x")
+    assert result.returncode == 2
+    assert_one_line(result.stderr, "no checkpoint at nowhere")
+
+
+def test_a_drawn_tree(output):
+    drawing = output("tree", "paper:A")
     assert "13 nodes, depth 4, width 3" in drawing
     assert drawing.startswith("0\n├─ 1\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["tree", "oak"], "'oak' is not a tree"),
-        (["generate", "nowhere", "-p", "x"], "no checkpoint at nowhere"),
-        (["generate", "{target}"], "give either --prompt TEXT, or --prompts FILE.jsonl"),
-        (["generate", "{target}", "-p", "x", "--prompts", "x"], "give either --prompt TEXT"),
-        (["generate", "{target}", "--prompts", "x"], "--prompts and --output come together"),
-        (["generate", "{target}", "--prompts", "x", "--output", "y"], "--prompts x cannot be read"),
-        (["generate", "{target}", "--prompts", "x", "--output", "y", "--lossy"], "for a --prompt"),
-        (["generate", "{target}", "-p", "x", "--top-p", "much"], "Invalid value for '--top-p'"),
-        (["frobnicate"], "No such command 'frobnicate'"),
-        (["tree", "complete:2,40"], "at most 4096 are possible"),
-        (["inspect", "nowhere"], "no checkpoint at nowhere"),
-        (["inspect", "a" * 5000], f"no checkpoint at {'a' * 297}...: File name too long"),
-        (["convert", "{draft}", "a" * 5000], f"{'a' * 290}"),
-        (["convert", "{target}", "{draft}"], "exists; choose another name"),
-        (["convert", "{target}", "out", "--to", "onnx"], "to must be one of"),
-        (["convert", "{target}", "out", "--dtype", "int8"], "float32 or bfloat16, got 'int8'"),
-        (["train", "nowhere.toml", "out"], "cannot read the recipe nowhere.toml"),
-        (["generate", "{target}", "-p", ""], "--prompt is empty"),
-        (["generate", "{target}", "-p", "x", "--draft", "{draft}", "--ngram"], "choose one"),
-        (["generate", "{target}", "-p", "x", "--medusa", "x", "--ngram"], "choose one"),
-        (
-            ["generate", "{target}", "-p", "x", "--ngram", "--tree", "budget:8,3"],
-            "only a draft model chooses the shape",
-        ),
-        (["generate", "{target}", "-p", "x", "--medusa", "{draft}"], "has no Medusa heads"),
-        (["medusa", "nowhere.toml", "{target}", "out"], "cannot read the recipe nowhere.toml"),
-        (["generate", "{target}", "-p", "x", "--dtype", "int8"], "float32 or bfloat16, got 'int8'"),
-        (["generate", "{target}", "-p", "x", "--temperature", "-1"], "temperature must be"),
-        (["generate", "{target}", "-p", "x", "--tree", "chain:2"], "needs a drafter"),
-        (["generate", "{target}", "-p", "x", "--sharpness", "2"], "give --tree budget:16,5 and"),
-        (["generate", "{target}", "-p", "x", "--max-new-tokens", "0"], "max_new_tokens must be"),
-        (
-            ["generate", "{target}", "-p", "x", "--max-new-tokens", f"{10**12}"],
-            "the limit is 16777216",
-        ),
-        (
-            ["generate", "{target}", "-p", "x", "--seed", f"{2**64}"],
-            "--seed must be from 0 to",
-        ),
-        (["generate", "{target}", "-p", b"caf\xe9"], "--prompt is not UTF-8"),
-        (["generate", "{target}", "-p", "x", "--mesh", "data=x"], "is not a mesh: use data=2"),
-        (["generate", "{target}", "-p", "x", "--mesh", "model=9999"], "is 9999 devices, and there"),
-        (["generate", "{target}", "-p", "x", "--distributed"], "--distributed goes with --mesh"),
-        (
-            ["generate", "{target}", "--prompts", "x", "--output", "y", "--mesh", "auto"],
-            "--mesh is for a --prompt",
-        ),
-        (["tree", "chain:4000"], "a tree of 4001 nodes and depth 4000 is too deep to draw"),
-    ],
-)
-def test_errors_are_one_line(arguments, message, tmp_path, monkeypatch, capsys):
-    """In this process: a new one takes seconds to import jax."""
-    paths = {"target": st.demo_path("target"), "draft": st.demo_path("draft")}
-    arguments = [os.fsdecode(a) if isinstance(a, bytes) else a.format(**paths) for a in arguments]
-    monkeypatch.setattr(sys, "argv", ["stree-jax", *arguments])
-    monkeypatch.setenv("STREE_JAX_CACHE", "off")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    assert exit_.value.code == 2
-    _assert_one_line(capsys.readouterr().err, message)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_error_of_the_installed_command_is_one_line(tmp_path):
-    result = run("generate", "nowhere", "-p", "x", cwd=tmp_path)
-    assert result.returncode == 2
-    _assert_one_line(result.stderr, "no checkpoint at nowhere")
-
-
-def _assert_one_line(text, message):
+def assert_one_line(text, message):
     assert text.startswith("stree-jax: error: ")
     assert message in text
     assert len(text.splitlines()) == 1
 
 
-def test_a_tokenizer_that_cannot_encode_is_one_line(tmp_path):
+def test_a_tokenizer_that_cannot_encode_is_one_line(tmp_path, tiny_pair, command):
     """It loads, but has no token for an unknown word."""
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
-    result = run("generate", st.demo_path("target"), "-p", "b", "--tokenizer", tmp_path)
-    assert result.returncode == 2
-    (line,) = result.stderr.splitlines()
-    assert line.startswith(f"stree-jax: error: the tokenizer of {tmp_path} cannot encode --prompt:")
+    code, _, error = command("generate", tiny_pair / "target", "-p", "b", "--tokenizer", tmp_path)
+    assert code == 2
+    assert_one_line(error, f"the tokenizer of {tmp_path} cannot encode --prompt:")
 
 
+@pytest.fixture
+def _listens_to_ctrl_c():
+    """A process inherits that its parent ignores Ctrl-C, as in the background of a script."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_listens_to_ctrl_c")
 @pytest.mark.parametrize("library", ["numpy", "jaxlib"])
 def test_ctrl_c_during_imports_is_quiet(library):
     command = [*COMMAND, "tree", "chain:2"]
@@ -197,26 +98,17 @@ def test_ctrl_c_during_imports_is_quiet(library):
     assert output == (b"", b"")
 
 
-def test_generate_streams_the_text_of_generate(output):
-    target, tokenizer = (
-        st.from_pretrained(st.demo_path("target")),
-        st.load_tokenizer(st.demo_path("target")),
-    )
-    prompt = "Question: Tom has 3 apples"
-    want = st.generate(
-        target,
-        [tokenizer.encode(prompt).ids],
-        max_new_tokens=24,
-        eos_token=target.config.eos_token,
-    )
-    text = tokenizer.decode(want.tokens[0, : want.lengths[0]].tolist())
-    common = ["generate", st.demo_path("target"), "-p", prompt, "--max-new-tokens", 24]
-    plain = run(*common)
-    assert plain.returncode == 0
-    assert plain.stdout.startswith(prompt + text)
-    count = int(want.lengths[0])
-    assert re.search(rf"{count} tokens, {count} target calls, .* tau 1\.00", plain.stdout)
-    drafted = output(*common, "--draft", st.demo_path("draft"), "--tree", "branching:2,1")
+def test_generate_streams_the_text_of_generate(tiny_pair, output):
+    path = tiny_pair / "target"
+    target, tokenizer = st.from_pretrained(path), st.load_tokenizer(path)
+    prompt = "Once"
+    want = st.generate(target, [tokenizer.encode(prompt).ids], max_new_tokens=24)
+    text = tokenizer.decode(want.tokens[0].tolist())
+    common = ["generate", path, "-p", prompt, "--max-new-tokens", 24]
+    plain = output(*common)
+    assert plain.startswith(prompt + text)
+    assert re.search(r"24 tokens, 24 target calls, .* tau 1\.00", plain)
+    drafted = output(*common, "--draft", tiny_pair / "draft", "--tree", "branching:2,1")
     assert drafted.startswith(prompt + text)
     assert "tau 1.00" not in drafted
     assert output(*common, "--ngram").startswith(prompt + text)
@@ -226,8 +118,8 @@ def records(path):
     return {record["line"]: record for record in map(json.loads, path.read_text().splitlines())}
 
 
-def test_a_file_of_prompts(tmp_path, monkeypatch, capsys):
-    """Bad lines are named and stop nothing; an interrupted run goes on; the texts are the same."""
+def test_a_file_of_prompts(tmp_path, tiny_pair, command, monkeypatch):
+    """Bad lines are named and stop nothing; an interrupted run resumes with the same texts."""
     monkeypatch.chdir(tmp_path)
     lines = [
         {"prompt": "Question: Tom has 3 apples"},
@@ -242,11 +134,11 @@ def test_a_file_of_prompts(tmp_path, monkeypatch, capsys):
     ]
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     Path("in.jsonl").write_text("\n".join([*texts, "", ""]))
-    target = st.demo_path("target")
+    target = tiny_pair / "target"
     common = ["generate", target, "--prompts", "in.jsonl", "--rows", 2, "--max-new-tokens", 7]
     common += ["--temperature", 0.8, "--output"]
-    assert run_here(monkeypatch, *common, "out.jsonl") == 1
-    shown = capsys.readouterr().out
+    code, shown, _ = command(*common, "out.jsonl")
+    assert code == 1
     for number, message in (
         (3, "not JSON"),
         (4, "the prompt is empty"),
@@ -269,11 +161,12 @@ def test_a_file_of_prompts(tmp_path, monkeypatch, capsys):
     out = st.generate(model, [tokens], max_new_tokens=7, temperature=0.8, key=key)
     assert done[1]["text"] == tokenizer.decode(out.tokens[0, : out.lengths[0]].tolist())
 
-    # Cut amid a line, as by a kill: the run goes on with what is missing.
+    # Cut within a line, as by a kill: the run resumes with what is missing.
     whole = (tmp_path / "out.jsonl").read_text()
     Path("out.jsonl").write_text(whole[: whole.index("\n") + 30])
-    assert run_here(monkeypatch, *common, "out.jsonl") == 1
-    assert "3 texts of " in (shown := capsys.readouterr().out)
+    code, shown, _ = command(*common, "out.jsonl")
+    assert code == 1
+    assert "3 texts of " in shown
     assert "1 were there before" in shown
     assert records(tmp_path / "out.jsonl") == done
 
@@ -284,19 +177,21 @@ def test_a_file_of_prompts(tmp_path, monkeypatch, capsys):
         ([*common, "nowhere/out.jsonl"], "the folder nowhere does not exist"),
         ([*common, "out.jsonl", "--top-k", -1], "top_k must be an integer, at least 0"),
     ):
-        assert run_here(monkeypatch, *arguments) == 2
-        _assert_one_line(capsys.readouterr().err, message)
+        code, _, error = command(*arguments)
+        assert code == 2
+        assert_one_line(error, message)
     Path("in.jsonl").write_text(json.dumps({"prompt": "another"}) + "\n")
-    assert run_here(monkeypatch, *common, "out.jsonl") == 2
-    _assert_one_line(capsys.readouterr().err, "has another prompt for line")
+    code, _, error = command(*common, "out.jsonl")
+    assert code == 2
+    assert_one_line(error, "has another prompt for line")
     assert records(tmp_path / "out.jsonl") == done
 
 
-def test_text_is_printed_as_it_is():
+def test_text_is_printed_as_it_is(tiny_pair, output):
     """No wrapping, markup, emoji codes or tab expansion."""
     prompt = "\ta[:100:] = [bold]x[/bold]  # " + "long " * 30
-    result = run("generate", st.demo_path("target"), "-p", prompt, "--max-new-tokens", 1)
-    assert result.stdout.startswith(prompt)
+    text = output("generate", tiny_pair / "target", "-p", prompt, "--max-new-tokens", 1)
+    assert text.startswith(prompt)
 
 
 def test_convert_and_inspect(tmp_path, monkeypatch, output):
@@ -322,35 +217,49 @@ def test_convert_and_inspect(tmp_path, monkeypatch, output):
         assert "can be loaded and converted" in shown
 
 
-def test_sampling_depends_on_the_seed_alone(output):
-    common = ["generate", st.demo_path("target"), "-p", "The", "--max-new-tokens", 16]
+def test_sampling_depends_on_the_seed_alone(tiny_pair, output):
+    common = ["generate", tiny_pair / "target", "-p", "The", "--max-new-tokens", 16]
     common += ["--temperature", 1, "--top-p", 0.9]
     first, other = (output(*common, "--seed", seed) for seed in (1, 2))
-    drafted = output(*common, "--seed", 1, "--draft", st.demo_path("draft"))
+    drafted = output(*common, "--seed", 1, "--draft", tiny_pair / "draft")
     assert "16 tokens, 16 target calls" not in drafted
     # Without the summary line, whose speed varies.
     text = [out.rsplit("16 tokens, ", 1)[0] for out in (first, other, drafted)]
     assert text[0] == text[2] != text[1]
 
 
-def test_demo():
-    result = run("demo", "--max-new-tokens", 24)
-    assert result.returncode == 0, result.stderr
-    line = json.loads(result.stdout.splitlines()[-1])
+def check_demo(text, methods):
+    line = json.loads(text.splitlines()[-1])
     report, best = line["demo"], line["best"]
-    tuned = parse_tree(f"@{st.demo_path('target').with_name('tree.json')}")
-    names = [] if tuned is None else [f"tuned tree of {tuned.num_nodes}"]
-    assert list(report) == ["autoregressive", "chain of 4", "tree of 13", *names]
+    assert list(report) == methods
     assert all(method["identical"] for method in report.values())
-    taus = [method["tau"] for method in report.values()]
-    assert taus[0] == 1 < taus[1] < taus[2]
     assert best["speed_up"] == report[best["method"]]["speed_up"]
     assert best["speed_up"] == max(method["speed_up"] for method in report.values())
-    assert "next token" in result.stdout
+    assert "next token" in text
+    return [method["tau"] for method in report.values()]
 
 
-def test_train(tmp_path):
+METHODS = ["autoregressive", "chain of 4", "tree of 13"]
+
+
+def test_demo_of_a_pair(tiny_pair, output):
+    pair = ["--target", tiny_pair / "target", "--draft", tiny_pair / "draft"]
+    taus = check_demo(output("demo", "--max-new-tokens", 8, *pair), METHODS)
+    assert taus[0] == 1 < taus[1] < taus[2]
+
+
+@pytest.mark.slow
+def test_demo_of_the_embedded_pair(output):
+    """Also with its tuned tree."""
+    tuned = parse_tree(f"@{st.demo_path('target').with_name('tree.json')}")
+    names = [] if tuned is None else [f"tuned tree of {tuned.num_nodes}"]
+    taus = check_demo(output("demo", "--max-new-tokens", 24), [*METHODS, *names])
+    assert taus[0] == 1 < taus[1] < taus[2]
+
+
+def test_train(tmp_path, output, monkeypatch):
     """Progress bar and checkpoint only; tests/training tests training itself."""
+    monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     (tmp_path / "text.txt").write_text(" ".join(rng.choice(["cat", "dog", "sun"], size=3000)))
     (tmp_path / "recipe.toml").write_text(
@@ -358,22 +267,19 @@ def test_train(tmp_path):
         "[training]\nsteps = 2\nbatch_size = 1\nsequence_length = 8\nsave_every = 1\n"
         "[[text]]\npath = 'text.txt'\n"
     )
-    result = run("train", "recipe.toml", "model", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert "2/2" in result.stdout
-    assert "step 1 of 2: loss" in result.stdout  # not a terminal
+    shown = output("train", "recipe.toml", "model")
+    assert "2/2" in shown
+    assert "step 1 of 2: loss" in shown  # not a terminal
     card = (tmp_path / "model" / "README.md").read_text()
     assert "Command: `stree-jax train recipe.toml model`" in card
 
     recipe = (tmp_path / "recipe.toml").read_text()
     start = recipe.index("[training]")
     (tmp_path / "heads.toml").write_text("[model]\nnum_heads = 2\n" + recipe[start:])
-    result = run("medusa", "heads.toml", "model", "heads", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert "2/2" in result.stdout
+    assert "2/2" in output("medusa", "heads.toml", "model", "heads")
     heads = st.load_medusa(tmp_path / "heads", st.from_pretrained(tmp_path / "model"))
     assert heads.num_heads == 2
     common = ["generate", "model", "-p", "cat dog", "--max-new-tokens", 5]
-    plain = run(*common, cwd=tmp_path)
-    drafted = run(*common, "--medusa", "heads", "--tree", "branching:2,1", cwd=tmp_path)
-    assert plain.stdout.splitlines()[0] == drafted.stdout.splitlines()[0], drafted.stderr
+    plain = output(*common)
+    drafted = output(*common, "--medusa", "heads", "--tree", "branching:2,1")
+    assert plain.splitlines()[0] == drafted.splitlines()[0]

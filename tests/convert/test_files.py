@@ -70,7 +70,7 @@ def test_a_full_disk(checkpoint, tmp_path, to):
     """Here: a limit on the size of files. The first line on stderr says so.
 
     Orbax's threads, which write native checkpoints, may print after it, and write into the partial
-    folder until the process ends; the next write removes what they leave.
+    folder until the process ends; the next write removes what they leave behind.
     """
     code = """
 import resource, signal, sys
@@ -93,8 +93,7 @@ stree_jax.cli.main.main()
     left = [entry.name for entry in tmp_path.iterdir() if "out" in entry.name]
     assert "out" not in left
     assert to == "native" or not left
-    code = "import stree_jax.cli.main; stree_jax.cli.main.main()"
-    subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True)
+    convert(checkpoint, tmp_path / "out", to=to)
     assert [entry.name for entry in tmp_path.iterdir() if "out" in entry.name] == ["out"]
 
 

@@ -102,30 +102,6 @@ def test_ops_run_where_their_arrays_are(default_is_a_gpu):
     assert small_replay(state=here).devices() == {default_is_a_gpu}
 
 
-def test_several_devices():
-    """A process of its own, with two CPU devices."""
-    code = (
-        "import jax, jax.numpy as jnp\n"
-        "from pallas_kernels import dispatch\n"
-        "first, second = jax.devices()\n"
-        "on_second = jax.device_put(jnp.ones(2), second)\n"
-        "assert dispatch.device_of(on_second) == second\n"
-        "mesh = jax.sharding.Mesh([first, second], 'x')\n"
-        "spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('x'))\n"
-        "both = jax.device_put(jnp.ones(2), spec)\n"
-        "assert dispatch.device_of(both) == first\n"
-        "with jax.default_device(second):\n"
-        "    assert dispatch.device_of(both) == second\n"
-        "with dispatch.on(on_second):\n"
-        "    assert dispatch.default_device() == first  # of the same kind\n"
-    )
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | flags
-    )
-    assert result.returncode == 0, result.stderr
-
-
 def test_unknown_implementations_are_refused():
     with pytest.raises(ValueError, match="'cuda'.*'xla'"):
         small_replay("cuda")
@@ -146,13 +122,33 @@ def test_without_triton_everything_but_pallas_works(monkeypatch):
         small_replay("pallas")
 
 
-def test_a_jax_without_triton_imports():
-    code = (
-        "import sys; sys.modules['jax.experimental.pallas.triton'] = None\n"
-        "import stree_jax\n"
-        "from pallas_kernels import dispatch\n"
-        "print(dispatch.explain())"
+CODE = """
+import sys
+sys.modules["jax.experimental.pallas.triton"] = None
+import stree_jax
+import jax, jax.numpy as jnp
+from pallas_kernels import dispatch
+print(dispatch.explain())
+
+first, second = jax.devices()
+on_second = jax.device_put(jnp.ones(2), second)
+assert dispatch.device_of(on_second) == second
+mesh = jax.sharding.Mesh([first, second], "x")
+spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+both = jax.device_put(jnp.ones(2), spec)
+assert dispatch.device_of(both) == first
+with jax.default_device(second):
+    assert dispatch.device_of(both) == second
+with dispatch.on(on_second):
+    assert dispatch.default_device() == first  # of the same kind
+"""
+
+
+def test_two_devices_and_a_jax_without_triton():
+    """In a process of its own."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(
+        [sys.executable, "-c", CODE], capture_output=True, text=True, env=os.environ | flags
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "has no Pallas-Triton backend" in result.stdout

@@ -67,6 +67,16 @@ def recipe_file(text):
     return file
 
 
+@pytest.fixture(scope="module")
+def trained(text):
+    """A target trained by the recipe, and the steps that were reported."""
+    file = text.with_name("trained.toml")
+    file.write_text(RECIPE)
+    path = text.with_name("target")
+    reports = train(Recipe.load(file), path, command="the command")
+    return path, [report.step for report in reports]
+
+
 def test_a_recipe_is_read(recipe_file, text):
     recipe = Recipe.load(recipe_file)
     assert recipe.training == Training(
@@ -160,7 +170,7 @@ def test_losses():
 
 
 def new_model():
-    return st.HybridLM(st.ModelConfig.tiny(), rngs=nnx.Rngs(0))
+    return st.HybridLM(st.ModelConfig.tiny(num_layers=1), rngs=nnx.Rngs(0))
 
 
 def loss(model, tokens, _):
@@ -291,10 +301,9 @@ def test_cast_keeps_the_scalars_of_the_ssm_in_float32():
     )
 
 
-def test_train_and_distill_write_checkpoints(recipe_file, tmp_path, monkeypatch):
-    recipe = Recipe.load(recipe_file)
-    target_path, draft_path = tmp_path / "target", tmp_path / "draft"
-    steps = [report.step for report in train(recipe, target_path, command="the command")]
+def test_train_and_distill_write_checkpoints(trained, recipe_file, tmp_path, monkeypatch):
+    recipe, draft_path = Recipe.load(recipe_file), tmp_path / "draft"
+    target_path, steps = trained
     assert steps == [1, 2, 3, 4, 5, 6]
     target = st.from_pretrained(target_path)
     assert target.config.eos_token == 0
@@ -327,7 +336,7 @@ def test_train_and_distill_write_checkpoints(recipe_file, tmp_path, monkeypatch)
     assert st.load_tokenizer(draft_path).to_str() == st.load_tokenizer(target_path).to_str()
     out = st.generate(target, [[5, 6]], max_new_tokens=4, drafter=st.ModelDrafter(draft))
     assert out.lengths.tolist() == [4]
-    # A finished run that is started again only rewrites its output.
+    # Restarting a finished run only rewrites its output.
     assert list(train(recipe, target_path, command="the command")) == []
 
     # Another recipe or another target is another run.
@@ -419,10 +428,11 @@ def test_the_loss_of_medusa_heads(tmp_path):
     assert losses[-1] < 0.97 * losses[0]
 
 
-def test_medusa_heads_are_trained_resumed_and_refused_with_another_target(tmp_path, recipe_file):
+def test_medusa_heads_are_trained_resumed_and_refused_with_another_target(
+    trained, tmp_path, recipe_file
+):
     """The target stays as it is; a run that was interrupted gives the same heads."""
-    target = tmp_path / "target"
-    list(train(Recipe.load(recipe_file), target, command=""))
+    target, _ = trained
     before = st.from_pretrained(target)
     text = RECIPE[RECIPE.index("[training]") :].replace("save_every", "generated = 0.5\nsave_every")
     recipe_file.write_text("[model]\nnum_heads = 2\n" + text)

@@ -22,10 +22,8 @@ from stree_jax.tuning import (
 
 PROMPTS = [[5, 9, 2, 30, 11], [3], [1, 2, 3, 4, 1, 2]]
 TREES = [
-    st.TreeTopology.chain(1),
-    st.TreeTopology.chain(4),
-    st.TreeTopology.from_parents([-1, 0, 1, 2, 0, 4, 2, 6, 7]),
-    st.TreeTopology.paper("A"),
+    (st.TreeTopology.chain(1), st.TreeTopology.paper("A")),
+    (st.TreeTopology.chain(4), st.TreeTopology.from_parents([-1, 0, 1, 2, 0, 4, 2, 6, 7])),
 ]
 
 
@@ -125,9 +123,11 @@ def traced(request):
     return drafter, options, rank_trace(drafter, made_by, written, 8, 37), made_by, written
 
 
-@pytest.mark.parametrize("topology", TREES, ids=lambda t: f"{t.num_nodes} nodes")
-def test_replay_is_decoding(topology, traced):
+@pytest.mark.parametrize("i", range(2))
+def test_replay_is_decoding(i, traced):
+    """Two trees greedily, and two others with shared noise."""
     drafter, options, trace, _, _ = traced
+    topology = TREES[options["temperature"] > 0][i]
     out = st.generate(tiny_model(), PROMPTS, drafter=drafter, topology=topology, **options)
     assert replay_tau(topology, trace) == pytest.approx(out.stats.tau, abs=1e-12)
 

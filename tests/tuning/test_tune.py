@@ -11,7 +11,7 @@ import pytest
 import stree_jax as st
 from stree_jax.cli.trees import parse_tree
 from stree_jax.testing import perturbed, tiny_model
-from stree_jax.tuning import SHARPNESS, Costs, tune
+from stree_jax.tuning import SHARPNESS, Costs, measure, tune
 from stree_jax.tuning.tuner import Candidate, _advice, _best
 
 PROMPTS = [[5, 9, 2], [3], [1, 2, 3, 4], [7, 8]]
@@ -23,17 +23,25 @@ def drafter(amount=0.05):
 
 @pytest.fixture(scope="module")
 def report():
-    steps = []
-    with pytest.warns(UserWarning, match="acceptance was measured on .* tokens"):
-        report = tune(
-            tiny_model(),
-            drafter(),
-            PROMPTS,
-            max_nodes=4,
-            max_depth=2,
-            max_new_tokens=24,
-            progress=lambda *step: steps.append(step),
-        )
+    """Of a tuner whose clock says 5 s for a call of a part, and 1 ms for each of its iterations."""
+    steps, timed = [], measure._timed
+
+    def fake(part, count):
+        assert timed(part, count) > 0
+        return 5.0 + 1e-3 * count
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "_timed", fake)
+        with pytest.warns(UserWarning, match="acceptance was measured on .* tokens"):
+            report = tune(
+                tiny_model(),
+                drafter(),
+                PROMPTS,
+                max_nodes=3,
+                max_depth=2,
+                max_new_tokens=12,
+                progress=lambda *step: steps.append(step),
+            )
     assert all(0 <= done <= total for _, done, total in steps)
     return report
 
@@ -47,9 +55,14 @@ def test_the_report_covers_no_draft_chains_and_trees(report):
     assert all(row.measured > 0 and row.spread >= 0 and row.speed_up > 0 for row in decoded)
     assert max(row.tau for row in decoded) > 1.5
     assert report.best in {row.topology for row in decoded}
-    assert report.num_traced == 48
+    assert report.num_traced == 24
+
+
+def test_costs_are_those_of_an_iteration(report):
+    """What a call costs besides its iterations cancels."""
     costs = report.costs
-    assert all(seconds > 0 for seconds in (*costs.target.values(), costs.first_level))
+    assert costs.target.keys() == {1, 2, 3}
+    assert [*costs.target.values(), costs.first_level] == pytest.approx([1e-3] * 4)
 
 
 def test_a_dynamic_tree_is_timed_but_is_not_the_best_tree(report):

@@ -1,0 +1,134 @@
+"""What the tables of all ops share: cases, budgets of errors, random trees, the check of a case."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+# The kernel itself runs on a GPU (`make test-gpu`), its interpreter everywhere.
+IMPLEMENTATIONS = ("xla", "pallas_interpret", "pallas")
+# Relative errors against float64. float32: sums of some hundred terms. bfloat16: rounding the
+# output. A state is float32, and the kernels split its products into two bfloat16 halves.
+OUTPUT = {False: 1e-6, True: 3e-3}
+STATE = {False: 1e-6, True: 5e-6}
+# dt * A beyond 1e3 has float32 spacing 6e-5, and an exponent is a difference of two such numbers.
+LARGE_STEPS = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One problem of an op. Its sizes, and what is special about its numbers, are attributes."""
+
+    name: str
+    sizes: tuple[tuple[str, Any], ...]
+
+    def __getattr__(self, name):
+        if name in (sizes := dict(object.__getattribute__(self, "sizes"))):
+            return sizes[name]
+        raise AttributeError(name)
+
+    def __str__(self):
+        return self.name
+
+    @property
+    def kind(self):
+        """The type of the arrays that may be small."""
+        return jnp.dtype(jnp.bfloat16 if self.bf16 else jnp.float32)
+
+    def but(self, **changes):
+        """The case with other sizes."""
+        assert changes.keys() <= dict(self.sizes).keys(), changes
+        return Case(self.name, tuple((dict(self.sizes) | changes).items()))
+
+
+def table(cases, **defaults):
+    """Cases by name: each has the defaults and its own changes to them."""
+    plain = Case("", tuple((defaults | {"bf16": False}).items()))
+    return {
+        name: dataclasses.replace(plain.but(**changes), name=name)
+        for name, changes in cases.items()
+    }
+
+
+class Budget(NamedTuple):
+    """How large the relative error of an output may be.
+
+    Attributes:
+        most: the limit of all implementations.
+        of_xla: the limit of a kernel relative to the error of XLA, which sums in another order;
+            None: the kernel has the first limit only.
+        floor: added to the second limit.
+    """
+
+    most: float
+    of_xla: float | None = None
+    floor: float = 1e-7
+
+
+class Op(NamedTuple):
+    """An op and its table.
+
+    Attributes:
+        cases: by name.
+        errors: takes a case and an implementation; the relative errors of the outputs against the
+            float64 reference by name. It asserts what must be exact. Cached.
+        budgets: takes a case; a `Budget` for each output.
+        implementations: all that the op has.
+    """
+
+    cases: dict[str, Case]
+    errors: Callable[[Case, str], dict[str, float]]
+    budgets: Callable[[Case], dict[str, Budget]]
+    implementations: tuple[str, ...] = IMPLEMENTATIONS
+
+    def check(self, case, implementation):
+        """Asserts that the outputs of a case are within their budgets."""
+        found, budgets = self.errors(case, implementation), self.budgets(case)
+        assert found.keys() == budgets.keys()
+        for name, (most, of_xla, floor) in budgets.items():
+            assert found[name] < most, name
+            if of_xla is not None:
+                assert found[name] <= of_xla * self.errors(case, "xla")[name] + floor, name
+
+
+def drawn(case, seed=0):
+    """A function that draws float64 arrays, exact in the case's type unless told another."""
+    rng = np.random.default_rng(seed)
+    small = ml_dtypes.bfloat16 if case.bf16 else np.float32
+
+    def draw(*shape, dtype=small):
+        return rng.normal(size=shape).astype(dtype).astype(np.float64)
+
+    return rng, draw
+
+
+def random_parents(rng, batch, nodes):
+    """A different random tree for each row."""
+    return np.array(
+        [[-1, *(int(rng.integers(0, i)) for i in range(1, nodes))] for _ in range(batch)]
+    )
+
+
+def ancestor_mask(parents):
+    """`[B, N, N]`, ancestors-or-self."""
+    batch, nodes = parents.shape
+    mask = np.zeros((batch, nodes, nodes), bool)
+    for b in range(batch):
+        for node in range(nodes):
+            if parents[b, node] >= 0:
+                mask[b, node] = mask[b, parents[b, node]]
+            mask[b, node, node] = True
+    return mask
+
+
+def relative_error(value, truth):
+    """Frobenius norm of the difference, relative to the truth's."""
+    truth = np.asarray(truth, np.float64)
+    return np.linalg.norm(np.asarray(value, np.float64) - truth) / np.linalg.norm(truth)
+
+
+def assert_finite(value):
+    assert np.isfinite(np.asarray(value, np.float32)).all()

@@ -1,0 +1,92 @@
+"""`tree_attention`, over caches that are empty, short, full and split."""
+
+import dataclasses
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.tree_attention import config, pallas_triton, xla
+from pallas_kernels.tree_attention.reference import tree_attention as reference
+from tests.cases import base
+from tests.cases.base import Budget, Op, relative_error
+
+SMALL = config.BlockSizes(rows=16, keys=16, splits=1, num_warps=4, num_stages=1)
+CASES = base.table(
+    {
+        "several blocks": {},
+        "splits": dict(splits=2),
+        "more splits than blocks": dict(lengths=(3, 0, 33), splits=3),
+        "no cache": dict(capacity=0, lengths=(0, 0)),
+        "a head a group": dict(heads=2, nodes=1),
+        "blocks of rows and of nodes": dict(heads=8, groups=1, nodes=21, lengths=(17,), splits=2),
+        "newest level": dict(nodes=20, queries=3, splits=2),
+        "a piece of a prompt": dict(nodes=37, lengths=(40, 0), causal=True),
+        "the end of a chain": dict(nodes=38, queries=37, causal=True),
+        "heads of several parts": dict(head_dim=48, splits=2),
+        "heads of several parts, not split": dict(head_dim=48, nodes=21, queries=4),
+        "heads of two equal parts": dict(head_dim=256, nodes=2, scale=1 / 16),
+        "wide heads in bf16": dict(head_dim=160, heads=2, splits=2, scale=0.08, bf16=True),
+        "sharp": dict(scale=20.0, splits=2),
+        "bf16": dict(bf16=True, splits=2),
+    },
+    nodes=5,
+    queries=None,
+    heads=4,
+    groups=2,
+    head_dim=16,
+    capacity=40,
+    lengths=(23, 40),
+    splits=1,
+    scale=0.25,
+    causal=False,
+)
+
+
+@functools.cache
+def inputs(case):
+    """On the device: queries, keys and values of the nodes and of the cache, lengths, mask."""
+    rng, draw = base.drawn(case)
+    batch, queries, head_dim = len(case.lengths), case.queries or case.nodes, case.head_dim
+    if case.causal:
+        parents = np.tile(np.arange(-1, case.nodes - 1), (batch, 1))
+    else:
+        parents = base.random_parents(rng, batch, case.nodes)
+    mask = base.ancestor_mask(parents)[:, case.nodes - queries :]
+    nodes = (batch, case.nodes, case.groups, head_dim)
+    cache = (batch, case.groups, case.capacity, head_dim)
+    shapes = ((batch, queries, case.heads, head_dim), nodes, nodes, cache, cache)
+    arrays = (jnp.asarray(draw(*shape), case.kind) for shape in shapes)
+    return (*arrays, jnp.asarray(case.lengths, jnp.int32), jnp.asarray(mask))
+
+
+@functools.cache
+def errors(case, implementation):
+    """XLA reads the whole cache at once, or in blocks, of which the last one is not whole."""
+    run = functools.partial(xla.tree_attention, scale=case.scale)
+    if "pallas" in implementation:
+        run = functools.partial(
+            pallas_triton.tree_attention,
+            scale=case.scale,
+            interpret=implementation == "pallas_interpret",
+            blocks=dataclasses.replace(SMALL, splits=case.splits),
+        )
+    block = 7 if implementation == "xla in blocks of 7" else xla._BLOCK
+    with mock.patch.object(xla, "_BLOCK", block):
+        got = jax.jit(run)(*inputs(case))
+    *exact, length, mask = arguments = inputs(case)
+    exact = [np.asarray(value, np.float64) for value in exact]
+    truth = reference(*exact, np.asarray(length), np.asarray(mask), scale=case.scale)
+    assert got.dtype == arguments[0].dtype
+    base.assert_finite(got)
+    return {"output": relative_error(got, truth)}
+
+
+def budgets(case):
+    # Scores of size s have float32 spacing 1e-7 s, and a weight is off by that factor.
+    return {"output": Budget(base.OUTPUT[case.bf16] * max(1.0, case.scale))}
+
+
+TREE_ATTENTION = Op(CASES, errors, budgets, (*base.IMPLEMENTATIONS, "xla in blocks of 7"))

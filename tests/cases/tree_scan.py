@@ -1,0 +1,192 @@
+"""`tree_scan`, `replay` and `replay_tree_scan` on one table, which convolutions share."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import replay, replay_tree_scan, tree_scan
+from pallas_kernels.tree_scan import reference
+from tests.cases import base
+from tests.cases.base import Budget, Op, relative_error
+
+CASES = base.table(
+    {
+        "root only": dict(nodes=1, replayed=1),
+        "two nodes": dict(nodes=2, groups=2, width=3),
+        "tree": {},
+        "newest level": dict(queries=3),
+        "newest node of many": dict(nodes=40, queries=1, heads=2),
+        "groups": dict(groups=2, head_dim=32),
+        "a group a head": dict(groups=4, width=2),
+        "padded nodes": dict(padded=5, replayed=17),
+        "blocks of nodes": dict(nodes=70, batch=1, heads=2),
+        "one row": dict(batch=1, state=32),
+        "three rows, one with an empty path": dict(batch=3, nodes=5),
+        "large time steps": dict(dt_scale=100.0),
+        "tiny time steps": dict(dt_scale=1e-4),
+        "bf16": dict(bf16=True),
+        "bf16, many nodes": dict(nodes=70, replayed=70, batch=1, heads=2, bf16=True),
+    },
+    batch=2,
+    nodes=13,
+    replayed=6,  # nodes of the tree before
+    queries=None,  # None: all nodes
+    heads=4,
+    head_dim=16,
+    state=16,
+    groups=1,
+    width=4,
+    dt_scale=1.0,
+    padded=0,  # nodes at the end that do not exist
+)
+
+
+class Inputs(NamedTuple):
+    """Float64 inputs that are exact in the case's type, and the trees they live on."""
+
+    x: np.ndarray
+    dt: np.ndarray
+    A: np.ndarray
+    B: np.ndarray
+    C: np.ndarray
+    D: np.ndarray
+    state: np.ndarray
+    conv_input: np.ndarray
+    conv_state: np.ndarray
+    conv_weight: np.ndarray
+    conv_bias: np.ndarray
+    parents: np.ndarray
+    mask: np.ndarray
+    last: np.ndarray  # of a path in each row
+    path: np.ndarray  # [B, N], which ends there
+
+
+@functools.cache
+def inputs(case, seed=0):
+    rng, draw = base.drawn(case, seed)
+    exact = functools.partial(draw, dtype=np.float32)
+    batch, nodes, heads, size = case.batch, case.nodes, case.heads, case.head_dim
+    parents = base.random_parents(rng, batch, nodes)
+    mask = base.ancestor_mask(parents) & (np.arange(nodes) < nodes - case.padded)
+    softplus = np.log1p(np.exp(exact(batch, nodes, heads))) * case.dt_scale
+    channels = heads * size + 2 * case.groups * case.state
+    # The deepest existing node of row 0, the root of row 1, the empty path of further rows.
+    last = np.array([mask[0, : nodes - case.padded].sum(-1).argmax(), 0, -1])[:batch]
+    path = mask[np.arange(batch), np.maximum(last, 0)] & (last >= 0)[:, None]
+    return Inputs(
+        x=draw(batch, nodes, heads, size),
+        dt=softplus.astype(np.float32).astype(np.float64),
+        A=-np.exp(exact(heads)).astype(np.float32).astype(np.float64),
+        B=draw(batch, nodes, case.groups, case.state),
+        C=draw(batch, nodes, case.groups, case.state),
+        D=exact(heads, size),
+        state=exact(batch, heads, size, case.state),
+        conv_input=draw(batch, nodes, channels),
+        conv_state=draw(batch, case.width - 1, channels),
+        conv_weight=draw(case.width, channels),
+        conv_bias=draw(channels),
+        parents=parents,
+        mask=mask,
+        last=last,
+        path=path,
+    )
+
+
+def previous(case):
+    """Inputs of the tree before, and the path that was accepted in it."""
+    return inputs(case.but(nodes=case.replayed, padded=0), seed=1)
+
+
+def on_device(case, values):
+    """The inputs in the types that models have them in; the C of the queries alone."""
+    exact = {name: jnp.asarray(getattr(values, name), jnp.float32) for name in ("dt", "A", "D")}
+    small = {name: jnp.asarray(getattr(values, name), case.kind) for name in ("x", "B", "C")}
+    first = case.nodes - (case.queries or case.nodes)
+    small["C"] = small["C"][:, first:]
+    others = {name: jnp.asarray(getattr(values, name)) for name in ("mask", "path")}
+    return exact | small | others | {"state": jnp.asarray(values.state, jnp.float32)}
+
+
+def named(values, names):
+    return [values[name] if isinstance(values, dict) else getattr(values, name) for name in names]
+
+
+REPLAYED, SCANNED = ("x", "dt", "B", "path"), ("x", "dt", "A", "B", "C", "D", "state", "mask")
+REFERENCE = (*SCANNED[:-1], "parents")
+
+
+def output_error(case, y, truth):
+    """Of the queries that exist. The others are finite."""
+    assert y.dtype == case.kind
+    base.assert_finite(y)
+    first = case.nodes - (case.queries or case.nodes)
+    exists = slice(first, case.nodes - case.padded)
+    return relative_error(y[:, : exists.stop - first], truth[:, exists])
+
+
+def state_error(state, truth, values, last):
+    """Rows with an empty path keep their state exactly."""
+    assert state.dtype == jnp.float32
+    for row in np.flatnonzero(last < 0):
+        np.testing.assert_array_equal(state[row], values.state[row])
+    return relative_error(state, truth)
+
+
+@functools.cache
+def scan_errors(case, implementation):
+    values = inputs(case)
+    run = jax.jit(functools.partial(tree_scan, implementation=implementation))
+    y = run(*named(on_device(case, values), SCANNED))
+    truth, _ = reference.tree_scan(*named(values, REFERENCE))
+    return {"y": output_error(case, y, truth)}
+
+
+@functools.cache
+def replay_errors(case, implementation):
+    values, names = inputs(case), ("x", "dt", "A", "B", "state", "path")
+    run = jax.jit(functools.partial(replay, implementation=implementation))
+    state = run(*named(on_device(case, values), names))
+    truth = reference.replay(*named(values, names))
+    return {"state": state_error(state, truth, values, values.last)}
+
+
+@functools.cache
+def fused_errors(case, implementation):
+    values, before = inputs(case), previous(case)
+    old = named(on_device(case.but(queries=None), before), REPLAYED)
+    run = jax.jit(functools.partial(replay_tree_scan, implementation=implementation))
+    y, state = run(*old, *named(on_device(case, values), SCANNED))
+    true_y, true_state = reference.replay_tree_scan(
+        *named(before, REPLAYED), *named(values, REFERENCE)
+    )
+    return {
+        "y": output_error(case, y, true_y),
+        "state": state_error(state, true_state, values, before.last),
+    }
+
+
+def scan_budgets(case):
+    factor = base.LARGE_STEPS if case.dt_scale > 1 else 1
+    return {"y": Budget(base.OUTPUT[case.bf16] * factor, 1.5)}
+
+
+def replay_budgets(case):
+    return {"state": Budget(base.STATE[case.bf16])}
+
+
+# `tree_scan` and `replay`, tested on all cases, are the same kernel: these cases have trees of
+# different sizes, several blocks, and states that both halves use.
+FUSED = (
+    *("root only", "newest level", "groups", "padded nodes", "blocks of nodes"),
+    *("three rows, one with an empty path", "large time steps", "bf16, many nodes"),
+)
+TREE_SCAN = Op(CASES, scan_errors, scan_budgets)
+REPLAY = Op(CASES, replay_errors, replay_budgets)
+REPLAY_TREE_SCAN = Op(
+    {name: CASES[name] for name in FUSED},
+    fused_errors,
+    lambda case: scan_budgets(case) | replay_budgets(case),
+)

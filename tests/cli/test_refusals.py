@@ -1,0 +1,98 @@
+"""What the command refuses, and how: one line on stderr, exit code 2, nothing written."""
+
+import os
+
+import pytest
+
+GENERATE = ["generate", "{target}", "-p", "x"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tree", "oak"], "'oak' is not a tree"),
+        (["generate", "nowhere", "-p", "x"], "no checkpoint at nowhere"),
+        (["generate", "{target}"], "give either --prompt TEXT, or --prompts FILE.jsonl"),
+        ([*GENERATE, "--prompts", "x"], "give either --prompt TEXT"),
+        (["generate", "{target}", "--prompts", "x"], "--prompts and --output come together"),
+        (["generate", "{target}", "--prompts", "x", "--output", "y"], "--prompts x cannot be read"),
+        (["generate", "{target}", "--prompts", "x", "--output", "y", "--lossy"], "for a --prompt"),
+        ([*GENERATE, "--top-p", "much"], "Invalid value for '--top-p'"),
+        (["frobnicate"], "No such command 'frobnicate'"),
+        (["tree", "complete:2,40"], "at most 4096 are possible"),
+        (["inspect", "nowhere"], "no checkpoint at nowhere"),
+        (["inspect", "a" * 5000], f"no checkpoint at {'a' * 297}...: File name too long"),
+        (["convert", "{draft}", "a" * 5000], f"{'a' * 290}"),
+        (["convert", "{target}", "{draft}"], "exists; choose another name"),
+        (["convert", "{target}", "out", "--to", "onnx"], "to must be one of"),
+        (["convert", "{target}", "out", "--dtype", "int8"], "float32 or bfloat16, got 'int8'"),
+        (["train", "nowhere.toml", "out"], "cannot read the recipe nowhere.toml"),
+        (["generate", "{target}", "-p", ""], "--prompt is empty"),
+        ([*GENERATE, "--draft", "{draft}", "--ngram"], "choose one"),
+        ([*GENERATE, "--medusa", "x", "--ngram"], "choose one"),
+        (
+            [*GENERATE, "--ngram", "--tree", "budget:8,3"],
+            "only a draft model chooses the shape",
+        ),
+        ([*GENERATE, "--medusa", "{draft}"], "has no Medusa heads"),
+        (["medusa", "nowhere.toml", "{target}", "out"], "cannot read the recipe nowhere.toml"),
+        ([*GENERATE, "--dtype", "int8"], "float32 or bfloat16, got 'int8'"),
+        ([*GENERATE, "--temperature", "-1"], "temperature must be"),
+        ([*GENERATE, "--tree", "chain:2"], "needs a drafter"),
+        ([*GENERATE, "--sharpness", "2"], "give --tree budget:16,5 and"),
+        ([*GENERATE, "--max-new-tokens", "0"], "max_new_tokens must be"),
+        (
+            [*GENERATE, "--max-new-tokens", f"{10**12}"],
+            "the limit is 16777216",
+        ),
+        (
+            [*GENERATE, "--seed", f"{2**64}"],
+            "--seed must be from 0 to",
+        ),
+        (["generate", "{target}", "-p", b"caf\xe9"], "--prompt is not UTF-8"),
+        ([*GENERATE, "--mesh", "data=x"], "is not a mesh: use data=2"),
+        ([*GENERATE, "--mesh", "model=9999"], "is 9999 devices, and there"),
+        ([*GENERATE, "--distributed"], "--distributed goes with --mesh"),
+        (
+            ["generate", "{target}", "--prompts", "x", "--output", "y", "--mesh", "auto"],
+            "--mesh is for a --prompt",
+        ),
+        (["tree", "chain:4000"], "a tree of 4001 nodes and depth 4000 is too deep to draw"),
+        (["tree", ""], "is not a tree: use chain:4"),
+        (["tree", "chain"], "is not a tree: use chain:4"),
+        (["tree", "chain:x"], "is not a tree: use chain:4"),
+        (["tree", "chain:1,2"], "is not a tree: use chain:4"),
+        (["tree", "complete:2"], "is not a tree: use chain:4"),
+        (["tree", "oak:3"], "is not a tree: use chain:4"),
+        (["tree", "paper:Z"], "the paper's trees are"),
+        (["tune-tree", "{target}"], "give either --draft DRAFT, --ngram or --medusa HEADS"),
+        (
+            ["tune-tree", "{target}", "--ngram", "--prompts", "nowhere.txt"],
+            "--prompts nowhere.txt cannot be read",
+        ),
+        (
+            ["tune-tree", "{target}", "--ngram", "--output", "nowhere/tree.json"],
+            "the folder nowhere does not exist",
+        ),
+        (
+            ["tune-tree", "{target}", "--ngram", "--prompts", "one.jsonl"],
+            'one.jsonl, line 2: not an object with a "prompt"',
+        ),
+        (
+            ["tune-tree", "{target}", "--ngram", "--max-nodes", "1"],
+            "max_nodes must be an integer, at least 2; got 1",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_refused(arguments, message, tiny_pair, command, tmp_path, monkeypatch):
+    paths = {name: tiny_pair / name for name in ("target", "draft")}
+    arguments = [os.fsdecode(a) if isinstance(a, bytes) else a.format(**paths) for a in arguments]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.jsonl").write_text('{"prompt": "Once"}\n[]\n')
+    code, _, error = command(*arguments)
+    assert code == 2
+    assert error.startswith("stree-jax: error: ")
+    assert message in error
+    assert len(error.splitlines()) == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["one.jsonl"]
