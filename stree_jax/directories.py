@@ -115,7 +115,9 @@ def _clean(work: Path, path: Path) -> None:
         shutil.rmtree(part, ignore_errors=True)
         with contextlib.suppress(OSError):
             part.unlink()  # a file or a link was replaced
-    shutil.rmtree(work, ignore_errors=True)
+    # After a failed save Orbax's threads may still write: the lock stays for the next writer.
+    if not (os.path.lexists(new) or os.path.lexists(old)):
+        shutil.rmtree(work, ignore_errors=True)
 
 
 @contextlib.contextmanager
