@@ -2,8 +2,6 @@
 
 import shutil
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from stree_jax import (
@@ -14,7 +12,9 @@ from stree_jax import (
     save_medusa,
     save_pretrained,
 )
-from stree_jax.testing import perturbed, random_model
+from stree_jax.testing import apply, perturbed, random_model
+
+__all__ = ["apply", "saved_pair", "with_weight"]
 
 
 def saved_pair(folder):
@@ -38,13 +38,3 @@ def with_weight(model, name, change):
     weight = getattr(copy, name)
     weight[...] = change(weight[...])
     return copy
-
-
-def apply(model, tokens):
-    """Logits of whole sequences, compiled once per model structure and shape."""
-    return _apply(model, jnp.asarray(tokens))
-
-
-@jax.jit
-def _apply(model, tokens):
-    return model(tokens)

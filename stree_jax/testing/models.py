@@ -1,14 +1,4 @@
-"""For tests of drafters and verifiers of your own: tiny models of every family.
-
-    import stree_jax as st
-    from stree_jax.testing import perturbed, tiny_model
-
-    model = tiny_model("falcon_h1 hybrid")
-    drafter = st.ModelDrafter(perturbed(model, 0.1))
-
-Their weights are random, in float32, and make every parameter matter: norms are not 1, D is not 1,
-time steps are lively, and logits are far from uniform.
-"""
+"""Tiny models of every family, with random weights."""
 
 import functools
 from typing import Any

@@ -1,0 +1,267 @@
+"""Exactness as one call: `assert_lossless` for tokens, `assert_same_distribution` for samples."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.decoding.drafters import Drafter
+from stree_jax.decoding.generate import Generation, generate
+from stree_jax.decoding.options import Plan, plan
+from stree_jax.decoding.sampling import filtered_logits, position_noise, token_log_probs
+from stree_jax.decoding.types import Sampling
+from stree_jax.decoding.verifiers import RejectionSampling, Traversal, Verifier
+from stree_jax.models.lm import HybridLM
+from stree_jax.tree import TreeTopology
+
+# Ragged: a prompt of one token, and one whose repetitions prompt lookup finds.
+PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
+
+
+def assert_lossless(
+    model: HybridLM,
+    drafter: Drafter,
+    *,
+    topology: TreeTopology | None = None,
+    verifier: str | Verifier | None = None,
+    temperatures: Sequence[float] = (0.0, 1.0),
+    prompts: Sequence[Sequence[int]] | None = None,
+    max_new_tokens: int = 24,
+    key: jax.Array | None = None,
+) -> list[Generation]:
+    """Asserts that drafts change nothing but the number of steps.
+
+    Tokens, lengths and the returned cache of every row must be those of autoregressive decoding
+    with the same key.
+
+    Args:
+        model: the target, in float32: other dtypes do not promise the same tokens.
+        drafter: the drafter under test, or the one whose drafts the verifier under test gets.
+        topology: the draft tree; None: the drafter's default.
+        verifier: as for `generate`. One that keeps the target's distribution and not its tokens is
+            refused above temperature 0.
+        temperatures: each is decoded with.
+        prompts: token ids of each row; None: three ragged prompts.
+        max_new_tokens: of each row. Enough for several steps, some of which accept nothing.
+        key: random key; None: `jax.random.key(0)`.
+
+    Returns:
+        What was generated at each temperature, so that a test can look at `stats`.
+
+    Raises:
+        AssertionError: rows differ. The message names row, position and both tokens, and says
+            whether the difference is a near tie, which another order of float32 sums explains, or
+            real.
+        ValueError: the arguments promise no equality, or `generate` refuses them.
+    """
+    if model.dtype != jnp.float32:
+        raise ValueError(
+            f"model has dtype {model.dtype}, and only float32 reproduces autoregressive decoding"
+            " token for token; build it with dtype='float32'"
+        )
+    size = model.config.vocab_size
+    prompts = [[t % size for t in row] for row in PROMPTS] if prompts is None else prompts
+    found = []
+    for temperature in temperatures:
+        options: dict[str, Any] = dict(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            key=jax.random.key(0) if key is None else key,
+        )
+        drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
+        request = plan(model, prompts, **options, **drafts)
+        if isinstance(request.decoder.verifier, RejectionSampling | Traversal):
+            raise ValueError(
+                f"verifier {request.decoder.verifier.name!r} keeps the target's distribution, not"
+                f" its tokens, at temperature {temperature}; test it with assert_same_distribution,"
+                " or pass verifier='target_only'"
+            )
+        want = generate(model, prompts, return_cache=True, **options)
+        got = generate(model, prompts, return_cache=True, **options, **drafts)
+        assert_same_text(model, request, got, want)
+        found.append(got)
+    return found
+
+
+def assert_same_text(model: HybridLM, request: Plan, got: Generation, want: Generation) -> None:
+    """Asserts that two generations of a request have the same tokens and caches.
+
+    `assert_lossless` for requests that were planned by hand, whose rows may have keys, temperatures
+    and filters of their own.
+
+    Args:
+        model: the target.
+        request: its prompts, keys and sampling explain a difference.
+        got, want: the generations; caches are compared if both have one.
+
+    Raises:
+        AssertionError: they differ; the message is that of `assert_lossless`.
+    """
+    for row, (a, b) in enumerate(zip(got.tokens, want.tokens, strict=True)):
+        if not np.array_equal(a, b):
+            raise AssertionError(_explained(model, request, row, a, b))
+    np.testing.assert_array_equal(got.lengths, want.lengths)
+    if got.cache is None or want.cache is None:
+        return
+    leaves = zip(jax.tree.leaves_with_path(got.cache), jax.tree.leaves(want.cache), strict=True)
+    for (path, mine), reference in leaves:
+        mine, reference = np.asarray(mine), np.asarray(reference)
+        np.testing.assert_allclose(
+            *(mine, reference),
+            rtol=1e-4,
+            atol=1e-5 * max(1.0, np.abs(reference).max()),
+            err_msg=f"same tokens, but another cache{jax.tree_util.keystr(path)}: a wrong replay?",
+        )
+
+
+def _explained(model: HybridLM, request: Plan, row: int, got: np.ndarray, want: np.ndarray) -> str:
+    """The first difference of a row, and whether a near tie explains it.
+
+    A sum of float32 depends on its order, and so on the number of nodes: two tokens whose scores
+    are closer than 1e-4 may swap. That is a failure still, but not of the algorithm.
+    """
+    at = int(np.flatnonzero(got != want)[0])
+    length = int(request.context.length[row])
+    text = [*np.asarray(request.context.tokens)[row, :length].tolist(), *want[:at].tolist()]
+    logits = apply(model, [text])[:, -1, : model.config.vocab_size].astype(jnp.float32)
+    temperature = float(request.sampling.temperature[row])
+    if temperature > 0:
+        sampling = jax.tree.map(lambda values: values[row][None], request.sampling)
+        start = jnp.array([at], jnp.int32)
+        noise = position_noise(request.keys[row][None], start, 0, logits.shape[-1])[:, 0]
+        logits = filtered_logits(logits, sampling) + noise
+    second, best = np.sort(np.asarray(logits[0]))[-2:]
+    near = best - second < 1e-4 / (temperature or 1.0)
+    return (
+        f"row {row}, new token {at}: {got[at]} for {want[at]};"
+        f" {'a near tie' if near else 'a real difference'}: the two best"
+        f" {'sums of logit and noise' if temperature else 'logits'} are {best:.6g} and {second:.6g}"
+        f" (temperature {temperature:g}, verifier {request.decoder.verifier.name!r})"
+    )
+
+
+def assert_same_distribution(
+    model: HybridLM,
+    drafter: Drafter | None,
+    *,
+    topology: TreeTopology | None = None,
+    verifier: str | Verifier | None = None,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    prompt: Sequence[int] = (1, 0, 2, 1, 0),
+    num_tokens: int = 2,
+    rows: int = 4096,
+    key: jax.Array | None = None,
+    error_probability: float = 1e-6,
+) -> Generation:
+    """Asserts that sampled texts have the model's own distribution.
+
+    One prompt is continued in many rows. For each length up to `num_tokens`, the frequencies of all
+    possible texts are compared with the probabilities that the model's logits give them. The bound
+    on the sum of their absolute differences is that of Weissman et al. (2003): with n rows and k
+    texts it is above `sqrt(2 (k ln 2 + ln(1 / p)) / n)` with probability p at most. So an exact
+    method fails with `error_probability` at most, whatever the number of rows; with a model of 6
+    tokens and the other defaults, a method is caught whose texts are off by more than 7 % in total
+    variation, or which gives a text that is impossible.
+
+    Args:
+        model: the target, with few tokens, such as `random_model(ModelConfig.tiny(vocab_size=6))`.
+        drafter: the drafter; None: autoregressive decoding.
+        topology, verifier, temperature, top_k, top_p: as for `generate`.
+        prompt: token ids that all rows continue.
+        num_tokens: new tokens of a row. A drafter that drafts nothing in its first step, such as
+            Medusa heads, needs one more.
+        rows: samples; the bound is smaller with more.
+        key: random key; None: `jax.random.key(0)`.
+        error_probability: of a failure although the distribution is right.
+
+    Returns:
+        What was generated, so that a test can assert that drafts were accepted.
+
+    Raises:
+        AssertionError: the distribution is another one.
+        ValueError: too many texts for the rows, or `generate` refuses the arguments.
+    """
+    size = model.config.vocab_size
+    bound = _bound(size**num_tokens, rows, error_probability / num_tokens)
+    if bound > 0.5:
+        raise ValueError(
+            f"{size} tokens make {size**num_tokens} texts of {num_tokens}: {rows} rows cannot tell"
+            " their distributions apart; use a model with fewer tokens, such as"
+            " random_model(ModelConfig.tiny(vocab_size=6)), or more rows"
+        )
+    out = generate(
+        model,
+        [list(prompt)] * rows,
+        max_new_tokens=num_tokens,
+        drafter=drafter,
+        topology=topology,
+        verifier=verifier,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        eos_token=(),
+        key=jax.random.key(0) if key is None else key,
+    )
+    prefixes = np.array([*itertools.product(range(size), repeat=num_tokens - 1)], np.int32)
+    sampling = Sampling(
+        jnp.full(len(prefixes), temperature, jnp.float32),
+        jnp.full(len(prefixes), min(top_k, size), jnp.int32),
+        jnp.full(len(prefixes), top_p, jnp.float32),
+    )
+    logits = apply(model, np.hstack([np.tile(prompt, (len(prefixes), 1)), prefixes]))
+    logits = logits[:, len(prompt) - 1 :, :size]  # after the prompt, and after each new token
+    next_token = np.exp(np.asarray(token_log_probs(logits, sampling), np.float64))
+    probabilities = np.ones(1)
+    for length in range(1, num_tokens + 1):
+        # Texts are in lexicographic order, so those with another prefix are so many rows apart.
+        after_prefix = next_token[:: size ** (num_tokens - length), length - 1]
+        probabilities = (probabilities[:, None] * after_prefix).ravel()
+        index = out.tokens[:, :length] @ size ** np.arange(length)[::-1]
+        frequencies = np.bincount(index, minlength=size**length) / rows
+        _compare(
+            frequencies.reshape((size,) * length),
+            probabilities.reshape((size,) * length),
+            rows,
+            error_probability / num_tokens,
+        )
+    return out
+
+
+def _compare(frequencies: np.ndarray, probabilities: np.ndarray, rows: int, error: float) -> None:
+    """Of texts of one length, with an axis for each token."""
+    impossible = np.argwhere((probabilities == 0) & (frequencies > 0))
+    if len(impossible):
+        raise AssertionError(
+            f"the new tokens {impossible[0].tolist()} were sampled, and their probability is 0"
+        )
+    differences = np.abs(frequencies - probabilities)
+    bound = _bound(frequencies.size, rows, error)
+    if differences.sum() > bound:
+        worst = np.unravel_index(differences.argmax(), differences.shape)
+        raise AssertionError(
+            f"texts of {frequencies.ndim} new tokens do not have the model's distribution: absolute"
+            f" differences sum to {differences.sum():.4f}, and the bound for {rows} rows is"
+            f" {bound:.4f}; the largest is at {[int(token) for token in worst]}, with frequency"
+            f" {frequencies[worst]:.4f} for {probabilities[worst]:.4f}"
+        )
+
+
+def _bound(texts: int, rows: int, error: float) -> float:
+    """What the sum of absolute differences exceeds with this probability at most (Weissman)."""
+    return math.sqrt(2 * (texts * math.log(2) + math.log(1 / error)) / rows)
+
+
+def apply(model: HybridLM, tokens: Any) -> jax.Array:
+    """Logits of whole sequences, compiled once for each structure of a model and each shape."""
+    return _apply(model, jnp.asarray(tokens, jnp.int32))
+
+
+@jax.jit
+def _apply(model: HybridLM, tokens: jax.Array) -> jax.Array:
+    return model(tokens)

@@ -1,0 +1,205 @@
+"""`stree_jax.testing` passes what is exact, and names what is not."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stree_jax as st
+from stree_jax.decoding.options import plan
+from stree_jax.testing import (
+    PROMPTS,
+    assert_lossless,
+    assert_same_distribution,
+    assert_same_text,
+    perturbed,
+    random_model,
+    tiny_model,
+)
+from stree_jax.testing.exactness import _bound
+from tests.helpers import with_weight
+
+CHAIN = st.TreeTopology.chain(3)
+SIX = st.ModelConfig.tiny(vocab_size=6, num_layers=1)
+
+
+def drafter(kind=st.ModelDrafter, **options):
+    return kind(perturbed(tiny_model(), 0.1), **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapped:
+    """A rule, and a change of its verdict or of its arguments."""
+
+    inner: st.Verifier
+    name: str = "wrapped"
+
+    def check(self, child_sampling, topology, *, temperature_is_zero):
+        self.inner.check(child_sampling, topology, temperature_is_zero=temperature_is_zero)
+
+    def verify(self, keys, draft, logits, sampling, noise, *, topology):
+        return self.inner.verify(keys, draft, logits, sampling, noise, topology=topology)
+
+
+@dataclasses.dataclass(frozen=True)
+class Replaces(Wrapped):
+    """Says one token for another."""
+
+    token: int = 0
+    by: int = 1
+
+    def verify(self, *arguments, **options):
+        verdict = super().verify(*arguments, **options)
+        token = jnp.where(verdict.next_token == self.token, self.by, verdict.next_token)
+        return verdict._replace(next_token=token)
+
+
+@dataclasses.dataclass(frozen=True)
+class Warmer(Wrapped):
+    """Samples at another temperature."""
+
+    def verify(self, keys, draft, logits, sampling, noise, *, topology):
+        return super().verify(keys, draft, logits / 2, sampling, noise, topology=topology)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unfiltered(Wrapped):
+    """Forgets top-k."""
+
+    def verify(self, keys, draft, logits, sampling, noise, *, topology):
+        sampling = dataclasses.replace(sampling, top_k=0 * sampling.top_k)
+        return super().verify(keys, draft, logits, sampling, noise, topology=topology)
+
+
+class Blind(st.ModelDrafter):
+    """Its nodes of depth 2 and more do not see their ancestor of depth 1."""
+
+    def propose(self, *arguments):
+        draft, state = super().propose(*arguments)
+        depth, mask = draft.tree.depth, draft.tree.ancestor_mask
+        mask &= ~((depth[:, :, None] >= 2) & (depth[:, None, :] == 1))
+        return draft._replace(tree=draft.tree._replace(ancestor_mask=mask)), state
+
+
+class Misreporting(st.ModelDrafter):
+    """Reports another distribution than the one it drew from."""
+
+    def propose(self, *arguments):
+        draft, state = super().propose(*arguments)
+        return draft._replace(log_probs=jnp.roll(draft.log_probs, 1, axis=-1)), state
+
+
+def test_exact_drafts_pass():
+    drafted = assert_lossless(tiny_model(), drafter(), topology=CHAIN, max_new_tokens=12)
+    assert len(drafted) == 2
+    assert all(out.stats.tau > 1 for out in drafted)
+
+
+def test_a_drafter_with_a_wrong_tree_is_named():
+    with pytest.raises(AssertionError, match=r"row \d, new token \d+: \d+ for \d+; a real diff"):
+        assert_lossless(tiny_model(), Blind(tiny_model()), topology=CHAIN, max_new_tokens=12)
+
+
+def test_differences_are_near_ties_or_real():
+    model = tiny_model()
+    want = st.generate(model, PROMPTS, max_new_tokens=12).tokens
+    token = int(want[1, 5])
+    other = (token + 1) % 37
+    same = with_weight(model, "head", lambda head: head.at[other].set(head[token]))
+    rule = Replaces(st.VERIFIERS["target_only"], token=token, by=other)
+    options = dict(topology=CHAIN, verifier=rule, max_new_tokens=12, temperatures=(0.0,))
+    with pytest.raises(AssertionError, match="a real difference: the two best logits") as real:
+        assert_lossless(model, drafter(), **options)
+    row, at, got, expected = map(int, re.findall(r"\d+", str(real.value))[:4])
+    assert (got, expected) == (other, token)
+    assert want[row, at] == token
+    assert token not in want[row, :at]
+    # The lower of two equal tokens is the best one.
+    token, other = sorted((token, other))
+    rule = Replaces(st.VERIFIERS["target_only"], token=token, by=other)
+    with pytest.raises(AssertionError, match=f"{other} for {token}; a near tie"):
+        assert_lossless(same, drafter(), **options | dict(verifier=rule))
+
+
+def test_another_cache_is_named():
+    model = tiny_model()
+    request = plan(model, PROMPTS, max_new_tokens=4)
+    out = st.generate(model, PROMPTS, max_new_tokens=4, return_cache=True)
+    assert_same_text(model, request, out, out)
+    wrong = dataclasses.replace(out, cache=jax.tree.map(lambda leaf: leaf + 1e-2, out.cache))
+    with pytest.raises(AssertionError, match=r"another cache\[0\].*a wrong replay"):
+        assert_same_text(model, request, wrong, out)
+
+
+def pair():
+    return random_model(SIX), random_model(SIX, 1)
+
+
+def test_exact_rules_have_the_models_distribution():
+    target, draft = pair()
+    tree = st.TreeTopology.from_branching((2, 1))
+    drafter = st.ModelDrafter(draft, child_sampling="iid")
+    out = assert_same_distribution(target, drafter, topology=tree, temperature=0.8, top_k=5)
+    assert out.stats.num_accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (Misreporting, {}, "do not have the model's distribution: absolute differences sum to"),
+        (st.ModelDrafter, dict(verifier=Warmer), "texts of 1 new tokens do not have the model's"),
+        (st.ModelDrafter, dict(verifier=Unfiltered, top_k=2), "were sampled, and their prob"),
+    ],
+)
+def test_other_distributions_are_named(kind, options, message):
+    target, draft = pair()
+    if "verifier" in options:
+        options = options | dict(verifier=options["verifier"](st.VERIFIERS["multi_step"]))
+    drafter = kind(draft, child_sampling="iid")
+    with pytest.raises(AssertionError, match=message):
+        assert_same_distribution(target, drafter, topology=st.TreeTopology.chain(2), **options)
+
+
+@pytest.mark.parametrize("texts", [2, 6, 36])
+def test_the_bound_is_one(texts):
+    """Of exact samples so few are above it, at probabilities that can be counted."""
+    rng, rows = np.random.default_rng(texts), 500
+    law = rng.dirichlet(np.ones(texts))
+    found = rng.multinomial(rows, law, size=20_000) / rows
+    distances = np.abs(found - law).sum(axis=1)
+    for error in (0.3, 0.05, 1e-3):
+        assert (distances > _bound(texts, rows, error)).mean() <= error
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: assert_lossless(tiny_model(dtype="bfloat16"), drafter()),
+            "model has dtype bfloat16, and only float32 .*; build it with dtype='float32'",
+        ),
+        (
+            lambda: assert_lossless(
+                tiny_model(), drafter(child_sampling="iid"), temperatures=(0.7,)
+            ),
+            "'multi_step' keeps the target's distribution.* 0.7; test it with assert_same_distr",
+        ),
+        (
+            lambda: assert_lossless(
+                tiny_model(), drafter(child_sampling="iid"), topology=CHAIN, temperatures=(1.0,)
+            ),
+            "'traversal' keeps the target's distribution, not its tokens",
+        ),
+        (
+            lambda: assert_same_distribution(tiny_model(), drafter()),
+            "37 tokens make 1369 texts of 2: 4096 rows cannot .* use a model with fewer tokens",
+        ),
+        (lambda: tiny_model("gpt"), "no tiny model 'gpt'; known: .*'plain'"),
+    ],
+)
+def test_refusals(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
