@@ -1,9 +1,11 @@
-"""What the benchmarks share: options, the machine, timing, memory, tables, plots, results."""
+"""Parts that all benchmarks share: options, machine, clock, memory, tables, plots, results."""
 
 import argparse
 import contextlib
 import datetime
+import functools
 import gc
+import itertools
 import json
 import os
 import platform
@@ -14,10 +16,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+import rich.table
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -27,10 +30,12 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"  # committed
-OUTPUT = Path("benchmark-results")  # of everybody's own runs; git ignores it
+OUTPUT = Path("benchmark-results")  # ignored by git
+
+Item = TypeVar("Item")
+Output = TypeVar("Output")
 
 
 def read_options(
@@ -39,15 +44,15 @@ def read_options(
     *,
     plots: bool = False,
 ) -> argparse.Namespace:
-    """Parses the command line, and checks before anything is measured what its end will need.
+    """Parses the command line; refuses what would keep the results from being written.
 
     Args:
         parser: gets the options `--output` and `--commit`.
-        arguments: None: those of the process.
-        plots: the benchmark plots its results.
+        arguments: of the command line; None: `sys.argv`.
+        plots: whether the benchmark needs matplotlib.
 
     Returns:
-        The options; `output` is the directory to write to, which exists.
+        The options; `output` is an existing directory for the results.
     """
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--output", type=Path, help=f"directory of the results; default: {OUTPUT}")
@@ -70,7 +75,7 @@ def read_options(
 
 
 def progress_bar() -> Progress:
-    """A bar with the time left, for the length of a `with`."""
+    """A bar with the time left, shown inside a `with` block."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -83,7 +88,7 @@ def progress_bar() -> Progress:
 
 
 def machine() -> dict[str, Any]:
-    """The machine, the versions and the commit of a result."""
+    """The machine, the versions and the commit, recorded with each result."""
     return {
         "device": jax.devices()[0].device_kind,
         "processor": _processor(),
@@ -112,7 +117,7 @@ def _commit() -> str | None:
 
 
 def device_name(where: Mapping[str, Any]) -> str:
-    """The device of `machine()` as part of a file name."""
+    """The device of `machine()`, for a file name."""
     return re.sub(r"\W+", "-", where["device"].lower()).strip("-")
 
 
@@ -134,8 +139,8 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Seconds of each call, in rounds, so that a slow moment of the machine affects all alike.
 
-    Each round has another order: what runs before a call changes its time by some 3 %. The
-    functions must be warm, and must block until their results are ready.
+    Each round has another order, because the call before changes the time of a call by some 3 %.
+    The functions must be compiled already, and must block until their results are ready.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
@@ -148,8 +153,41 @@ def interleaved(
     return seconds
 
 
+def timed(
+    title: str, ways: Mapping[str, Callable[[Item], Output]], items: Sequence[Item], rounds: int
+) -> tuple[dict[str, list[Output]], dict[str, np.ndarray]]:
+    """Runs every way on every item, first untimed, then interleaved item by item.
+
+    Args:
+        title: of the progress bar.
+        ways: functions of an item; they block until their output is ready.
+        items: prompts, keys, or one None.
+        rounds: number of timed calls for each way and item.
+
+    Returns:
+        By name, the outputs of the untimed calls, which compile, and seconds `[rounds, items]`.
+    """
+    with progress_bar() as progress:
+        task = progress.add_task(title, total=len(ways) * len(items) * (1 + rounds))
+
+        def advance() -> None:
+            progress.advance(task)
+
+        outputs: dict[str, list[Output]] = {name: [] for name in ways}
+        for name, way in ways.items():
+            for item in items:
+                outputs[name].append(way(item))
+                advance()
+        seconds = {name: np.zeros((rounds, len(items))) for name in ways}
+        for number, (column, item) in itertools.product(range(rounds), enumerate(items)):
+            calls = {name: functools.partial(way, item) for name, way in ways.items()}
+            for name, (taken,) in interleaved(calls, 1, advance).items():
+                seconds[name][number, column] = taken
+    return outputs, seconds
+
+
 def forget_programs() -> None:
-    """Frees compiled programs; jax ends without a word when a process has too many.
+    """Frees compiled programs; jax dies without a message when a process has too many.
 
     A CPU program has some 400 memory mappings, and Linux allows a process 65,530 in all.
     """
@@ -166,7 +204,7 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(cls, compiled: Any) -> "Memory":
-        """By the compiler's own account."""
+        """The compiler's memory analysis."""
         found = compiled.memory_analysis()
         results = found.output_size_in_bytes - found.alias_size_in_bytes
         return cls(found.argument_size_in_bytes, found.temp_size_in_bytes, results)
@@ -190,12 +228,12 @@ def write_json(name: str, results: Mapping[str, Any], directory: Path | None = N
 
 
 def save(name: str, doc: str, results: Mapping[str, Any], directory: Path) -> Path:
-    """Writes `<name>-<device>.json`, with the machine and the question that `doc` begins with.
+    """Writes `<name>-<device>.json` with the machine and the question, the first line of `doc`.
 
     Args:
         name: of the benchmark.
-        doc: the docstring of its module.
-        results: what it measured; its own `machine` comes first if it has one.
+        doc: docstring of the benchmark's module.
+        results: measured values, and the `machine` if it was recorded before the measurement.
         directory: the `output` of `read_options`.
     """
     head = {"question": doc.splitlines()[0], "machine": results.get("machine") or machine()}
@@ -203,7 +241,7 @@ def save(name: str, doc: str, results: Mapping[str, Any], directory: Path) -> Pa
 
 
 def conclude(name: str, *, passed: bool = True, **line: Any) -> None:
-    """Prints the last line of a benchmark, which is JSON; exit code 1 if its checks failed."""
+    """Prints a line of JSON, the last of a benchmark; exit code 1 if its checks failed."""
     print(json.dumps({name: line}))
     if not passed:
         raise SystemExit(1)
@@ -211,7 +249,7 @@ def conclude(name: str, *, passed: bool = True, **line: Any) -> None:
 
 @contextlib.contextmanager
 def plotted(path: Path, columns: int, width: float, height: float) -> Iterator[Any]:
-    """Axes of a figure (an array of them if there are `columns`), which is saved at the end."""
+    """The axes of a figure (an array of axes if `columns` > 1); saves it at the end."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -221,6 +259,46 @@ def plotted(path: Path, columns: int, width: float, height: float) -> Iterator[A
     yield axes
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+class Panel(NamedTuple):
+    """One of the plots of a figure.
+
+    Attributes:
+        x, y: labels of the axes.
+        lines: x and y values by label; labels that end in "T = 1" are dashed.
+        bars: heights by category, by label of the group.
+        log: logarithmic x axis.
+    """
+
+    x: str = ""
+    y: str = ""
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]] = {}
+    bars: Mapping[str, Mapping[str, float]] = {}
+    log: bool = False
+
+
+def draw(path: Path, panels: Sequence[Panel]) -> None:
+    """Draws panels side by side, as PNG."""
+    with plotted(path, len(panels), 5.5 * len(panels), 4.5) as figure:
+        for axes, panel in zip(np.atleast_1d(figure), panels, strict=True):
+            names = list(dict.fromkeys(name for group in panel.bars.values() for name in group))
+            for number, (label, group) in enumerate(panel.bars.items()):
+                offset = 0.8 * ((number + 0.5) / len(panel.bars) - 0.5)
+                at = [names.index(name) + offset for name in group]
+                axes.bar(at, [*group.values()], width=0.76 / len(panel.bars), label=label)
+            if names:
+                axes.axhline(1, color="black", linewidth=0.8)
+                axes.set_xticks(range(len(names)), names, rotation=60, ha="right")
+            for label, (xs, ys) in panel.lines.items():
+                style = "--" if label.endswith("T = 1") else "-"
+                axes.plot(xs, ys, style, marker="o", label=label)
+            if panel.log:
+                axes.set_xscale("log")
+                axes.set_xticks(xs, map(str, xs))
+                axes.minorticks_off()
+            axes.set(xlabel=panel.x, ylabel=panel.y, ylim=(0, None))
+            axes.legend(fontsize=8)
 
 
 def merged(
@@ -235,15 +313,50 @@ def merged(
     return [*(row for row in earlier if which(row) not in replaced), *new]
 
 
+class Table(NamedTuple):
+    """A table to print: a row for each record, and a format of a record for each column."""
+
+    title: str
+    records: Sequence[Mapping[str, Any]]
+    columns: Mapping[str, str]
+
+    def show(self) -> None:
+        """Prints the table."""
+        cells = [
+            [form.format_map(record) for form in self.columns.values()] for record in self.records
+        ]
+        print_table(self.title, [*self.columns], cells)
+
+
+class Found(NamedTuple):
+    """Findings of an experiment, so far.
+
+    Attributes:
+        results: records for the JSON file.
+        tables: printed at the end.
+        panels: of the plot.
+        wrong: methods that gave wrong tokens; the experiment fails if there are any.
+        notes: printed below the tables.
+        line: summary for the last line.
+    """
+
+    results: Mapping[str, Any]
+    tables: Sequence[Table]
+    panels: Sequence[Panel] = ()
+    wrong: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    line: Mapping[str, Any] = {}
+
+
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Prints a table; columns of numbers are right-aligned."""
-    table = Table(title=title)
+    table = rich.table.Table(title=title)
     for i, column in enumerate(columns):
         is_word = all(isinstance(row[i], str) and not row[i][:1].isdigit() for row in rows)
         table.add_column(column, justify="left" if is_word else "right")
     for row in rows:
         table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row))
     console = Console()
-    if not console.is_terminal:  # a log, which need not fit 80 columns
+    if not console.is_terminal:  # a log is not limited to 80 columns
         console = Console(width=200)
     console.print(table)

@@ -7,8 +7,7 @@ difference is reported with both tokens and the gap of their logits. A product o
 rows may be rounded differently: a gap below 1e-4 of the largest logit, or at temperature 1 below
 1e-3 in `log p + noise`, is a tie. Exit code 1 if any other token differs.
 
-A run may be interrupted: the same command goes on where it was, from `lossless.jsonl` in the output
-directory.
+A run may be interrupted: the same command resumes it from `lossless.jsonl` in the results.
 
     python -m benchmarks.lossless [--tokens 1000000] [--families Mamba-2 ...]
         [--output DIR | --commit]                   default: benchmark-results; benchmarks/results
@@ -32,15 +31,16 @@ from flax import nnx
 import stree_jax as st
 from benchmarks.cases.base import random_tree
 from benchmarks.common import conclude, machine, print_table, progress_bar, read_options, save
-from benchmarks.families import FAMILIES, noisy
-from stree_jax.decoding.options import buffer_size
+from benchmarks.families import FAMILIES
 from stree_jax.decoding.sampling import position_noise
+from stree_jax.testing import perturbed
 
 PROMPT_LENGTHS = (37, 5, 64, 1)
 ROWS = 16
 NEW_TOKENS = 64  # of a row
 TEMPERATURES = (0.0, 1.0)
 NUM_METHODS = 10
+NOISE = 0.02  # relative, on the draft's weights
 TIE = 1e-4  # of the largest logit
 SAMPLED_TIE = 1e-3  # of `log p + noise`
 TREES = {
@@ -65,7 +65,9 @@ def methods(model: st.HybridLM, draft: st.HybridLM) -> dict[str, dict[str, Any]]
             "topology": st.TreeTopology.from_branching((3, 2, 1)),
         },
         "Medusa heads": {"drafter": st.MedusaDrafter(model, heads)},
-        "two drafts in turns": {"drafter": st.InterleavedDrafter(draft, noisy(draft), "qqss")},
+        "two drafts in turns": {
+            "drafter": st.InterleavedDrafter(draft, perturbed(draft, NOISE, 1), "qqss")
+        },
         "cascade": {"drafter": st.CascadeDrafter(draft, st.NgramDrafter())},
     }
 
@@ -83,7 +85,7 @@ def check(
     are the first ones of rows that differ, and `right` is whether all of them are ties.
     """
     model = st.HybridLM(config, rngs=nnx.Rngs(0), implementation=implementation)
-    drafter = st.ModelDrafter(noisy(model))
+    drafter = st.ModelDrafter(perturbed(model, NOISE, 1))
     rng = np.random.default_rng(0)
     prompts = [rng.integers(config.vocab_size, size=size).tolist() for size in PROMPT_LENGTHS]
     decode = functools.partial(st.generate, model, prompts, max_new_tokens=tokens)
@@ -91,9 +93,7 @@ def check(
     rows = {}
     for name, topology in trees.items():
         out = decode(drafter=drafter, topology=topology)
-        found = (
-            first_difference(model, *texts) for texts in zip(prompts, want, out.tokens, strict=True)
-        )
+        found = map(functools.partial(first_difference, model), prompts, want, out.tokens)
         differences = [
             {"row": row} | difference for row, difference in enumerate(found) if difference
         ]
@@ -108,28 +108,38 @@ def check(
 
 
 def first_difference(
-    model: st.HybridLM, prompt: Sequence[int], want: Sequence[int], got: Sequence[int]
+    model: st.HybridLM,
+    prompt: Sequence[int],
+    want: np.ndarray,
+    got: np.ndarray,
+    temperature: float = 0.0,
+    key: jax.Array | None = None,
 ) -> dict[str, Any] | None:
-    """Where two greedy texts after a prompt differ first; None if they do not.
+    """The first difference of two texts after a prompt; None if they are equal.
 
-    The place, both tokens, and the gap of their logits relative to the largest one, from the model
-    run on prompt and common text as a sequence. Below `TIE` the gap is a tie.
+    The index, both tokens, and the gap of their scores, from the model run on prompt and common
+    text as a sequence. Scores are logits, relative to the largest one, and above temperature 0
+    `log p + noise`. A small gap is a tie.
     """
-    place = next(
-        (i for i, pair in enumerate(zip(want, got, strict=True)) if len({*pair}) > 1), None
-    )
-    if place is None:
+    if np.array_equal(want, got):
         return None
+    place = int(np.flatnonzero(np.asarray(want) != np.asarray(got))[0])
     tokens = [int(want[place]), int(got[place])]
     text = [*prompt, *map(int, want[:place])]
-    last = jax.jit(model)(jnp.asarray([text]))[0, -1, : model.config.vocab_size]
-    logits = np.asarray(last, np.float64)
-    gap = float(abs(np.subtract(*logits[tokens])) / np.max(np.abs(logits)))
-    return {"place": place, "tokens": tokens, "gap": gap, "tie": gap < TIE}
+    logits = jax.jit(model)(jnp.asarray([text]))[0, -1, : model.config.vocab_size]
+    if temperature == 0:
+        scores, limit = np.asarray(logits, np.float64), TIE
+        scores /= np.max(np.abs(scores))
+    else:
+        noise = position_noise(key[None], jnp.array([place]), 0, len(logits))[0, 0]
+        scores = np.asarray(jax.nn.log_softmax(logits / temperature) + noise)
+        limit = SAMPLED_TIE
+    gap = float(abs(np.subtract(*scores[tokens])))
+    return {"place": place, "tokens": tokens, "gap": gap, "tie": gap < limit}
 
 
 class Work(NamedTuple):
-    """A piece of a run: all rounds of one method with one model at one temperature."""
+    """All rounds of one method with one model at one temperature."""
 
     family: str
     temperature: float
@@ -137,10 +147,10 @@ class Work(NamedTuple):
 
 
 def run(families: Sequence[str], rounds: int, done: set[Work]) -> Iterator[dict[str, Any]]:
-    """Compares whatever is not done; yields one row for each piece of work."""
+    """Compares what is not in `done`; yields a row for each piece of work."""
     for family, temperature in itertools.product(families, TEMPERATURES):
         model = st.HybridLM(FAMILIES[family], rngs=nnx.Rngs(0))
-        ways = methods(model, noisy(model))
+        ways = methods(model, perturbed(model, NOISE, 1))
         left = [name for name in ways if Work(family, temperature, name) not in done]
         if left:
             batches = [
@@ -152,11 +162,11 @@ def run(families: Sequence[str], rounds: int, done: set[Work]) -> Iterator[dict[
             row = compared(model, ways[name], batches, plain)
             seconds = time.perf_counter() - began
             yield Work(family, temperature, name)._asdict() | row | {"seconds": round(seconds, 2)}
-        jax.clear_caches()  # a family's programs are of no use to the next
+        jax.clear_caches()  # the next family shares no program
 
 
 class Batch(NamedTuple):
-    """Prompts of a round and the options that all methods share."""
+    """Prompts of a round and options of all methods."""
 
     prompts: list[list[int]]
     options: dict[str, Any]
@@ -194,7 +204,11 @@ def compared(
         same = np.cumprod(out.tokens == want, axis=1).sum(axis=1)  # up to the first difference
         tokens += int(np.minimum(same + 1, NEW_TOKENS).sum())
         for row in np.flatnonzero(same < NEW_TOKENS):
-            found = difference(model, each, int(row), want[row], out.tokens[row])
+            temperature, key = each.options["temperature"], each.options["key"][row]
+            found = first_difference(
+                model, each.prompts[row], want[row], out.tokens[row], temperature, key
+            )
+            assert found is not None  # a row that differs
             differences.append({"round": number, "row": int(row)} | found)
     return {
         "tokens": tokens,
@@ -203,45 +217,6 @@ def compared(
         "differences": differences,
         "right": all(each["tie"] for each in differences),
     }
-
-
-def difference(
-    model: st.HybridLM, each: Batch, row: int, want: np.ndarray, got: np.ndarray
-) -> dict[str, Any]:
-    """Where two texts of a row differ first, both tokens, and how far they are apart."""
-    prompt, temperature = each.prompts[row], each.options["temperature"]
-    if temperature == 0:
-        found = first_difference(model, prompt, want, got)
-        assert found is not None  # a row that differs
-        return found
-    place = int(np.flatnonzero(want != got)[0])
-    both = (int(want[place]), int(got[place]))
-    text, key = [*prompt, *want[:place].tolist()], each.options["key"][row]
-    apart = gap(model, text, place, key, temperature, both)
-    return {"place": place, "tokens": [*both], "gap": apart, "tie": apart < SAMPLED_TIE}
-
-
-def gap(
-    model: st.HybridLM,
-    text: list[int],
-    emitted: int,
-    key: jax.Array,
-    temperature: float,
-    tokens: tuple[int, int],
-) -> float:
-    """Difference of two tokens' `log p + noise` after a text with so many emitted tokens."""
-    padded = np.zeros((1, buffer_size(len(text))), np.int32)
-    padded[0, : len(text)] = text
-    logits, _ = _prefill(model, jnp.asarray(padded), jnp.array([len(text)], jnp.int32))
-    vocab_size = model.config.vocab_size
-    noise = position_noise(key[None], jnp.array([emitted]), 0, vocab_size)[0]
-    scores = np.asarray(jax.nn.log_softmax(logits[0, :vocab_size] / temperature) + noise)
-    return float(abs(scores[tokens[0]] - scores[tokens[1]]))
-
-
-@jax.jit
-def _prefill(model: st.HybridLM, tokens: jax.Array, lengths: jax.Array) -> Any:
-    return model.prefill(tokens, lengths)
 
 
 class State:
@@ -272,7 +247,7 @@ class State:
             file.write(json.dumps(row) + "\n")
 
     def done(self) -> set[Work]:
-        """What need not be run again."""
+        """Pieces of work that need not be run again."""
         return {Work(*(row[field] for field in Work._fields)) for row in self.rows}
 
 

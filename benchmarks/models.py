@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import stree_jax as st
 from benchmarks.prompts import load_prompts
 
 RANDOM_NOTE = "random weights: only time and memory mean anything, acceptance does not"
-# As wide as mamba2-130m, with fewer layers and words: a run takes minutes on two CPU cores.
+# As wide as mamba2-130m, with fewer layers and a smaller vocabulary: minutes on two CPU cores.
 SMALL = st.ModelConfig.mamba2_lm(4096, 768, 8)
 SMALL_DRAFT = st.ModelConfig.mamba2_lm(4096, 256, 2)
 
@@ -63,11 +64,11 @@ class Pair(NamedTuple):
     trained: bool
 
     def note(self) -> str:
-        """Whether its acceptance means anything."""
+        """Whether acceptance is that of trained models."""
         return "trained weights: acceptance is real" if self.trained else RANDOM_NOTE
 
     def settings(self) -> dict[str, Any]:
-        """What the results of a benchmark say about it."""
+        """Name, dtype and prompts, for the results of a benchmark."""
         return {
             "pair": self.name,
             "note": self.note(),
@@ -76,14 +77,26 @@ class Pair(NamedTuple):
         }
 
 
-def embedded_pair(num_prompts: int, prompt_tokens: int = 64) -> Pair:
+def embedded_pair(num_prompts: int, prompt_tokens: int | None = 64) -> Pair:
     """The trained pair of the package; prompts are cut to `prompt_tokens`, for one program."""
-    tokenizer = st.load_tokenizer(st.demo_path("target"))
+    return loaded_pair(
+        st.demo_path("target"), st.demo_path("draft"), "embedded pair", num_prompts, prompt_tokens
+    )
+
+
+def loaded_pair(
+    target: str | Path, draft: str | Path, name: str, num_prompts: int, prompt_tokens: int | None
+) -> Pair:
+    """A pair of checkpoints, and prompts cut to `prompt_tokens` if that is not None."""
+    from stree_jax.convert import find  # GPU sessions run in a checkout without it
+
+    target = find(target)
+    tokenizer = st.load_tokenizer(target)
     source, texts = load_prompts(num_prompts)
     return Pair(
-        name="embedded pair",
-        target=st.from_pretrained(st.demo_path("target")),
-        draft=st.from_pretrained(st.demo_path("draft")),
+        name=name,
+        target=st.from_pretrained(target),
+        draft=st.from_pretrained(draft),
         prompts=[tokenizer.encode(text).ids[:prompt_tokens] for text in texts],
         source=source,
         trained=True,
@@ -104,17 +117,12 @@ def random_pair(
     )
 
 
-def add_pair_options(parser: argparse.ArgumentParser) -> None:
-    """Options that `chosen_pair` reads."""
-    parser.add_argument(
-        "--pair", choices=("embedded", "random"), default="random" if on_gpu() else "embedded"
-    )
-    parser.add_argument("--target", help="preset of a random pair")
-    parser.add_argument("--draft", help="preset of a random pair")
-
-
 def chosen_pair(options: argparse.Namespace, num_prompts: int) -> Pair:
-    """The embedded pair, or random weights in the shapes of two presets."""
+    """The pair that the options `PAIR` or `CHECKPOINTS` name; the embedded one by default."""
+    if "name" in options:  # of `CHECKPOINTS`
+        if options.target is None:
+            return embedded_pair(num_prompts, None)
+        return loaded_pair(options.target, options.draft, options.name, num_prompts, None)
     if options.pair == "embedded":
         return embedded_pair(num_prompts)
     small = "small" if not on_gpu() else None

@@ -1,12 +1,14 @@
-"""Verify steps in a loop on the device, so that Python is not timed."""
+"""Verify steps in a loop on the device, so that Python is not timed, and the time of a step."""
 
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 import stree_jax as st
+from benchmarks.common import Panel, summary, timed
 from pallas_kernels import dispatch
 from pallas_kernels.numerics import best_of
 from stree_jax.models.cache import path_to
@@ -37,3 +39,51 @@ def run_steps(
     carry = (tokens, pending, model.init_cache(batch, max_length))
     unroll = 1 if dispatch.device_obstacle() else min(2, count)  # as the decode loop
     return jax.lax.fori_loop(0, count, step, carry, unroll=unroll)[0]
+
+
+TREES = {
+    tree.num_nodes: tree
+    for tree in (*map(st.TreeTopology.chain, (0, 1, 4)), *map(st.TreeTopology.paper, "AB"))
+}
+COLUMNS = {"model": "{model}"} | {
+    f"{nodes} nodes": f"{{milliseconds_by_nodes[{nodes}][median]:.2f}}"
+    f" ({{relative_to_one_node[{nodes}]:.1f}})"
+    for nodes in TREES
+}
+
+
+def time_of_calls(name: str, model: st.HybridLM, count: int, rounds: int = 5) -> dict[str, Any]:
+    """Milliseconds of a target call by number of nodes; `count` calls in a timed run."""
+
+    def run(topology: st.TreeTopology, _: None) -> None:
+        run_steps(model, topology, count).block_until_ready()
+
+    ways = {nodes: functools.partial(run, tree) for nodes, tree in TREES.items()}
+    seconds = timed(f"target call, {name}", ways, [None], rounds)[1]
+    milliseconds = {
+        nodes: summary((1e3 * taken[:, 0] / count).tolist()) for nodes, taken in seconds.items()
+    }
+    return {
+        "model": name,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model))),
+        "milliseconds_by_nodes": milliseconds,
+        "relative_to_one_node": {
+            nodes: value["median"] / milliseconds[1]["median"]
+            for nodes, value in milliseconds.items()
+        },
+    }
+
+
+def step_panel(steps: list[dict[str, Any]]) -> Panel:
+    """The cost of a tree by its number of nodes."""
+    return Panel(
+        "tree nodes",
+        "time of a target call, one node = 1",
+        {
+            step["model"]: (
+                [*step["relative_to_one_node"]],
+                [*step["relative_to_one_node"].values()],
+            )
+            for step in steps
+        },
+    )

@@ -1,7 +1,8 @@
 """A generation compiled ahead of time: its memory is known, and Python is not timed."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import stree_jax as st
-from benchmarks.common import Memory
+from benchmarks.common import Memory, timed
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.types import DecodeState
@@ -20,8 +21,8 @@ class Program:
 
     Args:
         model: the target.
-        prompts: of one batch.
-        **options: of `stree_jax.generate`; rows run to `max_new_tokens`, past any end token.
+        prompts: token ids of each row of the batch.
+        **options: those of `stree_jax.generate`; rows run to `max_new_tokens`, past any end token.
     """
 
     def __init__(self, model: st.HybridLM, prompts: Sequence[Sequence[int]], **options: Any):
@@ -36,7 +37,7 @@ class Program:
         self.memory = Memory.of(self._run)
 
     def start(self, prompts: Sequence[Sequence[int]], key: jax.Array | None = None) -> DecodeState:
-        """The state after reading these prompts; `run` does not consume it."""
+        """The state after the prefill of these prompts; `run` does not consume it."""
         p = plan(self._model, prompts, **(self._options | ({} if key is None else {"key": key})))
         return p.decoder.start(self._model, p.drafter, p.context, p.keys)
 
@@ -44,8 +45,8 @@ class Program:
         """Runs the whole generation and blocks. The loop donates a copy of the state.
 
         Args:
-            state: from `start`.
-            temperature: instead of the request's; above 0, as the request's must be.
+            state: a result of `start`.
+            temperature: replaces the request's temperature; both must be above 0.
         """
         p = self._plan
         sampling = p.sampling
@@ -60,6 +61,22 @@ class Program:
 @jax.jit
 def _copied(state: DecodeState) -> DecodeState:
     return jax.tree.map(jnp.copy, state)
+
+
+def timed_programs(
+    title: str,
+    programs: Mapping[str, Program],
+    starts: Mapping[str, Sequence[DecodeState]],
+    rounds: int,
+    temperature: float | None = None,
+) -> tuple[dict[str, list[DecodeState]], dict[str, np.ndarray]]:
+    """`timed` for programs: by name, the final states and seconds `[rounds, starts]`."""
+
+    def decode(name: str, number: int) -> DecodeState:
+        return programs[name].run(starts[name][number], temperature)
+
+    ways = {name: functools.partial(decode, name) for name in programs}
+    return timed(title, ways, range(len(next(iter(starts.values())))), rounds)
 
 
 def new_tokens(state: DecodeState, before: DecodeState) -> list[list[int]]:

@@ -1,42 +1,24 @@
-"""How much time and memory does packing the tree save in a whole generation (STree, table 1)?
-
-Beam trees of M beams and N steps, greedy. The same drafts are verified packed, and unrolled into a
-row per leaf; the tokens of both are checked against autoregressive decoding. The unrolled batch has
-as many rows as the widest tree of the run has leaves, which an engine would not know in advance:
-the comparison favours it. Memory is the temporary memory of the compiled loop, without weights and
-caches.
-
-    python -m benchmarks.packed [--pair embedded|random] [--beams 2 3 4 5] [--steps 4 8 16]
-"""
+"""Packed trees against unrolled paths, in whole generations. The experiment `benchmarks.packed`."""
 
 import argparse
 import itertools
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.progress import track
 
 import stree_jax as st
-from benchmarks.common import (
-    conclude,
-    interleaved,
-    machine,
-    plotted,
-    print_table,
-    read_options,
-    save,
-    summary,
-)
-from benchmarks.models import Pair, add_pair_options, chosen_pair, num_bytes, on_gpu
-from benchmarks.paper.generation import Program, new_tokens, tau
+from benchmarks.common import Found, Panel, Table, summary
+from benchmarks.methods import lines
+from benchmarks.models import Pair, chosen_pair, num_bytes, on_gpu
+from benchmarks.paper.generation import Program, new_tokens, tau, timed_programs
 from benchmarks.paper.unrolled import UnrolledLM
 
 
 class CountedLeaves(NamedTuple):
-    """A drafter's state, and the numbers of leaves of the trees it has drafted."""
+    """A drafter's state, and numbers of leaves of its trees so far."""
 
     inner: Any
     most: jax.Array  # [B]
@@ -69,7 +51,7 @@ class Comparison:
 
     Args:
         pair: target, draft and prompts, which are decoded one at a time.
-        tokens: to generate after each prompt.
+        tokens: number of new tokens after each prompt.
     """
 
     def __init__(self, pair: Pair, tokens: int):
@@ -79,142 +61,82 @@ class Comparison:
         self._want = [new_tokens(plain.run(s), s) for s in (plain.start([p]) for p in pair.prompts)]
 
     def measure(self, num_beams: int, num_steps: int, rounds: int) -> dict[str, Any]:
-        """Speed and memory with beam trees, packed and unrolled interleaved.
-
-        Args:
-            num_beams, num_steps: of the tree.
-            rounds: times that all prompts are decoded.
-        """
-        pair = self._pair
+        """Speed and memory of a beam tree, packed and unrolled interleaved."""
         options = dict(
             max_new_tokens=self._tokens,
             drafter=self._drafter,
             topology=st.TreeTopology.beam(num_beams, num_steps),
         )
-        programs = {"packed": Program(pair.target, pair.prompts[:1], **options)}
-        starts = {"packed": [programs["packed"].start([p]) for p in pair.prompts]}
-        ends = {"packed": [programs["packed"].run(start) for start in starts["packed"]]}
-        leaves = max(int(end.drafter.most[0]) for end in ends["packed"])
-        unrolled = UnrolledLM.like(pair.target, leaves, num_steps + 1)
-        programs["unrolled"] = Program(unrolled, pair.prompts[:1], **options)
-        starts["unrolled"] = [programs["unrolled"].start([p]) for p in pair.prompts]
-        ends["unrolled"] = [programs["unrolled"].run(start) for start in starts["unrolled"]]
-
-        def decode_all(name: str) -> Any:
-            return lambda: [programs[name].run(start) for start in starts[name]]
-
-        seconds = interleaved({name: decode_all(name) for name in programs}, rounds, _nothing)
-        calls = sum(int(end.statistics.target_calls[0]) for end in ends["packed"])
-        emitted = sum(int(end.statistics.emitted[0]) for end in ends["packed"])
-        total_leaves = sum(int(end.drafter.total[0]) for end in ends["packed"])
+        prompts = self._pair.prompts
+        packed = Program(self._pair.target, prompts[:1], **options)
+        counted = [packed.run(packed.start([prompt])) for prompt in prompts]
+        leaves = max(int(end.drafter.most[0]) for end in counted)
+        target = UnrolledLM.like(self._pair.target, leaves, num_steps + 1)
+        programs = {"packed": packed, "unrolled": Program(target, prompts[:1], **options)}
+        starts = {name: [each.start([p]) for p in prompts] for name, each in programs.items()}
+        ends, by_prompt = timed_programs(f"{num_beams} beams", programs, starts, rounds)
+        seconds = {name: taken.sum(axis=1) for name, taken in by_prompt.items()}
+        calls = sum(int(end.statistics.target_calls[0]) for end in counted)
+        emitted = sum(int(end.statistics.emitted[0]) for end in counted)
+        texts = {name: [*map(new_tokens, ends[name], starts[name])] for name in programs}
         return {
             "beams": num_beams,
             "steps": num_steps,
             "nodes": 1 + num_beams * num_steps,
-            "leaves": {"mean": total_leaves / calls, "most": leaves},
+            "leaves": {
+                "mean": sum(int(end.drafter.total[0]) for end in counted) / calls,
+                "most": leaves,
+            },
             "tokens_computed": leaves * (num_steps + 1),
-            "tau": tau(ends["packed"]),
+            "tau": tau(counted),
             "milliseconds_a_step": {
-                name: summary([1e3 * value / calls for value in values])
-                for name, values in seconds.items()
+                name: summary((1e3 * taken / calls).tolist()) for name, taken in seconds.items()
             },
             "tokens_per_second": {
-                name: summary([emitted / value for value in values])
-                for name, values in seconds.items()
+                name: summary((emitted / taken).tolist()) for name, taken in seconds.items()
             },
-            "packed_is_faster_by": float(
-                np.median(np.divide(seconds["unrolled"], seconds["packed"]))
-            ),
-            "temporary_bytes": {
-                name: program.memory.temporary for name, program in programs.items()
-            },
-            "same_tokens": all(
-                [new_tokens(end, start) for start, end in zip(starts[n], ends[n], strict=True)]
-                == self._want
-                for n in programs
-            ),
+            "packed_is_faster_by": float(np.median(seconds["unrolled"] / seconds["packed"])),
+            "temporary_bytes": {name: each.memory.temporary for name, each in programs.items()},
+            "same_tokens": all(text == self._want for text in texts.values()),
         }
 
 
-def _nothing() -> None:
-    pass
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Time of a step and memory against the number of nodes."""
-    with plotted(path, 2, 10, 4) as (left, right):
-        nodes = [row["nodes"] for row in rows]
-        for name in ("packed", "unrolled"):
-            times = [row["milliseconds_a_step"][name]["median"] for row in rows]
-            memory = [row["temporary_bytes"][name] / 2**20 for row in rows]
-            left.plot(nodes, times, "o", label=name)
-            right.plot(nodes, memory, "o", label=name)
-        left.set(xlabel="nodes of the beam tree", ylabel="ms a step, drafting included", ylim=0)
-        right.set(xlabel="nodes of the beam tree", ylabel="temporary MiB of the loop", ylim=0)
-        left.legend()
-
-
-def main() -> None:
-    """Measures, prints the table, and writes JSON and plot."""
+def run(options: argparse.Namespace) -> Iterator[Found]:
+    """Beam trees of several sizes, packed and unrolled."""
     gpu = on_gpu()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_pair_options(parser)
-    parser.add_argument("--beams", type=int, nargs="+", default=(2, 3, 4, 5) if gpu else (2, 4))
-    parser.add_argument("--steps", type=int, nargs="+", default=(4, 8, 16) if gpu else (4, 8))
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = read_options(parser, plots=True)
+    steps = options.steps or ([4, 8, 16] if gpu else [4, 8])
+    beams = options.beams or ([2, 3, 4, 5] if gpu else [2, 4])
     pair = chosen_pair(options, options.prompts)
     comparison = Comparison(pair, options.tokens)
-    sizes = list(itertools.product(options.steps, options.beams))
     rows = [
         comparison.measure(num_beams, num_steps, options.rounds)
-        for num_steps, num_beams in track(sizes, transient=True)
+        for num_steps, num_beams in itertools.product(steps, beams)
     ]
-    where = machine()
     # bfloat16 rounds differently for another number of rows, which flips near ties of logits.
-    exact = pair.target.dtype == jnp.float32
-    same = all(row["same_tokens"] for row in rows)
-    results = pair.settings() | {
-        "machine": where,
-        "weight_bytes": num_bytes(pair.target) + num_bytes(pair.draft),
-        "tokens": options.tokens,
-        "rounds": options.rounds,
-        "rows": rows,
-    }
-    measure_of = {"tokens/s": "tokens_per_second", "ms a step": "milliseconds_a_step"}
-    unit = "tokens/s" if pair.trained else "ms a step"
-    print_table(
-        f"{pair.name}, {where['device']}, packed and unrolled ({pair.note()})",
-        (
-            *("N", "M", "nodes", "leaves", "at most"),
-            *(f"{name}, {unit}" for name in ("packed", "unrolled")),
-            *("faster by", "MiB", "MiB", "tau"),
-        ),
-        [
-            (
-                row["steps"],
-                row["beams"],
-                row["nodes"],
-                row["leaves"]["mean"],
-                row["leaves"]["most"],
-                *(row[measure_of[unit]][name]["median"] for name in ("packed", "unrolled")),
-                f"{row['packed_is_faster_by']:.2f}x",
-                *(row["temporary_bytes"][name] / 2**20 for name in ("packed", "unrolled")),
-                f"{row['tau']:.2f}" if pair.trained else "-",
-            )
-            for row in rows
-        ],
-    )
-    path = save("packed", __doc__, results, options.output)
-    plot(rows, path.with_suffix(".png"))
+    exact = pair.target.dtype == "float32"
     best = max(rows, key=lambda row: row["nodes"])
-    conclude(
-        "packed",
-        passed=same or not exact,
-        nodes=best["nodes"],
-        packed_is_faster_by=round(best["packed_is_faster_by"], 3),
-        same_tokens=same,
-        results=str(path),
+    columns = {"N": "{steps}", "M": "{beams}", "nodes": "{nodes}", "tau": "{tau:.2f}"}
+    columns |= {"leaves": "{leaves[mean]:.2f}", "at most": "{leaves[most]}"}
+    time, memory = {}, {}
+    for name in ("packed", "unrolled"):
+        ms, size = f"{{milliseconds_a_step[{name}][median]", f"{{temporary_bytes[{name}]"
+        columns |= {f"{name}, ms a step": ms + ":.3g}", f"{name}, bytes": size + ":,}"}
+        time |= lines(rows, name, "{nodes}", ms + "}")
+        memory |= lines(rows, name, "{nodes}", size + "}")
+    yield Found(
+        pair.settings()
+        | {"weight_bytes": num_bytes(pair.target) + num_bytes(pair.draft), "rows": rows},
+        [
+            Table(
+                f"{pair.name} ({pair.note()})",
+                rows,
+                columns | {"faster by": "{packed_is_faster_by:.2f}x"},
+            )
+        ],
+        [
+            Panel("nodes of the beam tree", "ms a step, drafting included", time),
+            Panel("nodes of the beam tree", "temporary bytes of the loop", memory),
+        ],
+        wrong=[f"{row['nodes']} nodes" for row in rows if exact and not row["same_tokens"]],
+        line={"nodes": best["nodes"], "packed_is_faster_by": best["packed_is_faster_by"]},
     )

@@ -1,43 +1,22 @@
-"""How does the time of a target call grow with the tree, and what does packing the tree save?
-
-Full binary trees of 4, 5 and 6 levels (STree, figure 3): packed into one sequence; unrolled, each
-root-to-leaf path a row of a batch; and the same rows one token at a time, by the recurrent step.
-Then the time t(N) of packed trees with a linear and a quadratic fit, and how much longer the paths
-accepted from N nodes must be than those from a chain of 5 nodes for the same speed (figure 2,
-equations 7 and 8). A call does what a decode step does: replay, forward, best tokens. Weights are
-random.
-
-    python -m benchmarks.tree_size [--preset mamba2-2.7b] [--layers 8] [--dtype bfloat16]
-"""
+"""Cost of a target call by size of the tree. The experiment `benchmarks.tree_size`."""
 
 import argparse
-import json
-from pathlib import Path
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from rich.progress import Progress
 
 import stree_jax as st
-from benchmarks.common import (
-    Memory,
-    conclude,
-    interleaved,
-    machine,
-    plotted,
-    print_table,
-    progress_bar,
-    read_options,
-    save,
-    summary,
-)
+from benchmarks.common import Found, Memory, Panel, Table, summary, timed
+from benchmarks.methods import lines
 from benchmarks.models import RANDOM_NOTE, default_dtype, num_bytes, on_gpu, random_model, shape
 from benchmarks.paper.unrolled import SequentialLM, UnrolledLM
 from benchmarks.steps import run_steps
 
-LEVELS = (4, 5, 6)
 SIZES = (1, 2, 5, 8, 15, 24, 31, 48, 63)
 VANILLA = 5  # nodes of the chain that the paper compares with
+KINDS = {"packed": None, "unrolled": UnrolledLM, "token by token": SequentialLM}
 
 
 def tree_of(nodes: int) -> st.TreeTopology:
@@ -51,75 +30,61 @@ def measure(
     config: st.ModelConfig,
     *,
     dtype: str,
-    levels: tuple[int, ...],
-    sizes: tuple[int, ...],
+    levels: Sequence[int],
+    sizes: Sequence[int],
     count: int,
     rounds: int,
-    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Times all methods and sizes, interleaved.
 
     Args:
-        config: of the target.
-        dtype: of the weights.
-        levels: of full binary trees, for all methods.
-        sizes: nodes of packed trees.
-        count: steps in one timed call.
-        rounds: timed calls.
-        progress: a bar for it.
+        config: shape of the target.
+        dtype: weights' dtype.
+        levels: heights of full binary trees, for all methods.
+        sizes: numbers of nodes of packed trees.
+        count: number of steps in a timed call.
+        rounds: number of timed calls.
     """
-    progress = progress or Progress(disable=True)
     model = random_model(config, dtype)
-    runs: dict[tuple[str, int], tuple[st.HybridLM, st.TreeTopology]] = {
-        ("packed", nodes): (model, tree_of(nodes)) for nodes in sizes
-    }
-    for num_levels in levels:
-        tree = st.TreeTopology.complete(2, num_levels - 1)
-        runs["packed", tree.num_nodes] = model, tree
-        leaves = 2 ** (num_levels - 1)
-        for name, kind in (("unrolled", UnrolledLM), ("token by token", SequentialLM)):
-            runs[name, tree.num_nodes] = kind.like(model, leaves, num_levels), tree
+    runs = {("packed", nodes): (model, tree_of(nodes)) for nodes in sizes}
+    for height in levels:
+        tree = st.TreeTopology.complete(2, height - 1)
+        for name, kind in KINDS.items():
+            target = model if kind is None else kind.like(model, 2 ** (height - 1), height)
+            runs[name, tree.num_nodes] = target, tree
+    programs = {key: run_steps.lower(*pair, count).compile() for key, pair in runs.items()}
 
-    task = progress.add_task("compiling", total=len(runs) * (2 + rounds))
-    programs, tokens = {}, {}
-    for key, (target, tree) in runs.items():
-        programs[key] = run_steps.lower(target, tree, count).compile()
-        progress.advance(task)
-    for key, program in programs.items():
-        tokens[key] = np.asarray(program(runs[key][0]))
-        progress.advance(task)
+    def call(key: tuple[str, int], _: None) -> np.ndarray:
+        return np.asarray(programs[key](runs[key][0]))
 
-    def call(key: tuple[str, int]) -> Any:
-        return lambda: programs[key](runs[key][0]).block_until_ready()
+    ways = {str(key): functools.partial(call, key) for key in runs}
+    tokens, seconds = timed("target calls", ways, [None], rounds)
 
-    names = {json.dumps(key): key for key in runs}
-    progress.update(task, description="timing")
-    seconds = interleaved(
-        {name: call(key) for name, key in names.items()}, rounds, lambda: progress.advance(task)
-    )
-    milliseconds = {
-        key: summary([1e3 * value / count for value in seconds[name]])
-        for name, key in names.items()
-    }
+    def of(name: str, nodes: int) -> dict[str, Any]:
+        milliseconds = (1e3 * seconds[str((name, nodes))][:, 0] / count).tolist()
+        return {
+            "milliseconds": summary(milliseconds),
+            "temporary_bytes": Memory.of(programs[name, nodes]).temporary,
+        }
+
     trees = []
-    for num_levels in levels:
-        nodes, leaves = 2**num_levels - 1, 2 ** (num_levels - 1)
-        for name in ("packed", "unrolled", "token by token"):
-            key = name, nodes
+    for height in levels:
+        nodes, leaves = 2**height - 1, 2 ** (height - 1)
+        packed = of("packed", nodes)["milliseconds"]["median"]
+        for name, kind in KINDS.items():
+            found = of(name, nodes)
+            same = np.array_equal(*(tokens[str((each, nodes))][0] for each in (name, "packed")))
             trees.append(
                 {
-                    "levels": num_levels,
+                    "levels": height,
                     "method": name,
-                    "states": 1 if name == "packed" else leaves,
-                    "tokens_computed": nodes if name == "packed" else leaves * num_levels,
-                    "milliseconds": milliseconds[key],
-                    "times_packed": milliseconds[key]["median"]
-                    / milliseconds["packed", nodes]["median"],
-                    "temporary_bytes": Memory.of(programs[key]).temporary,
-                    "same_tokens": bool(np.array_equal(tokens[key], tokens["packed", nodes])),
+                    "states": leaves if kind else 1,
+                    "tokens_computed": leaves * height if kind else nodes,
+                    "times_packed": found["milliseconds"]["median"] / packed,
+                    "same_tokens": same,
                 }
+                | found
             )
-    packed = sorted(nodes for name, nodes in runs if name == "packed")
     return {
         "dtype": dtype,
         "d_model": config.d_model,
@@ -127,12 +92,7 @@ def measure(
         "weight_bytes": num_bytes(model),
         "trees": trees,
         "sizes": [
-            {
-                "nodes": nodes,
-                "milliseconds": milliseconds["packed", nodes],
-                "temporary_bytes": Memory.of(programs["packed", nodes]).temporary,
-            }
-            for nodes in packed
+            {"nodes": nodes} | of(name, nodes) for name, nodes in sorted(runs) if name == "packed"
         ],
     }
 
@@ -159,111 +119,59 @@ def fits(sizes: list[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def plot(results: dict[str, Any], path: Path) -> None:
-    """Methods by levels, t(N) with its fits, and the ratio of acceptance lengths needed."""
-    with plotted(path, 3, 14, 4) as panels:
-        left, middle, right = panels
-        for name in ("packed", "unrolled", "token by token"):
-            rows = [row for row in results["trees"] if row["method"] == name]
-            times = [row["milliseconds"]["median"] for row in rows]
-            left.plot([row["levels"] for row in rows], times, marker="o", label=name)
-        left.set(xlabel="levels of a full binary tree", ylabel="ms a call", ylim=0)
-        left.set_xticks(sorted({row["levels"] for row in results["trees"]}))
-        fit = results["fits"]
-        nodes = np.array(fit["nodes"])
-        times = [size["milliseconds"]["median"] for size in results["sizes"]]
-        middle.plot(nodes, times, "o", label="measured")
-        right.plot(nodes, fit["measured_tau_ratio_needed"], "o", label="measured")
-        dense = np.linspace(1, nodes.max(), 100)
-        for name in ("linear", "quadratic"):
-            curve = np.polyval(fit[name]["coefficients"], dense)
-            middle.plot(dense, curve, label=name)
-            right.plot(dense, curve / np.polyval(fit[name]["coefficients"], VANILLA), label=name)
-        middle.set(xlabel="nodes of a packed tree", ylabel="ms a call", ylim=0)
-        right.set(xlabel="nodes", ylabel=f"tau needed, chain of {VANILLA} nodes = 1", ylim=0)
-        for axes in panels:
-            axes.legend()
-
-
-def main() -> None:
-    """Measures, prints the tables, and writes JSON and plot."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", help="a shape; default: mamba2-2.7b on a GPU, small on a CPU")
-    parser.add_argument("--layers", type=int, help="only the first layers")
-    parser.add_argument("--dtype", default=default_dtype(), choices=("float32", "bfloat16"))
-    parser.add_argument("--count", type=int, default=20 if on_gpu() else 4)
-    parser.add_argument("--rounds", type=int, default=10 if on_gpu() else 7)
-    options = read_options(parser, plots=True)
-    config = shape(options.preset, options.layers)
-    with progress_bar() as progress:
-        results = measure(
-            config,
-            dtype=options.dtype,
-            levels=LEVELS,
-            sizes=SIZES,
-            count=options.count,
-            rounds=options.rounds,
-            progress=progress,
-        )
-        checked = results["trees"]
-        if options.dtype != "float32":  # its rounding depends on the number of rows
-            checked = measure(
-                shape(options.preset, 2),
-                dtype="float32",
-                levels=LEVELS,
-                sizes=(1,),
-                count=3,
-                rounds=1,
-                progress=progress,
-            )["trees"]
-    same = all(row["same_tokens"] for row in checked)
-    results |= {
-        "machine": machine(),
-        "preset": options.preset,
-        "note": RANDOM_NOTE,
-        "same_tokens_in_float32": same,
-        "fits": fits(results["sizes"]),
-    }
-    device = results["machine"]["device"]
-    print_table(
-        f"A call on a full binary tree, {device}, {len(config.layers)} layers of {config.d_model},"
-        f" {options.dtype}",
-        ("levels", "method", "states", "tokens", "ms", "times packed", "temporary MiB"),
+def run(options: argparse.Namespace) -> Iterator[Found]:
+    """Full binary trees packed, unrolled and token by token; t(N) of packed trees with its fits."""
+    config, dtype = shape(options.preset, options.layers), options.dtype or default_dtype()
+    count = options.count or (20 if on_gpu() else 4)
+    rounds = options.rounds or (10 if on_gpu() else 7)
+    size = {"levels": options.levels, "count": count, "rounds": rounds}
+    results = measure(config, dtype=dtype, sizes=SIZES, **size)
+    checked = results["trees"]
+    if dtype != "float32":  # its rounding depends on the number of rows
+        size |= {"count": 3, "rounds": 1}
+        small = shape(options.preset, 2)
+        checked = measure(small, dtype="float32", sizes=(1,), **size)["trees"]
+    wrong = [row["method"] for row in checked if not row["same_tokens"]]
+    fit = fits(results["sizes"])
+    needed = [
+        size
+        | {"measured": fit["measured_tau_ratio_needed"][i]}
+        | {name: fit[name]["tau_ratio_needed"][i] for name in ("linear", "quadratic")}
+        for i, size in enumerate(results["sizes"])
+    ]
+    ms, names = "{milliseconds[median]}", ("measured", "linear", "quadratic")
+    yield Found(
+        results
+        | {"preset": options.preset, "note": RANDOM_NOTE}
+        | {"same_tokens_in_float32": not wrong, "fits": fit},
         [
-            (
-                row["levels"],
-                row["method"],
-                row["states"],
-                row["tokens_computed"],
-                row["milliseconds"]["median"],
-                row["times_packed"],
-                row["temporary_bytes"] / 2**20,
-            )
-            for row in results["trees"]
+            Table(
+                f"A call, {len(config.layers)} layers of {config.d_model}, {dtype}",
+                results["trees"],
+                {"levels": "{levels}", "method": "{method}", "states": "{states}"}
+                | {"tokens": "{tokens_computed}", "ms": "{milliseconds[median]:.3g}"}
+                | {"times packed": "{times_packed:.2f}", "bytes": "{temporary_bytes:,}"},
+            ),
+            Table(
+                f"t(N) of packed trees, and tau needed relative to a chain of {VANILLA} nodes",
+                needed,
+                {"nodes": "{nodes}", "ms": "{milliseconds[median]:.3g}"}
+                | {name: f"{{{name}:.3g}}" for name in names},
+            ),
         ],
-    )
-    fit = results["fits"]
-    print_table(
-        f"t(N) of packed trees, and tau needed relative to a chain of {VANILLA} nodes",
-        ("nodes", "ms", "measured", "linear (7)", "quadratic (8)"),
         [
-            (
-                size["nodes"],
-                size["milliseconds"]["median"],
-                fit["measured_tau_ratio_needed"][i],
-                fit["linear"]["tau_ratio_needed"][i],
-                fit["quadratic"]["tau_ratio_needed"][i],
-            )
-            for i, size in enumerate(results["sizes"])
+            Panel("levels", "ms a call", lines(results["trees"], "{method}", "{levels}", ms)),
+            Panel("nodes", "ms a call", lines(needed, "measured", "{nodes}", ms)),
+            Panel(
+                "nodes",
+                f"tau needed, chain of {VANILLA} nodes = 1",
+                {
+                    key: value
+                    for name in names
+                    for key, value in lines(needed, name, "{nodes}", f"{{{name}}}").items()
+                },
+            ),
         ],
-    )
-    path = save("tree-size", __doc__, results, options.output)
-    plot(results, path.with_suffix(".png"))
-    largest = {row["method"]: row for row in results["trees"] if row["levels"] == max(LEVELS)}
-    conclude(
-        "tree_size",
-        passed=same,
-        unrolled_over_packed=round(largest["unrolled"]["times_packed"], 3),
-        same_tokens=same,
-        results=str(path),
+        wrong=wrong,
+        line={"unrolled_over_packed": results["trees"][-2]["times_packed"]},
     )

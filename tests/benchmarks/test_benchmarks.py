@@ -1,4 +1,4 @@
-"""Parts that the benchmarks share, and experiments at their smallest sizes."""
+"""Parts that all benchmarks share: options, clock, tables, results, entry points."""
 
 import argparse
 import importlib.util
@@ -9,12 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flax import nnx
 
 import stree_jax as st
-from benchmarks import common, decode, hierarchical, medusa, seed, serving, tuned
-from benchmarks.decode import methods
-from benchmarks.models import random_pair
+from benchmarks import common
 from benchmarks.prompts import load_prompts
 from benchmarks.shapes import MIXERS, MixerShape
 
@@ -49,6 +46,31 @@ def test_timing_is_interleaved():
     assert len(ticks) == 27
     assert {name: len(values) for name, values in seconds.items()} == dict.fromkeys("abc", 9)
     assert common.summary([1.0, 2.0, 9.0])["median"] == 2.0
+
+
+def test_outputs_are_those_of_the_untimed_calls():
+    calls = {"double": lambda item: (order.append(item), 2 * item)[1], "triple": lambda x: 3 * x}
+    order = []
+    outputs, seconds = common.timed("", calls, [1, 2], 3)
+    assert outputs == {"double": [2, 4], "triple": [3, 6]}
+    assert {name: taken.shape for name, taken in seconds.items()} == dict.fromkeys(calls, (3, 2))
+    assert order == [1, 2] * 4
+    assert all((taken > 0).all() for taken in seconds.values())
+
+
+def test_a_table_is_records_and_formats(capsys):
+    records = [{"name": "a", "speed": {"median": 1.234}}, {"name": "b", "speed": {"median": 2}}]
+    common.Table("Speeds", records, {"way": "{name}", "speed": "{speed[median]:.2f}x"}).show()
+    output = capsys.readouterr().out
+    assert all(word in output for word in ("Speeds", "way", "1.23x", "2.00x"))
+
+
+def test_panels(tmp_path):
+    lines = common.Panel("n", "t", {"a": ([1, 2], [3, 4]), "a, T = 1": ([1, 2], [3, 4])}, log=True)
+    bars = common.Panel(bars={"T = 0": {"x": 1.0, "y": 2.0}, "T = 1": {"x": 1.0}})
+    common.draw(tmp_path / "both.png", [lines, bars])
+    common.draw(tmp_path / "one.png", [bars])
+    assert (tmp_path / "both.png").stat().st_size > (tmp_path / "one.png").stat().st_size > 1000
 
 
 def test_results_are_written_whole(monkeypatch, tmp_path):
@@ -90,17 +112,6 @@ def test_what_the_end_needs_is_checked_before_anything_is_measured(monkeypatch, 
     assert options_of("--output", str(tmp_path)).output == tmp_path
 
 
-def test_decode_measures_nothing_without_matplotlib(monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(sys, "argv", ["decode"])
-    monkeypatch.setattr(decode.st, "from_pretrained", None)
-    with pytest.raises(SystemExit):
-        decode.main()
-    assert "the plot needs matplotlib" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_every_benchmark_that_writes_results_has_the_options():
     """`read_options` of `common` is the one place that chooses the directory."""
     for file in Path(common.__file__).parent.rglob("*.py"):
@@ -110,103 +121,16 @@ def test_every_benchmark_that_writes_results_has_the_options():
         assert "RESULTS" not in text or file.name == "common.py", file
 
 
-@pytest.mark.slow
-def test_decode(monkeypatch, tmp_path, capsys):
-    """From a command to its results, at its smallest and without shared data."""
-    monkeypatch.setattr("benchmarks.prompts.SHARED", tmp_path / "nowhere")
-    monkeypatch.setattr(decode, "methods", lambda draft, tuned: methods(draft, None)[:3])
-    monkeypatch.setattr(st.ModelConfig, "preset", lambda name: st.ModelConfig.tiny())
-    arguments = ["decode", "--prompts", "1", "--tokens", "8", "--rounds", "1"]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--output", str(tmp_path)])
-    decode.main()
-    assert "built-in ones" in capsys.readouterr().out
-    (path,) = tmp_path.glob("decode-*.json")
-    assert path.with_suffix(".png").exists()
-    assert json.loads(path.read_text())["prompts"] == "built-in"
-
-
-def test_beams_of_as_many_nodes():
-    for size, depth in ((6, 3), (13, 4), (32, 5), (3, 2)):
-        topology = tuned.level_sizes(size, depth)
-        assert (topology.num_nodes, topology.depth) == (size, depth)
-        assert topology == topology.level_order()
-        widths = np.bincount(topology.depths)[1:]
-        assert widths.max() - widths.min() <= 1
-
-
-def test_the_verdict_on_the_tuned_tree():
-    """Over prompts: a method that is faster on some of them only is not slower or faster."""
-    rows = [
-        {"method": name, "seconds_by_prompt": seconds}
-        for name, seconds in (
-            (tuned.PLAIN, [2.0, 4.0, 6.0]),
-            (tuned.TUNED, [1.0, 2.0, 3.0]),
-            ("tree A", [0.5, 1.0, 1.5]),
-            ("tree B", [0.5, 2.0, 4.0]),
-        )
-    ]
-    ratios = tuned.verdict(rows)
-    assert ratios[tuned.PLAIN] == {"all": 2.0, "low": 2.0, "high": 2.0}
-    assert ratios["tree A"]["high"] == 0.5
-    assert ratios["tree B"]["low"] < 1 < ratios["tree B"]["high"]
-    # Without a tuned tree the answer is not to draft.
-    assert tuned.verdict([rows[0], rows[2]])["tree A"]["all"] == 0.25
-
-
-@pytest.mark.slow
-def test_tuned(monkeypatch, tmp_path, capsys):
-    """At its smallest: few methods, and a tuned tree that is given."""
-    monkeypatch.setattr("benchmarks.prompts.SHARED", tmp_path / "nowhere")
-    monkeypatch.setattr(tuned, "TUNING_PROMPTS", 2)
-    monkeypatch.setattr(tuned, "MAX_DEPTH", 2)
-    of_all = tuned.against_the_tuned_tree
-    monkeypatch.setattr(tuned, "against_the_tuned_tree", lambda *pair: of_all(*pair)[:3])
-    tree = st.TreeTopology.from_parents([-1, 0, 0])
-    monkeypatch.setattr(tuned.Models, "tuned", lambda *_: (tree, "given"))
-    arguments = ["--prompts", "1", "--tokens", "8", "--rounds", "1", "--nodes", "3"]
-    tuned.main([*arguments, "--output", str(tmp_path)])
-    output = capsys.readouterr().out
-    assert "temperature 1: the tuned tree (given) is" in output
-    (path,) = tmp_path.glob("tuned-*.json")
-    assert path.with_suffix(".png").exists()
-    result = json.loads(path.read_text())
-    assert [row["parents"] for row in result["tuned"]] == [[-1, 0, 0]] * 2
-    assert {row["method"] for row in result["decoding_of_equal_size"]} == {
-        *(f"{kind}, 3 nodes" for kind in ("static", "dynamic", "beam")),
-        tuned.PLAIN,
-    }
-
-
 def test_a_machine_without_git(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert common.machine()["commit"] is None
 
 
-ENTRY_POINTS = (
-    "attention_share",
-    "batch",
-    "decode",
-    "gpu_session",
-    "hierarchical",
-    "lossless",
-    "medusa",
-    "packed",
-    "peer",
-    "pictures",
-    "seed",
-    "serving",
-    "spills",
-    "static",
-    "temperature",
-    "tree_size",
-    "tune",
-    "tuned",
+@pytest.mark.parametrize(
+    "name", ["gpu_session", "lossless", "pictures", "spills", "static", "tune"]
 )
-
-
-@pytest.mark.parametrize("name", ENTRY_POINTS)
 def test_every_entry_point_has_a_main(name):
-    """`python -m benchmarks.<name>`; without importing, since some set XLA's flags."""
+    """Those that are no experiment; without importing, since some set XLA's flags."""
     spec = importlib.util.find_spec(f"benchmarks.{name}")
     if spec.submodule_search_locations:
         spec = importlib.util.find_spec(f"benchmarks.{name}.__main__")
@@ -221,115 +145,3 @@ def test_a_gpu_session_needs_a_plain_checkout_only(name):
         f"import benchmarks.{name}; assert 'stree_jax.cli' not in sys.modules"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
-
-
-@pytest.mark.slow
-def test_serving():
-    tiny = st.ModelConfig.tiny(num_layers=1, tie_embeddings=False)
-    pair = random_pair(tiny, tiny, "float32", 5, "tiny")
-    requests = serving.requests_of(pair, 5, limits=(2, 9))
-    rows = serving.measure(pair, requests, rows=2, rounds=2, drafts=True)
-    assert [row["way"] for row in rows] == [serving.SCHEDULER, serving.BATCHES, serving.SORTED]
-    assert [row["same_tokens"] for row in rows] == [5, 5, 5]
-    assert rows[1]["speed_up"]["median"] == 1
-    json.dumps(rows)
-
-
-def test_the_formulas_of_hierarchical_decoding():
-    for a, b, m, n in ((0.8, 0.6, 4, 2), (0.5, 0.5, 1, 4), (0.9, 0.3, 2, 0), (1.0, 1.0, 3, 2)):
-        odds = ([b] * n + [a]) * m
-        want = hierarchical.expected_of_order(odds)
-        np.testing.assert_allclose(hierarchical.expected_tokens(a, b, m, n), want, rtol=1e-12)
-        got = hierarchical.simulated(odds, 20_000, np.random.default_rng(0))
-        np.testing.assert_allclose(got, want, rtol=0.05)
-    better_first = hierarchical.expected_of_order([0.8] * 4 + [0.6] * 8)
-    assert better_first > hierarchical.expected_tokens(0.8, 0.6, 4, 2) + 1
-
-
-@pytest.mark.parametrize("pattern", ["sq", "ssq", "qs"])
-def test_algorithm_2_is_exact_with_the_right_residual_only(pattern):
-    found = hierarchical.distances(pattern, 2)
-    assert found["printed"] > 0.3
-    assert 0.02 < found["indexed"] < 0.3
-    assert found["residual"] < 1e-12
-    target, medium, _ = hierarchical.random_laws(0)
-    joint = hierarchical.algorithm_2(target, [medium] * 2, "printed")
-    np.testing.assert_allclose(joint.sum(), 1.0)
-
-
-@pytest.mark.slow
-def test_hierarchical(tmp_path):
-    draft = str(st.demo_path("draft"))
-    options = f"--small {draft} --prompts 2 --tokens 8 --rounds 1 --most 1 --trials 1000 --seeds 1"
-    hierarchical.main([*options.split(), "--temperatures", "0", "--output", str(tmp_path)])
-    (path,) = tmp_path.glob("hierarchical-*.json")
-    found = json.loads(path.read_text())
-    assert {row["method"] for row in found["decoding"]} > {"cascade of q and s"}
-    assert found["lengths"][0]["measured"] >= 1
-
-
-def test_the_tree_of_the_best_ranks():
-    accept = np.array([[0.5, 0.3, 0.1], [0.6, 0.2, 0.0]])
-    # 0: .5, 1: .3, 0 0: .3, 1 0: .18, then 2 and 0 1, both .1
-    assert medusa.best_tree(accept, 5).parents == (-1, 0, 0, 1, 2)
-    assert medusa.best_tree(accept, 6).parents == (-1, 0, 0, 0, 1, 2)
-
-
-def test_typical_acceptance_is_far_from_the_target():
-    assert 0.3 < medusa.typical_distance(4)["largest"] <= 1
-
-
-@pytest.mark.slow
-def test_medusa(tmp_path):
-    target = st.from_pretrained(st.demo_path("target"))
-    heads = st.MedusaHeads(target, num_heads=2, rngs=nnx.Rngs(0))
-    st.save_medusa(heads, target, tmp_path / "heads")
-    options = f"--heads {tmp_path / 'heads'} --prompts 2 --tokens 8 --rounds 1 --nodes 4"
-    medusa.main([*options.split(), "--temperatures", "1", "--output", str(tmp_path)])
-    (path,) = tmp_path.glob("medusa-*.json")
-    found = json.loads(path.read_text())
-    assert len(found["decoding"]) == 7
-    assert found["lossy_typical"][0]["tau"] >= 1
-
-
-@pytest.mark.parametrize(
-    ("rounds", "draft", "verify", "want"),
-    [
-        ([], 1, 1, 0),
-        ([3], 1, 2, 9),  # one branch: nothing overlaps
-        ([1, 1], 1, 2, 5),  # both draft at once, the second waits for the first
-        ([2, 1], 1, 2, 7),  # the first drafts again while the second is verified
-        ([2, 2], 5, 1, 13),  # drafts hide the verifications of the other
-        ([0, 2], 1, 1, 4),
-    ],
-)
-def test_the_queue_of_seed(rounds, draft, verify, want):
-    assert seed.queue_makespan(rounds, draft, verify) == want
-
-
-def test_the_queue_of_seed_is_bounded():
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        rounds = rng.integers(1, 20, size=int(rng.integers(1, 9))).tolist()
-        draft, verify = rng.uniform(0.01, 2, size=2)
-        serial = sum(rounds) * (draft + verify)
-        made = seed.queue_makespan(rounds, draft, verify)
-        assert serial / made <= min(len(rounds), 1 + draft / verify) + 1e-9
-        assert made >= max(rounds) * (draft + verify) - 1e-9
-
-
-@pytest.mark.slow
-def test_seed(tmp_path, capsys):
-    seed.main(
-        [
-            *("--tasks", "gsm8k", "--problems", "1", "--rounds", "1", "--rows", "4"),
-            *("--output", str(tmp_path)),
-        ]
-    )
-    line = json.loads(capsys.readouterr().out.splitlines()[-1])["seed"]
-    assert line["same_thoughts"]
-    results = json.loads((tmp_path / "seed-cpu.json").read_text())
-    by_way = {row["way"]: row for row in results["ways"]}
-    assert by_way[seed.QUEUE]["simulated"]
-    assert sum(row["simulated"] for row in results["ways"]) == 1
-    assert (tmp_path / "seed-cpu.png").is_file()

@@ -1,13 +1,16 @@
-"""The comparison at scale: it goes on after an interruption, and finds what differs."""
+"""The comparison at scale: it resumes after an interruption, and finds wrong tokens."""
 
 import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import stree_jax as st
 from benchmarks import lossless
+from stree_jax.decoding.sampling import position_noise
 
 TINY = st.ModelConfig.tiny(num_layers=1, tie_embeddings=False)
 
@@ -90,6 +93,25 @@ def test_all_ten_ways(monkeypatch, tmp_path):
     rows = json.loads(path.read_text())["work"]
     assert len(rows) == 2 * lossless.NUM_METHODS
     assert all(row["right"] for row in rows)
+
+
+@pytest.mark.parametrize(("gap", "tie"), [(5e-4, True), (2e-3, False)])
+def test_a_sampled_difference_is_a_tie_if_scores_are_that_close(gap, tie):
+    """The scores of both tokens with their noise, at the index of the difference."""
+    key, temperature = jax.random.key(3), 0.5
+    noise = position_noise(key[None], jnp.array([1]), 0, 4)[0, 0]
+
+    class Model:
+        config = st.ModelConfig.tiny(vocab_size=4)
+
+        def __call__(self, tokens):
+            logits = temperature * (jnp.array([0.0, 2.0, 2.0 + gap, -9.0]) - noise)
+            return jnp.zeros((1, 2, 4)).at[0, -1].set(logits)
+
+    texts = np.array([7, 1, 0]), np.array([7, 2, 3])
+    found = lossless.first_difference(Model(), [5], *texts, temperature, key)
+    assert (found["place"], found["tokens"], found["tie"]) == (1, [1, 2], tie)
+    assert found["gap"] == pytest.approx(gap, rel=0.01)
 
 
 def test_ten_families_and_ten_ways():

@@ -37,12 +37,11 @@ MAX_PATTERN = 16  # each letter is a call of a model in the program
 
 
 class ReaderState(NamedTuple):
-    """The state of one of the models between steps.
+    """What one of the models carries between steps.
 
-    A model processes the chain up to its last turn. Tokens that are accepted beyond that are its
-    *catch-up* tokens, which it processes together with the next root. Its own tree is a chain: as
-    many slots as there can be catch-up tokens, filled from the end, then the nodes that it has
-    processed.
+    A model reads the chain up to its last turn. What is accepted beyond that are the *catch-up*
+    tokens, which it reads before the next root. Its own tree is a chain: places for as many
+    catch-up tokens as there can be, the last of which are in use, then the nodes that it read.
     """
 
     cache: Cache
@@ -53,18 +52,19 @@ class ReaderState(NamedTuple):
 
 
 class InterleavedDrafter(nnx.Module):
-    """Two draft models that take turns at drafting one chain.
+    """Two draft models that write one chain, in turns.
 
     `pattern` has a letter for each draft, in order: "q" for the medium model and "s" for the small
-    one. "ssq ssq" are the drafts of hierarchical speculative decoding with m = 2 and n = 2. With
-    the same number of calls, a pattern that begins with all letters of the better model accepts at
-    least as much: a draft counts only if all drafts before it are accepted.
+    one. "ssq ssq" are the drafts of hierarchical speculative decoding with m = 2 and n = 2. At
+    equal calls a pattern that begins with all letters of the better model accepts at least as much:
+    each draft counts only if all before it are accepted.
 
-    In one call a model processes all tokens since its last turn, the other model's drafts included.
+    Each model reads the drafts of the other as it reads its own, all tokens since its last turn in
+    one call.
 
     Args:
-        medium: the better draft model, with the target's vocabulary.
-        small: the faster draft model, with the target's vocabulary.
+        medium: with the target's vocabulary.
+        small: with the target's vocabulary.
         pattern: letters "q" and "s", at least one of each and at most `MAX_PATTERN`; spaces are
             ignored.
         child_sampling: "auto" takes the most probable token at temperature 0, and above it the best
@@ -72,8 +72,7 @@ class InterleavedDrafter(nnx.Module):
             that test drafts by their probabilities are exact.
 
     Raises:
-        ValueError: another pattern or `child_sampling`, something that is not a model, or models
-            with different vocabularies.
+        ValueError: another pattern or `child_sampling`, no models, or two vocabularies.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class InterleavedDrafter(nnx.Module):
         return [self.medium, self.small]
 
     def default_topology(self) -> TreeTopology:
-        """A chain with a draft for each letter, the only tree that this drafter fills."""
+        """A chain with a draft for each letter, the only tree that there is."""
         return TreeTopology.chain(len(self.pattern))
 
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
@@ -149,7 +148,7 @@ class InterleavedDrafter(nnx.Module):
         models = {"q": self.medium, "s": self.small}
         tokens = root_token(context)
         valid = jnp.ones_like(tokens, bool)
-        read = dict.fromkeys(models, 0)  # nodes of its own tree that a model has processed
+        read = dict.fromkeys(models, 0)  # nodes of its own tree that a model has read
         log_probs, finite = [], jnp.ones_like(valid[:, 0])
         for depth, letter in enumerate(self.pattern):
             model, reader = models[letter], state[letter]
@@ -209,7 +208,7 @@ class InterleavedDrafter(nnx.Module):
                 jnp.concatenate([reader.has_catch_up, draft.tree.valid[:, :num_read]], axis=1)
             )
             own_last = num_missed + jnp.minimum(last, num_read - 1)
-            # The last nodes of the path; those beyond `num_read` are catch-up tokens.
+            # The last nodes of the path, of which those that the model did not read.
             missed = last[:, None] - jnp.arange(num_missed, dtype=jnp.int32)[::-1]
             return reader._replace(
                 path=path_to(own_tree, jnp.where(ended, -1, own_last)),
@@ -220,6 +219,6 @@ class InterleavedDrafter(nnx.Module):
         return {letter: committed(letter, reader) for letter, reader in state.items()}
 
     def _extent(self, letter: str) -> tuple[int, int]:
-        """Nodes of the chain that a model processes, root included, and catch-up slots."""
+        """How many nodes of the chain a model reads, root included, and how many it may miss."""
         num_read = 1 + self.pattern.rindex(letter)
         return num_read, 1 + len(self.pattern) - num_read

@@ -1,7 +1,7 @@
-"""Native checkpoints of Medusa heads, each for one target.
+"""Checkpoints of Medusa heads: native ones, which belong to one target.
 
-config.json says `"kind": "medusa"` and has a digest of the target's weights. The other files are
-those of `stree_jax.checkpoint`.
+config.json says `"kind": "medusa"` and has a digest of the target's weights. The rest is as in
+`stree_jax.checkpoint`.
 """
 
 import hashlib
@@ -28,17 +28,17 @@ def save_medusa(
     model_card: str | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Saves Medusa heads with a digest of the target that they were trained for.
+    """Saves Medusa heads, with a digest of the target that they belong to.
 
     Args:
-        heads: the heads; weights are stored in their current dtype.
-        target: the model that they were trained for.
+        heads: weights are stored in their current dtype.
+        target: the model that they were trained with.
         path: the directory to create.
         model_card: Markdown, stored as README.md.
         overwrite: replace an existing directory, as `save_pretrained` does.
 
     Raises:
-        ValueError: `path` is not a path, or exists and `overwrite` is False.
+        ValueError: `path` is no path, or exists and `overwrite` is False.
     """
     check_on_one_device(target, "save_medusa")
     header = {"kind": KIND, "num_heads": heads.num_heads, "target": digest(target)}
@@ -46,11 +46,11 @@ def save_medusa(
 
 
 def load_medusa(path: str | os.PathLike[str], target: HybridLM) -> MedusaHeads:
-    """Loads Medusa heads for their target, in the target's dtype.
+    """Loads Medusa heads for their target, in its dtype.
 
     Args:
-        path: a directory that `save_medusa` or `stree-jax medusa` wrote.
-        target: the model that they were trained for.
+        path: a directory of `save_medusa` or `stree-jax medusa`.
+        target: the model that they were trained with.
 
     Raises:
         ValueError: the checkpoint is missing or damaged, or belongs to another target.
@@ -72,14 +72,14 @@ def load_medusa(path: str | os.PathLike[str], target: HybridLM) -> MedusaHeads:
 
 
 def check_medusa(path: str | os.PathLike[str]) -> None:
-    """Refuses a directory that is not a checkpoint of Medusa heads."""
+    """Refuses a directory that is no checkpoint of Medusa heads."""
     path, header = load_header(path)
     if header.get("kind") != KIND:
         raise ValueError(f"{path} has no Medusa heads")
 
 
 def digest(model: HybridLM) -> str:
-    """SHA-256 of the weights as bfloat16: the same for a target loaded in any dtype."""
+    """SHA-256 of the weights, the same for a checkpoint loaded as float32 and as bfloat16."""
     total = hashlib.sha256()
     for name, leaf in sorted(flatten(nnx.to_pure_dict(nnx.state(model))).items()):
         total.update(name.encode())

@@ -1,6 +1,6 @@
 """Medusa heads: small layers on a model's last hidden state that predict tokens further ahead.
 
-Medusa-1 (Cai et al., 2024, arXiv:2401.10774), sharing the output head of the model.
+Medusa-1 (Cai et al., 2024, arXiv:2401.10774), with the output head of the model itself.
 """
 
 import jax
@@ -19,20 +19,20 @@ MAX_HEADS = 16
 class MedusaHeads(nnx.Module):
     """Heads for a target: each predicts one token further ahead.
 
-    With h the hidden state after a token x, and y the token that the target predicts next, head
-    d = 1, 2, ... predicts the token d positions after y.
+    With h the hidden state after a token x, and y the token that the target finds next, head d = 1,
+    2, ... predicts the token d places after y.
 
-    Head d computes `h + silu(h W_d + b_d)`, and the target's output head turns that into logits.
-    Weights are initialized to zero, so each head first predicts what the target predicts next.
+    Head d is `h + silu(h W_d + b_d)`, on which the target's own output head works. The heads begin
+    as zeros: each predicts what the target predicts for the next token.
 
     Args:
-        target: the model; only its sizes and dtype are used.
-        num_heads: number of heads, from 1 to `MAX_HEADS`.
-        rngs: required by `flax.nnx`; zeros do not depend on it.
-        dtype: dtype of the weights; None: the target's dtype.
+        target: the model; gives sizes and dtype only.
+        num_heads: how many tokens ahead.
+        rngs: as of every module; zeros need none of it.
+        dtype: of the heads' weights; None: the target's.
 
     Raises:
-        ValueError: `target` is not a model, or `num_heads` is not from 1 to `MAX_HEADS`.
+        ValueError: `target` is no model, or `num_heads` is not from 1 to `MAX_HEADS`.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class MedusaHeads(nnx.Module):
 
     @property
     def num_heads(self) -> int:
-        """Number of heads; the last one predicts this many tokens ahead."""
+        """How many tokens ahead the last head looks."""
         return self.bias.shape[0]
 
     def __call__(self, hidden: Float[Array, "B T M"]) -> Float[Array, "B T heads M"]:
-        """Hidden states of all heads; `HybridLM.logits` turns those of one head into logits.
+        """Hidden states of all heads, which `HybridLM.logits` maps to logits, head by head.
 
         Args:
-            hidden: hidden states of the target after its final norm.
+            hidden: of the target, after its final norm.
         """
         with jax.named_scope("medusa_heads"):
             inner = contract("btm,hmn->bthn", hidden, self.kernel[...]) + self.bias[...]

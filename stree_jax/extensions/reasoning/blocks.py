@@ -1,4 +1,4 @@
-"""A simulator of Blocksworld: parses states and actions in English, and applies actions.
+"""The world of Blocksworld: reads states and actions in English, and applies actions.
 
 The domain with four actions of PlanBench (Valmeekam et al., 2023, arXiv:2206.10498).
 """
@@ -20,10 +20,11 @@ _ACTIONS = (
 
 
 class World(NamedTuple):
-    """A state of the blocks.
+    """Where the blocks are.
 
     Attributes:
-        below: for each block except the held one, the block that it stands on; None: the table.
+        below: what each block stands on, another block or None for the table; without the block in
+            the hand.
         held: the block in the hand.
     """
 
@@ -32,10 +33,10 @@ class World(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> "World":
-        """Parses sentences such as "the red block is on top of the blue block"; ignores others.
+        """From sentences such as "the red block is on top of the blue block". Others are ignored.
 
         Raises:
-            ValueError: no blocks, or a block in two places.
+            ValueError: no blocks, or one in two places.
         """
         held = _HOLDING.findall(text)
         places: list[tuple[str, str | None]] = [*_ON.findall(text)]
@@ -46,11 +47,11 @@ class World(NamedTuple):
         return cls(dict(places), held[0] if held else None)
 
     def is_clear(self, block: str) -> bool:
-        """Whether a block is not held and nothing is on top of it."""
+        """It stands somewhere, and nothing stands on it."""
         return block in self.below and block not in self.below.values()
 
     def after(self, action: str) -> "World | None":
-        """The world after an action in English; None if the action is unknown or impossible."""
+        """The world after an action in English; None if it is none, or not possible."""
         for kind, pattern in enumerate(_ACTIONS):
             if match := pattern.fullmatch(action.strip().rstrip(".").lower()):
                 return self._after(kind, *match.groups())
@@ -66,7 +67,7 @@ class World(NamedTuple):
         return World(self.below | {block: under})
 
     def actions(self) -> Iterator[str]:
-        """All possible actions."""
+        """All possible ones."""
         blocks = {*self.below, *([self.held] if self.held else [])}
         for block in sorted(blocks):
             yield from filter(
@@ -82,12 +83,12 @@ class World(NamedTuple):
             )
 
     def has(self, goal: str) -> bool:
-        """Whether all "block on top of block" statements of a goal hold."""
+        """Whether all that a goal says of blocks on blocks holds."""
         wanted = _ON.findall(goal)
         return bool(wanted) and all(self.below.get(block) == under for block, under in wanted)
 
     def reaches(self, goal: str, plan: Iterable[str]) -> bool:
-        """Whether the plan reaches the goal without an impossible action."""
+        """Whether the plan reaches the goal, with possible actions only."""
         world: World | None = self
         for action in plan:
             assert world is not None

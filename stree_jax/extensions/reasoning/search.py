@@ -1,14 +1,14 @@
 """Breadth-first search over thoughts, whose texts are requests to a `Scheduler`.
 
-A generator proposes thoughts below each kept state, an evaluator scores them, and the best ones are
-kept (tree of thoughts: Yao et al., 2023, arXiv:2305.10601; the search that "SEED: Accelerating
-Reasoning Tree Construction via Scheduled Speculative Decoding" speeds up, algorithm 1 of Wang et
-al., 2024, arXiv:2406.18200). SEED drafts for all branches at once and verifies one branch at a
-time. Here branches are rows of one batch, which are drafted and verified together. When a row ends,
-the next request takes its slot, whatever problem it belongs to.
+A generator proposes thoughts below each kept state, an evaluator gives each a value, and the best
+ones are kept (tree of thoughts: Yao et al., 2023, arXiv:2305.10601; the search that "SEED:
+Accelerating Reasoning Tree Construction via Scheduled Speculative Decoding" speeds up, algorithm 1
+of Wang et al., 2024, arXiv:2406.18200). SEED drafts for all branches at once and verifies one
+branch at a time. Here branches are rows of one decode loop: drafted together, verified together,
+and a row that ends takes the next request, of any problem.
 
-A prompt that several thoughts share is prefilled once. Each thought is a fork of it, which starts
-from a copy of the cache.
+A prompt that several thoughts share is read once, and each thought is a fork of it: a copy of a
+state.
 """
 
 import collections
@@ -25,18 +25,18 @@ from stree_jax.decoding import check_int
 from stree_jax.messages import shown
 
 GENERATOR, EVALUATOR = "generator", "evaluator"
-# A thought is the generator's text, in one or more parts; a state is a path of thoughts.
+# A thought is what the generator wrote, in one or more parts; a state is a path of thoughts.
 Parts = tuple[str, ...]
 State = tuple[Parts, ...]
 
 
 class Stage(NamedTuple):
-    """One text to be generated.
+    """One text that a role is asked for.
 
     Attributes:
-        prompt: the prompt of the text.
-        max_new_tokens: maximum number of tokens.
-        stop: the text ends before this string; None: only at the model's end of sequence.
+        prompt: what it continues.
+        max_new_tokens: its limit.
+        stop: the text ends before this; None: at the model's end of sequence only.
     """
 
     prompt: str
@@ -46,12 +46,12 @@ class Stage(NamedTuple):
 
 @runtime_checkable
 class Task(Protocol):
-    """Prompts of both roles, and how their texts are interpreted. Problems may be of any type.
+    """Prompts of both roles, and what their texts mean. A problem is whatever the task takes.
 
     Attributes:
-        depth: number of levels. The last one holds the answer, a single thought.
-        thoughts: number of thoughts proposed below each kept state.
-        keep: number of states that are kept of each level.
+        depth: levels of the tree. The last one is the answer, of which there is one.
+        thoughts: proposed below each kept state.
+        keep: states that are kept of a level.
     """
 
     depth: int
@@ -59,29 +59,29 @@ class Task(Protocol):
     keep: int
 
     def generator(self, problem: Any, state: State, parts: Parts) -> Stage | None:
-        """The next part of a new thought below `state`; None: the thought is complete."""
+        """The next part of a new thought below `state`; None: these parts are all."""
         ...
 
     def evaluator(self, problem: Any, state: State, thought: Parts) -> Stage:
-        """The request for the value of a thought below `state`."""
+        """Asks for the value of a thought below `state`."""
         ...
 
     def value(self, text: str) -> float | None:
-        """The value in the evaluator's text; None: the text has none, which counts as 0."""
+        """What the evaluator's text says; None: nothing that can be read, and counts as 0."""
         ...
 
     def answer(self, problem: Any, state: State) -> Stage:
-        """The request for the answer below the best state."""
+        """Asks for the answer below the best state of all."""
         ...
 
     def solved(self, problem: Any, state: State, answer: str) -> bool | None:
-        """Whether the answer is correct; None: the task has no correct answer."""
+        """Whether the answer is right; None: the task has no right answer."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """A generated text with its role, prompt and completion."""
+    """A text of a role, and the request that wrote it."""
 
     role: str  # "generator" or "evaluator"
     prompt: str
@@ -94,15 +94,15 @@ class Thought:
     """A node of the tree of thoughts.
 
     Attributes:
-        problem: index of the problem.
+        problem: its number.
         level: from 1 to the task's depth; the last level has one thought, the answer.
-        index: position within the level.
-        parent: index of the parent in the level above; None at level 1.
-        parts: the generator's texts.
-        value: the evaluator's score; None if its text had none, and for the answer.
-        kept: whether the search continued from this thought.
-        solved: whether the answer is correct; None for other thoughts, and if the task cannot tell.
-        written: all texts of the thought, in order.
+        index: in its level.
+        parent: index of its parent in the level above; None at level 1.
+        parts: what the generator wrote.
+        value: by the evaluator; None: its text had none. The answer has none.
+        kept: whether the search went on from it.
+        solved: of the answer, whether it is right, if the task knows; else None.
+        written: all texts, in order.
     """
 
     problem: int
@@ -127,22 +127,22 @@ def breadth_first(
 ) -> Iterator[Thought]:
     """Searches one problem; yields thoughts level by level, the answer last.
 
-    Every text has its own random key, derived from level, thought, role and part. So the tree of
+    Every text has a random key of its own, by level, thought, role and part. So the tree of
     thoughts depends on `key` alone, not on the scheduler's rows, drafts or order: in float32, near
     ties of logits excepted, and unless the verifier tests drafts by their probabilities.
 
     Args:
-        scheduler: a scheduler without other requests.
-        tokenizer: the model's tokenizer.
-        task: the prompts and their interpretation.
-        problem: a problem of this task.
-        key: random key of the search.
-        temperature: temperature of both roles.
+        scheduler: without other requests.
+        tokenizer: the model's.
+        task: prompts, and what texts mean.
+        problem: of this task.
+        key: of the search.
+        temperature: of both roles.
 
     Raises:
-        ValueError: a task without thoughts, or one that keeps more thoughts than it proposes;
-            temperature 0 with several thoughts, which would be identical; a scheduler with other
-            requests; or a prompt that is too long for it.
+        ValueError: a task without thoughts, or one that keeps more than it makes; temperature 0
+            with several thoughts, which would be the same; a scheduler with other requests; or a
+            prompt that is too long for it.
         FloatingPointError: the logits of a text were not finite.
     """
     _check(scheduler, task, temperature)
@@ -159,16 +159,16 @@ def interleaved(
     at_once: int = 8,
     temperature: float = 1.0,
 ) -> Iterator[Thought]:
-    """Searches many problems through one scheduler; yields thoughts as their levels complete.
+    """Searches many problems through one scheduler; yields thoughts as their levels are decided.
 
-    While a level of one problem waits for its last thought, rows work on other problems. Problem i
-    has the tree that `breadth_first` gives with `key=jax.random.fold_in(key, i)`.
+    While a level of one problem waits for its last thought, rows work on others. Problem i has the
+    tree that `breadth_first` gives with `key=jax.random.fold_in(key, i)`.
 
     Args:
         scheduler, tokenizer, task, temperature: as in `breadth_first`.
-        problems: problems of this task.
-        key: random key of all searches.
-        at_once: number of problems that are searched at the same time.
+        problems: of this task.
+        key: of all searches together.
+        at_once: problems that are searched at the same time.
 
     Raises:
         ValueError: as `breadth_first`, or `at_once` is not positive.
@@ -181,14 +181,14 @@ def interleaved(
 
 
 def render(thoughts: Sequence[Thought], width: int = 100) -> str:
-    """The tree of thoughts of one problem as text; kept thoughts are marked with a star.
+    """The tree of thoughts of one problem as text; kept ones are marked with a star.
 
     Args:
-        thoughts: the thoughts of one problem, in any order.
-        width: maximum length of a line.
+        thoughts: of one problem, in any order.
+        width: longest line.
 
     Raises:
-        ValueError: the thoughts are of several problems.
+        ValueError: they are of several problems.
     """
     if len({thought.problem for thought in thoughts}) > 1:
         raise ValueError("thoughts of several problems; render draws the tree of one")
@@ -208,9 +208,9 @@ def render(thoughts: Sequence[Thought], width: int = 100) -> str:
 
 
 class _Ask(NamedTuple):
-    """A request of a search, with its place in the current level."""
+    """A request of a search: where it belongs, and what it asks for."""
 
-    thought: int  # index in the level
+    thought: int  # its index in the level
     role: str
     part: int
     stage: Stage
@@ -218,7 +218,7 @@ class _Ask(NamedTuple):
 
 @dataclasses.dataclass
 class _Draft:
-    """A thought that is being generated."""
+    """A thought that is being written."""
 
     parent: int | None
     state: State  # above it
@@ -229,7 +229,7 @@ class _Draft:
 
 
 class _Search:
-    """The search of one problem, as a state machine from texts to the next requests."""
+    """One problem's search: what it asks for, and what it does with the texts."""
 
     def __init__(self, task: Task, number: int, problem: Any, key: jax.Array):
         self.task, self.number, self.problem = task, number, problem
@@ -242,7 +242,7 @@ class _Search:
         return self._next_level([(None, ())])
 
     def key_of(self, ask: _Ask) -> jax.Array:
-        """The random key of a text, which depends on its place in the tree and not on time."""
+        """By place in the tree, not by time."""
         key = self.key
         for number in (self.level, ask.thought, int(ask.role == EVALUATOR), ask.part):
             key = jax.random.fold_in(key, number)
@@ -251,7 +251,7 @@ class _Search:
     def feed(
         self, ask: _Ask, text: str, completion: Completion
     ) -> tuple[list[_Ask], list[Thought]]:
-        """Adds a text; returns the next requests, and the thoughts of a level that is complete."""
+        """Takes a text in: what to ask for next, and the level if this decides it."""
         draft = self.drafts[ask.thought]
         draft.written += (Written(ask.role, ask.stage.prompt, text, completion),)
         is_answer = self.level == self.task.depth
@@ -314,7 +314,7 @@ class _Search:
 
 
 def _check(scheduler: Scheduler, task: Task, temperature: float) -> None:
-    """Checks the arguments of a search before anything is generated."""
+    """Refuses a search before its first thought is wanted."""
     for name in ("depth", "thoughts", "keep"):
         check_int(name, getattr(task, name), 1)
     if task.keep > task.thoughts:
@@ -409,7 +409,7 @@ def _run(
 
 
 def _ending(tokenizer: Tokenizer, stop: str | None) -> list[int]:
-    """The tokens whose text contains `stop`."""
+    """The tokens whose text has `stop` in it."""
     if stop is None:
         return []
     texts = tokenizer.decode_batch([[i] for i in range(tokenizer.get_vocab_size())])

@@ -1,0 +1,412 @@
+"""The experiments by name, and the program that runs one of them.
+
+An experiment takes the options of its command line and yields what it has found so far: prompts,
+methods and temperatures go in; records, tables and panels come out. The module of its name has its
+question and its command: `python -m benchmarks.<name>`.
+"""
+
+import argparse
+import functools
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+import stree_jax as st
+from benchmarks import requests, thoughts, three_levels
+from benchmarks.common import (
+    Found,
+    Panel,
+    Table,
+    conclude,
+    draw,
+    forget_programs,
+    machine,
+    read_options,
+    save,
+    summary,
+    timed,
+)
+from benchmarks.methods import (
+    CHAIN_OF_4,
+    NUM_RANKS,
+    PAPER_TREES,
+    PLAIN,
+    Method,
+    compare,
+    different,
+    lines,
+    method_tables,
+    of_equal_size,
+    own_tree,
+    prompt_lookup,
+    relative_to,
+    shipped,
+    speed_panel,
+    trees,
+    tuned_tree,
+    written_texts,
+)
+from benchmarks.models import chosen_pair, embedded_pair, num_bytes, random_model
+from benchmarks.paper import attention_share, batch, packed, tree_size
+from benchmarks.paper import temperature as by_temperature
+from benchmarks.steps import COLUMNS as STEP_COLUMNS
+from benchmarks.steps import step_panel, time_of_calls
+from stree_jax.tuning import Costs, acceptance, best_trees, replay_tau
+
+SIZES = {"--prompts": 16, "--tokens": 96, "--rounds": 3}
+TEMPERATURES = {"--temperatures": (0.0, 1.0)}
+CHECKPOINTS = {"--target": None, "--draft": None, "--name": None}
+PAIR = {"--pair": {"choices": ("embedded", "random")}, "--target": None, "--draft": None}
+MANY = {"nargs": "+", "type": int}
+HELP = {
+    "--pair": "default: random weights on a GPU, the embedded pair elsewhere",
+    "--target": "checkpoint, or preset of a random pair; default: the embedded target",
+    "--draft": "its draft",
+    "--name": "of a pair of checkpoints, for the results",
+    "--tokens": "new tokens of each text, at most",
+    "--rounds": "timed runs",
+}
+TUNING_PROMPTS = 16  # `tune` measures acceptance on half of them
+# Tokens of a prompt. With 64 to 96 new ones they share compiled programs, and compiling takes most
+# of the time.
+PROMPT_LENGTHS = range(65, 97)
+MANY_PROMPTS = 240  # of which some have such a length
+PEER = "transformers"
+AIMS = {"autoregressive": 2.5, "drafts": 3.0}  # times transformers
+KIND = "{kind}, T = {temperature:g}"
+
+
+def decode(options: argparse.Namespace) -> Iterator[Found]:
+    """The paper's trees, the tuned one, a dynamic one and prompt lookup; costs of target calls."""
+    pair = chosen_pair(options, options.prompts)
+    drafter = st.ModelDrafter(pair.draft)
+    methods = [
+        Method(PLAIN),
+        Method("chain of 4", drafter, CHAIN_OF_4),
+        *([] if options.target else shipped(pair.draft)),
+        prompt_lookup(),
+        *trees(drafter, PAPER_TREES),
+    ]
+    rows = compare(pair, methods, options.temperatures, options)
+    name = options.name or "embedded"
+    larger = random_model(st.ModelConfig.preset("mamba2-130m"), "float32")
+    steps = [
+        time_of_calls(f"{name} target", pair.target, 100),
+        time_of_calls(f"{name} draft", pair.draft, 100),
+        time_of_calls("mamba2-130m shape", larger, 5),
+    ]
+    drafting = [row for row in rows if row["nodes"] > 1]
+    best = max(drafting, key=lambda row: (-row["temperature"], row["speed_up"]["median"]))
+    yield Found(
+        pair.settings() | {"decoding": rows, "target_calls": steps},
+        [*method_tables(pair.name, rows), Table("Milliseconds of a call", steps, STEP_COLUMNS)],
+        [speed_panel(rows), step_panel(steps)],
+        wrong=different(rows),
+        line={"best": best["method"], "speed_up": best["speed_up"]["median"], "tau": best["tau"]},
+    )
+
+
+def tuned(options: argparse.Namespace) -> Iterator[Found]:
+    """The tuned tree against fixed ones, and static, dynamic and beam trees of equal size."""
+    if options.shipped and options.target:
+        raise SystemExit("--shipped is for the embedded pair")
+    if min(options.nodes) < 2:
+        raise SystemExit("--nodes counts the root: at least 2")
+    pair = chosen_pair(options, MANY_PROMPTS)
+    prompts = pair.prompts
+    if pair.source != "built-in":
+        prompts = [prompt for prompt in prompts if len(prompt) in PROMPT_LENGTHS]
+    own = pair._replace(prompts=prompts[options.prompts :][:TUNING_PROMPTS])
+    pair = pair._replace(prompts=prompts[: options.prompts])
+    drafter = st.ModelDrafter(pair.draft)
+    chains = {f"chain of {n}": st.TreeTopology.chain(n) for n in range(1, 9)}
+    rows, equal, chosen, tuned, advice = [], [], [], [], []
+    for temperature in options.temperatures:
+        if options.shipped and temperature == 0:
+            tree, origin = shipped(pair.draft)[0].topology, "shipped: tree.json"
+        else:
+            tree, origin = tuned_tree(own, temperature, options.tokens)
+        forget_programs()
+        methods = [Method(PLAIN), *([] if tree is None else [Method("tuned", drafter, tree)])]
+        methods += trees(drafter, chains | PAPER_TREES)
+        others, how = of_equal_size(own, options.nodes, temperature, options.tokens)
+        forget_programs()
+        now = compare(pair, methods, [temperature], options)
+        forget_programs()
+        for row in compare(pair, [Method(PLAIN), *others], [temperature], options):
+            equal.append({"kind": row["method"].split(",")[0]} | row)
+        forget_programs()
+        rows, chosen = rows + now, chosen + how
+        ratios = relative_to(PLAIN if tree is None else "tuned", now)
+        slower = [name for name, ratio in ratios.items() if ratio["high"] < 1]
+        advice.append(
+            f"temperature {temperature:g}: {'do not draft' if tree is None else 'the tuned tree'}"
+            f" ({origin}) is {'slower than ' + ', '.join(slower) if slower else 'at least as fast'}"
+        )
+        tuned.append({"temperature": temperature, "origin": origin, "slower_than": slower})
+        tuned[-1] |= {"parents": None if tree is None else tree.parents, "relative_to": ratios}
+        yield Found(
+            pair.settings()
+            | {"tuned": tuned, "decoding": rows}
+            | {"trees_of_equal_size": chosen, "decoding_of_equal_size": equal},
+            [*method_tables("tuned", rows), *method_tables("trees of equal size", equal)],
+            [
+                speed_panel(rows),
+                Panel("nodes", "tau", lines(equal, KIND, "{nodes}", "{tau}")),
+                Panel("nodes", "speed-up", lines(equal, KIND, "{nodes}", "{speed_up[median]}")),
+            ],
+            wrong=different(rows + equal),
+            notes=advice,
+            line={
+                "slower_than": {f"{each['temperature']:g}": each["slower_than"] for each in tuned},
+                "draft": {f"{each['temperature']:g}": bool(each["parents"]) for each in tuned},
+            },
+        )
+
+
+def peer(options: argparse.Namespace) -> Iterator[Found]:
+    """The embedded target in transformers, and here with and without drafts."""
+    pair = embedded_pair(options.prompts, None)
+    drafter = st.ModelDrafter(pair.draft)
+    topologies = {
+        "chain of 2": st.TreeTopology.chain(2),
+        "chain of 4": CHAIN_OF_4,
+        "tree of 4": st.TreeTopology.from_parents([-1, 0, 0, 1]),
+        "tree A": PAPER_TREES["tree A"],
+    }
+
+    def with_ours(method: Method, prompt: list[int]) -> np.ndarray:
+        out = method.decode(pair, [prompt], options.tokens)
+        return out.tokens[0, : out.lengths[0]]
+
+    with_peer, versions = transformers_decoder(options.tokens, options.threads)
+    ways = {PEER: with_peer} | {
+        method.name: functools.partial(with_ours, method)
+        for method in (Method(PLAIN), *trees(drafter, topologies))
+    }
+    outputs, seconds = timed("decoding", ways, pair.prompts, options.rounds)
+    rows = []
+    for name in ways:
+        same = [np.array_equal(*both) for both in zip(outputs[name], outputs[PEER], strict=True)]
+        speeds = {
+            each: sum(map(len, outputs[each])) / seconds[each].sum(axis=1) for each in (name, PEER)
+        }
+        rows.append(
+            {
+                "method": name,
+                "tokens_per_second": summary(speeds[name]),
+                "times_transformers": summary(speeds[name] / speeds[PEER]),
+                "identical_prompts": sum(same),
+            }
+        )
+    medians = {row["method"]: row["times_transformers"]["median"] for row in rows}
+    yield Found(
+        pair.settings() | {"versions": versions, "methods": rows, "aims": AIMS},
+        [
+            Table(
+                f"{pair.source}, greedy, {len(pair.prompts)} prompts",
+                rows,
+                {"method": "{method}", "tokens/s": "{tokens_per_second[median]:,.0f}"}
+                | {"times transformers": "{times_transformers[median]:.2f}x"}
+                | {"identical prompts": "{identical_prompts}"},
+            )
+        ],
+        [Panel(y="speed, transformers = 1", bars={"greedy, float32": medians})],
+        wrong=[row["method"] for row in rows if row["identical_prompts"] < len(pair.prompts)],
+        line={name: round(median, 2) for name, median in medians.items()},
+    )
+
+
+def transformers_decoder(
+    tokens: int, threads: int
+) -> tuple[Callable[[list[int]], np.ndarray], dict[str, Any]]:
+    """Greedy decoding of the embedded target by transformers, and the versions."""
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise SystemExit(f"{error}: install stree-jax[peers] on Python 3.11") from None
+    from stree_jax.convert import convert
+
+    torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "target"
+        convert(st.demo_path("target"), path, dtype="float32", to="hf")
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    def decode(prompt: list[int]) -> np.ndarray:
+        with torch.no_grad():
+            out = model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=tokens,
+                do_sample=False,
+            )
+        return out[0, len(prompt) :].numpy()
+
+    return decode, {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def medusa(options: argparse.Namespace) -> Iterator[Found]:
+    """Heads with three trees, a draft model and prompt lookup; typical acceptance, LOSSY, apart."""
+    pair = embedded_pair(2 * options.prompts)
+    traced = pair.prompts[: options.prompts]
+    pair = pair._replace(prompts=pair.prompts[options.prompts :])
+    heads = st.load_medusa(options.heads or st.demo_path("medusa"), pair.target)
+    drafter, draft = st.MedusaDrafter(pair.target, heads), st.ModelDrafter(pair.draft)
+    chain = st.TreeTopology.chain(heads.num_heads)
+    rows, ranks, lossy = [], [], []
+    for temperature in options.temperatures:
+        written = written_texts(pair.target, traced, options.tokens, temperature)
+        trace = drafter.rank_trace(pair.target, *written, NUM_RANKS)
+        accept = acceptance(trace, heads.num_heads)
+        tree = max(
+            best_trees(accept, Costs({1: 1.0}, 0, {1: 0.0}, 0), options.nodes, heads.num_heads),
+            key=lambda tree: replay_tau(tree, trace),
+            default=chain,
+        )
+        ranks.append({"temperature": temperature, "accept": accept.tolist(), "tree": tree.parents})
+        ranks[-1]["expected_tau"] = replay_tau(tree, trace)
+        methods = [
+            Method(PLAIN),
+            Method(f"Medusa, chain of {chain.depth}", drafter, chain),
+            own_tree("Medusa, default tree", drafter),
+            Method(f"Medusa, tree of {tree.num_nodes} by ranks", drafter, tree),
+            Method("draft model, chain of 4", draft, CHAIN_OF_4),
+            Method("draft model, tree A", draft, PAPER_TREES["tree A"]),
+            prompt_lookup(),
+        ]
+        rows += compare(pair, methods, [temperature], options)
+        if temperature > 0:
+            typical = Method("typical", drafter, tree, "typical")
+            out = typical.decode(pair, pair.prompts, options.tokens, temperature, lossy=True)
+            lossy.append({"temperature": temperature, "tau": out.stats.tau})
+    sizes = {
+        name: {
+            "parameters": sum(leaf.size for leaf in jax.tree.leaves(nnx.state(part))),
+            "bytes": num_bytes(part),
+        }
+        for name, part in (("target", pair.target), ("draft", pair.draft), ("heads", heads))
+    }
+    yield Found(
+        pair.settings()
+        | {"ranks": ranks, "decoding": rows, "lossy_typical": lossy, "sizes": sizes},
+        method_tables(pair.name, rows),
+        [speed_panel(rows)],
+        wrong=different(rows),
+        notes=[
+            f"LOSSY: typical acceptance, temperature {row['temperature']:g}: tau {row['tau']:.2f}"
+            for row in lossy
+        ],
+    )
+
+
+class Experiment(NamedTuple):
+    """An experiment and its options: defaults, or arguments of `argparse`, by flag."""
+
+    run: Callable[[argparse.Namespace], Iterator[Found]]
+    options: Mapping[str, Any]
+
+
+EXPERIMENTS = {
+    "decode": Experiment(decode, SIZES | TEMPERATURES | CHECKPOINTS),
+    "tuned": Experiment(
+        tuned,
+        SIZES
+        | TEMPERATURES
+        | CHECKPOINTS
+        | {"--prompts": 12, "--nodes": (6, 13, 32), "--shipped": False},
+    ),
+    "peer": Experiment(peer, SIZES | {"--threads": 2}),
+    "medusa": Experiment(
+        medusa, SIZES | TEMPERATURES | {"--prompts": 8, "--heads": None, "--nodes": 13}
+    ),
+    "serving": Experiment(
+        requests.run, PAIR | {"--requests": 64, "--rows": 8, "--rounds": 5, "--drafts": False}
+    ),
+    "hierarchical": Experiment(
+        three_levels.run,
+        SIZES | TEMPERATURES | {"--prompts": 6, "--small": None, "--most": 4},
+    ),
+    "seed": Experiment(
+        thoughts.run,
+        {
+            "--tasks": {
+                "nargs": "+",
+                "choices": [*thoughts.K_CONFIGS],
+                "default": [*thoughts.K_CONFIGS],
+            }
+        }
+        | {"--problems": 2, "--rounds": 2, "--chain": 4, "--rows": 8},
+    ),
+    "attention_share": Experiment(
+        attention_share.run,
+        SIZES | TEMPERATURES | {"directory": {"type": Path}, "--prompts": 12, "--tokens": 64},
+    ),
+    "batch": Experiment(batch.run, PAIR | {"--batches": MANY, "--tokens": 96, "--rounds": 5}),
+    "packed": Experiment(
+        packed.run,
+        PAIR
+        | {"--beams": MANY, "--steps": MANY}
+        | {"--prompts": 4, "--tokens": 100, "--rounds": 5},
+    ),
+    "temperature": Experiment(by_temperature.run, {"--prompts": 8, "--tokens": 96, "--keys": 5}),
+    "tree_size": Experiment(
+        tree_size.run,
+        {"--preset": None, "--layers": {"type": int}, "--count": {"type": int}}
+        | {"--dtype": {"choices": ("float32", "bfloat16")}, "--rounds": {"type": int}}
+        | {"--levels": (4, 5, 6)},
+    ),
+}
+
+
+def main(name: str, doc: str, arguments: Sequence[str] | None = None) -> None:
+    """Runs an experiment: prints its tables, and writes JSON and plot.
+
+    Args:
+        name: of the experiment.
+        doc: docstring of its module, which begins with the question.
+        arguments: of the command line; None: `sys.argv`.
+    """
+    experiment = EXPERIMENTS[name]
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for flag, default in experiment.options.items():
+        parser.add_argument(flag, help=HELP.get(flag), **argument(default))
+    options = read_options(parser, arguments, plots=True)
+    if len({bool(getattr(options, flag[2:])) for flag in CHECKPOINTS if "name" in options}) > 1:
+        parser.error("--target, --draft and --name come together")
+    where = machine()  # before the experiment loads it
+    settings = {
+        flag: str(value) if isinstance(value, Path) else value
+        for flag, value in vars(options).items()
+        if flag not in ("output", "commit") and value is not None
+    }
+    file_name = "-".join([name.replace("_", "-"), *filter(None, [settings.get("name")])])
+    for found in experiment.run(options):  # results so far are saved before the next part
+        results = {"machine": where} | settings | found.results
+        path = save(file_name, doc, results, options.output)
+    for table in found.tables:
+        table.show()
+    print(*found.notes, sep="\n")
+    if found.panels:
+        draw(path.with_suffix(".png"), found.panels)
+    line = found.line | {"different": found.wrong, "results": str(path)}
+    conclude(name, passed=not found.wrong, **line)
+
+
+def argument(default: Any) -> dict[str, Any]:
+    """Arguments of `add_argument`, by the kind of the default."""
+    if isinstance(default, dict):
+        return default
+    if isinstance(default, bool):
+        return {"action": "store_true"}
+    if isinstance(default, tuple):
+        return {"nargs": "+", "type": type(default[0]), "default": default}
+    return {"type": str if default is None else type(default), "default": default}

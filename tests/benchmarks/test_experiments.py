@@ -1,0 +1,310 @@
+"""Every experiment at its smallest size, on tiny models, and the engine that they share."""
+
+import importlib
+import json
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import stree_jax as st
+from benchmarks import common, experiments, methods, models, requests, thoughts, three_levels
+from benchmarks.methods import PLAIN, Method
+from benchmarks.models import random_pair
+from benchmarks.paper import temperature, tree_size
+from benchmarks.paper.unrolled import SequentialLM, UnrolledLM, root_to_leaf_paths
+from stree_jax.decoding.options import plan
+from stree_jax.models.cache import path_to
+from stree_jax.testing import tiny_model
+from tests.helpers import saved_pair
+
+TINY = st.ModelConfig.tiny(num_layers=1, tie_embeddings=False)
+SIZES = "--prompts 1 --tokens 4 --rounds 1"
+SMALLEST = {
+    "decode": f"{SIZES} --temperatures 0",
+    "tuned": f"{SIZES} --temperatures 0 --nodes 3 --shipped",
+    "peer": SIZES,
+    "medusa": f"{SIZES} --nodes 3 --temperatures 1",
+    "hierarchical": f"{SIZES} --small SMALL --most 1 --temperatures 0",
+    "serving": "--requests 5 --rows 2 --rounds 1 --drafts",
+    "seed": "--tasks gsm8k --problems 1 --rounds 1 --rows 4 --chain 2",
+    "attention_share": f"SHARES {SIZES} --temperatures 0",
+    "batch": "--pair random --batches 2 --tokens 6 --rounds 1",
+    "packed": "--pair random --beams 2 --steps 2 --prompts 2 --tokens 6 --rounds 1",
+    "temperature": "--prompts 1 --tokens 4 --keys 1",
+    "tree_size": "--levels 3 --count 2 --rounds 1",
+}
+QUICK = ("attention_share", "batch", "tree_size")
+# Keys of committed results that are no longer written, and dictionaries whose keys are data.
+GONE = {"exactness", "simulated", "lossy_typical_distance"}
+DATA = {"machine", "relative_to", "tau_of_dynamic_when_tuned"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = saved_pair(tmp_path_factory.mktemp("demo"))
+    for share in (0, 25, 50):
+        (folder / f"attention-{share}").symlink_to(folder / "target")
+        (folder / f"attention-{share}-draft").symlink_to(folder / "draft")
+    return folder
+
+
+@pytest.fixture
+def tiny(folder, monkeypatch, tmp_path):
+    """Tiny models in the place of the embedded ones, built-in prompts, and few methods."""
+    trees = {"tree A": st.TreeTopology.from_branching((2,))}
+    for module in ("experiments", "paper.attention_share", "paper.batch"):
+        name = "PAPER_TREES" if module == "experiments" else "TREES"
+        monkeypatch.setattr(f"benchmarks.{module}.{name}", trees)
+    monkeypatch.setattr(st, "demo_path", folder.joinpath)
+    monkeypatch.setattr("benchmarks.prompts.SHARED", tmp_path / "nowhere")
+    monkeypatch.setattr(st.ModelConfig, "preset", lambda name: TINY)
+    monkeypatch.setattr(models, "SMALL", TINY)
+    monkeypatch.setattr(models, "SMALL_DRAFT", TINY)
+    monkeypatch.setattr(requests, "LIMITS", (2, 9))
+    monkeypatch.setattr(methods, "MAX_DEPTH", 2)
+    monkeypatch.setattr(experiments, "TUNING_PROMPTS", 2)
+    monkeypatch.setattr(tree_size, "SIZES", (1, 5))
+    monkeypatch.setattr(temperature, "TEMPERATURES", (0.0, 1.0))
+    ways = {name: temperature.WAYS[name] for name in ("naive, tree A", "traversal, chain of 4")}
+    monkeypatch.setattr(temperature, "WAYS", ways)
+    k_configs = dict.fromkeys(thoughts.K_CONFIGS, ((2, 1),))
+    monkeypatch.setattr(thoughts, "K_CONFIGS", k_configs)
+    return folder
+
+
+def missing(old, new, path=""):
+    """Keys of `old` that `new` lacks, in dictionaries and in the first elements of lists."""
+    if isinstance(old, list) and isinstance(new, list) and old and new:
+        return missing(old[0], new[0], path + "[0]")
+    if not isinstance(old, dict):
+        return []
+    if not isinstance(new, dict):
+        return [path]
+    lacking = [f"{path}.{key}" for key in set(old) - set(new) - GONE]
+    shared = (set(old) & set(new)) - DATA
+    return lacking + [
+        line for key in shared for line in missing(old[key], new[key], f"{path}.{key}")
+    ]
+
+
+def verdicts(found):
+    """All values of `identical` and `same_tokens`."""
+    if isinstance(found, dict):
+        for key, value in found.items():
+            yield from [value] if key in ("identical", "same_tokens") else verdicts(value)
+    elif isinstance(found, list):
+        for each in found:
+            yield from verdicts(each)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in experiments.EXPERIMENTS
+    ],
+)
+def test_an_experiment(name, tiny, tmp_path, capsys):
+    """Its records have all keys of the committed results, and its tokens are right."""
+    if name == "peer":
+        pytest.importorskip("transformers")
+        pytest.importorskip("torch")
+    arguments = SMALLEST[name].replace("SMALL", str(tiny / "draft")).replace("SHARES", str(tiny))
+    module = importlib.import_module(f"benchmarks.{name}")
+    experiments.main(name, module.__doc__, [*arguments.split(), "--output", str(tmp_path)])
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])[name]
+    (path,) = tmp_path.glob("*.json")
+    found = json.loads(path.read_text())
+    assert line["different"] == []
+    assert found["question"] == module.__doc__.splitlines()[0]
+    committed = common.RESULTS / f"{name.replace('_', '-')}-cpu.json"
+    assert path.name.startswith(committed.stem[:-3])
+    assert missing(json.loads(committed.read_text()), found) == []
+    assert not any(value is False for value in verdicts(found))
+    if name != "peer":
+        assert any(verdicts(found))
+    assert path.with_suffix(".png").exists() == (name != "serving")
+
+
+def test_every_experiment_has_its_module_and_its_smallest_size():
+    for name in experiments.EXPERIMENTS:
+        module = importlib.import_module(f"benchmarks.{name}")
+        assert Path(module.__file__).read_text().endswith(f'    main("{name}", __doc__)\n')
+        assert f"python -m benchmarks.{name}" in module.__doc__
+    assert set(SMALLEST) == set(experiments.EXPERIMENTS)
+
+
+def run_fake(monkeypatch, tmp_path, found, *arguments):
+    fake = experiments.Experiment(lambda options: iter(found), experiments.CHECKPOINTS)
+    monkeypatch.setitem(experiments.EXPERIMENTS, "fake", fake)
+    experiments.main("fake", "Is it?", [*arguments, "--output", str(tmp_path)])
+
+
+def test_wrong_tokens_fail_an_experiment(monkeypatch, tmp_path, capsys):
+    parts = [common.Found({"a": 1}, [], wrong=["tree A"]), common.Found({"a": 2}, [])]
+    with pytest.raises(SystemExit) as exit_:
+        run_fake(monkeypatch, tmp_path, parts[:1])
+    assert exit_.value.code == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["fake"]["different"] == ["tree A"]
+    run_fake(monkeypatch, tmp_path, parts, "--target", "t", "--draft", "d", "--name", "n")
+    found = json.loads((tmp_path / "fake-n-cpu.json").read_text())
+    assert (found["question"], found["a"], found["target"]) == ("Is it?", 2, "t")
+    with pytest.raises(SystemExit):
+        run_fake(monkeypatch, tmp_path, parts, "--name", "n")
+    assert "come together" in capsys.readouterr().err
+
+
+def test_the_comparison_of_methods(monkeypatch):
+    """Of texts that are given: a chain with tau 2, and a tree with another token."""
+    texts = {PLAIN: ([1, 2, 3, 4], 4), "chain": ([1, 2, 3, 4], 2), "tree": ([1, 2, 3, 5], 1)}
+
+    def decode(method, pair, prompts, tokens, temperature):
+        assert (prompts, tokens, temperature) == ([[7]], 4, 0.5)
+        text, calls = texts[method.name]
+        accepted = np.array([4 - calls])
+        stats = types.SimpleNamespace(
+            num_tokens=4, num_target_calls=calls, accepted_per_depth=accepted
+        )
+        return types.SimpleNamespace(tokens=np.array([text]), stats=stats)
+
+    monkeypatch.setattr(Method, "decode", decode)
+    pair = types.SimpleNamespace(prompts=[[7]])
+    options = types.SimpleNamespace(tokens=4, rounds=2)
+    ways = [Method(PLAIN), Method("chain", None, st.TreeTopology.chain(1)), Method("tree")]
+    rows = methods.compare(pair, ways, [0.5], options)
+    assert [row["tau"] for row in rows] == [1, 2, 4]
+    assert [row["identical"] for row in rows] == [True, True, False]
+    assert [row["nodes"] for row in rows] == [1, 2, 1]
+    assert rows[0]["speed_up"] == {"median": 1, "low": 1, "high": 1}
+    assert rows[1]["accepted_per_depth"] == [1]
+    assert len(rows[1]["tokens_per_second_by_round"]) == 2
+    assert methods.different(rows) == ["tree, temperature 0.5"]
+
+
+def test_beams_of_as_many_nodes():
+    for size, depth in ((6, 3), (13, 4), (32, 5), (3, 2)):
+        topology = methods.level_sizes(size, depth)
+        assert (topology.num_nodes, topology.depth) == (size, depth)
+        assert topology == topology.level_order()
+        widths = np.bincount(topology.depths)[1:]
+        assert widths.max() - widths.min() <= 1
+
+
+def test_the_speed_relative_to_other_methods():
+    """Over prompts: a method that is faster on some of them only is not slower or faster."""
+    seconds = {"mine": [1, 2, 3], PLAIN: [2, 4, 6], "tree A": [0.5, 1, 1.5], "tree B": [0.5, 2, 4]}
+    rows = [{"method": name, "seconds_by_prompt": each} for name, each in seconds.items()]
+    ratios = methods.relative_to("mine", rows)
+    assert ratios[PLAIN] == {"all": 2.0, "low": 2.0, "high": 2.0}
+    assert ratios["tree A"]["high"] == 0.5
+    assert ratios["tree B"]["low"] < 1 < ratios["tree B"]["high"]
+    assert "mine" not in ratios
+
+
+def test_the_formulas_of_hierarchical_decoding():
+    for a, b, m, n in ((0.8, 0.6, 4, 2), (0.5, 0.5, 1, 4), (0.9, 0.3, 2, 0), (1.0, 1.0, 3, 2)):
+        want = three_levels.expected_of_order(([b] * n + [a]) * m)
+        np.testing.assert_allclose(three_levels.expected_tokens(a, b, m, n), want, rtol=1e-12)
+    better_first = three_levels.expected_of_order([0.8] * 4 + [0.6] * 8)
+    assert better_first > three_levels.expected_tokens(0.8, 0.6, 4, 2) + 1
+
+
+@pytest.mark.parametrize(
+    ("rounds", "draft", "verify", "want"),
+    [
+        ([], 1, 1, 0),
+        ([3], 1, 2, 9),  # one branch: nothing overlaps
+        ([1, 1], 1, 2, 5),  # both draft at once, the second waits for the first
+        ([2, 1], 1, 2, 7),  # the first drafts again while the second is verified
+        ([2, 2], 5, 1, 13),  # drafts hide the verifications of the other
+        ([0, 2], 1, 1, 4),
+    ],
+)
+def test_the_queue_of_seed(rounds, draft, verify, want):
+    assert thoughts.queue_makespan(rounds, draft, verify) == want
+
+
+def test_the_queue_of_seed_is_bounded():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        rounds = rng.integers(1, 20, size=int(rng.integers(1, 9))).tolist()
+        draft, verify = rng.uniform(0.01, 2, size=2)
+        serial = sum(rounds) * (draft + verify)
+        made = thoughts.queue_makespan(rounds, draft, verify)
+        assert serial / made <= min(len(rounds), 1 + draft / verify) + 1e-9
+        assert made >= max(rounds) * (draft + verify) - 1e-9
+
+
+def test_the_fits_of_tree_size_find_the_coefficients():
+    sizes = [
+        {"nodes": n, "milliseconds": {"median": 0.01 * n**2 + 0.5 * n + 20}} for n in (1, 5, 15, 63)
+    ]
+    fit = tree_size.fits(sizes)
+    np.testing.assert_allclose(fit["quadratic"]["coefficients"], [0.01, 0.5, 20], rtol=1e-6)
+    assert fit["quadratic"]["largest_relative_error"] < 1e-9
+    assert fit["linear"]["largest_relative_error"] > 1e-9
+    needed = [size["milliseconds"]["median"] / 22.75 for size in sizes]
+    np.testing.assert_allclose(fit["quadratic"]["tau_ratio_needed"], needed)
+    np.testing.assert_allclose(fit["measured_tau_ratio_needed"], needed)
+
+
+def test_every_way_of_sampling_is_an_exact_pairing():
+    pair = random_pair(TINY, TINY, "float32", 2, "tiny")
+    for greedy in (True, False):
+        for method in temperature.methods(pair.draft, greedy=greedy):
+            options = method.options() | {"key": jax.random.key(0), "temperature": 1.0 - greedy}
+            plan(pair.target, pair.prompts, **options)
+
+
+def test_unrolling_gives_the_worked_example():
+    tree = st.TreeTopology.from_parents([-1, 0, 0, 1]).tree(jnp.ones((1, 4), bool))
+    paths = root_to_leaf_paths(tree, num_rows=3, num_positions=3)
+    valid = np.asarray(paths.valid[0])
+    rows = [np.asarray(row)[ok].tolist() for row, ok in zip(paths.nodes[0], valid, strict=True)]
+    assert rows == [[0, 2], [0, 1, 3], []]
+    assert paths.place[0].tolist() == [0, 4, 1, 5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [UnrolledLM, SequentialLM])
+def test_unrolled_paths_are_the_packed_tree(kind):
+    """Two rows with different trees: logits and pending record of the nodes are the same."""
+    model = tiny_model("mamba2attn hybrid")
+    topology = st.TreeTopology.from_parents([-1, 0, 0, 1, 1, 4])
+    tree = topology.tree(jnp.array([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 1, 1]], bool))
+    tokens = jax.random.randint(jax.random.key(0), (2, 6), 0, 37)
+
+    @jax.jit
+    def forward(model):
+        cache = model.init_cache(2, 10)
+        _, cache = model.prefill(jnp.array([[3, 5, 7], [2, 4, 0]]), jnp.array([3, 2]), cache)
+        return model.tree_forward(tokens, tree, cache)
+
+    want = forward(model)
+    got = forward(kind.like(model, num_rows=3, num_positions=4))
+    for value, reference in zip(jax.tree.leaves(got[:2]), jax.tree.leaves(want[:2]), strict=True):
+        np.testing.assert_allclose(value[tree.valid], reference[tree.valid], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [st.HybridLM, UnrolledLM, SequentialLM])
+def test_a_step_leaves_a_record_of_the_kind_that_it_takes(kind):
+    """A loop needs that; where the kernels run, too."""
+    config = st.ModelConfig.tiny(num_layers=2, head_dim=16, state_size=16)
+    structure, weights = kind.abstract(config, dtype="float32", implementation="pallas_interpret")
+    topology = st.TreeTopology.from_parents([-1, 0, 0, 1])
+
+    def step(weights):
+        model = nnx.merge(structure, weights)
+        model.num_rows, model.num_positions = 2, 3
+        tree, tokens = topology.tree(jnp.ones((1, 4), bool)), jnp.zeros((1, 4), jnp.int32)
+        replay = (model.init_pending(1, 4), path_to(tree, jnp.array([3])))
+        return replay[0], model.tree(tokens, tree, model.init_cache(1, 8), replay=replay)[1]
+
+    before, after = jax.eval_shape(step, weights)
+    assert jax.tree.structure(before) == jax.tree.structure(after)
+    assert jax.tree.leaves(before) == jax.tree.leaves(after)
