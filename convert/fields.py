@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stree_jax.checks import check_int
 from stree_jax.layer_config import RopeScaling
 
 # Fields that any transformers config may have and that do not change what is computed.
@@ -122,13 +123,9 @@ class Fields:
         self, name: str, default: Any = _MISSING, *, least: int = 1, most: int = 1 << 24
     ) -> int:
         """An integer from `least` to `most`."""
-        value = self.take(name, default)
-        is_int = isinstance(value, int) and not isinstance(value, bool)
-        self.check(
-            is_int and least <= value <= most,
-            f"{self._prefix}{name} must be an integer from {least} to {most}, got {value!r:.80}",
+        return check_int(
+            f"{self.path}: {self._prefix}{name}", self.take(name, default), least, most
         )
-        return value
 
     def positive(self, name: str, default: float) -> float:
         """A finite number above 0."""

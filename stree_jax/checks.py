@@ -1,4 +1,4 @@
-"""Checks of the values in a config."""
+"""Checks of arguments and of the fields of configs."""
 
 import dataclasses
 import math
@@ -8,6 +8,22 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
+from stree_jax.messages import shown
+
+
+def check_int(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
+    """The value as an int; flags and floats are refused, NumPy's integers are not.
+
+    Raises:
+        ValueError: not an integer from `low` to `high`; the message says which argument.
+    """
+    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    number = int(value) if is_int else 0  # type: ignore[call-overload]
+    if is_int and (low is None or low <= number) and (high is None or number <= high):
+        return number
+    span = "" if low is None else f", at least {low}" if high is None else f", from {low} to {high}"
+    raise ValueError(f"{name} must be an integer{span}; got {shown(value)}")
 
 
 def require(condition: bool, message: str) -> None:
@@ -21,11 +37,7 @@ def require_integer(config: Any, name: str, least: int, *, optional: bool = Fals
     value = getattr(config, name)
     if value is None and optional:
         return
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    require(
-        is_int and value >= least,
-        f"{name} must be an integer of at least {least}, got {value!r:.80}",
-    )
+    check_int(name, value, least)
     require(value < 1 << 48, f"{name} must be below 2**48, got {value!r:.80}")
 
 

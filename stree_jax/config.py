@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stree_jax.checks import require, require_integer, require_types
+from stree_jax.checks import check_int, require, require_integer, require_types
 from stree_jax.layer_config import (
     AttentionConfig,
     Mamba2Config,
@@ -178,14 +178,10 @@ class ModelConfig:
             ValueError: `head_dim` does not divide `expand * d_model`, or `attention_layers` has an
                 index out of range.
         """
-        for name, value in (("d_model", d_model), ("expand", expand), ("head_dim", head_dim)):
-            require(
-                isinstance(value, int) and value >= 1, f"{name} must be at least 1, got {value!r}"
-            )
-        require(
-            isinstance(num_layers, int) and num_layers >= 1,
-            f"num_layers must be at least 1, got {num_layers!r}",
-        )
+        check_int("d_model", d_model, 1)
+        check_int("num_layers", num_layers, 1)
+        check_int("expand", expand, 1)
+        check_int("head_dim", head_dim, 1)
         require(
             expand * d_model % head_dim == 0,
             f"head_dim = {head_dim} does not divide expand * d_model = {expand * d_model}",

@@ -25,6 +25,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from stree_jax.array_types import Array
+from stree_jax.checks import check_int
 from stree_jax.config import ModelConfig
 from stree_jax.layer_config import AttentionConfig, Mamba2Config, MoeConfig, MoeShardConfig
 from stree_jax.messages import shown
@@ -170,8 +171,7 @@ def make_mesh(*, data: int = 1, model: int = 1) -> Mesh:
             must use all of their devices.
     """
     for name, size in (("data", data), ("model", model)):
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{name} must be an integer from 1 on, got {shown(size)}")
+        check_int(name, size, 1)
     count = jax.device_count()
     if data * model > count or (data * model < count and jax.process_count() > 1):
         there = "there is 1" if count == 1 else f"there are {count}"

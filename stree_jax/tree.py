@@ -11,6 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from stree_jax.array_types import Array, Bool, Int
+from stree_jax.checks import check_int
 from stree_jax.messages import shown
 
 MAX_NODES = 4096  # masks and decays are N by N
@@ -47,7 +48,7 @@ class TreeTopology:
 
     def __post_init__(self) -> None:
         listed = _items("parents", "[-1, 0, 0]", self.parents)
-        parents = tuple(_integer("a parent", parent) for parent in listed)
+        parents = tuple(check_int("a parent", parent) for parent in listed)
         object.__setattr__(self, "parents", parents)
         _check_size(len(parents))
         if not parents:
@@ -89,16 +90,14 @@ class TreeTopology:
     @classmethod
     def chain(cls, num_drafts: int) -> "TreeTopology":
         """One path of `num_drafts` tokens below the root: vanilla speculative decoding."""
-        if _integer("num_drafts", num_drafts) < 0:
-            raise ValueError(f"num_drafts must not be negative, got {shown(num_drafts)}")
+        check_int("num_drafts", num_drafts, 0)
         _check_size(num_drafts + 1)
         return cls(tuple(range(-1, num_drafts)))
 
     @classmethod
     def complete(cls, branching: int, depth: int) -> "TreeTopology":
         """Every node above the last level has `branching` children."""
-        if _integer("depth", depth) < 0:
-            raise ValueError(f"depth must not be negative, got {shown(depth)}")
+        check_int("depth", depth, 0)
         _check_size(depth + 1)
         return cls.from_branching((branching,) * depth)
 
@@ -108,10 +107,8 @@ class TreeTopology:
 
         For `BeamDrafter` these are the level sizes only; the search decides how nodes connect.
         """
-        if _integer("num_beams", num_beams) < 1:
-            raise ValueError(f"num_beams must be at least 1, got {shown(num_beams)}")
-        if _integer("num_steps", num_steps) < 0:
-            raise ValueError(f"num_steps must not be negative, got {shown(num_steps)}")
+        check_int("num_beams", num_beams, 1)
+        check_int("num_steps", num_steps, 0)
         _check_size(num_steps + 1)
         _check_size(num_beams * num_steps + 1)
         return cls.from_branching((num_beams, *(1,) * (num_steps - 1)) if num_steps else ())
@@ -122,20 +119,11 @@ class TreeTopology:
 
         As a static tree it is a chain of `depth` tokens, with the other nodes below the root.
         """
-        if _integer("num_nodes", num_nodes) < 1:
-            raise ValueError(
-                f"num_nodes counts the root, so it is at least 1; got {shown(num_nodes)}"
-            )
-        if not 0 <= _integer("depth", depth) < num_nodes:
-            raise ValueError(
-                f"{shown(num_nodes)} nodes, root included, have a depth from 0 to"
-                f" {shown(num_nodes - 1)}, got {shown(depth)}"
-            )
-        if depth == 0 and num_nodes > 1:
-            raise ValueError(
-                f"a tree of depth 0 is its root; num_nodes must be 1, got {shown(num_nodes)}"
-            )
+        check_int("num_nodes (the root counts)", num_nodes, 1)
         _check_size(num_nodes)
+        check_int(f"the depth of {num_nodes} nodes", depth, 0, num_nodes - 1)
+        if depth == 0 and num_nodes > 1:
+            raise ValueError(f"a tree of depth 0 is its root; num_nodes must be 1, got {num_nodes}")
         if depth == 0:
             return cls((-1,))
         width = num_nodes - depth  # children of the root, the first of which the chain goes through
@@ -148,8 +136,7 @@ class TreeTopology:
         branching = _items("branching", "(3, 2, 1)", branching)
         parents, level = [-1], [0]
         for children in branching:
-            if _integer("branching", children) < 1:
-                raise ValueError(f"every level branches at least once, got {shown(branching)}")
+            check_int("branching of a level", children, 1)
             _check_size(len(parents) + len(level) * children)
             parents += [node for node in level for _ in range(children)]
             level = list(range(len(parents) - len(level) * children, len(parents)))
@@ -277,12 +264,6 @@ def _items(name: str, example: str, values: object) -> tuple:
     if not isinstance(values, Iterable):
         raise ValueError(f"{name} is a sequence such as {example}, got {shown(values)}")
     return tuple(values)
-
-
-def _integer(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ValueError(f"{name} must be an integer, got {shown(value)}")
-    return int(value)
 
 
 def _check_size(num_nodes: int) -> None:

@@ -18,9 +18,9 @@ from rich.progress import (
 )
 
 import stree_jax as st
+from stree_jax.checks import check_int
 from stree_jax.cli.generate import Loaded, check_seed, encoded
 from stree_jax.decoding.options import MAX_TOKENS, plan
-from stree_jax.messages import shown
 
 # What a line may set for itself.
 _SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p")
@@ -175,9 +175,7 @@ def _parsed(loaded: Loaded, number: int, line: str, seed: int, defaults: dict[st
         return _Line(number, "", None, 'not an object with a "prompt" that is a text')
     try:
         settings = defaults | {name: content[name] for name in _SETTINGS if name in content}
-        most = settings["max_new_tokens"]
-        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-            raise ValueError(f"max_new_tokens must be an integer from 1 on, got {shown(most)}")
+        check_int("max_new_tokens", settings["max_new_tokens"], 1)
         own_seed = content.get("seed", seed)
         check_seed(own_seed, "seed")
         key = jax.random.fold_in(jax.random.key(own_seed), number)

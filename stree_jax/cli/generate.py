@@ -11,6 +11,7 @@ from rich.style import Style
 
 import stree_jax as st
 from stree_jax.checkpoint import first_line
+from stree_jax.checks import check_int
 from stree_jax.cli.cache import enable_cache
 from stree_jax.cli.mesh import join_processes, parse_mesh
 from stree_jax.cli.trees import parse_tree
@@ -92,8 +93,7 @@ def load(
 
 def check_seed(seed: object, name: str) -> None:
     """Refuses what jax would take modulo 2**32, or raise OverflowError for."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise ValueError(f"{name} must be from 0 to {2**32 - 1}, got {seed!s:.80}")
+    check_int(name, seed, 0, 2**32 - 1)
 
 
 def encoded(loaded: Loaded, prompt: str, name: str) -> list[int]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from stree_jax.array_types import Array
+from stree_jax.checks import check_int
 from stree_jax.decoding.drafters.base import Drafter, check_target, draft_models
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.on_mesh import check_mesh_of
@@ -289,14 +290,6 @@ def _check_length(
             f"prompts[{row}] has {lengths[row]} tokens and max_new_tokens ="
             f" {shown(max_new_tokens)}: in all {shown(wanted)}, and the limit is {limit}{way_out}"
         )
-
-
-def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    """Refuses what is not an integer from `low` to `high`, with the argument's name."""
-    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_int or value < low or (high is not None and value > high):  # type: ignore[operator]
-        span = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise ValueError(f"{name} must be an integer, {span}; got {shown(value)}")
 
 
 def typed_key(key: Array) -> Array:

@@ -24,6 +24,7 @@ import numpy as np
 from jax import lax
 
 from stree_jax.array_types import Array, Int, Key
+from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import SpeculativeDecoder, owned
 from stree_jax.decoding.options import buffer_size
@@ -185,8 +186,7 @@ def take(
         ValueError: no such row, one that failed, or a state that `run` did not return.
     """
     _check_between_runs(state)
-    if not 0 <= row < len(state.done):
-        raise ValueError(f"row must be from 0 to {len(state.done) - 1}, got {row}")
+    row = check_int("row", row, 0, len(state.done) - 1)
     if int(state.failed[row]):
         raise ValueError(f"row {row} failed: its logits were not finite, and its cache may not be")
     context, cache = _row((state.context, state.cache), row)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
+from stree_jax.checks import check_int
 from stree_jax.decoding import slots
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.generate import failure, statistics_of
@@ -19,7 +20,6 @@ from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import (
     MAX_TOKENS,
     Plan,
-    check_int,
     checked_prompts,
     is_lossless,
     plan,

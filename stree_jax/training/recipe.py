@@ -38,6 +38,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stree_jax.checks import check_int
+
 
 @dataclasses.dataclass(frozen=True)
 class Text:
@@ -98,15 +100,16 @@ class Training:
             ("save_every", 1),
             ("warmup_steps", 0),
         ):
-            value = getattr(self, name)
-            if not (isinstance(value, int) and value >= least):
-                raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
-        decay, at_peak = self.decay_steps, self.steps - self.warmup_steps
-        if decay is not None and not (isinstance(decay, int) and 1 <= decay <= at_peak):
-            raise ValueError(
-                "decay_steps must be an integer from 1 to steps - warmup_steps ="
-                f" {at_peak}, got {decay!r}"
+            check_int(name, getattr(self, name), least)
+        if self.decay_steps is not None:
+            decay, most = (
+                check_int("decay_steps", self.decay_steps, 1),
+                self.steps - self.warmup_steps,
             )
+            if decay > most:
+                raise ValueError(
+                    f"decay_steps must be at most steps - warmup_steps = {most}, got {decay}"
+                )
         for name in ("learning_rate", "weight_decay", "clip_norm", "generated"):
             value = getattr(self, name)
             if not (isinstance(value, int | float) and 0 <= value < math.inf):

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter, DynamicDrafter, ModelDrafter
 from stree_jax.decoding.generate import Generation, generate
 from stree_jax.decoding.options import Plan, plan
@@ -150,9 +151,8 @@ def tune(
         )
     if len(prompts) < 2:
         raise ValueError(f"tune needs at least 2 prompts, one to measure on; got {len(prompts)}")
-    for name, value, least in (("max_nodes", max_nodes, 2), ("max_depth", max_depth, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be an integer, at least {least}; got {value!r:.80}")
+    check_int("max_nodes", max_nodes, 2)
+    check_int("max_depth", max_depth, 1)
     options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, temperature=temperature)
     half = len(prompts) // 2
     keys = None if key is None else jax.random.split(key)

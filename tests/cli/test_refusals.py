@@ -47,7 +47,7 @@ GENERATE = ["generate", "{target}", "-p", "x"]
         ),
         (
             [*GENERATE, "--seed", f"{2**64}"],
-            "--seed must be from 0 to",
+            "--seed must be an integer, from 0 to",
         ),
         (["generate", "{target}", "-p", b"caf\xe9"], "--prompt is not UTF-8"),
         ([*GENERATE, "--mesh", "data=x"], "is not a mesh: use data=2"),

@@ -273,16 +273,16 @@ for change, message in [
 for call in (lambda: st.generate("path", [[1]]), lambda: st.ModelDrafter("path")):
     with pytest.raises(ValueError, match="must be a HybridLM, got str; load one with"):
         call()
-with pytest.raises(ValueError, match="state_size must be an integer of at least 1, got 8.0"):
+with pytest.raises(ValueError, match="state_size must be an integer, at least 1; got 8.0"):
     st.ModelConfig.tiny(state_size=8.0)
 with pytest.raises(ValueError, match="dt_limit must be"):
     st.ModelConfig.tiny(dt_limit=(0.0,))
-with pytest.raises(ValueError, match="steps must be an integer >= 1, got 6.5"):
+with pytest.raises(ValueError, match="steps must be an integer, at least 1; got 6.5"):
     Training(steps=6.5)
 for make, message in [
     (lambda: st.TreeTopology.paper(["A"]), "the paper's trees are"),
-    (lambda: st.TreeTopology.from_parents([-1, 0.7]), "a parent must be an integer, got 0.7"),
-    (lambda: st.TreeTopology.chain(2.5), "num_drafts must be an integer, got 2.5"),
+    (lambda: st.TreeTopology.from_parents([-1, 0.7]), "a parent must be an integer; got 0.7"),
+    (lambda: st.TreeTopology.chain(2.5), "num_drafts must be an integer, at least 0; got 2.5"),
     (lambda: st.TreeTopology.from_branching(3), r"a sequence such as \(3, 2, 1\), got 3"),
     (lambda: st.TreeTopology.from_parents(5), r"parents is a sequence such as .*, got 5"),
     (lambda: st.TreeTopology(None), r"parents is a sequence such as .*, got None"),
@@ -301,11 +301,11 @@ for make, message in [
     (lambda: st.save_pretrained(model, 5), "path must be the directory to create, got 5"),
     (lambda: st.save_pretrained("model", "x"), "model must be a HybridLM, got str; load one with"),
     (lambda: st.TreeTopology.chain(2).draw(5), "path is a sequence of nodes, got 5 and "),
-    (lambda: st.NgramDrafter(max_match=10**12), "need integers 1 <= .* <= 64, got .* 10{12}$"),
+    (lambda: st.NgramDrafter(max_match=10**12), "max_match must be .* from 1 to 64; got 10{12}$"),
 ]:
     with pytest.raises(ValueError, match=message):
         make()
-with pytest.raises(ValueError, match="need integers"):
+with pytest.raises(ValueError, match="max_match must be an integer"):
     st.NgramDrafter(max_match=2.5)
 """
 

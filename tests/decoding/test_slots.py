@@ -181,7 +181,7 @@ def test_refusals():
     other = Pool("bamba hybrid")
     with pytest.raises(ValueError, match="other buffers or another model"):
         pool.insert([0], other.read(PROMPTS[0]), KEYS[:1])
-    with pytest.raises(ValueError, match="row must be from 0 to 3, got 4"):
+    with pytest.raises(ValueError, match="row must be an integer, from 0 to 3; got 4"):
         pool.take(4)
     with pytest.raises(ValueError, match="in all 70, and the pool has 64"):
         pool.read([1] * 63, after=prefix)

@@ -75,9 +75,12 @@ def test_malformed_trees_are_refused(parents, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TreeTopology.chain(-1), "num_drafts must not be negative, got -1"),
-        (lambda: TreeTopology.complete(2, -1), "depth must not be negative, got -1"),
-        (lambda: TreeTopology.complete(0, 2), r"branches at least once, got \(0, 0\)"),
+        (lambda: TreeTopology.chain(-1), "num_drafts must be an integer, at least 0; got -1"),
+        (lambda: TreeTopology.complete(2, -1), "depth must be an integer, at least 0; got -1"),
+        (
+            lambda: TreeTopology.complete(0, 2),
+            "branching of a level must be an integer, at least 1; got 0",
+        ),
         (lambda: TreeTopology.from_branching((2, 0)), r"got \(2, 0\)"),
         (lambda: TreeTopology.paper("F"), "'A', .*'E'.*got 'F'"),
         (lambda: TreeTopology.complete(2, 40), "at most 4096 are possible"),
@@ -162,8 +165,8 @@ def test_a_budget_has_these_sizes(num_nodes):
 @pytest.mark.parametrize(
     ("num_nodes", "depth", "message"),
     [
-        (0, 0, "num_nodes counts the root, so it is at least 1; got 0"),
-        (4, 4, "4 nodes, root included, have a depth from 0 to 3, got 4"),
+        (0, 0, r"num_nodes \(the root counts\) must be an integer, at least 1; got 0"),
+        (4, 4, "the depth of 4 nodes must be an integer, from 0 to 3; got 4"),
         (4, -1, "depth from 0 to 3, got -1"),
         (4, 0, "a tree of depth 0 is its root; num_nodes must be 1, got 4"),
         (5000, 3, "at most 4096 are possible"),

@@ -175,7 +175,7 @@ def test_words_that_do_not_fit():
 
 
 def test_meshes_that_cannot_be():
-    with pytest.raises(ValueError, match="data must be an integer from 1 on, got 0"):
+    with pytest.raises(ValueError, match="data must be an integer, at least 1; got 0"):
         stree_jax.make_mesh(data=0)
     count = jax.device_count()
     with pytest.raises(ValueError, match=f"data = {count} times model = 2 is {2 * count} devices"):

@@ -90,7 +90,7 @@ def test_a_recipe_is_read(recipe_file, text):
     [
         ("words.txt", "nowhere.txt", r"nowhere\.txt, which does not exist"),
         ("steps = 6", "steps = 6\npaces = 6", "paces"),
-        ("steps = 6", "steps = 0", "steps must be an integer >= 1, got 0"),
+        ("steps = 6", "steps = 0", "steps must be an integer, at least 1; got 0"),
         (
             "steps = 6",
             "steps = 6\nlearning_rate = -1.0",
@@ -105,7 +105,7 @@ def test_a_recipe_is_read(recipe_file, text):
         (
             "steps = 6",
             "steps = 6\ndecay_steps = 5",
-            "decay_steps must be an integer from 1 to steps - warmup_steps = 4, got 5",
+            "decay_steps must be at most steps - warmup_steps = 4, got 5",
         ),
         ("[[text]]", "[[book]]", "has no text"),
         ("vocab_size", "vocabulary", "vocabulary"),

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from stree_jax.array_types import Array, Float, Float32, Int, Key
+from stree_jax.checks import check_int
 from stree_jax.decoding.drafters.base import root_only
 from stree_jax.decoding.drafters.children import shared_scores
 from stree_jax.decoding.drafters.levels import (
@@ -65,12 +66,10 @@ class DynamicDrafter(ModelDrafter):
 
     def __init__(self, model: HybridLM, *, expand: int = 8, sharpness: float = 2.5):
         super().__init__(model)
-        if isinstance(expand, bool) or not isinstance(expand, int) or expand < 1:
-            raise ValueError(f"expand must be an integer, at least 1; got {shown(expand)}")
         is_number = isinstance(sharpness, numbers.Real) and math.isfinite(sharpness)
         if not is_number or sharpness <= 0:
             raise ValueError(f"sharpness must be a number above 0, got {shown(sharpness)}")
-        self.expand = expand
+        self.expand = check_int("expand", expand, 1)
         self.sharpness = jnp.float32(sharpness)  # an array: one program for all values
 
     def default_topology(self) -> TreeTopology:

@@ -8,9 +8,9 @@ import numpy as np
 from flax import nnx
 
 from stree_jax.array_types import Array, Float, Float32, Key
+from stree_jax.checks import check_int
 from stree_jax.decoding.drafters.levels import levels_of
 from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
-from stree_jax.messages import shown
 from stree_jax.tree import TreeTopology
 
 MAX_MATCH = 64  # each length is an operation of the program
@@ -33,14 +33,8 @@ class NgramDrafter(nnx.Module):
     runs_on_mesh = True
 
     def __init__(self, *, max_match: int = 3, min_match: int = 1):
-        are_ints = isinstance(min_match, int) and isinstance(max_match, int)
-        if not (are_ints and 1 <= min_match <= max_match <= MAX_MATCH):
-            raise ValueError(
-                f"need integers 1 <= min_match <= max_match <= {MAX_MATCH},"
-                f" got min_match = {shown(min_match)}, max_match = {shown(max_match)}"
-            )
-        self.max_match = max_match
-        self.min_match = min_match
+        self.max_match = check_int("max_match", max_match, 1, MAX_MATCH)
+        self.min_match = check_int(f"min_match, with {max_match = },", min_match, 1, max_match)
 
     def default_topology(self) -> TreeTopology:
         """A chain of 4: a match is usually right for several tokens, or for none."""
