@@ -1,18 +1,21 @@
 """`generate` and `stream`: checks first, then one compiled program."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
+from jax import lax
 
 from pallas_kernels import dispatch
+from stree_jax.array_types import Array, Int
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.local_rows import rows_of_all
 from stree_jax.decoding.loop import DRAFT_FAILED
 from stree_jax.decoding.on_mesh import on_host, on_mesh
 from stree_jax.decoding.options import Plan, is_lossless, plan
-from stree_jax.decoding.types import DecodeState, Statistics
+from stree_jax.decoding.types import Context, DecodeState, Statistics
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.models.cache import Cache
 from stree_jax.models.lm import HybridLM, check_model
@@ -228,20 +231,28 @@ def stream(
     def steps() -> Iterator[list[list[int]]]:
         with dispatch.on(model):
             state = _started(request, model, num_rows)
-        before = on_host(request.context.length, rows)
+        start = on_host(request.context.length)
         while not on_host(state.done).all():
             with dispatch.on(model):  # not around `yield`: the caller's code is its own
                 state, _, _ = request.decoder.step(
                     model, request.drafter, state, request.limits, request.sampling
                 )
-            texts, after = on_host(state.context, rows)
-            yield [text[a:b].tolist() for text, a, b in zip(texts, before, after, strict=True)]
-            before = after
+            most = request.decoder.topology.depth + 1
+            tokens, length = on_host((_tail(state.context, start, most), state.context.length))
+            counts = (length - start)[rows]
+            yield [new[:count].tolist() for new, count in zip(tokens[rows], counts, strict=True)]
+            start = length
         generation = _generation(request, state, rows, max_new_tokens, False)
         if error := _error(state, generation, rows):
             raise error
 
     return steps()
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _tail(context: Context, start: Int[Array, " B"], size: int) -> Int[Array, "B _"]:
+    """The `size` tokens of each row from position `start`: a step's new ones, and no others."""
+    return jax.vmap(lambda row, at: lax.dynamic_slice(row, (at,), (size,)))(context.tokens, start)
 
 
 def _started(request: Plan, model: HybridLM, num_rows: int) -> DecodeState:

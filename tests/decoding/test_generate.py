@@ -11,6 +11,7 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.decoding.drafters.levels import MAX_UNROLLED
 from stree_jax.decoding.loop import TARGET_FAILED, SpeculativeDecoder
+from stree_jax.decoding.on_mesh import on_host
 from stree_jax.decoding.options import plan
 from stree_jax.layer_config import AttentionConfig
 from stree_jax.testing import HYBRIDS, perturbed, randomised, tiny_model
@@ -41,6 +42,21 @@ def test_streaming_yields_what_generate_returns():
         assert [token for piece in pieces for token in piece[row]] == want.tokens[row].tolist()
     assert all(len(new) <= 3 for piece in pieces for new in piece)
     assert len(pieces) == want.stats.target_calls_per_row.max()
+
+
+def test_streaming_copies_new_tokens_only_to_the_host(monkeypatch):
+    copied = []
+
+    def recorded(tree, *rows):
+        arrays = on_host(tree, *rows)
+        copied.append(sum(np.size(leaf) for leaf in jax.tree.leaves(arrays)))
+        return arrays
+
+    monkeypatch.setattr("stree_jax.decoding.generate.on_host", recorded)
+    steps = st.stream(tiny_model(), PROMPTS, max_new_tokens=13, drafter=drafter(), topology=TREE)
+    next(steps)
+    next(steps)
+    assert max(copied) == 3 * (TREE.depth + 1) + 3  # tokens and lengths, not the buffers of 64
 
 
 @pytest.mark.parametrize("drafting", [False, True])
