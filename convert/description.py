@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from stree_jax.config import ModelConfig
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.rules import Ignored, Rule
-from stree_jax.convert.tensors import Tensor
 from stree_jax.layer_config import Mamba2Config
+from stree_jax.stored import Tensor
 
 
 class Source(NamedTuple):

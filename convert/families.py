@@ -13,7 +13,7 @@ from stree_jax.config import ModelConfig
 from stree_jax.convert import bamba, granite, mamba_in_llama, nemotron_h, pure, zamba2
 from stree_jax.convert.description import Description, Source
 from stree_jax.convert.fields import Fields
-from stree_jax.convert.tensors import Tensor
+from stree_jax.stored import Tensor
 
 # Deviations of other programs from the published config, reproduced on request.
 QUIRKS = {

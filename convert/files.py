@@ -8,8 +8,8 @@ import ml_dtypes  # registers bfloat16 with numpy
 import numpy as np
 
 from stree_jax.checkpoint import first_line, read_json
-from stree_jax.convert.tensors import MAX_TENSORS, Tensor
-from stree_jax.convert.torch_file import open_torch_file
+from stree_jax.convert.torch_file import MAX_TENSORS, open_torch_file
+from stree_jax.stored import Tensor
 
 _MAX_HEADER = 32 << 20  # bytes of a safetensors header; 100,000 tensors take 15 MB
 

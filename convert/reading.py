@@ -24,9 +24,9 @@ from stree_jax.convert.description import Description
 from stree_jax.convert.families import describe, layout
 from stree_jax.convert.files import open_tensors
 from stree_jax.convert.rules import Rule, check_coverage
-from stree_jax.convert.tensors import Tensor
 from stree_jax.models.lm import HybridLM
 from stree_jax.partition import Partition
+from stree_jax.stored import Tensor
 
 # Called with the bytes read so far and the total.
 Progress = Callable[[int, int], None]

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from stree_jax.checkpoint import first_line
-from stree_jax.convert.tensors import MAX_TENSORS, Tensor
+from stree_jax.stored import Tensor
 
 # A state dict of 100,000 tensors has a zip directory of 8 MB, and a pickle of 14 MB, 4.2 million
 # opcodes and 1.1 million memo entries, which takes items off the stack after 2,000 at the latest.
@@ -32,6 +32,7 @@ _MAX_MEMO = 1_200_000
 _MAX_STACK = 10_000
 _MAX_MARKS = 64
 _MAX_AXES = 8
+MAX_TENSORS = 1 << 18  # in a checkpoint; the largest published ones have about 100,000
 _LOCAL_HEADER = 30  # bytes of a zip record's local header, without name and extra field
 
 _STORAGES = {

@@ -40,7 +40,14 @@ from stree_jax.models.names import flatten, unflatten
 from stree_jax.partition import Partition, cuts
 from stree_jax.processes import by_first
 from stree_jax.sharding import canonical_weights, spread
-from stree_jax.stored import CHECKSUMS, Array, check_sizes, open_arrays, write_checksums
+from stree_jax.stored import (
+    CHECKSUMS,
+    Tensor,
+    check_crc,
+    check_sizes,
+    open_arrays,
+    write_checksums,
+)
 
 # What an extension may use.
 __all__ = ["load_config", "load_header", "load_module", "save_pretrained", "write_checkpoint"]
@@ -200,7 +207,7 @@ def _here(name: str, values: np.ndarray, dtype: DTypeLike) -> jax.Array:
 def read_weights(
     path: Path,
     wanted: dict[str, Any],
-    stored: dict[str, Array],
+    stored: dict[str, Tensor],
     crcs: dict[str, int],
     place: Place = _here,
 ) -> dict[str, Any]:
@@ -211,7 +218,8 @@ def read_weights(
     loaded = {}
     for name, leaf in flatten(wanted).items():
         try:
-            values = stored[name].read(crcs.get(name))
+            values = stored[name].read()
+            check_crc(values, crcs.get(name))
         except Exception as error:
             raise ValueError(
                 f"{path} is damaged: cannot read {name} ({first_line(error)})"
@@ -241,7 +249,7 @@ def load_module(path: Path, like: _Module) -> _Module:
     return nnx.merge(structure, read_weights(path, wanted, stored, crcs))
 
 
-def open_native(path: Path) -> tuple[ModelConfig, dict[str, Array], dict[str, int]]:
+def open_native(path: Path) -> tuple[ModelConfig, dict[str, Tensor], dict[str, int]]:
     """Opens a native checkpoint directory and checks names, shapes and types; reads no weights.
 
     Returns:
@@ -261,7 +269,7 @@ def open_native(path: Path) -> tuple[ModelConfig, dict[str, Array], dict[str, in
     return config, stored, crcs
 
 
-def open_weights(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
+def open_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The arrays of a checkpoint by name, and the content of its checksum file."""
     params = path / "params"
     if not params.is_dir():
@@ -277,7 +285,7 @@ def open_weights(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
 
 
 def check_weights(
-    path: Path, wanted: dict[str, Any], stored: dict[str, Array], sums: dict[str, Any]
+    path: Path, wanted: dict[str, Any], stored: dict[str, Tensor], sums: dict[str, Any]
 ) -> dict[str, int]:
     """Checks names, shapes and types, and returns the checksums by name."""
     check_shapes(path, wanted, stored)

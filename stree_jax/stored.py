@@ -1,15 +1,16 @@
-"""The arrays of a native checkpoint, read one at a time.
+"""`Tensor`: an array in a file; and those of a native checkpoint, read one at a time.
 
 Orbax writes them; tensorstore, on which Orbax is built, reads them here. Orbax's own loader reads
 all at once on an event loop that it closes at the first error, so that damaged files leave a trail
 of messages on stderr. It does not say which array is damaged either.
 """
 
+import functools
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import ml_dtypes  # noqa: F401 (registers bfloat16 with numpy)
@@ -18,6 +19,14 @@ import numpy as np
 CHECKSUMS = "checksums.json"
 # Zeros compress well, but weights do not.
 _MOST_COMPRESSED = 1000
+
+
+class Tensor(NamedTuple):
+    """An array in a file, read on demand."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]  # may return a read-only view of the file
 
 
 def write_checksums(path: Path, weights: Mapping[str, jax.Array | np.ndarray]) -> None:
@@ -40,8 +49,18 @@ def check_sizes(params: Path, sizes: Mapping[str, int]) -> None:
             raise ValueError(f"{name:.80} has {file.stat().st_size} bytes, not {size!r:.20}")
 
 
-def open_arrays(params: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Opens the arrays below `params` by dotted name; they have a `shape` and a `dtype`.
+def check_crc(values: np.ndarray, crc: int | None) -> None:
+    """Compares an array with the checksum that was saved; None: there is none.
+
+    Raises:
+        ValueError: it has another one.
+    """
+    if crc is not None and zlib.crc32(_bytes(values)) != crc:
+        raise ValueError("it has another checksum than when it was saved")
+
+
+def open_arrays(params: Path, metadata: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Opens the arrays below `params` by dotted name. Their `read` raises what tensorstore raises.
 
     Args:
         params: Orbax's directory.
@@ -68,7 +87,7 @@ def open_arrays(params: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
         opened[name] = ts.open(
             {"driver": driver, "kvstore": store}, open=True, read=True, context=context
         )
-    arrays = {name: Array(future.result()) for name, future in opened.items()}
+    arrays = {name: _tensor(future.result()) for name, future in opened.items()}
     size = sum(file.stat().st_size for file in params.rglob("*") if file.is_file())
     wanted = sum(int(np.prod(array.shape, dtype=object)) for array in arrays.values())
     if wanted > size * _MOST_COMPRESSED:
@@ -76,25 +95,13 @@ def open_arrays(params: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     return arrays
 
 
-class Array:
-    """An array that has not been read."""
+def _tensor(store: Any) -> Tensor:
+    dtype = np.dtype(store.dtype.numpy_dtype)
+    return Tensor(tuple(store.shape), dtype, functools.partial(_read, store))
 
-    def __init__(self, store: Any):
-        self.shape: tuple[int, ...] = tuple(store.shape)
-        self.dtype = np.dtype(store.dtype.numpy_dtype)
-        self._store = store
 
-    def read(self, crc: int | None) -> np.ndarray:
-        """The numbers; with a `crc`, verified.
-
-        Raises:
-            ValueError: they have another checksum.
-            Exception: anything that tensorstore raises about damaged files.
-        """
-        values = self._store.read().result()
-        if crc is not None and zlib.crc32(_bytes(values)) != crc:
-            raise ValueError("it has another checksum than when it was saved")
-        return values
+def _read(store: Any) -> np.ndarray:
+    return store.read().result()
 
 
 def _bytes(values: np.ndarray) -> memoryview:
