@@ -43,7 +43,7 @@ def linear(source: str, target: str) -> list[Rule]:
     ]
 
 
-def side_by_side(sources: Iterable[str], target: str, sizes: Iterable[int]) -> list[Rule]:
+def concatenated(sources: Iterable[str], target: str, sizes: Iterable[int]) -> list[Rule]:
     """Several projections of one input, fused into one, with optional biases."""
     names, transform = tuple(sources), joined(*sizes)
     return [
@@ -55,7 +55,7 @@ def side_by_side(sources: Iterable[str], target: str, sizes: Iterable[int]) -> l
 def hf_attention(config: AttentionConfig) -> list[Rule]:
     """Attention as transformers stores it."""
     return [
-        *side_by_side(("q_proj", "k_proj", "v_proj"), "in_proj", config.projected_sizes),
+        *concatenated(("q_proj", "k_proj", "v_proj"), "in_proj", config.projected_sizes),
         *linear("o_proj", "out_proj"),
     ]
 
@@ -86,7 +86,7 @@ def split_mlp(config: MlpConfig) -> list[Rule]:
     """A gated MLP with separate gate and up projections (Llama, Bamba, Falcon-H1)."""
     halves = (config.hidden_size, config.hidden_size)
     return [
-        *side_by_side(("gate_proj", "up_proj"), "in_proj", halves),
+        *concatenated(("gate_proj", "up_proj"), "in_proj", halves),
         *linear("down_proj", "out_proj"),
     ]
 

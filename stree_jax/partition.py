@@ -91,8 +91,8 @@ class Part:
         """The sum over the shards, in float32 and then in the dtype of `x`."""
         return lax.psum(x.astype(jnp.float32), MODEL).astype(x.dtype)
 
-    def side_by_side(self, x: Array) -> Array:
-        """The last axes of all shards' arrays, one behind the other."""
+    def all_gather(self, x: Array) -> Array:
+        """All-gathers along the last axis."""
         return lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
 
     def rows_of(self, table: Array, index: Array) -> Array:
@@ -111,11 +111,11 @@ class Part:
         is_own = (own >= 0) & (own < count)
         return jnp.where(is_own, own, 0), is_own
 
-    def decided_once(self, tree: Any) -> Any:
-        """The first shard's values of these integers and flags `[B, ...]`, for all shards.
+    def broadcast_from_first(self, tree: Any) -> Any:
+        """Broadcasts shard 0's integers and booleans `[B, ...]`.
 
-        Shards compute the same from the same numbers, but two GPUs, or two programs that were
-        tuned apart, may round differently. What they branch on must be equal to the last bit.
+        All shards compute these values, but two GPUs, or two programs tuned apart, may round
+        differently. Values that a program branches on must be equal to the last bit.
         """
         leaves, structure = jax.tree.flatten(tree)
         assert all(leaf.dtype in (jnp.int32, jnp.bool_) for leaf in leaves)

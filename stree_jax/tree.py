@@ -135,8 +135,8 @@ class TreeTopology:
         """Every node of level i has `branching[i]` children."""
         branching = _items("branching", "(3, 2, 1)", branching)
         parents, level = [-1], [0]
-        for children in branching:
-            check_int("branching of a level", children, 1)
+        for level_index, children in enumerate(branching):
+            check_int(f"branching[{level_index}]", children, 1)
             _check_size(len(parents) + len(level) * children)
             parents += [node for node in level for _ in range(children)]
             level = list(range(len(parents) - len(level) * children, len(parents)))

@@ -41,7 +41,7 @@ from benchmarks.static.programs import (
     read_prompt,
     verify_step,
 )
-from stree_jax.decoding.prefill import PIECE
+from stree_jax.decoding.prefill import PREFILL_CHUNK
 
 IMPLEMENTATIONS = ("xla", "pallas")
 
@@ -58,7 +58,7 @@ def read_options() -> argparse.Namespace:
         type=int,
         nargs="*",
         default=[],
-        help=f"tokens; long prompts are read in pieces of {PIECE}",
+        help=f"tokens; long prompts are read in pieces of {PREFILL_CHUNK}",
     )
     parser.add_argument(
         "--implementations", nargs="+", default=IMPLEMENTATIONS, choices=IMPLEMENTATIONS

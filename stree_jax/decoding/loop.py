@@ -127,7 +127,7 @@ class SpeculativeDecoder:
         limits: Limits,
         sampling: Sampling,
         max_steps: int | Array | None = None,
-        wanted: int | Array | None = None,
+        stop_after_ended: int | Array | None = None,
     ) -> DecodeState:
         """Steps until all rows are done, in one program. Replays the last path too.
 
@@ -137,19 +137,19 @@ class SpeculativeDecoder:
             state: from `start`, from `run` or from `stree_jax.decoding.slots`; donated.
             limits: when rows end.
             sampling: of each row.
-            max_steps: run about so many steps at most (up to `steps_per_sync - 1` more); traced.
-            wanted: return when so many rows have ended in this run; traced.
+            max_steps: most steps, rounded up to a multiple of `steps_per_sync`; traced.
+            stop_after_ended: return once this many rows have ended in this run; traced.
 
         On a mesh each shard of the rows counts its own steps and ends.
         """
         if model.partition is None:
-            return self._run(model, drafter, state, limits, sampling, max_steps, wanted)
+            return self._run(model, drafter, state, limits, sampling, max_steps, stop_after_ended)
         specs, whole = state_specs(model), PartitionSpec()
         return over_mesh(
             model.partition,
             self._run,
             (model, drafter),
-            (state, limits, sampling, max_steps, wanted),
+            (state, limits, sampling, max_steps, stop_after_ended),
             (specs, ROWS, ROWS, whole, whole),
             specs,
         )
@@ -162,7 +162,7 @@ class SpeculativeDecoder:
         limits: Limits,
         sampling: Sampling,
         max_steps: int | Array | None,
-        wanted: int | Array | None,
+        stop_after_ended: int | Array | None,
     ) -> DecodeState:
         before = state
 
@@ -170,8 +170,8 @@ class SpeculativeDecoder:
             go_on = jnp.any(~state.done)
             if max_steps is not None:  # every step counts in every row
                 go_on &= state.step[0] - before.step[0] < max_steps
-            if wanted is not None:
-                go_on &= (state.done & ~before.done).sum() < wanted
+            if stop_after_ended is not None:
+                go_on &= (state.done & ~before.done).sum() < stop_after_ended
             return go_on
 
         # The body closes over the weights, so that the loop does not carry them.
@@ -249,7 +249,7 @@ class SpeculativeDecoder:
                 )
 
         if model.part is not None and drafter is not None:
-            tokens, tree, is_finite = model.part.decided_once(
+            tokens, tree, is_finite = model.part.broadcast_from_first(
                 (draft.tokens, draft.tree, draft.finite)
             )
             draft = draft._replace(tokens=tokens, tree=tree, finite=is_finite)
@@ -268,7 +268,7 @@ class SpeculativeDecoder:
             )
 
         if model.part is not None and not _is_exact(self.verifier, sampling):
-            verdict = model.part.decided_once(verdict)
+            verdict = model.part.broadcast_from_first(verdict)
 
         # Emit, up to the end of sequence or the limit.
         new_tokens = _emitted_tokens(draft, verdict, self.topology.depth)

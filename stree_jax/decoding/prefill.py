@@ -1,4 +1,4 @@
-"""Reading prompts into a cache, in pieces of bounded size."""
+"""Chunked prefill: the cache of a prompt, with bounded temporary memory."""
 
 import functools
 
@@ -12,8 +12,7 @@ from stree_jax.models.lm import HybridLM
 from stree_jax.partition import ROWS
 from stree_jax.sharding import over_mesh
 
-# Longer prompts are read in pieces of this many tokens, which bounds the temporary memory.
-PIECE = 512
+PREFILL_CHUNK = 512  # tokens
 
 
 # A program of its own: it does not depend on the tree, and takes as long to compile as a step.
@@ -27,10 +26,8 @@ def prefill(
 ) -> Cache:
     """The cache after the first `lengths` tokens of each right-padded row.
 
-    They follow what `cache` has read, with None nothing.
-
-    Its attention layers have `max_length` places. How many pieces are read is a traced number, so
-    padding beyond the longest row's last piece costs nothing.
+    Continues from `cache`; None starts with an empty one of `max_length` positions. The number of
+    chunks is traced, so chunks beyond the longest row cost nothing.
     """
     if model.partition is None:
         return _prefill(model, tokens, lengths, cache, max_length)
@@ -50,12 +47,14 @@ def _prefill(
 ) -> Cache:
     batch, width = tokens.shape
     cache = model.init_cache(batch, max_length) if cache is None else cache
-    if width <= PIECE:
+    if width <= PREFILL_CHUNK:
         return model.prefill(tokens, lengths, cache)[1]
-    tokens = jnp.pad(tokens, ((0, 0), (0, -width % PIECE)))
+    tokens = jnp.pad(tokens, ((0, 0), (0, -width % PREFILL_CHUNK)))
 
-    def read(index: Array, cache: Cache) -> Cache:
-        piece = lax.dynamic_slice_in_dim(tokens, index * PIECE, PIECE, axis=1)
-        return model.prefill(piece, jnp.clip(lengths - index * PIECE, 0, PIECE), cache)[1]
+    def one_chunk(index: Array, cache: Cache) -> Cache:
+        start = index * PREFILL_CHUNK
+        chunk = lax.dynamic_slice_in_dim(tokens, start, PREFILL_CHUNK, axis=1)
+        return model.prefill(chunk, jnp.clip(lengths - start, 0, PREFILL_CHUNK), cache)[1]
 
-    return lax.fori_loop(0, (lengths.max() + PIECE - 1) // PIECE, read, cache)
+    num_chunks = (lengths.max() + PREFILL_CHUNK - 1) // PREFILL_CHUNK
+    return lax.fori_loop(0, num_chunks, one_chunk, cache)

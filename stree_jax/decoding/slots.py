@@ -6,7 +6,7 @@ steps, or when some rows have ended. Between runs, and only there, rows are fill
     state = empty(decoder, model, drafter, rows=4)
     prefix = read(decoder, model, drafter, prompt)
     state = insert(decoder, model, state, [0, 2], prefix, keys)     two rows from one reading
-    state = decoder.run(model, drafter, state, limits, sampling, max_steps=32, wanted=1)
+    state = decoder.run(model, drafter, state, limits, sampling, max_steps=32, stop_after_ended=1)
     longer = read(decoder, model, drafter, more, after=take(decoder, drafter, state, 2))
 
 What belongs to a row has a batch axis, so a new tenant replaces all of a row: whatever the last one

@@ -57,13 +57,13 @@ class ParallelPending(NamedTuple):
     attention: AttentionPending
 
 
-class Nothing(NamedTuple):
+class NoCache(NamedTuple):
     """Cache and pending record of a layer without memory, such as an MLP."""
 
 
 # One entry per layer.
-LayerCache = Mamba2Cache | AttentionCache | ParallelCache | Nothing
-LayerPending = Mamba2Pending | AttentionPending | ParallelPending | Nothing
+LayerCache = Mamba2Cache | AttentionCache | ParallelCache | NoCache
+LayerPending = Mamba2Pending | AttentionPending | ParallelPending | NoCache
 Cache = tuple[LayerCache, ...]
 Pending = tuple[LayerPending, ...]
 
@@ -216,7 +216,7 @@ def _by_kind(
                     mamba2(_present(config.mamba2)), attention(_present(config.attention))
                 )
             case _:
-                return Nothing()
+                return NoCache()
 
     return tuple(map(new, config.layers))
 

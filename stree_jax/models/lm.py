@@ -298,7 +298,7 @@ class HybridLM(nnx.Module):
         """
         self._check_here()
         logits = output_logits(hidden, self.output_head[...], self.config.logits_multiplier)
-        return logits if self.part is None else self.part.side_by_side(logits)
+        return logits if self.part is None else self.part.all_gather(logits)
 
     @property
     def output_head(self) -> nnx.Param:

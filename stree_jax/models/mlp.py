@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.numerics import activate, scaled
 from stree_jax.array_types import Array, Float
 from stree_jax.layer_config import MlpConfig
-from stree_jax.models.cache import Nothing
+from stree_jax.models.cache import NoCache
 from stree_jax.models.layers import linear, row_parallel
 from stree_jax.partition import Part
 
@@ -20,8 +20,8 @@ class Pointwise(nnx.Module):
         raise NotImplementedError
 
     def __call__(
-        self, u: Float[Array, "B T M"], cache: Nothing, valid: object, lengths: object
-    ) -> tuple[Float[Array, "B T M"], Nothing]:
+        self, u: Float[Array, "B T M"], cache: NoCache, valid: object, lengths: object
+    ) -> tuple[Float[Array, "B T M"], NoCache]:
         """See `Mamba2Mixer`."""
         return self.apply(u), cache
 
@@ -30,16 +30,16 @@ class Pointwise(nnx.Module):
         u: Float[Array, "B Q M"],
         tree: object,
         conv_gather_index: object,
-        cache: Nothing,
-        prefix_pending: Nothing | None = None,
+        cache: NoCache,
+        prefix_pending: NoCache | None = None,
         replay: object = None,
-    ) -> tuple[Float[Array, "B Q M"], Nothing, Nothing]:
+    ) -> tuple[Float[Array, "B Q M"], NoCache, NoCache]:
         """See `Mamba2Mixer`."""
-        return self.apply(u), Nothing(), cache
+        return self.apply(u), NoCache(), cache
 
     def replay(
-        self, cache: Nothing, pending: Nothing, path: object, conv_gather_index: object
-    ) -> Nothing:
+        self, cache: NoCache, pending: NoCache, path: object, conv_gather_index: object
+    ) -> NoCache:
         """See `Mamba2Mixer`."""
         return cache
 

@@ -166,7 +166,7 @@ class Scheduler:
             np.asarray(checked.limits.eos_tokens)[0],
             time.perf_counter(),
         )
-        self._check_company(job, checked.decoder.verifier)
+        self._check_can_share_batch(job, checked.decoder.verifier)
         self._queue.append(job)
         self._num_submitted += 1
         return job.request_id
@@ -237,7 +237,7 @@ class Scheduler:
         assert found is not None  # submit refuses such requests
         return dataclasses.replace(found.decoder, deepest=self._deepest), found.drafter
 
-    def _check_company(self, job: Job, verifier: Verifier) -> None:
+    def _check_can_share_batch(self, job: Job, verifier: Verifier) -> None:
         """Refuses to mix temperature 0 and others where a verifier cannot."""
         others = [*self._queue, *(tenant for tenant in self._tenants if tenant)]
         if all(other.is_greedy == job.is_greedy for other in others):
@@ -282,12 +282,12 @@ class Scheduler:
         self._choose_way(greedy)
         decoder, drafter = self._program(greedy)
         limits, sampling = self._limits(), self._sampling(greedy)
-        wanted = 1 if self._queue else len(jobs)
+        ended = 1 if self._queue else len(jobs)
         before = self._counts()
         began = time.perf_counter()
         with dispatch.on(self._model):
             self._state = decoder.run(
-                *(self._model, drafter, self._state, limits, sampling), self._quantum, wanted
+                *(self._model, drafter, self._state, limits, sampling), self._quantum, ended
             )
             after = self._counts()  # waits
         seconds = time.perf_counter() - began

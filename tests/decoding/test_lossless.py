@@ -249,7 +249,7 @@ def test_the_cache_has_read_all_but_the_last_token(autoregressive):
 
 def test_prompts_longer_than_a_piece(monkeypatch):
     """Long prompts are read in pieces; here of 16 tokens."""
-    monkeypatch.setattr("stree_jax.decoding.prefill.PIECE", 16)
+    monkeypatch.setattr("stree_jax.decoding.prefill.PREFILL_CHUNK", 16)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(37, size=n).tolist() for n in (41, 16, 2)]
     jax.clear_caches()

@@ -52,9 +52,11 @@ class Pool:
     def insert(self, rows, prefix, keys):
         self.state = slots.insert(self.decoder, self.model, self.state, rows, prefix, keys)
 
-    def run(self, max_steps=None, wanted=None):
+    def run(self, max_steps=None, stop_after_ended=None):
         self.state = self.decoder.run(
-            *(self.model, self.drafter, self.state, self.limits, self.sampling), max_steps, wanted
+            *(self.model, self.drafter, self.state, self.limits, self.sampling),
+            max_steps,
+            stop_after_ended,
         )
 
     def take(self, row):
@@ -141,10 +143,10 @@ def test_a_run_stops():
         pool.insert([row], pool.read(PROMPTS[0]), KEYS[:1])
     pool.run(max_steps=1)
     assert pool.state.step.tolist() == [1] * ROWS
-    pool.run(wanted=1)  # two rows with one limit end together
+    pool.run(stop_after_ended=1)  # two rows with one limit end together
     assert pool.state.done.tolist() == [True, False, True, False]
     pool.run(max_steps=0)
-    pool.run(wanted=1)
+    pool.run(stop_after_ended=1)
     assert pool.state.done.all()
     assert pool.new(1) == pool.alone(PROMPTS[0], KEYS[0])
 
@@ -205,6 +207,6 @@ def test_one_program_for_all_rows():
         before = len(COMPILED)
         for row in range(ROWS):
             pool.insert([(row + turn) % ROWS], prefixes[row % 3], KEYS[row : row + 1])
-            pool.run(max_steps=row + turn, wanted=1 + row)
+            pool.run(max_steps=row + turn, stop_after_ended=1 + row)
             pool.take(0)
         assert turn == 0 or len(COMPILED) == before

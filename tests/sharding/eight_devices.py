@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 import stree_jax as st
 from stree_jax import convert, stored
 from stree_jax import partition as partition_module
-from stree_jax.decoding.prefill import PIECE
+from stree_jax.decoding.prefill import PREFILL_CHUNK
 from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig, MoeConfig
 from stree_jax.models import attention, mamba2, mlp, parts
 from stree_jax.models.cache import cache_specs, path_to
@@ -405,7 +405,7 @@ def test_streams():
 @slow
 def test_long_prompts():
     """Read in pieces, of which shards of the batch need different numbers."""
-    prompts = [[3, 4, 5] * ((PIECE + 40) // 3), [9, 1]]
+    prompts = [[3, 4, 5] * ((PREFILL_CHUNK + 40) // 3), [9, 1]]
     got = decode(sharded("mamba2", 2, 4), prompts)
     assert_same(got, decode(model_of("mamba2"), prompts))
 

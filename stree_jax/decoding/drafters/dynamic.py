@@ -188,7 +188,7 @@ class DynamicDrafter(ModelDrafter):
         queries = jnp.concatenate([state.catch_up[:, None], tokens], axis=1)
         replay: tuple[Pending, Path] | None = (state.pending, state.path)
         cache, pending = state.cache, None
-        widths, finite, looked_at = self.widths(topology), [], []
+        widths, finite, candidates = self.widths(topology), [], []
         num_unrolled = topology.depth if topology.depth <= MAX_UNROLLED else 1
         for depth in range(num_unrolled):
             logits, pending, cache = self.model.tree_forward(
@@ -205,14 +205,14 @@ class DynamicDrafter(ModelDrafter):
             score, beam, queries, level = best_continuations(
                 score, weigh(logits, depth), widths[depth + 1]
             )
-            looked_at.append(jax.tree.map(lambda part: part[None], level))
+            candidates.append(jax.tree.map(lambda part: part[None], level))
             first = tree.parents.shape[1] - widths[depth]  # of the level's nodes
             tree = append(tree, first + beam, jnp.isfinite(score))
             tokens = jnp.concatenate([tokens, queries], axis=1)
 
         assert pending is not None  # a tree with drafts has a level
         all_finite_yet = jnp.stack(finite).all(axis=0)
-        found = Found(tokens, tree, score, pending, all_finite_yet, looked_at)
+        found = Found(tokens, tree, score, pending, all_finite_yet, candidates)
         if num_unrolled < topology.depth:
             found = self._search_below(found, state, cache, widths, weigh)
         return found, cache
@@ -275,7 +275,7 @@ class DynamicDrafter(ModelDrafter):
 
         tree = Tree(*(with_zeros(part, num_nodes) for part in start.tree))
         no_beam = jnp.full((start.score.shape[0], most - widths[1]), -jnp.inf)
-        found, looked_at = lax.scan(
+        found, candidates = lax.scan(
             grow,
             Found(
                 with_zeros(start.tokens, num_nodes),
@@ -287,7 +287,7 @@ class DynamicDrafter(ModelDrafter):
             ),
             jax.tree.map(jnp.asarray, places),
         )
-        return found._replace(looked_at=[*start.looked_at, looked_at])
+        return found._replace(candidates=[*start.candidates, candidates])
 
     def _choose(
         self, found: Found, topology: TreeTopology
@@ -311,7 +311,7 @@ class DynamicDrafter(ModelDrafter):
         depths, parents = [np.zeros(1, int)], [np.zeros(1, int)]  # the root's parent is itself
         read = [jnp.zeros((batch, 1), jnp.int32)]  # where in the row each read node is
         depth, first, first_in_row = 0, 0, 1
-        for group in found.looked_at:
+        for group in found.candidates:
             num_levels, _, num_beams, num_each = group.score.shape
             score.append(row(group.score))
             tokens.append(row(group.tokens))

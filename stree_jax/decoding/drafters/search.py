@@ -27,7 +27,7 @@ class Found(NamedTuple):
     score: Float32[Array, "B beams"]  # log-probability of each path of the last level
     pending: Pending
     finite: Bool[Array, " B"]
-    looked_at: list[Continuations]  # with an axis of levels before the others
+    candidates: list[Continuations]  # with an axis of levels before the others
 
 
 def best_continuations(
