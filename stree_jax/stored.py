@@ -5,12 +5,13 @@ all at once on an event loop that it closes at the first error, so that damaged 
 of messages on stderr. It does not say which array is damaged either.
 """
 
+import dataclasses
 import functools
 import json
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import ml_dtypes  # noqa: F401 (registers bfloat16 with numpy)
@@ -21,7 +22,8 @@ CHECKSUMS = "checksums.json"
 _MOST_COMPRESSED = 1000
 
 
-class Tensor(NamedTuple):
+@dataclasses.dataclass(frozen=True)  # a leaf of trees; a NamedTuple would be a branch
+class Tensor:
     """An array in a file, read on demand."""
 
     shape: tuple[int, ...]
