@@ -16,7 +16,7 @@ accepted path. The ops are the parts of that step which XLA cannot fuse well:
     expert_mlps         the chosen experts of each token
 
 Every op is a pure function of arrays that returns new arrays; the ones that update a state or a
-cache do it in place if that is donated. A folder holds one idea, with `reference.py` (the
+cache update it in place if it is donated. Each op has a folder, with `reference.py` (the
 specification: sequential NumPy in any float type), `xla.py` (closed form, on any device),
 `pallas_triton.py` (the kernel), `config.py` (its block sizes) and `api.py` (the public functions).
 `dispatch` chooses the implementation and says why. Needs jax and jaxtyping only.

@@ -21,7 +21,7 @@ def differentiable(
     """The implementation of an op to run, with XLA's derivatives.
 
     Args:
-        op, requested, unsupported: as in `dispatch.choose`.
+        op, requested, unsupported: see `dispatch.choose`.
         xla, kernel: take the same arrays and options; the kernel also takes `interpret`.
         **options: everything but arrays.
 

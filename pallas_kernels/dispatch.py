@@ -47,11 +47,11 @@ def choose(
     """The implementation to run on the default device; ops call it inside `on`.
 
     Args:
-        op: for messages.
-        requested: one of `IMPLEMENTATIONS` or `others`, or None for the fastest that runs here.
+        op: name of the op in messages.
+        requested: a name from `IMPLEMENTATIONS` or `others`; None: the fastest that runs here.
         unsupported: why the kernels cannot take these shapes, or None if they can.
-        others: implementations that only this op has; each tells why it cannot run, or None. They
-            run only on request.
+        others: implementations that only this op has, with a function that returns why each cannot
+            run, or None. They run only on request.
 
     Raises:
         ValueError: the requested one does not exist or cannot run.
@@ -98,7 +98,7 @@ def device_of(arrays: Any) -> Any:
     """The device that a computation with these arrays runs on; see the table above.
 
     Args:
-        arrays: any tree of arrays. Of several devices, one that this process has.
+        arrays: any pytree of arrays. If they span several devices, one of this process is returned.
     """
     default = default_device()
     for leaf in jax.tree.leaves(arrays):
@@ -130,7 +130,7 @@ def _kind(device: Any) -> tuple[str, str]:
 
 
 def _devices(platform: str) -> list:
-    """None if programs for the platform are only compiled here."""
+    """Empty if this machine only compiles for the platform."""
     try:
         return jax.devices(platform)
     except RuntimeError:

@@ -37,12 +37,12 @@ def batched_product(
 def best_of(
     values: Float[Array, "*rows V"], count: int | None = None
 ) -> tuple[Int32[Array, "*rows"], Float[Array, "*rows"]]:
-    """The index of the largest of the first `count` values of each row (None: of all), and it.
+    """The maximum of the first `count` values of each row (None: all values) and its index.
 
     Two plain reductions, which XLA vectorises on CPU; `argmax` was three times slower there.
 
     Returns:
-        The lowest index of the maximum, and the maximum. If that is NaN the index means nothing.
+        The lowest index of the maximum, and the maximum. If that is NaN the index is unspecified.
     """
     values = values[..., :count]
     index = lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
@@ -90,15 +90,16 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
 class DeferredRMSNorm:
     """A root-mean-square norm, or its product with a matrix, before the rows are scaled.
 
-    Of the norm `rsqrt(mean(v * v) + epsilon) * v * weight` all but the first factor is done. That
-    is one number a row, which commutes with a matrix product: so the norm needs no pass of its own,
-    if one kernel gives `v * weight` and the squares, and one behind the product reads them.
+    All of the norm `rsqrt(mean(v * v) + epsilon) * v * weight` but the first factor is applied.
+    That factor is one scalar per row and commutes with a matrix product, so the norm needs no pass
+    of its own: one kernel writes `v * weight` and the squares, and the kernel after the product
+    applies the factor.
 
     Attributes:
         value: `[..., M]`, `v * weight` or a product with it.
         mean_squares: `[..., parts]` float32; their sum is the mean square `mean(v * v)` of the row
             that is normed.
-        epsilon: added to the mean square.
+        epsilon: constant added to the mean square.
     """
 
     value: jax.Array
@@ -106,16 +107,16 @@ class DeferredRMSNorm:
     epsilon: float = dataclasses.field(metadata={"static": True})
 
     def scaled(self) -> jax.Array:
-        """The rows `[..., M]` after all, float32."""
+        """The scaled rows `[..., M]`, float32."""
         mean_square = jnp.sum(self.mean_squares, axis=-1, keepdims=True)
         return self.value.astype(jnp.float32) * lax.rsqrt(mean_square + self.epsilon)
 
     def packed(self) -> jax.Array:
-        """Value and mean square `[..., M + 1]`, float32: one array, so one collective adds both."""
+        """Value and mean square `[..., M + 1]`, float32: one array, so one all-reduce sums both."""
         mean_square = jnp.sum(self.mean_squares, axis=-1, keepdims=True)
         return jnp.concatenate([self.value.astype(jnp.float32), mean_square], axis=-1)
 
     def unpacked(self, packed: jax.Array, shards: int) -> "DeferredRMSNorm":
-        """The norm of rows that `shards` equal parts make, from the sum of their `packed`."""
+        """The norm of rows split over `shards` equal shards, from the sum of their `packed`."""
         value = packed[..., :-1].astype(self.value.dtype)
         return dataclasses.replace(self, value=value, mean_squares=packed[..., -1:] / shards)

@@ -1,7 +1,7 @@
 """The one module that imports Pallas-Triton.
 
 JAX has announced that it will remove this backend. When it does, `UNAVAILABLE` says so, `dispatch`
-falls back to XLA, and nothing else has to know.
+falls back to XLA; no other module has to know.
 
 Constraints of the backend (jax 0.10.2 to 0.12.0.1, found by lowering): sizes of loaded and stored
 blocks are powers of two (a ref may have any size: see `rows`); blocks divide their arrays, or loads
@@ -24,7 +24,7 @@ try:
 except ImportError as error:  # pragma: no cover - no jax that we support
     UNAVAILABLE = f"this jax ({jax.__version__}) has no Pallas-Triton backend: {error}"
 
-# A kernel's view of a block of an array; the comment behind the annotation is its shape. A capital
+# A kernel's view of a block of an array; the comment after the annotation is its shape. A capital
 # letter is a whole axis, a small letter a block of that axis.
 Ref: TypeAlias = Any
 
@@ -70,8 +70,8 @@ def call_by_name(
         kernel: the kernel.
         inputs: arrays and their blocks.
         outputs: shapes and dtypes (anything that has both), and their blocks.
-        in_place: from an input to the output that takes its memory.
-        **options: see `call`.
+        in_place: names of inputs, with the output that reuses the memory of each.
+        **options: passed to `call`.
 
     Returns:
         The outputs by name.

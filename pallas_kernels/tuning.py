@@ -7,7 +7,7 @@ something this version does not know, is an error that names the file; it is nev
 {"device": "NVIDIA H200",
  "blocks": {"tree_conv1d": {"any": {"queries": 16, "channels": 128, "num_warps": 4}}}}
 
-Other keys beside these two say where a table comes from, and are not read.
+Other keys document where a table comes from and are not read.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ def path_of(kind: str) -> Path:
 
 @functools.cache
 def load(path: Path) -> Mapping[str, Mapping[str, Any]]:
-    """The block sizes of a table by op and case; nothing if the file does not exist.
+    """The block sizes of a table by op and case; empty if the file does not exist.
 
     Raises:
         ValueError: it is not a table, or has ops, cases, fields or values that do not exist.

@@ -24,22 +24,22 @@ def expert_mlps(
     An expert is `activation(x @ W_in) @ W_out`, or, gated, `(activation(x @ W_gate) * (x @ W_up)) @
     W_out` with `W_in = [W_gate | W_up]`.
 
-    XLA's grouped product, `ragged_dot`, multiplies all tokens by all experts, also on a GPU. The
+    XLA's grouped product, `ragged_dot`, multiplies all tokens by all experts, on GPUs too. The
     kernel multiplies a token by its own experts only, as do XLA's loops on a CPU. With no more
-    choices than experts, as for one token, XLA's gathered matrices read nothing twice, take fewer
-    launches than the kernel, and are the default.
+    choices than experts, as for one token, gathering the matrices in XLA reads nothing twice, takes
+    fewer launches than the kernel, and is the default.
 
     Args:
         x: the tokens.
-        weights: of the chosen experts of each token.
-        chosen: their indices, each of an existing expert.
-        experts_in, experts_out: matrices of all experts, in the dtype of `x`.
-        activation: one of `numerics.ACTIVATIONS`.
+        weights: router weights of each token's chosen experts.
+        chosen: indices of the chosen experts; all must be in range.
+        experts_in, experts_out: weight matrices of all experts, in the dtype of `x`.
+        activation: a name from `numerics.ACTIVATIONS`.
         gated: whether `X = 2 F` or `X = F`.
-        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
+        implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
-        In the dtype of `x`. Under differentiation XLA's version runs, whatever the implementation.
+        The sums, in the dtype of `x`. Derivatives are XLA's in all implementations.
 
     Raises:
         ValueError: matrices that do not fit each other, or an implementation that does not exist or

@@ -16,9 +16,9 @@ class BlockSizes:
     """Sizes of the blocks that a program works on.
 
     Attributes:
-        rows: choices of one expert; fewer where an expert has fewer on average.
-        columns: of the product; reduced to a divisor of their number.
-        inner: of the contracted axis, in a partial product; reduced to a divisor of it.
+        rows: tokens of one expert per block; fewer if experts get fewer on average.
+        columns: output columns per block; reduced to a divisor of their number.
+        inner: contracted channels per partial product; reduced to a divisor of their number.
         num_warps, num_stages: Triton's.
     """
 

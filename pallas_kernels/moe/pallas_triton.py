@@ -79,12 +79,12 @@ def _product(
 
     Args:
         sorted_choices: `by_expert`, and `starts_of`.
-        rows: as many as choices, divided by `per_row`.
-        experts: their matrices.
-        blocks, interpret: as elsewhere.
+        rows: one row for every `per_row` choices.
+        experts: one matrix for each expert.
+        blocks, interpret: see `expert_mlps`.
         per_row: number of choices that share a row.
         gated: the first half of the columns is activated and multiplied by the second half.
-        activation: of the product; None: none.
+        activation: applied to the product; None: no activation.
 
     Returns:
         `[choices, columns]`, or half of the columns if gated.

@@ -1,1 +1,1 @@
-"""Root-mean-square norms: between two layers, and behind the scan of a Mamba-2 layer."""
+"""Root-mean-square norms: between two layers, and after the scan of a Mamba-2 layer."""

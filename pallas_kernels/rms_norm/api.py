@@ -1,4 +1,4 @@
-"""Root-mean-square norms, fused with what stands next to them in a layer.
+"""Root-mean-square norms, fused with their neighbours in a layer.
 
 `add_rms_norm` adds a layer's output to the residual stream and norms the sum for the next layer;
 `gated_rms_norm` is the gate and the norm between the scan and the output projection of Mamba-2.
@@ -27,13 +27,13 @@ def add_rms_norm(
     """`residual + multiplier * output`, and its root-mean-square norm.
 
     Args:
-        residual: the stream so far.
-        output: of a layer; the rows of a deferred norm are scaled first, in float32.
-        weight: of the norm.
-        epsilon: added to the mean square.
-        multiplier: of the output; the product is rounded to the output's dtype, unless the
+        residual: the residual stream.
+        output: a layer's output; the rows of a deferred norm are scaled first, in float32.
+        weight: scale of the norm.
+        epsilon: constant added to the mean square.
+        multiplier: factor of `output`; the product is rounded to the output's dtype, unless the
             norm is deferred.
-        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
+        implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
         The sum in the dtype of `residual` and its norm in the dtype of `output`, both evaluated in
@@ -70,13 +70,13 @@ def gated_rms_norm(
 
     Args:
         y: outputs of the scan.
-        gate: before its SiLU; may be columns of a wider array, such as the input projection.
-        weight: of the norm; None if and only if `norm` is "none".
+        gate: input of the SiLU; may be columns of a wider array, such as the input projection.
+        weight: scale of the norm; None if and only if `norm` is "none".
         norm: "gate_then_norm" (Mamba-2), "norm_then_gate" (an option of Falcon-H1) or "none".
-        epsilon: added to the mean square.
-        num_groups: equal parts of a row, each normed alone.
+        epsilon: constant added to the mean square.
+        num_groups: number of equal groups of channels, each normed alone.
         gate_start: the gate's first column; the kernel reads it in place.
-        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
+        implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
         An array in the dtype of `y`. Evaluated in float32 and rounded once, at the end. Derivatives

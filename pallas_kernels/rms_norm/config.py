@@ -11,10 +11,10 @@ from pallas_kernels import tuning
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """What a program works on at a time.
+    """Sizes of the blocks that a program works on.
 
     Attributes:
-        block: most numbers that are loaded at once.
+        block: largest number of elements loaded at once.
         num_warps: Triton's.
     """
 

@@ -8,9 +8,9 @@ def add_rms_norm(residual, output, weight, *, epsilon, multiplier, deferred=None
 
     Args:
         residual, output: `[R, M]`. weight: `[M]`.
-        epsilon: added to the mean square. multiplier: of the output.
-        deferred: of a deferred norm of the output: the parts of the mean square `[R, J]`, and the
-            epsilon that is added to their sum; None: the output is complete.
+        epsilon: constant added to the mean square. multiplier: factor of `output`.
+        deferred: for a deferred norm of `output`: the summands of the mean square `[R, J]`, and
+            the epsilon added to their sum; None: `output` is complete.
     """
     sums, normed = np.zeros_like(residual), np.zeros_like(residual)
     for row in range(residual.shape[0]):
@@ -29,7 +29,7 @@ def gated_rms_norm(y, gate, weight, *, norm, epsilon, num_groups):
     Args:
         y, gate: `[R, M]`. weight: `[M]`; unused if `norm` is "none".
         norm: "gate_then_norm", "norm_then_gate" or "none".
-        epsilon: added to the mean square. num_groups: equal parts of a row, each normed alone.
+        epsilon: constant added to the mean square. num_groups: equal groups, each normed alone.
 
     Returns:
         `[R, M]`.

@@ -35,8 +35,8 @@ def ssd(
         B, C: head h uses group `h // (H / G)`.
         D: the skip weight of each channel, float32.
         state: the state before the sequence, float32.
-        chunk_size: XLA's trade of speed for memory; it changes results by rounding only.
-        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
+        chunk_size: trades speed for memory in XLA's version; changes rounding only.
+        implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
         The outputs in the dtype of `x`, and the state after the last position in float32. Under

@@ -16,9 +16,9 @@ class BlockSizes:
     """Sizes of the blocks that a program works on; an axis that is smaller is one block.
 
     Attributes:
-        positions: of the sequence.
-        state: numbers of the state that a program owns: channels of the head times state size.
-        part: state channels of a partial product.
+        positions: sequence positions per block.
+        state: elements of the state per program: channels of the head times state size.
+        part: state channels per partial product.
         num_warps, num_stages: Triton's.
     """
 

@@ -1,7 +1,7 @@
-"""Attention of tree nodes: to a cache of keys and values, and to their ancestors in the tree.
+"""Attention of tree nodes to a KV cache and to their ancestors in the tree.
 
 `tree_attention` is the softmax alone. With a causal mask over the nodes it is the attention of a
-sequence that continues a cache, such as a piece of a prompt; with an empty cache, of a whole
+sequence that continues a cache, such as a chunk of a prompt; with an empty cache, of a whole
 sequence. `tree_attention_layer` is a layer between its projections.
 """
 
@@ -32,20 +32,20 @@ def tree_attention(
     """Grouped-query attention; query head w uses key and value head `w // (W / U)`.
 
     Args:
-        query: of the query nodes, the last `Q` of `N`; rotated if the model rotates.
-        node_keys, node_values: of all nodes so far.
-        keys, values: of the tokens before the root. Those of a head are contiguous, so that no
+        query: queries of the query nodes, the last `Q` of `N`; after RoPE, if the model has it.
+        node_keys, node_values: keys and values of all nodes so far.
+        keys, values: the cache of the tokens before the root. Each head is contiguous, so that no
             product transposes the cache.
-        length: places of the cache that are in use, for each row.
-        mask: which nodes a query sees. It must see itself, or its output means nothing. It must
-            not see later nodes: the kernel skips them.
+        length: number of tokens in the cache, for each row.
+        mask: which nodes a query attends to. It must include the query itself, or its output is
+            unspecified, and no later nodes: the kernel skips them.
         scale: multiplies the scores.
-        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
+        implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
-        In the dtype of `query`; softmax in float32. The output of a query that sees nothing is
-        finite and means nothing. Under differentiation XLA's version runs, whatever the
-        implementation; it has no reverse mode for caches of more than 1,024 places.
+        The outputs, in the dtype of `query`; softmax in float32. The output of a fully masked query
+        is finite but unspecified. Derivatives are XLA's in all implementations; there is no reverse
+        mode for caches of more than 1,024 positions.
 
     Raises:
         ValueError: an implementation that does not exist, or cannot run these shapes.
@@ -83,17 +83,17 @@ def tree_attention_layer(
     Args:
         projected: the input projection at the query nodes.
         cache: the tokens before the root of `previous`, or of this tree if that is None.
-        depth: of the query nodes; 0 for the root. A node's position is its depth plus the length
-            of the cache after the path is appended.
+        depth: depth of the query nodes; 0 for the root. A node's position is its depth plus the
+            length of the cache after the path is appended.
         mask: ancestors of the query nodes, self included.
-        layout: columns of the projection.
+        layout: the columns of the projection.
         prefix_pending: keys and values of the first `N - Q` nodes; None if `Q == N`.
         previous: keys and values of the previous tree of `O` nodes, and its accepted path.
-        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
+        implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
-        Outputs at the query nodes, NaN for rows with more tokens than places; keys and values of
-        all nodes; the cache before this tree's root.
+        Outputs at the query nodes, NaN for rows whose cache is overfull; keys and values of all
+        nodes; the cache before this tree's root.
 
     Raises:
         ValueError: prefix and query nodes are not the nodes of the mask, or an implementation that

@@ -17,8 +17,8 @@ class BlockSizes:
     """Sizes of the blocks that a program works on; an axis that is smaller is one block.
 
     Attributes:
-        rows: rows of the scores: queries times the query heads that share a key head.
-        keys: cache places, or nodes.
+        rows: score rows per block: queries times the query heads that share a key head.
+        keys: cache positions or nodes per block.
         splits: programs that share the cache of one batch row and key head (split-K).
         num_warps, num_stages: Triton's.
     """
@@ -32,12 +32,12 @@ class BlockSizes:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The sizes that are tuned; the number of splits follows from them and from the shapes.
+    """The sizes that are tuned; they and the shapes determine the number of splits.
 
     Attributes:
-        rows, keys, num_warps, num_stages: as in `BlockSizes`.
-        busy_warps: warps that fill the GPU. More splits than that only write more partial sums,
-            each as large as the output in float32.
+        rows, keys, num_warps, num_stages: see `BlockSizes`.
+        busy_warps: warps that fill the GPU. More splits only write more partial sums, each as large
+            as the output in float32.
     """
 
     rows: int
@@ -49,7 +49,7 @@ class Choice:
 
 # Wider heads spill with all but smaller blocks.
 _WIDE_HEAD = 128
-# Programs that are not split spill, unless rows are many, as in a piece of a prompt, or blocks are
+# Programs that are not split spill, unless rows are many, as in a chunk of a prompt, or blocks are
 # small, as for wide bfloat16 heads.
 _MANY_ROWS = 256
 # By dtype, number of rows and size of heads. Full float32 products need many registers. 1024 warps
@@ -83,10 +83,10 @@ def block_sizes(
     """Block sizes for these inputs.
 
     Args:
-        dtype: of queries, keys and values.
+        dtype: dtype of queries, keys and values.
         num_rows: queries times the query heads that share a key head.
         num_groups: batch rows times key heads.
-        capacity: places of the cache.
+        capacity: positions of the cache.
         head_dim: channels of a head.
         op: the op whose tuning table is read.
     """
@@ -110,14 +110,14 @@ def split(
     capacity: int,
     head_dim: int,
 ) -> BlockSizes:
-    """Block sizes of a choice: enough splits to fill the GPU, of at least two blocks each.
+    """Block sizes of a choice: enough splits to fill the GPU, at least two blocks each.
 
     Two splits are the minimum where one would spill, however many programs there are: the second
     costs a small reduction, spills cost more.
     """
     programs = num_groups * -(-num_rows // choice.rows)
-    wanted = choice.busy_warps // (choice.num_warps * programs)
-    splits = min(wanted, -(-capacity // choice.keys) // 2)
+    enough = choice.busy_warps // (choice.num_warps * programs)
+    splits = min(enough, -(-capacity // choice.keys) // 2)
     float32 = tuning.dtype_case(dtype) == "float32"
     one_fits = not capacity or not (float32 or (num_rows <= _MANY_ROWS and head_dim <= _WIDE_HEAD))
     return BlockSizes(

@@ -8,15 +8,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the tokens so far: a fixed number `L` of places, filled from the front.
+    """Keys and values of the tokens so far: `L` positions, filled from the front.
 
-    Places beyond the length are never seen, but must be finite: kernels multiply them by zero.
-    They are zeros at first.
+    Positions beyond the length are masked but must be finite: kernels multiply them by zero. They
+    are initialised to zero.
     """
 
     keys: Float[Array, "B U L E"]
     values: Float[Array, "B U L E"]
-    length: Int[Array, " B"]  # places in use
+    length: Int[Array, " B"]  # positions in use
 
 
 class NodeKV(NamedTuple):
@@ -27,22 +27,23 @@ class NodeKV(NamedTuple):
 
 
 def write_kv(
-    cache: KVCache, new: NodeKV, wanted: Bool[Array, "B N"], place: Int[Array, "B N"]
+    cache: KVCache, new: NodeKV, selected: Bool[Array, "B N"], place: Int[Array, "B N"]
 ) -> KVCache:
-    """Appends the `wanted` ones of some new keys and values to a cache.
+    """Appends the `selected` new keys and values to a cache.
 
     Args:
         cache: the tokens so far.
-        new: keys and values.
-        wanted: which of them are written.
-        place: of each, counted from the cache's length; writes beyond the last place are dropped.
+        new: the new keys and values.
+        selected: which of them are written.
+        place: position of each, relative to the cache's length; writes beyond the capacity are
+            dropped.
 
     Returns:
-        The cache. Its length grows by all that were wanted, so a length beyond the capacity says
+        The cache. Its length grows by the number selected, so a length beyond the capacity means
         that some were dropped.
     """
     capacity = cache.keys.shape[2]
-    place = jnp.where(wanted, cache.length[:, None] + place, capacity)
+    place = jnp.where(selected, cache.length[:, None] + place, capacity)
     row, head, _ = jnp.ogrid[: len(place), : cache.keys.shape[1], :1]
 
     def write(into: jax.Array, new: jax.Array) -> jax.Array:
@@ -50,19 +51,19 @@ def write_kv(
         new = new.swapaxes(1, 2).astype(into.dtype)
         return into.at[row, head, place[:, None]].set(new, mode="drop")
 
-    length = cache.length + wanted.sum(axis=1, dtype=jnp.int32)
+    length = cache.length + selected.sum(axis=1, dtype=jnp.int32)
     if not capacity:  # a whole sequence at once, such as in training
         return cache._replace(length=length)
     return KVCache(write(cache.keys, new.keys), write(cache.values, new.values), length)
 
 
 def replay_kv(cache: KVCache, nodes: NodeKV, path: Bool[Array, "B N"]) -> KVCache:
-    """The cache after a path of a tree, whose nodes fill consecutive places.
+    """Appends the nodes of a path to the cache, at consecutive positions.
 
     Args:
-        cache: before the root.
-        nodes: of the whole tree.
+        cache: the cache before the root.
+        nodes: keys and values of the whole tree.
         path: the accepted nodes, from the root down; all False changes nothing.
     """
-    # Nodes of a path are in order, parents first: a node's place is the number of nodes before it.
+    # Path nodes are in order, parents first: a node's position is the number of nodes before it.
     return write_kv(cache, nodes, path, jnp.cumsum(path, axis=1, dtype=jnp.int32) - 1)

@@ -6,7 +6,7 @@ maximum of the scores (Milakov and Gimelshein 2018, arXiv:1805.02867). Programs 
 write these three, and `combined` reduces them.
 
 Numerics: scores, weights and sums in float32; products as `triton.dot` says. Weights are not
-rounded to bf16. Scores are masked before exp; a query that sees nothing gets zeros.
+rounded to bf16. Scores are masked before exp; a fully masked query gets zeros.
 """
 
 import functools
@@ -86,11 +86,11 @@ def attend(
     """Adds a block of keys.
 
     Args:
-        query: `[rows, E]`, in the parts that `load` gives.
+        query: `[rows, E]`, in the blocks that `load` returns.
         scale: multiplies the scores.
-        softmax: so far.
-        keys, values: `[keys, E]`, in parts.
-        seen: `[rows or 1, keys]`; the others are masked out.
+        softmax: the running softmax.
+        keys, values: `[keys, E]`, in blocks.
+        seen: `[rows or 1, keys]`, False where a key is masked.
     """
     sums, total, maximum = softmax
     products = [tb.dot(q, k, trans_b=True) for q, k in zip(query, keys, strict=True)]
@@ -117,10 +117,10 @@ def attend_cache(
     """Adds a split of a cache.
 
     Args:
-        attend, softmax: as above.
-        cache: keys and values `[L, E]`, and how many places are in use.
-        block: places at a time.
-        split: which share of the blocks.
+        attend, softmax: see `attend`.
+        cache: keys and values `[L, E]`, and the number of positions in use.
+        block: positions per block.
+        split: the share of the blocks to add.
     """
     keys_ref, values_ref, length = cache
     num_blocks = lax.div(length + block - 1, block)
@@ -149,10 +149,10 @@ def attend_nodes(
     """Adds the nodes of a tree, in the last split only.
 
     Args:
-        attend, softmax, block, split: as above.
+        attend, softmax, block, split: see `attend_cache`.
         nodes: keys and values `[N, E]`, and the mask `[Q, N]`.
         query: the query of each row.
-        last: the last of these queries, after which none of them sees a node.
+        last: the last of these queries; nodes after it are masked for all of them.
     """
     keys_ref, values_ref, mask_ref = nodes
     num_queries, num_nodes = mask_ref.shape

@@ -5,14 +5,14 @@ rotates its queries, and the last split rotates the tree's keys into the pending
 through memory (mostly the L1 cache), from where the softmax reads them as in `tree_attention`. The
 accepted path of the previous tree is read where it is, in that tree's pending record. At the end
 one program for each batch row and key head appends the path to the cache. No program waits for
-another: loads of the last block of the cache include places beyond the old length, which another
+another: loads of the last block of the cache include positions beyond the old length, which another
 program may be writing, but those are masked out. They must be finite, before and after, because
 they are multiplied by zero.
 
 Numerics: see `online_softmax`. Angles, cosines and sines are float32. Rotated queries and keys
 are rounded to the dtype of the inputs, as they are in the pending record.
 
-Refuses what `tree_attention` refuses, and caches without places. Any number of nodes and of rotated
+Refuses what `tree_attention` refuses, and caches of capacity 0. Any number of nodes and of rotated
 pairs.
 """
 
@@ -41,7 +41,7 @@ BLOCK_MOVED = 16  # rows that are rotated or copied at a time; few, for cosines 
 def unsupported(layout: AttentionLayout, capacity: int) -> str | None:
     """Why these shapes cannot run, or None."""
     if not capacity:
-        return "the cache has no places"
+        return "the cache has capacity 0"
     return pallas_triton.unsupported(layout.head_dim)
 
 
@@ -277,7 +277,7 @@ def _kernel(
         block=min(blocks.keys, tb.padded_size(num_nodes)),
         split=split,
     )
-    # More tokens than places: some are dropped, so no output is right.
+    # The cache is overfull: tokens are dropped, so no output is right.
     sums = [jnp.where(length > capacity, jnp.nan, value) for value in softmax.sums]
     online_softmax.write(outputs, (query, head), softmax._replace(sums=sums))
 
@@ -310,10 +310,10 @@ def rotate(
     """Multiplies rows of heads, rotates them to their positions and writes them.
 
     Args:
-        source_ref, source: the rows and their index.
-        target_ref, target: where they go.
-        position: of each row.
-        frequencies_ref: as `AttentionLayout.frequencies`.
+        source_ref, source: the rows to read, and their index.
+        target_ref, target: the rows to write, and their index.
+        position: position of each row.
+        frequencies_ref: see `AttentionLayout.frequencies`.
         multiplier: applied before the rotation, rounded.
     """
     head_dim, half = source_ref.shape[-1], frequencies_ref.shape[0]

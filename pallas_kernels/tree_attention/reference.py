@@ -4,7 +4,7 @@ import numpy as np
 
 
 def tree_attention(query, node_keys, node_values, keys, values, length, mask, *, scale):
-    """Softmax attention of each query to the first `length` cache places and to its nodes.
+    """Softmax attention of each query to the first `length` cache positions and to its nodes.
 
     Args:
         query: `[B, Q, W, E]`. node_keys, node_values: `[B, N, U, E]`. keys, values: `[B, U, L, E]`.
@@ -42,7 +42,7 @@ def tree_attention_layer(projected, cache, depth, mask, *, layout, previous):
 
     Returns:
         outputs `[B, N, W, E]`, keys and values `[B, N, U, E]` of the tree, and the cache before its
-        root. The outputs of a row with more tokens than places are NaN.
+        root. The outputs of a row whose cache is overfull are NaN.
     """
     keys, values, length = (np.copy(array) for array in cache)
     old_keys, old_values, path = previous

@@ -15,11 +15,11 @@ from pallas_kernels.numerics import batched_product
 from pallas_kernels.tree_attention.kv_cache import KVCache, NodeKV, replay_kv
 from pallas_kernels.tree_attention.layout import AttentionLayout
 
-# Score of what is masked out. Finite, so that a query that sees nothing gives no NaN, which would
+# Score of masked keys. Finite, so that a fully masked query gives no NaN, which would
 # spread to others as 0 * NaN. Far below any score: next to one that is seen, exp gives exactly 0.
 _MASKED = float(jnp.finfo(jnp.float32).min)
 
-_BLOCK = 512  # cache places
+_BLOCK = 512  # cache positions
 
 # Of some keys: maximum of the scores, sum of the weights, weighted sum of the values.
 Softmax = tuple[jax.Array, jax.Array, jax.Array]
@@ -54,8 +54,8 @@ def tree_attention(
             # The last block starts early enough to end with the cache. Places that the block before
             # it had are masked out.
             start = jnp.minimum(i * _BLOCK, capacity - _BLOCK)
-            places = start + jnp.arange(_BLOCK)
-            seen = (places >= i * _BLOCK) & (places < length[:, None])
+            positions = start + jnp.arange(_BLOCK)
+            seen = (positions >= i * _BLOCK) & (positions < length[:, None])
             some_keys = lax.dynamic_slice_in_dim(keys, start, _BLOCK, axis=2)
             some_values = lax.dynamic_slice_in_dim(values, start, _BLOCK, axis=2)
             return _merged(
@@ -113,7 +113,7 @@ def tree_attention_layer(
     if prefix_pending is not None:
         new = [jnp.concatenate(both, axis=1) for both in zip(prefix_pending, new, strict=True)]
     y = attention(query, *new, keys, values, length, mask, scale=layout.scale)
-    # More tokens than places: some were dropped, so no output is right.
+    # The cache is overfull: tokens were dropped, so no output is right.
     full = length > keys.shape[2]
     y = jnp.where(full[:, None, None, None], jnp.nan, y)
     return y, NodeKV(*new), cache

@@ -77,7 +77,7 @@ def tree_conv1d(
         bias: optional.
         conv_gather_index: the query rows of `conv_gather_index(parents, K)`.
         activation: "silu", applied before rounding, or None.
-        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
+        implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
         The convolution at the query nodes, accumulated in float32, in the dtype of `inputs`.
@@ -121,16 +121,16 @@ def tree_conv1d_layer(
 
     Args:
         projected: the input projection at the last `Q` of the `N` nodes; columns as in `layout`.
-        conv_weight, conv_bias: as in `tree_conv1d`, for the channels x, B and C.
-        dt_bias: added to the time steps before softplus.
+        conv_weight, conv_bias: see `tree_conv1d`; for the channels x, B and C.
+        dt_bias: bias of the time steps before softplus.
         conv_state: the `J = K - 1` conv inputs before the root: of the previous tree if there is
             one, otherwise of this tree.
         conv_gather_index: the query rows of `conv_gather_index(parents, K)`.
-        layout: of the projection.
+        layout: the columns of the projection.
         prefix_pending: the pending record of the first `N - Q` nodes; None if `Q == N`.
         previous: the previous tree's pending record, and `replay_gather_index` of its accepted
             path; the conv state advances along it first. None: it is up to date.
-        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
+        implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
         The pending record of all `N` nodes, C of the query nodes, and the conv state before this

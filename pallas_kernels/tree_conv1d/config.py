@@ -12,7 +12,7 @@ from pallas_kernels import tuning
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """What a program works on at a time; an axis that is smaller is one block.
+    """Sizes of the blocks that a program works on; an axis that is smaller is one block.
 
     Attributes:
         queries: nodes of a block.

@@ -13,7 +13,7 @@ from pallas_kernels.numerics import scaled
 
 
 class Mamba2Pending(NamedTuple):
-    """What a Mamba-2 layer needs to advance its states along any path of a tree of N nodes."""
+    """Pending record of a Mamba-2 layer: it can advance along any path of a tree of N nodes."""
 
     x: Float[Array, "B N H P"]
     dt: Float32[Array, "B N H"]
@@ -31,7 +31,7 @@ class Mamba2Layout:
             many neighbours as it takes to reach `H` and `G` (MambaInLlama).
         repeat_before_conv: repeat before the convolution; otherwise after it.
         first_column: columns before z, which the scan does not use.
-        multipliers: of z, x, B, C and dt; the products are rounded (Falcon-H1).
+        multipliers: factors of z, x, B, C and dt; the products are rounded (Falcon-H1).
         dt_limit: clamp of the time step after softplus.
     """
 

@@ -53,10 +53,10 @@ def tree_conv1d_layer(
         projected: `[B, N, X]`, columns as in `layout`.
         conv_weight: `[K, C]`. conv_bias: `[C]` or None. dt_bias: `[H]`.
         conv_state: `[B, K-1, C]` before the root of the previous tree.
-        parents: `[B, N]`, of this tree.
+        parents: `[B, N]`, parents in this tree.
         layout: a `Mamba2Layout`.
-        previous: of the previous tree conv_input `[B, O, C]`, parents and the accepted path's last
-            node, -1 for the empty path.
+        previous: conv_input `[B, O, C]`, parents and the accepted path's last node of the previous
+            tree; -1 for the empty path.
 
     Returns:
         The pending record `(x, dt, B, conv_input)`, C `[B, N, G, S]`, and the conv state before the

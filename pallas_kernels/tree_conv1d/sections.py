@@ -1,4 +1,4 @@
-"""Which channels of the convolution a program works on, and where they come from and go to."""
+"""Sections of the conv channels: their columns in the projection and in the outputs."""
 
 import dataclasses
 
@@ -13,14 +13,13 @@ class Section:
     """Neighbouring channels of the convolution that go to one output.
 
     Attributes:
-        output: its name.
-        channel, column: where the channels start in the convolution and in the inputs.
-        head_size: channels of a head (of x) or of a group (of B and C).
-        input_heads, conv_heads, output_heads: how many of these are in the inputs, in the
-            convolution and in the output; each is repeated for neighbours to get from one to the
-            next.
-        multiplier: of the inputs.
-        pending: the output has rows for the prefix nodes too.
+        output: name of the output.
+        channel, column: first channel in the convolution and first column in the inputs.
+        head_size: channels per head (x) or per group (B and C).
+        input_heads, conv_heads, output_heads: number of heads or groups in the inputs, in the
+            convolution and in the output; from one to the next, each is repeated.
+        multiplier: factor of the inputs.
+        pending: whether the output has rows for the prefix nodes too.
     """
 
     output: str
@@ -45,7 +44,7 @@ class Section:
         return self.head_size if copied else self.size
 
     def column_of(self, channel: jax.Array) -> jax.Array:
-        """Of the inputs, for a channel of the section."""
+        """The input column of a channel of the section."""
         if self.input_heads == self.conv_heads:
             return self.column + channel
         head = lax.div(channel, self.conv_heads // self.input_heads * self.head_size)
@@ -63,7 +62,7 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class TimeSteps:
-    """Where the time steps are in the inputs, and what is done to them."""
+    """The column of the time steps in the inputs, with their multiplier and limits."""
 
     column: int
     multiplier: float

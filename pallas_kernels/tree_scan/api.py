@@ -14,7 +14,7 @@ from pallas_kernels.numerics import DeferredRMSNorm
 from pallas_kernels.tree_scan import jax_triton_versions, pallas_triton, xla
 from pallas_kernels.tree_scan.gate import Gate
 
-# Implementations beside those of every op.
+# Implementations that only these ops have.
 OTHERS = {"jax_triton": jax_triton_versions.obstacle}
 
 
@@ -46,19 +46,18 @@ def tree_scan(
         dt: time steps in float32, after softplus and clamp.
         A: negative, float32.
         B: head h uses group `h // (H / G)`.
-        C: of the query nodes only.
-        D: the skip weight of each channel or of each head, float32.
+        C: output projections of the query nodes only.
+        D: skip weight per channel or per head, float32.
         state: the state before the root, float32.
-        mask: ancestors-or-self of each node, `mask[b, i, j]` only for `j <= i`. Rows of nodes that
-            do not exist may hold anything within that; columns of such nodes are False for the
-            others.
-        gate: multiplies the outputs before they are written, and may prepare a norm; None: nothing.
-        A_is_log: A holds `log(-A)`, as models store it.
-        implementation: one of `dispatch.IMPLEMENTATIONS`, or "jax_triton" without gate; None: the
-            best that works here.
+        mask: ancestors-or-self of each node; `mask[b, i, j]` is False for `j > i`. Rows of invalid
+            nodes are otherwise arbitrary; their columns are False in the rows of valid nodes.
+        gate: gates the outputs before they are written, and may start a norm; None: no gate.
+        A_is_log: whether A holds `log(-A)`, as models store it.
+        implementation: a name from `dispatch.IMPLEMENTATIONS`, or "jax_triton" without gate; None:
+            the fastest that runs here.
 
     Returns:
-        Outputs of the query nodes in the dtype of `x`; with a norm behind the gate a
+        Outputs of the query nodes in the dtype of `x`; with a norm after the gate, a
         `DeferredRMSNorm` of rows `[B, Q, H * P]`. Rounding: float32 throughout, and the exponent
         `a_i - a_j` is a difference of sums, so a weight is off by about `1e-7 |a_i|`.
 
@@ -97,7 +96,7 @@ def replay(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "B H P S"]:
-    """Advances a state along the nodes that `path` marks, without a state per node.
+    """Advances a state along a path of the tree, without a state per node.
 
     With l the last node of the path and sums over the path only,
 
@@ -110,8 +109,8 @@ def replay(
         B: head h uses group `h // (H / G)`.
         state: the state before the root, float32. Donate it: the kernel updates it in place.
         path: a root-to-node path; all False returns the state unchanged.
-        implementation: one of `dispatch.IMPLEMENTATIONS`, or "jax_triton"; None: the best that
-            works here.
+        implementation: a name from `dispatch.IMPLEMENTATIONS`, or "jax_triton"; None: the fastest
+            that runs here.
 
     Returns:
         The new state, float32.
@@ -151,18 +150,18 @@ def replay_tree_scan(
     A_is_log: bool = False,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B Q H P"] | DeferredRMSNorm, Float[Array, "B H P S"]]:
-    """`replay` of the previous tree's path, then `tree_scan` of a new tree from there.
+    """`replay` along the previous tree's path, then `tree_scan` of a new tree.
 
     Same result as the two calls, but the state, which is larger than all other inputs together, is
     read once and written once. Donate it, or XLA copies it before the kernel updates it in place.
 
     Args:
         prev_x, prev_dt, prev_B: the pending record of the previous tree of `O` nodes.
-        prev_path: its accepted path; all False (a first step) leaves the state as it is.
+        prev_path: accepted path of the previous tree; all False (a first step) is a no-op.
         x, dt, A, B, C, D, ancestor_mask, gate, A_is_log: the new tree of `N` nodes, as in
-            `tree_scan`; there are outputs for the last `Q`.
+            `tree_scan`; outputs are computed at the last `Q`.
         state: the state before the root of the previous tree, float32.
-        implementation: one of `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
+        implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
         The outputs as `tree_scan` returns them, and the state before the root of the new tree,

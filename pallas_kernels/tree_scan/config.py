@@ -14,13 +14,13 @@ from pallas_kernels import tuning
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """What a program works on at a time; an axis that is smaller is one block.
+    """Sizes of the blocks that a program works on; an axis that is smaller is one block.
 
     Attributes:
-        replayed: nodes of the previous tree in a block.
-        queries, keys: nodes of the new tree in a block.
-        state: numbers of the state that a program owns: channels of the head times state size.
-        part: state channels that a partial product covers.
+        replayed: nodes of the previous tree per block.
+        queries, keys: nodes of the new tree per block.
+        state: elements of the state per program: channels of the head times state size.
+        part: state channels per partial product.
         num_warps, num_stages: Triton's.
     """
 
@@ -35,7 +35,7 @@ class BlockSizes:
 
 # By type of the inputs. Full float32 products need many registers.
 LARGE_HEAD = "bfloat16, large heads"
-_USUAL_HEAD = 64 * 128  # numbers of its state
+_USUAL_HEAD = 64 * 128  # elements of its state
 DEFAULTS = {
     "bfloat16": BlockSizes(
         replayed=16, queries=32, keys=32, state=64 * 128, part=128, num_warps=4, num_stages=1
@@ -50,11 +50,11 @@ DEFAULTS = {
 
 
 def case(dtype: DTypeLike, numbers: int) -> str:
-    """The case of `DEFAULTS` for inputs of this type and heads whose state has so many numbers."""
+    """The case of `DEFAULTS` for inputs of this type and heads with this many state elements."""
     name = tuning.dtype_case(dtype)
     return LARGE_HEAD if name == "bfloat16" and numbers > _USUAL_HEAD else name
 
 
 def block_sizes(dtype: DTypeLike, numbers: int) -> BlockSizes:
-    """Block sizes for inputs of this type and heads whose state has so many numbers."""
+    """Block sizes for inputs of this type and heads with this many state elements."""
     return tuning.chosen("tree_scan", case(dtype, numbers), DEFAULTS)

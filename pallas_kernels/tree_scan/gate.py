@@ -1,4 +1,4 @@
-"""What a scan can do to its outputs before it writes them."""
+"""The gate and norm that a scan can fuse into its output."""
 
 import dataclasses
 from typing import Any
@@ -14,17 +14,17 @@ def _static(default: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Gate:
-    """Multiplies the outputs of a scan by `silu(z)`, with a norm behind the gate if wanted.
+    """Multiplies the outputs of a scan by `silu(z)`, optionally followed by a norm.
 
     Attributes:
         projected: `[B, Q, X]`, an array with the columns z `[B, Q, H * P]` at the query nodes, such
             as the input projection.
-        norm_weight: `[H * P]`, of a root-mean-square norm of the gated outputs; None: no norm.
-        start: the first column of z.
-        multiplier: of z; the product is rounded.
-        norm_epsilon: of the norm.
-        norm_per_head: each head is normed alone, and the outputs are normed. False: the norm is
-            over all heads, and deferred (`DeferredRMSNorm`).
+        norm_weight: `[H * P]`, scale of an RMS norm of the gated outputs; None: no norm.
+        start: first column of z.
+        multiplier: factor of z; the product is rounded.
+        norm_epsilon: constant added to the mean square.
+        norm_per_head: True norms each head alone. False norms over all heads and defers the norm
+            (`DeferredRMSNorm`).
     """
 
     projected: Float[Array, "B Q X"]
@@ -36,11 +36,11 @@ class Gate:
 
     @property
     def defers_norm(self) -> bool:
-        """The scan returns a `DeferredRMSNorm`."""
+        """Whether the scan returns a `DeferredRMSNorm`."""
         return self.norm_weight is not None and not self.norm_per_head
 
     def check(self, num_heads: int, head_dim: int) -> None:
-        """Raises a ValueError unless it has a column for every channel."""
+        """Raises a ValueError unless there is a column for every channel."""
         columns, size = self.projected.shape[-1], num_heads * head_dim
         if not 0 <= self.start <= columns - size:
             raise ValueError(f"{size} gates from column {self.start} on, of {columns} columns")

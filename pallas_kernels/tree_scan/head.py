@@ -1,4 +1,4 @@
-"""What a program of the kernel computes for its channels of one head: the replay, and the scan."""
+"""The replay and the scan of one kernel program: some channels of one head."""
 
 import dataclasses
 import functools
@@ -24,9 +24,9 @@ def along_path(
     block_nodes: int,
     parts: Sequence[pl.Slice],
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """What the nodes of a path write, and the factor by which the state before decays.
+    """The path's state update, and the decay of the initial state.
 
-    What is written comes as parts `[p, s]`, because Triton cannot slice `[p, S]`.
+    The update is a tuple of blocks `[p, s]`, because Triton cannot slice `[p, S]`.
     """
     num_nodes, channels = x_ref.shape
     block_nodes = min(block_nodes, tb.padded_size(num_nodes))
@@ -55,10 +55,10 @@ def along_path(
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """A new tree, as the program of one head sees it; refs of x, dt, B, C and mask.
+    """The new tree for one program: refs of x, dt, B, C and mask.
 
     Attributes:
-        A: of the head.
+        A: the head's decay rate.
         parts: slices of the state channels.
     """
 
@@ -100,7 +100,7 @@ class Tree:
         carried: jax.Array,  # [q, p]
         block_keys: int,
     ) -> jax.Array:
-        """Outputs of one block of queries, without skip, from what the state gives before decay."""
+        """Outputs of one block of queries, without the skip; `carried` is the state's share."""
         num_nodes, num_queries = self.x.shape[0], self.C.shape[0]
         block_queries = query.shape[0]
         first_query = num_nodes - num_queries  # queries are the last nodes
@@ -119,7 +119,7 @@ class Tree:
         query_time = time_to(first_query + query)
         y = carried * jnp.exp(query_time * self.A)[:, None]
 
-        # The nodes above each query, one block of keys at a time.
+        # The ancestors of each query, one block of keys at a time.
         def from_keys(j: jax.Array, y: jax.Array) -> jax.Array:
             key, key_exists = tb.rows(j * block_keys, block_keys, num_nodes)
             scores = [

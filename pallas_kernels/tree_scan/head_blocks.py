@@ -8,7 +8,7 @@ from pallas_kernels import triton as tb
 
 
 def channels_of(numbers: int, head_dim: int, state_size: int) -> int:
-    """Channels of a block that holds at most `numbers` numbers of the state, but at least 16."""
+    """Channels per block: at most `numbers` elements of the state, but at least 16 channels."""
     return min(head_dim, max(tb.SMALLEST_BLOCK, numbers // state_size))
 
 
@@ -17,7 +17,7 @@ class HeadBlocks:
     """Blocks of arrays for the program of row b, head h and the p-th block of its channels.
 
     Attributes:
-        channels: of a block.
+        channels: channels per block.
         state_size: `S`.
         heads_per_group: head h uses group `h // heads_per_group`.
     """
@@ -27,15 +27,15 @@ class HeadBlocks:
     heads_per_group: int
 
     def of_channels(self, length: int) -> pl.BlockSpec:
-        """Of `[B, length, H, P]`."""
+        """Blocks of `[B, length, H, P]`."""
         return pl.BlockSpec((None, length, None, self.channels), lambda b, h, p: (b, 0, h, p))
 
     def of_head(self, length: int) -> pl.BlockSpec:
-        """Of `[B, length, H]`."""
+        """Blocks of `[B, length, H]`."""
         return pl.BlockSpec((None, length, None), lambda b, h, p: (b, 0, h))
 
     def of_group(self, length: int) -> pl.BlockSpec:
-        """Of `[B, length, G, S]`."""
+        """Blocks of `[B, length, G, S]`."""
         return pl.BlockSpec(
             (None, length, None, self.state_size),
             lambda b, h, p: (b, 0, h // self.heads_per_group, 0),
@@ -43,17 +43,17 @@ class HeadBlocks:
 
     @property
     def state(self) -> pl.BlockSpec:
-        """Of `[B, H, P, S]`."""
+        """Blocks of `[B, H, P, S]`."""
         return pl.BlockSpec(
             (None, None, self.channels, self.state_size), lambda b, h, p: (b, h, p, 0)
         )
 
     @property
     def one_of_heads(self) -> pl.BlockSpec:
-        """Of `[H]`."""
+        """Blocks of `[H]`."""
         return pl.BlockSpec((None,), lambda b, h, p: (h,))
 
     @property
     def skip(self) -> pl.BlockSpec:
-        """Of `[H, P]`."""
+        """Blocks of `[H, P]`."""
         return pl.BlockSpec((None, self.channels), lambda b, h, p: (h, p))

@@ -32,7 +32,7 @@ _REPLAY_STATE = 32 * 128  # numbers of the state that a program of `replay` owns
 @triton.jit
 def dot(left, right, total):
     """`total + left @ right` in float32 accuracy; see `triton.dot`."""
-    if left.dtype == right.dtype:  # float32 unsplit; "ieee" means nothing for bf16
+    if left.dtype == right.dtype:  # float32 unsplit; "ieee" has no effect on bf16
         total = tl.dot(left, right, total, input_precision="ieee")
     elif left.dtype == tl.bfloat16:
         high = right.to(tl.bfloat16)

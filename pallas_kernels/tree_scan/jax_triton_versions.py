@@ -20,7 +20,7 @@ _KNOWN = (
 
 
 def obstacle() -> str | None:
-    """Why nothing can run through jax-triton here, or None."""
+    """Why jax-triton cannot run here, or None."""
     versions = {}
     for package in ("jax-triton", "triton"):
         try:

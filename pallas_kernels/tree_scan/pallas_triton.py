@@ -153,8 +153,8 @@ def _run(
     """The kernel with a previous tree, a new one, or both.
 
     Args:
-        name: of the kernel.
-        A, state, gate, A_is_log, interpret, blocks: as elsewhere.
+        name: name of the kernel.
+        A, state, gate, A_is_log, interpret, blocks: see `tree_scan`.
         previous: x, dt, B and path of the previous tree.
         tree: x, dt, B, C, D and mask of the new tree.
 

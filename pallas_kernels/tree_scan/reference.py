@@ -79,11 +79,11 @@ def gated_and_normed_by_head(outputs, gate, norm_weight, epsilon):
 
 
 def gated(outputs, gate, norm_weight=None):
-    """What the gate and a deferred norm make of the outputs of a scan.
+    """The outputs of a scan after the gate and a deferred norm.
 
     Args:
         outputs: `[B, N, H, P]`.
-        gate: `[B, N, H * P]`, before its SiLU, with its multiplier.
+        gate: `[B, N, H * P]`, input of the SiLU, multiplier applied.
         norm_weight: `[H * P]`, or None.
 
     Returns:

@@ -176,6 +176,6 @@ def test_what_is_behind_the_length_does_not_matter():
 def test_which_layers_the_kernel_refuses():
     assert pallas_triton_layer.unsupported(PLAIN, 1) is None
     assert pallas_triton_layer.unsupported(ODD, 1) is None
-    assert "no places" in pallas_triton_layer.unsupported(PLAIN, 0)
+    assert "capacity 0" in pallas_triton_layer.unsupported(PLAIN, 0)
     wide = dataclasses.replace(PLAIN, head_dim=272)
     assert "head_dim = 272 is more than 256" in pallas_triton_layer.unsupported(wide, 1)
