@@ -9,7 +9,7 @@
     Z   rows of logits or log-probabilities that a caller asked for
     V   vocabulary
     Y   end-of-sequence tokens of a row, padded
-    L   places of the token buffer, and of an attention cache
+    L   length of the token buffer, and of an attention cache
     M   model width
     I   input width of a mixer: M, or 2 M for a shared block
     X   columns of an input projection

@@ -1,6 +1,6 @@
-"""Where `stree_jax.convert` is when the library runs from a checkout.
+"""Finds `stree_jax.convert` when the library runs from a checkout.
 
-The converter's folder is `convert/`, beside `stree_jax/`. A wheel ships it as `stree_jax/convert/`.
+The folder is `convert/`, next to `stree_jax/`. A wheel ships it as `stree_jax/convert/`.
 Python puts the current folder before installed packages: in a checkout the library is the folder
 `stree_jax/`, which has no `convert`, whatever is installed.
 """

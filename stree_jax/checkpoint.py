@@ -57,7 +57,7 @@ VERSION = 1
 _Module = TypeVar("_Module", bound=nnx.Module)
 _MAX_JSON = 16 << 20  # bytes; an index of 100,000 tensors has about 10 MB
 _MAX_DEPTH = 32
-# Makes a weight of its name, its canonical values and its dtype.
+# A function (name, canonical values, dtype) -> weight.
 Place = Callable[[str, np.ndarray, DTypeLike], jax.Array]
 
 
@@ -70,22 +70,23 @@ def save_pretrained(
     files: Sequence[Path] = (),
     overwrite: bool = False,
 ) -> None:
-    """Saves a model as a native checkpoint directory, which has no trace of the model's mesh.
+    """Saves a model as a native checkpoint directory, independent of the model's mesh.
 
-    With several processes all call this with the same arguments. The first one writes, and all
-    return when the checkpoint is complete.
+    All processes call this with the same arguments. Process 0 writes, and all return when the
+    checkpoint is complete.
 
     Args:
-        model: weights are stored in their current dtype. One on a mesh is collected in the memory
-            of the first process.
-        path: the directory to create, on a file system that all processes see.
-        tokenizer: stored as tokenizer.json.
-        model_card: Markdown, stored as README.md.
+        model: the model; weights are stored in their current dtype. Process 0 holds all weights of
+            a model on a mesh.
+        path: the directory to create, on a file system that all processes share.
+        tokenizer: tokenizer to store as tokenizer.json.
+        model_card: Markdown to store as README.md.
         files: more files to copy into the directory.
         overwrite: replace an existing directory. The old one stays until the new one is complete.
 
     Raises:
-        ValueError: `path` is no path, or exists and `overwrite` is False; `model` is no model.
+        ValueError: `path` is not a path, or exists and `overwrite` is False; or `model` is not a
+            model.
     """
     check_model(model)
     header = {"model": model.config.to_dict()}
@@ -109,7 +110,7 @@ def write_checkpoint(
 ) -> None:
     """Writes a directory with config.json, weights, model card and `more_files`.
 
-    With several processes all call this, and the first one writes.
+    All processes call this, and process 0 writes.
     """
     if not isinstance(path, str | os.PathLike):
         raise ValueError(f"path must be the directory to create, got {shown(path)}")
@@ -141,12 +142,12 @@ def write_checkpoint(
 
 
 def _canonical_arrays(weights: nnx.Module) -> dict[str, Any]:
-    """The arrays to store. Only the first of several processes keeps their numbers."""
+    """The arrays to store. Only process 0 keeps their values."""
 
     def kept(values: np.ndarray) -> np.ndarray:
         if jax.process_index() == 0:
             return values
-        return np.broadcast_to(np.zeros((), values.dtype), values.shape)  # in no memory
+        return np.broadcast_to(np.zeros((), values.dtype), values.shape)  # takes no memory
 
     arrays = nnx.to_pure_dict(nnx.state(weights))
     if isinstance(weights, HybridLM) and weights.partition is not None:
@@ -175,8 +176,8 @@ def load_native(
     Args:
         path: the directory.
         dtype: dtype of the weights, float32 or bfloat16; None means as stored.
-        implementation: of the kernels, see `pallas_kernels.dispatch`.
-        partition: where the model is to lie; None: on the default device.
+        implementation: kernel implementation, see `pallas_kernels.dispatch`.
+        partition: partition of the loaded model; None: the default device.
 
     Raises:
         ValueError: the checkpoint is missing or damaged, its shapes disagree with its config, or
@@ -193,7 +194,7 @@ def load_native(
 
 
 def placer(config: ModelConfig, partition: Partition | None) -> Place:
-    """Makes weights of a model from their values, where they are to lie."""
+    """A function that puts a weight on its devices."""
     if partition is None:
         return _here
     table = cuts(config, partition.shards)
@@ -213,7 +214,7 @@ def read_weights(
 ) -> dict[str, Any]:
     """The stored arrays in the structure and the dtypes of `wanted`, one at a time.
 
-    `place` makes a weight of its name, values and dtype, by default on the default device.
+    `place` puts each on its devices, by default on the default device.
     """
     loaded = {}
     for name, leaf in flatten(wanted).items():
@@ -260,7 +261,7 @@ def open_native(path: Path) -> tuple[ModelConfig, dict[str, Tensor], dict[str, i
     """
     config = load_config(path)
     stored, sums = open_weights(path)
-    if len(config.layers) > len(stored):  # each layer has an array of its own
+    if len(config.layers) > len(stored):  # each layer has at least one array
         raise ValueError(
             f"{path} is damaged: config.json says {len(config.layers)} layers, but there are only"
             f" {len(stored)} arrays"
@@ -408,7 +409,7 @@ def check_shapes(path: Path, wanted: object, stored: object) -> None:
 
 
 def is_finite(name: str, weight: jax.Array) -> bool:
-    """Whether all numbers of a weight are finite, and the decays that an `A_log` stands for."""
+    """Whether all values of a weight are finite, and for an `A_log` the decay rates too."""
     return bool(_all_finite(weight, decays=name.endswith("A_log")))
 
 
@@ -419,13 +420,13 @@ def _all_finite(weight: jax.Array, *, decays: bool) -> jax.Array:
 
 
 def as_weight(values: np.ndarray, dtype: DTypeLike) -> jax.Array:
-    """A weight of this dtype. This is the only copy: on a CPU it becomes the weight."""
+    """A weight of this dtype. The only copy that is made: on a CPU it becomes the weight."""
     dtype = jnp.dtype(dtype)
     size = math.prod(values.shape) * dtype.itemsize
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64  # aligned, jax takes it over
     copy = memory[start : start + size].view(dtype).reshape(values.shape)
-    with np.errstate(over="ignore"):  # infinite, which is refused by name
+    with np.errstate(over="ignore"):  # becomes infinite, which is refused by name
         copy[...] = values
     return jax.device_put(copy)  # unlike asarray, takes over the memory
 

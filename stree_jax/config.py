@@ -1,4 +1,4 @@
-"""`ModelConfig`: everything about a model except its weights.
+"""`ModelConfig`: the architecture and sizes of a model.
 
 All model families share the same layers. A family is a config, not a class.
 """
@@ -54,8 +54,8 @@ class ModelConfig:
         attention: config of the attention mixers; None if no layer has one.
         mlp: config of the MLPs; None if no layer has one.
         moe: config of the mixtures of experts; None if no layer has one.
-        shared: config of the transformer blocks behind the "shared" layers, which are built from
-            `attention` and `mlp`; None if there are none.
+        shared: config of the transformer blocks of the "shared" layers, built from `attention` and
+            `mlp`; None if there are none.
         padded_vocab_size: rows of the embedding; None means `vocab_size`.
         norm_eps: epsilon of the norms on the residual stream.
         tie_embeddings: the output head is the transposed embedding.
@@ -171,7 +171,7 @@ class ModelConfig:
                 `ModelConfig`.
             attention_layers: indices of layers with attention instead of Mamba-2.
             attention: fields of `AttentionConfig` for these layers.
-            mlp: fields of `MlpConfig` for an MLP behind each of the `num_layers`; None: no MLPs.
+            mlp: fields of `MlpConfig` for an MLP after each of the `num_layers`; None: no MLPs.
             **mixer: more fields of `Mamba2Config`.
 
         Raises:

@@ -29,7 +29,7 @@ _AT_FDCWD = -100
 def new_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
     """A temporary directory: renamed to `path` if the block succeeds, else deleted.
 
-    What dead processes have left of earlier attempts is removed first.
+    Leftovers of killed processes are removed first.
 
     Raises:
         ValueError: `path` exists and `overwrite` is False.
@@ -103,7 +103,7 @@ def _work_directory(path: Path) -> Iterator[Path]:
 
 
 def _clean(work: Path, path: Path) -> None:
-    """Deletes a work directory; the old one goes back to its place if nothing has taken that.
+    """Deletes a work directory; the old one is moved back unless `path` exists again.
 
     The lock goes last: a process that is killed here leaves a directory with a lock or an empty
     one.

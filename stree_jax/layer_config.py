@@ -24,16 +24,17 @@ class Mamba2Config:
     Attributes:
         num_heads: SSD heads `H`.
         head_dim: channels of a head `P`.
-        state_size: `S`.
+        state_size: SSM state size `S`.
         num_groups: groups `G` of C; also of B unless `num_b_groups` says otherwise.
         num_x_heads: heads of x before repetition (MambaInLlama); None: `num_heads`.
         num_b_groups: groups of B before repetition (MambaInLlama); None: `num_groups`.
-        repeat_before_conv: repeat x and B before the convolution instead of after it.
-        conv_width: `K`, at least 2.
-        conv_bias, in_proj_bias, out_proj_bias: which of these have one.
-        mlp_dim: width of the gated branch beside the SSM (mamba_ssm with `d_ssm < d_inner`); 0:
-            none.
-        d_per_channel: the skip weight D is per channel (mamba_ssm `D_has_hdim`), not per head.
+        repeat_before_conv: whether x and B are repeated before the convolution or after it.
+        conv_width: conv width `K`, at least 2.
+        conv_bias, in_proj_bias, out_proj_bias: whether these have a bias.
+        mlp_dim: width of the gated branch parallel to the SSM (mamba_ssm with `d_ssm < d_inner`);
+            0: none.
+        d_per_channel: whether the skip weight D is per channel (mamba_ssm `D_has_hdim`) or per
+            head.
         dt_limit: clamp of the time step after softplus, the same in prefill, tree and replay.
         norm: "gate_then_norm", "norm_then_gate" or "none", before the output projection.
         norm_groups: groups of the gated norm; None: `num_groups`.
@@ -41,7 +42,7 @@ class Mamba2Config:
         input_multiplier, output_multiplier: scale the mixer's input and output (Falcon-H1).
         section_multipliers: scale z, x, B, C and dt after the input projection (Falcon-H1).
         activation: "silu", after the convolution and in the gates.
-        chunk_size: of the prefill scan; does not change results.
+        chunk_size: chunk length of the prefill scan; does not change results.
     """
 
     num_heads: int
@@ -108,12 +109,12 @@ class Mamba2Config:
 
     @property
     def x_heads(self) -> int:
-        """Heads of x as the input projection gives them."""
+        """Heads of x in the input projection."""
         return self.num_heads if self.num_x_heads is None else self.num_x_heads
 
     @property
     def b_groups(self) -> int:
-        """Groups of B as the input projection gives them."""
+        """Groups of B in the input projection."""
         return self.num_groups if self.num_b_groups is None else self.num_b_groups
 
     @property
@@ -159,10 +160,10 @@ class AttentionConfig:
         rope_theta, rope_scaling: base of RoPE, and Llama 3's scaling or None.
         input_multiplier, key_multiplier, output_multiplier: scale the mixer's input, the keys
             before RoPE, and the mixer's output (Falcon-H1).
-        qkv_bias, out_bias: which projections have one.
-        conv_width: of a depthwise causal convolution with bias over q, k and v (mamba_ssm); 0:
-            none.
-        mlp_dim: width of a gated branch beside the attention (mamba_ssm); 0: none.
+        qkv_bias, out_bias: whether these projections have a bias.
+        conv_width: width of a depthwise causal convolution with bias over q, k and v (mamba_ssm);
+            0: none.
+        mlp_dim: width of a gated branch parallel to the attention (mamba_ssm); 0: none.
     """
 
     num_heads: int
@@ -233,15 +234,15 @@ class AttentionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MlpConfig:
-    """An MLP as a layer of its own.
+    """An MLP as a separate layer.
 
-    Gated it is `out(activation(gate(x)) * up(x))`, otherwise `out(activation(up(x)))`.
+    Gated: `out(activation(gate(x)) * up(x))`; otherwise `out(activation(up(x)))`.
 
     Attributes:
         hidden_size: channels between the projections.
         activation: "silu", "gelu" (the exact one) or "relu2" (the square of relu).
-        gated: as above.
-        bias: the projections have one.
+        gated: whether there is a gate, see above.
+        bias: whether the projections have a bias.
         gate_multiplier, output_multiplier: scale the gate before its activation, and the output
             (Falcon-H1).
     """
@@ -264,19 +265,19 @@ class MoeConfig:
     """A mixture of experts, each an MLP without biases, and optionally one that all tokens use.
 
     Attributes:
-        num_experts: experts.
-        num_active: experts that a token uses.
+        num_experts: number of experts.
+        num_active: experts per token.
         hidden_size: channels of an expert.
         router: "softmax" weighs the chosen experts by the softmax of their scores (Granite);
             "sigmoid" scores experts with a sigmoid, chooses them by score plus a learned
             correction, and weighs them by score (Nemotron-H, DeepSeek-V3).
-        num_router_groups, num_active_groups: for "sigmoid": experts form this many equal groups,
-            and a token uses experts of the groups whose two best scores have the largest sums.
-        normalise: for "sigmoid": the weights of a token's experts sum to 1 before `scale`.
+        num_router_groups, num_active_groups: number of equal groups of experts, and groups per
+            token: those whose two best scores have the largest sums ("sigmoid" only).
+        normalise: whether a token's weights sum to 1 before `scale` ("sigmoid" only).
         scale: factor of the experts' sum.
-        latent_size: width of a projection in which the experts work (Nemotron-H); None: none.
+        latent_size: width of the latent space of the experts (Nemotron-H); None: none.
         shared_size: channels of the expert that all tokens use; 0: none.
-        activation, gated: of all experts, as in `MlpConfig`.
+        activation, gated: see `MlpConfig`; the same for all experts.
     """
 
     num_experts: int
@@ -331,9 +332,9 @@ class MoeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MoeShardConfig(MoeConfig):
-    """One of equal shards of a mixture, which has some of the experts, whole, and routes among all.
+    """One shard of a mixture: it has some of the experts, whole, and routes among all of them.
 
-    `stree_jax.partition` makes it.
+    `stree_jax.partition` builds it.
     """
 
     experts_held: int = 1
@@ -344,13 +345,13 @@ class SharedConfig:
     """Transformer blocks whose weights several layers share (Zamba2).
 
     The j-th "shared" layer applies block `j % num_blocks` to the residual stream concatenated with
-    the embedding, with low-rank adapters of its own. Its output is projected and added to the
+    the embedding, with its own low-rank adapters. Its output is projected and added to the
     *input* of the next layer, not to the residual stream.
 
     Attributes:
         num_blocks: number of different blocks.
         adapter_rank: rank of the adapters.
-        attention_adapters: queries, keys and values have adapters too.
+        attention_adapters: whether queries, keys and values have adapters too.
     """
 
     num_blocks: int

@@ -1,6 +1,6 @@
-"""How a model is cut for several devices: its local config, and whose columns a weight's are.
+"""How a model is sharded: the local config of a shard, and the columns of each weight it has.
 
-A mesh has two axes. "data" cuts the rows of a batch, "model" cuts heads, channels and words. Each
+A mesh has two axes. "data" splits the batch, "model" splits heads, channels and vocabulary. Each
 shard along "model" is an ordinary model of a *local* config, with `1 / shards` of the heads. A
 weight's equal slices are the shards' weights, because its columns are stored *shard-major*: those
 of the first shard, then those of the second. `Cut.columns` is that order, and `Cut.canonical` its
@@ -31,18 +31,18 @@ from stree_jax.layer_config import AttentionConfig, Mamba2Config, MoeConfig, Moe
 from stree_jax.messages import shown
 
 DATA, MODEL = "data", "model"
-ROWS = PartitionSpec(DATA)  # of arrays with the batch axis first
-_MOST_SHARDS = 256  # that error messages suggest
-_NARROWEST = 16  # channels of an expert that a kernel multiplies
+ROWS = PartitionSpec(DATA)  # spec of arrays with the batch axis first
+_MOST_SHARDS = 256  # suggested by error messages
+_NARROWEST = 16  # fewest channels of an expert that a kernel multiplies
 
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """Where a model lies.
+    """The mesh and the number of shards of a model.
 
     Attributes:
-        mesh: with the axes "data" and "model".
-        shards: parts of the weights along "model"; 1: every device has the whole model.
+        mesh: a mesh with the axes "data" and "model".
+        shards: shards of the weights along "model"; 1: every device has the whole model.
     """
 
     mesh: Mesh
@@ -50,16 +50,16 @@ class Partition:
 
     @property
     def axis(self) -> str | None:
-        """The mesh axis that cuts heads and channels of the states; None: nothing cuts them."""
+        """The mesh axis that splits heads and channels of the states; None: they are replicated."""
         return MODEL if self.shards > 1 else None
 
     @property
     def rows(self) -> int:
-        """Shards of the batch: the number of its rows is a multiple."""
+        """Shards of the batch; they must divide the number of rows."""
         return self.mesh.shape[DATA]
 
     def put(self, tree: Any, spec: PartitionSpec = ROWS) -> Any:
-        """Arrays that every process has, as arrays on the mesh; those that are there stay."""
+        """Puts arrays that every process has on the mesh; arrays already there are kept."""
 
         def put(leaf: Any) -> Any:
             place = getattr(leaf, "sharding", None)
@@ -77,18 +77,16 @@ class Partition:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What the modules of one shard know of the others.
-
-    Its methods are collectives over "model": they run inside `jax.shard_map` only.
+    """Collectives over "model", for the modules of one shard; only inside `jax.shard_map`.
 
     Attributes:
-        shards: how many there are.
+        shards: number of shards.
     """
 
     shards: int
 
     def total(self, x: Array) -> Array:
-        """The sum over the shards, in float32 and then in the dtype of `x`."""
+        """All-reduces in float32; the result has the dtype of `x`."""
         return lax.psum(x.astype(jnp.float32), MODEL).astype(x.dtype)
 
     def all_gather(self, x: Array) -> Array:
@@ -96,17 +94,17 @@ class Part:
         return lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
 
     def rows_of(self, table: Array, index: Array) -> Array:
-        """`table[index]`, of a table whose rows are cut."""
+        """`table[index]` for a table whose rows are sharded."""
         own, is_own = self._among_own(index, table.shape[0])
         return lax.psum(jnp.where(is_own[..., None], table[own], 0), MODEL)
 
     def own_choices(self, weights: Array, chosen: Array, held: int) -> tuple[Array, Array]:
-        """Choices of experts, as numbers of the `held` ones of this shard; others weigh nothing."""
+        """Chosen experts as indices among this shard's `held` ones; other experts get weight 0."""
         own, is_own = self._among_own(chosen, held)
         return jnp.where(is_own, weights, 0), own
 
     def _among_own(self, index: Array, count: int) -> tuple[Array, Array]:
-        """Indices among the `count` units of this shard, 0 for others; and which are its own."""
+        """Indices among this shard's `count` units, 0 if it lacks one; and whether it has each."""
         own = index - lax.axis_index(MODEL) * count
         is_own = (own >= 0) & (own < count)
         return jnp.where(is_own, own, 0), is_own
@@ -130,18 +128,18 @@ class Part:
 
 
 class Cut(NamedTuple):
-    """How a weight is cut.
+    """How a weight is sharded.
 
     Attributes:
-        axis: which of its axes.
-        segments: what lies along it: `(units, size)` of each, such as heads and their channels.
+        axis: index of the sharded axis.
+        segments: `(units, size)` of each segment along it, such as heads and their channels.
     """
 
     axis: int
     segments: tuple[tuple[int, int], ...]
 
     def columns(self, shards: int) -> np.ndarray:
-        """The canonical column at each place of each shard: `[shards, places]`."""
+        """The canonical columns of each shard: `[shards, columns]`."""
         rows = []
         for shard in range(shards):
             start = 0
@@ -154,17 +152,17 @@ class Cut(NamedTuple):
         return np.stack(rows)
 
     def canonical(self, shards: int) -> np.ndarray:
-        """The place of each canonical column in shard-major order; of several, the first."""
+        """The (first) index of each canonical column in shard-major order."""
         return np.unique(self.columns(shards), return_index=True)[1]
 
 
 def make_mesh(*, data: int = 1, model: int = 1) -> Mesh:
-    """A mesh of `data * model` devices, of all processes.
+    """A mesh of `data * model` devices, over all processes.
 
     Args:
-        data: shards of the batch's rows; each runs on its own.
-        model: shards of the models' heads and channels, which talk to each other in every layer.
-            Neighbours in `jax.devices()` are together.
+        data: number of shards of the batch; they run independently.
+        model: number of shards of a model's heads and channels, with collectives in every layer.
+            They are neighbours in `jax.devices()`.
 
     Raises:
         ValueError: not positive integers, or there are not as many devices; several processes
@@ -184,7 +182,7 @@ def make_mesh(*, data: int = 1, model: int = 1) -> Mesh:
 
 
 def check_mesh(mesh: object) -> Mesh:
-    """Refuses what `make_mesh` does not make.
+    """Refuses anything but a mesh from `make_mesh`.
 
     Raises:
         ValueError: no mesh, or other axes.
@@ -202,7 +200,7 @@ def check_mesh(mesh: object) -> Mesh:
 
 
 def _units_of(shard: int, units: int, shards: int) -> range:
-    """The units of a shard: an equal slice, or one that several shards hold."""
+    """The units of a shard: an equal slice, or one unit that several shards hold."""
     if units % shards == 0:
         count = units // shards
         return range(shard * count, (shard + 1) * count)
@@ -213,7 +211,7 @@ def _units_of(shard: int, units: int, shards: int) -> range:
 def local_config(config: ModelConfig, shards: int) -> ModelConfig:
     """The config of one of the equal shards of a model.
 
-    Its vocabulary is the shard's words.
+    Its vocabulary is the shard's slice of the vocabulary.
 
     Raises:
         ValueError: the sizes cannot be cut that way; names what can.
@@ -268,7 +266,7 @@ def local_config(config: ModelConfig, shards: int) -> ModelConfig:
 
 
 def _obstacle(config: ModelConfig, shards: int) -> str | None:
-    """Why a model cannot be cut into so many shards, or None."""
+    """Why a model cannot be split into this many shards, or None."""
     m, a, mlp, moe = config.mamba2, config.attention, config.mlp, config.moe
     equal: dict[str, int] = {}
     shared: dict[str, int] = {}  # neighbours may hold the same unit
@@ -298,21 +296,21 @@ def _obstacle(config: ModelConfig, shards: int) -> str | None:
 
 
 def _by_expert(config: MoeConfig, shards: int) -> bool:
-    """Whether a shard has some experts whole, and not a part of each: where parts are too narrow.
+    """Whether a shard has whole experts instead of a slice of each, because slices are too narrow.
 
-    A part of each is the better cut: whatever a token chooses, all shards work.
+    Slices are better: whatever a token chooses, all shards work.
     """
     too_narrow = config.hidden_size % (_NARROWEST * shards) != 0
     return too_narrow and config.num_experts % shards == 0
 
 
 def spans_shards(config: Mamba2Config) -> bool:
-    """Whether the gated norm is over the heads of all shards."""
+    """Whether the gated norm spans the heads of all shards."""
     return config.norm != "none" and config.gate_groups == 1
 
 
 def cuts(config: ModelConfig, shards: int) -> dict[str, Cut]:
-    """How each weight of the whole model is cut, by name; those without an entry are not."""
+    """The cut of each weight of the whole model, by name; weights without one are replicated."""
     if shards == 1:
         return {}
     words = Cut(0, ((config.num_embeddings, 1),))
@@ -381,7 +379,7 @@ def _mamba2_cuts(c: Mamba2Config) -> dict[str, Cut]:
 
 
 def _attention_cuts(c: AttentionConfig) -> dict[str, Cut]:
-    """With an entry "qkv", which is no weight."""
+    """Includes an entry "qkv", which is not a weight."""
     q, k = (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
     branch = (c.mlp_dim, 1)
     return {

@@ -148,7 +148,7 @@ def _granite_h(
 
 
 def _zamba2_2_7b() -> Fields:
-    """Zyphra/Zamba2-2.7B: its hybrid layers are a shared block in front of Mamba-2."""
+    """Zyphra/Zamba2-2.7B: its hybrid layers are a shared block before Mamba-2."""
     layers: list[str] = []
     for layer in range(54):
         if layer in (6, 12, 18, 24, 30, 36, 42, 47, 51):

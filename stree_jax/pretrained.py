@@ -1,4 +1,4 @@
-"""Loading a model or a tokenizer from any checkpoint. Stands above `stree_jax.convert`."""
+"""Loading a model or a tokenizer from any checkpoint. Depends on `stree_jax.convert`."""
 
 import os
 from collections.abc import Collection
@@ -31,12 +31,12 @@ def from_pretrained(
         dtype: dtype of the loaded weights, float32 or bfloat16. None means bfloat16 if the
             checkpoint stores bfloat16, else float32. Only float32, the default, makes speculative
             decoding reproduce autoregressive decoding token for token.
-        implementation: of the kernels, see `pallas_kernels.dispatch`.
+        implementation: kernel implementation, see `pallas_kernels.dispatch`.
         quirks: names from `stree_jax.convert.QUIRKS`: deviations of other programs from the
             published config, to reproduce them.
-        mesh: of `make_mesh`: each of its devices gets its part of the model. This host holds one
-            weight at a time, and the parts of its own devices.
-        replicate: on a mesh, every device gets the whole model, as draft models need it.
+        mesh: a mesh from `make_mesh`: each of its devices gets its shard of the model. This host
+            holds one weight at a time, and the shards of its own devices.
+        replicate: give every device of the mesh the whole model, as draft models need it.
 
     Raises:
         ValueError: the checkpoint is missing, damaged, unknown or unsupported, its shapes disagree
@@ -70,7 +70,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a checkpoint directory, or of a tokenizer.json file.
 
     Args:
-        path: one of these. For a name on the hub pass `stree_jax.convert.find(name)`.
+        path: the directory or file. For a name on the hub pass `stree_jax.convert.find(name)`.
 
     Raises:
         ValueError: there is none, or it cannot be read.
@@ -82,7 +82,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         file = file / "tokenizer.json"
     try:
         exists = file.is_file()
-    except OSError:  # such as a name that is too long
+    except OSError:  # for example, a name that is too long
         exists = False
     if not exists:
         raise ValueError(f"no tokenizer at {shown_path(file)}")

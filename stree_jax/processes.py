@@ -1,4 +1,4 @@
-"""What the processes of one program tell each other, when there are several."""
+"""Host-side collectives between processes."""
 
 from collections.abc import Callable
 
@@ -8,13 +8,13 @@ from jax.experimental import multihost_utils
 
 
 def by_first(action: Callable[[], str]) -> str:
-    """Runs `action` in the first process only, and returns its text in all of them.
+    """Runs `action` in process 0 only, and broadcasts its text to all processes.
 
-    With several processes all call this: the others wait.
+    All processes call this; the others wait.
 
     Raises:
-        Exception: what `action` raised, in the first process.
-        ValueError: it raised, in the others, which would wait for the first one for ever.
+        Exception: what `action` raised, in process 0.
+        ValueError: `action` raised, in the other processes, which would else wait for ever.
     """
     text = ""
     refused: Exception | None = None

@@ -2,8 +2,8 @@
 
 A program is one `jax.shard_map` with both axes manual: inside, each device runs the code of one
 device, with the model of its shard and its rows of the batch. The only collectives are those of
-`stree_jax.partition.Part`, which mixers, embedding and head call. Without a mesh nothing of this is
-in a program.
+`stree_jax.partition.Part`, which mixers, embedding and head call. Without a mesh programs
+are unchanged.
 """
 
 from collections.abc import Callable
@@ -24,15 +24,15 @@ __all__ = ["canonical_weights", "over_mesh", "partition_of", "shard", "spread"]
 
 
 def shard(model: HybridLM, mesh: Mesh | None, *, replicate: bool = False) -> HybridLM:
-    """The model on the devices of a mesh, each with its part of the weights.
+    """The model on the devices of a mesh, each with its shard of the weights.
 
     If it is on devices of several processes, all of them call this.
 
     Args:
-        model: on one device, or on another mesh. It stays as it is.
-        mesh: of `make_mesh`; None: back to one device, the default one.
-        replicate: every device gets the whole model. For draft models: cut into parts they would
-            wait for each other longer than they compute.
+        model: a model on one device or on another mesh. It is not changed.
+        mesh: a mesh from `make_mesh`; None: the default device.
+        replicate: give every device the whole model. Meant for draft models: sharded, they would
+            wait for collectives longer than they compute.
 
     Raises:
         ValueError: the model's sizes do not fit the mesh; names what would.
@@ -59,7 +59,7 @@ def shard(model: HybridLM, mesh: Mesh | None, *, replicate: bool = False) -> Hyb
 
 
 def partition_of(mesh: Mesh, replicate: bool) -> Partition:
-    """How a model lies on a mesh.
+    """The partition of a model on a mesh.
 
     Raises:
         ValueError: `mesh` is not one of `make_mesh`.
@@ -69,17 +69,17 @@ def partition_of(mesh: Mesh, replicate: bool) -> Partition:
 
 
 def spread(values: np.ndarray, cut: Cut | None, partition: Partition, dtype: Any = None) -> Any:
-    """A weight on the mesh; on this host only this and the parts of its devices are in memory.
+    """A weight on the mesh. This host holds `values` and the shards of its own devices only.
 
     Args:
-        values: canonical.
-        cut: of this weight; None: every device has all of it.
-        partition: of the model.
-        dtype: of the weight; None: as it is.
+        values: the whole weight in canonical order.
+        cut: the cut of this weight; None: every device has all of it.
+        partition: the model's partition.
+        dtype: dtype on the mesh; None: the dtype of `values`.
     """
     dtype = values.dtype if dtype is None else jnp.dtype(dtype)
     if cut is None:
-        with np.errstate(over="ignore"):  # infinite, which is refused by name
+        with np.errstate(over="ignore"):  # becomes infinite, which is refused by name
             whole = np.asarray(values, dtype)
         sharding = NamedSharding(partition.mesh, PartitionSpec())
         return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
@@ -98,9 +98,9 @@ def spread(values: np.ndarray, cut: Cut | None, partition: Partition, dtype: Any
 
 
 def canonical_weights(model: HybridLM) -> dict[str, Callable[[], np.ndarray]]:
-    """What reads each weight to the host, whole and with its columns in order, by name.
+    """By name, a function that copies the weight to the host, whole and in canonical order.
 
-    If parts of it are on devices of other processes, all processes read, in the same order.
+    If shards are on devices of other processes, all processes call these in the same order.
     """
     shards = 1 if model.partition is None else model.partition.shards
     table = cuts(model.config, shards)
@@ -132,12 +132,12 @@ def over_mesh(
     """`function(*modules, *arrays)` on every device, with its shards of both.
 
     Args:
-        partition: of the model that runs.
-        function: gets models of one shard, which know no mesh but add up over "model".
-        modules: models, or trees with models in them; other arrays in them are on every device.
-        arrays: of the whole mesh.
-        in_specs: of `arrays`, as `jax.shard_map` takes them.
-        out_specs: of the result.
+        partition: partition of the model that runs.
+        function: gets models of one shard, which have no mesh and all-reduce over "model".
+        modules: models, or pytrees of them; their other arrays are on every device.
+        arrays: global arrays.
+        in_specs: specs of `arrays`, as for `jax.shard_map`.
+        out_specs: specs of the result.
     """
     leaves, structure = jax.tree.flatten(modules)
 

@@ -1,8 +1,8 @@
-"""`Tensor`: an array in a file; and those of a native checkpoint, read one at a time.
+"""`Tensor`, an array in a file; and the arrays of a native checkpoint, read one at a time.
 
 Orbax writes them; tensorstore, on which Orbax is built, reads them here. Orbax's own loader reads
-all at once on an event loop that it closes at the first error, so that damaged files leave a trail
-of messages on stderr. It does not say which array is damaged either.
+all at once on an event loop that it closes at the first error, so that damaged files leave many
+messages on stderr. It does not say which array is damaged either.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ CHECKSUMS = "checksums.json"
 _MOST_COMPRESSED = 1000
 
 
-@dataclasses.dataclass(frozen=True)  # a leaf of trees; a NamedTuple would be a branch
+@dataclasses.dataclass(frozen=True)  # a leaf of pytrees; a NamedTuple would be a node
 class Tensor:
     """An array in a file, read on demand."""
 
@@ -32,7 +32,7 @@ class Tensor:
 
 
 def write_checksums(path: Path, weights: Mapping[str, jax.Array | np.ndarray]) -> None:
-    """Writes the CRC-32 of each array and the sizes of the files with their numbers."""
+    """Writes the CRC-32 of each array and the sizes of the data files."""
     crcs = {name: zlib.crc32(_bytes(np.asarray(weight))) for name, weight in weights.items()}
     files = sorted((path / "params").rglob("d/*"))
     sizes = {str(file.relative_to(path / "params")): file.stat().st_size for file in files}
@@ -52,10 +52,10 @@ def check_sizes(params: Path, sizes: Mapping[str, int]) -> None:
 
 
 def check_crc(values: np.ndarray, crc: int | None) -> None:
-    """Compares an array with the checksum that was saved; None: there is none.
+    """Compares an array with its saved checksum; None skips the check.
 
     Raises:
-        ValueError: it has another one.
+        ValueError: the checksum differs.
     """
     if crc is not None and zlib.crc32(_bytes(values)) != crc:
         raise ValueError("it has another checksum than when it was saved")

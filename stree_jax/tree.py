@@ -1,4 +1,4 @@
-"""Token trees: the static topology a user picks, and the same tree as arrays."""
+"""Token trees: the static topology that a user chooses, and trees as arrays."""
 
 import collections
 import dataclasses
@@ -15,7 +15,7 @@ from stree_jax.checks import check_int
 from stree_jax.messages import shown
 
 MAX_NODES = 4096  # masks and decays are N by N
-MAX_DRAWN_DEPTH = 256  # each level indents its lines by three more characters
+MAX_DRAWN_DEPTH = 256  # each level is indented by three more characters
 
 
 class Tree(NamedTuple):
@@ -115,7 +115,7 @@ class TreeTopology:
 
     @classmethod
     def budget(cls, num_nodes: int, depth: int) -> "TreeTopology":
-        """A size for `DynamicDrafter`: `num_nodes` nodes, root included, and `depth`.
+        """A size for `DynamicDrafter`: `num_nodes` nodes, the root included, and `depth`.
 
         As a static tree it is a chain of `depth` tokens, with the other nodes below the root.
         """
@@ -200,7 +200,7 @@ class TreeTopology:
         return mask
 
     def level_order(self) -> "TreeTopology":
-        """The same tree numbered breadth first; siblings keep their order."""
+        """The same tree numbered breadth-first; siblings keep their order."""
         order = [0]
         for node in order:
             order += self.children[node]
@@ -208,7 +208,7 @@ class TreeTopology:
         return TreeTopology((-1, *(position[self.parents[node]] for node in order[1:])))
 
     def tree(self, valid: Bool[Array, "B N"]) -> Tree:
-        """This topology as arrays, with only the `valid` nodes in it.
+        """This topology as arrays, restricted to the `valid` nodes.
 
         A node below an invalid one must not be valid.
         """
@@ -224,11 +224,11 @@ class TreeTopology:
         """A drawing of the tree in lines of text.
 
         Args:
-            labels: a text per node; None: its index.
+            labels: a label per node; None: its index.
             path: nodes to mark with `*`, such as an accepted path.
 
         Raises:
-            ValueError: labels or path are no sequences, the number of labels is not the number of
+            ValueError: labels or path are not sequences, the number of labels is not the number of
                 nodes, or the tree is deeper than `MAX_DRAWN_DEPTH`.
         """
         if not isinstance(labels, Iterable | None) or not isinstance(path, Iterable):

@@ -1,11 +1,12 @@
 """The attention mixer of every family: one class; families differ in `AttentionConfig`.
 
-    q, k, v = conv(in_proj(u));   q, k = rotated by position
+    q, k, v = conv(in_proj(u));   q, k = rope(q, k)
     out_proj(softmax(q k scale) v)
 
-The cache has a fixed number of places. A forward over a tree does not write the tree to it: nodes
-see the cached tokens and their ancestors, at positions that come from their *depth*. Replay, which
-may be the first part of the next forward, appends the keys and values of the accepted path.
+The cache has a fixed capacity. A forward pass over a tree does not write the tree to it: nodes
+attend to the cached tokens and to their ancestors, at positions that follow from their *depth*.
+Replay, which may be the first part of the next forward pass, appends the accepted path's keys and
+values.
 """
 
 import math
@@ -54,15 +55,15 @@ class AttentionMixer(nnx.Module):
     """One attention mixer, with the interface of `Mamba2Mixer`.
 
     Args:
-        config: its shape and options.
+        config: shape and options of the mixer.
         d_model: width of the output; the input is `input_multiple` times as wide.
-        dtype: of the weights.
-        rngs: for initialisation.
+        dtype: dtype of the weights.
+        rngs: random streams for initialisation.
         out_scale: scales the initial output projection, for deep stacks.
-        implementation: of the kernels, see `pallas_kernels.dispatch`.
+        implementation: kernel implementation, see `pallas_kernels.dispatch`.
     """
 
-    part: Part | None = None  # of a shard, see `models.parts`
+    part: Part | None = None  # set on a shard, see `models.parts`
 
     def __init__(
         self,
@@ -114,10 +115,10 @@ class AttentionMixer(nnx.Module):
 
         Args:
             u: inputs, `I = input_multiple * M`.
-            cache: the tokens so far.
+            cache: the cache of the tokens so far.
             valid: True on real positions, False on padding.
-            lengths: how many positions are real.
-            adapter: added to q, k, v, `[B, T, (W + 2 U) E]` (Zamba2).
+            lengths: number of real positions.
+            adapter: term added to q, k and v, `[B, T, (W + 2 U) E]` (Zamba2).
         """
         projected = self._project(u, adapter)
         qkv, conv_state = projected.qkv, cache.conv
@@ -126,8 +127,8 @@ class AttentionMixer(nnx.Module):
             qkv = causal_conv1d(conv_input, conv_state, *self._conv())
             conv_state = conv_state_after(conv_state, conv_input, lengths)
         steps, layout = jnp.arange(u.shape[1]), self._layout
-        # Of an empty cache it is a constant, and XLA would compute the scores of its places, all
-        # masked, at compile time: for seconds.
+        # For an empty cache this is a constant, and XLA would spend seconds folding the masked
+        # scores.
         length = lax.optimization_barrier(cache.kv.length)
         query, *nodes = layout.split(qkv, length[:, None] + steps)
         new = NodeKV(*nodes)
@@ -139,7 +140,7 @@ class AttentionMixer(nnx.Module):
             scale=layout.scale,
             implementation=self.implementation,
         )
-        # More tokens than places before these: some were dropped, so no output is right.
+        # The cache was overfull before these tokens: some were dropped, so no output is right.
         y = jnp.where((length > kv.keys.shape[2])[:, None, None, None], jnp.nan, y)
         return self._finish(y, projected), AttentionCache(kv, conv_state)
 
@@ -188,7 +189,7 @@ class AttentionMixer(nnx.Module):
         path: Path,
         conv_gather_index: ConvGatherIndex,
     ) -> AttentionCache:
-        """The cache after the path, whose nodes fill consecutive places; see `Mamba2Mixer`."""
+        """The cache after the path, whose nodes fill consecutive positions; see `Mamba2Mixer`."""
         conv = cache.conv
         if conv is not None:
             conv = self._replay_conv(conv, pending, conv_gather_index)

@@ -21,7 +21,7 @@ from stree_jax.tree import Tree
 
 @runtime_checkable
 class Mixer(Protocol):
-    """A layer of any kind. Its cache and its pending record are opaque to everything else."""
+    """A layer of any kind. Its cache and its pending record are opaque to all other code."""
 
     def __call__(
         self, u: Array, cache: Any, valid: Bool[Array, "B T"], lengths: Lengths

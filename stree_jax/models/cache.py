@@ -1,4 +1,4 @@
-"""What a model carries from step to step, and the functions that own its shapes.
+"""Caches, pending records and paths, and the functions that own their shapes.
 
 A cache has read every token but the last emitted one, which is the root of the next tree. A forward
 pass over a tree does not write the tree to the cache. It returns a *pending* record, and replaying
@@ -68,7 +68,7 @@ Cache = tuple[LayerCache, ...]
 Pending = tuple[LayerPending, ...]
 
 
-# By conv width: which rows of (conv state, node inputs) a convolution reads. All layers share it.
+# By conv width: the rows of (conv state, node inputs) that a convolution reads, for all layers.
 ConvGatherIndex = dict[int, Int[Array, "..."]]
 
 
@@ -81,10 +81,10 @@ class Path(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """What a layer needs to advance its cache before it runs a tree."""
+    """A previous tree and its accepted path, along which a layer advances its cache."""
 
     pending: Any  # the layer's pending record of the previous tree
-    path: Path  # of that tree
+    path: Path  # the accepted path of that tree
     conv_gather_index: ConvGatherIndex  # `replay_gather_index(path.parents, path.last, K)`
 
 
@@ -114,10 +114,10 @@ def init_cache(config: ModelConfig, batch: int, max_length: int, dtype: DTypeLik
     """The cache before the first token: zeros.
 
     Args:
-        config: the model's.
-        batch: rows.
-        max_length: places of the attention layers; Mamba-2 caches have one size for all lengths.
-        dtype: of the weights.
+        config: the model's config.
+        batch: number of rows.
+        max_length: capacity of attention caches; Mamba-2 caches have one size for all lengths.
+        dtype: dtype of the weights.
     """
 
     def mamba2(m: Mamba2Config) -> Mamba2Cache:
@@ -140,7 +140,7 @@ def init_cache(config: ModelConfig, batch: int, max_length: int, dtype: DTypeLik
 
 def cache_specs(config: ModelConfig, axis: str | None) -> tuple[Any, ...]:
     """How the arrays of `init_cache` lie on a mesh; heads and channels along `axis`."""
-    by_row: Any = ROWS  # specs in the place of arrays
+    by_row: Any = ROWS  # specs instead of arrays
     by_head: Any = PartitionSpec(DATA, axis)
     by_channel: Any = PartitionSpec(DATA, None, axis)
     return _by_kind(
@@ -157,10 +157,10 @@ def init_pending(config: ModelConfig, batch: int, num_nodes: int, dtype: DTypeLi
     """The pending record of a tree that was never run, for replay along the empty path.
 
     Args:
-        config: the model's.
-        batch: rows.
-        num_nodes: of the trees.
-        dtype: of the weights.
+        config: the model's config.
+        batch: number of rows.
+        num_nodes: nodes of the tree.
+        dtype: dtype of the weights.
     """
 
     def zeros(*shape: int, dtype: DTypeLike = dtype) -> Array:

@@ -29,17 +29,17 @@ def linear(
 def row_parallel(
     projection: nnx.Linear, inputs: Float[Array, "*rows inputs"], part: Part | None
 ) -> Float[Array, "*rows outputs"]:
-    """The output projection of a mixer: on a mesh, the sum over the shards of their inputs' parts.
+    """The output projection of a mixer; on a mesh, an all-reduce of the shards' products.
 
     Args:
-        projection: of the shard, with the rows of its inputs.
-        inputs: of the shard.
-        part: which shard; None: there is one.
+        projection: the shard's projection, with the rows of its inputs.
+        inputs: the shard's inputs.
+        part: collectives of the shard; None: one device.
     """
     if part is None:
         return projection(inputs)
     output = part.total(partial_product(projection, inputs)).astype(inputs.dtype)
-    # Once, not by each shard.
+    # The bias is added once, not by each shard.
     return output if projection.bias is None else output + projection.bias[...]
 
 

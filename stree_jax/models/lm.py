@@ -34,7 +34,7 @@ IMPLEMENTATIONS = (None, *dispatch.IMPLEMENTATIONS)
 
 
 def check_model(model: object) -> None:
-    """Refuses what is no `HybridLM`, such as the path of one."""
+    """Refuses anything but a `HybridLM`, such as the path of one."""
     if not isinstance(model, HybridLM):
         raise ValueError(
             f"model must be a HybridLM, got {type(model).__name__}; load one with from_pretrained"
@@ -42,7 +42,7 @@ def check_model(model: object) -> None:
 
 
 def check_on_one_device(model: object, what: str) -> None:
-    """Refuses a model on a mesh, for functions that do not know meshes."""
+    """Refuses a model on a mesh, for functions that do not support meshes."""
     check_model(model)
     assert isinstance(model, HybridLM)
     if model.partition is not None:
@@ -53,7 +53,7 @@ def check_on_one_device(model: object, what: str) -> None:
 
 
 def check_options(dtype: DTypeLike, implementation: str | None) -> None:
-    """Refuses what `HybridLM` does not know.
+    """Refuses dtypes and implementations that `HybridLM` does not have.
 
     Raises:
         ValueError: another dtype than float32 and bfloat16, or another implementation.
@@ -85,24 +85,24 @@ class HybridLM(nnx.Module):
     jitted function as an argument; closing over it would bake its weights into the program.
 
     Args:
-        config: the layers.
-        dtype: of the weights and activations, float32 or bfloat16. The SSM state, the decays and
-            the logits are float32 in both cases.
-        rngs: for initialisation.
-        implementation: of the kernels: "xla", "pallas" or "pallas_interpret" (see
+        config: layers and sizes of the model.
+        dtype: dtype of the weights and activations, float32 or bfloat16. The SSM state, the decays
+            and the logits are float32 in both cases.
+        rngs: random streams for initialisation.
+        implementation: kernel implementation: "xla", "pallas" or "pallas_interpret" (see
             `pallas_kernels.dispatch`); None: the fastest that runs on the device.
 
     Attributes:
-        partition: where a model on a mesh lies, see `stree_jax.sharding`; None: on one device.
-            `generate` and `stream` run it. Of its own methods only those of a model that is whole
-            on every device can be called.
+        partition: how a model on a mesh is sharded, see `stree_jax.sharding`; None: one device.
+            `generate` and `stream` run it; its own methods can be called only if every device has
+            the whole model.
 
     Raises:
         ValueError: a model without memory, another dtype, or another implementation.
     """
 
     partition: Partition | None = None
-    part: Part | None = None  # of one shard among several, as seen by it
+    part: Part | None = None  # collectives of one shard, inside `jax.shard_map`
 
     def __init__(
         self,
@@ -154,8 +154,8 @@ class HybridLM(nnx.Module):
         `nnx.merge(structure, weights)` makes it a model. One layer of each kind is traced and then
         copied: tracing all of them takes a time quadratic in their number.
 
-        With a `partition` the shapes are those of one shard; the model's weights are the shards'
-        side by side.
+        With a `partition` the shapes are those of one shard; the whole weights are the shards'
+        weights concatenated.
 
         Raises:
             ValueError: the sizes of the model do not fit the partition.
@@ -193,9 +193,9 @@ class HybridLM(nnx.Module):
         return self._final_norm(hidden)
 
     def init_cache(self, batch: int, max_length: int) -> Cache:
-        """The cache before the first token, with `max_length` places in attention layers.
+        """The cache before the first token, with capacity `max_length` in attention layers.
 
-        A row with more tokens than places gives NaN from then on, never a wrong number.
+        A row with more tokens than that gives NaN from then on, never a wrong number.
         """
         return init_cache(self._own_config(), batch, max_length, self.dtype)
 
@@ -206,16 +206,16 @@ class HybridLM(nnx.Module):
     def prefill(
         self, tokens: Tokens, lengths: Lengths, cache: Cache | None = None
     ) -> tuple[Float32[Array, "B V"], Cache]:
-        """Reads right-padded prompts, or the next piece of them.
+        """Prefills right-padded prompts, or the next chunk of them.
 
         Args:
-            tokens: any valid ids on the padding.
-            lengths: real tokens of each row, 0 to T; a row of length 0 keeps its cache.
-            cache: of the tokens before, with free places for these; None: there are none, and the
-                new cache has places for these T tokens only.
+            tokens: token ids; any valid ids on the padding.
+            lengths: number of real tokens of each row, 0 to T; a row of length 0 keeps its cache.
+            cache: the cache of the tokens before, with room for these; None: there are none, and
+                the new cache has capacity T.
 
         Returns:
-            Logits after the last real token of each row (meaningless for length 0), and the cache.
+            Logits after the last real token of each row (unspecified for length 0), and the cache.
         """
         with jax.named_scope("prefill"):
             cache = self.init_cache(*tokens.shape) if cache is None else cache
@@ -256,8 +256,8 @@ class HybridLM(nnx.Module):
 
         Args:
             tokens: tokens of the query nodes.
-            tree: all N nodes so far; with `Q == N` the whole tree.
-            cache: of the tokens before the root; with `replay`, before the previous tree's root.
+            tree: the tree of all N nodes so far; with `Q == N` the whole tree.
+            cache: the cache before the root; with `replay`, before the previous tree's root.
             replay: the previous tree's pending record and accepted path, which advance `cache`
                 first.
             prefix_pending: pending record of the first `N - Q` nodes, when a tree grows level by
@@ -302,7 +302,7 @@ class HybridLM(nnx.Module):
 
     @property
     def output_head(self) -> nnx.Param:
-        """What makes logits of hidden states, `[V, M]`; the embedding if they are tied."""
+        """The weights of the output head `[V, M]`; the embedding if they are tied."""
         return self.embedding if self.head is None else self.head
 
     def replay(self, cache: Cache, pending: Pending, path: Path) -> Cache:
@@ -344,12 +344,12 @@ class HybridLM(nnx.Module):
         return ResidualStream(embedded.astype(dtype), self.config, self.dtype, implementation)
 
     def _own_config(self) -> ModelConfig:
-        """The config of this shard, or of the whole model if there is one."""
+        """The local config on a shard, else the model's config."""
         self._check_here()
         return self.config if self.part is None else local_config(self.config, self.part.shards)
 
     def _check_here(self) -> None:
-        """Refuses a model whose parts are on several devices, outside of its program."""
+        """Refuses a sharded model outside of its program."""
         if self.partition is not None and self.partition.shards > 1:
             raise ValueError(
                 "this model is cut over the devices of a mesh, and its own methods cannot be"

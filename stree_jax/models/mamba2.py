@@ -1,4 +1,4 @@
-"""The Mamba-2 mixer of every family: one class, the differences are knobs of `Mamba2Config`.
+"""The Mamba-2 mixer of every family: one class; families differ in `Mamba2Config`.
 
     z, x, B, C, dt = in_proj(u)
     x, B, C = silu(conv(x, B, C));   dt = clip(softplus(dt + dt_bias))
@@ -10,11 +10,11 @@ The model is Mamba-2's (Dao and Gu 2024, arXiv:2405.21060). The same algebra run
 that a clamp or a multiplier cannot differ between prefill and decode.
 
 Over a tree there are two kernels between the projections: `tree_conv1d_layer` (convolution, time
-steps, pending record) and `replay_tree_scan` with the gate. A norm behind the gate is deferred if
-possible: the scan applies its weight and writes the parts of the mean square, and whoever adds the
-output to the residual stream scales the rows. A norm of each head (MambaInLlama) is done in the
-scan. Norms of groups of heads (Nemotron-H), norms before the gate and norms next to other terms of
-the output projection are a launch of their own.
+steps, pending record) and `replay_tree_scan` with the gate. A norm after the gate is deferred if
+possible: the scan applies its weight and writes partial sums of the mean square, and the kernel
+that adds the output to the residual stream scales the rows. A per-head norm (MambaInLlama) is done
+in the scan. Norms of groups of heads (Nemotron-H), norms before the gate and norms next to other
+terms of the output projection take a separate launch.
 """
 
 import dataclasses
@@ -62,15 +62,15 @@ class Mamba2Mixer(nnx.Module):
     """One Mamba-2 mixer.
 
     Args:
-        config: its shape and knobs.
+        config: shape and options of the mixer.
         d_model: width of input and output.
-        dtype: of the weights; `A_log`, `D` and `dt_bias` are float32 whatever it is.
-        rngs: for initialisation, which follows the published models.
+        dtype: dtype of the weights; `A_log`, `D` and `dt_bias` are always float32.
+        rngs: random streams for initialisation, which follows the published models.
         out_scale: scales the initial output projection, for deep stacks.
-        implementation: of the kernels, see `pallas_kernels.dispatch`.
+        implementation: kernel implementation, see `pallas_kernels.dispatch`.
     """
 
-    # Of a shard, see `models.parts`.
+    # Set on a shard, see `models.parts`.
     part: Part | None = None
     norm_spans_shards = False
 
@@ -136,12 +136,12 @@ class Mamba2Mixer(nnx.Module):
 
         Args:
             u: inputs.
-            cache: what came before.
+            cache: the cache of the tokens so far.
             valid: True on real positions, `t < lengths`; False on padding.
-            lengths: how many positions are real.
+            lengths: number of real positions.
 
         Returns:
-            Outputs (anything at padded positions) and the cache after the last real position.
+            Outputs (unspecified at padded positions) and the cache after the last real position.
         """
         projected, layout = self._project(u), self._layout
         dt = layout.time_steps(projected, self.dt_bias[...])
@@ -180,9 +180,9 @@ class Mamba2Mixer(nnx.Module):
 
         Args:
             u: inputs of the query nodes.
-            tree: all N nodes so far.
-            conv_gather_index: by conv width K, `conv_gather_index(parents, K)` at the queries.
-            cache: what came before the root.
+            tree: the tree of all N nodes so far.
+            conv_gather_index: `conv_gather_index(parents, K)` at the queries, by conv width K.
+            cache: the cache of the tokens before the root.
             prefix_pending: the pending record of the first `N - Q` nodes; None if `Q == N`.
             replay: the previous tree's pending record and accepted path, which advance `cache`
                 first; None: `cache` is up to date.
@@ -267,13 +267,13 @@ class Mamba2Mixer(nnx.Module):
         return self.conv_weight[...], None if self.conv_bias is None else self.conv_bias[...]
 
     def _gate(self, projected: Array) -> Gate | None:
-        """The gate in the scan, with the norm behind it; None if the scan cannot do the norm.
+        """The gate for the scan, with the norm after it; None if the scan cannot do the norm.
 
-        It can norm each head alone, and defer a norm over all heads if the row's scale commutes
-        with everything up to the residual stream.
+        The scan can norm each head alone, and defer a norm over all heads if the row's scale
+        commutes with everything up to the residual stream.
         """
         c, norm_weight = self.config, None
-        # Of the whole model: a shard may have one group, or one head, where the model has several.
+        # Of the whole model: a shard may have one group or head where the model has several.
         is_one_group = c.gate_groups == 1 if self.part is None else self.norm_spans_shards
         per_head = c.gate_groups == c.num_heads and not self.norm_spans_shards
         if self.norm_scale is not None:
@@ -309,7 +309,7 @@ class Mamba2Mixer(nnx.Module):
         )
 
     def _spanning_norm(self, y: Array, gate: Array) -> Array:
-        """Gate and norm over the heads of all shards, at the price of another collective."""
+        """Gate and norm over the heads of all shards, at the cost of another collective."""
         assert self.part is not None
         assert self.norm_scale is not None
         gate_first = self.config.norm == "gate_then_norm"
@@ -324,13 +324,13 @@ class Mamba2Mixer(nnx.Module):
         """The output projection before the rows are scaled."""
         if self.part is None:
             return dataclasses.replace(y, value=self._project_out(y.value, projected))
-        # The sums of the products and of the squares are one collective.
+        # One all-reduce sums the products and the squares.
         own = dataclasses.replace(y, value=partial_product(self.out_proj, y.value))
         y = y.unpacked(self.part.total(own.packed()), self.part.shards)
         return dataclasses.replace(y, value=scaled(y.value, self.config.output_multiplier))
 
     def _project_out(self, y: Array, projected: Array) -> Array:
-        """The output projection; of the gated branch, too, if there is one."""
+        """The output projection, including the gated branch if there is one."""
         c = self.config
         if c.mlp_dim:
             branch_gate, branch, _ = split_last(projected, c.mlp_dim, c.mlp_dim)

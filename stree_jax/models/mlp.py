@@ -1,4 +1,4 @@
-"""MLPs with the interface of a mixer: a layer of their own in the stack."""
+"""MLPs with the interface of a mixer: a separate layer of the stack."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -48,14 +48,14 @@ class Mlp(Pointwise):
     """`out_proj(activation(gate) * up)` with `gate, up = in_proj(u)`, or without a gate.
 
     Args:
-        config: its shape.
+        config: shape and options of the MLP.
         d_model: width of input and output.
-        dtype: of the weights.
-        rngs: for initialisation.
+        dtype: dtype of the weights.
+        rngs: random streams for initialisation.
         out_scale: scales the initial output projection, for deep stacks.
     """
 
-    part: Part | None = None  # of a shard, see `models.parts`
+    part: Part | None = None  # set on a shard, see `models.parts`
 
     def __init__(
         self,

@@ -19,15 +19,15 @@ class MixtureOfExperts(Pointwise):
     """The weighted sum of a token's chosen experts, plus an expert that all tokens use.
 
     Args:
-        config: its shape.
+        config: shape and options of the mixture.
         d_model: width of input and output.
-        dtype: of the weights; the router computes in float32.
-        rngs: for initialisation.
+        dtype: dtype of the weights; the router computes in float32.
+        rngs: random streams for initialisation.
         out_scale: scales the initial output projections, for deep stacks.
-        implementation: of `expert_mlps`, see `pallas_kernels.dispatch`.
+        implementation: implementation of `expert_mlps`, see `pallas_kernels.dispatch`.
     """
 
-    part: Part | None = None  # of a shard, see `models.parts`
+    part: Part | None = None  # set on a shard, see `models.parts`
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class MixtureOfExperts(Pointwise):
     def _route(
         self, tokens: Float[Array, "tokens M"]
     ) -> tuple[Float[Array, "tokens A"], Int[Array, "tokens A"]]:
-        """The weights of each token's `A` experts, in float32, and which experts they are."""
+        """The router weights of each token's `A` experts, in float32, and the experts' indices."""
         c = self.config
         scores = contract("nm,me->ne", tokens.astype(jnp.float32), self.router[...])
         if self.correction is None:

@@ -16,9 +16,9 @@ def set_part(module: Any, part: Part, config: ModelConfig) -> None:
     """Makes a mixer or a shared block add up its outputs over the shards.
 
     Args:
-        module: of the local config.
-        part: the same for all of a model.
-        config: of the whole model, which decides what a norm is over.
+        module: a module built from the local config.
+        part: the same object for the whole model.
+        config: the whole model's config, which decides what a norm spans.
     """
     match module:
         case Mamba2Mixer():

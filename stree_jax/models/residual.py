@@ -18,9 +18,9 @@ class ResidualStream:
 
     Args:
         embedded: the token embeddings `[B, T, M]`, in the type of the stream.
-        config: the model's.
-        dtype: of the layers' inputs.
-        implementation: of `add_rms_norm`.
+        config: the model's config.
+        dtype: dtype of the layers' inputs.
+        implementation: implementation of `add_rms_norm`.
     """
 
     def __init__(
@@ -32,11 +32,15 @@ class ResidualStream:
     ):
         self._embedded = self._hidden = embedded
         self._config, self._dtype, self._implementation = config, dtype, implementation
-        self._output: Array | DeferredRMSNorm | None = None  # of the last layer, not added yet
-        self._extra: Array | None = None  # of a shared layer, added to the next layer's input only
+        self._output: Array | DeferredRMSNorm | None = (
+            None  # the last layer's output, not added yet
+        )
+        self._extra: Array | None = (
+            None  # a shared layer's output, added to the next layer's input only
+        )
 
     def read(self, block: Block) -> Array:
-        """The input of a layer `[B, T, M]`; of a shared layer `[B, T, 2 M]`, not normed."""
+        """The input of a layer `[B, T, M]`; for a shared layer `[B, T, 2 M]`, not normed."""
         if block.norm_scale is None:
             both = [self.hidden(), self._embedded]
             return jnp.concatenate(both, axis=-1).astype(self._dtype)

@@ -1,4 +1,4 @@
-"""Transformer blocks that several layers share, each with adapters of its own (Zamba2).
+"""Transformer blocks that several layers share, each layer with its own adapters (Zamba2).
 
 x = norm(concat(stream, embedding))
 y = mlp(norm(attention(x)))          no residual connections
@@ -71,7 +71,7 @@ class SharedLayer(nnx.Module):
         rank, d_model = shared.adapter_rank, config.d_model
         width = attention.input_multiple * d_model
         self.norm_eps = config.norm_eps
-        # For queries, keys and values; empty if they have none.
+        # Adapters of queries, keys and values; empty if there are none.
         sizes = attention.projected_sizes if shared.attention_adapters else ()
         self.qkv_adapters = nnx.List(
             Adapter((width, rank, size), dtype=dtype, rngs=rngs) for size in sizes
