@@ -11,6 +11,8 @@ import numpy as np
 
 from stree_jax.messages import shown
 
+__all__ = ["check_int"]  # what an extension may use
+
 
 def check_int(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
     """The value as an int; flags and floats are refused, NumPy's integers are not.

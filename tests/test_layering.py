@@ -125,7 +125,12 @@ def nodes(file):
 
 
 # Modules, beside packages, whose `__all__` is for extensions.
-PUBLIC_MODULES = {"stree_jax.array_types", "stree_jax.checkpoint", "stree_jax.messages"}
+PUBLIC_MODULES = {
+    "stree_jax.array_types",
+    "stree_jax.checkpoint",
+    "stree_jax.checks",
+    "stree_jax.messages",
+}
 EXTENSIONS = sorted(
     file.parent for file in (Path(stree_jax.__file__).parent / "extensions").glob("*/__init__.py")
 )

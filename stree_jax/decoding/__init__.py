@@ -1,7 +1,7 @@
 """Drafters, verifiers and the one loop that runs them."""
 
-from stree_jax.decoding.options import Plan, check_int
+from stree_jax.decoding.options import Plan
 from stree_jax.decoding.prefill import prefill
 from stree_jax.decoding.sampling import all_finite, filtered_logits, position_noise
 
-__all__ = ["Plan", "all_finite", "check_int", "filtered_logits", "position_noise", "prefill"]
+__all__ = ["Plan", "all_finite", "filtered_logits", "position_noise", "prefill"]

@@ -274,7 +274,7 @@ def test_what_is_refused():
     model, wide = tiny_model(), st.HybridLM(st.ModelConfig.tiny(d_model=32), rngs=nnx.Rngs(0))
     heads = heads_of(model)
     for number in (0, 17, True):
-        with pytest.raises(ValueError, match="num_heads must be an integer from 1 to 16"):
+        with pytest.raises(ValueError, match="num_heads must be an integer, from 1 to 16"):
             st.MedusaHeads(model, num_heads=number, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="the heads are of a model of width 16, and the target's"):
         st.MedusaDrafter(wide, heads)

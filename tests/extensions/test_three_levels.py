@@ -316,7 +316,9 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="inner must be a drafter that is a flax.nnx.Module"):
         st.CascadeDrafter(medium, NotAModule())
     for rounds in (0, 22, True):
-        with pytest.raises(ValueError, match="rounds must be an integer from 1 to 21"):
+        with pytest.raises(
+            ValueError, match="rounds, for chains of .* must be an integer, from 1 to 21"
+        ):
             st.CascadeDrafter(medium, st.NgramDrafter(), rounds=rounds)
     with pytest.raises(ValueError, match="inner_topology must be a TreeTopology with at least one"):
         st.CascadeDrafter(medium, st.NgramDrafter(), inner_topology=st.TreeTopology.chain(0))

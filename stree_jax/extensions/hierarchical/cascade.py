@@ -26,6 +26,7 @@ from stree_jax import (
     token_log_probs,
 )
 from stree_jax.array_types import Array, Bool, Float, Float32, Int, Key
+from stree_jax.checks import check_int
 from stree_jax.decoding import all_finite, position_noise, prefill
 from stree_jax.decoding.drafters import (
     check_child_sampling,
@@ -33,7 +34,7 @@ from stree_jax.decoding.drafters import (
     draft_models,
 )
 from stree_jax.decoding.verifiers import default_verifier
-from stree_jax.extensions.hierarchical.chains import chain_of, hung_below
+from stree_jax.extensions.hierarchical.chains import append_subtree, chain_of
 from stree_jax.messages import shown
 from stree_jax.models import Cache, Path, Pending, check_model, empty_path, path_to
 
@@ -118,15 +119,12 @@ class CascadeDrafter(nnx.Module):
                 f" {shown(inner_topology)}"
             )
         most = MAX_DEPTH // (inner_topology.depth + 1)
-        if isinstance(rounds, bool) or not isinstance(rounds, int) or not 1 <= rounds <= most:
-            raise ValueError(
-                f"rounds must be an integer from 1 to {most}, so that chains have at most"
-                f" {MAX_DEPTH} drafts; got {shown(rounds)}"
-            )
         check_child_sampling(child_sampling, ["iid"])
         self.medium = medium
         self.inner = inner
-        self.rounds = rounds
+        self.rounds = check_int(
+            f"rounds, for chains of at most {MAX_DEPTH} drafts,", rounds, 1, most
+        )
         self.inner_topology = inner_topology.level_order()
         self._child_sampling = child_sampling
 
@@ -220,7 +218,7 @@ class CascadeDrafter(nnx.Module):
             queries = draft.tokens
             if index == 0:
                 queries = jnp.concatenate([state.catch_up[:, None], queries], axis=1)
-            tree = hung_below(tree, at, draft.tree)
+            tree = append_subtree(tree, at, draft.tree)
             logits, pending, cache = self.medium.tree_forward(
                 queries,
                 tree,

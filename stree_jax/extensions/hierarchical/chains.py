@@ -1,4 +1,4 @@
-"""Trees of draft models that read chains: what `InterleavedDrafter` and `CascadeDrafter` share."""
+"""Trees of draft models that run chains, for `InterleavedDrafter` and `CascadeDrafter`."""
 
 import jax.numpy as jnp
 
@@ -7,7 +7,7 @@ from stree_jax.array_types import Array, Bool, Int
 
 
 def chain_of(valid: Bool[Array, "B N"]) -> Tree:
-    """A chain of nodes, of which the first and the last ones may not exist."""
+    """A chain whose first and last nodes may be invalid."""
     nodes = jnp.arange(valid.shape[1], dtype=jnp.int32)
     above = jnp.pad(valid[:, :-1], ((0, 0), (1, 0)))
     return Tree(
@@ -18,8 +18,8 @@ def chain_of(valid: Bool[Array, "B N"]) -> Tree:
     )
 
 
-def hung_below(tree: Tree, node: Int[Array, " B"], lower: Tree) -> Tree:
-    """`tree`, then the nodes of `lower`, whose root becomes a child of `node` (-1: a root)."""
+def append_subtree(tree: Tree, node: Int[Array, " B"], lower: Tree) -> Tree:
+    """Appends `lower` as a subtree of `node` (-1: a root)."""
     num_nodes = tree.parents.shape[1]
     exists, at = node[:, None] >= 0, jnp.maximum(node, 0)[:, None]
     above = jnp.take_along_axis(tree.ancestor_mask, at[..., None], axis=1) & exists[..., None]

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from stree_jax import HybridLM
 from stree_jax.array_types import Array, Float
-from stree_jax.messages import shown
+from stree_jax.checks import check_int
 from stree_jax.models import check_model, contract
 
 MAX_HEADS = 16
@@ -44,11 +44,7 @@ class MedusaHeads(nnx.Module):
         dtype: DTypeLike | None = None,
     ):
         check_model(target)
-        is_int = isinstance(num_heads, int) and not isinstance(num_heads, bool)
-        if not is_int or not 1 <= num_heads <= MAX_HEADS:
-            raise ValueError(
-                f"num_heads must be an integer from 1 to {MAX_HEADS}, got {shown(num_heads)}"
-            )
+        check_int("num_heads", num_heads, 1, MAX_HEADS)
         width = target.config.d_model
         zeros, dtype = nnx.initializers.zeros_init(), target.dtype if dtype is None else dtype
         self.kernel = nnx.Param(zeros(rngs.params(), (num_heads, width, width), dtype))

@@ -21,7 +21,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from stree_jax import Completion, Request, Scheduler
-from stree_jax.decoding import check_int
+from stree_jax.checks import check_int
 from stree_jax.messages import shown
 
 GENERATOR, EVALUATOR = "generator", "evaluator"
