@@ -35,7 +35,7 @@ class DecodeStatistics:
         num_drafted: tokens proposed.
         num_accepted: drafts that were emitted.
         accepted_per_depth: `[D]`, steps in which at least 1, 2, ... D drafts were accepted.
-        tau_per_row, target_calls_per_row: `[B]`.
+        tau_per_row, target_calls_per_row: `[B]`, the same per row.
     """
 
     tau: float
@@ -56,9 +56,8 @@ class Generation:
         tokens: `[B, max_new_tokens]` int32, the new tokens, end of sequence included, then `PAD`.
         lengths: `[B]` int32, new tokens of each row.
         stats: calls, drafts and acceptance.
-        cache: the target's cache, which has read all tokens of a row but the last; None without
-            `return_cache`. That of a model on a mesh stays there, and has the rows that were added
-            to a batch that the mesh does not divide.
+        cache: the target's cache of all tokens of a row but the last; None without `return_cache`.
+            For a model on a mesh it stays there, including the rows that pad the batch.
         lossless: False if a lossy verifier chose the tokens: they are not the target's.
     """
 
@@ -110,7 +109,7 @@ def generate(
 
     A model on a mesh (`make_mesh`) decodes there: each shard of the rows on its own. If the mesh
     has devices of several processes, all of them call this with the same arguments, and all get
-    the result of all rows; with `local_rows` each has rows of its own.
+    the result of all rows; with `local_rows` each process has its own rows.
 
     Args:
         model: the target.
@@ -118,25 +117,25 @@ def generate(
         max_new_tokens: most tokens to add to each row.
         drafter: proposes the draft tokens; None: autoregressive decoding.
         topology: the draft tree; None: the drafter's default.
-        verifier: a name of `VERIFIERS` ("greedy", "target_only", "multi_step",
-            "without_replacement", "traversal") or any object of the protocol `Verifier`; None: the
-            one that fits drafter and temperature.
+        verifier: a name from `VERIFIERS` ("greedy", "target_only", "multi_step",
+            "without_replacement", "traversal") or any `Verifier`; None: the one that fits drafter
+            and temperature.
         temperature: 0 takes the best token.
         top_k, top_p: sample from the `top_k` best tokens (0: all), and among them from the smallest
             set with probability `top_p`. Applied to target and draft.
-        eos_token: a row ends after this token, or after any of these. None: the ends in the model's
-            config; (): none.
+        eos_token: a row ends after this token, or after any of these. None: the tokens in the
+            model's config; (): none.
         max_length: most tokens of a row, prompt and output; longer requests are refused. None: the
             context length of the model (`ModelConfig.max_length`), if its config has one.
         key: random key, required above temperature 0. A single key is folded with the index of each
             row; an array of keys `[B]` is the rows' own.
         return_cache: return the target's cache too; its memory is held as long as the result.
-        lossy: allow a lossy verifier, such as "typical". Then nothing that is said above about the
-            output is true, and the result says `lossless = False`.
-        local_rows: for a model on a mesh of several processes: `prompts`, an array of keys and the
-            result are this process's; each may have another number of rows, or none. All else is
-            the same in all. A single key is folded with a row's index among the rows of all
-            processes, in their order. Only the returned cache has the rows of all.
+        lossy: allow a lossy verifier, such as "typical". Then the guarantees above do not hold, and
+            the result says `lossless = False`.
+        local_rows: on a mesh of several processes, `prompts`, an array of keys and the result are
+            this process's own; processes may have different numbers of rows, or none. All other
+            arguments are equal. A single key is folded with a row's index among the rows of all
+            processes, in their order. Only the returned cache has the rows of all processes.
 
     Returns:
         On the host: tokens `[B, max_new_tokens]` with `PAD` after the end of a row, lengths `[B]`
@@ -233,7 +232,7 @@ def stream(
             state = _started(request, model, num_rows)
         start = on_host(request.context.length)
         while not on_host(state.done).all():
-            with dispatch.on(model):  # not around `yield`: the caller's code is its own
+            with dispatch.on(model):  # not around `yield`: it must not affect the caller
                 state, _, _ = request.decoder.step(
                     model, request.drafter, state, request.limits, request.sampling
                 )
@@ -251,7 +250,7 @@ def stream(
 
 @functools.partial(jax.jit, static_argnums=2)
 def _tail(context: Context, start: Int[Array, " B"], size: int) -> Int[Array, "B _"]:
-    """The `size` tokens of each row from position `start`: a step's new ones, and no others."""
+    """`size` tokens of each row from position `start`: a step's new tokens."""
     return jax.vmap(lambda row, at: lax.dynamic_slice(row, (at,), (size,)))(context.tokens, start)
 
 
@@ -292,7 +291,7 @@ def _error(state: DecodeState, generation: Generation, own: slice) -> NonFiniteL
 
 
 def failure(failed: np.ndarray, emitted: np.ndarray, row: int) -> str:
-    """What ended a row; arrays as in `DecodeState`."""
+    """Describes why a row failed; arrays as in `DecodeState`."""
     which = "draft" if failed[row] == DRAFT_FAILED else "target"
     return (
         f"the {which} model's logits are not finite in row {row}, after {emitted[row]} new tokens;"
@@ -301,10 +300,10 @@ def failure(failed: np.ndarray, emitted: np.ndarray, row: int) -> str:
 
 
 def statistics_of(statistics: Statistics) -> DecodeStatistics:
-    """Sums over rows, and what follows from them."""
+    """Sums over rows, and the ratios."""
     counts = jax.tree.map(np.asarray, statistics)
     calls, tokens = int(counts.target_calls.sum()), int(counts.emitted.sum())
-    # A row that failed at once has no calls.
+    # A row that failed in its first step has no calls.
     calls_per_row = np.maximum(counts.target_calls, 1)
     return DecodeStatistics(
         tau=tokens / max(calls, 1),

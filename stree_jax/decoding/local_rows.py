@@ -1,4 +1,4 @@
-"""One batch from the rows that several processes pass, each its own."""
+"""Gathers the rows of several processes into one batch."""
 
 from collections.abc import Sequence
 
@@ -14,21 +14,21 @@ from stree_jax.decoding.options import checked_prompts, typed_key
 def rows_of_all(
     prompts: Sequence[Sequence[int]], key: Array | None, vocab_size: int
 ) -> tuple[list[list[int]], Array | None, slice]:
-    """The rows of all processes, those of the first one first, and where this one's are.
+    """All-gathers the rows of all processes, in their order, and says which are this one's.
 
     All processes call this.
 
     Args:
-        prompts: of this process. Others may have more or fewer, some may have none.
+        prompts: this process's prompts. Other processes may have more, fewer or none.
         key: one key, the same in all processes, or one for each row of this process.
-        vocab_size: of the model.
+        vocab_size: vocabulary size of the model.
 
     Returns:
         The prompts of all rows, one key or those of all rows, and this process's rows.
 
     Raises:
-        ValueError: this process or another one has bad prompts or keys. Then all raise: one that
-            went on would wait for the others.
+        ValueError: this process or another one has bad prompts or keys. All raise, because a
+            process that continued would wait for the others.
     """
     refused: ValueError | None = None
     own: list[list[int]] = []

@@ -46,12 +46,12 @@ class SpeculativeDecoder:
     Attributes:
         topology: the draft tree, nodes in level order.
         verifier: the verification rule.
-        max_length: the most tokens that a row can hold, prompt and output.
-        steps_per_sync: steps per host-side termination check, for which the host waits. With two
-            steps in the body of the loop XLA writes a step's results to two buffers in turn; with
-            one step it copies them. From 4 on an inner loop of static trip count, which needs no
-            check, runs such bodies. Up to `steps_per_sync - 1` steps are wasted at the end.
-        deepest: depth of the deepest tree of other decoders that take this one's states.
+        max_length: most tokens of a row, prompt and output.
+        steps_per_sync: steps per termination check, for which the host waits. With two steps in
+            the loop's body XLA alternates between two buffers for a step's results; with one step
+            it copies them. From 4 on, such bodies run in an inner loop of static trip count, which
+            needs no check. Up to `steps_per_sync - 1` steps are wasted at the end.
+        deepest: depth of the deepest tree of any decoder that shares this one's states.
     """
 
     topology: TreeTopology
@@ -62,11 +62,11 @@ class SpeculativeDecoder:
 
     @property
     def num_places(self) -> int:
-        """Places of the token buffer: a whole path may be written past a row's end."""
+        """Size of the token buffer: a whole path may be written past a row's end."""
         return self.max_length + max(self.topology.depth, self.deepest) + 1
 
     def read(self, model: HybridLM, drafter: Drafter | None, prompts: Context) -> Prefix:
-        """Reads the prompts, all but the last token of each, which becomes the first root."""
+        """Prefills the prompts but for the last token of each, which becomes the first root."""
         cache = prefill(model, prompts.tokens, prompts.length - 1, self.max_length)
         state = None
         if drafter is not None:
@@ -80,7 +80,7 @@ class SpeculativeDecoder:
         prompts: Context,
         keys: Array,
     ) -> DecodeState:
-        """Reads the prompts and begins a row with each."""
+        """Prefills the prompts and starts a row with each."""
         # Caches and the drafter's state bypass `begin`: passing through a program copies them.
         prefix = self.read(model, drafter, prompts)
         state = self.begin(model, prompts, keys)
@@ -133,14 +133,14 @@ class SpeculativeDecoder:
 
         Args:
             model: the target.
-            drafter: as in `start`.
-            state: from `start`, from `run` or from `stree_jax.decoding.slots`; donated.
-            limits: when rows end.
-            sampling: of each row.
+            drafter: the drafter given to `start`.
+            state: a state from `start`, `run` or `stree_jax.decoding.slots`; donated.
+            limits: token limit and end-of-sequence tokens of each row.
+            sampling: sampling settings of each row.
             max_steps: most steps, rounded up to a multiple of `steps_per_sync`; traced.
             stop_after_ended: return once this many rows have ended in this run; traced.
 
-        On a mesh each shard of the rows counts its own steps and ends.
+        On a mesh each shard of the batch counts its own steps and ended rows.
         """
         if model.partition is None:
             return self._run(model, drafter, state, limits, sampling, max_steps, stop_after_ended)
@@ -168,7 +168,7 @@ class SpeculativeDecoder:
 
         def unfinished(state: DecodeState) -> Array:
             go_on = jnp.any(~state.done)
-            if max_steps is not None:  # every step counts in every row
+            if max_steps is not None:  # steps are counted in every row
                 go_on &= state.step[0] - before.step[0] < max_steps
             if stop_after_ended is not None:
                 go_on &= (state.done & ~before.done).sum() < stop_after_ended
@@ -226,7 +226,7 @@ class SpeculativeDecoder:
             state.keys, state.step
         )
 
-        # A text's own noise: which drafts there are, and how many steps it took, does not matter.
+        # Noise by row and output position, independent of the drafts and the number of steps.
         noise = None
         if not sampling.temperature_is_zero:
             noise = position_noise(
@@ -323,18 +323,18 @@ class SpeculativeDecoder:
 
 
 def _is_exact(verifier: Verifier, sampling: Sampling) -> bool:
-    """Whether a rule only compares logits: equal logits, equal verdicts, on any GPU."""
+    """Whether a rule only compares logits, so that equal logits give equal verdicts anywhere."""
     return isinstance(verifier, FollowTarget) and sampling.temperature_is_zero
 
 
 def owned(state: DecodeState, callers: Any) -> DecodeState:
-    """The first state, fit to be donated: it shares no buffer with the caller's arrays.
+    """Makes the first state safe to donate: it shares no buffer with the caller's arrays.
 
-    All of it is committed to the cache's device, as what a step returns is if the weights are;
-    otherwise the second step would compile again. Only shared buffers are copied.
+    It is committed to the cache's device, as a step's result is if the weights are; otherwise the
+    second step would compile again. Only shared buffers are copied.
     """
     first = jax.tree.leaves(state.cache)[0]
-    if isinstance(first, jax.core.Tracer):  # part of a larger program
+    if isinstance(first, jax.core.Tracer):  # inside a larger program
         return state
     where = first.sharding
     if isinstance(where, jax.sharding.NamedSharding):
@@ -372,8 +372,8 @@ def _emitted_tokens(draft: DraftTree, verdict: Verdict, depth: int) -> Int[Array
 
 def _append(context: Context, new_tokens: Array, count: Array) -> Context:
     """Appends the first `count` of `new_tokens` to each row."""
-    # Writes all of them: the buffer has room for a whole path past its end, and what is beyond
-    # `count` is never read.
+    # Writes all of them: the buffer has room for a whole path past a row's end, and tokens beyond
+    # `count` are never read.
     tokens = jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new, (at,)))(
         context.tokens, new_tokens, context.length
     )

@@ -1,4 +1,4 @@
-"""Requests and results of models on a mesh: checks, rows that fill it up, and the way back."""
+"""Requests and results of models on a mesh: checks, padding of the batch, copies to the host."""
 
 import hashlib
 from typing import Any
@@ -15,11 +15,11 @@ from stree_jax.partition import Partition
 
 
 def check_mesh_of(model: HybridLM, drafter: Drafter | None) -> None:
-    """Refuses a drafter that cannot run where the model lies.
+    """Refuses a drafter that cannot run on the model's devices.
 
     Raises:
-        ValueError: a draft model on other devices than the target or cut into parts, or a drafter
-            whose class does not say that it runs on a mesh.
+        ValueError: a draft model on other devices than the target, a sharded draft model, or a
+            drafter whose class does not declare that it runs on a mesh.
     """
     own = model.partition
     for draft in draft_models(drafter):
@@ -49,13 +49,13 @@ def check_mesh_of(model: HybridLM, drafter: Drafter | None) -> None:
 
 
 def on_mesh(request: Any, partition: Partition | None) -> Any:
-    """A request with its arrays on the mesh, and with rows added until the mesh divides them.
+    """Puts a request's arrays on the mesh, and pads the batch to a multiple of its shards.
 
-    The rows that are added repeat the last one; the caller marks them as done.
+    Padding repeats the last row; the caller marks these rows as done.
 
     Args:
-        request: a `Plan`; without a mesh it is returned as it is.
-        partition: of the model.
+        request: a `Plan`; returned unchanged without a mesh.
+        partition: the model's partition.
 
     Raises:
         ValueError: processes have different requests.
@@ -74,9 +74,9 @@ def on_mesh(request: Any, partition: Partition | None) -> Any:
 
 
 def on_host(tree: Any, rows: slice = slice(None)) -> Any:
-    """Arrays in this process's memory, or these rows of them.
+    """Copies arrays, or these rows of them, to this process's memory.
 
-    Of arrays that other processes have parts of all processes get all: all must call this.
+    Arrays that span processes are all-gathered, so all processes must call this.
     """
     leaves = jax.tree.leaves(tree)
     if any(not leaf.is_fully_addressable for leaf in leaves if isinstance(leaf, jax.Array)):
@@ -92,7 +92,7 @@ def _same(tree: Any) -> Any:
 
 
 def _check_equal_requests(request: Any) -> None:
-    """Raises if they differ: jax does not notice, and each process would go on with its own."""
+    """Raises if they differ: jax does not notice, and each process would run its own."""
     digest = hashlib.sha256(repr((request.decoder, type(request.drafter))).encode())
     for leaf in jax.tree.leaves((request.context, request.limits, request.sampling)):
         digest.update(np.asarray(leaf).tobytes())

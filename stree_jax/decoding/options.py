@@ -1,4 +1,4 @@
-"""From the arguments of `generate` to a checked request. Nothing is compiled here."""
+"""Checks the arguments of `generate` and makes a `Plan` of them. Nothing is compiled here."""
 
 import dataclasses
 import numbers
@@ -31,7 +31,7 @@ from stree_jax.tree import TreeTopology
 # Buffer sizes are rounded up to a few values, so that nearby requests share compiled programs.
 _SMALLEST_BUFFER = 64
 _FEWEST_EOS_TOKENS = 4
-MAX_TOKENS = 2**24  # of a row, prompt and output: far beyond any model's context
+MAX_TOKENS = 2**24  # most tokens of a row, prompt and output: far beyond any model's context
 
 
 class Plan(NamedTuple):
@@ -133,13 +133,13 @@ def plan(
 
 
 def is_lossless(verifier: str | Verifier | None) -> bool:
-    """Whether a rule, or the one of that name, keeps the target's tokens or their distribution."""
+    """Whether a verifier (or its name) keeps the target's tokens or their distribution."""
     rule = LOSSY_VERIFIERS.get(verifier) if isinstance(verifier, str) else verifier
     return getattr(rule, "lossless", True)
 
 
 def buffer_size(needed: int, smallest: int = _SMALLEST_BUFFER) -> int:
-    """The size of a buffer for `needed` entries: powers of two from `smallest` on, and 1.5 times.
+    """Rounds up a buffer size: powers of two from `smallest` on, and 1.5 times these.
 
     Worked example, `smallest = 64`: 64, 96, 128, 192, 256, 384, 512, 768, ...
     """
@@ -160,7 +160,7 @@ def _listed_eos_tokens(eos_token: int | Sequence[int], vocab_size: int) -> list[
 
 
 def _padded_eos_tokens(tokens: list[int], batch: int) -> Array:
-    """The tokens that end a row `[B, Y]`, padded with -1, which is no token."""
+    """End-of-sequence tokens `[B, Y]`, padded with -1."""
     row = np.full(buffer_size(len(tokens), _FEWEST_EOS_TOKENS), -1, np.int32)
     row[: len(tokens)] = tokens
     return jnp.asarray(np.tile(row, (batch, 1)))
@@ -281,22 +281,22 @@ def _check_length(
     limit = made_for if max_length is None else max_length
     lengths = np.asarray(context.length)
     row = int(lengths.argmax())
-    wanted = int(lengths[row]) + max_new_tokens
+    total = int(lengths[row]) + max_new_tokens
     way_out = "" if max_length is not None else "; max_length = ... goes beyond it"
     if limit is None or limit > MAX_TOKENS:
         limit, way_out = MAX_TOKENS, ""
-    if wanted > limit:
+    if total > limit:
         raise ValueError(
             f"prompts[{row}] has {lengths[row]} tokens and max_new_tokens ="
-            f" {shown(max_new_tokens)}: in all {shown(wanted)}, and the limit is {limit}{way_out}"
+            f" {shown(max_new_tokens)}: in all {shown(total)}, and the limit is {limit}{way_out}"
         )
 
 
 def typed_key(key: Array) -> Array:
-    """A key, or an array of keys, also if they are given as numbers.
+    """A typed key or array of keys, from typed keys or raw key data.
 
     Raises:
-        ValueError: it is none.
+        ValueError: not a key.
     """
     if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return key
@@ -312,7 +312,7 @@ def _row_keys(key: Array, batch: int) -> Array:
     """A key per row: `key` with the row's index folded in, or the keys that were given.
 
     Raises:
-        ValueError: no key, or a wrong number of keys.
+        ValueError: not a key, or a wrong number of keys.
     """
     key = typed_key(key)
     if key.shape == (batch,):

@@ -26,9 +26,9 @@ def position_noise(
     """Gumbel noise of the next `depth + 1` output positions.
 
     Args:
-        keys: of each row; the same in every step.
-        emitted: new tokens of each row so far, which is its next position.
-        depth: of the draft tree.
+        keys: one key per row, the same in every step.
+        emitted: number of new tokens of each row so far, which is its next position.
+        depth: depth of the draft tree.
         vocab_size: the number of tokens, V.
 
     Returns:
@@ -49,13 +49,13 @@ def sample_tokens(
     depth: Int[Array, "B N"],
     sampling: Sampling,
 ) -> Int[Array, "B N"]:
-    """The token after each node, by the noise of its position.
+    """Samples the token after each node with the noise of its position.
 
     Args:
-        logits: after each node, without vocabulary padding.
-        noise: what a drafter's `propose` and a verifier's `verify` get.
-        depth: of each node, such as `draft.tree.depth`.
-        sampling: of each row. The noise of rows at temperature 0 must be 0.
+        logits: logits at each node, without vocabulary padding.
+        noise: the noise that `Drafter.propose` and `Verifier.verify` get.
+        depth: depth of each node, such as `draft.tree.depth`.
+        sampling: sampling settings of each row; the noise of rows at temperature 0 must be 0.
     """
     at_node = jnp.take_along_axis(noise, depth[..., None], axis=1)
     return best_of(filtered_logits(logits, sampling) + at_node)[0]
@@ -67,8 +67,8 @@ def token_log_probs(
     """Normalised log-probabilities after temperature, top-k and top-p; `-inf` for tokens left out.
 
     Args:
-        logits: without vocabulary padding.
-        sampling: of each row; temperature 0 counts as 1.
+        logits: logits without vocabulary padding.
+        sampling: sampling settings of each row; temperature 0 counts as 1.
     """
     return jax.nn.log_softmax(filtered_logits(logits, sampling))
 
@@ -79,8 +79,8 @@ def filtered_logits(
     """Logits after temperature, top-k and top-p, in this order; the best one is 0.
 
     Args:
-        logits: without vocabulary padding.
-        sampling: of each row; temperature 0 counts as 1, which leaves the order as it is.
+        logits: logits without vocabulary padding.
+        sampling: sampling settings of each row; temperature 0 counts as 1, which keeps the order.
 
     Returns:
         `-inf` for tokens that are filtered out. Tokens that tie with the last one kept are kept
@@ -100,8 +100,8 @@ def filtered_logits(
         lambda: _best_k(scaled, weights, top_k),
         lambda: (scaled, weights.sum(axis=-1, keepdims=True)),
     )
-    # The smallest set that reaches top_p. No sorting: where it ends is a threshold, and the larger
-    # that is, the less of the weight is above it. The best token's weight is 1.
+    # The smallest set that reaches top_p, without sorting: it is the tokens above a threshold, and
+    # their weight falls as the threshold rises. The best token's weight is 1.
     weights = jnp.where(jnp.isfinite(scaled), weights, 0.0)
     threshold = _largest(
         lambda low: _sum_from(low, weights, weights) >= top_p * total,
@@ -112,7 +112,7 @@ def filtered_logits(
 
 
 def _best_k(scaled: Array, weights: Array, top_k: Array) -> tuple[Array, Array]:
-    """`scaled` with only the best k tokens and ties, and the weight of the best k alone."""
+    """`scaled` restricted to the best k tokens and ties, and the total weight of the best k."""
     below = jnp.abs(scaled)  # the best is 0
     num_tokens = scaled.shape[-1]
     # At the worst token kept, and from there on, are all tokens but k - 1 or fewer.
@@ -130,26 +130,26 @@ def _best_k(scaled: Array, weights: Array, top_k: Array) -> tuple[Array, Array]:
 
 
 def _sum_from(thresholds: Array, values: Array, summands: Array) -> Array:
-    """The sum of the summands whose values are at least the threshold, for each of some."""
+    """For each threshold, the sum of the summands whose values are at least the threshold."""
     chosen = values[..., None, :] >= thresholds[..., None]
     return jnp.where(chosen, summands[..., None, :] if summands.ndim else summands, 0).sum(axis=-1)
 
 
 def _largest(holds: Callable[[Array], Array], rows: tuple[int, ...]) -> Array:
-    """The largest float from 0 on for which a test holds that all smaller ones pass, too.
+    """The largest non-negative float that passes a test which all smaller ones pass too.
 
-    Floats from 0 on are ordered as their bits are, so this finds the bits of the threshold.
+    Non-negative floats are ordered as their bits are, so this searches for the bits.
 
     Args:
-        holds: the test, of some thresholds in each row.
+        holds: the test, for several thresholds per row.
         rows: shape of the rows.
 
     Returns:
-        A threshold in each row, with one more axis of size 1.
+        A threshold per row, with one more axis of size 1.
     """
 
     def search(num_bits: int) -> Array:
-        """Finds so many bits at once."""
+        """Searches `num_bits` bits per pass."""
 
         def find(i: Array, bits: Array) -> Array:
             shift = jnp.maximum(31 - num_bits * (i + 1), 0)
@@ -166,10 +166,10 @@ def _largest(holds: Callable[[Array], Array], rows: tuple[int, ...]) -> Array:
 
 
 def all_finite(logits: Float[Array, "*rows V"]) -> Bool[Array, "*rows"]:
-    """Whether a token can be chosen by these logits: False if any is NaN or +inf, or all are -inf.
+    """Whether these logits are usable: False if any is NaN or +inf, or all are -inf.
 
-    A token with -inf among others is one that the model rules out. Logits are without vocabulary
-    padding, whose values mean nothing.
+    A single -inf rules a token out. Logits are without vocabulary padding, whose values are
+    unspecified.
     """
     return jnp.isfinite(best_token(logits)[1])
 
@@ -179,6 +179,6 @@ def best_token(
 ) -> tuple[Int[Array, "*rows"], Float[Array, "*rows"]]:
     """`best_of` with NaN as infinity, because XLA's maximum ignores NaN on a CPU.
 
-    What needs the best token or its logit calls this: XLA then has one pass for it and the guard.
+    Shared by all uses of the best token or its logit, so that XLA makes one pass for all of them.
     """
     return best_of(jnp.where(jnp.isnan(logits), jnp.inf, logits))

@@ -1,17 +1,16 @@
-"""The rows of a decode loop as slots: requests begin and end while other rows go on.
+"""The rows of a decode loop as slots: requests start and end while other rows continue.
 
 A pool is a `DecodeState` and the decoder that runs it. `SpeculativeDecoder.run` stops after some
-steps, or when some rows have ended. Between runs, and only there, rows are filled and taken out:
+steps, or when some rows have ended. Rows are filled and read out between runs only:
 
     state = empty(decoder, model, drafter, rows=4)
     prefix = read(decoder, model, drafter, prompt)
-    state = insert(decoder, model, state, [0, 2], prefix, keys)     two rows from one reading
+    state = insert(decoder, model, state, [0, 2], prefix, keys)     two rows, one prefill
     state = decoder.run(model, drafter, state, limits, sampling, max_steps=32, stop_after_ended=1)
     longer = read(decoder, model, drafter, more, after=take(decoder, drafter, state, 2))
 
-What belongs to a row has a batch axis, so a new tenant replaces all of a row: whatever the last one
-left, NaN included, is gone. Everything is a function of arrays; `insert` donates the state, and
-nothing donates a prefix.
+All arrays of a row have the batch axis, so a new request overwrites the whole row, NaN included.
+All functions are pure; `insert` donates the state, and no function donates a prefix.
 """
 
 import functools
@@ -39,10 +38,10 @@ def empty(
     """A pool of rows that have all ended.
 
     Args:
-        decoder: the program; its `max_length` holds for all rows that will ever be in the pool.
+        decoder: the program; its `max_length` limits every request of the pool.
         model: the target.
-        drafter: as in `generate`; None: no drafts.
-        rows: their number, B.
+        drafter: see `generate`; None: no drafts.
+        rows: number of rows B.
 
     Raises:
         ValueError: the drafter's state has an array without the batch axis, or the model is on a
@@ -72,17 +71,17 @@ def read(
     prompt: Context,
     after: Prefix | None = None,
 ) -> Prefix:
-    """Reads a prompt, or goes on reading after one.
+    """Prefills a prompt, or continues a prefix with one.
 
-    After a prefix the target reads the new tokens only. The drafter prepares for the whole text
-    anew: a protocol without a method for that is worth more than a draft model's time.
+    After a prefix the target prefills the new tokens only. The draft model prefills the whole text
+    again; an incremental method is not worth a wider protocol.
 
     Args:
-        decoder: of the pool.
+        decoder: the pool's decoder.
         model: the target.
-        drafter: of the pool.
-        prompt: one row.
-        after: of this pool, from `read` or `take`.
+        drafter: the pool's drafter.
+        prompt: a prompt of one row.
+        after: a prefix of this pool, from `read` or `take`.
 
     Raises:
         ValueError: prefix and prompt have more than `decoder.max_length` tokens.
@@ -117,7 +116,7 @@ def _read_on(
 
 
 def _with_drafter(decoder: SpeculativeDecoder, drafter: Drafter | None, prefix: Prefix) -> Prefix:
-    """With the drafter's state, made from the text."""
+    """The prefix with the drafter's state for its text."""
     if drafter is None:
         return prefix._replace(drafter=None)
     context = prefix.context
@@ -134,18 +133,18 @@ def insert(
     prefix: Prefix,
     keys: Key[Array, " rows"],
 ) -> DecodeState:
-    """Begins rows from one prefix; a fork costs a copy of its cache.
+    """Starts rows from one prefix; a fork costs a copy of its cache.
 
-    A Mamba-2 layer's is one state, however long the text is; an attention layer's has `max_length`
-    places. Whatever was in these rows before is gone. One program serves all rows.
+    A Mamba-2 layer's cache is one state, however long the text is; an attention layer's has
+    `max_length` positions. The rows are overwritten. One program serves all rows.
 
     Args:
-        decoder: of the pool.
+        decoder: the pool's decoder.
         model: the target.
-        state: donated.
-        rows: which rows, all different.
-        prefix: of this pool.
-        keys: of each of them.
+        state: the pool; donated.
+        rows: indices of the rows, all different.
+        prefix: a prefix of this pool.
+        keys: one random key per row.
 
     Raises:
         ValueError: rows that do not exist, or twice; another number of keys; a prefix of another
@@ -178,9 +177,9 @@ def _insert(
 def take(
     decoder: SpeculativeDecoder, drafter: Drafter | None, state: DecodeState, row: int
 ) -> Prefix:
-    """The text of a row and what has been read of it: all but its last token.
+    """The prefix of a row: its text, and the caches of all but its last token.
 
-    The row stays as it is.
+    The row is not changed.
 
     Raises:
         ValueError: no such row, one that failed, or a state that `run` did not return.
@@ -201,7 +200,7 @@ def _row(arrays: Any, row: int | Array) -> Any:
 def switch(
     decoder: SpeculativeDecoder, model: HybridLM, drafter: Drafter | None, state: DecodeState
 ) -> DecodeState:
-    """The pool for another decoder or drafter: rows go on where they are, with other drafts.
+    """The pool for another decoder or drafter: rows continue with other drafts.
 
     The new drafter prepares for the texts so far. All decoders of a pool have one `max_length` and
     one `deepest`.
@@ -227,7 +226,7 @@ def switch(
 def prepared(
     decoder: SpeculativeDecoder, drafter: Drafter | None, state: DecodeState, prefix: Prefix
 ) -> Prefix:
-    """The prefix for the pool as it is now: `switch` may have changed its drafter since."""
+    """The prefix for the pool's current drafter, which `switch` may have changed."""
     if _fits(state.drafter, prefix.drafter):
         return prefix
     return _with_drafter(decoder, drafter, prefix)
@@ -249,7 +248,7 @@ def _check_prefix(state: DecodeState, prefix: Prefix) -> None:
 
 
 def _fits(pool: Any, row: Any) -> bool:
-    """Whether these arrays of one row are rows of those of the pool."""
+    """Whether the arrays of one row fit the pool's arrays."""
 
     def shapes(arrays: Any) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten(arrays)

@@ -21,13 +21,13 @@ class Context(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """Texts that target and drafter have read, from which rows of a decode loop begin.
+    """Prefilled texts, from which rows of a decode loop start.
 
-    No function donates it, so any number of rows can begin from one.
+    No function donates it, so any number of rows can start from one.
     """
 
     context: Context
-    cache: Cache  # the target's, which has read all tokens but the last
+    cache: Cache  # the target's, of all tokens but the last
     drafter: Any  # the drafter's state
 
 
@@ -35,8 +35,8 @@ class DraftTree(NamedTuple):
     """A tree of draft tokens, and the distributions that they were drawn from.
 
     Attributes:
-        tokens: of each node; node 0 is the root, the last emitted token.
-        tree: how the nodes connect, and which of them exist.
+        tokens: token of each node; node 0 is the root, the last emitted token.
+        tree: parents of the nodes, and which nodes are valid.
         log_probs: the draft's distributions after temperature, top-k and top-p, one row per node
             with children; None if children were not sampled.
         log_prob_row: the row of `log_probs` that a node's children were drawn from; -1 for leaves,
@@ -65,7 +65,7 @@ class Verdict(NamedTuple):
     next_token: Int[Array, " B"]
 
 
-@typing.no_type_check  # jax unflattens it with leaves that are no arrays, as when it lowers
+@typing.no_type_check  # jax unflattens it with leaves that are not arrays, as when it lowers
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -77,9 +77,9 @@ class Sampling:
         temperature: 0 takes the best token.
         top_k: 0 keeps all tokens.
         top_p: 1 keeps all tokens.
-        temperature_is_zero: for all rows; the target's best token is the only one possible. With
-            False some rows may still have temperature 0, for verifiers that follow the target.
-        use_top_k_or_top_p: False skips both filters.
+        temperature_is_zero: whether all rows have temperature 0, where only the target's best token
+            is possible. If False, some rows may still have it if the verifier follows the target.
+        use_top_k_or_top_p: whether either filter is used; False skips both.
     """
 
     temperature: Float32[Array, " B"]
@@ -90,7 +90,7 @@ class Sampling:
 
 
 class Limits(NamedTuple):
-    """When a row ends. Arrays, so that one compiled loop serves all values."""
+    """Conditions that end a row. Arrays, so that one compiled loop serves all values."""
 
     max_new_tokens: Int[Array, " B"]
     eos_tokens: Int[Array, "B Y"]  # any of them ends the row; padded with -1
@@ -107,7 +107,7 @@ class Statistics(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-    """Everything that a decode step reads and writes. The loop donates it."""
+    """All state of a decode step. The loop donates it."""
 
     context: Context
     emitted: Int[Array, " B"]  # new tokens so far
@@ -123,7 +123,7 @@ class DecodeState(NamedTuple):
 
 
 def state_specs(model: HybridLM) -> Any:
-    """How a state of this model lies on its mesh; a draft model is whole on every device."""
+    """The mesh specs of a state of this model; a draft model is replicated."""
     assert model.partition is not None
     axis = model.partition.axis
     specs: Any = DecodeState(*[ROWS] * len(DecodeState._fields))  # type: ignore[arg-type]

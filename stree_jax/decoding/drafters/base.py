@@ -1,4 +1,4 @@
-"""The protocol of drafters: what proposes a tree of tokens for the target to verify."""
+"""The protocol of drafters: objects that propose trees of tokens for the target to verify."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,15 +12,15 @@ from stree_jax.tree import TreeTopology
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes draft trees inside the decode loop: `generate(drafter=...)` takes any object of it.
+    """Proposes draft trees inside the decode loop; `generate(drafter=...)` takes any such object.
 
     A drafter is a pytree, such as a `flax.nnx.Module`. Its array leaves are traced; its settings
     are part of the tree structure, so a program is compiled for each value of them.
 
-    No method changes the drafter. What it remembers between steps is a *state*: a pytree of arrays
-    with the batch axis first, or None. `prepare` makes it, `propose` and `commit` take it and
-    return it with the same structure, shapes and dtypes. The loop donates it, so `prepare` must
-    return arrays of its own: none twice, and none that the drafter or the context holds.
+    No method changes the drafter. Its memory between steps is a *state*: a pytree of arrays with
+    the batch axis first, or None. `prepare` makes it, `propose` and `commit` take it and return it
+    with the same structure, shapes and dtypes. The loop donates it, so `prepare` must return fresh
+    arrays: none twice, and none that the drafter or the context holds.
 
     Order of calls:
 
@@ -43,7 +43,7 @@ class Drafter(Protocol):
     """
 
     def default_topology(self) -> TreeTopology:
-        """The draft tree when the user names none."""
+        """The draft tree if the user gives none."""
         ...
 
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
@@ -64,7 +64,7 @@ class Drafter(Protocol):
 
         Args:
             topology: the draft tree, nodes in level order.
-            temperature_is_zero: the target's best token is the only one possible.
+            temperature_is_zero: whether all rows have temperature 0.
 
         Raises:
             ValueError: the drafter cannot fill this topology, or not at this temperature.
@@ -76,8 +76,8 @@ class Drafter(Protocol):
 
         Args:
             context: the prompts. The last token of each is the root of the first tree.
-            topology: of every tree of this generation, nodes in level order.
-            max_length: no row gets more tokens than this, prompt included.
+            topology: the draft tree of every step, nodes in level order.
+            max_length: most tokens of a row, prompt included.
         """
         ...
 
@@ -93,10 +93,10 @@ class Drafter(Protocol):
         """Grows a tree below each row's last token.
 
         Args:
-            state: from `prepare` or `commit`.
+            state: the state from `prepare` or `commit`.
             context: the text so far; its last token is the root.
             keys: one per row and step. Split a key before using it twice.
-            sampling: how logits become probabilities (`token_log_probs`), as for the target.
+            sampling: the target's sampling settings, for `token_log_probs`.
             topology: sizes and, for a static tree, the shape: `topology.tree(valid)`. A tree of
                 another shape needs `topology.num_nodes` nodes and at most `topology.depth` levels.
             noise: Gumbel noise of the next `topology.depth + 1` output positions, with which the
@@ -119,13 +119,13 @@ class Drafter(Protocol):
         """Advances the drafter along the accepted path.
 
         Args:
-            state: from `propose`.
+            state: the state from `propose`.
             draft: the tree that was verified.
             verdict: the accepted path, already cut at the end of sequence and at the token limit;
                 `last` is -1 for rows that have ended, whose state must stay valid.
-            topology: of the tree.
+            topology: the topology given to `propose`.
             hidden: the target's hidden state at `verdict.last` after its final norm, in the
-                target's dtype; meaningless for rows that have ended.
+                target's dtype; unspecified for rows that have ended.
 
         Returns:
             The state for the next `propose`.

@@ -1,4 +1,4 @@
-"""Drafting by beam search: all that the search keeps is drafted.
+"""Drafting by beam search: all beams of all steps are drafted.
 
 STree, section 5.1 (Wu, Qin, Wong and Soatto, 2025, arXiv:2505.14969).
 """
@@ -22,7 +22,8 @@ class BeamDrafter(DynamicDrafter):
     number of nodes of each level; how they connect is data.
 
     The search is deterministic and uses the model's probabilities at temperature 1, whatever the
-    temperature is, so only verifiers that follow the target accept it: "greedy" and "target_only".
+    request's temperature, so only verifiers that follow the target accept it: "greedy" and
+    "target_only".
     Among equally probable paths the earlier beam comes first, then the lower token id.
 
     Args:

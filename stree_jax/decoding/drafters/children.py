@@ -1,4 +1,4 @@
-"""How the children of a node are chosen, for all drafters with models or heads."""
+"""Choosing the children of a node, for all drafters with models or heads."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from stree_jax.messages import shown
 
 
 def check_child_sampling(value: str, known: Sequence[str] = CHILD_SAMPLING) -> None:
-    """Refuses what a drafter does not know; all know "auto"."""
+    """Refuses child samplings that a drafter does not have; all have "auto"."""
     if value not in ("auto", *known):
         others = repr(known[0]) if len(known) == 1 else f"one of {tuple(known)}"
         raise ValueError(f"child_sampling must be 'auto' or {others}, got {shown(value)}")
@@ -24,7 +24,7 @@ def chosen_child_sampling(value: str, *, temperature_is_zero: bool) -> str:
     """One of `CHILD_SAMPLING`, where "auto" is top-k at temperature 0 and shared above it.
 
     Raises:
-        ValueError: random choices are asked for at temperature 0.
+        ValueError: a random choice at temperature 0.
     """
     if value == "auto":
         return "top_k" if temperature_is_zero else "shared"
@@ -44,10 +44,10 @@ def shared_scores(
     """Log-probabilities, up to a constant, plus the noise with which the target draws its tokens.
 
     Args:
-        logits: after nodes of one depth.
-        sampling: as for the target.
-        noise: of the next output positions.
-        depth: of the nodes.
+        logits: logits at nodes of one depth.
+        sampling: the target's sampling settings.
+        noise: noise of the next output positions.
+        depth: depth of the nodes.
     """
     return filtered_logits(logits, sampling) + jnp.take(noise, depth, axis=1)[:, None]
 
@@ -56,13 +56,13 @@ def draw(how: str, scores: Array, width: int, keys: Array) -> tuple[Array, Array
     """`width` children of each node, best first or in the order drawn.
 
     Args:
-        how: one of `CHILD_SAMPLING`.
+        how: a name from `CHILD_SAMPLING`.
         scores: logits or log-probabilities `[B, Z, V]`.
-        width: children of each node.
-        keys: one per row `[B]`.
+        width: number of children of each node.
+        keys: one key per row `[B]`.
 
     Returns:
-        Their tokens `[B, Z, width]`, and which of them exist: the first one does if the logits are
+        Their tokens `[B, Z, width]`, and which of them are valid: the first is if the logits are
         finite.
     """
     if how == "iid":

@@ -1,4 +1,4 @@
-"""Drafting trees whose shape is data: the draft model keeps the nodes that it believes in most."""
+"""Dynamic draft trees: the draft model keeps its most probable nodes."""
 
 import itertools
 import math
@@ -39,11 +39,11 @@ from stree_jax.tree import Tree, TreeTopology
 
 
 class DynamicDrafter(ModelDrafter):
-    """A draft model that grows a larger tree than it is asked for, and keeps the best nodes.
+    """A draft model that grows a larger tree than requested, and keeps the best nodes.
 
     The score of a node is the sum of log-probabilities along its path. Level by level the
-    `expand` best nodes are read, and the `expand` best children of each get scores; of all nodes
-    with a score the best N - 1 become the tree. (EAGLE-2, Li et al., 2024, arXiv:2406.16858.) The
+    `expand` best nodes are expanded into their `expand` best children; of all scored nodes the
+    best N - 1 become the tree. (EAGLE-2, Li et al., 2024, arXiv:2406.16858.) The
     topology, such as `TreeTopology.budget(N, D)`, gives sizes only: its nodes and its depth.
 
     The tree depends on the draft's own probabilities, so no node is a sample of them: only
@@ -52,10 +52,9 @@ class DynamicDrafter(ModelDrafter):
 
     Args:
         model: any model with the target's vocabulary.
-        expand: nodes that are read in each level below the root, and children that each gets.
-        sharpness: what logits are multiplied by before they become probabilities. Draft models say
-            less than they know: with their own probabilities (1.0) trees come out too wide.
-            `tune` measures it.
+        expand: number of nodes to expand in each level below the root, and children of each.
+        sharpness: factor of the logits before the softmax. Draft models are under-confident: with
+            their own probabilities (1.0) trees are too wide. `tune` measures it.
 
     Raises:
         ValueError: `model` is not a model, `expand` not a positive integer, or `sharpness` not a
@@ -117,7 +116,7 @@ class DynamicDrafter(ModelDrafter):
         how = self.child_sampling(topology, temperature_is_zero=sampling.temperature_is_zero)
 
         def weigh(logits: Array, depth: int | Array) -> Array:
-            """Logits after nodes of one depth: their softmax has the children's probabilities."""
+            """Logits at nodes of one depth, whose softmax has the children's probabilities."""
             if how == "shared":
                 assert noise is not None  # child_sampling refuses temperature 0
                 logits = shared_scores(logits, sampling, noise, depth)
@@ -150,7 +149,7 @@ class DynamicDrafter(ModelDrafter):
 
         place = at(state.own.place, last)
         unread = (place < 0)[:, 0] & ~ended
-        # A node has children only if it was read, so its parent was.
+        # A node has children only if the model ran it, so it ran the parent too.
         read = jnp.where(place < 0, at(state.own.place, at(draft.tree.parents, last)), place)[:, 0]
         return state._replace(
             path=path_to(
@@ -162,7 +161,7 @@ class DynamicDrafter(ModelDrafter):
         )
 
     def widths(self, topology: TreeTopology) -> list[int]:
-        """Nodes of each level of the search, the root's first; the last level is not read."""
+        """Nodes of each level of the search, the root's first; the model does not run the last."""
         widths = [1]
         for depth in range(1, topology.depth + 1):
             # A tree of N nodes that reaches a level has at most N - depth of them there.
@@ -171,7 +170,7 @@ class DynamicDrafter(ModelDrafter):
         return widths
 
     def _num_read(self, topology: TreeTopology) -> int:
-        """Root and beams of all levels but the last, whether they end up in the tree or not."""
+        """Nodes that the model runs: the root and the beams of all levels but the last."""
         return sum(self.widths(topology)[:-1])
 
     def _search(
@@ -181,7 +180,7 @@ class DynamicDrafter(ModelDrafter):
         topology: TreeTopology,
         weigh: Callable[[Array, int | Array], Array],
     ) -> tuple[Found, Cache]:
-        """Beam search, which keeps what it looked at."""
+        """Beam search that keeps all candidates."""
         start = root_only(context)
         tree, tokens = start.tree, start.tokens
         score = jnp.zeros(tokens.shape)  # log-probability of each path of the level
@@ -206,7 +205,7 @@ class DynamicDrafter(ModelDrafter):
                 score, weigh(logits, depth), widths[depth + 1]
             )
             candidates.append(jax.tree.map(lambda part: part[None], level))
-            first = tree.parents.shape[1] - widths[depth]  # of the level's nodes
+            first = tree.parents.shape[1] - widths[depth]  # index of the level's first node
             tree = append(tree, first + beam, jnp.isfinite(score))
             tokens = jnp.concatenate([tokens, queries], axis=1)
 
@@ -232,7 +231,7 @@ class DynamicDrafter(ModelDrafter):
         places = (
             np.arange(1, len(widths) - 1),
             padded(nodes_of[1:-1], width=most),
-            1 + padded(nodes_of[1:-1], num_read, most),  # behind the catch-up token
+            1 + padded(nodes_of[1:-1], num_read, most),  # after the catch-up token
             padded(nodes_of[2:], num_nodes, most),
         )
 
@@ -292,15 +291,15 @@ class DynamicDrafter(ModelDrafter):
     def _choose(
         self, found: Found, topology: TreeTopology
     ) -> tuple[Int[Array, "B N"], Tree, Int[Array, "B N"]]:
-        """Tokens and tree of the N best nodes, and which read node each is, -1 for none.
+        """Tokens and tree of the N best nodes, and the index of each among the run nodes, or -1.
 
-        All that was looked at is in a row, level by level, the continuations of one beam next to
-        each other and best first. A node scores at most what its parent does and comes after it,
-        and of equal scores the first is chosen; so the parents of chosen nodes are chosen.
+        All candidates are in one row, level by level, the continuations of a beam next to each
+        other and best first. A node scores at most as high as its parent and comes after it, and
+        ties go to the first; so the parents of chosen nodes are chosen.
 
-        Worked example, `expand = 2`, budget(5, 2): in the row are the root 0, its children 1 and 2,
+        Worked example, `expand = 2`, budget(5, 2): the row has the root 0, its children 1 and 2,
         the children 3 and 4 of 1, and 5 and 6 of 2. Say 0 1 2 3 5 are the best: the tree's nodes 0
-        to 4, with parents -1 0 0 1 2. Read were 0 1 2, so places are 0 1 2 -1 -1.
+        to 4, with parents -1 0 0 1 2. The model ran 0 1 2, so places are 0 1 2 -1 -1.
         """
         widths, batch = self.widths(topology), found.tokens.shape[0]
 
@@ -309,7 +308,9 @@ class DynamicDrafter(ModelDrafter):
 
         score, tokens = [jnp.zeros((batch, 1))], [found.tokens[:, :1]]
         depths, parents = [np.zeros(1, int)], [np.zeros(1, int)]  # the root's parent is itself
-        read = [jnp.zeros((batch, 1), jnp.int32)]  # where in the row each read node is
+        read = [
+            jnp.zeros((batch, 1), jnp.int32)
+        ]  # index in the row of each node that the model ran
         depth, first, first_in_row = 0, 0, 1
         for group in found.candidates:
             num_levels, _, num_beams, num_each = group.score.shape
@@ -337,7 +338,9 @@ class DynamicDrafter(ModelDrafter):
         places = jnp.concatenate(read, axis=1)
         same = (chosen[:, :, None] == places[:, None, :]) & valid[..., None]
         place = jnp.where(same.any(axis=2), jnp.argmax(same, axis=2), -1)
-        node = (chosen[:, :, None] < places[:, None, :]).sum(axis=1)  # of each read one, if chosen
+        node = (chosen[:, :, None] < places[:, None, :]).sum(
+            axis=1
+        )  # tree node of each run node, if chosen
 
         own_parent = jnp.asarray(np.concatenate(parents))[chosen]
         above = jnp.take_along_axis(found.tree.ancestor_mask, own_parent[..., None], axis=1)

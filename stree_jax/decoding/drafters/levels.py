@@ -1,8 +1,8 @@
-"""The levels of a static tree, and how a model reads one of them inside a loop over levels.
+"""The levels of a static tree, and running one of them inside a loop over levels.
 
-A program with every level in it takes long to compile: 40 levels of a small model took minutes. So
-deep trees are grown by a loop, whose buffers have room for the whole tree and whose levels are all
-as wide as the widest.
+Unrolled levels take long to compile: 40 levels of a small model took minutes. So deep trees are
+grown by a loop, whose buffers have room for the whole tree and whose levels are padded to the
+widest.
 """
 
 import collections
@@ -17,19 +17,19 @@ from stree_jax.array_types import Array, Bool, Int
 from stree_jax.models.cache import Pending
 from stree_jax.tree import Tree, TreeTopology
 
-# Trees with more levels are grown by a loop. Unrolled levels compute only the nodes that they have.
+# Trees with more levels are grown by a loop. Unrolled levels need no padding.
 MAX_UNROLLED = 8
 
 
 class Level(NamedTuple):
-    """How the nodes of the next level follow from one level's."""
+    """A level, and how the next one follows from it."""
 
-    inner: list[int]  # its nodes with children
-    width: int  # most children of any of them
+    inner: list[int]  # nodes of the level with children
+    width: int  # most children of any node
     children: list[int]  # the nodes of the next level
-    parents: list[int]  # of each of these, as topology nodes ...
+    parents: list[int]  # their parents, as topology nodes ...
     source: list[int]  # ... and as positions in `inner`
-    rank: list[int]  # of each node of the next level among its siblings
+    rank: list[int]  # rank of each node of the next level among its siblings
     next_inner: np.ndarray  # positions of the next level's nodes with children
 
 
@@ -66,8 +66,8 @@ def padded(rows: list[list[int]], fill: int | None = None, width: int = 0) -> np
 
     Args:
         rows: the lists.
-        fill: what the shorter ones end in.
-        width: columns, if the longest list has fewer.
+        fill: value that pads shorter lists.
+        width: minimum number of columns.
     """
     width = max(width, *map(len, rows))
     return np.array(
@@ -76,20 +76,20 @@ def padded(rows: list[list[int]], fill: int | None = None, width: int = 0) -> np
 
 
 def with_zeros(rows: Array, size: int, axis: int = 1) -> Array:
-    """The array with this axis grown to `size` by zeros."""
+    """Pads an axis with zeros to `size`."""
     pads = [(0, size - rows.shape[i] if i == axis else 0) for i in range(rows.ndim)]
     return jnp.pad(rows, pads)
 
 
 def level_behind(tree: Tree, queries: Int[Array, " Q"]) -> Tree:
-    """The part of a tree above some of its nodes, and behind all its N places these nodes.
+    """The ancestors of `queries` in N fixed slots, then the query nodes.
 
-    A model reads a level this way when the places of the tree are fixed: it gets the pending record
-    of N places, of which only those above the level are valid, and Q queries.
+    A model runs a level this way inside a loop: it gets the pending record of N slots, of which
+    only those above the level are valid, and Q queries.
 
     Args:
-        tree: the nodes that a model reads, level by level; those below `queries` are ignored.
-        queries: consecutive nodes of one level, then places outside the tree, which do not exist.
+        tree: the nodes that the model runs, level by level; nodes below `queries` are ignored.
+        queries: consecutive nodes of one level; indices outside the tree are padding.
     """
     num_nodes = tree.parents.shape[1]
     above = jnp.arange(num_nodes) < queries[0]
@@ -107,7 +107,7 @@ def level_behind(tree: Tree, queries: Int[Array, " Q"]) -> Tree:
 
 
 def with_level(pending: Pending, read: Pending, queries: Int[Array, " Q"]) -> Pending:
-    """The record with the queries at their places; `read` is that of a `level_behind`."""
+    """The record with the queries in their slots; `read` is the record of a `level_behind`."""
 
     def put(before: Array, after: Array) -> Array:
         return before.at[:, queries].set(after[:, before.shape[1] :], mode="drop")

@@ -35,11 +35,11 @@ from stree_jax.tree import Tree, TreeTopology
 
 
 class OwnTree(NamedTuple):
-    """What a draft model read while it chose the shape of a tree.
+    """The nodes that a draft model ran to choose the shape of a tree.
 
     Attributes:
-        tree: the nodes that it read, the root first.
-        place: of each node of the draft tree among them; -1 for those that it did not read.
+        tree: the nodes that it ran, the root first.
+        place: index of each node of the draft tree among them; -1 for nodes that it did not run.
     """
 
     tree: Tree
@@ -47,20 +47,20 @@ class OwnTree(NamedTuple):
 
 
 class ModelDraftState(NamedTuple):
-    """What a draft model carries between steps.
+    """A draft model's state between steps.
 
     The draft model never runs the leaves of its tree. When the accepted path ends in a leaf, that
-    token is unread. It is the *catch-up* token, which is run together with the next root. So the
+    token is missing in its cache. It is the *catch-up* token, which runs with the next root. So the
     draft model's own tree has the catch-up token as node 0 (not valid if there is none), then the
     topology's inner nodes.
     """
 
     cache: Cache
-    pending: Pending  # of the draft model's own tree
-    path: Path  # accepted in that tree, to be replayed
+    pending: Pending  # pending record of the draft model's own tree
+    path: Path  # accepted path in that tree, to be replayed
     catch_up: Int[Array, " B"]
     has_catch_up: Bool[Array, " B"]
-    own: OwnTree | None = None  # where the shape is data, below the catch-up token
+    own: OwnTree | None = None  # of a dynamic tree, below the catch-up token
 
 
 class ModelDrafter(nnx.Module):
@@ -68,11 +68,11 @@ class ModelDrafter(nnx.Module):
 
     Args:
         model: any model with the target's vocabulary.
-        child_sampling: how siblings are chosen: "top_k" (the most probable), "shared" (the most
+        child_sampling: choice of siblings: "top_k" (the most probable), "shared" (the most
             probable after adding the noise that the target draws its tokens with), "iid" (sampled
             independently), "without_replacement" (sampled, all different, in the order drawn), or
-            "auto": top-k at temperature 0, shared above it. Only the last two are for verifiers
-            that test drafts by their probabilities.
+            "auto": top-k at temperature 0, shared above it. Verifiers that test drafts by their
+            probabilities need "iid" or "without_replacement".
 
     Raises:
         ValueError: another value of `child_sampling`, or `model` is not a model.
@@ -125,7 +125,7 @@ class ModelDrafter(nnx.Module):
         def choose(
             logits: Array, depth: int | Array, width: int
         ) -> tuple[Array | None, Array, Array]:
-            """Children of nodes of one depth, and what they were drawn from."""
+            """Children of nodes of one depth, and the distributions that they were drawn from."""
             log_probs = None
             if how == "shared":
                 assert noise is not None  # child_sampling refuses temperature 0
@@ -253,7 +253,9 @@ class ModelDrafter(nnx.Module):
     ) -> ModelDraftState:
         """See `Drafter`."""
         inner = _inner_nodes(topology)
-        position = np.full(topology.num_nodes, -1, np.int32)  # of each inner node in the own tree
+        position = np.full(
+            topology.num_nodes, -1, np.int32
+        )  # index of each inner node in the own tree
         position[list(inner)] = 1 + np.arange(len(inner))
         ended = verdict.last < 0
         last = jnp.maximum(verdict.last, 0)
@@ -267,7 +269,7 @@ class ModelDrafter(nnx.Module):
         )
 
     def _num_read(self, topology: TreeTopology) -> int:
-        """Nodes of the tree that the draft model runs while it grows it."""
+        """Number of nodes that the draft model runs to grow the tree."""
         return len(_inner_nodes(topology))
 
 
@@ -301,7 +303,7 @@ def _own_tree(
 
     below = jnp.asarray(np.arange(num_nodes) > 0)
     own_valid = jnp.concatenate([has_catch_up[:, None], valid[:, nodes]], axis=1)
-    # The catch-up token is above all others, if there is one.
+    # The catch-up token is above all other nodes, if there is one.
     mask = (jnp.asarray(static_mask) | (below[:, None] & ~below)) & own_valid[:, None, :]
     is_root = jnp.asarray(np.arange(num_nodes) == 1)
     return Tree(

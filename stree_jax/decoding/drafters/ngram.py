@@ -20,7 +20,7 @@ class NgramDrafter(nnx.Module):
     """Prompt lookup: drafts what followed the same tokens earlier in the prompt or the output.
 
     A node's children are the different tokens that followed the last tokens of its path, longest
-    match first, then latest. Where nothing matches a tree has fewer nodes, or only its root.
+    match first, then latest. Without matches a tree has fewer nodes, or only its root.
 
     Args:
         max_match: longest match that is searched for, in tokens.
@@ -75,14 +75,14 @@ class NgramDrafter(nnx.Module):
 
     def _grow(self, row: Array, length: Array, topology: TreeTopology) -> tuple[Array, Array]:
         """Tokens and validity `[N]` of one row's tree."""
-        # The last max_match tokens before each place, latest first; -1 before the start, -2 as a
-        # query's own, so that the two never match.
+        # The last max_match tokens before each position, latest first; -1 before the start, -2 in
+        # queries, so that the two never match.
         places = jnp.arange(row.shape[0])
         history = [jnp.where(places > k, jnp.roll(row, k + 1), -1) for k in range(self.max_match)]
         ends = length - 1 - jnp.arange(self.max_match)
         root_tail = jnp.where(ends >= 0, row[jnp.maximum(ends, 0)], -2)
 
-        # Level by level; of a level, all nodes with children at once.
+        # Level by level, all nodes of a level with children at once.
         tokens, valid, tails = row[length - 1][None], jnp.ones(1, bool), root_tail[None]
         all_tokens, all_valid = [tokens], [valid]
         for level in levels_of(topology):
@@ -96,7 +96,7 @@ class NgramDrafter(nnx.Module):
             best: list[Array] = []  # by rank among siblings
             found: list[Array] = []
             for rank in range(level.width):
-                if rank:  # other tokens than those of the earlier siblings
+                if rank:  # exclude the tokens of earlier siblings
                     score = jnp.where(row == best[-1][:, None], -1, score)
                 highest = score.max(axis=1)
                 best.append(row[jnp.maximum(highest, 0) % row.shape[0]])

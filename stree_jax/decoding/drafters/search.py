@@ -12,15 +12,15 @@ from stree_jax.tree import Tree
 
 
 class Continuations(NamedTuple):
-    """What one step of the search looked at: the best continuations of each beam."""
+    """The candidates of one step of the search: the best continuations of each beam."""
 
     score: Float32[Array, "B beams ranks"]  # best first
     tokens: Int[Array, "B beams ranks"]
-    kept: Int[Array, "B kept"]  # positions among all of them of the next beams, best first
+    kept: Int[Array, "B kept"]  # indices of the next beams among all candidates, best first
 
 
 class Found(NamedTuple):
-    """What the search found: the root and the beams of all levels."""
+    """The result of the search: the root and the beams of all levels."""
 
     tokens: Int[Array, "B nodes"]
     tree: Tree
@@ -37,13 +37,13 @@ def best_continuations(
 
     Args:
         score: log-probability of each beam.
-        logits: of the token after it.
-        count: continuations to keep, at most `beams * V`.
+        logits: next-token logits of each beam.
+        count: number of continuations to keep, at most `beams * V`.
 
     Returns:
         The `count` best continuations, best first: log-probability, the beam that each continues,
         and the token that it adds. Impossible continuations have log-probability `-inf`. Then all
-        that were looked at.
+        candidates.
     """
     # At most `count` of the best continue one beam, so the second sort is small.
     best, tokens = lax.top_k(logits, min(count, logits.shape[-1]))
@@ -58,7 +58,7 @@ def best_continuations(
 
 
 def append(tree: Tree, parents: Int[Array, "B added"], valid: Bool[Array, "B added"]) -> Tree:
-    """The tree with more nodes, whose parents are nodes that it has."""
+    """Appends nodes below existing nodes of the tree."""
     batch, num_nodes = tree.parents.shape
     num_new = parents.shape[1]
     above = jnp.take_along_axis(tree.ancestor_mask, parents[..., None], axis=1)

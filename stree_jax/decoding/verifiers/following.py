@@ -20,7 +20,7 @@ class FollowTarget:
     """Follows the target's best token at temperature 0, and its sample above it.
 
     Attributes:
-        name: in `VERIFIERS`, and in messages.
+        name: name in `VERIFIERS` and in messages.
         only_at_zero: refuse temperatures above 0.
     """
 
@@ -49,7 +49,7 @@ class FollowTarget:
         """See `Verifier`."""
         if self.only_at_zero or sampling.temperature_is_zero:
             return follow(draft, best_token(logits)[0])
-        if noise is None:  # a loop without noise of its own: other samples each step
+        if noise is None:  # the caller has no noise: sample anew each step
             start = jnp.zeros(keys.shape, jnp.int32)
             noise = position_noise(keys, start, topology.depth, logits.shape[-1])
         return follow(draft, sample_tokens(logits, noise, draft.tree.depth, sampling))
@@ -59,8 +59,8 @@ def follow(draft: DraftTree, chosen: Int[Array, "B N"]) -> Verdict:
     """Walks from the root down, each time to the first child that has its parent's chosen token.
 
     Args:
-        draft: the tree; nodes that are not valid are not followed.
-        chosen: a token per node, chosen independently of the drafts.
+        draft: the draft tree; invalid nodes are not followed.
+        chosen: one token per node, chosen independently of the drafts.
 
     Returns:
         The path, and the token chosen at its last node.
@@ -68,8 +68,8 @@ def follow(draft: DraftTree, chosen: Int[Array, "B N"]) -> Verdict:
     tree, tokens = draft.tree, draft.tokens
     nodes = jnp.arange(tokens.shape[1])
     at_parent = jnp.take_along_axis(chosen, jnp.maximum(tree.parents, 0), axis=1)
-    # Among siblings with the same token only the first counts. The second has a choice of its own
-    # below it, and taking whichever goes deeper would favour long paths.
+    # Among siblings with the same token only the first counts. The second has its own chosen token,
+    # and taking whichever goes deeper would favour long paths.
     same = (
         (tree.parents[:, :, None] == tree.parents[:, None, :])
         & (tokens[:, :, None] == tokens[:, None, :])

@@ -38,13 +38,13 @@ class RejectionSampling:
     """Accepts drafts by the ratio p / q, so the drafter must give its distributions.
 
     Attributes:
-        name: in `VERIFIERS`, and in messages.
+        name: name in `VERIFIERS` and in messages.
         exact_for: the child sampling for which the output has the target's distribution.
     """
 
     name: str
     exact_for: str
-    needs_own_draws: ClassVar[bool] = False  # each node's; not those that a depth shares
+    needs_own_draws: ClassVar[bool] = False  # whether nodes of a depth must not share draws
 
     def check(
         self, child_sampling: str, topology: TreeTopology, *, temperature_is_zero: bool
@@ -52,9 +52,9 @@ class RejectionSampling:
         """See `Verifier`."""
         if temperature_is_zero:
             raise ValueError(f"verifier {self.name!r} needs temperature > 0; use 'greedy' at 0")
-        if topology.num_nodes == 1:  # nothing to test: the target alone decides
+        if topology.num_nodes == 1:  # no draft to test
             return
-        # A lone child is drawn the same way with and without replacement.
+        # A single child is drawn the same way with and without replacement.
         branching = max(map(len, topology.children))
         how = child_sampling.removesuffix(BY_DEPTH)
         if how != child_sampling and self.needs_own_draws:
@@ -87,7 +87,7 @@ class RejectionSampling:
             ValueError: the drafter did not give its distributions.
         """
         num_nodes = draft.tokens.shape[1]
-        if num_nodes == 1:  # nothing to test
+        if num_nodes == 1:  # no draft to test
             return _TARGET_ONLY.verify(keys, draft, logits, sampling, noise, topology=topology)
         if draft.log_probs is None:
             raise ValueError(
@@ -122,9 +122,9 @@ class Walk(NamedTuple):
     """One row's tests, with the probability of passing each."""
 
     last: Int[Array, ""]
-    probs: Float32[Array, " V"]  # what the token after `last` is drawn from
+    probs: Float32[Array, " V"]  # distribution of the token after `last`
     tested: Array  # [N] bool
-    accept_prob: Float32[Array, " N"]  # of the tested nodes
+    accept_prob: Float32[Array, " N"]  # acceptance probability of the tested nodes
 
 
 Rule = Callable[..., Walk]
@@ -155,9 +155,9 @@ def try_children(
         tokens, tree: one row of a `DraftTree`, without the batch axis.
         draft_log_probs, log_prob_row: the draft's distributions; the children of node i were drawn
             from `draft_log_probs[log_prob_row[i]]`.
-        target_log_probs: the target's.
-        replace: children were drawn independently. False: a drawn token could not be drawn again,
-            so after a rejection the draft's distribution loses it.
+        target_log_probs: the target's distributions.
+        replace: whether children were drawn with replacement. Without it, a rejected token is
+            removed from the draft's distribution.
     """
 
     def try_node(node, carry):

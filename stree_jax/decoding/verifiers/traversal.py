@@ -9,7 +9,7 @@ When one is left without success, the residual `max(a p - q, 0)`, of mass S, rem
 residual over S, and a becomes `S / (S + 1 - a)`. A node is tested after all nodes below it, and the
 first that passes ends the search.
 
-A rejected draft can thus be made up for by those below it, so this accepts at least as much as
+Nodes below a rejected draft can thus still be accepted, so this accepts at least as much as
 testing from the root down.
 """
 
@@ -28,7 +28,7 @@ from stree_jax.decoding.verifiers.rejection_sampling import (
 )
 from stree_jax.tree import Tree, TreeTopology
 
-_MOST = 80.0  # of the logarithm of p / q; exp(-80) is nothing among float32 probabilities
+_MOST = 80.0  # bound of |log(p / q)|; exp(-80) is negligible among float32 probabilities
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +56,10 @@ def traverse(
     *,
     replace: bool,
 ) -> Walk:
-    """Tests the nodes of a tree, each after the nodes below it. Arguments as of `try_children`.
+    """Tests the nodes of a tree, each after the nodes below it. Arguments as for `try_children`.
 
-    What a child leaves to its siblings depends on its token, not on what is below it. So one pass
-    from the root down gives those of all nodes, and the tests come afterwards.
+    The residual after a rejected child depends on its token, not on the nodes below it. So one pass
+    from the root down computes the residuals of all nodes, and the tests come afterwards.
     """
 
     def leave(node: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -87,8 +87,8 @@ def traverse(
     )
     accept_prob, probs, _ = lax.fori_loop(1, num_nodes, leave, start)
 
-    # A node's place in the order of tests: behind all that is below it, and behind its earlier
-    # siblings and all below them; its ancestors' earlier siblings, too.
+    # A node's position in the order of tests: after all nodes below it, after its earlier siblings
+    # and all nodes below them, and after the same of its ancestors.
     nodes = jnp.arange(num_nodes)
     sizes = (tree.ancestor_mask & tree.valid[:, None]).sum(axis=0)
     earlier = (tree.parents == tree.parents[:, None]) & (nodes < nodes[:, None]) & tree.valid
@@ -117,13 +117,13 @@ def traverse_chain(
     num_nodes = tokens.shape[0]
     nodes = jnp.arange(num_nodes)
     log_q = draft_log_probs[jnp.maximum(log_prob_row, 0)]
-    drafted = jnp.roll(tokens, -1)[:, None]  # below each node
+    drafted = jnp.roll(tokens, -1)[:, None]  # the draft below each node
     ratio = jnp.take_along_axis(target_log_probs - log_q, drafted, axis=1)[:, 0]
     steps = jnp.where(nodes > 0, jnp.clip(jnp.roll(ratio, 1), -_MOST, _MOST), 0.0)
     upto = nodes <= nodes[:, None]
     sums = jnp.where(upto, steps, 0.0).sum(axis=1)
     highest = jnp.where(upto, sums, 0.0).max(axis=1)
-    impossible = (upto & (steps <= -_MOST)).any(axis=1)  # and then all that is below it, too
+    impossible = (upto & (steps <= -_MOST)).any(axis=1)  # and so are all nodes below it
     own = jnp.where(tree.valid & ~impossible, jnp.exp(sums - highest), 0.0)
 
     probs = jnp.exp(target_log_probs)
@@ -139,7 +139,7 @@ def traverse_chain(
 def _left_over(
     accept_prob: Float32[Array, ""], p: Float32[Array, " V"], q: Float32[Array, " V"]
 ) -> tuple[Float32[Array, ""], Float32[Array, " V"]]:
-    """The acceptance and the distribution of a node after the failure of a child."""
+    """The acceptance probability and distribution of a node after a child was rejected."""
     residual = jnp.maximum(accept_prob * p - q, 0.0)
     mass = residual.sum()
     # If it is 1 and the residual empty, p equals q, and only rounding can have rejected the child.
