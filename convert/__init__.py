@@ -1,10 +1,10 @@
 """Converters between checkpoint formats. Shipped as `stree_jax.convert`; needs no torch.
 
-    families       the table `FAMILIES`: how each family is recognised, read and written
-    description    what a family reads and says: `Source`, `Description`
+    families       the table `FAMILIES`: recognising, reading and writing each family
+    description    the input and result of a family's reader: `Source`, `Description`
     pure, bamba, granite, nemotron_h, zamba2, mamba_in_llama    configs of the families
     fields         config files, with every field accounted for
-    rules, tables  which tensor becomes which weight
+    rules, tables  maps from tensors to weights
     files, tensors, torch_file    lazily opened weights
     reading, writing, api         to a `HybridLM` and back; `convert`
 

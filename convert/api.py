@@ -36,7 +36,7 @@ _COPIED = (
 
 
 def formats() -> tuple[str, ...]:
-    """What `convert` can write: "native", "hf", or the name of a family."""
+    """The formats that `convert` can write: "native", "hf", and names of families."""
     return ("native", *writable())
 
 
@@ -55,12 +55,13 @@ def convert(
         source: a directory in any format that `from_pretrained` reads, or the name of a model on
             the hub.
         destination: the directory to create; tokenizer files are copied into it, see `side_files`.
-        dtype: of the weights, float32 or bfloat16; None means bfloat16 if the source is bfloat16,
+        dtype: dtype of the weights, float32 or bfloat16; None: bfloat16 if the source is bfloat16,
             else float32. `A_log`, `D` and `dt_bias` are always float32.
-        to: one of `formats()`. "hf" is the first family of transformers that can hold the model.
+        to: a format from `formats()`. "hf": the first family of transformers that can represent
+            the model.
         quirks: names from `families.QUIRKS`: deviations of other programs from the config, to
             reproduce them.
-        progress: called with the bytes read so far and the total.
+        progress: callback with the bytes read so far and the total.
 
     Raises:
         ValueError: the source cannot be converted, or the destination exists.
@@ -122,7 +123,7 @@ def find(name: str | os.PathLike[str]) -> Path:
             return path
         if path.exists():
             raise ValueError(f"{path} is a file; a checkpoint is a directory")
-    except OSError as error:  # such as a name that is too long
+    except OSError as error:  # for example, a name that is too long
         raise ValueError(f"no checkpoint at {shown_path(path)}: {error.strerror}") from None
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name), re.ASCII):
         raise ValueError(f"no checkpoint at {shown_path(path)}: there is no such directory")

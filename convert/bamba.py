@@ -38,7 +38,9 @@ def read_bamba(source: Source) -> Description:
     )
     fields.ignore("always 0.5", "partial_rotary_factor")
     table.finish()
-    fields.same("attn_rotary_emb", attention.head_dim // 2)  # in the first conversions of Bamba
+    fields.same(
+        "attn_rotary_emb", attention.head_dim // 2
+    )  # present in the first conversions of Bamba
     num_layers = fields.integer("num_hidden_layers", 32, most=MAX_LAYERS)
     with_attention = fields.indices("attn_layer_indices", num_layers)
     kinds = ["attention" if i in with_attention else "mamba2" for i in range(num_layers)]

@@ -1,4 +1,4 @@
-"""What a family reads (`Source`), what it says (`Description`), and helpers that families share."""
+"""`Source`, the input of a family's reader; `Description`, its result; and shared helpers."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -12,16 +12,16 @@ from stree_jax.stored import Tensor
 
 
 class Source(NamedTuple):
-    """A checkpoint as its files show it, before it is understood."""
+    """The raw contents of a checkpoint's files."""
 
     fields: Fields  # config.json or params.json
     beside: Mapping[str, Fields] = {}  # other config files, by file name
-    tensors: Mapping[str, Tensor] = {}  # by name, not read
+    tensors: Mapping[str, Tensor] = {}  # by name, read on demand
     quirks: Collection[str] = ()  # names from `families.QUIRKS` to reproduce
 
 
 class Description(NamedTuple):
-    """What a checkpoint is, according to its config."""
+    """The model and the rules of a checkpoint, according to its config."""
 
     family: str
     config: ModelConfig
@@ -38,7 +38,7 @@ def norm_kind(has_norm: bool, norm_first: bool) -> str:
 
 
 def tied_head(config: ModelConfig, name: str) -> list[Ignored]:
-    """The output head, if it is tied to the embedding: it may be stored anyway."""
+    """The output head if it is tied to the embedding: some checkpoints store it anyway."""
     if not config.tie_embeddings:
         return []
     return [Ignored(name, "the embedding again: tied", is_embedding=True)]
@@ -56,7 +56,7 @@ def mixer_of(config: ModelConfig) -> Mamba2Config:
 
 
 def limits(mixer: Mamba2Config) -> list[Any]:
-    """The clamp of the time step as transformers 5 writes it in JSON."""
+    """The clamp of the time step in transformers 5's JSON."""
     low, high = mixer.dt_limit
     return [low, high if high < math.inf else {"__float__": "Infinity"}]
 
@@ -70,7 +70,7 @@ def hf_values(
         "architectures": [architecture],
         "model_type": model_type,
         "dtype": dtype,
-        # transformers has no unpadded size, so it may sample a padding id.
+        # transformers has no field for the unpadded size, so it may sample a padding id.
         "vocab_size": config.num_embeddings,
         "hidden_size": config.d_model,
         "tie_word_embeddings": config.tie_embeddings,

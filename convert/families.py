@@ -1,4 +1,4 @@
-"""The table of checkpoint families, and how a checkpoint is matched to one.
+"""The table of checkpoint families, and matching a checkpoint to one.
 
 A new family is one module and one entry of `FAMILIES`.
 """
@@ -26,19 +26,19 @@ QUIRKS = {
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How one family of checkpoints is recognised, read and written.
+    """One family of checkpoints: recognising, reading and writing it.
 
     Attributes:
-        read: describes a checkpoint. Every config field must be used, ignored for a stated reason,
-            or refused; see `fields.Fields`.
-        write: config.json for a model and the name of its weights' dtype; None if checkpoints of
-            this family are only read.
-        quirk: the name in `QUIRKS` that `read` implements; None if there is none.
-        recognise: whether a checkpoint belongs to this family. None for families of transformers,
+        read: function that describes a checkpoint. Every config field must be used, ignored for a
+            stated reason, or refused; see `fields.Fields`.
+        write: function from a model and the name of its weights' dtype to config.json; None if
+            checkpoints of this family are only read.
+        quirk: name in `QUIRKS` that `read` implements; None if there is none.
+        recognise: predicate for checkpoints of this family. None for families of transformers,
             whose config.json has the family's name as its `model_type`.
-        mark: what `recognise` looks for, for messages.
-        beside: further config files, by name, and how they are written.
-        padded_vocab: the config gives the real size of a padded vocabulary. If False, padding
+        mark: the feature that `recognise` tests, for messages.
+        beside: functions that write further config files, by file name.
+        padded_vocab: whether the config gives the real size of a padded vocabulary. If not, padding
             counts as vocabulary when a model is written.
     """
 
@@ -110,7 +110,7 @@ class Layout(NamedTuple):
 
 _LAYOUTS = (
     Layout("config.json", ("model.safetensors", "pytorch_model.bin")),
-    Layout("params.json", ("consolidated.safetensors",)),  # Mistral's
+    Layout("params.json", ("consolidated.safetensors",)),  # Mistral
 )
 
 
@@ -149,9 +149,9 @@ def describe(
     """Recognises a checkpoint.
 
     Args:
-        path: its config file.
-        values: the content of that file.
-        tensors: by name.
+        path: path of the config file.
+        values: content of that file.
+        tensors: the tensors by name.
         quirks: names from `QUIRKS` to reproduce.
 
     Raises:

@@ -84,15 +84,15 @@ MAX_LAYERS = 4096
 
 
 class Fields:
-    """A table of config fields. `finish` refuses those that nobody took or ignored.
+    """A table of config fields. `finish` refuses fields that were neither taken nor ignored.
 
     Null counts as absent everywhere. All methods raise a ValueError that names the file and the
     field if a value is invalid.
 
     Args:
-        path: the file, for messages.
-        values: its content.
-        prefix: of field names in messages, for a table within the file.
+        path: path of the file, for messages.
+        values: content of the table.
+        prefix: prefix of field names in messages, for a table within the file.
     """
 
     def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = ""):
@@ -154,7 +154,7 @@ class Fields:
         return tuple(numbers)  # type: ignore[arg-type]
 
     def choice(self, name: str, default: str, known: Mapping[str, str]) -> str:
-        """A string from `known`, mapped to our name."""
+        """A string from `known`, mapped to the library's name."""
         value = self.take(name, default)
         self.check(
             isinstance(value, str) and value in known,
@@ -163,7 +163,7 @@ class Fields:
         return known[value]
 
     def layer_kinds(self, name: str, known: Mapping[str, str]) -> tuple[str, ...]:
-        """A list with the kind of each layer, mapped to our names."""
+        """A list with the kind of each layer, mapped to the library's names."""
         value = self.take(name)
         self.check(
             isinstance(value, list) and 0 < len(value) <= MAX_LAYERS,
@@ -187,10 +187,10 @@ class Fields:
         return tuple(value)
 
     def rope(self, *, plain: bool = False) -> tuple[float, RopeScaling | None, "Fields"]:
-        """RoPE as transformers 4 or 5 writes it.
+        """RoPE in the format of transformers 4 or 5.
 
         Args:
-            plain: ignore the scaling.
+            plain: whether to ignore the scaling.
 
         Returns:
             The base, the scaling, and the table with its remaining entries.

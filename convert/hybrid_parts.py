@@ -34,7 +34,7 @@ def read_mixer(
     Args:
         fields: config.json.
         inner: width of the mixer; None: `mamba_expand * hidden_size`.
-        eps_default: of `rms_norm_eps`.
+        eps_default: default of `rms_norm_eps`.
         **more: fields of `Mamba2Config` to set or replace.
     """
     d_model = fields.integer("hidden_size", 4096)
@@ -125,14 +125,14 @@ def with_rope(
 
 
 def rope_values(attention: AttentionConfig, **more: Any) -> dict[str, Any]:
-    """RoPE as transformers 5 writes it; `more` are further entries."""
+    """RoPE in the format of transformers 5; `more` are further entries."""
     scaling = attention.rope_scaling
     table = {"rope_type": "default"} if scaling is None else scaling_values(scaling)
     return {"rope_parameters": {"rope_theta": attention.rope_theta} | table | more}
 
 
 def scaling_values(scaling: RopeScaling) -> dict[str, Any]:
-    """Llama 3's RoPE scaling as transformers writes it."""
+    """Llama 3's RoPE scaling in the format of transformers."""
     return {
         "rope_type": "llama3",
         "factor": scaling.factor,
@@ -161,13 +161,13 @@ def model_fields(
     tied: bool = False,
     residual_float32: bool = False,
 ) -> dict[str, Any]:
-    """Fields of `ModelConfig` that all families read alike.
+    """Fields of `ModelConfig` that are read in the same way for all families.
 
     Args:
         fields: config.json.
-        d_model, residual_float32: of the `ModelConfig`.
-        norm_eps: None: `rms_norm_eps`, with default `eps_default`.
-        eps_default: see `norm_eps`.
+        d_model, residual_float32: fields of the `ModelConfig`.
+        norm_eps: epsilon of the norms; None: `rms_norm_eps`, with default `eps_default`.
+        eps_default: default of `rms_norm_eps`.
         tied: default of `tie_word_embeddings`.
     """
     vocab_size = fields.integer("vocab_size", 32000)

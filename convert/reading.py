@@ -28,7 +28,7 @@ from stree_jax.models.lm import HybridLM
 from stree_jax.partition import Partition
 from stree_jax.stored import Tensor
 
-# Called with the bytes read so far and the total.
+# A callback with the bytes read so far and the total.
 Progress = Callable[[int, int], None]
 
 
@@ -66,7 +66,7 @@ def open_checkpoint(path: Path, quirks: Collection[str] = ()) -> Checkpoint:
     """Recognises a checkpoint and checks all names and shapes. Reads no weights.
 
     Args:
-        path: its directory.
+        path: directory of the checkpoint.
         quirks: names from `families.QUIRKS` to reproduce.
 
     Raises:
@@ -78,7 +78,7 @@ def open_checkpoint(path: Path, quirks: Collection[str] = ()) -> Checkpoint:
     file, tensors = open_tensors(path, files.weights)
     description = describe(path / files.config, values, tensors, quirks)
     num_layers = len(description.config.layers)
-    if num_layers > len(tensors):  # each layer has a tensor of its own
+    if num_layers > len(tensors):  # each layer has at least one tensor
         raise ValueError(
             f"{path / files.config} says {num_layers} layers, but {file} has {len(tensors)} tensors"
         )
@@ -102,11 +102,11 @@ def load_model(
     """Reads the weights. Peak memory is the model plus the tensors of about one weight.
 
     Args:
-        checkpoint: from `open_checkpoint`.
-        dtype: of the weights, float32 or bfloat16.
-        implementation: of the kernels, see `pallas_kernels.dispatch`.
-        progress: called after each weight.
-        partition: where the model is to lie; None: on the default device.
+        checkpoint: a checkpoint from `open_checkpoint`.
+        dtype: dtype of the weights, float32 or bfloat16.
+        implementation: kernel implementation, see `pallas_kernels.dispatch`.
+        progress: callback after each weight.
+        partition: partition of the model; None: the default device.
 
     Raises:
         ValueError: a weight is not finite, a tied head differs from the embedding, or the model
@@ -152,7 +152,7 @@ def _check_tied(checkpoint: Checkpoint, name: str, embedding: jax.Array) -> None
         head = _read(checkpoint, name)
         if embedding.is_fully_addressable:
             stored = np.asarray(embedding)
-        else:  # all processes must find the same
+        else:  # all processes must get the same answer
             (rule,) = (rule for rule in checkpoint.rules if rule.target == "embedding")
             stored = _values(checkpoint, rule).astype(embedding.dtype)
         rows = range(0, len(head), 1024)  # in blocks, to save memory
@@ -169,7 +169,7 @@ def _check_tied(checkpoint: Checkpoint, name: str, embedding: jax.Array) -> None
 def _read(checkpoint: Checkpoint, name: str) -> np.ndarray:
     try:
         return checkpoint.tensors[name].read()
-    except Exception as error:  # such as a file truncated since it was opened
+    except Exception as error:  # for example, a file truncated since it was opened
         raise ValueError(f"{checkpoint.path}: cannot read {name}: {first_line(error)}") from error
 
 

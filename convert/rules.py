@@ -1,6 +1,6 @@
 """Rules that map tensors of a checkpoint to weights of a `HybridLM`.
 
-A family has a table of rules: which source tensors make which weight, by which transform. Every
+A family has a table of rules: the source tensors of each weight, and the transform. Every
 transform has an inverse, so one table both reads and writes.
 """
 
@@ -18,9 +18,9 @@ class Transform(NamedTuple):
     """An invertible function from one or more source arrays to one weight."""
 
     name: str
-    apply: Callable[..., np.ndarray]  # from the source arrays
+    apply: Callable[..., np.ndarray]  # source arrays -> weight
     invert: Callable[[np.ndarray], Sequence[np.ndarray]]
-    source_shapes: Callable[[Shape], Sequence[Shape]]  # from the weight's shape
+    source_shapes: Callable[[Shape], Sequence[Shape]]  # weight's shape -> source shapes
 
 
 def _swapped(x: np.ndarray) -> np.ndarray:
@@ -61,8 +61,8 @@ def reordered(sizes: Sequence[int], order: Sequence[int]) -> Transform:
     """Transposes a fused matrix (or bias) and reorders its sections of rows.
 
     Args:
-        sizes: of the sections in the source.
-        order: the source section at each of our places.
+        sizes: sizes of the sections in the source.
+        order: index of the source section for each section of the weight.
     """
 
     def permuted(x: np.ndarray, sizes: Sequence[int], order: Sequence[int]) -> np.ndarray:
@@ -108,7 +108,7 @@ class Rule(NamedTuple):
 
 
 class Ignored(NamedTuple):
-    """A source tensor that is no weight, and why."""
+    """A source tensor that is not a weight, and why."""
 
     source: str
     reason: str

@@ -53,7 +53,7 @@ def concatenated(sources: Iterable[str], target: str, sizes: Iterable[int]) -> l
 
 
 def hf_attention(config: AttentionConfig) -> list[Rule]:
-    """Attention as transformers stores it."""
+    """Attention in the format of transformers."""
     return [
         *concatenated(("q_proj", "k_proj", "v_proj"), "in_proj", config.projected_sizes),
         *linear("o_proj", "out_proj"),
@@ -127,9 +127,9 @@ def mamba_ssm(config: ModelConfig, *, embedding: str, prefix: str = "") -> list[
     """mamba_ssm, transformers' mamba2 and Codestral, which differ in a few names.
 
     Args:
-        config: its "mlp" layers belong to the source layer of the mixer before them.
+        config: the model's config; "mlp" layers belong to the source layer of the mixer before.
         embedding: the embedding's name within the backbone.
-        prefix: of every source name.
+        prefix: prefix of every source name.
     """
     rules: list[Rule] = []
     layer = -1
@@ -166,9 +166,9 @@ def llama_like(
     """Models with Llama's names, whose source layers are a mixer and an MLP.
 
     Args:
-        config: its layers alternate between mixers and MLPs.
-        mlp: the rules of an MLP or of a mixture of experts.
-        mlp_name: its name within the layer; None if its tensors belong to the layer itself.
+        config: the model's config; layers alternate between mixers and MLPs.
+        mlp: rules of an MLP or of a mixture of experts.
+        mlp_name: name of the MLP within the layer; None if its tensors belong to the layer itself.
         mlp_norm, final_norm: names of norms.
     """
     rules: list[Rule] = []

@@ -106,7 +106,7 @@ class _Archive:
             ends = [info.header_offset for info in infos[1:]] + [archive.start_dir]
         if not infos:
             raise ValueError(f"{path} has no records; it was not saved by torch")
-        # torch writes 0 for all if told to compute none (`set_crc32_options`).
+        # torch writes 0 for all of them if told to compute none (`set_crc32_options`).
         has_crcs = any(info.CRC for info in infos)
         for info, end in zip(infos, ends, strict=True):
             name = info.filename.partition("/")[2]  # without the archive's directory
@@ -190,9 +190,9 @@ class _Archive:
         return Tensor(shape, storage.dtype, read)
 
     def _start(self, info: zipfile.ZipInfo, end: int) -> int:
-        """Where the data of a record starts.
+        """The offset of a record's data.
 
-        Only the record's local header says how long itself is. All else comes from the directory
+        Only the record's local header has its own length. Everything else comes from the directory
         and must agree: the name, and that the data ends at the next record.
         """
         header = self.data[info.header_offset : info.header_offset + _LOCAL_HEADER]
@@ -204,7 +204,7 @@ class _Archive:
         name_start = info.header_offset + _LOCAL_HEADER
         name = self.data[name_start : name_start + name_size]
         start = name_start + name_size + extra_size
-        # Behind the data there may be its CRC and size again, in one of four forms.
+        # After the data its CRC and size may be repeated, in one of four forms.
         behind = (12, 16, 20, 24) if info.flag_bits & 8 else (0,)
         if (
             name != info.orig_filename.encode("utf-8" if info.flag_bits & 1 << 11 else "cp437")
@@ -231,7 +231,7 @@ def _repeats(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 class _Bounded(io.FileIO):
-    """A file from which zipfile cannot read a directory of any size."""
+    """A file from which zipfile cannot read a directory of more than `_MAX_DIRECTORY` bytes."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > _MAX_DIRECTORY:
@@ -250,7 +250,7 @@ _NAMES = {
     ("collections", "OrderedDict"): _Name("dict"),
     ("torch._utils", "_rebuild_tensor_v2"): _Name("tensor"),
     ("torch._utils", "_rebuild_parameter"): _Name("parameter"),
-    # Has attributes such as mamba_ssm's _no_weight_decay, which are ignored.
+    # Its attributes, such as mamba_ssm's _no_weight_decay, are ignored.
     ("torch._utils", "_rebuild_parameter_with_state"): _Name("parameter"),
 }
 
@@ -266,7 +266,7 @@ _PythonUnpickler: Any = pickle._Unpickler
 
 
 class _BoundedDispatch:
-    """Looks up the next opcode of an unpickler, unless what it builds is too large to be real."""
+    """Looks up the next opcode of an unpickler, unless its result is too large to be real."""
 
     def __init__(self, unpickler: "_Unpickler"):
         self._unpickler = unpickler
@@ -288,7 +288,7 @@ class _BoundedDispatch:
 
 
 class _Unpickler(_PythonUnpickler):
-    """Python's unpickler, restricted to a few opcodes, with checks on what they build.
+    """Python's unpickler, restricted to a few opcodes, with checks on their results.
 
     The one in C is not used: it allocates its memo by the largest index in the file.
     """

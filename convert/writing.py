@@ -17,11 +17,11 @@ from stree_jax.convert.families import FAMILIES
 from stree_jax.convert.fields import Fields
 from stree_jax.models.lm import HybridLM, check_on_one_device
 
-_SHARD = 1 << 30  # bytes; one shard is in memory beside the model
+_SHARD = 1 << 30  # bytes; one shard is in memory next to the model
 
 
 def writable() -> tuple[str, ...]:
-    """Targets of `write_as`; "hf" is the first family of transformers that can hold the model."""
+    """Targets of `write_as`; "hf": the first family of transformers that can hold the model."""
     return ("hf", *(name for name, family in FAMILIES.items() if family.write is not None))
 
 
@@ -34,10 +34,10 @@ def write_as(model: HybridLM, directory: Path, target: str) -> None:
     Args:
         model: the model.
         directory: an existing directory.
-        target: one of `writable()`.
+        target: a name from `writable()`.
 
     Raises:
-        ValueError: the family cannot represent something that the model has.
+        ValueError: the family cannot represent the model.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
@@ -73,7 +73,7 @@ def write_as(model: HybridLM, directory: Path, target: str) -> None:
         }
         try:
             save_file(tensors, directory / name, metadata={"format": "pt"})
-        except SafetensorError as error:  # such as a full disk
+        except SafetensorError as error:  # for example, a full disk
             raise OSError(f"cannot write {directory / name}: {first_line(error)}") from error
         weight_map |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
@@ -96,14 +96,13 @@ def written_as(config: ModelConfig, target: str, dtype: str, directory: Path) ->
     """Config files for a model, verified by reading them back.
 
     Args:
-        config: the model's.
-        target: one of `writable()`.
+        config: the model's config.
+        target: a name from `writable()`.
         dtype: name of the weights' dtype.
         directory: the destination, for messages only.
 
     Raises:
-        ValueError: the family cannot represent the model; lists everything that it has no place
-            for.
+        ValueError: the family cannot represent the model; lists everything that it lacks.
     """
     if target != "hf":
         return _written(config, target, dtype, directory)
@@ -125,7 +124,7 @@ def _written(config: ModelConfig, name: str, dtype: str, directory: Path) -> Wri
     try:
         files = {"config.json": family.write(config, dtype)}
         files |= {file: write(config) for file, write in family.beside.items()}
-        # Read back what JSON makes of it: tuples become lists.
+        # Read back after JSON, which turns tuples into lists.
         tables = {
             file: Fields(directory / file, values)
             for file, values in json.loads(json.dumps(files)).items()
@@ -153,7 +152,7 @@ def _canonical(config: ModelConfig, *, padded: bool) -> dict[str, Any]:
 
     Args:
         config: the config; parts that no layer uses are left out.
-        padded: tell padding from vocabulary.
+        padded: whether padding differs from vocabulary.
     """
     used = {part for kind in config.layers for part in LAYER_PARTS[kind]}
     parts = {part for kind in LAYER_PARTS for part in LAYER_PARTS[kind]}

@@ -1,4 +1,4 @@
-"""`stree-jax generate --prompts`: the prompts of a file through a few rows, into another file."""
+"""`stree-jax generate --prompts`: continues the prompts of a file, several at a time."""
 
 import hashlib
 import json
@@ -22,12 +22,12 @@ from stree_jax.checks import check_int
 from stree_jax.cli.generate import Loaded, check_seed, encoded
 from stree_jax.decoding.options import MAX_TOKENS, plan
 
-# What a line may set for itself.
+# Settings that a line may override.
 _SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p")
 
 
 class _Line(NamedTuple):
-    """A line of the prompts file: a request, or what is wrong with it."""
+    """A line of the prompts file: a request, or its error."""
 
     number: int  # from 1
     prompt: str
@@ -48,24 +48,24 @@ def run_batch(
     fingerprint: dict[str, Any],
     **defaults: Any,
 ) -> int:
-    """Decodes what the output does not have yet, and appends each text as it ends.
+    """Decodes the prompts that the output lacks, and appends each text as it ends.
 
     A line's random key is that of the seed with the line's number folded in, so its text depends
     neither on the other lines nor on interruptions.
 
     Args:
-        console: for the bar, bad lines and the summary.
+        console: console for the progress bar, bad lines and the summary.
         loaded: models and tokenizer.
-        prompts: JSON objects with a "prompt"; they may have settings of their own.
-        output: JSON objects with "line", "prompt", "text" and counts, in the order of their ends.
-        rows: prompts that decode at the same time.
-        verifier, max_length: as in `generate`.
-        seed: of lines that have none.
+        prompts: file of JSON objects with a "prompt" and optional settings.
+        output: file of JSON objects with "line", "prompt", "text" and counts, as texts end.
+        rows: number of prompts that decode at the same time.
+        verifier, max_length: see `generate`.
+        seed: default random seed of a line.
         fingerprint: all options that may change a text.
-        **defaults: settings of lines that have none.
+        **defaults: default settings of a line.
 
     Returns:
-        How many lines have no text because something is wrong with them.
+        The number of lines with errors.
 
     Raises:
         ValueError: a file that cannot be read or written, or an output of other options or prompts.
@@ -186,10 +186,10 @@ def _parsed(loaded: Loaded, number: int, line: str, seed: int, defaults: dict[st
 
 
 def _finished(output: Path, run: str, prompts: dict[int, str]) -> set[int]:
-    """Lines that the output has; what an interrupted run left of a line is cut off.
+    """Lines in the output; a line that an interrupted run left incomplete is removed.
 
     Raises:
-        ValueError: the output is no file of ours, or of another run.
+        ValueError: the output is not a file of this command, or belongs to another run.
     """
     if not output.exists():
         if not output.parent.is_dir():

@@ -57,7 +57,7 @@ def run_demo(
         console,
         find(st.demo_path("target") if target is None else target),
         find(st.demo_path("draft") if draft is None else draft),
-        # The result of `stree-jax tune-tree` for the embedded pair; None: it said not to draft.
+        # The result of `stree-jax tune-tree` for the embedded pair; None: drafting did not pay.
         parse_tree(f"@{st.demo_path('target').with_name('tree.json')}") if target is None else None,
         max_new_tokens,
     )

@@ -43,9 +43,9 @@ def load(
     mesh: str | None = None,
     distributed: bool = False,
 ) -> Loaded:
-    """Loads what `generate` needs.
+    """Loads models and tokenizer for `generate`.
 
-    Of several processes only the first one gets the standard output.
+    Only process 0 writes to the standard output.
 
     Raises:
         ValueError: an argument is invalid.
@@ -53,7 +53,7 @@ def load(
     if (draft is not None) + ngram + (medusa is not None) > 1:
         raise ValueError("--draft, --ngram and --medusa each select a drafter; choose one")
     topology = None if tree is None else parse_tree(tree)
-    if tree is not None and topology is None:  # a tuned result that says not to draft
+    if tree is not None and topology is None:  # the tuned result: do not draft
         draft, ngram, medusa = None, False, None
     kind = "" if tree is None else tree.partition(":")[0]
     if sharpness is not None and (kind != "budget" or draft is None):
@@ -92,7 +92,7 @@ def load(
 
 
 def check_seed(seed: object, name: str) -> None:
-    """Refuses what jax would take modulo 2**32, or raise OverflowError for."""
+    """Refuses seeds that jax takes modulo 2**32 or raises OverflowError for."""
     check_int(name, seed, 0, 2**32 - 1)
 
 

@@ -54,13 +54,15 @@ def generate(
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help='Many texts to continue, instead: JSON lines with a "prompt" each.'),
+        typer.Option(help='File of prompts instead: JSON lines with a "prompt" each.'),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Of --prompts: file of JSON lines to write. Run again, it goes on."),
+        typer.Option(help="With --prompts: JSON lines file to write. Rerun to resume."),
     ] = None,
-    rows: Annotated[int, typer.Option(help="Of --prompts: texts that decode together.")] = 8,
+    rows: Annotated[
+        int, typer.Option(help="With --prompts: number of texts decoded at the same time.")
+    ] = 8,
     draft: Annotated[
         str | None, typer.Option(help="Draft model: checkpoint directory or hub name.")
     ] = None,
@@ -77,13 +79,13 @@ def generate(
     ] = None,
     sharpness: Annotated[
         float | None,
-        typer.Option(help="Of dynamic trees, by default 2.5; tune-tree fits it."),
+        typer.Option(help="Sharpness of dynamic trees, by default 2.5; tune-tree fits it."),
     ] = None,
     verifier: Annotated[
         str | None,
         typer.Option(
             help="greedy, target_only, or with --lossy typical; by default the one that fits the"
-            " temperature. Rules that test drafts are for Python."
+            " temperature. Other rules are in the Python API."
         ),
     ] = None,
     lossy: Annotated[
@@ -104,11 +106,13 @@ def generate(
     ] = None,
     mesh: Annotated[
         str | None,
-        typer.Option(help="Devices of a --prompt: data=2,model=4, or auto; see docs/sharding.md."),
+        typer.Option(
+            help="Mesh of devices for --prompt: data=2,model=4, or auto; see docs/sharding.md."
+        ),
     ] = None,
     distributed: Annotated[
         bool,
-        typer.Option("--distributed", help="Of --mesh: this is one of several processes."),
+        typer.Option("--distributed", help="With --mesh: this is one of several processes."),
     ] = False,
 ) -> None:
     """Continue a prompt, printing tokens as they are accepted, or all prompts of a file."""
@@ -209,7 +213,7 @@ def train(
     recipe: Annotated[Path, typer.Argument(help="TOML file: text, model and optimizer.")],
     output: Annotated[Path, typer.Argument(help="Checkpoint directory to create.")],
 ) -> None:
-    """Train a tokenizer and a model on text. Run again, it resumes."""
+    """Train a tokenizer and a model on text. Rerun to resume."""
     from stree_jax.cli.train import run_training
 
     _interrupt_by_exception()
@@ -222,7 +226,7 @@ def distill(
     target: Annotated[Path, typer.Argument(help="Checkpoint directory of the target model.")],
     output: Annotated[Path, typer.Argument(help="Checkpoint directory to create.")],
 ) -> None:
-    """Distill a target model into a draft model. Run again, it resumes."""
+    """Distill a target model into a draft model. Rerun to resume."""
     from stree_jax.cli.train import run_training
 
     _interrupt_by_exception()
@@ -235,7 +239,7 @@ def medusa(
     target: Annotated[Path, typer.Argument(help="Checkpoint directory of the target model.")],
     output: Annotated[Path, typer.Argument(help="Directory of the heads to create.")],
 ) -> None:
-    """Train Medusa heads for a target. Run again, it resumes."""
+    """Train Medusa heads for a target. Rerun to resume."""
     from stree_jax.cli.train import run_training
 
     _interrupt_by_exception()
@@ -244,7 +248,7 @@ def medusa(
 
 @app.command()
 def tree(
-    spec: Annotated[str, typer.Argument(help="As in `generate --tree`.")],
+    spec: Annotated[str, typer.Argument(help="Draft tree, as in `generate --tree`.")],
 ) -> None:
     """Print a draft tree."""
     from stree_jax.cli.trees import parse_tree
@@ -253,7 +257,7 @@ def tree(
     if topology is None:
         raise ValueError(f"{spec} says not to draft: there is no tree to print")
     console = Console(highlight=False)
-    console.print(topology.draw(), markup=False, soft_wrap=True)  # a wrapped tree cannot be read
+    console.print(topology.draw(), markup=False, soft_wrap=True)  # a wrapped tree is unreadable
     console.print(
         f"{topology.num_nodes} nodes, depth {topology.depth}, width {topology.width}", style="dim"
     )
@@ -272,7 +276,7 @@ def tune_tree(
     temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 0.0,
     prompts: Annotated[
         Path | None,
-        typer.Option(help='File with a prompt a line; .jsonl: objects with a "prompt".'),
+        typer.Option(help='File with one prompt per line; .jsonl: objects with a "prompt".'),
     ] = None,
     max_nodes: Annotated[int, typer.Option(help="Most nodes of a tree, root included.")] = 64,
     max_depth: Annotated[int, typer.Option(help="Most drafts on a path.")] = 8,
@@ -304,7 +308,7 @@ def tune_tree(
 
 
 def _interrupt_by_exception() -> None:
-    """For commands that leave nothing half-written: Ctrl-C raises, as everywhere in Python."""
+    """For commands that write no files in part: Ctrl-C raises, as everywhere in Python."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -32,8 +32,8 @@ def parse_mesh(spec: str) -> Mesh:
 def join_processes() -> None:
     """Joins the other processes of this command; must be the first use of jax.
 
-    jax finds them on Slurm, Open MPI and TPUs. Elsewhere each process says where the first one
-    listens, how many there are and which it is: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    jax finds them on Slurm, Open MPI and TPUs. Elsewhere each process sets the address of process
+    0, the number of processes and its own index: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
     JAX_PROCESS_ID.
 
     Raises:
@@ -47,7 +47,7 @@ def join_processes() -> None:
         numbers.append(None if value is None else int(value))
     try:
         jax.distributed.initialize(num_processes=numbers[0], process_id=numbers[1])
-    except Exception as error:  # of many types, by what is missing
+    except Exception as error:  # jax raises many types
         raise ValueError(
             f"--distributed found no other processes ({first_line(error)}); start one on each host"
             " with Slurm or Open MPI, or set JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES"

@@ -7,7 +7,7 @@ from stree_jax.tree import TreeTopology
 
 
 def parse_tree(spec: str) -> TreeTopology | None:
-    """Parses the specification of a tree; None: a tuned result that says not to draft.
+    """Parses the specification of a tree; None: the tuned result is not to draft.
 
     Raises:
         ValueError: the specification is malformed, or its file.

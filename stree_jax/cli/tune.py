@@ -13,7 +13,7 @@ from stree_jax.cli.cache import enable_cache
 from stree_jax.cli.demo import PROMPTS
 from stree_jax.convert import find
 
-# Beside the demo's. Acceptance is measured on half of the prompts, speed on the other half.
+# In addition to the demo's. Half of the prompts measure acceptance, the other half speed.
 MORE_PROMPTS = (
     "def is_even(number):\n",
     "Question: A shop sells pens for $2 each. Ada buys 7 pens and pays with $20. How much change"
@@ -119,7 +119,7 @@ def run_tune_tree(
 
 
 def _read(path: Path) -> list[str]:
-    """A prompt a line: JSON objects with a "prompt" in a .jsonl file, otherwise plain text."""
+    """One prompt per line: JSON objects with a "prompt" in a .jsonl file, otherwise plain text."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:

@@ -34,27 +34,27 @@ from stree_jax.tree import TreeTopology
 
 
 class Scheduler:
-    """Continuous batching: when a row ends, the next request takes its place.
+    """Continuous batching: when a row ends, the next request takes its slot.
 
     Requests are served first come, first served. A request's tokens are those that `generate` gives
-    for its prompt alone with `key=[key]` (as an array), whatever else is running, in which row, and
-    when: in float32, near ties excepted.
+    for its prompt alone with `key=[key]` (as an array), whatever else is running, in any row and at
+    any time: in float32, near ties excepted.
 
         scheduler = Scheduler(model, rows=8, max_length=1024)
         ids = [scheduler.submit(Request(prompt, max_new_tokens=100)) for prompt in prompts]
         for completion in scheduler.completions():
             print(completion.request_id, completion.tokens)
 
-    A prompt is read when a row is free, while no row decodes. Requests at temperature 0 and above
-    it share the rows if the verifier follows the target, as it does by default.
+    Prefill happens when a row is free, between decode steps. Requests at temperature 0 and above it
+    share the rows if the verifier follows the target, as it does by default.
 
     Args:
         model: the target.
-        rows: requests that decode at the same time.
+        rows: number of requests that decode at the same time.
         max_length: most tokens of a request, prompt and output. Attention caches have room for it
             in every row.
-        drafter, topology, verifier: as in `generate`, for all requests.
-        quantum: steps between two looks at the rows while none has ended.
+        drafter, topology, verifier: see `generate`; the same for all requests.
+        quantum: decode steps per scheduling interval.
         adaptive: measure decoding without drafts, with a chain of 3, and with `topology`, and use
             the fastest. Verifiers that test drafts by their probabilities then keep the
             distribution of a request, but not the text that it has alone.
@@ -91,7 +91,7 @@ class Scheduler:
         self._max_length, self._quantum = max_length, quantum
         self._topology = topology
         trees = [TreeTopology.chain(0), TreeTopology.chain(3)] if adaptive else []
-        # Of each way of drafting, at temperature 0 and above it; None where it is refused.
+        # For each way of drafting: the plans at temperature 0 and above it; None if refused.
         self._plans = [
             {greedy: self._planned(tree, greedy) for greedy in (True, False)}
             for tree in (*trees, topology)
@@ -125,7 +125,7 @@ class Scheduler:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the caches and pending records of all rows, the drafter's too; 0 at first."""
+        """Bytes of the caches and pending records of all rows, with the drafter's; 0 at first."""
         state = self._state
         if state is None:
             return 0
@@ -147,7 +147,7 @@ class Scheduler:
         """Queues a request.
 
         Returns:
-            Its number, counted from 0.
+            The request's id, counted from 0.
 
         Raises:
             ValueError: a bad value, a request that is longer than `max_length`, or one at
@@ -174,7 +174,7 @@ class Scheduler:
     def completions(self) -> Iterator[Completion]:
         """Decodes, and yields requests as they end, until none is left.
 
-        Requests may be submitted meanwhile. You may stop iterating: the next call goes on.
+        Requests may be submitted meanwhile. You may stop iterating: the next call resumes.
         """
         while True:
             while self._ended:
@@ -186,11 +186,11 @@ class Scheduler:
             self._collect()
 
     def read(self, prompt: Sequence[int], after: Prefix | None = None) -> Prefix:
-        """Reads a prompt once, for any number of requests after it.
+        """Prefills a prompt once, to be shared by any number of requests.
 
         Args:
             prompt: token ids.
-            after: what comes before it, from `read` or from a completion.
+            after: the prefix before the prompt, from `read` or from a completion.
 
         Raises:
             ValueError: not token ids, or more than `max_length` of them.
@@ -276,7 +276,7 @@ class Scheduler:
             self._tenants[row] = job
 
     def _run(self) -> None:
-        """Runs until a row has ended that another request waits for, or a quantum."""
+        """Runs until a row has ended that a waiting request can take, or for one quantum."""
         jobs = [job for job in self._tenants if job is not None]
         greedy = all(job.is_greedy for job in jobs)
         self._choose_way(greedy)
@@ -315,7 +315,7 @@ class Scheduler:
             self._state = slots.switch(decoder, self._model, drafter, self._state)
 
     def _counts(self) -> np.ndarray:
-        """Steps of the loop, tokens and target calls of all rows so far."""
+        """Loop steps, tokens and target calls of all rows so far."""
         counts = self._state.statistics
         step, *sums = jax.device_get((self._state.step, counts.emitted, counts.target_calls))
         return np.array([step.max(), *(part.sum() for part in sums)])
@@ -376,7 +376,7 @@ class Scheduler:
 
 @functools.cache
 def _no_key() -> jax.Array:
-    """For requests at temperature 0, which draw nothing."""
+    """A key for requests at temperature 0, which draw no random numbers."""
     return jax.random.key(0)[None]
 
 

@@ -1,4 +1,4 @@
-"""What goes into a scheduler, and what comes out."""
+"""Requests to a scheduler, and their completions."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from stree_jax.decoding.types import Prefix
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A text to continue. All but `prompt`, `after` and `keep` are as in `generate`.
+    """A text to continue. All fields but `prompt`, `after` and `keep` are as in `generate`.
 
     Attributes:
         prompt: token ids; may be empty with `after`.
         key: the row's own random key, required above temperature 0.
-        after: what comes before the prompt and has been read: from `Scheduler.read`, or from the
+        after: the prefilled prefix before the prompt: from `Scheduler.read`, or from the
             completion of a request with `keep`.
-        keep: the completion has a prefix of the whole text, to go on from. It holds a copy of the
-            row's cache.
+        keep: whether the completion has a prefix of the whole text, to continue from. It holds a
+            copy of the row's cache.
     """
 
     prompt: Sequence[int]
@@ -41,13 +41,13 @@ class Completion:
     """A request that has ended.
 
     Attributes:
-        request_id: what `submit` returned.
+        request_id: the id that `submit` returned.
         tokens: the new tokens, end of sequence included.
         stats: calls, drafts and acceptance of this request.
-        seconds_queued: from `submit` until a row was free and the prompt was to be read.
-        seconds_decoded: from then to the end, reading included.
-        error: None, or why the row ended before its end: logits were not finite.
-        prefix: of the whole text, if the request wanted to keep it and did not fail.
+        seconds_queued: time from `submit` until the request got a row.
+        seconds_decoded: time from then to the end, prefill included.
+        error: None, or why the row failed: logits were not finite.
+        prefix: the prefix of the whole text, if the request had `keep` and did not fail.
     """
 
     request_id: int
@@ -61,7 +61,7 @@ class Completion:
 
 @dataclasses.dataclass
 class Job:
-    """A request on its way."""
+    """A submitted request."""
 
     request_id: int
     request: Request
@@ -72,10 +72,10 @@ class Job:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether it takes the best token."""
+        """Whether its temperature is 0."""
         return self.request.temperature == 0
 
     @property
     def is_filtered(self) -> bool:
-        """Whether it samples from some tokens only."""
+        """Whether it uses top-k or top-p."""
         return self.plan.sampling.use_top_k_or_top_p

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from stree_jax.training.recipe import Text
 
 END_OF_TEXT = "<|endoftext|>"
-_HELD_OUT = 0.01  # fraction of each file, at its end, for evaluation only
+_HELD_OUT = 0.01  # fraction at the end of each file, for evaluation only
 
 
 class Corpus(NamedTuple):

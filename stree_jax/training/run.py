@@ -30,8 +30,8 @@ from stree_jax.training.trainer import Loss, Progress, cast, evaluate, fit, forg
 if not TYPE_CHECKING:
     __getattr__ = lazily(__name__, {"train_medusa": "stree_jax.extensions.medusa.training"})
 
-# The target generates the rows of this many steps in one batch: on a CPU 64 rows take little longer
-# than 8.
+# The target generates the rows of this many steps in one batch: on a CPU 64 rows take little
+# longer than 8.
 _STEPS_AT_ONCE = 8
 
 
@@ -150,7 +150,7 @@ def run_text(recipe: Recipe, tokenizer: Tokenizer, target: HybridLM | None) -> R
 
     num_generated = round(training.generated * training.batch_size)
 
-    @functools.lru_cache(maxsize=2)  # of even and of odd steps
+    @functools.lru_cache(maxsize=2)  # one entry each for even and odd steps
     def generated(first: int) -> np.ndarray:
         steps = range(first, first + 2 * _STEPS_AT_ONCE, 2)
         rows = np.concatenate([read(corpus, step)[:num_generated] for step in steps])
@@ -200,8 +200,8 @@ def run_directory(
 
     Args:
         output: the checkpoint to write, which may exist.
-        fingerprint: of the run.
-        check: refuses an `output` of another kind.
+        fingerprint: fingerprint of the run.
+        check: function that refuses an `output` of another kind.
 
     Raises:
         ValueError: `output` is not a checkpoint, or the directory belongs to another run.
@@ -235,9 +235,9 @@ def run_directory(
 
 
 def _common_peak(before: dict[str, Any], now: dict[str, Any]) -> int | None:
-    """The last step that two runs share: they differ in where the rate begins to fall.
+    """The last step shared by two runs that differ only in the start of the decay.
 
-    None: the rate has no such place, or the runs differ in more.
+    None: there is no such start, or the runs differ in more.
     """
     ends, rest = [], []
     for run in (before, now):

@@ -19,8 +19,8 @@ from stree_jax.checkpoint import check_shapes
 from stree_jax.models.lm import HybridLM
 from stree_jax.training.recipe import Training
 
-# (model, tokens, extra) -> scalar loss; the model is a HybridLM, or Medusa heads. `extra` is the
-# target of a distillation or of heads, else None.
+# (model, tokens, extra) -> scalar loss; the model is a HybridLM or Medusa heads. `extra` is the
+# target of distillation or of heads, else None.
 Loss = Callable[[Any, Array, Any], Array]
 
 
@@ -43,15 +43,15 @@ def fit(
     """Trains `model` in place, resuming from the latest checkpoint if there is one.
 
     Args:
-        model: in float32. It has the trained weights when the iterator is exhausted; until then
-            it is unusable, because its weights are donated to the first step.
+        model: a float32 model. It has the trained weights when the iterator is exhausted; until
+            then it is unusable, because its weights are donated to the first step.
         loss: the loss function.
-        batch: tokens `[batch_size, sequence_length + 1]` of a step. A pure function, so that a
-            resumed run sees the same batches.
-        training: the optimization.
+        batch: function from a step to its tokens `[batch_size, sequence_length + 1]`; pure, so that
+            a resumed run sees the same batches.
+        training: optimizer, schedule and batch size.
         checkpoints: directory of this run's checkpoints, each written atomically. The latest two
             are kept, and the last one at the peak rate.
-        extra: further argument of `loss`.
+        extra: last argument of `loss`.
 
     Yields:
         One `Progress` per step.

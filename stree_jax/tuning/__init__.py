@@ -1,4 +1,4 @@
-"""Choosing the draft tree by measurement: what is accepted, and what steps cost on this device."""
+"""Choosing the draft tree by measurement of acceptance and of step costs on this device."""
 
 from stree_jax.tuning.dynamic import SHARPNESS, dynamic_tau, fitted
 from stree_jax.tuning.measure import Costs, measure_costs

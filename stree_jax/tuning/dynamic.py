@@ -1,4 +1,4 @@
-"""What dynamic trees would accept, and how sharp the draft's probabilities should be for them."""
+"""Acceptance of dynamic trees, and the best sharpness of the draft's probabilities."""
 
 import functools
 from collections.abc import Sequence
@@ -28,18 +28,18 @@ def dynamic_tau(
     expand: int = 8,
     grid: Sequence[float] = SHARPNESS,
 ) -> dict[TreeTopology, dict[float, float]]:
-    """Tokens a target call of dynamic trees on texts that the target wrote, by size and sharpness.
+    """Tokens per target call of dynamic trees on the target's own texts, by size and sharpness.
 
-    A tree is drafted at every place of the texts. It depends on the text before it only, so
-    stepping through these trees is what decoding does: the numbers are exact, as for static trees.
+    A tree is drafted at every position of the texts. It depends only on the text before it, so
+    stepping through these trees replays decoding: the numbers are exact, as for static trees.
 
     Args:
         draft: the draft model.
-        request: the plan by which the texts were written; gives prompts, keys and sampling.
+        request: the plan that generated the texts; gives prompts, keys and sampling.
         tokens: the new tokens of each row.
         topologies: sizes of trees, such as `TreeTopology.budget(N, D)`.
-        expand: of `DynamicDrafter`.
-        grid: values of its `sharpness`.
+        expand: `expand` of `DynamicDrafter`.
+        grid: candidate values of its `sharpness`.
     """
     drafters = {sharp: DynamicDrafter(draft, expand=expand, sharpness=sharp) for sharp in grid}
     ends = np.cumsum([len(new) for new in tokens])
@@ -69,12 +69,12 @@ def dynamic_tau(
 
 
 def fitted(taus: dict[float, float]) -> float:
-    """The sharpness that accepts most."""
+    """The sharpness with the highest acceptance."""
     return max(taus, key=lambda sharpness: taus[sharpness])
 
 
 def _num_accepted(draft: DraftTree, following: Int[np.ndarray, "B D"]) -> Int[np.ndarray, " B"]:
-    """Drafts of each tree on the path of the tokens that followed."""
+    """Number of accepted drafts of each tree, given the tokens that followed."""
     tree, rows = draft.tree, np.arange(len(following))
     on_path = np.zeros(tree.parents.shape, bool)
     on_path[:, 0] = True
@@ -89,7 +89,7 @@ def _num_accepted(draft: DraftTree, following: Int[np.ndarray, "B D"]) -> Int[np
 
 
 def _num_calls(accepted: Int[np.ndarray, " T"]) -> int:
-    """Steps that decode a text whose trees accept so many drafts at each place."""
+    """Target calls to decode a text, given the drafts accepted at each position."""
     at = calls = 0
     while at < len(accepted):
         at += int(accepted[at]) + 1

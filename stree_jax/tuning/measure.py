@@ -1,4 +1,4 @@
-"""What the parts of a decode step cost on this device."""
+"""Measured costs of the parts of a decode step on this device."""
 
 import functools
 import time
@@ -24,17 +24,17 @@ from stree_jax.tree import TreeTopology
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 WIDTHS = (1, 2, 4, 8, 16, 32)
 _ROUNDS = 5
-_SECONDS = 0.05  # of a sample; shorter ones are noise
+_SECONDS = 0.05  # shortest sample; below it is noise
 
 
 class Costs(NamedTuple):
-    """Seconds of the parts of a decode step of one row. Between measured sizes they are linear.
+    """Seconds of the parts of a decode step of one row, interpolated between measured sizes.
 
     Attributes:
-        target: of a target call, by the number of nodes.
-        first_level: of drafting the children of the root.
-        level: of drafting a level below, by the number of nodes whose children are drafted.
-        overhead: of all the rest of a step.
+        target: seconds of a target call, by number of nodes.
+        first_level: seconds to draft the children of the root.
+        level: seconds to draft a level below, by number of nodes whose children are drafted.
+        overhead: seconds of the rest of a step.
     """
 
     target: dict[int, float]
@@ -46,9 +46,9 @@ class Costs(NamedTuple):
         """Seconds of a step with this tree.
 
         Args:
-            topology: of the tree.
-            widths: nodes of each level that a drafter reads which chooses the shape; the root's
-                first, and the last one is not read.
+            topology: the draft tree.
+            widths: for a dynamic drafter, the nodes of each level that it searches, the root's
+                first; it does not run the last level.
         """
         seconds = _interpolated(self.target, topology.num_nodes)
         if topology.depth:
@@ -62,7 +62,7 @@ class Costs(NamedTuple):
 
 def _interpolated(table: dict[int, float], size: int) -> float:
     sizes = sorted(table)
-    if size > sizes[-1] and len(sizes) > 1:  # go on as between the last two
+    if size > sizes[-1] and len(sizes) > 1:  # extrapolate from the last two
         low, high = sizes[-2:]
         slope = (table[high] - table[low]) / (high - low)
         return table[high] + max(slope, 0.0) * (size - high)
@@ -80,15 +80,15 @@ def measure_costs(
     key: jax.Array | None = None,
     advance: Callable[[], Any] = lambda: None,
 ) -> Costs:
-    """Measures every part in a loop on the device, all parts in turn, and takes medians.
+    """Times every part in a loop on the device, interleaved, and takes medians.
 
     Args:
         model: the target.
-        drafter: fills static trees.
-        prompt: what has been read.
-        temperature, key: as in `generate`.
-        max_nodes, max_depth: of trees whose cost will be asked.
-        advance: called once for each part that has been compiled.
+        drafter: a drafter of static trees.
+        prompt: the prefilled prompt.
+        temperature, key: see `generate`.
+        max_nodes, max_depth: largest size and depth of trees to be costed.
+        advance: callback after each part is compiled.
     """
     sizes = [size for size in SIZES if size < max_nodes] + [max_nodes]
     widths = [width for width in WIDTHS if width < max_nodes // 2] or [1]
@@ -156,7 +156,7 @@ def _medians(parts: dict[Any, Callable[[int], object]], advance: Callable[[], An
     samples: dict[Any, list[float]] = {name: [] for name in parts}
     for _ in range(_ROUNDS):
         for name, part in parts.items():
-            # Two lengths, so that what a call costs besides its iterations cancels.
+            # Two lengths, so that the overhead of a call cancels.
             few, many = _timed(part, counts[name] // 4), _timed(part, counts[name])
             samples[name].append((many - few) / (counts[name] - counts[name] // 4))
     return {name: float(np.median(values)) for name, values in samples.items()}
@@ -199,11 +199,11 @@ def _drafts(
     config: ModelConfig,
     dtype: jnp.dtype,
 ) -> Any:
-    """Trees that are drafted and forgotten."""
+    """Drafts trees and discards them."""
     none = jnp.full(1, -1, jnp.int32)
     verdict = Verdict(none, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
     noise = None
-    if not sampling.temperature_is_zero:  # made once a step for both models: overhead
+    if not sampling.temperature_is_zero:  # made once per step for both models: overhead
         noise = position_noise(keys, context.length, topology.depth, config.vocab_size)
 
     def draft(_: Any, carry: Any) -> Any:
@@ -212,7 +212,7 @@ def _drafts(
         at_root = jnp.arange(context.tokens.shape[1]) == context.length - 1
         linked = context._replace(tokens=jnp.where(at_root, last, context.tokens))
         tree, state = drafter.propose(state, linked, keys, sampling, topology, noise=noise)
-        hidden = jnp.zeros((1, config.d_model), dtype)  # as of the target
+        hidden = jnp.zeros((1, config.d_model), dtype)  # stands for the target's
         state = drafter.commit(state, tree, verdict, topology, hidden)
         return state, tree.tokens[:, -1]
 

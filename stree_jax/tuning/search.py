@@ -1,4 +1,4 @@
-"""From ranks and costs to trees: what a tree would accept, and the trees worth trying."""
+"""From ranks and costs to trees: the acceptance of a tree, and the trees worth timing."""
 
 import heapq
 
@@ -11,7 +11,7 @@ from stree_jax.tuning.trace import RankTrace
 
 
 def replay_tau(topology: TreeTopology, trace: RankTrace) -> float:
-    """Tokens a target call that decoding the traced texts with this static tree would give.
+    """Tokens per target call of decoding the traced texts with this static tree.
 
     Exact, not an estimate: the candidates after a prefix do not depend on the tree. (Nodes have at
     most `trace.num_ranks` children; a child beyond them counts as rejected.)
@@ -34,7 +34,7 @@ def replay_tau(topology: TreeTopology, trace: RankTrace) -> float:
 
 
 def acceptance(trace: RankTrace, max_depth: int) -> Float[np.ndarray, "D ranks"]:
-    """How often the child of each rank is taken if its parent was, by the parent's depth."""
+    """Acceptance rate of the child of each rank given its parent, by the parent's depth."""
     table = np.zeros((max_depth, trace.num_ranks))
     for depth in range(max_depth):
         taken = np.zeros(trace.num_ranks + 1)
@@ -59,24 +59,24 @@ def _column(ranks: np.ndarray, depth: int, none: int) -> np.ndarray:
 def best_trees(
     accept: Float[np.ndarray, "D ranks"], costs: Costs, max_nodes: int, max_depth: int
 ) -> list[TreeTopology]:
-    """For each size and depth the tree that accepts most, the fastest by `costs` first.
+    """For each size and depth the tree with the highest acceptance, the fastest by `costs` first.
 
-    The most probable nodes are taken one after the other: with `accept` falling from rank to rank
-    a node is never more probable than its parent or its sister before, so every prefix of that
-    order is a tree, and the best one of its size. (Sequoia, Chen et al. 2024, arXiv:2402.12374,
+    Nodes are taken in order of probability: with `accept` falling from rank to rank a node is never
+    more probable than its parent or its previous sibling, so every prefix of that order is a tree,
+    and the best one of its size. (Sequoia, Chen et al. 2024, arXiv:2402.12374,
     finds the same trees by dynamic programming.)
 
     Args:
-        accept: the probability that a child of each rank is taken if its parent was.
-        costs: of steps on this device.
-        max_nodes: with the root.
-        max_depth: at most the rows of `accept`.
+        accept: acceptance rate of a child of each rank given its parent.
+        costs: step costs on this device.
+        max_nodes: most nodes, the root included.
+        max_depth: greatest depth, at most the rows of `accept`.
     """
     predicted: dict[TreeTopology, float] = {}
     for depth in range(1, min(max_depth, len(accept)) + 1):
         tau = 1.0
         parents = [-1]
-        # Negative probability, order of arrival, parent, its depth, rank, the parent's probability.
+        # Negative probability, insertion order, parent, its depth, rank, the parent's probability.
         heap = [(-accept[0, 0], 0, 0, 0, 0, 1.0)]
         while heap and len(parents) < max_nodes:
             negative, _, parent, parent_depth, rank, above = heapq.heappop(heap)
@@ -97,7 +97,7 @@ def best_trees(
 
 
 def standard_error(trace: RankTrace) -> float:
-    """Of the rate at which the first candidate is taken."""
+    """Standard error of the acceptance rate of the first candidate."""
     ranks = np.concatenate(trace.ranks)
     rate = float(np.mean(ranks == 0))
     return (rate * (1 - rate) / len(ranks)) ** 0.5

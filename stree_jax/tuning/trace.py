@@ -1,7 +1,7 @@
-"""Which of a drafter's candidates the target takes, at every token of a text.
+"""Ranks of the target's tokens among the drafter's candidates, at every token of a text.
 
 Children of a node are the drafter's candidates in order of rank, so the ranks of the tokens that
-the target emits decide which nodes of any static tree would be accepted.
+the target emits determine which nodes of any static tree would be accepted.
 """
 
 import functools
@@ -20,7 +20,7 @@ from stree_jax.decoding.sampling import position_noise
 from stree_jax.decoding.types import Context, Sampling
 from stree_jax.tree import TreeTopology
 
-_BATCH = 32  # positions that are drafted from at once
+_BATCH = 32  # positions per batch
 
 
 class RankTrace(NamedTuple):
@@ -28,10 +28,10 @@ class RankTrace(NamedTuple):
 
     Attributes:
         ranks: for each text `[T]`, the rank of every new token among the candidates after the
-            tokens before it: 0 for the first, `num_ranks` if it was none of them. If candidates
+            tokens before it: 0 for the first, `num_ranks` if it is not among them. If candidates
             depend on the depth of a node `[T, D]`: of token t + d among the candidates of depth
             d + 1 in a step that has emitted t tokens.
-        num_ranks: candidates that were asked for.
+        num_ranks: number of candidates.
     """
 
     ranks: list[np.ndarray]
@@ -57,7 +57,7 @@ def rank_trace(
 
     Args:
         drafter: fills static trees.
-        request: the plan by which the texts were written; gives prompts, keys and sampling.
+        request: the plan that generated the texts; gives prompts, keys and sampling.
         tokens: the new tokens of each row.
         num_ranks: candidates to look at.
         vocab_size: of the target.
@@ -91,14 +91,14 @@ def rank_trace(
 
 
 class Positions(NamedTuple):
-    """Places in texts, as many rows of a batch.
+    """Positions in texts, as the rows of a batch.
 
     Attributes:
-        context: each text up to its place.
-        keys, sampling: of the text.
-        emitted: new tokens before the place.
-        following: the tokens of the text from there on; -1 behind its end.
-        num_places: rows that count; the others fill up the batch.
+        context: the text up to the position.
+        keys, sampling: key and sampling settings of the text.
+        emitted: number of new tokens before the position.
+        following: tokens of the text from the position on; -1 after its end.
+        num_places: number of real rows; the others pad the batch.
     """
 
     context: Context
@@ -110,12 +110,12 @@ class Positions(NamedTuple):
 
 
 def positions(request: Plan, tokens: Sequence[np.ndarray], ahead: int) -> Iterator[Positions]:
-    """The places before every new token, text after text.
+    """The positions before every new token, text after text.
 
     Args:
-        request: the plan by which the texts were written.
+        request: the plan that generated the texts.
         tokens: the new tokens of each row.
-        ahead: tokens to show from each place on.
+        ahead: number of tokens in `following`.
     """
     texts, starts = whole_texts(request, tokens), np.asarray(request.context.length)
     rows = np.repeat(np.arange(len(tokens)), [len(new) for new in tokens])
@@ -124,7 +124,7 @@ def positions(request: Plan, tokens: Sequence[np.ndarray], ahead: int) -> Iterat
     for want, new in zip(wanted, tokens, strict=True):
         want[: len(new)] = new
     for first in range(0, len(rows), _BATCH):
-        # The last batch is filled up with its last position.
+        # The last batch is padded with its last position.
         at = np.minimum(np.arange(first, first + _BATCH), len(rows) - 1)
         row = rows[at]
         keys, sampling = jax.tree.map(operator.itemgetter(row), (request.keys, request.sampling))
@@ -150,7 +150,7 @@ def whole_texts(request: Plan, tokens: Sequence[np.ndarray]) -> Int[np.ndarray, 
 
 
 def check_how(drafter: Drafter, sampling: Sampling, num_ranks: int) -> None:
-    """Refuses drafters that draw their candidates with random numbers of their own."""
+    """Refuses drafters that sample their candidates with their own random numbers."""
     topology = TreeTopology.from_branching((num_ranks,))
     how = drafter.child_sampling(topology, temperature_is_zero=sampling.temperature_is_zero)
     if how in ("iid", "without_replacement"):

@@ -1,4 +1,4 @@
-"""`tune`: the fastest draft tree for a pair of models on this device, or none."""
+"""`tune`: the fastest draft tree for a pair of models on this device, if any pays."""
 
 import dataclasses
 import time
@@ -22,7 +22,7 @@ from stree_jax.tuning.trace import RankTrace, rank_trace
 
 NUM_RANKS = 8  # most children of a node
 _FINALISTS = 4
-_SHOWN = 8  # rows of a printed report that were not decoded with
+_SHOWN = 8  # untimed candidates in a printed report
 _ROUNDS = 5
 _ENOUGH_TOKENS = 500
 
@@ -32,15 +32,15 @@ class Candidate:
     """A tree and its speed; `topology` None is decoding without drafts.
 
     Attributes:
-        name: of the tree, such as "chain of 4".
-        topology: of the tree; of a dynamic one its size, `TreeTopology.budget(N, D)`.
-        tau: tokens a target call: replayed for trees that were not decoded with.
-        predicted: tokens a second by acceptance and costs.
-        measured: median tokens a second, None if it was not decoded with.
-        spread: half the range of the middle half of the rounds, in tokens a second.
+        name: name of the tree, such as "chain of 4".
+        topology: the tree; for a dynamic one its size, `TreeTopology.budget(N, D)`.
+        tau: tokens per target call; replayed if the tree was not timed.
+        predicted: tokens per second predicted from acceptance and costs.
+        measured: median tokens per second; None if the tree was not timed.
+        spread: half the interquartile range of the rounds, in tokens per second.
         speed_up: median over rounds of the ratio to decoding without drafts.
-        identical: the texts are those of decoding without drafts; None if not decoded with.
-        sharpness: of `DynamicDrafter`, fitted; None for static trees.
+        identical: whether the texts are those of decoding without drafts; None if not timed.
+        sharpness: fitted `sharpness` of `DynamicDrafter`; None for static trees.
     """
 
     name: str
@@ -60,12 +60,11 @@ class TuningReport:
 
     Attributes:
         best: the static tree to use; None: do not draft.
-        rows: finalists, which were decoded with, the fastest first; then the other candidates by
-            predicted speed.
-        advice: what to do, and why.
-        costs: of the parts of a step.
-        temperature: for which this holds.
-        num_traced: tokens that tau was replayed on.
+        rows: the timed finalists, the fastest first; then the other candidates by predicted speed.
+        advice: recommendation with its reason.
+        costs: costs of the parts of a step.
+        temperature: temperature of the measured texts.
+        num_traced: number of tokens that tau was replayed on.
         sharpness: for `DynamicDrafter`, by what its trees accept on these texts; None if the
             drafter is no `ModelDrafter`.
     """
@@ -114,10 +113,10 @@ def tune(
 ) -> TuningReport:
     """Finds the draft tree that decodes these prompts fastest here, one prompt at a time.
 
-    The target writes a text for each prompt. On the first half of the texts the drafter's
-    candidates are ranked, from which the acceptance of every static tree follows exactly; the parts
-    of a step are timed on this device; the most promising trees are then timed by decoding the
-    other half, in turn with decoding without drafts. A tree must beat the simpler choices by more
+    The target generates a text for each prompt. On the first half of the texts the drafter's
+    candidates are ranked, which gives the acceptance of every static tree exactly; the parts of a
+    step are timed on this device; the most promising trees are then timed by decoding the other
+    half, interleaved with decoding without drafts. A tree must beat the simpler choices by more
     than the spread of the measurement.
 
     For a `ModelDrafter`, a dynamic tree as large as the most promising static one is timed too. Its
@@ -126,16 +125,16 @@ def tune(
     Args:
         target: the model.
         drafter: fills static trees, such as a `ModelDrafter` or an `NgramDrafter`.
-        prompts: at least two, like those that will be decoded.
-        temperature: at which texts are decoded.
+        prompts: at least two prompts, typical of those that will be decoded.
+        temperature: temperature at which texts are decoded.
         key: random key, required above temperature 0.
         max_nodes: most nodes of a tree, root included.
         max_depth: most drafts on a path.
-        max_new_tokens: of each text.
-        progress: called with what is being done, how many of its parts are done, and of how many.
+        max_new_tokens: most new tokens of each text.
+        progress: callback with the current task, its finished parts and the number of its parts.
 
     Returns:
-        What was measured; `best` is the tree, or None: do not draft.
+        The measurements; `best` is the tree, or None: do not draft.
 
     Raises:
         ValueError: a bad argument, or a drafter whose trees are not static.
@@ -261,7 +260,7 @@ def _finalists(candidates: list[Candidate]) -> list[Candidate]:
     """The most promising trees, of different sizes, the best chain, and no draft."""
     trees = [row for row in candidates if row.topology is not None]
     chosen: list[Candidate] = []
-    for row in trees:  # neighbours in size differ by less than can be measured
+    for row in trees:  # neighbours in size differ by less than the measurement error
         sizes = [other.topology.num_nodes for other in chosen if other.topology is not None]
         assert row.topology is not None
         if all(abs(row.topology.num_nodes - size) > 0.2 * size for size in sizes):
@@ -298,7 +297,7 @@ def _decoded(
         outputs.append(decode(row))  # compiles
         progress("decoding", len(outputs), total)
     seconds = np.empty((_ROUNDS, len(finalists)))
-    for i in range(_ROUNDS):  # in turn, so that what else the machine does falls on all alike
+    for i in range(_ROUNDS):  # interleaved, so that other load on the machine affects all alike
         for j, row in enumerate(finalists):
             began = time.perf_counter()
             decode(row)
