@@ -32,7 +32,7 @@ class Drafter(Protocol):
 
     A drafter may also have these; all are used in Python, before anything is compiled:
 
-        models()                its draft models `[HybridLM, ...]`, which must have the target's
+        models()                its draft models, a list of `HybridLM`, which must have the target's
                                 vocabulary and lie on its mesh; none by default
         check_target(target)    raises ValueError for a target that it cannot draft for
         runs_on_mesh = True     class attribute, not inherited: it drafts for a target on a mesh
@@ -140,10 +140,10 @@ def draft_models(drafter: Drafter | None) -> list[HybridLM]:
 
 
 def check_target(drafter: Drafter | None, target: HybridLM) -> None:
-    """Lets a drafter with a method `check_target` refuse the target.
+    """Calls the drafter's `check_target`, if it has one.
 
     Raises:
-        ValueError: it cannot draft for this target.
+        ValueError: the drafter cannot draft for this target.
     """
     check = getattr(drafter, "check_target", None)
     if callable(check):
@@ -151,7 +151,7 @@ def check_target(drafter: Drafter | None, target: HybridLM) -> None:
 
 
 def runs_on_mesh(drafter: Drafter) -> bool:
-    """Whether its own class says so: a subclass may draft in another way."""
+    """Whether the drafter's own class declares it; a subclass may draft in another way."""
     return vars(type(drafter)).get("runs_on_mesh", False)
 
 
