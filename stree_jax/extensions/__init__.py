@@ -1,1 +1,1 @@
-"""Systems of other papers, each in a room of its own, on public names of the library only."""
+"""Systems of other papers, one package each, on public names of the library only."""

@@ -1,10 +1,10 @@
 """Drafting with a draft model that is itself sped up by speculative decoding.
 
-The medium model verifies the drafts of an inner drafter, some rounds in a row. What it accepts and
-what it adds is the chain that the target verifies. Every token of the chain is one that the medium
-model would have drafted: its best one, its best one with the target's noise, or a sample of it.
-Only the length of the chain is random. Whether a token is there depends on tests of tokens before
-it, so verifiers are as exact as for a chain of fixed length.
+The medium model verifies the drafts of an inner drafter, for several rounds. The accepted drafts
+and the token that it adds in each round form the chain that the target verifies. Every token of the
+chain is one that the medium model would have drafted: its best one, its best one with the target's
+noise, or a sample of it. Only the length of the chain is random. The presence of a token depends on
+tests of tokens before it only, so verifiers are as exact as for a chain of fixed length.
 """
 
 from typing import Any, NamedTuple
@@ -42,58 +42,58 @@ MAX_DEPTH = 64  # each round is part of the program
 
 
 class Round(NamedTuple):
-    """What the inner drafter proposed in a round."""
+    """The inner drafter's proposal in one round."""
 
-    state: Any  # of the inner drafter, from its `propose`
+    state: Any  # the inner drafter's, from its `propose`
     tokens: Int[Array, "B drafts"]
     tree: Tree
 
 
 class CascadeState(NamedTuple):
-    """What a cascade carries between steps.
+    """A cascade's state between steps.
 
     The medium model's own tree is the catch-up token, then the trees of all rounds, each of which
-    hangs below the last node that was accepted in the round before. Its root is the token that the
-    medium model added there. The last of these added tokens is not read. If the target accepts it,
-    it is the next catch-up token.
+    is a subtree of the last node that was accepted in the round before. Its root is the token that
+    the medium model added there. The medium model does not run the last of these added tokens. If
+    the target accepts it, it is the next catch-up token.
 
-    The inner drafter goes on from round to round as if the target accepted everything. Its states
+    The inner drafter continues from round to round as if the target accepted everything. Its states
     of all rounds are kept, and the one in whose round the target's path ends is committed. One more
     round is drafted than verified, for paths that end in the last added token.
     """
 
     cache: Cache
-    pending: Pending  # of the medium model's own tree
-    path: Path  # accepted in that tree, to be replayed
+    pending: Pending  # pending record of the medium model's own tree
+    path: Path  # accepted path in that tree, to be replayed
     catch_up: Int[Array, " B"]
     has_catch_up: Bool[Array, " B"]
     own: Tree
-    place: Int[Array, "B N"]  # of each node of the chain in the own tree
-    rounds: tuple[Round, ...]  # the first one's state is what the next step starts from
+    place: Int[Array, "B N"]  # index of each node of the chain in the own tree
+    rounds: tuple[Round, ...]  # the next step starts from the state of the first
 
 
 class CascadeDrafter(nnx.Module):
-    """A chain written by a medium model, which is sped up by an inner drafter.
+    """A chain drafted by a medium model, which is sped up by an inner drafter.
 
-    In each of `rounds` the inner drafter fills a tree, the medium model reads it in one call,
+    In each of `rounds` the inner drafter fills a tree, the medium model verifies it in one call,
     accepts a path and adds a token. Chains have up to `rounds * (inner_topology.depth + 1)` drafts,
     fewer where the medium model accepts less.
 
-    The inner drafter gets no hidden states: zeros, of the medium model's width. The memory of its
-    state is needed `rounds + 1` times.
+    The inner drafter gets zeros of the medium model's width as hidden states. Its state is held
+    `rounds + 1` times.
 
     Args:
-        medium: with the target's vocabulary.
-        inner: any drafter that `generate` takes with the medium model as target: `NgramDrafter()`
-            costs nothing, `ModelDrafter(small)` makes three levels.
-        rounds: calls of the medium model in a step.
+        medium: a draft model with the target's vocabulary.
+        inner: a drafter that `generate` takes with the medium model as target: `NgramDrafter()` is
+            free, `ModelDrafter(small)` makes three levels.
+        rounds: number of calls of the medium model per step.
         inner_topology: the tree of a round; None: a chain of 2.
         child_sampling: "auto" drafts the medium model's best token at temperature 0, and above it
             its best one with the noise that the target draws its tokens with. "iid" samples; then
             verifiers that test drafts by their probabilities are exact.
 
     Raises:
-        ValueError: bad numbers, no model, or an inner drafter that cannot be one.
+        ValueError: `medium` is not a model, a bad number, or a bad inner drafter.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class CascadeDrafter(nnx.Module):
         return [self.medium, *draft_models(self.inner)]
 
     def default_topology(self) -> TreeTopology:
-        """A chain with room for all that the rounds can accept, the only tree that there is."""
+        """A chain with room for all that the rounds can accept, the only valid tree."""
         return TreeTopology.chain(self.rounds * (self.inner_topology.depth + 1))
 
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
@@ -144,14 +144,14 @@ class CascadeDrafter(nnx.Module):
                 f"a cascade of {self.rounds} rounds fills a chain of {depth} drafts and no other"
                 f" tree; leave topology out, or use TreeTopology.chain({depth})"
             )
-        self._inner_sampling(temperature_is_zero)  # may refuse
+        self._inner_sampling(temperature_is_zero)  # raises if it refuses
         return chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
 
     def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> CascadeState:
         """See `Drafter`."""
         batch, inner = context.length.shape[0], self.inner_topology
         num_nodes = 1 + self.rounds * inner.num_nodes
-        # The inner drafter goes beyond the end of a row before the target cuts the path.
+        # The inner drafter drafts past the end of a row before the target cuts the path.
         state = self.inner.prepare(context, inner, max_length + topology.depth)
 
         def no_round() -> Round:
@@ -187,17 +187,19 @@ class CascadeDrafter(nnx.Module):
         batch, num_nodes = context.tokens.shape[0], inner.num_nodes
         rows = jnp.arange(batch)[:, None]
         emitted = jnp.zeros(batch, jnp.int32)  # in this step
-        place = jnp.ones((batch, topology.num_nodes), jnp.int32)  # of the root: behind the catch-up
+        place = jnp.ones(
+            (batch, topology.num_nodes), jnp.int32
+        )  # the root's index: after the catch-up
         finite = jnp.ones(batch, bool)
         text, inner_state = context, state.rounds[0].state
         tree, at = chain_of(state.has_catch_up[:, None]), state.has_catch_up - 1
         cache, pending = state.cache, None
         rounds, log_probs = [], []
         for index in range(self.rounds + 1):
-            first = 1 + index * num_nodes  # of the round, in the own tree
+            first = 1 + index * num_nodes  # index of the round's root in the own tree
             of_round = jax.vmap(jax.random.fold_in, (0, None))(keys, index)
             split = jax.vmap(lambda key: jax.random.split(key, 3))(of_round)
-            if how == "iid":  # the target's noise must not decide what it tests
+            if how == "iid":  # the drafts that the target tests must not depend on its noise
                 own_noise = position_noise(
                     split[:, 0], jnp.zeros_like(emitted), inner.depth, vocab_size
                 )
@@ -264,7 +266,7 @@ class CascadeDrafter(nnx.Module):
         nodes = jnp.arange(topology.num_nodes, dtype=jnp.int32)
         valid = nodes <= emitted[:, None]
         rows_of = None
-        if log_probs:  # of the node after which each token was drawn
+        if log_probs:  # at the node after which each token was drawn
             known = jnp.concatenate(log_probs, axis=1)
             before = jnp.minimum(place[:, :-1], known.shape[1]) - 1
             rows_of = jnp.take_along_axis(known, before[..., None], axis=1)
@@ -334,7 +336,7 @@ class CascadeDrafter(nnx.Module):
         )
 
     def _rule(self, how: str, temperature_is_zero: bool) -> str:
-        """The verifier with which the medium model reads the inner drafts."""
+        """The verifier of the medium model for the inner drafts."""
         drawn = "shared" if how == "shared" else self._inner_sampling(temperature_is_zero)
         return default_verifier(drawn, self.inner_topology, temperature_is_zero=temperature_is_zero)
 

@@ -37,42 +37,42 @@ MAX_PATTERN = 16  # each letter is a call of a model in the program
 
 
 class ReaderState(NamedTuple):
-    """What one of the models carries between steps.
+    """The state of one of the models between steps.
 
-    A model reads the chain up to its last turn. What is accepted beyond that are the *catch-up*
-    tokens, which it reads before the next root. Its own tree is a chain: places for as many
-    catch-up tokens as there can be, the last of which are in use, then the nodes that it read.
+    A model runs the chain up to its last turn. Tokens accepted beyond that are the *catch-up*
+    tokens, which it runs before the next root. Its own tree is a chain: slots for as many catch-up
+    tokens as there can be, of which the last ones are in use, then the nodes that it ran.
     """
 
     cache: Cache
-    pending: Pending  # of its own tree
-    path: Path  # accepted in that tree, to be replayed
+    pending: Pending  # pending record of its own tree
+    path: Path  # accepted path in that tree, to be replayed
     catch_up: Int[Array, "B missed"]
     has_catch_up: Bool[Array, "B missed"]
 
 
 class InterleavedDrafter(nnx.Module):
-    """Two draft models that write one chain, in turns.
+    """Two draft models that draft one chain, in turns.
 
     `pattern` has a letter for each draft, in order: "q" for the medium model and "s" for the small
     one. "ssq ssq" are the drafts of hierarchical speculative decoding with m = 2 and n = 2. At
     equal calls a pattern that begins with all letters of the better model accepts at least as much:
     each draft counts only if all before it are accepted.
 
-    Each model reads the drafts of the other as it reads its own, all tokens since its last turn in
-    one call.
+    Each model runs the other's drafts as it runs its own, all tokens since its last turn in one
+    call.
 
     Args:
-        medium: with the target's vocabulary.
-        small: with the target's vocabulary.
-        pattern: letters "q" and "s", at least one of each and at most `MAX_PATTERN`; spaces are
-            ignored.
+        medium: a draft model with the target's vocabulary.
+        small: a smaller draft model with the target's vocabulary.
+        pattern: letters "q" and "s", at least one of each and at most `MAX_PATTERN` in all; spaces
+            are ignored.
         child_sampling: "auto" takes the most probable token at temperature 0, and above it the best
             one with the noise that the target draws its tokens with. "iid" samples; then verifiers
             that test drafts by their probabilities are exact.
 
     Raises:
-        ValueError: another pattern or `child_sampling`, no models, or two vocabularies.
+        ValueError: a bad pattern or `child_sampling`, not models, or different vocabularies.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class InterleavedDrafter(nnx.Module):
         return [self.medium, self.small]
 
     def default_topology(self) -> TreeTopology:
-        """A chain with a draft for each letter, the only tree that there is."""
+        """A chain with a draft for each letter, the only valid tree."""
         return TreeTopology.chain(len(self.pattern))
 
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
@@ -148,7 +148,7 @@ class InterleavedDrafter(nnx.Module):
         models = {"q": self.medium, "s": self.small}
         tokens = root_token(context)
         valid = jnp.ones_like(tokens, bool)
-        read = dict.fromkeys(models, 0)  # nodes of its own tree that a model has read
+        read = dict.fromkeys(models, 0)  # number of nodes of its own tree that a model has run
         log_probs, finite = [], jnp.ones_like(valid[:, 0])
         for depth, letter in enumerate(self.pattern):
             model, reader = models[letter], state[letter]
@@ -208,7 +208,7 @@ class InterleavedDrafter(nnx.Module):
                 jnp.concatenate([reader.has_catch_up, draft.tree.valid[:, :num_read]], axis=1)
             )
             own_last = num_missed + jnp.minimum(last, num_read - 1)
-            # The last nodes of the path, of which those that the model did not read.
+            # The last nodes of the path, which the model did not run.
             missed = last[:, None] - jnp.arange(num_missed, dtype=jnp.int32)[::-1]
             return reader._replace(
                 path=path_to(own_tree, jnp.where(ended, -1, own_last)),
@@ -219,6 +219,6 @@ class InterleavedDrafter(nnx.Module):
         return {letter: committed(letter, reader) for letter, reader in state.items()}
 
     def _extent(self, letter: str) -> tuple[int, int]:
-        """How many nodes of the chain a model reads, root included, and how many it may miss."""
+        """Number of chain nodes that a model runs, the root included, and that it may miss."""
         num_read = 1 + self.pattern.rindex(letter)
         return num_read, 1 + len(self.pattern) - num_read

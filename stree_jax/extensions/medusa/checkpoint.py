@@ -31,14 +31,14 @@ def save_medusa(
     """Saves Medusa heads, with a digest of the target that they belong to.
 
     Args:
-        heads: weights are stored in their current dtype.
+        heads: the heads; weights are stored in their current dtype.
         target: the model that they were trained with.
         path: the directory to create.
-        model_card: Markdown, stored as README.md.
+        model_card: Markdown to store as README.md.
         overwrite: replace an existing directory, as `save_pretrained` does.
 
     Raises:
-        ValueError: `path` is no path, or exists and `overwrite` is False.
+        ValueError: `path` is not a path, or exists and `overwrite` is False.
     """
     check_on_one_device(target, "save_medusa")
     header = {"kind": KIND, "num_heads": heads.num_heads, "target": digest(target)}
@@ -49,7 +49,7 @@ def load_medusa(path: str | os.PathLike[str], target: HybridLM) -> MedusaHeads:
     """Loads Medusa heads for their target, in its dtype.
 
     Args:
-        path: a directory of `save_medusa` or `stree-jax medusa`.
+        path: a directory written by `save_medusa` or `stree-jax medusa`.
         target: the model that they were trained with.
 
     Raises:
@@ -72,7 +72,7 @@ def load_medusa(path: str | os.PathLike[str], target: HybridLM) -> MedusaHeads:
 
 
 def check_medusa(path: str | os.PathLike[str]) -> None:
-    """Refuses a directory that is no checkpoint of Medusa heads."""
+    """Refuses a directory that is not a checkpoint of Medusa heads."""
     path, header = load_header(path)
     if header.get("kind") != KIND:
         raise ValueError(f"{path} has no Medusa heads")

@@ -1,9 +1,9 @@
-"""Drafting with Medusa heads: no draft model, one product for all depths of the tree.
+"""Drafting with Medusa heads: no draft model, one matrix product for all depths of the tree.
 
 Medusa (Cai et al., 2024, arXiv:2401.10774). Head d gets the target's hidden state at the last
-accepted node, and nothing of the path below it: all nodes of a depth have the same candidates, and
-a tree is a product of ranks. The acceptance rule of the paper ("typical") is not exact; these
-drafts are, with the verifiers of all other drafters.
+accepted node only: all nodes of a depth have the same candidates, and a tree is a product of ranks.
+The acceptance rule of the paper ("typical") is not exact; the verifiers of all other drafters are
+exact for these drafts.
 """
 
 import functools
@@ -42,7 +42,7 @@ class MedusaState(NamedTuple):
     """The input of the heads."""
 
     hidden: Float[Array, "B M"]  # the target's, at the last accepted node
-    known: Bool[Array, " B"]  # False before the first step: nothing is drafted
+    known: Bool[Array, " B"]  # False before the first step, which has no drafts
 
 
 class MedusaDrafter(nnx.Module):
@@ -54,8 +54,8 @@ class MedusaDrafter(nnx.Module):
     Args:
         target: the model that `generate` decodes with.
         heads: Medusa heads of that model.
-        child_sampling: as in `ModelDrafter`. Children that are sampled are drawn once for each
-            depth, and all nodes of a depth share them. "multi_step" and "without_replacement" are
+        child_sampling: see `ModelDrafter`. Sampled children are drawn once per depth, and all
+            nodes of a depth share them. "multi_step" and "without_replacement" are
             exact with that; "traversal" is for chains only.
 
     Raises:
@@ -182,7 +182,7 @@ class MedusaDrafter(nnx.Module):
 
         Args:
             target: the model.
-            request: the plan by which the texts were written; gives prompts, keys and sampling.
+            request: the plan that generated the texts; gives prompts, keys and sampling.
             tokens: the new tokens of each row.
             num_ranks: number of candidates of each depth.
 

@@ -19,20 +19,20 @@ MAX_HEADS = 16
 class MedusaHeads(nnx.Module):
     """Heads for a target: each predicts one token further ahead.
 
-    With h the hidden state after a token x, and y the token that the target finds next, head d = 1,
-    2, ... predicts the token d places after y.
+    With h the hidden state after a token x, and y the target's next token, head d = 1, 2, ...
+    predicts the token d positions after y.
 
-    Head d is `h + silu(h W_d + b_d)`, on which the target's own output head works. The heads begin
-    as zeros: each predicts what the target predicts for the next token.
+    Head d is `h + silu(h W_d + b_d)`, followed by the target's own output head. The heads are
+    initialised to zero: each predicts the target's next token.
 
     Args:
         target: the model; gives sizes and dtype only.
-        num_heads: how many tokens ahead.
-        rngs: as of every module; zeros need none of it.
-        dtype: of the heads' weights; None: the target's.
+        num_heads: number of heads, and of tokens ahead.
+        rngs: random streams, as for every module; unused, since the heads start at zero.
+        dtype: dtype of the heads' weights; None: the target's dtype.
 
     Raises:
-        ValueError: `target` is no model, or `num_heads` is not from 1 to `MAX_HEADS`.
+        ValueError: `target` is not a model, or `num_heads` is not from 1 to `MAX_HEADS`.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class MedusaHeads(nnx.Module):
 
     @property
     def num_heads(self) -> int:
-        """How many tokens ahead the last head looks."""
+        """Number of heads, and of tokens ahead that the last one predicts."""
         return self.bias.shape[0]
 
     def __call__(self, hidden: Float[Array, "B T M"]) -> Float[Array, "B T heads M"]:
         """Hidden states of all heads, which `HybridLM.logits` maps to logits, head by head.
 
         Args:
-            hidden: of the target, after its final norm.
+            hidden: the target's hidden states after its final norm.
         """
         with jax.named_scope("medusa_heads"):
             inner = contract("btm,hmn->bthn", hidden, self.kernel[...]) + self.bias[...]

@@ -1,6 +1,6 @@
 """Typical acceptance, which is LOSSY: its output does not have the target's distribution.
 
-Medusa (Cai et al., 2024, arXiv:2401.10774, section 2.3.1). It is here to be compared with.
+Medusa (Cai et al., 2024, arXiv:2401.10774, section 2.3.1). Included for comparison.
 """
 
 import dataclasses
@@ -29,9 +29,9 @@ class Typical:
     The token after it is a sample of p.
 
     Attributes:
-        name: for messages.
-        epsilon: probability that always suffices.
-        delta: the bound for flat distributions.
+        name: name of the rule in messages.
+        epsilon: upper bound of the threshold.
+        delta: factor of the threshold for flat distributions.
     """
 
     name: str = "typical"
@@ -42,7 +42,7 @@ class Typical:
     def check(
         self, child_sampling: str, topology: TreeTopology, *, temperature_is_zero: bool
     ) -> None:
-        """Takes any drafts, since nothing is exact here; temperature 0 has `greedy`."""
+        """Accepts any drafts, since the rule is not exact; refuses temperature 0, see `greedy`."""
         if temperature_is_zero:
             raise ValueError(f"verifier {self.name!r} needs temperature > 0; use 'greedy' at 0")
 

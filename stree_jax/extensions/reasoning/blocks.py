@@ -20,11 +20,10 @@ _ACTIONS = (
 
 
 class World(NamedTuple):
-    """Where the blocks are.
+    """Positions of the blocks.
 
     Attributes:
-        below: what each block stands on, another block or None for the table; without the block in
-            the hand.
+        below: for each block but the held one, the block below it; None for the table.
         held: the block in the hand.
     """
 
@@ -33,10 +32,10 @@ class World(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> "World":
-        """From sentences such as "the red block is on top of the blue block". Others are ignored.
+        """Parses sentences such as "the red block is on top of the blue block"; ignores others.
 
         Raises:
-            ValueError: no blocks, or one in two places.
+            ValueError: no blocks, or a block in two places.
         """
         held = _HOLDING.findall(text)
         places: list[tuple[str, str | None]] = [*_ON.findall(text)]
@@ -47,11 +46,11 @@ class World(NamedTuple):
         return cls(dict(places), held[0] if held else None)
 
     def is_clear(self, block: str) -> bool:
-        """It stands somewhere, and nothing stands on it."""
+        """Whether the block is not held and no block is on it."""
         return block in self.below and block not in self.below.values()
 
     def after(self, action: str) -> "World | None":
-        """The world after an action in English; None if it is none, or not possible."""
+        """The world after an action in English; None if it is not an action, or impossible."""
         for kind, pattern in enumerate(_ACTIONS):
             if match := pattern.fullmatch(action.strip().rstrip(".").lower()):
                 return self._after(kind, *match.groups())
@@ -67,7 +66,7 @@ class World(NamedTuple):
         return World(self.below | {block: under})
 
     def actions(self) -> Iterator[str]:
-        """All possible ones."""
+        """All possible actions."""
         blocks = {*self.below, *([self.held] if self.held else [])}
         for block in sorted(blocks):
             yield from filter(
@@ -83,7 +82,7 @@ class World(NamedTuple):
             )
 
     def has(self, goal: str) -> bool:
-        """Whether all that a goal says of blocks on blocks holds."""
+        """Whether all statements of a goal about blocks on blocks hold."""
         wanted = _ON.findall(goal)
         return bool(wanted) and all(self.below.get(block) == under for block, under in wanted)
 

@@ -26,7 +26,7 @@ class Gsm8k:
 
     Attributes:
         depth, thoughts, keep: see `Task`; three steps and the answer.
-        most: tokens of a sub-question, and of an answer.
+        most: most tokens of a sub-question, and of an answer.
     """
 
     depth: int = 4
@@ -36,7 +36,7 @@ class Gsm8k:
 
     @staticmethod
     def problems(path: str | os.PathLike[str]) -> list[Question]:
-        """Of a `test.jsonl` with "question" and "answer".
+        """Reads a `test.jsonl` with "question" and "answer".
 
         Raises:
             ValueError: no such file, or other contents.
@@ -102,7 +102,7 @@ class CreativeWriting:
 
     @staticmethod
     def problems(path: str | os.PathLike[str]) -> list[str]:
-        """A problem a line, each of four sentences.
+        """Reads one problem per line, each of four sentences.
 
         Raises:
             ValueError: no such file, or an empty one.
@@ -139,7 +139,7 @@ class CreativeWriting:
         return Stage(text, self.passage, stop=None)
 
     def solved(self, problem: str, state: State, answer: str) -> bool | None:
-        """Nobody knows."""
+        """None: there is no right answer."""
         return None
 
     def _asked(self, problem: str) -> str:
@@ -154,7 +154,7 @@ class Arrangement(NamedTuple):
 
     init: str
     goal: str
-    plan: tuple[str, ...]  # one that reaches the goal
+    plan: tuple[str, ...]  # a plan that reaches the goal
 
 
 _RULES = """\
@@ -169,12 +169,12 @@ only on top of a clear block. Then my hand is empty.
 
 @dataclasses.dataclass(frozen=True)
 class Blocksworld:
-    """Plans of six actions (PlanBench: Valmeekam et al., 2023, arXiv:2206.10498), one a level.
+    """Plans of six actions (PlanBench: Valmeekam et al., 2023, arXiv:2206.10498), one per level.
 
     Attributes:
         demonstrations: worked problems in the prompts of both roles.
         depth, thoughts, keep: see `Task`; six actions, and what is left of the plan.
-        most: tokens of an action.
+        most: most tokens of an action.
     """
 
     demonstrations: Sequence[Arrangement] = ()
@@ -190,7 +190,7 @@ class Blocksworld:
 
     @staticmethod
     def problems(path: str | os.PathLike[str]) -> list[Arrangement]:
-        """Of a split with "init_text", "goal_text" and "plan_text", or of a pool of examples.
+        """Reads a split with "init_text", "goal_text" and "plan_text", or a pool of examples.
 
         Raises:
             ValueError: no such file, or other contents.
