@@ -174,7 +174,9 @@ def run_generate(
     seconds = time.perf_counter() - began
     speed = f"{(len(output) - first) / seconds:,.0f} tokens/s, " if calls > 1 else ""
     label = (
-        f", LOSSY ({verifier}): not the target's own text" if verifier in LOSSY_VERIFIERS else ""
+        f", LOSSY ({verifier}): not the target's own text"
+        if verifier and verifier in LOSSY_VERIFIERS
+        else ""
     )
     console.print(
         f"{len(output)} tokens, {calls} target calls, {speed}tau {len(output) / calls:.2f}{label}",

@@ -28,10 +28,10 @@ VERIFIERS: dict[str, Verifier] = {
 
 
 class _Imported(Mapping[str, Verifier]):
-    """Rules by name, each made of its class when it is asked for.
+    """Rules by name, imported when they are used.
 
     Args:
-        places: for each name the module and the class.
+        places: module and class of each name.
     """
 
     def __init__(self, places: dict[str, tuple[str, str]]):
