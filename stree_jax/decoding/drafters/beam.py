@@ -33,6 +33,8 @@ class BeamDrafter(DynamicDrafter):
         ValueError: `model` is not a model.
     """
 
+    runs_on_mesh = True
+
     def __init__(self, model: HybridLM):
         super().__init__(model, sharpness=1.0)
         self._child_sampling = "top_k"

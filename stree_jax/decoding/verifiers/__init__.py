@@ -41,6 +41,9 @@ class _Imported(Mapping[str, Verifier]):
         module, kind = self._places[name]
         return getattr(importlib.import_module(module), kind)()
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 

@@ -1,10 +1,10 @@
 """Drafting with a draft model that is itself sped up by speculative decoding.
 
-The medium model verifies the drafts of an inner drafter, for several rounds. The accepted drafts
-and the token that it adds in each round form the chain that the target verifies. Every token of the
-chain is one that the medium model would have drafted: its best one, its best one with the target's
-noise, or a sample of it. Only the length of the chain is random. The presence of a token depends on
-tests of tokens before it only, so verifiers are as exact as for a chain of fixed length.
+The medium model verifies the drafts of an inner drafter for several rounds in a row. The tokens
+that it accepts and adds are the chain that the target verifies. Each of them is one that the medium
+model would have drafted: its best token, its best token with the target's noise, or a sample. Only
+the length of the chain is random. Whether a token exists depends on tests of the tokens before it,
+so verifiers are as exact as for a chain of fixed length.
 """
 
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ MAX_DEPTH = 64  # each round is part of the program
 
 
 class Round(NamedTuple):
-    """The inner drafter's proposal in one round."""
+    """The proposal of the inner drafter in one round."""
 
     state: Any  # the inner drafter's, from its `propose`
     tokens: Int[Array, "B drafts"]
@@ -50,50 +50,51 @@ class Round(NamedTuple):
 
 
 class CascadeState(NamedTuple):
-    """A cascade's state between steps.
+    """The state of a cascade between steps.
 
-    The medium model's own tree is the catch-up token, then the trees of all rounds, each of which
-    is a subtree of the last node that was accepted in the round before. Its root is the token that
-    the medium model added there. The medium model does not run the last of these added tokens. If
-    the target accepts it, it is the next catch-up token.
+    The medium model's own tree is the catch-up token, then the trees of all rounds. The tree of a
+    round is a subtree of the last node that was accepted in the round before, and its root is the
+    token that the medium model added there. The last added token is not processed. If the target
+    accepts it, it is the next catch-up token.
 
-    The inner drafter continues from round to round as if the target accepted everything. Its states
-    of all rounds are kept, and the one in whose round the target's path ends is committed. One more
-    round is drafted than verified, for paths that end in the last added token.
+    From round to round the inner drafter continues as if the target accepted everything. Its states
+    of all rounds are kept, and that of the round in which the target's path ends is committed. One
+    more round is drafted than verified, for paths that end in the last added token.
     """
 
     cache: Cache
-    pending: Pending  # pending record of the medium model's own tree
-    path: Path  # accepted path in that tree, to be replayed
+    pending: Pending  # for the medium model's own tree
+    path: Path  # accepted in that tree, to be replayed
     catch_up: Int[Array, " B"]
     has_catch_up: Bool[Array, " B"]
     own: Tree
-    place: Int[Array, "B N"]  # index of each node of the chain in the own tree
-    rounds: tuple[Round, ...]  # the next step starts from the state of the first
+    place: Int[Array, "B N"]  # of each node of the chain in the own tree
+    rounds: tuple[Round, ...]  # the next step starts from the state of the first one
 
 
 class CascadeDrafter(nnx.Module):
-    """A chain drafted by a medium model, which is sped up by an inner drafter.
+    """A chain drafted by a medium model, which is itself sped up by an inner drafter.
 
-    In each of `rounds` the inner drafter fills a tree, the medium model verifies it in one call,
+    In each round the inner drafter fills a tree, and the medium model verifies it in one call,
     accepts a path and adds a token. Chains have up to `rounds * (inner_topology.depth + 1)` drafts,
     fewer where the medium model accepts less.
 
-    The inner drafter gets zeros of the medium model's width as hidden states. Its state is held
-    `rounds + 1` times.
+    Instead of hidden states the inner drafter gets zeros of the medium model's width. Its state is
+    kept `rounds + 1` times.
 
     Args:
-        medium: a draft model with the target's vocabulary.
-        inner: a drafter that `generate` takes with the medium model as target: `NgramDrafter()` is
-            free, `ModelDrafter(small)` makes three levels.
-        rounds: number of calls of the medium model per step.
+        medium: the draft model, with the target's vocabulary.
+        inner: any drafter that `generate` takes with the medium model as target: `NgramDrafter()`
+            costs nothing, `ModelDrafter(small)` makes three levels.
+        rounds: number of calls of the medium model in a step.
         inner_topology: the tree of a round; None: a chain of 2.
         child_sampling: "auto" drafts the medium model's best token at temperature 0, and above it
             its best one with the noise that the target draws its tokens with. "iid" samples; then
             verifiers that test drafts by their probabilities are exact.
 
     Raises:
-        ValueError: `medium` is not a model, a bad number, or a bad inner drafter.
+        ValueError: a number out of range, something that is not a model, an inner drafter that is
+            not a module, or an inner tree without drafts.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class CascadeDrafter(nnx.Module):
         return [self.medium, *draft_models(self.inner)]
 
     def default_topology(self) -> TreeTopology:
-        """A chain with room for all that the rounds can accept, the only valid tree."""
+        """A chain as long as all rounds can accept, the only tree that this drafter fills."""
         return TreeTopology.chain(self.rounds * (self.inner_topology.depth + 1))
 
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
@@ -151,7 +152,7 @@ class CascadeDrafter(nnx.Module):
         """See `Drafter`."""
         batch, inner = context.length.shape[0], self.inner_topology
         num_nodes = 1 + self.rounds * inner.num_nodes
-        # The inner drafter drafts past the end of a row before the target cuts the path.
+        # The inner drafter drafts beyond the end of a row before the target's path is cut.
         state = self.inner.prepare(context, inner, max_length + topology.depth)
 
         def no_round() -> Round:
@@ -186,17 +187,15 @@ class CascadeDrafter(nnx.Module):
         inner, vocab_size = self.inner_topology, self.medium.config.vocab_size
         batch, num_nodes = context.tokens.shape[0], inner.num_nodes
         rows = jnp.arange(batch)[:, None]
-        emitted = jnp.zeros(batch, jnp.int32)  # in this step
-        place = jnp.ones(
-            (batch, topology.num_nodes), jnp.int32
-        )  # the root's index: after the catch-up
+        emitted = jnp.zeros(batch, jnp.int32)  # drafts in this step
+        place = jnp.ones((batch, topology.num_nodes), jnp.int32)  # the root's: after the catch-up
         finite = jnp.ones(batch, bool)
         text, inner_state = context, state.rounds[0].state
         tree, at = chain_of(state.has_catch_up[:, None]), state.has_catch_up - 1
         cache, pending = state.cache, None
         rounds, log_probs = [], []
         for index in range(self.rounds + 1):
-            first = 1 + index * num_nodes  # index of the round's root in the own tree
+            first = 1 + index * num_nodes  # node of the round in the own tree
             of_round = jax.vmap(jax.random.fold_in, (0, None))(keys, index)
             split = jax.vmap(lambda key: jax.random.split(key, 3))(of_round)
             if how == "iid":  # the drafts that the target tests must not depend on its noise
@@ -262,7 +261,7 @@ class CascadeDrafter(nnx.Module):
                 inner_state, draft, verdict, inner, self._no_hidden(batch)
             )
 
-        assert pending is not None  # there is a round
+        assert pending is not None  # there is at least one round
         nodes = jnp.arange(topology.num_nodes, dtype=jnp.int32)
         valid = nodes <= emitted[:, None]
         rows_of = None
@@ -336,7 +335,7 @@ class CascadeDrafter(nnx.Module):
         )
 
     def _rule(self, how: str, temperature_is_zero: bool) -> str:
-        """The verifier of the medium model for the inner drafts."""
+        """The rule by which the medium model verifies the inner drafts."""
         drawn = "shared" if how == "shared" else self._inner_sampling(temperature_is_zero)
         return default_verifier(drawn, self.inner_topology, temperature_is_zero=temperature_is_zero)
 

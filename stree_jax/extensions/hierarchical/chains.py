@@ -1,4 +1,4 @@
-"""Trees of draft models that run chains, for `InterleavedDrafter` and `CascadeDrafter`."""
+"""Trees of the draft models of `InterleavedDrafter` and `CascadeDrafter`, which draft chains."""
 
 import jax.numpy as jnp
 
@@ -7,7 +7,7 @@ from stree_jax.array_types import Array, Bool, Int
 
 
 def chain_of(valid: Bool[Array, "B N"]) -> Tree:
-    """A chain whose first and last nodes may be invalid."""
+    """A chain of nodes, of which some at both ends may be missing."""
     nodes = jnp.arange(valid.shape[1], dtype=jnp.int32)
     above = jnp.pad(valid[:, :-1], ((0, 0), (1, 0)))
     return Tree(
@@ -19,7 +19,7 @@ def chain_of(valid: Bool[Array, "B N"]) -> Tree:
 
 
 def append_subtree(tree: Tree, node: Int[Array, " B"], lower: Tree) -> Tree:
-    """Appends `lower` as a subtree of `node` (-1: a root)."""
+    """Appends `lower` as a subtree of `node`; where `node` is -1, as a second root."""
     num_nodes = tree.parents.shape[1]
     exists, at = node[:, None] >= 0, jnp.maximum(node, 0)[:, None]
     above = jnp.take_along_axis(tree.ancestor_mask, at[..., None], axis=1) & exists[..., None]

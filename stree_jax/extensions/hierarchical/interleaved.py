@@ -39,9 +39,10 @@ MAX_PATTERN = 16  # each letter is a call of a model in the program
 class ReaderState(NamedTuple):
     """The state of one of the models between steps.
 
-    A model runs the chain up to its last turn. Tokens accepted beyond that are the *catch-up*
-    tokens, which it runs before the next root. Its own tree is a chain: slots for as many catch-up
-    tokens as there can be, of which the last ones are in use, then the nodes that it ran.
+    A model processes the chain up to its last turn. Tokens that are accepted beyond that are its
+    *catch-up* tokens, which it processes together with the next root. Its own tree is a chain: as
+    many slots as there can be catch-up tokens, filled from the end, then the nodes that it has
+    processed.
     """
 
     cache: Cache
@@ -52,27 +53,27 @@ class ReaderState(NamedTuple):
 
 
 class InterleavedDrafter(nnx.Module):
-    """Two draft models that draft one chain, in turns.
+    """Two draft models that take turns at drafting one chain.
 
     `pattern` has a letter for each draft, in order: "q" for the medium model and "s" for the small
-    one. "ssq ssq" are the drafts of hierarchical speculative decoding with m = 2 and n = 2. At
-    equal calls a pattern that begins with all letters of the better model accepts at least as much:
-    each draft counts only if all before it are accepted.
+    one. "ssq ssq" are the drafts of hierarchical speculative decoding with m = 2 and n = 2. With
+    the same number of calls, a pattern that begins with all letters of the better model accepts at
+    least as much: a draft counts only if all drafts before it are accepted.
 
-    Each model runs the other's drafts as it runs its own, all tokens since its last turn in one
-    call.
+    In one call a model processes all tokens since its last turn, the other model's drafts included.
 
     Args:
-        medium: a draft model with the target's vocabulary.
-        small: a smaller draft model with the target's vocabulary.
-        pattern: letters "q" and "s", at least one of each and at most `MAX_PATTERN` in all; spaces
-            are ignored.
+        medium: the better draft model, with the target's vocabulary.
+        small: the faster draft model, with the target's vocabulary.
+        pattern: letters "q" and "s", at least one of each and at most `MAX_PATTERN`; spaces are
+            ignored.
         child_sampling: "auto" takes the most probable token at temperature 0, and above it the best
             one with the noise that the target draws its tokens with. "iid" samples; then verifiers
             that test drafts by their probabilities are exact.
 
     Raises:
-        ValueError: a bad pattern or `child_sampling`, not models, or different vocabularies.
+        ValueError: another pattern or `child_sampling`, something that is not a model, or models
+            with different vocabularies.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class InterleavedDrafter(nnx.Module):
         return [self.medium, self.small]
 
     def default_topology(self) -> TreeTopology:
-        """A chain with a draft for each letter, the only valid tree."""
+        """A chain with a draft for each letter, the only tree that this drafter fills."""
         return TreeTopology.chain(len(self.pattern))
 
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
@@ -148,7 +149,7 @@ class InterleavedDrafter(nnx.Module):
         models = {"q": self.medium, "s": self.small}
         tokens = root_token(context)
         valid = jnp.ones_like(tokens, bool)
-        read = dict.fromkeys(models, 0)  # number of nodes of its own tree that a model has run
+        read = dict.fromkeys(models, 0)  # nodes of its own tree that a model has processed
         log_probs, finite = [], jnp.ones_like(valid[:, 0])
         for depth, letter in enumerate(self.pattern):
             model, reader = models[letter], state[letter]
@@ -208,7 +209,7 @@ class InterleavedDrafter(nnx.Module):
                 jnp.concatenate([reader.has_catch_up, draft.tree.valid[:, :num_read]], axis=1)
             )
             own_last = num_missed + jnp.minimum(last, num_read - 1)
-            # The last nodes of the path, which the model did not run.
+            # The last nodes of the path; those beyond `num_read` are catch-up tokens.
             missed = last[:, None] - jnp.arange(num_missed, dtype=jnp.int32)[::-1]
             return reader._replace(
                 path=path_to(own_tree, jnp.where(ended, -1, own_last)),
@@ -219,6 +220,6 @@ class InterleavedDrafter(nnx.Module):
         return {letter: committed(letter, reader) for letter, reader in state.items()}
 
     def _extent(self, letter: str) -> tuple[int, int]:
-        """Number of chain nodes that a model runs, the root included, and that it may miss."""
+        """Nodes of the chain that a model processes, root included, and catch-up slots."""
         num_read = 1 + self.pattern.rindex(letter)
         return num_read, 1 + len(self.pattern) - num_read

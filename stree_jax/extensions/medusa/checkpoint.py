@@ -1,7 +1,7 @@
-"""Checkpoints of Medusa heads: native ones, which belong to one target.
+"""Native checkpoints of Medusa heads, each for one target.
 
-config.json says `"kind": "medusa"` and has a digest of the target's weights. The rest is as in
-`stree_jax.checkpoint`.
+config.json says `"kind": "medusa"` and has a digest of the target's weights. The other files are
+those of `stree_jax.checkpoint`.
 """
 
 import hashlib
@@ -28,11 +28,11 @@ def save_medusa(
     model_card: str | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Saves Medusa heads, with a digest of the target that they belong to.
+    """Saves Medusa heads with a digest of the target that they were trained for.
 
     Args:
         heads: the heads; weights are stored in their current dtype.
-        target: the model that they were trained with.
+        target: the model that they were trained for.
         path: the directory to create.
         model_card: Markdown to store as README.md.
         overwrite: replace an existing directory, as `save_pretrained` does.
@@ -46,11 +46,11 @@ def save_medusa(
 
 
 def load_medusa(path: str | os.PathLike[str], target: HybridLM) -> MedusaHeads:
-    """Loads Medusa heads for their target, in its dtype.
+    """Loads Medusa heads for their target, in the target's dtype.
 
     Args:
-        path: a directory written by `save_medusa` or `stree-jax medusa`.
-        target: the model that they were trained with.
+        path: a directory that `save_medusa` or `stree-jax medusa` wrote.
+        target: the model that they were trained for.
 
     Raises:
         ValueError: the checkpoint is missing or damaged, or belongs to another target.
@@ -79,7 +79,7 @@ def check_medusa(path: str | os.PathLike[str]) -> None:
 
 
 def digest(model: HybridLM) -> str:
-    """SHA-256 of the weights, the same for a checkpoint loaded as float32 and as bfloat16."""
+    """SHA-256 of the weights as bfloat16: the same for a target loaded in any dtype."""
     total = hashlib.sha256()
     for name, leaf in sorted(flatten(nnx.to_pure_dict(nnx.state(model))).items()):
         total.update(name.encode())

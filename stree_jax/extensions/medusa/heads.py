@@ -1,6 +1,6 @@
 """Medusa heads: small layers on a model's last hidden state that predict tokens further ahead.
 
-Medusa-1 (Cai et al., 2024, arXiv:2401.10774), with the output head of the model itself.
+Medusa-1 (Cai et al., 2024, arXiv:2401.10774), sharing the output head of the model.
 """
 
 import jax
@@ -19,17 +19,17 @@ MAX_HEADS = 16
 class MedusaHeads(nnx.Module):
     """Heads for a target: each predicts one token further ahead.
 
-    With h the hidden state after a token x, and y the target's next token, head d = 1, 2, ...
-    predicts the token d positions after y.
+    With h the hidden state after a token x, and y the token that the target predicts next, head
+    d = 1, 2, ... predicts the token d positions after y.
 
-    Head d is `h + silu(h W_d + b_d)`, followed by the target's own output head. The heads are
-    initialised to zero: each predicts the target's next token.
+    Head d computes `h + silu(h W_d + b_d)`, and the target's output head turns that into logits.
+    Weights are initialized to zero, so each head first predicts what the target predicts next.
 
     Args:
-        target: the model; gives sizes and dtype only.
-        num_heads: number of heads, and of tokens ahead.
-        rngs: random streams, as for every module; unused, since the heads start at zero.
-        dtype: dtype of the heads' weights; None: the target's dtype.
+        target: the model; only its sizes and dtype are used.
+        num_heads: number of heads, from 1 to `MAX_HEADS`.
+        rngs: required by `flax.nnx`; zeros do not depend on it.
+        dtype: dtype of the weights; None: the target's dtype.
 
     Raises:
         ValueError: `target` is not a model, or `num_heads` is not from 1 to `MAX_HEADS`.
@@ -52,14 +52,14 @@ class MedusaHeads(nnx.Module):
 
     @property
     def num_heads(self) -> int:
-        """Number of heads, and of tokens ahead that the last one predicts."""
+        """Number of heads; the last one predicts this many tokens ahead."""
         return self.bias.shape[0]
 
     def __call__(self, hidden: Float[Array, "B T M"]) -> Float[Array, "B T heads M"]:
-        """Hidden states of all heads, which `HybridLM.logits` maps to logits, head by head.
+        """Hidden states of all heads; `HybridLM.logits` turns those of one head into logits.
 
         Args:
-            hidden: the target's hidden states after its final norm.
+            hidden: hidden states of the target after its final norm.
         """
         with jax.named_scope("medusa_heads"):
             inner = contract("btm,hmn->bthn", hidden, self.kernel[...]) + self.bias[...]

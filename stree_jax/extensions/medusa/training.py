@@ -31,9 +31,10 @@ _NEXT_HEAD = 0.8  # weight of a head, relative to the one before (Medusa, arXiv:
 def train_medusa(
     recipe: Recipe, target_path: Path, output: Path, *, command: str
 ) -> Iterator[Progress]:
-    """Trains Medusa heads for a target; arguments, yields and errors as in `train`.
+    """Trains Medusa heads for a target, whose weights stay as they are.
 
-    The recipe's model table has `num_heads` alone. The target's weights are not trained.
+    Arguments, yields and errors are those of `distill`. The recipe's model table has only
+    `num_heads`.
     """
     tokenizer, target = open_target(target_path, output)
     fingerprint = recipe.fingerprint() | {"target": weights_digest(target), "kind": KIND}
@@ -69,11 +70,11 @@ target `{target_path.name}` and no other. They share its output head.
 
 
 def medusa_loss(heads: MedusaHeads, target: HybridLM, tokens: Tokens) -> Float[Array, ""]:
-    """Mean KL divergence of the heads from the target, in nats per token; earlier heads count more.
+    """Mean KL divergence of the heads from the target, in nats per token.
 
-    Head d at a token predicts what the target predicts d tokens later. The target's own
-    probabilities are the labels: on text that it wrote they have the optimum of the cross-entropy,
-    with less noise.
+    The loss of a head weighs 0.8 times that of the head before it. Head d at a token predicts what
+    the target predicts d tokens later. The labels are the target's probabilities: on text that the
+    target wrote, their optimum is that of the cross-entropy, and they have less noise.
     """
     vocab_size = target.config.vocab_size
     hidden = jax.lax.stop_gradient(target.hidden(tokens))

@@ -1,6 +1,6 @@
 """Typical acceptance, which is LOSSY: its output does not have the target's distribution.
 
-Medusa (Cai et al., 2024, arXiv:2401.10774, section 2.3.1). Included for comparison.
+Medusa (Cai et al., 2024, arXiv:2401.10774, section 2.3.1). It is included for comparison.
 """
 
 import dataclasses
@@ -22,16 +22,16 @@ from stree_jax.decoding import position_noise
 
 @dataclasses.dataclass(frozen=True)
 class Typical:
-    """LOSSY. Accepts a draft t if p(t) exceeds `min(epsilon, delta * exp(-H(p)))`.
+    """LOSSY. Accepts a draft t if p(t) exceeds the threshold `min(epsilon, delta * exp(-H(p)))`.
 
     p is the target's distribution at the parent after temperature, top-k and top-p, and H its
-    entropy in nats. Takes the deepest node whose path is accepted, the first in order among equals.
-    The token after it is a sample of p.
+    entropy in nats. The path ends at the deepest node whose ancestors are all accepted, the first
+    one in order among equals. The token after it is sampled from p.
 
     Attributes:
-        name: name of the rule in messages.
-        epsilon: upper bound of the threshold.
-        delta: factor of the threshold for flat distributions.
+        name: the rule's name in messages.
+        epsilon: largest value of the threshold.
+        delta: factor of the entropy term, which lowers the threshold of flat distributions.
     """
 
     name: str = "typical"
@@ -42,7 +42,7 @@ class Typical:
     def check(
         self, child_sampling: str, topology: TreeTopology, *, temperature_is_zero: bool
     ) -> None:
-        """Accepts any drafts, since the rule is not exact; refuses temperature 0, see `greedy`."""
+        """Accepts any drafts, since the rule is exact for none; refuses temperature 0."""
         if temperature_is_zero:
             raise ValueError(f"verifier {self.name!r} needs temperature > 0; use 'greedy' at 0")
 

@@ -1,4 +1,4 @@
-"""The world of Blocksworld: reads states and actions in English, and applies actions.
+"""A simulator of Blocksworld: parses states and actions in English, and applies actions.
 
 The domain with four actions of PlanBench (Valmeekam et al., 2023, arXiv:2206.10498).
 """
@@ -20,10 +20,10 @@ _ACTIONS = (
 
 
 class World(NamedTuple):
-    """Positions of the blocks.
+    """A state of the blocks.
 
     Attributes:
-        below: for each block but the held one, the block below it; None for the table.
+        below: for each block except the held one, the block that it stands on; None: the table.
         held: the block in the hand.
     """
 
@@ -46,11 +46,11 @@ class World(NamedTuple):
         return cls(dict(places), held[0] if held else None)
 
     def is_clear(self, block: str) -> bool:
-        """Whether the block is not held and no block is on it."""
+        """Whether a block is not held and nothing is on top of it."""
         return block in self.below and block not in self.below.values()
 
     def after(self, action: str) -> "World | None":
-        """The world after an action in English; None if it is not an action, or impossible."""
+        """The world after an action in English; None if the action is unknown or impossible."""
         for kind, pattern in enumerate(_ACTIONS):
             if match := pattern.fullmatch(action.strip().rstrip(".").lower()):
                 return self._after(kind, *match.groups())
@@ -82,12 +82,12 @@ class World(NamedTuple):
             )
 
     def has(self, goal: str) -> bool:
-        """Whether all statements of a goal about blocks on blocks hold."""
+        """Whether all "block on top of block" statements of a goal hold."""
         wanted = _ON.findall(goal)
         return bool(wanted) and all(self.below.get(block) == under for block, under in wanted)
 
     def reaches(self, goal: str, plan: Iterable[str]) -> bool:
-        """Whether the plan reaches the goal, with possible actions only."""
+        """Whether the plan reaches the goal without an impossible action."""
         world: World | None = self
         for action in plan:
             assert world is not None

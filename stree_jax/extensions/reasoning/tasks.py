@@ -1,4 +1,4 @@
-"""The tasks of the SEED paper (arXiv:2406.18200, section 5.1, appendix C), prompts in our words."""
+"""The tasks of the SEED paper (arXiv:2406.18200, section 5.1, appendix C), with our own prompts."""
 
 import dataclasses
 import json
@@ -22,11 +22,11 @@ class Question(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Gsm8k:
-    """Grade-school maths (Cobbe et al., 2021, arXiv:2110.14168): sub-questions and their answers.
+    """Grade-school maths as sub-questions and answers (Cobbe et al., 2021, arXiv:2110.14168).
 
     Attributes:
         depth, thoughts, keep: see `Task`; three steps and the answer.
-        most: most tokens of a sub-question, and of an answer.
+        most: maximum number of tokens of a sub-question and of an answer.
     """
 
     depth: int = 4
@@ -36,7 +36,7 @@ class Gsm8k:
 
     @staticmethod
     def problems(path: str | os.PathLike[str]) -> list[Question]:
-        """Reads a `test.jsonl` with "question" and "answer".
+        """The problems of a `test.jsonl` with "question" and "answer".
 
         Raises:
             ValueError: no such file, or other contents.
@@ -71,7 +71,7 @@ class Gsm8k:
         return Stage(self._so_far(problem, state) + "So the answer to the question is", self.most)
 
     def solved(self, problem: Question, state: State, answer: str) -> bool | None:
-        """Whether the last number of the answer is the right one."""
+        """Whether the last number of the answer is the correct one."""
         numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", answer)
         return bool(numbers) and float(numbers[-1].replace(",", "")) == float(problem.answer)
 
@@ -91,7 +91,7 @@ class CreativeWriting:
 
     Attributes:
         depth, thoughts, keep: see `Task`; one step and the answer.
-        plan, passage: most tokens of each.
+        plan, passage: maximum number of tokens of each.
     """
 
     depth: int = 2
@@ -102,7 +102,7 @@ class CreativeWriting:
 
     @staticmethod
     def problems(path: str | os.PathLike[str]) -> list[str]:
-        """Reads one problem per line, each of four sentences.
+        """The problems of a text file: one on each line, of four sentences.
 
         Raises:
             ValueError: no such file, or an empty one.
@@ -139,7 +139,7 @@ class CreativeWriting:
         return Stage(text, self.passage, stop=None)
 
     def solved(self, problem: str, state: State, answer: str) -> bool | None:
-        """None: there is no right answer."""
+        """None: a passage is not right or wrong."""
         return None
 
     def _asked(self, problem: str) -> str:
@@ -150,11 +150,11 @@ class CreativeWriting:
 
 
 class Arrangement(NamedTuple):
-    """A problem of Blocksworld, in English sentences."""
+    """A problem of Blocksworld, in English."""
 
     init: str
     goal: str
-    plan: tuple[str, ...]  # a plan that reaches the goal
+    plan: tuple[str, ...]  # reaches the goal
 
 
 _RULES = """\
@@ -173,8 +173,8 @@ class Blocksworld:
 
     Attributes:
         demonstrations: worked problems in the prompts of both roles.
-        depth, thoughts, keep: see `Task`; six actions, and what is left of the plan.
-        most: most tokens of an action.
+        depth, thoughts, keep: see `Task`; six actions, and the rest of the plan.
+        most: maximum number of tokens of an action.
     """
 
     demonstrations: Sequence[Arrangement] = ()
@@ -190,7 +190,7 @@ class Blocksworld:
 
     @staticmethod
     def problems(path: str | os.PathLike[str]) -> list[Arrangement]:
-        """Reads a split with "init_text", "goal_text" and "plan_text", or a pool of examples.
+        """The problems of a split with "init_text", "goal_text" and "plan_text", or of a pool.
 
         Raises:
             ValueError: no such file, or other contents.
@@ -267,13 +267,13 @@ def _statement(problem: Arrangement) -> str:
 
 
 def _impossible(problem: Arrangement) -> str:
-    """An action of the plan that is not possible at first."""
+    """An action of the plan that is impossible in the initial state."""
     world = World.read(problem.init)
     return next(action for action in problem.plan if world.after(action) is None)
 
 
 def _from_1_to_10(text: str) -> float | None:
-    """The first number, if it is one from 1 to 10."""
+    """The first number, if it is from 1 to 10."""
     found = re.search(r"\d+", text)
     return float(found[0]) if found and 1 <= int(found[0]) <= 10 else None
 
@@ -296,7 +296,7 @@ def _json(path: str | os.PathLike[str], text: str) -> Any:
 
 
 def _rows(path: str | os.PathLike[str], *names: str) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, each with these names."""
+    """The objects of a file of JSON lines, each with these keys."""
     found = []
     for number, line in enumerate(_text(path).splitlines(), 1):
         if not line.strip():
