@@ -1,7 +1,4 @@
-"""A small model of each family, and a draft for it.
-
-Random weights, in sizes that the Pallas kernels accept.
-"""
+"""A small config of each family, in sizes that the Pallas kernels accept, and noise for a draft."""
 
 import functools
 from typing import Any

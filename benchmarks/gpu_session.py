@@ -1,6 +1,124 @@
-"""Runs `benchmarks.gpu.session`."""
+"""Everything that needs a GPU, in one run of some minutes that survives crashes and hangs.
 
-from benchmarks.gpu.session import main
+gate          every kernel at one real shape against float64, against XLA, and 50 times against
+              itself.
+bandwidth     of the device's memory, by copying: gives the memory roofline (the floor).
+steps         time of a verify step of mamba2-2.7b by number of nodes, XLA and Pallas interleaved;
+              the floor is weights read once, state read once and written once.
+kernels       time of a call, of XLA, Pallas, and for the scan two block layouts; the floor is
+              operands read once, results written once. One sequence (warm L2 cache, launches) and
+              many (memory).
+correctness   every kernel and its XLA implementation against float64, on shapes of real models.
+lossless      greedy tokens of trees against autoregressive decoding in float32, for a small model
+              of every family, with and without the kernels.
+hybrid        the steps of MambaInLlama-8B.
+packed        generation with beam trees, packed against unrolled (STree, table 1).
+batch         the steps of mamba2-2.7b by batch size.
+transformers  time of a token of transformers, with the shape of mamba2-2.7b.
+
+    python -m benchmarks.gpu_session --minutes 9 --output DIR [--sections gate steps ...]
+
+Each section has a process of its own and a share of the remaining time. Time that it does not use
+goes to the later sections, and then to tasks that were left out. Each row is written as soon as it
+is measured. A task that crashes or hangs is one failed row. The same command with the same DIR
+resumes. `docs/gpu.md` has a plan for half an hour.
+
+Results are in `gpu-session.json`; `--commit` copies it to `benchmarks/results`. Times of kernels
+that a check found wrong are marked. Without a GPU nothing is measured; `--smoke` does everything
+with tiny sizes on any device. Exit code 1 if anything is wrong or fails.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+
+from benchmarks.common import OUTPUT, conclude, device_name, read_options, write_json
+from benchmarks.gpu import report
+from benchmarks.gpu.runner import DONE, LATEST, NOT_BEGUN, NoGpu, Results, run_section
+from benchmarks.gpu.sections import SECTIONS
+
+MINUTES = 9.0
+REPORTING = 5.0  # seconds
+LEAST = 10.0  # seconds in which a section can do anything at all
+PASSES = 2  # tasks left out may fit into time that later sections did not use
+
+
+def run(names: Sequence[str], results: Results, end: float, *, smoke: bool) -> None:
+    """Runs the sections that are not done.
+
+    Args:
+        names: sections to run.
+        results: file that rows are added to.
+        end: latest `time.monotonic()`.
+        smoke: use tiny sizes.
+    """
+    for _ in range(PASSES):
+        missing = [name for name in names if results.section(name)["state"] != DONE]
+        for i, name in enumerate(missing):
+            left = end - time.monotonic()
+            if left < LEAST:
+                note = results.section(name)
+                if note["state"] == NOT_BEGUN:
+                    note["left_out"] = ["all of it"]
+                continue
+            weights = [SECTIONS[later].weight for later in missing[i:]]
+            share = left * weights[0] / sum(weights)
+            print(f"{name}: up to {share:.0f} s", flush=True)
+            run_section(
+                results,
+                name,
+                share,
+                min(LATEST * share, left),
+                {"smoke": smoke},
+                changed=lambda: report.annotate(results.data),
+            )
+    if not smoke:
+        results.data["aims"] = report.aims(results.data)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the sections and writes the results."""
+    began = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help="time limit for all sections"
+    )
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, on any device")
+    options = read_options(parser, arguments)
+    if options.smoke and options.commit:
+        parser.error("times of tiny sizes are not results: --smoke goes without --commit")
+    directory = OUTPUT if options.commit else options.output
+    file = directory / "gpu-session.json"
+    if directory == OUTPUT:  # only a folder of its own resumes an earlier run
+        file.unlink(missing_ok=True)
+    head = {"question": __doc__.splitlines()[0], "smoke": options.smoke}
+    names = [name for name in SECTIONS if name in options.sections]
+    try:
+        results = Results(file, head)
+        run(names, results, began + 60 * options.minutes - REPORTING, smoke=options.smoke)
+    except NoGpu as error:
+        print(f"no GPU here: {error}; nothing was measured")
+        conclude("gpu_session", right=None, obstacle=str(error))
+        return
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    path = results.save()
+    if options.commit and results.data["machine"]:
+        name = f"gpu-session-{device_name(results.data['machine'])}"
+        path = write_json(name, results.data, options.output)
+    report.report(results.data)
+    right = report.is_right(results.data)
+    conclude(
+        "gpu_session",
+        passed=right,
+        right=right,
+        left_out=report.left_out(results.data),
+        sections={name: results.section(name)["state"] for name in names},
+        aims=results.data.get("aims"),
+        results=str(path),
+    )
+
 
 if __name__ == "__main__":
     main()

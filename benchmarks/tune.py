@@ -1,6 +1,152 @@
-"""Runs `benchmarks.gpu.tune`."""
+"""Which block sizes are the fastest for each Pallas kernel on this GPU?
 
-from benchmarks.gpu.tune import main
+One pass of coordinate descent from the defaults, the fields that matter most first. The values of a
+field are checked against the result of XLA, and timed interleaved on every shape and number of
+nodes of a case (mostly the dtype of the inputs). A value is kept if it is faster by at least 2 %
+(geometric mean over shapes). One that fails to compile, or is wrong anywhere, is skipped and
+counted. The time of a call is averaged over many calls in one program.
+
+    python -m benchmarks.tune --minutes 8.5 --output DIR --dtypes bfloat16 \
+        --kernels tree_scan tree_conv1d tree_attention_layer --shapes mamba2-2.7b MambaInLlama-8B
+
+Writes `<device>.json`, the table of the best block sizes so far, after every field, by default to
+`pallas_kernels/tuned`, where the kernels read it; its entries for other kernels stay. All timings
+are in `tune.json` in the same DIR; `--commit` copies them to `benchmarks/results`. The search runs
+in a process of its own: one that crashes or hangs loses the field in progress. The same command
+with the same DIR resumes. `--smoke` runs everything on any device with tiny shapes;
+its times mean nothing, so it needs an `--output`.
+"""
+
+import argparse
+import functools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import CASES
+from benchmarks.common import OUTPUT, conclude, device_name, print_table, read_options, write_json
+from benchmarks.gpu.runner import NoGpu, Results, run_section
+from benchmarks.gpu.search import DTYPES
+from benchmarks.gpu.spaces import SPACES
+from benchmarks.gpu.tasks import Row
+from pallas_kernels import tuning
+
+LAST = 0.85  # of the time in which fields may begin
+SECTION = "tune"
+
+
+def blocks_of(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """The best block sizes so far by kernel and case."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if "so_far" in row:
+            found.setdefault(row["kernel"], {})[row["case"]] = row["so_far"]
+    return found
+
+
+def write_table(
+    directory: Path, where: Mapping[str, Any], blocks: dict[str, dict[str, Any]]
+) -> Path:
+    """Writes the block sizes of some cases of kernels; the table keeps the others."""
+    path = directory / tuning.path_of(where["device"]).name
+    kept: dict[str, dict[str, Any]] = {}
+    if path.exists():
+        tuning.load.cache_clear()
+        tuning.load(path)  # a damaged table is an error, and is not overwritten
+        kept = json.loads(path.read_text())["blocks"]
+    merged = kept | {op: kept.get(op, {}) | cases for op, cases in blocks.items()}
+    table = {
+        "device": where["device"],
+        "written_by": "python -m benchmarks.tune",
+        **{key: where[key] for key in ("jax", "date", "commit")},
+        "blocks": dict(sorted(merged.items())),
+    }
+    write_json(path.stem, table, directory)
+    tuning.load.cache_clear()
+    tuning.load(path)
+    return path
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Tunes the chosen kernels, and writes the table after each field."""
+    began = time.monotonic()
+    known = sorted({shape for space in SPACES.values() for shape in CASES[space.timed].shapes})
+    fields = sorted({field for space in SPACES.values() for field in space.values})
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kernels", nargs="+", choices=SPACES, default=list(SPACES))
+    parser.add_argument("--shapes", nargs="+", choices=known, help="default: all")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--fields", nargs="+", choices=fields, help="default: all")
+    parser.add_argument("--minutes", type=float, default=60.0, help="time limit for the search")
+    parser.add_argument("--nodes", nargs="+", type=int, default=[64, 1])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--count", type=int, default=49, help="calls in one timed program")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes, on any device")
+    options = read_options(parser, arguments)
+    own_folder = not options.commit and options.output != OUTPUT
+    if options.smoke and not own_folder:
+        parser.error("times of the interpreter mean nothing: --smoke needs an --output")
+    directory = options.output if own_folder else tuning.DIRECTORY
+    file = (options.output if own_folder else OUTPUT) / "tune.json"
+    if not own_folder:  # only a folder of its own resumes an earlier run
+        file.unlink(missing_ok=True)
+    same = ("nodes", "batch", "count", "smoke", "shapes", "dtypes")
+    settings = {name: getattr(options, name) for name in same}
+    chosen = {name: getattr(options, name) for name in ("kernels", "fields", "rounds")}
+    head = {"question": __doc__.splitlines()[0]} | settings
+    try:
+        results = Results(file, head)
+        note = results.section(SECTION)
+        write = functools.partial(_write, directory, results)
+        left = began + 60 * options.minutes - time.monotonic()
+        run_section(
+            *(results, SECTION, LAST * left, left),
+            settings | chosen,
+            module="benchmarks.gpu.search",
+            changed=write,
+        )
+    except NoGpu as error:
+        raise SystemExit(f"nothing to tune: {error}; --smoke tries it with tiny shapes") from None
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    table = write()
+    if options.commit:
+        name = f"tune-{device_name(results.data['machine'])}"
+        file = write_json(name, results.data, options.output)
+    print_table(
+        f"Block sizes on {results.data['machine']['device']}",
+        ("kernel", "case", "block sizes"),
+        [
+            (kernel, case, ", ".join(f"{field} {value}" for field, value in best.items()))
+            for kernel, cases in blocks_of(note["rows"]).items()
+            for case, best in cases.items()
+        ],
+    )
+    timed = [one for row in note["rows"] for one in row.get("timed", ())]
+    out = [one["out"] for one in timed if "out" in one]
+    failed = [f"{row['task']}: {row['failed']}" for row in note["rows"] if "failed" in row]
+    for why in (*out, *failed):
+        print(f"skipped: {why}"[:300])
+    conclude(
+        "tune",
+        passed=table is not None,
+        state=note["state"],
+        timed=len(timed) - len(out),
+        failed_or_wrong=len(out) + len(failed),
+        left_out=len(note.get("left_out", [])),
+        table=table and str(table),
+        results=str(file),
+    )
+
+
+def _write(directory: Path, results: Results) -> Path | None:
+    """The table, if there is anything to write in it."""
+    blocks = blocks_of(results.section(SECTION)["rows"])
+    return write_table(directory, results.data["machine"], blocks) if blocks else None
+
 
 if __name__ == "__main__":
     main()

@@ -1,13 +1,6 @@
-"""Every op with operands of real shapes: what is checked, timed, tuned and compiled."""
+"""Every op with operands of real shapes, to be checked, timed and tuned."""
 
-from benchmarks.cases import (
-    moe,
-    rms_norm,
-    ssd,
-    tree_attention,
-    tree_conv1d,
-    tree_scan,
-)
+from benchmarks.cases import moe, rms_norm, ssd, tree_attention, tree_conv1d, tree_scan
 from benchmarks.cases.base import Case
 
 CASES: dict[str, Case] = {
@@ -18,4 +11,3 @@ CASES: dict[str, Case] = {
     **rms_norm.CASES,
     **tree_conv1d.CASES,
 }
-COMPILED = tuple(name for name in CASES if name != tree_scan.LEVEL)  # the kernel of `tree_scan`

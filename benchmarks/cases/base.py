@@ -1,4 +1,4 @@
-"""What the cases of all ops share: problems, random trees and arrays, errors against float64."""
+"""Problems, cases, random trees and arrays, and errors against float64."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -38,24 +38,20 @@ class Problem(NamedTuple):
     seed: int = 0
 
 
-def nothing_unread(operands: tuple) -> int:
-    """The call reads all of its operands."""
-    return 0
-
-
 class Case(NamedTuple):
-    """One op, and operands of real shapes for it.
+    """One op with operands of real shapes.
 
     Attributes:
-        function: takes the operands and an `implementation`.
+        function: the op; takes the operands and an `implementation`.
         with_blocks: the kernel; takes the operands, `blocks` and `interpret`.
-        operands: of a problem, on the device.
+        operands: function of a problem that returns arrays on the device.
         reference: takes the operands in float64 and the parents of the trees `[B, N]`.
-        outputs: the kind of each output, a key of `LIMITS`.
-        shapes: of real models, by name.
-        feedback: operands that are updated in place, by index, with the outputs that replace them.
-        unread: bytes of operands and results that a call does not touch.
-        timed: False if the same kernel is timed by another case.
+        outputs: kinds of outputs, for `LIMITS`.
+        shapes: shapes of real models, by name.
+        feedback: indices of operands that are updated in place, and of the outputs that replace
+            them.
+        unread: function of the operands: bytes of operands and results that a call does not touch.
+        timed: False if another case times the same kernel.
     """
 
     function: Callable[..., Any]
@@ -65,7 +61,7 @@ class Case(NamedTuple):
     outputs: tuple[str, ...]
     shapes: Mapping[str, Any]
     feedback: Mapping[int, int] = {}
-    unread: Callable[[tuple], int] = nothing_unread
+    unread: Callable[[tuple], int] = lambda operands: 0
     timed: bool = True
 
     @property
@@ -73,11 +69,6 @@ class Case(NamedTuple):
         """The type of its shapes: `MixerShape`, `AttentionShape` or `ExpertShape`."""
         (kind,) = {type(shape) for shape in self.shapes.values()}
         return kind
-
-    @property
-    def has_cache(self) -> bool:
-        """Whether it attends to a KV cache, whose capacity is part of the problem."""
-        return self.kind is AttentionShape
 
 
 def random_tree(nodes: int, seed: int) -> st.TreeTopology:
@@ -100,7 +91,7 @@ def trees(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
 
 
 def accepted(problem: Problem) -> np.ndarray:
-    """The path `[B, N]` to the last node of each tree; empty in row 1."""
+    """Masks `[B, N]` of the path to the last node of each tree; empty in row 1."""
     path = trees(problem)[1][:, -1].copy()
     path[1:2] = False
     return path

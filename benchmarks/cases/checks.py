@@ -1,4 +1,4 @@
-"""What is done with a case: compare it with float64, count its bytes, repeat its calls."""
+"""Compares a case with float64, counts its bytes, and repeats its calls."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from jax import lax
 from benchmarks.cases.base import LIMITS, Case, Problem, as_tuple, float64, relative_error, trees
 
 UNROLLED = 8
-# Calls in a body that need nothing of each other could overlap in its CUDA graph.
+# Independent calls could overlap in the CUDA graph of a loop's body.
 IN_TURN = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 
 
@@ -72,12 +72,12 @@ def bytes_moved(case: Case, operands: tuple[jax.Array, ...]) -> int:
 def repeated(
     function: Callable[..., Any], feedback: Mapping[int, int], count: int
 ) -> Callable[..., Any]:
-    """Calls a function `count` times in one program, each call after the one before.
+    """A program that calls a function `count` times, each call after the one before.
 
-    The program returns the outputs of the last call, and what else must be computed.
+    It returns the outputs of the last call, and outputs of earlier calls that no call reads.
 
     All operands but those updated in place are the same in each call, so small problems run with
-    a warm L2 cache. The body of the loop is several calls, as many of `UNROLLED` as divide
+    a warm L2 cache. The body of the loop has as many calls, up to `UNROLLED`, as divide
     `count - 1`: XLA makes a CUDA graph of 5 launches or more, and launches fewer one by one.
     """
     unrolled = next(size for size in range(UNROLLED, 0, -1) if (count - 1) % size == 0)
@@ -92,7 +92,7 @@ def repeated(
             return as_tuple(function(*held)), before
 
         def kept(outputs: tuple) -> tuple:
-            """What XLA must not leave out, although no call reads it."""
+            """Outputs that no call reads, which XLA must not leave out."""
             read = {output % len(outputs) for output in feedback.values()}
             return tuple(value for i, value in enumerate(outputs) if i not in read)
 

@@ -1,4 +1,4 @@
-"""`expert_mlps`, for the nodes of a tree and for a piece of a prompt."""
+"""`expert_mlps`, for the nodes of a tree and for a chunk of a prompt."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from pallas_kernels.moe import pallas_triton as kernel
 from pallas_kernels.moe.reference import expert_mlps as reference
 
 PROMPT = "expert_mlps of a prompt"
-_POSITIONS_PER_NODE = 8  # 64 nodes: the 512 tokens of a piece of a prompt
+_POSITIONS_PER_NODE = 8  # 64 nodes: the 512 tokens of a chunk of a prompt
 
 
 def _operands(problem: Problem) -> tuple[jax.Array, ...]:

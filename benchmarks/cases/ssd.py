@@ -1,4 +1,4 @@
-"""`ssd`: a piece of a prompt."""
+"""`ssd`: a chunk of a prompt."""
 
 import jax
 

@@ -17,7 +17,7 @@ from stree_jax.models.layouts import attention_layout
 
 PROMPT = "tree_attention of a prompt"
 UNROTATED = "tree_attention_layer without positions"
-_POSITIONS_PER_NODE = 8  # 64 nodes: the 512 tokens of a piece of a prompt
+_POSITIONS_PER_NODE = 8  # 64 nodes: the 512 tokens of a chunk of a prompt
 
 
 def _tree_operands(problem: Problem) -> tuple[jax.Array, ...]:
@@ -25,7 +25,7 @@ def _tree_operands(problem: Problem) -> tuple[jax.Array, ...]:
 
 
 def _prompt_operands(problem: Problem) -> tuple[jax.Array, ...]:
-    """A piece of a prompt, after a cache."""
+    """A chunk of a prompt, after a cache."""
     problem = problem._replace(nodes=_POSITIONS_PER_NODE * problem.nodes)
     causal = np.tri(problem.nodes, dtype=bool)
     return _operands(problem, np.broadcast_to(causal, (problem.batch, *causal.shape)))

@@ -61,7 +61,7 @@ def _layout_of(record: tuple) -> pk.Mamba2Layout:
 
 
 def _layer(function: Callable[..., Any]) -> Callable[..., tuple]:
-    """`tree_conv1d_layer` of flat operands; all its outputs in a row."""
+    """`tree_conv1d_layer` of flat operands; returns all outputs in one tuple."""
 
     def call(*operands: Any, **options: Any) -> tuple:
         *inputs, index, x, dt, B, conv_input, replay_index = operands

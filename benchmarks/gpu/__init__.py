@@ -1,1 +1,1 @@
-"""What needs a GPU: the session that checks and times everything, and the tuner of block sizes."""
+"""Sections of `benchmarks.gpu_session`, their runner, and the search of `benchmarks.tune`."""

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.cases import CASES
-from benchmarks.cases.base import LIMITS, Case, Problem, as_tuple, relative_error, small
+from benchmarks.cases.base import LIMITS, Problem, as_tuple, relative_error, small
 from benchmarks.cases.checks import errors, exact, refused, within_limits
 from benchmarks.gpu.scale import Scale
 from benchmarks.gpu.tasks import Row, Task
 
-# Two right results may differ by more than the error of each against float64.
+# Two correct results may differ by more than the error of each against float64.
 APART = 2.5
 
 
@@ -24,14 +24,8 @@ def gate(scale: Scale) -> list[Task]:
 
     A result that changes from call to call is a race between the programs of a kernel.
     """
-    return [
-        Task(
-            name,
-            functools.partial(_repeats, scale.repeats),
-            functools.partial(_gated, scale, name),
-        )
-        for name in CASES
-    ]
+    repeats = functools.partial(_repeats, scale.repeats)
+    return [Task(name, functools.partial(_gated, scale, name), repeats) for name in CASES]
 
 
 def _gated(scale: Scale, name: str) -> tuple[Callable[[], tuple], tuple, Row]:
@@ -47,8 +41,8 @@ def _gated(scale: Scale, name: str) -> tuple[Callable[[], tuple], tuple, Row]:
     for implementation in scale.implementations:  # the kernel last
         run = jax.jit(functools.partial(case.function, implementation=implementation))
         results[implementation] = got = as_tuple(jax.block_until_ready(run(*operands)))
-        row["errors"][implementation] = _relative(got, truth)
-    row["from_xla"] = _relative(got, results["xla"])
+        row["errors"][implementation] = [*map(relative_error, got, truth)]
+    row["from_xla"] = [*map(relative_error, got, results["xla"])]
     row["right"] = all(
         within_limits(case, scale.dtype, found) for found in row["errors"].values()
     ) and all(
@@ -56,10 +50,6 @@ def _gated(scale: Scale, name: str) -> tuple[Callable[[], tuple], tuple, Row]:
         for error, output in zip(row["from_xla"], case.outputs, strict=True)
     )
     return lambda: as_tuple(run(*operands)), got, row
-
-
-def _relative(got: tuple, wanted: tuple) -> list[float]:
-    return [relative_error(*pair) for pair in zip(got, wanted, strict=True)]
 
 
 def _repeats(count: int, prepared: tuple[Callable[[], tuple], tuple, Row]) -> Row:
@@ -71,7 +61,7 @@ def _repeats(count: int, prepared: tuple[Callable[[], tuple], tuple, Row]) -> Ro
 
 
 def same_bits(one: tuple[jax.Array, ...], other: tuple[jax.Array, ...]) -> jax.Array:
-    """Whether all arrays are the same bit by bit; a NaN equals itself."""
+    """Whether all arrays have the same bits; a NaN equals itself."""
 
     def bits(value: jax.Array) -> jax.Array:
         if not jnp.issubdtype(value.dtype, jnp.floating):
@@ -90,7 +80,6 @@ def correctness(scale: Scale) -> list[Task]:
     return [
         Task(
             f"{name}, {shape}, {nodes}, {dtype}",
-            _as_it_is,
             functools.partial(_checked, scale, nodes, dtype, name, shape),
         )
         for nodes in scale.checked_nodes
@@ -100,20 +89,16 @@ def correctness(scale: Scale) -> list[Task]:
     ]
 
 
-def _as_it_is(row: Row) -> Row:
-    return row
-
-
 def _checked(scale: Scale, nodes: int, dtype: str, name: str, shape: str) -> Row:
-    case: Case = CASES[name]
+    case = CASES[name]
     full = scale.shapes[case.kind][shape]
-    what: dict[str, Any] = {"kernel": name, "shape": shape, "nodes": nodes, "dtype": dtype}
+    row: Row = {"kernel": name, "shape": shape, "nodes": nodes, "dtype": dtype}
     problem = Problem(small(full), nodes, dtype, batch=2, capacity=scale.capacity)
     if reason := refused(case, problem._replace(shape=full)):
-        return what | {"refused": reason, "right": True}
+        return row | {"refused": reason, "right": True}
     found = errors(case, problem, scale.implementations)
     right = all(within_limits(case, dtype, error) for error in found.values())
-    return what | {"errors": _written(found), "right": right}
+    return row | {"errors": _written(found), "right": right}
 
 
 def _written(errors: Any) -> Any:

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from benchmarks.cases.checks import bytes_moved, compiled_calls
 from benchmarks.common import interleaved, summary
 from benchmarks.gpu.scale import Scale
 from benchmarks.gpu.tasks import Row, Task
-from benchmarks.shapes import ExpertShape, MixerShape
+from benchmarks.shapes import ExpertShape
 from pallas_kernels.tree_scan import config as scan_config
 
 MOST_TOKENS_OF_EXPERTS = 128  # for 4,096 XLA's products of all tokens and experts need 17 GB
@@ -23,14 +24,25 @@ HALF_HEADS = "half heads"
 _SCANS = ("tree_scan", "replay_tree_scan")
 
 
+def timed(calls: Mapping[str, Callable[[], Any]], rounds: int, unit: float) -> dict[str, Any]:
+    """Median and quartiles of the time of each call, interleaved, in seconds times `unit`."""
+    waiting = {
+        name: lambda call=call: jax.block_until_ready(call()) for name, call in calls.items()
+    }
+    for call in waiting.values():
+        call()
+    seconds = interleaved(waiting, rounds, lambda: None)
+    return {name: summary([unit * value for value in values]) for name, values in seconds.items()}
+
+
 def bandwidth(scale: Scale) -> list[Task]:
-    """Of the device's memory, by copying: the memory roofline."""
+    """Bandwidth of the device's memory, by copying: the memory roofline."""
 
     def measure(_: None) -> Row:
         speed = copy_bandwidth(scale.copied, scale.count, scale.rounds)
         return {"bytes_per_second": speed, "copied": scale.copied}
 
-    return [Task("copy", measure)]
+    return [Task("copy", measure=measure)]
 
 
 def copy_bandwidth(num_bytes: int, count: int, rounds: int) -> float:
@@ -59,28 +71,26 @@ def times(scale: Scale) -> list[Task]:
     roofline; with many they do not.
     """
     tasks = []
-    for size in scale.timed["batches"]:
-        for nodes in scale.timed["nodes"]:
-            for shape in scale.timed["shapes"]:
-                for name in scale.cases:
-                    case = CASES[name]
-                    too_large = nodes * size > MOST_TOKENS_OF_EXPERTS and case.kind is ExpertShape
-                    if not case.timed or shape not in scale.shapes[case.kind] or too_large:
-                        continue
-                    full = scale.shapes[case.kind][shape]
-                    problem = Problem(full, nodes, scale.dtype, size, scale.capacity)
-                    what = {"kernel": name, "shape": shape, "nodes": nodes, "batch": size}
-                    task = Task(
-                        f"{name}, {shape}, {nodes} nodes, batch of {size}",
-                        functools.partial(_timed, scale, what),
-                        functools.partial(_compiled, scale, name, problem),
-                    )
-                    tasks.append(task)
+    order = (*(scale.timed[each] for each in ("batches", "nodes", "shapes")), scale.cases)
+    for size, nodes, shape, name in itertools.product(*order):
+        case = CASES[name]
+        too_large = nodes * size > MOST_TOKENS_OF_EXPERTS and case.kind is ExpertShape
+        if not case.timed or shape not in scale.shapes[case.kind] or too_large:
+            continue
+        full = scale.shapes[case.kind][shape]
+        problem = Problem(full, nodes, scale.dtype, size, scale.capacity)
+        row = {"kernel": name, "shape": shape, "nodes": nodes, "batch": size}
+        task = Task(
+            f"{name}, {shape}, {nodes} nodes, batch of {size}",
+            functools.partial(_compiled, scale, name, problem),
+            functools.partial(_timed, scale, row),
+        )
+        tasks.append(task)
     return tasks
 
 
 def contenders(scale: Scale, name: str, problem: Problem) -> dict[str, Callable[..., Any]]:
-    """What is compared: XLA, the kernel, and the other layout of a scan that does not spill.
+    """XLA, the kernel, and the other layout of a scan that does not spill.
 
     With the default block sizes a program owns a whole head; with the others half of one, so that
     there are twice as many programs and each keeps half of the registers.
@@ -91,7 +101,6 @@ def contenders(scale: Scale, name: str, problem: Problem) -> dict[str, Callable[
         for implementation in scale.implementations
     }
     if name in _SCANS:
-        assert isinstance(problem.shape, MixerShape)
         numbers = problem.shape.head_dim * problem.shape.state_size
         whole = scan_config.DEFAULTS[scan_config.case(problem.dtype, numbers)]
         half = dataclasses.replace(whole, state=numbers // 2, num_warps=4)
@@ -102,7 +111,7 @@ def contenders(scale: Scale, name: str, problem: Problem) -> dict[str, Callable[
 
 
 def _compiled(scale: Scale, name: str, problem: Problem) -> tuple[int, dict[str, Any]]:
-    """Bytes moved, and a timed call of each contender, or how it failed."""
+    """Bytes moved, and the timed call of each contender, or how it failed."""
     case = CASES[name]
     operands = case.operands(problem)
     calls: dict[str, Any] = {}
@@ -112,27 +121,15 @@ def _compiled(scale: Scale, name: str, problem: Problem) -> tuple[int, dict[str,
         except Exception as error:  # the others are timed
             calls[contender] = f"failed: {error!s:.300}"
         else:
-            calls[contender] = functools.partial(wait, program, operands)
+            calls[contender] = functools.partial(program, *operands)
     return bytes_moved(case, operands), calls
 
 
-def _timed(scale: Scale, what: Row, prepared: tuple[int, Mapping[str, Any]]) -> Row:
+def _timed(scale: Scale, row: Row, prepared: tuple[int, Mapping[str, Any]]) -> Row:
     moved, calls = prepared
-    row = what | {"dtype": scale.dtype, "bytes": moved}
+    row = row | {"dtype": scale.dtype, "bytes": moved}
     runs = {name: call for name, call in calls.items() if callable(call)}
-    if failed := {name: call for name, call in calls.items() if not callable(call)}:
-        row["failed"] = "; ".join(f"{name} {why}" for name, why in failed.items())
-    for run in runs.values():
-        run()
-    seconds = interleaved(runs, scale.rounds, lambda: None)
-    return row | {
-        "microseconds": {
-            name: summary([1e6 * value / scale.count for value in values])
-            for name, values in seconds.items()
-        }
-    }
-
-
-def wait(program: Any, operands: Sequence[Any]) -> None:
-    """Runs a program and blocks."""
-    jax.block_until_ready(program(*operands))
+    if len(runs) < len(calls):
+        failed = (f"{name} {call}" for name, call in calls.items() if name not in runs)
+        row["failed"] = "; ".join(failed)
+    return row | {"microseconds": timed(runs, scale.rounds, 1e6 / scale.count)}

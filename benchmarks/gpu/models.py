@@ -1,7 +1,6 @@
 """Checks and times whole models: steps, batches, losslessness, table 1, transformers."""
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,9 +9,8 @@ from flax import nnx
 
 import stree_jax as st
 from benchmarks import lossless
-from benchmarks.common import interleaved, summary
 from benchmarks.gpu import transformers_step
-from benchmarks.gpu.kernels import wait
+from benchmarks.gpu.kernels import timed
 from benchmarks.gpu.scale import Scale
 from benchmarks.gpu.tasks import Row, Task
 from benchmarks.models import on_gpu, random_model, random_pair
@@ -27,7 +25,7 @@ def steps(scale: Scale) -> list[Task]:
 
 
 def hybrid_steps(scale: Scale) -> list[Task]:
-    """The same for a hybrid."""
+    """Milliseconds of a verify step of a hybrid by number of nodes."""
     return _steps(scale, scale.hybrid, [(nodes, 1) for nodes in scale.step_nodes])
 
 
@@ -53,32 +51,21 @@ def _steps(scale: Scale, config: st.ModelConfig, sizes: list[tuple[int, int]]) -
     def compiled(nodes: int, size: int) -> dict[str, Any]:
         return {
             name: functools.partial(
-                wait,
-                run_steps.lower(model, tree_of(nodes), scale.steps, size).compile(),
-                (model,),
+                run_steps.lower(model, tree_of(nodes), scale.steps, size).compile(), model
             )
             for name, model in models.items()
         }
 
-    def timed(nodes: int, size: int, calls: Mapping[str, Any]) -> Row:
-        for call in calls.values():
-            call()
-        seconds = interleaved(calls, scale.rounds, lambda: None)
-        return {
-            "nodes": nodes,
-            "batch": size,
-            "dtype": scale.dtype,
-            "milliseconds": {
-                name: summary([1e3 * value / scale.steps for value in values])
-                for name, values in seconds.items()
-            },
-        } | bytes_of_step(models["xla"], size)
+    def measure(nodes: int, size: int, calls: dict[str, Any]) -> Row:
+        row = {"nodes": nodes, "batch": size, "dtype": scale.dtype}
+        row["milliseconds"] = timed(calls, scale.rounds, 1e3 / scale.steps)
+        return row | bytes_of_step(models["xla"], size)
 
     return [
         Task(
             f"{nodes} nodes, batch of {size}",
-            functools.partial(timed, nodes, size),
             functools.partial(compiled, nodes, size),
+            functools.partial(measure, nodes, size),
         )
         for nodes, size in sizes
     ]
@@ -112,7 +99,6 @@ def lossless_texts(scale: Scale) -> list[Task]:
     return [
         Task(
             f"{implementation}, {tree}, {family}",
-            lambda row: row,
             functools.partial(check, implementation, tree, family),
         )
         for tree in scale.trees
@@ -133,7 +119,7 @@ def packed_trees(scale: Scale) -> list[Task]:
         return comparison().measure(beams, num_steps, scale.rounds // 3 + 1)
 
     return [
-        Task(f"{beams} beams of {num_steps}", functools.partial(measure, beams, num_steps))
+        Task(f"{beams} beams of {num_steps}", measure=functools.partial(measure, beams, num_steps))
         for num_steps in scale.beam_steps
         for beams in scale.beams
     ]
@@ -150,4 +136,4 @@ def transformers_tokens(scale: Scale) -> list[Task]:
             scale.mamba2, device=device, dtype=scale.dtype, tokens=scale.tokens, rounds=5
         )
 
-    return [Task("greedy generation", measure)]
+    return [Task("greedy generation", measure=measure)]

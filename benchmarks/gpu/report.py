@@ -1,11 +1,9 @@
-"""What the rows of a GPU session say together: floors, wrong kernels, aims, tables, a plot."""
+"""Conclusions from the rows of a GPU session: floors, wrong kernels, aims, tables."""
 
-import statistics
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from benchmarks.common import plotted, print_table
+from benchmarks.common import print_table
 from benchmarks.gpu.tasks import Row
 from benchmarks.paper.tree_size import VANILLA, fits
 
@@ -20,15 +18,15 @@ def rows_of(results: Mapping[str, Any], name: str) -> list[Row]:
 
 
 def kernels_time(times: Mapping[str, Mapping[str, float]]) -> float | None:
-    """The median of the kernels, which have the last name of those of all kinds of rows."""
+    """The median time of our kernels, if it was measured."""
     found = [times[name]["median"] for name in ("pallas", "pallas_interpret") if name in times]
     return found[0] if found else None
 
 
 def annotate(results: dict[str, Any]) -> None:
-    """Adds to rows what other sections have found: their floor, and whether they are of use.
+    """Adds to rows their floor, and the kernels that the checks found wrong.
 
-    A row is `wrong` if a check found the kernel wrong, whatever its shape; steps are if any was.
+    Times of a kernel are marked if it was wrong at any shape; steps, if any kernel was.
     """
     speed = max((row["bytes_per_second"] for row in rows_of(results, "bandwidth")), default=None)
     wrong = wrong_kernels(results)
@@ -44,20 +42,18 @@ def annotate(results: dict[str, Any]) -> None:
                 row["xla_over_kernel"] = row[unit]["xla"]["median"] / fastest
             row["wrong"] = sorted(wrong & {row["kernel"]} if name == "kernels" else wrong)
     for name in ("steps", "hybrid"):
-        sizes = [row for row in rows_of(results, name) if kernels_time(row["milliseconds"])]
-        if len(sizes) > 3 and VANILLA in {row["nodes"] for row in sizes}:
-            sizes.sort(key=lambda row: row["nodes"])
-            times = [{"median": kernels_time(row["milliseconds"])} for row in sizes]
-            results["sections"][name]["fits"] = fits(
-                [
-                    {"nodes": row["nodes"], "milliseconds": time}
-                    for row, time in zip(sizes, times, strict=True)
-                ]
-            )
+        times = {row["nodes"]: kernels_time(row["milliseconds"]) for row in rows_of(results, name)}
+        sizes = [
+            {"nodes": nodes, "milliseconds": {"median": time}}
+            for nodes, time in sorted(times.items())
+            if time
+        ]
+        if len(sizes) > 3 and times.get(VANILLA):
+            results["sections"][name]["fits"] = fits(sizes)
 
 
 def wrong_kernels(results: Mapping[str, Any]) -> set[str]:
-    """The kernels of which a check is not right."""
+    """The kernels that a check found wrong, or that crashed in it."""
     return {
         row.get("kernel", row["task"].split(",")[0])
         for name in CHECKS
@@ -76,7 +72,7 @@ def is_right(results: Mapping[str, Any]) -> bool:
 
 
 def left_out(results: Mapping[str, Any]) -> int:
-    """How many tasks there was no time for."""
+    """Number of tasks that did not fit into the time."""
     return sum(len(section.get("left_out", [])) for section in results["sections"].values())
 
 
@@ -87,15 +83,12 @@ def aims(results: Mapping[str, Any]) -> dict[str, dict[str, float | bool]]:
     tables = rows_of(results, "packed")
     largest: Row = max(tables, key=lambda row: row["nodes"], default={})
     ratios = [row.get("xla_over_kernel") for row in rows_of(results, "batch")]
-    measured = {
-        "one node of mamba2-2.7b over the floor": (
-            steps.get(1, {}).get("kernel_over_floor"),
-            1.5,
-        ),
-        "63 nodes of mamba2-2.7b over one": (
-            times[63] / times[1] if times.get(63) and times.get(1) else None,
-            1.3,
-        ),
+    one, many = times.get(1), times.get(63)
+    at_most = {
+        "one node of mamba2-2.7b over the floor": (steps.get(1, {}).get("kernel_over_floor"), 1.5),
+        "63 nodes of mamba2-2.7b over one": (many / one if many and one else None, 1.3),
+    }
+    at_least = {
         "unrolled over packed": (largest.get("packed_is_faster_by"), 2.0),
         "XLA over our kernels, worst batch": (min(filter(None, ratios), default=None), 1.0),
     }
@@ -103,15 +96,15 @@ def aims(results: Mapping[str, Any]) -> dict[str, dict[str, float | bool]]:
         name: {
             "measured": value,
             "aim": aim,
-            "met": value <= aim if "node" in name else value >= aim,
+            "met": value <= aim if name in at_most else value >= aim,
         }
-        for name, (value, aim) in measured.items()
+        for name, (value, aim) in (at_most | at_least).items()
         if value is not None
     }
 
 
 def report(results: Mapping[str, Any]) -> None:
-    """Prints tables of what was measured, and lists what was not."""
+    """Prints tables of the measurements, and lists what is missing, failed or wrong."""
     device = (results["machine"] or {}).get("device", "no device")
     for name in STEPS:
         if rows := rows_of(results, name):
@@ -167,32 +160,3 @@ def report(results: Mapping[str, Any]) -> None:
         for row in note["rows"]:
             if "failed" in row or row.get("right") is False:
                 print(f"{name}, {row['task']}: {row.get('failed', 'wrong')}"[:400])
-
-
-def plot(results: Mapping[str, Any], path: Path) -> None:
-    """Time of a step by nodes and by batch, and of kernels over their floors."""
-    with plotted(path, 4, 20, 4.5) as panels:
-        for axes, name in zip(panels, STEPS, strict=False):
-            by = "batch" if name == "batch" else "nodes"
-            axes.set(title=name, xlabel=by, ylabel="ms a step")
-            rows = sorted(rows_of(results, name), key=lambda row: row[by])
-            most = max((row["nodes"] for row in rows), default=0)
-            if name == "batch":
-                rows = [row for row in rows if row["nodes"] == most]
-            for kind in rows[0]["milliseconds"] if rows else ():
-                times = [row["milliseconds"][kind]["median"] for row in rows]
-                axes.plot([row[by] for row in rows], times, marker="o", label=kind)
-            floors = [row["floor_milliseconds"] for row in rows if "floor_milliseconds" in row]
-            if floors:
-                axes.axhline(statistics.median(floors), color="black", lw=0.8, label="floor")
-                axes.set_ylim(bottom=0)
-                axes.legend()
-        rows = [row for row in rows_of(results, "kernels") if "kernel_over_floor" in row]
-        many = max((row["batch"] for row in rows), default=0)
-        rows = [row for row in rows if row["batch"] == many]
-        names = [f"{row['kernel']}, {row['nodes']}, {row['shape']}" for row in rows]
-        panels[3].barh(names, [row["kernel_over_floor"] for row in rows])
-        panels[3].axvline(1, color="black", linewidth=0.8)
-        panels[3].invert_yaxis()
-        panels[3].tick_params(axis="y", labelsize=6)
-        panels[3].set(title=f"kernels, batch of {many}", xlabel="time over the floor")

@@ -1,7 +1,7 @@
 """Runs each section in a process of its own, and keeps its rows whatever happens to it.
 
 The results are one JSON file, replaced as a whole for every row. A section whose process crashes or
-hangs, or whose device answers no more, is started again without the task that was open; at its
+hangs, or whose device no longer answers, is started again without the task that was open. At its
 time limit it is killed.
 """
 
@@ -29,15 +29,15 @@ _CHECKOUT = Path(__file__).parents[2]
 
 
 class NoGpu(Exception):
-    """There is none; the message says what there is instead."""
+    """The device is no GPU; the message names it."""
 
 
 class Results:
     """A file of results that is complete at every moment.
 
     Args:
-        path: of the file; what is in it already is kept.
-        head: what the results begin with; keys that an existing file must agree on.
+        path: file; rows that it has already are kept.
+        head: first entries of the results; an existing file must agree on them.
 
     Raises:
         ValueError: the file is of another kind of run.
@@ -48,13 +48,13 @@ class Results:
         self.data: dict[str, Any] = dict(head) | {"machine": None, "sections": {}}
         if path.exists():
             self.data = json.loads(path.read_text())
-            self._require(head)
+            self._require(self.data, head, head)
 
-    def _require(self, head: Mapping[str, Any]) -> None:
-        for key, value in head.items():
-            if self.data.get(key) != value:
+    def _require(self, earlier: Mapping[str, Any], now: Mapping[str, Any], keys: Any) -> None:
+        for key in keys:
+            if earlier.get(key) != now[key]:
                 raise ValueError(
-                    f"{self.path} has {key} = {self.data.get(key)!r:.80}, this run {value!r:.80};"
+                    f"{self.path} has {key} = {earlier.get(key)!r:.80}, this run {now[key]!r:.80};"
                     " choose another --output, or remove it"
                 )
 
@@ -63,18 +63,12 @@ class Results:
         return self.data["sections"].setdefault(name, {"state": NOT_BEGUN, "rows": []})
 
     def describe(self, machine: dict[str, Any]) -> None:
-        """Says which machine this is.
+        """Records the machine.
 
         Raises:
             ValueError: the results are of another device or version of jax.
         """
-        earlier = self.data["machine"] or machine
-        for key in ("device", "jax"):
-            if earlier[key] != machine[key]:
-                raise ValueError(
-                    f"{self.path} is of {key} {earlier[key]!r:.80}, this is {machine[key]!r:.80};"
-                    " choose another --output, or remove it"
-                )
+        self._require(self.data["machine"] or machine, machine, ("device", "jax"))
         self.data["machine"] = machine
 
     def save(self) -> Path:
@@ -95,16 +89,16 @@ def run_section(
     """Runs the tasks of a section that have no row yet.
 
     Args:
-        results: to add to.
-        name: of the section.
-        seconds: in which tasks may begin.
-        limit: seconds after which it is killed.
-        options: for its tasks.
-        module: with `SECTIONS`.
+        results: file that rows are added to.
+        name: key of `SECTIONS`.
+        seconds: time in which tasks may begin.
+        limit: seconds after which the process is killed.
+        options: passed to the section's tasks.
+        module: module that has `SECTIONS`.
         changed: called before results are saved.
 
     Raises:
-        NoGpu: there is none.
+        NoGpu: the device is no GPU.
     """
     note = results.section(name)
     began, before = time.monotonic(), note.get("seconds", 0.0)
@@ -156,9 +150,9 @@ class _Worker:
     """The process of a section.
 
     Attributes:
-        open: tasks that it was doing at its end.
-        progress: whether there was a row.
-        ended: how it ended, or None if as it should.
+        open: tasks in progress at its end.
+        progress: whether it sent a row.
+        ended: how it failed, or None if it came to the end.
     """
 
     def __init__(self, job: Mapping[str, Any], end: float):
@@ -182,7 +176,7 @@ class _Worker:
         self._thread.start()
 
     def _talk(self, job: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which the next lines see
+        with contextlib.suppress(BrokenPipeError):  # the process has ended; the next lines notice
             self._process.stdin.write(job)
             self._process.stdin.flush()
         for line in self._process.stdout:
@@ -211,7 +205,7 @@ class _Worker:
                 yield message
             code = self._process.wait()
             if code:
-                broken = "the device answers no more"
+                broken = "the device no longer answers"
                 self.ended = broken if code == BROKEN else f"the process ended with {code}"
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -224,14 +218,14 @@ class _Worker:
 
 
 def _environment(*, smoke: bool) -> dict[str, str]:
-    """For the process of a section; what the user has set stays."""
+    """Variables for the process of a section; those that the user has set stay."""
     values = {"PYTHONUNBUFFERED": "1"}
-    if smoke:  # which mostly compiles
+    if smoke:  # most of its time is compiling
         values["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     else:
         # JAX would take three quarters of the memory, and leave too little for torch.
         values["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-        # What a process has compiled, and tuned its products for, the next one reads.
+        # Programs, with their tuned products, are shared by the processes.
         values["JAX_COMPILATION_CACHE_DIR"] = str(_CHECKOUT / "build" / "xla")
         values["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     return values | os.environ

@@ -8,14 +8,7 @@ import stree_jax as st
 from benchmarks import lossless
 from benchmarks.cases import CASES
 from benchmarks.cases.checks import UNROLLED
-from benchmarks.shapes import (
-    ATTENTIONS,
-    EXPERTS,
-    MIXERS,
-    AttentionShape,
-    ExpertShape,
-    MixerShape,
-)
+from benchmarks.shapes import ATTENTIONS, EXPERTS, MIXERS, AttentionShape, ExpertShape, MixerShape
 
 TINY = {
     MixerShape: {"tiny": MixerShape(2, 16, 16, 1)},
@@ -26,27 +19,27 @@ TINY = {
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """How much of everything is done.
+    """Sizes of all sections.
 
     Attributes:
-        implementations: to compare, the kernels last.
+        implementations: compared implementations, the kernels last.
         interpret: the kernels run in the interpreter.
-        dtype: of operands and weights.
-        shapes: to check kernels on, by their type and name.
-        gated: the name of the shape that every kernel is checked on first, by type.
-        cases: of kernels that are checked on all shapes, and timed.
-        capacity: of the KV cache.
-        repeats: calls that must agree bit by bit.
-        checked_nodes, checked_dtypes: sizes of trees, and types, to check kernels on.
-        timed: names of shapes, numbers of nodes and batch sizes to time kernels on.
+        dtype: dtype of operands and weights.
+        shapes: shapes on which kernels are checked, by type and name.
+        gated: name of the shape that every kernel is checked on first, by type.
+        cases: kernels that are checked on all shapes, and timed.
+        capacity: positions of the KV cache.
+        repeats: number of calls that must agree bit by bit.
+        checked_nodes, checked_dtypes: sizes of trees, and dtypes, on which kernels are checked.
+        timed: names of shapes, numbers of nodes and batch sizes for timing kernels.
         mamba2, hybrid: models whose steps are timed.
         step_nodes: sizes of trees, the most important first.
         batches, batch_nodes: batch sizes, and sizes of trees for them.
-        families, trees, tokens: to check losslessness on.
-        pair: target and draft with random weights.
-        beams, beam_steps: of table 1.
-        count, steps, rounds: calls of a kernel and steps in a timed program, and timed programs.
-        copied: bytes to copy for the bandwidth.
+        families, trees, tokens: models, trees and length of text for the check of losslessness.
+        pair: configs of a target and a draft with random weights.
+        beams, beam_steps: sizes of the beam trees of table 1.
+        count, steps, rounds: calls of a kernel and steps in a timed program; runs of a program.
+        copied: number of bytes to copy for the bandwidth.
     """
 
     implementations: tuple[str, ...]
@@ -77,19 +70,14 @@ class Scale:
     copied: int
 
 
+_ATTENTIONS = ("MambaInLlama-8B", "Falcon-H1-0.5B", "Granite-4-H-Tiny", "Nemotron-3-Nano-30B")
 FULL = Scale(
     implementations=("xla", "pallas"),
     interpret=False,
     dtype="bfloat16",
     shapes={
         MixerShape: MIXERS,
-        AttentionShape: {
-            name: ATTENTIONS[name]
-            for name in (
-                *("MambaInLlama-8B", "Falcon-H1-0.5B"),
-                *("Granite-4-H-Tiny", "Nemotron-3-Nano-30B"),
-            )
-        },
+        AttentionShape: {name: ATTENTIONS[name] for name in _ATTENTIONS},
         ExpertShape: EXPERTS,
     },
     gated={

@@ -1,4 +1,4 @@
-"""The search for block sizes: what is tried, how it is timed, and what is kept."""
+"""The search for block sizes: candidates, their times, and the choice among them."""
 
 import concurrent.futures
 import dataclasses
@@ -13,8 +13,8 @@ import numpy as np
 from benchmarks.cases import CASES
 from benchmarks.cases.base import LIMITS, Case, Problem, as_tuple, relative_error
 from benchmarks.cases.checks import compiled_calls, refused
-from benchmarks.common import interleaved
 from benchmarks.gpu.checks import APART
+from benchmarks.gpu.kernels import timed
 from benchmarks.gpu.scale import TINY
 from benchmarks.gpu.spaces import SPACES
 from benchmarks.gpu.tasks import Row, Section, Task
@@ -32,9 +32,9 @@ class Timer:
     """How candidates are compiled and timed.
 
     Attributes:
-        interpret: run the kernels by the interpreter.
-        count: calls in one timed program.
-        rounds: timed programs of each candidate.
+        interpret: the kernels run in the interpreter.
+        count: number of calls in one timed program.
+        rounds: number of timed runs of each program.
     """
 
     interpret: bool
@@ -42,7 +42,7 @@ class Timer:
     rounds: int
 
     def compiled(self, case: Case, operands: tuple, want: tuple, blocks: Any) -> Any:
-        """The program of a candidate, or what is wrong with it."""
+        """The program of a candidate, or the reason why it is out."""
         function = functools.partial(case.with_blocks, blocks=blocks, interpret=self.interpret)
         try:
             got = as_tuple(jax.jit(function)(*operands))
@@ -65,32 +65,24 @@ class Timer:
             return operands, list(pool.map(compile_one, candidates))
 
     def microseconds(self, operands: tuple, programs: Sequence[Any]) -> Times:
-        """Median time of a call of each candidate, timed in turns, or why it is out."""
+        """Median time of a call of each candidate, interleaved, or why it is out."""
         calls = {
-            str(i): functools.partial(_run, program, operands)
+            str(i): functools.partial(program, *operands)
             for i, program in enumerate(programs)
             if not isinstance(program, str)
         }
-        for call in calls.values():
-            call()
-        seconds = interleaved(calls, self.rounds, lambda: None)
+        found = timed(calls, self.rounds, 1e6 / self.count)
         return [
-            program
-            if isinstance(program, str)
-            else 1e6 * float(np.median(seconds[str(i)])) / self.count
+            program if isinstance(program, str) else found[str(i)]["median"]
             for i, program in enumerate(programs)
         ]
 
 
-def _run(program: Any, operands: tuple) -> None:
-    jax.block_until_ready(program(*operands))
-
-
 def search(options: Mapping[str, Any], rows: Sequence[Row]) -> Iterator[Task]:
-    """The tasks of the search: a field of a case of a kernel each, the first fields of all first.
+    """One task for each field of each case of a kernel; the first fields of all cases come first.
 
-    A row has the block sizes that are the best `so_far`, and what was timed for them; those of
-    earlier rows are where the search goes on.
+    A row has the best block sizes `so_far`, and all timings; the search resumes from the rows of
+    an earlier run.
     """
     timer = Timer(options["smoke"], options["count"], options["rounds"])
     best: dict[tuple[str, str], Any] = {}
@@ -110,11 +102,11 @@ def search(options: Mapping[str, Any], rows: Sequence[Row]) -> Iterator[Task]:
             best[key] = type(best[key])(**row["so_far"])
     for turn in itertools.zip_longest(*turns):
         for step in filter(None, turn):
-            kernel, case, members, field = step
+            kernel, case, _, field = step
             yield Task(
                 f"{kernel}, {case}, {field}",
-                functools.partial(_choose, timer, best, *step),
                 functools.partial(_programs, timer, best, *step, options["smoke"]),
+                functools.partial(_choose, timer, best, *step),
             )
 
 

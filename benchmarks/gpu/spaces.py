@@ -17,10 +17,10 @@ class Space(NamedTuple):
     """The block sizes to try for a kernel.
 
     Attributes:
-        timed: the name of the case of `benchmarks.cases` that is timed.
-        defaults: block sizes of each case.
-        case: the case of a problem.
-        values: of each field, in the order of the search, which begins with what matters most.
+        timed: name of the case of `benchmarks.cases` that is timed.
+        defaults: default block sizes, by case.
+        case: function of a problem that names its case.
+        values: candidates for each field; the field that matters most comes first.
     """
 
     timed: str

@@ -1,4 +1,4 @@
-"""What a section of a GPU run consists of."""
+"""Tasks and sections of a GPU run."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,26 +10,26 @@ class Task(NamedTuple):
     """One row of results.
 
     Attributes:
-        name: unlike those of the other tasks of a section.
-        measure: takes what `prepare` has returned, and returns the row.
+        name: unique in its section.
         prepare: compiles, and does all that is not timed; runs in a thread beside others.
+        measure: takes the result of `prepare`, and returns the row.
     """
 
     name: str
-    measure: Callable[[Any], Row]
     prepare: Callable[[], Any] = lambda: None
+    measure: Callable[[Any], Row] = lambda row: row
 
 
 class Section(NamedTuple):
     """A part of a run, with a process of its own.
 
     Attributes:
-        tasks: in order of importance, from the options of the run and the rows that are there from
-            an earlier attempt.
-        weight: its share of the time, relative to the others.
-        together: tasks that are prepared at a time.
+        tasks: in order of importance, from the options of the run and the rows of an earlier
+            attempt.
+        weight: share of the time, relative to the other sections.
+        together: number of tasks that are prepared at a time.
         timed: nothing is prepared while a task is measured.
-        seconds: a timed task that is measured for longer hangs.
+        seconds: limit for measuring a timed task; beyond it the task hangs.
     """
 
     tasks: Callable[[Mapping[str, Any], Sequence[Row]], Iterable[Task]]

@@ -1,4 +1,4 @@
-"""How long does transformers take for a token, with a Mamba-2 of the same shape?
+"""Times a token of transformers, with a Mamba-2 of the same shape.
 
 Its greedy `generate`, as users call it: the time of many tokens minus the time of one, divided by
 the difference in tokens. Random weights.
@@ -30,11 +30,11 @@ def measure(
     """Milliseconds a token.
 
     Args:
-        config: of a pure Mamba-2 model.
-        device: of torch.
-        dtype: of the weights.
-        tokens: to time.
-        rounds: of timing.
+        config: config of a pure Mamba-2 model.
+        device: device of torch.
+        dtype: dtype of the weights.
+        tokens: number of tokens to time.
+        rounds: number of measurements.
     """
     import torch
     import transformers

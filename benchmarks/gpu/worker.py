@@ -1,7 +1,7 @@
-"""The process of a section: does its tasks, and tells `benchmarks.gpu.runner` about each.
+"""The process of a section: does its tasks, and reports each to `benchmarks.gpu.runner`.
 
 It reads its job, a line of JSON, from standard input, and ends as soon as that is closed: a runner
-that is killed leaves nothing behind on the GPU. Messages are lines of JSON on standard output:
+that is killed leaves no process on the GPU. Messages are lines of JSON on standard output:
 
     {"machine": {...}}                  first
     {"obstacle": "..."}                 there is no GPU; nothing else follows
@@ -34,7 +34,7 @@ from pallas_kernels import dispatch
 
 THREADS = 8  # XLA compiles without holding Python's lock
 PREPARING = 150.0  # seconds
-BROKEN = 70  # exit code: the device answers no more, as after an illegal address
+BROKEN = 70  # exit code: the device no longer answers, as after an illegal address
 _PACKAGES = (
     *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "numpy"),
     *("torch", "transformers", "mamba-ssm", "causal-conv1d"),
@@ -49,11 +49,11 @@ def do(
     """Does the tasks of a section that have no row yet; returns the exit code.
 
     Args:
-        section: which one.
-        job: its `options`, its earlier `rows`, the `seconds` in which tasks may begin, and
-            optionally how many are prepared `together`.
-        send: a message.
-        works: whether the device still answers; asked after a failure.
+        section: its tasks, and how to run them.
+        job: `options`, earlier `rows`, `seconds` in which tasks may begin, and optionally
+            `together`, the number of tasks that are prepared at a time.
+        send: sends a message to the runner.
+        works: whether the device still answers; called after a failure.
     """
     end = time.monotonic() + job["seconds"]
     done = {row["task"] for row in job["rows"]}
@@ -118,7 +118,7 @@ def device_works() -> bool:
 
 
 def described() -> dict[str, Any]:
-    """Machine, versions, and what else the results depend on."""
+    """The machine, versions, ptxas, and the choice of kernels."""
     versions = {}
     for package in _PACKAGES:
         try:
@@ -136,7 +136,7 @@ def described() -> dict[str, Any]:
 def main() -> int:
     """Does the job on standard input."""
     messages = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a library prints is no message
+    os.dup2(2, 1)  # output of libraries is no message
 
     def send(**message: Any) -> None:
         messages.write(json.dumps(message) + "\n")

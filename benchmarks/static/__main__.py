@@ -1,9 +1,9 @@
-"""What does a decode step become on a GPU? Compiled for GPUs that are not attached.
+"""How many kernels and bytes is a decode step on a GPU? Compiled for GPUs not attached.
 
-XLA compiles a verify step (replay, forward of a tree, best tokens), the reading of a prompt and the
+XLA compiles a verify step (replay, tree forward, best tokens), the prefill of a prompt and the
 whole decode loop from abstract weights; its own reports give kernels, memory and bytes. Programs
 with one more layer of a kind give the cost of such a layer, and the cost of a model is the sum.
-Memory does not add up that way: `--whole` compiles whole models.
+Memory is not such a sum: `--whole` compiles whole models.
 
     python -m benchmarks.static [--presets mamba2-2.7b] [--gpus H100 A100 ...] [--nodes 16 64]
         [--prompts 512] [--whole]
@@ -14,14 +14,15 @@ code 1 if a kernel spills registers, or if our kernels exceed `--most-launches`,
 `--most-growth`.
 
 Matrix products are not autotuned, since there is no device to time them on: counts of kernels and
-memory hold, a device may choose other blocks. XLA may also split the inner axis of small products
-and add up the parts in another launch; rows with `products` "whole" are compiled without that
-(`xla_gpu_experimental_force_split_k=1`).
+memory hold, but a device may choose other blocks. XLA may also split the inner axis of small
+products and add up the parts in another launch; rows with `products` "whole" are compiled without
+that (`xla_gpu_experimental_force_split_k=1`).
 """
 
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import time
@@ -41,7 +42,6 @@ from benchmarks.static.programs import (
     read_prompt,
     verify_step,
 )
-from stree_jax.decoding.prefill import PREFILL_CHUNK
 
 IMPLEMENTATIONS = ("xla", "pallas")
 
@@ -52,14 +52,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--presets", nargs="+", default=["mamba2-2.7b"])
     parser.add_argument("--draft", default="mamba2-130m", help="preset, for the loop")
     parser.add_argument("--gpus", nargs="+", default=list(GPUS), choices=GPUS)
-    parser.add_argument("--nodes", type=int, nargs="*", default=[16, 64])
-    parser.add_argument(
-        "--prompts",
-        type=int,
-        nargs="*",
-        default=[],
-        help=f"tokens; long prompts are read in pieces of {PREFILL_CHUNK}",
-    )
+    numbers: dict[str, Any] = {"type": int, "nargs": "*"}
+    parser.add_argument("--nodes", **numbers, default=[16, 64])
+    parser.add_argument("--prompts", **numbers, default=[], help="numbers of tokens to prefill")
     parser.add_argument(
         "--implementations", nargs="+", default=IMPLEMENTATIONS, choices=IMPLEMENTATIONS
     )
@@ -67,26 +62,20 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--whole", action="store_true", help="also compile whole models")
     parser.add_argument(
         "--loop-nodes",
-        type=int,
-        nargs="*",
+        **numbers,
         default=[64],
         help="nodes of the trees of loops whose launches outside of layers are counted",
     )
+    limits: dict[str, Any] = dict(nargs="+", type=gates.limit, default=[], metavar="KIND=NUMBER")
     parser.add_argument(
         "--most-launches",
-        nargs="+",
-        type=gates.limit,
-        default=[],
-        metavar="KIND=NUMBER",
+        **limits,
         help="limits for a layer with our kernels, products whole, such as mamba2=5 attention=5, in"
-        " steps of more than one node; prompt-mamba2=11 for the reading of a prompt",
+        " steps of more than one node; prompt-mamba2=11 for the prefill of a prompt",
     )
     parser.add_argument(
         "--most-outside",
-        nargs="+",
-        type=gates.limit,
-        default=[],
-        metavar="KIND=NUMBER",
+        **limits,
         help="limits for a step of the loop outside of layers, such as greedy=30 sampled=40",
     )
     parser.add_argument(
@@ -119,77 +108,62 @@ def whole_model(program: Program) -> dict[str, Any]:
 def main() -> None:
     """Compiles everything asked for, prints tables and writes JSON; exit code 1 at a limit."""
     options = read_options()
-    configs = {name: st.ModelConfig.preset(name) for name in options.presets}
     draft = st.ModelConfig.preset(options.draft)
     compilers = [Compiler(gpu, products) for gpu in options.gpus for products in options.products]
-    steps: report.Rows = []
-    prompts: report.Rows = []
-    loops: report.Rows = []
-    outside: report.Rows = []
+    tables: dict[str, report.Rows] = {"steps": [], "prompts": [], "loops": [], "outside": []}
+
+    def add(table: str, row: dict[str, Any]) -> None:
+        tables[table].append(row)
+        print(json.dumps(row), flush=True)
+
     kinds = (
-        ("nodes", options.nodes, verify_step, steps),
-        ("positions", options.prompts, read_prompt, prompts),
+        ("nodes", options.nodes, verify_step, "steps"),
+        ("positions", options.prompts, read_prompt, "prompts"),
     )
-    for name, config in configs.items():
-        for compiler in compilers:
-            for implementation in options.implementations:
-                which = {"preset": name, "gpu": compiler.gpu, "implementation": implementation}
-                which |= {"products": compiler.products}
-                for unit, sizes, program, results in kinds:
-                    for size in sizes:
-                        began = time.monotonic()
-                        build = functools.partial(
-                            program, compiler, **{unit: size}, implementation=implementation
-                        )
-                        row = which | {unit: size} | by_layer(config, build)
-                        if options.whole:
-                            row["whole"] = whole_model(build(config))
-                        row |= {"seconds": round(time.monotonic() - began, 1)}
-                        results.append(row)
-                        print(json.dumps(row), flush=True)
-                loop = decode_loop(compiler, shortened(config), shortened(draft), implementation)
-                loops.append(which | loop)
-                print(json.dumps(loops[-1]), flush=True)
-                for nodes in options.loop_nodes:
-                    for sampled in (False, True):
-                        found = outside_of_layers(
-                            compiler, shortened(config), implementation, nodes, sampled=sampled
-                        )
-                        outside.append(which | found)
-                        print(json.dumps(outside[-1]), flush=True)
+    for name, compiler, implementation in itertools.product(
+        options.presets, compilers, options.implementations
+    ):
+        config = st.ModelConfig.preset(name)
+        which = {"preset": name, "gpu": compiler.gpu, "implementation": implementation}
+        which |= {"products": compiler.products}
+        for unit, sizes, program, table in kinds:
+            for size in sizes:
+                began = time.monotonic()
+                build = functools.partial(
+                    program, compiler, **{unit: size}, implementation=implementation
+                )
+                row = which | {unit: size} | by_layer(config, build)
+                if options.whole:
+                    row["whole"] = whole_model(build(config))
+                add(table, row | {"seconds": round(time.monotonic() - began, 1)})
+        short = shortened(config)
+        add("loops", which | decode_loop(compiler, short, shortened(draft), implementation))
+        for nodes, sampled in itertools.product(options.loop_nodes, (False, True)):
+            found = outside_of_layers(compiler, short, implementation, nodes, sampled=sampled)
+            add("outside", which | found)
+    steps, prompts, loops, outside = tables.values()
     report.print_programs("a verify step", "nodes", steps)
     if prompts:
-        report.print_programs("the reading of a prompt", "positions", prompts)
-    report.print_loops(loops)
-    report.print_outside(outside)
-    settings = {
-        "question": __doc__.splitlines()[0],
-        "dtype": "bfloat16",
-        "batch": 1,
-        "cache_positions": MAX_LENGTH,
-    }
-    path = report.write(
-        settings,
-        {"steps": steps, "prompts": prompts, "loops": loops, "outside": outside},
-        options.output,
-    )
+        report.print_programs("the prefill of a prompt", "positions", prompts)
+    report.print_loops(loops, outside)
+    settings = {"dtype": "bfloat16", "batch": 1, "cache_positions": MAX_LENGTH}
+    path = report.write(__doc__.splitlines()[0], settings, tables, options.output)
     passes = [*steps, *prompts]
     programs = (*passes, *loops, *outside, *(row["whole"] for row in passes if "whole" in row))
     spilled = sum(program["spills"] for program in programs)
+    launches, in_loop = gates.most_launches(passes), gates.most_outside(outside)
+    growth = gates.growth_of_memory(passes)
     line = {
         "programs": len(passes),
         "with_spills": spilled,
-        "most_launches_of_a_layer": gates.most_launches(passes),
-        "growth_of_memory_percent": gates.growth_of_memory(passes),
-        "most_launches_outside_of_layers": gates.most_outside(outside),
+        "most_launches_of_a_layer": launches,
+        "growth_of_memory_percent": growth,
+        "most_launches_outside_of_layers": in_loop,
         "results": str(path),
     }
     print(json.dumps({"static": line}))
-    failures = gates.failures(
-        passes, launches=options.most_launches, growth=options.most_growth, spilled=spilled
-    )
-    failures += gates.exceeded(gates.most_outside(outside), options.most_outside)
-    if failures:
+    limits = [*options.most_launches, *options.most_outside]
+    if failures := gates.failures(launches | in_loop, limits, growth, options.most_growth, spilled):
         raise SystemExit("\n".join(failures))
 
 

@@ -1,4 +1,4 @@
-"""The collectives of a compiled decode loop, and what they must be."""
+"""The collectives of a compiled decode loop, and their limits."""
 
 import math
 import re
@@ -40,14 +40,14 @@ def collectives(text: str) -> list[Found]:
 def problems(
     config: st.ModelConfig, found: list[Found], *, steps: int, nodes: int, rows: int
 ) -> list[str]:
-    """What is wrong with the collectives of a loop with so many steps in its body.
+    """Violations by the collectives of a loop.
 
     Args:
-        config: of the target.
-        found: in its loop, with a drafter, at temperature 0.
-        steps: in the body.
-        nodes: of the tree.
-        rows: of a shard of the batch.
+        config: config of the target.
+        found: collectives of its loop, with a drafter, at temperature 0.
+        steps: number of steps in the loop's body.
+        nodes: number of nodes of the tree.
+        rows: rows of a shard of the batch.
     """
     per_layer = sum(2 if kind == "shared" else 1 for kind in config.layers)
     wanted = {"all-reduce": steps * (per_layer + 2), "all-gather": steps}
@@ -55,7 +55,7 @@ def problems(
     wrong = [] if body == wanted else [f"the loop's body has {dict(body)}, not {wanted}"]
     if any(each.where == "condition" for each in found):
         wrong.append("the loop's condition has a collective")
-    # A layer's output with the mean square, or a draft tree; and the words of all shards.
+    # A layer's output with the mean square, or a draft tree; and the logits of all shards.
     most = {
         "all-reduce": rows * max(nodes * (config.d_model + 1), nodes * (nodes + 4) + 1),
         "all-gather": rows * nodes * config.num_embeddings,

@@ -46,7 +46,7 @@ def num_bytes(tree: Any) -> int:
 def bytes_moved(compiled: Any) -> float:
     """XLA's estimate for the optimised program, plus arguments and results of our kernels.
 
-    NaN if this version of jax does not tell.
+    NaN if this version of jax does not say.
     """
     text = None
     with contextlib.suppress(Exception):

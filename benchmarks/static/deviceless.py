@@ -48,7 +48,7 @@ PRODUCTS = {"split": {}, "whole": {"xla_gpu_experimental_force_split_k": 1}}
 
 
 class Gpu(NamedTuple):
-    """What XLA is told. The capability determines the code; the rest only has to be plausible."""
+    """XLA's description of a GPU; the capability determines the code, the rest is plausible."""
 
     capability: int
     kind: str  # a name that Pallas knows, of the same capability
@@ -105,10 +105,7 @@ def described_mesh(gpu: str, data: int, model: int) -> Mesh:
     Raises:
         SystemExit: the plugin is not installed.
     """
-    return Mesh(
-        np.array(_devices(gpu, data * model)).reshape(data, model),
-        ("data", "model"),
-    )
+    return Mesh(np.array(_devices(gpu, data * model)).reshape(data, model), ("data", "model"))
 
 
 def _devices(gpu: str, count: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Limits on launches, memory and spills of what was compiled."""
+"""Limits on launches, memory and spills of compiled programs."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,38 +14,31 @@ def limit(text: str) -> tuple[str, float]:
 
 
 def most_launches(rows: Sequence[Row]) -> dict[str, float]:
-    """Launches of a layer of each kind, at most, with our kernels and products whole.
+    """The most launches of a layer of each kind, with our kernels and products whole.
 
     Layers that read a prompt are called `prompt-KIND`. Steps on one node do not count: XLA splits
     the product of one row and a matrix into two launches.
     """
-    most: dict[str, float] = {}
-    for row in _gated(rows):
-        if row.get("nodes") == 1:
-            continue
-        for kind, layer in row["layers"].items():
-            name = f"prompt-{kind}" if "positions" in row else kind
-            most[name] = max(most.get(name, 0.0), layer["launches"])
-    return most
+    return _most(
+        (f"prompt-{kind}" if "positions" in row else kind, layer["launches"])
+        for row in _gated(rows)
+        if row.get("nodes") != 1
+        for kind, layer in row["layers"].items()
+    )
 
 
 def most_outside(rows: Sequence[Row]) -> dict[str, float]:
-    """Launches of a step of the loop outside of layers, at most; as `most_launches`."""
+    """The most launches of a step of the loop outside of layers, as `most_launches`."""
+    return _most(
+        ("sampled" if row["sampled"] else "greedy", row["launches_a_step"]) for row in _gated(rows)
+    )
+
+
+def _most(counts: Iterator[tuple[str, float]]) -> dict[str, float]:
     most: dict[str, float] = {}
-    for row in _gated(rows):
-        name = "sampled" if row["sampled"] else "greedy"
-        most[name] = max(most.get(name, 0.0), row["launches_a_step"])
+    for kind, count in counts:
+        most[kind] = max(most.get(kind, 0.0), count)
     return most
-
-
-def exceeded(most: Mapping[str, float], limits: Sequence[tuple[str, float]]) -> list[str]:
-    """What exceeds its limit, or was not compiled at all."""
-    return [
-        f"{kind}: {most.get(kind, 'nothing of this kind was compiled;')} launches, the limit is"
-        f" {number:g}; all kinds: {most}"
-        for kind, number in limits
-        if most.get(kind, math.inf) > number
-    ]
 
 
 def growth_of_memory(rows: Sequence[Row]) -> dict[str, float]:
@@ -67,29 +60,32 @@ def _gated(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def failures(
-    rows: Sequence[Row],
-    *,
-    launches: Sequence[tuple[str, float]],
-    growth: float,
+    most: Mapping[str, float],
+    limits: Sequence[tuple[str, float]],
+    growth: Mapping[str, float],
+    most_growth: float,
     spilled: int,
 ) -> list[str]:
-    """What exceeds its limit; a limit on something that was not compiled is exceeded, too.
+    """Limits that are exceeded; a limit on something that was not compiled is exceeded, too.
 
     Args:
-        rows: of steps and prompts.
-        launches: limits of `most_launches`.
-        growth: limit of `growth_of_memory`, infinite for none.
+        most: `most_launches` and `most_outside`.
+        limits: for entries of `most`.
+        growth: `growth_of_memory`.
+        most_growth: limit for all of `growth`, infinite for none.
         spilled: number of programs that spill registers.
     """
-    grown = growth_of_memory(rows)
-    found = exceeded(most_launches(rows), launches)
-    if growth < math.inf and not grown:
+    found = [
+        f"{kind}: {most.get(kind, 'nothing of this kind was compiled;')} launches, the limit is"
+        f" {number:g}; all kinds: {most}"
+        for kind, number in limits
+        if most.get(kind, math.inf) > number
+    ]
+    if most_growth < math.inf and not growth:
         found.append("growth of memory: no whole model was compiled for two sizes of trees")
     found += [
-        f"{program}: memory grows by {percent:.2f} %, the limit is {growth:g} %"
-        for program, percent in grown.items()
-        if percent > growth
+        f"{program}: memory grows by {percent:.2f} %, the limit is {most_growth:g} %"
+        for program, percent in growth.items()
+        if percent > most_growth
     ]
-    if spilled:
-        found.append(f"{spilled} programs spill registers")
-    return found
+    return found + [f"{spilled} programs spill registers"] * (spilled > 0)

@@ -1,4 +1,4 @@
-"""Cost of a layer of each kind: what a program with one more of them costs more."""
+"""Cost of a layer of each kind: the cost of one more of them in a program."""
 
 import dataclasses
 from collections.abc import Callable

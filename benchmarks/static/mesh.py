@@ -5,10 +5,10 @@ one layer of each kind; and the collectives of a step are counted.
 
     python -m benchmarks.static.mesh [--presets mamba2-2.7b ...] [--data 2] [--model 2]
 
-Exit code 1 unless a step has one all-reduce a layer (a shared block: two), one for the embedding
-and one for what shards must decide once; one all-gather for the logits; nothing else, nothing in
-the loop's condition, and nothing larger than a layer's output or the logits: neither weights nor
-states travel. What it takes to install is in `benchmarks/static/deviceless.py`.
+Exit code 1 unless a step has one all-reduce for each layer (two for a shared block), one for the
+embedding and one broadcast from shard 0; one all-gather for the logits; no other collective, none
+in the loop's condition, and none larger than a layer's output or the logits: neither weights nor
+states are communicated. `benchmarks/static/deviceless.py` says what to install.
 """
 
 import argparse
@@ -27,15 +27,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 import stree_jax as st
 from benchmarks.static.collectives import collectives, problems
 from benchmarks.static.layers import shortened
+from benchmarks.static.programs import STEPS, abstract_requests
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.prefill import prefill
-from stree_jax.decoding.types import Context, Limits, Sampling, state_specs
+from stree_jax.decoding.types import Context, state_specs
 from stree_jax.models.names import flatten, unflatten
 from stree_jax.partition import ROWS, Partition, cuts
 from stree_jax.sharding import weight_specs
 
 MAX_LENGTH = 256
-STEPS = 2  # in the body of the loop, as on a GPU
 
 
 def abstract_model(config: st.ModelConfig, partition: Partition) -> Any:
@@ -75,18 +75,7 @@ def decode_loop(
     topology = st.TreeTopology.paper("A").level_order()
     verifier = st.VERIFIERS["greedy"]
     decoder = SpeculativeDecoder(topology, verifier, MAX_LENGTH, steps_per_sync=STEPS)
-    rows = 2 * data
-    struct = jax.ShapeDtypeStruct
-    prompts = Context(struct((rows, 64), jnp.int32), struct((rows,), jnp.int32))
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
-    limits = Limits(struct((rows,), jnp.int32), struct((rows, 4), jnp.int32))
-    sampling = Sampling(
-        struct((rows,), jnp.float32),
-        struct((rows,), jnp.int32),
-        struct((rows,), jnp.float32),
-        temperature_is_zero=True,
-        use_top_k_or_top_p=False,
-    )
+    prompts, keys, limits, sampling = abstract_requests(2 * data, sampled=False)
 
     def start(target: Any, drafter: Any, prompts: Context, keys: Any) -> Any:
         state = decoder.begin(target, prompts, keys)

@@ -1,4 +1,4 @@
-"""The programs that are compiled: a verify step, a piece of a prompt, and the decode loop."""
+"""The compiled programs: a verify step, a prefill, and the decode loop."""
 
 import dataclasses
 from collections import Counter
@@ -24,7 +24,7 @@ STEPS = 2  # in one program, as `SpeculativeDecoder.steps_per_sync` on a GPU
 
 
 class Program(NamedTuple):
-    """What a verify step, or a piece of a prompt, was compiled to."""
+    """A compiled verify step or prefill."""
 
     cost: Cost
     kernels: Counter[str]  # launches by name
@@ -48,6 +48,10 @@ class Program(NamedTuple):
         )
 
 
+def _binary_tree(nodes: int) -> st.TreeTopology:
+    return st.TreeTopology((-1, *((node - 1) // 2 for node in range(1, nodes))))
+
+
 def verify_step(
     compiler: Compiler, config: st.ModelConfig, nodes: int, implementation: str
 ) -> Program:
@@ -57,7 +61,7 @@ def verify_step(
     loop. The cost is per call.
     """
     structure, weights = _abstract(config, implementation)
-    topology = st.TreeTopology((-1, *((node - 1) // 2 for node in range(1, nodes))))
+    topology = _binary_tree(nodes)
     cache = jax.eval_shape(lambda: init_cache(config, 1, MAX_LENGTH, jnp.bfloat16))
     pending = jax.eval_shape(lambda: nnx.merge(structure, weights).init_pending(1, nodes))
     struct = jax.ShapeDtypeStruct
@@ -102,7 +106,7 @@ def _abstract(config: st.ModelConfig, implementation: str) -> tuple[Any, Any]:
 def read_prompt(
     compiler: Compiler, config: st.ModelConfig, positions: int, implementation: str
 ) -> Program:
-    """Compiles the reading of a piece of one prompt; bfloat16 weights.
+    """Compiles the prefill of one prompt; bfloat16 weights.
 
     XLA's scan of a sequence has a loop over chunks. Its launches are multiplied by its trip count;
     its bytes count once, since XLA's cost model does not know the trip count.
@@ -141,7 +145,7 @@ def read_prompt(
 
 
 class GivenDrafts(nnx.Module):
-    """Drafts the first tokens of the text, which costs next to nothing."""
+    """Drafts the first tokens of the text, at next to no cost."""
 
     def default_topology(self) -> st.TreeTopology:
         """See `Drafter`."""
@@ -178,7 +182,7 @@ class GivenDrafts(nnx.Module):
 def decode_loop(
     compiler: Compiler, target: st.ModelConfig, draft: st.ModelConfig, implementation: str
 ) -> dict[str, Any]:
-    """Compiles the whole loop with tree A, for what it costs beside the layers of the models."""
+    """Compiles the whole loop with tree A, for its costs beside the layers of the models."""
     drafter = st.ModelDrafter(nnx.merge(*_abstract(draft, implementation)))
     topology = st.TreeTopology.paper("A")
     compiled = _loop(compiler, target, implementation, drafter, topology, sampled=False)
@@ -198,18 +202,15 @@ def decode_loop(
 def outside_of_layers(
     compiler: Compiler, config: st.ModelConfig, implementation: str, nodes: int, *, sampled: bool
 ) -> dict[str, Any]:
-    """What a step of the loop launches beside the target's layers, if drafts cost nothing.
+    """Launches of a step of the loop beside the target's layers, with drafts of no cost.
 
-    On a full binary tree. A loop whose target has every layer twice tells what the layers launch.
+    On a full binary tree. The layers' launches are the difference to a target with every layer
+    twice.
     """
-    topology = st.TreeTopology((-1, *((node - 1) // 2 for node in range(1, nodes))))
     once, twice = (
         _loop(
-            compiler,
-            dataclasses.replace(config, layers=config.layers * times),
-            implementation,
-            GivenDrafts(),
-            topology,
+            *(compiler, dataclasses.replace(config, layers=config.layers * times)),
+            *(implementation, GivenDrafts(), _binary_tree(nodes)),
             sampled=sampled,
         )
         for times in (1, 2)
@@ -238,16 +239,22 @@ def _loop(
     targets = nnx.merge(*_abstract(target, implementation))
     verifier = st.VERIFIERS["target_only" if sampled else "greedy"]
     decoder = SpeculativeDecoder(topology, verifier, 64, steps_per_sync=STEPS)
-    struct = jax.ShapeDtypeStruct
-    context = Context(struct((1, 64), jnp.int32), struct((1,), jnp.int32))
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
+    context, keys, limits, sampling = abstract_requests(1, sampled=sampled)
     state = jax.eval_shape(
         lambda *arguments: decoder.start(*arguments), targets, drafter, context, keys
     )
-    integer, real = struct((1,), jnp.int32), struct((1,), jnp.float32)
-    limits = Limits(integer, struct((1, 4), jnp.int32))
-    sampling = Sampling(
-        real, integer, real, temperature_is_zero=not sampled, use_top_k_or_top_p=False
-    )
     arguments = compiler.place((targets, drafter, state, limits, sampling))
     return compiler(SpeculativeDecoder.run, decoder, *arguments)
+
+
+def abstract_requests(rows: int, *, sampled: bool) -> tuple[Context, Any, Limits, Sampling]:
+    """Abstract prompts of 64 tokens, keys, limits and sampling of a batch."""
+    struct = jax.ShapeDtypeStruct
+    integer, real = struct((rows,), jnp.int32), struct((rows,), jnp.float32)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+    return (
+        Context(struct((rows, 64), jnp.int32), integer),
+        keys,
+        Limits(integer, struct((rows, 4), jnp.int32)),
+        Sampling(real, integer, real, temperature_is_zero=not sampled, use_top_k_or_top_p=False),
+    )

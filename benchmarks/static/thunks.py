@@ -61,7 +61,7 @@ class Thunks(NamedTuple):
 
 
 def work(thunks: Sequence[Thunk]) -> list[Thunk]:
-    """Those that put work on the device."""
+    """Thunks that put work on the device."""
     return [thunk for thunk in thunks if thunk.kind not in WRAPPERS]
 
 

@@ -1,7 +1,7 @@
 """Block sizes of the `expert_mlps` kernel.
 
-With the defaults nothing spills on sm_80 to sm_90 (`python -m benchmarks.spills`). A device's own
-sizes come from its table (`pallas_kernels/tuning.py`).
+With the defaults nothing spills on sm_80 to sm_90 (`benchmarks/results/spills.json`). A device's
+own sizes come from its table (`pallas_kernels/tuning.py`).
 """
 
 import dataclasses

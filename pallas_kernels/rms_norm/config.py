@@ -1,7 +1,7 @@
 """Block sizes of the `rms_norm` kernels.
 
-With the defaults nothing spills on sm_80 to sm_90 (`python -m benchmarks.spills`); a device's own
-block sizes come from its table (`pallas_kernels/tuning.py`).
+With the defaults nothing spills on sm_80 to sm_90 (`benchmarks/results/spills.json`); a device's
+own block sizes come from its table (`pallas_kernels/tuning.py`).
 """
 
 import dataclasses

@@ -6,12 +6,6 @@ import time
 
 from benchmarks.gpu.tasks import Section, Task
 
-FEW = ("a", "b", "c")
-
-
-def fine(prepared):
-    return {"value": prepared}
-
 
 def die(_=None):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -21,34 +15,22 @@ def hang(_):
     time.sleep(600)
 
 
-def nap(_):
-    time.sleep(0.2)
-    return {"value": 1}
-
-
-def refuse(_):
+def refuse(_=None):
     raise RuntimeError("no memory")
 
 
-def tasks(measure=fine, prepare=lambda: 1):
-    """Three of them; the second is another one."""
-    return lambda options, rows: [
-        Task(name, measure if name == "b" else fine, prepare if name == "b" else lambda: 1)
-        for name in FEW
-    ]
-
-
-def broken(options, rows):
-    raise RuntimeError("no model")
+def tasks(**of_b):
+    """Tasks a, b and c; b is another one."""
+    usual = Task("", lambda: 1, lambda prepared: {"value": prepared})
+    return lambda *_: [usual._replace(name=n, **(of_b if n == "b" else {})) for n in "abc"]
 
 
 SECTIONS = {
     "fine": Section(tasks(), 1.0),
-    "dies": Section(tasks(die), 1.0),
-    "dies early": Section(tasks(fine, die), 1.0),
-    "hangs": Section(tasks(hang), 1.0, seconds=1.0),
-    "hangs for long": Section(tasks(hang), 1.0),
-    "refuses": Section(tasks(refuse), 1.0),
-    "broken": Section(broken, 1.0),
-    "naps": Section(lambda options, rows: [Task(str(i), nap) for i in range(100)], 1.0, together=1),
+    "dies": Section(tasks(measure=die), 1.0),
+    "dies early": Section(tasks(prepare=die), 1.0),
+    "hangs": Section(tasks(measure=hang), 1.0, seconds=1.0),
+    "hangs for long": Section(tasks(measure=hang), 1.0),
+    "refuses": Section(tasks(measure=refuse), 1.0),
+    "cannot begin": Section(lambda *_: refuse(), 1.0),
 }

@@ -126,9 +126,7 @@ def test_a_machine_without_git(monkeypatch):
     assert common.machine()["commit"] is None
 
 
-@pytest.mark.parametrize(
-    "name", ["gpu_session", "lossless", "pictures", "spills", "static", "tune"]
-)
+@pytest.mark.parametrize("name", ["gpu_session", "lossless", "pictures", "static", "tune"])
 def test_every_entry_point_has_a_main(name):
     """Those that are no experiment; without importing, since some set XLA's flags."""
     spec = importlib.util.find_spec(f"benchmarks.{name}")

@@ -1,15 +1,16 @@
-"""What `benchmarks.static` counts, and its limits."""
+"""The counts of `benchmarks.static`, its limits and its tables."""
 
-import functools
 import importlib.util
+import json
 import math
+import re
 import subprocess
 import sys
 
 import pytest
 
 import stree_jax
-from benchmarks.static import gates, thunks
+from benchmarks.static import gates, report, thunks
 from benchmarks.static.collectives import Found, collectives, problems
 from benchmarks.static.cost import kernel_bytes
 
@@ -95,61 +96,77 @@ def test_bytes_of_our_kernels_are_counted():
     assert kernel_bytes(HLO) == [512 + 3 + 512 + 4 + 4, 96 + 96 + 96]
 
 
+PROGRAM = {"preset": "p", "gpu": "g", "implementation": "pallas", "products": "whole"}
+
+
 def row(nodes=64, *, all_bytes=1, **launches):
     """A row of results."""
     layers = {kind: {"launches": count} for kind, count in launches.items()}
-    program = {"preset": "p", "gpu": "g", "implementation": "pallas", "products": "whole"}
-    return program | {"nodes": nodes, "layers": layers, "whole": {"all_bytes": all_bytes}}
+    return PROGRAM | {"nodes": nodes, "layers": layers, "whole": {"all_bytes": all_bytes}}
 
 
-def test_limits_of_launches():
+def test_launches_are_those_of_our_kernels_with_products_whole():
     rows = [
         row(mamba2=5.0, mlp=4.0),
         row(16, mamba2=4.5),
         row(1, mamba2=6.0, mlp=5.0),
         row(mamba2=20.0) | {"implementation": "xla"},
         row(mamba2=30.0) | {"products": "split"},
+        PROGRAM | {"positions": 512, "layers": {"mamba2": {"launches": 11.0}}},
     ]
-    check = functools.partial(gates.failures, rows, growth=math.inf, spilled=0)
-    assert check(launches=[("mamba2", 5), ("mlp", 4)]) == []
-    (failure,) = check(launches=[("mamba2", 4), ("mlp", 4)])
-    assert failure.startswith("mamba2: 5.0 launches, the limit is 4;")
-    (failure,) = check(launches=[gates.limit("attention=5")])
-    assert failure.startswith(
-        "attention: nothing of this kind was compiled; launches, the limit is 5;"
-    )
-    prompt = row(mamba2=11.0)
-    prompt["positions"] = prompt.pop("nodes")
-    assert gates.most_launches([prompt]) == {"prompt-mamba2": 11.0}
-
-
-def test_limits_of_launches_outside_of_layers():
-    program = {"implementation": "pallas", "products": "whole"}
+    assert gates.most_launches(rows) == {"mamba2": 5.0, "mlp": 4.0, "prompt-mamba2": 11.0}
     rows = [
-        program | {"sampled": False, "launches_a_step": 29.5},
-        program | {"sampled": True, "launches_a_step": 35.0},
-        program | {"sampled": True, "launches_a_step": 99.0, "products": "split"},
+        PROGRAM | {"sampled": False, "launches_a_step": 29.5},
+        PROGRAM | {"sampled": True, "launches_a_step": 35.0},
+        PROGRAM | {"sampled": True, "launches_a_step": 99.0, "products": "split"},
     ]
     assert gates.most_outside(rows) == {"greedy": 29.5, "sampled": 35.0}
-    limits = [("greedy", 30), ("sampled", 34)]
-    (failure,) = gates.exceeded(gates.most_outside(rows), limits)
-    assert failure.startswith("sampled: 35.0 launches, the limit is 34;")
-    (failure,) = gates.exceeded(gates.most_outside(rows[:1]), limits)
-    assert failure.startswith("sampled: nothing of this kind was compiled;")
 
 
-def test_limits_of_memory_and_spills():
+def test_limits():
     rows = [row(1, all_bytes=1000), row(64, all_bytes=1041), row(16, all_bytes=1100)]
-    check = functools.partial(gates.failures, launches=(), spilled=0)
-    assert gates.growth_of_memory(rows) == {"p, g": pytest.approx(4.1)}
-    assert check(rows, growth=4.2) == []
-    assert check(rows, growth=4.0) == ["p, g: memory grows by 4.10 %, the limit is 4 %"]
-    assert check(rows[:1], growth=math.inf) == []
-    (failure,) = check(rows[:1], growth=4.0)
+    growth = gates.growth_of_memory(rows)
+    assert growth == {"p, g": pytest.approx(4.1)}
+    assert gates.growth_of_memory(rows[:1]) == {}
+    most = {"mamba2": 5.0, "mlp": 4.0}
+
+    def failures(*limits, growth=growth, most_growth=math.inf, spilled=0):
+        return gates.failures(most, map(gates.limit, limits), growth, most_growth, spilled)
+
+    assert failures("mamba2=5", "mlp=4", most_growth=4.2) == []
+    (failure,) = failures("mamba2=4", "mlp=4")
+    assert failure.startswith("mamba2: 5.0 launches, the limit is 4;")
+    (failure,) = failures("sampled=34")
+    assert failure.startswith(
+        "sampled: nothing of this kind was compiled; launches, the limit is 34;"
+    )
+    assert failures(most_growth=4.0) == ["p, g: memory grows by 4.10 %, the limit is 4 %"]
+    (failure,) = failures(most_growth=4.0, growth={})
     assert "no whole model was compiled for two sizes" in failure
-    assert gates.failures(rows, launches=(), growth=5.0, spilled=2) == [
-        "2 programs spill registers"
-    ]
+    assert failures(spilled=2) == ["2 programs spill registers"]
+
+
+def test_earlier_rows_with_the_same_settings_stay(tmp_path, capsys):
+    """And the tables have a line for each row."""
+    cost = dict(launches=5.0, copies=0.0, bytes_moved=2.0, floor_bytes=1, record_bytes=2**20)
+    common = {"spills": False, "shared_memory_bytes": 2048, "step": cost}
+    step = row() | common | {"layers": {"mamba2": cost}}
+    step["whole"] = dict(all_bytes=3 * 2**20, temporary_bytes=2**20, trace_seconds=1.5)
+    report.write("?", {"batch": 1}, {"steps": [step, step | {"preset": "q"}]}, tmp_path)
+    path = report.write("?", {"batch": 1}, {"steps": [step | {"nodes": 1}, step]}, tmp_path)
+    stored = json.loads(path.read_text())["steps"]
+    assert [(row["preset"], row["nodes"]) for row in stored] == [("q", 64), ("p", 1), ("p", 64)]
+    report.write("?", {"batch": 2}, {"steps": [step]}, tmp_path)
+    assert len(json.loads(path.read_text())["steps"]) == 1
+    report.print_programs("a step", "nodes", stored)
+    loop = PROGRAM | {"spills": True, "loop_nodes": 64, "sampled": False}
+    loop |= {"launches_a_step": 27.5, "copies_a_step": 1.5, "host_reads_a_step": 0.5}
+    report.print_loops([loop], [loop])
+    out = capsys.readouterr().out
+    for line in ("p g pallas whole 64 mamba2 5 0 2", "p g pallas whole 1 5 2 1 3 1 2 no 1.5"):
+        assert line in re.sub("[ \u2502]+", " ", out)
+    for line in ("p g pallas whole 27.5 1.5 0.5 yes", "p g pallas whole 64 no 27.5 yes"):
+        assert line in re.sub("[ \u2502]+", " ", out)
 
 
 @pytest.mark.skipif(
