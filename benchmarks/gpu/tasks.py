@@ -24,8 +24,8 @@ class Section(NamedTuple):
     """A part of a run, with a process of its own.
 
     Attributes:
-        tasks: in order of importance, from the options of the run and the rows of an earlier
-            attempt.
+        tasks: function of the options of the run and the rows of an earlier attempt; the most
+            important tasks come first.
         weight: share of the time, relative to the other sections.
         together: number of tasks that are prepared at a time.
         timed: nothing is prepared while a task is measured.

@@ -20,7 +20,7 @@ class Cost:
         bytes_moved: read and written, by XLA's cost model; one of our kernels counts its arguments
             and results once.
         floor_bytes: weights read once, caches read once and written once.
-        record_bytes: of the pending record of a tree.
+        record_bytes: size of the pending record of a tree.
     """
 
     launches: float

@@ -16,7 +16,7 @@ def limit(text: str) -> tuple[str, float]:
 def most_launches(rows: Sequence[Row]) -> dict[str, float]:
     """The most launches of a layer of each kind, with our kernels and products whole.
 
-    Layers that read a prompt are called `prompt-KIND`. Steps on one node do not count: XLA splits
+    Layers of a prefill are called `prompt-KIND`. Steps on one node do not count: XLA splits
     the product of one row and a matrix into two launches.
     """
     return _most(
@@ -70,7 +70,7 @@ def failures(
 
     Args:
         most: `most_launches` and `most_outside`.
-        limits: for entries of `most`.
+        limits: limits for entries of `most`.
         growth: `growth_of_memory`.
         most_growth: limit for all of `growth`, infinite for none.
         spilled: number of programs that spill registers.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import runner, worker
+from benchmarks.gpu import kernels, runner, worker
 from benchmarks.gpu.runner import Results
 from benchmarks.gpu.sections import SECTIONS
 from benchmarks.gpu.tasks import Section, Task
@@ -201,5 +201,7 @@ def test_the_smoke_run_reaches_everything(tmp_path):
     data = json.loads(file.read_text())
     assert list(data["sections"]) == list(SECTIONS)
     assert all(note["rows"] for note in data["sections"].values())
-    assert data["sections"]["kernels"]["rows"][0]["floor_microseconds"] > 0
+    row = data["sections"]["kernels"]["rows"][0]
+    assert set(row["microseconds"]) == {"xla", "pallas_interpret", kernels.HALF_HEADS}
+    assert row["floor_microseconds"] > 0
     assert data["machine"]["versions"]["jax"] == data["machine"]["jax"]

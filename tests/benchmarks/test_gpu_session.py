@@ -25,6 +25,7 @@ from benchmarks.gpu.scale import FULL, SMOKE
 from benchmarks.gpu.sections import SECTIONS
 from benchmarks.gpu.spaces import SPACES
 from benchmarks.gpu.tasks import Section
+from benchmarks.models import random_model
 from benchmarks.shapes import AttentionShape, MixerShape
 from pallas_kernels import tuning
 
@@ -186,19 +187,6 @@ def test_both_layouts_of_a_scan_are_timed():
     assert list(kernels.contenders(FULL, "ssd", problem)) == ["xla", "pallas"]
 
 
-@pytest.mark.slow
-def test_kernels_are_timed():
-    some = dataclasses.replace(SMOKE, cases=("replay", NORM, "tree_scan"))
-    rows = rows_of(kernels.times(some))
-    assert [row["kernel"] for row in rows] == ["replay", NORM, "tree_scan"]
-    assert set(rows[2]["microseconds"]) == {"xla", "pallas_interpret", kernels.HALF_HEADS}
-    results = results_of(kernels=rows, bandwidth=[{"task": "copy", "bytes_per_second": 1e9}])
-    report.annotate(results)
-    for row in results["sections"]["kernels"]["rows"]:
-        assert row["floor_microseconds"] == pytest.approx(row["bytes"] / 1e3)
-        assert row["kernel_over_floor"] > 0
-
-
 def test_a_kernel_that_does_not_compile_leaves_the_times_of_xla(monkeypatch):
     case = CASES[NORM]
 
@@ -213,19 +201,14 @@ def test_a_kernel_that_does_not_compile_leaves_the_times_of_xla(monkeypatch):
     assert row["failed"] == "pallas_interpret failed: too much shared memory"
 
 
-@pytest.mark.slow
-def test_steps_are_timed():
-    few = dataclasses.replace(SMOKE, implementations=("xla",), step_nodes=(5, 1, 7))
-    rows = rows_of(models.steps(few))
-    assert [row["nodes"] for row in rows] == [5, 1, 7]
-    mixer = few.mamba2.mamba2
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_step_reads_weights_once_and_states_twice(batch):
+    mixer = SMOKE.mamba2.mamba2
+    found = models.bytes_of_step(random_model(SMOKE.mamba2, "bfloat16"), batch)
     size = mixer.num_heads * mixer.head_dim
     conv = 3 * (size + 2 * mixer.state_size)
-    (row,) = rows_of(models.batches(few))
-    for batch, found in ((1, rows[0]), (2, row)):
-        assert found["batch"] == batch
-        assert found["state_bytes"] == batch * (size * mixer.state_size * 4 + conv * 2)
-        assert found["bytes"] == found["weight_bytes"] + 2 * found["state_bytes"]
+    assert found["state_bytes"] == batch * (size * mixer.state_size * 4 + conv * 2)
+    assert found["bytes"] == found["weight_bytes"] + 2 * found["state_bytes"]
 
 
 def test_losslessness_is_checked_with_the_kernels_first(monkeypatch):
@@ -278,16 +261,6 @@ def test_without_torch_transformers_is_a_row_that_says_so(monkeypatch):
     assert row["unavailable"] == "no cpu"
 
 
-@pytest.mark.slow
-def test_transformers():
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    options = dict(device="cpu", dtype="bfloat16", tokens=2, rounds=2)
-    result = transformers_step.measure(SMOKE.mamba2, **options)
-    assert result["tokens"] == 2
-    assert result["note"].startswith("slow: without mamba_ssm and causal_conv1d")
-
-
 def results_of(**sections):
     done = {"state": "done", "seconds": 1.0}
     return {
@@ -318,6 +291,7 @@ def test_the_report(capsys):
     assert sections["steps"]["rows"][0]["wrong"] == ["replay"]
     assert sections["steps"]["rows"][0]["floor_milliseconds"] == 0.5
     assert sections["steps"]["fits"]["nodes"] == [1, 5, 15, 63]
+    assert sections["kernels"]["rows"][0]["floor_microseconds"] == 500
     assert sections["kernels"]["rows"][0]["xla_over_kernel"] == 2
     assert not report.is_right(results)
     assert report.left_out(results) == 1

@@ -79,7 +79,7 @@ def test_collectives_are_found_where_they_are():
 
 
 def test_what_a_loop_on_a_mesh_may_exchange():
-    config = stree_jax.ModelConfig.tiny()  # two layers of width 16, 37 words
+    config = stree_jax.ModelConfig.tiny()  # two layers of width 16, 37 tokens
     good = [Found("all-reduce", "body", 442)] * 4 + [Found("all-gather", "body", 2 * 13 * 37)]
 
     def of(*found):
