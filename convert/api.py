@@ -15,7 +15,7 @@ from stree_jax.checkpoint import (
     save_pretrained,
 )
 from stree_jax.convert.families import config_files, layout
-from stree_jax.convert.reading import Progress, load_model, open_checkpoint
+from stree_jax.convert.reading import ProgressCallback, load_model, open_checkpoint
 from stree_jax.convert.writing import writable, write_as, written_as
 from stree_jax.directories import new_directory, recover
 from stree_jax.messages import shown_path
@@ -47,7 +47,7 @@ def convert(
     dtype: DTypeLike | None = None,
     to: str = "native",
     quirks: Collection[str] = (),
-    progress: Progress = lambda done, total: None,
+    progress: ProgressCallback = lambda done, total: None,
 ) -> None:
     """Converts a checkpoint directory. The destination is either complete or absent.
 

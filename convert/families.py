@@ -101,7 +101,7 @@ _REFUSED = {
 }
 
 
-class Layout(NamedTuple):
+class FileNames(NamedTuple):
     """The config file of a checkpoint and the names that its weights may have."""
 
     config: str
@@ -109,12 +109,12 @@ class Layout(NamedTuple):
 
 
 _LAYOUTS = (
-    Layout("config.json", ("model.safetensors", "pytorch_model.bin")),
-    Layout("params.json", ("consolidated.safetensors",)),  # Mistral
+    FileNames("config.json", ("model.safetensors", "pytorch_model.bin")),
+    FileNames("params.json", ("consolidated.safetensors",)),  # Mistral
 )
 
 
-def layout(directory: Path) -> Layout:
+def layout(directory: Path) -> FileNames:
     """The layout of a directory. If it has several (Codestral's has), one with weights.
 
     Raises:
@@ -124,7 +124,7 @@ def layout(directory: Path) -> Layout:
     if not found:
         raise ValueError(f"{directory} is not a checkpoint: it has no config.json or params.json")
 
-    def has_weights(files: Layout) -> bool:
+    def has_weights(files: FileNames) -> bool:
         names = [*files.weights, *(f"{name}.index.json" for name in files.weights)]
         return any((directory / name).is_file() for name in names)
 

@@ -29,7 +29,7 @@ from stree_jax.partition import Partition
 from stree_jax.stored import Tensor
 
 # A callback with the bytes read so far and the total.
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 
 
 class Checkpoint(NamedTuple):
@@ -96,7 +96,7 @@ def load_model(
     *,
     dtype: DTypeLike,
     implementation: str | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: ProgressCallback = lambda done, total: None,
     partition: Partition | None = None,
 ) -> HybridLM:
     """Reads the weights. Peak memory is the model plus the tensors of about one weight.

@@ -76,7 +76,7 @@ class Partition:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Shard:
     """Collectives over "model", for the modules of one shard; only inside `jax.shard_map`.
 
     Attributes:

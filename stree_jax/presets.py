@@ -18,10 +18,10 @@ from stree_jax.layer_config import (
 )
 
 # Fields of `ModelConfig`, which imports this table.
-Fields = dict[str, Any]
+Preset = dict[str, Any]
 
 
-def _mamba2(d_model: int, num_layers: int) -> Fields:
+def _mamba2(d_model: int, num_layers: int) -> Preset:
     """state-spaces/mamba2-*."""
     return dict(
         vocab_size=50277,
@@ -44,7 +44,7 @@ def _mamba_in_llama(
     attention_layers: Iterable[int] = (),
     rope_factor: float = 8.0,
     tie_embeddings: bool = False,
-) -> Fields:
+) -> Preset:
     """MambaInLlama's distilled Llamas and STree's draft model: heads and states of 128."""
     heads = inner // 128
     layers: list[str] = []
@@ -81,7 +81,7 @@ def _mamba_in_llama(
 
 def _nemotron_h(
     pattern: str, *, d_model: int, num_heads: int, num_kv_heads: int, **options: Any
-) -> Fields:
+) -> Preset:
     """NVIDIA's Nemotron-H and Nemotron-3; `pattern` is `hybrid_override_pattern`."""
     kinds = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
     return dict(
@@ -98,7 +98,7 @@ def _nemotron_h(
     )
 
 
-def _falcon_h1_500m() -> Fields:
+def _falcon_h1_500m() -> Preset:
     return dict(
         vocab_size=32784,
         d_model=1024,
@@ -123,7 +123,7 @@ def _granite_h(
     logits_scaling: float,
     mlp: MlpConfig | None = None,
     moe: MoeConfig | None = None,
-) -> Fields:
+) -> Preset:
     """ibm-granite/granite-4.0-h-350m and -1b (dense) and -tiny (experts)."""
     layers: list[str] = []
     for layer in range(num_layers):
@@ -147,7 +147,7 @@ def _granite_h(
     )
 
 
-def _zamba2_2_7b() -> Fields:
+def _zamba2_2_7b() -> Preset:
     """Zyphra/Zamba2-2.7B: its hybrid layers are a shared block before Mamba-2."""
     layers: list[str] = []
     for layer in range(54):
@@ -180,7 +180,7 @@ _GRANITE_H_1536 = functools.partial(
 )
 
 
-PRESETS: dict[str, Callable[[], Fields]] = {
+PRESETS: dict[str, Callable[[], Preset]] = {
     "mamba2-130m": functools.partial(_mamba2, 768, 24),
     "mamba2-370m": functools.partial(_mamba2, 1024, 48),
     "mamba2-780m": functools.partial(_mamba2, 1536, 48),

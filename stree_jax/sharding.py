@@ -2,7 +2,7 @@
 
 A program is one `jax.shard_map` with both axes manual: inside, each device runs the code of one
 device, with the model of its shard and its rows of the batch. The only collectives are those of
-`stree_jax.partition.Part`, which mixers, embedding and head call. Without a mesh programs
+`stree_jax.partition.Shard`, which mixers, embedding and head call. Without a mesh programs
 are unchanged.
 """
 

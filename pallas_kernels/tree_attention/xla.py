@@ -22,7 +22,7 @@ _MASKED = float(jnp.finfo(jnp.float32).min)
 _BLOCK = 512  # cache positions
 
 # Of some keys: maximum of the scores, sum of the weights, weighted sum of the values.
-Softmax = tuple[jax.Array, jax.Array, jax.Array]
+PartialSoftmax = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def tree_attention(
@@ -50,7 +50,7 @@ def tree_attention(
     capacity = keys.shape[2]
     if capacity > 2 * _BLOCK:
         # Block by block up to the longest row: temporary memory does not grow with the capacity.
-        def add_block(i: jax.Array, softmax: Softmax) -> Softmax:
+        def add_block(i: jax.Array, softmax: PartialSoftmax) -> PartialSoftmax:
             # The last block starts early enough to end with the cache. Places that the block before
             # it had are masked out.
             start = jnp.minimum(i * _BLOCK, capacity - _BLOCK)
@@ -74,7 +74,7 @@ def tree_attention(
 
 def _softmax(
     rows: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array, scale: float
-) -> Softmax:
+) -> PartialSoftmax:
     """The softmax of rows `[B, U, rows, E]` over some keys and values, not yet normalised."""
     scores = batched_product(rows, keys.astype(rows.dtype), transpose_right=True)
     scores = jnp.where(seen, scale * scores, _MASKED)
@@ -83,7 +83,7 @@ def _softmax(
     return maximum, weights.sum(axis=-1), batched_product(weights.astype(values.dtype), values)
 
 
-def _merged(left: Softmax, right: Softmax) -> Softmax:
+def _merged(left: PartialSoftmax, right: PartialSoftmax) -> PartialSoftmax:
     """The softmax over the keys of both."""
     maximum = jnp.maximum(left[0], right[0])
     a, b = jnp.exp(left[0] - maximum), jnp.exp(right[0] - maximum)

@@ -54,7 +54,7 @@ def along_path(
 
 
 @dataclasses.dataclass(frozen=True)
-class Tree:
+class HeadTree:
     """The new tree for one program: refs of x, dt, B, C and mask.
 
     Attributes:

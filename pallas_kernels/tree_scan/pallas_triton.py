@@ -37,7 +37,7 @@ from pallas_kernels import tuning
 from pallas_kernels.numerics import DeferredRMSNorm, rms_norm, scaled
 from pallas_kernels.tree_scan.config import BlockSizes, block_sizes
 from pallas_kernels.tree_scan.gate import Gate
-from pallas_kernels.tree_scan.head import Tree, along_path
+from pallas_kernels.tree_scan.head import HeadTree, along_path
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks, channels_of
 from pallas_kernels.triton import Ref
 
@@ -267,7 +267,7 @@ def _kernel(
         for part, value in zip(parts, state, strict=True):
             outputs["state"][:, part] = value
     if "x" in inputs:
-        tree = Tree(
+        tree = HeadTree(
             *(inputs["x"], inputs["dt"], inputs["B"], inputs["C"], inputs["mask"]), A=A, parts=parts
         )
         # The interpreter knows no program numbers inside of loops.

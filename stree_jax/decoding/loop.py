@@ -248,8 +248,8 @@ class SpeculativeDecoder:
                     noise=noise,
                 )
 
-        if model.part is not None and drafter is not None:
-            tokens, tree, is_finite = model.part.broadcast_from_first(
+        if model.shard is not None and drafter is not None:
+            tokens, tree, is_finite = model.shard.broadcast_from_first(
                 (draft.tokens, draft.tree, draft.finite)
             )
             draft = draft._replace(tokens=tokens, tree=tree, finite=is_finite)
@@ -267,8 +267,8 @@ class SpeculativeDecoder:
                 keys[:, 1], draft, logits, sampling, noise, topology=self.topology
             )
 
-        if model.part is not None and not _is_exact(self.verifier, sampling):
-            verdict = model.part.broadcast_from_first(verdict)
+        if model.shard is not None and not _is_exact(self.verifier, sampling):
+            verdict = model.shard.broadcast_from_first(verdict)
 
         # Emit, up to the end of sequence or the limit.
         new_tokens = _emitted_tokens(draft, verdict, self.topology.depth)

@@ -40,7 +40,7 @@ from stree_jax.models.layers import (
     split_last,
 )
 from stree_jax.models.layouts import attention_layout
-from stree_jax.partition import Part
+from stree_jax.partition import Shard
 from stree_jax.tree import Tree
 
 
@@ -63,7 +63,7 @@ class AttentionMixer(nnx.Module):
         implementation: kernel implementation, see `pallas_kernels.dispatch`.
     """
 
-    part: Part | None = None  # set on a shard, see `models.parts`
+    shard: Shard | None = None  # set on a shard, see `models.shard`
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class AttentionMixer(nnx.Module):
         y = y.reshape(*y.shape[:2], -1)
         if projected.branch is not None:
             y = jnp.concatenate([y, projected.branch], axis=-1)
-        return scaled(row_parallel(self.out_proj, y, self.part), self.config.output_multiplier)
+        return scaled(row_parallel(self.out_proj, y, self.shard), self.config.output_multiplier)
 
     def _conv(self) -> tuple[Array, Array]:
         return self.conv_weight[...], self.conv_bias[...]

@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.numerics import activate
 from stree_jax.array_types import Array, Float, Lengths
-from stree_jax.partition import Part
+from stree_jax.partition import Shard
 
 
 def linear(
@@ -27,18 +27,18 @@ def linear(
 
 
 def row_parallel(
-    projection: nnx.Linear, inputs: Float[Array, "*rows inputs"], part: Part | None
+    projection: nnx.Linear, inputs: Float[Array, "*rows inputs"], shard: Shard | None
 ) -> Float[Array, "*rows outputs"]:
     """The output projection of a mixer; on a mesh, an all-reduce of the shards' products.
 
     Args:
         projection: the shard's projection, with the rows of its inputs.
         inputs: the shard's inputs.
-        part: collectives of the shard; None: one device.
+        shard: collectives of the shard; None: one device.
     """
-    if part is None:
+    if shard is None:
         return projection(inputs)
-    output = part.total(partial_product(projection, inputs)).astype(inputs.dtype)
+    output = shard.total(partial_product(projection, inputs)).astype(inputs.dtype)
     # The bias is added once, not by each shard.
     return output if projection.bias is None else output + projection.bias[...]
 

@@ -23,10 +23,10 @@ from stree_jax.models.cache import (
     init_cache,
     init_pending,
 )
-from stree_jax.models.parts import set_part
 from stree_jax.models.residual import ResidualStream
+from stree_jax.models.shard import set_shard
 from stree_jax.models.shared import SharedLayer, SharedTransformer
-from stree_jax.partition import Part, Partition, local_config
+from stree_jax.partition import Partition, Shard, local_config
 from stree_jax.tree import Tree
 
 # An op may know further names, which a model cannot pass on to the others.
@@ -102,7 +102,7 @@ class HybridLM(nnx.Module):
     """
 
     partition: Partition | None = None
-    part: Part | None = None  # collectives of one shard, inside `jax.shard_map`
+    shard: Shard | None = None  # collectives of one shard, inside `jax.shard_map`
 
     def __init__(
         self,
@@ -173,9 +173,9 @@ class HybridLM(nnx.Module):
         if partition is not None:
             model.partition = partition
             if partition.shards > 1:
-                model.part = Part(partition.shards)
+                model.shard = Shard(partition.shards)
                 for mixer in (*(block.mixer for block in model.blocks), *model.shared):
-                    set_part(mixer, model.part, whole)
+                    set_shard(mixer, model.shard, whole)
         layer = dict(zip(kinds, model.blocks, strict=True))
         model.config = whole
         model.blocks = nnx.List(nnx.clone(layer[kind]) for kind in config.layers)
@@ -298,7 +298,7 @@ class HybridLM(nnx.Module):
         """
         self._check_here()
         logits = output_logits(hidden, self.output_head[...], self.config.logits_multiplier)
-        return logits if self.part is None else self.part.all_gather(logits)
+        return logits if self.shard is None else self.shard.all_gather(logits)
 
     @property
     def output_head(self) -> nnx.Param:
@@ -338,7 +338,7 @@ class HybridLM(nnx.Module):
     def _stream(self, tokens: Array, implementation: str | None) -> ResidualStream:
         self._check_here()
         table = self.embedding[...]
-        rows = table[tokens] if self.part is None else self.part.rows_of(table, tokens)
+        rows = table[tokens] if self.shard is None else self.shard.rows_of(table, tokens)
         embedded = scaled(rows, self.config.embedding_multiplier)
         dtype = jnp.float32 if self.config.residual_float32 else self.dtype
         return ResidualStream(embedded.astype(dtype), self.config, self.dtype, implementation)
@@ -346,7 +346,7 @@ class HybridLM(nnx.Module):
     def _own_config(self) -> ModelConfig:
         """The local config on a shard, else the model's config."""
         self._check_here()
-        return self.config if self.part is None else local_config(self.config, self.part.shards)
+        return self.config if self.shard is None else local_config(self.config, self.shard.shards)
 
     def _check_here(self) -> None:
         """Refuses a sharded model outside of its program."""

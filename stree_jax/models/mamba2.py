@@ -54,7 +54,7 @@ from stree_jax.models.layers import (
     split_last,
 )
 from stree_jax.models.layouts import mamba2_layout
-from stree_jax.partition import Part
+from stree_jax.partition import Shard
 from stree_jax.tree import Tree
 
 
@@ -70,8 +70,8 @@ class Mamba2Mixer(nnx.Module):
         implementation: kernel implementation, see `pallas_kernels.dispatch`.
     """
 
-    # Set on a shard, see `models.parts`.
-    part: Part | None = None
+    # Set on a shard, see `models.shard`.
+    shard: Shard | None = None
     norm_spans_shards = False
 
     def __init__(
@@ -274,7 +274,7 @@ class Mamba2Mixer(nnx.Module):
         """
         c, norm_weight = self.config, None
         # Of the whole model: a shard may have one group or head where the model has several.
-        is_one_group = c.gate_groups == 1 if self.part is None else self.norm_spans_shards
+        is_one_group = c.gate_groups == 1 if self.shard is None else self.norm_spans_shards
         per_head = c.gate_groups == c.num_heads and not self.norm_spans_shards
         if self.norm_scale is not None:
             commutes = is_one_group and not (c.mlp_dim or c.out_proj_bias)
@@ -310,23 +310,23 @@ class Mamba2Mixer(nnx.Module):
 
     def _spanning_norm(self, y: Array, gate: Array) -> Array:
         """Gate and norm over the heads of all shards, at the cost of another collective."""
-        assert self.part is not None
+        assert self.shard is not None
         assert self.norm_scale is not None
         gate_first = self.config.norm == "gate_then_norm"
         value = y.astype(jnp.float32) * (gate if gate_first else 1.0)
         mean_square = jnp.mean(jnp.square(value), axis=-1, keepdims=True)
-        mean_square = self.part.total(mean_square) / self.part.shards
+        mean_square = self.shard.total(mean_square) / self.shard.shards
         value = value * jax.lax.rsqrt(mean_square + self.config.norm_eps)
         value = value * self.norm_scale[...].astype(jnp.float32)
         return (value if gate_first else value * gate).astype(y.dtype)
 
     def _project_deferred(self, y: DeferredRMSNorm, projected: Array) -> DeferredRMSNorm:
         """The output projection before the rows are scaled."""
-        if self.part is None:
+        if self.shard is None:
             return dataclasses.replace(y, value=self._project_out(y.value, projected))
         # One all-reduce sums the products and the squares.
         own = dataclasses.replace(y, value=partial_product(self.out_proj, y.value))
-        y = y.unpacked(self.part.total(own.packed()), self.part.shards)
+        y = y.unpacked(self.shard.total(own.packed()), self.shard.shards)
         return dataclasses.replace(y, value=scaled(y.value, self.config.output_multiplier))
 
     def _project_out(self, y: Array, projected: Array) -> Array:
@@ -335,4 +335,4 @@ class Mamba2Mixer(nnx.Module):
         if c.mlp_dim:
             branch_gate, branch, _ = split_last(projected, c.mlp_dim, c.mlp_dim)
             y = jnp.concatenate([silu(branch_gate) * branch, y], axis=-1)
-        return scaled(row_parallel(self.out_proj, y, self.part), c.output_multiplier)
+        return scaled(row_parallel(self.out_proj, y, self.shard), c.output_multiplier)

@@ -9,7 +9,7 @@ from stree_jax.array_types import Array, Float
 from stree_jax.layer_config import MlpConfig
 from stree_jax.models.cache import NoCache
 from stree_jax.models.layers import linear, row_parallel
-from stree_jax.partition import Part
+from stree_jax.partition import Shard
 
 
 class Pointwise(nnx.Module):
@@ -55,7 +55,7 @@ class Mlp(Pointwise):
         out_scale: scales the initial output projection, for deep stacks.
     """
 
-    part: Part | None = None  # set on a shard, see `models.parts`
+    shard: Shard | None = None  # set on a shard, see `models.shard`
 
     def __init__(
         self,
@@ -86,4 +86,4 @@ class Mlp(Pointwise):
             hidden = activate(c.activation, scaled(gate, c.gate_multiplier)) * up
         else:
             hidden = activate(c.activation, hidden)
-        return scaled(row_parallel(self.out_proj, hidden, self.part), c.output_multiplier)
+        return scaled(row_parallel(self.out_proj, hidden, self.shard), c.output_multiplier)

@@ -12,7 +12,7 @@ from stree_jax.array_types import Array, Float, Int
 from stree_jax.layer_config import MlpConfig, MoeConfig
 from stree_jax.models.layers import linear
 from stree_jax.models.mlp import Mlp, Pointwise
-from stree_jax.partition import Part
+from stree_jax.partition import Shard
 
 
 class MixtureOfExperts(Pointwise):
@@ -27,7 +27,7 @@ class MixtureOfExperts(Pointwise):
         implementation: implementation of `expert_mlps`, see `pallas_kernels.dispatch`.
     """
 
-    part: Part | None = None  # set on a shard, see `models.parts`
+    shard: Shard | None = None  # set on a shard, see `models.shard`
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class MixtureOfExperts(Pointwise):
         """The function of one position."""
         weights, chosen = self._route(u.reshape(-1, u.shape[-1]))
         if self.config.experts_held < self.config.num_experts:
-            assert self.part is not None
-            weights, chosen = self.part.own_choices(weights, chosen, self.config.experts_held)
+            assert self.shard is not None
+            weights, chosen = self.shard.own_choices(weights, chosen, self.config.experts_held)
         x = u if self.latent_in is None else self.latent_in(u)
         y = expert_mlps(
             *(x.reshape(-1, x.shape[-1]), weights, chosen),
@@ -83,7 +83,7 @@ class MixtureOfExperts(Pointwise):
         ).reshape(x.shape)
         y = y if self.latent_out is None else self.latent_out(y)
         y = y if self.shared is None else y + self.shared.apply(u)
-        return y if self.part is None else self.part.total(y)
+        return y if self.shard is None else self.shard.total(y)
 
     def _route(
         self, tokens: Float[Array, "tokens M"]

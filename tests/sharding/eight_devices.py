@@ -21,7 +21,8 @@ from stree_jax import convert, stored
 from stree_jax import partition as partition_module
 from stree_jax.decoding.prefill import PREFILL_CHUNK
 from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig, MoeConfig
-from stree_jax.models import attention, mamba2, mlp, parts
+from stree_jax.models import attention, mamba2, mlp
+from stree_jax.models import shard as shard_module
 from stree_jax.models.cache import cache_specs, path_to
 from stree_jax.partition import ROWS
 from stree_jax.sharding import over_mesh
@@ -176,8 +177,8 @@ def test_kernels_on_a_mesh(name):
 # Mutations that must fail, so that the test above can.
 
 
-def bias_of_each_shard(projection, inputs, part):
-    return projection(inputs) if part is None else part.total(projection(inputs))
+def bias_of_each_shard(projection, inputs, shard):
+    return projection(inputs) if shard is None else shard.total(projection(inputs))
 
 
 def units_modulo(shard, units, shards):
@@ -195,15 +196,15 @@ MUTATIONS = {
         "bamba",
         [(module, "row_parallel", bias_of_each_shard) for module in (attention, mlp, mamba2)],
     ),
-    "groups of a norm are one": ("groups", [(parts, "spans_shards", lambda config: True)]),
-    "a norm of each shard": ("mamba2", [(parts, "spans_shards", lambda config: False)]),
+    "groups of a norm are one": ("groups", [(shard_module, "spans_shards", lambda config: True)]),
+    "a norm of each shard": ("mamba2", [(shard_module, "spans_shards", lambda config: False)]),
     "heads by rank modulo": (
         "mamba_in_llama",
         [(partition_module, "_units_of", units_modulo)],
     ),
     "words of another shard": (
         "tied",
-        [(partition_module.Part, "rows_of", lambda self, *args: forget_the_sum(*args))],
+        [(partition_module.Shard, "rows_of", lambda self, *args: forget_the_sum(*args))],
     ),
 }
 
