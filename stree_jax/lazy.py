@@ -1,4 +1,4 @@
-"""Names that a module offers and imports when they are first used (PEP 562)."""
+"""Names that a module imports when they are first used (PEP 562)."""
 
 import importlib
 import sys
@@ -11,7 +11,7 @@ def lazily(module: str, table: Mapping[str, str]) -> Callable[[str], Any]:
 
     Args:
         module: `__name__` of the module.
-        table: for each name the module that defines it, or that is it if it ends in the name.
+        table: the module that defines each name; a name may also be that module itself.
     """
 
     def getattr_(name: str) -> Any:
@@ -19,7 +19,7 @@ def lazily(module: str, table: Mapping[str, str]) -> Callable[[str], Any]:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         found = importlib.import_module(table[name])
         value = found if table[name].endswith(f".{name}") else getattr(found, name)
-        setattr(sys.modules[module], name, value)  # the next access does not come here
+        setattr(sys.modules[module], name, value)  # the next access bypasses `__getattr__`
         return value
 
     return getattr_

@@ -12,7 +12,7 @@ Numerics: products as `triton.dot` says; activated in float32, then rounded once
 choices are rounded too, before their sum.
 
 Refuses widths that are not multiples of `SMALLEST_BLOCK`, gelu, and no tokens. Any number of tokens
-and experts. No gradient of its own; see `api.expert_mlps`.
+and experts. Derivatives are XLA's; see `api.expert_mlps`.
 """
 
 import functools

@@ -9,7 +9,7 @@ channels recomputes the scores C_i . B_j.
 
 Numerics: float32; products as `triton.dot` says; exponents are masked before exp. Rounded once.
 
-Refuses what `replay_tree_scan` refuses. Any length. No gradient of its own; see `api.ssd`.
+Refuses what `replay_tree_scan` refuses. Any length. Derivatives are XLA's; see `api.ssd`.
 """
 
 import functools

@@ -216,7 +216,7 @@ def write(output_refs: dict[str, Ref], row: tuple, softmax: Softmax) -> None:
 def combined(results: dict[str, jax.Array], dtype: DTypeLike, *, interpret: bool) -> jax.Array:
     """The normalised softmax over all splits `[B, Q, W, E]`, from what `outputs` lists.
 
-    A kernel of its own, because every split must have ended. A program reduces one query and head.
+    A separate kernel, because every split must have ended. A program reduces one query and head.
     """
     if "y" in results:
         return results["y"]

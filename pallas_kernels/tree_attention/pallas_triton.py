@@ -11,7 +11,7 @@ Numerics: see `online_softmax`; rounded once, at the end.
 
 Refuses heads `E` that are not a multiple of 16 or have more than 256 channels; heads that are not a
 power of two, such as Zamba2's 160 or 224, are processed in parts. Any number of queries and nodes;
-any capacity of the cache, 0 included. No gradient of its own; see `api.tree_attention`.
+any capacity of the cache, 0 included. Derivatives are XLA's; see `api.tree_attention`.
 """
 
 import functools

@@ -74,7 +74,7 @@ def tree_attention_layer(
     )
     blocks = dataclasses.replace(blocks, rows=min(blocks.rows, tb.padded_size(num_rows)))
 
-    # Columns as heads. Further columns that are no whole heads are cut off, which is a copy.
+    # Columns as heads. Further columns that are not whole heads are dropped, which is a copy.
     if num_columns % head_dim:
         projected = projected[..., : layout.num_columns]
     heads = projected.reshape(batch, num_queries, -1, head_dim)

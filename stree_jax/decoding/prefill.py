@@ -15,7 +15,7 @@ from stree_jax.sharding import over_mesh
 PREFILL_CHUNK = 512  # tokens
 
 
-# A program of its own: it does not depend on the tree, and takes as long to compile as a step.
+# A separate program: it does not depend on the tree, and takes as long to compile as a step.
 @functools.partial(jax.jit, static_argnames="max_length")
 def prefill(
     model: HybridLM,

@@ -1,15 +1,15 @@
-"""Which way of drafting is the fastest here and now, by what runs have measured."""
+"""Chooses the fastest way of drafting by measurements of past runs."""
 
 import dataclasses
 
-_WEIGHT = 0.3  # of the newest run
-_HYSTERESIS = 1.05  # so much faster another way must be
-_FIRST_WAIT, _LONGEST_WAIT = 4, 64  # runs until a way that lost is tried again
+_WEIGHT = 0.3  # weight of the newest run
+_HYSTERESIS = 1.05  # speed-up that makes another way the choice
+_FIRST_WAIT, _LONGEST_WAIT = 4, 64  # runs until a slower way is re-probed
 
 
 @dataclasses.dataclass
 class _Measured:
-    """Decayed sums over the runs of one way, and when it is tried again."""
+    """Decayed sums over the runs of one way, and its re-probing interval."""
 
     tokens: float = 0.0
     calls: float = 0.0
@@ -20,7 +20,7 @@ class _Measured:
 
     @property
     def rate(self) -> float:
-        """Tokens a second of a row; 0 if it was never measured."""
+        """Tokens per second of a row; 0 if it was never measured."""
         if not self.calls:
             return 0.0
         return (self.tokens / self.calls) / (self.seconds / self.steps)
@@ -31,12 +31,12 @@ class DraftPolicy:
 
     A way's rate is its tokens per target call over its seconds per step, both averages in which a
     run counts 0.7 times as much as the one after it. Another way is chosen if it is 5 % faster. A
-    way that is not in use is tried again after 4 runs, then 8, up to 64, as texts change.
+    way that is not in use is re-probed after 4 runs, then 8, up to 64, as texts change.
 
     The choice depends on the past only, so it does not change any text.
 
     Args:
-        num_ways: how many there are.
+        num_ways: number of ways.
     """
 
     def __init__(self, num_ways: int):
@@ -54,14 +54,14 @@ class DraftPolicy:
         return self._best
 
     def record(self, way: int, *, tokens: int, calls: int, seconds: float, steps: int) -> None:
-        """Takes in a run.
+        """Records a run.
 
         Args:
-            way: that was used.
-            tokens: emitted, over all rows.
-            calls: of the target, counted once per unfinished row.
-            seconds: of the run.
-            steps: of the loop.
+            way: index of the way that was used.
+            tokens: tokens emitted by all rows.
+            calls: target calls, counted once per unfinished row.
+            seconds: duration of the run.
+            steps: number of loop steps.
         """
         if not (calls and steps):
             return
@@ -82,5 +82,5 @@ class DraftPolicy:
         if fastest != self._best and rates[fastest] > _HYSTERESIS * rates[self._best]:
             self._best = fastest
             self._measured[fastest].wait = _FIRST_WAIT
-        elif way != self._best and was_known:  # tried again, in vain
+        elif way != self._best and was_known:  # re-probed, still slower
             now.wait = min(2 * now.wait, _LONGEST_WAIT)

@@ -135,7 +135,7 @@ def run_text(recipe: Recipe, tokenizer: Tokenizer, target: HybridLM | None) -> R
 
     Args:
         recipe: texts, batch size, and the fraction of each batch that is generated.
-        tokenizer: of the model that is trained.
+        tokenizer: tokenizer of the model that is trained.
         target: writes the generated text; None: there is none.
 
     Raises:

@@ -52,18 +52,18 @@ def rank_trace(
 ) -> RankTrace:
     """Drafts one level at every position of texts that the target wrote, and looks tokens up.
 
-    `tune` calls this for a drafter without a method
-    `rank_trace(target, request, tokens, num_ranks) -> RankTrace` of its own.
+    `tune` calls this unless the drafter has a method
+    `rank_trace(target, request, tokens, num_ranks) -> RankTrace`.
 
     Args:
         drafter: fills static trees.
         request: the plan that generated the texts; gives prompts, keys and sampling.
         tokens: the new tokens of each row.
         num_ranks: candidates to look at.
-        vocab_size: of the target.
+        vocab_size: vocabulary size of the target.
 
     Raises:
-        ValueError: the drafter draws its candidates with random numbers of its own.
+        ValueError: the drafter samples its candidates with its own random numbers.
     """
     topology = TreeTopology.from_branching((num_ranks,))
     check_how(drafter, request.sampling, num_ranks)

@@ -65,8 +65,8 @@ class TuningReport:
         costs: costs of the parts of a step.
         temperature: temperature of the measured texts.
         num_traced: number of tokens that tau was replayed on.
-        sharpness: for `DynamicDrafter`, by what its trees accept on these texts; None if the
-            drafter is no `ModelDrafter`.
+        sharpness: the `sharpness` of `DynamicDrafter` with the highest acceptance on these texts;
+            None if the drafter is not a `ModelDrafter`.
     """
 
     best: TreeTopology | None

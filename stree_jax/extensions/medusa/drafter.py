@@ -192,7 +192,7 @@ class MedusaDrafter(nnx.Module):
             which has no drafts.
 
         Raises:
-            ValueError: the drafter draws its candidates with random numbers of its own.
+            ValueError: the drafter samples its candidates with its own random numbers.
         """
         check_how(self, request.sampling, num_ranks)
         starts = np.asarray(request.context.length)
