@@ -2,7 +2,7 @@
 
     python examples/many_prompts.py
 
-A request takes the place of one that has ended, with limits, temperature and key of its own. Its
+A request takes the place of one that has ended, with its own limits, temperature and key. Its
 text is the one that it has alone, whatever else is running. One text is read once and continued
 three times.
 """
@@ -22,7 +22,7 @@ PROMPTS = (
 
 
 def main() -> None:
-    """Serves the prompts, three at a time, and compares each with a generation of its own."""
+    """Serves the prompts, three at a time, and compares each with `generate` of it alone."""
     model = st.from_pretrained(st.demo_path("target"))
     tokenizer = st.load_tokenizer(st.demo_path("target"))
     scheduler = st.Scheduler(model, rows=3, max_length=96, drafter=st.NgramDrafter())

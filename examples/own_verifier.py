@@ -1,4 +1,4 @@
-"""A verifier of your own: at most so many drafts a step, around any built-in rule.
+"""A verifier of your own: a limit on the drafts accepted per step, around any built-in rule.
 
     python examples/own_verifier.py
 

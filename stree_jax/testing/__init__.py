@@ -8,7 +8,7 @@
     assert_lossless(model, drafter, topology=st.TreeTopology.from_branching((2, 2)))
 
 The weights of tiny models are random, in float32, and make every parameter matter: norms are not 1,
-D is not 1, time steps are lively, and logits are far from uniform.
+D is not 1, time steps vary, and logits are far from uniform.
 """
 
 from stree_jax.testing.exactness import (

@@ -42,15 +42,15 @@ def assert_lossless(
         model: the target, in float32: other dtypes do not promise the same tokens.
         drafter: the drafter under test, or the one whose drafts the verifier under test gets.
         topology: the draft tree; None: the drafter's default.
-        verifier: as for `generate`. One that keeps the target's distribution and not its tokens is
+        verifier: see `generate`. Rules that keep the target's distribution but not its tokens are
             refused above temperature 0.
-        temperatures: each is decoded with.
+        temperatures: temperatures to decode at.
         prompts: token ids of each row; None: three ragged prompts.
-        max_new_tokens: of each row. Enough for several steps, some of which accept nothing.
+        max_new_tokens: new tokens of each row; enough for several steps, some without acceptance.
         key: random key; None: `jax.random.key(0)`.
 
     Returns:
-        What was generated at each temperature, so that a test can look at `stats`.
+        The generation at each temperature, whose `stats` a test can check.
 
     Raises:
         AssertionError: rows differ. The message names row, position and both tokens, and says
@@ -90,12 +90,12 @@ def assert_lossless(
 def assert_same_text(model: HybridLM, request: Plan, got: Generation, want: Generation) -> None:
     """Asserts that two generations of a request have the same tokens and caches.
 
-    `assert_lossless` for requests that were planned by hand, whose rows may have keys, temperatures
-    and filters of their own.
+    `assert_lossless` for requests that were planned by hand, whose rows may have different keys,
+    temperatures and filters.
 
     Args:
         model: the target.
-        request: its prompts, keys and sampling explain a difference.
+        request: the plan, whose prompts, keys and sampling explain a difference.
         got, want: the generations; caches are compared if both have one.
 
     Raises:
@@ -172,19 +172,19 @@ def assert_same_distribution(
     Args:
         model: the target, with few tokens, such as `random_model(ModelConfig.tiny(vocab_size=6))`.
         drafter: the drafter; None: autoregressive decoding.
-        topology, verifier, temperature, top_k, top_p: as for `generate`.
+        topology, verifier, temperature, top_k, top_p: see `generate`.
         prompt: token ids that all rows continue.
-        num_tokens: new tokens of a row. A drafter that drafts nothing in its first step, such as
-            Medusa heads, needs one more.
-        rows: samples; the bound is smaller with more.
+        num_tokens: number of new tokens per row. A drafter without drafts in its first step, such
+            as Medusa heads, needs one more.
+        rows: number of samples; more give a smaller bound.
         key: random key; None: `jax.random.key(0)`.
-        error_probability: of a failure although the distribution is right.
+        error_probability: probability that an exact method fails.
 
     Returns:
-        What was generated, so that a test can assert that drafts were accepted.
+        The generation, so that a test can assert that drafts were accepted.
 
     Raises:
-        AssertionError: the distribution is another one.
+        AssertionError: the distribution differs.
         ValueError: too many texts for the rows, or `generate` refuses the arguments.
     """
     size = model.config.vocab_size
@@ -219,7 +219,7 @@ def assert_same_distribution(
     next_token = np.exp(np.asarray(token_log_probs(logits, sampling), np.float64))
     probabilities = np.ones(1)
     for length in range(1, num_tokens + 1):
-        # Texts are in lexicographic order, so those with another prefix are so many rows apart.
+        # Texts are in lexicographic order, so different prefixes are this many rows apart.
         after_prefix = next_token[:: size ** (num_tokens - length), length - 1]
         probabilities = (probabilities[:, None] * after_prefix).ravel()
         index = out.tokens[:, :length] @ size ** np.arange(length)[::-1]
@@ -234,7 +234,7 @@ def assert_same_distribution(
 
 
 def _compare(frequencies: np.ndarray, probabilities: np.ndarray, rows: int, error: float) -> None:
-    """Of texts of one length, with an axis for each token."""
+    """Compares texts of one length; the arrays have an axis for each token."""
     impossible = np.argwhere((probabilities == 0) & (frequencies > 0))
     if len(impossible):
         raise AssertionError(
@@ -253,7 +253,7 @@ def _compare(frequencies: np.ndarray, probabilities: np.ndarray, rows: int, erro
 
 
 def _bound(texts: int, rows: int, error: float) -> float:
-    """What the sum of absolute differences exceeds with this probability at most (Weissman)."""
+    """Bound on the sum of absolute differences, exceeded with probability at most `error`."""
     return math.sqrt(2 * (texts * math.log(2) + math.log(1 / error)) / rows)
 
 

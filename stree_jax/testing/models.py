@@ -180,12 +180,12 @@ def tiny_model(
     dtype: str = "float32",
     implementation: str | None = None,
 ) -> HybridLM:
-    """The random model of a config of `CONFIGS`; the same object for the same arguments.
+    """The random model of a config in `CONFIGS`; the same object for the same arguments.
 
     Args:
-        name: a name of `CONFIGS`.
-        seed: of the random weights.
-        dtype, implementation: as for `HybridLM`.
+        name: a name from `CONFIGS`.
+        seed: random seed of the weights.
+        dtype, implementation: see `HybridLM`.
     """
     if name not in CONFIGS:
         raise ValueError(f"no tiny model {shown(name)}; known: {sorted(CONFIGS)}")
@@ -205,9 +205,9 @@ def random_model(
     """A model of this config with random weights that make every parameter matter.
 
     Args:
-        config: of the model.
-        seed: of the random weights.
-        dtype, implementation: as for `HybridLM`.
+        config: config of the model.
+        seed: random seed of the weights.
+        dtype, implementation: see `HybridLM`.
     """
     model = HybridLM(config, dtype=dtype, rngs=nnx.Rngs(seed), implementation=implementation)
     return randomised(model, seed)
@@ -247,7 +247,7 @@ def perturbed(model: HybridLM, amount: float, seed: int = 0) -> HybridLM:
         model: the target.
         amount: standard deviation of the noise; with 0.1 a tiny model's draft is right about every
             second time.
-        seed: of the noise.
+        seed: random seed of the noise.
     """
     graphdef, state = nnx.split(model)
     leaves, structure = jax.tree.flatten(state)
