@@ -29,12 +29,7 @@ FORBIDDEN = {
         "stree_jax.training",
     },
     "stree_jax.convert": {"torch", "transformers", "stree_jax.cli", "stree_jax.training"},
-    "stree_jax.cli.main": {
-        "torch",
-        "transformers",
-        "stree_jax.extensions",
-        "stree_jax.training",
-    },
+    "stree_jax.cli.main": {"torch", "transformers", "stree_jax.extensions", "stree_jax.training"},
     "stree_jax.extensions.medusa": {"stree_jax.training", "stree_jax.extensions.reasoning"},
 }
 

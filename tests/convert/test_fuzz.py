@@ -22,9 +22,9 @@ import stree_jax as st
 from stree_jax.convert import open_checkpoint
 from stree_jax.convert.writing import write_as
 from stree_jax.testing import CONFIGS, HYBRIDS
-from tests.convert import checkpoints
-from tests.convert.test_files import sharded, write_index
-from tests.convert.test_torch_file import FLOATS, REBUILD, Call, Storage, pickled
+from tests.convert import checkpoints, configs
+from tests.convert.checkpoints import sharded, write_index
+from tests.convert.torch_files import FLOATS, REBUILD, Call, Storage, pickled
 
 VALUES = (
     *(None, True, False, 0, -1, 1, 2, 3, 65, 1000, 10**6, 1 << 24, (1 << 24) + 1, 1 << 40, 10**30),
@@ -83,15 +83,15 @@ def corpus(tmp_path_factory):
             (folder / name).mkdir()
             target = "mamba_in_llama" if name == "mamba_in_llama" else "hf"
             write_as(random_model(config), folder / name, target)
-    config = checkpoints.mamba_ssm_config(tie_embeddings=False)
+    config = configs.mamba_ssm_config(tie_embeddings=False)
     weights = checkpoints.mamba_ssm_weights(config)
     checkpoints.write_safetensors(folder / "mamba_ssm", config, weights)
     torch_file_of(folder / "bin", config, weights)
     write_index(
         folder / "shards", sharded(shutil.copytree(folder / "mamba_ssm", folder / "shards"))
     )
-    attention = checkpoints.MAMBA_SSM_HYBRID_CONFIGS["as mamba2attn-2.7b"]
-    config = checkpoints.mamba_ssm_config(**copy.deepcopy(attention))
+    attention = configs.MAMBA_SSM_HYBRID_CONFIGS["as mamba2attn-2.7b"]
+    config = configs.mamba_ssm_config(**copy.deepcopy(attention))
     weights = checkpoints.mamba_ssm_weights(config)
     checkpoints.write_safetensors(folder / "mamba2attn", config, weights)
     st.save_pretrained(random_model(CONFIGS["groups"]), folder / "native")
