@@ -7,8 +7,10 @@ the first leg of CI, where it is an error.
 import json
 import os
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import stree_jax as st
 from stree_jax.convert import convert, open_checkpoint
@@ -65,6 +67,19 @@ def random_weight(name, shape, rng):
     else:
         value = noise * shape[-1] ** -0.5
     return value.astype(np.float32)
+
+
+def random_model(config, dtype="float32"):
+    """A model of the library with such weights; nothing is compiled."""
+    structure, abstract = st.HybridLM.abstract(config, dtype=dtype)
+    rng = np.random.default_rng(0)
+    weights = jax.tree.map_with_path(
+        lambda path, leaf: jax.numpy.asarray(
+            random_weight(jax.tree_util.keystr(path, simple=True), leaf.shape, rng), leaf.dtype
+        ),
+        abstract,
+    )
+    return nnx.merge(structure, weights)
 
 
 def write_safetensors(path, config, weights, name="model.safetensors"):

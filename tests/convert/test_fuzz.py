@@ -55,18 +55,6 @@ def torch_file_of(path, config, weights):
         archive.writestr("archive/data.pkl", pickled(state))
 
 
-def random_model(config):
-    structure, abstract = st.HybridLM.abstract(config)
-    rng = np.random.default_rng(0)
-    weights = jax.tree.map_with_path(
-        lambda path, leaf: jax.numpy.asarray(
-            checkpoints.random_weight(jax.tree_util.keystr(path, simple=True), leaf.shape, rng)
-        ),
-        abstract,
-    )
-    return nnx.merge(structure, weights)
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     """A checkpoint of each family and of each kind of file."""
@@ -82,7 +70,7 @@ def corpus(tmp_path_factory):
         if name != "mamba2attn":
             (folder / name).mkdir()
             target = "mamba_in_llama" if name == "mamba_in_llama" else "hf"
-            write_as(random_model(config), folder / name, target)
+            write_as(checkpoints.random_model(config), folder / name, target)
     config = configs.mamba_ssm_config(tie_embeddings=False)
     weights = checkpoints.mamba_ssm_weights(config)
     checkpoints.write_safetensors(folder / "mamba_ssm", config, weights)
@@ -94,8 +82,8 @@ def corpus(tmp_path_factory):
     config = configs.mamba_ssm_config(**copy.deepcopy(attention))
     weights = checkpoints.mamba_ssm_weights(config)
     checkpoints.write_safetensors(folder / "mamba2attn", config, weights)
-    st.save_pretrained(random_model(CONFIGS["groups"]), folder / "native")
-    st.save_pretrained(random_model(HYBRIDS["zamba2"]), folder / "native_hybrid")
+    st.save_pretrained(checkpoints.random_model(CONFIGS["groups"]), folder / "native")
+    st.save_pretrained(checkpoints.random_model(HYBRIDS["zamba2"]), folder / "native_hybrid")
     return {path.name: path for path in sorted(folder.iterdir())}
 
 
