@@ -16,6 +16,7 @@ from flax import nnx
 from jax import Array, lax
 
 import stree_jax as st
+from stree_jax.testing import assert_lossless
 
 
 class Automaton(NamedTuple):
@@ -206,16 +207,16 @@ class SuffixAutomatonDrafter(nnx.Module):
 
 
 def main() -> None:
-    """Decodes repetitive text with and without the drafter."""
+    """Decodes repetitive text with and without the drafter; a difference is an error."""
     model = st.from_pretrained(st.demo_path("target"))
     tokenizer = st.load_tokenizer(st.demo_path("target"))
     text = "Question: Ann has 3 pens and buys 4 pens. How many pens does Ann have?\nAnswer:"
     prompts = [tokenizer.encode(text).ids]
-    plain = st.generate(model, prompts, max_new_tokens=160)
     for name, drafter in (("n-gram", st.NgramDrafter()), ("automaton", SuffixAutomatonDrafter())):
-        out = st.generate(model, prompts, max_new_tokens=160, drafter=drafter)
-        same = (out.tokens == plain.tokens).all()
-        print(f"{name}: {out.stats.tau:.2f} tokens per target call, same text: {same}")
+        (out,) = assert_lossless(
+            model, drafter, prompts=prompts, max_new_tokens=160, temperatures=(0.0,)
+        )
+        print(f"{name}: {out.stats.tau:.2f} tokens per target call, same text: True")
 
 
 if __name__ == "__main__":

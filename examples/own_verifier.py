@@ -10,11 +10,11 @@ would emit, the cut depends on its length alone, and the target continues from t
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 import stree_jax as st
+from stree_jax.testing import assert_lossless
 
 
 @dataclasses.dataclass(frozen=True)  # hashable: compiled programs depend on it
@@ -70,18 +70,21 @@ class ShortSteps:
 
 
 def main() -> None:
-    """Decodes with and without the cut, at temperature 0 and above."""
+    """Decodes with and without the cut, at temperature 0 and above; differences are errors."""
     model = st.from_pretrained(st.demo_path("target"))
     drafter = st.ModelDrafter(st.from_pretrained(st.demo_path("draft")))
     tokenizer = st.load_tokenizer(st.demo_path("target"))
     prompts = [tokenizer.encode("Question: Tom has 5 apples and buys 7 more.").ids]
     for name, temperature in (("greedy", 0.0), ("target_only", 0.8)):
-        options = dict(max_new_tokens=48, temperature=temperature, key=jax.random.key(0))
-        plain = st.generate(model, prompts, **options)
         for verifier in (st.VERIFIERS[name], ShortSteps(st.VERIFIERS[name], most=1)):
-            out = st.generate(model, prompts, drafter=drafter, verifier=verifier, **options)
-            same = (out.tokens == plain.tokens).all()
-            print(f"{verifier.name}: {out.stats.tau:.2f} tokens per target call, same text: {same}")
+            (out,) = assert_lossless(
+                *(model, drafter),
+                verifier=verifier,
+                temperatures=(temperature,),
+                prompts=prompts,
+                max_new_tokens=48,
+            )
+            print(f"{verifier.name}: {out.stats.tau:.2f} tokens per target call, same text: True")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from stree_jax.models.lm import HybridLM
 # One config for each group of options of Mamba-2. With tied embeddings a random model repeats
 # itself; that of "plain", which most tests of decoding use, is untied.
 CONFIGS: dict[str, ModelConfig] = {
-    "plain": ModelConfig.tiny(tie_embeddings=False),
+    "plain": ModelConfig.tiny(num_layers=1, tie_embeddings=False),
     "groups": ModelConfig.tiny(
         head_dim=8,
         d_model=16,
