@@ -21,12 +21,22 @@ hypothesis.settings.register_profile("repository", deadline=None, derandomize=Tr
 hypothesis.settings.load_profile("repository")
 
 
+_MOST_PROGRAMS = 300
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _forget_programs():
-    """XLA's compiler crashed twice in processes that held the programs of hundreds of tests."""
+    """XLA's compiler crashed twice in processes that held the programs of hundreds of tests.
+
+    Modules in a row share programs until there are many.
+    """
+    from tests.helpers import COMPILED
+
     yield
-    jax.clear_caches()
-    gc.collect()
+    if len(COMPILED) > _MOST_PROGRAMS:
+        COMPILED.clear()
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,10 @@
 """What several tests share beyond `stree_jax.testing`."""
 
+import re
 import shutil
+from pathlib import Path
 
+import jax
 from flax import nnx
 
 from stree_jax import (
@@ -14,7 +17,18 @@ from stree_jax import (
 )
 from stree_jax.testing import apply, perturbed, random_model
 
-__all__ = ["apply", "saved_pair", "with_weight"]
+__all__ = ["COMPILED", "DOCS", "apply", "heads_of", "python_blocks", "saved_pair", "with_weight"]
+
+DOCS = Path(__file__).parents[1] / "docs"  # there in a checkout only
+_NOT_RUN = r"<!-- not run: (.+?) -->\n"
+
+# An entry for each program that XLA has compiled in this process.
+COMPILED: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, seconds, **_: (
+        COMPILED.append(event) if event == "/jax/core/compile/backend_compile_duration" else None
+    )
+)
 
 
 def saved_pair(folder):
@@ -38,3 +52,19 @@ def with_weight(model, name, change):
     weight = getattr(copy, name)
     weight[...] = change(weight[...])
     return copy
+
+
+def heads_of(model, num_heads=4, amount=0.3, seed=0):
+    """Heads with random weights."""
+    heads = MedusaHeads(model, num_heads=num_heads, rngs=nnx.Rngs(0))
+    keys = jax.random.split(jax.random.key(seed))
+    for key, weight in zip(keys, (heads.kernel, heads.bias), strict=True):
+        weight[...] = amount * jax.random.normal(key, weight.shape)
+    return heads
+
+
+def python_blocks(page):
+    """The Python of a page, block by block: why it is not run, if so, and its code."""
+    return re.findall(
+        rf"(?:^{_NOT_RUN})?^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
+    )

@@ -12,23 +12,16 @@ import pallas_kernels
 import stree_jax as st
 from stree_jax.cli.main import app
 from stree_jax.convert import FAMILIES
+from tests.helpers import DOCS, python_blocks
 
 ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-NOT_RUN = r"<!-- not run: (.+?) -->\n"
 pytestmark = pytest.mark.skipif(not PAGES, reason="the tests run without a checkout")
 
 
 def name_of(page):
     return str(page.relative_to(ROOT))
-
-
-def python_blocks(page):
-    return re.findall(
-        rf"(?:^{NOT_RUN})?^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
-    )
 
 
 # docs/sharding.md needs 4 devices: tests/sharding/eight_devices.py runs it.

@@ -1,8 +1,8 @@
 import pytest
 
-from tests.convert.checkpoints import CONFIG, WEIGHTS, write_safetensors
+from tests.convert import checkpoints, small
 
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    return write_safetensors(tmp_path / "model", CONFIG, WEIGHTS)
+    return checkpoints.write_safetensors(tmp_path / "model", small.CONFIG, small.WEIGHTS)

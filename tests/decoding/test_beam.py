@@ -1,4 +1,4 @@
-"""Beam trees: the search, losslessness with trees that differ by row and step, exactness."""
+"""Beam trees: the search, and exactness with trees that depend on the text."""
 
 import functools
 import itertools
@@ -6,17 +6,13 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from flax import nnx
 
 import stree_jax as st
 from stree_jax.decoding.drafters.search import best_continuations
-from stree_jax.decoding.options import plan
 from stree_jax.decoding.types import Context, Sampling
 from stree_jax.decoding.verifiers import follow
-from stree_jax.testing import perturbed, randomised, tiny_model
-from tests.decoding.test_lossless import NEW_TOKENS, PROMPTS, assert_same_tokens, decode
-from tests.decoding.test_verify import (
+from stree_jax.testing import PROMPTS, apply, perturbed, random_model, tiny_model
+from tests.decoding.enumeration import (
     EXACT,
     VOCAB,
     Models,
@@ -24,19 +20,13 @@ from tests.decoding.test_verify import (
     target_joint,
     total_variation,
 )
-from tests.helpers import apply, with_weight
+from tests.decoding.texts import HYBRID, steps, with_head
 
 BEAMS, STEPS = 3, 3
 TOPOLOGY = st.TreeTopology.beam(BEAMS, STEPS)
 # Only the level sizes of a topology count. Here a path may be longer than the convolution.
 SIZES = (2, 3, 1)
-HYBRID = "mamba2attn hybrid"
 UNEVEN = st.TreeTopology.from_parents([-1, 0, 0, 1, 2, 2, 3])
-
-
-def with_head(scale, model):
-    """The model with sharper logits, or with logits that are all equal."""
-    return with_weight(model, "head", lambda head: scale * head)
 
 
 def beam_search(next_log_probs, widths):
@@ -57,49 +47,6 @@ def beam_search(next_log_probs, widths):
             tokens.append(token)
             level.append((-score, (*path, token), len(tokens)))
     return parents, tokens
-
-
-def steps(target, drafter, topology, *, count, temperature=0.0):
-    """The first steps of a generation: what was known before, the draft, the verdict."""
-    request = plan(
-        target,
-        PROMPTS,
-        max_new_tokens=NEW_TOKENS,
-        drafter=drafter,
-        topology=topology,
-        temperature=temperature,
-        key=jax.random.key(0),
-    )
-    state = request.decoder.start(target, drafter, request.context, request.keys)
-    for _ in range(count):
-        before = jax.tree.map(np.asarray, state.context)
-        state, draft, verdict = request.decoder.step(
-            target, drafter, state, request.limits, request.sampling
-        )
-        yield before, jax.tree.map(np.asarray, draft), jax.tree.map(np.asarray, verdict)
-
-
-@pytest.fixture(scope="module")
-def autoregressive():
-    return decode()
-
-
-@pytest.mark.parametrize("kind", ["itself", "alike", "unrelated"])
-def test_greedy_output_is_autoregressive_output(kind, autoregressive):
-    target = tiny_model()
-    model = {
-        "itself": target,
-        "alike": perturbed(target, 0.1),
-        "unrelated": tiny_model(seed=1),
-    }[kind]
-    out = decode(drafter=st.BeamDrafter(model), topology=TOPOLOGY)
-    assert_same_tokens(out, autoregressive)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), out.cache, autoregressive.cache
-    )
-    assert out.stats.num_drafted == BEAMS * STEPS * out.stats.num_target_calls
-    low, high = {"itself": (3, 4), "alike": (1.5, 3), "unrelated": (1, 1.5)}[kind]
-    assert low < out.stats.tau <= high
 
 
 def test_the_tree_is_that_of_a_textbook_beam_search():
@@ -137,10 +84,8 @@ def test_the_tree_is_that_of_a_textbook_beam_search():
 def test_a_sure_draft_is_accepted_whole():
     """The best path is then the greedy path; with flat logits the search may drop that one."""
     target = with_head(20.0, tiny_model())
-    out = decode(target, drafter=st.BeamDrafter(target), topology=TOPOLOGY)
-    calls = -(-NEW_TOKENS // (STEPS + 1))
-    assert out.stats.target_calls_per_row.tolist() == [calls] * len(PROMPTS)
-    assert_same_tokens(out, decode(target), target)
+    out = st.generate(target, PROMPTS, drafter=st.BeamDrafter(target), topology=TOPOLOGY)
+    assert out.stats.target_calls_per_row.tolist() == [64 / (STEPS + 1)] * len(PROMPTS)
 
 
 def test_ties_go_to_the_earlier_beam_and_the_lower_token():
@@ -177,7 +122,7 @@ def test_one_step_of_the_search_with_ties_and_impossible_tokens():
 def test_target_only_is_exact():
     """Enumerates what the target samples at each node of a tree drafted by a model of 4 tokens."""
     config = st.ModelConfig.tiny(vocab_size=VOCAB, tie_embeddings=False)
-    draft_model = randomised(st.HybridLM(config, rngs=nnx.Rngs(0)), 0)
+    draft_model = random_model(config)
     drafter, topology = st.BeamDrafter(draft_model), st.TreeTopology.beam(2, 2)
     context = Context(jnp.array([[2, 1, 3]], jnp.int32), jnp.array([3], jnp.int32))
 
@@ -220,20 +165,3 @@ def test_target_only_is_exact():
     )
     assert (np.asarray(verdict.num_accepted) == 2).any()
     assert total_variation(joint, target_joint(models)) < EXACT
-
-
-def test_above_temperature_0_the_target_is_followed():
-    options = dict(drafter=st.BeamDrafter(tiny_model()), temperature=1.0, key=jax.random.key(0))
-    assert plan(tiny_model(), PROMPTS, **options).decoder.verifier.name == "target_only"
-    for verifier in ("multi_step", "without_replacement", "traversal"):
-        with pytest.raises(ValueError, match="not exact for child_sampling = 'top_k'"):
-            plan(tiny_model(), PROMPTS, verifier=verifier, **options)
-
-
-def test_what_cannot_be_drafted_is_refused():
-    drafter = st.BeamDrafter(tiny_model())
-    with pytest.raises(ValueError, match="nodes with 38 children, but only 37 tokens exist"):
-        st.generate(tiny_model(), PROMPTS, drafter=drafter, topology=st.TreeTopology.beam(38, 1))
-    other = st.HybridLM(st.ModelConfig.tiny(vocab_size=36), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="different vocabularies: 36 and 37"):
-        st.generate(tiny_model(), PROMPTS, drafter=st.BeamDrafter(other))

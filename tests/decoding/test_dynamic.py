@@ -1,4 +1,4 @@
-"""Dynamic trees: the nodes that are kept, and that output is autoregressive output."""
+"""Dynamic trees: the nodes that are kept."""
 
 import functools
 import itertools
@@ -7,32 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import stree_jax as st
-from stree_jax.decoding.options import plan
 from stree_jax.decoding.sampling import position_noise
 from stree_jax.decoding.types import Context, Sampling
-from stree_jax.testing import perturbed, randomised, tiny_model
-from tests.decoding import test_lossless, test_same_key
-from tests.decoding.test_beam import HYBRID, steps, with_head
-from tests.decoding.test_lossless import PROMPTS, decode
-from tests.decoding.test_same_key import ROWS, sample
-from tests.helpers import apply
+from stree_jax.testing import PROMPTS, apply, perturbed, random_model, tiny_model
+from tests.decoding.texts import HYBRID, steps, with_head
 
-BUDGET = st.TreeTopology.budget(9, 4)
 SHALLOW = st.TreeTopology.budget(7, 3)
 VOCAB = 4
-
-
-@pytest.fixture(scope="module")
-def autoregressive():
-    return decode()
-
-
-@pytest.fixture(scope="module")
-def sampled():
-    return sample()[0]
 
 
 def dynamic_tree(next_log_probs, num_nodes, depth, expand):
@@ -107,7 +90,7 @@ def test_the_kept_nodes_are_the_best_of_a_sorted_list():
 def tiny_vocabulary(temperature, num_nodes, depth, expand, sharpness):
     """A tree of a model of 4 tokens in one row, and the log-probability of every token."""
     config = st.ModelConfig.tiny(vocab_size=VOCAB, num_layers=1, tie_embeddings=False)
-    model = randomised(st.HybridLM(config, rngs=nnx.Rngs(0)), 0)
+    model = random_model(config)
     topology = st.TreeTopology.budget(num_nodes, depth)
     text = [2, 1, 3]
     context = Context(jnp.array([text], jnp.int32), jnp.array([3], jnp.int32))
@@ -169,111 +152,8 @@ def test_ties_are_a_tree():
             assert draft.tokens[row, 1:].tolist() == [0, 1, 2, 3, 0, 1]
 
 
-@pytest.mark.parametrize("kind", ["itself", "alike", "unrelated"])
-def test_greedy_output_is_autoregressive_output(kind, autoregressive):
-    target = tiny_model()
-    model = {
-        "itself": target,
-        "alike": perturbed(target, 0.1),
-        "unrelated": tiny_model(seed=1),
-    }[kind]
-    out = decode(drafter=st.DynamicDrafter(model, expand=4), topology=BUDGET)
-    test_lossless.assert_same_tokens(out, autoregressive)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), out.cache, autoregressive.cache
-    )
-    assert out.stats.num_drafted == 8 * out.stats.num_target_calls
-    low, high = {"itself": (3, 5), "alike": (1.5, 3), "unrelated": (1, 1.5)}[kind]
-    assert low < out.stats.tau <= high
-
-
-@pytest.mark.parametrize("size", [(1, 0), (2, 1), (3, 2)])
-def test_small_budgets(size, autoregressive):
-    drafter = st.DynamicDrafter(perturbed(tiny_model(), 0.1))
-    out = decode(drafter=drafter, topology=st.TreeTopology.budget(*size))
-    test_lossless.assert_same_tokens(out, autoregressive)
-    assert (out.stats.tau > 1) == (size[0] > 1)
-
-
-def test_every_row_of_a_batch_has_the_tree_that_it_has_alone():
-    drafter = st.DynamicDrafter(perturbed(tiny_model(), 0.1), expand=4)
-    together = decode(drafter=drafter, topology=BUDGET)
-    calls = together.stats.target_calls_per_row
-    order = [2, 0, 1]
-    other = decode(drafter=drafter, topology=BUDGET, prompts=[PROMPTS[i] for i in order])
-    np.testing.assert_array_equal(other.tokens, together.tokens[order])
-    np.testing.assert_array_equal(other.stats.target_calls_per_row, calls[order])
-
-
-def test_sampled_output_is_autoregressive_output_with_the_same_key(sampled):
-    """At all temperatures and filters at once; rows have samplings of their own."""
-    taus = []
-    for draft in (tiny_model(), perturbed(tiny_model(), 0.1), tiny_model(seed=1)):
-        new, tau = sample(drafter=st.DynamicDrafter(draft, expand=4), topology=BUDGET)
-        test_same_key.assert_same_tokens(new, sampled)
-        taus.append(tau)
-    itself, alike, unrelated = taus
-    assert itself > 3 > alike > unrelated > 1
-
-
-def test_sampled_rows_do_not_depend_on_their_place(sampled):
-    order = np.random.default_rng(0).permutation(len(ROWS))
-    drafter = st.DynamicDrafter(perturbed(tiny_model(), 0.1), expand=4)
-    new, _ = sample([ROWS[i] for i in order], drafter=drafter, topology=BUDGET)
-    np.testing.assert_array_equal(new, sampled[order])
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize(
-    "name",
-    ["mamba2attn", *(pytest.param(n, marks=pytest.mark.slow) for n in ("falcon_h1", "nemotron_h"))],
-)
-def test_hybrids(name, temperature):
-    model = tiny_model(f"{name} hybrid")
-    options = dict(
-        max_new_tokens=16, temperature=temperature, key=jax.random.key(1), return_cache=True
-    )
-    drafter = st.DynamicDrafter(perturbed(model, 0.1), expand=3)
-    plain = st.generate(model, PROMPTS, **options)
-    out = st.generate(model, PROMPTS, drafter=drafter, topology=BUDGET, **options)
-    np.testing.assert_array_equal(out.tokens, plain.tokens)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), out.cache, plain.cache
-    )
-    assert out.stats.tau > 1.3
-
-
 def test_a_program_serves_every_sharpness():
     structures = {
         jax.tree.structure(st.DynamicDrafter(tiny_model(), sharpness=s)) for s in (1.0, 2.5)
     }
     assert len(structures) == 1
-
-
-def test_testing_verifiers_are_refused():
-    options = dict(drafter=st.DynamicDrafter(tiny_model()), temperature=1.0, key=jax.random.key(0))
-    assert plan(tiny_model(), PROMPTS, **options).decoder.verifier.name == "target_only"
-    for verifier in ("multi_step", "without_replacement", "traversal"):
-        with pytest.raises(ValueError, match="not exact for child_sampling = 'shared'") as error:
-            plan(tiny_model(), PROMPTS, verifier=verifier, **options)
-        assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (dict(expand=0), "expand must be an integer, at least 1; got 0"),
-        (dict(sharpness=0.0), "sharpness must be a number above 0, got 0.0"),
-        (dict(sharpness=np.nan), "sharpness must be a number above 0, got nan"),
-    ],
-)
-def test_bad_settings_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        st.DynamicDrafter(tiny_model(), **arguments)
-
-
-def test_a_tree_that_is_larger_than_the_search_is_refused():
-    drafter = st.DynamicDrafter(tiny_model(), expand=2)
-    plan(tiny_model(), PROMPTS, drafter=drafter, topology=st.TreeTopology.budget(11, 3))
-    with pytest.raises(ValueError, match="expand = 2 scores at most 10 drafts in 3 levels, fewer"):
-        plan(tiny_model(), PROMPTS, drafter=drafter, topology=st.TreeTopology.budget(12, 3))

@@ -1,8 +1,17 @@
-"""Greedy output of every tree is autoregressive output, token for token."""
+"""Exactness as one table: text and cache of every family and method are those of autoregressive
+decoding, at every temperature, and with filters.
+
+A cell is a family of models, a method and "zero" or "mixed": temperature 0, where programs have no
+noise, or a batch of all ways of sampling, temperature 0 among them. Autoregressive texts are
+computed once for each family. Cells of a family stand together, since a process that runs them
+shares its programs.
+"""
 
 import dataclasses
 import functools
+import importlib
 import itertools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,155 +20,301 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding.drafters.levels import MAX_UNROLLED
-from stree_jax.decoding.generate import plan
+from stree_jax.decoding.options import plan
 from stree_jax.layer_config import AttentionConfig
-from stree_jax.testing import perturbed, tiny_model
-from tests.helpers import apply
+from stree_jax.testing import (
+    CONFIGS,
+    HYBRIDS,
+    PROMPTS,
+    apply,
+    assert_lossless,
+    assert_same_text,
+    perturbed,
+    random_model,
+    tiny_model,
+)
+from tests.decoding.texts import NEW_TOKENS, ROWS, autoregressive, decoded, greedy, planned
+from tests.helpers import heads_of
 
-NEW_TOKENS = 24
-# Ragged, one of length 1, one with repetitions for prompt lookup.
-PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
+Topology = st.TreeTopology
+BRANCHING = Topology.from_branching((2, 2))
+DEEP = Topology.beam(2, MAX_UNROLLED + 2)
+# Not in level order; its first children are a chain longer than the convolutions.
+RAGGED = Topology.from_parents([-1, 0, 1, 2, 0, 4, 2, 6, 3])
 
-TOPOLOGIES = {
-    "chain of 1": st.TreeTopology.chain(1),
-    "chain of 6, longer than the conv": st.TreeTopology.chain(6),
-    "complete": st.TreeTopology.complete(2, 3),
-    "branching": st.TreeTopology.from_branching((3, 2, 1)),
-    "one wide level": st.TreeTopology.from_branching((7,)),
-    "ragged, not in level order": st.TreeTopology.from_parents([-1, 0, 1, 2, 0, 4, 2, 6, 7]),
-    "paper A": st.TreeTopology.paper("A"),
-    "paper D": st.TreeTopology.paper("D"),
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A way to draft.
+
+    Attributes:
+        make: a drafter, from a draft model or from the target.
+        topology: None is the drafter's own.
+        drafts: the draft models: the target itself, one that often agrees, one that does not know
+            it. They share a program.
+        follows: with the target as its own draft, first children are always right.
+    """
+
+    make: Callable
+    topology: st.TreeTopology | None = None
+    drafts: tuple[str, ...] = ("itself", "alike", "unrelated")
+    follows: bool = False
+
+
+def static(topology):
+    return Method(st.ModelDrafter, topology, follows=True)
+
+
+def by_turns(target):
+    return st.InterleavedDrafter(perturbed(target, 0.05), perturbed(target, 0.15, 1), "sqqsss")
+
+
+def cascade(inner, **options):
+    return lambda target: st.CascadeDrafter(perturbed(target, 0.05), inner(target), **options)
+
+
+def small(target):
+    return st.ModelDrafter(perturbed(target, 0.15, seed=1))
+
+
+def of_target(make, topology=None):
+    return Method(make, topology, drafts=("itself",))
+
+
+METHODS = {
+    "chain of 1": static(Topology.chain(1)),
+    "chain of 6": static(Topology.chain(6)),  # longer than the convolution
+    "complete": static(Topology.complete(2, 3)),
+    "branching": static(BRANCHING),
+    "one wide level": static(Topology.from_branching((7,))),
+    "ragged": static(RAGGED),
+    "paper A": static(Topology.paper("A")),
+    "paper D": static(Topology.paper("D")),
+    **{f"paper {name}": static(Topology.paper(name)) for name in "BCE"},
+    "deep": static(DEEP),
+    "deep beam": Method(st.BeamDrafter, DEEP, drafts=("itself", "alike")),
+    "deep dynamic": Method(
+        functools.partial(st.DynamicDrafter, expand=2), DEEP, drafts=("itself", "alike")
+    ),
+    "beam": Method(st.BeamDrafter, Topology.beam(3, 3)),
+    "dynamic": Method(functools.partial(st.DynamicDrafter, expand=4), Topology.budget(9, 4)),
+    "budget of 2": of_target(st.DynamicDrafter, Topology.budget(2, 1)),
+    "budget of 3": of_target(st.DynamicDrafter, Topology.budget(3, 2)),
+    "root alone": of_target(st.ModelDrafter, Topology.chain(0)),
+    "best tokens": Method(
+        functools.partial(st.ModelDrafter, child_sampling="top_k"), BRANCHING, drafts=("alike",)
+    ),
+    "another family": of_target(
+        lambda target: st.ModelDrafter(tiny_model("nemotron_h hybrid")), BRANCHING
+    ),
+    "another shape": of_target(lambda target: st.ModelDrafter(tiny_model("branch")), BRANCHING),
+    # 40 rows of the embedding for the same 37 tokens.
+    "a padded vocabulary": of_target(
+        lambda target: st.ModelDrafter(tiny_model("groups")), BRANCHING
+    ),
+    "lookup": of_target(lambda target: st.NgramDrafter(), Topology.chain(6)),
+    "lookup tree": of_target(lambda target: st.NgramDrafter(), Topology.from_branching((2, 2, 1))),
+    "heads": of_target(
+        lambda target: st.MedusaDrafter(target, heads_of(target)),
+        Topology.from_parents([-1, 0, 0, 1, 1, 2, 2, 3]),
+    ),
+    "best of heads": of_target(
+        lambda target: st.MedusaDrafter(target, heads_of(target), child_sampling="top_k"),
+        BRANCHING,
+    ),
+    "turns": of_target(by_turns),
+    "cascade of lookup": of_target(cascade(lambda target: st.NgramDrafter(), rounds=3)),
+    "cascade": of_target(cascade(small, rounds=2)),
+    "cascade of trees": of_target(
+        cascade(small, rounds=2, inner_topology=Topology.from_parents([-1, 0, 0, 1]))
+    ),
 }
 
-
-DYNAMIC = functools.partial(st.DynamicDrafter, expand=2)
-
-
-def drafters():
-    target = tiny_model()
-    return {
-        "itself": st.ModelDrafter(target),
-        "alike": st.ModelDrafter(perturbed(target, 0.1)),
-        "unrelated": st.ModelDrafter(tiny_model(seed=1)),
-    }
-
-
-def decode(model=None, **options):
-    return st.generate(
-        model or tiny_model(),
-        options.pop("prompts", PROMPTS),
-        max_new_tokens=NEW_TOKENS,
-        return_cache=True,
-        **options,
-    )
-
-
-@pytest.fixture(scope="module")
-def autoregressive():
-    return decode()
+PURE = ("groups", "mamba_in_llama", "repeated_first", "branch")
+ELSEWHERE = ("best of heads", "another family")
+RARE = ("paper B", "paper C", "paper E", "best tokens", "cascade of trees")
+TABLE = [
+    *(("plain", method, "zero") for method in METHODS if method not in ELSEWHERE + RARE),
+    *(("plain", method, "mixed") for method in ("chain of 1", "paper A", "beam", "dynamic")),
+    *(("plain", method, "mixed") for method in ("lookup tree", "turns", "cascade")),
+    *((family, "ragged", "mixed") for family in PURE),
+    *((f"{family} hybrid", "ragged", "mixed") for family in HYBRIDS),
+    ("mamba2attn hybrid", "one wide level", "zero"),
+    ("mamba2attn hybrid", "dynamic", "mixed"),
+    ("falcon_h1 hybrid", "heads", "mixed"),  # with multipliers
+    ("falcon_h1 hybrid", "best of heads", "mixed"),
+    ("falcon_h1 hybrid", "another family", "zero"),
+]
+# More of the same, run by `make test-slow`.
+SLOW = [
+    *(("plain", method, "zero") for method in RARE),
+    *(("plain", method, "mixed") for method in (*RARE, "chain of 6", "paper D", "deep")),
+    ("plain", "cascade of lookup", "mixed"),
+    ("falcon_h1 hybrid", "dynamic", "mixed"),
+    ("nemotron_h hybrid", "dynamic", "mixed"),
+    *((f"{family} hybrid", "paper A", "zero") for family in HYBRIDS),
+]
 
 
-def assert_same_tokens(got, want, model=None, prompts=PROMPTS):
-    """Equality; explains a difference as a near tie of the two best logits, or as a bug.
-
-    float32 sums differ in order between one node and thirteen, so two logits closer than 1e-4 may
-    swap. That is still a failure here, but one that names the position and not the algorithm.
-    """
-    for row, (a, b) in enumerate(zip(got.tokens, want.tokens, strict=True)):
-        if np.array_equal(a, b):
-            continue
-        at = int(np.flatnonzero(a != b)[0])
-        sequence = np.array([[*prompts[row], *b[:at]]], np.int32)
-        best = np.sort(np.asarray(apply(model or tiny_model(), sequence)[0, -1]))[-2:]
-        kind = "a near tie" if best[1] - best[0] < 1e-4 else "a real difference"
-        pytest.fail(f"row {row}, new token {at}: {a[at]} for {b[at]}; {kind} ({best})")
+def cells():
+    # Those of "plain" last, because the tests behind the table share their programs.
+    for cell in sorted(TABLE + SLOW, key=lambda cell: (cell[0] == "plain", cell)):
+        marks = pytest.mark.slow if cell in SLOW else ()
+        yield pytest.param(*cell, id=" | ".join(cell), marks=marks)
 
 
-def test_autoregressive_output_is_the_models_own(autoregressive):
-    model = tiny_model()
-    for prompt, new in zip(PROMPTS, autoregressive.tokens, strict=True):
-        sequence = list(prompt)
-        for token in new[:8]:
-            logits = apply(model, np.array([sequence], np.int32))[0, -1]
-            assert token == int(jnp.argmax(logits))
-            sequence.append(int(token))
-    assert autoregressive.stats.tau == 1
-    assert autoregressive.stats.num_target_calls == NEW_TOKENS * len(PROMPTS)
+_FAMILIES = []  # whose programs this process holds
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
-def test_every_tree_and_draft_model(name, autoregressive):
-    topology = TOPOLOGIES[name]
-    accepted = {}
-    for kind, drafter in drafters().items():
-        out = decode(drafter=drafter, topology=topology)
-        assert_same_tokens(out, autoregressive)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
-            out.cache,
-            autoregressive.cache,
-        )
-        accepted[kind] = out.stats
-    # With the target as draft the first child of each node is always right.
-    node = 0
+@pytest.fixture(autouse=True)
+def _forget_the_programs_of_other_families(request):
+    """Those of hybrids are the largest of all tests; see conftest.py."""
+    family = getattr(request.node, "callspec", None) and request.node.callspec.params.get("family")
+    if family and family not in _FAMILIES:
+        _FAMILIES[:] = [family]
+        jax.clear_caches()
+
+
+def full_depth(topology):
+    """The depth that the first children reach."""
+    node, depth = 0, 0
     while topology.children[node]:
-        node = topology.children[node][0]
-    depth = topology.depths[node]
-    full_steps = NEW_TOKENS // (depth + 1)
-    assert accepted["itself"].accepted_per_depth[depth - 1] >= len(PROMPTS) * full_steps
-    assert accepted["unrelated"].tau < accepted["alike"].tau < accepted["itself"].tau
+        node, depth = topology.children[node][0], depth + 1
+    return depth
 
 
-def test_accepted_lengths_cover_the_conv_window(autoregressive):
+@pytest.mark.parametrize(("family", "name", "temperature"), [*cells()])
+def test_text_and_cache_are_those_of_autoregressive_decoding(family, name, temperature):
+    target, method = tiny_model(family), METHODS[name]
+    models = {
+        "itself": lambda: target,
+        "alike": lambda: perturbed(target, 0.1 if method.topology is not DEEP else 0.02),
+        "unrelated": lambda: tiny_model(family, seed=1),
+    }
+    taus = []
+    for draft in method.drafts:
+        options = dict(drafter=method.make(models[draft]()), topology=method.topology)
+        if temperature == "mixed":
+            request, want = planned(target, ROWS, **options), autoregressive(family)
+            out = decoded(target, request)
+        else:
+            request, want = plan(target, PROMPTS, **options), greedy(family)
+            out = st.generate(
+                target, PROMPTS, max_new_tokens=NEW_TOKENS, return_cache=True, **options
+            )
+        assert_same_text(target, request, out, want)
+        taus.append(out.stats.tau)
+        assert (out.stats.num_accepted > 0) == (name != "root alone")
+        most = (request.decoder.topology.num_nodes - 1) * out.stats.num_target_calls
+        # Lookup finds nothing, a cascade ends early, and heads have to see a hidden state first.
+        fewer = any(kind in name for kind in ("lookup", "cascade", "heads"))
+        assert out.stats.num_drafted < most if fewer else out.stats.num_drafted == most
+    if method.follows:
+        steps = -(-NEW_TOKENS // (full_depth(request.decoder.topology) + 1))
+        assert taus[0] == NEW_TOKENS / steps
+    if len(taus) > 1:
+        assert taus == sorted(taus, reverse=True)
+        assert taus[1] > 1.3
+        assert taus[0] > taus[-1] or len(taus) == 2
+
+
+@pytest.mark.parametrize("name", ["paper A", "dynamic"])
+def test_a_row_does_not_depend_on_its_place_in_the_batch(name):
+    target, method = tiny_model(), METHODS[name]
+    options = dict(drafter=method.make(perturbed(target, 0.1)), topology=method.topology)
+    order = np.random.default_rng(0).permutation(len(ROWS))
+    out, other = (
+        decoded(target, planned(target, rows, **options))
+        for rows in (ROWS, [ROWS[i] for i in order])
+    )
+    np.testing.assert_array_equal(other.tokens, autoregressive().tokens[order])
+    calls = out.stats.target_calls_per_row
+    np.testing.assert_array_equal(other.stats.target_calls_per_row, calls[order])
+
+
+@pytest.mark.parametrize(("index", "drafting"), [(16, False), (38, True)])
+def test_a_row_does_not_depend_on_its_batch(index, drafting):
+    """Nor on the buffer, or whether its sampling is one value for all rows."""
+    row, target = ROWS[index], tiny_model()
+    assert row.temperature > 0
+    out = st.generate(
+        target,
+        [row.prompt],
+        max_new_tokens=60,  # another size of buffer
+        temperature=row.temperature,
+        top_k=row.top_k,
+        top_p=row.top_p,
+        key=jax.random.key(row.seed)[None],
+        drafter=st.ModelDrafter(perturbed(target, 0.1)) if drafting else None,
+        topology=BRANCHING if drafting else None,
+    )
+    np.testing.assert_array_equal(out.tokens[0, :NEW_TOKENS], autoregressive().tokens[index])
+
+
+def test_a_single_key_is_folded_with_the_index_of_the_row():
+    key = jax.random.key(3)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(PROMPTS)))
+    common = dict(max_new_tokens=6, temperature=1.0)
+    want = st.generate(tiny_model(), PROMPTS, key=key, **common)
+    for own in (keys, jax.random.key_data(keys)):
+        out = st.generate(tiny_model(), PROMPTS, key=own, **common)
+        np.testing.assert_array_equal(out.tokens, want.tokens)
+    backwards = st.generate(tiny_model(), PROMPTS[::-1], key=keys[::-1], **common)
+    np.testing.assert_array_equal(backwards.tokens[::-1], want.tokens)
+
+
+def test_every_family_and_every_method_is_in_the_table():
+    assert {family for family, _, _ in TABLE} == {*CONFIGS}
+    assert {method for _, method, _ in TABLE + SLOW} == {*METHODS}
+    assert len({*TABLE} | {*SLOW}) == len(TABLE + SLOW)
+
+
+def test_autoregressive_output_is_the_models_own():
+    """Every token that was chosen without noise, by whole sequences."""
+    model, want = tiny_model(), greedy()
+    texts = [[*prompt, *new] for prompt, new in zip(PROMPTS, want.tokens.tolist(), strict=True)]
+    padded = np.zeros((len(texts), max(map(len, texts))), np.int32)
+    for row, text in zip(padded, texts, strict=True):
+        row[: len(text)] = text
+    best = np.asarray(apply(model, padded).argmax(-1))
+    for row, (prompt, new) in enumerate(zip(PROMPTS, want.tokens, strict=True)):
+        first = len(prompt) - 1
+        np.testing.assert_array_equal(best[row, first : first + NEW_TOKENS], new)
+    assert autoregressive().stats.tau == 1
+    assert autoregressive().stats.num_target_calls == NEW_TOKENS * len(ROWS)
+
+
+def test_the_cache_has_read_all_but_the_last_token():
+    model = tiny_model()
+    for row, (prompt, new) in enumerate(zip(PROMPTS, greedy().tokens, strict=True)):
+        sequence = np.array([[*prompt, *new[:-1]]], np.int32)
+        padded = np.pad(sequence, ((0, 0), (0, 40 - sequence.shape[1])))
+        _, cache = model.prefill(jnp.asarray(padded), jnp.array([sequence.shape[1]], jnp.int32))
+        jax.tree.map(
+            lambda got, want, row=row: np.testing.assert_allclose(got[row], want[0], atol=1e-5),
+            greedy().cache,
+            cache,
+        )
+
+
+def test_accepted_lengths_cover_the_conv_window():
     """0, 1, 2, 3 = K - 1 and more than K - 1 accepted drafts all occur."""
-    topology = TOPOLOGIES["chain of 6, longer than the conv"]
+    model, topology = tiny_model(), METHODS["chain of 6"].topology
     exactly = np.zeros(topology.depth + 1)
     for amount in (0.01, 0.03, 0.1):  # of noise in the draft's weights
-        out = decode(drafter=st.ModelDrafter(perturbed(tiny_model(), amount)), topology=topology)
-        assert_same_tokens(out, autoregressive)
+        options = dict(drafter=st.ModelDrafter(perturbed(model, amount)), topology=topology)
+        out = st.generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, return_cache=True, **options)
+        assert_same_text(model, plan(model, PROMPTS, **options), out, greedy())
         at_least = np.append(out.stats.num_target_calls, out.stats.accepted_per_depth)
         exactly += at_least - np.append(at_least[1:], 0)
     assert (exactly[:4] > 0).all()
     assert exactly[4:].sum() > 0
 
 
-@pytest.mark.parametrize("kind", [st.ModelDrafter, st.BeamDrafter, DYNAMIC])
-def test_trees_that_are_grown_in_a_loop(kind, autoregressive):
-    """With the model itself as draft all levels are accepted; with another, parts of them."""
-    topology = st.TreeTopology.beam(2, MAX_UNROLLED + 2)
-    taus = []
-    for draft in (tiny_model(), perturbed(tiny_model(), 0.02)):
-        out = decode(drafter=kind(draft), topology=topology)
-        assert_same_tokens(out, autoregressive)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
-            out.cache,
-            autoregressive.cache,
-        )
-        taus.append(out.stats.tau)
-    assert 1.5 < taus[1] < taus[0]
-    if kind is st.ModelDrafter:  # the search may drop the greedy path
-        assert taus[0] == 24 / 3
-
-
-@pytest.mark.parametrize(
-    "topology", [st.TreeTopology.chain(6), st.TreeTopology.from_branching((2, 2, 1))]
-)
-def test_prompt_lookup_with_ragged_trees_and_no_drafts(topology, autoregressive):
-    out = decode(drafter=st.NgramDrafter(), topology=topology)
-    assert_same_tokens(out, autoregressive)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), out.cache, autoregressive.cache
-    )
-    nodes = topology.num_nodes - 1
-    assert 0 < out.stats.num_drafted < nodes * out.stats.num_target_calls
-    assert out.stats.num_accepted > 0
-
-
 def test_no_drafts_after_a_step_that_accepted_several():
     """The text repeats, then stops. Other implementations left a stale state in this case."""
     # With tied embeddings a random model repeats itself, for a while.
-    model, topology = tiny_model("mamba_in_llama"), st.TreeTopology.chain(4)
+    model, topology = tiny_model("mamba_in_llama"), Topology.chain(4)
     drafter = st.NgramDrafter()
     prompts = np.random.default_rng(0).integers(37, size=(24, 5)).tolist()
     request = plan(model, prompts, max_new_tokens=NEW_TOKENS, drafter=drafter, topology=topology)
@@ -178,99 +333,76 @@ def test_no_drafts_after_a_step_that_accepted_several():
         for (accepted, _, _), (_, drafted, running) in itertools.pairwise(steps)
     )
     tokens = np.asarray(state.context.tokens)[:, 5 : 5 + NEW_TOKENS]
-    np.testing.assert_array_equal(tokens, decode(model, prompts=prompts).tokens)
+    want = st.generate(model, prompts, max_new_tokens=NEW_TOKENS).tokens
+    np.testing.assert_array_equal(tokens, want)
 
 
-@pytest.mark.parametrize("name", ["groups", "mamba_in_llama", "branch"])
-def test_other_mixers(name):
-    model = tiny_model(name)
-    want = decode(model)
-    out = decode(
-        model, drafter=st.ModelDrafter(perturbed(model, 0.1)), topology=st.TreeTopology.paper("A")
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("plain", "chain of 6"), ("plain", "cascade"), ("mamba2attn hybrid", "ragged")],
+)
+def test_end_of_sequence_inside_an_accepted_path(family, name):
+    """Rows end at different steps, and the others continue."""
+    model, method, free = tiny_model(family), METHODS[name], greedy(family)
+    eos = [int(free.tokens[0, 5]), int(free.tokens[2, 7])]
+    ends = [
+        next((i + 1 for i, token in enumerate(row) if token in eos), NEW_TOKENS)
+        for row in free.tokens.tolist()
+    ]
+    assert len({*ends}) > 1
+    common = dict(max_new_tokens=NEW_TOKENS, eos_token=eos, return_cache=True)
+    plain = st.generate(model, PROMPTS, **common)
+    out = st.generate(
+        model, PROMPTS, drafter=method.make(model), topology=method.topology, **common
     )
-    assert_same_tokens(out, want, model)
-    assert out.stats.num_accepted > 0
-
-
-def test_a_drafter_with_nothing_to_draft(autoregressive):
-    out = decode(drafter=drafters()["alike"], topology=st.TreeTopology.chain(0))
-    assert_same_tokens(out, autoregressive)
-    assert out.stats.tau == 1
-
-
-def test_draft_and_target_may_have_different_shapes(autoregressive):
-    out = decode(drafter=st.ModelDrafter(tiny_model("branch")))
-    assert_same_tokens(out, autoregressive)
-    padded = st.ModelDrafter(tiny_model("groups"))  # 40 embedding rows for the same 37 tokens
-    assert_same_tokens(decode(drafter=padded), autoregressive)
-
-
-def test_end_of_sequence_inside_an_accepted_path(autoregressive):
-    want = autoregressive.tokens
-    eos = int(want[0, 6])  # with chains of 4 this is in the middle of the second step
-    ends = [int(np.flatnonzero(row == eos)[0]) + 1 if eos in row else NEW_TOKENS for row in want]
-    plain = decode(eos_token=[eos])
-    out = decode(drafter=drafters()["itself"], topology=st.TreeTopology.chain(4), eos_token=eos)
     for got in (plain, out):
         assert got.lengths.tolist() == ends
-        for row, tokens, end in zip(want, got.tokens, ends, strict=True):
+        for row, tokens, end in zip(free.tokens, got.tokens, ends, strict=True):
             assert tokens[:end].tolist() == row[:end].tolist()
             assert (tokens[end:] == st.PAD).all()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), out.cache, plain.cache)
+    assert_same_text(model, plan(model, PROMPTS), out, plain)
 
 
-@pytest.mark.parametrize("limit", [1, 2, 7])
-def test_the_limit_inside_an_accepted_path(limit, autoregressive):
+@pytest.mark.parametrize("limit", [1, 2, 9])
+def test_the_limit_inside_an_accepted_path(limit):
     """`limit` is not part of the program: nothing compiles for it."""
     out = st.generate(
         tiny_model(),
         PROMPTS,
         max_new_tokens=limit,
-        drafter=drafters()["itself"],
-        topology=st.TreeTopology.chain(4),
+        drafter=st.ModelDrafter(tiny_model()),
+        topology=METHODS["chain of 6"].topology,
     )
-    assert out.tokens.tolist() == autoregressive.tokens[:, :limit].tolist()
+    assert out.tokens.tolist() == greedy().tokens[:, :limit].tolist()
     assert out.stats.num_tokens == limit * len(PROMPTS)
-    assert out.stats.num_target_calls == -(-limit // 5) * len(PROMPTS)
+    assert out.stats.num_target_calls == -(-limit // 7) * len(PROMPTS)
 
 
-def test_the_cache_has_read_all_but_the_last_token(autoregressive):
+def test_prompts_longer_than_a_chunk(monkeypatch):
+    """Long prompts are prefilled in chunks; here of 16 tokens."""
     model = tiny_model()
-    for row, (prompt, new) in enumerate(zip(PROMPTS, autoregressive.tokens, strict=True)):
-        sequence = np.array([[*prompt, *new[:-1]]], np.int32)
-        padded = np.pad(sequence, ((0, 0), (0, 40 - sequence.shape[1])))
-        _, cache = model.prefill(jnp.asarray(padded), jnp.array([sequence.shape[1]], jnp.int32))
-        jax.tree.map(
-            lambda got, want, row=row: np.testing.assert_allclose(got[row], want[0], atol=1e-5),
-            autoregressive.cache,
-            cache,
-        )
-
-
-def test_prompts_longer_than_a_piece(monkeypatch):
-    """Long prompts are read in pieces; here of 16 tokens."""
-    monkeypatch.setattr("stree_jax.decoding.prefill.PREFILL_CHUNK", 16)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(37, size=n).tolist() for n in (41, 16, 2)]
+    want = st.generate(model, prompts, max_new_tokens=NEW_TOKENS, return_cache=True)
+    monkeypatch.setattr(importlib.import_module("stree_jax.decoding.prefill"), "PREFILL_CHUNK", 16)
     jax.clear_caches()
-    pieces = decode(prompts=prompts, drafter=drafters()["alike"])
+    drafter = st.NgramDrafter()
+    out = st.generate(model, prompts, max_new_tokens=NEW_TOKENS, drafter=drafter, return_cache=True)
+    assert_same_text(model, plan(model, prompts), out, want)
     monkeypatch.undo()
     jax.clear_caches()
-    assert_same_tokens(pieces, decode(prompts=prompts), prompts=prompts)
 
 
 @pytest.mark.gpu
 def test_on_the_gpu_with_kernels():
     """Greedy losslessness in float32 with the Pallas kernels, on the device."""
-    from flax import nnx
-
     config = dataclasses.replace(
         st.ModelConfig.tiny(head_dim=16, state_size=16, d_model=64),
         layers=("mamba2", "attention") * 2,
         attention=AttentionConfig(4, 2, 16, rotary_dim=16),
     )
-    model = st.HybridLM(config, rngs=nnx.Rngs(0), implementation="pallas")
-    want = decode(model)
-    for topology in TOPOLOGIES.values():
-        drafter = st.ModelDrafter(perturbed(model, 0.05))
-        assert_same_tokens(decode(model, drafter=drafter, topology=topology), want, model)
+    model = random_model(config, implementation="pallas")
+    for method in METHODS.values():
+        if method.follows:
+            drafter = st.ModelDrafter(perturbed(model, 0.05))
+            assert_lossless(model, drafter, topology=method.topology)

@@ -7,14 +7,9 @@ import pytest
 import stree_jax as st
 from stree_jax.decoding.options import buffer_size, plan
 from stree_jax.testing import perturbed, tiny_model
+from tests.helpers import COMPILED
 
 TREE = st.TreeTopology.from_branching((2, 1))
-COMPILED = []
-jax.monitoring.register_event_duration_secs_listener(
-    lambda event, seconds, **_: (
-        COMPILED.append(event) if event == "/jax/core/compile/backend_compile_duration" else None
-    )
-)
 
 
 def programs_of(**options):

@@ -104,17 +104,6 @@ def test_a_registered_verifier_has_a_name(monkeypatch):
     assert_same(st.generate(tiny_model(), PROMPTS, verifier="mine", **common), want)
 
 
-def test_a_verifier_that_is_not_hashable_is_refused():
-    class Unhashable:
-        name = "unhashable"
-        __hash__ = None
-        check = Delegating.check
-        verify = Delegating.verify
-
-    with pytest.raises(ValueError, match="'unhashable' is not hashable.*frozen dataclass"):
-        st.generate(tiny_model(), PROMPTS, verifier=Unhashable())
-
-
 class Recording(nnx.Module):
     """Repeats the last token; keeps what `commit` gets."""
 
@@ -166,18 +155,6 @@ def test_commit_gets_the_hidden_state_of_the_accepted_node_after_any_cut(limit):
         if np.asarray(state.done).all():
             break
     assert max(accepted) == min(limit - 1, 2)
-
-
-def test_a_drafter_that_is_no_pytree_is_refused():
-    class Plain:
-        default_topology = Recording.default_topology
-        child_sampling = Recording.child_sampling
-        prepare = Recording.prepare
-        propose = Recording.propose
-        commit = Recording.commit
-
-    with pytest.raises(ValueError, match=r"pytree of arrays.*flax\.nnx\.Module"):
-        st.generate(tiny_model(), PROMPTS, drafter=Plain())
 
 
 def broken_at(token):
@@ -267,14 +244,15 @@ def test_a_drafters_first_state_may_share_arrays():
 
 
 ON_A_MESH = """
+import dataclasses
 import jax, numpy as np
 import stree_jax as st
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from stree_jax.testing import perturbed, tiny_model
+from stree_jax.testing import HYBRIDS, perturbed, random_model
 
 prompts = [[5, 9, 2, 30], [3]]
-model = tiny_model("bamba hybrid")
+model = random_model(dataclasses.replace(HYBRIDS["bamba"], layers=("mamba2", "attention")))
 drafter = st.ModelDrafter(perturbed(model, 0.1))
 want = st.generate(model, prompts, max_new_tokens=9)
 mesh = Mesh(np.array(jax.devices()), ("m",))
@@ -286,7 +264,8 @@ def placed(leaf):
 graph, weights = nnx.split(model)
 sharded = nnx.merge(graph, jax.tree.map(placed, weights))
 for options in ({}, dict(drafter=drafter), dict(drafter=st.ModelDrafter(sharded))):
-    out = st.generate(sharded, prompts, max_new_tokens=9, **options)
+    tree = st.TreeTopology.chain(2) if options else None
+    out = st.generate(sharded, prompts, max_new_tokens=9, topology=tree, **options)
     assert (out.tokens == want.tokens).all()
 """
 

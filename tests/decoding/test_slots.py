@@ -10,7 +10,7 @@ from stree_jax.decoding import slots
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.types import Limits
 from stree_jax.testing import perturbed, tiny_model
-from tests.decoding.test_programs import COMPILED
+from tests.helpers import COMPILED
 
 ROWS, NEW_TOKENS = 4, 14
 TREE = st.TreeTopology.from_branching((2, 1))

@@ -11,7 +11,7 @@ from stree_jax.decoding.options import plan
 from stree_jax.decoding.verifiers.rejection_sampling import try_children
 from stree_jax.decoding.verifiers.traversal import traverse, traverse_chain
 from stree_jax.testing import tiny_model
-from tests.decoding.test_verify import (
+from tests.decoding.enumeration import (
     EXACT,
     VOCAB,
     Models,

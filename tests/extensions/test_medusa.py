@@ -14,11 +14,9 @@ from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.types import Context, Sampling
 from stree_jax.decoding.verifiers.rejection_sampling import try_children
 from stree_jax.decoding.verifiers.traversal import traverse
-from stree_jax.testing import randomised, tiny_model
+from stree_jax.testing import PROMPTS, assert_lossless, tiny_model
 from stree_jax.tuning.search import acceptance, replay_tau
-from tests.decoding.test_lossless import NEW_TOKENS, PROMPTS, assert_same_tokens, decode
-from tests.decoding.test_same_key import ROWS, sample
-from tests.decoding.test_verify import (
+from tests.decoding.enumeration import (
     EXACT,
     VOCAB,
     Models,
@@ -27,19 +25,11 @@ from tests.decoding.test_verify import (
     target_joint,
     total_variation,
 )
-from tests.helpers import apply
+from tests.decoding.texts import NEW_TOKENS
+from tests.helpers import heads_of
 
 KINDS = ("iid", "without_replacement")
 TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 1, 2, 2, 3])
-
-
-def heads_of(model, num_heads=4, amount=0.3, seed=0):
-    """Heads with random weights."""
-    heads = st.MedusaHeads(model, num_heads=num_heads, rngs=nnx.Rngs(0))
-    keys = jax.random.split(jax.random.key(seed))
-    for key, weight in zip(keys, (heads.kernel, heads.bias), strict=True):
-        weight[...] = amount * jax.random.normal(key, weight.shape)
-    return heads
 
 
 # Exactness.
@@ -100,34 +90,6 @@ def test_walks_are_exact_with_draws_that_a_depth_shares(children):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("children", KINDS)
-def test_the_first_three_tokens_over_4096_keys(children):
-    """Chi-squared against the model's own probabilities, at odds of one in a million."""
-    config = st.ModelConfig.tiny(vocab_size=3, num_layers=1)
-    target = randomised(st.HybridLM(config, rngs=nnx.Rngs(0)), 0)
-    prompt, rows = [1, 0, 2, 1, 0], 4096
-    out = st.generate(
-        target,
-        [prompt] * rows,
-        max_new_tokens=4,  # the first step has no drafts
-        drafter=st.MedusaDrafter(target, heads_of(target, 2), child_sampling=children),
-        topology=st.TreeTopology.from_branching((2, 2)),
-        temperature=6.0,
-        key=jax.random.key(5),
-    )
-    assert out.stats.num_accepted > 0
-    texts = np.array([[*prompt, a, b, c] for a in range(3) for b in range(3) for c in range(3)])
-    probs = np.asarray(jax.nn.softmax(apply(target, texts) / 6.0), np.float64)[:, 4:]
-    of_texts = [probs[:, i, texts[:, 5 + i]].diagonal() for i in range(3)]
-    expected = rows * (np.prod(of_texts, axis=0)[:, None] * probs[:, 3]).ravel()
-    observed = np.bincount(out.tokens @ [27, 9, 3, 1], minlength=81)
-    many = expected > 2  # and the rest together
-    observed, expected = (np.append(x[many], x[~many].sum()) for x in (observed, expected))
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    assert jax.scipy.special.gammaincc((len(expected) - 1) / 2, statistic / 2) > 1e-6
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_ranks_by_depth_give_the_tau_of_every_tree(temperature):
     """Without decoding with the tree; texts end inside paths, too."""
@@ -164,16 +126,14 @@ def test_heads_that_are_zero_repeat_the_next_token():
     """So drafts are accepted exactly where the text repeats its last token."""
     model = repeating()
     heads = st.MedusaHeads(model, num_heads=4, rngs=nnx.Rngs(0))
-    want = decode(model, prompts=PROMPTS_24)
-    out = decode(
-        model,
-        prompts=PROMPTS_24,
-        drafter=st.MedusaDrafter(model, heads),
+    (out,) = assert_lossless(
+        *(model, st.MedusaDrafter(model, heads)),
         topology=st.TreeTopology.chain(4),
+        temperatures=(0.0,),
+        prompts=PROMPTS_24,
+        max_new_tokens=NEW_TOKENS,
     )
-    assert_same_tokens(out, want, model, PROMPTS_24)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), out.cache, want.cache)
-    for text, calls in zip(want.tokens, out.stats.target_calls_per_row, strict=True):
+    for text, calls in zip(out.tokens, out.stats.target_calls_per_row, strict=True):
         at, steps = 1, 1  # the first step emits one token
         while at < NEW_TOKENS:
             run = 0
@@ -182,22 +142,6 @@ def test_heads_that_are_zero_repeat_the_next_token():
             at, steps = at + run + 1, steps + 1
         assert calls == steps
     assert 1.2 < out.stats.tau < 4
-
-
-@pytest.mark.parametrize("children", ["auto", "top_k"])
-def test_greedy_and_sampled_text_is_that_of_autoregressive_decoding(children):
-    model = tiny_model("falcon_h1 hybrid")  # with multipliers
-    drafter = st.MedusaDrafter(model, heads_of(model), child_sampling=children)
-    if children == "auto":
-        want = decode(model)
-        out = decode(model, drafter=drafter, topology=TREE)
-        assert_same_tokens(out, want, model)
-        assert out.stats.num_accepted > 0
-    rows = ROWS[::6]
-    want, _ = sample(rows, model)
-    new, tau = sample(rows, model, drafter, TREE)
-    np.testing.assert_array_equal(new, want)
-    assert tau > 1.02
 
 
 def test_the_hidden_state_after_every_cut():

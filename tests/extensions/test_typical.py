@@ -10,7 +10,7 @@ from stree_jax.decoding.options import plan
 from stree_jax.decoding.types import DraftTree, Sampling
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
 from stree_jax.testing import perturbed, tiny_model
-from tests.decoding.test_verify import (
+from tests.decoding.enumeration import (
     VOCAB,
     Models,
     first_tokens,

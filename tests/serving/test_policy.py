@@ -7,7 +7,7 @@ import pytest
 import stree_jax as st
 from stree_jax.serving.policy import DraftPolicy
 from stree_jax.testing import tiny_model
-from tests.serving.test_scheduler import alone, drafting, ragged, served
+from tests.serving.requests import alone, drafting, ragged, served
 
 
 def chosen(rates, runs):

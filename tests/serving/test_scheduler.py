@@ -11,82 +11,8 @@ import pytest
 import stree_jax as st
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
 from stree_jax.testing import perturbed, tiny_model
-from tests.extensions.test_medusa import heads_of
-from tests.helpers import with_weight
-
-TREE = st.TreeTopology.from_branching((2, 1))
-
-
-def ragged(count, seed=0, vocab_size=37, **common):
-    """Requests with prompts, limits, keys and end tokens of their own."""
-    rng = np.random.default_rng(seed)
-    return [
-        st.Request(
-            rng.integers(0, vocab_size, size=int(rng.integers(1, 30))).tolist(),
-            max_new_tokens=int(rng.integers(1, 26)),
-            eos_token=[(), 5, [7, 11]][i % 3],
-            key=jax.random.key(100 + i),
-            **common,
-        )
-        for i in range(count)
-    ]
-
-
-WAYS = (
-    dict(temperature=0.0),
-    dict(temperature=0.7, top_k=5),
-    dict(temperature=1.3, top_p=0.8),
-    dict(temperature=1.0),
-)
-
-
-def mixed(requests, ways=WAYS):
-    """Every way of sampling in turn, greedy ones too."""
-    return [dataclasses.replace(r, **ways[i % len(ways)]) for i, r in enumerate(requests)]
-
-
-def alone(model, requests, **options):
-    """Tokens of each request: all in one batch without drafts, whose rows do not see each other."""
-    most = max(r.max_new_tokens for r in requests)
-    texts = []
-    for _, group in itertools.groupby(
-        sorted(range(len(requests)), key=lambda i: (requests[i].temperature, requests[i].top_k)),
-        key=lambda i: (requests[i].temperature, requests[i].top_k),
-    ):
-        rows = [requests[i] for i in group]
-        out = st.generate(
-            model,
-            [r.prompt for r in rows],
-            max_new_tokens=most,
-            temperature=rows[0].temperature,
-            top_k=rows[0].top_k,
-            top_p=rows[0].top_p,
-            eos_token=(),
-            key=jnp.stack([r.key for r in rows]),
-            **options,
-        )
-        texts += [(id(r), cut(row.tolist(), r)) for r, row in zip(rows, out.tokens, strict=True)]
-    by_request = dict(texts)
-    return [by_request[id(r)] for r in requests]
-
-
-def cut(tokens, request):
-    """Up to the request's own end."""
-    tokens = tokens[: request.max_new_tokens]
-    ends = np.isin(tokens, request.eos_token).nonzero()[0]
-    return tokens[: ends[0] + 1] if len(ends) else tokens
-
-
-def served(scheduler, requests):
-    """Completions in the order of the requests."""
-    ids = [scheduler.submit(request) for request in requests]
-    done = {completion.request_id: completion for completion in scheduler.completions()}
-    assert sorted(ids) == sorted(done)
-    return [done[i] for i in ids]
-
-
-def drafting(model):
-    return dict(drafter=st.ModelDrafter(perturbed(model, 0.1)), topology=TREE)
+from tests.helpers import heads_of, with_weight
+from tests.serving.requests import TREE, WAYS, alone, cut, drafting, mixed, ragged, served
 
 
 def check(name, requests, quanta, orders, rows=4):
@@ -234,6 +160,9 @@ def test_requests_may_come_while_others_are_served():
     assert not list(scheduler.completions())
 
 
+SAMPLED = dict(temperature=1.0, key=jax.random.key(0))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -243,50 +172,42 @@ def test_requests_may_come_while_others_are_served():
         (dict(topology=TREE), "needs a drafter"),
         (dict(verifier="best"), "unknown verifier 'best'"),
         (dict(adaptive=True), "there is no drafter"),
+        (dict(adaptive=True, drafter="turns"), "InterleavedDrafter fills its own only"),
         (dict(verifier="typical"), "'typical' is lossy, and a Scheduler"),
         (dict(verifier=LOSSY_VERIFIERS["typical"]), "is lossy, and a Scheduler"),
+        # Requests: the last one is refused, and waits for nothing.
+        (dict(request=dict(prompt=[1] * 30, max_new_tokens=11)), "in all 41, and the limit is 40"),
+        (dict(request=dict(prompt=[])), "is empty"),
+        (dict(request=dict(prompt=[99])), "token id 99, outside the vocabulary"),
+        (dict(request=dict(temperature=1.0)), "needs a random key"),
+        (dict(request=dict(temperature=1.0, key=jnp.zeros(7))), "key must be a random key"),
+        (
+            dict(request=dict(temperature=1.0, key=jax.random.split(jax.random.key(0)))),
+            "an array of shape",
+        ),
+        (dict(request=dict(top_p=2.0)), "top_p must be in"),
+        (dict(request=dict(eos_token=-1)), "eos_token must be"),
+        (dict(drafter="iid", topology=TREE, before=SAMPLED, request={}), "needs temperature > 0"),
+        (dict(verifier="greedy", before={}, request=SAMPLED), "exact at temperature 0 only"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_schedulers_are_refused(options, message):
+def test_what_is_refused(options, message):
+    drafters = {
+        "turns": lambda: st.InterleavedDrafter(tiny_model(), tiny_model(seed=1), "qs"),
+        "iid": lambda: st.ModelDrafter(tiny_model(), child_sampling="iid"),
+    }
+    options = dict(model=tiny_model(), rows=2, max_length=40) | options
+    if "drafter" in options:
+        options["drafter"] = drafters[options["drafter"]]()
+    before, request = options.pop("before", None), options.pop("request", None)
+    common = dict(prompt=[1, 2], max_new_tokens=5)
+    if request is not None:
+        scheduler = st.Scheduler(**options)
+        if before is not None:
+            scheduler.submit(st.Request(**common | before))
     with pytest.raises(ValueError, match=message):
-        st.Scheduler(**dict(model=tiny_model(), rows=2, max_length=40) | options)
-
-
-def test_drafters_of_one_tree_are_not_adaptive():
-    drafter = st.InterleavedDrafter(tiny_model(), tiny_model(seed=1), "qs")
-    with pytest.raises(ValueError, match="InterleavedDrafter fills its own only"):
-        st.Scheduler(tiny_model(), rows=2, max_length=40, drafter=drafter, adaptive=True)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(prompt=[1] * 30, max_new_tokens=11), "in all 41, and the limit is 40"),
-        (dict(prompt=[]), "is empty"),
-        (dict(prompt=[99]), "token id 99, outside the vocabulary"),
-        (dict(temperature=1.0), "needs a random key"),
-        (dict(temperature=1.0, key=jnp.zeros(7)), "key must be a random key"),
-        (dict(temperature=1.0, key=jax.random.split(jax.random.key(0))), "an array of shape"),
-        (dict(top_p=2.0), "top_p must be in"),
-        (dict(eos_token=-1), "eos_token must be"),
-    ],
-)
-def test_bad_requests_are_refused_at_once(options, message):
-    scheduler = st.Scheduler(tiny_model(), rows=2, max_length=40)
-    with pytest.raises(ValueError, match=message):
-        scheduler.submit(st.Request(**dict(prompt=[1, 2], max_new_tokens=5) | options))
-    assert scheduler.num_waiting == 0
-
-
-def test_what_cannot_share_rows_is_refused():
-    model = tiny_model()
-    drafter = st.ModelDrafter(model, child_sampling="iid")
-    scheduler = st.Scheduler(model, rows=2, max_length=40, drafter=drafter, topology=TREE)
-    sampled = st.Request([1], max_new_tokens=3, temperature=1.0, key=jax.random.key(0))
-    scheduler.submit(sampled)
-    with pytest.raises(ValueError, match="needs temperature > 0"):
-        scheduler.submit(st.Request([1], max_new_tokens=3))
-    scheduler = st.Scheduler(model, rows=2, max_length=40, verifier="greedy")
-    scheduler.submit(st.Request([1], max_new_tokens=3))
-    with pytest.raises(ValueError, match="exact at temperature 0 only"):
-        scheduler.submit(sampled)
+        st.Scheduler(**options) if request is None else scheduler.submit(
+            st.Request(**common | request)
+        )
+    assert request is None or scheduler.num_waiting == (before is not None)

@@ -27,9 +27,8 @@ from stree_jax.models.cache import cache_specs, path_to
 from stree_jax.partition import ROWS
 from stree_jax.sharding import over_mesh
 from stree_jax.testing import perturbed, randomised
-from tests.helpers import saved_pair, with_weight
+from tests.helpers import DOCS, python_blocks, saved_pair, with_weight
 from tests.sharding.configs import CONFIGS
-from tests.test_docs import DOCS, python_blocks
 
 NEW_TOKENS = 12
 PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]

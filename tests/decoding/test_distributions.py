@@ -1,0 +1,85 @@
+"""Rules that keep the distribution and not the text: samples of whole decode loops.
+
+Their arithmetic is enumerated without sampling in test_verify.py and test_traversal.py. Methods
+that follow the target give the text of autoregressive decoding (test_lossless.py), so its
+distribution is theirs.
+"""
+
+import functools
+
+import pytest
+
+import stree_jax as st
+from stree_jax.decoding.drafters.levels import MAX_UNROLLED
+from stree_jax.testing import assert_same_distribution, random_model
+from tests.helpers import heads_of
+
+SIX = st.ModelConfig.tiny(vocab_size=6, num_layers=1)
+THREE = st.ModelConfig.tiny(vocab_size=3, num_layers=1)
+TREE = st.TreeTopology.from_branching((2, 2))
+Model, Cascade = st.ModelDrafter, st.CascadeDrafter
+iid = functools.partial(Model, child_sampling="iid")
+unlike = functools.partial(Model, child_sampling="without_replacement")
+FILTERED = dict(temperature=0.8, top_k=5)
+# The first step of heads has no drafts, and three models need a few steps.
+LONGER = dict(temperature=6.0, num_tokens=3)
+
+# A drafter from draft models, and options.
+EXACT = {
+    "autoregressive": (lambda draft, _: None, {}),
+    "autoregressive, top-k": (lambda draft, _: None, FILTERED),
+    "shared, top-p": (
+        lambda draft, _: Model(draft),
+        dict(temperature=4.0, top_p=0.9, topology=st.TreeTopology.from_branching((2, 1))),
+    ),
+    "without replacement": (lambda draft, _: unlike(draft), FILTERED | dict(topology=TREE)),
+    "multi-step": (lambda draft, _: iid(draft), FILTERED | dict(topology=TREE)),
+    "chain": (lambda draft, _: iid(draft), FILTERED | dict(topology=st.TreeTopology.chain(2))),
+    "traversal": (
+        lambda draft, _: iid(draft),
+        FILTERED | dict(topology=TREE, verifier="traversal"),
+    ),
+    "deep traversal": (
+        lambda draft, _: iid(draft),
+        FILTERED | dict(topology=st.TreeTopology.chain(MAX_UNROLLED + 1), verifier="traversal"),
+    ),
+}
+SLOW = {
+    **{
+        f"heads, {children}": (
+            lambda target, _, children=children: st.MedusaDrafter(
+                target, heads_of(target, 2), child_sampling=children
+            ),
+            LONGER | dict(num_tokens=4, topology=TREE),
+        )
+        for children in ("iid", "without_replacement")
+    },
+    "turns": (
+        lambda medium, small: st.InterleavedDrafter(medium, small, "sqs", child_sampling="iid"),
+        LONGER,
+    ),
+    "cascade of samples": (
+        lambda medium, small: Cascade(medium, iid(small), rounds=2, child_sampling="iid"),
+        LONGER,
+    ),
+    "cascade with noise": (
+        lambda medium, small: Cascade(medium, Model(small), rounds=1, child_sampling="iid"),
+        LONGER,
+    ),
+    "cascade of lookup": (
+        lambda medium, _: Cascade(medium, st.NgramDrafter(), child_sampling="iid"),
+        LONGER,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*EXACT, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
+def test_samples_have_the_targets_distribution(name):
+    make, options = (EXACT | SLOW)[name]
+    config = SIX if name in EXACT else THREE
+    target, medium, small = (random_model(config, seed) for seed in range(3))
+    drafter = make(target if name.startswith("heads") else medium, small)
+    out = assert_same_distribution(target, drafter, **options)
+    assert drafter is None or out.stats.num_accepted > 0

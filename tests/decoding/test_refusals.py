@@ -1,0 +1,295 @@
+"""What decoding refuses, as one table of calls and messages: before anything is compiled."""
+
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import stree_jax as st
+from stree_jax.decoding.loop import SpeculativeDecoder
+from stree_jax.decoding.options import plan
+from stree_jax.testing import PROMPTS, tiny_model
+
+TREE = st.TreeTopology.from_branching((2, 2))
+CHAIN = st.TreeTopology.chain(3)
+WIDE = st.TreeTopology.from_branching((38,))
+KEY = jax.random.key(11)
+SAMPLED = dict(temperature=1.0, key=KEY)
+
+
+def drafter_of(kind=st.ModelDrafter, model=tiny_model, **options):
+    """A drafter that is made when its test runs."""
+    return lambda: kind(model(), **options)
+
+
+def model_of(vocab_size):
+    config = st.ModelConfig.tiny(vocab_size=vocab_size, num_layers=1)
+    return lambda: st.HybridLM(config, rngs=nnx.Rngs(0))
+
+
+MODEL = drafter_of()
+IID = drafter_of(child_sampling="iid")
+SMALL = drafter_of(model=model_of(11))
+BEAM = drafter_of(st.BeamDrafter)
+DYNAMIC = drafter_of(st.DynamicDrafter, expand=2)
+
+
+class Unhashable:
+    """A verifier."""
+
+    name = "unhashable"
+    __hash__ = None
+    check = verify = type(st.VERIFIERS["greedy"]).check
+
+
+class NoPytree:
+    """A drafter with a leaf that is no array: itself."""
+
+    default_topology = child_sampling = prepare = propose = commit = st.NgramDrafter.prepare
+
+
+def readable(value):
+    """An id for a message; options have none."""
+    return value if isinstance(value, str) else ""
+
+
+# Options of `generate` and of `stream`.
+OPTIONS = [
+    (dict(prompts=[]), "prompts is empty"),
+    (dict(prompts=[[1], []]), r"prompts\[1\] is empty"),
+    (dict(prompts=[[1], [2, 37]]), r"prompts\[1\] has token id 37, outside .* of 37"),
+    (dict(prompts=[[-1]]), "token id -1, outside the vocabulary"),
+    (dict(max_new_tokens=0), "max_new_tokens must be an integer, at least 1; got 0"),
+    (dict(max_new_tokens=True), "max_new_tokens must be an integer"),
+    (dict(temperature=-0.1), "temperature must be a number from 0 on, got -0.1"),
+    (dict(temperature=float("nan")), "temperature .* got nan"),
+    (dict(temperature=1e39), "temperature .* got 1e\\+39"),
+    (dict(temperature=1.0), "needs a random key"),
+    (dict(top_k=-1), "top_k must be an integer, at least 0; got -1"),
+    (dict(top_p=0.0), r"top_p must be in \(0, 1\], got 0.0"),
+    (dict(top_p=1.5), r"top_p must be in \(0, 1\], got 1.5"),
+    (dict(eos_token=37), "eos_token must be an integer, from 0 to 36; got 37"),
+    (dict(topology=TREE), "a tree of 7 nodes needs a drafter"),
+    (dict(drafter=MODEL, topology=WIDE), "38 children"),
+    (dict(verifier="medusa"), "unknown verifier 'medusa'; known: .*'multi_step'"),
+    (dict(verifier="multi_step", drafter=MODEL), "needs temperature > 0; use 'greedy'"),
+    (dict(verifier="greedy", temperature=1.0, key=KEY), "use 'target_only'"),
+    (
+        dict(verifier="multi_step", drafter=MODEL, temperature=1.0, key=KEY),
+        "not exact for child_sampling = 'shared'.*; use 'target_only'.*child_sampling='iid'",
+    ),
+    (
+        dict(verifier="multi_step", drafter=st.NgramDrafter, temperature=1.0, key=KEY),
+        "not exact for child_sampling = 'top_k'",
+    ),
+    (
+        dict(verifier="traversal", drafter=MODEL, temperature=1.0, key=KEY, topology=TREE),
+        "'traversal' is not exact for child_sampling = 'shared'",
+    ),
+    (dict(drafter=IID), "child_sampling = 'iid' needs temperature > 0"),
+    (dict(drafter=SMALL), "different vocabularies: 11 and 37 tokens"),
+    (
+        dict(temperature=1.0, key=jax.random.split(KEY)),
+        "a single random key or one for each of",
+    ),
+    (dict(temperature=1e-40, key=KEY), "temperature = 1e-40 is 0 in float32; use 0"),
+    (
+        dict(drafter=st.NgramDrafter, topology=st.TreeTopology.from_branching((38,))),
+        "only 37 tokens",
+    ),
+    (dict(drafter=BEAM, topology=st.TreeTopology.beam(38, 1)), "nodes with 38 children"),
+    (dict(drafter=drafter_of(st.BeamDrafter, model_of(36))), "vocabularies: 36 and 37"),
+    (
+        dict(drafter=DYNAMIC, topology=st.TreeTopology.budget(12, 3)),
+        "expand = 2 scores at most 10 drafts in 3 levels, fewer",
+    ),
+    *(
+        (
+            dict(drafter=drafter, verifier=verifier, **SAMPLED),
+            f"not exact for child_sampling = '{children}'",
+        )
+        for drafter, children in ((BEAM, "top_k"), (DYNAMIC, "shared"))
+        for verifier in ("multi_step", "without_replacement", "traversal")
+    ),
+    (
+        dict(temperature=1.0, key=jax.random.key(0, impl="rbg")),
+        "'rbg' draw other numbers in another batch; use",
+    ),
+    (
+        dict(temperature=1.0, key=jax.random.key(0, impl="unsafe_rbg")),
+        "'rbg' draw other numbers in another batch; use",
+    ),
+    (dict(verifier=Unhashable), "'unhashable' is not hashable.*frozen dataclass"),
+    (dict(drafter=NoPytree), r"pytree of arrays.*flax\.nnx\.Module"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), OPTIONS, ids=readable)
+def test_options_are_refused(options, message, monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(SpeculativeDecoder, "start", never)
+    made = {
+        name: value() if name in ("drafter", "verifier") and callable(value) else value
+        for name, value in options.items()
+    }
+    for run in (st.generate, st.stream):
+        with pytest.raises(ValueError, match=message) as error:
+            run(tiny_model(), **{"prompts": PROMPTS} | made)
+        assert "\n" not in str(error.value)
+
+
+def checked(verifier, children, topology, *, zero):
+    return lambda: st.VERIFIERS[verifier].check(children, topology, temperature_is_zero=zero)
+
+
+# Pairs of a rule and a way to choose children.
+PAIRS = [
+    ("greedy", "top_k", TREE, False, "exact at temperature 0 only; use 'target_only'"),
+    ("multi_step", "iid", TREE, True, "needs temperature > 0; use 'greedy'"),
+    ("multi_step", "top_k", TREE, False, "not exact for child_sampling = 'top_k'"),
+    ("multi_step", "top_k", CHAIN, False, "not exact for child_sampling = 'top_k'"),
+    ("multi_step", "without_replacement", TREE, False, "not exact .*only for 'iid'"),
+    ("without_replacement", "iid", TREE, False, "not exact for child_sampling = 'iid'"),
+    ("multi_step", "shared", CHAIN, False, "child_sampling = 'shared', only for 'iid'; use 't"),
+    ("without_replacement", "shared", TREE, False, "not exact for child_sampling = 'shared'"),
+    ("traversal", "shared", CHAIN, False, "not exact for child_sampling = 'shared'"),
+    ("traversal", "top_k", CHAIN, False, "not exact for child_sampling = 'top_k'"),
+    ("traversal", "beam", CHAIN, False, "not exact for child_sampling = 'beam'"),
+    ("traversal", "iid", TREE, False, "not exact for child_sampling = 'iid'"),
+    ("traversal", "iid", TREE, True, "needs temperature > 0; use 'greedy'"),
+]
+CALLS = [
+    *((checked(*pair, zero=zero), message) for *pair, zero, message in PAIRS),
+    (drafter_of(child_sampling="best"), "child_sampling must be 'auto' or one of .*best"),
+    (drafter_of(child_sampling="sorted"), "child_sampling must be 'auto' or one of .*sorted"),
+    (
+        lambda: st.NgramDrafter(min_match=3, max_match=2),
+        "min_match, with max_match = 2, must be .*; got 3",
+    ),
+    (
+        drafter_of(st.DynamicDrafter, expand=0),
+        "expand must be an integer, at least 1; got 0",
+    ),
+    (drafter_of(st.DynamicDrafter, sharpness=0.0), "sharpness must be a number above 0, got 0.0"),
+    (drafter_of(st.DynamicDrafter, sharpness=np.nan), "sharpness must be a .* above 0, got nan"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), CALLS, ids=readable)
+def test_calls_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("verifier", "children", "topology", "zero"),
+    [
+        ("greedy", "top_k", TREE, True),
+        ("greedy", "iid", TREE, True),
+        ("target_only", "top_k", TREE, False),
+        ("target_only", "without_replacement", TREE, False),
+        ("multi_step", "iid", TREE, False),
+        ("multi_step", "without_replacement", CHAIN, False),
+        ("without_replacement", "without_replacement", TREE, False),
+        ("without_replacement", "iid", CHAIN, False),
+        ("traversal", "iid", CHAIN, False),
+        ("traversal", "without_replacement", CHAIN, False),
+        ("traversal", "without_replacement", TREE, False),
+    ],
+)
+def test_exact_pairs_are_allowed(verifier, children, topology, zero):
+    checked(verifier, children, topology, zero=zero)()
+
+
+def test_what_is_next_to_a_refusal_is_allowed():
+    plan(tiny_model(), PROMPTS, key=jax.random.key(0, impl="rbg"))  # temperature 0 draws nothing
+    plan(tiny_model(), PROMPTS, drafter=DYNAMIC(), topology=st.TreeTopology.budget(11, 3))
+    for drafter in (BEAM, DYNAMIC):
+        chosen = plan(tiny_model(), PROMPTS, drafter=drafter(), **SAMPLED)
+        assert chosen.decoder.verifier.name == "target_only"
+
+
+WRONG_TYPES = r"""
+import pytest
+from flax import nnx
+import stree_jax as st
+from stree_jax.training.recipe import Training
+
+model = st.HybridLM(st.ModelConfig.tiny(), rngs=nnx.Rngs(0))
+for change, message in [
+    (dict(prompts=None), "prompts must be a list with a list .*, got None"),
+    (dict(prompts=5), "prompts must be a list with a list .*, got 5"),
+    (dict(temperature=10**400), r"temperature must be a number from 0 on, got 10{76}\.\.\.$"),
+    (dict(temperature=10**5000), "temperature must be a number from 0 on, got <int>"),
+    (dict(top_p=10**400), r"top_p must be in .*\.\.\.$"),
+    (dict(max_new_tokens=10**12), "max_new_tokens = 10{12}: in all .* the limit is 16777216$"),
+    (dict(eos_token=[[1], [2, 3]]), r"eos_token must be an integer, .* got \[\[1\], \[2, 3\]\]"),
+    (dict(temperature=1.0, key=10**30), "key must be a random key such as .*, got 10{30}$"),
+    (dict(temperature=1.0, key=[10**30, 1]), "key must be a random key such as .*, got"),
+    (dict(verifier="z" * 999), r"unknown verifier 'z{76}\.\.\.; known"),
+    (dict(topology="z" * 999), r"topology must be a TreeTopology, got 'z{76}\.\.\.$"),
+    (dict(prompts=[1, 2]), r"prompts\[0\] is not a list of token ids"),
+    (dict(prompts=["text"]), r"prompts\[0\] is not a list of token ids"),
+    (dict(prompts=[[0.5]]), r"prompts\[0\] has float64 values"),
+    (dict(max_new_tokens=2.5), "max_new_tokens must be an integer"),
+    (dict(temperature="hot"), "temperature must be a number"),
+    (dict(topology=(2, 2)), "topology must be a TreeTopology"),
+    (dict(drafter=model), r"drafter must be a ModelDrafter\(\.\.\.\), .*, got HybridLM"),
+    (dict(drafter=st.NgramDrafter), "drafter must be .*, got <class"),
+    (dict(prompts=[[[1], [2, 3]]]), r"prompts\[0\] is not a list of token ids"),
+    (dict(key="seed"), "key must be a random key such as"),
+    (dict(key=0), "key must be a random key such as"),
+    (dict(verifier=["greedy"]), r"verifier must be one of .*, got \['greedy'\]"),
+    (dict(verifier=object()), "verifier must be one of .*, or an object with the name and the"),
+    (dict(verifier=type(st.VERIFIERS["greedy"])), "verifier must be one of .*, got <class"),
+]:
+    with pytest.raises(ValueError, match=message):
+        st.generate(model, **({"prompts": [[1]]} | change))
+for call in (lambda: st.generate("path", [[1]]), lambda: st.ModelDrafter("path")):
+    with pytest.raises(ValueError, match="must be a HybridLM, got str; load one with"):
+        call()
+with pytest.raises(ValueError, match="state_size must be an integer, at least 1; got 8.0"):
+    st.ModelConfig.tiny(state_size=8.0)
+with pytest.raises(ValueError, match="dt_limit must be"):
+    st.ModelConfig.tiny(dt_limit=(0.0,))
+with pytest.raises(ValueError, match="steps must be an integer, at least 1; got 6.5"):
+    Training(steps=6.5)
+for make, message in [
+    (lambda: st.TreeTopology.paper(["A"]), "the paper's trees are"),
+    (lambda: st.TreeTopology.from_parents([-1, 0.7]), "a parent must be an integer; got 0.7"),
+    (lambda: st.TreeTopology.chain(2.5), "num_drafts must be an integer, at least 0; got 2.5"),
+    (lambda: st.TreeTopology.from_branching(3), r"a sequence such as \(3, 2, 1\), got 3"),
+    (lambda: st.TreeTopology.from_parents(5), r"parents is a sequence such as .*, got 5"),
+    (lambda: st.TreeTopology(None), r"parents is a sequence such as .*, got None"),
+    (lambda: st.TreeTopology.chain(10**5000), "a tree of <int> nodes or more; at most 4096"),
+    (lambda: st.ModelConfig.preset([]), r"unknown preset \[\]; known: Falcon-H1-0.5B, "),
+    (lambda: st.from_pretrained(None), "path must be a directory or .*, got None"),
+    (lambda: st.load_tokenizer(None), "path must be a directory or .*, got None"),
+    (lambda: st.from_pretrained("x", dtype="zz"), "dtype must be float32 or .*, got 'zz'"),
+    (lambda: st.from_pretrained("x", implementation="zz"), "implementation .*, got 'zz'"),
+    (lambda: st.HybridLM(model.config, dtype="zz", rngs=nnx.Rngs(0)), "dtype must .*, got 'zz'"),
+    (lambda: st.HybridLM.abstract(model.config, implementation="zz"), "implementation .* got 'zz'"),
+    (lambda: st.from_pretrained("a" * 5000), r"no checkpoint at a{297}\.{3}: File name too"),
+    (lambda: st.load_tokenizer("a" * 5000), r"no tokenizer at a{297}\.\.\.$"),
+    (lambda: st.HybridLM(None, rngs=nnx.Rngs(0)), "config must be a ModelConfig, .* got None"),
+    (lambda: st.HybridLM.abstract("x"), "config must be a ModelConfig, .* got 'x'"),
+    (lambda: st.save_pretrained(model, 5), "path must be the directory to create, got 5"),
+    (lambda: st.save_pretrained("model", "x"), "model must be a HybridLM, got str; load one with"),
+    (lambda: st.TreeTopology.chain(2).draw(5), "path is a sequence of nodes, got 5 and "),
+    (lambda: st.NgramDrafter(max_match=10**12), "max_match must be .* from 1 to 64; got 10{12}$"),
+]:
+    with pytest.raises(ValueError, match=message):
+        make()
+with pytest.raises(ValueError, match="max_match must be an integer"):
+    st.NgramDrafter(max_match=2.5)
+"""
+
+
+def test_wrong_types_are_refused():
+    """In a process without the shape checker, which would raise first."""
+    subprocess.run([sys.executable, "-c", WRONG_TYPES], check=True)
