@@ -174,7 +174,7 @@ def svg(figure: Figure) -> str:
     file = io.StringIO()
     with matplotlib.style.context(STYLE):
         figure.savefig(file, format="svg", metadata={"Date": None})
-    return re.sub("'DejaVu Sans'[^;]*", "system-ui, sans-serif", file.getvalue())
+    return re.sub("'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", file.getvalue())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

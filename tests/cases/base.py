@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 
 # The kernel itself runs on a GPU (`make test-gpu`), its interpreter everywhere.
 IMPLEMENTATIONS = ("xla", "pallas_interpret", "pallas")
+ON_CPU_AND_GPU = ("xla", "pallas_interpret", pytest.param("pallas", marks=pytest.mark.gpu))
 # Relative errors against float64. float32: sums of some hundred terms. bfloat16: rounding the
 # output. A state is float32, and the kernels split its products into two bfloat16 halves.
 OUTPUT = {False: 1e-6, True: 3e-3}

@@ -131,8 +131,7 @@ def reference(inputs, layout):
     x, dt, B, _ = record
     D = np.broadcast_to(D.reshape(layout.num_heads, -1), x.shape[2:])
     y, ssm = scan_reference.replay_tree_scan(
-        *(old_x, old_dt, old_B, path),
-        *(x, dt, -np.exp(A_log), B, C, D, inputs.ssm, inputs.parents),
+        *(old_x, old_dt, old_B, path), *(x, dt, -np.exp(A_log), B, C, D, inputs.ssm, inputs.parents)
     )
     return y, record, ssm, conv_state
 

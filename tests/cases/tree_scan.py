@@ -177,6 +177,16 @@ def replay_budgets(case):
     return {"state": Budget(base.STATE[case.bf16])}
 
 
+def small_replay(implementation=None, state_size=16, state=None):
+    """A call without a case: two nodes, one head."""
+    x, dt = jnp.ones((1, 2, 1, 16)), jnp.ones((1, 2, 1))
+    B = jnp.ones((1, 2, 1, state_size))
+    state = jnp.zeros((1, 1, 16, state_size)) if state is None else state
+    return replay(
+        x, dt, -jnp.ones(1), B, state, jnp.ones((1, 2), bool), implementation=implementation
+    )
+
+
 # `tree_scan` and `replay`, tested on all cases, are the same kernel: these cases have trees of
 # different sizes, several blocks, and states that both halves use.
 FUSED = (

@@ -30,10 +30,7 @@ GENERATE = ["generate", "{target}", "-p", "x"]
         (["generate", "{target}", "-p", ""], "--prompt is empty"),
         ([*GENERATE, "--draft", "{draft}", "--ngram"], "choose one"),
         ([*GENERATE, "--medusa", "x", "--ngram"], "choose one"),
-        (
-            [*GENERATE, "--ngram", "--tree", "budget:8,3"],
-            "only a draft model chooses the shape",
-        ),
+        ([*GENERATE, "--ngram", "--tree", "budget:8,3"], "only a draft model chooses the shape"),
         ([*GENERATE, "--medusa", "{draft}"], "has no Medusa heads"),
         (["medusa", "nowhere.toml", "{target}", "out"], "cannot read the recipe nowhere.toml"),
         ([*GENERATE, "--dtype", "int8"], "float32 or bfloat16, got 'int8'"),
@@ -41,14 +38,8 @@ GENERATE = ["generate", "{target}", "-p", "x"]
         ([*GENERATE, "--tree", "chain:2"], "needs a drafter"),
         ([*GENERATE, "--sharpness", "2"], "give --tree budget:16,5 and"),
         ([*GENERATE, "--max-new-tokens", "0"], "max_new_tokens must be"),
-        (
-            [*GENERATE, "--max-new-tokens", f"{10**12}"],
-            "the limit is 16777216",
-        ),
-        (
-            [*GENERATE, "--seed", f"{2**64}"],
-            "--seed must be an integer, from 0 to",
-        ),
+        ([*GENERATE, "--max-new-tokens", f"{10**12}"], "the limit is 16777216"),
+        ([*GENERATE, "--seed", f"{2**64}"], "--seed must be an integer, from 0 to"),
         (["generate", "{target}", "-p", b"caf\xe9"], "--prompt is not UTF-8"),
         ([*GENERATE, "--mesh", "data=x"], "is not a mesh: use data=2"),
         ([*GENERATE, "--mesh", "model=9999"], "is 9999 devices, and there"),

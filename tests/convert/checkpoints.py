@@ -1,82 +1,20 @@
-"""Random checkpoints of mamba_ssm and MambaInLlama, written from their descriptions."""
+"""Random checkpoints of every family: written from descriptions, or saved by transformers.
+
+What transformers saves needs torch and transformers. A missing package skips the test, except in
+the first leg of CI, where it is an error.
+"""
 
 import json
+import os
 
+import jax
 import numpy as np
+import pytest
+from flax import nnx
 
-from tests.convert import numpy_mamba_in_llama, numpy_mamba_ssm
-
-# Fields of mamba_ssm's MambaConfig and, under ssm_cfg, of its Mamba2.
-MAMBA_SSM_CONFIGS = {
-    "as released": {},
-    "groups, D per channel, norm before gate": dict(
-        ssm_cfg=dict(ngroups=2, D_has_hdim=True, norm_before_gate=True, d_conv=3),
-        tie_embeddings=False,
-    ),
-    "d_ssm < d_inner, no norm, clamped": dict(
-        ssm_cfg=dict(d_ssm=16, rmsnorm=False, dt_limit=[0.01, 0.5], conv_bias=False)
-    ),
-    "MLP, biases": dict(ssm_cfg=dict(bias=True, ngroups=2), d_intermediate=100),
-}
-# With attention. RoPE on all channels makes every key bias matter.
-MAMBA_SSM_HYBRID_CONFIGS = {
-    "as mamba2attn-2.7b": dict(
-        d_model=32,
-        n_layer=3,
-        attn_layer_idx=[1],
-        attn_cfg=dict(
-            causal=True,
-            d_conv=4,
-            head_dim=16,
-            num_heads=3,
-            out_proj_bias=False,
-            qkv_proj_bias=False,
-            rotary_emb_dim=8,
-        ),
-    ),
-    "grouped queries, biases, MLP in every layer": dict(
-        n_layer=3,
-        d_intermediate=100,
-        attn_layer_idx=[1],
-        attn_cfg=dict(
-            causal=True, num_heads=4, num_heads_kv=2, rotary_emb_dim=4, rotary_emb_base=100.0
-        ),
-        tie_embeddings=False,
-    ),
-    "MLP inside the attention": dict(
-        attn_layer_idx=[0],
-        attn_cfg=dict(
-            causal=True,
-            num_heads=2,
-            mlp_dim=200,
-            d_conv=3,
-            softmax_scale=0.5,
-            rotary_emb_dim=8,
-        ),
-    ),
-}
-
-
-def mamba_ssm_config(**changes):
-    """A small config.json of mamba_ssm."""
-    ssm = dict(layer="Mamba2", d_state=8, headdim=8) | changes.pop("ssm_cfg", {})
-    return (
-        dict(
-            d_model=16,
-            d_intermediate=0,
-            n_layer=2,
-            vocab_size=37,
-            ssm_cfg=ssm,
-            attn_layer_idx=[],
-            attn_cfg={},
-            rms_norm=True,
-            residual_in_fp32=True,
-            fused_add_norm=True,
-            pad_vocab_size_multiple=16,
-            tie_embeddings=True,
-        )
-        | changes
-    )
+import stree_jax as st
+from stree_jax.convert import convert, open_checkpoint
+from tests.convert import configs, numpy_mamba_in_llama, numpy_mamba_ssm
 
 
 def mamba_ssm_weights(config, seed=0):
@@ -89,69 +27,6 @@ def mamba_ssm_weights(config, seed=0):
     if config["tie_embeddings"]:
         weights["lm_head.weight"] = weights["backbone.embedding.weight"]
     return weights
-
-
-# Changes to config.json and mamba_config.json. The sizes are tiny, yet all three cases of llama3's
-# frequency scaling occur.
-_LLAMA3 = dict(
-    rope_type="llama3",
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=32,
-)
-MAMBA_IN_LLAMA_CONFIGS = {
-    "untied, llama3 rope": (dict(rope_scaling=_LLAMA3), {}),
-    # The mixer's width and number of heads differ from the attention's.
-    "tied, plain rope, d_xb < d_inner": (
-        dict(tie_word_embeddings=True, num_key_value_heads=1, head_dim=12, rms_norm_eps=1e-3),
-        dict(d_inner=64, ssm_cfg=dict(expand=1, ngroups=8, d_state=8), attn_layers=[0]),
-    ),
-    # As STree's draft model, whose config.json has the attention settings of another model.
-    "no attention, tied": (
-        dict(tie_word_embeddings=True, num_attention_heads=6, head_dim=16, rope_scaling=_LLAMA3),
-        dict(d_xb=8, attn_layers=[]),
-    ),
-}
-
-
-def mamba_in_llama_configs(config=None, mamba_config=None):
-    """A small config.json and mamba_config.json with these changes."""
-    llama = dict(
-        architectures=["LlamaForCausalLM"],
-        model_type="llama",
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        hidden_act="silu",
-        attention_bias=False,
-        mlp_bias=False,
-        max_position_embeddings=256,
-        rms_norm_eps=1e-5,
-        rope_theta=500.0,
-        rope_scaling=None,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=[2, 3],
-        torch_dtype="float32",
-    ) | (config or {})
-    mamba = dict(
-        d_model=llama["hidden_size"],
-        ssm_cfg=dict(expand=1, ngroups=4, d_state=8),
-        rms_norm_eps=llama["rms_norm_eps"],
-        vocab_size=None,
-        d_inner=32,
-        d_xb=16,
-        intermediate_size=llama["intermediate_size"],
-        hidden_act="silu",
-        n_layer=llama["num_hidden_layers"],
-        attn_layers=[1],
-    ) | (mamba_config or {})
-    return llama, mamba
 
 
 def mamba_in_llama_weights(config, mamba_config, seed=0):
@@ -194,6 +69,19 @@ def random_weight(name, shape, rng):
     return value.astype(np.float32)
 
 
+def random_model(config, dtype="float32"):
+    """A model of the library with such weights; nothing is compiled."""
+    structure, abstract = st.HybridLM.abstract(config, dtype=dtype)
+    rng = np.random.default_rng(0)
+    weights = jax.tree.map_with_path(
+        lambda path, leaf: jax.numpy.asarray(
+            random_weight(jax.tree_util.keystr(path, simple=True), leaf.shape, rng), leaf.dtype
+        ),
+        abstract,
+    )
+    return nnx.merge(structure, weights)
+
+
 def write_safetensors(path, config, weights, name="model.safetensors"):
     """Writes a checkpoint directory with these tensors."""
     from safetensors.numpy import save_file
@@ -203,3 +91,122 @@ def write_safetensors(path, config, weights, name="model.safetensors"):
     config_name = "params.json" if "dim" in config else "config.json"
     (path / config_name).write_text(json.dumps(config))
     return path
+
+
+def torch():
+    """The torch package."""
+    return _imported("torch")
+
+
+def transformers():
+    """The transformers package."""
+    return _imported("transformers")
+
+
+def _imported(name):
+    if os.environ.get("STREE_JAX_PEERS") == "required":
+        module = __import__(name)
+    else:
+        module = pytest.importorskip(name)
+    if name == "torch":
+        module.set_num_threads(1)
+    return module
+
+
+def hf_checkpoint(path, seed=0, **changes):
+    """A random transformers mamba2 model, saved by transformers; returns the model."""
+    config = transformers().Mamba2Config(
+        **dict(
+            vocab_size=64,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_heads=8,
+            head_dim=8,
+            state_size=16,
+            n_groups=4,
+            chunk_size=8,
+            tie_word_embeddings=False,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
+        | changes
+    )
+    model = transformers().Mamba2ForCausalLM(config).eval()
+    _randomise(model, seed)
+    model.save_pretrained(path)
+    return model
+
+
+def hf_weights(model):
+    """The saved tensors of a model by their names in memory; tied tensors once."""
+    saved = model.state_dict()
+    # Most buffers are computed from the config, such as falcon_h1's mup_vector. nemotron_h's router
+    # bias is a saved one.
+    return dict(model.named_parameters()) | {
+        name: buffer for name, buffer in model.named_buffers() if name in saved
+    }
+
+
+def _randomise(model, seed):
+    rng = np.random.default_rng(seed)
+    with torch().no_grad():
+        for name, tensor in hf_weights(model).items():
+            tensor.copy_(torch().from_numpy(random_weight(name, tuple(tensor.shape), rng)))
+
+
+def hf_logits(model, tokens):
+    """Logits `[B, T, V]` of a full forward pass, without a cache."""
+    with torch().no_grad():
+        out = model(torch().tensor(np.asarray(tokens), dtype=torch().long), use_cache=False)
+    return out.logits.float().numpy()
+
+
+def hybrid_checkpoint(path, model_type, seed=0, **changes):
+    """A random hybrid of this model_type, saved by transformers; returns the model."""
+    settings = configs.HYBRID_DEFAULTS | configs.HYBRID_MODELS[model_type] | changes
+    config = transformers().AutoConfig.for_model(model_type, **settings)
+    model = transformers().AutoModelForCausalLM.from_config(config).eval()
+    _randomise(model, seed)
+    model.save_pretrained(path)
+    return model
+
+
+# A small mamba_ssm checkpoint, for tests that damage it.
+CONFIG = configs.mamba_ssm_config(tie_embeddings=False)
+WEIGHTS = mamba_ssm_weights(CONFIG)
+MIXER = "backbone.layers.1.mixer"
+
+
+def refused(path, message):
+    """Every reader refuses the checkpoint, and `convert` leaves nothing behind."""
+    for use in (open_checkpoint, st.from_pretrained, lambda p: convert(p, path.parent / "out")):
+        with pytest.raises(ValueError, match=message) as error:
+            use(path)
+        # The path, and at most 300 characters of the value that is wrong.
+        assert len(str(error.value).replace(str(path), "")) < 700
+    assert not [entry for entry in path.parent.iterdir() if "out" in entry.name]
+
+
+def rewritten(checkpoint, **changes):
+    """The checkpoint with other tensors; None removes one."""
+    weights = {name: value for name, value in (WEIGHTS | changes).items() if value is not None}
+    return write_safetensors(checkpoint, CONFIG, weights)
+
+
+def sharded(checkpoint):
+    """The checkpoint in two files and an index."""
+    from safetensors.numpy import save_file
+
+    names = sorted(WEIGHTS)
+    weight_map = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(names)}
+    for part in set(weight_map.values()):
+        tensors = {name: WEIGHTS[name] for name in names if weight_map[name] == part}
+        save_file(tensors, checkpoint / part)
+    (checkpoint / "model.safetensors").unlink()
+    return weight_map
+
+
+def write_index(checkpoint, weight_map):
+    index = checkpoint / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

@@ -1,8 +1,8 @@
 import pytest
 
-from tests.convert import checkpoints, small
+from tests.convert.checkpoints import CONFIG, WEIGHTS, write_safetensors
 
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    return checkpoints.write_safetensors(tmp_path / "model", small.CONFIG, small.WEIGHTS)
+    return write_safetensors(tmp_path / "model", CONFIG, WEIGHTS)

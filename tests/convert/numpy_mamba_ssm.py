@@ -67,10 +67,7 @@ def _mixer_shapes(config):
 def _attention_shapes(config):
     attention, queries, keys, mlp = _attention_sizes(config)
     d_model, qkv = config["d_model"], queries + 2 * keys
-    out = {
-        "in_proj.weight": (qkv + mlp, d_model),
-        "out_proj.weight": (d_model, queries + mlp // 2),
-    }
+    out = {"in_proj.weight": (qkv + mlp, d_model), "out_proj.weight": (d_model, queries + mlp // 2)}
     if attention["qkv_proj_bias"]:
         out["in_proj.bias"] = (qkv + mlp,)
     if attention["out_proj_bias"]:

@@ -13,8 +13,8 @@ import pytest
 import stree_jax as st
 from stree_jax.testing import tiny_model
 from tests.convert import checkpoints
-from tests.convert.small import CONFIG, WEIGHTS
-from tests.convert.test_torch_file import torch_file
+from tests.convert.checkpoints import CONFIG, WEIGHTS
+from tests.convert.torch_files import torch_file
 
 MIB = 1 << 20
 

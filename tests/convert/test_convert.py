@@ -7,8 +7,8 @@ import pytest
 
 import stree_jax as st
 from stree_jax.convert import convert
-from tests.convert import checkpoints
-from tests.convert.small import WEIGHTS
+from tests.convert import checkpoints, configs
+from tests.convert.checkpoints import WEIGHTS
 
 
 def test_the_destination_is_complete_or_absent(checkpoint, tmp_path, monkeypatch):
@@ -46,7 +46,7 @@ def test_a_destination_that_appears_during_the_work_is_kept(checkpoint, tmp_path
 
 
 def test_a_model_that_transformers_cannot_hold(tmp_path):
-    config = checkpoints.mamba_ssm_config(
+    config = configs.mamba_ssm_config(
         d_intermediate=100, ssm_cfg=dict(D_has_hdim=True, rmsnorm=False)
     )
     path = checkpoints.write_safetensors(

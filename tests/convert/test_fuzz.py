@@ -22,9 +22,9 @@ import stree_jax as st
 from stree_jax.convert import open_checkpoint
 from stree_jax.convert.writing import write_as
 from stree_jax.testing import CONFIGS, HYBRIDS
-from tests.convert import checkpoints
-from tests.convert.test_files import sharded, write_index
-from tests.convert.test_torch_file import FLOATS, REBUILD, Call, Storage, pickled
+from tests.convert import checkpoints, configs
+from tests.convert.checkpoints import sharded, write_index
+from tests.convert.torch_files import FLOATS, REBUILD, Call, Storage, pickled
 
 VALUES = (
     *(None, True, False, 0, -1, 1, 2, 3, 65, 1000, 10**6, 1 << 24, (1 << 24) + 1, 1 << 40, 10**30),
@@ -55,18 +55,6 @@ def torch_file_of(path, config, weights):
         archive.writestr("archive/data.pkl", pickled(state))
 
 
-def random_model(config):
-    structure, abstract = st.HybridLM.abstract(config)
-    rng = np.random.default_rng(0)
-    weights = jax.tree.map_with_path(
-        lambda path, leaf: jax.numpy.asarray(
-            checkpoints.random_weight(jax.tree_util.keystr(path, simple=True), leaf.shape, rng)
-        ),
-        abstract,
-    )
-    return nnx.merge(structure, weights)
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     """A checkpoint of each family and of each kind of file."""
@@ -82,20 +70,20 @@ def corpus(tmp_path_factory):
         if name != "mamba2attn":
             (folder / name).mkdir()
             target = "mamba_in_llama" if name == "mamba_in_llama" else "hf"
-            write_as(random_model(config), folder / name, target)
-    config = checkpoints.mamba_ssm_config(tie_embeddings=False)
+            write_as(checkpoints.random_model(config), folder / name, target)
+    config = configs.mamba_ssm_config(tie_embeddings=False)
     weights = checkpoints.mamba_ssm_weights(config)
     checkpoints.write_safetensors(folder / "mamba_ssm", config, weights)
     torch_file_of(folder / "bin", config, weights)
     write_index(
         folder / "shards", sharded(shutil.copytree(folder / "mamba_ssm", folder / "shards"))
     )
-    attention = checkpoints.MAMBA_SSM_HYBRID_CONFIGS["as mamba2attn-2.7b"]
-    config = checkpoints.mamba_ssm_config(**copy.deepcopy(attention))
+    attention = configs.MAMBA_SSM_HYBRID_CONFIGS["as mamba2attn-2.7b"]
+    config = configs.mamba_ssm_config(**copy.deepcopy(attention))
     weights = checkpoints.mamba_ssm_weights(config)
     checkpoints.write_safetensors(folder / "mamba2attn", config, weights)
-    st.save_pretrained(random_model(CONFIGS["groups"]), folder / "native")
-    st.save_pretrained(random_model(HYBRIDS["zamba2"]), folder / "native_hybrid")
+    st.save_pretrained(checkpoints.random_model(CONFIGS["groups"]), folder / "native")
+    st.save_pretrained(checkpoints.random_model(HYBRIDS["zamba2"]), folder / "native_hybrid")
     return {path.name: path for path in sorted(folder.iterdir())}
 
 

@@ -7,7 +7,7 @@ the formulas coincide, and their other features have properties that can be chec
 import numpy as np
 import pytest
 
-from tests.convert import checkpoints, numpy_mamba_in_llama, numpy_mamba_ssm, numpy_parts, peers
+from tests.convert import checkpoints, configs, numpy_mamba_in_llama, numpy_mamba_ssm, numpy_parts
 
 TOKENS = np.random.default_rng(0).integers(3, 37, (2, 21))
 # Few tokens, because the NumPy models loop over time and are run many times.
@@ -23,24 +23,24 @@ def assert_close(have, want, bound=1e-5):
 
 
 def numpy_weights(model):
-    return {name: tensor.detach().numpy() for name, tensor in peers.hf_weights(model).items()}
+    return {name: tensor.detach().numpy() for name, tensor in checkpoints.hf_weights(model).items()}
 
 
-MAMBA_SSM = checkpoints.MAMBA_SSM_CONFIGS | checkpoints.MAMBA_SSM_HYBRID_CONFIGS
+MAMBA_SSM = configs.MAMBA_SSM_CONFIGS | configs.MAMBA_SSM_HYBRID_CONFIGS
 
 
-@pytest.mark.parametrize("name", [*MAMBA_SSM, *checkpoints.MAMBA_IN_LLAMA_CONFIGS])
+@pytest.mark.parametrize("name", [*MAMBA_SSM, *configs.MAMBA_IN_LLAMA_CONFIGS])
 def test_numpy_models_are_causal_and_use_all_weights(name):
     if name in MAMBA_SSM:
-        module, configs = numpy_mamba_ssm, (checkpoints.mamba_ssm_config(**MAMBA_SSM[name]),)
-        weights = checkpoints.mamba_ssm_weights(*configs)
+        module, both = numpy_mamba_ssm, (configs.mamba_ssm_config(**MAMBA_SSM[name]),)
+        weights = checkpoints.mamba_ssm_weights(*both)
     else:
         module = numpy_mamba_in_llama
-        configs = checkpoints.mamba_in_llama_configs(*checkpoints.MAMBA_IN_LLAMA_CONFIGS[name])
-        weights = checkpoints.mamba_in_llama_weights(*configs)
+        both = configs.mamba_in_llama_configs(*configs.MAMBA_IN_LLAMA_CONFIGS[name])
+        weights = checkpoints.mamba_in_llama_weights(*both)
 
     def logits(weights, tokens):
-        return module.logits(*configs, weights, tokens)
+        return module.logits(*both, weights, tokens)
 
     want = logits(weights, SHORT)
     assert np.isfinite(want).all()
@@ -56,21 +56,21 @@ def test_numpy_models_are_causal_and_use_all_weights(name):
 
 
 def test_mamba_ssm_against_transformers_mamba2(tmp_path):
-    hf = peers.hf_checkpoint(tmp_path, n_groups=4, use_bias=True, tie_word_embeddings=True)
-    config = checkpoints.mamba_ssm_config(
+    hf = checkpoints.hf_checkpoint(tmp_path, n_groups=4, use_bias=True, tie_word_embeddings=True)
+    config = configs.mamba_ssm_config(
         d_model=32, ssm_cfg=dict(headdim=8, d_state=16, ngroups=4, bias=True), vocab_size=64
     )
     weights = numpy_weights(hf)
     weights["backbone.embedding.weight"] = weights.pop("backbone.embeddings.weight")
     weights["lm_head.weight"] = weights["backbone.embedding.weight"]
-    want = peers.hf_logits(hf, TOKENS[:1])[0]
+    want = checkpoints.hf_logits(hf, TOKENS[:1])[0]
     assert_close(numpy_mamba_ssm.logits(config, weights, TOKENS[0]), want)
 
 
 def test_mamba_ssm_against_transformers_bamba(tmp_path):
     """Bamba is mamba_ssm's hybrid: attention layers, and an MLP in every layer."""
-    hf = peers.hybrid_checkpoint(tmp_path, "bamba", intermediate_size=128)
-    config = checkpoints.mamba_ssm_config(
+    hf = checkpoints.hybrid_checkpoint(tmp_path, "bamba", intermediate_size=128)
+    config = configs.mamba_ssm_config(
         d_model=32,
         n_layer=3,
         d_intermediate=128,
@@ -109,7 +109,7 @@ def test_mamba_ssm_against_transformers_bamba(tmp_path):
     weights["backbone.layers.1.mixer.in_proj.weight"] = np.concatenate(qkv)
     out = w["model.layers.1.self_attn.o_proj.weight"]
     weights["backbone.layers.1.mixer.out_proj.weight"] = out
-    want = peers.hf_logits(hf, TOKENS[:1])[0]
+    want = checkpoints.hf_logits(hf, TOKENS[:1])[0]
     assert weights.keys() == numpy_mamba_ssm.shapes(config).keys()
     assert_close(numpy_mamba_ssm.logits(config, weights, TOKENS[0]), want)
 
@@ -117,7 +117,7 @@ def test_mamba_ssm_against_transformers_bamba(tmp_path):
 def test_mamba_ssm_attention_extras_reduce_to_plain_attention():
     """With an identity convolution, a branch multiplied by zero, and the default scale."""
     attention = dict(causal=True, num_heads=2, rotary_emb_dim=4)
-    plain = checkpoints.mamba_ssm_config(attn_layer_idx=[0], attn_cfg=attention)
+    plain = configs.mamba_ssm_config(attn_layer_idx=[0], attn_cfg=attention)
     weights = checkpoints.mamba_ssm_weights(plain)
     want = numpy_mamba_ssm.logits(plain, weights, SHORT)
 
@@ -148,29 +148,25 @@ def test_interleaved_rotation_is_the_same_on_other_channels():
 @pytest.mark.parametrize("name", ["untied, llama3 rope", "tied, plain rope, d_xb < d_inner"])
 def test_mamba_in_llama_without_mamba_is_transformers_llama(name, tmp_path):
     """transformers can load the files, as the Llama that config.json says."""
-    transformers = peers.transformers()
-    changes, mamba_changes = checkpoints.MAMBA_IN_LLAMA_CONFIGS[name]
-    configs = checkpoints.mamba_in_llama_configs(
-        changes, mamba_changes | dict(attn_layers=[0, 1, 2])
-    )
-    weights = checkpoints.mamba_in_llama_checkpoint(tmp_path, *configs)
+    transformers = checkpoints.transformers()
+    changes, mamba_changes = configs.MAMBA_IN_LLAMA_CONFIGS[name]
+    both = configs.mamba_in_llama_configs(changes, mamba_changes | dict(attn_layers=[0, 1, 2]))
+    weights = checkpoints.mamba_in_llama_checkpoint(tmp_path, *both)
     hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert isinstance(hf, transformers.LlamaForCausalLM)
-    want = peers.hf_logits(hf, TOKENS[:1])[0]
-    have = numpy_mamba_in_llama.logits(*configs, weights, TOKENS[0])
+    want = checkpoints.hf_logits(hf, TOKENS[:1])[0]
+    have = numpy_mamba_in_llama.logits(*both, weights, TOKENS[0])
     assert_close(have, want)
-    plain = numpy_mamba_in_llama.logits(*configs, weights, TOKENS[0], plain_rope=True)
-    assert (np.abs(plain - have).max() > 1e-2) == (configs[0]["rope_scaling"] is not None)
+    plain = numpy_mamba_in_llama.logits(*both, weights, TOKENS[0], plain_rope=True)
+    assert (np.abs(plain - have).max() > 1e-2) == (both[0]["rope_scaling"] is not None)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_frequencies_as_released(scaled):
     """Llama 3.1's frequencies; the tiny config has all three cases of the scaling."""
-    transformers = peers.transformers()
+    transformers = checkpoints.transformers()
     released = dict(original_max_position_embeddings=8192)
-    tiny, _ = checkpoints.mamba_in_llama_configs(
-        *checkpoints.MAMBA_IN_LLAMA_CONFIGS["untied, llama3 rope"]
-    )
+    tiny, _ = configs.mamba_in_llama_configs(*configs.MAMBA_IN_LLAMA_CONFIGS["untied, llama3 rope"])
     large = tiny | dict(hidden_size=4096, num_attention_heads=32, head_dim=128, rope_theta=500000.0)
     large["rope_scaling"] = tiny["rope_scaling"] | released
     for config in (tiny, large):
@@ -187,15 +183,13 @@ def test_frequencies_as_released(scaled):
             assert ((ratio > 1) & (ratio < 8)).any()
 
 
-@pytest.mark.parametrize("name", checkpoints.MAMBA_IN_LLAMA_CONFIGS)
+@pytest.mark.parametrize("name", configs.MAMBA_IN_LLAMA_CONFIGS)
 def test_mamba_in_llama_mixer_against_transformers_bamba(name, tmp_path):
     """Against a Bamba without attention, in which each head has its own copy of x and B."""
-    torch = peers.torch()
-    changes, mamba_changes = checkpoints.MAMBA_IN_LLAMA_CONFIGS[name]
+    torch = checkpoints.torch()
+    changes, mamba_changes = configs.MAMBA_IN_LLAMA_CONFIGS[name]
     changes = changes | dict(rms_norm_eps=1e-5)  # Bamba uses it in its mixer, too
-    config, mamba = checkpoints.mamba_in_llama_configs(
-        changes, mamba_changes | dict(attn_layers=[])
-    )
+    config, mamba = configs.mamba_in_llama_configs(changes, mamba_changes | dict(attn_layers=[]))
     weights = checkpoints.mamba_in_llama_checkpoint(tmp_path, config, mamba)
     want = numpy_mamba_in_llama.logits(config, mamba, weights, TOKENS[0])
     heads, head_dim = mamba["ssm_cfg"]["ngroups"], mamba["ssm_cfg"]["d_state"]
@@ -219,7 +213,7 @@ def test_mamba_in_llama_mixer_against_transformers_bamba(name, tmp_path):
         name = name.replace("model.norm.", "model.final_layernorm.").replace("mlp", "feed_forward")
         return name.replace("post_attention_layernorm", "pre_ff_layernorm"), value
 
-    hf = peers.hybrid_checkpoint(
+    hf = checkpoints.hybrid_checkpoint(
         tmp_path / "hf",
         "bamba",
         attn_layer_indices=None,
@@ -235,27 +229,27 @@ def test_mamba_in_llama_mixer_against_transformers_bamba(name, tmp_path):
     if config["tie_word_embeddings"]:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     hf.load_state_dict({name: torch.from_numpy(value) for name, value in state.items()})
-    assert_close(want, peers.hf_logits(hf, TOKENS[:1])[0])
+    assert_close(want, checkpoints.hf_logits(hf, TOKENS[:1])[0])
 
 
-@pytest.mark.parametrize("name", peers.HYBRID_CONFIGS)
+@pytest.mark.parametrize("name", configs.HYBRID_CONFIGS)
 def test_transformers_hybrids_are_saved_whole_and_use_all_weights(name, tmp_path):
-    torch, transformers = peers.torch(), peers.transformers()
-    model_type, changes = peers.HYBRID_CONFIGS[name]
-    hf = peers.hybrid_checkpoint(tmp_path, model_type, **changes)
-    want = peers.hf_logits(hf, TOKENS)
+    torch, transformers = checkpoints.torch(), checkpoints.transformers()
+    model_type, changes = configs.HYBRID_CONFIGS[name]
+    hf = checkpoints.hybrid_checkpoint(tmp_path, model_type, **changes)
+    want = checkpoints.hf_logits(hf, TOKENS)
     assert np.isfinite(want).all()
     copy = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    np.testing.assert_array_equal(peers.hf_logits(copy, TOKENS), want)
+    np.testing.assert_array_equal(checkpoints.hf_logits(copy, TOKENS), want)
 
     # The gradient of a random sum shows which weights and experts matter.
     logits = hf(torch.tensor(TOKENS), use_cache=False).logits
     noise = np.random.default_rng(1).normal(size=logits.shape).astype(np.float32)
     (logits * torch.from_numpy(noise)).sum().backward()
-    for weight, tensor in peers.hf_weights(hf).items():
+    for weight, tensor in checkpoints.hf_weights(hf).items():
         if not isinstance(tensor, torch.nn.Parameter):
             tensor[0] += 2
-            assert np.abs(peers.hf_logits(hf, TOKENS) - want).max() > 1e-3, weight
+            assert np.abs(checkpoints.hf_logits(hf, TOKENS) - want).max() > 1e-3, weight
             tensor[0] -= 2
         elif tensor.ndim == 3:
             assert (tensor.grad.abs().amax((1, 2)) > 1e-4).all(), weight
@@ -266,11 +260,11 @@ def test_transformers_hybrids_are_saved_whole_and_use_all_weights(name, tmp_path
 @pytest.mark.parametrize("model_type", ["nemotron_h", "zamba2"])
 def test_time_step_floor_can_be_turned_on(model_type, tmp_path):
     """With the same weights, the floor changes the logits. It is in the saved config."""
-    without = peers.hybrid_checkpoint(tmp_path / "without", model_type)
-    floored = peers.hybrid_checkpoint(tmp_path / "floored", model_type, time_step_min=0.05)
+    without = checkpoints.hybrid_checkpoint(tmp_path / "without", model_type)
+    floored = checkpoints.hybrid_checkpoint(tmp_path / "floored", model_type, time_step_min=0.05)
     for name, value in numpy_weights(without).items():
         np.testing.assert_array_equal(numpy_weights(floored)[name], value)
-    difference = peers.hf_logits(floored, TOKENS) - peers.hf_logits(without, TOKENS)
+    difference = checkpoints.hf_logits(floored, TOKENS) - checkpoints.hf_logits(without, TOKENS)
     assert np.abs(difference).max() > 1e-2
-    saved = peers.transformers().AutoConfig.from_pretrained(tmp_path / "floored")
+    saved = checkpoints.transformers().AutoConfig.from_pretrained(tmp_path / "floored")
     assert saved.time_step_min == 0.05

@@ -8,7 +8,7 @@ import pytest
 import stree_jax as st
 from stree_jax.convert import convert
 from stree_jax.models.cache import path_to
-from tests.convert import checkpoints, numpy_mamba_in_llama, numpy_mamba_ssm, peers
+from tests.convert import checkpoints, configs, numpy_mamba_in_llama, numpy_mamba_ssm
 from tests.helpers import apply
 
 TOKENS = np.random.default_rng(0).integers(3, 37, (2, 21)).astype(np.int32)
@@ -45,23 +45,23 @@ def assert_decodes_alike(model, want):
         assert_close(have[row], want[row, length - 1 : length + 4])
 
 
-@pytest.mark.parametrize("name", peers.HF_CONFIGS)
+@pytest.mark.parametrize("name", configs.HF_CONFIGS)
 def test_transformers(name, tmp_path):
-    changes = peers.HF_CONFIGS[name]
-    hf = peers.hf_checkpoint(tmp_path / "hf", **changes)
+    changes = configs.HF_CONFIGS[name]
+    hf = checkpoints.hf_checkpoint(tmp_path / "hf", **changes)
     model = st.from_pretrained(tmp_path / "hf")
-    want = peers.hf_logits(hf, TOKENS)
+    want = checkpoints.hf_logits(hf, TOKENS)
     assert_close(apply(model, TOKENS), want)
 
     assert_decodes_alike(model, want)
 
 
-@pytest.mark.parametrize("name", peers.HYBRID_CONFIGS)
+@pytest.mark.parametrize("name", configs.HYBRID_CONFIGS)
 def test_transformers_hybrids_there_and_back(name, tmp_path):
     """Forward pass, ragged prefill, decoding; transformers computes the same from our copy."""
-    model_type, changes = peers.HYBRID_CONFIGS[name]
-    hf = peers.hybrid_checkpoint(tmp_path / "hf", model_type, **changes)
-    want = peers.hf_logits(hf, TOKENS)
+    model_type, changes = configs.HYBRID_CONFIGS[name]
+    hf = checkpoints.hybrid_checkpoint(tmp_path / "hf", model_type, **changes)
+    want = checkpoints.hf_logits(hf, TOKENS)
     model = st.from_pretrained(tmp_path / "hf")
     assert_close(apply(model, TOKENS), want)
     assert_decodes_alike(model, want)
@@ -69,8 +69,8 @@ def test_transformers_hybrids_there_and_back(name, tmp_path):
     convert(tmp_path / "hf", tmp_path / "native")
     convert(tmp_path / "native", tmp_path / "back", to=model_type)
     assert_same_tensors(tmp_path / "hf", tmp_path / "back")
-    copy = peers.transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
-    np.testing.assert_array_equal(peers.hf_logits(copy, TOKENS), want)
+    copy = checkpoints.transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    np.testing.assert_array_equal(checkpoints.hf_logits(copy, TOKENS), want)
 
 
 def assert_same_tensors(before, after):
@@ -88,18 +88,16 @@ def test_the_floor_of_the_time_step_is_a_quirk(model_type, tmp_path):
     """transformers clamps at time_step_min, which the published config does not ask for."""
     # Without tied embeddings transformers does not tie zamba2's shared blocks either.
     changes = dict(tie_word_embeddings=model_type == "zamba2", time_step_min=0.3)
-    hf = peers.hybrid_checkpoint(tmp_path / "hf", model_type, **changes)
-    want = peers.hf_logits(hf, TOKENS)
+    hf = checkpoints.hybrid_checkpoint(tmp_path / "hf", model_type, **changes)
+    want = checkpoints.hf_logits(hf, TOKENS)
     assert_close(apply(st.from_pretrained(tmp_path / "hf", quirks=["hf_dt_floor"]), TOKENS), want)
     by_config = apply(st.from_pretrained(tmp_path / "hf"), TOKENS)
     assert np.abs(by_config - want).max() > 1e-2 * np.abs(want).max()
 
 
-@pytest.mark.parametrize("name", checkpoints.MAMBA_IN_LLAMA_CONFIGS)
+@pytest.mark.parametrize("name", configs.MAMBA_IN_LLAMA_CONFIGS)
 def test_mamba_in_llama(name, tmp_path):
-    config, mamba_config = checkpoints.mamba_in_llama_configs(
-        *checkpoints.MAMBA_IN_LLAMA_CONFIGS[name]
-    )
+    config, mamba_config = configs.mamba_in_llama_configs(*configs.MAMBA_IN_LLAMA_CONFIGS[name])
     path = tmp_path / "model"
     weights = checkpoints.mamba_in_llama_checkpoint(path, config, mamba_config)
     model = st.from_pretrained(path)
@@ -122,12 +120,12 @@ def test_mamba_in_llama(name, tmp_path):
     assert st.from_pretrained(tmp_path / "back").config == model.config
 
 
-MAMBA_SSM = checkpoints.MAMBA_SSM_CONFIGS | checkpoints.MAMBA_SSM_HYBRID_CONFIGS
+MAMBA_SSM = configs.MAMBA_SSM_CONFIGS | configs.MAMBA_SSM_HYBRID_CONFIGS
 
 
 @pytest.mark.parametrize("name", MAMBA_SSM)
 def test_mamba_ssm(name, tmp_path):
-    config = checkpoints.mamba_ssm_config(**MAMBA_SSM[name])
+    config = configs.mamba_ssm_config(**MAMBA_SSM[name])
     weights = checkpoints.mamba_ssm_weights(config)
     path = checkpoints.write_safetensors(tmp_path / "ssm", config, weights)
     model = st.from_pretrained(path)
@@ -145,7 +143,7 @@ def test_mamba_ssm(name, tmp_path):
 
 def test_codestral(tmp_path):
     """The original format; its head, state and expansion sizes are not in its config."""
-    config = checkpoints.mamba_ssm_config(
+    config = configs.mamba_ssm_config(
         d_model=64,
         n_layer=1,
         ssm_cfg=dict(headdim=64, d_state=128, ngroups=2),
@@ -166,10 +164,10 @@ def test_codestral(tmp_path):
 
 def test_tree_decoding_of_a_converted_model(tmp_path):
     """With an MLP in every layer, a padded vocabulary, and a draft model of another shape."""
-    config = checkpoints.mamba_ssm_config(d_intermediate=100, tie_embeddings=False)
+    config = configs.mamba_ssm_config(d_intermediate=100, tie_embeddings=False)
     weights = checkpoints.mamba_ssm_weights(config)
     target = st.from_pretrained(checkpoints.write_safetensors(tmp_path / "target", config, weights))
-    other = checkpoints.mamba_ssm_config(n_layer=1, tie_embeddings=False)
+    other = configs.mamba_ssm_config(n_layer=1, tie_embeddings=False)
     draft = st.from_pretrained(
         checkpoints.write_safetensors(
             tmp_path / "draft", other, checkpoints.mamba_ssm_weights(other, 1)
@@ -194,8 +192,8 @@ def test_hf_to_native_to_hf_is_bit_identical(dtype, tmp_path):
     """Tensors are equal, and transformers computes the same from the copy."""
     from safetensors.numpy import load_file
 
-    torch, transformers = peers.torch(), peers.transformers()
-    hf = peers.hf_checkpoint(tmp_path / "hf", n_groups=2, use_bias=True)
+    torch, transformers = checkpoints.torch(), checkpoints.transformers()
+    hf = checkpoints.hf_checkpoint(tmp_path / "hf", n_groups=2, use_bias=True)
     hf.to(getattr(torch, dtype)).save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "native")
     convert(tmp_path / "native", tmp_path / "back", to="hf")
@@ -208,12 +206,14 @@ def test_hf_to_native_to_hf_is_bit_identical(dtype, tmp_path):
         np.testing.assert_array_equal(before[name].astype("float32"), after[name].astype("float32"))
     copy = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
     assert copy.dtype == getattr(torch, dtype)
-    np.testing.assert_array_equal(peers.hf_logits(copy, TOKENS), peers.hf_logits(hf, TOKENS))
+    np.testing.assert_array_equal(
+        checkpoints.hf_logits(copy, TOKENS), checkpoints.hf_logits(hf, TOKENS)
+    )
 
 
 def test_torch_files_give_what_torch_loads(tmp_path):
     """All dtypes and layouts, including views of one storage."""
-    torch = peers.torch()
+    torch = checkpoints.torch()
     from stree_jax.convert.torch_file import open_torch_file
 
     base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
@@ -244,8 +244,8 @@ def test_torch_files_give_what_torch_loads(tmp_path):
 
 def test_mamba_ssm_as_it_is_released(tmp_path):
     """A `.bin` in which the tied head shares the embedding's storage."""
-    torch = peers.torch()
-    config = checkpoints.mamba_ssm_config()
+    torch = checkpoints.torch()
+    config = configs.mamba_ssm_config()
     weights = checkpoints.mamba_ssm_weights(config)
     path = checkpoints.write_safetensors(tmp_path / "ssm", config, weights)
     want = apply(st.from_pretrained(path), TOKENS)

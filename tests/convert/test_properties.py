@@ -9,7 +9,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stree_jax import HybridLM, ModelConfig
+from stree_jax import ModelConfig
 from stree_jax.convert import load_model, open_checkpoint
 from stree_jax.convert.writing import write_as
 from tests.convert import checkpoints
@@ -35,19 +35,11 @@ CONFIGS = st.fixed_dictionaries(
 def test_a_model_survives_transformers_format(options, dtype):
     bias = options.pop("bias")
     config = ModelConfig.tiny(**options, in_proj_bias=bias, out_proj_bias=bias)
-    structure, abstract = HybridLM.abstract(config, dtype=dtype)
-    rng = np.random.default_rng(0)
-    weights = jax.tree.map_with_path(
-        lambda path, leaf: jax.numpy.asarray(
-            checkpoints.random_weight(jax.tree_util.keystr(path, simple=True), leaf.shape, rng),
-            leaf.dtype,
-        ),
-        abstract,
-    )
+    model = checkpoints.random_model(config, dtype)
     with tempfile.TemporaryDirectory() as directory:
-        write_as(nnx.merge(structure, weights), Path(directory), "hf")
+        write_as(model, Path(directory), "hf")
         checkpoint = open_checkpoint(Path(directory))
         assert checkpoint.description.config == config
         assert checkpoint.dtype == dtype
         loaded = load_model(checkpoint, dtype=dtype)
-    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(loaded)), weights)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(loaded), nnx.state(model))

@@ -11,7 +11,7 @@ from stree_jax.checkpoint import flatten
 from stree_jax.convert.families import describe
 from stree_jax.convert.rules import check_coverage
 from stree_jax.stored import Tensor
-from tests.convert import published
+from tests.convert import configs
 
 
 def read(tmp_path, values, **beside):
@@ -52,11 +52,11 @@ def shape(config):
 @pytest.mark.parametrize(
     ("values", "preset"),
     [
-        (published.FALCON_H1_500M, "Falcon-H1-0.5B"),
-        (published.GRANITE_350M, "Granite-4-H-350M"),
-        (published.NEMOTRON_H_8B, "Nemotron-H-8B"),
-        (published.NEMOTRON_3_NANO, "Nemotron-3-Nano-30B"),
-        (published.ZAMBA2_2B, "Zamba2-2.7B"),
+        (configs.FALCON_H1_500M, "Falcon-H1-0.5B"),
+        (configs.GRANITE_350M, "Granite-4-H-350M"),
+        (configs.NEMOTRON_H_8B, "Nemotron-H-8B"),
+        (configs.NEMOTRON_3_NANO, "Nemotron-3-Nano-30B"),
+        (configs.ZAMBA2_2B, "Zamba2-2.7B"),
     ],
 )
 def test_the_preset_says_the_same(values, preset, tmp_path):
@@ -64,7 +64,7 @@ def test_the_preset_says_the_same(values, preset, tmp_path):
 
 
 def test_falcons_multipliers(tmp_path):
-    config = read(tmp_path, published.FALCON_H1_500M)
+    config = read(tmp_path, configs.FALCON_H1_500M)
     assert config.mamba2.output_multiplier == 0.23570226039551587
     assert config.mlp.gate_multiplier == 0.8838834764831844
     assert config.attention.key_multiplier == 0.390625
@@ -74,10 +74,10 @@ def test_falcons_multipliers(tmp_path):
 @pytest.mark.parametrize(
     ("values", "num_parameters"),
     [
-        (published.BAMBA_9B, 9.78e9),
-        (published.NEMOTRON_3_NANO, 31.6e9),
-        (published.ZAMBA2_2B, 2.69e9),
-        (published.MAMBA2ATTN, 2.7e9),
+        (configs.BAMBA_9B, 9.78e9),
+        (configs.NEMOTRON_3_NANO, 31.6e9),
+        (configs.ZAMBA2_2B, 2.69e9),
+        (configs.MAMBA2ATTN, 2.7e9),
     ],
 )
 def test_the_number_of_parameters(values, num_parameters, tmp_path):
@@ -112,7 +112,7 @@ def test_mamba_in_llama_8b(tmp_path):
         "n_layer": 32,
         "attn_layers": list(range(1, 32, 2)),
     }
-    config = read(tmp_path, published.LLAMA_3_1_8B, mamba_config=mamba_config)
+    config = read(tmp_path, configs.LLAMA_3_1_8B, mamba_config=mamba_config)
     assert shape(config) == shape(st.ModelConfig.preset("MambaInLlama-8B"))
     assert config.max_length == 131072
     assert config.eos_token == (128001, 128008, 128009)
@@ -120,7 +120,7 @@ def test_mamba_in_llama_8b(tmp_path):
 
 def test_the_draft_of_stree(tmp_path):
     """Its config.json has the attention settings of another model."""
-    llama = published.LLAMA_3_1_8B | dict(
+    llama = configs.LLAMA_3_1_8B | dict(
         hidden_size=1024,
         head_dim=128,
         intermediate_size=2048,

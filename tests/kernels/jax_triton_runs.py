@@ -20,7 +20,8 @@ import triton.language as tl
 from pallas_kernels.tree_scan import jax_triton, jax_triton_versions
 from pallas_kernels.tree_scan.reference import replay as replay_reference
 from pallas_kernels.tree_scan.reference import tree_scan as scan_reference
-from tests.kernels.cases import CASES, accepted_path, make_inputs, relative_error
+from tests.cases.base import relative_error
+from tests.cases.tree_scan import CASES, inputs
 
 
 def lowered():
@@ -105,22 +106,22 @@ def interpreted():
     jax_triton_versions.call = interpreted_call
     jax_triton_versions.passes_aliased_outputs = lambda: True
     errors = {}
-    for case in CASES:
+    for case in CASES.values():
         if case.bf16:
             continue
-        inputs = make_inputs(case)
+        values = inputs(case)
         names = ("x", "dt", "A", "B", "C", "D", "state")
-        x, dt, A, B, C, D, state = (getattr(inputs, name) for name in names)
-        f32 = {name: getattr(inputs, name).astype(np.float32) for name in names}
+        x, dt, A, B, C, D, state = (getattr(values, name) for name in names)
+        f32 = {name: getattr(values, name).astype(np.float32) for name in names}
         first = case.nodes - (case.queries or case.nodes)
         exists = slice(first, case.nodes - case.padded)
         y = jax_triton.tree_scan(
             *(f32[name] for name in ("x", "dt", "A", "B")),
             f32["C"][:, first:],
-            *(f32["D"], f32["state"], inputs.mask),
+            *(f32["D"], f32["state"], values.mask),
         )
-        truth, _ = scan_reference(x, dt, A, B, C, D, state, inputs.parents)
-        path = accepted_path(inputs)
+        truth, _ = scan_reference(x, dt, A, B, C, D, state, values.parents)
+        path = values.path
         new_state = jax_triton.replay(*(f32[name] for name in ("x", "dt", "A", "B", "state")), path)
         errors[case.name] = {
             "tree_scan": relative_error(y[:, : exists.stop - first], truth[:, exists]),

@@ -8,16 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch, replay, triton, tuning
-
-
-def small_replay(implementation=None, state_size=16, state=None):
-    x, dt = jnp.ones((1, 2, 1, 16)), jnp.ones((1, 2, 1))
-    B = jnp.ones((1, 2, 1, state_size))
-    state = jnp.zeros((1, 1, 16, state_size)) if state is None else state
-    return replay(
-        x, dt, -jnp.ones(1), B, state, jnp.ones((1, 2), bool), implementation=implementation
-    )
+from pallas_kernels import dispatch, triton, tuning
+from tests.cases.tree_scan import small_replay
 
 
 @pytest.mark.parametrize(
@@ -100,11 +92,6 @@ def test_traced_arrays_are_on_the_default_device_or_on_their_mesh(default_is_a_g
 def test_ops_run_where_their_arrays_are(default_is_a_gpu):
     here = jax.device_put(jnp.zeros((1, 1, 16, 16)), default_is_a_gpu)
     assert small_replay(state=here).devices() == {default_is_a_gpu}
-
-
-def test_unknown_implementations_are_refused():
-    with pytest.raises(ValueError, match="'cuda'.*'xla'"):
-        small_replay("cuda")
 
 
 def test_unsupported_shapes_are_refused_only_when_asked_for():

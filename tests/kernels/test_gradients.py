@@ -1,8 +1,26 @@
-"""What runs where a function with the gradients of another is differentiated."""
+"""A kernel runs forward and has the derivative of XLA."""
+
+import functools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
 
+from pallas_kernels import (
+    DeferredRMSNorm,
+    add_rms_norm,
+    expert_mlps,
+    gated_rms_norm,
+    ssd,
+    tree_attention,
+)
 from pallas_kernels.autodiff import with_gradients_of
+from pallas_kernels.rms_norm.api import NORMS
+from tests.cases import moe
+from tests.cases import ssd as ssd_cases
+from tests.cases import tree_attention as attention_cases
+from tests.cases.base import relative_error
 
 
 def test_only_the_twin_runs_where_it_is_differentiated():
@@ -11,3 +29,94 @@ def test_only_the_twin_runs_where_it_is_differentiated():
     assert jax.value_and_grad(run)(2.0) == (8.0, 12.0)
     assert jax.jvp(run, (2.0,), (1.0,)) == (8.0, 12.0)
     assert jax.grad(jax.grad(run))(2.0) == 12.0
+
+
+def normal(*shapes):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=shape)) for shape in shapes]
+
+
+def gated(norm):
+    y, gate, weight = normal((3, 32), (3, 40), (32,))
+    options = dict(norm=norm, num_groups=2, gate_start=8)
+    return functools.partial(gated_rms_norm, **options), (
+        y,
+        gate,
+        None if norm == "none" else weight,
+    )
+
+
+def added(parts):
+    def run(residual, output, weight, *squares, implementation):
+        output = DeferredRMSNorm(output, *squares, 0.5) if parts else output
+        return add_rms_norm(residual, output, weight, epsilon=1e-5, implementation=implementation)
+
+    squares = [jnp.asarray(np.random.default_rng(1).uniform(size=(3, parts)))] if parts else []
+    return run, (*normal((3, 32), (3, 32), (32,)), *squares)
+
+
+def attention():
+    *arrays, length, mask = attention_cases.inputs(attention_cases.CASES["several blocks"])
+
+    def run(*arrays, implementation):
+        return tree_attention(*arrays, length, mask, scale=0.25, implementation=implementation)
+
+    return run, tuple(arrays)
+
+
+CALLS = {
+    **{f"gated_rms_norm, {norm}": functools.partial(gated, norm) for norm in NORMS},
+    "add_rms_norm": functools.partial(added, 0),
+    "add_rms_norm, deferred": functools.partial(added, 4),
+    "ssd": lambda: (functools.partial(ssd, chunk_size=8), ssd_cases.on_device(ssd_cases.PLAIN)),
+    "tree_attention": attention,
+}
+
+
+def gradients(run, arguments, implementation):
+    def total(arguments):
+        outputs = run(*arguments, implementation=implementation)
+        return sum((value**3).sum() for value in jax.tree.leaves(outputs))
+
+    return jax.tree.leaves(jax.jit(jax.grad(total))(arguments))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_kernel_has_the_gradients_of_xla(name):
+    run, arguments = CALLS[name]()
+    both = (gradients(run, arguments, each) for each in ("xla", "pallas_interpret"))
+    for wanted, got in zip(*both, strict=True):
+        assert relative_error(got, wanted) < 1e-5
+
+
+def test_gradients_are_finite_with_large_time_steps():
+    x, dt, *rest = ssd_cases.on_device(ssd_cases.PLAIN)
+    run = functools.partial(ssd, chunk_size=8)
+    found = gradients(run, (x, dt * 100.0, *rest), "xla")
+    assert all(jnp.isfinite(value).all() for value in found)
+
+
+@pytest.mark.parametrize("case", [moe.MANY, moe.FEW], ids=str)
+def test_experts_have_the_gradients_of_the_products(case):
+    """The first and the second ones."""
+    arguments = moe.on_device(case)
+
+    def derivatives(implementation):
+        def total(x, weights, *experts):
+            run = functools.partial(expert_mlps, implementation=implementation)
+            run = moe.in_products if implementation == "products" else run
+            return (
+                run(x, weights, arguments[2], *experts, activation="silu", gated=True) ** 2
+            ).sum()
+
+        def total_of_first(*floats):
+            return (jax.grad(total)(*floats) ** 2).sum()
+
+        floats = (*arguments[:2], *arguments[3:])
+        first = jax.jit(jax.grad(total, (0, 1, 2, 3)))(*floats)
+        return (*first, jax.jit(jax.grad(total_of_first))(*floats))
+
+    wanted = derivatives("products")
+    for implementation in ("xla", "pallas_interpret"):
+        for one, other in zip(wanted, derivatives(implementation), strict=True):
+            assert relative_error(other, one) < 1e-5

@@ -11,8 +11,7 @@ import pytest
 
 from pallas_kernels import Gate, dispatch, tree_scan
 from pallas_kernels.tree_scan import jax_triton_versions
-from tests.kernels.cases import CASES
-from tests.kernels.test_dispatch import small_replay
+from tests.cases.tree_scan import CASES, small_replay
 
 OBSTACLE = jax_triton_versions.obstacle()
 needs_jax_triton = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
@@ -93,7 +92,7 @@ def test_lowers():
 @needs_jax_triton
 def test_the_kernels_are_the_recurrence():
     errors = run("interpreted", TRITON_INTERPRET="1")
-    for case in CASES:
+    for case in CASES.values():
         if not case.bf16:
             assert errors[case.name]["tree_scan"] < (3e-5 if case.dt_scale > 1 else 1e-6), case
             assert errors[case.name]["replay"] < 1e-6, case

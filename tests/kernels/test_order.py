@@ -1,9 +1,9 @@
 """A kernel's programs may run in any order, or at once: none may need what another one writes.
 
 The interpreter hides that: it runs programs in order, and gives each the original of what is
-updated in place. Here, as on a GPU, that is one array; and the last program runs first. What one
-program reads of what another writes then shows, for it is written before in one order and after in
-the other. Where programs write to the same place they must write the same.
+updated in place. Here input and output are one array, as on a GPU, and programs run in both orders:
+a read of what another program writes comes after the write in one order and before it in the other.
+Where programs write to the same place, they must write the same.
 """
 
 import jax
@@ -11,18 +11,11 @@ import pytest
 from jax.experimental import pallas as pl
 
 from pallas_kernels import triton
-from tests.kernels import (
-    test_mamba2_layer,
-    test_moe,
-    test_ssd,
-    test_tree_attention,
-    test_tree_attention_layer,
-    test_tree_ops,
-)
+from tests.cases.ops import OPS
 
 
 def in_place(kernel, num_inputs, aliases):
-    """The kernel, with the outputs that take an input's memory also in the input's place."""
+    """The kernel, reading each input that is updated in place from its output."""
 
     def run(*refs):
         inputs, treedef = jax.tree.flatten(refs[:num_inputs])
@@ -39,7 +32,7 @@ def in_place(kernel, num_inputs, aliases):
 def run_as_on_a_gpu(monkeypatch):
     """Sets how kernels are interpreted from now on: in order, or the last program first.
 
-    The kernels are jitted: programs traced before are forgotten, and those traced here afterwards.
+    Kernels are jitted: programs traced before are dropped, and in the end those traced here.
     """
     call, program_id = triton.call, pl.program_id
     names = []
@@ -76,42 +69,27 @@ def run_as_on_a_gpu(monkeypatch):
     assert names, "no kernel was traced"
 
 
-# Kernels that update in place, or where programs share what they write.
+# Kernels that update in place, also in rows with an empty path, or whose programs share outputs.
 CASES = [
-    (test_mamba2_layer, "blocks of channels"),
-    (test_mamba2_layer, "tree, and a row with an empty path"),
-    (test_mamba2_layer, "prefix, blocks of nodes"),
-    (test_mamba2_layer, "repeated, prefix"),
-    (test_tree_attention_layer, "shared, more nodes than a block"),
-    (test_tree_attention_layer, "prefix, blocks of nodes"),
-    (test_tree_ops, "groups"),
-    (test_ssd, "blocks of channels"),
-    (test_moe, "blocks of rows"),
-    (test_moe, "experts that nobody chooses"),
-    (test_tree_attention, "a piece of a prompt"),
+    ("mamba2_layer", "blocks of channels"),
+    ("mamba2_layer", "prefix, blocks of nodes"),
+    ("mamba2_layer", "repeated, prefix"),
+    ("tree_attention_layer", "shared, more nodes than a block"),
+    ("tree_attention_layer", "prefix, blocks of nodes"),
+    ("replay_tree_scan", "groups"),
+    ("replay", "groups"),
+    ("ssd", "blocks of channels"),
+    ("expert_mlps", "blocks of rows"),
+    ("expert_mlps", "experts that nobody chooses"),
+    ("tree_attention", "a piece of a prompt"),
 ]
 
 
 @pytest.mark.parametrize("last_first", [False, True], ids=["in order", "last first"])
-@pytest.mark.parametrize(
-    ("module", "name"), CASES, ids=[f"{m.__name__.split('_', 1)[1]}: {n}" for m, n in CASES]
-)
-def test_programs_need_nothing_of_each_other(module, name, last_first, run_as_on_a_gpu):
+@pytest.mark.parametrize(("op", "name"), CASES, ids=[": ".join(case) for case in CASES])
+def test_programs_need_nothing_of_each_other(op, name, last_first, run_as_on_a_gpu):
     run_as_on_a_gpu(last_first=last_first)
-    (case,) = [case for case in module.CASES if case.name == name]
-    if module is test_tree_attention_layer:
-        module.test_tree_attention_layer(case, "pallas_interpret")
-    elif module is test_tree_attention:
-        module.test_tree_attention(case, True)
-    elif module is test_moe:
-        found = module.error.__wrapped__(case, "pallas_interpret")
-        assert found < module.BUDGET[case.bf16]
-    elif module is test_ssd:
-        assert max(module.errors.__wrapped__(case, "pallas_interpret")) < module.BUDGET[case.bf16]
-    elif module is test_mamba2_layer:
-        found = module.errors.__wrapped__(case, "pallas_interpret")
-        assert max(found.values()) < module.GATED_BUDGET[case.bf16]
-    else:
-        found = module.replayed_and_scanned.__wrapped__(case, "pallas_interpret")
-        assert max(found) < module.BUDGET[case.bf16]
-        module.test_replay(case, "pallas_interpret")
+    table, case = OPS[op], OPS[op].cases[name]
+    found = table.errors.__wrapped__(case, "pallas_interpret")
+    for output, budget in table.budgets(case).items():
+        assert found[output] < budget.most, output

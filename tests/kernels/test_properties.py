@@ -1,7 +1,5 @@
 """Random trees of any shape, as data: one program serves them all."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,10 +15,11 @@ from pallas_kernels import (
 )
 from pallas_kernels import tree_scan as tree_scan_op
 from pallas_kernels.tree_scan.reference import tree_scan as tree_scan_reference
-from tests.kernels.cases import Case, ancestor_mask, make_inputs, relative_error
+from tests.cases import tree_scan as cases
+from tests.cases.base import ancestor_mask, relative_error
 
-CASE = Case("random", batch=1, nodes=9, heads=2, head_dim=4, state=8)
-INPUTS = make_inputs(CASE)
+CASE = cases.CASES["tree"].but(batch=1, nodes=9, heads=2, head_dim=4, state=8)
+INPUTS = cases.inputs(CASE)
 WIDTH = CASE.width
 
 
@@ -34,7 +33,7 @@ def trees(draw):
 @jax.jit
 def run(parents, mask, last):
     """The scan of a tree, and the states after one of its paths."""
-    f32 = jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), dataclasses.asdict(INPUTS))
+    f32 = jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), INPUTS._asdict())
     names = ("x", "dt", "A", "B", "C", "D", "state")
     conv = (f32["conv_input"], f32["conv_state"])
     y = tree_scan_op(*(f32[name] for name in names), mask)

@@ -11,14 +11,7 @@ from flax import nnx
 
 from stree_jax import HybridLM, ModelConfig
 from stree_jax.convert.writing import written_as
-from stree_jax.layer_config import (
-    AttentionConfig,
-    MlpConfig,
-    MoeConfig,
-    RopeScaling,
-    SharedConfig,
-)
-from stree_jax.testing import CONFIGS, HYBRIDS
+from stree_jax.testing import CONFIGS
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -30,56 +23,6 @@ def test_round_trip_through_json(name):
 def test_infinity_is_not_bare_in_json():
     config = ModelConfig.tiny(dt_limit=(0.0, math.inf))
     assert "Infinity" not in json.dumps(config.to_dict())
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_groups": 3}, "num_groups = 3 does not divide num_heads = 4"),
-        ({"conv_width": 1}, "conv_width must be an integer, at least 2; got 1"),
-        ({"dt_limit": (1.0, 0.5)}, "dt_limit"),
-        ({"norm": "layer"}, "norm must be one of .*'layer'"),
-        ({"head_dim": 5}, "head_dim = 5 does not divide expand \\* d_model = 32"),
-        ({"vocab_size": 0}, "vocab_size must be an integer, at least 1; got 0"),
-        ({"padded_vocab_size": 3}, "padded_vocab_size = 3 is below vocab_size = 37"),
-        ({"activation": "gelu"}, "activation must be 'silu', got 'gelu'"),
-        ({"norm_groups": 5}, "norm_groups = 5 does not divide"),
-        ({"eos_token": 37}, "eos_token = 37 is outside the vocabulary of 37"),
-        ({"num_layers": 0}, "num_layers must be an integer, at least 1; got 0"),
-        ({"num_x_heads": 0}, "num_x_heads must be an integer, at least 1; got 0"),
-        ({"norm_groups": 0}, "norm_groups must be an integer, at least 1; got 0"),
-        ({"head_dim": 0}, "head_dim must be an integer, at least 1; got 0"),
-        ({"norm_eps": 0.0}, "norm_eps must be above 0, got 0.0"),
-        ({"state_size": 1 << 60}, "state_size must be below 2\\*\\*48"),
-        ({"num_layers": 9000}, "layers has 9000 entries; at most 8192"),
-    ],
-)
-def test_bad_values_are_named(changes, message):
-    with pytest.raises(ValueError, match=message):
-        ModelConfig.tiny(**changes)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"vocab_size": 5, "d_model": 4, "layers": ["mamba2"], "colour": 1},
-            "no fields \\['colour'\\]",
-        ),
-        ({"vocab_size": 5, "d_model": 4, "layers": ["rwkv"]}, "unknown layer kinds \\['rwkv'\\]"),
-        ({"vocab_size": 5, "d_model": 4, "layers": ["mamba2"]}, "mamba2 config is missing"),
-        ({"vocab_size": 5}, "missing"),
-        ({"vocab_size": "five", "d_model": 4, "layers": ["mlp"]}, "vocab_size"),
-        ({"vocab_size": 5, "d_model": 4, "layers": ["mlp"]}, "the mlp config is missing"),
-        ({"vocab_size": 5, "d_model": 4, "layers": [], "mamba2": {"num_heads": 2}}, "head_dim"),
-        (None, "is a table of fields, got None"),
-        ({"layers": "mamba2"}, "layers must be tuple"),
-        ({"vocab_size": 5, "d_model": 4, "layers": [[]]}, "layers must be tuple"),
-    ],
-)
-def test_damaged_configs_are_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        ModelConfig.from_dict(values)
 
 
 WRONG = {
@@ -110,54 +53,10 @@ def test_values_of_a_wrong_type_are_refused(name):
             table[field] = value
 
 
-@pytest.mark.parametrize(
-    "changes", [{"rope_theta": 1e-200}, {"rope_scaling": RopeScaling(1e-200, 1.0, 2.0, 1)}]
-)
-def test_rotary_frequencies_are_finite(changes):
-    with pytest.raises(ValueError, match="give infinite frequencies"):
-        AttentionConfig(1, 1, 128, rotary_dim=128, **changes)
-
-
-def test_a_model_remembers_something():
-    config = ModelConfig(vocab_size=9, d_model=8, layers=("mlp",), mlp=MlpConfig(8))
-    with pytest.raises(ValueError, match="no memory of other tokens"):
-        HybridLM(config, rngs=nnx.Rngs(0))
-
-
-@pytest.mark.parametrize(
-    ("part", "values", "message"),
-    [
-        (AttentionConfig, (4, 3, 8), "num_kv_heads = 3 does not divide num_heads = 4"),
-        (AttentionConfig, (4, 2, 8, 1, None, 5), "rotary_dim must be even and at most head_dim"),
-        (MlpConfig, (8, "tanh"), "activation must be one of .*'tanh'"),
-        (MoeConfig, (4, 5, 8), "num_active = 5 is more than the 4 experts"),
-        (MoeConfig, (4, 2, 8, "best"), "router must be one of .*'best'"),
-        (MoeConfig, (4, 2, 8, "sigmoid", 3), "3 groups of 4 experts is not possible"),
-        (RopeScaling, (8.0, 4.0, 1.0, 9), "0 < low_freq_factor < high_freq_factor"),
-        (SharedConfig, (0, 4), "num_blocks must be an integer, at least 1; got 0"),
-    ],
-)
-def test_bad_parts_are_named(part, values, message):
-    with pytest.raises(ValueError, match=message):
-        part(*values)
-
-
-def test_what_a_shared_layer_needs():
-    shape = dataclasses.asdict(HYBRIDS["zamba2"])
-    with pytest.raises(ValueError, match="to a 'mamba2' layer, which must come next"):
-        ModelConfig.from_dict(shape | {"layers": ("mamba2", "shared")})
-    with pytest.raises(ValueError, match="the shared config is missing"):
-        ModelConfig.from_dict(shape | {"shared": None})
-    with pytest.raises(ValueError, match="input_multiple is 2 in a model with 'shared' layers"):
-        ModelConfig.from_dict(shape | {"layers": ("mamba2", "attention")})
-
-
 def test_presets_have_the_published_size():
     config = ModelConfig.preset("mamba2-2.7b")
     assert (config.d_model, len(config.layers), config.mamba2.num_heads) == (2560, 64, 80)
     assert (config.vocab_size, config.num_embeddings) == (50277, 50288)
-    with pytest.raises(ValueError, match=r"unknown preset 'mamba3'; known: .*mamba2-130m"):
-        ModelConfig.preset("mamba3")
 
 
 @pytest.mark.parametrize(
@@ -223,11 +122,6 @@ def test_the_abstract_structure_is_that_of_a_model(name):
     assert [block.kind for block in model.blocks] == list(CONFIGS[name].layers)
 
 
-def test_other_weight_types_are_refused():
-    with pytest.raises(ValueError, match="float32 or bfloat16, got float16"):
-        HybridLM(ModelConfig.tiny(), dtype="float16", rngs=nnx.Rngs(0))
-
-
 def test_mamba2_lm_in_bambas_layout():
     """A trained hybrid can be written for transformers."""
     attention = dict(num_heads=2, num_kv_heads=1, head_dim=8, rotary_dim=4)
@@ -236,5 +130,3 @@ def test_mamba2_lm_in_bambas_layout():
     )
     assert config.layers == ("mamba2", "mlp", "attention", "mlp")
     assert written_as(config, "hf", "float32", Path("out")).family == "bamba"
-    with pytest.raises(ValueError, match="MlpConfig has no fields .'width'."):
-        ModelConfig.tiny(mlp={"width": 24})

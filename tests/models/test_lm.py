@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from stree_jax import HybridLM, ModelConfig, TreeTopology
-from stree_jax.layer_config import AttentionConfig, MoeConfig
+from stree_jax import ModelConfig, TreeTopology
+from stree_jax.layer_config import MoeConfig
 from stree_jax.models.cache import init_cache, init_pending, path_to
-from stree_jax.testing import CONFIGS, HYBRIDS, randomised, tiny_model
+from stree_jax.testing import CONFIGS, HYBRIDS, random_model, tiny_model
 from tests import oracle
 from tests.helpers import apply
 
@@ -125,7 +124,7 @@ NORMS = {
 
 @pytest.mark.parametrize("name", NORMS)
 def test_the_gated_norm_of_a_tree_is_that_of_a_sequence(name):
-    model = randomised(HybridLM(NORMS[name], rngs=nnx.Rngs(0)), 0)
+    model = random_model(NORMS[name])
     tokens = random_tokens(model, BATCH, 6)
     chain = whole_tree(TreeTopology.chain(5))
     got, _, _ = tree_forward(model, tokens, chain, model.init_cache(BATCH, 6))
@@ -150,25 +149,29 @@ def test_a_tree_grown_level_by_level_is_the_tree_at_once():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), pending, all_pending)
 
 
-# Sizes that the kernels take.
+# Sizes that the kernels take, and all kinds of layers that have one.
 SIXTEENS = dataclasses.replace(
     _PARALLEL,
-    layers=("parallel", "mlp", "mamba2"),
-    mamba2=dataclasses.replace(_PARALLEL.mamba2, head_dim=16, state_size=16),
+    layers=("parallel", "moe", "mamba2", "attention"),
+    mamba2=dataclasses.replace(_PARALLEL.mamba2, head_dim=16, state_size=16, norm="gate_then_norm"),
     attention=dataclasses.replace(_PARALLEL.attention, head_dim=16, rotary_dim=16),
+    moe=MoeConfig(num_experts=3, num_active=2, hidden_size=16),
+    padded_vocab_size=40,
 )
 
 
-def test_steps_of_kernels_are_those_of_xla():
-    """Several steps, each replaying a path of the one before."""
+def test_kernels_compute_what_xla_does():
+    """A prefill, then steps that each replay a path of the one before, then a replay."""
     model, reference = (
-        randomised(HybridLM(SIXTEENS, rngs=nnx.Rngs(0), implementation=implementation), 0)
+        random_model(SIXTEENS, implementation=implementation)
         for implementation in ("pallas_interpret", "xla")
     )
-    topology = TreeTopology.from_branching((2, 1))
-    tree, num_nodes = whole_tree(topology), topology.num_nodes
-    cache = model.init_cache(BATCH, MAX_LENGTH)
-    kernels = plain = (model.init_pending(BATCH, num_nodes), cache)
+    tree = whole_tree(TreeTopology.from_branching((2, 1)))
+    num_nodes = tree.parents.shape[1]
+    prompts = random_tokens(model, BATCH, LENGTH)
+    results = [prefill(each, prompts, [LENGTH, 4]) for each in (model, reference)]
+    jax.tree.map(assert_close, *results)
+    kernels = plain = (model.init_pending(BATCH, num_nodes), results[1][1])
 
     @jax.jit
     def step(model, tokens, pending, cache, path):
@@ -186,15 +189,8 @@ def test_steps_of_kernels_are_those_of_xla():
     jax.tree.map(assert_close, after, replay(reference, plain[1], plain[0], path))
 
 
-def test_implementations_that_a_model_cannot_have_are_refused():
-    with pytest.raises(ValueError, match="jax_triton'; names that only some ops know"):
-        HybridLM(SIXTEENS, rngs=nnx.Rngs(0), implementation="jax_triton")
-    with pytest.raises(ValueError, match="must be one of .* got 'cuda'"):
-        HybridLM(SIXTEENS, rngs=nnx.Rngs(0), implementation="cuda")
-
-
 def test_hidden_states_and_logits_are_two_halves_of_a_forward():
-    model = randomised(HybridLM(SIXTEENS, rngs=nnx.Rngs(0)), 0)
+    model = random_model(SIXTEENS)
     cache = prefill(model, random_tokens(model, BATCH, 5), [5, 3])[1]
     drafts, tree = jnp.asarray(random_tokens(model, BATCH, TREE.num_nodes)), whole_tree(TREE)
     hidden, pending, after = jax.jit(lambda model, *arguments: model.tree(*arguments))(
@@ -273,29 +269,6 @@ def test_prefill_goes_on_from_a_cache():
     whole, want = prefill(model, prompts, [10, 8])
     np.testing.assert_allclose(logits, whole, atol=1e-4)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), cache, want)
-
-
-def test_the_kernels_can_be_chosen_for_a_whole_model():
-    config = dataclasses.replace(
-        ModelConfig.tiny(head_dim=16, state_size=16, padded_vocab_size=40),
-        logits_multiplier=0.7,
-        layers=("mamba2", "moe", "attention"),
-        moe=MoeConfig(num_experts=3, num_active=2, hidden_size=16),
-        attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=16, rotary_dim=16),
-    )
-    models = [
-        HybridLM(config, rngs=nnx.Rngs(0), implementation=implementation)
-        for implementation in ("xla", "pallas_interpret")
-    ]
-    drafts = random_tokens(models[0], BATCH, TREE.num_nodes)
-    results = []
-    for model in models:
-        prompts = random_tokens(models[0], BATCH, LENGTH)
-        _, cache = prefill(model, prompts, [LENGTH, 4])
-        logits, pending, _ = tree_forward(model, drafts, whole_tree(TREE), cache)
-        path = path_to(whole_tree(TREE), jnp.array([8, 2]))
-        results.append((logits, replay(model, cache, pending, path)))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *results)
 
 
 def test_bfloat16_keeps_state_and_logits_in_float32():

@@ -1,0 +1,412 @@
+"""Configs: as published, with all their fields, and tiny ones of every family.
+
+Published configs are copied from the models' pages and from readers of other projects.
+"""
+
+import json
+
+# Fields of every transformers config.
+COMMON = json.loads("""{
+  "architectures": ["X"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+  "initializer_range": 0.02, "pad_token_id": 0, "torch_dtype": "bfloat16", "transformers_version":
+  "4.57.0", "use_cache": true
+}""")
+BAMBA_9B = COMMON | json.loads("""{
+  "model_type": "bamba", "attention_bias": false, "attn_layer_indices": [9, 18, 27],
+  "attn_rotary_emb": 64, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+  "mamba_chunk_size": 256, "mamba_conv_bias": true, "mamba_d_conv": 4, "mamba_d_head": 64,
+  "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 128,
+  "mamba_proj_bias": false, "max_position_embeddings": 4096, "mlp_bias": false,
+  "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+  "num_logits_to_keep": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_scaling":
+  null, "rope_theta": 10000.0, "tie_word_embeddings": false, "vocab_size": 128256,
+  "z_loss_coefficient": 0.0001
+}""")
+FALCON_H1_500M = COMMON | json.loads("""{
+  "model_type": "falcon_h1", "attention_bias": false, "attention_in_multiplier": 1.0,
+  "attention_out_multiplier": 0.9375, "attn_layer_indices": null, "embedding_multiplier":
+  5.656854249492381, "head_dim": 64, "hidden_act": "silu", "hidden_size": 1024,
+  "intermediate_size": 2048, "key_multiplier": 0.390625, "lm_head_multiplier": 0.0390625,
+  "mamba_chunk_size": 128, "mamba_conv_bias": true, "mamba_d_conv": 4, "mamba_d_head": 64,
+  "mamba_d_ssm": 1536, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1,
+  "mamba_n_heads": 24, "mamba_norm_before_gate": false, "mamba_proj_bias": false,
+  "mamba_rms_norm": false, "mamba_use_mlp": true, "max_position_embeddings": 16384, "mlp_bias":
+  false, "mlp_expansion_factor": 8, "mlp_multipliers": [0.8838834764831844, 0.5859375],
+  "num_attention_heads": 8, "num_hidden_layers": 36, "num_key_value_heads": 2,
+  "num_logits_to_keep": 1, "projectors_bias": false, "rms_norm_eps": 1e-05, "rope_scaling": null,
+  "rope_theta": 100000000000.0, "ssm_in_multiplier": 1.25, "ssm_multipliers": [0.3535533905932738,
+  0.25, 0.3535533905932738, 0.5, 0.3535533905932738], "ssm_out_multiplier": 0.23570226039551587,
+  "tie_word_embeddings": false, "time_step_floor": 0.0001, "time_step_max": 0.1, "time_step_min":
+  0.001, "time_step_rank": "auto", "vocab_size": 32784
+}""")
+GRANITE_350M = COMMON | json.loads("""{
+  "model_type": "granitemoehybrid", "attention_bias": false, "attention_multiplier": 0.015625,
+  "embedding_multiplier": 12, "hidden_act": "silu", "hidden_size": 768, "init_method": "mup",
+  "intermediate_size": 2048, "logits_scaling": 3, "mamba_chunk_size": 256, "mamba_conv_bias":
+  true, "mamba_d_conv": 4, "mamba_d_head": 32, "mamba_d_state": 128, "mamba_expand": 2,
+  "mamba_n_groups": 1, "mamba_n_heads": 48, "mamba_proj_bias": false, "max_position_embeddings":
+  32768, "normalization_function": "rmsnorm", "num_attention_heads": 12, "num_experts_per_tok": 0,
+  "num_hidden_layers": 32, "num_key_value_heads": 4, "num_local_experts": 0,
+  "output_router_logits": false, "position_embedding_type": "nope", "residual_multiplier": 0.246,
+  "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000, "router_aux_loss_coef": 0.0,
+  "shared_intermediate_size": 2048, "tie_word_embeddings": true, "vocab_size": 100352
+}""")
+GRANITE_350M["layer_types"] = ["attention" if i in (10, 13, 17, 27) else "mamba" for i in range(32)]
+_NEMOTRON = COMMON | json.loads("""{
+  "model_type": "nemotron_h", "attention_bias": false, "auto_map": {"AutoConfig":
+  "configuration_nemotron_h.NemotronHConfig"}, "chunk_size": 128, "conv_kernel": 4, "expand": 2,
+  "hidden_dropout": 0.0, "layer_norm_epsilon": 1e-05, "mamba_hidden_act": "silu",
+  "mamba_proj_bias": false, "mlp_bias": false, "mlp_hidden_act": "relu2", "n_groups": 8,
+  "num_logits_to_keep": 1, "rescale_prenorm_residual": true, "residual_in_fp32": false,
+  "sliding_window": null, "ssm_state_size": 128, "tie_word_embeddings": false, "time_step_floor":
+  0.0001, "time_step_limit": [0.0, Infinity], "time_step_max": 0.1, "time_step_min": 0.001,
+  "time_step_rank": 256, "use_bias": false, "use_conv_bias": true, "use_mamba_kernels": true,
+  "vocab_size": 131072
+}""")
+NEMOTRON_H_8B = _NEMOTRON | json.loads("""{
+  "attention_head_dim": 128, "hidden_size": 4096, "hybrid_override_pattern":
+  "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", "intermediate_size": 21504,
+  "mamba_head_dim": 64, "mamba_num_heads": 128, "max_position_embeddings": 8192,
+  "num_attention_heads": 32, "num_hidden_layers": 52, "num_key_value_heads": 8,
+  "num_query_groups": 8, "rms_norm_eps": 1e-05
+}""")
+NEMOTRON_3_NANO = _NEMOTRON | json.loads("""{
+  "head_dim": 128, "hidden_size": 2688, "hybrid_override_pattern":
+  "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "intermediate_size": 1856,
+  "mamba_head_dim": 64, "mamba_num_heads": 64, "max_position_embeddings": 262144,
+  "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "n_group": 1,
+  "n_routed_experts": 128, "n_shared_experts": 1, "norm_eps": 1e-05, "norm_topk_prob": true,
+  "num_attention_heads": 32, "num_experts_per_tok": 6, "num_hidden_layers": 52,
+  "num_key_value_heads": 2, "partial_rotary_factor": 1.0, "rope_theta": 10000,
+  "routed_scaling_factor": 2.5, "topk_group": 1
+}""")
+ZAMBA2_2B = COMMON | json.loads("""{
+  "model_type": "zamba2", "adapter_rank": 128, "add_bias_linear": false, "attention_head_dim":
+  160, "attention_hidden_size": 5120, "chunk_size": 256, "hidden_act": "gelu", "hidden_size":
+  2560, "hybrid_layer_ids": [6, 12, 18, 24, 30, 36, 42, 47, 51], "intermediate_size": 10240,
+  "kv_channels": 80, "mamba_d_conv": 4, "mamba_d_state": 64, "mamba_expand": 2, "mamba_headdim":
+  64, "mamba_ngroups": 1, "max_position_embeddings": 4096, "n_mamba_heads": 80,
+  "num_attention_heads": 32, "num_hidden_layers": 54, "num_key_value_heads": 32,
+  "num_logits_to_keep": 1, "num_mem_blocks": 2, "num_query_groups": 32, "rms_norm_eps": 1e-05,
+  "rope_theta": 10000, "time_step_floor": 0.0001, "time_step_limit": null, "time_step_max": 0.1,
+  "time_step_min": 0.001, "use_conv_bias": true, "use_long_context": false, "use_mamba_kernels":
+  true, "use_mem_eff_path": false, "use_mem_rope": false, "use_shared_attention_adapter": false,
+  "vocab_size": 32000
+}""")
+ZAMBA2_2B["layers_block_type"] = [
+    "hybrid" if i in ZAMBA2_2B["hybrid_layer_ids"] else "mamba" for i in range(54)
+]
+MAMBA2ATTN = json.loads("""{
+  "d_model": 2560, "d_intermediate": 0, "n_layer": 64, "vocab_size": 50277, "ssm_cfg": {"layer":
+  "Mamba2"}, "attn_layer_idx": [9, 18, 27, 36, 45, 56], "attn_cfg": {"causal": true, "d_conv": 4,
+  "head_dim": 128, "num_heads": 30, "out_proj_bias": false, "qkv_proj_bias": false,
+  "rotary_emb_dim": 64}, "rms_norm": true, "residual_in_fp32": true, "fused_add_norm": true,
+  "pad_vocab_size_multiple": 16, "tie_embeddings": true
+}""")
+LLAMA_3_1_8B = COMMON | json.loads("""{
+  "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "model_type": "llama",
+  "attention_bias": false, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+  "max_position_embeddings": 131072, "mlp_bias": false, "num_attention_heads": 32,
+  "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+  "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+  "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0,
+  "tie_word_embeddings": false, "vocab_size": 128256
+}""")
+# With other sizes. This one has fields of old conversions.
+CODESTRAL_HF = """{
+  "_name_or_path": "/repo/codestral", "_attn_implementation_autoset": true,
+  "architectures": ["Mamba2ForCausalLM"], "bos_token_id": 0, "chunk_size": 256,
+  "conv_kernel": 4, "eos_token_id": [0, 2], "expand": 2, "head_dim": 8, "hidden_act": "silu",
+  "hidden_size": 16, "initializer_range": 0.1, "intermediate_size": 32,
+  "layer_norm_epsilon": 1e-05, "model_type": "mamba2", "n_groups": 1, "norm_before_gate": true,
+  "num_heads": 4, "num_hidden_layers": 2, "pad_token_id": 0, "rescale_prenorm_residual": false,
+  "residual_in_fp32": true, "rms_norm": true, "state_size": 8, "tie_word_embeddings": false,
+  "time_step_floor": 0.0001, "time_step_init_scheme": "random", "time_step_limit": [0.0, Infinity],
+  "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": 256, "time_step_scale": 1.0,
+  "torch_dtype": "bfloat16", "transformers_version": "4.44.0.dev0", "use_bias": false,
+  "use_cache": true, "use_conv_bias": true, "vocab_size": 48 }"""
+
+MAMBA2_130M = """{ "d_model": 16, "d_intermediate": 0, "n_layer": 2, "vocab_size": 37,
+  "ssm_cfg": {"layer": "Mamba2", "d_state": 8, "headdim": 8}, "attn_layer_idx": [],
+  "attn_cfg": {}, "rms_norm": true, "residual_in_fp32": true, "fused_add_norm": true,
+  "pad_vocab_size_multiple": 16, "tie_embeddings": false }"""
+
+
+# Fields of mamba_ssm's MambaConfig and, under ssm_cfg, of its Mamba2.
+MAMBA_SSM_CONFIGS = {
+    "as released": {},
+    "groups, D per channel, norm before gate": dict(
+        ssm_cfg=dict(ngroups=2, D_has_hdim=True, norm_before_gate=True, d_conv=3),
+        tie_embeddings=False,
+    ),
+    "d_ssm < d_inner, no norm, clamped": dict(
+        ssm_cfg=dict(d_ssm=16, rmsnorm=False, dt_limit=[0.01, 0.5], conv_bias=False)
+    ),
+    "MLP, biases": dict(ssm_cfg=dict(bias=True, ngroups=2), d_intermediate=100),
+}
+# With attention. RoPE on all channels makes every key bias matter.
+MAMBA_SSM_HYBRID_CONFIGS = {
+    "as mamba2attn-2.7b": dict(
+        d_model=32,
+        n_layer=3,
+        attn_layer_idx=[1],
+        attn_cfg=dict(
+            causal=True,
+            d_conv=4,
+            head_dim=16,
+            num_heads=3,
+            out_proj_bias=False,
+            qkv_proj_bias=False,
+            rotary_emb_dim=8,
+        ),
+    ),
+    "grouped queries, biases, MLP in every layer": dict(
+        n_layer=3,
+        d_intermediate=100,
+        attn_layer_idx=[1],
+        attn_cfg=dict(
+            causal=True, num_heads=4, num_heads_kv=2, rotary_emb_dim=4, rotary_emb_base=100.0
+        ),
+        tie_embeddings=False,
+    ),
+    "MLP inside the attention": dict(
+        attn_layer_idx=[0],
+        attn_cfg=dict(
+            causal=True, num_heads=2, mlp_dim=200, d_conv=3, softmax_scale=0.5, rotary_emb_dim=8
+        ),
+    ),
+}
+
+
+def mamba_ssm_config(**changes):
+    """A small config.json of mamba_ssm."""
+    ssm = dict(layer="Mamba2", d_state=8, headdim=8) | changes.pop("ssm_cfg", {})
+    return (
+        dict(
+            d_model=16,
+            d_intermediate=0,
+            n_layer=2,
+            vocab_size=37,
+            ssm_cfg=ssm,
+            attn_layer_idx=[],
+            attn_cfg={},
+            rms_norm=True,
+            residual_in_fp32=True,
+            fused_add_norm=True,
+            pad_vocab_size_multiple=16,
+            tie_embeddings=True,
+        )
+        | changes
+    )
+
+
+# Changes to config.json and mamba_config.json. The sizes are tiny, yet all three cases of llama3's
+# frequency scaling occur.
+_LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+MAMBA_IN_LLAMA_CONFIGS = {
+    "untied, llama3 rope": (dict(rope_scaling=_LLAMA3), {}),
+    # The mixer's width and number of heads differ from the attention's.
+    "tied, plain rope, d_xb < d_inner": (
+        dict(tie_word_embeddings=True, num_key_value_heads=1, head_dim=12, rms_norm_eps=1e-3),
+        dict(d_inner=64, ssm_cfg=dict(expand=1, ngroups=8, d_state=8), attn_layers=[0]),
+    ),
+    # As STree's draft model, whose config.json has the attention settings of another model.
+    "no attention, tied": (
+        dict(tie_word_embeddings=True, num_attention_heads=6, head_dim=16, rope_scaling=_LLAMA3),
+        dict(d_xb=8, attn_layers=[]),
+    ),
+}
+
+
+def mamba_in_llama_configs(config=None, mamba_config=None):
+    """A small config.json and mamba_config.json with these changes."""
+    llama = dict(
+        architectures=["LlamaForCausalLM"],
+        model_type="llama",
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        hidden_act="silu",
+        attention_bias=False,
+        mlp_bias=False,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-5,
+        rope_theta=500.0,
+        rope_scaling=None,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=[2, 3],
+        torch_dtype="float32",
+    ) | (config or {})
+    mamba = dict(
+        d_model=llama["hidden_size"],
+        ssm_cfg=dict(expand=1, ngroups=4, d_state=8),
+        rms_norm_eps=llama["rms_norm_eps"],
+        vocab_size=None,
+        d_inner=32,
+        d_xb=16,
+        intermediate_size=llama["intermediate_size"],
+        hidden_act="silu",
+        n_layer=llama["num_hidden_layers"],
+        attn_layers=[1],
+    ) | (mamba_config or {})
+    return llama, mamba
+
+
+# Changes to transformers' Mamba2Config. Each tests something that the others do not.
+HF_CONFIGS = {
+    "plain": {},
+    "groups, narrow convolution, biases": dict(
+        n_groups=2, conv_kernel=3, use_bias=True, use_conv_bias=False, tie_word_embeddings=True
+    ),
+    "clamped time steps, odd vocabulary": dict(
+        time_step_limit=(0.01, 0.5), vocab_size=53, layer_norm_epsilon=1e-3
+    ),
+}
+
+
+# zamba2 and nemotron_h clamp the time step at time_step_min in prefill but not in decoding. This is
+# a bug: the field is meant for initialisation, and the released models were trained without the
+# clamp. A floor below any softplus output disables it. The floor cannot be 0, because transformers
+# takes its logarithm. To see the bug, pass time_step_min=0.05.
+_NO_FLOOR = 1e-30
+
+HYBRID_DEFAULTS = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+    tie_word_embeddings=False,
+)
+_BAMBA_LIKE = dict(
+    num_hidden_layers=3, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=8
+)
+HYBRID_MODELS = dict(
+    bamba=_BAMBA_LIKE | dict(attn_layer_indices=[1]),
+    falcon_h1=_BAMBA_LIKE | dict(num_hidden_layers=2, mamba_d_ssm=64),
+    granitemoehybrid=_BAMBA_LIKE
+    | dict(
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        shared_intermediate_size=40,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+    ),
+    nemotron_h=dict(
+        hybrid_override_pattern="M*-M",
+        head_dim=16,
+        mamba_num_heads=4,
+        mamba_head_dim=12,
+        n_groups=2,
+        ssm_state_size=16,
+        chunk_size=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=40,
+        time_step_min=_NO_FLOOR,
+    ),
+    zamba2=dict(
+        num_hidden_layers=6,
+        layers_block_type=["linear_attention", "hybrid"] * 3,
+        num_key_value_heads=4,
+        num_mem_blocks=2,
+        adapter_rank=4,
+        n_mamba_heads=4,
+        mamba_ngroups=2,
+        mamba_d_state=16,
+        chunk_size=8,
+        time_step_min=_NO_FLOOR,
+    ),
+)
+# Name -> model_type and changes. Together they use every part of the released models.
+HYBRID_CONFIGS = {
+    "bamba": ("bamba", {}),
+    "falcon_h1, multipliers, no norm": (
+        "falcon_h1",
+        dict(
+            head_dim=12,
+            mamba_d_ssm=48,
+            mamba_n_heads=3,
+            embedding_multiplier=1.7,
+            lm_head_multiplier=0.6,
+            key_multiplier=0.7,
+            attention_in_multiplier=1.2,
+            attention_out_multiplier=0.8,
+            ssm_in_multiplier=1.3,
+            ssm_out_multiplier=0.9,
+            ssm_multipliers=[0.7, 1.1, 0.8, 1.4, 1.2],
+            mlp_multipliers=[0.8, 1.5],
+            tie_word_embeddings=True,
+        ),
+    ),
+    "falcon_h1, norm before gate, groups": (
+        "falcon_h1",
+        dict(
+            mamba_rms_norm=True,
+            mamba_norm_before_gate=True,
+            mamba_n_groups=2,
+            time_step_limit=(0.01, 0.5),
+        ),
+    ),
+    "granitemoehybrid, dense": (
+        "granitemoehybrid",
+        dict(
+            position_embedding_type="nope",
+            embedding_multiplier=1.7,
+            residual_multiplier=0.6,
+            attention_multiplier=0.2,
+            logits_scaling=3.0,
+            rms_norm_eps=1e-3,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "granitemoehybrid, experts, rope": (
+        "granitemoehybrid",
+        dict(
+            position_embedding_type="rope",
+            attention_multiplier=0.5,
+            intermediate_size=24,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        ),
+    ),
+    "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h, groups of experts": (
+        "nemotron_h",
+        dict(
+            hybrid_override_pattern="ME*E",
+            n_routed_experts=6,
+            n_group=2,
+            topk_group=1,
+            routed_scaling_factor=2.5,
+        ),
+    ),
+    "nemotron_h, latent experts": (
+        "nemotron_h",
+        dict(
+            hybrid_override_pattern="ME*E",
+            moe_latent_size=20,
+            routed_scaling_factor=2.5,
+            layer_norm_epsilon=1e-3,
+        ),
+    ),
+    "zamba2": (
+        "zamba2",
+        dict(use_shared_attention_adapter=True, use_mem_rope=True, tie_word_embeddings=True),
+    ),
+}

@@ -1,0 +1,260 @@
+"""Checkpoints that every reader refuses, and that `convert` leaves nothing of."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+
+from tests.convert import checkpoints, configs
+from tests.convert.checkpoints import (
+    CONFIG,
+    MIXER,
+    WEIGHTS,
+    refused,
+    rewritten,
+    sharded,
+    write_index,
+)
+
+HF = {"model_type": "mamba2", "hidden_size": 16, "num_heads": 4, "head_dim": 8}
+
+ATTENTION = {"causal": True, "num_heads": 2}
+
+
+def _nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+# Fields of config.json, and the message.
+CONFIGS = [
+    ({"ssm_cfg": {}}, "ssm_cfg.layer is 'Mamba1' \\(the default\\); only Mamba-2"),
+    ({"ssm_cfg": {"layer": "Mamba1"}}, "ssm_cfg.layer is 'Mamba1'; only Mamba-2"),
+    (CONFIG | {"attn_layer_idx": [1]}, "attn_cfg.causal is not true"),
+    (CONFIG | {"attn_layer_idx": [2]}, "attn_layer_idx must be a list of layers below 2"),
+    (
+        CONFIG | {"attn_layer_idx": [1], "attn_cfg": ATTENTION | {"novel": 1}},
+        r"unknown fields \['attn_cfg.novel'\]",
+    ),
+    (
+        CONFIG | {"attn_layer_idx": [1], "attn_cfg": ATTENTION | {"rotary_emb_interleaved": True}},
+        "rotary_emb_interleaved = true is not supported",
+    ),
+    (CONFIG | {"rms_norm": False}, r"rms_norm = false \(LayerNorm\) is not supported"),
+    (CONFIG | {"novel": 1}, r"unknown fields \['novel'\]; they might change"),
+    (
+        CONFIG | {"ssm_cfg": CONFIG["ssm_cfg"] | {"novel": 1}},
+        r"unknown fields \['ssm_cfg.novel'\]",
+    ),
+    (CONFIG | {"d_model": "16"}, "d_model must be an integer, .*'16'"),
+    (CONFIG | {"n_layer": 10**9}, "n_layer must be an integer, from 1 to 4096"),
+    (CONFIG | {"d_model": None}, "d_model is missing"),
+    (CONFIG | {"quantization_config": {"bits": 4}}, "quantised checkpoints are not supported"),
+    ({"model_type": "mamba"}, "'mamba': Mamba-1 layers"),
+    ({"model_type": "jamba"}, "'jamba': Mamba-1 layers"),
+    ({"model_type": "qwen3_next"}, "'qwen3_next': gated delta net"),
+    ({"model_type": "recurrent_gemma"}, "'recurrent_gemma': RG-LRU"),
+    ({"model_type": "bamba", "partial_rotary_factor": "x", "novel": 1}, "unknown fields"),
+    (
+        {"model_type": "bamba", "rope_parameters": {"partial_rotary_factor": 0.25}},
+        "partial_rotary_factor is not 0.5",
+    ),
+    ({"model_type": "bamba", "rope_scaling": {"type": "yarn"}}, "rope_type is 'yarn'"),
+    (
+        {"model_type": "bamba", "rope_scaling": {"type": "llama3"}},
+        r"rope_parameters\.factor is missing",
+    ),
+    ({"model_type": "bamba", "mamba_n_heads": 3}, "mamba_n_heads = 3 does not divide 8192"),
+    ({"model_type": "falcon_h1", "mlp_multipliers": [1]}, "mlp_multipliers must be 2 numbers"),
+    ({"model_type": "falcon_h1", "hidden_act": "relu"}, "hidden_act is 'relu', not one of"),
+    (
+        {"model_type": "granitemoehybrid", "layer_types": ["mamba"]},
+        "layer_types has 1 entries for num_hidden_layers = 32",
+    ),
+    (
+        {"model_type": "granitemoehybrid", "num_experts_per_tok": 9},
+        "num_active = 9 is more than the 8 experts",
+    ),
+    (
+        {"model_type": "nemotron_h", "hybrid_override_pattern": "M*x"},
+        "hybrid_override_pattern must consist of M\\*-E, got 'M\\*x'",
+    ),
+    (
+        {"model_type": "nemotron_h", "hybrid_override_pattern": "M*", "num_hidden_layers": 3},
+        "has 2 letters for 3 layers",
+    ),
+    ({"model_type": "nemotron_h", "layers_block_type": ["rwkv"]}, r"unknown kinds \[.*rwkv"),
+    ({"model_type": "zamba2", "use_long_context": True}, "use_long_context = true is not"),
+    (
+        {"model_type": "zamba2", "num_hidden_layers": 1, "layers_block_type": ["mamba"]},
+        "no layer of layers_block_type is 'hybrid'",
+    ),
+    ({"model_type": "nemotron_h_omni"}, "a multimodal wrapper"),
+    ({"model_type": "llama"}, "of no known family \\(model_type = 'llama'\\)"),
+    ({"d_model": 8, "n_layer": 2}, "has no ssm_cfg: a Mamba-1 model"),
+    ({"model_type": "mamba2", "hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ({"model_type": "mamba2", "hidden_size": 100}, "is not num_heads \\* head_dim"),
+    ({"dim": 64, "n_layers": 1, "vocab_size": 9, "n_heads": 8}, "of no known family"),
+    (CONFIG | {"attn_layer_idx": 1}, "attn_layer_idx must be a list of layers"),
+    (
+        CONFIG | {"ssm_cfg": CONFIG["ssm_cfg"] | {"norm_before_gate": "false"}},
+        "norm_before_gate must be true or false, got 'false'",
+    ),
+    (CONFIG | {"ssm_cfg": CONFIG["ssm_cfg"] | {"d_conv": 1}}, r"config\.json: conv_width must"),
+    (HF | {"time_step_limit": [0.0, {"__float__": ["x"]}]}, "time_step_limit must be two"),
+    (HF | {"layer_norm_epsilon": 10**400}, "layer_norm_epsilon must be a number, got 1000"),
+    (HF | {"layer_norm_epsilon": 0}, "layer_norm_epsilon must be a number above 0"),
+    (HF | {"use_bias": 1}, "use_bias must be true or false, got 1"),
+    ([1], "it is not a JSON object"),
+    ({"model_type": "nemotron_h", "layer_types": [[]]}, r"config\.json: .*unknown kinds"),
+    ({"model_type": "granitemoehybrid", "layer_types": [{}]}, "unknown kinds"),
+    (
+        {"model_type": "zamba2", "hidden_size": 32, "num_attention_heads": 65}
+        | {"num_hidden_layers": 1, "layers_block_type": ["hybrid"], "n_mamba_heads": 8},
+        r"config\.json: num_attention_heads = 65 does not divide 2 \* hidden_size = 64",
+    ),
+    (CONFIG | {"attn_layer_idx": [0] * 100_000}, "attn_layer_idx must be a list of layers"),
+    (HF | {"expand": True}, "expand must be a number, got True"),
+    (HF | {"novel": _nested(600)}, r"config\.json is damaged: it is nested more than 32 deep"),
+    (HF | {"use_bias": "x" * 10_000}, "use_bias must be true or false, got 'xxx"),
+    ({"model_type": ["x" * 10_000]}, "of no known family"),
+]
+
+
+def in_config(content):
+    """A damage: other fields, or another text."""
+
+    def damage(checkpoint):
+        text = content if isinstance(content, str) else json.dumps(content)
+        (checkpoint / "config.json").write_text(text)
+
+    return damage
+
+
+def in_mamba_in_llama(config, mamba_config):
+    """Other fields in the two configs of MambaInLlama."""
+
+    def damage(checkpoint):
+        both = configs.mamba_in_llama_configs()
+        checkpoints.mamba_in_llama_checkpoint(checkpoint, *both)
+        names = ("config.json", "mamba_config.json")
+        for name, values, changes in zip(names, both, (config, mamba_config), strict=True):
+            (checkpoint / name).write_text(json.dumps(values | changes))
+
+    return damage
+
+
+MAMBA_IN_LLAMA = [
+    ({}, {"d_inner": 24}, r"mamba_config\.json: d_inner = 24 is not ssm_cfg\.ngroups"),
+    ({}, {"n_layer": 9}, r"n_layer is not config\.json's num_hidden_layers"),
+    ({}, {"attn_layers": [9]}, "attn_layers must be a list of layers below"),
+    ({}, {"novel": 1}, r"unknown fields \['novel'\]"),
+    ({"rope_scaling": {"rope_type": "yarn"}}, {}, "rope_type is 'yarn'"),
+]
+
+
+def in_weights(**changes):
+    return lambda checkpoint: rewritten(checkpoint, **changes)
+
+
+WEIGHTS_REFUSED = [
+    ({f"{MIXER}.D": None}, rf"{MIXER}\.D \(4,\) is missing"),
+    (
+        {"extra.weight": np.ones((2, 3), np.float32)},
+        r"extra\.weight\W \(2, 3\) is not expected",
+    ),
+    ({f"{MIXER}.D": np.ones(5, np.float32)}, r"D has shape \(5,\), the config says \(4,\)"),
+    ({f"{MIXER}.D": np.ones(4, np.int32)}, "D holds int32, not real numbers"),
+    (
+        {f"{MIXER}.in_proj.weight": WEIGHTS[f"{MIXER}.in_proj.weight"].T},
+        r"in_proj\.weight has shape \(16, 84\), the config says \(84, 16\)",
+    ),
+]
+
+
+def in_file(header):
+    """A safetensors file of this header and four bytes."""
+    encoded = json.dumps(header).encode()
+    data = struct.pack("<Q", len(encoded)) + encoded + bytes(4 * bool(header))
+    return lambda checkpoint: (checkpoint / "model.safetensors").write_bytes(data)
+
+
+FLOAT8 = {"x": {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}}
+NEMOTRON = {"model_type": "nemotron_h", "hybrid_override_pattern": "ME" * 2048}
+
+
+def in_index(change):
+    """Two shards, and an index that does not fit them; `change` takes its weight map."""
+
+    def damage(checkpoint):
+        weight_map = sharded(checkpoint)
+        write_index(checkpoint, change(weight_map, next(iter(weight_map))))
+
+    return damage
+
+
+OTHER_SHARD = {"part-0.safetensors": "part-1.safetensors"}
+OUTSIDE = ("../part-0.safetensors", "/etc/passwd", "sub/x.safetensors", "..\\x", "", ".", 3)
+INDICES = [
+    (lambda _, first: {}, "has no weight_map"),
+    (
+        lambda weight_map, first: weight_map | {"ghost": "part-0.safetensors"},
+        "1 tensors are not in their files",
+    ),
+    (
+        lambda weight_map, first: weight_map | {first: "part-9.safetensors"},
+        "'part-9.safetensors', which does not exist",
+    ),
+    (
+        lambda weight_map, first: weight_map | {first: OTHER_SHARD[weight_map[first]]},
+        "1 tensors are not in their files",
+    ),
+    (
+        lambda weight_map, first: {k: v for k, v in weight_map.items() if k != first},
+        "1 tensors are in files it does not",
+    ),
+    *(
+        (
+            lambda weight_map, _, name=name: weight_map | {"x": name},
+            "not a plain file name|does not exist",
+        )
+        for name in (*OUTSIDE, "x" * 5000, "a\0b")
+    ),
+]
+
+REFUSED = [
+    *((in_config(config), message) for config, message in CONFIGS),
+    *(
+        (in_config(text), r"config\.json is damaged")
+        for text in ("", "{", "[" * 100_000, "\x00", '{"a": }')
+    ),
+    (
+        in_config(CONFIG | {"n_layer": 4096}),
+        r"config\.json says 4096 layers, but model\.safetensors has 21 tensors",
+    ),
+    *(
+        (
+            in_config(NEMOTRON | {"n_routed_experts": count}),
+            f"n_routed_experts = {count} in 2048 layers, but there are only 21",
+        )
+        for count in (4096, 16_000_000)
+    ),
+    *((in_mamba_in_llama(*both), message) for *both, message in MAMBA_IN_LLAMA),
+    *((in_weights(**changes), message) for changes, message in WEIGHTS_REFUSED),
+    (in_file({}), r"model\.safetensors has no tensors"),
+    (in_file(FLOAT8), "stored as F8_E4M3; quantised checkpoints are not supported"),
+    *((in_index(change), message) for change, message in INDICES),
+    (
+        lambda checkpoint: write_index(checkpoint, {"x": "part-0.safetensors"}),
+        "has both model.safetensors and model.safetensors.index.json",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_refused(checkpoint, damage, message):
+    damage(checkpoint)
+    refused(checkpoint, message)

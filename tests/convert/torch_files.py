@@ -1,0 +1,81 @@
+"""PyTorch's zip files, written by hand: no torch is needed."""
+
+import io
+import pickle
+import zipfile
+
+
+class Named:
+    """Pickles as a global name."""
+
+    def __init__(self, module, name):
+        self.module, self.name = module, name
+
+
+class Call:
+    """Pickles as a call of a global."""
+
+    def __init__(self, function, *arguments):
+        self.function, self.arguments = function, arguments
+
+
+class Storage:
+    """Pickles as a persistent id."""
+
+    def __init__(self, *pid):
+        self.pid = pid
+
+
+def pickled(value):
+    """Protocol 2, opcode by opcode, because pickle would import the names."""
+    out = io.BytesIO()
+
+    def write(item):
+        match item:
+            case Named():
+                out.write(b"c" + f"{item.module}\n{item.name}\n".encode())
+            case Call():
+                write(item.function)
+                write(item.arguments)
+                out.write(b"R")
+            case Storage():
+                write(item.pid)
+                out.write(b"Q")
+            case tuple():
+                out.write(b"(")
+                for part in item:
+                    write(part)
+                out.write(b"t")
+            case dict():
+                out.write(b"}(")
+                for key, part in item.items():
+                    write(key)
+                    write(part)
+                out.write(b"u")
+            case _:
+                out.write(pickle.dumps(item, protocol=2)[2:-1])
+
+    out.write(b"\x80\x02")
+    write(value)
+    out.write(b".")
+    return out.getvalue()
+
+
+FLOATS = Named("torch", "FloatStorage")
+REBUILD = Named("torch._utils", "_rebuild_tensor_v2")
+
+
+def tensor(key="0", size=6, offset=0, shape=(2, 3), strides=(3, 1), kind=FLOATS):
+    storage = Storage("storage", kind, key, "cpu", size)
+    return Call(
+        REBUILD, storage, offset, shape, strides, False, Call(Named("collections", "OrderedDict"))
+    )
+
+
+def torch_file(path, state, *, data=bytes(range(24)), compression=zipfile.ZIP_STORED, extra=()):
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("archive/data.pkl", state if isinstance(state, bytes) else pickled(state))
+        archive.writestr("archive/data/0", data)
+        for name, content in extra:
+            archive.writestr(f"archive/{name}", content)
+    return path

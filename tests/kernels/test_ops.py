@@ -1,0 +1,22 @@
+"""Every implementation of every op on its table, against sequential NumPy in float64."""
+
+import pytest
+
+from tests.cases.ops import OPS
+
+
+def runs():
+    for op, table in OPS.items():
+        for name in table.cases:
+            for implementation in table.implementations:
+                yield pytest.param(
+                    *(op, name, implementation),
+                    marks=[pytest.mark.gpu] if implementation == "pallas" else [],
+                    id=f"{op}: {name}-{implementation}",
+                )
+
+
+@pytest.mark.parametrize(("op", "name", "implementation"), [*runs()])
+def test_errors_are_within_their_budgets(op, name, implementation):
+    """A kernel has a second budget, relative to XLA's error: not a widened tolerance."""
+    OPS[op].check(OPS[op].cases[name], implementation)

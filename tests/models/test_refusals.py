@@ -1,0 +1,107 @@
+"""What configs and models refuse."""
+
+import dataclasses
+from functools import partial
+
+import pytest
+from flax import nnx
+
+from stree_jax import HybridLM, ModelConfig, demo_path
+from stree_jax.layer_config import AttentionConfig, MlpConfig, MoeConfig, RopeScaling, SharedConfig
+from stree_jax.testing import HYBRIDS
+
+SHARED = dataclasses.asdict(HYBRIDS["zamba2"])
+SMALL = {"vocab_size": 5, "d_model": 4}
+NO_MEMORY = ModelConfig(vocab_size=9, d_model=8, layers=("mlp",), mlp=MlpConfig(8))
+
+
+def tiny(**changes):
+    return partial(ModelConfig.tiny, **changes)
+
+
+def table(values):
+    """A native config.json."""
+    return partial(ModelConfig.from_dict, values)
+
+
+def rotary(**changes):
+    return partial(AttentionConfig, 1, 1, 128, rotary_dim=128, **changes)
+
+
+def model(config=None, **options):
+    return partial(HybridLM, config or ModelConfig.tiny(), rngs=nnx.Rngs(0), **options)
+
+
+REFUSED = [
+    (tiny(num_groups=3), "num_groups = 3 does not divide num_heads = 4"),
+    (tiny(conv_width=1), "conv_width must be an integer, at least 2; got 1"),
+    (tiny(dt_limit=(1.0, 0.5)), "dt_limit"),
+    (tiny(norm="layer"), "norm must be one of .*'layer'"),
+    (tiny(head_dim=5), "head_dim = 5 does not divide expand \\* d_model = 32"),
+    (tiny(vocab_size=0), "vocab_size must be an integer, at least 1; got 0"),
+    (tiny(padded_vocab_size=3), "padded_vocab_size = 3 is below vocab_size = 37"),
+    (tiny(activation="gelu"), "activation must be 'silu', got 'gelu'"),
+    (tiny(norm_groups=5), "norm_groups = 5 does not divide"),
+    (tiny(eos_token=37), "eos_token = 37 is outside the vocabulary of 37"),
+    (tiny(num_layers=0), "num_layers must be an integer, at least 1; got 0"),
+    (tiny(num_x_heads=0), "num_x_heads must be an integer, at least 1; got 0"),
+    (tiny(norm_groups=0), "norm_groups must be an integer, at least 1; got 0"),
+    (tiny(head_dim=0), "head_dim must be an integer, at least 1; got 0"),
+    (tiny(norm_eps=0.0), "norm_eps must be above 0, got 0.0"),
+    (tiny(state_size=1 << 60), "state_size must be below 2\\*\\*48"),
+    (tiny(num_layers=9000), "layers has 9000 entries; at most 8192"),
+    (tiny(mlp={"width": 24}), "MlpConfig has no fields .'width'."),
+    (table(SMALL | {"layers": ["mamba2"], "colour": 1}), "no fields \\['colour'\\]"),
+    (table(SMALL | {"layers": ["rwkv"]}), "unknown layer kinds \\['rwkv'\\]"),
+    (table(SMALL | {"layers": ["mamba2"]}), "mamba2 config is missing"),
+    (table({"vocab_size": 5}), "missing"),
+    (table({"vocab_size": "five", "d_model": 4, "layers": ["mlp"]}), "vocab_size"),
+    (table(SMALL | {"layers": ["mlp"]}), "the mlp config is missing"),
+    (table(SMALL | {"layers": [], "mamba2": {"num_heads": 2}}), "head_dim"),
+    (table(None), "is a table of fields, got None"),
+    (table({"layers": "mamba2"}), "layers must be tuple"),
+    (table(SMALL | {"layers": [[]]}), "layers must be tuple"),
+    (table(SHARED | {"layers": ("mamba2", "shared")}), "to a 'mamba2' layer, which must come next"),
+    (table(SHARED | {"shared": None}), "the shared config is missing"),
+    (
+        table(SHARED | {"layers": ("mamba2", "attention")}),
+        "input_multiple is 2 in a model with 'shared' layers",
+    ),
+    (rotary(rope_theta=1e-200), "give infinite frequencies"),
+    (rotary(rope_scaling=RopeScaling(1e-200, 1.0, 2.0, 1)), "give infinite frequencies"),
+    (
+        partial(AttentionConfig, 4, 3, 8),
+        "num_kv_heads = 3 does not divide num_heads = 4",
+    ),
+    (
+        partial(AttentionConfig, 4, 2, 8, 1, None, 5),
+        "rotary_dim must be even and at most head_dim",
+    ),
+    (partial(MlpConfig, 8, "tanh"), "activation must be one of .*'tanh'"),
+    (partial(MoeConfig, 4, 5, 8), "num_active = 5 is more than the 4 experts"),
+    (partial(MoeConfig, 4, 2, 8, "best"), "router must be one of .*'best'"),
+    (
+        partial(MoeConfig, 4, 2, 8, "sigmoid", 3),
+        "3 groups of 4 experts is not possible",
+    ),
+    (partial(RopeScaling, 8.0, 4.0, 1.0, 9), "0 < low_freq_factor < high_freq_factor"),
+    (
+        partial(SharedConfig, 0, 4),
+        "num_blocks must be an integer, at least 1; got 0",
+    ),
+    (model(NO_MEMORY), "no memory of other tokens"),
+    (model(dtype="float16"), "float32 or bfloat16, got float16"),
+    (model(implementation="jax_triton"), "jax_triton'; names that only some ops know"),
+    (model(implementation="cuda"), "must be one of .* got 'cuda'"),
+    (
+        partial(ModelConfig.preset, "mamba3"),
+        r"unknown preset 'mamba3'; known: .*mamba2-130m",
+    ),
+    (partial(demo_path, "teacher"), r"'draft', 'medusa'\), got 'teacher'"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
