@@ -48,7 +48,7 @@ def read_options(
 
     Args:
         parser: gets the options `--output` and `--commit`.
-        arguments: of the command line; None: `sys.argv`.
+        arguments: the command line; None: `sys.argv`.
         plots: whether the benchmark needs matplotlib.
 
     Returns:
@@ -159,7 +159,7 @@ def timed(
     """Runs every way on every item, first untimed, then interleaved item by item.
 
     Args:
-        title: of the progress bar.
+        title: label of the progress bar.
         ways: functions of an item; they block until their output is ready.
         items: prompts, keys, or one None.
         rounds: number of timed calls for each way and item.
@@ -231,7 +231,7 @@ def save(name: str, doc: str, results: Mapping[str, Any], directory: Path) -> Pa
     """Writes `<name>-<device>.json` with the machine and the question, the first line of `doc`.
 
     Args:
-        name: of the benchmark.
+        name: the benchmark's name.
         doc: docstring of the benchmark's module.
         results: measured values, and the `machine` if it was recorded before the measurement.
         directory: the `output` of `read_options`.
@@ -268,14 +268,12 @@ class Panel(NamedTuple):
         x, y: labels of the axes.
         lines: x and y values by label; labels that end in "T = 1" are dashed.
         bars: heights by category, by label of the group.
-        log: logarithmic x axis.
     """
 
     x: str = ""
     y: str = ""
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]] = {}
     bars: Mapping[str, Mapping[str, float]] = {}
-    log: bool = False
 
 
 def draw(path: Path, panels: Sequence[Panel]) -> None:
@@ -293,10 +291,6 @@ def draw(path: Path, panels: Sequence[Panel]) -> None:
             for label, (xs, ys) in panel.lines.items():
                 style = "--" if label.endswith("T = 1") else "-"
                 axes.plot(xs, ys, style, marker="o", label=label)
-            if panel.log:
-                axes.set_xscale("log")
-                axes.set_xticks(xs, map(str, xs))
-                axes.minorticks_off()
             axes.set(xlabel=panel.x, ylabel=panel.y, ylim=(0, None))
             axes.legend(fontsize=8)
 
@@ -333,17 +327,17 @@ class Found(NamedTuple):
 
     Attributes:
         results: records for the JSON file.
-        tables: printed at the end.
-        panels: of the plot.
+        tables: tables to print at the end.
+        panels: plots of the figure.
         wrong: methods that gave wrong tokens; the experiment fails if there are any.
-        notes: printed below the tables.
-        line: summary for the last line.
+        notes: lines to print below the tables.
+        line: summary for the last line, which is JSON.
     """
 
     results: Mapping[str, Any]
     tables: Sequence[Table]
-    panels: Sequence[Panel] = ()
-    wrong: Sequence[str] = ()
+    panels: Sequence[Panel]
+    wrong: Sequence[Any] = ()
     notes: Sequence[str] = ()
     line: Mapping[str, Any] = {}
 

@@ -6,18 +6,15 @@ question and its command: `python -m benchmarks.<name>`.
 """
 
 import argparse
-import functools
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from flax import nnx
 
 import stree_jax as st
-from benchmarks import requests, thoughts, three_levels
+from benchmarks import lossless, peers, requests, thoughts
 from benchmarks.common import (
     Found,
     Panel,
@@ -28,8 +25,6 @@ from benchmarks.common import (
     machine,
     read_options,
     save,
-    summary,
-    timed,
 )
 from benchmarks.methods import (
     CHAIN_OF_4,
@@ -39,6 +34,7 @@ from benchmarks.methods import (
     Method,
     compare,
     different,
+    fastest,
     lines,
     method_tables,
     of_equal_size,
@@ -66,8 +62,8 @@ MANY = {"nargs": "+", "type": int}
 HELP = {
     "--pair": "default: random weights on a GPU, the embedded pair elsewhere",
     "--target": "checkpoint, or preset of a random pair; default: the embedded target",
-    "--draft": "its draft",
-    "--name": "of a pair of checkpoints, for the results",
+    "--draft": "draft of that target",
+    "--name": "name of the pair, for the results",
     "--tokens": "new tokens of each text, at most",
     "--rounds": "timed runs",
 }
@@ -76,8 +72,6 @@ TUNING_PROMPTS = 16  # `tune` measures acceptance on half of them
 # of the time.
 PROMPT_LENGTHS = range(65, 97)
 MANY_PROMPTS = 240  # of which some have such a length
-PEER = "transformers"
-AIMS = {"autoregressive": 2.5, "drafts": 3.0}  # times transformers
 KIND = "{kind}, T = {temperature:g}"
 
 
@@ -169,89 +163,6 @@ def tuned(options: argparse.Namespace) -> Iterator[Found]:
         )
 
 
-def peer(options: argparse.Namespace) -> Iterator[Found]:
-    """The embedded target in transformers, and here with and without drafts."""
-    pair = embedded_pair(options.prompts, None)
-    drafter = st.ModelDrafter(pair.draft)
-    topologies = {
-        "chain of 2": st.TreeTopology.chain(2),
-        "chain of 4": CHAIN_OF_4,
-        "tree of 4": st.TreeTopology.from_parents([-1, 0, 0, 1]),
-        "tree A": PAPER_TREES["tree A"],
-    }
-
-    def with_ours(method: Method, prompt: list[int]) -> np.ndarray:
-        out = method.decode(pair, [prompt], options.tokens)
-        return out.tokens[0, : out.lengths[0]]
-
-    with_peer, versions = transformers_decoder(options.tokens, options.threads)
-    ways = {PEER: with_peer} | {
-        method.name: functools.partial(with_ours, method)
-        for method in (Method(PLAIN), *trees(drafter, topologies))
-    }
-    outputs, seconds = timed("decoding", ways, pair.prompts, options.rounds)
-    rows = []
-    for name in ways:
-        same = [np.array_equal(*both) for both in zip(outputs[name], outputs[PEER], strict=True)]
-        speeds = {
-            each: sum(map(len, outputs[each])) / seconds[each].sum(axis=1) for each in (name, PEER)
-        }
-        rows.append(
-            {
-                "method": name,
-                "tokens_per_second": summary(speeds[name]),
-                "times_transformers": summary(speeds[name] / speeds[PEER]),
-                "identical_prompts": sum(same),
-            }
-        )
-    medians = {row["method"]: row["times_transformers"]["median"] for row in rows}
-    yield Found(
-        pair.settings() | {"versions": versions, "methods": rows, "aims": AIMS},
-        [
-            Table(
-                f"{pair.source}, greedy, {len(pair.prompts)} prompts",
-                rows,
-                {"method": "{method}", "tokens/s": "{tokens_per_second[median]:,.0f}"}
-                | {"times transformers": "{times_transformers[median]:.2f}x"}
-                | {"identical prompts": "{identical_prompts}"},
-            )
-        ],
-        [Panel(y="speed, transformers = 1", bars={"greedy, float32": medians})],
-        wrong=[row["method"] for row in rows if row["identical_prompts"] < len(pair.prompts)],
-        line={name: round(median, 2) for name, median in medians.items()},
-    )
-
-
-def transformers_decoder(
-    tokens: int, threads: int
-) -> tuple[Callable[[list[int]], np.ndarray], dict[str, Any]]:
-    """Greedy decoding of the embedded target by transformers, and the versions."""
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        raise SystemExit(f"{error}: install stree-jax[peers] on Python 3.11") from None
-    from stree_jax.convert import convert
-
-    torch.set_num_threads(threads)
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "target"
-        convert(st.demo_path("target"), path, dtype="float32", to="hf")
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-    def decode(prompt: list[int]) -> np.ndarray:
-        with torch.no_grad():
-            out = model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                max_new_tokens=tokens,
-                do_sample=False,
-            )
-        return out[0, len(prompt) :].numpy()
-
-    return decode, {"torch": torch.__version__, "transformers": transformers.__version__}
-
-
 def medusa(options: argparse.Namespace) -> Iterator[Found]:
     """Heads with three trees, a draft model and prompt lookup; typical acceptance, LOSSY, apart."""
     pair = embedded_pair(2 * options.prompts)
@@ -306,11 +217,45 @@ def medusa(options: argparse.Namespace) -> Iterator[Found]:
     )
 
 
+def hierarchical(options: argparse.Namespace) -> Iterator[Found]:
+    """Two draft models, q and s, and prompt lookup: alone, in turns and as cascades."""
+    pair, lookup = embedded_pair(options.prompts), st.NgramDrafter()
+    q = pair.draft
+    methods = [
+        Method(PLAIN),
+        Method("q alone, chain of 4", st.ModelDrafter(q), CHAIN_OF_4),
+        Method("prompt lookup alone", lookup, CHAIN_OF_4),
+        own_tree("cascade of q and prompt lookup", st.CascadeDrafter(q, lookup, rounds=2)),
+    ]
+    if options.small is not None:
+        small = st.from_pretrained(options.small)
+        s = st.ModelDrafter(small)
+        turns = {"ssq ssq (the paper's order)": "ssqssq", "qq ssss (the better first)": "qqssss"}
+        methods += [
+            Method("s alone, chain of 4", s, CHAIN_OF_4),
+            *(own_tree(name, st.InterleavedDrafter(q, small, x)) for name, x in turns.items()),
+            own_tree("cascade of q and s", st.CascadeDrafter(q, s, rounds=2)),
+        ]
+    rows = compare(pair, methods, options.temperatures, options)
+    yield Found(
+        pair.settings() | {"decoding": rows},
+        method_tables(f"{pair.name}, {options.prompts} prompts", rows),
+        [speed_panel(rows)],
+        wrong=different(rows),
+        notes=[f"temperature {t:g}: {fastest(rows, t)} is fastest" for t in options.temperatures],
+    )
+
+
 class Experiment(NamedTuple):
     """An experiment and its options: defaults, or arguments of `argparse`, by flag."""
 
     run: Callable[[argparse.Namespace], Iterator[Found]]
     options: Mapping[str, Any]
+
+
+def names(known: Iterable[str]) -> dict[str, Any]:
+    """An option that chooses some names of several."""
+    return {"nargs": "+", "choices": [*known], "default": [*known]}
 
 
 EXPERIMENTS = {
@@ -322,7 +267,7 @@ EXPERIMENTS = {
         | CHECKPOINTS
         | {"--prompts": 12, "--nodes": (6, 13, 32), "--shipped": False},
     ),
-    "peer": Experiment(peer, SIZES | {"--threads": 2}),
+    "peer": Experiment(peers.run, SIZES | {"--threads": 2}),
     "medusa": Experiment(
         medusa, SIZES | TEMPERATURES | {"--prompts": 8, "--heads": None, "--nodes": 13}
     ),
@@ -330,19 +275,15 @@ EXPERIMENTS = {
         requests.run, PAIR | {"--requests": 64, "--rows": 8, "--rounds": 5, "--drafts": False}
     ),
     "hierarchical": Experiment(
-        three_levels.run,
-        SIZES | TEMPERATURES | {"--prompts": 6, "--small": None, "--most": 4},
+        hierarchical, SIZES | TEMPERATURES | {"--prompts": 6, "--small": None}
     ),
     "seed": Experiment(
         thoughts.run,
-        {
-            "--tasks": {
-                "nargs": "+",
-                "choices": [*thoughts.K_CONFIGS],
-                "default": [*thoughts.K_CONFIGS],
-            }
-        }
+        {"--tasks": names(thoughts.K_CONFIGS)}
         | {"--problems": 2, "--rounds": 2, "--chain": 4, "--rows": 8},
+    ),
+    "lossless": Experiment(
+        lossless.run, {"--families": names(lossless.FAMILIES), "--tokens": 1_000_000}
     ),
     "attention_share": Experiment(
         attention_share.run,
@@ -369,9 +310,9 @@ def main(name: str, doc: str, arguments: Sequence[str] | None = None) -> None:
     """Runs an experiment: prints its tables, and writes JSON and plot.
 
     Args:
-        name: of the experiment.
+        name: the experiment's name.
         doc: docstring of its module, which begins with the question.
-        arguments: of the command line; None: `sys.argv`.
+        arguments: the command line; None: `sys.argv`.
     """
     experiment = EXPERIMENTS[name]
     parser = argparse.ArgumentParser(
@@ -394,9 +335,9 @@ def main(name: str, doc: str, arguments: Sequence[str] | None = None) -> None:
         path = save(file_name, doc, results, options.output)
     for table in found.tables:
         table.show()
-    print(*found.notes, sep="\n")
-    if found.panels:
-        draw(path.with_suffix(".png"), found.panels)
+    for note in found.notes:
+        print(note)
+    draw(path.with_suffix(".png"), found.panels)
     line = found.line | {"different": found.wrong, "results": str(path)}
     conclude(name, passed=not found.wrong, **line)
 

@@ -30,8 +30,9 @@ from flax import nnx
 
 import stree_jax as st
 from benchmarks.cases.base import random_tree
-from benchmarks.common import conclude, machine, print_table, progress_bar, read_options, save
+from benchmarks.common import Found, Panel, Table, machine, progress_bar
 from benchmarks.families import FAMILIES
+from benchmarks.methods import Method, trees
 from stree_jax.decoding.sampling import position_noise
 from stree_jax.testing import perturbed
 
@@ -40,6 +41,7 @@ ROWS = 16
 NEW_TOKENS = 64  # of a row
 TEMPERATURES = (0.0, 1.0)
 NUM_METHODS = 10
+PIECE = ("family", "temperature", "method")
 NOISE = 0.02  # relative, on the draft's weights
 TIE = 1e-4  # of the largest logit
 SAMPLED_TIE = 1e-3  # of `log p + noise`
@@ -50,26 +52,21 @@ TREES = {
 }
 
 
-def methods(model: st.HybridLM, draft: st.HybridLM) -> dict[str, dict[str, Any]]:
-    """Ten ways to draft, as options of `generate`."""
-    drafter = st.ModelDrafter(draft)
+def methods(model: st.HybridLM, draft: st.HybridLM) -> list[Method]:
+    """Ten ways to draft."""
     heads = st.MedusaHeads(model, num_heads=3, rngs=nnx.Rngs(0))
-    return {
-        **{name: {"drafter": drafter, "topology": tree} for name, tree in TREES.items()},
-        # More levels than are unrolled.
-        "chain of 12": {"drafter": drafter, "topology": st.TreeTopology.chain(12)},
-        "3 beams of 4": {"drafter": st.BeamDrafter(draft)},
-        "dynamic tree of 16": {"drafter": st.DynamicDrafter(draft)},
-        "prompt lookup": {
-            "drafter": st.NgramDrafter(),
-            "topology": st.TreeTopology.from_branching((3, 2, 1)),
-        },
-        "Medusa heads": {"drafter": st.MedusaDrafter(model, heads)},
-        "two drafts in turns": {
-            "drafter": st.InterleavedDrafter(draft, perturbed(draft, NOISE, 1), "qqss")
-        },
-        "cascade": {"drafter": st.CascadeDrafter(draft, st.NgramDrafter())},
-    }
+    turns = st.InterleavedDrafter(draft, perturbed(draft, NOISE, 1), "qqss")
+    lookup = st.NgramDrafter()
+    deep = {"chain of 12": st.TreeTopology.chain(12)}  # more levels than are unrolled
+    return [
+        *trees(st.ModelDrafter(draft), TREES | deep),
+        Method("3 beams of 4", st.BeamDrafter(draft)),
+        Method("dynamic tree of 16", st.DynamicDrafter(draft)),
+        Method("prompt lookup", lookup, st.TreeTopology.from_branching((3, 2, 1))),
+        Method("Medusa heads", st.MedusaDrafter(model, heads)),
+        Method("two drafts in turns", turns),
+        Method("cascade", st.CascadeDrafter(draft, lookup)),
+    ]
 
 
 def check(
@@ -138,33 +135,6 @@ def first_difference(
     return {"place": place, "tokens": tokens, "gap": gap, "tie": gap < limit}
 
 
-class Work(NamedTuple):
-    """All rounds of one method with one model at one temperature."""
-
-    family: str
-    temperature: float
-    method: str
-
-
-def run(families: Sequence[str], rounds: int, done: set[Work]) -> Iterator[dict[str, Any]]:
-    """Compares what is not in `done`; yields a row for each piece of work."""
-    for family, temperature in itertools.product(families, TEMPERATURES):
-        model = st.HybridLM(FAMILIES[family], rngs=nnx.Rngs(0))
-        ways = methods(model, perturbed(model, NOISE, 1))
-        left = [name for name in ways if Work(family, temperature, name) not in done]
-        if left:
-            batches = [
-                batch(model.config.vocab_size, temperature, number) for number in range(rounds)
-            ]
-            plain = [decode(model, *each).tokens for each in batches]
-        for name in left:
-            began = time.perf_counter()
-            row = compared(model, ways[name], batches, plain)
-            seconds = time.perf_counter() - began
-            yield Work(family, temperature, name)._asdict() | row | {"seconds": round(seconds, 2)}
-        jax.clear_caches()  # the next family shares no program
-
-
 class Batch(NamedTuple):
     """Prompts of a round and options of all methods."""
 
@@ -173,7 +143,7 @@ class Batch(NamedTuple):
 
 
 def batch(vocab_size: int, temperature: float, number: int) -> Batch:
-    """A ragged batch of random prompts, with keys of its own."""
+    """A ragged batch of random prompts, with its own keys."""
     rng = np.random.default_rng(number)
     lengths = [PROMPT_LENGTHS[row % len(PROMPT_LENGTHS)] for row in range(ROWS)]
     keys = jax.random.split(jax.random.key(number), ROWS)
@@ -183,11 +153,9 @@ def batch(vocab_size: int, temperature: float, number: int) -> Batch:
     )
 
 
-def decode(
-    model: st.HybridLM, prompts: list[list[int]], options: Mapping[str, Any], **way: Any
-) -> st.Generation:
+def decode(model: st.HybridLM, each: Batch, **way: Any) -> st.Generation:
     """A round of one method."""
-    return st.generate(model, prompts, **options, **way)
+    return st.generate(model, each.prompts, **each.options, **way)
 
 
 def compared(
@@ -199,17 +167,14 @@ def compared(
     """Counts, and the first difference of each row that differs."""
     tokens, calls, emitted, differences = 0, 0, 0, []
     for number, (each, want) in enumerate(zip(batches, plain, strict=True)):
-        out = decode(model, *each, **way)
+        out, options = decode(model, each, **way), each.options
         calls, emitted = calls + out.stats.num_target_calls, emitted + out.stats.num_tokens
         same = np.cumprod(out.tokens == want, axis=1).sum(axis=1)  # up to the first difference
         tokens += int(np.minimum(same + 1, NEW_TOKENS).sum())
-        for row in np.flatnonzero(same < NEW_TOKENS):
-            temperature, key = each.options["temperature"], each.options["key"][row]
-            found = first_difference(
-                model, each.prompts[row], want[row], out.tokens[row], temperature, key
-            )
-            assert found is not None  # a row that differs
-            differences.append({"round": number, "row": int(row)} | found)
+        for row, (prompt, *texts) in enumerate(zip(each.prompts, want, out.tokens, strict=True)):
+            key, temperature = options["key"][row], options["temperature"]
+            if found := first_difference(model, prompt, *texts, temperature, key):
+                differences.append({"round": number, "row": row} | found)
     return {
         "tokens": tokens,
         "tau": emitted / calls,
@@ -219,102 +184,101 @@ def compared(
     }
 
 
-class State:
-    """The rows so far: a line of JSON for the settings, and one for each row.
-
-    Raises:
-        ValueError: the file is of other settings.
-    """
-
-    def __init__(self, path: Path, settings: Mapping[str, Any]):
-        self.path, self.rows = path, []
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        if lines and not lines[-1].endswith("\n"):  # killed while it was written
-            path.write_text("".join(lines := lines[:-1]))
-        if not lines:
-            path.write_text(json.dumps(settings) + "\n")
-        elif json.loads(lines[0]) != settings:
-            raise ValueError(
-                f"{path} is of a run with {lines[0].strip()}, and this one has"
-                f" {json.dumps(settings)}; remove it or give another --output"
+def work(
+    families: Sequence[str], rounds: int, done: Sequence[Mapping[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """A row for each family, temperature and method that is not among `done`."""
+    ready = {tuple(row[field] for field in PIECE) for row in done}
+    for family, temperature in itertools.product(families, TEMPERATURES):
+        model = st.HybridLM(FAMILIES[family], rngs=nnx.Rngs(0))
+        ways = methods(model, perturbed(model, NOISE, 1))
+        left = [way for way in ways if (family, temperature, way.name) not in ready]
+        numbers = range(rounds if left else 0)
+        batches = [batch(model.config.vocab_size, temperature, number) for number in numbers]
+        plain = [decode(model, each).tokens for each in batches]
+        for way in left:
+            began = time.perf_counter()
+            row = compared(model, way.options(), batches, plain)
+            seconds = round(time.perf_counter() - began, 2)
+            yield (
+                dict(zip(PIECE, (family, temperature, way.name), strict=True))
+                | row
+                | {"seconds": seconds}
             )
-        self.rows = [json.loads(line) for line in lines[1:]]
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Appends a row."""
-        self.rows.append(dict(row))
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-
-    def done(self) -> set[Work]:
-        """Pieces of work that need not be run again."""
-        return {Work(*(row[field] for field in Work._fields)) for row in self.rows}
+        jax.clear_caches()  # the next family shares no program
 
 
-def by(field: str, rows: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
-    """Sums of the rows that share a family or a method, for a table."""
-    sums = []
+def resumed(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows of an interrupted run: a line of JSON for the settings, and one for each row."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    if lines and not lines[-1].endswith("\n"):  # killed while it was written
+        path.write_text("".join(lines := lines[:-1]))
+    if not lines:
+        path.write_text(json.dumps(settings) + "\n")
+    elif json.loads(lines[0]) != settings:
+        raise SystemExit(
+            f"{path} is of a run with {lines[0].strip()}, and this one has {json.dumps(settings)};"
+            " remove it or give another --output"
+        )
+    return [json.loads(line) for line in lines[1:]]
+
+
+def sums(field: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A table by family or by method."""
+    records = []
     for name in dict.fromkeys(row[field] for row in rows):
         part = [row for row in rows if row[field] == name]
         gaps = [each["gap"] for row in part for each in row["differences"]]
-        taus = [
-            float(np.mean([row["tau"] for row in part if row["temperature"] == temperature]))
-            for temperature in TEMPERATURES
-        ]
-        tokens = sum(row["tokens"] for row in part)
-        sums.append((name, tokens, *taus, len(gaps), max(gaps, default=0.0)))
-    return sums
+        record = {"name": name, "tokens": sum(row["tokens"] for row in part), "gaps": len(gaps)}
+        for number, temperature in enumerate(TEMPERATURES):
+            taus = [row["tau"] for row in part if row["temperature"] == temperature]
+            record[f"tau {number}"] = float(np.mean(taus))
+        records.append(record | {"largest": max(gaps, default=0.0)})
+    columns = {field: "{name}", "tokens": "{tokens:,}", "tau, T = 0": "{tau 0:.2f}"}
+    columns |= {
+        "tau, T = 1": "{tau 1:.2f}",
+        "differences": "{gaps}",
+        "largest gap": "{largest:.1e}",
+    }
+    return Table("Against autoregressive decoding", records, columns)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Compares, prints tables by family and by method, and writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="to compare, at least")
-    options = read_options(parser, arguments)
+def run(options: argparse.Namespace) -> Iterator[Found]:
+    """All methods with all families at both temperatures."""
     pieces = len(options.families) * len(TEMPERATURES) * NUM_METHODS
-    rounds = math.ceil(options.tokens / (pieces * ROWS * NEW_TOKENS))
-    where = machine()
+    rounds, where = math.ceil(options.tokens / (pieces * ROWS * NEW_TOKENS)), machine()
     settings = {"families": options.families, "rounds": rounds, "rows": ROWS, "new": NEW_TOKENS}
     settings |= {name: where[name] for name in ("device", "jax")}
-    try:
-        state = State(options.output / "lossless.jsonl", settings)
-    except ValueError as error:
-        parser.error(str(error))
+    path = options.output / "lossless.jsonl"
+    rows = resumed(path, settings)
     with progress_bar() as progress:
-        task = progress.add_task("", total=pieces, completed=len(state.rows))
-        for row in run(options.families, rounds, state.done()):
-            state.add(row)
-            work = f"{row['family']}, temperature {row['temperature']:g}"
-            progress.update(task, advance=1, description=work)
-            if not row["right"]:
-                progress.console.print(row)
-    columns = ("tokens", "tau, T = 0", "tau, T = 1", "differences", "largest gap")
-    for field in ("family", "method"):
-        print_table("Against autoregressive decoding", (field, *columns), by(field, state.rows))
+        task = progress.add_task("", total=pieces, completed=len(rows))
+        for row in work(options.families, rounds, tuple(rows)):
+            rows.append(row)
+            with path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            progress.update(task, advance=1, description=row["family"])
     differences = [
-        {field: row[field] for field in Work._fields} | each
-        for row in state.rows
-        for each in row["differences"]
+        {field: row[field] for field in PIECE} | each for row in rows for each in row["differences"]
     ]
-    for each in differences:
-        print(each)
-    seconds = sum(row["seconds"] for row in state.rows)
-    tokens = sum(row["tokens"] for row in state.rows)
-    results = {"machine": where, **settings, "tokens": tokens, "seconds": round(seconds)}
-    path = save("lossless", __doc__, results | {"work": state.rows}, options.output)
-    if options.commit:
-        state.path.unlink()
-    conclude(
-        "lossless",
-        passed=all(row["right"] for row in state.rows),
-        tokens=tokens,
-        tokens_per_second=round(tokens / seconds),
-        differences=len(differences),
-        wrong=[each for each in differences if not each["tie"]],
-        results=str(path),
+    tokens, seconds = (sum(row[field] for row in rows) for field in ("tokens", "seconds"))
+    tables = [sums(field, rows) for field in ("family", "method")]
+    taus = {record["name"]: record["tau 0"] for record in tables[1].records}
+    wrong = [each for each in differences if not each["tie"]]
+    yield Found(
+        settings | {"tokens": tokens, "seconds": round(seconds), "work": rows},
+        tables,
+        [Panel(y="tau", bars={"T = 0": taus})],
+        wrong=wrong,
+        notes=[str(each) for each in differences],
+        line={"tokens": tokens, "tokens_per_second": round(tokens / seconds)}
+        | {"differences": len(differences)},
     )
+    if options.commit:
+        path.unlink()
 
 
 if __name__ == "__main__":
-    main()
+    from benchmarks.experiments import main
+
+    main("lossless", __doc__)

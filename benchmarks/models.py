@@ -123,7 +123,7 @@ def chosen_pair(options: argparse.Namespace, num_prompts: int) -> Pair:
         if options.target is None:
             return embedded_pair(num_prompts, None)
         return loaded_pair(options.target, options.draft, options.name, num_prompts, None)
-    if options.pair == "embedded":
+    if (options.pair or ("random" if on_gpu() else "embedded")) == "embedded":
         return embedded_pair(num_prompts)
     small = "small" if not on_gpu() else None
     target, draft = options.target, options.draft

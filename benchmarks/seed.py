@@ -13,7 +13,7 @@ search with a generator and an evaluator on GSM8K, Creative Writing and Blockswo
 
 Speed is tokens a second relative to the autoregressive way, rounds interleaved. MCSD's rule tests
 drafts, so its texts are others of the same distribution; all other ways must give the same
-thoughts. By role (table 2 of the paper): the requests of one role alone, again.
+thoughts.
 
 The models are too small for these tasks. Look at speed and equality, not at what is solved.
 

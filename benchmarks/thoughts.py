@@ -19,7 +19,6 @@ from stree_jax.extensions import reasoning
 from stree_jax.tuning import measure_costs
 
 QUEUE = "SEED's queue (simulated)"
-ROLES = ("generator", "evaluator")
 # Children a node by level, in the paper's table 1.
 K_CONFIGS = {
     "gsm8k": ((2, 2, 1), (4, 2, 1, 1)),
@@ -57,6 +56,13 @@ ARRANGEMENTS = (
         ("pick up the red block", "stack the red block on top of the blue block"),
     ),
 )
+BUILT_IN = {"gsm8k": QUESTIONS, "creative writing": SENTENCES, "blocksworld": ARRANGEMENTS}
+FILES = {
+    "gsm8k": "gsm8k/test.jsonl",
+    "creative writing": "creative_writing/data_100_random_text.txt",
+    "blocksworld": "blocksworld/split_v2_step_6_selfcontained.jsonl",
+}
+POOL = "blocksworld/prompts/pool_prompt_v2_step_6.json"  # of demonstrations
 
 
 class Way(NamedTuple):
@@ -75,65 +81,39 @@ class Way(NamedTuple):
     topology: st.TreeTopology | None = None
     same: bool = True
 
-    def scheduler(self, kind: type[st.Scheduler], target: st.HybridLM) -> Any:
-        """An empty scheduler."""
-        drafting = {"drafter": self.drafter, "topology": self.topology}
-        return kind(target, rows=self.rows, max_length=MAX_LENGTH, **drafting)
-
 
 class Run(NamedTuple):
     """One search of all problems."""
 
     thoughts: list[reasoning.Thought]
-    requests: dict[int, st.Request]  # by number, with whole prompts
     num_bytes: int
 
     @property
-    def stats(self) -> list[st.DecodeStatistics]:
-        """Statistics of each text of both roles."""
-        return [text.completion.stats for each in self.thoughts for text in each.written]
+    def written(self) -> list[reasoning.Written]:
+        """All texts of both roles."""
+        return [text for thought in self.thoughts for text in thought.written]
 
-    def num_tokens(self, roles: Sequence[str] = ROLES) -> int:
-        """Tokens that these roles wrote."""
-        texts = (text for each in self.thoughts for text in each.written if text.role in roles)
-        return sum(len(text.completion.tokens) for text in texts)
+    def total(self, field: str) -> int:
+        """Sum of a statistic over all texts."""
+        return sum(getattr(text.completion.stats, field) for text in self.written)
 
     def texts(self) -> dict[tuple[int, int, int], tuple[Any, ...]]:
         """Every thought and its value, by problem, level and index."""
         return {(t.problem, t.level, t.index): (t.parts, t.value, t.kept) for t in self.thoughts}
 
-    def groups(self, role: str) -> list[list[list[reasoning.Written]]]:
-        """The texts of a role, by branch, of each level of each problem."""
-        found: dict[tuple[int, int], list[list[reasoning.Written]]] = collections.defaultdict(list)
-        for thought in sorted(self.thoughts, key=lambda t: (t.problem, t.level, t.index)):
-            branch = [text for text in thought.written if text.role == role]
-            if branch:
-                found[thought.problem, thought.level].append(branch)
-        return list(found.values())
-
-
-class Recorder(st.Scheduler):
-    """A scheduler that remembers what was submitted."""
-
-    def __init__(self, *arguments: Any, **options: Any):
-        super().__init__(*arguments, **options)
-        self.requests: dict[int, st.Request] = {}
-
-    def submit(self, request: st.Request) -> int:
-        """As `Scheduler`."""
-        number = super().submit(request)
-        text = list(request.prompt)
-        if request.after is not None:
-            tokens, length = request.after.context
-            text = [*np.asarray(tokens)[0, : int(length[0])].tolist(), *text]
-        self.requests[number] = st.Request(
-            text,
-            max_new_tokens=request.max_new_tokens,
-            temperature=request.temperature,
-            eos_token=request.eos_token,
-            key=request.key,
-        )
-        return number
+    def saved_by_queue(self, draft: float, verify: float) -> float:
+        """Seconds that SEED's queue takes less than one branch after another."""
+        levels = collections.defaultdict(list)
+        for thought in self.thoughts:
+            for role in {text.role for text in thought.written}:
+                stats = [text.completion.stats for text in thought.written if text.role == role]
+                calls = sum(stat.num_target_calls for stat in stats)
+                levels[role, thought.problem, thought.level].append((thought.index, calls))
+        saved = 0.0
+        for branches in levels.values():
+            rounds = [calls for _, calls in sorted(branches)]
+            saved += sum(rounds) * (draft + verify) - queue_makespan(rounds, draft, verify)
+        return saved
 
 
 def queue_makespan(rounds: Sequence[int], draft: float, verify: float) -> float:
@@ -156,45 +136,19 @@ def queue_makespan(rounds: Sequence[int], draft: float, verify: float) -> float:
     return end
 
 
-def queue_saves(run: Run, roles: Sequence[str], draft: float, verify: float) -> float:
-    """Seconds that the queue takes less than one branch after another."""
-    saved = 0.0
-    for role in roles:
-        for group in run.groups(role):
-            rounds = [
-                sum(text.completion.stats.num_target_calls for text in branch) for branch in group
-            ]
-            saved += sum(rounds) * (draft + verify) - queue_makespan(rounds, draft, verify)
-    return saved
-
-
 def tasks(names: Sequence[str], count: int) -> dict[str, tuple[Any, list[Any]]]:
     """Each task and its first problems, from the data sets if they exist."""
-    found: dict[str, tuple[Any, list[Any]]] = {}
+    pool, known = ARRANGEMENTS, BUILT_IN
     if SHARED.is_dir():
-        blocks = SHARED / "blocksworld"
-        pool = reasoning.Blocksworld.problems(blocks / "prompts" / "pool_prompt_v2_step_6.json")
-        known = {
-            "gsm8k": lambda: reasoning.Gsm8k.problems(SHARED / "gsm8k" / "test.jsonl"),
-            "creative writing": lambda: reasoning.CreativeWriting.problems(
-                SHARED / "creative_writing" / "data_100_random_text.txt"
-            ),
-            "blocksworld": lambda: reasoning.Blocksworld.problems(
-                blocks / "split_v2_step_6_selfcontained.jsonl"
-            ),
-        }
+        pool = reasoning.Blocksworld.problems(SHARED / POOL)
+        known = {name: reasoning.TASKS[name].problems(SHARED / FILES[name]) for name in names}
     else:
         print(f"problems: built-in ones, because {SHARED} is absent", flush=True)
-        pool = list(ARRANGEMENTS)
-        known = {
-            "gsm8k": lambda: list(QUESTIONS),
-            "creative writing": lambda: list(SENTENCES),
-            "blocksworld": lambda: list(ARRANGEMENTS),
-        }
-    for name in names:
-        options = {"demonstrations": tuple(pool[:1])} if name == "blocksworld" else {}
-        found[name] = reasoning.TASKS[name](**options), known[name]()[:count]
-    return found
+    options: dict[str, Any] = {"blocksworld": {"demonstrations": tuple(pool[:1])}}
+    return {
+        name: (reasoning.TASKS[name](**options.get(name, {})), [*known[name]][:count])
+        for name in names
+    }
 
 
 def ways_of(draft: st.HybridLM, name: str, chain: int, rows: int, thoughts: int) -> dict[str, Way]:
@@ -216,23 +170,6 @@ def ways_of(draft: st.HybridLM, name: str, chain: int, rows: int, thoughts: int)
     }
 
 
-def replay(target: st.HybridLM, run: Run, way: Way, role: str, _: None) -> int:
-    """Decodes the requests of a role again, in groups as in the search; returns their tokens."""
-    scheduler = way.scheduler(st.Scheduler, target)
-    groups = [
-        [run.requests[text.completion.request_id] for branch in group for text in branch]
-        for group in run.groups(role)
-    ]
-    if way.at_once > 1:
-        groups = [[request for group in groups for request in group]]
-    tokens = 0
-    for group in groups:
-        for request in group:
-            scheduler.submit(request)
-        tokens += sum(len(completion.tokens) for completion in scheduler.completions())
-    return tokens
-
-
 def measure(
     pair: Pair, tokenizer: Any, task: Any, problems: list[Any], ways: Mapping[str, Way], rounds: int
 ) -> list[dict[str, Any]]:
@@ -248,71 +185,59 @@ def measure(
     """
 
     def search(way: Way, _: None) -> Run:
-        scheduler, key = way.scheduler(Recorder, pair.target), jax.random.key(1)
+        drafting = {"drafter": way.drafter, "topology": way.topology}
+        scheduler = st.Scheduler(pair.target, rows=way.rows, max_length=MAX_LENGTH, **drafting)
+        key = jax.random.key(1)
         thoughts = reasoning.interleaved(
             scheduler, tokenizer, task, problems, key=key, at_once=way.at_once
         )
-        return Run(list(thoughts), scheduler.requests, scheduler.nbytes)
+        return Run(list(thoughts), scheduler.nbytes)
 
     searches = {name: functools.partial(search, way) for name, way in ways.items()}
-    found, search_seconds = timed("search", searches, [None], rounds)
+    found, taken = timed("search", searches, [None], rounds)
     runs = {name: run for name, (run,) in found.items()}
-    seconds = {name: taken[:, 0] for name, taken in search_seconds.items()}
-    replays = {
-        f"{name}, {role}": functools.partial(replay, pair.target, runs[PLAIN], way, role)
-        for name, way in ways.items()
-        for role in ROLES
+    tokens = {
+        name: sum(len(text.completion.tokens) for text in run.written) for name, run in runs.items()
     }
-    tokens, replay_seconds = timed("by role", replays, [None], rounds)
-    by_role = {key: replay_seconds[key][:, 0] / tokens[key][0] for key in replays}
-
     plain, serial = list(ways)[:2]
-    wanted, base = runs[plain].texts(), runs[plain].num_tokens() / seconds[plain]
+    base = tokens[plain] / taken[plain][:, 0]
 
-    def speeds(run: Run, seconds: np.ndarray, role_seconds: Sequence[np.ndarray]) -> dict[str, Any]:
+    def speeds(name: str, saved: float = 0.0) -> dict[str, Any]:
+        seconds = taken[name][:, 0] - saved
         return {
-            "speed_up": summary((run.num_tokens() / seconds / base).tolist()),
-            "speed_up_by_role": {
-                role: summary((by_role[f"{plain}, {role}"] / own).tolist())
-                for role, own in zip(ROLES, role_seconds, strict=True)
-            },
-            "thoughts_per_second": float(np.median(len(run.thoughts) / seconds)),
+            "speed_up": summary((tokens[name] / seconds / base).tolist()),
+            "thoughts_per_second": float(np.median(len(runs[name].thoughts) / seconds)),
         }
 
     rows = []
     for name, way in ways.items():
-        run, own = runs[name], [by_role[f"{name}, {role}"] for role in ROLES]
-        drafted = sum(stat.num_drafted for stat in run.stats)
-        accepted = sum(stat.num_accepted for stat in run.stats)
+        run = runs[name]
+        drafted, accepted = run.total("num_drafted"), run.total("num_accepted")
         rows.append(
             {
                 "way": name,
                 "rows": way.rows,
                 "simulated": False,
-                "tau": run.num_tokens() / sum(stat.num_target_calls for stat in run.stats),
+                "tau": tokens[name] / run.total("num_target_calls"),
                 "accepted_of_drafted": accepted / drafted if drafted else None,
                 "bytes_of_rows": run.num_bytes,
-                "identical": run.texts() == wanted if way.same else None,
+                "identical": run.texts() == runs[plain].texts() if way.same else None,
                 "solved": sum(bool(thought.solved) for thought in run.thoughts),
                 "unparsed_values": sum(
                     thought.value is None and thought.level < task.depth for thought in run.thoughts
                 ),
             }
-            | speeds(run, seconds[name], own)
+            | speeds(name)
         )
         if name == serial:
-            draft, verify = parts_of_a_step(pair, way, run.requests[0].prompt)
-            # Prefill is not part of the schedule, and takes as long as before.
-            saved = {role: queue_saves(run, [role], draft, verify) for role in ROLES}
-            own = [
-                each - saved[role] / run.num_tokens([role])
-                for role, each in zip(ROLES, own, strict=True)
-            ]
+            prompt = tokenizer.encode(run.written[0].prompt).ids
+            draft, verify = parts_of_a_step(pair, way, prompt)
             rows.append(
                 rows[-1]
                 | {"way": QUEUE, "simulated": True}
                 | {"seconds_draft": draft, "seconds_verify": verify}
-                | speeds(run, seconds[name] - sum(saved.values()), own)
+                # Prefill is not part of the schedule, and takes as long as before.
+                | speeds(name, run.saved_by_queue(draft, verify))
                 # Each branch has a cache of the target and one of the draft.
                 | {"bytes_of_rows": task.thoughts * run.num_bytes}
             )
@@ -342,7 +267,6 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     rows: list[dict[str, Any]] = []
     tables, panels, best = [], [], {}
     columns = {"way": "{way}", "speed-up": "{speed_up[median]:.2f}x", "tau": "{tau:.2f}"}
-    columns |= {role: f"{{speed_up_by_role[{role}][median]:.2f}}x" for role in ROLES}
     columns |= {"thoughts/s": "{thoughts_per_second:.2f}", "bytes of rows": "{bytes_of_rows:,}"}
     for name, (task, problems) in tasks(options.tasks, options.problems).items():
         ways = ways_of(pair.draft, name, options.chain, options.rows, task.thoughts)

@@ -66,7 +66,7 @@ def test_a_table_is_records_and_formats(capsys):
 
 
 def test_panels(tmp_path):
-    lines = common.Panel("n", "t", {"a": ([1, 2], [3, 4]), "a, T = 1": ([1, 2], [3, 4])}, log=True)
+    lines = common.Panel("n", "t", {"a": ([1, 2], [3, 4]), "a, T = 1": ([1, 2], [3, 4])})
     bars = common.Panel(bars={"T = 0": {"x": 1.0, "y": 2.0}, "T = 1": {"x": 1.0}})
     common.draw(tmp_path / "both.png", [lines, bars])
     common.draw(tmp_path / "one.png", [bars])
@@ -126,7 +126,7 @@ def test_a_machine_without_git(monkeypatch):
     assert common.machine()["commit"] is None
 
 
-@pytest.mark.parametrize("name", ["gpu_session", "lossless", "pictures", "static", "tune"])
+@pytest.mark.parametrize("name", ["gpu_session", "pictures", "static", "tune"])
 def test_every_entry_point_has_a_main(name):
     """Those that are no experiment; without importing, since some set XLA's flags."""
     spec = importlib.util.find_spec(f"benchmarks.{name}")
