@@ -234,12 +234,9 @@ def sums(field: str, rows: Sequence[Mapping[str, Any]]) -> Table:
             taus = [row["tau"] for row in part if row["temperature"] == temperature]
             record[f"tau {number}"] = float(np.mean(taus))
         records.append(record | {"largest": max(gaps, default=0.0)})
-    columns = {field: "{name}", "tokens": "{tokens:,}", "tau, T = 0": "{tau 0:.2f}"}
-    columns |= {
-        "tau, T = 1": "{tau 1:.2f}",
-        "differences": "{gaps}",
-        "largest gap": "{largest:.1e}",
-    }
+    columns = {field: "{name}", "tokens": "{tokens:,}"}
+    columns |= {f"tau, T = {t:g}": f"{{tau {number}:.2f}}" for number, t in enumerate(TEMPERATURES)}
+    columns |= {"differences": "{gaps}", "largest gap": "{largest:.1e}"}
     return Table("Against autoregressive decoding", records, columns)
 
 
