@@ -1,4 +1,4 @@
-"""What does the share of attention layers change (STree, table 4)?
+"""How does the share of attention layers change acceptance and speed (STree, table 4)?
 
 Decodes the same prompts with targets of 0, 25 and 50 % attention layers, each with a draft that was
 distilled from it: autoregressively, with a chain and with a tree, at temperature 0 and 1. Sizes and

@@ -1,10 +1,7 @@
-"""A small config of each family, in sizes that the Pallas kernels accept, and noise for a draft."""
+"""A small config of each family, in sizes that the Pallas kernels accept."""
 
 import functools
 from typing import Any
-
-import jax
-from flax import nnx
 
 import stree_jax as st
 from stree_jax.layer_config import (
@@ -16,7 +13,6 @@ from stree_jax.layer_config import (
     SharedConfig,
 )
 
-NOISE = 0.02  # relative, on the draft's weights
 _WIDTH = 64
 _mixer = functools.partial(Mamba2Config, num_heads=4, head_dim=32, state_size=16, chunk_size=16)
 _attention = functools.partial(AttentionConfig, num_heads=4, num_kv_heads=2, head_dim=16)
@@ -89,15 +85,3 @@ FAMILIES = {
         shared=SharedConfig(1, adapter_rank=4, attention_adapters=True),
     ),
 }
-
-
-def noisy(model: st.HybridLM) -> st.HybridLM:
-    """The model with relative noise on its weights."""
-    graphdef, state = nnx.split(model)
-    leaves, structure = jax.tree.flatten(state)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    leaves = [
-        leaf * (1 + NOISE * jax.random.normal(key, leaf.shape))
-        for leaf, key in zip(leaves, keys, strict=True)
-    ]
-    return nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
-# Written for the benchmarks, in the style of the data sets. The demo's are in a module that
-# can be imported from an installed package only.
+# In the style of the data sets. The demo has other ones, but its module exists in an installed
+# package only.
 BUILT_IN = (
     "Question: Ines picks 14 pears from each of 6 trees. She sells 50 of them. How many pears does"
     " she keep?\nAnswer:",
