@@ -1,8 +1,9 @@
 """`stree-jax tune-tree`, in this process, and `generate` with its result."""
 
+import functools
 import json
 
-from stree_jax.tuning import Costs
+from stree_jax.tuning import Costs, dynamic_tau
 
 
 def test_a_tuned_tree_is_used(tiny_pair, command, tmp_path, monkeypatch):
@@ -10,6 +11,8 @@ def test_a_tuned_tree_is_used(tiny_pair, command, tmp_path, monkeypatch):
     costs = Costs({1: 1.0, 2: 1.1}, 0.1, {1: 0.1}, 0.0)
     monkeypatch.setattr("stree_jax.tuning.tuner.measure_costs", lambda *_, **__: costs)
     monkeypatch.setattr("stree_jax.tuning.tuner._ROUNDS", 1)
+    taus = functools.partial(dynamic_tau, grid=(2.5,))  # each sharpness compiles
+    monkeypatch.setattr("stree_jax.tuning.tuner.dynamic_tau", taus)
     prompts, output = tmp_path / "prompts.txt", tmp_path / "tree.json"
     prompts.write_text("Once upon a time\n\nThe train was late\n")
     models = [tiny_pair / "target", "--draft", tiny_pair / "draft"]
