@@ -344,7 +344,7 @@ def method_of_a_model(layers, method):
     return step, (weights, tokens, pending, cache)
 
 
-@pytest.mark.parametrize("num_layers", [8, 64])
+@pytest.mark.parametrize("num_layers", [8, 16])
 @pytest.mark.parametrize(("stack", "method"), EXPECTED)
 def test_each_kernel_is_traced_and_lowered_once(stack, method, num_layers, names):
     layers = STACKS[stack]
