@@ -208,7 +208,12 @@ def test_text_and_cache_are_those_of_autoregressive_decoding(family, name, tempe
         most = (request.decoder.topology.num_nodes - 1) * out.stats.num_target_calls
         # Lookup finds nothing, a cascade ends early, and heads have to see a hidden state first.
         fewer = any(kind in name for kind in ("lookup", "cascade", "heads"))
-        assert out.stats.num_drafted < most if fewer else out.stats.num_drafted == most
+        if fewer:
+            assert out.stats.num_drafted < most
+        elif temperature == "zero":
+            assert out.stats.num_drafted == most
+        else:  # filters may leave fewer tokens than children
+            assert out.stats.num_drafted <= most
     if method.follows:
         steps = -(-NEW_TOKENS // (full_depth(request.decoder.topology) + 1))
         assert taus[0] == NEW_TOKENS / steps
