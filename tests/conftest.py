@@ -1,4 +1,3 @@
-import gc
 import importlib.metadata
 import os
 
@@ -21,22 +20,13 @@ hypothesis.settings.register_profile("repository", deadline=None, derandomize=Tr
 hypothesis.settings.load_profile("repository")
 
 
-_MOST_PROGRAMS = 300
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _forget_programs():
-    """XLA's compiler crashed twice in processes that held the programs of hundreds of tests.
-
-    Modules in a row share programs until there are many.
-    """
-    from tests.helpers import COMPILED
+    """Modules in a row share programs until there are many."""
+    from tests.helpers import forget_many_programs
 
     yield
-    if len(COMPILED) > _MOST_PROGRAMS:
-        COMPILED.clear()
-        jax.clear_caches()
-        gc.collect()
+    forget_many_programs()
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """What several tests share beyond `stree_jax.testing`."""
 
+import gc
 import re
 import shutil
 from pathlib import Path
@@ -17,7 +18,16 @@ from stree_jax import (
 )
 from stree_jax.testing import apply, perturbed, random_model
 
-__all__ = ["COMPILED", "DOCS", "apply", "heads_of", "python_blocks", "saved_pair", "with_weight"]
+__all__ = [
+    "COMPILED",
+    "DOCS",
+    "apply",
+    "forget_many_programs",
+    "heads_of",
+    "python_blocks",
+    "saved_pair",
+    "with_weight",
+]
 
 DOCS = Path(__file__).parents[1] / "docs"  # there in a checkout only
 _NOT_RUN = r"<!-- not run: (.+?) -->\n"
@@ -29,6 +39,17 @@ jax.monitoring.register_event_duration_secs_listener(
         COMPILED.append(event) if event == "/jax/core/compile/backend_compile_duration" else None
     )
 )
+# Linux allows a process 65,530 memory mappings, and a compiled program has up to some 400: XLA's
+# compiler crashed in processes that held the programs of hundreds of tests.
+MOST_MAPPINGS = 25_000
+
+
+def forget_many_programs():
+    """Drops all compiled programs if they are many; compiling them again takes long."""
+    mappings = Path("/proc/self/maps")
+    if not mappings.is_file() or mappings.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 def saved_pair(folder):

@@ -34,7 +34,7 @@ from stree_jax.testing import (
     tiny_model,
 )
 from tests.decoding.texts import NEW_TOKENS, ROWS, autoregressive, decoded, greedy, planned
-from tests.helpers import heads_of
+from tests.helpers import forget_many_programs, heads_of
 
 Topology = st.TreeTopology
 BRANCHING = Topology.from_branching((2, 2))
@@ -163,16 +163,10 @@ def cells():
         yield pytest.param(*cell, id=" | ".join(cell), marks=marks)
 
 
-_FAMILIES = []  # whose programs this process holds
-
-
 @pytest.fixture(autouse=True)
-def _forget_the_programs_of_other_families(request):
-    """Those of hybrids are the largest of all tests; see conftest.py."""
-    family = getattr(request.node, "callspec", None) and request.node.callspec.params.get("family")
-    if family and family not in _FAMILIES:
-        _FAMILIES[:] = [family]
-        jax.clear_caches()
+def _forget_programs_of_other_families():
+    """The table has more programs than a process may hold."""
+    forget_many_programs()
 
 
 def full_depth(topology):
