@@ -1,7 +1,6 @@
 """`Scheduler`: requests of any lengths share the rows of one decode loop."""
 
 import collections
-import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Sequence
@@ -28,7 +27,6 @@ from stree_jax.decoding.types import Limits, Prefix, Sampling
 from stree_jax.decoding.verifiers import FollowTarget, Verifier
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_on_one_device
-from stree_jax.serving.policy import DraftPolicy
 from stree_jax.serving.types import Completion, Job, Request
 from stree_jax.tree import TreeTopology
 
@@ -55,9 +53,6 @@ class Scheduler:
             in every row.
         drafter, topology, verifier: see `generate`; the same for all requests.
         quantum: decode steps per scheduling interval.
-        adaptive: measure decoding without drafts, with a chain of 3, and with `topology`, and use
-            the fastest. Verifiers that test drafts by their probabilities then keep the
-            distribution of a request, but not the text that it has alone.
 
     Raises:
         ValueError: a bad argument, a drafter and a verifier that are not exact together, a lossy
@@ -74,14 +69,11 @@ class Scheduler:
         topology: TreeTopology | None = None,
         verifier: str | Verifier | None = None,
         quantum: int = 32,
-        adaptive: bool = False,
     ):
         check_on_one_device(model, "Scheduler")
         check_int("rows", rows, 1)
         check_int("max_length", max_length, 2, MAX_TOKENS)
         check_int("quantum", quantum, 1)
-        if adaptive and drafter is None:
-            raise ValueError("adaptive = True chooses between drafts, and there is no drafter")
         if not is_lossless(verifier):
             raise ValueError(
                 f"verifier {shown(verifier)} is lossy, and a Scheduler gives the target's own"
@@ -90,28 +82,10 @@ class Scheduler:
         self._model, self._drafter, self._verifier = model, drafter, verifier
         self._max_length, self._quantum = max_length, quantum
         self._topology = topology
-        trees = [TreeTopology.chain(0), TreeTopology.chain(3)] if adaptive else []
-        # For each way of drafting: the plans at temperature 0 and above it; None if refused.
-        self._plans = [
-            {greedy: self._planned(tree, greedy) for greedy in (True, False)}
-            for tree in (*trees, topology)
-        ]
-        own = self._plans[-1]
-        if not any(own.values()):
-            self._plan_of([0], Request([0], max_new_tokens=1), topology)  # raises
-        self._plans = [
-            ways for ways in self._plans if all(ways[greedy] or not own[greedy] for greedy in own)
-        ]
-        if adaptive and len(self._plans) == 1:
-            raise ValueError(
-                f"adaptive = True tries other trees, and {type(drafter).__name__} fills its own"
-                " only; leave adaptive out"
-            )
-        self._deepest = max(
-            each.decoder.topology.depth for ways in self._plans for each in ways.values() if each
-        )
-        self._way, self._policy = len(self._plans) - 1, DraftPolicy(len(self._plans))
-        self._has_run: set[Any] = set()
+        # At temperature 0 and above it; None where the verifier refuses.
+        self._plans = {greedy: self._planned(greedy) for greedy in (True, False)}
+        if not any(self._plans.values()):
+            self._plan_of([0], Request([0], max_new_tokens=1))  # raises
         self._queue: collections.deque[Job] = collections.deque()
         self._tenants: list[Job | None] = [None] * rows
         self._ended: collections.deque[Completion] = collections.deque()
@@ -158,7 +132,7 @@ class Scheduler:
         if request.after is not None:
             tokens, length = request.after.context
             text = [*np.asarray(tokens)[0, : int(length[0])].tolist(), *request.prompt]
-        checked = self._plan_of(text, request, self._topology)
+        checked = self._plan_of(text, request)
         job = Job(
             self._num_submitted,
             request,
@@ -199,17 +173,17 @@ class Scheduler:
         total = len(prompt) + (0 if after is None else int(after.context.length[0]))
         if total > self._max_length:
             raise ValueError(f"the text has {total} tokens, and max_length is {self._max_length}")
-        decoder, drafter = self._program(greedy=bool(self._plans[self._way][True]))
+        decoder, drafter = self._program(greedy=bool(self._plans[True]))
         with dispatch.on(self._model):
             return slots.read(decoder, self._model, drafter, context, after)
 
-    def _plan_of(self, text: Sequence[int], request: Request, tree: TreeTopology | None) -> Plan:
+    def _plan_of(self, text: Sequence[int], request: Request) -> Plan:
         return plan(
             self._model,
             [text],
             max_new_tokens=request.max_new_tokens,
             drafter=self._drafter,
-            topology=tree,
+            topology=self._topology,
             verifier=self._verifier,
             temperature=request.temperature,
             top_k=request.top_k,
@@ -219,8 +193,8 @@ class Scheduler:
             key=_no_key() if request.temperature == 0 else _as_row(request.key),
         )
 
-    def _planned(self, tree: TreeTopology | None, greedy: bool) -> Plan | None:
-        """The program for this tree, for requests of the pool's length."""
+    def _planned(self, greedy: bool) -> Plan | None:
+        """The program for requests of the scheduler's length."""
         request = Request(
             [0],
             max_new_tokens=self._max_length - 1,
@@ -228,21 +202,21 @@ class Scheduler:
             key=jax.random.key(0),
         )
         try:
-            return self._plan_of([0], request, tree)
+            return self._plan_of([0], request)
         except ValueError:
             return None
 
     def _program(self, greedy: bool) -> tuple[SpeculativeDecoder, Drafter | None]:
-        found = self._plans[self._way][greedy]
+        found = self._plans[greedy]
         assert found is not None  # submit refuses such requests
-        return dataclasses.replace(found.decoder, deepest=self._deepest), found.drafter
+        return found.decoder, found.drafter
 
     def _check_can_share_batch(self, job: Job, verifier: Verifier) -> None:
         """Refuses to mix temperature 0 and others where a verifier cannot."""
         others = [*self._queue, *(tenant for tenant in self._tenants if tenant)]
         if all(other.is_greedy == job.is_greedy for other in others):
             return
-        sampled = self._plans[-1][False]
+        sampled = self._plans[False]
         rule = sampled.decoder.verifier if sampled else verifier
         if not isinstance(rule, FollowTarget) or rule.only_at_zero:
             raise ValueError(
@@ -279,46 +253,13 @@ class Scheduler:
         """Runs until a row has ended that a waiting request can take, or for one quantum."""
         jobs = [job for job in self._tenants if job is not None]
         greedy = all(job.is_greedy for job in jobs)
-        self._choose_way(greedy)
         decoder, drafter = self._program(greedy)
         limits, sampling = self._limits(), self._sampling(greedy)
         ended = 1 if self._queue else len(jobs)
-        before = self._counts()
-        began = time.perf_counter()
         with dispatch.on(self._model):
             self._state = decoder.run(
                 *(self._model, drafter, self._state, limits, sampling), self._quantum, ended
             )
-            after = self._counts()  # waits
-        seconds = time.perf_counter() - began
-        program = (decoder, sampling.use_top_k_or_top_p, limits.eos_tokens.shape)
-        if program in self._has_run:  # else it was compiled
-            steps, tokens, calls = after - before
-            self._policy.record(
-                self._way,
-                tokens=int(tokens),
-                calls=int(calls),
-                seconds=seconds,
-                steps=int(steps),
-            )
-        self._has_run.add(program)
-
-    def _choose_way(self, greedy: bool) -> None:
-        if len(self._plans) == 1:
-            return
-        way = self._policy.choose()
-        if way == self._way:
-            return
-        self._way = way
-        decoder, drafter = self._program(greedy)
-        with dispatch.on(self._model):
-            self._state = slots.switch(decoder, self._model, drafter, self._state)
-
-    def _counts(self) -> np.ndarray:
-        """Loop steps, tokens and target calls of all rows so far."""
-        counts = self._state.statistics
-        step, *sums = jax.device_get((self._state.step, counts.emitted, counts.target_calls))
-        return np.array([step.max(), *(part.sum() for part in sums)])
 
     def _limits(self) -> Limits:
         most = np.array([job.request.max_new_tokens if job else 0 for job in self._tenants])

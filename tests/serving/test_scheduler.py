@@ -171,8 +171,6 @@ SAMPLED = dict(temperature=1.0, key=jax.random.key(0))
         (dict(quantum=0), "quantum must be an integer"),
         (dict(topology=TREE), "needs a drafter"),
         (dict(verifier="best"), "unknown verifier 'best'"),
-        (dict(adaptive=True), "there is no drafter"),
-        (dict(adaptive=True, drafter="turns"), "InterleavedDrafter fills its own only"),
         (dict(verifier="typical"), "'typical' is lossy, and a Scheduler"),
         (dict(verifier=LOSSY_VERIFIERS["typical"]), "is lossy, and a Scheduler"),
         # Requests: the last one is refused, and waits for nothing.
@@ -193,13 +191,9 @@ SAMPLED = dict(temperature=1.0, key=jax.random.key(0))
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_refused(options, message):
-    drafters = {
-        "turns": lambda: st.InterleavedDrafter(tiny_model(), tiny_model(seed=1), "qs"),
-        "iid": lambda: st.ModelDrafter(tiny_model(), child_sampling="iid"),
-    }
     options = dict(model=tiny_model(), rows=2, max_length=40) | options
     if "drafter" in options:
-        options["drafter"] = drafters[options["drafter"]]()
+        options["drafter"] = st.ModelDrafter(tiny_model(), child_sampling=options["drafter"])
     before, request = options.pop("before", None), options.pop("request", None)
     common = dict(prompt=[1, 2], max_new_tokens=5)
     if request is not None:
