@@ -55,7 +55,7 @@ nitpick_ignore_regex = [
     ("py:obj", "(?s).*"),
     ("py:class", r"(?!stree_jax|pallas_kernels).*"),
     ("py:class", r"stree_jax\.(array_types|partition|models|decoding\.(types|loop|options))\..*"),
-    ("py:class", r"stree_jax\.convert\.(fields|rules|tensors)\..*"),
+    ("py:class", r"stree_jax\.(convert\.(fields|rules)|stored)\..*"),
 ]
 
 
