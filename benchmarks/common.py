@@ -1,7 +1,6 @@
 """Parts that all benchmarks share: options, machine, clock, memory, tables, plots, results."""
 
 import argparse
-import contextlib
 import datetime
 import functools
 import gc
@@ -14,7 +13,7 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,6 +32,9 @@ from rich.progress import (
 
 RESULTS = Path(__file__).parent / "results"  # committed
 OUTPUT = Path("benchmark-results")  # ignored by git
+
+# Columns of tables.
+SPEED = {"tokens/s": "{tokens_per_second[median]:,.0f}", "speed-up": "{speed_up[median]:.2f}x"}
 
 Item = TypeVar("Item")
 Output = TypeVar("Output")
@@ -247,52 +249,60 @@ def conclude(name: str, *, passed: bool = True, **line: Any) -> None:
         raise SystemExit(1)
 
 
-@contextlib.contextmanager
-def plotted(path: Path, columns: int, width: float, height: float) -> Iterator[Any]:
-    """The axes of a figure (an array of axes if `columns` > 1); saves it at the end."""
+class Panel(NamedTuple):
+    """One of the plots of a figure: records, and formats of a record, as in `Table`.
+
+    Attributes:
+        x_label: label of the axis; without one, x are categories and the plot has bars.
+        y_label: label of the other axis.
+        records: records of all lines.
+        x: format of x.
+        lines: formats of y by the format of a line's label; dashed if that ends in "T = 1".
+    """
+
+    x_label: str
+    y_label: str
+    records: Sequence[Mapping[str, Any]]
+    x: str
+    lines: Mapping[str, str]
+
+    def points(self) -> dict[str, list[tuple[str, float]]]:
+        """The points of each line, x as text."""
+        found: dict[str, list[tuple[str, float]]] = {}
+        for (label, y), record in itertools.product(self.lines.items(), self.records):
+            point = self.x.format_map(record), float(y.format_map(record))
+            found.setdefault(label.format_map(record), []).append(point)
+        return found
+
+
+def draw(path: Path, panels: Sequence[Panel]) -> None:
+    """Draws panels side by side, as PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained")
-    yield axes
+    size = (5.5 * len(panels), 4.5)
+    figure, row = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
+    for axes, panel in zip(row[0], panels, strict=True):
+        lines = panel.points()
+        names = list(dict.fromkeys(x for line in lines.values() for x, _ in line))
+        for number, (label, line) in enumerate(lines.items()):
+            xs, ys = zip(*line, strict=True)
+            if panel.x_label:
+                style = "--" if label.endswith("T = 1") else "-"
+                axes.plot([*map(float, xs)], ys, style, marker="o", label=label)
+            else:
+                offset = 0.8 * ((number + 0.5) / len(lines) - 0.5)
+                at = [names.index(x) + offset for x in xs]
+                axes.bar(at, ys, width=0.76 / len(lines), label=label)
+        if not panel.x_label:
+            axes.axhline(1, color="black", linewidth=0.8)
+            axes.set_xticks(range(len(names)), names, rotation=60, ha="right")
+        axes.set(xlabel=panel.x_label, ylabel=panel.y_label, ylim=(0, None))
+        axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-class Panel(NamedTuple):
-    """One of the plots of a figure.
-
-    Attributes:
-        x, y: labels of the axes.
-        lines: x and y values by label; labels that end in "T = 1" are dashed.
-        bars: heights by category, by label of the group.
-    """
-
-    x: str = ""
-    y: str = ""
-    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]] = {}
-    bars: Mapping[str, Mapping[str, float]] = {}
-
-
-def draw(path: Path, panels: Sequence[Panel]) -> None:
-    """Draws panels side by side, as PNG."""
-    with plotted(path, len(panels), 5.5 * len(panels), 4.5) as figure:
-        for axes, panel in zip(np.atleast_1d(figure), panels, strict=True):
-            names = list(dict.fromkeys(name for group in panel.bars.values() for name in group))
-            for number, (label, group) in enumerate(panel.bars.items()):
-                offset = 0.8 * ((number + 0.5) / len(panel.bars) - 0.5)
-                at = [names.index(name) + offset for name in group]
-                axes.bar(at, [*group.values()], width=0.76 / len(panel.bars), label=label)
-            if names:
-                axes.axhline(1, color="black", linewidth=0.8)
-                axes.set_xticks(range(len(names)), names, rotation=60, ha="right")
-            for label, (xs, ys) in panel.lines.items():
-                style = "--" if label.endswith("T = 1") else "-"
-                axes.plot(xs, ys, style, marker="o", label=label)
-            axes.set(xlabel=panel.x, ylabel=panel.y, ylim=(0, None))
-            axes.legend(fontsize=8)
 
 
 def merged(

@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 
 import stree_jax as st
-from benchmarks import lossless, peers, requests, thoughts
+from benchmarks import lossless, methods, peers, requests, steps, thoughts
 from benchmarks.common import (
     Found,
     Panel,
@@ -26,43 +26,21 @@ from benchmarks.common import (
     read_options,
     save,
 )
-from benchmarks.methods import (
-    CHAIN_OF_4,
-    NUM_RANKS,
-    PAPER_TREES,
-    PLAIN,
-    Method,
-    compare,
-    different,
-    fastest,
-    lines,
-    method_tables,
-    of_equal_size,
-    own_tree,
-    prompt_lookup,
-    relative_to,
-    shipped,
-    speed_panel,
-    trees,
-    tuned_tree,
-    written_texts,
-)
+from benchmarks.methods import CHAIN_OF_4, PAPER_TREES, PLAIN, Method, own_tree, trees
 from benchmarks.models import chosen_pair, embedded_pair, num_bytes, random_model
 from benchmarks.paper import attention_share, batch, packed, tree_size
 from benchmarks.paper import temperature as by_temperature
-from benchmarks.steps import COLUMNS as STEP_COLUMNS
-from benchmarks.steps import step_panel, time_of_calls
 from stree_jax.tuning import Costs, acceptance, best_trees, replay_tau
 
 SIZES = {"--prompts": 16, "--tokens": 96, "--rounds": 3}
-TEMPERATURES = {"--temperatures": (0.0, 1.0)}
+COMPARED = SIZES | {"--temperatures": (0.0, 1.0)}
 CHECKPOINTS = {"--target": None, "--draft": None, "--name": None}
-PAIR = {"--pair": {"choices": ("embedded", "random")}, "--target": None, "--draft": None}
+PAIR = {"--pair": {"choices": ("embedded", "random")}}
 MANY = {"nargs": "+", "type": int}
 HELP = {
     "--pair": "default: random weights on a GPU, the embedded pair elsewhere",
-    "--target": "checkpoint, or preset of a random pair; default: the embedded target",
-    "--draft": "draft of that target",
+    "--target": "checkpoint; default: the embedded target",
+    "--draft": "checkpoint of its draft",
     "--name": "name of the pair, for the results",
     "--tokens": "new tokens of each text, at most",
     "--rounds": "timed runs",
@@ -79,28 +57,29 @@ def decode(options: argparse.Namespace) -> Iterator[Found]:
     """The paper's trees, the tuned one, a dynamic one and prompt lookup; costs of target calls."""
     pair = chosen_pair(options, options.prompts)
     drafter = st.ModelDrafter(pair.draft)
-    methods = [
+    ways = [
         Method(PLAIN),
         Method("chain of 4", drafter, CHAIN_OF_4),
-        *([] if options.target else shipped(pair.draft)),
-        prompt_lookup(),
+        *([] if options.target else methods.shipped(pair.draft)),
+        methods.prompt_lookup(),
         *trees(drafter, PAPER_TREES),
     ]
-    rows = compare(pair, methods, options.temperatures, options)
+    rows = methods.compare(pair, ways, options.temperatures, options)
     name = options.name or "embedded"
     larger = random_model(st.ModelConfig.preset("mamba2-130m"), "float32")
-    steps = [
-        time_of_calls(f"{name} target", pair.target, 100),
-        time_of_calls(f"{name} draft", pair.draft, 100),
-        time_of_calls("mamba2-130m shape", larger, 5),
+    calls = [
+        steps.time_of_calls(f"{name} target", pair.target, 100),
+        steps.time_of_calls(f"{name} draft", pair.draft, 100),
+        steps.time_of_calls("mamba2-130m shape", larger, 5),
     ]
     drafting = [row for row in rows if row["nodes"] > 1]
     best = max(drafting, key=lambda row: (-row["temperature"], row["speed_up"]["median"]))
+    of_calls = Table("Milliseconds of a call", calls, steps.COLUMNS)
     yield Found(
-        pair.settings() | {"decoding": rows, "target_calls": steps},
-        [*method_tables(pair.name, rows), Table("Milliseconds of a call", steps, STEP_COLUMNS)],
-        [speed_panel(rows), step_panel(steps)],
-        wrong=different(rows),
+        pair.settings() | {"decoding": rows, "target_calls": calls},
+        [*methods.method_tables(pair.name, rows), of_calls],
+        [methods.speed_panel(rows), steps.step_panel(calls)],
+        wrong=methods.different(rows),
         line={"best": best["method"], "speed_up": best["speed_up"]["median"], "tau": best["tau"]},
     )
 
@@ -122,21 +101,21 @@ def tuned(options: argparse.Namespace) -> Iterator[Found]:
     rows, equal, chosen, tuned, advice = [], [], [], [], []
     for temperature in options.temperatures:
         if options.shipped and temperature == 0:
-            tree, origin = shipped(pair.draft)[0].topology, "shipped: tree.json"
+            tree, origin = methods.shipped(pair.draft)[0].topology, "shipped: tree.json"
         else:
-            tree, origin = tuned_tree(own, temperature, options.tokens)
+            tree, origin = methods.tuned_tree(own, temperature, options.tokens)
         forget_programs()
-        methods = [Method(PLAIN), *([] if tree is None else [Method("tuned", drafter, tree)])]
-        methods += trees(drafter, chains | PAPER_TREES)
-        others, how = of_equal_size(own, options.nodes, temperature, options.tokens)
+        ways = [Method(PLAIN), *([] if tree is None else [Method("tuned", drafter, tree)])]
+        ways += trees(drafter, chains | PAPER_TREES)
+        others, how = methods.of_equal_size(own, options.nodes, temperature, options.tokens)
         forget_programs()
-        now = compare(pair, methods, [temperature], options)
+        now = methods.compare(pair, ways, [temperature], options)
         forget_programs()
-        for row in compare(pair, [Method(PLAIN), *others], [temperature], options):
+        for row in methods.compare(pair, [Method(PLAIN), *others], [temperature], options):
             equal.append({"kind": row["method"].split(",")[0]} | row)
         forget_programs()
         rows, chosen = rows + now, chosen + how
-        ratios = relative_to(PLAIN if tree is None else "tuned", now)
+        ratios = methods.relative_to(PLAIN if tree is None else "tuned", now)
         slower = [name for name, ratio in ratios.items() if ratio["high"] < 1]
         advice.append(
             f"temperature {temperature:g}: {'do not draft' if tree is None else 'the tuned tree'}"
@@ -148,13 +127,16 @@ def tuned(options: argparse.Namespace) -> Iterator[Found]:
             pair.settings()
             | {"tuned": tuned, "decoding": rows}
             | {"trees_of_equal_size": chosen, "decoding_of_equal_size": equal},
-            [*method_tables("tuned", rows), *method_tables("trees of equal size", equal)],
             [
-                speed_panel(rows),
-                Panel("nodes", "tau", lines(equal, KIND, "{nodes}", "{tau}")),
-                Panel("nodes", "speed-up", lines(equal, KIND, "{nodes}", "{speed_up[median]}")),
+                *methods.method_tables("tuned", rows),
+                *methods.method_tables("trees of equal size", equal),
             ],
-            wrong=different(rows + equal),
+            [
+                methods.speed_panel(rows),
+                Panel("nodes", "tau", equal, "{nodes}", {KIND: "{tau}"}),
+                Panel("nodes", "speed-up", equal, "{nodes}", {KIND: "{speed_up[median]}"}),
+            ],
+            wrong=methods.different(rows + equal),
             notes=advice,
             line={
                 "slower_than": {f"{each['temperature']:g}": each["slower_than"] for each in tuned},
@@ -170,29 +152,26 @@ def medusa(options: argparse.Namespace) -> Iterator[Found]:
     pair = pair._replace(prompts=pair.prompts[options.prompts :])
     heads = st.load_medusa(options.heads or st.demo_path("medusa"), pair.target)
     drafter, draft = st.MedusaDrafter(pair.target, heads), st.ModelDrafter(pair.draft)
-    chain = st.TreeTopology.chain(heads.num_heads)
+    chain, costs = st.TreeTopology.chain(heads.num_heads), Costs({1: 1.0}, 0, {1: 0.0}, 0)
     rows, ranks, lossy = [], [], []
     for temperature in options.temperatures:
-        written = written_texts(pair.target, traced, options.tokens, temperature)
-        trace = drafter.rank_trace(pair.target, *written, NUM_RANKS)
+        written = methods.written_texts(pair.target, traced, options.tokens, temperature)
+        trace = drafter.rank_trace(pair.target, *written, methods.NUM_RANKS)
         accept = acceptance(trace, heads.num_heads)
-        tree = max(
-            best_trees(accept, Costs({1: 1.0}, 0, {1: 0.0}, 0), options.nodes, heads.num_heads),
-            key=lambda tree: replay_tau(tree, trace),
-            default=chain,
-        )
+        found = best_trees(accept, costs, options.nodes, heads.num_heads)
+        tree = max(found, key=lambda tree: replay_tau(tree, trace), default=chain)
         ranks.append({"temperature": temperature, "accept": accept.tolist(), "tree": tree.parents})
         ranks[-1]["expected_tau"] = replay_tau(tree, trace)
-        methods = [
+        ways = [
             Method(PLAIN),
             Method(f"Medusa, chain of {chain.depth}", drafter, chain),
             own_tree("Medusa, default tree", drafter),
             Method(f"Medusa, tree of {tree.num_nodes} by ranks", drafter, tree),
             Method("draft model, chain of 4", draft, CHAIN_OF_4),
             Method("draft model, tree A", draft, PAPER_TREES["tree A"]),
-            prompt_lookup(),
+            methods.prompt_lookup(),
         ]
-        rows += compare(pair, methods, [temperature], options)
+        rows += methods.compare(pair, ways, [temperature], options)
         if temperature > 0:
             typical = Method("typical", drafter, tree, "typical")
             out = typical.decode(pair, pair.prompts, options.tokens, temperature, lossy=True)
@@ -204,16 +183,14 @@ def medusa(options: argparse.Namespace) -> Iterator[Found]:
         }
         for name, part in (("target", pair.target), ("draft", pair.draft), ("heads", heads))
     }
+    note = "LOSSY: typical acceptance, temperature {temperature:g}: tau {tau:.2f}"
     yield Found(
         pair.settings()
         | {"ranks": ranks, "decoding": rows, "lossy_typical": lossy, "sizes": sizes},
-        method_tables(pair.name, rows),
-        [speed_panel(rows)],
-        wrong=different(rows),
-        notes=[
-            f"LOSSY: typical acceptance, temperature {row['temperature']:g}: tau {row['tau']:.2f}"
-            for row in lossy
-        ],
+        methods.method_tables(pair.name, rows),
+        [methods.speed_panel(rows)],
+        wrong=methods.different(rows),
+        notes=[note.format_map(row) for row in lossy],
     )
 
 
@@ -221,7 +198,7 @@ def hierarchical(options: argparse.Namespace) -> Iterator[Found]:
     """Two draft models, q and s, and prompt lookup: alone, in turns and as cascades."""
     pair, lookup = embedded_pair(options.prompts), st.NgramDrafter()
     q = pair.draft
-    methods = [
+    ways = [
         Method(PLAIN),
         Method("q alone, chain of 4", st.ModelDrafter(q), CHAIN_OF_4),
         Method("prompt lookup alone", lookup, CHAIN_OF_4),
@@ -231,18 +208,17 @@ def hierarchical(options: argparse.Namespace) -> Iterator[Found]:
         small = st.from_pretrained(options.small)
         s = st.ModelDrafter(small)
         turns = {"ssq ssq (the paper's order)": "ssqssq", "qq ssss (the better first)": "qqssss"}
-        methods += [
+        ways += [
             Method("s alone, chain of 4", s, CHAIN_OF_4),
             *(own_tree(name, st.InterleavedDrafter(q, small, x)) for name, x in turns.items()),
             own_tree("cascade of q and s", st.CascadeDrafter(q, s, rounds=2)),
         ]
-    rows = compare(pair, methods, options.temperatures, options)
+    rows = methods.compare(pair, ways, options.temperatures, options)
     yield Found(
         pair.settings() | {"decoding": rows},
-        method_tables(f"{pair.name}, {options.prompts} prompts", rows),
-        [speed_panel(rows)],
-        wrong=different(rows),
-        notes=[f"temperature {t:g}: {fastest(rows, t)} is fastest" for t in options.temperatures],
+        methods.method_tables(f"{pair.name}, {options.prompts} prompts", rows),
+        [methods.speed_panel(rows)],
+        wrong=methods.different(rows),
     )
 
 
@@ -259,24 +235,17 @@ def names(known: Iterable[str]) -> dict[str, Any]:
 
 
 EXPERIMENTS = {
-    "decode": Experiment(decode, SIZES | TEMPERATURES | CHECKPOINTS),
+    "decode": Experiment(decode, COMPARED | CHECKPOINTS),
     "tuned": Experiment(
         tuned,
-        SIZES
-        | TEMPERATURES
-        | CHECKPOINTS
-        | {"--prompts": 12, "--nodes": (6, 13, 32), "--shipped": False},
+        COMPARED | CHECKPOINTS | {"--prompts": 12, "--nodes": (6, 13, 32), "--shipped": False},
     ),
     "peer": Experiment(peers.run, SIZES | {"--threads": 2}),
-    "medusa": Experiment(
-        medusa, SIZES | TEMPERATURES | {"--prompts": 8, "--heads": None, "--nodes": 13}
-    ),
+    "medusa": Experiment(medusa, COMPARED | {"--prompts": 8, "--heads": None, "--nodes": 13}),
     "serving": Experiment(
-        requests.run, PAIR | {"--requests": 64, "--rows": 8, "--rounds": 5, "--drafts": False}
+        requests.serving, PAIR | {"--requests": 64, "--rows": 8, "--rounds": 5, "--drafts": False}
     ),
-    "hierarchical": Experiment(
-        hierarchical, SIZES | TEMPERATURES | {"--prompts": 6, "--small": None}
-    ),
+    "hierarchical": Experiment(hierarchical, COMPARED | {"--prompts": 6, "--small": None}),
     "seed": Experiment(
         thoughts.run,
         {"--tasks": names(thoughts.K_CONFIGS)}
@@ -287,14 +256,12 @@ EXPERIMENTS = {
     ),
     "attention_share": Experiment(
         attention_share.run,
-        SIZES | TEMPERATURES | {"directory": {"type": Path}, "--prompts": 12, "--tokens": 64},
+        COMPARED | {"directory": {"type": Path}, "--prompts": 12, "--tokens": 64},
     ),
     "batch": Experiment(batch.run, PAIR | {"--batches": MANY, "--tokens": 96, "--rounds": 5}),
     "packed": Experiment(
         packed.run,
-        PAIR
-        | {"--beams": MANY, "--steps": MANY}
-        | {"--prompts": 4, "--tokens": 100, "--rounds": 5},
+        PAIR | {"--beams": MANY, "--steps": MANY, "--prompts": 4, "--tokens": 100, "--rounds": 5},
     ),
     "temperature": Experiment(by_temperature.run, {"--prompts": 8, "--tokens": 96, "--keys": 5}),
     "tree_size": Experiment(

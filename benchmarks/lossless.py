@@ -14,14 +14,13 @@ A run may be interrupted: the same command resumes it from `lossless.jsonl` in t
 """
 
 import argparse
-import functools
 import itertools
 import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,39 +68,41 @@ def methods(model: st.HybridLM, draft: st.HybridLM) -> list[Method]:
     ]
 
 
-def check(
-    config: st.ModelConfig,
-    implementation: str,
-    trees: Mapping[str, st.TreeTopology],
-    *,
-    tokens: int,
-) -> dict[str, dict[str, Any]]:
-    """Whether each tree gives the tokens of autoregressive decoding, on a ragged batch.
+def request(
+    vocab_size: int, temperature: float, number: int, rows: int, tokens: int
+) -> dict[str, Any]:
+    """Arguments of `generate`: a ragged batch of random prompts, with its own keys."""
+    rng = np.random.default_rng(number)
+    lengths = itertools.islice(itertools.cycle(PROMPT_LENGTHS), rows)
+    return {
+        "prompts": [rng.integers(vocab_size, size=size).tolist() for size in lengths],
+        "max_new_tokens": tokens,
+        "temperature": temperature,
+        "key": jax.random.split(jax.random.key(number), rows),
+    }
 
-    `distinct` counts different tokens, to show that the model does not repeat itself. `differences`
-    are the first ones of rows that differ, and `right` is whether all of them are ties.
-    """
-    model = st.HybridLM(config, rngs=nnx.Rngs(0), implementation=implementation)
-    drafter = st.ModelDrafter(perturbed(model, NOISE, 1))
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(config.vocab_size, size=size).tolist() for size in PROMPT_LENGTHS]
-    decode = functools.partial(st.generate, model, prompts, max_new_tokens=tokens)
-    want = decode().tokens
-    rows = {}
-    for name, topology in trees.items():
-        out = decode(drafter=drafter, topology=topology)
-        found = map(functools.partial(first_difference, model), prompts, want, out.tokens)
-        differences = [
-            {"row": row} | difference for row, difference in enumerate(found) if difference
-        ]
-        rows[name] = {
-            "identical": not differences,
-            "differences": differences,
-            "right": all(difference["tie"] for difference in differences),
-            "tau": out.stats.tau,
-            "distinct": len(np.unique(want)),
-        }
-    return rows
+
+def decode(model: st.HybridLM, given: dict[str, Any], **way: Any) -> st.Generation:
+    """A request, autoregressively or in another way."""
+    return st.generate(model, **given, **way)
+
+
+def differences(
+    model: st.HybridLM, given: dict[str, Any], want: np.ndarray, got: np.ndarray
+) -> list[dict[str, Any]]:
+    """The first difference of each row that differs."""
+    found = []
+    for row, (prompt, *texts) in enumerate(zip(given["prompts"], want, got, strict=True)):
+        temperature, key = given["temperature"], given["key"][row]
+        if difference := first_difference(model, prompt, *texts, temperature, key):
+            found.append({"row": row} | difference)
+    return found
+
+
+def verdict(want: np.ndarray, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Whether all differences are ties; `distinct` shows that the model does not repeat itself."""
+    right = all(difference["tie"] for difference in found)
+    return {"distinct": len(np.unique(want)), "differences": found, "right": right}
 
 
 def first_difference(
@@ -135,53 +136,41 @@ def first_difference(
     return {"place": place, "tokens": tokens, "gap": gap, "tie": gap < limit}
 
 
-class Batch(NamedTuple):
-    """Prompts of a round and options of all methods."""
-
-    prompts: list[list[int]]
-    options: dict[str, Any]
-
-
-def batch(vocab_size: int, temperature: float, number: int) -> Batch:
-    """A ragged batch of random prompts, with its own keys."""
-    rng = np.random.default_rng(number)
-    lengths = [PROMPT_LENGTHS[row % len(PROMPT_LENGTHS)] for row in range(ROWS)]
-    keys = jax.random.split(jax.random.key(number), ROWS)
-    return Batch(
-        [rng.integers(vocab_size, size=size).tolist() for size in lengths],
-        {"max_new_tokens": NEW_TOKENS, "temperature": temperature, "key": keys},
-    )
-
-
-def decode(model: st.HybridLM, each: Batch, **way: Any) -> st.Generation:
-    """A round of one method."""
-    return st.generate(model, each.prompts, **each.options, **way)
+def check(
+    config: st.ModelConfig,
+    implementation: str,
+    trees: Mapping[str, st.TreeTopology],
+    *,
+    tokens: int,
+) -> dict[str, dict[str, Any]]:
+    """Whether each tree gives the tokens of autoregressive decoding, for GPU sessions."""
+    model = st.HybridLM(config, rngs=nnx.Rngs(0), implementation=implementation)
+    drafter = st.ModelDrafter(perturbed(model, NOISE, 1))
+    given = request(config.vocab_size, 0.0, 0, len(PROMPT_LENGTHS), tokens)
+    want = decode(model, given).tokens
+    rows = {}
+    for name, topology in trees.items():
+        out = decode(model, given, drafter=drafter, topology=topology)
+        found = differences(model, given, want, out.tokens)
+        rows[name] = {"identical": not found, "tau": out.stats.tau} | verdict(want, found)
+    return rows
 
 
 def compared(
     model: st.HybridLM,
     way: Mapping[str, Any],
-    batches: Sequence[Batch],
+    requests: Sequence[dict[str, Any]],
     plain: Sequence[np.ndarray],
 ) -> dict[str, Any]:
-    """Counts, and the first difference of each row that differs."""
-    tokens, calls, emitted, differences = 0, 0, 0, []
-    for number, (each, want) in enumerate(zip(batches, plain, strict=True)):
-        out, options = decode(model, each, **way), each.options
+    """Counts, and the first difference of each row that differs, over all rounds."""
+    tokens, calls, emitted, found = 0, 0, 0, []
+    for number, (given, want) in enumerate(zip(requests, plain, strict=True)):
+        out = decode(model, given, **way)
         calls, emitted = calls + out.stats.num_target_calls, emitted + out.stats.num_tokens
         same = np.cumprod(out.tokens == want, axis=1).sum(axis=1)  # up to the first difference
         tokens += int(np.minimum(same + 1, NEW_TOKENS).sum())
-        for row, (prompt, *texts) in enumerate(zip(each.prompts, want, out.tokens, strict=True)):
-            key, temperature = options["key"][row], options["temperature"]
-            if found := first_difference(model, prompt, *texts, temperature, key):
-                differences.append({"round": number, "row": row} | found)
-    return {
-        "tokens": tokens,
-        "tau": emitted / calls,
-        "distinct": len(np.unique(np.concatenate(plain))),
-        "differences": differences,
-        "right": all(each["tie"] for each in differences),
-    }
+        found += [{"round": number} | each for each in differences(model, given, want, out.tokens)]
+    return {"tokens": tokens, "tau": emitted / calls} | verdict(np.concatenate(plain), found)
 
 
 def work(
@@ -193,18 +182,16 @@ def work(
         model = st.HybridLM(FAMILIES[family], rngs=nnx.Rngs(0))
         ways = methods(model, perturbed(model, NOISE, 1))
         left = [way for way in ways if (family, temperature, way.name) not in ready]
+        size = model.config.vocab_size
         numbers = range(rounds if left else 0)
-        batches = [batch(model.config.vocab_size, temperature, number) for number in numbers]
-        plain = [decode(model, each).tokens for each in batches]
+        requests = [request(size, temperature, each, ROWS, NEW_TOKENS) for each in numbers]
+        plain = [decode(model, given).tokens for given in requests]
         for way in left:
             began = time.perf_counter()
-            row = compared(model, way.options(), batches, plain)
+            row = compared(model, way.options(), requests, plain)
             seconds = round(time.perf_counter() - began, 2)
-            yield (
-                dict(zip(PIECE, (family, temperature, way.name), strict=True))
-                | row
-                | {"seconds": seconds}
-            )
+            piece = dict(zip(PIECE, (family, temperature, way.name), strict=True))
+            yield piece | row | {"seconds": seconds}
         jax.clear_caches()  # the next family shares no program
 
 
@@ -255,21 +242,20 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
             with path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             progress.update(task, advance=1, description=row["family"])
-    differences = [
+    found = [
         {field: row[field] for field in PIECE} | each for row in rows for each in row["differences"]
     ]
     tokens, seconds = (sum(row[field] for row in rows) for field in ("tokens", "seconds"))
     tables = [sums(field, rows) for field in ("family", "method")]
-    taus = {record["name"]: record["tau 0"] for record in tables[1].records}
-    wrong = [each for each in differences if not each["tie"]]
+    wrong = [each for each in found if not each["tie"]]
     yield Found(
         settings | {"tokens": tokens, "seconds": round(seconds), "work": rows},
         tables,
-        [Panel(y="tau", bars={"T = 0": taus})],
+        [Panel("", "tau", tables[1].records, "{name}", {"T = 0": "{tau 0}"})],
         wrong=wrong,
-        notes=[str(each) for each in differences],
+        notes=[str(each) for each in found],
         line={"tokens": tokens, "tokens_per_second": round(tokens / seconds)}
-        | {"differences": len(differences)},
+        | {"differences": len(found)},
     )
     if options.commit:
         path.unlink()

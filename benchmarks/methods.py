@@ -9,11 +9,10 @@ import jax
 import numpy as np
 
 import stree_jax as st
-from benchmarks.common import Panel, Table, progress_bar, summary, timed
+from benchmarks.common import SPEED, Panel, Table, progress_bar, summary, timed
 from benchmarks.models import Pair
 from stree_jax.decoding.options import Plan, plan
 from stree_jax.tuning import (
-    Costs,
     acceptance,
     best_trees,
     dynamic_tau,
@@ -157,16 +156,6 @@ def different(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def fastest(rows: Iterable[Mapping[str, Any]], temperature: float) -> str:
-    """The fastest method at a temperature."""
-    speeds = {
-        row["method"]: row["speed_up"]["median"]
-        for row in rows
-        if row["temperature"] == temperature
-    }
-    return max(speeds, key=speeds.__getitem__)
-
-
 def method_tables(title: str, rows: Sequence[Mapping[str, Any]], **columns: str) -> list[Table]:
     """A table of methods for each temperature; `columns` are formats of additional ones."""
     return [
@@ -174,10 +163,7 @@ def method_tables(title: str, rows: Sequence[Mapping[str, Any]], **columns: str)
             f"{title}, temperature {temperature:g}",
             [row for row in rows if row["temperature"] == temperature],
             {"method": "{method}", **columns, "nodes": "{nodes}"}
-            | {
-                "tokens/s": "{tokens_per_second[median]:,.0f}",
-                "speed-up": "{speed_up[median]:.2f}x",
-            }
+            | SPEED
             | {"tau": "{tau:.2f}", "identical": "{identical}"},
         )
         for temperature in dict.fromkeys(row["temperature"] for row in rows)
@@ -186,23 +172,8 @@ def method_tables(title: str, rows: Sequence[Mapping[str, Any]], **columns: str)
 
 def speed_panel(rows: Sequence[Mapping[str, Any]]) -> Panel:
     """Speed-ups as bars, by method and temperature."""
-    bars: dict[str, dict[str, float]] = {}
-    for row in rows:
-        group = bars.setdefault(f"T = {row['temperature']:g}", {})
-        group[row["method"]] = row["speed_up"]["median"]
-    return Panel(y="tokens per second, autoregressive = 1", bars=bars)
-
-
-def lines(
-    rows: Sequence[Mapping[str, Any]], label: str, x: str, y: str
-) -> dict[str, tuple[list[float], list[float]]]:
-    """Lines of a panel: x and y of the rows that share a label; all three are formats of a row."""
-    found: dict[str, tuple[list[float], list[float]]] = {}
-    for row in rows:
-        xs, ys = found.setdefault(label.format_map(row), ([], []))
-        xs.append(float(x.format_map(row)))
-        ys.append(float(y.format_map(row)))
-    return found
+    bars = {"T = {temperature:g}": "{speed_up[median]}"}
+    return Panel("", "tokens per second, autoregressive = 1", rows, "{method}", bars)
 
 
 def written_texts(
@@ -261,7 +232,8 @@ def of_equal_size(
     accept = acceptance(trace, MAX_DEPTH)
     methods, chosen = [], []
     for size in sizes:
-        static = best_static(accept, costs, size)
+        fast = best_trees(accept, costs, size, MAX_DEPTH)
+        static = next(tree for tree in fast if tree.num_nodes == size)
         budget = st.TreeTopology.budget(size, static.depth)
         taus = dynamic_tau(pair.draft, request, written, [budget])[budget]
         sharpness = fitted(taus)
@@ -284,12 +256,6 @@ def of_equal_size(
             }
         )
     return methods, chosen
-
-
-def best_static(accept: np.ndarray, costs: Costs, num_nodes: int) -> st.TreeTopology:
-    """The tuner's fastest tree of so many nodes."""
-    found = best_trees(accept, costs, num_nodes, len(accept))
-    return next(tree for tree in found if tree.num_nodes == num_nodes)
 
 
 def level_sizes(num_nodes: int, depth: int) -> st.TreeTopology:

@@ -125,13 +125,6 @@ def chosen_pair(options: argparse.Namespace, num_prompts: int) -> Pair:
         return loaded_pair(options.target, options.draft, options.name, num_prompts, None)
     if (options.pair or ("random" if on_gpu() else "embedded")) == "embedded":
         return embedded_pair(num_prompts)
-    small = "small" if not on_gpu() else None
-    target, draft = options.target, options.draft
-    names = (target or small or "mamba2-2.7b", draft or small or "mamba2-130m")
-    return random_pair(
-        shape(target),
-        shape(draft, draft=True),
-        default_dtype(),
-        num_prompts,
-        f"{names[0]} with {names[1]}, random",
-    )
+    name = "mamba2-2.7b with mamba2-130m" if on_gpu() else "small with small"
+    shapes = shape(None), shape(None, draft=True)
+    return random_pair(*shapes, default_dtype(), num_prompts, f"{name}, random")

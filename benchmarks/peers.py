@@ -53,6 +53,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
                 "identical_prompts": sum(same),
             }
         )
+    median = "{times_transformers[median]}"
     medians = {row["method"]: row["times_transformers"]["median"] for row in rows}
     yield Found(
         pair.settings() | {"versions": versions, "methods": rows, "aims": AIMS},
@@ -65,9 +66,9 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
                 | {"identical prompts": "{identical_prompts}"},
             )
         ],
-        [Panel(y="speed, transformers = 1", bars={"greedy, float32": medians})],
+        [Panel("", "speed, transformers = 1", rows, "{method}", {"greedy, float32": median})],
         wrong=[row["method"] for row in rows if row["identical_prompts"] < len(pair.prompts)],
-        line={name: round(median, 2) for name, median in medians.items()},
+        line={name: round(value, 2) for name, value in medians.items()},
     )
 
 

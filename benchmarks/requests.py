@@ -1,14 +1,14 @@
-"""Mixed requests: a scheduler against batches. The experiment `benchmarks.serving`."""
+"""Many requests through a scheduler. The experiment `benchmarks.serving`."""
 
 import argparse
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 import stree_jax as st
-from benchmarks.common import Found, Panel, Table, summary, timed
-from benchmarks.methods import Method
+from benchmarks.common import SPEED, Found, Panel, Table, summary, timed
 from benchmarks.models import Pair, chosen_pair
 
 SCHEDULER, BATCHES, SORTED = "scheduler", "batches as they come", "batches sorted by limit"
@@ -16,14 +16,14 @@ LIMITS = (8, 192)  # new tokens of a request
 QUANTUM = 32
 
 
-def run(options: argparse.Namespace) -> Iterator[Found]:
+def serving(options: argparse.Namespace) -> Iterator[Found]:
     """A scheduler against batches in order of arrival, and batches sorted by limit."""
     pair = chosen_pair(options, options.requests)
     requests = requests_of(pair, options.requests)
     arrival, rows = range(len(requests)), options.rows
-    drafting = {}
+    drafting: dict[str, Any] = {}
     if options.drafts:
-        drafting = Method("", st.ModelDrafter(pair.draft), st.TreeTopology.chain(3)).options()
+        drafting = {"drafter": st.ModelDrafter(pair.draft), "topology": st.TreeTopology.chain(3)}
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
 
     def schedule(_: None) -> list[list[int]]:
@@ -68,22 +68,12 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         for name in ways
     ]
     exact = pair.target.dtype == "float32"
+    title, speed = f"{pair.name}: {len(requests)} requests, {rows} rows", "{speed_up[median]}"
+    label = "tokens per second, batches as they come = 1"
     yield Found(
         pair.settings() | {"quantum": QUANTUM, "new_tokens": tokens, "ways": found},
-        [
-            Table(
-                f"{pair.name}: {len(requests)} requests, {rows} rows",
-                found,
-                {"way": "{way}", "tokens/s": "{tokens_per_second[median]:,.0f}"}
-                | {"speed-up": "{speed_up[median]:.2f}x", "same texts": "{same_tokens}"},
-            )
-        ],
-        [
-            Panel(
-                y="tokens per second, batches as they come = 1",
-                bars={"speed-up": {row["way"]: row["speed_up"]["median"] for row in found}},
-            )
-        ],
+        [Table(title, found, {"way": "{way}"} | SPEED | {"same texts": "{same_tokens}"})],
+        [Panel("", label, found, "{way}", {"speed-up": speed})],
         wrong=[row["way"] for row in found if exact and row["same_tokens"] < len(requests)],
         line={"speed_up": found[0]["speed_up"]["median"]},
     )

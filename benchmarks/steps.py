@@ -76,14 +76,10 @@ def time_of_calls(name: str, model: st.HybridLM, count: int, rounds: int = 5) ->
 
 def step_panel(steps: list[dict[str, Any]]) -> Panel:
     """The cost of a tree by its number of nodes."""
-    return Panel(
-        "tree nodes",
-        "time of a target call, one node = 1",
-        {
-            step["model"]: (
-                [*step["relative_to_one_node"]],
-                [*step["relative_to_one_node"].values()],
-            )
-            for step in steps
-        },
-    )
+    points = [
+        {"model": step["model"], "nodes": nodes, "ratio": ratio}
+        for step in steps
+        for nodes, ratio in step["relative_to_one_node"].items()
+    ]
+    label = "time of a target call, one node = 1"
+    return Panel("tree nodes", label, points, "{nodes}", {"{model}": "{ratio}"})

@@ -4,6 +4,7 @@ import argparse
 import collections
 import functools
 import heapq
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,37 +27,26 @@ K_CONFIGS = {
     "blocksworld": ((2, 2, 1, 1), (8, 2, 1, 1, 1)),
 }
 MAX_LENGTH = 1024
-# Used if there are no data sets.
-QUESTIONS = (
-    reasoning.Question(
-        "Ines picks 14 pears from each of 6 trees and sells 50. How many are left?", "34"
-    ),
-    reasoning.Question("A train leaves every 15 minutes. How many trains leave in 4 hours?", "16"),
-)
-SENTENCES = (
-    "The lamp went out. Nobody had asked the cook. It rained until Monday. The key was in the jar.",
-    "He never liked boats. The letter was blue. They sold the piano. Then the bell rang twice.",
-)
-ARRANGEMENTS = (
-    reasoning.Arrangement(
-        "the red block is clear, the hand is empty, the red block is on top of the blue block and"
-        " the blue block is on the table",
-        "the blue block is on top of the red block",
-        (
-            "unstack the red block from on top of the blue block",
-            "put down the red block",
-            "pick up the blue block",
-            "stack the blue block on top of the red block",
-        ),
-    ),
-    reasoning.Arrangement(
-        "the red block is clear, the blue block is clear, the hand is empty, the red block is on"
-        " the table and the blue block is on the table",
-        "the red block is on top of the blue block",
-        ("pick up the red block", "stack the red block on top of the blue block"),
-    ),
-)
-BUILT_IN = {"gsm8k": QUESTIONS, "creative writing": SENTENCES, "blocksworld": ARRANGEMENTS}
+# Used in turn if there are no data sets.
+BUILT_IN: dict[str, list[Any]] = {
+    "gsm8k": [
+        reasoning.Question(
+            "Ines picks 14 pears from each of 6 trees and sells 50. How many are left?", "34"
+        )
+    ],
+    "creative writing": [
+        "The lamp went out. Nobody had asked the cook. It rained until Monday. The key was in the"
+        " jar."
+    ],
+    "blocksworld": [
+        reasoning.Arrangement(
+            "the red block is clear, the blue block is clear, the hand is empty, the red block is"
+            " on the table and the blue block is on the table",
+            "the red block is on top of the blue block",
+            ("pick up the red block", "stack the red block on top of the blue block"),
+        )
+    ],
+}
 FILES = {
     "gsm8k": "gsm8k/test.jsonl",
     "creative writing": "creative_writing/data_100_random_text.txt",
@@ -103,15 +93,14 @@ class Run(NamedTuple):
 
     def saved_by_queue(self, draft: float, verify: float) -> float:
         """Seconds that SEED's queue takes less than one branch after another."""
-        levels = collections.defaultdict(list)
-        for thought in self.thoughts:
-            for role in {text.role for text in thought.written}:
-                stats = [text.completion.stats for text in thought.written if text.role == role]
-                calls = sum(stat.num_target_calls for stat in stats)
-                levels[role, thought.problem, thought.level].append((thought.index, calls))
-        saved = 0.0
+        saved, ordered = 0.0, sorted(self.thoughts, key=lambda thought: thought.index)
+        levels = collections.defaultdict(collections.Counter)  # calls by index, in order
+        for thought in ordered:
+            for text in thought.written:
+                level = levels[text.role, thought.problem, thought.level]
+                level[thought.index] += text.completion.stats.num_target_calls
         for branches in levels.values():
-            rounds = [calls for _, calls in sorted(branches)]
+            rounds = [*branches.values()]
             saved += sum(rounds) * (draft + verify) - queue_makespan(rounds, draft, verify)
         return saved
 
@@ -138,7 +127,7 @@ def queue_makespan(rounds: Sequence[int], draft: float, verify: float) -> float:
 
 def tasks(names: Sequence[str], count: int) -> dict[str, tuple[Any, list[Any]]]:
     """Each task and its first problems, from the data sets if they exist."""
-    pool, known = ARRANGEMENTS, BUILT_IN
+    pool, known = BUILT_IN["blocksworld"], BUILT_IN
     if SHARED.is_dir():
         pool = reasoning.Blocksworld.problems(SHARED / POOL)
         known = {name: reasoning.TASKS[name].problems(SHARED / FILES[name]) for name in names}
@@ -146,7 +135,10 @@ def tasks(names: Sequence[str], count: int) -> dict[str, tuple[Any, list[Any]]]:
         print(f"problems: built-in ones, because {SHARED} is absent", flush=True)
     options: dict[str, Any] = {"blocksworld": {"demonstrations": tuple(pool[:1])}}
     return {
-        name: (reasoning.TASKS[name](**options.get(name, {})), [*known[name]][:count])
+        name: (
+            reasoning.TASKS[name](**options.get(name, {})),
+            [*itertools.islice(itertools.cycle(known[name]), count)],
+        )
         for name in names
     }
 
@@ -266,6 +258,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     tokenizer = st.load_tokenizer(st.demo_path("target"))
     rows: list[dict[str, Any]] = []
     tables, panels, best = [], [], {}
+    label = "tokens per second, autoregressive = 1"
     columns = {"way": "{way}", "speed-up": "{speed_up[median]:.2f}x", "tau": "{tau:.2f}"}
     columns |= {"thoughts/s": "{thoughts_per_second:.2f}", "bytes of rows": "{bytes_of_rows:,}"}
     for name, (task, problems) in tasks(options.tasks, options.problems).items():
@@ -275,7 +268,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         forget_programs()
         tables.append(Table(name, found, columns | {"same thoughts": "{identical}"}))
         speed = {row["way"]: row["speed_up"]["median"] for row in found}
-        panels.append(Panel(y="tokens per second, autoregressive = 1", bars={name: speed}))
+        panels.append(Panel("", label, found, "{way}", {name: "{speed_up[median]}"}))
         measured = {row["way"]: speed[row["way"]] for row in found if not row["simulated"]}
         best[name] = max(measured, key=measured.__getitem__)
         yield Found(

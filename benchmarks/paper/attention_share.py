@@ -4,18 +4,9 @@ import argparse
 from collections.abc import Iterator
 
 import stree_jax as st
+from benchmarks import methods
 from benchmarks.common import Found, Panel, Table
-from benchmarks.methods import (
-    CHAIN_OF_4,
-    PAPER_TREES,
-    PLAIN,
-    Method,
-    compare,
-    different,
-    lines,
-    method_tables,
-    trees,
-)
+from benchmarks.methods import CHAIN_OF_4, PAPER_TREES, PLAIN, Method
 from benchmarks.models import loaded_pair
 from benchmarks.steps import COLUMNS, time_of_calls
 
@@ -32,8 +23,8 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     for share in SHARES:
         path = str(options.directory / f"attention-{share}")
         pair = loaded_pair(path, f"{path}-draft", f"{share} % attention", options.prompts, None)
-        methods = [Method(PLAIN), *trees(st.ModelDrafter(pair.draft), TREES)]
-        for row in compare(pair, methods, options.temperatures, options):
+        ways = [Method(PLAIN), *methods.trees(st.ModelDrafter(pair.draft), TREES)]
+        for row in methods.compare(pair, ways, options.temperatures, options):
             rows.append({"attention_percent": share} | row)
         steps.append(time_of_calls(pair.name, pair.target, 50))
     label, x = "{method}, T = {temperature:g}", "{attention_percent}"
@@ -41,13 +32,13 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     yield Found(
         {"prompts": pair.source, "decoding": rows, "target_calls": steps},
         [
-            *method_tables(pair.source, rows, **{"attention, %": x}),
+            *methods.method_tables(pair.source, rows, **{"attention, %": x}),
             Table("Milliseconds of a call (one node = 1)", steps, COLUMNS),
         ],
         [
-            Panel("attention layers, %", "tau", lines(rows, label, x, "{tau}")),
-            Panel("attention layers, %", "speed-up", lines(rows, label, x, "{speed_up[median]}")),
+            Panel("attention layers, %", "tau", rows, x, {label: "{tau}"}),
+            Panel("attention layers, %", "speed-up", rows, x, {label: "{speed_up[median]}"}),
         ],
-        wrong=different(rows),
+        wrong=methods.different(rows),
         line={"tau": {f"{row['attention_percent']} %": round(row["tau"], 3) for row in at_0}},
     )

@@ -3,14 +3,14 @@
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import stree_jax as st
-from benchmarks.common import Memory, timed
+from benchmarks.common import Memory, summary, timed
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.types import DecodeState
@@ -63,20 +63,65 @@ def _copied(state: DecodeState) -> DecodeState:
     return jax.tree.map(jnp.copy, state)
 
 
+class Timed(NamedTuple):
+    """A program's generations.
+
+    Attributes:
+        ends: final state of each generation.
+        texts: new tokens of its rows.
+        seconds: `[rounds, generations]`.
+    """
+
+    ends: list[DecodeState]
+    texts: list[list[list[int]]]
+    seconds: np.ndarray
+
+    def counts(self, name: str) -> np.ndarray:
+        """A statistic of each generation, summed over its rows."""
+        return np.array([int(getattr(end.statistics, name).sum()) for end in self.ends])
+
+    def tau(self) -> float:
+        """Tokens emitted per target call."""
+        return float(self.counts("emitted").sum() / self.counts("target_calls").sum())
+
+    def record(self, plain: "Timed") -> dict[str, Any]:
+        """Tau, speed, and speed and tokens relative to those of autoregressive decoding."""
+        mine, reference = (each.counts("emitted") / each.seconds for each in (self, plain))
+        return {
+            "tau": self.tau(),
+            "tokens_per_second": summary(mine.ravel()),
+            "speed_up": summary((mine / reference).ravel()),
+            "same_tokens": self.texts == plain.texts,
+        }
+
+
 def timed_programs(
     title: str,
     programs: Mapping[str, Program],
-    starts: Mapping[str, Sequence[DecodeState]],
+    requests: Sequence[tuple[Any, ...]],
     rounds: int,
     temperature: float | None = None,
-) -> tuple[dict[str, list[DecodeState]], dict[str, np.ndarray]]:
-    """`timed` for programs: by name, the final states and seconds `[rounds, starts]`."""
+) -> dict[str, Timed]:
+    """Runs all programs on all requests, interleaved.
+
+    Args:
+        title: label of the progress bar.
+        programs: programs by name.
+        requests: arguments of `Program.start`; the prefill is not timed.
+        rounds: number of timed runs.
+        temperature: see `Program.run`.
+    """
+    starts = {name: [each.start(*r) for r in requests] for name, each in programs.items()}
 
     def decode(name: str, number: int) -> DecodeState:
         return programs[name].run(starts[name][number], temperature)
 
     ways = {name: functools.partial(decode, name) for name in programs}
-    return timed(title, ways, range(len(next(iter(starts.values())))), rounds)
+    ends, seconds = timed(title, ways, range(len(requests)), rounds)
+    return {
+        name: Timed(ends[name], [*map(new_tokens, ends[name], starts[name])], seconds[name])
+        for name in programs
+    }
 
 
 def new_tokens(state: DecodeState, before: DecodeState) -> list[list[int]]:
@@ -86,9 +131,3 @@ def new_tokens(state: DecodeState, before: DecodeState) -> list[list[int]]:
         row[start:end].tolist()
         for row, start, end in zip(rows, np.asarray(before.context.length), ends, strict=True)
     ]
-
-
-def tau(states: Sequence[DecodeState]) -> float:
-    """Tokens emitted per target call, over all rows."""
-    emitted = sum(int(state.statistics.emitted.sum()) for state in states)
-    return emitted / sum(int(state.statistics.target_calls.sum()) for state in states)

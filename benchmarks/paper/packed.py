@@ -1,6 +1,7 @@
 """Packed trees against unrolled paths, in whole generations. The experiment `benchmarks.packed`."""
 
 import argparse
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -11,10 +12,11 @@ import numpy as np
 
 import stree_jax as st
 from benchmarks.common import Found, Panel, Table, summary
-from benchmarks.methods import lines
 from benchmarks.models import Pair, chosen_pair, num_bytes, on_gpu
-from benchmarks.paper.generation import Program, new_tokens, tau, timed_programs
+from benchmarks.paper.generation import Program, new_tokens, timed_programs
 from benchmarks.paper.unrolled import UnrolledLM
+
+WAYS = ("packed", "unrolled")
 
 
 class CountedLeaves(NamedTuple):
@@ -62,42 +64,37 @@ class Comparison:
 
     def measure(self, num_beams: int, num_steps: int, rounds: int) -> dict[str, Any]:
         """Speed and memory of a beam tree, packed and unrolled interleaved."""
-        options = dict(
+        pair, topology = self._pair, st.TreeTopology.beam(num_beams, num_steps)
+        compiled = functools.partial(
+            Program,
+            prompts=pair.prompts[:1],
             max_new_tokens=self._tokens,
             drafter=self._drafter,
-            topology=st.TreeTopology.beam(num_beams, num_steps),
+            topology=topology,
         )
-        prompts = self._pair.prompts
-        packed = Program(self._pair.target, prompts[:1], **options)
-        counted = [packed.run(packed.start([prompt])) for prompt in prompts]
-        leaves = max(int(end.drafter.most[0]) for end in counted)
-        target = UnrolledLM.like(self._pair.target, leaves, num_steps + 1)
-        programs = {"packed": packed, "unrolled": Program(target, prompts[:1], **options)}
-        starts = {name: [each.start([p]) for p in prompts] for name, each in programs.items()}
-        ends, by_prompt = timed_programs(f"{num_beams} beams", programs, starts, rounds)
-        seconds = {name: taken.sum(axis=1) for name, taken in by_prompt.items()}
-        calls = sum(int(end.statistics.target_calls[0]) for end in counted)
-        emitted = sum(int(end.statistics.emitted[0]) for end in counted)
-        texts = {name: [*map(new_tokens, ends[name], starts[name])] for name in programs}
+        packed = compiled(pair.target)
+        counted = [packed.run(packed.start([prompt])).drafter for prompt in pair.prompts]
+        leaves = max(int(each.most[0]) for each in counted)
+        unrolled = compiled(UnrolledLM.like(pair.target, leaves, num_steps + 1))
+        programs = {"packed": packed, "unrolled": unrolled}
+        requests = [([prompt],) for prompt in pair.prompts]
+        runs = timed_programs(f"{num_beams} beams", programs, requests, rounds)
+        seconds = {name: run.seconds.sum(axis=1) for name, run in runs.items()}
+        calls, emitted = (
+            int(runs["packed"].counts(name).sum()) for name in ("target_calls", "emitted")
+        )
         return {
             "beams": num_beams,
             "steps": num_steps,
-            "nodes": 1 + num_beams * num_steps,
-            "leaves": {
-                "mean": sum(int(end.drafter.total[0]) for end in counted) / calls,
-                "most": leaves,
-            },
+            "nodes": topology.num_nodes,
+            "leaves": {"mean": sum(int(each.total[0]) for each in counted) / calls, "most": leaves},
             "tokens_computed": leaves * (num_steps + 1),
-            "tau": tau(counted),
-            "milliseconds_a_step": {
-                name: summary((1e3 * taken / calls).tolist()) for name, taken in seconds.items()
-            },
-            "tokens_per_second": {
-                name: summary((emitted / taken).tolist()) for name, taken in seconds.items()
-            },
+            "tau": runs["packed"].tau(),
+            "milliseconds_a_step": {n: summary(1e3 * each / calls) for n, each in seconds.items()},
+            "tokens_per_second": {n: summary(emitted / each) for n, each in seconds.items()},
             "packed_is_faster_by": float(np.median(seconds["unrolled"] / seconds["packed"])),
             "temporary_bytes": {name: each.memory.temporary for name, each in programs.items()},
-            "same_tokens": all(text == self._want for text in texts.values()),
+            "same_tokens": all(run.texts == self._want for run in runs.values()),
         }
 
 
@@ -117,25 +114,20 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     best = max(rows, key=lambda row: row["nodes"])
     columns = {"N": "{steps}", "M": "{beams}", "nodes": "{nodes}", "tau": "{tau:.2f}"}
     columns |= {"leaves": "{leaves[mean]:.2f}", "at most": "{leaves[most]}"}
-    time, memory = {}, {}
-    for name in ("packed", "unrolled"):
-        ms, size = f"{{milliseconds_a_step[{name}][median]", f"{{temporary_bytes[{name}]"
-        columns |= {f"{name}, ms a step": ms + ":.3g}", f"{name}, bytes": size + ":,}"}
-        time |= lines(rows, name, "{nodes}", ms + "}")
-        memory |= lines(rows, name, "{nodes}", size + "}")
+    for name in WAYS:
+        columns |= {f"{name}, ms a step": f"{{milliseconds_a_step[{name}][median]:.3g}}"}
+        columns |= {f"{name}, bytes": f"{{temporary_bytes[{name}]:,}}"}
+    columns |= {"faster by": "{packed_is_faster_by:.2f}x"}
+    time = {name: f"{{milliseconds_a_step[{name}][median]}}" for name in WAYS}
+    memory = {name: f"{{temporary_bytes[{name}]}}" for name in WAYS}
+    x = "nodes of the beam tree"
     yield Found(
         pair.settings()
         | {"weight_bytes": num_bytes(pair.target) + num_bytes(pair.draft), "rows": rows},
+        [Table(f"{pair.name} ({pair.note()})", rows, columns)],
         [
-            Table(
-                f"{pair.name} ({pair.note()})",
-                rows,
-                columns | {"faster by": "{packed_is_faster_by:.2f}x"},
-            )
-        ],
-        [
-            Panel("nodes of the beam tree", "ms a step, drafting included", time),
-            Panel("nodes of the beam tree", "temporary bytes of the loop", memory),
+            Panel(x, "ms a step, drafting included", rows, "{nodes}", time),
+            Panel(x, "temporary bytes of the loop", rows, "{nodes}", memory),
         ],
         wrong=[f"{row['nodes']} nodes" for row in rows if exact and not row["same_tokens"]],
         line={"nodes": best["nodes"], "packed_is_faster_by": best["packed_is_faster_by"]},

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 
 import stree_jax as st
-from benchmarks.common import Found, Panel, Table, summary
-from benchmarks.methods import CHAIN_OF_4, PAPER_TREES, PLAIN, Method, lines
+from benchmarks.common import Found, Panel, Table
+from benchmarks.methods import CHAIN_OF_4, PAPER_TREES, PLAIN, Method
 from benchmarks.models import Pair, embedded_pair
-from benchmarks.paper.generation import Program, new_tokens, tau, timed_programs
+from benchmarks.paper.generation import Program, timed_programs
 
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.3)
 # Tree, how children are sampled, and how they are verified above temperature 0.
@@ -41,44 +41,26 @@ def measure(
     pair: Pair, methods: Sequence[Method], temperatures: Sequence[float], tokens: int, keys: int
 ) -> list[dict[str, Any]]:
     """Tau and speed of each method at temperatures that share a program: only 0, or all above 0."""
+    sampling = {"temperature": temperatures[0], "key": jax.random.key(0)}
     programs = {
         method.name: Program(
-            pair.target,
-            pair.prompts,
-            max_new_tokens=tokens,
-            temperature=temperatures[0],
-            key=jax.random.key(0),
-            **method.options(),
+            pair.target, pair.prompts, max_new_tokens=tokens, **sampling, **method.options()
         )
         for method in methods
     }
-    starts = {
-        name: [program.start(pair.prompts, jax.random.key(1 + i)) for i in range(keys)]
-        for name, program in programs.items()
-    }
+    requests = [(pair.prompts, jax.random.key(1 + i)) for i in range(keys)]
     rows = []
     for temperature in temperatures:
         title, above = f"temperature {temperature:g}", temperature or None
-        ends, seconds = timed_programs(title, programs, starts, 1, above)
-        texts = {name: [*map(new_tokens, ends[name], starts[name])] for name in programs}
-        speed = {
-            name: [int(end.statistics.emitted.sum()) for end in ends[name]] / seconds[name][0]
-            for name in programs
-        }
+        runs = timed_programs(title, programs, requests, 1, above)
         for method in methods:
-            name = method.name
-            rows.append(
-                {
-                    "method": name,
-                    "temperature": temperature,
-                    "tau": tau(ends[name]),
-                    "tau_by_key": [tau([end]) for end in ends[name]],
-                    "tokens_per_second": summary(speed[name].tolist()),
-                    "speed_up": summary((speed[name] / speed[PLAIN]).tolist()),
-                    # Rules that test drafts have random numbers of their own.
-                    "same_tokens": texts[name] == texts[PLAIN] if method.follows_target else None,
-                }
-            )
+            run = runs[method.name]
+            by_key = run.counts("emitted") / run.counts("target_calls")
+            row = {"method": method.name, "temperature": temperature}
+            row |= {"tau_by_key": by_key.tolist()} | run.record(runs[PLAIN])
+            if not method.follows_target:  # rules that test drafts have their own random numbers
+                row["same_tokens"] = None
+            rows.append(row)
     return rows
 
 
@@ -93,8 +75,8 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         number = TEMPERATURES.index(row["temperature"])
         by_name.setdefault(row["method"], {"method": row["method"]})[f"at {number}"] = row
     forms = {"tau": "[tau]:.2f}", "speed-up": "[speed_up][median]:.2f}x"}
+    panels = {"tau": "{tau}", "tokens per second": "{tokens_per_second[median]}"}
     at_1 = {row["method"]: round(row["tau"], 3) for row in rows if row["temperature"] == 1}
-    x, speed = "{temperature}", "{tokens_per_second[median]}"
     yield Found(
         pair.settings() | {"batch": options.prompts, "rows": rows},
         [
@@ -107,8 +89,8 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
             for title, form in forms.items()
         ],
         [
-            Panel("temperature", "tau", lines(rows, "{method}", x, "{tau}")),
-            Panel("temperature", "tokens per second", lines(rows, "{method}", x, speed)),
+            Panel("temperature", title, rows, "{temperature}", {"{method}": form})
+            for title, form in panels.items()
         ],
         wrong=[row["method"] for row in rows if row["same_tokens"] is False],
         line={"tau_at_1": at_1},

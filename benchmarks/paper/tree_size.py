@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,6 @@ import numpy as np
 
 import stree_jax as st
 from benchmarks.common import Found, Memory, Panel, Table, summary, timed
-from benchmarks.methods import lines
 from benchmarks.models import RANDOM_NOTE, default_dtype, num_bytes, on_gpu, random_model, shape
 from benchmarks.paper.unrolled import SequentialLM, UnrolledLM
 from benchmarks.steps import run_steps
@@ -47,44 +47,36 @@ def measure(
     """
     model = random_model(config, dtype)
     runs = {("packed", nodes): (model, tree_of(nodes)) for nodes in sizes}
-    for height in levels:
-        tree = st.TreeTopology.complete(2, height - 1)
-        for name, kind in KINDS.items():
-            target = model if kind is None else kind.like(model, 2 ** (height - 1), height)
-            runs[name, tree.num_nodes] = target, tree
+    for height, (name, kind) in itertools.product(levels, KINDS.items()):
+        target = model if kind is None else kind.like(model, 2 ** (height - 1), height)
+        runs[name, 2**height - 1] = target, st.TreeTopology.complete(2, height - 1)
     programs = {key: run_steps.lower(*pair, count).compile() for key, pair in runs.items()}
 
     def call(key: tuple[str, int], _: None) -> np.ndarray:
         return np.asarray(programs[key](runs[key][0]))
 
-    ways = {str(key): functools.partial(call, key) for key in runs}
+    ways = {key: functools.partial(call, key) for key in runs}
     tokens, seconds = timed("target calls", ways, [None], rounds)
-
-    def of(name: str, nodes: int) -> dict[str, Any]:
-        milliseconds = (1e3 * seconds[str((name, nodes))][:, 0] / count).tolist()
-        return {
-            "milliseconds": summary(milliseconds),
-            "temporary_bytes": Memory.of(programs[name, nodes]).temporary,
+    found = {
+        key: {
+            "milliseconds": summary(1e3 * seconds[key][:, 0] / count),
+            "temporary_bytes": Memory.of(programs[key]).temporary,
         }
-
+        for key in runs
+    }
     trees = []
-    for height in levels:
+    for height, (name, kind) in itertools.product(levels, KINDS.items()):
         nodes, leaves = 2**height - 1, 2 ** (height - 1)
-        packed = of("packed", nodes)["milliseconds"]["median"]
-        for name, kind in KINDS.items():
-            found = of(name, nodes)
-            same = np.array_equal(*(tokens[str((each, nodes))][0] for each in (name, "packed")))
-            trees.append(
-                {
-                    "levels": height,
-                    "method": name,
-                    "states": leaves if kind else 1,
-                    "tokens_computed": leaves * height if kind else nodes,
-                    "times_packed": found["milliseconds"]["median"] / packed,
-                    "same_tokens": same,
-                }
-                | found
-            )
+        mine, packed = found[name, nodes], found["packed", nodes]
+        tree = {
+            "levels": height,
+            "method": name,
+            "states": leaves if kind else 1,
+            "tokens_computed": leaves * height if kind else nodes,
+            "times_packed": mine["milliseconds"]["median"] / packed["milliseconds"]["median"],
+            "same_tokens": np.array_equal(tokens[name, nodes][0], tokens["packed", nodes][0]),
+        }
+        trees.append(tree | mine)
     return {
         "dtype": dtype,
         "d_model": config.d_model,
@@ -92,7 +84,9 @@ def measure(
         "weight_bytes": num_bytes(model),
         "trees": trees,
         "sizes": [
-            {"nodes": nodes} | of(name, nodes) for name, nodes in sorted(runs) if name == "packed"
+            {"nodes": nodes} | found[name, nodes]
+            for name, nodes in sorted(found)
+            if name == "packed"
         ],
     }
 
@@ -140,6 +134,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         for i, size in enumerate(results["sizes"])
     ]
     ms, names = "{milliseconds[median]}", ("measured", "linear", "quadratic")
+    ratio = f"tau needed, chain of {VANILLA} nodes = 1"
     yield Found(
         results
         | {"preset": options.preset, "note": RANDOM_NOTE}
@@ -160,17 +155,9 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
             ),
         ],
         [
-            Panel("levels", "ms a call", lines(results["trees"], "{method}", "{levels}", ms)),
-            Panel("nodes", "ms a call", lines(needed, "measured", "{nodes}", ms)),
-            Panel(
-                "nodes",
-                f"tau needed, chain of {VANILLA} nodes = 1",
-                {
-                    key: value
-                    for name in names
-                    for key, value in lines(needed, name, "{nodes}", f"{{{name}}}").items()
-                },
-            ),
+            Panel("levels", "ms a call", results["trees"], "{levels}", {"{method}": ms}),
+            Panel("nodes", "ms a call", needed, "{nodes}", {"measured": ms}),
+            Panel("nodes", ratio, needed, "{nodes}", {name: f"{{{name}}}" for name in names}),
         ],
         wrong=wrong,
         line={"unrolled_over_packed": results["trees"][-2]["times_packed"]},

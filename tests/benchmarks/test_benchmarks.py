@@ -35,39 +35,39 @@ def test_prompts(count, monkeypatch, tmp_path, capsys):
     assert "4 built-in ones in turn, because" in capsys.readouterr().out
 
 
-def test_timing_is_interleaved():
+def test_the_clock_is_interleaved():
+    """Outputs are those of the untimed calls; each item has its own order in each round."""
     order = []
-    calls = {name: lambda name=name: order.append(name) for name in "abc"}
-    ticks = []
-    seconds = common.interleaved(calls, rounds=9, progress=lambda: ticks.append(1))
-    rounds = ["".join(order[i : i + 3]) for i in range(0, 27, 3)]
-    assert all(sorted(each) == ["a", "b", "c"] for each in rounds)
-    assert len(set(rounds)) > 1
-    assert len(ticks) == 27
-    assert {name: len(values) for name, values in seconds.items()} == dict.fromkeys("abc", 9)
-    assert common.summary([1.0, 2.0, 9.0])["median"] == 2.0
-
-
-def test_outputs_are_those_of_the_untimed_calls():
-    calls = {"double": lambda item: (order.append(item), 2 * item)[1], "triple": lambda x: 3 * x}
-    order = []
-    outputs, seconds = common.timed("", calls, [1, 2], 3)
-    assert outputs == {"double": [2, 4], "triple": [3, 6]}
-    assert {name: taken.shape for name, taken in seconds.items()} == dict.fromkeys(calls, (3, 2))
-    assert order == [1, 2] * 4
+    calls = {f"{n} times": lambda x, n=n: (order.append((x, n)), n * x)[1] for n in (2, 3, 4)}
+    outputs, seconds = common.timed("", calls, [1, 2], 9)
+    assert outputs == {"2 times": [2, 4], "3 times": [3, 6], "4 times": [4, 8]}
+    assert {name: taken.shape for name, taken in seconds.items()} == dict.fromkeys(calls, (9, 2))
     assert all((taken > 0).all() for taken in seconds.values())
+    timed = [tuple(order[i : i + 3]) for i in range(6, 60, 3)]
+    assert [{*each} for each in timed] == [{(x, n) for n in (2, 3, 4)} for x in (1, 2)] * 9
+    assert len({*timed}) > 2
+    assert common.summary([1.0, 2.0, 9.0])["median"] == 2.0
+    ticks = []
+    seconds = common.interleaved(dict.fromkeys("ab", list), 4, lambda: ticks.append(1))
+    assert ({name: len(each) for name, each in seconds.items()}, len(ticks)) == (
+        {"a": 4, "b": 4},
+        8,
+    )
 
 
-def test_a_table_is_records_and_formats(capsys):
+def test_tables_and_panels_are_records_and_formats(capsys, tmp_path):
     records = [{"name": "a", "speed": {"median": 1.234}}, {"name": "b", "speed": {"median": 2}}]
     common.Table("Speeds", records, {"way": "{name}", "speed": "{speed[median]:.2f}x"}).show()
     output = capsys.readouterr().out
     assert all(word in output for word in ("Speeds", "way", "1.23x", "2.00x"))
-
-
-def test_panels(tmp_path):
-    lines = common.Panel("n", "t", {"a": ([1, 2], [3, 4]), "a, T = 1": ([1, 2], [3, 4])})
-    bars = common.Panel(bars={"T = 0": {"x": 1.0, "y": 2.0}, "T = 1": {"x": 1.0}})
+    bars = common.Panel("", "t", records, "{name}", {"T = 0": "{speed[median]}", "T = 1": "7"})
+    assert bars.points() == {"T = 0": [("a", 1.234), ("b", 2)], "T = 1": [("a", 7), ("b", 7)]}
+    lines = common.Panel("n", "t", records, "{speed[median]}", {"T = 1": "3", "{name}": "4"})
+    assert lines.points() == {
+        "T = 1": [("1.234", 3), ("2", 3)],
+        "a": [("1.234", 4)],
+        "b": [("2", 4)],
+    }
     common.draw(tmp_path / "both.png", [lines, bars])
     common.draw(tmp_path / "one.png", [bars])
     assert (tmp_path / "both.png").stat().st_size > (tmp_path / "one.png").stat().st_size > 1000
@@ -86,30 +86,23 @@ def options_of(*arguments, **needs):
     return common.read_options(argparse.ArgumentParser(prog="b"), list(arguments), **needs)
 
 
-def test_the_committed_results_are_overwritten_on_request_only(monkeypatch, tmp_path):
+def test_what_the_end_needs_is_checked_before_anything_is_measured(monkeypatch, tmp_path, capsys):
+    """A run of eight minutes died for want of matplotlib; only `--commit` overwrites results."""
     monkeypatch.chdir(tmp_path)
     assert options_of().output == common.OUTPUT
     assert options_of("--output", "a/b").output == Path("a/b")
-    assert {str(path) for path in tmp_path.rglob("*")} == {
-        str(tmp_path / name) for name in ("benchmark-results", "a", "a/b")
-    }
+    assert {str(path) for path in Path().rglob("*")} == {str(common.OUTPUT), "a", "a/b"}
     assert options_of("--commit").output == common.RESULTS
-
-
-def test_what_the_end_needs_is_checked_before_anything_is_measured(monkeypatch, tmp_path, capsys):
-    """A run of eight minutes died for want of matplotlib."""
-    (tmp_path / "file").touch()
+    Path("file").touch()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for arguments, needs, message in (
-        (["--output", str(tmp_path)], {"plots": True}, "b: error: the plot needs matplotlib"),
-        (["--output", str(tmp_path / "file")], {}, "b: error: cannot write results to"),
-        (["--output", str(tmp_path), "--commit"], {}, "--commit: not allowed with argument"),
+        (["--output", "a"], {"plots": True}, "b: error: the plot needs matplotlib"),
+        (["--output", "file"], {}, "b: error: cannot write results to"),
+        (["--output", "a", "--commit"], {}, "--commit: not allowed with argument"),
     ):
-        with pytest.raises(SystemExit) as exit:
+        with pytest.raises(SystemExit, match="^2$"):
             options_of(*arguments, **needs)
-        assert exit.value.code == 2
         assert message in capsys.readouterr().err
-    assert options_of("--output", str(tmp_path)).output == tmp_path
 
 
 def test_every_benchmark_that_writes_results_has_the_options():
