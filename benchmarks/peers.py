@@ -39,20 +39,17 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         for method in (Method(PLAIN), *trees(drafter, TREES))
     }
     outputs, seconds = timed("decoding", ways, pair.prompts, options.rounds)
-    rows = []
-    for name in ways:
-        same = [np.array_equal(*both) for both in zip(outputs[name], outputs[PEER], strict=True)]
-        speeds = {
-            each: sum(map(len, outputs[each])) / seconds[each].sum(axis=1) for each in (name, PEER)
+    tokens = {name: sum(map(len, texts)) for name, texts in outputs.items()}
+    speeds = {name: tokens[name] / seconds[name].sum(axis=1) for name in ways}
+    rows = [
+        {
+            "method": name,
+            "tokens_per_second": summary(speeds[name]),
+            "times_transformers": summary(speeds[name] / speeds[PEER]),
+            "identical_prompts": sum(map(np.array_equal, outputs[name], outputs[PEER])),
         }
-        rows.append(
-            {
-                "method": name,
-                "tokens_per_second": summary(speeds[name]),
-                "times_transformers": summary(speeds[name] / speeds[PEER]),
-                "identical_prompts": sum(same),
-            }
-        )
+        for name in ways
+    ]
     median = "{times_transformers[median]}"
     medians = {row["method"]: row["times_transformers"]["median"] for row in rows}
     yield Found(
