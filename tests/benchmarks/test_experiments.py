@@ -113,7 +113,7 @@ def slow_unless_quick(name):
     return pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", map(slow_unless_quick, experiments.EXPERIMENTS))
+@pytest.mark.parametrize("name", [*map(slow_unless_quick, experiments.EXPERIMENTS)])
 def test_an_experiment(name, tiny, tmp_path, capsys):
     """Its records have all keys of the committed results, and its tokens are right."""
     if name == "peer":
