@@ -113,8 +113,9 @@ def assert_same_text(model: HybridLM, request: Plan, got: Generation, want: Gene
         np.testing.assert_allclose(
             *(mine, reference),
             rtol=1e-4,
-            # Sums in another order: after 24 tokens of 6 layers 1e-5 of the largest was seen.
-            atol=5e-5 * max(1.0, np.abs(reference).max()),
+            # Of the largest value, autoregressive decoding and a prefill of its text differ by up
+            # to 1.1e-5 (the last convolution state of six layers), trees by up to 1.6e-5.
+            atol=3e-5 * max(1.0, np.abs(reference).max()),
             err_msg=f"same tokens, but another cache{jax.tree_util.keystr(path)}: a wrong replay?",
         )
 
