@@ -197,6 +197,11 @@ def forget_programs() -> None:
     gc.collect()
 
 
+def num_bytes(arrays: Any) -> int:
+    """Bytes of a tree of real or abstract arrays."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
+
+
 class Memory(NamedTuple):
     """Device memory of a compiled program, in bytes."""
 
@@ -250,21 +255,13 @@ def conclude(name: str, *, passed: bool = True, **line: Any) -> None:
 
 
 class Panel(NamedTuple):
-    """One of the plots of a figure: records, and formats of a record, as in `Table`.
+    """One of the plots of a figure: records, and formats of a record, as in `Table`."""
 
-    Attributes:
-        x_label: label of the axis; without one, x are categories and the plot has bars.
-        y_label: label of the other axis.
-        records: records of all lines.
-        x: format of x.
-        lines: formats of y by the format of a line's label; dashed if that ends in "T = 1".
-    """
-
-    x_label: str
+    x_label: str  # without one, x are categories and the plot has bars
     y_label: str
-    records: Sequence[Mapping[str, Any]]
-    x: str
-    lines: Mapping[str, str]
+    records: Sequence[Mapping[str, Any]]  # of all lines
+    x: str  # format of x
+    lines: Mapping[str, str]  # y by the label of a line, both formats; dashed if at "T = 1"
 
     def points(self) -> dict[str, list[tuple[str, float]]]:
         """The points of each line, x as text."""
@@ -333,23 +330,14 @@ class Table(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Findings of an experiment, so far.
+    """Findings of an experiment, so far."""
 
-    Attributes:
-        results: records for the JSON file.
-        tables: tables to print at the end.
-        panels: plots of the figure.
-        wrong: methods that gave wrong tokens; the experiment fails if there are any.
-        notes: lines to print below the tables.
-        line: summary for the last line, which is JSON.
-    """
-
-    results: Mapping[str, Any]
-    tables: Sequence[Table]
-    panels: Sequence[Panel]
-    wrong: Sequence[Any] = ()
-    notes: Sequence[str] = ()
-    line: Mapping[str, Any] = {}
+    results: Mapping[str, Any]  # records for the JSON file
+    tables: Sequence[Table]  # to print at the end
+    panels: Sequence[Panel]  # plots of the figure
+    wrong: Sequence[Any] = ()  # methods that gave wrong tokens; if any, the experiment fails
+    notes: Sequence[str] = ()  # lines to print below the tables
+    line: Mapping[str, Any] = {}  # summary for the last line, which is JSON
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -14,22 +14,32 @@ import jax
 from flax import nnx
 
 import stree_jax as st
-from benchmarks import lossless, methods, peers, requests, steps, thoughts
+from benchmarks import (
+    attention_share,
+    batch,
+    lossless,
+    methods,
+    packed,
+    peer,
+    seed,
+    serving,
+    steps,
+    tree_size,
+    tuned,
+)
+from benchmarks import temperature as by_temperature
 from benchmarks.common import (
     Found,
-    Panel,
     Table,
     conclude,
     draw,
-    forget_programs,
     machine,
+    num_bytes,
     read_options,
     save,
 )
 from benchmarks.methods import CHAIN_OF_4, PAPER_TREES, PLAIN, Method, own_tree, trees
-from benchmarks.models import chosen_pair, embedded_pair, num_bytes, random_model
-from benchmarks.paper import attention_share, batch, packed, tree_size
-from benchmarks.paper import temperature as by_temperature
+from benchmarks.models import chosen_pair, embedded_pair, random_model
 from stree_jax.tuning import Costs, acceptance, best_trees, replay_tau
 
 SIZES = {"--prompts": 16, "--tokens": 96, "--rounds": 3}
@@ -45,12 +55,6 @@ HELP = {
     "--tokens": "new tokens of each text, at most",
     "--rounds": "timed runs",
 }
-TUNING_PROMPTS = 16  # `tune` measures acceptance on half of them
-# Tokens of a prompt. With 64 to 96 new ones they share compiled programs, and compiling takes most
-# of the time.
-PROMPT_LENGTHS = range(65, 97)
-MANY_PROMPTS = 240  # of which some have such a length
-KIND = "{kind}, T = {temperature:g}"
 
 
 def decode(options: argparse.Namespace) -> Iterator[Found]:
@@ -82,67 +86,6 @@ def decode(options: argparse.Namespace) -> Iterator[Found]:
         wrong=methods.different(rows),
         line={"best": best["method"], "speed_up": best["speed_up"]["median"], "tau": best["tau"]},
     )
-
-
-def tuned(options: argparse.Namespace) -> Iterator[Found]:
-    """The tuned tree against fixed ones, and static, dynamic and beam trees of equal size."""
-    if options.shipped and options.target:
-        raise SystemExit("--shipped is for the embedded pair")
-    if min(options.nodes) < 2:
-        raise SystemExit("--nodes counts the root: at least 2")
-    pair = chosen_pair(options, MANY_PROMPTS)
-    prompts = pair.prompts
-    if pair.source != "built-in":
-        prompts = [prompt for prompt in prompts if len(prompt) in PROMPT_LENGTHS]
-    own = pair._replace(prompts=prompts[options.prompts :][:TUNING_PROMPTS])
-    pair = pair._replace(prompts=prompts[: options.prompts])
-    drafter = st.ModelDrafter(pair.draft)
-    chains = {f"chain of {n}": st.TreeTopology.chain(n) for n in range(1, 9)}
-    rows, equal, chosen, tuned, advice = [], [], [], [], []
-    for temperature in options.temperatures:
-        if options.shipped and temperature == 0:
-            tree, origin = methods.shipped(pair.draft)[0].topology, "shipped: tree.json"
-        else:
-            tree, origin = methods.tuned_tree(own, temperature, options.tokens)
-        forget_programs()
-        ways = [Method(PLAIN), *([] if tree is None else [Method("tuned", drafter, tree)])]
-        ways += trees(drafter, chains | PAPER_TREES)
-        others, how = methods.of_equal_size(own, options.nodes, temperature, options.tokens)
-        forget_programs()
-        now = methods.compare(pair, ways, [temperature], options)
-        forget_programs()
-        for row in methods.compare(pair, [Method(PLAIN), *others], [temperature], options):
-            equal.append({"kind": row["method"].split(",")[0]} | row)
-        forget_programs()
-        rows, chosen = rows + now, chosen + how
-        ratios = methods.relative_to(PLAIN if tree is None else "tuned", now)
-        slower = [name for name, ratio in ratios.items() if ratio["high"] < 1]
-        advice.append(
-            f"temperature {temperature:g}: {'do not draft' if tree is None else 'the tuned tree'}"
-            f" ({origin}) is {'slower than ' + ', '.join(slower) if slower else 'at least as fast'}"
-        )
-        tuned.append({"temperature": temperature, "origin": origin, "slower_than": slower})
-        tuned[-1] |= {"parents": None if tree is None else tree.parents, "relative_to": ratios}
-        yield Found(
-            pair.settings()
-            | {"tuned": tuned, "decoding": rows}
-            | {"trees_of_equal_size": chosen, "decoding_of_equal_size": equal},
-            [
-                *methods.method_tables("tuned", rows),
-                *methods.method_tables("trees of equal size", equal),
-            ],
-            [
-                methods.speed_panel(rows),
-                Panel("nodes", "tau", equal, "{nodes}", {KIND: "{tau}"}),
-                Panel("nodes", "speed-up", equal, "{nodes}", {KIND: "{speed_up[median]}"}),
-            ],
-            wrong=methods.different(rows + equal),
-            notes=advice,
-            line={
-                "slower_than": {f"{each['temperature']:g}": each["slower_than"] for each in tuned},
-                "draft": {f"{each['temperature']:g}": bool(each["parents"]) for each in tuned},
-            },
-        )
 
 
 def medusa(options: argparse.Namespace) -> Iterator[Found]:
@@ -179,7 +122,7 @@ def medusa(options: argparse.Namespace) -> Iterator[Found]:
     sizes = {
         name: {
             "parameters": sum(leaf.size for leaf in jax.tree.leaves(nnx.state(part))),
-            "bytes": num_bytes(part),
+            "bytes": num_bytes(nnx.state(part)),
         }
         for name, part in (("target", pair.target), ("draft", pair.draft), ("heads", heads))
     }
@@ -237,18 +180,18 @@ def names(known: Iterable[str]) -> dict[str, Any]:
 EXPERIMENTS = {
     "decode": Experiment(decode, COMPARED | CHECKPOINTS),
     "tuned": Experiment(
-        tuned,
+        tuned.run,
         COMPARED | CHECKPOINTS | {"--prompts": 12, "--nodes": (6, 13, 32), "--shipped": False},
     ),
-    "peer": Experiment(peers.run, SIZES | {"--threads": 2}),
+    "peer": Experiment(peer.run, SIZES | {"--threads": 2}),
     "medusa": Experiment(medusa, COMPARED | {"--prompts": 8, "--heads": None, "--nodes": 13}),
     "serving": Experiment(
-        requests.serving, PAIR | {"--requests": 64, "--rows": 8, "--rounds": 5, "--drafts": False}
+        serving.run, PAIR | {"--requests": 64, "--rows": 8, "--rounds": 5, "--drafts": False}
     ),
     "hierarchical": Experiment(hierarchical, COMPARED | {"--prompts": 6, "--small": None}),
     "seed": Experiment(
-        thoughts.run,
-        {"--tasks": names(thoughts.K_CONFIGS)}
+        seed.run,
+        {"--tasks": names(seed.K_CONFIGS)}
         | {"--problems": 2, "--rounds": 2, "--chain": 4, "--rows": 8},
     ),
     "lossless": Experiment(
@@ -263,7 +206,9 @@ EXPERIMENTS = {
         packed.run,
         PAIR | {"--beams": MANY, "--steps": MANY, "--prompts": 4, "--tokens": 100, "--rounds": 5},
     ),
-    "temperature": Experiment(by_temperature.run, {"--prompts": 8, "--tokens": 96, "--keys": 5}),
+    "temperature": Experiment(
+        by_temperature.run, {"--prompts": 8, "--tokens": 96, "--keys": 5, "--rounds": 1}
+    ),
     "tree_size": Experiment(
         tree_size.run,
         {"--preset": None, "--layers": {"type": int}, "--count": {"type": int}}

@@ -1,87 +1,55 @@
-"""A small config of each family, in sizes that the Pallas kernels accept."""
+"""A small config of each family: those of `stree_jax.testing`, in sizes that the kernels accept."""
 
-import functools
+import dataclasses
 from typing import Any
 
 import stree_jax as st
-from stree_jax.layer_config import (
-    AttentionConfig,
-    Mamba2Config,
-    MlpConfig,
-    MoeConfig,
-    RopeScaling,
-    SharedConfig,
-)
-
-_WIDTH = 64
-_mixer = functools.partial(Mamba2Config, num_heads=4, head_dim=32, state_size=16, chunk_size=16)
-_attention = functools.partial(AttentionConfig, num_heads=4, num_kv_heads=2, head_dim=16)
+from stree_jax.testing import HYBRIDS
 
 
-def _hybrid(*layers: str, **parts: Any) -> st.ModelConfig:
-    """Not tied: with tied embeddings a random model repeats itself."""
-    shape: dict[str, Any] = dict(
-        vocab_size=512,
-        d_model=_WIDTH,
-        layers=layers,
-        mamba2=_mixer(),
-        mlp=MlpConfig(96),
-        tie_embeddings=False,
-        residual_float32=False,
+def _enlarged(config: st.ModelConfig, **changes: Any) -> st.ModelConfig:
+    """The config with the least sizes of heads, states and experts for Pallas."""
+
+    def with_sizes(part: Any, **sizes: Any) -> Any:
+        return part and dataclasses.replace(part, **sizes)
+
+    attention, moe = config.attention, config.moe
+    rotary = attention and 16 * attention.rotary_dim // attention.head_dim
+    latent = moe and moe.latent_size and 32
+    parts = dict(
+        mamba2=with_sizes(config.mamba2, head_dim=16, state_size=16, chunk_size=16),
+        attention=with_sizes(attention, head_dim=16, rotary_dim=rotary),
+        moe=with_sizes(moe, hidden_size=32, latent_size=latent, shared_size=32),
     )
-    return st.ModelConfig(**(shape | parts))
+    sizes: dict[str, Any] = dict(vocab_size=500, padded_vocab_size=512, d_model=64)
+    return dataclasses.replace(config, **sizes | parts | changes)
 
 
+_BAMBA = _enlarged(HYBRIDS["bamba"])
 FAMILIES = {
-    "mamba_ssm": _hybrid(
-        *("mamba2", "mlp", "mamba2", "mlp"),
-        vocab_size=500,
-        padded_vocab_size=512,
-        mamba2=_mixer(norm="norm_then_gate"),
+    "mamba_ssm": dataclasses.replace(
+        _BAMBA,
+        layers=("mamba2", "mlp") * 2,
+        mamba2=dataclasses.replace(_BAMBA.mamba2, norm="norm_then_gate"),
+        attention=None,
         residual_float32=True,
     ),
+    # Not tied: with tied embeddings a random model repeats itself.
     "Mamba-2": st.ModelConfig.mamba2_lm(
         512, 128, 4, head_dim=64, state_size=64, tie_embeddings=False
     ),
-    "Codestral-Mamba": _hybrid(
-        *("mamba2",) * 3, mamba2=_mixer(num_heads=8, head_dim=16, num_groups=4)
-    ),
-    "MambaInLlama": _hybrid(
-        *("mamba2", "mlp", "attention", "mlp"),
-        mamba2=_mixer(head_dim=16, num_groups=4, num_x_heads=2, num_b_groups=2),
-        attention=_attention(
-            rotary_dim=16, rope_theta=100.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 24)
-        ),
-    ),
-    "mamba2attn": _hybrid(
-        *("mamba2", "attention", "mamba2"),
-        attention=_attention(rotary_dim=8, conv_width=3, mlp_dim=16),
-        residual_float32=True,
-    ),
-    "Falcon-H1": _hybrid(
-        *("parallel", "mlp", "parallel", "mlp"),
-        mamba2=_mixer(norm="none", input_multiplier=1.25, output_multiplier=0.8),
-        attention=_attention(rotary_dim=16, key_multiplier=0.7),
-    ),
-    "Bamba": _hybrid(
-        *("mamba2", "mlp", "attention", "mlp"),
-        attention=_attention(rotary_dim=8, qkv_bias=True, out_bias=True),
-    ),
-    "Nemotron-H": _hybrid(
-        *("mamba2", "mlp", "attention", "moe"),
-        attention=_attention(),
-        mlp=MlpConfig(96, activation="relu2", gated=False),
-        moe=MoeConfig(6, 2, 32, router="sigmoid", activation="relu2", gated=False),
-    ),
-    "Granite-4-H": _hybrid(
-        *("mamba2", "moe", "attention", "moe"),
-        attention=_attention(scale=0.2),
-        moe=MoeConfig(4, 2, 32, shared_size=32),
+    "Codestral-Mamba": dataclasses.replace(
+        _BAMBA,
+        layers=("mamba2",) * 3,
+        mamba2=dataclasses.replace(_BAMBA.mamba2, num_heads=8, num_groups=4),
+        attention=None,
         mlp=None,
     ),
-    "Zamba2": _hybrid(
-        *("mamba2", "shared", "mamba2", "shared", "mamba2"),
-        attention=_attention(num_kv_heads=4, input_multiple=2, scale=0.5, rotary_dim=16),
-        shared=SharedConfig(1, adapter_rank=4, attention_adapters=True),
-    ),
+    "MambaInLlama": _enlarged(HYBRIDS["mamba_in_llama"]),
+    "mamba2attn": _enlarged(HYBRIDS["mamba2attn"]),
+    "Falcon-H1": _enlarged(HYBRIDS["falcon_h1"]),
+    "Bamba": _BAMBA,
+    "Nemotron-H": _enlarged(HYBRIDS["nemotron_h"]),
+    "Granite-4-H": _enlarged(HYBRIDS["granite_moe"]),
+    "Zamba2": _enlarged(HYBRIDS["zamba2"]),
 }

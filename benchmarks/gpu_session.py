@@ -1,27 +1,13 @@
 """Everything that needs a GPU, in one run of some minutes that survives crashes and hangs.
 
-gate          every kernel at one real shape against float64, against XLA, and 50 times against
-              itself.
-bandwidth     of the device's memory, by copying: gives the memory roofline (the floor).
-steps         time of a verify step of mamba2-2.7b by number of nodes, XLA and Pallas interleaved;
-              the floor is weights read once, state read once and written once.
-kernels       time of a call, of XLA, Pallas, and for the scan two block layouts; the floor is
-              operands read once, results written once. One sequence (warm L2 cache, launches) and
-              many (memory).
-correctness   every kernel and its XLA implementation against float64, on shapes of real models.
-lossless      greedy tokens of trees against autoregressive decoding in float32, for a small model
-              of every family, with and without the kernels.
-hybrid        the steps of MambaInLlama-8B.
-packed        generation with beam trees, packed against unrolled (STree, table 1).
-batch         the steps of mamba2-2.7b by batch size.
-transformers  time of a token of transformers, with the shape of mamba2-2.7b.
+`docs/gpu.md` says what each section measures, and has a plan for half an hour.
 
     python -m benchmarks.gpu_session --minutes 9 --output DIR [--sections gate steps ...]
 
 Each section has a process of its own and a share of the remaining time. Time that it does not use
 goes to the later sections, and then to tasks that were left out. Each row is written as soon as it
 is measured. A task that crashes or hangs is one failed row. The same command with the same DIR
-resumes. `docs/gpu.md` has a plan for half an hour.
+resumes.
 
 Results are in `gpu-session.json`; `--commit` copies it to `benchmarks/results`. Times of kernels
 that a check found wrong are marked. Without a GPU nothing is measured; `--smoke` does everything
@@ -32,7 +18,7 @@ import argparse
 import time
 from collections.abc import Sequence
 
-from benchmarks.common import OUTPUT, conclude, device_name, read_options, write_json
+from benchmarks.common import conclude, read_options
 from benchmarks.gpu import report
 from benchmarks.gpu.runner import DONE, LATEST, NOT_BEGUN, NoGpu, Results, run_section
 from benchmarks.gpu.sections import SECTIONS
@@ -88,14 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = read_options(parser, arguments)
     if options.smoke and options.commit:
         parser.error("times of tiny sizes are not results: --smoke goes without --commit")
-    directory = OUTPUT if options.commit else options.output
-    file = directory / "gpu-session.json"
-    if directory == OUTPUT:  # only a folder of its own resumes an earlier run
-        file.unlink(missing_ok=True)
     head = {"question": __doc__.splitlines()[0], "smoke": options.smoke}
     names = [name for name in SECTIONS if name in options.sections]
     try:
-        results = Results(file, head)
+        results = Results.of(options, "gpu-session", head)
         run(names, results, began + 60 * options.minutes - REPORTING, smoke=options.smoke)
     except NoGpu as error:
         print(f"no GPU here: {error}; nothing was measured")
@@ -105,8 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(str(error)) from None
     path = results.save()
     if options.commit and results.data["machine"]:
-        name = f"gpu-session-{device_name(results.data['machine'])}"
-        path = write_json(name, results.data, options.output)
+        path = results.commit(options.output)
     report.report(results.data)
     right = report.is_right(results.data)
     conclude(

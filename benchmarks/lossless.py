@@ -7,19 +7,15 @@ difference is reported with both tokens and the gap of their logits. A product o
 rows may be rounded differently: a gap below 1e-4 of the largest logit, or at temperature 1 below
 1e-3 in `log p + noise`, is a tie. Exit code 1 if any other token differs.
 
-A run may be interrupted: the same command resumes it from `lossless.jsonl` in the results.
-
     python -m benchmarks.lossless [--tokens 1000000] [--families Mamba-2 ...]
         [--output DIR | --commit]                   default: benchmark-results; benchmarks/results
 """
 
 import argparse
 import itertools
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -99,12 +95,6 @@ def differences(
     return found
 
 
-def verdict(want: np.ndarray, found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Whether all differences are ties; `distinct` shows that the model does not repeat itself."""
-    right = all(difference["tie"] for difference in found)
-    return {"distinct": len(np.unique(want)), "differences": found, "right": right}
-
-
 def first_difference(
     model: st.HybridLM,
     prompt: Sequence[int],
@@ -136,78 +126,58 @@ def first_difference(
     return {"place": place, "tokens": tokens, "gap": gap, "tie": gap < limit}
 
 
-def check(
-    config: st.ModelConfig,
-    implementation: str,
-    trees: Mapping[str, st.TreeTopology],
-    *,
-    tokens: int,
-) -> dict[str, dict[str, Any]]:
-    """Whether each tree gives the tokens of autoregressive decoding, for GPU sessions."""
-    model = st.HybridLM(config, rngs=nnx.Rngs(0), implementation=implementation)
-    drafter = st.ModelDrafter(perturbed(model, NOISE, 1))
-    given = request(config.vocab_size, 0.0, 0, len(PROMPT_LENGTHS), tokens)
-    want = decode(model, given).tokens
-    rows = {}
-    for name, topology in trees.items():
-        out = decode(model, given, drafter=drafter, topology=topology)
-        found = differences(model, given, want, out.tokens)
-        rows[name] = {"identical": not found, "tau": out.stats.tau} | verdict(want, found)
-    return rows
-
-
 def compared(
     model: st.HybridLM,
     way: Mapping[str, Any],
     requests: Sequence[dict[str, Any]],
     plain: Sequence[np.ndarray],
 ) -> dict[str, Any]:
-    """Counts, and the first difference of each row that differs, over all rounds."""
+    """Counts, and the first difference of each row that differs, over all rounds.
+
+    A row is right if all differences are ties; `distinct` shows that the model does not repeat
+    itself.
+    """
     tokens, calls, emitted, found = 0, 0, 0, []
     for number, (given, want) in enumerate(zip(requests, plain, strict=True)):
         out = decode(model, given, **way)
         calls, emitted = calls + out.stats.num_target_calls, emitted + out.stats.num_tokens
         same = np.cumprod(out.tokens == want, axis=1).sum(axis=1)  # up to the first difference
-        tokens += int(np.minimum(same + 1, NEW_TOKENS).sum())
+        tokens += int(np.minimum(same + 1, want.shape[1]).sum())
         found += [{"round": number} | each for each in differences(model, given, want, out.tokens)]
-    return {"tokens": tokens, "tau": emitted / calls} | verdict(np.concatenate(plain), found)
+    return {
+        "tokens": tokens,
+        "tau": emitted / calls,
+        "distinct": len(np.unique(np.concatenate(plain))),
+        "differences": found,
+        "right": all(difference["tie"] for difference in found),
+    }
 
 
-def work(
-    families: Sequence[str], rounds: int, done: Sequence[Mapping[str, Any]]
-) -> Iterator[dict[str, Any]]:
-    """A row for each family, temperature and method that is not among `done`."""
-    ready = {tuple(row[field] for field in PIECE) for row in done}
+def check(
+    config: st.ModelConfig, implementation: str, topology: st.TreeTopology, tokens: int
+) -> dict[str, Any]:
+    """Whether a tree gives the tokens of autoregressive decoding, for GPU sessions."""
+    model = st.HybridLM(config, rngs=nnx.Rngs(0), implementation=implementation)
+    way = {"drafter": st.ModelDrafter(perturbed(model, NOISE, 1)), "topology": topology}
+    given = request(config.vocab_size, 0.0, 0, len(PROMPT_LENGTHS), tokens)
+    row = compared(model, way, [given], [decode(model, given).tokens])
+    return {"identical": not row["differences"]} | row
+
+
+def work(families: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
+    """A row for each family, temperature and method."""
     for family, temperature in itertools.product(families, TEMPERATURES):
         model = st.HybridLM(FAMILIES[family], rngs=nnx.Rngs(0))
-        ways = methods(model, perturbed(model, NOISE, 1))
-        left = [way for way in ways if (family, temperature, way.name) not in ready]
         size = model.config.vocab_size
-        numbers = range(rounds if left else 0)
-        requests = [request(size, temperature, each, ROWS, NEW_TOKENS) for each in numbers]
+        requests = [request(size, temperature, n, ROWS, NEW_TOKENS) for n in range(rounds)]
         plain = [decode(model, given).tokens for given in requests]
-        for way in left:
+        for way in methods(model, perturbed(model, NOISE, 1)):
             began = time.perf_counter()
             row = compared(model, way.options(), requests, plain)
             seconds = round(time.perf_counter() - began, 2)
             piece = dict(zip(PIECE, (family, temperature, way.name), strict=True))
             yield piece | row | {"seconds": seconds}
         jax.clear_caches()  # the next family shares no program
-
-
-def resumed(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of an interrupted run: a line of JSON for the settings, and one for each row."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    if lines and not lines[-1].endswith("\n"):  # killed while it was written
-        path.write_text("".join(lines := lines[:-1]))
-    if not lines:
-        path.write_text(json.dumps(settings) + "\n")
-    elif json.loads(lines[0]) != settings:
-        raise SystemExit(
-            f"{path} is of a run with {lines[0].strip()}, and this one has {json.dumps(settings)};"
-            " remove it or give another --output"
-        )
-    return [json.loads(line) for line in lines[1:]]
 
 
 def sums(field: str, rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -233,14 +203,11 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     rounds, where = math.ceil(options.tokens / (pieces * ROWS * NEW_TOKENS)), machine()
     settings = {"families": options.families, "rounds": rounds, "rows": ROWS, "new": NEW_TOKENS}
     settings |= {name: where[name] for name in ("device", "jax")}
-    path = options.output / "lossless.jsonl"
-    rows = resumed(path, settings)
+    rows = []
     with progress_bar() as progress:
-        task = progress.add_task("", total=pieces, completed=len(rows))
-        for row in work(options.families, rounds, tuple(rows)):
+        task = progress.add_task("", total=pieces)
+        for row in work(options.families, rounds):
             rows.append(row)
-            with path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
             progress.update(task, advance=1, description=row["family"])
     found = [
         {field: row[field] for field in PIECE} | each for row in rows for each in row["differences"]
@@ -257,8 +224,6 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         line={"tokens": tokens, "tokens_per_second": round(tokens / seconds)}
         | {"differences": len(found)},
     )
-    if options.commit:
-        path.unlink()
 
 
 if __name__ == "__main__":

@@ -48,11 +48,6 @@ def random_model(config: st.ModelConfig, dtype: str, seed: int = 0) -> st.Hybrid
     return nnx.merge(st.HybridLM.abstract(config, dtype=dtype)[0], weights())
 
 
-def num_bytes(model: nnx.Module) -> int:
-    """Bytes of a model's weights."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
-
-
 class Pair(NamedTuple):
     """A target, a draft, and prompts for them."""
 

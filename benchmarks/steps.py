@@ -20,6 +20,11 @@ def best_tokens(model: st.HybridLM, *arguments: Any, **options: Any) -> tuple[ja
     return best_of(logits, model.config.vocab_size)[0], pending, cache
 
 
+def binary_tree(nodes: int) -> st.TreeTopology:
+    """The first nodes of a full binary tree, level by level."""
+    return st.TreeTopology((-1, *((node - 1) // 2 for node in range(1, nodes))))
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def run_steps(
     model: st.HybridLM, topology: st.TreeTopology, count: int, batch: int = 1

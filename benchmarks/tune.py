@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import CASES
-from benchmarks.common import OUTPUT, conclude, device_name, print_table, read_options, write_json
+from benchmarks.common import OUTPUT, conclude, print_table, read_options, write_json
 from benchmarks.gpu.runner import NoGpu, Results, run_section
 from benchmarks.gpu.search import DTYPES
 from benchmarks.gpu.spaces import SPACES
@@ -90,15 +90,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.smoke and not own_folder:
         parser.error("times of the interpreter mean nothing: --smoke needs an --output")
     directory = options.output if own_folder else tuning.DIRECTORY
-    file = (options.output if own_folder else OUTPUT) / "tune.json"
-    if not own_folder:  # only a folder of its own resumes an earlier run
-        file.unlink(missing_ok=True)
     same = ("nodes", "batch", "count", "smoke", "shapes", "dtypes")
     settings = {name: getattr(options, name) for name in same}
     chosen = {name: getattr(options, name) for name in ("kernels", "fields", "rounds")}
     head = {"question": __doc__.splitlines()[0]} | settings
     try:
-        results = Results(file, head)
+        results = Results.of(options, "tune", head)
         note = results.section(SECTION)
         write = functools.partial(_write, directory, results)
         left = began + 60 * options.minutes - time.monotonic()
@@ -113,9 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         raise SystemExit(str(error)) from None
     table = write()
-    if options.commit:
-        name = f"tune-{device_name(results.data['machine'])}"
-        file = write_json(name, results.data, options.output)
+    file = results.commit(options.output) if options.commit else results.path
     print_table(
         f"Block sizes on {results.data['machine']['device']}",
         ("kernel", "case", "block sizes"),

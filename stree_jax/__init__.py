@@ -20,6 +20,7 @@ from stree_jax.decoding.drafters import (
     NgramDrafter,
     root_only,
 )
+from stree_jax.decoding.filters import Filter, TopK, TopP
 from stree_jax.decoding.generate import (
     PAD,
     DecodeStatistics,
@@ -28,8 +29,9 @@ from stree_jax.decoding.generate import (
     generate,
     stream,
 )
+from stree_jax.decoding.options import Options
 from stree_jax.decoding.sampling import sample_tokens, token_log_probs
-from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
+from stree_jax.decoding.types import Context, DraftTree, Drawn, Sampling, Step, Verdict
 from stree_jax.decoding.verifiers import VERIFIERS, Verifier, follow
 from stree_jax.layer_config import (
     AttentionConfig,
@@ -76,7 +78,9 @@ __all__ = [
     "DecodeStatistics",
     "DraftTree",
     "Drafter",
+    "Drawn",
     "DynamicDrafter",
+    "Filter",
     "Generation",
     "HybridLM",
     "InterleavedDrafter",
@@ -89,11 +93,15 @@ __all__ = [
     "MoeConfig",
     "NgramDrafter",
     "NonFiniteLogitsError",
+    "Options",
     "Request",
     "RopeScaling",
     "Sampling",
     "Scheduler",
     "SharedConfig",
+    "Step",
+    "TopK",
+    "TopP",
     "Tree",
     "TreeTopology",
     "TuningReport",

@@ -260,6 +260,16 @@ class TreeTopology:
         return "\n".join(lines)
 
 
+def first_nodes(tree: Tree, count: int) -> Tree:
+    """The tree of the first `count` nodes."""
+    return Tree(
+        parents=tree.parents[:, :count],
+        depth=tree.depth[:, :count],
+        ancestor_mask=tree.ancestor_mask[:, :count, :count],
+        valid=tree.valid[:, :count],
+    )
+
+
 def _items(name: str, example: str, values: object) -> tuple:
     if not isinstance(values, Iterable):
         raise ValueError(f"{name} is a sequence such as {example}, got {shown(values)}")

@@ -5,13 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.testing import perturbed, tiny_model
+from stree_jax.testing import assert_lossless, perturbed, tiny_model
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="the tests run without a checkout")
@@ -52,37 +51,20 @@ def check_output(text):
     assert ": False" not in text
 
 
-def longest_earlier_suffix(text):
-    """The longest suffix that ends earlier too, and where it ends first; by trying all."""
-    for length in range(len(text) - 1, 0, -1):
-        suffix = text[-length:]
-        for end in range(length - 1, len(text) - 1):
-            if text[end - length + 1 : end + 1] == suffix:
-                return length, end
-    return 0, -1
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_automaton_finds_the_longest_suffix_that_occurred_before(seed):
-    automaton = load("own_drafter").Automaton.empty(40)
-    extend = jax.jit(lambda automaton, token: automaton.extended(token))
-    text = np.random.default_rng(seed).integers(2 + seed, size=40).tolist()
-    for count, token in enumerate(text, start=1):
-        automaton = extend(automaton, jnp.int32(token))
-        match = automaton.link[automaton.last]
-        want = longest_earlier_suffix(text[:count])
-        assert (int(automaton.length[match]), int(automaton.end[match])) == want
-    assert int(automaton.num_states) <= 2 * len(text)
-    assert int(automaton.num_edges) <= 3 * len(text)
-
-
-def test_drafts_of_the_automaton_do_not_change_the_text():
-    drafter = load("own_drafter").SuffixAutomatonDrafter(min_match=1)
-    for options in ({}, dict(temperature=0.8, key=jax.random.key(1))):
-        plain = st.generate(tiny_model(), PROMPTS, max_new_tokens=24, **options)
-        out = st.generate(tiny_model(), PROMPTS, max_new_tokens=24, drafter=drafter, **options)
-        np.testing.assert_array_equal(out.tokens, plain.tokens)
-        assert 0 < out.stats.num_drafted < 6 * out.stats.num_target_calls
+def test_the_table_drafts_what_followed_the_same_pair():
+    drafter = load("own_drafter").PairTable()
+    (out,) = assert_lossless(
+        tiny_model(), drafter, prompts=PROMPTS, max_new_tokens=24, temperatures=(0.8,)
+    )
+    assert 0 < out.stats.num_drafted < 4 * out.stats.num_target_calls
+    context = st.Context(
+        jnp.array([[5, 6, 7, 5, 6, 0, 0], [5, 6, 7, 7, 0, 0, 0]]), jnp.array([5, 4])
+    )
+    topology = drafter.default_topology()
+    step = st.Step(context, None, None, None)
+    draft, _ = drafter.propose(drafter.prepare(context, topology, 7), step, topology)
+    assert draft.tokens[0].tolist() == [6, 7, 5, 6, 7]
+    assert draft.tree.valid.tolist() == [[True] * 5, [True] + [False] * 4]
     with pytest.raises(ValueError, match="drafts chains, this tree is 3 nodes wide"):
         st.generate(tiny_model(), PROMPTS, drafter=drafter, topology=st.TreeTopology.paper("A"))
 

@@ -37,11 +37,11 @@ class Wrapped:
     inner: st.Verifier
     name: str = "wrapped"
 
-    def check(self, child_sampling, topology, *, temperature_is_zero):
-        self.inner.check(child_sampling, topology, temperature_is_zero=temperature_is_zero)
+    def check(self, drawn, topology, *, temperature_is_zero):
+        self.inner.check(drawn, topology, temperature_is_zero=temperature_is_zero)
 
-    def verify(self, keys, draft, logits, sampling, noise, *, topology):
-        return self.inner.verify(keys, draft, logits, sampling, noise, topology=topology)
+    def verify(self, draft, logits, step, topology):
+        return self.inner.verify(draft, logits, step, topology)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,17 +61,17 @@ class Replaces(Wrapped):
 class Warmer(Wrapped):
     """Samples at another temperature."""
 
-    def verify(self, keys, draft, logits, sampling, noise, *, topology):
-        return super().verify(keys, draft, logits / 2, sampling, noise, topology=topology)
+    def verify(self, draft, logits, step, topology):
+        return super().verify(draft, logits / 2, step, topology)
 
 
 @dataclasses.dataclass(frozen=True)
 class Unfiltered(Wrapped):
     """Forgets top-k."""
 
-    def verify(self, keys, draft, logits, sampling, noise, *, topology):
-        sampling = dataclasses.replace(sampling, top_k=0 * sampling.top_k)
-        return super().verify(keys, draft, logits, sampling, noise, topology=topology)
+    def verify(self, draft, logits, step, topology):
+        sampling = dataclasses.replace(step.sampling, filters=())
+        return super().verify(draft, logits, step._replace(sampling=sampling), topology)
 
 
 class Blind(st.ModelDrafter):

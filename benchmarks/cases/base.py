@@ -39,30 +39,18 @@ class Problem(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One op with operands of real shapes.
+    """One op with operands of real shapes."""
 
-    Attributes:
-        function: the op; takes the operands and an `implementation`.
-        with_blocks: the kernel; takes the operands, `blocks` and `interpret`.
-        operands: function of a problem that returns arrays on the device.
-        reference: takes the operands in float64 and the parents of the trees `[B, N]`.
-        outputs: kinds of outputs, for `LIMITS`.
-        shapes: shapes of real models, by name.
-        feedback: indices of operands that are updated in place, and of the outputs that replace
-            them.
-        unread: function of the operands: bytes of operands and results that a call does not touch.
-        timed: False if another case times the same kernel.
-    """
-
-    function: Callable[..., Any]
-    with_blocks: Callable[..., Any]
-    operands: Callable[[Problem], tuple[jax.Array, ...]]
+    function: Callable[..., Any]  # the op; takes the operands and an `implementation`
+    with_blocks: Callable[..., Any]  # the kernel; takes the operands, `blocks` and `interpret`
+    operands: Callable[[Problem], tuple[jax.Array, ...]]  # on the device
+    # Takes the operands in float64 and the parents of the trees `[B, N]`.
     reference: Callable[..., tuple[np.ndarray, ...]]
-    outputs: tuple[str, ...]
-    shapes: Mapping[str, Any]
-    feedback: Mapping[int, int] = {}
-    unread: Callable[[tuple], int] = lambda operands: 0
-    timed: bool = True
+    outputs: tuple[str, ...]  # their kinds, for `LIMITS`
+    shapes: Mapping[str, Any]  # of real models
+    feedback: Mapping[int, int] = {}  # operands updated in place, and the outputs they become
+    unread: Callable[[tuple], int] = lambda operands: 0  # bytes that a call does not touch
+    timed: bool = True  # False if another case times the same kernel
 
     @property
     def kind(self) -> type:

@@ -36,32 +36,26 @@ def timed(calls: Mapping[str, Callable[[], Any]], rounds: int, unit: float) -> d
 
 
 def bandwidth(scale: Scale) -> list[Task]:
-    """Bandwidth of the device's memory, by copying: the memory roofline."""
-
-    def measure(_: None) -> Row:
-        speed = copy_bandwidth(scale.copied, scale.count, scale.rounds)
-        return {"bytes_per_second": speed, "copied": scale.copied}
-
-    return [Task("copy", measure=measure)]
-
-
-def copy_bandwidth(num_bytes: int, count: int, rounds: int) -> float:
-    """Bytes per second, read plus written, of adding 1 to a large array in place."""
+    """Bandwidth of the device's memory, by adding 1 to a large array in place: the roofline."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def copies(value: jax.Array) -> jax.Array:
         def step(_: Any, value: jax.Array) -> jax.Array:
             return jax.lax.optimization_barrier(value + 1)
 
-        return jax.lax.fori_loop(0, count, step, value)
+        return jax.lax.fori_loop(0, scale.count, step, value)
 
-    value = jax.block_until_ready(copies(jnp.zeros(num_bytes // 4, jnp.int32)))
-    seconds = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        value = jax.block_until_ready(copies(value))
-        seconds.append(time.perf_counter() - began)
-    return 2 * value.nbytes * count / min(seconds)
+    def measure(_: None) -> Row:
+        value = jax.block_until_ready(copies(jnp.zeros(scale.copied // 4, jnp.int32)))
+        seconds = []
+        for _ in range(scale.rounds):
+            began = time.perf_counter()
+            value = jax.block_until_ready(copies(value))
+            seconds.append(time.perf_counter() - began)
+        read_and_written = 2 * value.nbytes * scale.count
+        return {"bytes_per_second": read_and_written / min(seconds), "copied": scale.copied}
+
+    return [Task("copy", measure=measure)]
 
 
 def times(scale: Scale) -> list[Task]:
@@ -71,7 +65,7 @@ def times(scale: Scale) -> list[Task]:
     roofline; with many they do not.
     """
     tasks = []
-    order = (*(scale.timed[each] for each in ("batches", "nodes", "shapes")), scale.cases)
+    order = (scale.timed_batches, scale.timed_nodes, scale.timed_shapes, scale.cases)
     for size, nodes, shape, name in itertools.product(*order):
         case = CASES[name]
         too_large = nodes * size > MOST_TOKENS_OF_EXPERTS and case.kind is ExpertShape

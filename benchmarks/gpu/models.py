@@ -1,4 +1,4 @@
-"""Checks and times whole models: steps, batches, losslessness, table 1, transformers."""
+"""Checks and times whole models: steps, batches, losslessness, table 1."""
 
 import functools
 from typing import Any
@@ -8,15 +8,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 import stree_jax as st
-from benchmarks import lossless
-from benchmarks.gpu import transformers_step
+from benchmarks import lossless, packed
+from benchmarks.common import num_bytes
 from benchmarks.gpu.kernels import timed
 from benchmarks.gpu.scale import Scale
 from benchmarks.gpu.tasks import Row, Task
-from benchmarks.models import on_gpu, random_model, random_pair
-from benchmarks.paper import packed
-from benchmarks.paper.tree_size import tree_of
+from benchmarks.models import random_model, random_pair
 from benchmarks.steps import run_steps
+from benchmarks.tree_size import tree_of
 
 
 def steps(scale: Scale) -> list[Task]:
@@ -74,11 +73,11 @@ def _steps(scale: Scale, config: st.ModelConfig, sizes: list[tuple[int, int]]) -
 def bytes_of_step(model: st.HybridLM, batch: int) -> dict[str, int]:
     """The least that a step moves: weights read once, states read once and written once."""
     config = model.config
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+    weights = num_bytes(nnx.state(model))
     if not config.tie_embeddings:  # a row of the embedding for each token, next to nothing
         weights -= config.num_embeddings * config.d_model * jnp.dtype(model.dtype).itemsize
     state = jax.eval_shape(functools.partial(model.init_cache, batch, 0))
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    size = num_bytes(state)
     return {"weight_bytes": weights, "state_bytes": size, "bytes": weights + 2 * size}
 
 
@@ -86,13 +85,9 @@ def lossless_texts(scale: Scale) -> list[Task]:
     """Greedy texts of trees against autoregressive decoding in float32, the kernels first."""
 
     def check(implementation: str, tree: str, family: str) -> Row:
-        found = lossless.check(
-            lossless.FAMILIES[family],
-            implementation,
-            {tree: lossless.TREES[tree]},
-            tokens=scale.tokens,
-        )
-        return {"family": family, "implementation": implementation, "tree": tree} | found[tree]
+        config, topology = lossless.FAMILIES[family], lossless.TREES[tree]
+        row = lossless.check(config, implementation, topology, scale.tokens)
+        return {"family": family, "implementation": implementation, "tree": tree} | row
 
     # The interpreter takes minutes to compile a loop.
     real = [name for name in scale.implementations if name != "pallas_interpret"]
@@ -123,17 +118,3 @@ def packed_trees(scale: Scale) -> list[Task]:
         for num_steps in scale.beam_steps
         for beams in scale.beams
     ]
-
-
-def transformers_tokens(scale: Scale) -> list[Task]:
-    """Time of a token of transformers, with the shape of `scale.mamba2`."""
-
-    def measure(_: None) -> Row:
-        device = "cuda" if on_gpu() else "cpu"
-        if obstacle := transformers_step.obstacle(device):
-            return {"unavailable": obstacle}
-        return transformers_step.measure(
-            scale.mamba2, device=device, dtype=scale.dtype, tokens=scale.tokens, rounds=5
-        )
-
-    return [Task("greedy generation", measure=measure)]

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.common import print_table
+from benchmarks.common import Table, print_table
 from benchmarks.gpu.tasks import Row
-from benchmarks.paper.tree_size import VANILLA, fits
+from benchmarks.tree_size import VANILLA, fits
 
 STEPS = ("steps", "hybrid", "batch")
 CHECKS = ("gate", "correctness")
@@ -107,51 +107,20 @@ def report(results: Mapping[str, Any]) -> None:
     """Prints tables of the measurements, and lists what is missing, failed or wrong."""
     device = (results["machine"] or {}).get("device", "no device")
     for name in STEPS:
-        if rows := rows_of(results, name):
-            kinds = list(rows[0]["milliseconds"])
-            print_table(
-                f"{name}, {device}, ms",
-                ("nodes", "batch", *kinds, "floor", "wrong kernels"),
-                [
-                    (
-                        *(row["nodes"], row["batch"]),
-                        *(row["milliseconds"][kind]["median"] for kind in kinds),
-                        row.get("floor_milliseconds", "-"),
-                        ", ".join(row["wrong"]),
-                    )
-                    for row in sorted(rows, key=lambda row: (row["nodes"], row["batch"]))
-                ],
-            )
-    if rows := rows_of(results, "kernels"):
-        kinds = list(dict.fromkeys(kind for row in rows for kind in row["microseconds"]))
-        print_table(
-            f"a call of each kernel, {device}, microseconds",
-            ("kernel", "shape", "nodes", "batch", *kinds, "floor", ""),
-            [
-                (
-                    *(row[key] for key in ("kernel", "shape", "nodes", "batch")),
-                    *(row["microseconds"].get(kind, {}).get("median", "-") for kind in kinds),
-                    row.get("floor_microseconds", "-"),
-                    "WRONG" if row["wrong"] else "",
-                )
-                for row in rows
-            ],
-        )
-    print_table(
-        "sections",
-        ("section", "state", "took, s", "rows", "left out", "failed"),
-        [
-            (
-                name,
-                note["state"],
-                note.get("seconds", 0.0),
-                len(note["rows"]),
-                len(note.get("left_out", [])),
-                sum("failed" in row for row in note["rows"]),
-            )
-            for name, note in results["sections"].items()
-        ],
-    )
+        rows = sorted(rows_of(results, name), key=lambda row: (row["nodes"], row["batch"]))
+        _times(f"{name}, {device}", rows, "milliseconds", "nodes", "batch")
+    which = ("kernel", "shape", "nodes", "batch")
+    _times(f"a call of each kernel, {device}", rows_of(results, "kernels"), "microseconds", *which)
+    sections = [
+        {"seconds": 0.0}
+        | note
+        | {"section": name, "count": len(note["rows"]), "out": len(note.get("left_out", []))}
+        | {"bad": sum("failed" in row for row in note["rows"])}
+        for name, note in results["sections"].items()
+    ]
+    columns = {"section": "{section}", "state": "{state}", "took, s": "{seconds}"}
+    columns |= {"rows": "{count}", "left out": "{out}", "failed": "{bad}"}
+    Table("sections", sections, columns).show()
     for name, note in results["sections"].items():
         if note.get("left_out"):
             print(f"{name} left out: {'; '.join(note['left_out'])}")
@@ -160,3 +129,18 @@ def report(results: Mapping[str, Any]) -> None:
         for row in note["rows"]:
             if "failed" in row or row.get("right") is False:
                 print(f"{name}, {row['task']}: {row.get('failed', 'wrong')}"[:400])
+
+
+def _times(title: str, rows: list[Row], unit: str, *which: str) -> None:
+    """A table of the times of each contender; kernels that a check found wrong are named."""
+    if not rows:
+        return
+    kinds = [*dict.fromkeys(kind for row in rows for kind in row[unit])]
+
+    def cells(row: Row) -> list[str]:
+        medians = [row[unit].get(kind, {}).get("median") for kind in kinds]
+        numbers = (*medians, row.get(f"floor_{unit}"))
+        shown = ["-" if number is None else f"{number:.3g}" for number in numbers]
+        return [*(str(row[field]) for field in which), *shown, ", ".join(row["wrong"])]
+
+    print_table(f"{title}, {unit}", [*which, *kinds, "floor", "WRONG"], [*map(cells, rows)])

@@ -5,6 +5,7 @@ hangs, or whose device no longer answers, is started again without the task that
 time limit it is killed.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import write_json
+from benchmarks.common import OUTPUT, device_name, write_json
 from benchmarks.gpu.worker import BROKEN
 
 STARTING = 90.0  # seconds in which a process finds its device, makes its models, or ends
@@ -50,6 +51,15 @@ class Results:
             self.data = json.loads(path.read_text())
             self._require(self.data, head, head)
 
+    @classmethod
+    def of(cls, options: argparse.Namespace, name: str, head: Mapping[str, Any]) -> "Results":
+        """The file of a command; only a folder of its own resumes an earlier run."""
+        directory = OUTPUT if options.commit else options.output
+        path = directory / f"{name}.json"
+        if directory == OUTPUT:
+            path.unlink(missing_ok=True)
+        return cls(path, head)
+
     def _require(self, earlier: Mapping[str, Any], now: Mapping[str, Any], keys: Any) -> None:
         for key in keys:
             if earlier.get(key) != now[key]:
@@ -74,6 +84,11 @@ class Results:
     def save(self) -> Path:
         """Replaces the file."""
         return write_json(self.path.stem, self.data, self.path.parent)
+
+    def commit(self, directory: Path) -> Path:
+        """Writes them into another directory as well, under the name of the device."""
+        name = f"{self.path.stem}-{device_name(self.data['machine'])}"
+        return write_json(name, self.data, directory)
 
 
 def run_section(

@@ -29,17 +29,11 @@ Times = list[float | str]  # of candidates: microseconds, or why one is out
 
 @dataclasses.dataclass(frozen=True)
 class Timer:
-    """How candidates are compiled and timed.
+    """How candidates are compiled and timed."""
 
-    Attributes:
-        interpret: the kernels run in the interpreter.
-        count: number of calls in one timed program.
-        rounds: number of timed runs of each program.
-    """
-
-    interpret: bool
-    count: int
-    rounds: int
+    interpret: bool  # the kernels run in the interpreter
+    count: int  # calls in one timed program
+    rounds: int  # timed runs of each program
 
     def compiled(self, case: Case, operands: tuple, want: tuple, blocks: Any) -> Any:
         """The program of a candidate, or the reason why it is out."""

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.gpu import checks, kernels, models
+from benchmarks.gpu import checks, kernels, models, transformers_step
 from benchmarks.gpu.scale import FULL, SMOKE, Scale
 from benchmarks.gpu.tasks import Row, Section, Task
 
@@ -29,5 +29,5 @@ SECTIONS = {
     "hybrid": Section(_scaled(models.hybrid_steps), 2.5, together=2),
     "packed": Section(_scaled(models.packed_trees), 2.0, together=1, seconds=200.0),
     "batch": Section(_scaled(models.batches), 2.5, together=2),
-    "transformers": Section(_scaled(models.transformers_tokens), 1.5, seconds=120.0),
+    "transformers": Section(_scaled(transformers_step.tokens), 1.5, seconds=120.0),
 }

@@ -14,19 +14,12 @@ from pallas_kernels.tree_scan import config as scan_config
 
 
 class Space(NamedTuple):
-    """The block sizes to try for a kernel.
+    """The block sizes to try for a kernel."""
 
-    Attributes:
-        timed: name of the case of `benchmarks.cases` that is timed.
-        defaults: default block sizes, by case.
-        case: function of a problem that names its case.
-        values: candidates for each field; the field that matters most comes first.
-    """
-
-    timed: str
-    defaults: Mapping[str, Any]
-    case: Callable[[Problem], str]
-    values: Mapping[str, tuple[int, ...]]
+    timed: str  # the case of `benchmarks.cases` that is timed
+    defaults: Mapping[str, Any]  # default block sizes, by case
+    case: Callable[[Problem], str]  # names the case of a problem
+    values: Mapping[str, tuple[int, ...]]  # to try, by field; the most important field comes first
 
 
 def _by_dtype(problem: Problem) -> str:

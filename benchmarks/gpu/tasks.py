@@ -7,12 +7,10 @@ Row = dict[str, Any]
 
 
 class Task(NamedTuple):
-    """One row of results.
+    """One row of results; its name is unique in its section.
 
-    Attributes:
-        name: unique in its section.
-        prepare: compiles, and does all that is not timed; runs in a thread beside others.
-        measure: takes the result of `prepare`, and returns the row.
+    `prepare` compiles, and does all that is not timed, in a thread beside others; `measure` takes
+    its result, and returns the row.
     """
 
     name: str
@@ -21,19 +19,11 @@ class Task(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A part of a run, with a process of its own.
+    """A part of a run, with a process of its own."""
 
-    Attributes:
-        tasks: function of the options of the run and the rows of an earlier attempt; the most
-            important tasks come first.
-        weight: share of the time, relative to the other sections.
-        together: number of tasks that are prepared at a time.
-        timed: nothing is prepared while a task is measured.
-        seconds: limit for measuring a timed task; beyond it the task hangs.
-    """
-
+    # Of the options of the run and the rows of an earlier attempt; the most important come first.
     tasks: Callable[[Mapping[str, Any], Sequence[Row]], Iterable[Task]]
-    weight: float
-    together: int = 8
-    timed: bool = True
-    seconds: float = 60.0
+    weight: float  # share of the time, relative to the other sections
+    together: int = 8  # tasks that are prepared at a time
+    timed: bool = True  # nothing is prepared while a task is measured
+    seconds: float = 60.0  # limit for measuring a timed task; beyond it the task hangs

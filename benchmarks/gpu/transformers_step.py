@@ -4,18 +4,69 @@ Its greedy `generate`, as users call it: the time of many tokens minus the time 
 the difference in tokens. Random weights.
 """
 
+import functools
 import importlib.util
 import time
-from typing import Any
 
 import stree_jax as st
 from benchmarks.common import summary
+from benchmarks.gpu.scale import Scale
+from benchmarks.gpu.tasks import Row, Task
+from benchmarks.models import on_gpu
+
+ROUNDS = 5
+
+
+def tokens(scale: Scale) -> list[Task]:
+    """Time of a token, with the shape of `scale.mamba2`."""
+    return [Task("greedy generation", measure=functools.partial(measured, scale))]
+
+
+def measured(scale: Scale, _: None) -> Row:
+    """Milliseconds a token, or why they cannot be measured here."""
+    device = "cuda" if on_gpu() else "cpu"
+    if reason := obstacle(device):
+        return {"unavailable": reason}
+    import torch
+    import transformers
+
+    with torch.device(device):
+        model = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**shape(scale.mamba2)))
+    model = model.to(getattr(torch, scale.dtype)).eval()
+    prompt = torch.ones(1, 1, dtype=torch.long, device=device)
+    options = {"attention_mask": torch.ones_like(prompt), "do_sample": False}
+
+    def seconds(count: int) -> float:
+        began = time.perf_counter()
+        with torch.no_grad():
+            model.generate(prompt, min_new_tokens=count, max_new_tokens=count, **options)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    seconds(2)
+    many = scale.tokens
+    taken = [1e3 * (seconds(many + 1) - seconds(1)) / many for _ in range(ROUNDS)]
+    missing = [name for name in ("mamba_ssm", "causal_conv1d") if not installed(name)]
+    return {
+        "milliseconds": summary(taken),
+        "tokens": many,
+        "dtype": scale.dtype,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "note": f"slow: without {' and '.join(missing)}" if missing else "with its fast kernels",
+    }
+
+
+def installed(package: str) -> bool:
+    """Whether a package can be imported."""
+    return importlib.util.find_spec(package) is not None
 
 
 def obstacle(device: str) -> str | None:
     """Why it cannot be measured here, or None."""
     for package in ("torch", "transformers"):
-        if importlib.util.find_spec(package) is None:
+        if not installed(package):
             return f"{package} is not installed"
     import torch
 
@@ -24,24 +75,11 @@ def obstacle(device: str) -> str | None:
     return None
 
 
-def measure(
-    config: st.ModelConfig, *, device: str, dtype: str, tokens: int, rounds: int
-) -> dict[str, Any]:
-    """Milliseconds a token.
-
-    Args:
-        config: config of a pure Mamba-2 model.
-        device: device of torch.
-        dtype: dtype of the weights.
-        tokens: number of tokens to time.
-        rounds: number of measurements.
-    """
-    import torch
-    import transformers
-
+def shape(config: st.ModelConfig) -> dict[str, int | bool]:
+    """Arguments of transformers' config for a pure Mamba-2 model."""
     mixer = config.mamba2
     assert mixer is not None
-    shape = transformers.Mamba2Config(
+    return dict(
         vocab_size=config.num_embeddings,
         hidden_size=config.d_model,
         num_hidden_layers=len(config.layers),
@@ -54,34 +92,3 @@ def measure(
         chunk_size=mixer.chunk_size,
         tie_word_embeddings=config.tie_embeddings,
     )
-    with torch.device(device):
-        model = transformers.Mamba2ForCausalLM(shape).to(getattr(torch, dtype)).eval()
-    prompt = torch.ones(1, 1, dtype=torch.long, device=device)
-
-    def seconds(count: int) -> float:
-        began = time.perf_counter()
-        with torch.no_grad():
-            model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                min_new_tokens=count,
-                max_new_tokens=count,
-                do_sample=False,
-            )
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
-
-    seconds(2)
-    milliseconds = [1e3 * (seconds(tokens + 1) - seconds(1)) / tokens for _ in range(rounds)]
-    missing = [
-        name for name in ("mamba_ssm", "causal_conv1d") if importlib.util.find_spec(name) is None
-    ]
-    return {
-        "milliseconds": summary(milliseconds),
-        "tokens": tokens,
-        "dtype": dtype,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "note": f"slow: without {' and '.join(missing)}" if missing else "with its fast kernels",
-    }

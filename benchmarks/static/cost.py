@@ -7,27 +7,18 @@ import re
 from typing import Any
 
 import jax
-import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Cost of a program or a layer; the difference of two programs is the cost of a layer.
+    """Cost of a program or a layer; the difference of two programs is the cost of a layer."""
 
-    Attributes:
-        launches: kernels, library calls, copies and fills in one run.
-        copies: copies and fills among them.
-        bytes_moved: read and written, by XLA's cost model; one of our kernels counts its arguments
-            and results once.
-        floor_bytes: weights read once, caches read once and written once.
-        record_bytes: size of the pending record of a tree.
-    """
-
-    launches: float
-    copies: float
+    launches: float  # kernels, library calls, copies and fills in one run
+    copies: float  # copies and fills among them
+    # By XLA's cost model; one of our kernels counts its arguments and results once.
     bytes_moved: float
-    floor_bytes: int
-    record_bytes: int
+    floor_bytes: int  # weights read once, caches read once and written once
+    record_bytes: int  # of the pending record of a tree
 
     def __sub__(self, other: "Cost") -> "Cost":
         return self.plus(other, -1)
@@ -36,11 +27,6 @@ class Cost:
         """This cost and `times` another."""
         mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
         return Cost(*(a + times * b for a, b in zip(mine, theirs, strict=True)))
-
-
-def num_bytes(tree: Any) -> int:
-    """Bytes of abstract or real arrays."""
-    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def bytes_moved(compiled: Any) -> float:

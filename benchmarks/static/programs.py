@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 import stree_jax as st
-from benchmarks.common import Memory
-from benchmarks.static.cost import Cost, bytes_moved, num_bytes
+from benchmarks.common import Memory, num_bytes
+from benchmarks.static.cost import Cost, bytes_moved
 from benchmarks.static.thunks import Thunk, Thunks, by_name, launches, num_loops
-from benchmarks.steps import best_tokens
+from benchmarks.steps import best_tokens, binary_tree
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.types import Context, Limits, Sampling
+from stree_jax.decoding.types import Context, Limits, Sampling, Step
 from stree_jax.models.cache import init_cache, path_to
 
 MAX_LENGTH = 1024  # positions of KV caches
@@ -48,10 +48,6 @@ class Program(NamedTuple):
         )
 
 
-def _binary_tree(nodes: int) -> st.TreeTopology:
-    return st.TreeTopology((-1, *((node - 1) // 2 for node in range(1, nodes))))
-
-
 def verify_step(
     compiler: Compiler, config: st.ModelConfig, nodes: int, implementation: str
 ) -> Program:
@@ -61,7 +57,7 @@ def verify_step(
     loop. The cost is per call.
     """
     structure, weights = _abstract(config, implementation)
-    topology = _binary_tree(nodes)
+    topology = binary_tree(nodes)
     cache = jax.eval_shape(lambda: init_cache(config, 1, MAX_LENGTH, jnp.bfloat16))
     pending = jax.eval_shape(lambda: nnx.merge(structure, weights).init_pending(1, nodes))
     struct = jax.ShapeDtypeStruct
@@ -151,25 +147,18 @@ class GivenDrafts(nnx.Module):
         """See `Drafter`."""
         return st.TreeTopology.chain(1)
 
-    def child_sampling(self, topology: st.TreeTopology, *, temperature_is_zero: bool) -> str:
-        """See `Drafter`."""
-        return "top_k"
-
     def prepare(self, context: Context, topology: st.TreeTopology, max_length: int) -> None:
         """See `Drafter`."""
 
     def propose(
         self,
         state: None,
-        context: Context,
-        keys: Any,
-        sampling: Sampling,
+        step: Step,
         topology: st.TreeTopology,
-        noise: Any = None,
     ) -> tuple[st.DraftTree, None]:
         """See `Drafter`."""
-        root = st.root_only(context)
-        drafts = context.tokens[:, : topology.num_nodes - 1]
+        root = st.root_only(step.context)
+        drafts = step.context.tokens[:, : topology.num_nodes - 1]
         tokens = jnp.concatenate([root.tokens, drafts], axis=1)
         tree = topology.tree(jnp.ones(tokens.shape, bool))
         none = jnp.full(topology.num_nodes, -1, jnp.int32)
@@ -210,7 +199,7 @@ def outside_of_layers(
     once, twice = (
         _loop(
             *(compiler, dataclasses.replace(config, layers=config.layers * times)),
-            *(implementation, GivenDrafts(), _binary_tree(nodes)),
+            *(implementation, GivenDrafts(), binary_tree(nodes)),
             sampled=sampled,
         )
         for times in (1, 2)
@@ -256,5 +245,5 @@ def abstract_requests(rows: int, *, sampled: bool) -> tuple[Context, Any, Limits
         Context(struct((rows, 64), jnp.int32), integer),
         keys,
         Limits(integer, struct((rows, 4), jnp.int32)),
-        Sampling(real, integer, real, temperature_is_zero=not sampled, use_top_k_or_top_p=False),
+        Sampling(real, temperature_is_zero=not sampled),
     )

@@ -1,5 +1,6 @@
 """`stree-jax generate --prompts`: continues the prompts of a file, several at a time."""
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
@@ -18,12 +19,15 @@ from rich.progress import (
 )
 
 import stree_jax as st
-from stree_jax.checks import check_int
 from stree_jax.cli.generate import Loaded, check_seed, encoded
 from stree_jax.decoding.options import MAX_TOKENS, plan
 
-# Settings that a line may override.
-_SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p")
+# Settings that a line may override: the options that are numbers.
+_SETTINGS = tuple(
+    option.name
+    for option in dataclasses.fields(st.Options)
+    if isinstance(option.default, int | float)
+)
 
 
 class _Line(NamedTuple):
@@ -175,7 +179,6 @@ def _parsed(loaded: Loaded, number: int, line: str, seed: int, defaults: dict[st
         return _Line(number, "", None, 'not an object with a "prompt" that is a text')
     try:
         settings = defaults | {name: content[name] for name in _SETTINGS if name in content}
-        check_int("max_new_tokens", settings["max_new_tokens"], 1)
         own_seed = content.get("seed", seed)
         check_seed(own_seed, "seed")
         key = jax.random.fold_in(jax.random.key(own_seed), number)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Unpack
 
 import jax
 import numpy as np
@@ -14,7 +15,13 @@ from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.local_rows import rows_of_all
 from stree_jax.decoding.loop import DRAFT_FAILED
 from stree_jax.decoding.on_mesh import on_host, on_mesh
-from stree_jax.decoding.options import Plan, is_lossless, plan
+from stree_jax.decoding.options import (
+    OptionKeywords,
+    Plan,
+    checked_options,
+    is_lossless,
+    plan,
+)
 from stree_jax.decoding.types import Context, DecodeState, Statistics
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.models.cache import Cache
@@ -86,19 +93,13 @@ def generate(
     model: HybridLM,
     prompts: Sequence[Sequence[int]],
     *,
-    max_new_tokens: int = 64,
     drafter: Drafter | None = None,
     topology: TreeTopology | None = None,
     verifier: str | Verifier | None = None,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    eos_token: int | Sequence[int] | None = None,
-    max_length: int | None = None,
-    key: jax.Array | None = None,
     return_cache: bool = False,
     lossy: bool = False,
     local_rows: bool = False,
+    **options: Unpack[OptionKeywords],
 ) -> Generation:
     """Continues prompts by speculative decoding; the output is the target's for every drafter.
 
@@ -114,21 +115,11 @@ def generate(
     Args:
         model: the target.
         prompts: a list of token ids per row; lengths may differ.
-        max_new_tokens: most tokens to add to each row.
         drafter: proposes the draft tokens; None: autoregressive decoding.
         topology: the draft tree; None: the drafter's default.
         verifier: a name from `VERIFIERS` ("greedy", "target_only", "multi_step",
             "without_replacement", "traversal") or any `Verifier`; None: the one that fits drafter
             and temperature.
-        temperature: 0 takes the best token.
-        top_k, top_p: sample from the `top_k` best tokens (0: all), and among them from the smallest
-            set with probability `top_p`. Applied to target and draft.
-        eos_token: a row ends after this token, or after any of these. None: the tokens in the
-            model's config; (): none.
-        max_length: most tokens of a row, prompt and output; longer requests are refused. None: the
-            context length of the model (`ModelConfig.max_length`), if its config has one.
-        key: random key, required above temperature 0. A single key is folded with the index of each
-            row; an array of keys `[B]` is the rows' own.
         return_cache: return the target's cache too; its memory is held as long as the result.
         lossy: allow a lossy verifier, such as "typical". Then the guarantees above do not hold, and
             the result says `lossless = False`.
@@ -136,6 +127,8 @@ def generate(
             this process's own; processes may have different numbers of rows, or none. All other
             arguments are equal. A single key is folded with a row's index among the rows of all
             processes, in their order. Only the returned cache has the rows of all processes.
+        **options: how the texts are continued, see `Options`: `max_new_tokens`, `temperature`,
+            `top_k`, `top_p`, `filters`, `eos_token`, `max_length`, `key`.
 
     Returns:
         On the host: tokens `[B, max_new_tokens]` with `PAD` after the end of a row, lengths `[B]`
@@ -147,6 +140,7 @@ def generate(
         NonFiniteLogitsError: logits of a row were not finite. Only that row ended early; the error
             names it and holds the output of all rows.
     """
+    text = checked_options("generate", options)
     own = None
     if local_rows:
         check_model(model)
@@ -155,21 +149,16 @@ def generate(
                 "local_rows = True is for a model on a mesh: load it with from_pretrained(...,"
                 " mesh=make_mesh(...)); on one device all rows are this process's"
             )
-        prompts, key, own = rows_of_all(prompts, key, model.config.vocab_size)
+        prompts, key, own = rows_of_all(prompts, text.key, model.config.vocab_size)
+        text = dataclasses.replace(text, key=key)
     request = plan(
         model,
         prompts,
-        max_new_tokens=max_new_tokens,
         drafter=drafter,
         topology=topology,
         verifier=verifier,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        eos_token=eos_token,
-        max_length=max_length,
-        key=key,
         lossy=lossy,
+        **text,
     )
     num_rows = len(prompts)
     own = slice(num_rows) if own is None else own
@@ -177,7 +166,7 @@ def generate(
     with dispatch.on(model):
         state = _started(request, model, num_rows)
         state = request.decoder.run(model, request.drafter, state, request.limits, request.sampling)
-    generation = _generation(request, state, own, max_new_tokens, return_cache)
+    generation = _generation(request, state, own, text.max_new_tokens, return_cache)
     if error := _error(state, generation, own):
         raise error
     return generation
@@ -187,17 +176,11 @@ def stream(
     model: HybridLM,
     prompts: Sequence[Sequence[int]],
     *,
-    max_new_tokens: int = 64,
     drafter: Drafter | None = None,
     topology: TreeTopology | None = None,
     verifier: str | Verifier | None = None,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    eos_token: int | Sequence[int] | None = None,
-    max_length: int | None = None,
-    key: jax.Array | None = None,
     lossy: bool = False,
+    **options: Unpack[OptionKeywords],
 ) -> Iterator[list[list[int]]]:
     """As `generate`, but yields tokens as they are accepted.
 
@@ -207,20 +190,15 @@ def stream(
     Yields:
         After each target call, the new tokens of each row; an empty list for rows that have ended.
     """
+    text = checked_options("stream", options)
     request = plan(
         model,
         prompts,
-        max_new_tokens=max_new_tokens,
         drafter=drafter,
         topology=topology,
         verifier=verifier,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        eos_token=eos_token,
-        max_length=max_length,
-        key=key,
         lossy=lossy,
+        **text,
     )
 
     num_rows = len(prompts)
@@ -241,7 +219,7 @@ def stream(
             counts = (length - start)[rows]
             yield [new[:count].tolist() for new, count in zip(tokens[rows], counts, strict=True)]
             start = length
-        generation = _generation(request, state, rows, max_new_tokens, False)
+        generation = _generation(request, state, rows, text.max_new_tokens, False)
         if error := _error(state, generation, rows):
             raise error
 

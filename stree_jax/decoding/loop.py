@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec
 
 from stree_jax.array_types import Array, Bool, Int
 from stree_jax.decoding.drafters import Drafter, root_only
-from stree_jax.decoding.prefill import prefill
+from stree_jax.decoding.drafters.base import reads
+from stree_jax.decoding.prefill import prefill, prefill_with_drafter
 from stree_jax.decoding.sampling import all_finite, position_noise
 from stree_jax.decoding.types import (
     Context,
@@ -25,10 +26,11 @@ from stree_jax.decoding.types import (
     Prefix,
     Sampling,
     Statistics,
+    Step,
     Verdict,
     state_specs,
 )
-from stree_jax.decoding.verifiers import FollowTarget, Verifier
+from stree_jax.decoding.verifiers import Verifier
 from stree_jax.models.cache import empty_path, path_to
 from stree_jax.models.lm import HybridLM
 from stree_jax.partition import ROWS
@@ -67,11 +69,13 @@ class SpeculativeDecoder:
 
     def read(self, model: HybridLM, drafter: Drafter | None, prompts: Context) -> Prefix:
         """Prefills the prompts but for the last token of each, which becomes the first root."""
-        cache = prefill(model, prompts.tokens, prompts.length - 1, self.max_length)
-        state = None
-        if drafter is not None:
-            state = drafter.prepare(prompts, self.topology, self.max_length)
-        return Prefix(prompts, cache, state)
+        text = prompts.tokens, prompts.length - 1, self.max_length
+        if drafter is None:
+            return Prefix(prompts, prefill(model, *text), None)
+        state = drafter.prepare(prompts, self.topology, self.max_length)
+        if reads(drafter):
+            return Prefix(prompts, *prefill_with_drafter(model, drafter, *text, state))
+        return Prefix(prompts, prefill(model, *text), state)
 
     def start(
         self,
@@ -204,7 +208,7 @@ class SpeculativeDecoder:
         if model.partition is None:
             return self._step(model, drafter, state, limits, sampling)
         specs: Any = state_specs(model)
-        draft_specs: Any = DraftTree(ROWS, ROWS, ROWS, PartitionSpec(), ROWS)  # type: ignore[arg-type]
+        draft_specs: Any = DraftTree(ROWS, ROWS, ROWS, PartitionSpec(), ROWS, ROWS)  # type: ignore[arg-type]
         return over_mesh(
             model.partition,
             self._step,
@@ -234,19 +238,14 @@ class SpeculativeDecoder:
             )
             noise = jnp.where((sampling.temperature > 0)[:, None, None], noise, 0.0)
 
+        step = Step(state.context, keys[:, 0], noise, sampling)
+
         # Draft.
         if drafter is None:
             draft, drafter_state = root_only(state.context), None
         else:
             with jax.named_scope("draft"):
-                draft, drafter_state = drafter.propose(
-                    state.drafter,
-                    state.context,
-                    keys[:, 0],
-                    sampling,
-                    self.topology,
-                    noise=noise,
-                )
+                draft, drafter_state = drafter.propose(state.drafter, step, self.topology)
 
         if model.shard is not None and drafter is not None:
             tokens, tree, is_finite = model.shard.broadcast_from_first(
@@ -263,9 +262,8 @@ class SpeculativeDecoder:
 
         # Verify.
         with jax.named_scope("verify"):
-            verdict = self.verifier.verify(
-                keys[:, 1], draft, logits, sampling, noise, topology=self.topology
-            )
+            of_verifier = step._replace(keys=keys[:, 1])
+            verdict = self.verifier.verify(draft, logits, of_verifier, self.topology)
 
         if model.shard is not None and not _is_exact(self.verifier, sampling):
             verdict = model.shard.broadcast_from_first(verdict)
@@ -294,14 +292,7 @@ class SpeculativeDecoder:
         last = jnp.where(count > 0, jnp.argmax(reached, axis=-1).astype(jnp.int32), -1)
         verdict = verdict._replace(last=last, num_accepted=jnp.maximum(count - 1, 0))
         if drafter is not None:
-            at_last = jnp.maximum(last, 0)[:, None, None]
-            drafter_state = drafter.commit(
-                drafter_state,
-                draft,
-                verdict,
-                self.topology,
-                jnp.take_along_axis(hidden, at_last, axis=1)[:, 0],
-            )
+            drafter_state = drafter.commit(drafter_state, draft, verdict, hidden, self.topology)
 
         return (
             DecodeState(
@@ -324,7 +315,7 @@ class SpeculativeDecoder:
 
 def _is_exact(verifier: Verifier, sampling: Sampling) -> bool:
     """Whether a rule only compares logits, so that equal logits give equal verdicts anywhere."""
-    return isinstance(verifier, FollowTarget) and sampling.temperature_is_zero
+    return getattr(verifier, "follows_target", False) and sampling.temperature_is_zero
 
 
 def owned(state: DecodeState, callers: Any) -> DecodeState:

@@ -9,17 +9,16 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from stree_jax.decoding.drafters.base import Drafter, draft_models, runs_on_mesh
+from stree_jax.decoding.drafters.base import Drafter, draft_models
 from stree_jax.models.lm import HybridLM
 from stree_jax.partition import Partition
 
 
 def check_mesh_of(model: HybridLM, drafter: Drafter | None) -> None:
-    """Refuses a drafter that cannot run on the model's devices.
+    """Refuses a drafter whose models do not lie on the target's devices.
 
     Raises:
-        ValueError: a draft model on other devices than the target, a sharded draft model, or a
-            drafter whose class does not declare that it runs on a mesh.
+        ValueError: a draft model on other devices than the target, or a sharded draft model.
     """
     own = model.partition
     for draft in draft_models(drafter):
@@ -41,11 +40,6 @@ def check_mesh_of(model: HybridLM, drafter: Drafter | None) -> None:
                 " from_pretrained(..., mesh=mesh, replicate=True), or use"
                 " st.shard(draft, mesh, replicate=True)"
             )
-    if own is not None and drafter is not None and not runs_on_mesh(drafter):
-        raise ValueError(
-            f"{type(drafter).__name__} does not run on a mesh; ModelDrafter, DynamicDrafter,"
-            " BeamDrafter and NgramDrafter do, and drafter=None does"
-        )
 
 
 def on_mesh(request: Any, partition: Partition | None) -> Any:

@@ -2,8 +2,8 @@
 
 import dataclasses
 import numbers
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +12,14 @@ import numpy as np
 from pallas_kernels import dispatch
 from stree_jax.array_types import Array
 from stree_jax.checks import check_int
-from stree_jax.decoding.drafters.base import Drafter, check_target, draft_models
+from stree_jax.decoding.drafters.base import Drafter, check_request, draft_models, drawn_by
+from stree_jax.decoding.filters import Filter, check_filters, filters_of
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.on_mesh import check_mesh_of
 from stree_jax.decoding.types import Context, Limits, Sampling
 from stree_jax.decoding.verifiers import (
-    BY_DEPTH,
     LOSSY_VERIFIERS,
     VERIFIERS,
-    Traversal,
     Verifier,
     default_verifier,
 )
@@ -45,48 +44,125 @@ class Plan(NamedTuple):
     sampling: Sampling
 
 
+class OptionKeywords(TypedDict, total=False):
+    """The fields of `Options`, as keywords of `generate`, `stream` and `plan`."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    filters: tuple[Filter, ...]
+    eos_token: int | Sequence[int] | None
+    max_length: int | None
+    key: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a text is continued: `generate(model, prompts, **options)`, `Request(prompt, **options)`.
+
+    Values are checked when it is made, but for what depends on the model and the prompts.
+
+    Attributes:
+        max_new_tokens: most tokens to add to each row.
+        temperature: 0 takes the best token.
+        top_k, top_p: sample from the `top_k` best tokens (0: all), and among them from the smallest
+            set with probability `top_p`: the filters `TopK(top_k)` and `TopP(top_p)`, before
+            `filters`. Applied to target and draft.
+        filters: more filters, `Filter`, in their order. Applied to target and draft.
+        eos_token: a row ends after this token, or after any of these. None: the tokens in the
+            model's config; (): none.
+        max_length: most tokens of a row, prompt and output; longer requests are refused. None: the
+            context length of the model (`ModelConfig.max_length`), if its config has one.
+        key: random key, required above temperature 0. A single key is folded with the index of each
+            row; an array of keys `[B]` is the rows' own.
+
+    Raises:
+        ValueError: a bad value.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    filters: tuple[Filter, ...] = ()
+    eos_token: int | Sequence[int] | None = None
+    max_length: int | None = None
+    key: jax.Array | None = None
+
+    def __post_init__(self) -> None:
+        check_int("max_new_tokens", self.max_new_tokens, 1)
+        check_int("top_k", self.top_k, 0)
+        largest = float(np.finfo(np.float32).max)
+        heat = self.temperature
+        if not (isinstance(heat, numbers.Real) and 0 <= heat <= largest):
+            raise ValueError(f"temperature must be a number from 0 on, got {shown(heat)}")
+        if 0 < heat < np.finfo(np.float32).tiny:
+            raise ValueError(f"temperature = {shown(heat)} is 0 in float32; use 0")
+        if not (isinstance(self.top_p, numbers.Real) and 0 < self.top_p <= 1):
+            raise ValueError(f"top_p must be in (0, 1], got {shown(self.top_p)}")
+        check_filters(self.filters)
+        if self.eos_token is not None:
+            _listed_eos_tokens(self.eos_token, None)
+        if self.max_length is not None:
+            check_int("max_length", self.max_length, 1)
+        if self.key is None:
+            return
+        if heat > 0 and "rbg" in str(jax.random.key_impl(typed_key(self.key))):
+            raise ValueError(
+                "keys of implementation 'rbg' draw other numbers in another batch; use"
+                " jax.random.key(0, impl='threefry2x32')"
+            )
+        typed_key(self.key)
+
+    def keys(self) -> list[str]:
+        """The names of the options, so that `**options` passes them as keywords."""
+        return [*OptionKeywords.__annotations__]
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in OptionKeywords.__annotations__:
+            raise KeyError(name)
+        return getattr(self, name)
+
+
+def checked_options(function: str, keywords: Mapping[str, Any]) -> Options:
+    """The options among the keywords of a function.
+
+    Raises:
+        TypeError: a keyword that is no option.
+        ValueError: a bad value.
+    """
+    for name in keywords:
+        if name not in OptionKeywords.__annotations__:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    return Options(**keywords)
+
+
 def plan(
     model: HybridLM,
     prompts: Sequence[Sequence[int]],
     *,
-    max_new_tokens: int = 64,
     drafter: Drafter | None = None,
     topology: TreeTopology | None = None,
     verifier: str | Verifier | None = None,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    eos_token: int | Sequence[int] | None = None,
-    max_length: int | None = None,
-    key: jax.Array | None = None,
     lossy: bool = False,
+    **options: Unpack[OptionKeywords],
 ) -> Plan:
     """Checks a request; arguments and errors as in `generate`. Compiles nothing."""
+    chosen_options = checked_options("plan", options)
     check_model(model)
     vocab_size = model.config.vocab_size
     context = checked_prompts(prompts, vocab_size)
-    check_int("max_new_tokens", max_new_tokens, 1)
-    check_int("top_k", top_k, 0)
-    largest = float(np.finfo(np.float32).max)
-    if not (isinstance(temperature, numbers.Real) and 0 <= temperature <= largest):
-        raise ValueError(f"temperature must be a number from 0 on, got {shown(temperature)}")
-    if 0 < temperature < np.finfo(np.float32).tiny:
-        raise ValueError(f"temperature = {shown(temperature)} is 0 in float32; use 0")
-    if not (isinstance(top_p, numbers.Real) and 0 < top_p <= 1):
-        raise ValueError(f"top_p must be in (0, 1], got {shown(top_p)}")
+    eos_token, key = chosen_options.eos_token, chosen_options.key
+    max_new_tokens, temperature = chosen_options.max_new_tokens, chosen_options.temperature
     if eos_token is None:
         eos_token = () if model.config.eos_token is None else model.config.eos_token
     eos_tokens = _listed_eos_tokens(eos_token, vocab_size)
-    _check_length(context, max_new_tokens, max_length, model.config.max_length)
+    _check_length(context, max_new_tokens, chosen_options.max_length, model.config.max_length)
     temperature_is_zero = temperature == 0
     if key is None and not temperature_is_zero:
         raise ValueError("temperature > 0 needs a random key: pass key=jax.random.key(0)")
     keys = _row_keys(jax.random.key(0) if key is None else key, len(prompts))
-    if not temperature_is_zero and "rbg" in str(jax.random.key_impl(keys)):
-        raise ValueError(
-            "keys of implementation 'rbg' draw other numbers in another batch; use"
-            " jax.random.key(0, impl='threefry2x32')"
-        )
     _check_drafter(drafter)
     check_mesh_of(model, drafter)
     topology = _checked_topology(topology, drafter, vocab_size)
@@ -96,7 +172,7 @@ def plan(
                 f"draft and target have different vocabularies: {draft.config.vocab_size} and"
                 f" {vocab_size} tokens; they must share one tokenizer"
             )
-    check_target(drafter, model)
+    check_request(drafter, model, topology, temperature_is_zero=temperature_is_zero)
     chosen = _checked_verifier(verifier, drafter, topology, temperature_is_zero)
     if not (lossy or is_lossless(chosen)):
         raise ValueError(
@@ -124,12 +200,15 @@ def plan(
         Limits(per_row(max_new_tokens, np.int32), _padded_eos_tokens(eos_tokens, batch)),
         Sampling(
             per_row(temperature, np.float32),
-            per_row(min(top_k, vocab_size), np.int32),
-            per_row(top_p, np.float32),
+            () if temperature_is_zero else filters_of([filtering(chosen_options)] * batch),
             temperature_is_zero=temperature_is_zero,
-            use_top_k_or_top_p=not temperature_is_zero and (top_k > 0 or top_p < 1),
         ),
     )
+
+
+def filtering(options: Options | None) -> tuple[int, float, tuple[Filter, ...]]:
+    """A row of `filters_of`; of no options: nothing is filtered."""
+    return (0, 1.0, ()) if options is None else (options.top_k, options.top_p, options.filters)
 
 
 def is_lossless(verifier: str | Verifier | None) -> bool:
@@ -149,13 +228,13 @@ def buffer_size(needed: int, smallest: int = _SMALLEST_BUFFER) -> int:
     return size
 
 
-def _listed_eos_tokens(eos_token: int | Sequence[int], vocab_size: int) -> list[int]:
+def _listed_eos_tokens(eos_token: int | Sequence[int], vocab_size: int | None) -> list[int]:
     try:
         tokens = np.ravel(eos_token).tolist()
     except ValueError:  # lists of different lengths inside
         tokens = [eos_token]
     for token in tokens:
-        check_int("eos_token", token, 0, vocab_size - 1)
+        check_int("eos_token", token, 0, None if vocab_size is None else vocab_size - 1)
     return tokens
 
 
@@ -240,11 +319,8 @@ def _checked_verifier(
     topology: TreeTopology,
     temperature_is_zero: bool,
 ) -> Verifier:
-    child_sampling = "top_k"
-    if drafter is not None:
-        child_sampling = drafter.child_sampling(topology, temperature_is_zero=temperature_is_zero)
+    drawn = drawn_by(drafter, topology, temperature_is_zero=temperature_is_zero)
     if verifier is None:
-        drawn = child_sampling.removesuffix(BY_DEPTH)
         verifier = default_verifier(drawn, topology, temperature_is_zero=temperature_is_zero)
     if isinstance(verifier, str):
         known = VERIFIERS if verifier in VERIFIERS else LOSSY_VERIFIERS
@@ -254,8 +330,6 @@ def _checked_verifier(
                 f" {sorted(LOSSY_VERIFIERS)}"
             )
         verifier = known[verifier]
-        if isinstance(verifier, Traversal) and child_sampling == "iid":
-            verifier = dataclasses.replace(verifier, exact_for="iid")
     if isinstance(verifier, type) or not isinstance(verifier, Verifier):
         raise ValueError(
             f"verifier must be one of {sorted(VERIFIERS)}, or an object with the name and the"
@@ -268,7 +342,7 @@ def _checked_verifier(
             f"verifier {verifier.name!r} is not hashable, and a compiled program depends on it;"
             " make its class a frozen dataclass"
         ) from None
-    verifier.check(child_sampling, topology, temperature_is_zero=temperature_is_zero)
+    verifier.check(drawn, topology, temperature_is_zero=temperature_is_zero)
     return verifier
 
 
@@ -276,8 +350,6 @@ def _check_length(
     context: Context, max_new_tokens: int, max_length: int | None, made_for: int | None
 ) -> None:
     """Refuses requests that are longer than the model's context, instead of cutting them."""
-    if max_length is not None:
-        check_int("max_length", max_length, 1)
     limit = made_for if max_length is None else max_length
     lengths = np.asarray(context.length)
     row = int(lengths.argmax())

@@ -1,6 +1,8 @@
 """Chunked prefill: the cache of a prompt, with bounded temporary memory."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,19 +44,70 @@ def prefill(
     )
 
 
+@functools.partial(jax.jit, static_argnames="max_length")
+def prefill_with_drafter(
+    model: HybridLM,
+    drafter: Any,
+    tokens: Tokens,
+    lengths: Lengths,
+    max_length: int,
+    state: Any,
+    cache: Cache | None = None,
+) -> tuple[Cache, Any]:
+    """As `prefill`, and the state of a drafter that reads every chunk, see `Drafter.read`."""
+    if model.partition is None:
+        return _prefill_with_drafter(model, drafter, tokens, lengths, state, cache, max_length)
+    specs = cache_specs(model.config, model.partition.axis)
+    return over_mesh(
+        model.partition,
+        functools.partial(_prefill_with_drafter, max_length=max_length),
+        (model, drafter),
+        (tokens, lengths, state, cache),
+        (ROWS, ROWS, ROWS, None if cache is None else specs),
+        (specs, ROWS),
+    )
+
+
 def _prefill(
     model: HybridLM, tokens: Array, lengths: Array, cache: Cache | None, max_length: int
 ) -> Cache:
-    batch, width = tokens.shape
-    cache = model.init_cache(batch, max_length) if cache is None else cache
-    if width <= PREFILL_CHUNK:
-        return model.prefill(tokens, lengths, cache)[1]
-    tokens = jnp.pad(tokens, ((0, 0), (0, -width % PREFILL_CHUNK)))
+    def read(chunk: Array, lengths: Array, cache: Cache) -> Cache:
+        return model.prefill(chunk, lengths, cache)[1]
 
-    def one_chunk(index: Array, cache: Cache) -> Cache:
+    cache = model.init_cache(len(tokens), max_length) if cache is None else cache
+    return _in_chunks(read, tokens, lengths, cache)
+
+
+def _prefill_with_drafter(
+    model: HybridLM,
+    drafter: Any,
+    tokens: Array,
+    lengths: Array,
+    state: Any,
+    cache: Cache | None,
+    max_length: int,
+) -> tuple[Cache, Any]:
+    def read(chunk: Array, lengths: Array, carry: tuple[Cache, Any]) -> tuple[Cache, Any]:
+        cache, state = carry
+        hidden, cache = model.prefill_hidden(chunk, lengths, cache)
+        return cache, drafter.read(state, chunk, hidden, lengths)
+
+    cache = model.init_cache(len(tokens), max_length) if cache is None else cache
+    return _in_chunks(read, tokens, lengths, (cache, state))
+
+
+def _in_chunks(
+    read: Callable[[Array, Array, Any], Any], tokens: Array, lengths: Array, carry: Any
+) -> Any:
+    """Calls `read` with each chunk of the rows and its lengths; from one carry to the next."""
+    if tokens.shape[1] <= PREFILL_CHUNK:
+        return read(tokens, lengths, carry)
+    tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % PREFILL_CHUNK)))
+
+    def one_chunk(index: Array, carry: Any) -> Any:
         start = index * PREFILL_CHUNK
         chunk = lax.dynamic_slice_in_dim(tokens, start, PREFILL_CHUNK, axis=1)
-        return model.prefill(chunk, jnp.clip(lengths - start, 0, PREFILL_CHUNK), cache)[1]
+        return read(chunk, jnp.clip(lengths - start, 0, PREFILL_CHUNK), carry)
 
     num_chunks = (lengths.max() + PREFILL_CHUNK - 1) // PREFILL_CHUNK
-    return lax.fori_loop(0, num_chunks, one_chunk, cache)
+    return lax.fori_loop(0, num_chunks, one_chunk, carry)

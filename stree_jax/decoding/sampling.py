@@ -6,11 +6,8 @@ without drafts. A draft model that adds the same noise to its own log-probabilit
 token too (Daliri, Musco and Suresh, 2024, arXiv:2408.07978).
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.numerics import best_of
 from stree_jax.array_types import Array, Bool, Float, Float32, Int, Key
@@ -64,7 +61,7 @@ def sample_tokens(
 def token_log_probs(
     logits: Float[Array, "B *rows V"], sampling: Sampling
 ) -> Float32[Array, "B *rows V"]:
-    """Normalised log-probabilities after temperature, top-k and top-p; `-inf` for tokens left out.
+    """Normalised log-probabilities after temperature and filters; `-inf` for tokens left out.
 
     Args:
         logits: logits without vocabulary padding.
@@ -76,93 +73,23 @@ def token_log_probs(
 def filtered_logits(
     logits: Float[Array, "B *rows V"], sampling: Sampling
 ) -> Float32[Array, "B *rows V"]:
-    """Logits after temperature, top-k and top-p, in this order; the best one is 0.
+    """Logits after temperature and the filters, in their order; the best one is 0.
 
     Args:
         logits: logits without vocabulary padding.
         sampling: sampling settings of each row; temperature 0 counts as 1, which keeps the order.
 
     Returns:
-        `-inf` for tokens that are filtered out. Tokens that tie with the last one kept are kept
-        too: with the same logit for top-k, with the same float32 probability for top-p.
+        `-inf` for tokens that are filtered out.
     """
     per_row = (slice(None),) + (None,) * (logits.ndim - 1)
     # The best logit is 0 before the division, so no temperature overflows.
     scaled = logits - best_token(logits)[1][..., None]
     temperature = sampling.temperature[per_row]
     scaled = scaled / jnp.where(temperature > 0, temperature, 1.0)
-    if not sampling.use_top_k_or_top_p:
-        return scaled
-    top_k, top_p = sampling.top_k[per_row], sampling.top_p[per_row]
-    weights = jnp.exp(scaled)
-    scaled, total = lax.cond(
-        (sampling.top_k > 0).any(),
-        lambda: _best_k(scaled, weights, top_k),
-        lambda: (scaled, weights.sum(axis=-1, keepdims=True)),
-    )
-    # The smallest set that reaches top_p, without sorting: it is the tokens above a threshold, and
-    # their weight falls as the threshold rises. The best token's weight is 1.
-    weights = jnp.where(jnp.isfinite(scaled), weights, 0.0)
-    threshold = _largest(
-        lambda low: _sum_from(low, weights, weights) >= top_p * total,
-        logits.shape[:-1],
-    )
-    kept = (top_p >= 1) | (weights >= jnp.fmin(threshold, 1.0))
-    return jnp.where(kept, scaled, -jnp.inf)
-
-
-def _best_k(scaled: Array, weights: Array, top_k: Array) -> tuple[Array, Array]:
-    """`scaled` restricted to the best k tokens and ties, and the total weight of the best k."""
-    below = jnp.abs(scaled)  # the best is 0
-    num_tokens = scaled.shape[-1]
-    # At the worst token kept, and from there on, are all tokens but k - 1 or fewer.
-    threshold = _largest(
-        lambda low: (
-            _sum_from(low, below, jnp.int32(1)) > num_tokens - jnp.minimum(top_k, num_tokens)
-        ),
-        scaled.shape[:-1],
-    )
-    kept = (top_k <= 0) | (below <= threshold)
-    lowest = jnp.where(kept, weights, jnp.inf).min(axis=-1, keepdims=True)
-    ties = jnp.where(top_k <= 0, 0, kept.sum(axis=-1, keepdims=True) - top_k)
-    total = jnp.where(kept, weights, 0.0).sum(axis=-1, keepdims=True)
-    return jnp.where(kept, scaled, -jnp.inf), total - jnp.maximum(ties, 0) * lowest
-
-
-def _sum_from(thresholds: Array, values: Array, summands: Array) -> Array:
-    """For each threshold, the sum of the summands whose values are at least the threshold."""
-    chosen = values[..., None, :] >= thresholds[..., None]
-    return jnp.where(chosen, summands[..., None, :] if summands.ndim else summands, 0).sum(axis=-1)
-
-
-def _largest(holds: Callable[[Array], Array], rows: tuple[int, ...]) -> Array:
-    """The largest non-negative float that passes a test which all smaller ones pass too.
-
-    Non-negative floats are ordered as their bits are, so this searches for the bits.
-
-    Args:
-        holds: the test, for several thresholds per row.
-        rows: shape of the rows.
-
-    Returns:
-        A threshold per row, with one more axis of size 1.
-    """
-
-    def search(num_bits: int) -> Array:
-        """Searches `num_bits` bits per pass."""
-
-        def find(i: Array, bits: Array) -> Array:
-            shift = jnp.maximum(31 - num_bits * (i + 1), 0)
-            tried = bits + (jnp.arange(1, 2**num_bits, dtype=jnp.int32) << shift)
-            passed = holds(lax.bitcast_convert_type(tried, jnp.float32))
-            return bits + (passed.sum(axis=-1, keepdims=True, dtype=jnp.int32) << shift)
-
-        none = jnp.zeros((*rows, 1), jnp.int32)
-        return lax.fori_loop(0, -(-31 // num_bits), find, none)
-
-    # A pass over the vocabulary is a launch on a GPU, and arithmetic on a CPU.
-    bits = lax.platform_dependent(cpu=lambda: search(1), default=lambda: search(5))
-    return lax.bitcast_convert_type(bits, jnp.float32)
+    for keep in sampling.filters:
+        scaled = keep(scaled)
+    return scaled
 
 
 def all_finite(logits: Float[Array, "*rows V"]) -> Bool[Array, "*rows"]:

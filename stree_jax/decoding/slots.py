@@ -25,9 +25,10 @@ from jax import lax
 from stree_jax.array_types import Array, Int, Key
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter
+from stree_jax.decoding.drafters.base import reads
 from stree_jax.decoding.loop import SpeculativeDecoder, owned
 from stree_jax.decoding.options import buffer_size
-from stree_jax.decoding.prefill import prefill
+from stree_jax.decoding.prefill import prefill, prefill_with_drafter
 from stree_jax.decoding.types import Context, DecodeState, Prefix
 from stree_jax.models.lm import HybridLM, check_on_one_device
 
@@ -73,8 +74,8 @@ def read(
 ) -> Prefix:
     """Prefills a prompt, or continues a prefix with one.
 
-    After a prefix the target prefills the new tokens only. The draft model prefills the whole text
-    again; an incremental method is not worth a wider protocol.
+    After a prefix the target prefills the new tokens only, and so does a drafter with a method
+    `read`. A draft model prefills the whole text again.
 
     Args:
         decoder: the pool's decoder.
@@ -96,23 +97,32 @@ def read(
             f"the text of the prefix has {int(after.context.length[0])} tokens and the prompt"
             f" {int(prompt.length[0])}: in all {length}, and the pool has {decoder.max_length}"
         )
-    context, cache = _read_on(decoder, model, prompt, after)
-    return _with_drafter(decoder, drafter, Prefix(context, cache, None))
+    if drafter is not None and reads(drafter):
+        return _read_on(decoder, model, drafter, prompt, after)
+    return _with_drafter(decoder, drafter, _read_on(decoder, model, None, prompt, after))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _read_on(
-    decoder: SpeculativeDecoder, model: HybridLM, prompt: Context, after: Prefix
-) -> tuple[Context, Any]:
-    """The joined text, and the cache after all of it but the last token."""
-    tokens, length = after.context
+    decoder: SpeculativeDecoder,
+    model: HybridLM,
+    drafter: Drafter | None,
+    prompt: Context,
+    after: Prefix,
+) -> Prefix:
+    """The joined text, and cache and drafter's state after all of it but the last token."""
+    (tokens, length), cache, state = after
     root = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
     unread = jnp.concatenate([root, prompt.tokens[:, :-1]], axis=1)
-    cache = prefill(model, unread, prompt.length, decoder.max_length, after.cache)
+    text = unread, prompt.length, decoder.max_length
+    if drafter is None:
+        cache, state = prefill(model, *text, cache), None
+    else:
+        cache, state = prefill_with_drafter(model, drafter, *text, state, cache)
     # The prompt's padding may reach beyond the buffer.
     places = length[:, None] + jnp.arange(prompt.tokens.shape[1])
     tokens = tokens.at[0, places[0]].set(prompt.tokens[0], mode="drop")
-    return Context(tokens, length + prompt.length), cache
+    return Prefix(Context(tokens, length + prompt.length), cache, state)
 
 
 def _with_drafter(decoder: SpeculativeDecoder, drafter: Drafter | None, prefix: Prefix) -> Prefix:
@@ -188,8 +198,11 @@ def take(
     row = check_int("row", row, 0, len(state.done) - 1)
     if int(state.failed[row]):
         raise ValueError(f"row {row} failed: its logits were not finite, and its cache may not be")
-    context, cache = _row((state.context, state.cache), row)
-    return _with_drafter(decoder, drafter, Prefix(context, cache, None))
+    context, cache, drafts = _row((state.context, state.cache, state.drafter), row)
+    prefix = Prefix(context, cache, drafts)
+    if drafter is not None and reads(drafter):
+        return prefix
+    return _with_drafter(decoder, drafter, prefix)
 
 
 @jax.jit
@@ -202,7 +215,8 @@ def switch(
 ) -> DecodeState:
     """The pool for another decoder or drafter: rows continue with other drafts.
 
-    The new drafter prepares for the texts so far. All decoders of a pool have one `max_length` and
+    The new drafter prepares for the texts so far; one with a method `read` keeps its state if that
+    does not depend on the tree. All decoders of a pool have one `max_length` and
     one `deepest`.
 
     Raises:
@@ -219,6 +233,8 @@ def switch(
     drafts = None
     if drafter is not None:
         drafts = drafter.prepare(state.context, decoder.topology, decoder.max_length)
+        if reads(drafter) and _fits(state.drafter, drafts):
+            drafts = state.drafter
     switched = state._replace(pending=fresh.pending, path=fresh.path, drafter=drafts)
     return owned(switched, (model, drafter))
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from stree_jax.array_types import Array, Bool, Float32, Int, Key
+from stree_jax.decoding.filters import Filter
 from stree_jax.models.cache import Cache, Path, Pending, cache_specs, pending_specs
 from stree_jax.models.lm import HybridLM
 from stree_jax.partition import ROWS
@@ -31,17 +32,43 @@ class Prefix(NamedTuple):
     drafter: Any  # the drafter's state
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """How the children of a node were chosen; rules decide by it whether they are exact.
+
+    Attributes:
+        kind: one of these, or the drafter's own name:
+
+            "top_k"                 any choice without random numbers
+            "shared"                by `Step.noise`: the target uses it too
+            "iid"                   independent samples of the draft's distribution
+            "without_replacement"   samples of it, all different, in the order drawn
+        by_depth: drawn once for a depth, from a distribution that does not depend on the path, and
+            shared by all nodes of the depth.
+    """
+
+    kind: str = "top_k"
+    by_depth: bool = False
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether children are samples of the draft's distribution, which a rule can test."""
+        return self.kind in ("iid", "without_replacement")
+
+
 class DraftTree(NamedTuple):
     """A tree of draft tokens, and the distributions that they were drawn from.
 
     Attributes:
         tokens: token of each node; node 0 is the root, the last emitted token.
         tree: parents of the nodes, and which nodes are valid.
-        log_probs: the draft's distributions after temperature, top-k and top-p, one row per node
+        log_probs: the draft's distributions after temperature and filters, one row per node
             with children; None if children were not sampled.
         log_prob_row: the row of `log_probs` that a node's children were drawn from; -1 for leaves,
             and everywhere without `log_probs`.
         finite: False where the draft's logits were not finite; such a row fails.
+        drawn: how children were chosen; static.
     """
 
     tokens: Int[Array, "B N"]
@@ -49,6 +76,7 @@ class DraftTree(NamedTuple):
     log_probs: Float32[Array, "B Z V"] | None
     log_prob_row: Int[Array, " N"]
     finite: Bool[Array, " B"]
+    drawn: Drawn = Drawn()
 
 
 class Verdict(NamedTuple):
@@ -71,22 +99,39 @@ class Verdict(NamedTuple):
 class Sampling:
     """How logits become probabilities, the same for draft and target.
 
-    The arrays have one entry per row. The flags are static: each value compiles its own program.
+    The arrays have one entry per row. The flag is static: each value compiles its own program.
 
     Attributes:
         temperature: 0 takes the best token.
-        top_k: 0 keeps all tokens.
-        top_p: 1 keeps all tokens.
+        filters: what rules tokens out, in this order; the numbers of a filter are arrays too.
         temperature_is_zero: whether all rows have temperature 0, where only the target's best token
             is possible. If False, some rows may still have it if the verifier follows the target.
-        use_top_k_or_top_p: whether either filter is used; False skips both.
     """
 
     temperature: Float32[Array, " B"]
-    top_k: Int[Array, " B"]
-    top_p: Float32[Array, " B"]
+    filters: tuple[Filter, ...] = ()
     temperature_is_zero: bool = dataclasses.field(default=False, metadata={"static": True})
-    use_top_k_or_top_p: bool = dataclasses.field(default=True, metadata={"static": True})
+
+
+class Step(NamedTuple):
+    """What a decode step knows before it drafts; drafter and verifier get the same but for `keys`.
+
+    More fields may be added: read them by name.
+
+    Attributes:
+        context: the text so far; its last token is the root of the tree.
+        keys: a random key per row, of this step and of the drafter or verifier alone. Split a key
+            before using it twice.
+        noise: Gumbel noise of the next `topology.depth + 1` output positions, with which the target
+            draws its tokens, see `sample_tokens`; entry d is for the token after a node of depth d.
+            None at temperature 0.
+        sampling: sampling settings of each row.
+    """
+
+    context: Context
+    keys: Key[Array, " B"]
+    noise: Float32[Array, "B _ V"] | None
+    sampling: Sampling
 
 
 class Limits(NamedTuple):

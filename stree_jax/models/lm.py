@@ -224,6 +224,19 @@ class HybridLM(nnx.Module):
             last = jnp.take_along_axis(hidden, rows, axis=1)
             return self.logits(self._final_norm(last))[:, 0], cache
 
+    def prefill_hidden(
+        self, tokens: Tokens, lengths: Lengths, cache: Cache
+    ) -> tuple[Float[Array, "B T M"], Cache]:
+        """As `prefill`, with hidden states of all positions instead of logits of the last.
+
+        Returns:
+            Hidden states after the final norm, in the model's dtype (unspecified on the padding),
+            and the cache.
+        """
+        with jax.named_scope("prefill"):
+            hidden, cache = self._sequence(tokens, lengths, cache)
+            return self._final_norm(hidden), cache
+
     def tree_forward(
         self,
         tokens: Int[Array, "B Q"],

@@ -14,17 +14,20 @@ from pallas_kernels import dispatch
 from stree_jax.checks import check_int
 from stree_jax.decoding import slots
 from stree_jax.decoding.drafters import Drafter
+from stree_jax.decoding.filters import filters_of, kind
 from stree_jax.decoding.generate import failure, statistics_of
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import (
     MAX_TOKENS,
+    OptionKeywords,
     Plan,
     checked_prompts,
+    filtering,
     is_lossless,
     plan,
 )
 from stree_jax.decoding.types import Limits, Prefix, Sampling
-from stree_jax.decoding.verifiers import FollowTarget, Verifier
+from stree_jax.decoding.verifiers import Verifier
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.serving.types import Completion, Job, Request
@@ -178,19 +181,18 @@ class Scheduler:
             return slots.read(decoder, self._model, drafter, context, after)
 
     def _plan_of(self, text: Sequence[int], request: Request) -> Plan:
+        longest = request.max_length
+        own: OptionKeywords = {
+            "max_length": self._max_length if longest is None else min(longest, self._max_length),
+            "key": _no_key() if request.temperature == 0 else _as_row(request.key),
+        }
         return plan(
             self._model,
             [text],
-            max_new_tokens=request.max_new_tokens,
             drafter=self._drafter,
             topology=self._topology,
             verifier=self._verifier,
-            temperature=request.temperature,
-            top_k=request.top_k,
-            top_p=request.top_p,
-            eos_token=request.eos_token,
-            max_length=self._max_length,
-            key=_no_key() if request.temperature == 0 else _as_row(request.key),
+            **{**request, **own},
         )
 
     def _planned(self, greedy: bool) -> Plan | None:
@@ -212,13 +214,22 @@ class Scheduler:
         return found.decoder, found.drafter
 
     def _check_can_share_batch(self, job: Job, verifier: Verifier) -> None:
-        """Refuses to mix temperature 0 and others where a verifier cannot."""
+        """Refuses to mix filters of other kinds, and temperature 0 and others where it cannot."""
         others = [*self._queue, *(tenant for tenant in self._tenants if tenant)]
+        own = job.request.filters
+        for other in others:
+            if own and other.request.filters and kind(own) != kind(other.request.filters):
+                raise ValueError(
+                    f"filters = {shown(own)}: requests that wait or run have"
+                    f" {shown(other.request.filters)}, and one program decodes all; give filters of"
+                    " the same classes and static fields in one order, or none, or use another"
+                    " scheduler for these requests"
+                )
         if all(other.is_greedy == job.is_greedy for other in others):
             return
         sampled = self._plans[False]
         rule = sampled.decoder.verifier if sampled else verifier
-        if not isinstance(rule, FollowTarget) or rule.only_at_zero:
+        if not getattr(rule, "follows_target", False):
             raise ValueError(
                 f"temperature = {job.request.temperature}: verifier {rule.name!r} cannot decode"
                 " requests at temperature 0 and above it together; use 'target_only', or another"
@@ -271,14 +282,13 @@ class Scheduler:
         return Limits(jnp.asarray(most, jnp.int32), jnp.asarray(eos_tokens))
 
     def _sampling(self, greedy: bool) -> Sampling:
-        vocab_size = self._model.config.vocab_size
         requests = [job.request if job else None for job in self._tenants]
+        # A request at temperature 0 takes the best token, which no filter leaves out.
+        rows = [filtering(r if r and r.temperature > 0 else None) for r in requests]
         return Sampling(
             jnp.asarray([r.temperature if r else 0.0 for r in requests], jnp.float32),
-            jnp.asarray([min(r.top_k, vocab_size) if r else 0 for r in requests], jnp.int32),
-            jnp.asarray([r.top_p if r else 1.0 for r in requests], jnp.float32),
+            () if greedy else filters_of(rows, may_differ=True),
             temperature_is_zero=greedy,
-            use_top_k_or_top_p=any(job.is_filtered for job in self._tenants if job),
         )
 
     def _collect(self) -> None:

@@ -3,35 +3,30 @@
 import dataclasses
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 
 from stree_jax.decoding.generate import DecodeStatistics
-from stree_jax.decoding.options import Plan
+from stree_jax.decoding.options import Options, Plan
 from stree_jax.decoding.types import Prefix
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """A text to continue. All fields but `prompt`, `after` and `keep` are as in `generate`.
+class Request(Options):
+    """A text to continue, and its own `Options`, which are keywords.
 
     Attributes:
         prompt: token ids; may be empty with `after`.
-        key: the row's own random key, required above temperature 0.
         after: the prefilled prefix before the prompt: from `Scheduler.read`, or from the
             completion of a request with `keep`.
         keep: whether the completion has a prefix of the whole text, to continue from. It holds a
             copy of the row's cache.
+
+    Raises:
+        ValueError: a bad option.
     """
 
     prompt: Sequence[int]
     _: dataclasses.KW_ONLY
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    eos_token: int | Sequence[int] | None = None
-    key: jax.Array | None = None
     after: Prefix | None = None
     keep: bool = False
 
@@ -74,8 +69,3 @@ class Job:
     def is_greedy(self) -> bool:
         """Whether its temperature is 0."""
         return self.request.temperature == 0
-
-    @property
-    def is_filtered(self) -> bool:
-        """Whether it uses top-k or top-p."""
-        return self.plan.sampling.use_top_k_or_top_p

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.decoding.drafters import Drafter
+from stree_jax.decoding.filters import Filter, filters_of
 from stree_jax.decoding.generate import Generation, generate
 from stree_jax.decoding.options import Plan, plan
 from stree_jax.decoding.sampling import filtered_logits, position_noise, token_log_probs
 from stree_jax.decoding.types import Sampling
-from stree_jax.decoding.verifiers import RejectionSampling, Traversal, Verifier
+from stree_jax.decoding.verifiers import Reject, Traverse, Verifier
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
@@ -29,6 +30,7 @@ def assert_lossless(
     topology: TreeTopology | None = None,
     verifier: str | Verifier | None = None,
     temperatures: Sequence[float] = (0.0, 1.0),
+    filters: tuple[Filter, ...] = (),
     prompts: Sequence[Sequence[int]] | None = None,
     max_new_tokens: int = 24,
     key: jax.Array | None = None,
@@ -45,6 +47,7 @@ def assert_lossless(
         verifier: see `generate`. Rules that keep the target's distribution but not its tokens are
             refused above temperature 0.
         temperatures: temperatures to decode at.
+        filters: see `generate`.
         prompts: token ids of each row; None: three ragged prompts.
         max_new_tokens: new tokens of each row; enough for several steps, some without acceptance.
         key: random key; None: `jax.random.key(0)`.
@@ -70,11 +73,12 @@ def assert_lossless(
         options: dict[str, Any] = dict(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
+            filters=filters,
             key=jax.random.key(0) if key is None else key,
         )
         drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
         request = plan(model, prompts, **options, **drafts)
-        if isinstance(request.decoder.verifier, RejectionSampling | Traversal):
+        if isinstance(request.decoder.verifier, Reject | Traverse):
             raise ValueError(
                 f"verifier {request.decoder.verifier.name!r} keeps the target's distribution, not"
                 f" its tokens, at temperature {temperature}; test it with assert_same_distribution,"
@@ -155,6 +159,7 @@ def assert_same_distribution(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    filters: tuple[Filter, ...] = (),
     prompt: Sequence[int] = (1, 0, 2, 1, 0),
     num_tokens: int = 2,
     rows: int = 4096,
@@ -174,7 +179,7 @@ def assert_same_distribution(
     Args:
         model: the target, with few tokens, such as `random_model(ModelConfig.tiny(vocab_size=6))`.
         drafter: the drafter; None: autoregressive decoding.
-        topology, verifier, temperature, top_k, top_p: see `generate`.
+        topology, verifier, temperature, top_k, top_p, filters: see `generate`.
         prompt: token ids that all rows continue.
         num_tokens: number of new tokens per row. A drafter without drafts in its first step, such
             as Medusa heads, needs one more.
@@ -207,14 +212,14 @@ def assert_same_distribution(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        filters=filters,
         eos_token=(),
         key=jax.random.key(0) if key is None else key,
     )
     prefixes = np.array([*itertools.product(range(size), repeat=num_tokens - 1)], np.int32)
     sampling = Sampling(
         jnp.full(len(prefixes), temperature, jnp.float32),
-        jnp.full(len(prefixes), min(top_k, size), jnp.int32),
-        jnp.full(len(prefixes), top_p, jnp.float32),
+        filters_of([(top_k, top_p, filters)] * len(prefixes)),
     )
     logits = apply(model, np.hstack([np.tile(prompt, (len(prefixes), 1)), prefixes]))
     logits = logits[:, len(prompt) - 1 :, :size]  # after the prompt, and after each new token

@@ -209,8 +209,8 @@ def random_model(
         seed: random seed of the weights.
         dtype, implementation: see `HybridLM`.
     """
-    model = HybridLM(config, dtype=dtype, rngs=nnx.Rngs(seed), implementation=implementation)
-    return randomised(model, seed)
+    structure, weights = HybridLM.abstract(config, dtype=dtype, implementation=implementation)
+    return randomised(nnx.merge(structure, weights), seed)
 
 
 def randomised(model: HybridLM, seed: int) -> HybridLM:

@@ -11,7 +11,7 @@ from stree_jax.array_types import Array, Int
 from stree_jax.decoding.drafters import DynamicDrafter
 from stree_jax.decoding.options import Plan
 from stree_jax.decoding.sampling import position_noise
-from stree_jax.decoding.types import Context, DraftTree, Sampling
+from stree_jax.decoding.types import Context, DraftTree, Sampling, Step
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 from stree_jax.tuning.trace import positions
@@ -112,4 +112,4 @@ def _draft(
     noise = None
     if not sampling.temperature_is_zero:
         noise = position_noise(keys, emitted, topology.depth, vocab_size)
-    return drafter.propose(state, context, keys, sampling, topology, noise=noise)[0]
+    return drafter.propose(state, Step(context, keys, noise, sampling), topology)[0]

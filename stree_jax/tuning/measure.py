@@ -16,7 +16,7 @@ from stree_jax.config import ModelConfig
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.sampling import position_noise
-from stree_jax.decoding.types import Context, Sampling, Verdict
+from stree_jax.decoding.types import Context, Sampling, Step, Verdict
 from stree_jax.models.cache import Cache, path_to
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
@@ -211,9 +211,10 @@ def _drafts(
         # The next tree depends on this one, or XLA drafts once.
         at_root = jnp.arange(context.tokens.shape[1]) == context.length - 1
         linked = context._replace(tokens=jnp.where(at_root, last, context.tokens))
-        tree, state = drafter.propose(state, linked, keys, sampling, topology, noise=noise)
-        hidden = jnp.zeros((1, config.d_model), dtype)  # stands for the target's
-        state = drafter.commit(state, tree, verdict, topology, hidden)
+        step = Step(linked, keys, noise, sampling)
+        tree, state = drafter.propose(state, step, topology)
+        hidden = jnp.zeros((1, topology.num_nodes, config.d_model), dtype)  # the target's
+        state = drafter.commit(state, tree, verdict, hidden, topology)
         return state, tree.tokens[:, -1]
 
     return lax.fori_loop(0, count, draft, (state, jnp.zeros(1, jnp.int32)))[1]

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.array_types import Array, Bool, Int
-from stree_jax.decoding.drafters import Drafter
+from stree_jax.decoding.drafters import Drafter, drawn_by
 from stree_jax.decoding.options import Plan
 from stree_jax.decoding.sampling import position_noise
-from stree_jax.decoding.types import Context, Sampling
+from stree_jax.decoding.types import Context, Sampling, Step
 from stree_jax.tree import TreeTopology
 
 _BATCH = 32  # positions per batch
@@ -152,11 +152,11 @@ def whole_texts(request: Plan, tokens: Sequence[np.ndarray]) -> Int[np.ndarray, 
 def check_how(drafter: Drafter, sampling: Sampling, num_ranks: int) -> None:
     """Refuses drafters that sample their candidates with their own random numbers."""
     topology = TreeTopology.from_branching((num_ranks,))
-    how = drafter.child_sampling(topology, temperature_is_zero=sampling.temperature_is_zero)
-    if how in ("iid", "without_replacement"):
+    drawn = drawn_by(drafter, topology, temperature_is_zero=sampling.temperature_is_zero)
+    if drawn.is_sampled:
         raise ValueError(
-            f"child_sampling = {how!r} draws candidates anew in every step, so their ranks say"
-            " nothing about other trees; use 'shared' or 'auto'"
+            f"child_sampling = {drawn.kind!r} draws candidates anew in every step, so their ranks"
+            " say nothing about other trees; use 'shared' or 'auto'"
         )
 
 
@@ -175,5 +175,5 @@ def _candidates(
     noise = None
     if not sampling.temperature_is_zero:
         noise = position_noise(keys, emitted, topology.depth, vocab_size)
-    draft, _ = drafter.propose(state, context, keys, sampling, topology, noise=noise)
+    draft, _ = drafter.propose(state, Step(context, keys, noise, sampling), topology)
     return draft.tokens[:, 1:], draft.tree.valid[:, 1:]

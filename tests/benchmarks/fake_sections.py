@@ -1,10 +1,19 @@
-"""Sections whose tasks do to their process what a GPU could do to it."""
+"""Sections whose tasks do to their process what a GPU could do to it; sections in this process."""
 
 import os
 import signal
 import time
 
+from benchmarks.gpu import worker
 from benchmarks.gpu.tasks import Section, Task
+
+
+def do(section, options=None, rows=(), seconds=600.0, works=lambda: True, **job):
+    """A section in this process: its exit code, its new rows and all messages."""
+    messages = []
+    job |= {"options": options or {}, "rows": list(rows), "seconds": seconds}
+    code = worker.do(section, job, lambda **message: messages.append(message), works)
+    return code, [message["row"] for message in messages if "row" in message], messages
 
 
 def die(_=None):

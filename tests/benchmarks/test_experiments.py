@@ -12,11 +12,21 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from benchmarks import common, experiments, lossless, methods, models, requests, thoughts
+from benchmarks import (
+    common,
+    experiments,
+    lossless,
+    methods,
+    models,
+    seed,
+    serving,
+    temperature,
+    tree_size,
+    tuned,
+)
 from benchmarks.methods import PLAIN, Method
 from benchmarks.models import random_pair
-from benchmarks.paper import temperature, tree_size
-from benchmarks.paper.unrolled import SequentialLM, UnrolledLM, root_to_leaf_paths
+from benchmarks.unrolled import UnrolledLM, root_to_leaf_paths
 from stree_jax.decoding.options import plan
 from stree_jax.models.cache import path_to
 from stree_jax.testing import tiny_model
@@ -44,6 +54,7 @@ QUICK = ("attention_share", "batch", "tree_size")
 # Keys of committed results that are no longer written, and dictionaries whose keys are data.
 GONE = {"exactness", "lengths", "rates", "seconds_of_a_call"}
 GONE |= {"lossy_typical_distance", "speed_up_by_role"}
+GONE |= {"tau_by_key", "same_tokens"}
 DATA = {"machine", "relative_to", "tau_of_dynamic_when_tuned"}
 
 
@@ -60,8 +71,8 @@ def folder(tmp_path_factory):
 def tiny(folder, monkeypatch, tmp_path):
     """Tiny models in the place of the embedded ones, built-in prompts, and few methods."""
     trees = {"tree A": st.TreeTopology.from_branching((2,))}
-    for module in ("experiments", "peers", "paper.attention_share", "paper.batch"):
-        name = "PAPER_TREES" if module == "experiments" else "TREES"
+    for module in ("experiments", "tuned", "peer", "attention_share", "batch"):
+        name = "PAPER_TREES" if module in ("experiments", "tuned") else "TREES"
         monkeypatch.setattr(f"benchmarks.{module}.{name}", trees)
     monkeypatch.setattr(st, "demo_path", folder.joinpath)
     monkeypatch.setattr("benchmarks.prompts.SHARED", tmp_path / "nowhere")
@@ -70,17 +81,17 @@ def tiny(folder, monkeypatch, tmp_path):
     for module, name, value in (
         (models, "SMALL", TINY),
         (models, "SMALL_DRAFT", TINY),
-        (requests, "LIMITS", (2, 9)),
-        (methods, "MAX_DEPTH", 2),
+        (serving, "LIMITS", (2, 9)),
+        (tuned, "MAX_DEPTH", 2),
         (lossless, "NEW_TOKENS", 6),
-        (experiments, "TUNING_PROMPTS", 2),
+        (tuned, "TUNING_PROMPTS", 2),
         (tree_size, "SIZES", (1, 5)),
         (temperature, "TEMPERATURES", (0.0, 1.0)),
     ):
         monkeypatch.setattr(module, name, value)
     ways = {name: temperature.WAYS[name] for name in ("naive, tree A", "traversal, chain of 4")}
     monkeypatch.setattr(temperature, "WAYS", ways)
-    monkeypatch.setattr(thoughts, "K_CONFIGS", dict.fromkeys(thoughts.K_CONFIGS, ((2, 1),)))
+    monkeypatch.setattr(seed, "K_CONFIGS", dict.fromkeys(seed.K_CONFIGS, ((2, 1),)))
     return folder
 
 
@@ -166,7 +177,7 @@ def test_the_comparison_of_methods(monkeypatch):
     """Of texts that are given: a chain with tau 2, and a tree with another token."""
     texts = {PLAIN: ([1, 2, 3, 4], 4), "chain": ([1, 2, 3, 4], 2), "tree": ([1, 2, 3, 5], 1)}
 
-    def decode(method, pair, prompts, tokens, temperature):
+    def decode(method, pair, tokens, temperature, prompts):
         assert (prompts, tokens, temperature) == ([[7]], 4, 0.5)
         text, calls = texts[method.name]
         accepted = np.array([4 - calls])
@@ -191,7 +202,7 @@ def test_the_comparison_of_methods(monkeypatch):
 
 def test_beams_of_as_many_nodes():
     for size, depth in ((6, 3), (13, 4), (32, 5), (3, 2)):
-        topology = methods.level_sizes(size, depth)
+        topology = tuned.level_sizes(size, depth)
         assert (topology.num_nodes, topology.depth) == (size, depth)
         assert topology == topology.level_order()
         widths = np.bincount(topology.depths)[1:]
@@ -202,7 +213,7 @@ def test_the_speed_relative_to_other_methods():
     """Over prompts: a method that is faster on some of them only is not slower or faster."""
     seconds = {"mine": [1, 2, 3], PLAIN: [2, 4, 6], "tree A": [0.5, 1, 1.5], "tree B": [0.5, 2, 4]}
     rows = [{"method": name, "seconds_by_prompt": each} for name, each in seconds.items()]
-    ratios = methods.relative_to("mine", rows)
+    ratios = tuned.relative_to("mine", rows)
     assert ratios[PLAIN] == {"all": 2.0, "low": 2.0, "high": 2.0}
     assert ratios["tree A"]["high"] == 0.5
     assert ratios["tree B"]["low"] < 1 < ratios["tree B"]["high"]
@@ -218,13 +229,13 @@ def test_the_queue_of_seed():
         ([2, 2], 5, 1, 13),  # drafts hide the verifications of the other
         ([0, 2], 1, 1, 4),
     ):
-        assert thoughts.queue_makespan(rounds, draft, verify) == want
+        assert seed.queue_makespan(rounds, draft, verify) == want
     rng = np.random.default_rng(0)
     for _ in range(50):  # bounds
         rounds = rng.integers(1, 20, size=int(rng.integers(1, 9))).tolist()
         draft, verify = rng.uniform(0.01, 2, size=2)
         serial = sum(rounds) * (draft + verify)
-        made = thoughts.queue_makespan(rounds, draft, verify)
+        made = seed.queue_makespan(rounds, draft, verify)
         assert serial / made <= min(len(rounds), 1 + draft / verify) + 1e-9
         assert made >= max(rounds) * (draft + verify) - 1e-9
 
@@ -244,9 +255,9 @@ def test_the_fits_of_tree_size_find_the_coefficients():
 
 def test_every_way_of_sampling_is_an_exact_pairing():
     pair = random_pair(TINY, TINY, "float32", 2, "tiny")
-    for greedy in (True, False):
-        for method in temperature.methods(pair.draft, greedy=greedy):
-            options = method.options() | {"key": jax.random.key(0), "temperature": 1.0 - greedy}
+    for at in (0.0, 1.0):
+        for method in temperature.methods_at(at, pair.draft):
+            options = method.options() | {"key": jax.random.key(0), "temperature": at}
             plan(pair.target, pair.prompts, **options)
 
 
@@ -260,8 +271,7 @@ def test_unrolling_gives_the_worked_example():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [UnrolledLM, SequentialLM])
-def test_unrolled_paths_are_the_packed_tree(kind):
+def test_unrolled_paths_are_the_packed_tree():
     """Two rows with different trees: logits and pending record of the nodes are the same."""
     model = tiny_model("mamba2attn hybrid")
     topology = st.TreeTopology.from_parents([-1, 0, 0, 1, 1, 4])
@@ -275,12 +285,12 @@ def test_unrolled_paths_are_the_packed_tree(kind):
         return model.tree_forward(tokens, tree, cache)
 
     want = forward(model)
-    got = forward(kind.like(model, num_rows=3, num_positions=4))
+    got = forward(UnrolledLM.like(model, num_rows=3, num_positions=4))
     for value, reference in zip(jax.tree.leaves(got[:2]), jax.tree.leaves(want[:2]), strict=True):
         np.testing.assert_allclose(value[tree.valid], reference[tree.valid], atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [st.HybridLM, UnrolledLM, SequentialLM])
+@pytest.mark.parametrize("kind", [st.HybridLM, UnrolledLM])
 def test_a_step_leaves_a_record_of_the_kind_that_it_takes(kind):
     """A loop needs that; where the kernels run, too."""
     config = st.ModelConfig.tiny(num_layers=2, head_dim=16, state_size=16)

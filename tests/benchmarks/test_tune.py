@@ -13,10 +13,11 @@ import pytest
 from benchmarks import tune
 from benchmarks.cases import CASES
 from benchmarks.cases.base import Problem
-from benchmarks.gpu import search, worker
+from benchmarks.gpu import search
 from benchmarks.gpu.spaces import SPACES
 from pallas_kernels import gated_rms_norm, tuning
 from pallas_kernels.ssd import config
+from tests.benchmarks.fake_sections import do
 
 SSD = {"positions": 64, "state": 2048, "part": 64, "num_warps": 8, "num_stages": 2}
 
@@ -76,11 +77,9 @@ def options_of(**changes):
 
 def searched(options, rows=(), seconds=600.0):
     """The rows of a search, and the messages of its process."""
-    messages = []
-    job = {"options": options, "rows": list(rows), "seconds": seconds}
-    section = search.SECTIONS["tune"]
-    assert worker.do(section, job, lambda **message: messages.append(message)) == 0
-    return [message["row"] for message in messages if "row" in message], messages
+    code, *found = do(search.SECTIONS["tune"], options, rows, seconds)
+    assert code == 0
+    return found
 
 
 @pytest.mark.parametrize("name", SPACES)

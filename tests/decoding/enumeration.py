@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax import TreeTopology
-from stree_jax.decoding.verifiers.rejection_sampling import try_children
+from stree_jax.decoding.verifiers.reject import try_children
 
 VOCAB = 4
 EXACT = 1e-6  # total variation; the probabilities are float32

@@ -9,7 +9,7 @@ import numpy as np
 
 import stree_jax as st
 from stree_jax.decoding.drafters.search import best_continuations
-from stree_jax.decoding.types import Context, Sampling
+from stree_jax.decoding.types import Context, Sampling, Step
 from stree_jax.decoding.verifiers import follow
 from stree_jax.testing import PROMPTS, apply, perturbed, random_model, tiny_model
 from tests.decoding.enumeration import (
@@ -128,10 +128,10 @@ def test_target_only_is_exact():
 
     @jax.jit
     def propose(drafter, key, temperature):
-        sampling = Sampling(temperature[None], jnp.zeros(1, int), jnp.ones(1))
+        sampling = Sampling(temperature[None])
         state = drafter.prepare(context, topology, max_length=8)
         keys = jax.random.split(key, 1)
-        return drafter.propose(state, context, keys, sampling, topology)[0]
+        return drafter.propose(state, Step(context, keys, None, sampling), topology)[0]
 
     draft = propose(drafter, jax.random.key(0), jnp.float32(1))
     # Following is exact only if the draft depends neither on the key nor on the temperature.

@@ -6,12 +6,12 @@ import pytest
 import stree_jax as st
 from stree_jax.decoding.drafters.levels import MAX_UNROLLED
 from stree_jax.decoding.options import plan
-from stree_jax.decoding.types import Context, Sampling
+from stree_jax.decoding.types import Context, Sampling, Step
 from stree_jax.testing import perturbed, tiny_model
 from tests.helpers import apply
 
 PROMPTS = [[5, 9, 2, 30], [3], [1, 2, 3, 4, 1, 2, 3, 4]]
-ZERO = Sampling(jnp.zeros(1), jnp.zeros(1, int), jnp.ones(1), temperature_is_zero=True)
+ZERO = Sampling(jnp.zeros(1), temperature_is_zero=True)
 
 
 # More levels than are unrolled: one path, with leaves and branches of several widths beside it.
@@ -46,7 +46,7 @@ def test_drafts_come_from_the_draft_model_given_their_whole_path(topology, child
         state, draft, _ = request.decoder.step(
             target, drafter, state, request.limits, request.sampling
         )
-        catch_up |= set(np.asarray(state.drafter.has_catch_up).tolist())
+        catch_up |= set(np.ravel(state.drafter.reader.has_catch_up).tolist())
         draft = jax.tree.map(np.asarray, draft)
         for row in range(len(PROMPTS)):
             read = before.tokens[row, : before.length[row]].tolist()
@@ -102,7 +102,7 @@ def test_programs_do_not_grow_with_the_depth_of_a_tree(kind):
         def propose(context):
             state = drafter.prepare(context, topology, 64)
             keys = jax.random.split(jax.random.key(0), 1)
-            return drafter.propose(state, context, keys, ZERO, topology)[0]
+            return drafter.propose(state, Step(context, keys, None, ZERO), topology)[0]
 
         return str(jax.make_jaxpr(propose)(context)).count(" = ")
 
@@ -114,9 +114,8 @@ def lookup(row, topology, **options):
     tokens = np.zeros((1, 20), np.int32)
     tokens[0, : len(row)] = row
     context = Context(jnp.asarray(tokens), jnp.array([len(row)], jnp.int32))
-    draft, _ = drafter.propose(
-        None, context, jax.random.split(jax.random.key(0), 1), ZERO, topology
-    )
+    step = Step(context, jax.random.split(jax.random.key(0), 1), None, ZERO)
+    draft, _ = drafter.propose(None, step, topology)
     return [
         int(token) if valid else None
         for token, valid in zip(draft.tokens[0], draft.tree.valid[0], strict=True)
@@ -162,11 +161,6 @@ def test_prompt_lookup_ignores_what_is_past_the_end():
     drafter = st.NgramDrafter()
     tokens = jnp.array([[1, 2, 3, 1, 2, 9, 1, 2, 9]], jnp.int32)
     context = Context(tokens, jnp.array([5], jnp.int32))
-    draft, _ = drafter.propose(
-        None,
-        context,
-        jax.random.split(jax.random.key(0), 1),
-        ZERO,
-        st.TreeTopology.chain(2),
-    )
+    step = Step(context, jax.random.split(jax.random.key(0), 1), None, ZERO)
+    draft, _ = drafter.propose(None, step, st.TreeTopology.chain(2))
     assert draft.tokens[0].tolist() == [2, 3, 1]

@@ -10,7 +10,7 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding.sampling import position_noise
-from stree_jax.decoding.types import Context, Sampling
+from stree_jax.decoding.types import Context, Sampling, Step
 from stree_jax.testing import PROMPTS, apply, perturbed, random_model, tiny_model
 from tests.decoding.texts import HYBRID, steps, with_head
 
@@ -94,16 +94,14 @@ def tiny_vocabulary(temperature, num_nodes, depth, expand, sharpness):
     topology = st.TreeTopology.budget(num_nodes, depth)
     text = [2, 1, 3]
     context = Context(jnp.array([text], jnp.int32), jnp.array([3], jnp.int32))
-    sampling = Sampling(
-        jnp.full(1, temperature or 1.0), jnp.zeros(1, int), jnp.ones(1), temperature == 0, False
-    )
+    sampling = Sampling(jnp.full(1, temperature or 1.0), temperature_is_zero=temperature == 0)
     keys = jax.random.split(jax.random.key(3), 1)
     noise = position_noise(keys, jnp.zeros(1, jnp.int32), depth, VOCAB) if temperature else None
 
     @jax.jit
     def propose(drafter):
         state = drafter.prepare(context, topology, max_length=16)
-        return drafter.propose(state, context, keys, sampling, topology, noise)[0]
+        return drafter.propose(state, Step(context, keys, noise, sampling), topology)[0]
 
     draft = propose(st.DynamicDrafter(model, expand=expand, sharpness=sharpness))
 

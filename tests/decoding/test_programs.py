@@ -90,15 +90,17 @@ def test_the_caches_of_a_prompt_are_not_copied(monkeypatch):
 
         return run
 
-    for module in ("loop", "drafters.model"):
+    for module in ("loop", "reader"):
         name = f"stree_jax.decoding.{module}.prefill"
         monkeypatch.setattr(name, recorded(jax.tree_util.Partial(import_prefill())))
     model = tiny_model("bamba hybrid")
     drafter = st.ModelDrafter(perturbed(model, 0.3))
     request = plan(model, [[1, 2, 3], [4]], drafter=drafter, topology=TREE, max_new_tokens=6)
     state = request.decoder.start(model, drafter, request.context, request.keys)
-    assert sorted(pointers((state.cache, state.drafter.cache))) == sorted(read)
-    caches = jax.tree.leaves((state.cache, state.drafter.cache, state.pending, state.context))
+    assert sorted(pointers((state.cache, state.drafter.reader.cache))) == sorted(read)
+    caches = jax.tree.leaves(
+        (state.cache, state.drafter.reader.cache, state.pending, state.context)
+    )
     state = request.decoder.run(model, drafter, state, request.limits, request.sampling)
     assert all(leaf.is_deleted() for leaf in caches)
     # Neither the request nor the model is donated, so both can be used again.

@@ -32,11 +32,11 @@ class Delegating:
     inner: st.Verifier
     name: str = "delegating"
 
-    def check(self, child_sampling, topology, *, temperature_is_zero):
-        self.inner.check(child_sampling, topology, temperature_is_zero=temperature_is_zero)
+    def check(self, drawn, topology, *, temperature_is_zero):
+        self.inner.check(drawn, topology, temperature_is_zero=temperature_is_zero)
 
-    def verify(self, keys, draft, logits, sampling, noise, *, topology):
-        return self.inner.verify(keys, draft, logits, sampling, noise, topology=topology)
+    def verify(self, draft, logits, step, topology):
+        return self.inner.verify(draft, logits, step, topology)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +46,8 @@ class AtMostOne(Delegating):
 
     name: str = "at_most_one"
 
-    def verify(self, keys, draft, logits, sampling, noise, *, topology):
-        verdict = super().verify(keys, draft, logits, sampling, noise, topology=topology)
+    def verify(self, draft, logits, step, topology):
+        verdict = super().verify(draft, logits, step, topology)
         on_path = draft.tree.ancestor_mask[jnp.arange(len(verdict.last)), verdict.last]
         first = jnp.argmax(on_path & (draft.tree.depth == 1), axis=1).astype(jnp.int32)
         last = jnp.where(verdict.num_accepted > 0, first, 0)
@@ -110,27 +110,27 @@ class Recording(nnx.Module):
     def default_topology(self):
         return st.TreeTopology.chain(2)
 
-    def child_sampling(self, topology, *, temperature_is_zero):
-        return "top_k"
-
     def prepare(self, context, topology, max_length):
         batch = len(context.length)
-        return {"hidden": jnp.zeros((batch, 16)), "last": jnp.zeros(batch, jnp.int32)}
+        return {
+            "hidden": jnp.zeros((batch, topology.num_nodes, 16)),
+            "last": jnp.zeros(batch, jnp.int32),
+        }
 
-    def propose(self, state, context, keys, sampling, topology, noise):
-        root = st.root_only(context).tokens
+    def propose(self, state, step, topology):
+        root = st.root_only(step.context).tokens
         tokens = jnp.broadcast_to(root, (len(root), topology.num_nodes))
         tree = topology.tree(jnp.ones_like(tokens, bool))
         none = jnp.full(topology.num_nodes, -1, jnp.int32)
         return st.DraftTree(tokens, tree, None, none, jnp.ones(len(root), bool)), state
 
-    def commit(self, state, draft, verdict, topology, hidden):
+    def commit(self, state, draft, verdict, hidden, topology):
         return {"hidden": hidden, "last": verdict.last}
 
 
 @pytest.mark.parametrize("limit", [1, 2, 30])
-def test_commit_gets_the_hidden_state_of_the_accepted_node_after_any_cut(limit):
-    """Its logits are those that gave the last emitted token."""
+def test_commit_gets_the_hidden_states_of_all_nodes_and_the_accepted_one_after_any_cut(limit):
+    """The logits of the accepted node's state are those that gave the last emitted token."""
     # A model that repeats tokens, so that drafts are accepted and the limit cuts paths.
     model = randomised(st.HybridLM(st.ModelConfig.tiny(d_model=16), rngs=nnx.Rngs(0)), 3)
     model = with_weight(model, "embedding", lambda rows: 40 * rows)
@@ -149,7 +149,8 @@ def test_commit_gets_the_hidden_state_of_the_accepted_node_after_any_cut(limit):
             lengths = jnp.array([length - 1], jnp.int32)
             padded = np.pad(text, (0, 48 - len(text)))[None]  # one program for all lengths
             want, _ = prefill(model, jnp.asarray(padded), lengths)
-            got = model.logits(state.drafter["hidden"][row][None, None])
+            last = state.drafter["last"][row]
+            got = model.logits(state.drafter["hidden"][row, last][None, None])
             np.testing.assert_allclose(got[0, 0], want[0], atol=2e-3, rtol=1e-4)
             accepted.add(int(verdict.num_accepted[row]))
         if np.asarray(state.done).all():
@@ -229,7 +230,7 @@ class Sharing(Recording):
         zeros = jnp.zeros(len(context.length))
         return (zeros, zeros, context.length, self.table[...], 0)
 
-    def commit(self, state, draft, verdict, topology, hidden):
+    def commit(self, state, draft, verdict, hidden, topology):
         return state
 
 

@@ -48,7 +48,7 @@ class Unhashable:
 class NoPytree:
     """A drafter with a leaf that is no array: itself."""
 
-    default_topology = child_sampling = prepare = propose = commit = st.NgramDrafter.prepare
+    default_topology = prepare = propose = commit = st.NgramDrafter.prepare
 
 
 def readable(value):
@@ -144,7 +144,8 @@ def test_options_are_refused(options, message, monkeypatch):
 
 
 def checked(verifier, children, topology, *, zero):
-    return lambda: st.VERIFIERS[verifier].check(children, topology, temperature_is_zero=zero)
+    drawn = st.Drawn(children)
+    return lambda: st.VERIFIERS[verifier].check(drawn, topology, temperature_is_zero=zero)
 
 
 # Pairs of a rule and a way to choose children.
@@ -160,7 +161,6 @@ PAIRS = [
     ("traversal", "shared", CHAIN, False, "not exact for child_sampling = 'shared'"),
     ("traversal", "top_k", CHAIN, False, "not exact for child_sampling = 'top_k'"),
     ("traversal", "beam", CHAIN, False, "not exact for child_sampling = 'beam'"),
-    ("traversal", "iid", TREE, False, "not exact for child_sampling = 'iid'"),
     ("traversal", "iid", TREE, True, "needs temperature > 0; use 'greedy'"),
 ]
 CALLS = [
@@ -200,6 +200,7 @@ def test_calls_are_refused(call, message):
         ("traversal", "iid", CHAIN, False),
         ("traversal", "without_replacement", CHAIN, False),
         ("traversal", "without_replacement", TREE, False),
+        ("traversal", "iid", TREE, False),
     ],
 )
 def test_exact_pairs_are_allowed(verifier, children, topology, zero):

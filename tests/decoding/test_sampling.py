@@ -5,13 +5,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+import stree_jax as st
 from stree_jax.decoding.sampling import all_finite, filtered_logits, token_log_probs
 from stree_jax.decoding.types import Sampling
 
 
-def sampling(temperature=1.0, top_k=0, top_p=1.0, *, use_top_k_or_top_p=True):
-    rows = (jnp.full(1, temperature), jnp.full(1, top_k), jnp.full(1, top_p))
-    return Sampling(*rows, use_top_k_or_top_p=use_top_k_or_top_p)
+def sampling_of(temperature, top_k, top_p):
+    return Sampling(temperature, (st.TopK(top_k), st.TopP(top_p)))
+
+
+def sampling(temperature=1.0, top_k=0, top_p=1.0):
+    return sampling_of(jnp.full(1, temperature), jnp.full(1, top_k), jnp.full(1, top_p))
 
 
 LOGITS = jnp.log(jnp.array([0.1, 0.4, 0.2, 0.3]))
@@ -39,13 +43,25 @@ def test_filters(options, want):
 
 
 def test_without_filters_nothing_is_filtered():
-    np.testing.assert_allclose(probs(use_top_k_or_top_p=False), [0.1, 0.4, 0.2, 0.3], atol=1e-6)
+    got = np.exp(token_log_probs(LOGITS[None], Sampling(jnp.ones(1))))[0]
+    np.testing.assert_allclose(got, [0.1, 0.4, 0.2, 0.3], atol=1e-6)
+
+
+def test_filters_apply_in_their_order():
+    """Of 4/9, 3/9 and 2/9 two reach 0.75; of 0.4, 0.3, 0.2 and 0.1 three do."""
+    p, k = st.TopP(jnp.full(1, 0.75)), st.TopK(jnp.full(1, 3))
+    first_k = token_log_probs(LOGITS[None], Sampling(jnp.ones(1), (k, p)))[0]
+    first_p = token_log_probs(LOGITS[None], Sampling(jnp.ones(1), (p, k)))[0]
+    np.testing.assert_allclose(np.exp(first_k), [0, 4 / 7, 0, 3 / 7], atol=1e-6)
+    np.testing.assert_allclose(np.exp(first_p), [0, 4 / 9, 2 / 9, 3 / 9], atol=1e-6)
 
 
 def kept_by_sorting(logits, temperature, top_k, top_p):
-    """The definition: the best k, then the smallest set of them that reaches p; and their ties."""
+    """The definition: the best k and their ties, then the smallest set of them that reaches p."""
     scaled = (logits - logits.max()) / np.float32(temperature)
-    best_first = -np.sort(-scaled.astype(np.float64))[: top_k or None]
+    best_first = -np.sort(-scaled.astype(np.float64))
+    if top_k:
+        best_first = best_first[best_first >= best_first[min(top_k, len(best_first)) - 1]]
     probs = np.exp(best_first) / np.exp(best_first).sum()
     before = np.cumsum(probs) - probs
     before[0] = -1.0  # the best token is always kept
@@ -77,7 +93,7 @@ def test_selection_keeps_what_sorting_keeps(rows):
     logits = np.array(logits, np.float32)
     columns = list(zip(*rows, strict=True))
     temperature, top_k = np.array(columns[1], np.float32), np.array(columns[2], np.int32)
-    got = filters(logits, Sampling(temperature, top_k, np.array(columns[3], np.float32)))
+    got = filters(logits, sampling_of(temperature, top_k, np.array(columns[3], np.float32)))
     got = np.isfinite(np.asarray(got))
     for row, (_, heat, k, p, _) in enumerate(rows):
         # Sums of float32 end a little earlier or later than sums of float64.
@@ -95,7 +111,7 @@ def test_nothing_is_sorted():
 
 def test_a_row_of_nan_is_filtered_to_nothing_and_ends():
     rows = jnp.stack([LOGITS, LOGITS * jnp.nan])
-    both = Sampling(jnp.ones(2), jnp.full(2, 2), jnp.full(2, 0.9))
+    both = sampling_of(jnp.ones(2), jnp.full(2, 2), jnp.full(2, 0.9))
     got = filters(rows, both)
     np.testing.assert_allclose(got[0], filters(rows[:1], sampling(top_k=2, top_p=0.9))[0])
     assert not np.isfinite(got[1]).any()
@@ -121,7 +137,7 @@ def test_rows_have_their_own_temperature_and_filters():
         for name, default in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0))
     ]
     nodes = jnp.stack([LOGITS, LOGITS[::-1]])
-    together = token_log_probs(jnp.stack([nodes] * len(rows)), Sampling(*arrays))
+    together = token_log_probs(jnp.stack([nodes] * len(rows)), sampling_of(*arrays))
     for row, options in enumerate(rows):
         alone = token_log_probs(nodes[None], sampling(**options))
         np.testing.assert_allclose(together[row], alone[0], atol=1e-6)

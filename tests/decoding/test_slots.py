@@ -97,7 +97,7 @@ def test_a_row_replaced_amid_its_text(name):
     for steps in (1, 1, 1):
         pool.run(max_steps=steps)
         assert not pool.state.done.any()
-        assert (pool.state.drafter.path.last >= 0).all()
+        assert (pool.state.drafter.reader.path.last >= 0).all()
         pool.insert([1], pool.read(PROMPTS[2]), KEYS[5:6])
     pool.run()
     assert pool.new(1) == pool.alone(PROMPTS[2], KEYS[5])

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from stree_jax import TreeTopology
-from stree_jax.decoding.types import DraftTree, Sampling
-from stree_jax.decoding.verifiers import VERIFIERS, follow
+from stree_jax.decoding.types import DraftTree, Drawn, Sampling, Step
+from stree_jax.decoding.verifiers import VERIFIERS, Reject, Traverse, follow
 from tests.decoding.enumeration import (
     EXACT,
     VOCAB,
@@ -145,15 +145,14 @@ def test_following_skips_nodes_that_do_not_exist():
 TREE, CHAIN = TreeTopology.complete(2, 2), TreeTopology.chain(3)
 
 
-def verify(name, draft, logits, *, topology, temperature=1.0):
+def verify(rule, draft, logits, *, topology, temperature=1.0):
     sampling = Sampling(
         jnp.full(1, temperature),
-        jnp.zeros(1, int),
-        jnp.ones(1),
         temperature_is_zero=not temperature,
     )
     keys = jax.random.split(jax.random.key(0), 1)
-    return VERIFIERS[name].verify(keys, draft, logits, sampling, None, topology=topology)
+    rule = VERIFIERS[rule] if isinstance(rule, str) else rule
+    return rule.verify(draft, logits, Step(None, keys, None, sampling), topology)
 
 
 def test_following_at_temperature_0_takes_the_best_token():
@@ -170,31 +169,6 @@ def test_following_at_temperature_0_takes_the_best_token():
         assert (verdict.last.tolist(), verdict.next_token.tolist()) == ([2], [0])
 
 
-def test_following_without_noise_draws_from_the_keys():
-    """As in a loop of one's own: samples of the target, other ones with other keys."""
-    draft = DraftTree(
-        tokens=jnp.zeros((1, 4), jnp.int32),
-        tree=tree_of(CHAIN, 1),
-        log_probs=None,
-        log_prob_row=jnp.full(4, -1, jnp.int32),
-        finite=jnp.ones(1, bool),
-    )
-    logits = jnp.log(jnp.array([0.5, 0.25, 0.25, 0.0]))
-    sampling = Sampling(jnp.ones(1), jnp.zeros(1, int), jnp.ones(1))
-
-    @jax.vmap
-    def first_token(key):
-        rule = VERIFIERS["target_only"]
-        every = jnp.broadcast_to(logits, (1, 4, VOCAB))
-        verdict = rule.verify(key[None], draft, every, sampling, None, topology=CHAIN)
-        return jnp.where(verdict.last[0] > 0, 0, verdict.next_token[0])
-
-    tokens = np.asarray(first_token(jax.random.split(jax.random.key(0), 1000)))
-    counts = np.bincount(tokens, minlength=VOCAB)
-    assert counts[3] == 0
-    np.testing.assert_allclose(counts[:3] / 1000, [0.5, 0.25, 0.25], atol=0.06)
-
-
 def test_testing_needs_the_distributions_of_the_draft():
     draft = DraftTree(
         tokens=jnp.zeros((1, 4), jnp.int32),
@@ -203,5 +177,32 @@ def test_testing_needs_the_distributions_of_the_draft():
         log_prob_row=jnp.full(4, -1, jnp.int32),
         finite=jnp.ones(1, bool),
     )
-    with pytest.raises(ValueError, match="'traversal' needs the draft's distributions"):
-        verify("traversal", draft, jnp.zeros((1, 4, VOCAB)), topology=CHAIN)
+    for name in ("traversal", "multi_step"):
+        with pytest.raises(ValueError, match=f"'{name}' needs the draft's distributions"):
+            verify(name, draft, jnp.zeros((1, 4, VOCAB)), topology=CHAIN)
+
+
+@pytest.mark.parametrize("rule", [Reject(), Traverse()])
+@pytest.mark.parametrize("topology", [TREE, CHAIN])
+def test_a_rule_reads_from_the_draft_how_children_were_drawn(rule, topology):
+    num_nodes = topology.num_nodes
+    draft = DraftTree(
+        tokens=jax.random.randint(jax.random.key(1), (1, num_nodes), 0, VOCAB),
+        tree=tree_of(topology, 1),
+        log_probs=jax.nn.log_softmax(jax.random.normal(jax.random.key(2), (1, num_nodes, VOCAB))),
+        log_prob_row=jnp.arange(num_nodes),
+        finite=jnp.ones(1, bool),
+    )
+    logits = jax.random.normal(jax.random.key(3), (1, num_nodes, VOCAB))
+    with pytest.raises(ValueError, match=r"drawn = Drawn\(kind='top_k'"):
+        verify(rule, draft, logits, topology=topology)
+    for kind in ("iid", "without_replacement"):
+        rule.check(Drawn(kind), topology, temperature_is_zero=False)
+        drawn = draft._replace(drawn=Drawn(kind))
+        got = verify(rule, drawn, logits, topology=topology)
+        name = "traversal" if isinstance(rule, Traverse) else "multi_step"
+        if kind != "iid" and name == "multi_step":
+            name = kind
+        want = verify(VERIFIERS[name], drawn, logits, topology=topology)
+        np.testing.assert_array_equal(got.last, want.last)
+        np.testing.assert_array_equal(got.next_token, want.next_token)

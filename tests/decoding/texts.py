@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import stree_jax as st
+from stree_jax.decoding.filters import filters_of
 from stree_jax.decoding.generate import statistics_of
 from stree_jax.decoding.options import plan
 from stree_jax.testing import PROMPTS, tiny_model
@@ -54,8 +55,7 @@ def planned(model, rows, **options):
     sampling = dataclasses.replace(
         request.sampling,
         temperature=jnp.array([row.temperature for row in rows], jnp.float32),
-        top_k=jnp.array([row.top_k for row in rows], jnp.int32),
-        top_p=jnp.array([row.top_p for row in rows], jnp.float32),
+        filters=filters_of([(row.top_k, row.top_p, ()) for row in rows]),
     )
     return request._replace(sampling=sampling)
 

@@ -9,27 +9,26 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from stree_jax.decoding.drafters import draft_models
-from stree_jax.decoding.drafters.base import runs_on_mesh
+from stree_jax.decoding.drafters import draft_models, drawn_by
 from stree_jax.decoding.options import plan
 from stree_jax.testing import perturbed, random_model, tiny_model
 from stree_jax.tuning import RankTrace, tune
 
+CHAIN = st.TreeTopology.chain(2)
+BY_DEPTH = st.Drawn("iid", by_depth=True)
 OTHER_VOCABULARY = st.ModelConfig.tiny(vocab_size=29)
 
 
 class Plain(nnx.Module):
-    """A drafter of a user: the methods of the protocol, and attributes with other meanings."""
+    """A drafter of a user: what the protocol requires, and attributes with other meanings."""
 
     def __init__(self, model, models=None):
         self.inner = st.ModelDrafter(model)
         self.models = nnx.data(models)
+        self.check = 0
 
     def default_topology(self):
         return st.TreeTopology.chain(2)
-
-    def child_sampling(self, topology, *, temperature_is_zero):
-        return self.inner.child_sampling(topology, temperature_is_zero=temperature_is_zero)
 
     def prepare(self, context, topology, max_length):
         return self.inner.prepare(context, topology, max_length)
@@ -44,8 +43,6 @@ class Plain(nnx.Module):
 class Answering(Plain):
     """The same with the optional methods."""
 
-    runs_on_mesh = True
-
     def __init__(self, model, limit=None):
         self.inner = st.ModelDrafter(model)
         self.limit = limit
@@ -53,9 +50,11 @@ class Answering(Plain):
     def models(self):
         return [self.inner.model]
 
-    def check_target(self, target):
+    def check(self, target, topology, *, temperature_is_zero):
         if self.limit is not None and target.config.d_model > self.limit:
             raise ValueError(f"this drafter is for targets of a width up to {self.limit}")
+        if topology.num_nodes > 5 or not temperature_is_zero:
+            raise ValueError("this drafter is for small trees at temperature 0")
 
     def rank_trace(self, target, request, tokens, num_ranks):
         assert target is tiny_model()
@@ -64,11 +63,30 @@ class Answering(Plain):
 
 
 def test_a_drafter_without_optional_methods_is_taken_as_it_is():
-    drafter = Plain(perturbed(tiny_model(), 0.1), models=[random_model(OTHER_VOCABULARY)])
+    drafter = Plain(perturbed(tiny_model(), 0.1))
     assert isinstance(drafter, st.Drafter)
-    assert draft_models(drafter) == draft_models(None) == []
-    assert not runs_on_mesh(drafter)
+    assert draft_models(None) == draft_models(st.NgramDrafter()) == []
+    assert drawn_by(drafter, CHAIN, temperature_is_zero=True) == st.Drawn("top_k")
     plan(tiny_model(), [[1]], drafter=drafter)
+
+
+@pytest.mark.parametrize(("said", "drawn"), [("iid", st.Drawn("iid")), (BY_DEPTH, BY_DEPTH)])
+def test_how_children_are_drawn_is_a_kind_or_more(said, drawn):
+    class Saying(Plain):
+        def child_sampling(self, topology, *, temperature_is_zero):
+            return said
+
+    assert drawn_by(Saying(tiny_model()), CHAIN, temperature_is_zero=False) == drawn
+
+
+def test_models_are_found_wherever_they_are():
+    models = [random_model(OTHER_VOCABULARY, seed=seed) for seed in range(2)]
+    drafter = Plain(tiny_model(), models={"both": models})
+    found = draft_models(st.CascadeDrafter(random_model(OTHER_VOCABULARY), drafter))
+    assert [model.config.vocab_size for model in found] == [37, 29, 29, 29]
+    assert all(any(model is one for one in found) for model in models)
+    with pytest.raises(ValueError, match="different vocabularies: 29 and 37 tokens"):
+        plan(tiny_model(), [[1]], drafter=drafter)
 
 
 def test_draft_models_must_share_the_vocabulary():
@@ -76,7 +94,7 @@ def test_draft_models_must_share_the_vocabulary():
     with pytest.raises(ValueError, match="different vocabularies: 29 and 37 tokens"):
         plan(tiny_model(), [[1]], drafter=drafter)
     inside = st.CascadeDrafter(tiny_model(), drafter)  # models of models
-    assert [model.config.vocab_size for model in draft_models(inside)] == [37, 29]
+    assert [model.config.vocab_size for model in draft_models(inside)] == [29, 37]
     with pytest.raises(ValueError, match="different vocabularies"):
         plan(tiny_model(), [[1]], drafter=inside)
 
@@ -85,18 +103,14 @@ def test_a_drafter_refuses_a_target():
     plan(tiny_model(), [[1]], drafter=Answering(tiny_model(), limit=16))
     with pytest.raises(ValueError, match="for targets of a width up to 8"):
         plan(tiny_model(), [[1]], drafter=Answering(tiny_model(), limit=8))
-
-
-def test_the_own_class_says_that_it_runs_on_a_mesh():
-    class Changed(Answering):
-        pass
-
-    assert runs_on_mesh(Answering(tiny_model()))
-    assert not runs_on_mesh(Changed(tiny_model()))
-    for kind in (st.ModelDrafter, st.DynamicDrafter, st.BeamDrafter):
-        assert runs_on_mesh(kind(tiny_model()))
-    assert runs_on_mesh(st.NgramDrafter())
-    assert not runs_on_mesh(st.InterleavedDrafter(tiny_model(), tiny_model(), "qs"))
+    inside = st.CascadeDrafter(tiny_model(), Answering(tiny_model(), limit=8))
+    for refused in (
+        dict(drafter=inside),  # for the medium model
+        dict(topology=st.TreeTopology.chain(5)),
+        dict(temperature=1.0, key=jax.random.key(0)),
+    ):
+        with pytest.raises(ValueError, match="this drafter is for"):
+            plan(tiny_model(), [[1]], **{"drafter": Answering(tiny_model())} | refused)
 
 
 @pytest.mark.parametrize(("kind", "depth"), [("own", 3), ("Medusa", 2)])

@@ -1,6 +1,7 @@
 """Medusa heads: candidates by depth, enumerated as in test_verify.py, and in the loop."""
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,13 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
+from stree_jax.decoding import slots
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.sampling import token_log_probs
-from stree_jax.decoding.types import Context, Sampling
-from stree_jax.decoding.verifiers.rejection_sampling import try_children
-from stree_jax.decoding.verifiers.traversal import traverse
-from stree_jax.testing import PROMPTS, assert_lossless, tiny_model
+from stree_jax.decoding.types import Context, Sampling, Step
+from stree_jax.decoding.verifiers.reject import try_children
+from stree_jax.decoding.verifiers.traverse import traverse
+from stree_jax.testing import PROMPTS, apply, assert_lossless, tiny_model
 from stree_jax.tuning.search import acceptance, replay_tau
 from tests.decoding.enumeration import (
     EXACT,
@@ -133,11 +135,14 @@ def test_heads_that_are_zero_repeat_the_next_token():
         prompts=PROMPTS_24,
         max_new_tokens=NEW_TOKENS,
     )
-    for text, calls in zip(out.tokens, out.stats.target_calls_per_row, strict=True):
-        at, steps = 1, 1  # the first step emits one token
+    # In the first step they repeat what the target expected in place of the prompt's last token.
+    expected = np.asarray(apply(model, np.array(PROMPTS_24, np.int32)))[:, -2].argmax(axis=-1)
+    counts = out.stats.target_calls_per_row
+    for text, first, calls in zip(out.tokens, expected, counts, strict=True):
+        at = steps = 0
         while at < NEW_TOKENS:
-            run = 0
-            while run < 4 and at + run < NEW_TOKENS and text[at + run] == text[at - 1]:
+            run, repeated = 0, text[at - 1] if at else first
+            while run < 4 and at + run < NEW_TOKENS and text[at + run] == repeated:
                 run += 1
             at, steps = at + run + 1, steps + 1
         assert calls == steps
@@ -151,13 +156,15 @@ def test_the_hidden_state_after_every_cut():
     request = plan(model, PROMPTS, drafter=drafter, topology=TREE, max_new_tokens=9)
     limits = request.limits._replace(max_new_tokens=jnp.array([2, 9, 5]))
     state = request.decoder.start(model, drafter, request.context, request.keys)
-    assert not state.drafter.known.any()
+    lengths = np.asarray(request.context.length)
+    np.testing.assert_array_equal(state.drafter.known, lengths > 1)
     for step in range(9):
         done, before = np.asarray(state.done), np.asarray(state.drafter.hidden)
         drafted = np.asarray(state.statistics.drafted)
         state, _, _ = request.decoder.step(model, drafter, state, limits, request.sampling)
         new = np.asarray(state.statistics.drafted) - drafted
-        np.testing.assert_array_equal(new, np.where(done | (step == 0), 0, TREE.num_nodes - 1))
+        drafts = ~done & (lengths + step > 1)
+        np.testing.assert_array_equal(new, drafts * (TREE.num_nodes - 1))
         assert state.drafter.known.all()
         text, length = np.asarray(state.context.tokens), np.asarray(state.context.length)
         hidden = np.asarray(hidden_of(model, state.context.tokens))
@@ -166,6 +173,41 @@ def test_the_hidden_state_after_every_cut():
             np.testing.assert_allclose(state.drafter.hidden[row], want, atol=1e-4)
         assert text.shape[1] >= length.max()
     assert state.done.all()
+
+
+def test_heads_draft_at_once_after_forks_and_continued_prefixes(monkeypatch):
+    """The state depends on the text alone, however it was prefilled."""
+    module = importlib.import_module("stree_jax.decoding.prefill")
+    monkeypatch.setattr(module, "PREFILL_CHUNK", 4)
+    model = tiny_model()
+    drafter, text = st.MedusaDrafter(model, heads_of(model)), [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+    request = plan(model, [text], drafter=drafter, topology=TREE, max_new_tokens=9)
+    decoder, keys = request.decoder, request.keys
+    tokens = jnp.asarray(np.pad(text, (0, 53))[None], jnp.int32)
+
+    def context(first, last):
+        return Context(jnp.roll(tokens, -first, axis=1), jnp.array([last - first], jnp.int32))
+
+    whole = slots.read(decoder, model, drafter, context(0, len(text)))
+    want = hidden_of(model, tokens)[:, len(text) - 2]
+    for at in (1, 2, 7):
+        prefix = slots.read(decoder, model, drafter, context(0, at))
+        assert bool(prefix.drafter.known[0]) == (at > 1)
+        joined = slots.read(decoder, model, drafter, context(at, len(text)), prefix)
+        for state in (whole.drafter, joined.drafter):
+            assert state.known.all()
+            np.testing.assert_allclose(state.hidden, want, atol=1e-4)
+
+    state = slots.empty(decoder, model, drafter, rows=2)
+    state = slots.insert(decoder, model, state, [1], joined, keys)
+    state = decoder.run(model, drafter, state, request.limits, request.sampling, max_steps=2)
+    assert int(state.statistics.drafted[1]) == 2 * (TREE.num_nodes - 1)
+    taken = slots.take(decoder, drafter, state, 1)
+    length = int(taken.context.length[0])
+    want = hidden_of(model, taken.context.tokens)[:, length - 2]
+    np.testing.assert_allclose(taken.drafter.hidden, want, atol=1e-4)
+    switched = slots.switch(decoder, model, drafter, state)
+    np.testing.assert_array_equal(switched.drafter.known, [False, True])
 
 
 @jax.jit
@@ -183,12 +225,10 @@ def test_candidates_are_those_of_the_heads(children):
         state = drafter.prepare(Context(jnp.ones((2, 3), jnp.int32), jnp.array([3, 1])), TREE, 9)
         hidden = jax.random.normal(jax.random.key(1), state.hidden.shape)
         state = state._replace(hidden=hidden, known=jnp.array([True, False]))
-        sampling = Sampling(
-            jnp.ones(2), jnp.zeros(2, int), jnp.ones(2), temperature_is_zero=children == "top_k"
-        )
+        sampling = Sampling(jnp.ones(2), temperature_is_zero=children == "top_k")
         context = Context(jnp.full((2, 3), 7, jnp.int32), jnp.array([3, 1]))
         keys = jax.random.split(jax.random.key(2), 2)
-        draft, _ = drafter.propose(state, context, keys, sampling, TREE)
+        draft, _ = drafter.propose(state, Step(context, keys, None, sampling), TREE)
         np.testing.assert_array_equal(draft.tree.valid, [[True] * 8, [True] + [False] * 7])
         assert draft.finite.all()
         logits = model.logits(heads(hidden[:, None])[:, 0])[:, :3, :37]

@@ -10,8 +10,8 @@ from flax import nnx
 
 import stree_jax as st
 from stree_jax.decoding.options import plan
-from stree_jax.decoding.verifiers.rejection_sampling import try_children
-from stree_jax.decoding.verifiers.traversal import traverse_chain
+from stree_jax.decoding.verifiers.reject import try_children
+from stree_jax.decoding.verifiers.traverse import traverse_chain
 from stree_jax.testing import PROMPTS, assert_lossless, perturbed, tiny_model
 from tests.decoding.enumeration import (
     EXACT,
@@ -186,10 +186,10 @@ def readers(drafter, state):
     """Model, state and number of catch-up tokens `[B]` of each reader, as it starts a step."""
     if isinstance(drafter, st.InterleavedDrafter):
         both = (drafter.medium, state["q"]), (drafter.small, state["s"])
-        return [(model, part, part.has_catch_up.sum(axis=1)) for model, part in both]
-    own = (drafter.medium, state, state.has_catch_up)
-    inner = state.rounds[0].state
-    return [own, (drafter.inner.model, inner, inner.has_catch_up)]
+    else:
+        inner = state.rounds[0].state.reader
+        both = (drafter.medium, state.reader), (drafter.inner.model, inner)
+    return [(model, part, part.has_catch_up.sum(axis=1)) for model, part in both]
 
 
 @pytest.mark.parametrize("name", ["sqqsss", "small"])
@@ -225,7 +225,7 @@ def test_all_models_have_read_the_text(name):
 
 
 class NotAModule:
-    default_topology = child_sampling = prepare = propose = commit = st.NgramDrafter.prepare
+    default_topology = prepare = propose = commit = st.NgramDrafter.prepare
 
 
 def test_what_is_refused():

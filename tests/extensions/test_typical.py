@@ -7,7 +7,8 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding.options import plan
-from stree_jax.decoding.types import DraftTree, Sampling
+from stree_jax.decoding.sampling import position_noise
+from stree_jax.decoding.types import DraftTree, Sampling, Step
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
 from stree_jax.testing import perturbed, tiny_model
 from tests.decoding.enumeration import (
@@ -34,10 +35,12 @@ def verdicts(p, tokens, valid):
         jnp.full(TREE.num_nodes, -1, jnp.int32),
         jnp.ones(batch, bool),
     )
-    sampling = Sampling(jnp.ones(batch), jnp.zeros(batch, jnp.int32), jnp.ones(batch))
+    sampling = Sampling(jnp.ones(batch))
     keys = jax.random.split(jax.random.key(0), batch)
     logits = jnp.log(jnp.asarray(p, jnp.float32))
-    got = LOSSY_VERIFIERS["typical"].verify(keys, draft, logits, sampling, None, topology=TREE)
+    noise = position_noise(keys, jnp.zeros(batch, jnp.int32), TREE.depth, logits.shape[-1])
+    step = Step(None, keys, noise, sampling)
+    got = LOSSY_VERIFIERS["typical"].verify(draft, logits, step, TREE)
     want = []
     for row in range(batch):
         best, depth = 0, {0: 0}

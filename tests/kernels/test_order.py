@@ -28,45 +28,44 @@ def in_place(kernel, num_inputs, aliases):
     return run
 
 
-@pytest.fixture
-def run_as_on_a_gpu(monkeypatch):
-    """Sets how kernels are interpreted from now on: in order, or the last program first.
+@pytest.fixture(scope="module", params=[False, True], ids=["in order", "last first"])
+def names(request):
+    """Kernels run as on a GPU, in order or the last program first: the names of those traced.
 
-    Kernels are jitted: programs traced before are dropped, and in the end those traced here.
+    Kernels are jitted: programs traced before are dropped, and in the end those traced here. The
+    cases of an order share the small programs around the kernels.
     """
+    last_first, names = request.param, []
     call, program_id = triton.call, pl.program_id
-    names = []
 
-    def set_order(*, last_first: bool):
-        def of_program(axis):
-            number = program_id(axis)
-            return pl.num_programs(axis) - 1 - number if last_first else number
+    def of_program(axis):
+        number = program_id(axis)
+        return pl.num_programs(axis) - 1 - number if last_first else number
 
-        def interpreted(kernel, *, grid, in_specs, out_specs, **options):
-            def turned(spec):
-                def index_map(*numbers):
-                    pairs = zip(grid, numbers, strict=True)
-                    return spec.index_map(*[size - 1 - number for size, number in pairs])
+    def interpreted(kernel, *, grid, in_specs, out_specs, **options):
+        def turned(spec):
+            def index_map(*numbers):
+                pairs = zip(grid, numbers, strict=True)
+                return spec.index_map(*[size - 1 - number for size, number in pairs])
 
-                return pl.BlockSpec(spec.block_shape, index_map)
+            return pl.BlockSpec(spec.block_shape, index_map)
 
-            if last_first:
-                in_specs, out_specs = jax.tree.map(
-                    turned,
-                    (in_specs, out_specs),
-                    is_leaf=lambda value: isinstance(value, pl.BlockSpec),
-                )
-            names.append(options["name"])
-            kernel = in_place(kernel, len(in_specs), options.get("input_output_aliases", {}))
-            return call(kernel, grid=grid, in_specs=in_specs, out_specs=out_specs, **options)
+        if last_first:
+            in_specs, out_specs = jax.tree.map(
+                turned,
+                (in_specs, out_specs),
+                is_leaf=lambda value: isinstance(value, pl.BlockSpec),
+            )
+        names.append(options["name"])
+        kernel = in_place(kernel, len(in_specs), options.get("input_output_aliases", {}))
+        return call(kernel, grid=grid, in_specs=in_specs, out_specs=out_specs, **options)
 
-        monkeypatch.setattr(triton, "call", interpreted)
-        monkeypatch.setattr(pl, "program_id", of_program)
-
-    jax.clear_caches()
-    yield set_order
-    jax.clear_caches()
-    assert names, "no kernel was traced"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton, "call", interpreted)
+        patch.setattr(pl, "program_id", of_program)
+        jax.clear_caches()
+        yield names
+        jax.clear_caches()
 
 
 # Kernels that update in place, also in rows with an empty path, or whose programs share outputs.
@@ -85,11 +84,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("last_first", [False, True], ids=["in order", "last first"])
 @pytest.mark.parametrize(("op", "name"), CASES, ids=[": ".join(case) for case in CASES])
-def test_programs_need_nothing_of_each_other(op, name, last_first, run_as_on_a_gpu):
-    run_as_on_a_gpu(last_first=last_first)
+def test_programs_need_nothing_of_each_other(op, name, names):
+    names.clear()
     table, case = OPS[op], OPS[op].cases[name]
     found = table.errors.__wrapped__(case, "pallas_interpret")
+    assert names, "no kernel was traced"
     for output, budget in table.budgets(case).items():
         assert found[output] < budget.most, output

@@ -201,6 +201,7 @@ def test_what_is_refused(options, message):
         if before is not None:
             scheduler.submit(st.Request(**common | before))
     with pytest.raises(ValueError, match=message):
+        # A bad option is refused when the request is made, the others by `submit`.
         st.Scheduler(**options) if request is None else scheduler.submit(
             st.Request(**common | request)
         )

@@ -295,7 +295,10 @@ def drafters(name, data, shards):
 @pytest.mark.parametrize("name", ["bamba", "mamba_in_llama"])
 @pytest.mark.parametrize(
     "kind",
-    ["ngram", "beam", "dynamic", "deep", "without replacement", "shared noise", "beam, sampled"],
+    [
+        *("ngram", "beam", "dynamic", "deep", "without replacement", "shared noise"),
+        "beam, sampled",
+    ],
 )
 def test_drafters(name, kind):
     drafter, topology, options = drafters(name, 2, 4)[kind]
@@ -473,9 +476,14 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match="the target is not"):
         decode(model_of("mamba2"), drafter=st.ModelDrafter(replicated_draft("mamba2", 2, 4)))
     small = replicated_draft("mamba2", 2, 4)
-    both = st.InterleavedDrafter(small, small, "qs")
-    with pytest.raises(ValueError, match="InterleavedDrafter does not run on a mesh"):
-        decode(model, drafter=both)
+    with pytest.raises(ValueError, match="not on the target's mesh"):
+        decode(model, drafter=st.InterleavedDrafter(small, draft, "qs"))
+    for both in (
+        st.InterleavedDrafter(small, small, "qs"),
+        st.CascadeDrafter(small, st.NgramDrafter()),
+    ):
+        with pytest.raises(ValueError, match="Drafter does not run on a mesh"):
+            decode(model, drafter=both)
     with pytest.raises(ValueError, match="its own methods cannot be called"):
         model(jnp.ones((2, 3), jnp.int32))
     with pytest.raises(ValueError, match="Scheduler is for models on one device"):

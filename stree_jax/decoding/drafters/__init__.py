@@ -2,7 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from stree_jax.decoding.drafters.base import Drafter, draft_models, root_only, root_token
+from stree_jax.decoding.drafters.base import (
+    Drafter,
+    check_request,
+    draft_models,
+    drawn_by,
+    root_only,
+    root_token,
+)
 from stree_jax.decoding.drafters.beam import BeamDrafter
 from stree_jax.decoding.drafters.children import (
     check_child_sampling,
@@ -34,9 +41,11 @@ __all__ = [
     "ModelDrafter",
     "NgramDrafter",
     "check_child_sampling",
+    "check_request",
     "chosen_child_sampling",
     "draft_models",
     "draw",
+    "drawn_by",
     "root_only",
     "root_token",
     "shared_scores",

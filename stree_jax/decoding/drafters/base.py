@@ -2,10 +2,11 @@
 
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 
-from stree_jax.array_types import Array, Float, Float32, Int, Key
-from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
+from stree_jax.array_types import Array, Float, Int
+from stree_jax.decoding.types import Context, DraftTree, Drawn, Step, Verdict
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
@@ -24,51 +25,37 @@ class Drafter(Protocol):
 
     Order of calls:
 
-        default_topology, child_sampling     in Python, before anything is compiled
-        prepare                              once, not traced by the loop
-        propose, commit                      every step, traced
+        default_topology    in Python, before anything is compiled
+        prepare             once, not traced by the loop
+        propose, commit     every step, traced
 
     Rows are independent: what a row drafts depends on its own tokens, state and key alone.
 
-    A drafter may also have these; all are used in Python, before anything is compiled:
+    A drafter may also have these; all but `read` are used in Python, before anything is compiled:
 
-        models()                its draft models, a list of `HybridLM`, which must have the target's
-                                vocabulary and lie on its mesh; none by default
-        check_target(target)    raises ValueError for a target that it cannot draft for
-        runs_on_mesh = True     class attribute, not inherited: it drafts for a target on a mesh
-        rank_trace(...)         for `tune`, if candidates depend on the depth of a node, see
-                                `stree_jax.tuning.rank_trace`
+        child_sampling(topology, *, temperature_is_zero)
+                            how it chooses children, a `Drawn` or a kind of it ("iid"); rules decide
+                            by it whether they are exact, so it must be true of every draft.
+                            Without it: "top_k", any choice without random numbers
+        check(target, topology, *, temperature_is_zero)
+                            raises ValueError for a target, tree or temperature that it cannot serve
+        models()            its draft models, a list of `HybridLM`, which must have the target's
+                            vocabulary and lie on its mesh. Without it: all models found inside
+        read(state, tokens, hidden, lengths)
+                            the state after the next `lengths` `[B]` tokens `[B, T]` of a text,
+                            which the target has just prefilled; `hidden` `[B, T, M]` are its states
+                            there, after the final norm. Traced. Called after `prepare` with every
+                            chunk of a prompt but its last token, so that a drafter on the target's
+                            states drafts in the first step. A row that has ended must keep its
+                            state: texts are continued from it
+        rank_trace(...)     for `tune`, if candidates depend on the depth of a node, see
+                            `stree_jax.tuning.rank_trace`
 
     `docs/extending.md` explains each method, `examples/own_drafter.py` is one.
     """
 
     def default_topology(self) -> TreeTopology:
         """The draft tree if the user gives none."""
-        ...
-
-    def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
-        """How the children of a node are chosen.
-
-        Verifiers decide by this name whether they are exact, so it must be true:
-
-            "top_k"                 any choice without random numbers
-            "shared"                by the `noise` that `propose` gets: the target uses it too
-            "iid"                   independent samples of the draft's distribution
-            "without_replacement"   samples of it, all different, in the order drawn
-            "iid_by_depth", "without_replacement_by_depth"
-                                    the same, drawn once for a depth, from a distribution that does
-                                    not depend on the path; all nodes of the depth share the draws
-
-        Any other name is accepted by the verifiers that follow the target ("greedy",
-        "target_only") and refused by the other built-in ones.
-
-        Args:
-            topology: the draft tree, nodes in level order.
-            temperature_is_zero: whether all rows have temperature 0.
-
-        Raises:
-            ValueError: the drafter cannot fill this topology, or not at this temperature.
-        """
         ...
 
     def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> Any:
@@ -84,24 +71,17 @@ class Drafter(Protocol):
     def propose(
         self,
         state: Any,
-        context: Context,
-        keys: Key[Array, " B"],
-        sampling: Sampling,
+        step: Step,
         topology: TreeTopology,
-        noise: Float32[Array, "B _ V"] | None = None,
     ) -> tuple[DraftTree, Any]:
         """Grows a tree below each row's last token.
 
         Args:
             state: the state from `prepare` or `commit`.
-            context: the text so far; its last token is the root.
-            keys: one per row and step. Split a key before using it twice.
-            sampling: the target's sampling settings, for `token_log_probs`.
+            step: the text so far, whose last token is the root, random keys, noise and sampling
+                settings. Drafts that depend on `step.noise` are "shared".
             topology: sizes and, for a static tree, the shape: `topology.tree(valid)`. A tree of
                 another shape needs `topology.num_nodes` nodes and at most `topology.depth` levels.
-            noise: Gumbel noise of the next `topology.depth + 1` output positions, with which the
-                target draws its tokens; None at temperature 0. Drafts that depend on it are
-                "shared".
 
         Returns:
             The draft tree and the state. Nodes that a row lacks are not `valid`.
@@ -113,8 +93,8 @@ class Drafter(Protocol):
         state: Any,
         draft: DraftTree,
         verdict: Verdict,
+        hidden: Float[Array, "B N M"],
         topology: TreeTopology,
-        hidden: Float[Array, "B M"],
     ) -> Any:
         """Advances the drafter along the accepted path.
 
@@ -123,9 +103,9 @@ class Drafter(Protocol):
             draft: the tree that was verified.
             verdict: the accepted path, already cut at the end of sequence and at the token limit;
                 `last` is -1 for rows that have ended, whose state must stay valid.
+            hidden: the target's hidden states at all nodes after its final norm, in the target's
+                dtype; unspecified at nodes that are not valid.
             topology: the topology given to `propose`.
-            hidden: the target's hidden state at `verdict.last` after its final norm, in the
-                target's dtype; unspecified for rows that have ended.
 
         Returns:
             The state for the next `propose`.
@@ -133,26 +113,46 @@ class Drafter(Protocol):
         ...
 
 
-def draft_models(drafter: Drafter | None) -> list[HybridLM]:
-    """The draft models of a drafter; none if it has no method `models`."""
-    models = getattr(drafter, "models", None)
-    return list(models()) if callable(models) else []
-
-
-def check_target(drafter: Drafter | None, target: HybridLM) -> None:
-    """Calls the drafter's `check_target`, if it has one.
+def drawn_by(
+    drafter: Drafter | None, topology: TreeTopology, *, temperature_is_zero: bool
+) -> Drawn:
+    """How a drafter chooses children; `Drawn("top_k")` if it does not say.
 
     Raises:
-        ValueError: the drafter cannot draft for this target.
+        ValueError: the drafter refuses this topology or temperature.
     """
-    check = getattr(drafter, "check_target", None)
+    child_sampling = getattr(drafter, "child_sampling", None)
+    if not callable(child_sampling):
+        return Drawn()
+    drawn = child_sampling(topology, temperature_is_zero=temperature_is_zero)
+    return drawn if isinstance(drawn, Drawn) else Drawn(drawn)
+
+
+def draft_models(drafter: Drafter | None) -> list[HybridLM]:
+    """The draft models of a drafter: its `models()`, or all that are found inside it."""
+    models = getattr(drafter, "models", None)
+    if callable(models):
+        return list(models())
+    leaves = jax.tree.leaves(drafter, is_leaf=lambda part: isinstance(part, HybridLM))
+    return [part for part in leaves if isinstance(part, HybridLM)]
+
+
+def check_request(
+    drafter: Drafter | None, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool
+) -> None:
+    """Calls the drafter's `check`, if it has one.
+
+    Raises:
+        ValueError: the drafter cannot serve this target, tree or temperature.
+    """
+    check = getattr(drafter, "check", None)
     if callable(check):
-        check(target)
+        check(target, topology, temperature_is_zero=temperature_is_zero)
 
 
-def runs_on_mesh(drafter: Drafter) -> bool:
-    """Whether the drafter's own class declares it; a subclass may draft in another way."""
-    return vars(type(drafter)).get("runs_on_mesh", False)
+def reads(drafter: Drafter) -> bool:
+    """Whether the drafter gets what the target prefills, see `Drafter`."""
+    return callable(getattr(drafter, "read", None))
 
 
 def root_token(context: Context) -> Int[Array, "B 1"]:

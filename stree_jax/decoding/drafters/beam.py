@@ -4,16 +4,19 @@ STree, section 5.1 (Wu, Qin, Wong and Soatto, 2025, arXiv:2505.14969).
 """
 
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 
-from stree_jax.array_types import Array, Int
-from stree_jax.decoding.drafters.dynamic import DynamicDrafter
+from stree_jax.array_types import Array, Float
 from stree_jax.decoding.drafters.levels import widths_of
-from stree_jax.decoding.drafters.search import Found
-from stree_jax.models.lm import HybridLM
-from stree_jax.tree import Tree, TreeTopology
+from stree_jax.decoding.drafters.model import ModelDraftState
+from stree_jax.decoding.drafters.search import close_search, open_search, search
+from stree_jax.decoding.types import Context, DraftTree, Step, Verdict
+from stree_jax.models.lm import HybridLM, check_model
+from stree_jax.tree import TreeTopology, first_nodes
 
 
-class BeamDrafter(DynamicDrafter):
+class BeamDrafter(nnx.Module):
     """A draft model that grows a tree by beam search, from one state.
 
     A level of the tree is one step of the search: the most probable *paths* among all continuations
@@ -33,23 +36,46 @@ class BeamDrafter(DynamicDrafter):
         ValueError: `model` is not a model.
     """
 
-    runs_on_mesh = True
-
     def __init__(self, model: HybridLM):
-        super().__init__(model, sharpness=1.0)
-        self._child_sampling = "top_k"
+        check_model(model)
+        self.model = model
+
+    def models(self) -> list[HybridLM]:
+        """See `Drafter`."""
+        return [self.model]
 
     def default_topology(self) -> TreeTopology:
         """Three beams for four steps: the level sizes of the paper's tree A."""
         return TreeTopology.beam(3, 4)
 
-    def widths(self, topology: TreeTopology) -> list[int]:
-        """Beams of each level, the root's first."""
-        return widths_of(topology)
+    def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> ModelDraftState:
+        """See `Drafter`."""
+        num_read = sum(widths_of(topology)[:-1])
+        return open_search(self.model, context, topology, num_read, max_length)
 
-    def _choose(
-        self, found: Found, topology: TreeTopology
-    ) -> tuple[Int[Array, "B N"], Tree, Int[Array, "B N"]]:
-        nodes = jnp.arange(topology.num_nodes, dtype=jnp.int32)
-        place = jnp.where(nodes < self._num_read(topology), nodes, -1)
-        return found.tokens, found.tree, jnp.broadcast_to(place, found.tokens.shape)
+    def propose(
+        self, state: ModelDraftState, step: Step, topology: TreeTopology
+    ) -> tuple[DraftTree, ModelDraftState]:
+        """See `Drafter`."""
+        widths = widths_of(topology)
+        found, _ = search(
+            self.model, state.reader, step.context, widths, lambda logits, depth: logits
+        )
+        nodes, num_read = np.arange(topology.num_nodes, dtype=np.int32), sum(widths[:-1])
+        place = jnp.broadcast_to(np.where(nodes < num_read, nodes, -1), found.tokens.shape)
+        none = jnp.full(topology.num_nodes, -1, jnp.int32)
+        return (
+            DraftTree(found.tokens, found.tree, None, none, found.finite),
+            ModelDraftState(found.reader, first_nodes(found.tree, num_read), place),
+        )
+
+    def commit(
+        self,
+        state: ModelDraftState,
+        draft: DraftTree,
+        verdict: Verdict,
+        hidden: Float[Array, "B N M"],
+        topology: TreeTopology,
+    ) -> ModelDraftState:
+        """See `Drafter`."""
+        return close_search(state, draft, verdict)

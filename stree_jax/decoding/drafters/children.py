@@ -8,7 +8,7 @@ from jax import lax
 
 from stree_jax.array_types import Array, Float, Float32
 from stree_jax.decoding.sampling import all_finite, filtered_logits
-from stree_jax.decoding.types import Sampling
+from stree_jax.decoding.types import Step
 from stree_jax.decoding.verifiers import CHILD_SAMPLING
 from stree_jax.messages import shown
 
@@ -36,20 +36,17 @@ def chosen_child_sampling(value: str, *, temperature_is_zero: bool) -> str:
 
 
 def shared_scores(
-    logits: Float[Array, "B Z V"],
-    sampling: Sampling,
-    noise: Float32[Array, "B _ V"],
-    depth: int | Array,
+    logits: Float[Array, "B Z V"], step: Step, depth: int | Array
 ) -> Float32[Array, "B Z V"]:
     """Log-probabilities, up to a constant, plus the noise with which the target draws its tokens.
 
     Args:
         logits: logits at nodes of one depth.
-        sampling: the target's sampling settings.
-        noise: noise of the next output positions.
+        step: has the target's sampling settings and the noise; not at temperature 0.
         depth: depth of the nodes.
     """
-    return filtered_logits(logits, sampling) + jnp.take(noise, depth, axis=1)[:, None]
+    assert step.noise is not None  # `chosen_child_sampling` refuses temperature 0
+    return filtered_logits(logits, step.sampling) + jnp.take(step.noise, depth, axis=1)[:, None]
 
 
 def draw(how: str, scores: Array, width: int, keys: Array) -> tuple[Array, Array]:

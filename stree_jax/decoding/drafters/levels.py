@@ -1,21 +1,21 @@
-"""The levels of a static tree, and running one of them inside a loop over levels.
+"""Growing a tree level by level: unrolled if it has few levels, and in one loop otherwise.
 
-Unrolled levels take long to compile: 40 levels of a small model took minutes. So deep trees are
-grown by a loop, whose buffers have room for the whole tree and whose levels are padded to the
-widest.
+Unrolled levels take long to compile: 40 levels of a small model took minutes. So below the root's
+level deep trees are grown by `lax.scan`, whose levels are padded to the widest.
 """
 
 import collections
 import itertools
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from stree_jax.array_types import Array, Bool, Int
-from stree_jax.models.cache import Pending
-from stree_jax.tree import Tree, TreeTopology
+from stree_jax.array_types import Array, Int
+from stree_jax.tree import TreeTopology
 
 # Trees with more levels are grown by a loop. Unrolled levels need no padding.
 MAX_UNROLLED = 8
@@ -61,55 +61,81 @@ def widths_of(topology: TreeTopology) -> list[int]:
     return [counts[depth] for depth in range(topology.depth + 1)]
 
 
-def padded(rows: list[list[int]], fill: int | None = None, width: int = 0) -> np.ndarray:
+def padded(rows: list[list[int]], fill: int | None = None) -> np.ndarray:
     """Lists of different lengths as an array; None repeats each list's last entry.
 
     Args:
         rows: the lists.
         fill: value that pads shorter lists.
-        width: minimum number of columns.
     """
-    width = max(width, *map(len, rows))
+    width = max(map(len, rows))
     return np.array(
         [row + [row[-1] if fill is None else fill] * (width - len(row)) for row in rows], np.int32
     )
 
 
-def with_zeros(rows: Array, size: int, axis: int = 1) -> Array:
-    """Pads an axis with zeros to `size`."""
-    pads = [(0, size - rows.shape[i] if i == axis else 0) for i in range(rows.ndim)]
-    return jnp.pad(rows, pads)
+Nodes = np.ndarray | Int[Array, " _"]
+At = TypeVar("At")
 
 
-def level_behind(tree: Tree, queries: Int[Array, " Q"]) -> Tree:
-    """The ancestors of `queries` in N fixed slots, then the query nodes.
-
-    A model runs a level this way inside a loop: it gets the pending record of N slots, of which
-    only those above the level are valid, and Q queries.
+def grow_levels(
+    grow: Callable[[Any, At, int], tuple[Any, Any]],
+    start: Any,
+    levels: Sequence[At],
+    fills: At,
+    widths: Sequence[int],
+    num_slots: int,
+) -> tuple[Any, list[Any]]:
+    """Calls `grow` for each level, top down, in Python or in a loop.
 
     Args:
-        tree: the nodes that the model runs, level by level; nodes below `queries` are ignored.
-        queries: consecutive nodes of one level; indices outside the tree are padding.
+        grow: from what has grown so far, a level and its width, what has grown then, and a result.
+            Its levels are NumPy arrays where it is unrolled, and traced in the loop.
+        start: a NamedTuple of buffers with room for the whole tree, and a field `reader`.
+        levels: for each level a NamedTuple of lists of nodes, and of numbers.
+        fills: the same of one value each, which pads lists in the loop to the longest; None repeats
+            a list's last entry.
+        widths: the width of each level; in the loop all have that of the widest.
+        num_slots: nodes of the draft model's own tree.
+
+    Returns:
+        What has grown, and the results: groups of levels, each with an axis of levels first.
     """
-    num_nodes = tree.parents.shape[1]
-    above = jnp.arange(num_nodes) < queries[0]
-    at = jnp.minimum(queries, num_nodes - 1)
-    valid: Bool[Array, "B Q"] = tree.valid[:, at] & (queries < num_nodes)
-    mask = jnp.concatenate([tree.ancestor_mask, tree.ancestor_mask[:, at]], axis=1) & above
-    itself = jnp.eye(len(queries), dtype=bool) & valid[:, None, :]
-    itself = jnp.pad(itself, ((0, 0), (num_nodes, 0), (0, 0)))
-    return Tree(
-        parents=jnp.concatenate([tree.parents, tree.parents[:, at]], axis=1),
-        depth=jnp.concatenate([tree.depth, tree.depth[:, at]], axis=1),
-        ancestor_mask=jnp.concatenate([mask, itself], axis=2),
-        valid=jnp.concatenate([tree.valid & above, valid], axis=1),
-    )
+    num_unrolled = len(levels) if len(levels) <= MAX_UNROLLED else 1
+    grown, results = start, []
+    for level, width in zip(levels[:num_unrolled], widths, strict=False):
+        at = type(fills)(*(np.array(x) if isinstance(x, list) else x for x in level))  # type: ignore
+        grown, result = grow(grown, at, width)
+        results.append(jax.tree.map(lambda leaf: leaf[None], result))
+    if num_unrolled == len(levels):
+        return grown, results
+
+    # The draft model's cache does not change below the root's level, so the loop does not carry it.
+    reader = grown.reader
+    width = max(widths[num_unrolled:])
+
+    def body(carry: Any, at: At) -> tuple[Any, Any]:
+        grown, result = grow(
+            carry._replace(reader=reader._replace(pending=carry.reader)), at, width
+        )
+        return grown._replace(reader=grown.reader.pending), result
+
+    def room(leaf: Array) -> Array:
+        return jnp.pad(
+            leaf, [(0, num_slots - n if i == 1 else 0) for i, n in enumerate(leaf.shape)]
+        )
+
+    below = [
+        jnp.asarray(padded(list(part), fill) if isinstance(part[0], list) else np.array(part))
+        for part, fill in zip(zip(*levels[num_unrolled:], strict=True), fills, strict=True)  # type: ignore[call-overload]
+    ]
+    start_below = grown._replace(reader=jax.tree.map(room, reader.pending))
+    grown, result = lax.scan(body, start_below, type(fills)(*below))
+    return grown._replace(reader=reader._replace(pending=grown.reader)), [*results, result]
 
 
-def with_level(pending: Pending, read: Pending, queries: Int[Array, " Q"]) -> Pending:
-    """The record with the queries in their slots; `read` is the record of a `level_behind`."""
-
-    def put(before: Array, after: Array) -> Array:
-        return before.at[:, queries].set(after[:, before.shape[1] :], mode="drop")
-
-    return jax.tree.map(put, pending, read)
+def put(buffer: Array, nodes: Nodes, values: Array) -> Array:
+    """Writes the values of consecutive nodes, those that the tree does not have left out."""
+    if isinstance(nodes, np.ndarray):
+        return lax.dynamic_update_slice_in_dim(buffer, values, int(nodes[0]), axis=1)
+    return buffer.at[:, nodes].set(values, mode="drop")

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from stree_jax.array_types import Array, Float, Float32, Key
+from stree_jax.array_types import Array, Float
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters.levels import levels_of
-from stree_jax.decoding.types import Context, DraftTree, Sampling, Verdict
+from stree_jax.decoding.types import Context, DraftTree, Step, Verdict
 from stree_jax.tree import TreeTopology
 
 MAX_MATCH = 64  # each length is an operation of the program
@@ -30,8 +30,6 @@ class NgramDrafter(nnx.Module):
         ValueError: not integers with `1 <= min_match <= max_match <= MAX_MATCH`.
     """
 
-    runs_on_mesh = True
-
     def __init__(self, *, max_match: int = 3, min_match: int = 1):
         self.max_match = check_int("max_match", max_match, 1, MAX_MATCH)
         self.min_match = check_int(f"min_match, with {max_match = },", min_match, 1, max_match)
@@ -40,25 +38,18 @@ class NgramDrafter(nnx.Module):
         """A chain of 4: a match is usually right for several tokens, or for none."""
         return TreeTopology.chain(4)
 
-    def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
-        """See `Drafter`. A lookup uses no random numbers."""
-        return "top_k"
-
     def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> None:
         """See `Drafter`. The context has everything, so there is no state."""
 
     def propose(
         self,
         state: None,
-        context: Context,
-        keys: Key[Array, " B"],
-        sampling: Sampling,
+        step: Step,
         topology: TreeTopology,
-        noise: Float32[Array, "B _ V"] | None = None,
     ) -> tuple[DraftTree, None]:
         """See `Drafter`."""
         grow = functools.partial(self._grow, topology=topology)
-        tokens, valid = jax.vmap(grow)(context.tokens, context.length)
+        tokens, valid = jax.vmap(grow)(step.context.tokens, step.context.length)
         none = jnp.full(topology.num_nodes, -1, jnp.int32)
         finite = jnp.ones(tokens.shape[0], bool)
         return DraftTree(tokens, topology.tree(valid), None, none, finite), None
@@ -68,8 +59,8 @@ class NgramDrafter(nnx.Module):
         state: None,
         draft: DraftTree,
         verdict: Verdict,
+        hidden: Float[Array, "B N M"],
         topology: TreeTopology,
-        hidden: Float[Array, "B M"],
     ) -> None:
         """See `Drafter`."""
 

@@ -1,14 +1,22 @@
 """Beam search over the continuations of a text, and the trees that it grows."""
 
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
-from stree_jax.models.cache import Pending
-from stree_jax.tree import Tree
+from stree_jax.decoding.drafters.base import root_only
+from stree_jax.decoding.drafters.levels import grow_levels, put
+from stree_jax.decoding.drafters.model import ModelDraftState
+from stree_jax.decoding.reader import Reader
+from stree_jax.decoding.sampling import all_finite
+from stree_jax.decoding.types import Context, DraftTree, Verdict
+from stree_jax.models.lm import HybridLM
+from stree_jax.tree import Tree, TreeTopology, first_nodes
 
 
 class Continuations(NamedTuple):
@@ -20,14 +28,22 @@ class Continuations(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The result of the search: the root and the beams of all levels."""
+    """The root and the beams of all levels; nodes of levels to come are not valid."""
 
     tokens: Int[Array, "B nodes"]
     tree: Tree
-    score: Float32[Array, "B beams"]  # log-probability of each path of the last level
-    pending: Pending
+    score: Float32[Array, "B nodes"]  # log-probability of the path to each node
+    reader: Reader
     finite: Bool[Array, " B"]
-    candidates: list[Continuations]  # with an axis of levels before the others
+
+
+class _At(NamedTuple):
+    """A level of the search."""
+
+    depth: Any
+    nodes: Any
+    read: Any  # the same; where padding, a node that there is not
+    added: Any  # the nodes of the next level
 
 
 def best_continuations(
@@ -57,46 +73,103 @@ def best_continuations(
     return kept, chosen // per_beam, added, Continuations(scores, tokens, chosen)
 
 
-def append(tree: Tree, parents: Int[Array, "B added"], valid: Bool[Array, "B added"]) -> Tree:
-    """Appends nodes below existing nodes of the tree."""
-    batch, num_nodes = tree.parents.shape
-    num_new = parents.shape[1]
-    above = jnp.take_along_axis(tree.ancestor_mask, parents[..., None], axis=1)
-    itself = jnp.eye(num_new, dtype=bool) & valid[:, None, :]
-    old = jnp.concatenate([tree.ancestor_mask, above], axis=1)
-    new = jnp.concatenate([jnp.zeros((batch, num_nodes, num_new), bool), itself], axis=1)
-    depth = jnp.take_along_axis(tree.depth, parents, axis=1) + 1
-    return Tree(
-        parents=jnp.concatenate([tree.parents, parents], axis=1),
-        depth=jnp.concatenate([tree.depth, depth], axis=1),
-        ancestor_mask=jnp.concatenate([old, new], axis=2),
-        valid=jnp.concatenate([tree.valid, valid], axis=1),
+def open_search(
+    model: HybridLM, context: Context, topology: TreeTopology, num_read: int, max_length: int
+) -> ModelDraftState:
+    """The state before the first step of a drafter that searches.
+
+    Args:
+        model: the draft model.
+        context: the texts.
+        topology: the draft tree.
+        num_read: nodes that the model runs in a step.
+        max_length: most tokens of a row.
+    """
+    batch = context.length.shape[0]
+    return ModelDraftState(
+        Reader.open(model, context, num_read, max_length),
+        _no_tree(batch, num_read),
+        jnp.zeros((batch, topology.num_nodes), jnp.int32),
     )
 
 
-def first_nodes(tree: Tree, count: int) -> Tree:
-    """The tree of the first `count` nodes."""
-    return Tree(
-        parents=tree.parents[:, :count],
-        depth=tree.depth[:, :count],
-        ancestor_mask=tree.ancestor_mask[:, :count, :count],
-        valid=tree.valid[:, :count],
+def search(
+    model: HybridLM,
+    reader: Reader,
+    context: Context,
+    widths: list[int],
+    weigh: Callable[[Array, int | Array], Array],
+) -> tuple[Found, list[Continuations]]:
+    """Beam search over the continuations of the texts, which keeps all candidates.
+
+    Args:
+        model: the draft model.
+        reader: its state.
+        context: the texts.
+        widths: nodes of each level, the root's first; the model does not run the last level.
+        weigh: from the logits at nodes of a depth, those whose softmax has the probabilities.
+
+    Returns:
+        All nodes, and the candidates of each step, with an axis of levels before the others.
+    """
+    start, num_nodes, num_read = root_only(context), sum(widths), sum(widths[:-1])
+    batch = len(start.tokens)
+
+    def grow(found: Found, at: _At, width: int) -> tuple[Found, Continuations]:
+        tree = found.tree
+        logits, reader = found.reader.read(
+            model, found.tokens[:, at.nodes], first_nodes(tree, num_read), at.read
+        )
+        beams = jnp.where(at.read < num_read, found.score[:, at.nodes], -jnp.inf)
+        score, beam, tokens, level = best_continuations(beams, weigh(logits, at.depth), width)
+        valid, parents = jnp.isfinite(score), at.nodes[0] + beam
+        above = jnp.take_along_axis(tree.ancestor_mask, parents[..., None], axis=1)
+        itself = (jnp.arange(num_nodes) == at.added[:, None]) & valid[..., None]
+        depth = jnp.take_along_axis(tree.depth, parents, axis=1) + 1
+        added = Tree(parents, depth, above | itself, valid)
+        return (
+            Found(
+                put(found.tokens, at.added, tokens),
+                Tree(*(put(old, at.added, new) for old, new in zip(tree, added, strict=True))),
+                put(found.score, at.added, score),
+                reader,
+                found.finite & all_finite(logits).all(axis=-1),
+            ),
+            level,
+        )
+
+    firsts = itertools.accumulate(widths, initial=0)
+    nodes = [list(range(first, after)) for first, after in itertools.pairwise(firsts)]
+    root = _no_tree(batch, num_nodes)
+    return grow_levels(
+        grow,
+        Found(
+            jnp.zeros((batch, num_nodes), jnp.int32).at[:, :1].set(start.tokens),
+            Tree(
+                root.parents.at[:, 0].set(-1),
+                root.depth,
+                root.ancestor_mask.at[:, 0, 0].set(True),
+                root.valid.at[:, 0].set(True),
+            ),
+            jnp.zeros((batch, num_nodes)),
+            reader,
+            start.finite,
+        ),
+        [_At(d, here, here, below) for d, (here, below) in enumerate(itertools.pairwise(nodes))],
+        _At(0, None, num_read, num_nodes),
+        widths[1:],
+        reader.catch_up.shape[1] + num_read,
     )
 
 
-def below_catch_up(tree: Tree, has_catch_up: Bool[Array, " B"]) -> Tree:
-    """The draft model's own tree: the catch-up token, if there is one, above the root of `tree`."""
+def close_search(state: ModelDraftState, draft: DraftTree, verdict: Verdict) -> ModelDraftState:
+    """The state after the accepted path, see `Drafter.commit`."""
+    assert state.read is not None
+    assert state.place is not None
+    return state._replace(reader=state.reader.close(state.read, state.place, draft, verdict))
 
-    def before(value: Array, rest: Array) -> Array:
-        return jnp.concatenate([value[:, None], rest], axis=1)
 
-    none = jnp.full_like(tree.parents[:, 0], -1)
-    parents = jnp.where(tree.parents < 0, jnp.where(has_catch_up, 0, -1)[:, None], tree.parents + 1)
-    mask = before(jnp.zeros_like(tree.valid), tree.ancestor_mask)
-    caught_up = jnp.broadcast_to(has_catch_up[:, None, None], (*mask.shape[:2], 1))
-    return Tree(
-        parents=before(none, parents),
-        depth=before(jnp.zeros_like(none), tree.depth + has_catch_up[:, None]),
-        ancestor_mask=jnp.concatenate([caught_up, mask], axis=2),
-        valid=before(has_catch_up, tree.valid),
-    )
+def _no_tree(batch: int, num_nodes: int) -> Tree:
+    zeros = jnp.zeros((batch, num_nodes), jnp.int32)
+    nowhere = jnp.zeros((batch, num_nodes, num_nodes), bool)
+    return Tree(zeros, jnp.copy(zeros), nowhere, zeros.astype(bool))

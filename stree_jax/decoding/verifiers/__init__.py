@@ -8,23 +8,25 @@ import importlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from stree_jax.decoding.verifiers.base import BY_DEPTH, CHILD_SAMPLING, Verifier
-from stree_jax.decoding.verifiers.following import FollowTarget, follow
-from stree_jax.decoding.verifiers.rejection_sampling import RejectionSampling
-from stree_jax.decoding.verifiers.traversal import Traversal
+from stree_jax.decoding.types import Drawn
+from stree_jax.decoding.verifiers.base import CHILD_SAMPLING, Verifier
+from stree_jax.decoding.verifiers.follow import Follow, follow
+from stree_jax.decoding.verifiers.reject import Reject
+from stree_jax.decoding.verifiers.traverse import Traverse
 from stree_jax.lazy import lazily
 from stree_jax.tree import TreeTopology
 
 VERIFIERS: dict[str, Verifier] = {
     verifier.name: verifier
     for verifier in (
-        FollowTarget("greedy", only_at_zero=True),
-        FollowTarget("target_only"),
-        RejectionSampling("multi_step", exact_for="iid"),
-        RejectionSampling("without_replacement", exact_for="without_replacement"),
-        Traversal("traversal", exact_for="without_replacement"),
+        Follow("greedy", only_at_zero=True),
+        Follow("target_only"),
+        Reject("multi_step", exact_for="iid"),
+        Reject("without_replacement", exact_for="without_replacement"),
+        Traverse("traversal"),
     )
 }
+FollowTarget, RejectionSampling, Traversal = Follow, Reject, Traverse  # former names
 
 
 class _Imported(Mapping[str, Verifier]):
@@ -58,27 +60,27 @@ if not TYPE_CHECKING:  # moved to the extension
     __getattr__ = lazily(__name__, {"Typical": "stree_jax.extensions.medusa"})
 
 
-def default_verifier(
-    child_sampling: str, topology: TreeTopology, *, temperature_is_zero: bool
-) -> str:
+def default_verifier(drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
     """The name of the exact rule for drafts chosen in this way."""
     if temperature_is_zero:
         return "greedy"
-    if topology.num_nodes == 1 or child_sampling not in ("iid", "without_replacement"):
+    if topology.num_nodes == 1 or not drawn.is_sampled:
         return "target_only"
     if max(map(len, topology.children)) == 1:
         return "traversal"
-    return "multi_step" if child_sampling == "iid" else "without_replacement"
+    return "multi_step" if drawn.kind == "iid" else "without_replacement"
 
 
 __all__ = [
-    "BY_DEPTH",
     "CHILD_SAMPLING",
     "LOSSY_VERIFIERS",
     "VERIFIERS",
+    "Follow",
     "FollowTarget",
+    "Reject",
     "RejectionSampling",
     "Traversal",
+    "Traverse",
     "Verifier",
     "default_verifier",
     "follow",

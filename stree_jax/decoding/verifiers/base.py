@@ -2,15 +2,13 @@
 
 from typing import Protocol, runtime_checkable
 
-from stree_jax.array_types import Array, Float32, Key
-from stree_jax.decoding.types import DraftTree, Sampling, Verdict
+from stree_jax.array_types import Array, Float32
+from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
 from stree_jax.tree import TreeTopology
 
-# How a drafter chooses the children of a node, see `Drafter.child_sampling`. A rule that compares
-# draft and target probabilities is exact for one of these only.
+# Kinds of `Drawn`. A rule that compares draft and target probabilities is exact for the last two
+# at most.
 CHILD_SAMPLING = ("top_k", "shared", "iid", "without_replacement")
-# Suffix of the last two: drawn once per depth, and shared by all nodes of that depth.
-BY_DEPTH = "_by_depth"
 
 
 @runtime_checkable
@@ -23,6 +21,10 @@ class Verifier(Protocol):
     A rule that keeps neither the target's tokens nor their distribution has an attribute
     `lossless = False`; `generate` then requires `lossy=True`.
 
+    A rule that takes each node's token from the target alone, by its logits and `Step.noise`, may
+    have an attribute `follows_target = True`: the `Scheduler` then decodes requests at temperature
+    0 and above it together, and shards of a mesh trust equal logits to give equal verdicts.
+
     A rule may wrap a built-in one of `VERIFIERS` and delegate to it. `docs/extending.md` explains
     what is static and what is traced; `examples/own_verifier.py` is one.
     """
@@ -32,16 +34,14 @@ class Verifier(Protocol):
         """Name of the rule in messages; an attribute will do."""
         ...
 
-    def check(
-        self, child_sampling: str, topology: TreeTopology, *, temperature_is_zero: bool
-    ) -> None:
+    def check(self, drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         """Refuses every pairing whose output would not be the target's.
 
         Called in Python, before anything is compiled.
 
         Args:
-            child_sampling: the drafter's choice of siblings: a name from `CHILD_SAMPLING`, or the
-                drafter's own name, which a rule that reads `draft.log_probs` must refuse.
+            drawn: how the drafter chooses siblings. A rule that reads `draft.log_probs` must refuse
+                kinds that it does not know.
             topology: the draft tree, nodes in level order.
             temperature_is_zero: whether all rows have temperature 0.
 
@@ -53,24 +53,19 @@ class Verifier(Protocol):
 
     def verify(
         self,
-        keys: Key[Array, " B"],
         draft: DraftTree,
         logits: Float32[Array, "B N V"],
-        sampling: Sampling,
-        noise: Float32[Array, "B _ V"] | None,
-        *,
+        step: Step,
         topology: TreeTopology,
     ) -> Verdict:
         """Picks a root-to-node path of each row's tree, and the token after it. Traced.
 
         Args:
-            keys: one per row and step. Split a key before using it twice.
-            draft: the draft tree. Nodes that are not `valid` must not be accepted.
+            draft: the draft tree. Nodes that are not `valid` must not be accepted; `draft.drawn`
+                is what `check` accepted.
                 Siblings are in the order in which they were drawn, and may carry the same token.
             logits: the target's logits at every node, without vocabulary padding; not filtered.
-            sampling: temperature, top-k and top-p of each row, and two static flags.
-            noise: Gumbel noise of the next `topology.depth + 1` output positions, for
-                `sample_tokens`; None at temperature 0. Pass it on when delegating.
+            step: the text so far, random keys, noise and sampling settings.
             topology: the draft tree, nodes in level order. A dynamic drafter may have chosen
                 another shape of the same size: `draft.tree` has the shape.
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from stree_jax import (
@@ -18,25 +19,27 @@ from stree_jax import (
     Context,
     Drafter,
     DraftTree,
+    Drawn,
     HybridLM,
-    Sampling,
+    Step,
     Tree,
     TreeTopology,
     Verdict,
     token_log_probs,
 )
-from stree_jax.array_types import Array, Bool, Float, Float32, Int, Key
+from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_int
-from stree_jax.decoding import all_finite, position_noise, prefill
+from stree_jax.decoding import Reader, all_finite, position_noise
 from stree_jax.decoding.drafters import (
     check_child_sampling,
+    check_request,
     chosen_child_sampling,
-    draft_models,
+    drawn_by,
 )
 from stree_jax.decoding.verifiers import default_verifier
-from stree_jax.extensions.hierarchical.chains import append_subtree, chain_of
+from stree_jax.extensions.hierarchical.chains import append_subtree
 from stree_jax.messages import shown
-from stree_jax.models import Cache, Path, Pending, check_model, empty_path, path_to
+from stree_jax.models import check_model
 
 MAX_DEPTH = 64  # each round is part of the program
 
@@ -52,23 +55,18 @@ class Round(NamedTuple):
 class CascadeState(NamedTuple):
     """The state of a cascade between steps.
 
-    The medium model's own tree is the catch-up token, then the trees of all rounds. The tree of a
-    round is a subtree of the last node that was accepted in the round before, and its root is the
-    token that the medium model added there. The last added token is not processed. If the target
-    accepts it, it is the next catch-up token.
+    The medium model reads the trees of all rounds. The tree of a round is a subtree of the last
+    node that was accepted in the round before, and its root is the token that the medium model
+    added there. The last added token is not read: if the target accepts it, it is a catch-up token.
 
     From round to round the inner drafter continues as if the target accepted everything. Its states
     of all rounds are kept, and that of the round in which the target's path ends is committed. One
     more round is drafted than verified, for paths that end in the last added token.
     """
 
-    cache: Cache
-    pending: Pending  # for the medium model's own tree
-    path: Path  # accepted in that tree, to be replayed
-    catch_up: Int[Array, " B"]
-    has_catch_up: Bool[Array, " B"]
-    own: Tree
-    place: Int[Array, "B N"]  # of each node of the chain in the own tree
+    reader: Reader  # of the medium model
+    read: Tree  # the trees of all rounds
+    place: Int[Array, "B N"]  # index in them of each node of the chain
     rounds: tuple[Round, ...]  # the next step starts from the state of the first one
 
 
@@ -129,15 +127,19 @@ class CascadeDrafter(nnx.Module):
         self.inner_topology = inner_topology.level_order()
         self._child_sampling = child_sampling
 
-    def models(self) -> list[HybridLM]:
-        """See `Drafter`."""
-        return [self.medium, *draft_models(self.inner)]
+    def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
+        """See `Drafter`. What the inner drafter refuses for the medium model is refused."""
+        if target.partition is not None:
+            raise ValueError(f"{type(self).__name__} does not run on a mesh; ModelDrafter does")
+        check_request(
+            self.inner, self.medium, self.inner_topology, temperature_is_zero=temperature_is_zero
+        )
 
     def default_topology(self) -> TreeTopology:
         """A chain as long as all rounds can accept, the only tree that this drafter fills."""
         return TreeTopology.chain(self.rounds * (self.inner_topology.depth + 1))
 
-    def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
+    def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
         """See `Drafter`."""
         depth = self.default_topology().depth
         if topology.parents != self.default_topology().parents:
@@ -146,12 +148,13 @@ class CascadeDrafter(nnx.Module):
                 f" tree; leave topology out, or use TreeTopology.chain({depth})"
             )
         self._inner_sampling(temperature_is_zero)  # raises if it refuses
-        return chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
+        how = chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
+        return Drawn(how)
 
     def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> CascadeState:
         """See `Drafter`."""
         batch, inner = context.length.shape[0], self.inner_topology
-        num_nodes = 1 + self.rounds * inner.num_nodes
+        num_nodes = self.rounds * inner.num_nodes
         # The inner drafter drafts beyond the end of a row before the target's path is cut.
         state = self.inner.prepare(context, inner, max_length + topology.depth)
 
@@ -162,12 +165,8 @@ class CascadeDrafter(nnx.Module):
             )
 
         return CascadeState(
-            cache=prefill(self.medium, context.tokens, context.length - 1, max_length),
-            pending=self.medium.init_pending(batch, num_nodes),
-            path=empty_path(batch, num_nodes),
-            catch_up=jnp.zeros(batch, jnp.int32),
-            has_catch_up=jnp.zeros(batch, bool),
-            own=chain_of(jnp.zeros((batch, num_nodes), bool)),
+            reader=Reader.open(self.medium, context, num_nodes, max_length),
+            read=TreeTopology.chain(num_nodes - 1).tree(jnp.zeros((batch, num_nodes), bool)),
             place=jnp.zeros((batch, topology.num_nodes), jnp.int32),
             rounds=tuple(no_round() for _ in range(self.rounds + 1)),
         )
@@ -175,28 +174,26 @@ class CascadeDrafter(nnx.Module):
     def propose(
         self,
         state: CascadeState,
-        context: Context,
-        keys: Key[Array, " B"],
-        sampling: Sampling,
+        step: Step,
         topology: TreeTopology,
-        noise: Float32[Array, "B _ V"] | None = None,
     ) -> tuple[DraftTree, CascadeState]:
         """See `Drafter`."""
-        how = self.child_sampling(topology, temperature_is_zero=sampling.temperature_is_zero)
-        verifier = VERIFIERS[self._rule(how, sampling.temperature_is_zero)]
+        drawn = self.child_sampling(topology, temperature_is_zero=step.sampling.temperature_is_zero)
+        how = drawn.kind
+        verifier = VERIFIERS[self._rule(how, step.sampling.temperature_is_zero)]
+        context, noise = step.context, step.noise
         inner, vocab_size = self.inner_topology, self.medium.config.vocab_size
         batch, num_nodes = context.tokens.shape[0], inner.num_nodes
         rows = jnp.arange(batch)[:, None]
         emitted = jnp.zeros(batch, jnp.int32)  # drafts in this step
-        place = jnp.ones((batch, topology.num_nodes), jnp.int32)  # the root's: after the catch-up
+        place = jnp.zeros((batch, topology.num_nodes), jnp.int32)
         finite = jnp.ones(batch, bool)
         text, inner_state = context, state.rounds[0].state
-        tree, at = chain_of(state.has_catch_up[:, None]), state.has_catch_up - 1
-        cache, pending = state.cache, None
+        reader, tree, at = state.reader, None, jnp.zeros(batch, jnp.int32)
         rounds, log_probs = [], []
         for index in range(self.rounds + 1):
-            first = 1 + index * num_nodes  # node of the round in the own tree
-            of_round = jax.vmap(jax.random.fold_in, (0, None))(keys, index)
+            first = index * num_nodes  # node of the round in the medium model's tree
+            of_round = jax.vmap(jax.random.fold_in, (0, None))(step.keys, index)
             split = jax.vmap(lambda key: jax.random.split(key, 3))(of_round)
             if how == "iid":  # the drafts that the target tests must not depend on its noise
                 own_noise = position_noise(
@@ -208,33 +205,21 @@ class CascadeDrafter(nnx.Module):
                 own_noise = jnp.take_along_axis(noise, positions[..., None], axis=1)
             else:
                 own_noise = None
-            draft, inner_state = self.inner.propose(
-                inner_state, text, split[:, 1], sampling, inner, noise=own_noise
-            )
+            own = Step(text, split[:, 1], own_noise, step.sampling)
+            draft, inner_state = self.inner.propose(inner_state, own, inner)
             finite &= draft.finite
             rounds.append(Round(inner_state, draft.tokens, draft.tree))
             if index == self.rounds:
                 break
 
-            queries = draft.tokens
-            if index == 0:
-                queries = jnp.concatenate([state.catch_up[:, None], queries], axis=1)
-            tree = append_subtree(tree, at, draft.tree)
-            logits, pending, cache = self.medium.tree_forward(
-                queries,
-                tree,
-                cache,
-                replay=(state.pending, state.path) if index == 0 else None,
-                prefix_pending=pending,
-                num_logits=num_nodes,
+            tree = draft.tree if tree is None else append_subtree(tree, at, draft.tree)
+            logits, reader = reader.read(
+                self.medium, draft.tokens, tree, np.arange(first, first + num_nodes)
             )
-            logits = logits[..., :vocab_size]
             finite &= (all_finite(logits) | ~draft.tree.valid).all(axis=-1)
             if how == "iid":
-                log_probs.append(token_log_probs(logits, sampling))
-            verdict = verifier.verify(
-                split[:, 2], draft, logits, sampling, own_noise, topology=inner
-            )
+                log_probs.append(token_log_probs(logits, step.sampling))
+            verdict = verifier.verify(draft, logits, own._replace(keys=split[:, 2]), inner)
 
             # The accepted path and the added token, which is the next round's root.
             on_path = jnp.take_along_axis(
@@ -258,16 +243,16 @@ class CascadeDrafter(nnx.Module):
             emitted += count
             at = first + verdict.last
             inner_state = self.inner.commit(
-                inner_state, draft, verdict, inner, self._no_hidden(batch)
+                inner_state, draft, verdict, self._no_hidden(batch), inner
             )
 
-        assert pending is not None  # there is at least one round
+        assert tree is not None  # there is at least one round
         nodes = jnp.arange(topology.num_nodes, dtype=jnp.int32)
         valid = nodes <= emitted[:, None]
         rows_of = None
         if log_probs:  # at the node after which each token was drawn
             known = jnp.concatenate(log_probs, axis=1)
-            before = jnp.minimum(place[:, :-1], known.shape[1]) - 1
+            before = jnp.minimum(place[:, :-1], known.shape[1] - 1)
             rows_of = jnp.take_along_axis(known, before[..., None], axis=1)
         draft = DraftTree(
             tokens=jnp.take_along_axis(text.tokens, context.length[:, None] - 1 + nodes, axis=1),
@@ -275,31 +260,25 @@ class CascadeDrafter(nnx.Module):
             log_probs=rows_of,
             log_prob_row=jnp.where((nodes < topology.depth) & (how == "iid"), nodes, -1),
             finite=finite,
+            drawn=drawn,
         )
-        return draft, state._replace(
-            cache=cache, pending=pending, own=tree, place=place, rounds=tuple(rounds)
-        )
+        return draft, state._replace(reader=reader, read=tree, place=place, rounds=tuple(rounds))
 
     def commit(
         self,
         state: CascadeState,
         draft: DraftTree,
         verdict: Verdict,
+        hidden: Float[Array, "B N M"],
         topology: TreeTopology,
-        hidden: Float[Array, "B M"],
     ) -> CascadeState:
         """See `Drafter`."""
         ended = verdict.last < 0
         last = jnp.maximum(verdict.last, 0)
 
-        def place_of(node: Array) -> Array:
-            return jnp.take_along_axis(state.place, node[:, None], axis=1)[:, 0]
-
         num_nodes = self.inner_topology.num_nodes
-        node = place_of(last)
-        unread = (node > self.rounds * num_nodes) & ~ended
-        own_last = jnp.where(unread, place_of(jnp.maximum(last - 1, 0)), node)
-        index, within = (node - 1) // num_nodes, (node - 1) % num_nodes
+        node = jnp.take_along_axis(state.place, last[:, None], axis=1)[:, 0]
+        index, within = node // num_nodes, node % num_nodes
 
         def of_round(*leaves: Array) -> Array:
             is_it = [
@@ -313,31 +292,29 @@ class CascadeDrafter(nnx.Module):
         )
         depth = jnp.take_along_axis(tree.depth, within[:, None], axis=1)[:, 0]
         inner_verdict = Verdict(jnp.where(ended, -1, within), depth, verdict.next_token)
+        place = jnp.where(state.place < self.rounds * num_nodes, state.place, -1)
         first = state.rounds[0]._replace(
             state=self.inner.commit(
                 state_of,
                 inner_draft,
                 inner_verdict,
-                self.inner_topology,
                 self._no_hidden(len(last)),
+                self.inner_topology,
             )
         )
         return state._replace(
-            path=path_to(state.own, jnp.where(ended, -1, own_last)),
-            catch_up=jnp.take_along_axis(draft.tokens, last[:, None], axis=1)[:, 0],
-            has_catch_up=unread,
+            reader=state.reader.close(state.read, place, draft, verdict),
             rounds=(first, *state.rounds[1:]),
         )
 
-    def _inner_sampling(self, temperature_is_zero: bool) -> str:
-        return self.inner.child_sampling(
-            self.inner_topology, temperature_is_zero=temperature_is_zero
-        )
+    def _inner_sampling(self, temperature_is_zero: bool) -> Drawn:
+        return drawn_by(self.inner, self.inner_topology, temperature_is_zero=temperature_is_zero)
 
     def _rule(self, how: str, temperature_is_zero: bool) -> str:
         """The rule by which the medium model verifies the inner drafts."""
-        drawn = "shared" if how == "shared" else self._inner_sampling(temperature_is_zero)
+        drawn = Drawn(how) if how == "shared" else self._inner_sampling(temperature_is_zero)
         return default_verifier(drawn, self.inner_topology, temperature_is_zero=temperature_is_zero)
 
     def _no_hidden(self, batch: int) -> Array:
-        return jnp.zeros((batch, self.medium.config.d_model), self.medium.dtype)
+        shape = (batch, self.inner_topology.num_nodes, self.medium.config.d_model)
+        return jnp.zeros(shape, self.medium.dtype)

@@ -6,50 +6,33 @@ distribution of the model that drew it, or with the target's noise, and the veri
 drafters are exact for it.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from stree_jax import (
     Context,
     DraftTree,
+    Drawn,
     HybridLM,
-    Sampling,
+    Step,
     TreeTopology,
     Verdict,
     token_log_probs,
 )
-from stree_jax.array_types import Array, Bool, Float, Float32, Int, Key
-from stree_jax.decoding import all_finite, prefill
+from stree_jax.array_types import Array, Float
+from stree_jax.decoding import Reader, all_finite
 from stree_jax.decoding.drafters import (
     check_child_sampling,
     chosen_child_sampling,
     root_token,
     shared_scores,
 )
-from stree_jax.extensions.hierarchical.chains import chain_of
 from stree_jax.messages import shown
-from stree_jax.models import Cache, Path, Pending, check_model, empty_path, path_to
+from stree_jax.models import check_model
 
 MAX_PATTERN = 16  # each letter is a call of a model in the program
-
-
-class ReaderState(NamedTuple):
-    """The state of one of the models between steps.
-
-    A model processes the chain up to its last turn. Tokens that are accepted beyond that are its
-    *catch-up* tokens, which it processes together with the next root. Its own tree is a chain: as
-    many slots as there can be catch-up tokens, filled from the end, then the nodes that it has
-    processed.
-    """
-
-    cache: Cache
-    pending: Pending  # pending record of its own tree
-    path: Path  # accepted path in that tree, to be replayed
-    catch_up: Int[Array, "B missed"]
-    has_catch_up: Bool[Array, "B missed"]
 
 
 class InterleavedDrafter(nnx.Module):
@@ -99,82 +82,70 @@ class InterleavedDrafter(nnx.Module):
         self.pattern = letters
         self._child_sampling = child_sampling
 
-    def models(self) -> list[HybridLM]:
-        """See `Drafter`."""
-        return [self.medium, self.small]
+    def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
+        """See `Drafter`. Not tested on a mesh, so refused there."""
+        if target.partition is not None:
+            raise ValueError(f"{type(self).__name__} does not run on a mesh; ModelDrafter does")
 
     def default_topology(self) -> TreeTopology:
         """A chain with a draft for each letter, the only tree that this drafter fills."""
         return TreeTopology.chain(len(self.pattern))
 
-    def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
+    def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
         """See `Drafter`."""
         if topology != self.default_topology():
             raise ValueError(
                 f"the pattern {self.pattern!r} fills a chain of {len(self.pattern)} drafts and no"
                 f" other tree; leave topology out, or use TreeTopology.chain({len(self.pattern)})"
             )
-        return chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
+        how = chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
+        return Drawn(how)
 
     def prepare(
         self, context: Context, topology: TreeTopology, max_length: int
-    ) -> dict[str, ReaderState]:
+    ) -> dict[str, Reader]:
         """See `Drafter`."""
-        batch = context.length.shape[0]
 
-        def reader(letter: str, model: HybridLM) -> ReaderState:
-            num_read, num_missed = self._extent(letter)
-            num_nodes = num_missed + num_read
-            return ReaderState(
-                cache=prefill(model, context.tokens, context.length - 1, max_length),
-                pending=model.init_pending(batch, num_nodes),
-                path=empty_path(batch, num_nodes),
-                catch_up=jnp.zeros((batch, num_missed), jnp.int32),
-                has_catch_up=jnp.zeros((batch, num_missed), bool),
-            )
+        def reader(letter: str, model: HybridLM) -> Reader:
+            num_read = self._num_read(letter)
+            num_catch_up = topology.num_nodes - num_read
+            return Reader.open(model, context, num_read, max_length, num_catch_up)
 
         return {"q": reader("q", self.medium), "s": reader("s", self.small)}
 
     def propose(
         self,
-        state: dict[str, ReaderState],
-        context: Context,
-        keys: Key[Array, " B"],
-        sampling: Sampling,
+        state: dict[str, Reader],
+        step: Step,
         topology: TreeTopology,
-        noise: Float32[Array, "B _ V"] | None = None,
-    ) -> tuple[DraftTree, dict[str, ReaderState]]:
+    ) -> tuple[DraftTree, dict[str, Reader]]:
         """See `Drafter`."""
-        how = self.child_sampling(topology, temperature_is_zero=sampling.temperature_is_zero)
+        drawn_how = self.child_sampling(
+            topology, temperature_is_zero=step.sampling.temperature_is_zero
+        )
+        how = drawn_how.kind
         models = {"q": self.medium, "s": self.small}
-        tokens = root_token(context)
+        tokens = root_token(step.context)
         valid = jnp.ones_like(tokens, bool)
-        read = dict.fromkeys(models, 0)  # nodes of its own tree that a model has processed
+        read = dict.fromkeys(models, 0)  # nodes of the chain that a model has run
         log_probs, finite = [], jnp.ones_like(valid[:, 0])
         for depth, letter in enumerate(self.pattern):
-            model, reader = models[letter], state[letter]
-            known = jnp.concatenate([reader.catch_up, tokens], axis=1)
-            own_tree = chain_of(jnp.concatenate([reader.has_catch_up, valid], axis=1))
-            is_first = read[letter] == 0
-            logits, pending, cache = model.tree_forward(
-                known[:, read[letter] :],
-                own_tree,
-                reader.cache,
-                replay=(reader.pending, reader.path) if is_first else None,
-                prefix_pending=None if is_first else reader.pending,
+            logits, reader = state[letter].read(
+                models[letter],
+                tokens[:, read[letter] :],
+                TreeTopology.chain(depth).tree(valid),
+                np.arange(read[letter], depth + 1),
                 num_logits=1,
             )
-            read[letter] = known.shape[1]
-            state = state | {letter: reader._replace(cache=cache, pending=pending)}
-            logits = logits[:, 0, : model.config.vocab_size]
+            read[letter] = depth + 1
+            state, logits = state | {letter: reader}, logits[:, 0]
             finite &= all_finite(logits)
             if how == "iid":
-                log_probs.append(token_log_probs(logits, sampling))
-                of_depth = jax.vmap(jax.random.fold_in, (0, None))(keys, depth)
+                log_probs.append(token_log_probs(logits, step.sampling))
+                of_depth = jax.vmap(jax.random.fold_in, (0, None))(step.keys, depth)
                 drawn = jax.vmap(jax.random.categorical)(of_depth, log_probs[-1])
             elif how == "shared":
-                assert noise is not None  # child_sampling refuses temperature 0
-                scores = shared_scores(logits[:, None], sampling, noise, depth)
+                scores = shared_scores(logits[:, None], step, depth)
                 drawn = jnp.argmax(scores[:, 0], axis=-1)
             else:
                 drawn = jnp.argmax(logits, axis=-1)
@@ -188,38 +159,29 @@ class InterleavedDrafter(nnx.Module):
             log_probs=jnp.stack(log_probs, axis=1) if log_probs else None,
             log_prob_row=jnp.where((rows < topology.depth) & bool(log_probs), rows, -1),
             finite=finite,
+            drawn=drawn_how,
         )
         return draft, state
 
     def commit(
         self,
-        state: dict[str, ReaderState],
+        state: dict[str, Reader],
         draft: DraftTree,
         verdict: Verdict,
+        hidden: Float[Array, "B N M"],
         topology: TreeTopology,
-        hidden: Float[Array, "B M"],
-    ) -> dict[str, ReaderState]:
+    ) -> dict[str, Reader]:
         """See `Drafter`."""
-        ended = verdict.last < 0
-        last = jnp.maximum(verdict.last, 0)
+        nodes = np.arange(topology.num_nodes, dtype=np.int32)
 
-        def committed(letter: str, reader: ReaderState) -> ReaderState:
-            num_read, num_missed = self._extent(letter)
-            own_tree = chain_of(
-                jnp.concatenate([reader.has_catch_up, draft.tree.valid[:, :num_read]], axis=1)
-            )
-            own_last = num_missed + jnp.minimum(last, num_read - 1)
-            # The last nodes of the path; those beyond `num_read` are catch-up tokens.
-            missed = last[:, None] - jnp.arange(num_missed, dtype=jnp.int32)[::-1]
-            return reader._replace(
-                path=path_to(own_tree, jnp.where(ended, -1, own_last)),
-                catch_up=jnp.take_along_axis(draft.tokens, jnp.maximum(missed, 0), axis=1),
-                has_catch_up=(missed >= num_read) & ~ended[:, None],
-            )
+        def committed(letter: str, reader: Reader) -> Reader:
+            num_read = self._num_read(letter)
+            place = jnp.broadcast_to(np.where(nodes < num_read, nodes, -1), draft.tokens.shape)
+            chain = TreeTopology.chain(num_read - 1).tree(draft.tree.valid[:, :num_read])
+            return reader.close(chain, place, draft, verdict)
 
         return {letter: committed(letter, reader) for letter, reader in state.items()}
 
-    def _extent(self, letter: str) -> tuple[int, int]:
-        """Nodes of the chain that a model processes, root included, and catch-up slots."""
-        num_read = 1 + self.pattern.rindex(letter)
-        return num_read, 1 + len(self.pattern) - num_read
+    def _num_read(self, letter: str) -> int:
+        """Nodes of the chain that a model runs, root included."""
+        return 1 + self.pattern.rindex(letter)

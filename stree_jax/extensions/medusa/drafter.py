@@ -18,13 +18,15 @@ from flax import nnx
 from stree_jax import (
     Context,
     DraftTree,
+    Drawn,
     HybridLM,
     Sampling,
+    Step,
     TreeTopology,
     Verdict,
     token_log_probs,
 )
-from stree_jax.array_types import Array, Bool, Float, Float32, Int, Key
+from stree_jax.array_types import Array, Bool, Float, Int, Key
 from stree_jax.decoding import Plan, filtered_logits, position_noise
 from stree_jax.decoding.drafters import (
     check_child_sampling,
@@ -32,7 +34,6 @@ from stree_jax.decoding.drafters import (
     draw,
     root_token,
 )
-from stree_jax.decoding.verifiers import BY_DEPTH
 from stree_jax.extensions.medusa.heads import MedusaHeads
 from stree_jax.models import check_on_one_device, output_logits
 from stree_jax.tuning import RankTrace, check_how, whole_texts
@@ -42,14 +43,14 @@ class MedusaState(NamedTuple):
     """The input of the heads."""
 
     hidden: Float[Array, "B M"]  # the target's, at the last accepted node
-    known: Bool[Array, " B"]  # False before the first step, which has no drafts
+    known: Bool[Array, " B"]  # False for a text of one token, which starts without drafts
 
 
 class MedusaDrafter(nnx.Module):
     """Medusa heads that fill a static tree. It holds the target's own output head, not a copy.
 
-    The first step of a text has no drafts: the prompt is prefilled without the heads, which need
-    the target's hidden state.
+    The target's hidden states of the prompt come through `read`, so the first step drafts; only
+    after a prompt of a single token there is none yet.
 
     Args:
         target: the model that `generate` decodes with.
@@ -81,17 +82,22 @@ class MedusaDrafter(nnx.Module):
         self.multiplier = target.config.logits_multiplier
         self._child_sampling = child_sampling
 
-    def check_target(self, target: HybridLM) -> None:
-        """Refuses a model whose hidden states the heads cannot use.
+    def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
+        """See `Drafter`.
 
         Raises:
-            ValueError: the sizes differ.
+            ValueError: a target of other sizes, or a tree deeper than there are heads.
         """
         have, want = self.output_head.shape, target.output_head.shape
         if have != want:
             raise ValueError(
                 f"the Medusa heads are of a model with an output head of shape {have}, and the"
                 f" target's has {want}; make MedusaDrafter with the target that generate gets"
+            )
+        if topology.depth > self.heads.num_heads:
+            raise ValueError(
+                f"a tree of depth {topology.depth} needs as many Medusa heads, and there are"
+                f" {self.heads.num_heads}"
             )
 
     def default_topology(self) -> TreeTopology:
@@ -100,17 +106,12 @@ class MedusaDrafter(nnx.Module):
             return TreeTopology.paper("A")
         return TreeTopology.from_branching((3, 2, 1)[: self.heads.num_heads])
 
-    def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
+    def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
         """See `Drafter`."""
-        if topology.depth > self.heads.num_heads:
-            raise ValueError(
-                f"a tree of depth {topology.depth} needs as many Medusa heads, and there are"
-                f" {self.heads.num_heads}"
-            )
         how = chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
         inner = [topology.depths[n] for n, below in enumerate(topology.children) if below]
         shares = len({*inner}) < len(inner)  # two nodes of one depth have children
-        return how + BY_DEPTH if shares and how in ("iid", "without_replacement") else how
+        return Drawn(how, by_depth=shares)
 
     def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> MedusaState:
         """See `Drafter`."""
@@ -121,31 +122,30 @@ class MedusaDrafter(nnx.Module):
     def propose(
         self,
         state: MedusaState,
-        context: Context,
-        keys: Key[Array, " B"],
-        sampling: Sampling,
+        step: Step,
         topology: TreeTopology,
-        noise: Float32[Array, "B _ V"] | None = None,
     ) -> tuple[DraftTree, MedusaState]:
         """See `Drafter`."""
-        how = self.child_sampling(topology, temperature_is_zero=sampling.temperature_is_zero)
-        how, depth = how.removesuffix(BY_DEPTH), topology.depth
+        drawn_how = self.child_sampling(
+            topology, temperature_is_zero=step.sampling.temperature_is_zero
+        )
+        how, depth = drawn_how.kind, topology.depth
         hidden = self.heads(state.hidden[:, None])[:, 0, :depth]
         scores = output_logits(hidden, self.output_head[...], self.multiplier)
         scores = scores[..., : self.vocab_size]  # [B, D, V]
         log_probs = None
         if how == "shared":
-            assert noise is not None  # child_sampling refuses temperature 0
-            scores = filtered_logits(scores, sampling) + noise[:, :depth]
+            assert step.noise is not None  # child_sampling refuses temperature 0
+            scores = filtered_logits(scores, step.sampling) + step.noise[:, :depth]
         elif how != "top_k":
-            scores = log_probs = token_log_probs(scores, sampling)
-        drawn, exists = draw(how, scores, max(map(len, topology.children)), keys)
+            scores = log_probs = token_log_probs(scores, step.sampling)
+        drawn, exists = draw(how, scores, max(map(len, topology.children)), step.keys)
 
         # Below the root a node's token is the one of its depth and of its rank among its siblings.
         parents = topology.parents[1:]
         rank = np.array([topology.children[p].index(n) for n, p in enumerate(parents, 1)])
         level = np.array(topology.depths[1:]) - 1
-        root = root_token(context)
+        root = root_token(step.context)
         tokens = jnp.concatenate([root, drawn[:, level, rank]], axis=1)
         found = exists[:, level, rank] & state.known[:, None]
         found = jnp.concatenate([jnp.ones_like(root, bool), found], axis=1)
@@ -158,6 +158,7 @@ class MedusaDrafter(nnx.Module):
             log_probs=log_probs,
             log_prob_row=jnp.asarray(row, jnp.int32),
             finite=exists[..., 0].all(axis=-1) | ~state.known,
+            drawn=drawn_how,
         )
         return draft, state
 
@@ -166,12 +167,21 @@ class MedusaDrafter(nnx.Module):
         state: MedusaState,
         draft: DraftTree,
         verdict: Verdict,
+        hidden: Float[Array, "B N M"],
         topology: TreeTopology,
-        hidden: Float[Array, "B M"],
     ) -> MedusaState:
         """See `Drafter`."""
-        runs = verdict.last >= 0
-        return MedusaState(jnp.where(runs[:, None], hidden, state.hidden), state.known | runs)
+        return _after(state, hidden, verdict.last)
+
+    def read(
+        self,
+        state: MedusaState,
+        tokens: Int[Array, "B T"],
+        hidden: Float[Array, "B T M"],
+        lengths: Int[Array, " B"],
+    ) -> MedusaState:
+        """See `Drafter`."""
+        return _after(state, hidden, lengths - 1)
 
     def rank_trace(
         self, target: HybridLM, request: Plan, tokens: Sequence[np.ndarray], num_ranks: int
@@ -188,8 +198,8 @@ class MedusaDrafter(nnx.Module):
 
         Returns:
             Ranks `[T, D]` for each text: of token t + d among the candidates of depth d + 1 in a
-            step that has emitted t tokens; `num_ranks` if it is none of them, as in the first step,
-            which has no drafts.
+            step that has emitted t tokens; `num_ranks` if it is none of them, as in the first step
+            after a prompt of one token, which has no drafts.
 
         Raises:
             ValueError: the drafter samples its candidates with its own random numbers.
@@ -204,9 +214,18 @@ class MedusaDrafter(nnx.Module):
             found = _ranks(target, self, text, start, request.keys[row], sampling, most=most)
             table = np.array(found)[: len(new)]
             ends = np.arange(len(new))[:, None] + np.arange(table.shape[1]) >= len(new)
-            table[ends | (np.arange(len(new)) == 0)[:, None]] = num_ranks
+            table[ends | (np.arange(len(new)) + start < 2)[:, None]] = num_ranks
             ranks.append(np.minimum(table, num_ranks))
         return RankTrace(ranks, num_ranks)
+
+
+def _after(
+    state: MedusaState, hidden: Float[Array, "B _ M"], last: Int[Array, " B"]
+) -> MedusaState:
+    """The state with the hidden state at `last`; rows where it is -1 keep theirs."""
+    runs, at = last >= 0, jnp.maximum(last, 0)[:, None, None]
+    new = jnp.take_along_axis(hidden, at, axis=1)[:, 0]
+    return MedusaState(jnp.where(runs[:, None], new, state.hidden), state.known | runs)
 
 
 @functools.partial(jax.jit, static_argnames="most")

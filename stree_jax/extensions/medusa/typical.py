@@ -10,14 +10,14 @@ import jax.numpy as jnp
 
 from stree_jax import (
     DraftTree,
-    Sampling,
+    Drawn,
+    Step,
     TreeTopology,
     Verdict,
     sample_tokens,
     token_log_probs,
 )
-from stree_jax.array_types import Array, Float32, Key
-from stree_jax.decoding import position_noise
+from stree_jax.array_types import Array, Float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,29 +39,21 @@ class Typical:
     delta: float = 0.3
     lossless: ClassVar[bool] = False
 
-    def check(
-        self, child_sampling: str, topology: TreeTopology, *, temperature_is_zero: bool
-    ) -> None:
+    def check(self, drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         """Accepts any drafts, since the rule is exact for none; refuses temperature 0."""
         if temperature_is_zero:
             raise ValueError(f"verifier {self.name!r} needs temperature > 0; use 'greedy' at 0")
 
     def verify(
         self,
-        keys: Key[Array, " B"],
         draft: DraftTree,
         logits: Float32[Array, "B N V"],
-        sampling: Sampling,
-        noise: Float32[Array, "B _ V"] | None,
-        *,
+        step: Step,
         topology: TreeTopology,
     ) -> Verdict:
         """See `Verifier`."""
         tree = draft.tree
-        if noise is None:
-            start = jnp.zeros(keys.shape, jnp.int32)
-            noise = position_noise(keys, start, topology.depth, logits.shape[-1])
-        log_p = token_log_probs(logits, sampling)
+        log_p = token_log_probs(logits, step.sampling)
         p = jnp.exp(log_p)
         entropy = -jnp.where(p > 0, p * log_p, 0.0).sum(axis=-1)
         bound = jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))  # [B, N]
@@ -72,7 +64,8 @@ class Typical:
         accepted = is_root | (prob > jnp.take_along_axis(bound, parents, axis=1))
         reached = ~(tree.ancestor_mask & ~accepted[:, None, :]).any(axis=-1) & tree.valid
         last = jnp.argmax(jnp.where(reached, tree.depth, -1), axis=-1).astype(jnp.int32)
-        chosen = sample_tokens(logits, noise, tree.depth, sampling)
+        assert step.noise is not None  # `check` refuses temperature 0
+        chosen = sample_tokens(logits, step.noise, tree.depth, step.sampling)
         depth, token = (
             jnp.take_along_axis(values, last[:, None], axis=1)[:, 0]
             for values in (tree.depth, chosen)

@@ -1,7 +1,7 @@
 """The paper's baseline: a tree verified as a batch of its root-to-leaf paths.
 
-`UnrolledLM` and `SequentialLM` have the interface of `HybridLM`, so the same loop and the same
-benchmark run on all three. Hidden states and pending record are in the order of the packed tree.
+`UnrolledLM` has the interface of `HybridLM`, so the same loop and the same benchmark run on both.
+Hidden states and pending record are in the order of the packed tree.
 """
 
 from typing import Any, NamedTuple
@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 import stree_jax as st
-from stree_jax.models.cache import path_to
 
 
 class Paths(NamedTuple):
@@ -76,9 +74,10 @@ class UnrolledLM(st.HybridLM):
         paths = root_to_leaf_paths(tree, self.num_rows, self.num_positions)
         batch, num_nodes = tokens.shape
         unrolled = jnp.take_along_axis(tokens[:, None], paths.nodes, axis=2)
-        records = self.run_paths(
-            unrolled.reshape(-1, self.num_positions),
-            paths.valid.reshape(-1, self.num_positions),
+        valid = paths.valid.reshape(-1, self.num_positions)
+        hidden, pending, _ = super().tree(
+            unrolled.reshape(valid.shape),
+            st.TreeTopology.chain(self.num_positions - 1).tree(valid),
             jax.tree.map(lambda value: jnp.repeat(value, self.num_rows, axis=0), cache),
         )
 
@@ -87,30 +86,4 @@ class UnrolledLM(st.HybridLM):
             place = paths.place.reshape(batch, num_nodes, *(1,) * (value.ndim - 2))
             return jnp.take_along_axis(flat, place, axis=1)
 
-        return *jax.tree.map(packed, records), cache
-
-    def run_paths(self, tokens: jax.Array, valid: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        """Hidden states and pending record of right-padded rows `[R, L]`, a state per row."""
-        chain = st.TreeTopology.chain(tokens.shape[1] - 1).tree(valid)
-        return super().tree(tokens, chain, cache)[:2]
-
-
-class SequentialLM(UnrolledLM):
-    """The paths as rows, one token at a time: the recurrent step."""
-
-    def run_paths(self, tokens: jax.Array, valid: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        """See `UnrolledLM`."""
-        one = st.TreeTopology.chain(0).tree(jnp.ones_like(valid[:, :1]))
-
-        def step(cache: Any, at: tuple) -> tuple:
-            token, exists = at
-            hidden, pending, cache = st.HybridLM.tree(self, token[:, None], one, cache)
-            path = path_to(one, jnp.where(exists, 0, -1))
-            return self.replay(cache, pending, path), jax.tree.map(_only, (hidden, pending))
-
-        _, out = lax.scan(step, cache, (tokens.T, valid.T))
-        return jax.tree.map(lambda value: jnp.moveaxis(value, 0, 1), out)
-
-
-def _only(value: jax.Array) -> jax.Array:
-    return value[:, 0]
+        return *jax.tree.map(packed, (hidden, pending)), cache

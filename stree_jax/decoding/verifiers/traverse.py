@@ -20,30 +20,48 @@ import jax.numpy as jnp
 from jax import lax
 
 from stree_jax.array_types import Array, Float32, Int
-from stree_jax.decoding.verifiers.rejection_sampling import (
-    RejectionSampling,
-    Rule,
-    Walk,
-    without,
-)
+from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
+from stree_jax.decoding.verifiers.reject import Walk, check_drawn, is_chain, verify_by, without
 from stree_jax.tree import Tree, TreeTopology
 
 _MOST = 80.0  # bound of |log(p / q)|; exp(-80) is negligible among float32 probabilities
 
 
 @dataclasses.dataclass(frozen=True)
-class Traversal(RejectionSampling):
-    """Tests drafts from the leaves up.
+class Traverse:
+    """Tests drafts from the leaves up; reads how they were drawn from `DraftTree.drawn`.
 
-    For trees there is one form for each way of drawing children, `exact_for`. `generate` chooses it
-    when the verifier is given by name.
+    Attributes:
+        name, exact_for: see `Reject`.
     """
 
-    needs_own_draws = True
+    name: str = "traversal"
+    exact_for: str | None = None
 
-    def rule(self, topology: TreeTopology) -> Rule:
-        """All nodes of a chain at once; a tree node by node."""
-        return traverse_chain if max(map(len, topology.children)) <= 1 else traverse
+    def check(self, drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
+        """See `Verifier`."""
+        if drawn.by_depth and drawn.is_sampled and not (temperature_is_zero or is_chain(topology)):
+            other = "multi_step" if drawn.kind == "iid" else drawn.kind
+            raise ValueError(
+                f"verifier {self.name!r} is not exact where nodes of a depth share their draws, as"
+                f" with {drawn}; use {other!r}, or a chain"
+            )
+        check_drawn(self.name, self.exact_for, drawn, topology, temperature_is_zero)
+
+    def verify(
+        self,
+        draft: DraftTree,
+        logits: Float32[Array, "B N V"],
+        step: Step,
+        topology: TreeTopology,
+    ) -> Verdict:
+        """See `Verifier`. All nodes of a chain at once; a tree node by node.
+
+        Raises:
+            ValueError: the drafter did not give its distributions, or not how it drew children.
+        """
+        rule = traverse_chain if is_chain(topology) else traverse
+        return verify_by(rule, self.name, draft, logits, step, topology)
 
 
 def traverse(

@@ -1,6 +1,5 @@
 """A generation compiled ahead of time: its memory is known, and Python is not timed."""
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -36,25 +35,16 @@ class Program:
         ).compile()
         self.memory = Memory.of(self._run)
 
-    def start(self, prompts: Sequence[Sequence[int]], key: jax.Array | None = None) -> DecodeState:
+    def start(self, prompts: Sequence[Sequence[int]]) -> DecodeState:
         """The state after the prefill of these prompts; `run` does not consume it."""
-        p = plan(self._model, prompts, **(self._options | ({} if key is None else {"key": key})))
+        p = plan(self._model, prompts, **self._options)
         return p.decoder.start(self._model, p.drafter, p.context, p.keys)
 
-    def run(self, state: DecodeState, temperature: float | None = None) -> DecodeState:
-        """Runs the whole generation and blocks. The loop donates a copy of the state.
-
-        Args:
-            state: a result of `start`.
-            temperature: replaces the request's temperature; both must be above 0.
-        """
+    def run(self, state: DecodeState) -> DecodeState:
+        """Runs the whole generation and blocks. The loop donates a copy of the state."""
         p = self._plan
-        sampling = p.sampling
-        if temperature is not None:
-            value = jnp.full_like(sampling.temperature, temperature)
-            sampling = dataclasses.replace(sampling, temperature=value)
         return jax.block_until_ready(
-            self._run(self._model, p.drafter, _copied(state), p.limits, sampling)
+            self._run(self._model, p.drafter, _copied(state), p.limits, p.sampling)
         )
 
 
@@ -64,17 +54,11 @@ def _copied(state: DecodeState) -> DecodeState:
 
 
 class Timed(NamedTuple):
-    """A program's generations.
+    """A program's generations."""
 
-    Attributes:
-        ends: final state of each generation.
-        texts: new tokens of its rows.
-        seconds: `[rounds, generations]`.
-    """
-
-    ends: list[DecodeState]
-    texts: list[list[list[int]]]
-    seconds: np.ndarray
+    ends: list[DecodeState]  # final states
+    texts: list[list[list[int]]]  # new tokens of the rows of each
+    seconds: np.ndarray  # [rounds, generations]
 
     def counts(self, name: str) -> np.ndarray:
         """A statistic of each generation, summed over its rows."""
@@ -98,26 +82,17 @@ class Timed(NamedTuple):
 def timed_programs(
     title: str,
     programs: Mapping[str, Program],
-    requests: Sequence[tuple[Any, ...]],
+    batches: Sequence[Sequence[Sequence[int]]],
     rounds: int,
-    temperature: float | None = None,
 ) -> dict[str, Timed]:
-    """Runs all programs on all requests, interleaved.
-
-    Args:
-        title: label of the progress bar.
-        programs: programs by name.
-        requests: arguments of `Program.start`; the prefill is not timed.
-        rounds: number of timed runs.
-        temperature: see `Program.run`.
-    """
-    starts = {name: [each.start(*r) for r in requests] for name, each in programs.items()}
+    """Runs all programs on all batches of prompts, interleaved; the prefill is not timed."""
+    starts = {name: [*map(program.start, batches)] for name, program in programs.items()}
 
     def decode(name: str, number: int) -> DecodeState:
-        return programs[name].run(starts[name][number], temperature)
+        return programs[name].run(starts[name][number])
 
     ways = {name: functools.partial(decode, name) for name in programs}
-    ends, seconds = timed(title, ways, range(len(requests)), rounds)
+    ends, seconds = timed(title, ways, range(len(batches)), rounds)
     return {
         name: Timed(ends[name], [*map(new_tokens, ends[name], starts[name])], seconds[name])
         for name in programs

@@ -17,105 +17,87 @@ With one child a node both are the speculative sampling of Leviathan et al., 202
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from stree_jax.array_types import Array, Float32, Int, Key
+from stree_jax.array_types import Array, Float32, Int
 from stree_jax.decoding.sampling import token_log_probs
-from stree_jax.decoding.types import DraftTree, Sampling, Verdict
-from stree_jax.decoding.verifiers.base import BY_DEPTH
-from stree_jax.decoding.verifiers.following import FollowTarget
+from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
+from stree_jax.decoding.verifiers.follow import Follow
 from stree_jax.tree import Tree, TreeTopology
 
-_TARGET_ONLY = FollowTarget("target_only")
+_TARGET_ONLY = Follow()
 
 
 @dataclasses.dataclass(frozen=True)
-class RejectionSampling:
-    """Accepts drafts by the ratio p / q, so the drafter must give its distributions.
+class Reject:
+    """Tests drafts from the root down; reads how they were drawn from `DraftTree.drawn`.
 
     Attributes:
         name: name in `VERIFIERS` and in messages.
-        exact_for: the child sampling for which the output has the target's distribution.
+        exact_for: the one kind of `Drawn` that `check` accepts where nodes have several children;
+            None: both "iid" and "without_replacement".
     """
 
-    name: str
-    exact_for: str
-    needs_own_draws: ClassVar[bool] = False  # whether nodes of a depth must not share draws
+    name: str = "reject"
+    exact_for: str | None = None
 
-    def check(
-        self, child_sampling: str, topology: TreeTopology, *, temperature_is_zero: bool
-    ) -> None:
+    def check(self, drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         """See `Verifier`."""
-        if temperature_is_zero:
-            raise ValueError(f"verifier {self.name!r} needs temperature > 0; use 'greedy' at 0")
-        if topology.num_nodes == 1:  # no draft to test
-            return
-        # A single child is drawn the same way with and without replacement.
-        branching = max(map(len, topology.children))
-        how = child_sampling.removesuffix(BY_DEPTH)
-        if how != child_sampling and self.needs_own_draws:
-            other = "multi_step" if how == "iid" else how
-            raise ValueError(
-                f"verifier {self.name!r} is not exact where nodes of a depth share their draws, as"
-                f" with child_sampling = {child_sampling!r}; use {other!r}, or a chain"
-            )
-        drawn = how in ("iid", "without_replacement")
-        if how != self.exact_for and not (drawn and branching <= 1):
-            raise ValueError(
-                f"verifier {self.name!r} is not exact for child_sampling = {child_sampling!r},"
-                f" only for {self.exact_for!r}; use 'target_only', which is exact for any, or"
-                f" ModelDrafter(..., child_sampling={self.exact_for!r})"
-            )
+        check_drawn(self.name, self.exact_for, drawn, topology, temperature_is_zero)
 
     def verify(
         self,
-        keys: Key[Array, " B"],
         draft: DraftTree,
         logits: Float32[Array, "B N V"],
-        sampling: Sampling,
-        noise: Float32[Array, "B _ V"] | None,
-        *,
+        step: Step,
         topology: TreeTopology,
     ) -> Verdict:
         """See `Verifier`.
 
         Raises:
-            ValueError: the drafter did not give its distributions.
+            ValueError: the drafter did not give its distributions, or not how it drew children.
         """
-        num_nodes = draft.tokens.shape[1]
-        if num_nodes == 1:  # no draft to test
-            return _TARGET_ONLY.verify(keys, draft, logits, sampling, noise, topology=topology)
-        if draft.log_probs is None:
-            raise ValueError(
-                f"verifier {self.name!r} needs the draft's distributions, and the drafter gave"
-                " log_probs = None; use 'target_only'"
-            )
-        log_probs = token_log_probs(logits, sampling)
-        rule = self.rule(topology)
+        return verify_by(try_children, self.name, draft, logits, step, topology)
 
-        def row(key, tokens, tree, draft_log_probs, target_log_probs):
-            test_key, next_key = jax.random.split(key)
-            walk = rule(
-                jax.random.uniform(test_key, (num_nodes,)),
-                tokens,
-                tree,
-                draft_log_probs,
-                draft.log_prob_row,
-                target_log_probs,
-                replace=self.exact_for == "iid",
-            )
-            token = jax.random.categorical(next_key, jnp.log(walk.probs)).astype(jnp.int32)
-            return Verdict(walk.last, tree.depth[walk.last], token)
 
-        return jax.vmap(row)(keys, draft.tokens, draft.tree, draft.log_probs, log_probs)
+def check_drawn(
+    name: str,
+    exact_for: str | None,
+    drawn: Drawn,
+    topology: TreeTopology,
+    temperature_is_zero: bool,
+) -> None:
+    """Refuses drafts that a rule must not test by their probabilities.
 
-    def rule(self, topology: TreeTopology) -> "Rule":
-        """The function that tests one row, such as `try_children`."""
-        return try_children
+    Args:
+        name, exact_for: attributes of the rule, see `Reject`.
+        drawn, topology, temperature_is_zero: see `Verifier.check`.
+
+    Raises:
+        ValueError: the output would not have the target's distribution.
+    """
+    if temperature_is_zero:
+        raise ValueError(f"verifier {name!r} needs temperature > 0; use 'greedy' at 0")
+    if topology.num_nodes == 1:  # no draft to test
+        return
+    # A single child is drawn the same way with and without replacement.
+    if drawn.is_sampled and (is_chain(topology) or exact_for in (None, drawn.kind)):
+        return
+    kinds = ("iid", "without_replacement") if exact_for is None else (exact_for,)
+    raise ValueError(
+        f"verifier {name!r} is not exact for child_sampling = {drawn.kind!r},"
+        f" only for {' and '.join(map(repr, kinds))}; use 'target_only', which is exact for any, or"
+        f" ModelDrafter(..., child_sampling={kinds[-1]!r})"
+    )
+
+
+def is_chain(topology: TreeTopology) -> bool:
+    """Whether no node has several children."""
+    return max(map(len, topology.children)) <= 1
 
 
 class Walk(NamedTuple):
@@ -128,6 +110,57 @@ class Walk(NamedTuple):
 
 
 Rule = Callable[..., Walk]
+
+
+def verify_by(
+    rule: Rule,
+    name: str,
+    draft: DraftTree,
+    logits: Float32[Array, "B N V"],
+    step: Step,
+    topology: TreeTopology,
+) -> Verdict:
+    """Tests the drafts of each row, and draws the token after them.
+
+    Args:
+        rule: tests one row, such as `try_children`.
+        name: the verifier's, for messages.
+        draft, logits, step, topology: see `Verifier.verify`.
+
+    Raises:
+        ValueError: the drafter did not give its distributions, or not how it drew children.
+    """
+    num_nodes = draft.tokens.shape[1]
+    if num_nodes == 1:  # no draft to test
+        return _TARGET_ONLY.verify(draft, logits, step, topology)
+    if draft.log_probs is None:
+        raise ValueError(
+            f"verifier {name!r} needs the draft's distributions, and the drafter gave"
+            " log_probs = None; use 'target_only'"
+        )
+    if not draft.drawn.is_sampled:
+        raise ValueError(
+            f"verifier {name!r} must know how children were drawn, and the draft has"
+            f" drawn = {draft.drawn}; make it with DraftTree(..., drawn=Drawn('iid')), or the kind"
+            " that is true"
+        )
+    log_probs = token_log_probs(logits, step.sampling)
+
+    def row(key, tokens, tree, draft_log_probs, target_log_probs):
+        test_key, next_key = jax.random.split(key)
+        walk = rule(
+            jax.random.uniform(test_key, (num_nodes,)),
+            tokens,
+            tree,
+            draft_log_probs,
+            draft.log_prob_row,
+            target_log_probs,
+            replace=draft.drawn.kind == "iid",
+        )
+        token = jax.random.categorical(next_key, jnp.log(walk.probs)).astype(jnp.int32)
+        return Verdict(walk.last, tree.depth[walk.last], token)
+
+    return jax.vmap(row)(step.keys, draft.tokens, draft.tree, draft.log_probs, log_probs)
 
 
 def try_children(

@@ -6,17 +6,18 @@ the text is the one that autoregressive decoding draws with the same key.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 
-from stree_jax.array_types import Array, Float32, Int, Key
-from stree_jax.decoding.sampling import best_token, position_noise, sample_tokens
-from stree_jax.decoding.types import DraftTree, Sampling, Verdict
+from stree_jax.array_types import Array, Float32, Int
+from stree_jax.decoding.sampling import best_token, sample_tokens
+from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
 from stree_jax.tree import TreeTopology
 
 
 @dataclasses.dataclass(frozen=True)
-class FollowTarget:
+class Follow:
     """Follows the target's best token at temperature 0, and its sample above it.
 
     Attributes:
@@ -24,12 +25,11 @@ class FollowTarget:
         only_at_zero: refuse temperatures above 0.
     """
 
-    name: str
+    name: str = "target_only"
     only_at_zero: bool = False
+    follows_target: ClassVar[bool] = True
 
-    def check(
-        self, child_sampling: str, topology: TreeTopology, *, temperature_is_zero: bool
-    ) -> None:
+    def check(self, drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         """See `Verifier`."""
         if self.only_at_zero and not temperature_is_zero:
             raise ValueError(
@@ -38,21 +38,16 @@ class FollowTarget:
 
     def verify(
         self,
-        keys: Key[Array, " B"],
         draft: DraftTree,
         logits: Float32[Array, "B N V"],
-        sampling: Sampling,
-        noise: Float32[Array, "B _ V"] | None,
-        *,
+        step: Step,
         topology: TreeTopology,
     ) -> Verdict:
         """See `Verifier`."""
-        if self.only_at_zero or sampling.temperature_is_zero:
+        if self.only_at_zero or step.sampling.temperature_is_zero:
             return follow(draft, best_token(logits)[0])
-        if noise is None:  # the caller has no noise: sample anew each step
-            start = jnp.zeros(keys.shape, jnp.int32)
-            noise = position_noise(keys, start, topology.depth, logits.shape[-1])
-        return follow(draft, sample_tokens(logits, noise, draft.tree.depth, sampling))
+        assert step.noise is not None
+        return follow(draft, sample_tokens(logits, step.noise, draft.tree.depth, step.sampling))
 
 
 def follow(draft: DraftTree, chosen: Int[Array, "B N"]) -> Verdict:

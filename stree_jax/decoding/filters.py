@@ -1,0 +1,222 @@
+"""Filters: which tokens may be sampled. Draft and target go through the same ones."""
+
+import dataclasses
+import numbers
+import typing
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from stree_jax.array_types import Array, Bool, Float32
+from stree_jax.checks import check_int
+from stree_jax.messages import shown
+
+
+@runtime_checkable
+class Filter(Protocol):
+    """Rules tokens out before sampling; `generate(filters=...)` takes a tuple of them.
+
+    A filter is a frozen dataclass, registered with `jax.tree_util.register_dataclass`. Its fields
+    are numbers, or static (`dataclasses.field(metadata={"static": True})`). In the decode loop
+    every number is an array with an entry per row, `[B]`: `per_row` aligns it with logits.
+    """
+
+    def __call__(self, logits: Float32[Array, "B *rows V"], /) -> Float32[Array, "B *rows V"]:
+        """The logits, with `-inf` for tokens that are left out.
+
+        Args:
+            logits: logits after temperature and the filters before this one; the best one is 0,
+                and must be kept.
+        """
+        ...
+
+
+def per_row(values: Any, logits: Array) -> Array:
+    """An array `[B]` with axes of size 1, so that it broadcasts against logits `[B, *rows, V]`."""
+    values = jnp.asarray(values)
+    return values.reshape(values.shape + (1,) * (logits.ndim - values.ndim))
+
+
+@typing.no_type_check  # jax unflattens it with leaves that are not numbers
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TopK:
+    """Keeps the k best tokens, and those that tie with the last of them.
+
+    Attributes:
+        k: 0 keeps all tokens.
+    """
+
+    k: int
+
+    def __post_init__(self):
+        if isinstance(self.k, numbers.Number | str):
+            check_int("top_k", self.k, 0)
+
+    def __call__(self, logits, /):
+        """See `Filter`."""
+        k = per_row(self.k, logits)
+        return lax.cond((k > 0).any(), lambda: _best_k(logits, k), lambda: logits)
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TopP:
+    """Keeps the smallest set of tokens with probability p, and those that tie with its last one.
+
+    Probabilities are those after the filters before this one.
+
+    Attributes:
+        p: 1 keeps all tokens.
+    """
+
+    p: float
+
+    def __post_init__(self):
+        if isinstance(self.p, numbers.Number | str) and not (
+            isinstance(self.p, numbers.Real) and 0 < self.p <= 1
+        ):
+            raise ValueError(f"top_p must be in (0, 1], got {shown(self.p)}")
+
+    def __call__(self, logits, /):
+        """See `Filter`."""
+        p = per_row(self.p, logits)
+        # The set is the tokens above a threshold, whose weight falls as the threshold rises. The
+        # best token's weight is 1.
+        weights = jnp.where(jnp.isfinite(logits), jnp.exp(logits), 0.0)
+        total = weights.sum(axis=-1, keepdims=True)
+        threshold = _largest(
+            lambda low: _sum_from(low, weights, weights) >= p * total, logits.shape[:-1]
+        )
+        kept = (p >= 1) | (weights >= jnp.fmin(threshold, 1.0))
+        return jnp.where(kept, logits, -jnp.inf)
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ForRows:
+    """A filter of some rows.
+
+    Attributes:
+        filter: the filter.
+        used: the rows that it is for.
+    """
+
+    filter: Filter
+    used: Bool[Array, " B"]
+
+    def __call__(self, logits, /):
+        """See `Filter`."""
+        return jnp.where(per_row(self.used, logits), self.filter(logits), logits)
+
+
+def check_filters(filters: object) -> None:
+    """Refuses what cannot be filters of a text.
+
+    Raises:
+        ValueError: not a tuple of filters, or one that is no pytree of numbers.
+    """
+    if not isinstance(filters, tuple):
+        raise ValueError(f"filters must be a tuple such as (st.TopK(8),), got {shown(filters)}")
+    for one in filters:
+        if isinstance(one, type) or not callable(one):
+            raise ValueError(
+                "filters must be st.TopK(...), st.TopP(...) or other objects with the method of"
+                f" st.Filter, got {shown(one)}"
+            )
+        for leaf in jax.tree.leaves(one):
+            if not isinstance(leaf, numbers.Real | np.ndarray | jax.Array):
+                raise ValueError(
+                    f"filter {shown(one)} must be a pytree of numbers; make its class a frozen"
+                    " dataclass, and register it with jax.tree_util.register_dataclass"
+                )
+
+
+def filters_of(
+    rows: list[tuple[int, float, tuple[Filter, ...]]], *, may_differ: bool = False
+) -> tuple[Filter, ...]:
+    """The filters of a batch: top-k and top-p if a row has either, then the rows' own filters.
+
+    Args:
+        rows: top-k, top-p and filters of each row; rows have no filters, or filters of one `kind`.
+        may_differ: whether some rows may have filters of their own and others none.
+    """
+    found: list[Any] = []
+    if any(k > 0 or p < 1 for k, p, _ in rows):
+        found += [_joined([TopK(k) for k, *_ in rows]), _joined([TopP(p) for _, p, _ in rows])]
+    own = next((filters for *_, filters in rows if filters), ())
+    of_all = [_joined(each) for each in zip(*(row[2] or own for row in rows), strict=True)]
+    used = jnp.asarray([bool(filters) for *_, filters in rows])
+    return (*found, *(ForRows(one, used) if may_differ else one for one in of_all))
+
+
+def kind(filters: tuple[Filter, ...]) -> Any:
+    """What filters of a batch must have in common: types, static fields and shapes."""
+    leaves, structure = jax.tree.flatten(filters)
+    return structure, [np.shape(leaf) for leaf in leaves]
+
+
+def _joined(filters: list[Any] | tuple[Any, ...]) -> Any:
+    """One filter of all rows: each number has an axis of rows in front."""
+
+    def join(*leaves: Any) -> Array:
+        values = np.stack([np.asarray(leaf) for leaf in leaves])
+        if not np.issubdtype(values.dtype, np.floating) and values.dtype != bool:
+            most = np.iinfo(np.int32).max
+            return jnp.asarray(np.clip(values, -most, most).astype(np.int32))
+        return jnp.asarray(values, bool if values.dtype == bool else jnp.float32)
+
+    return jax.tree.map(join, *filters)
+
+
+def _best_k(logits: Array, k: Array) -> Array:
+    below = jnp.abs(logits)  # the best is 0
+    num_tokens = logits.shape[-1]
+    # At the worst token kept, and from there on, are all tokens but k - 1 or fewer.
+    threshold = _largest(
+        lambda low: _sum_from(low, below, jnp.int32(1)) > num_tokens - jnp.minimum(k, num_tokens),
+        logits.shape[:-1],
+    )
+    return jnp.where((k <= 0) | (below <= threshold), logits, -jnp.inf)
+
+
+def _sum_from(thresholds: Array, values: Array, summands: Array) -> Array:
+    """For each threshold, the sum of the summands whose values are at least the threshold."""
+    chosen = values[..., None, :] >= thresholds[..., None]
+    return jnp.where(chosen, summands[..., None, :] if summands.ndim else summands, 0).sum(axis=-1)
+
+
+def _largest(holds: Callable[[Array], Array], rows: tuple[int, ...]) -> Array:
+    """The largest non-negative float that passes a test which all smaller ones pass too.
+
+    Non-negative floats are ordered as their bits are, so this searches for the bits.
+
+    Args:
+        holds: the test, for several thresholds per row.
+        rows: shape of the rows.
+
+    Returns:
+        A threshold per row, with one more axis of size 1.
+    """
+
+    def search(num_bits: int) -> Array:
+        """Searches `num_bits` bits per pass."""
+
+        def find(i: Array, bits: Array) -> Array:
+            shift = jnp.maximum(31 - num_bits * (i + 1), 0)
+            tried = bits + (jnp.arange(1, 2**num_bits, dtype=jnp.int32) << shift)
+            passed = holds(lax.bitcast_convert_type(tried, jnp.float32))
+            return bits + (passed.sum(axis=-1, keepdims=True, dtype=jnp.int32) << shift)
+
+        none = jnp.zeros((*rows, 1), jnp.int32)
+        return lax.fori_loop(0, -(-31 // num_bits), find, none)
+
+    # A pass over the vocabulary is a launch on a GPU, and arithmetic on a CPU.
+    bits = lax.platform_dependent(cpu=lambda: search(1), default=lambda: search(5))
+    return lax.bitcast_convert_type(bits, jnp.float32)
