@@ -54,14 +54,14 @@ def abstract_model(config: st.ModelConfig, partition: Partition) -> Any:
     return nnx.merge(structure, unflatten(weights, local))
 
 
-def placed(tree: Any, specs: list[PartitionSpec], mesh: Any) -> Any:
-    """Abstract arrays with shardings."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(
-        [
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-            for leaf, spec in zip(leaves, specs, strict=True)
-        ]
+def placed(tree: Any, specs: Any, mesh: Any) -> Any:
+    """Abstract arrays with shardings; `specs` is a prefix of the tree."""
+    return jax.tree.map(
+        lambda leaf, spec: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
+        ),
+        tree,
+        jax.tree.broadcast(specs, tree),
     )
 
 
@@ -84,11 +84,12 @@ def decode_loop(
         return state._replace(cache=cache, drafter=own)
 
     state = jax.eval_shape(start, target, drafter, prompts, keys)
-    specs = jax.tree.broadcast(state_specs(target), state)
+    modules = (target, drafter)
+    weights = jax.tree.structure(modules).unflatten(weight_specs(modules))
     arguments = (
-        placed((target, drafter), weight_specs((target, drafter)), mesh),
-        placed(state, jax.tree.leaves(specs), mesh),
-        placed((limits, sampling), [ROWS] * 5, mesh),
+        placed(modules, weights, mesh),
+        placed(state, state_specs(target), mesh),
+        placed((limits, sampling), ROWS, mesh),
     )
 
     def run(modules: Any, state: Any, settings: Any) -> Any:
