@@ -22,7 +22,7 @@ from benchmarks.static.deviceless import GPUS, described_gpu, described_mesh  # 
 import jax  # isort: skip
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 import stree_jax as st
 from benchmarks.static.collectives import collectives, problems

@@ -1,6 +1,5 @@
 """`stree-jax generate --prompts`: continues the prompts of a file, several at a time."""
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
@@ -20,14 +19,8 @@ from rich.progress import (
 
 import stree_jax as st
 from stree_jax.cli.generate import Loaded, check_seed, encoded
+from stree_jax.cli.options import DEFAULTS
 from stree_jax.decoding.options import MAX_TOKENS, plan
-
-# Settings that a line may override: the options that are numbers.
-_SETTINGS = tuple(
-    option.name
-    for option in dataclasses.fields(st.Options)
-    if isinstance(option.default, int | float)
-)
 
 
 class _Line(NamedTuple):
@@ -42,6 +35,7 @@ class _Line(NamedTuple):
 def run_batch(
     console: Console,
     loaded: Loaded,
+    settings: dict[str, Any],
     *,
     prompts: Path,
     output: Path,
@@ -50,7 +44,6 @@ def run_batch(
     seed: int,
     max_length: int | None,
     fingerprint: dict[str, Any],
-    **defaults: Any,
 ) -> int:
     """Decodes the prompts that the output lacks, and appends each text as it ends.
 
@@ -60,13 +53,13 @@ def run_batch(
     Args:
         console: console for the progress bar, bad lines and the summary.
         loaded: models and tokenizer.
+        settings: options of a text, which a line may override.
         prompts: file of JSON objects with a "prompt" and optional settings.
         output: file of JSON objects with "line", "prompt", "text" and counts, as texts end.
         rows: number of prompts that decode at the same time.
         verifier, max_length: see `generate`.
         seed: default random seed of a line.
         fingerprint: all options that may change a text.
-        **defaults: default settings of a line.
 
     Returns:
         The number of lines with errors.
@@ -83,9 +76,9 @@ def run_batch(
         "topology": loaded.topology,
         "verifier": verifier,
     }
-    plan(loaded.model, [[0]], **drafts, **defaults, key=jax.random.key(seed))  # checks them
+    plan(loaded.model, [[0]], **drafts, **settings, key=jax.random.key(seed))  # checks them
     lines = [
-        _parsed(loaded, number, line, seed, defaults)
+        _parsed(loaded, number, line, seed, settings)
         for number, line in enumerate(text.split("\n"), 1)
         if line.strip()
     ]
@@ -178,11 +171,11 @@ def _parsed(loaded: Loaded, number: int, line: str, seed: int, defaults: dict[st
     if not isinstance(prompt, str):
         return _Line(number, "", None, 'not an object with a "prompt" that is a text')
     try:
-        settings = defaults | {name: content[name] for name in _SETTINGS if name in content}
+        own = defaults | {name: content[name] for name in DEFAULTS if name in content}
         own_seed = content.get("seed", seed)
         check_seed(own_seed, "seed")
         key = jax.random.fold_in(jax.random.key(own_seed), number)
-        request = st.Request(encoded(loaded, prompt, "the prompt"), key=key, **settings)
+        request = st.Request(encoded(loaded, prompt, "the prompt"), key=key, **own)
     except ValueError as error:
         return _Line(number, prompt, None, str(error))
     return _Line(number, prompt, request)

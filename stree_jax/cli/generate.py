@@ -118,15 +118,10 @@ def encoded(loaded: Loaded, prompt: str, name: str) -> list[int]:
 def run_generate(
     console: Console,
     loaded: Loaded,
+    text: st.Options,
     *,
     prompt: str,
     verifier: str | None,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
-    max_length: int | None,
     lossy: bool,
 ) -> None:
     """Decodes, and prints tokens as they are accepted.
@@ -140,16 +135,11 @@ def run_generate(
     steps = st.stream(
         model,
         [tokens],
-        max_new_tokens=max_new_tokens,
         drafter=drafter,
         topology=topology,
         verifier=verifier,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        max_length=max_length,
-        key=jax.random.key(seed),
         lossy=lossy,
+        **text,
     )
 
     def write(text: str) -> None:
@@ -167,9 +157,9 @@ def run_generate(
             began = time.perf_counter()  # the first step includes compilation
             first = len(new)
         # A character may span several tokens: print only what later tokens cannot change.
-        text = tokenizer.decode(output).rstrip("\N{REPLACEMENT CHARACTER}")
-        write(text[len(shown) :])
-        shown = text
+        so_far = tokenizer.decode(output).rstrip("\N{REPLACEMENT CHARACTER}")
+        write(so_far[len(shown) :])
+        shown = so_far
     write(tokenizer.decode(output)[len(shown) :] + "\n")
     seconds = time.perf_counter() - began
     speed = f"{(len(output) - first) / seconds:,.0f} tokens/s, " if calls > 1 else ""

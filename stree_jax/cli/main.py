@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
+import jax
 import typer
 from rich.console import Console
 
+from stree_jax.cli.options import with_text_options
+from stree_jax.decoding.options import Options
 from stree_jax.messages import shown_path
 
 app = typer.Typer(
@@ -45,7 +48,9 @@ def demo(
 
 
 @app.command()
+@with_text_options
 def generate(
+    settings: dict[str, Any],
     checkpoint: Annotated[
         str, typer.Argument(help="Target model: checkpoint directory or hub name.")
     ],
@@ -91,10 +96,6 @@ def generate(
     lossy: Annotated[
         bool, typer.Option("--lossy", help="Allow a rule that changes the output: typical.")
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample from the k most probable tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling: keep probability mass p.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Random seed: the same seed, the same text.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16 weights.")] = "float32",
     tokenizer: Annotated[
@@ -141,14 +142,6 @@ def generate(
         "sharpness": sharpness,
         "dtype": _checked(dtype) or "float32",
     }
-    settings: dict[str, Any] = {
-        "verifier": verifier,
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "seed": seed,
-    }
     if mesh is None and distributed:
         raise ValueError("--distributed goes with --mesh, such as --mesh data=2,model=4")
     if mesh is not None and prompts is not None:
@@ -156,19 +149,25 @@ def generate(
     loaded = load(**source, tokenizer_path=tokenizer, mesh=mesh, distributed=distributed)
     console = Console(highlight=False, file=loaded.output)
     if prompts is None or output is None:
-        only: dict[str, Any] = {"max_length": max_length, "lossy": lossy}
-        run_generate(console, loaded, prompt=prompt or "", **only, **settings)
+        text = Options(**settings, max_length=max_length, key=jax.random.key(seed))
+        run_generate(console, loaded, text, prompt=prompt or "", verifier=verifier, lossy=lossy)
         return
     from stree_jax.cli.batch import run_batch
 
-    fingerprint = source | settings | {"tokenizer": str(tokenizer)}
-    files: dict[str, Any] = {
-        "prompts": prompts,
-        "output": output,
-        "rows": rows,
-        "max_length": max_length,
-    }
-    bad = run_batch(console, loaded, **files, **settings, fingerprint=fingerprint)
+    drafting = {"verifier": verifier, "seed": seed}
+    fingerprint = source | settings | drafting | {"tokenizer": str(tokenizer)}
+    bad = run_batch(
+        console,
+        loaded,
+        settings,
+        prompts=prompts,
+        output=output,
+        rows=rows,
+        verifier=verifier,
+        seed=seed,
+        max_length=max_length,
+        fingerprint=fingerprint,
+    )
     raise typer.Exit(1 if bad else 0)
 
 

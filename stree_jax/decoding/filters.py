@@ -55,7 +55,7 @@ class TopK:
 
     def __post_init__(self):
         if isinstance(self.k, numbers.Number | str):
-            check_int("top_k", self.k, 0)
+            check_top_k(self.k)
 
     def __call__(self, logits, /):
         """See `Filter`."""
@@ -78,10 +78,8 @@ class TopP:
     p: float
 
     def __post_init__(self):
-        if isinstance(self.p, numbers.Number | str) and not (
-            isinstance(self.p, numbers.Real) and 0 < self.p <= 1
-        ):
-            raise ValueError(f"top_p must be in (0, 1], got {shown(self.p)}")
+        if isinstance(self.p, numbers.Number | str):
+            check_top_p(self.p)
 
     def __call__(self, logits, /):
         """See `Filter`."""
@@ -114,6 +112,17 @@ class ForRows:
     def __call__(self, logits, /):
         """See `Filter`."""
         return jnp.where(per_row(self.used, logits), self.filter(logits), logits)
+
+
+def check_top_k(k: Any) -> None:
+    """Refuses what is no k of `TopK`."""
+    check_int("top_k", k, 0)
+
+
+def check_top_p(p: Any) -> None:
+    """Refuses what is no p of `TopP`."""
+    if not (isinstance(p, numbers.Real) and 0 < p <= 1):
+        raise ValueError(f"top_p must be in (0, 1], got {shown(p)}")
 
 
 def check_filters(filters: object) -> None:

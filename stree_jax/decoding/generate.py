@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -151,15 +151,8 @@ def generate(
             )
         prompts, key, own = rows_of_all(prompts, text.key, model.config.vocab_size)
         text = dataclasses.replace(text, key=key)
-    request = plan(
-        model,
-        prompts,
-        drafter=drafter,
-        topology=topology,
-        verifier=verifier,
-        lossy=lossy,
-        **text,
-    )
+    drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
+    request = plan(model, prompts, text, **drafts, lossy=lossy)
     num_rows = len(prompts)
     own = slice(num_rows) if own is None else own
     request = on_mesh(request, model.partition)
@@ -191,15 +184,8 @@ def stream(
         After each target call, the new tokens of each row; an empty list for rows that have ended.
     """
     text = checked_options("stream", options)
-    request = plan(
-        model,
-        prompts,
-        drafter=drafter,
-        topology=topology,
-        verifier=verifier,
-        lossy=lossy,
-        **text,
-    )
+    drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
+    request = plan(model, prompts, text, **drafts, lossy=lossy)
 
     num_rows = len(prompts)
     rows = slice(num_rows)

@@ -70,11 +70,11 @@ class SpeculativeDecoder:
     def read(self, model: HybridLM, drafter: Drafter | None, prompts: Context) -> Prefix:
         """Prefills the prompts but for the last token of each, which becomes the first root."""
         text = prompts.tokens, prompts.length - 1, self.max_length
-        if drafter is None:
-            return Prefix(prompts, prefill(model, *text), None)
-        state = drafter.prepare(prompts, self.topology, self.max_length)
-        if reads(drafter):
-            return Prefix(prompts, *prefill_with_drafter(model, drafter, *text, state))
+        state = None
+        if drafter is not None:
+            state = drafter.prepare(prompts, self.topology, self.max_length)
+            if reads(drafter):
+                return Prefix(prompts, *prefill_with_drafter(model, drafter, *text, state))
         return Prefix(prompts, prefill(model, *text), state)
 
     def start(

@@ -87,7 +87,8 @@ def _same(tree: Any) -> Any:
 
 def _check_equal_requests(request: Any) -> None:
     """Raises if they differ: jax does not notice, and each process would run its own."""
-    digest = hashlib.sha256(repr((request.decoder, type(request.drafter))).encode())
+    static = request.decoder, type(request.drafter), jax.tree.structure(request.sampling)
+    digest = hashlib.sha256(repr(static).encode())
     for leaf in jax.tree.leaves((request.context, request.limits, request.sampling)):
         digest.update(np.asarray(leaf).tobytes())
     digest.update(np.asarray(jax.random.key_data(request.keys)).tobytes())

@@ -13,7 +13,13 @@ from pallas_kernels import dispatch
 from stree_jax.array_types import Array
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters.base import Drafter, check_request, draft_models, drawn_by
-from stree_jax.decoding.filters import Filter, check_filters, filters_of
+from stree_jax.decoding.filters import (
+    Filter,
+    check_filters,
+    check_top_k,
+    check_top_p,
+    filters_of,
+)
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.on_mesh import check_mesh_of
 from stree_jax.decoding.types import Context, Limits, Sampling
@@ -92,15 +98,14 @@ class Options:
 
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, 1)
-        check_int("top_k", self.top_k, 0)
+        check_top_k(self.top_k)
+        check_top_p(self.top_p)
         largest = float(np.finfo(np.float32).max)
         heat = self.temperature
         if not (isinstance(heat, numbers.Real) and 0 <= heat <= largest):
             raise ValueError(f"temperature must be a number from 0 on, got {shown(heat)}")
         if 0 < heat < np.finfo(np.float32).tiny:
             raise ValueError(f"temperature = {shown(heat)} is 0 in float32; use 0")
-        if not (isinstance(self.top_p, numbers.Real) and 0 < self.top_p <= 1):
-            raise ValueError(f"top_p must be in (0, 1], got {shown(self.top_p)}")
         check_filters(self.filters)
         if self.eos_token is not None:
             _listed_eos_tokens(self.eos_token, None)
@@ -108,12 +113,12 @@ class Options:
             check_int("max_length", self.max_length, 1)
         if self.key is None:
             return
-        if heat > 0 and "rbg" in str(jax.random.key_impl(typed_key(self.key))):
+        how = jax.random.key_impl(typed_key(self.key))
+        if heat > 0 and "rbg" in str(how):
             raise ValueError(
                 "keys of implementation 'rbg' draw other numbers in another batch; use"
                 " jax.random.key(0, impl='threefry2x32')"
             )
-        typed_key(self.key)
 
     def keys(self) -> list[str]:
         """The names of the options, so that `**options` passes them as keywords."""
@@ -141,6 +146,7 @@ def checked_options(function: str, keywords: Mapping[str, Any]) -> Options:
 def plan(
     model: HybridLM,
     prompts: Sequence[Sequence[int]],
+    text: Options | None = None,
     *,
     drafter: Drafter | None = None,
     topology: TreeTopology | None = None,
@@ -148,17 +154,20 @@ def plan(
     lossy: bool = False,
     **options: Unpack[OptionKeywords],
 ) -> Plan:
-    """Checks a request; arguments and errors as in `generate`. Compiles nothing."""
-    chosen_options = checked_options("plan", options)
+    """Checks a request; compiles nothing.
+
+    Arguments and errors as in `generate`; `text` are options that are checked already, instead of
+    keywords.
+    """
+    text = checked_options("plan", options) if text is None else text
     check_model(model)
     vocab_size = model.config.vocab_size
     context = checked_prompts(prompts, vocab_size)
-    eos_token, key = chosen_options.eos_token, chosen_options.key
-    max_new_tokens, temperature = chosen_options.max_new_tokens, chosen_options.temperature
+    eos_token, key, temperature = text.eos_token, text.key, text.temperature
     if eos_token is None:
         eos_token = () if model.config.eos_token is None else model.config.eos_token
     eos_tokens = _listed_eos_tokens(eos_token, vocab_size)
-    _check_length(context, max_new_tokens, chosen_options.max_length, model.config.max_length)
+    _check_length(context, text.max_new_tokens, text.max_length, model.config.max_length)
     temperature_is_zero = temperature == 0
     if key is None and not temperature_is_zero:
         raise ValueError("temperature > 0 needs a random key: pass key=jax.random.key(0)")
@@ -180,7 +189,7 @@ def plan(
             " distribution; pass lossy=True if you want that, or leave verifier out"
         )
     batch = len(prompts)
-    longest = int(np.asarray(context.length).max()) + max_new_tokens
+    longest = int(np.asarray(context.length).max()) + text.max_new_tokens
     decoder = SpeculativeDecoder(
         topology=topology,
         verifier=chosen,
@@ -197,10 +206,10 @@ def plan(
         drafter if topology.num_nodes > 1 else None,  # a root alone is autoregressive decoding
         context,
         keys,
-        Limits(per_row(max_new_tokens, np.int32), _padded_eos_tokens(eos_tokens, batch)),
+        Limits(per_row(text.max_new_tokens, np.int32), _padded_eos_tokens(eos_tokens, batch)),
         Sampling(
             per_row(temperature, np.float32),
-            () if temperature_is_zero else filters_of([filtering(chosen_options)] * batch),
+            () if temperature_is_zero else filters_of([filtering(text)] * batch),
             temperature_is_zero=temperature_is_zero,
         ),
     )

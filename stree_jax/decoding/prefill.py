@@ -31,17 +31,7 @@ def prefill(
     Continues from `cache`; None starts with an empty one of `max_length` positions. The number of
     chunks is traced, so chunks beyond the longest row cost nothing.
     """
-    if model.partition is None:
-        return _prefill(model, tokens, lengths, cache, max_length)
-    specs = cache_specs(model.config, model.partition.axis)
-    return over_mesh(
-        model.partition,
-        functools.partial(_prefill, max_length=max_length),
-        (model,),
-        (tokens, lengths, cache),
-        (ROWS, ROWS, None if cache is None else specs),
-        specs,
-    )
+    return _prefill(model, None, tokens, lengths, max_length, None, cache)[0]
 
 
 @functools.partial(jax.jit, static_argnames="max_length")
@@ -55,12 +45,24 @@ def prefill_with_drafter(
     cache: Cache | None = None,
 ) -> tuple[Cache, Any]:
     """As `prefill`, and the state of a drafter that reads every chunk, see `Drafter.read`."""
+    return _prefill(model, drafter, tokens, lengths, max_length, state, cache)
+
+
+def _prefill(
+    model: HybridLM,
+    drafter: Any,
+    tokens: Array,
+    lengths: Array,
+    max_length: int,
+    state: Any,
+    cache: Cache | None,
+) -> tuple[Cache, Any]:
     if model.partition is None:
-        return _prefill_with_drafter(model, drafter, tokens, lengths, state, cache, max_length)
+        return _run(model, drafter, tokens, lengths, state, cache, max_length)
     specs = cache_specs(model.config, model.partition.axis)
     return over_mesh(
         model.partition,
-        functools.partial(_prefill_with_drafter, max_length=max_length),
+        functools.partial(_run, max_length=max_length),
         (model, drafter),
         (tokens, lengths, state, cache),
         (ROWS, ROWS, ROWS, None if cache is None else specs),
@@ -68,17 +70,7 @@ def prefill_with_drafter(
     )
 
 
-def _prefill(
-    model: HybridLM, tokens: Array, lengths: Array, cache: Cache | None, max_length: int
-) -> Cache:
-    def read(chunk: Array, lengths: Array, cache: Cache) -> Cache:
-        return model.prefill(chunk, lengths, cache)[1]
-
-    cache = model.init_cache(len(tokens), max_length) if cache is None else cache
-    return _in_chunks(read, tokens, lengths, cache)
-
-
-def _prefill_with_drafter(
+def _run(
     model: HybridLM,
     drafter: Any,
     tokens: Array,
@@ -89,6 +81,8 @@ def _prefill_with_drafter(
 ) -> tuple[Cache, Any]:
     def read(chunk: Array, lengths: Array, carry: tuple[Cache, Any]) -> tuple[Cache, Any]:
         cache, state = carry
+        if drafter is None:
+            return model.prefill(chunk, lengths, cache)[1], state
         hidden, cache = model.prefill_hidden(chunk, lengths, cache)
         return cache, drafter.read(state, chunk, hidden, lengths)
 

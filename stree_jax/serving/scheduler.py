@@ -1,6 +1,7 @@
 """`Scheduler`: requests of any lengths share the rows of one decode loop."""
 
 import collections
+import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,6 @@ from stree_jax.decoding.generate import failure, statistics_of
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import (
     MAX_TOKENS,
-    OptionKeywords,
     Plan,
     checked_prompts,
     filtering,
@@ -182,17 +182,18 @@ class Scheduler:
 
     def _plan_of(self, text: Sequence[int], request: Request) -> Plan:
         longest = request.max_length
-        own: OptionKeywords = {
-            "max_length": self._max_length if longest is None else min(longest, self._max_length),
-            "key": _no_key() if request.temperature == 0 else _as_row(request.key),
-        }
+        own = dataclasses.replace(
+            request,
+            max_length=self._max_length if longest is None else min(longest, self._max_length),
+            key=_no_key() if request.temperature == 0 else _as_row(request.key),
+        )
         return plan(
             self._model,
             [text],
+            own,
             drafter=self._drafter,
             topology=self._topology,
             verifier=self._verifier,
-            **{**request, **own},
         )
 
     def _planned(self, greedy: bool) -> Plan | None:

@@ -15,7 +15,7 @@ from stree_jax.decoding.generate import Generation, generate
 from stree_jax.decoding.options import Plan, plan
 from stree_jax.decoding.sampling import filtered_logits, position_noise, token_log_probs
 from stree_jax.decoding.types import Sampling
-from stree_jax.decoding.verifiers import Reject, Traverse, Verifier
+from stree_jax.decoding.verifiers import Verifier
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
@@ -78,7 +78,7 @@ def assert_lossless(
         )
         drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
         request = plan(model, prompts, **options, **drafts)
-        if isinstance(request.decoder.verifier, Reject | Traverse):
+        if not getattr(request.decoder.verifier, "follows_target", True):
             raise ValueError(
                 f"verifier {request.decoder.verifier.name!r} keeps the target's distribution, not"
                 f" its tokens, at temperature {temperature}; test it with assert_same_distribution,"

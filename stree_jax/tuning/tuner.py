@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from stree_jax.checks import check_int
-from stree_jax.decoding.drafters import BeamDrafter, Drafter, DynamicDrafter, ModelDrafter
+from stree_jax.decoding.drafters import Drafter, DynamicDrafter, ModelDrafter
 from stree_jax.decoding.generate import Generation, generate
 from stree_jax.decoding.options import Plan, plan
 from stree_jax.models.lm import HybridLM, check_on_one_device
@@ -144,7 +144,7 @@ def tune(
         raise ValueError(
             "drafter is None; tune chooses a tree for a drafter such as ModelDrafter(...)"
         )
-    if isinstance(drafter, BeamDrafter | DynamicDrafter):
+    if getattr(drafter, "chooses_shape", False):
         raise ValueError(
             f"{type(drafter).__name__} chooses its trees itself; tune a ModelDrafter of its model"
         )
@@ -199,7 +199,7 @@ def tune(
     candidates = _candidates(trace, costs, max_nodes, max_depth)
     finalists = _finalists(candidates)
     dynamic = None
-    if type(drafter) is ModelDrafter:
+    if isinstance(drafter, ModelDrafter):
         progress("fitting dynamic trees", 0, 1)
         largest = next(row.topology for row in candidates if row.topology is not None)
         dynamic = _dynamic(drafter, request, written, largest, costs)

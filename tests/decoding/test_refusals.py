@@ -251,6 +251,9 @@ for change, message in [
 ]:
     with pytest.raises(ValueError, match=message):
         st.generate(model, **({"prompts": [[1]]} | change))
+    if {*change} <= {*st.Options().keys()} and "in all" not in message:
+        with pytest.raises(ValueError, match=message):
+            st.Options(**change)
 for call in (lambda: st.generate("path", [[1]]), lambda: st.ModelDrafter("path")):
     with pytest.raises(ValueError, match="must be a HybridLM, got str; load one with"):
         call()

@@ -288,6 +288,18 @@ def drafters(name, data, shards):
             st.TreeTopology.beam(3, 3),
             {"temperature": 0.7, "top_p": 0.9, "key": jax.random.key(4)},
         ),
+        "turns": (st.InterleavedDrafter(draft, draft, "sqq"), None, {}),
+        "turns, sampled": (
+            st.InterleavedDrafter(draft, draft, "sq"),
+            None,
+            {"temperature": 0.7, "key": jax.random.key(5)},
+        ),
+        "cascade": (st.CascadeDrafter(draft, st.NgramDrafter()), None, {}),
+        "cascade, sampled": (
+            st.CascadeDrafter(draft, st.ModelDrafter(draft)),
+            None,
+            {"temperature": 0.7, "key": jax.random.key(6)},
+        ),
     }
 
 
@@ -297,7 +309,7 @@ def drafters(name, data, shards):
     "kind",
     [
         *("ngram", "beam", "dynamic", "deep", "without replacement", "shared noise"),
-        "beam, sampled",
+        *("beam, sampled", "turns", "turns, sampled", "cascade", "cascade, sampled"),
     ],
 )
 def test_drafters(name, kind):
@@ -478,12 +490,6 @@ def test_what_is_refused(tmp_path):
     small = replicated_draft("mamba2", 2, 4)
     with pytest.raises(ValueError, match="not on the target's mesh"):
         decode(model, drafter=st.InterleavedDrafter(small, draft, "qs"))
-    for both in (
-        st.InterleavedDrafter(small, small, "qs"),
-        st.CascadeDrafter(small, st.NgramDrafter()),
-    ):
-        with pytest.raises(ValueError, match="Drafter does not run on a mesh"):
-            decode(model, drafter=both)
     with pytest.raises(ValueError, match="its own methods cannot be called"):
         model(jnp.ones((2, 3), jnp.int32))
     with pytest.raises(ValueError, match="Scheduler is for models on one device"):

@@ -48,6 +48,8 @@ class Drafter(Protocol):
                             chunk of a prompt but its last token, so that a drafter on the target's
                             states drafts in the first step. A row that has ended must keep its
                             state: texts are continued from it
+        chooses_shape       an attribute: True if trees do not have the topology's shape; `tune`,
+                            which chooses a topology, refuses such a drafter
         rank_trace(...)     for `tune`, if candidates depend on the depth of a node, see
                             `stree_jax.tuning.rank_trace`
 
@@ -119,7 +121,7 @@ def drawn_by(
     """How a drafter chooses children; `Drawn("top_k")` if it does not say.
 
     Raises:
-        ValueError: the drafter refuses this topology or temperature.
+        ValueError: the drafter refuses this temperature.
     """
     child_sampling = getattr(drafter, "child_sampling", None)
     if not callable(child_sampling):

@@ -36,6 +36,8 @@ class BeamDrafter(nnx.Module):
         ValueError: `model` is not a model.
     """
 
+    chooses_shape = True  # see `Drafter`
+
     def __init__(self, model: HybridLM):
         check_model(model)
         self.model = model

@@ -49,6 +49,8 @@ class DynamicDrafter(nnx.Module):
             positive number.
     """
 
+    chooses_shape = True  # see `Drafter`
+
     def __init__(self, model: HybridLM, *, expand: int = 8, sharpness: float = 2.5):
         check_model(model)
         self.model = model
@@ -66,7 +68,7 @@ class DynamicDrafter(nnx.Module):
         """16 nodes, and at most 5 drafts on a path."""
         return TreeTopology.budget(16, 5)
 
-    def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
+    def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         """See `Drafter`."""
         widths = self.widths(topology)
         most = sum(
@@ -79,6 +81,9 @@ class DynamicDrafter(nnx.Module):
                 f" fewer than the {topology.num_nodes - 1} of a tree of {topology.num_nodes} nodes;"
                 " raise expand or use a smaller tree"
             )
+
+    def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
+        """See `Drafter`."""
         return Drawn(chosen_child_sampling("auto", temperature_is_zero=temperature_is_zero))
 
     def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> ModelDraftState:

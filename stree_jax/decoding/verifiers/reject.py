@@ -17,7 +17,7 @@ With one child a node both are the speculative sampling of Leviathan et al., 202
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,7 @@ class Reject:
 
     name: str = "reject"
     exact_for: str | None = None
+    follows_target: ClassVar[bool] = False
 
     def check(self, drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         """See `Verifier`."""

@@ -14,6 +14,7 @@ testing from the root down.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,7 @@ class Traverse:
 
     name: str = "traversal"
     exact_for: str | None = None
+    follows_target: ClassVar[bool] = False
 
     def check(self, drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         """See `Verifier`."""

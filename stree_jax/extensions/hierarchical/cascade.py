@@ -129,11 +129,16 @@ class CascadeDrafter(nnx.Module):
 
     def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         """See `Drafter`. What the inner drafter refuses for the medium model is refused."""
-        if target.partition is not None:
-            raise ValueError(f"{type(self).__name__} does not run on a mesh; ModelDrafter does")
+        own = self.default_topology()
+        if topology.parents != own.parents:
+            raise ValueError(
+                f"a cascade of {self.rounds} rounds fills a chain of {own.depth} drafts and no"
+                f" other tree; leave topology out, or use TreeTopology.chain({own.depth})"
+            )
         check_request(
             self.inner, self.medium, self.inner_topology, temperature_is_zero=temperature_is_zero
         )
+        self._inner_sampling(temperature_is_zero)  # raises if it refuses
 
     def default_topology(self) -> TreeTopology:
         """A chain as long as all rounds can accept, the only tree that this drafter fills."""
@@ -141,13 +146,6 @@ class CascadeDrafter(nnx.Module):
 
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
         """See `Drafter`."""
-        depth = self.default_topology().depth
-        if topology.parents != self.default_topology().parents:
-            raise ValueError(
-                f"a cascade of {self.rounds} rounds fills a chain of {depth} drafts and no other"
-                f" tree; leave topology out, or use TreeTopology.chain({depth})"
-            )
-        self._inner_sampling(temperature_is_zero)  # raises if it refuses
         how = chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
         return Drawn(how)
 

@@ -83,9 +83,12 @@ class InterleavedDrafter(nnx.Module):
         self._child_sampling = child_sampling
 
     def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
-        """See `Drafter`. Not tested on a mesh, so refused there."""
-        if target.partition is not None:
-            raise ValueError(f"{type(self).__name__} does not run on a mesh; ModelDrafter does")
+        """See `Drafter`."""
+        if topology != self.default_topology():
+            raise ValueError(
+                f"the pattern {self.pattern!r} fills a chain of {len(self.pattern)} drafts and no"
+                f" other tree; leave topology out, or use TreeTopology.chain({len(self.pattern)})"
+            )
 
     def default_topology(self) -> TreeTopology:
         """A chain with a draft for each letter, the only tree that this drafter fills."""
@@ -93,11 +96,6 @@ class InterleavedDrafter(nnx.Module):
 
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
         """See `Drafter`."""
-        if topology != self.default_topology():
-            raise ValueError(
-                f"the pattern {self.pattern!r} fills a chain of {len(self.pattern)} drafts and no"
-                f" other tree; leave topology out, or use TreeTopology.chain({len(self.pattern)})"
-            )
         how = chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
         return Drawn(how)
 

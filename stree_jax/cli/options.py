@@ -1,0 +1,50 @@
+"""The options of a text as options of a command: those fields of `Options` that are numbers."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from stree_jax.decoding.options import Options
+
+_HELP = {
+    "max_new_tokens": "Maximum number of new tokens.",
+    "temperature": "0 is greedy decoding.",
+    "top_k": "Sample from the k most probable tokens; 0: all.",
+    "top_p": "Nucleus sampling: keep probability mass p.",
+}
+
+# Fields of `Options`, and what they are on the command line where nothing is given.
+DEFAULTS: dict[str, Any] = {
+    field.name: field.default
+    for field in dataclasses.fields(Options)
+    if isinstance(field.default, int | float)
+} | {"max_new_tokens": 128}
+
+
+def with_text_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command an option for each of `DEFAULTS`; it gets their values as `settings`."""
+    own = inspect.signature(command, eval_str=True)
+    added = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[type(default), typer.Option(help=_HELP[name])],
+        )
+        for name, default in DEFAULTS.items()
+    ]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        settings = {name: values.pop(name) for name in DEFAULTS}
+        command(**values, settings=settings)
+
+    kept = [each for each in own.parameters.values() if each.name != "settings"]
+    parameters = [*kept, *added]
+    run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
