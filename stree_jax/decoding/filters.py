@@ -121,7 +121,7 @@ def check_top_k(k: Any) -> None:
 
 def check_top_p(p: Any) -> None:
     """Refuses what is no p of `TopP`."""
-    if not (isinstance(p, numbers.Real) and 0 < p <= 1):
+    if not (isinstance(p, float | int | np.floating) and 0 < p <= 1):
         raise ValueError(f"top_p must be in (0, 1], got {shown(p)}")
 
 
