@@ -28,10 +28,8 @@ def _enlarged(config: st.ModelConfig, **changes: Any) -> st.ModelConfig:
 _BAMBA = _enlarged(HYBRIDS["bamba"])
 FAMILIES = {
     "mamba_ssm": dataclasses.replace(
-        _BAMBA,
-        layers=("mamba2", "mlp") * 2,
+        _BAMBA.with_layers(("mamba2", "mlp") * 2),
         mamba2=dataclasses.replace(_BAMBA.mamba2, norm="norm_then_gate"),
-        attention=None,
         residual_float32=True,
     ),
     # Not tied: with tied embeddings a random model repeats itself.
@@ -39,11 +37,8 @@ FAMILIES = {
         512, 128, 4, head_dim=64, state_size=64, tie_embeddings=False
     ),
     "Codestral-Mamba": dataclasses.replace(
-        _BAMBA,
-        layers=("mamba2",) * 3,
+        _BAMBA.with_layers(("mamba2",) * 3),
         mamba2=dataclasses.replace(_BAMBA.mamba2, num_heads=8, num_groups=4),
-        attention=None,
-        mlp=None,
     ),
     "MambaInLlama": _enlarged(HYBRIDS["mamba_in_llama"]),
     "mamba2attn": _enlarged(HYBRIDS["mamba2attn"]),

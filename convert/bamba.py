@@ -79,7 +79,7 @@ def write_bamba(config: ModelConfig, dtype: str) -> dict[str, Any]:
         | max_length_values(config)
         | {
             "num_hidden_layers": len(config.layers) // 2,
-            "attn_layer_indices": positions_of(config.layers[::2], "attention"),
+            "attn_layer_indices": positions_of(config.kinds[::2], "attention"),
             "intermediate_size": required(config.mlp).hidden_size,
             "hidden_act": required(config.mlp).activation,
             "mlp_bias": required(config.mlp).bias,

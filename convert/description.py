@@ -51,7 +51,7 @@ def mixer_of(config: ModelConfig) -> Mamba2Config:
         ValueError: the model has none.
     """
     if config.mamba2 is None:
-        raise ValueError(f"layers = {config.layers} have no Mamba-2")
+        raise ValueError(f"layers = {config.kinds} have no Mamba-2")
     return config.mamba2
 
 

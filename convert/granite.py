@@ -103,7 +103,7 @@ def write_granite(config: ModelConfig, dtype: str) -> dict[str, Any]:
         | experts
         | {
             "num_hidden_layers": len(config.layers) // 2,
-            "layer_types": [NAMES.get(kind, kind) for kind in config.layers[::2]],
+            "layer_types": [NAMES.get(kind, kind) for kind in config.kinds[::2]],
             "shared_intermediate_size": shared,
             "hidden_act": required(mlp or moe).activation,
             "position_embedding_type": "rope" if a.rotary_dim else "nope",

@@ -221,7 +221,7 @@ def attention_of(config: ModelConfig) -> AttentionConfig:
         ValueError: the model has none.
     """
     if config.attention is None:
-        raise ValueError(f"layers = {config.layers} have no attention")
+        raise ValueError(f"layers = {config.kinds} have no attention")
     return config.attention
 
 

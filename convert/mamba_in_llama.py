@@ -160,5 +160,5 @@ def write_mamba_config(config: ModelConfig) -> dict[str, Any]:
         "intermediate_size": required(config.mlp).hidden_size,
         "hidden_act": required(config.mlp).activation,
         "n_layer": len(config.layers) // 2,
-        "attn_layers": positions_of(config.layers[::2], "attention"),
+        "attn_layers": positions_of(config.kinds[::2], "attention"),
     }

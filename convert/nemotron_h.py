@@ -199,7 +199,7 @@ def write_nemotron_h(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`NemotronHConfig`."""
     m, a, mlp, moe = mixer_of(config), config.attention, config.mlp, config.moe
     values = hf_values(config, dtype, "nemotron_h", "NemotronHForCausalLM") | {
-        "layers_block_type": [NAMES.get(kind, kind) for kind in config.layers],
+        "layers_block_type": [NAMES.get(kind, kind) for kind in config.kinds],
         "mamba_num_heads": m.num_heads,
         "mamba_head_dim": m.head_dim,
         "ssm_state_size": m.state_size,

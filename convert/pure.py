@@ -126,7 +126,7 @@ def write_mamba_ssm(config: ModelConfig, dtype: str) -> dict[str, Any]:
     values: dict[str, Any] = {
         "d_model": config.d_model,
         "d_intermediate": 0 if config.mlp is None else config.mlp.hidden_size,
-        "n_layer": sum(kind != "mlp" for kind in config.layers),
+        "n_layer": sum(kind != "mlp" for kind in config.kinds),
         "vocab_size": config.vocab_size,
         "ssm_cfg": {
             "layer": "Mamba2",
@@ -153,7 +153,7 @@ def write_mamba_ssm(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "tie_embeddings": config.tie_embeddings,
     }
     if a is not None:
-        mixers = [kind for kind in config.layers if kind != "mlp"]
+        mixers = [kind for kind in config.kinds if kind != "mlp"]
         values["attn_layer_idx"] = [i for i, kind in enumerate(mixers) if kind == "attention"]
         values["attn_cfg"] = {
             "causal": True,

@@ -133,7 +133,7 @@ def mamba_ssm(config: ModelConfig, *, embedding: str, prefix: str = "") -> list[
     """
     rules: list[Rule] = []
     layer = -1
-    for block, kind in enumerate(config.layers):
+    for block, kind in enumerate(config.kinds):
         layer += kind != "mlp"
         source, target = f"{prefix}backbone.layers.{layer}", f"blocks.{block}"
         norm = "norm2" if kind == "mlp" else "norm"
@@ -172,7 +172,7 @@ def llama_like(
         mlp_norm, final_norm: names of norms.
     """
     rules: list[Rule] = []
-    for block, kind in enumerate(config.layers):
+    for block, kind in enumerate(config.kinds):
         source, target = f"model.layers.{block // 2}", f"blocks.{block}"
         norm = mlp_norm if block % 2 else "input_layernorm"
         rules.append(Rule(f"{source}.{norm}.weight", f"{target}.norm_scale"))
@@ -199,7 +199,7 @@ def llama_like(
 def nemotron_h(config: ModelConfig) -> list[Rule]:
     """Nemotron-H: each layer is one mixer or one MLP, named "mixer" either way."""
     rules: list[Rule] = []
-    for layer, kind in enumerate(config.layers):
+    for layer, kind in enumerate(config.kinds):
         source, target = f"backbone.layers.{layer}", f"blocks.{layer}"
         rules.append(Rule(f"{source}.norm.weight", f"{target}.norm_scale"))
         match kind:
@@ -231,7 +231,7 @@ def zamba2(config: ModelConfig) -> list[Rule]:
     rules: list[Rule] = []
     layer = num_uses = 0
     homes: list[str] = []  # where the shared blocks are stored
-    for block, kind in enumerate(config.layers):
+    for block, kind in enumerate(config.kinds):
         source, target = f"model.layers.{layer}", f"blocks.{block}"
         if kind == "shared":
             if num_uses < shared.num_blocks:
@@ -249,7 +249,7 @@ def zamba2(config: ModelConfig) -> list[Rule]:
                     rules += linear(f"{home}.{name}.{i}", f"{mixer}.{adapter}.{part}")
             num_uses += 1
             continue
-        if block and config.layers[block - 1] == "shared":
+        if block and config.kinds[block - 1] == "shared":
             source = f"{source}.mamba_decoder"
         rules.append(Rule(f"{source}.input_layernorm.weight", f"{target}.norm_scale"))
         rules += within(MIXER, f"{source}.mamba", f"{target}.mixer")

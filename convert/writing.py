@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from stree_jax.checkpoint import first_line, flatten
-from stree_jax.config import LAYER_PARTS, ModelConfig
+from stree_jax.config import PARTS, ModelConfig
 from stree_jax.convert import families
 from stree_jax.convert.description import Description, Source
 from stree_jax.convert.families import FAMILIES
@@ -151,26 +151,25 @@ def _canonical(config: ModelConfig, *, padded: bool) -> dict[str, Any]:
     """A flat table that is equal for equivalent configs.
 
     Args:
-        config: the config; parts that no layer uses are left out.
+        config: the config; whose layers of a kind are equal.
         padded: whether padding differs from vocabulary.
     """
-    used = {part for kind in config.layers for part in LAYER_PARTS[kind]}
-    parts = {part for kind in LAYER_PARTS for part in LAYER_PARTS[kind]}
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name not in parts:
-            values[field.name] = value
-        elif value is not None and field.name in used:
-            values |= {f"{field.name}.{key}": v for key, v in dataclasses.asdict(value).items()}
+    values: dict[str, Any] = {
+        field.name: getattr(config, field.name) for field in dataclasses.fields(config)
+    }
+    values["layers"] = config.kinds
+    for name in PARTS:
+        part = getattr(config, name)
+        if part is not None:
+            values |= {f"{name}.{key}": value for key, value in dataclasses.asdict(part).items()}
     values["padded_vocab_size"] = config.num_embeddings
     if not padded:
         values["vocab_size"] = config.num_embeddings
-    if (m := config.mamba2) is not None and "mamba2" in used:
+    if (m := config.mamba2) is not None:
         values["mamba2.num_x_heads"], values["mamba2.num_b_groups"] = m.x_heads, m.b_groups
         values["mamba2.norm_groups"] = None if m.norm == "none" else m.gate_groups
         values["mamba2.norm_eps"] = None if m.norm == "none" else m.norm_eps
-    if (a := config.attention) is not None and "attention" in used:
+    if (a := config.attention) is not None:
         values["attention.scale"] = a.score_scale
         if not a.rotary_dim:
             values["attention.rope_theta"] = values["attention.rope_scaling"] = None

@@ -125,7 +125,7 @@ def write_zamba2(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`Zamba2Config`."""
     m, a, shared = mixer_of(config), attention_of(config), required(config.shared)
     kinds = []
-    for above, kind in zip((None, *config.layers), config.layers, strict=False):
+    for above, kind in zip((None, *config.kinds), config.kinds, strict=False):
         if kind != "shared":
             kinds.append("hybrid" if above == "shared" else "linear_attention")
     return (

@@ -37,7 +37,7 @@ from stree_jax.directories import new_directory, recover
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.models.names import flatten, unflatten
-from stree_jax.partition import Partition, cuts
+from stree_jax.partition import Partition
 from stree_jax.processes import by_first
 from stree_jax.sharding import canonical_weights, spread
 from stree_jax.stored import (
@@ -53,7 +53,8 @@ from stree_jax.stored import (
 __all__ = ["load_config", "load_header", "load_module", "save_pretrained", "write_checkpoint"]
 
 FORMAT = "stree-jax"
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)  # 1 stores one config for all layers of a kind
 _Module = TypeVar("_Module", bound=nnx.Module)
 _MAX_JSON = 16 << 20  # bytes; an index of 100,000 tensors has about 10 MB
 _MAX_DEPTH = 32
@@ -197,7 +198,7 @@ def placer(config: ModelConfig, partition: Partition | None) -> Place:
     """A function that puts a weight on its devices."""
     if partition is None:
         return _here
-    table = cuts(config, partition.shards)
+    table = config.cuts(partition.shards)
     return lambda name, values, dtype: spread(values, table.get(name), partition, dtype)
 
 
@@ -335,10 +336,10 @@ def load_header(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
         raise ValueError(
             f"{path} is not a native checkpoint: config.json does not say format = {FORMAT!r}"
         )
-    if header.get("version") != VERSION:
+    if header.get("version") not in READABLE:
         raise ValueError(
             f"{path} has checkpoint version {header.get('version')!r:.80};"
-            f" this stree_jax reads {VERSION}"
+            f" this stree_jax reads {' and '.join(map(str, READABLE))}"
         )
     return path, header
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.models.names import dotted, flatten, unflatten
-from stree_jax.partition import MODEL, Cut, Partition, check_mesh, cuts
+from stree_jax.partition import MODEL, Cut, Partition, check_mesh
 
 __all__ = ["canonical_weights", "over_mesh", "partition_of", "shard", "spread"]
 
@@ -50,7 +50,7 @@ def shard(model: HybridLM, mesh: Mesh | None, *, replicate: bool = False) -> Hyb
     structure, wanted = HybridLM.abstract(
         model.config, dtype=model.dtype, implementation=implementation, partition=partition
     )
-    table = cuts(model.config, partition.shards)
+    table = model.config.cuts(partition.shards)
     spread_out = {
         name: spread(read(), table.get(name), partition)
         for name, read in canonical_weights(model).items()
@@ -103,7 +103,7 @@ def canonical_weights(model: HybridLM) -> dict[str, Callable[[], np.ndarray]]:
     If shards are on devices of other processes, all processes call these in the same order.
     """
     shards = 1 if model.partition is None else model.partition.shards
-    table = cuts(model.config, shards)
+    table = model.config.cuts(shards)
 
     def reader(name: str, weight: jax.Array) -> Callable[[], np.ndarray]:
         def read() -> np.ndarray:
@@ -169,7 +169,7 @@ def weight_specs(modules: Any) -> list[PartitionSpec]:
         if not _is_model(node):
             specs.append(PartitionSpec())
             continue
-        table = {} if node.partition is None else cuts(node.config, node.partition.shards)
+        table = {} if node.partition is None else node.config.cuts(node.partition.shards)
         for path, _ in jax.tree.leaves_with_path(node):
             specs.append(_spec(table.get(_name(path))))
     return specs

@@ -26,7 +26,7 @@ def logits(model, tokens):
     config, p = model.config, parameters(model)
     embedded = p["embedding"][np.asarray(tokens)] * config.embedding_multiplier
     hidden, extra, num_shared = embedded, 0.0, 0
-    for i, kind in enumerate(config.layers):
+    for i, kind in enumerate(config.kinds):
         block = p["blocks"][i]
         w = block["mixer"]
         if kind == "shared":

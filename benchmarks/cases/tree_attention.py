@@ -13,7 +13,6 @@ from benchmarks.cases.base import Case, Problem, accepted, draw, trees
 from benchmarks.shapes import ATTENTIONS, AttentionShape
 from pallas_kernels.tree_attention import config, pallas_triton, pallas_triton_layer, reference
 from stree_jax.layer_config import AttentionConfig
-from stree_jax.models.layouts import attention_layout
 
 PROMPT = "tree_attention of a prompt"
 UNROTATED = "tree_attention_layer without positions"
@@ -97,7 +96,7 @@ def _layer_operands(problem: Problem) -> tuple[jax.Array, ...]:
 
 def _layout(shape: AttentionShape, rotated: bool) -> pk.AttentionLayout:
     config = AttentionConfig(*shape, rotary_dim=shape.head_dim if rotated else 0)
-    return attention_layout(config)
+    return config.layout
 
 
 def _layer_shape(projected: Any, keys: Any) -> AttentionShape:

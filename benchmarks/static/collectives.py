@@ -49,7 +49,7 @@ def problems(
         nodes: number of nodes of the tree.
         rows: rows of a shard of the batch.
     """
-    per_layer = sum(2 if kind == "shared" else 1 for kind in config.layers)
+    per_layer = sum(2 if kind == "shared" else 1 for kind in config.kinds)
     wanted = {"all-reduce": steps * (per_layer + 2), "all-gather": steps}
     body = Counter(each.name for each in found if each.where == "body")
     wrong = [] if body == wanted else [f"the loop's body has {dict(body)}, not {wanted}"]

@@ -11,14 +11,15 @@ from benchmarks.static.programs import Program
 def with_layers(config: st.ModelConfig, layers: tuple[str, ...]) -> st.ModelConfig:
     """The same model with other layers; each use of a shared block has weights of its own."""
     shared = config.shared
-    if shared is not None:
-        shared = dataclasses.replace(shared, num_blocks=layers.count("shared"))
-    return dataclasses.replace(config, layers=layers, shared=shared)
+    if shared is None:
+        return config.with_layers(layers)
+    shared = dataclasses.replace(shared, num_blocks=layers.count("shared"))
+    return config.with_layers(layers, shared=shared)
 
 
 def one_of_each(config: st.ModelConfig) -> tuple[str, ...]:
     """A layer of each kind; a shared block is followed by a Mamba-2 layer, as in the model."""
-    kinds = dict.fromkeys(config.layers)
+    kinds = dict.fromkeys(config.kinds)
     if "shared" not in kinds:
         return tuple(kinds)
     assert {*kinds} == {"shared", "mamba2"}
@@ -50,7 +51,7 @@ def by_layer(config: st.ModelConfig, build: Callable[[st.ModelConfig], Program])
         layers[kind] = dataclasses.asdict(cost) | {
             "kernels": {name: count / base.steps for name, count in sorted(more.items())}
         }
-        whole = whole.plus(cost, config.layers.count(kind) - few.count(kind))
+        whole = whole.plus(cost, config.kinds.count(kind) - few.count(kind))
     programs = (base, *longer.values())
     return {
         "layers": layers,

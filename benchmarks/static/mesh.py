@@ -32,7 +32,7 @@ from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.prefill import prefill
 from stree_jax.decoding.types import Context, state_specs
 from stree_jax.models.names import flatten, unflatten
-from stree_jax.partition import ROWS, Partition, cuts
+from stree_jax.partition import ROWS, Partition
 from stree_jax.sharding import weight_specs
 
 MAX_LENGTH = 256
@@ -42,7 +42,7 @@ def abstract_model(config: st.ModelConfig, partition: Partition) -> Any:
     """A model of abstract weights on a mesh."""
     options: dict[str, Any] = dict(dtype=jnp.bfloat16, implementation="pallas")
     structure, local = st.HybridLM.abstract(config, partition=partition, **options)
-    table = cuts(config, partition.shards)
+    table = config.cuts(partition.shards)
 
     def whole(name: str, leaf: Any) -> Any:
         shape = list(leaf.shape)
@@ -121,7 +121,7 @@ def main() -> None:
             "preset": preset,
             "gpu": options.gpu,
             "mesh": {"data": options.data, "model": options.model},
-            "layers": config.layers,
+            "layers": config.kinds,
             "steps": STEPS,
             "collectives": counts,
             "largest": max(each.numbers for each in found),

@@ -126,7 +126,7 @@ def read_prompt(
     if loops := num_loops(outside):
         # One per Mamba-2 layer; XLA removes loops of a single trip.
         assert config.mamba2 is not None
-        assert loops == sum(kind in ("mamba2", "parallel") for kind in config.layers)
+        assert loops == sum(kind in ("mamba2", "parallel") for kind in config.kinds)
         trips = -(-positions // config.mamba2.chunk_size)
     else:
         trips = 0

@@ -105,7 +105,7 @@ def _tensors(path: Path) -> Iterator[str]:
 
 def _facts(config: ModelConfig, dtype: jnp.dtype) -> list[tuple[str, str]]:
     size = sum(leaf.size for leaf in jax.tree.leaves(HybridLM.abstract(config)[1]))
-    kinds = ", ".join(f"{config.layers.count(kind)} {kind}" for kind in sorted(set(config.layers)))
+    kinds = ", ".join(f"{config.kinds.count(kind)} {kind}" for kind in sorted(set(config.kinds)))
     padded = (
         ""
         if config.num_embeddings == config.vocab_size

@@ -9,16 +9,21 @@ Replay, which may be the first part of the next forward pass, appends the accept
 values.
 """
 
+import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_kernels import (
+    AttentionLayout,
+    KVCache,
     NodeKV,
     replay_conv_state,
     replay_kv,
@@ -29,8 +34,16 @@ from pallas_kernels import (
 )
 from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array, Bool, Float, Lengths
-from stree_jax.layer_config import AttentionConfig
-from stree_jax.models.cache import AttentionCache, AttentionPending, ConvGatherIndex, Path, Replay
+from stree_jax.checks import require, require_integer, require_types
+from stree_jax.models.layer import (
+    ConvGatherIndex,
+    LayerConfig,
+    Path,
+    Replay,
+    Sizes,
+    register,
+    share,
+)
 from stree_jax.models.layers import (
     causal_conv1d,
     conv_state_after,
@@ -39,9 +52,229 @@ from stree_jax.models.layers import (
     silu,
     split_last,
 )
-from stree_jax.models.layouts import attention_layout
-from stree_jax.partition import Shard
+from stree_jax.partition import DATA, ROWS, Cut, Shard
 from stree_jax.tree import Tree
+
+
+class AttentionCache(NamedTuple):
+    """Cache of an attention layer: the tokens before the root."""
+
+    kv: KVCache
+    conv: Float[Array, "B J C"] | None  # as Mamba-2's; None if there is no convolution
+
+
+class AttentionPending(NamedTuple):
+    """Pending record of an attention layer: it can advance along any path of a tree of N nodes."""
+
+    kv: NodeKV
+    conv_input: Float[Array, "B N C"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's RoPE scaling: low frequencies are slowed down for a longer context.
+
+    Frequencies with wavelengths below `original_length / high_freq_factor` stay, those above
+    `original_length / low_freq_factor` are divided by `factor`, and those between are interpolated.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_length: int
+
+    def __post_init__(self) -> None:
+        require_integer(self, "original_length", 1)
+        require_types(type(self), vars(self))
+        require(
+            self.factor > 0 and 0 < self.low_freq_factor < self.high_freq_factor,
+            "need factor > 0 and 0 < low_freq_factor < high_freq_factor, got"
+            f" {self.factor}, {self.low_freq_factor}, {self.high_freq_factor}",
+        )
+
+
+@register("attention")
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig(LayerConfig):
+    """A layer with one attention mixer.
+
+    Attributes:
+        num_heads: query heads `W`.
+        num_kv_heads: key and value heads `U`; query head w uses head `w // (W / U)` of them.
+        head_dim: channels of a head `E`.
+        input_multiple: the input is this many times the model width (Zamba2: 2).
+        scale: multiplies the scores; None: `head_dim ** -0.5`.
+        rotary_dim: leading channels of a head that are rotated, in halves as in NeoX; 0: no RoPE.
+        rope_theta, rope_scaling: base of RoPE, and Llama 3's scaling or None.
+        input_multiplier, key_multiplier, output_multiplier: scale the mixer's input, the keys
+            before RoPE, and the mixer's output (Falcon-H1).
+        qkv_bias, out_bias: whether these projections have a bias.
+        conv_width: width of a depthwise causal convolution with bias over q, k and v (mamba_ssm);
+            0: none.
+        mlp_dim: width of a gated branch parallel to the attention (mamba_ssm); 0: none.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    input_multiple: int = 1
+    scale: float | None = None
+    rotary_dim: int = 0
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    input_multiplier: float = 1.0
+    key_multiplier: float = 1.0
+    output_multiplier: float = 1.0
+    qkv_bias: bool = False
+    out_bias: bool = False
+    conv_width: int = 0
+    mlp_dim: int = 0
+
+    has_memory: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_dim", "input_multiple"):
+            require_integer(self, name, 1)
+        for name in ("rotary_dim", "conv_width", "mlp_dim"):
+            require_integer(self, name, 0)
+        require_types(type(self), vars(self))
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}",
+        )
+        require(
+            self.rotary_dim % 2 == 0 and self.rotary_dim <= self.head_dim,
+            f"rotary_dim must be even and at most head_dim = {self.head_dim},"
+            f" got {self.rotary_dim}",
+        )
+        require(self.rotary_dim <= 1 << 16, f"rotary_dim = {self.rotary_dim} is above 65536")
+        require(self.conv_width != 1, "conv_width = 1 is no convolution; use 0")
+        require(self.rope_theta > 0, f"rope_theta must be above 0, got {self.rope_theta}")
+        require(
+            all(map(math.isfinite, self.rotary_frequencies)),
+            f"rope_theta = {self.rope_theta} and rope_scaling = {self.rope_scaling} give infinite"
+            " frequencies",
+        )
+
+    @property
+    def projected_sizes(self) -> tuple[int, int, int]:
+        """Channels of the queries, the keys and the values."""
+        keys = self.num_kv_heads * self.head_dim
+        return self.num_heads * self.head_dim, keys, keys
+
+    @property
+    def score_scale(self) -> float:
+        """Multiplies the scores."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def rotary_frequencies(self) -> tuple[float, ...]:
+        """Radians per position of each rotated pair, `R = rotary_dim / 2` float32 numbers."""
+        pairs = np.arange(0, self.rotary_dim, 2) / max(self.rotary_dim, 1)
+        frequencies = 1.0 / self.rope_theta**pairs
+        if (scaling := self.rope_scaling) is not None:
+            # Wavelengths in units of the original context; 1 keeps a frequency, 0 divides it.
+            turns = scaling.original_length * frequencies / (2 * np.pi)
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+            frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
+        with np.errstate(over="ignore"):
+            return tuple(frequencies.astype(np.float32).tolist())
+
+    @property
+    def layout(self) -> AttentionLayout:
+        """Columns of q, k and v in the input projection, and how queries and keys are rotated."""
+        return AttentionLayout(
+            num_heads=self.num_heads,
+            num_groups=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self.score_scale,
+            frequencies=self.rotary_frequencies,
+            key_multiplier=self.key_multiplier,
+        )
+
+    @property
+    def conv_widths(self) -> tuple[int, ...]:
+        """See `LayerConfig`."""
+        return (self.conv_width,) if self.conv_width else ()
+
+    def check_next(self, below: LayerConfig | None) -> None:
+        """See `LayerConfig`."""
+        require(
+            self.input_multiple == 1,
+            "input_multiple is 2 in a model with 'shared' layers and 1 in others",
+        )
+
+    def build(self, d_model: int, *, norm_eps: float, **options: Any) -> "AttentionMixer":
+        """See `LayerConfig`."""
+        return AttentionMixer(self, d_model, **options)
+
+    def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> AttentionCache:
+        """See `LayerConfig`."""
+        shape = (batch, self.num_kv_heads, max_length, self.head_dim)
+        conv = (batch, self.conv_width - 1, sum(self.projected_sizes))
+        lengths = jnp.zeros(batch, jnp.int32)
+        return AttentionCache(
+            kv=KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), lengths),
+            conv=jnp.zeros(conv, dtype) if self.conv_width else None,
+        )
+
+    def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> AttentionPending:
+        """See `LayerConfig`."""
+
+        def zeros(*shape: int) -> Array:
+            return jnp.zeros((batch, num_nodes, *shape), dtype)
+
+        shape = (self.num_kv_heads, self.head_dim)
+        return AttentionPending(
+            kv=NodeKV(zeros(*shape), zeros(*shape)),
+            conv_input=zeros(sum(self.projected_sizes)) if self.conv_width else None,
+        )
+
+    def cache_specs(self, axis: str | None) -> Any:
+        """See `LayerConfig`."""
+        by_row: Any = ROWS  # specs instead of arrays
+        by_head: Any = PartitionSpec(DATA, axis)
+        by_channel: Any = PartitionSpec(DATA, None, axis)
+        return AttentionCache(
+            kv=KVCache(by_head, by_head, by_row), conv=by_channel if self.conv_width else None
+        )
+
+    def pending_specs(self, axis: str | None) -> Any:
+        """See `LayerConfig`."""
+        spec: Any = PartitionSpec(DATA, None, axis)
+        return AttentionPending(kv=NodeKV(spec, spec), conv_input=spec if self.conv_width else None)
+
+    def sizes(self, shards: int) -> Sizes:
+        """See `LayerConfig`."""
+        equal = {"attention.num_heads": self.num_heads, "attention.mlp_dim": self.mlp_dim}
+        return Sizes(equal, {"attention.num_kv_heads": self.num_kv_heads})
+
+    def local(self, shards: int) -> "AttentionConfig":
+        """See `LayerConfig`."""
+        return dataclasses.replace(
+            self,
+            num_heads=share(self.num_heads, shards),
+            num_kv_heads=share(self.num_kv_heads, shards),
+            mlp_dim=share(self.mlp_dim, shards),
+        )
+
+    def cuts(self, shards: int) -> dict[str, Cut]:
+        """See `LayerConfig`."""
+        qkv, branch = self.qkv_segments, (self.mlp_dim, 1)
+        return {
+            "in_proj.kernel": Cut(1, (*qkv, branch, branch)),
+            "in_proj.bias": Cut(0, (*qkv, branch, branch)),
+            "out_proj.kernel": Cut(0, (qkv[0], branch)),
+            "conv_weight": Cut(1, qkv),
+            "conv_bias": Cut(0, qkv),
+        }
+
+    @property
+    def qkv_segments(self) -> tuple[tuple[int, int], ...]:
+        """Segments of the columns of q, k and v, see `Cut`."""
+        keys = (self.num_kv_heads, self.head_dim)
+        return (self.num_heads, self.head_dim), keys, keys
 
 
 class Projected(NamedTuple):
@@ -63,7 +296,7 @@ class AttentionMixer(nnx.Module):
         implementation: kernel implementation, see `pallas_kernels.dispatch`.
     """
 
-    shard: Shard | None = None  # set on a shard, see `models.shard`
+    shard: Shard | None = None  # set by `set_shard`
 
     def __init__(
         self,
@@ -76,7 +309,7 @@ class AttentionMixer(nnx.Module):
         implementation: str | None = None,
     ):
         c = self.config = config
-        self._layout = attention_layout(c)
+        self._layout = c.layout
         self.implementation = implementation
         channels = sum(c.projected_sizes)
         self.in_proj = linear(
@@ -102,6 +335,10 @@ class AttentionMixer(nnx.Module):
                 )
             )
             self.conv_bias = nnx.Param(jnp.zeros(channels, dtype))
+
+    def set_shard(self, shard: Shard, whole: LayerConfig) -> None:
+        """See `Mixer`."""
+        self.shard = shard
 
     def __call__(
         self,

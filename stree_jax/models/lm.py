@@ -1,6 +1,7 @@
 """`HybridLM`: embedding, a stack of pre-norm blocks, output head; over sequences and over trees."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,23 +11,14 @@ from jax.typing import DTypeLike
 from pallas_kernels import conv_gather_index, dispatch, replay_gather_index
 from pallas_kernels.numerics import contract, rms_norm, scaled
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths, Tokens
-from stree_jax.config import ModelConfig
 from stree_jax.messages import shown
-from stree_jax.models.block import Block, Mixer
-from stree_jax.models.cache import (
-    Cache,
-    ConvGatherIndex,
-    Path,
-    Pending,
-    Replay,
-    conv_widths,
-    init_cache,
-    init_pending,
-)
+from stree_jax.models.block import Block
+from stree_jax.models.cache import Cache, Pending, conv_widths, init_cache, init_pending
+from stree_jax.models.config import ModelConfig
+from stree_jax.models.layer import ConvGatherIndex, Path, Replay
 from stree_jax.models.residual import ResidualStream
-from stree_jax.models.shard import set_shard
 from stree_jax.models.shared import SharedLayer, SharedTransformer
-from stree_jax.partition import Partition, Shard, local_config
+from stree_jax.partition import Partition, Shard
 from stree_jax.tree import Tree
 
 # An op may know further names, which a model cannot pass on to the others.
@@ -113,9 +105,9 @@ class HybridLM(nnx.Module):
         implementation: str | None = None,
     ):
         _check_config(config)
-        if not set(config.layers) - {"mlp", "moe"}:
+        if not any(layer.has_memory for layer in config.layers):
             raise ValueError(
-                f"layers = {sorted(set(config.layers))} have no memory of other tokens;"
+                f"layers = {sorted(set(config.kinds))} have no memory of other tokens;"
                 " a model needs a Mamba-2, attention, parallel or shared layer"
             )
         check_options(dtype, implementation)
@@ -129,13 +121,14 @@ class HybridLM(nnx.Module):
 
         self.embedding = new_embedding()
         self.blocks = nnx.List(
-            Block(kind, config, dtype=dtype, rngs=rngs, implementation=implementation)
-            for kind in config.layers
+            Block(layer, config, dtype=dtype, rngs=rngs, implementation=implementation)
+            for layer in config.layers
         )
-        num_shared = 0 if config.shared is None else config.shared.num_blocks
+        shared = config.shared
+        options: dict[str, Any] = dict(dtype=dtype, implementation=implementation)
         self.shared = nnx.List(
-            SharedTransformer(config, dtype=dtype, rngs=rngs, implementation=implementation)
-            for _ in range(num_shared)
+            SharedTransformer(config.shared_layer, config.d_model, rngs=rngs, **options)
+            for _ in range(0 if shared is None else shared.num_blocks)
         )
         self.final_norm_scale = nnx.Param(jnp.ones(config.d_model, dtype))
         self.head = None if config.tie_embeddings else new_embedding()
@@ -151,8 +144,8 @@ class HybridLM(nnx.Module):
     ) -> tuple[nnx.GraphDef, dict]:
         """A model without weights: its structure, and the shape and dtype of each weight by name.
 
-        `nnx.merge(structure, weights)` makes it a model. One layer of each kind is traced and then
-        copied: tracing all of them takes a time quadratic in their number.
+        `nnx.merge(structure, weights)` makes it a model. One layer of each config is traced and
+        then copied: tracing all of them takes a time quadratic in their number.
 
         With a `partition` the shapes are those of one shard; the whole weights are the shards'
         weights concatenated.
@@ -161,12 +154,15 @@ class HybridLM(nnx.Module):
             ValueError: the sizes of the model do not fit the partition.
         """
         _check_config(config)
-        whole = config
+        # A shared layer must stand before Mamba-2.
+        few = sorted(
+            config.distinct_layers, key=lambda layer: (layer.kind == "mamba2", layer.is_shared)
+        )
+        whole, own = config, tuple(few)
         if partition is not None:
-            config = local_config(config, partition.shards)
-        # "mamba2" last and "shared" before it, where a shared layer must be.
-        kinds = sorted(set(config.layers), key=lambda kind: (kind == "mamba2", kind == "shared"))
-        short = dataclasses.replace(config, layers=tuple(kinds))
+            config = config.local(partition.shards)
+            own = tuple(layer.local(partition.shards) for layer in few)
+        short = dataclasses.replace(config, layers=own)
         model = nnx.eval_shape(
             lambda: cls(short, dtype=dtype, rngs=nnx.Rngs(0), implementation=implementation)
         )
@@ -174,11 +170,13 @@ class HybridLM(nnx.Module):
             model.partition = partition
             if partition.shards > 1:
                 model.shard = Shard(partition.shards)
-                for mixer in (*(block.mixer for block in model.blocks), *model.shared):
-                    set_shard(mixer, model.shard, whole)
-        layer = dict(zip(kinds, model.blocks, strict=True))
+                for block, layer in zip(model.blocks, few, strict=True):
+                    block.mixer.set_shard(model.shard, layer)
+                for transformer in model.shared:
+                    transformer.set_shard(model.shard, whole.shared_layer)
+        block_of = dict(zip(few, model.blocks, strict=True))
         model.config = whole
-        model.blocks = nnx.List(nnx.clone(layer[kind]) for kind in config.layers)
+        model.blocks = nnx.List(nnx.clone(block_of[layer]) for layer in whole.layers)
         structure, weights = nnx.split(model)
         return structure, nnx.to_pure_dict(weights)
 
@@ -359,7 +357,7 @@ class HybridLM(nnx.Module):
     def _own_config(self) -> ModelConfig:
         """The local config on a shard, else the model's config."""
         self._check_here()
-        return self.config if self.shard is None else local_config(self.config, self.shard.shards)
+        return self.config if self.shard is None else self.config.local(self.shard.shards)
 
     def _check_here(self) -> None:
         """Refuses a sharded model outside of its program."""
@@ -370,9 +368,9 @@ class HybridLM(nnx.Module):
                 " st.shard(model, None)"
             )
 
-    def _mixers(self) -> list[Mixer]:
+    def _mixers(self) -> list[Any]:
         """The mixer of each layer; the j-th shared layer uses shared block j modulo their count."""
-        mixers: list[Mixer] = []
+        mixers: list[Any] = []
         num_uses = 0
         for block in self.blocks:
             if isinstance(block.mixer, SharedLayer):

@@ -19,10 +19,12 @@ terms of the output projection take a separate launch.
 
 import dataclasses
 import math
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_kernels import (
@@ -41,9 +43,17 @@ from pallas_kernels import (
 from pallas_kernels.numerics import scaled
 from pallas_kernels.rms_norm.xla import activated
 from pallas_kernels.tree_scan.xla import gated
-from stree_jax.array_types import Array, Bool, Float, Lengths
-from stree_jax.layer_config import Mamba2Config
-from stree_jax.models.cache import ConvGatherIndex, Mamba2Cache, Path, Replay
+from stree_jax.array_types import Array, Bool, Float, Float32, Lengths
+from stree_jax.checks import require, require_integer, require_types
+from stree_jax.models.layer import (
+    ConvGatherIndex,
+    LayerConfig,
+    Path,
+    Replay,
+    Sizes,
+    register,
+    share,
+)
 from stree_jax.models.layers import (
     causal_conv1d,
     conv_state_after,
@@ -53,9 +63,227 @@ from stree_jax.models.layers import (
     silu,
     split_last,
 )
-from stree_jax.models.layouts import mamba2_layout
-from stree_jax.partition import Shard
+from stree_jax.partition import DATA, Cut, Shard
 from stree_jax.tree import Tree
+
+
+class Mamba2Cache(NamedTuple):
+    """Cache of a Mamba-2 layer: the tokens before the root."""
+
+    ssm: Float32[Array, "B H P S"]
+    conv: Float[Array, "B J C"]  # the last J = K - 1 conv inputs, oldest first
+
+
+@register("mamba2")
+@dataclasses.dataclass(frozen=True)
+class Mamba2Config(LayerConfig):
+    """A layer with one Mamba-2 mixer.
+
+    Attributes:
+        num_heads: SSD heads `H`.
+        head_dim: channels of a head `P`.
+        state_size: SSM state size `S`.
+        num_groups: groups `G` of C; also of B unless `num_b_groups` says otherwise.
+        num_x_heads: heads of x before repetition (MambaInLlama); None: `num_heads`.
+        num_b_groups: groups of B before repetition (MambaInLlama); None: `num_groups`.
+        repeat_before_conv: whether x and B are repeated before the convolution or after it.
+        conv_width: conv width `K`, at least 2.
+        conv_bias, in_proj_bias, out_proj_bias: whether these have a bias.
+        mlp_dim: width of the gated branch parallel to the SSM (mamba_ssm with `d_ssm < d_inner`);
+            0: none.
+        d_per_channel: whether the skip weight D is per channel (mamba_ssm `D_has_hdim`) or per
+            head.
+        dt_limit: clamp of the time step after softplus, the same in prefill, tree and replay.
+        norm: "gate_then_norm", "norm_then_gate" or "none", before the output projection.
+        norm_groups: groups of the gated norm; None: `num_groups`.
+        norm_eps: epsilon of the gated norm.
+        input_multiplier, output_multiplier: scale the mixer's input and output (Falcon-H1).
+        section_multipliers: scale z, x, B, C and dt after the input projection (Falcon-H1).
+        activation: "silu", after the convolution and in the gates.
+        chunk_size: chunk length of the prefill scan; does not change results.
+    """
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_groups: int = 1
+    num_x_heads: int | None = None
+    num_b_groups: int | None = None
+    repeat_before_conv: bool = False
+    conv_width: int = 4
+    conv_bias: bool = True
+    in_proj_bias: bool = False
+    out_proj_bias: bool = False
+    mlp_dim: int = 0
+    d_per_channel: bool = False
+    dt_limit: tuple[float, float] = (0.0, math.inf)
+    norm: str = "gate_then_norm"
+    norm_groups: int | None = None
+    norm_eps: float = 1e-5
+    input_multiplier: float = 1.0
+    output_multiplier: float = 1.0
+    section_multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    activation: str = "silu"
+    chunk_size: int = 64
+
+    has_memory: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "head_dim", "state_size", "num_groups", "chunk_size"):
+            require_integer(self, name, 1)
+        for name in ("num_x_heads", "num_b_groups", "norm_groups"):
+            require_integer(self, name, 1, optional=True)
+        require_integer(self, "conv_width", 2)
+        require_integer(self, "mlp_dim", 0)
+        require_types(type(self), vars(self))
+        for name in ("num_groups", "num_x_heads", "num_b_groups"):
+            value = getattr(self, name)
+            require(
+                value is None or self.num_heads % value == 0,
+                f"{name} = {value} does not divide num_heads = {self.num_heads}",
+            )
+        require(
+            self.num_groups % self.b_groups == 0,
+            f"num_b_groups = {self.num_b_groups} does not divide num_groups = {self.num_groups}",
+        )
+        require(
+            self.inner_size % self.gate_groups == 0,
+            f"norm_groups = {self.gate_groups} does not divide"
+            f" num_heads * head_dim = {self.inner_size}",
+        )
+        require(
+            0 <= self.dt_limit[0] <= self.dt_limit[1] and self.dt_limit[0] < math.inf,
+            f"dt_limit must be (low, high) with 0 <= low <= high, got {self.dt_limit}",
+        )
+        norms = ("gate_then_norm", "norm_then_gate", "none")
+        require(self.norm in norms, f"norm must be one of {norms}, got {self.norm!r:.80}")
+        require(
+            self.activation == "silu", f"activation must be 'silu', got {self.activation!r:.80}"
+        )
+        require(self.norm_eps > 0, f"norm_eps must be above 0, got {self.norm_eps}")
+
+    @property
+    def inner_size(self) -> int:
+        """Channels of the scan's output: `H * P`."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def x_heads(self) -> int:
+        """Heads of x in the input projection."""
+        return self.num_heads if self.num_x_heads is None else self.num_x_heads
+
+    @property
+    def b_groups(self) -> int:
+        """Groups of B in the input projection."""
+        return self.num_groups if self.num_b_groups is None else self.num_b_groups
+
+    @property
+    def gate_groups(self) -> int:
+        """Groups of the gated norm."""
+        return self.num_groups if self.norm_groups is None else self.norm_groups
+
+    @property
+    def layout(self) -> Mamba2Layout:
+        """Columns of z, x, B, C and dt in the input projection, and how the heads share them."""
+        return Mamba2Layout(
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            num_groups=self.num_groups,
+            state_size=self.state_size,
+            x_heads=self.x_heads,
+            b_groups=self.b_groups,
+            repeat_before_conv=self.repeat_before_conv,
+            first_column=2 * self.mlp_dim,
+            multipliers=self.section_multipliers,
+            dt_limit=self.dt_limit,
+        )
+
+    @property
+    def norm_spans_shards(self) -> bool:
+        """Whether the gated norm spans the heads of all shards."""
+        return self.norm != "none" and self.gate_groups == 1
+
+    @property
+    def conv_widths(self) -> tuple[int, ...]:
+        """See `LayerConfig`."""
+        return (self.conv_width,)
+
+    def build(self, d_model: int, *, norm_eps: float, **options: Any) -> "Mamba2Mixer":
+        """See `LayerConfig`."""
+        return Mamba2Mixer(self, d_model, **options)
+
+    def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> Mamba2Cache:
+        """See `LayerConfig`. One size for all lengths."""
+        return Mamba2Cache(
+            ssm=jnp.zeros((batch, self.num_heads, self.head_dim, self.state_size), jnp.float32),
+            conv=jnp.zeros((batch, self.conv_width - 1, self.layout.num_channels), dtype),
+        )
+
+    def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> Mamba2Pending:
+        """See `LayerConfig`."""
+
+        def zeros(*shape: int, dtype: DTypeLike = dtype) -> Array:
+            return jnp.zeros((batch, num_nodes, *shape), dtype)
+
+        return Mamba2Pending(
+            x=zeros(self.num_heads, self.head_dim),
+            dt=zeros(self.num_heads, dtype=jnp.float32),
+            B=zeros(self.num_groups, self.state_size),
+            conv_input=zeros(self.layout.num_channels),
+        )
+
+    def cache_specs(self, axis: str | None) -> Any:
+        """See `LayerConfig`."""
+        by_head: Any = PartitionSpec(DATA, axis)  # specs instead of arrays
+        by_channel: Any = PartitionSpec(DATA, None, axis)
+        return Mamba2Cache(ssm=by_head, conv=by_channel)
+
+    def pending_specs(self, axis: str | None) -> Any:
+        """See `LayerConfig`."""
+        spec: Any = PartitionSpec(DATA, None, axis)
+        return Mamba2Pending(x=spec, dt=spec, B=spec, conv_input=spec)
+
+    def sizes(self, shards: int) -> Sizes:
+        """See `LayerConfig`."""
+        equal = {"mamba2.num_heads": self.num_heads, "mamba2.mlp_dim": self.mlp_dim}
+        if self.norm != "none" and self.gate_groups > 1:  # one group spans the shards
+            equal["norm groups of mamba2"] = self.gate_groups
+        shared = {"mamba2.num_groups": self.num_groups, "mamba2.num_x_heads": self.x_heads}
+        return Sizes(equal, shared | {"mamba2.num_b_groups": self.b_groups})
+
+    def local(self, shards: int) -> "Mamba2Config":
+        """See `LayerConfig`."""
+        return dataclasses.replace(
+            self,
+            num_heads=share(self.num_heads, shards),
+            num_groups=share(self.num_groups, shards),
+            num_x_heads=share(self.x_heads, shards),
+            num_b_groups=share(self.b_groups, shards),
+            mlp_dim=share(self.mlp_dim, shards),
+            norm_groups=1 if self.norm == "none" else share(self.gate_groups, shards),
+        )
+
+    def cuts(self, shards: int) -> dict[str, Cut]:
+        """See `LayerConfig`."""
+        # As `Mamba2Layout` orders them.
+        z = (self.num_heads, self.head_dim)
+        x, B = (self.x_heads, self.head_dim), (self.b_groups, self.state_size)
+        C, dt = (self.num_groups, self.state_size), (self.num_heads, 1)
+        branch = (self.mlp_dim, 1)
+        columns = (branch, branch, z, x, B, C, dt)
+        channels = (z, C, C) if self.repeat_before_conv else (x, B, C)
+        heads = Cut(0, (dt,))
+        return {
+            "in_proj.kernel": Cut(1, columns),
+            "in_proj.bias": Cut(0, columns),
+            "out_proj.kernel": Cut(0, (branch, z)),
+            "conv_weight": Cut(1, channels),
+            "conv_bias": Cut(0, channels),
+            "A_log": heads,
+            "dt_bias": heads,
+            "D": Cut(0, (z,)) if self.d_per_channel else heads,
+            "norm_scale": Cut(0, (z,)),
+        }
 
 
 class Mamba2Mixer(nnx.Module):
@@ -70,7 +298,7 @@ class Mamba2Mixer(nnx.Module):
         implementation: kernel implementation, see `pallas_kernels.dispatch`.
     """
 
-    # Set on a shard, see `models.shard`.
+    # Set by `set_shard`.
     shard: Shard | None = None
     norm_spans_shards = False
 
@@ -86,7 +314,7 @@ class Mamba2Mixer(nnx.Module):
     ):
         c = self.config = config
         self.implementation = implementation
-        layout = mamba2_layout(c)
+        layout = c.layout
         self.in_proj = linear(
             d_model,
             layout.num_columns,
@@ -124,6 +352,10 @@ class Mamba2Mixer(nnx.Module):
         self.dt_bias = nnx.Param(dt + jnp.log(-jnp.expm1(-dt)))
         self.D = nnx.Param(jnp.ones(c.inner_size if c.d_per_channel else c.num_heads))
         self.norm_scale = nnx.Param(jnp.ones(c.inner_size, dtype)) if c.norm != "none" else None
+
+    def set_shard(self, shard: Shard, whole: Mamba2Config) -> None:
+        """See `Mixer`. The whole layer's config decides what the norm spans."""
+        self.shard, self.norm_spans_shards = shard, whole.norm_spans_shards
 
     def __call__(
         self,
@@ -257,7 +489,7 @@ class Mamba2Mixer(nnx.Module):
 
     @property
     def _layout(self) -> Mamba2Layout:
-        return mamba2_layout(self.config)
+        return self.config.layout
 
     def _rates(self) -> Array:
         """The recurrence's A `[H]`, negative, float32."""

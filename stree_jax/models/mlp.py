@@ -1,19 +1,87 @@
 """MLPs with the interface of a mixer: a separate layer of the stack."""
 
+import dataclasses
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels.numerics import activate, scaled
 from stree_jax.array_types import Array, Float
-from stree_jax.layer_config import MlpConfig
-from stree_jax.models.cache import NoCache
+from stree_jax.checks import require_integer, require_types
+from stree_jax.models.layer import (
+    LayerConfig,
+    NoCache,
+    Sizes,
+    register,
+    require_activation,
+    share,
+)
 from stree_jax.models.layers import linear, row_parallel
-from stree_jax.partition import Shard
+from stree_jax.partition import Cut, Shard
+
+
+@register("mlp")
+@dataclasses.dataclass(frozen=True)
+class MlpConfig(LayerConfig):
+    """An MLP as a separate layer.
+
+    Gated: `out(activation(gate(x)) * up(x))`; otherwise `out(activation(up(x)))`.
+
+    Attributes:
+        hidden_size: channels between the projections.
+        activation: "silu", "gelu" (the exact one) or "relu2" (the square of relu).
+        gated: whether there is a gate, see above.
+        bias: whether the projections have a bias.
+        gate_multiplier, output_multiplier: scale the gate before its activation, and the output
+            (Falcon-H1).
+    """
+
+    hidden_size: int
+    activation: str = "silu"
+    gated: bool = True
+    bias: bool = False
+    gate_multiplier: float = 1.0
+    output_multiplier: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_integer(self, "hidden_size", 1)
+        require_types(type(self), vars(self))
+        require_activation(self)
+
+    def build(
+        self, d_model: int, *, norm_eps: float, implementation: str | None, **options: Any
+    ) -> "Mlp":
+        """See `LayerConfig`."""
+        return Mlp(self, d_model, **options)
+
+    def sizes(self, shards: int) -> Sizes:
+        """See `LayerConfig`."""
+        return Sizes({"mlp.hidden_size": self.hidden_size}, {})
+
+    def local(self, shards: int) -> "MlpConfig":
+        """See `LayerConfig`."""
+        return dataclasses.replace(self, hidden_size=share(self.hidden_size, shards))
+
+    def cuts(self, shards: int) -> dict[str, Cut]:
+        """See `LayerConfig`."""
+        hidden = (self.hidden_size, 1)
+        return {
+            "in_proj.kernel": Cut(1, (hidden,) * (1 + self.gated)),
+            "in_proj.bias": Cut(0, (hidden,) * (1 + self.gated)),
+            "out_proj.kernel": Cut(0, (hidden,)),
+        }
 
 
 class Pointwise(nnx.Module):
     """A mixer that computes each position alone: no mask, an empty cache, replay is a no-op."""
+
+    shard: Shard | None = None  # set by `set_shard`
+
+    def set_shard(self, shard: Shard, whole: LayerConfig) -> None:
+        """See `Mixer`."""
+        self.shard = shard
 
     def apply(self, u: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         """The function of one position."""
@@ -54,8 +122,6 @@ class Mlp(Pointwise):
         rngs: random streams for initialisation.
         out_scale: scales the initial output projection, for deep stacks.
     """
-
-    shard: Shard | None = None  # set on a shard, see `models.shard`
 
     def __init__(
         self,

@@ -1,5 +1,8 @@
 """A mixture of experts as a layer (Granite, Nemotron-H)."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,10 +12,132 @@ from jax.typing import DTypeLike
 from pallas_kernels import expert_mlps
 from pallas_kernels.numerics import contract
 from stree_jax.array_types import Array, Float, Int
-from stree_jax.layer_config import MlpConfig, MoeConfig
+from stree_jax.checks import require, require_integer, require_types
+from stree_jax.models.layer import LayerConfig, Sizes, register, require_activation, share, within
 from stree_jax.models.layers import linear
-from stree_jax.models.mlp import Mlp, Pointwise
-from stree_jax.partition import Shard
+from stree_jax.models.mlp import Mlp, MlpConfig, Pointwise
+from stree_jax.partition import Cut
+
+_NARROWEST = 16  # fewest channels of an expert that a kernel multiplies
+
+
+@register("moe")
+@dataclasses.dataclass(frozen=True)
+class MoeConfig(LayerConfig):
+    """A mixture of experts, each an MLP without biases, and optionally one that all tokens use.
+
+    Attributes:
+        num_experts: number of experts.
+        num_active: experts per token.
+        hidden_size: channels of an expert.
+        router: "softmax" weighs the chosen experts by the softmax of their scores (Granite);
+            "sigmoid" scores experts with a sigmoid, chooses them by score plus a learned
+            correction, and weighs them by score (Nemotron-H, DeepSeek-V3).
+        num_router_groups, num_active_groups: number of equal groups of experts, and groups per
+            token: those whose two best scores have the largest sums ("sigmoid" only).
+        normalise: whether a token's weights sum to 1 before `scale` ("sigmoid" only).
+        scale: factor of the experts' sum.
+        latent_size: width of the latent space of the experts (Nemotron-H); None: none.
+        shared_size: channels of the expert that all tokens use; 0: none.
+        activation, gated: see `MlpConfig`; the same for all experts.
+    """
+
+    num_experts: int
+    num_active: int
+    hidden_size: int
+    router: str = "softmax"
+    num_router_groups: int = 1
+    num_active_groups: int = 1
+    normalise: bool = True
+    scale: float = 1.0
+    latent_size: int | None = None
+    shared_size: int = 0
+    activation: str = "silu"
+    gated: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "num_active", "hidden_size"):
+            require_integer(self, name, 1)
+        for name in ("num_router_groups", "num_active_groups"):
+            require_integer(self, name, 1)
+        require_integer(self, "latent_size", 1, optional=True)
+        require_integer(self, "shared_size", 0)
+        require_types(type(self), vars(self))
+        require_activation(self)
+        routers = ("softmax", "sigmoid")
+        require(self.router in routers, f"router must be one of {routers}, got {self.router!r:.80}")
+        require(
+            self.router == "sigmoid" or (self.num_router_groups == 1 and self.scale == 1.0),
+            "router groups and a scale belong to router = 'sigmoid'",
+        )
+        require(
+            self.num_experts % self.num_router_groups == 0
+            and self.num_active_groups <= self.num_router_groups,
+            f"{self.num_active_groups} of num_router_groups = {self.num_router_groups} groups of"
+            f" {self.num_experts} experts is not possible",
+        )
+        group = self.num_experts // self.num_router_groups
+        require(
+            self.num_active <= self.num_active_groups * group,
+            f"num_active = {self.num_active} is more than the {self.num_active_groups * group}"
+            " experts that can be chosen",
+        )
+        require(
+            self.num_router_groups == 1 or group >= 2, "a group of experts has at least two of them"
+        )
+
+    @property
+    def experts_held(self) -> int:
+        """Experts whose weights the layer has."""
+        return self.num_experts
+
+    def build(self, d_model: int, *, norm_eps: float, **options: Any) -> "MixtureOfExperts":
+        """See `LayerConfig`."""
+        return MixtureOfExperts(self, d_model, **options)
+
+    def by_expert(self, shards: int) -> bool:
+        """Whether a shard has whole experts, because slices of each would be too narrow.
+
+        Slices are better: whatever a token chooses, all shards work.
+        """
+        too_narrow = self.hidden_size % (_NARROWEST * shards) != 0
+        return too_narrow and self.num_experts % shards == 0
+
+    def sizes(self, shards: int) -> Sizes:
+        """See `LayerConfig`."""
+        equal = {"moe.shared_size": self.shared_size}
+        if not self.by_expert(shards):
+            equal["moe.hidden_size"] = self.hidden_size
+        return Sizes(equal, {})
+
+    def local(self, shards: int) -> "MoeConfig":
+        """See `LayerConfig`."""
+        own = dataclasses.replace(self, shared_size=share(self.shared_size, shards))
+        if self.by_expert(shards):
+            return MoeShardConfig(**vars(own), experts_held=share(self.num_experts, shards))
+        return dataclasses.replace(own, hidden_size=share(self.hidden_size, shards))
+
+    def cuts(self, shards: int) -> dict[str, Cut]:
+        """See `LayerConfig`."""
+        hidden, experts = (self.hidden_size, 1), Cut(0, ((self.num_experts, 1),))
+        table = {"experts_in": experts, "experts_out": experts}
+        if not self.by_expert(shards):
+            table["experts_in"] = Cut(2, (hidden,) * (1 + self.gated))
+            table["experts_out"] = Cut(1, (hidden,))
+        if self.shared_size:
+            shared = MlpConfig(self.shared_size, activation=self.activation, gated=self.gated)
+            table |= within("shared", shared.cuts(shards))
+        return table
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeShardConfig(MoeConfig):
+    """One shard of a mixture: it has some of the experts, whole, and routes among all of them.
+
+    `MoeConfig.local` makes it.
+    """
+
+    experts_held: int = 1
 
 
 class MixtureOfExperts(Pointwise):
@@ -26,8 +151,6 @@ class MixtureOfExperts(Pointwise):
         out_scale: scales the initial output projections, for deep stacks.
         implementation: implementation of `expert_mlps`, see `pallas_kernels.dispatch`.
     """
-
-    shard: Shard | None = None  # set on a shard, see `models.shard`
 
     def __init__(
         self,

@@ -1,13 +1,111 @@
 """Mamba-2 and attention in parallel, as in Falcon-H1: same input, outputs summed."""
 
-from flax import nnx
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
 
-from pallas_kernels import DeferredRMSNorm
+from flax import nnx
+from jax.typing import DTypeLike
+
+from pallas_kernels import DeferredRMSNorm, Mamba2Pending
 from stree_jax.array_types import Array, Bool, Float, Lengths
-from stree_jax.models.attention import AttentionMixer
-from stree_jax.models.cache import ConvGatherIndex, ParallelCache, ParallelPending, Path, Replay
-from stree_jax.models.mamba2 import Mamba2Mixer
+from stree_jax.models.attention import (
+    AttentionCache,
+    AttentionConfig,
+    AttentionMixer,
+    AttentionPending,
+)
+from stree_jax.models.layer import (
+    ConvGatherIndex,
+    LayerConfig,
+    Path,
+    Replay,
+    Sizes,
+    register,
+    within,
+)
+from stree_jax.models.mamba2 import Mamba2Cache, Mamba2Config, Mamba2Mixer
+from stree_jax.partition import Cut, Shard
 from stree_jax.tree import Tree
+
+
+class ParallelCache(NamedTuple):
+    """Cache of a layer with Mamba-2 and attention in parallel."""
+
+    mamba2: Mamba2Cache
+    attention: AttentionCache
+
+
+class ParallelPending(NamedTuple):
+    """Pending record of a layer with Mamba-2 and attention in parallel."""
+
+    mamba2: Mamba2Pending
+    attention: AttentionPending
+
+
+@register("parallel", "mamba2", "attention")
+@dataclasses.dataclass(frozen=True)
+class ParallelConfig(LayerConfig):
+    """A layer with Mamba-2 and attention in parallel: same input, outputs added (Falcon-H1)."""
+
+    mamba2: Mamba2Config
+    attention: AttentionConfig
+
+    has_memory: ClassVar[bool] = True
+
+    @classmethod
+    def _joined(cls, *parts: Any) -> "ParallelConfig":
+        return cls(*parts)
+
+    def own_parts(self) -> dict[str, Any]:
+        """See `LayerConfig`."""
+        return {"mamba2": self.mamba2, "attention": self.attention}
+
+    @property
+    def conv_widths(self) -> tuple[int, ...]:
+        """See `LayerConfig`."""
+        return self.mamba2.conv_widths + self.attention.conv_widths
+
+    def check_next(self, below: LayerConfig | None) -> None:
+        """See `LayerConfig`."""
+        self.attention.check_next(below)
+
+    def build(self, d_model: int, **options: Any) -> "ParallelMixer":
+        """See `LayerConfig`."""
+        mamba2 = self.mamba2.build(d_model, **options)
+        return ParallelMixer(mamba2, self.attention.build(d_model, **options))
+
+    def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> ParallelCache:
+        """See `LayerConfig`."""
+        sizes = batch, max_length, dtype
+        return ParallelCache(self.mamba2.init_cache(*sizes), self.attention.init_cache(*sizes))
+
+    def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> ParallelPending:
+        """See `LayerConfig`."""
+        sizes = batch, num_nodes, dtype
+        mamba2 = self.mamba2.init_pending(*sizes)
+        return ParallelPending(mamba2, self.attention.init_pending(*sizes))
+
+    def cache_specs(self, axis: str | None) -> Any:
+        """See `LayerConfig`."""
+        return ParallelCache(self.mamba2.cache_specs(axis), self.attention.cache_specs(axis))
+
+    def pending_specs(self, axis: str | None) -> Any:
+        """See `LayerConfig`."""
+        return ParallelPending(self.mamba2.pending_specs(axis), self.attention.pending_specs(axis))
+
+    def sizes(self, shards: int) -> Sizes:
+        """See `LayerConfig`."""
+        one, other = self.mamba2.sizes(shards), self.attention.sizes(shards)
+        return Sizes(one.equal | other.equal, one.shared | other.shared)
+
+    def local(self, shards: int) -> "ParallelConfig":
+        """See `LayerConfig`."""
+        return ParallelConfig(self.mamba2.local(shards), self.attention.local(shards))
+
+    def cuts(self, shards: int) -> dict[str, Cut]:
+        """See `LayerConfig`."""
+        attention = within("attention", self.attention.cuts(shards))
+        return within("mamba2", self.mamba2.cuts(shards)) | attention
 
 
 class ParallelMixer(nnx.Module):
@@ -16,6 +114,11 @@ class ParallelMixer(nnx.Module):
     def __init__(self, mamba2: Mamba2Mixer, attention: AttentionMixer):
         self.mamba2 = mamba2
         self.attention = attention
+
+    def set_shard(self, shard: Shard, whole: ParallelConfig) -> None:
+        """See `Mixer`."""
+        self.mamba2.set_shard(shard, whole.mamba2)
+        self.attention.set_shard(shard, whole.attention)
 
     def __call__(
         self,

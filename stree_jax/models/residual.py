@@ -6,8 +6,8 @@ from jax.typing import DTypeLike
 from pallas_kernels import DeferredRMSNorm, add_rms_norm
 from pallas_kernels.numerics import rms_norm, scaled
 from stree_jax.array_types import Array
-from stree_jax.config import ModelConfig
 from stree_jax.models.block import Block
+from stree_jax.models.config import ModelConfig
 
 
 class ResidualStream:
@@ -61,7 +61,7 @@ class ResidualStream:
 
     def write(self, block: Block, output: Array | DeferredRMSNorm) -> None:
         """Takes the output of the layer that read last."""
-        if block.kind == "shared":
+        if block.is_shared:
             assert not isinstance(output, DeferredRMSNorm)
             self._output, self._extra = None, output.astype(self._hidden.dtype)
         else:

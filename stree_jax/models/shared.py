@@ -6,6 +6,7 @@ out_proj(y)                          added to the next layer's input
 """
 
 import dataclasses
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -13,12 +14,138 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.numerics import rms_norm
 from stree_jax.array_types import Array, Bool, Float, Lengths
-from stree_jax.config import ModelConfig
-from stree_jax.models.attention import AttentionMixer
-from stree_jax.models.cache import AttentionCache, AttentionPending, ConvGatherIndex, Path, Replay
+from stree_jax.checks import require, require_integer, require_types
+from stree_jax.models.attention import (
+    AttentionCache,
+    AttentionConfig,
+    AttentionMixer,
+    AttentionPending,
+)
+from stree_jax.models.layer import (
+    ConvGatherIndex,
+    LayerConfig,
+    Path,
+    Replay,
+    Sizes,
+    register,
+    within,
+)
 from stree_jax.models.layers import linear
-from stree_jax.models.mlp import Mlp
+from stree_jax.models.mamba2 import Mamba2Config
+from stree_jax.models.mlp import Mlp, MlpConfig
+from stree_jax.partition import Cut, Shard
 from stree_jax.tree import Tree
+
+
+@register("shared", "shared", "attention", "mlp")
+@dataclasses.dataclass(frozen=True)
+class SharedConfig(LayerConfig):
+    """Transformer blocks whose weights several layers share (Zamba2).
+
+    The j-th "shared" layer applies block `j % num_blocks` to the residual stream concatenated with
+    the embedding, with its own low-rank adapters. Its output is projected and added to the
+    *input* of the next layer, not to the residual stream.
+
+    Attributes:
+        num_blocks: number of different blocks.
+        adapter_rank: rank of the adapters.
+        attention_adapters: whether queries, keys and values have adapters too.
+        attention, mlp: configs of the blocks; `ModelConfig` fills in its own where they are None.
+    """
+
+    num_blocks: int
+    adapter_rank: int
+    attention_adapters: bool = False
+    attention: AttentionConfig | None = None
+    mlp: MlpConfig | None = None
+
+    has_memory: ClassVar[bool] = True
+    is_shared: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require_integer(self, "num_blocks", 1)
+        require_integer(self, "adapter_rank", 1)
+        require_types(type(self), vars(self))
+
+    @classmethod
+    def _joined(cls, *parts: Any) -> "SharedConfig":
+        shared, attention, mlp = parts
+        return dataclasses.replace(shared, attention=attention, mlp=mlp)
+
+    def own_parts(self) -> dict[str, Any]:
+        """See `LayerConfig`."""
+        alone = dataclasses.replace(self, attention=None, mlp=None)
+        return {"shared": alone, "attention": self.attention, "mlp": self.mlp}
+
+    @property
+    def blocks(self) -> tuple[AttentionConfig, MlpConfig]:
+        """The configs of the blocks, which a layer of a model has."""
+        assert self.attention is not None
+        assert self.mlp is not None
+        return self.attention, self.mlp
+
+    @property
+    def conv_widths(self) -> tuple[int, ...]:
+        """See `LayerConfig`."""
+        return self.blocks[0].conv_widths
+
+    def check_next(self, below: LayerConfig | None) -> None:
+        """See `LayerConfig`."""
+        require(
+            isinstance(below, Mamba2Config),
+            "a 'shared' layer gives its output to a 'mamba2' layer, which must come next",
+        )
+        require(
+            self.blocks[0].input_multiple == 2,
+            "input_multiple is 2 in a model with 'shared' layers and 1 in others",
+        )
+
+    def build(
+        self, d_model: int, *, norm_eps: float, implementation: str | None, **options: Any
+    ) -> "SharedLayer":
+        """See `LayerConfig`."""
+        return SharedLayer(self, d_model, norm_eps=norm_eps, **options)
+
+    def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> AttentionCache:
+        """See `LayerConfig`."""
+        return self.blocks[0].init_cache(batch, max_length, dtype)
+
+    def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> AttentionPending:
+        """See `LayerConfig`."""
+        return self.blocks[0].init_pending(batch, num_nodes, dtype)
+
+    def cache_specs(self, axis: str | None) -> Any:
+        """See `LayerConfig`."""
+        return self.blocks[0].cache_specs(axis)
+
+    def pending_specs(self, axis: str | None) -> Any:
+        """See `LayerConfig`."""
+        return self.blocks[0].pending_specs(axis)
+
+    def sizes(self, shards: int) -> Sizes:
+        """See `LayerConfig`."""
+        one, other = (block.sizes(shards) for block in self.blocks)
+        return Sizes(one.equal | other.equal, one.shared | other.shared)
+
+    def local(self, shards: int) -> "SharedConfig":
+        """See `LayerConfig`."""
+        attention, mlp = (block.local(shards) for block in self.blocks)
+        return self._joined(self, attention, mlp)
+
+    def cuts(self, shards: int) -> dict[str, Cut]:
+        """See `LayerConfig`. Adapters are cut at their outputs."""
+        attention, mlp = self.blocks
+        table = {
+            f"qkv_adapters.{i}.up.kernel": Cut(1, (segment,))
+            for i, segment in enumerate(attention.qkv_segments)
+        }
+        segments = mlp.cuts(shards)["in_proj.kernel"].segments
+        return table | {"mlp_adapter.up.kernel": Cut(1, segments)}
+
+    def block_cuts(self, shards: int) -> dict[str, Cut]:
+        """The cut of each weight of a shared block, by name."""
+        attention, mlp = (block.cuts(shards) for block in self.blocks)
+        return within("attention", attention) | within("mlp", mlp)
 
 
 class SharedTransformer(nnx.Module):
@@ -26,25 +153,26 @@ class SharedTransformer(nnx.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: SharedConfig,
+        d_model: int,
         *,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
         implementation: str | None = None,
     ):
-        assert config.attention is not None
-        assert config.mlp is not None
-        width = config.attention.input_multiple * config.d_model
-        self.norm_scale = nnx.Param(jnp.ones(width, dtype))
+        attention, mlp = config.blocks
+        self.norm_scale = nnx.Param(jnp.ones(attention.input_multiple * d_model, dtype))
         self.attention = AttentionMixer(
-            config.attention,
-            config.d_model,
-            dtype=dtype,
-            rngs=rngs,
-            implementation=implementation,
+            attention, d_model, dtype=dtype, rngs=rngs, implementation=implementation
         )
-        self.mlp_norm_scale = nnx.Param(jnp.ones(config.d_model, dtype))
-        self.mlp = Mlp(config.mlp, config.d_model, dtype=dtype, rngs=rngs)
+        self.mlp_norm_scale = nnx.Param(jnp.ones(d_model, dtype))
+        self.mlp = Mlp(mlp, d_model, dtype=dtype, rngs=rngs)
+
+    def set_shard(self, shard: Shard, whole: SharedConfig) -> None:
+        """See `Mixer`."""
+        attention, mlp = whole.blocks
+        self.attention.set_shard(shard, attention)
+        self.mlp.set_shard(shard, mlp)
 
 
 class Adapter(nnx.Module):
@@ -63,16 +191,21 @@ class Adapter(nnx.Module):
 class SharedLayer(nnx.Module):
     """The weights of a layer that uses a shared block: adapters and output projection."""
 
-    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs, out_scale: float):
-        attention, mlp, shared = config.attention, config.mlp, config.shared
-        assert attention is not None
-        assert mlp is not None
-        assert shared is not None
-        rank, d_model = shared.adapter_rank, config.d_model
-        width = attention.input_multiple * d_model
-        self.norm_eps = config.norm_eps
+    def __init__(
+        self,
+        config: SharedConfig,
+        d_model: int,
+        *,
+        norm_eps: float,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        out_scale: float,
+    ):
+        attention, mlp = config.blocks
+        rank, width = config.adapter_rank, attention.input_multiple * d_model
+        self.norm_eps = norm_eps
         # Adapters of queries, keys and values; empty if there are none.
-        sizes = attention.projected_sizes if shared.attention_adapters else ()
+        sizes = attention.projected_sizes if config.attention_adapters else ()
         self.qkv_adapters = nnx.List(
             Adapter((width, rank, size), dtype=dtype, rngs=rngs) for size in sizes
         )
@@ -81,6 +214,9 @@ class SharedLayer(nnx.Module):
         self.out_proj = linear(
             d_model, d_model, bias=False, dtype=dtype, rngs=rngs, scale=out_scale
         )
+
+    def set_shard(self, shard: Shard, whole: SharedConfig) -> None:
+        """See `Mixer`. Adapters are cut at their outputs, and the last projection is replicated."""
 
     def using(self, transformer: SharedTransformer) -> "AdaptedTransformer":
         """This layer as a mixer, with the shared weights."""

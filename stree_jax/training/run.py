@@ -277,7 +277,7 @@ def _model_card(
     tokens = training.steps * training.batch_size * training.sequence_length
     loss_name = "KL divergence from the target" if verb == "distilled" else "cross-entropy"
     perplexity = "" if verb == "distilled" else f" (perplexity {math.exp(loss):.1f})"
-    layers = model.config.layers
+    layers = model.config.kinds
     kind = "Mamba-2" if "attention" not in layers else "hybrid Mamba-2 and attention"
     counts = ", ".join(f"{layers.count(part)} {part}" for part in dict.fromkeys(layers))
     return f"""# A small {kind} language model

@@ -106,7 +106,7 @@ def test_more_steps_per_sync_change_nothing(steps):
     model = tiny_model()
     if steps == 5:
         layers = ("parallel", "mlp", "mamba2")
-        config = dataclasses.replace(HYBRIDS["falcon_h1"], layers=layers)
+        config = HYBRIDS["falcon_h1"].with_layers(layers)
         model = random_model(config)
     free = st.generate(model, PROMPTS, max_new_tokens=17, drafter=drafter(), topology=TREE)
     options = dict(max_new_tokens=17, drafter=drafter(), topology=TREE)
@@ -128,11 +128,9 @@ def test_more_steps_per_sync_change_nothing(steps):
 
 def test_the_kernels_decode_the_same():
     """Target and draft by the interpreted kernels: whole trees, and trees that grow."""
-    config = dataclasses.replace(
-        st.ModelConfig.tiny(head_dim=16, state_size=16, num_layers=1, tie_embeddings=False),
-        layers=("mamba2", "attention"),
-        attention=AttentionConfig(4, 2, 16, rotary_dim=16),
-    )
+    config = st.ModelConfig.tiny(head_dim=16, state_size=16, tie_embeddings=False)
+    attention = AttentionConfig(4, 2, 16, rotary_dim=16)
+    config = config.with_layers(("mamba2", attention))
     outputs = []
     for implementation in ("xla", "pallas_interpret"):
         model = st.HybridLM(config, rngs=nnx.Rngs(0), implementation=implementation)

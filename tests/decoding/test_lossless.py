@@ -397,11 +397,8 @@ def test_prompts_longer_than_a_chunk(monkeypatch):
 @pytest.mark.gpu
 def test_on_the_gpu_with_kernels():
     """Greedy losslessness in float32 with the Pallas kernels, on the device."""
-    config = dataclasses.replace(
-        st.ModelConfig.tiny(head_dim=16, state_size=16, d_model=64),
-        layers=("mamba2", "attention") * 2,
-        attention=AttentionConfig(4, 2, 16, rotary_dim=16),
-    )
+    config = st.ModelConfig.tiny(head_dim=16, state_size=16, d_model=64)
+    config = config.with_layers(("mamba2", AttentionConfig(4, 2, 16, rotary_dim=16)) * 2)
     model = random_model(config, implementation="pallas")
     for method in METHODS.values():
         if method.follows:

@@ -253,7 +253,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from stree_jax.testing import HYBRIDS, perturbed, random_model
 
 prompts = [[5, 9, 2, 30], [3]]
-model = random_model(dataclasses.replace(HYBRIDS["bamba"], layers=("mamba2", "attention")))
+model = random_model(HYBRIDS["bamba"].with_layers(("mamba2", "attention")))
 drafter = st.ModelDrafter(perturbed(model, 0.1))
 want = st.generate(model, prompts, max_new_tokens=9)
 mesh = Mesh(np.array(jax.devices()), ("m",))

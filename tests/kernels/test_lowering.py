@@ -4,7 +4,6 @@ The interpreter accepts nearly everything; what the Triton route cannot do shows
 """
 
 import contextlib
-import dataclasses
 import functools
 import re
 from collections import Counter
@@ -277,7 +276,7 @@ BATCH, PLACES = 2, 64
 CONFIG = ModelConfig(
     vocab_size=32,
     d_model=32,
-    layers=("mamba2",),
+    layers=("mamba2", "mlp", "attention", "moe"),
     mamba2=Mamba2Config(num_heads=4, head_dim=16, state_size=16),
     attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=16, rotary_dim=16),
     mlp=MlpConfig(32),
@@ -322,7 +321,7 @@ def names(monkeypatch):
 
 def method_of_a_model(layers, method):
     """A method of a model without weights, and what `jax.eval_shape` needs to call it."""
-    config = dataclasses.replace(CONFIG, layers=layers)
+    config = CONFIG.with_layers(layers)
     structure, weights = HybridLM.abstract(config, implementation="pallas")
     nodes = TOPOLOGY.num_nodes
     cache = jax.eval_shape(lambda: init_cache(config, BATCH, PLACES, jnp.float32))

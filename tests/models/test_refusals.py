@@ -7,10 +7,20 @@ import pytest
 from flax import nnx
 
 from stree_jax import HybridLM, ModelConfig, demo_path
+from stree_jax.config import PARTS
 from stree_jax.layer_config import AttentionConfig, MlpConfig, MoeConfig, RopeScaling, SharedConfig
 from stree_jax.testing import HYBRIDS
 
-SHARED = dataclasses.asdict(HYBRIDS["zamba2"])
+
+def format_1(config):
+    """The table of a model in native checkpoints of format 1: one config for each kind."""
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    parts = {name: getattr(config, name) for name in PARTS}
+    tables = {name: part and dataclasses.asdict(part) for name, part in parts.items()}
+    return values | tables | {"layers": config.kinds}
+
+
+SHARED = format_1(HYBRIDS["zamba2"])
 SMALL = {"vocab_size": 5, "d_model": 4}
 NO_MEMORY = ModelConfig(vocab_size=9, d_model=8, layers=("mlp",), mlp=MlpConfig(8))
 
@@ -59,7 +69,7 @@ REFUSED = [
     (table(SMALL | {"layers": ["mlp"]}), "the mlp config is missing"),
     (table(SMALL | {"layers": [], "mamba2": {"num_heads": 2}}), "head_dim"),
     (table(None), "is a table of fields, got None"),
-    (table({"layers": "mamba2"}), "layers must be tuple"),
+    (table(SMALL | {"layers": "mamba2"}), "layers must be tuple"),
     (table(SMALL | {"layers": [[]]}), "layers must be tuple"),
     (table(SHARED | {"layers": ("mamba2", "shared")}), "to a 'mamba2' layer, which must come next"),
     (table(SHARED | {"shared": None}), "the shared config is missing"),

@@ -22,7 +22,6 @@ from stree_jax import partition as partition_module
 from stree_jax.decoding.prefill import PREFILL_CHUNK
 from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig, MoeConfig
 from stree_jax.models import attention, mamba2, mlp
-from stree_jax.models import shard as shard_module
 from stree_jax.models.cache import cache_specs, path_to
 from stree_jax.partition import ROWS
 from stree_jax.sharding import over_mesh
@@ -195,8 +194,8 @@ MUTATIONS = {
         "bamba",
         [(module, "row_parallel", bias_of_each_shard) for module in (attention, mlp, mamba2)],
     ),
-    "groups of a norm are one": ("groups", [(shard_module, "spans_shards", lambda config: True)]),
-    "a norm of each shard": ("mamba2", [(shard_module, "spans_shards", lambda config: False)]),
+    "groups of a norm are one": ("groups", [(Mamba2Config, "norm_spans_shards", True)]),
+    "a norm of each shard": ("mamba2", [(Mamba2Config, "norm_spans_shards", False)]),
     "heads by rank modulo": (
         "mamba_in_llama",
         [(partition_module, "_units_of", units_modulo)],

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import stree_jax
 from stree_jax.models.names import flatten
-from stree_jax.partition import Cut, Partition, check_mesh, cuts, local_config
-from stree_jax.presets import PRESETS
+from stree_jax.models.presets import PRESETS
+from stree_jax.partition import Cut, Partition, check_mesh
 from tests.sharding.configs import CONFIGS
 
 # Sizes whose shards are whole, or that whole shards share.
@@ -73,7 +73,7 @@ def test_every_weight_of_a_shard_has_the_local_shape(name, mesh):
     config = CONFIGS[name]
     whole = shapes(config)
     for shards in (2, 4) if name == "mamba_in_llama" else (4,):
-        table = cuts(config, shards)
+        table = config.cuts(shards)
         local = shapes(config, Partition(mesh, shards))
         assert local.keys() == whole.keys()
         for weight, shape in whole.items():
@@ -90,7 +90,7 @@ def test_all_large_weights_are_cut(name):
     """What has no rule is on every device: only norms, routers and the narrow sides may be."""
     config = CONFIGS[name]
     allowed = ("norm_scale", "router", "correction", "latent", "adapter", "out_proj.bias")
-    uncut = [w for w in shapes(config) if w not in cuts(config, 4)]
+    uncut = [w for w in shapes(config) if w not in config.cuts(4)]
     others = [w for w in uncut if not any(part in w for part in allowed)]
     # The last projection of a shared layer follows a sum.
     others = [w for w in others if not (name == "zamba2" and w.endswith("mixer.out_proj.kernel"))]
@@ -111,7 +111,7 @@ def test_a_local_config_has_a_share_of_everything(heads, groups, x_heads, b_grou
     )
     config = dataclasses.replace(config, mamba2=mixer, vocab_size=48)
     try:
-        local = local_config(config, shards).mamba2
+        local = config.local(shards).mamba2
     except ValueError as error:
         # It names a size that fits, and those that it names do.
         named = [
@@ -122,7 +122,7 @@ def test_a_local_config_has_a_share_of_everything(heads, groups, x_heads, b_grou
         assert named
         assert shards not in named
         for size in named:
-            local_config(config, size)
+            config.local(size)
         return
     assert local.num_heads * shards == heads
     # Which group a head uses is the same on its shard as in the whole model.
@@ -141,16 +141,16 @@ def test_a_local_config_has_a_share_of_everything(heads, groups, x_heads, b_grou
 def test_presets_can_be_cut(preset):
     config = stree_jax.ModelConfig.preset(preset)
     for shards in (2, 4):
-        local_config(config, shards)
+        config.local(shards)
 
 
 def test_narrow_experts_are_shared_out_whole():
     """1,856 channels are 29 times 64: an eighth of them is no multiple of 16."""
     config = stree_jax.ModelConfig.preset("Nemotron-3-Nano-30B")
-    moe = [local_config(config, shards).moe for shards in (1, 4, 8)]
+    moe = [config.local(shards).moe for shards in (1, 4, 8)]
     assert [(m.experts_held, m.hidden_size) for m in moe] == [(128, 1856), (128, 464), (16, 1856)]
     assert moe[2].num_experts == 128  # among which it routes
-    experts = cuts(config, 8)[f"blocks.{config.layers.index('moe')}.mixer.experts_in"]
+    experts = config.cuts(8)[f"blocks.{config.kinds.index('moe')}.mixer.experts_in"]
     assert experts.columns(8)[3].tolist() == [*range(48, 64)]
 
 
@@ -160,18 +160,18 @@ def test_narrow_experts_are_shared_out_whole():
         ("mamba2", 3, r"mamba2.num_heads = 8 does not fit model = 3.*can be 1, 2, 4 or 8"),
         ("groups", 8, r"norm groups of mamba2 = 4 does not fit model = 8.*can be 1, 2 or 4"),
         ("bamba", 16, r"mamba2.num_heads = 8 does not fit"),
-        ("zamba2", 16, r"mamba2.num_heads = 8 does not fit model = 16"),
+        ("zamba2", 16, r"attention.num_heads = 8 does not fit model = 16"),
     ],
 )
 def test_sizes_that_do_not_fit(name, shards, message):
     with pytest.raises(ValueError, match=message):
-        local_config(CONFIGS[name], shards)
+        CONFIGS[name].local(shards)
 
 
 def test_words_that_do_not_fit():
     config = dataclasses.replace(CONFIGS["mamba2"], vocab_size=37)
     with pytest.raises(ValueError, match="padded_vocab_size = 37 does not fit model = 2"):
-        local_config(config, 2)
+        config.local(2)
 
 
 def test_meshes_that_cannot_be():

@@ -220,7 +220,7 @@ def test_train_and_distill_write_checkpoints(trained, recipe_file, tmp_path, mon
     assert steps == [1, 2, 3, 4, 5, 6]
     target = st.from_pretrained(target_path)
     assert target.config.eos_token == 0
-    assert target.config.layers == ("mamba2", "mlp", "attention", "mlp")
+    assert target.config.kinds == ("mamba2", "mlp", "attention", "mlp")
     card = (target_path / "README.md").read_text()
     assert "the command" in card
     assert "hybrid Mamba-2 and attention" in card
@@ -244,7 +244,7 @@ def test_train_and_distill_write_checkpoints(trained, recipe_file, tmp_path, mon
     assert batches == [8, 8]  # one row for each of 8 steps; the even steps and the odd ones
     draft = st.from_pretrained(draft_path)
     assert draft.config.vocab_size == target.config.vocab_size
-    assert len(draft.config.layers) == 1
+    assert len(draft.config.kinds) == 1
     assert "KL divergence from the target" in (draft_path / "README.md").read_text()
     assert st.load_tokenizer(draft_path).to_str() == st.load_tokenizer(target_path).to_str()
     out = st.generate(target, [[5, 6]], max_new_tokens=4, drafter=st.ModelDrafter(draft))

@@ -8,14 +8,11 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from stree_jax.layer_config import (
-    AttentionConfig,
-    Mamba2Config,
-    MlpConfig,
-    MoeConfig,
-    RopeScaling,
-    SharedConfig,
-)
+from stree_jax.models.attention import AttentionConfig, RopeScaling
+from stree_jax.models.mamba2 import Mamba2Config
+from stree_jax.models.mlp import MlpConfig
+from stree_jax.models.moe import MoeConfig
+from stree_jax.models.shared import SharedConfig
 
 # Fields of `ModelConfig`, which imports this table.
 Preset = dict[str, Any]

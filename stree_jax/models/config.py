@@ -1,0 +1,484 @@
+"""`ModelConfig`: the architecture and sizes of a model.
+
+All model families share the same layers. A family is a config, not a class.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stree_jax.checks import check_int, require, require_integer, require_types
+from stree_jax.messages import shown
+from stree_jax.models.attention import AttentionConfig, RopeScaling
+from stree_jax.models.layer import LayerConfig, layer_kinds, share, within
+from stree_jax.models.mamba2 import Mamba2Config
+from stree_jax.models.mlp import MlpConfig
+from stree_jax.models.moe import MoeConfig
+from stree_jax.models.parallel import ParallelConfig as ParallelConfig  # registers its kind
+from stree_jax.models.presets import PRESETS
+from stree_jax.models.shared import SharedConfig
+from stree_jax.partition import Cut
+
+# Kinds of layers that the library has; `register` adds others.
+LAYER_KINDS = ("mamba2", "attention", "parallel", "mlp", "moe", "shared")
+_MAX_LAYERS = 8192  # a damaged or hostile file may claim any number
+_MOST_SHARDS = 256  # suggested by error messages
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class ModelConfig:
+    """A whole language model.
+
+    Layers may differ in kind and in size. Where all layers of a kind have one config, it is shorter
+    to name kinds: `ModelConfig(..., layers=("mamba2", "mlp") * 8, mamba2=Mamba2Config(...),
+    mlp=MlpConfig(...))`. `dataclasses.replace(config, mamba2=...)` gives all Mamba-2 layers another
+    config.
+
+    Attributes:
+        vocab_size: size of the vocabulary; ids from here to `padded_vocab_size` are never sampled.
+        d_model: width of the residual stream `M`.
+        layers: the config of each layer, first to last.
+        padded_vocab_size: rows of the embedding; None means `vocab_size`.
+        norm_eps: epsilon of the norms on the residual stream.
+        tie_embeddings: the output head is the transposed embedding.
+        residual_float32: keep the residual stream in float32, whatever the dtype of the weights.
+        embedding_multiplier, residual_multiplier, logits_multiplier: scale the embedding, each
+            layer's output before the residual add, and the logits (Granite, Falcon-H1).
+        eos_token: end-of-sequence id, or a tuple of several; None if unknown.
+        max_length: context length in tokens. `generate` refuses longer requests unless told
+            otherwise. None means no limit.
+
+    Args:
+        mamba2, attention, mlp, moe, shared: the configs of layers that are given by their kind.
+            With "parallel" layers both Mamba-2's and attention's; with "shared" ones attention's
+            and the MLP's too.
+
+    Raises:
+        ValueError: a bad value, an unknown kind, or a kind without its configs.
+    """
+
+    vocab_size: int
+    d_model: int
+    layers: tuple[LayerConfig, ...]
+    padded_vocab_size: int | None = None
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = True
+    residual_float32: bool = True
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_multiplier: float = 1.0
+    eos_token: int | tuple[int, ...] | None = None
+    max_length: int | None = None
+
+    def __init__(
+        self,
+        vocab_size: Any,  # types are checked below, with the names of the fields
+        d_model: Any,
+        layers: Any,
+        mamba2: Any = None,
+        attention: Any = None,
+        mlp: Any = None,
+        moe: Any = None,
+        shared: Any = None,
+        **fields: Any,
+    ):
+        parts = dict(mamba2=mamba2, attention=attention, mlp=mlp, moe=moe, shared=shared)
+        known = {field.name: field.default for field in dataclasses.fields(self)}
+        unknown = sorted(set(fields) - set(known))
+        if unknown:
+            raise TypeError(f"ModelConfig got an unexpected keyword argument {unknown[0]!r}")
+        given = dict(vocab_size=vocab_size, d_model=d_model, layers=layers)
+        for name, value in (known | fields | given).items():
+            object.__setattr__(self, name, value)
+        require_integer(self, "vocab_size", 1)
+        require_integer(self, "d_model", 1)
+        object.__setattr__(self, "layers", _layers(layers, parts))
+        self._check()
+
+    def _check(self) -> None:
+        require_integer(self, "padded_vocab_size", 1, optional=True)
+        require_integer(self, "max_length", 1, optional=True)
+        require_types(type(self), vars(self))
+        require(self.norm_eps > 0, f"norm_eps must be above 0, got {self.norm_eps}")
+        require(
+            self.num_embeddings >= self.vocab_size,
+            f"padded_vocab_size = {self.padded_vocab_size} is below vocab_size = {self.vocab_size}",
+        )
+        tokens = self.eos_token if isinstance(self.eos_token, tuple) else (self.eos_token,)
+        require(
+            self.eos_token is None or all(type(t) is int for t in tokens),
+            f"eos_token must be an integer or several, got {self.eos_token!r:.80}",
+        )
+        require(
+            self.eos_token is None or all(0 <= t < self.vocab_size for t in tokens),  # type: ignore[operator]
+            f"eos_token = {self.eos_token!s:.80} is outside the vocabulary of {self.vocab_size}",
+        )
+        for layer, below in zip(self.layers, (*self.layers[1:], None), strict=True):
+            layer.check_next(below)
+        require(
+            len({layer for layer in self.layers if layer.is_shared}) <= 1,
+            "'shared' layers of one model have one config, since they share their blocks",
+        )
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each layer."""
+        return tuple(layer.kind for layer in self.layers)
+
+    @property
+    def distinct_layers(self) -> tuple[LayerConfig, ...]:
+        """The configs that occur, each once, in the order of their first layers."""
+        return tuple(dict.fromkeys(self.layers))
+
+    @property
+    def mamba2(self) -> Mamba2Config | None:
+        """The config of all Mamba-2 mixers; None if there is none.
+
+        This and the next ones raise a ValueError if layers differ; `layers` has the configs then.
+        """
+        return self._only("mamba2")
+
+    @property
+    def attention(self) -> AttentionConfig | None:
+        """The config of all attention mixers; None if there is none."""
+        return self._only("attention")
+
+    @property
+    def mlp(self) -> MlpConfig | None:
+        """The config of all MLPs; None if there is none."""
+        return self._only("mlp")
+
+    @property
+    def moe(self) -> MoeConfig | None:
+        """The config of all mixtures of experts; None if there is none."""
+        return self._only("moe")
+
+    @property
+    def shared(self) -> SharedConfig | None:
+        """The config of the "shared" layers, without those of their blocks; None: no such layer."""
+        return self._only("shared")
+
+    @property
+    def shared_layer(self) -> SharedConfig:
+        """The config of the "shared" layers, blocks included.
+
+        Raises:
+            ValueError: there is none.
+        """
+        for layer in self.layers:
+            if isinstance(layer, SharedConfig):
+                return layer
+        raise ValueError(f"layers = {self.kinds!s:.80} has no 'shared' layer")
+
+    def _only(self, name: str) -> Any:
+        found = {}
+        for layer in self.distinct_layers:
+            own = layer.own_parts()
+            if own.get(name) is not None:
+                found[own[name]] = layer
+        require(len(found) <= 1, f"layers differ in their {name} configs: read them from `layers`")
+        return next(iter(found), None)
+
+    def with_layers(self, layers: Sequence[LayerConfig | str], **parts: Any) -> "ModelConfig":
+        """The model with other layers; kinds get the configs that the model's own layers have.
+
+        Args:
+            layers: configs, or kinds.
+            **parts: configs for kinds, as in `ModelConfig`, in place of the model's own.
+
+        Raises:
+            ValueError: the model has no config for a kind, or several.
+        """
+        known = layer_kinds()
+        kinds = {layer for layer in layers if isinstance(layer, str) and layer in known}
+        names = {name for kind in kinds for name in known[kind].parts}
+        own = {name: self._only(name) for name in names - set(parts)} | parts
+        made: Any = [known[each].of_parts(own) if each in kinds else each for each in layers]
+        return dataclasses.replace(self, layers=tuple(made))
+
+    def local(self, shards: int) -> "ModelConfig":
+        """The config of one of the equal shards of a model.
+
+        Its vocabulary is the shard's slice of the vocabulary.
+
+        Raises:
+            ValueError: the sizes cannot be cut that way; names what can.
+        """
+        if obstacle := self._obstacle(shards):
+            fitting = [n for n in range(1, _MOST_SHARDS + 1) if self._obstacle(n) is None]
+            last = f" or {fitting[-1]}" if fitting[1:] else "1 only"
+            ways = ", ".join(map(str, fitting[:-1])) + last
+            raise ValueError(f"{obstacle}; model = ... can be {ways}")
+        if shards == 1:
+            return self
+        own = {layer: layer.local(shards) for layer in self.distinct_layers}
+        return dataclasses.replace(
+            self,
+            layers=tuple(own[layer] for layer in self.layers),
+            vocab_size=share(self.num_embeddings, shards),
+            padded_vocab_size=None,
+            eos_token=None,
+        )
+
+    def _obstacle(self, shards: int) -> str | None:
+        """Why the model cannot be split into this many shards, or None."""
+        of_layers = [layer.sizes(shards) for layer in self.distinct_layers]
+        equal = [*(each.equal for each in of_layers), {"padded_vocab_size": self.num_embeddings}]
+        for name, size in (item for table in equal for item in table.items()):
+            if size % shards:
+                return f"{name} = {size} does not fit model = {shards}: it is no multiple"
+        for name, size in (item for each in of_layers for item in each.shared.items()):
+            if size % shards and shards % size:
+                return f"{name} = {size} does not fit model = {shards}: neither divides the other"
+        return None
+
+    def cuts(self, shards: int) -> dict[str, Cut]:
+        """The cut of each weight of the model, by name; weights without one are replicated."""
+        if shards == 1:
+            return {}
+        words = Cut(0, ((self.num_embeddings, 1),))
+        table = {"embedding": words, "head": words}
+        of_layer = {layer: layer.cuts(shards) for layer in self.distinct_layers}
+        for i, layer in enumerate(self.layers):
+            table |= within(f"blocks.{i}.mixer", of_layer[layer])
+        if self.shared is not None:
+            for j in range(self.shared.num_blocks):
+                table |= within(f"shared.{j}", self.shared_layer.block_cuts(shards))
+        return table
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the embedding, including padding."""
+        return self.vocab_size if self.padded_vocab_size is None else self.padded_vocab_size
+
+    @classmethod
+    def mamba2_lm(
+        cls,
+        vocab_size: int,
+        d_model: int,
+        num_layers: int,
+        *,
+        expand: int = 2,
+        head_dim: int = 64,
+        state_size: int = 128,
+        padded_vocab_size: int | None = None,
+        tie_embeddings: bool = True,
+        eos_token: int | tuple[int, ...] | None = None,
+        attention_layers: Sequence[int] = (),
+        attention: Mapping[str, Any] | None = None,
+        mlp: Mapping[str, Any] | None = None,
+        residual_float32: bool = True,
+        **mixer: Any,
+    ) -> "ModelConfig":
+        """A Mamba-2 language model with the layout of the published ones.
+
+        With `attention_layers`, `mlp` and `residual_float32=False` it is a hybrid in Bamba's
+        layout.
+
+        Args:
+            vocab_size, d_model: fields of `ModelConfig`.
+            num_layers: number of layers.
+            expand: inner width of the mixer as a multiple of `d_model`.
+            head_dim, state_size: `P` and `S`.
+            padded_vocab_size, tie_embeddings, eos_token, residual_float32: fields of
+                `ModelConfig`.
+            attention_layers: indices of layers with attention instead of Mamba-2.
+            attention: fields of `AttentionConfig` for these layers.
+            mlp: fields of `MlpConfig` for an MLP after each of the `num_layers`; None: no MLPs.
+            **mixer: more fields of `Mamba2Config`.
+
+        Raises:
+            ValueError: `head_dim` does not divide `expand * d_model`, or `attention_layers` has an
+                index out of range.
+        """
+        check_int("d_model", d_model, 1)
+        check_int("num_layers", num_layers, 1)
+        check_int("expand", expand, 1)
+        check_int("head_dim", head_dim, 1)
+        require(
+            expand * d_model % head_dim == 0,
+            f"head_dim = {head_dim} does not divide expand * d_model = {expand * d_model}",
+        )
+        outside = [i for i in attention_layers if i not in range(num_layers)]
+        require(not outside, f"attention_layers has {outside}; layers are 0 to {num_layers - 1}")
+        kinds = ["attention" if i in attention_layers else "mamba2" for i in range(num_layers)]
+        return cls(
+            vocab_size=vocab_size,
+            d_model=d_model,
+            layers=tuple(
+                part for kind in kinds for part in ((kind,) if mlp is None else (kind, "mlp"))
+            ),
+            attention=None if attention is None else _build(AttentionConfig, attention),
+            mlp=None if mlp is None else _build(MlpConfig, mlp),
+            mamba2=Mamba2Config(
+                num_heads=expand * d_model // head_dim,
+                head_dim=head_dim,
+                state_size=state_size,
+                **mixer,
+            ),
+            padded_vocab_size=padded_vocab_size,
+            tie_embeddings=tie_embeddings,
+            residual_float32=residual_float32,
+            eos_token=eos_token,
+        )
+
+    @classmethod
+    def preset(cls, name: str) -> "ModelConfig":
+        """The shape of a published model, by name.
+
+        Raises:
+            ValueError: the name is unknown.
+        """
+        known = isinstance(name, str) and name in PRESETS
+        require(known, f"unknown preset {shown(name)}; known: {', '.join(sorted(PRESETS))}")
+        return cls(**PRESETS[name]())
+
+    @classmethod
+    def tiny(cls, **changes: Any) -> "ModelConfig":
+        """A model small enough to compile in a test; `changes` are arguments of `mamba2_lm`."""
+        shape: dict[str, Any] = dict(
+            vocab_size=37, d_model=16, num_layers=2, head_dim=8, state_size=8, chunk_size=8
+        )
+        return cls.mamba2_lm(**(shape | changes))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config as JSON values, for `from_dict`. Infinity becomes the string "inf".
+
+        `configs` has the different layers by name, and `layers` the name of each layer.
+        """
+        names: dict[LayerConfig, str] = {}
+        for layer in self.distinct_layers:
+            same = sum(other.kind == layer.kind for other in names)
+            names[layer] = f"{layer.kind}.{same + 1}" if same else layer.kind
+        values = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name != "layers"
+        }
+        values["layers"] = [names[layer] for layer in self.layers]
+        values["configs"] = {
+            name: {"kind": layer.kind} | dataclasses.asdict(layer) for layer, name in names.items()
+        }
+        return json.loads(json.dumps(_encode(values), allow_nan=False))
+
+    @classmethod
+    def from_dict(cls, values: Any) -> "ModelConfig":
+        """The inverse of `to_dict`; also reads the tables of format 1, with one config per kind.
+
+        Raises:
+            ValueError: a field is unknown or missing, or a value is invalid.
+        """
+        require(
+            isinstance(values, Mapping), f"a model config is a table of fields, got {values!r:.80}"
+        )
+        fields = dict(values)
+        if "configs" in fields:
+            fields["layers"] = _named_layers(fields.get("layers"), fields.pop("configs"))
+        else:
+            for name in PARTS:
+                if fields.get(name) is not None:
+                    fields[name] = _build(layer_kinds()[name], fields[name])
+        return _build(cls, fields)
+
+
+# Names of configs that `ModelConfig` takes for layers that are given by their kind.
+PARTS = ("mamba2", "attention", "mlp", "moe", "shared")
+
+
+def _layers(layers: Any, parts: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
+    """The layers, with those given by their kind made of `parts`."""
+    require(
+        isinstance(layers, list | tuple)
+        and all(isinstance(layer, LayerConfig | str) for layer in layers),
+        f"layers must be tuple of layer configs or their kinds, got {layers!r:.80}",
+    )
+    require(len(layers) >= 1, "layers is empty; a model has at least one layer")
+    require(
+        len(layers) <= _MAX_LAYERS,
+        f"layers has {len(layers)} entries; at most {_MAX_LAYERS} are possible",
+    )
+    known = layer_kinds()
+    for name, part in parts.items():
+        require(
+            part is None or (name in known and isinstance(part, known[name])),
+            f"{name} must be the config of such a layer, got {part!r:.80}",
+        )
+    unknown = sorted({layer for layer in layers if isinstance(layer, str)} - set(known))
+    require(not unknown, f"unknown layer kinds {unknown!s:.80}; known: {list(known)}")
+    made = {
+        layer: known[layer].of_parts(parts) if isinstance(layer, str) else layer.with_parts(parts)
+        for layer in dict.fromkeys(layers)
+    }
+    return tuple(made[layer] for layer in layers)
+
+
+def _named_layers(names: Any, configs: Any) -> tuple[LayerConfig, ...]:
+    """The layers of a stored config."""
+    require(isinstance(configs, Mapping), f"configs is a table of layers, got {configs!r:.80}")
+    require(
+        isinstance(names, list | tuple) and all(isinstance(name, str) for name in names),
+        f"layers must be names of `configs`, got {names!r:.80}",
+    )
+    missing = sorted(set(names) - set(configs))
+    require(not missing, f"layers has {missing!s:.80}, which configs lacks")
+    made = {}
+    for name, values in configs.items():
+        require(
+            isinstance(values, Mapping), f"configs[{name!r:.40}] is a table, got {values!r:.80}"
+        )
+        kind = values.get("kind")
+        known = layer_kinds()
+        require(
+            isinstance(kind, str) and kind in known,
+            f"unknown layer kinds {[kind]!s:.80}; known: {list(known)}. A kind of your own must be"
+            " registered before its checkpoint is loaded",
+        )
+        made[name] = _build(known[kind], {key: v for key, v in values.items() if key != "kind"})
+    return tuple(made[name] for name in names)
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _encode(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encode(part) for part in value]
+    return "inf" if value == math.inf else value
+
+
+def _decode(name: str, value: Any) -> Any:
+    """The inverse of `_encode` for a field, whose lists are not nested."""
+    if isinstance(value, Mapping):
+        nested = _NESTED.get(name)
+        return value if nested is None else _build(nested, value)
+    if isinstance(value, list | tuple):
+        return tuple(math.inf if part == "inf" else part for part in value)
+    return math.inf if value == "inf" else value
+
+
+# Fields of layers that are configs themselves.
+_NESTED: dict[str, type] = {
+    "rope_scaling": RopeScaling,
+    "mamba2": Mamba2Config,
+    "attention": AttentionConfig,
+    "mlp": MlpConfig,
+}
+
+
+def _build(cls: type, values: Any) -> Any:
+    require(
+        isinstance(values, Mapping), f"{cls.__name__} needs a table of fields, got {values!r:.80}"
+    )
+    known = {field.name for field in dataclasses.fields(cls)}
+    if cls is ModelConfig:
+        known |= {*PARTS}
+    unknown = sorted(map(str, set(values) - known))
+    require(not unknown, f"{cls.__name__} has no fields {unknown!s:.80}; known: {sorted(known)}")
+    values = {name: _decode(name, value) for name, value in values.items()}
+    if cls is not ModelConfig:  # whose layers may be kinds yet
+        require_types(cls, values)
+    try:
+        return cls(**values)
+    except TypeError as error:  # a missing field
+        raise ValueError(f"{cls.__name__}: {error}") from None

@@ -1,0 +1,258 @@
+"""A layer of a model: its config, which owns all that depends on the kind; the protocol of mixers.
+
+A kind of layer is one file with a `LayerConfig`, decorated by `register`, and its mixer. The config
+builds the mixer, makes its cache and pending record, and says how all of them are sharded. To all
+other code they are opaque.
+
+A cache has read every token but the last emitted one, which is the root of the next tree. A forward
+pass over a tree does not write the tree to it: it returns a *pending* record, and replaying one
+path of it advances the cache (activation replay, STree: Wu et al., 2025, arXiv:2505.14969,
+section 3).
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+from flax import nnx
+from jax.typing import DTypeLike
+
+from pallas_kernels import DeferredRMSNorm
+from pallas_kernels.numerics import ACTIVATIONS
+from stree_jax.array_types import Array, Bool, Int, Lengths
+from stree_jax.checks import require
+from stree_jax.partition import Cut, Shard
+from stree_jax.tree import Tree
+
+Config = TypeVar("Config", bound="type[LayerConfig]")
+
+
+class NoCache(NamedTuple):
+    """Cache and pending record of a layer without memory, such as an MLP."""
+
+
+# One entry per layer.
+
+
+# By conv width: the rows of (conv state, node inputs) that a convolution reads, for all layers.
+ConvGatherIndex = dict[int, Int[Array, "..."]]
+
+
+class Path(NamedTuple):
+    """A root-to-node path of a tree; the empty path replays nothing."""
+
+    mask: Bool[Array, "B N"]
+    parents: Int[Array, "B N"]
+    last: Int[Array, " B"]  # the path's last node, -1 for the empty path
+
+
+class Replay(NamedTuple):
+    """A previous tree and its accepted path, along which a layer advances its cache."""
+
+    pending: Any  # the layer's pending record of the previous tree
+    path: Path  # the accepted path of that tree
+    conv_gather_index: ConvGatherIndex  # `replay_gather_index(path.parents, path.last, K)`
+
+
+@runtime_checkable
+class Mixer(Protocol):
+    """A layer of any kind. Its cache and its pending record are opaque to all other code."""
+
+    def __call__(
+        self, u: Array, cache: Any, valid: Bool[Array, "B T"], lengths: Lengths
+    ) -> tuple[Array, Any]:
+        """Runs a right-padded sequence from `cache`; returns outputs and the cache after it."""
+        ...
+
+    def tree(
+        self,
+        u: Array,
+        tree: Tree,
+        conv_gather_index: ConvGatherIndex,
+        cache: Any,
+        prefix_pending: Any = None,
+        replay: Replay | None = None,
+    ) -> tuple[Array | DeferredRMSNorm, Any, Any]:
+        """Runs the last nodes of a tree, after replaying a path of the previous tree, if any.
+
+        Returns the outputs (their rows may still need a scale, which `add_rms_norm` applies), the
+        pending record of all nodes, and the cache before the root.
+        """
+        ...
+
+    def replay(
+        self, cache: Any, pending: Any, path: Path, conv_gather_index: ConvGatherIndex
+    ) -> Any:
+        """The cache after a path."""
+        ...
+
+    def set_shard(self, shard: Shard, whole: Any) -> None:
+        """Makes it one shard of several, whose outputs are summed.
+
+        Args:
+            shard: collectives; the same object for the whole model.
+            whole: the config of the whole layer; the mixer was built from `LayerConfig.local`.
+        """
+        ...
+
+
+class Sizes(NamedTuple):
+    """What must fit a number of shards, by name.
+
+    Attributes:
+        equal: sizes that the shards split equally.
+        shared: numbers of units, of which neighbours may hold the same one.
+    """
+
+    equal: dict[str, int]
+    shared: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """The config of a layer, frozen and hashable; answers all that depends on its kind.
+
+    A subclass is registered by `register`. A layer without memory of other tokens needs `build`
+    alone. Arrays of caches and pending records have the batch axis first.
+    """
+
+    kind: ClassVar[str]
+    # Names of configs that `ModelConfig(layers=("kind", ...), name=...)` makes the layer of.
+    parts: ClassVar[tuple[str, ...]]
+    has_memory: ClassVar[bool] = False
+    is_shared: ClassVar[bool] = False  # its output goes to the next layer's input, see `shared.py`
+
+    def build(
+        self,
+        d_model: int,
+        *,
+        norm_eps: float,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        out_scale: float,
+        implementation: str | None,
+    ) -> Any:
+        """The mixer, with new weights; see `Mamba2Mixer` for the arguments.
+
+        `norm_eps` is the epsilon of the norms on the residual stream.
+        """
+        raise NotImplementedError
+
+    def check_next(self, below: "LayerConfig | None") -> None:
+        """Refuses layers that it cannot stand before; None: it is the last one.
+
+        Raises:
+            ValueError: it needs another neighbour.
+        """
+
+    def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> Any:
+        """The cache before the first token, with room for `max_length` tokens: zeros."""
+        return NoCache()
+
+    def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> Any:
+        """The pending record of a tree that was never run, for replay along the empty path."""
+        return NoCache()
+
+    def cache_specs(self, axis: str | None) -> Any:
+        """How the arrays of `init_cache` lie on a mesh; heads and channels along `axis`."""
+        return NoCache()
+
+    def pending_specs(self, axis: str | None) -> Any:
+        """How the arrays of `init_pending` lie on a mesh."""
+        return NoCache()
+
+    @property
+    def conv_widths(self) -> tuple[int, ...]:
+        """Widths of its convolutions over tokens, whose windows the model computes once."""
+        return ()
+
+    def sizes(self, shards: int) -> Sizes:
+        """What must fit this number of shards."""
+        return Sizes({}, {})
+
+    def local(self, shards: int) -> "LayerConfig":
+        """The config of one of `shards` equal shards, which `sizes` fits."""
+        return self
+
+    def cuts(self, shards: int) -> dict[str, Cut]:
+        """The cut of each weight of the mixer, by name; the others are replicated."""
+        return {}
+
+    @classmethod
+    def of_parts(cls, given: Mapping[str, Any]) -> "LayerConfig":
+        """The layer of the configs in `given`, by the names of `parts`.
+
+        Raises:
+            ValueError: one is missing.
+        """
+        for name in cls.parts:
+            require(
+                given.get(name) is not None,
+                f"layers has {cls.kind!r} but the {name} config is missing",
+            )
+        return cls._joined(*(given[name] for name in cls.parts))
+
+    @classmethod
+    def _joined(cls, *parts: Any) -> "LayerConfig":
+        return parts[0]
+
+    def own_parts(self) -> dict[str, Any]:
+        """The configs that it is made of, by the names of `parts`."""
+        return {self.kind: self}
+
+    def with_parts(self, given: Mapping[str, Any]) -> "LayerConfig":
+        """The layer with these configs in place of its own."""
+        own = self.own_parts()
+        changed = {name: given[name] for name in own if given.get(name) is not None}
+        return self.of_parts(own | changed) if changed else self
+
+
+_KINDS: dict[str, type[LayerConfig]] = {}
+
+
+def register(kind: str, *parts: str) -> Callable[[Config], Config]:
+    """Makes a `LayerConfig` known by a name, which checkpoints store.
+
+    Args:
+        kind: the name.
+        parts: see `LayerConfig.parts`; none: the config itself, by its kind.
+
+    Raises:
+        ValueError: another class has the name.
+    """
+
+    def decorated(cls: Config) -> Config:
+        known = _KINDS.get(kind)
+        if known is not None and (known.__module__, known.__name__) != (
+            cls.__module__,
+            cls.__name__,
+        ):
+            raise ValueError(f"the layer kind {kind!r} is {known.__name__}'s; choose another name")
+        cls.kind, cls.parts = kind, parts or (kind,)
+        _KINDS[kind] = cls
+        return cls
+
+    return decorated
+
+
+def layer_kinds() -> dict[str, type[LayerConfig]]:
+    """The registered kinds of layers by name."""
+    return dict(_KINDS)
+
+
+def within(prefix: str, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
+    """The cuts of a module's weights, named from outside."""
+    return {f"{prefix}.{name}": cut for name, cut in cuts.items()}
+
+
+def share(units: int, shards: int) -> int:
+    """Units of one shard; at least one if there are any, which neighbours then share."""
+    return 0 if units == 0 else max(1, units // shards)
+
+
+def require_activation(config: Any) -> None:
+    """A field `activation` must be known."""
+    require(
+        config.activation in ACTIVATIONS,
+        f"activation must be one of {ACTIVATIONS}, got {config.activation!r:.80}",
+    )
