@@ -63,6 +63,7 @@ FAMILIES = {
     "nemotron_h": Family(
         nemotron_h.read_nemotron_h, nemotron_h.write_nemotron_h, quirk="hf_dt_floor"
     ),
+    "nemotron_h_puzzle": Family(nemotron_h.read_nemotron_h_puzzle, quirk="hf_dt_floor"),
     "zamba2": Family(zamba2.read_zamba2, zamba2.write_zamba2, quirk="hf_dt_floor"),
     "mamba_in_llama": Family(
         mamba_in_llama.read_mamba_in_llama,

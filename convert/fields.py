@@ -4,7 +4,7 @@ Each field is used, ignored for a stated reason, or refused.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +256,28 @@ class Fields:
         value = self.take(name, {})
         self.check(isinstance(value, Mapping), f"{name} must be a table, got {value!r:.80}")
         return Fields(self.path, value, f"{name}.")
+
+    def with_own(self, values: Mapping[str, Any], prefix: str) -> "Fields":
+        """This table with the fields of a part of the model, such as a layer, in place of its own.
+
+        Null counts as absent. `absorb` takes the part back when it has been read.
+        """
+        own = {name: value for name, value in values.items() if value is not None}
+        return Fields(self.path, {**self.values, **own}, prefix)
+
+    def absorb(self, part: "Fields", names: Collection[str]) -> None:
+        """Counts what a part has used as used.
+
+        Args:
+            part: result of `with_own`.
+            names: the part's own fields, all of which must be used.
+        """
+        unknown = sorted(part._prefix + name for name in part._left & set(names))
+        self.check(
+            not unknown, f"unknown fields {unknown!s:.200}; they might change what is computed"
+        )
+        self._left &= part._left
+        self._notes += [note for note in part._notes if note not in self._notes]
 
     def ignore(self, reason: str, *names: str) -> None:
         """Ignores fields. `finish` returns a note for those that are present."""

@@ -1,5 +1,6 @@
-"""Nemotron-H: transformers' `NemotronHConfig`."""
+"""Nemotron-H and its Puzzle variant: `NemotronHConfig` and `NemotronHPuzzleConfig`."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stree_jax.config import ModelConfig
@@ -17,7 +18,13 @@ from stree_jax.convert.hybrid_parts import (
     read_dt_limit,
 )
 from stree_jax.convert.rules import Ignored
-from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig, MoeConfig
+from stree_jax.layer_config import (
+    AttentionConfig,
+    LayerConfig,
+    Mamba2Config,
+    MlpConfig,
+    MoeConfig,
+)
 
 _PATTERN = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 
@@ -25,6 +32,47 @@ _PATTERN = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 def read_nemotron_h(source: Source) -> Description:
     """`NemotronHConfig`: each layer is one mixer or one MLP; no RoPE."""
     fields = source.fields
+    _read_aliases(fields)
+    kinds = _nemotron_layers(fields)
+    fields.check(not fields.has("sliding_window"), "sliding_window is not supported")
+    layer = {kind: _layer(kind, fields, source) for kind in dict.fromkeys(kinds)}
+    config = _config(source, [layer[kind] for kind in kinds])
+    return _described("transformers nemotron_h", source, config, prefix="backbone")
+
+
+def read_nemotron_h_puzzle(source: Source) -> Description:
+    """`NemotronHPuzzleConfig`: Nemotron-H whose layers have fields of their own.
+
+    `block_configs` has a table for each layer: `block_type`, and what differs from the model's own
+    fields: sizes and number of experts, `intermediate_size`, `ssm_state_size`, `sliding_window`.
+    """
+    fields = source.fields
+    _read_aliases(fields)
+    blocks = fields.take("block_configs")
+    fields.check(
+        isinstance(blocks, list)
+        and 0 < len(blocks) <= MAX_LAYERS
+        and all(isinstance(block, Mapping) for block in blocks),
+        f"block_configs must be a list with a table for each layer, got {blocks!r:.80}",
+    )
+    layers = []
+    for i, block in enumerate(blocks):
+        part = fields.with_own(block, f"block_configs[{i}].")
+        kind = part.choice("block_type", "", {k: v for k, v in KINDS.items() if v in NAMES})
+        layers.append(_layer(kind, part, source))
+        fields.absorb(part, [name for name, value in block.items() if value is not None])
+    fields.ignore(
+        "redundant with block_configs",
+        *("layers_block_type", "hybrid_override_pattern", "num_hidden_layers"),
+        "blockwise_members",
+    )
+    fields.ignore("all attention layers have their own", "sliding_window")
+    config = _config(source, layers)
+    prefix = "model" if "model.norm_f.weight" in source.tensors else "backbone"
+    return _described("transformers nemotron_h_puzzle", source, config, prefix=prefix)
+
+
+def _read_aliases(fields: Fields) -> None:
     fields.alias(
         n_groups="mamba_n_groups",
         conv_kernel="mamba_d_conv",
@@ -38,16 +86,34 @@ def read_nemotron_h(source: Source) -> Description:
         head_dim="attention_head_dim",
         layers_block_type="layer_types",
     )
-    d_model = fields.integer("hidden_size", 4096)
-    layers = _nemotron_layers(fields)
+
+
+def _layer(kind: str, fields: Fields, source: Source) -> LayerConfig:
+    """The config of a layer."""
+    match kind:
+        case "mamba2":
+            return _mixer(fields, source)
+        case "attention":
+            return _attention(fields)
+        case "mlp":
+            return MlpConfig(
+                fields.integer("intermediate_size", 21504),
+                activation=_activation(fields),
+                gated=False,
+                bias=fields.flag("mlp_bias", False),
+            )
+        case _:
+            fields.check(
+                not fields.flag("mlp_bias", False),
+                "mlp_bias = true with experts is not supported",
+            )
+            return _nemotron_experts(fields, _activation(fields))
+
+
+def _mixer(fields: Fields, source: Source) -> Mamba2Config:
     bias = fields.flag("use_bias", False)
-    fields.check(
-        not fields.flag("attention_bias", False),
-        "attention_bias = true, but transformers' NemotronHAttention never has a bias",
-    )
-    epsilon = fields.positive("layer_norm_epsilon", 1e-5)
     floor = fields.number("time_step_min", 1e-3)
-    mamba2 = Mamba2Config(
+    mixer = Mamba2Config(
         num_heads=fields.integer("mamba_num_heads", 128),
         head_dim=fields.integer("mamba_head_dim", 64),
         state_size=fields.integer("ssm_state_size", 128),
@@ -57,49 +123,62 @@ def read_nemotron_h(source: Source) -> Description:
         in_proj_bias=bias,
         out_proj_bias=bias,
         dt_limit=read_dt_limit(fields, floor, source.quirks),
-        norm_eps=epsilon,
+        norm_eps=_epsilon(fields),
         activation=fields.choice("mamba_hidden_act", "silu", SILU),
         chunk_size=fields.integer("chunk_size", 128),
+    )
+    fields.same("mamba_num_groups", mixer.num_groups)
+    fields.same("mamba_state_dim", mixer.state_size)
+    return mixer
+
+
+def _attention(fields: Fields) -> AttentionConfig:
+    fields.check(
+        not fields.flag("attention_bias", False),
+        "attention_bias = true, but transformers' NemotronHAttention never has a bias",
     )
     num_heads = fields.integer("num_attention_heads", 32)
     attention = AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
         head_dim=fields.integer("head_dim", 128),
+        window=fields.integer("sliding_window") if fields.has("sliding_window") else None,
     )
-    activation = fields.choice(
-        "mlp_hidden_act", "relu2", {"relu2": "relu2", "silu": "silu", "gelu": "gelu"}
-    )
-    mlp_bias = fields.flag("mlp_bias", False)
+    fields.same("num_query_groups", attention.num_kv_heads)
+    return attention
+
+
+def _epsilon(fields: Fields) -> float:
+    epsilon = fields.positive("layer_norm_epsilon", 1e-5)
     for name in ("norm_eps", "rms_norm_eps"):
         fields.same(name, epsilon)
-    fields.same("num_query_groups", attention.num_kv_heads)
-    fields.same("mamba_num_groups", mamba2.num_groups)
-    fields.same("mamba_state_dim", mamba2.state_size)
+    return epsilon
+
+
+def _activation(fields: Fields) -> str:
+    known = {"relu2": "relu2", "silu": "silu", "gelu": "gelu"}
+    return fields.choice("mlp_hidden_act", "relu2", known)
+
+
+def _config(source: Source, layers: Sequence[LayerConfig]) -> ModelConfig:
+    """The model, and the account of all fields that are not of one layer."""
+    fields = source.fields
     config = ModelConfig(
-        layers=layers,
-        mamba2=mamba2,
-        attention=attention if "attention" in layers else None,
-        mlp=MlpConfig(
-            fields.integer("intermediate_size", 21504),
-            activation=activation,
-            gated=False,
-            bias=mlp_bias,
-        )
-        if "mlp" in layers
-        else None,
-        moe=_nemotron_experts(fields, activation) if "moe" in layers else None,
+        layers=tuple(layers),
         **model_fields(
             fields,
-            d_model,
-            norm_eps=epsilon,
+            fields.integer("hidden_size", 4096),
+            norm_eps=_epsilon(fields),
             residual_float32=fields.flag("residual_in_fp32", False),
         ),
     )
-    fields.check(
-        not (mlp_bias and "moe" in layers), "mlp_bias = true with experts is not supported"
-    )
-    fields.check(not fields.has("sliding_window"), "sliding_window is not supported")
+    # Fields of layers that the model does not have are read too, so that a wrong value is refused.
+    if "mamba2" not in config.kinds:
+        _mixer(fields, source)
+    if "attention" not in config.kinds:
+        _attention(fields)
+    _activation(fields)
+    fields.flag("mlp_bias", False)
     fields.ignore("transformers reads use_bias instead", "mamba_proj_bias")
     fields.ignore("d_ssm is mamba_num_heads * mamba_head_dim", "expand")
     fields.ignore("no layer has it", *_NEMOTRON_EXPERTS, "intermediate_size")
@@ -119,21 +198,28 @@ def read_nemotron_h(source: Source) -> Description:
         "num_nextn_predict_layers",
         "mtp_layers_block_type",
         "mtp_hybrid_override_pattern",
+        "mtp_block_configs",
+        "mtp_n_routed_experts",
     )
+    return config
+
+
+def _described(family: str, source: Source, config: ModelConfig, *, prefix: str) -> Description:
+    fields = source.fields
     skipped = [
         Ignored(name, "part of a multi-token prediction head")
         for name in source.tensors
         if name.startswith(("mtp.", "backbone.mtp.", "model.mtp."))
     ]
-    if config.moe is not None and source.tensors:  # experts are stored one by one
-        num_experts = config.moe.num_experts * layers.count("moe")
+    of_experts = [layer for layer in config.layers if isinstance(layer, MoeConfig)]
+    if of_experts and source.tensors:  # experts are stored one by one
         fields.check(
-            num_experts <= len(source.tensors),
-            f"n_routed_experts = {config.moe.num_experts} in {layers.count('moe')} layers, but"
+            sum(layer.num_experts for layer in of_experts) <= len(source.tensors),
+            f"n_routed_experts = {of_experts[0].num_experts} in {len(of_experts)} layers, but"
             f" there are only {len(source.tensors)} tensors",
         )
-    rules = tables.nemotron_h(config)
-    return described("transformers nemotron_h", fields, config, rules, skipped)
+    rules = tables.nemotron_h(config, prefix)
+    return described(family, fields, config, rules, skipped)
 
 
 _NEMOTRON_EXPERTS = (

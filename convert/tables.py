@@ -13,7 +13,7 @@ from stree_jax.convert.rules import (
     reordered,
     stacked,
 )
-from stree_jax.layer_config import AttentionConfig, MlpConfig, MoeConfig
+from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig, MoeConfig
 
 # The Mamba-2 mixer has the same names in all families.
 MIXER = (
@@ -196,28 +196,28 @@ def llama_like(
     ]
 
 
-def nemotron_h(config: ModelConfig) -> list[Rule]:
+def nemotron_h(config: ModelConfig, prefix: str = "backbone") -> list[Rule]:
     """Nemotron-H: each layer is one mixer or one MLP, named "mixer" either way."""
     rules: list[Rule] = []
-    for layer, kind in enumerate(config.kinds):
-        source, target = f"backbone.layers.{layer}", f"blocks.{layer}"
+    for i, layer in enumerate(config.layers):
+        source, target = f"{prefix}.layers.{i}", f"blocks.{i}"
         rules.append(Rule(f"{source}.norm.weight", f"{target}.norm_scale"))
-        match kind:
-            case "mamba2":
+        match layer:
+            case Mamba2Config():
                 table = list(MIXER)
-            case "attention":
-                assert config.attention is not None
-                table = hf_attention(config.attention)
-            case "mlp":
+            case AttentionConfig():
+                table = hf_attention(layer)
+            case MlpConfig():
                 table = NEMOTRON_MLP
+            case MoeConfig():
+                table = nemotron_experts(layer)
             case _:
-                assert config.moe is not None
-                table = nemotron_experts(config.moe)
+                raise ValueError(f"Nemotron-H has no layers {layer.kind!r}")
         rules += within(table, f"{source}.mixer", f"{target}.mixer")
     return [
         *rules,
-        Rule("backbone.norm_f.weight", "final_norm_scale"),
-        Rule("backbone.embeddings.weight", "embedding"),
+        Rule(f"{prefix}.norm_f.weight", "final_norm_scale"),
+        Rule(f"{prefix}.embeddings.weight", "embedding"),
         Rule("lm_head.weight", "head"),
     ]
 

@@ -26,7 +26,8 @@ def logits(model, tokens):
     config, p = model.config, parameters(model)
     embedded = p["embedding"][np.asarray(tokens)] * config.embedding_multiplier
     hidden, extra, num_shared = embedded, 0.0, 0
-    for i, kind in enumerate(config.kinds):
+    for i, layer in enumerate(config.layers):
+        kind, own = layer.kind, layer.own_parts()
         block = p["blocks"][i]
         w = block["mixer"]
         if kind == "shared":
@@ -37,16 +38,16 @@ def logits(model, tokens):
             continue
         u = _rms(hidden + extra, block["norm_scale"], config.norm_eps)
         if kind == "mlp":
-            out = _mlp(config.mlp, w, u)
+            out = _mlp(layer, w, u)
         elif kind == "moe":
-            out = np.stack([_moe(config.moe, w, token) for token in u])
+            out = np.stack([_moe(layer, w, token) for token in u])
         elif kind == "attention":
-            out = _attention(config.attention, w, u)
+            out = _attention(layer, w, u)
         elif kind == "parallel":
-            out = _mixer(config.mamba2, w["mamba2"], u)
-            out = out + _attention(config.attention, w["attention"], u)
+            out = _mixer(own["mamba2"], w["mamba2"], u)
+            out = out + _attention(own["attention"], w["attention"], u)
         else:
-            out = _mixer(config.mamba2, w, u)
+            out = _mixer(layer, w, u)
         hidden, extra = hidden + config.residual_multiplier * out, 0.0
     hidden = _rms(hidden, p["final_norm_scale"], config.norm_eps)
     head = p["embedding"] if config.tie_embeddings else p["head"]
@@ -145,9 +146,10 @@ def _attention(c, w, u, extra=0.0):
     for t in range(length):
         for h in range(c.num_heads):
             g = h * c.num_kv_heads // c.num_heads
-            scores = scale * (k[: t + 1, g] @ q[t, h])
+            first = 0 if c.window is None else max(0, t + 1 - c.window)
+            scores = scale * (k[first : t + 1, g] @ q[t, h])
             weights = np.exp(scores - scores.max())
-            y[t, h] = weights @ v[: t + 1, g] / weights.sum()
+            y[t, h] = weights @ v[first : t + 1, g] / weights.sum()
     y = np.concatenate([y.reshape(length, -1), _silu(gate) * up], axis=1)
     return _linear(w["out_proj"], y) * c.output_multiplier
 

@@ -25,6 +25,7 @@ def tree_attention(
     values: Float[Array, "B U L E"],
     length: Int[Array, " B"],
     mask: Bool[Array, "B Q N"],
+    cache_mask: Bool[Array, "B Q L"] | None = None,
     *,
     scale: float,
     implementation: str | None = None,
@@ -39,6 +40,8 @@ def tree_attention(
         length: number of tokens in the cache, for each row.
         mask: which nodes a query attends to. It must include the query itself, or its output is
             unspecified, and no later nodes: the kernel skips them.
+        cache_mask: which of the first `length` cache positions a query attends to, such as those in
+            a window; None: all. XLA only.
         scale: multiplies the scores.
         implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
@@ -50,12 +53,15 @@ def tree_attention(
     Raises:
         ValueError: an implementation that does not exist, or cannot run these shapes.
     """
-    arguments = (query, node_keys, node_values, keys, values, length, mask)
+    arguments: tuple = (query, node_keys, node_values, keys, values, length, mask)
+    obstacle = pallas_triton.unsupported(query.shape[-1])
+    if cache_mask is not None:
+        arguments, obstacle = (*arguments, cache_mask), "no kernel has a mask over the cache"
     with jax.named_scope("tree_attention"), dispatch.on(arguments):
         run = differentiable(
             "tree_attention",
             implementation,
-            pallas_triton.unsupported(query.shape[-1]),
+            obstacle,
             xla=xla.tree_attention,
             kernel=pallas_triton.tree_attention,
             scale=scale,

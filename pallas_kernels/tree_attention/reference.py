@@ -3,12 +3,15 @@
 import numpy as np
 
 
-def tree_attention(query, node_keys, node_values, keys, values, length, mask, *, scale):
+def tree_attention(
+    query, node_keys, node_values, keys, values, length, mask, cache_mask=None, *, scale
+):
     """Softmax attention of each query to the first `length` cache positions and to its nodes.
 
     Args:
         query: `[B, Q, W, E]`. node_keys, node_values: `[B, N, U, E]`. keys, values: `[B, U, L, E]`.
-        length: `[B]`. mask: `[B, Q, N]` bool, every row with at least one True. scale: a number.
+        length: `[B]`. mask: `[B, Q, N]` bool, every row with at least one True. cache_mask:
+        `[B, Q, L]` bool, the cache positions that a query attends to; None: all. scale: a number.
 
     Returns:
         `[B, Q, W, E]`.
@@ -17,7 +20,10 @@ def tree_attention(query, node_keys, node_values, keys, values, length, mask, *,
     heads_per_group = num_heads // node_keys.shape[2]
     output = np.zeros_like(query)
     for b in range(batch):
-        seen = np.concatenate([np.ones((num_queries, length[b]), bool), mask[b]], axis=1)
+        in_cache = np.ones((num_queries, length[b]), bool)
+        if cache_mask is not None:
+            in_cache = cache_mask[b, :, : length[b]]
+        seen = np.concatenate([in_cache, mask[b]], axis=1)
         for w in range(num_heads):
             u = w // heads_per_group
             seen_keys = np.concatenate([keys[b, u, : length[b]], node_keys[b, :, u]])

@@ -33,6 +33,7 @@ def tree_attention(
     values: Float[Array, "B U L E"],
     length: Int[Array, " B"],
     mask: Bool[Array, "B Q N"],
+    cache_mask: Bool[Array, "B Q L"] | None = None,
     *,
     scale: float,
 ) -> Float[Array, "B Q W E"]:
@@ -48,6 +49,7 @@ def tree_attention(
     row_mask = jnp.tile(mask[:, None], (1, 1, per_group, 1))
     softmax = _softmax(rows, node_keys.swapaxes(1, 2), node_values.swapaxes(1, 2), row_mask, scale)
     capacity = keys.shape[2]
+    in_cache = None if cache_mask is None else jnp.tile(cache_mask[:, None], (1, 1, per_group, 1))
     if capacity > 2 * _BLOCK:
         # Block by block up to the longest row: temporary memory does not grow with the capacity.
         def add_block(i: jax.Array, softmax: PartialSoftmax) -> PartialSoftmax:
@@ -56,16 +58,18 @@ def tree_attention(
             start = jnp.minimum(i * _BLOCK, capacity - _BLOCK)
             positions = start + jnp.arange(_BLOCK)
             seen = (positions >= i * _BLOCK) & (positions < length[:, None])
+            seen = seen[:, None, None]
+            if in_cache is not None:
+                seen = seen & lax.dynamic_slice_in_dim(in_cache, start, _BLOCK, axis=3)
             some_keys = lax.dynamic_slice_in_dim(keys, start, _BLOCK, axis=2)
             some_values = lax.dynamic_slice_in_dim(values, start, _BLOCK, axis=2)
-            return _merged(
-                softmax, _softmax(rows, some_keys, some_values, seen[:, None, None], scale)
-            )
+            return _merged(softmax, _softmax(rows, some_keys, some_values, seen, scale))
 
         softmax = lax.fori_loop(0, -(-length.max() // _BLOCK), add_block, softmax)
     elif capacity:
-        seen = jnp.arange(capacity) < length[:, None]
-        softmax = _merged(softmax, _softmax(rows, keys, values, seen[:, None, None], scale))
+        seen = (jnp.arange(capacity) < length[:, None])[:, None, None]
+        seen = seen if in_cache is None else seen & in_cache
+        softmax = _merged(softmax, _softmax(rows, keys, values, seen, scale))
     _, total, output = softmax
     output = (output / total[..., None]).astype(query.dtype)
     output = output.reshape(batch, num_groups, per_group, num_queries, head_dim)

@@ -33,7 +33,7 @@ from pallas_kernels import (
     write_kv,
 )
 from pallas_kernels.numerics import scaled
-from stree_jax.array_types import Array, Bool, Float, Lengths
+from stree_jax.array_types import Array, Bool, Float, Int, Lengths
 from stree_jax.checks import require, require_integer, require_types
 from stree_jax.models.layer import (
     ConvGatherIndex,
@@ -112,6 +112,9 @@ class AttentionConfig(LayerConfig):
         conv_width: width of a depthwise causal convolution with bias over q, k and v (mamba_ssm);
             0: none.
         mlp_dim: width of a gated branch parallel to the attention (mamba_ssm); 0: none.
+        window: a token attends to the last `window` tokens, itself included; None: to all. The
+            cache keeps as many. There is no kernel for it: such a layer runs on XLA, whatever the
+            model's implementation.
     """
 
     num_heads: int
@@ -129,6 +132,7 @@ class AttentionConfig(LayerConfig):
     out_bias: bool = False
     conv_width: int = 0
     mlp_dim: int = 0
+    window: int | None = None
 
     has_memory: ClassVar[bool] = True
 
@@ -137,6 +141,7 @@ class AttentionConfig(LayerConfig):
             require_integer(self, name, 1)
         for name in ("rotary_dim", "conv_width", "mlp_dim"):
             require_integer(self, name, 0)
+        require_integer(self, "window", 1, optional=True)
         require_types(type(self), vars(self))
         require(
             self.num_heads % self.num_kv_heads == 0,
@@ -210,8 +215,9 @@ class AttentionConfig(LayerConfig):
         return AttentionMixer(self, d_model, **options)
 
     def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> AttentionCache:
-        """See `LayerConfig`."""
-        shape = (batch, self.num_kv_heads, max_length, self.head_dim)
+        """See `LayerConfig`. With a window, a ring of at most as many tokens."""
+        places = max_length if self.window is None else min(max_length, self.window)
+        shape = (batch, self.num_kv_heads, places, self.head_dim)
         conv = (batch, self.conv_width - 1, sum(self.projected_sizes))
         lengths = jnp.zeros(batch, jnp.int32)
         return AttentionCache(
@@ -364,6 +370,12 @@ class AttentionMixer(nnx.Module):
             qkv = causal_conv1d(conv_input, conv_state, *self._conv())
             conv_state = conv_state_after(conv_state, conv_input, lengths)
         steps, layout = jnp.arange(u.shape[1]), self._layout
+        if self.config.window is not None:
+            everywhere = jnp.broadcast_to(steps, valid.shape)
+            causal = jnp.broadcast_to(steps <= steps[:, None], (len(u), len(steps), len(steps)))
+            y, new = self._in_window(qkv, cache.kv, everywhere, everywhere, causal)
+            kv = write_kv(cache.kv, new, valid, everywhere, ring=True)
+            return self._finish(y, projected), AttentionCache(kv, conv_state)
         # For an empty cache this is a constant, and XLA would spend seconds folding the masked
         # scores.
         length = lax.optimization_barrier(cache.kv.length)
@@ -406,6 +418,20 @@ class AttentionMixer(nnx.Module):
                 conv_input, conv_state, *self._conv(), window, implementation=self.implementation
             )
         num_queries = u.shape[1]
+        if c.window is not None:
+            kv = cache.kv
+            if replay is not None:
+                kv = replay_kv(kv, replay.pending.kv, replay.path.mask, ring=True)
+            y, nodes = self._in_window(
+                qkv,
+                kv,
+                tree.depth,
+                tree.depth[:, -num_queries:],
+                tree.ancestor_mask[:, -num_queries:],
+                None if prefix_pending is None else prefix_pending.kv,
+            )
+            pending = AttentionPending(nodes, conv_input)
+            return self._finish(y, projected), pending, AttentionCache(kv, conv_state)
         y, nodes, kv = tree_attention_layer(
             qkv,
             cache.kv,
@@ -430,7 +456,56 @@ class AttentionMixer(nnx.Module):
         conv = cache.conv
         if conv is not None:
             conv = self._replay_conv(conv, pending, conv_gather_index)
-        return AttentionCache(replay_kv(cache.kv, pending.kv, path.mask), conv)
+        ring = self.config.window is not None
+        return AttentionCache(replay_kv(cache.kv, pending.kv, path.mask, ring=ring), conv)
+
+    def _in_window(
+        self,
+        qkv: Array,
+        cache: KVCache,
+        node_depth: Int[Array, "B N"],
+        depth: Int[Array, "B Q"],
+        mask: Bool[Array, "B Q N"],
+        prefix: NodeKV | None = None,
+    ) -> tuple[Float[Array, "B Q W E"], NodeKV]:
+        """Attention to the last `window` tokens only.
+
+        Args:
+            qkv: queries, keys and values of the last Q of N nodes, before rotation.
+            cache: the tokens before node 0, a ring.
+            node_depth: depth of all nodes; a node's position is its depth plus the cache's length.
+            depth: depth of the query nodes.
+            mask: ancestors of the query nodes, self included.
+            prefix: keys and values of the first `N - Q` nodes; None if `Q == N`.
+
+        Returns:
+            Outputs of the queries, and keys and values of all nodes.
+        """
+        window, layout, capacity = self.config.window, self._layout, cache.keys.shape[2]
+        assert window is not None
+        position = cache.length[:, None] + depth
+        query, *new = layout.split(qkv, position)
+        if prefix is not None:
+            new = [jnp.concatenate(both, axis=1) for both in zip(prefix, new, strict=True)]
+        # The position of the token at each index of the ring; negative where there is none yet.
+        last = cache.length[:, None] - 1
+        held = last - (last - jnp.arange(capacity)) % max(capacity, 1)
+        keys, values = new
+        y = tree_attention(
+            query,
+            keys,
+            values,
+            cache.keys,
+            cache.values,
+            jnp.minimum(cache.length, capacity),
+            mask & (node_depth[:, None] > depth[..., None] - window),
+            (held >= 0)[:, None] & (held[:, None] > position[..., None] - window),
+            scale=layout.scale,
+            implementation="xla",
+        )
+        if capacity < window:  # the cache was made for few tokens, and there were more
+            y = jnp.where((cache.length > capacity)[:, None, None, None], jnp.nan, y)
+        return y, NodeKV(keys, values)
 
     def _replay_conv(
         self, conv: Array, pending: AttentionPending, conv_gather_index: ConvGatherIndex

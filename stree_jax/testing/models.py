@@ -170,6 +170,22 @@ HYBRIDS: dict[str, ModelConfig] = {
         shared=SharedConfig(num_blocks=2, adapter_rank=3, attention_adapters=True),
     ),
 }
+# Layers of one kind that differ in size: windows of attention, heads, states and experts.
+HYBRIDS["mixed"] = ModelConfig(
+    vocab_size=37,
+    d_model=16,
+    layers=(
+        Mamba2Config(num_heads=4, head_dim=8, state_size=8, chunk_size=8),
+        AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, rotary_dim=4, window=3),
+        MoeConfig(num_experts=4, num_active=2, hidden_size=12),
+        Mamba2Config(num_heads=2, head_dim=8, state_size=4, conv_width=3, chunk_size=8),
+        AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8),
+        AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=4, window=1, conv_width=2),
+        MoeConfig(num_experts=2, num_active=1, hidden_size=8, shared_size=6),
+    ),
+    tie_embeddings=False,
+    residual_float32=False,
+)
 CONFIGS |= {f"{name} hybrid": config for name, config in HYBRIDS.items()}
 
 

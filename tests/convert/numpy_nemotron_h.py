@@ -1,0 +1,150 @@
+"""Nemotron-H and its Puzzle variant in NumPy float64, on tensors with the names of the files.
+
+It shares no code with the converter: `config` is config.json, and each layer computes with the
+fields of its own block in place of the model's.
+"""
+
+import numpy as np
+
+from tests.convert.numpy_parts import causal_conv, rms_norm, silu, state_space
+
+_KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
+
+
+def blocks(config):
+    """The fields of each layer."""
+    own = config.get("block_configs")
+    if own is None:
+        own = [{"block_type": kind} for kind in config["layers_block_type"]]
+    own = [{name: value for name, value in block.items() if value is not None} for block in own]
+    return [
+        config | block | {"kind": _KINDS.get(kind := block["block_type"], kind)} for block in own
+    ]
+
+
+def shapes(config, prefix="model"):
+    """Shapes of the tensors of a checkpoint."""
+    width, vocab = config["hidden_size"], config["vocab_size"]
+    out = {f"{prefix}.embeddings.weight": (vocab, width), f"{prefix}.norm_f.weight": (width,)}
+    out["lm_head.weight"] = (vocab, width)
+    of_kind = dict(
+        mamba=_mamba_shapes, attention=_attention_shapes, moe=_moe_shapes, mlp=_mlp_shapes
+    )
+    for i, fields in enumerate(blocks(config)):
+        out[f"{prefix}.layers.{i}.norm.weight"] = (width,)
+        mixer = of_kind[fields["kind"]](fields)
+        out |= {f"{prefix}.layers.{i}.mixer.{name}": shape for name, shape in mixer.items()}
+    return out
+
+
+def _mamba_shapes(c):
+    heads, inner = c["mamba_num_heads"], c["mamba_num_heads"] * c["mamba_head_dim"]
+    channels = inner + 2 * c["n_groups"] * c["ssm_state_size"]
+    return {
+        "in_proj.weight": (inner + channels + heads, c["hidden_size"]),
+        "conv1d.weight": (channels, 1, c["conv_kernel"]),
+        "conv1d.bias": (channels,),
+        "A_log": (heads,),
+        "D": (heads,),
+        "dt_bias": (heads,),
+        "norm.weight": (inner,),
+        "out_proj.weight": (c["hidden_size"], inner),
+    }
+
+
+def _attention_shapes(c):
+    queries, keys = (c[n] * c["head_dim"] for n in ("num_attention_heads", "num_key_value_heads"))
+    width = c["hidden_size"]
+    return {
+        "q_proj.weight": (queries, width),
+        "k_proj.weight": (keys, width),
+        "v_proj.weight": (keys, width),
+        "o_proj.weight": (width, queries),
+    }
+
+
+def _mlp_shapes(c, hidden=None, width=None):
+    hidden, width = hidden or c["intermediate_size"], width or c["hidden_size"]
+    return {"up_proj.weight": (hidden, width), "down_proj.weight": (width, hidden)}
+
+
+def _moe_shapes(c):
+    width, count, latent = c["hidden_size"], c["n_routed_experts"], c.get("moe_latent_size")
+    out = {"gate.weight": (count, width), "gate.e_score_correction_bias": (count,)}
+    if latent:
+        out |= {
+            "fc1_latent_proj.weight": (latent, width),
+            "fc2_latent_proj.weight": (width, latent),
+        }
+    parts = {f"experts.{i}": (c["moe_intermediate_size"], latent or width) for i in range(count)}
+    parts["shared_experts"] = (c["moe_shared_expert_intermediate_size"], width)
+    for part, sizes in parts.items():
+        out |= {f"{part}.{name}": shape for name, shape in _mlp_shapes(c, *sizes).items()}
+    return out
+
+
+def logits(config, weights, tokens, prefix="model"):
+    """Logits `[T, V]` of one sequence."""
+    w = {name: np.asarray(value, np.float64) for name, value in weights.items()}
+    hidden = w[f"{prefix}.embeddings.weight"][np.asarray(tokens)]
+    run = dict(mamba=_mamba, attention=_attention, moe=_moe, mlp=_mlp)
+    for i, c in enumerate(blocks(config)):
+        layer = f"{prefix}.layers.{i}"
+        start = f"{layer}.mixer."
+        mixer = {name[len(start) :]: w[name] for name in w if name.startswith(start)}
+        normed = rms_norm(hidden, w[f"{layer}.norm.weight"], c["layer_norm_epsilon"])
+        hidden = hidden + run[c["kind"]](c, mixer, normed)
+    hidden = rms_norm(hidden, w[f"{prefix}.norm_f.weight"], config["layer_norm_epsilon"])
+    return hidden @ w["lm_head.weight"].T
+
+
+def _mamba(c, w, u):
+    heads, size, groups = c["mamba_num_heads"], c["mamba_head_dim"], c["n_groups"]
+    inner, bc, length = heads * size, groups * c["ssm_state_size"], len(u)
+    z, xbc, dt = np.split(u @ w["in_proj.weight"].T, [inner, 2 * inner + 2 * bc], axis=1)
+    low, high = c.get("time_step_limit", (0.0, np.inf))
+    dt = np.clip(np.log1p(np.exp(dt + w["dt_bias"])), low, high)
+    xbc = silu(causal_conv(xbc, w["conv1d.weight"], w["conv1d.bias"]))
+    x, B, C = np.split(xbc, [inner, inner + bc], axis=1)
+    B, C = (np.repeat(v.reshape(length, groups, -1), heads // groups, axis=1) for v in (B, C))
+    x = x.reshape(length, heads, size)
+    y = state_space(x, dt, w["A_log"], B, C, w["D"].reshape(heads, 1)).reshape(length, inner)
+    y = rms_norm(y * silu(z), w["norm.weight"], c["layer_norm_epsilon"], groups)
+    return y @ w["out_proj.weight"].T
+
+
+def _attention(c, w, u):
+    length, size = len(u), c["head_dim"]
+    q, k, v = (
+        (u @ w[f"{name}_proj.weight"].T).reshape(length, -1, size) for name in ("q", "k", "v")
+    )
+    window, out = c.get("sliding_window") or length, np.zeros_like(q)
+    for h in range(q.shape[1]):
+        g = h * k.shape[1] // q.shape[1]
+        for t in range(length):
+            first = max(0, t - window + 1)
+            scores = size**-0.5 * k[first : t + 1, g] @ q[t, h]
+            probabilities = np.exp(scores - scores.max())
+            out[t, h] = probabilities / probabilities.sum() @ v[first : t + 1, g]
+    return out.reshape(length, -1) @ w["o_proj.weight"].T
+
+
+def _mlp(c, w, u, part=""):
+    return np.maximum(u @ w[f"{part}up_proj.weight"].T, 0) ** 2 @ w[f"{part}down_proj.weight"].T
+
+
+def _moe(c, w, u):
+    out = _mlp(c, w, u, "shared_experts.")
+    latent = c.get("moe_latent_size")
+    inputs = u @ w["fc1_latent_proj.weight"].T if latent else u
+    routed = np.zeros_like(inputs)
+    for t, token in enumerate(u):
+        scores = 1 / (1 + np.exp(-(w["gate.weight"] @ token)))
+        order = np.argsort(-(scores + w["gate.e_score_correction_bias"]))
+        chosen = order[: c["num_experts_per_tok"]]
+        share = scores[chosen]
+        if c.get("norm_topk_prob", True):
+            share = share / (share.sum() + 1e-20)
+        for expert, weight in zip(chosen, share * c.get("routed_scaling_factor", 1.0), strict=True):
+            routed[t] += weight * _mlp(c, w, inputs[t : t + 1], f"experts.{expert}.")[0]
+    return out + (routed @ w["fc2_latent_proj.weight"].T if latent else routed)

@@ -1,0 +1,184 @@
+"""Nemotron-H whose layers differ: `nemotron_h_puzzle`."""
+
+import copy
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import stree_jax as st
+from stree_jax.convert.reading import open_checkpoint
+from stree_jax.testing import assert_lossless, perturbed
+from tests.convert import checkpoints, configs, numpy_nemotron_h
+
+MOE = dict(
+    block_type="moe",
+    n_routed_experts=4,
+    num_experts_per_tok=1,
+    moe_intermediate_size=12,
+    moe_shared_expert_intermediate_size=10,
+)
+CONFIG = dict(
+    model_type="nemotron_h_puzzle",
+    architectures=["NemotronHPuzzleForCausalLM"],
+    vocab_size=37,
+    hidden_size=16,
+    mamba_num_heads=4,
+    mamba_head_dim=8,
+    ssm_state_size=8,
+    n_groups=2,
+    conv_kernel=4,
+    chunk_size=8,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    layer_norm_epsilon=1e-5,
+    routed_scaling_factor=2.5,
+    tie_word_embeddings=False,
+    num_hidden_layers=8,
+    hybrid_override_pattern="ME*M-E*E",
+    blockwise_members=["block_type", "moe_intermediate_size"],
+    mtp_block_configs=[{"block_type": "attention"}, {"block_type": "moe"}],
+    num_nextn_predict_layers=1,
+    block_configs=[
+        dict(block_type="mamba"),
+        MOE,
+        dict(block_type="attention", sliding_window=3),
+        dict(block_type="mamba", ssm_state_size=4),
+        dict(block_type="mlp", intermediate_size=20),
+        MOE | dict(n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=8),
+        dict(block_type="attention", sliding_window=None),
+        MOE | dict(moe_latent_size=6, routed_scaling_factor=0.5, norm_topk_prob=False),
+    ],
+)
+TOKENS = np.random.default_rng(0).integers(0, 37, 19)
+
+
+def random_weights(config, prefix="model", seed=0):
+    """Hostile ones: corrections that decide the choice of experts, steps from tiny to large."""
+    rng = np.random.default_rng(seed)
+    weights = {
+        name: checkpoints.random_weight(name, shape, rng)
+        for name, shape in numpy_nemotron_h.shapes(config, prefix).items()
+    }
+    for name, value in weights.items():
+        if name.endswith("correction_bias"):
+            value[:] = rng.normal(size=value.shape)
+        if name.endswith("dt_bias"):
+            value[:] = rng.uniform(-6, 3, size=value.shape)
+    return weights
+
+
+def written(path, changes=(), prefix="model", more=()):
+    config = copy.deepcopy(CONFIG) | dict(changes)
+    weights = random_weights(config, prefix)
+    checkpoints.write_safetensors(path, config, weights | dict(more))
+    return config, weights
+
+
+@pytest.mark.parametrize("prefix", ["model", "backbone"])
+def test_logits_are_those_of_the_definition(tmp_path, prefix):
+    head = {"mtp.layers.0.enorm.weight": np.ones(16, np.float32)}
+    config, weights = written(tmp_path / "puzzle", prefix=prefix, more=head)
+    model = st.from_pretrained(tmp_path / "puzzle")
+    want = numpy_nemotron_h.logits(config, weights, TOKENS, prefix)
+    got = np.asarray(jax.jit(lambda model, tokens: model(tokens))(model, TOKENS[None]))[0]
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max())
+    sizes = [layer for layer in model.config.layers if layer.kind == "moe"]
+    assert [(e.num_experts, e.num_active, e.hidden_size) for e in sizes] == [
+        (4, 1, 12),
+        (6, 3, 8),
+        (4, 1, 12),
+    ]
+    assert [layer.window for layer in model.config.layers if layer.kind == "attention"] == [3, None]
+    notes = open_checkpoint(tmp_path / "puzzle").ignored
+    assert any(note.startswith("mtp.layers.0.enorm.weight: ") for note in notes)
+
+
+def test_every_field_of_a_block_matters(tmp_path):
+    """Without a block's own value the definition gives other logits, or other shapes."""
+    config, weights = written(tmp_path / "puzzle")
+    want = numpy_nemotron_h.logits(config, weights, TOKENS)
+    for i, changes in (
+        (2, dict(sliding_window=None)),
+        (5, dict(num_experts_per_tok=1)),
+        (7, dict(routed_scaling_factor=2.5)),
+    ):
+        other = copy.deepcopy(config)
+        other["block_configs"][i] |= changes
+        assert np.abs(numpy_nemotron_h.logits(other, weights, TOKENS) - want).max() > 1e-3
+
+
+def test_it_is_saved_and_decoded_exactly(tmp_path):
+    written(tmp_path / "puzzle")
+    model = st.from_pretrained(tmp_path / "puzzle")
+    st.save_pretrained(model, tmp_path / "native")
+    again = st.from_pretrained(tmp_path / "native")
+    assert again.config == model.config
+    jax.tree.map(np.testing.assert_array_equal, again, model)
+    tree = st.TreeTopology.from_branching((2, 2, 1))
+    (greedy, _) = assert_lossless(model, st.ModelDrafter(perturbed(model, 0.1)), topology=tree)
+    assert greedy.stats.num_accepted > 0
+
+
+BLOCKS = CONFIG["block_configs"]
+REFUSED = [
+    (dict(block_configs=None), "block_configs is missing"),
+    (dict(block_configs=[]), "block_configs must be a list with a table for each layer"),
+    (dict(block_configs=[["mamba"]]), "block_configs must be a list with a table for each layer"),
+    (dict(block_configs=[{}]), r"block_configs\[0\]\.block_type"),
+    (dict(block_configs=[{"block_type": "rwkv"}]), r"block_configs\[0\]\.block_type is 'rwkv'"),
+    (
+        dict(block_configs=[BLOCKS[0] | {"q_indexer_top_k": 8}]),
+        r"unknown fields .*block_configs\[0\]\.q_indexer_top_k",
+    ),
+    (
+        dict(block_configs=[MOE | {"num_experts_per_tok": 5}]),
+        "num_active = 5 is more than the 4 experts",
+    ),
+    (dict(block_configs=[MOE | {"mlp_bias": True}]), "mlp_bias = true with experts"),
+    (
+        dict(block_configs=[{"block_type": "attention", "sliding_window": 0}]),
+        r"block_configs\[0\]\.sliding_window must be an integer, from 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_is_refused(tmp_path, changes, message):
+    weights = random_weights(CONFIG)
+    checkpoints.write_safetensors(tmp_path / "puzzle", CONFIG | changes, weights)
+    checkpoints.refused(tmp_path / "puzzle", message)
+
+
+def test_other_formats_have_no_place_for_it(tmp_path):
+    written(tmp_path / "puzzle")
+    with pytest.raises(ValueError, match="layers differ in their .* configs"):
+        st.convert.convert(tmp_path / "puzzle", tmp_path / "out", to="nemotron_h")
+
+
+@pytest.mark.slow
+def test_the_definition_is_transformers(tmp_path):
+    """Where all layers are equal, which is what transformers has."""
+    hf = checkpoints.hybrid_checkpoint(tmp_path, "nemotron_h")
+    config = checkpoints.transformers().AutoConfig.from_pretrained(tmp_path).to_dict()
+    config = configs.HYBRID_MODELS["nemotron_h"] | config
+    weights = {
+        name: tensor.detach().numpy()
+        for name, tensor in checkpoints.saved_tensors(tmp_path).items()
+    }
+    want = checkpoints.hf_logits(hf, TOKENS[None])[0]
+    prefix = "model" if "model.norm_f.weight" in weights else "backbone"
+    got = numpy_nemotron_h.logits(config, weights, TOKENS, prefix)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+def test_layers_of_one_kind_may_share_a_config():
+    config = st.ModelConfig.tiny(num_layers=3)
+    first = config.layers[0]
+    mixed = dataclasses.replace(
+        config, layers=(first, dataclasses.replace(first, num_heads=2), first)
+    )
+    assert len(mixed.to_dict()["configs"]) == 2
+    assert st.ModelConfig.from_dict(mixed.to_dict()) == mixed
