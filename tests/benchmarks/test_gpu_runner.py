@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import kernels, runner, worker
+from benchmarks.gpu import runner, worker
 from benchmarks.gpu.runner import Results
 from benchmarks.gpu.sections import SECTIONS
 from benchmarks.gpu.tasks import Section, Task
@@ -35,27 +35,20 @@ def test_a_section_does_tasks_that_have_no_row_yet_in_the_time_it_has():
     assert (code, rows) == (0, {"a": None, "c": None})
     assert messages[-1]["row"] == {"task": "c", "value": 1}
     assert do(fine, seconds=-1.0) == (0, {}, [{"left_out": ["a", "b", "c"]}])
-    nap = [Task(str(i), measure=lambda _: time.sleep(0.2) or {}) for i in range(100)]
-    _, rows, messages = do(Section(lambda *_: nap, 1.0, together=1), seconds=0.3)
-    assert len(rows) == 2
-    assert len(messages[-1]["left_out"]) == 98
 
 
-@pytest.mark.parametrize("timed", [True, False])
-def test_a_failed_task_is_a_row_and_a_broken_device_ends_the_process(timed):
+def test_a_failed_task_is_a_row_and_a_broken_device_ends_the_process():
     """Tasks after the one that broke the device would all fail."""
-    section = fake_sections.SECTIONS["refuses"]._replace(timed=timed)
+    section = fake_sections.SECTIONS["refuses"]
     failed = {"a": None, "b": "RuntimeError: no memory"}
     assert do(section)[:2] == (0, failed | {"c": None})
     assert do(section, works=lambda: False)[:2] == (worker.BROKEN, failed)
 
 
-@pytest.mark.parametrize("timed", [True, False])
-def test_the_task_that_broke_the_device_is_unknown_while_several_are_prepared(timed):
-    section = Section(fake_sections.tasks(prepare=fake_sections.refuse), 1.0, timed=timed)
+def test_the_task_that_broke_the_device_is_unknown_while_several_are_prepared():
+    section = Section(fake_sections.tasks(prepare=fake_sections.refuse), 1.0)
     code, rows, messages = do(section, works=lambda: False)
-    assert (code, rows) == (worker.BROKEN, {"a": None})
-    assert messages[-2 if timed else -1]["open"] == (["a"] if timed else ["b", "c"])
+    assert (code, rows, messages[-1]["open"]) == (worker.BROKEN, {}, ["a", "b", "c"])
     _, rows, _ = do(section, works=lambda: False, together=1)
     assert rows == {"a": None, "b": "RuntimeError: no memory"}
 
@@ -132,7 +125,7 @@ def session(output, *sections):
 
 
 def workers_of(process):
-    """The processes of sections that a session has started."""
+    """The processes that a session has started: those of sections, and Python's tracker."""
     command = ["pgrep", "-P", str(process.pid)]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     return [int(line) for line in found.stdout.split()]
@@ -185,7 +178,5 @@ def test_the_smoke_run_reaches_everything(tmp_path):
     data = json.loads(file.read_text())
     assert list(data["sections"]) == list(SECTIONS)
     assert all(note["rows"] for note in data["sections"].values())
-    row = data["sections"]["kernels"]["rows"][0]
-    assert set(row["microseconds"]) == {"xla", "pallas_interpret", kernels.HALF_HEADS}
-    assert row["floor_microseconds"] > 0
+    assert data["sections"]["kernels"]["rows"][0]["floor_microseconds"] > 0
     assert data["machine"]["versions"]["jax"] == data["machine"]["jax"]

@@ -71,8 +71,8 @@ def test_a_damaged_table_is_an_error_that_names_the_file(tables, table, complain
 
 
 def options_of(**changes):
-    options = dict(kernels=list(SPACES), shapes=None, dtypes=list(search.DTYPES), fields=None)
-    return options | dict(nodes=[1, 64], batch=1, count=1, rounds=1, smoke=False) | changes
+    options = dict(kernels=list(SPACES), shapes=None, dtypes=list(search.DTYPES))
+    return options | dict(nodes=[1, 64], count=1, rounds=1, smoke=False) | changes
 
 
 def searched(options, rows=(), seconds=600.0):
@@ -98,10 +98,8 @@ def test_every_space_is_that_of_its_kernel(name):
 @pytest.fixture
 def untimed(monkeypatch):
     """Candidates are neither compiled nor timed; all are equally fast."""
-    monkeypatch.setattr(search.Timer, "programs", lambda *arguments: (None, arguments[-1]))
-    monkeypatch.setattr(
-        search.Timer, "microseconds", lambda self, operands, programs: [1.0] * len(programs)
-    )
+    monkeypatch.setattr(search, "programs", lambda *arguments: (None, arguments[-1]))
+    monkeypatch.setattr(search, "microseconds", lambda *arguments: [1.0] * len(arguments[-1]))
 
 
 def test_all_values_of_all_cases_are_tried(untimed):
@@ -121,24 +119,21 @@ def test_only_what_was_asked_for_is_tuned_and_first_fields_come_first(untimed):
         kernels=["tree_scan", "tree_attention_layer"],
         dtypes=["bfloat16"],
         shapes=["mamba2-2.7b", "MambaInLlama-8B"],
-        fields=["num_warps", "state", "busy_warps"],
         nodes=[64],
     )
     rows, _ = searched(options)
     large = "bfloat16, large heads"
-    assert [(row["kernel"], row["case"], row["field"]) for row in rows] == [
+    assert [(row["kernel"], row["case"], row["field"]) for row in rows[:4]] == [
         ("tree_scan", "bfloat16", "state"),
         ("tree_scan", large, "state"),
         ("tree_attention_layer", "bfloat16", "busy_warps"),
         ("tree_scan", "bfloat16", "num_warps"),
-        ("tree_scan", large, "num_warps"),
-        ("tree_attention_layer", "bfloat16", "num_warps"),
     ]
-    shapes = {(row["case"], one["shape"]) for row in rows for one in row["timed"]}
+    shapes = {(row["kernel"], row["case"], one["shape"]) for row in rows for one in row["timed"]}
     assert shapes == {
-        ("bfloat16", "mamba2-2.7b"),
-        (large, "MambaInLlama-8B"),
-        ("bfloat16", "MambaInLlama-8B"),
+        ("tree_scan", "bfloat16", "mamba2-2.7b"),
+        ("tree_scan", large, "MambaInLlama-8B"),
+        ("tree_attention_layer", "bfloat16", "MambaInLlama-8B"),
     }
 
 
@@ -152,20 +147,6 @@ def test_a_search_resumes_from_the_best_so_far(untimed):
     assert messages == [{"left_out": [row["task"] for row in rows]}]
 
 
-def test_one_case_that_fails_does_not_keep_the_others_from_being_tuned(monkeypatch, untimed):
-    def programs(self, case, problem, candidates):
-        if problem.dtype == "bfloat16":
-            raise RuntimeError("no memory")
-        return None, candidates
-
-    monkeypatch.setattr(search.Timer, "programs", programs)
-    rows, _ = searched(options_of(kernels=["ssd"], fields=["part"]))
-    assert rows[0]["failed"] == "RuntimeError: no memory"
-    assert tune.blocks_of(rows) == {
-        "ssd": {"float32": dataclasses.asdict(config.DEFAULTS["float32"])}
-    }
-
-
 @pytest.mark.parametrize("rows", [16, 64])
 def test_a_choice_gives_block_sizes(rows):
     """With 16 rows there are four times as many programs as with 64."""
@@ -176,11 +157,6 @@ def test_a_choice_gives_block_sizes(rows):
         case.with_blocks, blocks=dataclasses.replace(choice, rows=rows), interpret=True
     )
     jax.eval_shape(run, *jax.eval_shape(lambda: case.operands(problem)))
-
-
-def test_the_shipped_tables_can_be_read():
-    for path in tuning.DIRECTORY.glob("*.json"):
-        assert tuning.load(path)
 
 
 def test_the_winner_is_clearly_faster_everywhere_on_average():
@@ -231,13 +207,12 @@ def test_the_tuner_writes_a_table_that_the_kernels_use(tables, capsys):
 
 
 def test_a_wrong_candidate_is_out():
-    options = options_of(nodes=[2], smoke=True)
+    options = options_of(nodes=[2], smoke=True, count=2)
     (_, problem), *_ = search.problems_of("rms_norm", options)
-    timer = search.Timer(interpret=True, count=2, rounds=1)
     case = CASES["gated_rms_norm"]
     operands = case.operands(problem)
     blocks = SPACES["rms_norm"].defaults["groups to 4096"]
-    wrong = timer.compiled(case, operands, (2 * operands[0],), blocks)
+    wrong = search.program(options, case, operands, (2 * operands[0],), blocks)
     assert wrong.startswith("wrong: output is off by")
-    failed = timer.compiled(case, operands, (operands[0],), "no blocks")
+    failed = search.program(options, case, operands, (operands[0],), "no blocks")
     assert failed.startswith("failed: ")
