@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import runner, worker
+from benchmarks.gpu import runner
 from benchmarks.gpu.runner import Results
 from benchmarks.gpu.sections import SECTIONS
-from benchmarks.gpu.tasks import Section, Task
+from benchmarks.gpu.worker import BROKEN
 from tests.benchmarks import fake_sections
 
-CHECKOUT = Path(__file__).parents[2]
 HEAD = {"question": "?", "smoke": True}
 
 
@@ -23,47 +22,28 @@ def results(tmp_path):
     return Results(tmp_path / "results.json", HEAD)
 
 
-def do(section, **job):
+def do(name, **job):
     """The exit code of a section's process, its rows as (task, failed), and its messages."""
-    code, rows, messages = fake_sections.do(section, **job)
+    code, rows, messages = fake_sections.do(fake_sections.SECTIONS[name], **job)
     return code, {row["task"]: row.get("failed") for row in rows}, messages
 
 
 def test_a_section_does_tasks_that_have_no_row_yet_in_the_time_it_has():
-    fine = fake_sections.SECTIONS["fine"]
-    code, rows, messages = do(fine, rows=[{"task": "b"}])
+    code, rows, messages = do("fine", rows=[{"task": "b"}])
     assert (code, rows) == (0, {"a": None, "c": None})
     assert messages[-1]["row"] == {"task": "c", "value": 1}
-    assert do(fine, seconds=-1.0) == (0, {}, [{"left_out": ["a", "b", "c"]}])
+    assert do("fine", seconds=-1.0) == (0, {}, [{"left_out": ["a", "b", "c"]}])
 
 
 def test_a_failed_task_is_a_row_and_a_broken_device_ends_the_process():
     """Tasks after the one that broke the device would all fail."""
-    section = fake_sections.SECTIONS["refuses"]
     failed = {"a": None, "b": "RuntimeError: no memory"}
-    assert do(section)[:2] == (0, failed | {"c": None})
-    assert do(section, works=lambda: False)[:2] == (worker.BROKEN, failed)
-
-
-def test_the_task_that_broke_the_device_is_unknown_while_several_are_prepared():
-    section = Section(fake_sections.tasks(prepare=fake_sections.refuse), 1.0)
-    code, rows, messages = do(section, works=lambda: False)
-    assert (code, rows, messages[-1]["open"]) == (worker.BROKEN, {}, ["a", "b", "c"])
-    _, rows, _ = do(section, works=lambda: False, together=1)
-    assert rows == {"a": None, "b": "RuntimeError: no memory"}
-
-
-def test_nothing_is_prepared_while_a_timed_task_is_measured():
-    busy = []
-
-    def prepare():
-        busy.append(1)
-        time.sleep(0.05)
-        busy.pop()
-
-    tasks = [Task(str(i), prepare, lambda _: {"busy": len(busy)}) for i in range(6)]
-    _, _, messages = do(Section(lambda *_: tasks, 1.0, together=3))
-    assert [m["row"]["busy"] for m in messages if "row" in m] == [0] * 6
+    assert do("refuses")[:2] == (0, failed | {"c": None})
+    assert do("refuses", works=lambda: False)[:2] == (BROKEN, failed)
+    # Which one broke it is unknown while several are prepared.
+    code, rows, messages = do("refuses early", works=lambda: False)
+    assert (code, rows, messages[-1]["open"]) == (BROKEN, {}, ["a", "b", "c"])
+    assert do("refuses early", works=lambda: False, together=1)[1] == failed
 
 
 def test_results_of_another_run_are_not_mixed_in(results):
@@ -120,22 +100,14 @@ def test_a_section_ends_at_its_limit_and_resumes_in_the_next_run(results):
 
 def session(output, *sections):
     command = [sys.executable, "-m", "benchmarks.gpu_session", "--smoke", "--minutes", "15"]
-    command += ["--output", str(output), "--sections", *(sections or SECTIONS)]
-    return subprocess.Popen(command, cwd=CHECKOUT, stdout=subprocess.PIPE, text=True)
+    command += ["--output", str(output), "--sections", *sections]
+    checkout = Path(__file__).parents[2]
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(command, cwd=checkout, text=True, **pipes)
 
 
-def workers_of(process):
-    """The processes that a session has started: those of sections, and Python's tracker."""
-    command = ["pgrep", "-P", str(process.pid)]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return [int(line) for line in found.stdout.split()]
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
+def sections_of(folder):
+    return json.loads((folder / "gpu-session.json").read_text())["sections"]
 
 
 @pytest.mark.slow
@@ -144,21 +116,15 @@ def test_a_killed_session_leaves_its_rows_and_no_process(tmp_path):
     names = ("bandwidth", "kernels", "batch")
 
     def rows():
-        sections = json.loads((tmp_path / "gpu-session.json").read_text())["sections"]
-        return [(name, row) for name, note in sections.items() for row in note["rows"]]
+        return [(name, row) for name, note in sections_of(tmp_path).items() for row in note["rows"]]
 
     process, end = session(tmp_path, *names), time.monotonic() + 120
     while not any(tmp_path.glob("*.json")) or not rows():
         assert time.monotonic() < end
         time.sleep(0.1)
-    workers = workers_of(process)
     process.kill()
-    process.communicate()
-    written, end = rows(), time.monotonic() + 10
-    while any(map(is_alive, workers)) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not any(map(is_alive, workers))
-
+    process.communicate(timeout=10)  # until the process of the section has closed its end, too
+    written = rows()
     line = json.loads(session(tmp_path, *names).communicate()[0].splitlines()[-1])["gpu_session"]
     assert (line["left_out"], set(line["sections"])) == (0, set(names))
     assert all(row in rows() for row in written)
@@ -167,16 +133,13 @@ def test_a_killed_session_leaves_its_rows_and_no_process(tmp_path):
 
 @pytest.mark.slow
 def test_the_smoke_run_reaches_everything(tmp_path):
-    process = session(tmp_path)
-    out, _ = process.communicate()
-    assert process.returncode == 0, out
+    process = session(tmp_path, *SECTIONS)
+    out, errors = process.communicate()
+    assert process.returncode == 0, out + errors
     line = json.loads(out.splitlines()[-1])["gpu_session"]
-    assert line["right"]
-    assert line["left_out"] == 0
+    assert (line["right"], line["left_out"]) == (True, 0)
     assert line["sections"] == dict.fromkeys(SECTIONS, "done")
-    (file,) = tmp_path.iterdir()
-    data = json.loads(file.read_text())
-    assert list(data["sections"]) == list(SECTIONS)
-    assert all(note["rows"] for note in data["sections"].values())
-    assert data["sections"]["kernels"]["rows"][0]["floor_microseconds"] > 0
-    assert data["machine"]["versions"]["jax"] == data["machine"]["jax"]
+    found = sections_of(tmp_path)
+    assert list(found) == list(SECTIONS)
+    assert all(note["rows"] for note in found.values())
+    assert found["kernels"]["rows"][0]["floor_microseconds"] > 0

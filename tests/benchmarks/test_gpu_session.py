@@ -14,12 +14,10 @@ from benchmarks import gpu_session, lossless
 from benchmarks.cases import CASES, checks, moe, tree_attention
 from benchmarks.cases.base import Problem
 from benchmarks.gpu import checks as gpu_checks
-from benchmarks.gpu import models, report
+from benchmarks.gpu import report
 from benchmarks.gpu.scale import FULL, SMOKE
-from benchmarks.gpu.sections import SECTIONS
 from benchmarks.gpu.spaces import SPACES
 from benchmarks.gpu.tasks import Section
-from benchmarks.models import random_model
 from benchmarks.shapes import AttentionShape
 from pallas_kernels import tuning
 from tests.benchmarks.fake_sections import do
@@ -44,13 +42,6 @@ def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_time_that_is_over_leaves_sections_out(tmp_path, capsys):
-    gpu_session.main(["--smoke", "--output", str(tmp_path), "--minutes", "0.1"])
-    line = json.loads(capsys.readouterr().out.splitlines()[-1])["gpu_session"]
-    assert line["left_out"] == len(SECTIONS)
-    assert line["sections"] == dict.fromkeys(SECTIONS, "not begun")
-
-
 def test_the_full_session_has_all_kernels():
     functions = {name: function for name, function in vars(pk).items() if isroutine(function)}
     ops = {n for n, f in functions.items() if "implementation" in signature(f).parameters}
@@ -73,11 +64,10 @@ def test_all_kernels_are_checked():
     every = SMOKE._replace(cases=tuple(CASES), checked_dtypes=("bfloat16", "float32"))
     rows = rows_of(gpu_checks.correctness(every))
     assert [row for row in rows if not row["right"]] == []
-    assert len(rows) == 2 * len(CASES)
-    assert all(set(row["errors"]) == set(SMOKE.implementations) for row in rows)
+    assert [*map(len, (row["errors"] for row in rows))] == [2] * 2 * len(CASES)
 
 
-@pytest.mark.parametrize("fault", [None, "race", "wrong", "infinite"])
+@pytest.mark.parametrize("fault", [None, "race", "infinite"])
 def test_the_gate_finds(fault, monkeypatch):
     """A kernel that gives another bit in one call of many, or that is off."""
     case, calls = CASES[NORM], []
@@ -86,43 +76,32 @@ def test_the_gate_finds(fault, monkeypatch):
         value = case.function(y, *rest)
         if implementation == "xla" or fault is None:
             return value
-        if fault == "race":
-            called = jax.pure_callback(
-                lambda: np.int32(calls.append(1) or len(calls)), jnp.int32(0)
-            )
-            return jnp.where(called == 4, value.at[0, 0, 0].add(1 / 64), value)
-        return value * (1.02 if fault == "wrong" else jnp.inf)
+        if fault == "infinite":
+            return value * jnp.inf
+        called = jax.pure_callback(lambda: np.int32(calls.append(1) or len(calls)), jnp.int32(0))
+        return jnp.where(called == 4, value.at[0, 0, 0].add(1 / 64), value)
 
     monkeypatch.setitem(CASES, NORM, case._replace(function=function))
-    (task,) = (task for task in gpu_checks.gate(SMOKE) if task.name == NORM)
-    (row,) = rows_of([task])
-    assert row["changed"] == (fault == "race")
-    assert row["right"] is (fault is None)
-    assert row["repeats"] == 5
+    (row,) = rows_of([task for task in gpu_checks.gate(SMOKE) if task.name == NORM])
+    assert (row["changed"], row["right"]) == (fault == "race", fault is None)
     assert (row["errors"]["pallas_interpret"] == ["not finite"]) == (fault == "infinite")
 
 
-def test_a_kernel_that_does_not_run_is_wrong_and_does_not_hide_the_others(monkeypatch):
+def test_wrong_and_broken_kernels_are_found(monkeypatch):
+    """A kernel that does not run does not hide the others."""
     case = CASES[NORM]
 
     def function(y, *rest, implementation):
         if implementation == "pallas_interpret":
             raise ValueError("no such device")
-        return case.function(y, *rest)
+        return 1.001 * case.function(y, *rest)
 
     monkeypatch.setitem(CASES, NORM, case._replace(function=function))
     (row,) = rows_of(gpu_checks.correctness(SMOKE._replace(cases=(NORM,))))
     assert row["errors"]["pallas_interpret"] == "failed: no such device"
-    assert row["errors"]["xla"][0] < 1e-5
+    assert row["errors"]["xla"] == pytest.approx([1e-3], rel=0.01)
     assert not row["right"]
     assert not report.is_right(results_of(correctness=[row]))
-
-
-def test_bits_are_compared():
-    x, n = jnp.array([0.0, jnp.nan], jnp.bfloat16), jnp.arange(3)
-    assert gpu_checks.same_bits((x, n), (x, n))
-    assert not gpu_checks.same_bits((x, n), (-x, n))
-    assert not gpu_checks.same_bits((x, n), (x, n + 1))
 
 
 def test_an_attention_moves_only_what_is_filled():
@@ -143,31 +122,15 @@ def test_repeated_calls_follow_each_other(count):
 
 
 def test_xla_computes_outputs_that_no_call_reads():
-    """The hyperbolic tangents of all calls but the last.
-
-    On a CPU XLA sees through the barrier, so calls without feedback cannot be counted here.
-    """
+    """On a CPU XLA sees through the barrier, so calls without feedback cannot be counted here."""
     x = jnp.ones((64, 64))
     program = checks.compiled_calls(lambda x: (x @ x, jnp.tanh(x)), {0: 0}, 17, (x,))
-    assert program.as_text().count(" tanh(") == 1 + 8
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-def test_a_step_reads_weights_once_and_states_twice(batch):
-    mixer = SMOKE.mamba2.mamba2
-    found = models.bytes_of_step(random_model(SMOKE.mamba2, "bfloat16"), batch)
-    size = mixer.num_heads * mixer.head_dim
-    conv = 3 * (size + 2 * mixer.state_size)
-    assert found["state_bytes"] == batch * (size * mixer.state_size * 4 + conv * 2)
-    assert found["bytes"] == found["weight_bytes"] + 2 * found["state_bytes"]
+    assert program.as_text().count(" tanh(") == 1 + 8  # of all calls but the last
 
 
 def results_of(**sections):
-    done = {"state": "done", "seconds": 1.0}
-    return {
-        "machine": {"device": "a device"},
-        "sections": {name: done | {"rows": rows} for name, rows in sections.items()},
-    }
+    notes = {name: {"state": "done", "rows": rows} for name, rows in sections.items()}
+    return {"machine": {"device": "a device"}, "sections": notes}
 
 
 def test_the_report(capsys):
