@@ -28,17 +28,14 @@ NORM = "gated_rms_norm"
 def rows_of(tasks):
     """The rows that the process of a section would write."""
     code, rows, _ = do(Section(lambda options, rows: tasks, 1.0))
-    assert code == 0
-    assert [row["task"] for row in rows] == [task.name for task in tasks]
+    assert (code, [row["task"] for row in rows]) == (0, [task.name for task in tasks])
     return json.loads(json.dumps(rows, allow_nan=False))
 
 
 def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     gpu_session.main(["--output", str(tmp_path)])
-    out = capsys.readouterr().out
-    assert "no GPU here" in out
-    assert json.loads(out.splitlines()[-1])["gpu_session"]["right"] is None
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["gpu_session"]["right"] is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -51,7 +48,6 @@ def test_the_full_session_has_all_kernels():
     assert {space.timed for space in SPACES.values()} <= set(CASES)
     # A body of a loop with fewer than 5 launches is no CUDA graph.
     assert (FULL.count - 1) % checks.UNROLLED == 0
-    assert FULL.count >= 49
     # On a GPU no family may fall back to XLA for its shapes.
     for config in lossless.FAMILIES.values():
         for mixer in filter(None, (config.mamba2, config.attention)):
@@ -100,7 +96,6 @@ def test_wrong_and_broken_kernels_are_found(monkeypatch):
     (row,) = rows_of(gpu_checks.correctness(SMOKE._replace(cases=(NORM,))))
     assert row["errors"]["pallas_interpret"] == "failed: no such device"
     assert row["errors"]["xla"] == pytest.approx([1e-3], rel=0.01)
-    assert not row["right"]
     assert not report.is_right(results_of(correctness=[row]))
 
 
@@ -114,11 +109,11 @@ def test_an_attention_moves_only_what_is_filled():
     assert checks.bytes_moved(case, operands) == sum(sizes) - 2 * 20 * place
 
 
-@pytest.mark.parametrize("count", [2, 17, 20])
-def test_repeated_calls_follow_each_other(count):
-    add = checks.repeated(lambda x, y: (x, y + x), {1: 1}, count)
-    (x, y), _ = jax.jit(add)(jnp.float32(2), jnp.float32(1))
-    assert (x, y) == (2, 1 + 2 * count)
+def test_repeated_calls_follow_each_other():
+    for count in (2, 17, 20):
+        add = checks.repeated(lambda x, y: (x, y + x), {1: 1}, count)
+        (x, y), _ = jax.jit(add)(jnp.float32(2), jnp.float32(1))
+        assert (x, y) == (2, 1 + 2 * count)
 
 
 def test_xla_computes_outputs_that_no_call_reads():
@@ -134,30 +129,30 @@ def results_of(**sections):
 
 
 def test_the_report(capsys):
-    def row(nodes, ours, **more):
+    def row(ours, **more):
         times = {"xla": {"median": 2.0}, "pallas": {"median": ours}}
         unit = "microseconds" if "kernel" in more else "milliseconds"
-        return {"task": "1", "batch": 1, "bytes": 500_000, "nodes": nodes, unit: times} | more
+        return {"task": "1", "batch": 1, "bytes": 500_000, "nodes": 3, unit: times} | more
 
+    crashed = {"task": "ssd, mamba2-2.7b, 64, bfloat16", "failed": "the process ended with -9"}
     results = results_of(
         gate=[{"task": "replay", "kernel": "replay", "right": False}],
+        correctness=[crashed],  # so the kernel counts as wrong
         bandwidth=[{"task": "copy", "bytes_per_second": 1e9}],
-        kernels=[row(3, 1.0, kernel=kernel, shape="s") for kernel in ("replay", "ssd")],
-        steps=[row(1, 1.0), row(63, 1.2)],
+        kernels=[row(1.0, kernel=name, shape="s") for name in ("replay", "ssd", "tree_scan")],
+        steps=[row(1.0)],
     )
     results["sections"]["kernels"]["left_out"] = ["64 nodes"]
     report.annotate(results)
     report.annotate(results)  # after every row
-    kernels, steps = (results["sections"][name]["rows"] for name in ("kernels", "steps"))
-    assert [row["wrong"] for row in (*kernels, *steps)] == ["replay", "", "replay", "replay"]
-    assert (kernels[0]["floor_microseconds"], kernels[0]["xla_over_kernel"]) == (500, 2)
-    assert (steps[0]["floor_milliseconds"], steps[0]["kernel_over_floor"]) == (0.5, 2)
+    rows = [row for name in ("kernels", "steps") for row in results["sections"][name]["rows"]]
+    assert [row["wrong"] for row in rows] == ["replay", "ssd", "", "replay, ssd"]
+    first, *_, step = rows
+    assert (first["floor_microseconds"], first["xla_over_kernel"]) == (500, 2)
+    assert (step["floor_milliseconds"], step["kernel_over_floor"]) == (0.5, 2)
     assert not report.is_right(results)
     assert report.left_out(results) == 1
     report.report(results)
     out = capsys.readouterr().out
     assert "kernels left out: 64 nodes" in out
     assert re.search(r"replay +│ s +│ +3 .*│ replay", out)
-    # A check that crashed makes its kernel wrong.
-    crashed = {"task": "ssd, mamba2-2.7b, 64, bfloat16", "failed": "the process ended with -9"}
-    assert report.wrong_kernels(results_of(correctness=[crashed])) == {"ssd"}

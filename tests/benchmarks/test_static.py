@@ -44,21 +44,18 @@ def test_collectives_are_found_where_they_are():
     def line(left, scope):
         return f'  %x.1 = {left}(%y.1), channel_id=1, metadata={{op_name="jit(run)/{scope}/psum"}}'
 
-    text = "\n".join(
-        [
-            line("f32[2,13,17]{2,1,0} all-reduce", "while/body/layer_0"),
-            line("(f32[2,3]{1,0}, f32[2,12]{1,0}) all-gather-start", "while/body/head"),
-            line("pred[] all-reduce", "while/cond"),
-            line("f32[4]{0} collective-permute", "layer_0"),
-            "  %x.2 = f32[4]{0} all-reduce-done(%x.1)",
-        ]
-    )
-    assert collectives(text) == [
-        Found("all-reduce", "body", 442),
-        Found("all-gather", "body", 24),
-        Found("all-reduce", "condition", 1),
-        Found("collective-permute", "outside", 4),
-    ]
+    lines = {
+        line("f32[2,13,17]{2,1,0} all-reduce", "while/body/layer_0"): ("all-reduce", "body", 442),
+        line("(f32[2]{0}, f32[2,12]{1,0}) all-gather-start", "while/body"): (
+            "all-gather",
+            "body",
+            24,
+        ),
+        line("pred[] all-reduce", "while/cond"): ("all-reduce", "condition", 1),
+        line("f32[4]{0} collective-permute", "layer_0"): ("collective-permute", "outside", 4),
+    }
+    text = "\n".join([*lines, "  %x.2 = f32[4]{0} all-reduce-done(%x.1)"])
+    assert collectives(text) == [*lines.values()]
 
 
 @pytest.mark.parametrize(
@@ -126,8 +123,8 @@ def test_limits(limits, options, message):
 def test_earlier_rows_with_the_same_settings_stay(tmp_path, capsys):
     """And the tables have a line for each row."""
     cost = dict(launches=5.0, copies=0.0)
-    step = row() | {"spills": False, "shared_memory_bytes": 2048, "step": cost}
-    step |= {"layers": {"mamba2": cost}, "whole": dict(all_bytes=3, temporary_bytes=1)}
+    step = row(all_bytes=3) | {"spills": False, "shared_memory_bytes": 2048, "step": cost}
+    step = step | {"layers": {"mamba2": cost}, "whole": {"temporary_bytes": 1, "all_bytes": 3}}
     report.write("?", {"batch": 1}, {"steps": [step, step | {"preset": "q"}]}, tmp_path)
     path = report.write("?", {"batch": 1}, {"steps": [step | {"nodes": 1}, step]}, tmp_path)
     stored = json.loads(path.read_text())["steps"]
