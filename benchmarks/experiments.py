@@ -25,7 +25,7 @@ from benchmarks import (
     tuned,
 )
 from benchmarks import temperature as by_temperature
-from benchmarks.common import Found, Table, conclude, machine, read_options, save
+from benchmarks.common import Found, Table, conclude, draw, machine, read_options, save
 from benchmarks.methods import CHAIN_OF_4, PAPER_TREES, PLAIN, Method, own_tree, trees
 from benchmarks.models import chosen_pair, embedded_pair, random_model
 
@@ -171,7 +171,7 @@ EXPERIMENTS = {
 
 
 def main(name: str, doc: str, arguments: Sequence[str] | None = None) -> None:
-    """Runs an experiment: prints its tables, and writes JSON.
+    """Runs an experiment: prints its tables, and writes JSON and a plot.
 
     Args:
         name: the experiment's name.
@@ -199,6 +199,8 @@ def main(name: str, doc: str, arguments: Sequence[str] | None = None) -> None:
         path = save(file_name, doc, results, options.output)
     for table in found.tables:
         table.show()
+    if found.tables:
+        draw(path.with_suffix(".png"), found.tables)
     line = found.line | {"different": found.wrong, "results": str(path)}
     conclude(name, passed=not found.wrong, **line)
 
