@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import stree_jax as st
 from benchmarks import methods
-from benchmarks.common import Found, Panel, Table
+from benchmarks.common import Found, Table
 from benchmarks.methods import CHAIN_OF_4, PAPER_TREES, PLAIN, Method
 from benchmarks.models import loaded_pair
 from benchmarks.steps import COLUMNS, time_of_calls
@@ -39,17 +39,12 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         for row in methods.compare(pair, ways, options.temperatures, options):
             rows.append({"attention_percent": share} | row)
         steps.append(time_of_calls(pair.name, pair.target, 50))
-    label, x = "{method}, T = {temperature:g}", "{attention_percent}"
     at_0 = [row for row in rows if row["method"] == "tree A" and row["temperature"] == 0]
     yield Found(
         {"prompts": pair.source, "decoding": rows, "target_calls": steps},
         [
-            *methods.method_tables(pair.source, rows, **{"attention, %": x}),
+            *methods.method_tables(pair.source, rows, **{"attention, %": "{attention_percent}"}),
             Table("Milliseconds of a call (one node = 1)", steps, COLUMNS),
-        ],
-        [
-            Panel("attention layers, %", "tau", rows, x, {label: "{tau}"}),
-            Panel("attention layers, %", "speed-up", rows, x, {label: "{speed_up[median]}"}),
         ],
         wrong=methods.different(rows),
         line={"tau": {f"{row['attention_percent']} %": round(row["tau"], 3) for row in at_0}},

@@ -1,8 +1,8 @@
 """Parts that all benchmarks share: options, machine, clock, memory, tables, plots, results."""
 
 import argparse
+import contextlib
 import datetime
-import functools
 import gc
 import itertools
 import json
@@ -21,14 +21,7 @@ import jax
 import numpy as np
 import rich.table
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress
 
 RESULTS = Path(__file__).parent / "results"  # committed
 OUTPUT = Path("benchmark-results")  # ignored by git
@@ -41,17 +34,13 @@ Output = TypeVar("Output")
 
 
 def read_options(
-    parser: argparse.ArgumentParser,
-    arguments: Sequence[str] | None = None,
-    *,
-    plots: bool = False,
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
 ) -> argparse.Namespace:
     """Parses the command line; refuses what would keep the results from being written.
 
     Args:
         parser: gets the options `--output` and `--commit`.
         arguments: the command line; None: `sys.argv`.
-        plots: whether the benchmark needs matplotlib.
 
     Returns:
         The options; `output` is an existing directory for the results.
@@ -62,11 +51,6 @@ def read_options(
         "--commit", action="store_true", help="overwrite the committed ones in benchmarks/results"
     )
     options = parser.parse_args(arguments)
-    if plots:
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError as error:
-            parser.error(f"the plot needs matplotlib ({error}): pip install '.[bench]'")
     options.output = RESULTS if options.commit else options.output or OUTPUT
     try:
         options.output.mkdir(parents=True, exist_ok=True)
@@ -74,19 +58,6 @@ def read_options(
     except OSError as error:
         parser.error(f"cannot write results to {options.output}: {error.strerror}")
     return options
-
-
-def progress_bar() -> Progress:
-    """A bar with the time left, shown inside a `with` block."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(),
-        transient=True,
-    )
 
 
 def machine() -> dict[str, Any]:
@@ -105,17 +76,11 @@ def machine() -> dict[str, Any]:
 
 def _commit() -> str | None:
     """None outside a checkout, or without git."""
-    try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=Path(__file__).parent,
-        )
-    except FileNotFoundError:
-        return None
-    return described.stdout.strip() or None
+    command = ["git", "describe", "--always", "--dirty"]
+    with contextlib.suppress(FileNotFoundError):
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=RESULTS)
+        return ran.stdout.strip() or None
+    return None
 
 
 def device_name(where: Mapping[str, Any]) -> str:
@@ -124,41 +89,22 @@ def device_name(where: Mapping[str, Any]) -> str:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(
-            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
-        )
-    except (OSError, StopIteration):
-        return platform.processor()
+    with contextlib.suppress(OSError):
+        if found := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
+            return found[1]
+    return platform.processor()
 
 
 _ORDER = random.Random(0)
-
-
-def interleaved(
-    functions: Mapping[str, Callable[[], Any]], rounds: int, progress: Callable[[], None]
-) -> dict[str, list[float]]:
-    """Seconds of each call, in rounds, so that a slow moment of the machine affects all alike.
-
-    Each round has another order, because the call before changes the time of a call by some 3 %.
-    The functions must be compiled already, and must block until their results are ready.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name in _ORDER.sample([*functions], len(functions)):
-            function = functions[name]
-            began = time.perf_counter()
-            function()
-            seconds[name].append(time.perf_counter() - began)
-            progress()
-    return seconds
 
 
 def timed(
     title: str, ways: Mapping[str, Callable[[Item], Output]], items: Sequence[Item], rounds: int
 ) -> tuple[dict[str, list[Output]], dict[str, np.ndarray]]:
     """Runs every way on every item, first untimed, then interleaved item by item.
+
+    So a slow moment of the machine affects all ways alike. Their order changes, because the call
+    before changes the time of a call by some 3 %.
 
     Args:
         title: label of the progress bar.
@@ -169,22 +115,19 @@ def timed(
     Returns:
         By name, the outputs of the untimed calls, which compile, and seconds `[rounds, items]`.
     """
-    with progress_bar() as progress:
+    outputs: dict[str, list[Output]] = {name: [] for name in ways}
+    seconds = {name: np.zeros((rounds, len(items))) for name in ways}
+    with Progress(transient=True) as progress:
         task = progress.add_task(title, total=len(ways) * len(items) * (1 + rounds))
-
-        def advance() -> None:
+        for (name, way), item in itertools.product(ways.items(), items):
+            outputs[name].append(way(item))
             progress.advance(task)
-
-        outputs: dict[str, list[Output]] = {name: [] for name in ways}
-        for name, way in ways.items():
-            for item in items:
-                outputs[name].append(way(item))
-                advance()
-        seconds = {name: np.zeros((rounds, len(items))) for name in ways}
         for number, (column, item) in itertools.product(range(rounds), enumerate(items)):
-            calls = {name: functools.partial(way, item) for name, way in ways.items()}
-            for name, (taken,) in interleaved(calls, 1, advance).items():
-                seconds[name][number, column] = taken
+            for name in _ORDER.sample([*ways], len(ways)):
+                began = time.perf_counter()
+                ways[name](item)
+                seconds[name][number, column] = time.perf_counter() - began
+                progress.advance(task)
     return outputs, seconds
 
 
@@ -254,66 +197,6 @@ def conclude(name: str, *, passed: bool = True, **line: Any) -> None:
         raise SystemExit(1)
 
 
-class Panel(NamedTuple):
-    """One of the plots of a figure: records, and formats of a record, as in `Table`."""
-
-    x_label: str  # without one, x are categories and the plot has bars
-    y_label: str
-    records: Sequence[Mapping[str, Any]]  # of all lines
-    x: str  # format of x
-    lines: Mapping[str, str]  # y by the label of a line, both formats; dashed if at "T = 1"
-
-    def points(self) -> dict[str, list[tuple[str, float]]]:
-        """The points of each line, x as text."""
-        found: dict[str, list[tuple[str, float]]] = {}
-        for (label, y), record in itertools.product(self.lines.items(), self.records):
-            point = self.x.format_map(record), float(y.format_map(record))
-            found.setdefault(label.format_map(record), []).append(point)
-        return found
-
-
-def draw(path: Path, panels: Sequence[Panel]) -> None:
-    """Draws panels side by side, as PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    size = (5.5 * len(panels), 4.5)
-    figure, row = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
-    for axes, panel in zip(row[0], panels, strict=True):
-        lines = panel.points()
-        names = list(dict.fromkeys(x for line in lines.values() for x, _ in line))
-        for number, (label, line) in enumerate(lines.items()):
-            xs, ys = zip(*line, strict=True)
-            if panel.x_label:
-                style = "--" if label.endswith("T = 1") else "-"
-                axes.plot([*map(float, xs)], ys, style, marker="o", label=label)
-            else:
-                offset = 0.8 * ((number + 0.5) / len(lines) - 0.5)
-                at = [names.index(x) + offset for x in xs]
-                axes.bar(at, ys, width=0.76 / len(lines), label=label)
-        if not panel.x_label:
-            axes.axhline(1, color="black", linewidth=0.8)
-            axes.set_xticks(range(len(names)), names, rotation=60, ha="right")
-        axes.set(xlabel=panel.x_label, ylabel=panel.y_label, ylim=(0, None))
-        axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def merged(
-    earlier: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]], keys: Sequence[str]
-) -> list[dict[str, Any]]:
-    """The earlier rows whose keys no new row has, and then the new rows."""
-
-    def which(row: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(row.get(key) for key in keys)
-
-    replaced = {which(row) for row in new}
-    return [*(row for row in earlier if which(row) not in replaced), *new]
-
-
 class Table(NamedTuple):
     """A table to print: a row for each record, and a format of a record for each column."""
 
@@ -322,11 +205,51 @@ class Table(NamedTuple):
     columns: Mapping[str, str]
 
     def show(self) -> None:
-        """Prints the table."""
-        cells = [
-            [form.format_map(record) for form in self.columns.values()] for record in self.records
+        """Prints the table; columns of numbers are right-aligned."""
+        table = rich.table.Table(title=self.title)
+        forms = self.columns.values()
+        rows = [[form.format_map(record) for form in forms] for record in self.records]
+        for name, *cells in zip(self.columns, *rows, strict=True):
+            is_word = not any(cell[:1].isdigit() for cell in cells)
+            table.add_column(name, justify="left" if is_word else "right")
+        for row in rows:
+            table.add_row(*row)
+        console = Console()
+        if not console.is_terminal:  # a log is not limited to 80 columns
+            console = Console(width=200)
+        console.print(table)
+
+    def bars(self) -> tuple[list[str], dict[str, list[float]]]:
+        """Labels of the rows, and the numbers to draw by column: the ratios, if there are any."""
+        cells = {n: [f.format_map(row) for row in self.records] for n, f in self.columns.items()}
+        numbers = {
+            name: [float((re.match(r"[\d.]+", x.replace(",", "")) or ["nan"])[0]) for x in column]
+            for name, column in cells.items()
+            if column[0][:1].isdigit()
+        }
+        words = [column for name, column in cells.items() if name not in numbers]
+        labels = [
+            ", ".join(row) for row in zip(*words or [next(iter(cells.values()))], strict=True)
         ]
-        print_table(self.title, [*self.columns], cells)
+        ratios = {name: numbers[name] for name in numbers if cells[name][0].endswith("x")}
+        return labels, ratios or numbers
+
+
+def draw(path: Path, tables: Sequence[Table]) -> None:
+    """Draws each table as bars, as PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6 * len(tables), 5), layout="constrained")
+    for axes, table in zip(figure.subplots(1, len(tables), squeeze=False)[0], tables, strict=True):
+        labels, columns = table.bars()
+        for i, (name, values) in enumerate(columns.items()):
+            places = np.arange(len(labels)) + 0.8 * i / len(columns)
+            axes.barh(places, values, 0.8 / len(columns), align="edge", label=name)
+        axes.set_yticks(np.arange(len(labels)) + 0.4, labels, fontsize=8)
+        axes.invert_yaxis()
+        axes.legend(fontsize=7)
+        axes.set_title(table.title, fontsize=8)
+    figure.savefig(path, dpi=120)
 
 
 class Found(NamedTuple):
@@ -334,21 +257,5 @@ class Found(NamedTuple):
 
     results: Mapping[str, Any]  # records for the JSON file
     tables: Sequence[Table]  # to print at the end
-    panels: Sequence[Panel]  # plots of the figure
     wrong: Sequence[Any] = ()  # methods that gave wrong tokens; if any, the experiment fails
-    notes: Sequence[str] = ()  # lines to print below the tables
     line: Mapping[str, Any] = {}  # summary for the last line, which is JSON
-
-
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Prints a table; columns of numbers are right-aligned."""
-    table = rich.table.Table(title=title)
-    for i, column in enumerate(columns):
-        is_word = all(isinstance(row[i], str) and not row[i][:1].isdigit() for row in rows)
-        table.add_column(column, justify="left" if is_word else "right")
-    for row in rows:
-        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row))
-    console = Console()
-    if not console.is_terminal:  # a log is not limited to 80 columns
-        console = Console(width=200)
-    console.print(table)

@@ -1,7 +1,7 @@
 """The experiments by name, and the program that runs one of them.
 
 An experiment takes the options of its command line and yields what it has found so far: prompts,
-methods and temperatures go in; records, tables and panels come out. The module of its name has its
+methods and temperatures go in; records and tables come out. The module of its name has its
 question and its command: `python -m benchmarks.<name>`.
 """
 
@@ -9,9 +9,6 @@ import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import jax
-from flax import nnx
 
 import stree_jax as st
 from benchmarks import (
@@ -28,19 +25,9 @@ from benchmarks import (
     tuned,
 )
 from benchmarks import temperature as by_temperature
-from benchmarks.common import (
-    Found,
-    Table,
-    conclude,
-    draw,
-    machine,
-    num_bytes,
-    read_options,
-    save,
-)
+from benchmarks.common import Found, Table, conclude, draw, machine, read_options, save
 from benchmarks.methods import CHAIN_OF_4, PAPER_TREES, PLAIN, Method, own_tree, trees
 from benchmarks.models import chosen_pair, embedded_pair, random_model
-from stree_jax.tuning import Costs, acceptance, best_trees, replay_tau
 
 SIZES = {"--prompts": 16, "--tokens": 96, "--rounds": 3}
 COMPARED = SIZES | {"--temperatures": (0.0, 1.0)}
@@ -82,58 +69,30 @@ def decode(options: argparse.Namespace) -> Iterator[Found]:
     yield Found(
         pair.settings() | {"decoding": rows, "target_calls": calls},
         [*methods.method_tables(pair.name, rows), of_calls],
-        [methods.speed_panel(rows), steps.step_panel(calls)],
         wrong=methods.different(rows),
         line={"best": best["method"], "speed_up": best["speed_up"]["median"], "tau": best["tau"]},
     )
 
 
 def medusa(options: argparse.Namespace) -> Iterator[Found]:
-    """Heads with three trees, a draft model and prompt lookup; typical acceptance, LOSSY, apart."""
-    pair = embedded_pair(2 * options.prompts)
-    traced = pair.prompts[: options.prompts]
-    pair = pair._replace(prompts=pair.prompts[options.prompts :])
+    """Heads with two trees, a draft model and prompt lookup."""
+    pair = embedded_pair(options.prompts)
     heads = st.load_medusa(options.heads or st.demo_path("medusa"), pair.target)
     drafter, draft = st.MedusaDrafter(pair.target, heads), st.ModelDrafter(pair.draft)
-    chain, costs = st.TreeTopology.chain(heads.num_heads), Costs({1: 1.0}, 0, {1: 0.0}, 0)
-    rows, ranks, lossy = [], [], []
-    for temperature in options.temperatures:
-        written = methods.written_texts(pair.target, traced, options.tokens, temperature)
-        trace = drafter.rank_trace(pair.target, *written, methods.NUM_RANKS)
-        accept = acceptance(trace, heads.num_heads)
-        found = best_trees(accept, costs, options.nodes, heads.num_heads)
-        tree = max(found, key=lambda tree: replay_tau(tree, trace), default=chain)
-        ranks.append({"temperature": temperature, "accept": accept.tolist(), "tree": tree.parents})
-        ranks[-1]["expected_tau"] = replay_tau(tree, trace)
-        ways = [
-            Method(PLAIN),
-            Method(f"Medusa, chain of {chain.depth}", drafter, chain),
-            own_tree("Medusa, default tree", drafter),
-            Method(f"Medusa, tree of {tree.num_nodes} by ranks", drafter, tree),
-            Method("draft model, chain of 4", draft, CHAIN_OF_4),
-            Method("draft model, tree A", draft, PAPER_TREES["tree A"]),
-            methods.prompt_lookup(),
-        ]
-        rows += methods.compare(pair, ways, [temperature], options)
-        if temperature > 0:
-            typical = Method("typical", drafter, tree, "typical")
-            out = typical.decode(pair, pair.prompts, options.tokens, temperature, lossy=True)
-            lossy.append({"temperature": temperature, "tau": out.stats.tau})
-    sizes = {
-        name: {
-            "parameters": sum(leaf.size for leaf in jax.tree.leaves(nnx.state(part))),
-            "bytes": num_bytes(nnx.state(part)),
-        }
-        for name, part in (("target", pair.target), ("draft", pair.draft), ("heads", heads))
-    }
-    note = "LOSSY: typical acceptance, temperature {temperature:g}: tau {tau:.2f}"
+    chain = st.TreeTopology.chain(heads.num_heads)
+    ways = [
+        Method(PLAIN),
+        Method(f"Medusa, chain of {chain.depth}", drafter, chain),
+        own_tree("Medusa, default tree", drafter),
+        Method("draft model, chain of 4", draft, CHAIN_OF_4),
+        Method("draft model, tree A", draft, PAPER_TREES["tree A"]),
+        methods.prompt_lookup(),
+    ]
+    rows = methods.compare(pair, ways, options.temperatures, options)
     yield Found(
-        pair.settings()
-        | {"ranks": ranks, "decoding": rows, "lossy_typical": lossy, "sizes": sizes},
+        pair.settings() | {"decoding": rows},
         methods.method_tables(pair.name, rows),
-        [methods.speed_panel(rows)],
         wrong=methods.different(rows),
-        notes=[note.format_map(row) for row in lossy],
     )
 
 
@@ -160,7 +119,6 @@ def hierarchical(options: argparse.Namespace) -> Iterator[Found]:
     yield Found(
         pair.settings() | {"decoding": rows},
         methods.method_tables(f"{pair.name}, {options.prompts} prompts", rows),
-        [methods.speed_panel(rows)],
         wrong=methods.different(rows),
     )
 
@@ -179,15 +137,10 @@ def names(known: Iterable[str]) -> dict[str, Any]:
 
 EXPERIMENTS = {
     "decode": Experiment(decode, COMPARED | CHECKPOINTS),
-    "tuned": Experiment(
-        tuned.run,
-        COMPARED | CHECKPOINTS | {"--prompts": 12, "--nodes": (6, 13, 32), "--shipped": False},
-    ),
+    "tuned": Experiment(tuned.run, COMPARED | CHECKPOINTS | {"--prompts": 12}),
     "peer": Experiment(peer.run, SIZES | {"--threads": 2}),
-    "medusa": Experiment(medusa, COMPARED | {"--prompts": 8, "--heads": None, "--nodes": 13}),
-    "serving": Experiment(
-        serving.run, PAIR | {"--requests": 64, "--rows": 8, "--rounds": 5, "--drafts": False}
-    ),
+    "medusa": Experiment(medusa, COMPARED | {"--prompts": 8, "--heads": None}),
+    "serving": Experiment(serving.run, PAIR | {"--requests": 64, "--rows": 8, "--rounds": 5}),
     "hierarchical": Experiment(hierarchical, COMPARED | {"--prompts": 6, "--small": None}),
     "seed": Experiment(
         seed.run,
@@ -211,15 +164,14 @@ EXPERIMENTS = {
     ),
     "tree_size": Experiment(
         tree_size.run,
-        {"--preset": None, "--layers": {"type": int}, "--count": {"type": int}}
-        | {"--dtype": {"choices": ("float32", "bfloat16")}, "--rounds": {"type": int}}
-        | {"--levels": (4, 5, 6)},
+        {"--preset": None, "--layers": {"type": int}, "--rounds": 7}
+        | {"--dtype": {"choices": ("float32", "bfloat16")}},
     ),
 }
 
 
 def main(name: str, doc: str, arguments: Sequence[str] | None = None) -> None:
-    """Runs an experiment: prints its tables, and writes JSON and plot.
+    """Runs an experiment: prints its tables, and writes JSON and a plot.
 
     Args:
         name: the experiment's name.
@@ -232,7 +184,7 @@ def main(name: str, doc: str, arguments: Sequence[str] | None = None) -> None:
     )
     for flag, default in experiment.options.items():
         parser.add_argument(flag, help=HELP.get(flag), **argument(default))
-    options = read_options(parser, arguments, plots=True)
+    options = read_options(parser, arguments)
     if len({bool(getattr(options, flag[2:])) for flag in CHECKPOINTS if "name" in options}) > 1:
         parser.error("--target, --draft and --name come together")
     where = machine()  # before the experiment loads it
@@ -247,9 +199,8 @@ def main(name: str, doc: str, arguments: Sequence[str] | None = None) -> None:
         path = save(file_name, doc, results, options.output)
     for table in found.tables:
         table.show()
-    for note in found.notes:
-        print(note)
-    draw(path.with_suffix(".png"), found.panels)
+    if found.tables:
+        draw(path.with_suffix(".png"), found.tables)
     line = found.line | {"different": found.wrong, "results": str(path)}
     conclude(name, passed=not found.wrong, **line)
 
@@ -258,8 +209,6 @@ def argument(default: Any) -> dict[str, Any]:
     """Arguments of `add_argument`, by the kind of the default."""
     if isinstance(default, dict):
         return default
-    if isinstance(default, bool):
-        return {"action": "store_true"}
     if isinstance(default, tuple):
         return {"nargs": "+", "type": type(default[0]), "default": default}
     return {"type": str if default is None else type(default), "default": default}

@@ -5,9 +5,8 @@
     python -m benchmarks.gpu_session --minutes 9 --output DIR [--sections gate steps ...]
 
 Each section has a process of its own and a share of the remaining time. Time that it does not use
-goes to the later sections, and then to tasks that were left out. Each row is written as soon as it
-is measured. A task that crashes or hangs is one failed row. The same command with the same DIR
-resumes.
+goes to the later sections. Each row is written as soon as it is measured. A task that crashes or
+hangs is one failed row. The same command with the same DIR resumes.
 
 Results are in `gpu-session.json`; `--commit` copies it to `benchmarks/results`. Times of kernels
 that a check found wrong are marked. Without a GPU nothing is measured; `--smoke` does everything
@@ -15,6 +14,7 @@ with tiny sizes on any device. Exit code 1 if anything is wrong or fails.
 """
 
 import argparse
+import functools
 import time
 from collections.abc import Sequence
 
@@ -26,7 +26,6 @@ from benchmarks.gpu.sections import SECTIONS
 MINUTES = 9.0
 REPORTING = 5.0  # seconds
 LEAST = 10.0  # seconds in which a section can do anything at all
-PASSES = 2  # tasks left out may fit into time that later sections did not use
 
 
 def run(names: Sequence[str], results: Results, end: float, *, smoke: bool) -> None:
@@ -38,28 +37,20 @@ def run(names: Sequence[str], results: Results, end: float, *, smoke: bool) -> N
         end: latest `time.monotonic()`.
         smoke: use tiny sizes.
     """
-    for _ in range(PASSES):
-        missing = [name for name in names if results.section(name)["state"] != DONE]
-        for i, name in enumerate(missing):
-            left = end - time.monotonic()
-            if left < LEAST:
-                note = results.section(name)
-                if note["state"] == NOT_BEGUN:
-                    note["left_out"] = ["all of it"]
-                continue
-            weights = [SECTIONS[later].weight for later in missing[i:]]
-            share = left * weights[0] / sum(weights)
-            print(f"{name}: up to {share:.0f} s", flush=True)
-            run_section(
-                results,
-                name,
-                share,
-                min(LATEST * share, left),
-                {"smoke": smoke},
-                changed=lambda: report.annotate(results.data),
-            )
-    if not smoke:
-        results.data["aims"] = report.aims(results.data)
+    missing = [name for name in names if results.section(name)["state"] != DONE]
+    for i, name in enumerate(missing):
+        left = end - time.monotonic()
+        if left < LEAST:
+            note = results.section(name)
+            if note["state"] == NOT_BEGUN:
+                note["left_out"] = ["all of it"]
+            continue
+        weights = [SECTIONS[later].weight for later in missing[i:]]
+        share = left * weights[0] / sum(weights)
+        print(f"{name}: up to {share:.0f} s", flush=True)
+        annotate = functools.partial(report.annotate, results.data)
+        limit = min(LATEST * share, left)
+        run_section(results, name, share, limit, {"smoke": smoke}, changed=annotate)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -96,7 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         right=right,
         left_out=report.left_out(results.data),
         sections={name: results.section(name)["state"] for name in names},
-        aims=results.data.get("aims"),
         results=str(path),
     )
 

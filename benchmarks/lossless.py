@@ -22,10 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from rich.progress import Progress
 
 import stree_jax as st
 from benchmarks.cases.base import random_tree
-from benchmarks.common import Found, Panel, Table, machine, progress_bar
+from benchmarks.common import Found, Table
 from benchmarks.families import FAMILIES
 from benchmarks.methods import Method, trees
 from stree_jax.decoding.sampling import position_noise
@@ -78,23 +79,6 @@ def request(
     }
 
 
-def decode(model: st.HybridLM, given: dict[str, Any], **way: Any) -> st.Generation:
-    """A request, autoregressively or in another way."""
-    return st.generate(model, **given, **way)
-
-
-def differences(
-    model: st.HybridLM, given: dict[str, Any], want: np.ndarray, got: np.ndarray
-) -> list[dict[str, Any]]:
-    """The first difference of each row that differs."""
-    found = []
-    for row, (prompt, *texts) in enumerate(zip(given["prompts"], want, got, strict=True)):
-        temperature, key = given["temperature"], given["key"][row]
-        if difference := first_difference(model, prompt, *texts, temperature, key):
-            found.append({"row": row} | difference)
-    return found
-
-
 def first_difference(
     model: st.HybridLM,
     prompt: Sequence[int],
@@ -139,11 +123,14 @@ def compared(
     """
     tokens, calls, emitted, found = 0, 0, 0, []
     for number, (given, want) in enumerate(zip(requests, plain, strict=True)):
-        out = decode(model, given, **way)
+        out = st.generate(model, **given, **way)
         calls, emitted = calls + out.stats.num_target_calls, emitted + out.stats.num_tokens
         same = np.cumprod(out.tokens == want, axis=1).sum(axis=1)  # up to the first difference
         tokens += int(np.minimum(same + 1, want.shape[1]).sum())
-        found += [{"round": number} | each for each in differences(model, given, want, out.tokens)]
+        for row, texts in enumerate(zip(given["prompts"], want, out.tokens, strict=True)):
+            sampling = given["temperature"], given["key"][row]
+            if difference := first_difference(model, *texts, *sampling):
+                found.append({"round": number, "row": row} | difference)
     return {
         "tokens": tokens,
         "tau": emitted / calls,
@@ -160,7 +147,7 @@ def check(
     model = st.HybridLM(config, rngs=nnx.Rngs(0), implementation=implementation)
     way = {"drafter": st.ModelDrafter(perturbed(model, NOISE, 1)), "topology": topology}
     given = request(config.vocab_size, 0.0, 0, len(PROMPT_LENGTHS), tokens)
-    row = compared(model, way, [given], [decode(model, given).tokens])
+    row = compared(model, way, [given], [st.generate(model, **given).tokens])
     return {"identical": not row["differences"]} | row
 
 
@@ -170,7 +157,7 @@ def work(families: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
         model = st.HybridLM(FAMILIES[family], rngs=nnx.Rngs(0))
         size = model.config.vocab_size
         requests = [request(size, temperature, n, ROWS, NEW_TOKENS) for n in range(rounds)]
-        plain = [decode(model, given).tokens for given in requests]
+        plain = [st.generate(model, **given).tokens for given in requests]
         for way in methods(model, perturbed(model, NOISE, 1)):
             began = time.perf_counter()
             row = compared(model, way.options(), requests, plain)
@@ -187,12 +174,11 @@ def sums(field: str, rows: Sequence[Mapping[str, Any]]) -> Table:
         part = [row for row in rows if row[field] == name]
         gaps = [each["gap"] for row in part for each in row["differences"]]
         record = {"name": name, "tokens": sum(row["tokens"] for row in part), "gaps": len(gaps)}
-        for number, temperature in enumerate(TEMPERATURES):
+        records.append(record | {"tau": "", "largest": max(gaps, default=0.0)})
+        for temperature in TEMPERATURES:
             taus = [row["tau"] for row in part if row["temperature"] == temperature]
-            record[f"tau {number}"] = float(np.mean(taus))
-        records.append(record | {"largest": max(gaps, default=0.0)})
-    columns = {field: "{name}", "tokens": "{tokens:,}"}
-    columns |= {f"tau, T = {t:g}": f"{{tau {number}:.2f}}" for number, t in enumerate(TEMPERATURES)}
+            records[-1]["tau"] += f"{np.mean(taus):.2f} "
+    columns = {field: "{name}", "tokens": "{tokens:,}", f"tau, T in {TEMPERATURES}": "{tau}"}
     columns |= {"differences": "{gaps}", "largest gap": "{largest:.1e}"}
     return Table("Against autoregressive decoding", records, columns)
 
@@ -200,11 +186,10 @@ def sums(field: str, rows: Sequence[Mapping[str, Any]]) -> Table:
 def run(options: argparse.Namespace) -> Iterator[Found]:
     """All methods with all families at both temperatures."""
     pieces = len(options.families) * len(TEMPERATURES) * NUM_METHODS
-    rounds, where = math.ceil(options.tokens / (pieces * ROWS * NEW_TOKENS)), machine()
+    rounds = math.ceil(options.tokens / (pieces * ROWS * NEW_TOKENS))
     settings = {"families": options.families, "rounds": rounds, "rows": ROWS, "new": NEW_TOKENS}
-    settings |= {name: where[name] for name in ("device", "jax")}
     rows = []
-    with progress_bar() as progress:
+    with Progress(transient=True) as progress:
         task = progress.add_task("", total=pieces)
         for row in work(options.families, rounds):
             rows.append(row)
@@ -213,14 +198,11 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         {field: row[field] for field in PIECE} | each for row in rows for each in row["differences"]
     ]
     tokens, seconds = (sum(row[field] for row in rows) for field in ("tokens", "seconds"))
-    tables = [sums(field, rows) for field in ("family", "method")]
     wrong = [each for each in found if not each["tie"]]
     yield Found(
         settings | {"tokens": tokens, "seconds": round(seconds), "work": rows},
-        tables,
-        [Panel("", "tau", tables[1].records, "{name}", {"T = 0": "{tau 0}"})],
+        [sums(field, rows) for field in ("family", "method")],
         wrong=wrong,
-        notes=[str(each) for each in found],
         line={"tokens": tokens, "tokens_per_second": round(tokens / seconds)}
         | {"differences": len(found)},
     )

@@ -9,14 +9,12 @@ import jax
 import numpy as np
 
 import stree_jax as st
-from benchmarks.common import SPEED, Panel, Table, summary, timed
+from benchmarks.common import SPEED, Table, summary, timed
 from benchmarks.models import Pair
-from stree_jax.decoding.options import Plan, plan
 
 PLAIN = "autoregressive"
 CHAIN_OF_4 = st.TreeTopology.chain(4)
 PAPER_TREES = {f"tree {name}": st.TreeTopology.paper(name) for name in "ABCDE"}
-NUM_RANKS = 8
 
 
 class Method(NamedTuple):
@@ -160,21 +158,3 @@ def method_tables(title: str, rows: Sequence[Mapping[str, Any]], **columns: str)
         )
         for temperature in dict.fromkeys(row["temperature"] for row in rows)
     ]
-
-
-def speed_panel(rows: Sequence[Mapping[str, Any]]) -> Panel:
-    """Speed-ups as bars, by method and temperature."""
-    bars = {"T = {temperature:g}": "{speed_up[median]}"}
-    return Panel("", "tokens per second, autoregressive = 1", rows, "{method}", bars)
-
-
-def written_texts(
-    target: st.HybridLM, prompts: list[list[int]], tokens: int, temperature: float
-) -> tuple[Plan, list[np.ndarray]]:
-    """The plan of a request, and the texts that the target writes for it."""
-    options: dict[str, Any] = dict(
-        max_new_tokens=tokens, temperature=temperature, key=jax.random.key(1)
-    )
-    texts = st.generate(target, prompts, **options)
-    written = [row[:length] for row, length in zip(texts.tokens, texts.lengths, strict=True)]
-    return plan(target, prompts, **options), written

@@ -3,8 +3,8 @@
 Beam trees of M beams and N steps, greedy. The same drafts are verified packed, and unrolled into a
 row per leaf; the tokens of both are checked against autoregressive decoding. The unrolled batch has
 as many rows as the widest tree of the run has leaves, which an engine would not know in advance:
-the comparison favours it. Memory is the temporary memory of the compiled loop, without weights and
-caches.
+the comparison favours it. Prefill, the same for both, is timed, too. Memory is the temporary memory
+of the compiled loop, without weights and caches.
 
     python -m benchmarks.packed [--pair embedded|random] [--beams 2 3 4 5] [--steps 4 8 16]
 """
@@ -12,50 +12,73 @@ caches.
 import argparse
 import functools
 import itertools
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 import stree_jax as st
-from benchmarks.common import Found, Panel, Table, num_bytes, summary
-from benchmarks.generation import Program, new_tokens, timed_programs
+from benchmarks.common import Found, Memory, Table, summary, timed
 from benchmarks.models import Pair, chosen_pair, on_gpu
 from benchmarks.unrolled import UnrolledLM
+from stree_jax.decoding.loop import SpeculativeDecoder
+from stree_jax.decoding.options import plan
+from stree_jax.decoding.types import DecodeState
 
 WAYS = ("packed", "unrolled")
 
 
-class CountedLeaves(NamedTuple):
-    """A drafter's state, and numbers of leaves of its trees so far."""
-
-    inner: Any
-    most: jax.Array  # [B]
-    total: jax.Array  # [B]
-
-
 class LeafCounter(st.BeamDrafter):
-    """Beam search that counts the leaves of its trees."""
+    """Beam search whose state has the most leaves of its trees so far, `[B]`."""
 
-    def prepare(self, *arguments: Any) -> CountedLeaves:
+    def prepare(self, *arguments: Any) -> tuple[Any, jax.Array]:
         """See `Drafter`."""
         zeros = jnp.zeros(arguments[0].length.shape, jnp.int32)
-        return CountedLeaves(super().prepare(*arguments), zeros, zeros)
+        return super().prepare(*arguments), zeros
 
-    def propose(self, state: CountedLeaves, *arguments: Any, **options: Any) -> tuple:
+    def propose(self, state: tuple, *arguments: Any, **options: Any) -> tuple:
         """See `Drafter`."""
-        draft, inner = super().propose(state.inner, *arguments, **options)
+        draft, inner = super().propose(state[0], *arguments, **options)
         is_child = draft.tree.parents[:, :, None] == jnp.arange(draft.tokens.shape[1])
         leaves = (~is_child.any(axis=1)).sum(axis=-1, dtype=jnp.int32)
-        most, total = jnp.maximum(state.most, leaves), state.total + leaves
-        return draft, CountedLeaves(inner, most, total)
+        return draft, (inner, jnp.maximum(state[1], leaves))
 
-    def commit(self, state: CountedLeaves, *arguments: Any) -> CountedLeaves:
+    def commit(self, state: tuple, *arguments: Any) -> tuple[Any, jax.Array]:
         """See `Drafter`."""
-        return state._replace(inner=super().commit(state.inner, *arguments))
+        return super().commit(state[0], *arguments), state[1]
+
+
+class Program:
+    """The loop of one request, compiled ahead of time: its memory is known.
+
+    Args:
+        model: the target.
+        prompt: token ids; all prompts must have the same padded width.
+        **options: those of `stree_jax.generate`; rows run to `max_new_tokens`, past any end token.
+    """
+
+    def __init__(self, model: st.HybridLM, prompt: Sequence[int], **options: Any):
+        self._model, self._options = model, options | {"eos_token": ()}
+        decoder, arguments = self._start(prompt)
+        self._run = SpeculativeDecoder.run.lower(decoder, *arguments).compile()
+        self.memory = Memory.of(self._run)
+
+    def _start(self, prompt: Sequence[int]) -> tuple[SpeculativeDecoder, tuple]:
+        """The decoder, and the arguments of its loop after the prefill."""
+        p = plan(self._model, [prompt], **self._options)
+        state = p.decoder.start(self._model, p.drafter, p.context, p.keys)
+        return p.decoder, (self._model, p.drafter, state, p.limits, p.sampling)
+
+    def __call__(self, prompt: Sequence[int]) -> DecodeState:
+        """The state at the end of a whole generation; blocks."""
+        return jax.block_until_ready(self._run(*self._start(prompt)[1]))
+
+
+def new_tokens(prompt: Sequence[int], end: DecodeState) -> list[int]:
+    """The tokens after the prompt."""
+    return end.context.tokens[0, len(prompt) : int(end.context.length[0])].tolist()
 
 
 class Comparison:
@@ -69,42 +92,42 @@ class Comparison:
     def __init__(self, pair: Pair, tokens: int):
         self._pair, self._tokens = pair, tokens
         self._drafter = LeafCounter(pair.draft)
-        plain = Program(pair.target, pair.prompts[:1], max_new_tokens=tokens)
-        self._want = [new_tokens(plain.run(s), s) for s in (plain.start([p]) for p in pair.prompts)]
+        plain = Program(pair.target, pair.prompts[0], max_new_tokens=tokens)
+        self._want = [new_tokens(prompt, plain(prompt)) for prompt in pair.prompts]
 
     def measure(self, num_beams: int, num_steps: int, rounds: int) -> dict[str, Any]:
         """Speed and memory of a beam tree, packed and unrolled interleaved."""
         pair, topology = self._pair, st.TreeTopology.beam(num_beams, num_steps)
         compiled = functools.partial(
             Program,
-            prompts=pair.prompts[:1],
+            prompt=pair.prompts[0],
             max_new_tokens=self._tokens,
             drafter=self._drafter,
             topology=topology,
         )
         packed = compiled(pair.target)
-        counted = [packed.run(packed.start([prompt])).drafter for prompt in pair.prompts]
-        leaves = max(int(each.most[0]) for each in counted)
+        counted = [packed(prompt).drafter for prompt in pair.prompts]
+        leaves = max(int(most[0]) for _, most in counted)
         unrolled = compiled(UnrolledLM.like(pair.target, leaves, num_steps + 1))
         programs = {"packed": packed, "unrolled": unrolled}
-        batches = [[prompt] for prompt in pair.prompts]
-        runs = timed_programs(f"{num_beams} beams", programs, batches, rounds)
-        seconds = {name: run.seconds.sum(axis=1) for name, run in runs.items()}
-        calls, emitted = (
-            int(runs["packed"].counts(name).sum()) for name in ("target_calls", "emitted")
-        )
+        ends, taken = timed(f"{num_beams} beams", programs, pair.prompts, rounds)
+        seconds = {name: each.sum(axis=1) for name, each in taken.items()}
+        statistics = [end.statistics for end in ends["packed"]]
+        calls = sum(int(each.target_calls[0]) for each in statistics)
+        emitted = sum(int(each.emitted[0]) for each in statistics)
+        texts = [[*map(new_tokens, pair.prompts, ends[name])] for name in programs]
         return {
             "beams": num_beams,
             "steps": num_steps,
             "nodes": topology.num_nodes,
-            "leaves": {"mean": sum(int(each.total[0]) for each in counted) / calls, "most": leaves},
+            "leaves": {"most": leaves},
             "tokens_computed": leaves * (num_steps + 1),
-            "tau": runs["packed"].tau(),
+            "tau": emitted / calls,
             "milliseconds_a_step": {n: summary(1e3 * each / calls) for n, each in seconds.items()},
             "tokens_per_second": {n: summary(emitted / each) for n, each in seconds.items()},
             "packed_is_faster_by": float(np.median(seconds["unrolled"] / seconds["packed"])),
             "temporary_bytes": {name: each.memory.temporary for name, each in programs.items()},
-            "same_tokens": all(run.texts == self._want for run in runs.values()),
+            "same_tokens": texts == [self._want] * 2,
         }
 
 
@@ -123,25 +146,14 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     exact = pair.target.dtype == "float32"
     best = max(rows, key=lambda row: row["nodes"])
     columns = {"N": "{steps}", "M": "{beams}", "nodes": "{nodes}", "tau": "{tau:.2f}"}
-    columns |= {"leaves": "{leaves[mean]:.2f}", "at most": "{leaves[most]}"}
+    columns |= {"most leaves": "{leaves[most]}"}
     for name in WAYS:
         columns |= {f"{name}, ms a step": f"{{milliseconds_a_step[{name}][median]:.3g}}"}
         columns |= {f"{name}, bytes": f"{{temporary_bytes[{name}]:,}}"}
     columns |= {"faster by": "{packed_is_faster_by:.2f}x"}
-    time = {name: f"{{milliseconds_a_step[{name}][median]}}" for name in WAYS}
-    memory = {name: f"{{temporary_bytes[{name}]}}" for name in WAYS}
-    x = "nodes of the beam tree"
     yield Found(
-        pair.settings()
-        | {
-            "weight_bytes": sum(num_bytes(nnx.state(each)) for each in (pair.target, pair.draft)),
-            "rows": rows,
-        },
+        pair.settings() | {"rows": rows},
         [Table(f"{pair.name} ({pair.note()})", rows, columns)],
-        [
-            Panel(x, "ms a step, drafting included", rows, "{nodes}", time),
-            Panel(x, "temporary bytes of the loop", rows, "{nodes}", memory),
-        ],
         wrong=[f"{row['nodes']} nodes" for row in rows if exact and not row["same_tokens"]],
         line={"nodes": best["nodes"], "packed_is_faster_by": best["packed_is_faster_by"]},
     )

@@ -18,18 +18,12 @@ from typing import Any
 import numpy as np
 
 import stree_jax as st
-from benchmarks.common import Found, Panel, Table, summary, timed
+from benchmarks.common import Found, Table, summary, timed
 from benchmarks.methods import CHAIN_OF_4, PAPER_TREES, PLAIN, Method, trees
 from benchmarks.models import embedded_pair
 
 PEER = "transformers"
-AIMS = {"autoregressive": 2.5, "drafts": 3.0}  # times transformers
-TREES = {
-    "chain of 2": st.TreeTopology.chain(2),
-    "chain of 4": CHAIN_OF_4,
-    "tree of 4": st.TreeTopology.from_parents([-1, 0, 0, 1]),
-    "tree A": PAPER_TREES["tree A"],
-}
+TREES = {"chain of 4": CHAIN_OF_4, "tree A": PAPER_TREES["tree A"]}
 
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
@@ -58,10 +52,9 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         }
         for name in ways
     ]
-    median = "{times_transformers[median]}"
     medians = {row["method"]: row["times_transformers"]["median"] for row in rows}
     yield Found(
-        pair.settings() | {"versions": versions, "methods": rows, "aims": AIMS},
+        pair.settings() | {"versions": versions, "methods": rows},
         [
             Table(
                 f"{pair.source}, greedy, {len(pair.prompts)} prompts",
@@ -71,7 +64,6 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
                 | {"identical prompts": "{identical_prompts}"},
             )
         ],
-        [Panel("", "speed, transformers = 1", rows, "{method}", {"greedy, float32": median})],
         wrong=[row["method"] for row in rows if row["identical_prompts"] < len(pair.prompts)],
         line={name: round(value, 2) for name, value in medians.items()},
     )

@@ -1,4 +1,4 @@
-"""How fast are trees of thoughts built: serially, with drafts, with SEED's queue, as a batch?
+"""How fast are trees of thoughts built: serially, with drafts, as a batch?
 
 "SEED: Accelerating Reasoning Tree Construction via Scheduled Speculative Decoding": breadth-first
 search with a generator and an evaluator on GSM8K, Creative Writing and Blocksworld, at temperature
@@ -6,10 +6,10 @@ search with a generator and an evaluator on GSM8K, Creative Writing and Blockswo
 
 - autoregressive, speculative (a chain) and MCSD (a tree of the paper's sizes, whose drafts are
   sampled without replacement and tested): one branch after another;
-- SEED's queue: all branches of a level draft at once, the target verifies one after another, first
-  come, first served. SIMULATED from the steps that speculative decoding took and the measured times
-  of drafting and verifying: one device cannot do both at once;
 - batch: the branches of a level are rows; with refill: rows work on any of the problems.
+
+SEED's own queue (all branches of a level draft at once, the target verifies one after another)
+needs a second device; commit 320bf86 simulates it.
 
 Speed is tokens a second relative to the autoregressive way, rounds interleaved. MCSD's rule tests
 drafts, so its texts are others of the same distribution; all other ways must give the same
@@ -22,25 +22,20 @@ The models are too small for these tasks. Look at speed and equality, not at wha
 """
 
 import argparse
-import collections
 import functools
-import heapq
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 import stree_jax as st
-from benchmarks.common import Found, Panel, Table, forget_programs, summary, timed
+from benchmarks.common import Found, Table, forget_programs, summary, timed
 from benchmarks.methods import PLAIN
 from benchmarks.models import Pair, embedded_pair
 from benchmarks.prompts import SHARED
 from stree_jax.extensions import reasoning
-from stree_jax.tuning import measure_costs
 
-QUEUE = "SEED's queue (simulated)"
 # Children a node by level, in the paper's table 1.
 K_CONFIGS = {
     "gsm8k": ((2, 2, 1), (4, 2, 1, 1)),
@@ -97,46 +92,9 @@ class Run(NamedTuple):
         """All texts of both roles."""
         return [text for thought in self.thoughts for text in thought.written]
 
-    def total(self, field: str) -> int:
-        """Sum of a statistic over all texts."""
-        return sum(getattr(text.completion.stats, field) for text in self.written)
-
     def texts(self) -> dict[tuple[int, int, int], tuple[Any, ...]]:
         """Every thought and its value, by problem, level and index."""
         return {(t.problem, t.level, t.index): (t.parts, t.value, t.kept) for t in self.thoughts}
-
-    def saved_by_queue(self, draft: float, verify: float) -> float:
-        """Seconds that SEED's queue takes less than one branch after another."""
-        saved, ordered = 0.0, sorted(self.thoughts, key=lambda thought: thought.index)
-        levels = collections.defaultdict(collections.Counter)  # calls by index, in order
-        for thought in ordered:
-            for text in thought.written:
-                level = levels[text.role, thought.problem, thought.level]
-                level[thought.index] += text.completion.stats.num_target_calls
-        for branches in levels.values():
-            rounds = [*branches.values()]
-            saved += sum(rounds) * (draft + verify) - queue_makespan(rounds, draft, verify)
-        return saved
-
-
-def queue_makespan(rounds: Sequence[int], draft: float, verify: float) -> float:
-    """Seconds of SEED's schedule: parallel drafts, verified in the order in which they end.
-
-    Args:
-        rounds: number of verifications of each branch.
-        draft: seconds of drafting.
-        verify: seconds of a verification.
-    """
-    ready = [(draft, branch) for branch, left in enumerate(rounds) if left]
-    heapq.heapify(ready)
-    left, end = list(rounds), 0.0
-    while ready:
-        when, branch = heapq.heappop(ready)
-        end = max(end, when) + verify
-        left[branch] -= 1
-        if left[branch]:
-            heapq.heappush(ready, (end + draft, branch))
-    return end
 
 
 def tasks(names: Sequence[str], count: int) -> dict[str, tuple[Any, list[Any]]]:
@@ -179,7 +137,7 @@ def ways_of(draft: st.HybridLM, name: str, chain: int, rows: int, thoughts: int)
 def measure(
     pair: Pair, tokenizer: Any, task: Any, problems: list[Any], ways: Mapping[str, Way], rounds: int
 ) -> list[dict[str, Any]]:
-    """A record for each way, and one for SEED's queue after the speculative one.
+    """A record for each way.
 
     Args:
         pair: target and draft.
@@ -205,65 +163,23 @@ def measure(
     tokens = {
         name: sum(len(text.completion.tokens) for text in run.written) for name, run in runs.items()
     }
-    plain, serial = list(ways)[:2]
-    base = tokens[plain] / taken[plain][:, 0]
-
-    def speeds(name: str, saved: float = 0.0) -> dict[str, Any]:
-        seconds = taken[name][:, 0] - saved
-        return {
-            "speed_up": summary((tokens[name] / seconds / base).tolist()),
-            "thoughts_per_second": float(np.median(len(runs[name].thoughts) / seconds)),
-        }
-
+    speeds = {name: tokens[name] / taken[name][:, 0] for name in ways}
     rows = []
     for name, way in ways.items():
         run = runs[name]
-        drafted, accepted = run.total("num_drafted"), run.total("num_accepted")
         rows.append(
             {
                 "way": name,
                 "rows": way.rows,
-                "simulated": False,
-                "tau": tokens[name] / run.total("num_target_calls"),
-                "accepted_of_drafted": accepted / drafted if drafted else None,
+                "tau": tokens[name]
+                / sum(text.completion.stats.num_target_calls for text in run.written),
                 "bytes_of_rows": run.num_bytes,
-                "identical": run.texts() == runs[plain].texts() if way.same else None,
+                "identical": run.texts() == runs[PLAIN].texts() if way.same else None,
                 "solved": sum(bool(thought.solved) for thought in run.thoughts),
-                "unparsed_values": sum(
-                    thought.value is None and thought.level < task.depth for thought in run.thoughts
-                ),
+                "speed_up": summary(speeds[name] / speeds[PLAIN]),
             }
-            | speeds(name)
         )
-        if name == serial:
-            prompt = tokenizer.encode(run.written[0].prompt).ids
-            draft, verify = parts_of_a_step(pair, way, prompt)
-            rows.append(
-                rows[-1]
-                | {"way": QUEUE, "simulated": True}
-                | {"seconds_draft": draft, "seconds_verify": verify}
-                # Prefill is not part of the schedule, and takes as long as before.
-                | speeds(name, run.saved_by_queue(draft, verify))
-                # Each branch has a cache of the target and one of the draft.
-                | {"bytes_of_rows": task.thoughts * run.num_bytes}
-            )
     return rows
-
-
-def parts_of_a_step(pair: Pair, way: Way, prompt: Sequence[int]) -> tuple[float, float]:
-    """Seconds of drafting and of verifying a chain."""
-    chain = way.topology
-    costs = measure_costs(
-        pair.target,
-        way.drafter,
-        prompt,
-        max_nodes=chain.num_nodes,
-        max_depth=chain.depth,
-        temperature=1.0,
-        key=jax.random.key(0),
-    )
-    verify = float(np.interp(chain.num_nodes, [*costs.target], [*costs.target.values()]))
-    return costs.step(chain) - verify, verify
 
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
@@ -271,24 +187,19 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     pair = embedded_pair(0)
     tokenizer = st.load_tokenizer(st.demo_path("target"))
     rows: list[dict[str, Any]] = []
-    tables, panels, best = [], [], {}
-    label = "tokens per second, autoregressive = 1"
+    tables, best = [], {}
     columns = {"way": "{way}", "speed-up": "{speed_up[median]:.2f}x", "tau": "{tau:.2f}"}
-    columns |= {"thoughts/s": "{thoughts_per_second:.2f}", "bytes of rows": "{bytes_of_rows:,}"}
+    columns |= {"bytes of rows": "{bytes_of_rows:,}"}
     for name, (task, problems) in tasks(options.tasks, options.problems).items():
         ways = ways_of(pair.draft, name, options.chain, options.rows, task.thoughts)
         found = measure(pair, tokenizer, task, problems, ways, options.rounds)
         rows += [{"task": name, "problems": len(problems)} | row for row in found]
         forget_programs()
         tables.append(Table(name, found, columns | {"same thoughts": "{identical}"}))
-        speed = {row["way"]: row["speed_up"]["median"] for row in found}
-        panels.append(Panel("", label, found, "{way}", {name: "{speed_up[median]}"}))
-        measured = {row["way"]: speed[row["way"]] for row in found if not row["simulated"]}
-        best[name] = max(measured, key=measured.__getitem__)
+        best[name] = max(found, key=lambda row: row["speed_up"]["median"])["way"]
         yield Found(
             {"max_length": MAX_LENGTH, "ways": rows},
             tables,
-            panels,
             wrong=[f"{row['way']}, {row['task']}" for row in rows if row["identical"] is False],
             line={"best": best},
         )

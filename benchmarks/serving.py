@@ -7,18 +7,17 @@ of requests sorted by their limits, is what a user can do who has all requests, 
 limits, beforehand. Rounds are interleaved, and every text is compared with that of the batches.
 
     python -m benchmarks.serving [--pair embedded|random] [--requests 64] [--rows 8]
-        [--rounds 5] [--drafts]
+        [--rounds 5]
 """
 
 import argparse
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 import stree_jax as st
-from benchmarks.common import SPEED, Found, Panel, Table, summary, timed
+from benchmarks.common import SPEED, Found, Table, summary, timed
 from benchmarks.models import Pair, chosen_pair
 
 SCHEDULER, BATCHES, SORTED = "scheduler", "batches as they come", "batches sorted by limit"
@@ -31,15 +30,10 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     pair = chosen_pair(options, options.requests)
     requests = requests_of(pair, options.requests)
     arrival, rows = range(len(requests)), options.rows
-    drafting: dict[str, Any] = {}
-    if options.drafts:
-        drafting = {"drafter": st.ModelDrafter(pair.draft), "topology": st.TreeTopology.chain(3)}
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
 
     def schedule(_: None) -> list[list[int]]:
-        scheduler = st.Scheduler(
-            pair.target, rows=rows, max_length=longest, quantum=QUANTUM, **drafting
-        )
+        scheduler = st.Scheduler(pair.target, rows=rows, max_length=longest, quantum=QUANTUM)
         for request in requests:
             scheduler.submit(request)
         texts = {done.request_id: done.tokens for done in scheduler.completions()}
@@ -54,7 +48,6 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
                 [request.prompt for request in batch],
                 max_new_tokens=max(request.max_new_tokens for request in batch),
                 eos_token=(),
-                **drafting,
             )
             for i, request, row in zip(order[first:], batch, out.tokens, strict=False):
                 texts[i] = row[: request.max_new_tokens].tolist()
@@ -78,12 +71,10 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         for name in ways
     ]
     exact = pair.target.dtype == "float32"
-    title, speed = f"{pair.name}: {len(requests)} requests, {rows} rows", "{speed_up[median]}"
-    label = "tokens per second, batches as they come = 1"
+    title = f"{pair.name}: {len(requests)} requests, {rows} rows"
     yield Found(
         pair.settings() | {"quantum": QUANTUM, "new_tokens": tokens, "ways": found},
         [Table(title, found, {"way": "{way}"} | SPEED | {"same texts": "{same_tokens}"})],
-        [Panel("", label, found, "{way}", {"speed-up": speed})],
         wrong=[row["way"] for row in found if exact and row["same_tokens"] < len(requests)],
         line={"speed_up": found[0]["speed_up"]["median"]},
     )

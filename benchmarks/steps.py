@@ -1,6 +1,7 @@
 """Verify steps in a loop on the device, so that Python is not timed, and the time of a step."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import stree_jax as st
-from benchmarks.common import Panel, summary, timed
+from benchmarks.common import summary, timed
 from pallas_kernels import dispatch
 from pallas_kernels.numerics import best_of
 from stree_jax.models.cache import path_to
@@ -57,13 +58,19 @@ COLUMNS = {"model": "{model}"} | {
 }
 
 
-def time_of_calls(name: str, model: st.HybridLM, count: int, rounds: int = 5) -> dict[str, Any]:
+def time_of_calls(
+    name: str,
+    model: st.HybridLM,
+    count: int,
+    rounds: int = 5,
+    trees: Mapping[int, st.TreeTopology] = TREES,
+) -> dict[str, Any]:
     """Milliseconds of a target call by number of nodes; `count` calls in a timed run."""
 
     def run(topology: st.TreeTopology, _: None) -> None:
         run_steps(model, topology, count).block_until_ready()
 
-    ways = {nodes: functools.partial(run, tree) for nodes, tree in TREES.items()}
+    ways = {nodes: functools.partial(run, tree) for nodes, tree in trees.items()}
     seconds = timed(f"target call, {name}", ways, [None], rounds)[1]
     milliseconds = {
         nodes: summary((1e3 * taken[:, 0] / count).tolist()) for nodes, taken in seconds.items()
@@ -77,14 +84,3 @@ def time_of_calls(name: str, model: st.HybridLM, count: int, rounds: int = 5) ->
             for nodes, value in milliseconds.items()
         },
     }
-
-
-def step_panel(steps: list[dict[str, Any]]) -> Panel:
-    """The cost of a tree by its number of nodes."""
-    points = [
-        {"model": step["model"], "nodes": nodes, "ratio": ratio}
-        for step in steps
-        for nodes, ratio in step["relative_to_one_node"].items()
-    ]
-    label = "time of a target call, one node = 1"
-    return Panel("tree nodes", label, points, "{nodes}", {"{model}": "{ratio}"})

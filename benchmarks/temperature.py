@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 import stree_jax as st
-from benchmarks.common import Found, Panel, Table
+from benchmarks.common import Found, Table
 from benchmarks.methods import CHAIN_OF_4, PAPER_TREES, PLAIN, Method, compare, different
 from benchmarks.models import embedded_pair
 
@@ -59,7 +59,6 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         number = TEMPERATURES.index(row["temperature"])
         by_name.setdefault(row["method"], {"method": row["method"]})[f"at {number}"] = row
     forms = {"tau": "[tau]:.2f}", "speed-up": "[speed_up][median]:.2f}x"}
-    panels = {"tau": "{tau}", "tokens per second": "{tokens_per_second[median]}"}
     at_1 = {row["method"]: round(row["tau"], 3) for row in rows if row["temperature"] == 1}
     yield Found(
         pair.settings() | {"batch": options.prompts, "rows": rows},
@@ -71,10 +70,6 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
                 | {f"{t:g}": f"{{at {number}{form}" for number, t in enumerate(TEMPERATURES)},
             )
             for title, form in forms.items()
-        ],
-        [
-            Panel("temperature", title, rows, "{temperature}", {"{method}": form})
-            for title, form in panels.items()
         ],
         wrong=different(rows),
         line={"tau_at_1": at_1},

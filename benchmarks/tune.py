@@ -18,7 +18,6 @@ its times mean nothing, so it needs an `--output`.
 """
 
 import argparse
-import functools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import CASES
-from benchmarks.common import OUTPUT, conclude, print_table, read_options, write_json
+from benchmarks.common import OUTPUT, Table, conclude, read_options, write_json
 from benchmarks.gpu.runner import NoGpu, Results, run_section
 from benchmarks.gpu.search import DTYPES
 from benchmarks.gpu.spaces import SPACES
@@ -73,15 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Tunes the chosen kernels, and writes the table after each field."""
     began = time.monotonic()
     known = sorted({shape for space in SPACES.values() for shape in CASES[space.timed].shapes})
-    fields = sorted({field for space in SPACES.values() for field in space.values})
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kernels", nargs="+", choices=SPACES, default=list(SPACES))
     parser.add_argument("--shapes", nargs="+", choices=known, help="default: all")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--fields", nargs="+", choices=fields, help="default: all")
     parser.add_argument("--minutes", type=float, default=60.0, help="time limit for the search")
     parser.add_argument("--nodes", nargs="+", type=int, default=[64, 1])
-    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--count", type=int, default=49, help="calls in one timed program")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, on any device")
@@ -90,57 +86,49 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.smoke and not own_folder:
         parser.error("times of the interpreter mean nothing: --smoke needs an --output")
     directory = options.output if own_folder else tuning.DIRECTORY
-    same = ("nodes", "batch", "count", "smoke", "shapes", "dtypes")
-    settings = {name: getattr(options, name) for name in same}
-    chosen = {name: getattr(options, name) for name in ("kernels", "fields", "rounds")}
-    head = {"question": __doc__.splitlines()[0]} | settings
+    same = ("nodes", "count", "smoke", "shapes", "dtypes")
+    head = {"question": __doc__.splitlines()[0]} | {name: vars(options)[name] for name in same}
+    chosen = {name: vars(options)[name] for name in (*same, "kernels", "rounds")}
     try:
         results = Results.of(options, "tune", head)
         note = results.section(SECTION)
-        write = functools.partial(_write, directory, results)
+
+        def write() -> Path | None:
+            """The table, if there is anything to write in it."""
+            blocks = blocks_of(note["rows"])
+            return write_table(directory, results.data["machine"], blocks) if blocks else None
+
         left = began + 60 * options.minutes - time.monotonic()
-        run_section(
-            *(results, SECTION, LAST * left, left),
-            settings | chosen,
-            module="benchmarks.gpu.search",
-            changed=write,
-        )
+        module = "benchmarks.gpu.search"
+        run_section(results, SECTION, LAST * left, left, chosen, module=module, changed=write)
     except NoGpu as error:
         raise SystemExit(f"nothing to tune: {error}; --smoke tries it with tiny shapes") from None
     except ValueError as error:
         raise SystemExit(str(error)) from None
     table = write()
     file = results.commit(options.output) if options.commit else results.path
-    print_table(
-        f"Block sizes on {results.data['machine']['device']}",
-        ("kernel", "case", "block sizes"),
-        [
-            (kernel, case, ", ".join(f"{field} {value}" for field, value in best.items()))
-            for kernel, cases in blocks_of(note["rows"]).items()
-            for case, best in cases.items()
-        ],
-    )
+    best = [
+        {"kernel": kernel, "case": case, "blocks": blocks}
+        for kernel, cases in blocks_of(note["rows"]).items()
+        for case, blocks in cases.items()
+    ]
+    columns = {name: f"{{{name}}}" for name in ("kernel", "case", "blocks")}
+    Table(f"Block sizes on {results.data['machine']['device']}", best, columns).show()
     timed = [one for row in note["rows"] for one in row.get("timed", ())]
-    out = [one["out"] for one in timed if "out" in one]
-    failed = [f"{row['task']}: {row['failed']}" for row in note["rows"] if "failed" in row]
-    for why in (*out, *failed):
+    failed = [one["out"] for one in timed if "out" in one]
+    failed += [f"{row['task']}: {row['failed']}" for row in note["rows"] if "failed" in row]
+    for why in failed:
         print(f"skipped: {why}"[:300])
     conclude(
         "tune",
         passed=table is not None,
         state=note["state"],
-        timed=len(timed) - len(out),
-        failed_or_wrong=len(out) + len(failed),
+        timed=sum("out" not in one for one in timed),
+        failed_or_wrong=len(failed),
         left_out=len(note.get("left_out", [])),
         table=table and str(table),
         results=str(file),
     )
-
-
-def _write(directory: Path, results: Results) -> Path | None:
-    """The table, if there is anything to write in it."""
-    blocks = blocks_of(results.section(SECTION)["rows"])
-    return write_table(directory, results.data["machine"], blocks) if blocks else None
 
 
 if __name__ == "__main__":

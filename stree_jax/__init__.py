@@ -35,9 +35,11 @@ from stree_jax.decoding.types import Context, DraftTree, Drawn, Sampling, Step, 
 from stree_jax.decoding.verifiers import VERIFIERS, Verifier, follow
 from stree_jax.layer_config import (
     AttentionConfig,
+    LayerConfig,
     Mamba2Config,
     MlpConfig,
     MoeConfig,
+    ParallelConfig,
     RopeScaling,
     SharedConfig,
 )
@@ -84,6 +86,7 @@ __all__ = [
     "Generation",
     "HybridLM",
     "InterleavedDrafter",
+    "LayerConfig",
     "Mamba2Config",
     "MedusaDrafter",
     "MedusaHeads",
@@ -94,6 +97,7 @@ __all__ = [
     "NgramDrafter",
     "NonFiniteLogitsError",
     "Options",
+    "ParallelConfig",
     "Request",
     "RopeScaling",
     "Sampling",

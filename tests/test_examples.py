@@ -25,7 +25,7 @@ def load(name):
 
 
 FILES = sorted(EXAMPLES.glob("*.py"))
-FASTER = {"train_a_pair": {"steps": 12}}
+FASTER = {"train_a_pair": {"steps": 12}, "own_mixer": {"steps": 40}}
 
 
 @pytest.mark.parametrize("name", [file.stem for file in FILES])

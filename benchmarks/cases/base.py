@@ -50,7 +50,6 @@ class Case(NamedTuple):
     shapes: Mapping[str, Any]  # of real models
     feedback: Mapping[int, int] = {}  # operands updated in place, and the outputs they become
     unread: Callable[[tuple], int] = lambda operands: 0  # bytes that a call does not touch
-    timed: bool = True  # False if another case times the same kernel
 
     @property
     def kind(self) -> type:

@@ -1,7 +1,7 @@
 """Compares a case with float64, counts its bytes, and repeats its calls."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,31 +26,32 @@ def refused(case: Case, problem: Problem) -> str | None:
     return None
 
 
-def exact(case: Case, problem: Problem, operands: tuple[jax.Array, ...]) -> tuple[np.ndarray, ...]:
-    """The outputs in float64."""
+def jitted(case: Case, implementations: Sequence[str]) -> dict[str, Callable[..., Any]]:
+    """The op by implementation, each compiled once."""
+    return {
+        name: jax.jit(functools.partial(case.function, implementation=name))
+        for name in implementations
+    }
+
+
+def errors(
+    case: Case,
+    problem: Problem,
+    operands: tuple[jax.Array, ...],
+    runs: Mapping[str, Callable[..., Any]],
+) -> dict[str, list[float] | str]:
+    """Relative errors of the outputs of `runs` against float64, or how they failed."""
     inputs = [
         float64(value) if jnp.issubdtype(value.dtype, jnp.floating) else np.asarray(value)
         for value in operands
     ]
-    return case.reference(*inputs, trees(problem)[0])
-
-
-def errors(
-    case: Case, problem: Problem, implementations: tuple[str, ...]
-) -> dict[str, list[float] | str]:
-    """Relative errors of the outputs against float64 by implementation, or how it failed."""
-    operands = case.operands(problem)
-    truth = exact(case, problem, operands)
+    truth = case.reference(*inputs, trees(problem)[0])
     result: dict[str, list[float] | str] = {}
-    for implementation in implementations:
-        run = jax.jit(functools.partial(case.function, implementation=implementation))
+    for name, run in runs.items():
         try:
-            got = as_tuple(run(*operands))
-            result[implementation] = [
-                relative_error(value, wanted) for value, wanted in zip(got, truth, strict=True)
-            ]
+            result[name] = [*map(relative_error, as_tuple(run(*operands)), truth)]
         except Exception as error:  # a kernel that does not compile must not hide the others
-            result[implementation] = f"failed: {error!s:.500}"
+            result[name] = f"failed: {error!s:.500}"
     return result
 
 

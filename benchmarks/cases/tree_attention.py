@@ -1,6 +1,5 @@
 """`tree_attention`, for trees and prompts, and `tree_attention_layer`."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from pallas_kernels.tree_attention import config, pallas_triton, pallas_triton_l
 from stree_jax.layer_config import AttentionConfig
 
 PROMPT = "tree_attention of a prompt"
-UNROTATED = "tree_attention_layer without positions"
 _POSITIONS_PER_NODE = 8  # 64 nodes: the 512 tokens of a chunk of a prompt
 
 
@@ -84,7 +82,7 @@ def _unfilled(keys: Any, values: Any, length: Any) -> int:
 def _layer_operands(problem: Problem) -> tuple[jax.Array, ...]:
     """The last operands are the cache; see `_layer_call`."""
     _, old_keys, old_values, keys, values, length, masks = _tree_operands(problem)
-    columns = _layout(problem.shape, True).num_columns
+    columns = _layout(problem.shape).num_columns
     length = jnp.maximum(length - problem.nodes, 0)  # so that the path fits
     return (
         draw(problem._replace(seed=problem.seed + 1))(problem.batch, problem.nodes, columns),
@@ -94,9 +92,8 @@ def _layer_operands(problem: Problem) -> tuple[jax.Array, ...]:
     )
 
 
-def _layout(shape: AttentionShape, rotated: bool) -> pk.AttentionLayout:
-    config = AttentionConfig(*shape, rotary_dim=shape.head_dim if rotated else 0)
-    return config.layout
+def _layout(shape: AttentionShape) -> pk.AttentionLayout:
+    return AttentionConfig(*shape, rotary_dim=shape.head_dim).layout
 
 
 def _layer_shape(projected: Any, keys: Any) -> AttentionShape:
@@ -104,7 +101,7 @@ def _layer_shape(projected: Any, keys: Any) -> AttentionShape:
     return AttentionShape(projected.shape[-1] // head_dim - 2 * groups, groups, head_dim)
 
 
-def _layer_call(function: Callable[..., Any], *, rotated: bool = True) -> Callable[..., tuple]:
+def _layer_call(function: Callable[..., Any]) -> Callable[..., tuple]:
     """The layer on flat operands; returns all of its outputs, the cache's keys last.
 
     The length is always that before the path, so that repeated calls do the same work.
@@ -114,7 +111,7 @@ def _layer_call(function: Callable[..., Any], *, rotated: bool = True) -> Callab
         projected, depth, mask, old_keys, old_values, path, length, values, keys = operands
         y, nodes, cache = function(
             *(projected, pk.KVCache(keys, values, length), depth, mask),
-            layout=_layout(_layer_shape(projected, keys), rotated),
+            layout=_layout(_layer_shape(projected, keys)),
             prefix_pending=None,
             previous=(pk.NodeKV(old_keys, old_values), path),
             **options,
@@ -124,18 +121,18 @@ def _layer_call(function: Callable[..., Any], *, rotated: bool = True) -> Callab
     return call
 
 
-def _layer_with_blocks(*operands: Any, blocks: Any, interpret: bool, rotated: bool = True) -> tuple:
+def _layer_with_blocks(*operands: Any, blocks: Any, interpret: bool) -> tuple:
     projected, keys = operands[0], operands[-1]
     blocks = _block_sizes(blocks, projected, _layer_shape(projected, keys), keys)
-    call = _layer_call(pallas_triton_layer.tree_attention_layer, rotated=rotated)
+    call = _layer_call(pallas_triton_layer.tree_attention_layer)
     return call(*operands, blocks=blocks, interpret=interpret)
 
 
-def _true_layer(*operands: Any, rotated: bool = True) -> tuple[np.ndarray, ...]:
+def _true_layer(*operands: Any) -> tuple[np.ndarray, ...]:
     projected, depth, mask, old_keys, old_values, path, length, values, keys, _ = operands
     y, nodes, (keys, values, _) = reference.tree_attention_layer(
         *(projected, (keys, values, length), depth, mask),
-        layout=_layout(_layer_shape(projected, keys), rotated),
+        layout=_layout(_layer_shape(projected, keys)),
         previous=(old_keys, old_values, path),
     )
     return (y, *nodes, values, keys)
@@ -156,24 +153,17 @@ _TREE = Case(
     ATTENTIONS,
     unread=lambda operands: _unfilled(*operands[3:6]),
 )
-_LAYER = Case(
-    _layer_call(pk.tree_attention_layer),
-    _layer_with_blocks,
-    _layer_operands,
-    _true_layer,
-    ("output",) * 5,
-    ATTENTIONS,
-    feedback={-2: -2, -1: -1},
-    unread=_layer_unread,
-)
 CASES = {
     "tree_attention": _TREE,
     PROMPT: _TREE._replace(operands=_prompt_operands),
-    "tree_attention_layer": _LAYER,
-    UNROTATED: _LAYER._replace(
-        function=_layer_call(pk.tree_attention_layer, rotated=False),
-        with_blocks=functools.partial(_layer_with_blocks, rotated=False),
-        reference=functools.partial(_true_layer, rotated=False),
-        timed=False,
+    "tree_attention_layer": Case(
+        _layer_call(pk.tree_attention_layer),
+        _layer_with_blocks,
+        _layer_operands,
+        _true_layer,
+        ("output",) * 5,
+        ATTENTIONS,
+        feedback={-2: -2, -1: -1},
+        unread=_layer_unread,
     ),
 }

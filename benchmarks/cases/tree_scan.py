@@ -13,9 +13,6 @@ from benchmarks.shapes import MIXERS
 from pallas_kernels.tree_scan import pallas_triton as kernel
 from pallas_kernels.tree_scan import reference
 
-LEVEL = "tree_scan of a level"
-UNGATED = "replay_tree_scan without a gate"
-
 
 def _named(*names: str) -> Callable[[Problem], tuple[jax.Array, ...]]:
     def operands(problem: Problem) -> tuple[jax.Array, ...]:
@@ -29,20 +26,10 @@ _scanned = _named("x", "dt", "A", "B", "C", "D", "state", "mask")
 _replayed = _named("x", "dt", "B", "path")
 
 
-def _level_operands(problem: Problem) -> tuple[jax.Array, ...]:
-    """A tree whose last quarter of nodes is new."""
-    x, dt, A, B, C, D, state, mask = _scanned(problem)
-    newest = -(-problem.nodes // 4)
-    return x, dt, A, B, C[:, -newest:], D, state, mask
-
-
-def _fused_operands(problem: Problem) -> tuple[jax.Array, ...]:
-    return _replayed(problem._replace(seed=problem.seed + 1)) + _scanned(problem)
-
-
 def _gated_operands(problem: Problem) -> tuple[jax.Array, ...]:
     """With the logarithm of -A, one D per head, and the gate and its norm's weight at the end."""
-    *previous, x, dt, A, B, C, D, state, mask = _fused_operands(problem)
+    previous = _replayed(problem._replace(seed=problem.seed + 1))
+    x, dt, A, B, C, D, state, mask = _scanned(problem)
     normal, size = draw(problem._replace(seed=problem.seed + 2)), x.shape[2] * x.shape[3]
     gate, norm_weight = normal(problem.batch, problem.nodes, size), normal(size)
     return (*previous, x, dt, jnp.log(-A), B, C, D[:, 0], state, mask, gate, norm_weight)
@@ -74,18 +61,8 @@ def _true_scan(*arguments: Any) -> tuple[np.ndarray]:
     return (reference.tree_scan(*arguments, parents)[0],)
 
 
-def _true_level(x: Any, dt: Any, A: Any, B: Any, C: Any, *rest: Any) -> tuple[np.ndarray]:
-    *others, _, parents = rest
-    queries = C.shape[1]
-    every = np.zeros((*B.shape[:3], C.shape[3]))
-    every[:, -queries:] = C
-    return (reference.tree_scan(x, dt, A, B, every, *others, parents)[0][:, -queries:],)
-
-
-_SCAN = Case(pk.tree_scan, kernel.tree_scan, _scanned, _true_scan, ("output",), MIXERS)
 CASES = {
-    "tree_scan": _SCAN,
-    LEVEL: _SCAN._replace(operands=_level_operands, reference=_true_level, timed=False),
+    "tree_scan": Case(pk.tree_scan, kernel.tree_scan, _scanned, _true_scan, ("output",), MIXERS),
     "replay": Case(
         pk.replay,
         kernel.replay,
@@ -103,15 +80,5 @@ CASES = {
         ("output", "square", "state"),
         MIXERS,
         feedback={10: 2},
-    ),
-    UNGATED: Case(
-        pk.replay_tree_scan,
-        kernel.replay_tree_scan,
-        _fused_operands,
-        lambda *arguments: reference.replay_tree_scan(*arguments[:11], arguments[-1]),
-        ("output", "state"),
-        MIXERS,
-        feedback={10: 1},
-        timed=False,
     ),
 }

@@ -1,8 +1,8 @@
-"""Checks every kernel of `benchmarks.cases` against XLA and against float64."""
+"""Checks every kernel of `benchmarks.cases`, and XLA's computation, against float64."""
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,54 +10,40 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.cases import CASES
-from benchmarks.cases.base import LIMITS, Problem, as_tuple, relative_error, small
-from benchmarks.cases.checks import errors, exact, refused, within_limits
+from benchmarks.cases.base import Case, Problem, as_tuple, small
+from benchmarks.cases.checks import errors, jitted, refused, within_limits
 from benchmarks.gpu.scale import Scale
 from benchmarks.gpu.tasks import Row, Task
 
-# Two correct results may differ by more than the error of each against float64.
-APART = 2.5
-
 
 def gate(scale: Scale) -> list[Task]:
-    """Every kernel at one real shape: against float64, against XLA, and against itself.
+    """Every kernel at one real shape: against float64, and against itself.
 
     A result that changes from call to call is a race between the programs of a kernel.
     """
-    repeats = functools.partial(_repeats, scale.repeats)
-    return [Task(name, functools.partial(_gated, scale, name), repeats) for name in CASES]
+    return [Task(name, functools.partial(_gated, scale, name)) for name in CASES]
 
 
-def _gated(scale: Scale, name: str) -> tuple[Callable[[], tuple], tuple, Row]:
-    """The kernel as a call, its first result, and the row so far."""
+def _gated(scale: Scale, name: str) -> Row:
     case = CASES[name]
-    shape = scale.gated[case.kind]
-    nodes = scale.checked_nodes[0]
+    shape, nodes, count = scale.gated[case.kind], scale.checked_nodes[0], scale.repeats
     problem = Problem(scale.shapes[case.kind][shape], nodes, scale.dtype, 2, scale.capacity)
     operands = case.operands(problem)
-    truth = exact(case, problem, operands)
-    row: Row = {"kernel": name, "shape": shape, "nodes": nodes, "dtype": scale.dtype, "errors": {}}
-    results = {}
-    for implementation in scale.implementations:  # the kernel last
-        run = jax.jit(functools.partial(case.function, implementation=implementation))
-        results[implementation] = got = as_tuple(jax.block_until_ready(run(*operands)))
-        row["errors"][implementation] = [*map(relative_error, got, truth)]
-    row["from_xla"] = [*map(relative_error, got, results["xla"])]
-    row["right"] = all(
-        within_limits(case, scale.dtype, found) for found in row["errors"].values()
-    ) and all(
-        error <= APART * LIMITS[output, scale.dtype]
-        for error, output in zip(row["from_xla"], case.outputs, strict=True)
-    )
-    return lambda: as_tuple(run(*operands)), got, row
-
-
-def _repeats(count: int, prepared: tuple[Callable[[], tuple], tuple, Row]) -> Row:
-    call, first, row = prepared
-    equal = jax.jit(same_bits)
-    changed = count - int(sum(equal(first, call()) for _ in range(count)))
+    runs = jitted(case, scale.implementations)
+    row = _row(case, problem, operands, runs)
+    *_, run = runs.values()  # the kernel
+    first, equal = as_tuple(run(*operands)), jax.jit(same_bits)
+    changed = count - int(sum(equal(first, as_tuple(run(*operands))) for _ in range(count)))
     row |= {"repeats": count, "changed": changed, "right": row["right"] and not changed}
-    return row | {"errors": _written(row["errors"]), "from_xla": _written(row["from_xla"])}
+    return {"kernel": name, "shape": shape} | row
+
+
+def _row(case: Case, problem: Problem, operands: tuple, runs: Mapping[str, Any]) -> Row:
+    found = errors(case, problem, operands, runs)
+    right = all(within_limits(case, problem.dtype, error) for error in found.values())
+    # JSON has no infinity.
+    written = jax.tree.map(lambda error: "not finite" if error == math.inf else error, found)
+    return {"nodes": problem.nodes, "dtype": problem.dtype, "errors": written, "right": right}
 
 
 def same_bits(one: tuple[jax.Array, ...], other: tuple[jax.Array, ...]) -> jax.Array:
@@ -92,15 +78,9 @@ def correctness(scale: Scale) -> list[Task]:
 def _checked(scale: Scale, nodes: int, dtype: str, name: str, shape: str) -> Row:
     case = CASES[name]
     full = scale.shapes[case.kind][shape]
-    row: Row = {"kernel": name, "shape": shape, "nodes": nodes, "dtype": dtype}
     problem = Problem(small(full), nodes, dtype, batch=2, capacity=scale.capacity)
+    row: Row = {"kernel": name, "shape": shape}
     if reason := refused(case, problem._replace(shape=full)):
-        return row | {"refused": reason, "right": True}
-    found = errors(case, problem, scale.implementations)
-    right = all(within_limits(case, dtype, error) for error in found.values())
-    return row | {"errors": _written(found), "right": right}
-
-
-def _written(errors: Any) -> Any:
-    """The same errors for JSON, which has no infinity."""
-    return jax.tree.map(lambda error: "not finite" if error == math.inf else error, errors)
+        return row | {"nodes": nodes, "dtype": dtype, "refused": reason, "right": True}
+    runs = jitted(case, scale.implementations)
+    return row | _row(case, problem, case.operands(problem), runs)

@@ -1,6 +1,7 @@
 """Checks and times whole models: steps, batches, losslessness, table 1."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -18,19 +19,14 @@ from benchmarks.steps import run_steps
 from benchmarks.tree_size import tree_of
 
 
-def steps(scale: Scale) -> list[Task]:
-    """Milliseconds of a verify step of a pure model by number of nodes."""
-    return _steps(scale, scale.mamba2, [(nodes, 1) for nodes in scale.step_nodes])
-
-
-def hybrid_steps(scale: Scale) -> list[Task]:
-    """Milliseconds of a verify step of a hybrid by number of nodes."""
-    return _steps(scale, scale.hybrid, [(nodes, 1) for nodes in scale.step_nodes])
+def steps(model: str, scale: Scale) -> list[Task]:
+    """Milliseconds of a verify step of the pure model or the hybrid, by number of nodes."""
+    return _steps(scale, getattr(scale, model), [(nodes, 1) for nodes in scale.step_nodes])
 
 
 def batches(scale: Scale) -> list[Task]:
     """Milliseconds of a verify step of the pure model by batch size."""
-    sizes = [(nodes, size) for nodes in scale.batch_nodes for size in scale.batches]
+    sizes = [*itertools.product(scale.batch_nodes, scale.batches)]
     return _steps(scale, scale.mamba2, sizes)
 
 

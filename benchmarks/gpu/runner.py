@@ -8,25 +8,19 @@ time limit it is killed.
 import argparse
 import contextlib
 import json
-import os
-import queue
-import signal
-import subprocess
-import sys
-import threading
+import multiprocessing
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import OUTPUT, device_name, write_json
-from benchmarks.gpu.worker import BROKEN
+from benchmarks.gpu import worker
 
 STARTING = 90.0  # seconds in which a process finds its device, makes its models, or ends
 LATEST = 1.25  # times the share of a section: when it is killed
 NOT_BEGUN, DONE = "not begun", "done"
 AND_MORE = "and what comes after it"
-_CHECKOUT = Path(__file__).parents[2]
 
 
 class NoGpu(Exception):
@@ -127,33 +121,38 @@ def run_section(
         results.save()
 
     while True:
-        job |= {"rows": note["rows"], "seconds": began + seconds - time.monotonic()}
-        worker = _Worker(job, began + limit)
-        with contextlib.closing(worker.messages()) as messages:
+        job |= {"rows": [*note["rows"]], "seconds": began + seconds - time.monotonic()}
+        in_progress: list[str] = []
+        ended = None
+        with contextlib.closing(_messages(job, began + limit)) as messages:
             for message in messages:
                 match message:
                     case {"obstacle": text}:
                         raise NoGpu(text)
                     case {"machine": machine}:
                         results.describe(machine)
+                    case {"open": names}:
+                        in_progress = names
                     case {"row": row}:
                         note["rows"].append(row)
+                        in_progress = []
                     case {"left_out": names}:
                         note["left_out"] = names
+                    case {"ended": ended}:
+                        pass
                 save()
-        ended = worker.ended
         if ended is None:
             note["state"] = "left some out" if note["left_out"] else DONE
         elif time.monotonic() >= began + limit:
-            note |= {"state": "killed at its limit", "left_out": [*worker.open, AND_MORE]}
-        elif len(worker.open) == 1:
-            note["rows"].append({"task": worker.open[0], "failed": ended})
+            note |= {"state": "killed at its limit", "left_out": [*in_progress, AND_MORE]}
+        elif len(in_progress) == 1:
+            note["rows"].append({"task": in_progress[0], "failed": ended})
             save()
             continue
-        elif worker.open:  # one of them: which?
+        elif in_progress:  # one of them: which?
             job["together"] = 1
             continue
-        elif worker.progress:  # the device broke after its last row
+        elif len(note["rows"]) > len(job["rows"]):  # the device broke after its last row
             continue
         else:
             note |= {"state": "failed", "failed": ended}
@@ -161,86 +160,30 @@ def run_section(
         return
 
 
-class _Worker:
-    """The process of a section.
+def _messages(job: Mapping[str, Any], end: float) -> Iterator[dict[str, Any]]:
+    """The messages of the process of a section, and how it `ended` if not at the end of its tasks.
 
-    Attributes:
-        open: tasks in progress at its end.
-        progress: whether it sent a row.
-        ended: how it failed, or None if it came to the end.
+    It is killed when it is silent for too long, at the `end`, or when no more messages are wanted.
     """
-
-    def __init__(self, job: Mapping[str, Any], end: float):
-        self.open: list[str] = []
-        self.progress = False
-        self.ended: str | None = None
-        self._end = end
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=_CHECKOUT,
-            env=_environment(smoke=job["options"]["smoke"]),
-            process_group=0,
-        )
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._talk, args=(json.dumps(job) + "\n",), daemon=True
-        )
-        self._thread.start()
-
-    def _talk(self, job: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the process has ended; the next lines notice
-            self._process.stdin.write(job)
-            self._process.stdin.flush()
-        for line in self._process.stdout:
-            if line.endswith("\n"):
-                self._lines.put(line)
-        self._lines.put("")
-
-    def messages(self) -> Any:
-        """Its messages, until it ends or is killed."""
-        latest = time.monotonic() + STARTING
-        try:
-            while True:
-                wait = min(latest, self._end) - time.monotonic()
-                try:
-                    line = self._lines.get(timeout=max(wait, 0.0))
-                except queue.Empty:
-                    self.ended = "stopped answering"
-                    return
-                if not line:
-                    break
-                message = json.loads(line)
-                latest = time.monotonic() + message.get("seconds", STARTING)
-                self.open = message.get("open", self.open)
-                if "row" in message:
-                    self.open, self.progress = [], True
-                yield message
-            code = self._process.wait()
-            if code:
-                broken = "the device no longer answers"
-                self.ended = broken if code == BROKEN else f"the process ended with {code}"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._thread.join()
-            for pipe in (self._process.stdin, self._process.stdout):
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-
-
-def _environment(*, smoke: bool) -> dict[str, str]:
-    """Variables for the process of a section; those that the user has set stay."""
-    values = {"PYTHONUNBUFFERED": "1"}
-    if smoke:  # most of its time is compiling
-        values["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
-    else:
-        # JAX would take three quarters of the memory, and leave too little for torch.
-        values["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-        # Programs, with their tuned products, are shared by the processes.
-        values["JAX_COMPILATION_CACHE_DIR"] = str(_CHECKOUT / "build" / "xla")
-        values["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    return values | os.environ
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=worker.main, args=(theirs, dict(job)), daemon=True)
+    process.start()
+    theirs.close()
+    latest = time.monotonic() + STARTING
+    try:
+        while ours.poll(max(0.0, min(latest, end) - time.monotonic())):
+            try:
+                message = json.loads(ours.recv())
+            except (EOFError, OSError):
+                process.join()
+                if process.exitcode:
+                    yield {"ended": f"the process ended with {process.exitcode}"}
+                return
+            latest = time.monotonic() + message.get("seconds", STARTING)
+            yield message
+        yield {"ended": "stopped answering"}
+    finally:
+        process.kill()
+        process.join()
+        ours.close()

@@ -24,7 +24,6 @@ class Scale(NamedTuple):
     """Sizes of all sections; by default those of a session on a GPU."""
 
     implementations: tuple[str, ...] = ("xla", "pallas")  # the kernels last
-    interpret: bool = False  # the kernels run in the interpreter
     dtype: str = "bfloat16"  # of operands and weights
     # Shapes on which kernels are checked, and the one on which every kernel is checked first.
     shapes: Mapping[type, Mapping[str, Any]] = {
@@ -73,7 +72,6 @@ _TINY_HYBRID = dataclasses.replace(
 )
 SMOKE = Scale(
     implementations=("xla", "pallas_interpret"),
-    interpret=True,
     shapes=TINY,
     gated=dict.fromkeys(TINY, "tiny"),
     cases=("replay_tree_scan", "tree_attention_layer", "add_rms_norm"),

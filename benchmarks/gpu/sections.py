@@ -16,17 +16,17 @@ def _scaled(tasks: Any) -> Any:
         scale: Scale = SMOKE if options["smoke"] else FULL
         return tasks(scale)
 
-    return functools.wraps(tasks)(of_options)
+    return of_options
 
 
 SECTIONS = {
-    "gate": Section(_scaled(checks.gate), 2.0, timed=False),
+    "gate": Section(_scaled(checks.gate), 2.0),
     "bandwidth": Section(_scaled(kernels.bandwidth), 0.5),
-    "steps": Section(_scaled(models.steps), 3.0, together=2),
+    "steps": Section(_scaled(functools.partial(models.steps, "mamba2")), 3.0, together=2),
     "kernels": Section(_scaled(kernels.times), 3.0, together=6),
-    "correctness": Section(_scaled(checks.correctness), 2.5, together=32, timed=False),
-    "lossless": Section(_scaled(models.lossless_texts), 2.0, timed=False),
-    "hybrid": Section(_scaled(models.hybrid_steps), 2.5, together=2),
+    "correctness": Section(_scaled(checks.correctness), 2.5, together=32),
+    "lossless": Section(_scaled(models.lossless_texts), 2.0),
+    "hybrid": Section(_scaled(functools.partial(models.steps, "hybrid")), 2.5, together=2),
     "packed": Section(_scaled(models.packed_trees), 2.0, together=1, seconds=200.0),
     "batch": Section(_scaled(models.batches), 2.5, together=2),
     "transformers": Section(_scaled(transformers_step.tokens), 1.5, seconds=120.0),

@@ -26,17 +26,9 @@ def _by_dtype(problem: Problem) -> str:
     return tuning.dtype_case(problem.dtype)
 
 
-def _scan_case(problem: Problem) -> str:
-    return scan_config.case(problem.dtype, problem.shape.head_dim * problem.shape.state_size)
-
-
 def _attention_case(problem: Problem) -> str:
     heads, groups, head_dim = problem.shape
     return attention_config.case(problem.dtype, problem.nodes * heads // groups, head_dim)
-
-
-def _norm_case(problem: Problem) -> str:
-    return norm_config.case(problem.shape.num_heads * problem.shape.head_dim)
 
 
 _WARPS = {"num_warps": (2, 4, 8), "num_stages": (1, 2, 3)}
@@ -53,15 +45,11 @@ SPACES = {
     "tree_scan": Space(
         "replay_tree_scan",
         scan_config.DEFAULTS,
-        _scan_case,
+        lambda of: scan_config.case(of.dtype, of.shape.head_dim * of.shape.state_size),
         {"state": (*_STATE, 128 * 128)}
         | _WARPS
-        | {
-            "queries": (16, 32, 64),
-            "keys": (16, 32, 64),
-            "replayed": (16, 32, 64),
-            "part": (32, 64, 128),
-        },
+        | dict.fromkeys(("queries", "keys", "replayed"), (16, 32, 64))
+        | {"part": (32, 64, 128)},
     ),
     "tree_conv1d": Space(
         "tree_conv1d_layer",
@@ -87,7 +75,7 @@ SPACES = {
     "rms_norm": Space(
         "gated_rms_norm",
         norm_config.DEFAULTS,
-        _norm_case,
+        lambda of: norm_config.case(of.shape.num_heads * of.shape.head_dim),
         {"block": (1024, 2048, 4096, 8192), "num_warps": (2, 4, 8, 16)},
     ),
 }

@@ -24,6 +24,5 @@ class Section(NamedTuple):
     # Of the options of the run and the rows of an earlier attempt; the most important come first.
     tasks: Callable[[Mapping[str, Any], Sequence[Row]], Iterable[Task]]
     weight: float  # share of the time, relative to the other sections
-    together: int = 8  # tasks that are prepared at a time
-    timed: bool = True  # nothing is prepared while a task is measured
-    seconds: float = 60.0  # limit for measuring a timed task; beyond it the task hangs
+    together: int = 8  # tasks that are prepared at a time; nothing is measured meanwhile
+    seconds: float = 60.0  # limit for measuring a task; beyond it the task hangs

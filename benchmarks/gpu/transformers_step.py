@@ -24,12 +24,12 @@ def tokens(scale: Scale) -> list[Task]:
 
 def measured(scale: Scale, _: None) -> Row:
     """Milliseconds a token, or why they cannot be measured here."""
-    device = "cuda" if on_gpu() else "cpu"
-    if reason := obstacle(device):
-        return {"unavailable": reason}
+    if missing := lacking("torch", "transformers"):
+        return {"unavailable": f"{' and '.join(missing)} cannot be imported"}
     import torch
     import transformers
 
+    device = "cuda" if on_gpu() else "cpu"
     with torch.device(device):
         model = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**shape(scale.mamba2)))
     model = model.to(getattr(torch, scale.dtype)).eval()
@@ -47,32 +47,14 @@ def measured(scale: Scale, _: None) -> Row:
     seconds(2)
     many = scale.tokens
     taken = [1e3 * (seconds(many + 1) - seconds(1)) / many for _ in range(ROUNDS)]
-    missing = [name for name in ("mamba_ssm", "causal_conv1d") if not installed(name)]
-    return {
-        "milliseconds": summary(taken),
-        "tokens": many,
-        "dtype": scale.dtype,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "note": f"slow: without {' and '.join(missing)}" if missing else "with its fast kernels",
-    }
+    missing = lacking("mamba_ssm", "causal_conv1d")
+    note = f"slow: without {' and '.join(missing)}" if missing else "with its fast kernels"
+    return {"milliseconds": summary(taken), "tokens": many, "dtype": scale.dtype, "note": note}
 
 
-def installed(package: str) -> bool:
-    """Whether a package can be imported."""
-    return importlib.util.find_spec(package) is not None
-
-
-def obstacle(device: str) -> str | None:
-    """Why it cannot be measured here, or None."""
-    for package in ("torch", "transformers"):
-        if not installed(package):
-            return f"{package} is not installed"
-    import torch
-
-    if device == "cuda" and not torch.cuda.is_available():
-        return f"torch {torch.__version__} sees no CUDA device"
-    return None
+def lacking(*packages: str) -> list[str]:
+    """Those that cannot be imported."""
+    return [package for package in packages if importlib.util.find_spec(package) is None]
 
 
 def shape(config: st.ModelConfig) -> dict[str, int | bool]:

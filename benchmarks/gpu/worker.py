@@ -1,7 +1,6 @@
 """The process of a section: does its tasks, and reports each to `benchmarks.gpu.runner`.
 
-It reads its job, a line of JSON, from standard input, and ends as soon as that is closed: a runner
-that is killed leaves no process on the GPU. Messages are lines of JSON on standard output:
+Messages are JSON:
 
     {"machine": {...}}                  first
     {"obstacle": "..."}                 there is no GPU; nothing else follows
@@ -17,34 +16,38 @@ import importlib
 import importlib.metadata
 import itertools
 import json
+import multiprocessing
 import os
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.common import machine
-from benchmarks.gpu.tasks import Row, Section, Task
+from benchmarks.gpu.tasks import Row, Section
 from pallas_kernels import dispatch
 
 THREADS = 8  # XLA compiles without holding Python's lock
 PREPARING = 150.0  # seconds
 BROKEN = 70  # exit code: the device no longer answers, as after an illegal address
+PROGRAMS = Path(__file__).parents[2] / "build" / "xla"
 _PACKAGES = (
     *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "numpy"),
     *("torch", "transformers", "mamba-ssm", "causal-conv1d"),
 )
 
-Send = Callable[..., None]
-
 
 def do(
-    section: Section, job: Mapping[str, Any], send: Send, works: Callable[[], bool] = lambda: True
+    section: Section,
+    job: Mapping[str, Any],
+    send: Callable[..., None],
+    works: Callable[[], bool] = lambda: True,
 ) -> int:
     """Does the tasks of a section that have no row yet; returns the exit code.
 
@@ -58,55 +61,30 @@ def do(
     end = time.monotonic() + job["seconds"]
     done = {row["task"] for row in job["rows"]}
     tasks = (t for t in section.tasks(job["options"], job["rows"]) if t.name not in done)
-    together = job.get("together") or section.together
+    together = job.get("together", section.together)
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         while chunk := list(itertools.islice(tasks, together)):
             if time.monotonic() >= end:
                 send(left_out=[task.name for task in itertools.chain(chunk, tasks)])
                 break
-            names = [task.name for task in chunk]
-            send(open=names, seconds=PREPARING)
-            prepared = [pool.submit(_prepared, task) for task in chunk]
-            if section.timed:
-                concurrent.futures.wait(prepared)
-            for i, (task, future) in enumerate(zip(chunk, prepared, strict=True)):
-                found = future.result()
-                if isinstance(found, _Failed) and len(chunk) > 1 and not works():
-                    return BROKEN  # by one of those that are open: the runner tries each alone
-                if section.timed:
-                    send(open=[task.name], seconds=section.seconds)
-                row = _measured(task, found)
-                send(row={"task": task.name} | row)
+            send(open=[task.name for task in chunk], seconds=PREPARING)
+            prepared = [pool.submit(task.prepare) for task in chunk]
+            concurrent.futures.wait(prepared)
+            failed = any(future.exception() for future in prepared)
+            if failed and together > 1 and not works():
+                return BROKEN  # by one of those that are open: the runner tries each alone
+            for task, future in zip(chunk, prepared, strict=True):
+                send(open=[task.name], seconds=section.seconds)
+                row: Row = {"task": task.name}
+                try:
+                    row |= task.measure(future.result())
+                except Exception as error:
+                    row["failed"] = f"{type(error).__name__}: {error!s:.500}"
+                send(row=row)
                 if "failed" in row and not works():
                     return BROKEN
-                if not section.timed:
-                    send(open=names[i + 1 :], seconds=PREPARING)
             jax.clear_caches()  # programs hold on to memory
     return 0
-
-
-class _Failed(str):
-    """Why a task has no result."""
-
-
-def _failure(error: Exception) -> _Failed:
-    return _Failed(f"{type(error).__name__}: {error!s:.500}")
-
-
-def _prepared(task: Task) -> Any:
-    try:
-        return task.prepare()
-    except Exception as error:
-        return _failure(error)
-
-
-def _measured(task: Task, prepared: Any) -> Row:
-    if isinstance(prepared, _Failed):
-        return {"failed": prepared}
-    try:
-        return task.measure(prepared)
-    except Exception as error:
-        return {"failed": _failure(error)}
 
 
 def device_works() -> bool:
@@ -133,32 +111,33 @@ def described() -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """Does the job on standard input."""
-    messages = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # output of libraries is no message
+def main(connection: Any, job: Mapping[str, Any]) -> None:
+    """Does a job, and sends messages through a connection."""
+    os.dup2(2, 1)  # the last line of the runner's output is its own
+    threading.Thread(target=_end_with_the_runner, daemon=True).start()
+    if job["options"]["smoke"]:  # most of its time is compiling
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    else:
+        # JAX would take three quarters of the memory, and leave too little for torch.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        # Programs, with their tuned products, are shared by the processes.
+        jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
     def send(**message: Any) -> None:
-        messages.write(json.dumps(message) + "\n")
+        connection.send(json.dumps(message))
 
-    job = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_the_runner, daemon=True).start()
-    obstacle = None if job["options"]["smoke"] else dispatch.device_obstacle()
+    obstacle, code = None if job["options"]["smoke"] else dispatch.device_obstacle(), 0
     if obstacle:
         send(obstacle=obstacle)
-        return 0
-    send(machine=described())
-    section = importlib.import_module(job["module"]).SECTIONS[job["section"]]
-    return do(section, job, send, device_works)
+    else:
+        send(machine=described())
+        section = importlib.import_module(job["module"]).SECTIONS[job["section"]]
+        code = do(section, job, send, device_works)
+    sys.stderr.flush()
+    os._exit(code)  # a broken device could make an orderly end hang
 
 
 def _end_with_the_runner() -> None:
-    while os.read(0, 4096):
-        pass
+    multiprocessing.parent_process().join()
     os._exit(1)
-
-
-if __name__ == "__main__":
-    code = main()
-    sys.stderr.flush()
-    os._exit(code)  # a broken device could make an orderly end hang

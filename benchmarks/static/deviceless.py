@@ -15,17 +15,12 @@ import os
 import shutil
 import sysconfig
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 DUMP = Path(tempfile.mkdtemp(prefix="stree-deviceless-"))
-_FLAGS = [
-    os.environ.get("XLA_FLAGS", ""),
-    "--xla_gpu_autotune_level=0",
-    f"--xla_dump_to={DUMP}",
-]
+_FLAGS = [os.environ.get("XLA_FLAGS", ""), "--xla_gpu_autotune_level=0", f"--xla_dump_to={DUMP}"]
 _WHEELS = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13"
 if (_WHEELS / "bin" / "ptxas").is_file():
     _FLAGS.append(f"--xla_gpu_cuda_data_dir={_WHEELS}")
@@ -126,7 +121,6 @@ class Compiled(NamedTuple):
     program: Any
     thunks: str  # XLA's dump of what it puts on the device
     spills: bool  # a kernel spills registers
-    trace_seconds: float  # of tracing and lowering
 
 
 class Compiler:
@@ -148,16 +142,13 @@ class Compiler:
     def place(self, tree: Any) -> Any:
         """Abstract arguments on that GPU."""
         return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._sharding),
-            tree,
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._sharding), tree
         )
 
     def __call__(self, jitted: Any, *arguments: Any) -> Compiled:
         """Traces, lowers and compiles a jitted function."""
-        began = time.monotonic()
         with described_gpu(GPUS[self.gpu]):
             lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
-        trace_seconds = time.monotonic() - began
         options = PRODUCTS[self.products]
         spills = False
         for file in DUMP.iterdir():
@@ -170,4 +161,4 @@ class Compiler:
             spills = True
             program = lowered.compile(compiler_options=options)
         (dump,) = DUMP.glob("*.thunk_sequence.txt")
-        return Compiled(program, dump.read_text(), spills, trace_seconds)
+        return Compiled(program, dump.read_text(), spills)

@@ -1,4 +1,4 @@
-"""Cost of a layer of each kind: the cost of one more of them in a program."""
+"""Launches of a layer of each kind: those of one more of them in a program."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,6 +6,8 @@ from typing import Any
 
 import stree_jax as st
 from benchmarks.static.programs import Program
+
+COUNTS = ("launches", "copies")
 
 
 def with_layers(config: st.ModelConfig, layers: tuple[str, ...]) -> st.ModelConfig:
@@ -32,14 +34,14 @@ def shortened(config: st.ModelConfig) -> st.ModelConfig:
 
 
 def by_layer(config: st.ModelConfig, build: Callable[[st.ModelConfig], Program]) -> dict[str, Any]:
-    """Cost of a layer of each kind in a program, and of the whole model as their sum.
+    """Launches of a layer of each kind in a program, and of the whole model as their sum.
 
     For steps with our kernels the sum is what `--whole` finds.
     """
     # Twice, since a first layer fuses with the embedding.
     few = one_of_each(config) * 2
     base = build(with_layers(config, few))
-    layers, whole = {}, base.cost
+    layers: dict[str, dict[str, Any]] = {}
     longer: dict[str, Program] = {}
     for kind in sorted({*few}, key=lambda kind: (kind == "shared", few.index(kind))):
         # Inserted before the last layer of its kind, so that it has the usual neighbours.
@@ -47,15 +49,18 @@ def by_layer(config: st.ModelConfig, build: Callable[[st.ModelConfig], Program])
         if kind == "shared":  # with the layer after it, which the program without it has, too
             new, without = ("shared", "mamba2"), longer["mamba2"]
         longer[kind] = build(with_layers(config, _insert(few, new)))
-        cost, more = longer[kind].cost - without.cost, longer[kind].kernels - without.kernels
-        layers[kind] = dataclasses.asdict(cost) | {
-            "kernels": {name: count / base.steps for name, count in sorted(more.items())}
+        layers[kind] = {
+            name: getattr(longer[kind], name) - getattr(without, name) for name in COUNTS
         }
-        whole = whole.plus(cost, config.kinds.count(kind) - few.count(kind))
+        layers[kind]["kernels"] = dict(sorted((longer[kind].kernels - without.kernels).items()))
+    more = {kind: config.kinds.count(kind) - few.count(kind) for kind in layers}
     programs = (base, *longer.values())
     return {
         "layers": layers,
-        "step": dataclasses.asdict(whole),
+        "step": {
+            name: getattr(base, name) + sum(more[kind] * layers[kind][name] for kind in layers)
+            for name in COUNTS
+        },
         "shared_memory_bytes": max(program.shared_memory for program in programs),
         "spills": any(program.spills for program in programs),
     }

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import stree_jax as st
-from benchmarks.common import Memory, num_bytes
-from benchmarks.static.cost import Cost, bytes_moved
+from benchmarks.common import Memory
 from benchmarks.static.thunks import Thunk, Thunks, by_name, launches, num_loops
 from benchmarks.steps import best_tokens, binary_tree
 from stree_jax.decoding.loop import SpeculativeDecoder
@@ -26,25 +25,22 @@ STEPS = 2  # in one program, as `SpeculativeDecoder.steps_per_sync` on a GPU
 class Program(NamedTuple):
     """A compiled verify step or prefill."""
 
-    cost: Cost
-    kernels: Counter[str]  # launches by name
-    steps: int  # that `kernels` counts
+    launches: float  # kernels, library calls, copies and fills of a step
+    copies: float  # copies and fills among them
+    kernels: Counter[str]  # launches of a step by name
     shared_memory: int  # bytes, of the largest block
     spills: bool
     memory: Memory
-    trace_seconds: float
 
     @classmethod
-    def of(cls, compiled: Compiled, cost: Cost, thunks: list[Thunk], steps: int) -> "Program":
-        """From a compiled program, the cost of one of its steps, and its thunks."""
+    def of(cls, compiled: Compiled, thunks: list[Thunk], steps: int) -> "Program":
+        """From a compiled program of some steps, and its thunks."""
         return cls(
-            cost,
-            by_name(thunks),
-            steps,
+            *(count / steps for count in launches(thunks)),
+            Counter({name: count / steps for name, count in by_name(thunks).items()}),
             shared_memory=max(thunk.shared_memory for thunk in thunks),
             spills=compiled.spills,
             memory=Memory.of(compiled.program),
-            trace_seconds=compiled.trace_seconds,
         )
 
 
@@ -54,7 +50,7 @@ def verify_step(
     """Compiles calls of the target on full binary trees; batch of 1, bfloat16 weights.
 
     The program is `STEPS` calls, each replaying a path of the one before, as in the decode
-    loop. The cost is per call.
+    loop.
     """
     structure, weights = _abstract(config, implementation)
     topology = binary_tree(nodes)
@@ -80,19 +76,9 @@ def verify_step(
         pending,
         cache,
     )
-    jax.clear_caches()  # or the time of tracing would leave out what was traced before
     jitted = jax.jit(step, donate_argnames=("pending", "cache"))
     compiled = compiler(jitted, *compiler.place(arguments))
-    thunks = Thunks.parse(compiled.thunks).outside
-    count, copies = launches(thunks)
-    cost = Cost(
-        launches=count / STEPS,
-        copies=copies / STEPS,
-        bytes_moved=bytes_moved(compiled.program) / STEPS,
-        floor_bytes=num_bytes(weights) + 2 * num_bytes(cache),
-        record_bytes=num_bytes(pending),
-    )
-    return Program.of(compiled, cost, thunks, STEPS)
+    return Program.of(compiled, Thunks.parse(compiled.thunks).outside, STEPS)
 
 
 def _abstract(config: st.ModelConfig, implementation: str) -> tuple[Any, Any]:
@@ -104,8 +90,7 @@ def read_prompt(
 ) -> Program:
     """Compiles the prefill of one prompt; bfloat16 weights.
 
-    XLA's scan of a sequence has a loop over chunks. Its launches are multiplied by its trip count;
-    its bytes count once, since XLA's cost model does not know the trip count.
+    XLA's scan of a sequence has a loop over chunks: its launches are multiplied by its trip count.
     """
     structure, weights = _abstract(config, implementation)
     cache = jax.eval_shape(lambda: init_cache(config, 1, positions, jnp.bfloat16))
@@ -120,24 +105,14 @@ def read_prompt(
         jax.ShapeDtypeStruct((1,), jnp.int32),
         cache,
     )
-    jax.clear_caches()
     compiled = compiler(jax.jit(read, donate_argnames="cache"), *compiler.place(arguments))
     outside, inside = Thunks.parse(compiled.thunks)
     if loops := num_loops(outside):
         # One per Mamba-2 layer; XLA removes loops of a single trip.
         assert config.mamba2 is not None
         assert loops == sum(kind in ("mamba2", "parallel") for kind in config.kinds)
-        trips = -(-positions // config.mamba2.chunk_size)
-    else:
-        trips = 0
-    thunks = [*outside, *inside * trips]
-    cost = Cost(
-        *launches(thunks),
-        bytes_moved=bytes_moved(compiled.program),
-        floor_bytes=num_bytes(weights) + 2 * num_bytes(cache),
-        record_bytes=0,
-    )
-    return Program.of(compiled, cost, thunks, 1)
+        inside *= -(-positions // config.mamba2.chunk_size)
+    return Program.of(compiled, outside + inside, 1)
 
 
 class GivenDrafts(nnx.Module):
@@ -151,10 +126,7 @@ class GivenDrafts(nnx.Module):
         """See `Drafter`."""
 
     def propose(
-        self,
-        state: None,
-        step: Step,
-        topology: st.TreeTopology,
+        self, state: None, step: Step, topology: st.TreeTopology
     ) -> tuple[st.DraftTree, None]:
         """See `Drafter`."""
         root = st.root_only(step.context)
@@ -168,26 +140,6 @@ class GivenDrafts(nnx.Module):
         """See `Drafter`."""
 
 
-def decode_loop(
-    compiler: Compiler, target: st.ModelConfig, draft: st.ModelConfig, implementation: str
-) -> dict[str, Any]:
-    """Compiles the whole loop with tree A, for its costs beside the layers of the models."""
-    drafter = st.ModelDrafter(nnx.merge(*_abstract(draft, implementation)))
-    topology = st.TreeTopology.paper("A")
-    compiled = _loop(compiler, target, implementation, drafter, topology, sampled=False)
-    outside, inside = Thunks.parse(compiled.thunks)
-    count, copies = launches(inside)
-    return {
-        "topology": "A",
-        "launches_a_step": count / STEPS,
-        "copies_a_step": copies / STEPS,
-        # The host reads the predicate of every loop whose trip count is unknown: of all of these.
-        "host_reads_a_step": (num_loops(outside) + num_loops(inside)) / STEPS,
-        "temporary_bytes": Memory.of(compiled.program).temporary,
-        "spills": compiled.spills,
-    }
-
-
 def outside_of_layers(
     compiler: Compiler, config: st.ModelConfig, implementation: str, nodes: int, *, sampled: bool
 ) -> dict[str, Any]:
@@ -196,13 +148,10 @@ def outside_of_layers(
     On a full binary tree. The layers' launches are the difference to a target with every layer
     twice.
     """
+    targets = (dataclasses.replace(config, layers=config.layers * times) for times in (1, 2))
     once, twice = (
-        _loop(
-            *(compiler, dataclasses.replace(config, layers=config.layers * times)),
-            *(implementation, GivenDrafts(), binary_tree(nodes)),
-            sampled=sampled,
-        )
-        for times in (1, 2)
+        _loop(compiler, target, implementation, binary_tree(nodes), sampled=sampled)
+        for target in targets
     )
     names, more = (by_name(Thunks.parse(program.thunks).inside) for program in (once, twice))
     kernels = {name: (2 * names[name] - more[name]) / STEPS for name in sorted(names | more)}
@@ -220,11 +169,11 @@ def _loop(
     compiler: Compiler,
     target: st.ModelConfig,
     implementation: str,
-    drafter: st.Drafter,
     topology: st.TreeTopology,
     *,
     sampled: bool,
 ) -> Compiled:
+    drafter = GivenDrafts()
     targets = nnx.merge(*_abstract(target, implementation))
     verifier = st.VERIFIERS["target_only" if sampled else "greedy"]
     decoder = SpeculativeDecoder(topology, verifier, 64, steps_per_sync=STEPS)

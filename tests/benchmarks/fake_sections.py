@@ -20,10 +20,6 @@ def die(_=None):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hang(_):
-    time.sleep(600)
-
-
 def refuse(_=None):
     raise RuntimeError("no memory")
 
@@ -38,8 +34,9 @@ SECTIONS = {
     "fine": Section(tasks(), 1.0),
     "dies": Section(tasks(measure=die), 1.0),
     "dies early": Section(tasks(prepare=die), 1.0),
-    "hangs": Section(tasks(measure=hang), 1.0, seconds=1.0),
-    "hangs for long": Section(tasks(measure=hang), 1.0),
+    "hangs": Section(tasks(measure=lambda _: time.sleep(600)), 1.0, seconds=1.0),
+    "hangs for long": Section(tasks(measure=lambda _: time.sleep(600)), 1.0),
     "refuses": Section(tasks(measure=refuse), 1.0),
+    "refuses early": Section(tasks(prepare=refuse), 1.0),
     "cannot begin": Section(lambda *_: refuse(), 1.0),
 }

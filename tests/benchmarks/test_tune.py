@@ -1,8 +1,6 @@
-"""Tables of block sizes, and the tuner that writes them."""
+"""The search for block sizes, and the table that it writes."""
 
 import dataclasses
-import functools
-import itertools
 import json
 
 import jax
@@ -12,67 +10,17 @@ import pytest
 
 from benchmarks import tune
 from benchmarks.cases import CASES
-from benchmarks.cases.base import Problem
 from benchmarks.gpu import search
 from benchmarks.gpu.spaces import SPACES
 from pallas_kernels import gated_rms_norm, tuning
-from pallas_kernels.ssd import config
 from tests.benchmarks.fake_sections import do
 
 SSD = {"positions": 64, "state": 2048, "part": 64, "num_warps": 8, "num_stages": 2}
 
 
-@pytest.fixture
-def tables(monkeypatch, tmp_path):
-    """A directory of tables, empty at first."""
-    monkeypatch.setattr(tuning, "DIRECTORY", tmp_path)
-    tuning.load.cache_clear()
-    yield tmp_path
-    tuning.load.cache_clear()
-
-
-def write(tables, **table):
-    (tables / "cpu.json").write_text(json.dumps({"device": "cpu", "blocks": {}} | table))
-
-
-def test_a_table_comes_before_the_defaults(tables):
-    write(tables, blocks={"ssd": {"bfloat16": SSD}}, note="not read")
-    (tables / "nvidia-h200.json").write_text("damaged, but of another device")
-    assert config.block_sizes("bfloat16") == config.BlockSizes(**SSD)
-    assert config.block_sizes(jnp.float32) == config.DEFAULTS["float32"]
-    (tables / "cpu.json").unlink()
-    tuning.load.cache_clear()
-    assert config.block_sizes("bfloat16") == config.DEFAULTS["bfloat16"]
-
-
-@pytest.mark.parametrize(
-    ("table", "complaint"),
-    [
-        ("{", "Expecting property name"),
-        ("[]", "not a JSON object"),
-        ({"device": "NVIDIA H200"}, "'NVIDIA H200', which does not match the file name"),
-        ({"blocks": None}, "no object 'blocks'"),
-        ({"blocks": {"scan": {}}}, "an op 'scan'"),
-        ({"blocks": {"ssd": {"int8": SSD}}}, "a case 'int8'"),
-        ({"blocks": {"ssd": {"bfloat16": {"positions": 16}}}}, "fields must be"),
-        ({"blocks": {"ssd": {"bfloat16": SSD | {"rows": 1}}}}, "fields must be"),
-        ({"blocks": {"ssd": {"bfloat16": SSD | {"positions": 24}}}}, "positions = 24 is not a"),
-        ({"blocks": {"ssd": {"bfloat16": SSD | {"positions": "16"}}}}, "positions = '16'"),
-        ({"blocks": {"ssd": {"bfloat16": []}}}, "fields must be"),
-    ],
-)
-def test_a_damaged_table_is_an_error_that_names_the_file(tables, table, complaint):
-    if isinstance(table, str):
-        (tables / "cpu.json").write_text(table)
-    else:
-        write(tables, **table)
-    with pytest.raises(ValueError, match=rf"{tables}/cpu.json is no table.*{complaint}"):
-        config.block_sizes("bfloat16")
-
-
 def options_of(**changes):
-    options = dict(kernels=list(SPACES), shapes=None, dtypes=list(search.DTYPES), fields=None)
-    return options | dict(nodes=[1, 64], batch=1, count=1, rounds=1, smoke=False) | changes
+    options = dict(kernels=list(SPACES), shapes=None, dtypes=list(search.DTYPES))
+    return options | dict(nodes=[1, 64], count=1, rounds=1, smoke=False) | changes
 
 
 def searched(options, rows=(), seconds=600.0):
@@ -88,58 +36,29 @@ def test_every_space_is_that_of_its_kernel(name):
     assert space.defaults is tuning.defaults(name)
     for default in space.defaults.values():
         assert set(space.values) <= {field.name for field in dataclasses.fields(default)}
-    for smoke in (False, True):
-        problems = search.problems_of(name, options_of(smoke=smoke))
-        found = {space.case(problem) for _, problem in problems}
-        assert found <= set(space.defaults)
-        assert smoke or found == set(space.defaults)
+    problems = search.problems_of(name, options_of())
+    assert {space.case(problem) for _, problem in problems} == set(space.defaults)
 
 
 @pytest.fixture
 def untimed(monkeypatch):
     """Candidates are neither compiled nor timed; all are equally fast."""
-    monkeypatch.setattr(search.Timer, "programs", lambda *arguments: (None, arguments[-1]))
-    monkeypatch.setattr(
-        search.Timer, "microseconds", lambda self, operands, programs: [1.0] * len(programs)
-    )
-
-
-def test_all_values_of_all_cases_are_tried(untimed):
-    name = "tree_attention"
-    rows, _ = searched(options_of(kernels=[name]))
-    best = tune.blocks_of(rows)[name]
-    space = SPACES[name]
-    assert best == {case: dataclasses.asdict(choice) for case, choice in space.defaults.items()}
-    timed = [(row["case"], one["blocks"]) for row in rows for one in row["timed"]]
-    for case, field in itertools.product(best, space.values):
-        tried = {blocks[field] for of_case, blocks in timed if of_case == case}
-        assert tried == {best[case][field], *space.values[field]}
+    monkeypatch.setattr(search, "programs", lambda *arguments: (None, arguments[-1]))
+    monkeypatch.setattr(search, "microseconds", lambda *arguments: [1.0] * len(arguments[-1]))
 
 
 def test_only_what_was_asked_for_is_tuned_and_first_fields_come_first(untimed):
-    options = options_of(
-        kernels=["tree_scan", "tree_attention_layer"],
-        dtypes=["bfloat16"],
-        shapes=["mamba2-2.7b", "MambaInLlama-8B"],
-        fields=["num_warps", "state", "busy_warps"],
-        nodes=[64],
-    )
-    rows, _ = searched(options)
-    large = "bfloat16, large heads"
-    assert [(row["kernel"], row["case"], row["field"]) for row in rows] == [
-        ("tree_scan", "bfloat16", "state"),
-        ("tree_scan", large, "state"),
-        ("tree_attention_layer", "bfloat16", "busy_warps"),
-        ("tree_scan", "bfloat16", "num_warps"),
-        ("tree_scan", large, "num_warps"),
-        ("tree_attention_layer", "bfloat16", "num_warps"),
+    chosen = {"shapes": ["mamba2-2.7b", "MambaInLlama-8B"], "dtypes": ["bfloat16"], "nodes": [64]}
+    rows, _ = searched(options_of(kernels=["tree_scan", "tree_attention_layer"], **chosen))
+    steps = [
+        (r["kernel"], r["case"], r["field"], {one["shape"] for one in r["timed"]}) for r in rows
     ]
-    shapes = {(row["case"], one["shape"]) for row in rows for one in row["timed"]}
-    assert shapes == {
-        ("bfloat16", "mamba2-2.7b"),
-        (large, "MambaInLlama-8B"),
-        ("bfloat16", "MambaInLlama-8B"),
-    }
+    assert steps[:4] == [
+        ("tree_scan", "bfloat16", "state", {"mamba2-2.7b"}),
+        ("tree_scan", "bfloat16, large heads", "state", {"MambaInLlama-8B"}),
+        ("tree_attention_layer", "bfloat16", "busy_warps", {"MambaInLlama-8B"}),
+        ("tree_scan", "bfloat16", "num_warps", {"mamba2-2.7b"}),
+    ]
 
 
 def test_a_search_resumes_from_the_best_so_far(untimed):
@@ -150,37 +69,6 @@ def test_a_search_resumes_from_the_best_so_far(untimed):
     assert rows[-1]["so_far"] == SSD
     _, messages = searched(options, [earlier], seconds=-1.0)
     assert messages == [{"left_out": [row["task"] for row in rows]}]
-
-
-def test_one_case_that_fails_does_not_keep_the_others_from_being_tuned(monkeypatch, untimed):
-    def programs(self, case, problem, candidates):
-        if problem.dtype == "bfloat16":
-            raise RuntimeError("no memory")
-        return None, candidates
-
-    monkeypatch.setattr(search.Timer, "programs", programs)
-    rows, _ = searched(options_of(kernels=["ssd"], fields=["part"]))
-    assert rows[0]["failed"] == "RuntimeError: no memory"
-    assert tune.blocks_of(rows) == {
-        "ssd": {"float32": dataclasses.asdict(config.DEFAULTS["float32"])}
-    }
-
-
-@pytest.mark.parametrize("rows", [16, 64])
-def test_a_choice_gives_block_sizes(rows):
-    """With 16 rows there are four times as many programs as with 64."""
-    case = CASES["tree_attention"]
-    problem = Problem(case.shapes["MambaInLlama-8B"], 64, "bfloat16", 1, 4096)
-    choice = SPACES["tree_attention"].defaults["bfloat16"]
-    run = functools.partial(
-        case.with_blocks, blocks=dataclasses.replace(choice, rows=rows), interpret=True
-    )
-    jax.eval_shape(run, *jax.eval_shape(lambda: case.operands(problem)))
-
-
-def test_the_shipped_tables_can_be_read():
-    for path in tuning.DIRECTORY.glob("*.json"):
-        assert tuning.load(path)
 
 
 def test_the_winner_is_clearly_faster_everywhere_on_average():
@@ -200,44 +88,34 @@ def test_without_a_gpu_the_tuner_refuses(tmp_path, capsys):
     assert "needs an --output" in capsys.readouterr().err
 
 
-def test_a_table_keeps_what_was_not_tuned(tables):
-    write(tables, blocks={"ssd": {"bfloat16": SSD}})
-    where = {"device": "cpu", "jax": "0", "date": "today", "commit": None}
-    best = {"ssd": {"float32": dataclasses.asdict(config.DEFAULTS["float32"])}}
-    path = tune.write_table(tables, where, best)
-    assert json.loads(path.read_text())["blocks"] == {"ssd": {"bfloat16": SSD} | best["ssd"]}
-    assert config.block_sizes("bfloat16") == config.BlockSizes(**SSD)
-    assert [file.name for file in tables.iterdir()] == ["cpu.json"]
-
-
 @pytest.mark.slow
-def test_the_tuner_writes_a_table_that_the_kernels_use(tables, capsys):
-    write(tables, blocks={"ssd": {"bfloat16": SSD}})
+def test_the_tuner_writes_a_table_that_the_kernels_use(tmp_path, monkeypatch, capsys):
+    """And that keeps what was not tuned."""
+    monkeypatch.setattr(tuning, "DIRECTORY", tmp_path)
+    table = {"device": "cpu", "blocks": {"ssd": {"bfloat16": SSD}}}
+    (tmp_path / "cpu.json").write_text(json.dumps(table))
     small = ["--kernels", "rms_norm", "--nodes", "3", "--count", "2", "--rounds", "1"]
-    tune.main(["--smoke", "--output", str(tables), *small])
-    table = json.loads((tables / "cpu.json").read_text())
-    assert table["blocks"]["ssd"] == {"bfloat16": SSD}
-    (case,) = table["blocks"]["rms_norm"]
-    assert case == "groups to 4096"
+    tune.main(["--smoke", "--output", str(tmp_path), *small])
     line = json.loads(capsys.readouterr().out.splitlines()[-1])["tune"]
     assert line["timed"] > 4
     assert line["failed_or_wrong"] == line["left_out"] == 0
-    (section,) = json.loads((tables / "tune.json").read_text())["sections"].values()
+    (section,) = json.loads((tmp_path / "tune.json").read_text())["sections"].values()
     assert [row["field"] for row in section["rows"]] == ["block", "num_warps"]
-    assert table["blocks"]["rms_norm"][case] == section["rows"][-1]["so_far"]
+    blocks = json.loads((tmp_path / "cpu.json").read_text())["blocks"]
+    assert blocks["rms_norm"] == {"groups to 4096": section["rows"][-1]["so_far"]}
+    assert blocks["ssd"] == {"bfloat16": SSD}
     y = jnp.ones((2, 32))
     got = jax.jit(lambda y: gated_rms_norm(y, y, y[0], implementation="pallas_interpret"))(y)
     np.testing.assert_allclose(got, 1, rtol=1e-4)
 
 
 def test_a_wrong_candidate_is_out():
-    options = options_of(nodes=[2], smoke=True)
+    options = options_of(nodes=[2], smoke=True, count=2)
     (_, problem), *_ = search.problems_of("rms_norm", options)
-    timer = search.Timer(interpret=True, count=2, rounds=1)
     case = CASES["gated_rms_norm"]
     operands = case.operands(problem)
     blocks = SPACES["rms_norm"].defaults["groups to 4096"]
-    wrong = timer.compiled(case, operands, (2 * operands[0],), blocks)
+    wrong = search.program(options, case, operands, (2 * operands[0],), blocks)
     assert wrong.startswith("wrong: output is off by")
-    failed = timer.compiled(case, operands, (operands[0],), "no blocks")
+    failed = search.program(options, case, operands, (operands[0],), "no blocks")
     assert failed.startswith("failed: ")

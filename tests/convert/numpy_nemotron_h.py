@@ -27,9 +27,8 @@ def shapes(config, prefix="model"):
     width, vocab = config["hidden_size"], config["vocab_size"]
     out = {f"{prefix}.embeddings.weight": (vocab, width), f"{prefix}.norm_f.weight": (width,)}
     out["lm_head.weight"] = (vocab, width)
-    of_kind = dict(
-        mamba=_mamba_shapes, attention=_attention_shapes, moe=_moe_shapes, mlp=_mlp_shapes
-    )
+    of_kind = dict(mamba=_mamba_shapes, attention=_attention_shapes)
+    of_kind |= dict(moe=_moe_shapes, mlp=_mlp_shapes)
     for i, fields in enumerate(blocks(config)):
         out[f"{prefix}.layers.{i}.norm.weight"] = (width,)
         mixer = of_kind[fields["kind"]](fields)
