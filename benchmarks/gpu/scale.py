@@ -1,6 +1,5 @@
 """The sizes of a GPU session: real ones, and tiny ones that run on any device."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -67,9 +66,7 @@ class Scale(NamedTuple):
 
 FULL = Scale()
 _TINY = st.ModelConfig.tiny(num_layers=1, head_dim=16, state_size=16, tie_embeddings=False)
-_TINY_HYBRID = dataclasses.replace(
-    lossless.FAMILIES["MambaInLlama"], layers=("mamba2", "attention"), mlp=None
-)
+_TINY_HYBRID = lossless.FAMILIES["MambaInLlama"].with_layers(("mamba2", "attention"))
 SMOKE = Scale(
     implementations=("xla", "pallas_interpret"),
     shapes=TINY,

@@ -188,7 +188,8 @@ class LayerConfig:
         for name in cls.parts:
             require(
                 given.get(name) is not None,
-                f"layers has {cls.kind!r} but the {name} config is missing",
+                f"layers has {cls.kind!r} but the {name} config is missing;"
+                " `ModelConfig.with_layers` takes it from another model's layers",
             )
         return cls._joined(*(given[name] for name in cls.parts))
 

@@ -30,12 +30,12 @@ def test_a_mask_over_the_cache(name, block, monkeypatch):
     arguments = inputs(CASES[name])
     query, keys = arguments[0], arguments[3]
     shape = (len(query), query.shape[1], keys.shape[2])
-    cache_mask = np.random.default_rng(0).random(shape) < 0.4
+    cache_mask = jnp.asarray(np.random.default_rng(0).random(shape) < 0.4)
     got = jax.jit(functools.partial(tree_attention, scale=0.25))(*arguments, cache_mask)
     *exact, length, mask = arguments
     exact = [np.asarray(value, np.float64) for value in exact]
     length, mask = np.asarray(length), np.asarray(mask)
-    truth = reference(*exact, length, mask, cache_mask, scale=0.25)
+    truth = reference(*exact, length, mask, np.asarray(cache_mask), scale=0.25)
     all_of_it = reference(*exact, length, mask, scale=0.25)
     limit = 3e-3 if name == "bf16" else 1e-6
     assert relative_error(got, truth) < limit < 1e-2 < relative_error(got, all_of_it)
@@ -53,8 +53,8 @@ def test_a_ring_keeps_the_last_tokens():
     for size in (1, 7, 3, 5, 2, 5):
         counts = rng.integers(size // 2, size + 1, batch)
         piece = [np.stack([values[b, at[b] :][:size] for b in range(batch)]) for values in new]
-        selected = np.arange(size) < counts[:, None]
-        steps = np.broadcast_to(np.arange(size), selected.shape)
+        selected = jnp.asarray(np.arange(size) < counts[:, None])
+        steps = jnp.broadcast_to(jnp.arange(size), selected.shape)
         ring = write_kv(ring, NodeKV(*map(jnp.asarray, piece)), selected, steps, ring=True)
         at += counts
     assert at.min() > places
