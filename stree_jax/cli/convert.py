@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,30 @@ def _tensors(path: Path) -> Iterator[str]:
             )
 
 
+def _different_parts(config: ModelConfig) -> list[tuple[str, Any]]:
+    """The different configs of Mamba-2, attention and experts, in the order of the layers."""
+    found = [part for layer in config.distinct_layers for part in layer.own_parts().items()]
+    kinds = ("mamba2", "attention", "moe")
+    return [part for part in dict.fromkeys(found) if part[0] in kinds and part[1] is not None]
+
+
+def _fact(name: str, part: Any) -> tuple[str, str]:
+    """A line about the config of a mixer."""
+    if name == "mamba2":
+        return (
+            "mixer",
+            f"{part.num_heads} heads of {part.head_dim}, state size {part.state_size},"
+            f" {part.num_groups} groups, convolution width {part.conv_width}",
+        )
+    if name == "attention":
+        rope = f"RoPE on {part.rotary_dim} dimensions" if part.rotary_dim else "no RoPE"
+        window = "" if part.window is None else f", window of {part.window}"
+        heads = f"{part.num_heads} heads of {part.head_dim}, {part.num_kv_heads} KV heads"
+        return "attention", f"{heads}, {rope}{window}"
+    experts = f"top {part.num_active} of {part.num_experts}, hidden size {part.hidden_size:,}"
+    return "experts", experts
+
+
 def _facts(config: ModelConfig, dtype: jnp.dtype) -> list[tuple[str, str]]:
     size = sum(leaf.size for leaf in jax.tree.leaves(HybridLM.abstract(config)[1]))
     kinds = ", ".join(f"{config.kinds.count(kind)} {kind}" for kind in sorted(set(config.kinds)))
@@ -111,27 +136,7 @@ def _facts(config: ModelConfig, dtype: jnp.dtype) -> list[tuple[str, str]]:
         if config.num_embeddings == config.vocab_size
         else f", padded to {config.num_embeddings:,}"
     )
-    parts = []
-    if (m := config.mamba2) is not None:
-        parts.append(
-            (
-                "mixer",
-                f"{m.num_heads} heads of {m.head_dim}, state size {m.state_size},"
-                f" {m.num_groups} groups, convolution width {m.conv_width}",
-            )
-        )
-    if (a := config.attention) is not None:
-        rope = f"RoPE on {a.rotary_dim} dimensions" if a.rotary_dim else "no RoPE"
-        parts.append(
-            (
-                "attention",
-                f"{a.num_heads} heads of {a.head_dim}, {a.num_kv_heads} KV heads, {rope}",
-            )
-        )
-    if (e := config.moe) is not None:
-        parts.append(
-            ("experts", f"top {e.num_active} of {e.num_experts}, hidden size {e.hidden_size:,}")
-        )
+    parts = [_fact(name, part) for name, part in _different_parts(config)]
     return [
         ("parameters", f"{size:,}"),
         ("layers", kinds),

@@ -379,9 +379,10 @@ def test_the_limit_inside_an_accepted_path(limit):
     assert out.stats.num_target_calls == -(-limit // 7) * len(PROMPTS)
 
 
-def test_prompts_longer_than_a_chunk(monkeypatch):
+@pytest.mark.parametrize("family", ["plain", "mixed hybrid"])
+def test_prompts_longer_than_a_chunk(family, monkeypatch):
     """Long prompts are prefilled in chunks; here of 16 tokens."""
-    model = tiny_model()
+    model = tiny_model(family)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(37, size=n).tolist() for n in (41, 16, 2)]
     want = st.generate(model, prompts, max_new_tokens=NEW_TOKENS, return_cache=True)

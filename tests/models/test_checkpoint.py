@@ -34,6 +34,33 @@ def test_round_trip(saved):
     assert (saved / "README.md").read_text() == "# A card\n"
 
 
+def test_a_checkpoint_of_format_1_loads():
+    """Written at commit 45c8e32, with that version's logits; layers were kinds then."""
+    path = Path(__file__).parent / "format_1"
+    model, known = st.from_pretrained(path), json.loads((path / "logits.json").read_text())
+    assert model.config.kinds == ("parallel", "mlp", "mamba2", "attention", "moe")
+    assert model.config.layers[0].mamba2 == model.config.layers[2]
+    assert model.config.layers[2].dt_limit == (0.01, float("inf"))
+    logits = apply(model, np.array([known["tokens"]], np.int32))[0]
+    np.testing.assert_allclose(logits, known["logits"], rtol=0, atol=1e-5)
+
+
+def test_other_versions_are_refused(saved):
+    header = json.loads((saved / "config.json").read_text())
+    assert header["version"] == 2
+    (saved / "config.json").write_text(json.dumps(header | {"version": 3}))
+    with pytest.raises(ValueError, match="has checkpoint version 3; this stree_jax reads 1 and 2"):
+        st.from_pretrained(saved)
+
+
+def test_layers_of_different_sizes_are_saved(tmp_path):
+    model = tiny_model("mixed hybrid")
+    st.save_pretrained(model, tmp_path / "mixed")
+    loaded = st.from_pretrained(tmp_path / "mixed")
+    assert loaded.config == model.config
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(loaded), nnx.state(model))
+
+
 def test_the_type_is_chosen_when_loading(saved):
     loaded = st.from_pretrained(saved, dtype="bfloat16")
     assert loaded.embedding.dtype == jnp.bfloat16

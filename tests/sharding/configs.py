@@ -54,6 +54,15 @@ CONFIGS = {
     "norm_then_gate": _model(
         "mamba2", mamba2=_mamba2(norm="norm_then_gate", conv_bias=False, out_proj_bias=True)
     ),
+    # Layers of one kind that differ in size, and a window of attention.
+    "mixed": _model(
+        _MAMBA2,
+        dataclasses.replace(_ATTENTION, window=3),
+        MoeConfig(num_experts=8, num_active=2, hidden_size=12),
+        _mamba2(num_heads=16, head_dim=4, state_size=4, conv_width=3),
+        dataclasses.replace(_ATTENTION, num_kv_heads=8, rotary_dim=0),
+        MoeConfig(num_experts=4, num_active=1, hidden_size=64, shared_size=16),
+    ),
     "bamba": _model(
         *("mamba2", "mlp", "attention", "mlp"),
         attention=dataclasses.replace(_ATTENTION, qkv_bias=True, out_bias=True),
