@@ -24,8 +24,8 @@ from stree_jax.convert.description import Description
 from stree_jax.convert.families import describe, layout
 from stree_jax.convert.files import open_tensors
 from stree_jax.convert.rules import Rule, check_coverage
+from stree_jax.mesh.partition import Partition
 from stree_jax.models.lm import HybridLM
-from stree_jax.partition import Partition
 from stree_jax.stored import Tensor
 
 # A callback with the bytes read so far and the total.

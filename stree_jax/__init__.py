@@ -44,11 +44,11 @@ from stree_jax.layer_config import (
     SharedConfig,
 )
 from stree_jax.lazy import lazily
+from stree_jax.mesh.partition import make_mesh
+from stree_jax.mesh.weights import shard
 from stree_jax.models.lm import HybridLM
-from stree_jax.partition import make_mesh
 from stree_jax.pretrained import demo_path, from_pretrained, load_tokenizer
 from stree_jax.serving import Completion, Request, Scheduler
-from stree_jax.sharding import shard
 from stree_jax.tree import Tree, TreeTopology
 from stree_jax.tuning import TuningReport, tune
 

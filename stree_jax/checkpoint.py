@@ -34,12 +34,12 @@ from tokenizers import Tokenizer
 
 from stree_jax.config import ModelConfig
 from stree_jax.directories import new_directory, recover
+from stree_jax.mesh.hosts import by_first
+from stree_jax.mesh.partition import Partition
+from stree_jax.mesh.weights import canonical_weights, spread
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
-from stree_jax.models.names import flatten, unflatten
-from stree_jax.partition import Partition
-from stree_jax.processes import by_first
-from stree_jax.sharding import canonical_weights, spread
+from stree_jax.names import flatten, unflatten
 from stree_jax.stored import (
     CHECKSUMS,
     Tensor,

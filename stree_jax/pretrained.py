@@ -10,9 +10,9 @@ from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
 from stree_jax.checkpoint import first_line, is_native, load_native
+from stree_jax.mesh.weights import partition_of
 from stree_jax.messages import shown, shown_path
 from stree_jax.models.lm import HybridLM, check_options
-from stree_jax.sharding import partition_of
 
 
 def from_pretrained(

@@ -31,9 +31,9 @@ from benchmarks.static.programs import STEPS, abstract_requests
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.prefill import prefill
 from stree_jax.decoding.types import Context, state_specs
-from stree_jax.models.names import flatten, unflatten
-from stree_jax.partition import ROWS, Partition
-from stree_jax.sharding import weight_specs
+from stree_jax.mesh.partition import ROWS, Partition
+from stree_jax.mesh.programs import weight_specs
+from stree_jax.names import flatten, unflatten
 
 MAX_LENGTH = 256
 

@@ -31,14 +31,25 @@ from stree_jax.decoding.types import (
     state_specs,
 )
 from stree_jax.decoding.verifiers import Verifier
+from stree_jax.mesh.partition import ROWS
+from stree_jax.mesh.programs import on_mesh
 from stree_jax.models.cache import empty_path, path_to
 from stree_jax.models.lm import HybridLM
-from stree_jax.partition import ROWS
-from stree_jax.sharding import over_mesh
 from stree_jax.tree import TreeTopology
 
 # Codes of `DecodeState.failed`.
 TARGET_FAILED, DRAFT_FAILED = 1, 2
+
+
+def _run_specs(model: HybridLM) -> Any:
+    specs, whole = state_specs(model), PartitionSpec()
+    return (specs, ROWS, ROWS, whole, whole), specs
+
+
+def _step_specs(model: HybridLM) -> Any:
+    specs: Any = state_specs(model)
+    draft: Any = DraftTree(ROWS, ROWS, ROWS, PartitionSpec(), ROWS, ROWS)  # type: ignore[arg-type]
+    return (specs, ROWS, ROWS), (specs, draft, ROWS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,16 +105,9 @@ class SpeculativeDecoder:
         return owned(state, (model, drafter, prompts, keys))
 
     @functools.partial(jax.jit, static_argnums=0)
+    @on_mesh(lambda model: ((ROWS, ROWS), state_specs(model)._replace(cache=ROWS)), modules=1)
     def begin(self, model: HybridLM, prompts: Context, keys: Array) -> DecodeState:
         """The state before the first step, without cache and drafter."""
-        if model.partition is None:
-            return self._begin(model, prompts, keys)
-        specs = state_specs(model)._replace(cache=ROWS)
-        return over_mesh(
-            model.partition, self._begin, (model,), (prompts, keys), (ROWS, ROWS), specs
-        )
-
-    def _begin(self, model: HybridLM, prompts: Context, keys: Array) -> DecodeState:
         batch, width = prompts.tokens.shape
         num_nodes, depth = self.topology.num_nodes, max(self.topology.depth, self.deepest)
         tokens = jnp.pad(prompts.tokens, ((0, 0), (0, self.num_places - width)))
@@ -123,6 +127,7 @@ class SpeculativeDecoder:
         )
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
+    @on_mesh(_run_specs)
     def run(
         self,
         model: HybridLM,
@@ -146,28 +151,6 @@ class SpeculativeDecoder:
 
         On a mesh each shard of the batch counts its own steps and ended rows.
         """
-        if model.partition is None:
-            return self._run(model, drafter, state, limits, sampling, max_steps, stop_after_ended)
-        specs, whole = state_specs(model), PartitionSpec()
-        return over_mesh(
-            model.partition,
-            self._run,
-            (model, drafter),
-            (state, limits, sampling, max_steps, stop_after_ended),
-            (specs, ROWS, ROWS, whole, whole),
-            specs,
-        )
-
-    def _run(
-        self,
-        model: HybridLM,
-        drafter: Drafter | None,
-        state: DecodeState,
-        limits: Limits,
-        sampling: Sampling,
-        max_steps: int | Array | None,
-        stop_after_ended: int | Array | None,
-    ) -> DecodeState:
         before = state
 
         def unfinished(state: DecodeState) -> Array:
@@ -196,6 +179,7 @@ class SpeculativeDecoder:
         )
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
+    @on_mesh(_step_specs)
     def step(
         self,
         model: HybridLM,
@@ -205,18 +189,7 @@ class SpeculativeDecoder:
         sampling: Sampling,
     ) -> tuple[DecodeState, DraftTree, Verdict]:
         """One iteration of `run`, for streaming and inspection."""
-        if model.partition is None:
-            return self._step(model, drafter, state, limits, sampling)
-        specs: Any = state_specs(model)
-        draft_specs: Any = DraftTree(ROWS, ROWS, ROWS, PartitionSpec(), ROWS, ROWS)  # type: ignore[arg-type]
-        return over_mesh(
-            model.partition,
-            self._step,
-            (model, drafter),
-            (state, limits, sampling),
-            (specs, ROWS, ROWS),
-            (specs, draft_specs, ROWS),
-        )
+        return self._step(model, drafter, state, limits, sampling)
 
     def _step(
         self,
@@ -247,7 +220,7 @@ class SpeculativeDecoder:
             with jax.named_scope("draft"):
                 draft, drafter_state = drafter.propose(state.drafter, step, self.topology)
 
-        if model.shard is not None and drafter is not None:
+        if drafter is not None:
             tokens, tree, is_finite = model.shard.broadcast_from_first(
                 (draft.tokens, draft.tree, draft.finite)
             )
@@ -265,7 +238,7 @@ class SpeculativeDecoder:
             of_verifier = step._replace(keys=keys[:, 1])
             verdict = self.verifier.verify(draft, logits, of_verifier, self.topology)
 
-        if model.shard is not None and not _is_exact(self.verifier, sampling):
+        if not _is_exact(self.verifier, sampling):
             verdict = model.shard.broadcast_from_first(verdict)
 
         # Emit, up to the end of sequence or the limit.

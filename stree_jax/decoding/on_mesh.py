@@ -10,8 +10,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from stree_jax.decoding.drafters.base import Drafter, draft_models
+from stree_jax.mesh.partition import Partition
 from stree_jax.models.lm import HybridLM
-from stree_jax.partition import Partition
 
 
 def check_mesh_of(model: HybridLM, drafter: Drafter | None) -> None:

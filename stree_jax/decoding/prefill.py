@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from stree_jax.array_types import Array, Lengths, Tokens
+from stree_jax.mesh.partition import ROWS
+from stree_jax.mesh.programs import on_mesh
 from stree_jax.models.cache import Cache, cache_specs
 from stree_jax.models.lm import HybridLM
-from stree_jax.partition import ROWS
-from stree_jax.sharding import over_mesh
 
 PREFILL_CHUNK = 512  # tokens
 
@@ -31,7 +31,7 @@ def prefill(
     Continues from `cache`; None starts with an empty one of `max_length` positions. The number of
     chunks is traced, so chunks beyond the longest row cost nothing.
     """
-    return _prefill(model, None, tokens, lengths, max_length, None, cache)[0]
+    return _prefill(model, None, tokens, lengths, None, cache, max_length=max_length)[0]
 
 
 @functools.partial(jax.jit, static_argnames="max_length")
@@ -45,38 +45,24 @@ def prefill_with_drafter(
     cache: Cache | None = None,
 ) -> tuple[Cache, Any]:
     """As `prefill`, and the state of a drafter that reads every chunk, see `Drafter.read`."""
-    return _prefill(model, drafter, tokens, lengths, max_length, state, cache)
+    return _prefill(model, drafter, tokens, lengths, state, cache, max_length=max_length)
 
 
+def _specs(model: HybridLM) -> Any:
+    assert model.partition is not None
+    specs = cache_specs(model.config, model.partition.axis)
+    return (ROWS, ROWS, ROWS, specs), (specs, ROWS)
+
+
+@on_mesh(_specs)
 def _prefill(
     model: HybridLM,
     drafter: Any,
     tokens: Array,
     lengths: Array,
-    max_length: int,
     state: Any,
     cache: Cache | None,
-) -> tuple[Cache, Any]:
-    if model.partition is None:
-        return _run(model, drafter, tokens, lengths, state, cache, max_length)
-    specs = cache_specs(model.config, model.partition.axis)
-    return over_mesh(
-        model.partition,
-        functools.partial(_run, max_length=max_length),
-        (model, drafter),
-        (tokens, lengths, state, cache),
-        (ROWS, ROWS, ROWS, None if cache is None else specs),
-        (specs, ROWS),
-    )
-
-
-def _run(
-    model: HybridLM,
-    drafter: Any,
-    tokens: Array,
-    lengths: Array,
-    state: Any,
-    cache: Cache | None,
+    *,
     max_length: int,
 ) -> tuple[Cache, Any]:
     def read(chunk: Array, lengths: Array, carry: tuple[Cache, Any]) -> tuple[Cache, Any]:

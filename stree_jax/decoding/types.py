@@ -8,9 +8,9 @@ import jax
 
 from stree_jax.array_types import Array, Bool, Float32, Int, Key
 from stree_jax.decoding.filters import Filter
+from stree_jax.mesh.partition import ROWS
 from stree_jax.models.cache import Cache, Path, Pending, cache_specs, pending_specs
 from stree_jax.models.lm import HybridLM
-from stree_jax.partition import ROWS
 from stree_jax.tree import Tree
 
 

@@ -3,7 +3,7 @@
 from pallas_kernels.numerics import contract
 from stree_jax.models.cache import Cache, Path, Pending, empty_path, path_to
 from stree_jax.models.lm import HybridLM, check_model, check_on_one_device, output_logits
-from stree_jax.models.names import flatten
+from stree_jax.names import flatten
 
 __all__ = [
     "Cache",

@@ -35,6 +35,7 @@ from pallas_kernels import (
 from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array, Bool, Float, Int, Lengths
 from stree_jax.checks import require, require_integer, require_types
+from stree_jax.mesh.partition import DATA, ROWS, WHOLE, Cut, Part, Shard
 from stree_jax.models.layer import (
     ConvGatherIndex,
     LayerConfig,
@@ -52,7 +53,6 @@ from stree_jax.models.layers import (
     silu,
     split_last,
 )
-from stree_jax.partition import DATA, ROWS, Cut, Shard
 from stree_jax.tree import Tree
 
 
@@ -302,7 +302,7 @@ class AttentionMixer(nnx.Module):
         implementation: kernel implementation, see `pallas_kernels.dispatch`.
     """
 
-    shard: Shard | None = None  # set by `set_shard`
+    shard: Part = WHOLE  # set by `set_shard`
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stree_jax.checks import check_int, require, require_integer, require_types
+from stree_jax.mesh.partition import Cut
 from stree_jax.messages import shown
 from stree_jax.models.attention import AttentionConfig, RopeScaling
 from stree_jax.models.layer import LayerConfig, layer_kinds, share, within
@@ -19,7 +20,6 @@ from stree_jax.models.moe import MoeConfig
 from stree_jax.models.parallel import ParallelConfig as ParallelConfig  # registers its kind
 from stree_jax.models.presets import PRESETS
 from stree_jax.models.shared import SharedConfig
-from stree_jax.partition import Cut
 
 # Kinds of layers that the library has; `register` adds others.
 LAYER_KINDS = ("mamba2", "attention", "parallel", "mlp", "moe", "shared")

@@ -21,7 +21,7 @@ from pallas_kernels import DeferredRMSNorm
 from pallas_kernels.numerics import ACTIVATIONS
 from stree_jax.array_types import Array, Bool, Int, Lengths
 from stree_jax.checks import require
-from stree_jax.partition import Cut, Shard
+from stree_jax.mesh.partition import Cut, Shard
 from stree_jax.tree import Tree
 
 Config = TypeVar("Config", bound="type[LayerConfig]")

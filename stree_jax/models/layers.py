@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.numerics import activate
 from stree_jax.array_types import Array, Float, Lengths
-from stree_jax.partition import Shard
+from stree_jax.mesh.partition import Part
 
 
 def linear(
@@ -27,16 +27,16 @@ def linear(
 
 
 def row_parallel(
-    projection: nnx.Linear, inputs: Float[Array, "*rows inputs"], shard: Shard | None
+    projection: nnx.Linear, inputs: Float[Array, "*rows inputs"], shard: Part
 ) -> Float[Array, "*rows outputs"]:
     """The output projection of a mixer; on a mesh, an all-reduce of the shards' products.
 
     Args:
         projection: the shard's projection, with the rows of its inputs.
         inputs: the shard's inputs.
-        shard: collectives of the shard; None: one device.
+        shard: the shard, or the whole.
     """
-    if shard is None:
+    if shard.shards == 1:
         return projection(inputs)
     output = shard.total(partial_product(projection, inputs)).astype(inputs.dtype)
     # The bias is added once, not by each shard.

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import conv_gather_index, dispatch, replay_gather_index
 from pallas_kernels.numerics import contract, rms_norm, scaled
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths, Tokens
+from stree_jax.mesh.partition import Partition, Partitioned, Shard
 from stree_jax.messages import shown
 from stree_jax.models.block import Block
 from stree_jax.models.cache import Cache, Pending, conv_widths, init_cache, init_pending
@@ -18,7 +19,6 @@ from stree_jax.models.config import ModelConfig
 from stree_jax.models.layer import ConvGatherIndex, Path, Replay
 from stree_jax.models.residual import ResidualStream
 from stree_jax.models.shared import SharedLayer, SharedTransformer
-from stree_jax.partition import Partition, Shard
 from stree_jax.tree import Tree
 
 # An op may know further names, which a model cannot pass on to the others.
@@ -70,7 +70,7 @@ def _check_config(config: object) -> None:
         )
 
 
-class HybridLM(nnx.Module):
+class HybridLM(Partitioned):
     """A language model that runs over sequences and over token trees.
 
     No method changes the module: caches and pending records go in and come out. Pass the model to a
@@ -85,16 +85,13 @@ class HybridLM(nnx.Module):
             `pallas_kernels.dispatch`); None: the fastest that runs on the device.
 
     Attributes:
-        partition: how a model on a mesh is sharded, see `stree_jax.sharding`; None: one device.
+        partition: how a model on a mesh is sharded, see `stree_jax.mesh`; None: one device.
             `generate` and `stream` run it; its own methods can be called only if every device has
             the whole model.
 
     Raises:
         ValueError: a model without memory, another dtype, or another implementation.
     """
-
-    partition: Partition | None = None
-    shard: Shard | None = None  # collectives of one shard, inside `jax.shard_map`
 
     def __init__(
         self,
@@ -179,6 +176,11 @@ class HybridLM(nnx.Module):
         model.blocks = nnx.List(nnx.clone(block_of[layer]) for layer in whole.layers)
         structure, weights = nnx.split(model)
         return structure, nnx.to_pure_dict(weights)
+
+    def on(self, partition: Partition | None) -> tuple[nnx.GraphDef, dict]:
+        """See `Partitioned`."""
+        options: dict[str, Any] = dict(dtype=self.dtype, implementation=self._implementation)
+        return self.abstract(self.config, partition=partition, **options)
 
     def __call__(self, tokens: Tokens) -> Float32[Array, "B T V"]:
         """Next-token logits of whole sequences; V counts padded vocabulary rows too."""
@@ -309,7 +311,7 @@ class HybridLM(nnx.Module):
         """
         self._check_here()
         logits = output_logits(hidden, self.output_head[...], self.config.logits_multiplier)
-        return logits if self.shard is None else self.shard.all_gather(logits)
+        return self.shard.all_gather(logits)
 
     @property
     def output_head(self) -> nnx.Param:
@@ -348,8 +350,7 @@ class HybridLM(nnx.Module):
 
     def _stream(self, tokens: Array, implementation: str | None) -> ResidualStream:
         self._check_here()
-        table = self.embedding[...]
-        rows = table[tokens] if self.shard is None else self.shard.rows_of(table, tokens)
+        rows = self.shard.rows_of(self.embedding[...], tokens)
         embedded = scaled(rows, self.config.embedding_multiplier)
         dtype = jnp.float32 if self.config.residual_float32 else self.dtype
         return ResidualStream(embedded.astype(dtype), self.config, self.dtype, implementation)
@@ -357,7 +358,7 @@ class HybridLM(nnx.Module):
     def _own_config(self) -> ModelConfig:
         """The local config on a shard, else the model's config."""
         self._check_here()
-        return self.config if self.shard is None else self.config.local(self.shard.shards)
+        return self.config.local(self.shard.shards)
 
     def _check_here(self) -> None:
         """Refuses a sharded model outside of its program."""

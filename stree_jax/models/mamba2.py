@@ -45,6 +45,7 @@ from pallas_kernels.rms_norm.xla import activated
 from pallas_kernels.tree_scan.xla import gated
 from stree_jax.array_types import Array, Bool, Float, Float32, Lengths
 from stree_jax.checks import require, require_integer, require_types
+from stree_jax.mesh.partition import DATA, WHOLE, Cut, Part, Shard
 from stree_jax.models.layer import (
     ConvGatherIndex,
     LayerConfig,
@@ -63,7 +64,6 @@ from stree_jax.models.layers import (
     silu,
     split_last,
 )
-from stree_jax.partition import DATA, Cut, Shard
 from stree_jax.tree import Tree
 
 
@@ -299,7 +299,7 @@ class Mamba2Mixer(nnx.Module):
     """
 
     # Set by `set_shard`.
-    shard: Shard | None = None
+    shard: Part = WHOLE
     norm_spans_shards = False
 
     def __init__(
@@ -506,7 +506,8 @@ class Mamba2Mixer(nnx.Module):
         """
         c, norm_weight = self.config, None
         # Of the whole model: a shard may have one group or head where the model has several.
-        is_one_group = c.gate_groups == 1 if self.shard is None else self.norm_spans_shards
+        alone = self.shard.shards == 1
+        is_one_group = c.gate_groups == 1 if alone else self.norm_spans_shards
         per_head = c.gate_groups == c.num_heads and not self.norm_spans_shards
         if self.norm_scale is not None:
             commutes = is_one_group and not (c.mlp_dim or c.out_proj_bias)
@@ -542,7 +543,6 @@ class Mamba2Mixer(nnx.Module):
 
     def _spanning_norm(self, y: Array, gate: Array) -> Array:
         """Gate and norm over the heads of all shards, at the cost of another collective."""
-        assert self.shard is not None
         assert self.norm_scale is not None
         gate_first = self.config.norm == "gate_then_norm"
         value = y.astype(jnp.float32) * (gate if gate_first else 1.0)
@@ -554,7 +554,7 @@ class Mamba2Mixer(nnx.Module):
 
     def _project_deferred(self, y: DeferredRMSNorm, projected: Array) -> DeferredRMSNorm:
         """The output projection before the rows are scaled."""
-        if self.shard is None:
+        if self.shard.shards == 1:
             return dataclasses.replace(y, value=self._project_out(y.value, projected))
         # One all-reduce sums the products and the squares.
         own = dataclasses.replace(y, value=partial_product(self.out_proj, y.value))

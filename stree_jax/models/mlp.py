@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.numerics import activate, scaled
 from stree_jax.array_types import Array, Float
 from stree_jax.checks import require_integer, require_types
+from stree_jax.mesh.partition import WHOLE, Cut, Part, Shard
 from stree_jax.models.layer import (
     LayerConfig,
     NoCache,
@@ -19,7 +20,6 @@ from stree_jax.models.layer import (
     share,
 )
 from stree_jax.models.layers import linear, row_parallel
-from stree_jax.partition import Cut, Shard
 
 
 @register("mlp")
@@ -77,7 +77,7 @@ class MlpConfig(LayerConfig):
 class Pointwise(nnx.Module):
     """A mixer that computes each position alone: no mask, an empty cache, replay is a no-op."""
 
-    shard: Shard | None = None  # set by `set_shard`
+    shard: Part = WHOLE  # set by `set_shard`
 
     def set_shard(self, shard: Shard, whole: LayerConfig) -> None:
         """See `Mixer`."""

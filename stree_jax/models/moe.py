@@ -13,10 +13,10 @@ from pallas_kernels import expert_mlps
 from pallas_kernels.numerics import contract
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import require, require_integer, require_types
+from stree_jax.mesh.partition import Cut
 from stree_jax.models.layer import LayerConfig, Sizes, register, require_activation, share, within
 from stree_jax.models.layers import linear
 from stree_jax.models.mlp import Mlp, MlpConfig, Pointwise
-from stree_jax.partition import Cut
 
 _NARROWEST = 16  # fewest channels of an expert that a kernel multiplies
 
@@ -194,7 +194,6 @@ class MixtureOfExperts(Pointwise):
         """The function of one position."""
         weights, chosen = self._route(u.reshape(-1, u.shape[-1]))
         if self.config.experts_held < self.config.num_experts:
-            assert self.shard is not None
             weights, chosen = self.shard.own_choices(weights, chosen, self.config.experts_held)
         x = u if self.latent_in is None else self.latent_in(u)
         y = expert_mlps(
@@ -206,7 +205,7 @@ class MixtureOfExperts(Pointwise):
         ).reshape(x.shape)
         y = y if self.latent_out is None else self.latent_out(y)
         y = y if self.shared is None else y + self.shared.apply(u)
-        return y if self.shard is None else self.shard.total(y)
+        return self.shard.total(y)
 
     def _route(
         self, tokens: Float[Array, "tokens M"]

@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import DeferredRMSNorm, Mamba2Pending
 from stree_jax.array_types import Array, Bool, Float, Lengths
+from stree_jax.mesh.partition import Cut, Shard
 from stree_jax.models.attention import (
     AttentionCache,
     AttentionConfig,
@@ -24,7 +25,6 @@ from stree_jax.models.layer import (
     within,
 )
 from stree_jax.models.mamba2 import Mamba2Cache, Mamba2Config, Mamba2Mixer
-from stree_jax.partition import Cut, Shard
 from stree_jax.tree import Tree
 
 

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.numerics import rms_norm
 from stree_jax.array_types import Array, Bool, Float, Lengths
 from stree_jax.checks import require, require_integer, require_types
+from stree_jax.mesh.partition import Cut, Shard
 from stree_jax.models.attention import (
     AttentionCache,
     AttentionConfig,
@@ -33,7 +34,6 @@ from stree_jax.models.layer import (
 from stree_jax.models.layers import linear
 from stree_jax.models.mamba2 import Mamba2Config
 from stree_jax.models.mlp import Mlp, MlpConfig
-from stree_jax.partition import Cut, Shard
 from stree_jax.tree import Tree
 
 

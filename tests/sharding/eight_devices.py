@@ -18,13 +18,13 @@ from jax.sharding import PartitionSpec
 
 import stree_jax as st
 from stree_jax import convert, stored
-from stree_jax import partition as partition_module
 from stree_jax.decoding.prefill import PREFILL_CHUNK
 from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig, MoeConfig
+from stree_jax.mesh import partition as partition_module
+from stree_jax.mesh.partition import ROWS
+from stree_jax.mesh.programs import over_mesh
 from stree_jax.models import attention, mamba2, mlp
 from stree_jax.models.cache import cache_specs, path_to
-from stree_jax.partition import ROWS
-from stree_jax.sharding import over_mesh
 from stree_jax.testing import perturbed, randomised
 from tests.helpers import DOCS, python_blocks, saved_pair, with_weight
 from tests.sharding.configs import CONFIGS
@@ -176,7 +176,7 @@ def test_kernels_on_a_mesh(name):
 
 
 def bias_of_each_shard(projection, inputs, shard):
-    return projection(inputs) if shard is None else shard.total(projection(inputs))
+    return shard.total(projection(inputs))
 
 
 def units_modulo(shard, units, shards):

@@ -11,9 +11,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import stree_jax
-from stree_jax.models.names import flatten
+from stree_jax.mesh.partition import Cut, Partition, check_mesh
 from stree_jax.models.presets import PRESETS
-from stree_jax.partition import Cut, Partition, check_mesh
+from stree_jax.names import flatten
 from tests.sharding.configs import CONFIGS
 
 # Sizes whose shards are whole, or that whole shards share.

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -71,9 +72,41 @@ class Partition:
         return jax.tree.map(put, tree)
 
 
+class Part:
+    """What one device has of a model, and its collectives: all of it, and none.
+
+    They return their argument, so programs without a mesh have no trace of them.
+    """
+
+    shards: int = 1
+
+    def total(self, x: Array) -> Array:
+        """All-reduces in float32; the result has the dtype of `x`."""
+        return x
+
+    def all_gather(self, x: Array) -> Array:
+        """All-gathers along the last axis."""
+        return x
+
+    def rows_of(self, table: Array, index: Array) -> Array:
+        """`table[index]` for a table whose rows are sharded."""
+        return table[index]
+
+    def own_choices(self, weights: Array, chosen: Array, held: int) -> tuple[Array, Array]:
+        """Chosen experts as indices among this shard's `held` ones; other experts get weight 0."""
+        return weights, chosen
+
+    def broadcast_from_first(self, tree: Any) -> Any:
+        """Broadcasts shard 0's integers and booleans `[B, ...]`."""
+        return tree
+
+
+WHOLE = Part()
+
+
 @dataclasses.dataclass(frozen=True)
-class Shard:
-    """Collectives over "model", for the modules of one shard; only inside `jax.shard_map`.
+class Shard(Part):
+    """One of several equal shards along "model"; only inside `jax.shard_map`.
 
     Attributes:
         shards: number of shards.
@@ -82,20 +115,20 @@ class Shard:
     shards: int
 
     def total(self, x: Array) -> Array:
-        """All-reduces in float32; the result has the dtype of `x`."""
+        """See `Part`."""
         return lax.psum(x.astype(jnp.float32), MODEL).astype(x.dtype)
 
     def all_gather(self, x: Array) -> Array:
-        """All-gathers along the last axis."""
+        """See `Part`."""
         return lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
 
     def rows_of(self, table: Array, index: Array) -> Array:
-        """`table[index]` for a table whose rows are sharded."""
+        """See `Part`."""
         own, is_own = self._among_own(index, table.shape[0])
         return lax.psum(jnp.where(is_own[..., None], table[own], 0), MODEL)
 
     def own_choices(self, weights: Array, chosen: Array, held: int) -> tuple[Array, Array]:
-        """Chosen experts as indices among this shard's `held` ones; other experts get weight 0."""
+        """See `Part`."""
         own, is_own = self._among_own(chosen, held)
         return jnp.where(is_own, weights, 0), own
 
@@ -106,7 +139,7 @@ class Shard:
         return jnp.where(is_own, own, 0), is_own
 
     def broadcast_from_first(self, tree: Any) -> Any:
-        """Broadcasts shard 0's integers and booleans `[B, ...]`.
+        """See `Part`.
 
         All shards compute these values, but two GPUs, or two programs tuned apart, may round
         differently. Values that a program branches on must be equal to the last bit.
@@ -202,3 +235,24 @@ def _units_of(shard: int, units: int, shards: int) -> range:
         return range(shard * count, (shard + 1) * count)
     assert shards % units == 0  # `ModelConfig.local` refuses the rest
     return range(shard * units // shards, shard * units // shards + 1)
+
+
+class Partitioned(nnx.Module):
+    """A model that may lie on a mesh.
+
+    Attributes:
+        partition: how it lies there; None: on one device.
+        shard: what the running program has of it, inside `jax.shard_map` and outside.
+    """
+
+    config: Any
+    partition: Partition | None = None
+    shard: Part = WHOLE
+
+    def on(self, partition: Partition | None) -> tuple[nnx.GraphDef, dict]:
+        """This model without weights, with another partition, as `HybridLM.abstract` gives it."""
+        raise NotImplementedError
+
+    def cuts(self) -> dict[str, Cut]:
+        """The cut of each weight by name; weights without one are replicated."""
+        return {} if self.partition is None else self.config.cuts(self.partition.shards)

@@ -1,0 +1,117 @@
+"""Programs over a mesh.
+
+A program is one `jax.shard_map` with both axes manual: inside, each device runs the code of one
+device, with the model of its shard and its rows of the batch. The only collectives are those of
+`Part`, which mixers, embedding and head call. Without a mesh programs are unchanged.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from stree_jax.mesh.partition import MODEL, Cut, Partition, Partitioned
+from stree_jax.names import dotted
+
+__all__ = ["on_mesh", "over_mesh", "spec_of", "weight_specs"]
+
+
+def on_mesh(specs: Callable[[Any], tuple[tuple[Any, ...], Any]], *, modules: int = 2) -> Any:
+    """Decorates a function of a model: it runs over the model's mesh, if that has one.
+
+    The function gets the model, perhaps a drafter, and then arrays, in this order; a method gets
+    `self` before, and static settings are keywords. On one device it is called as it is.
+
+    Args:
+        specs: function from the model to the specs of the arrays and those of the result, as for
+            `jax.shard_map`; arrays that are None need none.
+        modules: 1 or 2, the model alone or the model and a drafter.
+    """
+
+    def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*arguments: Any, **settings: Any) -> Any:
+            at = next(i for i, each in enumerate(arguments) if isinstance(each, Partitioned))
+            model, arrays = arguments[at], arguments[at + modules :]
+            if model.partition is None:
+                return function(*arguments, **settings)
+            wanted, out = specs(model)
+            given = zip(arrays, wanted, strict=False)
+            return over_mesh(
+                model.partition,
+                functools.partial(function, *arguments[:at], **settings),
+                arguments[at : at + modules],
+                arrays,
+                tuple(None if array is None else spec for array, spec in given),
+                out,
+            )
+
+        return run
+
+    return decorated
+
+
+def over_mesh(
+    partition: Partition,
+    function: Callable[..., Any],
+    modules: tuple[Any, ...],
+    arrays: tuple[Any, ...],
+    in_specs: tuple[Any, ...],
+    out_specs: Any,
+) -> Any:
+    """`function(*modules, *arrays)` on every device, with its shards of both.
+
+    Args:
+        partition: partition of the model that runs.
+        function: gets models of one shard, which have no mesh and all-reduce over "model".
+        modules: models, or pytrees of them; their other arrays are on every device.
+        arrays: global arrays.
+        in_specs: specs of `arrays`, as for `jax.shard_map`.
+        out_specs: specs of the result.
+    """
+    leaves, structure = jax.tree.flatten(modules)
+
+    def run(leaves: list[Any], arrays: tuple[Any, ...]) -> Any:
+        shards = jax.tree.unflatten(structure, leaves)
+        for model in jax.tree.leaves(shards, is_leaf=_is_model):
+            if _is_model(model):
+                model.partition = None
+        return function(*shards, *arrays)
+
+    # Replication cannot be checked: `pallas_call` does not say what its results depend on.
+    return jax.shard_map(
+        run,
+        mesh=partition.mesh,
+        in_specs=(weight_specs(modules), in_specs),
+        out_specs=out_specs,
+        check_vma=False,
+    )(leaves, arrays)
+
+
+def _is_model(node: Any) -> bool:
+    return isinstance(node, Partitioned)
+
+
+def weight_specs(modules: Any) -> list[PartitionSpec]:
+    """A spec for each leaf, in the order of `jax.tree.leaves`."""
+    specs = []
+    for node in jax.tree.leaves(modules, is_leaf=_is_model):
+        if not _is_model(node):
+            specs.append(PartitionSpec())
+            continue
+        table = node.cuts()
+        for path, _ in jax.tree.leaves_with_path(node):
+            specs.append(spec_of(table.get(_name(path))))
+    return specs
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """The name of a weight, the last key of whose path is the value of its variable."""
+    return dotted(path).removesuffix(".value")
+
+
+def spec_of(cut: Cut | None) -> PartitionSpec:
+    """The spec of a weight with this cut."""
+    return PartitionSpec() if cut is None else PartitionSpec(*[None] * cut.axis, MODEL)
