@@ -181,7 +181,7 @@ HYBRIDS["mixed"] = ModelConfig(
         Mamba2Config(num_heads=2, head_dim=8, state_size=4, conv_width=3, chunk_size=8),
         AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8),
         AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=4, window=2, conv_width=2),
-        MoeConfig(num_experts=2, num_active=1, hidden_size=8, shared_size=6),
+        MoeConfig(num_experts=3, num_active=2, hidden_size=8, shared_size=6),
     ),
     tie_embeddings=False,
     residual_float32=False,
