@@ -13,6 +13,7 @@ from stree_jax.config import ModelConfig
 from stree_jax.convert import bamba, granite, mamba_in_llama, nemotron_h, pure, zamba2
 from stree_jax.convert.description import Description, Source
 from stree_jax.convert.fields import Fields
+from stree_jax.convert.rules import Ignored
 from stree_jax.stored import Tensor
 
 # Deviations of other programs from the published config, reproduced on request.
@@ -95,11 +96,13 @@ _REFUSED = {
     ),
     "delta attention, not Mamba-2": ("kimi_linear", "bailing_hybrid", "glm5_next"),
     "RG-LRU layers, not Mamba-2": ("recurrent_gemma",),
-    "a multimodal wrapper; convert the language model inside it": (
-        "nemotron_h_omni",
-        "nemotron3_5_transcribe",
-    ),
+    "a speech model; its text model alone has no use": ("nemotron3_5_transcribe", "nemo_speechlm"),
 }
+
+
+# Multimodal `model_type`s whose text model is of a family above: its config is one of these tables,
+# and its tensors have this prefix.
+_WRAPPERS = {"nemotron_h_omni": (("text_config", "llm_config"), "language_model.")}
 
 
 class FileNames(NamedTuple):
@@ -180,6 +183,9 @@ def read(source: Source) -> Description:
         ValueError: see `describe`.
     """
     path = source.fields.path
+    wrapper = source.fields.values.get("model_type")
+    if isinstance(wrapper, str) and wrapper in _WRAPPERS:
+        return _read_wrapped(source, wrapper)
     try:
         family = FAMILIES[recognise(source)]
         if not set(source.quirks) <= {family.quirk}:
@@ -189,6 +195,33 @@ def read(source: Source) -> Description:
         return family.read(source)
     except ValueError as error:  # `ModelConfig` cannot name the file
         raise error if str(path.parent) in str(error) else ValueError(f"{path}: {error}") from None
+
+
+def _read_wrapped(source: Source, wrapper: str) -> Description:
+    """Describes the text model inside a multimodal checkpoint; its other tensors are ignored."""
+    names, prefix = _WRAPPERS[wrapper]
+    path, values = source.fields.path, source.fields.values
+    tables = [values[name] for name in names if isinstance(values.get(name), Mapping)]
+    if not tables:
+        raise ValueError(f"{path}: model_type = {wrapper!r} needs a table {' or '.join(names)}")
+    inside = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in source.tensors.items()
+        if name.startswith(prefix)
+    }
+    values = {"model_type": "nemotron_h", **tables[0]}  # transformers' default
+    text = source._replace(fields=Fields(path, values), tensors=inside)
+    found = read(text)
+    others = [name for name in source.tensors if not name.startswith(prefix)]
+    return found._replace(
+        family=f"{found.family} inside {wrapper}",
+        rules=[
+            rule._replace(source=tuple(prefix + name for name in rule.sources))
+            for rule in found.rules
+        ],
+        ignored=[entry._replace(source=prefix + entry.source) for entry in found.ignored]
+        + [Ignored(name, f"not of the text model of {wrapper}") for name in others],
+    )
 
 
 def recognise(source: Source) -> str:

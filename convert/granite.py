@@ -74,9 +74,11 @@ def read_granite(source: Source) -> Description:
     )
     fields.ignore("without RoPE there is no limit", "max_position_embeddings")
     fields.ignore("never read by transformers", "normalization_function", "init_method", "mlp_bias")
+    in_memory = any(name.endswith(tables.GRANITE_NAMES[1]) for name in source.tensors)
+    experts = tables.granite_experts(tables.GRANITE_NAMES[in_memory])
     rules = tables.llama_like(
         config,
-        mlp=tables.GRANITE_EXPERTS if num_experts else tables.GRANITE_MLP,
+        mlp=experts if num_experts else tables.GRANITE_MLP,
         mlp_name=None if num_experts else "shared_mlp",
         mlp_norm="post_attention_layernorm",
         final_norm="norm",

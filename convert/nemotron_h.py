@@ -37,7 +37,7 @@ def read_nemotron_h(source: Source) -> Description:
     fields.check(not fields.has("sliding_window"), "sliding_window is not supported")
     layer = {kind: _layer(kind, fields, source) for kind in dict.fromkeys(kinds)}
     config = _config(source, [layer[kind] for kind in kinds])
-    return _described("transformers nemotron_h", source, config, prefix="backbone")
+    return _described("transformers nemotron_h", source, config)
 
 
 def read_nemotron_h_puzzle(source: Source) -> Description:
@@ -68,8 +68,7 @@ def read_nemotron_h_puzzle(source: Source) -> Description:
     )
     fields.ignore("all attention layers have their own", "sliding_window")
     config = _config(source, layers)
-    prefix = "model" if "model.norm_f.weight" in source.tensors else "backbone"
-    return _described("transformers nemotron_h_puzzle", source, config, prefix=prefix)
+    return _described("transformers nemotron_h_puzzle", source, config)
 
 
 def _read_aliases(fields: Fields) -> None:
@@ -204,7 +203,7 @@ def _config(source: Source, layers: Sequence[LayerConfig]) -> ModelConfig:
     return config
 
 
-def _described(family: str, source: Source, config: ModelConfig, *, prefix: str) -> Description:
+def _described(family: str, source: Source, config: ModelConfig) -> Description:
     fields = source.fields
     skipped = [
         Ignored(name, "part of a multi-token prediction head")
@@ -212,13 +211,15 @@ def _described(family: str, source: Source, config: ModelConfig, *, prefix: str)
         if name.startswith(("mtp.", "backbone.mtp.", "model.mtp."))
     ]
     of_experts = [layer for layer in config.layers if isinstance(layer, MoeConfig)]
-    if of_experts and source.tensors:  # experts are stored one by one
+    merged = any(name.endswith("mixer.experts.up_proj") for name in source.tensors)
+    if of_experts and source.tensors and not merged:  # experts are stored one by one
         fields.check(
             sum(layer.num_experts for layer in of_experts) <= len(source.tensors),
             f"n_routed_experts = {of_experts[0].num_experts} in {len(of_experts)} layers, but"
             f" there are only {len(source.tensors)} tensors",
         )
-    rules = tables.nemotron_h(config, prefix)
+    prefix = "model" if "model.norm_f.weight" in source.tensors else "backbone"
+    rules = tables.nemotron_h(config, prefix, merged=merged)
     return described(family, fields, config, rules, skipped)
 
 

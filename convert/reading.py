@@ -32,6 +32,9 @@ from stree_jax.stored import Tensor
 ProgressCallback = Callable[[int, int], None]
 
 
+_LISTED = 8  # tensors that are ignored for one reason; of more, their number is said
+
+
 class Checkpoint(NamedTuple):
     """A checkpoint whose tensors match its config. Weights have not been read."""
 
@@ -54,11 +57,14 @@ class Checkpoint(NamedTuple):
     @property
     def ignored(self) -> list[str]:
         """Ignored tensors and config fields, with reasons."""
-        tensors = [
-            f"{entry.source}: {entry.reason}"
-            for entry in self.description.ignored
-            if entry.source in self.tensors
-        ]
+        by_reason: dict[str, list[str]] = {}
+        for entry in self.description.ignored:
+            if entry.source in self.tensors:
+                by_reason.setdefault(entry.reason, []).append(entry.source)
+        tensors = []
+        for reason, names in by_reason.items():
+            few = names if len(names) <= _LISTED else [f"{names[0]} and {len(names) - 1} others"]
+            tensors += [f"{name}: {reason}" for name in few]
         return tensors + self.description.notes
 
 

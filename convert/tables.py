@@ -97,18 +97,30 @@ GRANITE_MLP = [
 ]
 NEMOTRON_MLP = [*linear("up_proj", "in_proj"), *linear("down_proj", "out_proj")]
 
-GRANITE_EXPERTS = [
-    Rule("block_sparse_moe.input_linear.weight", "experts_in", EACH_TRANSPOSED),
-    Rule("block_sparse_moe.output_linear.weight", "experts_out", EACH_TRANSPOSED),
-    Rule("block_sparse_moe.router.layer.weight", "router", TRANSPOSED),
-    *within(GRANITE_MLP, "shared_mlp", "shared"),
-]
+# Granite's names in files, and those that transformers 5 gives the same tensors in memory.
+GRANITE_NAMES = (
+    ("input_linear.weight", "output_linear.weight", "router.layer.weight"),
+    ("experts.gate_up_proj", "experts.down_proj", "router.weight"),
+)
 
 
-def nemotron_experts(config: MoeConfig) -> list[Rule]:
-    """Nemotron-H's experts, which are stored one by one."""
+def granite_experts(names: tuple[str, str, str]) -> list[Rule]:
+    """Granite's experts, with one of `GRANITE_NAMES`."""
+    into, out, router = (f"block_sparse_moe.{name}" for name in names)
+    return [
+        Rule(into, "experts_in", EACH_TRANSPOSED),
+        Rule(out, "experts_out", EACH_TRANSPOSED),
+        Rule(router, "router", TRANSPOSED),
+        *within(GRANITE_MLP, "shared_mlp", "shared"),
+    ]
+
+
+def nemotron_experts(config: MoeConfig, *, merged: bool) -> list[Rule]:
+    """Nemotron-H's experts: one by one as in files, or `merged` as transformers 5 holds them."""
 
     def experts(name: str, target: str) -> Rule:
+        if merged:
+            return Rule(f"experts.{name}", target, EACH_TRANSPOSED)
         names = tuple(f"experts.{i}.{name}.weight" for i in range(config.num_experts))
         return Rule(names, target, stacked(config.num_experts))
 
@@ -196,8 +208,16 @@ def llama_like(
     ]
 
 
-def nemotron_h(config: ModelConfig, prefix: str = "backbone") -> list[Rule]:
-    """Nemotron-H: each layer is one mixer or one MLP, named "mixer" either way."""
+def nemotron_h(
+    config: ModelConfig, prefix: str = "backbone", *, merged: bool = False
+) -> list[Rule]:
+    """Nemotron-H: each layer is one mixer or one MLP, named "mixer" either way.
+
+    Args:
+        config: the model's config.
+        prefix: "backbone" in files, "model" in memory of transformers 5 and in files of Puzzle.
+        merged: see `nemotron_experts`.
+    """
     rules: list[Rule] = []
     for i, layer in enumerate(config.layers):
         source, target = f"{prefix}.layers.{i}", f"blocks.{i}"
@@ -210,7 +230,7 @@ def nemotron_h(config: ModelConfig, prefix: str = "backbone") -> list[Rule]:
             case MlpConfig():
                 table = NEMOTRON_MLP
             case MoeConfig():
-                table = nemotron_experts(layer)
+                table = nemotron_experts(layer, merged=merged)
             case _:
                 raise ValueError(f"Nemotron-H has no layers {layer.kind!r}")
         rules += within(table, f"{source}.mixer", f"{target}.mixer")

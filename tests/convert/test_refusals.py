@@ -92,7 +92,7 @@ CONFIGS = [
         {"model_type": "zamba2", "num_hidden_layers": 1, "layers_block_type": ["mamba"]},
         "no layer of layers_block_type is 'hybrid'",
     ),
-    ({"model_type": "nemotron_h_omni"}, "a multimodal wrapper"),
+    ({"model_type": "nemotron_h_omni"}, "needs a table text_config or llm_config"),
     ({"model_type": "llama"}, "of no known family \\(model_type = 'llama'\\)"),
     ({"d_model": 8, "n_layer": 2}, "has no ssm_cfg: a Mamba-1 model"),
     ({"model_type": "mamba2", "hidden_act": "gelu"}, "hidden_act is 'gelu'"),

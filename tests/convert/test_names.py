@@ -1,0 +1,132 @@
+"""Checkpoints with the names that transformers holds in memory, and text models inside wrappers."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import stree_jax as st
+from stree_jax.convert.reading import open_checkpoint
+from stree_jax.convert.writing import write_as
+from stree_jax.testing import HYBRIDS
+from tests.convert import checkpoints
+
+CONFIGS = {"granite_moe": HYBRIDS["granite_moe"], "nemotron_h": HYBRIDS["nemotron_h"]}
+
+
+def tensors_of(path):
+    from safetensors.numpy import load_file
+
+    return load_file(path / "model.safetensors")
+
+
+def saved(path, config, tensors):
+    checkpoints.write_safetensors(path, config, tensors)
+    return path
+
+
+@pytest.fixture(params=CONFIGS)
+def on_disk(request, tmp_path):
+    """A checkpoint of transformers with experts; its config and tensors."""
+    config = CONFIGS[request.param]
+    if request.param == "granite_moe":  # transformers has no size of a head
+        attention = dataclasses.replace(config.attention, head_dim=4)
+        config = dataclasses.replace(config, attention=attention)
+    path = tmp_path / "disk"
+    path.mkdir()
+    write_as(checkpoints.random_model(config), path, "hf")
+    return path, json.loads((path / "config.json").read_text()), tensors_of(path)
+
+
+def in_memory(tensors):
+    """The tensors by the names of transformers 5 in memory."""
+    renamed, experts = {}, {}
+    for name, value in tensors.items():
+        name = name.replace("backbone.", "model.").replace("router.layer.", "router.")
+        name = name.replace("moe.input_linear.weight", "moe.experts.gate_up_proj")
+        name = name.replace("moe.output_linear.weight", "moe.experts.down_proj")
+        if found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(up|down)_proj\.weight", name):
+            merged = experts.setdefault(f"{found[1]}.{found[3]}_proj", {})
+            merged[int(found[2])] = value
+        else:
+            renamed[name] = value
+    stacks = {name: np.stack([e[i] for i in range(len(e))]) for name, e in experts.items()}
+    return renamed | stacks
+
+
+def assert_same_model(path, other):
+    one, two = (st.from_pretrained(each) for each in (path, other))
+    assert one.config == two.config
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(one), nnx.state(two))
+
+
+def test_names_in_memory_give_the_same_weights(on_disk, tmp_path):
+    path, config, tensors = on_disk
+    renamed = in_memory(tensors)
+    assert len({*renamed} - {*tensors}) > 3
+    assert_same_model(path, saved(tmp_path / "memory", config, renamed))
+
+
+def test_both_names_are_refused(on_disk, tmp_path):
+    _, config, tensors = on_disk
+    path = saved(tmp_path / "both", config, tensors | in_memory(tensors))
+    checkpoints.refused(path, r"is not expected")
+    twice = tensors | {name: v for name, v in in_memory(tensors).items() if "router" in name}
+    if len(twice) > len(tensors):
+        checkpoints.refused(saved(tmp_path / "twice", config, twice), r"router.* is not expected")
+
+
+@pytest.mark.parametrize("model_type", ["nemotron_h", "granitemoehybrid"])
+def test_a_state_dict_of_transformers(model_type, tmp_path):
+    """Saved as it is, without transformers' own renaming."""
+    changes = dict(
+        nemotron_h=dict(layers_block_type=["linear_attention", "moe", "full_attention", "moe"]),
+        granitemoehybrid=dict(num_local_experts=4, num_experts_per_tok=2),
+    )
+    hf = checkpoints.hybrid_checkpoint(tmp_path / "disk", model_type, **changes[model_type])
+    tensors = {name: value.detach().numpy() for name, value in hf.state_dict().items()}
+    config = json.loads((tmp_path / "disk" / "config.json").read_text())
+    if config.get("tie_word_embeddings"):
+        tensors.pop("lm_head.weight")
+    assert any(name.endswith("experts.down_proj") for name in tensors)
+    assert_same_model(tmp_path / "disk", saved(tmp_path / "memory", config, tensors))
+
+
+@pytest.mark.parametrize("table", ["text_config", "llm_config"])
+def test_the_text_model_of_a_wrapper(table, tmp_path):
+    path = tmp_path / "text"
+    path.mkdir()
+    write_as(checkpoints.random_model(HYBRIDS["nemotron_h"]), path, "hf")
+    config, tensors = json.loads((path / "config.json").read_text()), tensors_of(path)
+    outer = {"model_type": "nemotron_h_omni", "vision_config": {"model_type": "radio"}}
+    inside = {f"language_model.{name}": value for name, value in tensors.items()}
+    inside["language_model.mtp.layers.0.enorm.weight"] = np.ones(4, np.float32)
+    one = np.ones((2, 2), np.float32)
+    inside |= {f"vision_model.blocks.{i}.weight": one + i for i in range(20)}
+    wrapped = saved(tmp_path / "wrapped", outer | {table: config}, inside)
+    assert_same_model(path, wrapped)
+    found = open_checkpoint(wrapped)
+    assert found.description.family == "transformers nemotron_h inside nemotron_h_omni"
+    text = "\n".join(found.ignored)
+    assert "vision_model.blocks.0.weight and 19 others: not of the text model of nemotron" in text
+    assert "language_model.mtp.layers.0.enorm.weight: part of a multi-token" in text
+    st.convert.convert(wrapped, tmp_path / "native")
+    assert_same_model(path, tmp_path / "native")
+
+
+def test_wrappers_that_are_refused(tmp_path):
+    tensors = {"language_model.lm_head.weight": np.ones((2, 2), np.float32)}
+    for config, message in (
+        ({"model_type": "nemotron_h_omni"}, "needs a table text_config or llm_config"),
+        (
+            {"model_type": "nemotron_h_omni", "text_config": {"model_type": "mamba"}},
+            "'mamba': Mamba-1 layers",
+        ),
+        ({"model_type": "nemo_speechlm"}, "a speech model; its text model alone has no use"),
+    ):
+        path = saved(tmp_path / "wrapped", config, tensors)
+        checkpoints.refused(path, message)
