@@ -4,6 +4,7 @@ All model families share the same layers. A family is a config, not a class.
 """
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -102,6 +103,11 @@ class ModelConfig:
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> Any:
+        # Made again where it is unpickled: hashes of strings differ between processes.
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return functools.partial(type(self), **fields), ()
 
     def _check(self) -> None:
         require_integer(self, "padded_vocab_size", 1, optional=True)

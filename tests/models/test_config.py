@@ -1,5 +1,8 @@
+import copy
 import json
 import math
+import pickle
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +20,16 @@ from stree_jax.testing import CONFIGS
 def test_round_trip_through_json(name):
     config = CONFIGS[name]
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_a_config_is_copied_and_pickled():
+    config = CONFIGS["mixed hybrid"]
+    for same in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert same == config
+        assert hash(same) == hash(config)
+    load = "import pickle, sys; c = pickle.load(sys.stdin.buffer)"
+    code = f"{load}; assert c in {{c.with_layers(c.layers)}}"
+    subprocess.run([sys.executable, "-c", code], input=pickle.dumps(config), check=True)
 
 
 def test_infinity_is_not_bare_in_json():
