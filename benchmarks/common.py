@@ -145,19 +145,12 @@ def num_bytes(arrays: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
 
 
-class Memory(NamedTuple):
-    """Device memory of a compiled program, in bytes."""
-
-    arguments: int
-    temporary: int
-    results: int  # without those that share the memory of an argument
-
-    @classmethod
-    def of(cls, compiled: Any) -> "Memory":
-        """The compiler's memory analysis."""
-        found = compiled.memory_analysis()
-        results = found.output_size_in_bytes - found.alias_size_in_bytes
-        return cls(found.argument_size_in_bytes, found.temp_size_in_bytes, results)
+def memory_of(compiled: Any) -> dict[str, int]:
+    """Bytes of a program's arguments, temporary memory, and results in memory of their own."""
+    found = compiled.memory_analysis()
+    results = found.output_size_in_bytes - found.alias_size_in_bytes
+    sizes = found.argument_size_in_bytes, found.temp_size_in_bytes, results
+    return dict(zip(("arguments", "temporary", "results"), sizes, strict=True))
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:
@@ -204,15 +197,18 @@ class Table(NamedTuple):
     records: Sequence[Mapping[str, Any]]
     columns: Mapping[str, str]
 
+    def cells(self) -> dict[str, list[str]]:
+        """The formatted values by column."""
+        return {n: [f.format_map(row) for row in self.records] for n, f in self.columns.items()}
+
     def show(self) -> None:
         """Prints the table; columns of numbers are right-aligned."""
         table = rich.table.Table(title=self.title)
-        forms = self.columns.values()
-        rows = [[form.format_map(record) for form in forms] for record in self.records]
-        for name, *cells in zip(self.columns, *rows, strict=True):
+        columns = self.cells()
+        for name, cells in columns.items():
             is_word = not any(cell[:1].isdigit() for cell in cells)
             table.add_column(name, justify="left" if is_word else "right")
-        for row in rows:
+        for row in zip(*columns.values(), strict=True):
             table.add_row(*row)
         console = Console()
         if not console.is_terminal:  # a log is not limited to 80 columns
@@ -221,7 +217,7 @@ class Table(NamedTuple):
 
     def bars(self) -> tuple[list[str], dict[str, list[float]]]:
         """Labels of the rows, and the numbers to draw by column: the ratios, if there are any."""
-        cells = {n: [f.format_map(row) for row in self.records] for n, f in self.columns.items()}
+        cells = self.cells()
         numbers = {
             name: [float((re.match(r"[\d.]+", x.replace(",", "")) or ["nan"])[0]) for x in column]
             for name, column in cells.items()

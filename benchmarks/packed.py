@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import stree_jax as st
-from benchmarks.common import Found, Memory, Table, summary, timed
+from benchmarks.common import Found, Table, memory_of, summary, timed
 from benchmarks.models import Pair, chosen_pair, on_gpu
 from benchmarks.unrolled import UnrolledLM
 from stree_jax.decoding.loop import SpeculativeDecoder
@@ -63,7 +63,7 @@ class Program:
         self._model, self._options = model, options | {"eos_token": ()}
         decoder, arguments = self._start(prompt)
         self._run = SpeculativeDecoder.run.lower(decoder, *arguments).compile()
-        self.memory = Memory.of(self._run)
+        self.temporary = memory_of(self._run)["temporary"]  # bytes
 
     def _start(self, prompt: Sequence[int]) -> tuple[SpeculativeDecoder, tuple]:
         """The decoder, and the arguments of its loop after the prefill."""
@@ -81,54 +81,50 @@ def new_tokens(prompt: Sequence[int], end: DecodeState) -> list[int]:
     return end.context.tokens[0, len(prompt) : int(end.context.length[0])].tolist()
 
 
-class Comparison:
-    """Packed and unrolled generations of a pair.
+def without_drafts(pair: Pair, tokens: int) -> list[list[int]]:
+    """The new tokens of each prompt, decoded autoregressively."""
+    program = Program(pair.target, pair.prompts[0], max_new_tokens=tokens)
+    return [new_tokens(prompt, program(prompt)) for prompt in pair.prompts]
+
+
+def compared(
+    pair: Pair, topology: st.TreeTopology, want: list, tokens: int, rounds: int
+) -> dict[str, Any]:
+    """Speed and memory of a beam tree, packed and unrolled interleaved.
 
     Args:
         pair: target, draft and prompts, which are decoded one at a time.
+        topology: a beam tree.
+        want: result of `without_drafts`.
         tokens: number of new tokens after each prompt.
+        rounds: timed runs.
     """
-
-    def __init__(self, pair: Pair, tokens: int):
-        self._pair, self._tokens = pair, tokens
-        self._drafter = LeafCounter(pair.draft)
-        plain = Program(pair.target, pair.prompts[0], max_new_tokens=tokens)
-        self._want = [new_tokens(prompt, plain(prompt)) for prompt in pair.prompts]
-
-    def measure(self, num_beams: int, num_steps: int, rounds: int) -> dict[str, Any]:
-        """Speed and memory of a beam tree, packed and unrolled interleaved."""
-        pair, topology = self._pair, st.TreeTopology.beam(num_beams, num_steps)
-        compiled = functools.partial(
-            Program,
-            prompt=pair.prompts[0],
-            max_new_tokens=self._tokens,
-            drafter=self._drafter,
-            topology=topology,
-        )
-        packed = compiled(pair.target)
-        counted = [packed(prompt).drafter for prompt in pair.prompts]
-        leaves = max(int(most[0]) for _, most in counted)
-        unrolled = compiled(UnrolledLM.like(pair.target, leaves, num_steps + 1))
-        programs = {"packed": packed, "unrolled": unrolled}
-        ends, taken = timed(f"{num_beams} beams", programs, pair.prompts, rounds)
-        seconds = {name: each.sum(axis=1) for name, each in taken.items()}
-        statistics = [end.statistics for end in ends["packed"]]
-        calls = sum(int(each.target_calls[0]) for each in statistics)
-        emitted = sum(int(each.emitted[0]) for each in statistics)
-        texts = [[*map(new_tokens, pair.prompts, ends[name])] for name in programs]
-        return {
-            "beams": num_beams,
-            "steps": num_steps,
-            "nodes": topology.num_nodes,
-            "leaves": {"most": leaves},
-            "tokens_computed": leaves * (num_steps + 1),
-            "tau": emitted / calls,
-            "milliseconds_a_step": {n: summary(1e3 * each / calls) for n, each in seconds.items()},
-            "tokens_per_second": {n: summary(emitted / each) for n, each in seconds.items()},
-            "packed_is_faster_by": float(np.median(seconds["unrolled"] / seconds["packed"])),
-            "temporary_bytes": {name: each.memory.temporary for name, each in programs.items()},
-            "same_tokens": texts == [self._want] * 2,
-        }
+    drafting = {"drafter": LeafCounter(pair.draft), "topology": topology}
+    compiled = functools.partial(Program, prompt=pair.prompts[0], max_new_tokens=tokens, **drafting)
+    packed = compiled(pair.target)
+    counted = [packed(prompt).drafter for prompt in pair.prompts]
+    leaves = max(int(most[0]) for _, most in counted)
+    unrolled = compiled(UnrolledLM.like(pair.target, leaves, topology.depth + 1))
+    programs = {"packed": packed, "unrolled": unrolled}
+    ends, taken = timed(f"{topology.width} beams", programs, pair.prompts, rounds)
+    seconds = {name: each.sum(axis=1) for name, each in taken.items()}
+    statistics = [end.statistics for end in ends["packed"]]
+    calls = sum(int(each.target_calls[0]) for each in statistics)
+    emitted = sum(int(each.emitted[0]) for each in statistics)
+    texts = [[*map(new_tokens, pair.prompts, ends[name])] for name in programs]
+    return {
+        "beams": topology.width,
+        "steps": topology.depth,
+        "nodes": topology.num_nodes,
+        "leaves": {"most": leaves},
+        "tokens_computed": leaves * (topology.depth + 1),
+        "tau": emitted / calls,
+        "milliseconds_a_step": {n: summary(1e3 * each / calls) for n, each in seconds.items()},
+        "tokens_per_second": {n: summary(emitted / each) for n, each in seconds.items()},
+        "packed_is_faster_by": float(np.median(seconds["unrolled"] / seconds["packed"])),
+        "temporary_bytes": {name: each.temporary for name, each in programs.items()},
+        "same_tokens": texts == [want] * 2,
+    }
 
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
@@ -137,10 +133,10 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     steps = options.steps or ([4, 8, 16] if gpu else [4, 8])
     beams = options.beams or ([2, 3, 4, 5] if gpu else [2, 4])
     pair = chosen_pair(options, options.prompts)
-    comparison = Comparison(pair, options.tokens)
+    want = without_drafts(pair, options.tokens)
     rows = [
-        comparison.measure(num_beams, num_steps, options.rounds)
-        for num_steps, num_beams in itertools.product(steps, beams)
+        compared(pair, st.TreeTopology.beam(width, depth), want, options.tokens, options.rounds)
+        for depth, width in itertools.product(steps, beams)
     ]
     # bfloat16 rounds differently for another number of rows, which flips near ties of logits.
     exact = pair.target.dtype == "float32"

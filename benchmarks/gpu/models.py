@@ -14,7 +14,7 @@ from benchmarks.common import num_bytes
 from benchmarks.gpu.kernels import timed
 from benchmarks.gpu.scale import Scale
 from benchmarks.gpu.tasks import Row, Task
-from benchmarks.models import random_model, random_pair
+from benchmarks.models import Pair, random_model, random_pair
 from benchmarks.steps import run_steps
 from benchmarks.tree_size import tree_of
 
@@ -100,14 +100,16 @@ def lossless_texts(scale: Scale) -> list[Task]:
 
 def packed_trees(scale: Scale) -> list[Task]:
     """Table 1 (`benchmarks.packed`), the largest trees first."""
+    tokens = min(scale.tokens, 32)
 
     @functools.cache
-    def comparison() -> packed.Comparison:
+    def plain() -> tuple[Pair, list]:
         pair = random_pair(*scale.pair, scale.dtype, 1, "random pair")
-        return packed.Comparison(pair, min(scale.tokens, 32))
+        return pair, packed.without_drafts(pair, tokens)
 
     def measure(beams: int, num_steps: int, _: None) -> Row:
-        return comparison().measure(beams, num_steps, scale.rounds // 3 + 1)
+        (pair, want), tree = plain(), st.TreeTopology.beam(beams, num_steps)
+        return packed.compared(pair, tree, want, tokens, scale.rounds // 3 + 1)
 
     return [
         Task(f"{beams} beams of {num_steps}", measure=functools.partial(measure, beams, num_steps))

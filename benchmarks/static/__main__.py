@@ -96,9 +96,9 @@ def whole_model(program: Program) -> dict[str, Any]:
         "launches": program.launches,
         "copies": program.copies,
         "spills": program.spills,
-        "temporary_bytes": memory.temporary,
-        "argument_bytes": memory.arguments,
-        "all_bytes": sum(memory),
+        "temporary_bytes": memory["temporary"],
+        "argument_bytes": memory["arguments"],
+        "all_bytes": sum(memory.values()),
     }
 
 

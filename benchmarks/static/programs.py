@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import stree_jax as st
-from benchmarks.common import Memory
+from benchmarks.common import memory_of
 from benchmarks.static.thunks import Thunk, Thunks, by_name, launches, num_loops
 from benchmarks.steps import best_tokens, binary_tree
 from stree_jax.decoding.loop import SpeculativeDecoder
@@ -30,7 +30,7 @@ class Program(NamedTuple):
     kernels: Counter[str]  # launches of a step by name
     shared_memory: int  # bytes, of the largest block
     spills: bool
-    memory: Memory
+    memory: dict[str, int]  # see `memory_of`
 
     @classmethod
     def of(cls, compiled: Compiled, thunks: list[Thunk], steps: int) -> "Program":
@@ -40,7 +40,7 @@ class Program(NamedTuple):
             Counter({name: count / steps for name, count in by_name(thunks).items()}),
             shared_memory=max(thunk.shared_memory for thunk in thunks),
             spills=compiled.spills,
-            memory=Memory.of(compiled.program),
+            memory=memory_of(compiled.program),
         )
 
 

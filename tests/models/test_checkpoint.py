@@ -45,14 +45,6 @@ def test_a_checkpoint_of_format_1_loads():
     np.testing.assert_allclose(logits, known["logits"], rtol=0, atol=1e-5)
 
 
-def test_other_versions_are_refused(saved):
-    header = json.loads((saved / "config.json").read_text())
-    assert header["version"] == 2
-    (saved / "config.json").write_text(json.dumps(header | {"version": 3}))
-    with pytest.raises(ValueError, match="has checkpoint version 3; this stree_jax reads 1 and 2"):
-        st.from_pretrained(saved)
-
-
 def test_layers_of_different_sizes_are_saved(tmp_path):
     model = tiny_model("mixed hybrid")
     st.save_pretrained(model, tmp_path / "mixed")
@@ -116,6 +108,15 @@ def test_the_old_one_of_a_killed_process_is_found(saved):
     (work / "lock").touch()
     saved.rename(work / "old")
     assert st.from_pretrained(saved).config == tiny_model("groups").config
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+
+
+def test_what_was_written_after_a_failed_save_is_removed(saved):
+    """Threads of Orbax may write after the lock is gone, until their process ends."""
+    work = saved.with_name(f".{saved.name}.partial-12345678")
+    (work / "new" / "params").mkdir(parents=True)
+    (work / "new" / "params" / "d").write_text("late")
+    st.save_pretrained(tiny_model("groups"), saved, overwrite=True)
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
 
 
