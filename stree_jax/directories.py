@@ -70,8 +70,8 @@ def _remove_leftovers(path: Path) -> None:
         with _locked(work, wait=False) as locked:
             if locked:
                 _clean(work, path)
-        # Empty: a process was killed before it made a lock. Else Orbax's threads wrote after the end
-        # of a save that had failed.
+        # Empty: a process was killed before it made a lock. Else Orbax's threads wrote after a
+        # save that had failed.
         if not os.path.lexists(work / "lock"):
             shutil.rmtree(work, ignore_errors=True)
 
