@@ -122,6 +122,22 @@ def _clean(work: Path, path: Path) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
+def try_lock(file: int) -> bool:
+    """Locks an open file until it is closed or its process ends. False: another one has the lock.
+
+    Where there are no locks (Windows, some network file systems) every call succeeds.
+    """
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 @contextlib.contextmanager
 def _locked(work: Path, *, wait: bool) -> Iterator[bool]:
     """Locks a work directory. False: another process has the lock, or there are no locks."""

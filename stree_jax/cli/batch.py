@@ -1,5 +1,6 @@
 """`stree-jax generate --prompts`: continues the prompts of a file, several at a time."""
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterator
@@ -18,9 +19,13 @@ from rich.progress import (
 )
 
 import stree_jax as st
+from stree_jax.checks import check_int
 from stree_jax.cli.generate import Loaded, check_seed, encoded
+from stree_jax.cli.memory import free_memory, row_bytes
 from stree_jax.cli.options import DEFAULTS
-from stree_jax.decoding.options import MAX_TOKENS, plan
+from stree_jax.cli.records import open_records
+from stree_jax.decoding.drafters.base import draft_models
+from stree_jax.decoding.options import MAX_TOKENS, buffer_size, plan
 
 
 class _Line(NamedTuple):
@@ -38,7 +43,7 @@ def run_batch(
     settings: dict[str, Any],
     *,
     prompts: Path,
-    output: Path,
+    output: Path | None,
     rows: int,
     verifier: str | None,
     seed: int,
@@ -55,7 +60,8 @@ def run_batch(
         loaded: models and tokenizer.
         settings: options of a text, which a line may override.
         prompts: file of JSON objects with a "prompt" and optional settings.
-        output: file of JSON objects with "line", "prompt", "text" and counts, as texts end.
+        output: file of JSON objects with "line", "prompt", "text" and counts, as texts end; None:
+            the standard output.
         rows: number of prompts that decode at the same time.
         verifier, max_length: see `generate`.
         seed: default random seed of a line.
@@ -65,12 +71,14 @@ def run_batch(
         The number of lines with errors.
 
     Raises:
-        ValueError: a file that cannot be read or written, or an output of other options or prompts.
+        ValueError: a file that cannot be read or written, an output of other options or prompts, or
+            more rows than fit into memory.
     """
+    check_int("--rows", rows, 1)
     try:
-        text = prompts.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--prompts {prompts} cannot be read: {error}") from None
+        text = prompts.read_bytes()
+    except OSError as error:
+        raise ValueError(f"--prompts {prompts} cannot be read: {error.strerror}") from None
     drafts: dict[str, Any] = {
         "drafter": loaded.drafter,
         "topology": loaded.topology,
@@ -79,27 +87,25 @@ def run_batch(
     plan(loaded.model, [[0]], **drafts, **settings, key=jax.random.key(seed))  # checks them
     lines = [
         _parsed(loaded, number, line, seed, settings)
-        for number, line in enumerate(text.split("\n"), 1)
+        for number, line in enumerate(text.split(b"\n"), 1)
         if line.strip()
     ]
     run = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:12]
-    finished = _finished(output, run, {line.number: line.prompt for line in lines})
-    limit = max_length or loaded.model.config.max_length
+    limit = min(max_length or loaded.model.config.max_length or MAX_TOKENS, MAX_TOKENS)
+    lines, rows = _fitting(loaded, lines, rows, limit)
     lengths = [_length(line.request) for line in lines if line.request]
-    longest = max((length for length in lengths if length <= MAX_TOKENS), default=2)
-    scheduler = st.Scheduler(
-        loaded.model,
-        rows=rows,
-        max_length=longest if limit is None else min(limit, max(longest, 2)),
-        **drafts,
-    )
-    waiting = iter([line for line in lines if line.number not in finished])
+    longest = max((length for length in lengths if length <= limit), default=2)
+    scheduler = st.Scheduler(loaded.model, rows=rows, max_length=max(longest, 2), **drafts)
     num_bad = num_tokens = num_calls = num_done = 0
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left:"))
     with (
         Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress,
-        output.open("a", encoding="utf-8") as file,
+        open_records(output, run, {line.number: line.prompt for line in lines}) as (
+            write,
+            finished,
+        ),
     ):
+        waiting = iter([line for line in lines if line.number not in finished])
         task = progress.add_task("", total=len(lines), completed=len(finished))
         running: dict[int, _Line] = {}
 
@@ -133,16 +139,15 @@ def run_batch(
                 report(line, completion.error)
                 continue
             stats = completion.stats
-            record = {
-                "line": line.number,
-                "prompt": line.prompt,
-                "text": loaded.tokenizer.decode(completion.tokens),
-                "num_tokens": stats.num_tokens,
-                "num_target_calls": stats.num_target_calls,
-                "run": run,
-            }
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
-            file.flush()
+            write(
+                {
+                    "line": line.number,
+                    "prompt": line.prompt,
+                    "text": loaded.tokenizer.decode(completion.tokens),
+                    "num_tokens": stats.num_tokens,
+                    "num_target_calls": stats.num_target_calls,
+                }
+            )
             num_done += 1
             num_tokens += stats.num_tokens
             num_calls += stats.num_target_calls
@@ -151,7 +156,7 @@ def run_batch(
     bad = f", {num_bad} lines could not be used" if num_bad else ""
     tau = f", tau {num_tokens / num_calls:.2f}" if num_calls else ""
     console.print(
-        f"{output}: {num_done} texts of {num_tokens} tokens{tau}{before}{bad}",
+        f"{output or prompts}: {num_done} texts of {num_tokens} tokens{tau}{before}{bad}",
         markup=False,
         soft_wrap=True,
     )
@@ -162,9 +167,47 @@ def _length(request: st.Request) -> int:
     return len(request.prompt) + request.max_new_tokens
 
 
-def _parsed(loaded: Loaded, number: int, line: str, seed: int, defaults: dict[str, Any]) -> _Line:
+def _fitting(loaded: Loaded, lines: list[_Line], rows: int, limit: int) -> tuple[list[_Line], int]:
+    """The lines, of which those that need more memory than there is are errors; and the rows.
+
+    There are no more rows than requests. Requests beyond `limit` are left to the scheduler.
+
+    Raises:
+        ValueError: no request fits.
+    """
+    requests = [line.request for line in lines if line.request]
+    rows = max(min(rows, len(requests)), 1)
+    lengths = [length for length in map(_length, requests) if length <= limit]
+    free = free_memory()
+    models = [loaded.model, *draft_models(loaded.drafter)]
+
+    @functools.cache
+    def needed(places: int) -> int:
+        return row_bytes(models, places)
+
+    def too_much(length: int) -> str:
+        size = needed(buffer_size(length)) * rows
+        if free is None or size <= free:
+            return ""
+        return (
+            f"rows of {length} tokens take {size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free"
+        )
+
+    if lengths and (error := too_much(min(lengths))):
+        raise ValueError(f"--rows {rows} is too many: {error}; lower it")
+    for i, line in enumerate(lines):
+        length = _length(line.request) if line.request else 0
+        if 0 < length <= limit and (error := too_much(length)):
+            error = f"{rows} {error}; lower max_new_tokens or --rows"
+            lines[i] = line._replace(request=None, error=error)
+    return lines, rows
+
+
+def _parsed(loaded: Loaded, number: int, line: bytes, seed: int, defaults: dict[str, Any]) -> _Line:
     try:
-        content = json.loads(line)
+        content = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return _Line(number, "", None, f"not UTF-8: {error}")
     except (ValueError, RecursionError) as error:
         return _Line(number, "", None, f"not JSON: {error}")
     prompt = content.get("prompt") if isinstance(content, dict) else None
@@ -179,38 +222,3 @@ def _parsed(loaded: Loaded, number: int, line: str, seed: int, defaults: dict[st
     except ValueError as error:
         return _Line(number, prompt, None, str(error))
     return _Line(number, prompt, request)
-
-
-def _finished(output: Path, run: str, prompts: dict[int, str]) -> set[int]:
-    """Lines in the output; a line that an interrupted run left incomplete is removed.
-
-    Raises:
-        ValueError: the output is not a file of this command, or belongs to another run.
-    """
-    if not output.exists():
-        if not output.parent.is_dir():
-            raise ValueError(f"--output {output}: the folder {output.parent} does not exist")
-        return set()
-    way_out = "name another file, or delete it"
-    content = output.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    numbers = set()
-    for at, line in enumerate(whole.splitlines(), 1):
-        try:
-            record = json.loads(line)
-            number, prompt, made_by = record["line"], record["prompt"], record["run"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            raise ValueError(
-                f"--output {output}, line {at} is no output of this command; {way_out}"
-            ) from None
-        if made_by != run:
-            raise ValueError(f"--output {output} was made with other options; {way_out}")
-        if prompts.get(number) != prompt:
-            raise ValueError(f"--output {output} has another prompt for line {number}; {way_out}")
-        numbers.add(number)
-    if len(whole) < len(content):
-        if not numbers and not content.startswith(b'{"line": '):
-            raise ValueError(f"--output {output} is no output of this command; {way_out}")
-        with output.open("r+b") as file:
-            file.truncate(len(whole))
-    return numbers

@@ -3,6 +3,7 @@
 User errors are one line on stderr and exit code 2. Each command imports its own module.
 """
 
+import dataclasses
 import os
 import signal
 import sys
@@ -63,7 +64,10 @@ def generate(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="With --prompts: JSON lines file to write. Rerun to resume."),
+        typer.Option(
+            help="With --prompts: JSON lines file to write; by default the standard output. Rerun"
+            " to resume."
+        ),
     ] = None,
     rows: Annotated[
         int, typer.Option(help="With --prompts: number of texts decoded at the same time.")
@@ -120,9 +124,9 @@ def generate(
     from stree_jax.cli.generate import check_seed, load, run_generate
 
     if (prompt is None) == (prompts is None):
-        raise ValueError("give either --prompt TEXT, or --prompts FILE.jsonl --output FILE.jsonl")
-    if (prompts is None) != (output is None):
-        raise ValueError("--prompts and --output come together")
+        raise ValueError("give either --prompt TEXT or --prompts FILE.jsonl")
+    if prompts is None and output is not None:
+        raise ValueError("--output is for the texts of --prompts; --prompt writes to the terminal")
     if lossy and prompts is not None:
         raise ValueError("--lossy is for a --prompt: texts of --prompts are always the target's")
     if prompt is not None:
@@ -133,6 +137,7 @@ def generate(
                 "--prompt is not UTF-8; convert it, or check the terminal's locale"
             ) from None
     check_seed(seed, "--seed")
+    text = Options(**settings, max_length=max_length)
     source: dict[str, Any] = {
         "checkpoint": checkpoint,
         "draft": draft,
@@ -147,9 +152,9 @@ def generate(
     if mesh is not None and prompts is not None:
         raise ValueError("--mesh is for a --prompt; texts of --prompts run on one device")
     loaded = load(**source, tokenizer_path=tokenizer, mesh=mesh, distributed=distributed)
-    console = Console(highlight=False, file=loaded.output)
-    if prompts is None or output is None:
-        text = Options(**settings, max_length=max_length, key=jax.random.key(seed))
+    if prompts is None:
+        console = Console(highlight=False, file=loaded.output)
+        text = dataclasses.replace(text, key=jax.random.key(seed))
         run_generate(console, loaded, text, prompt=prompt or "", verifier=verifier, lossy=lossy)
         return
     from stree_jax.cli.batch import run_batch
@@ -157,7 +162,7 @@ def generate(
     drafting = {"verifier": verifier, "seed": seed}
     fingerprint = source | settings | drafting | {"tokenizer": str(tokenizer)}
     bad = run_batch(
-        console,
+        Console(highlight=False, stderr=output is None),
         loaded,
         settings,
         prompts=prompts,
@@ -337,14 +342,15 @@ def main() -> None:
             message = f"{shown_path(str(error.filename))}: {error.strerror}"
         print(f"stree-jax: error: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
-    except MemoryError:
-        print("stree-jax: error: out of memory", file=sys.stderr)  # noqa: T201
-        sys.exit(2)
     except Exception as error:
         # Usage errors are ClickExceptions, recognized by their method because new versions of typer
         # vendor click under a private name.
-        if not hasattr(error, "format_message"):
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            message = "out of memory"
+        elif hasattr(error, "format_message"):
+            message = " ".join(error.format_message().split())  # empty after --help
+        else:
             raise
-        if message := " ".join(error.format_message().split()):  # empty after --help
+        if message:
             print(f"stree-jax: error: {message}", file=sys.stderr)  # noqa: T201
         sys.exit(2)

@@ -5,6 +5,7 @@ import os
 import pytest
 
 GENERATE = ["generate", "{target}", "-p", "x"]
+PROMPTS = ["generate", "{target}", "--prompts", "one.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -12,9 +13,12 @@ GENERATE = ["generate", "{target}", "-p", "x"]
     [
         (["tree", "oak"], "'oak' is not a tree"),
         (["generate", "nowhere", "-p", "x"], "no checkpoint at nowhere"),
-        (["generate", "{target}"], "give either --prompt TEXT, or --prompts FILE.jsonl"),
+        (["generate", "{target}"], "give either --prompt TEXT or --prompts FILE.jsonl"),
         ([*GENERATE, "--prompts", "x"], "give either --prompt TEXT"),
-        (["generate", "{target}", "--prompts", "x"], "--prompts and --output come together"),
+        ([*GENERATE, "--output", "y"], "--output is for the texts of --prompts"),
+        ([*GENERATE, "--max-length", "0"], "max_length must be an integer, at least 1; got 0"),
+        ([*PROMPTS, "--max-length", "0"], "max_length must be an integer, at least 1; got 0"),
+        ([*PROMPTS, "--rows", "0"], "--rows must be an integer, at least 1; got 0"),
         (["generate", "{target}", "--prompts", "x", "--output", "y"], "--prompts x cannot be read"),
         (["generate", "{target}", "--prompts", "x", "--output", "y", "--lossy"], "for a --prompt"),
         ([*GENERATE, "--top-p", "much"], "Invalid value for '--top-p'"),

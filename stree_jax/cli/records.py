@@ -1,0 +1,95 @@
+"""The output of `generate --prompts`: a JSON line for each text, with which a later run goes on."""
+
+import contextlib
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from stree_jax.directories import try_lock
+
+Record = dict[str, Any]
+_WAY_OUT = "name another file, or delete it"
+
+
+@contextlib.contextmanager
+def open_records(
+    output: Path | None, run: str, prompts: dict[int, str]
+) -> Iterator[tuple[Callable[[Record], None], set[int]]]:
+    """A function that appends a record, and the numbers of the lines that the output has already.
+
+    The output is locked until the block ends or the process does. A record that an interrupted run
+    left incomplete is removed.
+
+    Args:
+        output: the file; None: the standard output.
+        run: digest of the options, which all records have.
+        prompts: the prompt of each line.
+
+    Raises:
+        ValueError: another run writes to the file, or it is not the output of this command for
+            these prompts and options, as it wrote it.
+    """
+    with contextlib.ExitStack() as stack:
+        finished: set[int] = set()
+        if output is None:
+            file: IO[bytes] = sys.stdout.buffer
+        else:
+            if not output.parent.is_dir():
+                raise ValueError(f"--output {output}: the folder {output.parent} does not exist")
+            is_regular = output.is_file() or not output.exists()
+            file = stack.enter_context(output.open("ab"))
+            if is_regular:
+                if not try_lock(file.fileno()):
+                    raise ValueError(
+                        f"--output {output}: another run is writing it; wait, or name another file"
+                    )
+                finished = _finished(output, run, prompts)
+
+        def write(record: Record) -> None:
+            record = record | {"run": run}
+            record["digest"] = _digest(record)
+            file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+            file.flush()
+
+        yield write, finished
+
+
+def _digest(record: Record) -> str:
+    content = {name: value for name, value in record.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _finished(output: Path, run: str, prompts: dict[int, str]) -> set[int]:
+    content = output.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    numbers = set()
+    for at, line in enumerate(whole.splitlines(), 1):
+        try:
+            record = json.loads(line)
+            number, prompt, made_by = record["line"], record["prompt"], record["run"]
+            is_ours = type(number) is int
+        except (ValueError, TypeError, KeyError, RecursionError):
+            is_ours = False
+        if not is_ours:
+            raise ValueError(
+                f"--output {output}, line {at} is no output of this command; {_WAY_OUT}"
+            )
+        if made_by != run:
+            raise ValueError(f"--output {output} was made with other options; {_WAY_OUT}")
+        if prompts.get(number) != prompt:
+            raise ValueError(f"--output {output} has another prompt for line {number}; {_WAY_OUT}")
+        if record.get("digest") != _digest(record):
+            raise ValueError(
+                f"--output {output}, line {at} is not as it was written; delete that line to have"
+                " its text decoded again"
+            )
+        numbers.add(number)
+    if len(whole) < len(content):
+        if not numbers and not content.startswith(b'{"line": '):
+            raise ValueError(f"--output {output} is no output of this command; {_WAY_OUT}")
+        with output.open("r+b") as file:
+            file.truncate(len(whole))
+    return numbers
