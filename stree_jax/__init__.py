@@ -21,15 +21,9 @@ from stree_jax.decoding.drafters import (
     root_only,
 )
 from stree_jax.decoding.filters import Filter, TopK, TopP
-from stree_jax.decoding.generate import (
-    PAD,
-    DecodeStatistics,
-    Generation,
-    NonFiniteLogitsError,
-    generate,
-    stream,
-)
+from stree_jax.decoding.generate import generate, stream
 from stree_jax.decoding.options import Options
+from stree_jax.decoding.results import PAD, DecodeStatistics, Generation, NonFiniteLogitsError
 from stree_jax.decoding.sampling import sample_tokens, token_log_probs
 from stree_jax.decoding.types import Context, DraftTree, Drawn, Sampling, Step, Verdict
 from stree_jax.decoding.verifiers import VERIFIERS, Verifier, follow

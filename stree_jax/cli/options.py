@@ -1,4 +1,4 @@
-"""The options of a text as options of a command: those fields of `Options` that are numbers."""
+"""The options of a text as options of a command: fields of `Options` that have a help text."""
 
 import dataclasses
 import functools
@@ -17,11 +17,9 @@ _HELP = {
     "top_p": "Nucleus sampling: keep probability mass p.",
 }
 
-# Fields of `Options`, and what they are on the command line where nothing is given.
+# These fields, and what they are on the command line where nothing is given.
 DEFAULTS: dict[str, Any] = {
-    field.name: field.default
-    for field in dataclasses.fields(Options)
-    if isinstance(field.default, int | float)
+    field.name: field.default for field in dataclasses.fields(Options) if field.name in _HELP
 } | {"max_new_tokens": 128}
 
 

@@ -13,80 +13,18 @@ from pallas_kernels import dispatch
 from stree_jax.array_types import Array, Int
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.local_rows import rows_of_all
-from stree_jax.decoding.loop import DRAFT_FAILED
 from stree_jax.decoding.on_mesh import on_host, on_mesh
 from stree_jax.decoding.options import (
     OptionKeywords,
     Plan,
     checked_options,
-    is_lossless,
     plan,
 )
-from stree_jax.decoding.types import Context, DecodeState, Statistics
+from stree_jax.decoding.results import Ended, Generation, error_of, generation_of
+from stree_jax.decoding.types import Context, DecodeState
 from stree_jax.decoding.verifiers import Verifier
-from stree_jax.models.cache import Cache
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.tree import TreeTopology
-
-PAD = -1  # fills `Generation.tokens` after a row's end
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeStatistics:
-    """Target calls and accepted drafts of a generation. Counts are sums over the batch.
-
-    Attributes:
-        tau: acceptance length, tokens emitted per target call; 1 for autoregressive decoding.
-        num_target_calls: forward passes of the target, counted once per unfinished row.
-        num_tokens: tokens emitted.
-        num_drafted: tokens proposed.
-        num_accepted: drafts that were emitted.
-        accepted_per_depth: `[D]`, steps in which at least 1, 2, ... D drafts were accepted.
-        tau_per_row, target_calls_per_row: `[B]`, the same per row.
-    """
-
-    tau: float
-    num_target_calls: int
-    num_tokens: int
-    num_drafted: int
-    num_accepted: int
-    accepted_per_depth: np.ndarray
-    tau_per_row: np.ndarray
-    target_calls_per_row: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """The result of `generate`.
-
-    Attributes:
-        tokens: `[B, max_new_tokens]` int32, the new tokens, end of sequence included, then `PAD`.
-        lengths: `[B]` int32, new tokens of each row.
-        stats: calls, drafts and acceptance.
-        cache: the target's cache of all tokens of a row but the last; None without `return_cache`.
-            For a model on a mesh it stays there, including the rows that pad the batch.
-        lossless: False if a lossy verifier chose the tokens: they are not the target's.
-    """
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-    stats: DecodeStatistics
-    cache: Cache | None = None
-    lossless: bool = True
-
-
-class NonFiniteLogitsError(FloatingPointError):
-    """Logits of some rows were not finite. The other rows were decoded to their end.
-
-    Attributes:
-        rows: indices of the rows that failed.
-        generation: the output of all rows; a failed row ends where it failed.
-    """
-
-    def __init__(self, message: str, rows: list[int], generation: Generation):
-        super().__init__(message)
-        self.rows = rows
-        self.generation = generation
 
 
 def generate(
@@ -128,11 +66,12 @@ def generate(
             arguments are equal. A single key is folded with a row's index among the rows of all
             processes, in their order. Only the returned cache has the rows of all processes.
         **options: how the texts are continued, see `Options`: `max_new_tokens`, `temperature`,
-            `top_k`, `top_p`, `filters`, `eos_token`, `max_length`, `key`.
+            `top_k`, `top_p`, `filters`, `eos_token`, `max_length`, `key`, `log_probs`,
+            `top_log_probs`.
 
     Returns:
-        On the host: tokens `[B, max_new_tokens]` with `PAD` after the end of a row, lengths `[B]`
-        and statistics.
+        On the host: tokens `[B, max_new_tokens]` with `PAD` after the end of a row, lengths `[B]`,
+        why each row ended, statistics, and what was asked for.
 
     Raises:
         ValueError: a bad argument, or a drafter and a verifier that are not exact together. Raised
@@ -159,8 +98,9 @@ def generate(
     with dispatch.on(model):
         state = _started(request, model, num_rows)
         state = request.decoder.run(model, request.drafter, state, request.limits, request.sampling)
-    generation = _generation(request, state, own, text.max_new_tokens, return_cache)
-    if error := _error(state, generation, own):
+    ended = Ended.of(state, request.limits, own)
+    generation = generation_of(ended, request, text, state.cache if return_cache else None)
+    if error := error_of(ended, generation):
         raise error
     return generation
 
@@ -177,13 +117,18 @@ def stream(
 ) -> Iterator[list[list[int]]]:
     """As `generate`, but yields tokens as they are accepted.
 
-    Arguments and errors as in `generate`. Bad arguments raise at the call, not at the first
-    iteration; `NonFiniteLogitsError` is raised when all rows have ended.
+    Arguments and errors as in `generate`; log-probabilities are refused. Bad arguments raise at the
+    call, not at the first iteration; `NonFiniteLogitsError` is raised when all rows have ended.
 
     Yields:
         After each target call, the new tokens of each row; an empty list for rows that have ended.
     """
     text = checked_options("stream", options)
+    if text.num_best is not None:
+        raise ValueError(
+            f"log_probs = {text.log_probs!r}, top_log_probs = {text.top_log_probs}: stream yields"
+            " tokens alone; use generate"
+        )
     drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
     request = plan(model, prompts, text, **drafts, lossy=lossy)
 
@@ -205,8 +150,8 @@ def stream(
             counts = (length - start)[rows]
             yield [new[:count].tolist() for new, count in zip(tokens[rows], counts, strict=True)]
             start = length
-        generation = _generation(request, state, rows, text.max_new_tokens, False)
-        if error := _error(state, generation, rows):
+        ended = Ended.of(state, request.limits, rows)
+        if error := error_of(ended, generation_of(ended, request, text)):
             raise error
 
     return steps()
@@ -224,58 +169,3 @@ def _started(request: Plan, model: HybridLM, num_rows: int) -> DecodeState:
         added = np.arange(len(state.done)) >= num_rows
         state = state._replace(done=model.partition.put(added))
     return state
-
-
-def _generation(
-    request: Plan, state: DecodeState, own: slice, max_new_tokens: int, return_cache: bool
-) -> Generation:
-    lengths, rows, starts, statistics = on_host(
-        (state.emitted, state.context.tokens, request.context.length, state.statistics), own
-    )
-    tokens = np.full((len(lengths), max_new_tokens), PAD, np.int32)
-    for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
-        tokens[i, : lengths[i]] = row[start : start + lengths[i]]
-    cache = state.cache if return_cache else None
-    lossless = is_lossless(request.decoder.verifier)
-    return Generation(tokens, lengths, statistics_of(statistics), cache, lossless)
-
-
-def _error(state: DecodeState, generation: Generation, own: slice) -> NonFiniteLogitsError | None:
-    failed = on_host(state.failed, own)
-    if not failed.any():
-        return None
-    rows = np.flatnonzero(failed).tolist()
-    others = f"; rows {rows[1:]} failed too" if rows[1:] else ""
-    return NonFiniteLogitsError(
-        f"{failure(failed, generation.lengths, rows[0])}{others}."
-        " The output of all rows is in the error's `generation`",
-        rows,
-        generation,
-    )
-
-
-def failure(failed: np.ndarray, emitted: np.ndarray, row: int) -> str:
-    """Describes why a row failed; arrays as in `DecodeState`."""
-    which = "draft" if failed[row] == DRAFT_FAILED else "target"
-    return (
-        f"the {which} model's logits are not finite in row {row}, after {emitted[row]} new tokens;"
-        " the row ended there"
-    )
-
-
-def statistics_of(statistics: Statistics) -> DecodeStatistics:
-    """Sums over rows, and the ratios."""
-    counts = jax.tree.map(np.asarray, statistics)
-    calls, tokens = int(counts.target_calls.sum()), int(counts.emitted.sum())
-    # A row that failed in its first step has no calls.
-    calls_per_row = np.maximum(counts.target_calls, 1)
-    return DecodeStatistics(
-        tau=tokens / max(calls, 1),
-        num_target_calls=calls,
-        num_tokens=tokens,
-        num_drafted=int(counts.drafted.sum()),
-        num_accepted=int(counts.accepted.sum()),
-        accepted_per_depth=counts.accepted_per_depth.sum(axis=0),
-        tau_per_row=counts.emitted / calls_per_row,
-        target_calls_per_row=counts.target_calls,
-    )

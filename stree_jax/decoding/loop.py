@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from stree_jax.array_types import Array, Bool, Int
+from stree_jax.decoding import log_probs
 from stree_jax.decoding.drafters import Drafter, root_only
 from stree_jax.decoding.drafters.base import reads
 from stree_jax.decoding.prefill import prefill, prefill_with_drafter
@@ -65,6 +66,8 @@ class SpeculativeDecoder:
             it copies them. From 4 on, such bodies run in an inner loop of static trip count, which
             needs no check. Up to `steps_per_sync - 1` steps are wasted at the end.
         deepest: depth of the deepest tree of any decoder that shares this one's states.
+        num_best: record the log-probability of each new token, and those of this many best ones;
+            None: record nothing.
     """
 
     topology: TreeTopology
@@ -72,6 +75,7 @@ class SpeculativeDecoder:
     max_length: int
     steps_per_sync: int = 1
     deepest: int = 0
+    num_best: int | None = None
 
     @property
     def num_places(self) -> int:
@@ -124,6 +128,9 @@ class SpeculativeDecoder:
             keys=jax.random.clone(keys),  # the loop donates the state, not the caller's keys
             step=zeros,
             statistics=Statistics(zeros, zeros, zeros, zeros, jnp.zeros((batch, depth), jnp.int32)),
+            log_probs=None
+            if self.num_best is None
+            else log_probs.empty(batch, self.num_places, self.num_best),
         )
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
@@ -254,6 +261,12 @@ class SpeculativeDecoder:
         failed = jnp.where(state.done, state.failed, failed)
         active = ~state.done & (failed == 0)
         count = jnp.where(active, count, 0)
+        records = state.log_probs
+        if records is not None:
+            at = state.context.length
+            records = log_probs.recorded(
+                records, logits, logits, draft, verdict, new_tokens, at, sampling
+            )
         context = _append(state.context, new_tokens, count)
         emitted = state.emitted + count
         done = state.done | (failed > 0) | ended | (emitted >= limits.max_new_tokens)
@@ -280,6 +293,7 @@ class SpeculativeDecoder:
                 keys=state.keys,
                 step=state.step + 1,
                 statistics=_count(state.statistics, draft, on_path[:, 0], count, active),
+                log_probs=records,
             ),
             draft,
             verdict,

@@ -61,6 +61,8 @@ class OptionKeywords(TypedDict, total=False):
     eos_token: int | Sequence[int] | None
     max_length: int | None
     key: jax.Array | None
+    log_probs: bool | str
+    top_log_probs: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,11 @@ class Options:
             context length of the model (`ModelConfig.max_length`), if its config has one.
         key: random key, required above temperature 0. A single key is folded with the index of each
             row; an array of keys `[B]` is the rows' own.
+        log_probs: True: the result has the log-probability of each new token under the target's own
+            distribution, at temperature 1 and without filters. "sampled": after temperature and
+            filters, where temperature 0 counts as 1.
+        top_log_probs: this many best tokens at each place, with their log-probabilities; those of
+            the new tokens come with them.
 
     Raises:
         ValueError: a bad value.
@@ -95,6 +102,8 @@ class Options:
     eos_token: int | Sequence[int] | None = None
     max_length: int | None = None
     key: jax.Array | None = None
+    log_probs: bool | str = False
+    top_log_probs: int = 0
 
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, 1)
@@ -111,6 +120,11 @@ class Options:
             _listed_eos_tokens(self.eos_token, None)
         if self.max_length is not None:
             check_int("max_length", self.max_length, 1)
+        if self.log_probs not in (False, True, "sampled"):
+            raise ValueError(
+                f"log_probs must be False, True or 'sampled', got {shown(self.log_probs)}"
+            )
+        check_int("top_log_probs", self.top_log_probs, 0)
         if self.key is None:
             return
         how = jax.random.key_impl(typed_key(self.key))
@@ -119,6 +133,11 @@ class Options:
                 "keys of implementation 'rbg' draw other numbers in another batch; use"
                 " jax.random.key(0, impl='threefry2x32')"
             )
+
+    @property
+    def num_best(self) -> int | None:
+        """How many best tokens are recorded at each place; None: no log-probabilities are."""
+        return self.top_log_probs if self.log_probs or self.top_log_probs else None
 
     def keys(self) -> list[str]:
         """The names of the options, so that `**options` passes them as keywords."""
@@ -167,6 +186,7 @@ def plan(
     if eos_token is None:
         eos_token = () if model.config.eos_token is None else model.config.eos_token
     eos_tokens = _listed_eos_tokens(eos_token, vocab_size)
+    check_int("top_log_probs", text.top_log_probs, 0, vocab_size)
     _check_length(context, text.max_new_tokens, text.max_length, model.config.max_length)
     temperature_is_zero = temperature == 0
     if key is None and not temperature_is_zero:
@@ -196,6 +216,7 @@ def plan(
         max_length=buffer_size(longest),
         # On a GPU a termination check on the host takes long compared with a step.
         steps_per_sync=1 if dispatch.device_obstacle(dispatch.device_of(model)) else 2,
+        num_best=text.num_best,
     )
 
     def per_row(value: object, dtype: type) -> Array:
@@ -211,6 +232,7 @@ def plan(
             per_row(temperature, np.float32),
             () if temperature_is_zero else filters_of([filtering(text)] * batch),
             temperature_is_zero=temperature_is_zero,
+            record_sampled=per_row(True, bool) if text.log_probs == "sampled" else None,
         ),
     )
 

@@ -24,6 +24,7 @@ from jax import lax
 
 from stree_jax.array_types import Array, Int, Key
 from stree_jax.checks import check_int
+from stree_jax.decoding import log_probs
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.drafters.base import reads
 from stree_jax.decoding.loop import SpeculativeDecoder, owned
@@ -237,6 +238,28 @@ def switch(
             drafts = state.drafter
     switched = state._replace(pending=fresh.pending, path=fresh.path, drafter=drafts)
     return owned(switched, (model, drafter))
+
+
+def recording(decoder: SpeculativeDecoder, state: DecodeState) -> DecodeState:
+    """The pool with room for what the decoder records, which the pool's last one may not have.
+
+    Raises:
+        ValueError: the pool has more.
+    """
+    before = -1 if state.log_probs is None else state.log_probs.best.shape[-1]
+    after = -1 if decoder.num_best is None else decoder.num_best
+    if before > after:
+        raise ValueError(
+            f"num_best = {decoder.num_best}, and the pool records {before} best tokens"
+        )
+    if before == after:
+        return state
+    records = log_probs.empty(len(state.done), decoder.num_places, after)
+    if state.log_probs is not None:
+        records = jax.tree.map(
+            lambda new, old: new.at[..., : old.shape[-1]].set(old), records, state.log_probs
+        )
+    return state._replace(log_probs=records)
 
 
 def prepared(

@@ -106,11 +106,14 @@ class Sampling:
         filters: what rules tokens out, in this order; the numbers of a filter are arrays too.
         temperature_is_zero: whether all rows have temperature 0, where only the target's best token
             is possible. If False, some rows may still have it if the verifier follows the target.
+        record_sampled: rows whose recorded log-probabilities are those after temperature and
+            filters; None: no row's are.
     """
 
     temperature: Float32[Array, " B"]
     filters: tuple[Filter, ...] = ()
     temperature_is_zero: bool = dataclasses.field(default=False, metadata={"static": True})
+    record_sampled: Bool[Array, " B"] | None = None
 
 
 class Step(NamedTuple):
@@ -151,6 +154,17 @@ class Statistics(NamedTuple):
     accepted_per_depth: Int[Array, "B D"]  # steps that accepted at least 1, 2, ... drafts
 
 
+class TokenLogProbs(NamedTuple):
+    """Log-probabilities of new tokens; entry p is of the token at position p of the text.
+
+    Unspecified in prompts and behind the last token.
+    """
+
+    chosen: Float32[Array, "B L"]
+    best: Float32[Array, "B L best"]  # of the best tokens, in descending order
+    best_tokens: Int[Array, "B L best"]
+
+
 class DecodeState(NamedTuple):
     """All state of a decode step. The loop donates it."""
 
@@ -165,6 +179,7 @@ class DecodeState(NamedTuple):
     keys: Key[Array, " B"]  # one random stream per row
     step: Int[Array, " B"]  # steps so far; folded into the keys of sampled drafts and of tests
     statistics: Statistics
+    log_probs: TokenLogProbs | None = None  # if the decoder records them
 
 
 def state_specs(model: HybridLM) -> Any:

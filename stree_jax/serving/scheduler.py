@@ -16,22 +16,25 @@ from stree_jax.checks import check_int
 from stree_jax.decoding import slots
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.filters import filters_of, kind
-from stree_jax.decoding.generate import failure, statistics_of
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import (
     MAX_TOKENS,
     Plan,
+    buffer_size,
     checked_prompts,
     filtering,
     is_lossless,
     plan,
 )
+from stree_jax.decoding.results import Ended, failure, statistics_of
 from stree_jax.decoding.types import Limits, Prefix, Sampling
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.serving.types import Completion, Job, Request
 from stree_jax.tree import TreeTopology
+
+_FEWEST_BEST = 4  # tokens that rows record, if any
 
 
 class Scheduler:
@@ -93,6 +96,7 @@ class Scheduler:
         self._tenants: list[Job | None] = [None] * rows
         self._ended: collections.deque[Completion] = collections.deque()
         self._num_submitted = 0
+        self._num_best: int | None = None  # what the rows record, see `SpeculativeDecoder`
         self._state: Any = None
 
     @property
@@ -212,7 +216,7 @@ class Scheduler:
     def _program(self, greedy: bool) -> tuple[SpeculativeDecoder, Drafter | None]:
         found = self._plans[greedy]
         assert found is not None  # submit refuses such requests
-        return found.decoder, found.drafter
+        return dataclasses.replace(found.decoder, num_best=self._num_best), found.drafter
 
     def _check_can_share_batch(self, job: Job, verifier: Verifier) -> None:
         """Refuses to mix filters of other kinds, and temperature 0 and others where it cannot."""
@@ -244,10 +248,12 @@ class Scheduler:
                 continue
             job = self._queue.popleft()
             job.began = time.perf_counter()
+            self._record(job.request.num_best)
             decoder, drafter = self._program(job.is_greedy)
             with dispatch.on(self._model):
                 if self._state is None:
                     self._state = slots.empty(decoder, self._model, drafter, len(self._tenants))
+                self._state = slots.recording(decoder, self._state)
                 prefix = job.request.after
                 if prefix is None:
                     prefix = slots.read(decoder, self._model, drafter, job.plan.context)
@@ -260,6 +266,13 @@ class Scheduler:
                     decoder, self._model, self._state, [row], prefix, job.plan.keys
                 )
             self._tenants[row] = job
+
+    def _record(self, num_best: int | None) -> None:
+        """Records as many best tokens from now on; few sizes, so that requests share programs."""
+        if num_best is None or num_best <= (-1 if self._num_best is None else self._num_best):
+            return
+        size = buffer_size(num_best, _FEWEST_BEST) if num_best else 0
+        self._num_best = min(size, self._model.config.vocab_size)
 
     def _run(self) -> None:
         """Runs until a row has ended that a waiting request can take, or for one quantum."""
@@ -284,46 +297,35 @@ class Scheduler:
 
     def _sampling(self, greedy: bool) -> Sampling:
         requests = [job.request if job else None for job in self._tenants]
+        sampled = np.array([bool(r and r.log_probs == "sampled") for r in requests])
         # A request at temperature 0 takes the best token, which no filter leaves out.
         rows = [filtering(r if r and r.temperature > 0 else None) for r in requests]
         return Sampling(
             jnp.asarray([r.temperature if r else 0.0 for r in requests], jnp.float32),
             () if greedy else filters_of(rows, may_differ=True),
             temperature_is_zero=greedy,
+            record_sampled=jnp.asarray(sampled) if sampled.any() else None,
         )
 
     def _collect(self) -> None:
         """Empties the rows that have ended."""
         state = self._state
-        done, failed, emitted, length = (
-            np.array(part) for part in (state.done, state.failed, state.emitted, state.context[1])
-        )
-        ended = [row for row, job in enumerate(self._tenants) if job is not None and done[row]]
-        if not ended:
+        done = np.array(state.done)
+        rows = [row for row, job in enumerate(self._tenants) if job is not None and done[row]]
+        if not rows:
             return
-        tokens = np.array(state.context.tokens)
-        counts = jax.tree.map(np.array, state.statistics)
+        ended = Ended.of(state, self._limits())
         now = time.perf_counter()
-        for row in ended:
+        for row in rows:
             job = self._tenants[row]
             assert job is not None
             self._tenants[row] = None
             prefix = None
-            if job.request.keep and not failed[row]:
+            if job.request.keep and not ended.failed[row]:
                 decoder, drafter = self._program(job.is_greedy)
                 with dispatch.on(self._model):
                     prefix = slots.take(decoder, drafter, state, row)
-            self._ended.append(
-                Completion(
-                    job.request_id,
-                    tokens[row, length[row] - emitted[row] : length[row]].tolist(),
-                    statistics_of(jax.tree.map(lambda count, at=row: count[at : at + 1], counts)),
-                    seconds_queued=job.began - job.submitted,
-                    seconds_decoded=now - job.began,
-                    error=failure(failed, emitted, row) if failed[row] else None,
-                    prefix=prefix,
-                )
-            )
+            self._ended.append(_completion(job, ended, row, prefix, now))
 
 
 @functools.cache
@@ -340,3 +342,28 @@ def _as_row(key: Any) -> Any:
     if is_key:
         return key[None] if key.ndim == 0 else key
     return jnp.asarray(key)[None] if np.ndim(key) == 1 else key
+
+
+def _completion(job: Job, ended: Ended, row: int, prefix: Prefix | None, now: float) -> Completion:
+    new = ended.new(row)
+    best = best_tokens = chosen = None
+    if job.request.num_best is not None and new.log_probs is not None:
+        chosen = new.log_probs.chosen.tolist()
+        if most := job.request.top_log_probs:
+            best = new.log_probs.best[:, :most].tolist()
+            best_tokens = new.log_probs.best_tokens[:, :most].tolist()
+    # Copies: what `ended` shows is the memory of the state, which the next run reuses.
+    counts = jax.tree.map(lambda count: count[row : row + 1].copy(), ended.statistics)
+    return Completion(
+        job.request_id,
+        new.tokens.tolist(),
+        statistics_of(counts),
+        seconds_queued=job.began - job.submitted,
+        seconds_decoded=now - job.began,
+        error=failure(ended.failed, ended.emitted, row) if ended.failed[row] else None,
+        prefix=prefix,
+        finish_reason=new.finish_reason,
+        log_probs=chosen,
+        top_log_probs=best,
+        top_tokens=best_tokens,
+    )

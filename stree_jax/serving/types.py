@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stree_jax.decoding.generate import DecodeStatistics
 from stree_jax.decoding.options import Options, Plan
+from stree_jax.decoding.results import DecodeStatistics
 from stree_jax.decoding.types import Prefix
 
 
@@ -43,6 +43,9 @@ class Completion:
         seconds_decoded: time from then to the end, prefill included.
         error: None, or why the row failed: logits were not finite.
         prefix: the prefix of the whole text, if the request had `keep` and did not fail.
+        finish_reason: why it ended, see `Generation.finish_reasons`.
+        log_probs: of each new token, if the request asked for them.
+        top_log_probs, top_tokens: the best tokens at each place, if it asked for them.
     """
 
     request_id: int
@@ -52,6 +55,10 @@ class Completion:
     seconds_decoded: float
     error: str | None = None
     prefix: Prefix | None = None
+    finish_reason: str = ""
+    log_probs: list[float] | None = None
+    top_log_probs: list[list[float]] | None = None
+    top_tokens: list[list[int]] | None = None
 
 
 @dataclasses.dataclass

@@ -11,8 +11,9 @@ import numpy as np
 
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.filters import Filter, filters_of
-from stree_jax.decoding.generate import Generation, generate
+from stree_jax.decoding.generate import generate
 from stree_jax.decoding.options import Plan, plan
+from stree_jax.decoding.results import Generation
 from stree_jax.decoding.sampling import filtered_logits, position_noise, token_log_probs
 from stree_jax.decoding.types import Sampling
 from stree_jax.decoding.verifiers import Verifier

@@ -11,8 +11,9 @@ import numpy as np
 
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter, DynamicDrafter, ModelDrafter
-from stree_jax.decoding.generate import Generation, generate
+from stree_jax.decoding.generate import generate
 from stree_jax.decoding.options import Plan, plan
+from stree_jax.decoding.results import Generation
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.tree import TreeTopology
 from stree_jax.tuning.dynamic import dynamic_tau, fitted

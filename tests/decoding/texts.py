@@ -10,8 +10,8 @@ import numpy as np
 
 import stree_jax as st
 from stree_jax.decoding.filters import filters_of
-from stree_jax.decoding.generate import statistics_of
 from stree_jax.decoding.options import plan
+from stree_jax.decoding.results import statistics_of
 from stree_jax.testing import PROMPTS, tiny_model
 from tests.helpers import with_weight
 

@@ -417,6 +417,22 @@ def test_streams():
 
 
 @slow
+@pytest.mark.parametrize("how", [True, "sampled"])
+def test_log_probs(how):
+    """Of a tied head whose vocabulary is cut too."""
+    options = dict(temperature=0.8, top_k=7, key=jax.random.key(4))
+    options |= dict(log_probs=how, top_log_probs=2)
+    for name in ("tied", "bamba"):
+        want = decode(model_of(name), **options)
+        draft = st.ModelDrafter(replicated_draft(name, 2, 4))
+        got = decode(sharded(name, 2, 4), drafter=draft, topology=TREE, **options)
+        assert_same(got, want)
+        np.testing.assert_allclose(got.log_probs, want.log_probs, atol=1e-4)
+        np.testing.assert_allclose(got.top_log_probs, want.top_log_probs, atol=1e-4)
+        assert got.finish_reasons == want.finish_reasons
+
+
+@slow
 def test_long_prompts():
     """Read in pieces, of which shards of the batch need different numbers."""
     prompts = [[3, 4, 5] * ((PREFILL_CHUNK + 40) // 3), [9, 1]]

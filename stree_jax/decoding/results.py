@@ -1,0 +1,203 @@
+"""What decoding returns: tokens, counts and log-probabilities of rows, on the host."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from stree_jax.decoding.loop import DRAFT_FAILED
+from stree_jax.decoding.on_mesh import on_host
+from stree_jax.decoding.options import Options, Plan, is_lossless
+from stree_jax.decoding.types import Context, DecodeState, Limits, Statistics, TokenLogProbs
+from stree_jax.models.cache import Cache
+
+PAD = -1  # fills `Generation.tokens` after a row's end
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeStatistics:
+    """Target calls and accepted drafts of a generation. Counts are sums over the batch.
+
+    Attributes:
+        tau: acceptance length, tokens emitted per target call; 1 for autoregressive decoding.
+        num_target_calls: forward passes of the target, counted once per unfinished row.
+        num_tokens: tokens emitted.
+        num_drafted: tokens proposed.
+        num_accepted: drafts that were emitted.
+        accepted_per_depth: `[D]`, steps in which at least 1, 2, ... D drafts were accepted.
+        tau_per_row, target_calls_per_row: `[B]`, the same per row.
+    """
+
+    tau: float
+    num_target_calls: int
+    num_tokens: int
+    num_drafted: int
+    num_accepted: int
+    accepted_per_depth: np.ndarray
+    tau_per_row: np.ndarray
+    target_calls_per_row: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """The result of `generate`.
+
+    Attributes:
+        tokens: `[B, max_new_tokens]` int32, the new tokens, end of sequence included, then `PAD`.
+        lengths: `[B]` int32, new tokens of each row.
+        stats: calls, drafts and acceptance.
+        cache: the target's cache of all tokens of a row but the last; None without `return_cache`.
+            For a model on a mesh it stays there, including the rows that pad the batch.
+        lossless: False if a lossy verifier chose the tokens: they are not the target's.
+        finish_reasons: why each row ended: "end_token"; "length", at `max_new_tokens`; "failed",
+            its logits were not finite.
+        log_probs: `[B, max_new_tokens]` float32, of each new token, then NaN; see
+            `Options.log_probs`. None unless asked for, like the next two.
+        top_log_probs: `[B, max_new_tokens, best]` float32, of the best tokens at each place, in
+            descending order, then NaN; see `Options.top_log_probs`.
+        top_tokens: `[B, max_new_tokens, best]` int32, these tokens, then `PAD`.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    stats: DecodeStatistics
+    cache: Cache | None = None
+    lossless: bool = True
+    finish_reasons: list[str] = dataclasses.field(default_factory=list)
+    log_probs: np.ndarray | None = None
+    top_log_probs: np.ndarray | None = None
+    top_tokens: np.ndarray | None = None
+
+
+class NonFiniteLogitsError(FloatingPointError):
+    """Logits of some rows were not finite. The other rows were decoded to their end.
+
+    Attributes:
+        rows: indices of the rows that failed.
+        generation: the output of all rows; a failed row ends where it failed.
+    """
+
+    def __init__(self, message: str, rows: list[int], generation: Generation):
+        super().__init__(message)
+        self.rows = rows
+        self.generation = generation
+
+
+class Ended(NamedTuple):
+    """What rows of a decode loop gave, copied to the host; fields as in `DecodeState`."""
+
+    context: Context
+    emitted: np.ndarray
+    failed: np.ndarray
+    statistics: Statistics
+    log_probs: TokenLogProbs | None
+    eos_tokens: np.ndarray
+
+    @classmethod
+    def of(cls, state: DecodeState, limits: Limits, rows: slice = slice(None)) -> "Ended":
+        """Of these rows. All processes of a mesh call this."""
+        taken = (state.context, state.emitted, state.failed, state.statistics, state.log_probs)
+        return cls(*on_host((*taken, limits.eos_tokens), rows))
+
+    def new(self, row: int) -> "NewTokens":
+        """The new tokens of a row."""
+        end, count = int(self.context.length[row]), int(self.emitted[row])
+        tokens, places = np.asarray(self.context.tokens[row]), slice(end - count, end)
+        if self.failed[row]:
+            reason = "failed"
+        elif count and tokens[end - 1] in self.eos_tokens[row]:
+            reason = "end_token"
+        else:
+            reason = "length"
+        records = jax.tree.map(lambda values: values[row, places], self.log_probs)
+        return NewTokens(tokens[places], reason, records)
+
+
+class NewTokens(NamedTuple):
+    """The new tokens of a row.
+
+    Attributes:
+        tokens: `[T]`.
+        finish_reason: see `Generation.finish_reasons`.
+        log_probs: `[T, ...]`, if they were recorded.
+    """
+
+    tokens: np.ndarray
+    finish_reason: str
+    log_probs: TokenLogProbs | None
+
+
+def generation_of(
+    ended: Ended, request: Plan, options: Options, cache: Cache | None = None
+) -> Generation:
+    """The result of all rows, padded to `options.max_new_tokens`."""
+    rows = [ended.new(row) for row in range(len(ended.emitted))]
+
+    def padded(buffer: Any, parts: list[Any], fill: Any) -> np.ndarray:
+        """The rows' parts of a buffer, with its dtype."""
+        size = len(parts), options.max_new_tokens, *buffer.shape[2:]
+        whole = np.full(size, fill, buffer.dtype)
+        for place, part in zip(whole, parts, strict=True):
+            place[: len(part)] = part
+        return whole
+
+    chosen = best = best_tokens = None
+    if ended.log_probs is not None:
+        fills = (np.nan, np.nan, PAD)
+        chosen, best, best_tokens = (
+            padded(buffer, [row.log_probs[i] for row in rows if row.log_probs], fills[i])
+            for i, buffer in enumerate(ended.log_probs)
+        )
+    return Generation(
+        padded(ended.context.tokens, [row.tokens for row in rows], PAD),
+        ended.emitted,
+        statistics_of(ended.statistics),
+        cache,
+        is_lossless(request.decoder.verifier),
+        [row.finish_reason for row in rows],
+        chosen,
+        best if options.top_log_probs else None,
+        best_tokens if options.top_log_probs else None,
+    )
+
+
+def error_of(ended: Ended, generation: Generation) -> NonFiniteLogitsError | None:
+    """The error that rows failed, if any did."""
+    if not ended.failed.any():
+        return None
+    rows = np.flatnonzero(ended.failed).tolist()
+    others = f"; rows {rows[1:]} failed too" if rows[1:] else ""
+    return NonFiniteLogitsError(
+        f"{failure(ended.failed, ended.emitted, rows[0])}{others}."
+        " The output of all rows is in the error's `generation`",
+        rows,
+        generation,
+    )
+
+
+def failure(failed: np.ndarray, emitted: np.ndarray, row: int) -> str:
+    """Describes why a row failed; arrays as in `DecodeState`."""
+    which = "draft" if failed[row] == DRAFT_FAILED else "target"
+    return (
+        f"the {which} model's logits are not finite in row {row}, after {emitted[row]} new tokens;"
+        " the row ended there"
+    )
+
+
+def statistics_of(statistics: Statistics) -> DecodeStatistics:
+    """Sums over rows, and the ratios."""
+    counts = jax.tree.map(np.asarray, statistics)
+    calls, tokens = int(counts.target_calls.sum()), int(counts.emitted.sum())
+    # A row that failed in its first step has no calls.
+    calls_per_row = np.maximum(counts.target_calls, 1)
+    return DecodeStatistics(
+        tau=tokens / max(calls, 1),
+        num_target_calls=calls,
+        num_tokens=tokens,
+        num_drafted=int(counts.drafted.sum()),
+        num_accepted=int(counts.accepted.sum()),
+        accepted_per_depth=counts.accepted_per_depth.sum(axis=0),
+        tau_per_row=counts.emitted / calls_per_row,
+        target_calls_per_row=counts.target_calls,
+    )
