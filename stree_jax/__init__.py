@@ -52,6 +52,10 @@ _EXTENSIONS = {
     "InterleavedDrafter": "stree_jax.extensions.hierarchical",
     "MedusaDrafter": "stree_jax.extensions.medusa",
     "MedusaHeads": "stree_jax.extensions.medusa",
+    "MtpConfig": "stree_jax.extensions.mtp",
+    "MtpDrafter": "stree_jax.extensions.mtp",
+    "MtpHead": "stree_jax.extensions.mtp",
+    "MtpModel": "stree_jax.extensions.mtp",
     "load_medusa": "stree_jax.extensions.medusa",
     "reasoning": "stree_jax.extensions.reasoning",
     "save_medusa": "stree_jax.extensions.medusa",
@@ -60,6 +64,7 @@ if TYPE_CHECKING:
     from stree_jax.extensions import reasoning
     from stree_jax.extensions.hierarchical import CascadeDrafter, InterleavedDrafter
     from stree_jax.extensions.medusa import MedusaDrafter, MedusaHeads, load_medusa, save_medusa
+    from stree_jax.extensions.mtp import MtpConfig, MtpDrafter, MtpHead, MtpModel
 else:
     __getattr__ = lazily(__name__, _EXTENSIONS)
 
@@ -88,6 +93,10 @@ __all__ = [
     "ModelConfig",
     "ModelDrafter",
     "MoeConfig",
+    "MtpConfig",
+    "MtpDrafter",
+    "MtpHead",
+    "MtpModel",
     "NgramDrafter",
     "NonFiniteLogitsError",
     "Options",

@@ -2,7 +2,17 @@
 
 from stree_jax.decoding.options import Plan
 from stree_jax.decoding.prefill import prefill
-from stree_jax.decoding.reader import Reader
+from stree_jax.decoding.reader import NodeReader, Reader, nodes_so_far, recorded
 from stree_jax.decoding.sampling import all_finite, filtered_logits, position_noise
 
-__all__ = ["Plan", "Reader", "all_finite", "filtered_logits", "position_noise", "prefill"]
+__all__ = [
+    "NodeReader",
+    "Plan",
+    "Reader",
+    "all_finite",
+    "filtered_logits",
+    "nodes_so_far",
+    "position_noise",
+    "prefill",
+    "recorded",
+]

@@ -1,17 +1,115 @@
 """The state of a draft model: its cache, and the nodes of a tree that it has run behind it."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.array_types import Array, Bool, Float32, Int
+from stree_jax.array_types import Array, Bool, Float, Float32, Int
 from stree_jax.decoding.prefill import prefill
 from stree_jax.decoding.types import Context, DraftTree, Verdict
 from stree_jax.models.cache import Cache, Path, Pending, empty_path, path_to
+from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, first_nodes
+
+
+@runtime_checkable
+class NodeReader(Protocol):
+    """The state of what drafts, a NamedTuple of arrays: it gives logits at nodes of a tree.
+
+    `Reader` is that of a `HybridLM`; a draft model of another kind opens its own, see `DraftModel`.
+    In a step: `read` once or several times, then `rest`; `close` when the target has verified.
+    """
+
+    pending: Any  # what `read` keeps of the nodes; axis 1 of its arrays are the nodes
+
+    @property
+    def num_before(self) -> int:
+        """Nodes of its own tree before the root."""
+        ...
+
+    @property
+    def ready(self) -> Bool[Array, " B"] | None:
+        """Rows that can draft; None: all of them."""
+        ...
+
+    @property
+    def replays(self) -> bool:
+        """Whether `close` needs the tree that was read, and the place of each node in it."""
+        ...
+
+    def read(
+        self,
+        model: Any,
+        tokens: Int[Array, "B Q"],
+        tree: Tree,
+        nodes: np.ndarray | Int[Array, " Q"],
+        num_logits: int | None = None,
+    ) -> tuple[Float32[Array, "B Z V"], Any]:
+        """See `Reader.read`."""
+        ...
+
+    def rest(self) -> Any:
+        """The state after the last `read` of a step, without what no later step needs."""
+        ...
+
+    def close(
+        self,
+        tree: Tree | None,
+        place: Int[Array, "B N"] | None,
+        draft: DraftTree,
+        verdict: Verdict,
+        model: Any = None,
+        hidden: Float[Array, "B N M"] | None = None,
+    ) -> Any:
+        """The state after the accepted path, see `Reader.close`.
+
+        `model` is the draft model, and `hidden` the target's states, see `Drafter.commit`.
+        """
+        ...
+
+
+@runtime_checkable
+class DraftModel(Protocol):
+    """What drafters of trees run, other than a `HybridLM`: heads on the target's hidden states.
+
+    It is a pytree, such as a `flax.nnx.Module`. Its `config` is that of the target.
+    """
+
+    config: ModelConfig
+
+    def open(self, context: Context, num_nodes: int, max_length: int) -> Any:
+        """The `NodeReader` before the first step, see `Reader.open`."""
+        ...
+
+    def hear(
+        self,
+        reader: Any,
+        tokens: Int[Array, "B T"],
+        hidden: Float[Array, "B T M"],
+        lengths: Int[Array, " B"],
+    ) -> Any:
+        """The reader after tokens that the target has prefilled, see `Drafter.read`."""
+        ...
+
+    def check_target(self, target: HybridLM) -> None:
+        """Refuses another target.
+
+        Raises:
+            ValueError: the heads are not of this target.
+        """
+        ...
+
+
+def open_reader(
+    model: HybridLM | DraftModel, context: Context, num_nodes: int, max_length: int
+) -> Any:
+    """The state of a draft model of any kind before the first step, see `Reader.open`."""
+    if isinstance(model, DraftModel):
+        return model.open(context, num_nodes, max_length)
+    return Reader.open(model, context, num_nodes, max_length)
 
 
 class Reader(NamedTuple):
@@ -22,8 +120,9 @@ class Reader(NamedTuple):
     tree is C slots for catch-up tokens, filled from the end, and below them the nodes that the
     drafter reads, whose tree the drafter keeps.
 
-    In a step: `read` once or several times, each time the next nodes; then `close`. No method
-    changes the object. The model is an argument, so that the state has no weights.
+    It is a `NodeReader`. In a step: `read` once or several times, each time the next nodes; then
+    `close`. No method changes the object. The model is an argument, so that the state has no
+    weights.
     """
 
     cache: Cache
@@ -59,6 +158,25 @@ class Reader(NamedTuple):
             has_catch_up=jnp.zeros((batch, num_catch_up), bool),
         )
 
+    @property
+    def num_before(self) -> int:
+        """See `NodeReader`."""
+        return self.catch_up.shape[1]
+
+    @property
+    def ready(self) -> None:
+        """See `NodeReader`."""
+        return None
+
+    @property
+    def replays(self) -> bool:
+        """See `NodeReader`."""
+        return True
+
+    def rest(self) -> "Reader":
+        """See `NodeReader`: the next step replays a path of the record."""
+        return self
+
     def read(
         self,
         model: HybridLM,
@@ -82,37 +200,29 @@ class Reader(NamedTuple):
         Returns:
             Logits without vocabulary padding, and the state for the next `read`.
         """
-        own, before = below_catch_up(tree, self.has_catch_up), self.catch_up.shape[1]
+        own, num_before = below_catch_up(tree, self.has_catch_up), self.num_before
         num_logits = tokens.shape[1] if num_logits is None else num_logits
-        if isinstance(nodes, np.ndarray):
-            begins = nodes[0] == 0
-            logits, pending, cache = model.tree_forward(
-                jnp.concatenate([self.catch_up, tokens], axis=1) if begins else tokens,
-                first_nodes(own, before + int(nodes[-1]) + 1),
-                self.cache,
-                replay=(self.pending, self.path) if begins else None,
-                prefix_pending=None if begins else self.pending,
-                num_logits=num_logits,
-            )
-            state = self._replace(cache=cache, pending=pending)
-        else:
-            nodes = before + nodes
-            logits, record, _ = model.tree_forward(
-                tokens,
-                _level_behind(own, nodes),
-                self.cache,
-                prefix_pending=self.pending,
-                num_logits=num_logits,
-            )
-
-            def put(slots: Array, read: Array) -> Array:
-                return slots.at[:, nodes].set(read[:, slots.shape[1] :], mode="drop")
-
-            state = self._replace(pending=jax.tree.map(put, self.pending, record))
+        begins = isinstance(nodes, np.ndarray) and nodes[0] == 0
+        logits, record, cache = model.tree_forward(
+            jnp.concatenate([self.catch_up, tokens], axis=1) if begins else tokens,
+            nodes_so_far(own, num_before + nodes),
+            self.cache,
+            replay=(self.pending, self.path) if begins else None,
+            prefix_pending=None if begins else self.pending,
+            num_logits=num_logits,
+        )
+        pending = recorded(self.pending, record, num_before + nodes)
+        state = self._replace(cache=cache, pending=pending)
         return logits[..., : model.config.vocab_size], state
 
     def close(
-        self, tree: Tree, place: Int[Array, "B N"], draft: DraftTree, verdict: Verdict
+        self,
+        tree: Tree,
+        place: Int[Array, "B N"],
+        draft: DraftTree,
+        verdict: Verdict,
+        model: Any = None,
+        hidden: Float[Array, "B N M"] | None = None,
     ) -> "Reader":
         """The state after the accepted path, which the next step replays.
 
@@ -122,6 +232,7 @@ class Reader(NamedTuple):
                 Deeper nodes of a path have higher indices.
             draft: the draft tree.
             verdict: see `Drafter.commit`.
+            model, hidden: for other readers.
         """
         ended, last = verdict.last < 0, jnp.maximum(verdict.last, 0)
         on_path = jnp.take_along_axis(draft.tree.ancestor_mask, last[:, None, None], axis=1)
@@ -170,6 +281,24 @@ def below_catch_up(tree: Tree, has_catch_up: Bool[Array, "B C"]) -> Tree:
         ),
         valid=jnp.concatenate([has_catch_up, tree.valid], axis=1),
     )
+
+
+def nodes_so_far(tree: Tree, nodes: np.ndarray | Int[Array, " Q"]) -> Tree:
+    """The tree that the last `nodes` are the queries of, see `Reader.read`."""
+    if isinstance(nodes, np.ndarray):
+        return first_nodes(tree, int(nodes[-1]) + 1)
+    return _level_behind(tree, nodes)
+
+
+def recorded(pending: Any, record: Any, nodes: np.ndarray | Int[Array, " Q"]) -> Any:
+    """The records of all nodes so far, after a call that appended those of `nodes`."""
+    if isinstance(nodes, np.ndarray):
+        return record
+
+    def put(slots: Array, read: Array) -> Array:
+        return slots.at[:, nodes].set(read[:, slots.shape[1] :], mode="drop")
+
+    return jax.tree.map(put, pending, record)
 
 
 def _level_behind(tree: Tree, queries: Int[Array, " Q"]) -> Tree:

@@ -2,17 +2,27 @@
 
 from pallas_kernels.numerics import contract
 from stree_jax.models.cache import Cache, Path, Pending, empty_path, path_to
-from stree_jax.models.lm import HybridLM, check_model, check_on_one_device, output_logits
+from stree_jax.models.lm import (
+    HybridLM,
+    check_model,
+    check_on_one_device,
+    embedded_tokens,
+    output_logits,
+)
+from stree_jax.models.mtp import MtpConfig, MtpHead
 from stree_jax.names import flatten
 
 __all__ = [
     "Cache",
     "HybridLM",
+    "MtpConfig",
+    "MtpHead",
     "Path",
     "Pending",
     "check_model",
     "check_on_one_device",
     "contract",
+    "embedded_tokens",
     "empty_path",
     "flatten",
     "output_logits",

@@ -387,6 +387,13 @@ class HybridLM(Partitioned):
         return rms_norm(hidden, scale, self.config.norm_eps).astype(self.dtype)
 
 
+def embedded_tokens(
+    tokens: Int[Array, "B T"], embedding: Float[Array, "V M"], multiplier: float
+) -> Float[Array, "B T M"]:
+    """Embeddings of tokens, the input of the first layer."""
+    return scaled(embedding[tokens], multiplier)
+
+
 def output_logits(
     hidden: Float[Array, "B T M"], output_head: Float[Array, "V M"], multiplier: float
 ) -> Float32[Array, "B T V"]:

@@ -1,7 +1,7 @@
 """Tiny models of every family, with random weights."""
 
 import functools
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -17,6 +17,8 @@ from stree_jax.layer_config import (
 )
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM
+
+_Module = TypeVar("_Module", bound=nnx.Module)
 
 # One config for each group of options of Mamba-2. With tied embeddings a random model repeats
 # itself; that of "plain", which most tests of decoding use, is untied.
@@ -229,8 +231,11 @@ def random_model(
     return randomised(nnx.merge(structure, weights), seed)
 
 
-def randomised(model: HybridLM, seed: int) -> HybridLM:
-    """A copy of the model with all weights drawn again, so that its logits are far from uniform."""
+def randomised(model: _Module, seed: int) -> _Module:
+    """A copy of a model, or of a part of one, with all weights drawn again.
+
+    Its logits are far from uniform.
+    """
     graphdef, state = nnx.split(model)
     leaves, structure = jax.tree.flatten_with_path(state)
     keys = jax.random.split(jax.random.key(seed), len(leaves))

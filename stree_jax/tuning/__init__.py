@@ -3,7 +3,7 @@
 from stree_jax.tuning.dynamic import SHARPNESS, dynamic_tau, fitted
 from stree_jax.tuning.measure import Costs, measure_costs
 from stree_jax.tuning.search import acceptance, best_trees, replay_tau
-from stree_jax.tuning.trace import RankTrace, check_how, rank_trace, whole_texts
+from stree_jax.tuning.trace import RankTrace, rank_trace, ranks_by_depth, trace_by_depth
 from stree_jax.tuning.tuner import Candidate, TuningReport, tune
 
 __all__ = [
@@ -14,12 +14,12 @@ __all__ = [
     "TuningReport",
     "acceptance",
     "best_trees",
-    "check_how",
     "dynamic_tau",
     "fitted",
     "measure_costs",
     "rank_trace",
+    "ranks_by_depth",
     "replay_tau",
+    "trace_by_depth",
     "tune",
-    "whole_texts",
 ]

@@ -10,17 +10,19 @@ import numpy as np
 from stree_jax.array_types import Array, Int
 from stree_jax.decoding.drafters import DynamicDrafter
 from stree_jax.decoding.options import Plan
+from stree_jax.decoding.reader import DraftModel
 from stree_jax.decoding.sampling import position_noise
 from stree_jax.decoding.types import Context, DraftTree, Sampling, Step
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
-from stree_jax.tuning.trace import positions
+from stree_jax.tuning.trace import positions, state_at
 
 SHARPNESS = (1.0, 1.5, 2.5, 3.5, 5.0, 7.0)
 
 
 def dynamic_tau(
-    draft: HybridLM,
+    draft: HybridLM | DraftModel,
+    target: HybridLM,
     request: Plan,
     tokens: Sequence[np.ndarray],
     topologies: Sequence[TreeTopology],
@@ -34,7 +36,8 @@ def dynamic_tau(
     stepping through these trees replays decoding: the numbers are exact, as for static trees.
 
     Args:
-        draft: the draft model.
+        draft: the draft model, or heads on the target's states.
+        target: the model that wrote the texts.
         request: the plan that generated the texts; gives prompts, keys and sampling.
         tokens: the new tokens of each row.
         topologies: sizes of trees, such as `TreeTopology.budget(N, D)`.
@@ -47,7 +50,8 @@ def dynamic_tau(
     for topology in topologies:
         accepted: dict[float, list[np.ndarray]] = {sharp: [] for sharp in grid}
         for at in positions(request, tokens, topology.depth):
-            state = drafters[grid[0]].prepare(at.context, topology, request.decoder.max_length)
+            first, max_length = drafters[grid[0]], request.decoder.max_length
+            state = state_at(first, target, at, topology, max_length)
             for sharp, drafter in drafters.items():
                 tree = _draft(
                     drafter,

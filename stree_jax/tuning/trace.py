@@ -6,18 +6,20 @@ the target emits determine which nodes of any static tree would be accepted.
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.array_types import Array, Bool, Int
+from stree_jax.array_types import Array, Bool, Float, Int, Key
 from stree_jax.decoding.drafters import Drafter, drawn_by
+from stree_jax.decoding.drafters.base import reads
 from stree_jax.decoding.options import Plan
-from stree_jax.decoding.sampling import position_noise
+from stree_jax.decoding.sampling import filtered_logits, position_noise
 from stree_jax.decoding.types import Context, Sampling, Step
+from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
 _BATCH = 32  # positions per batch
@@ -90,6 +92,79 @@ def rank_trace(
     return RankTrace(np.split(np.concatenate(ranks), ends), num_ranks)
 
 
+def trace_by_depth(
+    ranks: Callable[..., Int[Array, "emitted D"]],
+    drafter: Drafter,
+    request: Plan,
+    tokens: Sequence[np.ndarray],
+    num_ranks: int,
+) -> RankTrace:
+    """The trace of a drafter whose candidates for a token depend on how far ahead it is drafted.
+
+    Args:
+        ranks: a function `(text, start, key, sampling, most=...)` of a text `[1, L]`, its first new
+            token, and the key and sampling of its row, such as one that calls `ranks_by_depth`.
+        drafter: the drafter, whose first step after a prompt of one token has no drafts.
+        request: the plan that generated the texts; gives prompts, keys and sampling.
+        tokens: the new tokens of each row.
+        num_ranks: number of candidates of each depth.
+
+    Raises:
+        ValueError: the drafter samples its candidates with its own random numbers.
+    """
+    check_how(drafter, request.sampling, num_ranks)
+    starts = np.asarray(request.context.length)
+    texts, most = whole_texts(request, tokens), max(map(len, tokens))
+    tables = []
+    for row, (start, new) in enumerate(zip(starts, tokens, strict=True)):
+        text = jnp.asarray(texts[row : row + 1])
+        sampling = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], request.sampling)
+        found = ranks(text, jnp.asarray(start), request.keys[row], sampling, most=most)
+        table = np.array(found)[: len(new)]
+        ends = np.arange(len(new))[:, None] + np.arange(table.shape[1]) >= len(new)
+        table[ends | (np.arange(len(new)) + start < 2)[:, None]] = num_ranks
+        tables.append(np.minimum(table, num_ranks))
+    return RankTrace(tables, num_ranks)
+
+
+def ranks_by_depth(
+    logits: Callable[[int], Float[Array, "emitted V"]],
+    depth: int,
+    text: Int[Array, "1 L"],
+    start: Int[Array, ""],
+    key: Key[Array, ""],
+    sampling: Sampling,
+    *,
+    most: int,
+) -> Int[Array, "emitted D"]:
+    """Ranks of the tokens of a text among the candidates of each depth. Traced.
+
+    Args:
+        logits: the logits of the candidates of a depth, 0 for those below the root, in steps that
+            have emitted 0, 1, ... tokens.
+        depth: number of depths D.
+        text, start, key, sampling, most: see `trace_by_depth`.
+    """
+    emitted, noise = jnp.arange(most), None
+
+    def of_depth(ahead: int) -> Array:
+        nonlocal noise
+        scores = logits(ahead)
+        if not sampling.temperature_is_zero:
+            if noise is None:
+                zero = jnp.zeros(1, jnp.int32)
+                noise = position_noise(key[None], zero, most - 1, scores.shape[-1])[0]
+            scores = filtered_logits(scores[None], sampling)[0]
+            scores += noise[jnp.minimum(emitted + ahead, most - 1)]
+        places = jnp.minimum(start + emitted + ahead, text.shape[1] - 1)
+        token = text[0, places][:, None]
+        own = jnp.take_along_axis(scores, token, axis=1)
+        earlier = jnp.arange(scores.shape[-1]) < token
+        return ((scores > own) | ((scores == own) & earlier)).sum(axis=1)
+
+    return jnp.stack([of_depth(ahead) for ahead in range(depth)], axis=1)
+
+
 class Positions(NamedTuple):
     """Positions in texts, as the rows of a batch.
 
@@ -136,6 +211,20 @@ def positions(request: Plan, tokens: Sequence[np.ndarray], ahead: int) -> Iterat
             wanted[row[:, None], emitted[at, None] + np.arange(ahead)],
             min(_BATCH, len(rows) - first),
         )
+
+
+def state_at(
+    drafter: Drafter, target: HybridLM, at: Positions, topology: TreeTopology, max_length: int
+) -> Any:
+    """The state of a drafter at positions, after the texts before them."""
+    state = drafter.prepare(at.context, topology, max_length)
+    return _read(drafter, target, state, at.context) if reads(drafter) else state
+
+
+@jax.jit
+def _read(drafter: Any, target: HybridLM, state: Any, context: Context) -> Any:
+    hidden = target.hidden(context.tokens)
+    return drafter.read(state, context.tokens, hidden, context.length - 1)
 
 
 def whole_texts(request: Plan, tokens: Sequence[np.ndarray]) -> Int[np.ndarray, "B L"]:

@@ -203,7 +203,7 @@ def tune(
     if isinstance(drafter, ModelDrafter):
         progress("fitting dynamic trees", 0, 1)
         largest = next(row.topology for row in candidates if row.topology is not None)
-        dynamic = _dynamic(drafter, request, written, largest, costs)
+        dynamic = _dynamic(drafter, target, request, written, largest, costs)
         finalists.append(dynamic)
         progress("fitting dynamic trees", 1, 1)
     rows = _decoded(target, drafter, prompts[half:], finalists, second, progress)
@@ -240,12 +240,17 @@ def _candidates(trace: RankTrace, costs: Costs, max_nodes: int, max_depth: int) 
 
 
 def _dynamic(
-    drafter: ModelDrafter, request: Plan, written: list, static: TreeTopology, costs: Costs
+    drafter: ModelDrafter,
+    target: HybridLM,
+    request: Plan,
+    written: list,
+    static: TreeTopology,
+    costs: Costs,
 ) -> Candidate:
     """A dynamic tree of the size of a static one."""
     # 8 expanded nodes score 72 drafts in two levels.
     topology = TreeTopology.budget(min(static.num_nodes, 64), static.depth)
-    taus = dynamic_tau(drafter.model, request, written, [topology])[topology]
+    taus = dynamic_tau(drafter.model, target, request, written, [topology])[topology]
     sharpness = fitted(taus)
     widths = DynamicDrafter(drafter.model).widths(topology)
     return Candidate(

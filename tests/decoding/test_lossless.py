@@ -34,7 +34,7 @@ from stree_jax.testing import (
     tiny_model,
 )
 from tests.decoding.texts import NEW_TOKENS, ROWS, autoregressive, decoded, greedy, planned
-from tests.helpers import forget_many_programs, heads_of
+from tests.helpers import forget_many_programs, heads_of, mtp_head_of
 
 Topology = st.TreeTopology
 BRANCHING = Topology.from_branching((2, 2))
@@ -81,6 +81,10 @@ def of_target(make, topology=None):
     return Method(make, topology, drafts=("itself",))
 
 
+def mtp(make=st.ModelDrafter, **options):
+    return lambda target: make(st.MtpModel(target, mtp_head_of(target, latent=8)), **options)
+
+
 METHODS = {
     "chain of 1": static(Topology.chain(1)),
     "chain of 6": static(Topology.chain(6)),  # longer than the convolution
@@ -122,6 +126,10 @@ METHODS = {
         lambda target: st.MedusaDrafter(target, heads_of(target), child_sampling="top_k"),
         BRANCHING,
     ),
+    "mtp head": of_target(mtp(), BRANCHING),
+    "mtp head, deep": of_target(mtp(), DEEP),
+    "mtp head, beam": of_target(mtp(st.BeamDrafter), Topology.beam(2, 2)),
+    "mtp head, dynamic": of_target(mtp(st.DynamicDrafter, expand=3), Topology.budget(6, 3)),
     "turns": of_target(by_turns),
     "cascade of lookup": of_target(cascade(lambda target: st.NgramDrafter(), rounds=3)),
     "cascade": of_target(cascade(small, rounds=2)),
@@ -131,7 +139,7 @@ METHODS = {
 }
 
 PURE = ("groups", "mamba_in_llama", "repeated_first", "branch")
-ELSEWHERE = ("best of heads", "another family")
+ELSEWHERE = ("best of heads", "another family", "mtp head")
 RARE = ("paper B", "paper C", "paper E", "best tokens", "cascade of trees")
 TABLE = [
     *(("plain", method, "zero") for method in METHODS if method not in ELSEWHERE + RARE),
@@ -143,6 +151,7 @@ TABLE = [
     ("mamba2attn hybrid", "dynamic", "zero"),
     ("falcon_h1 hybrid", "heads", "mixed"),  # with multipliers
     ("falcon_h1 hybrid", "best of heads", "mixed"),
+    ("falcon_h1 hybrid", "mtp head", "mixed"),
     ("falcon_h1 hybrid", "another family", "zero"),
 ]
 # More of the same, run by `make test-slow`. Of "mamba2attn hybrid | dynamic | mixed", the cell of
@@ -203,7 +212,7 @@ def test_text_and_cache_are_those_of_autoregressive_decoding(family, name, tempe
         assert (out.stats.num_accepted > 0) == (name != "root alone")
         most = (request.decoder.topology.num_nodes - 1) * out.stats.num_target_calls
         # Lookup finds nothing, a cascade ends early, and heads have to see a hidden state first.
-        fewer = any(kind in name for kind in ("lookup", "cascade", "heads"))
+        fewer = any(kind in name for kind in ("lookup", "cascade", "head"))
         if fewer:
             assert out.stats.num_drafted < most
         elif temperature == "zero":

@@ -136,7 +136,9 @@ def test_stepping_through_dynamic_trees_is_decoding(traced):
     drafter, options, _, made_by, written = traced
     size = st.TreeTopology.budget(6, 3)
     grid = (0.3, 0.7, 1.5, 3.0, 6.0)
-    taus = dynamic_tau(drafter.model, made_by, written, [size], expand=3, grid=grid)[size]
+    taus = dynamic_tau(drafter.model, tiny_model(), made_by, written, [size], expand=3, grid=grid)[
+        size
+    ]
     for sharpness, tau in taus.items():
         dynamic = st.DynamicDrafter(drafter.model, expand=3, sharpness=sharpness)
         out = st.generate(tiny_model(), PROMPTS, drafter=dynamic, topology=size, **options)

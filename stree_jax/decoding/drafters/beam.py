@@ -5,18 +5,16 @@ STree, section 5.1 (Wu, Qin, Wong and Soatto, 2025, arXiv:2505.14969).
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from stree_jax.array_types import Array, Float
 from stree_jax.decoding.drafters.levels import widths_of
-from stree_jax.decoding.drafters.model import ModelDraftState
-from stree_jax.decoding.drafters.search import close_search, open_search, search
+from stree_jax.decoding.drafters.model import ModelDraftState, RunsModel
+from stree_jax.decoding.drafters.search import after_search, close_search, open_search, search
 from stree_jax.decoding.types import Context, DraftTree, Step, Verdict
-from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.tree import TreeTopology, first_nodes
 
 
-class BeamDrafter(nnx.Module):
+class BeamDrafter(RunsModel):
     """A draft model that grows a tree by beam search, from one state.
 
     A level of the tree is one step of the search: the most probable *paths* among all continuations
@@ -30,21 +28,13 @@ class BeamDrafter(nnx.Module):
     Among equally probable paths the earlier beam comes first, then the lower token id.
 
     Args:
-        model: any model with the target's vocabulary.
+        model: any model with the target's vocabulary, or heads such as `MtpModel`.
 
     Raises:
         ValueError: `model` is not a model.
     """
 
     chooses_shape = True  # see `Drafter`
-
-    def __init__(self, model: HybridLM):
-        check_model(model)
-        self.model = model
-
-    def models(self) -> list[HybridLM]:
-        """See `Drafter`."""
-        return [self.model]
 
     def default_topology(self) -> TreeTopology:
         """Three beams for four steps: the level sizes of the paper's tree A."""
@@ -68,7 +58,7 @@ class BeamDrafter(nnx.Module):
         none = jnp.full(topology.num_nodes, -1, jnp.int32)
         return (
             DraftTree(found.tokens, found.tree, None, none, found.finite),
-            ModelDraftState(found.reader, first_nodes(found.tree, num_read), place),
+            after_search(found.reader, first_nodes(found.tree, num_read), place),
         )
 
     def commit(
@@ -80,4 +70,4 @@ class BeamDrafter(nnx.Module):
         topology: TreeTopology,
     ) -> ModelDraftState:
         """See `Drafter`."""
-        return close_search(state, draft, verdict)
+        return close_search(self.model, state, draft, verdict, hidden)

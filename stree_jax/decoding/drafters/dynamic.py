@@ -6,27 +6,28 @@ import numbers
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters.children import chosen_child_sampling, shared_scores
-from stree_jax.decoding.drafters.model import ModelDraftState
+from stree_jax.decoding.drafters.model import ModelDraftState, RunsModel
 from stree_jax.decoding.drafters.search import (
     Continuations,
     Found,
+    after_search,
     close_search,
     open_search,
     search,
 )
+from stree_jax.decoding.reader import DraftModel
 from stree_jax.decoding.types import Context, DraftTree, Drawn, Step, Verdict
 from stree_jax.messages import shown
-from stree_jax.models.lm import HybridLM, check_model
+from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, TreeTopology, first_nodes
 
 
-class DynamicDrafter(nnx.Module):
+class DynamicDrafter(RunsModel):
     """A draft model that grows a larger tree than requested, and keeps the best nodes.
 
     The score of a node is the sum of log-probabilities along its path. Level by level the
@@ -39,7 +40,7 @@ class DynamicDrafter(nnx.Module):
     children are scored with the noise that the target draws its tokens with.
 
     Args:
-        model: any model with the target's vocabulary.
+        model: any model with the target's vocabulary, or heads such as `MtpModel`.
         expand: number of nodes to expand in each level below the root, and children of each.
         sharpness: factor of the logits before the softmax. Draft models are under-confident: with
             their own probabilities (1.0) trees are too wide. `tune` measures it.
@@ -51,18 +52,13 @@ class DynamicDrafter(nnx.Module):
 
     chooses_shape = True  # see `Drafter`
 
-    def __init__(self, model: HybridLM, *, expand: int = 8, sharpness: float = 2.5):
-        check_model(model)
-        self.model = model
+    def __init__(self, model: HybridLM | DraftModel, *, expand: int = 8, sharpness: float = 2.5):
+        super().__init__(model)
         is_number = isinstance(sharpness, numbers.Real) and math.isfinite(sharpness)
         if not is_number or sharpness <= 0:
             raise ValueError(f"sharpness must be a number above 0, got {shown(sharpness)}")
         self.expand = check_int("expand", expand, 1)
         self.sharpness = jnp.float32(sharpness)  # an array: one program for all values
-
-    def models(self) -> list[HybridLM]:
-        """See `Drafter`."""
-        return [self.model]
 
     def default_topology(self) -> TreeTopology:
         """16 nodes, and at most 5 drafts on a path."""
@@ -70,6 +66,7 @@ class DynamicDrafter(nnx.Module):
 
     def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         """See `Drafter`."""
+        super().check(target, topology, temperature_is_zero=temperature_is_zero)
         widths = self.widths(topology)
         most = sum(
             width * min(below, self.model.config.vocab_size)
@@ -108,7 +105,7 @@ class DynamicDrafter(nnx.Module):
         none = jnp.full(topology.num_nodes, -1, jnp.int32)
         return (
             DraftTree(tokens, tree, None, none, found.finite, drawn),
-            ModelDraftState(found.reader, first_nodes(found.tree, sum(widths[:-1])), place),
+            after_search(found.reader, first_nodes(found.tree, sum(widths[:-1])), place),
         )
 
     def commit(
@@ -120,7 +117,7 @@ class DynamicDrafter(nnx.Module):
         topology: TreeTopology,
     ) -> ModelDraftState:
         """See `Drafter`."""
-        return close_search(state, draft, verdict)
+        return close_search(self.model, state, draft, verdict, hidden)
 
     def widths(self, topology: TreeTopology) -> list[int]:
         """Nodes of each level of the search, the root's first; the model does not run the last."""

@@ -1,5 +1,6 @@
 """Drafting with a small model: a static tree, level by level, from one state."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from stree_jax.decoding.drafters.children import (
     shared_scores,
 )
 from stree_jax.decoding.drafters.levels import grow_levels, levels_of, put
-from stree_jax.decoding.reader import Reader
+from stree_jax.decoding.reader import DraftModel, open_reader
 from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.types import Context, DraftTree, Drawn, Step, Verdict
 from stree_jax.models.lm import HybridLM, check_model
@@ -27,21 +28,50 @@ class ModelDraftState(NamedTuple):
     """A draft model's state between steps.
 
     Attributes:
-        reader: the state of the model.
+        reader: the state of the model, a `NodeReader`.
         read: the tree that it has run, if it chose the shape itself; otherwise None.
         place: index in it of each node of the draft tree; -1 for nodes that the model did not run.
     """
 
-    reader: Reader
+    reader: Any
     read: Tree | None = None
     place: Int[Array, "B N"] | None = None
 
 
-class ModelDrafter(nnx.Module):
+class RunsModel(nnx.Module):
+    """What all drafters of trees with a draft model share.
+
+    Args:
+        model: the draft model.
+
+    Raises:
+        ValueError: `model` is not a model.
+    """
+
+    def __init__(self, model: HybridLM | DraftModel):
+        if not isinstance(model, DraftModel):
+            check_model(model)
+        self.model = model
+
+    def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
+        """See `Drafter`: heads refuse another target than theirs."""
+        if isinstance(self.model, DraftModel):
+            self.model.check_target(target)
+
+    @property
+    def read(self) -> Callable[[ModelDraftState, Array, Array, Array], ModelDraftState] | None:
+        """See `Drafter`: for heads on the target's states; None for a `HybridLM`."""
+        if not isinstance(self.model, DraftModel):
+            return None
+        hear = self.model.hear
+        return lambda state, *read: state._replace(reader=hear(state.reader, *read))
+
+
+class ModelDrafter(RunsModel):
     """A draft model that fills a static tree level by level, from one state.
 
     Args:
-        model: any model with the target's vocabulary.
+        model: any model with the target's vocabulary, or heads such as `MtpModel`.
         child_sampling: choice of siblings: "top_k" (the most probable), "shared" (the most
             probable after adding the noise that the target draws its tokens with), "iid" (sampled
             independently), "without_replacement" (sampled, all different, in the order drawn), or
@@ -52,10 +82,9 @@ class ModelDrafter(nnx.Module):
         ValueError: another value of `child_sampling`, or `model` is not a model.
     """
 
-    def __init__(self, model: HybridLM, *, child_sampling: str = "auto"):
+    def __init__(self, model: HybridLM | DraftModel, *, child_sampling: str = "auto"):
         check_child_sampling(child_sampling)
-        check_model(model)
-        self.model = model
+        super().__init__(model)
         self._child_sampling = child_sampling
 
     def default_topology(self) -> TreeTopology:
@@ -70,7 +99,7 @@ class ModelDrafter(nnx.Module):
     def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> ModelDraftState:
         """See `Drafter`."""
         num_read = len(_inner_nodes(topology))
-        return ModelDraftState(Reader.open(self.model, context, num_read, max_length))
+        return ModelDraftState(open_reader(self.model, context, num_read, max_length))
 
     def propose(
         self, state: ModelDraftState, step: Step, topology: TreeTopology
@@ -127,7 +156,7 @@ class ModelDrafter(nnx.Module):
             at,
             _At(0, None, len(inner), num_nodes, None, None, None),
             [level.width for level in levels],
-            state.reader.catch_up.shape[1] + len(inner),
+            state.reader.num_before + len(inner),
         )
         rows = np.full(num_nodes, -1, np.int32)
         if log_probs[0] is not None:
@@ -138,13 +167,13 @@ class ModelDrafter(nnx.Module):
                     first, depth = first + group.shape[2], depth + 1
         draft = DraftTree(
             tokens=grown.tokens,
-            tree=topology.tree(grown.valid),
+            tree=topology.tree(drafted(state.reader, grown.valid)),
             log_probs=None if log_probs[0] is None else _side_by_side(log_probs),
             log_prob_row=jnp.asarray(rows),
             finite=grown.finite,
             drawn=drawn_how,
         )
-        return draft, state._replace(reader=grown.reader)
+        return draft, state._replace(reader=grown.reader.rest())
 
     def commit(
         self,
@@ -160,7 +189,15 @@ class ModelDrafter(nnx.Module):
         place[inner] = np.arange(len(inner))
         tree = _inner_tree(topology, draft.tree.valid[:, inner])
         places = jnp.broadcast_to(place, draft.tokens.shape)
-        return state._replace(reader=state.reader.close(tree, places, draft, verdict))
+        reader = state.reader.close(tree, places, draft, verdict, self.model, hidden)
+        return state._replace(reader=reader)
+
+
+def drafted(reader: Any, valid: Bool[Array, "B N"]) -> Bool[Array, "B N"]:
+    """The valid nodes, of rows that are not ready the root alone."""
+    if reader.ready is None:
+        return valid
+    return valid & (reader.ready[:, None] | (jnp.arange(valid.shape[1]) == 0))
 
 
 class _Grown(NamedTuple):
@@ -168,7 +205,7 @@ class _Grown(NamedTuple):
 
     tokens: Int[Array, "B N"]
     valid: Bool[Array, "B N"]
-    reader: Reader
+    reader: Any
     finite: Bool[Array, " B"]
 
 

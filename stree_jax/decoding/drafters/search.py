@@ -12,7 +12,7 @@ from stree_jax.array_types import Array, Bool, Float, Float32, Int
 from stree_jax.decoding.drafters.base import root_only
 from stree_jax.decoding.drafters.levels import grow_levels, put
 from stree_jax.decoding.drafters.model import ModelDraftState
-from stree_jax.decoding.reader import Reader
+from stree_jax.decoding.reader import DraftModel, open_reader
 from stree_jax.decoding.sampling import all_finite
 from stree_jax.decoding.types import Context, DraftTree, Verdict
 from stree_jax.models.lm import HybridLM
@@ -33,7 +33,7 @@ class Found(NamedTuple):
     tokens: Int[Array, "B nodes"]
     tree: Tree
     score: Float32[Array, "B nodes"]  # log-probability of the path to each node
-    reader: Reader
+    reader: Any
     finite: Bool[Array, " B"]
 
 
@@ -74,7 +74,11 @@ def best_continuations(
 
 
 def open_search(
-    model: HybridLM, context: Context, topology: TreeTopology, num_read: int, max_length: int
+    model: HybridLM | DraftModel,
+    context: Context,
+    topology: TreeTopology,
+    num_read: int,
+    max_length: int,
 ) -> ModelDraftState:
     """The state before the first step of a drafter that searches.
 
@@ -85,17 +89,21 @@ def open_search(
         num_read: nodes that the model runs in a step.
         max_length: most tokens of a row.
     """
+    reader = open_reader(model, context, num_read, max_length)
     batch = context.length.shape[0]
-    return ModelDraftState(
-        Reader.open(model, context, num_read, max_length),
-        _no_tree(batch, num_read),
-        jnp.zeros((batch, topology.num_nodes), jnp.int32),
-    )
+    place = jnp.zeros((batch, topology.num_nodes), jnp.int32)
+    return after_search(reader, _no_tree(batch, num_read), place)
+
+
+def after_search(reader: Any, read: Tree, place: Int[Array, "B N"]) -> ModelDraftState:
+    """The state until `close_search`, see `ModelDraftState`."""
+    reader = reader.rest()
+    return ModelDraftState(reader, read, place) if reader.replays else ModelDraftState(reader)
 
 
 def search(
-    model: HybridLM,
-    reader: Reader,
+    model: HybridLM | DraftModel,
+    reader: Any,
     context: Context,
     widths: list[int],
     weigh: Callable[[Array, int | Array], Array],
@@ -104,7 +112,7 @@ def search(
 
     Args:
         model: the draft model.
-        reader: its state.
+        reader: its state, a `NodeReader`.
         context: the texts.
         widths: nodes of each level, the root's first; the model does not run the last level.
         weigh: from the logits at nodes of a depth, those whose softmax has the probabilities.
@@ -151,22 +159,33 @@ def search(
                 root.ancestor_mask.at[:, 0, 0].set(True),
                 root.valid.at[:, 0].set(True),
             ),
-            jnp.zeros((batch, num_nodes)),
+            _no_score(reader, batch, num_nodes),
             reader,
             start.finite,
         ),
         [_At(d, here, here, below) for d, (here, below) in enumerate(itertools.pairwise(nodes))],
         _At(0, None, num_read, num_nodes),
         widths[1:],
-        reader.catch_up.shape[1] + num_read,
+        reader.num_before + num_read,
     )
 
 
-def close_search(state: ModelDraftState, draft: DraftTree, verdict: Verdict) -> ModelDraftState:
+def close_search(
+    model: HybridLM | DraftModel,
+    state: ModelDraftState,
+    draft: DraftTree,
+    verdict: Verdict,
+    hidden: Float[Array, "B N M"],
+) -> ModelDraftState:
     """The state after the accepted path, see `Drafter.commit`."""
-    assert state.read is not None
-    assert state.place is not None
-    return state._replace(reader=state.reader.close(state.read, state.place, draft, verdict))
+    reader = state.reader.close(state.read, state.place, draft, verdict, model, hidden)
+    return state._replace(reader=reader)
+
+
+def _no_score(reader: Any, batch: int, num_nodes: int) -> Float32[Array, "B nodes"]:
+    """Zeros; for a row that is not ready minus infinity, with which nothing continues its root."""
+    zeros = jnp.zeros((batch, num_nodes))
+    return zeros if reader.ready is None else jnp.where(reader.ready[:, None], zeros, -jnp.inf)
 
 
 def _no_tree(batch: int, num_nodes: int) -> Tree:

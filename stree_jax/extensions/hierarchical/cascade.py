@@ -92,7 +92,7 @@ class CascadeDrafter(nnx.Module):
 
     Raises:
         ValueError: a number out of range, something that is not a model, an inner drafter that is
-            not a module, or an inner tree without drafts.
+            not a module or needs its target's states, or an inner tree without drafts.
     """
 
     def __init__(
@@ -109,6 +109,11 @@ class CascadeDrafter(nnx.Module):
             raise ValueError(
                 "inner must be a drafter that is a flax.nnx.Module, such as NgramDrafter() or"
                 f" ModelDrafter(small); got {shown(inner)}"
+            )
+        if callable(getattr(inner, "read", None)):
+            raise ValueError(
+                f"inner is a {type(inner).__name__}, which drafts from its target's hidden states;"
+                " a cascade has none of them, use a drafter such as NgramDrafter()"
             )
         if inner_topology is None:
             inner_topology = TreeTopology.chain(2)

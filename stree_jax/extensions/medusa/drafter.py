@@ -27,7 +27,7 @@ from stree_jax import (
     token_log_probs,
 )
 from stree_jax.array_types import Array, Bool, Float, Int, Key
-from stree_jax.decoding import Plan, filtered_logits, position_noise
+from stree_jax.decoding import Plan, filtered_logits
 from stree_jax.decoding.drafters import (
     check_child_sampling,
     chosen_child_sampling,
@@ -36,7 +36,7 @@ from stree_jax.decoding.drafters import (
 )
 from stree_jax.extensions.medusa.heads import MedusaHeads
 from stree_jax.models import check_on_one_device, output_logits
-from stree_jax.tuning import RankTrace, check_how, whole_texts
+from stree_jax.tuning import RankTrace, ranks_by_depth, trace_by_depth
 
 
 class MedusaState(NamedTuple):
@@ -204,19 +204,8 @@ class MedusaDrafter(nnx.Module):
         Raises:
             ValueError: the drafter samples its candidates with its own random numbers.
         """
-        check_how(self, request.sampling, num_ranks)
-        starts = np.asarray(request.context.length)
-        texts, most = whole_texts(request, tokens), max(map(len, tokens))
-        ranks = []
-        for row, (start, new) in enumerate(zip(starts, tokens, strict=True)):
-            text = jnp.asarray(texts[row : row + 1])
-            sampling = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], request.sampling)
-            found = _ranks(target, self, text, start, request.keys[row], sampling, most=most)
-            table = np.array(found)[: len(new)]
-            ends = np.arange(len(new))[:, None] + np.arange(table.shape[1]) >= len(new)
-            table[ends | (np.arange(len(new)) + start < 2)[:, None]] = num_ranks
-            ranks.append(np.minimum(table, num_ranks))
-        return RankTrace(ranks, num_ranks)
+        ranks = functools.partial(_ranks, target, self)
+        return trace_by_depth(ranks, self, request, tokens, num_ranks)
 
 
 def _after(
@@ -239,25 +228,13 @@ def _ranks(
     *,
     most: int,
 ) -> Int[Array, "emitted D"]:
-    emitted = jnp.arange(most)
     # The root is the last emitted token, and the heads get the state before it.
-    hidden = target.hidden(text)[0, jnp.maximum(start + emitted - 2, 0)]
-    ahead = drafter.heads(hidden[None])[0]
-    noise = None
-    if not sampling.temperature_is_zero:
-        zero = jnp.zeros(1, jnp.int32)
-        noise = position_noise(key[None], zero, most - 1, drafter.vocab_size)[0]
+    hidden = target.hidden(text)[0, jnp.maximum(start + jnp.arange(most) - 2, 0)]
+    ahead = drafter.heads(hidden[None])
 
-    def of_depth(depth: int) -> Array:
-        scores = output_logits(ahead[None, :, depth], drafter.output_head[...], drafter.multiplier)
-        scores = scores[..., : drafter.vocab_size]
-        if noise is not None:
-            scores = filtered_logits(scores, sampling)
-            scores += noise[jnp.minimum(emitted + depth, most - 1)]
-        places = jnp.minimum(start + emitted + depth, text.shape[1] - 1)
-        token = text[0, places][:, None]
-        own = jnp.take_along_axis(scores[0], token, axis=1)
-        earlier = jnp.arange(drafter.vocab_size) < token
-        return ((scores[0] > own) | ((scores[0] == own) & earlier)).sum(axis=1)
+    def logits(depth: int) -> Array:
+        scores = output_logits(ahead[:, :, depth], drafter.output_head[...], drafter.multiplier)
+        return scores[0, :, : drafter.vocab_size]
 
-    return jnp.stack([of_depth(depth) for depth in range(drafter.heads.num_heads)], axis=1)
+    num_heads = drafter.heads.num_heads
+    return ranks_by_depth(logits, num_heads, text, start, key, sampling, most=most)

@@ -1,0 +1,182 @@
+"""A multi-token-prediction head: one attention layer and one MLP or mixture on a model's states.
+
+The head of Nemotron-3 (Super, Ultra, 3.5 Lightning), which its checkpoints store under `mtp.`:
+
+    x = in_proj [norm(embedding of t_{p+1}) ; norm(h_p)]
+    x = x + attention(norm(x));   x = x + experts(norm(x))
+    g_p = norm(x)
+
+h_p is the target's state after token t_p *after* its final norm, and the target's output head makes
+g_p logits of t_{p+2}. Further tokens come from the same head: the next one's input is
+(draft token, g_p). Nothing in it depends on positions.
+
+Attention comes first, so keys and values of an entry depend on (t_{p+1}, h_p) alone: reading a text
+takes two small products a token, neither attention nor experts.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from pallas_kernels import KVCache, NodeKV
+from pallas_kernels.numerics import contract, rms_norm
+from stree_jax.array_types import Array, Float
+from stree_jax.checks import require, require_integer
+from stree_jax.models.attention import AttentionCache, AttentionConfig, AttentionPending
+from stree_jax.models.layer import LayerConfig, NoCache
+from stree_jax.models.layers import linear
+from stree_jax.tree import Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class MtpConfig:
+    """The config of a head.
+
+    Attributes:
+        d_model: width of the target.
+        attention: the attention layer, without rotation, biases, convolution or window.
+        feed_forward: the layer after it, an MLP or a mixture of experts.
+        norm_eps: epsilon of all norms.
+    """
+
+    d_model: int
+    attention: AttentionConfig
+    feed_forward: LayerConfig
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        require_integer(self, "d_model", 1)
+        attention = self.attention
+        require(
+            isinstance(attention, AttentionConfig)
+            and attention
+            == AttentionConfig(
+                attention.num_heads,
+                attention.num_kv_heads,
+                attention.head_dim,
+                scale=attention.scale,
+            ),
+            "attention of a head is AttentionConfig(num_heads, num_kv_heads, head_dim), without"
+            f" rotation and other options, got {attention!r:.200}",
+        )
+        require(
+            isinstance(self.feed_forward, LayerConfig)
+            and not self.feed_forward.has_memory
+            and not self.feed_forward.is_shared,
+            f"feed_forward of a head is an MlpConfig or a MoeConfig, got {self.feed_forward!r:.80}",
+        )
+        require(self.norm_eps > 0, f"norm_eps must be above 0, got {self.norm_eps}")
+
+
+class MtpHead(nnx.Module):
+    """A head; it holds neither embedding nor output head, which are the target's.
+
+    Args:
+        config: sizes of the head.
+        dtype: dtype of weights and activations, the target's.
+        rngs: random streams for initialisation.
+        implementation: kernel implementation, see `pallas_kernels.dispatch`.
+    """
+
+    def __init__(
+        self,
+        config: MtpConfig,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+        implementation: str | None = None,
+    ):
+        self.config = config
+        self.dtype = jnp.dtype(dtype)
+        width = config.d_model
+
+        def scale() -> nnx.Param:
+            return nnx.Param(jnp.ones(width, dtype))
+
+        options: dict[str, Any] = dict(
+            norm_eps=config.norm_eps,
+            dtype=dtype,
+            rngs=rngs,
+            out_scale=2**-0.5,
+            implementation=implementation,
+        )
+        self.embedding_norm_scale = scale()
+        self.hidden_norm_scale = scale()
+        self.in_proj = linear(2 * width, width, bias=False, dtype=dtype, rngs=rngs)
+        self.attention_norm_scale = scale()
+        self.attention = config.attention.build(width, **options)
+        self.feed_forward_norm_scale = scale()
+        self.feed_forward = config.feed_forward.build(width, **options)
+        self.final_norm_scale = scale()
+
+    def init_cache(self, batch: int, max_length: int) -> KVCache:
+        """The cache before the first entry."""
+        return self.config.attention.init_cache(batch, max_length, self.dtype).kv
+
+    def entries(self, embedded: Float[Array, "B T M"], hidden: Float[Array, "B T M"]) -> NodeKV:
+        """Keys and values of the entries (token, state before it).
+
+        Args:
+            embedded: the target's embeddings of the tokens.
+            hidden: the target's states before them, after its final norm.
+        """
+        with jax.named_scope("mtp_entries"):
+            config = self.config.attention
+            normed = self._norm(self._joined(embedded, hidden), self.attention_norm_scale)
+            kernel = self.attention.in_proj.kernel[...][:, config.projected_sizes[0] :]
+            projected = contract("btm,mx->btx", normed, kernel).astype(self.dtype)
+            shape = (*projected.shape[:2], 2, config.num_kv_heads, config.head_dim)
+            both = projected.reshape(shape)
+            return NodeKV(both[:, :, 0], both[:, :, 1])
+
+    def tree(
+        self,
+        embedded: Float[Array, "B Q M"],
+        hidden: Float[Array, "B Q M"],
+        tree: Tree,
+        cache: KVCache,
+        prefix: NodeKV | None = None,
+    ) -> tuple[Float[Array, "B Q M"], NodeKV]:
+        """Runs the last Q nodes of a tree, each an entry behind the cache.
+
+        Args:
+            embedded: the target's embeddings of the nodes' tokens.
+            hidden: for the root the target's state before it; for others the head's output at the
+                parent.
+            tree: the tree of all N nodes so far.
+            cache: the entries before the root.
+            prefix: keys and values of the first `N - Q` nodes; None if `Q == N`.
+
+        Returns:
+            Outputs of the head after its final norm, and keys and values of all nodes.
+        """
+        with jax.named_scope("mtp_head"):
+            x = self._joined(embedded, hidden)
+            behind = None if prefix is None else AttentionPending(prefix, None)
+            y, pending, _ = self.attention.tree(
+                self._norm(x, self.attention_norm_scale),
+                tree,
+                {},
+                AttentionCache(cache, None),
+                behind,
+            )
+            return self._output(x + y), pending.kv
+
+    def _joined(self, embedded: Array, hidden: Array) -> Array:
+        parts = (
+            self._norm(embedded, self.embedding_norm_scale),
+            self._norm(hidden, self.hidden_norm_scale),
+        )
+        return self.in_proj(jnp.concatenate(parts, axis=-1).astype(self.dtype))
+
+    def _output(self, x: Array) -> Array:
+        normed = self._norm(x, self.feed_forward_norm_scale)
+        y, _, _ = self.feed_forward.tree(normed, None, {}, NoCache())
+        return self._norm(x + y, self.final_norm_scale)
+
+    def _norm(self, x: Array, scale: nnx.Param) -> Array:
+        return rms_norm(x, scale[...], self.config.norm_eps)
