@@ -25,6 +25,7 @@ from stree_jax.decoding.generate import generate, stream
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.results import PAD, DecodeStatistics, Generation, NonFiniteLogitsError
 from stree_jax.decoding.sampling import sample_tokens, token_log_probs
+from stree_jax.decoding.score import score, text_log_probs
 from stree_jax.decoding.types import Context, DraftTree, Drawn, Sampling, Step, Verdict
 from stree_jax.decoding.verifiers import VERIFIERS, Verifier, follow
 from stree_jax.layer_config import (
@@ -126,8 +127,10 @@ __all__ = [
     "sample_tokens",
     "save_medusa",
     "save_pretrained",
+    "score",
     "shard",
     "stream",
+    "text_log_probs",
     "token_log_probs",
     "tune",
 ]

@@ -292,14 +292,16 @@ def _check_drafter(drafter: Drafter | None) -> None:
             )
 
 
-def checked_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> Context:
-    """Right-padded prompts in a buffer of rounded size."""
+def checked_prompts(
+    prompts: Sequence[Sequence[int]], vocab_size: int, name: str = "prompts"
+) -> Context:
+    """Right-padded prompts in a buffer of rounded size; `name` is what messages call them."""
     if not isinstance(prompts, Sequence | np.ndarray | jax.Array):
         raise ValueError(
-            f"prompts must be a list with a list of token ids for each row, got {shown(prompts)}"
+            f"{name} must be a list with a list of token ids for each row, got {shown(prompts)}"
         )
     if len(prompts) == 0:
-        raise ValueError("prompts is empty; pass a list with at least one list of token ids")
+        raise ValueError(f"{name} is empty; pass a list with at least one list of token ids")
     rows = []
     for i, prompt in enumerate(prompts):
         try:
@@ -308,16 +310,16 @@ def checked_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> Contex
             row = np.empty((0, 0))
         if isinstance(prompt, str) or row.ndim != 1:
             raise ValueError(
-                f"prompts[{i}] is not a list of token ids: prompts is a list of lists, one a row"
+                f"{name}[{i}] is not a list of token ids: {name} is a list of lists, one a row"
             )
         if row.size == 0:
-            raise ValueError(f"prompts[{i}] is empty; a prompt has at least one token")
+            raise ValueError(f"{name}[{i}] is empty; it needs at least one token")
         if not np.issubdtype(row.dtype, np.integer):
-            raise ValueError(f"prompts[{i}] has {row.dtype} values; token ids are integers")
+            raise ValueError(f"{name}[{i}] has {row.dtype} values; token ids are integers")
         outside = row[(row < 0) | (row >= vocab_size)]
         if outside.size:
             raise ValueError(
-                f"prompts[{i}] has token id {outside[0]}, outside the vocabulary of {vocab_size}"
+                f"{name}[{i}] has token id {outside[0]}, outside the vocabulary of {vocab_size}"
             )
         rows.append(row)
     longest = max(map(len, rows))

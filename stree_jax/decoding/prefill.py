@@ -73,10 +73,10 @@ def _prefill(
         return cache, drafter.read(state, chunk, hidden, lengths)
 
     cache = model.init_cache(len(tokens), max_length) if cache is None else cache
-    return _in_chunks(read, tokens, lengths, (cache, state))
+    return in_chunks(read, tokens, lengths, (cache, state))
 
 
-def _in_chunks(
+def in_chunks(
     read: Callable[[Array, Array, Any], Any], tokens: Array, lengths: Array, carry: Any
 ) -> Any:
     """Calls `read` with each chunk of the rows and its lengths; from one carry to the next."""

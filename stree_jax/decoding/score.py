@@ -1,0 +1,127 @@
+"""Log-probabilities of given texts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import dispatch
+from stree_jax.array_types import Array, Float, Float32, Int, Lengths, Tokens
+from stree_jax.checks import check_int
+from stree_jax.decoding.on_mesh import on_host
+from stree_jax.decoding.options import buffer_size, checked_prompts
+from stree_jax.decoding.prefill import PREFILL_CHUNK, in_chunks
+from stree_jax.decoding.types import Context
+from stree_jax.mesh.partition import ROWS
+from stree_jax.mesh.programs import on_mesh
+from stree_jax.models.lm import HybridLM, check_model
+
+_MOST_LOGITS = 2**24  # at a time: 64 MiB
+
+
+def score(
+    model: HybridLM, texts: Sequence[Sequence[int]], *, rows: int = 8
+) -> list[Float32[np.ndarray, " _"]]:
+    """The log-probability of each token of each text after the tokens before it.
+
+    They are the model's own: at temperature 1, without filters. Texts are read as prompts are, in
+    chunks, and logits exist for a few places at a time: only attention caches grow with the length.
+    `text_log_probs` is the differentiable form.
+
+    Args:
+        model: the model.
+        texts: a list of token ids per text; lengths may differ.
+        rows: texts that are read together, those of similar lengths.
+
+    Returns:
+        For each text of T tokens the log-probabilities `[T - 1]` of tokens 1 to T - 1.
+
+    Raises:
+        ValueError: not token ids, or a text that is longer than the model's context.
+    """
+    check_model(model)
+    check_int("rows", rows, 1)
+    context = checked_prompts(texts, model.config.vocab_size, "texts")
+    lengths = np.asarray(context.length)
+    limit = model.config.max_length
+    if limit is not None and lengths.max() > limit:
+        raise ValueError(
+            f"texts[{lengths.argmax()}] has {lengths.max()} tokens, and the model's context is"
+            f" {limit}; cut it"
+        )
+    partition, size = model.partition, min(rows, len(lengths))
+    group = size if partition is None else size + -size % partition.rows
+    order = np.argsort(lengths, kind="stable")
+    found: list[Any] = [None] * len(order)
+    for start in range(0, len(order), size):
+        chosen = order[start : start + size]
+        # Rows that are missing in a group repeat others, so that all groups share a program.
+        width = buffer_size(int(lengths[chosen].max()))
+        some = Context(*(values[np.resize(chosen, group)] for values in context))
+        some = some._replace(tokens=some.tokens[:, :width])
+        with dispatch.on(model):
+            scores = _scores(model, *(some if partition is None else partition.put(some)))
+        for row, of_row in zip(chosen, on_host(scores), strict=False):
+            found[row] = of_row[: lengths[row] - 1]
+    return found
+
+
+def text_log_probs(model: HybridLM, tokens: Tokens) -> Float32[Array, "B _"]:
+    """The log-probability of each token but the first, after the tokens before it; differentiable.
+
+    For losses inside a program of your own, such as a policy gradient. Padding on the right changes
+    nothing before it. No `[B, T, V]` exists, in the backward pass neither. For a model on one
+    device, or one that every device has whole.
+
+    Args:
+        model: the model.
+        tokens: whole texts.
+
+    Returns:
+        `[B, T - 1]`.
+    """
+    return _chosen(model, model.hidden(tokens)[:, :-1], tokens[:, 1:])
+
+
+@jax.jit
+@on_mesh(lambda model: ((ROWS, ROWS), ROWS), modules=1)
+def _scores(model: HybridLM, tokens: Tokens, lengths: Lengths) -> Float32[Array, "B T"]:
+    """Entry t is of token t + 1; unspecified from a row's last token on."""
+    following = jnp.pad(tokens, ((0, 0), (0, PREFILL_CHUNK)))[:, 1:]
+
+    def read(chunk: Array, lengths: Array, carry: Any) -> Any:
+        start, cache, scores = carry
+        hidden, cache = model.prefill_hidden(chunk, lengths, cache)
+        size = chunk.shape[1]
+        chosen = _chosen(model, hidden, lax.dynamic_slice_in_dim(following, start, size, axis=1))
+        scores = lax.dynamic_update_slice_in_dim(scores, chosen, start, axis=1)
+        return start + size, cache, scores
+
+    cache = model.init_cache(*tokens.shape)
+    # The last chunk may reach beyond the texts.
+    scores = jnp.zeros((len(tokens), tokens.shape[1] + PREFILL_CHUNK))
+    return in_chunks(read, tokens, lengths - 1, (0, cache, scores))[2][:, : tokens.shape[1]]
+
+
+def _chosen(
+    model: HybridLM, hidden: Float[Array, "B T M"], tokens: Int[Array, "B T"]
+) -> Float32[Array, "B T"]:
+    """Log-probabilities of tokens by the hidden states before them, some places at a time."""
+    batch, length = tokens.shape
+    most = max(1, _MOST_LOGITS // (batch * model.config.vocab_size))
+    size = max(n for n in range(1, min(most, length) + 1) if length % n == 0)
+
+    @jax.checkpoint
+    def some(piece: tuple[Array, Array]) -> Array:
+        hidden, tokens = piece
+        logits = model.logits(hidden)[..., : model.config.vocab_size]
+        log_probs = jax.nn.log_softmax(logits)
+        return jnp.take_along_axis(log_probs, tokens[..., None], axis=-1)[..., 0]
+
+    def cut(values: Array) -> Array:
+        return jnp.moveaxis(values.reshape(batch, -1, size, *values.shape[2:]), 1, 0)
+
+    return jnp.moveaxis(lax.map(some, (cut(hidden), cut(tokens))), 0, 1).reshape(batch, length)
