@@ -22,6 +22,7 @@ from stree_jax.decoding.drafters import (
 )
 from stree_jax.decoding.filters import Filter, TopK, TopP
 from stree_jax.decoding.generate import generate, stream
+from stree_jax.decoding.grammar import Automaton, json_schema, regex
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.results import PAD, DecodeStatistics, Generation, NonFiniteLogitsError
 from stree_jax.decoding.sampling import sample_tokens, token_log_probs
@@ -73,6 +74,7 @@ __all__ = [
     "PAD",
     "VERIFIERS",
     "AttentionConfig",
+    "Automaton",
     "BeamDrafter",
     "CascadeDrafter",
     "Completion",
@@ -119,10 +121,12 @@ __all__ = [
     "follow",
     "from_pretrained",
     "generate",
+    "json_schema",
     "load_medusa",
     "load_tokenizer",
     "make_mesh",
     "reasoning",
+    "regex",
     "root_only",
     "sample_tokens",
     "save_medusa",

@@ -1,0 +1,116 @@
+"""Grammars from regular expressions and JSON schemas."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from stree_jax.checks import check_int
+from stree_jax.decoding.grammar.automaton import Automaton
+from stree_jax.decoding.grammar.patterns import byte_automaton
+from stree_jax.decoding.grammar.schema import regex_of_schema
+from stree_jax.decoding.grammar.token_tree import ByteAutomaton, TokenTree
+from stree_jax.decoding.token_bytes import as_tokenizer, token_bytes
+from stree_jax.messages import shown
+
+# Names of special tokens that end texts.
+_END_TOKENS = {
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|eos|>",
+    "</s>",
+    "<eos>",
+    "[EOS]",
+    "<end_of_turn>",
+    "<|endofturn|>",
+    "<|end_of_role|>",
+}
+
+
+def regex(
+    pattern: str, tokenizer: Any, *, eos_token: int | Sequence[int] | None = None
+) -> Automaton:
+    """A `LogitsProcessor` that makes the new tokens match a regular expression as a whole.
+
+    The syntax is that of Rust's crate regex, without look-around, references and word boundaries.
+    End tokens are allowed where the pattern matches, so a row ends there or goes on.
+
+    Args:
+        pattern: the regular expression.
+        tokenizer: the model's, from `load_tokenizer`, or a fast tokenizer of transformers.
+        eos_token: ids of the tokens that end a row, as in `Options`. None: the special tokens that
+            have a common name of end tokens.
+
+    Raises:
+        ValueError: a bad pattern, one that no tokens spell, an unknown kind of tokenizer, no end
+            token, or outlines-core is not installed.
+    """
+    if not isinstance(pattern, str):
+        raise ValueError(f"pattern must be a regular expression, a text, got {shown(pattern)}")
+    return _over_tokens(byte_automaton(pattern), f"pattern {shown(pattern)}", tokenizer, eos_token)
+
+
+def json_schema(
+    schema: Mapping[str, Any] | str | Any,
+    tokenizer: Any,
+    *,
+    eos_token: int | Sequence[int] | None = None,
+) -> Automaton:
+    """A `LogitsProcessor` that makes the new tokens a JSON text that a schema validates.
+
+    Properties come in the schema's order, with at most one space between parts. Recursion ends at
+    depth 3. A keyword that cannot be enforced, such as `minimum`, is refused.
+
+    Args:
+        schema: a dictionary, a JSON text, or a class with the method `model_json_schema`, as
+            pydantic's have.
+        tokenizer, eos_token: as in `regex`.
+
+    Raises:
+        ValueError: a malformed schema, or one that cannot be enforced; the others as in `regex`.
+    """
+    pattern = regex_of_schema(schema)
+    return _over_tokens(byte_automaton(pattern), "schema", tokenizer, eos_token)
+
+
+def _over_tokens(
+    of_bytes: ByteAutomaton, what: str, tokenizer: Any, eos_token: int | Sequence[int] | None
+) -> Automaton:
+    inner = as_tokenizer(tokenizer)
+    size = inner.get_vocab_size()
+    automaton = _tree(inner, size, _end_tokens(tokenizer, eos_token)).automaton(of_bytes)
+    if automaton is None:
+        raise ValueError(f"no text of this tokenizer's tokens matches the {what}")
+    return automaton
+
+
+@functools.lru_cache(maxsize=4)
+def _tree(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> TokenTree:
+    """Made once for a tokenizer, unless it gets more tokens."""
+    texts = token_bytes(tokenizer)
+    for token in ends:
+        check_int("eos_token", token, 0, len(texts) - 1)
+    return TokenTree(texts, ends)
+
+
+def _end_tokens(tokenizer: Any, eos_token: int | Sequence[int] | None) -> tuple[int, ...]:
+    if eos_token is None:
+        eos_token = getattr(tokenizer, "eos_token_id", None)
+    if eos_token is None:
+        added = as_tokenizer(tokenizer).get_added_tokens_decoder()
+        ends = [token for token, each in added.items() if each.content in _END_TOKENS]
+        if not ends:
+            raise ValueError(
+                "no special token of this tokenizer has the name of an end token; pass"
+                " eos_token=..., the id of the token that ends a text"
+            )
+        return tuple(ends)
+    tokens = np.ravel(eos_token).tolist()
+    if not tokens:
+        raise ValueError("eos_token is empty; a grammar needs a token that ends the text")
+    return tuple(check_int("eos_token", token, 0) for token in tokens)

@@ -1,0 +1,203 @@
+"""Automata: compressed tables against the table that they were made of."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stree_jax as st
+from stree_jax.decoding.grammar.token_tree import ByteAutomaton, TokenTree
+
+
+def table(num_states, vocab_size, seed=0):
+    """`[S, V]`: most tokens of a state lead to one other, some elsewhere, some are not allowed."""
+    rng = np.random.default_rng(seed)
+    size = num_states, vocab_size
+    usual = np.broadcast_to(rng.integers(0, num_states, (num_states, 1)), size)
+    next_state = np.where(rng.random(size) < 0.7, usual, rng.integers(0, num_states, size))
+    next_state = np.where(rng.random(size) < 0.6, next_state, -1)
+    next_state[0, 0] = 0
+    return next_state
+
+
+def check(automaton, next_state, shift=0, seed=0):
+    """Masks and next states of random states and tokens, those after a forbidden token included."""
+    rng = np.random.default_rng(seed)
+    num_states, vocab_size = next_state.shape
+    states = rng.integers(-1, num_states, (3, 40))
+    tokens = rng.integers(0, vocab_size, (3, 40))
+    in_table = np.where(states < 0, -1, states + shift)
+    logits = rng.normal(size=(3, 40, vocab_size + 3)).astype(np.float32)
+
+    @jax.jit
+    def both(automaton, logits, states, tokens):
+        return automaton.advance(states, tokens), automaton(logits, states)
+
+    after, masked = both(automaton, logits, jnp.asarray(in_table), jnp.asarray(tokens))
+    wanted = np.where(states < 0, -1, next_state[states, tokens])
+    np.testing.assert_array_equal(after, np.where(wanted < 0, -1, wanted + shift))
+    allowed = (states >= 0)[..., None] & (next_state[states] >= 0)
+    allowed = np.pad(allowed, ((0, 0), (0, 0), (0, 3)))  # more tokens in the model: not allowed
+    np.testing.assert_array_equal(masked, np.where(allowed, logits, -np.inf))
+
+
+def edges_of(next_state):
+    states, tokens = np.nonzero(next_state >= 0)
+    order = np.random.default_rng(1).permutation(len(states))
+    states, tokens = states[order], tokens[order]
+    return states, tokens, next_state[states, tokens]
+
+
+@pytest.mark.parametrize(("num_states", "vocab_size"), [(1, 1), (30, 70), (5, 64), (70, 33)])
+def test_tables(num_states, vocab_size):
+    next_state = table(num_states, vocab_size)
+    automaton = st.Automaton(next_state)
+    check(automaton, next_state)
+    sizes = dict(num_states=num_states, vocab_size=vocab_size)
+    same = st.Automaton.from_edges(*edges_of(next_state), **sizes)
+    for one, other in zip(jax.tree.leaves(automaton), jax.tree.leaves(same), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_lists_and_states_that_allow_nothing():
+    next_state = [[1, -1, 0], [-1, -1, -1], [2, 2, 2]]
+    check(st.Automaton(next_state, start=2), np.array(next_state))
+
+
+def test_similar_states_are_stored_once():
+    """A text of up to 1,000 tokens, any of 3,000: all states but the last allow the same."""
+    states = np.arange(1000)
+    next_state = np.broadcast_to(np.append(states[1:], -1)[:, None], (1000, 3000))
+    automaton = st.Automaton(next_state)
+    assert len(np.unique(automaton.next_state.kind)) == 2
+    assert automaton.next_state.nbytes < 100_000
+    check(automaton, next_state)
+
+
+def test_joined_automata():
+    """Each has the transitions that it had alone; all have the same arrays."""
+    tables = [table(6, 40), table(9, 40, seed=1), table(30, 40, seed=2)]
+    joined = st.Automaton.joined([st.Automaton(one) for one in tables])
+    for one, next_state in zip(joined, tables, strict=True):
+        check(one, next_state, shift=one.start)
+        for leaf, first in zip(
+            jax.tree.leaves(one.next_state), jax.tree.leaves(joined[0].next_state), strict=True
+        ):
+            assert leaf is first
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: st.Automaton(5), "next_state must be integers [S, V], got 5"),
+        (lambda: st.Automaton([[0], [0, 1]]), "next_state must be integers [S, V]"),
+        (lambda: st.Automaton([[0.5]]), "next_state must be an array of integers"),
+        (lambda: st.Automaton([[0, 1]]), "next_state has 1, outside -1 to 0"),
+        (lambda: st.Automaton([[-2]]), "next_state has -2, outside -1 to 0"),
+        (lambda: st.Automaton([[0]], start=1), "start = 1 is no state that allows a token"),
+        (lambda: st.Automaton([[-1]]), "start = 0 is no state that allows a token"),
+        (lambda: st.Automaton([[0]], start=-1), "start must be an integer, at least 0; got -1"),
+        (lambda: st.Automaton([[0]], start="a"), "start must be an integer, at least 0; got 'a'"),
+        (
+            lambda: st.Automaton.from_edges([0, 0], [1, 1], [0, 1], num_states=2, vocab_size=2),
+            "state 0 has two transitions with token 1",
+        ),
+        (
+            lambda: st.Automaton.from_edges([0], [1, 1], [0], num_states=2, vocab_size=2),
+            "must be arrays of one length",
+        ),
+        (
+            lambda: st.Automaton.from_edges([0], [2], [0], num_states=2, vocab_size=2),
+            "tokens has 2, outside 0 to 1",
+        ),
+        (
+            lambda: st.Automaton.joined([st.Automaton([[0]]), st.Automaton([[0, 0]])]),
+            "the automata have different vocabularies: [1, 2] tokens",
+        ),
+        (
+            lambda: st.Automaton([[0, 0]]).check(1),
+            "the automaton has 2 tokens, and the model 1",
+        ),
+    ],
+)
+def test_refusals(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+def texts_of(of_bytes, most):
+    """All texts up to a length that an automaton over bytes accepts."""
+    found, waiting = set(), [(0, b"")]
+    for state, text in waiting:
+        if of_bytes.accepts[state]:
+            found.add(text)
+        if len(text) < most:
+            for byte in np.flatnonzero(of_bytes.next_state[state] >= 0):
+                waiting.append((of_bytes.next_state[state, byte], text + bytes([byte])))
+    return found
+
+
+@jax.jit
+def walk(tables, states, tokens):
+    return tables.after(states, tokens), tables.mask(states, tables.vocab_size)
+
+
+def texts_of_tokens(automaton, texts, end, most):
+    """All texts up to a length, with every way to spell them; no way may lead nowhere."""
+    tables, tokens = automaton.next_state, np.arange(len(texts))
+    found, waiting = [], [(automaton.start, ())]
+    for state, path in waiting:
+        states = jnp.full((1, len(texts)), state)
+        after, allowed = walk(tables, states, jnp.asarray(tokens[None]))
+        after, allowed = np.asarray(after)[0], np.asarray(allowed)[0, 0]
+        np.testing.assert_array_equal(allowed, after >= 0)
+        assert allowed.any()
+        for token in np.flatnonzero(allowed):
+            if token == end:
+                found.append(path)
+            elif len(b"".join(texts[each] for each in (*path, token))) <= most:
+                waiting.append((after[token], (*path, int(token))))
+    return found
+
+
+def automaton_of_bytes():
+    """(ab)*c?, over bytes."""
+    next_state = np.full((3, 256), -1, np.int32)
+    next_state[0, ord("a")], next_state[1, ord("b")] = 1, 0
+    next_state[0, ord("c")] = 2
+    return ByteAutomaton(next_state, np.array([True, False, True]))
+
+
+def test_tokens_spell_the_texts():
+    """All spellings of all texts, by tokens of which two have the same text."""
+    of_bytes = automaton_of_bytes()
+    texts = [None, b"a", b"b", b"c", b"ab", b"ba", b"abc", b"x", b"", b"ab"]
+    automaton = TokenTree(texts, [0]).automaton(of_bytes)
+    found = texts_of_tokens(automaton, texts, 0, 5)
+    assert len(found) == len(set(found))
+    spelt = {b"".join(texts[token] for token in path) for path in found}
+    assert spelt == texts_of(of_bytes, 5) == {b"", b"c", b"ab", b"abc", b"abab", b"ababc"}
+    ways = [path for path in found if b"".join(texts[token] for token in path) == b"ab"]
+    assert sorted(ways) == [(1, 2), (4,), (9,)]
+
+
+def test_tokens_that_lead_nowhere_are_not_allowed():
+    """Without a token that ends in "b", no text ends after "a"."""
+    texts, of_bytes = [None, b"a", b"c", b"ba"], automaton_of_bytes()
+    automaton = TokenTree(texts, [0]).automaton(of_bytes)
+    assert sorted(texts_of_tokens(automaton, texts, 0, 5)) == [(), (2,)]
+    never = of_bytes._replace(accepts=np.zeros(3, bool))
+    assert TokenTree(texts, [0]).automaton(never) is None
+
+
+def test_after_the_end_come_ends_only():
+    automaton = TokenTree([b"a", None, None], [1, 2]).automaton(
+        ByteAutomaton(np.zeros((1, 256), np.int32), np.array([True]))
+    )
+    states = jnp.array([[automaton.start]])
+    assert automaton.next_state.mask(states, 3).tolist() == [[[True, True, True]]]
+    ended = automaton.advance(states, jnp.array([[2]]))
+    assert automaton.next_state.mask(ended, 3).tolist() == [[[False, True, True]]]
+    assert automaton.advance(ended, jnp.array([[1]])) == ended
