@@ -21,6 +21,8 @@ from stree_jax.decoding.options import (
     plan,
 )
 from stree_jax.decoding.results import Ended, Generation, error_of, generation_of
+from stree_jax.decoding.stop_tables import Held
+from stree_jax.decoding.stops import STOPPED
 from stree_jax.decoding.types import Context, DecodeState
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.models.lm import HybridLM, check_model
@@ -67,7 +69,7 @@ def generate(
             processes, in their order. Only the returned cache has the rows of all processes.
         **options: how the texts are continued, see `Options`: `max_new_tokens`, `temperature`,
             `top_k`, `top_p`, `filters`, `eos_token`, `max_length`, `key`, `log_probs`,
-            `top_log_probs`.
+            `top_log_probs`, `stop`, `tokenizer`.
 
     Returns:
         On the host: tokens `[B, max_new_tokens]` with `PAD` after the end of a row, lengths `[B]`,
@@ -99,7 +101,7 @@ def generate(
         state = _started(request, model, num_rows)
         state = request.decoder.run(model, request.drafter, state, request.limits, request.sampling)
     ended = Ended.of(state, request.limits, own)
-    generation = generation_of(ended, request, text, state.cache if return_cache else None)
+    generation = generation_of(ended, request, own, text, state.cache if return_cache else None)
     if error := error_of(ended, generation):
         raise error
     return generation
@@ -122,6 +124,7 @@ def stream(
 
     Yields:
         After each target call, the new tokens of each row; an empty list for rows that have ended.
+        Tokens that a stop may still cut come later.
     """
     text = checked_options("stream", options)
     if text.num_best is not None:
@@ -140,6 +143,7 @@ def stream(
         with dispatch.on(model):
             state = _started(request, model, num_rows)
         start = on_host(request.context.length)
+        held = [Held(stopping) for stopping in request.stopping]
         while not on_host(state.done).all():
             with dispatch.on(model):  # not around `yield`: it must not affect the caller
                 state, _, _ = request.decoder.step(
@@ -148,10 +152,17 @@ def stream(
             most = request.decoder.topology.depth + 1
             tokens, length = on_host((_tail(state.context, start, most), state.context.length))
             counts = (length - start)[rows]
-            yield [new[:count].tolist() for new, count in zip(tokens[rows], counts, strict=True)]
+            new = [row[:count].tolist() for row, count in zip(tokens[rows], counts, strict=True)]
+            if state.stop is not None:
+                ends = on_host((state.done, state.stop == STOPPED), rows)
+                new = [
+                    row.passed(tokens, done=bool(done), stopped=bool(stopped))
+                    for row, tokens, done, stopped in zip(held, new, *ends, strict=True)
+                ]
+            yield new
             start = length
         ended = Ended.of(state, request.limits, rows)
-        if error := error_of(ended, generation_of(ended, request, text)):
+        if error := error_of(ended, generation_of(ended, request, rows, text)):
             raise error
 
     return steps()

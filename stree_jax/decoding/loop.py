@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from stree_jax.array_types import Array, Bool, Int
-from stree_jax.decoding import log_probs
+from stree_jax.decoding import log_probs, stops
 from stree_jax.decoding.drafters import Drafter, root_only
 from stree_jax.decoding.drafters.base import reads
 from stree_jax.decoding.prefill import prefill, prefill_with_drafter
@@ -68,6 +68,7 @@ class SpeculativeDecoder:
         deepest: depth of the deepest tree of any decoder that shares this one's states.
         num_best: record the log-probability of each new token, and those of this many best ones;
             None: record nothing.
+        has_stops: whether rows may end at stops, `Limits.stops`.
     """
 
     topology: TreeTopology
@@ -76,6 +77,7 @@ class SpeculativeDecoder:
     steps_per_sync: int = 1
     deepest: int = 0
     num_best: int | None = None
+    has_stops: bool = False
 
     @property
     def num_places(self) -> int:
@@ -131,6 +133,7 @@ class SpeculativeDecoder:
             log_probs=None
             if self.num_best is None
             else log_probs.empty(batch, self.num_places, self.num_best),
+            stop=zeros if self.has_stops else None,
         )
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
@@ -248,12 +251,17 @@ class SpeculativeDecoder:
         if not _is_exact(self.verifier, sampling):
             verdict = model.shard.broadcast_from_first(verdict)
 
-        # Emit, up to the end of sequence or the limit.
+        # Emit, up to the end of sequence, a stop or the limit.
         new_tokens = _emitted_tokens(draft, verdict, self.topology.depth)
         count = verdict.num_accepted + 1
-        is_end = (new_tokens[..., None] == limits.eos_tokens[:, None]).any(axis=-1) & (
-            jnp.arange(new_tokens.shape[1]) < count[:, None]
-        )
+        is_end = (new_tokens[..., None] == limits.eos_tokens[:, None]).any(axis=-1)
+        stop, read = state.stop, None
+        if limits.stops is not None:
+            if stop is None:
+                raise ValueError("limits.stops needs a decoder with has_stops = True")
+            read = stops.advanced(limits.stops, stop, new_tokens, state.emitted)
+            is_end |= read[1]
+        is_end &= jnp.arange(new_tokens.shape[1]) < count[:, None]
         ended = is_end.any(axis=-1)
         count = jnp.where(ended, jnp.argmax(is_end, axis=-1) + 1, count)
         count = jnp.minimum(count, limits.max_new_tokens - state.emitted)
@@ -261,6 +269,8 @@ class SpeculativeDecoder:
         failed = jnp.where(state.done, state.failed, failed)
         active = ~state.done & (failed == 0)
         count = jnp.where(active, count, 0)
+        if stop is not None and read is not None:
+            stop = stops.after(stop, *read, count)
         records = state.log_probs
         if records is not None:
             at = state.context.length
@@ -294,6 +304,7 @@ class SpeculativeDecoder:
                 step=state.step + 1,
                 statistics=_count(state.statistics, draft, on_path[:, 0], count, active),
                 log_probs=records,
+                stop=stop,
             ),
             draft,
             verdict,

@@ -22,6 +22,7 @@ from stree_jax.decoding.filters import (
 )
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.on_mesh import check_mesh_of
+from stree_jax.decoding.stop_tables import Stopping, listed_stops, stopping_of, stops_of
 from stree_jax.decoding.types import Context, Limits, Sampling
 from stree_jax.decoding.verifiers import (
     LOSSY_VERIFIERS,
@@ -48,6 +49,7 @@ class Plan(NamedTuple):
     keys: Array
     limits: Limits
     sampling: Sampling
+    stopping: list[Stopping]
 
 
 class OptionKeywords(TypedDict, total=False):
@@ -63,6 +65,8 @@ class OptionKeywords(TypedDict, total=False):
     key: jax.Array | None
     log_probs: bool | str
     top_log_probs: int
+    stop: str | Sequence[Any]
+    tokenizer: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,10 @@ class Options:
             filters, where temperature 0 counts as 1.
         top_log_probs: this many best tokens at each place, with their log-probabilities; those of
             the new tokens come with them.
+        stop: a row ends where one of these appears among its new tokens, and is cut right before
+            it: lists of token ids, and texts, which need the tokenizer and may begin and end inside
+            of tokens.
+        tokenizer: the tokenizer of the texts in `stop`. With one the result has the texts.
 
     Raises:
         ValueError: a bad value.
@@ -104,6 +112,8 @@ class Options:
     key: jax.Array | None = None
     log_probs: bool | str = False
     top_log_probs: int = 0
+    stop: str | Sequence[Any] = ()
+    tokenizer: Any = None
 
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, 1)
@@ -125,6 +135,7 @@ class Options:
                 f"log_probs must be False, True or 'sampled', got {shown(self.log_probs)}"
             )
         check_int("top_log_probs", self.top_log_probs, 0)
+        listed_stops(self.stop)
         if self.key is None:
             return
         how = jax.random.key_impl(typed_key(self.key))
@@ -187,6 +198,11 @@ def plan(
         eos_token = () if model.config.eos_token is None else model.config.eos_token
     eos_tokens = _listed_eos_tokens(eos_token, vocab_size)
     check_int("top_log_probs", text.top_log_probs, 0, vocab_size)
+    stopping = stopping_of(text.stop, text.tokenizer, vocab_size)
+    stops = None
+    if stopping:
+        machine = stopping.machine(vocab_size)
+        stops = stops_of((machine,) * len(prompts), (0,) * len(prompts))
     _check_length(context, text.max_new_tokens, text.max_length, model.config.max_length)
     temperature_is_zero = temperature == 0
     if key is None and not temperature_is_zero:
@@ -217,6 +233,7 @@ def plan(
         # On a GPU a termination check on the host takes long compared with a step.
         steps_per_sync=1 if dispatch.device_obstacle(dispatch.device_of(model)) else 2,
         num_best=text.num_best,
+        has_stops=stops is not None,
     )
 
     def per_row(value: object, dtype: type) -> Array:
@@ -227,13 +244,16 @@ def plan(
         drafter if topology.num_nodes > 1 else None,  # a root alone is autoregressive decoding
         context,
         keys,
-        Limits(per_row(text.max_new_tokens, np.int32), _padded_eos_tokens(eos_tokens, batch)),
+        Limits(
+            per_row(text.max_new_tokens, np.int32), _padded_eos_tokens(eos_tokens, batch), stops
+        ),
         Sampling(
             per_row(temperature, np.float32),
             () if temperature_is_zero else filters_of([filtering(text)] * batch),
             temperature_is_zero=temperature_is_zero,
             record_sampled=per_row(True, bool) if text.log_probs == "sampled" else None,
         ),
+        [stopping] * batch,
     )
 
 

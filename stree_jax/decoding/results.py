@@ -9,6 +9,8 @@ import numpy as np
 from stree_jax.decoding.loop import DRAFT_FAILED
 from stree_jax.decoding.on_mesh import on_host
 from stree_jax.decoding.options import Options, Plan, is_lossless
+from stree_jax.decoding.stop_tables import Stopping
+from stree_jax.decoding.stops import STOPPED
 from stree_jax.decoding.types import Context, DecodeState, Limits, Statistics, TokenLogProbs
 from stree_jax.models.cache import Cache
 
@@ -44,19 +46,23 @@ class Generation:
     """The result of `generate`.
 
     Attributes:
-        tokens: `[B, max_new_tokens]` int32, the new tokens, end of sequence included, then `PAD`.
+        tokens: `[B, max_new_tokens]` int32, the new tokens, end of sequence included, those from a
+            stop on left out, then `PAD`.
         lengths: `[B]` int32, new tokens of each row.
-        stats: calls, drafts and acceptance.
-        cache: the target's cache of all tokens of a row but the last; None without `return_cache`.
+        stats: calls, drafts and acceptance, stops included.
+        cache: the target's cache of all tokens of a row but the last, stops included; None without
+            `return_cache`.
             For a model on a mesh it stays there, including the rows that pad the batch.
         lossless: False if a lossy verifier chose the tokens: they are not the target's.
-        finish_reasons: why each row ended: "end_token"; "length", at `max_new_tokens`; "failed",
-            its logits were not finite.
+        finish_reasons: why each row ended: "end_token"; "stop"; "length", at `max_new_tokens`;
+            "failed", its logits were not finite.
         log_probs: `[B, max_new_tokens]` float32, of each new token, then NaN; see
             `Options.log_probs`. None unless asked for, like the next two.
         top_log_probs: `[B, max_new_tokens, best]` float32, of the best tokens at each place, in
             descending order, then NaN; see `Options.top_log_probs`.
         top_tokens: `[B, max_new_tokens, best]` int32, these tokens, then `PAD`.
+        texts: what the tokenizer makes of each row's tokens, if one was given. Text before a stop
+            that begins inside a token is there, and that token is not in `tokens`.
     """
 
     tokens: np.ndarray
@@ -68,6 +74,7 @@ class Generation:
     log_probs: np.ndarray | None = None
     top_log_probs: np.ndarray | None = None
     top_tokens: np.ndarray | None = None
+    texts: list[str] | None = None
 
 
 class NonFiniteLogitsError(FloatingPointError):
@@ -92,26 +99,34 @@ class Ended(NamedTuple):
     failed: np.ndarray
     statistics: Statistics
     log_probs: TokenLogProbs | None
+    stop: np.ndarray | None
     eos_tokens: np.ndarray
 
     @classmethod
     def of(cls, state: DecodeState, limits: Limits, rows: slice = slice(None)) -> "Ended":
         """Of these rows. All processes of a mesh call this."""
         taken = (state.context, state.emitted, state.failed, state.statistics, state.log_probs)
-        return cls(*on_host((*taken, limits.eos_tokens), rows))
+        return cls(*on_host((*taken, state.stop, limits.eos_tokens), rows))
 
-    def new(self, row: int) -> "NewTokens":
-        """The new tokens of a row."""
+    def new(self, row: int, stopping: Stopping) -> "NewTokens":
+        """The new tokens of a row, up to its stop."""
         end, count = int(self.context.length[row]), int(self.emitted[row])
-        tokens, places = np.asarray(self.context.tokens[row]), slice(end - count, end)
+        start, tokens = end - count, np.asarray(self.context.tokens[row])
+        text: str | None = None
         if self.failed[row]:
             reason = "failed"
+        elif self.stop is not None and self.stop[row] == STOPPED:
+            reason = "stop"
+            count, text = stopping.cut(tokens[start:end].tolist())
         elif count and tokens[end - 1] in self.eos_tokens[row]:
             reason = "end_token"
         else:
             reason = "length"
+        places = slice(start, start + count)
+        if text is None and stopping.tokenizer is not None:
+            text = stopping.tokenizer.decode(tokens[places].tolist())
         records = jax.tree.map(lambda values: values[row, places], self.log_probs)
-        return NewTokens(tokens[places], reason, records)
+        return NewTokens(tokens[places], reason, records, text)
 
 
 class NewTokens(NamedTuple):
@@ -121,18 +136,24 @@ class NewTokens(NamedTuple):
         tokens: `[T]`.
         finish_reason: see `Generation.finish_reasons`.
         log_probs: `[T, ...]`, if they were recorded.
+        text: with a tokenizer.
     """
 
     tokens: np.ndarray
     finish_reason: str
     log_probs: TokenLogProbs | None
+    text: str | None
 
 
 def generation_of(
-    ended: Ended, request: Plan, options: Options, cache: Cache | None = None
+    ended: Ended,
+    request: Plan,
+    own: slice,
+    options: Options,
+    cache: Cache | None = None,
 ) -> Generation:
-    """The result of all rows, padded to `options.max_new_tokens`."""
-    rows = [ended.new(row) for row in range(len(ended.emitted))]
+    """The result of a request's own rows, padded to `options.max_new_tokens`."""
+    rows = [ended.new(row, stopping) for row, stopping in enumerate(request.stopping[own])]
 
     def padded(buffer: Any, parts: list[Any], fill: Any) -> np.ndarray:
         """The rows' parts of a buffer, with its dtype."""
@@ -151,7 +172,7 @@ def generation_of(
         )
     return Generation(
         padded(ended.context.tokens, [row.tokens for row in rows], PAD),
-        ended.emitted,
+        np.array([len(row.tokens) for row in rows], np.int32),
         statistics_of(ended.statistics),
         cache,
         is_lossless(request.decoder.verifier),
@@ -159,6 +180,7 @@ def generation_of(
         chosen,
         best if options.top_log_probs else None,
         best_tokens if options.top_log_probs else None,
+        None if options.tokenizer is None else [row.text or "" for row in rows],
     )
 
 

@@ -240,26 +240,29 @@ def switch(
     return owned(switched, (model, drafter))
 
 
-def recording(decoder: SpeculativeDecoder, state: DecodeState) -> DecodeState:
-    """The pool with room for what the decoder records, which the pool's last one may not have.
+def extended(decoder: SpeculativeDecoder, state: DecodeState) -> DecodeState:
+    """The pool with records and states of stops, if the decoder has them and the pool had not.
 
     Raises:
-        ValueError: the pool has more.
+        ValueError: the pool has what the decoder has not.
     """
     before = -1 if state.log_probs is None else state.log_probs.best.shape[-1]
     after = -1 if decoder.num_best is None else decoder.num_best
-    if before > after:
+    if before > after or (state.stop is not None and not decoder.has_stops):
         raise ValueError(
-            f"num_best = {decoder.num_best}, and the pool records {before} best tokens"
+            f"the decoder has num_best = {decoder.num_best}, has_stops = {decoder.has_stops}; the"
+            " pool has more"
         )
-    if before == after:
-        return state
-    records = log_probs.empty(len(state.done), decoder.num_places, after)
-    if state.log_probs is not None:
-        records = jax.tree.map(
-            lambda new, old: new.at[..., : old.shape[-1]].set(old), records, state.log_probs
-        )
-    return state._replace(log_probs=records)
+    if before < after:
+        records = log_probs.empty(len(state.done), decoder.num_places, after)
+        if state.log_probs is not None:
+            records = jax.tree.map(
+                lambda new, old: new.at[..., : old.shape[-1]].set(old), records, state.log_probs
+            )
+        state = state._replace(log_probs=records)
+    if decoder.has_stops and state.stop is None:
+        state = state._replace(stop=jnp.zeros_like(state.emitted))
+    return state
 
 
 def prepared(

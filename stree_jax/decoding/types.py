@@ -137,11 +137,20 @@ class Step(NamedTuple):
     sampling: Sampling
 
 
+class Stops(NamedTuple):
+    """Automata over the new tokens of rows, which find sequences of tokens or of characters."""
+
+    class_of: Int[Array, "B V"]  # the class of each token
+    next_state: Int[Array, "B states classes"]  # -1 - n: a stop ends here, and state n follows
+    min_new_tokens: Int[Array, " B"]  # stops that end with one of as many first tokens do not count
+
+
 class Limits(NamedTuple):
     """Conditions that end a row. Arrays, so that one compiled loop serves all values."""
 
     max_new_tokens: Int[Array, " B"]
     eos_tokens: Int[Array, "B Y"]  # any of them ends the row; padded with -1
+    stops: Stops | None = None  # if the decoder has stops
 
 
 class Statistics(NamedTuple):
@@ -180,6 +189,7 @@ class DecodeState(NamedTuple):
     step: Int[Array, " B"]  # steps so far; folded into the keys of sampled drafts and of tests
     statistics: Statistics
     log_probs: TokenLogProbs | None = None  # if the decoder records them
+    stop: Int[Array, " B"] | None = None  # states of `Limits.stops`; -1: a stop has ended the row
 
 
 def state_specs(model: HybridLM) -> Any:

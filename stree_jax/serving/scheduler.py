@@ -27,6 +27,7 @@ from stree_jax.decoding.options import (
     plan,
 )
 from stree_jax.decoding.results import Ended, failure, statistics_of
+from stree_jax.decoding.stop_tables import Machine, Stopping, stops_of
 from stree_jax.decoding.types import Limits, Prefix, Sampling
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.messages import shown
@@ -96,7 +97,9 @@ class Scheduler:
         self._tenants: list[Job | None] = [None] * rows
         self._ended: collections.deque[Completion] = collections.deque()
         self._num_submitted = 0
-        self._num_best: int | None = None  # what the rows record, see `SpeculativeDecoder`
+        # What the rows record, and whether they have stops, see `SpeculativeDecoder`.
+        self._num_best: int | None = None
+        self._has_stops, self._stop_sizes = False, (1, 1)
         self._state: Any = None
 
     @property
@@ -216,7 +219,10 @@ class Scheduler:
     def _program(self, greedy: bool) -> tuple[SpeculativeDecoder, Drafter | None]:
         found = self._plans[greedy]
         assert found is not None  # submit refuses such requests
-        return dataclasses.replace(found.decoder, num_best=self._num_best), found.drafter
+        decoder = dataclasses.replace(
+            found.decoder, num_best=self._num_best, has_stops=self._has_stops
+        )
+        return decoder, found.drafter
 
     def _check_can_share_batch(self, job: Job, verifier: Verifier) -> None:
         """Refuses to mix filters of other kinds, and temperature 0 and others where it cannot."""
@@ -248,12 +254,12 @@ class Scheduler:
                 continue
             job = self._queue.popleft()
             job.began = time.perf_counter()
-            self._record(job.request.num_best)
+            self._extend(job)
             decoder, drafter = self._program(job.is_greedy)
             with dispatch.on(self._model):
                 if self._state is None:
                     self._state = slots.empty(decoder, self._model, drafter, len(self._tenants))
-                self._state = slots.recording(decoder, self._state)
+                self._state = slots.extended(decoder, self._state)
                 prefix = job.request.after
                 if prefix is None:
                     prefix = slots.read(decoder, self._model, drafter, job.plan.context)
@@ -267,12 +273,23 @@ class Scheduler:
                 )
             self._tenants[row] = job
 
-    def _record(self, num_best: int | None) -> None:
-        """Records as many best tokens from now on; few sizes, so that requests share programs."""
-        if num_best is None or num_best <= (-1 if self._num_best is None else self._num_best):
-            return
-        size = buffer_size(num_best, _FEWEST_BEST) if num_best else 0
-        self._num_best = min(size, self._model.config.vocab_size)
+    def _extend(self, job: Job) -> None:
+        """Gives all rows what this request needs; few sizes, so that requests share programs."""
+        num_best = job.request.num_best
+        if num_best is not None and num_best > (-1 if self._num_best is None else self._num_best):
+            size = buffer_size(num_best, _FEWEST_BEST) if num_best else 0
+            self._num_best = min(size, self._model.config.vocab_size)
+        if job.stopping:
+            self._has_stops = True
+            sizes = self._machine(job).sizes
+            self._stop_sizes = (
+                max(self._stop_sizes[0], sizes[0]),
+                max(self._stop_sizes[1], sizes[1]),
+            )
+
+    def _machine(self, job: Job | None) -> Machine:
+        stopping = Stopping() if job is None else job.stopping
+        return stopping.machine(self._model.config.vocab_size)
 
     def _run(self) -> None:
         """Runs until a row has ended that a waiting request can take, or for one quantum."""
@@ -293,7 +310,11 @@ class Scheduler:
         for row, job in zip(eos_tokens, self._tenants, strict=True):
             if job is not None:
                 row[: len(job.eos_tokens)] = job.eos_tokens
-        return Limits(jnp.asarray(most, jnp.int32), jnp.asarray(eos_tokens))
+        stops = None
+        if self._has_stops:
+            machines = tuple(map(self._machine, self._tenants))
+            stops = stops_of(machines, (0,) * len(machines), self._stop_sizes)
+        return Limits(jnp.asarray(most, jnp.int32), jnp.asarray(eos_tokens), stops)
 
     def _sampling(self, greedy: bool) -> Sampling:
         requests = [job.request if job else None for job in self._tenants]
@@ -345,7 +366,7 @@ def _as_row(key: Any) -> Any:
 
 
 def _completion(job: Job, ended: Ended, row: int, prefix: Prefix | None, now: float) -> Completion:
-    new = ended.new(row)
+    new = ended.new(row, job.stopping)
     best = best_tokens = chosen = None
     if job.request.num_best is not None and new.log_probs is not None:
         chosen = new.log_probs.chosen.tolist()
@@ -366,4 +387,5 @@ def _completion(job: Job, ended: Ended, row: int, prefix: Prefix | None, now: fl
         log_probs=chosen,
         top_log_probs=best,
         top_tokens=best_tokens,
+        text=new.text,
     )

@@ -7,6 +7,7 @@ import numpy as np
 
 from stree_jax.decoding.options import Options, Plan
 from stree_jax.decoding.results import DecodeStatistics
+from stree_jax.decoding.stop_tables import Stopping
 from stree_jax.decoding.types import Prefix
 
 
@@ -37,15 +38,17 @@ class Completion:
 
     Attributes:
         request_id: the id that `submit` returned.
-        tokens: the new tokens, end of sequence included.
-        stats: calls, drafts and acceptance of this request.
+        tokens: the new tokens, end of sequence included, those from a stop on left out.
+        stats: calls, drafts and acceptance of this request, stops included.
         seconds_queued: time from `submit` until the request got a row.
         seconds_decoded: time from then to the end, prefill included.
         error: None, or why the row failed: logits were not finite.
-        prefix: the prefix of the whole text, if the request had `keep` and did not fail.
+        prefix: the prefix of the whole text, if the request had `keep` and did not fail. It has
+            read a stop that ended the text.
         finish_reason: why it ended, see `Generation.finish_reasons`.
         log_probs: of each new token, if the request asked for them.
         top_log_probs, top_tokens: the best tokens at each place, if it asked for them.
+        text: what the request's tokenizer makes of its tokens, see `Generation.texts`.
     """
 
     request_id: int
@@ -59,6 +62,7 @@ class Completion:
     log_probs: list[float] | None = None
     top_log_probs: list[list[float]] | None = None
     top_tokens: list[list[int]] | None = None
+    text: str | None = None
 
 
 @dataclasses.dataclass
@@ -71,6 +75,11 @@ class Job:
     eos_tokens: np.ndarray
     submitted: float
     began: float = 0.0
+
+    @property
+    def stopping(self) -> Stopping:
+        """Its stops."""
+        return self.plan.stopping[0]
 
     @property
     def is_greedy(self) -> bool:

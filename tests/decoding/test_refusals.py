@@ -244,6 +244,7 @@ for change, message in [
     (dict(drafter=st.NgramDrafter), "drafter must be .*, got <class"),
     (dict(prompts=[[[1], [2, 3]]]), r"prompts\[0\] is not a list of token ids"),
     (dict(key="seed"), "key must be a random key such as"),
+    (dict(stop=3), r"stop must be a list of texts and of lists of token ids, .*, got 3"),
     (dict(key=0), "key must be a random key such as"),
     (dict(verifier=["greedy"]), r"verifier must be one of .*, got \['greedy'\]"),
     (dict(verifier=object()), "verifier must be one of .*, or an object with the name and the"),

@@ -1,0 +1,323 @@
+"""Automata of stops, built on the host, and where they cut a text.
+
+Stops of token ids are found by an automaton of Aho and Corasick (1975) over tokens; strings by one
+over the bytes of the tokens, so that a stop may begin and end inside of tokens. Tokens that move no
+state apart from each other are one class.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.checks import check_int
+from stree_jax.decoding.token_bytes import as_tokenizer, token_bytes
+from stree_jax.decoding.types import Stops
+from stree_jax.messages import shown
+
+_MOST_CELLS = 2**25  # states times tokens while strings are compiled: 128 MiB
+_OTHERS = 0  # the symbol of all tokens that are in no stop
+
+
+@dataclasses.dataclass(frozen=True)
+class Stopping:
+    """The stops of a row.
+
+    Attributes:
+        tokens: stops of token ids.
+        texts: stops that are strings.
+        tokenizer: the tokenizer of the strings.
+    """
+
+    tokens: tuple[tuple[int, ...], ...] = ()
+    texts: tuple[str, ...] = ()
+    tokenizer: Any = None
+
+    def __bool__(self) -> bool:
+        return bool(self.tokens or self.texts)
+
+    def machine(self, vocab_size: int) -> "Machine":
+        """The automaton of all of them."""
+        return _machine(self.tokens, self.texts, self.tokenizer, vocab_size)
+
+    def cut(self, tokens: Sequence[int]) -> tuple[int, str | None]:
+        """Where the text ends whose last token ended a stop: right before the stop.
+
+        Of several stops that end with this token it is the one that begins first.
+
+        Returns:
+            The number of tokens before the stop, and with a tokenizer the text, which may end
+            inside the next token.
+        """
+        kept = len(tokens)
+        for stop in self.tokens:
+            if tuple(tokens[-len(stop) :]) == stop:
+                kept = min(kept, len(tokens) - len(stop))
+        if self.tokenizer is None:
+            return kept, None
+        pieces = self._pieces(tokens)
+        ends = np.cumsum([len(piece) for piece in pieces])
+        data, before = b"".join(pieces), int(ends[-1]) - len(pieces[-1])
+        starts = [
+            data.find(stop, max(0, before + 1 - len(stop))) for stop in map(str.encode, self.texts)
+        ]
+        start = min((start for start in starts if start >= 0), default=len(data))
+        kept = min(kept, int(np.searchsorted(ends, start, side="right")))
+        inside = start - (int(ends[kept - 1]) if kept else 0)
+        if kept == len(tokens) or not 0 < inside < len(pieces[kept]):
+            return kept, self.tokenizer.decode([*tokens[:kept]])
+        text = self.tokenizer.decode([*tokens[: kept + 1]])
+        beyond = pieces[kept][inside:].decode(errors="replace")
+        return kept, text[: len(text) - len(beyond)]
+
+    def num_settled(self, tokens: Sequence[int]) -> int:
+        """How many tokens of a text that goes on no later stop can cut."""
+        settled = len(tokens) + 1 - max([1, *map(len, self.tokens)])
+        if self.texts:
+            sizes = [len(piece) for piece in self._pieces(tokens)]
+            longest = max(len(stop.encode()) for stop in self.texts)
+            end = sum(sizes) + 1 - longest
+            settled = min(settled, int(np.searchsorted(np.cumsum(sizes), end, side="right")))
+        return max(settled, 0)
+
+    def _pieces(self, tokens: Sequence[int]) -> list[bytes]:
+        known = _bytes_of(self.tokenizer)
+        return [known[token] if token < len(known) else b"" for token in tokens]
+
+
+class Held:
+    """The tokens of a row that is streamed: those that a stop may still cut are held back."""
+
+    def __init__(self, stopping: Stopping):
+        self._stopping = stopping
+        self._tokens: list[int] = []
+        self._num_passed = 0
+
+    def passed(self, new: list[int], *, done: bool, stopped: bool) -> list[int]:
+        """The tokens that may be shown now.
+
+        Args:
+            new: the tokens of a step.
+            done: whether the row has ended.
+            stopped: whether a stop has ended it.
+        """
+        self._tokens += new
+        until = len(self._tokens)
+        if stopped:
+            until = self._stopping.cut(self._tokens)[0]
+        elif not done:
+            until = self._stopping.num_settled(self._tokens)
+        shown = self._tokens[self._num_passed : until]
+        self._num_passed += len(shown)
+        return shown
+
+
+def stopping_of(stop: Any, tokenizer: Any, vocab_size: int) -> Stopping:
+    """The stops of a row, checked.
+
+    Raises:
+        ValueError: a token outside the vocabulary, or a string without a tokenizer or with one
+            whose tokens have unknown text.
+    """
+    stops = listed_stops(stop)
+    texts = tuple(each for each in stops if isinstance(each, str))
+    tokens = tuple(each for each in stops if not isinstance(each, str))
+    for each in tokens:
+        for token in each:
+            check_int("a token of stop", token, 0, vocab_size - 1)
+    if tokenizer is not None:
+        tokenizer = as_tokenizer(tokenizer)
+    if texts:
+        if tokenizer is None:
+            raise ValueError(
+                f"stop = {shown(texts[0])} is a text, and needs the tokenizer: pass"
+                " tokenizer=st.load_tokenizer(path), or stops as lists of token ids"
+            )
+        _bytes_of(tokenizer)
+    return Stopping(tokens, texts, tokenizer)
+
+
+def listed_stops(stop: Any) -> list[str | tuple[int, ...]]:
+    """The stops of a row: strings, and tuples of token ids.
+
+    Raises:
+        ValueError: something else, or an empty stop.
+    """
+    if stop is None:
+        return []
+    if isinstance(stop, str):
+        stop = [stop]
+    wanted = "stop must be a list of texts and of lists of token ids, such as ['\\n\\n', [1, 2]]"
+    if not isinstance(stop, Sequence | np.ndarray):
+        raise ValueError(f"{wanted}, got {shown(stop)}")
+    found: list[str | tuple[int, ...]] = []
+    for each in stop:
+        if not isinstance(each, str | Sequence | np.ndarray):
+            raise ValueError(f"{wanted}, got {shown(stop)}")
+        if not len(each):
+            raise ValueError(f"stop has an empty entry: {shown(stop)}; leave it out")
+        if isinstance(each, str):
+            found.append(each)
+        else:
+            found.append(tuple(check_int("a token of stop", token, 0) for token in each))
+    return found
+
+
+@functools.lru_cache(maxsize=2)  # a scheduler asks again before every run
+def stops_of(
+    machines: tuple["Machine", ...],
+    min_new_tokens: tuple[int, ...],
+    sizes: tuple[int, int] = (1, 1),
+) -> Stops:
+    """The automata of a batch, padded to one size.
+
+    Args:
+        machines: the automaton of each row.
+        min_new_tokens: a stop that ends with one of a row's first tokens does not count.
+        sizes: least numbers of states and classes.
+    """
+    different = [*dict.fromkeys(machines)]
+    states, classes = (
+        max(sizes) for sizes in zip(sizes, *(m.sizes for m in different), strict=True)
+    )
+    tables = np.zeros((len(different), states, classes), np.int32)
+    for table, machine in zip(tables, different, strict=True):
+        own, kinds = machine.next_state.shape
+        table[:own, :kinds] = machine.next_state
+    rows = jnp.asarray([different.index(machine) for machine in machines])
+    return Stops(
+        class_of=jnp.asarray(np.stack([machine.class_of for machine in different]))[rows],
+        next_state=jnp.asarray(tables)[rows],
+        min_new_tokens=jnp.asarray(np.array(min_new_tokens, np.int32)),
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Machine:
+    """An automaton over tokens.
+
+    Attributes:
+        class_of: `[V]`, the class of each token.
+        next_state: `[states, classes]`, the state after a token of a class; -1 - n where a stop
+            ends with it and state n follows.
+    """
+
+    class_of: np.ndarray
+    next_state: np.ndarray
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of states and classes, rounded up to few values: 8, 12, 16, 24, 32, ..."""
+        rounded = []
+        for needed in self.next_state.shape:
+            size = 8
+            while size < needed:
+                size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
+            rounded.append(size)
+        return rounded[0], rounded[1]
+
+
+@functools.lru_cache(maxsize=64)
+def _machine(
+    tokens: tuple[tuple[int, ...], ...], texts: tuple[str, ...], tokenizer: Any, vocab_size: int
+) -> Machine:
+    machine = _of_tokens(tokens, vocab_size)
+    if not texts:
+        return machine
+    return _both(machine, _of_texts(texts, _bytes_of(tokenizer), vocab_size))
+
+
+@functools.lru_cache(maxsize=4)
+def _bytes_of(tokenizer: Any) -> list[bytes]:
+    """Special tokens are no text, as in `Tokenizer.decode`."""
+    return [piece or b"" for piece in token_bytes(tokenizer)]
+
+
+def _of_tokens(stops: tuple[tuple[int, ...], ...], vocab_size: int) -> Machine:
+    symbols = {token: 1 + i for i, token in enumerate(sorted({t for stop in stops for t in stop}))}
+    follow, ends = _automaton([[symbols[t] for t in stop] for stop in stops], 1 + len(symbols))
+    class_of = np.full(vocab_size, _OTHERS, np.int32)
+    class_of[[*symbols]] = [*symbols.values()]
+    return Machine(class_of, np.where(ends[follow], -1 - follow, follow))
+
+
+def _of_texts(stops: tuple[str, ...], pieces: list[bytes], vocab_size: int) -> Machine:
+    follow, ends = _automaton([[*stop.encode()] for stop in stops], 256)
+    num_states = len(follow)
+    if num_states * vocab_size > _MOST_CELLS:
+        raise ValueError(
+            f"the texts of stop have {num_states - 1} bytes in all; with {vocab_size} tokens at"
+            f" most {_MOST_CELLS // vocab_size - 1}"
+        )
+    pieces = [*pieces[:vocab_size], *[b""] * (vocab_size - len(pieces))]
+    sizes = np.array([len(piece) for piece in pieces])
+    order = np.argsort(-sizes, kind="stable")  # longest first: those with a byte at i come first
+    letters = np.zeros((vocab_size, max(int(sizes.max()), 1)), np.uint8)
+    for row, token in zip(letters, order, strict=True):
+        row[: sizes[token]] = np.frombuffer(pieces[token], np.uint8)
+    state = np.tile(np.arange(num_states, dtype=np.int32)[:, None], vocab_size)
+    found = np.zeros(state.shape, bool)
+    for i in range(int(sizes.max())):
+        count = int((sizes > i).sum())
+        state[:, :count] = follow[state[:, :count], letters[:count, i]]
+        found[:, :count] |= ends[state[:, :count]]
+    code = np.empty_like(state)
+    code[:, order] = np.where(found, -1 - state, state)
+    class_of, examples = _classes(code)
+    return Machine(class_of, code[:, examples])
+
+
+def _classes(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The class of each column, equal ones together, and a column of each class."""
+    weights = np.random.default_rng(0).integers(1, 2**63, len(columns), dtype=np.uint64)
+    digests = np.zeros(columns.shape[1], np.uint64)
+    for weight, row in zip(weights, columns, strict=True):
+        digests += weight * row.astype(np.uint64)
+    _, examples, class_of = np.unique(digests, return_index=True, return_inverse=True)
+    assert (columns == columns[:, examples][:, class_of]).all()
+    return class_of.astype(np.int32), examples
+
+
+def _both(a: Machine, b: Machine) -> Machine:
+    """Runs two automata side by side; a stop of either ends a text."""
+    pairs, class_of = np.unique(np.stack([a.class_of, b.class_of]), axis=1, return_inverse=True)
+    numbers, waiting, rows = {(0, 0): 0}, [(0, 0)], []
+    for first, second in waiting:
+        codes = a.next_state[first, pairs[0]], b.next_state[second, pairs[1]]
+        ends = (codes[0] < 0) | (codes[1] < 0)
+        row = []
+        for pair in zip(*(np.where(c < 0, -1 - c, c).tolist() for c in codes), strict=True):
+            if pair not in numbers:
+                numbers[pair] = len(numbers)
+                waiting.append(pair)
+            row.append(numbers[pair])
+        rows.append(np.where(ends, -1 - np.array(row), row))
+    return Machine(class_of.ravel().astype(np.int32), np.stack(rows).astype(np.int32))
+
+
+def _automaton(stops: list[list[int]], num_symbols: int) -> tuple[np.ndarray, np.ndarray]:
+    """Aho and Corasick: the state after each symbol `[states, symbols]`, and where stops end."""
+    children: list[dict[int, int]] = [{}]
+    ends = [False]
+    for stop in stops:
+        state = 0
+        for symbol in stop:
+            if symbol not in children[state]:
+                children[state][symbol] = len(children)
+                children.append({})
+                ends.append(False)
+            state = children[state][symbol]
+        ends[state] = True
+    follow = np.zeros((len(children), num_symbols), np.int32)
+    waiting = [(0, 0)]  # states, and those of their longest proper suffix: shorter ones first
+    for state, suffix in waiting:
+        ends[state] |= ends[suffix]
+        if state:
+            follow[state] = follow[suffix]
+        for symbol, child in children[state].items():
+            waiting.append((child, int(follow[suffix, symbol]) if state else 0))
+            follow[state, symbol] = child
+    return follow, np.array(ends)

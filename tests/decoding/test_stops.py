@@ -1,0 +1,200 @@
+"""Stops: a text ends at the first that appears, and is cut right before it."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+import stree_jax as st
+from stree_jax.decoding.stop_tables import Stopping
+from stree_jax.decoding.token_bytes import token_bytes
+from stree_jax.testing import PROMPTS, perturbed, tiny_model
+
+KEY = jax.random.key(3)
+NEW_TOKENS = 24
+SAMPLED = dict(max_new_tokens=NEW_TOKENS, temperature=1.5, key=KEY, eos_token=())
+
+
+@functools.cache
+def letters():
+    """A tokenizer of the tiny models' 37 tokens: letters and short words of a and b, a euro sign in
+    two parts, and a special token."""
+    words = ["a", "b", "ab", "ba", "aab", "bba", "abab", "aba", "bab", "c"]
+    words += [f"{first}{second}" for first in "cde" for second in "fghijklm"]
+    pieces = [*words, "â", "Ĥ¬"]  # 0xE2, and 0x82 0xAC in byte-level BPE
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    assert len(vocabulary) == 36
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="c"))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    return tokenizer
+
+
+def drafts(kind):
+    if kind == "none":
+        return {}
+    drafter = st.ModelDrafter(perturbed(tiny_model(), 0.02))
+    return dict(drafter=drafter, topology=st.TreeTopology.chain(5))
+
+
+@functools.cache
+def free():
+    """Texts without stops."""
+    return st.generate(tiny_model(), PROMPTS, **SAMPLED)
+
+
+def searched(tokens, ids=(), texts=()):
+    """A plain search, token by token: how many come before the stop, their text, and if there is
+    a stop."""
+    pieces = [piece or b"" for piece in pieces_of(tokens)]
+    for count in range(1, len(tokens) + 1):
+        data = b"".join(pieces[:count])
+        starts = [data.find(stop.encode()) for stop in texts if stop.encode() in data]
+        start = min(starts, default=len(data))
+        kept = max(n for n in range(count + 1) if len(b"".join(pieces[:n])) <= start)
+        cut = [count - len(stop) for stop in ids if tuple(tokens[:count][-len(stop) :]) == stop]
+        if starts or cut:
+            until = min([kept, *cut])
+            data = data[:start] if until == kept else b"".join(pieces[:until])
+            return until, data.decode(errors="replace"), True
+    return len(tokens), b"".join(pieces).decode(errors="replace"), False
+
+
+def pieces_of(tokens):
+    known = token_bytes(letters())
+    return [known[token] for token in tokens]
+
+
+@pytest.mark.parametrize("kind", ["none", "chain"])
+def test_stops_of_tokens(kind):
+    rows = [row.tolist() for row in free().tokens]
+    # Of several tokens in the middle of a text, of one, and one that no text has.
+    stops = [tuple(rows[0][6:9]), (rows[1][4],), (36, 36, 36)]
+    out = st.generate(
+        tiny_model(), PROMPTS, stop=[*map(list, stops)], log_probs=True, **SAMPLED, **drafts(kind)
+    )
+    assert out.finish_reasons.count("stop") >= 2
+    for i, row in enumerate(rows):
+        count, _, found = searched(row, stops)
+        assert out.tokens[i].tolist() == row[:count] + [st.PAD] * (NEW_TOKENS - count)
+        assert out.lengths[i] == count
+        assert out.finish_reasons[i] == ("stop" if found else "length")
+        assert np.isfinite(out.log_probs[i, :count]).all()
+        assert np.isnan(out.log_probs[i, count:]).all()
+    assert out.texts is None
+    if kind == "chain":  # a step emits 6 tokens, so stops lie inside of accepted paths
+        assert out.stats.tau > 2
+
+
+def test_streams_hold_back_what_a_stop_may_cut():
+    rows = [row.tolist() for row in free().tokens]
+    texts = [letters().decode(row)[9:13] for row in rows[:2]]
+    options = dict(stop=[*texts, rows[2][7:9]], tokenizer=letters(), **SAMPLED, **drafts("chain"))
+    pieces = [*st.stream(tiny_model(), PROMPTS, **options)]
+    for i, row in enumerate(rows):
+        count, _, found = searched(row, [tuple(rows[2][7:9])], texts)
+        assert found
+        assert [token for piece in pieces for token in piece[i]] == row[:count]
+
+
+@pytest.mark.parametrize("kind", ["none", "chain"])
+def test_stops_of_text(kind):
+    """They begin and end inside of tokens, and span several of them."""
+    rows = [row.tolist() for row in free().tokens]
+    texts = [letters().decode(row) for row in rows]
+    for chosen in range(3):
+        middle = len(texts[chosen]) // 2
+        stops = [texts[chosen][middle : middle + 5], "zzz", "€"]
+        out = st.generate(
+            *(tiny_model(), PROMPTS),
+            stop=[*stops, [rows[1][5]]],
+            tokenizer=letters(),
+            log_probs=True,
+            **SAMPLED,
+            **drafts(kind),
+        )
+        for i, row in enumerate(rows):
+            count, text, found = searched(row, [(rows[1][5],)], stops)
+            assert out.lengths[i] == count
+            assert out.texts[i] == text
+            assert out.tokens[i, :count].tolist() == row[:count]
+            assert out.finish_reasons[i] == ("stop" if found else "length")
+        assert out.finish_reasons[chosen] == "stop"
+
+
+def read(stopping, tokens):
+    """Runs the automaton on the host: where a stop ends."""
+    machine, state = stopping.machine(37), 0
+    for count, token in enumerate(tokens, 1):
+        code = int(machine.next_state[state, machine.class_of[token]])
+        if code < 0:
+            return count
+        state = code
+    return None
+
+
+def test_the_automaton_finds_what_a_search_finds():
+    """Stops that overlap, repeat and contain each other, in random texts."""
+    rng, num_found = np.random.default_rng(0), 0
+    for i in range(60):
+        ids = tuple(tuple(rng.integers(0, 3, rng.integers(2, 5)).tolist()) for _ in range(3))
+        texts = tuple("".join(rng.choice([*"abc"], rng.integers(3, 12))) for _ in range(3))
+        texts = (*texts, "€a", "fc") if i % 2 else ()
+        tokens = rng.choice([0, 1, 2, 3, 4, 5, 6, 9, 10, 34, 35, 36], 40).tolist()
+        stopping = Stopping(ids, texts, letters())
+        kept, text, found = searched(tokens, ids, texts)
+        end = read(stopping, tokens)
+        assert (end is not None) == found
+        if end is not None:
+            num_found += 1
+            assert stopping.cut(tokens[:end]) == (kept, text)
+            for n in range(end):  # what is shown before the end is not cut
+                assert stopping.num_settled(tokens[:n]) <= kept
+    assert 20 < num_found < 60
+
+
+def test_a_scheduler_has_stops_of_each_request():
+    rows = [row.tolist() for row in free().tokens]
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(KEY, np.arange(3))
+    stops = [[rows[0][5:7]], [], [letters().decode(rows[2])[8:12], [1, 1, 1, 1]]]
+    scheduler = st.Scheduler(tiny_model(), rows=2, max_length=60, quantum=3, **drafts("chain"))
+    options = {name: value for name, value in SAMPLED.items() if name != "key"}
+    order = (1, 0, 2, 1)
+    for i in order:
+        tokenizer = letters() if i else None
+        scheduler.submit(
+            st.Request(PROMPTS[i], key=keys[i], stop=stops[i], tokenizer=tokenizer, **options)
+        )
+    for done in scheduler.completions():
+        i = order[done.request_id]
+        ids = [tuple(stop) for stop in stops[i] if not isinstance(stop, str)]
+        texts = [stop for stop in stops[i] if isinstance(stop, str)]
+        count, text, found = searched(rows[i], ids, texts)
+        assert done.tokens == rows[i][:count]
+        assert done.text == (text if i else None)
+        assert done.finish_reason == ("stop" if found else "length")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(stop="a"), "stop = 'a' is a text, and needs the tokenizer: pass tokenizer="),
+        (dict(stop=[""], tokenizer=1), r"stop has an empty entry: \[''\]; leave it out"),
+        (dict(stop=[[]]), r"stop has an empty entry: \[\[\]\]; leave it out"),
+        (dict(stop=[[37]]), "a token of stop must be an integer, from 0 to 36; got 37"),
+        (dict(stop=[[-1]]), "a token of stop must be an integer, at least 0; got -1"),
+        (dict(stop=[3]), r"stop must be a list of texts and of lists of token ids, .* got \[3\]"),
+        (dict(stop="a", tokenizer="path"), "tokenizer must be that of st.load_tokenizer"),
+    ],
+)
+def test_what_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        st.generate(tiny_model(), PROMPTS, **options)
+
+
+def test_stops_that_are_too_long():
+    stopping = Stopping((), ("a" * 3000,), letters())
+    with pytest.raises(ValueError, match="have 3000 bytes in all; with 100000 tokens at most 334"):
+        stopping.machine(100_000)
