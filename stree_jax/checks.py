@@ -56,7 +56,7 @@ def require_types(cls: type, values: Mapping[str, Any]) -> None:
         require(
             _fits(value, field.type, most),
             f"{field.name} must be {getattr(field.type, '__name__', field.type)}"
-            f"{' and finite' if field.type is float else ''}, got {value!r:.80}",
+            f"{' and finite' if field.type is float else ''}, got {shown(value)}",
         )
 
 

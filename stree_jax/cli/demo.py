@@ -3,7 +3,7 @@
 import json
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +29,7 @@ PROMPTS = (
     " weeks?\nAnswer:",
 )
 NUM_REPEATS = 3
+MAX_SPREAD = 1.3  # rounds of a quiet machine differ by a few per cent
 
 
 class Method(NamedTuple):
@@ -113,43 +114,79 @@ def _run(
         all(np.array_equal(a.tokens, b.tokens) for a, b in zip(outputs[0], output, strict=True))
         for output in outputs
     ]
-    report = {}
+    report: dict[str, Any] = {}
     table = Table(
         title=f"{len(prompts)} prompts, up to {max_new_tokens} new tokens each, temperature 0"
     )
-    for column in ("method", "tokens/s", "speedup", "tau", "identical"):
+    for column in ("method", "tokens/s", "speedup", "slowest to fastest", "tau", "identical"):
         table.add_column(column, justify="left" if column == "method" else "right")
-    speeds = sum(out.stats.num_tokens for out in outputs[0]) / np.median(seconds, axis=0)
-    speed_ups = np.median(seconds[:, :1] / seconds, axis=0)
-    for method, speed, speed_up, output, same in zip(
-        methods, speeds, speed_ups, outputs, identical, strict=True
-    ):
+    num_tokens = sum(out.stats.num_tokens for out in outputs[0])
+    timings = timings_of(seconds, num_tokens)
+    for method, timing, output, same in zip(methods, timings, outputs, identical, strict=True):
         calls = sum(out.stats.num_target_calls for out in output)
         tau = sum(out.stats.num_tokens for out in output) / calls
         table.add_row(
             method.name,
-            f"{speed:,.0f}",
-            f"{speed_up:.2f}x",
+            f"{timing.speed:,.0f}",
+            f"{timing.speed_up:.2f}x",
+            f"{timing.slowest:.2f}x to {timing.fastest:.2f}x",
             f"{tau:.2f}",
             "yes" if same else "no",
         )
         report[method.name] = {
-            "tokens_per_second": round(float(speed), 1),
-            "speed_up": round(float(speed_up), 3),
+            "tokens_per_second": round(timing.speed, 1),
+            "speed_up": round(timing.speed_up, 3),
+            "speed_up_range": [round(timing.slowest, 3), round(timing.fastest, 3)],
             "tau": round(tau, 3),
             "identical": same,
         }
     console.print(table)
+    if note := busy(seconds):
+        console.print(note, style="yellow", soft_wrap=True)
     console.print("\nThe first output:", style="bold")
     text = tokenizer.decode(outputs[0][0].tokens[0, : outputs[0][0].lengths[0]].tolist())
     console.print(Text(PROMPTS[0], style="dim") + Text(text))
     console.print("\nOne of its steps, with the accepted path marked:", style="bold")
     console.print(_one_step(target, drafter, tuned or tree, prompts[0], tokenizer))
-    fastest = int(np.argmax(speed_ups))
-    best = {"method": methods[fastest].name, "speed_up": round(float(speed_ups[fastest]), 3)}
+    fastest = max(report, key=lambda name: report[name]["speed_up"])
+    best = {"method": fastest, "speed_up": report[fastest]["speed_up"]}
     line = json.dumps({"demo": report, "best": best})
     console.print(line, soft_wrap=True, highlight=False, markup=False)
     return 0 if all(identical) else 1
+
+
+class Timing(NamedTuple):
+    """Speeds of a method over the rounds, each of which decodes all prompts with every method.
+
+    Attributes:
+        speed: tokens a second, in the median round.
+        speed_up: `speed` over that of the first method.
+        slowest, fastest: the lowest and the highest ratio to the first method within a round.
+    """
+
+    speed: float
+    speed_up: float
+    slowest: float
+    fastest: float
+
+
+def timings_of(seconds: np.ndarray, num_tokens: int) -> list[Timing]:
+    """The timing of each method from the seconds `[rounds, methods]` that it took."""
+    speeds = num_tokens / np.median(seconds, axis=0)
+    ratios = seconds[:, :1] / seconds
+    rows = speeds, speeds / speeds[0], ratios.min(axis=0), ratios.max(axis=0)
+    return [Timing(*map(float, row)) for row in zip(*rows, strict=True)]
+
+
+def busy(seconds: np.ndarray) -> str:
+    """A warning if rounds of a method took so different times that their speeds mean little."""
+    spread = float((seconds.max(axis=0) / seconds.min(axis=0)).max())
+    if spread < MAX_SPREAD:
+        return ""
+    return (
+        f"This machine is busy: equal rounds took {spread:.1f} times as long as others. Speeds are"
+        " for a quiet one; run again."
+    )
 
 
 def _one_step(

@@ -265,6 +265,11 @@ def tree(
     console.print(
         f"{topology.num_nodes} nodes, depth {topology.depth}, width {topology.width}", style="dim"
     )
+    if spec.startswith("budget:"):
+        console.print(
+            "This shape only holds the place: the draft model chooses another in every step.",
+            style="dim",
+        )
 
 
 @app.command()

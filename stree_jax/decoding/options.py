@@ -170,7 +170,16 @@ def checked_options(function: str, keywords: Mapping[str, Any]) -> Options:
     for name in keywords:
         if name not in OptionKeywords.__annotations__:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    _check_not_traced(*keywords.values())
     return Options(**keywords)
+
+
+def _check_not_traced(*values: Any) -> None:
+    if any(isinstance(value, jax.core.Tracer) for value in values):
+        raise ValueError(
+            "generate and stream run in Python, not under jit, vmap or grad: call them outside,"
+            " with a key for each row, or put SpeculativeDecoder inside (docs/functional.md)"
+        )
 
 
 def plan(
@@ -192,7 +201,9 @@ def plan(
     text = checked_options("plan", options) if text is None else text
     check_model(model)
     vocab_size = model.config.vocab_size
+    _check_not_traced(prompts, *(prompts if isinstance(prompts, Sequence) else ()))
     context = checked_prompts(prompts, vocab_size)
+    _check_not_traced(context.length, text.key, model.embedding[...])
     eos_token, key, temperature = text.eos_token, text.key, text.temperature
     if eos_token is None:
         eos_token = () if model.config.eos_token is None else model.config.eos_token

@@ -25,6 +25,7 @@ from stree_jax.models.shared import SharedConfig
 # Kinds of layers that the library has; `register` adds others.
 LAYER_KINDS = ("mamba2", "attention", "parallel", "mlp", "moe", "shared")
 _MAX_LAYERS = 8192  # a damaged or hostile file may claim any number
+_MAX_WIDTH = 2**31 - 1
 _MOST_SHARDS = 256  # suggested by error messages
 
 
@@ -305,16 +306,22 @@ class ModelConfig:
             ValueError: `head_dim` does not divide `expand * d_model`, or `attention_layers` has an
                 index out of range.
         """
-        check_int("d_model", d_model, 1)
-        check_int("num_layers", num_layers, 1)
-        check_int("expand", expand, 1)
+        check_int("d_model", d_model, 1, _MAX_WIDTH)
+        check_int("num_layers", num_layers, 1, _MAX_LAYERS)
+        check_int("expand", expand, 1, _MAX_WIDTH)
         check_int("head_dim", head_dim, 1)
         require(
             expand * d_model % head_dim == 0,
             f"head_dim = {head_dim} does not divide expand * d_model = {expand * d_model}",
         )
+        require(
+            isinstance(attention_layers, Sequence),
+            f"attention_layers must be a list of layers, got {shown(attention_layers)}",
+        )
         outside = [i for i in attention_layers if i not in range(num_layers)]
-        require(not outside, f"attention_layers has {outside}; layers are 0 to {num_layers - 1}")
+        require(
+            not outside, f"attention_layers has {shown(outside)}; layers are 0 to {num_layers - 1}"
+        )
         kinds = ["attention" if i in attention_layers else "mamba2" for i in range(num_layers)]
         return cls(
             vocab_size=vocab_size,

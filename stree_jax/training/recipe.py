@@ -1,6 +1,6 @@
 """A recipe: one TOML file with everything a training run depends on.
 
-With every table:
+With every table; `docs/recipe.md` has all fields:
 
     seed = 0
     vocab_size = 4096                     # size of the byte-level BPE tokenizer
@@ -32,13 +32,17 @@ With every table:
 
 import dataclasses
 import hashlib
-import math
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stree_jax.checks import check_int
+from stree_jax.checks import check_int, require_types
+from stree_jax.messages import shown
+
+_MOST = 2**31 - 1  # steps and sizes are int32 in the optimizer and in jax
+_MOST_TOKENS = 2**24  # of a vocabulary, a row or a batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +62,8 @@ class Text:
     licence: str = "not stated"
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.weight, int | float) and 0 < self.weight < math.inf):
+        require_types(type(self), vars(self))
+        if self.weight <= 0:
             raise ValueError(f"weight of {self.path} must be a number > 0, got {self.weight!r}")
 
 
@@ -93,14 +98,15 @@ class Training:
     generated: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("steps", 1),
-            ("batch_size", 1),
-            ("sequence_length", 2),
-            ("save_every", 1),
-            ("warmup_steps", 0),
+        for name, least, most in (
+            ("steps", 1, _MOST),
+            ("batch_size", 1, _MOST_TOKENS),
+            ("sequence_length", 2, _MOST_TOKENS),
+            ("save_every", 1, _MOST),
+            ("warmup_steps", 0, _MOST),
         ):
-            check_int(name, getattr(self, name), least)
+            check_int(name, getattr(self, name), least, most)
+        require_types(type(self), vars(self))
         if self.decay_steps is not None:
             decay, most = (
                 check_int("decay_steps", self.decay_steps, 1),
@@ -112,7 +118,7 @@ class Training:
                 )
         for name in ("learning_rate", "weight_decay", "clip_norm", "generated"):
             value = getattr(self, name)
-            if not (isinstance(value, int | float) and 0 <= value < math.inf):
+            if value < 0:
                 raise ValueError(f"{name} must be a number >= 0, got {value!r}")
         if self.generated > 1:
             raise ValueError(f"generated must be a fraction from 0 to 1, got {self.generated}")
@@ -134,6 +140,7 @@ class Recipe:
         text: the files to train on.
         vocab_size: size of the tokenizer to train; unused in distillation.
         seed: random seed of the weights and the batches.
+        source: the recipe file, for error messages.
     """
 
     model: Mapping[str, Any]
@@ -141,6 +148,11 @@ class Recipe:
     text: tuple[Text, ...]
     vocab_size: int = 4096
     seed: int = 0
+    source: str = dataclasses.field(default="the recipe", compare=False)
+
+    def __post_init__(self) -> None:
+        check_int("vocab_size", self.vocab_size, 257, _MOST_TOKENS)  # 256 bytes, end of text
+        check_int("seed", self.seed, 0, 2**32 - 1)
 
     @classmethod
     def load(cls, path: Path) -> "Recipe":
@@ -148,39 +160,62 @@ class Recipe:
 
         Raises:
             ValueError: the file is missing or not TOML, a field is missing, unknown or invalid, or
-                a text file does not exist.
+                a text file does not exist. The fields of the model are checked when a run starts.
         """
         try:
-            values = tomllib.loads(path.read_text())
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(f"cannot read the recipe {path}: {error.strerror}") from error
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:  # not UTF-8, digits without end, nested lists
             raise ValueError(f"{path} is not TOML: {error}") from error
         texts = values.get("text")
         if not isinstance(texts, list) or not texts:
             raise ValueError(f"{path} has no text: add a [[text]] table with a path")
-        try:
-            recipe = cls(
-                **values
-                | {
-                    "training": Training(**values.get("training", {})),
-                    "text": tuple(
-                        Text(**text | {"path": str(path.parent / text["path"])}) for text in texts
-                    ),
-                }
-            )
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"{path}: {error}") from error
-        for text in recipe.text:
-            if not Path(text.path).is_file():
-                raise ValueError(f"{path} names the text {text.path}, which does not exist")
-        return recipe
+        made = {
+            "model": _table(values.get("model", {}), f"{path}, [model]"),
+            "training": _made(Training, values.get("training", {}), f"{path}, [training]"),
+            "text": tuple(_text(text, path, i) for i, text in enumerate(texts, 1)),
+        }
+        return dataclasses.replace(_made(cls, values | made, str(path)), source=str(path))
 
     def fingerprint(self) -> dict[str, Any]:
         """The recipe and digests of its text files as JSON values; equal for equal runs."""
         values = dataclasses.asdict(self)
+        del values["source"]
         for text, source in zip(values["text"], self.text, strict=True):
             text["path"] = Path(source.path).name
             with open(source.path, "rb") as file:
                 text["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
         return values
+
+
+def _table(values: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where} must be a table, got {shown(values)}")
+    return values
+
+
+def _made(cls: Any, values: Any, where: str) -> Any:
+    """The dataclass of a table; errors say where it is and name the field."""
+    fields = [field for field in dataclasses.fields(cls) if field.compare]
+    known = sorted(field.name for field in fields)
+    for name in _table(values, where):
+        if name not in known:
+            raise ValueError(f"{where} has no field {shown(name)}; known: {', '.join(known)}")
+    for field in fields:
+        if field.default is dataclasses.MISSING and field.name not in values:
+            raise ValueError(f"{where} lacks {field.name!r}")
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _text(values: Any, recipe: Path, number: int) -> Text:
+    """A `[[text]]` table, with its path relative to the recipe; the file must exist."""
+    where = f"{recipe}, [[text]] {number}"
+    text = _made(Text, values, where)
+    path = recipe.parent / text.path
+    if not os.path.isfile(path):
+        raise ValueError(f"{where}: path = {shown(str(path))}, which does not exist")
+    return dataclasses.replace(text, path=str(path))

@@ -24,7 +24,15 @@ from stree_jax.pretrained import from_pretrained, load_tokenizer
 from stree_jax.training import data
 from stree_jax.training.objective import distillation_loss, next_token_loss
 from stree_jax.training.recipe import Recipe, Training
-from stree_jax.training.trainer import Loss, Progress, cast, evaluate, fit, forget_after
+from stree_jax.training.trainer import (
+    Loss,
+    Progress,
+    cast,
+    evaluate,
+    fit,
+    forget_after,
+    saved_steps,
+)
 
 # Moved to the extension.
 if not TYPE_CHECKING:
@@ -50,6 +58,7 @@ def train(recipe: Recipe, output: Path, *, command: str) -> Iterator[Progress]:
         ValueError: the recipe or the output is invalid.
     """
     run = run_directory(output, recipe.fingerprint())
+    _config(recipe, recipe.vocab_size, None)  # before the tokenizer, which may take long
     tokenizer_file = run / "tokenizer.json"
     if tokenizer_file.is_file():
         tokenizer = load_tokenizer(run)
@@ -184,11 +193,16 @@ def _continued(target: HybridLM, tokens: np.ndarray, seed: int, step: int) -> np
 def _new_model(
     recipe: Recipe, vocab_size: int, eos_token: int | tuple[int, ...] | None
 ) -> HybridLM:
+    return HybridLM(_config(recipe, vocab_size, eos_token), rngs=nnx.Rngs(recipe.seed))
+
+
+def _config(
+    recipe: Recipe, vocab_size: int, eos_token: int | tuple[int, ...] | None
+) -> ModelConfig:
     try:
-        config = ModelConfig.mamba2_lm(vocab_size, eos_token=eos_token, **recipe.model)
-    except TypeError as error:
-        raise ValueError(f"the recipe's [model] table is invalid: {error}") from error
-    return HybridLM(config, rngs=nnx.Rngs(recipe.seed))
+        return ModelConfig.mamba2_lm(vocab_size, eos_token=eos_token, **recipe.model)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{recipe.source}, [model]: {error}") from error
 
 
 def run_directory(
@@ -196,7 +210,8 @@ def run_directory(
 ) -> Path:
     """The directory with the checkpoints of this run, created if this is its start.
 
-    If only the end of the schedule changed, the checkpoints at the peak rate are still this run's.
+    One without checkpoints, of a run that was refused or ended early, is started anew. If only the
+    end of the schedule changed, the checkpoints at the peak rate are still this run's.
 
     Args:
         output: the checkpoint to write, which may exist.
@@ -218,9 +233,12 @@ def run_directory(
     run = output.with_name(output.name + ".run")
     run.mkdir(parents=True, exist_ok=True)
     file = run / "run.json"
-    now = json.dumps(fingerprint, indent=2)
-    if not file.is_file() and not (run / "steps").exists():
-        _write(file, now)
+    now = json.dumps(fingerprint, indent=2, default=str)  # dates, which the model refuses
+    if not saved_steps(run / "steps"):
+        if not file.is_file() or file.read_text() != now:
+            for part in ("tokenizer.json", "run.json"):  # run.json last: it is what they belong to
+                (run / part).unlink(missing_ok=True)
+            _write(file, now)
     elif not file.is_file() or file.read_text() != now:
         before = json.loads(file.read_text()) if file.is_file() else None
         end = None if before is None else _common_peak(before, json.loads(now))

@@ -146,13 +146,20 @@ def _schedule(training: Training) -> optax.Schedule:
     )
 
 
+def saved_steps(checkpoints: Path) -> list[int]:
+    """The steps with a checkpoint, in order."""
+    if not checkpoints.is_dir():
+        return []
+    return sorted(int(path.name) for path in checkpoints.iterdir() if path.name.isdecimal())
+
+
 def forget_after(checkpoints: Path, step: int) -> None:
     """Deletes the checkpoints of later steps.
 
     Raises:
         ValueError: there would be none left; none is deleted.
     """
-    saved = sorted(int(path.name) for path in checkpoints.iterdir() if path.name.isdecimal())
+    saved = saved_steps(checkpoints)
     if saved and saved[0] > step:
         raise ValueError(
             f"{checkpoints} has no checkpoint of the first {step} steps, where the learning rate is"

@@ -15,6 +15,7 @@ from flax import nnx
 
 import stree_jax as st
 from stree_jax.cli.cache import MAX_BYTES
+from stree_jax.cli.demo import busy, timings_of
 from stree_jax.cli.trees import parse_tree
 
 COMMAND = [str(Path(sys.executable).with_name("stree-jax"))]
@@ -58,6 +59,10 @@ def test_a_drawn_tree(output):
     drawing = output("tree", "paper:A")
     assert "13 nodes, depth 4, width 3" in drawing
     assert drawing.startswith("0\n├─ 1\n")
+    assert "holds the place" not in drawing
+    assert "This shape only holds the place: the draft model chooses" in output(
+        "tree", "budget:6,2"
+    )
 
 
 def assert_one_line(text, message):
@@ -237,6 +242,18 @@ def check_demo(text, methods):
     assert best["speed_up"] == max(method["speed_up"] for method in report.values())
     assert "next token" in text
     return [method["tau"] for method in report.values()]
+
+
+def test_speeds_and_speed_ups_of_the_demo_agree():
+    """Under load the median of ratios is another than the ratio of medians."""
+    seconds = np.array([[1.0, 1.1], [3.0, 1.2], [1.6, 2.5]])
+    plain, tree = timings_of(seconds, 300)
+    assert (plain.speed, plain.speed_up, plain.slowest, plain.fastest) == (187.5, 1, 1, 1)
+    assert tree.speed == 250
+    assert tree.speed_up == tree.speed / plain.speed
+    assert (tree.slowest, tree.fastest) == (1.6 / 2.5, 3.0 / 1.2)
+    assert busy(seconds).startswith("This machine is busy: equal rounds took 3.0 times as long")
+    assert busy(seconds[:1]) == busy(np.array([[1.0, 2.0], [1.1, 2.2]])) == ""
 
 
 METHODS = ["autoregressive", "chain of 4", "tree of 13"]

@@ -46,7 +46,10 @@ PROMPTS = ["generate", "{target}", "--prompts", "one.jsonl"]
         ([*GENERATE, "--seed", f"{2**64}"], "--seed must be an integer, from 0 to"),
         (["generate", "{target}", "-p", b"caf\xe9"], "--prompt is not UTF-8"),
         ([*GENERATE, "--mesh", "data=x"], "is not a mesh: use data=2"),
-        ([*GENERATE, "--mesh", "model=9999"], "is 9999 devices, and there"),
+        (
+            [*GENERATE, "--mesh", "model=9999"],
+            "XLA_FLAGS=--xla_force_host_platform_device_count=9999 in the",
+        ),
         ([*GENERATE, "--distributed"], "--distributed goes with --mesh"),
         (
             ["generate", "{target}", "--prompts", "x", "--output", "y", "--mesh", "auto"],

@@ -163,7 +163,25 @@ PAIRS = [
     ("traversal", "beam", CHAIN, False, "not exact for child_sampling = 'beam'"),
     ("traversal", "iid", TREE, True, "needs temperature > 0; use 'greedy'"),
 ]
+TRACED = "run in Python, not under jit, vmap or grad: .* put SpeculativeDecoder inside"
+
+
+def traced(transform, *keys):
+    """`generate` inside a transformation."""
+
+    def call():
+        model = tiny_model()
+        transform(lambda *key: st.generate(model, PROMPTS, key=key[0] if key else None))(*keys)
+
+    return call
+
+
 CALLS = [
+    (traced(jax.jit, KEY), TRACED),
+    (traced(jax.vmap, jax.random.split(KEY)), TRACED),
+    (traced(jax.jit), TRACED),
+    (lambda: nnx.jit(lambda model: st.generate(model, PROMPTS))(tiny_model()), TRACED),
+    (lambda: jax.jit(lambda n: st.generate(tiny_model(), PROMPTS, max_new_tokens=n))(3), TRACED),
     *((checked(*pair, zero=zero), message) for *pair, zero, message in PAIRS),
     (drafter_of(child_sampling="best"), "child_sampling must be 'auto' or one of .*best"),
     (drafter_of(child_sampling="sorted"), "child_sampling must be 'auto' or one of .*sorted"),
@@ -262,7 +280,7 @@ with pytest.raises(ValueError, match="state_size must be an integer, at least 1;
     st.ModelConfig.tiny(state_size=8.0)
 with pytest.raises(ValueError, match="dt_limit must be"):
     st.ModelConfig.tiny(dt_limit=(0.0,))
-with pytest.raises(ValueError, match="steps must be an integer, at least 1; got 6.5"):
+with pytest.raises(ValueError, match="steps must be an integer, from 1 to 2147483647; got 6.5"):
     Training(steps=6.5)
 for make, message in [
     (lambda: st.TreeTopology.paper(["A"]), "the paper's trees are"),

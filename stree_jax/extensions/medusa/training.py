@@ -41,8 +41,8 @@ def train_medusa(
     run = run_directory(output, fingerprint, check_medusa)
     try:
         heads = MedusaHeads(target, rngs=nnx.Rngs(recipe.seed), **recipe.model)
-    except TypeError as error:
-        raise ValueError(f"the recipe's [model] table is for num_heads alone: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{recipe.source}, [model] has num_heads alone: {error}") from error
     text = run_text(recipe, tokenizer, target)
 
     def loss(heads: MedusaHeads, tokens: jax.Array, target: HybridLM) -> jax.Array:
