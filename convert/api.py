@@ -32,6 +32,7 @@ _COPIED = (
     "tokenizer.model",
     "tokenizer.model.v3",
     "generation_config.json",
+    "chat_template.jinja",
 )
 
 

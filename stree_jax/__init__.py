@@ -45,6 +45,7 @@ from stree_jax.mesh.weights import shard
 from stree_jax.models.lm import HybridLM
 from stree_jax.pretrained import demo_path, from_pretrained, load_tokenizer
 from stree_jax.serving import Completion, Request, Scheduler
+from stree_jax.text import complete
 from stree_jax.tree import Tree, TreeTopology
 from stree_jax.tuning import TuningReport, tune
 
@@ -117,6 +118,7 @@ __all__ = [
     "TuningReport",
     "Verdict",
     "Verifier",
+    "complete",
     "demo_path",
     "follow",
     "from_pretrained",

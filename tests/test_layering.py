@@ -71,6 +71,8 @@ LAYERS = [
     "convert",
     "pretrained",
     "decoding",
+    "chat",
+    "text",
     "testing",
     "serving",
     "tuning",
