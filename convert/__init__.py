@@ -3,6 +3,7 @@
     families       the table `FAMILIES`: recognising, reading and writing each family
     description    the input and result of a family's reader: `Source`, `Description`
     pure, bamba, granite, nemotron_h, zamba2, mamba_in_llama    configs of the families
+    mtp            the multi-token prediction head beside a Nemotron-3 target
     fields         config files, with every field accounted for
     rules, tables  maps from tensors to weights
     files, tensors, torch_file    lazily opened weights
@@ -14,7 +15,12 @@ A new family is a module with a reader (and a writer), and one entry of `FAMILIE
 from stree_jax.convert.api import convert, find, formats
 from stree_jax.convert.description import Description, Source
 from stree_jax.convert.families import FAMILIES, QUIRKS, Family
-from stree_jax.convert.reading import Checkpoint, load_model, open_checkpoint
+from stree_jax.convert.reading import (
+    Checkpoint,
+    load_model,
+    load_mtp_head,
+    open_checkpoint,
+)
 
 __all__ = [
     "FAMILIES",
@@ -27,5 +33,6 @@ __all__ = [
     "find",
     "formats",
     "load_model",
+    "load_mtp_head",
     "open_checkpoint",
 ]

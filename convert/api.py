@@ -8,17 +8,20 @@ from pathlib import Path
 
 from jax.typing import DTypeLike
 
-from stree_jax.checkpoint import (
-    first_line,
-    is_native,
-    load_native,
-    save_pretrained,
-)
+from stree_jax.checkpoint import first_line, is_native, load_native, write_checkpoint
+from stree_jax.config import ModelConfig
 from stree_jax.convert.families import config_files, layout
-from stree_jax.convert.reading import ProgressCallback, load_model, open_checkpoint
+from stree_jax.convert.reading import (
+    ProgressCallback,
+    load_model,
+    load_mtp_head,
+    open_checkpoint,
+)
 from stree_jax.convert.writing import writable, write_as, written_as
 from stree_jax.directories import new_directory, recover
+from stree_jax.heads import FOLDER, head_config, load_head, save_head
 from stree_jax.messages import shown_path
+from stree_jax.models.mtp import MtpConfig
 from stree_jax.stored import CHECKSUMS
 
 # Files that are copied unchanged.
@@ -49,8 +52,10 @@ def convert(
     to: str = "native",
     quirks: Collection[str] = (),
     progress: ProgressCallback = lambda done, total: None,
-) -> None:
+) -> str | None:
     """Converts a checkpoint directory. The destination is either complete or absent.
+
+    A multi-token prediction head beside the model goes along: natively it is in the folder `mtp`.
 
     Args:
         source: a directory in any format that `from_pretrained` reads, or the name of a model on
@@ -64,6 +69,10 @@ def convert(
             reproduce them.
         progress: callback with the bytes read so far and the total.
 
+    Returns:
+        Why the source's multi-token prediction head was left out; None: it was not, or there is
+        none.
+
     Raises:
         ValueError: the source cannot be converted, or the destination exists.
     """
@@ -76,21 +85,52 @@ def convert(
         if quirks:
             raise ValueError(f"{path} is native; quirks are for checkpoints of other programs")
         model = load_native(path, dtype=dtype)
+        inside = path / FOLDER
+        found = head_config(inside) if inside.is_dir() else None
+        left_out = _left_out(found, model.config, to, model.dtype.name, target)
+        head = load_head(inside, model) if found is not None and left_out is None else None
     else:
         checkpoint = open_checkpoint(path, quirks)
+        described, name = checkpoint.description, checkpoint.dtype.name
         if to != "native":  # refuse before reading weights
-            written_as(checkpoint.description.config, to, checkpoint.dtype.name, target)
+            written_as(described.config, to, name, target)
+        found = None if described.mtp is None else described.mtp.config
+        left_out = None if described.mtp is None else described.mtp.problem
+        left_out = left_out or _left_out(found, described.config, to, name, target)
         model = load_model(
             checkpoint, dtype=checkpoint.dtype if dtype is None else dtype, progress=progress
         )
+        head = None
+        if found is not None and left_out is None:
+            head = load_mtp_head(checkpoint, model)
     files = side_files(path)
-    if to == "native":
-        save_pretrained(model, target, files=files)
-        return
-    with new_directory(target) as partial:
-        write_as(model, partial, to)
+
+    def beside(partial: Path) -> None:
         for file in files:
             shutil.copyfile(file, partial / file.name)
+        if head is not None and to == "native":
+            save_head(head, model, partial / FOLDER)
+
+    if to == "native":
+        write_checkpoint(target, {"model": model.config.to_dict()}, model, None, False, beside)
+        return left_out
+    with new_directory(target) as partial:
+        write_as(model, partial, to, head)
+        beside(partial)
+    return left_out
+
+
+def _left_out(
+    head: MtpConfig | None, config: ModelConfig, to: str, dtype: str, target: Path
+) -> str | None:
+    """Why a format has no place for a head; None: it has."""
+    if head is None or to == "native":
+        return None
+    try:
+        written_as(config, to, dtype, target, head)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def side_files(directory: Path) -> list[Path]:
@@ -130,12 +170,9 @@ def find(name: str | os.PathLike[str]) -> Path:
         raise ValueError(f"no checkpoint at {shown_path(path)}: there is no such directory")
     # The small files first: they decide which large ones are needed.
     path = _download(str(name), [*_COPIED, *config_files(), CHECKSUMS, "*.index.json"])
-    patterns = (
-        ["params/**"]
-        if is_native(path)
-        else [weights.replace(".", "*.", 1) for weights in layout(path).weights]
-    )
-    for pattern in patterns:
+    if is_native(path):
+        return _download(str(name), ["params/**", f"{FOLDER}/**"])
+    for pattern in [weights.replace(".", "*.", 1) for weights in layout(path).weights]:
         _download(str(name), [pattern])
         if any(path.glob(pattern)):
             break

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from stree_jax.config import ModelConfig
 from stree_jax.convert.fields import Fields
+from stree_jax.convert.mtp import MtpDescription
 from stree_jax.convert.rules import Ignored, Rule
 from stree_jax.layer_config import Mamba2Config
 from stree_jax.stored import Tensor
@@ -28,6 +29,7 @@ class Description(NamedTuple):
     rules: list[Rule]
     ignored: list[Ignored]  # tensors
     notes: list[str]  # ignored config fields, with reasons
+    mtp: MtpDescription | None = None  # the multi-token prediction head
 
 
 def norm_kind(has_norm: bool, norm_first: bool) -> str:

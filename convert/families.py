@@ -221,6 +221,7 @@ def _read_wrapped(source: Source, wrapper: str) -> Description:
         ],
         ignored=[entry._replace(source=prefix + entry.source) for entry in found.ignored]
         + [Ignored(name, f"not of the text model of {wrapper}") for name in others],
+        mtp=None if found.mtp is None else found.mtp.prefixed(prefix),
     )
 
 

@@ -17,6 +17,7 @@ from stree_jax.convert.hybrid_parts import (
     model_fields,
     read_dt_limit,
 )
+from stree_jax.convert.mtp import is_of_head, read_mtp
 from stree_jax.convert.rules import Ignored
 from stree_jax.layer_config import (
     AttentionConfig,
@@ -192,14 +193,6 @@ def _config(source: Source, layers: Sequence[LayerConfig]) -> ModelConfig:
         "time_step_rank",
     )
     fields.ignore("a choice of kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap")
-    fields.ignore(
-        "multi-token prediction heads are left out",
-        "num_nextn_predict_layers",
-        "mtp_layers_block_type",
-        "mtp_hybrid_override_pattern",
-        "mtp_block_configs",
-        "mtp_n_routed_experts",
-    )
     return config
 
 
@@ -208,8 +201,16 @@ def _described(family: str, source: Source, config: ModelConfig) -> Description:
     skipped = [
         Ignored(name, "part of a multi-token prediction head")
         for name in source.tensors
-        if name.startswith(("mtp.", "backbone.mtp.", "model.mtp."))
+        if is_of_head(name)
     ]
+    head = read_mtp(
+        fields,
+        source.tensors,
+        config.d_model,
+        config.norm_eps,
+        lambda: _attention(fields),
+        lambda: _nemotron_experts(fields, _activation(fields)),
+    )
     of_experts = [layer for layer in config.layers if isinstance(layer, MoeConfig)]
     merged = any(name.endswith("mixer.experts.up_proj") for name in source.tensors)
     if of_experts and source.tensors and not merged:  # experts are stored one by one
@@ -220,7 +221,7 @@ def _described(family: str, source: Source, config: ModelConfig) -> Description:
         )
     prefix = "model" if "model.norm_f.weight" in source.tensors else "backbone"
     rules = tables.nemotron_h(config, prefix, merged=merged)
-    return described(family, fields, config, rules, skipped)
+    return described(family, fields, config, rules, skipped)._replace(mtp=head)
 
 
 _NEMOTRON_EXPERTS = (

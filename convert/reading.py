@@ -24,8 +24,10 @@ from stree_jax.convert.description import Description
 from stree_jax.convert.families import describe, layout
 from stree_jax.convert.files import open_tensors
 from stree_jax.convert.rules import Rule, check_coverage
+from stree_jax.heads import abstract_head
 from stree_jax.mesh.partition import Partition
-from stree_jax.models.lm import HybridLM
+from stree_jax.models.lm import HybridLM, check_on_one_device
+from stree_jax.models.mtp import MtpHead
 from stree_jax.stored import Tensor
 
 # A callback with the bytes read so far and the total.
@@ -134,6 +136,45 @@ def load_model(
     for entry in checkpoint.description.ignored:
         if entry.is_embedding and entry.source in checkpoint.tensors:
             _check_tied(checkpoint, entry.source, loaded["embedding"])
+    return nnx.merge(structure, unflatten(loaded, wanted))
+
+
+def load_mtp_head(checkpoint: Checkpoint, target: HybridLM) -> MtpHead:
+    """Reads the multi-token prediction head of a checkpoint, in the target's dtype.
+
+    Args:
+        checkpoint: a checkpoint from `open_checkpoint`.
+        target: the model that it is for, on one device.
+
+    Raises:
+        ValueError: the checkpoint has no head, one that is not supported or of another size, or a
+            weight is not finite.
+    """
+    check_on_one_device(target, "a multi-token prediction head")
+    head = checkpoint.description.mtp
+    if head is None:
+        raise ValueError(
+            f"{checkpoint.path} has no multi-token prediction head: its config does not say"
+            " num_nextn_predict_layers = 1; take a checkpoint with one, or train one:"
+            " stree-jax train-mtp RECIPE TARGET OUTPUT"
+        )
+    if head.config is None:
+        raise ValueError(f"the multi-token prediction head cannot be read: {head.problem}")
+    own = checkpoint.description.config
+    have, want = ((each.d_model, each.num_embeddings) for each in (own, target.config))
+    if have != want:
+        raise ValueError(
+            f"the multi-token prediction head in {checkpoint.path} is of a model of width"
+            f" {have[0]} with {have[1]} tokens, and the target has {want[0]} and {want[1]}; load"
+            " the target from the same checkpoint"
+        )
+    structure, weights = nnx.split(abstract_head(head.config, target))
+    wanted = nnx.to_pure_dict(weights)
+    dtypes = {name: leaf.dtype for name, leaf in flatten(wanted).items()}
+    place = placer(target.config, None)
+    loaded = {
+        rule.target: _convert(checkpoint, rule, dtypes[rule.target], place) for rule in head.rules
+    }
     return nnx.merge(structure, unflatten(loaded, wanted))
 
 

@@ -15,7 +15,10 @@ from stree_jax.convert import families
 from stree_jax.convert.description import Description, Source
 from stree_jax.convert.families import FAMILIES
 from stree_jax.convert.fields import Fields
+from stree_jax.convert.mtp import mtp_rules, written_mtp
+from stree_jax.heads import FOLDER
 from stree_jax.models.lm import HybridLM, check_on_one_device
+from stree_jax.models.mtp import MtpConfig, MtpHead
 
 _SHARD = 1 << 30  # bytes; one shard is in memory next to the model
 
@@ -25,7 +28,7 @@ def writable() -> tuple[str, ...]:
     return ("hf", *(name for name, family in FAMILIES.items() if family.write is not None))
 
 
-def write_as(model: HybridLM, directory: Path, target: str) -> None:
+def write_as(model: HybridLM, directory: Path, target: str, head: MtpHead | None = None) -> None:
     """Writes config files and safetensors into an existing directory.
 
     `A_log`, `D` and `dt_bias` are written as float32, as the model has them; transformers casts
@@ -35,17 +38,27 @@ def write_as(model: HybridLM, directory: Path, target: str) -> None:
         model: the model.
         directory: an existing directory.
         target: a name from `writable()`.
+        head: a multi-token prediction head to write beside it.
 
     Raises:
-        ValueError: the family cannot represent the model.
+        ValueError: the family cannot represent the model or the head.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     check_on_one_device(model, "write_as")
-    written = written_as(model.config, target, jnp.dtype(model.dtype).name, directory)
+    of_head = None if head is None else head.config
+    written = written_as(model.config, target, jnp.dtype(model.dtype).name, directory, of_head)
     weights = flatten(nnx.to_pure_dict(nnx.state(model)))
     rules = [rule for rule in written.description.rules if rule.target in weights]
+    if head is not None:
+        own = flatten(nnx.to_pure_dict(nnx.state(head)))
+        weights |= {f"{FOLDER}.{name}": weight for name, weight in own.items()}
+        rules += [
+            rule._replace(target=f"{FOLDER}.{rule.target}")
+            for rule in mtp_rules(head.config)
+            if rule.target in own
+        ]
     assert {rule.target for rule in rules} == set(weights)
     shards: list[list] = [[]]
     size = 0
@@ -92,7 +105,13 @@ class Written(NamedTuple):
     description: Description  # read back from these files
 
 
-def written_as(config: ModelConfig, target: str, dtype: str, directory: Path) -> Written:
+def written_as(
+    config: ModelConfig,
+    target: str,
+    dtype: str,
+    directory: Path,
+    head: MtpConfig | None = None,
+) -> Written:
     """Config files for a model, verified by reading them back.
 
     Args:
@@ -100,29 +119,35 @@ def written_as(config: ModelConfig, target: str, dtype: str, directory: Path) ->
         target: a name from `writable()`.
         dtype: name of the weights' dtype.
         directory: the destination, for messages only.
+        head: the config of a multi-token prediction head beside it.
 
     Raises:
-        ValueError: the family cannot represent the model; lists everything that it lacks.
+        ValueError: the family cannot represent the model, of which it lists everything that it
+            lacks, or the head.
     """
     if target != "hf":
-        return _written(config, target, dtype, directory)
+        return _written(config, target, dtype, directory, head)
     problems = []
     for name in families.transformers_families():
         if FAMILIES[name].write is not None:
             try:
-                return _written(config, name, dtype, directory)
+                return _written(config, name, dtype, directory, head)
             except ValueError as error:
                 problems.append(str(error))
     shortest = min(problems, key=len)
     raise ValueError(f"no family of transformers can hold this model; the nearest: {shortest}")
 
 
-def _written(config: ModelConfig, name: str, dtype: str, directory: Path) -> Written:
+def _written(
+    config: ModelConfig, name: str, dtype: str, directory: Path, head: MtpConfig | None
+) -> Written:
     family = FAMILIES[name]
     assert family.write is not None
     title = name if family.recognise else f"transformers' {name}"
     try:
         files = {"config.json": family.write(config, dtype)}
+        if head is not None:
+            files["config.json"] |= written_mtp()
         files |= {file: write(config) for file, write in family.beside.items()}
         # Read back after JSON, which turns tuples into lists.
         tables = {
@@ -144,6 +169,12 @@ def _written(config: ModelConfig, name: str, dtype: str, directory: Path) -> Wri
     differences += [f"no {name}" for name in have if name not in want]
     if differences:
         raise ValueError(f"{title} has no place for {'; '.join(differences)}")
+    if head is not None and (back.mtp is None or back.mtp.config != head):
+        problem = None if back.mtp is None else back.mtp.problem
+        raise ValueError(
+            f"{title} has no place for this multi-token prediction head"
+            + (f": {problem}" if problem else "")
+        )
     return Written(name, files, back)
 
 

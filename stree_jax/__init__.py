@@ -60,14 +60,23 @@ _EXTENSIONS = {
     "MtpHead": "stree_jax.extensions.mtp",
     "MtpModel": "stree_jax.extensions.mtp",
     "load_medusa": "stree_jax.extensions.medusa",
+    "load_mtp": "stree_jax.extensions.mtp",
     "reasoning": "stree_jax.extensions.reasoning",
     "save_medusa": "stree_jax.extensions.medusa",
+    "save_mtp": "stree_jax.extensions.mtp",
 }
 if TYPE_CHECKING:
     from stree_jax.extensions import reasoning
     from stree_jax.extensions.hierarchical import CascadeDrafter, InterleavedDrafter
     from stree_jax.extensions.medusa import MedusaDrafter, MedusaHeads, load_medusa, save_medusa
-    from stree_jax.extensions.mtp import MtpConfig, MtpDrafter, MtpHead, MtpModel
+    from stree_jax.extensions.mtp import (
+        MtpConfig,
+        MtpDrafter,
+        MtpHead,
+        MtpModel,
+        load_mtp,
+        save_mtp,
+    )
 else:
     __getattr__ = lazily(__name__, _EXTENSIONS)
 
@@ -125,6 +134,7 @@ __all__ = [
     "generate",
     "json_schema",
     "load_medusa",
+    "load_mtp",
     "load_tokenizer",
     "make_mesh",
     "reasoning",
@@ -132,6 +142,7 @@ __all__ = [
     "root_only",
     "sample_tokens",
     "save_medusa",
+    "save_mtp",
     "save_pretrained",
     "score",
     "shard",

@@ -50,7 +50,14 @@ from stree_jax.stored import (
 )
 
 # What an extension may use.
-__all__ = ["load_config", "load_header", "load_module", "save_pretrained", "write_checkpoint"]
+__all__ = [
+    "is_native",
+    "load_config",
+    "load_header",
+    "load_module",
+    "save_pretrained",
+    "write_checkpoint",
+]
 
 FORMAT = "stree-jax"
 VERSION = 2
@@ -314,7 +321,8 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
     if (kind := header.get("kind")) is not None:
         raise ValueError(
             f"{path} holds a checkpoint of kind {shown(kind)} and no model; load it with what saved"
-            " it: Medusa heads, 'medusa', with load_medusa or generate --medusa"
+            " it: Medusa heads, 'medusa', with load_medusa or generate --medusa, and a"
+            " multi-token prediction head, 'mtp', with load_mtp or generate --mtp"
         )
     try:
         return ModelConfig.from_dict(header.get("model"))

@@ -68,6 +68,7 @@ LAYERS = [
     "config",
     "stored",
     "checkpoint",
+    "heads",
     "convert",
     "pretrained",
     "decoding",
@@ -124,6 +125,7 @@ PUBLIC_MODULES = {
     "stree_jax.array_types",
     "stree_jax.checkpoint",
     "stree_jax.checks",
+    "stree_jax.heads",
     "stree_jax.messages",
 }
 EXTENSIONS = sorted(

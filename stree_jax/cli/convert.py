@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -13,7 +14,9 @@ from rich.table import Table
 from stree_jax.checkpoint import is_native, matrix_dtype, open_native
 from stree_jax.config import ModelConfig
 from stree_jax.convert import convert, find, open_checkpoint
+from stree_jax.heads import FOLDER, abstract_head, head_config
 from stree_jax.models.lm import HybridLM
+from stree_jax.models.mtp import MtpConfig
 
 
 def run_convert(
@@ -40,7 +43,7 @@ def run_convert(
         transient=True,
     ) as progress:
         task = progress.add_task("", total=None)
-        convert(
+        left_out = convert(
             path,
             destination,
             dtype=dtype,
@@ -49,6 +52,10 @@ def run_convert(
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     console.print(_table(path))
+    if left_out is not None:
+        console.print(
+            f"without the multi-token prediction head: {left_out}", markup=False, soft_wrap=True
+        )
     console.print(f"wrote {destination} ({to})", markup=False, soft_wrap=True)
 
 
@@ -71,18 +78,25 @@ def _table(path: Path) -> Table:
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     ignored: list[str] = []
+    head: MtpConfig | str | None
     if is_native(path):
         config, stored, crcs = open_native(path)
         dtype = matrix_dtype(stored.values())
         table.add_row("family", "stree-jax (native)")
         table.add_row("checksums", "yes" if crcs else "no, it is from an older version")
+        inside = path / FOLDER
+        head = head_config(inside) if inside.is_dir() else None
     else:
         checkpoint = open_checkpoint(path)
         config, dtype, ignored = checkpoint.description.config, checkpoint.dtype, checkpoint.ignored
         table.add_row("family", checkpoint.description.family)
         table.add_row("weights", checkpoint.file)
+        found = checkpoint.description.mtp
+        head = None if found is None else found.config or found.problem
     for name, value in _facts(config, dtype):
         table.add_row(name, value)
+    if head is not None:
+        table.add_row("MTP head", _head_fact(head))
     for line in ignored:
         table.add_row("ignored", line)
     return table
@@ -126,6 +140,15 @@ def _fact(name: str, part: Any) -> tuple[str, str]:
         return "attention", f"{heads}, {rope}{window}"
     experts = f"top {part.num_active} of {part.num_experts}, hidden size {part.hidden_size:,}"
     return "experts", experts
+
+
+def _head_fact(head: MtpConfig | str) -> str:
+    """A line about a multi-token prediction head, or why it cannot be read."""
+    if isinstance(head, str):
+        return f"multi-token prediction, which cannot be used: {head}"
+    size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(abstract_head(head))))
+    kinds = f"attention, {head.feed_forward.kind}"
+    return f"multi-token prediction ({kinds}), {size:,} parameters; generate --mtp drafts with it"
 
 
 def _facts(config: ModelConfig, dtype: jnp.dtype) -> list[tuple[str, str]]:

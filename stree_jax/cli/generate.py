@@ -36,6 +36,7 @@ def load(
     draft: str | None,
     ngram: bool,
     medusa: str | None,
+    mtp: str | None,
     tree: str | None,
     sharpness: float | None,
     dtype: str,
@@ -50,20 +51,20 @@ def load(
     Raises:
         ValueError: an argument is invalid.
     """
-    if (draft is not None) + ngram + (medusa is not None) > 1:
-        raise ValueError("--draft, --ngram and --medusa each select a drafter; choose one")
+    if sum([draft is not None, ngram, medusa is not None, mtp is not None]) > 1:
+        raise ValueError("--draft, --ngram, --medusa and --mtp each select a drafter; choose one")
     topology = None if tree is None else parse_tree(tree)
     if tree is not None and topology is None:  # the tuned result: do not draft
-        draft, ngram, medusa = None, False, None
+        draft, ngram, medusa, mtp = None, False, None, None
     kind = "" if tree is None else tree.partition(":")[0]
-    if sharpness is not None and (kind != "budget" or draft is None):
+    if sharpness is not None and (kind != "budget" or (draft is None and mtp is None)):
         raise ValueError(
-            "--sharpness is of dynamic trees: give --tree budget:16,5 and --draft with it"
+            "--sharpness is of dynamic trees: give --tree budget:16,5 and --draft or --mtp with it"
         )
     if kind in ("beam", "budget") and (ngram or medusa is not None):
         raise ValueError(
-            f"--tree {tree}: only a draft model chooses the shape of its tree; use --draft, or"
-            " another tree such as branching:3,2,1"
+            f"--tree {tree}: only a draft model chooses the shape of its tree; use --draft or"
+            " --mtp, or another tree such as branching:3,2,1"
         )
     tokenizer = st.load_tokenizer(tokenizer_path or find(checkpoint))
     enable_cache()
@@ -76,19 +77,25 @@ def load(
         draft_model = st.from_pretrained(
             draft, dtype=dtype, mesh=where, replicate=where is not None
         )
-        if kind == "beam":
-            drafter = st.BeamDrafter(draft_model)
-        elif kind == "budget":
-            fitted: dict[str, Any] = {} if sharpness is None else {"sharpness": sharpness}
-            drafter = st.DynamicDrafter(draft_model, **fitted)
-        else:
-            drafter = st.ModelDrafter(draft_model)
+        drafter = _for_tree(draft_model, kind, sharpness)
+    elif mtp is not None:
+        drafter = _for_tree(st.MtpModel(model, st.load_mtp(mtp, model)), kind, sharpness)
     elif ngram:
         drafter = st.NgramDrafter()
     elif medusa is not None:
         drafter = st.MedusaDrafter(model, st.load_medusa(Path(medusa), model))
     output = open(os.devnull, "w") if distributed and jax.process_index() > 0 else None  # noqa: SIM115
     return Loaded(model, drafter, topology, tokenizer, str(tokenizer_path or checkpoint), output)
+
+
+def _for_tree(model: st.HybridLM | st.MtpModel, kind: str, sharpness: float | None) -> st.Drafter:
+    """The drafter that grows trees of this kind with a draft model."""
+    if kind == "beam":
+        return st.BeamDrafter(model)
+    if kind == "budget":
+        fitted: dict[str, Any] = {} if sharpness is None else {"sharpness": sharpness}
+        return st.DynamicDrafter(model, **fitted)
+    return st.ModelDrafter(model)
 
 
 def check_seed(seed: object, name: str) -> None:

@@ -79,6 +79,13 @@ def generate(
     medusa: Annotated[
         Path | None, typer.Option(help="Medusa heads of the target: checkpoint directory.")
     ] = None,
+    mtp: Annotated[
+        bool,
+        typer.Option("--mtp", help="Draft with the target's multi-token prediction head."),
+    ] = False,
+    mtp_head: Annotated[
+        Path | None, typer.Option(help="The same, with a head that is not in the checkpoint.")
+    ] = None,
     tree: Annotated[
         str | None,
         typer.Option(
@@ -143,6 +150,7 @@ def generate(
         "draft": draft,
         "ngram": ngram,
         "medusa": None if medusa is None else str(medusa),
+        "mtp": _head(checkpoint, mtp, mtp_head),
         "tree": tree,
         "sharpness": sharpness,
         "dtype": _checked(dtype) or "float32",
@@ -247,7 +255,20 @@ def medusa(
     from stree_jax.cli.train import run_training
 
     _interrupt_by_exception()
-    run_training(Console(), recipe, output, target=target, medusa=True)
+    run_training(Console(), recipe, output, target=target, heads="medusa")
+
+
+@app.command()
+def train_mtp(
+    recipe: Annotated[Path, typer.Argument(help="TOML file: text, sizes of the head, optimizer.")],
+    target: Annotated[Path, typer.Argument(help="Checkpoint directory of the target model.")],
+    output: Annotated[Path, typer.Argument(help="Directory of the head to create.")],
+) -> None:
+    """Train a multi-token prediction head for a target. Rerun to resume."""
+    from stree_jax.cli.train import run_training
+
+    _interrupt_by_exception()
+    run_training(Console(), recipe, output, target=target, heads="mtp")
 
 
 @app.command()
@@ -282,6 +303,13 @@ def tune_tree(
     medusa: Annotated[
         Path | None, typer.Option(help="Medusa heads of the target: checkpoint directory.")
     ] = None,
+    mtp: Annotated[
+        bool,
+        typer.Option("--mtp", help="Draft with the target's multi-token prediction head."),
+    ] = False,
+    mtp_head: Annotated[
+        Path | None, typer.Option(help="The same, with a head that is not in the checkpoint.")
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 0.0,
     prompts: Annotated[
         Path | None,
@@ -305,6 +333,7 @@ def tune_tree(
         draft=draft,
         ngram=ngram,
         medusa=medusa,
+        mtp=_head(target, mtp, mtp_head),
         temperature=temperature,
         prompts=prompts,
         max_nodes=max_nodes,
@@ -314,6 +343,11 @@ def tune_tree(
         dtype=_checked(dtype) or "float32",
         output=output,
     )
+
+
+def _head(target: str, mtp: bool, head: Path | None) -> str | None:
+    """Where the multi-token prediction head is; None: it is not used."""
+    return str(head) if head is not None else target if mtp else None
 
 
 def _interrupt_by_exception() -> None:

@@ -1,5 +1,6 @@
-"""`stree-jax train`, `distill` and `medusa`: the training loop with a progress bar."""
+"""`stree-jax train`, `distill`, `medusa` and `train-mtp`: the training loop with a progress bar."""
 
+import importlib
 import shlex
 import sys
 from pathlib import Path
@@ -24,9 +25,11 @@ def run_training(
     output: Path,
     target: Path | None,
     *,
-    medusa: bool = False,
+    heads: str | None = None,
 ) -> None:
-    """Trains, distills a target, or trains Medusa heads for one, with a progress bar.
+    """Trains, distills a target, or trains heads for one, with a progress bar.
+
+    `heads` is None or the name of an extension, "medusa" or "mtp".
 
     Raises:
         ValueError: the recipe, the target or the output is invalid.
@@ -36,10 +39,10 @@ def run_training(
     command = shlex.join(["stree-jax", *sys.argv[1:]])
     if target is None:
         reports = train(recipe, output, command=command)
-    elif medusa:
-        from stree_jax.extensions.medusa.training import train_medusa
-
-        reports = train_medusa(recipe, target, output, command=command)
+    elif heads is not None:
+        module = importlib.import_module(f"stree_jax.extensions.{heads}.training")
+        train_heads = getattr(module, f"train_{heads}")
+        reports = train_heads(recipe, target, output, command=command)
     else:
         reports = distill(recipe, target, output, command=command)
     with Progress(

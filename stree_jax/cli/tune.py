@@ -30,6 +30,7 @@ def run_tune_tree(
     draft: str | None,
     ngram: bool,
     medusa: Path | None,
+    mtp: str | None,
     temperature: float,
     prompts: Path | None,
     max_nodes: int,
@@ -44,9 +45,10 @@ def run_tune_tree(
     Raises:
         ValueError: an argument is invalid.
     """
-    if (draft is not None) + ngram + (medusa is not None) != 1:
+    if sum([draft is not None, ngram, medusa is not None, mtp is not None]) != 1:
         raise ValueError(
-            "give either --draft DRAFT, --ngram or --medusa HEADS: a tree is tuned for one drafter"
+            "give either --draft DRAFT, --ngram, --medusa HEADS or --mtp: a tree is tuned for one"
+            " drafter"
         )
     if output is not None and not output.parent.is_dir():
         raise ValueError(f"--output {output}: the folder {output.parent} does not exist")
@@ -59,6 +61,8 @@ def run_tune_tree(
         drafter = st.ModelDrafter(st.from_pretrained(draft, dtype=dtype))
     elif medusa is not None:
         drafter = st.MedusaDrafter(model, st.load_medusa(medusa, model))
+    elif mtp is not None:
+        drafter = st.MtpDrafter(model, st.load_mtp(mtp, model))
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with (
         Progress(*columns, console=console, transient=True) as progress,
@@ -103,7 +107,7 @@ def run_tune_tree(
             "sharpness": report.sharpness,
             "temperature": temperature,
             "target": target,
-            "draft": draft or ("n-gram" if medusa is None else str(medusa)),
+            "draft": draft or mtp or ("n-gram" if medusa is None else str(medusa)),
             "device": str(jax.devices()[0].device_kind),
             "jax": jax.__version__,
             "decoded": {

@@ -329,8 +329,8 @@ class ModelConfig:
             layers=tuple(
                 part for kind in kinds for part in ((kind,) if mlp is None else (kind, "mlp"))
             ),
-            attention=None if attention is None else _build(AttentionConfig, attention),
-            mlp=None if mlp is None else _build(MlpConfig, mlp),
+            attention=None if attention is None else build_config(AttentionConfig, attention),
+            mlp=None if mlp is None else build_config(MlpConfig, mlp),
             mamba2=Mamba2Config(
                 num_heads=expand * d_model // head_dim,
                 head_dim=head_dim,
@@ -398,8 +398,8 @@ class ModelConfig:
         else:
             for name in PARTS:
                 if fields.get(name) is not None:
-                    fields[name] = _build(layer_kinds()[name], fields[name])
-        return _build(cls, fields)
+                    fields[name] = build_config(layer_kinds()[name], fields[name])
+        return build_config(cls, fields)
 
 
 # Names of configs that `ModelConfig` takes for layers that are given by their kind.
@@ -454,7 +454,9 @@ def _named_layers(names: Any, configs: Any) -> tuple[LayerConfig, ...]:
             f"unknown layer kinds {[kind]!s:.80}; known: {list(known)}. A kind of your own must be"
             " registered before its checkpoint is loaded",
         )
-        made[name] = _build(known[kind], {key: v for key, v in values.items() if key != "kind"})
+        made[name] = build_config(
+            known[kind], {key: v for key, v in values.items() if key != "kind"}
+        )
     return tuple(made[name] for name in names)
 
 
@@ -470,7 +472,7 @@ def _decode(name: str, value: Any) -> Any:
     """The inverse of `_encode` for a field, whose lists are not nested."""
     if isinstance(value, Mapping):
         nested = _NESTED.get(name)
-        return value if nested is None else _build(nested, value)
+        return value if nested is None else build_config(nested, value)
     if isinstance(value, list | tuple):
         return tuple(math.inf if part == "inf" else part for part in value)
     return math.inf if value == "inf" else value
@@ -485,7 +487,12 @@ _NESTED: dict[str, type] = {
 }
 
 
-def _build(cls: type, values: Any) -> Any:
+def build_config(cls: type, values: Any) -> Any:
+    """A config from a table of its fields.
+
+    Raises:
+        ValueError: a field is unknown or missing, or a value is invalid.
+    """
     require(
         isinstance(values, Mapping), f"{cls.__name__} needs a table of fields, got {values!r:.80}"
     )

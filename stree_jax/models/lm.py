@@ -182,6 +182,11 @@ class HybridLM(Partitioned):
         options: dict[str, Any] = dict(dtype=self.dtype, implementation=self._implementation)
         return self.abstract(self.config, partition=partition, **options)
 
+    @property
+    def implementation(self) -> str | None:
+        """The kernel implementation that it was made with."""
+        return self._implementation
+
     def __call__(self, tokens: Tokens) -> Float32[Array, "B T V"]:
         """Next-token logits of whole sequences; V counts padded vocabulary rows too."""
         return self.logits(self.hidden(tokens))

@@ -15,6 +15,7 @@ takes two small products a token, neither attention nor experts.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -25,9 +26,10 @@ from jax.typing import DTypeLike
 from pallas_kernels import KVCache, NodeKV
 from pallas_kernels.numerics import contract, rms_norm
 from stree_jax.array_types import Array, Float
-from stree_jax.checks import require, require_integer
+from stree_jax.checks import require, require_integer, require_types
 from stree_jax.models.attention import AttentionCache, AttentionConfig, AttentionPending
-from stree_jax.models.layer import LayerConfig, NoCache
+from stree_jax.models.config import build_config
+from stree_jax.models.layer import LayerConfig, NoCache, layer_kinds
 from stree_jax.models.layers import linear
 from stree_jax.tree import Tree
 
@@ -69,7 +71,32 @@ class MtpConfig:
             and not self.feed_forward.is_shared,
             f"feed_forward of a head is an MlpConfig or a MoeConfig, got {self.feed_forward!r:.80}",
         )
+        require_types(type(self), vars(self))
         require(self.norm_eps > 0, f"norm_eps must be above 0, got {self.norm_eps}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config as JSON values, for `from_dict`."""
+        values = dataclasses.asdict(self)
+        return values | {"feed_forward": {"kind": self.feed_forward.kind, **values["feed_forward"]}}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> "MtpConfig":
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: a field is unknown or missing, or a value is invalid.
+        """
+        require(isinstance(values, Mapping), f"a head is a table of fields, got {values!r:.80}")
+        feed_forward: Any = values.get("feed_forward")
+        require(isinstance(feed_forward, Mapping), f"feed_forward is {feed_forward!r:.80}")
+        kind, known = str(feed_forward.get("kind")), layer_kinds()
+        require(kind in known, f"unknown feed_forward {kind!r:.80}")
+        own = {name: value for name, value in feed_forward.items() if name != "kind"}
+        made: dict[str, Any] = {
+            "attention": build_config(AttentionConfig, values.get("attention")),
+            "feed_forward": build_config(known[kind], own),
+        }
+        return build_config(cls, {**values, **made})
 
 
 class MtpHead(nnx.Module):

@@ -135,7 +135,7 @@ class Recipe:
 
     Attributes:
         model: arguments of `ModelConfig.mamba2_lm` except `vocab_size` and `eos_token`; for Medusa
-            heads `num_heads` alone.
+            heads `num_heads` alone; for multi-token-prediction heads see `train_mtp`.
         training: the optimization.
         text: the files to train on.
         vocab_size: size of the tokenizer to train; unused in distillation.

@@ -296,7 +296,13 @@ def test_train(tmp_path, output, monkeypatch):
     assert "2/2" in output("medusa", "heads.toml", "model", "heads")
     heads = st.load_medusa(tmp_path / "heads", st.from_pretrained(tmp_path / "model"))
     assert heads.num_heads == 2
+    (tmp_path / "head.toml").write_text(
+        "[model]\nsteps = 2\nattention = {num_heads = 2, num_kv_heads = 1, head_dim = 8}\n"
+        "mlp = {hidden_size = 16}\n" + recipe[start:]
+    )
+    assert "2/2" in output("train-mtp", "head.toml", "model", "head")
     common = ["generate", "model", "-p", "cat dog", "--max-new-tokens", 5]
     plain = output(*common)
-    drafted = output(*common, "--medusa", "heads", "--tree", "branching:2,1")
-    assert plain.splitlines()[0] == drafted.splitlines()[0]
+    for heads in (["--medusa", "heads"], ["--mtp-head", "head"]):
+        drafted = output(*common, *heads, "--tree", "branching:2,1")
+        assert plain.splitlines()[0] == drafted.splitlines()[0]

@@ -36,6 +36,9 @@ PROMPTS = ["generate", "{target}", "--prompts", "one.jsonl"]
         ([*GENERATE, "--medusa", "x", "--ngram"], "choose one"),
         ([*GENERATE, "--ngram", "--tree", "budget:8,3"], "only a draft model chooses the shape"),
         ([*GENERATE, "--medusa", "{draft}"], "has no Medusa heads"),
+        ([*GENERATE, "--mtp", "--ngram"], "choose one"),
+        ([*GENERATE, "--mtp"], "has no multi-token prediction head in a folder mtp"),
+        ([*GENERATE, "--mtp-head", "nowhere"], "no checkpoint at nowhere"),
         (["medusa", "nowhere.toml", "{target}", "out"], "cannot read the recipe nowhere.toml"),
         ([*GENERATE, "--dtype", "int8"], "float32 or bfloat16, got 'int8'"),
         ([*GENERATE, "--temperature", "-1"], "temperature must be"),
@@ -63,7 +66,7 @@ PROMPTS = ["generate", "{target}", "--prompts", "one.jsonl"]
         (["tree", "complete:2"], "is not a tree: use chain:4"),
         (["tree", "oak:3"], "is not a tree: use chain:4"),
         (["tree", "paper:Z"], "the paper's trees are"),
-        (["tune-tree", "{target}"], "give either --draft DRAFT, --ngram or --medusa HEADS"),
+        (["tune-tree", "{target}"], "give either --draft DRAFT, --ngram, --medusa HEADS or --mtp"),
         (
             ["tune-tree", "{target}", "--ngram", "--prompts", "nowhere.txt"],
             "--prompts nowhere.txt cannot be read",

@@ -10,6 +10,7 @@ import importlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -21,6 +22,7 @@ from stree_jax.decoding.drafters.levels import MAX_UNROLLED
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.types import Context, Sampling, Step
 from stree_jax.extensions.mtp import model as module
+from stree_jax.extensions.mtp.training import mtp_loss, new_head
 from stree_jax.models import flatten
 from stree_jax.testing import PROMPTS, apply, tiny_model
 from stree_jax.tuning import dynamic_tau, replay_tau
@@ -344,3 +346,39 @@ def test_embedding_and_output_head_are_not_copied():
         model = st.MtpModel(target, mtp_head_of(target))
         assert model.embedding[...] is target.embedding[...]
         assert (model.output_head is None) == (target.head is None)
+
+
+def test_a_trained_head_is_accepted():
+    """Half a second of training; the drafts of decoding are those that it was trained for."""
+    target = tiny_model()
+    config = st.MtpConfig(16, st.AttentionConfig(2, 1, 8), st.MlpConfig(32))
+    prompts = np.random.default_rng(3).integers(37, size=(64, 4)).tolist()
+    written = st.generate(target, prompts, max_new_tokens=28).tokens
+    texts = jnp.asarray(np.concatenate([prompts, written], axis=1), jnp.int32)
+    head = new_head(config, target, texts, rngs=nnx.Rngs(0))
+    graph, weights = nnx.split(head)
+    optimizer = optax.adam(1e-2)
+
+    @jax.jit
+    def trained(weights):
+        def loss(weights):
+            return mtp_loss(nnx.merge(graph, weights), target, texts, 3)
+
+        def step(carry, _):
+            weights, state = carry
+            value, gradient = jax.value_and_grad(loss)(weights)
+            updates, state = optimizer.update(gradient, state)
+            return (optax.apply_updates(weights, updates), state), value
+
+        (weights, _), losses = jax.lax.scan(step, (weights, optimizer.init(weights)), None, 60)
+        return weights, losses
+
+    after, losses = trained(weights)
+    new = np.random.default_rng(4).integers(37, size=(16, 4)).tolist()
+    taus = []
+    for each in (weights, after):
+        drafter = st.MtpDrafter(target, nnx.merge(graph, each))
+        out = st.generate(target, new, max_new_tokens=24, drafter=drafter, topology=CHAIN)
+        taus.append(out.stats.tau)
+    assert losses[-1] < 0.7 * losses[0]
+    assert taus[1] > 1.5 > 1.2 > taus[0]

@@ -1,0 +1,42 @@
+"""Loading a multi-token-prediction head for its target from any checkpoint that has one."""
+
+import os
+
+from stree_jax import HybridLM
+from stree_jax.checkpoint import is_native
+from stree_jax.heads import FOLDER, is_head, load_head
+from stree_jax.messages import shown
+from stree_jax.models import MtpHead, check_on_one_device
+
+
+def load_mtp(path: str | os.PathLike[str], target: HybridLM) -> MtpHead:
+    """Loads a multi-token-prediction head, in the target's dtype.
+
+    Args:
+        path: a checkpoint of Nemotron-3 with its head, or a native one: of a target whose folder
+            `mtp` has its head, or what `save_mtp` or `stree-jax train-mtp` wrote. Also the name of
+            a model on the hub.
+        target: the model that it is for, on one device.
+
+    Raises:
+        ValueError: the checkpoint is missing, damaged or quantised, has no head or one that is not
+            supported, or the head belongs to another target.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(
+            f"path must be a directory or the name of a model on the hub, got {shown(path)}"
+        )
+    check_on_one_device(target, "load_mtp")
+    from stree_jax.convert import find, load_mtp_head, open_checkpoint  # takes time to import
+
+    directory = find(path)
+    if not is_native(directory):
+        return load_mtp_head(open_checkpoint(directory), target)
+    if is_head(directory):
+        return load_head(directory, target)
+    if not (directory / FOLDER).is_dir():
+        raise ValueError(
+            f"{directory} has no multi-token prediction head in a folder {FOLDER}; convert the"
+            " original again if it has one, or train one: stree-jax train-mtp RECIPE TARGET OUTPUT"
+        )
+    return load_head(directory / FOLDER, target)
