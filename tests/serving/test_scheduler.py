@@ -11,7 +11,7 @@ import pytest
 import stree_jax as st
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
 from stree_jax.testing import perturbed, tiny_model
-from tests.helpers import heads_of, with_weight
+from tests.helpers import heads_of, mtp_head_of, with_weight
 from tests.serving.requests import TREE, WAYS, alone, cut, drafting, mixed, ragged, served
 
 
@@ -66,11 +66,16 @@ def test_one_request_is_generate():
         assert completion.seconds_decoded > 0 <= completion.seconds_queued
 
 
-def test_medusa_heads():
-    """A new tenant of a row drafts nothing until its own hidden state is known."""
+@pytest.mark.parametrize("kind", ["medusa", "mtp"])
+def test_heads_on_hidden_states(kind):
+    """A new tenant of a row drafts from its own text's states, or nothing."""
     model = tiny_model()
     requests = mixed(ragged(6), WAYS[:2])
-    drafter = st.MedusaDrafter(model, heads_of(model, amount=0.05))
+    drafter = (
+        st.MedusaDrafter(model, heads_of(model, amount=0.05))
+        if kind == "medusa"
+        else st.MtpDrafter(model, mtp_head_of(model))
+    )
     scheduler = st.Scheduler(model, rows=2, max_length=60, quantum=3, drafter=drafter)
     done = served(scheduler, requests)
     assert [completion.tokens for completion in done] == alone(model, requests)
