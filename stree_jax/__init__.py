@@ -20,13 +20,16 @@ from stree_jax.decoding.drafters import (
     NgramDrafter,
     root_only,
 )
-from stree_jax.decoding.filters import Filter, TopK, TopP
+from stree_jax.decoding.filters import Filter, MinP, TopK, TopP
 from stree_jax.decoding.generate import generate, stream
 from stree_jax.decoding.grammar import Automaton, json_schema, regex
 from stree_jax.decoding.options import Options
+from stree_jax.decoding.penalties import FrequencyPenalty, PresencePenalty, RepetitionPenalty
+from stree_jax.decoding.processors import LogitsProcessor
 from stree_jax.decoding.results import PAD, DecodeStatistics, Generation, NonFiniteLogitsError
 from stree_jax.decoding.sampling import sample_tokens, token_log_probs
 from stree_jax.decoding.score import score, text_log_probs
+from stree_jax.decoding.token_rules import AllowedTokens, BannedTokens, LogitBias
 from stree_jax.decoding.types import Context, DraftTree, Drawn, Sampling, Step, Verdict
 from stree_jax.decoding.verifiers import VERIFIERS, Verifier, follow
 from stree_jax.layer_config import (
@@ -83,8 +86,10 @@ else:
 __all__ = [
     "PAD",
     "VERIFIERS",
+    "AllowedTokens",
     "AttentionConfig",
     "Automaton",
+    "BannedTokens",
     "BeamDrafter",
     "CascadeDrafter",
     "Completion",
@@ -95,13 +100,17 @@ __all__ = [
     "Drawn",
     "DynamicDrafter",
     "Filter",
+    "FrequencyPenalty",
     "Generation",
     "HybridLM",
     "InterleavedDrafter",
     "LayerConfig",
+    "LogitBias",
+    "LogitsProcessor",
     "Mamba2Config",
     "MedusaDrafter",
     "MedusaHeads",
+    "MinP",
     "MlpConfig",
     "ModelConfig",
     "ModelDrafter",
@@ -114,6 +123,8 @@ __all__ = [
     "NonFiniteLogitsError",
     "Options",
     "ParallelConfig",
+    "PresencePenalty",
+    "RepetitionPenalty",
     "Request",
     "RopeScaling",
     "Sampling",

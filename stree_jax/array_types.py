@@ -34,7 +34,7 @@ Mamba-2's own names for its parameters (Dao and Gu, 2024, arXiv:2405.21060).
 """
 
 from jax import Array
-from jaxtyping import Bool, Float, Float32, Int, Key, PyTree, Shaped
+from jaxtyping import Bool, Float, Float32, Int, Key, PyTree, Shaped, UInt32
 
 Tokens = Int[Array, "B T"]
 Lengths = Int[Array, " B"]
@@ -50,4 +50,5 @@ __all__ = [
     "PyTree",
     "Shaped",
     "Tokens",
+    "UInt32",
 ]

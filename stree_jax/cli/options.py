@@ -12,9 +12,11 @@ from stree_jax.decoding.options import Options
 
 _HELP = {
     "max_new_tokens": "Maximum number of new tokens.",
+    "min_new_tokens": "No end token before as many new tokens.",
     "temperature": "0 is greedy decoding.",
     "top_k": "Sample from the k most probable tokens; 0: all.",
     "top_p": "Nucleus sampling: keep probability mass p.",
+    "min_p": "Keep tokens that are at least p times as probable as the best.",
 }
 
 # These fields, and what they are on the command line where nothing is given.

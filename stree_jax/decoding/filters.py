@@ -3,8 +3,8 @@
 import dataclasses
 import numbers
 import typing
-from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +98,27 @@ class TopP:
 @typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class MinP:
+    """Keeps tokens at least p times as probable as the best one (Nguyen et al., 2024).
+
+    Attributes:
+        p: 0 keeps all tokens, 1 the best one.
+    """
+
+    p: float
+
+    def __post_init__(self):
+        if isinstance(self.p, numbers.Number | str):
+            check_min_p(self.p)
+
+    def __call__(self, logits, /):
+        """See `Filter`."""
+        return jnp.where(jnp.exp(logits) >= per_row(self.p, logits), logits, -jnp.inf)
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class ForRows:
     """A filter of some rows.
 
@@ -125,6 +146,12 @@ def check_top_p(p: Any) -> None:
         raise ValueError(f"top_p must be in (0, 1], got {shown(p)}")
 
 
+def check_min_p(p: Any) -> None:
+    """Refuses what is no p of `MinP`."""
+    if not (isinstance(p, float | int | np.floating) and 0 <= p <= 1):
+        raise ValueError(f"min_p must be from 0 to 1, got {shown(p)}")
+
+
 def check_filters(filters: object) -> None:
     """Refuses what cannot be filters of a text.
 
@@ -147,21 +174,31 @@ def check_filters(filters: object) -> None:
                 )
 
 
-def filters_of(
-    rows: list[tuple[int, float, tuple[Filter, ...]]], *, may_differ: bool = False
-) -> tuple[Filter, ...]:
-    """The filters of a batch: top-k and top-p if a row has either, then the rows' own filters.
+class Filtering(NamedTuple):
+    """What filters a row's tokens; of the defaults, nothing does."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    filters: tuple[Filter, ...] = ()
+
+
+def filters_of(rows: Sequence[Filtering], *, may_differ: bool = False) -> tuple[Filter, ...]:
+    """The filters of a batch: top-k and top-p if a row has either, min-p, then the rows' own.
 
     Args:
-        rows: top-k, top-p and filters of each row; rows have no filters, or filters of one `kind`.
+        rows: rows have no filters of their own, or filters of one `kind`.
         may_differ: whether some rows may have filters of their own and others none.
     """
     found: list[Any] = []
-    if any(k > 0 or p < 1 for k, p, _ in rows):
-        found += [_joined([TopK(k) for k, *_ in rows]), _joined([TopP(p) for _, p, _ in rows])]
-    own = next((filters for *_, filters in rows if filters), ())
-    of_all = [_joined(each) for each in zip(*(row[2] or own for row in rows), strict=True)]
-    used = jnp.asarray([bool(filters) for *_, filters in rows])
+    if any(row.top_k > 0 or row.top_p < 1 for row in rows):
+        found += [_joined([TopK(row.top_k) for row in rows])]
+        found += [_joined([TopP(row.top_p) for row in rows])]
+    if any(row.min_p > 0 for row in rows):
+        found += [_joined([MinP(row.min_p) for row in rows])]
+    own = next((row.filters for row in rows if row.filters), ())
+    of_all = [_joined(each) for each in zip(*(row.filters or own for row in rows), strict=True)]
+    used = jnp.asarray([bool(row.filters) for row in rows])
     return (*found, *(ForRows(one, used) if may_differ else one for one in of_all))
 
 
@@ -173,15 +210,18 @@ def kind(filters: tuple[Filter, ...]) -> Any:
 
 def _joined(filters: list[Any] | tuple[Any, ...]) -> Any:
     """One filter of all rows: each number has an axis of rows in front."""
+    return jax.tree.map(join_numbers, *filters)
 
-    def join(*leaves: Any) -> Array:
-        values = np.stack([np.asarray(leaf) for leaf in leaves])
-        if not np.issubdtype(values.dtype, np.floating) and values.dtype != bool:
-            most = np.iinfo(np.int32).max
-            return jnp.asarray(np.clip(values, -most, most).astype(np.int32))
-        return jnp.asarray(values, bool if values.dtype == bool else jnp.float32)
 
-    return jax.tree.map(join, *filters)
+def join_numbers(*rows: Any) -> Array:
+    """A number, or array, of each row as one array with an axis of rows in front."""
+    values = np.stack([np.asarray(row) for row in rows])
+    if values.dtype in (np.bool_, np.uint32):  # uint32: sets of bits
+        return jnp.asarray(values)
+    if not np.issubdtype(values.dtype, np.floating):
+        most = np.iinfo(np.int32).max
+        return jnp.asarray(np.clip(values, -most, most).astype(np.int32))
+    return jnp.asarray(values, jnp.float32)
 
 
 def _best_k(logits: Array, k: Array) -> Array:

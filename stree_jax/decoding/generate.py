@@ -67,9 +67,9 @@ def generate(
             this process's own; processes may have different numbers of rows, or none. All other
             arguments are equal. A single key is folded with a row's index among the rows of all
             processes, in their order. Only the returned cache has the rows of all processes.
-        **options: how the texts are continued, see `Options`: `max_new_tokens`, `temperature`,
-            `top_k`, `top_p`, `filters`, `eos_token`, `max_length`, `key`, `log_probs`,
-            `top_log_probs`, `stop`, `tokenizer`.
+        **options: how the texts are continued, see `Options`: `max_new_tokens`, `min_new_tokens`,
+            `temperature`, `top_k`, `top_p`, `min_p`, `filters`, `processors`, `eos_token`,
+            `max_length`, `key`, `log_probs`, `top_log_probs`, `stop`, `tokenizer`.
 
     Returns:
         On the host: tokens `[B, max_new_tokens]` with `PAD` after the end of a row, lengths `[B]`,
@@ -78,8 +78,8 @@ def generate(
     Raises:
         ValueError: a bad argument, or a drafter and a verifier that are not exact together. Raised
             before anything is compiled.
-        NonFiniteLogitsError: logits of a row were not finite. Only that row ended early; the error
-            names it and holds the output of all rows.
+        NonFiniteLogitsError: logits of a row were not finite, or its processors left no token. Only
+            that row ended early; the error names it and holds the output of all rows.
     """
     text = checked_options("generate", options)
     own = None
@@ -175,7 +175,9 @@ def _tail(context: Context, start: Int[Array, " B"], size: int) -> Int[Array, "B
 
 
 def _started(request: Plan, model: HybridLM, num_rows: int) -> DecodeState:
-    state = request.decoder.start(model, request.drafter, request.context, request.keys)
+    state = request.decoder.start(
+        model, request.drafter, request.context, request.keys, request.sampling
+    )
     if model.partition is not None:
         added = np.arange(len(state.done)) >= num_rows
         state = state._replace(done=model.partition.put(added))

@@ -18,6 +18,7 @@ from stree_jax.decoding import log_probs, stops
 from stree_jax.decoding.drafters import Drafter, root_only
 from stree_jax.decoding.drafters.base import reads
 from stree_jax.decoding.prefill import prefill, prefill_with_drafter
+from stree_jax.decoding.processors import Processing, first_states
 from stree_jax.decoding.sampling import all_finite, position_noise
 from stree_jax.decoding.types import (
     Context,
@@ -29,6 +30,7 @@ from stree_jax.decoding.types import (
     Statistics,
     Step,
     Verdict,
+    sampling_specs,
     state_specs,
 )
 from stree_jax.decoding.verifiers import Verifier
@@ -38,19 +40,19 @@ from stree_jax.models.cache import empty_path, path_to
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
-# Codes of `DecodeState.failed`.
-TARGET_FAILED, DRAFT_FAILED = 1, 2
+# Codes of `DecodeState.failed`: logits were not finite, or processors left no token.
+TARGET_FAILED, DRAFT_FAILED, RULED_OUT = 1, 2, 3
 
 
 def _run_specs(model: HybridLM) -> Any:
     specs, whole = state_specs(model), PartitionSpec()
-    return (specs, ROWS, ROWS, whole, whole), specs
+    return (specs, ROWS, sampling_specs, whole, whole), specs
 
 
 def _step_specs(model: HybridLM) -> Any:
     specs: Any = state_specs(model)
     draft: Any = DraftTree(ROWS, ROWS, ROWS, PartitionSpec(), ROWS, ROWS)  # type: ignore[arg-type]
-    return (specs, ROWS, ROWS), (specs, draft, ROWS)
+    return (specs, ROWS, sampling_specs), (specs, draft, ROWS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,15 +102,22 @@ class SpeculativeDecoder:
         drafter: Drafter | None,
         prompts: Context,
         keys: Array,
+        sampling: Sampling | None = None,
     ) -> DecodeState:
-        """Prefills the prompts and starts a row with each."""
+        """Prefills the prompts and starts a row with each.
+
+        With logits processors `sampling` is that of `run`: their states begin here.
+        """
         # Caches and the drafter's state bypass `begin`: passing through a program copies them.
         prefix = self.read(model, drafter, prompts)
         state = self.begin(model, prompts, keys)
         state = state._replace(cache=prefix.cache, drafter=prefix.drafter)
+        if sampling is not None:
+            processors = first_states(sampling.processors, prompts, model.config.vocab_size)
+            state = state._replace(processors=processors)
         if model.partition is not None:
             state = model.partition.put(state)
-        return owned(state, (model, drafter, prompts, keys))
+        return owned(state, (model, drafter, prompts, keys, sampling))
 
     @functools.partial(jax.jit, static_argnums=0)
     @on_mesh(lambda model: ((ROWS, ROWS), state_specs(model)._replace(cache=ROWS)), modules=1)
@@ -127,6 +136,7 @@ class SpeculativeDecoder:
             pending=model.init_pending(batch, num_nodes),
             path=empty_path(batch, num_nodes),
             drafter=None,
+            processors=(),
             keys=jax.random.clone(keys),  # the loop donates the state, not the caller's keys
             step=zeros,
             statistics=Statistics(zeros, zeros, zeros, zeros, jnp.zeros((batch, depth), jnp.int32)),
@@ -221,7 +231,8 @@ class SpeculativeDecoder:
             )
             noise = jnp.where((sampling.temperature > 0)[:, None, None], noise, 0.0)
 
-        step = Step(state.context, keys[:, 0], noise, sampling)
+        processing = Processing.of(sampling.processors, state.processors)
+        step = Step(state.context, keys[:, 0], noise, sampling, processing)
 
         # Draft.
         if drafter is None:
@@ -241,12 +252,15 @@ class SpeculativeDecoder:
             draft.tokens, draft.tree, state.cache, replay=(state.pending, state.path)
         )
         logits = model.logits(hidden)[..., : model.config.vocab_size]
-        finite = all_finite(logits)
+        nodes = processing.of_tree(draft.tokens, draft.tree, self.topology)
+        processed = processing(logits, nodes)
+        finite = all_finite(processed)
+        is_usable = finite if processed is logits else all_finite(logits)
 
         # Verify.
         with jax.named_scope("verify"):
             of_verifier = step._replace(keys=keys[:, 1])
-            verdict = self.verifier.verify(draft, logits, of_verifier, self.topology)
+            verdict = self.verifier.verify(draft, processed, of_verifier, self.topology)
 
         if not _is_exact(self.verifier, sampling):
             verdict = model.shard.broadcast_from_first(verdict)
@@ -265,7 +279,7 @@ class SpeculativeDecoder:
         ended = is_end.any(axis=-1)
         count = jnp.where(ended, jnp.argmax(is_end, axis=-1) + 1, count)
         count = jnp.minimum(count, limits.max_new_tokens - state.emitted)
-        failed = _failures(draft, verdict, count, finite)
+        failed = _failures(draft, verdict, count, finite, is_usable)
         failed = jnp.where(state.done, state.failed, failed)
         active = ~state.done & (failed == 0)
         count = jnp.where(active, count, 0)
@@ -275,7 +289,7 @@ class SpeculativeDecoder:
         if records is not None:
             at = state.context.length
             records = log_probs.recorded(
-                records, logits, logits, draft, verdict, new_tokens, at, sampling
+                records, logits, processed, draft, verdict, new_tokens, at, sampling
             )
         context = _append(state.context, new_tokens, count)
         emitted = state.emitted + count
@@ -300,6 +314,7 @@ class SpeculativeDecoder:
                 pending=pending,
                 path=path_to(draft.tree, last),
                 drafter=drafter_state,
+                processors=processing.commit(nodes, last, new_tokens, count),
                 keys=state.keys,
                 step=state.step + 1,
                 statistics=_count(state.statistics, draft, on_path[:, 0], count, active),
@@ -340,13 +355,26 @@ def owned(state: DecodeState, callers: Any) -> DecodeState:
 
 
 def _failures(
-    draft: DraftTree, verdict: Verdict, count: Int[Array, " B"], finite: Bool[Array, "B N"]
+    draft: DraftTree,
+    verdict: Verdict,
+    count: Int[Array, " B"],
+    finite: Bool[Array, "B N"],
+    is_usable: Bool[Array, "B N"],
 ) -> Int[Array, " B"]:
-    """0 or a failure code per row: the target's logits on the emitted path, or the draft's."""
+    """0 or a failure code per row: the target's logits on the emitted path, or the draft's.
+
+    Args:
+        draft, verdict, count: the tree, the path, and the number of tokens emitted.
+        finite: which logits are finite, after processors.
+        is_usable: which were before; `finite` itself without processors.
+    """
     on_path = jnp.take_along_axis(draft.tree.ancestor_mask, verdict.last[:, None, None], axis=1)
     used = on_path[:, 0] & (draft.tree.depth < count[:, None])
     target_failed = (used & ~finite).any(axis=-1)
-    return jnp.where(target_failed, TARGET_FAILED, jnp.where(draft.finite, 0, DRAFT_FAILED))
+    code: Any = TARGET_FAILED
+    if is_usable is not finite:
+        code = jnp.where((used & ~is_usable).any(axis=-1), TARGET_FAILED, RULED_OUT)
+    return jnp.where(target_failed, code, jnp.where(draft.finite, 0, DRAFT_FAILED))
 
 
 def _emitted_tokens(draft: DraftTree, verdict: Verdict, depth: int) -> Int[Array, "B _"]:

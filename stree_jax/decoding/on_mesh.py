@@ -1,5 +1,6 @@
 """Requests and results of models on a mesh: checks, padding of the batch, copies to the host."""
 
+import dataclasses
 import hashlib
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from stree_jax.decoding.drafters.base import Drafter, draft_models
+from stree_jax.decoding.processor_rows import map_rows
 from stree_jax.mesh.partition import Partition
 from stree_jax.models.lm import HybridLM
 
@@ -58,12 +60,19 @@ def on_mesh(request: Any, partition: Partition | None) -> Any:
         return request
     if jax.process_count() > 1:
         _check_equal_requests(request)
-    arrays = (request.context, request.keys, request.limits, request.sampling)
+    processors = request.sampling.processors
+    sampling = dataclasses.replace(request.sampling, processors=())
+    arrays = (request.context, request.keys, request.limits, sampling)
     num_rows = len(request.context.length)
     if added := -num_rows % partition.rows:
         rows = jnp.minimum(jnp.arange(num_rows + added), num_rows - 1)
         arrays = jax.tree.map(lambda leaf: leaf[rows], arrays)
+        processors = map_rows(processors, lambda leaf: leaf[rows])
+    processors = map_rows(
+        processors, partition.put, lambda leaf: partition.put(leaf, PartitionSpec())
+    )
     context, keys, limits, sampling = partition.put(arrays)
+    sampling = dataclasses.replace(sampling, processors=processors)
     return request._replace(context=context, keys=keys, limits=limits, sampling=sampling)
 
 

@@ -15,13 +15,17 @@ from stree_jax.checks import check_int
 from stree_jax.decoding.drafters.base import Drafter, check_request, draft_models, drawn_by
 from stree_jax.decoding.filters import (
     Filter,
+    Filtering,
     check_filters,
+    check_min_p,
     check_top_k,
     check_top_p,
     filters_of,
 )
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.on_mesh import check_mesh_of
+from stree_jax.decoding.processor_rows import Ruling, check_processors, processors_of
+from stree_jax.decoding.processors import LogitsProcessor
 from stree_jax.decoding.stop_tables import Stopping, listed_stops, stopping_of, stops_of
 from stree_jax.decoding.types import Context, Limits, Sampling
 from stree_jax.decoding.verifiers import (
@@ -56,10 +60,13 @@ class OptionKeywords(TypedDict, total=False):
     """The fields of `Options`, as keywords of `generate`, `stream` and `plan`."""
 
     max_new_tokens: int
+    min_new_tokens: int
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
     filters: tuple[Filter, ...]
+    processors: Sequence[LogitsProcessor]
     eos_token: int | Sequence[int] | None
     max_length: int | None
     key: jax.Array | None
@@ -77,11 +84,16 @@ class Options:
 
     Attributes:
         max_new_tokens: most tokens to add to each row.
+        min_new_tokens: end tokens are ruled out until a row has as many new tokens.
         temperature: 0 takes the best token.
         top_k, top_p: sample from the `top_k` best tokens (0: all), and among them from the smallest
             set with probability `top_p`: the filters `TopK(top_k)` and `TopP(top_p)`, before
             `filters`. Applied to target and draft.
+        min_p: then sample from the tokens that are at least `min_p` times as probable as the best:
+            the filter `MinP(min_p)`.
         filters: more filters, `Filter`, in their order. Applied to target and draft.
+        processors: logits processors, `LogitsProcessor`, in their order, before temperature and
+            filters. Applied to the target, and by drafters with a model to their drafts.
         eos_token: a row ends after this token, or after any of these. None: the tokens in the
             model's config; (): none.
         max_length: most tokens of a row, prompt and output; longer requests are refused. None: the
@@ -103,10 +115,13 @@ class Options:
     """
 
     max_new_tokens: int = 64
+    min_new_tokens: int = 0
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     filters: tuple[Filter, ...] = ()
+    processors: Sequence[LogitsProcessor] = ()
     eos_token: int | Sequence[int] | None = None
     max_length: int | None = None
     key: jax.Array | None = None
@@ -119,6 +134,8 @@ class Options:
         check_int("max_new_tokens", self.max_new_tokens, 1)
         check_top_k(self.top_k)
         check_top_p(self.top_p)
+        check_min_p(self.min_p)
+        check_int("min_new_tokens", self.min_new_tokens, 0)
         largest = float(np.finfo(np.float32).max)
         heat = self.temperature
         if not (isinstance(heat, numbers.Real) and 0 <= heat <= largest):
@@ -126,6 +143,7 @@ class Options:
         if 0 < heat < np.finfo(np.float32).tiny:
             raise ValueError(f"temperature = {shown(heat)} is 0 in float32; use 0")
         check_filters(self.filters)
+        check_processors(self.processors)
         if self.eos_token is not None:
             _listed_eos_tokens(self.eos_token, None)
         if self.max_length is not None:
@@ -209,6 +227,7 @@ def plan(
         eos_token = () if model.config.eos_token is None else model.config.eos_token
     eos_tokens = _listed_eos_tokens(eos_token, vocab_size)
     check_int("top_log_probs", text.top_log_probs, 0, vocab_size)
+    check_processors(text.processors, vocab_size)
     stopping = stopping_of(text.stop, text.tokenizer, vocab_size)
     stops = None
     if stopping:
@@ -235,7 +254,7 @@ def plan(
             f"verifier {chosen.name!r} is lossy: its output does not have the target's"
             " distribution; pass lossy=True if you want that, or leave verifier out"
         )
-    batch = len(prompts)
+    batch, ends = len(prompts), _padded_eos_tokens(eos_tokens)
     longest = int(np.asarray(context.length).max()) + text.max_new_tokens
     decoder = SpeculativeDecoder(
         topology=topology,
@@ -256,11 +275,12 @@ def plan(
         context,
         keys,
         Limits(
-            per_row(text.max_new_tokens, np.int32), _padded_eos_tokens(eos_tokens, batch), stops
+            per_row(text.max_new_tokens, np.int32), jnp.asarray(np.tile(ends, (batch, 1))), stops
         ),
         Sampling(
             per_row(temperature, np.float32),
             () if temperature_is_zero else filters_of([filtering(text)] * batch),
+            processors_of([ruling(text, ends)] * batch),
             temperature_is_zero=temperature_is_zero,
             record_sampled=per_row(True, bool) if text.log_probs == "sampled" else None,
         ),
@@ -268,9 +288,16 @@ def plan(
     )
 
 
-def filtering(options: Options | None) -> tuple[int, float, tuple[Filter, ...]]:
+def filtering(options: Options | None) -> Filtering:
     """A row of `filters_of`; of no options: nothing is filtered."""
-    return (0, 1.0, ()) if options is None else (options.top_k, options.top_p, options.filters)
+    if options is None:
+        return Filtering()
+    return Filtering(options.top_k, options.top_p, options.min_p, options.filters)
+
+
+def ruling(options: Options, end_tokens: Any) -> Ruling:
+    """A row of `processors_of`."""
+    return Ruling(tuple(options.processors), options.min_new_tokens, end_tokens)
 
 
 def is_lossless(verifier: str | Verifier | None) -> bool:
@@ -300,11 +327,11 @@ def _listed_eos_tokens(eos_token: int | Sequence[int], vocab_size: int | None) -
     return tokens
 
 
-def _padded_eos_tokens(tokens: list[int], batch: int) -> Array:
-    """End-of-sequence tokens `[B, Y]`, padded with -1."""
+def _padded_eos_tokens(tokens: list[int]) -> np.ndarray:
+    """End-of-sequence tokens `[Y]`, padded with -1."""
     row = np.full(buffer_size(len(tokens), _FEWEST_EOS_TOKENS), -1, np.int32)
     row[: len(tokens)] = tokens
-    return jnp.asarray(np.tile(row, (batch, 1)))
+    return row
 
 
 def _check_drafter(drafter: Drafter | None) -> None:

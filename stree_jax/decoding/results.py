@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from stree_jax.decoding.loop import DRAFT_FAILED
+from stree_jax.decoding.loop import DRAFT_FAILED, RULED_OUT, TARGET_FAILED
 from stree_jax.decoding.on_mesh import on_host
 from stree_jax.decoding.options import Options, Plan, is_lossless
 from stree_jax.decoding.stop_tables import Stopping
@@ -55,7 +55,7 @@ class Generation:
             For a model on a mesh it stays there, including the rows that pad the batch.
         lossless: False if a lossy verifier chose the tokens: they are not the target's.
         finish_reasons: why each row ended: "end_token"; "stop"; "length", at `max_new_tokens`;
-            "failed", its logits were not finite.
+            "failed", its logits were not finite, or processors left no token.
         log_probs: `[B, max_new_tokens]` float32, of each new token, then NaN; see
             `Options.log_probs`. None unless asked for, like the next two.
         top_log_probs: `[B, max_new_tokens, best]` float32, of the best tokens at each place, in
@@ -78,7 +78,9 @@ class Generation:
 
 
 class NonFiniteLogitsError(FloatingPointError):
-    """Logits of some rows were not finite. The other rows were decoded to their end.
+    """Logits of some rows were not finite, or processors left no token.
+
+    The other rows were decoded to their end.
 
     Attributes:
         rows: indices of the rows that failed.
@@ -200,11 +202,12 @@ def error_of(ended: Ended, generation: Generation) -> NonFiniteLogitsError | Non
 
 def failure(failed: np.ndarray, emitted: np.ndarray, row: int) -> str:
     """Describes why a row failed; arrays as in `DecodeState`."""
-    which = "draft" if failed[row] == DRAFT_FAILED else "target"
-    return (
-        f"the {which} model's logits are not finite in row {row}, after {emitted[row]} new tokens;"
-        " the row ended there"
-    )
+    why = {
+        TARGET_FAILED: "the target model's logits are not finite",
+        DRAFT_FAILED: "the draft model's logits are not finite",
+        RULED_OUT: "the logits processors leave no token",
+    }[int(failed[row])]
+    return f"{why} in row {row}, after {emitted[row]} new tokens; the row ended there"
 
 
 def statistics_of(statistics: Statistics) -> DecodeStatistics:

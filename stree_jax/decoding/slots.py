@@ -14,7 +14,8 @@ All functions are pure; `insert` donates the state, and no function donates a pr
 """
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -22,15 +23,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from stree_jax.array_types import Array, Int, Key
+from stree_jax.array_types import Array, Bool, Int, Key
 from stree_jax.checks import check_int
 from stree_jax.decoding import log_probs
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.drafters.base import reads
+from stree_jax.decoding.filters import per_row
 from stree_jax.decoding.loop import SpeculativeDecoder, owned
 from stree_jax.decoding.options import buffer_size
 from stree_jax.decoding.prefill import prefill, prefill_with_drafter
-from stree_jax.decoding.types import Context, DecodeState, Prefix
+from stree_jax.decoding.processors import first_states
+from stree_jax.decoding.types import Context, DecodeState, Prefix, Sampling
 from stree_jax.models.lm import HybridLM, check_on_one_device
 
 
@@ -181,8 +184,40 @@ def _insert(
     keys: Key[Array, " rows"],
 ) -> DecodeState:
     new = decoder.begin(model, prefix.context, keys)
+    processors = state.processors  # `with_processors` starts those of new rows
     new = new._replace(cache=prefix.cache, drafter=prefix.drafter)
-    return jax.tree.map(lambda pool, row: pool.at[rows].set(row), state, new)
+    state = jax.tree.map(
+        lambda pool, row: pool.at[rows].set(row), state._replace(processors=()), new
+    )
+    return state._replace(processors=processors)
+
+
+def with_processors(
+    model: HybridLM, state: DecodeState, sampling: Sampling, rows: Collection[int]
+) -> DecodeState:
+    """The pool for the logits processors of its next run.
+
+    Args:
+        model: the target.
+        state: the pool.
+        sampling: the settings of the next run. A processor that the last run had at the same place
+            keeps its states.
+        rows: rows that have started since the last run; their processors begin after their text.
+    """
+    if not sampling.processors:
+        return state._replace(processors=())
+    started = np.isin(np.arange(len(state.done)), [*rows])
+    new = first_states(sampling.processors, state.context, model.config.vocab_size)
+    old = itertools.zip_longest(new, state.processors[: len(new)])
+    states = tuple(
+        _chosen(started, fresh, kept) if _fits(fresh, kept) else fresh for fresh, kept in old
+    )
+    return state._replace(processors=states)
+
+
+@jax.jit
+def _chosen(rows: Bool[Array, " B"], new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(per_row(rows, a), a, b), new, old)
 
 
 def take(

@@ -7,18 +7,14 @@ from typing import Any, NamedTuple
 import jax
 
 from stree_jax.array_types import Array, Bool, Float32, Int, Key
+from stree_jax.decoding.context import Context
 from stree_jax.decoding.filters import Filter
+from stree_jax.decoding.processor_rows import processor_specs
+from stree_jax.decoding.processors import LogitsProcessor, Processing
 from stree_jax.mesh.partition import ROWS
 from stree_jax.models.cache import Cache, Path, Pending, cache_specs, pending_specs
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree
-
-
-class Context(NamedTuple):
-    """The text of each row so far."""
-
-    tokens: Int[Array, "B L"]  # prompt, new tokens, then unspecified values
-    length: Int[Array, " B"]  # valid tokens; the last of them is the root of the next tree
 
 
 class Prefix(NamedTuple):
@@ -104,6 +100,8 @@ class Sampling:
     Attributes:
         temperature: 0 takes the best token.
         filters: what rules tokens out, in this order; the numbers of a filter are arrays too.
+        processors: what changes the logits before temperature and filters; shared arrays have no
+            axis of rows. The loop applies them to the target, and a drafter should, see `Step`.
         temperature_is_zero: whether all rows have temperature 0, where only the target's best token
             is possible. If False, some rows may still have it if the verifier follows the target.
         record_sampled: rows whose recorded log-probabilities are those after temperature and
@@ -112,6 +110,7 @@ class Sampling:
 
     temperature: Float32[Array, " B"]
     filters: tuple[Filter, ...] = ()
+    processors: tuple[LogitsProcessor, ...] = ()
     temperature_is_zero: bool = dataclasses.field(default=False, metadata={"static": True})
     record_sampled: Bool[Array, " B"] | None = None
 
@@ -129,12 +128,15 @@ class Step(NamedTuple):
             draws its tokens, see `sample_tokens`; entry d is for the token after a node of depth d.
             None at temperature 0.
         sampling: sampling settings of each row.
+        processors: the logits processors with their states at the root. A verifier gets logits that
+            went through them; a drafter masks its own, or has drafts rejected.
     """
 
     context: Context
     keys: Key[Array, " B"]
     noise: Float32[Array, "B _ V"] | None
     sampling: Sampling
+    processors: Processing = Processing()
 
 
 class Stops(NamedTuple):
@@ -180,16 +182,23 @@ class DecodeState(NamedTuple):
     context: Context
     emitted: Int[Array, " B"]  # new tokens so far
     done: Bool[Array, " B"]
-    failed: Int[Array, " B"]  # 0, `TARGET_FAILED` or `DRAFT_FAILED`: logits were not finite
+    failed: Int[Array, " B"]  # 0, `TARGET_FAILED`, `DRAFT_FAILED` or `RULED_OUT`
     cache: Cache  # the target's, before `pending` is replayed
     pending: Pending
     path: Path  # accepted in the previous tree, replayed by the next step (STree, algorithm 1)
     drafter: Any  # the drafter's state
+    processors: tuple[Any, ...]  # states of `Sampling.processors` after the text so far
     keys: Key[Array, " B"]  # one random stream per row
     step: Int[Array, " B"]  # steps so far; folded into the keys of sampled drafts and of tests
     statistics: Statistics
     log_probs: TokenLogProbs | None = None  # if the decoder records them
     stop: Int[Array, " B"] | None = None  # states of `Limits.stops`; -1: a stop has ended the row
+
+
+def sampling_specs(sampling: Sampling) -> Any:
+    """The mesh specs of sampling settings."""
+    rows: Any = dict(temperature=ROWS, filters=ROWS)
+    return dataclasses.replace(sampling, **rows, processors=processor_specs(sampling.processors))
 
 
 def state_specs(model: HybridLM) -> Any:

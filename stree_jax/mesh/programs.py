@@ -26,7 +26,7 @@ def on_mesh(specs: Callable[[Any], tuple[tuple[Any, ...], Any]], *, modules: int
 
     Args:
         specs: function from the model to the specs of the arrays and those of the result, as for
-            `jax.shard_map`; arrays that are None need none.
+            `jax.shard_map`, or functions from the arrays to them; arrays that are None need none.
         modules: 1 or 2, the model alone or the model and a drafter.
     """
 
@@ -39,12 +39,13 @@ def on_mesh(specs: Callable[[Any], tuple[tuple[Any, ...], Any]], *, modules: int
                 return function(*arguments, **settings)
             wanted, out = specs(model)
             given = zip(arrays, wanted, strict=False)
+            specs_of = [(a, w(a) if callable(w) and a is not None else w) for a, w in given]
             return over_mesh(
                 model.partition,
                 functools.partial(function, *arguments[:at], **settings),
                 arguments[at : at + modules],
                 arrays,
-                tuple(None if array is None else spec for array, spec in given),
+                tuple(None if array is None else spec for array, spec in specs_of),
                 out,
             )
 

@@ -25,7 +25,10 @@ from stree_jax.decoding.options import (
     filtering,
     is_lossless,
     plan,
+    ruling,
 )
+from stree_jax.decoding.processor_rows import Ruling, processors_of
+from stree_jax.decoding.processor_rows import kind as kind_of_processors
 from stree_jax.decoding.results import Ended, failure, statistics_of
 from stree_jax.decoding.stop_tables import Machine, Stopping, stops_of
 from stree_jax.decoding.types import Limits, Prefix, Sampling
@@ -101,6 +104,7 @@ class Scheduler:
         self._num_best: int | None = None
         self._has_stops, self._stop_sizes = False, (1, 1)
         self._state: Any = None
+        self._filled: set[int] = set()  # rows that have started since the last run
 
     @property
     def model(self) -> HybridLM:
@@ -227,8 +231,16 @@ class Scheduler:
     def _check_can_share_batch(self, job: Job, verifier: Verifier) -> None:
         """Refuses to mix filters of other kinds, and temperature 0 and others where it cannot."""
         others = [*self._queue, *(tenant for tenant in self._tenants if tenant)]
-        own = job.request.filters
+        own, rules = job.request.filters, tuple(job.request.processors)
         for other in others:
+            theirs = tuple(other.request.processors)
+            if rules and theirs and kind_of_processors(rules) != kind_of_processors(theirs):
+                raise ValueError(
+                    f"processors = {shown(rules)}: requests that wait or run have {shown(theirs)},"
+                    " and one program decodes all; give processors of the same classes, sizes,"
+                    " static fields and shared arrays (the same objects) in one order, or none, or"
+                    " use another scheduler for these requests"
+                )
             if own and other.request.filters and kind(own) != kind(other.request.filters):
                 raise ValueError(
                     f"filters = {shown(own)}: requests that wait or run have"
@@ -260,6 +272,7 @@ class Scheduler:
                 if self._state is None:
                     self._state = slots.empty(decoder, self._model, drafter, len(self._tenants))
                 self._state = slots.extended(decoder, self._state)
+                self._filled.add(row)
                 prefix = job.request.after
                 if prefix is None:
                     prefix = slots.read(decoder, self._model, drafter, job.plan.context)
@@ -297,6 +310,8 @@ class Scheduler:
         greedy = all(job.is_greedy for job in jobs)
         decoder, drafter = self._program(greedy)
         limits, sampling = self._limits(), self._sampling(greedy)
+        self._state = slots.with_processors(self._model, self._state, sampling, self._filled)
+        self._filled.clear()
         ended = 1 if self._queue else len(jobs)
         with dispatch.on(self._model):
             self._state = decoder.run(
@@ -321,9 +336,11 @@ class Scheduler:
         sampled = np.array([bool(r and r.log_probs == "sampled") for r in requests])
         # A request at temperature 0 takes the best token, which no filter leaves out.
         rows = [filtering(r if r and r.temperature > 0 else None) for r in requests]
+        rules = [ruling(job.request, job.eos_tokens) if job else Ruling() for job in self._tenants]
         return Sampling(
             jnp.asarray([r.temperature if r else 0.0 for r in requests], jnp.float32),
             () if greedy else filters_of(rows, may_differ=True),
+            processors_of(rules, may_differ=True),
             temperature_is_zero=greedy,
             record_sampled=jnp.asarray(sampled) if sampled.any() else None,
         )

@@ -1,5 +1,6 @@
 """Exactness as one call: `assert_lossless` for tokens, `assert_same_distribution` for samples."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -10,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.decoding.drafters import Drafter
-from stree_jax.decoding.filters import Filter, filters_of
+from stree_jax.decoding.filters import Filter, Filtering, filters_of
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.options import Plan, plan
+from stree_jax.decoding.processor_rows import Ruling, map_rows, processors_of
+from stree_jax.decoding.processors import LogitsProcessor, Processing, first_states
 from stree_jax.decoding.results import Generation
 from stree_jax.decoding.sampling import filtered_logits, position_noise, token_log_probs
-from stree_jax.decoding.types import Sampling
+from stree_jax.decoding.types import Context, Sampling
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
@@ -32,6 +35,7 @@ def assert_lossless(
     verifier: str | Verifier | None = None,
     temperatures: Sequence[float] = (0.0, 1.0),
     filters: tuple[Filter, ...] = (),
+    processors: Sequence[LogitsProcessor] = (),
     prompts: Sequence[Sequence[int]] | None = None,
     max_new_tokens: int = 24,
     key: jax.Array | None = None,
@@ -48,7 +52,7 @@ def assert_lossless(
         verifier: see `generate`. Rules that keep the target's distribution but not its tokens are
             refused above temperature 0.
         temperatures: temperatures to decode at.
-        filters: see `generate`.
+        filters, processors: see `generate`.
         prompts: token ids of each row; None: three ragged prompts.
         max_new_tokens: new tokens of each row; enough for several steps, some without acceptance.
         key: random key; None: `jax.random.key(0)`.
@@ -75,6 +79,7 @@ def assert_lossless(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             filters=filters,
+            processors=processors,
             key=jax.random.key(0) if key is None else key,
         )
         drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
@@ -133,11 +138,15 @@ def _explained(model: HybridLM, request: Plan, row: int, got: np.ndarray, want: 
     """
     at = int(np.flatnonzero(got != want)[0])
     length = int(request.context.length[row])
-    text = [*np.asarray(request.context.tokens)[row, :length].tolist(), *want[:at].tolist()]
-    logits = apply(model, [text])[:, -1, : model.config.vocab_size].astype(jnp.float32)
+    prompt, size = np.asarray(request.context.tokens)[row, :length], model.config.vocab_size
+    logits = apply(model, [[*prompt.tolist(), *want[:at].tolist()]])
+    logits = logits[:, -1:, :size].astype(jnp.float32)
+    processors = map_rows(request.sampling.processors, lambda values: values[row][None])
+    logits = processed_after(processors, prompt[None], want[None, :at], logits)[:, -1]
     temperature = float(request.sampling.temperature[row])
     if temperature > 0:
-        sampling = jax.tree.map(lambda values: values[row][None], request.sampling)
+        sampling = dataclasses.replace(request.sampling, processors=())
+        sampling = jax.tree.map(lambda values: values[row][None], sampling)
         start = jnp.array([at], jnp.int32)
         noise = position_noise(request.keys[row][None], start, 0, logits.shape[-1])[:, 0]
         logits = filtered_logits(logits, sampling) + noise
@@ -151,6 +160,30 @@ def _explained(model: HybridLM, request: Plan, row: int, got: np.ndarray, want: 
     )
 
 
+def processed_after(
+    processors: tuple[LogitsProcessor, ...], prompts: Any, new_tokens: Any, logits: jax.Array
+) -> jax.Array:
+    """Logits `[rows, T, V]` after some new tokens, one more at each place, through processors.
+
+    Args:
+        processors: processors of the rows.
+        prompts: token ids `[rows, length]`.
+        new_tokens: token ids after the prompts `[rows, new]`.
+        logits: logits after the last T of the texts that grow token by token.
+    """
+    rows, length = prompts.shape
+    context = Context(jnp.asarray(prompts, jnp.int32), jnp.full(rows, length, jnp.int32))
+    rule = Processing(processors, first_states(processors, context, logits.shape[-1]))
+    states, found = rule.room(1), []
+    for at in range(new_tokens.shape[1] + 1):
+        place = at - new_tokens.shape[1] + logits.shape[1] - 1
+        if place >= 0:
+            found.append(rule(logits[:, place : place + 1], states))
+        if at < new_tokens.shape[1]:
+            states = rule.advance(states, jnp.asarray(new_tokens[:, at : at + 1], jnp.int32))
+    return jnp.concatenate(found, axis=1)
+
+
 def assert_same_distribution(
     model: HybridLM,
     drafter: Drafter | None,
@@ -161,6 +194,7 @@ def assert_same_distribution(
     top_k: int = 0,
     top_p: float = 1.0,
     filters: tuple[Filter, ...] = (),
+    processors: Sequence[LogitsProcessor] = (),
     prompt: Sequence[int] = (1, 0, 2, 1, 0),
     num_tokens: int = 2,
     rows: int = 4096,
@@ -180,7 +214,7 @@ def assert_same_distribution(
     Args:
         model: the target, with few tokens, such as `random_model(ModelConfig.tiny(vocab_size=6))`.
         drafter: the drafter; None: autoregressive decoding.
-        topology, verifier, temperature, top_k, top_p, filters: see `generate`.
+        topology, verifier, temperature, top_k, top_p, filters, processors: see `generate`.
         prompt: token ids that all rows continue.
         num_tokens: number of new tokens per row. A drafter without drafts in its first step, such
             as Medusa heads, needs one more.
@@ -214,16 +248,20 @@ def assert_same_distribution(
         top_k=top_k,
         top_p=top_p,
         filters=filters,
+        processors=processors,
         eos_token=(),
         key=jax.random.key(0) if key is None else key,
     )
     prefixes = np.array([*itertools.product(range(size), repeat=num_tokens - 1)], np.int32)
     sampling = Sampling(
         jnp.full(len(prefixes), temperature, jnp.float32),
-        filters_of([(top_k, top_p, filters)] * len(prefixes)),
+        filters_of([Filtering(top_k, top_p, filters=filters)] * len(prefixes)),
+        processors_of([Ruling(tuple(processors))] * len(prefixes)),
     )
-    logits = apply(model, np.hstack([np.tile(prompt, (len(prefixes), 1)), prefixes]))
+    prompts = np.tile(prompt, (len(prefixes), 1))
+    logits = apply(model, np.hstack([prompts, prefixes]))
     logits = logits[:, len(prompt) - 1 :, :size]  # after the prompt, and after each new token
+    logits = processed_after(sampling.processors, prompts, prefixes, logits)
     next_token = np.exp(np.asarray(token_log_probs(logits, sampling), np.float64))
     probabilities = np.ones(1)
     for length in range(1, num_tokens + 1):

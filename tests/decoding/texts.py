@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import stree_jax as st
-from stree_jax.decoding.filters import filters_of
+from stree_jax.decoding.filters import Filtering, filters_of
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.results import statistics_of
 from stree_jax.testing import PROMPTS, tiny_model
@@ -55,14 +55,15 @@ def planned(model, rows, **options):
     sampling = dataclasses.replace(
         request.sampling,
         temperature=jnp.array([row.temperature for row in rows], jnp.float32),
-        filters=filters_of([(row.top_k, row.top_p, ()) for row in rows]),
+        filters=filters_of([Filtering(row.top_k, row.top_p) for row in rows]),
     )
     return request._replace(sampling=sampling)
 
 
 def decoded(model, request):
     """What `generate` returns, cache included, for a request that was planned by hand."""
-    state = request.decoder.start(model, request.drafter, request.context, request.keys)
+    start = request.drafter, request.context, request.keys, request.sampling
+    state = request.decoder.start(model, *start)
     state = request.decoder.run(model, request.drafter, state, request.limits, request.sampling)
     tokens, starts = np.asarray(state.context.tokens), np.asarray(request.context.length)
     new = np.stack([row[at : at + NEW_TOKENS] for row, at in zip(tokens, starts, strict=True)])

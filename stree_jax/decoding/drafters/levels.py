@@ -14,11 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from stree_jax.array_types import Array, Int
+from stree_jax.array_types import Array
+from stree_jax.decoding.nodes import MAX_UNROLLED
 from stree_jax.tree import TreeTopology
-
-# Trees with more levels are grown by a loop. Unrolled levels need no padding.
-MAX_UNROLLED = 8
 
 
 class Level(NamedTuple):
@@ -74,7 +72,6 @@ def padded(rows: list[list[int]], fill: int | None = None) -> np.ndarray:
     )
 
 
-Nodes = np.ndarray | Int[Array, " _"]
 At = TypeVar("At")
 
 
@@ -132,10 +129,3 @@ def grow_levels(
     start_below = grown._replace(reader=jax.tree.map(room, reader.pending))
     grown, result = lax.scan(body, start_below, type(fills)(*below))
     return grown._replace(reader=reader._replace(pending=grown.reader)), [*results, result]
-
-
-def put(buffer: Array, nodes: Nodes, values: Array) -> Array:
-    """Writes the values of consecutive nodes, those that the tree does not have left out."""
-    if isinstance(nodes, np.ndarray):
-        return lax.dynamic_update_slice_in_dim(buffer, values, int(nodes[0]), axis=1)
-    return buffer.at[:, nodes].set(values, mode="drop")

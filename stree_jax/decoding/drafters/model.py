@@ -16,7 +16,8 @@ from stree_jax.decoding.drafters.children import (
     draw,
     shared_scores,
 )
-from stree_jax.decoding.drafters.levels import grow_levels, levels_of, put
+from stree_jax.decoding.drafters.levels import grow_levels, levels_of
+from stree_jax.decoding.nodes import put
 from stree_jax.decoding.reader import DraftModel, open_reader
 from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.types import Context, DraftTree, Drawn, Step, Verdict

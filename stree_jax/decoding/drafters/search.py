@@ -10,8 +10,9 @@ from jax import lax
 
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
 from stree_jax.decoding.drafters.base import root_only
-from stree_jax.decoding.drafters.levels import grow_levels, put
+from stree_jax.decoding.drafters.levels import grow_levels
 from stree_jax.decoding.drafters.model import ModelDraftState
+from stree_jax.decoding.nodes import put
 from stree_jax.decoding.reader import DraftModel, open_reader
 from stree_jax.decoding.sampling import all_finite
 from stree_jax.decoding.types import Context, DraftTree, Verdict

@@ -1,0 +1,222 @@
+"""Logits processors: rules about the next token that depend on the text so far.
+
+A processor has a state for each row. A tree of drafts is several texts at once, so the loop
+computes a state for each node, from its parent's state and its token, and processes the target's
+logits at every node with that node's state. After a step a row's state is advanced along the
+emitted path. So a tree gives the text of autoregressive decoding with the same processors.
+"""
+
+import functools
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from stree_jax.array_types import Array, Float, Int
+from stree_jax.decoding.context import Context
+from stree_jax.decoding.filters import per_row
+from stree_jax.decoding.nodes import MAX_UNROLLED, put, take
+from stree_jax.tree import Tree, TreeTopology
+
+
+@runtime_checkable
+class LogitsProcessor(Protocol):
+    """Changes the logits of the next token; `generate(processors=[...])` takes several.
+
+    A processor is a frozen dataclass, registered with `jax.tree_util.register_dataclass`. Its
+    fields are numbers, arrays, or static (`dataclasses.field(metadata={"static": True})`). In the
+    decode loop every number has an entry for each row, `[B]`, and every array an axis of rows in
+    front; an array in a field with `metadata={"shared": True}`, such as a table, is one for all
+    rows, and stays as it is.
+
+    A state is a pytree of arrays with the batch axis first, or None. All methods are traced. It
+    may also have a method `check(vocab_size)`, which is called in Python and raises ValueError if
+    the processor does not fit a vocabulary.
+    """
+
+    def init(self, context: Context, vocab_size: int) -> Any:
+        """The state of each row after its text so far.
+
+        Args:
+            context: the prompts. All of a prompt is read, its last token included.
+            vocab_size: number of tokens, V.
+        """
+        ...
+
+    def advance(self, state: Any, tokens: Int[Array, "B Q"]) -> Any:
+        """The states after one more token each.
+
+        Args:
+            state: states of Q nodes of each row: arrays `[B, Q, ...]`.
+            tokens: a token for each. That of a node that does not exist may be any number.
+        """
+        ...
+
+    def __call__(self, logits: Float[Array, "B Q V"], state: Any, /) -> Float[Array, "B Q V"]:
+        """The logits after the rule; `-inf` rules a token out.
+
+        Args:
+            logits: logits of the target or of a draft model, before temperature and filters.
+            state: the states at these nodes, as for `advance`.
+        """
+        ...
+
+
+class Processing(NamedTuple):
+    """The processors of a step, and the state of each at the root, which is each row's last token.
+
+    Without processors all methods return their arguments, and compute nothing.
+
+    Attributes:
+        processors: processors whose numbers have an axis of rows.
+        states: the state of each, arrays `[B, ...]`.
+    """
+
+    processors: tuple[Any, ...] = ()
+    states: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, processors: tuple[LogitsProcessor, ...], states: tuple[Any, ...]) -> "Processing":
+        """Both, if they belong together.
+
+        Raises:
+            ValueError: states of other processors.
+        """
+        if len(processors) != len(states):
+            raise ValueError(
+                f"the sampling has {len(processors)} logits processors and the state those of"
+                f" {len(states)}; give the same sampling to `start` and `run`"
+            )
+        return cls(processors, states)
+
+    def __call__(self, logits: Float[Array, "B Q V"], states: Any) -> Float[Array, "B Q V"]:
+        """The logits after all processors, in their order, at nodes with these states."""
+        for processor, state in zip(self.processors, states, strict=True):
+            logits = processor(logits, state)
+        return logits
+
+    def advance(self, states: Any, tokens: Int[Array, "B Q"]) -> tuple[Any, ...]:
+        """The states of nodes `[B, Q, ...]` after a token each."""
+        both = zip(self.processors, states, strict=True)
+        return tuple(processor.advance(state, tokens) for processor, state in both)
+
+    def masked(self, logits: Float[Array, "B Q V"], states: Any) -> Float[Array, "B Q V"]:
+        """The logits of a draft model after all processors.
+
+        A node where no token is allowed, as after an end token, keeps the logits that it had. Its
+        drafts are rejected, and the row does not fail.
+        """
+        if not self.processors:
+            return logits
+        processed = self(logits, states)
+        usable = jnp.isfinite(processed.max(axis=-1, keepdims=True))
+        return jnp.where(usable, processed, logits)
+
+    def room(self, num_nodes: int) -> tuple[Any, ...]:
+        """Buffers for the states of a tree that grows, with that of the root."""
+
+        def room(leaf: Array) -> Array:
+            empty = jnp.zeros((len(leaf), num_nodes, *leaf.shape[1:]), leaf.dtype)
+            return empty.at[:, 0].set(leaf)
+
+        return jax.tree.map(room, self.states)
+
+    def grown(self, states: Any, children: Any, parents: Any, tokens: Int[Array, "B Q"]) -> Any:
+        """Buffers of states with those of more nodes.
+
+        Args:
+            states: buffers from `room`, with the states of the nodes so far.
+            children: indices of the new nodes, which are consecutive; a NumPy array is static, of a
+                traced one those outside the tree are left out.
+            parents: their parents, `[Q]`, or `[B, Q]` where rows differ.
+            tokens: their tokens.
+        """
+        below = self.advance(take(states, parents), tokens)
+        return jax.tree.map(lambda buffer, new: put(buffer, children, new), states, below)
+
+    def of_tree(self, tokens: Int[Array, "B N"], tree: Tree, topology: TreeTopology) -> Any:
+        """The states of all nodes of a draft tree, `[B, N, ...]`.
+
+        Level by level where the tree has the topology's shape. A drafter may choose another, so the
+        program looks; for a static tree XLA knows the answer.
+        """
+        if not self.processors or topology.num_nodes == 1:
+            return self.room(1)
+        start, parents = self.room(topology.num_nodes), np.array(topology.parents, np.int32)
+
+        def by_level() -> Any:
+            depths, states = np.array(topology.depths), start
+            levels = [np.flatnonzero(depths == depth + 1) for depth in range(topology.depth)]
+            if len(levels) <= MAX_UNROLLED:
+                for nodes in levels:
+                    states = self.grown(states, nodes, parents[nodes], tokens[:, nodes])
+                return states
+            width = max(map(len, levels))  # padding is outside the tree
+            outside = topology.num_nodes
+            padded = [
+                np.pad(nodes, (0, width - len(nodes)), constant_values=outside) for nodes in levels
+            ]
+
+            def level(at: Any, states: Any) -> Any:
+                nodes = jnp.array(padded)[at]
+                return self.grown(states, nodes, jnp.array(parents)[nodes], tokens[:, nodes])
+
+            return lax.fori_loop(0, len(levels), level, states)
+
+        def by_parents() -> Any:
+            def one_pass(depth: Any, states: Any) -> Any:
+                below = self.advance(take(states, jnp.maximum(tree.parents, 0)), tokens)
+                here = tree.depth == depth + 1
+                return jax.tree.map(
+                    lambda new, old: jnp.where(per_node(here, new), new, old), below, states
+                )
+
+            return lax.fori_loop(0, topology.depth, one_pass, start)
+
+        same = (tree.parents == parents) | ~tree.valid
+        return lax.cond(same.all(), by_level, by_parents)
+
+    def commit(
+        self,
+        states: Any,
+        last: Int[Array, " B"],
+        new_tokens: Int[Array, "B _"],
+        count: Int[Array, " B"],
+    ) -> tuple[Any, ...]:
+        """The states of the rows after a step's emitted tokens.
+
+        Args:
+            states: those of all nodes.
+            last: the node of the last emitted token but one, which is on the tree.
+            new_tokens: the emitted tokens, then others.
+            count: how many were emitted; 0 keeps a row's state.
+        """
+        if not self.processors:
+            return self.states
+        end = jnp.maximum(count - 1, 0)[:, None]
+        token = jnp.take_along_axis(new_tokens, end, axis=1)
+        after = self.advance(take(states, jnp.maximum(last, 0)[:, None]), token)
+        return jax.tree.map(
+            lambda new, old: jnp.where(per_row(count > 0, old), new[:, 0], old), after, self.states
+        )
+
+
+def per_node(values: Array, state: Array) -> Array:
+    """An array `[B, Q]` with axes of size 1, so that it broadcasts against a state."""
+    return values.reshape(values.shape + (1,) * (state.ndim - 2))
+
+
+def first_states(
+    processors: tuple[LogitsProcessor, ...], context: Context, vocab_size: int
+) -> tuple[Any, ...]:
+    """The states of processors after the texts."""
+    return _first_states(processors, context, vocab_size) if processors else ()
+
+
+@functools.partial(jax.jit, static_argnames="vocab_size")
+def _first_states(
+    processors: tuple[LogitsProcessor, ...], context: Context, vocab_size: int
+) -> tuple[Any, ...]:
+    return tuple(processor.init(context, vocab_size) for processor in processors)

@@ -1,0 +1,189 @@
+"""Logits processors about single tokens: bias, banned and allowed tokens, and the shortest text."""
+
+import dataclasses
+import math
+import numbers
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.array_types import Array, Float, Int
+from stree_jax.checks import check_int
+from stree_jax.decoding.context import Context
+from stree_jax.decoding.filters import per_row
+from stree_jax.messages import shown
+
+_NO_TOKEN = np.iinfo(np.int32).max  # pads lists of ids; beyond any vocabulary
+_FEWEST, _GROWTH = 8, 8  # lists of 8, 64, 512, ... ids share a program
+
+
+class _Stateless:
+    """A processor that does not depend on the text."""
+
+    def init(self, context: Context, vocab_size: int) -> None:
+        """See `LogitsProcessor`."""
+
+    def advance(self, state: None, tokens: Int[Array, "B Q"]) -> None:
+        """See `LogitsProcessor`."""
+
+
+@typing.no_type_check  # jax unflattens it with leaves that are not arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LogitBias(_Stateless):
+    """Adds to the logits of some tokens.
+
+    Attributes:
+        biases: what is added, by token id, `{7: -2.0, 9: 1.0}`; `-inf` rules a token out. Kept as
+            two arrays, ids and biases.
+    """
+
+    biases: Any
+
+    def __post_init__(self):
+        if isinstance(self.biases, Mapping):
+            for token, bias in self.biases.items():
+                if not isinstance(bias, numbers.Real) or math.isnan(bias) or bias == math.inf:
+                    raise ValueError(
+                        f"LogitBias has the bias {shown(bias)} for token {shown(token)}; give a"
+                        " finite number, or -inf to rule it out"
+                    )
+            ids = _padded("LogitBias", list(self.biases))
+            values = np.zeros(len(ids), np.float32)
+            values[: len(self.biases)] = [*self.biases.values()]
+            object.__setattr__(self, "biases", (ids, values))
+        elif isinstance(self.biases, list | set | np.ndarray | numbers.Number | str):
+            raise ValueError(
+                f"LogitBias takes a dict such as {{7: -2.0}}, got {shown(self.biases)}"
+            )
+
+    def check(self, vocab_size):
+        """See `LogitsProcessor`."""
+        _check_ids("LogitBias", self.biases[0], vocab_size)
+
+    def __call__(self, logits, state, /):
+        """See `LogitsProcessor`."""
+        ids, values = self.biases
+        added = jnp.zeros((len(ids), logits.shape[-1]), logits.dtype)
+        added = added.at[jnp.arange(len(ids))[:, None], ids].add(
+            values.astype(logits.dtype), mode="drop"
+        )
+        return logits + added[:, None]
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BannedTokens(_Stateless):
+    """Rules some tokens out.
+
+    Attributes:
+        ids: the token ids, padded.
+    """
+
+    ids: Any
+
+    def __post_init__(self):
+        _keep_ids(self)
+
+    def check(self, vocab_size):
+        """See `LogitsProcessor`."""
+        _check_ids("BannedTokens", self.ids, vocab_size)
+
+    def __call__(self, logits, state, /):
+        """See `LogitsProcessor`."""
+        return jnp.where(_members(self.ids, logits), -jnp.inf, logits)
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AllowedTokens(_Stateless):
+    """Rules all but some tokens out; a text ends with an end token only if that is among them.
+
+    Attributes:
+        ids: the token ids, padded.
+    """
+
+    ids: Any
+
+    def __post_init__(self):
+        _keep_ids(self)
+
+    def check(self, vocab_size):
+        """See `LogitsProcessor`."""
+        _check_ids("AllowedTokens", self.ids, vocab_size)
+
+    def __call__(self, logits, state, /):
+        """See `LogitsProcessor`."""
+        return jnp.where(_members(self.ids, logits), logits, -jnp.inf)
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MinNewTokens:
+    """Rules end tokens out until a row has some new tokens: the option `min_new_tokens`.
+
+    Attributes:
+        least: how many come first, `[B]`.
+        ends: the end tokens of each row, `[B, Y]`, padded with -1.
+    """
+
+    least: Any
+    ends: Any
+
+    def init(self, context: Context, vocab_size: int) -> Int[Array, " B"]:
+        """New tokens so far: none."""
+        return jnp.zeros(len(context.length), jnp.int32)
+
+    def advance(self, state: Int[Array, "B Q"], tokens: Int[Array, "B Q"]) -> Int[Array, "B Q"]:
+        """One more."""
+        return state + 1
+
+    def __call__(self, logits, state, /):
+        """See `LogitsProcessor`."""
+        ends = jnp.where(self.ends < 0, _NO_TOKEN, self.ends)
+        too_early = (state < per_row(self.least, state))[..., None]
+        return jnp.where(too_early & _members(ends, logits), -jnp.inf, logits)
+
+
+def _members(ids: Int[Array, "B _"], logits: Float[Array, "B Q V"]) -> Array:
+    """Whether a token is one of a row's ids, `[B, 1, V]`."""
+    rows = jnp.arange(len(ids))[:, None]
+    none = jnp.zeros((len(ids), logits.shape[-1]), bool)
+    return none.at[rows, ids].set(True, mode="drop")[:, None]
+
+
+def _keep_ids(processor: Any) -> None:
+    """Replaces the ids that were given by padded ones."""
+    name, ids = type(processor).__name__, processor.ids
+    if isinstance(ids, np.ndarray) and ids.ndim == 1:
+        ids = ids[ids != _NO_TOKEN].tolist()
+    if isinstance(ids, list | tuple | set | frozenset | range):
+        object.__setattr__(processor, "ids", _padded(name, [*ids]))
+    elif isinstance(ids, numbers.Number | str):
+        raise ValueError(f"{name} takes a list of token ids, got {shown(ids)}")
+
+
+def _padded(name: str, ids: list[Any]) -> np.ndarray:
+    if not ids:
+        raise ValueError(f"{name} has no token ids; leave the processor out")
+    ids = [check_int(f"a token id of {name}", token, 0, _NO_TOKEN - 1) for token in ids]
+    size = _FEWEST
+    while size < len(ids):
+        size *= _GROWTH
+    return np.array([*ids, *[_NO_TOKEN] * (size - len(ids))], np.int32)
+
+
+def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
+    ids = np.asarray(ids)
+    outside = ids[(ids >= vocab_size) & (ids != _NO_TOKEN)]
+    if outside.size:
+        raise ValueError(
+            f"{name} has token id {outside[0]}, outside the vocabulary of {vocab_size}"
+        )

@@ -1,0 +1,94 @@
+"""Texts of rows with logits processors of their own."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import stree_jax as st
+from stree_jax.decoding.processor_rows import Ruling, processors_of
+from stree_jax.testing import tiny_model
+from tests.decoding.texts import ROWS, decoded, planned
+
+SIZE = 37  # tokens of the tiny models
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """A token is allowed if the table has a state after it.
+
+    Attributes:
+        table: the state after each state and token, `[states, V]`; -1 is none.
+        start: the first state.
+    """
+
+    table: jax.Array = dataclasses.field(metadata={"shared": True})
+    start: int = 0
+
+    def init(self, context, vocab_size):
+        return jnp.broadcast_to(self.start, context.length.shape).astype(jnp.int32)
+
+    def advance(self, state, tokens):
+        return jnp.where(state < 0, -1, self.table[jnp.maximum(state, 0), tokens])
+
+    def __call__(self, logits, state, /):
+        allowed = (self.table[jnp.maximum(state, 0)] >= 0) & (state >= 0)[..., None]
+        return jnp.where(allowed, logits, -jnp.inf)
+
+
+def random_walk(states=5, size=SIZE, share=0.4, seed=0):
+    """A table in which every state allows about this share of the tokens, and at least two."""
+    rng = np.random.default_rng(seed)
+    table = rng.integers(states, size=(states, size))
+    table[rng.random(table.shape) > share] = -1
+    table[:, :2] = np.abs(table[:, :2])
+    return Walk(jnp.asarray(table, jnp.int32))
+
+
+WALK = random_walk()
+_MILD = dict(repetition=1.05, presence=0.05, frequency=0.02, bias={36: -0.1}, banned=[36], start=0)
+_STRONG = (
+    dict(repetition=3.0),
+    dict(repetition=0.5, presence=-0.3),
+    dict(presence=1.5),
+    dict(frequency=0.8),
+    dict(bias={3: 2.0, 4: -np.inf, 9: 1.0}),
+    dict(banned=[0, 2, 3, 5, 8, 13, 21, 34]),
+    dict(start=2),
+)
+
+
+def chain_of(*, repetition, presence, frequency, bias, banned, start):
+    """Processors of every kind."""
+    return (
+        st.RepetitionPenalty(repetition),
+        st.PresencePenalty(presence),
+        st.FrequencyPenalty(frequency),
+        st.LogitBias(bias),
+        st.BannedTokens(banned),
+        Walk(WALK.table, start),
+    )
+
+
+def ruling_of(index):
+    """Rows have processors of the same kinds, of which one is strong; some rows have none."""
+    if index % 8 == 7:
+        return Ruling()
+    return Ruling(chain_of(**_MILD | _STRONG[index % 8]), 3 * (index % 3), [index % 37, 5])
+
+
+def ruled(request, rows):
+    """A request whose rows have processors of their own, those of `ruling_of`."""
+    processors = processors_of([ruling_of(row) for row in rows], may_differ=True)
+    sampling = dataclasses.replace(request.sampling, processors=processors)
+    return request._replace(sampling=sampling)
+
+
+@functools.cache
+def autoregressive(family="plain"):
+    """The texts of `ROWS` with the processors of `ruling_of`."""
+    model = tiny_model(family)
+    return decoded(model, ruled(planned(model, ROWS), range(len(ROWS))))
