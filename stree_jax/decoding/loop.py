@@ -252,10 +252,9 @@ class SpeculativeDecoder:
             draft.tokens, draft.tree, state.cache, replay=(state.pending, state.path)
         )
         logits = model.logits(hidden)[..., : model.config.vocab_size]
+        finite = all_finite(logits)
         nodes = processing.of_tree(draft.tokens, draft.tree, self.topology)
-        processed = processing(logits, nodes)
-        finite = all_finite(processed)
-        is_usable = finite if processed is logits else all_finite(logits)
+        processed, allows_some = processing.applied(logits, nodes)
 
         # Verify.
         with jax.named_scope("verify"):
@@ -279,10 +278,13 @@ class SpeculativeDecoder:
         ended = is_end.any(axis=-1)
         count = jnp.where(ended, jnp.argmax(is_end, axis=-1) + 1, count)
         count = jnp.minimum(count, limits.max_new_tokens - state.emitted)
-        failed = _failures(draft, verdict, count, finite, is_usable)
+        count, is_ruled_out = processing.cut(count, draft.tree, verdict.last, allows_some)
+        failed = _failures(draft, verdict, count, finite)
         failed = jnp.where(state.done, state.failed, failed)
         active = ~state.done & (failed == 0)
         count = jnp.where(active, count, 0)
+        if is_ruled_out is not None:  # after the tokens before
+            failed = jnp.where(active & is_ruled_out, RULED_OUT, failed)
         if stop is not None and read is not None:
             stop = stops.after(stop, *read, count)
         records = state.log_probs
@@ -355,26 +357,13 @@ def owned(state: DecodeState, callers: Any) -> DecodeState:
 
 
 def _failures(
-    draft: DraftTree,
-    verdict: Verdict,
-    count: Int[Array, " B"],
-    finite: Bool[Array, "B N"],
-    is_usable: Bool[Array, "B N"],
+    draft: DraftTree, verdict: Verdict, count: Int[Array, " B"], finite: Bool[Array, "B N"]
 ) -> Int[Array, " B"]:
-    """0 or a failure code per row: the target's logits on the emitted path, or the draft's.
-
-    Args:
-        draft, verdict, count: the tree, the path, and the number of tokens emitted.
-        finite: which logits are finite, after processors.
-        is_usable: which were before; `finite` itself without processors.
-    """
+    """0 or a failure code per row: the target's logits on the emitted path, or the draft's."""
     on_path = jnp.take_along_axis(draft.tree.ancestor_mask, verdict.last[:, None, None], axis=1)
     used = on_path[:, 0] & (draft.tree.depth < count[:, None])
     target_failed = (used & ~finite).any(axis=-1)
-    code: Any = TARGET_FAILED
-    if is_usable is not finite:
-        code = jnp.where((used & ~is_usable).any(axis=-1), TARGET_FAILED, RULED_OUT)
-    return jnp.where(target_failed, code, jnp.where(draft.finite, 0, DRAFT_FAILED))
+    return jnp.where(target_failed, TARGET_FAILED, jnp.where(draft.finite, 0, DRAFT_FAILED))
 
 
 def _emitted_tokens(draft: DraftTree, verdict: Verdict, depth: int) -> Int[Array, "B _"]:

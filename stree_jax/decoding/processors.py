@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from stree_jax.array_types import Array, Float, Int
+from stree_jax.array_types import Array, Bool, Float, Int
 from stree_jax.decoding.context import Context
 from stree_jax.decoding.filters import per_row
 from stree_jax.decoding.nodes import MAX_UNROLLED, put, take
@@ -102,17 +102,28 @@ class Processing(NamedTuple):
         both = zip(self.processors, states, strict=True)
         return tuple(processor.advance(state, tokens) for processor, state in both)
 
+    def applied(
+        self, logits: Float[Array, "B Q V"], states: Any
+    ) -> tuple[Float[Array, "B Q V"], Bool[Array, "B Q"] | None]:
+        """The logits after all processors, and at which nodes they allow a token.
+
+        A node where no token is allowed, as after an end token, keeps the logits that it had, so
+        that a verifier can compute with them. Without processors all nodes allow some: None.
+        """
+        if not self.processors:
+            return logits, None
+        processed = self(logits, states)
+        # As in `best_token`: XLA's maximum ignores NaN on a CPU.
+        best = jnp.where(jnp.isnan(processed), jnp.inf, processed).max(axis=-1)
+        allows_some = jnp.isfinite(best)
+        return jnp.where(allows_some[..., None], processed, logits), allows_some
+
     def masked(self, logits: Float[Array, "B Q V"], states: Any) -> Float[Array, "B Q V"]:
         """The logits of a draft model after all processors.
 
-        A node where no token is allowed, as after an end token, keeps the logits that it had. Its
-        drafts are rejected, and the row does not fail.
+        A node where no token is allowed keeps its own. Its drafts are rejected, and no row fails.
         """
-        if not self.processors:
-            return logits
-        processed = self(logits, states)
-        usable = jnp.isfinite(processed.max(axis=-1, keepdims=True))
-        return jnp.where(usable, processed, logits)
+        return self.applied(logits, states)[0]
 
     def room(self, num_nodes: int) -> tuple[Any, ...]:
         """Buffers for the states of a tree that grows, with that of the root."""
@@ -177,6 +188,27 @@ class Processing(NamedTuple):
 
         same = (tree.parents == parents) | ~tree.valid
         return lax.cond(same.all(), by_level, by_parents)
+
+    def cut(
+        self,
+        count: Int[Array, " B"],
+        tree: Tree,
+        last: Int[Array, " B"],
+        allows_some: Bool[Array, "B N"] | None,
+    ) -> tuple[Int[Array, " B"], Bool[Array, " B"] | None]:
+        """Emitted tokens up to a node where no token is allowed, and whether a row meets one.
+
+        Args:
+            count: tokens to emit, the first `count - 1` drafts of the path and one more.
+            tree: the draft tree.
+            last: the path's last node.
+            allows_some: from `applied`.
+        """
+        if allows_some is None:
+            return count, None
+        on_path = jnp.take_along_axis(tree.ancestor_mask, last[:, None, None], axis=1)[:, 0]
+        depth = jnp.where(on_path & ~allows_some, tree.depth, jnp.iinfo(jnp.int32).max).min(axis=-1)
+        return jnp.minimum(count, depth), depth < count
 
     def commit(
         self,

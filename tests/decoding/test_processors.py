@@ -1,14 +1,20 @@
 """Logits processors: with trees, the text is that of autoregressive decoding with the same ones."""
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import stree_jax as st
+from stree_jax.decoding.loop import RULED_OUT
 from stree_jax.decoding.nodes import MAX_UNROLLED
+from stree_jax.decoding.options import plan
+from stree_jax.decoding.processor_rows import Ruling, processors_of
 from stree_jax.testing import PROMPTS, assert_same_text, perturbed, tiny_model
-from tests.decoding.rules import autoregressive, ruled, ruling_of
-from tests.decoding.texts import ROWS, decoded, planned
+from tests.decoding.rules import SIZE, Walk, autoregressive, random_walk, ruled, ruling_of
+from tests.decoding.texts import ROWS, decoded, ended, planned
 from tests.helpers import forget_many_programs, heads_of
 
 Topology = st.TreeTopology
@@ -92,3 +98,43 @@ def test_every_rule_changes_texts():
         rules = [ruling_of(index).processors[one]]
         out = st.generate(tiny_model(), PROMPTS, max_new_tokens=24, processors=rules).tokens
         assert (out != free).any(), rules
+
+
+def test_drafts_are_masked():
+    """With the target as its own draft every first child is right, whatever the rules are."""
+    target, topology = tiny_model(), Topology.from_branching((2, 1, 1))
+    for make in (st.ModelDrafter, st.BeamDrafter):
+        out = st.generate(
+            target,
+            PROMPTS,
+            max_new_tokens=24,
+            drafter=make(target),
+            topology=topology,
+            processors=[random_walk(share=0.08), st.RepetitionPenalty(1.4)],
+        )
+        assert out.stats.tau == 4.0, make
+
+
+def test_rows_whose_tokens_are_all_ruled_out_end_alone():
+    """The walk ends after two tokens, of the second row after its first; drafts go on below."""
+    table = -jnp.ones((3, SIZE), jnp.int32)
+    table = table.at[0, 4:30].set(1).at[1, 4:30].set(2)
+    rules = [Ruling((Walk(table, start),)) for start in (0, 1, 0)]
+    options = dict(drafter=st.ModelDrafter(tiny_model()), topology=Topology.chain(3))
+    request = plan(tiny_model(), PROMPTS, **options)
+    sampling = dataclasses.replace(request.sampling, processors=processors_of(rules))
+    out = ended(tiny_model(), request._replace(sampling=sampling))
+    assert out.failed.tolist() == [RULED_OUT] * 3
+    assert out.emitted.tolist() == [2, 1, 2]
+    with pytest.raises(st.NonFiniteLogitsError, match="leave no token in row 0") as got:
+        st.generate(tiny_model(), PROMPTS, processors=[Walk(table)], **options)
+    with pytest.raises(st.NonFiniteLogitsError) as want:
+        st.generate(tiny_model(), PROMPTS, processors=[Walk(table)])
+    np.testing.assert_array_equal(got.value.generation.tokens, want.value.generation.tokens)
+
+
+def test_without_processors_the_state_has_no_leaves():
+    request = plan(tiny_model(), PROMPTS)
+    assert jax.tree.leaves(request.sampling.processors) == []
+    state = request.decoder.start(tiny_model(), None, request.context, request.keys)
+    assert jax.tree.leaves(state.processors) == []

@@ -60,11 +60,16 @@ def planned(model, rows, **options):
     return request._replace(sampling=sampling)
 
 
-def decoded(model, request):
-    """What `generate` returns, cache included, for a request that was planned by hand."""
+def ended(model, request):
+    """The last state of the decode loop."""
     start = request.drafter, request.context, request.keys, request.sampling
     state = request.decoder.start(model, *start)
-    state = request.decoder.run(model, request.drafter, state, request.limits, request.sampling)
+    return request.decoder.run(model, request.drafter, state, request.limits, request.sampling)
+
+
+def decoded(model, request):
+    """What `generate` returns, cache included, for a request that was planned by hand."""
+    state = ended(model, request)
     tokens, starts = np.asarray(state.context.tokens), np.asarray(request.context.length)
     new = np.stack([row[at : at + NEW_TOKENS] for row, at in zip(tokens, starts, strict=True)])
     stats = statistics_of(jax.tree.map(np.asarray, state.statistics))

@@ -50,9 +50,7 @@ class BeamDrafter(RunsModel):
     ) -> tuple[DraftTree, ModelDraftState]:
         """See `Drafter`."""
         widths = widths_of(topology)
-        found, _ = search(
-            self.model, state.reader, step.context, widths, lambda logits, depth: logits
-        )
+        found, _ = search(self.model, state.reader, step, widths, lambda logits, depth: logits)
         nodes, num_read = np.arange(topology.num_nodes, dtype=np.int32), sum(widths[:-1])
         place = jnp.broadcast_to(np.where(nodes < num_read, nodes, -1), found.tokens.shape)
         none = jnp.full(topology.num_nodes, -1, jnp.int32)

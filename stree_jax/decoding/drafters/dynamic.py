@@ -100,7 +100,7 @@ class DynamicDrafter(RunsModel):
             return logits * self.sharpness
 
         widths = self.widths(topology)
-        found, candidates = search(self.model, state.reader, step.context, widths, weigh)
+        found, candidates = search(self.model, state.reader, step, widths, weigh)
         tokens, tree, place = _best_nodes(found, candidates, widths, topology)
         none = jnp.full(topology.num_nodes, -1, jnp.int32)
         return (

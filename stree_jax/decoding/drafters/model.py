@@ -17,7 +17,7 @@ from stree_jax.decoding.drafters.children import (
     shared_scores,
 )
 from stree_jax.decoding.drafters.levels import grow_levels, levels_of
-from stree_jax.decoding.nodes import put
+from stree_jax.decoding.nodes import put, take
 from stree_jax.decoding.reader import DraftModel, open_reader
 from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.types import Context, DraftTree, Drawn, Step, Verdict
@@ -121,6 +121,7 @@ class ModelDrafter(RunsModel):
                 _inner_tree(topology, so_far.valid[:, inner]),
                 at.read,
             )
+            logits = step.processors.masked(logits, take(so_far.states, at.nodes))
             log_probs = None
             if how == "shared":
                 logits = shared_scores(logits, step, at.depth)
@@ -128,11 +129,13 @@ class ModelDrafter(RunsModel):
                 logits = log_probs = token_log_probs(logits, step.sampling)
             keys = jax.vmap(jax.random.fold_in, (0, None))(step.keys, at.depth)
             drawn, exists = draw(how, logits, width, keys)
+            tokens = drawn[:, at.source, at.rank]
             valid = exists[:, at.source, at.rank] & so_far.valid[:, at.parents]
             return (
                 _Grown(
-                    put(so_far.tokens, at.children, drawn[:, at.source, at.rank]),
+                    put(so_far.tokens, at.children, tokens),
                     put(so_far.valid, at.children, valid),
+                    step.processors.grown(so_far.states, at.children, at.parents, tokens),
                     reader,
                     so_far.finite & exists[..., 0].all(axis=-1),
                 ),
@@ -151,6 +154,7 @@ class ModelDrafter(RunsModel):
             _Grown(
                 jnp.pad(root, rest),
                 jnp.pad(jnp.ones_like(root, bool), rest),
+                step.processors.room(num_nodes),
                 state.reader,
                 jnp.ones(len(root), bool),
             ),
@@ -206,6 +210,7 @@ class _Grown(NamedTuple):
 
     tokens: Int[Array, "B N"]
     valid: Bool[Array, "B N"]
+    states: Any  # of the logits processors
     reader: Any
     finite: Bool[Array, " B"]
 

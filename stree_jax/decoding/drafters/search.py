@@ -12,10 +12,10 @@ from stree_jax.array_types import Array, Bool, Float, Float32, Int
 from stree_jax.decoding.drafters.base import root_only
 from stree_jax.decoding.drafters.levels import grow_levels
 from stree_jax.decoding.drafters.model import ModelDraftState
-from stree_jax.decoding.nodes import put
+from stree_jax.decoding.nodes import put, take
 from stree_jax.decoding.reader import DraftModel, open_reader
 from stree_jax.decoding.sampling import all_finite
-from stree_jax.decoding.types import Context, DraftTree, Verdict
+from stree_jax.decoding.types import Context, DraftTree, Step, Verdict
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, TreeTopology, first_nodes
 
@@ -34,6 +34,7 @@ class Found(NamedTuple):
     tokens: Int[Array, "B nodes"]
     tree: Tree
     score: Float32[Array, "B nodes"]  # log-probability of the path to each node
+    states: Any  # of the logits processors
     reader: Any
     finite: Bool[Array, " B"]
 
@@ -105,7 +106,7 @@ def after_search(reader: Any, read: Tree, place: Int[Array, "B N"]) -> ModelDraf
 def search(
     model: HybridLM | DraftModel,
     reader: Any,
-    context: Context,
+    step: Step,
     widths: list[int],
     weigh: Callable[[Array, int | Array], Array],
 ) -> tuple[Found, list[Continuations]]:
@@ -114,14 +115,14 @@ def search(
     Args:
         model: the draft model.
         reader: its state, a `NodeReader`.
-        context: the texts.
+        step: see `Drafter.propose`.
         widths: nodes of each level, the root's first; the model does not run the last level.
         weigh: from the logits at nodes of a depth, those whose softmax has the probabilities.
 
     Returns:
         All nodes, and the candidates of each step, with an axis of levels before the others.
     """
-    start, num_nodes, num_read = root_only(context), sum(widths), sum(widths[:-1])
+    start, num_nodes, num_read = root_only(step.context), sum(widths), sum(widths[:-1])
     batch = len(start.tokens)
 
     def grow(found: Found, at: _At, width: int) -> tuple[Found, Continuations]:
@@ -130,7 +131,8 @@ def search(
             model, found.tokens[:, at.nodes], first_nodes(tree, num_read), at.read
         )
         beams = jnp.where(at.read < num_read, found.score[:, at.nodes], -jnp.inf)
-        score, beam, tokens, level = best_continuations(beams, weigh(logits, at.depth), width)
+        masked = step.processors.masked(logits, take(found.states, at.nodes))
+        score, beam, tokens, level = best_continuations(beams, weigh(masked, at.depth), width)
         valid, parents = jnp.isfinite(score), at.nodes[0] + beam
         above = jnp.take_along_axis(tree.ancestor_mask, parents[..., None], axis=1)
         itself = (jnp.arange(num_nodes) == at.added[:, None]) & valid[..., None]
@@ -141,6 +143,7 @@ def search(
                 put(found.tokens, at.added, tokens),
                 Tree(*(put(old, at.added, new) for old, new in zip(tree, added, strict=True))),
                 put(found.score, at.added, score),
+                step.processors.grown(found.states, at.added, parents, tokens),
                 reader,
                 found.finite & all_finite(logits).all(axis=-1),
             ),
@@ -161,6 +164,7 @@ def search(
                 root.valid.at[:, 0].set(True),
             ),
             _no_score(reader, batch, num_nodes),
+            step.processors.room(num_nodes),
             reader,
             start.finite,
         ),

@@ -193,7 +193,7 @@ class CascadeDrafter(nnx.Module):
         finite = jnp.ones(batch, bool)
         text, inner_state = context, state.rounds[0].state
         reader, tree, at = state.reader, None, jnp.zeros(batch, jnp.int32)
-        rounds, log_probs = [], []
+        rounds, log_probs, rules = [], [], step.processors
         for index in range(self.rounds + 1):
             first = index * num_nodes  # node of the round in the medium model's tree
             of_round = jax.vmap(jax.random.fold_in, (0, None))(step.keys, index)
@@ -208,7 +208,7 @@ class CascadeDrafter(nnx.Module):
                 own_noise = jnp.take_along_axis(noise, positions[..., None], axis=1)
             else:
                 own_noise = None
-            own = Step(text, split[:, 1], own_noise, step.sampling)
+            own = Step(text, split[:, 1], own_noise, step.sampling, rules)
             draft, inner_state = self.inner.propose(inner_state, own, inner)
             finite &= draft.finite
             rounds.append(Round(inner_state, draft.tokens, draft.tree))
@@ -220,6 +220,8 @@ class CascadeDrafter(nnx.Module):
                 self.medium, draft.tokens, tree, np.arange(first, first + num_nodes)
             )
             finite &= (all_finite(logits) | ~draft.tree.valid).all(axis=-1)
+            states = rules.of_tree(draft.tokens, draft.tree, inner)
+            logits = rules.masked(logits, states)
             if how == "iid":
                 log_probs.append(token_log_probs(logits, step.sampling))
             verdict = verifier.verify(draft, logits, own._replace(keys=split[:, 2]), inner)
@@ -242,6 +244,7 @@ class CascadeDrafter(nnx.Module):
             )
             tokens = text.tokens.at[rows, text.length[:, None] + steps - 1].set(new, mode="drop")
             count = verdict.num_accepted + 1
+            rules = rules._replace(states=rules.commit(states, verdict.last, new, count))
             text = Context(tokens, text.length + count)
             emitted += count
             at = first + verdict.last

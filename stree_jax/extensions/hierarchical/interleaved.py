@@ -127,6 +127,7 @@ class InterleavedDrafter(nnx.Module):
         valid = jnp.ones_like(tokens, bool)
         read = dict.fromkeys(models, 0)  # nodes of the chain that a model has run
         log_probs, finite = [], jnp.ones_like(valid[:, 0])
+        rules = step.processors.room(1)
         for depth, letter in enumerate(self.pattern):
             logits, reader = state[letter].read(
                 models[letter],
@@ -136,7 +137,7 @@ class InterleavedDrafter(nnx.Module):
                 num_logits=1,
             )
             read[letter] = depth + 1
-            state, logits = state | {letter: reader}, logits[:, 0]
+            state, logits = state | {letter: reader}, step.processors.masked(logits, rules)[:, 0]
             finite &= all_finite(logits)
             if how == "iid":
                 log_probs.append(token_log_probs(logits, step.sampling))
@@ -147,6 +148,7 @@ class InterleavedDrafter(nnx.Module):
                 drawn = jnp.argmax(scores[:, 0], axis=-1)
             else:
                 drawn = jnp.argmax(logits, axis=-1)
+            rules = step.processors.advance(rules, drawn[:, None])
             tokens = jnp.concatenate([tokens, drawn[:, None].astype(jnp.int32)], axis=1)
             valid = jnp.concatenate([valid, finite[:, None]], axis=1)
 
