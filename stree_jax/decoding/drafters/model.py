@@ -129,8 +129,8 @@ class ModelDrafter(RunsModel):
                 logits = log_probs = token_log_probs(logits, step.sampling)
             keys = jax.vmap(jax.random.fold_in, (0, None))(step.keys, at.depth)
             drawn, exists = draw(how, logits, width, keys)
-            tokens = drawn[:, at.source, at.rank]
             valid = exists[:, at.source, at.rank] & so_far.valid[:, at.parents]
+            tokens = drawn[:, at.source, at.rank]
             return (
                 _Grown(
                     put(so_far.tokens, at.children, tokens),
