@@ -232,7 +232,7 @@ def plan(
     stops = None
     if stopping:
         machine = stopping.machine(vocab_size)
-        stops = stops_of((machine,) * len(prompts), (0,) * len(prompts))
+        stops = stops_of((machine,) * len(prompts), (text.min_new_tokens,) * len(prompts))
     _check_length(context, text.max_new_tokens, text.max_length, model.config.max_length)
     temperature_is_zero = temperature == 0
     if key is None and not temperature_is_zero:

@@ -328,7 +328,8 @@ class Scheduler:
         stops = None
         if self._has_stops:
             machines = tuple(map(self._machine, self._tenants))
-            stops = stops_of(machines, (0,) * len(machines), self._stop_sizes)
+            least = tuple(job.request.min_new_tokens if job else 0 for job in self._tenants)
+            stops = stops_of(machines, least, self._stop_sizes)
         return Limits(jnp.asarray(most, jnp.int32), jnp.asarray(eos_tokens), stops)
 
     def _sampling(self, greedy: bool) -> Sampling:
