@@ -30,7 +30,7 @@ from stree_jax.decoding.results import PAD, DecodeStatistics, Generation, NonFin
 from stree_jax.decoding.sampling import sample_tokens, token_log_probs
 from stree_jax.decoding.score import score, text_log_probs
 from stree_jax.decoding.token_rules import AllowedTokens, BannedTokens, LogitBias
-from stree_jax.decoding.types import Context, DraftTree, Drawn, Sampling, Step, Verdict
+from stree_jax.decoding.types import Context, DraftTree, Drawn, Prefix, Sampling, Step, Verdict
 from stree_jax.decoding.verifiers import VERIFIERS, Verifier, follow
 from stree_jax.layer_config import (
     AttentionConfig,
@@ -123,6 +123,7 @@ __all__ = [
     "NonFiniteLogitsError",
     "Options",
     "ParallelConfig",
+    "Prefix",
     "PresencePenalty",
     "RepetitionPenalty",
     "Request",

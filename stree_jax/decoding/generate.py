@@ -11,6 +11,7 @@ from jax import lax
 
 from pallas_kernels import dispatch
 from stree_jax.array_types import Array, Int
+from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.local_rows import rows_of_all
 from stree_jax.decoding.on_mesh import on_host, on_mesh
@@ -18,14 +19,16 @@ from stree_jax.decoding.options import (
     OptionKeywords,
     Plan,
     checked_options,
+    checked_prompts,
     plan,
 )
+from stree_jax.decoding.prefixes import continued, joined, prefix_of, repeated, with_room
 from stree_jax.decoding.results import Ended, Generation, error_of, generation_of
 from stree_jax.decoding.stop_tables import Held
 from stree_jax.decoding.stops import STOPPED
-from stree_jax.decoding.types import Context, DecodeState
+from stree_jax.decoding.types import Context, DecodeState, Prefix
 from stree_jax.decoding.verifiers import Verifier
-from stree_jax.models.lm import HybridLM, check_model
+from stree_jax.models.lm import HybridLM, check_model, check_on_one_device
 from stree_jax.tree import TreeTopology
 
 
@@ -36,7 +39,10 @@ def generate(
     drafter: Drafter | None = None,
     topology: TreeTopology | None = None,
     verifier: str | Verifier | None = None,
+    n: int = 1,
+    after: Prefix | None = None,
     return_cache: bool = False,
+    return_prefix: bool = False,
     lossy: bool = False,
     local_rows: bool = False,
     **options: Unpack[OptionKeywords],
@@ -60,7 +66,13 @@ def generate(
         verifier: a name from `VERIFIERS` ("greedy", "target_only", "multi_step",
             "without_replacement", "traversal") or any `Verifier`; None: the one that fits drafter
             and temperature.
+        n: texts of each prompt, which is prefilled once (on a mesh, `n` times): rows and keys are
+            as if each prompt had been repeated `n` times in place.
+        after: the prefix of an earlier generation, `Generation.prefix`: each prompt continues a row
+            of it, or all continue its only row, and may be empty. The text is that of the joined
+            prompts.
         return_cache: return the target's cache too; its memory is held as long as the result.
+        return_prefix: return a prefix to go on from, which holds the caches.
         lossy: allow a lossy verifier, such as "typical". Then the guarantees above do not hold, and
             the result says `lossless = False`.
         local_rows: on a mesh of several processes, `prompts`, an array of keys and the result are
@@ -82,26 +94,40 @@ def generate(
             that row ended early; the error names it and holds the output of all rows.
     """
     text = checked_options("generate", options)
-    own = None
+    check_model(model)
+    check_int("n", n, 1)
+    own, vocab_size = None, model.config.vocab_size
+    if after is not None or return_prefix:
+        check_on_one_device(model, "return_prefix" if after is None else "after")
+    if after is not None:
+        checked_prompts(prompts, vocab_size, may_be_empty=True)
+        prompts = joined(prompts, after)
+    if n > 1:
+        checked_prompts(prompts, vocab_size)
+        prompts = [prompt for prompt in prompts for _ in range(n)]
     if local_rows:
-        check_model(model)
         if model.partition is None:
             raise ValueError(
                 "local_rows = True is for a model on a mesh: load it with from_pretrained(...,"
                 " mesh=make_mesh(...)); on one device all rows are this process's"
             )
-        prompts, key, own = rows_of_all(prompts, text.key, model.config.vocab_size)
+        prompts, key, own = rows_of_all(prompts, text.key, vocab_size)
         text = dataclasses.replace(text, key=key)
     drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
     request = plan(model, prompts, text, **drafts, lossy=lossy)
+    if after is not None:
+        request = with_room(request, model, after)
     num_rows = len(prompts)
     own = slice(num_rows) if own is None else own
     request = on_mesh(request, model.partition)
+    decoder = request.decoder
     with dispatch.on(model):
-        state = _started(request, model, num_rows)
-        state = request.decoder.run(model, request.drafter, state, request.limits, request.sampling)
+        state = _started(request, model, num_rows, n, after)
+        state = decoder.run(model, request.drafter, state, request.limits, request.sampling)
     ended = Ended.of(state, request.limits, own)
-    generation = generation_of(ended, request, own, text, state.cache if return_cache else None)
+    cache = state.cache if return_cache else None
+    prefix = prefix_of(decoder, request.drafter, state) if return_prefix else None
+    generation = generation_of(ended, request, own, text, cache, prefix)
     if error := error_of(ended, generation):
         raise error
     return generation
@@ -174,10 +200,21 @@ def _tail(context: Context, start: Int[Array, " B"], size: int) -> Int[Array, "B
     return jax.vmap(lambda row, at: lax.dynamic_slice(row, (at,), (size,)))(context.tokens, start)
 
 
-def _started(request: Plan, model: HybridLM, num_rows: int) -> DecodeState:
-    state = request.decoder.start(
-        model, request.drafter, request.context, request.keys, request.sampling
-    )
+def _started(
+    request: Plan, model: HybridLM, num_rows: int, n: int = 1, after: Prefix | None = None
+) -> DecodeState:
+    decoder, drafter = request.decoder, request.drafter
+    if after is not None:
+        prefix = continued(request, model, num_rows // n, after)
+    elif n > 1 and model.partition is None:
+        prefix = decoder.read(model, drafter, Context(*(part[::n] for part in request.context)))
+    else:
+        prefix = decoder.read(model, drafter, request.context)
+        n = 1
+    if n > 1:
+        prefix = repeated(prefix, n)
+    callers = (model, drafter, request.context, request.keys, request.sampling, after)
+    state = decoder.start_from(model, prefix, request.keys, request.sampling, callers)
     if model.partition is not None:
         added = np.arange(len(state.done)) >= num_rows
         state = state._replace(done=model.partition.put(added))

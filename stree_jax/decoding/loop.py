@@ -108,16 +108,37 @@ class SpeculativeDecoder:
 
         With logits processors `sampling` is that of `run`: their states begin here.
         """
-        # Caches and the drafter's state bypass `begin`: passing through a program copies them.
         prefix = self.read(model, drafter, prompts)
-        state = self.begin(model, prompts, keys)
+        callers = (model, drafter, prompts, keys, sampling)
+        return self.start_from(model, prefix, keys, sampling, callers)
+
+    def start_from(
+        self,
+        model: HybridLM,
+        prefix: Prefix,
+        keys: Array,
+        sampling: Sampling | None = None,
+        callers: Any = None,
+    ) -> DecodeState:
+        """Starts a row from each of a prefix that was read for this decoder and drafter.
+
+        Args:
+            model: the target.
+            prefix: the prefix, with caches for `max_length` tokens.
+            keys: one random key per row.
+            sampling: with logits processors, the settings of `run`: their states begin here.
+            callers: arrays of the caller, which the state must not share, since the loop donates
+                it; None: those given here.
+        """
+        # Caches and the drafter's state bypass `begin`: passing through a program copies them.
+        state = self.begin(model, prefix.context, keys)
         state = state._replace(cache=prefix.cache, drafter=prefix.drafter)
         if sampling is not None:
-            processors = first_states(sampling.processors, prompts, model.config.vocab_size)
+            processors = first_states(sampling.processors, prefix.context, model.config.vocab_size)
             state = state._replace(processors=processors)
         if model.partition is not None:
             state = model.partition.put(state)
-        return owned(state, (model, drafter, prompts, keys, sampling))
+        return owned(state, (prefix, keys, sampling) if callers is None else callers)
 
     @functools.partial(jax.jit, static_argnums=0)
     @on_mesh(lambda model: ((ROWS, ROWS), state_specs(model)._replace(cache=ROWS)), modules=1)

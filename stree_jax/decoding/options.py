@@ -351,7 +351,11 @@ def _check_drafter(drafter: Drafter | None) -> None:
 
 
 def checked_prompts(
-    prompts: Sequence[Sequence[int]], vocab_size: int, name: str = "prompts"
+    prompts: Sequence[Sequence[int]],
+    vocab_size: int,
+    name: str = "prompts",
+    *,
+    may_be_empty: bool = False,
 ) -> Context:
     """Right-padded prompts in a buffer of rounded size; `name` is what messages call them."""
     if not isinstance(prompts, Sequence | np.ndarray | jax.Array):
@@ -370,7 +374,9 @@ def checked_prompts(
             raise ValueError(
                 f"{name}[{i}] is not a list of token ids: {name} is a list of lists, one a row"
             )
-        if row.size == 0:
+        if row.size == 0 and may_be_empty:
+            row = row.astype(np.int32)
+        elif row.size == 0:
             raise ValueError(f"{name}[{i}] is empty; it needs at least one token")
         if not np.issubdtype(row.dtype, np.integer):
             raise ValueError(f"{name}[{i}] has {row.dtype} values; token ids are integers")

@@ -11,7 +11,14 @@ from stree_jax.decoding.on_mesh import on_host
 from stree_jax.decoding.options import Options, Plan, is_lossless
 from stree_jax.decoding.stop_tables import Stopping
 from stree_jax.decoding.stops import STOPPED
-from stree_jax.decoding.types import Context, DecodeState, Limits, Statistics, TokenLogProbs
+from stree_jax.decoding.types import (
+    Context,
+    DecodeState,
+    Limits,
+    Prefix,
+    Statistics,
+    TokenLogProbs,
+)
 from stree_jax.models.cache import Cache
 
 PAD = -1  # fills `Generation.tokens` after a row's end
@@ -61,6 +68,8 @@ class Generation:
         top_log_probs: `[B, max_new_tokens, best]` float32, of the best tokens at each place, in
             descending order, then NaN; see `Options.top_log_probs`.
         top_tokens: `[B, max_new_tokens, best]` int32, these tokens, then `PAD`.
+        prefix: all rows' texts and caches, to go on from with `generate(after=prefix)`, if
+            `return_prefix` asked for it. It has read the stop that ended a row.
         texts: what the tokenizer makes of each row's tokens, if one was given. Text before a stop
             that begins inside a token is there, and that token is not in `tokens`.
     """
@@ -75,6 +84,7 @@ class Generation:
     top_log_probs: np.ndarray | None = None
     top_tokens: np.ndarray | None = None
     texts: list[str] | None = None
+    prefix: Prefix | None = None
 
 
 class NonFiniteLogitsError(FloatingPointError):
@@ -153,6 +163,7 @@ def generation_of(
     own: slice,
     options: Options,
     cache: Cache | None = None,
+    prefix: Prefix | None = None,
 ) -> Generation:
     """The result of a request's own rows, padded to `options.max_new_tokens`."""
     rows = [ended.new(row, stopping) for row, stopping in enumerate(request.stopping[own])]
@@ -183,6 +194,7 @@ def generation_of(
         best if options.top_log_probs else None,
         best_tokens if options.top_log_probs else None,
         None if options.tokenizer is None else [row.text or "" for row in rows],
+        prefix,
     )
 
 

@@ -32,6 +32,7 @@ from stree_jax.decoding.filters import per_row
 from stree_jax.decoding.loop import SpeculativeDecoder, owned
 from stree_jax.decoding.options import buffer_size
 from stree_jax.decoding.prefill import prefill, prefill_with_drafter
+from stree_jax.decoding.prefixes import repeated, same_rows
 from stree_jax.decoding.processors import first_states
 from stree_jax.decoding.types import Context, DecodeState, Prefix, Sampling
 from stree_jax.models.lm import HybridLM, check_on_one_device
@@ -61,12 +62,7 @@ def empty(
                 f"the state of {type(drafter).__name__} has an array of shape {leaf.shape} for one"
                 " row; all its arrays need the batch axis first"
             )
-    return _repeated(state._replace(done=jnp.ones(1, bool)), rows)
-
-
-@functools.partial(jax.jit, static_argnames="rows")
-def _repeated(state: DecodeState, rows: int) -> DecodeState:
-    return jax.tree.map(lambda leaf: jnp.repeat(leaf, rows, axis=0), state)
+    return repeated(state._replace(done=jnp.ones(1, bool)), rows)
 
 
 def read(
@@ -210,7 +206,7 @@ def with_processors(
     new = first_states(sampling.processors, state.context, model.config.vocab_size)
     old = itertools.zip_longest(new, state.processors[: len(new)])
     states = tuple(
-        _chosen(started, fresh, kept) if _fits(fresh, kept) else fresh for fresh, kept in old
+        _chosen(started, fresh, kept) if same_rows(fresh, kept) else fresh for fresh, kept in old
     )
     return state._replace(processors=states)
 
@@ -269,7 +265,7 @@ def switch(
     drafts = None
     if drafter is not None:
         drafts = drafter.prepare(state.context, decoder.topology, decoder.max_length)
-        if reads(drafter) and _fits(state.drafter, drafts):
+        if reads(drafter) and same_rows(state.drafter, drafts):
             drafts = state.drafter
     switched = state._replace(pending=fresh.pending, path=fresh.path, drafter=drafts)
     return owned(switched, (model, drafter))
@@ -304,7 +300,7 @@ def prepared(
     decoder: SpeculativeDecoder, drafter: Drafter | None, state: DecodeState, prefix: Prefix
 ) -> Prefix:
     """The prefix for the pool's current drafter, which `switch` may have changed."""
-    if _fits(state.drafter, prefix.drafter):
+    if same_rows(state.drafter, prefix.drafter):
         return prefix
     return _with_drafter(decoder, drafter, prefix)
 
@@ -318,17 +314,7 @@ def _check_between_runs(state: DecodeState) -> None:
 
 
 def _check_prefix(state: DecodeState, prefix: Prefix) -> None:
-    if not _fits((state.context, state.cache), (prefix.context, prefix.cache)):
+    if not same_rows((state.context, state.cache), (prefix.context, prefix.cache)):
         raise ValueError("the prefix was read for a pool with other buffers or another model")
-    if not _fits(state.drafter, prefix.drafter):
+    if not same_rows(state.drafter, prefix.drafter):
         raise ValueError("the prefix was read for another drafter or tree than the pool has now")
-
-
-def _fits(pool: Any, row: Any) -> bool:
-    """Whether the arrays of one row fit the pool's arrays."""
-
-    def shapes(arrays: Any) -> tuple[Any, Any]:
-        leaves, structure = jax.tree.flatten(arrays)
-        return [(leaf.shape[1:], leaf.dtype) for leaf in leaves], structure
-
-    return shapes(pool) == shapes(row)

@@ -197,7 +197,7 @@ class DecodeState(NamedTuple):
 
 def sampling_specs(sampling: Sampling) -> Any:
     """The mesh specs of sampling settings."""
-    rows: Any = dict(temperature=ROWS, filters=ROWS)
+    rows: Any = dict(temperature=ROWS, filters=ROWS, record_sampled=ROWS)
     return dataclasses.replace(sampling, **rows, processors=processor_specs(sampling.processors))
 
 
