@@ -14,6 +14,7 @@ import stree_jax as st
 from benchmarks import (
     attention_share,
     batch,
+    grammar,
     lossless,
     methods,
     packed,
@@ -158,6 +159,10 @@ EXPERIMENTS = {
     "packed": Experiment(
         packed.run,
         PAIR | {"--beams": MANY, "--steps": MANY, "--prompts": 4, "--tokens": 100, "--rounds": 5},
+    ),
+    "grammar": Experiment(
+        grammar.run,
+        {"--states": 10_000, "--vocabulary": 50_000, "--steps": 50, "--rounds": 7},
     ),
     "temperature": Experiment(
         by_temperature.run, {"--prompts": 8, "--tokens": 96, "--keys": 5, "--rounds": 1}

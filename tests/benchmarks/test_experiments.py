@@ -49,6 +49,10 @@ SMALLEST = {
         "--pair random --beams 2 --steps 2 --prompts 2 --tokens 6 --rounds 1",
         *("rows", "nodes leaves tau packed_is_faster_by temporary_bytes"),
     ),
+    "grammar": (
+        "--states 20 --vocabulary 300 --steps 2 --rounds 1",
+        *("rows", "tree milliseconds added_percent bytes added_bytes_percent"),
+    ),
     "temperature": ("--prompts 1 --tokens 4 --keys 1", "rows", "temperature tau identical"),
     "tree_size": ("--rounds 1", "sizes", "nodes milliseconds"),
 }
