@@ -51,14 +51,17 @@ class Steps:
         self, model: st.HybridLM, topology: st.TreeTopology, count: int, processors: tuple[Any, ...]
     ):
         drafter = st.NgramDrafter() if topology.num_nodes > 1 else None
-        self._count, self._plan = count, plan(
-            model,
-            [[1, 2, 3, 1, 2, 3, 1, 2]],
-            drafter=drafter,
-            topology=topology,
-            max_new_tokens=(count + 8) * (topology.depth + 1),
-            processors=processors,
-            eos_token=(),
+        self._count, self._plan = (
+            count,
+            plan(
+                model,
+                [[1, 2, 3, 1, 2, 3, 1, 2]],
+                drafter=drafter,
+                topology=topology,
+                max_new_tokens=(count + 8) * (topology.depth + 1),
+                processors=processors,
+                eos_token=(),
+            ),
         )
         self._model = model
         arguments = self._start()
@@ -80,9 +83,7 @@ class Steps:
 def run(options: argparse.Namespace) -> Iterator[Found]:
     """Steps with the grammar and without, on one node and on a tree."""
     shape = st.from_pretrained(st.demo_path("target")).config
-    model = random_model(
-        dataclasses.replace(shape, vocab_size=options.vocabulary), default_dtype()
-    )
+    model = random_model(dataclasses.replace(shape, vocab_size=options.vocabulary), default_dtype())
     began = time.perf_counter()
     automaton = synthetic(options.states, options.vocabulary)
     built = time.perf_counter() - began
