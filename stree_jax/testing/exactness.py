@@ -193,6 +193,7 @@ def assert_same_distribution(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     filters: tuple[Filter, ...] = (),
     processors: Sequence[LogitsProcessor] = (),
     prompt: Sequence[int] = (1, 0, 2, 1, 0),
@@ -214,7 +215,8 @@ def assert_same_distribution(
     Args:
         model: the target, with few tokens, such as `random_model(ModelConfig.tiny(vocab_size=6))`.
         drafter: the drafter; None: autoregressive decoding.
-        topology, verifier, temperature, top_k, top_p, filters, processors: see `generate`.
+        topology, verifier, temperature, top_k, top_p, min_p, filters, processors: see
+            `generate`.
         prompt: token ids that all rows continue.
         num_tokens: number of new tokens per row. A drafter without drafts in its first step, such
             as Medusa heads, needs one more.
@@ -247,6 +249,7 @@ def assert_same_distribution(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
         filters=filters,
         processors=processors,
         eos_token=(),
@@ -255,7 +258,7 @@ def assert_same_distribution(
     prefixes = np.array([*itertools.product(range(size), repeat=num_tokens - 1)], np.int32)
     sampling = Sampling(
         jnp.full(len(prefixes), temperature, jnp.float32),
-        filters_of([Filtering(top_k, top_p, filters=filters)] * len(prefixes)),
+        filters_of([Filtering(top_k, top_p, min_p, filters)] * len(prefixes)),
         processors_of([Ruling(tuple(processors))] * len(prefixes)),
     )
     prompts = np.tile(prompt, (len(prefixes), 1))

@@ -123,24 +123,29 @@ def run_walks(uniforms, tokens, log_q, log_p, *, topology, replace, rule=try_chi
     )
 
 
-def enumerated(models, topology, tokens, weights, *, replace, rule=try_children, length=2):
+def enumerated(
+    models, topology, tokens, weights, *, replace, rule=try_children, length=2, log_p=None
+):
     """Distribution of the first tokens, and the expected number of accepted drafts."""
     joint, accepted = np.zeros((VOCAB,) * length), 0.0
-    options = dict(replace=replace, rule=rule)
+    options = dict(replace=replace, rule=rule, log_p=log_p)
     for weight, walk in walks(models, topology, tokens, weights, **options):
         joint += first_tokens(models, topology, tokens, weight, walk.last, walk.probs, length)
         accepted += (weight * np.array(topology.depths)[walk.last]).sum()
     return joint, accepted
 
 
-def walks(models, topology, tokens, weights, *, replace, rule=try_children):
+def walks(models, topology, tokens, weights, *, replace, rule=try_children, log_p=None):
     """All patterns of passed and failed tests, with their odds as the verifier reports them.
+
+    The verifier gets `log_p` of all nodes, or the target's own.
 
     Yields the probability of the pattern for each draft, and what it ends in.
     """
     p, q = tables(models, topology, tokens)
     with np.errstate(divide="ignore"):
-        log_p, log_q = np.log(p).astype(np.float32), np.log(q).astype(np.float32)
+        log_p = np.log(p).astype(np.float32) if log_p is None else log_p
+        log_q = np.log(q).astype(np.float32)
     seen = [set() for _ in tokens]
     for pattern in itertools.product((0.0, 1 - 2**-24), repeat=topology.num_nodes - 1):
         uniforms = np.broadcast_to(np.array([0.0, *pattern], np.float32), tokens.shape)

@@ -74,17 +74,24 @@ def chain_of(*, repetition, presence, frequency, bias, banned, start):
 
 
 def ruling_of(index):
-    """Rows have processors of the same kinds, of which one is strong; some rows have none."""
+    """Rows have processors of the same kinds, of which one is strong; some rows have none.
+
+    Half of the rows have end tokens, of which the first are ruled out in some.
+    """
+    ends = [index % 37, 5] if index % 2 else [-1, -1]
     if index % 8 == 7:
-        return Ruling()
-    return Ruling(chain_of(**_MILD | _STRONG[index % 8]), 3 * (index % 3), [index % 37, 5])
+        return Ruling((), 0, ends)
+    return Ruling(chain_of(**_MILD | _STRONG[index % 8]), 3 * (index % 5), ends)
 
 
 def ruled(request, rows):
-    """A request whose rows have processors of their own, those of `ruling_of`."""
-    processors = processors_of([ruling_of(row) for row in rows], may_differ=True)
-    sampling = dataclasses.replace(request.sampling, processors=processors)
-    return request._replace(sampling=sampling)
+    """A request whose rows have processors and end tokens of their own, those of `ruling_of`."""
+    rules = [ruling_of(row) for row in rows]
+    processors = processors_of(rules, may_differ=True)
+    return request._replace(
+        sampling=dataclasses.replace(request.sampling, processors=processors),
+        limits=request.limits._replace(eos_tokens=jnp.array([rule.end_tokens for rule in rules])),
+    )
 
 
 @functools.cache

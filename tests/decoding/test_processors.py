@@ -1,6 +1,7 @@
 """Logits processors: with trees, the text is that of autoregressive decoding with the same ones."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,29 @@ import stree_jax as st
 from stree_jax.decoding.loop import RULED_OUT
 from stree_jax.decoding.nodes import MAX_UNROLLED
 from stree_jax.decoding.options import plan
-from stree_jax.decoding.processor_rows import Ruling, processors_of
-from stree_jax.testing import PROMPTS, assert_same_text, perturbed, tiny_model
-from tests.decoding.rules import SIZE, Walk, autoregressive, random_walk, ruled, ruling_of
+from stree_jax.decoding.processor_rows import Ruling, joined, processors_of
+from stree_jax.decoding.processors import Processing, first_states
+from stree_jax.decoding.verifiers.reject import try_children
+from stree_jax.decoding.verifiers.traverse import traverse
+from stree_jax.testing import (
+    PROMPTS,
+    assert_same_distribution,
+    assert_same_text,
+    perturbed,
+    random_model,
+    tiny_model,
+)
+from tests.decoding.enumeration import (
+    EXACT,
+    VOCAB,
+    Models,
+    draft_outcomes,
+    enumerated,
+    prefix_of,
+    target_joint,
+    total_variation,
+)
+from tests.decoding.rules import SIZE, WALK, Walk, autoregressive, random_walk, ruled, ruling_of
 from tests.decoding.texts import ROWS, decoded, ended, planned
 from tests.helpers import forget_many_programs, heads_of
 
@@ -79,7 +100,9 @@ def test_text_and_cache_are_those_of_autoregressive_decoding(family, name):
     assert_same_text(target, request, out, autoregressive(family))
     assert out.stats.num_accepted > 0
     free = [i for i in range(len(ROWS)) if not ruling_of(i).processors]
-    plain = decoded(target, planned(target, [ROWS[i] for i in free]))
+    plain = planned(target, [ROWS[i] for i in free])
+    ends = jnp.array([ruling_of(i).end_tokens for i in free])
+    plain = decoded(target, plain._replace(limits=plain.limits._replace(eos_tokens=ends)))
     np.testing.assert_array_equal(out.tokens[np.array(free)], plain.tokens)
 
 
@@ -90,14 +113,107 @@ def test_a_row_does_not_depend_on_its_place_in_the_batch():
     np.testing.assert_array_equal(out.tokens, autoregressive().tokens[order])
 
 
-def test_every_rule_changes_texts():
-    ways = [way for i in range(7) for way in ruling_of(i).processors[:1]]
-    assert len(ways) == 7
-    free = st.generate(tiny_model(), PROMPTS, max_new_tokens=24).tokens
-    for index, one in ((0, 0), (1, 0), (2, 1), (3, 2), (4, 3), (5, 4), (6, 5)):
-        rules = [ruling_of(index).processors[one]]
-        out = st.generate(tiny_model(), PROMPTS, max_new_tokens=24, processors=rules).tokens
-        assert (out != free).any(), rules
+def test_requests_of_a_scheduler_have_rules_of_their_own():
+    """Rules begin with the text of their request, whatever its row decoded before."""
+    scheduler = st.Scheduler(
+        tiny_model(), rows=3, max_length=64, quantum=5, **options_of(tiny_model(), "ragged")
+    )
+    chosen = [39, 12, 13, 24, 25, 14, 37, 50]  # the first has no processors
+    for i in chosen:
+        row, rules = ROWS[i], ruling_of(i)
+        scheduler.submit(
+            st.Request(
+                row.prompt,
+                max_new_tokens=24,
+                temperature=row.temperature,
+                top_k=row.top_k,
+                top_p=row.top_p,
+                key=jax.random.key(row.seed),
+                processors=rules.processors,
+                min_new_tokens=rules.min_new_tokens,
+                eos_token=[token for token in rules.end_tokens if token >= 0],
+            )
+        )
+    other = st.Request([1], max_new_tokens=2, processors=[st.PresencePenalty(1.0)])
+    copied = Walk(jnp.copy(WALK.table))
+    rules = [*ruling_of(12).processors[:-1], copied]
+    for refused in (other, dataclasses.replace(other, processors=rules)):
+        with pytest.raises(ValueError, match=r"wait or run have .* shared arrays \(the same objec"):
+            scheduler.submit(refused)
+    want = autoregressive().tokens
+    for done in scheduler.completions():
+        text = want[chosen[done.request_id]]
+        assert done.tokens == text[text >= 0].tolist()
+    scheduler.submit(other)
+
+
+class Ruled(Models):
+    """A target whose tokens are those of a walk, by whole prefixes."""
+
+    def __init__(self, seed, walk):
+        super().__init__(seed)
+        self.free, table = self.target.copy(), np.asarray(walk.table)
+        for prefix in itertools.product(range(VOCAB + 1), repeat=2):
+            state = walk.start
+            for token in prefix[: prefix.index(VOCAB) if VOCAB in prefix else 2]:
+                state = table[state, token] if state >= 0 else -1
+            allowed = (table[state] >= 0) & (state >= 0)
+            if allowed.any():  # otherwise the row has ended
+                probs = np.where(allowed, self.target[prefix], 0)
+                self.target[prefix] = probs / probs.sum()
+
+    def processed(self, walk, topology, tokens, *, by_path=True):
+        """The free target's log-probabilities at all nodes, through the processor."""
+        table = np.stack(
+            [[self.at(self.free, prefix_of(topology, row, n)) for n in range(topology.num_nodes)]
+             for row in tokens]
+        )  # fmt: skip
+        batch = len(tokens)
+        walk = joined([walk] * batch)
+        context = st.Context(jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, jnp.int32))
+        rule = Processing((walk,), first_states((walk,), context, VOCAB))
+        tree = topology.tree(jnp.asarray(tokens >= 0).at[:, 0].set(True))
+        states = rule.of_tree(jnp.asarray(tokens), tree, topology)
+        if not by_path:
+            states = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:, :1], leaf.shape), states)
+        logits, _ = rule.applied(jnp.log(jnp.asarray(table, jnp.float32)), states)
+        return np.asarray(jax.nn.log_softmax(logits))
+
+
+_FREE = random_walk(states=3, size=VOCAB, share=0.5, seed=3).table
+FEW = Walk(jnp.concatenate([_FREE.at[0, 1].set(3), -jnp.ones((1, VOCAB), jnp.int32)]))
+
+
+@pytest.mark.parametrize("rule", [try_children, traverse], ids=["reject", "traverse"])
+@pytest.mark.parametrize("children", ["iid", "without_replacement"])
+def test_rules_that_test_drafts_are_exact_under_a_walk(children, rule):
+    """By enumeration. After token 1 the walk ends, and drafts go on below it."""
+    models, topology = Ruled(4, FEW), Topology.from_parents([-1, 0, 0, 1])
+    tokens, weights = draft_outcomes(models, topology, children)
+    options = dict(replace=children == "iid", rule=rule)
+    want = target_joint(models)
+    log_p = models.processed(FEW, topology, tokens)
+    joint, accepted = enumerated(models, topology, tokens, weights, log_p=log_p, **options)
+    assert total_variation(joint, want) < EXACT
+    assert accepted > 0
+    assert total_variation(want, target_joint(Models(4))) > 0.1
+    log_p = models.processed(FEW, topology, tokens, by_path=False)
+    joint, _ = enumerated(models, topology, tokens, weights, log_p=log_p, **options)
+    assert total_variation(joint, want) > 0.01
+
+
+def test_samples_have_the_distribution_under_processors():
+    config = st.ModelConfig.tiny(vocab_size=6, num_layers=1)
+    drafter = st.ModelDrafter(random_model(config, 1), child_sampling="iid")
+    out = assert_same_distribution(
+        random_model(config),
+        drafter,
+        topology=Topology.from_branching((2, 2)),
+        verifier="traversal",
+        processors=[random_walk(3, size=6), st.RepetitionPenalty(1.5), st.LogitBias({2: 0.5})],
+        min_p=0.05,
+    )
+    assert out.stats.num_accepted > 0
 
 
 def test_drafts_are_masked():
