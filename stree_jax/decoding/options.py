@@ -25,7 +25,6 @@ from stree_jax.decoding.filters import (
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.on_mesh import check_mesh_of
 from stree_jax.decoding.processor_rows import Ruling, check_processors, processors_of
-from stree_jax.decoding.processors import LogitsProcessor
 from stree_jax.decoding.stop_tables import Stopping, listed_stops, stopping_of, stops_of
 from stree_jax.decoding.types import Context, Limits, Sampling
 from stree_jax.decoding.verifiers import (
@@ -66,7 +65,7 @@ class OptionKeywords(TypedDict, total=False):
     top_p: float
     min_p: float
     filters: tuple[Filter, ...]
-    processors: Sequence[LogitsProcessor]
+    processors: Sequence[Any]
     eos_token: int | Sequence[int] | None
     max_length: int | None
     key: jax.Array | None
@@ -121,7 +120,7 @@ class Options:
     top_p: float = 1.0
     min_p: float = 0.0
     filters: tuple[Filter, ...] = ()
-    processors: Sequence[LogitsProcessor] = ()
+    processors: Sequence[Any] = ()
     eos_token: int | Sequence[int] | None = None
     max_length: int | None = None
     key: jax.Array | None = None

@@ -26,6 +26,7 @@ from stree_jax.mesh.programs import over_mesh
 from stree_jax.models import attention, mamba2, mlp
 from stree_jax.models.cache import cache_specs, path_to
 from stree_jax.testing import perturbed, randomised
+from tests.decoding.rules import random_walk
 from tests.helpers import DOCS, python_blocks, saved_pair, with_weight
 from tests.sharding.configs import CONFIGS
 
@@ -430,6 +431,23 @@ def test_log_probs(how):
         np.testing.assert_allclose(got.log_probs, want.log_probs, atol=1e-4)
         np.testing.assert_allclose(got.top_log_probs, want.top_log_probs, atol=1e-4)
         assert got.finish_reasons == want.finish_reasons
+
+
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.9, marks=slow)])
+def test_logits_processors(temperature):
+    """Their numbers are cut by rows, and the table of the walk is on every device."""
+    name = "one layer"
+    options = dict(
+        temperature=temperature,
+        key=jax.random.key(2),
+        processors=[random_walk(size=CONFIGS[name].vocab_size), st.RepetitionPenalty(1.4)],
+        min_new_tokens=3,
+        eos_token=[0, 1, 2, 3],
+    )
+    draft = st.ModelDrafter(replicated_draft(name, 2, 4))
+    got = decode(sharded(name, 2, 4), drafter=draft, topology=TREE, **options)
+    assert_same(got, decode(model_of(name), **options))
+    assert got.lengths.min() > 3
 
 
 @slow
