@@ -19,6 +19,12 @@ from stree_jax.decoding.drafters import Drafter, root_only
 from stree_jax.decoding.drafters.base import reads
 from stree_jax.decoding.prefill import prefill, prefill_with_drafter
 from stree_jax.decoding.processors import Processing, first_states
+from stree_jax.decoding.returned import (
+    check_prepared,
+    check_proposed,
+    check_state,
+    check_verdict,
+)
 from stree_jax.decoding.sampling import all_finite, position_noise
 from stree_jax.decoding.types import (
     Context,
@@ -92,6 +98,7 @@ class SpeculativeDecoder:
         state = None
         if drafter is not None:
             state = drafter.prepare(prompts, self.topology, self.max_length)
+            check_prepared(drafter, state)
             if reads(drafter):
                 return Prefix(prompts, *prefill_with_drafter(model, drafter, *text, state))
         return Prefix(prompts, prefill(model, *text), state)
@@ -260,7 +267,11 @@ class SpeculativeDecoder:
             draft, drafter_state = root_only(state.context), None
         else:
             with jax.named_scope("draft"):
-                draft, drafter_state = drafter.propose(state.drafter, step, self.topology)
+                returned = drafter.propose(state.drafter, step, self.topology)
+            batch, vocab_size = len(state.done), model.config.vocab_size
+            draft, drafter_state = check_proposed(
+                drafter, returned, state.drafter, batch, self.topology, vocab_size
+            )
 
         if drafter is not None:
             tokens, tree, is_finite = model.shard.broadcast_from_first(
@@ -281,6 +292,7 @@ class SpeculativeDecoder:
         with jax.named_scope("verify"):
             of_verifier = step._replace(keys=keys[:, 1])
             verdict = self.verifier.verify(draft, processed, of_verifier, self.topology)
+        check_verdict(self.verifier, verdict, len(state.done))
 
         if not _is_exact(self.verifier, sampling):
             verdict = model.shard.broadcast_from_first(verdict)
@@ -325,7 +337,8 @@ class SpeculativeDecoder:
         last = jnp.where(count > 0, jnp.argmax(reached, axis=-1).astype(jnp.int32), -1)
         verdict = verdict._replace(last=last, num_accepted=jnp.maximum(count - 1, 0))
         if drafter is not None:
-            drafter_state = drafter.commit(drafter_state, draft, verdict, hidden, self.topology)
+            committed = drafter.commit(drafter_state, draft, verdict, hidden, self.topology)
+            drafter_state = check_state(drafter, "commit", committed, state.drafter)
 
         return (
             DecodeState(

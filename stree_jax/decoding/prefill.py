@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from stree_jax.array_types import Array, Lengths, Tokens
+from stree_jax.decoding.returned import check_state
 from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import on_mesh
 from stree_jax.models.cache import Cache, cache_specs
@@ -70,7 +71,8 @@ def _prefill(
         if drafter is None:
             return model.prefill(chunk, lengths, cache)[1], state
         hidden, cache = model.prefill_hidden(chunk, lengths, cache)
-        return cache, drafter.read(state, chunk, hidden, lengths)
+        after = drafter.read(state, chunk, hidden, lengths)
+        return cache, check_state(drafter, "read", after, state)
 
     cache = model.init_cache(len(tokens), max_length) if cache is None else cache
     return in_chunks(read, tokens, lengths, (cache, state))

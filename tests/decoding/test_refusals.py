@@ -1,9 +1,11 @@
 """What decoding refuses, as one table of calls and messages: before anything is compiled."""
 
+import dataclasses
 import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -202,6 +204,138 @@ CALLS = [
 def test_calls_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+class Echo(nnx.Module):
+    """Drafts the last token again; its state is a number per row."""
+
+    def default_topology(self):
+        return st.TreeTopology.chain(1)
+
+    def prepare(self, context, topology, max_length):
+        return {"seen": jnp.zeros(len(context.length), jnp.int32)}
+
+    def read(self, state, tokens, hidden, lengths):
+        return state
+
+    def propose(self, state, step, topology):
+        root = st.root_only(step.context).tokens
+        tokens = jnp.concatenate([root, root], axis=1)
+        tree = topology.tree(jnp.ones_like(tokens, bool))
+        finite = jnp.ones(len(root), bool)
+        return st.DraftTree(tokens, tree, None, jnp.full(2, -1, jnp.int32), finite), state
+
+    def commit(self, state, draft, verdict, hidden, topology):
+        return {"seen": state["seen"] + 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Follow:
+    """Accepts no draft."""
+
+    name: str = "follow"
+
+    def check(self, drawn, topology, *, temperature_is_zero):
+        pass
+
+    def verify(self, draft, logits, step, topology):
+        tokens = jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
+        return st.Verdict(jnp.zeros_like(tokens), jnp.zeros_like(tokens), tokens)
+
+
+def changed(base, method, change):
+    """An object of a class with another result of one method."""
+
+    def wrong(*arguments):
+        return change(getattr(base, method)(*arguments))
+
+    return type(f"Wrong{base.__name__}", (base,), {method: wrong})()
+
+
+def draft(**changes):
+    """A change of the draft that `propose` returns; values are functions of the old ones."""
+
+    def change(returned):
+        old, state = returned
+        return old._replace(**{name: f(getattr(old, name)) for name, f in changes.items()}), state
+
+    return change
+
+
+def floats(state):
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), state)
+
+
+RETURNED = [
+    (
+        Follow,
+        "verify",
+        lambda v: v.last,
+        r"WrongFollow.verify must return a Verdict, got int32\[3\]",
+    ),
+    (Follow, "verify", lambda v: None, "WrongFollow.verify must return a Verdict, got NoneType"),
+    (
+        Follow,
+        "verify",
+        lambda v: v._replace(last=v.last[:, None]),
+        r"verify must return last as int32\[3\], got int32\[3, 1\]",
+    ),
+    (
+        Follow,
+        "verify",
+        lambda v: v._replace(next_token=v.next_token.astype(jnp.float32)),
+        r"verify must return next_token as int32\[3\], got float32\[3\]",
+    ),
+    (
+        Echo,
+        "propose",
+        lambda r: r[0],
+        "WrongEcho.propose must return a DraftTree and the state, got D",
+    ),
+    (Echo, "propose", lambda r: (r[0].tokens, r[1]), r"must return a DraftTree, got int32\[3, 2\]"),
+    (Echo, "propose", draft(tree=lambda t: t.parents), r"with a Tree as tree, got int32\[3, 2\]"),
+    (
+        Echo,
+        "propose",
+        draft(tokens=lambda t: t[:, :1]),
+        r"tokens as int32\[3, 2\], got int32\[3, 1\]",
+    ),
+    (Echo, "propose", draft(finite=lambda f: f[0]), r"finite as bool\[3\], got bool\[\]"),
+    (Echo, "propose", draft(finite=lambda f: None), r"finite as bool\[3\], got NoneType"),
+    (
+        Echo,
+        "propose",
+        draft(log_probs=lambda _: jnp.zeros((3, 1, 36))),
+        r"log_probs as float32\[3, any, 37\], got float32\[3, 1, 36\]",
+    ),
+    (
+        Echo,
+        "propose",
+        draft(tree=lambda t: t._replace(valid=t.depth)),
+        r"WrongEcho.propose must return tree.valid as bool\[3, 2\], got int32\[3, 2\]",
+    ),
+    (Echo, "propose", lambda r: (r[0], None), "propose must return a state of the structure that"),
+    (Echo, "commit", lambda s: None, r"WrongEcho.commit must return a state of .*'seen'.*, got"),
+    (Echo, "commit", floats, r"commit must keep state\['seen'\] = int32\[3\], got float32\[3\]"),
+    (Echo, "read", floats, r"WrongEcho.read must keep state\['seen'\] = int32\[3\], got float32"),
+    (
+        Echo,
+        "prepare",
+        lambda s: s | {"name": "x"},
+        r"prepare returned .*\['name'\] = 'x'; a state is",
+    ),
+]
+
+
+@pytest.mark.parametrize(("base", "method", "change", "message"), RETURNED, ids=readable)
+def test_what_a_method_returns_is_checked(base, method, change, message):
+    """While the loop is traced: nothing of it is compiled."""
+    wrong = changed(base, method, change)
+    made = dict(drafter=Echo(), verifier=Follow()) | {
+        "drafter" if base is Echo else "verifier": wrong
+    }
+    with pytest.raises(ValueError, match=message):
+        st.generate(tiny_model(), PROMPTS, max_new_tokens=3, **made)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,121 @@
+"""Checks of what drafters and verifiers return, while the loop is traced: a program has none.
+
+An extension that returns another structure, shape or dtype fails here, with the name of its method,
+and not inside XLA or in the carry of a loop.
+"""
+
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.decoding.types import DraftTree, Verdict
+from stree_jax.messages import shown
+from stree_jax.tree import Tree, TreeTopology
+
+_Wanted = dict[str, tuple[tuple[int | None, ...], Any]]
+
+
+def check_prepared(drafter: Any, state: Any) -> None:
+    """Refuses a first state that is no pytree of arrays.
+
+    Raises:
+        ValueError: the state has a leaf of another type.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if not _is_array(leaf):
+            raise ValueError(
+                f"{type(drafter).__name__}.prepare returned a state with"
+                f" state{jax.tree_util.keystr(path)} = {shown(leaf)}; a state is a pytree of arrays"
+            )
+
+
+def check_proposed(
+    drafter: Any, returned: Any, before: Any, batch: int, topology: TreeTopology, vocab_size: int
+) -> tuple[DraftTree, Any]:
+    """What `propose` returned: a `DraftTree` of the topology's size, and a state as before.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    name = f"{type(drafter).__name__}.propose"
+    if not (isinstance(returned, tuple) and len(returned) == 2):
+        raise ValueError(f"{name} must return a DraftTree and the state, got {_kind(returned)}")
+    draft, state = returned
+    _require(f"{name} must return a DraftTree", draft, DraftTree)
+    _require(f"{name} must return a DraftTree with a Tree as tree", draft.tree, Tree)
+    nodes, one = (batch, topology.num_nodes), (batch,)
+    _check(name, draft, {"tokens": (nodes, jnp.int32), "finite": (one, jnp.bool_)})
+    _check(name, draft, {"log_prob_row": (nodes[1:], jnp.int32)})
+    if draft.log_probs is not None:
+        _check(name, draft, {"log_probs": ((batch, None, vocab_size), jnp.float32)})
+    of_tree: _Wanted = {"parents": (nodes, jnp.int32), "depth": (nodes, jnp.int32)}
+    of_tree |= {"ancestor_mask": ((*nodes, nodes[1]), jnp.bool_), "valid": (nodes, jnp.bool_)}
+    _check(name, draft.tree, of_tree, "tree.")
+    return draft, check_state(drafter, "propose", state, before)
+
+
+def check_verdict(verifier: Any, verdict: Any, batch: int) -> Verdict:
+    """What `verify` returned: a `Verdict` of the rows.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    name = f"{type(verifier).__name__}.verify"
+    _require(f"{name} must return a Verdict", verdict, Verdict)
+    _check(name, verdict, dict.fromkeys(Verdict._fields, ((batch,), jnp.int32)))
+    return verdict
+
+
+def check_state(drafter: Any, method: str, state: Any, before: Any) -> Any:
+    """The state that a method returned, if it has the structure, shapes and dtypes it took.
+
+    Raises:
+        ValueError: it has not.
+    """
+    name = f"{type(drafter).__name__}.{method}"
+    have: Any = jax.tree.structure(state)
+    want: Any = jax.tree.structure(before)
+    if have != want:
+        raise ValueError(
+            f"{name} must return a state of the structure that it took, {shown(want)}, got"
+            f" {shown(have)}"
+        )
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    for path, leaf, old in zip(paths, jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
+        if not _is_array(leaf) or _kind(leaf) != _kind(old):
+            raise ValueError(
+                f"{name} must keep state{jax.tree_util.keystr(path)} = {_kind(old)}, got"
+                f" {_kind(leaf)}"
+            )
+    return state
+
+
+def _require(what: str, value: Any, cls: type) -> None:
+    if not isinstance(value, cls):
+        raise ValueError(f"{what}, got {_kind(value)}")
+
+
+def _check(name: str, arrays: Any, wanted: _Wanted, prefix: str = "") -> None:
+    for field, (shape, dtype) in wanted.items():
+        value = getattr(arrays, field)
+        fits = _is_array(value) and jnp.result_type(value) == dtype
+        have = jnp.shape(value) if fits else ()
+        sizes_fit = all(size in (None, own) for own, size in zip(have, shape, strict=False))
+        if not (fits and len(have) == len(shape) and sizes_fit):
+            sizes = ", ".join("any" if size is None else str(size) for size in shape)
+            want = f"{jnp.dtype(dtype).name}[{sizes}]"
+            raise ValueError(f"{name} must return {prefix}{field} as {want}, got {_kind(value)}")
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (jax.Array, np.ndarray, np.generic, numbers.Number))
+
+
+def _kind(value: Any) -> str:
+    """The dtype and shape of an array, else the type."""
+    if not _is_array(value):
+        return type(value).__name__
+    return f"{jnp.result_type(value)}[{', '.join(map(str, jnp.shape(value)))}]"
