@@ -4,7 +4,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from typing import Any
 
 import numpy as np
@@ -34,19 +34,22 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def require_integer(config: Any, name: str, least: int, *, optional: bool = False) -> None:
-    """A field must be an integer from `least` on, or None if it is optional."""
+def require_integer(
+    config: Any, name: str, least: int, *, optional: bool = False, bits: int = 31
+) -> None:
+    """A field must be an integer from `least` on below `2 ** bits`, or None if it is optional."""
     value = getattr(config, name)
     if value is None and optional:
         return
     check_int(name, value, least)
-    require(value < 1 << 48, f"{name} must be below 2**48, got {value!r:.80}")
+    require(value < 1 << bits, f"{name} must be below 2**{bits}, got {shown(value)}")
 
 
-def require_types(cls: type, values: Mapping[str, Any]) -> None:
+def require_types(cls: type, values: MutableMapping[str, Any]) -> None:
     """Fields of a dataclass must have their annotated types, and numbers must fit in float32.
 
-    `dt_limit` may be infinite.
+    `dt_limit` may be infinite. Integers in fields of floats become floats: jax takes an integer for
+    an int32.
     """
     for field in dataclasses.fields(cls):
         if field.name not in values:
@@ -58,6 +61,16 @@ def require_types(cls: type, values: Mapping[str, Any]) -> None:
             f"{field.name} must be {getattr(field.type, '__name__', field.type)}"
             f"{' and finite' if field.type is float else ''}, got {shown(value)}",
         )
+        values[field.name] = _with_floats(value, field.type)
+
+
+def _with_floats(value: Any, kind: Any) -> Any:
+    parts = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        kinds = parts[:1] * len(value) if ... in parts else parts
+        return tuple(map(_with_floats, value, kinds))
+    is_number = kind is float or (float in parts and int not in parts and value is not None)
+    return float(value) if is_number else value
 
 
 def _fits(value: Any, kind: Any, most: float) -> bool:

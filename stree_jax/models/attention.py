@@ -46,6 +46,7 @@ from stree_jax.models.layer import (
     share,
 )
 from stree_jax.models.layers import (
+    CONV_WIDTH_BITS,
     causal_conv1d,
     conv_state_after,
     linear,
@@ -139,8 +140,9 @@ class AttentionConfig(LayerConfig):
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim", "input_multiple"):
             require_integer(self, name, 1)
-        for name in ("rotary_dim", "conv_width", "mlp_dim"):
+        for name in ("rotary_dim", "mlp_dim"):
             require_integer(self, name, 0)
+        require_integer(self, "conv_width", 0, bits=CONV_WIDTH_BITS)
         require_integer(self, "window", 1, optional=True)
         require_types(type(self), vars(self))
         require(

@@ -112,7 +112,7 @@ class ModelConfig:
 
     def _check(self) -> None:
         require_integer(self, "padded_vocab_size", 1, optional=True)
-        require_integer(self, "max_length", 1, optional=True)
+        require_integer(self, "max_length", 1, optional=True, bits=48)
         require_types(type(self), vars(self))
         require(self.norm_eps > 0, f"norm_eps must be above 0, got {self.norm_eps}")
         require(

@@ -9,6 +9,10 @@ from pallas_kernels.numerics import activate
 from stree_jax.array_types import Array, Float, Lengths
 from stree_jax.mesh.partition import Part
 
+CONV_WIDTH_BITS = (
+    10  # of a convolution's width: published ones have 4, and every tap is an operation
+)
+
 
 def linear(
     in_size: int, out_size: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs, scale: float = 1.0

@@ -56,6 +56,7 @@ from stree_jax.models.layer import (
     share,
 )
 from stree_jax.models.layers import (
+    CONV_WIDTH_BITS,
     causal_conv1d,
     conv_state_after,
     linear,
@@ -133,7 +134,7 @@ class Mamba2Config(LayerConfig):
             require_integer(self, name, 1)
         for name in ("num_x_heads", "num_b_groups", "norm_groups"):
             require_integer(self, name, 1, optional=True)
-        require_integer(self, "conv_width", 2)
+        require_integer(self, "conv_width", 2, bits=CONV_WIDTH_BITS)
         require_integer(self, "mlp_dim", 0)
         require_types(type(self), vars(self))
         for name in ("num_groups", "num_x_heads", "num_b_groups"):

@@ -3,6 +3,8 @@
 import dataclasses
 from functools import partial
 
+import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
@@ -58,7 +60,11 @@ REFUSED = [
     (tiny(norm_groups=0), "norm_groups must be an integer, at least 1; got 0"),
     (tiny(head_dim=0), "head_dim must be an integer, at least 1; got 0"),
     (tiny(norm_eps=0.0), "norm_eps must be above 0, got 0.0"),
-    (tiny(state_size=1 << 60), "state_size must be below 2\\*\\*48"),
+    (tiny(state_size=1 << 60), "state_size must be below 2\\*\\*31, got 1152921504606846976"),
+    (tiny(vocab_size=1 << 31), "vocab_size must be below 2\\*\\*31, got 2147483648"),
+    (tiny(conv_width=1 << 24), "conv_width must be below 2\\*\\*10, got 16777216"),
+    (partial(AttentionConfig, 1, 1, 8, conv_width=1 << 24), "conv_width must be below 2\\*\\*10"),
+    (partial(AttentionConfig, 1, 1, 8, window=1 << 31), "window must be below 2\\*\\*31"),
     (tiny(num_layers=10**20), "num_layers must be an integer, from 1 to 8192; got 10{20}$"),
     (table(SMALL | {"layers": ["mlp"] * 9000}), "layers has 9000 entries; at most 8192"),
     (tiny(mlp={"width": 24}), "MlpConfig has no fields .'width'."),
@@ -116,3 +122,16 @@ REFUSED = [
 def test_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_integers_in_fields_of_floats_are_floats():
+    """jax would take 2**31 for an int32, which it does not fit."""
+    values = HYBRIDS["bamba"].to_dict() | {"embedding_multiplier": 1 << 31}
+    values["configs"]["mamba2"] |= {"input_multiplier": 1 << 31, "section_multipliers": [1] * 5}
+    values["configs"]["attention"]["scale"] = 1 << 31
+    config = ModelConfig.from_dict(values)
+    numbers = config.embedding_multiplier, config.mamba2.input_multiplier, config.attention.scale
+    assert {type(n) for n in (*numbers, *config.mamba2.section_multipliers)} == {float}
+    assert config == ModelConfig.from_dict(config.to_dict())
+    model = HybridLM(config, rngs=nnx.Rngs(0))
+    jax.eval_shape(model, jax.ShapeDtypeStruct((1, 3), jnp.int32))
