@@ -13,6 +13,7 @@ from stree_jax.chat import load_chat_template, read_json, special_tokens
 from stree_jax.checkpoint import first_line
 from stree_jax.decoding.drafters import Drafter, ModelDrafter
 from stree_jax.decoding.generate import generate
+from stree_jax.decoding.options import checked_options
 from stree_jax.decoding.token_bytes import as_tokenizer, token_bytes
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.models.lm import HybridLM
@@ -69,6 +70,7 @@ def complete(
             `generate`.
         NonFiniteLogitsError: as in `generate`.
     """
+    checked_options("complete", options)
     loaded = _found(model, tokenizer)
     inner = as_tokenizer(loaded.tokenizer)
     is_text = isinstance(prompt, str)

@@ -1,5 +1,6 @@
 """`stree-jax generate --prompts`: continues the prompts of a file, several at a time."""
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -20,21 +21,31 @@ from rich.progress import (
 
 import stree_jax as st
 from stree_jax.checks import check_int
-from stree_jax.cli.generate import Loaded, check_seed, encoded
+from stree_jax.cli.generate import Loaded, check_seed, encoded, under
 from stree_jax.cli.memory import free_memory, row_bytes
-from stree_jax.cli.options import DEFAULTS
+from stree_jax.cli.options import DEFAULTS, wanted
 from stree_jax.cli.records import open_records
 from stree_jax.decoding.drafters.base import draft_models
 from stree_jax.decoding.options import MAX_TOKENS, buffer_size, plan
 
 
 class _Line(NamedTuple):
-    """A line of the prompts file: a request, or its error."""
+    """A line of the prompts file: a request and how many texts of it, or its error."""
 
     number: int  # from 1
     prompt: str
     request: st.Request | None
     error: str = ""
+    num_texts: int = 1
+    grammar: tuple[str, Any] | None = None  # see `Wanted`
+
+    def requests(self) -> Iterator[st.Request]:
+        """A request for each text: the first with the line's key, the others with keys of it."""
+        assert self.request is not None
+        assert self.request.key is not None
+        yield self.request
+        for i in range(1, self.num_texts):
+            yield dataclasses.replace(self.request, key=jax.random.fold_in(self.request.key, i))
 
 
 def run_batch(
@@ -60,8 +71,8 @@ def run_batch(
         loaded: models and tokenizer.
         settings: options of a text, which a line may override.
         prompts: file of JSON objects with a "prompt" and optional settings.
-        output: file of JSON objects with "line", "prompt", "text" and counts, as texts end; None:
-            the standard output.
+        output: file of JSON objects with "line", "prompt", "text" and counts, as texts end; with
+            several texts of a prompt "texts", a list of objects. None: the standard output.
         rows: number of prompts that decode at the same time.
         verifier, max_length: see `generate`.
         seed: default random seed of a line.
@@ -84,7 +95,16 @@ def run_batch(
         "topology": loaded.topology,
         "verifier": verifier,
     }
-    plan(loaded.model, [[0]], **drafts, **settings, key=jax.random.key(seed))  # checks them
+    asked = wanted(settings)
+    made = {json.dumps(asked.grammar): under(loaded, asked.grammar)}
+    plan(  # checks them
+        loaded.model,
+        [[0]],
+        **drafts,
+        **asked.options,
+        key=jax.random.key(seed),
+        tokenizer=loaded.tokenizer,
+    )
     lines = [
         _parsed(loaded, number, line, seed, settings)
         for number, line in enumerate(text.split(b"\n"), 1)
@@ -92,7 +112,7 @@ def run_batch(
     ]
     run = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:12]
     limit = min(max_length or loaded.model.config.max_length or MAX_TOKENS, MAX_TOKENS)
-    lines, rows = _fitting(loaded, lines, rows, limit)
+    lines, rows = _fitting(loaded, _with_grammars(loaded, lines, made), rows, limit)
     lengths = [_length(line.request) for line in lines if line.request]
     longest = max((length for length in lengths if length <= limit), default=2)
     scheduler = st.Scheduler(loaded.model, rows=rows, max_length=max(longest, 2), **drafts)
@@ -108,6 +128,7 @@ def run_batch(
         waiting = iter([line for line in lines if line.number not in finished])
         task = progress.add_task("", total=len(lines), completed=len(finished))
         running: dict[int, _Line] = {}
+        ended: dict[int, dict[int, st.Completion]] = {}  # by line and request
 
         def report(line: _Line, error: str) -> None:
             nonlocal num_bad
@@ -123,8 +144,9 @@ def run_batch(
                     report(line, line.error)
                     continue
                 try:
-                    running[scheduler.submit(line.request)] = line
-                except ValueError as error:
+                    for request in line.requests():
+                        running[scheduler.submit(request)] = line
+                except ValueError as error:  # of the first: the others are as long
                     report(line, str(error))
 
         def completions() -> Iterator[st.Completion]:
@@ -135,22 +157,21 @@ def run_batch(
 
         for completion in completions():
             line = running.pop(completion.request_id)
-            if completion.error:
-                report(line, completion.error)
+            of_line = ended.setdefault(line.number, {})
+            of_line[completion.request_id] = completion
+            if len(of_line) < line.num_texts:
                 continue
-            stats = completion.stats
-            write(
-                {
-                    "line": line.number,
-                    "prompt": line.prompt,
-                    "text": loaded.tokenizer.decode(completion.tokens),
-                    "num_tokens": stats.num_tokens,
-                    "num_target_calls": stats.num_target_calls,
-                }
-            )
+            texts = [of_line[request_id] for request_id in sorted(of_line)]
+            del ended[line.number]
+            if errors := [text.error for text in texts if text.error]:
+                report(line, errors[0])
+                continue
+            records = [_record(text) for text in texts]
+            content = records[0] if line.num_texts == 1 else {"texts": records}
+            write({"line": line.number, "prompt": line.prompt} | content)
             num_done += 1
-            num_tokens += stats.num_tokens
-            num_calls += stats.num_target_calls
+            num_tokens += sum(text.stats.num_tokens for text in texts)
+            num_calls += sum(text.stats.num_target_calls for text in texts)
             progress.advance(task)
     before = f", {len(finished)} were there before" if finished else ""
     bad = f", {num_bad} lines could not be used" if num_bad else ""
@@ -161,6 +182,19 @@ def run_batch(
         soft_wrap=True,
     )
     return num_bad
+
+
+def _record(completion: st.Completion) -> dict[str, Any]:
+    """What is written of a text."""
+    record: dict[str, Any] = {
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "num_tokens": completion.stats.num_tokens,
+        "num_target_calls": completion.stats.num_target_calls,
+    }
+    if completion.log_probs is not None:
+        record |= {"tokens": completion.tokens, "log_probs": completion.log_probs}
+    return record
 
 
 def _length(request: st.Request) -> int:
@@ -203,6 +237,38 @@ def _fitting(loaded: Loaded, lines: list[_Line], rows: int, limit: int) -> tuple
     return lines, rows
 
 
+def _with_grammars(
+    loaded: Loaded, lines: list[_Line], made: dict[str, dict[str, Any]]
+) -> list[_Line]:
+    """The lines, with grammars in their requests; a bad grammar is a line's error.
+
+    Args:
+        loaded: models and tokenizer.
+        lines: the lines.
+        made: the options `under` grammars that are there already, by the grammar as JSON.
+    """
+    names, errors, made = [json.dumps(line.grammar) for line in lines], {}, dict(made)
+    for name, line in zip(names, lines, strict=True):
+        if name not in made and name not in errors:
+            try:
+                made[name] = under(loaded, line.grammar)
+            except ValueError as error:
+                errors[name] = str(error)
+    used = [options for name, options in made.items() if options and name in names]
+    if used:  # requests share the tables
+        joined = st.Automaton.joined([one for options in used for one in options["processors"]])
+        for options, automaton in zip(used, joined, strict=True):
+            options["processors"] = [automaton]
+    found = []
+    for name, line in zip(names, lines, strict=True):
+        if line.request is not None and name in errors:
+            line = line._replace(request=None, error=errors[name])
+        elif line.request is not None:
+            line = line._replace(request=dataclasses.replace(line.request, **made[name]))
+        found.append(line)
+    return found
+
+
 def _parsed(loaded: Loaded, number: int, line: bytes, seed: int, defaults: dict[str, Any]) -> _Line:
     try:
         content = json.loads(line.decode())
@@ -214,11 +280,16 @@ def _parsed(loaded: Loaded, number: int, line: bytes, seed: int, defaults: dict[
     if not isinstance(prompt, str):
         return _Line(number, "", None, 'not an object with a "prompt" that is a text')
     try:
-        own = defaults | {name: content[name] for name in DEFAULTS if name in content}
+        asked = wanted(defaults, {name: content[name] for name in DEFAULTS if name in content})
         own_seed = content.get("seed", seed)
         check_seed(own_seed, "seed")
         key = jax.random.fold_in(jax.random.key(own_seed), number)
-        request = st.Request(encoded(loaded, prompt, "the prompt"), key=key, **own)
+        request = st.Request(
+            encoded(loaded, prompt, "the prompt"),
+            key=key,
+            tokenizer=loaded.tokenizer,
+            **asked.options,
+        )
     except ValueError as error:
         return _Line(number, prompt, None, str(error))
-    return _Line(number, prompt, request)
+    return _Line(number, prompt, request, "", asked.num_texts, asked.grammar)

@@ -1,7 +1,9 @@
 """`stree-jax generate`: streams text from any checkpoint."""
 
+import json
 import os
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -16,6 +18,7 @@ from stree_jax.cli.cache import enable_cache
 from stree_jax.cli.mesh import join_processes, parse_mesh
 from stree_jax.cli.trees import parse_tree
 from stree_jax.convert import find
+from stree_jax.decoding.grammar.api import end_tokens
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
 
 
@@ -122,39 +125,98 @@ def encoded(loaded: Loaded, prompt: str, name: str) -> list[int]:
     return tokens
 
 
+def under(loaded: Loaded, grammar: tuple[str, Any] | None) -> dict[str, Any]:
+    """The options of a text under a grammar, see `Wanted.grammar`; none without one.
+
+    Raises:
+        ValueError: a bad grammar.
+    """
+    if grammar is None:
+        return {}
+    name, argument = grammar
+    make = {"regex": st.regex, "json_schema": st.json_schema}[name]
+    ends = end_tokens(loaded.tokenizer, loaded.model.config.eos_token)
+    return {
+        "processors": [make(argument, loaded.tokenizer, eos_token=ends)],
+        "eos_token": ends,
+    }
+
+
 def run_generate(
     console: Console,
     loaded: Loaded,
     text: st.Options,
     *,
     prompt: str,
+    num_texts: int,
     verifier: str | None,
     lossy: bool,
 ) -> None:
     """Decodes, and prints tokens as they are accepted.
 
+    Texts with stops, of which a last part may be cut, with log-probabilities, and several of a
+    prompt are printed when they are complete.
+
     Raises:
         ValueError: an argument is invalid.
         FloatingPointError: logits are not finite.
     """
-    model, drafter, topology, tokenizer, *_ = loaded
     tokens = encoded(loaded, prompt, "--prompt")
-    steps = st.stream(
-        model,
-        [tokens],
-        drafter=drafter,
-        topology=topology,
-        verifier=verifier,
-        lossy=lossy,
-        **text,
-    )
+    drafts: dict[str, Any] = {
+        "drafter": loaded.drafter,
+        "topology": loaded.topology,
+        "verifier": verifier,
+        "lossy": lossy,
+    }
 
     def write(text: str) -> None:
         # Bypasses rich, which wraps lines, expands tabs and replaces emoji codes.
         console.file.write(text)
         console.file.flush()
 
-    write(Style(dim=True).render(prompt) if console.is_terminal else prompt)
+    head = Style(dim=True).render(prompt) if console.is_terminal else prompt
+    if text.stop or text.log_probs or num_texts > 1:
+        out = st.generate(loaded.model, [tokens], n=num_texts, **drafts, **text)
+        _write_all(write, head, loaded.tokenizer, out)
+        speed, num_tokens, calls = "", out.stats.num_tokens, out.stats.num_target_calls
+    else:
+        steps = st.stream(loaded.model, [tokens], **drafts, **text)
+        speed, num_tokens, calls = _write_steps(write, head, loaded.tokenizer, steps)
+    label = (
+        f", LOSSY ({verifier}): not the target's own text"
+        if verifier and verifier in LOSSY_VERIFIERS
+        else ""
+    )
+    console.print(
+        f"{num_tokens} tokens, {calls} target calls, {speed}tau {num_tokens / calls:.2f}{label}",
+        style="dim",
+    )
+
+
+def _write_all(write: Callable[[str], None], head: str, tokenizer: Any, out: st.Generation) -> None:
+    """Writes texts, and the tokens of each as lines of JSON if they have log-probabilities."""
+    assert out.texts is not None
+    for row, text in enumerate(out.texts):
+        write(f"--- {row + 1} of {len(out.texts)}\n" if len(out.texts) > 1 else "")
+        write(f"{head}{text}\n")
+        for token, log_prob in () if out.log_probs is None else _tokens_of(out, row):
+            record = {"token": token, "text": tokenizer.decode([token]), "log_prob": log_prob}
+            write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _tokens_of(out: st.Generation, row: int) -> Iterator[tuple[int, float]]:
+    """The new tokens of a row, and their log-probabilities."""
+    assert out.log_probs is not None
+    length = out.lengths[row]
+    parts = out.tokens[row, :length].tolist(), out.log_probs[row, :length].tolist()
+    return zip(*parts, strict=True)
+
+
+def _write_steps(
+    write: Callable[[str], None], head: str, tokenizer: Any, steps: Iterator[list[list[int]]]
+) -> tuple[str, int, int]:
+    """Writes tokens as they come. Returns the speed, and the numbers of tokens and of calls."""
+    write(head)
     output: list[int] = []
     shown, calls, began = "", 0, time.perf_counter()
     for (new,) in steps:
@@ -170,12 +232,4 @@ def run_generate(
     write(tokenizer.decode(output)[len(shown) :] + "\n")
     seconds = time.perf_counter() - began
     speed = f"{(len(output) - first) / seconds:,.0f} tokens/s, " if calls > 1 else ""
-    label = (
-        f", LOSSY ({verifier}): not the target's own text"
-        if verifier and verifier in LOSSY_VERIFIERS
-        else ""
-    )
-    console.print(
-        f"{len(output)} tokens, {calls} target calls, {speed}tau {len(output) / calls:.2f}{label}",
-        style="dim",
-    )
+    return speed, len(output), calls

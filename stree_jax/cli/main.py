@@ -14,7 +14,7 @@ import jax
 import typer
 from rich.console import Console
 
-from stree_jax.cli.options import with_text_options
+from stree_jax.cli.options import read_schema, wanted, with_text_options
 from stree_jax.decoding.options import Options
 from stree_jax.messages import shown_path
 
@@ -128,7 +128,7 @@ def generate(
     ] = False,
 ) -> None:
     """Continue a prompt, printing tokens as they are accepted, or all prompts of a file."""
-    from stree_jax.cli.generate import check_seed, load, run_generate
+    from stree_jax.cli.generate import check_seed, load, run_generate, under
 
     if (prompt is None) == (prompts is None):
         raise ValueError("give either --prompt TEXT or --prompts FILE.jsonl")
@@ -144,7 +144,9 @@ def generate(
                 "--prompt is not UTF-8; convert it, or check the terminal's locale"
             ) from None
     check_seed(seed, "--seed")
-    text = Options(**settings, max_length=max_length)
+    settings = read_schema(settings)
+    asked = wanted(settings)
+    text = Options(**asked.options, max_length=max_length)
     source: dict[str, Any] = {
         "checkpoint": checkpoint,
         "draft": draft,
@@ -162,8 +164,21 @@ def generate(
     loaded = load(**source, tokenizer_path=tokenizer, mesh=mesh, distributed=distributed)
     if prompts is None:
         console = Console(highlight=False, file=loaded.output)
-        text = dataclasses.replace(text, key=jax.random.key(seed))
-        run_generate(console, loaded, text, prompt=prompt or "", verifier=verifier, lossy=lossy)
+        text = dataclasses.replace(
+            text,
+            key=jax.random.key(seed),
+            tokenizer=loaded.tokenizer,
+            **under(loaded, asked.grammar),
+        )
+        run_generate(
+            console,
+            loaded,
+            text,
+            prompt=prompt or "",
+            num_texts=asked.num_texts,
+            verifier=verifier,
+            lossy=lossy,
+        )
         return
     from stree_jax.cli.batch import run_batch
 

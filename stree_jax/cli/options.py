@@ -1,13 +1,15 @@
-"""The options of a text as options of a command: fields of `Options` that have a help text."""
+"""The options of a text as options of a command, and as fields of a line of a prompts file."""
 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from stree_jax.checks import check_int
 from stree_jax.decoding.options import Options
 
 _HELP = {
@@ -19,10 +21,84 @@ _HELP = {
     "min_p": "Keep tokens that are at least p times as probable as the best.",
 }
 
-# These fields, and what they are on the command line where nothing is given.
-DEFAULTS: dict[str, Any] = {
+_NUMBERS = {
     field.name: field.default for field in dataclasses.fields(Options) if field.name in _HELP
 } | {"max_new_tokens": 128}
+_OTHERS: dict[str, Any] = {
+    "stop": Annotated[
+        list[str] | None, typer.Option(help="End right before this text; may be repeated.")
+    ],
+    "log_probs": Annotated[
+        bool, typer.Option("--log-probs", help="Log-probability of each new token, as JSON.")
+    ],
+    "n": Annotated[int, typer.Option("--n", help="Number of texts of each prompt.")],
+    "regex": Annotated[
+        str | None, typer.Option(help="The new text matches this regular expression as a whole.")
+    ],
+    "json_schema": Annotated[
+        Path | None,
+        typer.Option(help="The new text is JSON that the schema in this file validates."),
+    ],
+}
+
+# What the options are where nothing is given.
+DEFAULTS: dict[str, Any] = {
+    **_NUMBERS,
+    "stop": None,
+    "log_probs": False,
+    "n": 1,
+    "regex": None,
+    "json_schema": None,
+}
+
+
+class Wanted(NamedTuple):
+    """What is wanted of a prompt.
+
+    Attributes:
+        options: keywords of `Options`.
+        num_texts: how many texts.
+        grammar: the name of a function that makes a grammar, and its argument; or None.
+    """
+
+    options: dict[str, Any]
+    num_texts: int
+    grammar: tuple[str, Any] | None
+
+
+def wanted(settings: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> Wanted:
+    """What is wanted by the values of `DEFAULTS`, some of which a line has of its own.
+
+    Raises:
+        ValueError: two grammars, or a number of texts that is none.
+    """
+    own = own or {}
+    values = {name: settings[name] for name in DEFAULTS}
+    if {"regex", "json_schema"} & set(own):  # a line's grammar replaces that of the command
+        values |= {"regex": None, "json_schema": None}
+    values |= {name: value for name, value in own.items() if name in DEFAULTS}
+    grammars = [(name, values.pop(name)) for name in ("regex", "json_schema")]
+    grammars = [(name, value) for name, value in grammars if value is not None]
+    if len(grammars) > 1:
+        raise ValueError("a text has one grammar: give a regular expression or a JSON schema")
+    num_texts = check_int("n", values.pop("n"), 1)
+    values["stop"] = values["stop"] or ()
+    return Wanted(values, num_texts, grammars[0] if grammars else None)
+
+
+def read_schema(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with the text of the file of the schema in the place of its path.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    path = settings["json_schema"]
+    if path is None:
+        return dict(settings)
+    try:
+        return {**settings, "json_schema": path.read_text(encoding="utf-8")}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--json-schema {path} cannot be read: {error}") from None
 
 
 def with_text_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -33,7 +109,8 @@ def with_text_options(command: Callable[..., None]) -> Callable[..., None]:
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=default,
-            annotation=Annotated[type(default), typer.Option(help=_HELP[name])],
+            annotation=_OTHERS.get(name)
+            or Annotated[type(default), typer.Option(help=_HELP[name])],
         )
         for name, default in DEFAULTS.items()
     ]

@@ -83,7 +83,7 @@ def _over_tokens(
 ) -> Automaton:
     inner = as_tokenizer(tokenizer)
     size = inner.get_vocab_size()
-    automaton = _tree(inner, size, _end_tokens(tokenizer, eos_token)).automaton(of_bytes)
+    automaton = _tree(inner, size, end_tokens(tokenizer, eos_token)).automaton(of_bytes)
     if automaton is None:
         raise ValueError(f"no text of this tokenizer's tokens matches the {what}")
     return automaton
@@ -98,7 +98,8 @@ def _tree(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> TokenTree:
     return TokenTree(texts, ends)
 
 
-def _end_tokens(tokenizer: Any, eos_token: int | Sequence[int] | None) -> tuple[int, ...]:
+def end_tokens(tokenizer: Any, eos_token: int | Sequence[int] | None = None) -> tuple[int, ...]:
+    """The end tokens of a grammar; arguments and errors as in `regex`."""
     if eos_token is None:
         eos_token = getattr(tokenizer, "eos_token_id", None)
     if eos_token is None:
