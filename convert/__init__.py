@@ -3,6 +3,7 @@
     families       the table `FAMILIES`: recognising, reading and writing each family
     description    the input and result of a family's reader: `Source`, `Description`
     pure, bamba, granite, nemotron_h, zamba2, mamba_in_llama    configs of the families
+    eagle3         EAGLE-3 heads, which are checkpoints of their own
     mtp            the multi-token prediction head beside a Nemotron-3 target
     fields         config files, with every field accounted for
     rules, tables  maps from tensors to weights
@@ -14,6 +15,7 @@ A new family is a module with a reader (and a writer), and one entry of `FAMILIE
 
 from stree_jax.convert.api import convert, find, formats
 from stree_jax.convert.description import Description, Source
+from stree_jax.convert.eagle3 import load_eagle3_head
 from stree_jax.convert.families import FAMILIES, QUIRKS, Family
 from stree_jax.convert.reading import (
     Checkpoint,
@@ -32,6 +34,7 @@ __all__ = [
     "convert",
     "find",
     "formats",
+    "load_eagle3_head",
     "load_model",
     "load_mtp_head",
     "open_checkpoint",

@@ -55,6 +55,10 @@ from stree_jax.tuning import TuningReport, tune
 # Names of the extensions, and the module of each, which is imported when the name is first used.
 _EXTENSIONS = {
     "CascadeDrafter": "stree_jax.extensions.hierarchical",
+    "Eagle3Config": "stree_jax.extensions.eagle3",
+    "Eagle3Drafter": "stree_jax.extensions.eagle3",
+    "Eagle3Head": "stree_jax.extensions.eagle3",
+    "Eagle3Model": "stree_jax.extensions.eagle3",
     "InterleavedDrafter": "stree_jax.extensions.hierarchical",
     "MedusaDrafter": "stree_jax.extensions.medusa",
     "MedusaHeads": "stree_jax.extensions.medusa",
@@ -62,6 +66,7 @@ _EXTENSIONS = {
     "MtpDrafter": "stree_jax.extensions.mtp",
     "MtpHead": "stree_jax.extensions.mtp",
     "MtpModel": "stree_jax.extensions.mtp",
+    "load_eagle3": "stree_jax.extensions.eagle3",
     "load_medusa": "stree_jax.extensions.medusa",
     "load_mtp": "stree_jax.extensions.mtp",
     "reasoning": "stree_jax.extensions.reasoning",
@@ -70,6 +75,13 @@ _EXTENSIONS = {
 }
 if TYPE_CHECKING:
     from stree_jax.extensions import reasoning
+    from stree_jax.extensions.eagle3 import (
+        Eagle3Config,
+        Eagle3Drafter,
+        Eagle3Head,
+        Eagle3Model,
+        load_eagle3,
+    )
     from stree_jax.extensions.hierarchical import CascadeDrafter, InterleavedDrafter
     from stree_jax.extensions.medusa import MedusaDrafter, MedusaHeads, load_medusa, save_medusa
     from stree_jax.extensions.mtp import (
@@ -99,6 +111,10 @@ __all__ = [
     "Drafter",
     "Drawn",
     "DynamicDrafter",
+    "Eagle3Config",
+    "Eagle3Drafter",
+    "Eagle3Head",
+    "Eagle3Model",
     "Filter",
     "FrequencyPenalty",
     "Generation",
@@ -145,6 +161,7 @@ __all__ = [
     "from_pretrained",
     "generate",
     "json_schema",
+    "load_eagle3",
     "load_medusa",
     "load_mtp",
     "load_tokenizer",

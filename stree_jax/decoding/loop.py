@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from stree_jax.array_types import Array, Bool, Int
 from stree_jax.decoding import log_probs, stops
 from stree_jax.decoding.drafters import Drafter, root_only
-from stree_jax.decoding.drafters.base import reads
+from stree_jax.decoding.drafters.base import inner_layers, reads
 from stree_jax.decoding.prefill import prefill, prefill_with_drafter
 from stree_jax.decoding.processors import Processing, first_states
 from stree_jax.decoding.returned import (
@@ -281,9 +281,14 @@ class SpeculativeDecoder:
 
         # Forward, after replaying the previous path.
         hidden, pending, cache = model.tree(
-            draft.tokens, draft.tree, state.cache, replay=(state.pending, state.path)
+            draft.tokens,
+            draft.tree,
+            state.cache,
+            replay=(state.pending, state.path),
+            inner=inner_layers(drafter),
         )
-        logits = model.logits(hidden)[..., : model.config.vocab_size]
+        final = hidden[..., : model.config.d_model] if inner_layers(drafter) else hidden
+        logits = model.logits(final)[..., : model.config.vocab_size]
         finite = all_finite(logits)
         nodes = processing.of_tree(draft.tokens, draft.tree, self.topology)
         processed, allows_some = processing.applied(logits, nodes)

@@ -70,7 +70,8 @@ def _prefill(
         cache, state = carry
         if drafter is None:
             return model.prefill(chunk, lengths, cache)[1], state
-        hidden, cache = model.prefill_hidden(chunk, lengths, cache)
+        inner = getattr(drafter, "inner_layers", ())
+        hidden, cache = model.prefill_hidden(chunk, lengths, cache, inner)
         after = drafter.read(state, chunk, hidden, lengths)
         return cache, check_state(drafter, "read", after, state)
 

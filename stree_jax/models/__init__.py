@@ -2,6 +2,7 @@
 
 from pallas_kernels.numerics import contract
 from stree_jax.models.cache import Cache, Path, Pending, empty_path, path_to
+from stree_jax.models.eagle3 import Eagle3Config, Eagle3Head
 from stree_jax.models.lm import (
     HybridLM,
     check_model,
@@ -14,6 +15,8 @@ from stree_jax.names import flatten
 
 __all__ = [
     "Cache",
+    "Eagle3Config",
+    "Eagle3Head",
     "HybridLM",
     "MtpConfig",
     "MtpHead",

@@ -191,11 +191,15 @@ class HybridLM(Partitioned):
         """Next-token logits of whole sequences; V counts padded vocabulary rows too."""
         return self.logits(self.hidden(tokens))
 
-    def hidden(self, tokens: Tokens) -> Float[Array, "B T M"]:
-        """Hidden states of whole sequences after the final norm, which `logits` takes."""
+    def hidden(self, tokens: Tokens, inner: tuple[int, ...] = ()) -> Float[Array, "B T _"]:
+        """Hidden states of whole sequences after the final norm, which `logits` takes.
+
+        `inner` adds states after inner layers, see `tree`.
+        """
         lengths = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
-        hidden, _ = self._sequence(tokens, lengths, self.init_cache(tokens.shape[0], 0))
-        return self._final_norm(hidden)
+        cache = self.init_cache(tokens.shape[0], 0)
+        hidden, _, states = self._sequence(tokens, lengths, cache, inner)
+        return self._with_inner(self._final_norm(hidden), states)
 
     def init_cache(self, batch: int, max_length: int) -> Cache:
         """The cache before the first token, with capacity `max_length` in attention layers.
@@ -224,23 +228,25 @@ class HybridLM(Partitioned):
         """
         with jax.named_scope("prefill"):
             cache = self.init_cache(*tokens.shape) if cache is None else cache
-            hidden, cache = self._sequence(tokens, lengths, cache)
+            hidden, cache, _ = self._sequence(tokens, lengths, cache)
             rows = jnp.maximum(lengths - 1, 0)[:, None, None]
             last = jnp.take_along_axis(hidden, rows, axis=1)
             return self.logits(self._final_norm(last))[:, 0], cache
 
     def prefill_hidden(
-        self, tokens: Tokens, lengths: Lengths, cache: Cache
-    ) -> tuple[Float[Array, "B T M"], Cache]:
+        self, tokens: Tokens, lengths: Lengths, cache: Cache, inner: tuple[int, ...] = ()
+    ) -> tuple[Float[Array, "B T _"], Cache]:
         """As `prefill`, with hidden states of all positions instead of logits of the last.
+
+        `inner` adds states after inner layers, see `tree`.
 
         Returns:
             Hidden states after the final norm, in the model's dtype (unspecified on the padding),
             and the cache.
         """
         with jax.named_scope("prefill"):
-            hidden, cache = self._sequence(tokens, lengths, cache)
-            return self._final_norm(hidden), cache
+            hidden, cache, states = self._sequence(tokens, lengths, cache, inner)
+            return self._with_inner(self._final_norm(hidden), states), cache
 
     def tree_forward(
         self,
@@ -267,7 +273,8 @@ class HybridLM(Partitioned):
         *,
         replay: tuple[Pending, Path] | None = None,
         prefix_pending: Pending | None = None,
-    ) -> tuple[Float[Array, "B Q M"], Pending, Cache]:
+        inner: tuple[int, ...] = (),
+    ) -> tuple[Float[Array, "B Q _"], Pending, Cache]:
         """Runs the last Q nodes of a tree in one pass.
 
         STree, algorithm 1 (Wu, Qin, Wong and Soatto, 2025, arXiv:2505.14969).
@@ -280,6 +287,8 @@ class HybridLM(Partitioned):
                 first.
             prefix_pending: pending record of the first `N - Q` nodes, when a tree grows level by
                 level.
+            inner: numbers of layers, ascending. The residual stream after so many layers comes
+                behind the hidden states, in their last axis: `[B, Q, (1 + inner) M]` in all.
 
         Returns:
             Hidden states of the query nodes after the final norm, in the model's dtype, which
@@ -298,7 +307,7 @@ class HybridLM(Partitioned):
             }
             prefixes = (None,) * num_layers if prefix_pending is None else prefix_pending
             stream = self._stream(tokens, self._implementation)
-            pendings, caches = [], []
+            pendings, caches, states = [], [], []
             for i, (block, mixer) in enumerate(zip(self.blocks, self._mixers(), strict=True)):
                 with jax.named_scope(f"layer_{i}"):
                     output, pending, layer_cache = mixer.tree(
@@ -307,7 +316,10 @@ class HybridLM(Partitioned):
                     stream.write(block, output)
                     pendings.append(pending)
                     caches.append(layer_cache)
-            return self._final_norm(stream.hidden()), tuple(pendings), tuple(caches)
+                if i + 1 in inner:
+                    states.append(stream.hidden())
+            hidden = self._with_inner(self._final_norm(stream.hidden()), states)
+            return hidden, tuple(pendings), tuple(caches)
 
     def logits(self, hidden: Float[Array, "B T M"]) -> Float32[Array, "B T V"]:
         """Next-token logits of hidden states after the final norm, as `tree` returns them.
@@ -340,18 +352,25 @@ class HybridLM(Partitioned):
             for width in conv_widths(self.config)
         }
 
-    def _sequence(self, tokens: Array, lengths: Array, cache: Cache) -> tuple[Array, Cache]:
-        """The residual stream of a right-padded sequence, not normed, and the cache after it."""
+    def _sequence(
+        self, tokens: Array, lengths: Array, cache: Cache, inner: tuple[int, ...] = ()
+    ) -> tuple[Array, Cache, list[Array]]:
+        """The residual stream of a right-padded sequence, not normed, and the cache after it.
+
+        Then the stream after so many layers as `inner` says.
+        """
         valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
         # With 512 rows XLA's norm is one launch too, and its cost model counts 3 % fewer bytes.
         stream = self._stream(tokens, "xla")
-        caches = []
+        caches, states = [], []
         for i, (block, mixer) in enumerate(zip(self.blocks, self._mixers(), strict=True)):
             with jax.named_scope(f"layer_{i}"):
                 output, layer_cache = mixer(stream.read(block), cache[i], valid, lengths)
                 stream.write(block, output)
                 caches.append(layer_cache)
-        return stream.hidden(), tuple(caches)
+            if i + 1 in inner:
+                states.append(stream.hidden())
+        return stream.hidden(), tuple(caches), states
 
     def _stream(self, tokens: Array, implementation: str | None) -> ResidualStream:
         self._check_here()
@@ -386,6 +405,11 @@ class HybridLM(Partitioned):
             else:
                 mixers.append(block.mixer)
         return mixers
+
+    def _with_inner(self, hidden: Array, states: list[Array]) -> Array:
+        if not states:
+            return hidden
+        return jnp.concatenate([hidden, *(state.astype(self.dtype) for state in states)], axis=-1)
 
     def _final_norm(self, hidden: Array) -> Array:
         scale = self.final_norm_scale[...]

@@ -14,6 +14,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.numerics import best_of
 from stree_jax.config import ModelConfig
 from stree_jax.decoding.drafters import Drafter
+from stree_jax.decoding.drafters.base import inner_layers
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.sampling import position_noise
 from stree_jax.decoding.types import Context, Sampling, Step, Verdict
@@ -213,7 +214,8 @@ def _drafts(
         linked = context._replace(tokens=jnp.where(at_root, last, context.tokens))
         step = Step(linked, keys, noise, sampling)
         tree, state = drafter.propose(state, step, topology)
-        hidden = jnp.zeros((1, topology.num_nodes, config.d_model), dtype)  # the target's
+        width = (1 + len(inner_layers(drafter))) * config.d_model
+        hidden = jnp.zeros((1, topology.num_nodes, width), dtype)  # the target's
         state = drafter.commit(state, tree, verdict, hidden, topology)
         return state, tree.tokens[:, -1]
 

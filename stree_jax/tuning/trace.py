@@ -15,7 +15,7 @@ import numpy as np
 
 from stree_jax.array_types import Array, Bool, Float, Int, Key
 from stree_jax.decoding.drafters import Drafter, drawn_by
-from stree_jax.decoding.drafters.base import reads
+from stree_jax.decoding.drafters.base import inner_layers, reads
 from stree_jax.decoding.options import Plan
 from stree_jax.decoding.sampling import filtered_logits, position_noise
 from stree_jax.decoding.types import Context, Sampling, Step
@@ -223,7 +223,7 @@ def state_at(
 
 @jax.jit
 def _read(drafter: Any, target: HybridLM, state: Any, context: Context) -> Any:
-    hidden = target.hidden(context.tokens)
+    hidden = target.hidden(context.tokens, inner_layers(drafter))
     return drafter.read(state, context.tokens, hidden, context.length - 1)
 
 

@@ -17,14 +17,14 @@ from flax import nnx
 import stree_jax as st
 from pallas_kernels import AttentionLayout
 from stree_jax.convert.mtp import mtp_rules
-from stree_jax.decoding import slots
+from stree_jax.decoding import head_reader, slots
 from stree_jax.decoding.drafters.levels import MAX_UNROLLED
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.types import Context, Sampling, Step
-from stree_jax.extensions.mtp import model as module
-from stree_jax.extensions.mtp.training import mtp_loss, new_head
+from stree_jax.extensions.mtp.training import head_of, mtp_loss, new_head
 from stree_jax.models import flatten
-from stree_jax.testing import PROMPTS, apply, tiny_model
+from stree_jax.testing import PROMPTS, apply, random_model, tiny_model
+from stree_jax.training import Recipe, Training
 from stree_jax.tuning import dynamic_tau, replay_tau
 from tests.extensions.numpy_mtp import Head
 from tests.helpers import mtp_head_of
@@ -179,7 +179,7 @@ def rotated(monkeypatch):
 
 
 def no_cache(monkeypatch):
-    monkeypatch.setattr(module, "replay_kv", lambda cache, entries, path: cache)
+    monkeypatch.setattr(head_reader, "replay_kv", lambda cache, entries, path: cache)
 
 
 def not_normed(monkeypatch):
@@ -321,10 +321,8 @@ def test_dynamic_trees_of_a_head_replay_decoding():
 
 def test_what_is_refused():
     target, head, _ = parts("dense")
-    wide, more = (  # without weights
-        nnx.merge(*st.HybridLM.abstract(st.ModelConfig.tiny(**sizes)))
-        for sizes in (dict(d_model=32), dict(vocab_size=40))
-    )
+    wide = nnx.merge(*st.HybridLM.abstract(st.ModelConfig.tiny(d_model=32)))
+    more = random_model(st.ModelConfig.tiny(vocab_size=40))
     with pytest.raises(ValueError, match="the head has width 16 and dtype float32, and the target"):
         st.MtpDrafter(wide, head)
     with pytest.raises(ValueError, match="child_sampling must be 'auto' or one of"):
@@ -338,6 +336,31 @@ def test_what_is_refused():
         st.MtpConfig(16, st.AttentionConfig(4, 2, 8, rotary_dim=4), st.MlpConfig(8))
     with pytest.raises(ValueError, match="feed_forward of a head is an MlpConfig or a MoeConfig"):
         st.MtpConfig(16, st.AttentionConfig(4, 2, 8), st.Mamba2Config(4, 8, 8))
+
+
+HEADS = {"attention": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}}
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({}, r"\[model\] has steps, \[model.attention\], .*: got \[\]"),
+        (HEADS, r"got \['attention'\]"),
+        (HEADS | {"mlp": {"hidden_size": 8}, "moe": {}}, "got"),
+        (HEADS | {"mlp": {"hidden_size": 8}, "layers": 2}, "got"),
+        (HEADS | {"mlp": {"hidden_size": 8}, "steps": 0}, "steps must be an integer, from 1 to 16"),
+        (HEADS | {"mlp": {"width": 8}}, "width"),
+        (HEADS | {"mlp": 8}, "mapping"),
+        (
+            {"attention": {**HEADS["attention"], "rotary_dim": 4}, "mlp": {"hidden_size": 8}},
+            "rotat",
+        ),
+    ],
+)
+def test_recipes_that_are_refused(table, message):
+    recipe = Recipe(table, Training(1), ())
+    with pytest.raises(ValueError, match=message):
+        head_of(recipe, tiny_model())
 
 
 def test_embedding_and_output_head_are_not_copied():

@@ -529,6 +529,12 @@ def test_what_is_refused(tmp_path):
         st.Scheduler(model, rows=2, max_length=64)
     with pytest.raises(ValueError, match="tune is for models on one device"):
         st.tune(model, st.NgramDrafter(), PROMPTS)
+    head = st.MtpHead(
+        st.MtpConfig(model.config.d_model, st.AttentionConfig(2, 1, 8), st.MlpConfig(8)),
+        rngs=nnx.Rngs(0),
+    )
+    with pytest.raises(ValueError, match="MtpModel is for models on one device"):
+        st.MtpDrafter(model, head)
     with pytest.raises(ValueError, match="MedusaDrafter is for models on one device"):
         st.MedusaDrafter(model, st.MedusaHeads(model, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"num_heads = 8 does not fit model = 3.*1, 2, 4 or 8"):

@@ -48,6 +48,9 @@ class Drafter(Protocol):
                             chunk of a prompt but its last token, so that a drafter on the target's
                             states drafts in the first step. A row that has ended must keep its
                             state: texts are continued from it
+        inner_layers        an attribute, a tuple of numbers of layers, ascending: `hidden` of
+                            `read` and `commit` then has the residual stream after so many layers
+                            behind the last states, `[B, N, (1 + inner) M]`
         chooses_shape       an attribute: True if trees do not have the topology's shape; `tune`,
                             which chooses a topology, refuses such a drafter
         rank_trace(...)     for `tune`, if candidates depend on the depth of a node, see
@@ -155,6 +158,11 @@ def check_request(
 def reads(drafter: Drafter) -> bool:
     """Whether the drafter gets what the target prefills, see `Drafter`."""
     return callable(getattr(drafter, "read", None))
+
+
+def inner_layers(drafter: Drafter | None) -> tuple[int, ...]:
+    """The inner layers whose states the drafter gets, see `Drafter`."""
+    return getattr(drafter, "inner_layers", ())
 
 
 def root_token(context: Context) -> Int[Array, "B 1"]:

@@ -60,6 +60,11 @@ class RunsModel(nnx.Module):
             self.model.check_target(target)
 
     @property
+    def inner_layers(self) -> tuple[int, ...]:
+        """See `Drafter`: what its heads need."""
+        return getattr(self.model, "inner_layers", ())
+
+    @property
     def read(self) -> Callable[[ModelDraftState, Array, Array, Array], ModelDraftState] | None:
         """See `Drafter`: for heads on the target's states; None for a `HybridLM`."""
         if not isinstance(self.model, DraftModel):

@@ -1,6 +1,6 @@
 """`train_mtp`: from a recipe to a multi-token-prediction head with a model card."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,8 @@ def train_mtp(
     """
     tokenizer, target = open_target(target_path, output)
     fingerprint = recipe.fingerprint() | {"target": weights_digest(target), "kind": "mtp"}
+    config, steps = head_of(recipe, target)
     run = run_directory(output, fingerprint, head_config)
-    config, steps = _checked(recipe.model, target)
     text = run_text(recipe, tokenizer, target)
     head = new_head(config, target, jnp.asarray(text.held_out[0]), rngs=nnx.Rngs(recipe.seed))
 
@@ -121,22 +121,25 @@ def mtp_loss(head: MtpHead, target: HybridLM, tokens: Tokens, steps: int) -> Flo
     return total / weights
 
 
-def _checked(table: Mapping[str, Any], target: HybridLM) -> tuple[MtpConfig, int]:
-    """The head and the number of steps of a recipe's model table."""
-    unknown = sorted(set(table) - {*_LAYERS, "steps"})
+def head_of(recipe: Recipe, target: HybridLM) -> tuple[MtpConfig, int]:
+    """The head of a recipe's model table, and the number of steps that it is trained for.
+
+    Raises:
+        ValueError: a field is missing, unknown or invalid.
+    """
+    table, config = recipe.model, target.config
     kinds = [kind for kind in ("mlp", "moe") if kind in table]
-    if unknown or "attention" not in table or len(kinds) != 1:
-        raise ValueError(
-            "the recipe's [model] table is for steps, [model.attention] and either [model.mlp] or"
-            f" [model.moe], got {sorted(table)}"
-        )
-    steps = check_int("steps", table.get("steps", 4), 1, _MOST_STEPS)
     try:
+        if not {*table} <= {*_LAYERS, "steps"} or "attention" not in table or len(kinds) != 1:
+            raise ValueError(f"got {sorted(table)}")
+        steps = check_int("steps", table.get("steps", 4), 1, _MOST_STEPS)
         attention, feed_forward = (_LAYERS[kind](**table[kind]) for kind in ("attention", kinds[0]))
-    except TypeError as error:
-        raise ValueError(f"the recipe's [model] table is invalid: {error}") from error
-    config = target.config
-    return MtpConfig(config.d_model, attention, feed_forward, config.norm_eps), steps
+        return MtpConfig(config.d_model, attention, feed_forward, config.norm_eps), steps
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{recipe.source}, [model] has steps, [model.attention], and [model.mlp] or"
+            f" [model.moe]: {error}"
+        ) from error
 
 
 def _last_products(feed_forward: Any) -> list[Any]:

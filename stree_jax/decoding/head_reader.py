@@ -1,0 +1,197 @@
+"""The state of heads on the target's hidden states, such as multi-token-prediction heads.
+
+All that is kept between steps follows from the text: keys and values of the pairs (token, target's
+state before it), and the target's last state. What a head itself outputs feeds the nodes below,
+within a step, and is then forgotten. So drafts depend on the text alone, however it was cut into
+prompt, pieces, steps and forks.
+"""
+
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from pallas_kernels import KVCache, NodeKV, replay_kv
+from stree_jax.array_types import Array, Bool, Float, Float32, Int
+from stree_jax.decoding.reader import nodes_so_far, recorded
+from stree_jax.decoding.types import DraftTree, Verdict
+from stree_jax.models.cache import path_to
+from stree_jax.tree import Tree
+
+
+@runtime_checkable
+class Head(Protocol):
+    """What a `HeadReader` runs: one attention layer first, so that entries need nothing before."""
+
+    def states(self, hidden: Float[Array, "B T _"]) -> Float[Array, "B T M"]:
+        """What the head takes of the target's states."""
+        ...
+
+    def entries(
+        self,
+        tokens: Int[Array, "B N"],
+        above: Float[Array, "B N M"],
+        positions: Int[Array, "B N"],
+    ) -> NodeKV:
+        """Keys and values of pairs of a token and the state before it."""
+        ...
+
+    def outputs(
+        self,
+        tokens: Int[Array, "B Q"],
+        above: Float[Array, "B Q M"],
+        tree: Tree,
+        cache: KVCache,
+        prefix: NodeKV | None,
+    ) -> tuple[Float[Array, "B Q M"], Float[Array, "B Q M"], NodeKV]:
+        """Runs the last Q nodes of a tree behind the cache.
+
+        Returns:
+            What `logits` takes, what the nodes' children take as the state before them, and keys
+            and values of all nodes.
+        """
+        ...
+
+    def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
+        """Logits over the target's vocabulary, without padding."""
+        ...
+
+
+class HeadPending(NamedTuple):
+    """What a step keeps of the nodes that the head has run."""
+
+    kv: NodeKV
+    hidden: Float[Array, "B N M"]  # outputs of the head, inputs of the nodes' children
+
+
+class HeadReader(NamedTuple):
+    """The state of a head, a `NodeReader`.
+
+    After a text of n tokens the cache has n - 2 entries, of tokens 1 to n - 2 and the target's
+    states before them. The first token is in no entry, and the last is the root of the next tree,
+    whose own entry is made when it is read.
+    """
+
+    kv: KVCache
+    hidden: Float[Array, "B M"]  # the target's state before the root
+    known: Bool[Array, " B"]  # False for a text of one token, which has no such state
+    pending: HeadPending | None = None  # within a step
+
+    @classmethod
+    def open(cls, cache: KVCache, width: int, dtype: DTypeLike) -> "HeadReader":
+        """The state before the first token."""
+        batch = cache.length.shape[0]
+        return cls(cache, jnp.zeros((batch, width), dtype), jnp.zeros(batch, bool))
+
+    @property
+    def num_before(self) -> int:
+        """See `NodeReader`."""
+        return 0
+
+    @property
+    def ready(self) -> Bool[Array, " B"]:
+        """See `NodeReader`."""
+        return self.known
+
+    @property
+    def replays(self) -> bool:
+        """See `NodeReader`."""
+        return False
+
+    def read(
+        self,
+        model: Head,
+        tokens: Int[Array, "B Q"],
+        tree: Tree,
+        nodes: np.ndarray | Int[Array, " Q"],
+        num_logits: int | None = None,
+    ) -> tuple[Float32[Array, "B Z V"], "HeadReader"]:
+        """See `Reader.read`. The root is read alone."""
+        begins = isinstance(nodes, np.ndarray) and nodes[0] == 0
+        pending = None if begins else self.pending
+        if pending is None:
+            above, prefix = self.hidden[:, None], None
+        else:
+            parents = tree.parents[:, jnp.minimum(nodes, tree.parents.shape[1] - 1), None]
+            above, prefix = jnp.take_along_axis(pending.hidden, parents, axis=1), pending.kv
+        output, hidden, kv = model.outputs(
+            tokens, above, nodes_so_far(tree, nodes), self.kv, prefix
+        )
+        if pending is not None:
+            hidden = jnp.concatenate([pending.hidden, hidden], axis=1)
+        record = recorded(pending, HeadPending(kv, hidden), nodes)
+        num_logits = tokens.shape[1] if num_logits is None else num_logits
+        logits = model.logits(output[:, tokens.shape[1] - num_logits :])
+        return logits, self._replace(pending=record)
+
+    def rest(self) -> "HeadReader":
+        """See `NodeReader`: drafts of a step leave nothing behind."""
+        return self._replace(pending=None)
+
+    def close(
+        self,
+        tree: object,
+        place: object,
+        draft: DraftTree,
+        verdict: Verdict,
+        model: Head,
+        hidden: Float[Array, "B N _"],
+    ) -> "HeadReader":
+        """See `NodeReader`: appends the entries of the accepted path, with the target's states."""
+        hidden = model.states(hidden)
+        above = jnp.take_along_axis(hidden, jnp.maximum(draft.tree.parents, 0)[..., None], axis=1)
+        above = above.at[:, 0].set(self.hidden)
+        path = path_to(draft.tree, verdict.last).mask
+        return self._with(model, draft.tokens, above, path, hidden, verdict.last)
+
+    def absorb(
+        self,
+        model: Head,
+        tokens: Int[Array, "B T"],
+        hidden: Float[Array, "B T _"],
+        count: Int[Array, " B"],
+    ) -> "HeadReader":
+        """The state after the next `count` tokens of a text, which the target has read.
+
+        Args:
+            model: the head.
+            tokens: the tokens, then padding.
+            hidden: the target's states after them.
+            count: number of tokens of each row.
+        """
+        hidden = model.states(hidden)
+        above = jnp.concatenate([self.hidden[:, None], hidden[:, :-1]], axis=1)
+        read = jnp.arange(tokens.shape[1]) < count[:, None]
+        return self._with(model, tokens, above, read, hidden, count - 1)
+
+    def _with(
+        self,
+        model: Head,
+        tokens: Int[Array, "B N"],
+        above: Float[Array, "B N M"],
+        read: Bool[Array, "B N"],
+        hidden: Float[Array, "B N M"],
+        last: Int[Array, " B"],
+    ) -> "HeadReader":
+        """The state after the tokens that were read.
+
+        Args:
+            model: the head.
+            tokens: tokens in order, the first of them after those of the state.
+            above: the target's state before each.
+            read: which of them were read.
+            hidden: the target's state after each.
+            last: the last token that was read; -1: none was, and the row keeps its state.
+        """
+        first = jnp.arange(tokens.shape[1]) == 0
+        kept = read & (self.known[:, None] | ~first)
+        positions = self.kv.length[:, None] + jnp.cumsum(kept, axis=1, dtype=jnp.int32) - 1
+        entries = model.entries(tokens, above, positions)
+        runs, at = last >= 0, jnp.maximum(last, 0)[:, None, None]
+        new = jnp.take_along_axis(hidden, at, axis=1)[:, 0].astype(self.hidden.dtype)
+        return HeadReader(
+            kv=replay_kv(self.kv, entries, kept),
+            hidden=jnp.where(runs[:, None], new, self.hidden),
+            known=self.known | runs,
+        )

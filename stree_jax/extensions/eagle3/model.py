@@ -1,0 +1,113 @@
+"""An EAGLE-3 head as a draft model."""
+
+import jax.numpy as jnp
+from flax import nnx
+
+from pallas_kernels import KVCache, NodeKV
+from stree_jax import Context, HybridLM, Tree
+from stree_jax.array_types import Array, Float, Float32, Int
+from stree_jax.decoding import HeadReader
+from stree_jax.models import Eagle3Head, check_on_one_device, embedded_tokens
+
+
+class Eagle3Model(nnx.Module):
+    """A head with the embedding of its target: a draft model for drafters of trees.
+
+    Args:
+        target: the model that `generate` decodes with, on one device.
+        head: a head for that model.
+
+    Raises:
+        ValueError: a head of another width, vocabulary or dtype, or on layers that the target does
+            not have.
+    """
+
+    def __init__(self, target: HybridLM, head: Eagle3Head):
+        check_on_one_device(target, "Eagle3Model")
+        own, config = head.config, target.config
+        have = (own.d_model, own.vocab_size, head.dtype)
+        want = (config.d_model, config.vocab_size, target.dtype)
+        if have != want:
+            raise ValueError(
+                f"the head has width {have[0]}, {have[1]} tokens and dtype {have[2]}, and the"
+                f" target has {want[0]}, {want[1]} and {want[2]}; load it with"
+                " load_eagle3(path, target)"
+            )
+        self.head = head
+        self.embedding = target.embedding if head.embedding is None else None
+        self.config = config
+        self.check_target(target)
+
+    @property
+    def inner_layers(self) -> tuple[int, ...]:
+        """See `Drafter`."""
+        return self.head.config.inner_layers
+
+    def check_target(self, target: HybridLM) -> None:
+        """See `DraftModel`."""
+        check_on_one_device(target, "an EAGLE-3 head")
+        have, want = self.config.d_model, target.config.d_model
+        if have != want or self.config.vocab_size != target.config.vocab_size:
+            raise ValueError(
+                f"the head is of a model of width {have} with {self.config.vocab_size} tokens, and"
+                f" the target has {want} and {target.config.vocab_size}; make the drafter with the"
+                " target that generate gets"
+            )
+        if self.inner_layers[-1] > len(target.config.layers):
+            raise ValueError(
+                f"the head needs the state after {self.inner_layers[-1]} layers, and the target has"
+                f" {len(target.config.layers)}"
+            )
+
+    def open(self, context: Context, num_nodes: int, max_length: int) -> HeadReader:
+        """See `DraftModel`: no text is read yet; `hear` reads it."""
+        batch = context.length.shape[0]
+        return HeadReader.open(
+            self.head.init_cache(batch, max_length), self.config.d_model, self.head.dtype
+        )
+
+    def hear(
+        self,
+        reader: HeadReader,
+        tokens: Int[Array, "B T"],
+        hidden: Float[Array, "B T _"],
+        lengths: Int[Array, " B"],
+    ) -> HeadReader:
+        """See `DraftModel`."""
+        return reader.absorb(self, tokens, hidden, lengths)
+
+    def states(self, hidden: Float[Array, "B T _"]) -> Float[Array, "B T M"]:
+        """See `Head`: behind the target's last states are those of its inner layers."""
+        return self.head.states(hidden[..., self.config.d_model :])
+
+    def entries(
+        self,
+        tokens: Int[Array, "B N"],
+        above: Float[Array, "B N M"],
+        positions: Int[Array, "B N"],
+    ) -> NodeKV:
+        """See `Head`."""
+        return self.head.entries(self.embedded(tokens), above, positions)
+
+    def outputs(
+        self,
+        tokens: Int[Array, "B Q"],
+        above: Float[Array, "B Q M"],
+        tree: Tree,
+        cache: KVCache,
+        prefix: NodeKV | None,
+    ) -> tuple[Float[Array, "B Q M"], Float[Array, "B Q M"], NodeKV]:
+        """See `Head`."""
+        output, kv = self.head.tree(self.embedded(tokens), above, tree, cache, prefix)
+        return output, output, kv
+
+    def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
+        """Embeddings: the target's, or the head's own."""
+        if self.embedding is None:
+            assert self.head.embedding is not None
+            return jnp.take(self.head.embedding[...], tokens, axis=0)
+        return embedded_tokens(tokens, self.embedding[...], self.config.embedding_multiplier)
+
+    def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
+        """See `Head`."""
+        return self.head.logits(outputs)

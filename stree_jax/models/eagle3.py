@@ -1,0 +1,205 @@
+"""An EAGLE-3 head: one Llama layer on states of three inner layers of a model.
+
+EAGLE-3 (Li et al., 2025, arXiv:2503.01840), in the layout of the heads for Nemotron-3-Nano:
+
+    f_p = fc [s1_p ; s2_p ; s3_p]               s: the target's residual stream after three layers
+    x = attention([norm(embedding of t_{p+1}) ; norm(f_p)]) + f_p
+    g_p = x + mlp(norm(x));   logits = head(norm(g_p)), of t_{p+2}
+
+The head has an output head of its own, over some of the target's tokens; the others have
+probability 0. The next draft's input is (draft token, g_p): before the last norm, unlike the state
+of a multi-token-prediction head. Attention comes first, so an entry's keys and values depend on
+(t_{p+1}, f_p) and its position alone.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from pallas_kernels import KVCache, NodeKV
+from pallas_kernels.numerics import contract, rms_norm
+from stree_jax.array_types import Array, Float, Float32, Int
+from stree_jax.checks import require, require_integer, require_types
+from stree_jax.models.attention import AttentionCache, AttentionConfig, AttentionPending
+from stree_jax.models.layer import NoCache
+from stree_jax.models.layers import linear
+from stree_jax.models.mlp import MlpConfig
+from stree_jax.tree import Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Config:
+    """The config of a head.
+
+    Attributes:
+        d_model: width of the target and of the head.
+        vocab_size: tokens of the target.
+        draft_vocab_size: tokens that the head can draft.
+        inner_layers: the numbers of layers of the target after which its states are taken,
+            ascending.
+        attention: the attention layer, whose input is twice as wide (`input_multiple=2`).
+        mlp: the MLP after it.
+        norm_eps: epsilon of all norms.
+        norm_before_residual: whether the states are normed before they are added, too.
+        has_embedding: whether the head has an embedding of its own.
+    """
+
+    d_model: int
+    vocab_size: int
+    draft_vocab_size: int
+    inner_layers: tuple[int, ...]
+    attention: AttentionConfig
+    mlp: MlpConfig
+    norm_eps: float = 1e-5
+    norm_before_residual: bool = False
+    has_embedding: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "vocab_size", "draft_vocab_size"):
+            require_integer(self, name, 1)
+        require_types(type(self), vars(self))
+        require(
+            len(self.inner_layers) > 0
+            and list(self.inner_layers) == sorted({*self.inner_layers})
+            and self.inner_layers[0] >= 1,
+            f"inner_layers must be ascending numbers of layers from 1, got {self.inner_layers}",
+        )
+        require(
+            self.draft_vocab_size <= self.vocab_size,
+            f"draft_vocab_size = {self.draft_vocab_size} is above vocab_size = {self.vocab_size}",
+        )
+        attention = self.attention
+        require(
+            attention.input_multiple == 2
+            and attention.window is None
+            and not (attention.conv_width or attention.mlp_dim),
+            "attention of an EAGLE-3 head has input_multiple=2 and no window, convolution or"
+            f" branch, got {attention!r:.200}",
+        )
+
+
+class Eagle3Head(nnx.Module):
+    """A head with the weights of `Eagle3Config`.
+
+    Args:
+        config: sizes of the head.
+        dtype: dtype of weights and activations, the target's.
+        rngs: random streams for initialisation.
+        implementation: kernel implementation, see `pallas_kernels.dispatch`.
+    """
+
+    def __init__(
+        self,
+        config: Eagle3Config,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+        implementation: str | None = None,
+    ):
+        self.config = config
+        self.dtype = jnp.dtype(dtype)
+        width = config.d_model
+
+        def scale() -> nnx.Param:
+            return nnx.Param(jnp.ones(width, dtype))
+
+        def rows(count: int) -> nnx.Param:
+            return nnx.Param(0.02 * jax.random.normal(rngs.params(), (count, width), dtype))
+
+        self.fc = linear(
+            len(config.inner_layers) * width, width, bias=False, dtype=dtype, rngs=rngs
+        )
+        self.embedding = rows(config.vocab_size) if config.has_embedding else None
+        self.embedding_norm_scale = scale()
+        self.hidden_norm_scale = scale()
+        self.attention = config.attention.build(
+            width,
+            norm_eps=config.norm_eps,
+            dtype=dtype,
+            rngs=rngs,
+            out_scale=1.0,
+            implementation=implementation,
+        )
+        self.mlp_norm_scale = scale()
+        self.mlp = config.mlp.build(
+            width,
+            norm_eps=config.norm_eps,
+            dtype=dtype,
+            rngs=rngs,
+            out_scale=1.0,
+            implementation=implementation,
+        )
+        self.final_norm_scale = scale()
+        self.output_head = rows(config.draft_vocab_size)
+        # The target's token for each of the head's; float32 holds such integers exactly.
+        self.tokens = nnx.Param(jnp.arange(config.draft_vocab_size, dtype=jnp.float32))
+
+    def init_cache(self, batch: int, max_length: int) -> KVCache:
+        """The cache before the first entry."""
+        return self.config.attention.init_cache(batch, max_length, self.dtype).kv
+
+    def states(self, inner: Float[Array, "B T _"]) -> Float[Array, "B T M"]:
+        """What the head takes of the target's inner states, side by side."""
+        return self.fc(inner)
+
+    def entries(
+        self,
+        embedded: Float[Array, "B T M"],
+        states: Float[Array, "B T M"],
+        positions: Int[Array, "B T"],
+    ) -> NodeKV:
+        """Keys and values of the entries (token, state before it).
+
+        Args:
+            embedded: embeddings of the tokens.
+            states: `states` before them, or outputs of the head.
+            positions: number of entries before each.
+        """
+        with jax.named_scope("eagle3_entries"):
+            projected = self.attention.in_proj(self._joined(embedded, states)[0])
+            _, keys, values = self.config.attention.layout.split(projected, positions)
+            return NodeKV(keys, values)
+
+    def tree(
+        self,
+        embedded: Float[Array, "B Q M"],
+        states: Float[Array, "B Q M"],
+        tree: Tree,
+        cache: KVCache,
+        prefix: NodeKV | None = None,
+    ) -> tuple[Float[Array, "B Q M"], NodeKV]:
+        """Runs the last Q nodes of a tree, each an entry behind the cache; see `MtpHead.tree`.
+
+        Returns:
+            Outputs before the final norm, which children take, and keys and values of all nodes.
+        """
+        with jax.named_scope("eagle3_head"):
+            joined, residual = self._joined(embedded, states)
+            behind = None if prefix is None else AttentionPending(prefix, None)
+            y, pending, _ = self.attention.tree(
+                joined, tree, {}, AttentionCache(cache, None), behind
+            )
+            x = residual + y
+            y, _, _ = self.mlp.tree(self._norm(x, self.mlp_norm_scale), None, {}, NoCache())
+            return x + y, pending.kv
+
+    def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
+        """Logits over the target's tokens; minus infinity for those that the head has not."""
+        normed = self._norm(outputs, self.final_norm_scale)
+        own = contract("btm,vm->btv", normed, self.output_head[...])
+        shape = (*own.shape[:2], self.config.vocab_size)
+        places = self.tokens[...].astype(jnp.int32)
+        return jnp.full(shape, -jnp.inf).at[..., places].set(own)
+
+    def _joined(self, embedded: Array, states: Array) -> tuple[Array, Array]:
+        """The input of the attention, and the residual stream."""
+        normed = self._norm(states, self.hidden_norm_scale)
+        both = [self._norm(embedded, self.embedding_norm_scale), normed]
+        residual = normed if self.config.norm_before_residual else states
+        return jnp.concatenate(both, axis=-1).astype(self.dtype), residual
+
+    def _norm(self, x: Array, scale: nnx.Param) -> Array:
+        return rms_norm(x, scale[...], self.config.norm_eps)

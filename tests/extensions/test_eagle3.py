@@ -1,0 +1,186 @@
+"""EAGLE-3 heads: from files, against float64, and exact."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import stree_jax as st
+from stree_jax.decoding.options import plan
+from stree_jax.testing import PROMPTS, assert_lossless, tiny_model
+from tests.convert import checkpoints
+from tests.extensions.numpy_eagle3 import Head
+
+WIDTH, VOCAB, OWN = 16, 37, 20
+CONFIG = dict(
+    architectures=["LlamaForCausalLMEagle3"],
+    model_type="llama",
+    hidden_size=WIDTH,
+    intermediate_size=24,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-3,
+    rope_theta=50.0,
+    vocab_size=VOCAB,
+    draft_vocab_size=OWN,
+    hidden_act="silu",
+    tie_word_embeddings=False,
+    eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 4], "use_aux_hidden_state": True},
+)
+
+
+@functools.cache
+def tensors():
+    rng = np.random.default_rng(0)
+    shapes = {
+        "fc": (WIDTH, 3 * WIDTH),
+        "midlayer.input_layernorm": (WIDTH,),
+        "midlayer.hidden_norm": (WIDTH,),
+        "midlayer.self_attn.q_proj": (32, 2 * WIDTH),
+        "midlayer.self_attn.k_proj": (16, 2 * WIDTH),
+        "midlayer.self_attn.v_proj": (16, 2 * WIDTH),
+        "midlayer.self_attn.o_proj": (WIDTH, 32),
+        "midlayer.post_attention_layernorm": (WIDTH,),
+        "midlayer.mlp.gate_proj": (24, WIDTH),
+        "midlayer.mlp.up_proj": (24, WIDTH),
+        "midlayer.mlp.down_proj": (WIDTH, 24),
+        "norm": (WIDTH,),
+        "lm_head": (OWN, WIDTH),
+    }
+    made = {
+        f"{name}.weight": checkpoints.random_weight(name, shape, rng)
+        for name, shape in shapes.items()
+    }
+    chosen = np.sort(rng.choice(VOCAB, OWN, replace=False))
+    drafted = np.zeros(VOCAB, bool)
+    drafted[chosen] = True
+    return made | {"d2t": chosen - np.arange(OWN), "t2d": drafted}
+
+
+def saved(path, changes=(), own=()):
+    weights = tensors() | dict(own)
+    weights = {name: value for name, value in weights.items() if value is not None}
+    return checkpoints.write_safetensors(path, CONFIG | dict(changes), weights)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_model("nemotron_h hybrid")
+
+
+def exact(target, changes=(), embedding=None):
+    weights = tensors() | {"embedding": target.embedding[...] if embedding is None else embedding}
+    fields = CONFIG | dict(changes)
+    return Head(
+        weights,
+        num_heads=4,
+        num_kv_heads=2,
+        theta=50.0,
+        eps=1e-3,
+        norm_before_residual=fields.get("norm_before_residual", False),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="inner")
+def _inner(model, tokens, inner):
+    return model.hidden(tokens, inner)
+
+
+def inner_of(model, text):
+    padded = np.pad(np.asarray(text, np.int32), (0, 96 - len(text)))[None]
+    return np.asarray(_inner(model, padded, (1, 2, 4)))[0, : len(text), WIDTH:]
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["the target's embedding", "its own"])
+def test_drafts_come_from_the_head_in_float64(own, target, tmp_path):
+    """Over several steps, which include prompts, paths and rows that have ended."""
+    embedding = np.random.default_rng(1).normal(size=(VOCAB, WIDTH)).astype(np.float32)
+    changes = dict(norm_before_residual=True) if own else {}
+    path = saved(tmp_path / "head", changes, {"embed_tokens.weight": embedding} if own else {})
+    drafter = st.Eagle3Drafter(target, st.load_eagle3(path, target), child_sampling="iid")
+    oracle = exact(target, changes, embedding if own else None)
+    topology = st.TreeTopology.from_parents([-1, 0, 0, 1, 1, 3])
+    options = dict(temperature=0.7, key=jax.random.key(2), max_new_tokens=60)
+    request = plan(target, PROMPTS, drafter=drafter, topology=topology, **options)
+    state = request.decoder.start(target, drafter, request.context, request.keys)
+    for _ in range(3):
+        before = jax.tree.map(np.asarray, state.context)
+        state, draft, _ = request.decoder.step(
+            target, drafter, state, request.limits, request.sampling
+        )
+        draft = jax.tree.map(np.asarray, draft)
+        for row in range(len(PROMPTS)):
+            text = before.tokens[row, : before.length[row]].tolist()
+            assert draft.tree.valid[row, 1:].all() == (len(text) > 1)
+            if len(text) == 1:
+                continue
+            inner = inner_of(target, text)
+            for node, below in enumerate(topology.children):
+                if not below:
+                    continue
+                path = draft.tokens[row, np.flatnonzero(topology.ancestor_mask[node])[1:]]
+                logits = oracle.logits(text, inner, path)[-1] / 0.7
+                want = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+                got = draft.log_probs[row, draft.log_prob_row[node]]
+                np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+                there = np.isfinite(want)
+                np.testing.assert_allclose(got[there], want[there], atol=5e-4)
+
+
+def test_the_inner_states_are_the_stream_after_so_many_layers(target):
+    """The last one, normed, is what the output head takes."""
+    text = np.array([[5, 9, 2, 30]], np.int32)
+    layers = len(target.config.layers)
+    both = _inner(target, text, (2, layers))
+    last = both[..., 2 * WIDTH :]
+    normed = target._final_norm(last)
+    np.testing.assert_allclose(both[..., :WIDTH], normed, atol=1e-5)
+    assert np.abs(both[..., WIDTH : 2 * WIDTH] - last).max() > 0.1
+
+
+def test_text_and_cache_are_those_of_autoregressive_decoding(target, tmp_path):
+    head = st.load_eagle3(saved(tmp_path / "head"), target)
+    (greedy, sampled) = assert_lossless(
+        target,
+        st.Eagle3Drafter(target, head),
+        topology=st.TreeTopology.from_branching((3, 2)),
+        max_new_tokens=16,
+    )
+    assert greedy.stats.num_accepted + sampled.stats.num_accepted > 0
+    model = st.Eagle3Model(target, head)
+    assert_lossless(
+        target,
+        st.DynamicDrafter(model, expand=3),
+        topology=st.TreeTopology.budget(5, 2),
+        max_new_tokens=8,
+        temperatures=(0.0,),
+    )
+
+
+D2T = np.zeros(OWN, np.int64)
+REFUSED = [
+    (dict(architectures=["LlamaForCausalLM"]), {}, "not an EAGLE-3 head: its architectures are"),
+    (dict(norm_before_fc=True), {}, "norm_before_fc = true is not supported"),
+    (dict(attention_bias=True), {}, "biases in an EAGLE-3 head are not supported"),
+    (dict(num_hidden_layers=2), {}, "num_hidden_layers = 2, elsewhere 1"),
+    (dict(target_hidden_size=32), {}, "target_hidden_size = 32, elsewhere 16"),
+    (dict(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 9]}), {}, "the target's 4 layers"),
+    (dict(surprise=1), {}, "unknown fields .*surprise"),
+    (dict(vocab_size=40), {}, "d2t|t2d|of a model of width 16 with 40 tokens"),
+    ({}, {"fc.weight": None}, "fc.weight .* is missing"),
+    ({}, {"norm.bias": np.ones(4, np.float32)}, "norm.bias' .* is not expected"),
+    ({}, {"d2t": None}, "d2t is missing, and the head has 20 of the target's 37 tokens"),
+    ({}, {"d2t": D2T - 1}, "d2t maps tokens of the head twice, or outside the vocabulary"),
+    ({}, {"d2t": D2T}, "t2d and d2t contradict each other"),
+]
+
+
+@pytest.mark.parametrize(("changes", "own", "message"), REFUSED, ids=[m for *_, m in REFUSED])
+def test_what_is_refused(changes, own, message, target, tmp_path):
+    path = saved(tmp_path / "head", changes, own)
+    with pytest.raises(ValueError, match=message) as error:
+        st.load_eagle3(path, target)
+    assert "\n" not in str(error.value)
