@@ -140,7 +140,7 @@ METHODS = {
 
 PURE = ("groups", "mamba_in_llama", "repeated_first", "branch")
 ELSEWHERE = ("best of heads", "another family", "mtp head")
-RARE = ("paper B", "paper C", "paper E", "best tokens", "cascade of trees")
+RARE = ("paper B", "paper C", "paper E", "best tokens", "cascade of trees", "mtp head, dynamic")
 TABLE = [
     *(("plain", method, "zero") for method in METHODS if method not in ELSEWHERE + RARE),
     *(("plain", method, "mixed") for method in ("chain of 1", "paper A", "beam", "dynamic")),

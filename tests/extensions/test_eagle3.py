@@ -150,14 +150,14 @@ def test_text_and_cache_are_those_of_autoregressive_decoding(target, tmp_path):
         max_new_tokens=16,
     )
     assert greedy.stats.num_accepted + sampled.stats.num_accepted > 0
-    model = st.Eagle3Model(target, head)
-    assert_lossless(
-        target,
-        st.DynamicDrafter(model, expand=3),
-        topology=st.TreeTopology.budget(5, 2),
-        max_new_tokens=8,
-        temperatures=(0.0,),
-    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [st.BeamDrafter, st.DynamicDrafter])
+def test_trees_whose_shape_the_head_chooses(kind, target, tmp_path):
+    head = st.load_eagle3(saved(tmp_path / "head"), target)
+    drafter = kind(st.Eagle3Model(target, head))
+    assert_lossless(target, drafter, topology=st.TreeTopology.budget(5, 2), max_new_tokens=8)
 
 
 D2T = np.zeros(OWN, np.int64)

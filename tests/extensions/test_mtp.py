@@ -91,7 +91,11 @@ def log_softmax(logits):
 
 @pytest.mark.parametrize(
     ("kind", "topology"),
-    [("dense", TREE), ("latent", TREE), ("dense", DEEP)],
+    [
+        ("dense", TREE),
+        pytest.param("latent", TREE, marks=pytest.mark.slow),
+        ("dense", DEEP),
+    ],
     ids=["dense", "latent", "looped"],
 )
 def test_drafts_come_from_the_head_in_float64(kind, topology):
@@ -287,7 +291,7 @@ def test_the_next_chain_depends_on_the_text_alone(monkeypatch):
 # What tuning and training see.
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_ranks_by_depth_give_the_tau_of_every_tree(temperature):
     """Without decoding with the tree; texts end inside paths, too."""
     target, head, _ = parts("dense")
