@@ -32,6 +32,8 @@ FORBIDDEN = {
     "stree_jax.convert": {"torch", "transformers", "stree_jax.cli", "stree_jax.training"},
     "stree_jax.cli.main": {"torch", "transformers", "stree_jax.extensions", "stree_jax.training"},
     "stree_jax.extensions.medusa": {"stree_jax.training", "stree_jax.extensions.reasoning"},
+    "stree_jax.extensions.mtp": {"stree_jax.training", "stree_jax.extensions.reasoning"},
+    "stree_jax.extensions.eagle3": {"stree_jax.training", "stree_jax.extensions.mtp.training"},
 }
 
 

@@ -353,7 +353,7 @@ HEADS = {"attention": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}}
         (HEADS | {"mlp": {"hidden_size": 8}, "moe": {}}, "got"),
         (HEADS | {"mlp": {"hidden_size": 8}, "layers": 2}, "got"),
         (HEADS | {"mlp": {"hidden_size": 8}, "steps": 0}, "steps must be an integer, from 1 to 16"),
-        (HEADS | {"mlp": {"width": 8}}, "width"),
+        (HEADS | {"mlp": {"width": 8}}, "hidden_size|width"),
         (HEADS | {"mlp": 8}, "mapping"),
         (
             {"attention": {**HEADS["attention"], "rotary_dim": 4}, "mlp": {"hidden_size": 8}},
