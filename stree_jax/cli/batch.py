@@ -26,7 +26,8 @@ from stree_jax.cli.memory import free_memory, row_bytes
 from stree_jax.cli.options import DEFAULTS, wanted
 from stree_jax.cli.records import open_records
 from stree_jax.decoding.drafters.base import draft_models
-from stree_jax.decoding.options import MAX_TOKENS, buffer_size, plan
+from stree_jax.decoding.options import plan
+from stree_jax.decoding.prompts import MAX_TOKENS, buffer_size
 
 
 class _Line(NamedTuple):

@@ -156,10 +156,10 @@ def check_filters(filters: object) -> None:
     """Refuses what cannot be filters of a text.
 
     Raises:
-        ValueError: not a tuple of filters, or one that is no pytree of numbers.
+        ValueError: not a list of filters, or one that is no pytree of numbers.
     """
-    if not isinstance(filters, tuple):
-        raise ValueError(f"filters must be a tuple such as (st.TopK(8),), got {shown(filters)}")
+    if not isinstance(filters, list | tuple):
+        raise ValueError(f"filters must be a list such as [st.TopK(8)], got {shown(filters)}")
     for one in filters:
         if isinstance(one, type) or not callable(one):
             raise ValueError(
@@ -205,7 +205,8 @@ def filters_of(rows: Sequence[Filtering], *, may_differ: bool = False) -> tuple[
 def kind(filters: tuple[Filter, ...]) -> Any:
     """What filters of a batch must have in common: types, static fields and shapes."""
     leaves, structure = jax.tree.flatten(filters)
-    return structure, [np.shape(leaf) for leaf in leaves]
+    # jax 0.10.2 compares structures without the classes of dataclasses; their hashes have them.
+    return structure, hash(structure), [np.shape(leaf) for leaf in leaves]
 
 
 def _joined(filters: list[Any] | tuple[Any, ...]) -> Any:

@@ -13,16 +13,17 @@ from pallas_kernels import dispatch
 from stree_jax.array_types import Array, Int
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter
+from stree_jax.decoding.keys import typed_key
 from stree_jax.decoding.local_rows import rows_of_all
 from stree_jax.decoding.on_mesh import on_host, on_mesh
 from stree_jax.decoding.options import (
     OptionKeywords,
     Plan,
     checked_options,
-    checked_prompts,
     plan,
 )
 from stree_jax.decoding.prefixes import continued, joined, prefix_of, repeated, with_room
+from stree_jax.decoding.prompts import checked_prompts
 from stree_jax.decoding.results import Ended, Generation, error_of, generation_of
 from stree_jax.decoding.stop_tables import Held
 from stree_jax.decoding.stops import STOPPED
@@ -111,7 +112,13 @@ def generate(
                 "local_rows = True is for a model on a mesh: load it with from_pretrained(...,"
                 " mesh=make_mesh(...)); on one device all rows are this process's"
             )
-        prompts, key, own = rows_of_all(prompts, text.key, vocab_size)
+        if entries := text.entries():
+            raise ValueError(
+                f"{next(iter(entries))} has a value for each row; with local_rows = True only the"
+                " key may"
+            )
+        key = None if text.key is None else typed_key(text.key)
+        prompts, key, own = rows_of_all(prompts, key, vocab_size)
         text = dataclasses.replace(text, key=key)
     drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
     request = plan(model, prompts, text, **drafts, lossy=lossy)
@@ -169,7 +176,7 @@ def stream(
         with dispatch.on(model):
             state = _started(request, model, num_rows)
         start = on_host(request.context.length)
-        held = [Held(stopping) for stopping in request.stopping]
+        held = [Held(row.stopping) for row in request.rows]
         while not on_host(state.done).all():
             with dispatch.on(model):  # not around `yield`: it must not affect the caller
                 state, _, _ = request.decoder.step(

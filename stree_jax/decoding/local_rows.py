@@ -8,7 +8,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from stree_jax.array_types import Array
-from stree_jax.decoding.options import checked_prompts, typed_key
+from stree_jax.decoding.keys import typed_key
+from stree_jax.decoding.prompts import checked_prompts
 
 
 def rows_of_all(

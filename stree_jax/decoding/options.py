@@ -2,11 +2,10 @@
 
 import dataclasses
 import numbers
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict, Unpack
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
@@ -20,12 +19,14 @@ from stree_jax.decoding.filters import (
     check_min_p,
     check_top_k,
     check_top_p,
-    filters_of,
 )
+from stree_jax.decoding.keys import row_keys, typed_key
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.on_mesh import check_mesh_of
-from stree_jax.decoding.processor_rows import Ruling, check_processors, processors_of
-from stree_jax.decoding.stop_tables import Stopping, listed_stops, stopping_of, stops_of
+from stree_jax.decoding.processor_rows import Ruling, check_processors
+from stree_jax.decoding.prompts import buffer_size, check_length, checked_prompts
+from stree_jax.decoding.rows import Row, check_together, limits_of, sampling_of
+from stree_jax.decoding.stop_tables import listed_stops, stopping_of
 from stree_jax.decoding.types import Context, Limits, Sampling
 from stree_jax.decoding.verifiers import (
     LOSSY_VERIFIERS,
@@ -37,10 +38,7 @@ from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.tree import TreeTopology
 
-# Buffer sizes are rounded up to a few values, so that nearby requests share compiled programs.
-_SMALLEST_BUFFER = 64
 _FEWEST_EOS_TOKENS = 4
-MAX_TOKENS = 2**24  # most tokens of a row, prompt and output: far beyond any model's context
 
 
 class Plan(NamedTuple):
@@ -52,23 +50,53 @@ class Plan(NamedTuple):
     keys: Array
     limits: Limits
     sampling: Sampling
-    stopping: list[Stopping]
+    rows: list[Row]
+
+
+PerRow: TypeAlias = Any  # a sequence with a value for each row
+
+
+def _has_lists(values: Sequence[Any]) -> bool:
+    return any(each is None or isinstance(each, list | tuple) for each in values)
+
+
+def _has_lists_of_stops(values: Sequence[Any]) -> bool:
+    """Lists of stops: not texts, and not stops that are lists of tokens."""
+    return all(
+        each is None or (isinstance(each, list | tuple) and not _starts_with_token(each))
+        for each in values
+    ) and bool(values)
+
+
+def _starts_with_token(stop: Sequence[Any]) -> bool:
+    return bool(stop) and isinstance(stop[0], int | np.integer)
+
+
+# Options that may have a value for each row, and which lists are that.
+_PER_ROW: dict[str, Callable[[Sequence[Any]], bool]] = {
+    **dict.fromkeys(
+        ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p"),
+        lambda values: True,
+    ),
+    **dict.fromkeys(("filters", "processors", "eos_token"), _has_lists),
+    "stop": _has_lists_of_stops,
+}
 
 
 class OptionKeywords(TypedDict, total=False):
     """The fields of `Options`, as keywords of `generate`, `stream` and `plan`."""
 
-    max_new_tokens: int
-    min_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    filters: tuple[Filter, ...]
-    processors: Sequence[Any]
-    eos_token: int | Sequence[int] | None
+    max_new_tokens: int | PerRow
+    min_new_tokens: int | PerRow
+    temperature: float | PerRow
+    top_k: int | PerRow
+    top_p: float | PerRow
+    min_p: float | PerRow
+    filters: Sequence[Filter] | PerRow
+    processors: Sequence[Any] | PerRow
+    eos_token: int | Sequence[int] | PerRow | None
     max_length: int | None
-    key: jax.Array | None
+    key: jax.Array | int | PerRow | None
     log_probs: bool | str
     top_log_probs: int
     stop: str | Sequence[Any]
@@ -80,6 +108,11 @@ class Options:
     """How a text is continued: `generate(model, prompts, **options)`, `Request(prompt, **options)`.
 
     Values are checked when it is made, but for what depends on the model and the prompts.
+
+    All but `max_length`, `log_probs`, `top_log_probs` and `tokenizer` may be one value, or a list
+    with one for each row: `temperature=[0.0, 0.7]`, `filters=[[st.MinP(0.1)], []]`,
+    `eos_token=[[1, 2], None]`, `stop=[["."], []]`, `key=[3, 4]`. Rows at temperature 0 and above it
+    share a program if the verifier follows the target, as the default does. A `Request` is one row.
 
     Attributes:
         max_new_tokens: most tokens to add to each row.
@@ -97,8 +130,8 @@ class Options:
             model's config; (): none.
         max_length: most tokens of a row, prompt and output; longer requests are refused. None: the
             context length of the model (`ModelConfig.max_length`), if its config has one.
-        key: random key, required above temperature 0. A single key is folded with the index of each
-            row; an array of keys `[B]` is the rows' own.
+        key: random key or seed, required above temperature 0. A single one is folded with the index
+            of each row; an array of keys `[B]`, or a list of seeds, is the rows' own.
         log_probs: True: the result has the log-probability of each new token under the target's own
             distribution, at temperature 1 and without filters. "sampled": after temperature and
             filters, where temperature 0 counts as 1.
@@ -113,31 +146,50 @@ class Options:
         ValueError: a bad value.
     """
 
-    max_new_tokens: int = 64
-    min_new_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    filters: tuple[Filter, ...] = ()
-    processors: Sequence[Any] = ()
-    eos_token: int | Sequence[int] | None = None
+    max_new_tokens: int | PerRow = 64
+    min_new_tokens: int | PerRow = 0
+    temperature: float | PerRow = 0.0
+    top_k: int | PerRow = 0
+    top_p: float | PerRow = 1.0
+    min_p: float | PerRow = 0.0
+    filters: Sequence[Filter] | PerRow = ()
+    processors: Sequence[Any] | PerRow = ()
+    eos_token: int | Sequence[int] | PerRow | None = None
     max_length: int | None = None
-    key: jax.Array | None = None
+    key: jax.Array | int | PerRow | None = None
     log_probs: bool | str = False
     top_log_probs: int = 0
     stop: str | Sequence[Any] = ()
     tokenizer: Any = None
 
     def __post_init__(self) -> None:
+        temperatures = [self.temperature]
+        if entries := self.entries():
+            name, values = next(iter(entries.items()))
+            if not values:
+                raise ValueError(f"{name} is empty; give one value, or one for each row")
+            temperatures = [row.temperature for row in self.rows(len(values))]  # checks each
+        else:
+            self._check_row()
+        if self.key is None:
+            return
+        how = jax.random.key_impl(typed_key(self.key))
+        if any(heat > 0 for heat in temperatures) and "rbg" in str(how):
+            raise ValueError(
+                "keys of implementation 'rbg' draw other numbers in another batch; use"
+                " jax.random.key(0, impl='threefry2x32')"
+            )
+
+    def _check_row(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, 1)
         check_top_k(self.top_k)
         check_top_p(self.top_p)
         check_min_p(self.min_p)
         check_int("min_new_tokens", self.min_new_tokens, 0)
         largest = float(np.finfo(np.float32).max)
-        heat = self.temperature
-        if not (isinstance(heat, numbers.Real) and 0 <= heat <= largest):
+        heat: Any = self.temperature
+        is_number = isinstance(heat, numbers.Real)
+        if not (is_number and 0 <= heat <= largest):
             raise ValueError(f"temperature must be a number from 0 on, got {shown(heat)}")
         if 0 < heat < np.finfo(np.float32).tiny:
             raise ValueError(f"temperature = {shown(heat)} is 0 in float32; use 0")
@@ -153,14 +205,41 @@ class Options:
             )
         check_int("top_log_probs", self.top_log_probs, 0)
         listed_stops(self.stop)
-        if self.key is None:
-            return
-        how = jax.random.key_impl(typed_key(self.key))
-        if heat > 0 and "rbg" in str(how):
-            raise ValueError(
-                "keys of implementation 'rbg' draw other numbers in another batch; use"
-                " jax.random.key(0, impl='threefry2x32')"
+
+    def entries(self) -> dict[str, list[Any]]:
+        """The options that have a value for each row; a key is not among them."""
+        found = {}
+        for name, is_list in _PER_ROW.items():
+            value = getattr(self, name)
+            if isinstance(value, np.ndarray | jax.Array) and value.ndim:
+                value = np.asarray(value).tolist()
+            if isinstance(value, list | tuple) and is_list(value):
+                found[name] = [*value]
+        return found
+
+    def rows(self, batch: int) -> list["Options"]:
+        """The options of each row, without key.
+
+        Raises:
+            ValueError: a bad value of a row, or a list of values for another number of rows.
+        """
+        entries = self.entries()
+        for name, values in entries.items():
+            if len(values) != batch:
+                raise ValueError(
+                    f"{name} has {len(values)} entries for {batch} rows; give one value, or one for"
+                    " each row"
+                )
+        rows = [
+            dataclasses.replace(
+                self, key=None, **{name: values[i] for name, values in entries.items()}
             )
+            for i in range(batch)
+        ]
+        for row in rows:
+            if entries and row.entries():  # lists in lists
+                row._check_row()
+        return rows
 
     @property
     def num_best(self) -> int | None:
@@ -221,22 +300,13 @@ def plan(
     _check_not_traced(prompts, *(prompts if isinstance(prompts, Sequence) else ()))
     context = checked_prompts(prompts, vocab_size)
     _check_not_traced(context.length, text.key, model.embedding[...])
-    eos_token, key, temperature = text.eos_token, text.key, text.temperature
-    if eos_token is None:
-        eos_token = () if model.config.eos_token is None else model.config.eos_token
-    eos_tokens = _listed_eos_tokens(eos_token, vocab_size)
-    check_int("top_log_probs", text.top_log_probs, 0, vocab_size)
-    check_processors(text.processors, vocab_size)
-    stopping = stopping_of(text.stop, text.tokenizer, vocab_size)
-    stops = None
-    if stopping:
-        machine = stopping.machine(vocab_size)
-        stops = stops_of((machine,) * len(prompts), (text.min_new_tokens,) * len(prompts))
-    _check_length(context, text.max_new_tokens, text.max_length, model.config.max_length)
-    temperature_is_zero = temperature == 0
-    if key is None and not temperature_is_zero:
+    rows = _rows_of(text, model, len(prompts))
+    most = [row.max_new_tokens for row in rows]
+    check_length(context, most, text.max_length, model.config.max_length)
+    temperature_is_zero = all(row.is_greedy for row in rows)
+    if text.key is None and not temperature_is_zero:
         raise ValueError("temperature > 0 needs a random key: pass key=jax.random.key(0)")
-    keys = _row_keys(jax.random.key(0) if key is None else key, len(prompts))
+    keys = row_keys(jax.random.key(0) if text.key is None else text.key, len(prompts))
     _check_drafter(drafter)
     check_mesh_of(model, drafter)
     topology = _checked_topology(topology, drafter, vocab_size)
@@ -253,67 +323,71 @@ def plan(
             f"verifier {chosen.name!r} is lossy: its output does not have the target's"
             " distribution; pass lossy=True if you want that, or leave verifier out"
         )
-    batch, ends = len(prompts), _padded_eos_tokens(eos_tokens)
-    longest = int(np.asarray(context.length).max()) + text.max_new_tokens
+    may_differ = len({*map(id, rows)}) > 1
+    if may_differ:
+        # The first row of each sort stands for all of them.
+        sorts = (
+            lambda row: row.filtering.filters,
+            lambda row: row.ruling.processors,
+            lambda row: row.is_greedy,
+            lambda row: not row.is_greedy,
+        )
+        others = [next(filter(sort, rows)) for sort in sorts if any(map(sort, rows))]
+        for row in rows:
+            check_together(row, others, chosen, "other rows", "decode these apart")
+    longest = max(np.asarray(context.length) + np.array(most))
+    has_stops = any(row.stopping for row in rows)
     decoder = SpeculativeDecoder(
         topology=topology,
         verifier=chosen,
-        max_length=buffer_size(longest),
+        max_length=buffer_size(int(longest)),
         # On a GPU a termination check on the host takes long compared with a step.
         steps_per_sync=1 if dispatch.device_obstacle(dispatch.device_of(model)) else 2,
         num_best=text.num_best,
-        has_stops=stops is not None,
+        has_stops=has_stops,
     )
-
-    def per_row(value: object, dtype: type) -> Array:
-        return jnp.asarray(np.full(batch, value, dtype))
-
     return Plan(
         decoder,
         drafter if topology.num_nodes > 1 else None,  # a root alone is autoregressive decoding
         context,
         keys,
-        Limits(
-            per_row(text.max_new_tokens, np.int32), jnp.asarray(np.tile(ends, (batch, 1))), stops
-        ),
-        Sampling(
-            per_row(temperature, np.float32),
-            () if temperature_is_zero else filters_of([filtering(text)] * batch),
-            processors_of([ruling(text, ends)] * batch),
-            temperature_is_zero=temperature_is_zero,
-            record_sampled=per_row(True, bool) if text.log_probs == "sampled" else None,
-        ),
-        [stopping] * batch,
+        limits_of(rows, vocab_size, (1, 1) if has_stops else None),
+        sampling_of(rows, greedy=temperature_is_zero, may_differ=may_differ),
+        rows,
     )
 
 
-def filtering(options: Options | None) -> Filtering:
-    """A row of `filters_of`; of no options: nothing is filtered."""
-    if options is None:
-        return Filtering()
-    return Filtering(options.top_k, options.top_p, options.min_p, options.filters)
+def _rows_of(options: Options, model: HybridLM, batch: int) -> list[Row]:
+    """The settings of each row, checked for the model; one object for all rows that are equal."""
+    vocab_size, ends = model.config.vocab_size, model.config.eos_token
+    check_int("top_log_probs", options.top_log_probs, 0, vocab_size)
 
+    def row_of(own: Options) -> Row:
+        eos_token = own.eos_token
+        if eos_token is None:
+            eos_token = () if ends is None else ends
+        end_tokens = _padded_eos_tokens(_listed_eos_tokens(eos_token, vocab_size))
+        processors = tuple(own.processors)
+        check_processors(processors, vocab_size)
+        return Row(
+            int(own.max_new_tokens),
+            end_tokens,
+            stopping_of(own.stop, own.tokenizer, vocab_size),
+            float(own.temperature),
+            Filtering(own.top_k, own.top_p, own.min_p, tuple(own.filters)),
+            Ruling(processors, own.min_new_tokens, end_tokens),
+            own.log_probs == "sampled",
+        )
 
-def ruling(options: Options, end_tokens: Any) -> Ruling:
-    """A row of `processors_of`."""
-    return Ruling(tuple(options.processors), options.min_new_tokens, end_tokens)
+    if not options.entries():
+        return [row_of(options)] * batch
+    return [row_of(own) for own in options.rows(batch)]
 
 
 def is_lossless(verifier: str | Verifier | None) -> bool:
     """Whether a verifier (or its name) keeps the target's tokens or their distribution."""
     rule = LOSSY_VERIFIERS.get(verifier) if isinstance(verifier, str) else verifier
     return getattr(rule, "lossless", True)
-
-
-def buffer_size(needed: int, smallest: int = _SMALLEST_BUFFER) -> int:
-    """Rounds up a buffer size: powers of two from `smallest` on, and 1.5 times these.
-
-    Worked example, `smallest = 64`: 64, 96, 128, 192, 256, 384, 512, 768, ...
-    """
-    size = smallest
-    while size < needed:
-        size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
-    return size
 
 
 def _listed_eos_tokens(eos_token: int | Sequence[int], vocab_size: int | None) -> list[int]:
@@ -347,49 +421,6 @@ def _check_drafter(drafter: Drafter | None) -> None:
                 f"drafter must be a pytree of arrays, and has a leaf {shown(leaf)}; derive its"
                 " class from flax.nnx.Module, or register it with jax.tree_util"
             )
-
-
-def checked_prompts(
-    prompts: Sequence[Sequence[int]],
-    vocab_size: int,
-    name: str = "prompts",
-    *,
-    may_be_empty: bool = False,
-) -> Context:
-    """Right-padded prompts in a buffer of rounded size; `name` is what messages call them."""
-    if not isinstance(prompts, Sequence | np.ndarray | jax.Array):
-        raise ValueError(
-            f"{name} must be a list with a list of token ids for each row, got {shown(prompts)}"
-        )
-    if len(prompts) == 0:
-        raise ValueError(f"{name} is empty; pass a list with at least one list of token ids")
-    rows = []
-    for i, prompt in enumerate(prompts):
-        try:
-            row = np.asarray(prompt)
-        except ValueError:  # lists of different lengths inside
-            row = np.empty((0, 0))
-        if isinstance(prompt, str) or row.ndim != 1:
-            raise ValueError(
-                f"{name}[{i}] is not a list of token ids: {name} is a list of lists, one a row"
-            )
-        if row.size == 0 and may_be_empty:
-            row = row.astype(np.int32)
-        elif row.size == 0:
-            raise ValueError(f"{name}[{i}] is empty; it needs at least one token")
-        if not np.issubdtype(row.dtype, np.integer):
-            raise ValueError(f"{name}[{i}] has {row.dtype} values; token ids are integers")
-        outside = row[(row < 0) | (row >= vocab_size)]
-        if outside.size:
-            raise ValueError(
-                f"{name}[{i}] has token id {outside[0]}, outside the vocabulary of {vocab_size}"
-            )
-        rows.append(row)
-    longest = max(map(len, rows))
-    tokens = np.zeros((len(rows), buffer_size(longest)), np.int32)
-    for buffer, row in zip(tokens, rows, strict=True):
-        buffer[: len(row)] = row
-    return Context(jnp.asarray(tokens), jnp.asarray([len(row) for row in rows], jnp.int32))
 
 
 def _checked_topology(
@@ -440,54 +471,3 @@ def _checked_verifier(
         ) from None
     verifier.check(drawn, topology, temperature_is_zero=temperature_is_zero)
     return verifier
-
-
-def _check_length(
-    context: Context, max_new_tokens: int, max_length: int | None, made_for: int | None
-) -> None:
-    """Refuses requests that are longer than the model's context, instead of cutting them."""
-    limit = made_for if max_length is None else max_length
-    lengths = np.asarray(context.length)
-    row = int(lengths.argmax())
-    total = int(lengths[row]) + max_new_tokens
-    way_out = "" if max_length is not None else "; max_length = ... goes beyond it"
-    if limit is None or limit > MAX_TOKENS:
-        limit, way_out = MAX_TOKENS, ""
-    if total > limit:
-        raise ValueError(
-            f"prompts[{row}] has {lengths[row]} tokens and max_new_tokens ="
-            f" {shown(max_new_tokens)}: in all {shown(total)}, and the limit is {limit}{way_out}"
-        )
-
-
-def typed_key(key: Array) -> Array:
-    """A typed key or array of keys, from typed keys or raw key data.
-
-    Raises:
-        ValueError: not a key.
-    """
-    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        return key
-    try:
-        return jax.random.wrap_key_data(jnp.asarray(key))
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(
-            f"key must be a random key such as jax.random.key(0), got {shown(key)}"
-        ) from None
-
-
-def _row_keys(key: Array, batch: int) -> Array:
-    """A key per row: `key` with the row's index folded in, or the keys that were given.
-
-    Raises:
-        ValueError: not a key, or a wrong number of keys.
-    """
-    key = typed_key(key)
-    if key.shape == (batch,):
-        return key
-    if key.ndim:
-        raise ValueError(
-            f"key must be a single random key or one for each of {batch} rows, got an array of"
-            f" shape {key.shape}"
-        )
-    return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(batch))

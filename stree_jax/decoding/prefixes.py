@@ -14,8 +14,9 @@ from stree_jax.array_types import Array, Int
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.drafters.base import reads
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.options import MAX_TOKENS, Plan, buffer_size
+from stree_jax.decoding.options import Plan
 from stree_jax.decoding.prefill import prefill, prefill_with_drafter
+from stree_jax.decoding.prompts import MAX_TOKENS, buffer_size
 from stree_jax.decoding.types import Context, DecodeState, Prefix
 from stree_jax.models.cache import Cache
 from stree_jax.models.lm import HybridLM

@@ -114,7 +114,8 @@ def kind(processors: Sequence[LogitsProcessor]) -> Any:
     """What the processors of two rows of a batch must have in common."""
     leaves, structure = jax.tree.flatten(tuple(processors))
     parts = zip(leaves, _is_shared(tuple(processors)), strict=True)
-    return structure, [id(leaf) if shared else np.shape(leaf) for leaf, shared in parts]
+    shapes = [id(leaf) if shared else np.shape(leaf) for leaf, shared in parts]
+    return structure, hash(structure), shapes  # as in `filters.kind`
 
 
 def joined(rows: Sequence[LogitsProcessor]) -> Any:

@@ -165,12 +165,13 @@ def generation_of(
     cache: Cache | None = None,
     prefix: Prefix | None = None,
 ) -> Generation:
-    """The result of a request's own rows, padded to `options.max_new_tokens`."""
-    rows = [ended.new(row, stopping) for row, stopping in enumerate(request.stopping[own])]
+    """The result of a request's own rows, padded to the largest `max_new_tokens` of all rows."""
+    rows = [ended.new(i, row.stopping) for i, row in enumerate(request.rows[own])]
+    width = max(row.max_new_tokens for row in request.rows)
 
     def padded(buffer: Any, parts: list[Any], fill: Any) -> np.ndarray:
         """The rows' parts of a buffer, with its dtype."""
-        size = len(parts), options.max_new_tokens, *buffer.shape[2:]
+        size = len(parts), width, *buffer.shape[2:]
         whole = np.full(size, fill, buffer.dtype)
         for place, part in zip(whole, parts, strict=True):
             place[: len(part)] = part

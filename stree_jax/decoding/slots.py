@@ -30,10 +30,10 @@ from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.drafters.base import reads
 from stree_jax.decoding.filters import per_row
 from stree_jax.decoding.loop import SpeculativeDecoder, owned
-from stree_jax.decoding.options import buffer_size
 from stree_jax.decoding.prefill import prefill, prefill_with_drafter
 from stree_jax.decoding.prefixes import repeated, same_rows
 from stree_jax.decoding.processors import first_states
+from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.types import Context, DecodeState, Prefix, Sampling
 from stree_jax.models.lm import HybridLM, check_on_one_device
 

@@ -8,30 +8,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
 from stree_jax.checks import check_int
 from stree_jax.decoding import slots
 from stree_jax.decoding.drafters import Drafter
-from stree_jax.decoding.filters import filters_of, kind
+from stree_jax.decoding.keys import typed_key
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.options import (
-    MAX_TOKENS,
-    Plan,
-    buffer_size,
-    checked_prompts,
-    filtering,
-    is_lossless,
-    plan,
-    ruling,
-)
-from stree_jax.decoding.processor_rows import Ruling, processors_of
-from stree_jax.decoding.processor_rows import kind as kind_of_processors
+from stree_jax.decoding.options import Plan, is_lossless, plan
+from stree_jax.decoding.prompts import MAX_TOKENS, buffer_size, checked_prompts
 from stree_jax.decoding.results import Ended, failure, statistics_of
-from stree_jax.decoding.stop_tables import Machine, Stopping, stops_of
-from stree_jax.decoding.types import Limits, Prefix, Sampling
+from stree_jax.decoding.rows import Row, check_together, limits_of, sampling_of
+from stree_jax.decoding.types import Limits, Prefix
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_on_one_device
@@ -147,13 +136,7 @@ class Scheduler:
             tokens, length = request.after.context
             text = [*np.asarray(tokens)[0, : int(length[0])].tolist(), *request.prompt]
         checked = self._plan_of(text, request)
-        job = Job(
-            self._num_submitted,
-            request,
-            checked,
-            np.asarray(checked.limits.eos_tokens)[0],
-            time.perf_counter(),
-        )
+        job = Job(self._num_submitted, request, checked, time.perf_counter())
         self._check_can_share_batch(job, checked.decoder.verifier)
         self._queue.append(job)
         self._num_submitted += 1
@@ -231,33 +214,11 @@ class Scheduler:
     def _check_can_share_batch(self, job: Job, verifier: Verifier) -> None:
         """Refuses to mix filters of other kinds, and temperature 0 and others where it cannot."""
         others = [*self._queue, *(tenant for tenant in self._tenants if tenant)]
-        own, rules = job.request.filters, tuple(job.request.processors)
-        for other in others:
-            theirs = tuple(other.request.processors)
-            if rules and theirs and kind_of_processors(rules) != kind_of_processors(theirs):
-                raise ValueError(
-                    f"processors = {shown(rules)}: requests that wait or run have {shown(theirs)},"
-                    " and one program decodes all; give processors of the same classes, sizes,"
-                    " static fields and shared arrays (the same objects) in one order, or none, or"
-                    " use another scheduler for these requests"
-                )
-            if own and other.request.filters and kind(own) != kind(other.request.filters):
-                raise ValueError(
-                    f"filters = {shown(own)}: requests that wait or run have"
-                    f" {shown(other.request.filters)}, and one program decodes all; give filters of"
-                    " the same classes and static fields in one order, or none, or use another"
-                    " scheduler for these requests"
-                )
-        if all(other.is_greedy == job.is_greedy for other in others):
-            return
         sampled = self._plans[False]
         rule = sampled.decoder.verifier if sampled else verifier
-        if not getattr(rule, "follows_target", False):
-            raise ValueError(
-                f"temperature = {job.request.temperature}: verifier {rule.name!r} cannot decode"
-                " requests at temperature 0 and above it together; use 'target_only', or another"
-                " scheduler for these requests"
-            )
+        apart = "use another scheduler for these requests"
+        rows = [other.row for other in others]
+        check_together(job.row, rows, rule, "requests that wait or run", apart)
 
     def _fill(self) -> None:
         """Gives free rows to the requests that have waited longest."""
@@ -267,7 +228,7 @@ class Scheduler:
             job = self._queue.popleft()
             job.began = time.perf_counter()
             self._extend(job)
-            decoder, drafter = self._program(job.is_greedy)
+            decoder, drafter = self._program(job.row.is_greedy)
             with dispatch.on(self._model):
                 if self._state is None:
                     self._state = slots.empty(decoder, self._model, drafter, len(self._tenants))
@@ -292,24 +253,21 @@ class Scheduler:
         if num_best is not None and num_best > (-1 if self._num_best is None else self._num_best):
             size = buffer_size(num_best, _FEWEST_BEST) if num_best else 0
             self._num_best = min(size, self._model.config.vocab_size)
-        if job.stopping:
+        if stopping := job.row.stopping:
             self._has_stops = True
-            sizes = self._machine(job).sizes
+            sizes = stopping.machine(self._model.config.vocab_size).sizes
             self._stop_sizes = (
                 max(self._stop_sizes[0], sizes[0]),
                 max(self._stop_sizes[1], sizes[1]),
             )
 
-    def _machine(self, job: Job | None) -> Machine:
-        stopping = Stopping() if job is None else job.stopping
-        return stopping.machine(self._model.config.vocab_size)
-
     def _run(self) -> None:
         """Runs until a row has ended that a waiting request can take, or for one quantum."""
         jobs = [job for job in self._tenants if job is not None]
-        greedy = all(job.is_greedy for job in jobs)
+        greedy = all(job.row.is_greedy for job in jobs)
         decoder, drafter = self._program(greedy)
-        limits, sampling = self._limits(), self._sampling(greedy)
+        limits = self._limits()
+        sampling = sampling_of(self._rows(), greedy=greedy, may_differ=True)
         self._state = slots.with_processors(self._model, self._state, sampling, self._filled)
         self._filled.clear()
         ended = 1 if self._queue else len(jobs)
@@ -319,32 +277,11 @@ class Scheduler:
             )
 
     def _limits(self) -> Limits:
-        most = np.array([job.request.max_new_tokens if job else 0 for job in self._tenants])
-        width = max(len(job.eos_tokens) for job in self._tenants if job)
-        eos_tokens = np.full((len(self._tenants), width), -1, np.int32)
-        for row, job in zip(eos_tokens, self._tenants, strict=True):
-            if job is not None:
-                row[: len(job.eos_tokens)] = job.eos_tokens
-        stops = None
-        if self._has_stops:
-            machines = tuple(map(self._machine, self._tenants))
-            least = tuple(job.request.min_new_tokens if job else 0 for job in self._tenants)
-            stops = stops_of(machines, least, self._stop_sizes)
-        return Limits(jnp.asarray(most, jnp.int32), jnp.asarray(eos_tokens), stops)
+        sizes = self._stop_sizes if self._has_stops else None
+        return limits_of(self._rows(), self._model.config.vocab_size, sizes)
 
-    def _sampling(self, greedy: bool) -> Sampling:
-        requests = [job.request if job else None for job in self._tenants]
-        sampled = np.array([bool(r and r.log_probs == "sampled") for r in requests])
-        # A request at temperature 0 takes the best token, which no filter leaves out.
-        rows = [filtering(r if r and r.temperature > 0 else None) for r in requests]
-        rules = [ruling(job.request, job.eos_tokens) if job else Ruling() for job in self._tenants]
-        return Sampling(
-            jnp.asarray([r.temperature if r else 0.0 for r in requests], jnp.float32),
-            () if greedy else filters_of(rows, may_differ=True),
-            processors_of(rules, may_differ=True),
-            temperature_is_zero=greedy,
-            record_sampled=jnp.asarray(sampled) if sampled.any() else None,
-        )
+    def _rows(self) -> list[Row]:
+        return [job.row if job else Row() for job in self._tenants]
 
     def _collect(self) -> None:
         """Empties the rows that have ended."""
@@ -361,7 +298,7 @@ class Scheduler:
             self._tenants[row] = None
             prefix = None
             if job.request.keep and not ended.failed[row]:
-                decoder, drafter = self._program(job.is_greedy)
+                decoder, drafter = self._program(job.row.is_greedy)
                 with dispatch.on(self._model):
                     prefix = slots.take(decoder, drafter, state, row)
             self._ended.append(_completion(job, ended, row, prefix, now))
@@ -374,17 +311,15 @@ def _no_key() -> jax.Array:
 
 
 def _as_row(key: Any) -> Any:
-    """A single key, or the data of one, as the keys of a batch of one."""
+    """A single key, the data of one or a seed, as the keys of a batch of one."""
     if key is None:
         return None
-    is_key = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if is_key:
-        return key[None] if key.ndim == 0 else key
-    return jnp.asarray(key)[None] if np.ndim(key) == 1 else key
+    key = typed_key(key)
+    return key if key.ndim else key[None]
 
 
 def _completion(job: Job, ended: Ended, row: int, prefix: Prefix | None, now: float) -> Completion:
-    new = ended.new(row, job.stopping)
+    new = ended.new(row, job.row.stopping)
     best = best_tokens = chosen = None
     if job.request.num_best is not None and new.log_probs is not None:
         chosen = new.log_probs.chosen.tolist()

@@ -3,12 +3,11 @@
 import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
-
 from stree_jax.decoding.options import Options, Plan
 from stree_jax.decoding.results import DecodeStatistics
-from stree_jax.decoding.stop_tables import Stopping
+from stree_jax.decoding.rows import Row
 from stree_jax.decoding.types import Prefix
+from stree_jax.messages import shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +29,12 @@ class Request(Options):
     _: dataclasses.KW_ONLY
     after: Prefix | None = None
     keep: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if entries := self.entries():
+            name, values = next(iter(entries.items()))
+            raise ValueError(f"{name} = {shown(values)}: a request is one row, and takes one value")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,16 +77,10 @@ class Job:
     request_id: int
     request: Request
     plan: Plan
-    eos_tokens: np.ndarray
     submitted: float
     began: float = 0.0
 
     @property
-    def stopping(self) -> Stopping:
-        """Its stops."""
-        return self.plan.stopping[0]
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether its temperature is 0."""
-        return self.request.temperature == 0
+    def row(self) -> Row:
+        """Its settings."""
+        return self.plan.rows[0]

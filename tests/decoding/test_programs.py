@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.options import buffer_size, plan
+from stree_jax.decoding.options import plan
+from stree_jax.decoding.prompts import buffer_size
 from stree_jax.testing import perturbed, tiny_model
 from tests.helpers import COMPILED
 

@@ -182,7 +182,8 @@ def test_a_scheduler_has_stops_of_each_request():
     [
         (dict(stop="a"), "stop = 'a' is a text, and needs the tokenizer: pass tokenizer="),
         (dict(stop=[""], tokenizer=1), r"stop has an empty entry: \[''\]; leave it out"),
-        (dict(stop=[[]]), r"stop has an empty entry: \[\[\]\]; leave it out"),
+        (dict(stop=["a", []]), r"stop has an empty entry: \['a', \[\]\]; leave it out"),
+        (dict(stop=[[]]), "stop has 1 entries for 3 rows; give one value, or one for each row"),
         (dict(stop=[[37]]), "a token of stop must be an integer, from 0 to 36; got 37"),
         (dict(stop=[[-1]]), "a token of stop must be an integer, at least 0; got -1"),
         (dict(stop=[3]), r"stop must be a list of texts and of lists of token ids, .* got \[3\]"),

@@ -1,0 +1,95 @@
+"""Prompts in buffers of few sizes."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.decoding.types import Context
+from stree_jax.messages import shown
+
+# Buffer sizes are rounded up to a few values, so that nearby requests share compiled programs.
+_SMALLEST_BUFFER = 64
+MAX_TOKENS = 2**24  # most tokens of a row, prompt and output: far beyond any model's context
+
+
+def buffer_size(needed: int, smallest: int = _SMALLEST_BUFFER) -> int:
+    """Rounds up a buffer size: powers of two from `smallest` on, and 1.5 times these.
+
+    Worked example, `smallest = 64`: 64, 96, 128, 192, 256, 384, 512, 768, ...
+    """
+    size = smallest
+    while size < needed:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
+    return size
+
+
+def checked_prompts(
+    prompts: Sequence[Sequence[int]],
+    vocab_size: int,
+    name: str = "prompts",
+    *,
+    may_be_empty: bool = False,
+) -> Context:
+    """Right-padded prompts in a buffer of rounded size; `name` is what messages call them."""
+    if not isinstance(prompts, Sequence | np.ndarray | jax.Array):
+        raise ValueError(
+            f"{name} must be a list with a list of token ids for each row, got {shown(prompts)}"
+        )
+    if len(prompts) == 0:
+        raise ValueError(f"{name} is empty; pass a list with at least one list of token ids")
+    rows = []
+    for i, prompt in enumerate(prompts):
+        try:
+            row = np.asarray(prompt)
+        except ValueError:  # lists of different lengths inside
+            row = np.empty((0, 0))
+        if isinstance(prompt, str) or row.ndim != 1:
+            raise ValueError(
+                f"{name}[{i}] is not a list of token ids: {name} is a list of lists, one a row"
+            )
+        if row.size == 0 and may_be_empty:
+            row = row.astype(np.int32)
+        elif row.size == 0:
+            raise ValueError(f"{name}[{i}] is empty; it needs at least one token")
+        if not np.issubdtype(row.dtype, np.integer):
+            raise ValueError(f"{name}[{i}] has {row.dtype} values; token ids are integers")
+        outside = row[(row < 0) | (row >= vocab_size)]
+        if outside.size:
+            raise ValueError(
+                f"{name}[{i}] has token id {outside[0]}, outside the vocabulary of {vocab_size}"
+            )
+        rows.append(row)
+    longest = max(map(len, rows))
+    tokens = np.zeros((len(rows), buffer_size(longest)), np.int32)
+    for buffer, row in zip(tokens, rows, strict=True):
+        buffer[: len(row)] = row
+    return Context(jnp.asarray(tokens), jnp.asarray([len(row) for row in rows], jnp.int32))
+
+
+def check_length(
+    context: Context, max_new_tokens: Sequence[int], max_length: int | None, made_for: int | None
+) -> None:
+    """Refuses requests that are longer than the model's context, instead of cutting them.
+
+    Args:
+        context: the prompts.
+        max_new_tokens: of each row.
+        max_length: the user's limit.
+        made_for: the model's context.
+    """
+    limit = made_for if max_length is None else max_length
+    lengths = np.asarray(context.length).tolist()
+    totals = [length + most for length, most in zip(lengths, max_new_tokens, strict=True)]
+    row = max(range(len(totals)), key=totals.__getitem__)
+    total = totals[row]
+    way_out = "" if max_length is not None else "; max_length = ... goes beyond it"
+    if limit is None or limit > MAX_TOKENS:
+        limit, way_out = MAX_TOKENS, ""
+    if total > limit:
+        raise ValueError(
+            f"prompts[{row}] has {lengths[row]} tokens and max_new_tokens ="
+            f" {shown(max_new_tokens[row])}: in all {shown(total)}, and the limit is"
+            f" {limit}{way_out}"
+        )
