@@ -23,6 +23,7 @@ from stree_jax.decoding.drafters import (
 from stree_jax.decoding.filters import Filter, MinP, TopK, TopP
 from stree_jax.decoding.generate import generate, stream
 from stree_jax.decoding.grammar import Automaton, json_schema, regex
+from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.penalties import FrequencyPenalty, PresencePenalty, RepetitionPenalty
 from stree_jax.decoding.processors import LogitsProcessor
@@ -30,7 +31,17 @@ from stree_jax.decoding.results import PAD, DecodeStatistics, Generation, NonFin
 from stree_jax.decoding.sampling import sample_tokens, token_log_probs
 from stree_jax.decoding.score import score, text_log_probs
 from stree_jax.decoding.token_rules import AllowedTokens, BannedTokens, LogitBias
-from stree_jax.decoding.types import Context, DraftTree, Drawn, Prefix, Sampling, Step, Verdict
+from stree_jax.decoding.types import (
+    Context,
+    DecodeState,
+    DraftTree,
+    Drawn,
+    Limits,
+    Prefix,
+    Sampling,
+    Step,
+    Verdict,
+)
 from stree_jax.decoding.verifiers import VERIFIERS, Verifier, follow
 from stree_jax.layer_config import (
     AttentionConfig,
@@ -106,6 +117,7 @@ __all__ = [
     "CascadeDrafter",
     "Completion",
     "Context",
+    "DecodeState",
     "DecodeStatistics",
     "DraftTree",
     "Drafter",
@@ -121,6 +133,7 @@ __all__ = [
     "HybridLM",
     "InterleavedDrafter",
     "LayerConfig",
+    "Limits",
     "LogitBias",
     "LogitsProcessor",
     "Mamba2Config",
@@ -147,6 +160,7 @@ __all__ = [
     "Sampling",
     "Scheduler",
     "SharedConfig",
+    "SpeculativeDecoder",
     "Step",
     "TopK",
     "TopP",

@@ -87,6 +87,10 @@ class SpeculativeDecoder:
     num_best: int | None = None
     has_stops: bool = False
 
+    def __post_init__(self) -> None:
+        if self.topology != self.topology.level_order():
+            raise ValueError("the nodes of topology are not in level order; use its level_order()")
+
     @property
     def num_places(self) -> int:
         """Size of the token buffer: a whole path may be written past a row's end."""

@@ -188,6 +188,12 @@ CALLS = [
     (drafter_of(child_sampling="best"), "child_sampling must be 'auto' or one of .*best"),
     (drafter_of(child_sampling="sorted"), "child_sampling must be 'auto' or one of .*sorted"),
     (
+        lambda: SpeculativeDecoder(
+            st.TreeTopology.from_parents([-1, 0, 1, 0]), st.VERIFIERS["greedy"], 64
+        ),
+        "the nodes of topology are not in level order; use its level_order",
+    ),
+    (
         lambda: st.NgramDrafter(min_match=3, max_match=2),
         "min_match, with max_match = 2, must be .*; got 3",
     ),
