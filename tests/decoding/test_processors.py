@@ -14,16 +14,19 @@ from stree_jax.decoding.nodes import MAX_UNROLLED
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.processor_rows import Ruling, joined, processors_of
 from stree_jax.decoding.processors import Processing, first_states
+from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.verifiers.reject import try_children
 from stree_jax.decoding.verifiers.traverse import traverse
 from stree_jax.testing import (
     PROMPTS,
+    apply,
     assert_same_distribution,
     assert_same_text,
     perturbed,
     random_model,
     tiny_model,
 )
+from stree_jax.testing.exactness import processed_after
 from tests.decoding.enumeration import (
     EXACT,
     VOCAB,
@@ -247,6 +250,29 @@ def test_rows_whose_tokens_are_all_ruled_out_end_alone():
     with pytest.raises(st.NonFiniteLogitsError) as want:
         st.generate(tiny_model(), PROMPTS, processors=[Walk(table)])
     np.testing.assert_array_equal(got.value.generation.tokens, want.value.generation.tokens)
+
+
+def test_recorded_log_probs_are_those_after_processors():
+    """Of the distributions that the tokens were drawn from; the model's own without."""
+    model, rules = tiny_model(), [st.RepetitionPenalty(1.6), st.LogitBias({3: 1.0})]
+    options = dict(max_new_tokens=6, temperature=0.8, key=KEY, processors=rules)
+    options |= dict(drafter=st.ModelDrafter(alike(model)), topology=Topology.chain(2))
+    prompt = PROMPTS[0]
+    request = plan(model, [prompt], **options)
+    recorded = {
+        how: st.generate(model, [prompt], log_probs=how, **options) for how in (True, "sampled")
+    }
+    new = recorded[True].tokens
+    logits = apply(model, [[*prompt, *new[0, :-1]]])[:, len(prompt) - 1 :, :SIZE]
+    processed = processed_after(
+        request.sampling.processors, np.array([prompt]), new[:, :-1], logits
+    )
+    for how, want in (
+        (True, jax.nn.log_softmax(logits)),
+        ("sampled", token_log_probs(processed, request.sampling)),
+    ):
+        want = np.take_along_axis(np.asarray(want), new[..., None], axis=-1)[..., 0]
+        np.testing.assert_allclose(recorded[how].log_probs, want, atol=1e-4)
 
 
 def test_without_processors_the_state_has_no_leaves():
