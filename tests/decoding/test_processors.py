@@ -219,19 +219,21 @@ def test_samples_have_the_distribution_under_processors():
     assert out.stats.num_accepted > 0
 
 
-def test_drafts_are_masked():
+@pytest.mark.parametrize(
+    "make", [st.ModelDrafter, pytest.param(st.BeamDrafter, marks=pytest.mark.slow)]
+)
+def test_drafts_are_masked(make):
     """With the target as its own draft every first child is right, whatever the rules are."""
-    target, topology = tiny_model(), Topology.from_branching((2, 1, 1))
-    for make in (st.ModelDrafter, st.BeamDrafter):
-        out = st.generate(
-            target,
-            PROMPTS,
-            max_new_tokens=24,
-            drafter=make(target),
-            topology=topology,
-            processors=[random_walk(share=0.08), st.RepetitionPenalty(1.4)],
-        )
-        assert out.stats.tau == 4.0, make
+    target = tiny_model()
+    out = st.generate(
+        target,
+        PROMPTS,
+        max_new_tokens=24,
+        drafter=make(target),
+        topology=Topology.from_branching((2, 1, 1)),
+        processors=[random_walk(share=0.08), st.RepetitionPenalty(1.4)],
+    )
+    assert out.stats.tau == 4.0
 
 
 def test_rows_whose_tokens_are_all_ruled_out_end_alone():
@@ -253,26 +255,18 @@ def test_rows_whose_tokens_are_all_ruled_out_end_alone():
 
 
 def test_recorded_log_probs_are_those_after_processors():
-    """Of the distributions that the tokens were drawn from; the model's own without."""
-    model, rules = tiny_model(), [st.RepetitionPenalty(1.6), st.LogitBias({3: 1.0})]
-    options = dict(max_new_tokens=6, temperature=0.8, key=KEY, processors=rules)
+    """`log_probs="sampled"`: of the distributions that the tokens were drawn from."""
+    model, prompt = tiny_model(), PROMPTS[0]
+    options = dict(max_new_tokens=6, temperature=0.8, key=KEY)
+    options |= dict(processors=[st.RepetitionPenalty(1.6), st.LogitBias({3: 1.0})])
     options |= dict(drafter=st.ModelDrafter(alike(model)), topology=Topology.chain(2))
-    prompt = PROMPTS[0]
-    request = plan(model, [prompt], **options)
-    recorded = {
-        how: st.generate(model, [prompt], log_probs=how, **options) for how in (True, "sampled")
-    }
-    new = recorded[True].tokens
-    logits = apply(model, [[*prompt, *new[0, :-1]]])[:, len(prompt) - 1 :, :SIZE]
-    processed = processed_after(
-        request.sampling.processors, np.array([prompt]), new[:, :-1], logits
-    )
-    for how, want in (
-        (True, jax.nn.log_softmax(logits)),
-        ("sampled", token_log_probs(processed, request.sampling)),
-    ):
-        want = np.take_along_axis(np.asarray(want), new[..., None], axis=-1)[..., 0]
-        np.testing.assert_allclose(recorded[how].log_probs, want, atol=1e-4)
+    out = st.generate(model, [prompt], log_probs="sampled", **options)
+    logits = apply(model, [[*prompt, *out.tokens[0, :-1]]])[:, len(prompt) - 1 :, :SIZE]
+    sampling = plan(model, [prompt], **options).sampling
+    text = np.array([prompt]), out.tokens[:, :-1]
+    want = token_log_probs(processed_after(sampling.processors, *text, logits), sampling)
+    want = np.take_along_axis(np.asarray(want), out.tokens[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(out.log_probs, want, atol=1e-4)
 
 
 def test_without_processors_the_state_has_no_leaves():
