@@ -185,7 +185,7 @@ class Options:
         check_top_k(self.top_k)
         check_top_p(self.top_p)
         check_min_p(self.min_p)
-        check_int("min_new_tokens", self.min_new_tokens, 0)
+        check_int("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
         largest = float(np.finfo(np.float32).max)
         heat: Any = self.temperature
         is_number = isinstance(heat, numbers.Real)

@@ -98,9 +98,13 @@ class Processing(NamedTuple):
         return logits
 
     def advance(self, states: Any, tokens: Int[Array, "B Q"]) -> tuple[Any, ...]:
-        """The states of nodes `[B, Q, ...]` after a token each."""
+        """The states of nodes `[B, Q, ...]` after a token each.
+
+        Raises:
+            ValueError: a processor's states have other shapes or dtypes than they had.
+        """
         both = zip(self.processors, states, strict=True)
-        return tuple(processor.advance(state, tokens) for processor, state in both)
+        return tuple(_advanced(processor, state, tokens) for processor, state in both)
 
     def applied(
         self, logits: Float[Array, "B Q V"], states: Any
@@ -233,6 +237,19 @@ class Processing(NamedTuple):
         return jax.tree.map(
             lambda new, old: jnp.where(per_row(count > 0, old), new[:, 0], old), after, self.states
         )
+
+
+def _advanced(processor: LogitsProcessor, state: Any, tokens: Array) -> Any:
+    after = processor.advance(state, tokens)
+    before, now = (
+        jax.tree.map(lambda leaf: f"{leaf.dtype}{leaf.shape}", s) for s in (state, after)
+    )
+    if before != now:
+        raise ValueError(
+            f"{type(processor).__name__}.advance must return states as it gets them, {before}, and"
+            f" returned {now}"
+        )
+    return after
 
 
 def per_node(values: Array, state: Array) -> Array:
