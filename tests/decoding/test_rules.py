@@ -1,5 +1,8 @@
 """The built-in logits processors, each against its definition; and what is refused."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -94,7 +97,8 @@ def test_a_rule_is_its_definition(name):
         (lambda: st.AllowedTokens(["a"]), "a token id of AllowedTokens must be an integer"),
         (lambda: st.MinP(1.5), "min_p must be from 0 to 1, got 1.5"),
         (lambda: st.Options(min_p=-0.1), "min_p must be from 0 to 1, got -0.1"),
-        (lambda: st.Options(min_new_tokens=-1), "min_new_tokens must be an integer, at least 0"),
+        (lambda: st.Options(min_new_tokens=-1), "min_new_tokens must be an integer, from 0 to 64"),
+        (lambda: st.Options(min_new_tokens=9, max_new_tokens=8), "from 0 to 8; got 9"),
         (lambda: st.Options(processors="grammar"), "processors must be a list such as"),
         (lambda: st.Options(processors=[st.BannedTokens]), "objects with the methods of"),
         (lambda: st.Request([1], processors=[lambda logits: logits]), "objects with the methods"),
@@ -118,6 +122,28 @@ def test_a_processor_must_be_a_pytree_of_arrays():
 
     with pytest.raises(ValueError, match="must be a pytree of numbers and arrays; make its class"):
         st.Options(processors=[Unregistered(1.0)])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Forgetful:
+    """Returns a state of another dtype."""
+
+    def init(self, context, vocab_size):
+        return context.length
+
+    def advance(self, state, tokens):
+        return state + 0.5
+
+    def __call__(self, logits, state, /):
+        return logits
+
+
+def test_a_state_keeps_its_shape_and_dtype():
+    with pytest.raises(
+        ValueError, match=r"Forgetful.advance must return .* int32\(3, 1\), and ret"
+    ):
+        st.generate(tiny_model(), PROMPTS, processors=[Forgetful()])
 
 
 def test_other_numbers_share_the_program():
