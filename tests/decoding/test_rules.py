@@ -141,7 +141,7 @@ class Forgetful:
 
 def test_a_state_keeps_its_shape_and_dtype():
     with pytest.raises(
-        ValueError, match=r"Forgetful.advance must return .* int32\(3, 1\), and ret"
+        ValueError, match=r"Forgetful.advance must .* int32\(3, 1\), and ret"
     ):
         st.generate(tiny_model(), PROMPTS, processors=[Forgetful()])
 
