@@ -140,9 +140,7 @@ class Forgetful:
 
 
 def test_a_state_keeps_its_shape_and_dtype():
-    with pytest.raises(
-        ValueError, match=r"Forgetful.advance must .* int32\(3, 1\), and ret"
-    ):
+    with pytest.raises(ValueError, match=r"Forgetful.advance must .* int32\(3, 1\), and ret"):
         st.generate(tiny_model(), PROMPTS, processors=[Forgetful()])
 
 
