@@ -65,9 +65,9 @@ def open_torch_file(path: Path) -> dict[str, Tensor]:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         archive = _Archive(path, data)
         state = _Unpickler(archive).load()
-    except ValueError:
-        raise
     except Exception as error:  # the libraries raise anything on a damaged zip or pickle
+        if isinstance(error, ValueError) and str(path) in str(error):
+            raise
         raise ValueError(
             f"{path} is damaged: {type(error).__name__}: {first_line(error)}"
         ) from error

@@ -88,6 +88,8 @@ def write_as(model: HybridLM, directory: Path, target: str, head: MtpHead | None
             save_file(tensors, directory / name, metadata={"format": "pt"})
         except SafetensorError as error:  # for example, a full disk
             raise OSError(f"cannot write {directory / name}: {first_line(error)}") from error
+        # The package makes the file private.
+        (directory / name).chmod(directory.stat().st_mode & 0o666)
         weight_map |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
         total = sum(weight.nbytes for weight in weights.values())

@@ -37,7 +37,7 @@ from stree_jax.directories import new_directory, recover
 from stree_jax.mesh.hosts import by_first
 from stree_jax.mesh.partition import Partition
 from stree_jax.mesh.weights import canonical_weights, spread
-from stree_jax.messages import shown
+from stree_jax.messages import shown, shown_path
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.names import flatten, unflatten
 from stree_jax.stored import (
@@ -332,10 +332,12 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
 
 def load_header(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
     """The content of config.json, of a known version, and the path as a `Path`."""
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"path must be the directory of a checkpoint, got {shown(path)}")
     path = Path(path)
     recover(path)
-    if not path.is_dir():
-        raise ValueError(f"no checkpoint at {path}: there is no such directory")
+    if not os.path.isdir(path):  # unlike Path.is_dir, False for a name that is too long
+        raise ValueError(f"no checkpoint at {shown_path(path)}: there is no such directory")
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{path} is not a native checkpoint: it has no config.json")
@@ -450,6 +452,17 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def tokenizer_errors(message: str) -> Iterator[None]:
+    """Errors of the tokenizers package, panics included, become a ValueError with this message."""
+    try:
+        yield
+    except BaseException as error:  # it raises plain Exception; a panic of Rust is none
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{message}: {first_line(error)}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from stree_jax.messages import shown_path
+
 try:
     import fcntl
 except ImportError:  # Windows: nothing is removed or recovered
@@ -23,6 +25,7 @@ except ImportError:  # Windows: nothing is removed or recovered
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
+_LONGEST_NAME = 255 - len("..partial-") - 8  # bytes: `_work_directory` adds these
 
 
 @contextlib.contextmanager
@@ -32,9 +35,12 @@ def new_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
     Leftovers of killed processes are removed first.
 
     Raises:
-        ValueError: `path` exists and `overwrite` is False.
+        ValueError: `path` exists and `overwrite` is False, or its name is too long.
+        OSError: it cannot be written; names the file, or else `path`.
     """
     path = path.absolute()
+    if len(os.fsencode(path.name)) > _LONGEST_NAME:
+        raise ValueError(f"the name of {shown_path(path)} is too long; choose a shorter one")
     recover(path)
     if os.path.lexists(path) and not overwrite:
         raise ValueError(f"{path} exists; choose another name or pass overwrite=True")
@@ -43,7 +49,11 @@ def new_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
     with _work_directory(path) as work:
         new, old = work / "new", work / "old"
         new.mkdir()
-        yield new
+        try:
+            yield new
+        except OSError as error:  # of a full disk, it names no file
+            error.filename = error.filename or str(path)
+            raise
         if not os.path.lexists(path):
             os.rename(new, path)
         elif not overwrite:

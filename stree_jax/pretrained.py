@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
-from stree_jax.checkpoint import first_line, is_native, load_native
+from stree_jax.checkpoint import is_native, load_native, tokenizer_errors
 from stree_jax.mesh.weights import partition_of
 from stree_jax.messages import shown, shown_path
 from stree_jax.models.lm import HybridLM, check_options
@@ -86,10 +86,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         exists = False
     if not exists:
         raise ValueError(f"no tokenizer at {shown_path(file)}")
-    try:
+    with tokenizer_errors(f"{file} is damaged"):
         return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"{file} is damaged: {first_line(error)}") from error
 
 
 def demo_path(name: str) -> Path:

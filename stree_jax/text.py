@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from stree_jax.chat import load_chat_template, read_json, special_tokens
-from stree_jax.checkpoint import first_line
+from stree_jax.checkpoint import tokenizer_errors
 from stree_jax.decoding.drafters import Drafter, ModelDrafter
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.options import checked_options
@@ -77,10 +77,8 @@ def complete(
     text = prompt if isinstance(prompt, str) else _written(loaded, prompt, chat or {})
     if not text:
         raise ValueError("prompt is empty; give at least one character")
-    try:
+    with tokenizer_errors("the tokenizer cannot encode the prompt"):
         tokens = inner.encode(text, add_special_tokens=is_text).ids
-    except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"the tokenizer cannot encode the prompt: {first_line(error)}") from error
     own = options.get("eos_token")
     ends = _end_tokens(loaded, inner) if own is None else np.ravel(np.asarray(own)).tolist()
     options |= {"eos_token": ends, "tokenizer": inner}

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.style import Style
 
 import stree_jax as st
-from stree_jax.checkpoint import first_line
+from stree_jax.checkpoint import tokenizer_errors
 from stree_jax.checks import check_int
 from stree_jax.cli.cache import enable_cache
 from stree_jax.cli.mesh import join_processes, parse_mesh
@@ -112,12 +112,8 @@ def encoded(loaded: Loaded, prompt: str, name: str) -> list[int]:
     Raises:
         ValueError: there are none, or the tokenizer cannot encode it; `name` is the prompt's.
     """
-    try:
+    with tokenizer_errors(f"the tokenizer of {loaded.tokenizer_source} cannot encode {name}"):
         tokens = loaded.tokenizer.encode(prompt, add_special_tokens=False).ids
-    except Exception as error:  # the library raises plain Exception
-        raise ValueError(
-            f"the tokenizer of {loaded.tokenizer_source} cannot encode {name}: {first_line(error)}"
-        ) from error
     if not prompt:
         raise ValueError(f"{name} is empty; give at least one character")
     if not tokens:

@@ -14,6 +14,7 @@ import jax
 import typer
 from rich.console import Console
 
+from stree_jax.checkpoint import first_line
 from stree_jax.cli.options import read_schema, wanted, with_text_options
 from stree_jax.decoding.options import Options
 from stree_jax.messages import shown_path
@@ -396,11 +397,13 @@ def main() -> None:
             message = f"{shown_path(str(error.filename))}: {error.strerror}"
         print(f"stree-jax: error: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
-    except Exception as error:
+    except BaseException as error:
         # Usage errors are ClickExceptions, recognized by their method because new versions of typer
         # vendor click under a private name.
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             message = "out of memory"
+        elif type(error).__name__ == "PanicException":  # of the tokenizers package
+            message = first_line(error)
         elif hasattr(error, "format_message"):
             message = " ".join(error.format_message().split())  # empty after --help
         else:

@@ -51,8 +51,12 @@ def open_records(
         def write(record: Record) -> None:
             record = record | {"run": run}
             record["digest"] = _digest(record)
-            file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-            file.flush()
+            try:
+                file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+                file.flush()
+            except OSError as error:  # of a full disk, it names no file
+                error.filename = str(output or "the standard output")
+                raise
 
         yield write, finished
 

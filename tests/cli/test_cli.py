@@ -80,6 +80,28 @@ def test_a_tokenizer_that_cannot_encode_is_one_line(tmp_path, tiny_pair, command
     assert_one_line(error, f"the tokenizer of {tmp_path} cannot encode --prompt:")
 
 
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+            "is damaged: Precom",
+        ),
+        (
+            {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+            "cannot encode --prompt: chunk size",
+        ),
+    ],
+)
+def test_a_panic_of_the_tokenizers_package_is_an_error(tmp_path, tiny_pair, command, part, message):
+    """Which derives from BaseException, and prints something of its own first."""
+    model = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model} | part))
+    code, _, error = command("generate", tiny_pair / "target", "-p", "a", "--tokenizer", tmp_path)
+    assert code == 2
+    assert_one_line(error[error.index("stree-jax: error:") :], message)
+
+
 @pytest.fixture
 def _listens_to_ctrl_c():
     """A process inherits that its parent ignores Ctrl-C, as in the background of a script."""

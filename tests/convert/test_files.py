@@ -77,12 +77,15 @@ stree_jax.cli.main.main()
     assert result.returncode == 2, result.stderr
     assert to == "native" or result.stderr.count("\n") == 1
     lines = result.stderr.splitlines()
-    assert sum(line.startswith("stree-jax: error: ") for line in lines) == 1, result.stderr
+    (error,) = (line for line in lines if line.startswith("stree-jax: error: "))
+    assert str(tmp_path) in error
     left = [entry.name for entry in tmp_path.iterdir() if "out" in entry.name]
     assert "out" not in left
     assert to == "native" or not left
     convert(checkpoint, tmp_path / "out", to=to)
     assert [entry.name for entry in tmp_path.iterdir() if "out" in entry.name] == ["out"]
+    modes = {e.stat().st_mode for e in (tmp_path / "out").iterdir() if e.is_file()}
+    assert len(modes) == 1, "weights are as private as the config"
 
 
 @pytest.mark.parametrize("to", ["native", "hf"])

@@ -202,6 +202,12 @@ def test_other_torch_files(tmp_path):
         open_torch_file(path)
 
 
+def test_errors_of_the_unpickler_name_the_file(tmp_path):
+    path = torch_file(tmp_path / "x.bin", b"\x80\x02}X\x01\x00\x00\x00\xffK\x01s.")
+    with pytest.raises(ValueError, match=r"x\.bin is damaged: UnicodeDecodeError: 'utf-8' codec"):
+        open_torch_file(path)
+
+
 def test_truncated_and_scrambled_torch_files(tmp_path):
     path = torch_file(
         tmp_path / "x.bin", {"w": tensor(), "v": tensor(shape=(3, 2), strides=(1, 3))}

@@ -1,6 +1,7 @@
 """Writers of directories that are killed at every step."""
 
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -67,6 +68,13 @@ def every_kill(folder):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_an_error_that_names_no_file_gets_the_directorys_name(tmp_path):
+    """That of a full disk, for example."""
+    full = pytest.raises(OSError, match="No space left on device: '.*there'")
+    with full, new_directory(tmp_path / "there"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_a_writer_may_be_killed_at_any_step(tmp_path):
     """In a process of its own, where no other thread runs that a fork would lose."""
     code = (
