@@ -22,6 +22,7 @@ from stree_jax.decoding.options import (
     checked_options,
     plan,
 )
+from stree_jax.decoding.origins import check_origin, origin_of
 from stree_jax.decoding.prefixes import continued, joined, prefix_of, repeated, with_room
 from stree_jax.decoding.prompts import checked_prompts
 from stree_jax.decoding.results import Ended, Generation, error_of, generation_of
@@ -101,6 +102,7 @@ def generate(
     if after is not None or return_prefix:
         check_on_one_device(model, "return_prefix" if after is None else "after")
     if after is not None:
+        check_origin(after, model, any_drafter=True)
         checked_prompts(prompts, vocab_size, may_be_empty=True)
         prompts = joined(prompts, after)
     if n > 1:
@@ -133,7 +135,10 @@ def generate(
         state = decoder.run(model, request.drafter, state, request.limits, request.sampling)
     ended = Ended.of(state, request.limits, own)
     cache = state.cache if return_cache else None
-    prefix = prefix_of(decoder, request.drafter, state) if return_prefix else None
+    prefix = None
+    if return_prefix:
+        origin = origin_of(model, request.drafter)
+        prefix = prefix_of(decoder, request.drafter, state)._replace(origin=origin)
     generation = generation_of(ended, request, own, text, cache, prefix)
     if error := error_of(ended, generation):
         raise error

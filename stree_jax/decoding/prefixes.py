@@ -64,7 +64,7 @@ def with_room(request: Plan, model: HybridLM, after: Prefix) -> Plan:
     """
     size = request.decoder.max_length
     while size <= 2 * MAX_TOKENS:
-        if _fits(after.cache, _shapes(model, len(after.context.length), size)):
+        if _fits(after.cache, cache_shapes(model, len(after.context.length), size)):
             decoder = dataclasses.replace(request.decoder, max_length=size)
             return request._replace(decoder=decoder)
         size = buffer_size(size + 1)
@@ -83,9 +83,9 @@ def continued(request: Plan, model: HybridLM, num_rows: int, after: Prefix) -> P
     decoder, drafter, size = request.decoder, request.drafter, request.decoder.max_length
     every = len(request.context.length) // num_rows
     context = Context(*(values[::every] for values in request.context))
-    wanted = _shapes(model, len(after.context.length), size)
+    wanted = cache_shapes(model, len(after.context.length), size)
     cache = jax.tree.map(_padded, after.cache, wanted)
-    before = after._replace(cache=cache)
+    before = after._replace(cache=cache, origin=None)  # static: programs serve prefixes of any
     if len(after.context.length) < num_rows:
         before = repeated(before, num_rows)
     more = np.asarray(context.length - before.context.length)
@@ -133,7 +133,8 @@ def _unread(context: Context, read: Int[Array, " B"], width: int) -> Int[Array, 
     return jax.vmap(lambda row, at: lax.dynamic_slice(row, (at,), (width,)))(tokens, read - 1)
 
 
-def _shapes(model: HybridLM, rows: int, size: int) -> Any:
+def cache_shapes(model: HybridLM, rows: int, size: int) -> Any:
+    """Shapes and dtypes of the model's cache."""
     return jax.eval_shape(lambda: model.init_cache(rows, size))
 
 

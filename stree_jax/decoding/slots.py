@@ -97,6 +97,7 @@ def read(
             f"the text of the prefix has {int(after.context.length[0])} tokens and the prompt"
             f" {int(prompt.length[0])}: in all {length}, and the pool has {decoder.max_length}"
         )
+    after = after._replace(origin=None)  # static: programs serve prefixes of any
     if drafter is not None and reads(drafter):
         return _read_on(decoder, model, drafter, prompt, after)
     return _with_drafter(decoder, drafter, _read_on(decoder, model, None, prompt, after))
@@ -111,7 +112,7 @@ def _read_on(
     after: Prefix,
 ) -> Prefix:
     """The joined text, and cache and drafter's state after all of it but the last token."""
-    (tokens, length), cache, state = after
+    (tokens, length), cache, state, _ = after
     root = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
     unread = jnp.concatenate([root, prompt.tokens[:, :-1]], axis=1)
     text = unread, prompt.length, decoder.max_length
@@ -167,6 +168,7 @@ def insert(
     if keys.shape != (len(rows),):
         raise ValueError(f"{len(rows)} rows need as many keys, got an array of shape {keys.shape}")
     _check_prefix(state, prefix)
+    prefix = prefix._replace(origin=None)  # static: programs serve prefixes of any
     return _insert(decoder, model, state, jnp.asarray(rows, jnp.int32), prefix, keys)
 
 

@@ -17,6 +17,15 @@ from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Fingerprints of what a prefix was read with, see `stree_jax.decoding.origins`."""
+
+    model: str
+    drafter: str
+
+
 class Prefix(NamedTuple):
     """Prefilled texts, from which rows of a decode loop start.
 
@@ -26,6 +35,7 @@ class Prefix(NamedTuple):
     context: Context
     cache: Cache  # the target's, of all tokens but the last
     drafter: Any  # the drafter's state
+    origin: Origin | None = None  # None: from `slots`, whose prefixes are of one pool
 
 
 @jax.tree_util.register_static

@@ -17,6 +17,8 @@ from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.keys import typed_key
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import Plan, is_lossless, plan
+from stree_jax.decoding.origins import check_origin, origin_of
+from stree_jax.decoding.prefixes import cache_shapes, same_rows
 from stree_jax.decoding.prompts import MAX_TOKENS, buffer_size, checked_prompts
 from stree_jax.decoding.results import Ended, failure, statistics_of
 from stree_jax.decoding.rows import Row, check_together, limits_of, sampling_of
@@ -93,6 +95,7 @@ class Scheduler:
         self._num_best: int | None = None
         self._has_stops, self._stop_sizes = False, (1, 1)
         self._state: Any = None
+        self._cache: Any = None  # shapes of a row's
         self._filled: set[int] = set()  # rows that have started since the last run
 
     @property
@@ -127,12 +130,13 @@ class Scheduler:
             The request's id, counted from 0.
 
         Raises:
-            ValueError: a bad value, a request that is longer than `max_length`, or one at
-                temperature 0 among sampled ones (or the other way round) with a verifier that
-                tests drafts.
+            ValueError: a bad value, a prefix of another model, drafter or pool, a request that is
+                longer than `max_length`, or one at temperature 0 among sampled ones (or the other
+                way round) with a verifier that tests drafts.
         """
         text = request.prompt
         if request.after is not None:
+            self._check_after(request.after)
             tokens, length = request.after.context
             text = [*np.asarray(tokens)[0, : int(length[0])].tolist(), *request.prompt]
         checked = self._plan_of(text, request)
@@ -164,15 +168,35 @@ class Scheduler:
             after: the prefix before the prompt, from `read` or from a completion.
 
         Raises:
-            ValueError: not token ids, or more than `max_length` of them.
+            ValueError: not token ids, more than `max_length` of them, or a prefix of another model,
+                drafter or pool.
         """
+        if after is not None:
+            self._check_after(after)
         context = checked_prompts([prompt], self._model.config.vocab_size)
         total = len(prompt) + (0 if after is None else int(after.context.length[0]))
         if total > self._max_length:
             raise ValueError(f"the text has {total} tokens, and max_length is {self._max_length}")
         decoder, drafter = self._program(greedy=bool(self._plans[True]))
         with dispatch.on(self._model):
-            return slots.read(decoder, self._model, drafter, context, after)
+            prefix = slots.read(decoder, self._model, drafter, context, after)
+        return self._signed(prefix)
+
+    def _signed(self, prefix: Prefix) -> Prefix:
+        return prefix._replace(origin=origin_of(self._model, self._drafter))
+
+    def _check_after(self, after: Prefix) -> None:
+        """Refuses a prefix of another model, drafter or pool, which would end all requests."""
+        check_origin(after, self._model, self._drafter)
+        decoder, _ = self._program(greedy=bool(self._plans[True]))
+        if self._cache is None:
+            self._cache = cache_shapes(self._model, 1, decoder.max_length)
+        is_row = after.context.tokens.shape == (1, decoder.num_places)
+        if not (is_row and same_rows(self._cache, after.cache)):
+            raise ValueError(
+                f"after has other buffers than this pool, of max_length = {self._max_length}: it is"
+                " of another Scheduler or of `generate`; read its text with this one"
+            )
 
     def _plan_of(self, text: Sequence[int], request: Request) -> Plan:
         longest = request.max_length
@@ -300,7 +324,7 @@ class Scheduler:
             if job.request.keep and not ended.failed[row]:
                 decoder, drafter = self._program(job.row.is_greedy)
                 with dispatch.on(self._model):
-                    prefix = slots.take(decoder, drafter, state, row)
+                    prefix = self._signed(slots.take(decoder, drafter, state, row))
             self._ended.append(_completion(job, ended, row, prefix, now))
 
 

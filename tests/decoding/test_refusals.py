@@ -382,6 +382,7 @@ from stree_jax.training.recipe import Training
 model = st.HybridLM(st.ModelConfig.tiny(), rngs=nnx.Rngs(0))
 for change, message in [
     (dict(prompts=None), "prompts must be a list with a list .*, got None"),
+    (dict(after=5), "after must be a Prefix: Generation.prefix, Completion.prefix or .*; got 5"),
     (dict(prompts=5), "prompts must be a list with a list .*, got 5"),
     (dict(temperature=10**400), r"temperature must be a number from 0 on, got 10{76}\.\.\.$"),
     (dict(temperature=10**5000), "temperature must be a number from 0 on, got <int>"),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import stree_jax as st
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
@@ -145,6 +146,54 @@ def test_texts_go_on_from_what_was_read():
     text = [*stem, *branch.tokens]
     for more, completion, k in zip(([4, 4], []), served(scheduler, longer), key[6:], strict=True):
         assert completion.tokens == alone(model, [st.Request([*text, *more], key=k, **common)])[0]
+
+
+def test_prefixes_of_others_are_refused_when_they_are_submitted():
+    """Nothing is decoded from them, and no other request is lost."""
+    model, other = tiny_model(), perturbed(tiny_model(), 0.1)
+    draft, other_draft = (st.ModelDrafter(each) for each in (model, other))
+    tree = dict(topology=TREE)
+    pools = {
+        name: st.Scheduler(of, rows=1, max_length=length, drafter=drafter, **tree)
+        for name, of, length, drafter in (
+            ("own", model, 20, draft),
+            ("model", other, 20, draft),
+            ("drafter", model, 20, other_draft),
+            ("length", model, 100, draft),
+        )
+    }
+    pools["no drafter"] = st.Scheduler(model, rows=1, max_length=20)
+    own = pools.pop("own")
+    stem = own.read([3, 1, 4])
+    request = st.Request([1], after=stem, max_new_tokens=3)
+    messages = {
+        "model": "after was read with another model, or its weights have changed; read the text",
+        "drafter": "after was read with another drafter, or its weights",
+        "no drafter": "after was read with another drafter, or its weights",
+        "length": "after has other buffers than this pool, of max_length = 100: it is of another",
+    }
+    for name, pool in pools.items():
+        for call in (lambda: pool.submit(request), lambda: pool.read([1], stem)):  # noqa: B023
+            with pytest.raises(ValueError, match=messages[name]):
+                call()
+        assert pool.num_waiting == 0
+    whole = st.generate(model, [[3, 1, 4]], max_new_tokens=2, return_prefix=True).prefix
+    for after, message in (
+        (whole, "after was read with another drafter"),
+        (whole._replace(origin=stem.origin), "after has other buffers than this pool"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            own.submit(dataclasses.replace(request, after=after))
+    with pytest.raises(ValueError, match="after was read with another model"):
+        st.generate(other, [[1]], after=whole)
+
+    # A kept prefix of this pool is taken, and equal weights are the same model.
+    (done,) = served(own, [dataclasses.replace(request, keep=True)])
+    (more,) = served(own, [dataclasses.replace(request, prompt=[], after=done.prefix)])
+    again = st.generate(nnx.clone(model), [[]], after=whole, max_new_tokens=3)
+    want = st.generate(model, [[3, 1, 4, 1]], max_new_tokens=6)
+    assert done.tokens + more.tokens == want.tokens[0].tolist()
+    assert again.lengths.tolist() == [3]
 
 
 def test_requests_may_come_while_others_are_served():
