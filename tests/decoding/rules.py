@@ -49,6 +49,7 @@ def random_walk(states=5, size=SIZE, share=0.4, seed=0):
 
 
 WALK = random_walk()
+GRAMMAR = st.Automaton(np.asarray(WALK.table))  # the same in compressed tables
 _MILD = dict(repetition=1.05, presence=0.05, frequency=0.02, bias={36: -0.1}, banned=[36], start=0)
 _STRONG = (
     dict(repetition=3.0),
@@ -69,7 +70,7 @@ def chain_of(*, repetition, presence, frequency, bias, banned, start):
         st.FrequencyPenalty(frequency),
         st.LogitBias(bias),
         st.BannedTokens(banned),
-        Walk(WALK.table, start),
+        dataclasses.replace(GRAMMAR, start=start),
     )
 
 

@@ -138,7 +138,7 @@ def test_requests_of_a_scheduler_have_rules_of_their_own():
             )
         )
     other = st.Request([1], max_new_tokens=2, processors=[st.PresencePenalty(1.0)])
-    copied = Walk(jnp.copy(WALK.table))
+    copied = st.Automaton(np.asarray(WALK.table))
     rules = [*ruling_of(12).processors[:-1], copied]
     for refused in (other, dataclasses.replace(other, processors=rules)):
         with pytest.raises(ValueError, match=r"wait or run have .* shared arrays \(the same objec"):
@@ -165,16 +165,16 @@ class Ruled(Models):
                 probs = np.where(allowed, self.target[prefix], 0)
                 self.target[prefix] = probs / probs.sum()
 
-    def processed(self, walk, topology, tokens, *, by_path=True):
+    def processed(self, grammar, topology, tokens, *, by_path=True):
         """The free target's log-probabilities at all nodes, through the processor."""
         table = np.stack(
             [[self.at(self.free, prefix_of(topology, row, n)) for n in range(topology.num_nodes)]
              for row in tokens]
         )  # fmt: skip
         batch = len(tokens)
-        walk = joined([walk] * batch)
+        grammar = joined([grammar] * batch)
         context = st.Context(jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, jnp.int32))
-        rule = Processing((walk,), first_states((walk,), context, VOCAB))
+        rule = Processing((grammar,), first_states((grammar,), context, VOCAB))
         tree = topology.tree(jnp.asarray(tokens >= 0).at[:, 0].set(True))
         states = rule.of_tree(jnp.asarray(tokens), tree, topology)
         if not by_path:
@@ -187,20 +187,21 @@ _FREE = random_walk(states=3, size=VOCAB, share=0.5, seed=3).table
 FEW = Walk(jnp.concatenate([_FREE.at[0, 1].set(3), -jnp.ones((1, VOCAB), jnp.int32)]))
 
 
+@pytest.mark.parametrize("grammar", [FEW, st.Automaton(np.asarray(FEW.table))], ids=["", "tables"])
 @pytest.mark.parametrize("rule", [try_children, traverse], ids=["reject", "traverse"])
 @pytest.mark.parametrize("children", ["iid", "without_replacement"])
-def test_rules_that_test_drafts_are_exact_under_a_walk(children, rule):
+def test_rules_that_test_drafts_are_exact_under_a_grammar(children, rule, grammar):
     """By enumeration. After token 1 the walk ends, and drafts go on below it."""
     models, topology = Ruled(4, FEW), Topology.from_parents([-1, 0, 0, 1])
     tokens, weights = draft_outcomes(models, topology, children)
     options = dict(replace=children == "iid", rule=rule)
     want = target_joint(models)
-    log_p = models.processed(FEW, topology, tokens)
+    log_p = models.processed(grammar, topology, tokens)
     joint, accepted = enumerated(models, topology, tokens, weights, log_p=log_p, **options)
     assert total_variation(joint, want) < EXACT
     assert accepted > 0
     assert total_variation(want, target_joint(Models(4))) > 0.1
-    log_p = models.processed(FEW, topology, tokens, by_path=False)
+    log_p = models.processed(grammar, topology, tokens, by_path=False)
     joint, _ = enumerated(models, topology, tokens, weights, log_p=log_p, **options)
     assert total_variation(joint, want) > 0.01
 
