@@ -17,13 +17,12 @@ from collections.abc import Iterator
 
 import stree_jax as st
 from benchmarks import methods
-from benchmarks.common import Found, Table
-from benchmarks.methods import CHAIN_OF_4, PAPER_TREES, PLAIN, Method
+from benchmarks.common import Found, Table, start
+from benchmarks.methods import PLAIN, TWO_TREES, Method
 from benchmarks.models import loaded_pair
 from benchmarks.steps import COLUMNS, time_of_calls
 
 SHARES = (0, 25, 50)
-TREES = {"chain of 4": CHAIN_OF_4, "tree A": PAPER_TREES["tree A"]}
 
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
@@ -35,7 +34,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     for share in SHARES:
         path = str(options.directory / f"attention-{share}")
         pair = loaded_pair(path, f"{path}-draft", f"{share} % attention", options.prompts, None)
-        ways = [Method(PLAIN), *methods.trees(st.ModelDrafter(pair.draft), TREES)]
+        ways = [Method(PLAIN), *methods.trees(st.ModelDrafter(pair.draft), TWO_TREES)]
         for row in methods.compare(pair, ways, options.temperatures, options):
             rows.append({"attention_percent": share} | row)
         steps.append(time_of_calls(pair.name, pair.target, 50))
@@ -51,7 +50,4 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     )
 
 
-if __name__ == "__main__":
-    from benchmarks.experiments import main
-
-    main("attention_share", __doc__)
+start(__name__, __doc__)

@@ -12,18 +12,16 @@ import argparse
 from collections.abc import Iterator
 
 import stree_jax as st
-from benchmarks.common import SPEED, Found, Table
-from benchmarks.methods import CHAIN_OF_4, PAPER_TREES, PLAIN, Method, compare, different, trees
+from benchmarks.common import SPEED, Found, Table, start
+from benchmarks.methods import PLAIN, TWO_TREES, Method, compare, different, trees
 from benchmarks.models import chosen_pair, on_gpu
-
-TREES = {"chain of 4": CHAIN_OF_4, "tree A": PAPER_TREES["tree A"]}
 
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
     """Autoregressive decoding, a chain of 4 and tree A, greedy, at each batch size."""
     sizes = options.batches or ([1, 2, 4, 8, 16, 32, 64] if on_gpu() else [1, 2, 4, 8])
     pair, rows = chosen_pair(options, max(sizes)), []
-    ways = [Method(PLAIN), *trees(st.ModelDrafter(pair.draft), TREES)]
+    ways = [Method(PLAIN), *trees(st.ModelDrafter(pair.draft), TWO_TREES)]
     for size in sizes:
         # Rows run to their limit, past any end of text, so that the batch stays full.
         batch = {"prompts": pair.prompts[:size], "eos_token": ()}
@@ -48,7 +46,4 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     )
 
 
-if __name__ == "__main__":
-    from benchmarks.experiments import main
-
-    main("batch", __doc__)
+start(__name__, __doc__)

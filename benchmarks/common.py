@@ -11,6 +11,7 @@ import platform
 import random
 import re
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -159,28 +160,14 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
     return {"median": float(median), "low": float(low), "high": float(high)}
 
 
-def write_json(name: str, results: Mapping[str, Any], directory: Path | None = None) -> Path:
-    """Writes `<name>.json` atomically, into `results/` or another directory."""
-    directory = directory or RESULTS
+def write_json(name: str, results: Mapping[str, Any], directory: Path) -> Path:
+    """Writes `<name>.json` atomically into a directory."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.json"
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(results, indent=1) + "\n")
     partial.rename(path)
     return path
-
-
-def save(name: str, doc: str, results: Mapping[str, Any], directory: Path) -> Path:
-    """Writes `<name>-<device>.json` with the machine and the question, the first line of `doc`.
-
-    Args:
-        name: the benchmark's name.
-        doc: docstring of the benchmark's module.
-        results: measured values, and the `machine` if it was recorded before the measurement.
-        directory: the `output` of `read_options`.
-    """
-    head = {"question": doc.splitlines()[0], "machine": results.get("machine") or machine()}
-    return write_json(f"{name}-{device_name(head['machine'])}", head | results, directory)
 
 
 def conclude(name: str, *, passed: bool = True, **line: Any) -> None:
@@ -255,3 +242,11 @@ class Found(NamedTuple):
     tables: Sequence[Table]  # to print at the end
     wrong: Sequence[Any] = ()  # methods that gave wrong tokens; if any, the experiment fails
     line: Mapping[str, Any] = {}  # summary for the last line, which is JSON
+
+
+def start(name: str, doc: str) -> None:
+    """Runs the experiment of a module with this `__name__` and `__doc__`, if it is the program."""
+    if name == "__main__":
+        from benchmarks.experiments import main
+
+        main(Path(sys.argv[0]).stem, doc)

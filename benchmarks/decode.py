@@ -6,11 +6,9 @@ temperature 0 and 1; checks that all methods give the same tokens with the same 
 how the time of a target call grows with the tree, which decides whether speculation pays off.
 
     python -m benchmarks.decode [--prompts 16] [--tokens 96] [--rounds 3]
-        [--output DIR | --commit]                   default: benchmark-results; benchmarks/results
-        [--target DIR --draft DIR --name NAME]      instead of the embedded pair
+        [--output DIR | --commit] [--target DIR --draft DIR --name NAME]
 """
 
-from benchmarks.experiments import main
+from benchmarks.common import start
 
-if __name__ == "__main__":
-    main("decode", __doc__)
+start(__name__, __doc__)

@@ -14,6 +14,7 @@ import stree_jax as st
 from benchmarks import (
     attention_share,
     batch,
+    common,
     grammar,
     lossless,
     methods,
@@ -26,7 +27,7 @@ from benchmarks import (
     tuned,
 )
 from benchmarks import temperature as by_temperature
-from benchmarks.common import Found, Table, conclude, draw, machine, read_options, save
+from benchmarks.common import Found, Table
 from benchmarks.methods import CHAIN_OF_4, PAPER_TREES, PLAIN, Method, own_tree, trees
 from benchmarks.models import chosen_pair, embedded_pair, random_model
 
@@ -176,7 +177,7 @@ EXPERIMENTS = {
 
 
 def main(name: str, doc: str, arguments: Sequence[str] | None = None) -> None:
-    """Runs an experiment: prints its tables, and writes JSON and a plot.
+    """Runs an experiment: prints its tables, and writes JSON and a plot; exit code 1 if it failed.
 
     Args:
         name: the experiment's name.
@@ -189,25 +190,26 @@ def main(name: str, doc: str, arguments: Sequence[str] | None = None) -> None:
     )
     for flag, default in experiment.options.items():
         parser.add_argument(flag, help=HELP.get(flag), **argument(default))
-    options = read_options(parser, arguments)
+    options = common.read_options(parser, arguments)
     if len({bool(getattr(options, flag[2:])) for flag in CHECKPOINTS if "name" in options}) > 1:
         parser.error("--target, --draft and --name come together")
-    where = machine()  # before the experiment loads it
+    where = common.machine()  # before the experiment loads it
     settings = {
         flag: str(value) if isinstance(value, Path) else value
         for flag, value in vars(options).items()
         if flag not in ("output", "commit") and value is not None
     }
-    file_name = "-".join([name.replace("_", "-"), *filter(None, [settings.get("name")])])
+    parts = (name.replace("_", "-"), settings.get("name"), common.device_name(where))
+    file_name = "-".join(filter(None, parts))
+    head = {"question": doc.splitlines()[0], "machine": where} | settings
     for found in experiment.run(options):  # results so far are saved before the next part
-        results = {"machine": where} | settings | found.results
-        path = save(file_name, doc, results, options.output)
+        path = common.write_json(file_name, head | found.results, options.output)
     for table in found.tables:
         table.show()
     if found.tables:
-        draw(path.with_suffix(".png"), found.tables)
+        common.draw(path.with_suffix(".png"), found.tables)
     line = found.line | {"different": found.wrong, "results": str(path)}
-    conclude(name, passed=not found.wrong, **line)
+    common.conclude(name, passed=not found.wrong, **line)
 
 
 def argument(default: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 import stree_jax as st
-from benchmarks.common import Found, Table, summary, timed
+from benchmarks.common import Found, Table, start, summary, timed
 from benchmarks.models import RANDOM_NOTE, default_dtype, random_model
 from benchmarks.steps import binary_tree
 from stree_jax.decoding.grammar.automaton import Row, tables_of
@@ -128,7 +128,4 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     )
 
 
-if __name__ == "__main__":
-    from benchmarks.experiments import main
-
-    main("grammar", __doc__)
+start(__name__, __doc__)

@@ -8,11 +8,8 @@ and prompt lookup in the place of s. The embedded draft is q; s is trained with
 
     python -m benchmarks.hierarchical [--small DIR/small-draft] [--prompts 6] [--tokens 96]
         [--rounds 3] [--temperatures 0 1] [--output DIR | --commit]
-
-Exit code 1 if decoding gives other tokens than without drafts.
 """
 
-from benchmarks.experiments import main
+from benchmarks.common import start
 
-if __name__ == "__main__":
-    main("hierarchical", __doc__)
+start(__name__, __doc__)

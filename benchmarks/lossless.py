@@ -8,7 +8,7 @@ rows may be rounded differently: a gap below 1e-4 of the largest logit, or at te
 1e-3 in `log p + noise`, is a tie. Exit code 1 if any other token differs.
 
     python -m benchmarks.lossless [--tokens 1000000] [--families Mamba-2 ...]
-        [--output DIR | --commit]                   default: benchmark-results; benchmarks/results
+        [--output DIR | --commit]
 """
 
 import argparse
@@ -26,9 +26,9 @@ from rich.progress import Progress
 
 import stree_jax as st
 from benchmarks.cases.base import random_tree
-from benchmarks.common import Found, Table
+from benchmarks.common import Found, Table, start
 from benchmarks.families import FAMILIES
-from benchmarks.methods import Method, trees
+from benchmarks.methods import TWO_TREES, Method, trees
 from stree_jax.decoding.sampling import position_noise
 from stree_jax.testing import perturbed
 
@@ -41,11 +41,7 @@ PIECE = ("family", "temperature", "method")
 NOISE = 0.02  # relative, on the draft's weights
 TIE = 1e-4  # of the largest logit
 SAMPLED_TIE = 1e-3  # of `log p + noise`
-TREES = {
-    "chain of 4": st.TreeTopology.chain(4),
-    "tree A": st.TreeTopology.paper("A"),
-    "random tree of 32": random_tree(32, seed=0),
-}
+TREES = TWO_TREES | {"random tree of 32": random_tree(32, seed=0)}
 
 
 def methods(model: st.HybridLM, draft: st.HybridLM) -> list[Method]:
@@ -208,7 +204,4 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     )
 
 
-if __name__ == "__main__":
-    from benchmarks.experiments import main
-
-    main("lossless", __doc__)
+start(__name__, __doc__)

@@ -15,6 +15,7 @@ from benchmarks.models import Pair
 PLAIN = "autoregressive"
 CHAIN_OF_4 = st.TreeTopology.chain(4)
 PAPER_TREES = {f"tree {name}": st.TreeTopology.paper(name) for name in "ABCDE"}
+TWO_TREES = {"chain of 4": CHAIN_OF_4, "tree A": PAPER_TREES["tree A"]}
 
 
 class Method(NamedTuple):

@@ -20,14 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import stree_jax as st
-from benchmarks.common import Found, Table, memory_of, summary, timed
+from benchmarks.common import Found, Table, memory_of, start, summary, timed
 from benchmarks.models import Pair, chosen_pair, on_gpu
 from benchmarks.unrolled import UnrolledLM
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.types import DecodeState
-
-WAYS = ("packed", "unrolled")
 
 
 class LeafCounter(st.BeamDrafter):
@@ -143,7 +141,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     best = max(rows, key=lambda row: row["nodes"])
     columns = {"N": "{steps}", "M": "{beams}", "nodes": "{nodes}", "tau": "{tau:.2f}"}
     columns |= {"most leaves": "{leaves[most]}"}
-    for name in WAYS:
+    for name in ("packed", "unrolled"):
         columns |= {f"{name}, ms a step": f"{{milliseconds_a_step[{name}][median]:.3g}}"}
         columns |= {f"{name}, bytes": f"{{temporary_bytes[{name}]:,}}"}
     columns |= {"faster by": "{packed_is_faster_by:.2f}x"}
@@ -155,7 +153,4 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     )
 
 
-if __name__ == "__main__":
-    from benchmarks.experiments import main
-
-    main("packed", __doc__)
+start(__name__, __doc__)

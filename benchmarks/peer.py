@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 
 import stree_jax as st
-from benchmarks.common import Found, Table, summary, timed
-from benchmarks.methods import CHAIN_OF_4, PAPER_TREES, PLAIN, Method, trees
+from benchmarks.common import Found, Table, start, summary, timed
+from benchmarks.methods import PLAIN, TWO_TREES, Method, trees
 from benchmarks.models import embedded_pair
 
 PEER = "transformers"
-TREES = {"chain of 4": CHAIN_OF_4, "tree A": PAPER_TREES["tree A"]}
 
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
@@ -38,7 +37,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     with_peer, versions = transformers_decoder(options.tokens, options.threads)
     ways = {PEER: with_peer} | {
         method.name: functools.partial(with_ours, method)
-        for method in (Method(PLAIN), *trees(drafter, TREES))
+        for method in (Method(PLAIN), *trees(drafter, TWO_TREES))
     }
     outputs, seconds = timed("decoding", ways, pair.prompts, options.rounds)
     tokens = {name: sum(map(len, texts)) for name, texts in outputs.items()}
@@ -99,7 +98,4 @@ def transformers_decoder(
     return decode, {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
-if __name__ == "__main__":
-    from benchmarks.experiments import main
-
-    main("peer", __doc__)
+start(__name__, __doc__)

@@ -9,7 +9,7 @@ search with a generator and an evaluator on GSM8K, Creative Writing and Blockswo
 - batch: the branches of a level are rows; with refill: rows work on any of the problems.
 
 SEED's own queue (all branches of a level draft at once, the target verifies one after another)
-needs a second device; commit 320bf86 simulates it.
+needs a second device.
 
 Speed is tokens a second relative to the autoregressive way, rounds interleaved. MCSD's rule tests
 drafts, so its texts are others of the same distribution; all other ways must give the same
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import jax
 
 import stree_jax as st
-from benchmarks.common import Found, Table, forget_programs, summary, timed
+from benchmarks.common import Found, Table, forget_programs, start, summary, timed
 from benchmarks.methods import PLAIN
 from benchmarks.models import Pair, embedded_pair
 from benchmarks.prompts import SHARED
@@ -43,6 +43,7 @@ K_CONFIGS = {
     "blocksworld": ((2, 2, 1, 1), (8, 2, 1, 1, 1)),
 }
 MAX_LENGTH = 1024
+ALL = 10**6  # problems at once
 # Used in turn if there are no data sets.
 BUILT_IN: dict[str, list[Any]] = {
     "gsm8k": [
@@ -119,7 +120,6 @@ def ways_of(draft: st.HybridLM, name: str, chain: int, rows: int, thoughts: int)
     """All ways: autoregressive, speculative with a chain, then others; `rows` of the largest."""
     drafter, topology = st.ModelDrafter(draft), st.TreeTopology.chain(chain)
     sampled = st.ModelDrafter(draft, child_sampling="without_replacement")
-    many = 10**6
     return {
         PLAIN: Way(1, 1),
         f"speculative, chain of {chain}": Way(1, 1, drafter, topology),
@@ -128,9 +128,9 @@ def ways_of(draft: st.HybridLM, name: str, chain: int, rows: int, thoughts: int)
             for sizes in K_CONFIGS[name]
         },
         f"batch of {thoughts}": Way(thoughts, 1, drafter, topology),
-        f"batch of {thoughts}, refill": Way(thoughts, many, drafter, topology),
-        f"batch of {rows}, refill": Way(rows, many, drafter, topology),
-        f"batch of {rows}, refill, no drafts": Way(rows, many),
+        f"batch of {thoughts}, refill": Way(thoughts, ALL, drafter, topology),
+        f"batch of {rows}, refill": Way(rows, ALL, drafter, topology),
+        f"batch of {rows}, refill, no drafts": Way(rows, ALL),
     }
 
 
@@ -205,7 +205,4 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         )
 
 
-if __name__ == "__main__":
-    from benchmarks.experiments import main
-
-    main("seed", __doc__)
+start(__name__, __doc__)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 import stree_jax as st
-from benchmarks.common import SPEED, Found, Table, summary, timed
+from benchmarks.common import SPEED, Found, Table, start, summary, timed
 from benchmarks.models import Pair, chosen_pair
 
 SCHEDULER, BATCHES, SORTED = "scheduler", "batches as they come", "batches sorted by limit"
@@ -93,7 +93,4 @@ def requests_of(pair: Pair, count: int) -> list[st.Request]:
     ]
 
 
-if __name__ == "__main__":
-    from benchmarks.experiments import main
-
-    main("serving", __doc__)
+start(__name__, __doc__)

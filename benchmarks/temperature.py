@@ -16,23 +16,22 @@ from typing import Any
 import jax
 
 import stree_jax as st
-from benchmarks.common import Found, Table
-from benchmarks.methods import CHAIN_OF_4, PAPER_TREES, PLAIN, Method, compare, different
+from benchmarks.common import Found, Table, start
+from benchmarks.methods import PLAIN, TWO_TREES, Method, compare, different
 from benchmarks.models import embedded_pair
 
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.3)
 # Tree, how children are sampled, and how they are verified above temperature 0.
 WAYS = {
-    "shared noise, chain of 4": ("chain", "shared", "target_only"),
-    "traversal, chain of 4": ("chain", "iid", "traversal"),
-    "vanilla, chain of 4": ("chain", "iid", "multi_step"),
-    "shared noise, tree A": ("A", "shared", "target_only"),
-    "traversal, tree A": ("A", "without_replacement", "traversal"),
-    "naive, tree A": ("A", "top_k", "target_only"),
-    "multi-step, tree A": ("A", "iid", "multi_step"),
-    "without replacement, tree A": ("A", "without_replacement", "without_replacement"),
+    "shared noise, chain of 4": ("chain of 4", "shared", "target_only"),
+    "traversal, chain of 4": ("chain of 4", "iid", "traversal"),
+    "vanilla, chain of 4": ("chain of 4", "iid", "multi_step"),
+    "shared noise, tree A": ("tree A", "shared", "target_only"),
+    "traversal, tree A": ("tree A", "without_replacement", "traversal"),
+    "naive, tree A": ("tree A", "top_k", "target_only"),
+    "multi-step, tree A": ("tree A", "iid", "multi_step"),
+    "without replacement, tree A": ("tree A", "without_replacement", "without_replacement"),
 }
-TREES = {"chain": CHAIN_OF_4, "A": PAPER_TREES["tree A"]}
 
 
 def methods_at(temperature: float, draft: st.HybridLM) -> list[Method]:
@@ -40,7 +39,7 @@ def methods_at(temperature: float, draft: st.HybridLM) -> list[Method]:
     found, greedy = [Method(PLAIN)], temperature == 0
     for name, (tree, sampling, verifier) in WAYS.items():
         drafter = st.ModelDrafter(draft, child_sampling="top_k" if greedy else sampling)
-        found.append(Method(name, drafter, TREES[tree], "greedy" if greedy else verifier))
+        found.append(Method(name, drafter, TWO_TREES[tree], "greedy" if greedy else verifier))
     beams, verifier = st.TreeTopology.beam(3, 4), "greedy" if greedy else "target_only"
     return [*found, Method("naive, 3 beams of 4", st.BeamDrafter(draft), beams, verifier)]
 
@@ -76,7 +75,4 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     )
 
 
-if __name__ == "__main__":
-    from benchmarks.experiments import main
-
-    main("temperature", __doc__)
+start(__name__, __doc__)

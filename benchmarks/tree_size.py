@@ -3,7 +3,7 @@
 The time t(N) of a call on N nodes with a linear and a quadratic fit, and how much longer the paths
 accepted from N nodes must be than those from a chain of 5 nodes for the same speed (STree, figure
 2, equations 7 and 8). A call does what a decode step does: replay, forward, best tokens. Weights
-are random. (Figure 3, packed against unrolled trees, has its code in commit 320bf86.)
+are random.
 
     python -m benchmarks.tree_size [--preset mamba2-2.7b] [--layers 8] [--dtype bfloat16]
 """
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import stree_jax as st
-from benchmarks.common import Found, Table
+from benchmarks.common import Found, Table, start
 from benchmarks.models import RANDOM_NOTE, default_dtype, on_gpu, random_model, shape
 from benchmarks.steps import binary_tree, time_of_calls
 
@@ -81,7 +81,4 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     )
 
 
-if __name__ == "__main__":
-    from benchmarks.experiments import main
-
-    main("tree_size", __doc__)
+start(__name__, __doc__)

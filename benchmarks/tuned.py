@@ -2,16 +2,14 @@
 
 The tuned tree against no drafts, chains of 1 to 8 and the paper's trees A to E. Prompts are decoded
 one at a time, all methods interleaved; the tree is tuned on other prompts. All methods must give
-the same tokens with the same key. (Commit 320bf86 also compares dynamic, static and beam trees of
-as many nodes.)
+the same tokens with the same key.
 
 Which tree is best depends on the text as well as on the machine, so the spread is over prompts,
 drawn anew 2,000 times with replacement. A method is faster than the tuned tree if it is so in 95 %
 of the draws.
 
     python -m benchmarks.tuned [--prompts 12] [--tokens 96] [--rounds 3]
-        [--output DIR | --commit]                   default: benchmark-results; benchmarks/results
-        [--target DIR --draft DIR --name NAME]      instead of the embedded pair
+        [--output DIR | --commit] [--target DIR --draft DIR --name NAME]
 """
 
 import argparse
@@ -24,7 +22,7 @@ from rich.progress import Progress
 
 import stree_jax as st
 from benchmarks import methods
-from benchmarks.common import Found, forget_programs
+from benchmarks.common import Found, forget_programs, start
 from benchmarks.methods import PAPER_TREES, PLAIN, Method, trees
 from benchmarks.models import Pair, chosen_pair
 
@@ -110,7 +108,4 @@ def relative_to(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[
     return {name: ratio(other) for name, other in seconds.items()}
 
 
-if __name__ == "__main__":
-    from benchmarks.experiments import main
-
-    main("tuned", __doc__)
+start(__name__, __doc__)

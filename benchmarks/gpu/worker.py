@@ -12,6 +12,7 @@ The exit code is 0 if it came to the end.
 """
 
 import concurrent.futures
+import contextlib
 import importlib
 import importlib.metadata
 import itertools
@@ -99,10 +100,8 @@ def described() -> dict[str, Any]:
     """The machine, versions, ptxas, and the choice of kernels."""
     versions = {}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     places = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
     return machine() | {
         "versions": versions,

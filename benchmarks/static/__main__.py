@@ -3,8 +3,7 @@
 XLA compiles a verify step (replay, tree forward, best tokens), the prefill of a prompt and the
 whole decode loop from abstract weights; its own reports give kernels and memory. Programs with one
 more layer of a kind give the launches of such a layer, and those of a model are the sum. Memory is
-not such a sum: `--whole` compiles whole models. (Commit 320bf86 also counts bytes by XLA's cost
-model, and what the host reads.)
+not such a sum: `--whole` compiles whole models.
 
     python -m benchmarks.static [--presets mamba2-2.7b] [--gpus H100 A100 ...] [--nodes 16 64]
         [--prompts 512] [--whole]
@@ -35,7 +34,6 @@ from benchmarks.static import gates, report
 from benchmarks.static.layers import by_layer, shortened
 from benchmarks.static.programs import (
     MAX_LENGTH,
-    Program,
     outside_of_layers,
     read_prompt,
     verify_step,
@@ -89,19 +87,6 @@ def read_options() -> argparse.Namespace:
     return options
 
 
-def whole_model(program: Program) -> dict[str, Any]:
-    """A whole model's row."""
-    memory = program.memory
-    return {
-        "launches": program.launches,
-        "copies": program.copies,
-        "spills": program.spills,
-        "temporary_bytes": memory["temporary"],
-        "argument_bytes": memory["arguments"],
-        "all_bytes": sum(memory.values()),
-    }
-
-
 def main() -> None:
     """Compiles everything asked for, prints tables and writes JSON; exit code 1 at a limit."""
     options = read_options()
@@ -129,7 +114,7 @@ def main() -> None:
                 )
                 row = which | {unit: size} | by_layer(config, build)
                 if options.whole:
-                    row["whole"] = whole_model(build(config))
+                    row["whole"] = build(config).as_row()
                 add(table, row)
         short = shortened(config)
         for nodes, sampled in itertools.product(options.loop_nodes, (False, True)):

@@ -43,6 +43,17 @@ class Program(NamedTuple):
             memory=memory_of(compiled.program),
         )
 
+    def as_row(self) -> dict[str, Any]:
+        """A whole model's row."""
+        return {
+            "launches": self.launches,
+            "copies": self.copies,
+            "spills": self.spills,
+            "temporary_bytes": self.memory["temporary"],
+            "argument_bytes": self.memory["arguments"],
+            "all_bytes": sum(self.memory.values()),
+        }
+
 
 def verify_step(
     compiler: Compiler, config: st.ModelConfig, nodes: int, implementation: str

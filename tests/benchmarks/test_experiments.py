@@ -73,7 +73,7 @@ def tiny(folder, monkeypatch, tmp_path):
     """Tiny models in the place of the embedded ones, built-in prompts, and few methods."""
     trees = {"tree A": st.TreeTopology.from_branching((2,))}
     for module in ("experiments", "tuned", "peer", "attention_share", "batch"):
-        name = "PAPER_TREES" if module in ("experiments", "tuned") else "TREES"
+        name = "PAPER_TREES" if module in ("experiments", "tuned") else "TWO_TREES"
         monkeypatch.setattr(f"benchmarks.{module}.{name}", trees)
     monkeypatch.setattr(st, "demo_path", folder.joinpath)
     monkeypatch.setattr("benchmarks.prompts.SHARED", tmp_path / "nowhere")
