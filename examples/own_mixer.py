@@ -135,11 +135,11 @@ def trained(num_layers: int, text: jax.Array, steps: int) -> st.HybridLM:
     return nnx.merge(graph, weights)
 
 
-def main(steps: int = 150) -> None:
+def main(steps: int = 150, num_layers: int = 3) -> None:
     """Trains target and draft, saves, loads, and decodes with trees; differences are errors."""
     characters = (ord(c) % 128 for c in Path(__file__).read_text())
     text = jnp.array([*characters])
-    target, draft = trained(3, text, steps), trained(1, text, steps)
+    target, draft = (trained(n, text, steps) for n in (num_layers, 1))
     with tempfile.TemporaryDirectory() as folder:
         st.save_pretrained(target, f"{folder}/target")
         loaded = st.from_pretrained(f"{folder}/target")  # the kind is registered above

@@ -59,13 +59,13 @@ def sentences(count: int) -> str:
     return "".join(lines)
 
 
-def main(steps: int = 60) -> None:
+def main(steps: int = 60, num_layers: int = 3) -> None:
     """Trains, distills and decodes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "text.txt").write_text(sentences(600))
         paths = {}
-        for kind, width, layers in (("target", 64, 3), ("draft", 32, 1)):
+        for kind, width, layers in (("target", 64, num_layers), ("draft", 32, 1)):
             recipe = folder / f"{kind}.toml"
             recipe.write_text(RECIPE.format(width=width, layers=layers, steps=steps))
             paths[kind] = folder / kind

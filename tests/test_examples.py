@@ -25,7 +25,8 @@ def load(name):
 
 
 FILES = sorted(EXAMPLES.glob("*.py"))
-FASTER = {"train_a_pair": {"steps": 12}, "own_mixer": {"steps": 40}}
+SMALL = {"steps": 12, "num_layers": 1}
+FASTER = {"train_a_pair": SMALL, "own_mixer": SMALL}
 
 
 @pytest.mark.parametrize("name", [file.stem for file in FILES])

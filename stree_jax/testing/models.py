@@ -1,10 +1,14 @@
 """Tiny models of every family, with random weights."""
 
 import functools
+import math
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax import Array
 
 from stree_jax.config import ModelConfig
 from stree_jax.layer_config import (
@@ -19,6 +23,8 @@ from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM
 
 _Module = TypeVar("_Module", bound=nnx.Module)
+
+MOST_ARRAYS = 1024  # of a model
 
 # One config for each group of options of Mamba-2. With tied embeddings a random model repeats
 # itself; that of "plain", which most tests of decoding use, is untied.
@@ -238,27 +244,44 @@ def randomised(model: _Module, seed: int) -> _Module:
     """
     graphdef, state = nnx.split(model)
     leaves, structure = jax.tree.flatten_with_path(state)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    new = []
-    for key, (path, leaf) in zip(keys, leaves, strict=True):
+    key, new = jax.random.key(seed), []
+    for i, (path, leaf) in enumerate(leaves):
         name = jax.tree_util.keystr(path)
-        noise = jax.random.normal(key, leaf.shape)
         if "A_log" in name:
-            value = jax.random.uniform(key, leaf.shape, minval=-1.0, maxval=2.0)
+            value = 3 * _drawn("uniform", key, i, leaf.shape) - 1
         elif "dt_bias" in name:
-            value = jax.random.uniform(key, leaf.shape, minval=-4.0, maxval=1.0)
-        elif "scale" in name or "'D'" in name:
-            value = 1 + 0.3 * noise
-        elif "bias" in name:
-            value = 0.2 * noise
-        elif "conv_weight" in name:
-            value = 0.5 * noise
-        elif "correction" in name:
-            value = 0.3 * noise
-        else:  # matrices
-            value = noise * (1.0 if "embedding" in name else leaf.shape[-2] ** -0.5)
-        new.append(value.astype(leaf.dtype))
+            value = 5 * _drawn("uniform", key, i, leaf.shape) - 4
+        else:
+            value = _drawn("normal", key, i, leaf.shape)
+            if "scale" in name or "'D'" in name:
+                value = 1 + 0.3 * value
+            elif "bias" in name:
+                value = 0.2 * value
+            elif "conv_weight" in name:
+                value = 0.5 * value
+            elif "correction" in name:
+                value = 0.3 * value
+            elif "embedding" not in name:  # matrices
+                value = value * leaf.shape[-2] ** -0.5
+        new.append(jnp.asarray(value, leaf.dtype))
     return nnx.merge(graphdef, jax.tree.unflatten(structure, new))
+
+
+def _drawn(kind: str, key: Array, i: int, shape: tuple[int, ...]) -> np.ndarray:
+    """The i-th array of random numbers of a key.
+
+    Programs draw a rounded number of them, and none knows a shape: compiling some for every shape
+    would take longer than most tests.
+    """
+    size = math.prod(shape)
+    most = 4 ** max(4, math.ceil(math.log(size, 4)))
+    return np.asarray(_draw(kind, key, i, most))[:size].reshape(shape)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _draw(kind: str, key: Array, i: int | Array, size: int) -> Array:
+    own = jax.random.split(key, MOST_ARRAYS)[i]
+    return {"normal": jax.random.normal, "uniform": jax.random.uniform}[kind](own, (size,))
 
 
 def perturbed(model: HybridLM, amount: float, seed: int = 0) -> HybridLM:
@@ -272,9 +295,9 @@ def perturbed(model: HybridLM, amount: float, seed: int = 0) -> HybridLM:
     """
     graphdef, state = nnx.split(model)
     leaves, structure = jax.tree.flatten(state)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    new = [
-        leaf * (1 + amount * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
+    key, new = jax.random.key(seed), []
+    for i, leaf in enumerate(leaves):
+        factor = (1 + amount * _drawn("normal", key, i, leaf.shape)).astype(leaf.dtype)
+        place = leaf.sharding if leaf.committed else None
+        new.append(jax.device_put(np.asarray(leaf) * factor, place))
     return nnx.merge(graphdef, jax.tree.unflatten(structure, new))

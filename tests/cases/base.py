@@ -4,10 +4,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+
+import pallas_kernels
 
 # The kernel itself runs on a GPU (`make test-gpu`), its interpreter everywhere.
 IMPLEMENTATIONS = ("xla", "pallas_interpret", "pallas")
@@ -18,6 +21,11 @@ OUTPUT = {False: 1e-6, True: 3e-3}
 STATE = {False: 1e-6, True: 5e-6}
 # dt * A beyond 1e3 has float32 spacing 6e-5, and an exponent is a difference of two such numbers.
 LARGE_STEPS = 30
+
+
+# A program each, instead of one for every operation.
+conv_gather_index = jax.jit(pallas_kernels.conv_gather_index, static_argnums=1)
+replay_gather_index = jax.jit(pallas_kernels.replay_gather_index, static_argnums=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +87,14 @@ class Op(NamedTuple):
             float64 reference by name. It asserts what must be exact. Cached.
         budgets: takes a case; a `Budget` for each output.
         implementations: all that the op has.
+        slow: names of cases that `make test-slow` runs, since other cases cover what they do.
     """
 
     cases: dict[str, Case]
     errors: Callable[[Case, str], dict[str, float]]
     budgets: Callable[[Case], dict[str, Budget]]
     implementations: tuple[str, ...] = IMPLEMENTATIONS
+    slow: tuple[str, ...] = ()
 
     def check(self, case, implementation):
         """Asserts that the outputs of a case are within their budgets."""

@@ -13,8 +13,6 @@ from pallas_kernels import (
     Gate,
     Mamba2Layout,
     Mamba2Pending,
-    conv_gather_index,
-    replay_gather_index,
     replay_tree_scan,
     tree_conv1d_layer,
     tree_scan,
@@ -202,8 +200,8 @@ def errors(case, implementation):
     weights = (*map(small, inputs.weights[:2]), *map(exact, inputs.weights[2:]))
     x, dt, B, conv_input = inputs.pending
     pending = Mamba2Pending(small(x), exact(dt), small(B), small(conv_input))
-    index = conv_gather_index(jnp.asarray(inputs.parents, jnp.int32), case.width)
-    back = replay_gather_index(
+    index = base.conv_gather_index(jnp.asarray(inputs.parents, jnp.int32), case.width)
+    back = base.replay_gather_index(
         *(jnp.asarray(value, jnp.int32) for value in (inputs.old_parents, inputs.last)), case.width
     )
     mask = jnp.asarray(base.ancestor_mask(inputs.parents))
@@ -257,4 +255,7 @@ def budgets(case):
     return found | (dict(mean_squares=y) if case.normed and not case.per_head else {})
 
 
-MAMBA2_LAYER = Op(CASES, errors, budgets)
+MAMBA2_LAYER = Op(
+    *(CASES, errors, budgets),
+    slow=("gate, no norm", "prefix of the root", "repeated, bf16", "bf16, heads normed alone"),
+)

@@ -95,4 +95,7 @@ def budgets(case):
     return {"output": Budget(EXPERTS[case.bf16], 1.5)}
 
 
-EXPERT_MLPS = Op(CASES, errors, budgets, (*base.IMPLEMENTATIONS, "products"))
+EXPERT_MLPS = Op(
+    *(CASES, errors, budgets, (*base.IMPLEMENTATIONS, "products")),
+    slow=("all experts", "bf16, not gated"),
+)

@@ -87,4 +87,4 @@ def budgets(case):
     }
 
 
-SSD = Op(CASES, errors, budgets)
+SSD = Op(CASES, errors, budgets, slow=("one chunk", "bf16, wide states"))

@@ -89,4 +89,7 @@ def budgets(case):
     return {"output": Budget(base.OUTPUT[case.bf16] * max(1.0, case.scale))}
 
 
-TREE_ATTENTION = Op(CASES, errors, budgets, (*base.IMPLEMENTATIONS, "xla in blocks of 7"))
+TREE_ATTENTION = Op(
+    *(CASES, errors, budgets, (*base.IMPLEMENTATIONS, "xla in blocks of 7")),
+    slow=("more splits than blocks", "the end of a chain", "heads of several parts, not split"),
+)

@@ -132,4 +132,7 @@ def budgets(case):
     return dict.fromkeys(("y", "keys"), Budget(base.OUTPUT[case.bf16]))
 
 
-TREE_ATTENTION_LAYER = Op(CASES, errors, budgets)
+TREE_ATTENTION_LAYER = Op(
+    *(CASES, errors, budgets),
+    slow=("prefix of the root", "heads of several parts, shared", "bf16, not rotated"),
+)

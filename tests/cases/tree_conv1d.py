@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import conv_gather_index, tree_conv1d
+from pallas_kernels import tree_conv1d
 from pallas_kernels.tree_conv1d import reference
 from tests.cases import base, tree_scan
 from tests.cases.base import Budget, Op, relative_error
@@ -29,7 +29,7 @@ def errors(case, implementation):
     values, activation = tree_scan.inputs(case), ACTIVATIONS[case.name]
     arrays = tree_scan.named(values, NAMES)
     truth = reference.tree_conv1d(*arrays, values.parents, activation)
-    window = conv_gather_index(jnp.asarray(values.parents, jnp.int32), case.width)
+    window = base.conv_gather_index(jnp.asarray(values.parents, jnp.int32), case.width)
     first = case.nodes - (case.queries or case.nodes)
     run = functools.partial(tree_conv1d, activation=activation, implementation=implementation)
     got = jax.jit(run)(*(jnp.asarray(value, case.kind) for value in arrays), window[:, first:])

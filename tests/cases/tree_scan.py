@@ -187,14 +187,15 @@ def small_replay(implementation=None, state_size=16, state=None):
     )
 
 
-# `tree_scan` and `replay`, tested on all cases, are the same kernel: these cases have trees of
-# different sizes, several blocks, and states that both halves use.
+# `tree_scan` and `replay` are the same kernel without one of its halves, so that they run the other
+# cases: these have trees of different sizes, several blocks, and states that both halves use.
 FUSED = (
     *("root only", "newest level", "groups", "padded nodes", "blocks of nodes"),
     *("three rows, one with an empty path", "large time steps", "bf16, many nodes"),
 )
-TREE_SCAN = Op(CASES, scan_errors, scan_budgets)
-REPLAY = Op(CASES, replay_errors, replay_budgets)
+TREE_SCAN = Op(CASES, scan_errors, scan_budgets, slow=FUSED)
+# A replay has no queries.
+REPLAY = Op(CASES, replay_errors, replay_budgets, slow=(*FUSED, "newest node of many"))
 REPLAY_TREE_SCAN = Op(
     {name: CASES[name] for name in FUSED},
     fused_errors,

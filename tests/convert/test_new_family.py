@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
+from stree_jax import testing
 from stree_jax.convert import (
     FAMILIES,
     Description,
@@ -17,11 +18,10 @@ from stree_jax.convert import (
     open_checkpoint,
     tables,
 )
-from stree_jax.testing import randomised
 
 
 def random_model(**changes):
-    return randomised(st.HybridLM(st.ModelConfig.tiny(**changes), rngs=nnx.Rngs(0)), 0)
+    return testing.random_model(st.ModelConfig.tiny(**changes))
 
 
 def assert_goes_there_and_back(model, folder, family):

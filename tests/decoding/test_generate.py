@@ -3,7 +3,6 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 import stree_jax as st
 from stree_jax.decoding.loop import TARGET_FAILED
@@ -133,8 +132,7 @@ def test_the_kernels_decode_the_same():
     config = config.with_layers(("mamba2", attention))
     outputs = []
     for implementation in ("xla", "pallas_interpret"):
-        model = st.HybridLM(config, rngs=nnx.Rngs(0), implementation=implementation)
-        target = randomised(model, 0)
+        target = random_model(config, implementation=implementation)
         drafter = st.ModelDrafter(perturbed(target, 0.3))
         outputs.append(
             st.generate(
@@ -235,7 +233,7 @@ def test_one_logit_that_is_nan_ends_the_row(drafting, temperature):
     """One damaged row of the head: every other logit, and so the best one, is a number."""
     # So many tokens that XLA vectorizes the maximum, which then ignores NaN.
     config = st.ModelConfig.tiny(num_layers=1, vocab_size=4096, tie_embeddings=False)
-    model = st.HybridLM(config, rngs=nnx.Rngs(0))
+    model = random_model(config)
     damaged = with_weight(model, "head", lambda head: head.at[1700, 3].set(np.nan))
     options = dict(max_new_tokens=4, temperature=temperature, key=KEY)
     good = bad = {}

@@ -10,11 +10,17 @@ from flax import nnx
 
 import stree_jax as st
 from stree_jax.decoding.prefill import prefill
-from stree_jax.testing import HYBRIDS, PROMPTS, assert_lossless, tiny_model
+from stree_jax.testing import HYBRIDS, PROMPTS, assert_lossless, random_model, tiny_model
 from stree_jax.training.objective import next_token_loss
 
+# Their layers are those of others.
+OF_OTHERS = ("bamba", "mamba_in_llama", "granite_moe")
 
-@pytest.mark.parametrize("name", HYBRIDS)
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in OF_OTHERS else ()) for n in HYBRIDS],
+)
 def test_gradients_are_finite_and_reach_all_weights(name):
     model = tiny_model(f"{name} hybrid")
     structure, weights = nnx.split(model)
@@ -67,7 +73,7 @@ def test_bfloat16():
 
 def test_the_models_length_is_a_limit_that_max_length_lifts():
     config = dataclasses.replace(HYBRIDS["bamba"], max_length=20)
-    model = st.HybridLM(config, rngs=nnx.Rngs(0))
+    model = random_model(config)
     prompts = [[1] * 5, [2] * 9]
     with pytest.raises(
         ValueError, match=r"prompts\[1\] has 9 tokens .*all 21, .*limit is 20; max_"

@@ -1,9 +1,6 @@
 """User-defined verifiers and drafters, and the independence of rows."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +10,7 @@ from flax import nnx
 
 import stree_jax as st
 from stree_jax.decoding.options import plan
-from stree_jax.testing import perturbed, randomised, tiny_model
+from stree_jax.testing import perturbed, random_model, tiny_model
 from tests.helpers import with_weight
 
 PROMPTS = [[5, 9, 2, 30], [3], [1, 2, 3, 4, 1, 2, 3, 4]]
@@ -132,7 +129,7 @@ class Recording(nnx.Module):
 def test_commit_gets_the_hidden_states_of_all_nodes_and_the_accepted_one_after_any_cut(limit):
     """The logits of the accepted node's state are those that gave the last emitted token."""
     # A model that repeats tokens, so that drafts are accepted and the limit cuts paths.
-    model = randomised(st.HybridLM(st.ModelConfig.tiny(d_model=16), rngs=nnx.Rngs(0)), 3)
+    model = random_model(st.ModelConfig.tiny(d_model=16), seed=3)
     model = with_weight(model, "embedding", lambda rows: 40 * rows)
     request = plan(model, PROMPTS, drafter=Recording(), max_new_tokens=limit)
     state = request.decoder.start(model, Recording(), request.context, request.keys)
@@ -160,7 +157,7 @@ def test_commit_gets_the_hidden_states_of_all_nodes_and_the_accepted_one_after_a
 
 def broken_at(token):
     """A model that gives NaN once a row has read this token."""
-    model = randomised(tiny_model("groups"), 4)
+    model = random_model(tiny_model("groups").config, seed=4)
     return with_weight(model, "embedding", lambda rows: rows.at[token].set(np.nan))
 
 
@@ -242,36 +239,3 @@ def test_a_drafters_first_state_may_share_arrays():
         out = st.generate(tiny_model(), PROMPTS, max_new_tokens=5, drafter=drafter)
         np.testing.assert_array_equal(out.tokens, want.tokens)
     np.testing.assert_array_equal(drafter.table[...], np.arange(9.0))
-
-
-ON_A_MESH = """
-import dataclasses
-import jax, numpy as np
-import stree_jax as st
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from stree_jax.testing import HYBRIDS, perturbed, random_model
-
-prompts = [[5, 9, 2, 30], [3]]
-model = random_model(HYBRIDS["bamba"].with_layers(("mamba2", "attention")))
-drafter = st.ModelDrafter(perturbed(model, 0.1))
-want = st.generate(model, prompts, max_new_tokens=9)
-mesh = Mesh(np.array(jax.devices()), ("m",))
-
-def placed(leaf):
-    axes = [None] * (leaf.ndim - 1) + ["m" if leaf.shape[-1] % 2 == 0 else None]
-    return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*axes)))
-
-graph, weights = nnx.split(model)
-sharded = nnx.merge(graph, jax.tree.map(placed, weights))
-for options in ({}, dict(drafter=drafter), dict(drafter=st.ModelDrafter(sharded))):
-    tree = st.TreeTopology.chain(2) if options else None
-    out = st.generate(sharded, prompts, max_new_tokens=9, topology=tree, **options)
-    assert (out.tokens == want.tokens).all()
-"""
-
-
-def test_weights_may_be_sharded():
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
-    environment = os.environ | {"XLA_FLAGS": flags}
-    subprocess.run([sys.executable, "-c", ON_A_MESH], check=True, env=environment)

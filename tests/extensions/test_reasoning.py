@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from flax import nnx
 from tokenizers import decoders, models, pre_tokenizers
 
 import stree_jax as st
@@ -17,7 +16,7 @@ from stree_jax.decoding.types import Context, Prefix
 from stree_jax.extensions import reasoning
 from stree_jax.extensions.reasoning import Blocksworld, CreativeWriting, Gsm8k, Stage
 from stree_jax.extensions.reasoning.tasks import Arrangement, Question
-from stree_jax.testing import perturbed, randomised, tiny_model
+from stree_jax.testing import perturbed, random_model, tiny_model
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 QUESTION = Question("Ann has 3 pens and buys 4. How many has she?", "7")
@@ -257,7 +256,7 @@ def test_the_data_sets_of_the_paper():
 def model():
     """With the vocabulary of the embedded tokenizer."""
     config = st.ModelConfig.tiny(vocab_size=4096, tie_embeddings=False)
-    return randomised(st.HybridLM(config, rngs=nnx.Rngs(0)), 0)
+    return random_model(config)
 
 
 def test_every_schedule_gives_the_same_tree_of_thoughts(model):

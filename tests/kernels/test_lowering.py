@@ -237,8 +237,15 @@ def test_an_attention_lowers_to_kernels(shape, dtype, capability):
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", [shape for shape in ATTENTION_SHAPES if shape[-1]], ids=str)
-@pytest.mark.parametrize("rotated", [0, 16, 28])
+@pytest.mark.parametrize(
+    ("shape", "rotated"),
+    [
+        pytest.param(shape, rotated, marks=pytest.mark.slow if i and rotated < 28 else ())
+        for i, shape in enumerate(shape for shape in ATTENTION_SHAPES if shape[-1])
+        for rotated in (0, 16, 28)
+    ],
+    ids=str,
+)
 def test_a_whole_attention_layer_lowers_to_kernels(shape, rotated, dtype, capability):
     queries, nodes, heads, groups, head_dim, capacity = shape
     struct = jax.ShapeDtypeStruct

@@ -9,11 +9,10 @@ def runs():
     for op, table in OPS.items():
         for name in table.cases:
             for implementation in table.implementations:
-                yield pytest.param(
-                    *(op, name, implementation),
-                    marks=[pytest.mark.gpu] if implementation == "pallas" else [],
-                    id=f"{op}: {name}-{implementation}",
-                )
+                marks = [pytest.mark.gpu] if implementation == "pallas" else []
+                marks += [pytest.mark.slow] if name in table.slow and not marks else []
+                case = f"{op}: {name}-{implementation}"
+                yield pytest.param(op, name, implementation, marks=marks, id=case)
 
 
 @pytest.mark.parametrize(("op", "name", "implementation"), [*runs()])

@@ -4,16 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import (
-    conv_gather_index,
-    replay_conv_state,
-    replay_gather_index,
-    tree_conv1d,
-    tree_scan,
-)
+from pallas_kernels import replay_conv_state, tree_conv1d, tree_scan
 from pallas_kernels.tree_conv1d import reference as conv_reference
 from pallas_kernels.tree_scan import reference as scan_reference
-from tests.cases.base import ON_CPU_AND_GPU
+from tests.cases.base import ON_CPU_AND_GPU, conv_gather_index, replay_gather_index
 from tests.cases.tree_scan import CASES
 from tests.cases.tree_scan import inputs as make_inputs
 

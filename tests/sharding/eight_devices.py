@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import stree_jax as st
 from stree_jax import convert, stored
@@ -25,7 +25,7 @@ from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import over_mesh
 from stree_jax.models import attention, mamba2, mlp
 from stree_jax.models.cache import cache_specs, path_to
-from stree_jax.testing import perturbed, randomised
+from stree_jax.testing import HYBRIDS, perturbed, random_model
 from tests.decoding.rules import random_walk
 from tests.helpers import DOCS, python_blocks, saved_pair, with_weight
 from tests.sharding.configs import CONFIGS
@@ -56,7 +56,7 @@ def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
 @functools.cache
 def model_of(name, implementation=None):
     config = CONFIGS[name]
-    return randomised(st.HybridLM(config, rngs=nnx.Rngs(0), implementation=implementation), 0)
+    return random_model(config, implementation=implementation)
 
 
 @functools.cache
@@ -167,8 +167,8 @@ def test_kernels_on_a_mesh(name):
 
     results = []
     for implementation in ("xla", "pallas_interpret"):
-        model = st.HybridLM(config, rngs=nnx.Rngs(0), implementation=implementation)
-        results.append(on_mesh(st.shard(randomised(model, 0), mesh_of(1, 2)), tokens))
+        model = random_model(config, implementation=implementation)
+        results.append(on_mesh(st.shard(model, mesh_of(1, 2)), tokens))
     for want, got in zip(*results, strict=True):
         assert float(np.abs(want - got).max() / np.abs(want).max()) <= 2e-5
 
@@ -362,7 +362,7 @@ def test_what_shards_branch_on_is_decided_once(sampled):
 @slow
 def test_bfloat16():
     name = "bamba"
-    model = randomised(st.HybridLM(CONFIGS[name], rngs=nnx.Rngs(0), dtype="bfloat16"), 0)
+    model = random_model(CONFIGS[name], dtype="bfloat16")
     on_mesh = st.shard(model, mesh_of(2, 4))
     draft = st.shard(perturbed(model, 0.1), mesh_of(2, 4), replicate=True)
     alone = decode(on_mesh)
@@ -504,6 +504,24 @@ def test_each_device_has_its_part():
     kernel = model.blocks[1].mixer.in_proj.kernel[...]
     assert kernel.shape == (16, 48)
     assert {shard.data.shape for shard in kernel.addressable_shards} == {(16, 12)}
+
+
+def test_weights_may_be_sharded_by_hand():
+    """Without `shard`: XLA inserts the collectives."""
+    model = random_model(HYBRIDS["bamba"].with_layers(("mamba2", "attention")))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("m",))
+
+    def placed(leaf):
+        axes = [None] * (leaf.ndim - 1) + ["m" if leaf.shape[-1] % 2 == 0 else None]
+        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    graph, weights = nnx.split(model)
+    by_hand = nnx.merge(graph, jax.tree.map(placed, weights))
+    want = decode(model, PROMPTS[:2])
+    assert_same(decode(by_hand, PROMPTS[:2]), want)
+    for draft in (perturbed(model, 0.1), by_hand):
+        options = dict(drafter=st.ModelDrafter(draft), topology=st.TreeTopology.chain(2))
+        assert_same(decode(by_hand, PROMPTS[:2], **options), want)
 
 
 # What is refused.

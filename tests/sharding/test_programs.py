@@ -2,12 +2,10 @@
 
 import re
 
-from flax import nnx
-
 import stree_jax as st
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import plan
-from stree_jax.testing import randomised
+from stree_jax.testing import random_model
 from tests.sharding.configs import CONFIGS
 
 OF_MESHES = re.compile(
@@ -27,7 +25,7 @@ def lowered(model):
 
 
 def test_a_program_without_a_mesh_has_no_collective():
-    model = randomised(st.HybridLM(CONFIGS["one layer"], rngs=nnx.Rngs(0)), 0)
+    model = random_model(CONFIGS["one layer"])
     assert not OF_MESHES.findall(lowered(model))
     # And the words that are looked for are those of a mesh, even of one device.
     assert OF_MESHES.findall(lowered(st.shard(model, st.make_mesh())))

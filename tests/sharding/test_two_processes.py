@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from stree_jax.testing import perturbed, randomised
+from stree_jax.testing import perturbed, random_model
 from tests.sharding.configs import CONFIGS
 from tests.sharding.two_processes import NEW_TOKENS, PROMPTS
 
@@ -68,7 +68,7 @@ def run_two(command, tmp_path, **environment):
 
 @pytest.fixture(scope="module")
 def models():
-    target = randomised(st.HybridLM(CONFIGS["one layer"], rngs=nnx.Rngs(0)), 0)
+    target = random_model(CONFIGS["one layer"])
     return target, perturbed(target, 0.1)
 
 
