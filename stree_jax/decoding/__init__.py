@@ -1,6 +1,6 @@
 """Drafters, verifiers and the one loop that runs them."""
 
-from stree_jax.decoding.head_reader import Head, HeadReader
+from stree_jax.decoding.head_reader import Head, HeadReader, outputs_ahead
 from stree_jax.decoding.options import Plan
 from stree_jax.decoding.prefill import prefill
 from stree_jax.decoding.reader import NodeReader, Reader, nodes_so_far, recorded
@@ -15,6 +15,7 @@ __all__ = [
     "all_finite",
     "filtered_logits",
     "nodes_so_far",
+    "outputs_ahead",
     "position_noise",
     "prefill",
     "recorded",

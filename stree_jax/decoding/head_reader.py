@@ -57,6 +57,10 @@ class Head(Protocol):
         """Logits over the target's vocabulary, without padding."""
         ...
 
+    def init_cache(self, batch: int, max_length: int) -> KVCache:
+        """The cache before the first entry."""
+        ...
+
 
 class HeadPending(NamedTuple):
     """What a step keeps of the nodes that the head has run."""
@@ -195,3 +199,46 @@ class HeadReader(NamedTuple):
             hidden=jnp.where(runs[:, None], new, self.hidden),
             known=self.known | runs,
         )
+
+
+def outputs_ahead(
+    model: Head, tokens: Int[Array, "B T"], hidden: Float[Array, "B T _"], depth: int
+) -> list[Float[Array, "B T M"]]:
+    """Outputs of a head at every position of texts, as a chain of drafts has them there.
+
+    Entry p of output k = 0, 1, ... predicts token p + 2 + k, in the step whose root is token p + 1:
+    it has read the true entries 0 to p, and then the tokens p + 2 to p + 1 + k with the head's own
+    outputs. Worked example, three tokens and depth 2: the query of the second level at p = 0
+    attends to the first entry of level 0, and to its own level alone:
+
+        [1 0 0 | 1 0 0]   p = 0
+        [1 1 0 | 0 1 0]   p = 1
+        [1 1 1 | 0 0 1]   p = 2
+
+    Args:
+        model: the head.
+        tokens: the texts.
+        hidden: the target's states at all tokens, as `Drafter.read` gets them.
+        depth: number of outputs.
+
+    Returns:
+        The outputs, each with `T` entries, which `model.logits` takes; those that need tokens
+        behind the end of the text mean nothing.
+    """
+    batch, length = tokens.shape
+    cache = model.init_cache(batch, 0)
+    outputs: list[Array] = []
+    above, prefix = model.states(hidden), None
+    for level in range(depth):
+        places = jnp.minimum(jnp.arange(length) + 1 + level, length - 1)
+        itself = np.eye(length, dtype=bool)
+        mask = np.concatenate([np.tri(length, dtype=bool), *[itself] * level], axis=1)
+        # Its positions: entries lie one behind the other. The parents do not matter.
+        depths = np.concatenate([np.arange(length) + before for before in range(level + 1)])
+        nodes = jnp.broadcast_to(depths.astype(np.int32), (batch, len(depths)))
+        tree = Tree(
+            nodes, nodes, jnp.broadcast_to(mask, (batch, *mask.shape)), jnp.ones(nodes.shape, bool)
+        )
+        output, above, prefix = model.outputs(tokens[:, places], above, tree, cache, prefix)
+        outputs.append(output)
+    return outputs

@@ -3,7 +3,13 @@
 from stree_jax.tuning.dynamic import SHARPNESS, dynamic_tau, fitted
 from stree_jax.tuning.measure import Costs, measure_costs
 from stree_jax.tuning.search import acceptance, best_trees, replay_tau
-from stree_jax.tuning.trace import RankTrace, rank_trace, ranks_by_depth, trace_by_depth
+from stree_jax.tuning.trace import (
+    RankTrace,
+    head_trace,
+    rank_trace,
+    ranks_by_depth,
+    trace_by_depth,
+)
 from stree_jax.tuning.tuner import Candidate, TuningReport, tune
 
 __all__ = [
@@ -16,6 +22,7 @@ __all__ = [
     "best_trees",
     "dynamic_tau",
     "fitted",
+    "head_trace",
     "measure_costs",
     "rank_trace",
     "ranks_by_depth",

@@ -16,12 +16,14 @@ import numpy as np
 from stree_jax.array_types import Array, Bool, Float, Int, Key
 from stree_jax.decoding.drafters import Drafter, drawn_by
 from stree_jax.decoding.drafters.base import inner_layers, reads
+from stree_jax.decoding.head_reader import Head, outputs_ahead
 from stree_jax.decoding.options import Plan
 from stree_jax.decoding.sampling import filtered_logits, position_noise
 from stree_jax.decoding.types import Context, Sampling, Step
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
+TRACED_DEPTHS = 8  # levels of which `head_trace` says how often they are right
 _BATCH = 32  # positions per batch
 
 
@@ -163,6 +165,54 @@ def ranks_by_depth(
         return ((scores > own) | ((scores == own) & earlier)).sum(axis=1)
 
     return jnp.stack([of_depth(ahead) for ahead in range(depth)], axis=1)
+
+
+def head_trace(
+    drafter: Drafter,
+    model: Head,
+    target: HybridLM,
+    request: Plan,
+    tokens: Sequence[np.ndarray],
+    num_ranks: int,
+) -> RankTrace:
+    """The trace of a drafter of static trees with a head on the target's states.
+
+    Candidates depend on the depth: below the root the head gets its own outputs instead of the
+    target's states.
+
+    Args:
+        drafter: such as `MtpDrafter`.
+        model: its head.
+        target: the model that wrote the texts.
+        request, tokens, num_ranks: see `rank_trace`.
+
+    Returns:
+        Ranks of `TRACED_DEPTHS` depths.
+    """
+    ranks = functools.partial(_head_ranks, target, model, inner=inner_layers(drafter))
+    return trace_by_depth(ranks, drafter, request, tokens, num_ranks)
+
+
+@functools.partial(jax.jit, static_argnames=("most", "inner"))
+def _head_ranks(
+    target: HybridLM,
+    model: Any,
+    text: Int[Array, "1 L"],
+    start: Int[Array, ""],
+    key: Key[Array, ""],
+    sampling: Sampling,
+    *,
+    most: int,
+    inner: tuple[int, ...],
+) -> Int[Array, "emitted D"]:
+    outputs = outputs_ahead(model, text, target.hidden(text, inner), TRACED_DEPTHS)
+    # The root is the last emitted token, and the head gets the target's state before it.
+    places = jnp.maximum(start + jnp.arange(most) - 2, 0)
+
+    def logits(depth: int) -> Array:
+        return model.logits(outputs[depth][:, places])[0]
+
+    return ranks_by_depth(logits, TRACED_DEPTHS, text, start, key, sampling, most=most)
 
 
 class Positions(NamedTuple):

@@ -12,6 +12,7 @@ import numpy as np
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter, DynamicDrafter, ModelDrafter
 from stree_jax.decoding.generate import generate
+from stree_jax.decoding.head_reader import Head
 from stree_jax.decoding.options import Plan, plan
 from stree_jax.decoding.results import Generation
 from stree_jax.models.lm import HybridLM, check_on_one_device
@@ -19,7 +20,7 @@ from stree_jax.tree import TreeTopology
 from stree_jax.tuning.dynamic import dynamic_tau, fitted
 from stree_jax.tuning.measure import SIZES, WIDTHS, Costs, measure_costs
 from stree_jax.tuning.search import acceptance, best_trees, replay_tau, standard_error
-from stree_jax.tuning.trace import RankTrace, rank_trace
+from stree_jax.tuning.trace import RankTrace, head_trace, rank_trace
 
 NUM_RANKS = 8  # most children of a node
 _FINALISTS = 4
@@ -168,6 +169,8 @@ def tune(
     own_trace = getattr(drafter, "rank_trace", None)  # see `Drafter`
     if callable(own_trace):
         trace = own_trace(target, request, written, num_ranks)
+    elif isinstance(drafter, ModelDrafter) and isinstance(drafter.model, Head):
+        trace = head_trace(drafter, drafter.model, target, request, written, num_ranks)
     else:
         trace = rank_trace(drafter, request, written, num_ranks, vocab_size)
     max_depth = min(max_depth, trace.max_depth or max_depth)

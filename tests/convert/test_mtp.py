@@ -14,6 +14,7 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.convert import convert, open_checkpoint
 from stree_jax.convert.writing import write_as
+from stree_jax.decoding import outputs_ahead
 from stree_jax.stored import CHECKSUMS
 from stree_jax.testing import HYBRIDS
 from tests.convert import checkpoints
@@ -90,7 +91,7 @@ def saved(path, changes=(), tensors=None, latent=True):
 @jax.jit
 def ahead(target, model, text):
     hidden = target.hidden(text)
-    outputs = model.ahead(text, hidden, 3)
+    outputs = outputs_ahead(model, text, hidden, 3)
     return hidden, [model.logits(output) for output in outputs]
 
 

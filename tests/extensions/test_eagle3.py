@@ -9,6 +9,7 @@ import pytest
 import stree_jax as st
 from stree_jax.decoding.options import plan
 from stree_jax.testing import PROMPTS, assert_lossless, tiny_model
+from stree_jax.tuning import head_trace, replay_tau
 from tests.convert import checkpoints
 from tests.extensions.numpy_eagle3 import Head
 
@@ -158,6 +159,19 @@ def test_trees_whose_shape_the_head_chooses(kind, target, tmp_path):
     head = st.load_eagle3(saved(tmp_path / "head"), target)
     drafter = kind(st.Eagle3Model(target, head))
     assert_lossless(target, drafter, topology=st.TreeTopology.budget(5, 2), max_new_tokens=8)
+
+
+def test_ranks_by_depth_give_the_tau_of_every_tree(target, tmp_path):
+    """Positions, tokens that the head has not, and states of inner layers among them."""
+    drafter = st.Eagle3Drafter(target, st.load_eagle3(saved(tmp_path / "head"), target))
+    prompts = np.random.default_rng(0).integers(37, size=(12, 5)).tolist()
+    options = dict(max_new_tokens=16, temperature=1.0, key=jax.random.key(0))
+    request, texts = plan(target, prompts, **options), st.generate(target, prompts, **options)
+    trace = head_trace(drafter, drafter.model, target, request, list(texts.tokens), 6)
+    topology = st.TreeTopology.from_branching((3, 2))
+    out = st.generate(target, prompts, drafter=drafter, topology=topology, **options)
+    assert out.stats.tau > 1.02
+    np.testing.assert_allclose(replay_tau(topology, trace), out.stats.tau, rtol=1e-12)
 
 
 D2T = np.zeros(OWN, np.int64)

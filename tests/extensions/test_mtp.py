@@ -25,7 +25,7 @@ from stree_jax.extensions.mtp.training import head_of, mtp_loss, new_head
 from stree_jax.models import flatten
 from stree_jax.testing import PROMPTS, apply, random_model, tiny_model
 from stree_jax.training import Recipe, Training
-from stree_jax.tuning import dynamic_tau, replay_tau
+from stree_jax.tuning import dynamic_tau, head_trace, replay_tau
 from tests.extensions.numpy_mtp import Head
 from tests.helpers import mtp_head_of
 
@@ -300,7 +300,7 @@ def test_ranks_by_depth_give_the_tau_of_every_tree(temperature):
     options = dict(max_new_tokens=23, temperature=temperature, key=jax.random.key(0))
     request = plan(target, prompts, **options)
     texts = st.generate(target, prompts, **options)
-    trace = drafter.rank_trace(target, request, list(texts.tokens), 6)
+    trace = head_trace(drafter, drafter.model, target, request, list(texts.tokens), 6)
     assert trace.ranks[0].shape == (23, 8)
     topology = st.TreeTopology.from_branching((3, 2, 1))
     out = st.generate(target, prompts, drafter=drafter, topology=topology, **options)

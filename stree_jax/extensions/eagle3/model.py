@@ -61,10 +61,12 @@ class Eagle3Model(nnx.Module):
 
     def open(self, context: Context, num_nodes: int, max_length: int) -> HeadReader:
         """See `DraftModel`: no text is read yet; `hear` reads it."""
-        batch = context.length.shape[0]
-        return HeadReader.open(
-            self.head.init_cache(batch, max_length), self.config.d_model, self.head.dtype
-        )
+        cache = self.init_cache(context.length.shape[0], max_length)
+        return HeadReader.open(cache, self.config.d_model, self.head.dtype)
+
+    def init_cache(self, batch: int, max_length: int) -> KVCache:
+        """See `Head`."""
+        return self.head.init_cache(batch, max_length)
 
     def hear(
         self,

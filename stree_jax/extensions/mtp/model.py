@@ -1,7 +1,5 @@
 """A multi-token-prediction head as a draft model."""
 
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from pallas_kernels import KVCache, NodeKV
@@ -59,10 +57,12 @@ class MtpModel(nnx.Module):
 
     def open(self, context: Context, num_nodes: int, max_length: int) -> HeadReader:
         """See `DraftModel`: no text is read yet; `hear` reads it."""
-        batch = context.length.shape[0]
-        return HeadReader.open(
-            self.head.init_cache(batch, max_length), self.config.d_model, self.head.dtype
-        )
+        cache = self.init_cache(context.length.shape[0], max_length)
+        return HeadReader.open(cache, self.config.d_model, self.head.dtype)
+
+    def init_cache(self, batch: int, max_length: int) -> KVCache:
+        """See `Head`."""
+        return self.head.init_cache(batch, max_length)
 
     def hear(
         self,
@@ -98,50 +98,6 @@ class MtpModel(nnx.Module):
         """See `Head`."""
         output, kv = self.head.tree(self.embedded(tokens), above, tree, cache, prefix)
         return output, output, kv
-
-    def ahead(
-        self, tokens: Int[Array, "B T"], hidden: Float[Array, "B T M"], depth: int
-    ) -> list[Float[Array, "B T M"]]:
-        """Outputs of the head at every position of texts, as a chain of drafts has them there.
-
-        Entry p of output k = 0, 1, ... predicts token p + 2 + k, in the step whose root is token
-        p + 1: it has read the true entries 0 to p, and then the tokens p + 2 to p + 1 + k with the
-        head's own outputs. Worked example, three tokens and depth 2: the query of the second
-        level at p = 0 attends to the first entry of level 0, and to its own level alone:
-
-            [1 0 0 | 1 0 0]   p = 0
-            [1 1 0 | 0 1 0]   p = 1
-            [1 1 1 | 0 0 1]   p = 2
-
-        Args:
-            tokens: the texts.
-            hidden: the target's states at all tokens.
-            depth: number of outputs.
-
-        Returns:
-            The outputs, each with `T` entries; those that need tokens behind the end of the text
-            mean nothing.
-        """
-        batch, length = tokens.shape
-        cache = self.head.init_cache(batch, 0)
-        outputs: list[Array] = []
-        above, prefix = hidden, None
-        for level in range(depth):
-            places = jnp.minimum(jnp.arange(length) + 1 + level, length - 1)
-            itself = np.eye(length, dtype=bool)
-            mask = np.concatenate([np.tri(length, dtype=bool), *[itself] * level], axis=1)
-            nodes = np.zeros((batch, mask.shape[1]), np.int32)  # the mask alone matters
-            tree = Tree(
-                jnp.asarray(nodes),
-                jnp.asarray(nodes),
-                jnp.broadcast_to(mask, (batch, *mask.shape)),
-                jnp.ones(nodes.shape, bool),
-            )
-            above, prefix = self.head.tree(
-                self.embedded(tokens[:, places]), above, tree, cache, prefix
-            )
-            outputs.append(above)
-        return outputs
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
         """The target's embeddings."""

@@ -12,6 +12,7 @@ from flax import nnx
 from stree_jax import AttentionConfig, HybridLM, MlpConfig, MoeConfig
 from stree_jax.array_types import Array, Float, Tokens
 from stree_jax.checks import check_int
+from stree_jax.decoding import outputs_ahead
 from stree_jax.extensions.mtp.model import MtpModel
 from stree_jax.heads import head_config, save_head
 from stree_jax.models import MtpConfig, MtpHead
@@ -111,7 +112,7 @@ def mtp_loss(head: MtpHead, target: HybridLM, tokens: Tokens, steps: int) -> Flo
     labels = jax.lax.stop_gradient(jax.nn.log_softmax(target.logits(hidden)[..., :vocab_size]))
     model = MtpModel(target, head)
     total, weights = jnp.float32(0.0), 0.0
-    for step, output in enumerate(model.ahead(tokens, hidden, steps)):
+    for step, output in enumerate(outputs_ahead(model, tokens, hidden, steps)):
         after = step + 1
         divergence = optax.losses.kl_divergence_with_log_targets(
             jax.nn.log_softmax(model.logits(output[:, :-after])), labels[:, after:]
