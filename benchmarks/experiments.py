@@ -77,7 +77,7 @@ def decode(options: argparse.Namespace) -> Iterator[Found]:
 
 
 def medusa(options: argparse.Namespace) -> Iterator[Found]:
-    """Heads with two trees, a draft model and prompt lookup."""
+    """Heads of two kinds, a draft model and prompt lookup."""
     pair = embedded_pair(options.prompts)
     heads = st.load_medusa(options.heads or st.demo_path("medusa"), pair.target)
     drafter, draft = st.MedusaDrafter(pair.target, heads), st.ModelDrafter(pair.draft)
@@ -90,6 +90,13 @@ def medusa(options: argparse.Namespace) -> Iterator[Found]:
         Method("draft model, tree A", draft, PAPER_TREES["tree A"]),
         methods.prompt_lookup(),
     ]
+    if options.mtp is not None:
+        own = st.MtpDrafter(pair.target, st.load_mtp(options.mtp, pair.target))
+        ways += [
+            Method("multi-token prediction, chain of 2", own, st.TreeTopology.chain(2)),
+            Method("multi-token prediction, chain of 4", own, CHAIN_OF_4),
+            Method("multi-token prediction, tree A", own, PAPER_TREES["tree A"]),
+        ]
     rows = methods.compare(pair, ways, options.temperatures, options)
     yield Found(
         pair.settings() | {"decoding": rows},
@@ -141,7 +148,7 @@ EXPERIMENTS = {
     "decode": Experiment(decode, COMPARED | CHECKPOINTS),
     "tuned": Experiment(tuned.run, COMPARED | CHECKPOINTS | {"--prompts": 12}),
     "peer": Experiment(peer.run, SIZES | {"--threads": 2}),
-    "medusa": Experiment(medusa, COMPARED | {"--prompts": 8, "--heads": None}),
+    "medusa": Experiment(medusa, COMPARED | {"--prompts": 8, "--heads": None, "--mtp": None}),
     "serving": Experiment(serving.run, PAIR | {"--requests": 64, "--rows": 8, "--rounds": 5}),
     "hierarchical": Experiment(hierarchical, COMPARED | {"--prompts": 6, "--small": None}),
     "seed": Experiment(
