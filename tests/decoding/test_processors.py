@@ -39,7 +39,7 @@ from tests.decoding.enumeration import (
 )
 from tests.decoding.rules import SIZE, WALK, Walk, autoregressive, random_walk, ruled, ruling_of
 from tests.decoding.texts import ROWS, decoded, ended, planned
-from tests.helpers import forget_many_programs, heads_of
+from tests.helpers import forget_many_programs, heads_of, mtp_head_of
 
 Topology = st.TreeTopology
 RAGGED = Topology.from_parents([-1, 0, 1, 2, 0, 4, 2, 6, 3])
@@ -66,6 +66,7 @@ METHODS = {
     ),
     "lookup": (lambda target: st.NgramDrafter(), Topology.from_branching((2, 2, 1))),
     "heads": (lambda target: st.MedusaDrafter(target, heads_of(target)), RAGGED),
+    "mtp head": (lambda target: st.MtpDrafter(target, mtp_head_of(target)), RAGGED),
     "turns": (
         lambda target: st.InterleavedDrafter(alike(target), perturbed(target, 0.15, 1), "sqqs"),
         None,
@@ -83,6 +84,7 @@ FAST = [
 SLOW = [
     *(("plain", name) for name in ("deep", "beam", "lookup", "heads", "turns", "cascade")),
     ("falcon_h1 hybrid", "ragged"),
+    ("plain", "mtp head"),
     ("nemotron_h hybrid", "dynamic"),
 ]
 
