@@ -24,6 +24,14 @@ _FEWEST, _GROWTH = 8, 8  # lists of 8, 64, 512, ... ids share a program
 class _Stateless:
     """A processor that does not depend on the text."""
 
+    def __repr__(self) -> str:
+        """As it was made: without the padding of its ids."""
+        parts = jax.tree.leaves(self)
+        if not all(isinstance(part, np.ndarray) for part in parts):
+            return f"{type(self).__name__}({', '.join(map(str, parts))})"
+        kept = [part[parts[0] != _NO_TOKEN].tolist() for part in parts]
+        return f"{type(self).__name__}({dict(zip(*kept, strict=True)) if kept[1:] else kept[0]})"
+
     def init(self, context: Context, vocab_size: int) -> None:
         """See `LogitsProcessor`."""
 
@@ -33,7 +41,7 @@ class _Stateless:
 
 @typing.no_type_check  # jax unflattens it with leaves that are not arrays
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class LogitBias(_Stateless):
     """Adds to the logits of some tokens.
 
@@ -77,7 +85,7 @@ class LogitBias(_Stateless):
 
 @typing.no_type_check
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class BannedTokens(_Stateless):
     """Rules some tokens out.
 
@@ -101,7 +109,7 @@ class BannedTokens(_Stateless):
 
 @typing.no_type_check
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class AllowedTokens(_Stateless):
     """Rules all but some tokens out; a text ends with an end token only if that is among them.
 

@@ -116,6 +116,11 @@ def test_ids_outside_the_vocabulary_are_refused(rule):
         st.generate(tiny_model(), PROMPTS, processors=[rule])
 
 
+def test_a_rule_is_shown_as_it_was_made():
+    assert repr(st.BannedTokens([7, 3])) == "BannedTokens([7, 3])"
+    assert repr(st.LogitBias({7: -2.0})) == "LogitBias({7: -2.0})"
+
+
 def test_a_processor_must_be_a_pytree_of_arrays():
     class Unregistered(st.PresencePenalty):
         pass
