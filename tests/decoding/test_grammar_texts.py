@@ -5,12 +5,10 @@ import re
 
 import jax
 import jsonschema
-import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.testing import PROMPTS, perturbed, random_model, tiny_model
-from tests.decoding.rules import WALK
+from stree_jax.testing import perturbed, random_model
 
 PATTERN = r"(?:[0-9]{3}-[0-9]{4}|[a-z]{2,12}\.)(?: or [é-ü]{1,3})?"
 SCHEMA = {
@@ -91,23 +89,6 @@ def test_different_tables_are_refused(model, tokenizer):
     scheduler.submit(st.Request([1], processors=[one], max_new_tokens=2))
     with pytest.raises(ValueError, match="shared arrays"):
         scheduler.submit(st.Request([1], processors=[other], max_new_tokens=2))
-
-
-def test_an_automaton_is_its_table():
-    """Against a processor that looks the table up, with trees whose shape the drafter chooses."""
-    options = dict(max_new_tokens=16, temperature=1.0, key=jax.random.key(3))
-    want = st.generate(tiny_model(), PROMPTS, processors=[WALK], **options)
-    automaton = st.Automaton(np.asarray(WALK.table))
-    drafter = st.DynamicDrafter(perturbed(tiny_model(), 0.1), expand=2)
-    found = st.generate(
-        tiny_model(),
-        PROMPTS,
-        processors=[automaton],
-        drafter=drafter,
-        topology=st.TreeTopology.budget(6, 3),
-        **options,
-    )
-    np.testing.assert_array_equal(found.tokens, want.tokens)
 
 
 def test_an_automaton_that_ends_early(model):

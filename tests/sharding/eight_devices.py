@@ -435,12 +435,13 @@ def test_log_probs(how):
 
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(0.9, marks=slow)])
 def test_logits_processors(temperature):
-    """Their numbers are cut by rows, and the table of the walk is on every device."""
+    """Their numbers are cut by rows, and the tables of a grammar are on every device."""
     name = "one layer"
+    grammar = st.Automaton(np.asarray(random_walk(size=CONFIGS[name].vocab_size).table))
     options = dict(
         temperature=temperature,
         key=jax.random.key(2),
-        processors=[random_walk(size=CONFIGS[name].vocab_size), st.RepetitionPenalty(1.4)],
+        processors=[grammar, st.RepetitionPenalty(1.4)],
         min_new_tokens=3,
         eos_token=[0, 1, 2, 3],
     )
