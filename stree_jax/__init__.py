@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from stree_jax.checkout import find_convert
 from stree_jax.checkpoint import save_pretrained
+from stree_jax.compilation_cache import enable_compilation_cache
 from stree_jax.config import ModelConfig
 from stree_jax.decoding.drafters import (
     BeamDrafter,
@@ -171,6 +172,7 @@ __all__ = [
     "Verifier",
     "complete",
     "demo_path",
+    "enable_compilation_cache",
     "follow",
     "from_pretrained",
     "generate",

@@ -65,6 +65,7 @@ READABLE = (1, 2)  # 1 stores one config for all layers of a kind
 _Module = TypeVar("_Module", bound=nnx.Module)
 _MAX_JSON = 16 << 20  # bytes; an index of 100,000 tensors has about 10 MB
 _MAX_DEPTH = 32
+_SMALL = 1 << 22  # numbers that numpy checks as fast as a program does
 # A function (name, canonical values, dtype) -> weight.
 Place = Callable[[str, np.ndarray, DTypeLike], jax.Array]
 
@@ -421,7 +422,18 @@ def check_shapes(path: Path, wanted: object, stored: object) -> None:
 
 def is_finite(name: str, weight: jax.Array) -> bool:
     """Whether all values of a weight are finite, and for an `A_log` the decay rates too."""
-    return bool(_all_finite(weight, decays=name.endswith("A_log")))
+    decays = name.endswith("A_log")
+    if weight.size <= _SMALL and _is_on_host(weight):  # a program for each shape takes longer
+        values = np.asarray(weight)
+        with np.errstate(over="ignore"):
+            finite = np.isfinite(values).all()
+            return bool(finite and (not decays or np.isfinite(np.exp(values)).all()))
+    return bool(_all_finite(weight, decays=decays))
+
+
+def _is_on_host(weight: jax.Array) -> bool:
+    devices: Any = weight.sharding.device_set
+    return weight.is_fully_addressable and all(each.platform == "cpu" for each in devices)
 
 
 @functools.partial(jax.jit, static_argnames="decays")

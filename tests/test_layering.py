@@ -70,6 +70,7 @@ LAYERS = [
     "config",
     "stored",
     "checkpoint",
+    "compilation_cache",
     "heads",
     "convert",
     "pretrained",

@@ -14,8 +14,8 @@ from rich.text import Text
 from tokenizers import Tokenizer
 
 import stree_jax as st
-from stree_jax.cli.cache import enable_cache
 from stree_jax.cli.trees import parse_tree
+from stree_jax.compilation_cache import enable_compilation_cache
 from stree_jax.convert import find
 from stree_jax.decoding.generate import plan
 
@@ -71,7 +71,7 @@ def _run(
     tuned: st.TreeTopology | None,
     max_new_tokens: int,
 ) -> int:
-    enable_cache()
+    enable_compilation_cache()
     target = st.from_pretrained(target_path)
     drafter = st.ModelDrafter(st.from_pretrained(draft_path))
     tokenizer = st.load_tokenizer(target_path)

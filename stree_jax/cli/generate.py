@@ -14,9 +14,9 @@ from rich.style import Style
 import stree_jax as st
 from stree_jax.checkpoint import tokenizer_errors
 from stree_jax.checks import check_int
-from stree_jax.cli.cache import enable_cache
 from stree_jax.cli.mesh import join_processes, parse_mesh
 from stree_jax.cli.trees import parse_tree
+from stree_jax.compilation_cache import enable_compilation_cache
 from stree_jax.convert import find
 from stree_jax.decoding.grammar.api import end_tokens
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
@@ -70,7 +70,7 @@ def load(
             " --mtp, or another tree such as branching:3,2,1"
         )
     tokenizer = st.load_tokenizer(tokenizer_path or find(checkpoint))
-    enable_cache()
+    enable_compilation_cache()
     if distributed:
         join_processes()
     where = None if mesh is None else parse_mesh(mesh)

@@ -336,6 +336,9 @@ def tune_tree(
     tokens: Annotated[int, typer.Option(help="New tokens of each prompt.")] = 128,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16 weights.")] = "float32",
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="Time more sizes and trees, more often.")
+    ] = False,
     output: Annotated[
         Path | None, typer.Option(help="File to write, for `generate --tree @FILE`.")
     ] = None,
@@ -357,6 +360,7 @@ def tune_tree(
         max_new_tokens=tokens,
         seed=seed,
         dtype=_checked(dtype) or "float32",
+        thorough=thorough,
         output=output,
     )
 

@@ -15,7 +15,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from stree_jax.cli.cache import enable_cache
+from stree_jax.compilation_cache import enable_compilation_cache
 from stree_jax.training import Recipe, distill, train
 
 
@@ -35,7 +35,7 @@ def run_training(
         ValueError: the recipe, the target or the output is invalid.
     """
     recipe = Recipe.load(recipe_path)
-    enable_cache()
+    enable_compilation_cache()
     command = shlex.join(["stree-jax", *sys.argv[1:]])
     if target is None:
         reports = train(recipe, output, command=command)

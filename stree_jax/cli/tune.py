@@ -1,6 +1,7 @@
 """`stree-jax tune-tree`: the fastest draft tree for two checkpoints on this device."""
 
 import json
+import time
 import warnings
 from pathlib import Path
 
@@ -9,8 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import stree_jax as st
-from stree_jax.cli.cache import enable_cache
 from stree_jax.cli.demo import PROMPTS
+from stree_jax.compilation_cache import enable_compilation_cache
 from stree_jax.convert import find
 
 # In addition to the demo's. Half of the prompts measure acceptance, the other half speed.
@@ -38,6 +39,7 @@ def run_tune_tree(
     max_new_tokens: int,
     seed: int,
     dtype: str,
+    thorough: bool,
     output: Path | None,
 ) -> None:
     """Tunes, prints the report, and writes the tree to a file for `generate --tree @FILE`.
@@ -54,7 +56,7 @@ def run_tune_tree(
         raise ValueError(f"--output {output}: the folder {output.parent} does not exist")
     texts = [*PROMPTS, *MORE_PROMPTS] if prompts is None else _read(prompts)
     tokenizer = st.load_tokenizer(find(target))
-    enable_cache()
+    enable_compilation_cache()
     model = st.from_pretrained(target, dtype=dtype)
     drafter: st.Drafter = st.NgramDrafter()
     if draft is not None:
@@ -70,6 +72,15 @@ def run_tune_tree(
     ):
         warnings.simplefilter("always", UserWarning)
         task = progress.add_task("", total=1)
+        phase, began = "", time.perf_counter()
+
+        def show(what: str, done: int, total: int) -> None:
+            nonlocal phase
+            progress.update(task, description=what, completed=done, total=total)
+            if what != phase and not console.is_terminal:  # a bar cannot be drawn into a file
+                console.print(f"{time.perf_counter() - began:4.0f} s  {what}", highlight=False)
+            phase = what
+
         report = st.tune(
             model,
             drafter,
@@ -79,9 +90,8 @@ def run_tune_tree(
             max_nodes=max_nodes,
             max_depth=max_depth,
             max_new_tokens=max_new_tokens,
-            progress=lambda what, done, total: progress.update(
-                task, description=what, completed=done, total=total
-            ),
+            thorough=thorough,
+            progress=show,
         )
     console.print(str(report), soft_wrap=True, markup=False)
     for warning in caught:

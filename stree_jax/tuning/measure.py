@@ -79,6 +79,8 @@ def measure_costs(
     max_depth: int,
     temperature: float = 0.0,
     key: jax.Array | None = None,
+    sizes: Sequence[int] = SIZES,
+    widths: Sequence[int] = WIDTHS,
     advance: Callable[[], Any] = lambda: None,
 ) -> Costs:
     """Times every part in a loop on the device, interleaved, and takes medians.
@@ -89,10 +91,12 @@ def measure_costs(
         prompt: the prefilled prompt.
         temperature, key: see `generate`.
         max_nodes, max_depth: largest size and depth of trees to be costed.
+        sizes, widths: nodes of target calls and of draft levels that are timed, each of which
+            compiles; costs between them are interpolated.
         advance: callback after each part is compiled.
     """
-    sizes = [size for size in SIZES if size < max_nodes] + [max_nodes]
-    widths = [width for width in WIDTHS if width < max_nodes // 2] or [1]
+    sizes = [size for size in sizes if size < max_nodes] + [max_nodes]
+    widths = [width for width in widths if width < max_nodes // 2] or [1]
     step_tree = TreeTopology.chain(min(4, max_depth, max_nodes - 1))
     options: dict[str, Any] = dict(max_new_tokens=8, temperature=temperature, key=key)
 

@@ -23,9 +23,11 @@ from stree_jax.tuning.search import acceptance, best_trees, replay_tau, standard
 from stree_jax.tuning.trace import RankTrace, head_trace, rank_trace
 
 NUM_RANKS = 8  # most children of a node
-_FINALISTS = 4
+_FINALISTS, _QUICK_FINALISTS = 4, 2
 _SHOWN = 8  # untimed candidates in a printed report
-_ROUNDS = 5
+_ROUNDS, _QUICK_ROUNDS = 5, 3
+_QUICK_COSTS: dict[str, Any] = dict(sizes=SIZES[::3], widths=WIDTHS[::2])
+_QUICK_GRID = (1.5, 2.5, 5.0)  # of sharpness
 _ENOUGH_TOKENS = 500
 
 
@@ -111,6 +113,7 @@ def tune(
     max_nodes: int = 64,
     max_depth: int = 8,
     max_new_tokens: int = 128,
+    thorough: bool = True,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> TuningReport:
     """Finds the draft tree that decodes these prompts fastest here, one prompt at a time.
@@ -133,6 +136,9 @@ def tune(
         max_nodes: most nodes of a tree, root included.
         max_depth: most drafts on a path.
         max_new_tokens: most new tokens of each text.
+        thorough: if False, a third of the sizes is timed, half of the values of sharpness are
+            tried, and half as many trees are decoded, three times instead of five: most of the
+            time is compilation.
         progress: callback with the current task, its finished parts and the number of its parts.
 
     Returns:
@@ -182,7 +188,9 @@ def tune(
             stacklevel=2,
         )
 
-    num_parts = 3 + sum(size < max_nodes for size in SIZES) + len(WIDTHS)
+    timed = {} if thorough else _QUICK_COSTS
+    sizes, widths = timed.get("sizes", SIZES), timed.get("widths", WIDTHS)
+    num_parts = 3 + sum(size < max_nodes for size in sizes) + len(widths)
     done = 0
 
     def advance() -> None:
@@ -199,17 +207,20 @@ def tune(
         temperature=temperature,
         key=key,
         advance=advance,
+        **timed,
     )
     candidates = _candidates(trace, costs, max_nodes, max_depth)
-    finalists = _finalists(candidates)
+    finalists = _finalists(candidates, _FINALISTS if thorough else _QUICK_FINALISTS)
     dynamic = None
     if isinstance(drafter, ModelDrafter):
         progress("fitting dynamic trees", 0, 1)
         largest = next(row.topology for row in candidates if row.topology is not None)
-        dynamic = _dynamic(drafter, target, request, written, largest, costs)
+        grid = {} if thorough else {"grid": _QUICK_GRID}
+        dynamic = _dynamic(drafter, target, request, written, largest, costs, **grid)
         finalists.append(dynamic)
         progress("fitting dynamic trees", 1, 1)
-    rows = _decoded(target, drafter, prompts[half:], finalists, second, progress)
+    rounds = _ROUNDS if thorough else _QUICK_ROUNDS
+    rows = _decoded(target, drafter, prompts[half:], finalists, second, rounds, progress)
     best = _best(rows)
     return TuningReport(
         best=best.topology,
@@ -249,11 +260,12 @@ def _dynamic(
     written: list,
     static: TreeTopology,
     costs: Costs,
+    **grid: Any,
 ) -> Candidate:
     """A dynamic tree of the size of a static one."""
     # 8 expanded nodes score 72 drafts in two levels.
     topology = TreeTopology.budget(min(static.num_nodes, 64), static.depth)
-    taus = dynamic_tau(drafter.model, target, request, written, [topology])[topology]
+    taus = dynamic_tau(drafter.model, target, request, written, [topology], **grid)[topology]
     sharpness = fitted(taus)
     widths = DynamicDrafter(drafter.model).widths(topology)
     return Candidate(
@@ -265,7 +277,7 @@ def _dynamic(
     )
 
 
-def _finalists(candidates: list[Candidate]) -> list[Candidate]:
+def _finalists(candidates: list[Candidate], most: int) -> list[Candidate]:
     """The most promising trees, of different sizes, the best chain, and no draft."""
     trees = [row for row in candidates if row.topology is not None]
     chosen: list[Candidate] = []
@@ -274,7 +286,7 @@ def _finalists(candidates: list[Candidate]) -> list[Candidate]:
         assert row.topology is not None
         if all(abs(row.topology.num_nodes - size) > 0.2 * size for size in sizes):
             chosen.append(row)
-        if len(chosen) == _FINALISTS:
+        if len(chosen) == most:
             break
     chain = next(row for row in trees if row.name.startswith("chain"))
     none = next(row for row in candidates if row.topology is None)
@@ -287,6 +299,7 @@ def _decoded(
     prompts: Sequence[Sequence[int]],
     finalists: list[Candidate],
     options: dict[str, Any],
+    rounds: int,
     progress: Callable[[str, int, int], None],
 ) -> list[Candidate]:
     """The finalists with measured speeds, the fastest first."""
@@ -301,12 +314,12 @@ def _decoded(
         return [generate(target, [prompt], **options, **draft) for prompt in prompts]
 
     outputs = []
-    total = len(finalists) * (1 + _ROUNDS)
+    total = len(finalists) * (1 + rounds)
     for row in finalists:
         outputs.append(decode(row))  # compiles
         progress("decoding", len(outputs), total)
-    seconds = np.empty((_ROUNDS, len(finalists)))
-    for i in range(_ROUNDS):  # interleaved, so that other load on the machine affects all alike
+    seconds = np.empty((rounds, len(finalists)))
+    for i in range(rounds):  # interleaved, so that other load on the machine affects all alike
         for j, row in enumerate(finalists):
             began = time.perf_counter()
             decode(row)

@@ -9,7 +9,7 @@ import warnings
 import jax
 import pytest
 
-from stree_jax.cli import cache
+from stree_jax import compilation_cache as cache
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_what_the_user_configured_stays(option, value, home):
     before = getattr(jax.config, option)
     jax.config.update(option, value)
     try:
-        cache.enable_cache()
+        cache.enable_compilation_cache()
         assert getattr(jax.config, option) == value
         assert jax.config.jax_persistent_cache_min_compile_time_secs == 1
         assert list(home.iterdir()) == []
@@ -81,7 +81,7 @@ def test_what_the_user_configured_stays(option, value, home):
 
 def test_the_cache_can_be_off(home, monkeypatch):
     monkeypatch.setenv("STREE_JAX_CACHE", "off")
-    cache.enable_cache()
+    cache.enable_compilation_cache()
     assert jax.config.jax_compilation_cache_dir is None
     assert list(home.iterdir()) == []
 

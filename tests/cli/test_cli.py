@@ -14,9 +14,9 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from stree_jax.cli.cache import MAX_BYTES
 from stree_jax.cli.demo import busy, timings_of
 from stree_jax.cli.trees import parse_tree
+from stree_jax.compilation_cache import MAX_BYTES
 
 COMMAND = [str(Path(sys.executable).with_name("stree-jax"))]
 

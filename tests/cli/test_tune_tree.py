@@ -18,9 +18,11 @@ def test_a_tuned_tree_is_used(tiny_pair, command, tmp_path, monkeypatch):
     models = [tiny_pair / "target", "--draft", tiny_pair / "draft"]
     code, text, _ = command(
         "tune-tree", *models, "--prompts", prompts, "--output", output,
-        *("--max-nodes", 2, "--max-depth", 1, "--tokens", 12),
+        *("--max-nodes", 2, "--max-depth", 1, "--tokens", 12, "--thorough"),
     )  # fmt: skip
     assert code == 0
+    phases = [line.partition(" s  ")[2] for line in text.splitlines() if " s  " in line]
+    assert phases == ["the target writes", "fitting dynamic trees", "decoding"]  # not a terminal
     result = json.loads(output.read_text())
     assert result["advice"] in text
     assert "warning: acceptance was measured on 12 tokens" in text

@@ -1,7 +1,7 @@
-"""The persistent compilation cache of the `stree-jax` command.
+"""The persistent compilation cache of the command, and of Python programs that switch it on.
 
-Each command is a new process and would compile the same programs again. The cache can only make it
-faster: a folder that cannot be used and an entry that cannot be read count as absent.
+Each process would compile the same programs again. The cache can only make it faster: a folder that
+cannot be used and an entry that cannot be read count as absent.
 """
 
 import contextlib
@@ -19,12 +19,13 @@ _ENTRY = re.compile(r".+-[0-9a-f]{64}-cache")  # jax's file names
 _FAILURE = r"Error (reading|writing) persistent compilation cache entry for '(.+?)'"
 
 
-def enable_cache() -> None:
-    """Makes jax keep compiled programs in the user's cache folder.
+def enable_compilation_cache() -> None:
+    """Makes jax keep compiled programs in the user's cache folder, as the command does.
 
     The folder is `stree-jax/xla` in `$XDG_CACHE_HOME` or `~/.cache`. `STREE_JAX_CACHE` names
     another folder, or is `off`. No-op if the user configured jax's own cache, or if the folder
-    cannot be created. Call it before anything is compiled.
+    cannot be created. Call it before anything is compiled. It keeps at most 256 MiB, of all
+    programs of this process, hides jax's warnings about the cache, and on a CPU jax's log.
     """
     config: Any = jax.config  # its options have no type annotations
     if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
