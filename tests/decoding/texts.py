@@ -5,11 +5,9 @@ import functools
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import stree_jax as st
-from stree_jax.decoding.filters import Filtering, filters_of
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.results import statistics_of
 from stree_jax.testing import PROMPTS, tiny_model
@@ -43,21 +41,16 @@ ROWS = [
 
 def planned(model, rows, **options):
     """A request of rows with their own sampling."""
-    request = plan(
+    return plan(
         model,
         [row.prompt for row in rows],
         max_new_tokens=NEW_TOKENS,
-        temperature=1.0,
-        top_p=0.5,
-        key=jax.vmap(jax.random.key)(jnp.array([row.seed for row in rows])),
+        temperature=[row.temperature for row in rows],
+        top_k=[row.top_k for row in rows],
+        top_p=[row.top_p for row in rows],
+        key=[row.seed for row in rows],
         **options,
     )
-    sampling = dataclasses.replace(
-        request.sampling,
-        temperature=jnp.array([row.temperature for row in rows], jnp.float32),
-        filters=filters_of([Filtering(row.top_k, row.top_p) for row in rows]),
-    )
-    return request._replace(sampling=sampling)
 
 
 def ended(model, request):

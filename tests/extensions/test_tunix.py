@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -24,11 +25,11 @@ PROMPTS = ["abc", "q", "hello world"]
 class Letters:
     """A tokenizer of letters; 0 pads, 1 begins, 2 ends."""
 
-    def encode(self, text):
+    def encode(self, text, **_):
         return [3 + ord(letter) % 30 for letter in text]
 
-    def decode(self, ids):
-        return "".join(chr(97 + token) for token in ids)
+    def decode(self, ids, **_):
+        return "".join(chr(97 + int(token)) for token in ids)
 
     def pad_id(self):
         return 0
@@ -121,3 +122,39 @@ def test_what_is_refused():
         rollout().update_params({"model": {"other": jnp.zeros(3)}})
     with pytest.raises(ValueError, match=r"weight model\.embedding of shape .* has the shape"):
         rollout().update_params({"model": {"embedding": jnp.zeros(3)}})
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # those of Tunix
+def test_grpo_trains_a_policy():
+    """Two steps of Tunix's own trainer, which makes the rollout and gives it new weights."""
+    rl_cluster = pytest.importorskip("tunix.rl.rl_cluster")
+    grpo = pytest.importorskip("tunix.rl.grpo.grpo_learner")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+    drafter = st.ModelDrafter(perturbed(model(), 0.1))
+    cluster = rl_cluster.RLCluster(
+        actor=Policy(nnx.clone(model())),
+        reference=Policy(nnx.clone(model())),
+        tokenizer=Letters(),
+        cluster_config=rl_cluster.ClusterConfig(
+            role_to_mesh=dict.fromkeys(
+                (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT), mesh
+            ),
+            rollout_engine=functools.partial(TreeRollout, drafter=drafter),
+            offload_to_cpu=False,
+            training_config=rl_cluster.RLTrainingConfig(
+                actor_optimizer=optax.adam(1e-3), eval_every_n_steps=100, max_steps=2
+            ),
+            rollout_config=config(max_tokens_to_generate=8, temperature=1.0),
+        ),
+    )
+    learner = grpo.GRPOLearner(
+        rl_cluster=cluster,
+        reward_fns=lambda prompts, completions, **_: [text.count("e") for text in completions],
+        algo_config=grpo.GRPOConfig(num_generations=2, num_iterations=1, beta=0.04),
+    )
+    before = np.array(cluster.rollout.model().model.embedding[...])
+    learner.train([{"prompts": np.array(texts)} for texts in (["ab", "cd"], ["ef", "gh"])])
+    after = np.array(cluster.rollout.model().model.embedding[...])
+    assert isinstance(cluster.rollout, TreeRollout)
+    assert np.abs(after - before).max() > 1e-4

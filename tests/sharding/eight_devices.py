@@ -452,6 +452,34 @@ def test_logits_processors(temperature):
 
 
 @slow
+def test_rows_with_options_of_their_own():
+    """Stops, several texts of a prompt, and scores, with rows that pad the batch."""
+    name = "mamba2"
+    model, alone = sharded(name, 2, 2), model_of(name)
+    draft = st.ModelDrafter(replicated_draft(name, 2, 2))
+    free = decode(alone, PROMPTS, temperature=1.0, key=[1, 2, 3])
+    options = dict(
+        temperature=[0.0, 1.0, 0.7],
+        filters=[[], [st.MinP(0.01)], []],
+        max_new_tokens=[5, 12, 9],
+        stop=[[], [free.tokens[1, 4:6].tolist()], [[1]]],
+        key=[1, 2, 3],
+        log_probs="sampled",
+    )
+    want, got = decode(alone, **options), decode(model, drafter=draft, topology=TREE, **options)
+    assert_same(got, want)
+    assert got.finish_reasons == want.finish_reasons
+    np.testing.assert_allclose(got.log_probs, want.log_probs, atol=1e-4)
+    several = dict(n=3, temperature=1.0, key=jax.random.key(2))
+    assert_same(decode(model, drafter=draft, **several), decode(alone, **several))
+    for mine, reference in zip(st.score(model, PROMPTS), st.score(alone, PROMPTS), strict=True):
+        np.testing.assert_allclose(mine, reference, atol=1e-4)
+    for refused in (dict(return_prefix=True), dict(after=None, return_prefix=True)):
+        with pytest.raises(ValueError, match="return_prefix is for models on one device"):
+            decode(model, **refused)
+
+
+@slow
 def test_long_prompts():
     """Read in pieces, of which shards of the batch need different numbers."""
     prompts = [[3, 4, 5] * ((PREFILL_CHUNK + 40) // 3), [9, 1]]
