@@ -162,9 +162,7 @@ def insert(
             pool; or a state that `run` did not return.
     """
     _check_between_runs(state)
-    num_rows = len(state.done)
-    if len({*rows}) < len(rows) or not rows or min(rows) < 0 or max(rows) >= num_rows:
-        raise ValueError(f"rows must be different ones of 0 to {num_rows - 1}, got {[*rows]}")
+    _check_rows(state, rows)
     if keys.shape != (len(rows),):
         raise ValueError(f"{len(rows)} rows need as many keys, got an array of shape {keys.shape}")
     _check_prefix(state, prefix)
@@ -244,6 +242,17 @@ def _row(arrays: Any, row: int | Array) -> Any:
     return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, row, 1), arrays)
 
 
+def end(state: DecodeState, rows: Sequence[int]) -> DecodeState:
+    """The pool with these rows ended where they are, for other requests.
+
+    Raises:
+        ValueError: rows that do not exist, or twice, or a state that `run` did not return.
+    """
+    _check_between_runs(state)
+    _check_rows(state, rows)
+    return state._replace(done=state.done.at[jnp.asarray(rows, jnp.int32)].set(True))
+
+
 def switch(
     decoder: SpeculativeDecoder, model: HybridLM, drafter: Drafter | None, state: DecodeState
 ) -> DecodeState:
@@ -313,6 +322,12 @@ def _check_between_runs(state: DecodeState) -> None:
             "the last step's path has not been replayed: rows come and go between runs only, not"
             " between the steps of `step` or `stream`"
         )
+
+
+def _check_rows(state: DecodeState, rows: Sequence[int]) -> None:
+    num_rows = len(state.done)
+    if len({*rows}) < len(rows) or not rows or min(rows) < 0 or max(rows) >= num_rows:
+        raise ValueError(f"rows must be different ones of 0 to {num_rows - 1}, got {[*rows]}")
 
 
 def _check_prefix(state: DecodeState, prefix: Prefix) -> None:

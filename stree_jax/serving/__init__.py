@@ -1,6 +1,6 @@
 """Continuous batching: many requests through a few rows."""
 
 from stree_jax.serving.scheduler import Scheduler
-from stree_jax.serving.types import Completion, Request
+from stree_jax.serving.types import Completion, Event, Request
 
-__all__ = ["Completion", "Request", "Scheduler"]
+__all__ = ["Completion", "Event", "Request", "Scheduler"]

@@ -20,13 +20,14 @@ from stree_jax.decoding.options import Plan, is_lossless, plan
 from stree_jax.decoding.origins import check_origin, origin_of
 from stree_jax.decoding.prefixes import cache_shapes, same_rows
 from stree_jax.decoding.prompts import MAX_TOKENS, buffer_size, checked_prompts
-from stree_jax.decoding.results import Ended, failure, statistics_of
+from stree_jax.decoding.results import Ended
 from stree_jax.decoding.rows import Row, check_together, limits_of, sampling_of
 from stree_jax.decoding.types import Limits, Prefix
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_on_one_device
-from stree_jax.serving.types import Completion, Job, Request
+from stree_jax.serving import outcomes
+from stree_jax.serving.types import Completion, Event, Job, Request
 from stree_jax.tree import TreeTopology
 
 _FEWEST_BEST = 4  # tokens that rows record, if any
@@ -89,7 +90,7 @@ class Scheduler:
             self._plan_of([0], Request([0], max_new_tokens=1))  # raises
         self._queue: collections.deque[Job] = collections.deque()
         self._tenants: list[Job | None] = [None] * rows
-        self._ended: collections.deque[Completion] = collections.deque()
+        self._outcomes = outcomes.Outcomes()
         self._num_submitted = 0
         # What the rows record, and whether they have stops, see `SpeculativeDecoder`.
         self._num_best: int | None = None
@@ -149,16 +150,77 @@ class Scheduler:
     def completions(self) -> Iterator[Completion]:
         """Decodes, and yields requests as they end, until none is left.
 
-        Requests may be submitted meanwhile. You may stop iterating: the next call resumes.
+        Requests may be submitted and cancelled meanwhile. You may stop iterating: the next call
+        resumes, and so does `events`.
         """
         while True:
-            while self._ended:
-                yield self._ended.popleft()
-            self._fill()
-            if not self.num_running:
+            yield from self._outcomes.completions()
+            if not self._advance():
                 return
-            self._run()
-            self._collect()
+
+    def events(self) -> Iterator[Event]:
+        """Decodes, and yields new tokens of each request after every quantum, until none is left.
+
+        A request's tokens in their order are those of its completion. Tokens that a stop may still
+        cut are held back. Its last event, and no other, has a `finish_reason`.
+
+        Events are kept from the first call on. Its completion, which `completions` or `pop` gives,
+        is kept too. Both iterators may be stopped, resumed and used in turns: each event and each
+        completion is given once.
+        """
+        self._outcomes.follow()
+        return self._events()
+
+    def _events(self) -> Iterator[Event]:
+        while True:
+            yield from self._outcomes.events()
+            if not self._advance():
+                return
+            self._report()
+
+    def pop(self, request_id: int) -> Completion:
+        """The completion of a request that has ended; `completions` does not give it then.
+
+        Raises:
+            ValueError: the request has not ended, or its completion was given before.
+        """
+        completion = self._outcomes.pop(self._checked_id(request_id))
+        if completion is None:
+            raise ValueError(
+                f"request {request_id} has not ended, or its completion was given before; events()"
+                " says when it ends"
+            )
+        return completion
+
+    def cancel(self, request_id: int) -> None:
+        """Ends a request that waits or runs, with the tokens so far and the reason "cancelled".
+
+        Its row is free in the next interval. With `keep` its text can go on, if it had a row.
+
+        Raises:
+            ValueError: no such request, or one that has ended, also if that was not given yet.
+        """
+        request_id = self._checked_id(request_id)
+        for place, job in enumerate(self._queue):
+            if job.request_id == request_id:
+                del self._queue[place]
+                self._outcomes.ended(job, outcomes.of_waiting(job, time.perf_counter()))
+                return
+        for row, tenant in enumerate(self._tenants):
+            if tenant is not None and tenant.request_id == request_id:
+                self._empty([row], cancelled=True)
+                self._state = slots.end(self._state, [row])
+                return
+        raise ValueError(f"request {request_id} has ended, and cannot be cancelled")
+
+    def _checked_id(self, request_id: int) -> int:
+        request_id = check_int("request_id", request_id, 0)
+        if request_id >= self._num_submitted:
+            raise ValueError(
+                f"request_id = {request_id}: {self._num_submitted} requests were submitted, and"
+                " submit returns their ids, from 0"
+            )
+        return request_id
 
     def read(self, prompt: Sequence[int], after: Prefix | None = None) -> Prefix:
         """Prefills a prompt once, to be shared by any number of requests.
@@ -285,6 +347,15 @@ class Scheduler:
                 max(self._stop_sizes[1], sizes[1]),
             )
 
+    def _advance(self) -> bool:
+        """Fills free rows and runs; False if there was nothing to run."""
+        self._fill()
+        if not self.num_running:
+            return False
+        self._run()
+        self._collect()
+        return True
+
     def _run(self) -> None:
         """Runs until a row has ended that a waiting request can take, or for one quantum."""
         jobs = [job for job in self._tenants if job is not None]
@@ -309,12 +380,14 @@ class Scheduler:
 
     def _collect(self) -> None:
         """Empties the rows that have ended."""
-        state = self._state
-        done = np.array(state.done)
+        done = np.array(self._state.done)
         rows = [row for row, job in enumerate(self._tenants) if job is not None and done[row]]
-        if not rows:
-            return
-        ended = Ended.of(state, self._limits())
+        if rows:
+            self._empty(rows)
+
+    def _empty(self, rows: Sequence[int], *, cancelled: bool = False) -> None:
+        """Takes the requests of these rows out."""
+        ended = Ended.of(self._state, self._limits())
         now = time.perf_counter()
         for row in rows:
             job = self._tenants[row]
@@ -324,8 +397,18 @@ class Scheduler:
             if job.request.keep and not ended.failed[row]:
                 decoder, drafter = self._program(job.row.is_greedy)
                 with dispatch.on(self._model):
-                    prefix = self._signed(slots.take(decoder, drafter, state, row))
-            self._ended.append(_completion(job, ended, row, prefix, now))
+                    prefix = self._signed(slots.take(decoder, drafter, self._state, row))
+            completion = outcomes.of_row(job, ended, row, prefix, now, cancelled=cancelled)
+            self._outcomes.ended(job, completion)
+
+    def _report(self) -> None:
+        """Makes events of the new tokens in rows that go on."""
+        context, emitted = self._state.context, np.asarray(self._state.emitted)
+        tokens, ends = np.asarray(context.tokens), np.asarray(context.length)
+        for row, job in enumerate(self._tenants):
+            if job is not None:
+                new = tokens[row, ends[row] - emitted[row] : ends[row]]
+                self._outcomes.grown(job, new.tolist())
 
 
 @functools.cache
@@ -340,29 +423,3 @@ def _as_row(key: Any) -> Any:
         return None
     key = typed_key(key)
     return key if key.ndim else key[None]
-
-
-def _completion(job: Job, ended: Ended, row: int, prefix: Prefix | None, now: float) -> Completion:
-    new = ended.new(row, job.row.stopping)
-    best = best_tokens = chosen = None
-    if job.request.num_best is not None and new.log_probs is not None:
-        chosen = new.log_probs.chosen.tolist()
-        if most := job.request.top_log_probs:
-            best = new.log_probs.best[:, :most].tolist()
-            best_tokens = new.log_probs.best_tokens[:, :most].tolist()
-    # Copies: what `ended` shows is the memory of the state, which the next run reuses.
-    counts = jax.tree.map(lambda count: count[row : row + 1].copy(), ended.statistics)
-    return Completion(
-        job.request_id,
-        new.tokens.tolist(),
-        statistics_of(counts),
-        seconds_queued=job.began - job.submitted,
-        seconds_decoded=now - job.began,
-        error=failure(ended.failed, ended.emitted, row) if ended.failed[row] else None,
-        prefix=prefix,
-        finish_reason=new.finish_reason,
-        log_probs=chosen,
-        top_log_probs=best,
-        top_tokens=best_tokens,
-        text=new.text,
-    )

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from stree_jax.decoding.options import Options, Plan
 from stree_jax.decoding.results import DecodeStatistics
@@ -50,7 +51,7 @@ class Completion:
         error: None, or why the row failed: logits were not finite.
         prefix: the prefix of the whole text, if the request had `keep` and did not fail. It has
             read a stop that ended the text.
-        finish_reason: why it ended, see `Generation.finish_reasons`.
+        finish_reason: why it ended, see `Generation.finish_reasons`, or "cancelled".
         log_probs: of each new token, if the request asked for them.
         top_log_probs, top_tokens: the best tokens at each place, if it asked for them.
         text: what the request's tokenizer makes of its tokens, see `Generation.texts`.
@@ -70,6 +71,21 @@ class Completion:
     text: str | None = None
 
 
+class Event(NamedTuple):
+    """New tokens of a request, or its end.
+
+    Attributes:
+        request_id: the id that `submit` returned.
+        tokens: the tokens that follow those of the request's events before; its last event may have
+            none.
+        finish_reason: None, or in the last event why the request ended, as in its completion.
+    """
+
+    request_id: int
+    tokens: list[int]
+    finish_reason: str | None
+
+
 @dataclasses.dataclass
 class Job:
     """A submitted request."""
@@ -79,6 +95,7 @@ class Job:
     plan: Plan
     submitted: float
     began: float = 0.0
+    num_given: int = 0  # tokens that events have
 
     @property
     def row(self) -> Row:

@@ -1,0 +1,114 @@
+"""What a scheduler's requests gave: completions, and events until they end."""
+
+import collections
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from stree_jax.decoding.results import Ended, NewTokens, failure, statistics_of
+from stree_jax.decoding.types import Prefix, Statistics, TokenLogProbs
+from stree_jax.serving.types import Completion, Event, Job
+
+CANCELLED = "cancelled"
+
+
+class Outcomes:
+    """The completions and events that a scheduler has not given yet."""
+
+    def __init__(self) -> None:
+        self._completions: dict[int, Completion] = {}  # in the order in which they ended
+        self._events: collections.deque[Event] | None = None  # None: nobody has asked for them
+
+    def follow(self) -> None:
+        """Keeps events from now on."""
+        if self._events is None:
+            self._events = collections.deque(map(_last_event, self._completions.values()))
+
+    def grown(self, job: Job, tokens: Sequence[int]) -> None:
+        """Takes the tokens so far of a request that goes on; a stop may still cut the last ones."""
+        until = job.row.stopping.num_settled(tokens)
+        if self._events is not None and until > job.num_given:
+            self._events.append(Event(job.request_id, [*tokens[job.num_given : until]], None))
+            job.num_given = until
+
+    def ended(self, job: Job, completion: Completion) -> None:
+        """Takes the completion of a request."""
+        self._completions[job.request_id] = completion
+        if self._events is not None:
+            self._events.append(_last_event(completion, job.num_given))
+
+    def pop(self, request_id: int) -> Completion | None:
+        """A completion, which is not given again; None: it was given, or there is none."""
+        return self._completions.pop(request_id, None)
+
+    def completions(self) -> Iterator[Completion]:
+        """Those that there are, those that ended first first."""
+        while self._completions:
+            yield self._completions.pop(next(iter(self._completions)))
+
+    def events(self) -> Iterator[Event]:
+        """Those that there are."""
+        while self._events:
+            yield self._events.popleft()
+
+
+def _last_event(completion: Completion, num_given: int = 0) -> Event:
+    return Event(completion.request_id, completion.tokens[num_given:], completion.finish_reason)
+
+
+def of_row(
+    job: Job, ended: Ended, row: int, prefix: Prefix | None, now: float, *, cancelled: bool
+) -> Completion:
+    """The completion of a request that had a row."""
+    new = ended.new(row, job.row.stopping)
+    if cancelled:
+        new = new._replace(finish_reason=CANCELLED)
+    error = failure(ended.failed, ended.emitted, row) if ended.failed[row] else None
+    # Copies: what `ended` shows is the memory of the state, which the next run reuses.
+    counts = jax.tree.map(lambda count: count[row : row + 1].copy(), ended.statistics)
+    return _completion(job, new, counts, now, error, prefix)
+
+
+def of_waiting(job: Job, now: float) -> Completion:
+    """The completion of a request that was cancelled before it had a row."""
+    job.began = now
+    zeros: Any = np.zeros(1, np.int32)
+    by_depth: Any = np.zeros((1, job.plan.decoder.topology.depth), np.int32)
+    nothing: Any = np.zeros(0, np.int32)
+    best: Any = np.zeros((0, job.request.num_best or 0), np.int32)
+    records = TokenLogProbs(nothing, best, best)
+    text = None if job.row.stopping.tokenizer is None else ""
+    counts = Statistics(zeros, zeros, zeros, zeros, by_depth)
+    return _completion(job, NewTokens(nothing, CANCELLED, records, text), counts, now)
+
+
+def _completion(
+    job: Job,
+    new: NewTokens,
+    counts: Statistics,
+    now: float,
+    error: str | None = None,
+    prefix: Prefix | None = None,
+) -> Completion:
+    best = best_tokens = chosen = None
+    if job.request.num_best is not None and new.log_probs is not None:
+        chosen = new.log_probs.chosen.tolist()
+        if most := job.request.top_log_probs:
+            best = new.log_probs.best[:, :most].tolist()
+            best_tokens = new.log_probs.best_tokens[:, :most].tolist()
+    return Completion(
+        job.request_id,
+        new.tokens.tolist(),
+        statistics_of(counts),
+        seconds_queued=job.began - job.submitted,
+        seconds_decoded=now - job.began,
+        error=error,
+        prefix=prefix,
+        finish_reason=new.finish_reason,
+        log_probs=chosen,
+        top_log_probs=best,
+        top_tokens=best_tokens,
+        text=new.text,
+    )

@@ -1,0 +1,202 @@
+"""Events are the pieces of completions, whatever is cancelled and however they are asked for."""
+
+import contextlib
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+import stree_jax as st
+from stree_jax.testing import tiny_model
+from tests.helpers import with_weight
+from tests.serving.requests import WAYS, alone, drafting, mixed, ragged, served
+
+NEVER = [[1] * 9]  # a stop: with one in each pool all pools share their programs
+
+
+@functools.cache
+def pairs():
+    """A tokenizer whose 37 tokens are two letters each."""
+    pieces = [first + second for first in "abcdefg" for second in "hijklm"][:37]
+    tokenizer = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, "ah"))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+@functools.cache
+def cases():
+    """Requests, their texts without stops, and with them: of tokens, of letters, or none."""
+    requests, texts, cut = mixed(ragged(12), WAYS[:2]), [], []
+    for i, text in enumerate(alone(tiny_model(), requests)):
+        at, stop, whole = len(text) // 2, NEVER, len(text)
+        if len(text) > 4 and i % 3 == 1:
+            stop = [text[at : at + 3], [1] * 4]
+            whole = min(k for k in range(at + 1) if text[k : k + 3] == stop[0])
+        if len(text) > 4 and i % 3 == 2:
+            letters = pairs().decode(text)
+            stop = [letters[2 * at - 1 : 2 * at + 4]]
+            whole = letters.index(stop[0]) // 2
+        requests[i] = dataclasses.replace(requests[i], stop=stop, tokenizer=pairs())
+        texts.append(text)
+        cut.append(text[:whole])
+    assert sum(len(a) < len(b) for a, b in zip(cut, texts, strict=True)) > 3
+    return requests, texts, cut
+
+
+def pool(quantum, model=None):
+    return st.Scheduler(
+        model or tiny_model(), rows=3, max_length=60, quantum=quantum, **drafting(tiny_model())
+    )
+
+
+def joined(events):
+    """Tokens and reasons by request; nothing follows a request's end."""
+    tokens, reasons = {}, {}
+    for event in events:
+        request_id, new, reason = event
+        assert request_id not in reasons
+        assert new or reason
+        tokens.setdefault(request_id, []).extend(new)
+        if reason is not None:
+            reasons[request_id] = reason
+    return tokens, reasons
+
+
+@pytest.mark.parametrize("quantum", [1, 7, 32])
+def test_events_are_the_pieces_of_completions(quantum):
+    """Cancelled at random, in any order, with both iterators stopped and resumed at random."""
+    requests, texts, cut = cases()
+    rng = np.random.default_rng(quantum)
+    for _ in range(2):
+        order = rng.permutation(len(requests)).tolist()
+        scheduler = pool(quantum)
+        for i in order:
+            scheduler.submit(requests[i])
+        events, done, cancelled = [], [], set()
+        listening = scheduler.events()
+        while scheduler.num_waiting + scheduler.num_running:
+            ended = {completion.request_id for completion in done}
+            ended |= {event.request_id for event in events if event.finish_reason}
+            way = rng.integers(4)
+            if way == 0:
+                done += [each for each in [next(scheduler.completions(), None)] if each]
+            else:
+                events += [each for each in [next(listening, None)] if each]
+            if way == 1:
+                listening.close()
+                listening = scheduler.events()
+            last = events[-1] if events else None
+            if last and last.finish_reason and rng.random() < 0.3 and last.request_id not in ended:
+                done.append(scheduler.pop(last.request_id))
+            if rng.random() < 0.1 and (alive := {*range(len(order))} - ended):
+                chosen = int(rng.choice([*alive]))
+                with contextlib.suppress(ValueError):  # it has ended, and nobody was told yet
+                    scheduler.cancel(chosen)
+                    cancelled.add(chosen)
+        events += scheduler.events()
+        done += scheduler.completions()
+        assert not [*scheduler.events(), *scheduler.completions()]
+        tokens, reasons = joined(events)
+        assert sorted(c.request_id for c in done) == sorted(reasons) == [*range(len(order))]
+        assert cancelled
+        for completion in done:
+            i = order[completion.request_id]
+            assert completion.tokens == tokens[completion.request_id]
+            assert completion.finish_reason == reasons[completion.request_id]
+            assert completion.text == pairs().decode(completion.tokens) or i % 3 == 2
+            is_cancelled = completion.finish_reason == "cancelled"
+            assert is_cancelled == (completion.request_id in cancelled)
+            if is_cancelled:
+                assert completion.tokens == texts[i][: len(completion.tokens)]
+            else:
+                assert completion.tokens == cut[i]
+
+
+def test_a_cancelled_row_is_free_and_its_text_can_go_on():
+    """What was cut off follows, in a row that another request had meanwhile."""
+    requests, texts, _ = cases()
+    longest = max(range(0, len(texts), 2), key=lambda i: len(texts[i]))  # temperature 0
+    request, text = dataclasses.replace(requests[longest], stop=NEVER), texts[longest]
+    scheduler = pool(quantum=1)
+    first = scheduler.submit(dataclasses.replace(request, keep=True))
+    others = [
+        scheduler.submit(st.Request([i], max_new_tokens=20, stop=NEVER, eos_token=()))
+        for i in range(3)
+    ]
+    events = scheduler.events()
+    seen = []
+    while len(seen) < 3:
+        event = next(events)
+        seen += event.tokens if event.request_id == first else []
+    assert (scheduler.num_running, scheduler.num_waiting) == (3, 1)
+    scheduler.cancel(first)
+    assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
+    tokens, reasons = joined(events)
+    assert reasons.pop(first) == "cancelled"
+    assert {*reasons.values()} == {"length"}
+    stopped = scheduler.pop(first)
+    assert stopped.tokens == seen + tokens.get(first, []) == text[: len(stopped.tokens)]
+    assert 0 < stopped.stats.num_tokens == len(stopped.tokens) < len(text)
+    assert sorted(done.request_id for done in scheduler.completions()) == others
+    (more,) = served(scheduler, [dataclasses.replace(request, prompt=[], after=stopped.prefix)])
+    assert (stopped.tokens + more.tokens)[: len(text)] == text
+
+
+def test_a_failed_request_has_a_last_event():
+    broken = with_weight(tiny_model(), "embedding", lambda weight: weight.at[35].set(jnp.nan))
+    scheduler = pool(7, broken)
+    for prompt in ([4, 35, 2], [3, 1, 4]):
+        scheduler.submit(st.Request(prompt, max_new_tokens=4, stop=NEVER))
+    first, *rest = scheduler.events()
+    assert first == (0, [], "failed")
+    assert rest[-1].finish_reason == "length"
+
+
+def test_who_asks_later_gets_what_is_left():
+    """The events of completions that were not given yet, and the whole of what runs."""
+    scheduler = pool(7)
+    for i in range(3):
+        scheduler.submit(st.Request([i], max_new_tokens=2 + 20 * (i == 2), stop=NEVER))
+    given = next(scheduler.completions())
+    tokens, reasons = joined(scheduler.events())
+    assert given.request_id not in reasons
+    left = {done.request_id: done.tokens for done in scheduler.completions()}
+    assert left == tokens
+    assert len(left) == 2
+
+
+def test_a_request_is_cancelled_before_it_starts():
+    """It has everything that it asked for, of no tokens."""
+    scheduler = pool(1)
+    options = dict(log_probs=True, top_log_probs=2, tokenizer=pairs())
+    ids = [scheduler.submit(st.Request([1], max_new_tokens=5, **more)) for more in (options, {})]
+    for request_id in ids:
+        scheduler.cancel(request_id)
+    assert scheduler.num_waiting == 0
+    full, plain = scheduler.completions()
+    assert (full.tokens, full.log_probs, full.top_log_probs, full.top_tokens) == ([], [], [], [])
+    assert (full.text, plain.text, plain.log_probs) == ("", None, None)
+    assert full.finish_reason == plain.finish_reason == "cancelled"
+    assert full.stats.num_target_calls == 0 == full.seconds_decoded
+    assert scheduler.nbytes == 0
+
+
+def test_ids_that_are_refused():
+    scheduler = pool(1)
+    for call in (scheduler.cancel, scheduler.pop):
+        with pytest.raises(ValueError, match="request_id = 0: 0 requests were submitted"):
+            call(0)
+        with pytest.raises(ValueError, match="request_id must be an integer, at least 0; got -1"):
+            call(-1)
+    waiting = scheduler.submit(st.Request([1], max_new_tokens=5))
+    with pytest.raises(ValueError, match="request 0 has not ended, or its completion was given"):
+        scheduler.pop(waiting)
+    scheduler.cancel(waiting)
+    with pytest.raises(ValueError, match="request 0 has ended, and cannot be cancelled"):
+        scheduler.cancel(waiting)
+    assert scheduler.pop(waiting).request_id == waiting
+    with pytest.raises(ValueError, match="request 0 has not ended, or its completion was given"):
+        scheduler.pop(waiting)
