@@ -178,6 +178,8 @@ def test_refusals():
     for rows in ([], [4], [-1], [1, 1]):
         with pytest.raises(ValueError, match="rows must be different ones of 0 to 3"):
             pool.insert(rows, prefix, KEYS[:1])
+        with pytest.raises(ValueError, match="rows must be different ones of 0 to 3"):
+            slots.end(pool.state, rows)
     with pytest.raises(ValueError, match="2 rows need as many keys"):
         pool.insert([0, 1], prefix, KEYS[:1])
     other = Pool("bamba hybrid")
