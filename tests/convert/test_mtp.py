@@ -248,3 +248,9 @@ def test_copies_without_a_head_say_so(tmp_path):
     with pytest.raises(ValueError, match="quantised checkpoints are not supported, use the bfloat"):
         st.load_mtp(quantised, target)
     assert "multi-token prediction (attention, moe), " in inspected(saved(tmp_path / "whole"))
+
+
+def test_a_head_on_a_mesh_is_refused(tmp_path):
+    path = saved(tmp_path / "original")
+    with pytest.raises(ValueError, match="a multi-token-prediction head runs on one device"):
+        st.load_mtp(path, st.from_pretrained(path), mesh=st.make_mesh())

@@ -2,6 +2,8 @@
 
 import os
 
+from jax.sharding import Mesh
+
 from stree_jax import HybridLM
 from stree_jax.checkpoint import is_native
 from stree_jax.heads import FOLDER, is_head, load_head
@@ -9,7 +11,9 @@ from stree_jax.messages import shown
 from stree_jax.models import MtpHead, check_on_one_device
 
 
-def load_mtp(path: str | os.PathLike[str], target: HybridLM) -> MtpHead:
+def load_mtp(
+    path: str | os.PathLike[str], target: HybridLM, mesh: Mesh | None = None
+) -> MtpHead:
     """Loads a multi-token-prediction head, in the target's dtype.
 
     Args:
@@ -17,14 +21,20 @@ def load_mtp(path: str | os.PathLike[str], target: HybridLM) -> MtpHead:
             `mtp` has its head, or what `save_mtp` or `stree-jax train-mtp` wrote. Also the name of
             a model on the hub.
         target: the model that it is for, on one device.
+        mesh: as in `from_pretrained`; heads do not run on a mesh yet, so only None is accepted.
 
     Raises:
-        ValueError: the checkpoint is missing, damaged or quantised, has no head or one that is not
+        ValueError: a mesh, or the checkpoint is missing, damaged or quantised, has no head or one that is not
             supported, or the head belongs to another target.
     """
     if not isinstance(path, str | os.PathLike):
         raise ValueError(
             f"path must be a directory or the name of a model on the hub, got {shown(path)}"
+        )
+    if mesh is not None:
+        raise ValueError(
+            f"mesh = {shown(mesh)}: a multi-token-prediction head runs on one device; leave mesh"
+            " out, or draft with a draft model, which a mesh can replicate"
         )
     check_on_one_device(target, "load_mtp")
     from stree_jax.convert import find, load_mtp_head, open_checkpoint  # takes time to import
