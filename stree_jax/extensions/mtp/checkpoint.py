@@ -11,9 +11,7 @@ from stree_jax.messages import shown
 from stree_jax.models import MtpHead, check_on_one_device
 
 
-def load_mtp(
-    path: str | os.PathLike[str], target: HybridLM, mesh: Mesh | None = None
-) -> MtpHead:
+def load_mtp(path: str | os.PathLike[str], target: HybridLM, mesh: Mesh | None = None) -> MtpHead:
     """Loads a multi-token-prediction head, in the target's dtype.
 
     Args:
@@ -24,8 +22,8 @@ def load_mtp(
         mesh: as in `from_pretrained`; heads do not run on a mesh yet, so only None is accepted.
 
     Raises:
-        ValueError: a mesh, or the checkpoint is missing, damaged or quantised, has no head or one that is not
-            supported, or the head belongs to another target.
+        ValueError: a mesh, or the checkpoint is missing, damaged or quantised, has no head or one
+            that is not supported, or the head belongs to another target.
     """
     if not isinstance(path, str | os.PathLike):
         raise ValueError(
