@@ -20,11 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import stree_jax as st
-from benchmarks.common import Found, Table, memory_of, start, summary, timed
+from benchmarks.common import Found, Table, start, summary, timed
 from benchmarks.models import Pair, chosen_pair, on_gpu
+from benchmarks.steps import Program
 from benchmarks.unrolled import UnrolledLM
-from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.options import plan
 from stree_jax.decoding.types import DecodeState
 
 
@@ -46,32 +45,6 @@ class LeafCounter(st.BeamDrafter):
     def commit(self, state: tuple, *arguments: Any) -> tuple[Any, jax.Array]:
         """See `Drafter`."""
         return super().commit(state[0], *arguments), state[1]
-
-
-class Program:
-    """The loop of one request, compiled ahead of time: its memory is known.
-
-    Args:
-        model: the target.
-        prompt: token ids; all prompts must have the same padded width.
-        **options: those of `stree_jax.generate`; rows run to `max_new_tokens`, past any end token.
-    """
-
-    def __init__(self, model: st.HybridLM, prompt: Sequence[int], **options: Any):
-        self._model, self._options = model, options | {"eos_token": ()}
-        decoder, arguments = self._start(prompt)
-        self._run = SpeculativeDecoder.run.lower(decoder, *arguments).compile()
-        self.temporary = memory_of(self._run)["temporary"]  # bytes
-
-    def _start(self, prompt: Sequence[int]) -> tuple[SpeculativeDecoder, tuple]:
-        """The decoder, and the arguments of its loop after the prefill."""
-        p = plan(self._model, [prompt], **self._options)
-        state = p.decoder.start(self._model, p.drafter, p.context, p.keys)
-        return p.decoder, (self._model, p.drafter, state, p.limits, p.sampling)
-
-    def __call__(self, prompt: Sequence[int]) -> DecodeState:
-        """The state at the end of a whole generation; blocks."""
-        return jax.block_until_ready(self._run(*self._start(prompt)[1]))
 
 
 def new_tokens(prompt: Sequence[int], end: DecodeState) -> list[int]:

@@ -1,7 +1,7 @@
-"""Verify steps in a loop on the device, so that Python is not timed, and the time of a step."""
+"""Programs whose time is measured: verify steps in a loop on the device, and a whole request."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,9 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 import stree_jax as st
-from benchmarks.common import summary, timed
+from benchmarks.common import memory_of, summary, timed
 from pallas_kernels import dispatch
 from pallas_kernels.numerics import best_of
+from stree_jax.decoding.loop import SpeculativeDecoder
+from stree_jax.decoding.options import plan
+from stree_jax.decoding.types import DecodeState
 from stree_jax.models.cache import path_to
 
 
@@ -45,6 +48,49 @@ def run_steps(
     carry = (tokens, pending, model.init_cache(batch, max_length))
     unroll = 1 if dispatch.device_obstacle() else min(2, count)  # as the decode loop
     return jax.lax.fori_loop(0, count, step, carry, unroll=unroll)[0]
+
+
+class Program:
+    """The loop of one request, compiled ahead of time: its memory is known.
+
+    Args:
+        model: the target.
+        prompt: token ids; all prompts must have the same padded width.
+        max_steps: most steps; None: up to the limit of tokens.
+        **options: those of `stree_jax.generate`; rows run to `max_new_tokens`, past any end token.
+    """
+
+    def __init__(
+        self,
+        model: st.HybridLM,
+        prompt: Sequence[int],
+        max_steps: int | None = None,
+        **options: Any,
+    ):
+        self._model, self._max_steps = model, max_steps
+        # Once for each prompt, since plans of large grammars take time that is not measured.
+        self._plan = functools.cache(
+            lambda *prompt: plan(model, [[*prompt]], **options, eos_token=())
+        )
+        decoder, arguments = self._start(prompt)
+        self._run = SpeculativeDecoder.run.lower(decoder, *arguments, max_steps).compile()
+        self.temporary = memory_of(self._run)["temporary"]  # bytes
+
+    def _start(self, prompt: Sequence[int]) -> tuple[SpeculativeDecoder, tuple]:
+        """The decoder, and the arguments of its loop after the prefill."""
+        p = self._plan(*prompt)
+        state = p.decoder.start(self._model, p.drafter, p.context, p.keys, p.sampling)
+        return p.decoder, (self._model, p.drafter, state, p.limits, p.sampling)
+
+    def __call__(self, prompt: Sequence[int]) -> DecodeState:
+        """The state at the end of a whole generation; blocks."""
+        return jax.block_until_ready(self._run(*self._start(prompt)[1], self._max_steps))
+
+    def bytes_of_step(self, prompt: Sequence[int]) -> int:
+        """Bytes that a step reads and writes, by XLA's count."""
+        decoder, arguments = self._start(prompt)
+        step = SpeculativeDecoder.step.lower(decoder, *arguments).compile()
+        return int(step.cost_analysis()["bytes accessed"])
 
 
 TREES = {

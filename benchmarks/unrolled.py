@@ -60,13 +60,7 @@ class UnrolledLM(st.HybridLM):
         return unrolled
 
     def tree(  # type: ignore[override]
-        self,
-        tokens: jax.Array,
-        tree: st.Tree,
-        cache: Any,
-        *,
-        replay: Any = None,
-        prefix_pending: None = None,
+        self, tokens: jax.Array, tree: st.Tree, cache: Any, *, replay: Any = None, **options: Any
     ) -> tuple[jax.Array, Any, Any]:
         """As `HybridLM.tree` of a whole tree."""
         if replay is not None:
@@ -79,6 +73,7 @@ class UnrolledLM(st.HybridLM):
             unrolled.reshape(valid.shape),
             st.TreeTopology.chain(self.num_positions - 1).tree(valid),
             jax.tree.map(lambda value: jnp.repeat(value, self.num_rows, axis=0), cache),
+            **options,
         )
 
         def packed(value: jax.Array) -> jax.Array:
