@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,6 +32,32 @@ SPEED = {"tokens/s": "{tokens_per_second[median]:,.0f}", "speed-up": "{speed_up[
 
 Item = TypeVar("Item")
 Output = TypeVar("Output")
+
+
+def parser_of(
+    doc: str, options: Mapping[str, Any], help: Mapping[str, str] = {}
+) -> argparse.ArgumentParser:
+    """A parser of options that have a default, or arguments of `add_argument`, by their flag."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for flag, default in options.items():
+        parser.add_argument(flag, **{"help": help.get(flag)} | argument(default))
+    return parser
+
+
+def argument(default: Any) -> dict[str, Any]:
+    """Arguments of `add_argument`, by the kind of the default."""
+    if isinstance(default, dict):
+        return default
+    if isinstance(default, tuple):
+        return {"nargs": "+", "type": type(default[0]), "default": default}
+    return {"type": str if default is None else type(default), "default": default}
+
+
+def names(known: Iterable[str]) -> dict[str, Any]:
+    """An option that chooses some names of several."""
+    return {"nargs": "+", "choices": [*known], "default": [*known]}
 
 
 def read_options(

@@ -6,7 +6,7 @@ question and its command: `python -m benchmarks.<name>`.
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +27,8 @@ from benchmarks import (
     tuned,
 )
 from benchmarks import temperature as by_temperature
-from benchmarks.common import Found, Table
-from benchmarks.methods import CHAIN_OF_4, PAPER_TREES, PLAIN, Method, own_tree, trees
+from benchmarks.common import Found, Table, names
+from benchmarks.methods import CHAIN_OF_4, PAPER_TREES, PLAIN, TWO_TREES, Method, trees
 from benchmarks.models import chosen_pair, embedded_pair, random_model
 
 SIZES = {"--prompts": 16, "--tokens": 96, "--rounds": 3}
@@ -85,24 +85,15 @@ def medusa(options: argparse.Namespace) -> Iterator[Found]:
     ways = [
         Method(PLAIN),
         Method(f"Medusa, chain of {chain.depth}", drafter, chain),
-        own_tree("Medusa, default tree", drafter),
-        Method("draft model, chain of 4", draft, CHAIN_OF_4),
-        Method("draft model, tree A", draft, PAPER_TREES["tree A"]),
+        methods.own_tree("Medusa, default tree", drafter),
+        *trees(draft, TWO_TREES, "draft model, "),
         methods.prompt_lookup(),
     ]
     if options.mtp is not None:
         own = st.MtpDrafter(pair.target, st.load_mtp(options.mtp, pair.target))
-        ways += [
-            Method("multi-token prediction, chain of 2", own, st.TreeTopology.chain(2)),
-            Method("multi-token prediction, chain of 4", own, CHAIN_OF_4),
-            Method("multi-token prediction, tree A", own, PAPER_TREES["tree A"]),
-        ]
-    rows = methods.compare(pair, ways, options.temperatures, options)
-    yield Found(
-        pair.settings() | {"decoding": rows},
-        methods.method_tables(pair.name, rows),
-        wrong=methods.different(rows),
-    )
+        few = {"chain of 2": st.TreeTopology.chain(2)} | TWO_TREES
+        ways += trees(own, few, "multi-token prediction, ")
+    yield methods.found(pair, ways, options)
 
 
 def hierarchical(options: argparse.Namespace) -> Iterator[Found]:
@@ -113,7 +104,7 @@ def hierarchical(options: argparse.Namespace) -> Iterator[Found]:
         Method(PLAIN),
         Method("q alone, chain of 4", st.ModelDrafter(q), CHAIN_OF_4),
         Method("prompt lookup alone", lookup, CHAIN_OF_4),
-        own_tree("cascade of q and prompt lookup", st.CascadeDrafter(q, lookup, rounds=2)),
+        methods.own_tree("cascade of q and prompt lookup", st.CascadeDrafter(q, lookup, rounds=2)),
     ]
     if options.small is not None:
         small = st.from_pretrained(options.small)
@@ -121,15 +112,13 @@ def hierarchical(options: argparse.Namespace) -> Iterator[Found]:
         turns = {"ssq ssq (the paper's order)": "ssqssq", "qq ssss (the better first)": "qqssss"}
         ways += [
             Method("s alone, chain of 4", s, CHAIN_OF_4),
-            *(own_tree(name, st.InterleavedDrafter(q, small, x)) for name, x in turns.items()),
-            own_tree("cascade of q and s", st.CascadeDrafter(q, s, rounds=2)),
+            *(
+                methods.own_tree(name, st.InterleavedDrafter(q, small, x))
+                for name, x in turns.items()
+            ),
+            methods.own_tree("cascade of q and s", st.CascadeDrafter(q, s, rounds=2)),
         ]
-    rows = methods.compare(pair, ways, options.temperatures, options)
-    yield Found(
-        pair.settings() | {"decoding": rows},
-        methods.method_tables(f"{pair.name}, {options.prompts} prompts", rows),
-        wrong=methods.different(rows),
-    )
+    yield methods.found(pair, ways, options)
 
 
 class Experiment(NamedTuple):
@@ -137,11 +126,6 @@ class Experiment(NamedTuple):
 
     run: Callable[[argparse.Namespace], Iterator[Found]]
     options: Mapping[str, Any]
-
-
-def names(known: Iterable[str]) -> dict[str, Any]:
-    """An option that chooses some names of several."""
-    return {"nargs": "+", "choices": [*known], "default": [*known]}
 
 
 EXPERIMENTS = {
@@ -192,11 +176,7 @@ def main(name: str, doc: str, arguments: Sequence[str] | None = None) -> None:
         arguments: the command line; None: `sys.argv`.
     """
     experiment = EXPERIMENTS[name]
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for flag, default in experiment.options.items():
-        parser.add_argument(flag, help=HELP.get(flag), **argument(default))
+    parser = common.parser_of(doc, experiment.options, HELP)
     options = common.read_options(parser, arguments)
     if len({bool(getattr(options, flag[2:])) for flag in CHECKPOINTS if "name" in options}) > 1:
         parser.error("--target, --draft and --name come together")
@@ -217,12 +197,3 @@ def main(name: str, doc: str, arguments: Sequence[str] | None = None) -> None:
         common.draw(path.with_suffix(".png"), found.tables)
     line = found.line | {"different": found.wrong, "results": str(path)}
     common.conclude(name, passed=not found.wrong, **line)
-
-
-def argument(default: Any) -> dict[str, Any]:
-    """Arguments of `add_argument`, by the kind of the default."""
-    if isinstance(default, dict):
-        return default
-    if isinstance(default, tuple):
-        return {"nargs": "+", "type": type(default[0]), "default": default}
-    return {"type": str if default is None else type(default), "default": default}

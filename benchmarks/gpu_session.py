@@ -23,7 +23,6 @@ from benchmarks.gpu import report
 from benchmarks.gpu.runner import DONE, LATEST, NOT_BEGUN, NoGpu, Results, run_section
 from benchmarks.gpu.sections import SECTIONS
 
-MINUTES = 9.0
 REPORTING = 5.0  # seconds
 LEAST = 10.0  # seconds in which a section can do anything at all
 
@@ -57,9 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the sections and writes the results."""
     began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--minutes", type=float, default=MINUTES, help="time limit for all sections"
-    )
+    parser.add_argument("--minutes", type=float, default=9.0, help="limit for all sections")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on any device")
     options = read_options(parser, arguments)

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from rich.progress import Progress
+from rich.progress import track
 
 import stree_jax as st
 from benchmarks.cases.base import random_tree
@@ -170,10 +170,9 @@ def sums(field: str, rows: Sequence[Mapping[str, Any]]) -> Table:
         part = [row for row in rows if row[field] == name]
         gaps = [each["gap"] for row in part for each in row["differences"]]
         record = {"name": name, "tokens": sum(row["tokens"] for row in part), "gaps": len(gaps)}
-        records.append(record | {"tau": "", "largest": max(gaps, default=0.0)})
-        for temperature in TEMPERATURES:
-            taus = [row["tau"] for row in part if row["temperature"] == temperature]
-            records[-1]["tau"] += f"{np.mean(taus):.2f} "
+        taus = [[row["tau"] for row in part if row["temperature"] == t] for t in TEMPERATURES]
+        tau = " ".join(f"{np.mean(each):.2f}" for each in taus)
+        records.append(record | {"tau": tau, "largest": max(gaps, default=0.0)})
     columns = {field: "{name}", "tokens": "{tokens:,}", f"tau, T in {TEMPERATURES}": "{tau}"}
     columns |= {"differences": "{gaps}", "largest gap": "{largest:.1e}"}
     return Table("Against autoregressive decoding", records, columns)
@@ -184,12 +183,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     pieces = len(options.families) * len(TEMPERATURES) * NUM_METHODS
     rounds = math.ceil(options.tokens / (pieces * ROWS * NEW_TOKENS))
     settings = {"families": options.families, "rounds": rounds, "rows": ROWS, "new": NEW_TOKENS}
-    rows = []
-    with Progress(transient=True) as progress:
-        task = progress.add_task("", total=pieces)
-        for row in work(options.families, rounds):
-            rows.append(row)
-            progress.update(task, advance=1, description=row["family"])
+    rows = [*track(work(options.families, rounds), "families", pieces, transient=True)]
     found = [
         {field: row[field] for field in PIECE} | each for row in rows for each in row["differences"]
     ]

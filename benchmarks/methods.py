@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import stree_jax as st
-from benchmarks.common import SPEED, Table, summary, timed
+from benchmarks.common import SPEED, Found, Table, summary, timed
 from benchmarks.models import Pair
 
 PLAIN = "autoregressive"
@@ -55,9 +55,11 @@ class Method(NamedTuple):
         return {name: value for name, value in chosen.items() if value is not None}
 
 
-def trees(drafter: st.Drafter, topologies: Mapping[str, st.TreeTopology]) -> list[Method]:
+def trees(
+    drafter: st.Drafter, topologies: Mapping[str, st.TreeTopology], prefix: str = ""
+) -> list[Method]:
     """A method for each topology, all with one drafter."""
-    return [Method(name, drafter, topology) for name, topology in topologies.items()]
+    return [Method(prefix + name, drafter, topology) for name, topology in topologies.items()]
 
 
 def own_tree(name: str, drafter: Any) -> Method:
@@ -159,3 +161,10 @@ def method_tables(title: str, rows: Sequence[Mapping[str, Any]], **columns: str)
         )
         for temperature in dict.fromkeys(row["temperature"] for row in rows)
     ]
+
+
+def found(pair: Pair, methods: Sequence[Method], options: Any) -> Found:
+    """All findings of an experiment that compares methods at the temperatures of its options."""
+    rows = compare(pair, methods, options.temperatures, options)
+    tables = method_tables(f"{pair.name}, {options.prompts} prompts", rows)
+    return Found(pair.settings() | {"decoding": rows}, tables, wrong=different(rows))

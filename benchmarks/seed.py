@@ -88,10 +88,9 @@ class Run(NamedTuple):
     thoughts: list[reasoning.Thought]
     num_bytes: int
 
-    @property
-    def written(self) -> list[reasoning.Written]:
+    def completions(self) -> list[st.Completion]:
         """All texts of both roles."""
-        return [text for thought in self.thoughts for text in thought.written]
+        return [text.completion for thought in self.thoughts for text in thought.written]
 
     def texts(self) -> dict[tuple[int, int, int], tuple[Any, ...]]:
         """Every thought and its value, by problem, level and index."""
@@ -160,26 +159,21 @@ def measure(
     searches = {name: functools.partial(search, way) for name, way in ways.items()}
     found, taken = timed("search", searches, [None], rounds)
     runs = {name: run for name, (run,) in found.items()}
-    tokens = {
-        name: sum(len(text.completion.tokens) for text in run.written) for name, run in runs.items()
-    }
+    texts = {name: run.completions() for name, run in runs.items()}
+    tokens = {name: sum(len(each.tokens) for each in done) for name, done in texts.items()}
     speeds = {name: tokens[name] / taken[name][:, 0] for name in ways}
-    rows = []
-    for name, way in ways.items():
-        run = runs[name]
-        rows.append(
-            {
-                "way": name,
-                "rows": way.rows,
-                "tau": tokens[name]
-                / sum(text.completion.stats.num_target_calls for text in run.written),
-                "bytes_of_rows": run.num_bytes,
-                "identical": run.texts() == runs[PLAIN].texts() if way.same else None,
-                "solved": sum(bool(thought.solved) for thought in run.thoughts),
-                "speed_up": summary(speeds[name] / speeds[PLAIN]),
-            }
-        )
-    return rows
+    return [
+        {
+            "way": name,
+            "rows": way.rows,
+            "tau": tokens[name] / sum(each.stats.num_target_calls for each in texts[name]),
+            "bytes_of_rows": runs[name].num_bytes,
+            "identical": runs[name].texts() == runs[PLAIN].texts() if way.same else None,
+            "solved": sum(bool(thought.solved) for thought in runs[name].thoughts),
+            "speed_up": summary(speeds[name] / speeds[PLAIN]),
+        }
+        for name, way in ways.items()
+    ]
 
 
 def run(options: argparse.Namespace) -> Iterator[Found]:

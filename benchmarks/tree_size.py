@@ -58,13 +58,9 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     times = calls["milliseconds_by_nodes"]
     sizes = [{"nodes": nodes, "milliseconds": time} for nodes, time in times.items()]
     fit = fits(sizes)
-    names = ("linear", "quadratic")
-    needed = [
-        size
-        | {"measured": fit["measured_tau_ratio_needed"][i]}
-        | {name: fit[name]["tau_ratio_needed"][i] for name in names}
-        for i, size in enumerate(sizes)
-    ]
+    ratios = {name: fit[name]["tau_ratio_needed"] for name in ("linear", "quadratic")}
+    ratios = {"measured": fit["measured_tau_ratio_needed"]} | ratios
+    needed = [s | {name: each[i] for name, each in ratios.items()} for i, s in enumerate(sizes)]
     what = f"{len(config.layers)} layers of {config.d_model}, {dtype}"
     yield Found(
         {"preset": options.preset, "note": RANDOM_NOTE, "dtype": dtype, "sizes": sizes}
@@ -74,7 +70,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
                 f"t(N), {what}; tau needed relative to a chain of {VANILLA} nodes",
                 needed,
                 {"nodes": "{nodes}", "ms": "{milliseconds[median]:.3g}"}
-                | {name: f"{{{name}:.3g}}" for name in ("measured", *names)},
+                | {name: f"{{{name}:.3g}}" for name in ratios},
             )
         ],
         line={"quadratic": fit["quadratic"]["coefficients"]},

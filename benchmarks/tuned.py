@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.progress import Progress
+from rich.console import Console
 
 import stree_jax as st
 from benchmarks import methods
@@ -72,8 +72,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
 
 def tuned_tree(pair: Pair, temperature: float, tokens: int) -> tuple[st.TreeTopology | None, str]:
     """The tree that `tune` finds on the pair's prompts, or None, and its advice."""
-    with Progress(transient=True) as progress:
-        task = progress.add_task("tuning", total=None)
+    with Console().status("tuning") as status:
         report = st.tune(
             pair.target,
             st.ModelDrafter(pair.draft),
@@ -83,9 +82,7 @@ def tuned_tree(pair: Pair, temperature: float, tokens: int) -> tuple[st.TreeTopo
             max_nodes=MAX_NODES,
             max_depth=MAX_DEPTH,
             max_new_tokens=tokens,
-            progress=lambda phase, done, total: progress.update(
-                task, description=phase, completed=done, total=total
-            ),
+            progress=lambda *phase_done_total: status.update("{}: {}/{}".format(*phase_done_total)),
         )
     return report.best, report.advice
 

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -35,10 +35,8 @@ def bandwidth(scale: Scale) -> list[Task]:
 
     @functools.partial(jax.jit, donate_argnums=0)
     def copies(value: jax.Array) -> jax.Array:
-        def step(_: Any, value: jax.Array) -> jax.Array:
-            return jax.lax.optimization_barrier(value + 1)
-
-        return jax.lax.fori_loop(0, scale.count, step, value)
+        barrier = jax.lax.optimization_barrier
+        return jax.lax.fori_loop(0, scale.count, lambda _, x: barrier(x + 1), value)
 
     def measure(_: None) -> Row:
         value = jax.block_until_ready(copies(jnp.zeros(scale.copied // 4, jnp.int32)))
@@ -53,13 +51,12 @@ def bandwidth(scale: Scale) -> list[Task]:
     return [Task("copy", measure=measure)]
 
 
-def times(scale: Scale) -> list[Task]:
+def times(scale: Scale) -> Iterator[Task]:
     """Microseconds of a call of each kernel and of XLA, averaged over many calls in one program.
 
     With one sequence the operands stay in the L2 cache, and a call can be faster than the memory
     roofline; with many they do not.
     """
-    tasks = []
     order = (scale.timed_batches, scale.timed_nodes, scale.timed_shapes, scale.cases)
     for size, nodes, shape, name in itertools.product(*order):
         case = CASES[name]
@@ -69,13 +66,11 @@ def times(scale: Scale) -> list[Task]:
         full = scale.shapes[case.kind][shape]
         problem = Problem(full, nodes, scale.dtype, size, scale.capacity)
         row = {"kernel": name, "shape": shape, "nodes": nodes, "batch": size}
-        task = Task(
+        yield Task(
             f"{name}, {shape}, {nodes} nodes, batch of {size}",
             functools.partial(_compiled, scale, name, problem),
             functools.partial(_timed, scale, row),
         )
-        tasks.append(task)
-    return tasks
 
 
 def _compiled(scale: Scale, name: str, problem: Problem) -> tuple[int, dict[str, Any]]:

@@ -14,8 +14,6 @@ TINY = {
     AttentionShape: {"tiny": AttentionShape(4, 2, 16)},
     ExpertShape: {"tiny": ExpertShape(32, 16, 4, 2, True)},
 }
-
-
 _ATTENTIONS = ("MambaInLlama-8B", "Falcon-H1-0.5B", "Granite-4-H-Tiny", "Nemotron-3-Nano-30B")
 
 

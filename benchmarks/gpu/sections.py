@@ -1,22 +1,16 @@
 """The sections of a GPU session, in the order in which they run."""
 
 import functools
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.gpu import checks, kernels, models, transformers_step
-from benchmarks.gpu.scale import FULL, SMOKE, Scale
-from benchmarks.gpu.tasks import Row, Section, Task
+from benchmarks.gpu.scale import FULL, SMOKE
+from benchmarks.gpu.tasks import Section
 
 
 def _scaled(tasks: Any) -> Any:
     """Tasks of a scale as tasks of the options of a run."""
-
-    def of_options(options: Mapping[str, Any], _: Sequence[Row]) -> Sequence[Task]:
-        scale: Scale = SMOKE if options["smoke"] else FULL
-        return tasks(scale)
-
-    return of_options
+    return lambda options, _: tasks(SMOKE if options["smoke"] else FULL)
 
 
 SECTIONS = {

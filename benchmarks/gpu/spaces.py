@@ -22,10 +22,6 @@ class Space(NamedTuple):
     values: Mapping[str, tuple[int, ...]]  # to try, by field; the most important field comes first
 
 
-def _by_dtype(problem: Problem) -> str:
-    return tuning.dtype_case(problem.dtype)
-
-
 def _attention_case(problem: Problem) -> str:
     heads, groups, head_dim = problem.shape
     return attention_config.case(problem.dtype, problem.nodes * heads // groups, head_dim)
@@ -60,7 +56,7 @@ SPACES = {
     "ssd": Space(
         "ssd",
         ssd_config.DEFAULTS,
-        _by_dtype,
+        lambda of: tuning.dtype_case(of.dtype),
         {"state": _STATE, "positions": (16, 32, 64), "part": (32, 64, 128)} | _WARPS,
     ),
     "tree_attention": _ATTENTION,
@@ -68,7 +64,7 @@ SPACES = {
     "expert_mlps": Space(
         "expert_mlps",
         expert_config.DEFAULTS,
-        _by_dtype,
+        lambda of: tuning.dtype_case(of.dtype),
         {"rows": (16, 32, 64), "columns": (32, 64, 128), "inner": (32, 64, 128)}
         | {"num_warps": (4, 8), "num_stages": (2, 3, 4)},
     ),

@@ -29,59 +29,43 @@ from typing import Any
 from benchmarks.static.deviceless import GPUS, PRODUCTS, Compiler  # first: sets XLA's flags
 
 import stree_jax as st  # isort: skip
-from benchmarks.common import read_options as common_options
+from benchmarks import common
 from benchmarks.static import gates, report
 from benchmarks.static.layers import by_layer, shortened
-from benchmarks.static.programs import (
-    MAX_LENGTH,
-    outside_of_layers,
-    read_prompt,
-    verify_step,
-)
+from benchmarks.static.programs import MAX_LENGTH, outside_of_layers, read_prompt, verify_step
 
-IMPLEMENTATIONS = ("xla", "pallas")
+NUMBERS = {"type": int, "nargs": "*", "default": []}
+LIMITS = {"nargs": "+", "type": gates.limit, "default": [], "metavar": "KIND=NUMBER"}
+OPTIONS = {
+    "--presets": ("mamba2-2.7b",),
+    "--gpus": common.names(GPUS),
+    "--nodes": NUMBERS | {"default": [16, 64]},
+    "--prompts": NUMBERS,
+    "--implementations": common.names(("xla", "pallas")),
+    "--products": common.names(PRODUCTS),
+    "--whole": {"action": "store_true"},
+    "--loop-nodes": NUMBERS | {"default": [64]},
+    "--most-launches": LIMITS,
+    "--most-outside": LIMITS,
+    "--most-growth": {"type": float, "default": math.inf, "metavar": "PERCENT"},
+}
+HELP = {
+    "--prompts": "numbers of tokens to prefill",
+    "--whole": "also compile whole models",
+    "--loop-nodes": "nodes of the trees of loops whose launches outside of layers are counted",
+    "--most-launches": "limits for a layer with our kernels, products whole, such as mamba2=5"
+    " attention=5, in steps of more than one node; prompt-mamba2=11 for the prefill of a prompt",
+    "--most-outside": "limits for a step of the loop outside of layers, such as greedy=30"
+    " sampled=40",
+    "--most-growth": "limit for the memory of a whole step (arguments, results and temporary"
+    " memory) with our kernels, products whole, from the smallest of --nodes to the largest",
+}
 
 
 def read_options() -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--presets", nargs="+", default=["mamba2-2.7b"])
-    parser.add_argument("--gpus", nargs="+", default=list(GPUS), choices=GPUS)
-    numbers: dict[str, Any] = {"type": int, "nargs": "*"}
-    parser.add_argument("--nodes", **numbers, default=[16, 64])
-    parser.add_argument("--prompts", **numbers, default=[], help="numbers of tokens to prefill")
-    parser.add_argument(
-        "--implementations", nargs="+", default=IMPLEMENTATIONS, choices=IMPLEMENTATIONS
-    )
-    parser.add_argument("--products", nargs="+", default=list(PRODUCTS), choices=PRODUCTS)
-    parser.add_argument("--whole", action="store_true", help="also compile whole models")
-    parser.add_argument(
-        "--loop-nodes",
-        **numbers,
-        default=[64],
-        help="nodes of the trees of loops whose launches outside of layers are counted",
-    )
-    limits: dict[str, Any] = dict(nargs="+", type=gates.limit, default=[], metavar="KIND=NUMBER")
-    parser.add_argument(
-        "--most-launches",
-        **limits,
-        help="limits for a layer with our kernels, products whole, such as mamba2=5 attention=5, in"
-        " steps of more than one node; prompt-mamba2=11 for the prefill of a prompt",
-    )
-    parser.add_argument(
-        "--most-outside",
-        **limits,
-        help="limits for a step of the loop outside of layers, such as greedy=30 sampled=40",
-    )
-    parser.add_argument(
-        "--most-growth",
-        type=float,
-        default=math.inf,
-        metavar="PERCENT",
-        help="limit for the memory of a whole step (arguments, results and temporary memory) with"
-        " our kernels, products whole, from the smallest of --nodes to the largest",
-    )
-    options = common_options(parser)
+    parser = common.parser_of(__doc__.splitlines()[0], OPTIONS, HELP)
+    options = common.read_options(parser)
     if options.most_growth < math.inf and not (options.whole and len(options.nodes) > 1):
         parser.error("--most-growth compares whole models: add --whole and two numbers of --nodes")
     return options

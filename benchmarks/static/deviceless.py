@@ -15,7 +15,6 @@ import os
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,15 +82,16 @@ device_description_str: "{gpu.kind}"
 """
 
 
-@contextlib.contextmanager
-def described_gpu(gpu: Gpu) -> Iterator[None]:
-    """Tells Pallas which GPU to lower for; jax 0.10 does not need it."""
-    if jax.__version_info__ < (0, 11):
-        yield
-        return
-    device = jax.sharding.AbstractDevice(device_kind=gpu.kind, num_cores=None, platform="gpu")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-        yield
+def lowered(gpu: str, jitted: Any, *arguments: Any) -> Any:
+    """A jitted function of abstract arguments, traced and lowered for a described GPU."""
+    mesh = contextlib.nullcontext()
+    if jax.__version_info__ >= (0, 11):  # Pallas must know the GPU; jax 0.10 does not need it
+        kind = GPUS[gpu].kind
+        device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+        empty = jax.sharding.AbstractMesh((), (), abstract_device=device)
+        mesh = jax.sharding.use_abstract_mesh(empty)
+    with mesh:
+        return jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
 
 
 def described_mesh(gpu: str, data: int, model: int) -> Mesh:
@@ -115,6 +115,17 @@ def _devices(gpu: str, count: int) -> list[Any]:
         ) from None
 
 
+def placed(tree: Any, specs: Any, mesh: Any) -> Any:
+    """Abstract arrays with shardings; `specs` is a prefix of the tree."""
+    return jax.tree.map(
+        lambda leaf, spec: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
+        ),
+        tree,
+        jax.tree.broadcast(specs, tree),
+    )
+
+
 class Compiled(NamedTuple):
     """A program, and how it was compiled."""
 
@@ -136,29 +147,25 @@ class Compiler:
 
     def __init__(self, gpu: str, products: str = "split"):
         self.gpu, self.products = gpu, products
-        mesh = Mesh(np.array(_devices(gpu, 1)), ("x",))
-        self._sharding = NamedSharding(mesh, PartitionSpec())
+        self._mesh = Mesh(np.array(_devices(gpu, 1)), ("x",))
 
     def place(self, tree: Any) -> Any:
         """Abstract arguments on that GPU."""
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._sharding), tree
-        )
+        return placed(tree, PartitionSpec(), self._mesh)
 
     def __call__(self, jitted: Any, *arguments: Any) -> Compiled:
         """Traces, lowers and compiles a jitted function."""
-        with described_gpu(GPUS[self.gpu]):
-            lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
+        program = lowered(self.gpu, jitted, *arguments)
         options = PRODUCTS[self.products]
         spills = False
         for file in DUMP.iterdir():
             file.unlink()
         try:
-            program = lowered.compile(compiler_options=options | {ON_SPILL: True})
+            compiled = program.compile(compiler_options=options | {ON_SPILL: True})
         except jax.errors.JaxRuntimeError as error:
             if "register spilling" not in str(error):
                 raise
             spills = True
-            program = lowered.compile(compiler_options=options)
+            compiled = program.compile(compiler_options=options)
         (dump,) = DUMP.glob("*.thunk_sequence.txt")
-        return Compiled(program, dump.read_text(), spills)
+        return Compiled(compiled, dump.read_text(), spills)

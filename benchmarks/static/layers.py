@@ -12,11 +12,10 @@ COUNTS = ("launches", "copies")
 
 def with_layers(config: st.ModelConfig, layers: tuple[str, ...]) -> st.ModelConfig:
     """The same model with other layers; each use of a shared block has weights of its own."""
-    shared = config.shared
-    if shared is None:
-        return config.with_layers(layers)
-    shared = dataclasses.replace(shared, num_blocks=layers.count("shared"))
-    return config.with_layers(layers, shared=shared)
+    parts, shared = {}, config.shared
+    if shared is not None:
+        parts["shared"] = dataclasses.replace(shared, num_blocks=layers.count("shared"))
+    return config.with_layers(layers, **parts)
 
 
 def one_of_each(config: st.ModelConfig) -> tuple[str, ...]:
@@ -48,7 +47,8 @@ def by_layer(config: st.ModelConfig, build: Callable[[st.ModelConfig], Program])
         new, without = (kind,), base
         if kind == "shared":  # with the layer after it, which the program without it has, too
             new, without = ("shared", "mamba2"), longer["mamba2"]
-        longer[kind] = build(with_layers(config, _insert(few, new)))
+        last = len(few) - 1 - few[::-1].index(kind)
+        longer[kind] = build(with_layers(config, (*few[:last], *new, *few[last:])))
         layers[kind] = {
             name: getattr(longer[kind], name) - getattr(without, name) for name in COUNTS
         }
@@ -64,8 +64,3 @@ def by_layer(config: st.ModelConfig, build: Callable[[st.ModelConfig], Program])
         "shared_memory_bytes": max(program.shared_memory for program in programs),
         "spills": any(program.spills for program in programs),
     }
-
-
-def _insert(layers: tuple[str, ...], new: tuple[str, ...]) -> tuple[str, ...]:
-    last = len(layers) - 1 - layers[::-1].index(new[0])
-    return (*layers[:last], *new, *layers[last:])

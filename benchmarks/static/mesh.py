@@ -11,20 +11,19 @@ in the loop's condition, and none larger than a layer's output or the logits: ne
 states are communicated. `benchmarks/static/deviceless.py` says what to install.
 """
 
-import argparse
 import dataclasses
 import json
 from collections import Counter
 from typing import Any
 
-from benchmarks.static.deviceless import GPUS, described_gpu, described_mesh  # first: XLA's flags
+from benchmarks.static.deviceless import GPUS, described_mesh, lowered, placed  # first: XLA's flags
 
 import jax  # isort: skip
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding
 
 import stree_jax as st
+from benchmarks.common import parser_of
 from benchmarks.static.collectives import collectives, problems
 from benchmarks.static.layers import shortened
 from benchmarks.static.programs import STEPS, abstract_requests
@@ -52,17 +51,6 @@ def abstract_model(config: st.ModelConfig, partition: Partition) -> Any:
 
     weights = {name: whole(name, leaf) for name, leaf in flatten(local).items()}
     return nnx.merge(structure, unflatten(weights, local))
-
-
-def placed(tree: Any, specs: Any, mesh: Any) -> Any:
-    """Abstract arrays with shardings; `specs` is a prefix of the tree."""
-    return jax.tree.map(
-        lambda leaf, spec: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
-        ),
-        tree,
-        jax.tree.broadcast(specs, tree),
-    )
 
 
 def decode_loop(
@@ -95,19 +83,14 @@ def decode_loop(
     def run(modules: Any, state: Any, settings: Any) -> Any:
         return decoder.run(*modules, state, *settings)
 
-    with described_gpu(GPUS[gpu]):
-        jitted = jax.jit(run, donate_argnums=1)
-        return jitted.trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
+    return lowered(gpu, jax.jit(run, donate_argnums=1), *arguments).compile()
 
 
 def main() -> None:
     """Compiles, prints a line of JSON for each program; exit code 1 if there is a problem."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--presets", nargs="+", default=["mamba2-2.7b", "MambaInLlama-8B"])
-    parser.add_argument("--gpu", default="H100", choices=GPUS)
-    parser.add_argument("--data", type=int, default=2)
-    parser.add_argument("--model", type=int, default=2)
-    options = parser.parse_args()
+    known = {"--presets": ("mamba2-2.7b", "MambaInLlama-8B"), "--data": 2, "--model": 2}
+    known |= {"--gpu": {"default": "H100", "choices": GPUS}}
+    options = parser_of(__doc__.splitlines()[0], known).parse_args()
     failures = []
     for preset in options.presets:
         config = shortened(st.ModelConfig.preset(preset))

@@ -126,15 +126,8 @@ def read_prompt(
     return Program.of(compiled, outside + inside, 1)
 
 
-class GivenDrafts(nnx.Module):
+class GivenDrafts(st.NgramDrafter):
     """Drafts the first tokens of the text, at next to no cost."""
-
-    def default_topology(self) -> st.TreeTopology:
-        """See `Drafter`."""
-        return st.TreeTopology.chain(1)
-
-    def prepare(self, context: Context, topology: st.TreeTopology, max_length: int) -> None:
-        """See `Drafter`."""
 
     def propose(
         self, state: None, step: Step, topology: st.TreeTopology
@@ -146,9 +139,6 @@ class GivenDrafts(nnx.Module):
         tree = topology.tree(jnp.ones(tokens.shape, bool))
         none = jnp.full(topology.num_nodes, -1, jnp.int32)
         return st.DraftTree(tokens, tree, None, none, root.finite), None
-
-    def commit(self, *_: Any) -> None:
-        """See `Drafter`."""
 
 
 def outside_of_layers(

@@ -12,21 +12,9 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from benchmarks import (
-    common,
-    experiments,
-    lossless,
-    methods,
-    models,
-    seed,
-    serving,
-    temperature,
-    tree_size,
-    tuned,
-)
+from benchmarks import common, experiments, lossless, methods, seed, temperature, tree_size, tuned
 from benchmarks.methods import PLAIN, Method
 from stree_jax.decoding.sampling import position_noise
-from tests.helpers import saved_pair
 
 TINY = st.ModelConfig.tiny(num_layers=1, tie_embeddings=False)
 SIZES = "--prompts 1 --tokens 4 --rounds 1"
@@ -59,40 +47,40 @@ SMALLEST = {
 QUICK = ("attention_share", "batch", "tree_size")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = saved_pair(tmp_path_factory.mktemp("demo"))
-    for share in (0, 25, 50):
-        (folder / f"attention-{share}").symlink_to(folder / "target")
-        (folder / f"attention-{share}-draft").symlink_to(folder / "draft")
-    return folder
+TREES = {"tree A": st.TreeTopology.from_branching((2,))}
+SMALLER = {
+    **{f"{module}.PAPER_TREES": TREES for module in ("experiments", "tuned")},
+    **{
+        f"{module}.TWO_TREES": TREES
+        for module in ("experiments", "peer", "attention_share", "batch")
+    },
+    "models.SMALL": TINY,
+    "models.SMALL_DRAFT": TINY,
+    "serving.LIMITS": (2, 9),
+    "tuned.MAX_DEPTH": 2,
+    "tuned.TUNING_PROMPTS": 2,
+    "lossless.NEW_TOKENS": 6,
+    "tree_size.SIZES": (1, 2, 5),
+    "temperature.TEMPERATURES": (0.0, 1.0),
+    "temperature.WAYS": dict(itertools.islice(temperature.WAYS.items(), 4, 6)),
+    "seed.K_CONFIGS": dict.fromkeys(seed.K_CONFIGS, ((2, 1),)),
+}
 
 
 @pytest.fixture
-def tiny(folder, monkeypatch, tmp_path):
+def tiny(tiny_pair, monkeypatch, tmp_path):
     """Tiny models in the place of the embedded ones, built-in prompts, and few methods."""
-    trees = {"tree A": st.TreeTopology.from_branching((2,))}
-    for module in ("experiments", "tuned", "peer", "attention_share", "batch"):
-        name = "PAPER_TREES" if module in ("experiments", "tuned") else "TWO_TREES"
-        monkeypatch.setattr(f"benchmarks.{module}.{name}", trees)
-    monkeypatch.setattr(st, "demo_path", folder.joinpath)
+    for share, (end, name) in itertools.product(
+        (0, 25, 50), {"": "target", "-draft": "draft"}.items()
+    ):
+        (tmp_path / f"attention-{share}{end}").symlink_to(tiny_pair / name)
+    monkeypatch.setattr(st, "demo_path", tiny_pair.joinpath)
     monkeypatch.setattr("benchmarks.prompts.SHARED", tmp_path / "nowhere")
     monkeypatch.setattr(st.ModelConfig, "preset", lambda name: TINY)
     monkeypatch.setitem(lossless.FAMILIES, "Mamba-2", TINY)
-    for module, name, value in (
-        (models, "SMALL", TINY),
-        (models, "SMALL_DRAFT", TINY),
-        (serving, "LIMITS", (2, 9)),
-        (tuned, "MAX_DEPTH", 2),
-        (lossless, "NEW_TOKENS", 6),
-        (tuned, "TUNING_PROMPTS", 2),
-        (tree_size, "SIZES", (1, 2, 5)),
-        (temperature, "TEMPERATURES", (0.0, 1.0)),
-        (temperature, "WAYS", dict(itertools.islice(temperature.WAYS.items(), 4, 6))),
-        (seed, "K_CONFIGS", dict.fromkeys(seed.K_CONFIGS, ((2, 1),))),
-    ):
-        monkeypatch.setattr(module, name, value)
-    return folder
+    for name, value in SMALLER.items():
+        monkeypatch.setattr(f"benchmarks.{name}", value)
+    return tiny_pair
 
 
 @pytest.mark.parametrize(
@@ -109,7 +97,7 @@ def test_an_experiment(name, tiny, tmp_path, capsys):
         pytest.importorskip("transformers")
         pytest.importorskip("torch")
     arguments, records, fields = SMALLEST[name]
-    arguments = arguments.replace("SMALL", str(tiny / "draft")).replace("SHARES", str(tiny))
+    arguments = arguments.replace("SMALL", str(tiny / "draft")).replace("SHARES", str(tmp_path))
     module = importlib.import_module(f"benchmarks.{name}")
     experiments.main(name, module.__doc__, [*arguments.split(), "--output", str(tmp_path)])
     line = json.loads(capsys.readouterr().out.splitlines()[-1])[name]

@@ -90,46 +90,35 @@ def test_a_section_ends_at_its_limit_and_resumes_in_the_next_run(results):
     assert (note["state"], note["left_out"]) == ("done", [])
 
 
-def session(output, *sections):
+def session(output):
     command = [sys.executable, "-m", "benchmarks.gpu_session", "--smoke", "--minutes", "15"]
-    command += ["--output", str(output), "--sections", *sections]
-    checkout = Path(__file__).parents[2]
     pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-    return subprocess.Popen(command, cwd=checkout, text=True, **pipes)
-
-
-def sections_of(folder):
-    return json.loads((folder / "gpu-session.json").read_text())["sections"]
+    checkout = Path(__file__).parents[2]
+    return subprocess.Popen([*command, "--output", output], cwd=checkout, text=True, **pipes)
 
 
 @pytest.mark.slow
 def test_a_killed_session_leaves_its_rows_and_no_process(tmp_path):
-    """The next run keeps the rows, and measures what is missing."""
-    names = ("bandwidth", "kernels", "batch")
+    """The next run keeps the rows, measures what is missing, and reaches everything."""
 
-    def rows():
-        return [(name, row) for name, note in sections_of(tmp_path).items() for row in note["rows"]]
+    def rows(*names):
+        notes = json.loads((tmp_path / "gpu-session.json").read_text())["sections"]
+        return [(name, row) for name in names or notes for row in notes[name]["rows"]]
 
-    process, end = session(tmp_path, *names), time.monotonic() + 120
+    process, end = session(tmp_path), time.monotonic() + 120
     while not any(tmp_path.glob("*.json")) or not rows():
         assert time.monotonic() < end
         time.sleep(0.1)
     process.kill()
     process.communicate(timeout=10)  # until the process of the section has closed its end, too
-    written = rows()
-    line = json.loads(session(tmp_path, *names).communicate()[0].splitlines()[-1])["gpu_session"]
-    assert (line["left_out"], set(line["sections"])) == (0, set(names))
-    assert all(row in rows() for row in written)
-    assert len(rows()) == len({(name, row["task"]) for name, row in rows()}) == 1 + 3 + 1
-
-
-@pytest.mark.slow
-def test_the_smoke_run_reaches_everything(tmp_path):
-    process = session(tmp_path, *SECTIONS)
+    written, process = rows(), session(tmp_path)
     out, errors = process.communicate()
     assert process.returncode == 0, out + errors
     line = json.loads(out.splitlines()[-1])["gpu_session"]
     assert (line["right"], line["left_out"]) == (True, 0)
     assert line["sections"] == dict.fromkeys(SECTIONS, "done")
-    assert all(note["rows"] for note in sections_of(tmp_path).values())
-    assert sections_of(tmp_path)["kernels"]["rows"][0]["floor_microseconds"] > 0
+    assert all(row in rows() for row in written)
+    assert len(rows()) == len({(name, row["task"]) for name, row in rows()})
+    assert {name for name, _ in rows()} == {*SECTIONS}
+    assert len(rows("bandwidth", "kernels", "batch")) == 1 + 3 + 1
+    assert rows("kernels")[0][1]["floor_microseconds"] > 0
