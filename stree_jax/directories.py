@@ -52,7 +52,8 @@ def new_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
         try:
             yield new
         except OSError as error:  # of a full disk, it names no file
-            error.filename = error.filename or str(path)
+            if error.errno is not None:  # else a name would replace its message
+                error.filename = error.filename or str(path)
             raise
         if not os.path.lexists(path):
             os.rename(new, path)

@@ -110,7 +110,7 @@ def test_what_is_refused():
     for prompts, options, message in (
         ([[1], [2]], {}, "after has 3 rows, and prompts 2; give a prompt for each row"),
         ([[1], [2], [99]], {}, r"prompts\[2\] has token id 99, outside the vocabulary"),
-        ([[1]] * 3, dict(model=tiny_model("bamba hybrid")), "after was read by another model"),
+        ([[1]] * 3, dict(model=tiny_model("bamba hybrid")), "after was read with another model"),
         ([[1]] * 3, dict(n=0), "n must be an integer, at least 1; got 0"),
         ([[1]] * 3, dict(max_length=4), r"prompts\[2\] has 13 tokens .*, and the limit is 4"),
     ):
