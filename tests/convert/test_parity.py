@@ -162,6 +162,7 @@ def test_codestral(tmp_path):
     assert_close(apply(st.from_pretrained(path), TOKENS[:1])[0], want)
 
 
+@pytest.mark.slow
 def test_tree_decoding_of_a_converted_model(tmp_path):
     """With an MLP in every layer, a padded vocabulary, and a draft model of another shape."""
     config = configs.mamba_ssm_config(d_intermediate=100, tie_embeddings=False)

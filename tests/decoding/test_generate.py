@@ -125,6 +125,7 @@ def test_more_steps_per_sync_change_nothing(steps):
     )
 
 
+@pytest.mark.slow  # test_lm compares prefill, steps and replay of kernels and of XLA
 def test_the_kernels_decode_the_same():
     """Target and draft by the interpreted kernels: whole trees, and trees that grow."""
     config = st.ModelConfig.tiny(head_dim=16, state_size=16, tie_embeddings=False)

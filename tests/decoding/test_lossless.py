@@ -138,11 +138,11 @@ METHODS = {
     ),
 }
 
-PURE = ("groups", "mamba_in_llama", "repeated_first", "branch")
+PURE = ("groups", "branch")
 ELSEWHERE = ("best of heads", "another family", "mtp head")
 RARE = (
     *("paper B", "paper C", "paper D", "paper E", "best tokens", "cascade of trees"),
-    "mtp head, dynamic",
+    *("mtp head, beam", "mtp head, dynamic"),
     # Like "branching", "budget of 2" and "a padded vocabulary", whose draft has another shape, too.
     *("complete", "budget of 3", "another shape"),
 )
@@ -164,6 +164,7 @@ SLOW = [
     *(("plain", method, "zero") for method in RARE),
     *(("plain", method, "mixed") for method in (*RARE, "chain of 6", "deep")),
     ("plain", "cascade of lookup", "mixed"),
+    *((family, "ragged", "mixed") for family in ("mamba_in_llama", "repeated_first")),
     ("mamba2attn hybrid", "one wide level", "zero"),
     ("mamba2attn hybrid", "dynamic", "mixed"),
     ("falcon_h1 hybrid", "best of heads", "mixed"),
@@ -394,7 +395,7 @@ def test_the_limit_inside_an_accepted_path(limit):
     assert out.stats.num_target_calls == -(-limit // 7) * len(PROMPTS)
 
 
-@pytest.mark.parametrize("family", ["plain", "mixed hybrid"])
+@pytest.mark.parametrize("family", [pytest.param("plain", marks=pytest.mark.slow), "mixed hybrid"])
 def test_prompts_longer_than_a_chunk(family, monkeypatch):
     """Long prompts are prefilled in chunks; here of 16 tokens."""
     model = tiny_model(family)

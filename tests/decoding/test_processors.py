@@ -79,11 +79,10 @@ METHODS = {
 FAST = [
     ("plain", "ragged"),
     ("plain", "dynamic"),
-    ("mamba2attn hybrid", "ragged"),
 ]
 SLOW = [
     *(("plain", name) for name in ("deep", "beam", "lookup", "heads", "turns", "cascade")),
-    ("falcon_h1 hybrid", "ragged"),
+    *((f"{family} hybrid", "ragged") for family in ("mamba2attn", "falcon_h1")),
     ("plain", "mtp head"),
     ("nemotron_h hybrid", "dynamic"),
 ]

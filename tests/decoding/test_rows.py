@@ -28,7 +28,7 @@ def lists():
     return {name: [row.get(name, DEFAULTS[name]) for row in ROWS] for name in names}
 
 
-@pytest.mark.parametrize("drafting", [False, True])
+@pytest.mark.parametrize("drafting", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_each_row_has_its_own(drafting):
     model = tiny_model()
     draft = st.ModelDrafter(perturbed(model, 0.1))

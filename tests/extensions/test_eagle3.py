@@ -161,6 +161,7 @@ def test_trees_whose_shape_the_head_chooses(kind, target, tmp_path):
     assert_lossless(target, drafter, topology=st.TreeTopology.budget(5, 2), max_new_tokens=8)
 
 
+@pytest.mark.slow
 def test_ranks_by_depth_give_the_tau_of_every_tree(target, tmp_path):
     """Positions, tokens that the head has not, and states of inner layers among them."""
     drafter = st.Eagle3Drafter(target, st.load_eagle3(saved(tmp_path / "head"), target))

@@ -192,7 +192,7 @@ def readers(drafter, state):
     return [(model, part, part.has_catch_up.sum(axis=1)) for model, part in both]
 
 
-@pytest.mark.parametrize("name", ["sqqsss", "small"])
+@pytest.mark.parametrize("name", ["sqqsss", pytest.param("small", marks=pytest.mark.slow)])
 def test_all_models_have_read_the_text(name):
     """All but the root and the catch-up tokens, after every step, whatever was accepted."""
     target, many, accepted = tiny_model(), drafter(name), set()

@@ -89,7 +89,7 @@ def test_it_is_lossy():
 
 def test_it_is_never_used_unasked():
     drafter = st.ModelDrafter(perturbed(tiny_model(), 0.1))
-    common = dict(drafter=drafter, max_new_tokens=9, **SAMPLED)
+    common = dict(drafter=drafter, topology=st.TreeTopology.chain(2), max_new_tokens=9, **SAMPLED)
     with pytest.raises(ValueError, match="'typical' is lossy: its output does not.*lossy=True"):
         plan(tiny_model(), [[1]], verifier="typical", **common)
     with pytest.raises(ValueError, match="lossy=True"):
