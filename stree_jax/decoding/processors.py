@@ -116,7 +116,8 @@ class Processing(NamedTuple):
         """
         if not self.processors:
             return logits, None
-        processed = self(logits, states)
+        # XLA would compute the rules again in each of the passes below.
+        processed = lax.optimization_barrier(self(logits, states))
         # As in `best_token`: XLA's maximum ignores NaN on a CPU.
         best = jnp.where(jnp.isnan(processed), jnp.inf, processed).max(axis=-1)
         allows_some = jnp.isfinite(best)
