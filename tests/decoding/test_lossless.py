@@ -138,7 +138,7 @@ METHODS = {
     ),
 }
 
-PURE = ("groups", "branch")
+PURE = ("groups", "mamba_in_llama", "repeated_first", "branch")
 ELSEWHERE = ("best of heads", "another family", "mtp head")
 RARE = (
     *("paper B", "paper C", "paper D", "paper E", "best tokens", "cascade of trees"),
@@ -164,7 +164,6 @@ SLOW = [
     *(("plain", method, "zero") for method in RARE),
     *(("plain", method, "mixed") for method in (*RARE, "chain of 6", "deep")),
     ("plain", "cascade of lookup", "mixed"),
-    *((family, "ragged", "mixed") for family in ("mamba_in_llama", "repeated_first")),
     ("mamba2attn hybrid", "one wide level", "zero"),
     ("mamba2attn hybrid", "dynamic", "mixed"),
     ("falcon_h1 hybrid", "best of heads", "mixed"),
