@@ -1,0 +1,210 @@
+"""The rows of a scheduler on the device: texts enter and leave them between runs."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_kernels import dispatch
+from stree_jax.decoding import slots
+from stree_jax.decoding.drafters import Drafter
+from stree_jax.decoding.loop import SpeculativeDecoder
+from stree_jax.decoding.options import Plan
+from stree_jax.decoding.origins import check_origin, origin_of
+from stree_jax.decoding.prefixes import cache_shapes, same_rows
+from stree_jax.decoding.prompts import buffer_size, checked_prompts
+from stree_jax.decoding.results import Ended
+from stree_jax.decoding.rows import Row, limits_of, sampling_of
+from stree_jax.decoding.types import Limits, Prefix
+from stree_jax.models.lm import HybridLM
+
+_FEWEST_BEST = 4  # tokens that rows record, if any
+
+
+class Pool:
+    """The rows of one decode loop, with the settings of the text in each. It knows no requests.
+
+    Args:
+        model: the target.
+        drafter: the drafter of all rows, which prefixes name; None: no drafts.
+        plans: the programs for texts of `max_length` tokens, by whether all rows have temperature
+            0; None where the verifier refuses.
+        max_length: most tokens of a text.
+        rows: number of rows.
+    """
+
+    def __init__(
+        self,
+        model: HybridLM,
+        drafter: Drafter | None,
+        plans: Mapping[bool, Plan | None],
+        *,
+        max_length: int,
+        rows: int,
+    ):
+        self._model, self._drafter, self._plans = model, drafter, plans
+        self._max_length = max_length
+        self._rows: list[Row | None] = [None] * rows  # None: the row is free
+        # What the rows record, and whether they have stops, see `SpeculativeDecoder`.
+        self._num_best: int | None = None
+        self._has_stops, self._stop_sizes = False, (1, 1)
+        self._state: Any = None
+        self._cache: Any = None  # shapes of a row's
+        self._started: set[int] = set()  # rows that have started since the last run
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the caches and pending records of all rows, with the drafter's; 0 at first."""
+        state = self._state
+        if state is None:
+            return 0
+        return sum(
+            leaf.nbytes for leaf in jax.tree.leaves((state.cache, state.pending, state.drafter))
+        )
+
+    @property
+    def free(self) -> list[int]:
+        """The rows that have no text, in order."""
+        return [row for row, settings in enumerate(self._rows) if settings is None]
+
+    def check(self, after: Prefix) -> None:
+        """Refuses a prefix of another model, drafter or pool, which would end all rows.
+
+        Raises:
+            ValueError: it is one.
+        """
+        check_origin(after, self._model, self._drafter)
+        decoder, _ = self._any_program()
+        if self._cache is None:
+            self._cache = cache_shapes(self._model, 1, decoder.max_length)
+        is_row = after.context.tokens.shape == (1, decoder.num_places)
+        if not (is_row and same_rows(self._cache, after.cache)):
+            raise ValueError(
+                f"after has other buffers than this pool, of max_length = {self._max_length}: it is"
+                " of another Scheduler or of `generate`; read its text with this one"
+            )
+
+    def read(self, prompt: Sequence[int], after: Prefix | None = None) -> Prefix:
+        """Prefills a prompt, or continues a prefix of this pool with one.
+
+        Raises:
+            ValueError: not token ids, or more than `max_length` of them.
+        """
+        context = checked_prompts([prompt], self._model.config.vocab_size)
+        total = len(prompt) + (0 if after is None else int(after.context.length[0]))
+        if total > self._max_length:
+            raise ValueError(f"the text has {total} tokens, and max_length is {self._max_length}")
+        decoder, drafter = self._any_program()
+        with dispatch.on(self._model):
+            return self._signed(slots.read(decoder, self._model, drafter, context, after))
+
+    def start(self, row: int, plan: Plan, prompt: Sequence[int], after: Prefix | None) -> None:
+        """Starts a free row.
+
+        Args:
+            row: the row.
+            plan: settings and key of the text.
+            prompt: its tokens, behind the prefix; none only with a prefix.
+            after: the prefix.
+        """
+        self._extend(plan)
+        settings = plan.rows[0]
+        decoder, drafter = self._program(settings.is_greedy)
+        with dispatch.on(self._model):
+            if self._state is None:
+                self._state = slots.empty(decoder, self._model, drafter, len(self._rows))
+            self._state = slots.extended(decoder, self._state)
+            if after is None or len(prompt):
+                context = checked_prompts([prompt], self._model.config.vocab_size)
+                prefix = slots.read(decoder, self._model, drafter, context, after)
+            else:
+                prefix = slots.prepared(decoder, drafter, self._state, after)
+            self._state = slots.insert(decoder, self._model, self._state, [row], prefix, plan.keys)
+        self._started.add(row)
+        self._rows[row] = settings
+
+    def run(self, max_steps: int, stop_after_ended: int) -> list[int]:
+        """Runs for some steps, or until some rows have ended.
+
+        Returns:
+            The rows that have ended and are not free.
+        """
+        greedy = all(row.is_greedy for row in self._settings())
+        decoder, drafter = self._program(greedy)
+        sampling = sampling_of(self._settings(), greedy=greedy, may_differ=True)
+        self._state = slots.with_processors(self._model, self._state, sampling, self._started)
+        self._started.clear()
+        with dispatch.on(self._model):
+            self._state = decoder.run(
+                *(self._model, drafter, self._state, self._limits(), sampling),
+                max_steps,
+                stop_after_ended,
+            )
+        done = np.array(self._state.done)
+        return [row for row, text in enumerate(self._rows) if text is not None and done[row]]
+
+    def ended(self) -> Ended:
+        """What all rows gave so far."""
+        return Ended.of(self._state, self._limits())
+
+    def take(self, row: int) -> Prefix:
+        """The prefix of the text in a row, which did not fail."""
+        settings = self._rows[row]
+        assert settings is not None
+        decoder, drafter = self._program(settings.is_greedy)
+        with dispatch.on(self._model):
+            return self._signed(slots.take(decoder, drafter, self._state, row))
+
+    def release(self, row: int) -> None:
+        """Frees a row that has ended."""
+        self._rows[row] = None
+
+    def end(self, row: int) -> None:
+        """Frees a row whose text goes on."""
+        self.release(row)
+        self._state = slots.end(self._state, [row])
+
+    def new_tokens(self) -> list[list[int]]:
+        """The new tokens so far of each row."""
+        context, emitted = self._state.context, np.asarray(self._state.emitted)
+        tokens, ends = np.asarray(context.tokens), np.asarray(context.length)
+        parts = zip(tokens, ends, emitted, strict=True)
+        return [text[end - count : end].tolist() for text, end, count in parts]
+
+    def _settings(self) -> list[Row]:
+        return [row or Row() for row in self._rows]
+
+    def _limits(self) -> Limits:
+        sizes = self._stop_sizes if self._has_stops else None
+        return limits_of(self._settings(), self._model.config.vocab_size, sizes)
+
+    def _signed(self, prefix: Prefix) -> Prefix:
+        return prefix._replace(origin=origin_of(self._model, self._drafter))
+
+    def _any_program(self) -> tuple[SpeculativeDecoder, Drafter | None]:
+        return self._program(greedy=bool(self._plans[True]))
+
+    def _program(self, greedy: bool) -> tuple[SpeculativeDecoder, Drafter | None]:
+        found = self._plans[greedy]
+        assert found is not None  # the scheduler refuses such requests
+        decoder = dataclasses.replace(
+            found.decoder, num_best=self._num_best, has_stops=self._has_stops
+        )
+        return decoder, found.drafter
+
+    def _extend(self, plan: Plan) -> None:
+        """Gives all rows what a text needs; few sizes, so that texts share programs."""
+        vocab_size, stopping = self._model.config.vocab_size, plan.rows[0].stopping
+        num_best = plan.decoder.num_best
+        if num_best is not None and num_best > (-1 if self._num_best is None else self._num_best):
+            size = buffer_size(num_best, _FEWEST_BEST) if num_best else 0
+            self._num_best = min(size, vocab_size)
+        if stopping:
+            self._has_stops = True
+            states, classes = stopping.machine(vocab_size).sizes
+            self._stop_sizes = (
+                max(self._stop_sizes[0], states),
+                max(self._stop_sizes[1], classes),
+            )
