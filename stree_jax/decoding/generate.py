@@ -1,6 +1,5 @@
 """`generate` and `stream`: checks first, then one compiled program."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
@@ -13,7 +12,6 @@ from pallas_kernels import dispatch
 from stree_jax.array_types import Array, Int
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter
-from stree_jax.decoding.keys import typed_key
 from stree_jax.decoding.local_rows import rows_of_all
 from stree_jax.decoding.on_mesh import on_host, on_mesh
 from stree_jax.decoding.options import (
@@ -109,19 +107,7 @@ def generate(
         checked_prompts(prompts, vocab_size)
         prompts = [prompt for prompt in prompts for _ in range(n)]
     if local_rows:
-        if model.partition is None:
-            raise ValueError(
-                "local_rows = True is for a model on a mesh: load it with from_pretrained(...,"
-                " mesh=make_mesh(...)); on one device all rows are this process's"
-            )
-        if entries := text.entries():
-            raise ValueError(
-                f"{next(iter(entries))} has a value for each row; with local_rows = True only the"
-                " key may"
-            )
-        key = None if text.key is None else typed_key(text.key)
-        prompts, key, own = rows_of_all(prompts, key, vocab_size)
-        text = dataclasses.replace(text, key=key)
+        prompts, text, own = rows_of_all(model, prompts, text)
     drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
     request = plan(model, prompts, text, **drafts, lossy=lossy)
     if after is not None:
@@ -153,12 +139,16 @@ def stream(
     topology: TreeTopology | None = None,
     verifier: str | Verifier | None = None,
     lossy: bool = False,
+    local_rows: bool = False,
     **options: Unpack[OptionKeywords],
 ) -> Iterator[list[list[int]]]:
     """As `generate`, but yields tokens as they are accepted.
 
     Arguments and errors as in `generate`; log-probabilities are refused. Bad arguments raise at the
     call, not at the first iteration; `NonFiniteLogitsError` is raised when all rows have ended.
+
+    On a mesh of several processes all of them call this, and then `next`, equally often. With
+    `local_rows` each yields the tokens of its own rows, until the rows of all processes have ended.
 
     Yields:
         After each target call, the new tokens of each row; an empty list for rows that have ended.
@@ -170,18 +160,22 @@ def stream(
             f"log_probs = {text.log_probs!r}, top_log_probs = {text.top_log_probs}: stream yields"
             " tokens alone; use generate"
         )
+    check_model(model)
+    own = None
+    if local_rows:
+        prompts, text, own = rows_of_all(model, prompts, text)
     drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
     request = plan(model, prompts, text, **drafts, lossy=lossy)
 
     num_rows = len(prompts)
-    rows = slice(num_rows)
+    rows = slice(num_rows) if own is None else own
     request = on_mesh(request, model.partition)
 
     def steps() -> Iterator[list[list[int]]]:
         with dispatch.on(model):
             state = _started(request, model, num_rows)
         start = on_host(request.context.length)
-        held = [Held(row.stopping) for row in request.rows]
+        held = [Held(row.stopping) for row in request.rows[rows]]
         while not on_host(state.done).all():
             with dispatch.on(model):  # not around `yield`: it must not affect the caller
                 state, _, _ = request.decoder.step(

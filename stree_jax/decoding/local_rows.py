@@ -1,6 +1,8 @@
 """Gathers the rows of several processes into one batch."""
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,28 +11,51 @@ from jax.experimental import multihost_utils
 
 from stree_jax.array_types import Array
 from stree_jax.decoding.keys import typed_key
+from stree_jax.decoding.options import Options
 from stree_jax.decoding.prompts import checked_prompts
+from stree_jax.models.lm import HybridLM
 
 
 def rows_of_all(
-    prompts: Sequence[Sequence[int]], key: Array | None, vocab_size: int
-) -> tuple[list[list[int]], Array | None, slice]:
+    model: HybridLM, prompts: Sequence[Sequence[int]], options: Options
+) -> tuple[list[list[int]], Options, slice]:
     """All-gathers the rows of all processes, in their order, and says which are this one's.
 
     All processes call this.
 
     Args:
+        model: a model on a mesh.
         prompts: this process's prompts. Other processes may have more, fewer or none.
-        key: one key, the same in all processes, or one for each row of this process.
-        vocab_size: vocabulary size of the model.
+        options: options without a list for rows, except the key: one key, the same in all
+            processes, or one for each row of this process.
 
     Returns:
-        The prompts of all rows, one key or those of all rows, and this process's rows.
+        The prompts of all rows, the options with one key or those of all rows, and this process's
+        rows.
 
     Raises:
-        ValueError: this process or another one has bad prompts or keys. All raise, because a
-            process that continued would wait for the others.
+        ValueError: a model on one device, options for each row; or this process or another one has
+            bad prompts or keys. Of those all raise, because a process that continued would wait for
+            the others.
     """
+    if model.partition is None:
+        raise ValueError(
+            "local_rows = True is for a model on a mesh: load it with from_pretrained(...,"
+            " mesh=make_mesh(...)); on one device all rows are this process's"
+        )
+    if entries := options.entries():
+        raise ValueError(
+            f"{next(iter(entries))} has a value for each row; with local_rows = True only the key"
+            " may"
+        )
+    everyone, key, own = _gathered(prompts, options.key, model.config.vocab_size)
+    return everyone, dataclasses.replace(options, key=key), own
+
+
+def _gathered(
+    prompts: Sequence[Sequence[int]], key: Any, vocab_size: int
+) -> tuple[list[list[int]], Array | None, slice]:
+    """The prompts of all rows, one key or those of all rows, and this process's rows."""
     refused: ValueError | None = None
     own: list[list[int]] = []
     own_keys = np.zeros((0, 1), np.uint32)

@@ -124,6 +124,7 @@ OPTIONS = [
         dict(temperature=1.0, key=jax.random.key(0, impl="unsafe_rbg")),
         "'rbg' draw other numbers in another batch; use",
     ),
+    (dict(local_rows=True), "local_rows = True is for a model on a mesh"),
     (dict(verifier=Unhashable), "'unhashable' is not hashable.*frozen dataclass"),
     (dict(drafter=NoPytree), r"pytree of arrays.*flax\.nnx\.Module"),
 ]

@@ -91,8 +91,8 @@ def test_two_processes_are_one_device(models, tmp_path):
     own = slice(0, 2), slice(2, 3)
     for process, found in enumerate(outputs):
         assert found["own"] == sampled.tokens.tolist()[own[process]]
-        assert found["own keys"] == found["keys"][own[process]]
-        assert found["none"] == (want if process == 0 else [])
+        assert found["own keys"] == found["streamed own"] == found["keys"][own[process]]
+        assert found["none"] == found["streamed none"] == (want if process == 0 else [])
         assert found["back"] == want
         assert found["2x2"] == want
         assert found["1x4"] == want
@@ -104,8 +104,9 @@ def test_two_processes_are_one_device(models, tmp_path):
         assert "no process has prompts" in found["no prompts"]
         assert "there are 4 in 2 processes" in found["some devices"]
     first, second = outputs
-    assert "prompts[1] is empty" in first["own prompts"]
-    assert "prompts of process 0 are refused" in second["own prompts"]
+    for name in ("own prompts", "own prompts, streamed"):
+        assert "prompts[1] is empty" in first[name]
+        assert "prompts of process 0 are refused" in second[name]
     assert second["save"] == f"in process 0: {first['save']}"
     sums = {
         name: json.loads((tmp_path / name / "checksums.json").read_text())["crc32"]

@@ -14,6 +14,12 @@ PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
 NEW_TOKENS = 10
 
 
+def joined(steps, prompts):
+    """The new tokens of each row."""
+    assert all(len(step) == len(prompts) for step in steps)
+    return [[token for step in steps for token in step[row]] for row in range(len(prompts))]
+
+
 def main():
     process, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     import jax
@@ -37,7 +43,7 @@ def main():
             options |= dict(temperature=0.8, key=jax.random.key(1))
             found["sampled"] = st.generate(target, PROMPTS, **options).tokens.tolist()
             steps = [*st.stream(target, PROMPTS, max_new_tokens=3)]
-            found["streamed"] = [[t for step in steps for t in step[row]] for row in range(3)]
+            found["streamed"] = joined(steps, PROMPTS)
             # Rows of its own for each process: the first one has two, the second one.
             own = slice(0, 2) if process == 0 else slice(2, 3)
             found["own"] = st.generate(target, PROMPTS[own], **options, local_rows=True)
@@ -45,9 +51,12 @@ def main():
             found["keys"] = st.generate(target, PROMPTS, **options).tokens.tolist()
             options["key"] = options["key"][own]
             found["own keys"] = st.generate(target, PROMPTS[own], **options, local_rows=True)
+            steps = [*st.stream(target, PROMPTS[own], **options, local_rows=True)]
+            found["streamed own"] = joined(steps, PROMPTS[own])
             no_rows = PROMPTS if process == 0 else []
             options = dict(max_new_tokens=NEW_TOKENS, local_rows=True)
             found["none"] = st.generate(target, no_rows, **options)
+            found["streamed none"] = joined([*st.stream(target, no_rows, **options)], no_rows)
             for name in ("own", "own keys", "none"):
                 found[name] = found[name].tokens.tolist()
     # Cut into four parts, of which each process has two.
@@ -58,6 +67,9 @@ def main():
         "prompts": lambda: st.generate(target, [[1 + process]], max_new_tokens=2),
         "save": lambda: st.save_pretrained(target, folder / "saved 1x4"),
         "own prompts": lambda: st.generate(target, [[1], []][: 2 - process], local_rows=True),
+        "own prompts, streamed": lambda: st.stream(
+            target, [[1], []][: 2 - process], local_rows=True
+        ),
         "some kinds of keys": lambda: st.generate(
             target,
             [[1]],
