@@ -1,13 +1,13 @@
 """Drafters, verifiers and the one loop that runs them."""
 
-from stree_jax.decoding.head_reader import Head, HeadReader, outputs_ahead
+from stree_jax.decoding.head_reader import HeadModel, HeadReader, outputs_ahead
 from stree_jax.decoding.options import Plan
 from stree_jax.decoding.prefill import prefill
 from stree_jax.decoding.reader import NodeReader, Reader, nodes_so_far, recorded
 from stree_jax.decoding.sampling import all_finite, filtered_logits, position_noise
 
 __all__ = [
-    "Head",
+    "HeadModel",
     "HeadReader",
     "NodeReader",
     "Plan",

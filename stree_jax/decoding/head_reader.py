@@ -6,60 +6,21 @@ within a step, and is then forgotten. So drafts depend on the text alone, howeve
 prompt, pieces, steps and forks.
 """
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import KVCache, NodeKV, replay_kv
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
 from stree_jax.decoding.reader import nodes_so_far, recorded
-from stree_jax.decoding.types import DraftTree, Verdict
+from stree_jax.decoding.types import Context, DraftTree, Verdict
 from stree_jax.models.cache import path_to
+from stree_jax.models.config import ModelConfig
+from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree
-
-
-@runtime_checkable
-class Head(Protocol):
-    """What a `HeadReader` runs: one attention layer first, so that entries need nothing before."""
-
-    def states(self, hidden: Float[Array, "B T _"]) -> Float[Array, "B T M"]:
-        """What the head takes of the target's states."""
-        ...
-
-    def entries(
-        self,
-        tokens: Int[Array, "B N"],
-        above: Float[Array, "B N M"],
-        positions: Int[Array, "B N"],
-    ) -> NodeKV:
-        """Keys and values of pairs of a token and the state before it."""
-        ...
-
-    def outputs(
-        self,
-        tokens: Int[Array, "B Q"],
-        above: Float[Array, "B Q M"],
-        tree: Tree,
-        cache: KVCache,
-        prefix: NodeKV | None,
-    ) -> tuple[Float[Array, "B Q M"], Float[Array, "B Q M"], NodeKV]:
-        """Runs the last Q nodes of a tree behind the cache.
-
-        Returns:
-            What `logits` takes, what the nodes' children take as the state before them, and keys
-            and values of all nodes.
-        """
-        ...
-
-    def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
-        """Logits over the target's vocabulary, without padding."""
-        ...
-
-    def init_cache(self, batch: int, max_length: int) -> KVCache:
-        """The cache before the first entry."""
-        ...
 
 
 class HeadPending(NamedTuple):
@@ -105,7 +66,7 @@ class HeadReader(NamedTuple):
 
     def read(
         self,
-        model: Head,
+        model: "HeadModel",
         tokens: Int[Array, "B Q"],
         tree: Tree,
         nodes: np.ndarray | Int[Array, " Q"],
@@ -119,11 +80,10 @@ class HeadReader(NamedTuple):
         else:
             parents = tree.parents[:, jnp.minimum(nodes, tree.parents.shape[1] - 1), None]
             above, prefix = jnp.take_along_axis(pending.hidden, parents, axis=1), pending.kv
-        output, hidden, kv = model.outputs(
-            tokens, above, nodes_so_far(tree, nodes), self.kv, prefix
-        )
+        output, kv = model.outputs(tokens, above, nodes_so_far(tree, nodes), self.kv, prefix)
+        hidden = output
         if pending is not None:
-            hidden = jnp.concatenate([pending.hidden, hidden], axis=1)
+            hidden = jnp.concatenate([pending.hidden, output], axis=1)
         record = recorded(pending, HeadPending(kv, hidden), nodes)
         num_logits = tokens.shape[1] if num_logits is None else num_logits
         logits = model.logits(output[:, tokens.shape[1] - num_logits :])
@@ -139,7 +99,7 @@ class HeadReader(NamedTuple):
         place: object,
         draft: DraftTree,
         verdict: Verdict,
-        model: Head,
+        model: "HeadModel",
         hidden: Float[Array, "B N _"],
     ) -> "HeadReader":
         """See `NodeReader`: appends the entries of the accepted path, with the target's states."""
@@ -151,7 +111,7 @@ class HeadReader(NamedTuple):
 
     def absorb(
         self,
-        model: Head,
+        model: "HeadModel",
         tokens: Int[Array, "B T"],
         hidden: Float[Array, "B T _"],
         count: Int[Array, " B"],
@@ -171,7 +131,7 @@ class HeadReader(NamedTuple):
 
     def _with(
         self,
-        model: Head,
+        model: "HeadModel",
         tokens: Int[Array, "B N"],
         above: Float[Array, "B N M"],
         read: Bool[Array, "B N"],
@@ -201,8 +161,78 @@ class HeadReader(NamedTuple):
         )
 
 
+class HeadModel(nnx.Module):
+    """A head on a target's states as a draft model: one attention layer first, and what follows it.
+
+    A subclass sets `head` and `config`, and has `embedded`, `entries`, `logits` and `check_target`.
+    """
+
+    head: Any  # with `dtype`, `init_cache` and `tree`, as `MtpHead` has them
+    config: ModelConfig  # the target's
+
+    def check_target(self, target: HybridLM) -> None:
+        """See `DraftModel`."""
+        raise NotImplementedError
+
+    def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
+        """The embeddings of tokens."""
+        raise NotImplementedError
+
+    def entries(
+        self,
+        tokens: Int[Array, "B N"],
+        above: Float[Array, "B N M"],
+        positions: Int[Array, "B N"],
+    ) -> NodeKV:
+        """Keys and values of pairs of a token and the state before it."""
+        raise NotImplementedError
+
+    def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
+        """Logits over the target's vocabulary, without padding."""
+        raise NotImplementedError
+
+    def states(self, hidden: Float[Array, "B T _"]) -> Float[Array, "B T M"]:
+        """What the head takes of the target's states: all of them, unless a subclass says other."""
+        return hidden
+
+    def outputs(
+        self,
+        tokens: Int[Array, "B Q"],
+        above: Float[Array, "B Q M"],
+        tree: Tree,
+        cache: KVCache,
+        prefix: NodeKV | None,
+    ) -> tuple[Float[Array, "B Q M"], NodeKV]:
+        """Runs the last Q nodes of a tree behind the cache.
+
+        Returns:
+            What `logits` takes, and the nodes' children as the state before them; and keys and
+            values of all nodes.
+        """
+        return self.head.tree(self.embedded(tokens), above, tree, cache, prefix)
+
+    def init_cache(self, batch: int, max_length: int) -> KVCache:
+        """The cache before the first entry."""
+        return self.head.init_cache(batch, max_length)
+
+    def open(self, context: Context, num_nodes: int, max_length: int) -> HeadReader:
+        """See `DraftModel`: no text is read yet; `hear` reads it."""
+        cache = self.init_cache(context.length.shape[0], max_length)
+        return HeadReader.open(cache, self.config.d_model, self.head.dtype)
+
+    def hear(
+        self,
+        reader: HeadReader,
+        tokens: Int[Array, "B T"],
+        hidden: Float[Array, "B T _"],
+        lengths: Int[Array, " B"],
+    ) -> HeadReader:
+        """See `DraftModel`."""
+        return reader.absorb(self, tokens, hidden, lengths)
+
+
 def outputs_ahead(
-    model: Head, tokens: Int[Array, "B T"], hidden: Float[Array, "B T _"], depth: int
+    model: HeadModel, tokens: Int[Array, "B T"], hidden: Float[Array, "B T _"], depth: int
 ) -> list[Float[Array, "B T M"]]:
     """Outputs of a head at every position of texts, as a chain of drafts has them there.
 
@@ -239,6 +269,6 @@ def outputs_ahead(
         tree = Tree(
             nodes, nodes, jnp.broadcast_to(mask, (batch, *mask.shape)), jnp.ones(nodes.shape, bool)
         )
-        output, above, prefix = model.outputs(tokens[:, places], above, tree, cache, prefix)
-        outputs.append(output)
+        above, prefix = model.outputs(tokens[:, places], above, tree, cache, prefix)
+        outputs.append(above)
     return outputs

@@ -84,10 +84,9 @@ class LogitBias(_Stateless):
 
 
 @typing.no_type_check
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class BannedTokens(_Stateless):
-    """Rules some tokens out.
+class _Listed(_Stateless):
+    """A processor about the tokens of a list.
 
     Attributes:
         ids: the token ids, padded.
@@ -96,11 +95,28 @@ class BannedTokens(_Stateless):
     ids: Any
 
     def __post_init__(self):
-        _keep_ids(self)
+        name, ids = type(self).__name__, self.ids
+        if isinstance(ids, np.ndarray) and ids.ndim == 1:
+            ids = ids[ids != _NO_TOKEN].tolist()
+        if isinstance(ids, list | tuple | set | frozenset | range):
+            object.__setattr__(self, "ids", _padded(name, [*ids]))
+        elif isinstance(ids, numbers.Number | str):
+            raise ValueError(f"{name} takes a list of token ids, got {shown(ids)}")
 
     def check(self, vocab_size):
         """See `LogitsProcessor`."""
-        _check_ids("BannedTokens", self.ids, vocab_size)
+        _check_ids(type(self).__name__, self.ids, vocab_size)
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class BannedTokens(_Listed):
+    """Rules some tokens out.
+
+    Attributes:
+        ids: the token ids, padded.
+    """
 
     def __call__(self, logits, state, /):
         """See `LogitsProcessor`."""
@@ -110,21 +126,12 @@ class BannedTokens(_Stateless):
 @typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class AllowedTokens(_Stateless):
+class AllowedTokens(_Listed):
     """Rules all but some tokens out; a text ends with an end token only if that is among them.
 
     Attributes:
         ids: the token ids, padded.
     """
-
-    ids: Any
-
-    def __post_init__(self):
-        _keep_ids(self)
-
-    def check(self, vocab_size):
-        """See `LogitsProcessor`."""
-        _check_ids("AllowedTokens", self.ids, vocab_size)
 
     def __call__(self, logits, state, /):
         """See `LogitsProcessor`."""
@@ -165,17 +172,6 @@ def _members(ids: Int[Array, "B _"], logits: Float[Array, "B Q V"]) -> Array:
     rows = jnp.arange(len(ids))[:, None]
     none = jnp.zeros((len(ids), logits.shape[-1]), bool)
     return none.at[rows, ids].set(True, mode="drop")[:, None]
-
-
-def _keep_ids(processor: Any) -> None:
-    """Replaces the ids that were given by padded ones."""
-    name, ids = type(processor).__name__, processor.ids
-    if isinstance(ids, np.ndarray) and ids.ndim == 1:
-        ids = ids[ids != _NO_TOKEN].tolist()
-    if isinstance(ids, list | tuple | set | frozenset | range):
-        object.__setattr__(processor, "ids", _padded(name, [*ids]))
-    elif isinstance(ids, numbers.Number | str):
-        raise ValueError(f"{name} takes a list of token ids, got {shown(ids)}")
 
 
 def _padded(name: str, ids: list[Any]) -> np.ndarray:

@@ -13,6 +13,7 @@ of a multi-token-prediction head. Attention comes first, so an entry's keys and 
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +21,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import KVCache, NodeKV
-from pallas_kernels.numerics import contract, rms_norm
+from pallas_kernels.numerics import contract
 from stree_jax.array_types import Array, Float, Float32, Int
 from stree_jax.checks import require, require_integer, require_types
-from stree_jax.models.attention import AttentionCache, AttentionConfig, AttentionPending
+from stree_jax.models.attention import AttentionConfig
+from stree_jax.models.draft_head import DraftHead
 from stree_jax.models.layer import NoCache
 from stree_jax.models.layers import linear
 from stree_jax.models.mlp import MlpConfig
@@ -81,7 +83,7 @@ class Eagle3Config:
         )
 
 
-class Eagle3Head(nnx.Module):
+class Eagle3Head(DraftHead):
     """A head with the weights of `Eagle3Config`.
 
     Args:
@@ -99,12 +101,15 @@ class Eagle3Head(nnx.Module):
         rngs: nnx.Rngs,
         implementation: str | None = None,
     ):
-        self.config = config
-        self.dtype = jnp.dtype(dtype)
+        super().__init__(config, dtype)
         width = config.d_model
-
-        def scale() -> nnx.Param:
-            return nnx.Param(jnp.ones(width, dtype))
+        options: dict[str, Any] = dict(
+            norm_eps=config.norm_eps,
+            dtype=dtype,
+            rngs=rngs,
+            out_scale=1.0,
+            implementation=implementation,
+        )
 
         def rows(count: int) -> nnx.Param:
             return nnx.Param(0.02 * jax.random.normal(rngs.params(), (count, width), dtype))
@@ -113,33 +118,15 @@ class Eagle3Head(nnx.Module):
             len(config.inner_layers) * width, width, bias=False, dtype=dtype, rngs=rngs
         )
         self.embedding = rows(config.vocab_size) if config.has_embedding else None
-        self.embedding_norm_scale = scale()
-        self.hidden_norm_scale = scale()
-        self.attention = config.attention.build(
-            width,
-            norm_eps=config.norm_eps,
-            dtype=dtype,
-            rngs=rngs,
-            out_scale=1.0,
-            implementation=implementation,
-        )
-        self.mlp_norm_scale = scale()
-        self.mlp = config.mlp.build(
-            width,
-            norm_eps=config.norm_eps,
-            dtype=dtype,
-            rngs=rngs,
-            out_scale=1.0,
-            implementation=implementation,
-        )
-        self.final_norm_scale = scale()
+        self.embedding_norm_scale = self._scale()
+        self.hidden_norm_scale = self._scale()
+        self.attention = config.attention.build(width, **options)
+        self.mlp_norm_scale = self._scale()
+        self.mlp = config.mlp.build(width, **options)
+        self.final_norm_scale = self._scale()
         self.output_head = rows(config.draft_vocab_size)
         # The target's token for each of the head's; float32 holds such integers exactly.
         self.tokens = nnx.Param(jnp.arange(config.draft_vocab_size, dtype=jnp.float32))
-
-    def init_cache(self, batch: int, max_length: int) -> KVCache:
-        """The cache before the first entry."""
-        return self.config.attention.init_cache(batch, max_length, self.dtype).kv
 
     def states(self, inner: Float[Array, "B T _"]) -> Float[Array, "B T M"]:
         """What the head takes of the target's inner states, side by side."""
@@ -178,13 +165,10 @@ class Eagle3Head(nnx.Module):
         """
         with jax.named_scope("eagle3_head"):
             joined, residual = self._joined(embedded, states)
-            behind = None if prefix is None else AttentionPending(prefix, None)
-            y, pending, _ = self.attention.tree(
-                joined, tree, {}, AttentionCache(cache, None), behind
-            )
+            y, kv = self._attend(joined, tree, cache, prefix)
             x = residual + y
             y, _, _ = self.mlp.tree(self._norm(x, self.mlp_norm_scale), None, {}, NoCache())
-            return x + y, pending.kv
+            return x + y, kv
 
     def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
         """Logits over the target's tokens; minus infinity for those that the head has not."""
@@ -200,6 +184,3 @@ class Eagle3Head(nnx.Module):
         both = [self._norm(embedded, self.embedding_norm_scale), normed]
         residual = normed if self.config.norm_before_residual else states
         return jnp.concatenate(both, axis=-1).astype(self.dtype), residual
-
-    def _norm(self, x: Array, scale: nnx.Param) -> Array:
-        return rms_norm(x, scale[...], self.config.norm_eps)

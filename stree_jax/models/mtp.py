@@ -24,11 +24,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import KVCache, NodeKV
-from pallas_kernels.numerics import contract, rms_norm
+from pallas_kernels.numerics import contract
 from stree_jax.array_types import Array, Float
 from stree_jax.checks import require, require_integer, require_types
-from stree_jax.models.attention import AttentionCache, AttentionConfig, AttentionPending
+from stree_jax.models.attention import AttentionConfig
 from stree_jax.models.config import build_config
+from stree_jax.models.draft_head import DraftHead
 from stree_jax.models.layer import LayerConfig, NoCache, layer_kinds
 from stree_jax.models.layers import linear
 from stree_jax.tree import Tree
@@ -99,7 +100,7 @@ class MtpConfig:
         return build_config(cls, {**values, **made})
 
 
-class MtpHead(nnx.Module):
+class MtpHead(DraftHead):
     """A head; it holds neither embedding nor output head, which are the target's.
 
     Args:
@@ -117,13 +118,8 @@ class MtpHead(nnx.Module):
         rngs: nnx.Rngs,
         implementation: str | None = None,
     ):
-        self.config = config
-        self.dtype = jnp.dtype(dtype)
+        super().__init__(config, dtype)
         width = config.d_model
-
-        def scale() -> nnx.Param:
-            return nnx.Param(jnp.ones(width, dtype))
-
         options: dict[str, Any] = dict(
             norm_eps=config.norm_eps,
             dtype=dtype,
@@ -131,18 +127,14 @@ class MtpHead(nnx.Module):
             out_scale=2**-0.5,
             implementation=implementation,
         )
-        self.embedding_norm_scale = scale()
-        self.hidden_norm_scale = scale()
+        self.embedding_norm_scale = self._scale()
+        self.hidden_norm_scale = self._scale()
         self.in_proj = linear(2 * width, width, bias=False, dtype=dtype, rngs=rngs)
-        self.attention_norm_scale = scale()
+        self.attention_norm_scale = self._scale()
         self.attention = config.attention.build(width, **options)
-        self.feed_forward_norm_scale = scale()
+        self.feed_forward_norm_scale = self._scale()
         self.feed_forward = config.feed_forward.build(width, **options)
-        self.final_norm_scale = scale()
-
-    def init_cache(self, batch: int, max_length: int) -> KVCache:
-        """The cache before the first entry."""
-        return self.config.attention.init_cache(batch, max_length, self.dtype).kv
+        self.final_norm_scale = self._scale()
 
     def entries(self, embedded: Float[Array, "B T M"], hidden: Float[Array, "B T M"]) -> NodeKV:
         """Keys and values of the entries (token, state before it).
@@ -183,15 +175,8 @@ class MtpHead(nnx.Module):
         """
         with jax.named_scope("mtp_head"):
             x = self._joined(embedded, hidden)
-            behind = None if prefix is None else AttentionPending(prefix, None)
-            y, pending, _ = self.attention.tree(
-                self._norm(x, self.attention_norm_scale),
-                tree,
-                {},
-                AttentionCache(cache, None),
-                behind,
-            )
-            return self._output(x + y), pending.kv
+            y, kv = self._attend(self._norm(x, self.attention_norm_scale), tree, cache, prefix)
+            return self._output(x + y), kv
 
     def _joined(self, embedded: Array, hidden: Array) -> Array:
         parts = (
@@ -204,6 +189,3 @@ class MtpHead(nnx.Module):
         normed = self._norm(x, self.feed_forward_norm_scale)
         y, _, _ = self.feed_forward.tree(normed, None, {}, NoCache())
         return self._norm(x + y, self.final_norm_scale)
-
-    def _norm(self, x: Array, scale: nnx.Param) -> Array:
-        return rms_norm(x, scale[...], self.config.norm_eps)

@@ -1,32 +1,22 @@
 """Training and distillation of small models, from text files to a native checkpoint."""
 
+from stree_jax.training.heads import HeadPlan, train_heads
+from stree_jax.training.objective import ahead_loss
 from stree_jax.training.recipe import Recipe, Text, Training
-from stree_jax.training.run import (
-    RunText,
-    card_tables,
-    distill,
-    open_target,
-    run_directory,
-    run_text,
-    train,
-    weights_digest,
-)
+from stree_jax.training.run import distill, train
 from stree_jax.training.trainer import Loss, Progress, evaluate, fit
 
 __all__ = [
+    "HeadPlan",
     "Loss",
     "Progress",
     "Recipe",
-    "RunText",
     "Text",
     "Training",
-    "card_tables",
+    "ahead_loss",
     "distill",
     "evaluate",
     "fit",
-    "open_target",
-    "run_directory",
-    "run_text",
     "train",
-    "weights_digest",
+    "train_heads",
 ]

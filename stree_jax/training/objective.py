@@ -1,4 +1,6 @@
-"""Losses: next-token cross-entropy, and the KL divergence of a draft from its target."""
+"""Losses: next-token cross-entropy, and the KL divergence of drafts from their target."""
+
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +8,8 @@ import optax
 
 from stree_jax.array_types import Array, Float, Tokens
 from stree_jax.models.lm import HybridLM
+
+_NEXT_DRAFT = 0.8  # weight of a draft, relative to the one before
 
 
 def next_token_loss(model: HybridLM, tokens: Tokens) -> Float[Array, ""]:
@@ -26,3 +30,32 @@ def distillation_loss(
     logits = model(tokens)[..., : model.config.vocab_size]
     target = jax.nn.log_softmax(target_logits[..., : model.config.vocab_size])
     return jnp.mean(optax.losses.kl_divergence_with_log_targets(jax.nn.log_softmax(logits), target))
+
+
+def ahead_loss(
+    target: HybridLM, tokens: Tokens, drafts: Callable[[Array], Iterable[Array]]
+) -> Float[Array, ""]:
+    """Mean KL divergence of drafts of the next tokens from the target, in nats per token.
+
+    The loss of a draft weighs 0.8 times that of the draft before it (Medusa, arXiv:2401.10774). The
+    labels are the target's probabilities: on text that the target wrote, their optimum is that of
+    the cross-entropy, and they have less noise.
+
+    Args:
+        target: the model whose drafts they are; it gets no gradient.
+        tokens: texts.
+        drafts: from the target's states at the texts to the logits of the first draft, the second
+            and so on. Those of draft d, at all tokens but the last d, predict what the target
+            predicts d tokens later.
+    """
+    vocab_size = target.config.vocab_size
+    hidden = jax.lax.stop_gradient(target.hidden(tokens))
+    labels = jax.lax.stop_gradient(jax.nn.log_softmax(target.logits(hidden)[..., :vocab_size]))
+    total, weights = jnp.float32(0.0), 0.0
+    for ahead, logits in enumerate(drafts(hidden), 1):
+        divergence = optax.losses.kl_divergence_with_log_targets(
+            jax.nn.log_softmax(logits), labels[:, ahead:]
+        )
+        weight = _NEXT_DRAFT ** (ahead - 1)
+        total, weights = total + weight * divergence.mean(), weights + weight
+    return total / weights

@@ -16,7 +16,7 @@ import numpy as np
 from stree_jax.array_types import Array, Bool, Float, Int, Key
 from stree_jax.decoding.drafters import Drafter, drawn_by
 from stree_jax.decoding.drafters.base import inner_layers, reads
-from stree_jax.decoding.head_reader import Head, outputs_ahead
+from stree_jax.decoding.head_reader import HeadModel, outputs_ahead
 from stree_jax.decoding.options import Plan
 from stree_jax.decoding.sampling import filtered_logits, position_noise
 from stree_jax.decoding.types import Context, Sampling, Step
@@ -169,7 +169,7 @@ def ranks_by_depth(
 
 def head_trace(
     drafter: Drafter,
-    model: Head,
+    model: HeadModel,
     target: HybridLM,
     request: Plan,
     tokens: Sequence[np.ndarray],

@@ -12,7 +12,7 @@ import numpy as np
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter, DynamicDrafter, ModelDrafter
 from stree_jax.decoding.generate import generate
-from stree_jax.decoding.head_reader import Head
+from stree_jax.decoding.head_reader import HeadModel
 from stree_jax.decoding.options import Plan, plan
 from stree_jax.decoding.results import Generation
 from stree_jax.models.lm import HybridLM, check_on_one_device
@@ -175,7 +175,7 @@ def tune(
     own_trace = getattr(drafter, "rank_trace", None)  # see `Drafter`
     if callable(own_trace):
         trace = own_trace(target, request, written, num_ranks)
-    elif isinstance(drafter, ModelDrafter) and isinstance(drafter.model, Head):
+    elif isinstance(drafter, ModelDrafter) and isinstance(drafter.model, HeadModel):
         trace = head_trace(drafter, drafter.model, target, request, written, num_ranks)
     else:
         trace = rank_trace(drafter, request, written, num_ranks, vocab_size)

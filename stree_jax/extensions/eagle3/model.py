@@ -1,16 +1,15 @@
 """An EAGLE-3 head as a draft model."""
 
 import jax.numpy as jnp
-from flax import nnx
 
-from pallas_kernels import KVCache, NodeKV
-from stree_jax import Context, HybridLM, Tree
+from pallas_kernels import NodeKV
+from stree_jax import HybridLM
 from stree_jax.array_types import Array, Float, Float32, Int
-from stree_jax.decoding import HeadReader
+from stree_jax.decoding import HeadModel
 from stree_jax.models import Eagle3Head, check_on_one_device, embedded_tokens
 
 
-class Eagle3Model(nnx.Module):
+class Eagle3Model(HeadModel):
     """A head with the embedding of its target: a draft model for drafters of trees.
 
     Args:
@@ -59,27 +58,8 @@ class Eagle3Model(nnx.Module):
                 f" {len(target.config.layers)}"
             )
 
-    def open(self, context: Context, num_nodes: int, max_length: int) -> HeadReader:
-        """See `DraftModel`: no text is read yet; `hear` reads it."""
-        cache = self.init_cache(context.length.shape[0], max_length)
-        return HeadReader.open(cache, self.config.d_model, self.head.dtype)
-
-    def init_cache(self, batch: int, max_length: int) -> KVCache:
-        """See `Head`."""
-        return self.head.init_cache(batch, max_length)
-
-    def hear(
-        self,
-        reader: HeadReader,
-        tokens: Int[Array, "B T"],
-        hidden: Float[Array, "B T _"],
-        lengths: Int[Array, " B"],
-    ) -> HeadReader:
-        """See `DraftModel`."""
-        return reader.absorb(self, tokens, hidden, lengths)
-
     def states(self, hidden: Float[Array, "B T _"]) -> Float[Array, "B T M"]:
-        """See `Head`: behind the target's last states are those of its inner layers."""
+        """See `HeadModel`: behind the target's last states are those of its inner layers."""
         return self.head.states(hidden[..., self.config.d_model :])
 
     def entries(
@@ -88,20 +68,8 @@ class Eagle3Model(nnx.Module):
         above: Float[Array, "B N M"],
         positions: Int[Array, "B N"],
     ) -> NodeKV:
-        """See `Head`."""
+        """See `HeadModel`."""
         return self.head.entries(self.embedded(tokens), above, positions)
-
-    def outputs(
-        self,
-        tokens: Int[Array, "B Q"],
-        above: Float[Array, "B Q M"],
-        tree: Tree,
-        cache: KVCache,
-        prefix: NodeKV | None,
-    ) -> tuple[Float[Array, "B Q M"], Float[Array, "B Q M"], NodeKV]:
-        """See `Head`."""
-        output, kv = self.head.tree(self.embedded(tokens), above, tree, cache, prefix)
-        return output, output, kv
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
         """Embeddings: the target's, or the head's own."""
@@ -111,5 +79,5 @@ class Eagle3Model(nnx.Module):
         return embedded_tokens(tokens, self.embedding[...], self.config.embedding_multiplier)
 
     def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
-        """See `Head`."""
+        """See `HeadModel`."""
         return self.head.logits(outputs)

@@ -1,11 +1,9 @@
 """A multi-token-prediction head as a draft model."""
 
-from flax import nnx
-
-from pallas_kernels import KVCache, NodeKV
-from stree_jax import Context, HybridLM, Tree
+from pallas_kernels import NodeKV
+from stree_jax import HybridLM
 from stree_jax.array_types import Array, Float, Float32, Int
-from stree_jax.decoding import HeadReader
+from stree_jax.decoding import HeadModel
 from stree_jax.models import (
     MtpHead,
     check_on_one_device,
@@ -14,7 +12,7 @@ from stree_jax.models import (
 )
 
 
-class MtpModel(nnx.Module):
+class MtpModel(HeadModel):
     """A head with embedding and output head of its target: a draft model for drafters of trees.
 
     `MtpDrafter` fills static trees. `BeamDrafter(MtpModel(target, head))` and
@@ -55,28 +53,9 @@ class MtpModel(nnx.Module):
                 f" {want}; make the drafter with the target that generate gets"
             )
 
-    def open(self, context: Context, num_nodes: int, max_length: int) -> HeadReader:
-        """See `DraftModel`: no text is read yet; `hear` reads it."""
-        cache = self.init_cache(context.length.shape[0], max_length)
-        return HeadReader.open(cache, self.config.d_model, self.head.dtype)
-
-    def init_cache(self, batch: int, max_length: int) -> KVCache:
-        """See `Head`."""
-        return self.head.init_cache(batch, max_length)
-
-    def hear(
-        self,
-        reader: HeadReader,
-        tokens: Int[Array, "B T"],
-        hidden: Float[Array, "B T _"],
-        lengths: Int[Array, " B"],
-    ) -> HeadReader:
-        """See `DraftModel`."""
-        return reader.absorb(self, tokens, hidden, lengths)
-
-    def states(self, hidden: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-        """See `Head`."""
-        return hidden
+    def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
+        """The target's embeddings."""
+        return embedded_tokens(tokens, self.embedding[...], self.config.embedding_multiplier)
 
     def entries(
         self,
@@ -84,27 +63,11 @@ class MtpModel(nnx.Module):
         above: Float[Array, "B N M"],
         positions: Int[Array, "B N"],
     ) -> NodeKV:
-        """See `Head`."""
+        """See `HeadModel`; nothing depends on positions."""
         return self.head.entries(self.embedded(tokens), above)
 
-    def outputs(
-        self,
-        tokens: Int[Array, "B Q"],
-        above: Float[Array, "B Q M"],
-        tree: Tree,
-        cache: KVCache,
-        prefix: NodeKV | None,
-    ) -> tuple[Float[Array, "B Q M"], Float[Array, "B Q M"], NodeKV]:
-        """See `Head`."""
-        output, kv = self.head.tree(self.embedded(tokens), above, tree, cache, prefix)
-        return output, output, kv
-
-    def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
-        """The target's embeddings."""
-        return embedded_tokens(tokens, self.embedding[...], self.config.embedding_multiplier)
-
-    def logits(self, hidden: Float[Array, "B T M"]) -> Float32[Array, "B T V"]:
-        """Logits of the head's outputs, without vocabulary padding."""
+    def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
+        """See `HeadModel`: by the target's output head."""
         weights = self.embedding if self.output_head is None else self.output_head
-        logits = output_logits(hidden, weights[...], self.config.logits_multiplier)
+        logits = output_logits(outputs, weights[...], self.config.logits_multiplier)
         return logits[..., : self.config.vocab_size]

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
 from stree_jax import AttentionConfig, HybridLM, MlpConfig, MoeConfig
@@ -16,19 +15,8 @@ from stree_jax.decoding import outputs_ahead
 from stree_jax.extensions.mtp.model import MtpModel
 from stree_jax.heads import head_config, save_head
 from stree_jax.models import MtpConfig, MtpHead
-from stree_jax.training import (
-    Progress,
-    Recipe,
-    card_tables,
-    evaluate,
-    fit,
-    open_target,
-    run_directory,
-    run_text,
-    weights_digest,
-)
+from stree_jax.training import HeadPlan, Progress, Recipe, ahead_loss, train_heads
 
-_NEXT_STEP = 0.8  # weight of a step, relative to the one before
 _MOST_STEPS = 16
 _SMALL = 0.02  # standard deviation of what the embedding adds at first
 _LAYERS: dict[str, Any] = {"attention": AttentionConfig, "mlp": MlpConfig, "moe": MoeConfig}
@@ -43,35 +31,25 @@ def train_mtp(
     drafts that a step of training makes one after the other, and the tables `attention` (fields of
     `AttentionConfig`) and `mlp` or `moe` (of `MlpConfig` or `MoeConfig`).
     """
-    tokenizer, target = open_target(target_path, output)
-    fingerprint = recipe.fingerprint() | {"target": weights_digest(target), "kind": "mtp"}
-    config, steps = head_of(recipe, target)
-    run = run_directory(output, fingerprint, head_config)
-    text = run_text(recipe, tokenizer, target)
-    head = new_head(config, target, jnp.asarray(text.held_out[0]), rngs=nnx.Rngs(recipe.seed))
 
-    def loss(head: MtpHead, tokens: jax.Array, target: HybridLM) -> jax.Array:
-        return mtp_loss(head, target, tokens[:, :-1], steps)
+    def planned(target: HybridLM) -> HeadPlan:
+        config, steps = head_of(recipe, target)
 
-    yield from fit(head, loss, text.batch, recipe.training, run / "steps", target)
-    graph, weights = nnx.split(head)
+        def loss(head: MtpHead, target: HybridLM, tokens: Tokens) -> Float[Array, ""]:
+            return mtp_loss(head, target, tokens, steps)
 
-    def stored_as(dtype: Any) -> MtpHead:
-        small = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(dtype), weights)
-        return nnx.merge(graph, small)
+        return HeadPlan(
+            kind="mtp",
+            check=head_config,
+            new=lambda text: new_head(config, target, text, rngs=nnx.Rngs(recipe.seed)),
+            loss=loss,
+            save=save_head,
+            title="A multi-token-prediction head",
+            shares="the embedding and the output head",
+            averages=f"{steps} steps",
+        )
 
-    final = evaluate(stored_as(jnp.float32), loss, text.held_out, target)
-    card = f"""# A multi-token-prediction head
-
-{sum(leaf.size for leaf in jax.tree.leaves(weights)):,} parameters, stored as bfloat16, for the
-target `{target_path.name}` and no other. It shares the target's embedding and output head.
-
-- Command: `{command}`
-- Held-out KL divergence from the target, over {steps} steps, earlier ones counting more:
-  {final:.4f} nats a token, on the last 1 % of each file, with the stored weights
-
-{card_tables(recipe, text.corpus)}"""
-    save_head(stored_as(jnp.bfloat16), target, output, model_card=card, overwrite=True)
+    yield from train_heads(recipe, target_path, output, planned, command=command)
 
 
 def new_head(config: MtpConfig, target: HybridLM, tokens: Tokens, *, rngs: nnx.Rngs) -> MtpHead:
@@ -101,25 +79,18 @@ def new_head(config: MtpConfig, target: HybridLM, tokens: Tokens, *, rngs: nnx.R
 
 
 def mtp_loss(head: MtpHead, target: HybridLM, tokens: Tokens, steps: int) -> Float[Array, ""]:
-    """Mean KL divergence of a head's drafts from the target, in nats per token.
+    """Mean KL divergence of a head's drafts from the target, see `ahead_loss`.
 
     As in decoding, a draft comes from the true entries up to the root and from the head's own
-    outputs below it, on the tokens of the text. The loss of a step weighs 0.8 times that of the
-    step before it. The labels are the target's probabilities, see `medusa_loss`.
+    outputs below it, on the tokens of the text.
     """
-    vocab_size = target.config.vocab_size
-    hidden = jax.lax.stop_gradient(target.hidden(tokens))
-    labels = jax.lax.stop_gradient(jax.nn.log_softmax(target.logits(hidden)[..., :vocab_size]))
     model = MtpModel(target, head)
-    total, weights = jnp.float32(0.0), 0.0
-    for step, output in enumerate(outputs_ahead(model, tokens, hidden, steps)):
-        after = step + 1
-        divergence = optax.losses.kl_divergence_with_log_targets(
-            jax.nn.log_softmax(model.logits(output[:, :-after])), labels[:, after:]
-        )
-        weight = _NEXT_STEP**step
-        total, weights = total + weight * divergence.mean(), weights + weight
-    return total / weights
+
+    def logits(hidden: Array) -> Iterator[Array]:
+        for step, output in enumerate(outputs_ahead(model, tokens, hidden, steps)):
+            yield model.logits(output[:, : -(step + 1)])
+
+    return ahead_loss(target, tokens, logits)
 
 
 def head_of(recipe: Recipe, target: HybridLM) -> tuple[MtpConfig, int]:

@@ -1,0 +1,89 @@
+"""`train_heads`: from a recipe to heads on a target's hidden states, with a model card."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from stree_jax.array_types import Array, Float, Tokens
+from stree_jax.models.lm import HybridLM
+from stree_jax.training.recipe import Recipe
+from stree_jax.training.run import (
+    card_tables,
+    open_target,
+    run_directory,
+    run_text,
+    weights_digest,
+)
+from stree_jax.training.trainer import Progress, evaluate, fit
+
+
+class HeadPlan(NamedTuple):
+    """What a recipe says of heads.
+
+    Attributes:
+        kind: their kind, part of a run's fingerprint.
+        check: refuses an output that exists and is of another kind.
+        new: new heads, given some of the text.
+        loss: the loss of heads, given the target and tokens `[B, T]`.
+        save: writes heads, as `save_medusa` and `save_mtp` do.
+        title: what they are, for the model card.
+        shares: what they share with the target.
+        averages: what the loss is the mean of.
+    """
+
+    kind: str
+    check: Callable[[Path], object]
+    new: Callable[[Tokens], Any]
+    loss: Callable[[Any, HybridLM, Tokens], Float[Array, ""]]
+    save: Callable[..., None]
+    title: str
+    shares: str
+    averages: str
+
+
+def train_heads(
+    recipe: Recipe,
+    target_path: Path,
+    output: Path,
+    planned: Callable[[HybridLM], HeadPlan],
+    *,
+    command: str,
+) -> Iterator[Progress]:
+    """Trains heads for a target, whose weights stay as they are.
+
+    `planned` says what heads a target gets; other arguments, yields and errors are those of
+    `distill`.
+    """
+    tokenizer, target = open_target(target_path, output)
+    plan = planned(target)
+    fingerprint = recipe.fingerprint() | {"target": weights_digest(target), "kind": plan.kind}
+    run = run_directory(output, fingerprint, plan.check)
+    text = run_text(recipe, tokenizer, target)
+    heads = plan.new(jnp.asarray(text.held_out[0]))
+
+    def loss(heads: Any, tokens: jax.Array, target: HybridLM) -> jax.Array:
+        return plan.loss(heads, target, tokens[:, :-1])
+
+    yield from fit(heads, loss, text.batch, recipe.training, run / "steps", target)
+    graph, weights = nnx.split(heads)
+
+    def stored_as(dtype: Any) -> Any:
+        small = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(dtype), weights)
+        return nnx.merge(graph, small)
+
+    final = evaluate(stored_as(jnp.float32), loss, text.held_out, target)
+    card = f"""# {plan.title}
+
+{sum(leaf.size for leaf in jax.tree.leaves(weights)):,} parameters, stored as bfloat16, for the
+target `{target_path.name}` and no other. Shared with the target: {plan.shares}.
+
+- Command: `{command}`
+- Held-out KL divergence from the target, over {plan.averages}, earlier ones counting more:
+  {final:.4f} nats a token, on the last 1 % of each file, with the stored weights
+
+{card_tables(recipe, text.corpus)}"""
+    plan.save(stored_as(jnp.bfloat16), target, output, model_card=card, overwrite=True)
