@@ -20,7 +20,7 @@ from typing import Any
 
 import matplotlib.style
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch, PathPatch
+from matplotlib.patches import FancyBboxPatch, PathPatch, Rectangle
 from matplotlib.path import Path
 
 import stree_jax as st
@@ -92,39 +92,125 @@ def speed_picture(decode: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def step_picture(step: Mapping[str, Any]) -> Figure:
-    """A draft tree from left to right: the accepted path filled, the target's own token framed."""
-    parents, labels = [*step["parents"], step["path"][-1]], [*step["labels"], step["next"]]
+def blank(height: float) -> tuple[Figure, Any]:
+    """A figure of `height` by 480 pixels whose axes count pixels from its upper left corner."""
+    figure = Figure(figsize=(5, height / 96))
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 480), ylim=(height, 0))
+    axes.set_axis_off()
+    return figure, axes
+
+
+def shown(label: str) -> str:
+    """A token with its spaces and line breaks visible."""
+    return label.replace(" ", "\u00b7").replace("\n", "\u21b5")
+
+
+def draw_box(
+    axes: Any, left: float, middle: float, text: str, colour: str, *, filled: bool, **options: float
+) -> None:
+    """A box with rounded corners; its text is white if it is filled."""
+    width, height = options.get("width", 60), options.get("height", 26)
+    axes.add_patch(
+        FancyBboxPatch(
+            (left, middle - height / 2),
+            width,
+            height,
+            f"round,pad=0,rounding_size={height / 4}",
+            facecolor=colour if filled else "none",
+            edgecolor=colour,
+            linewidth=0.8 if colour == GREY else 1.9,
+        )
+    )
+    ink, size = "white" if filled else colour, options.get("size", 10)
+    place = (left + width / 2, middle)
+    axes.text(*place, text, color=ink, size=size, ha="center", va="center_baseline")
+
+
+def draw_tree(
+    axes: Any, parents: Sequence[int], labels: Sequence[str], top: float, pitch: float, **which: Any
+) -> None:
+    """A tree from left to right: `accepted` nodes filled, `own` framed, the others grey."""
     heights, leaves = dict[int, float](), itertools.count()
 
     def settle(node: int) -> float:
         below = [settle(child) for child, parent in enumerate(parents) if parent == node]
-        heights[node] = (below[0] + below[-1]) / 2 if below else next(leaves) * 38 + 19
-        return heights[node]
+        middle = (below[0] + below[-1]) / 2 if below else top + (next(leaves) + 0.5) * pitch
+        heights[node] = middle
+        return middle
 
     settle(0)
     depths: list[int] = []
     for parent in parents:
         depths.append(0 if parent < 0 else depths[parent] + 1)
-    gap, tall = 480 / (max(depths) + 1), max(heights.values()) + 19
-    figure = Figure(figsize=(5, tall / 96))
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 480), ylim=(tall, 0))
-    axes.set_axis_off()
+    gap = 480 / (max(depths) + 1)
     for node, parent in enumerate(parents):
-        x, y, accepted = depths[node] * gap + 2, heights[node], node in step["path"]
-        colour = "C2" if node == len(parents) - 1 else "C0" if accepted else GREY
-        line = {"edgecolor": colour, "linewidth": 0.8 if colour == GREY else 1.9}
+        x, y, accepted = depths[node] * gap + 2, heights[node], node in which["accepted"]
+        colour = "C2" if node == which["own"] else "C0" if accepted else GREY
         if parent >= 0:
-            above = heights[parent]
+            above, width = heights[parent], 0.8 if colour == GREY else 1.9
             bend = [(x - 20, above), (x - 10, above), (x - 10, y), (x, y)]
             curve = Path(bend, [Path.MOVETO, *[Path.CURVE4] * 3])
-            axes.add_patch(PathPatch(curve, facecolor="none", **line))
-        style = "round,pad=0,rounding_size=6"
-        fill = colour if accepted else "none"
-        axes.add_patch(FancyBboxPatch((x, y - 13), gap - 20, 26, style, facecolor=fill, **line))
-        text = labels[node].replace(" ", "\u00b7").replace("\n", "\u21b5")
-        ink = "white" if accepted else colour
-        axes.text(x + gap / 2 - 10, y, text, color=ink, ha="center", va="center_baseline")
+            axes.add_patch(PathPatch(curve, facecolor="none", edgecolor=colour, linewidth=width))
+        sizes = {"width": gap - 20, "height": round(0.68 * pitch), "size": 10 if pitch > 30 else 9}
+        draw_box(axes, x, y, shown(labels[node]), colour, filled=accepted, **sizes)
+
+
+def step_picture(step: Mapping[str, Any]) -> Figure:
+    """A draft tree: the accepted path filled, the target's own token framed."""
+    parents, labels = [*step["parents"], step["path"][-1]], [*step["labels"], step["next"]]
+    figure, axes = blank(38 * len(set(range(len(parents))) - set(parents)))
+    draw_tree(axes, parents, labels, 0, 38, accepted=step["path"], own=len(parents) - 1)
+    return figure
+
+
+def how_picture(step: Mapping[str, Any]) -> Figure:
+    """The four parts of a step: draft, one packed pass, verify, replay."""
+    parents, labels, path = step["parents"], step["labels"], step["path"]
+    pitch, cell, nodes = 25, 12, len(parents)
+    figure, axes = blank(672)
+
+    def title(y: float, text: str) -> None:
+        axes.text(2, y, text, weight="bold", va="center_baseline")
+
+    def arrow(left: float, right: float, y: float) -> None:
+        line = {"arrowstyle": "->", "color": GREY, "linewidth": 1.2}
+        axes.annotate("", (right, y), (left, y), arrowprops=line)
+
+    title(12, f"1. Draft: a small model guesses what follows {shown(labels[0])}")
+    draw_tree(axes, parents, labels, 26, pitch, accepted=(), own=None)
+
+    title(198, f"2. One pass: the target reads all {nodes} nodes, packed")
+    top, left = 214, 258
+    state = {"width": 104, "height": 40, "size": 9}
+    middle = top + nodes * cell / 2
+    draw_box(axes, 2, middle, "state of the\ntext so far", "C1", filled=False, **state)
+    arrow(110, 196, middle)
+    axes.text(153, middle - 10, "one copy", size=9, ha="center")
+    for node in range(nodes):
+        y, ancestor = top + node * cell, node
+        axes.text(left - 8, y + cell / 2, shown(labels[node]), size=8, ha="right", va="center")
+        axes.add_patch(Rectangle((left, y), nodes * cell, cell, fill=False, ec=GREY, lw=0.3))
+        while ancestor >= 0:
+            corner = (left + ancestor * cell + 1, y + 1)
+            axes.add_patch(Rectangle(corner, cell - 2, cell - 2, facecolor=GREY))
+            ancestor = parents[ancestor]
+    for row, text in enumerate(("a row:", "what a", "node", "sees")):
+        axes.text(left + nodes * cell + 8, middle - 21 + 14 * row, text, size=9, va="center")
+
+    title(398, "3. Verify: the longest path that the target agrees with")
+    grown, said = [*parents, path[-1]], [*labels, step["next"]]
+    draw_tree(axes, grown, said, 412, pitch, accepted=path, own=nodes)
+
+    title(612, "4. Replay: the accepted tokens go into the state")
+    y, width = 646, 52
+    draw_box(axes, 2, y, "state of the\ntext so far", "C1", filled=False, **state)
+    for i, node in enumerate(path):
+        arrow(108 + 72 * i, 126 + 72 * i, y)
+        sizes = {"width": width, "height": 20, "size": 9}
+        draw_box(axes, 128 + 72 * i, y, shown(labels[node]), "C0", filled=True, **sizes)
+    end = 108 + 72 * len(path)
+    arrow(end, end + 18, y)
+    draw_box(axes, end + 20, y, "state of the\nlonger text", "C1", filled=False, **state)
     return figure
 
 
@@ -161,6 +247,7 @@ def figures(steps: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Figur
     steps = steps or json.loads((MEASURED / "steps.json").read_text())["steps"]
     with matplotlib.style.context(STYLE):
         return {
+            "how": how_picture(steps[README_STEP]),
             "step": step_picture(steps[README_STEP]),
             "long-step": step_picture(max(reversed(steps), key=lambda step: len(step["path"]))),
             "depth": depth_picture(decode),

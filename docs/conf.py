@@ -11,7 +11,9 @@ docstrings, which are written for a terminal; what Sphinx needs beyond that is d
 
 import inspect
 import re
+import subprocess
 import textwrap
+from pathlib import Path
 from typing import Any
 
 from flax import nnx
@@ -23,18 +25,37 @@ project = "stree-jax"
 author = ""
 release = version = stree_jax.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+
+def _repository() -> str:
+    """The address that this clone is from, if a browser can open it."""
+    command = ["git", "config", "--get", "remote.origin.url"]
+    address = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    url = re.sub(r"^git@([^:]+):", r"https://\1/", address.stdout.strip()).removesuffix(".git")
+    return url if re.match("https?://", url) else ""
+
+
+repository = _repository()
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_design",
+]
 myst_heading_anchors = 4
 highlight_language = "text"
 
 html_theme = "sphinx_book_theme"
-html_title = "stree-jax"
+html_title = f"stree-jax {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_copyright = False
 html_theme_options = {
     "show_toc_level": 2,
     "use_download_button": False,
+    "repository_url": repository,
+    "use_repository_button": bool(repository),
     # Else the theme makes a second search field, and its scripts bind the menu's buttons to it.
     "navbar_persistent": [],
 }

@@ -13,6 +13,7 @@ from stree_jax.decoding.options import plan
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+INDEX = ROOT / "docs/index.md"  # the site's first page, there in a checkout only
 
 
 def blocks(path, language):
@@ -20,10 +21,14 @@ def blocks(path, language):
 
 
 def test_the_code_blocks(capsys):
-    names = {}
+    names, printed = {}, []
     for code in blocks(README, "python"):
         exec(compile(code, str(README), "exec"), names)
-    assert re.match(r"\d\.\d\d tokens per target call\n.", capsys.readouterr().out)
+        printed.append(capsys.readouterr().out)
+    assert re.match(r"\d\.\d\d tokens per target call\n.", printed[0])
+    if INDEX.exists():
+        assert blocks(INDEX, "python") == blocks(README, "python")[:1]
+        assert blocks(INDEX, "text") == printed[:1]
 
 
 @pytest.mark.skipif(not (ROOT / "convert").is_dir(), reason="the tests run without a checkout")
@@ -66,10 +71,11 @@ def test_the_picture_is_a_step_of_the_embedded_models():
 
 
 @pytest.mark.skipif(not (ROOT / "benchmarks").is_dir(), reason="the tests run without a checkout")
-def test_the_table_is_the_measured_one():
+@pytest.mark.parametrize("page", [README, INDEX], ids=lambda page: page.name)
+def test_the_table_is_the_measured_one(page):
     results = json.loads((ROOT / "benchmarks/results/decode-cpu.json").read_text())
     measured = {(row["method"], row["temperature"]): row for row in results["decoding"]}
-    rows = re.findall(r"^\| (\w[^|]*?) \| (\d.*) \|$", README.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (\w[^|]*?) \| (\d.*) \|$", page.read_text(), re.MULTILINE)
     assert len(rows) == 5
     for name, cells in rows:
         method = re.sub(r", \d+ nodes", "", name)
