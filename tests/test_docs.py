@@ -147,6 +147,11 @@ def test_every_page_is_in_the_site():
     assert sorted(listed) == sorted(set(PAGES) - {DOCS / "index.md"})
 
 
+def test_every_example_is_in_the_gallery():
+    shown = re.findall(r"\{literalinclude\} \.\./(\S+)", (DOCS / "examples.md").read_text())
+    assert sorted(shown) == sorted(f"examples/{f.name}" for f in (ROOT / "examples").glob("*.py"))
+
+
 def test_links_between_pages():
     """Also those that the README and the changelog have; the site checks headings."""
     for page in [*TEXTS, ROOT / "CHANGELOG.md"]:
