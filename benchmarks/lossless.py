@@ -1,11 +1,13 @@
-"""Is text with drafts that of autoregressive decoding? Ten families, ten drafters and trees.
+"""Is text with drafts that of autoregressive decoding? Ten families, thirteen ways of decoding.
 
-At temperature 0, and at temperature 1 with shared noise; float32. Small models with random weights,
-in sizes that the Pallas kernels accept. The draft is the target with noise on its weights, so that
-it is often right, but not always. Rows are compared up to their first difference, and every first
-difference is reported with both tokens and the gap of their logits. A product of another number of
-rows may be rounded differently: a gap below 1e-4 of the largest logit, or at temperature 1 below
-1e-3 in `log p + noise`, is a tie. Exit code 1 if any other token differs.
+At temperature 0, and at temperature 1 with shared noise; float32. Besides drafters and trees there
+are logits processors with a state, which the plain text has too, and a `Scheduler` that gets the
+rows in another order. Small models with random weights, in sizes that the Pallas kernels accept.
+The draft is the target with noise on its weights, so that it is often right, but not always. Rows
+are compared up to their first difference, and every first difference is reported with both tokens
+and the gap of their logits. A product of another number of rows may be rounded differently: a gap
+below 1e-4 of the largest logit, or at temperature 1 below 1e-3 in `log p + noise`, is a tie. Exit
+code 1 if any other token differs.
 
     python -m benchmarks.lossless [--tokens 1000000] [--families Mamba-2 ...]
         [--output DIR | --commit]
@@ -15,8 +17,8 @@ import argparse
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,36 +31,101 @@ from benchmarks.cases.base import random_tree
 from benchmarks.common import Found, Table, start
 from benchmarks.families import FAMILIES
 from benchmarks.methods import TWO_TREES, Method, trees
+from stree_jax.decoding.processor_rows import Ruling, processors_of
 from stree_jax.decoding.sampling import position_noise
-from stree_jax.testing import perturbed
+from stree_jax.testing import perturbed, random_mtp_head
+from stree_jax.testing.exactness import processed_after
 
 PROMPT_LENGTHS = (37, 5, 64, 1)
 ROWS = 16
 NEW_TOKENS = 64  # of a row
 TEMPERATURES = (0.0, 1.0)
-NUM_METHODS = 10
+NUM_WAYS = 13
 PIECE = ("family", "temperature", "method")
 NOISE = 0.02  # relative, on the draft's weights
 TIE = 1e-4  # of the largest logit
 SAMPLED_TIE = 1e-3  # of `log p + noise`
 TREES = TWO_TREES | {"random tree of 32": random_tree(32, seed=0)}
 
+Texts = Iterator[tuple[np.ndarray, int]]
 
-def methods(model: st.HybridLM, draft: st.HybridLM) -> list[Method]:
-    """Ten ways to draft."""
+
+def batches(
+    model: st.HybridLM, requests: Sequence[dict[str, Any]], options: Mapping[str, Any]
+) -> Texts:
+    """The tokens of each request by `generate`, and the number of target calls."""
+    for given in requests:
+        out = st.generate(model, **given, **options)
+        yield out.tokens, out.stats.num_target_calls
+
+
+def served(
+    model: st.HybridLM, requests: Sequence[dict[str, Any]], options: Mapping[str, Any]
+) -> Texts:
+    """The same by a `Scheduler`, which gets the rows of all requests in shuffled order."""
+    length = max(PROMPT_LENGTHS) + NEW_TOKENS
+    scheduler = st.Scheduler(model, rows=ROWS, max_length=length, **options)
+    rows = [
+        st.Request(prompt, key=key, max_new_tokens=NEW_TOKENS, temperature=given["temperature"])
+        for given in requests
+        for prompt, key in zip(given["prompts"], given["key"], strict=True)
+    ]
+    order = np.random.default_rng(0).permutation(len(rows))
+    rows_by_id = {scheduler.submit(rows[row]): row for row in order}
+    done = {rows_by_id[each.request_id]: each for each in scheduler.completions()}
+    ended = iter([done[row] for row in range(len(rows))])
+    for given in requests:
+        mine = [*itertools.islice(ended, len(given["prompts"]))]
+        tokens = np.full((len(mine), NEW_TOKENS), st.PAD)
+        for row, completion in zip(tokens, mine, strict=True):
+            row[: len(completion.tokens)] = completion.tokens
+        yield tokens, sum(completion.stats.num_target_calls for completion in mine)
+
+
+class Way(NamedTuple):
+    """A way of decoding.
+
+    Attributes:
+        method: how to draft.
+        processors: logits processors, which the plain text has too.
+        decode: `batches` or `served`.
+    """
+
+    method: Method
+    processors: tuple[Any, ...] = ()
+    decode: Callable[..., Texts] = batches
+
+
+def ways_of(model: st.HybridLM, draft: st.HybridLM) -> list[Way]:
+    """Thirteen ways to decode."""
     heads = st.MedusaHeads(model, num_heads=3, rngs=nnx.Rngs(0))
+    own = st.MtpDrafter(model, random_mtp_head(model))
     turns = st.InterleavedDrafter(draft, perturbed(draft, NOISE, 1), "qqss")
-    lookup = st.NgramDrafter()
+    drafter, lookup = st.ModelDrafter(draft), st.NgramDrafter()
+    branching = st.TreeTopology.from_branching((3, 2, 1))
     deep = {"chain of 12": st.TreeTopology.chain(12)}  # more levels than are unrolled
-    return [
-        *trees(st.ModelDrafter(draft), TREES | deep),
+    methods = [
+        *trees(drafter, TREES | deep),
         Method("3 beams of 4", st.BeamDrafter(draft)),
         Method("dynamic tree of 16", st.DynamicDrafter(draft)),
-        Method("prompt lookup", lookup, st.TreeTopology.from_branching((3, 2, 1))),
+        Method("prompt lookup", lookup, branching),
         Method("Medusa heads", st.MedusaDrafter(model, heads)),
+        Method("multi-token prediction", own, branching),
         Method("two drafts in turns", turns),
         Method("cascade", st.CascadeDrafter(draft, lookup)),
     ]
+    rules = st.RepetitionPenalty(1.3), random_grammar(model.config.vocab_size)
+    return [
+        *map(Way, methods),
+        Way(Method("penalty and grammar", drafter, branching), rules),
+        Way(Method("scheduler", drafter, branching), decode=served),
+    ]
+
+
+def random_grammar(vocab_size: int, num_states: int = 7) -> st.Automaton:
+    """Half of the tokens are allowed at each state, and lead anywhere."""
+    rng, shape = np.random.default_rng(0), (num_states, vocab_size)
+    return st.Automaton(np.where(rng.random(shape) < 0.5, rng.integers(num_states, size=shape), -1))
 
 
 def request(
@@ -82,22 +149,25 @@ def first_difference(
     got: np.ndarray,
     temperature: float = 0.0,
     key: jax.Array | None = None,
+    processors: Sequence[Any] = (),
 ) -> dict[str, Any] | None:
     """The first difference of two texts after a prompt; None if they are equal.
 
     The index, both tokens, and the gap of their scores, from the model run on prompt and common
-    text as a sequence. Scores are logits, relative to the largest one, and above temperature 0
-    `log p + noise`. A small gap is a tie.
+    text as a sequence. Scores are processed logits, relative to the largest one, and above
+    temperature 0 `log p + noise`. A small gap is a tie.
     """
     if np.array_equal(want, got):
         return None
     place = int(np.flatnonzero(np.asarray(want) != np.asarray(got))[0])
     tokens = [int(want[place]), int(got[place])]
     text = [*prompt, *map(int, want[:place])]
-    logits = jax.jit(model)(jnp.asarray([text]))[0, -1, : model.config.vocab_size]
+    logits = jax.jit(model)(jnp.asarray([text]))[:, -1:, : model.config.vocab_size]
+    rules, new = processors_of([Ruling(tuple(processors))]), np.array(want[:place], np.int32)
+    logits = processed_after(rules, np.array([prompt], np.int32), new[None], logits)[0, 0]
     if temperature == 0:
         scores, limit = np.asarray(logits, np.float64), TIE
-        scores /= np.max(np.abs(scores))
+        scores /= np.max(np.abs(scores), where=np.isfinite(scores), initial=0)
     else:
         noise = position_noise(key[None], jnp.array([place]), 0, len(logits))[0, 0]
         scores = np.asarray(jax.nn.log_softmax(logits / temperature) + noise)
@@ -108,7 +178,7 @@ def first_difference(
 
 def compared(
     model: st.HybridLM,
-    way: Mapping[str, Any],
+    way: Way,
     requests: Sequence[dict[str, Any]],
     plain: Sequence[np.ndarray],
 ) -> dict[str, Any]:
@@ -118,13 +188,14 @@ def compared(
     itself.
     """
     tokens, calls, emitted, found = 0, 0, 0, []
-    for number, (given, want) in enumerate(zip(requests, plain, strict=True)):
-        out = st.generate(model, **given, **way)
-        calls, emitted = calls + out.stats.num_target_calls, emitted + out.stats.num_tokens
-        same = np.cumprod(out.tokens == want, axis=1).sum(axis=1)  # up to the first difference
+    options = way.method.options() | ({"processors": way.processors} if way.processors else {})
+    pieces = zip(requests, plain, way.decode(model, requests, options), strict=True)
+    for number, (given, want, (got, of_target)) in enumerate(pieces):
+        calls, emitted = calls + of_target, emitted + int((got != st.PAD).sum())
+        same = np.cumprod(got == want, axis=1).sum(axis=1)  # up to the first difference
         tokens += int(np.minimum(same + 1, want.shape[1]).sum())
-        for row, texts in enumerate(zip(given["prompts"], want, out.tokens, strict=True)):
-            sampling = given["temperature"], given["key"][row]
+        for row, texts in enumerate(zip(given["prompts"], want, got, strict=True)):
+            sampling = given["temperature"], given["key"][row], way.processors
             if difference := first_difference(model, *texts, *sampling):
                 found.append({"round": number, "row": row} | difference)
     return {
@@ -141,7 +212,7 @@ def check(
 ) -> dict[str, Any]:
     """Whether a tree gives the tokens of autoregressive decoding, for GPU sessions."""
     model = st.HybridLM(config, rngs=nnx.Rngs(0), implementation=implementation)
-    way = {"drafter": st.ModelDrafter(perturbed(model, NOISE, 1)), "topology": topology}
+    way = Way(Method("", st.ModelDrafter(perturbed(model, NOISE, 1)), topology))
     given = request(config.vocab_size, 0.0, 0, len(PROMPT_LENGTHS), tokens)
     row = compared(model, way, [given], [st.generate(model, **given).tokens])
     return {"identical": not row["differences"]} | row
@@ -153,12 +224,16 @@ def work(families: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
         model = st.HybridLM(FAMILIES[family], rngs=nnx.Rngs(0))
         size = model.config.vocab_size
         requests = [request(size, temperature, n, ROWS, NEW_TOKENS) for n in range(rounds)]
-        plain = [st.generate(model, **given).tokens for given in requests]
-        for way in methods(model, perturbed(model, NOISE, 1)):
+        plain = [text for text, _ in batches(model, requests, {})]
+        for way in ways_of(model, perturbed(model, NOISE, 1)):
+            rules = {"processors": way.processors}
+            want = (
+                [text for text, _ in batches(model, requests, rules)] if way.processors else plain
+            )
             began = time.perf_counter()
-            row = compared(model, way.options(), requests, plain)
+            row = compared(model, way, requests, want)
             seconds = round(time.perf_counter() - began, 2)
-            piece = dict(zip(PIECE, (family, temperature, way.name), strict=True))
+            piece = dict(zip(PIECE, (family, temperature, way.method.name), strict=True))
             yield piece | row | {"seconds": seconds}
         jax.clear_caches()  # the next family shares no program
 
@@ -179,8 +254,8 @@ def sums(field: str, rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
-    """All methods with all families at both temperatures."""
-    pieces = len(options.families) * len(TEMPERATURES) * NUM_METHODS
+    """All ways with all families at both temperatures."""
+    pieces = len(options.families) * len(TEMPERATURES) * NUM_WAYS
     rounds = math.ceil(options.tokens / (pieces * ROWS * NEW_TOKENS))
     settings = {"families": options.families, "rounds": rounds, "rows": ROWS, "new": NEW_TOKENS}
     rows = [*track(work(options.families, rounds), "families", pieces, transient=True)]

@@ -9,18 +9,15 @@ import jax
 from flax import nnx
 
 from stree_jax import (
-    AttentionConfig,
     MedusaHeads,
     ModelConfig,
-    MoeConfig,
-    MtpConfig,
-    MtpHead,
     demo_path,
     load_tokenizer,
     save_medusa,
     save_pretrained,
 )
-from stree_jax.testing import apply, perturbed, random_model, randomised
+from stree_jax.testing import apply, perturbed, random_model
+from stree_jax.testing import random_mtp_head as mtp_head_of
 
 __all__ = [
     "COMPILED",
@@ -87,27 +84,6 @@ def heads_of(model, num_heads=4, amount=0.3, seed=0):
     for key, weight in zip(keys, (heads.kernel, heads.bias), strict=True):
         weight[...] = amount * jax.random.normal(key, weight.shape)
     return heads
-
-
-def mtp_head_of(model, *, latent=None, seed=0):
-    """A multi-token-prediction head in Nemotron's layout, with random weights."""
-    experts = MoeConfig(
-        num_experts=6,
-        num_active=2,
-        hidden_size=12,
-        router="sigmoid",
-        num_router_groups=3,
-        num_active_groups=2,
-        scale=2.5,
-        latent_size=latent,
-        shared_size=10,
-        activation="relu2",
-        gated=False,
-    )
-    attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
-    config = MtpConfig(model.config.d_model, attention, experts, norm_eps=1e-3)
-    head = nnx.eval_shape(lambda: MtpHead(config, dtype=model.dtype, rngs=nnx.Rngs(0)))
-    return randomised(head, seed)
 
 
 def python_blocks(page):

@@ -23,6 +23,7 @@ from stree_jax.testing.models import (
     HYBRIDS,
     perturbed,
     random_model,
+    random_mtp_head,
     randomised,
     tiny_model,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "assert_same_text",
     "perturbed",
     "random_model",
+    "random_mtp_head",
     "randomised",
     "tiny_model",
 ]

@@ -20,6 +20,7 @@ from stree_jax.layer_config import (
     SharedConfig,
 )
 from stree_jax.messages import shown
+from stree_jax.models import MtpConfig, MtpHead
 from stree_jax.models.lm import HybridLM
 
 _Module = TypeVar("_Module", bound=nnx.Module)
@@ -265,6 +266,33 @@ def randomised(model: _Module, seed: int) -> _Module:
                 value = value * leaf.shape[-2] ** -0.5
         new.append(jnp.asarray(value, leaf.dtype))
     return nnx.merge(graphdef, jax.tree.unflatten(structure, new))
+
+
+def random_mtp_head(model: HybridLM, *, latent: int | None = None, seed: int = 0) -> MtpHead:
+    """A multi-token-prediction head for a model, in Nemotron's layout, with random weights.
+
+    Args:
+        model: the target.
+        latent: width of the experts' latent space; None: they read the hidden state.
+        seed: random seed of the weights.
+    """
+    experts = MoeConfig(
+        num_experts=6,
+        num_active=2,
+        hidden_size=12,
+        router="sigmoid",
+        num_router_groups=3,
+        num_active_groups=2,
+        scale=2.5,
+        latent_size=latent,
+        shared_size=10,
+        activation="relu2",
+        gated=False,
+    )
+    attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
+    config = MtpConfig(model.config.d_model, attention, experts, norm_eps=1e-3)
+    head = nnx.eval_shape(lambda: MtpHead(config, dtype=model.dtype, rngs=nnx.Rngs(0)))
+    return randomised(head, seed)
 
 
 def _drawn(kind: str, key: Array, i: int, shape: tuple[int, ...]) -> np.ndarray:

@@ -176,11 +176,11 @@ def test_the_fits_of_tree_size_find_the_coefficients():
 
 def test_a_token_that_is_not_the_targets_is_found():
     model = st.HybridLM(TINY, rngs=nnx.Rngs(0))
-    given = lossless.request(TINY.vocab_size, 1.0, 0, 4, 6)
+    given, plain = lossless.request(TINY.vocab_size, 1.0, 0, 4, 6), lossless.Way(Method(PLAIN))
     want = np.array(st.generate(model, **given).tokens)
-    assert lossless.compared(model, {}, [given], [want])["right"]
+    assert lossless.compared(model, plain, [given], [want])["right"]
     want[2, 3] = (want[2, 3] + 1) % TINY.vocab_size
-    found = lossless.compared(model, {}, [given], [want])
+    found = lossless.compared(model, plain, [given], [want])
     (difference,) = found["differences"]
     assert (difference["row"], difference["place"], found["tokens"]) == (2, 3, 3 * 6 + 4)
     assert difference["gap"] > 1e-3
