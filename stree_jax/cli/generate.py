@@ -14,6 +14,7 @@ from rich.style import Style
 import stree_jax as st
 from stree_jax.checkpoint import tokenizer_errors
 from stree_jax.checks import check_int
+from stree_jax.cli.drafters import Chosen, load_drafter
 from stree_jax.cli.mesh import join_processes, parse_mesh
 from stree_jax.cli.trees import parse_tree
 from stree_jax.compilation_cache import enable_compilation_cache
@@ -36,10 +37,7 @@ class Loaded(NamedTuple):
 def load(
     *,
     checkpoint: str,
-    draft: str | None,
-    ngram: bool,
-    medusa: str | None,
-    mtp: str | None,
+    drafter: Chosen,
     tree: str | None,
     sharpness: float | None,
     dtype: str,
@@ -54,20 +52,19 @@ def load(
     Raises:
         ValueError: an argument is invalid.
     """
-    if sum([draft is not None, ngram, medusa is not None, mtp is not None]) > 1:
-        raise ValueError("--draft, --ngram, --medusa and --mtp each select a drafter; choose one")
     topology = None if tree is None else parse_tree(tree)
     if tree is not None and topology is None:  # the tuned result: do not draft
-        draft, ngram, medusa, mtp = None, False, None, None
+        drafter = Chosen()
     kind = "" if tree is None else tree.partition(":")[0]
-    if sharpness is not None and (kind != "budget" or (draft is None and mtp is None)):
+    if sharpness is not None and (kind != "budget" or not drafter.chooses_shape):
         raise ValueError(
-            "--sharpness is of dynamic trees: give --tree budget:16,5 and --draft or --mtp with it"
+            "--sharpness is of dynamic trees: give --tree budget:16,5 and --draft, --mtp or"
+            " --eagle3 with it"
         )
-    if kind in ("beam", "budget") and (ngram or medusa is not None):
+    if kind in ("beam", "budget") and drafter.option is not None and not drafter.chooses_shape:
         raise ValueError(
-            f"--tree {tree}: only a draft model chooses the shape of its tree; use --draft or"
-            " --mtp, or another tree such as branching:3,2,1"
+            f"--tree {tree}: only a draft model chooses the shape of its tree; use --draft, --mtp"
+            " or --eagle3, or another tree such as branching:3,2,1"
         )
     tokenizer = st.load_tokenizer(tokenizer_path or find(checkpoint))
     enable_compilation_cache()
@@ -75,30 +72,15 @@ def load(
         join_processes()
     where = None if mesh is None else parse_mesh(mesh)
     model = st.from_pretrained(checkpoint, dtype=dtype, mesh=where)
-    drafter: st.Drafter | None = None
-    if draft is not None:
-        draft_model = st.from_pretrained(
-            draft, dtype=dtype, mesh=where, replicate=where is not None
-        )
-        drafter = _for_tree(draft_model, kind, sharpness)
-    elif mtp is not None:
-        drafter = _for_tree(st.MtpModel(model, st.load_mtp(mtp, model)), kind, sharpness)
-    elif ngram:
-        drafter = st.NgramDrafter()
-    elif medusa is not None:
-        drafter = st.MedusaDrafter(model, st.load_medusa(Path(medusa), model))
     output = open(os.devnull, "w") if distributed and jax.process_index() > 0 else None  # noqa: SIM115
-    return Loaded(model, drafter, topology, tokenizer, str(tokenizer_path or checkpoint), output)
-
-
-def _for_tree(model: st.HybridLM | st.MtpModel, kind: str, sharpness: float | None) -> st.Drafter:
-    """The drafter that grows trees of this kind with a draft model."""
-    if kind == "beam":
-        return st.BeamDrafter(model)
-    if kind == "budget":
-        fitted: dict[str, Any] = {} if sharpness is None else {"sharpness": sharpness}
-        return st.DynamicDrafter(model, **fitted)
-    return st.ModelDrafter(model)
+    return Loaded(
+        model,
+        load_drafter(drafter, model, kind, sharpness),
+        topology,
+        tokenizer,
+        str(tokenizer_path or checkpoint),
+        output,
+    )
 
 
 def check_seed(seed: object, name: str) -> None:

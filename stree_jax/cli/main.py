@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from stree_jax.checkpoint import first_line
+from stree_jax.cli.drafters import chosen, with_drafter_options
 from stree_jax.cli.options import read_schema, wanted, with_text_options
 from stree_jax.decoding.options import Options
 from stree_jax.messages import shown_path
@@ -51,8 +52,9 @@ def demo(
 
 @app.command()
 @with_text_options
+@with_drafter_options
 def generate(
-    settings: dict[str, Any],
+    *,
     checkpoint: Annotated[
         str, typer.Argument(help="Target model: checkpoint directory or hub name.")
     ],
@@ -73,20 +75,7 @@ def generate(
     rows: Annotated[
         int, typer.Option(help="With --prompts: number of texts decoded at the same time.")
     ] = 8,
-    draft: Annotated[
-        str | None, typer.Option(help="Draft model: checkpoint directory or hub name.")
-    ] = None,
-    ngram: Annotated[bool, typer.Option("--ngram", help="Draft by n-gram prompt lookup.")] = False,
-    medusa: Annotated[
-        Path | None, typer.Option(help="Medusa heads of the target: checkpoint directory.")
-    ] = None,
-    mtp: Annotated[
-        bool,
-        typer.Option("--mtp", help="Draft with the target's multi-token prediction head."),
-    ] = False,
-    mtp_head: Annotated[
-        Path | None, typer.Option(help="The same, with a head that is not in the checkpoint.")
-    ] = None,
+    drafts: dict[str, Any],
     tree: Annotated[
         str | None,
         typer.Option(
@@ -127,6 +116,7 @@ def generate(
         bool,
         typer.Option("--distributed", help="With --mesh: this is one of several processes."),
     ] = False,
+    settings: dict[str, Any],
 ) -> None:
     """Continue a prompt, printing tokens as they are accepted, or all prompts of a file."""
     from stree_jax.cli.generate import check_seed, load, run_generate, under
@@ -150,10 +140,7 @@ def generate(
     text = Options(**asked.options, max_length=max_length)
     source: dict[str, Any] = {
         "checkpoint": checkpoint,
-        "draft": draft,
-        "ngram": ngram,
-        "medusa": None if medusa is None else str(medusa),
-        "mtp": _head(checkpoint, mtp, mtp_head),
+        "drafter": chosen(checkpoint, drafts),
         "tree": tree,
         "sharpness": sharpness,
         "dtype": _checked(dtype) or "float32",
@@ -236,55 +223,40 @@ def inspect(
     run_inspect(Console(highlight=False), path, tensors=tensors)
 
 
+_Recipe = Annotated[Path, typer.Argument(help="TOML file: text, model or heads, and optimizer.")]
+_Target = Annotated[Path, typer.Argument(help="Checkpoint directory of the target model.")]
+_Output = Annotated[Path, typer.Argument(help="Directory to create.")]
+
+
 @app.command()
-def train(
-    recipe: Annotated[Path, typer.Argument(help="TOML file: text, model and optimizer.")],
-    output: Annotated[Path, typer.Argument(help="Checkpoint directory to create.")],
-) -> None:
+def train(recipe: _Recipe, output: _Output) -> None:
     """Train a tokenizer and a model on text. Rerun to resume."""
-    from stree_jax.cli.train import run_training
-
-    _interrupt_by_exception()
-    run_training(Console(), recipe, output, target=None)
+    _train(recipe, None, output)
 
 
 @app.command()
-def distill(
-    recipe: Annotated[Path, typer.Argument(help="TOML file: text, model and optimizer.")],
-    target: Annotated[Path, typer.Argument(help="Checkpoint directory of the target model.")],
-    output: Annotated[Path, typer.Argument(help="Checkpoint directory to create.")],
-) -> None:
+def distill(recipe: _Recipe, target: _Target, output: _Output) -> None:
     """Distill a target model into a draft model. Rerun to resume."""
-    from stree_jax.cli.train import run_training
-
-    _interrupt_by_exception()
-    run_training(Console(), recipe, output, target=target)
+    _train(recipe, target, output)
 
 
 @app.command()
-def medusa(
-    recipe: Annotated[Path, typer.Argument(help="TOML file: text, number of heads, optimizer.")],
-    target: Annotated[Path, typer.Argument(help="Checkpoint directory of the target model.")],
-    output: Annotated[Path, typer.Argument(help="Directory of the heads to create.")],
-) -> None:
+def medusa(recipe: _Recipe, target: _Target, output: _Output) -> None:
     """Train Medusa heads for a target. Rerun to resume."""
-    from stree_jax.cli.train import run_training
-
-    _interrupt_by_exception()
-    run_training(Console(), recipe, output, target=target, heads="medusa")
+    _train(recipe, target, output, heads="medusa")
 
 
 @app.command()
-def train_mtp(
-    recipe: Annotated[Path, typer.Argument(help="TOML file: text, sizes of the head, optimizer.")],
-    target: Annotated[Path, typer.Argument(help="Checkpoint directory of the target model.")],
-    output: Annotated[Path, typer.Argument(help="Directory of the head to create.")],
-) -> None:
+def train_mtp(recipe: _Recipe, target: _Target, output: _Output) -> None:
     """Train a multi-token prediction head for a target. Rerun to resume."""
+    _train(recipe, target, output, heads="mtp")
+
+
+def _train(recipe: Path, target: Path | None, output: Path, heads: str | None = None) -> None:
     from stree_jax.cli.train import run_training
 
     _interrupt_by_exception()
-    run_training(Console(), recipe, output, target=target, heads="mtp")
+    run_training(Console(), recipe, output, target=target, heads=heads)
 
 
 @app.command()
@@ -310,22 +282,11 @@ def tree(
 
 
 @app.command()
+@with_drafter_options
 def tune_tree(
+    *,
     target: Annotated[str, typer.Argument(help="Target model: checkpoint directory or hub name.")],
-    draft: Annotated[
-        str | None, typer.Option(help="Draft model: checkpoint directory or hub name.")
-    ] = None,
-    ngram: Annotated[bool, typer.Option("--ngram", help="Draft by n-gram prompt lookup.")] = False,
-    medusa: Annotated[
-        Path | None, typer.Option(help="Medusa heads of the target: checkpoint directory.")
-    ] = None,
-    mtp: Annotated[
-        bool,
-        typer.Option("--mtp", help="Draft with the target's multi-token prediction head."),
-    ] = False,
-    mtp_head: Annotated[
-        Path | None, typer.Option(help="The same, with a head that is not in the checkpoint.")
-    ] = None,
+    drafts: dict[str, Any],
     temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 0.0,
     prompts: Annotated[
         Path | None,
@@ -349,10 +310,7 @@ def tune_tree(
     run_tune_tree(
         Console(highlight=False),
         target=target,
-        draft=draft,
-        ngram=ngram,
-        medusa=medusa,
-        mtp=_head(target, mtp, mtp_head),
+        drafter=chosen(target, drafts),
         temperature=temperature,
         prompts=prompts,
         max_nodes=max_nodes,
@@ -363,11 +321,6 @@ def tune_tree(
         thorough=thorough,
         output=output,
     )
-
-
-def _head(target: str, mtp: bool, head: Path | None) -> str | None:
-    """Where the multi-token prediction head is; None: it is not used."""
-    return str(head) if head is not None else target if mtp else None
 
 
 def _interrupt_by_exception() -> None:

@@ -101,27 +101,44 @@ def read_schema(settings: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"--json-schema {path} cannot be read: {error}") from None
 
 
-def with_text_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command an option for each of `DEFAULTS`; it gets their values as `settings`."""
-    own = inspect.signature(command, eval_str=True)
-    added = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=default,
-            annotation=_OTHERS.get(name)
-            or Annotated[type(default), typer.Option(help=_HELP[name])],
+def with_options(name: str, options: Mapping[str, tuple[Any, Any]]) -> Any:
+    """A decorator that gives a command options, whose values it gets as the dict `name`.
+
+    Args:
+        name: a keyword-only parameter of the command, in whose place the options are listed.
+        options: the annotation and the default of each option.
+    """
+
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True)
+        added = [
+            inspect.Parameter(
+                option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+            )
+            for option, (annotation, default) in options.items()
+        ]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            command(**{name: {option: values.pop(option) for option in options}}, **values)
+
+        kept = [*own.parameters.values()]
+        at = [*own.parameters].index(name)
+        parameters = [*kept[:at], *added, *kept[at + 1 :]]
+        run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorated
+
+
+with_text_options = with_options(
+    "settings",
+    {
+        name: (
+            _OTHERS.get(name) or Annotated[type(default), typer.Option(help=_HELP[name])],
+            default,
         )
         for name, default in DEFAULTS.items()
-    ]
-
-    @functools.wraps(command)
-    def run(**values: Any) -> None:
-        settings = {name: values.pop(name) for name in DEFAULTS}
-        command(**values, settings=settings)
-
-    kept = [each for each in own.parameters.values() if each.name != "settings"]
-    parameters = [*kept, *added]
-    run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
-    return run
+    },
+)

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import stree_jax as st
 from stree_jax.cli.demo import PROMPTS
+from stree_jax.cli.drafters import Chosen, load_drafter
 from stree_jax.compilation_cache import enable_compilation_cache
 from stree_jax.convert import find
 
@@ -28,10 +29,7 @@ def run_tune_tree(
     console: Console,
     *,
     target: str,
-    draft: str | None,
-    ngram: bool,
-    medusa: Path | None,
-    mtp: str | None,
+    drafter: Chosen,
     temperature: float,
     prompts: Path | None,
     max_nodes: int,
@@ -47,10 +45,10 @@ def run_tune_tree(
     Raises:
         ValueError: an argument is invalid.
     """
-    if sum([draft is not None, ngram, medusa is not None, mtp is not None]) != 1:
+    if drafter.option is None:
         raise ValueError(
-            "give either --draft DRAFT, --ngram, --medusa HEADS or --mtp: a tree is tuned for one"
-            " drafter"
+            "give either --draft DRAFT, --ngram, --medusa HEADS, --mtp or --eagle3 HEAD: a tree is"
+            " tuned for one drafter"
         )
     if output is not None and not output.parent.is_dir():
         raise ValueError(f"--output {output}: the folder {output.parent} does not exist")
@@ -58,13 +56,6 @@ def run_tune_tree(
     tokenizer = st.load_tokenizer(find(target))
     enable_compilation_cache()
     model = st.from_pretrained(target, dtype=dtype)
-    drafter: st.Drafter = st.NgramDrafter()
-    if draft is not None:
-        drafter = st.ModelDrafter(st.from_pretrained(draft, dtype=dtype))
-    elif medusa is not None:
-        drafter = st.MedusaDrafter(model, st.load_medusa(medusa, model))
-    elif mtp is not None:
-        drafter = st.MtpDrafter(model, st.load_mtp(mtp, model))
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with (
         Progress(*columns, console=console, transient=True) as progress,
@@ -83,7 +74,7 @@ def run_tune_tree(
 
         report = st.tune(
             model,
-            drafter,
+            load_drafter(drafter, model),
             [tokenizer.encode(text, add_special_tokens=False).ids for text in texts],
             temperature=temperature,
             key=None if temperature == 0 else jax.random.key(seed),
@@ -117,7 +108,7 @@ def run_tune_tree(
             "sharpness": report.sharpness,
             "temperature": temperature,
             "target": target,
-            "draft": draft or mtp or ("n-gram" if medusa is None else str(medusa)),
+            "draft": drafter.path or "n-gram",
             "device": str(jax.devices()[0].device_kind),
             "jax": jax.__version__,
             "decoded": {

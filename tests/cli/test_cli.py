@@ -17,6 +17,7 @@ import stree_jax as st
 from stree_jax.cli.demo import busy, timings_of
 from stree_jax.cli.trees import parse_tree
 from stree_jax.compilation_cache import MAX_BYTES
+from tests.extensions import eagle3_files
 
 COMMAND = [str(Path(sys.executable).with_name("stree-jax"))]
 
@@ -125,7 +126,7 @@ def test_ctrl_c_during_imports_is_quiet(library):
     assert output == (b"", b"")
 
 
-def test_generate_streams_the_text_of_generate(tiny_pair, output):
+def test_generate_streams_the_text_of_generate(tiny_pair, output, tmp_path):
     path = tiny_pair / "target"
     target, tokenizer = st.from_pretrained(path), st.load_tokenizer(path)
     prompt = "Once"
@@ -139,6 +140,9 @@ def test_generate_streams_the_text_of_generate(tiny_pair, output):
     assert drafted.startswith(prompt + text)
     assert "tau 1.00" not in drafted
     assert output(*common, "--ngram").startswith(prompt + text)
+    head = eagle3_files.saved(tmp_path / "head", vocab=target.config.vocab_size, layers=(1,))
+    drafted = output(*common, "--eagle3", head, "--tree", "chain:1")
+    assert drafted.startswith(prompt + text)
 
 
 def records(path):

@@ -48,6 +48,9 @@ PROMPTS = ["generate", "{target}", "--prompts", "one.jsonl"]
         ([*GENERATE, "--mtp", "--ngram"], "choose one"),
         ([*GENERATE, "--mtp"], "has no multi-token prediction head in a folder mtp"),
         ([*GENERATE, "--mtp-head", "nowhere"], "no checkpoint at nowhere"),
+        ([*GENERATE, "--eagle3", "x", "--mtp-head", "y"], "choose one"),
+        ([*GENERATE, "--eagle3", "nowhere"], "no checkpoint at nowhere"),
+        ([*GENERATE, "--eagle3", "{draft}"], "is not an EAGLE-3 head"),
         (["medusa", "nowhere.toml", "{target}", "out"], "cannot read the recipe nowhere.toml"),
         ([*GENERATE, "--dtype", "int8"], "float32 or bfloat16, got 'int8'"),
         ([*GENERATE, "--temperature", "-1"], "temperature must be"),
@@ -75,7 +78,7 @@ PROMPTS = ["generate", "{target}", "--prompts", "one.jsonl"]
         (["tree", "complete:2"], "is not a tree: use chain:4"),
         (["tree", "oak:3"], "is not a tree: use chain:4"),
         (["tree", "paper:Z"], "the paper's trees are"),
-        (["tune-tree", "{target}"], "give either --draft DRAFT, --ngram, --medusa HEADS or --mtp"),
+        (["tune-tree", "{target}"], "give either --draft DRAFT, --ngram, --medusa HEADS, --mtp or"),
         (
             ["tune-tree", "{target}", "--ngram", "--prompts", "nowhere.txt"],
             "--prompts nowhere.txt cannot be read",

@@ -10,61 +10,8 @@ import stree_jax as st
 from stree_jax.decoding.options import plan
 from stree_jax.testing import PROMPTS, assert_lossless, tiny_model
 from stree_jax.tuning import head_trace, replay_tau
-from tests.convert import checkpoints
+from tests.extensions.eagle3_files import CONFIG, OWN, VOCAB, WIDTH, saved, tensors
 from tests.extensions.numpy_eagle3 import Head
-
-WIDTH, VOCAB, OWN = 16, 37, 20
-CONFIG = dict(
-    architectures=["LlamaForCausalLMEagle3"],
-    model_type="llama",
-    hidden_size=WIDTH,
-    intermediate_size=24,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-3,
-    rope_theta=50.0,
-    vocab_size=VOCAB,
-    draft_vocab_size=OWN,
-    hidden_act="silu",
-    tie_word_embeddings=False,
-    eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 4], "use_aux_hidden_state": True},
-)
-
-
-@functools.cache
-def tensors():
-    rng = np.random.default_rng(0)
-    shapes = {
-        "fc": (WIDTH, 3 * WIDTH),
-        "midlayer.input_layernorm": (WIDTH,),
-        "midlayer.hidden_norm": (WIDTH,),
-        "midlayer.self_attn.q_proj": (32, 2 * WIDTH),
-        "midlayer.self_attn.k_proj": (16, 2 * WIDTH),
-        "midlayer.self_attn.v_proj": (16, 2 * WIDTH),
-        "midlayer.self_attn.o_proj": (WIDTH, 32),
-        "midlayer.post_attention_layernorm": (WIDTH,),
-        "midlayer.mlp.gate_proj": (24, WIDTH),
-        "midlayer.mlp.up_proj": (24, WIDTH),
-        "midlayer.mlp.down_proj": (WIDTH, 24),
-        "norm": (WIDTH,),
-        "lm_head": (OWN, WIDTH),
-    }
-    made = {
-        f"{name}.weight": checkpoints.random_weight(name, shape, rng)
-        for name, shape in shapes.items()
-    }
-    chosen = np.sort(rng.choice(VOCAB, OWN, replace=False))
-    drafted = np.zeros(VOCAB, bool)
-    drafted[chosen] = True
-    return made | {"d2t": chosen - np.arange(OWN), "t2d": drafted}
-
-
-def saved(path, changes=(), own=()):
-    weights = tensors() | dict(own)
-    weights = {name: value for name, value in weights.items() if value is not None}
-    return checkpoints.write_safetensors(path, CONFIG | dict(changes), weights)
 
 
 @pytest.fixture(scope="module")
