@@ -59,7 +59,7 @@ from stree_jax.mesh.partition import make_mesh
 from stree_jax.mesh.weights import shard
 from stree_jax.models.lm import HybridLM
 from stree_jax.pretrained import demo_path, from_pretrained, load_tokenizer
-from stree_jax.serving import Completion, Event, Request, Scheduler
+from stree_jax.serving import Completion, Event, PrefixCacheStats, Request, Scheduler
 from stree_jax.text import complete
 from stree_jax.tree import Tree, TreeTopology
 from stree_jax.tuning import TuningReport, tune
@@ -155,6 +155,7 @@ __all__ = [
     "Options",
     "ParallelConfig",
     "Prefix",
+    "PrefixCacheStats",
     "PresencePenalty",
     "RepetitionPenalty",
     "Request",

@@ -6,9 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from stree_jax.array_types import Array, Lengths, Tokens
+from stree_jax.array_types import Array, Int, Lengths, Tokens
+from stree_jax.decoding.context import Context
+from stree_jax.decoding.places import cache_shapes, fitted
+from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.returned import check_state
 from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import on_mesh
@@ -47,6 +51,45 @@ def prefill_with_drafter(
 ) -> tuple[Cache, Any]:
     """As `prefill`, and the state of a drafter that reads every chunk, see `Drafter.read`."""
     return _prefill(model, drafter, tokens, lengths, state, cache, max_length=max_length)
+
+
+def prefill_rest(
+    model: HybridLM,
+    context: Context,
+    num_read: Int[Array, " B"] | np.ndarray,
+    max_length: int,
+    cache: Cache,
+) -> Cache:
+    """The cache of all tokens of texts but the last, from one of the first `num_read` of each.
+
+    The given cache may have another number of places; the new one has `max_length`.
+    """
+    cache = fitted(cache, cache_shapes(model, len(context.length), max_length))
+    rest = rest_of(context, num_read)
+    return cache if rest is None else prefill(model, *rest, max_length, cache)
+
+
+def rest_of(
+    context: Context, num_read: Int[Array, " B"] | np.ndarray
+) -> tuple[Tokens, Lengths] | None:
+    """The tokens of each text behind the first `num_read` without the last; None: there are none.
+
+    Returns:
+        Right-padded tokens in a buffer of rounded size, and how many they are.
+    """
+    count = np.asarray(context.length) - 1 - np.asarray(num_read)
+    if not count.any():
+        return None
+    width = buffer_size(int(count.max()))
+    tokens = _pieces(context.tokens, jnp.asarray(num_read, jnp.int32), width)
+    return tokens, jnp.asarray(count, jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames="width")
+def _pieces(tokens: Int[Array, "B L"], first: Int[Array, " B"], width: int) -> Int[Array, "B _"]:
+    """`width` tokens of each row from position `first`."""
+    tokens = jnp.pad(tokens, ((0, 0), (0, width)))
+    return jax.vmap(lambda row, at: lax.dynamic_slice(row, (at,), (width,)))(tokens, first)
 
 
 def _specs(model: HybridLM) -> Any:

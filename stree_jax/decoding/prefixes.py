@@ -10,15 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from stree_jax.array_types import Array, Int
+from stree_jax.array_types import Array
 from stree_jax.decoding.drafters import Drafter
-from stree_jax.decoding.drafters.base import reads
+from stree_jax.decoding.drafters.base import keeps, reads, resumed, resumes
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import Plan
-from stree_jax.decoding.prefill import prefill, prefill_with_drafter
+from stree_jax.decoding.origins import origin_of
+from stree_jax.decoding.places import cache_shapes, fits, fitted
+from stree_jax.decoding.prefill import prefill_rest, prefill_with_drafter, rest_of
 from stree_jax.decoding.prompts import MAX_TOKENS, buffer_size
 from stree_jax.decoding.types import Context, DecodeState, Prefix
-from stree_jax.models.cache import Cache
 from stree_jax.models.lm import HybridLM
 
 
@@ -28,8 +29,7 @@ def prefix_of(decoder: SpeculativeDecoder, drafter: Drafter | None, state: Decod
     context = Context(
         tokens[:, : decoder.max_length], jnp.where(state.failed > 0, 0, length).astype(jnp.int32)
     )
-    keeps = drafter is not None and reads(drafter)
-    return Prefix(context, state.cache, state.drafter if keeps else None)
+    return Prefix(context, state.cache, state.drafter if keeps(drafter) else None)
 
 
 def joined(prompts: Sequence[Sequence[int]], after: Prefix) -> list[list[int]]:
@@ -64,7 +64,7 @@ def with_room(request: Plan, model: HybridLM, after: Prefix) -> Plan:
     """
     size = request.decoder.max_length
     while size <= 2 * MAX_TOKENS:
-        if _fits(after.cache, cache_shapes(model, len(after.context.length), size)):
+        if fits(after.cache, cache_shapes(model, len(after.context.length), size)):
             decoder = dataclasses.replace(request.decoder, max_length=size)
             return request._replace(decoder=decoder)
         size = buffer_size(size + 1)
@@ -80,30 +80,93 @@ def continued(request: Plan, model: HybridLM, num_rows: int, after: Prefix) -> P
         num_rows: number of different texts.
         after: the prefix of as many rows, or of one.
     """
-    decoder, drafter, size = request.decoder, request.drafter, request.decoder.max_length
     every = len(request.context.length) // num_rows
     context = Context(*(values[::every] for values in request.context))
-    wanted = cache_shapes(model, len(after.context.length), size)
-    cache = jax.tree.map(_padded, after.cache, wanted)
-    before = after._replace(cache=cache, origin=None)  # static: programs serve prefixes of any
+    before = after._replace(origin=None)  # static: programs serve prefixes of any
+    if not is_own(after, model, request.drafter):
+        before = before._replace(drafter=None)
     if len(after.context.length) < num_rows:
         before = repeated(before, num_rows)
-    more = np.asarray(context.length - before.context.length)
-    state = None
-    if drafter is not None:
-        state = drafter.prepare(context, decoder.topology, size)
-        if reads(drafter) and same_rows(before.drafter, state):
-            state = before.drafter
-    if more.any():
-        unread = _unread(context, before.context.length, buffer_size(int(more.max())))
-        text = unread, jnp.asarray(more), size
-        if drafter is not None and reads(drafter):
-            cache, state = prefill_with_drafter(model, drafter, *text, state, before.cache)
-        else:
-            cache = prefill(model, *text, before.cache)
-    else:
-        cache = before.cache
+    return read_on(request.decoder, model, request.drafter, before, context)
+
+
+def is_own(after: Prefix, model: HybridLM, drafter: Drafter | None) -> bool:
+    """Whether the drafter's state of a prefix is one of this drafter."""
+    return after.origin is not None and after.origin == origin_of(model, drafter)
+
+
+def read_on(
+    decoder: SpeculativeDecoder,
+    model: HybridLM,
+    drafter: Drafter | None,
+    before: Prefix,
+    context: Context,
+) -> Prefix:
+    """The prefix of longer texts: target and drafter read what is new in each.
+
+    This is how prompts are read behind prefixes, chunk by chunk, and how texts are forked.
+
+    Args:
+        decoder: the program; its sizes are those of the new prefix.
+        model: the target.
+        drafter: the drafter.
+        before: the prefix of their beginnings, as many rows, with buffers of any size; its
+            drafter's state is this drafter's or None.
+        context: the texts.
+    """
+    read, size = before.context.length, decoder.max_length
+    if drafter is None or not reads(drafter):
+        cache = prefill_rest(model, context, read - 1, size, before.cache)
+        state = None
+        if drafter is not None:
+            state = resumed(drafter, before.drafter, context, read, decoder.topology, size)
+        return Prefix(context, cache, state)
+    beginning = before.context
+    state = resumed(drafter, before.drafter, beginning, read, decoder.topology, size)
+    cache = fitted(before.cache, cache_shapes(model, len(read), size))
+    rest = rest_of(context, read - 1)
+    if rest is not None:
+        cache, state = prefill_with_drafter(model, drafter, *rest, size, state, cache)
     return Prefix(context, cache, state)
+
+
+def compact(
+    decoder: SpeculativeDecoder,
+    model: HybridLM,
+    drafter: Drafter | None,
+    prefix: Prefix,
+    size: int,
+) -> Prefix:
+    """A prefix of one row with buffers of `size` places, which `read_on` takes.
+
+    Args:
+        decoder, model, drafter: as in `read_on`; of a drafter that prepares anew nothing is kept.
+        prefix: the prefix.
+        size: at least the length of the text.
+    """
+    tokens, length = prefix.context
+    context = Context(tokens[:, :size], length)
+    cache = fitted(prefix.cache, cache_shapes(model, 1, size))
+    state = prefix.drafter if keeps(drafter) else None
+    if drafter is not None and resumes(drafter):
+        state = resumed(drafter, state, context, length, decoder.topology, size)
+    return Prefix(context, cache, state)
+
+
+def stacked(rows: Sequence[Any]) -> Any:
+    """Trees of arrays as one, row behind row; one program for a number of them."""
+    return _stacked(tuple(rows))
+
+
+@jax.jit
+def _stacked(rows: tuple[Any, ...]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *rows)
+
+
+@jax.jit
+def row_of(arrays: Any, row: int | Array) -> Any:
+    """One row of all arrays, as a batch of one; one program for all rows."""
+    return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, row, 1), arrays)
 
 
 def repeated(rows: Any, times: int) -> Any:
@@ -114,41 +177,3 @@ def repeated(rows: Any, times: int) -> Any:
 @functools.partial(jax.jit, static_argnames="times")
 def _repeated(rows: Any, times: int) -> Any:
     return jax.tree.map(lambda leaf: jnp.repeat(leaf, times, axis=0), rows)
-
-
-def same_rows(one: Any, other: Any) -> bool:
-    """Whether the arrays of two states differ in the number of rows only."""
-
-    def shapes(arrays: Any) -> tuple[Any, Any]:
-        leaves, structure = jax.tree.flatten(arrays)
-        return [(leaf.shape[1:], leaf.dtype) for leaf in leaves], structure
-
-    return shapes(one) == shapes(other)
-
-
-@functools.partial(jax.jit, static_argnames="width")
-def _unread(context: Context, read: Int[Array, " B"], width: int) -> Int[Array, "B _"]:
-    """The last token that was read of as a root, and those behind it, `width` of each row."""
-    tokens = jnp.pad(context.tokens, ((0, 0), (0, width)))
-    return jax.vmap(lambda row, at: lax.dynamic_slice(row, (at,), (width,)))(tokens, read - 1)
-
-
-def cache_shapes(model: HybridLM, rows: int, size: int) -> Any:
-    """Shapes and dtypes of the model's cache."""
-    return jax.eval_shape(lambda: model.init_cache(rows, size))
-
-
-def _fits(cache: Cache, wanted: Any) -> bool:
-    """Whether a cache has the wanted arrays, of at most their sizes."""
-    return len({*map(jax.tree.structure, (cache, wanted))}) == 1 and all(
-        leaf.dtype == other.dtype
-        and leaf.ndim == other.ndim
-        and all(own <= most for own, most in zip(leaf.shape, other.shape, strict=True))
-        for leaf, other in zip(jax.tree.leaves(cache), jax.tree.leaves(wanted), strict=True)
-    )
-
-
-def _padded(leaf: Array, wanted: Any) -> Array:
-    """With zeros behind: places of attention caches, which nothing reads before it is written."""
-    room = [(0, most - own) for own, most in zip(leaf.shape, wanted.shape, strict=True)]
-    return jnp.pad(leaf, room) if any(after for _, after in room) else leaf

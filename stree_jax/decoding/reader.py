@@ -7,9 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
-from stree_jax.decoding.prefill import prefill
+from stree_jax.decoding.places import fitted
+from stree_jax.decoding.prefill import prefill, prefill_rest
 from stree_jax.decoding.types import Context, DraftTree, Verdict
-from stree_jax.models.cache import Cache, Path, Pending, empty_path, path_to
+from stree_jax.mesh.partition import ROWS
+from stree_jax.mesh.programs import on_mesh
+from stree_jax.models.cache import (
+    Cache,
+    Path,
+    Pending,
+    cache_specs,
+    empty_path,
+    path_to,
+    pending_specs,
+)
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, first_nodes
@@ -112,6 +123,23 @@ def open_reader(
     return Reader.open(model, context, num_nodes, max_length)
 
 
+def resumed_reader(
+    model: HybridLM | DraftModel,
+    reader: Any,
+    context: Context,
+    read: Int[Array, " B"],
+    num_nodes: int,
+    max_length: int,
+) -> Any:
+    """The state of a draft model of any kind for longer texts, see `Reader.resume`.
+
+    Heads read nothing here: they hear what the target reads.
+    """
+    if isinstance(model, DraftModel):
+        return fitted(reader, jax.eval_shape(lambda: model.open(context, num_nodes, max_length)))
+    return reader.resume(model, context, read, num_nodes, max_length)
+
+
 class Reader(NamedTuple):
     """The state of a draft model: its cache, and the nodes that it has run behind it.
 
@@ -149,14 +177,45 @@ class Reader(NamedTuple):
             max_length: most tokens of a row.
             num_catch_up: C, the most accepted tokens of a step that the model has not run.
         """
-        batch = context.length.shape[0]
+        cache = prefill(model, context.tokens, context.length - 1, max_length)
+        return cls._behind(model, cache, len(context.length), num_nodes, num_catch_up)
+
+    @classmethod
+    def _behind(
+        cls, model: HybridLM, cache: Cache, batch: int, num_nodes: int, num_catch_up: int
+    ) -> "Reader":
+        """The state of a model that has read all tokens but the last."""
         return cls(
-            cache=prefill(model, context.tokens, context.length - 1, max_length),
+            cache=cache,
             pending=model.init_pending(batch, num_catch_up + num_nodes),
             path=empty_path(batch, num_catch_up + num_nodes),
             catch_up=jnp.zeros((batch, num_catch_up), jnp.int32),
             has_catch_up=jnp.zeros((batch, num_catch_up), bool),
         )
+
+    def resume(
+        self,
+        model: HybridLM,
+        context: Context,
+        read: Int[Array, " B"],
+        num_nodes: int,
+        max_length: int,
+        num_catch_up: int = 1,
+    ) -> "Reader":
+        """The state for longer texts, of which the model reads only what is new.
+
+        Args:
+            model: the draft model.
+            context: the texts.
+            read: tokens of each that this state is for: the last of them was the root.
+            num_nodes, max_length, num_catch_up: see `open`; may differ from those of this state.
+        """
+        cache = self.cache
+        if np.asarray(self.path.last >= 0).any():
+            cache = _replayed(model, cache, self.pending, self.path)
+        num_read = read - 1 - self.has_catch_up.sum(axis=1, dtype=jnp.int32)
+        cache = prefill_rest(model, context, num_read, max_length, cache)
+        return self._behind(model, cache, len(context.length), num_nodes, num_catch_up)
 
     @property
     def num_before(self) -> int:
@@ -226,6 +285,8 @@ class Reader(NamedTuple):
     ) -> "Reader":
         """The state after the accepted path, which the next step replays.
 
+        A row that has ended keeps its catch-up tokens: its text may be continued.
+
         Args:
             tree: the tree that was read.
             place: index in it of each node of the draft tree; -1 for nodes that were not read.
@@ -246,9 +307,24 @@ class Reader(NamedTuple):
             path=path_to(
                 below_catch_up(tree, self.has_catch_up), jnp.where(ended, -1, num_slots + read)
             ),
-            catch_up=jnp.take_along_axis(draft.tokens, nodes, axis=1),
-            has_catch_up=unread & ~ended[:, None],
+            catch_up=jnp.where(
+                ended[:, None], self.catch_up, jnp.take_along_axis(draft.tokens, nodes, axis=1)
+            ),
+            has_catch_up=jnp.where(ended[:, None], self.has_catch_up, unread),
         )
+
+
+def _replay_specs(model: HybridLM) -> Any:
+    assert model.partition is not None
+    axis = model.partition.axis
+    specs = cache_specs(model.config, axis)
+    return (specs, pending_specs(model.config, axis), ROWS), specs
+
+
+@jax.jit
+@on_mesh(_replay_specs, modules=1)
+def _replayed(model: HybridLM, cache: Cache, pending: Pending, path: Path) -> Cache:
+    return model.replay(cache, pending, path)
 
 
 def below_catch_up(tree: Tree, has_catch_up: Bool[Array, "B C"]) -> Tree:

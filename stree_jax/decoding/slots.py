@@ -21,17 +21,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from stree_jax.array_types import Array, Bool, Int, Key
 from stree_jax.checks import check_int
 from stree_jax.decoding import log_probs
 from stree_jax.decoding.drafters import Drafter
-from stree_jax.decoding.drafters.base import reads
+from stree_jax.decoding.drafters.base import keeps, reads, resumed
 from stree_jax.decoding.filters import per_row
 from stree_jax.decoding.loop import SpeculativeDecoder, owned
-from stree_jax.decoding.prefill import prefill, prefill_with_drafter
-from stree_jax.decoding.prefixes import repeated, same_rows
+from stree_jax.decoding.places import same_rows
+from stree_jax.decoding.prefixes import read_on, repeated, row_of
 from stree_jax.decoding.processors import first_states
 from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.types import Context, DecodeState, Prefix, Sampling
@@ -75,14 +74,14 @@ def read(
     """Prefills a prompt, or continues a prefix with one.
 
     After a prefix the target prefills the new tokens only, and so does a drafter with a method
-    `read`. A draft model prefills the whole text again.
+    `read` or `resume`. Other drafters prepare anew.
 
     Args:
         decoder: the pool's decoder.
         model: the target.
         drafter: the pool's drafter.
         prompt: a prompt of one row.
-        after: a prefix of this pool, from `read` or `take`.
+        after: a prefix of this pool and drafter, from `read` or `take`.
 
     Raises:
         ValueError: prefix and prompt have more than `decoder.max_length` tokens.
@@ -98,42 +97,20 @@ def read(
             f" {int(prompt.length[0])}: in all {length}, and the pool has {decoder.max_length}"
         )
     after = after._replace(origin=None)  # static: programs serve prefixes of any
-    if drafter is not None and reads(drafter):
-        return _read_on(decoder, model, drafter, prompt, after)
-    return _with_drafter(decoder, drafter, _read_on(decoder, model, None, prompt, after))
+    context = _joined(after.context, prompt, decoder.num_places)
+    return read_on(decoder, model, drafter, after, context)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _read_on(
-    decoder: SpeculativeDecoder,
-    model: HybridLM,
-    drafter: Drafter | None,
-    prompt: Context,
-    after: Prefix,
-) -> Prefix:
-    """The joined text, and cache and drafter's state after all of it but the last token."""
-    (tokens, length), cache, state, _ = after
-    root = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
-    unread = jnp.concatenate([root, prompt.tokens[:, :-1]], axis=1)
-    text = unread, prompt.length, decoder.max_length
-    if drafter is None:
-        cache, state = prefill(model, *text, cache), None
-    else:
-        cache, state = prefill_with_drafter(model, drafter, *text, state, cache)
+@functools.partial(jax.jit, static_argnames="width")
+def _joined(before: Context, prompt: Context, width: int) -> Context:
+    """A text of one row with a prompt behind it, in a buffer of `width` tokens."""
+    tokens = jnp.pad(
+        before.tokens[:, :width], ((0, 0), (0, max(0, width - before.tokens.shape[1])))
+    )
     # The prompt's padding may reach beyond the buffer.
-    places = length[:, None] + jnp.arange(prompt.tokens.shape[1])
+    places = before.length[:, None] + jnp.arange(prompt.tokens.shape[1])
     tokens = tokens.at[0, places[0]].set(prompt.tokens[0], mode="drop")
-    return Prefix(Context(tokens, length + prompt.length), cache, state)
-
-
-def _with_drafter(decoder: SpeculativeDecoder, drafter: Drafter | None, prefix: Prefix) -> Prefix:
-    """The prefix with the drafter's state for its text."""
-    if drafter is None:
-        return prefix._replace(drafter=None)
-    context = prefix.context
-    width = buffer_size(int(context.length[0]))
-    text = Context(context.tokens[:, :width], context.length)
-    return prefix._replace(drafter=drafter.prepare(text, decoder.topology, decoder.max_length))
+    return Context(tokens, before.length + prompt.length)
 
 
 def insert(
@@ -230,16 +207,10 @@ def take(
     row = check_int("row", row, 0, len(state.done) - 1)
     if int(state.failed[row]):
         raise ValueError(f"row {row} failed: its logits were not finite, and its cache may not be")
-    context, cache, drafts = _row((state.context, state.cache, state.drafter), row)
-    prefix = Prefix(context, cache, drafts)
-    if drafter is not None and reads(drafter):
-        return prefix
-    return _with_drafter(decoder, drafter, prefix)
-
-
-@jax.jit
-def _row(arrays: Any, row: int | Array) -> Any:
-    return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, row, 1), arrays)
+    context, cache, drafts = row_of((state.context, state.cache, state.drafter), row)
+    if not keeps(drafter):
+        drafts = _anew(decoder, drafter, context)
+    return Prefix(context, cache, drafts)
 
 
 def end(state: DecodeState, rows: Sequence[int]) -> DecodeState:
@@ -313,7 +284,14 @@ def prepared(
     """The prefix for the pool's current drafter, which `switch` may have changed."""
     if same_rows(state.drafter, prefix.drafter):
         return prefix
-    return _with_drafter(decoder, drafter, prefix)
+    return prefix._replace(drafter=_anew(decoder, drafter, prefix.context))
+
+
+def _anew(decoder: SpeculativeDecoder, drafter: Drafter | None, context: Context) -> Any:
+    """The state of a drafter that has none for these texts."""
+    if drafter is None:
+        return None
+    return resumed(drafter, None, context, context.length, decoder.topology, decoder.max_length)
 
 
 def _check_between_runs(state: DecodeState) -> None:

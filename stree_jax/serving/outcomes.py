@@ -72,8 +72,8 @@ def of_row(
 
 
 def of_waiting(job: Job, now: float) -> Completion:
-    """The completion of a request that was cancelled before it had a row."""
-    job.began = now
+    """The completion of a request that was cancelled before it decoded."""
+    job.began = job.began or now
     zeros: Any = np.zeros(1, np.int32)
     by_depth: Any = np.zeros((1, job.plan.decoder.topology.depth), np.int32)
     nothing: Any = np.zeros(0, np.int32)

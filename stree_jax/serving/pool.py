@@ -1,7 +1,7 @@
 """The rows of a scheduler on the device: texts enter and leave them between runs."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,8 +13,8 @@ from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import Plan
 from stree_jax.decoding.origins import check_origin, origin_of
-from stree_jax.decoding.prefixes import cache_shapes, same_rows
-from stree_jax.decoding.prompts import buffer_size, checked_prompts
+from stree_jax.decoding.places import cache_shapes, same_rows
+from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.results import Ended
 from stree_jax.decoding.rows import Row, limits_of, sampling_of
 from stree_jax.decoding.types import Limits, Prefix
@@ -65,6 +65,11 @@ class Pool:
         )
 
     @property
+    def program(self) -> tuple[SpeculativeDecoder, Drafter | None]:
+        """A decoder with the sizes of the rows, and the drafter, if it drafts."""
+        return self._program(greedy=bool(self._plans[True]))
+
+    @property
     def free(self) -> list[int]:
         """The rows that have no text, in order."""
         return [row for row, settings in enumerate(self._rows) if settings is None]
@@ -76,7 +81,7 @@ class Pool:
             ValueError: it is one.
         """
         check_origin(after, self._model, self._drafter)
-        decoder, _ = self._any_program()
+        decoder, _ = self.program
         if self._cache is None:
             self._cache = cache_shapes(self._model, 1, decoder.max_length)
         is_row = after.context.tokens.shape == (1, decoder.num_places)
@@ -86,28 +91,17 @@ class Pool:
                 " of another Scheduler or of `generate`; read its text with this one"
             )
 
-    def read(self, prompt: Sequence[int], after: Prefix | None = None) -> Prefix:
-        """Prefills a prompt, or continues a prefix of this pool with one.
+    def signed(self, prefix: Prefix) -> Prefix:
+        """The prefix with the names of model and drafter, see `check`."""
+        return prefix._replace(origin=origin_of(self._model, self._drafter))
 
-        Raises:
-            ValueError: not token ids, or more than `max_length` of them.
-        """
-        context = checked_prompts([prompt], self._model.config.vocab_size)
-        total = len(prompt) + (0 if after is None else int(after.context.length[0]))
-        if total > self._max_length:
-            raise ValueError(f"the text has {total} tokens, and max_length is {self._max_length}")
-        decoder, drafter = self._any_program()
-        with dispatch.on(self._model):
-            return self._signed(slots.read(decoder, self._model, drafter, context, after))
-
-    def start(self, row: int, plan: Plan, prompt: Sequence[int], after: Prefix | None) -> None:
+    def start(self, row: int, plan: Plan, prefix: Prefix) -> None:
         """Starts a free row.
 
         Args:
             row: the row.
             plan: settings and key of the text.
-            prompt: its tokens, behind the prefix; none only with a prefix.
-            after: the prefix.
+            prefix: the whole text, read for this pool.
         """
         self._extend(plan)
         settings = plan.rows[0]
@@ -116,11 +110,6 @@ class Pool:
             if self._state is None:
                 self._state = slots.empty(decoder, self._model, drafter, len(self._rows))
             self._state = slots.extended(decoder, self._state)
-            if after is None or len(prompt):
-                context = checked_prompts([prompt], self._model.config.vocab_size)
-                prefix = slots.read(decoder, self._model, drafter, context, after)
-            else:
-                prefix = slots.prepared(decoder, drafter, self._state, after)
             self._state = slots.insert(decoder, self._model, self._state, [row], prefix, plan.keys)
         self._started.add(row)
         self._rows[row] = settings
@@ -155,7 +144,7 @@ class Pool:
         assert settings is not None
         decoder, drafter = self._program(settings.is_greedy)
         with dispatch.on(self._model):
-            return self._signed(slots.take(decoder, drafter, self._state, row))
+            return self.signed(slots.take(decoder, drafter, self._state, row))
 
     def release(self, row: int) -> None:
         """Frees a row that has ended."""
@@ -179,12 +168,6 @@ class Pool:
     def _limits(self) -> Limits:
         sizes = self._stop_sizes if self._has_stops else None
         return limits_of(self._settings(), self._model.config.vocab_size, sizes)
-
-    def _signed(self, prefix: Prefix) -> Prefix:
-        return prefix._replace(origin=origin_of(self._model, self._drafter))
-
-    def _any_program(self) -> tuple[SpeculativeDecoder, Drafter | None]:
-        return self._program(greedy=bool(self._plans[True]))
 
     def _program(self, greedy: bool) -> tuple[SpeculativeDecoder, Drafter | None]:
         found = self._plans[greedy]

@@ -14,7 +14,7 @@ from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.keys import typed_key
 from stree_jax.decoding.options import Plan, is_lossless, plan
-from stree_jax.decoding.prompts import MAX_TOKENS
+from stree_jax.decoding.prompts import MAX_TOKENS, checked_prompts
 from stree_jax.decoding.rows import check_together
 from stree_jax.decoding.types import Prefix
 from stree_jax.decoding.verifiers import Verifier
@@ -22,8 +22,12 @@ from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.serving import outcomes
 from stree_jax.serving.pool import Pool
+from stree_jax.serving.prefix_cache import PrefixCacheStats
+from stree_jax.serving.prompt_reader import PromptReader, Reading
 from stree_jax.serving.types import Completion, Event, Job, Request
 from stree_jax.tree import TreeTopology
+
+_STEPS_WHILE_READING = 8  # rows that wait for their prompts are idle
 
 
 class Scheduler:
@@ -38,8 +42,9 @@ class Scheduler:
         for completion in scheduler.completions():
             print(completion.request_id, completion.tokens)
 
-    Prefill happens when a row is free, between decode steps. Requests at temperature 0 and above it
-    share the rows if the verifier follows the target, as it does by default.
+    Prompts of requests that have a row are read in chunks, between runs of decode steps. Requests
+    at temperature 0 and above it share the rows if the verifier follows the target, as it does by
+    default.
 
     Args:
         model: the target.
@@ -47,7 +52,13 @@ class Scheduler:
         max_length: most tokens of a request, prompt and output. Attention caches have room for it
             in every row.
         drafter, topology, verifier: see `generate`; the same for all requests.
-        quantum: decode steps per scheduling interval.
+        quantum: decode steps between two looks at what has ended; at most 8 while prompts are read.
+        prefill_tokens: tokens of prompts that are read between two runs of decode steps, while rows
+            decode; None: whole prompts.
+        prefix_cache_bytes: bytes of prefixes of texts that are kept for requests that begin with
+            them; 0: none. They are kept at ends of prompts, every `prefix_every` tokens of prompts,
+            where prompts part, and at ends of completions with `keep`. The least recently used go.
+        prefix_every: tokens; None: never inside prompts but where they part.
 
     Raises:
         ValueError: a bad argument, a drafter and a verifier that are not exact together, a lossy
@@ -64,11 +75,18 @@ class Scheduler:
         topology: TreeTopology | None = None,
         verifier: str | Verifier | None = None,
         quantum: int = 32,
+        prefill_tokens: int | None = 512,
+        prefix_cache_bytes: int = 0,
+        prefix_every: int | None = 512,
     ):
         check_on_one_device(model, "Scheduler")
         check_int("rows", rows, 1)
         check_int("max_length", max_length, 2, MAX_TOKENS)
         check_int("quantum", quantum, 1)
+        check_int("prefix_cache_bytes", prefix_cache_bytes, 0)
+        for name, value in (("prefill_tokens", prefill_tokens), ("prefix_every", prefix_every)):
+            if value is not None:
+                check_int(name, value, 1)
         if not is_lossless(verifier):
             raise ValueError(
                 f"verifier {shown(verifier)} is lossy, and a Scheduler gives the target's own"
@@ -83,6 +101,14 @@ class Scheduler:
             self._plan_of([0], Request([0], max_new_tokens=1))  # raises
         self._sampled = plans[False]
         self._pool = Pool(model, drafter, plans, max_length=max_length, rows=rows)
+        decoder, drafts = self._pool.program
+        self._reader = PromptReader(
+            *(decoder, model, drafts),
+            cache_bytes=prefix_cache_bytes,
+            keep_every=prefix_every,
+        )
+        self._prefill_tokens = prefill_tokens
+        self._readings: dict[int, Reading] = {}  # by row, in the order in which they began
         self._queue: collections.deque[Job] = collections.deque()
         self._tenants: dict[int, Job] = {}  # by row
         self._outcomes = outcomes.Outcomes()
@@ -97,6 +123,11 @@ class Scheduler:
     def nbytes(self) -> int:
         """Bytes of the caches and pending records of all rows, with the drafter's; 0 at first."""
         return self._pool.nbytes
+
+    @property
+    def prefix_cache_stats(self) -> PrefixCacheStats:
+        """What the prefix cache saved, and what it holds."""
+        return self._reader.stats
 
     @property
     def num_waiting(self) -> int:
@@ -122,8 +153,7 @@ class Scheduler:
         text = request.prompt
         if request.after is not None:
             self._pool.check(request.after)
-            tokens, length = request.after.context
-            text = [*np.asarray(tokens)[0, : int(length[0])].tolist(), *request.prompt]
+            text = [*_text_of(request.after), *text]
         checked = self._plan_of(text, request)
         job = Job(self._num_submitted, request, checked, time.perf_counter())
         self._check_can_share_batch(job, checked.decoder.verifier)
@@ -192,7 +222,12 @@ class Scheduler:
                 return
         for row, tenant in self._tenants.items():
             if tenant.request_id == request_id:
-                self._empty([row], cancelled=True)
+                if row in self._readings:
+                    self._readings.pop(row).drop()
+                    del self._tenants[row]
+                    self._outcomes.ended(tenant, outcomes.of_waiting(tenant, time.perf_counter()))
+                else:
+                    self._empty([row], cancelled=True)
                 return
         raise ValueError(f"request {request_id} has ended, and cannot be cancelled")
 
@@ -218,7 +253,15 @@ class Scheduler:
         """
         if after is not None:
             self._pool.check(after)
-        return self._pool.read(prompt, after)
+        checked_prompts([prompt], self._model.config.vocab_size)
+        text = [*prompt] if after is None else [*_text_of(after), *prompt]
+        if len(text) > self._max_length:
+            raise ValueError(
+                f"the text has {len(text)} tokens, and max_length is {self._max_length}"
+            )
+        reading = self._reader.begin([int(token) for token in text], after)
+        self._reader.advance([reading], None)
+        return self._pool.signed(self._reader.finish(reading))
 
     def _plan_of(self, text: Sequence[int], request: Request) -> Plan:
         longest = request.max_length
@@ -259,21 +302,37 @@ class Scheduler:
 
     def _fill(self) -> None:
         """Gives free rows to the requests that have waited longest."""
-        for row in self._pool.free[: len(self._queue)]:
+        free = [row for row in self._pool.free if row not in self._tenants]
+        for row in free[: len(self._queue)]:
             job = self._queue.popleft()
             job.began = time.perf_counter()
-            self._pool.start(row, job.plan, job.request.prompt, job.request.after)
+            tokens, length = (np.asarray(part)[0] for part in job.plan.context)
+            self._readings[row] = self._reader.begin(
+                tokens[:length].tolist(), job.request.after, [*self._readings.values()]
+            )
             self._tenants[row] = job
+
+    def _read(self) -> None:
+        """Reads chunks of prompts, and starts the rows whose prompts are done."""
+        self._reader.advance([*self._readings.values()], self._prefill_tokens)
+        done = [row for row, reading in self._readings.items() if reading.is_done]
+        for row in done:
+            prefix = self._reader.finish(self._readings.pop(row))
+            self._pool.start(row, self._tenants[row].plan, prefix)
 
     def _advance(self) -> bool:
         """Fills free rows and runs; False if there was nothing to run."""
         self._fill()
         if not self._tenants:
             return False
-        # Until a row has ended that a waiting request can take, or for one quantum.
-        ended = 1 if self._queue else len(self._tenants)
-        if rows := self._pool.run(self._quantum, ended):
-            self._empty(rows)
+        self._read()
+        num_decoding = len(self._tenants) - len(self._readings)
+        if num_decoding:
+            # Until a row has ended that a waiting request can take, or for one quantum.
+            ended = 1 if self._queue else num_decoding
+            steps = min(self._quantum, _STEPS_WHILE_READING) if self._readings else self._quantum
+            if rows := self._pool.run(steps, ended):
+                self._empty(rows)
         return True
 
     def _empty(self, rows: Sequence[int], *, cancelled: bool = False) -> None:
@@ -284,21 +343,31 @@ class Scheduler:
             job = self._tenants.pop(row)
             keeps = job.request.keep and not ended.failed[row]
             prefix = self._pool.take(row) if keeps else None
+            if prefix is not None:
+                tokens = ended.context.tokens[row][: int(ended.context.length[row])]
+                self._reader.keep(tokens.tolist(), prefix)
             (self._pool.end if cancelled else self._pool.release)(row)
             completion = outcomes.of_row(job, ended, row, prefix, now, cancelled=cancelled)
             self._outcomes.ended(job, completion)
 
     def _report(self) -> None:
         """Makes events of the new tokens in rows that go on."""
-        tokens = self._pool.new_tokens()
-        for row, job in sorted(self._tenants.items()):
-            self._outcomes.grown(job, tokens[row])
+        decoding = sorted(self._tenants.keys() - self._readings.keys())
+        if decoding:
+            tokens = self._pool.new_tokens()
+            for row in decoding:
+                self._outcomes.grown(self._tenants[row], tokens[row])
 
 
 @functools.cache
 def _no_key() -> jax.Array:
     """A key for requests at temperature 0, which draw no random numbers."""
     return jax.random.key(0)[None]
+
+
+def _text_of(prefix: Prefix) -> list[int]:
+    tokens, length = prefix.context
+    return np.asarray(tokens)[0, : int(length[0])].tolist()
 
 
 def _as_row(key: Any) -> Any:

@@ -7,6 +7,7 @@ from stree_jax.decoding.drafters.base import (
     check_request,
     draft_models,
     drawn_by,
+    resumed,
     root_only,
     root_token,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "draft_models",
     "draw",
     "drawn_by",
+    "resumed",
     "root_only",
     "root_token",
     "shared_scores",

@@ -4,8 +4,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from stree_jax.array_types import Array, Float, Int
+from stree_jax.decoding.places import same_rows
+from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.types import Context, DraftTree, Drawn, Step, Verdict
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
@@ -31,7 +34,8 @@ class Drafter(Protocol):
 
     Rows are independent: what a row drafts depends on its own tokens, state and key alone.
 
-    A drafter may also have these; all but `read` are used in Python, before anything is compiled:
+    A drafter may also have these; all but `read` and `resume` are used in Python, before anything
+    is compiled:
 
         child_sampling(topology, *, temperature_is_zero)
                             how it chooses children, a `Drawn` or a kind of it ("iid"); rules decide
@@ -48,6 +52,14 @@ class Drafter(Protocol):
                             chunk of a prompt but its last token, so that a drafter on the target's
                             states drafts in the first step. A row that has ended must keep its
                             state: texts are continued from it
+        resume(state, context, read, topology, max_length)
+                            the state for longer texts from that for the first `read` `[B]` tokens
+                            of each, which `prepare`, `commit` or `resume` returned, perhaps for
+                            another `topology` and `max_length`; else as `prepare`. Called between
+                            runs, not traced by the loop, when a text goes on: after a prefix, or
+                            chunk by chunk. A drafter with `read` gets the new tokens there, and
+                            here the same texts. A row that has ended must keep its state. Without
+                            it: `prepare` anew
         inner_layers        an attribute, a tuple of numbers of layers, ascending: `hidden` of
                             `read` and `commit` then has the residual stream after so many layers
                             behind the last states, `[B, N, (1 + inner) M]`
@@ -158,6 +170,43 @@ def check_request(
 def reads(drafter: Drafter) -> bool:
     """Whether the drafter gets what the target prefills, see `Drafter`."""
     return callable(getattr(drafter, "read", None))
+
+
+def keeps(drafter: Drafter | None) -> bool:
+    """Whether a drafter's state serves texts that go on; otherwise it prepares anew."""
+    return drafter is not None and (reads(drafter) or resumes(drafter))
+
+
+def resumes(drafter: Drafter) -> bool:
+    """Whether the drafter makes a state for a longer text, see `Drafter`."""
+    return callable(getattr(drafter, "resume", None))
+
+
+def resumed(
+    drafter: Drafter,
+    state: Any,
+    context: Context,
+    read: Int[Array, " B"],
+    topology: TreeTopology,
+    max_length: int,
+) -> Any:
+    """A drafter's state for texts of which it has one for the first `read` tokens, see `Drafter`.
+
+    Args:
+        drafter: the drafter.
+        state: its state for the beginnings of the texts; None: it has none.
+        context: the texts; for a drafter with `read` their beginnings, for it has read no more.
+        read: tokens of each text that the state is for.
+        topology: the draft tree.
+        max_length: most tokens of a row.
+    """
+    if resumes(drafter) and state is not None:
+        resume: Any = getattr(drafter, "resume")  # noqa: B009
+        return resume(state, context, read, topology, max_length)
+    width = min(buffer_size(int(np.asarray(context.length).max())), context.tokens.shape[1])
+    text = Context(context.tokens[:, :width], context.length)
+    prepared = drafter.prepare(text, topology, max_length)
+    return state if reads(drafter) and same_rows(state, prepared) else prepared
 
 
 def inner_layers(drafter: Drafter | None) -> tuple[int, ...]:

@@ -6,10 +6,11 @@ STree, section 5.1 (Wu, Qin, Wong and Soatto, 2025, arXiv:2505.14969).
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.array_types import Array, Float
+from stree_jax.array_types import Array, Float, Int
 from stree_jax.decoding.drafters.levels import widths_of
 from stree_jax.decoding.drafters.model import ModelDraftState, RunsModel
 from stree_jax.decoding.drafters.search import after_search, close_search, open_search, search
+from stree_jax.decoding.reader import open_reader, resumed_reader
 from stree_jax.decoding.types import Context, DraftTree, Step, Verdict
 from stree_jax.tree import TreeTopology, first_nodes
 
@@ -43,7 +44,21 @@ class BeamDrafter(RunsModel):
     def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> ModelDraftState:
         """See `Drafter`."""
         num_read = sum(widths_of(topology)[:-1])
-        return open_search(self.model, context, topology, num_read, max_length)
+        reader = open_reader(self.model, context, num_read, max_length)
+        return open_search(reader, len(context.length), topology, num_read)
+
+    def resume(
+        self,
+        state: ModelDraftState,
+        context: Context,
+        read: Int[Array, " B"],
+        topology: TreeTopology,
+        max_length: int,
+    ) -> ModelDraftState:
+        """See `Drafter`."""
+        num_read = sum(widths_of(topology)[:-1])
+        reader = resumed_reader(self.model, state.reader, context, read, num_read, max_length)
+        return open_search(reader, len(context.length), topology, num_read)
 
     def propose(
         self, state: ModelDraftState, step: Step, topology: TreeTopology

@@ -20,7 +20,7 @@ from stree_jax.decoding.drafters.search import (
     open_search,
     search,
 )
-from stree_jax.decoding.reader import DraftModel
+from stree_jax.decoding.reader import DraftModel, open_reader, resumed_reader
 from stree_jax.decoding.types import Context, DraftTree, Drawn, Step, Verdict
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM
@@ -86,7 +86,21 @@ class DynamicDrafter(RunsModel):
     def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> ModelDraftState:
         """See `Drafter`."""
         num_read = sum(self.widths(topology)[:-1])
-        return open_search(self.model, context, topology, num_read, max_length)
+        reader = open_reader(self.model, context, num_read, max_length)
+        return open_search(reader, len(context.length), topology, num_read)
+
+    def resume(
+        self,
+        state: ModelDraftState,
+        context: Context,
+        read: Int[Array, " B"],
+        topology: TreeTopology,
+        max_length: int,
+    ) -> ModelDraftState:
+        """See `Drafter`."""
+        num_read = sum(self.widths(topology)[:-1])
+        reader = resumed_reader(self.model, state.reader, context, read, num_read, max_length)
+        return open_search(reader, len(context.length), topology, num_read)
 
     def propose(
         self, state: ModelDraftState, step: Step, topology: TreeTopology

@@ -18,7 +18,7 @@ from stree_jax.decoding.drafters.children import (
 )
 from stree_jax.decoding.drafters.levels import grow_levels, levels_of
 from stree_jax.decoding.nodes import put, take
-from stree_jax.decoding.reader import DraftModel, open_reader
+from stree_jax.decoding.reader import DraftModel, open_reader, resumed_reader
 from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.types import Context, DraftTree, Drawn, Step, Verdict
 from stree_jax.models.lm import HybridLM, check_model
@@ -106,6 +106,18 @@ class ModelDrafter(RunsModel):
         """See `Drafter`."""
         num_read = len(_inner_nodes(topology))
         return ModelDraftState(open_reader(self.model, context, num_read, max_length))
+
+    def resume(
+        self,
+        state: ModelDraftState,
+        context: Context,
+        read: Int[Array, " B"],
+        topology: TreeTopology,
+        max_length: int,
+    ) -> ModelDraftState:
+        """See `Drafter`."""
+        sizes = len(_inner_nodes(topology)), max_length
+        return ModelDraftState(resumed_reader(self.model, state.reader, context, read, *sizes))
 
     def propose(
         self, state: ModelDraftState, step: Step, topology: TreeTopology

@@ -13,9 +13,9 @@ from stree_jax.decoding.drafters.base import root_only
 from stree_jax.decoding.drafters.levels import grow_levels
 from stree_jax.decoding.drafters.model import ModelDraftState
 from stree_jax.decoding.nodes import put, take
-from stree_jax.decoding.reader import DraftModel, open_reader
+from stree_jax.decoding.reader import DraftModel
 from stree_jax.decoding.sampling import all_finite
-from stree_jax.decoding.types import Context, DraftTree, Step, Verdict
+from stree_jax.decoding.types import DraftTree, Step, Verdict
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, TreeTopology, first_nodes
 
@@ -75,24 +75,15 @@ def best_continuations(
     return kept, chosen // per_beam, added, Continuations(scores, tokens, chosen)
 
 
-def open_search(
-    model: HybridLM | DraftModel,
-    context: Context,
-    topology: TreeTopology,
-    num_read: int,
-    max_length: int,
-) -> ModelDraftState:
+def open_search(reader: Any, batch: int, topology: TreeTopology, num_read: int) -> ModelDraftState:
     """The state before the first step of a drafter that searches.
 
     Args:
-        model: the draft model.
-        context: the texts.
+        reader: the state of the draft model.
+        batch: number of rows.
         topology: the draft tree.
         num_read: nodes that the model runs in a step.
-        max_length: most tokens of a row.
     """
-    reader = open_reader(model, context, num_read, max_length)
-    batch = context.length.shape[0]
     place = jnp.zeros((batch, topology.num_nodes), jnp.int32)
     return after_search(reader, _no_tree(batch, num_read), place)
 

@@ -35,6 +35,7 @@ from stree_jax.decoding.drafters import (
     check_request,
     chosen_child_sampling,
     drawn_by,
+    resumed,
 )
 from stree_jax.decoding.verifiers import default_verifier
 from stree_jax.extensions.hierarchical.chains import append_subtree
@@ -156,10 +157,31 @@ class CascadeDrafter(nnx.Module):
 
     def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> CascadeState:
         """See `Drafter`."""
-        batch, inner = context.length.shape[0], self.inner_topology
-        num_nodes = self.rounds * inner.num_nodes
+        num_nodes = self.rounds * self.inner_topology.num_nodes
+        reader = Reader.open(self.medium, context, num_nodes, max_length)
         # The inner drafter drafts beyond the end of a row before the target's path is cut.
-        state = self.inner.prepare(context, inner, max_length + topology.depth)
+        inner = self.inner_topology, max_length + topology.depth
+        return self._behind(reader, self.inner.prepare(context, *inner), topology)
+
+    def resume(
+        self,
+        state: CascadeState,
+        context: Context,
+        read: Int[Array, " B"],
+        topology: TreeTopology,
+        max_length: int,
+    ) -> CascadeState:
+        """See `Drafter`. The inner drafter resumes too, or prepares anew."""
+        num_nodes = self.rounds * self.inner_topology.num_nodes
+        reader = state.reader.resume(self.medium, context, read, num_nodes, max_length)
+        inner = self.inner_topology, max_length + topology.depth
+        first = resumed(self.inner, state.rounds[0].state, context, read, *inner)
+        return self._behind(reader, first, topology)
+
+    def _behind(self, reader: Reader, state: Any, topology: TreeTopology) -> CascadeState:
+        """The state before a step, from those of the medium model and of the inner drafter."""
+        batch, inner = len(reader.catch_up), self.inner_topology
+        num_nodes = self.rounds * inner.num_nodes
 
         def no_round() -> Round:
             nodes = jnp.zeros((batch, inner.num_nodes), jnp.int32)
@@ -168,7 +190,7 @@ class CascadeDrafter(nnx.Module):
             )
 
         return CascadeState(
-            reader=Reader.open(self.medium, context, num_nodes, max_length),
+            reader=reader,
             read=TreeTopology.chain(num_nodes - 1).tree(jnp.zeros((batch, num_nodes), bool)),
             place=jnp.zeros((batch, topology.num_nodes), jnp.int32),
             rounds=tuple(no_round() for _ in range(self.rounds + 1)),

@@ -21,7 +21,7 @@ from stree_jax import (
     Verdict,
     token_log_probs,
 )
-from stree_jax.array_types import Array, Float
+from stree_jax.array_types import Array, Float, Int
 from stree_jax.decoding import Reader, all_finite
 from stree_jax.decoding.drafters import (
     check_child_sampling,
@@ -103,13 +103,24 @@ class InterleavedDrafter(nnx.Module):
         self, context: Context, topology: TreeTopology, max_length: int
     ) -> dict[str, Reader]:
         """See `Drafter`."""
+        return {
+            letter: Reader.open(model, context, num_read, max_length, num_catch_up)
+            for letter, model, num_read, num_catch_up in self._readers(topology)
+        }
 
-        def reader(letter: str, model: HybridLM) -> Reader:
-            num_read = self._num_read(letter)
-            num_catch_up = topology.num_nodes - num_read
-            return Reader.open(model, context, num_read, max_length, num_catch_up)
-
-        return {"q": reader("q", self.medium), "s": reader("s", self.small)}
+    def resume(
+        self,
+        state: dict[str, Reader],
+        context: Context,
+        read: Int[Array, " B"],
+        topology: TreeTopology,
+        max_length: int,
+    ) -> dict[str, Reader]:
+        """See `Drafter`."""
+        return {
+            letter: state[letter].resume(model, context, read, num_read, max_length, num_catch_up)
+            for letter, model, num_read, num_catch_up in self._readers(topology)
+        }
 
     def propose(
         self,
@@ -181,6 +192,12 @@ class InterleavedDrafter(nnx.Module):
             return reader.close(chain, place, draft, verdict)
 
         return {letter: committed(letter, reader) for letter, reader in state.items()}
+
+    def _readers(self, topology: TreeTopology) -> list[tuple[str, HybridLM, int, int]]:
+        """Letter, model, nodes that it runs, and most catch-up tokens, of both models."""
+        counts = {letter: self._num_read(letter) for letter in "qs"}
+        models = {"q": self.medium, "s": self.small}
+        return [(x, models[x], count, topology.num_nodes - count) for x, count in counts.items()]
 
     def _num_read(self, letter: str) -> int:
         """Nodes of the chain that a model runs, root included."""

@@ -1,0 +1,57 @@
+"""Caches with more or fewer places: attention layers have one for each token of the longest text.
+
+Places behind a text are masked, and nothing reads them before they are written. So a cache whose
+text fits may be cut, and zeros put behind it.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stree_jax.array_types import Array
+from stree_jax.models.lm import HybridLM
+
+
+def cache_shapes(model: HybridLM, rows: int, size: int) -> Any:
+    """Shapes and dtypes of the model's cache of `size` places."""
+    return jax.eval_shape(lambda: model.init_cache(rows, size))
+
+
+def same_rows(one: Any, other: Any) -> bool:
+    """Whether the arrays of two states differ in the number of rows only."""
+
+    def shapes(arrays: Any) -> tuple[Any, Any]:
+        leaves, structure = jax.tree.flatten(arrays)
+        return [(leaf.shape[1:], leaf.dtype) for leaf in leaves], structure
+
+    return shapes(one) == shapes(other)
+
+
+def fits(arrays: Any, wanted: Any) -> bool:
+    """Whether arrays differ from the wanted ones in the sizes of axes only, none of them larger."""
+    return len({*map(jax.tree.structure, (arrays, wanted))}) == 1 and all(
+        leaf.dtype == other.dtype
+        and leaf.ndim == other.ndim
+        and all(own <= most for own, most in zip(leaf.shape, other.shape, strict=True))
+        for leaf, other in zip(jax.tree.leaves(arrays), jax.tree.leaves(wanted), strict=True)
+    )
+
+
+def fitted(arrays: Any, wanted: Any) -> Any:
+    """Arrays with the wanted sizes of all axes but the first: cut, or with zeros behind."""
+    if same_rows(arrays, wanted):
+        return arrays
+    return _fitted(arrays, tuple(leaf.shape[1:] for leaf in jax.tree.leaves(wanted)))
+
+
+@functools.partial(jax.jit, static_argnames="shapes")
+def _fitted(arrays: Any, shapes: tuple[tuple[int, ...], ...]) -> Any:
+    def one(leaf: Array, shape: tuple[int, ...]) -> Array:
+        leaf = leaf[(slice(None), *map(slice, shape))]
+        room = [(0, most - own) for own, most in zip(leaf.shape[1:], shape, strict=True)]
+        return jnp.pad(leaf, [(0, 0), *room])
+
+    leaves, structure = jax.tree.flatten(arrays)
+    return jax.tree.unflatten(structure, map(one, leaves, shapes))

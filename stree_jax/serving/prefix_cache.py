@@ -1,0 +1,135 @@
+"""Prefixes of texts that were read, by their tokens, within a budget of bytes."""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stree_jax.array_types import Array
+from stree_jax.decoding.types import Prefix
+from stree_jax.serving.radix_tree import RadixTree
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixCacheStats:
+    """Counts of a scheduler's prefix cache since the scheduler was made.
+
+    Attributes:
+        lookups: texts that began to be read.
+        hits: those of them that began with an entry.
+        tokens_reused: tokens that entries had read for them.
+        tokens_prefilled: tokens of prompts that were read, also without a cache.
+        nbytes: bytes of the entries' arrays now; an array that several have counts once.
+        num_entries: entries now.
+        evictions: entries that went because the budget was spent.
+        damaged: entries that went because a number in them was not finite.
+    """
+
+    lookups: int = 0
+    hits: int = 0
+    tokens_reused: int = 0
+    tokens_prefilled: int = 0
+    nbytes: int = 0
+    num_entries: int = 0
+    evictions: int = 0
+    damaged: int = 0
+
+
+class PrefixCache:
+    """Prefixes by their tokens; the least recently used go when the budget is spent.
+
+    Args:
+        budget: most bytes of the arrays of all entries.
+    """
+
+    def __init__(self, budget: int):
+        self._budget = budget
+        self._tree: RadixTree[tuple[int, ...]] = RadixTree()
+        # By their tokens, the least recently used first.
+        self._entries: collections.OrderedDict[tuple[int, ...], Prefix] = collections.OrderedDict()
+        self._uses: collections.Counter[int] = collections.Counter()  # of arrays, by their id
+        self._nbytes = self._evictions = self._damaged = 0
+
+    def add_to(self, stats: PrefixCacheStats) -> PrefixCacheStats:
+        """The counts with those of the entries."""
+        return dataclasses.replace(
+            stats,
+            nbytes=self._nbytes,
+            num_entries=len(self._entries),
+            evictions=self._evictions,
+            damaged=self._damaged,
+        )
+
+    def find(self, tokens: Sequence[int], longer_than: int = 0) -> tuple[int, Prefix] | None:
+        """The longest entry that a text begins with, and its number of tokens.
+
+        An entry with a number that is not finite is dropped, and the next shorter one is looked at.
+
+        Args:
+            tokens: the text.
+            longer_than: entries of at most so many tokens are left alone.
+        """
+        while (key := self._tree.longest(tokens)) is not None and len(key) > longer_than:
+            prefix = self._entries[key]
+            if is_finite(prefix):
+                self._entries.move_to_end(key)
+                return len(key), prefix
+            self._remove(key)
+            self._damaged += 1
+        return None
+
+    def shared(self, tokens: Sequence[int]) -> int:
+        """How many first tokens of a text are those of some entry."""
+        return self._tree.shared(tokens)
+
+    def has(self, tokens: Sequence[int]) -> bool:
+        """Whether there is an entry of exactly these tokens, which is then used."""
+        key = tuple(tokens)
+        if found := key in self._entries:
+            self._entries.move_to_end(key)
+        return found
+
+    def keep(self, tokens: Sequence[int], prefix: Prefix) -> None:
+        """Adds an entry, unless it is larger than the whole budget; others go for it."""
+        key = tuple(tokens)
+        if key in self._entries:
+            self._remove(key)
+        arrays = _arrays(prefix)
+        if sum(arrays[name].nbytes for name in arrays) > self._budget:
+            return
+        self._entries[key] = prefix
+        self._tree[key] = key
+        for name, array in arrays.items():
+            if not self._uses[name]:
+                self._nbytes += array.nbytes
+            self._uses[name] += 1
+        while self._nbytes > self._budget:
+            self._remove(next(iter(self._entries)))
+            self._evictions += 1
+
+    def _remove(self, key: tuple[int, ...]) -> None:
+        del self._tree[key]
+        for name, array in _arrays(self._entries.pop(key)).items():
+            self._uses[name] -= 1
+            if not self._uses[name]:
+                del self._uses[name]
+                self._nbytes -= array.nbytes
+
+
+def _arrays(prefix: Prefix) -> dict[int, Any]:
+    """The arrays of a prefix by their id: an array that occurs twice is in memory once."""
+    return {id(leaf): leaf for leaf in jax.tree.leaves(prefix)}
+
+
+def is_finite(prefix: Prefix) -> bool:
+    """Whether all numbers of the caches and of the drafter's state are finite."""
+    return bool(_all_finite((prefix.cache, prefix.drafter)))
+
+
+@jax.jit
+def _all_finite(arrays: Any) -> Array:
+    parts = [leaf for leaf in jax.tree.leaves(arrays) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return jnp.stack([jnp.isfinite(part).all() for part in parts] or [jnp.array(True)]).all()

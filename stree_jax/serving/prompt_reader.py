@@ -1,0 +1,261 @@
+"""Prompts on their way into rows: chunk by chunk, from where the prefix cache knows them."""
+
+import bisect
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import dispatch
+from stree_jax.decoding.drafters import Drafter
+from stree_jax.decoding.drafters.base import keeps, resumed
+from stree_jax.decoding.loop import SpeculativeDecoder
+from stree_jax.decoding.prefill import PREFILL_CHUNK
+from stree_jax.decoding.prefixes import compact, read_on, row_of, stacked
+from stree_jax.decoding.prompts import buffer_size
+from stree_jax.decoding.types import Context, Prefix
+from stree_jax.models.lm import HybridLM
+from stree_jax.serving.prefix_cache import PrefixCache, PrefixCacheStats
+
+_TOGETHER = 4  # texts that one call reads; others are read alone, so that few programs are compiled
+_SMALLEST = 64  # tokens of a buffer, see `buffer_size`
+_WORTH = 16  # tokens that texts must share for an entry of their own, and for one to wait
+
+
+@dataclasses.dataclass(eq=False)
+class Reading:
+    """A text that is being read.
+
+    Attributes:
+        tokens: all of it.
+        prefix: of its first `length` tokens; None: nothing is read.
+        length: see `prefix`.
+        keep_at: lengths whose prefixes are kept, ascending.
+        others: texts that began to be read before, and how many first tokens they share with this.
+        is_hit: whether an entry of the cache was used.
+    """
+
+    tokens: list[int]
+    prefix: Prefix | None = None
+    length: int = 0
+    keep_at: list[int] = dataclasses.field(default_factory=list)
+    others: list[tuple["Reading", int]] = dataclasses.field(default_factory=list)
+    is_hit: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all of it is read."""
+        return self.length == len(self.tokens)
+
+    @property
+    def waits(self) -> bool:
+        """Whether another text is about to read what both begin with."""
+        return any(other.length < shared > self.length + _WORTH for other, shared in self.others)
+
+    def end(self, most: int) -> int:
+        """Where the next chunk ends, of at most so many tokens."""
+        stop = bisect.bisect_right(self.keep_at, self.length)
+        ends = [*self.keep_at[stop : stop + 1], self.length + most, len(self.tokens)]
+        return min(ends)
+
+    def drop(self) -> None:
+        """Lets go of all arrays; texts that wait for this one go on."""
+        self.length, self.prefix, self.others = len(self.tokens), None, []
+
+    def keep_also(self, length: int) -> None:
+        """Keeps the prefix of so many tokens too."""
+        if length not in self.keep_at:
+            bisect.insort(self.keep_at, length)
+
+
+class PromptReader:
+    """Reads texts for the rows of a pool, and keeps their prefixes.
+
+    Args:
+        decoder: the pool's program.
+        model: the target.
+        drafter: the pool's drafter.
+        cache_bytes: most bytes of kept prefixes; 0: none are kept.
+        keep_every: number of tokens after which the prefix of a long prompt is kept; None: never.
+    """
+
+    def __init__(
+        self,
+        decoder: SpeculativeDecoder,
+        model: HybridLM,
+        drafter: Drafter | None,
+        *,
+        cache_bytes: int,
+        keep_every: int | None,
+    ):
+        self._decoder, self._model, self._drafter = decoder, model, drafter
+        # Others prepare when all is read.
+        self._follows = drafter if keeps(drafter) else None
+        self._cache = PrefixCache(cache_bytes) if cache_bytes else None
+        self._keep_every = keep_every
+        self._stats = PrefixCacheStats()
+
+    @property
+    def stats(self) -> PrefixCacheStats:
+        """Counts so far."""
+        return self._stats if self._cache is None else self._cache.add_to(self._stats)
+
+    def begin(
+        self, tokens: list[int], after: Prefix | None, before: Sequence[Reading] = ()
+    ) -> Reading:
+        """A text that is to be read.
+
+        Args:
+            tokens: the text.
+            after: a prefix of its beginning, or of all of it.
+            before: texts that are being read.
+        """
+        reading = Reading(tokens)
+        if after is not None:
+            self._set(reading, int(after.context.length[0]), after)
+        if self._cache is None:
+            return reading
+        self._count(lookups=1)
+        self._look_up(reading)
+        total = len(tokens)
+        if every := self._keep_every:
+            reading.keep_at = [*range(every, total, every)]
+        for other in before:
+            shared = _num_shared(tokens, other.tokens)
+            if max(other.length, reading.length + _WORTH) < shared:
+                other.keep_also(shared)
+                reading.others.append((other, shared))
+        shared = self._cache.shared(tokens)
+        if reading.length + _WORTH < shared:
+            reading.keep_also(shared)
+        reading.keep_also(total)
+        return reading
+
+    def advance(self, readings: Sequence[Reading], budget: int | None) -> None:
+        """Reads some tokens of texts, those that came first first.
+
+        Args:
+            readings: the texts, in the order in which they began.
+            budget: most tokens; None: reads all of them.
+        """
+        left = budget
+        while left is None or left >= (1 if left == budget else _SMALLEST):
+            waiting = [reading for reading in readings if not (reading.is_done or reading.waits)]
+            if not waiting:
+                return
+            reads = self._read(waiting, left)
+            left = None if left is None else left - reads
+
+    def finish(self, reading: Reading) -> Prefix:
+        """The prefix of a text that is done, for the pool."""
+        assert reading.prefix is not None
+        context = self._context([reading], [reading.length], self._decoder.num_places)
+        prefix = reading.prefix._replace(context=context)
+        reading.drop()
+        if self._drafter is None or self._follows is not None:
+            return prefix
+        sizes = self._decoder.topology, self._decoder.max_length
+        with dispatch.on(self._model):
+            state = resumed(self._drafter, None, context, context.length, *sizes)
+        return prefix._replace(drafter=state)
+
+    def keep(self, tokens: Sequence[int], prefix: Prefix) -> None:
+        """Keeps the prefix of a text, for texts that begin with it."""
+        if self._cache is None or self._cache.has(tokens):
+            return
+        decoder = self._decoder
+        size = min(buffer_size(len(tokens)), decoder.max_length)
+        with dispatch.on(self._model):
+            small = compact(decoder, self._model, self._follows, prefix, size)
+        self._cache.keep(tokens, small)
+
+    def _look_up(self, reading: Reading) -> None:
+        """Goes on from an entry that is longer than what is read, if there is one."""
+        assert self._cache is not None
+        found = self._cache.find(reading.tokens, longer_than=reading.length)
+        if found is not None:
+            length, entry = found
+            self._count(tokens_reused=length - reading.length, hits=int(not reading.is_hit))
+            reading.is_hit = True
+            self._set(reading, length, entry)
+
+    def _set(self, reading: Reading, length: int, prefix: Prefix) -> None:
+        """Goes on from a prefix, which gets buffers of the pool's size."""
+        reading.length = length
+        context = self._context([reading], [length])
+        own = prefix._replace(context=context, origin=None)
+        with dispatch.on(self._model):
+            reading.prefix = read_on(self._decoder, self._model, self._follows, own, context)
+
+    def _read(self, waiting: Sequence[Reading], left: int | None) -> int:
+        """Reads a chunk of the first text, and of others that go together with it.
+
+        Returns:
+            The number of tokens.
+        """
+        first = waiting[0]
+        alike = [each for each in waiting if (each.prefix is None) == (first.prefix is None)]
+        share = PREFILL_CHUNK if left is None else min(left // _TOGETHER, PREFILL_CHUNK)
+        if len(alike) >= _TOGETHER and share >= _SMALLEST:
+            group, most = alike[:_TOGETHER], share
+        else:
+            group, most = [first], len(first.tokens) if left is None else _whole_buffer(left)
+        ends = [each.end(most) for each in group]
+        before = [each.length for each in group]
+        context = self._context(group, ends)
+        with dispatch.on(self._model):
+            if first.prefix is None:
+                rows = self._decoder.read(self._model, self._follows, context)
+            else:
+                parts = [each.prefix and (each.prefix.cache, each.prefix.drafter) for each in group]
+                cache, drafts = stacked(parts)
+                old = Context(context.tokens, jnp.asarray(before, jnp.int32))
+                rows = read_on(
+                    *(self._decoder, self._model, self._follows),
+                    Prefix(old, cache, drafts),
+                    context,
+                )
+            for i, each in enumerate(group):
+                each.length = ends[i]
+                each.prefix = rows if len(group) == 1 else row_of(rows, i)
+        for each in group:
+            if each.length in each.keep_at:
+                assert each.prefix is not None
+                self.keep(each.tokens[: each.length], each.prefix)
+        if self._cache is not None:
+            for each in waiting:
+                self._look_up(each)
+        read = sum(ends) - sum(before)
+        self._count(tokens_prefilled=read)
+        return read
+
+    def _context(
+        self, group: Sequence[Reading], lengths: Sequence[int], width: int | None = None
+    ) -> Context:
+        """The beginnings of texts."""
+        tokens = np.zeros((len(group), width or buffer_size(max(lengths))), np.int32)
+        for buffer, each, length in zip(tokens, group, lengths, strict=True):
+            buffer[:length] = each.tokens[:length]
+        return Context(jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32))
+
+    def _count(self, **counts: int) -> None:
+        new = {name: getattr(self._stats, name) + count for name, count in counts.items()}
+        self._stats = dataclasses.replace(self._stats, **new)
+
+
+def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first tokens two texts share."""
+    most = min(len(one), len(other))
+    differ = np.flatnonzero(np.asarray(one[:most]) != np.asarray(other[:most]))
+    return int(differ[0]) if len(differ) else most
+
+
+def _whole_buffer(left: int) -> int:
+    """The size of the largest buffer that so many tokens fill, or fewer than the smallest has."""
+    size = _SMALLEST
+    if left < size:
+        return left
+    while (larger := buffer_size(size + 1)) <= left:
+        size = larger
+    return size

@@ -1,0 +1,94 @@
+"""The radix tree against a dictionary, and what goes when the budget is spent."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from stree_jax.decoding.types import Context, Prefix
+from stree_jax.serving.prefix_cache import PrefixCache, PrefixCacheStats
+from stree_jax.serving.radix_tree import RadixTree
+
+words = some.lists(some.integers(0, 2), max_size=7)
+
+
+@settings(deadline=None)
+@given(some.lists(some.tuples(some.booleans(), words), max_size=40), some.lists(words, max_size=8))
+def test_the_tree_is_a_dictionary_of_beginnings(changes, questions):
+    tree, want = RadixTree(), {}
+    for i, (adds, word) in enumerate(changes):
+        if adds:
+            tree[word] = want[tuple(word)] = i
+        elif tuple(word) in want:
+            del tree[word], want[tuple(word)]
+        else:
+            with pytest.raises(KeyError):
+                del tree[word]
+        for text in [*questions, word]:
+            beginnings = [tuple(text[:n]) for n in range(len(text) + 1)]
+            known = [want[each] for each in beginnings if each in want]
+            assert tree.longest(text) == (known[-1] if known else None)
+            shared = [n for n, b in enumerate(beginnings) if any(w[:n] == b for w in want)]
+            assert tree.shared(text) == max(shared, default=0)
+        assert num_nodes(tree._root) <= 2 * len(want) + 1
+
+
+def num_nodes(node):
+    """The nodes below and this one; each knows its parent."""
+    assert all(below.parent is node for below in node.children.values())
+    assert all(first == below.edge[0] for first, below in node.children.items())
+    return 1 + sum(map(num_nodes, node.children.values()))
+
+
+def prefix(*sizes):
+    """A prefix whose arrays have so many bytes in all, but for the few of its context."""
+    cache = tuple(jnp.zeros(size // 4) for size in sizes)
+    return Prefix(Context(jnp.zeros((1, 0), jnp.int32), jnp.zeros(0, jnp.int32)), cache, None)
+
+
+def counts(cache):
+    return cache.add_to(PrefixCacheStats())
+
+
+def test_the_least_recently_used_go():
+    cache = PrefixCache(1000)
+    for text in ([1], [1, 2], [3]):
+        cache.keep(text, prefix(300))
+    assert cache.find([1, 2, 9])[0] == 2
+    assert cache.find([1, 5])[0] == 1
+    assert cache.find([1, 5], longer_than=1) is None
+    assert cache.find([5]) is None
+    cache.keep([4], prefix(400))  # [3] was used before the others
+    assert not cache.has([3])
+    assert (counts(cache).nbytes, counts(cache).num_entries) == (1000, 3)
+    cache.keep([5], prefix(1004))  # larger than the budget
+    assert not cache.has([5])
+    cache.keep([1, 2], prefix(500))  # in the place of the old one
+    assert (counts(cache).nbytes, counts(cache).evictions) == (900, 2)
+    assert cache.find([1, 2])[1].cache[0].nbytes == 500
+
+
+def test_an_array_that_entries_share_counts_once():
+    cache, one = PrefixCache(1000), prefix(600)
+    for text in ([1], [2]):
+        cache.keep(text, one)
+    cache.keep([3], one._replace(cache=(*one.cache, *one.cache, *prefix(400).cache)))
+    assert (counts(cache).nbytes, counts(cache).num_entries) == (1000, 3)
+    cache.keep([4], prefix(600))
+    assert (counts(cache).nbytes, counts(cache).num_entries) == (600, 1)
+    assert cache.has([4])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_damaged_entry_is_dropped(value):
+    cache = PrefixCache(1000)
+    good = prefix(100)
+    bad = good._replace(drafter=good.cache[0].at[7].set(value))
+    cache.keep([1], good)
+    cache.keep([1, 2], bad)
+    assert cache.find([1, 2, 3]) == (1, good)
+    assert (counts(cache).damaged, counts(cache).nbytes) == (1, 100)
+    assert not cache.has([1, 2])
+    assert len(jax.tree.leaves(good)) == 3

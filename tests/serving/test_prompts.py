@@ -1,0 +1,249 @@
+"""Prompts in chunks and from the prefix cache: the texts are those of each request alone."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stree_jax as st
+from stree_jax.testing import perturbed, tiny_model
+from tests.helpers import heads_of
+from tests.serving.requests import TREE, WAYS, alone, drafting, mixed, ragged, served
+
+LENGTH = 128
+
+
+@functools.cache
+def cases(name="plain"):
+    """Requests in families of prompts that share a beginning, and their texts."""
+    rng = np.random.default_rng(3)
+    requests = mixed(ragged(18), WAYS[:2])
+    stems = [rng.integers(0, 37, size=size).tolist() for size in (50, 23)]
+    for i, request in enumerate(requests):
+        if i % 3:
+            prompt = stems[i % 3 - 1] + request.prompt[: 1 + i // 6 * 5]
+            requests[i] = dataclasses.replace(request, prompt=prompt)
+    return requests, alone(tiny_model(name), requests)
+
+
+def pool(name="plain", quantum=7, rows=5, **options):
+    model = tiny_model(name)
+    options = dict(prefix_cache_bytes=10**8, prefix_every=16) | options
+    return st.Scheduler(
+        model, rows=rows, max_length=LENGTH, quantum=quantum, **drafting(model) | options
+    )
+
+
+def check(scheduler, order, name="plain"):
+    requests, texts = cases(name)
+    for i, done in zip(order, served(scheduler, [requests[i] for i in order]), strict=True):
+        assert done.tokens == texts[i]
+        assert done.error is None
+    stats = scheduler.prefix_cache_stats
+    total = sum(len(requests[i].prompt) for i in order)
+    assert stats.tokens_reused + stats.tokens_prefilled == total
+    return stats
+
+
+def orders(count=18):
+    return [np.random.default_rng(seed).permutation(count).tolist() for seed in range(2)]
+
+
+def test_what_requests_share_is_read_once():
+    """In any order, again and again, also if those that share a beginning come together."""
+    scheduler = pool()
+    first = check(scheduler, orders()[0])
+    assert first.lookups == 18
+    assert first.hits >= 9
+    assert first.tokens_reused > 250
+    assert first.evictions == first.damaged == 0
+    assert 0 < first.nbytes <= 10**8
+    again = scheduler.prefix_cache_stats.tokens_prefilled
+    requests, texts = cases()
+    for i, done in enumerate(served(scheduler, requests)):
+        assert done.tokens == texts[i]
+    stats = scheduler.prefix_cache_stats
+    assert stats.tokens_prefilled == again  # all prompts were known
+    assert stats.hits == first.hits + 18
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(prefill_tokens=5, prefix_cache_bytes=0),
+        dict(prefill_tokens=None, prefix_cache_bytes=30_000, quantum=32),  # a few entries
+        dict(prefill_tokens=9, prefix_cache_bytes=1, prefix_every=None, quantum=1),  # none fits
+    ],
+    ids=["no cache", "thrashing", "nothing fits"],
+)
+def test_small_chunks_and_small_budgets(options):
+    scheduler = pool(**options)
+    stats = check(scheduler, orders()[0])
+    assert stats.nbytes <= options["prefix_cache_bytes"]
+    assert (stats.evictions > 5) == (options["prefix_cache_bytes"] > 1)
+    if options["prefix_cache_bytes"] < 2:
+        assert stats.tokens_reused == stats.hits == stats.num_entries == 0
+
+
+def test_damage_costs_time_and_no_text():
+    """Every entry gets a number that is not finite, while requests run that began with it."""
+    scheduler = pool(prefill_tokens=64)
+    requests, texts = cases()
+    ids, done = {}, {}
+    order = orders()[1] * 2
+    for i in order:
+        ids[scheduler.submit(requests[i])] = i
+    rng = np.random.default_rng(0)
+    for completion in scheduler.completions():
+        done[completion.request_id] = completion
+        damage(scheduler, rng)
+    assert sorted(done) == sorted(ids)
+    for request_id, completion in done.items():
+        assert completion.error is None
+        assert completion.tokens == texts[ids[request_id]]
+    assert scheduler.prefix_cache_stats.damaged > 3
+
+
+def damage(scheduler, rng):
+    """Writes NaN or infinity into an array of every second entry."""
+    entries = scheduler._reader._cache._entries
+    for key, prefix in [*entries.items()][::2]:
+        leaves, structure = jax.tree.flatten(prefix)
+        numbers = [i for i, leaf in enumerate(leaves) if leaf.dtype == jnp.float32 and leaf.size]
+        at = rng.choice(numbers)
+        place = rng.integers(leaves[at].size)
+        value = rng.choice([np.nan, np.inf])
+        leaves[at] = leaves[at].ravel().at[place].set(value).reshape(leaves[at].shape)
+        entries[key] = jax.tree.unflatten(structure, leaves)
+
+
+def test_texts_that_go_on_and_reading_use_the_cache():
+    """`read`, `after`, `keep`, and a prompt that repeats a kept completion."""
+    scheduler = pool()
+    model, stats = scheduler.model, lambda: scheduler.prefix_cache_stats
+    stem, common = list(range(30)), dict(max_new_tokens=6, temperature=1.0, key=5)
+    prefix = scheduler.read(stem)
+    assert stats().tokens_prefilled == 30
+    scheduler.read(stem)
+    assert (stats().tokens_prefilled, stats().tokens_reused) == (30, 30)
+    options = dict(processors=[st.RepetitionPenalty(1.3)], log_probs=True, keep=True)
+    (first,) = served(scheduler, [st.Request([7], after=prefix, **common, **options)])
+    want = st.generate(
+        *(model, [[*stem, 7]]),
+        **{name: value for name, value in options.items() if name != "keep"},
+        **common | dict(key=[5]),
+    )
+    assert first.tokens == want.tokens[0].tolist()
+    np.testing.assert_allclose(first.log_probs, want.log_probs[0], atol=1e-4)
+    assert stats().tokens_prefilled == 31
+    text = [*stem, 7, *first.tokens]
+    turns = [st.Request([*text, 9], **common), st.Request([], after=first.prefix, **common)]
+    got = served(scheduler, turns)
+    for whole, done in zip(([*text, 9], text), got, strict=True):
+        assert done.tokens == alone(model, [st.Request(whole, **common)])[0]
+    assert stats().tokens_prefilled == 32
+    assert stats().damaged == 0
+
+
+@pytest.mark.parametrize("kind", ["anew", pytest.param("heads", marks=pytest.mark.slow)])
+def test_a_drafter_that_prepares_anew_and_one_that_reads(kind):
+    model = tiny_model()
+    heads = st.MedusaDrafter(model, heads_of(model, amount=0.05))
+    drafter = heads if kind == "heads" else Rereads(perturbed(model, 0.1))
+    scheduler = pool(drafter=drafter, prefill_tokens=20)
+    assert check(scheduler, orders()[0]).tokens_reused > 200
+
+
+class Rereads(st.ModelDrafter):
+    """A drafter without `resume`."""
+
+    resume = None
+
+
+def test_rows_decode_while_a_long_prompt_is_read():
+    """And the first of two texts that share a beginning may be cancelled: the other one reads."""
+    scheduler = pool(prefill_tokens=8, quantum=2, prefix_every=None)
+    prompt = [i % 37 for i in range(90)]
+    key = jax.random.key(0)
+    background = st.Request([3], max_new_tokens=60, key=key)
+    short = scheduler.submit(background)
+    events = scheduler.events()
+    assert next(events).request_id == short
+    long = [scheduler.submit(st.Request([*prompt, i], max_new_tokens=3)) for i in range(2)]
+    chunks = sum(next(events).request_id == short for _ in range(4))
+    assert chunks == 4
+    assert (scheduler.num_running, scheduler.num_waiting) == (3, 0)
+    scheduler.cancel(long[0])
+    texts = {short: [], long[0]: [], long[1]: []}
+    for event in events:
+        texts[event.request_id] += event.tokens
+    done = {completion.request_id: completion for completion in scheduler.completions()}
+    assert done[long[0]].finish_reason == "cancelled"
+    second = st.Request([*prompt, 1], max_new_tokens=3, key=key)
+    want = alone(tiny_model(), [second, background])
+    assert [done[long[1]].tokens, done[short].tokens] == want
+
+
+def test_what_is_off_leaves_no_trace():
+    """Without a prefix cache nothing is kept, and the loop's state is the same with one."""
+    states = []
+    for size in (0, 10**8):
+        scheduler = pool(prefix_cache_bytes=size)
+        served(scheduler, [st.Request([1, 2], max_new_tokens=2)])
+        states.append(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), scheduler._pool._state))
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(prefill_tokens=0), "prefill_tokens must be an integer, at least 1"),
+        (dict(prefix_every=0), "prefix_every must be an integer, at least 1"),
+        (dict(prefix_cache_bytes=-1), "prefix_cache_bytes must be an integer, at least 0"),
+    ],
+)
+def test_what_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        st.Scheduler(tiny_model(), rows=1, max_length=20, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [0, 150_000, 10**8])
+@pytest.mark.parametrize("quantum", [1, 7, 32])
+@pytest.mark.parametrize("name", ["mamba2attn hybrid", "bamba hybrid"])
+def test_shuffled_orders_and_cancels(name, quantum, cache):
+    """With cancels at random, and the iterator closed and made anew."""
+    requests, texts = cases(name)
+    rng = np.random.default_rng(quantum)
+    for order, chunk in zip(orders(), (11, 64), strict=True):
+        scheduler = pool(
+            *(name, quantum), prefill_tokens=chunk, prefix_cache_bytes=cache, topology=TREE
+        )
+        for i in order:
+            scheduler.submit(requests[i])
+        cancelled, done, iterator = set(), {}, scheduler.events()
+        while scheduler.num_waiting + scheduler.num_running:
+            event = next(iterator, None)
+            if rng.random() < 0.2:
+                iterator.close()
+                iterator = scheduler.events()
+            if event is not None and event.finish_reason:
+                done[event.request_id] = scheduler.pop(event.request_id)
+            alive = {*range(len(order))} - done.keys() - cancelled
+            if rng.random() < 0.05 and alive and len(cancelled) < 5:
+                chosen = int(rng.choice([*alive]))
+                try:
+                    scheduler.cancel(chosen)
+                    cancelled.add(chosen)
+                except ValueError:
+                    pass  # it has ended, and nobody was told yet
+            assert scheduler.prefix_cache_stats.nbytes <= cache
+        done |= {each.request_id: each for each in scheduler.completions()}
+        assert len(done) == len(order)
+        for request_id, completion in done.items():
+            text = texts[order[request_id]]
+            assert completion.tokens == text[: len(completion.tokens)]
+            assert completion.tokens == text or request_id in cancelled
