@@ -3,8 +3,8 @@
 Requests with prompts of 8 to 64 tokens and limits of 8 to 192 new tokens, at temperature 0: through
 a `Scheduler`, and by `generate` on batches of as many rows in the order of arrival. A batch runs
 until its longest request has ended, and counts what its requests asked for. The third way, batches
-of requests sorted by their limits, is what a user can do who has all requests, and knows their
-limits, beforehand. Rounds are interleaved, and every text is compared with that of the batches.
+of requests sorted by their limits, is possible if all requests are known beforehand, with their
+limits. Rounds are interleaved, and every text is compared with that of the batches.
 
     python -m benchmarks.serving [--pair embedded|random] [--requests 64] [--rows 8]
         [--rounds 5]

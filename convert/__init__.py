@@ -3,7 +3,7 @@
     families       the table `FAMILIES`: recognising, reading and writing each family
     description    the input and result of a family's reader: `Source`, `Description`
     pure, bamba, granite, nemotron_h, zamba2, mamba_in_llama    configs of the families
-    eagle3         EAGLE-3 heads, which are checkpoints of their own
+    eagle3         EAGLE-3 heads, which are separate checkpoints
     mtp            the multi-token prediction head beside a Nemotron-3 target
     fields         config files, with every field accounted for
     rules, tables  maps from tensors to weights

@@ -42,7 +42,7 @@ def read_nemotron_h(source: Source) -> Description:
 
 
 def read_nemotron_h_puzzle(source: Source) -> Description:
-    """`NemotronHPuzzleConfig`: Nemotron-H whose layers have fields of their own.
+    """`NemotronHPuzzleConfig`: Nemotron-H with different fields per layer.
 
     `block_configs` has a table for each layer: `block_type`, and what differs from the model's own
     fields: sizes and number of experts, `intermediate_size`, `ssm_state_size`, `sliding_window`.

@@ -50,7 +50,7 @@ def joined(*sizes: int) -> Transform:
     """Transposes matrices (or biases) of widths `sizes` and concatenates them."""
     ends = np.cumsum(sizes)[:-1]
     return Transform(
-        "transposed, side by side",
+        "transposed, concatenated",
         lambda *parts: np.concatenate([part.T for part in parts], axis=-1),
         lambda x: [part.T for part in np.split(x, ends, axis=-1)],
         lambda shape: [(size, *shape[:-1]) for size in sizes],

@@ -205,13 +205,13 @@ class _Archive:
         name = self.data[name_start : name_start + name_size]
         start = name_start + name_size + extra_size
         # After the data its CRC and size may be repeated, in one of four forms.
-        behind = (12, 16, 20, 24) if info.flag_bits & 8 else (0,)
+        repeated = (12, 16, 20, 24) if info.flag_bits & 8 else (0,)
         if (
             name != info.orig_filename.encode("utf-8" if info.flag_bits & 1 << 11 else "cp437")
             or flags != info.flag_bits.to_bytes(2, "little")
             or method != info.compress_type.to_bytes(2, "little")
             or info.compress_size != info.file_size
-            or end - start - info.file_size not in behind
+            or end - start - info.file_size not in repeated
         ):
             raise ValueError(
                 f"{self.path} is damaged: the header of record {info.filename!r:.80} disagrees with"

@@ -3,7 +3,7 @@
 The pages are Markdown that reads well without the site, too. The API reference is made of the
 docstrings, which are written for a terminal; what Sphinx needs beyond that is done here:
 
-    an indented block behind a colon    is literal, not a quotation
+    an indented block after a colon     is literal, not a quotation
     `name`                              links to an object of that name, if there is one
     fields of a NamedTuple              have their shape and comment from the source
     classes with a metaclass            have the arguments of their `__init__`
@@ -81,7 +81,7 @@ nitpick_ignore_regex = [
 
 
 def _literal_blocks(lines: list[str]) -> list[str]:
-    """An indented block behind a line that ends in a colon becomes a literal block."""
+    """An indented block after a line that ends in a colon becomes a literal block."""
     found = list(lines)
     for i, line in enumerate(lines[:-2]):
         indent = len(line) - len(line.lstrip())

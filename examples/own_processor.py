@@ -24,7 +24,7 @@ class NoRepeats:
     room: int = dataclasses.field(metadata={"static": True})  # most new tokens
 
     def init(self, context: st.Context, vocab_size: int) -> Array:
-        """The output of each row, oldest first, behind places without a token (-1)."""
+        """The output of each row, oldest first, after places without a token (-1)."""
         return jnp.full((len(context.length), self.room), -1)
 
     def advance(self, state: Array, tokens: Array) -> Array:

@@ -19,7 +19,7 @@ The device is the one that jax will run the op on:
 The third line is a trap if a program is jitted for arrays on a device of another platform than the
 default, such as a CPU copy of a model on a machine with a GPU. `on` is the way out: it makes the
 device of some arrays the default. jax keys its traces by the default device, so both copies of
-the model get programs of their own. The library's entry points use it:
+the model get their own programs. The library's entry points use it:
 
     with dispatch.on(model):  # or `jax.default_device(device)`
         step(model, cache)

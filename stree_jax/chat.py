@@ -1,4 +1,4 @@
-"""Chat templates: the text of a conversation, as a checkpoint's tokenizer wants it."""
+"""Chat templates: render a conversation as the text that a checkpoint expects."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ class ChatTemplate:
     special_tokens: Mapping[str, str]
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The text up to where the assistant's next message begins.
+        """Renders a conversation, up to where the assistant's next message begins.
 
         Rendered as transformers renders it: in a sandbox, with the filter `tojson`, the functions
         `raise_exception` and `strftime_now`, and the block `generation`.
@@ -109,7 +109,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as JSON has them, without what is None: templates are foreign programs."""
+    """The messages as plain JSON values, without None: templates are untrusted programs."""
     way_out = 'messages are such as [{"role": "user", "content": "Hello"}]'
     if not isinstance(messages, Sequence) or not messages:
         raise ValueError(f"{way_out}, got {shown(messages)}")
@@ -136,10 +136,10 @@ def _jinja2() -> Any:
 
 
 def _environment(jinja2: Any) -> Any:
-    """What a program runs in."""
+    """The sandbox that templates run in."""
 
     class Generation(jinja2.ext.Extension):
-        """The block around what the assistant wrote."""
+        """The block `generation`, around the assistant's text."""
 
         tags = frozenset({"generation"})
 

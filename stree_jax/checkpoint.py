@@ -6,8 +6,8 @@
     tokenizer.json   optional, in the format of the `tokenizers` library
     README.md        optional model card
 
-What is not a model, such as heads for one, is stored in the same way: config.json then has a
-`kind`, and `write_checkpoint`, `load_header` and `load_module` are the parts to make it of.
+Other modules, such as heads of a model, are stored in the same way: config.json then has a `kind`,
+and `write_checkpoint`, `load_header` and `load_module` are the building blocks.
 
 A checkpoint is either complete or absent, see `stree_jax.directories`. Loading a checkpoint of any
 format is `stree_jax.pretrained`.

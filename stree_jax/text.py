@@ -130,7 +130,7 @@ def _folder(path: Location) -> Path:
 
 
 def _stamped(folder: Path, name: str) -> tuple[str, int]:
-    """A folder, and when a file in it was written: what is loaded depends on both."""
+    """A folder and the time that a file in it was written: the cache key of what is loaded."""
     file = folder / name
     return str(folder.resolve()), file.stat().st_mtime_ns if file.is_file() else 0
 

@@ -1,6 +1,6 @@
 """`tree_scan` and `replay` as Triton kernels through jax-triton.
 
-The exit for the day that jax drops Pallas-Triton.
+The fallback if jax drops Pallas-Triton.
 
 The algorithm of `pallas_triton.py`, except that blocks of queries are an axis of the grid of
 `tree_scan`, and that loads and stores are masked where that clamps indices. Same numerics, same

@@ -41,7 +41,7 @@ class _Line(NamedTuple):
     grammar: tuple[str, Any] | None = None  # see `Wanted`
 
     def requests(self) -> Iterator[st.Request]:
-        """A request for each text: the first with the line's key, the others with keys of it."""
+        """A request for each text; all but the first fold their index into the line's key."""
         assert self.request is not None
         assert self.request.key is not None
         yield self.request
@@ -186,7 +186,7 @@ def run_batch(
 
 
 def _record(completion: st.Completion) -> dict[str, Any]:
-    """What is written of a text."""
+    """The output record of a text."""
     record: dict[str, Any] = {
         "text": completion.text,
         "finish_reason": completion.finish_reason,
@@ -203,9 +203,9 @@ def _length(request: st.Request) -> int:
 
 
 def _fitting(loaded: Loaded, lines: list[_Line], rows: int, limit: int) -> tuple[list[_Line], int]:
-    """The lines, of which those that need more memory than there is are errors; and the rows.
+    """The lines, with an error where memory does not suffice, and the number of rows.
 
-    There are no more rows than requests. Requests beyond `limit` are left to the scheduler.
+    There are at most as many rows as requests. Requests beyond `limit` are left to the scheduler.
 
     Raises:
         ValueError: no request fits.
@@ -246,7 +246,7 @@ def _with_grammars(
     Args:
         loaded: models and tokenizer.
         lines: the lines.
-        made: the options `under` grammars that are there already, by the grammar as JSON.
+        made: the options `under` the grammars compiled so far, by the grammar as JSON.
     """
     names, errors, made = [json.dumps(line.grammar) for line in lines], {}, dict(made)
     for name, line in zip(names, lines, strict=True):

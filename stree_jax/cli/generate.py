@@ -58,7 +58,7 @@ def load(
     kind = "" if tree is None else tree.partition(":")[0]
     if sharpness is not None and (kind != "budget" or not drafter.chooses_shape):
         raise ValueError(
-            "--sharpness is of dynamic trees: give --tree budget:16,5 and --draft, --mtp or"
+            "--sharpness is for dynamic trees: give --tree budget:16,5 and --draft, --mtp or"
             " --eagle3 with it"
         )
     if kind in ("beam", "budget") and drafter.option is not None and not drafter.chooses_shape:
@@ -99,7 +99,7 @@ def encoded(loaded: Loaded, prompt: str, name: str) -> list[int]:
     if not prompt:
         raise ValueError(f"{name} is empty; give at least one character")
     if not tokens:
-        raise ValueError(f"the tokenizer of {loaded.tokenizer_source} makes no tokens of {name}")
+        raise ValueError(f"the tokenizer of {loaded.tokenizer_source} gives no tokens for {name}")
     return tokens
 
 

@@ -8,7 +8,7 @@ from stree_jax.models.lm import HybridLM
 
 
 def free_memory() -> int | None:
-    """Bytes that can be allocated on the default device; None: nobody knows."""
+    """Bytes that can be allocated on the default device; None: unknown."""
     device = jax.devices()[0]
     if stats := device.memory_stats():
         return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None

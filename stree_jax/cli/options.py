@@ -26,7 +26,7 @@ _NUMBERS = {
 } | {"max_new_tokens": 128}
 _OTHERS: dict[str, Any] = {
     "stop": Annotated[
-        list[str] | None, typer.Option(help="End right before this text; may be repeated.")
+        list[str] | None, typer.Option(help="Stop before this text; may be repeated.")
     ],
     "log_probs": Annotated[
         bool, typer.Option("--log-probs", help="Log-probability of each new token, as JSON.")
@@ -41,7 +41,7 @@ _OTHERS: dict[str, Any] = {
     ],
 }
 
-# What the options are where nothing is given.
+# The options that are not given.
 DEFAULTS: dict[str, Any] = {
     **_NUMBERS,
     "stop": None,
@@ -53,7 +53,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 class Wanted(NamedTuple):
-    """What is wanted of a prompt.
+    """The texts to generate for a prompt.
 
     Attributes:
         options: keywords of `Options`.
@@ -67,10 +67,10 @@ class Wanted(NamedTuple):
 
 
 def wanted(settings: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> Wanted:
-    """What is wanted by the values of `DEFAULTS`, some of which a line has of its own.
+    """The texts that the settings ask for; a line's `own` values replace those of the command.
 
     Raises:
-        ValueError: two grammars, or a number of texts that is none.
+        ValueError: two grammars, or an invalid number of texts.
     """
     own = own or {}
     values = {name: settings[name] for name in DEFAULTS}
@@ -87,7 +87,7 @@ def wanted(settings: Mapping[str, Any], own: Mapping[str, Any] | None = None) ->
 
 
 def read_schema(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with the text of the file of the schema in the place of its path.
+    """The settings, with the schema itself in the place of the path of its file.
 
     Raises:
         ValueError: the file cannot be read.

@@ -1,4 +1,4 @@
-"""The output of `generate --prompts`: a JSON line for each text, with which a later run goes on."""
+"""The output of `generate --prompts`: a JSON line for each text, from which a later run resumes."""
 
 import contextlib
 import hashlib

@@ -136,24 +136,24 @@ class ForRows:
 
 
 def check_top_k(k: Any) -> None:
-    """Refuses what is no k of `TopK`."""
+    """Refuses an invalid `TopK.k`."""
     check_int("top_k", k, 0)
 
 
 def check_top_p(p: Any) -> None:
-    """Refuses what is no p of `TopP`."""
+    """Refuses an invalid `TopP.p`."""
     if not (isinstance(p, float | int | np.floating) and 0 < p <= 1):
         raise ValueError(f"top_p must be in (0, 1], got {shown(p)}")
 
 
 def check_min_p(p: Any) -> None:
-    """Refuses what is no p of `MinP`."""
+    """Refuses an invalid `MinP.p`."""
     if not (isinstance(p, float | int | np.floating) and 0 <= p <= 1):
         raise ValueError(f"min_p must be from 0 to 1, got {shown(p)}")
 
 
 def check_filters(filters: object) -> None:
-    """Refuses what cannot be filters of a text.
+    """Refuses invalid filters of a text.
 
     Raises:
         ValueError: not a list of filters, or one that is no pytree of numbers.
@@ -175,7 +175,7 @@ def check_filters(filters: object) -> None:
 
 
 class Filtering(NamedTuple):
-    """What filters a row's tokens; of the defaults, nothing does."""
+    """The filters of a row; the defaults filter nothing."""
 
     top_k: int = 0
     top_p: float = 1.0
@@ -203,7 +203,7 @@ def filters_of(rows: Sequence[Filtering], *, may_differ: bool = False) -> tuple[
 
 
 def kind(filters: tuple[Filter, ...]) -> Any:
-    """What filters of a batch must have in common: types, static fields and shapes."""
+    """The key that the filters of a batch share: types, static fields and shapes."""
     leaves, structure = jax.tree.flatten(filters)
     # jax 0.10.2 compares structures without the classes of dataclasses; their hashes have them.
     return structure, hash(structure), [np.shape(leaf) for leaf in leaves]

@@ -72,7 +72,7 @@ def generate(
             of it, or all continue its only row, and may be empty. The text is that of the joined
             prompts.
         return_cache: return the target's cache too; its memory is held as long as the result.
-        return_prefix: return a prefix to go on from, which holds the caches.
+        return_prefix: return a prefix to continue from; it holds the caches.
         lossy: allow a lossy verifier, such as "typical". Then the guarantees above do not hold, and
             the result says `lossless = False`.
         local_rows: on a mesh of several processes, `prompts`, an array of keys and the result are

@@ -24,7 +24,7 @@ from stree_jax.tree import Tree
 
 
 class HeadPending(NamedTuple):
-    """What a step keeps of the nodes that the head has run."""
+    """The record of the nodes that the head has run in a step."""
 
     kv: NodeKV
     hidden: Float[Array, "B N M"]  # outputs of the head, inputs of the nodes' children
@@ -192,7 +192,7 @@ class HeadModel(nnx.Module):
         raise NotImplementedError
 
     def states(self, hidden: Float[Array, "B T _"]) -> Float[Array, "B T M"]:
-        """What the head takes of the target's states: all of them, unless a subclass says other."""
+        """The head's input from the target's states: all of them, unless overridden."""
         return hidden
 
     def outputs(
@@ -203,7 +203,7 @@ class HeadModel(nnx.Module):
         cache: KVCache,
         prefix: NodeKV | None,
     ) -> tuple[Float[Array, "B Q M"], NodeKV]:
-        """Runs the last Q nodes of a tree behind the cache.
+        """Runs the last Q nodes of a tree after the cache.
 
         Returns:
             What `logits` takes, and the nodes' children as the state before them; and keys and
@@ -253,7 +253,7 @@ def outputs_ahead(
 
     Returns:
         The outputs, each with `T` entries, which `model.logits` takes; those that need tokens
-        behind the end of the text mean nothing.
+        past the end of the text are unspecified.
     """
     batch, length = tokens.shape
     cache = model.init_cache(batch, 0)
@@ -263,7 +263,7 @@ def outputs_ahead(
         places = jnp.minimum(jnp.arange(length) + 1 + level, length - 1)
         itself = np.eye(length, dtype=bool)
         mask = np.concatenate([np.tri(length, dtype=bool), *[itself] * level], axis=1)
-        # Its positions: entries lie one behind the other. The parents do not matter.
+        # For its positions: entries are consecutive. The parents do not matter.
         depths = np.concatenate([np.arange(length) + before for before in range(level + 1)])
         nodes = jnp.broadcast_to(depths.astype(np.int32), (batch, len(depths)))
         tree = Tree(

@@ -17,7 +17,7 @@ _ARRAYS = 16  # of weights on an accelerator, where each is a transfer
 
 
 def origin_of(model: HybridLM, drafter: Drafter | None) -> Origin:
-    """Fingerprints of the shapes of all weights and of some of their numbers, in no time."""
+    """Fingerprints of the shapes of all weights and of some of their numbers: few are read."""
     return Origin(_fingerprint(model), _fingerprint(drafter))
 
 

@@ -1,6 +1,6 @@
-"""Logits processors that make tokens less probable which the text has already.
+"""Logits processors that make the tokens of the text less probable.
 
-Which tokens a text has is one bit of each; how often the output has them, a count of each.
+Their states are a bit per token, whether the text has it, or a count per token of the output.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Texts that go on: from the rows of a generation, or of a prefix, to those of the next one."""
+"""Continued texts: from the rows of a generation, or of a prefix, to those of the next one."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ def prefix_of(decoder: SpeculativeDecoder, drafter: Drafter | None, state: Decod
 
 
 def joined(prompts: Sequence[Sequence[int]], after: Prefix) -> list[list[int]]:
-    """The texts of a prefix, each with a prompt behind it.
+    """The texts of a prefix, each followed by its prompt.
 
     Raises:
         ValueError: another number of rows, or a row that failed.
@@ -170,7 +170,7 @@ def row_of(arrays: Any, row: int | Array) -> Any:
 
 
 def repeated(rows: Any, times: int) -> Any:
-    """Each row of all arrays as often, in place; one program."""
+    """Repeats each row of all arrays in place, as one program."""
     return _repeated(rows, times)
 
 

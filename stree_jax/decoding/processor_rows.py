@@ -47,7 +47,7 @@ class ForRows:
 
 
 class Ruling(NamedTuple):
-    """What a row rules about its tokens.
+    """The logits processors and end tokens of a row.
 
     Attributes:
         processors: its processors.
@@ -81,7 +81,7 @@ def processors_of(rows: Sequence[Ruling], *, may_differ: bool = False) -> tuple[
 
 
 def check_processors(processors: object, vocab_size: int | None = None) -> None:
-    """Refuses what cannot be the processors of a text.
+    """Refuses invalid processors of a text.
 
     Raises:
         ValueError: not a list of processors, one that is no pytree of numbers and arrays, or one
@@ -111,7 +111,7 @@ def check_processors(processors: object, vocab_size: int | None = None) -> None:
 
 
 def kind(processors: Sequence[LogitsProcessor]) -> Any:
-    """What the processors of two rows of a batch must have in common."""
+    """The key that the processors of a batch share."""
     leaves, structure = jax.tree.flatten(tuple(processors))
     parts = zip(leaves, _is_shared(tuple(processors)), strict=True)
     shapes = [id(leaf) if shared else np.shape(leaf) for leaf, shared in parts]

@@ -1,4 +1,4 @@
-"""The state of a draft model: its cache, and the nodes of a tree that it has run behind it."""
+"""The state of a draft model: its cache, and the nodes of a tree that it has run after it."""
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -28,7 +28,7 @@ from stree_jax.tree import Tree, first_nodes
 
 @runtime_checkable
 class NodeReader(Protocol):
-    """The state of what drafts, a NamedTuple of arrays: it gives logits at nodes of a tree.
+    """The state of a draft model, a NamedTuple of arrays: it gives logits at nodes of a tree.
 
     `Reader` is that of a `HybridLM`; a draft model of another kind opens its own, see `DraftModel`.
     In a step: `read` once or several times, then `rest`; `close` when the target has verified.
@@ -84,7 +84,7 @@ class NodeReader(Protocol):
 
 @runtime_checkable
 class DraftModel(Protocol):
-    """What drafters of trees run, other than a `HybridLM`: heads on the target's hidden states.
+    """A draft model other than a `HybridLM`: heads on the target's hidden states.
 
     It is a pytree, such as a `flax.nnx.Module`. Its `config` is that of the target.
     """
@@ -141,7 +141,7 @@ def resumed_reader(
 
 
 class Reader(NamedTuple):
-    """The state of a draft model: its cache, and the nodes that it has run behind it.
+    """The state of a draft model: its cache, and the nodes that it has run after it.
 
     A draft model does not run all nodes of a draft tree: never the leaves. What is accepted beyond
     the nodes that it ran are *catch-up* tokens, which run with the next root. So the model's own

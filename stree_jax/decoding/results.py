@@ -1,4 +1,4 @@
-"""What decoding returns: tokens, counts and log-probabilities of rows, on the host."""
+"""The results of decoding: tokens, counts and log-probabilities of rows, on the host."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -68,7 +68,7 @@ class Generation:
         top_log_probs: `[B, max_new_tokens, best]` float32, of the best tokens at each place, in
             descending order, then NaN; see `Options.top_log_probs`.
         top_tokens: `[B, max_new_tokens, best]` int32, these tokens, then `PAD`.
-        prefix: all rows' texts and caches, to go on from with `generate(after=prefix)`, if
+        prefix: all rows' texts and caches, to continue with `generate(after=prefix)`, if
             `return_prefix` asked for it. It has read the stop that ended a row.
         texts: what the tokenizer makes of each row's tokens, if one was given. Text before a stop
             that begins inside a token is there, and that token is not in `tokens`.
@@ -104,7 +104,7 @@ class NonFiniteLogitsError(FloatingPointError):
 
 
 class Ended(NamedTuple):
-    """What rows of a decode loop gave, copied to the host; fields as in `DecodeState`."""
+    """The results of rows of a decode loop, copied to the host; fields as in `DecodeState`."""
 
     context: Context
     emitted: np.ndarray

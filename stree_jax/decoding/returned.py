@@ -35,7 +35,7 @@ def check_prepared(drafter: Any, state: Any) -> None:
 def check_proposed(
     drafter: Any, returned: Any, before: Any, batch: int, topology: TreeTopology, vocab_size: int
 ) -> tuple[DraftTree, Any]:
-    """What `propose` returned: a `DraftTree` of the topology's size, and a state as before.
+    """Checks that `propose` returned a `DraftTree` of the topology's size, and a state as before.
 
     Raises:
         ValueError: it is something else.
@@ -58,7 +58,7 @@ def check_proposed(
 
 
 def check_verdict(verifier: Any, verdict: Any, batch: int) -> Verdict:
-    """What `verify` returned: a `Verdict` of the rows.
+    """Checks that `verify` returned a `Verdict` of the rows.
 
     Raises:
         ValueError: it is something else.

@@ -1,4 +1,4 @@
-"""Rows of a batch with settings of their own: what they have in common, and the loop's arrays."""
+"""Settings per row of a batch: what rows must share, and the loop's arrays."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

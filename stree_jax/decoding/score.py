@@ -73,8 +73,8 @@ def text_log_probs(model: HybridLM, tokens: Tokens) -> Float32[Array, "B _"]:
     """The log-probability of each token but the first, after the tokens before it; differentiable.
 
     For losses inside a program of your own, such as a policy gradient. Padding on the right changes
-    nothing before it. No `[B, T, V]` exists, in the backward pass neither. For a model on one
-    device, or one that every device has whole.
+    nothing before it. No `[B, T, V]` array exists, not even in the backward pass. For a model on
+    one device, or replicated.
 
     Args:
         model: the model.

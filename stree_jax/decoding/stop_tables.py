@@ -74,7 +74,7 @@ class Stopping:
         return kept, text[: len(text) - len(beyond)]
 
     def num_settled(self, tokens: Sequence[int]) -> int:
-        """How many tokens of a text that goes on no later stop can cut."""
+        """Number of tokens of an unfinished text that no later stop can cut."""
         settled = len(tokens) + 1 - max([1, *map(len, self.tokens)])
         if self.texts:
             sizes = [len(piece) for piece in self._pieces(tokens)]
@@ -282,7 +282,7 @@ def _classes(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _both(a: Machine, b: Machine) -> Machine:
-    """Runs two automata side by side; a stop of either ends a text."""
+    """Runs two automata in parallel; a stop of either ends a text."""
     pairs, class_of = np.unique(np.stack([a.class_of, b.class_of]), axis=1, return_inverse=True)
     numbers, waiting, rows = {(0, 0): 0}, [(0, 0)], []
     for first, second in waiting:

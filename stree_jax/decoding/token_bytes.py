@@ -1,4 +1,4 @@
-"""What each token of a tokenizer adds to a text, in bytes."""
+"""The bytes that each token of a tokenizer adds to a text."""
 
 import json
 import re

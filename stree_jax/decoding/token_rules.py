@@ -1,4 +1,4 @@
-"""Logits processors about single tokens: bias, banned and allowed tokens, and the shortest text."""
+"""Logits processors about single tokens: bias, banned and allowed tokens, minimum length."""
 
 import dataclasses
 import math

@@ -126,7 +126,7 @@ class Sampling:
 
 
 class Step(NamedTuple):
-    """What a decode step knows before it drafts; drafter and verifier get the same but for `keys`.
+    """The inputs of a decode step: drafter and verifier get the same ones, except for `keys`.
 
     More fields may be added: read them by name.
 
@@ -178,7 +178,7 @@ class Statistics(NamedTuple):
 class TokenLogProbs(NamedTuple):
     """Log-probabilities of new tokens; entry p is of the token at position p of the text.
 
-    Unspecified in prompts and behind the last token.
+    Unspecified in prompts and after the last token.
     """
 
     chosen: Float32[Array, "B L"]

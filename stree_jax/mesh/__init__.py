@@ -1,1 +1,1 @@
-"""Models on a mesh of devices: how they are cut, programs over it, their weights, its hosts."""
+"""Models on a mesh of devices: partition, programs, weights, hosts."""

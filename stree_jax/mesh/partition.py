@@ -1,4 +1,4 @@
-"""How a model is sharded: collectives of a shard, and the columns of each weight it has.
+"""How a model is sharded: the collectives of a shard, and its columns of each weight.
 
 A mesh has two axes. "data" splits the batch, "model" splits heads, channels and vocabulary. Each
 shard along "model" is an ordinary model of a *local* config, with `1 / shards` of the heads. A
@@ -73,9 +73,9 @@ class Partition:
 
 
 class Part:
-    """What one device has of a model, and its collectives: all of it, and none.
+    """The part of a model on one device: here all of it, without collectives.
 
-    They return their argument, so programs without a mesh have no trace of them.
+    The methods return their argument, so programs without a mesh have no trace of them.
     """
 
     shards: int = 1

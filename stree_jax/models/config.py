@@ -106,7 +106,7 @@ class ModelConfig:
         return self._hash  # type: ignore[attr-defined]
 
     def __reduce__(self) -> Any:
-        # Made again where it is unpickled: hashes of strings differ between processes.
+        # Recomputed when unpickled: hashes of strings differ between processes.
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return functools.partial(type(self), **fields), ()
 
@@ -502,7 +502,7 @@ def build_config(cls: type, values: Any) -> Any:
     unknown = sorted(map(str, set(values) - known))
     require(not unknown, f"{cls.__name__} has no fields {unknown!s:.80}; known: {sorted(known)}")
     values = {name: _decode(name, value) for name, value in values.items()}
-    if cls is not ModelConfig:  # whose layers may be kinds yet
+    if cls is not ModelConfig:  # whose layers may still be kinds
         require_types(cls, values)
     try:
         return cls(**values)

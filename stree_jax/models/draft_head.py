@@ -1,4 +1,4 @@
-"""What heads that draft from a model's hidden states share: one layer of attention, and norms."""
+"""The base of heads that draft from a model's hidden states: one attention layer, and norms."""
 
 from typing import Any
 

@@ -6,7 +6,7 @@ EAGLE-3 (Li et al., 2025, arXiv:2503.01840), in the layout of the heads for Nemo
     x = attention([norm(embedding of t_{p+1}) ; norm(f_p)]) + f_p
     g_p = x + mlp(norm(x));   logits = head(norm(g_p)), of t_{p+2}
 
-The head has an output head of its own, over some of the target's tokens; the others have
+The head has its own output head, over some of the target's tokens; the others have
 probability 0. The next draft's input is (draft token, g_p): before the last norm, unlike the state
 of a multi-token-prediction head. Attention comes first, so an entry's keys and values depend on
 (t_{p+1}, f_p) and its position alone.
@@ -46,7 +46,7 @@ class Eagle3Config:
         mlp: the MLP after it.
         norm_eps: epsilon of all norms.
         norm_before_residual: whether the states are normed before they are added, too.
-        has_embedding: whether the head has an embedding of its own.
+        has_embedding: whether the head has its own embedding.
     """
 
     d_model: int
@@ -129,7 +129,7 @@ class Eagle3Head(DraftHead):
         self.tokens = nnx.Param(jnp.arange(config.draft_vocab_size, dtype=jnp.float32))
 
     def states(self, inner: Float[Array, "B T _"]) -> Float[Array, "B T M"]:
-        """What the head takes of the target's inner states, side by side."""
+        """The head's input: the target's inner states, concatenated and projected."""
         return self.fc(inner)
 
     def entries(
@@ -158,7 +158,7 @@ class Eagle3Head(DraftHead):
         cache: KVCache,
         prefix: NodeKV | None = None,
     ) -> tuple[Float[Array, "B Q M"], NodeKV]:
-        """Runs the last Q nodes of a tree, each an entry behind the cache; see `MtpHead.tree`.
+        """Runs the last Q nodes of a tree, each an entry after the cache; see `MtpHead.tree`.
 
         Returns:
             Outputs before the final norm, which children take, and keys and values of all nodes.
@@ -171,7 +171,7 @@ class Eagle3Head(DraftHead):
             return x + y, kv
 
     def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
-        """Logits over the target's tokens; minus infinity for those that the head has not."""
+        """Logits over the target's tokens; minus infinity for those that the head lacks."""
         normed = self._norm(outputs, self.final_norm_scale)
         own = contract("btm,vm->btv", normed, self.output_head[...])
         shape = (*own.shape[:2], self.config.vocab_size)

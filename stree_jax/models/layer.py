@@ -97,7 +97,7 @@ class Mixer(Protocol):
 
 
 class Sizes(NamedTuple):
-    """What must fit a number of shards, by name.
+    """The sizes of a layer that must fit the number of shards, by name.
 
     Attributes:
         equal: sizes that the shards split equally.
@@ -167,7 +167,7 @@ class LayerConfig:
         return ()
 
     def sizes(self, shards: int) -> Sizes:
-        """What must fit this number of shards."""
+        """The sizes that must fit this number of shards."""
         return Sizes({}, {})
 
     def local(self, shards: int) -> "LayerConfig":

@@ -287,8 +287,8 @@ class HybridLM(Partitioned):
                 first.
             prefix_pending: pending record of the first `N - Q` nodes, when a tree grows level by
                 level.
-            inner: numbers of layers, ascending. The residual stream after so many layers comes
-                behind the hidden states, in their last axis: `[B, Q, (1 + inner) M]` in all.
+            inner: numbers of layers, ascending. The residual stream after each of them follows the
+                hidden states in the last axis: `[B, Q, (1 + inner) M]` in all.
 
         Returns:
             Hidden states of the query nodes after the final norm, in the model's dtype, which
@@ -357,7 +357,7 @@ class HybridLM(Partitioned):
     ) -> tuple[Array, Cache, list[Array]]:
         """The residual stream of a right-padded sequence, not normed, and the cache after it.
 
-        Then the stream after so many layers as `inner` says.
+        Then the streams after the numbers of layers in `inner`.
         """
         valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
         # With 512 rows XLA's norm is one launch too, and its cost model counts 3 % fewer bytes.
@@ -388,7 +388,7 @@ class HybridLM(Partitioned):
         """Refuses a sharded model outside of its program."""
         if self.partition is not None and self.partition.shards > 1:
             raise ValueError(
-                "this model is cut over the devices of a mesh, and its own methods cannot be"
+                "this model is sharded over the devices of a mesh, and its own methods cannot be"
                 " called; use generate or stream, or take it off the mesh with"
                 " st.shard(model, None)"
             )

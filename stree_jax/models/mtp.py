@@ -6,8 +6,8 @@ The head of Nemotron-3 (Super, Ultra, 3.5 Lightning), which its checkpoints stor
     x = x + attention(norm(x));   x = x + experts(norm(x))
     g_p = norm(x)
 
-h_p is the target's state after token t_p *after* its final norm, and the target's output head makes
-g_p logits of t_{p+2}. Further tokens come from the same head: the next one's input is
+h_p is the target's state after token t_p *after* its final norm, and the target's output head maps
+g_p to the logits of t_{p+2}. Further tokens come from the same head: the next one's input is
 (draft token, g_p). Nothing in it depends on positions.
 
 Attention comes first, so keys and values of an entry depend on (t_{p+1}, h_p) alone: reading a text
@@ -160,7 +160,7 @@ class MtpHead(DraftHead):
         cache: KVCache,
         prefix: NodeKV | None = None,
     ) -> tuple[Float[Array, "B Q M"], NodeKV]:
-        """Runs the last Q nodes of a tree, each an entry behind the cache.
+        """Runs the last Q nodes of a tree, each an entry after the cache.
 
         Args:
             embedded: the target's embeddings of the nodes' tokens.

@@ -1,4 +1,4 @@
-"""What a scheduler's requests gave: completions, and events until they end."""
+"""The results of a scheduler's requests: completions, and events until they end."""
 
 import collections
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ class Outcomes:
             self._events = collections.deque(map(_last_event, self._completions.values()))
 
     def grown(self, job: Job, tokens: Sequence[int]) -> None:
-        """Takes the tokens so far of a request that goes on; a stop may still cut the last ones."""
+        """Takes the tokens so far of a running request; a stop may still cut the last ones."""
         until = job.row.stopping.num_settled(tokens)
         if self._events is not None and until > job.num_given:
             self._events.append(Event(job.request_id, [*tokens[job.num_given : until]], None))

@@ -135,7 +135,7 @@ class Pool:
         return [row for row, text in enumerate(self._rows) if text is not None and done[row]]
 
     def ended(self) -> Ended:
-        """What all rows gave so far."""
+        """The results of all rows so far."""
         return Ended.of(self._state, self._limits())
 
     def take(self, row: int) -> Prefix:
@@ -151,7 +151,7 @@ class Pool:
         self._rows[row] = None
 
     def end(self, row: int) -> None:
-        """Frees a row whose text goes on."""
+        """Frees a row whose text has not ended."""
         self.release(row)
         self._state = slots.end(self._state, [row])
 

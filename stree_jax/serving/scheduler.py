@@ -209,7 +209,7 @@ class Scheduler:
     def cancel(self, request_id: int) -> None:
         """Ends a request that waits or runs, with the tokens so far and the reason "cancelled".
 
-        Its row is free in the next interval. With `keep` its text can go on, if it had a row.
+        Its row is free in the next interval. With `keep` its text can be continued if it had a row.
 
         Raises:
             ValueError: no such request, or one that has ended, also if that was not given yet.

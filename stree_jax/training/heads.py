@@ -22,7 +22,7 @@ from stree_jax.training.trainer import Progress, evaluate, fit
 
 
 class HeadPlan(NamedTuple):
-    """What a recipe says of heads.
+    """The heads that a recipe asks for.
 
     Attributes:
         kind: their kind, part of a run's fingerprint.

@@ -210,7 +210,7 @@ def run_directory(
 ) -> Path:
     """The directory with the checkpoints of this run, created if this is its start.
 
-    One without checkpoints, of a run that was refused or ended early, is started anew. If only the
+    One without checkpoints, of a run that was refused or ended early, starts again. If only the
     end of the schedule changed, the checkpoints at the peak rate are still this run's.
 
     Args:

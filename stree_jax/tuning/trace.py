@@ -54,7 +54,7 @@ def rank_trace(
     num_ranks: int,
     vocab_size: int,
 ) -> RankTrace:
-    """Drafts one level at every position of texts that the target wrote, and looks tokens up.
+    """Drafts one level at every position of the target's texts, and ranks the target's tokens.
 
     `tune` calls this unless the drafter has a method
     `rank_trace(target, request, tokens, num_ranks) -> RankTrace`.
@@ -63,7 +63,7 @@ def rank_trace(
         drafter: fills static trees.
         request: the plan that generated the texts; gives prompts, keys and sampling.
         tokens: the new tokens of each row.
-        num_ranks: candidates to look at.
+        num_ranks: number of candidates that are ranked.
         vocab_size: vocabulary size of the target.
 
     Raises:
@@ -235,7 +235,7 @@ class Positions(NamedTuple):
 
 
 def positions(request: Plan, tokens: Sequence[np.ndarray], ahead: int) -> Iterator[Positions]:
-    """The positions before every new token, text after text.
+    """The positions before every new token, in the order of the texts.
 
     Args:
         request: the plan that generated the texts.
@@ -294,7 +294,7 @@ def check_how(drafter: Drafter, sampling: Sampling, num_ranks: int) -> None:
     drawn = drawn_by(drafter, topology, temperature_is_zero=sampling.temperature_is_zero)
     if drawn.is_sampled:
         raise ValueError(
-            f"child_sampling = {drawn.kind!r} draws candidates anew in every step, so their ranks"
+            f"child_sampling = {drawn.kind!r} draws new candidates in every step, so their ranks"
             " say nothing about other trees; use 'shared' or 'auto'"
         )
 

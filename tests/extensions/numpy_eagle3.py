@@ -25,7 +25,7 @@ class Head:
         return x / np.sqrt((x**2).mean() + self.eps) * self.w[f"{name}.weight"]
 
     def state(self, inner):
-        """The head's state of three states of the target, side by side."""
+        """The head's state of three states of the target, concatenated."""
         return self.w["fc.weight"] @ np.asarray(inner, np.float64)
 
     def rotated(self, x, position):

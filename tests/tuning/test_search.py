@@ -158,5 +158,5 @@ def test_the_cost_of_a_dynamic_tree_is_that_of_what_is_read():
 def test_candidates_of_random_draws_are_refused():
     drafter = st.ModelDrafter(tiny_model(), child_sampling="iid")
     request = plan(tiny_model(), PROMPTS, temperature=1.0, key=jax.random.key(0))
-    with pytest.raises(ValueError, match="'iid' draws candidates anew.*use 'shared'"):
+    with pytest.raises(ValueError, match="'iid' draws new candidates.*use 'shared'"):
         rank_trace(drafter, request, [np.array([1])] * 3, 8, 37)

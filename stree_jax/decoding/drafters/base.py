@@ -61,8 +61,8 @@ class Drafter(Protocol):
                             here the same texts. A row that has ended must keep its state. Without
                             it: `prepare` anew
         inner_layers        an attribute, a tuple of numbers of layers, ascending: `hidden` of
-                            `read` and `commit` then has the residual stream after so many layers
-                            behind the last states, `[B, N, (1 + inner) M]`
+                            `read` and `commit` then has the residual stream after each of them
+                            appended to the last states, `[B, N, (1 + inner) M]`
         chooses_shape       an attribute: True if trees do not have the topology's shape; `tune`,
                             which chooses a topology, refuses such a drafter
         rank_trace(...)     for `tune`, if candidates depend on the depth of a node, see

@@ -40,7 +40,7 @@ class ModelDraftState(NamedTuple):
 
 
 class RunsModel(nnx.Module):
-    """What all drafters of trees with a draft model share.
+    """The base of drafters of trees with a draft model.
 
     Args:
         model: the draft model.
@@ -190,7 +190,7 @@ class ModelDrafter(RunsModel):
         draft = DraftTree(
             tokens=grown.tokens,
             tree=topology.tree(drafted(state.reader, grown.valid)),
-            log_probs=None if log_probs[0] is None else _side_by_side(log_probs),
+            log_probs=None if log_probs[0] is None else _concatenated(log_probs),
             log_prob_row=jnp.asarray(rows),
             finite=grown.finite,
             drawn=drawn_how,
@@ -257,7 +257,7 @@ def _inner_tree(topology: TreeTopology, valid: Bool[Array, "B inner"]) -> Tree:
     return TreeTopology(parents).tree(valid)
 
 
-def _side_by_side(groups: list[Array]) -> Array:
+def _concatenated(groups: list[Array]) -> Array:
     """Rows `[B, Z, V]` of all levels, from groups `[levels, B, rows, V]`."""
     rows = [jnp.moveaxis(group, 0, 1) for group in groups]
     return jnp.concatenate([row.reshape(len(row), -1, row.shape[-1]) for row in rows], axis=1)

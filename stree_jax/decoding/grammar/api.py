@@ -38,7 +38,7 @@ def regex(
     """A `LogitsProcessor` that makes the new tokens match a regular expression as a whole.
 
     The syntax is that of Rust's crate regex, without look-around, references and word boundaries.
-    End tokens are allowed where the pattern matches, so a row ends there or goes on.
+    End tokens are allowed where the pattern matches, so a row ends or continues there.
 
     Args:
         pattern: the regular expression.
@@ -91,7 +91,7 @@ def _over_tokens(
 
 @functools.lru_cache(maxsize=4)
 def _tree(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> TokenTree:
-    """Made once for a tokenizer, unless it gets more tokens."""
+    """The token tree of a tokenizer, cached until it gets more tokens."""
     texts = token_bytes(tokenizer)
     for token in ends:
         check_int("eos_token", token, 0, len(texts) - 1)

@@ -1,6 +1,6 @@
 """From a regular expression to an automaton over bytes, by outlines-core.
 
-outlines-core makes automata over tokens as well. Its version 0.2.14 loses texts that go on after a
+outlines-core makes automata over tokens as well. Version 0.2.14 loses texts that continue after a
 match (`(ab)+` is "ab" only, and `a|ab` is "a"), and a dictionary of all transitions of a large
 vocabulary is slow. So its tokens are bytes here, and `TokenTree` does the rest.
 """

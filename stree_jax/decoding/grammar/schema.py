@@ -205,7 +205,7 @@ class _Rewriting:
         return {"enum": values}
 
     def reference(self, part: Schema, where: str, inside: tuple[str, ...]) -> Schema | None:
-        """What a reference refers to."""
+        """The part that a reference refers to."""
         name = part["$ref"]
         if not (isinstance(name, str) and name.startswith("#")):
             raise ValueError(f"{where} refers to {shown(name)}; only #/... is possible")

@@ -59,7 +59,7 @@ class Eagle3Model(HeadModel):
             )
 
     def states(self, hidden: Float[Array, "B T _"]) -> Float[Array, "B T M"]:
-        """See `HeadModel`: behind the target's last states are those of its inner layers."""
+        """See `HeadModel`: the target's last states are followed by those of its inner layers."""
         return self.head.states(hidden[..., self.config.d_model :])
 
     def entries(

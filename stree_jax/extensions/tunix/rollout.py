@@ -164,7 +164,7 @@ class TreeRollout(base_rollout.BaseRollout):
         return self._policy
 
     def _encoded(self, prompt: str) -> list[int]:
-        """The tokens of a prompt, behind a first token if the tokenizer has one, as in Tunix."""
+        """The tokens of a prompt, after a first token if the tokenizer has one, as in Tunix."""
         tokens, first = [*self._tokenizer.encode(prompt)], self._tokenizer.bos_id()
         return [first, *tokens] if first and tokens[:1] != [first] else tokens
 
