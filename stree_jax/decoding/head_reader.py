@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import KVCache, NodeKV, replay_kv
@@ -232,7 +233,12 @@ class HeadModel(nnx.Module):
 
 
 def outputs_ahead(
-    model: HeadModel, tokens: Int[Array, "B T"], hidden: Float[Array, "B T _"], depth: int
+    model: HeadModel,
+    tokens: Int[Array, "B T"],
+    hidden: Float[Array, "B T _"],
+    depth: int,
+    *,
+    detached: bool = False,
 ) -> list[Float[Array, "B T M"]]:
     """Outputs of a head at every position of texts, as a chain of drafts has them there.
 
@@ -250,6 +256,7 @@ def outputs_ahead(
         tokens: the texts.
         hidden: the target's states at all tokens, as `Drafter.read` gets them.
         depth: number of outputs.
+        detached: no gradient flows through the outputs that are inputs of the next level.
 
     Returns:
         The outputs, each with `T` entries, which `model.logits` takes; those that need tokens
@@ -271,4 +278,5 @@ def outputs_ahead(
         )
         above, prefix = model.outputs(tokens[:, places], above, tree, cache, prefix)
         outputs.append(above)
+        above = lax.stop_gradient(above) if detached else above
     return outputs

@@ -33,6 +33,8 @@ class HeadPlan(NamedTuple):
         title: what they are, for the model card.
         shares: what they share with the target.
         averages: what the loss is the mean of.
+        boost: a step, after which all rows are written by the target and the loss is another one,
+            of the same value.
     """
 
     kind: str
@@ -43,6 +45,7 @@ class HeadPlan(NamedTuple):
     title: str
     shares: str
     averages: str
+    boost: tuple[int, Callable[[Any, HybridLM, Tokens], Float[Array, ""]]] | None = None
 
 
 def train_heads(
@@ -68,7 +71,13 @@ def train_heads(
     def loss(heads: Any, tokens: jax.Array, target: HybridLM) -> jax.Array:
         return plan.loss(heads, target, tokens[:, :-1])
 
-    yield from fit(heads, loss, text.batch, recipe.training, run / "steps", target)
+    options = recipe.training, run / "steps", target
+    if plan.boost is None:
+        yield from fit(heads, loss, text.batch, *options)
+    else:
+        boost_after, boosted = plan.boost
+        yield from fit(heads, loss, text.batch, *options, until=boost_after)
+        yield from fit(heads, lambda h, x, t: boosted(h, t, x[:, :-1]), text.own_batch, *options)
     graph, weights = nnx.split(heads)
 
     def stored_as(dtype: Any) -> Any:

@@ -111,11 +111,13 @@ class RunText(NamedTuple):
     Attributes:
         corpus: the token streams.
         batch: tokens `[batch_size, sequence_length + 1]` of a step, partly written by the target.
+        own_batch: the same, with the second half of every row written by the target.
         held_out: batches for evaluation only.
     """
 
     corpus: data.Corpus
     batch: Callable[[int], np.ndarray]
+    own_batch: Callable[[int], np.ndarray]
     held_out: list[np.ndarray]
 
 
@@ -157,23 +159,28 @@ def run_text(recipe: Recipe, tokenizer: Tokenizer, target: HybridLM | None) -> R
     def read(corpus: data.Corpus, step: int) -> np.ndarray:
         return data.batch_at(corpus, step, recipe.seed, training.batch_size, length)
 
-    num_generated = round(training.generated * training.batch_size)
+    def batches(fraction: float) -> Callable[[int], np.ndarray]:
+        num_generated = round(fraction * training.batch_size)
 
-    @functools.lru_cache(maxsize=2)  # one entry each for even and odd steps
-    def generated(first: int) -> np.ndarray:
-        steps = range(first, first + 2 * _STEPS_AT_ONCE, 2)
-        rows = np.concatenate([read(corpus, step)[:num_generated] for step in steps])
-        assert target is not None
-        return _continued(target, rows, recipe.seed, first).reshape(len(steps), num_generated, -1)
+        @functools.lru_cache(maxsize=2)  # one entry each for even and odd steps
+        def generated(first: int) -> np.ndarray:
+            steps = range(first, first + 2 * _STEPS_AT_ONCE, 2)
+            rows = np.concatenate([read(corpus, step)[:num_generated] for step in steps])
+            assert target is not None
+            written = _continued(target, rows, recipe.seed, first)
+            return written.reshape(len(steps), num_generated, -1)
 
-    def batch(step: int) -> np.ndarray:
-        tokens = read(corpus, step)
-        if target is not None and num_generated:
-            place = step % (2 * _STEPS_AT_ONCE)
-            tokens[:num_generated] = generated(step - place + place % 2)[place // 2]
-        return tokens
+        def batch(step: int) -> np.ndarray:
+            tokens = read(corpus, step)
+            if target is not None and num_generated:
+                place = step % (2 * _STEPS_AT_ONCE)
+                tokens[:num_generated] = generated(step - place + place % 2)[place // 2]
+            return tokens
 
-    return RunText(corpus, batch, [read(held_out, step) for step in range(16)])
+        return batch
+
+    held = [read(held_out, step) for step in range(16)]
+    return RunText(corpus, batches(training.generated), batches(1.0), held)
 
 
 def _continued(target: HybridLM, tokens: np.ndarray, seed: int, step: int) -> np.ndarray:

@@ -39,6 +39,7 @@ def fit(
     training: Training,
     checkpoints: Path,
     extra: Any = None,
+    until: int | None = None,
 ) -> Iterator[Progress]:
     """Trains `model` in place, resuming from the latest checkpoint if there is one.
 
@@ -52,6 +53,7 @@ def fit(
         checkpoints: directory of this run's checkpoints, each written atomically. The latest two
             are kept, and the last one at the peak rate.
         extra: last argument of `loss`.
+        until: the last step, from which another call goes on; None: that of `training`.
 
     Yields:
         One `Progress` per step.
@@ -62,6 +64,7 @@ def fit(
     """
     from orbax.checkpoint import v1 as ocp
 
+    last = training.steps if until is None else until
     graphdef, params = nnx.split(model)
     optimizer = make_optimizer(training)
     state = {
@@ -101,7 +104,7 @@ def fit(
                     f"the run in {checkpoints} is damaged or has other shapes;"
                     " remove it or choose another output"
                 ) from error
-        for step in range(start + 1, training.steps + 1):
+        for step in range(start + 1, last + 1):
             began = time.perf_counter()
             tokens = batch(step)
             state, value = update(state, tokens, extra)
@@ -109,7 +112,7 @@ def fit(
                 raise FloatingPointError(
                     f"the loss or the weights are not finite at step {step}; lower learning_rate"
                 )
-            if step % training.save_every == 0 or step in (training.peak_end, training.steps):
+            if step % training.save_every == 0 or step in (training.peak_end, last):
                 checkpointer.save(step, state)
             yield Progress(step, float(value), tokens.size / (time.perf_counter() - began))
     nnx.update(model, state["params"])

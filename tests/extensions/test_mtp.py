@@ -17,7 +17,7 @@ from flax import nnx
 import stree_jax as st
 from pallas_kernels import AttentionLayout
 from stree_jax.convert.mtp import mtp_rules
-from stree_jax.decoding import head_reader, slots
+from stree_jax.decoding import head_reader, outputs_ahead, slots
 from stree_jax.decoding.drafters.levels import MAX_UNROLLED
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.types import Context, Sampling, Step
@@ -348,11 +348,15 @@ HEADS = {"attention": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}}
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({}, r"\[model\] has steps, \[model.attention\], .*: got \[\]"),
+        ({}, r"\[model\] has steps, boost_after, \[model.attention\], .*: got \[\]"),
         (HEADS, r"got \['attention'\]"),
         (HEADS | {"mlp": {"hidden_size": 8}, "moe": {}}, "got"),
         (HEADS | {"mlp": {"hidden_size": 8}, "layers": 2}, "got"),
         (HEADS | {"mlp": {"hidden_size": 8}, "steps": 0}, "steps must be an integer, from 1 to 16"),
+        (
+            HEADS | {"mlp": {"hidden_size": 8}, "boost_after": 2},
+            "boost_after must be .* from 0 to 1",
+        ),
         (HEADS | {"mlp": {"width": 8}}, "hidden_size|width"),
         (HEADS | {"mlp": 8}, "mapping"),
         (
@@ -365,6 +369,29 @@ def test_recipes_that_are_refused(table, message):
     recipe = Recipe(table, Training(1), ())
     with pytest.raises(ValueError, match=message):
         head_of(recipe, tiny_model())
+
+
+def test_no_gradient_flows_through_recycled_outputs():
+    """Of a head that is one number: its drafts are powers of it, and have the same values."""
+
+    class Power(head_reader.HeadModel):
+        def __init__(self, number):
+            self.number = number
+
+        def init_cache(self, batch, max_length):
+            return None
+
+        def outputs(self, tokens, above, tree, cache, prefix):
+            return self.number * above, None
+
+    def drafts(number, detached):
+        tokens, hidden = jnp.zeros((1, 5), jnp.int32), jnp.ones((1, 5, 1))
+        outputs = outputs_ahead(Power(number), tokens, hidden, 3, detached=detached)
+        return jnp.stack([output[0, 0, 0] for output in outputs])
+
+    for detached, slopes in ((False, [1, 6, 27]), (True, [1, 3, 9])):
+        np.testing.assert_array_equal(drafts(3.0, detached), [3, 9, 27])
+        np.testing.assert_array_equal(jax.jacobian(drafts)(3.0, detached), slopes)
 
 
 def test_embedding_and_output_head_are_not_copied():

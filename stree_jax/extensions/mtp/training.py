@@ -1,5 +1,6 @@
 """`train_mtp`: from a recipe to a multi-token-prediction head with a model card."""
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,16 +29,14 @@ def train_mtp(
     """Trains a multi-token-prediction head for a target, whose weights stay as they are.
 
     Arguments, yields and errors are those of `distill`. The recipe's model table has `steps`, the
-    drafts that a step of training makes one after the other, and the tables `attention` (fields of
-    `AttentionConfig`) and `mlp` or `moe` (of `MlpConfig` or `MoeConfig`).
+    drafts that a step of training makes one after the other, the tables `attention` (fields of
+    `AttentionConfig`) and `mlp` or `moe` (of `MlpConfig` or `MoeConfig`), and `boost_after`: after
+    as many steps all rows are the target's own text, and `mtp_loss` is `detached`.
     """
 
     def planned(target: HybridLM) -> HeadPlan:
-        config, steps = head_of(recipe, target)
-
-        def loss(head: MtpHead, target: HybridLM, tokens: Tokens) -> Float[Array, ""]:
-            return mtp_loss(head, target, tokens, steps)
-
+        config, steps, boost_after = head_of(recipe, target)
+        loss = functools.partial(mtp_loss, steps=steps)
         return HeadPlan(
             kind="mtp",
             check=head_config,
@@ -47,6 +46,7 @@ def train_mtp(
             title="A multi-token-prediction head",
             shares="the embedding and the output head",
             averages=f"{steps} steps",
+            boost=(boost_after, functools.partial(loss, detached=True)),
         )
 
     yield from train_heads(recipe, target_path, output, planned, command=command)
@@ -78,23 +78,27 @@ def new_head(config: MtpConfig, target: HybridLM, tokens: Tokens, *, rngs: nnx.R
     return head
 
 
-def mtp_loss(head: MtpHead, target: HybridLM, tokens: Tokens, steps: int) -> Float[Array, ""]:
+def mtp_loss(
+    head: MtpHead, target: HybridLM, tokens: Tokens, steps: int, *, detached: bool = False
+) -> Float[Array, ""]:
     """Mean KL divergence of a head's drafts from the target, see `ahead_loss`.
 
     As in decoding, a draft comes from the true entries up to the root and from the head's own
-    outputs below it, on the tokens of the text.
+    outputs below it, on the tokens of the text. `detached` says that no gradient flows through the
+    outputs that it recycles, as in the "boosting" of Nemotron 3 Ultra's report.
     """
     model = MtpModel(target, head)
 
     def logits(hidden: Array) -> Iterator[Array]:
-        for step, output in enumerate(outputs_ahead(model, tokens, hidden, steps)):
-            yield model.logits(output[:, : -(step + 1)])
+        outputs = outputs_ahead(model, tokens, hidden, steps, detached=detached)
+        for ahead, output in enumerate(outputs, 1):
+            yield model.logits(output[:, :-ahead])
 
     return ahead_loss(target, tokens, logits)
 
 
-def head_of(recipe: Recipe, target: HybridLM) -> tuple[MtpConfig, int]:
-    """The head of a recipe's model table, and the number of steps that it is trained for.
+def head_of(recipe: Recipe, target: HybridLM) -> tuple[MtpConfig, int, int]:
+    """The head of a recipe's model table, the number of drafts of a step, and `boost_after`.
 
     Raises:
         ValueError: a field is missing, unknown or invalid.
@@ -102,15 +106,19 @@ def head_of(recipe: Recipe, target: HybridLM) -> tuple[MtpConfig, int]:
     table, config = recipe.model, target.config
     kinds = [kind for kind in ("mlp", "moe") if kind in table]
     try:
-        if not {*table} <= {*_LAYERS, "steps"} or "attention" not in table or len(kinds) != 1:
+        known = {*_LAYERS, "steps", "boost_after"}
+        if not {*table} <= known or "attention" not in table or len(kinds) != 1:
             raise ValueError(f"got {sorted(table)}")
         steps = check_int("steps", table.get("steps", 4), 1, _MOST_STEPS)
+        last = recipe.training.steps
+        boost_after = check_int("boost_after", table.get("boost_after", last), 0, last)
         attention, feed_forward = (_LAYERS[kind](**table[kind]) for kind in ("attention", kinds[0]))
-        return MtpConfig(config.d_model, attention, feed_forward, config.norm_eps), steps
+        head = MtpConfig(config.d_model, attention, feed_forward, config.norm_eps)
+        return head, steps, boost_after
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{recipe.source}, [model] has steps, [model.attention], and [model.mlp] or"
-            f" [model.moe]: {error}"
+            f"{recipe.source}, [model] has steps, boost_after, [model.attention], and"
+            f" [model.mlp] or [model.moe]: {error}"
         ) from error
 
 
