@@ -43,6 +43,8 @@ HELP = {
     "--name": "name of the pair, for the results",
     "--tokens": "new tokens of each text, at most",
     "--rounds": "timed runs",
+    "--workloads": "words of their names; default: all",
+    "--load": "requests over time, relative to what the plain scheduler serves",
 }
 
 
@@ -133,7 +135,12 @@ EXPERIMENTS = {
     "tuned": Experiment(tuned.run, COMPARED | CHECKPOINTS | {"--prompts": 12}),
     "peer": Experiment(peer.run, SIZES | {"--threads": 2}),
     "medusa": Experiment(medusa, COMPARED | {"--prompts": 8, "--heads": None, "--mtp": None}),
-    "serving": Experiment(serving.run, PAIR | {"--requests": 64, "--rows": 8, "--rounds": 5}),
+    "serving": Experiment(
+        serving.run,
+        PAIR
+        | {"--workloads": {"nargs": "+"}, "--drafts": {"action": "store_true"}}
+        | {"--requests": 32, "--rows": 8, "--load": 0.7, "--rounds": 3},
+    ),
     "hierarchical": Experiment(hierarchical, COMPARED | {"--prompts": 6, "--small": None}),
     "seed": Experiment(
         seed.run,

@@ -43,5 +43,13 @@ def load_prompts(count: int) -> tuple[str, list[str]]:
     return "GSM8K test, HumanEval and MT-Bench, in turn", picked
 
 
+def examples(count: int) -> list[str]:
+    """Questions with answers of GSM8K's training set, or built-in texts in turn."""
+    if not SHARED.is_dir():
+        return [f"{BUILT_IN[i % len(BUILT_IN)]} {i}.\n\n" for i in range(count)]
+    problems = _lines((SHARED / "gsm8k" / "train.jsonl").read_text())[:count]
+    return [f"Question: {one['question']}\nAnswer: {one['answer']}\n\n" for one in problems]
+
+
 def _lines(text: str) -> list[dict]:
     return [json.loads(line) for line in text.splitlines() if line]

@@ -1,96 +1,251 @@
-"""How many tokens a second does the scheduler make of mixed requests, against batches?
+"""What do a prefix cache and chunked prefill do for requests that arrive over time?
 
-Requests with prompts of 8 to 64 tokens and limits of 8 to 192 new tokens, at temperature 0: through
-a `Scheduler`, and by `generate` on batches of as many rows in the order of arrival. A batch runs
-until its longest request has ended, and counts what its requests asked for. The third way, batches
-of requests sorted by their limits, is possible if all requests are known beforehand, with their
-limits. Rounds are interleaved, and every text is compared with that of the batches.
+Requests at temperature 0 through a `Scheduler`, with both, with chunked prefill alone, and with
+neither, and by `generate` on batches of as many rows in the order of arrival. A batch runs until
+its longest request has ended, and counts what its requests asked for. First all requests are there
+from the start: tokens a second. Then they arrive at random, at a set fraction of the rate at which
+the scheduler without either serves them: percentiles of the time from a request's arrival to its
+first token, and of its pauses between new tokens. Each run begins with an empty prefix cache.
+Rounds are interleaved, and every text is compared with that of the batches.
 
-    python -m benchmarks.serving [--pair embedded|random] [--requests 64] [--rows 8]
-        [--rounds 5]
+    python -m benchmarks.serving [--pair embedded|random] [--workloads NAME ...] [--drafts]
+        [--requests 32] [--rows 8] [--load 0.7] [--rounds 3]
 """
 
 import argparse
+import collections
 import functools
-from collections.abc import Iterator, Sequence
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import stree_jax as st
 from benchmarks.common import SPEED, Found, Table, start, summary, timed
-from benchmarks.models import Pair, chosen_pair
+from benchmarks.methods import CHAIN_OF_4
+from benchmarks.models import chosen_pair
+from benchmarks.workloads import Path, Workload, workloads
 
-SCHEDULER, BATCHES, SORTED = "scheduler", "batches as they come", "batches sorted by limit"
-LIMITS = (8, 192)  # new tokens of a request
-QUANTUM = 32
+BATCHES, PLAIN = "batches as they come", "scheduler, neither"
+SCHEDULERS: dict[str, dict[str, Any]] = {
+    PLAIN: {"prefix_cache_bytes": 0, "prefill_tokens": None},
+    "scheduler, chunked prefill": {"prefix_cache_bytes": 0},
+    "scheduler, prefix cache too": {"prefix_cache_bytes": 2**28},
+}
+QUANTUM = 8
+FIRST = {"first token, median s": "{first[0]:.2f}", "90 %": "{first[1]:.2f}"}
+PAUSES = {
+    "pause, median ms": "{pauses[0]:.0f}",
+    "99 %": "{pauses[1]:.0f}",
+    "longest": "{pauses[2]:.0f}",
+}
+
+
+class Served(NamedTuple):
+    """One run of a workload."""
+
+    texts: dict[Path, list[int]]  # new tokens
+    seconds: float
+    first: list[float]  # seconds from a request's arrival to its first token
+    pauses: list[float]  # seconds between a request's new tokens
+    reused: int = 0  # tokens that the prefix cache had
 
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
-    """A scheduler against batches in order of arrival, and batches sorted by limit."""
+    """Each workload, all at once and over time."""
     pair = chosen_pair(options, options.requests)
-    requests = requests_of(pair, options.requests)
-    arrival, rows = range(len(requests)), options.rows
-    longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
+    tokenizer = st.load_tokenizer(st.demo_path("target")) if pair.trained else None
 
-    def schedule(_: None) -> list[list[int]]:
-        scheduler = st.Scheduler(pair.target, rows=rows, max_length=longest, quantum=QUANTUM)
-        for request in requests:
-            scheduler.submit(request)
-        texts = {done.request_id: done.tokens for done in scheduler.completions()}
-        return [texts[i] for i in arrival]
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text).ids if tokenizer else [1 + ord(char) % 97 for char in text]
 
-    def batches(order: Sequence[int], _: None) -> list[list[int]]:
-        texts = {}
-        for first in range(0, len(order), rows):
-            batch = [requests[i] for i in order[first : first + rows]]
-            out = st.generate(
-                pair.target,
-                [request.prompt for request in batch],
-                max_new_tokens=max(request.max_new_tokens for request in batch),
-                eos_token=(),
-            )
-            for i, request, row in zip(order[first:], batch, out.tokens, strict=False):
-                texts[i] = row[: request.max_new_tokens].tolist()
-        return [texts[i] for i in arrival]
+    drafts = {"drafter": st.ModelDrafter(pair.draft), "topology": CHAIN_OF_4}
+    common: dict[str, Any] = {"rows": options.rows} | (drafts if options.drafts else {})
+    records: list[dict[str, Any]] = []
+    tables: list[Table] = []
+    for workload in workloads(pair.prompts, encode).values():
+        if options.workloads and not any(map(workload.name.count, options.workloads)):
+            continue
+        found = measured(pair.target, workload, common, options)
+        records += found
+        columns = {"way": "{way}"} | SPEED | {"tokens reused": "{reused}", "same": "{same_tokens}"}
+        tables.append(Table(f"{workload.name}, all at once", found, columns | FIRST))
+        streams = [row for row in found if row["pauses"]]
+        title = f"{workload.name}, {options.load:.0%} of the rate of the scheduler with neither"
+        tables.append(Table(title, found, {"way": "{way}"} | FIRST))
+        tables.append(Table(title, streams, {"way": "{way}"} | PAUSES))
+        exact = pair.target.dtype == "float32"
+        different = [row for row in records if exact and row["same_tokens"] < row["requests"]]
+        yield Found(
+            pair.settings() | {"quantum": QUANTUM, "ways": records},
+            tables,
+            wrong=[(row["workload"], row["way"]) for row in different],
+            line={"speed_up": {row["workload"]: row["speed_up"]["median"] for row in records}},
+        )
 
-    by_limit = sorted(arrival, key=lambda i: requests[i].max_new_tokens)
-    ways = {
-        SCHEDULER: schedule,
-        BATCHES: functools.partial(batches, arrival),
-        SORTED: functools.partial(batches, by_limit),
+
+def measured(
+    model: st.HybridLM,
+    workload: Workload,
+    common: Mapping[str, Any],
+    options: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """A record for each way of serving a workload."""
+    ways: dict[str, Callable[[Sequence[float]], Served]] = {
+        BATCHES: functools.partial(batched, model, workload, **common)
     }
-    texts, seconds = timed(f"{len(requests)} requests", ways, [None], options.rounds)
-    tokens = sum(request.max_new_tokens for request in requests)
-    found = [
+    for name, settings in SCHEDULERS.items():
+        ways[name] = functools.partial(scheduled, model, workload, **common, **settings)
+    at_once = [0.0] * len(workload.first)
+    saturated = served(f"{workload.name}, at once", ways, at_once, options.rounds)
+    seconds = {name: np.array([one.seconds for one in runs]) for name, runs in saturated.items()}
+    gap = np.median(seconds[PLAIN]) / len(workload.first) / options.load
+    arrivals = np.cumsum(np.random.default_rng(1).exponential(gap, len(workload.first))).tolist()
+    over_time = served(f"{workload.name}, over time", ways, arrivals, options.rounds)
+    want = saturated[BATCHES][0].texts
+    tokens = sum(map(len, want.values()))
+    return [
         {
+            "workload": workload.name,
             "way": name,
-            "tokens_per_second": summary((tokens / seconds[name][:, 0]).tolist()),
-            "speed_up": summary((seconds[BATCHES] / seconds[name])[:, 0].tolist()),
-            "same_tokens": sum(map(list.__eq__, texts[name][0], texts[BATCHES][0])),
+            "requests": len(want),
+            "new_tokens": tokens,
+            "tokens_per_second": summary((tokens / seconds[name]).tolist()),
+            "speed_up": summary((seconds[PLAIN] / seconds[name]).tolist()),
+            "reused": saturated[name][0].reused,
+            "same_tokens": min(
+                sum(one.texts[path] == text for path, text in want.items())
+                for one in (*saturated[name], *over_time[name])
+            ),
+            "seconds_between_arrivals": float(gap),
+            "first": _percentiles([one.first for one in over_time[name]], (50, 90, 99)),
+            "pauses": _percentiles([one.pauses for one in over_time[name]], (50, 99, 100), 1e3),
         }
         for name in ways
     ]
-    exact = pair.target.dtype == "float32"
-    title = f"{pair.name}: {len(requests)} requests, {rows} rows"
-    yield Found(
-        pair.settings() | {"quantum": QUANTUM, "new_tokens": tokens, "ways": found},
-        [Table(title, found, {"way": "{way}"} | SPEED | {"same texts": "{same_tokens}"})],
-        wrong=[row["way"] for row in found if exact and row["same_tokens"] < len(requests)],
-        line={"speed_up": found[0]["speed_up"]["median"]},
-    )
 
 
-def requests_of(pair: Pair, count: int) -> list[st.Request]:
-    """Prompts cut to random lengths of 8 to 64; limits are geometric, as lengths of answers are."""
-    rng, (low, high) = np.random.default_rng(0), LIMITS
-    return [
-        st.Request(
-            pair.prompts[i][: int(rng.integers(8, 64, endpoint=True))],
-            max_new_tokens=int(np.clip(rng.geometric(3 / high), low, high)),
-            eos_token=(),
-        )
-        for i in range(count)
-    ]
+def served(
+    title: str,
+    ways: Mapping[str, Callable[[Sequence[float]], Served]],
+    arrivals: Sequence[float],
+    rounds: int,
+) -> dict[str, list[Served]]:
+    """The timed runs of each way."""
+    runs: dict[str, list[Served]] = {name: [] for name in ways}
+    kept = {
+        name: lambda due, name=name, way=way: runs[name].append(way(due))
+        for name, way in ways.items()
+    }
+    timed(title, kept, [arrivals], rounds)
+    return {name: some[1:] for name, some in runs.items()}
+
+
+def _percentiles(
+    runs: Sequence[Sequence[float]], percents: Sequence[int], scale: float = 1.0
+) -> list[float]:
+    values = [*itertools.chain.from_iterable(runs)]
+    return (scale * np.percentile(values, percents)).tolist() if values else []
+
+
+class _Clock:
+    """The requests of a run: those that have arrived, and what became of them.
+
+    The clock starts when it is made.
+    """
+
+    def __init__(self, workload: Workload, arrivals: Sequence[float]):
+        self._following, self._began = workload.following, time.perf_counter()
+        requests = enumerate(zip(arrivals, workload.first, strict=True))
+        self._waiting = collections.deque((due, (i,), request) for i, (due, request) in requests)
+        self._due: dict[Path, float] = {}
+        self._requests: dict[Path, st.Request] = {}
+        self._last: dict[Path, float] = {}  # when a request got its last tokens
+        self.texts: dict[Path, list[int]] = {}
+        self.first: list[float] = []
+        self.pauses: list[float] = []
+
+    @property
+    def now(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._began
+
+    def arrived(self, most: int | None = None) -> dict[Path, st.Request]:
+        """The requests that are due, once each."""
+        new: dict[Path, st.Request] = {}
+        while self._waiting and self._waiting[0][0] <= self.now and len(new) != most:
+            due, path, request = self._waiting.popleft()
+            self._due[path], self._requests[path], new[path] = due, request, request
+        return new
+
+    def sleep(self) -> bool:
+        """Until the next request; False if there is none."""
+        if self._waiting:
+            time.sleep(max(self._waiting[0][0] - self.now, 0))
+        return bool(self._waiting)
+
+    def got(self, path: Path, tokens: Sequence[int], *, ended: bool) -> None:
+        """Takes new tokens of a request; when it has ended, others may follow at once."""
+        now, text = self.now, self.texts.setdefault(path, [])
+        if tokens and text:
+            self.pauses.append(now - self._last[path])
+        elif tokens:
+            self.first.append(now - self._due[path])
+        self._last[path] = now
+        text += tokens
+        if ended:
+            for after, request in self._following(
+                path, [*self._requests[path].prompt, *text]
+            ).items():
+                self._waiting.appendleft((now, after, request))
+
+    def served(self, reused: int = 0) -> Served:
+        """The results."""
+        return Served(self.texts, self.now, self.first, self.pauses, reused)
+
+
+def scheduled(
+    model: st.HybridLM, workload: Workload, arrivals: Sequence[float], **settings: Any
+) -> Served:
+    """A run through a scheduler."""
+    scheduler = st.Scheduler(model, max_length=workload.max_length, quantum=QUANTUM, **settings)
+    clock, paths = _Clock(workload, arrivals), {}
+    while True:
+        for path, request in clock.arrived().items():
+            paths[scheduler.submit(request)] = path
+        event = next(scheduler.events(), None)
+        if event is not None:
+            ended = event.finish_reason is not None
+            clock.got(paths[event.request_id], event.tokens, ended=ended)
+            if ended:
+                scheduler.pop(event.request_id)
+        elif not clock.sleep():
+            return clock.served(scheduler.prefix_cache_stats.tokens_reused)
+
+
+def batched(
+    model: st.HybridLM, workload: Workload, arrivals: Sequence[float], *, rows: int, **settings: Any
+) -> Served:
+    """A run by `generate`, on batches of what has arrived; no tokens before a batch has ended."""
+    clock = _Clock(workload, arrivals)
+    while True:
+        if batch := clock.arrived(rows):
+            some = [*batch.values()]
+            filled = [*some, *some[:1] * (rows - len(some))]  # one program for all batches
+            out = st.generate(
+                model,
+                [request.prompt for request in filled],
+                max_new_tokens=max(request.max_new_tokens for request in some),
+                max_length=workload.max_length,
+                eos_token=(),
+                **settings,
+            )
+            for path, row in zip(batch, out.tokens, strict=False):
+                clock.got(path, row[: batch[path].max_new_tokens].tolist(), ended=True)
+        elif not clock.sleep():
+            return clock.served()
 
 
 start(__name__, __doc__)

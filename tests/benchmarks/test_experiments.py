@@ -25,7 +25,10 @@ SMALLEST = {
     "peer": (SIZES, "methods", "times_transformers identical_prompts"),
     "medusa": (f"{SIZES} --temperatures 1", "decoding", "tau speed_up identical"),
     "hierarchical": (f"{SIZES} --small SMALL --temperatures 0", "decoding", "tau speed_up"),
-    "serving": ("--requests 5 --rows 2 --rounds 1", "ways", "speed_up same_tokens"),
+    "serving": (
+        "--requests 4 --rows 2 --rounds 1 --workloads system thoughts",
+        *("ways", "speed_up same_tokens reused first pauses"),
+    ),
     "seed": (
         "--tasks gsm8k --problems 1 --rounds 1 --rows 4 --chain 2",
         *("ways", "task tau speed_up bytes_of_rows solved"),
@@ -56,7 +59,8 @@ SMALLER = {
     },
     "models.SMALL": TINY,
     "models.SMALL_DRAFT": TINY,
-    "serving.LIMITS": (2, 9),
+    "workloads.SYSTEM_PROMPT": 20,
+    "workloads.SHOTS": 1,
     "tuned.MAX_DEPTH": 2,
     "tuned.TUNING_PROMPTS": 2,
     "lossless.NEW_TOKENS": 6,

@@ -1,0 +1,104 @@
+"""Requests as a server gets them: mixed ones, shared prefixes, trees of thoughts, long prompts."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+import stree_jax as st
+from benchmarks.prompts import examples
+
+Path = tuple[int, ...]  # (i,) is the request that arrives as the i-th, (i, j) continues its text
+
+LIMITS = (8, 192)  # new tokens of a mixed request
+SYSTEM_PROMPT = 1000  # tokens
+SHOTS = 8  # examples before a question
+LONG_PROMPT = 8192  # tokens
+THOUGHTS, LEVELS = 3, 2  # continuations of a text, and how often it is continued
+
+
+class Workload(NamedTuple):
+    """Requests by path, and those that follow when a request has ended."""
+
+    name: str
+    first: list[st.Request]
+    max_length: int  # of any request
+    following: Callable[[Path, Sequence[int]], Mapping[Path, st.Request]] = lambda path, text: {}
+
+
+def workloads(
+    prompts: Sequence[list[int]], encode: Callable[[str], list[int]]
+) -> dict[str, Workload]:
+    """All workloads, of as many requests as prompts; trees and long prompts have fewer.
+
+    Args:
+        prompts: token ids of the users' texts.
+        encode: text to token ids.
+    """
+    shots = encode("".join(examples(SHOTS)))
+    system = _repeated(encode("".join(examples(2 * SHOTS)[SHOTS:])), SYSTEM_PROMPT)
+    few = prompts[: -(-len(prompts) // 8)]
+    every = [
+        Workload("mixed requests", _mixed(prompts), _longest(prompts, LIMITS[1])),
+        _shared(f"a system prompt of {SYSTEM_PROMPT:,} tokens", system, prompts, 32),
+        _shared(f"{SHOTS} examples of GSM8K", shots, prompts, 64),
+        _thoughts(few, shots),
+        _long(prompts, system),
+    ]
+    return {workload.name: workload for workload in every}
+
+
+def _longest(prompts: Sequence[list[int]], more: int) -> int:
+    return max(map(len, prompts)) + more
+
+
+def _request(prompt: list[int], new: int, *, keep: bool = False) -> st.Request:
+    return st.Request(prompt, max_new_tokens=new, eos_token=(), keep=keep)
+
+
+def _repeated(tokens: list[int], count: int) -> list[int]:
+    return [*itertools.islice(itertools.cycle(tokens), count)]
+
+
+def _mixed(prompts: Sequence[list[int]]) -> list[st.Request]:
+    """Prompts cut to random lengths of 8 to 64; limits are geometric, as lengths of answers are."""
+    rng, (low, high) = np.random.default_rng(0), LIMITS
+    lengths = rng.integers(8, 64, len(prompts), endpoint=True)
+    limits = np.clip(rng.geometric(3 / high, len(prompts)), low, high)
+    return [
+        _request(prompt[:length], int(limit))
+        for prompt, length, limit in zip(prompts, lengths, limits, strict=True)
+    ]
+
+
+def _shared(name: str, stem: list[int], prompts: Sequence[list[int]], new: int) -> Workload:
+    first = [_request([*stem, *prompt], new) for prompt in prompts]
+    return Workload(name, first, len(stem) + _longest(prompts, new))
+
+
+def _thoughts(prompts: Sequence[list[int]], shots: list[int]) -> Workload:
+    """Every thought is a request with the whole text before it, and ends the text by its number."""
+    new = 24
+    first = [_request([*shots, *prompt], new, keep=True) for prompt in prompts]
+
+    def following(path: Path, text: Sequence[int]) -> Mapping[Path, st.Request]:
+        if len(path) > LEVELS:
+            return {}
+        return {(*path, i): _request([*text, i], new, keep=True) for i in range(THOUGHTS)}
+
+    longest = len(shots) + _longest(prompts, (LEVELS + 1) * (new + 1))
+    name = f"trees of {THOUGHTS} x {THOUGHTS} thoughts after {SHOTS} examples"
+    return Workload(name, first, longest, following)
+
+
+def _long(prompts: Sequence[list[int]], text: list[int]) -> Workload:
+    """One prompt of four is long; no two are alike."""
+    first = [
+        _request(_repeated([*prompt, *text], LONG_PROMPT), 16)
+        if i % 4 == 3
+        else _request(prompt, LIMITS[1])
+        for i, prompt in enumerate(prompts[: -(-len(prompts) // 2)])
+    ]
+    longest = max(LONG_PROMPT + 16, _longest(prompts, LIMITS[1]))
+    return Workload(f"one prompt of four has {LONG_PROMPT:,} tokens", first, longest)
