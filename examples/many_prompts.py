@@ -3,8 +3,8 @@
     python examples/many_prompts.py
 
 A request takes the place of one that has ended, with its own limits, temperature and key. Its
-text is the one that it has alone, whatever else is running. One text is read once and continued
-three times.
+text is the one that it has alone, whatever else is running. One text is prefilled once and
+continued three times.
 """
 
 import jax
