@@ -13,7 +13,7 @@ from stree_jax.array_types import Array, Int
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.local_rows import rows_of_all
-from stree_jax.decoding.on_mesh import on_host, on_mesh
+from stree_jax.decoding.on_mesh import on_mesh
 from stree_jax.decoding.options import (
     OptionKeywords,
     Plan,
@@ -28,6 +28,7 @@ from stree_jax.decoding.stop_tables import Held
 from stree_jax.decoding.stops import STOPPED
 from stree_jax.decoding.types import Context, DecodeState, Prefix
 from stree_jax.decoding.verifiers import Verifier
+from stree_jax.mesh.hosts import on_host
 from stree_jax.models.lm import HybridLM, check_model, check_on_one_device
 from stree_jax.tree import TreeTopology
 

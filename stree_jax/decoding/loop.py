@@ -40,7 +40,7 @@ from stree_jax.decoding.types import (
     state_specs,
 )
 from stree_jax.decoding.verifiers import Verifier
-from stree_jax.mesh.partition import ROWS
+from stree_jax.mesh.partition import ROWS, placed_beside
 from stree_jax.mesh.programs import on_mesh
 from stree_jax.models.cache import empty_path, path_to
 from stree_jax.models.lm import HybridLM
@@ -103,6 +103,7 @@ class SpeculativeDecoder:
         if drafter is not None:
             state = drafter.prepare(prompts, self.topology, self.max_length)
             check_prepared(drafter, state)
+            state = placed_beside(prompts.length, state)
             if reads(drafter):
                 return Prefix(prompts, *prefill_with_drafter(model, drafter, *text, state))
         return Prefix(prompts, prefill(model, *text), state)
@@ -148,7 +149,7 @@ class SpeculativeDecoder:
             processors = first_states(sampling.processors, prefix.context, model.config.vocab_size)
             state = state._replace(processors=processors)
         if model.partition is not None:
-            state = model.partition.put(state)
+            state = model.partition.put(state, model.partition.spec_of(len(state.done)))
         return owned(state, (prefix, keys, sampling) if callers is None else callers)
 
     @functools.partial(jax.jit, static_argnums=0)

@@ -17,7 +17,10 @@ _ARRAYS = 16  # of weights on an accelerator, where each is a transfer
 
 
 def origin_of(model: HybridLM, drafter: Drafter | None) -> Origin:
-    """Fingerprints of the shapes of all weights and of some of their numbers: few are read."""
+    """Fingerprints of the shapes of all weights and of some of their numbers: few are read.
+
+    On a mesh the numbers are those of the first shard of this process.
+    """
     return Origin(_fingerprint(model), _fingerprint(drafter))
 
 
@@ -48,6 +51,7 @@ def check_origin(
 def _fingerprint(part: Any) -> str:
     leaves = jax.tree.leaves(part)
     kinds = [(np.shape(leaf), str(jnp.result_type(leaf))) for leaf in leaves]
+    leaves = [_first_shard(leaf) for leaf in leaves]
     digest = hashlib.sha256(f"{type(part).__name__} {kinds}".encode())
     near = [leaf for leaf in leaves if _is_on_host(leaf)]
     far = [leaf for leaf in leaves if not _is_on_host(leaf)]
@@ -57,6 +61,12 @@ def _fingerprint(part: Any) -> str:
     for leaf in far[:: max(1, len(far) // _ARRAYS)]:
         digest.update(np.asarray(_numbers(leaf)[(0,) * (leaf.ndim - 1)][:_NUMBERS]).tobytes())
     return digest.hexdigest()
+
+
+def _first_shard(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
+        return leaf.addressable_data(0)
+    return leaf
 
 
 def _is_on_host(leaf: Any) -> bool:

@@ -5,18 +5,37 @@ text fits may be cut, and zeros put behind it.
 """
 
 import functools
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from stree_jax.array_types import Array
+from stree_jax.mesh.partition import MODEL
+from stree_jax.models.cache import cache_specs, init_cache
 from stree_jax.models.lm import HybridLM
 
 
 def cache_shapes(model: HybridLM, rows: int, size: int) -> Any:
-    """Shapes and dtypes of the model's cache of `size` places."""
-    return jax.eval_shape(lambda: model.init_cache(rows, size))
+    """Shapes and dtypes of the model's cache of `size` places, on a mesh in all."""
+    shards = 1 if model.partition is None else model.partition.shards
+    config = model.config.local(shards)
+    of_shard = jax.eval_shape(lambda: init_cache(config, rows, size, model.dtype))
+    if shards == 1:
+        return of_shard
+
+    def of_all(spec: PartitionSpec, arrays: Any) -> Any:
+        times = [shards if name == MODEL else 1 for name in spec]
+
+        def whole(leaf: Any) -> Any:
+            sizes = itertools.zip_longest(leaf.shape, times, fillvalue=1)
+            return jax.ShapeDtypeStruct([size * n for size, n in sizes], leaf.dtype)
+
+        return jax.tree.map(whole, arrays)
+
+    return jax.tree.map(of_all, cache_specs(model.config, MODEL), of_shard)
 
 
 def same_rows(one: Any, other: Any) -> bool:

@@ -14,7 +14,8 @@ from stree_jax.decoding.context import Context
 from stree_jax.decoding.places import cache_shapes, fitted
 from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.returned import check_state
-from stree_jax.mesh.partition import ROWS
+from stree_jax.mesh.hosts import on_host
+from stree_jax.mesh.partition import ROWS, placed_beside
 from stree_jax.mesh.programs import on_mesh
 from stree_jax.models.cache import Cache, cache_specs
 from stree_jax.models.lm import HybridLM
@@ -77,12 +78,13 @@ def rest_of(
     Returns:
         Right-padded tokens in a buffer of rounded size, and how many they are.
     """
-    count = np.asarray(context.length) - 1 - np.asarray(num_read)
+    first = on_host(num_read).astype(np.int32)
+    count = on_host(context.length) - 1 - first
     if not count.any():
         return None
     width = buffer_size(int(count.max()))
-    tokens = _pieces(context.tokens, jnp.asarray(num_read, jnp.int32), width)
-    return tokens, jnp.asarray(count, jnp.int32)
+    first, count = placed_beside(context.length, (jnp.asarray(first), jnp.asarray(count)))
+    return placed_beside(context.length, _pieces(context.tokens, first, width)), count
 
 
 @functools.partial(jax.jit, static_argnames="width")

@@ -8,9 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from stree_jax.array_types import Array
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.drafters.base import keeps, reads, resumed, resumes
 from stree_jax.decoding.loop import SpeculativeDecoder
@@ -161,12 +159,6 @@ def stacked(rows: Sequence[Any]) -> Any:
 @jax.jit
 def _stacked(rows: tuple[Any, ...]) -> Any:
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *rows)
-
-
-@jax.jit
-def row_of(arrays: Any, row: int | Array) -> Any:
-    """One row of all arrays, as a batch of one; one program for all rows."""
-    return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, row, 1), arrays)
 
 
 def repeated(rows: Any, times: int) -> Any:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import numbers
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from stree_jax.mesh.partition import ROWS
 from stree_jax.messages import shown
 
 
+@typing.no_type_check  # on a mesh jax unflattens it with specs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ForRows:

@@ -10,6 +10,7 @@ from stree_jax.array_types import Array, Bool, Float, Float32, Int
 from stree_jax.decoding.places import fitted
 from stree_jax.decoding.prefill import prefill, prefill_rest
 from stree_jax.decoding.types import Context, DraftTree, Verdict
+from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import on_mesh
 from stree_jax.models.cache import (
@@ -211,7 +212,7 @@ class Reader(NamedTuple):
             num_nodes, max_length, num_catch_up: see `open`; may differ from those of this state.
         """
         cache = self.cache
-        if np.asarray(self.path.last >= 0).any():
+        if (on_host(self.path.last) >= 0).any():
             cache = _replayed(model, cache, self.pending, self.path)
         num_read = read - 1 - self.has_catch_up.sum(axis=1, dtype=jnp.int32)
         cache = prefill_rest(model, context, num_read, max_length, cache)

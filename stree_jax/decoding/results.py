@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from stree_jax.decoding.loop import DRAFT_FAILED, RULED_OUT, TARGET_FAILED
-from stree_jax.decoding.on_mesh import on_host
 from stree_jax.decoding.options import Options, Plan, is_lossless
 from stree_jax.decoding.stop_tables import Stopping
 from stree_jax.decoding.stops import STOPPED
@@ -19,6 +18,7 @@ from stree_jax.decoding.types import (
     Statistics,
     TokenLogProbs,
 )
+from stree_jax.mesh.hosts import on_host
 from stree_jax.models.cache import Cache
 
 PAD = -1  # fills `Generation.tokens` after a row's end

@@ -11,10 +11,10 @@ from jax import lax
 from pallas_kernels import dispatch
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths, Tokens
 from stree_jax.checks import check_int
-from stree_jax.decoding.on_mesh import on_host
 from stree_jax.decoding.prefill import PREFILL_CHUNK, in_chunks
 from stree_jax.decoding.prompts import buffer_size, checked_prompts
 from stree_jax.decoding.types import Context
+from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import on_mesh
 from stree_jax.models.lm import HybridLM, check_model

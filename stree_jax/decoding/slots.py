@@ -11,6 +11,10 @@ steps, or when some rows have ended. Rows are filled and read out between runs o
 
 All arrays of a row have the batch axis, so a new request overwrites the whole row, NaN included.
 All functions are pure; `insert` donates the state, and no function donates a prefix.
+
+On a mesh the rows are cut along "data", an equal part for each shard, and every shard of the batch
+has the one row of a prefix: all compute it, `insert` copies it inside a shard, and `take` sends one
+row to the others. With several processes all call these functions with the same arguments.
 """
 
 import functools
@@ -21,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from stree_jax.array_types import Array, Bool, Int, Key
 from stree_jax.checks import check_int
@@ -29,12 +34,23 @@ from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.drafters.base import keeps, reads, resumed
 from stree_jax.decoding.filters import per_row
 from stree_jax.decoding.loop import SpeculativeDecoder, owned
+from stree_jax.decoding.on_mesh import placed, row_of, row_places, spread_rows
 from stree_jax.decoding.places import same_rows
-from stree_jax.decoding.prefixes import read_on, repeated, row_of
+from stree_jax.decoding.prefixes import read_on, repeated
 from stree_jax.decoding.processors import first_states
 from stree_jax.decoding.prompts import buffer_size
-from stree_jax.decoding.types import Context, DecodeState, Prefix, Sampling
-from stree_jax.models.lm import HybridLM, check_on_one_device
+from stree_jax.decoding.types import (
+    Context,
+    DecodeState,
+    Prefix,
+    Sampling,
+    prefix_specs,
+    state_specs,
+)
+from stree_jax.mesh.hosts import on_host
+from stree_jax.mesh.partition import ROWS, placed_beside
+from stree_jax.mesh.programs import in_every_shard, on_mesh
+from stree_jax.models.lm import HybridLM
 
 
 def empty(
@@ -46,22 +62,40 @@ def empty(
         decoder: the program; its `max_length` limits every request of the pool.
         model: the target.
         drafter: see `generate`; None: no drafts.
-        rows: number of rows B.
+        rows: number of rows B; on a mesh a multiple of the size of "data".
 
     Raises:
-        ValueError: the drafter's state has an array without the batch axis, or the model is on a
-            mesh.
+        ValueError: the drafter's state has an array without the batch axis, or the shards of a mesh
+            cannot have equal parts of the rows.
     """
-    check_on_one_device(model, "a pool of rows")
+    check_rows(model, rows)
     nothing = Context(jnp.zeros((1, buffer_size(1)), jnp.int32), jnp.ones(1, jnp.int32))
-    state = decoder.start(model, drafter, nothing, jax.random.key(0)[None])
+    first = placed(model, (nothing, jax.random.key(0)[None], jnp.ones(1, bool)))
+    state = decoder.start(model, drafter, *first[:2])
     for leaf in jax.tree.leaves(state.drafter):
         if leaf.shape[:1] != (1,):
             raise ValueError(
                 f"the state of {type(drafter).__name__} has an array of shape {leaf.shape} for one"
                 " row; all its arrays need the batch axis first"
             )
-    return repeated(state._replace(done=jnp.ones(1, bool)), rows)
+    state = state._replace(done=first[2])
+    return repeated(state, rows) if model.partition is None else spread_rows(model, state, rows)
+
+
+def check_rows(model: HybridLM, rows: int) -> None:
+    """Refuses a number of rows that the shards of the batch cannot share equally.
+
+    Raises:
+        ValueError: it is one; names those beside it.
+    """
+    data = 1 if model.partition is None else model.partition.rows
+    if rows % data:
+        fewer = rows - rows % data
+        fitting = f"{fewer} or {fewer + data}" if fewer else f"{data}"
+        raise ValueError(
+            f"rows = {rows}: the mesh has data = {data}, and each shard of it the same number of"
+            f" rows; use {fitting}"
+        )
 
 
 def read(
@@ -86,15 +120,16 @@ def read(
     Raises:
         ValueError: prefix and prompt have more than `decoder.max_length` tokens.
     """
+    prompt = placed(model, prompt)
     if after is None:
         prefix = decoder.read(model, drafter, prompt)
         room = ((0, 0), (0, decoder.num_places - prompt.tokens.shape[1]))
         return prefix._replace(context=Context(jnp.pad(prompt.tokens, room), prompt.length))
-    length = int(after.context.length[0]) + int(prompt.length[0])
-    if length > decoder.max_length:
+    before, more = (int(on_host(text.length)[0]) for text in (after.context, prompt))
+    if before + more > decoder.max_length:
         raise ValueError(
-            f"the text of the prefix has {int(after.context.length[0])} tokens and the prompt"
-            f" {int(prompt.length[0])}: in all {length}, and the pool has {decoder.max_length}"
+            f"the text of the prefix has {before} tokens and the prompt {more}: in all"
+            f" {before + more}, and the pool has {decoder.max_length}"
         )
     after = after._replace(origin=None)  # static: programs serve prefixes of any
     context = _joined(after.context, prompt, decoder.num_places)
@@ -139,15 +174,25 @@ def insert(
             pool; or a state that `run` did not return.
     """
     _check_between_runs(state)
-    _check_rows(state, rows)
+    _check_exist(state, rows)
     if keys.shape != (len(rows),):
         raise ValueError(f"{len(rows)} rows need as many keys, got an array of shape {keys.shape}")
     _check_prefix(state, prefix)
     prefix = prefix._replace(origin=None)  # static: programs serve prefixes of any
-    return _insert(decoder, model, state, jnp.asarray(rows, jnp.int32), prefix, keys)
+    places = jnp.asarray(rows, jnp.int32)
+    if model.partition is not None:
+        places = model.partition.put(row_places(model.partition, rows, len(state.done)))
+        keys = model.partition.put(keys, PartitionSpec())
+    return _insert(decoder, model, state, places, prefix, keys)
+
+
+def _insert_specs(model: HybridLM) -> Any:
+    specs = state_specs(model)
+    return (specs, ROWS, in_every_shard(prefix_specs(model)), PartitionSpec()), specs
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
+@on_mesh(_insert_specs, modules=1)
 def _insert(
     decoder: SpeculativeDecoder,
     model: HybridLM,
@@ -179,13 +224,13 @@ def with_processors(
     """
     if not sampling.processors:
         return state._replace(processors=())
-    started = np.isin(np.arange(len(state.done)), [*rows])
+    started = placed_beside(state.done, np.isin(np.arange(len(state.done)), [*rows]))
     new = first_states(sampling.processors, state.context, model.config.vocab_size)
     old = itertools.zip_longest(new, state.processors[: len(new)])
     states = tuple(
         _chosen(started, fresh, kept) if same_rows(fresh, kept) else fresh for fresh, kept in old
     )
-    return state._replace(processors=states)
+    return state._replace(processors=placed_beside(state.done, states))
 
 
 @jax.jit
@@ -205,7 +250,7 @@ def take(
     """
     _check_between_runs(state)
     row = check_int("row", row, 0, len(state.done) - 1)
-    if int(state.failed[row]):
+    if int(on_host(state.failed)[row]):
         raise ValueError(f"row {row} failed: its logits were not finite, and its cache may not be")
     context, cache, drafts = row_of((state.context, state.cache, state.drafter), row)
     if not keeps(drafter):
@@ -220,8 +265,9 @@ def end(state: DecodeState, rows: Sequence[int]) -> DecodeState:
         ValueError: rows that do not exist, or twice, or a state that `run` did not return.
     """
     _check_between_runs(state)
-    _check_rows(state, rows)
-    return state._replace(done=state.done.at[jnp.asarray(rows, jnp.int32)].set(True))
+    _check_exist(state, rows)
+    done = state.done.at[np.asarray(rows, np.int32)].set(True)
+    return state._replace(done=placed_beside(state.done, done))
 
 
 def switch(
@@ -249,6 +295,7 @@ def switch(
         drafts = drafter.prepare(state.context, decoder.topology, decoder.max_length)
         if reads(drafter) and same_rows(state.drafter, drafts):
             drafts = state.drafter
+    drafts = placed_beside(state.done, drafts)
     switched = state._replace(pending=fresh.pending, path=fresh.path, drafter=drafts)
     return owned(switched, (model, drafter))
 
@@ -267,14 +314,16 @@ def extended(decoder: SpeculativeDecoder, state: DecodeState) -> DecodeState:
             " pool has more"
         )
     if before < after:
-        records = log_probs.empty(len(state.done), decoder.num_places, after)
+        empty = log_probs.empty(len(state.done), decoder.num_places, after)
+        records = placed_beside(state.done, empty)
         if state.log_probs is not None:
             records = jax.tree.map(
                 lambda new, old: new.at[..., : old.shape[-1]].set(old), records, state.log_probs
             )
-        state = state._replace(log_probs=records)
+        state = state._replace(log_probs=placed_beside(state.done, records))
     if decoder.has_stops and state.stop is None:
-        state = state._replace(stop=jnp.zeros_like(state.emitted))
+        stop = jnp.zeros(len(state.done), jnp.int32)
+        state = state._replace(stop=placed_beside(state.done, stop))
     return state
 
 
@@ -295,14 +344,14 @@ def _anew(decoder: SpeculativeDecoder, drafter: Drafter | None, context: Context
 
 
 def _check_between_runs(state: DecodeState) -> None:
-    if np.asarray(state.path.last >= 0).any():
+    if (on_host(state.path.last) >= 0).any():
         raise ValueError(
             "the last step's path has not been replayed: rows come and go between runs only, not"
             " between the steps of `step` or `stream`"
         )
 
 
-def _check_rows(state: DecodeState, rows: Sequence[int]) -> None:
+def _check_exist(state: DecodeState, rows: Sequence[int]) -> None:
     num_rows = len(state.done)
     if len({*rows}) < len(rows) or not rows or min(rows) < 0 or max(rows) >= num_rows:
         raise ValueError(f"rows must be different ones of 0 to {num_rows - 1}, got {[*rows]}")

@@ -219,3 +219,10 @@ def state_specs(model: HybridLM) -> Any:
     return specs._replace(
         cache=cache_specs(model.config, axis), pending=pending_specs(model.config, axis)
     )
+
+
+def prefix_specs(model: HybridLM) -> Any:
+    """The mesh specs of a prefix of this model."""
+    assert model.partition is not None
+    specs: Any = Prefix(ROWS, ROWS, ROWS)  # type: ignore[arg-type]
+    return specs._replace(cache=cache_specs(model.config, model.partition.axis))

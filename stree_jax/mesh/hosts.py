@@ -1,10 +1,18 @@
-"""Host-side collectives between processes."""
+"""Host-side collectives between processes, and copies to the host."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+def is_same_everywhere(digest: bytes) -> bool:
+    """Whether all processes have the same digest; all get the same answer, and all call this."""
+    own = np.frombuffer(digest, np.uint8)
+    return bool((multihost_utils.process_allgather(own).reshape(-1, len(own)) == own).all())
 
 
 def by_first(action: Callable[[], str]) -> str:
@@ -36,3 +44,22 @@ def by_first(action: Callable[[], str]) -> str:
     if refused is not None:
         raise refused
     return text
+
+
+def on_host(tree: Any, rows: slice = slice(None)) -> Any:
+    """Copies arrays, or these rows of them, to this process's memory.
+
+    Arrays that span processes are all-gathered, so all processes must call this, unless each has
+    all of every array.
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    if any(not (leaf.is_fully_addressable or leaf.is_fully_replicated) for leaf in arrays):
+        places: list[Any] = [leaf.sharding for leaf in arrays]
+        (mesh,) = {place.mesh for place in places}
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        tree = jax.jit(_same, out_shardings=everywhere)(tree)
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[rows], tree)
+
+
+def _same(tree: Any) -> Any:
+    return tree

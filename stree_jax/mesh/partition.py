@@ -55,6 +55,10 @@ class Partition:
         """Shards of the batch; they must divide the number of rows."""
         return self.mesh.shape[DATA]
 
+    def spec_of(self, num_rows: int) -> PartitionSpec:
+        """The spec of as many rows; every shard has all of them if it cannot have an equal part."""
+        return PartitionSpec() if num_rows % self.rows else ROWS
+
     def put(self, tree: Any, spec: PartitionSpec = ROWS) -> Any:
         """Puts arrays that every process has on the mesh; arrays already there are kept."""
 
@@ -213,6 +217,27 @@ def make_mesh(*, data: int = 1, model: int = 1) -> Mesh:
         raise ValueError(f"data = {data} times model = {model} is {needed} devices, and {there}")
     devices = jax.devices()[: data * model]
     return jax.make_mesh((data, model), (DATA, MODEL), (AxisType.Auto,) * 2, devices=devices)
+
+
+def mesh_of(array: Any) -> Mesh | None:
+    """The mesh of `make_mesh` that an array lies on; None: on one device, or elsewhere."""
+    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
+        return None
+    place = array.sharding
+    if not isinstance(place, NamedSharding) or {*place.mesh.axis_names} != {DATA, MODEL}:
+        return None
+    mesh: Any = place.mesh
+    return mesh
+
+
+def placed_beside(array: Any, rows: Any) -> Any:
+    """Arrays with the batch axis first, placed as that of `array` is; as they are on one device."""
+    mesh = mesh_of(array)
+    if mesh is None:
+        return rows
+    partition = Partition(mesh, 1)
+    spec = partition.spec_of(len(array))
+    return jax.device_put(partition.put(rows, spec), NamedSharding(mesh, spec))
 
 
 def check_mesh(mesh: object) -> Mesh:

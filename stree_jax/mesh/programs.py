@@ -12,10 +12,10 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from stree_jax.mesh.partition import MODEL, Cut, Partition, Partitioned
+from stree_jax.mesh.partition import DATA, MODEL, Cut, Partition, Partitioned
 from stree_jax.names import dotted
 
-__all__ = ["on_mesh", "over_mesh", "spec_of", "weight_specs"]
+__all__ = ["in_every_shard", "on_mesh", "over_mesh", "spec_of", "weight_specs"]
 
 
 def on_mesh(specs: Callable[[Any], tuple[tuple[Any, ...], Any]], *, modules: int = 2) -> Any:
@@ -23,6 +23,9 @@ def on_mesh(specs: Callable[[Any], tuple[tuple[Any, ...], Any]], *, modules: int
 
     The function gets the model, perhaps a drafter, and then arrays, in this order; a method gets
     `self` before, and static settings are keywords. On one device it is called as it is.
+
+    The first array has the rows. If "data" does not divide them, such as the only row of a prefix,
+    every shard of the batch gets and computes all rows.
 
     Args:
         specs: function from the model to the specs of the arrays and those of the result, as for
@@ -40,12 +43,15 @@ def on_mesh(specs: Callable[[Any], tuple[tuple[Any, ...], Any]], *, modules: int
             wanted, out = specs(model)
             given = zip(arrays, wanted, strict=False)
             specs_of = [(a, w(a) if callable(w) and a is not None else w) for a, w in given]
+            into = tuple(None if array is None else spec for array, spec in specs_of)
+            if len(jax.tree.leaves(arrays)[0]) % model.partition.rows:
+                into, out = in_every_shard((into, out))
             return over_mesh(
                 model.partition,
                 functools.partial(function, *arguments[:at], **settings),
                 arguments[at : at + modules],
                 arrays,
-                tuple(None if array is None else spec for array, spec in specs_of),
+                into,
                 out,
             )
 
@@ -89,6 +95,18 @@ def over_mesh(
         out_specs=out_specs,
         check_vma=False,
     )(leaves, arrays)
+
+
+def in_every_shard(specs: Any) -> Any:
+    """The specs of the same arrays, of which every shard of the batch has all rows."""
+
+    def without_rows(spec: PartitionSpec) -> PartitionSpec:
+        names = [None if name == DATA else name for name in spec]
+        while names and names[-1] is None:  # P(None) is not P()
+            names.pop()
+        return PartitionSpec(*names)
+
+    return jax.tree.map(without_rows, specs)
 
 
 def _is_model(node: Any) -> bool:

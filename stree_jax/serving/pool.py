@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from pallas_kernels import dispatch
 from stree_jax.decoding import slots
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import SpeculativeDecoder
+from stree_jax.decoding.on_mesh import placed, settings_on
 from stree_jax.decoding.options import Plan
 from stree_jax.decoding.origins import check_origin, origin_of
 from stree_jax.decoding.places import cache_shapes, same_rows
@@ -18,6 +18,7 @@ from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.results import Ended
 from stree_jax.decoding.rows import Row, limits_of, sampling_of
 from stree_jax.decoding.types import Limits, Prefix
+from stree_jax.mesh.hosts import on_host
 from stree_jax.models.lm import HybridLM
 
 _FEWEST_BEST = 4  # tokens that rows record, if any
@@ -53,6 +54,7 @@ class Pool:
         self._state: Any = None
         self._cache: Any = None  # shapes of a row's
         self._started: set[int] = set()  # rows that have started since the last run
+        self._tables: dict[int, Any] = {}  # of processors, on the mesh
 
     @property
     def nbytes(self) -> int:
@@ -123,6 +125,11 @@ class Pool:
         greedy = all(row.is_greedy for row in self._settings())
         decoder, drafter = self._program(greedy)
         sampling = sampling_of(self._settings(), greedy=greedy, may_differ=True)
+        partition = self._model.partition
+        if partition is not None:
+            sampling = settings_on(partition, sampling, self._tables)
+            if partition.rows > 1:  # a shard that stopped would wait for the others
+                stop_after_ended = len(self._rows)
         self._state = slots.with_processors(self._model, self._state, sampling, self._started)
         self._started.clear()
         with dispatch.on(self._model):
@@ -131,7 +138,7 @@ class Pool:
                 max_steps,
                 stop_after_ended,
             )
-        done = np.array(self._state.done)
+        done = on_host(self._state.done)
         return [row for row, text in enumerate(self._rows) if text is not None and done[row]]
 
     def ended(self) -> Ended:
@@ -157,8 +164,7 @@ class Pool:
 
     def new_tokens(self) -> list[list[int]]:
         """The new tokens so far of each row."""
-        context, emitted = self._state.context, np.asarray(self._state.emitted)
-        tokens, ends = np.asarray(context.tokens), np.asarray(context.length)
+        (tokens, ends), emitted = on_host((self._state.context, self._state.emitted))
         parts = zip(tokens, ends, emitted, strict=True)
         return [text[end - count : end].tolist() for text, end, count in parts]
 
@@ -167,7 +173,8 @@ class Pool:
 
     def _limits(self) -> Limits:
         sizes = self._stop_sizes if self._has_stops else None
-        return limits_of(self._settings(), self._model.config.vocab_size, sizes)
+        limits = limits_of(self._settings(), self._model.config.vocab_size, sizes)
+        return placed(self._model, limits)
 
     def _program(self, greedy: bool) -> tuple[SpeculativeDecoder, Drafter | None]:
         found = self._plans[greedy]

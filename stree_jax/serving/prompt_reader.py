@@ -11,10 +11,12 @@ from pallas_kernels import dispatch
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.drafters.base import keeps, resumed
 from stree_jax.decoding.loop import SpeculativeDecoder
+from stree_jax.decoding.on_mesh import placed, row_of
 from stree_jax.decoding.prefill import PREFILL_CHUNK
-from stree_jax.decoding.prefixes import compact, read_on, row_of, stacked
+from stree_jax.decoding.prefixes import compact, read_on, stacked
 from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.types import Context, Prefix
+from stree_jax.mesh.hosts import on_host
 from stree_jax.models.lm import HybridLM
 from stree_jax.serving.prefix_cache import PrefixCache, PrefixCacheStats
 
@@ -90,6 +92,8 @@ class PromptReader:
         keep_every: int | None,
     ):
         self._decoder, self._model, self._drafter = decoder, model, drafter
+        data = 1 if model.partition is None else model.partition.rows
+        self._together = -(-_TOGETHER // data) * data  # each shard of the batch reads as many
         # Others prepare when all is read.
         self._follows = drafter if keeps(drafter) else None
         self._cache = PrefixCache(cache_bytes) if cache_bytes else None
@@ -113,7 +117,7 @@ class PromptReader:
         """
         reading = Reading(tokens)
         if after is not None:
-            self._set(reading, int(after.context.length[0]), after)
+            self._set(reading, int(on_host(after.context.length)[0]), after)
         if self._cache is None:
             return reading
         self._count(lookups=1)
@@ -196,9 +200,9 @@ class PromptReader:
         """
         first = waiting[0]
         alike = [each for each in waiting if (each.prefix is None) == (first.prefix is None)]
-        share = PREFILL_CHUNK if left is None else min(left // _TOGETHER, PREFILL_CHUNK)
-        if len(alike) >= _TOGETHER and share >= _SMALLEST:
-            group, most = alike[:_TOGETHER], share
+        share = PREFILL_CHUNK if left is None else min(left // self._together, PREFILL_CHUNK)
+        if len(alike) >= self._together and share >= _SMALLEST:
+            group, most = alike[: self._together], share
         else:
             group, most = [first], len(first.tokens) if left is None else _whole_buffer(left)
         ends = [each.end(most) for each in group]
@@ -210,7 +214,7 @@ class PromptReader:
             else:
                 parts = [each.prefix and (each.prefix.cache, each.prefix.drafter) for each in group]
                 cache, drafts = stacked(parts)
-                old = Context(context.tokens, jnp.asarray(before, jnp.int32))
+                old = context._replace(length=placed(self._model, jnp.asarray(before, jnp.int32)))
                 rows = read_on(
                     *(self._decoder, self._model, self._follows),
                     Prefix(old, cache, drafts),
@@ -237,7 +241,8 @@ class PromptReader:
         tokens = np.zeros((len(group), width or buffer_size(max(lengths))), np.int32)
         for buffer, each, length in zip(tokens, group, lengths, strict=True):
             buffer[:length] = each.tokens[:length]
-        return Context(jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32))
+        context = Context(jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32))
+        return placed(self._model, context)
 
     def _count(self, **counts: int) -> None:
         new = {name: getattr(self._stats, name) + count for name, count in counts.items()}

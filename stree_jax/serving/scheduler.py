@@ -16,11 +16,14 @@ from stree_jax.decoding.keys import typed_key
 from stree_jax.decoding.options import Plan, is_lossless, plan
 from stree_jax.decoding.prompts import MAX_TOKENS, checked_prompts
 from stree_jax.decoding.rows import check_together
+from stree_jax.decoding.slots import check_rows
 from stree_jax.decoding.types import Prefix
 from stree_jax.decoding.verifiers import Verifier
+from stree_jax.mesh.hosts import on_host
 from stree_jax.messages import shown
-from stree_jax.models.lm import HybridLM, check_on_one_device
+from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.serving import outcomes
+from stree_jax.serving.in_step import InStep
 from stree_jax.serving.pool import Pool
 from stree_jax.serving.prefix_cache import PrefixCacheStats
 from stree_jax.serving.prompt_reader import PromptReader, Reading
@@ -46,9 +49,14 @@ class Scheduler:
     at temperature 0 and above it share the rows if the verifier follows the target, as it does by
     default.
 
+    On a mesh of several processes all of them call the same methods with the same contents, and
+    iterate in step; all get all completions and events. Before each interval they compare what they
+    were asked, and all raise ValueError if it differs.
+
     Args:
         model: the target.
-        rows: number of requests that decode at the same time.
+        rows: number of requests that decode at the same time; on a mesh a multiple of the size of
+            "data".
         max_length: most tokens of a request, prompt and output. Attention caches have room for it
             in every row.
         drafter, topology, verifier: see `generate`; the same for all requests.
@@ -62,7 +70,7 @@ class Scheduler:
 
     Raises:
         ValueError: a bad argument, a drafter and a verifier that are not exact together, a lossy
-            verifier, or a model on a mesh.
+            verifier, or a number of rows that the shards of a mesh cannot share equally.
     """
 
     def __init__(
@@ -79,8 +87,9 @@ class Scheduler:
         prefix_cache_bytes: int = 0,
         prefix_every: int | None = 512,
     ):
-        check_on_one_device(model, "Scheduler")
+        check_model(model)
         check_int("rows", rows, 1)
+        check_rows(model, rows)
         check_int("max_length", max_length, 2, MAX_TOKENS)
         check_int("quantum", quantum, 1)
         check_int("prefix_cache_bytes", prefix_cache_bytes, 0)
@@ -100,6 +109,9 @@ class Scheduler:
         if not any(plans.values()):
             self._plan_of([0], Request([0], max_new_tokens=1))  # raises
         self._sampled = plans[False]
+        self._in_step = InStep(model)
+        budgets = prefill_tokens, prefix_cache_bytes, prefix_every
+        self._in_step.note(rows, max_length, quantum, *budgets)
         self._pool = Pool(model, drafter, plans, max_length=max_length, rows=rows)
         decoder, drafts = self._pool.program
         self._reader = PromptReader(
@@ -157,6 +169,7 @@ class Scheduler:
         checked = self._plan_of(text, request)
         job = Job(self._num_submitted, request, checked, time.perf_counter())
         self._check_can_share_batch(job, checked.decoder.verifier)
+        self._in_step.note(request.after is None, request.keep, plan=checked)
         self._queue.append(job)
         self._num_submitted += 1
         return job.request_id
@@ -169,7 +182,7 @@ class Scheduler:
         """
         while True:
             yield from self._outcomes.completions()
-            if not self._advance():
+            if not self._advance("completions"):
                 return
 
     def events(self) -> Iterator[Event]:
@@ -188,7 +201,7 @@ class Scheduler:
     def _events(self) -> Iterator[Event]:
         while True:
             yield from self._outcomes.events()
-            if not self._advance():
+            if not self._advance("events"):
                 return
             self._report()
 
@@ -215,6 +228,7 @@ class Scheduler:
             ValueError: no such request, or one that has ended, also if that was not given yet.
         """
         request_id = self._checked_id(request_id)
+        self._in_step.check("cancel", request_id)
         for place, job in enumerate(self._queue):
             if job.request_id == request_id:
                 del self._queue[place]
@@ -259,6 +273,7 @@ class Scheduler:
             raise ValueError(
                 f"the text has {len(text)} tokens, and max_length is {self._max_length}"
             )
+        self._in_step.check("read", text, after is None)
         reading = self._reader.begin([int(token) for token in text], after)
         self._reader.advance([reading], None)
         return self._pool.signed(self._reader.finish(reading))
@@ -320,8 +335,9 @@ class Scheduler:
             prefix = self._reader.finish(self._readings.pop(row))
             self._pool.start(row, self._tenants[row].plan, prefix)
 
-    def _advance(self) -> bool:
+    def _advance(self, asked_for: str) -> bool:
         """Fills free rows and runs; False if there was nothing to run."""
+        self._in_step.check(asked_for)
         self._fill()
         if not self._tenants:
             return False
@@ -366,8 +382,8 @@ def _no_key() -> jax.Array:
 
 
 def _text_of(prefix: Prefix) -> list[int]:
-    tokens, length = prefix.context
-    return np.asarray(tokens)[0, : int(length[0])].tolist()
+    tokens, length = on_host(prefix.context)
+    return tokens[0, : int(length[0])].tolist()
 
 
 def _as_row(key: Any) -> Any:

@@ -573,8 +573,6 @@ def test_what_is_refused(tmp_path):
         decode(model, drafter=st.InterleavedDrafter(small, draft, "qs"))
     with pytest.raises(ValueError, match="its own methods cannot be called"):
         model(jnp.ones((2, 3), jnp.int32))
-    with pytest.raises(ValueError, match="Scheduler is for models on one device"):
-        st.Scheduler(model, rows=2, max_length=64)
     with pytest.raises(ValueError, match="tune is for models on one device"):
         st.tune(model, st.NgramDrafter(), PROMPTS)
     head = st.MtpHead(

@@ -1,4 +1,4 @@
-"""Runs `eight_devices.py` where jax has 8 CPU devices, which must be said before it is imported."""
+"""Runs `FILES` where jax has 8 CPU devices, which must be said before it is imported."""
 
 import os
 import subprocess
@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
+FILES = ("eight_devices.py", "serving_on_8_devices.py")
 
-def run(file, *options, limit):
+
+def run(*options, limit):
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0"]
     outer = {name for name in os.environ if name.startswith("PYTEST_")}
     inner = {name: value for name, value in os.environ.items() if name not in outer}
     result = subprocess.run(
-        [*command, str(Path(__file__).parent / file), *options],
+        [*command, *(str(Path(__file__).parent / file) for file in FILES), *options],
         env=inner | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         cwd=Path(__file__).parents[2],
         capture_output=True,
@@ -26,9 +28,9 @@ def run(file, *options, limit):
 
 
 def test_on_8_devices():
-    run("eight_devices.py", limit=300)
+    run(limit=300)
 
 
 @pytest.mark.slow
 def test_on_8_devices_whole():
-    run("eight_devices.py", "-m", "slow", limit=7200)
+    run("-m", "slow", limit=7200)

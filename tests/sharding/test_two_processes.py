@@ -89,6 +89,14 @@ def test_two_processes_are_one_device(models, tmp_path):
         target, PROMPTS, max_new_tokens=NEW_TOKENS, temperature=0.8, key=jax.random.key(1)
     )
     own = slice(0, 2), slice(2, 3)
+
+    def alone(prompt, **options):
+        return st.generate(target, [prompt], **options).tokens[0].tolist()
+
+    options = dict(max_new_tokens=NEW_TOKENS, temperature=0.8, key=jax.random.key(1)[None])
+    texts = [alone(prompt, **options) for prompt in (*PROMPTS, PROMPTS[0])]
+    texts.append(alone([4, 5], max_new_tokens=40))
+    texts.append(alone([*PROMPTS[0], *texts[0], 7, 8], max_new_tokens=5))
     for process, found in enumerate(outputs):
         assert found["own"] == sampled.tokens.tolist()[own[process]]
         assert found["own keys"] == found["streamed own"] == found["keys"][own[process]]
@@ -98,6 +106,10 @@ def test_two_processes_are_one_device(models, tmp_path):
         assert found["1x4"] == want
         assert found["sampled"] == sampled.tokens.tolist()
         assert found["streamed"] == [row[:3] for row in want]
+        assert len(found["served"][4]) > 6
+        texts[4] = texts[4][: len(found["served"][4])]  # that is cancelled
+        assert found["served"] == texts
+        assert "their Schedulers with different requests" in found["other requests"]
         assert "different prompts or settings" in found["prompts"]
         assert "one key, and some a key for each row" in found["some kinds of keys"]
         assert "exists; choose another name" in found["save"]

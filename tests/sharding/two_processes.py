@@ -20,6 +20,37 @@ def joined(steps, prompts):
     return [[token for step in steps for token in step[row]] for row in range(len(prompts))]
 
 
+def served(st, target, options):
+    """The texts of a scheduler: one is cancelled, one goes on, and two share a prefix."""
+    text = {name: options[name] for name in ("max_new_tokens", "temperature", "key")}
+    drafts = {name: options[name] for name in ("drafter", "topology")}
+    scheduler = st.Scheduler(target, rows=2, max_length=64, quantum=2, **drafts)
+    stem = scheduler.read(PROMPTS[0])
+    requests = [st.Request(prompt, keep=True, **text) for prompt in PROMPTS]
+    ids = [scheduler.submit(request) for request in requests]
+    ids.append(scheduler.submit(st.Request([], after=stem, **text)))
+    ids.append(scheduler.submit(st.Request([4, 5], max_new_tokens=40)))
+    done, texts = {}, {}
+    for request_id, new, reason in scheduler.events():
+        texts[request_id] = texts.get(request_id, []) + new
+        if reason is not None:
+            done[request_id] = scheduler.pop(request_id)
+        if request_id == ids[4] and reason is None and len(texts[request_id]) > 6:
+            scheduler.cancel(request_id)
+        if request_id == ids[0] and reason is not None:
+            after = done[request_id].prefix
+            ids.append(scheduler.submit(st.Request([7, 8], after=after, max_new_tokens=5)))
+    assert all(done[i].tokens == texts[i] for i in ids)
+    assert [done[i].finish_reason for i in ids] == [*["length"] * 4, "cancelled", "length"]
+    return [texts[i] for i in ids]
+
+
+def served_apart(st, target, process):
+    scheduler = st.Scheduler(target, rows=2, max_length=64)
+    scheduler.submit(st.Request([1 + process], max_new_tokens=2))
+    return [*scheduler.completions()]
+
+
 def main():
     process, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     import jax
@@ -42,6 +73,7 @@ def main():
         if data == 2:
             options |= dict(temperature=0.8, key=jax.random.key(1))
             found["sampled"] = st.generate(target, PROMPTS, **options).tokens.tolist()
+            found["served"] = served(st, target, options)
             steps = [*st.stream(target, PROMPTS, max_new_tokens=3)]
             found["streamed"] = joined(steps, PROMPTS)
             # Rows of its own for each process: the first one has two, the second one.
@@ -77,6 +109,7 @@ def main():
             key=jax.random.split(jax.random.key(0), 1) if process else jax.random.key(0),
             local_rows=True,
         ),
+        "other requests": lambda: served_apart(st, target, process),
         "no prompts": lambda: st.generate(target, [], local_rows=True),
         "some devices": lambda: st.make_mesh(data=2),
     }

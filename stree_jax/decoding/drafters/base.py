@@ -4,12 +4,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.decoding.places import same_rows
 from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.types import Context, DraftTree, Drawn, Step, Verdict
+from stree_jax.mesh.hosts import on_host
+from stree_jax.mesh.partition import placed_beside
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
@@ -202,11 +203,14 @@ def resumed(
     """
     if resumes(drafter) and state is not None:
         resume: Any = getattr(drafter, "resume")  # noqa: B009
-        return resume(state, context, read, topology, max_length)
-    width = min(buffer_size(int(np.asarray(context.length).max())), context.tokens.shape[1])
+        longer = resume(state, context, read, topology, max_length)
+        return placed_beside(context.length, longer)
+    width = min(buffer_size(int(on_host(context.length).max())), context.tokens.shape[1])
     text = Context(context.tokens[:, :width], context.length)
     prepared = drafter.prepare(text, topology, max_length)
-    return state if reads(drafter) and same_rows(state, prepared) else prepared
+    if reads(drafter) and same_rows(state, prepared):
+        return state
+    return placed_beside(context.length, prepared)
 
 
 def inner_layers(drafter: Drafter | None) -> tuple[int, ...]:

@@ -1,0 +1,45 @@
+"""Whether all processes of a mesh ask the same of their schedulers."""
+
+import hashlib
+from typing import Any
+
+import jax
+
+from stree_jax.decoding.on_mesh import digest_of
+from stree_jax.decoding.options import Plan
+from stree_jax.mesh.hosts import is_same_everywhere
+from stree_jax.models.lm import HybridLM
+
+
+class InStep:
+    """Compares between processes what each was asked, before the devices run.
+
+    Without it a process that was asked something else would wait for the others for ever.
+
+    Args:
+        model: the target. On one device, or in one process, nothing is compared.
+    """
+
+    def __init__(self, model: HybridLM):
+        self._compares = model.partition is not None and jax.process_count() > 1
+        self._asked = hashlib.sha256()
+
+    def note(self, *asked: Any, plan: Plan | None = None) -> None:
+        """Remembers a call: its name, its numbers, and the request."""
+        if self._compares:
+            self._asked.update(repr(asked).encode())
+            self._asked.update(b"" if plan is None else digest_of(plan))
+
+    def check(self, *asked: Any) -> None:
+        """Remembers a call that all processes make, and compares all calls so far.
+
+        Raises:
+            ValueError: they differ; in all processes.
+        """
+        self.note(*asked)
+        if self._compares and not is_same_everywhere(self._asked.digest()):
+            raise ValueError(
+                "the processes called their Schedulers with different requests, or in another"
+                " order; all of them must make the same calls with the same contents. These"
+                " Schedulers cannot go on: make new ones"
+            )
