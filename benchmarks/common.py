@@ -173,7 +173,7 @@ def num_bytes(arrays: Any) -> int:
 
 
 def memory_of(compiled: Any) -> dict[str, int]:
-    """Bytes of a program's arguments, temporary memory, and results in memory of their own."""
+    """Bytes of a program's arguments, temporary memory, and results that alias no argument."""
     found = compiled.memory_analysis()
     results = found.output_size_in_bytes - found.alias_size_in_bytes
     sizes = found.argument_size_in_bytes, found.temp_size_in_bytes, results

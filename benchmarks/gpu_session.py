@@ -4,7 +4,7 @@
 
     python -m benchmarks.gpu_session --minutes 9 --output DIR [--sections gate steps ...]
 
-Each section has a process of its own and a share of the remaining time. Time that it does not use
+Each section has its own process and a share of the remaining time. Time that it does not use
 goes to the later sections. Each row is written as soon as it is measured. A task that crashes or
 hangs is one failed row. The same command with the same DIR resumes.
 

@@ -15,7 +15,7 @@ Speed is tokens a second relative to the autoregressive way, rounds interleaved.
 drafts, so its texts are others of the same distribution; all other ways must give the same
 thoughts.
 
-The models are too small for these tasks. Look at speed and equality, not at what is solved.
+The models are too small for these tasks: compare speed and equality, not what is solved.
 
     python -m benchmarks.seed [--tasks gsm8k ...] [--problems 2] [--rounds 2] [--chain 4]
         [--rows 8] [--output DIR | --commit]

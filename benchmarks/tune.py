@@ -12,7 +12,7 @@ counted. The time of a call is averaged over many calls in one program.
 Writes `<device>.json`, the table of the best block sizes so far, after every field, by default to
 `pallas_kernels/tuned`, where the kernels read it; its entries for other kernels stay. All timings
 are in `tune.json` in the same DIR; `--commit` copies them to `benchmarks/results`. The search runs
-in a process of its own: one that crashes or hangs loses the field in progress. The same command
+in its own process: one that crashes or hangs loses the field in progress. The same command
 with the same DIR resumes. `--smoke` runs everything on any device with tiny shapes;
 its times mean nothing, so it needs an `--output`.
 """

@@ -5,7 +5,7 @@ one at a time, all methods interleaved; the tree is tuned on other prompts. All 
 the same tokens with the same key.
 
 Which tree is best depends on the text as well as on the machine, so the spread is over prompts,
-drawn anew 2,000 times with replacement. A method is faster than the tuned tree if it is so in 95 %
+resampled 2,000 times with replacement. A method is faster than the tuned tree if it is so in 95 %
 of the draws.
 
     python -m benchmarks.tuned [--prompts 12] [--tokens 96] [--rounds 3]

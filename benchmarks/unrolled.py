@@ -41,7 +41,7 @@ def root_to_leaf_paths(tree: st.Tree, num_rows: int, num_positions: int) -> Path
 
 
 class UnrolledLM(st.HybridLM):
-    """Verifies each path as a row with a state of its own; shared nodes are computed in each.
+    """Verifies each path as a row with its own state; shared nodes are computed in each.
 
     Attributes:
         num_rows: most leaves of a tree.

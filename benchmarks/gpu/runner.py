@@ -1,4 +1,4 @@
-"""Runs each section in a process of its own, and keeps its rows whatever happens to it.
+"""Runs each section in its own process, and keeps its rows whatever happens to it.
 
 The results are one JSON file, replaced as a whole for every row. A section whose process crashes or
 hangs, or whose device no longer answers, is started again without the task that was open. At its

@@ -19,7 +19,7 @@ class Task(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A part of a run, with a process of its own."""
+    """A part of a run, with its own process."""
 
     # Of the options of the run and the rows of an earlier attempt; the most important come first.
     tasks: Callable[[Mapping[str, Any], Sequence[Row]], Iterable[Task]]

@@ -11,7 +11,7 @@ COUNTS = ("launches", "copies")
 
 
 def with_layers(config: st.ModelConfig, layers: tuple[str, ...]) -> st.ModelConfig:
-    """The same model with other layers; each use of a shared block has weights of its own."""
+    """The same model with other layers; each use of a shared block has its own weights."""
     parts, shared = {}, config.shared
     if shared is not None:
         parts["shared"] = dataclasses.replace(shared, num_blocks=layers.count("shared"))

@@ -1,7 +1,7 @@
 """Caches with more or fewer places: attention layers have one for each token of the longest text.
 
-Places behind a text are masked, and nothing reads them before they are written. So a cache whose
-text fits may be cut, and zeros put behind it.
+Places after a text are masked, and nothing reads them before they are written. So a cache may be
+cut to any size that the text fits, or padded with zeros.
 """
 
 import functools

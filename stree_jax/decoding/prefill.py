@@ -73,7 +73,7 @@ def prefill_rest(
 def rest_of(
     context: Context, num_read: Int[Array, " B"] | np.ndarray
 ) -> tuple[Tokens, Lengths] | None:
-    """The tokens of each text behind the first `num_read` without the last; None: there are none.
+    """The tokens of each text after the first `num_read`, without the last; None: there are none.
 
     Returns:
         Right-padded tokens in a buffer of rounded size, and how many they are.

@@ -138,7 +138,7 @@ def compact(
     """A prefix of one row with buffers of `size` places, which `read_on` takes.
 
     Args:
-        decoder, model, drafter: as in `read_on`; of a drafter that prepares anew nothing is kept.
+        decoder, model, drafter: as in `read_on`; of a drafter that prepares again nothing is kept.
         prefix: the prefix.
         size: at least the length of the text.
     """
@@ -152,7 +152,7 @@ def compact(
 
 
 def stacked(rows: Sequence[Any]) -> Any:
-    """Trees of arrays as one, row behind row; one program for a number of them."""
+    """Concatenates the rows of several trees of arrays; one program for each number of trees."""
     return _stacked(tuple(rows))
 
 

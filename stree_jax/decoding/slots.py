@@ -108,7 +108,7 @@ def read(
     """Prefills a prompt, or continues a prefix with one.
 
     After a prefix the target prefills the new tokens only, and so does a drafter with a method
-    `read` or `resume`. Other drafters prepare anew.
+    `read` or `resume`. Other drafters prepare again.
 
     Args:
         decoder: the pool's decoder.
@@ -138,7 +138,7 @@ def read(
 
 @functools.partial(jax.jit, static_argnames="width")
 def _joined(before: Context, prompt: Context, width: int) -> Context:
-    """A text of one row with a prompt behind it, in a buffer of `width` tokens."""
+    """A text of one row followed by a prompt, in a buffer of `width` tokens."""
     tokens = jnp.pad(
         before.tokens[:, :width], ((0, 0), (0, max(0, width - before.tokens.shape[1])))
     )

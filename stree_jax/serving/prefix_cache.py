@@ -18,14 +18,14 @@ class PrefixCacheStats:
     """Counts of a scheduler's prefix cache since the scheduler was made.
 
     Attributes:
-        lookups: texts that began to be read.
-        hits: those of them that began with an entry.
-        tokens_reused: tokens that entries had read for them.
-        tokens_prefilled: tokens of prompts that were read, also without a cache.
+        lookups: texts whose prefill began.
+        hits: lookups that found an entry.
+        tokens_reused: tokens that entries saved.
+        tokens_prefilled: tokens of prompts that were prefilled, with or without a cache.
         nbytes: bytes of the entries' arrays now; an array that several have counts once.
         num_entries: entries now.
-        evictions: entries that went because the budget was spent.
-        damaged: entries that went because a number in them was not finite.
+        evictions: entries removed because the budget was spent.
+        damaged: entries removed because a number in them was not finite.
     """
 
     lookups: int = 0
@@ -39,7 +39,7 @@ class PrefixCacheStats:
 
 
 class PrefixCache:
-    """Prefixes by their tokens; the least recently used go when the budget is spent.
+    """Prefixes by their tokens; the least recently used are removed when the budget is spent.
 
     Args:
         budget: most bytes of the arrays of all entries.
@@ -66,11 +66,11 @@ class PrefixCache:
     def find(self, tokens: Sequence[int], longer_than: int = 0) -> tuple[int, Prefix] | None:
         """The longest entry that a text begins with, and its number of tokens.
 
-        An entry with a number that is not finite is dropped, and the next shorter one is looked at.
+        An entry with a number that is not finite is dropped, and the next shorter one is tried.
 
         Args:
             tokens: the text.
-            longer_than: entries of at most so many tokens are left alone.
+            longer_than: entries of at most as many tokens are ignored.
         """
         while (key := self._tree.longest(tokens)) is not None and len(key) > longer_than:
             prefix = self._entries[key]
@@ -82,7 +82,7 @@ class PrefixCache:
         return None
 
     def shared(self, tokens: Sequence[int]) -> int:
-        """How many first tokens of a text are those of some entry."""
+        """Length of the longest common prefix of a text and any entry."""
         return self._tree.shared(tokens)
 
     def has(self, tokens: Sequence[int]) -> bool:
@@ -93,7 +93,7 @@ class PrefixCache:
         return found
 
     def keep(self, tokens: Sequence[int], prefix: Prefix) -> None:
-        """Adds an entry, unless it is larger than the whole budget; others go for it."""
+        """Adds an entry, unless it is larger than the whole budget; evicts others for it."""
         key = tuple(tokens)
         if key in self._entries:
             self._remove(key)

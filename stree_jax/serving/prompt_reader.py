@@ -22,7 +22,7 @@ from stree_jax.serving.prefix_cache import PrefixCache, PrefixCacheStats
 
 _TOGETHER = 4  # texts that one call reads; others are read alone, so that few programs are compiled
 _SMALLEST = 64  # tokens of a buffer, see `buffer_size`
-_WORTH = 16  # tokens that texts must share for an entry of their own, and for one to wait
+_WORTH = 16  # shared tokens from which on a prefix is kept, and a text waits for another
 
 
 @dataclasses.dataclass(eq=False)
@@ -34,7 +34,7 @@ class Reading:
         prefix: of its first `length` tokens; None: nothing is read.
         length: see `prefix`.
         keep_at: lengths whose prefixes are kept, ascending.
-        others: texts that began to be read before, and how many first tokens they share with this.
+        others: texts that began to be read before, and the number of first tokens that they share.
         is_hit: whether an entry of the cache was used.
     """
 
@@ -56,17 +56,17 @@ class Reading:
         return any(other.length < shared > self.length + _WORTH for other, shared in self.others)
 
     def end(self, most: int) -> int:
-        """Where the next chunk ends, of at most so many tokens."""
+        """Where the next chunk ends, which has at most `most` tokens."""
         stop = bisect.bisect_right(self.keep_at, self.length)
         ends = [*self.keep_at[stop : stop + 1], self.length + most, len(self.tokens)]
         return min(ends)
 
     def drop(self) -> None:
-        """Lets go of all arrays; texts that wait for this one go on."""
+        """Releases all arrays; texts that wait for this one continue."""
         self.length, self.prefix, self.others = len(self.tokens), None, []
 
     def keep_also(self, length: int) -> None:
-        """Keeps the prefix of so many tokens too."""
+        """Keeps the prefix of `length` tokens too."""
         if length not in self.keep_at:
             bisect.insort(self.keep_at, length)
 
@@ -137,7 +137,7 @@ class PromptReader:
         return reading
 
     def advance(self, readings: Sequence[Reading], budget: int | None) -> None:
-        """Reads some tokens of texts, those that came first first.
+        """Reads some tokens of texts, first come, first served.
 
         Args:
             readings: the texts, in the order in which they began.
@@ -175,7 +175,7 @@ class PromptReader:
         self._cache.keep(tokens, small)
 
     def _look_up(self, reading: Reading) -> None:
-        """Goes on from an entry that is longer than what is read, if there is one."""
+        """Continues from an entry that is longer than what is read, if there is one."""
         assert self._cache is not None
         found = self._cache.find(reading.tokens, longer_than=reading.length)
         if found is not None:
@@ -185,7 +185,7 @@ class PromptReader:
             self._set(reading, length, entry)
 
     def _set(self, reading: Reading, length: int, prefix: Prefix) -> None:
-        """Goes on from a prefix, which gets buffers of the pool's size."""
+        """Continues from a prefix, copied into buffers of the pool's size."""
         reading.length = length
         context = self._context([reading], [length])
         own = prefix._replace(context=context, origin=None)
@@ -257,7 +257,7 @@ def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _whole_buffer(left: int) -> int:
-    """The size of the largest buffer that so many tokens fill, or fewer than the smallest has."""
+    """The size of the largest buffer that `left` tokens fill; `left` if they fill none."""
     size = _SMALLEST
     if left < size:
         return left

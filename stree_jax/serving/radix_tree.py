@@ -63,7 +63,7 @@ class RadixTree(Generic[Value]):
         return None if found is None else found.value
 
     def shared(self, tokens: Sequence[int]) -> int:
-        """How many first tokens are those of some sequence."""
+        """Length of the longest common prefix with any sequence."""
         return self._walk(tokens)[1]
 
     def _walk(self, tokens: Sequence[int]) -> tuple[_Node[Value], int, int]:

@@ -60,7 +60,7 @@ class Scheduler:
         max_length: most tokens of a request, prompt and output. Attention caches have room for it
             in every row.
         drafter, topology, verifier: see `generate`; the same for all requests.
-        quantum: decode steps between two looks at what has ended; at most 8 while prompts are read.
+        quantum: decode steps per scheduling interval; at most 8 while prompts are read.
         prefill_tokens: tokens of prompts that are read between two runs of decode steps, while rows
             decode; None: whole prompts.
         prefix_cache_bytes: bytes of prefixes of texts that are kept for requests that begin with
@@ -138,7 +138,7 @@ class Scheduler:
 
     @property
     def prefix_cache_stats(self) -> PrefixCacheStats:
-        """What the prefix cache saved, and what it holds."""
+        """Counts and sizes of the prefix cache."""
         return self._reader.stats
 
     @property
@@ -367,7 +367,7 @@ class Scheduler:
             self._outcomes.ended(job, completion)
 
     def _report(self) -> None:
-        """Makes events of the new tokens in rows that go on."""
+        """Makes events of the new tokens in running rows."""
         decoding = sorted(self._tenants.keys() - self._readings.keys())
         if decoding:
             tokens = self._pool.new_tokens()

@@ -57,10 +57,10 @@ class Drafter(Protocol):
                             the state for longer texts from that for the first `read` `[B]` tokens
                             of each, which `prepare`, `commit` or `resume` returned, perhaps for
                             another `topology` and `max_length`; else as `prepare`. Called between
-                            runs, not traced by the loop, when a text goes on: after a prefix, or
+                            runs, not traced by the loop, to continue a text: after a prefix, or
                             chunk by chunk. A drafter with `read` gets the new tokens there, and
                             here the same texts. A row that has ended must keep its state. Without
-                            it: `prepare` anew
+                            it: `prepare` again
         inner_layers        an attribute, a tuple of numbers of layers, ascending: `hidden` of
                             `read` and `commit` then has the residual stream after each of them
                             appended to the last states, `[B, N, (1 + inner) M]`
@@ -174,7 +174,7 @@ def reads(drafter: Drafter) -> bool:
 
 
 def keeps(drafter: Drafter | None) -> bool:
-    """Whether a drafter's state serves texts that go on; otherwise it prepares anew."""
+    """Whether a drafter's state serves continued texts; otherwise it prepares again."""
     return drafter is not None and (reads(drafter) or resumes(drafter))
 
 

@@ -171,7 +171,7 @@ class CascadeDrafter(nnx.Module):
         topology: TreeTopology,
         max_length: int,
     ) -> CascadeState:
-        """See `Drafter`. The inner drafter resumes too, or prepares anew."""
+        """See `Drafter`. The inner drafter resumes too, or prepares again."""
         num_nodes = self.rounds * self.inner_topology.num_nodes
         reader = state.reader.resume(self.medium, context, read, num_nodes, max_length)
         inner = self.inner_topology, max_length + topology.depth

@@ -56,7 +56,7 @@ def new_head(config: MtpConfig, target: HybridLM, tokens: Tokens, *, rngs: nnx.R
     """A head that begins as "what the target predicts at the state before": Medusa's start.
 
     The projection of the state is the identity, both branches add nothing, and the final norm has
-    the mean size of the target's states, which have the weight of its own final norm already.
+    the mean size of the target's states, which include the weight of its final norm.
 
     Args:
         config: sizes of the head.

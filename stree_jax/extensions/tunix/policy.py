@@ -58,6 +58,6 @@ class Policy(nnx.Module):
 
 
 def rolled(rows: Array, by: Int[Array, " B"]) -> Array:
-    """Each row moved to the right by so many places, around the end."""
+    """Rotates each row to the right by its shift."""
     places = (jnp.arange(rows.shape[1]) - by[:, None]) % rows.shape[1]
     return jnp.take_along_axis(rows, places.reshape(*places.shape, *(1,) * (rows.ndim - 2)), axis=1)
