@@ -26,6 +26,7 @@ def test_the_code_blocks(capsys):
         exec(compile(code, str(README), "exec"), names)
         printed.append(capsys.readouterr().out)
     assert re.match(r"\d\.\d\d tokens per target call\n.", printed[0])
+    assert blocks(README, "text") == printed[:1]
     if INDEX.exists():
         assert blocks(INDEX, "python") == blocks(README, "python")[:1]
         assert blocks(INDEX, "text") == printed[:1]
