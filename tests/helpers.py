@@ -1,4 +1,4 @@
-"""What several tests share beyond `stree_jax.testing`."""
+"""Shared by several tests, beyond `stree_jax.testing`."""
 
 import gc
 import re

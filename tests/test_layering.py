@@ -149,7 +149,7 @@ def test_extensions_use_public_names_only(extension):
 
 
 def private_imports(node, own):
-    """What an import of an extension takes from the library that is not offered."""
+    """The private names that an extension imports from the library."""
     if isinstance(node, ast.Import):
         ours = [alias.name for alias in node.names if alias.name.startswith(("stree", "pallas"))]
         yield from (f"import the names that you need from {name}" for name in ours)
@@ -250,7 +250,7 @@ def test_every_package_ships(package):
 
 
 def test_test_modules_import_no_test_modules():
-    """What several need lives in `stree_jax.testing`, tests/helpers.py and modules of their own."""
+    """Shared parts are in `stree_jax.testing`, tests/helpers.py and separate modules."""
     for file in Path(__file__).parent.rglob("*.py"):
         for module in imported(file):
             parts = module.split(".")

@@ -90,7 +90,7 @@ def test_templates_are_rendered_as_by_transformers(name, folder):
 
 
 def test_where_templates_are(folder, tmp_path):
-    """In the config, one or several; files of their own come first."""
+    """In the config, one or several; separate files come first."""
     template = load_chat_template(folder)
     assert template.source == CHATML
     assert template.special_tokens == {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}

@@ -1,4 +1,4 @@
-"""What the tables of all ops share: cases, budgets of errors, random trees, the check of a case."""
+"""Shared by the tables of all ops: cases, budgets of errors, random trees, the check of a case."""
 
 import dataclasses
 from collections.abc import Callable

@@ -39,7 +39,7 @@ def test_tree_specifications(spec, tree):
 
 
 def test_the_installed_command(tmp_path):
-    """In a process of its own: help, and an error in one line."""
+    """In its own process: help, and an error in one line."""
 
     def run(*arguments):
         return subprocess.run(
@@ -95,7 +95,7 @@ def test_a_tokenizer_that_cannot_encode_is_one_line(tmp_path, tiny_pair, command
     ],
 )
 def test_a_panic_of_the_tokenizers_package_is_an_error(tmp_path, tiny_pair, command, part, message):
-    """Which derives from BaseException, and prints something of its own first."""
+    """It derives from BaseException, and prints its own message first."""
     model = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model} | part))
     code, _, error = command("generate", tiny_pair / "target", "-p", "a", "--tokenizer", tmp_path)

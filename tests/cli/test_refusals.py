@@ -1,4 +1,4 @@
-"""What the command refuses, and how: one line on stderr, exit code 2, nothing written."""
+"""Refusals of the command: one line on stderr, exit code 2, nothing written."""
 
 import os
 

@@ -24,7 +24,7 @@ def tokenizer(path):
 
 
 def expected(path, tokenizer, prompt, **options):
-    """What `generate` returns, sampled with the seed of the command."""
+    """The result of `generate`, sampled with the seed of the command."""
     key = jax.random.key(0) if "key" not in options else options.pop("key")
     options = dict(max_new_tokens=6, temperature=1.0, key=key, tokenizer=tokenizer) | options
     return st.generate(st.from_pretrained(path), [tokenizer.encode(prompt).ids], **options)

@@ -7,7 +7,7 @@ from stree_jax.tuning import Costs, dynamic_tau
 
 
 def test_a_tuned_tree_is_used(tiny_pair, command, tmp_path, monkeypatch):
-    # Timing parts of a step compiles most of what `tune` does, and has tests of its own.
+    # Timing parts of a step compiles most of what `tune` does, and has its own tests.
     costs = Costs({1: 1.0, 2: 1.1}, 0.1, {1: 0.1}, 0.0)
     monkeypatch.setattr("stree_jax.tuning.tuner.measure_costs", lambda *_, **__: costs)
     monkeypatch.setattr("stree_jax.tuning.tuner._ROUNDS", 1)

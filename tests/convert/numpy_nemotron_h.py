@@ -1,7 +1,7 @@
 """Nemotron-H and its Puzzle variant in NumPy float64, on tensors with the names of the files.
 
 It shares no code with the converter: `config` is config.json, and each layer computes with the
-fields of its own block in place of the model's.
+fields of its block in place of the model's.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Texts of rows with logits processors of their own."""
+"""Texts of rows with different logits processors."""
 
 import dataclasses
 import functools
@@ -86,7 +86,7 @@ def ruling_of(index):
 
 
 def ruled(request, rows):
-    """A request whose rows have processors and end tokens of their own, those of `ruling_of`."""
+    """A request whose rows have different processors and end tokens, those of `ruling_of`."""
     rules = [ruling_of(row) for row in rows]
     processors = processors_of(rules, may_differ=True)
     return request._replace(

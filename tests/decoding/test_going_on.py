@@ -1,4 +1,4 @@
-"""Several texts of a prompt, and texts that go on from an earlier generation."""
+"""Several texts of a prompt, and texts that continue an earlier generation."""
 
 import jax
 import numpy as np
@@ -81,7 +81,7 @@ def test_texts_go_on(family, drafting):
     assert_same_text(model, plan(model, texts, max_new_tokens=40, **SAMPLED), got, want)
     if drafting is not None:
         assert got.stats.num_accepted > 0
-    # Nothing was consumed, and it goes on from there.
+    # Nothing was consumed, and it continues from there.
     again = st.generate(model, MORE, after=first.prefix, max_new_tokens=40, **SAMPLED)
     np.testing.assert_array_equal(again.tokens, want.tokens)
     further = st.generate(model, [[]] * 3, after=got.prefix, max_new_tokens=8, **options)

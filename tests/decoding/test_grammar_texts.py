@@ -92,7 +92,7 @@ def test_different_tables_are_refused(model, tokenizer):
 
 
 def test_an_automaton_that_ends_early(model):
-    """Without its end token a text that may not go on is an error of its row."""
+    """Without its end token a text that may not continue is an error of its row."""
     automaton = st.Automaton.from_edges([0], [7], [1], num_states=2, vocab_size=4096)
     with pytest.raises(st.NonFiniteLogitsError, match="leave no token in row 0") as error:
         st.generate(model, [[5]], processors=[automaton], max_new_tokens=4)

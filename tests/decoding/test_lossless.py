@@ -174,7 +174,7 @@ SLOW = [
 
 
 def cells():
-    # Those of "plain" last, because the tests behind the table share their programs.
+    # Those of "plain" last, because the tests after the table share their programs.
     for cell in sorted(TABLE + SLOW, key=lambda cell: (cell[0] == "plain", cell)):
         marks = pytest.mark.slow if cell in SLOW else ()
         yield pytest.param(*cell, id=" | ".join(cell), marks=marks)

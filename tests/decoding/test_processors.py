@@ -97,7 +97,7 @@ def options_of(target, name):
     ("family", "name"), [*FAST, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW)]
 )
 def test_text_and_cache_are_those_of_autoregressive_decoding(family, name):
-    """Rows of all ways of sampling, with processors of their own."""
+    """Rows of all ways of sampling, with different processors."""
     target = tiny_model(family)
     request = ruled(planned(target, ROWS, **options_of(target, name)), range(len(ROWS)))
     out = decoded(target, request)
@@ -192,7 +192,7 @@ FEW = Walk(jnp.concatenate([_FREE.at[0, 1].set(3), -jnp.ones((1, VOCAB), jnp.int
 @pytest.mark.parametrize("rule", [try_children, traverse], ids=["reject", "traverse"])
 @pytest.mark.parametrize("children", ["iid", "without_replacement"])
 def test_rules_that_test_drafts_are_exact_under_a_grammar(children, rule, grammar):
-    """By enumeration. After token 1 the walk ends, and drafts go on below it."""
+    """By enumeration. After token 1 the walk ends, and drafts continue below it."""
     models, topology = Ruled(4, FEW), Topology.from_parents([-1, 0, 0, 1])
     tokens, weights = draft_outcomes(models, topology, children)
     options = dict(replace=children == "iid", rule=rule)
@@ -239,7 +239,7 @@ def test_drafts_are_masked(make):
 
 
 def test_rows_whose_tokens_are_all_ruled_out_end_alone():
-    """The walk ends after two tokens, of the second row after its first; drafts go on below."""
+    """The walk ends after two tokens, of the second row after its first; drafts continue below."""
     table = -jnp.ones((3, SIZE), jnp.int32)
     table = table.at[0, 4:30].set(1).at[1, 4:30].set(2)
     rules = [Ruling((Walk(table, start),)) for start in (0, 1, 0)]

@@ -185,7 +185,7 @@ def test_a_row_that_fails_ends_alone(drafting):
 
 
 def test_limits_and_sampling_are_the_rows_own():
-    """Rows with limits of their own decode as each would alone."""
+    """Rows with different limits decode as each would alone."""
     model = tiny_model()
     request = plan(model, PROMPTS, max_new_tokens=9, drafter=drafter(), topology=TREE)
     limits = request.limits._replace(max_new_tokens=jnp.array([2, 9, 5]))

@@ -1,4 +1,4 @@
-"""What decoding refuses, as one table of calls and messages: before anything is compiled."""
+"""Refusals of decoding, as one table of calls and messages: before anything is compiled."""
 
 import dataclasses
 import subprocess

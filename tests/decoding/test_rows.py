@@ -1,4 +1,4 @@
-"""Rows with options of their own: each gives what a request with these options gives."""
+"""Rows with different options: each gives what a request with these options gives."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Rows that begin and end while others go on: each gives what `generate` gives for it alone."""
+"""Rows that begin and end while others continue: each gives what `generate` gives for it alone."""
 
 import jax
 import jax.numpy as jnp

@@ -30,7 +30,7 @@ TREES = {
     "chain of 3": st.TreeTopology.chain(3),
     "3 children": st.TreeTopology.from_branching((3,)),
     "2, 1": st.TreeTopology.from_branching((2, 1)),
-    "second child goes on": st.TreeTopology.from_parents([-1, 0, 0, 2, 2]),
+    "second child continues": st.TreeTopology.from_parents([-1, 0, 0, 2, 2]),
     "deep": st.TreeTopology.from_parents([-1, 0, 0, 1, 3]),
 }
 KINDS = ("iid", "without_replacement")
@@ -55,7 +55,7 @@ def test_exact(name, children, kind):
 
 
 @pytest.mark.parametrize("children", KINDS)
-@pytest.mark.parametrize("name", ["chain of 3", "2, 1", "deep", "second child goes on"])
+@pytest.mark.parametrize("name", ["chain of 3", "2, 1", "deep", "second child continues"])
 @pytest.mark.parametrize("seeds", [6, pytest.param(40, marks=pytest.mark.slow)])
 def test_never_accepts_less_than_testing_from_the_root(name, children, seeds):
     topology, more = TREES[name], []

@@ -29,7 +29,7 @@ TOPOLOGIES = {
     "2 children": TreeTopology.from_branching((2,)),
     "4 children": TreeTopology.from_branching((4,)),
     "ragged": TreeTopology.from_parents([-1, 0, 0, 1]),
-    "second child goes on": TreeTopology.from_parents([-1, 0, 0, 2, 2]),
+    "second child continues": TreeTopology.from_parents([-1, 0, 0, 2, 2]),
 }
 
 

@@ -1,4 +1,4 @@
-"""Texts of autoregressive decoding and of trees, whose rows have ways of sampling of their own."""
+"""Texts of autoregressive decoding and of trees, whose rows have different ways of sampling."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ HYBRID = "mamba2attn hybrid"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A prompt with a key and a way of sampling of its own."""
+    """A prompt with its key and its way of sampling."""
 
     prompt: tuple
     seed: int
@@ -61,7 +61,7 @@ def ended(model, request):
 
 
 def decoded(model, request):
-    """What `generate` returns, cache included, for a request that was planned by hand."""
+    """The result of `generate`, cache included, for a request that was planned by hand."""
     state = ended(model, request)
     tokens, starts = np.asarray(state.context.tokens), np.asarray(request.context.length)
     new = np.stack([row[at : at + NEW_TOKENS] for row, at in zip(tokens, starts, strict=True)])

@@ -158,7 +158,7 @@ def gap():
     target, head, exact = parts("dense")
     text = np.array([5, 9, 2, 30, 11, 7], np.int32)
     hidden = hidden_of(target, text)
-    run = jax.jit(lambda *arguments: chain_after(*arguments))  # traced anew
+    run = jax.jit(lambda *arguments: chain_after(*arguments))  # traced again
     drafts, log_probs = run(target, st.MtpModel(target, head), text[None])
     want = exact.logits(text, hidden, np.asarray(drafts)[:-1])
     return max(np.abs(a - log_softmax(b)).max() for a, b in zip(log_probs, want, strict=True))
@@ -220,7 +220,7 @@ ZERO = Sampling(jnp.zeros(1), temperature_is_zero=True)
 
 
 def assert_same_state(got, want, length):
-    """Of rows of one text; entries behind the length mean nothing."""
+    """Of rows of one text; entries past the length are unspecified."""
     np.testing.assert_array_equal(got.kv.length, want.kv.length)
     np.testing.assert_array_equal(got.known, want.known)
     for mine, other in zip(got.kv[:2], want.kv[:2], strict=True):

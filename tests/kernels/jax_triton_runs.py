@@ -3,7 +3,7 @@
     python -m tests.kernels.jax_triton_runs lowered
     TRITON_INTERPRET=1 python -m tests.kernels.jax_triton_runs interpreted
 
-Processes of their own (`test_jax_triton.py` starts them): TRITON_INTERPRET must be set before
+Separate processes (`test_jax_triton.py` starts them): TRITON_INTERPRET must be set before
 triton is imported, and Triton cannot compile what pytest's type checking has wrapped. The
 interpreter does not do bf16.
 """

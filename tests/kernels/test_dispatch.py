@@ -132,7 +132,7 @@ with dispatch.on(on_second):
 
 
 def test_two_devices_and_a_jax_without_triton():
-    """In a process of its own."""
+    """In its own process."""
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     result = subprocess.run(
         [sys.executable, "-c", CODE], capture_output=True, text=True, env=os.environ | flags

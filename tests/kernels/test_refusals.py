@@ -1,4 +1,4 @@
-"""What ops refuse, and what their kernels alone refuse: then XLA runs it."""
+"""Refusals of ops, and of their kernels alone: then XLA runs it."""
 
 import dataclasses
 import functools

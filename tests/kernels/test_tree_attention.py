@@ -68,7 +68,7 @@ def test_a_ring_keeps_the_last_tokens():
 
 
 def test_what_is_not_seen_does_not_matter():
-    """What is behind the length; and a query that sees nothing gets zeros."""
+    """Entries past the length; and a query that sees nothing gets zeros."""
     query, node_keys, node_values, keys, values, length, mask = inputs(CASES["splits"])
     blocks = dataclasses.replace(SMALL, splits=2)
     run = jax.jit(

@@ -124,7 +124,7 @@ def test_the_structure_of_a_deep_model_takes_a_time_linear_in_its_layers():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_abstract_structure_is_that_of_a_model(name):
-    """Each layer has weights of its own, although only one of its kind was traced."""
+    """Each layer has its own weights, although only one of its kind was traced."""
     structure, weights = HybridLM.abstract(CONFIGS[name])
     whole = nnx.eval_shape(lambda: HybridLM(CONFIGS[name], rngs=nnx.Rngs(0)))
     want = nnx.to_pure_dict(nnx.state(whole))

@@ -76,7 +76,7 @@ def test_an_error_that_names_no_file_gets_the_directorys_name(tmp_path):
 
 
 def test_a_writer_may_be_killed_at_any_step(tmp_path):
-    """In a process of its own, where no other thread runs that a fork would lose."""
+    """In its own process, where no other thread runs that a fork would lose."""
     code = (
         "import sys, pathlib; from tests.models.test_directories import every_kill;"
         "print(*every_kill(pathlib.Path(sys.argv[1])))"

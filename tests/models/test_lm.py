@@ -110,7 +110,7 @@ def test_replay_is_prefill_of_the_accepted_tokens(name):
 
 
 _PARALLEL = HYBRIDS["falcon_h1"]
-# Over a tree some norms are deferred behind the output projection.
+# Over a tree some norms are deferred past the output projection.
 NORMS = {
     "and a multiplier": dataclasses.replace(CONFIGS["plain"], residual_multiplier=0.6),
     "and an output bias": ModelConfig.tiny(out_proj_bias=True),

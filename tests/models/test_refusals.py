@@ -1,4 +1,4 @@
-"""What configs and models refuse."""
+"""Refusals of configs and models."""
 
 import dataclasses
 from functools import partial

@@ -1,4 +1,4 @@
-"""Requests with settings of their own, and what each gives alone."""
+"""Requests with different settings, and what each gives alone."""
 
 import dataclasses
 import itertools
@@ -14,7 +14,7 @@ TREE = st.TreeTopology.from_branching((2, 1))
 
 
 def ragged(count, seed=0, vocab_size=37, **common):
-    """Requests with prompts, limits, keys and end tokens of their own."""
+    """Requests with different prompts, limits, keys and end tokens."""
     rng = np.random.default_rng(seed)
     return [
         st.Request(

@@ -215,7 +215,7 @@ def test_what_is_refused(options, message):
 @pytest.mark.parametrize("quantum", [1, 7, 32])
 @pytest.mark.parametrize("name", ["mamba2attn hybrid", "bamba hybrid"])
 def test_shuffled_orders_and_cancels(name, quantum, cache):
-    """With cancels at random, and the iterator closed and made anew."""
+    """With cancels at random, and the iterator closed and made again."""
     requests, texts = cases(name)
     rng = np.random.default_rng(quantum)
     for order, chunk in zip(orders(), (11, 64), strict=True):

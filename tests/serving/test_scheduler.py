@@ -104,7 +104,7 @@ def test_a_verifier_that_tests_drafts_gives_the_text_of_the_request_alone():
 
 
 def test_a_failed_request_ends_alone():
-    """Its row's next tenant is right, and so is who shares the pool with it."""
+    """The next request in its row is right, and so are the others in the pool."""
     model = tiny_model()
     # Token 35 gives NaN wherever it is read. Prompt lookup drafts it for rows that have it only.
     broken = with_weight(model, "embedding", lambda weight: weight.at[35].set(jnp.nan))

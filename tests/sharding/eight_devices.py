@@ -1,4 +1,4 @@
-"""Models on meshes of 8 CPU devices. Run by `test_on_8_devices.py` in a process of its own.
+"""Models on meshes of 8 CPU devices. Run by `test_on_8_devices.py` in its own process.
 
 A tree must give what autoregressive decoding gives on the same mesh. That alone would not notice a
 wrong model, so logits are also compared with one device.
@@ -341,7 +341,7 @@ def uneven(draft):
 @slow
 @pytest.mark.parametrize("sampled", [False, True])
 def test_what_shards_branch_on_is_decided_once(sampled):
-    """With drafts or verdicts of their own they would part, and wait for each other for ever."""
+    """With different drafts or verdicts they would diverge, and wait for each other for ever."""
     name, how, options = "one layer", "auto", {}
     if sampled:
         how, options = "without_replacement", {"temperature": 0.8, "key": jax.random.key(3)}

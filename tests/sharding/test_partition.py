@@ -87,7 +87,7 @@ def test_every_weight_of_a_shard_has_the_local_shape(name, mesh):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_all_large_weights_are_cut(name):
-    """What has no rule is on every device: only norms, routers and the narrow sides may be."""
+    """Weights without a rule are on every device: only norms, routers and narrow sides may be."""
     config = CONFIGS[name]
     allowed = ("norm_scale", "router", "correction", "latent", "adapter", "out_proj.bias")
     uncut = [w for w in shapes(config) if w not in config.cuts(4)]

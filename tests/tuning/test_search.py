@@ -1,4 +1,4 @@
-"""What a tree accepts, and which trees are tried."""
+"""The acceptance of a tree, and which trees are tried."""
 
 import functools
 

@@ -83,7 +83,7 @@ def test_the_report_covers_no_draft_chains_and_trees(report):
 
 
 def test_costs_are_those_of_an_iteration(report):
-    """What a call costs besides its iterations cancels."""
+    """The overhead of a call cancels."""
     costs = report.costs
     assert costs.target.keys() == {1, 2, 3}
     assert [*costs.target.values(), costs.first_level] == pytest.approx([1e-3] * 4)
