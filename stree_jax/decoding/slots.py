@@ -35,7 +35,7 @@ from stree_jax.decoding.drafters.base import keeps, reads, resumed
 from stree_jax.decoding.filters import per_row
 from stree_jax.decoding.loop import SpeculativeDecoder, owned
 from stree_jax.decoding.on_mesh import placed, row_of, row_places, spread_rows
-from stree_jax.decoding.places import same_rows
+from stree_jax.decoding.places import cache_shapes, fitted, same_rows
 from stree_jax.decoding.prefixes import read_on, repeated
 from stree_jax.decoding.processors import first_states
 from stree_jax.decoding.prompts import buffer_size
@@ -325,6 +325,41 @@ def extended(decoder: SpeculativeDecoder, state: DecodeState) -> DecodeState:
         stop = jnp.zeros(len(state.done), jnp.int32)
         state = state._replace(stop=placed_beside(state.done, stop))
     return state
+
+
+def resized(
+    decoder: SpeculativeDecoder, model: HybridLM, drafter: Drafter | None, state: DecodeState
+) -> DecodeState:
+    """The pool with the buffers of a decoder of another `max_length`, in which its texts have room.
+
+    Raises:
+        ValueError: a state that `run` did not return.
+    """
+    _check_between_runs(state)
+    context = state.context
+    drafts = None
+    if drafter is not None:
+        sizes = decoder.topology, decoder.max_length
+        drafts = resumed(drafter, state.drafter, context, context.length, *sizes)
+    records = state.log_probs
+    tokens, records = fitted(
+        (context.tokens, records), jax.eval_shape(lambda: _places(decoder, state))
+    )
+    resized = state._replace(
+        context=context._replace(tokens=tokens),
+        cache=fitted(state.cache, cache_shapes(model, len(state.done), decoder.max_length)),
+        drafter=drafts,
+        log_probs=records,
+    )
+    return owned(resized, (model, drafter))
+
+
+def _places(decoder: SpeculativeDecoder, state: DecodeState) -> Any:
+    """What has an entry for each token of a row: the text, and records."""
+    batch, records = len(state.done), state.log_probs
+    if records is not None:
+        records = log_probs.empty(batch, decoder.num_places, records.best.shape[-1])
+    return jnp.zeros((batch, decoder.num_places), jnp.int32), records
 
 
 def prepared(

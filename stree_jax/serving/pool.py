@@ -8,12 +8,12 @@ import jax
 
 from pallas_kernels import dispatch
 from stree_jax.decoding import slots
-from stree_jax.decoding.drafters import Drafter
+from stree_jax.decoding.drafters import Drafter, draft_models
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.on_mesh import placed, settings_on
 from stree_jax.decoding.options import Plan
 from stree_jax.decoding.origins import check_origin, origin_of
-from stree_jax.decoding.places import cache_shapes, same_rows
+from stree_jax.decoding.places import cache_shapes, fits, same_rows
 from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.results import Ended
 from stree_jax.decoding.rows import Row, limits_of, sampling_of
@@ -34,6 +34,7 @@ class Pool:
             0; None where the verifier refuses.
         max_length: most tokens of a text.
         rows: number of rows.
+        first_places: tokens for which the caches of a row have room at first; None: `max_length`.
     """
 
     def __init__(
@@ -44,9 +45,14 @@ class Pool:
         *,
         max_length: int,
         rows: int,
+        first_places: int | None = None,
     ):
         self._model, self._drafter, self._plans = model, drafter, plans
         self._max_length = max_length
+        (self._most,) = {found.decoder.max_length for found in plans.values() if found}
+        self._size = self._most  # tokens for which caches have room
+        if first_places is not None and _needs_places(model, drafter, self._most):
+            self._size = min(first_places, self._most)
         self._rows: list[Row | None] = [None] * rows  # None: the row is free
         # What the rows record, and whether they have stops, see `SpeculativeDecoder`.
         self._num_best: int | None = None
@@ -83,15 +89,30 @@ class Pool:
             ValueError: it is one.
         """
         check_origin(after, self._model, self._drafter)
-        decoder, _ = self.program
         if self._cache is None:
-            self._cache = cache_shapes(self._model, 1, decoder.max_length)
-        is_row = after.context.tokens.shape == (1, decoder.num_places)
-        if not (is_row and same_rows(self._cache, after.cache)):
+            self._cache = cache_shapes(self._model, 1, self._most)
+        if not fits(after.cache, self._cache):
             raise ValueError(
-                f"after has other buffers than this pool, of max_length = {self._max_length}: it is"
-                " of another Scheduler or of `generate`; read its text with this one"
+                "after has larger buffers than this pool, of max_length ="
+                f" {self._max_length}, or several rows: it is of another Scheduler or of"
+                " `generate`; read its text with this one"
             )
+
+    def grow(self, num_tokens: int) -> bool:
+        """Gives the caches of all rows room for a text of so many tokens; doubles it.
+
+        Returns:
+            Whether they had less.
+        """
+        if num_tokens <= self._size:
+            return False
+        while self._size < num_tokens:
+            self._size = min(2 * self._size, self._most)
+        if self._state is not None:
+            decoder, drafter = self.program
+            with dispatch.on(self._model):
+                self._state = slots.resized(decoder, self._model, drafter, self._state)
+        return True
 
     def signed(self, prefix: Prefix) -> Prefix:
         """The prefix with the names of model and drafter, see `check`."""
@@ -180,7 +201,10 @@ class Pool:
         found = self._plans[greedy]
         assert found is not None  # the scheduler refuses such requests
         decoder = dataclasses.replace(
-            found.decoder, num_best=self._num_best, has_stops=self._has_stops
+            found.decoder,
+            max_length=self._size,
+            num_best=self._num_best,
+            has_stops=self._has_stops,
         )
         return decoder, found.drafter
 
@@ -198,3 +222,11 @@ class Pool:
                 max(self._stop_sizes[0], states),
                 max(self._stop_sizes[1], classes),
             )
+
+
+def _needs_places(model: HybridLM, drafter: Drafter | None, most: int) -> bool:
+    """Whether the caches of longer texts are larger: not those of Mamba-2 layers."""
+    return not all(
+        same_rows(cache_shapes(each, 1, 1), cache_shapes(each, 1, most))
+        for each in (model, *draft_models(drafter))
+    )

@@ -2,7 +2,7 @@
 
 import bisect
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -135,6 +135,13 @@ class PromptReader:
             reading.keep_also(shared)
         reading.keep_also(total)
         return reading
+
+    def resize(self, decoder: SpeculativeDecoder, readings: Iterable[Reading]) -> None:
+        """Reads for a pool of another size from now on; what was read gets its buffers."""
+        self._decoder = decoder
+        for reading in readings:
+            if reading.prefix is not None:
+                self._set(reading, reading.length, reading.prefix)
 
     def advance(self, readings: Sequence[Reading], budget: int | None) -> None:
         """Reads some tokens of texts, first come, first served.

@@ -21,7 +21,7 @@ from stree_jax.decoding.types import Prefix
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.mesh.hosts import on_host
 from stree_jax.messages import shown
-from stree_jax.models.lm import HybridLM, check_model
+from stree_jax.models.lm import HybridLM, check_model, check_on_one_device
 from stree_jax.serving import outcomes
 from stree_jax.serving.in_step import InStep
 from stree_jax.serving.pool import Pool
@@ -58,7 +58,7 @@ class Scheduler:
         rows: number of requests that decode at the same time; on a mesh a multiple of the size of
             "data".
         max_length: most tokens of a request, prompt and output. Attention caches have room for it
-            in every row.
+            in every row, but for `first_places`.
         drafter, topology, verifier: see `generate`; the same for all requests.
         quantum: decode steps per scheduling interval; at most 8 while prompts are read.
         prefill_tokens: tokens of prompts that are read between two runs of decode steps, while rows
@@ -67,6 +67,9 @@ class Scheduler:
             them; 0: none. They are kept at ends of prompts, every `prefix_every` tokens of prompts,
             where prompts part, and at ends of completions with `keep`. The least recently used go.
         prefix_every: tokens; None: never inside prompts but where they part.
+        first_places: tokens for which the attention caches of a row have room at first. When a
+            request needs more, the room of all rows is doubled, and the decode loop is compiled for
+            it. None: room for `max_length` from the start. Mamba-2 layers need none. Not on a mesh.
 
     Raises:
         ValueError: a bad argument, a drafter and a verifier that are not exact together, a lossy
@@ -86,6 +89,7 @@ class Scheduler:
         prefill_tokens: int | None = 512,
         prefix_cache_bytes: int = 0,
         prefix_every: int | None = 512,
+        first_places: int | None = None,
     ):
         check_model(model)
         check_int("rows", rows, 1)
@@ -93,7 +97,12 @@ class Scheduler:
         check_int("max_length", max_length, 2, MAX_TOKENS)
         check_int("quantum", quantum, 1)
         check_int("prefix_cache_bytes", prefix_cache_bytes, 0)
-        for name, value in (("prefill_tokens", prefill_tokens), ("prefix_every", prefix_every)):
+        if first_places is not None:
+            check_on_one_device(model, "first_places")
+        optional = dict(
+            prefill_tokens=prefill_tokens, prefix_every=prefix_every, first_places=first_places
+        )
+        for name, value in optional.items():
             if value is not None:
                 check_int(name, value, 1)
         if not is_lossless(verifier):
@@ -112,7 +121,9 @@ class Scheduler:
         self._in_step = InStep(model)
         budgets = prefill_tokens, prefix_cache_bytes, prefix_every
         self._in_step.note(rows, max_length, quantum, *budgets)
-        self._pool = Pool(model, drafter, plans, max_length=max_length, rows=rows)
+        self._pool = Pool(
+            *(model, drafter, plans), max_length=max_length, rows=rows, first_places=first_places
+        )
         decoder, drafts = self._pool.program
         self._reader = PromptReader(
             *(decoder, model, drafts),
@@ -274,6 +285,7 @@ class Scheduler:
                 f"the text has {len(text)} tokens, and max_length is {self._max_length}"
             )
         self._in_step.check("read", text, after is None)
+        self._grow(len(text))
         reading = self._reader.begin([int(token) for token in text], after)
         self._reader.advance([reading], None)
         return self._pool.signed(self._reader.finish(reading))
@@ -322,10 +334,17 @@ class Scheduler:
             job = self._queue.popleft()
             job.began = time.perf_counter()
             tokens, length = (np.asarray(part)[0] for part in job.plan.context)
+            self._grow(int(length) + job.row.max_new_tokens)
             self._readings[row] = self._reader.begin(
                 tokens[:length].tolist(), job.request.after, [*self._readings.values()]
             )
             self._tenants[row] = job
+
+    def _grow(self, num_tokens: int) -> None:
+        """Makes room for a text."""
+        if self._pool.grow(num_tokens):
+            decoder, _ = self._pool.program
+            self._reader.resize(decoder, self._readings.values())
 
     def _read(self) -> None:
         """Reads chunks of prompts, and starts the rows whose prompts are done."""

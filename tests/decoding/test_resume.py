@@ -11,7 +11,7 @@ from stree_jax.decoding.drafters.base import keeps
 from stree_jax.decoding.options import plan
 from stree_jax.testing import perturbed, tiny_model
 
-PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3, 1]]
+PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3, 1], [8]]
 MORE = [8, 1, 30]
 
 
@@ -27,12 +27,12 @@ def drafters(draft, other):
 
 
 def rows_that_ended(decoder, model, drafter, request):
-    """A row that ended long ago, and one that has just ended, with catch-up tokens and paths."""
-    state = slots.empty(decoder, model, drafter, rows=2)
+    """Two rows that ended long ago, in and at the end of a path, and one that has just ended."""
+    state = slots.empty(decoder, model, drafter, rows=3)
     for row, prompt in enumerate(PROMPTS):
         prefix = slots.read(decoder, model, drafter, plan(model, [prompt]).context)
         state = slots.insert(decoder, model, state, [row], prefix, jax.random.key(row)[None])
-    limits = request.limits._replace(max_new_tokens=jnp.array([5, 19]))
+    limits = request.limits._replace(max_new_tokens=jnp.array([5, 6, 19]))
     return decoder.run(model, drafter, state, limits, request.sampling)
 
 
@@ -55,11 +55,13 @@ def test_nothing_is_read_twice(name, monkeypatch):
     assert keeps(drafter)
     state = rows_that_ended(decoder, model, drafter, request)
     assert state.statistics.accepted.all()
+    if name == "model":
+        assert state.drafter.reader.has_catch_up[1]
 
     more = plan(model, [MORE]).context
     with monkeypatch.context() as patched:
         patched.setattr(reader, "prefill", None)  # what reads texts from the start
-        taken = [slots.take(decoder, drafter, state, row) for row in range(2)]
+        taken = [slots.take(decoder, drafter, state, row) for row in range(3)]
         longer = [slots.read(decoder, model, drafter, more, after=prefix) for prefix in taken]
     for prefix in longer:
         text = prefix.context.tokens[0, : int(prefix.context.length[0])].tolist()
@@ -81,9 +83,9 @@ def test_generations_go_on(monkeypatch):
     after = dict(after=first.prefix, **options)
     with monkeypatch.context() as patched:
         patched.setattr(reader, "prefill", None)
-        got = st.generate(model, [[4], [4]], drafter=drafter, **after)
+        got = st.generate(model, [[4]] * 3, drafter=drafter, **after)
     np.testing.assert_array_equal(got.tokens, want)
     assert got.stats.num_accepted > 0
     for other in (st.ModelDrafter(perturbed(model, 0.1, seed=5)), st.NgramDrafter()):
-        got = st.generate(model, [[4], [4]], drafter=other, **after)
+        got = st.generate(model, [[4]] * 3, drafter=other, **after)
         np.testing.assert_array_equal(got.tokens, want)

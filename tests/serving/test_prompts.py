@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 import stree_jax as st
 from stree_jax.testing import perturbed, tiny_model
 from tests.helpers import heads_of
-from tests.serving.requests import TREE, WAYS, alone, drafting, mixed, ragged, served
+from tests.serving.requests import TREE, WAYS, alone, cut, drafting, mixed, ragged, served
 
 LENGTH = 128
 
@@ -187,6 +188,54 @@ def test_rows_decode_while_a_long_prompt_is_read():
     assert [done[long[1]].tokens, done[short].tokens] == want
 
 
+def test_caches_grow_with_what_requests_need():
+    """While rows decode and a prompt is read; older prefixes serve, and larger ones do not."""
+    name, key = "mamba2attn hybrid", jax.random.key(0)
+    scheduler = pool(name, first_places=64, prefill_tokens=16, quantum=2)
+    prompt = [i % 37 for i in range(50)]
+    requests = [
+        st.Request(text, max_new_tokens=most, key=key, keep=True)
+        for text, most in (([3], 30), (prompt, 9), ([*prompt, 5, 6], 40), (prompt[::-1], 60))
+    ]
+    want = alone(tiny_model(name), requests)
+    ids, done = [scheduler.submit(requests[0])], {}
+    events = scheduler.events()
+    assert next(events).tokens
+    small = scheduler.nbytes
+    ids.append(scheduler.submit(requests[1]))
+    assert next(events).request_id == ids[0]
+    assert scheduler.nbytes == small
+    ids += [scheduler.submit(request) for request in requests[2:]]
+    assert next(events).request_id == ids[0]
+    assert scheduler.nbytes > 1.2 * small
+    assert len([*events]) > 4
+    done = {completion.request_id: completion for completion in scheduler.completions()}
+    assert [done[i].tokens for i in ids] == want
+    longer = [
+        dataclasses.replace(request, prompt=[], after=done[i].prefix, max_new_tokens=3)
+        for request, i in zip(requests, ids, strict=True)
+    ]
+    whole = [
+        dataclasses.replace(more, prompt=[*request.prompt, *text], after=None)
+        for request, more, text in zip(requests, longer, want, strict=True)
+    ]
+    got = served(scheduler, longer)
+    assert [completion.tokens for completion in got] == alone(tiny_model(name), whole)
+
+    other = st.Scheduler(tiny_model(name), rows=1, max_length=60, **drafting(tiny_model(name)))
+    with pytest.raises(ValueError, match="after has larger buffers than this pool, of max_length"):
+        other.submit(longer[-1])
+
+
+def test_mamba_layers_have_no_places():
+    models = [tiny_model(), tiny_model("mamba2attn hybrid")]
+    sizes = [
+        [st.Scheduler(model, rows=1, max_length=200, first_places=n)._pool._size for n in (9, 999)]
+        for model in models
+    ]
+    assert sizes == [[256, 256], [9, 256]]
+
+
 def test_what_is_off_leaves_no_trace():
     """Without a prefix cache nothing is kept, and the loop's state is the same with one."""
     states = []
@@ -202,12 +251,50 @@ def test_what_is_off_leaves_no_trace():
     [
         (dict(prefill_tokens=0), "prefill_tokens must be an integer, at least 1"),
         (dict(prefix_every=0), "prefix_every must be an integer, at least 1"),
+        (dict(first_places=0), "first_places must be an integer, at least 1"),
         (dict(prefix_cache_bytes=-1), "prefix_cache_bytes must be an integer, at least 0"),
     ],
 )
 def test_what_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         st.Scheduler(tiny_model(), rows=1, max_length=20, **options)
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests():
+    """Memory is that of the budget, and no array is left behind."""
+    count, budget = 10_000, 200_000
+    rng = np.random.default_rng(0)
+    model, key = tiny_model(), jax.random.key(0)
+    stems = [rng.integers(0, 37, size=size).tolist() for size in rng.integers(1, 40, size=30)]
+    scheduler = pool(rows=8, prefix_cache_bytes=budget)
+    checked, live = {}, []
+    for given in range(count):
+        while scheduler.num_waiting < 20:
+            end = rng.integers(0, 37, size=rng.integers(1, 20)).tolist()
+            request = st.Request(
+                [*stems[rng.integers(len(stems))], *end],
+                max_new_tokens=int(rng.integers(1, 5)),
+                keep=bool(rng.random() < 0.1),
+                key=key,
+            )
+            request_id = scheduler.submit(request)
+            if request_id % 400 == 0:
+                checked[request_id] = request
+        done = next(scheduler.completions())
+        assert done.error is None
+        assert scheduler.prefix_cache_stats.nbytes <= budget
+        if done.request_id in checked:
+            request = checked.pop(done.request_id)
+            assert done.tokens == cut(alone(model, [request])[0], request)
+        del done
+        if given % 2_000 == 1_999:
+            gc.collect()
+            live.append(len(jax.live_arrays()))
+    stats = scheduler.prefix_cache_stats
+    assert stats.evictions > 1_000
+    assert stats.hits > count // 2
+    assert max(live[2:]) <= 1.1 * max(live[:2])
 
 
 @pytest.mark.slow
