@@ -14,6 +14,11 @@ MAX_UNROLLED = 8
 Nodes = np.ndarray | Int[Array, " _"]
 
 
+def unrolls(num_levels: int) -> bool:
+    """Whether a tree of so many levels is grown without a loop."""
+    return num_levels <= MAX_UNROLLED
+
+
 def put(buffer: Array, nodes: Nodes, values: Array) -> Array:
     """Writes the values of consecutive nodes, those that the tree does not have left out."""
     if isinstance(nodes, np.ndarray):

@@ -17,7 +17,7 @@ from jax import lax
 from stree_jax.array_types import Array, Bool, Float, Int
 from stree_jax.decoding.context import Context
 from stree_jax.decoding.filters import per_row
-from stree_jax.decoding.nodes import MAX_UNROLLED, put, take
+from stree_jax.decoding.nodes import put, take, unrolls
 from stree_jax.tree import Tree, TreeTopology
 
 
@@ -165,7 +165,7 @@ class Processing(NamedTuple):
         def by_level() -> Any:
             depths, states = np.array(topology.depths), start
             levels = [np.flatnonzero(depths == depth + 1) for depth in range(topology.depth)]
-            if len(levels) <= MAX_UNROLLED:
+            if unrolls(len(levels)):
                 for nodes in levels:
                     states = self.grown(states, nodes, parents[nodes], tokens[:, nodes])
                 return states

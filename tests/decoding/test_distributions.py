@@ -10,7 +10,7 @@ import functools
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.drafters.levels import MAX_UNROLLED
+from stree_jax.decoding.nodes import MAX_UNROLLED
 from stree_jax.testing import assert_same_distribution, random_model
 from tests.helpers import heads_of
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.drafters.levels import MAX_UNROLLED
+from stree_jax.decoding.nodes import MAX_UNROLLED
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.types import Context, Sampling, Step
 from stree_jax.testing import perturbed, tiny_model
@@ -20,6 +20,7 @@ DEEP = st.TreeTopology.from_parents(
 )
 
 
+@pytest.mark.unrolled
 @pytest.mark.parametrize("children", ["top_k", "iid", "without_replacement"])
 @pytest.mark.parametrize(
     "topology", [st.TreeTopology.from_branching((2, 1, 1)), DEEP], ids=["unrolled", "looped"]
@@ -91,6 +92,7 @@ def test_children_that_cannot_be_drawn_do_not_exist():
 
 
 @pytest.mark.slow
+@pytest.mark.unrolled
 @pytest.mark.parametrize("kind", [st.ModelDrafter, st.BeamDrafter, st.DynamicDrafter])
 def test_programs_do_not_grow_with_the_depth_of_a_tree(kind):
     """A drafter on a chain of 40 did not compile within a minute."""

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.drafters.levels import MAX_UNROLLED
+from stree_jax.decoding.nodes import MAX_UNROLLED
 from stree_jax.decoding.options import plan
 from stree_jax.layer_config import AttentionConfig
 from stree_jax.testing import (
@@ -33,7 +33,15 @@ from stree_jax.testing import (
     random_model,
     tiny_model,
 )
-from tests.decoding.texts import NEW_TOKENS, ROWS, autoregressive, decoded, greedy, planned
+from tests.decoding.texts import (
+    NEW_TOKENS,
+    ROWS,
+    Told,
+    autoregressive,
+    decoded,
+    greedy,
+    planned,
+)
 from tests.helpers import forget_many_programs, heads_of, mtp_head_of
 
 Topology = st.TreeTopology
@@ -75,6 +83,13 @@ def cascade(inner, **options):
 
 def small(target):
     return st.ModelDrafter(perturbed(target, 0.15, seed=1))
+
+
+def told(target):
+    """The texts of `ROWS` that this target gives."""
+    family = next(name for name, config in CONFIGS.items() if config is target.config)
+    texts = autoregressive(family).tokens
+    return Told([row.prompt for row in ROWS], texts, target.config.vocab_size)
 
 
 def of_target(make, topology=None):
@@ -130,6 +145,7 @@ METHODS = {
     "mtp head, deep": of_target(mtp(), DEEP),
     "mtp head, beam": of_target(mtp(st.BeamDrafter), Topology.beam(2, 2)),
     "mtp head, dynamic": of_target(mtp(st.DynamicDrafter, expand=3), Topology.budget(6, 3)),
+    "told": of_target(told, RAGGED),
     "turns": of_target(by_turns),
     "cascade of lookup": of_target(cascade(lambda target: st.NgramDrafter(), rounds=3)),
     "cascade": of_target(cascade(small, rounds=2)),
@@ -139,21 +155,24 @@ METHODS = {
 }
 
 PURE = ("groups", "mamba_in_llama", "repeated_first", "branch")
-ELSEWHERE = ("best of heads", "another family", "mtp head")
+ELSEWHERE = ("best of heads", "another family", "mtp head", "told")
 RARE = (
     *("paper B", "paper C", "paper D", "paper E", "best tokens", "cascade of trees"),
     *("mtp head, beam", "mtp head, dynamic"),
     # Like "branching", "budget of 2" and "a padded vocabulary", whose draft has another shape, too.
     *("complete", "budget of 3", "another shape"),
 )
+UNROLLED = "paper A"  # other trees of more than two levels are looped
 TABLE = [
     *(("plain", method, "zero") for method in METHODS if method not in ELSEWHERE + RARE),
     *(("plain", method, "mixed") for method in ("chain of 1", "paper A", "beam", "dynamic")),
     *(("plain", method, "mixed") for method in ("lookup tree", "turns", "cascade")),
     ("plain", "best of heads", "mixed"),
-    *((family, "ragged", "mixed") for family in PURE),
-    *((f"{family} hybrid", "ragged", "mixed") for family in HYBRIDS),
+    # Of a target and a draft of each family, drafting takes most of the time to compile.
+    *((family, "told", "mixed") for family in PURE),
+    *((f"{family} hybrid", "told", "mixed") for family in HYBRIDS),
     ("mamba2attn hybrid", "dynamic", "zero"),
+    ("mixed hybrid", "branching", "mixed"),
     ("falcon_h1 hybrid", "heads", "mixed"),  # with multipliers
     ("falcon_h1 hybrid", "mtp head", "mixed"),
     ("falcon_h1 hybrid", "another family", "zero"),
@@ -161,6 +180,8 @@ TABLE = [
 # More of the same, run by `make test-slow`. Of "mamba2attn hybrid | dynamic | mixed", the cell of
 # temperature 0 proves the family with the method, and that of "plain" the ways of sampling.
 SLOW = [
+    *((family, "ragged", "mixed") for family in PURE),
+    *((f"{family} hybrid", "ragged", "mixed") for family in HYBRIDS),
     *(("plain", method, "zero") for method in RARE),
     *(("plain", method, "mixed") for method in (*RARE, "chain of 6", "deep")),
     ("plain", "cascade of lookup", "mixed"),
@@ -176,7 +197,8 @@ SLOW = [
 def cells():
     # Those of "plain" last, because the tests after the table share their programs.
     for cell in sorted(TABLE + SLOW, key=lambda cell: (cell[0] == "plain", cell)):
-        marks = pytest.mark.slow if cell in SLOW else ()
+        marks = [pytest.mark.slow] if cell in SLOW else []
+        marks += [pytest.mark.unrolled] if cell[1] == UNROLLED else []
         yield pytest.param(*cell, id=" | ".join(cell), marks=marks)
 
 
@@ -215,6 +237,7 @@ def test_text_and_cache_are_those_of_autoregressive_decoding(family, name, tempe
             )
         assert_same_text(target, request, out, want)
         taus.append(out.stats.tau)
+        assert name != "told" or out.stats.accepted_per_depth.all()
         assert (out.stats.num_accepted > 0) == (name != "root alone")
         most = (request.decoder.topology.num_nodes - 1) * out.stats.num_target_calls
         # Lookup finds nothing, a cascade ends early, and heads have to see a hidden state first.

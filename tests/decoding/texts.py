@@ -5,7 +5,9 @@ import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import stree_jax as st
 from stree_jax.decoding.options import plan
@@ -81,6 +83,44 @@ def autoregressive(family="plain"):
 def greedy(family="plain"):
     """Those of `PROMPTS` at temperature 0."""
     return rows_of(autoregressive(family), range(len(PROMPTS)))
+
+
+class Told(nnx.Module):
+    """Drafts that know the text: in each step one path of the tree is right, in turn to every node.
+
+    So all accepted lengths and all branches occur, and no draft model has to be compiled.
+
+    Args:
+        prompts: token ids of each row.
+        texts: its new tokens, `[rows, T]`.
+        vocab_size: number of tokens.
+    """
+
+    def __init__(self, prompts, texts, vocab_size):
+        self.starts = jnp.array([len(prompt) for prompt in prompts])
+        self.texts, self.vocab_size = jnp.asarray(texts), vocab_size
+
+    def default_topology(self):
+        return st.TreeTopology.chain(4)
+
+    def prepare(self, context, topology, max_length):
+        return None
+
+    def propose(self, state, step, topology):
+        (rows, length), nodes = self.texts.shape, topology.num_nodes
+        context, row = step.context, jnp.arange(rows)
+        after = (context.length - self.starts)[:, None] + np.array(topology.depths) - 1
+        right = jnp.take_along_axis(self.texts, jnp.clip(after, 0, length - 1), axis=1)
+        end = (7 * context.length + row) % nodes
+        tree = topology.tree(jnp.ones((rows, nodes), bool))
+        is_right = tree.ancestor_mask[row, end]
+        tokens = jnp.where(is_right, right, (right + 1 + np.arange(nodes)) % self.vocab_size)
+        tokens = tokens.at[:, 0].set(context.tokens[row, context.length - 1])
+        none, finite = jnp.full(nodes, -1, jnp.int32), jnp.ones(rows, bool)
+        return st.DraftTree(tokens.astype(jnp.int32), tree, None, none, finite), None
+
+    def commit(self, state, draft, verdict, hidden, topology):
+        return None
 
 
 def rows_of(generation, rows):

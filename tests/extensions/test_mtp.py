@@ -18,7 +18,7 @@ import stree_jax as st
 from pallas_kernels import AttentionLayout
 from stree_jax.convert.mtp import mtp_rules
 from stree_jax.decoding import head_reader, outputs_ahead, slots
-from stree_jax.decoding.drafters.levels import MAX_UNROLLED
+from stree_jax.decoding.nodes import MAX_UNROLLED
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.types import Context, Sampling, Step
 from stree_jax.extensions.mtp.training import head_of, mtp_loss, new_head
@@ -89,6 +89,7 @@ def log_softmax(logits):
     return logits - np.log(np.exp(logits).sum())
 
 
+@pytest.mark.unrolled
 @pytest.mark.parametrize(
     ("kind", "topology"),
     [

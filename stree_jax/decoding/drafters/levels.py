@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from stree_jax.array_types import Array
-from stree_jax.decoding.nodes import MAX_UNROLLED
+from stree_jax.decoding.nodes import unrolls
 from stree_jax.tree import TreeTopology
 
 
@@ -98,7 +98,7 @@ def grow_levels(
     Returns:
         What has grown, and the results: groups of levels, each with an axis of levels first.
     """
-    num_unrolled = len(levels) if len(levels) <= MAX_UNROLLED else 1
+    num_unrolled = len(levels) if unrolls(len(levels)) else 1
     grown, results = start, []
     for level, width in zip(levels[:num_unrolled], widths, strict=False):
         at = type(fills)(*(np.array(x) if isinstance(x, list) else x for x in level))  # type: ignore
