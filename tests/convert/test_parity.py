@@ -83,7 +83,10 @@ def assert_same_tensors(before, after):
         np.testing.assert_array_equal(value, after[name], err_msg=name)
 
 
-@pytest.mark.parametrize("model_type", ["nemotron_h", "zamba2"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["nemotron_h", pytest.param("zamba2", marks=pytest.mark.slow)],  # the same rule
+)
 def test_the_floor_of_the_time_step_is_a_quirk(model_type, tmp_path):
     """transformers clamps at time_step_min, which the published config does not ask for."""
     # Without tied embeddings transformers does not tie zamba2's shared blocks either.

@@ -6,9 +6,9 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding.loop import TARGET_FAILED
-from stree_jax.decoding.on_mesh import on_host
 from stree_jax.decoding.options import plan
 from stree_jax.layer_config import AttentionConfig
+from stree_jax.mesh.hosts import on_host
 from stree_jax.testing import HYBRIDS, perturbed, random_model, randomised, tiny_model
 from tests.helpers import with_weight
 
@@ -99,11 +99,13 @@ def test_statistics_add_up():
     np.testing.assert_allclose(stats.tau_per_row, out.lengths / stats.target_calls_per_row)
 
 
-@pytest.mark.parametrize("steps", [2, 5])
-def test_more_steps_per_sync_change_nothing(steps):
+@pytest.mark.parametrize(
+    ("steps", "hybrid"), [(2, False), (5, False), pytest.param(5, True, marks=pytest.mark.slow)]
+)
+def test_more_steps_per_sync_change_nothing(steps, hybrid):
     """Rows end between two termination checks, one of them at an end of sequence."""
     model = tiny_model()
-    if steps == 5:
+    if hybrid:
         layers = ("parallel", "mlp", "mamba2")
         config = HYBRIDS["falcon_h1"].with_layers(layers)
         model = random_model(config)

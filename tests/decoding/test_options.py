@@ -114,6 +114,7 @@ def test_a_filter_of_ones_own_with_sampled_children():
     assert out.stats.num_accepted > 0
 
 
+@pytest.mark.slow  # test_rows.py has filters among its requests
 def test_a_scheduler_mixes_filters():
     ways = [{}, dict(filters=(AtLeast(0.5),)), dict(top_k=3, filters=(AtLeast(2.0),)),
             dict(top_p=0.7), dict(temperature=0.0, filters=(AtLeast(0.1),))]  # fmt: skip

@@ -155,6 +155,7 @@ def test_the_automaton_finds_what_a_search_finds():
     assert 20 < num_found < 60
 
 
+@pytest.mark.slow  # test_rows.py has stops among its requests, and test_events.py streams them
 def test_a_scheduler_has_stops_of_each_request():
     rows = [row.tolist() for row in free().tokens]
     keys = jax.vmap(jax.random.fold_in, (None, 0))(KEY, np.arange(3))

@@ -403,6 +403,7 @@ def test_embedding_and_output_head_are_not_copied():
         assert (model.output_head is None) == (target.head is None)
 
 
+@pytest.mark.slow  # tests/cli/test_cli.py trains one for two steps
 def test_a_trained_head_is_accepted():
     """Half a second of training; the drafts of decoding are those that it was trained for."""
     target = tiny_model()

@@ -28,7 +28,11 @@ def in_place(kernel, num_inputs, aliases):
     return run
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["in order", "last first"])
+# Kernels that run in order are those of test_ops.py, but for what they leave in place.
+IN_ORDER = pytest.param(False, marks=pytest.mark.slow, id="in order")
+
+
+@pytest.fixture(scope="module", params=[IN_ORDER, pytest.param(True, id="last first")])
 def names(request):
     """Kernels run as on a GPU, in order or the last program first: the names of those traced.
 
