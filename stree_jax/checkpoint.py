@@ -323,7 +323,7 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
         raise ValueError(
             f"{path} holds a checkpoint of kind {shown(kind)} and no model; load it with what saved"
             " it: Medusa heads, 'medusa', with load_medusa or generate --medusa, and a"
-            " multi-token prediction head, 'mtp', with load_mtp or generate --mtp"
+            " multi-token prediction head, 'mtp', with load_mtp or generate --mtp-head"
         )
     try:
         return ModelConfig.from_dict(header.get("model"))

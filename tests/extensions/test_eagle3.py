@@ -146,3 +146,10 @@ def test_what_is_refused(changes, own, message, target, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         st.load_eagle3(path, target)
     assert "\n" not in str(error.value)
+
+
+def test_a_head_is_no_model(target, tmp_path):
+    path = saved(tmp_path / "head")
+    for load in (st.from_pretrained, lambda path: st.load_mtp(path, target)):
+        with pytest.raises(ValueError, match="is an EAGLE-3 head and no model; load it with"):
+            load(path)

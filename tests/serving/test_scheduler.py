@@ -69,7 +69,10 @@ def test_one_request_is_generate():
 
 @pytest.mark.parametrize("kind", ["medusa", "mtp"])
 def test_heads_on_hidden_states(kind):
-    """A new tenant of a row drafts from its own text's states, or nothing."""
+    """A new tenant of a row drafts from its own text's states, or nothing.
+
+    So does one whose prompt was read before, as the same prompt's chunks.
+    """
     model = tiny_model()
     requests = mixed(ragged(6), WAYS[:2])
     drafter = (
@@ -77,10 +80,16 @@ def test_heads_on_hidden_states(kind):
         if kind == "medusa"
         else st.MtpDrafter(model, mtp_head_of(model))
     )
-    scheduler = st.Scheduler(model, rows=2, max_length=60, quantum=3, drafter=drafter)
-    done = served(scheduler, requests)
-    assert [completion.tokens for completion in done] == alone(model, requests)
-    assert sum(completion.stats.num_accepted for completion in done) > 0
+    cache = dict(prefill_tokens=16, prefix_every=16, prefix_cache_bytes=2**20)
+    scheduler = st.Scheduler(model, rows=2, max_length=60, quantum=3, drafter=drafter, **cache)
+    want, accepted = alone(model, requests), []
+    for _ in range(2):
+        done = served(scheduler, requests)
+        assert [completion.tokens for completion in done] == want
+        accepted.append([completion.stats.num_accepted for completion in done])
+    assert scheduler.prefix_cache_stats.tokens_reused > 0
+    assert sum(accepted[0]) > 0
+    assert kind == "medusa" or accepted[0] == accepted[1]
 
 
 @pytest.mark.slow
