@@ -15,7 +15,7 @@ Nodes = np.ndarray | Int[Array, " _"]
 
 
 def unrolls(num_levels: int) -> bool:
-    """Whether a tree of so many levels is grown without a loop."""
+    """Whether a tree with this many levels is grown without a loop."""
     return num_levels <= MAX_UNROLLED
 
 

@@ -121,7 +121,7 @@ def placed(model: HybridLM, rows: Tree) -> Tree:
 def row_places(partition: Partition, rows: Sequence[int], num_rows: int) -> np.ndarray:
     """For each shard of the batch, in one array: where these rows are in it.
 
-    Rows of other shards are behind its last one. Worked example, 2 shards of 4 rows in all:
+    Rows of other shards get an index past its end. Worked example, 2 shards of 4 rows in all:
 
         rows 3, 0   ->   shard 0: 2, 0;  shard 1: 1, 2
     """

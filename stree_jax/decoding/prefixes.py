@@ -102,7 +102,7 @@ def read_on(
 ) -> Prefix:
     """The prefix of longer texts: target and drafter read what is new in each.
 
-    This is how prompts are read behind prefixes, chunk by chunk, and how texts are forked.
+    This is how prompts are read after prefixes, chunk by chunk, and how texts are forked.
 
     Args:
         decoder: the program; its sizes are those of the new prefix.

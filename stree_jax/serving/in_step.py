@@ -1,4 +1,4 @@
-"""Whether all processes of a mesh ask the same of their schedulers."""
+"""Checks that all processes of a mesh make the same calls of their schedulers."""
 
 import hashlib
 from typing import Any
@@ -12,9 +12,9 @@ from stree_jax.models.lm import HybridLM
 
 
 class InStep:
-    """Compares between processes what each was asked, before the devices run.
+    """Compares the calls of all processes before the devices run.
 
-    Without it a process that was asked something else would wait for the others for ever.
+    Without it a process with other calls would wait for the others for ever.
 
     Args:
         model: the target. On one device, or in one process, nothing is compared.
@@ -41,5 +41,5 @@ class InStep:
             raise ValueError(
                 "the processes called their Schedulers with different requests, or in another"
                 " order; all of them must make the same calls with the same contents. These"
-                " Schedulers cannot go on: make new ones"
+                " Schedulers cannot continue: make new ones"
             )

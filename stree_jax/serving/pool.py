@@ -99,7 +99,7 @@ class Pool:
             )
 
     def grow(self, num_tokens: int) -> bool:
-        """Gives the caches of all rows room for a text of so many tokens; doubles it.
+        """Gives the caches of all rows room for a text of `num_tokens`, by doubling.
 
         Returns:
             Whether they had less.
