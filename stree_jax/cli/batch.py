@@ -28,6 +28,7 @@ from stree_jax.cli.records import open_records
 from stree_jax.decoding.drafters.base import draft_models
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.prompts import MAX_TOKENS, buffer_size
+from stree_jax.mesh.hosts import by_first
 
 
 class _Line(NamedTuple):
@@ -87,10 +88,7 @@ def run_batch(
             more rows than fit into memory.
     """
     check_int("--rows", rows, 1)
-    try:
-        text = prompts.read_bytes()
-    except OSError as error:
-        raise ValueError(f"--prompts {prompts} cannot be read: {error.strerror}") from None
+    text = by_first(lambda: _read(prompts).decode("latin-1")).encode("latin-1")
     drafts: dict[str, Any] = {
         "drafter": loaded.drafter,
         "topology": loaded.topology,
@@ -111,6 +109,9 @@ def run_batch(
         for number, line in enumerate(text.split(b"\n"), 1)
         if line.strip()
     ]
+    partition = loaded.model.partition
+    if partition is not None and partition.shards > 1:  # which sum in another order
+        fingerprint = fingerprint | {"shards": partition.shards}
     run = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:12]
     limit = min(max_length or loaded.model.config.max_length or MAX_TOKENS, MAX_TOKENS)
     lines, rows = _fitting(loaded, _with_grammars(loaded, lines, made), rows, limit)
@@ -185,6 +186,13 @@ def run_batch(
     return num_bad
 
 
+def _read(prompts: Path) -> bytes:
+    try:
+        return prompts.read_bytes()
+    except OSError as error:
+        raise ValueError(f"--prompts {prompts} cannot be read: {error.strerror}") from None
+
+
 def _record(completion: st.Completion) -> dict[str, Any]:
     """The output record of a text."""
     record: dict[str, Any] = {
@@ -205,15 +213,19 @@ def _length(request: st.Request) -> int:
 def _fitting(loaded: Loaded, lines: list[_Line], rows: int, limit: int) -> tuple[list[_Line], int]:
     """The lines, with an error where memory does not suffice, and the number of rows.
 
-    There are at most as many rows as requests. Requests beyond `limit` are left to the scheduler.
+    There are at most as many rows as requests; on a mesh each shard has the same number. Requests
+    beyond `limit` are left to the scheduler.
 
     Raises:
         ValueError: no request fits.
     """
     requests = [line.request for line in lines if line.request]
-    rows = max(min(rows, len(requests)), 1)
+    partition = loaded.model.partition
+    data = 1 if partition is None else partition.rows
+    rows = -(-max(min(rows, len(requests)), 1) // data) * data
     lengths = [length for length in map(_length, requests) if length <= limit]
-    free = free_memory()
+    num_devices = 1 if partition is None else jax.local_device_count()
+    free = json.loads(by_first(lambda: json.dumps(free_memory(num_devices))))
     models = [loaded.model, *draft_models(loaded.drafter)]
 
     @functools.cache
@@ -221,7 +233,7 @@ def _fitting(loaded: Loaded, lines: list[_Line], rows: int, limit: int) -> tuple
         return row_bytes(models, places)
 
     def too_much(length: int) -> str:
-        size = needed(buffer_size(length)) * rows
+        size = needed(buffer_size(length)) * rows // data
         if free is None or size <= free:
             return ""
         return (

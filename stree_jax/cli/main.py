@@ -108,9 +108,7 @@ def generate(
     ] = None,
     mesh: Annotated[
         str | None,
-        typer.Option(
-            help="Mesh of devices for --prompt: data=2,model=4, or auto; see docs/sharding.md."
-        ),
+        typer.Option(help="Mesh of devices: data=2,model=4, or auto; see docs/sharding.md."),
     ] = None,
     distributed: Annotated[
         bool,
@@ -147,8 +145,6 @@ def generate(
     }
     if mesh is None and distributed:
         raise ValueError("--distributed goes with --mesh, such as --mesh data=2,model=4")
-    if mesh is not None and prompts is not None:
-        raise ValueError("--mesh is for a --prompt; texts of --prompts run on one device")
     loaded = load(**source, tokenizer_path=tokenizer, mesh=mesh, distributed=distributed)
     if prompts is None:
         console = Console(highlight=False, file=loaded.output)
@@ -173,7 +169,7 @@ def generate(
     drafting = {"verifier": verifier, "seed": seed}
     fingerprint = source | settings | drafting | {"tokenizer": str(tokenizer)}
     bad = run_batch(
-        Console(highlight=False, stderr=output is None),
+        Console(highlight=False, file=loaded.output, stderr=output is None),
         loaded,
         settings,
         prompts=prompts,

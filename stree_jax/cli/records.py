@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from stree_jax.directories import try_lock
+from stree_jax.mesh.hosts import by_first
 
 Record = dict[str, Any]
 _WAY_OUT = "name another file, or delete it"
@@ -19,6 +20,9 @@ def open_records(
     output: Path | None, run: str, prompts: dict[int, str]
 ) -> Iterator[tuple[Callable[[Record], None], set[int]]]:
     """A function that appends a record, and the numbers of the lines that the output has already.
+
+    All processes of a mesh call this; the first one reads and writes the file, the others write
+    nothing.
 
     The output is locked until the block ends or the process does. A record that an interrupted run
     left incomplete is removed.
@@ -32,6 +36,27 @@ def open_records(
         ValueError: another run writes to the file, or it is not the output of this command for
             these prompts and options, as it wrote it.
     """
+    with contextlib.ExitStack() as stack:
+        write: Callable[[Record], None] = _forget
+
+        def opened() -> str:
+            nonlocal write
+            write, finished = stack.enter_context(_open(output, run, prompts))
+            return json.dumps(sorted(finished))
+
+        finished = {*json.loads(by_first(opened))}
+        yield write, finished
+
+
+def _forget(record: Record) -> None:
+    """Writes nothing."""
+
+
+@contextlib.contextmanager
+def _open(
+    output: Path | None, run: str, prompts: dict[int, str]
+) -> Iterator[tuple[Callable[[Record], None], set[int]]]:
+    """See `open_records`, in the process that writes."""
     with contextlib.ExitStack() as stack:
         finished: set[int] = set()
         if output is None:

@@ -34,12 +34,13 @@ def test_an_invalid_byte_refuses_its_line_alone(decode, tmp_path):
     code, _, _ = decode("--output", "out.jsonl")
     assert code == 1
     assert (tmp_path / "out.jsonl").read_text() == shown
+    assert decode("--mesh", "auto")[:2] == (1, shown)
 
 
 def test_a_line_that_does_not_fit_into_memory_ends_alone(decode, tiny_pair, tmp_path, monkeypatch):
     model = st.from_pretrained(tiny_pair / "target")
     free = 2 * row_bytes([model], 64)
-    monkeypatch.setattr("stree_jax.cli.batch.free_memory", lambda: free)
+    monkeypatch.setattr("stree_jax.cli.batch.free_memory", lambda _: free)
     with (tmp_path / "in.jsonl").open("a") as file:
         file.write('\n{"prompt": "She", "max_new_tokens": 9000000}\n')
     code, shown, error = decode()
@@ -47,7 +48,7 @@ def test_a_line_that_does_not_fit_into_memory_ends_alone(decode, tiny_pair, tmp_
     assert [json.loads(line)["line"] for line in shown.splitlines()] == [1, 3]
     assert "in.jsonl, line 4: 2 rows of 9000001 tokens take" in error
 
-    monkeypatch.setattr("stree_jax.cli.batch.free_memory", lambda: free - 1)
+    monkeypatch.setattr("stree_jax.cli.batch.free_memory", lambda _: free - 1)
     code, shown, error = decode()
     assert code == 2
     assert shown == ""

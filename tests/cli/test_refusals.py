@@ -66,10 +66,6 @@ PROMPTS = ["generate", "{target}", "--prompts", "one.jsonl"]
             "XLA_FLAGS=--xla_force_host_platform_device_count=9999 in the",
         ),
         ([*GENERATE, "--distributed"], "--distributed goes with --mesh"),
-        (
-            ["generate", "{target}", "--prompts", "x", "--output", "y", "--mesh", "auto"],
-            "--mesh is for a --prompt",
-        ),
         (["tree", "chain:4000"], "a tree of 4001 nodes and depth 4000 is too deep to draw"),
         (["tree", ""], "is not a tree: use chain:4"),
         (["tree", "chain"], "is not a tree: use chain:4"),

@@ -41,6 +41,16 @@ def mixed(requests, ways=WAYS):
     return [dataclasses.replace(r, **ways[i % len(ways)]) for i, r in enumerate(requests)]
 
 
+def in_families(requests):
+    """Two of three get a prompt that begins as those of their family do."""
+    rng = np.random.default_rng(3)
+    stems = [rng.integers(0, 37, size=size).tolist() for size in (50, 23)]
+    return [
+        dataclasses.replace(r, prompt=stems[i % 3 - 1] + r.prompt[: 1 + i // 6 * 5]) if i % 3 else r
+        for i, r in enumerate(requests)
+    ]
+
+
 def alone(model, requests, **options):
     """Tokens of each request: all in one batch without drafts, whose rows do not see each other."""
     most = max(r.max_new_tokens for r in requests)

@@ -12,7 +12,17 @@ import pytest
 import stree_jax as st
 from stree_jax.testing import perturbed, tiny_model
 from tests.helpers import heads_of
-from tests.serving.requests import TREE, WAYS, alone, cut, drafting, mixed, ragged, served
+from tests.serving.requests import (
+    TREE,
+    WAYS,
+    alone,
+    cut,
+    drafting,
+    in_families,
+    mixed,
+    ragged,
+    served,
+)
 
 LENGTH = 128
 
@@ -20,13 +30,7 @@ LENGTH = 128
 @functools.cache
 def cases(name="plain"):
     """Requests in families of prompts that share a beginning, and their texts."""
-    rng = np.random.default_rng(3)
-    requests = mixed(ragged(18), WAYS[:2])
-    stems = [rng.integers(0, 37, size=size).tolist() for size in (50, 23)]
-    for i, request in enumerate(requests):
-        if i % 3:
-            prompt = stems[i % 3 - 1] + request.prompt[: 1 + i // 6 * 5]
-            requests[i] = dataclasses.replace(request, prompt=prompt)
+    requests = in_families(mixed(ragged(18), WAYS[:2]))
     return requests, alone(tiny_model(name), requests)
 
 

@@ -16,7 +16,7 @@ from stree_jax.decoding.options import plan
 from stree_jax.testing import perturbed, random_model
 from tests.decoding.rules import random_walk
 from tests.helpers import COMPILED, with_weight
-from tests.serving.requests import TREE, WAYS, alone, cut, mixed, ragged, served
+from tests.serving.requests import TREE, WAYS, alone, cut, in_families, mixed, ragged, served
 from tests.sharding.configs import CONFIGS
 
 slow = pytest.mark.slow
@@ -172,6 +172,56 @@ def test_cancels_at_random(data, model):
     assert len(cancelled) > 3
     for i, text in zip(ids, want, strict=True):
         assert texts[i] == (text[: len(texts[i])] if i in cancelled else text)
+
+
+@slow
+@pytest.mark.parametrize("drafts", ["model", "ngram", "beam"])
+@pytest.mark.parametrize(("data", "model"), [(2, 4), (8, 1)])
+@pytest.mark.parametrize("name", ["mamba2", "bamba"])
+def test_the_prefix_cache(name, data, model, drafts):
+    """In chunks, one text alone or several together, from entries of which few fit or all."""
+    requests = in_families(mixed(ragged(18), WAYS[:2]))
+    want = alone(model_of(name), requests)
+    target, _ = on(name, data, model)
+    draft = on(name, data, model)[1]["drafter"].model
+    drafter = dict(
+        model=dict(drafter=st.ModelDrafter(draft), topology=TREE),
+        ngram=dict(drafter=st.NgramDrafter()),
+        beam=dict(drafter=st.BeamDrafter(draft), topology=st.TreeTopology.beam(2, 2)),
+    )[drafts]
+    options = dict(max_length=128, prefix_every=16, **drafter)
+    for budget, tokens, quantum in ((10**8, 512, 7), (40_000, 64, 1), (10**8, None, 32)):
+        scheduler = st.Scheduler(
+            *(target,),
+            rows=8,
+            quantum=quantum,
+            prefix_cache_bytes=budget,
+            prefill_tokens=tokens,
+            **options,
+        )
+        for seed in range(2):
+            order = np.random.default_rng(seed).permutation(18).tolist()
+            done = served(scheduler, [requests[i] for i in order])
+            assert texts_of(done) == [want[i] for i in order]
+        stats = scheduler.prefix_cache_stats
+        assert stats.nbytes <= budget
+        assert stats.tokens_reused > 0
+        assert (stats.evictions > 0) == (budget < 10**8)
+
+
+@slow
+def test_entries_stay_where_they_are():
+    """An entry is cut as the target is, and every shard of the batch has it."""
+    target, drafts = on("bamba", 2, 4)
+    scheduler = st.Scheduler(target, rows=4, max_length=128, prefix_cache_bytes=10**8, **drafts)
+    prompt = [*range(30)]
+    served(scheduler, [st.Request(prompt, max_new_tokens=3)])
+    (entry,) = scheduler._reader._cache._entries.values()
+    for leaf in jax.tree.leaves(entry):
+        assert len(leaf) == 1
+        assert "data" not in leaf.sharding.spec
+    whole = [leaf for leaf in jax.tree.leaves(entry.cache) if "model" in leaf.sharding.spec]
+    assert len(whole) == 4  # state, conv window, keys and values
 
 
 @slow

@@ -132,20 +132,54 @@ def test_two_processes_are_one_device(models, tmp_path):
     assert not [*tmp_path.glob(".*")]  # nothing is left of the refused one
 
 
-@pytest.mark.slow
-def test_the_command(tmp_path):
-    port, arguments = free_port(), ["-p", "Once upon a time", "--max-new-tokens", "8"]
-    demo = str(st.demo_path("target"))
-    code = "from stree_jax.cli.main import main; main()"
-    start = [sys.executable, "-c", code, "generate", demo, *arguments]
-    start += ["--draft", str(st.demo_path("draft"))]
-    first, second = run_two(
-        lambda process: [*start, "--mesh", "data=2,model=2", "--distributed"],
-        tmp_path,
-        JAX_COORDINATOR_ADDRESS=f"localhost:{port}",
+START = [sys.executable, "-c", "from stree_jax.cli.main import main; main()", "generate"]
+
+
+def generate_in_two(folder, *arguments):
+    """Runs the command with the embedded models; returns what both processes wrote."""
+    models = [str(st.demo_path("target")), "--draft", str(st.demo_path("draft"))]
+    mesh = ["--mesh", "data=2,model=2", "--distributed"]
+    return run_two(
+        lambda process: [*START, *models, *mesh, *arguments],
+        folder,
+        JAX_COORDINATOR_ADDRESS=f"localhost:{free_port()}",
         JAX_NUM_PROCESSES="2",
         STREE_JAX_CACHE="off",
     )
+
+
+@pytest.mark.slow
+def test_a_file_of_prompts(tmp_path):
+    """The first process writes; a rerun finds what it wrote."""
+    lines = [{"prompt": "Once upon"}, {"prompt": "The train"}, {"prompt": "def add(a, b):"}]
+    lines[1] |= {"temperature": 0.8, "seed": 3}
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    arguments = ["--prompts", str(path), "--output", str(out), "--max-new-tokens", "8"]
+    first, second = generate_in_two(tmp_path, *arguments, "--rows", "3")
+    assert f"{out}: 3 texts of 24 tokens" in " ".join(first.split())
+    assert "texts" not in second
+    records = sorted(map(json.loads, out.read_text().splitlines()), key=lambda r: r["line"])
+    target = st.from_pretrained(st.demo_path("target"))
+    tokenizer = st.load_tokenizer(st.demo_path("target"))
+    for number, (line, record) in enumerate(zip(lines, records, strict=True), 1):
+        tokens = tokenizer.encode(line["prompt"], add_special_tokens=False).ids
+        key = jax.random.fold_in(jax.random.key(line.get("seed", 0)), number)
+        own = dict(temperature=line.get("temperature", 0.0), key=key[None], tokenizer=tokenizer)
+        want = st.generate(target, [tokens], max_new_tokens=8, **own)
+        assert record["text"] == want.texts[0]
+    with out.open("r+") as file:
+        file.truncate(len(out.read_text()) - 9)
+    first, _ = generate_in_two(tmp_path, *arguments)
+    assert "1 texts of 8 tokens" in " ".join(first.split())
+    assert "2 were there before" in " ".join(first.split())
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path):
+    arguments = ["-p", "Once upon a time", "--max-new-tokens", "8"]
+    demo = str(st.demo_path("target"))
+    first, second = generate_in_two(tmp_path, *arguments)
     tokenizer = st.load_tokenizer(st.demo_path("target"))
     prompt = tokenizer.encode(arguments[1], add_special_tokens=False).ids
     out = st.generate(st.from_pretrained(demo), [prompt], max_new_tokens=8)

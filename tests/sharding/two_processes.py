@@ -24,7 +24,9 @@ def served(st, target, options):
     """The texts of a scheduler: one is cancelled, one goes on, and two share a prefix."""
     text = {name: options[name] for name in ("max_new_tokens", "temperature", "key")}
     drafts = {name: options[name] for name in ("drafter", "topology")}
-    scheduler = st.Scheduler(target, rows=2, max_length=64, quantum=2, **drafts)
+    scheduler = st.Scheduler(
+        target, rows=2, max_length=64, quantum=2, prefix_cache_bytes=10**7, **drafts
+    )
     stem = scheduler.read(PROMPTS[0])
     requests = [st.Request(prompt, keep=True, **text) for prompt in PROMPTS]
     ids = [scheduler.submit(request) for request in requests]
@@ -41,6 +43,7 @@ def served(st, target, options):
             after = done[request_id].prefix
             ids.append(scheduler.submit(st.Request([7, 8], after=after, max_new_tokens=5)))
     assert all(done[i].tokens == texts[i] for i in ids)
+    assert scheduler.prefix_cache_stats.tokens_reused >= len(PROMPTS[0])
     assert [done[i].finish_reason for i in ids] == [*["length"] * 4, "cancelled", "length"]
     return [texts[i] for i in ids]
 
