@@ -10,6 +10,7 @@ from pallas_kernels import KVCache, NodeKV
 from pallas_kernels.numerics import rms_norm
 from stree_jax.array_types import Array, Float
 from stree_jax.models.attention import AttentionCache, AttentionPending
+from stree_jax.models.layer import LayerConfig
 from stree_jax.tree import Tree
 
 
@@ -26,6 +27,10 @@ class DraftHead(nnx.Module):
     def __init__(self, config: Any, dtype: DTypeLike):
         self.config = config
         self.dtype = jnp.dtype(dtype)
+
+    def _built(self, layer: LayerConfig, out_scale: float, **options: Any) -> Any:
+        own = dict(norm_eps=self.config.norm_eps, dtype=self.dtype, out_scale=out_scale)
+        return layer.build(self.config.d_model, **own, **options)
 
     def init_cache(self, batch: int, max_length: int) -> KVCache:
         """The cache before the first entry."""

@@ -103,13 +103,7 @@ class Eagle3Head(DraftHead):
     ):
         super().__init__(config, dtype)
         width = config.d_model
-        options: dict[str, Any] = dict(
-            norm_eps=config.norm_eps,
-            dtype=dtype,
-            rngs=rngs,
-            out_scale=1.0,
-            implementation=implementation,
-        )
+        options: dict[str, Any] = dict(rngs=rngs, implementation=implementation)
 
         def rows(count: int) -> nnx.Param:
             return nnx.Param(0.02 * jax.random.normal(rngs.params(), (count, width), dtype))
@@ -120,9 +114,9 @@ class Eagle3Head(DraftHead):
         self.embedding = rows(config.vocab_size) if config.has_embedding else None
         self.embedding_norm_scale = self._scale()
         self.hidden_norm_scale = self._scale()
-        self.attention = config.attention.build(width, **options)
+        self.attention = self._built(config.attention, 1.0, **options)
         self.mlp_norm_scale = self._scale()
-        self.mlp = config.mlp.build(width, **options)
+        self.mlp = self._built(config.mlp, 1.0, **options)
         self.final_norm_scale = self._scale()
         self.output_head = rows(config.draft_vocab_size)
         # The target's token for each of the head's; float32 holds such integers exactly.

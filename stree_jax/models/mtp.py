@@ -120,20 +120,14 @@ class MtpHead(DraftHead):
     ):
         super().__init__(config, dtype)
         width = config.d_model
-        options: dict[str, Any] = dict(
-            norm_eps=config.norm_eps,
-            dtype=dtype,
-            rngs=rngs,
-            out_scale=2**-0.5,
-            implementation=implementation,
-        )
+        options: dict[str, Any] = dict(rngs=rngs, implementation=implementation)
         self.embedding_norm_scale = self._scale()
         self.hidden_norm_scale = self._scale()
         self.in_proj = linear(2 * width, width, bias=False, dtype=dtype, rngs=rngs)
         self.attention_norm_scale = self._scale()
-        self.attention = config.attention.build(width, **options)
+        self.attention = self._built(config.attention, 2**-0.5, **options)
         self.feed_forward_norm_scale = self._scale()
-        self.feed_forward = config.feed_forward.build(width, **options)
+        self.feed_forward = self._built(config.feed_forward, 2**-0.5, **options)
         self.final_norm_scale = self._scale()
 
     def entries(self, embedded: Float[Array, "B T M"], hidden: Float[Array, "B T M"]) -> NodeKV:
