@@ -152,6 +152,12 @@ def test_every_example_is_in_the_gallery():
     assert sorted(shown) == sorted(f"examples/{f.name}" for f in (ROOT / "examples").glob("*.py"))
 
 
+def test_what_to_expect_was_measured():
+    """Its factors are in the record; a new result changes both pages."""
+    expected, record = ((DOCS / f"{page}.md").read_text() for page in ("expect", "results"))
+    assert {*re.findall(r"\d+\.\d\dx", expected)} <= {*re.findall(r"\d+\.\d\dx", record)}
+
+
 def test_links_between_pages():
     """Also those that the README and the changelog have; the site checks headings."""
     for page in [*TEXTS, ROOT / "CHANGELOG.md"]:
