@@ -21,7 +21,7 @@ from stree_jax.decoding.types import Prefix
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.mesh.hosts import on_host
 from stree_jax.messages import shown
-from stree_jax.models.lm import HybridLM, check_model, check_on_one_device
+from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.serving import outcomes
 from stree_jax.serving.in_step import InStep
 from stree_jax.serving.pool import Pool
@@ -69,7 +69,7 @@ class Scheduler:
         prefix_every: tokens; None: never inside prompts but where they part.
         first_places: tokens for which the attention caches of a row have room at first. When a
             request needs more, the room of all rows is doubled, and the decode loop is compiled for
-            it. None: room for `max_length` from the start. Mamba-2 layers need none. Not on a mesh.
+            it. None: room for `max_length` from the start. Mamba-2 layers need none.
 
     Raises:
         ValueError: a bad argument, a drafter and a verifier that are not exact together, a lossy
@@ -97,8 +97,6 @@ class Scheduler:
         check_int("max_length", max_length, 2, MAX_TOKENS)
         check_int("quantum", quantum, 1)
         check_int("prefix_cache_bytes", prefix_cache_bytes, 0)
-        if first_places is not None:
-            check_on_one_device(model, "first_places")
         optional = dict(
             prefill_tokens=prefill_tokens, prefix_every=prefix_every, first_places=first_places
         )
@@ -119,7 +117,7 @@ class Scheduler:
             self._plan_of([0], Request([0], max_new_tokens=1))  # raises
         self._sampled = plans[False]
         self._in_step = InStep(model)
-        budgets = prefill_tokens, prefix_cache_bytes, prefix_every
+        budgets = prefill_tokens, prefix_cache_bytes, prefix_every, first_places
         self._in_step.note(rows, max_length, quantum, *budgets)
         self._pool = Pool(
             *(model, drafter, plans), max_length=max_length, rows=rows, first_places=first_places

@@ -210,6 +210,21 @@ def test_the_prefix_cache(name, data, model, drafts):
 
 
 @slow
+@pytest.mark.parametrize(("name", "data", "model"), [("bamba", 2, 4), ("mamba2attn", 8, 1)])
+def test_caches_that_grow(name, data, model):
+    """Rows that run keep their texts, and their shards, when the caches of all get more room."""
+    requests = mixed(ragged(12), WAYS[:2])
+    for i, times in enumerate((20, 50)):
+        key = jax.random.key(i)
+        requests.append(st.Request([1, 2, 3] * times, max_new_tokens=60, key=key))
+    options = dict(rows=8, max_length=300, first_places=64, prefix_cache_bytes=10**7)
+    scheduler = scheduler_of(name, data, model, **options)
+    done = served(scheduler, requests)
+    assert texts_of(done) == alone(model_of(name), requests)
+    assert scheduler._pool._size == 256
+
+
+@slow
 def test_entries_stay_where_they_are():
     """An entry is cut as the target is, and every shard of the batch has it."""
     target, drafts = on("bamba", 2, 4)
