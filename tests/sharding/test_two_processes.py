@@ -16,9 +16,9 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.testing import perturbed, random_model
 from tests.sharding.configs import CONFIGS
-from tests.sharding.two_processes import NEW_TOKENS, PROMPTS
+from tests.sharding.two_processes import HYBRID, LONG, NEW_TOKENS, PROMPTS
 
-LIMIT = 600  # seconds; then both processes are ended
+LIMIT = 1200  # seconds; then both processes are ended
 
 
 def free_port():
@@ -93,6 +93,13 @@ def test_two_processes_are_one_device(models, tmp_path):
     def alone(prompt, **options):
         return st.generate(target, [prompt], **options).tokens[0].tolist()
 
+    hybrid = st.generate(
+        random_model(CONFIGS[HYBRID]),
+        [*PROMPTS, LONG],
+        max_new_tokens=NEW_TOKENS,
+        temperature=0.8,
+        key=[*range(4)],
+    ).tokens.tolist()
     options = dict(max_new_tokens=NEW_TOKENS, temperature=0.8, key=jax.random.key(1)[None])
     texts = [alone(prompt, **options) for prompt in (*PROMPTS, PROMPTS[0])]
     texts.append(alone([4, 5], max_new_tokens=40))
@@ -103,6 +110,7 @@ def test_two_processes_are_one_device(models, tmp_path):
         assert found["none"] == found["streamed none"] == (want if process == 0 else [])
         assert found["back"] == want
         assert found["2x2"] == want
+        assert found["hybrid 2x2"] == found["hybrid 1x4"] == hybrid
         assert found["1x4"] == want
         assert found["sampled"] == sampled.tokens.tolist()
         assert found["streamed"] == [row[:3] for row in want]

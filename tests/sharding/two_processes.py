@@ -48,6 +48,29 @@ def served(st, target, options):
     return [texts[i] for i in ids]
 
 
+HYBRID = "bamba"
+LONG = [1, 2, 3] * 30
+
+
+def served_hybrid(st, data, model):
+    """Texts of a hybrid, whose caches grow while rows decode."""
+    import jax
+
+    from stree_jax.testing import perturbed, random_model
+    from tests.sharding.configs import CONFIGS
+
+    mesh, target = st.make_mesh(data=data, model=model), random_model(CONFIGS[HYBRID])
+    draft = st.shard(perturbed(target, 0.1), mesh, replicate=True)
+    sizes = dict(rows=2, max_length=150, quantum=2, first_places=64, prefix_cache_bytes=10**7)
+    scheduler = st.Scheduler(st.shard(target, mesh), drafter=st.ModelDrafter(draft), **sizes)
+    text = dict(max_new_tokens=NEW_TOKENS, temperature=0.8)
+    prompts = [*PROMPTS, LONG]
+    requests = [st.Request(p, key=jax.random.key(i), **text) for i, p in enumerate(prompts)]
+    ids = [scheduler.submit(request) for request in requests]
+    done = {completion.request_id: completion for completion in scheduler.completions()}
+    return [done[i].tokens for i in ids]
+
+
 def served_apart(st, target, process):
     scheduler = st.Scheduler(target, rows=2, max_length=64)
     scheduler.submit(st.Request([1 + process], max_new_tokens=2))
@@ -94,6 +117,7 @@ def main():
             found["streamed none"] = joined([*st.stream(target, no_rows, **options)], no_rows)
             for name in ("own", "own keys", "none"):
                 found[name] = found[name].tokens.tolist()
+        found[f"hybrid {data}x{model}"] = served_hybrid(st, data, model)
     # Cut into four parts, of which each process has two.
     whole = st.shard(target, None)
     found["back"] = st.generate(whole, PROMPTS, max_new_tokens=NEW_TOKENS).tokens.tolist()
