@@ -37,15 +37,15 @@ EXACT = {
         lambda draft, _: iid(draft),
         FILTERED | dict(topology=TREE, verifier="traversal"),
     ),
-    "deep traversal": (
-        lambda draft, _: iid(draft),
-        FILTERED | dict(topology=st.TreeTopology.chain(MAX_UNROLLED + 1), verifier="traversal"),
-    ),
 }
 # Special cases of those.
 SPECIAL = {
     "autoregressive": (lambda draft, _: None, {}),
     "chain": (lambda draft, _: iid(draft), FILTERED | dict(topology=st.TreeTopology.chain(2))),
+    "deep traversal": (
+        lambda draft, _: iid(draft),
+        FILTERED | dict(topology=st.TreeTopology.chain(MAX_UNROLLED + 1), verifier="traversal"),
+    ),
 }
 SLOW = SPECIAL | {
     **{
