@@ -158,12 +158,11 @@ class PromptReader:
             reads = self._read(waiting, left)
             left = None if left is None else left - reads
 
-    def finish(self, reading: Reading) -> Prefix:
+    def prefix(self, reading: Reading) -> Prefix:
         """The prefix of a text that is done, for the pool."""
         assert reading.prefix is not None
         context = self._context([reading], [reading.length], self._decoder.num_places)
         prefix = reading.prefix._replace(context=context)
-        reading.drop()
         if self._drafter is None or self._follows is not None:
             return prefix
         sizes = self._decoder.topology, self._decoder.max_length

@@ -286,7 +286,7 @@ class Scheduler:
         self._grow(len(text))
         reading = self._reader.begin([int(token) for token in text], after)
         self._reader.advance([reading], None)
-        return self._pool.signed(self._reader.finish(reading))
+        return self._pool.signed(self._reader.prefix(reading))
 
     def _plan_of(self, text: Sequence[int], request: Request) -> Plan:
         longest = request.max_length
@@ -349,8 +349,9 @@ class Scheduler:
         self._reader.advance([*self._readings.values()], self._prefill_tokens)
         done = [row for row, reading in self._readings.items() if reading.is_done]
         for row in done:
-            prefix = self._reader.finish(self._readings.pop(row))
+            prefix = self._reader.prefix(self._readings[row])
             self._pool.start(row, self._tenants[row].plan, prefix)
+            self._readings.pop(row).drop()
 
     def _advance(self, asked_for: str) -> bool:
         """Fills free rows and runs; False if there was nothing to run."""

@@ -11,7 +11,7 @@ import pytest
 
 import stree_jax as st
 from stree_jax.testing import perturbed, tiny_model
-from tests.helpers import heads_of
+from tests.helpers import heads_of, mtp_head_of
 from tests.serving.requests import (
     TREE,
     WAYS,
@@ -153,13 +153,40 @@ def test_texts_that_go_on_and_reading_use_the_cache():
     assert stats().damaged == 0
 
 
-@pytest.mark.parametrize("kind", ["anew", pytest.param("heads", marks=pytest.mark.slow)])
-def test_a_drafter_that_prepares_anew_and_one_that_reads(kind):
-    model = tiny_model()
-    heads = st.MedusaDrafter(model, heads_of(model, amount=0.05))
-    drafter = heads if kind == "heads" else Rereads(perturbed(model, 0.1))
-    scheduler = pool(drafter=drafter, prefill_tokens=20)
-    assert check(scheduler, orders()[0]).tokens_reused > 200
+DRAFTERS = {
+    "that prepares anew": lambda model: Rereads(perturbed(model, 0.1)),
+    "medusa": lambda model: st.MedusaDrafter(model, heads_of(model, amount=0.05)),
+    "mtp": lambda model: st.MtpDrafter(model, mtp_head_of(model)),
+    "cascade": lambda model: st.CascadeDrafter(perturbed(model, 0.1), st.NgramDrafter()),
+    "dynamic": lambda model: st.DynamicDrafter(perturbed(model, 0.1), expand=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "places"),
+    [
+        ("that prepares anew", None),
+        *(
+            pytest.param(kind, places, marks=pytest.mark.slow)
+            for kind in DRAFTERS
+            for places in (None, 32)
+            if places or kind != "that prepares anew"
+        ),
+    ],
+)
+def test_other_drafters(kind, places):
+    """Those on the target's states, and those whose states are of other kinds; caches may grow."""
+    name = "mamba2attn hybrid" if places else "plain"
+    drafter = DRAFTERS[kind](tiny_model(name))
+    topology = st.TreeTopology.budget(6, 3) if kind == "dynamic" else TREE
+    scheduler = pool(
+        name,
+        drafter=drafter,
+        topology=None if kind == "cascade" else topology,
+        prefill_tokens=20,
+        first_places=places,
+    )
+    assert check(scheduler, orders()[0], name).tokens_reused > 200
 
 
 class Rereads(st.ModelDrafter):
