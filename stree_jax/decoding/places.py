@@ -15,14 +15,20 @@ from jax.sharding import PartitionSpec
 from stree_jax.array_types import Array
 from stree_jax.mesh.partition import MODEL
 from stree_jax.models.cache import cache_specs, init_cache
+from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM
 
 
 def cache_shapes(model: HybridLM, rows: int, size: int) -> Any:
     """Shapes and dtypes of the model's cache of `size` places, on a mesh in all."""
     shards = 1 if model.partition is None else model.partition.shards
-    config = model.config.local(shards)
-    of_shard = jax.eval_shape(lambda: init_cache(config, rows, size, model.dtype))
+    return _cache_shapes(model.config, model.dtype, shards, rows, size)
+
+
+@functools.lru_cache(maxsize=256)  # asked for with each chunk of a text, and traced anew
+def _cache_shapes(config: ModelConfig, dtype: Any, shards: int, rows: int, size: int) -> Any:
+    local = config.local(shards)
+    of_shard = jax.eval_shape(lambda: init_cache(local, rows, size, dtype))
     if shards == 1:
         return of_shard
 
@@ -35,7 +41,7 @@ def cache_shapes(model: HybridLM, rows: int, size: int) -> Any:
 
         return jax.tree.map(whole, arrays)
 
-    return jax.tree.map(of_all, cache_specs(model.config, MODEL), of_shard)
+    return jax.tree.map(of_all, cache_specs(config, MODEL), of_shard)
 
 
 def same_rows(one: Any, other: Any) -> bool:

@@ -1,10 +1,12 @@
 """The state of a draft model: its cache, and the nodes of a tree that it has run after it."""
 
+import functools
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
 from stree_jax.decoding.places import fitted
@@ -19,6 +21,7 @@ from stree_jax.models.cache import (
     Pending,
     cache_specs,
     empty_path,
+    init_pending,
     path_to,
     pending_specs,
 )
@@ -186,13 +189,7 @@ class Reader(NamedTuple):
         cls, model: HybridLM, cache: Cache, batch: int, num_nodes: int, num_catch_up: int
     ) -> "Reader":
         """The state of a model that has read all tokens but the last."""
-        return cls(
-            cache=cache,
-            pending=model.init_pending(batch, num_catch_up + num_nodes),
-            path=empty_path(batch, num_catch_up + num_nodes),
-            catch_up=jnp.zeros((batch, num_catch_up), jnp.int32),
-            has_catch_up=jnp.zeros((batch, num_catch_up), bool),
-        )
+        return cls(cache, *_no_nodes(model.config, model.dtype, batch, num_nodes, num_catch_up))
 
     def resume(
         self,
@@ -313,6 +310,18 @@ class Reader(NamedTuple):
             ),
             has_catch_up=jnp.where(ended[:, None], self.has_catch_up, unread),
         )
+
+
+# One program: a call for each of these arrays takes longer than a short text.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _no_nodes(
+    config: ModelConfig, dtype: DTypeLike, batch: int, num_nodes: int, num_catch_up: int
+) -> tuple[Pending, Path, Array, Array]:
+    """What a `Reader` has beside its cache when nothing is to be replayed."""
+    num_nodes += num_catch_up
+    slots = jnp.zeros((batch, num_catch_up), jnp.int32)
+    pending = init_pending(config, batch, num_nodes, dtype)
+    return pending, empty_path(batch, num_nodes), slots, slots.astype(bool)
 
 
 def _replay_specs(model: HybridLM) -> Any:
