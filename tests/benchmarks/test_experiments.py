@@ -47,7 +47,7 @@ SMALLEST = {
     "temperature": ("--prompts 1 --tokens 4 --keys 1", "rows", "temperature tau identical"),
     "tree_size": ("--rounds 1", "sizes", "nodes milliseconds"),
 }
-QUICK = ("attention_share", "batch", "tree_size")
+QUICK = ("batch", "tree_size")
 
 
 TREES = {"tree A": st.TreeTopology.from_branching((2,))}

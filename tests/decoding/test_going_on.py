@@ -55,7 +55,7 @@ def joined(prompts, generation, more):
 
 @pytest.mark.parametrize(
     ("family", "drafting"),
-    [("plain", heads), *slow("mamba2attn hybrid", drafts), ("mixed hybrid", None)],
+    [("plain", heads), *slow("mamba2attn hybrid", drafts), *slow("mixed hybrid", None)],
 )
 def test_texts_go_on(family, drafting):
     """Ragged rows of which one ended early; with more tokens and without; buffers grow."""

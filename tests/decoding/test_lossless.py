@@ -159,7 +159,7 @@ PURE = ("groups", "mamba_in_llama", "repeated_first", "branch")
 ELSEWHERE = ("best of heads", "mtp head", "told")
 RARE = (
     *("paper B", "paper C", "paper D", "paper E", "best tokens", "cascade of trees"),
-    *("mtp head, beam", "mtp head, dynamic"),
+    *("mtp head, deep", "mtp head, beam", "mtp head, dynamic"),
     # Like "branching", "budget of 2" and "a padded vocabulary", whose draft has another shape, too.
     *("complete", "budget of 3", "another shape"),
 )
@@ -378,7 +378,11 @@ def test_no_drafts_after_a_step_that_accepted_several():
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("plain", "chain of 6"), ("plain", "cascade"), ("mamba2attn hybrid", "dynamic")],
+    [
+        ("plain", "chain of 6"),
+        ("plain", "cascade"),
+        pytest.param("mamba2attn hybrid", "dynamic", marks=pytest.mark.slow),
+    ],
 )
 def test_end_of_sequence_inside_an_accepted_path(family, name):
     """Rows end at different steps, and the others continue."""
@@ -417,7 +421,9 @@ def test_the_limit_inside_an_accepted_path(limit):
     assert out.stats.num_target_calls == -(-limit // 7) * len(PROMPTS)
 
 
-@pytest.mark.parametrize("family", [pytest.param("plain", marks=pytest.mark.slow), "mixed hybrid"])
+# Chunks of a scheduler and `test_hybrids.test_a_long_prompt` cross the same seams.
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["plain", "mixed hybrid"])
 def test_prompts_longer_than_a_chunk(family, monkeypatch):
     """Long prompts are prefilled in chunks; here of 16 tokens."""
     model = tiny_model(family)

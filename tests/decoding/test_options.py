@@ -106,6 +106,7 @@ def test_a_filter_of_ones_own_with_shared_noise():
     assert not np.array_equal(out.tokens, free.tokens)
 
 
+@pytest.mark.slow
 def test_a_filter_of_ones_own_with_sampled_children():
     config = st.ModelConfig.tiny(vocab_size=6, num_layers=1)
     drafter = st.ModelDrafter(random_model(config, 1), child_sampling="iid")

@@ -76,11 +76,9 @@ METHODS = {
         None,
     ),
 }
-FAST = [
-    ("plain", "ragged"),
-    ("plain", "dynamic"),
-]
+FAST = [("plain", "ragged")]
 SLOW = [
+    ("plain", "dynamic"),
     *(("plain", name) for name in ("deep", "beam", "lookup", "heads", "turns", "cascade")),
     *((f"{family} hybrid", "ragged") for family in ("mamba2attn", "falcon_h1")),
     ("plain", "mtp head"),

@@ -67,7 +67,9 @@ def test_a_wrapped_verifier_is_the_verifier_at_temperature_0(name):
     assert want.stats.num_accepted > 0
 
 
-@pytest.mark.parametrize("name", ["target_only", "without_replacement"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("target_only", marks=pytest.mark.slow), "without_replacement"]
+)
 def test_a_wrapped_verifier_is_the_verifier_above_temperature_0(name):
     children = "shared" if name == "target_only" else name
     common = dict(max_new_tokens=9, topology=TREE, temperature=0.9, key=KEY)

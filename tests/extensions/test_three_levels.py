@@ -153,6 +153,7 @@ def test_ragged_chains_count_what_was_drafted():
     assert many.rounds * calls <= out.stats.num_drafted < most * calls
 
 
+@pytest.mark.slow
 def test_models_that_agree_accept_everything():
     """So all tokens that can be missed are, in each model."""
     target = tiny_model()

@@ -152,7 +152,7 @@ def test_a_tree_grown_level_by_level_is_the_tree_at_once():
 # Sizes that the kernels take, and all kinds of layers that have one.
 SIXTEENS = dataclasses.replace(
     _PARALLEL,
-    layers=("parallel", "moe", "mamba2", "attention"),
+    layers=("parallel", "moe", "mamba2"),
     mamba2=dataclasses.replace(_PARALLEL.mamba2, head_dim=16, state_size=16, norm="gate_then_norm"),
     attention=dataclasses.replace(_PARALLEL.attention, head_dim=16, rotary_dim=16),
     moe=MoeConfig(num_experts=3, num_active=2, hidden_size=16),

@@ -50,6 +50,7 @@ def test_forty_requests_through_four_rows(name, temperature):
     check(name, requests, quanta=(1, 7, 32), orders=orders_of(40))
 
 
+@pytest.mark.slow
 def test_one_request_is_generate():
     """Tokens and statistics, by key, or by the data of a key, and with the config's end tokens."""
     model = tiny_model()
@@ -67,7 +68,7 @@ def test_one_request_is_generate():
         assert completion.seconds_decoded > 0 <= completion.seconds_queued
 
 
-@pytest.mark.parametrize("kind", ["medusa", "mtp"])
+@pytest.mark.parametrize("kind", [pytest.param("medusa", marks=pytest.mark.slow), "mtp"])
 def test_heads_on_hidden_states(kind):
     """A new tenant of a row drafts from its own text's states, or nothing.
 
