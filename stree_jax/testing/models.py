@@ -1,5 +1,6 @@
 """Tiny models of every family, with random weights."""
 
+import dataclasses
 import functools
 import math
 from typing import Any, TypeVar
@@ -82,6 +83,19 @@ def _hybrid(layers: tuple[str, ...], **parts: Any) -> ModelConfig:
     return ModelConfig(**(shape | parts))
 
 
+_NEMOTRON_EXPERTS = MoeConfig(
+    num_experts=6,
+    num_active=2,
+    hidden_size=12,
+    router="sigmoid",
+    num_router_groups=3,
+    num_active_groups=2,
+    scale=2.5,
+    latent_size=8,
+    shared_size=10,
+    activation="relu2",
+    gated=False,
+)
 # One for each family of hybrids, with the options that it uses.
 HYBRIDS: dict[str, ModelConfig] = {
     "bamba": _hybrid(
@@ -156,19 +170,7 @@ HYBRIDS: dict[str, ModelConfig] = {
     "nemotron_h": _hybrid(
         ("mamba2", "mlp", "attention", "moe"),
         mlp=MlpConfig(24, activation="relu2", gated=False),
-        moe=MoeConfig(
-            num_experts=6,
-            num_active=2,
-            hidden_size=12,
-            router="sigmoid",
-            num_router_groups=3,
-            num_active_groups=2,
-            scale=2.5,
-            latent_size=8,
-            shared_size=10,
-            activation="relu2",
-            gated=False,
-        ),
+        moe=_NEMOTRON_EXPERTS,
     ),
     "zamba2": _hybrid(
         ("shared", "mamba2") * 3,
@@ -276,19 +278,7 @@ def random_mtp_head(model: HybridLM, *, latent: int | None = None, seed: int = 0
         latent: width of the experts' latent space; None: they read the hidden state.
         seed: random seed of the weights.
     """
-    experts = MoeConfig(
-        num_experts=6,
-        num_active=2,
-        hidden_size=12,
-        router="sigmoid",
-        num_router_groups=3,
-        num_active_groups=2,
-        scale=2.5,
-        latent_size=latent,
-        shared_size=10,
-        activation="relu2",
-        gated=False,
-    )
+    experts = dataclasses.replace(_NEMOTRON_EXPERTS, latent_size=latent)
     attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
     config = MtpConfig(model.config.d_model, attention, experts, norm_eps=1e-3)
     head = nnx.eval_shape(lambda: MtpHead(config, dtype=model.dtype, rngs=nnx.Rngs(0)))
