@@ -5,11 +5,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: help install demo test test-gpu test-slow docs lint format types check clean
+.PHONY: help install demo test test-docs test-gpu test-slow docs lint format types check clean
 
 help:
 	@echo "make demo       decode with the embedded pair: autoregressively, with a chain, with a tree"
 	@echo "make test       the test suite, without GPU and slow tests"
+	@echo "make test-docs  runs the code of the site's pages, and the examples"
 	@echo "make test-gpu   only the tests that need a GPU"
 	@echo "make test-slow  benchmarks run whole, at their smallest"
 	@echo "make docs       the documentation site, in build/site"
@@ -41,6 +42,9 @@ demo: $(BIN)/.library
 
 test: install
 	$(BIN)/python -m pytest -n $(JOBS)
+
+test-docs: install
+	$(BIN)/python -m pytest -n $(JOBS) -m docs
 
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu

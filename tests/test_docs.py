@@ -28,6 +28,7 @@ def name_of(page):
 HERE = [page for page in PAGES if python_blocks(page) and page.stem != "sharding"]
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("page", HERE, ids=name_of)
 def test_the_code_runs(page, tiny_pair, monkeypatch):
     """All blocks of a page, in order, with tiny models in the place of the embedded ones."""

@@ -29,14 +29,8 @@ SMALL = {"steps": 12, "num_layers": 1}
 FASTER = {"train_a_pair": SMALL, "own_mixer": SMALL}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        # `test_training` trains a pair too.
-        pytest.param(file.stem, marks=pytest.mark.slow if file.stem == "train_a_pair" else ())
-        for file in FILES
-    ],
-)
+@pytest.mark.docs
+@pytest.mark.parametrize("name", [file.stem for file in FILES])
 def test_it_runs(name, tiny_pair, monkeypatch, capsys):
     """In this process, with tiny models in the place of the embedded ones."""
     monkeypatch.setattr(st, "demo_path", tiny_pair.joinpath)

@@ -102,8 +102,7 @@ class SpeculativeDecoder:
         state = None
         if drafter is not None:
             state = drafter.prepare(prompts, self.topology, self.max_length)
-            check_prepared(drafter, state)
-            state = placed_beside(prompts.length, state)
+            state = placed_beside(prompts.length, check_prepared(drafter, state))
             if reads(drafter):
                 return Prefix(prompts, *prefill_with_drafter(model, drafter, *text, state))
         return Prefix(prompts, prefill(model, *text), state)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from stree_jax.array_types import Array, Bool
 from stree_jax.decoding.context import Context
-from stree_jax.decoding.filters import join_numbers, per_row
+from stree_jax.decoding.filters import classes_of, join_numbers, per_row
 from stree_jax.decoding.processors import LogitsProcessor
 from stree_jax.decoding.token_rules import MinNewTokens
 from stree_jax.mesh.partition import ROWS
@@ -117,7 +117,7 @@ def kind(processors: Sequence[LogitsProcessor]) -> Any:
     leaves, structure = jax.tree.flatten(tuple(processors))
     parts = zip(leaves, _is_shared(tuple(processors)), strict=True)
     shapes = [id(leaf) if shared else np.shape(leaf) for leaf, shared in parts]
-    return structure, hash(structure), shapes  # as in `filters.kind`
+    return structure, classes_of(tuple(processors)), shapes
 
 
 def joined(rows: Sequence[LogitsProcessor]) -> Any:

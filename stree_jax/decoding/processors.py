@@ -16,7 +16,7 @@ from jax import lax
 
 from stree_jax.array_types import Array, Bool, Float, Int
 from stree_jax.decoding.context import Context
-from stree_jax.decoding.filters import per_row
+from stree_jax.decoding.filters import classes_of, per_row
 from stree_jax.decoding.nodes import put, take, unrolls
 from stree_jax.tree import Tree, TreeTopology
 
@@ -262,11 +262,16 @@ def first_states(
     processors: tuple[LogitsProcessor, ...], context: Context, vocab_size: int
 ) -> tuple[Any, ...]:
     """The states of processors after the texts."""
-    return _first_states(processors, context, vocab_size) if processors else ()
+    classes = classes_of(processors)
+    return _first_states(processors, context, vocab_size, classes) if processors else ()
 
 
-@functools.partial(jax.jit, static_argnames="vocab_size")
+@functools.partial(jax.jit, static_argnames=("vocab_size", "classes"))
 def _first_states(
-    processors: tuple[LogitsProcessor, ...], context: Context, vocab_size: int
+    processors: tuple[LogitsProcessor, ...],
+    context: Context,
+    vocab_size: int,
+    classes: tuple[type, ...],
 ) -> tuple[Any, ...]:
+    del classes  # a part of the program's key
     return tuple(processor.init(context, vocab_size) for processor in processors)

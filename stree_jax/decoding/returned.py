@@ -18,8 +18,8 @@ from stree_jax.tree import Tree, TreeTopology
 _Wanted = dict[str, tuple[tuple[int | None, ...], Any]]
 
 
-def check_prepared(drafter: Any, state: Any) -> None:
-    """Refuses a first state that is no pytree of arrays.
+def check_prepared(drafter: Any, state: Any, method: str = "prepare") -> Any:
+    """A new state, if it is a pytree of arrays.
 
     Raises:
         ValueError: the state has a leaf of another type.
@@ -27,9 +27,10 @@ def check_prepared(drafter: Any, state: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if not _is_array(leaf):
             raise ValueError(
-                f"{type(drafter).__name__}.prepare returned a state with"
+                f"{type(drafter).__name__}.{method} returned a state with"
                 f" state{jax.tree_util.keystr(path)} = {shown(leaf)}; a state is a pytree of arrays"
             )
+    return state
 
 
 def check_proposed(

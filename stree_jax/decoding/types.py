@@ -8,7 +8,7 @@ import jax
 
 from stree_jax.array_types import Array, Bool, Float32, Int, Key
 from stree_jax.decoding.context import Context
-from stree_jax.decoding.filters import Filter
+from stree_jax.decoding.filters import Filter, classes_of
 from stree_jax.decoding.processor_rows import processor_specs
 from stree_jax.decoding.processors import LogitsProcessor, Processing
 from stree_jax.mesh.partition import ROWS
@@ -100,7 +100,7 @@ class Verdict(NamedTuple):
 
 
 @typing.no_type_check  # jax unflattens it with leaves that are not arrays, as when it lowers
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How logits become probabilities, the same for draft and target.
@@ -121,8 +121,20 @@ class Sampling:
     temperature: Float32[Array, " B"]
     filters: tuple[Filter, ...] = ()
     processors: tuple[LogitsProcessor, ...] = ()
-    temperature_is_zero: bool = dataclasses.field(default=False, metadata={"static": True})
+    temperature_is_zero: bool = False
     record_sampled: Bool[Array, " B"] | None = None
+
+    def tree_flatten_with_keys(self):
+        """The arrays; and what is static: the flag, and the classes of filters and processors."""
+        names = ("temperature", "filters", "processors", "record_sampled")
+        arrays = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names]
+        return arrays, (self.temperature_is_zero, classes_of((self.filters, self.processors)))
+
+    @classmethod
+    def tree_unflatten(cls, static, arrays):
+        """The inverse of `tree_flatten_with_keys`."""
+        temperature, filters, processors, record_sampled = arrays
+        return cls(temperature, filters, processors, static[0], record_sampled)
 
 
 class Step(NamedTuple):

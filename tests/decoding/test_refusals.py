@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
+from stree_jax.decoding.drafters.base import resumed
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import plan
 from stree_jax.testing import PROMPTS, tiny_model
@@ -343,6 +344,16 @@ def test_what_a_method_returns_is_checked(base, method, change, message):
     }
     with pytest.raises(ValueError, match=message):
         st.generate(tiny_model(), PROMPTS, max_new_tokens=3, **made)
+
+
+def test_what_resume_returns_is_checked():
+    class Wrong(Echo):
+        def resume(self, state, context, read, topology, max_length):
+            return {"name": "x"}
+
+    text = st.Context(jnp.ones((1, 4), jnp.int32), jnp.full(1, 4))
+    with pytest.raises(ValueError, match=r"Wrong.resume returned .*\['name'\] = 'x'; a state is"):
+        resumed(Wrong(), {"seen": jnp.zeros(1)}, text, text.length - 1, CHAIN, 8)
 
 
 @pytest.mark.parametrize(

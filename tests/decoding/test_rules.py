@@ -1,6 +1,7 @@
 """The built-in logits processors, each against its definition; and what is refused."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,14 @@ import numpy as np
 import pytest
 
 import stree_jax as st
+from stree_jax.decoding.filters import Filtering, filters_of
+from stree_jax.decoding.filters import kind as filter_kind
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.processor_rows import Ruling, joined, processors_of
+from stree_jax.decoding.processor_rows import kind as processor_kind
 from stree_jax.decoding.processors import Processing, first_states
 from stree_jax.decoding.token_rules import MinNewTokens
+from stree_jax.decoding.types import Sampling
 from stree_jax.testing import PROMPTS, tiny_model
 from tests.helpers import COMPILED
 
@@ -79,6 +84,48 @@ def test_a_rule_is_its_definition(name):
             np.testing.assert_allclose(got[row, 0], want, rtol=1e-6)
         if new < 4:
             states = processing.advance(states, jnp.asarray(output[:, new : new + 1]))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Own(st.PresencePenalty):
+    """A user's processor with the fields of a built-in one."""
+
+
+def settings(classes, may_differ=False):
+    """Settings that differ in nothing but the class of a processor or a filter."""
+    for make in classes:
+        ruling = Ruling((make(0.5),)) if hasattr(make, "advance") else Ruling()
+        filtering = Filtering() if ruling.processors else Filtering(filters=(make(0.5),))
+        rows = [filtering] * 2, [ruling] * 2
+        filters, processors = (
+            f(row, may_differ=may_differ)
+            for f, row in zip((filters_of, processors_of), rows, strict=True)
+        )
+        yield Sampling(jnp.ones(2), filters, processors)
+
+
+@pytest.mark.parametrize("may_differ", [False, True])
+@pytest.mark.parametrize(
+    "classes",
+    [
+        (st.RepetitionPenalty, st.PresencePenalty, st.FrequencyPenalty, Own),
+        (st.TopP, st.MinP),
+    ],
+)
+def test_classes_with_equal_fields_have_programs_of_their_own(classes, may_differ):
+    """To jax two such dataclasses have equal structures, and a program is found by structure."""
+    structures = [jax.tree.structure(one) for one in settings(classes, may_differ)]
+    for one, other in itertools.combinations(structures, 2):
+        assert one != other
+    kinds = [
+        (filter_kind(one.filters), processor_kind(one.processors)) for one in settings(classes)
+    ]
+    assert len({str(kind) for kind in kinds}) == len(classes)
+    again = [jax.tree.structure(one) for one in settings(classes, may_differ)]
+    assert structures == again
+    for one in settings(classes, may_differ):  # with other leaves, as when jax lowers
+        assert jax.tree.structure(jax.tree.map(lambda leaf: object(), one)) in structures
 
 
 @pytest.mark.parametrize(

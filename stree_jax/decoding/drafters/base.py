@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.decoding.places import same_rows
 from stree_jax.decoding.prompts import buffer_size
+from stree_jax.decoding.returned import check_prepared
 from stree_jax.decoding.types import Context, DraftTree, Drawn, Step, Verdict
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import placed_beside
@@ -204,10 +205,10 @@ def resumed(
     if resumes(drafter) and state is not None:
         resume: Any = getattr(drafter, "resume")  # noqa: B009
         longer = resume(state, context, read, topology, max_length)
-        return placed_beside(context.length, longer)
+        return placed_beside(context.length, check_prepared(drafter, longer, "resume"))
     width = min(buffer_size(int(on_host(context.length).max())), context.tokens.shape[1])
     text = Context(context.tokens[:, :width], context.length)
-    prepared = drafter.prepare(text, topology, max_length)
+    prepared = check_prepared(drafter, drafter.prepare(text, topology, max_length))
     if reads(drafter) and same_rows(state, prepared):
         return state
     return placed_beside(context.length, prepared)

@@ -8,26 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from stree_jax.array_types import Array, Float, Int
+from stree_jax.array_types import Array, Int
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters.children import chosen_child_sampling, shared_scores
-from stree_jax.decoding.drafters.model import ModelDraftState, RunsModel
+from stree_jax.decoding.drafters.model import ModelDraftState
 from stree_jax.decoding.drafters.search import (
     Continuations,
     Found,
+    Searches,
     after_search,
-    close_search,
-    open_search,
     search,
 )
-from stree_jax.decoding.reader import DraftModel, open_reader, resumed_reader
-from stree_jax.decoding.types import Context, DraftTree, Drawn, Step, Verdict
+from stree_jax.decoding.reader import DraftModel
+from stree_jax.decoding.types import DraftTree, Drawn, Step
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, TreeTopology, first_nodes
 
 
-class DynamicDrafter(RunsModel):
+class DynamicDrafter(Searches):
     """A draft model that grows a larger tree than requested, and keeps the best nodes.
 
     The score of a node is the sum of log-probabilities along its path. Level by level the
@@ -49,8 +48,6 @@ class DynamicDrafter(RunsModel):
         ValueError: `model` is not a model, `expand` not a positive integer, or `sharpness` not a
             positive number.
     """
-
-    chooses_shape = True  # see `Drafter`
 
     def __init__(self, model: HybridLM | DraftModel, *, expand: int = 8, sharpness: float = 2.5):
         super().__init__(model)
@@ -83,25 +80,6 @@ class DynamicDrafter(RunsModel):
         """See `Drafter`."""
         return Drawn(chosen_child_sampling("auto", temperature_is_zero=temperature_is_zero))
 
-    def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> ModelDraftState:
-        """See `Drafter`."""
-        num_read = sum(self.widths(topology)[:-1])
-        reader = open_reader(self.model, context, num_read, max_length)
-        return open_search(reader, len(context.length), topology, num_read)
-
-    def resume(
-        self,
-        state: ModelDraftState,
-        context: Context,
-        read: Int[Array, " B"],
-        topology: TreeTopology,
-        max_length: int,
-    ) -> ModelDraftState:
-        """See `Drafter`."""
-        num_read = sum(self.widths(topology)[:-1])
-        reader = resumed_reader(self.model, state.reader, context, read, num_read, max_length)
-        return open_search(reader, len(context.length), topology, num_read)
-
     def propose(
         self, state: ModelDraftState, step: Step, topology: TreeTopology
     ) -> tuple[DraftTree, ModelDraftState]:
@@ -122,19 +100,8 @@ class DynamicDrafter(RunsModel):
             after_search(found.reader, first_nodes(found.tree, sum(widths[:-1])), place),
         )
 
-    def commit(
-        self,
-        state: ModelDraftState,
-        draft: DraftTree,
-        verdict: Verdict,
-        hidden: Float[Array, "B N M"],
-        topology: TreeTopology,
-    ) -> ModelDraftState:
-        """See `Drafter`."""
-        return close_search(self.model, state, draft, verdict, hidden)
-
     def widths(self, topology: TreeTopology) -> list[int]:
-        """Nodes of each level of the search, the root's first; the model does not run the last."""
+        """See `Searches`: those of `expand`."""
         widths = [1]
         for depth in range(1, topology.depth + 1):
             # A tree of N nodes that reaches a level has at most N - depth of them there.

@@ -11,11 +11,11 @@ from jax import lax
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
 from stree_jax.decoding.drafters.base import root_only
 from stree_jax.decoding.drafters.levels import grow_levels
-from stree_jax.decoding.drafters.model import ModelDraftState
+from stree_jax.decoding.drafters.model import ModelDraftState, RunsModel
 from stree_jax.decoding.nodes import put, take
-from stree_jax.decoding.reader import DraftModel
+from stree_jax.decoding.reader import DraftModel, open_reader, resumed_reader
 from stree_jax.decoding.sampling import all_finite
-from stree_jax.decoding.types import DraftTree, Step, Verdict
+from stree_jax.decoding.types import Context, DraftTree, Step, Verdict
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, TreeTopology, first_nodes
 
@@ -75,21 +75,64 @@ def best_continuations(
     return kept, chosen // per_beam, added, Continuations(scores, tokens, chosen)
 
 
-def open_search(reader: Any, batch: int, topology: TreeTopology, num_read: int) -> ModelDraftState:
-    """The state before the first step of a drafter that searches.
+class Searches(RunsModel):
+    """The base of drafters that choose the nodes of a tree by beam search.
 
     Args:
-        reader: the state of the draft model.
-        batch: number of rows.
-        topology: the draft tree.
-        num_read: nodes that the model runs in a step.
+        model: the draft model.
+
+    Raises:
+        ValueError: `model` is not a model.
     """
+
+    chooses_shape = True  # see `Drafter`
+
+    def widths(self, topology: TreeTopology) -> list[int]:
+        """Nodes of each level of the search, the root's first; the model does not run the last."""
+        raise NotImplementedError
+
+    def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> ModelDraftState:
+        """See `Drafter`."""
+        num_read = sum(self.widths(topology)[:-1])
+        reader = open_reader(self.model, context, num_read, max_length)
+        return _before_search(reader, len(context.length), topology, num_read)
+
+    def resume(
+        self,
+        state: ModelDraftState,
+        context: Context,
+        read: Int[Array, " B"],
+        topology: TreeTopology,
+        max_length: int,
+    ) -> ModelDraftState:
+        """See `Drafter`."""
+        num_read = sum(self.widths(topology)[:-1])
+        reader = resumed_reader(self.model, state.reader, context, read, num_read, max_length)
+        return _before_search(reader, len(context.length), topology, num_read)
+
+    def commit(
+        self,
+        state: ModelDraftState,
+        draft: DraftTree,
+        verdict: Verdict,
+        hidden: Float[Array, "B N M"],
+        topology: TreeTopology,
+    ) -> ModelDraftState:
+        """See `Drafter`."""
+        reader = state.reader.close(state.read, state.place, draft, verdict, self.model, hidden)
+        return state._replace(reader=reader)
+
+
+def _before_search(
+    reader: Any, batch: int, topology: TreeTopology, num_read: int
+) -> ModelDraftState:
+    """The state before the first step."""
     place = jnp.zeros((batch, topology.num_nodes), jnp.int32)
     return after_search(reader, _no_tree(batch, num_read), place)
 
 
 def after_search(reader: Any, read: Tree, place: Int[Array, "B N"]) -> ModelDraftState:
-    """The state until `close_search`, see `ModelDraftState`."""
+    """The state until `commit`, see `ModelDraftState`."""
     reader = reader.rest()
     return ModelDraftState(reader, read, place) if reader.replays else ModelDraftState(reader)
 
@@ -164,18 +207,6 @@ def search(
         widths[1:],
         reader.num_before + num_read,
     )
-
-
-def close_search(
-    model: HybridLM | DraftModel,
-    state: ModelDraftState,
-    draft: DraftTree,
-    verdict: Verdict,
-    hidden: Float[Array, "B N M"],
-) -> ModelDraftState:
-    """The state after the accepted path, see `Drafter.commit`."""
-    reader = state.reader.close(state.read, state.place, draft, verdict, model, hidden)
-    return state._replace(reader=reader)
 
 
 def _no_score(reader: Any, batch: int, num_nodes: int) -> Float32[Array, "B nodes"]:
