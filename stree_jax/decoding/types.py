@@ -219,8 +219,8 @@ class DecodeState(NamedTuple):
 
 def sampling_specs(sampling: Sampling) -> Any:
     """The mesh specs of sampling settings."""
-    rows: Any = dict(temperature=ROWS, filters=ROWS, record_sampled=ROWS)
-    return dataclasses.replace(sampling, **rows, processors=processor_specs(sampling.processors))
+    specs = jax.tree.map(lambda leaf: ROWS, sampling)
+    return dataclasses.replace(specs, processors=processor_specs(sampling.processors))
 
 
 def state_specs(model: HybridLM) -> Any:
