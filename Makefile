@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
-# Shapes and dtypes of signatures, checked in every call: an eighth of the time of the tests.
+# Shapes and dtypes of signatures, checked in every call: 4 s of a process, and 6 % of the rest.
 CHECKED := --jaxtyping-packages=stree_jax,pallas_kernels,beartype.beartype
 
 .PHONY: help install demo test test-docs test-gpu test-slow docs lint format types check clean
