@@ -47,7 +47,7 @@ class BeamDrafter(Searches):
         """See `Drafter`."""
         widths = self.widths(topology)
         found, _ = search(self.model, state.reader, step, widths, lambda logits, depth: logits)
-        nodes, num_read = np.arange(topology.num_nodes, dtype=np.int32), sum(widths[:-1])
+        nodes, num_read = np.arange(topology.num_nodes, dtype=np.int32), self.num_read(topology)
         place = jnp.broadcast_to(np.where(nodes < num_read, nodes, -1), found.tokens.shape)
         none = jnp.full(topology.num_nodes, -1, jnp.int32)
         return (

@@ -97,7 +97,7 @@ class DynamicDrafter(Searches):
         none = jnp.full(topology.num_nodes, -1, jnp.int32)
         return (
             DraftTree(tokens, tree, None, none, found.finite, drawn),
-            after_search(found.reader, first_nodes(found.tree, sum(widths[:-1])), place),
+            after_search(found.reader, first_nodes(found.tree, self.num_read(topology)), place),
         )
 
     def widths(self, topology: TreeTopology) -> list[int]:

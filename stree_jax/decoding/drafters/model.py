@@ -72,6 +72,32 @@ class RunsModel(nnx.Module):
         hear = self.model.hear
         return lambda state, *read: state._replace(reader=hear(state.reader, *read))
 
+    def num_read(self, topology: TreeTopology) -> int:
+        """Nodes that the model runs in a step."""
+        raise NotImplementedError
+
+    def before_step(self, reader: Any, batch: int, topology: TreeTopology) -> ModelDraftState:
+        """The state before the first step, around that of the model."""
+        return ModelDraftState(reader)
+
+    def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> ModelDraftState:
+        """See `Drafter`."""
+        reader = open_reader(self.model, context, self.num_read(topology), max_length)
+        return self.before_step(reader, len(context.length), topology)
+
+    def resume(
+        self,
+        state: ModelDraftState,
+        context: Context,
+        read: Int[Array, " B"],
+        topology: TreeTopology,
+        max_length: int,
+    ) -> ModelDraftState:
+        """See `Drafter`."""
+        sizes = self.num_read(topology), max_length
+        reader = resumed_reader(self.model, state.reader, context, read, *sizes)
+        return self.before_step(reader, len(context.length), topology)
+
 
 class ModelDrafter(RunsModel):
     """A draft model that fills a static tree level by level, from one state.
@@ -102,22 +128,9 @@ class ModelDrafter(RunsModel):
         how = chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
         return Drawn(how)
 
-    def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> ModelDraftState:
-        """See `Drafter`."""
-        num_read = len(_inner_nodes(topology))
-        return ModelDraftState(open_reader(self.model, context, num_read, max_length))
-
-    def resume(
-        self,
-        state: ModelDraftState,
-        context: Context,
-        read: Int[Array, " B"],
-        topology: TreeTopology,
-        max_length: int,
-    ) -> ModelDraftState:
-        """See `Drafter`."""
-        sizes = len(_inner_nodes(topology)), max_length
-        return ModelDraftState(resumed_reader(self.model, state.reader, context, read, *sizes))
+    def num_read(self, topology: TreeTopology) -> int:
+        """See `RunsModel`: all but the leaves."""
+        return len(_inner_nodes(topology))
 
     def propose(
         self, state: ModelDraftState, step: Step, topology: TreeTopology

@@ -13,9 +13,9 @@ from stree_jax.decoding.drafters.base import root_only
 from stree_jax.decoding.drafters.levels import grow_levels
 from stree_jax.decoding.drafters.model import ModelDraftState, RunsModel
 from stree_jax.decoding.nodes import put, take
-from stree_jax.decoding.reader import DraftModel, open_reader, resumed_reader
+from stree_jax.decoding.reader import DraftModel
 from stree_jax.decoding.sampling import all_finite
-from stree_jax.decoding.types import Context, DraftTree, Step, Verdict
+from stree_jax.decoding.types import DraftTree, Step, Verdict
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, TreeTopology, first_nodes
 
@@ -91,24 +91,14 @@ class Searches(RunsModel):
         """Nodes of each level of the search, the root's first; the model does not run the last."""
         raise NotImplementedError
 
-    def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> ModelDraftState:
-        """See `Drafter`."""
-        num_read = sum(self.widths(topology)[:-1])
-        reader = open_reader(self.model, context, num_read, max_length)
-        return _before_search(reader, len(context.length), topology, num_read)
+    def num_read(self, topology: TreeTopology) -> int:
+        """See `RunsModel`."""
+        return sum(self.widths(topology)[:-1])
 
-    def resume(
-        self,
-        state: ModelDraftState,
-        context: Context,
-        read: Int[Array, " B"],
-        topology: TreeTopology,
-        max_length: int,
-    ) -> ModelDraftState:
-        """See `Drafter`."""
-        num_read = sum(self.widths(topology)[:-1])
-        reader = resumed_reader(self.model, state.reader, context, read, num_read, max_length)
-        return _before_search(reader, len(context.length), topology, num_read)
+    def before_step(self, reader: Any, batch: int, topology: TreeTopology) -> ModelDraftState:
+        """See `RunsModel`: with an empty tree."""
+        place = jnp.zeros((batch, topology.num_nodes), jnp.int32)
+        return after_search(reader, _no_tree(batch, self.num_read(topology)), place)
 
     def commit(
         self,
@@ -121,14 +111,6 @@ class Searches(RunsModel):
         """See `Drafter`."""
         reader = state.reader.close(state.read, state.place, draft, verdict, self.model, hidden)
         return state._replace(reader=reader)
-
-
-def _before_search(
-    reader: Any, batch: int, topology: TreeTopology, num_read: int
-) -> ModelDraftState:
-    """The state before the first step."""
-    place = jnp.zeros((batch, topology.num_nodes), jnp.int32)
-    return after_search(reader, _no_tree(batch, num_read), place)
 
 
 def after_search(reader: Any, read: Tree, place: Int[Array, "B N"]) -> ModelDraftState:
