@@ -20,6 +20,7 @@ from benchmarks import (
     methods,
     packed,
     peer,
+    precision,
     seed,
     serving,
     steps,
@@ -44,6 +45,7 @@ HELP = {
     "--tokens": "new tokens of each text, at most",
     "--rounds": "timed runs",
     "--workloads": "words of their names; default: all",
+    "--compared": "tokens to compare in each dtype",
     "--load": "requests over time, relative to what the plain scheduler serves",
 }
 
@@ -134,6 +136,7 @@ EXPERIMENTS = {
     "decode": Experiment(decode, COMPARED | CHECKPOINTS),
     "tuned": Experiment(tuned.run, COMPARED | CHECKPOINTS | {"--prompts": 12}),
     "peer": Experiment(peer.run, SIZES | {"--threads": 2}),
+    "precision": Experiment(precision.run, SIZES | {"--compared": 100_000}),
     "medusa": Experiment(medusa, COMPARED | {"--prompts": 8, "--heads": None, "--mtp": None}),
     "serving": Experiment(
         serving.run,

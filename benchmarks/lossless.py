@@ -43,6 +43,7 @@ TEMPERATURES = (0.0, 1.0)
 NUM_WAYS = 13
 PIECE = ("family", "temperature", "method")
 NOISE = 0.02  # relative, on the draft's weights
+PADDED = 64  # multiple of tokens to which texts are padded
 TIE = 1e-4  # of the largest logit
 SAMPLED_TIE = 1e-3  # of `log p + noise`
 TREES = TWO_TREES | {"random tree of 32": random_tree(32, seed=0)}
@@ -142,6 +143,12 @@ def request(
     }
 
 
+@jax.jit
+def sequence_logits(model: st.HybridLM, tokens: jax.Array) -> jax.Array:
+    """Logits of whole sequences."""
+    return model(tokens)
+
+
 def first_difference(
     model: st.HybridLM,
     prompt: Sequence[int],
@@ -162,7 +169,9 @@ def first_difference(
     place = int(np.flatnonzero(np.asarray(want) != np.asarray(got))[0])
     tokens = [int(want[place]), int(got[place])]
     text = [*prompt, *map(int, want[:place])]
-    logits = jax.jit(model)(jnp.asarray([text]))[:, -1:, : model.config.vocab_size]
+    padded = np.zeros((1, -(-len(text) // PADDED) * PADDED), np.int32)  # few programs
+    padded[0, : len(text)] = text
+    logits = sequence_logits(model, padded)[:, len(text) - 1, None, : model.config.vocab_size]
     rules, new = processors_of([Ruling(tuple(processors))]), np.array(want[:place], np.int32)
     logits = processed_after(rules, np.array([prompt], np.int32), new[None], logits)[0, 0]
     if temperature == 0:
@@ -258,16 +267,23 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     pieces = len(options.families) * len(TEMPERATURES) * NUM_WAYS
     rounds = math.ceil(options.tokens / (pieces * ROWS * NEW_TOKENS))
     settings = {"families": options.families, "rounds": rounds, "rows": ROWS, "new": NEW_TOKENS}
-    rows = [*track(work(options.families, rounds), "families", pieces, transient=True)]
+    rows: list[dict[str, Any]] = []
+    for row in track(work(options.families, rounds), "families", pieces, transient=True):
+        rows.append(row)
+        if len(rows) % (len(TEMPERATURES) * NUM_WAYS) == 0:  # a family: a run may be cut short
+            yield of_rows(settings, rows)
+
+
+def of_rows(settings: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> Found:
+    """The findings so far."""
     found = [
         {field: row[field] for field in PIECE} | each for row in rows for each in row["differences"]
     ]
     tokens, seconds = (sum(row[field] for row in rows) for field in ("tokens", "seconds"))
-    wrong = [each for each in found if not each["tie"]]
-    yield Found(
-        settings | {"tokens": tokens, "seconds": round(seconds), "work": rows},
+    return Found(
+        settings | {"tokens": tokens, "seconds": round(seconds), "work": list(rows)},
         [sums(field, rows) for field in ("family", "method")],
-        wrong=wrong,
+        wrong=[each for each in found if not each["tie"]],
         line={"tokens": tokens, "tokens_per_second": round(tokens / seconds)}
         | {"differences": len(found)},
     )

@@ -72,15 +72,19 @@ class Pair(NamedTuple):
         }
 
 
-def embedded_pair(num_prompts: int, prompt_tokens: int | None = 64) -> Pair:
+def embedded_pair(num_prompts: int, prompt_tokens: int | None = 64, dtype: str = "float32") -> Pair:
     """The trained pair of the package; prompts are cut to `prompt_tokens`, for one program."""
-    return loaded_pair(
-        st.demo_path("target"), st.demo_path("draft"), "embedded pair", num_prompts, prompt_tokens
-    )
+    paths = st.demo_path("target"), st.demo_path("draft")
+    return loaded_pair(*paths, "embedded pair", num_prompts, prompt_tokens, dtype)
 
 
 def loaded_pair(
-    target: str | Path, draft: str | Path, name: str, num_prompts: int, prompt_tokens: int | None
+    target: str | Path,
+    draft: str | Path,
+    name: str,
+    num_prompts: int,
+    prompt_tokens: int | None,
+    dtype: str = "float32",
 ) -> Pair:
     """A pair of checkpoints, and prompts cut to `prompt_tokens` if that is not None."""
     from stree_jax.convert import find  # GPU sessions run in a checkout without it
@@ -90,8 +94,8 @@ def loaded_pair(
     source, texts = load_prompts(num_prompts)
     return Pair(
         name=name,
-        target=st.from_pretrained(target),
-        draft=st.from_pretrained(draft),
+        target=st.from_pretrained(target, dtype=dtype),
+        draft=st.from_pretrained(draft, dtype=dtype),
         prompts=[tokenizer.encode(text).ids[:prompt_tokens] for text in texts],
         source=source,
         trained=True,

@@ -17,6 +17,7 @@ from stree_jax.convert.families import FAMILIES
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.mtp import mtp_rules, written_mtp
 from stree_jax.heads import FOLDER
+from stree_jax.models.layers import in_first
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.models.mtp import MtpConfig, MtpHead
 
@@ -49,7 +50,7 @@ def write_as(model: HybridLM, directory: Path, target: str, head: MtpHead | None
     check_on_one_device(model, "write_as")
     of_head = None if head is None else head.config
     written = written_as(model.config, target, jnp.dtype(model.dtype).name, directory, of_head)
-    weights = flatten(nnx.to_pure_dict(nnx.state(model)))
+    weights = flatten(nnx.to_pure_dict(nnx.state(in_first(model))))
     rules = [rule for rule in written.description.rules if rule.target in weights]
     if head is not None:
         own = flatten(nnx.to_pure_dict(nnx.state(head)))

@@ -38,6 +38,7 @@ from stree_jax.mesh.hosts import by_first
 from stree_jax.mesh.partition import Partition
 from stree_jax.mesh.weights import canonical_weights, spread
 from stree_jax.messages import shown, shown_path
+from stree_jax.models.layers import in_first
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.names import flatten, unflatten
 from stree_jax.stored import (
@@ -158,7 +159,7 @@ def _canonical_arrays(weights: nnx.Module) -> dict[str, Any]:
             return values
         return np.broadcast_to(np.zeros((), values.dtype), values.shape)  # takes no memory
 
-    arrays = nnx.to_pure_dict(nnx.state(weights))
+    arrays = nnx.to_pure_dict(nnx.state(in_first(weights)))
     if isinstance(weights, HybridLM) and weights.partition is not None:
         whole = {name: kept(read()) for name, read in canonical_weights(weights).items()}
         return unflatten(whole, arrays)

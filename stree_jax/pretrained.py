@@ -3,15 +3,18 @@
 import os
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
+from pallas_kernels import dispatch
 from stree_jax.checkpoint import is_native, load_native, tokenizer_errors
 from stree_jax.mesh.weights import partition_of
 from stree_jax.messages import shown, shown_path
+from stree_jax.models.layers import out_first
 from stree_jax.models.lm import HybridLM, check_options
 
 
@@ -53,17 +56,19 @@ def from_pretrained(
     from stree_jax import convert  # not imported by `import stree_jax`, to keep that light
 
     directory = convert.find(path)
+    options: dict[str, Any] = dict(implementation=implementation, partition=partition)
     if not is_native(directory):
         checkpoint = convert.open_checkpoint(directory, quirks)
-        return convert.load_model(
-            checkpoint,
-            dtype=checkpoint.dtype if dtype is None else dtype,
-            implementation=implementation,
-            partition=partition,
-        )
-    if quirks:
+        dtype = checkpoint.dtype if dtype is None else dtype
+        model = convert.load_model(checkpoint, dtype=dtype, **options)
+    elif quirks:
         raise ValueError(f"{directory} is native; quirks are for checkpoints of other programs")
-    return load_native(directory, dtype=dtype, implementation=implementation, partition=partition)
+    else:
+        model = load_native(directory, dtype=dtype, **options)
+    on_cpu = dispatch.device_of(model).platform == "cpu"
+    if on_cpu and partition is None and model.dtype == jnp.bfloat16:
+        out_first(model)
+    return model
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:

@@ -283,6 +283,10 @@ class Partitioned(nnx.Module):
         """This model without weights, with another partition, as `HybridLM.abstract` gives it."""
         raise NotImplementedError
 
+    def in_first(self) -> "Partitioned":
+        """This model with all matrices `[in, out]`, as `config.cuts` counts their axes."""
+        return self
+
     def cuts(self) -> dict[str, Cut]:
         """The cut of each weight by name; weights without one are replicated."""
         return {} if self.partition is None else self.config.cuts(self.partition.shards)

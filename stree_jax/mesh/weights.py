@@ -112,5 +112,5 @@ def canonical_weights(model: Partitioned) -> dict[str, Callable[[], np.ndarray]]
 
         return read
 
-    weights = flatten(nnx.to_pure_dict(nnx.state(model)))
+    weights = flatten(nnx.to_pure_dict(nnx.state(model.in_first())))
     return {name: reader(name, weight) for name, weight in weights.items()}

@@ -3,12 +3,12 @@
 from pallas_kernels.numerics import contract
 from stree_jax.models.cache import Cache, Path, Pending, empty_path, path_to
 from stree_jax.models.eagle3 import Eagle3Config, Eagle3Head
+from stree_jax.models.layers import in_first, output_logits
 from stree_jax.models.lm import (
     HybridLM,
     check_model,
     check_on_one_device,
     embedded_tokens,
-    output_logits,
 )
 from stree_jax.models.mtp import MtpConfig, MtpHead
 from stree_jax.names import flatten
@@ -28,6 +28,7 @@ __all__ = [
     "embedded_tokens",
     "empty_path",
     "flatten",
+    "in_first",
     "output_logits",
     "path_to",
 ]

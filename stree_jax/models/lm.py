@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import conv_gather_index, dispatch, replay_gather_index
-from pallas_kernels.numerics import contract, rms_norm, scaled
+from pallas_kernels.numerics import rms_norm, scaled
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths, Tokens
 from stree_jax.mesh.partition import Partition, Partitioned, Shard
 from stree_jax.messages import shown
@@ -17,6 +17,7 @@ from stree_jax.models.block import Block
 from stree_jax.models.cache import Cache, Pending, conv_widths, init_cache, init_pending
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.layer import ConvGatherIndex, Path, Replay
+from stree_jax.models.layers import in_first, output_logits
 from stree_jax.models.residual import ResidualStream
 from stree_jax.models.shared import SharedLayer, SharedTransformer
 from stree_jax.tree import Tree
@@ -182,6 +183,10 @@ class HybridLM(Partitioned):
         options: dict[str, Any] = dict(dtype=self.dtype, implementation=self._implementation)
         return self.abstract(self.config, partition=partition, **options)
 
+    def in_first(self) -> "HybridLM":
+        """See `Partitioned`."""
+        return in_first(self)
+
     @property
     def implementation(self) -> str | None:
         """The kernel implementation that it was made with."""
@@ -327,7 +332,7 @@ class HybridLM(Partitioned):
         V counts padded vocabulary rows too.
         """
         self._check_here()
-        logits = output_logits(hidden, self.output_head[...], self.config.logits_multiplier)
+        logits = output_logits(hidden, self.output_head, self.config.logits_multiplier)
         return self.shard.all_gather(logits)
 
     @property
@@ -421,11 +426,3 @@ def embedded_tokens(
 ) -> Float[Array, "B T M"]:
     """Embeddings of tokens, the input of the first layer."""
     return scaled(embedding[tokens], multiplier)
-
-
-def output_logits(
-    hidden: Float[Array, "B T M"], output_head: Float[Array, "V M"], multiplier: float
-) -> Float32[Array, "B T V"]:
-    """Logits of hidden states after the final norm."""
-    with jax.named_scope("head"):
-        return contract("btm,vm->btv", hidden, output_head) * multiplier

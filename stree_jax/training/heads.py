@@ -61,6 +61,7 @@ def train_heads(
     `planned` says what heads a target gets; other arguments, yields and errors are those of
     `distill`.
     """
+    recipe.refuse_start()
     tokenizer, target = open_target(target_path, output)
     plan = planned(target)
     fingerprint = recipe.fingerprint() | {"target": weights_digest(target), "kind": plan.kind}

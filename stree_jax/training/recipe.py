@@ -140,6 +140,8 @@ class Recipe:
         text: the files to train on.
         vocab_size: size of the tokenizer to train; unused in distillation.
         seed: random seed of the weights and the batches.
+        start: a native checkpoint that training goes on from, with its config and its tokenizer;
+            `model` is empty then. Not for heads.
         source: the recipe file, for error messages.
     """
 
@@ -148,11 +150,17 @@ class Recipe:
     text: tuple[Text, ...]
     vocab_size: int = 4096
     seed: int = 0
+    start: str | None = None
     source: str = dataclasses.field(default="the recipe", compare=False)
 
     def __post_init__(self) -> None:
         check_int("vocab_size", self.vocab_size, 257, _MOST_TOKENS)  # 256 bytes, end of text
         check_int("seed", self.seed, 0, 2**32 - 1)
+        if self.start is not None and (not isinstance(self.start, str) or self.model):
+            raise ValueError(
+                "start must be the path of a checkpoint, in a recipe without [model]: the model is"
+                f" the checkpoint's; got {shown(self.start)} and [model] = {shown(self.model)}"
+            )
 
     @classmethod
     def load(cls, path: Path) -> "Recipe":
@@ -176,12 +184,23 @@ class Recipe:
             "training": _made(Training, values.get("training", {}), f"{path}, [training]"),
             "text": tuple(_text(text, path, i) for i, text in enumerate(texts, 1)),
         }
-        return dataclasses.replace(_made(cls, values | made, str(path)), source=str(path))
+        recipe = _made(cls, values | made, str(path))
+        start = None if recipe.start is None else str(path.parent / recipe.start)
+        return dataclasses.replace(recipe, source=str(path), start=start)
+
+    def refuse_start(self) -> None:
+        """Refuses a `start` where something is trained for a target.
+
+        Raises:
+            ValueError: the recipe has one.
+        """
+        if self.start is not None:
+            raise ValueError(f"{self.source}: start is for `train`; leave it out, or use `train`")
 
     def fingerprint(self) -> dict[str, Any]:
         """The recipe and digests of its text files as JSON values; equal for equal runs."""
         values = dataclasses.asdict(self)
-        del values["source"]
+        del values["source"], values["start"]  # runs have the digest of its weights
         for text, source in zip(values["text"], self.text, strict=True):
             text["path"] = Path(source.path).name
             with open(source.path, "rb") as file:

@@ -19,6 +19,7 @@ from stree_jax.checkpoint import load_config, save_pretrained
 from stree_jax.config import ModelConfig
 from stree_jax.decoding.generate import generate
 from stree_jax.lazy import lazily
+from stree_jax.models.layers import in_first
 from stree_jax.models.lm import HybridLM
 from stree_jax.pretrained import from_pretrained, load_tokenizer
 from stree_jax.training import data
@@ -57,16 +58,15 @@ def train(recipe: Recipe, output: Path, *, command: str) -> Iterator[Progress]:
     Raises:
         ValueError: the recipe or the output is invalid.
     """
-    run = run_directory(output, recipe.fingerprint())
-    _config(recipe, recipe.vocab_size, None)  # before the tokenizer, which may take long
-    tokenizer_file = run / "tokenizer.json"
-    if tokenizer_file.is_file():
-        tokenizer = load_tokenizer(run)
+    if recipe.start is None:
+        run = run_directory(output, recipe.fingerprint())
+        _config(recipe, recipe.vocab_size, None)  # before the tokenizer, which may take long
+        tokenizer = _tokenizer_of_run(recipe, run)
+        eos_token = tokenizer.token_to_id(data.END_OF_TEXT)
+        model = _new_model(recipe, tokenizer.get_vocab_size(), eos_token)
     else:
-        tokenizer = data.train_tokenizer(recipe.text, recipe.vocab_size)
-        _write(tokenizer_file, tokenizer.to_str())
-    eos_token = tokenizer.token_to_id(data.END_OF_TEXT)
-    model = _new_model(recipe, tokenizer.get_vocab_size(), eos_token)
+        tokenizer, model = open_target(Path(recipe.start), output)
+        run = run_directory(output, recipe.fingerprint() | {"start": weights_digest(model)})
 
     def loss(model: HybridLM, tokens: jax.Array, _: Any) -> jax.Array:
         return next_token_loss(model, tokens)
@@ -74,8 +74,17 @@ def train(recipe: Recipe, output: Path, *, command: str) -> Iterator[Progress]:
     yield from _run(recipe, output, run, command, model, tokenizer, loss)
 
 
+def _tokenizer_of_run(recipe: Recipe, run: Path) -> Tokenizer:
+    if (run / "tokenizer.json").is_file():
+        return load_tokenizer(run)
+    tokenizer = data.train_tokenizer(recipe.text, recipe.vocab_size)
+    _write(run / "tokenizer.json", tokenizer.to_str())
+    return tokenizer
+
+
 def distill(recipe: Recipe, target_path: Path, output: Path, *, command: str) -> Iterator[Progress]:
     """Distills a target model into a draft model; arguments, yields and errors as in `train`."""
+    recipe.refuse_start()
     tokenizer, target = open_target(target_path, output)
     run = run_directory(output, recipe.fingerprint() | {"target": weights_digest(target)})
     model = _new_model(recipe, target.config.vocab_size, target.config.eos_token)
@@ -284,7 +293,7 @@ def _write(path: Path, text: str) -> None:
 def weights_digest(model: HybridLM) -> str:
     """SHA-256 of the weights."""
     digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(nnx.state(model)):
+    for leaf in jax.tree.leaves(nnx.state(in_first(model))):
         digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()
 
@@ -302,6 +311,7 @@ def _model_card(
     tokens = training.steps * training.batch_size * training.sequence_length
     loss_name = "KL divergence from the target" if verb == "distilled" else "cross-entropy"
     perplexity = "" if verb == "distilled" else f" (perplexity {math.exp(loss):.1f})"
+    start = "" if recipe.start is None else f", after those of `{Path(recipe.start).name}`"
     layers = model.config.kinds
     kind = "Mamba-2" if "attention" not in layers else "hybrid Mamba-2 and attention"
     counts = ", ".join(f"{layers.count(part)} {part}" for part in dict.fromkeys(layers))
@@ -312,7 +322,7 @@ def _model_card(
 decoding on a laptop. It is far too small to be accurate about anything.
 
 - Command: `{command}`
-- Tokens seen: {tokens:,} in {training.steps:,} steps
+- Tokens seen: {tokens:,} in {training.steps:,} steps{start}
 - Held-out {loss_name}: {loss:.4f} nats a token{perplexity}, on the last 1 % of each file, with the
   stored weights
 

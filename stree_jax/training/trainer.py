@@ -1,6 +1,7 @@
 """The training loop: an iterator over steps that resumes from its own checkpoints."""
 
 import functools
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -12,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from stree_jax.array_types import Array
 from stree_jax.checkpoint import check_shapes
+from stree_jax.models.layers import in_first
 from stree_jax.models.lm import HybridLM
 from stree_jax.training.recipe import Training
 
@@ -43,10 +46,12 @@ def fit(
 ) -> Iterator[Progress]:
     """Trains `model` in place, resuming from the latest checkpoint if there is one.
 
+    Several devices of this process share the rows of a batch, as many of them as divide it.
+
     Args:
         model: a float32 model. It has the trained weights when the iterator is exhausted; until
             then it is unusable, because its weights are donated to the first step.
-        loss: the loss function.
+        loss: the loss function, a mean over the rows of a batch.
         batch: function from a step to its tokens `[batch_size, sequence_length + 1]`; pure, so that
             a resumed run sees the same batches.
         training: optimizer, schedule and batch size.
@@ -72,11 +77,21 @@ def fit(
         "optimizer": optimizer.init(nnx.to_pure_dict(params)),
     }
 
+    def of_rows(params, tokens, extra):
+        of_params = jax.value_and_grad(lambda p: loss(nnx.merge(graphdef, p), tokens, extra))
+        return jax.lax.pmean(of_params(params), "rows")
+
+    devices = jax.local_devices()
+    mesh = Mesh(devices[: math.gcd(training.batch_size, len(devices))], "rows")
+    whole, rows = PartitionSpec(), PartitionSpec("rows")
+    of_batch = jax.shard_map(
+        of_rows, mesh=mesh, in_specs=(whole, rows, whole), out_specs=whole, check_vma=False
+    )
+    state, extra = jax.device_put((state, extra), NamedSharding(mesh, whole))
+
     @functools.partial(jax.jit, donate_argnums=0)
     def update(state, tokens, extra):
-        value, gradient = jax.value_and_grad(
-            lambda params: loss(nnx.merge(graphdef, params), tokens, extra)
-        )(state["params"])
+        value, gradient = of_batch(state["params"], tokens, extra)
         updates, optimizer_state = optimizer.update(gradient, state["optimizer"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         # Non-finite weights fail the step, so they never reach a checkpoint.
@@ -115,7 +130,8 @@ def fit(
             if step % training.save_every == 0 or step in (training.peak_end, last):
                 checkpointer.save(step, state)
             yield Progress(step, float(value), tokens.size / (time.perf_counter() - began))
-    nnx.update(model, state["params"])
+    on_host = jax.tree.map(np.asarray, state["params"])  # else they stay bound to the mesh
+    nnx.update(model, jax.tree.map(jnp.asarray, on_host))
 
 
 def make_optimizer(training: Training) -> optax.GradientTransformation:
@@ -181,7 +197,7 @@ def evaluate(model: nnx.Module, loss: Loss, batches: list[np.ndarray], extra: An
 def cast(model: HybridLM, dtype: DTypeLike) -> HybridLM:
     """A copy with the dtypes of a `dtype` model, which keeps some weights in float32."""
     structure, wanted = HybridLM.abstract(model.config, dtype=dtype)
-    have = nnx.to_pure_dict(nnx.state(model))
+    have = nnx.to_pure_dict(nnx.state(in_first(model)))
     return nnx.merge(structure, jax.tree.map(lambda leaf, to: leaf.astype(to.dtype), have, wanted))
 
 

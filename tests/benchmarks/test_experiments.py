@@ -23,6 +23,7 @@ SMALLEST = {
     "decode": (f"{SIZES} --temperatures 0", "decoding", "tau speed_up accepted_per_depth"),
     "tuned": (f"{SIZES} --temperatures 0", "tuned", "parents slower_than relative_to"),
     "peer": (SIZES, "methods", "times_transformers identical_prompts"),
+    "precision": (f"{SIZES} --compared 20", "decoding", "method ratio float32 bfloat16"),
     "medusa": (f"{SIZES} --temperatures 1", "decoding", "tau speed_up identical"),
     "hierarchical": (f"{SIZES} --small SMALL --temperatures 0", "decoding", "tau speed_up"),
     "serving": (
@@ -55,8 +56,10 @@ SMALLER = {
     **{f"{module}.PAPER_TREES": TREES for module in ("experiments", "tuned")},
     **{
         f"{module}.TWO_TREES": TREES
-        for module in ("experiments", "peer", "attention_share", "batch")
+        for module in ("experiments", "peer", "precision", "attention_share", "batch")
     },
+    "precision.PAPER_TREES": {"tree B": TREES["tree A"]},
+    "precision.ROWS": 2,
     "models.SMALL": TINY,
     "models.SMALL_DRAFT": TINY,
     "workloads.SYSTEM_PROMPT": 20,
@@ -199,7 +202,7 @@ def test_a_first_difference_is_a_tie_if_scores_are_that_close(temperature, gap, 
     """Of logits relative to the largest; above temperature 0, of logits and noise at the index."""
     key = jax.random.key(3)
 
-    class Model:
+    class Model(nnx.Module):
         config = st.ModelConfig.tiny(vocab_size=4)
 
         def __call__(self, tokens):
@@ -207,9 +210,11 @@ def test_a_first_difference_is_a_tie_if_scores_are_that_close(temperature, gap, 
             if temperature:
                 noise = position_noise(key[None], jnp.array([2]), 0, 4)[0, 0]
                 scores = temperature * (jnp.array([0, 2, 2 + gap, -9]) - noise)
-            right = (tokens == jnp.array([[9, 8, 1, 1]])).all()  # the prompt and the common text
+            right = (
+                tokens[:, :4] == jnp.array([9, 8, 1, 1])
+            ).all()  # the prompt and the common text
             last = jnp.append(jnp.where(right, scores, jnp.nan), 999)  # padding of the vocabulary
-            return jnp.zeros((1, 4, 5)).at[0, -1].set(last)
+            return jnp.zeros((*tokens.shape, 5)).at[0, 3].set(last)
 
     texts = [1, 1, 2, 0], [1, 1, 1, 3]
     found = lossless.first_difference(Model(), [9, 8], *texts, temperature, key)

@@ -26,6 +26,9 @@ from stree_jax.mesh.programs import over_mesh
 from stree_jax.models import attention, mamba2, mlp
 from stree_jax.models.cache import cache_specs, path_to
 from stree_jax.testing import HYBRIDS, perturbed, random_model
+from stree_jax.training.objective import next_token_loss
+from stree_jax.training.recipe import Training
+from stree_jax.training.trainer import fit
 from tests.decoding.rules import random_walk
 from tests.helpers import DOCS, python_blocks, saved_pair, with_weight
 from tests.sharding.configs import CONFIGS
@@ -552,6 +555,27 @@ def test_weights_may_be_sharded_by_hand():
     for draft in (perturbed(model, 0.1), by_hand):
         options = dict(drafter=st.ModelDrafter(draft), topology=st.TreeTopology.chain(2))
         assert_same(decode(by_hand, PROMPTS[:2], **options), want)
+
+
+def test_devices_share_the_rows_of_a_training_step(tmp_path):
+    """4 of the 8 divide the batch. The losses are those of the whole batch on one device."""
+    training = Training(steps=3, batch_size=4, sequence_length=8, warmup_steps=1, save_every=2)
+
+    def batch(step):
+        return np.random.default_rng(step).integers(37, size=(4, 9)).astype(np.int32)
+
+    def loss(model, tokens, _):
+        seen.append(tokens.shape)
+        return next_token_loss(model, tokens)
+
+    seen, model = [], st.HybridLM(st.ModelConfig.tiny(num_layers=1), rngs=nnx.Rngs(0))
+    first = float(next_token_loss(model, batch(1)))
+    reports = [*fit(model, loss, batch, training, tmp_path)]
+    assert seen == [(1, 9)]
+    np.testing.assert_allclose(reports[0].loss, first, rtol=1e-5)
+    assert all(len(leaf.sharding.device_set) == 1 for leaf in jax.tree.leaves(model))
+    assert reports[2].loss < first
+    assert [*fit(model, loss, batch, training, tmp_path)] == []
 
 
 # What is refused.

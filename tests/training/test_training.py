@@ -268,6 +268,31 @@ def test_train_and_distill_write_checkpoints(trained, recipe_file, tmp_path, mon
         list(distill(small, perturbed_path, draft_path, command=""))
 
 
+def test_training_goes_on_from_a_checkpoint(trained, text, tmp_path):
+    start, _ = trained
+    table = RECIPE[RECIPE.index("[training]") :].replace("steps = 6", "steps = 1")
+    still = "learning_rate = 0.0\nwarmup_steps = 0\n[[text]]"
+    table = table.replace("warmup_steps = 2\n", "").replace("[[text]]", still)
+    file = text.with_name("on.toml")
+    file.write_text(f'start = "{start.name}"\n{table}')
+    list(train(Recipe.load(file), tmp_path / "on", command=""))
+    for have, want in zip(
+        *(jax.tree.leaves(st.from_pretrained(path)) for path in (tmp_path / "on", start)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(have, want)
+    assert "in 1 steps, after those of `target`" in (tmp_path / "on" / "README.md").read_text()
+    assert st.load_tokenizer(tmp_path / "on").to_str() == st.load_tokenizer(start).to_str()
+    with pytest.raises(ValueError, match="start is for `train`"):
+        list(distill(Recipe.load(file), start, tmp_path / "draft", command=""))
+    file.write_text(f'start = "{start.name}"\n{RECIPE}')
+    with pytest.raises(ValueError, match=r"a recipe without \[model\]"):
+        Recipe.load(file)
+    file.write_text(f'start = "nowhere"\n{table}')
+    with pytest.raises(ValueError, match="nowhere"):
+        list(train(Recipe.load(file), tmp_path / "new", command=""))
+
+
 def test_the_target_continues_the_first_half():
     model, tokens = tiny_model(), batch(0)
     greedy = _continued(model, tokens, seed=0, step=1)

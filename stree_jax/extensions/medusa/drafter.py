@@ -131,7 +131,7 @@ class MedusaDrafter(nnx.Module):
         )
         how, depth = drawn_how.kind, topology.depth
         hidden = self.heads(state.hidden[:, None])[:, 0, :depth]
-        scores = output_logits(hidden, self.output_head[...], self.multiplier)
+        scores = output_logits(hidden, self.output_head, self.multiplier)
         scores = scores[..., : self.vocab_size]  # [B, D, V]
         log_probs = None
         if how == "shared":
@@ -233,7 +233,7 @@ def _ranks(
     ahead = drafter.heads(hidden[None])
 
     def logits(depth: int) -> Array:
-        scores = output_logits(ahead[:, :, depth], drafter.output_head[...], drafter.multiplier)
+        scores = output_logits(ahead[:, :, depth], drafter.output_head, drafter.multiplier)
         return scores[0, :, : drafter.vocab_size]
 
     num_heads = drafter.heads.num_heads

@@ -23,7 +23,7 @@ class Policy(nnx.Module):
     """
 
     def __init__(self, model: HybridLM):
-        self.model = model
+        self.model = model.in_first()  # names and shapes as Tunix has them
 
     def __call__(
         self,

@@ -1,0 +1,138 @@
+"""What does bfloat16 gain, and does a tree still give the text of autoregressive decoding?
+
+Decodes the same prompts one at a time with the embedded pair as float32 and as bfloat16, all
+interleaved. Then decodes batches with all methods, at temperature 0 and with shared noise at
+temperature 1, until `--compared` tokens of each dtype were compared with those of autoregressive
+decoding in the same dtype, and reports each row's first difference with the gap of the two tokens'
+scores. In float32 there must be none but ties.
+
+    python -m benchmarks.precision [--prompts 16] [--tokens 96] [--rounds 3] [--compared 100000]
+        [--output DIR | --commit]
+"""
+
+import argparse
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from rich.progress import track
+
+import stree_jax as st
+from benchmarks.common import Found, Table, num_bytes, start, summary, timed
+from benchmarks.lossless import Way, compared
+from benchmarks.methods import PAPER_TREES, PLAIN, TWO_TREES, Method, shipped, trees
+from benchmarks.models import Pair, embedded_pair
+
+DTYPES = ("float32", "bfloat16")
+ROWS = 32  # of a batch whose tokens are compared
+LENGTH = 64  # of its prompts
+FIELDS = {
+    "tokens/s": "tokens_per_second][median]:,.0f",
+    "tau": "tau]:.2f",
+    "ms a call": "milliseconds]:.2f",
+}
+COLUMNS = {"method": "{method}", "nodes": "{nodes}"} | {
+    f"{dtype}, {name}": f"{{{dtype}[{field}}}" for dtype in DTYPES for name, field in FIELDS.items()
+}
+
+
+def methods(pair: Pair) -> list[Method]:
+    """Trees of 1, 5, 10, 13 and 29 nodes."""
+    drafter = st.ModelDrafter(pair.draft)
+    some = TWO_TREES | {"tree B": PAPER_TREES["tree B"]}
+    return [Method(PLAIN), *shipped(pair.draft)[:1], *trees(drafter, some)]
+
+
+def speeds(pairs: dict[str, Pair], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A record for each method: its speed in both types, and their ratio."""
+
+    def decode(method: Method, pair: Pair, number: int) -> st.Generation:
+        return method.decode(pair, [pair.prompts[number]], options.tokens)
+
+    by_name = {dtype: {m.name: m for m in methods(pair)} for dtype, pair in pairs.items()}
+    ways = {
+        (name, dtype): functools.partial(decode, method, pairs[dtype])
+        for dtype, own in by_name.items()
+        for name, method in own.items()
+    }
+    texts, seconds = timed("decoding", ways, range(options.prompts), options.rounds)
+    rows = []
+    for name, method in by_name[DTYPES[0]].items():
+        row: dict[str, Any] = {"method": name, "nodes": method.num_nodes}
+        of_dtype = {}
+        for dtype in DTYPES:
+            emitted = sum(out.stats.num_tokens for out in texts[name, dtype])
+            calls = sum(out.stats.num_target_calls for out in texts[name, dtype])
+            took = seconds[name, dtype].sum(axis=1)
+            of_dtype[dtype] = emitted / took
+            row[dtype] = {
+                "tokens_per_second": summary(emitted / took),
+                "tau": emitted / calls,
+                "milliseconds": 1e3 * float(np.median(took)) / calls,
+            }
+        row["ratio"] = summary(of_dtype["bfloat16"] / of_dtype["float32"])
+        rows.append(row)
+    return rows
+
+
+def exactness(pair: Pair, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A record for each method and temperature: tokens compared, and first differences."""
+    drafting = methods(pair)[1:]
+    pieces = len(drafting) * 2
+    rounds = -(-options.compared // (pieces * ROWS * options.tokens))
+    prompts = [prompt[:LENGTH] for prompt in embedded_pair(rounds * ROWS).prompts]
+    for temperature in (0.0, 1.0):
+        requests = [
+            {
+                "prompts": prompts[n * ROWS : (n + 1) * ROWS],
+                "max_new_tokens": options.tokens,
+                "temperature": temperature,
+                "key": jax.random.split(jax.random.key(n), ROWS),
+                "eos_token": (),
+            }
+            for n in range(rounds)
+        ]
+        plain = [st.generate(pair.target, **given).tokens for given in requests]
+        for method in drafting:
+            row = compared(pair.target, Way(method), requests, plain)
+            yield {"method": method.name, "temperature": temperature} | row
+
+
+def of_dtype(dtype: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The sum of the records of a dtype."""
+    gaps = [each["gap"] for row in rows for each in row["differences"]]
+    return {
+        "dtype": dtype,
+        "tokens": sum(row["tokens"] for row in rows),
+        "differences": len(gaps),
+        "ties": sum(each["tie"] for row in rows for each in row["differences"]),
+        "median": float(np.median(gaps)) if gaps else 0.0,
+        "largest": max(gaps, default=0.0),
+    }
+
+
+def run(options: argparse.Namespace) -> Iterator[Found]:
+    """Speed in both types, then exactness in both."""
+    pairs = {dtype: embedded_pair(options.prompts, None, dtype) for dtype in DTYPES}
+    megabytes = {dtype: num_bytes(pair.target) / 1e6 for dtype, pair in pairs.items()}
+    rows = speeds(pairs, options)
+    columns = COLUMNS | {"bfloat16 / float32": "{ratio[median]:.2f}x"}
+    tables = [Table(f"{pairs['float32'].name}, {options.prompts} prompts", rows, columns)]
+    results = {"megabytes": megabytes, "decoding": rows}
+    line = {row["method"]: round(row["ratio"]["median"], 2) for row in rows}
+    yield Found(results, tables, line=line)
+    found = {
+        dtype: [*track(exactness(pair, options), dtype, 2 * len(rows) - 2, transient=True)]
+        for dtype, pair in pairs.items()
+    }
+    sums = [of_dtype(dtype, own) for dtype, own in found.items()]
+    columns = {name: f"{{{name}}}" for name in ("dtype", "tokens", "differences", "ties")}
+    columns |= {"median gap": "{median:.1e}", "largest gap": "{largest:.1e}"}
+    wrong = [row["method"] for row in found["float32"] if not row["right"]]
+    tables += [Table("Against autoregressive decoding in the same dtype", sums, columns)]
+    yield Found(results | {"exactness": found, "sums": sums}, tables, wrong, line)
+
+
+start(__name__, __doc__)
