@@ -1,9 +1,11 @@
-"""How does decoding compare with transformers, on the same weights, in the same run?
+"""How does decoding compare with transformers and llama.cpp, on the same weights, in one run?
 
-Exports the embedded pair to transformers' format, decodes the same prompts greedily with
-`transformers.generate` and with stree-jax, autoregressively and with drafts, interleaved prompt by
-prompt, and checks that the tokens are the same. transformers does not support assisted decoding of
-these models, so the baseline is its autoregressive decoding.
+Exports the embedded pair to their formats, decodes the same prompts greedily with them and with
+stree-jax, with and without drafts, interleaved prompt by prompt, and compares the tokens: in
+float32 they must be the same. The time of a text includes its prompt, in all of them.
+transformers does not support assisted decoding of these models, so it decodes without drafts;
+llama.cpp drafts as its own tools do. Either may be missing: `benchmarks/llama_cpp.py` says how to
+build llama.cpp.
 
     python -m benchmarks.peer [--prompts 16] [--tokens 96] [--rounds 3] [--threads 2]
 """
@@ -11,34 +13,42 @@ these models, so the baseline is its autoregressive decoding.
 import argparse
 import functools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import stree_jax as st
+from benchmarks import llama_cpp
 from benchmarks.common import Found, Table, start, summary, timed
-from benchmarks.methods import PLAIN, TWO_TREES, Method, trees
-from benchmarks.models import embedded_pair
+from benchmarks.llama_cpp import Decode
+from benchmarks.methods import CHAIN_OF_4, PLAIN, Method, shipped
+from benchmarks.models import Pair, embedded_pair
 
 PEER = "transformers"
 
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
-    """The embedded target in transformers, and here with and without drafts."""
+    """The embedded target in the peers that are installed, and here with and without drafts."""
     pair = embedded_pair(options.prompts, None)
-    drafter = st.ModelDrafter(pair.draft)
+    ways, versions = {}, {}
+    for name, decoders, install in (
+        (PEER, transformers_decoders, "install stree-jax[peers] on Python 3.11"),
+        (llama_cpp.NAME, llama_cpp.decoders, llama_cpp.INSTALL),
+    ):
+        try:
+            found, used = decoders(pair, options.tokens, options.threads)
+        except ImportError as error:
+            print(f"Not compared with {name} ({error}): {install}")
+        else:
+            ways |= found
+            versions |= used
+    if not ways:
+        raise SystemExit("there is nothing to compare with")
+    peers = [name for name in (PEER, llama_cpp.NAME) if name in ways]
+    ways |= our_decoders(pair, options.tokens)
 
-    def with_ours(method: Method, prompt: list[int]) -> np.ndarray:
-        out = method.decode(pair, [prompt], options.tokens)
-        return out.tokens[0, : out.lengths[0]]
-
-    with_peer, versions = transformers_decoder(options.tokens, options.threads)
-    ways = {PEER: with_peer} | {
-        method.name: functools.partial(with_ours, method)
-        for method in (Method(PLAIN), *trees(drafter, TWO_TREES))
-    }
     outputs, seconds = timed("decoding", ways, pair.prompts, options.rounds)
     tokens = {name: sum(map(len, texts)) for name, texts in outputs.items()}
     speeds = {name: tokens[name] / seconds[name].sum(axis=1) for name in ways}
@@ -46,12 +56,12 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         {
             "method": name,
             "tokens_per_second": summary(speeds[name]),
-            "times_transformers": summary(speeds[name] / speeds[PEER]),
-            "identical_prompts": sum(map(np.array_equal, outputs[name], outputs[PEER])),
+            "identical_prompts": sum(map(np.array_equal, outputs[name], outputs[PLAIN])),
         }
+        | {f"times_{field(peer)}": summary(speeds[name] / speeds[peer]) for peer in peers}
         for name in ways
     ]
-    medians = {row["method"]: row["times_transformers"]["median"] for row in rows}
+    medians = {row["method"]: row[f"times_{field(peers[0])}"]["median"] for row in rows}
     yield Found(
         pair.settings() | {"versions": versions, "methods": rows},
         [
@@ -59,24 +69,55 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
                 f"{pair.source}, greedy, {len(pair.prompts)} prompts",
                 rows,
                 {"method": "{method}", "tokens/s": "{tokens_per_second[median]:,.0f}"}
-                | {"times transformers": "{times_transformers[median]:.2f}x"}
+                | {f"times {x}": f"{{times_{field(x)}[median]:.2f}}x" for x in peers}
                 | {"identical prompts": "{identical_prompts}"},
             )
         ],
-        wrong=[row["method"] for row in rows if row["identical_prompts"] < len(pair.prompts)],
+        wrong=[
+            row["method"]
+            for row in rows
+            if row["identical_prompts"] < len(pair.prompts) and not is_rounded(row["method"])
+        ],
         line={name: round(value, 2) for name, value in medians.items()},
     )
 
 
-def transformers_decoder(
-    tokens: int, threads: int
-) -> tuple[Callable[[list[int]], np.ndarray], dict[str, Any]]:
-    """Greedy decoding of the embedded target by transformers, and the versions."""
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        raise SystemExit(f"{error}: install stree-jax[peers] on Python 3.11") from None
+def field(peer: str) -> str:
+    """The end of the name of its fields."""
+    return peer.replace(".", "_")
+
+
+def is_rounded(method: str) -> bool:
+    """Whether its weights are not float32, so that its texts may differ."""
+    return method.endswith(("bfloat16", "8 bits"))
+
+
+def our_decoders(pair: Pair, tokens: int) -> dict[str, Decode]:
+    """This library, without drafts and with the embedded draft, in float32 and bfloat16."""
+
+    def decode(of: Pair, method: Method, prompt: list[int]) -> np.ndarray:
+        out = method.decode(of, [prompt], tokens)
+        return out.tokens[0, : out.lengths[0]]
+
+    ways = {}
+    for suffix, of in ("", pair), (", bfloat16", embedded_pair(0, dtype="bfloat16")):
+        chain = Method("chain of 4", st.ModelDrafter(of.draft), CHAIN_OF_4)
+        for method in (Method(PLAIN), chain, shipped(of.draft)[0]):
+            ways[method.name + suffix] = functools.partial(decode, of, method)
+    return ways
+
+
+def transformers_decoders(
+    pair: Pair, tokens: int, threads: int
+) -> tuple[dict[str, Decode], dict[str, Any]]:
+    """Greedy decoding of the embedded target by transformers, and the versions.
+
+    Raises:
+        ImportError: a package is missing.
+    """
+    import torch
+    import transformers
+
     from stree_jax.convert import convert
 
     torch.set_num_threads(threads)
@@ -95,7 +136,7 @@ def transformers_decoder(
             )
         return out[0, len(prompt) :].numpy()
 
-    return decode, {"torch": torch.__version__, "transformers": transformers.__version__}
+    return {PEER: decode}, {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
 start(__name__, __doc__)

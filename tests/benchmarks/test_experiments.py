@@ -56,7 +56,7 @@ SMALLER = {
     **{f"{module}.PAPER_TREES": TREES for module in ("experiments", "tuned")},
     **{
         f"{module}.TWO_TREES": TREES
-        for module in ("experiments", "peer", "precision", "attention_share", "batch")
+        for module in ("experiments", "precision", "attention_share", "batch")
     },
     "precision.PAPER_TREES": {"tree B": TREES["tree A"]},
     "precision.ROWS": 2,

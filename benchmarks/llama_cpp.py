@@ -1,0 +1,309 @@
+"""llama.cpp for `benchmarks.peer`: the embedded models as GGUF files, and decoding with them.
+
+Needs two packages that nothing else here needs. The second one builds llama.cpp, whose source it
+brings along, for this machine; cmake and a C++ compiler must be there (10 minutes on 2 cores):
+
+    pip install gguf
+    pip install --no-binary llama-cpp-python "llama-cpp-python==0.3.36"
+
+Tested with that version, which has llama.cpp at 0c1e57098 and needs no other settings: ggml builds
+for the processor that it finds.
+"""
+
+import ctypes
+import functools
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import stree_jax as st
+from benchmarks.models import Pair
+
+NAME = "llama.cpp"
+INSTALL = 'pip install gguf; pip install --no-binary llama-cpp-python "llama-cpp-python==0.3.36"'
+PRECISIONS = {"float32": "F32", "bfloat16": "BF16", "8 bits": "Q8_0"}
+DRAFTS = (3, 4)  # its own default, and the chain that we are compared with
+
+Decode = Callable[[list[int]], np.ndarray]  # from a prompt to its new tokens
+
+# The architecture in llama.cpp, and the fields of transformers' config: heads, their size, states,
+# groups, width of the convolution, epsilon of the norms.
+LAYOUTS = {
+    "mamba2": "MAMBA2 num_heads head_dim state_size n_groups conv_kernel layer_norm_epsilon",
+    "bamba": "GRANITE_HYBRID mamba_n_heads mamba_d_head mamba_d_state mamba_n_groups mamba_d_conv"
+    " rms_norm_eps",
+}
+
+
+def write_gguf(checkpoint: Path, path: Path, precision: str) -> None:
+    """Writes a checkpoint in transformers' format as GGUF, without its tokenizer.
+
+    Args:
+        checkpoint: a directory that `stree_jax.convert` wrote: Mamba-2, or Bamba.
+        path: the new file.
+        precision: of the matrices, a key of `PRECISIONS`; the rest is float32, as llama.cpp's own
+            converter has it.
+
+    Raises:
+        ValueError: llama.cpp's graph of this architecture computes something else.
+    """
+    import gguf
+    from safetensors.numpy import load_file
+
+    config = json.loads((checkpoint / "config.json").read_text())
+    layout = config["model_type"]
+    if layout not in LAYOUTS:
+        raise ValueError(f"model_type is {layout!r}; GGUF files are written for {[*LAYOUTS]}")
+    name, *fields = LAYOUTS[layout].split()
+    architecture = gguf.MODEL_ARCH[name]
+    heads, head_dim, state, groups, width, epsilon = (config[field] for field in fields)
+    d_model, num_layers = config["hidden_size"], config["num_hidden_layers"]
+    rope = config.get("rope_parameters", {"rope_type": "default"})
+    for name, value, held in (
+        ("time_step_limit", config["time_step_limit"], [0, {"__float__": "Infinity"}]),
+        ("n_groups", groups, 1),  # it norms each group by itself, transformers all of them
+        ("inner size", heads * head_dim, 2 * d_model),
+        ("rope_type", rope["rope_type"], "default"),
+    ):
+        if value != held:
+            raise ValueError(f"llama.cpp has {name} = {held} here, not {value}")
+
+    facts = {
+        "vocab_size": config["vocab_size"],
+        "tokenizer_model": "none",  # prompts are tokens
+        "block_count": num_layers,
+        "context_length": 1 << 20,
+        "embedding_length": d_model,
+        "feed_forward_length": config.get("intermediate_size", 0),
+        "head_count": config.get("num_attention_heads", 0),
+        "layer_norm_rms_eps": epsilon,
+        "ssm_conv_kernel": width,
+        "ssm_inner_size": heads * head_dim,
+        "ssm_state_size": state,
+        "ssm_time_step_rank": heads,  # its name for the number of heads
+        "ssm_group_count": groups,
+    }
+    size = rotary = 0
+    if layout == "bamba":
+        size = d_model // config["num_attention_heads"]
+        rotary = size // 2  # Bamba turns half of each head
+        kv_heads, places = config["num_key_value_heads"], config["attn_layer_indices"]
+        facts |= {
+            "head_count_kv": [kv_heads * (i in places) for i in range(num_layers)],  # 0: Mamba-2
+            "rope_dimension_count": rotary,
+            "rope_freq_base": rope["rope_theta"],
+            "rope_scaling_finetuned": True,  # this architecture's switch for RoPE
+        }
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    for name, value in facts.items():
+        getattr(writer, f"add_{name}")(value)
+
+    names = gguf.get_tensor_name_map(architecture, num_layers)
+    matrices = gguf.GGMLQuantizationType[PRECISIONS[precision]]
+    for source, tensor in load_file(checkpoint / "model.safetensors").items():
+        name = names.get_name(source.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias"))
+        kind = matrices if tensor.ndim == 2 else gguf.GGMLQuantizationType.F32
+        tensor = tensor.astype(np.float32)
+        match source.split(".")[-2:]:
+            case [_, "A_log"]:
+                tensor = -np.exp(tensor)[:, None]
+            case [_, "D"]:
+                tensor = tensor[:, None]
+            case ["conv1d", "weight"]:
+                tensor = tensor[:, 0]
+            case ["norm", "weight"] if "ssm_norm" in name:
+                tensor = tensor[None]
+            case ["q_proj" | "k_proj", _]:
+                tensor = interleaved(tensor, size, rotary)
+        writer.add_tensor(name, gguf.quantize(tensor, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def interleaved(weight: np.ndarray, head_dim: int, rotary: int) -> np.ndarray:
+    """Rows of queries or keys in llama.cpp's order.
+
+    It turns neighbours together, transformers the two halves: with 4 of 6 channels turned, the
+    rows 0 1 2 3 4 5 of a head become 0 2 1 3 4 5.
+
+    Args:
+        weight: `[heads * head_dim, d_model]`, or a bias.
+        head_dim: channels of a head.
+        rotary: how many of them RoPE turns, from the first one.
+    """
+    order = np.arange(head_dim)
+    order[:rotary] = order[:rotary].reshape(2, -1).T.ravel()
+    return weight.reshape(-1, head_dim, *weight.shape[1:])[:, order].reshape(weight.shape)
+
+
+def show_error(level: int, text: bytes, _: Any) -> None:
+    """Shows messages of llama.cpp that are errors."""
+    if level == 4:  # GGML_LOG_LEVEL_ERROR; the Python package still has the numbers of old ones
+        sys.stderr.write(text.decode())
+
+
+class Model:
+    """A model that llama.cpp has loaded, and the state of one text."""
+
+    def __init__(self, path: Path, num_places: int, threads: int, *, float32: bool):
+        """Loads a GGUF file.
+
+        Args:
+            path: the file; mapped into memory, so it may be removed afterwards, but not changed.
+            num_places: tokens of the longest text.
+            threads: for all calls.
+            float32: keys, values and attention in float32. By default they are in float16, and
+                log-probabilities differ by 7e-4 instead of 6e-6 from ours (embedded target).
+        """
+        import llama_cpp as api
+
+        self.api, self.log = api, api.llama_log_callback(show_error)
+        api.llama_log_set(self.log, None)
+        self.model = api.llama_model_load_from_file(
+            str(path).encode(), api.llama_model_default_params()
+        )
+        settings = api.llama_context_default_params()
+        settings.n_ctx = settings.n_batch = num_places
+        settings.n_threads = settings.n_threads_batch = threads
+        if float32:
+            settings.type_k = settings.type_v = api.GGML_TYPE_F32
+            settings.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        self.context = api.llama_init_from_model(self.model, settings)
+        if self.context is None:
+            raise RuntimeError(f"llama.cpp cannot load {path}")
+        self.memory = api.llama_get_memory(self.context)
+        self.vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self.model))
+        self.batch = api.llama_batch_init(num_places, 0, 1)
+        fields = (self.batch.token, self.batch.pos, self.batch.n_seq_id, self.batch.logits)
+        self.token, self.place, num_texts, self.wanted = (
+            np.ctypeslib.as_array(field, (num_places,)) for field in fields
+        )
+        num_texts[:] = 1
+        for i in range(num_places):
+            self.batch.seq_id[i][0] = 0
+        self.saved, self.saved_end = (ctypes.c_uint8 * 0)(), 0
+
+    def clear(self) -> None:
+        """Forgets the text."""
+        self.api.llama_memory_clear(self.memory, False)
+
+    def read(self, tokens: Sequence[int], place: int, *, every: bool = False) -> list[int]:
+        """Reads tokens from a place on; returns the best token after the last, or after each."""
+        num, first = len(tokens), 0 if every else len(tokens) - 1
+        self.batch.n_tokens = num
+        self.token[:num], self.place[:num] = tokens, range(place, place + num)
+        self.wanted[:num] = np.arange(num) >= first
+        status = self.api.llama_decode(self.context, self.batch)
+        assert status == 0, f"llama_decode returned {status}"
+        logits = self.api.llama_get_logits(self.context)
+        scores = np.ctypeslib.as_array(logits, (num - first, self.vocab_size))
+        return scores.argmax(axis=1).tolist()
+
+    def save(self, place: int) -> None:
+        """Copies the recurrent states of a text that ends before `place`."""
+        flags = self.api.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+        size = self.api.llama_state_seq_get_size_ext(self.context, 0, flags)
+        if size != len(self.saved):
+            self.saved = (ctypes.c_uint8 * size)()
+        copied = self.api.llama_state_seq_get_data_ext(self.context, self.saved, size, 0, flags)
+        assert copied == size
+        self.saved_end = place
+
+    def restore(self) -> None:
+        """Goes back to where `save` was, which also drops later keys and values."""
+        flags, size = self.api.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY, len(self.saved)
+        copied = self.api.llama_state_seq_set_data_ext(self.context, self.saved, size, 0, flags)
+        assert copied == size
+        removed = self.api.llama_memory_seq_rm(self.memory, 0, self.saved_end, -1)
+        assert removed
+
+
+def plain(model: Model, prompt: list[int], *, tokens: int, eos: int | None) -> np.ndarray:
+    """Greedy decoding, a token at a time."""
+    model.clear()
+    text = prompt + model.read(prompt, 0)
+    while len(text) < len(prompt) + tokens and text[-1] != eos:
+        text += model.read(text[-1:], len(text) - 1)
+    return np.array(text[len(prompt) :])
+
+
+def drafted(
+    target: Model, draft: Model, prompt: list[int], *, num_drafts: int, tokens: int, eos: int | None
+) -> np.ndarray:
+    """Greedy decoding with its own speculation, as `examples/speculative-simple` does it.
+
+    llama.cpp cannot go back by some tokens in the states of the architectures "mamba2" and
+    "granitehybrid" (the snapshots of each token, `n_rs_seq`, are for other ones and other drafts).
+    Its tools save the states before each draft. If a part of a draft is rejected they restore them,
+    and read the accepted part and the target's own token again as the next draft. So a rejection
+    costs a second call of the target, which mostly gives one more token. The draft model reads
+    what the target read once more, in one call.
+    """
+    for model in (target, draft):
+        model.clear()
+        model.read(prompt[:-1], 0)
+    text, drafts, end = [*prompt], list[int](), len(prompt) + tokens
+    while len(text) < end and eos not in text[len(prompt) :]:
+        place = len(text) - 1
+        if not drafts:
+            draft.save(place)
+            token = text[-1:]
+            for i in range(min(num_drafts, end - len(text) - 1)):
+                token = draft.read(token, place + i)
+                drafts += token
+            target.save(place)
+            draft.restore()
+        best = target.read([text[-1], *drafts], place, every=True)
+        draft.read([text[-1], *drafts], place)
+        accepted = next((i for i, token in enumerate(drafts) if token != best[i]), len(drafts))
+        if accepted < len(drafts):
+            drafts = best[: accepted + 1]
+            target.restore()
+            draft.restore()
+        else:
+            text += best
+            drafts = []
+    new = text[len(prompt) :]
+    return np.array(new[: new.index(eos) + 1] if eos in new else new)
+
+
+def decoders(pair: Pair, tokens: int, threads: int) -> tuple[dict[str, Decode], dict[str, Any]]:
+    """Greedy decoding of the embedded pair by llama.cpp, and the versions.
+
+    Raises:
+        ImportError: a package is missing.
+    """
+    import gguf  # noqa: F401  both are missed before anything is made
+    import llama_cpp
+
+    from stree_jax.convert import convert
+
+    num_places = max(map(len, pair.prompts)) + tokens
+    with tempfile.TemporaryDirectory() as directory:
+
+        def load(name: str, precision: str) -> Model:
+            checkpoint, path = Path(directory) / name, Path(directory) / f"{name} {precision}.gguf"
+            if not checkpoint.exists():
+                convert(st.demo_path(name), checkpoint, dtype="float32", to="hf")
+            write_gguf(checkpoint, path, precision)
+            return Model(path, num_places, threads, float32=precision == "float32")
+
+        targets = {precision: load("target", precision) for precision in PRECISIONS}
+        draft = load("draft", "float32")
+    given = {"tokens": tokens, "eos": pair.target.config.eos_token}
+    ways: dict[str, Decode] = {}
+    for precision, model in targets.items():
+        name = NAME if precision == "float32" else f"{NAME}, {precision}"
+        ways[name] = functools.partial(plain, model, **given)
+    for num in DRAFTS:
+        way = functools.partial(drafted, targets["float32"], draft, num_drafts=num, **given)
+        ways[f"{NAME}, chain of {num}"] = way
+    built = llama_cpp.llama_print_system_info().decode()
+    return ways, {"llama-cpp-python": llama_cpp.__version__, "llama.cpp was built with": built}
