@@ -180,14 +180,17 @@ def _target_calls(
     """Calls of the target on one tree, each after the replay of an empty path."""
     tree = topology.tree(jnp.ones((1, topology.num_nodes), bool))
     path = path_to(tree, jnp.array([-1], jnp.int32))
+    nodes, vocab_size = jnp.arange(topology.num_nodes)[None], model.config.vocab_size
 
     def call(_: Any, carry: Any) -> Any:
         tokens, pending, cache = carry
         logits, pending, cache = model.tree_forward(tokens, tree, cache, replay=(pending, path))
-        return best_of(logits, model.config.vocab_size)[0], pending, cache
+        # The next tree depends on every node of this one. Its tokens differ, as those of a drafted
+        # tree do: equal ones would choose the same experts, and fewer would be read.
+        best = best_of(logits, vocab_size)[0].sum(axis=1, keepdims=True)
+        return (best + nodes) % vocab_size, pending, cache
 
-    tokens = jnp.zeros((1, topology.num_nodes), jnp.int32)
-    carry = (tokens, model.init_pending(1, topology.num_nodes), cache)
+    carry = (nodes % vocab_size, model.init_pending(1, topology.num_nodes), cache)
     return lax.fori_loop(0, count, call, carry)[0]
 
 
