@@ -403,13 +403,16 @@ def test_embedding_and_output_head_are_not_copied():
         assert (model.output_head is None) == (target.head is None)
 
 
-@pytest.mark.slow  # tests/cli/test_cli.py trains one for two steps
-def test_a_trained_head_is_accepted():
-    """Half a second of training; the drafts of decoding are those that it was trained for."""
+def test_acceptance_of_a_trained_head():
+    """Half a second of training; the drafts of decoding are those that it was trained for.
+
+    All seeds are fixed. Relative noise of 1e-6 in the first weights changed no count; of the
+    mutations above, each that applies here, made after training, changed one by more than 1.
+    """
     target = tiny_model()
     config = st.MtpConfig(16, st.AttentionConfig(2, 1, 8), st.MlpConfig(32))
-    prompts = np.random.default_rng(3).integers(37, size=(64, 4)).tolist()
-    written = st.generate(target, prompts, max_new_tokens=28).tokens
+    prompts = np.random.default_rng(3).integers(37, size=(48, 4)).tolist()
+    written = st.generate(target, prompts, max_new_tokens=20).tokens
     texts = jnp.asarray(np.concatenate([prompts, written], axis=1), jnp.int32)
     head = new_head(config, target, texts, rngs=nnx.Rngs(0))
     graph, weights = nnx.split(head)
@@ -431,10 +434,18 @@ def test_a_trained_head_is_accepted():
 
     after, losses = trained(weights)
     new = np.random.default_rng(4).integers(37, size=(16, 4)).tolist()
-    taus = []
-    for each in (weights, after):
-        drafter = st.MtpDrafter(target, nnx.merge(graph, each))
-        out = st.generate(target, new, max_new_tokens=24, drafter=drafter, topology=CHAIN)
-        taus.append(out.stats.tau)
-    assert losses[-1] < 0.7 * losses[0]
-    assert taus[1] > 1.5 > 1.2 > taus[0]
+    untrained, drafted = (
+        st.generate(
+            target,
+            new,
+            max_new_tokens=24,
+            drafter=st.MtpDrafter(target, nnx.merge(graph, each)),
+            topology=CHAIN,
+        ).stats
+        for each in (weights, after)
+    )
+    assert losses[0] == pytest.approx(0.4436, rel=0.01)
+    assert losses[-1] == pytest.approx(0.0585, rel=0.05)
+    np.testing.assert_allclose(untrained.accepted_per_depth, [13, 1, 1], atol=1)
+    np.testing.assert_allclose(drafted.accepted_per_depth, [95, 49, 26], atol=1)
+    assert drafted.tau == pytest.approx(1.73, abs=0.02)
