@@ -146,6 +146,10 @@ METHODS = {
     "mtp head, deep": of_target(mtp(), DEEP),
     "mtp head, beam": of_target(mtp(st.BeamDrafter), Topology.beam(2, 2)),
     "mtp head, dynamic": of_target(mtp(st.DynamicDrafter, expand=3), Topology.budget(6, 3)),
+    "mtp head, chain": of_target(mtp(), Topology.chain(6)),
+    "mtp head, ragged": of_target(mtp(), RAGGED),
+    "mtp head, wide": of_target(mtp(), Topology.from_branching((7,))),
+    "mtp head, paper A": of_target(mtp(), Topology.paper("A")),
     "told": of_target(told, RAGGED),
     "turns": of_target(by_turns),
     "cascade of lookup": of_target(cascade(lambda target: st.NgramDrafter(), rounds=3)),
@@ -175,6 +179,8 @@ TABLE = [
     ("mamba2attn hybrid", "dynamic", "zero"),
     ("falcon_h1 hybrid", "heads", "mixed"),  # with multipliers
     ("falcon_h1 hybrid", "mtp head", "mixed"),
+    ("nemotron_h hybrid", "mtp head", "mixed"),  # the family whose checkpoints have such heads
+    ("nemotron_h hybrid", "mtp head, dynamic", "zero"),
 ]
 # More of the same, run by `make test-slow`. Of "mamba2attn hybrid | dynamic | mixed", the cell of
 # temperature 0 proves the family with the method, and that of "plain" the ways of sampling.
@@ -190,6 +196,10 @@ SLOW = [
     ("falcon_h1 hybrid", "another family", "zero"),
     ("falcon_h1 hybrid", "dynamic", "mixed"),
     ("nemotron_h hybrid", "dynamic", "mixed"),
+    *(
+        ("nemotron_h hybrid", f"mtp head, {tree}", "mixed")
+        for tree in ("chain", "ragged", "wide", "paper A", "deep", "beam", "dynamic")
+    ),
     *((f"{family} hybrid", "paper A", "zero") for family in HYBRIDS),
 ]
 
