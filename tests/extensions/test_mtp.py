@@ -26,6 +26,7 @@ from stree_jax.models import flatten
 from stree_jax.testing import PROMPTS, apply, random_model, tiny_model
 from stree_jax.training import Recipe, Training
 from stree_jax.tuning import dynamic_tau, head_trace, replay_tau
+from tests.extensions import eagle3_files
 from tests.extensions.numpy_mtp import Head
 from tests.helpers import mtp_head_of
 
@@ -220,6 +221,15 @@ def test_a_wrong_head_is_found(mutation, monkeypatch):
 ZERO = Sampling(jnp.zeros(1), temperature_is_zero=True)
 
 
+def drafter_of(kind, folder):
+    """A target, and a drafter with a head for it."""
+    if kind == "mtp":
+        target, head, _ = parts("dense")
+        return target, st.MtpDrafter(target, head)
+    target = tiny_model("nemotron_h hybrid")
+    return target, st.Eagle3Drafter(target, st.load_eagle3(eagle3_files.saved(folder), target))
+
+
 def assert_same_state(got, want, length):
     """Of rows of one text; entries past the length are unspecified."""
     np.testing.assert_array_equal(got.kv.length, want.kv.length)
@@ -230,13 +240,13 @@ def assert_same_state(got, want, length):
     np.testing.assert_allclose(got.hidden, want.hidden, atol=2e-5)
 
 
-def test_the_next_chain_depends_on_the_text_alone(monkeypatch):
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+def test_the_next_chain_depends_on_the_text_alone(kind, monkeypatch, tmp_path):
     """However it was cut into prompt, pieces, steps and forks."""
     prefill = importlib.import_module("stree_jax.decoding.prefill")
     monkeypatch.setattr(prefill, "PREFILL_CHUNK", 4)
     jax.clear_caches()
-    target, head, _ = parts("dense")
-    drafter = st.MtpDrafter(target, head)
+    target, drafter = drafter_of(kind, tmp_path)
     text, limits = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], dict(max_new_tokens=40)
     request = plan(target, [text], drafter=drafter, topology=st.TreeTopology.chain(3), **limits)
     decoder, keys = request.decoder, request.keys

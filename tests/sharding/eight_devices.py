@@ -605,6 +605,18 @@ def test_what_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="MtpModel is for models on one device"):
         st.MtpDrafter(model, head)
+    one = model_of("mamba2")
+    with pytest.raises(ValueError, match="a multi-token-prediction head is for models on one"):
+        decode(model, drafter=st.MtpDrafter(one, head))
+    with pytest.raises(ValueError, match="load_eagle3 is for models on one device"):
+        st.load_eagle3(tmp_path, model)
+    sizes = one.config.d_model, one.config.vocab_size, 8, (1,)
+    attention = st.AttentionConfig(2, 1, 8, input_multiple=2)
+    eagle3 = st.Eagle3Head(st.Eagle3Config(*sizes, attention, st.MlpConfig(8)), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="Eagle3Model is for models on one device"):
+        st.Eagle3Drafter(model, eagle3)
+    with pytest.raises(ValueError, match="an EAGLE-3 head is for models on one device"):
+        decode(model, drafter=st.Eagle3Drafter(one, eagle3))
     with pytest.raises(ValueError, match="MedusaDrafter is for models on one device"):
         st.MedusaDrafter(model, st.MedusaHeads(model, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"num_heads = 8 does not fit model = 3.*1, 2, 4 or 8"):
