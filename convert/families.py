@@ -103,6 +103,7 @@ _REFUSED = {
 # Multimodal `model_type`s whose text model is of a family above: its config is one of these tables,
 # and its tensors have this prefix.
 _WRAPPERS = {"nemotron_h_omni": (("text_config", "llm_config"), "language_model.")}
+_QUANTISED = "hf_quant_config.json"
 
 
 class FileNames(NamedTuple):
@@ -137,7 +138,7 @@ def layout(directory: Path) -> FileNames:
 
 def config_files() -> list[str]:
     """Names of all files that may describe a checkpoint."""
-    return [files.config for files in _LAYOUTS] + _files_beside()
+    return [files.config for files in _LAYOUTS] + [_QUANTISED, *_files_beside()]
 
 
 def _files_beside() -> list[str]:
@@ -165,15 +166,38 @@ def describe(
     unknown = sorted(set(quirks) - set(QUIRKS))
     if unknown:
         raise ValueError(f"unknown quirks {unknown}; known: {sorted(QUIRKS)}")
-    for field in ("quantization_config", "compression_config", "quantization"):
-        if values.get(field):
-            raise ValueError(
-                f"{path} says {field}: quantised checkpoints are not supported, use the bfloat16"
-                " original"
-            )
     others = [path.with_name(name) for name in _files_beside()]
     beside = {file.name: Fields(file, read_json(file)) for file in others if file.is_file()}
     return read(Source(Fields(path, values), beside, tensors, quirks))
+
+
+def refuse_quantised(path: Path, values: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint that says that it is quantised.
+
+    Args:
+        path: path of the config file. NVIDIA's ModelOpt writes `hf_quant_config.json` beside it.
+        values: content of that file; in multimodal checkpoints a table of it may say so.
+
+    Raises:
+        ValueError: it is quantised.
+    """
+    inside = [name for names, _ in _WRAPPERS.values() for name in names]
+    tables = [("", values), *((f"{name}.", values.get(name)) for name in inside)]
+    said = [
+        (path, f"{prefix}{field}")
+        for prefix, table in tables
+        for field in ("quantization_config", "compression_config", "quantization")
+        if isinstance(table, Mapping) and table.get(field)
+    ]
+    beside = path.with_name(_QUANTISED)
+    found = read_json(beside).get("quantization") if beside.is_file() else None
+    if isinstance(found, Mapping) and found.get("quant_algo"):  # null: only the cache has few bits
+        said.append((beside, f"quant_algo = {found['quant_algo']!r:.80}"))
+    for file, field in said:
+        raise ValueError(
+            f"{file} says {field}: quantised checkpoints are not supported, use the bfloat16"
+            " original"
+        )
 
 
 def read(source: Source) -> Description:

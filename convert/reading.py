@@ -21,7 +21,7 @@ from stree_jax.checkpoint import (
     unflatten,
 )
 from stree_jax.convert.description import Description
-from stree_jax.convert.families import describe, layout
+from stree_jax.convert.families import describe, layout, refuse_quantised
 from stree_jax.convert.files import open_tensors
 from stree_jax.convert.rules import Rule, check_coverage
 from stree_jax.heads import abstract_head
@@ -83,6 +83,7 @@ def open_checkpoint(path: Path, quirks: Collection[str] = ()) -> Checkpoint:
     """
     files = layout(path)
     values = read_json(path / files.config)
+    refuse_quantised(path / files.config, values)
     file, tensors = open_tensors(path, files.weights)
     description = describe(path / files.config, values, tensors, quirks)
     num_layers = len(description.config.layers)

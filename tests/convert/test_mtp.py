@@ -244,10 +244,37 @@ def test_copies_without_a_head_say_so(tmp_path):
     assert "MTP head" not in inspected(path)
     with pytest.raises(ValueError, match="its config does not say num_nextn_predict_layers = 1"):
         st.load_mtp(path, target)
-    quantised = saved(tmp_path / "quantised", dict(quantization_config={"quant_method": "fp8"}))
-    with pytest.raises(ValueError, match="quantised checkpoints are not supported, use the bfloat"):
-        st.load_mtp(quantised, target)
     assert "multi-token prediction (attention, moe), " in inspected(saved(tmp_path / "whole"))
+
+
+METHOD = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "quantisation", "says"),
+    [
+        (METHOD, None, "config.json says quantization_config"),
+        ({"model_type": "nemotron_h_omni", "text_config": METHOD}, None, "says text_config.quanti"),
+        ({"model_type": "nemotron_h_omni", "llm_config": METHOD}, None, "says llm_config.quanti"),
+        ({}, {"quant_algo": "NVFP4", "group_size": 16}, r"hf_quant_config.json says .*'NVFP4'"),
+        ({}, {"quant_algo": None, "kv_cache_quant_algo": "FP8"}, None),
+    ],
+    ids=["config", "wrapped", "wrapped, older", "beside", "its cache alone"],
+)
+def test_quantised_releases_name_the_original(changes, quantisation, says, tmp_path):
+    """They leave the head as it is, but pack the target's experts."""
+    path, target = saved(tmp_path / "quantised", changes), st.from_pretrained(saved(tmp_path / "b"))
+    if quantisation is not None:
+        beside = {"producer": {"name": "modelopt"}, "quantization": quantisation}
+        (path / "hf_quant_config.json").write_text(json.dumps(beside))
+    for load in (lambda: st.from_pretrained(path), lambda: st.load_mtp(path, target)):
+        if says is None:
+            load()
+            continue
+        match = f"{says}.*: quantised checkpoints are not supported, use the bfloat16 original"
+        with pytest.raises(ValueError, match=match) as error:
+            load()
+        assert "\n" not in str(error.value)
 
 
 def test_a_head_on_a_mesh_is_refused(tmp_path):
