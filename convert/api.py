@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from stree_jax.checkpoint import first_line, is_native, load_native, write_checkpoint
 from stree_jax.config import ModelConfig
 from stree_jax.convert.families import config_files, layout
+from stree_jax.convert.mtp import mtp_rules
 from stree_jax.convert.reading import (
     ProgressCallback,
     load_model,
@@ -127,6 +128,7 @@ def _left_out(
     if head is None or to == "native":
         return None
     try:
+        mtp_rules(head)  # the reason, whatever family would hold the model
         written_as(config, to, dtype, target, head)
     except ValueError as error:
         return str(error)

@@ -138,7 +138,8 @@ def written_as(
             except ValueError as error:
                 problems.append(str(error))
     shortest = min(problems, key=len)
-    raise ValueError(f"no family of transformers can hold this model; the nearest: {shortest}")
+    what = "this model" if head is None else "this model with its multi-token prediction head"
+    raise ValueError(f"no family of transformers can hold {what}; the nearest: {shortest}")
 
 
 def _written(

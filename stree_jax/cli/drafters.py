@@ -46,6 +46,11 @@ class Chosen(NamedTuple):
         """Whether it can choose the shape of its tree."""
         return self.option in _MODELS
 
+    @property
+    def is_head(self) -> bool:
+        """Whether it drafts from its target's hidden states, which it does on one device."""
+        return self.option in ("medusa", "mtp_head", "eagle3")
+
 
 def chosen(target: str, drafts: Mapping[str, Any]) -> Chosen:
     """The drafter of the options, for a target.

@@ -66,6 +66,11 @@ def load(
             f"--tree {tree}: only a draft model chooses the shape of its tree; use --draft, --mtp"
             " or --eagle3, or another tree such as branching:3,2,1"
         )
+    if mesh is not None and drafter.is_head:
+        raise ValueError(
+            f"--mesh {mesh:.80}: heads draft on one device; leave --mesh out, or draft with --draft"
+            " or --ngram"
+        )
     tokenizer = st.load_tokenizer(tokenizer_path or find(checkpoint))
     enable_compilation_cache()
     if distributed:

@@ -324,7 +324,8 @@ def test_train(tmp_path, output, monkeypatch):
     assert heads.num_heads == 2
     (tmp_path / "head.toml").write_text(
         "[model]\nsteps = 2\nattention = {num_heads = 2, num_kv_heads = 1, head_dim = 8}\n"
-        "mlp = {hidden_size = 16}\n" + recipe[start:]
+        "moe = {num_experts = 4, num_active = 2, hidden_size = 8, router = 'sigmoid'}\n"
+        + recipe[start:]
     )
     assert "2/2" in output("train-mtp", "head.toml", "model", "head")
     common = ["generate", "model", "-p", "cat dog", "--max-new-tokens", 5]

@@ -47,6 +47,11 @@ PROMPTS = ["generate", "{target}", "--prompts", "one.jsonl"]
         ([*GENERATE, "--medusa", "{draft}"], "has no Medusa heads"),
         ([*GENERATE, "--mtp", "--ngram"], "choose one"),
         ([*GENERATE, "--mtp"], "has no multi-token prediction head in a folder mtp"),
+        (
+            [*GENERATE, "--mtp", "--mesh", "data=1"],
+            "--mesh data=1: heads draft on one device; leave",
+        ),
+        ([*PROMPTS, "--medusa", "x", "--mesh", "auto"], "draft with --draft or --ngram"),
         ([*GENERATE, "--mtp-head", "nowhere"], "no checkpoint at nowhere"),
         ([*GENERATE, "--eagle3", "x", "--mtp-head", "y"], "choose one"),
         ([*GENERATE, "--eagle3", "nowhere"], "no checkpoint at nowhere"),

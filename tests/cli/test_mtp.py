@@ -1,0 +1,64 @@
+"""Commands with a native checkpoint that has a multi-token prediction head in its folder `mtp`."""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+from flax import nnx
+
+import stree_jax as st
+from stree_jax.extensions.mtp.training import new_head
+from stree_jax.testing import random_model
+from stree_jax.tuning import Costs, dynamic_tau
+
+PROMPTS = ("Once upon a time", "The train was late")
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory):
+    """It repeats its words, having tied embeddings; that is what the head predicts untrained."""
+    folder, tokenizer = tmp_path_factory.mktemp("mtp"), st.load_tokenizer(st.demo_path("target"))
+    config = st.ModelConfig.tiny(vocab_size=tokenizer.get_vocab_size(), num_layers=1)
+    model = random_model(config)
+    st.save_pretrained(model, folder / "native", tokenizer=tokenizer)
+    sizes = st.MtpConfig(config.d_model, st.AttentionConfig(2, 1, 8), st.MlpConfig(8))
+    text = np.arange(16, dtype=np.int32)[None]
+    head = new_head(sizes, model, text, rngs=nnx.Rngs(0))
+    st.save_mtp(head, model, folder / "native" / "mtp")
+    return folder / "native"
+
+
+def test_inspect_shows_the_head(native, output):
+    shown = output("inspect", native)
+    assert "stree-jax (native)" in shown
+    assert "multi-token prediction (attention, mlp), " in " ".join(shown.split())
+    assert "generate --mtp drafts with it" in " ".join(shown.split())
+
+
+def test_a_head_without_a_place_is_left_out(native, output, tmp_path):
+    shown = output("convert", native, tmp_path / "hf", "--to", "hf")
+    assert "without the multi-token prediction head: a head with 'mlp' after its attention" in shown
+    assert f"wrote {tmp_path / 'hf'} (hf)" in shown
+    assert st.from_pretrained(tmp_path / "hf").config == st.from_pretrained(native).config
+
+
+def test_generate_and_a_tuned_tree(native, output, tmp_path, monkeypatch):
+    common = ["generate", native, "-p", PROMPTS[0], "--max-new-tokens", 12]
+    plain = output(*common).splitlines()
+    drafted = output(*common, "--mtp", "--tree", "chain:1").splitlines()
+    assert drafted[:-1] == plain[:-1]
+    assert "12 tokens, 12 target calls" in plain[-1]
+    assert "tau 1.00" not in drafted[-1]
+
+    costs = Costs({1: 1.0, 2: 1.1}, 0.1, {1: 0.1}, 0.0)
+    monkeypatch.setattr("stree_jax.tuning.tuner.measure_costs", lambda *_, **__: costs)
+    taus = functools.partial(dynamic_tau, grid=(2.5,))
+    monkeypatch.setattr("stree_jax.tuning.tuner.dynamic_tau", taus)
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    options = ["--max-nodes", 2, "--max-depth", 1, "--tokens", 12, "--output", tmp_path / "tree"]
+    shown = output("tune-tree", native, "--mtp", "--prompts", tmp_path / "prompts.txt", *options)
+    result = json.loads((tmp_path / "tree").read_text())
+    assert result["advice"] in shown
+    assert result["draft"] == str(native)
+    assert result["decoded"]["chain of 1"]["tau"] > 1
