@@ -180,7 +180,6 @@ TABLE = [
     ("falcon_h1 hybrid", "heads", "mixed"),  # with multipliers
     ("falcon_h1 hybrid", "mtp head", "mixed"),
     ("nemotron_h hybrid", "mtp head", "mixed"),  # the family whose checkpoints have such heads
-    ("nemotron_h hybrid", "mtp head, dynamic", "zero"),
 ]
 # More of the same, run by `make test-slow`. Of "mamba2attn hybrid | dynamic | mixed", the cell of
 # temperature 0 proves the family with the method, and that of "plain" the ways of sampling.
