@@ -3,7 +3,7 @@
 import functools
 import json
 
-import numpy as np
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
@@ -23,7 +23,7 @@ def native(tmp_path_factory):
     model = random_model(config)
     st.save_pretrained(model, folder / "native", tokenizer=tokenizer)
     sizes = st.MtpConfig(config.d_model, st.AttentionConfig(2, 1, 8), st.MlpConfig(8))
-    text = np.arange(16, dtype=np.int32)[None]
+    text = jnp.arange(16)[None]
     head = new_head(sizes, model, text, rngs=nnx.Rngs(0))
     st.save_mtp(head, model, folder / "native" / "mtp")
     return folder / "native"

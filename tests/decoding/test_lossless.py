@@ -160,7 +160,8 @@ METHODS = {
 }
 
 PURE = ("groups", "mamba_in_llama", "repeated_first", "branch")
-ELSEWHERE = ("best of heads", "mtp head", "told")
+OF_HEADS = tuple(f"mtp head, {tree}" for tree in ("chain", "ragged", "wide", "paper A"))
+ELSEWHERE = ("best of heads", "mtp head", *OF_HEADS, "told")
 RARE = (
     *("paper B", "paper C", "paper D", "paper E", "best tokens", "cascade of trees"),
     *("mtp head, deep", "mtp head, beam", "mtp head, dynamic"),
@@ -180,6 +181,7 @@ TABLE = [
     ("falcon_h1 hybrid", "heads", "mixed"),  # with multipliers
     ("falcon_h1 hybrid", "mtp head", "mixed"),
     ("nemotron_h hybrid", "mtp head", "mixed"),  # the family whose checkpoints have such heads
+    ("nemotron_h hybrid", "mtp head, dynamic", "zero"),
 ]
 # More of the same, run by `make test-slow`. Of "mamba2attn hybrid | dynamic | mixed", the cell of
 # temperature 0 proves the family with the method, and that of "plain" the ways of sampling.
@@ -195,10 +197,8 @@ SLOW = [
     ("falcon_h1 hybrid", "another family", "zero"),
     ("falcon_h1 hybrid", "dynamic", "mixed"),
     ("nemotron_h hybrid", "dynamic", "mixed"),
-    *(
-        ("nemotron_h hybrid", f"mtp head, {tree}", "mixed")
-        for tree in ("chain", "ragged", "wide", "paper A", "deep", "beam", "dynamic")
-    ),
+    *(("nemotron_h hybrid", method, "mixed") for method in OF_HEADS),
+    *(("nemotron_h hybrid", f"mtp head, {tree}", "mixed") for tree in ("deep", "beam", "dynamic")),
     *((f"{family} hybrid", "paper A", "zero") for family in HYBRIDS),
 ]
 
