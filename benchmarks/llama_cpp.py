@@ -46,8 +46,8 @@ def write_gguf(checkpoint: Path, path: Path, precision: str) -> None:
     Args:
         checkpoint: a directory that `stree_jax.convert` wrote: Mamba-2, or Bamba.
         path: the new file.
-        precision: of the matrices, a key of `PRECISIONS`; the rest is float32, as llama.cpp's own
-            converter has it.
+        precision: of the matrices, a key of `PRECISIONS`; the rest is float32, as in files of
+            llama.cpp's own converter.
 
     Raises:
         ValueError: llama.cpp's graph of this architecture computes something else.
@@ -105,9 +105,11 @@ def write_gguf(checkpoint: Path, path: Path, precision: str) -> None:
 
     names = gguf.get_tensor_name_map(architecture, num_layers)
     matrices = gguf.GGMLQuantizationType[PRECISIONS[precision]]
+    block, _ = gguf.GGML_QUANT_SIZES[matrices]
     for source, tensor in load_file(checkpoint / "model.safetensors").items():
         name = names.get_name(source.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias"))
-        kind = matrices if tensor.ndim == 2 else gguf.GGMLQuantizationType.F32
+        in_blocks = tensor.ndim == 2 and tensor.shape[1] % block == 0  # 8 bits: blocks of 32
+        kind = matrices if in_blocks else gguf.GGMLQuantizationType.F32
         tensor = tensor.astype(np.float32)
         match source.split(".")[-2:]:
             case [_, "A_log"]:
