@@ -1,13 +1,15 @@
-"""llama.cpp for `benchmarks.peer`: the embedded models as GGUF files, and decoding with them.
+r"""llama.cpp for `benchmarks.peer`: the embedded models as GGUF files, and decoding with them.
 
 Needs two packages that nothing else here needs. The second one builds llama.cpp, whose source it
-brings along, for this machine; cmake and a C++ compiler must be there (10 minutes on 2 cores):
+brings along, for this machine; a C++ compiler must be there (some 10 minutes on 2 cores):
 
     pip install gguf
-    pip install --no-binary llama-cpp-python "llama-cpp-python==0.3.36"
+    CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TESTS=OFF \
+        -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF" \
+        pip install --no-binary llama-cpp-python "llama-cpp-python==0.3.36"
 
-Tested with that version, which has llama.cpp at 0c1e57098 and needs no other settings: ggml builds
-for the processor that it finds.
+Tested with that version, which has llama.cpp at 0c1e57098. `versions` in the results say for which
+instructions it was built.
 """
 
 import ctypes
@@ -25,7 +27,7 @@ import stree_jax as st
 from benchmarks.models import Pair
 
 NAME = "llama.cpp"
-INSTALL = 'pip install gguf; pip install --no-binary llama-cpp-python "llama-cpp-python==0.3.36"'
+INSTALL = "pip install gguf llama-cpp-python, as in the docstring of benchmarks/llama_cpp.py"
 PRECISIONS = {"float32": "F32", "bfloat16": "BF16", "8 bits": "Q8_0"}
 DRAFTS = (3, 4)  # its own default, and the chain that we are compared with
 
