@@ -34,7 +34,7 @@ def shape(preset: str | None, layers: int | None = None, *, draft: bool = False)
 
 
 def default_dtype() -> str:
-    """bfloat16 on a GPU; float32 on a CPU, whose bfloat16 is slow."""
+    """bfloat16 on a GPU; float32 on a CPU, where only loaded models are fast in bfloat16."""
     return "bfloat16" if on_gpu() else "float32"
 
 
