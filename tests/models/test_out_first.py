@@ -112,7 +112,8 @@ def test_no_float32_copy_of_the_weights():
             step = lambda _, tokens: jnp.argmax(model(tokens), axis=-1)  # noqa: E731
             return jax.lax.fori_loop(0, 8, step, tokens)
 
-        compiled = loop.lower(model, jnp.zeros((1, 2), int)).compile()
+        # One row: jax 0.12 converts nothing for two.
+        compiled = loop.lower(model, jnp.zeros((1, 1), int)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     before = temporary(model)
