@@ -61,18 +61,18 @@ def speeds(pairs: dict[str, Pair], options: argparse.Namespace) -> list[dict[str
     rows = []
     for name, method in by_name[DTYPES[0]].items():
         row: dict[str, Any] = {"method": name, "nodes": method.num_nodes}
-        of_dtype = {}
+        rates = {}
         for dtype in DTYPES:
             emitted = sum(out.stats.num_tokens for out in texts[name, dtype])
             calls = sum(out.stats.num_target_calls for out in texts[name, dtype])
             took = seconds[name, dtype].sum(axis=1)
-            of_dtype[dtype] = emitted / took
+            rates[dtype] = emitted / took
             row[dtype] = {
-                "tokens_per_second": summary(emitted / took),
+                "tokens_per_second": summary(rates[dtype]),
                 "tau": emitted / calls,
                 "milliseconds": 1e3 * float(np.median(took)) / calls,
             }
-        row["ratio"] = summary(of_dtype["bfloat16"] / of_dtype["float32"])
+        row["ratio"] = summary(rates["bfloat16"] / rates["float32"])
         rows.append(row)
     return rows
 

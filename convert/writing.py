@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from stree_jax.checkpoint import first_line, flatten
+from stree_jax.checkpoint import first_line
 from stree_jax.config import PARTS, ModelConfig
 from stree_jax.convert import families
 from stree_jax.convert.description import Description, Source
@@ -17,7 +16,7 @@ from stree_jax.convert.families import FAMILIES
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.mtp import mtp_rules, written_mtp
 from stree_jax.heads import FOLDER
-from stree_jax.models.layers import in_first
+from stree_jax.models.layers import weights_by_name
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.models.mtp import MtpConfig, MtpHead
 
@@ -50,10 +49,10 @@ def write_as(model: HybridLM, directory: Path, target: str, head: MtpHead | None
     check_on_one_device(model, "write_as")
     of_head = None if head is None else head.config
     written = written_as(model.config, target, jnp.dtype(model.dtype).name, directory, of_head)
-    weights = flatten(nnx.to_pure_dict(nnx.state(in_first(model))))
+    weights = weights_by_name(model)
     rules = [rule for rule in written.description.rules if rule.target in weights]
     if head is not None:
-        own = flatten(nnx.to_pure_dict(nnx.state(head)))
+        own = weights_by_name(head)
         weights |= {f"{FOLDER}.{name}": weight for name, weight in own.items()}
         rules += [
             rule._replace(target=f"{FOLDER}.{rule.target}")

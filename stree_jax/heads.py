@@ -16,10 +16,9 @@ import numpy as np
 from flax import nnx
 
 from stree_jax.checkpoint import load_header, load_module, write_checkpoint
-from stree_jax.models.layers import in_first
+from stree_jax.models.layers import weights_by_name
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.models.mtp import MtpConfig, MtpHead
-from stree_jax.names import flatten
 
 # What an extension may use.
 __all__ = ["FOLDER", "abstract_head", "head_config", "is_head", "load_head", "save_head"]
@@ -99,7 +98,7 @@ def sketch(model: HybridLM) -> str:
     Any training changes it. Reading all weights of a large target would take minutes.
     """
     total = hashlib.sha256()
-    for name, leaf in sorted(flatten(nnx.to_pure_dict(nnx.state(in_first(model)))).items()):
+    for name, leaf in sorted(weights_by_name(model).items()):
         total.update(f"{name} {leaf.shape}".encode())
         first = _first(leaf)
         total.update(np.asarray(first).tobytes())

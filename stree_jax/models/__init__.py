@@ -3,7 +3,7 @@
 from pallas_kernels.numerics import contract
 from stree_jax.models.cache import Cache, Path, Pending, empty_path, path_to
 from stree_jax.models.eagle3 import Eagle3Config, Eagle3Head
-from stree_jax.models.layers import in_first, output_logits
+from stree_jax.models.layers import output_logits, weights_by_name
 from stree_jax.models.lm import (
     HybridLM,
     check_model,
@@ -28,7 +28,7 @@ __all__ = [
     "embedded_tokens",
     "empty_path",
     "flatten",
-    "in_first",
     "output_logits",
     "path_to",
+    "weights_by_name",
 ]

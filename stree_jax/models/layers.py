@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.numerics import activate, contract
 from stree_jax.array_types import Array, Float, Float32, Lengths
 from stree_jax.mesh.partition import Part
+from stree_jax.names import flatten
 
 CONV_WIDTH_BITS = (
     10  # of a convolution's width: published ones have 4, and every tap is an operation
@@ -111,6 +112,11 @@ def in_first(module: _Module) -> _Module:
     for projection in turned(module):
         projection.kernel = nnx.Param(_transposed(projection.kernel))
     return module
+
+
+def weights_by_name(module: nnx.Module) -> dict[str, Array]:
+    """The weights by their dotted names, with the kernels of all projections `[in, out]`."""
+    return flatten(nnx.to_pure_dict(nnx.state(in_first(module))))
 
 
 def _transposed(kernel: nnx.Param) -> Array:
