@@ -97,13 +97,13 @@ def distill(recipe: Recipe, target_path: Path, output: Path, *, command: str) ->
 
 
 def open_target(target_path: Path, output: Path) -> tuple[Tokenizer, HybridLM]:
-    """A target and its tokenizer.
+    """A target in float32, its matrices in the usual order, and its tokenizer.
 
     Raises:
         ValueError: one of them is invalid, they do not fit, or `output` is the target.
     """
     tokenizer = load_tokenizer(target_path)
-    target = from_pretrained(target_path)
+    target = in_first(from_pretrained(target_path))  # it reads many rows at once
     if output.exists() and output.samefile(target_path):
         raise ValueError(f"output {output} is the target itself; choose another output")
     if tokenizer.get_vocab_size() > target.config.vocab_size:

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from stree_jax.array_types import Array
 from stree_jax.checkpoint import check_shapes
-from stree_jax.models.layers import in_first
+from stree_jax.models.layers import Projection, in_first
 from stree_jax.models.lm import HybridLM
 from stree_jax.training.recipe import Training
 
@@ -70,7 +70,7 @@ def fit(
     from orbax.checkpoint import v1 as ocp
 
     last = training.steps if until is None else until
-    graphdef, params = nnx.split(model)
+    graphdef, params = nnx.split(_multiplying(model, training.products))
     optimizer = make_optimizer(training)
     state = {
         "params": nnx.to_pure_dict(params),
@@ -132,6 +132,50 @@ def fit(
             yield Progress(step, float(value), tokens.size / (time.perf_counter() - began))
     on_host = jax.tree.map(np.asarray, state["params"])  # else they stay bound to the mesh
     nnx.update(model, jax.tree.map(jnp.asarray, on_host))
+
+
+def _multiplying(model: nnx.Module, products: str) -> nnx.Module:
+    """The model with the products of its projections in this dtype; see `Training`."""
+    if products == "float32":
+        return model
+    model = nnx.clone(model)
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Projection):
+            module.dot_general = bfloat16_product
+    return model
+
+
+def bfloat16_product(inputs: Array, kernel: Array, *_: Any, **__: Any) -> Array:
+    """`inputs @ kernel` of bfloat16 factors in float32, with gradients that are such products too.
+
+    JAX's own gradient of a product with a float32 result multiplies in float32.
+    """
+    rows = inputs.reshape(-1, inputs.shape[-1])
+    return _rows_product(rows, kernel).reshape(*inputs.shape[:-1], -1)
+
+
+@jax.custom_vjp
+def _rows_product(rows: Array, kernel: Array) -> Array:
+    return _bfloat16_dot(rows, kernel, 1, 0)
+
+
+def _bfloat16_dot(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
+    """The product over one axis of each."""
+    factors = (factor.astype(jnp.bfloat16) for factor in (left, right))
+    contracting = (((left_axis,), (right_axis,)), ((), ()))
+    return jax.lax.dot_general(*factors, contracting, preferred_element_type=jnp.float32)
+
+
+def _forward(rows: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _rows_product(rows, kernel), (rows, kernel)
+
+
+def _backward(factors: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    rows, kernel = factors
+    return _bfloat16_dot(gradient, kernel, 1, 1), _bfloat16_dot(rows, gradient, 0, 0)
+
+
+_rows_product.defvjp(_forward, _backward)
 
 
 def make_optimizer(training: Training) -> optax.GradientTransformation:

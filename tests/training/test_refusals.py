@@ -49,6 +49,11 @@ from tests.training.conftest import RECIPE
         ),
         (
             "steps = 6",
+            'steps = 6\nproducts = "int8"',
+            r"products must be one of \('float32', 'bfloat16'\), got 'int8'",
+        ),
+        (
+            "steps = 6",
             "steps = 6\ndecay_steps = 5",
             "decay_steps must be at most steps - warmup_steps = 4, got 5",
         ),

@@ -17,7 +17,7 @@ from stree_jax.training import data
 from stree_jax.training.objective import distillation_loss, next_token_loss
 from stree_jax.training.recipe import Recipe, Text, Training
 from stree_jax.training.run import _continued, distill, run_directory, train
-from stree_jax.training.trainer import _schedule, cast, fit, forget_after
+from stree_jax.training.trainer import _schedule, bfloat16_product, cast, fit, forget_after
 from tests.helpers import apply
 from tests.training.conftest import RECIPE
 
@@ -119,6 +119,34 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
         nnx.state(whole),
     )
     assert list(fit(new_model(), loss, batch, TRAINING, tmp_path / "parts")) == []
+
+
+def test_products_in_bfloat16(tmp_path):
+    """It learns as well; the weights stay float32, and only the factors of products are rounded."""
+    short = dataclasses.replace(TRAINING, products="bfloat16")
+    exact, rounded = new_model(), new_model()
+    losses = [report.loss for report in fit(exact, loss, batch, TRAINING, tmp_path / "exact")]
+    others = [report.loss for report in fit(rounded, loss, batch, short, tmp_path / "rounded")]
+    assert losses != others
+    np.testing.assert_allclose(others, losses, rtol=0.02)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(rounded))} == {"float32"}
+    tokens = jnp.asarray(batch(0))
+    np.testing.assert_allclose(loss(rounded, tokens, None), loss(exact, tokens, None), rtol=0.02)
+
+
+def test_the_gradient_of_a_bfloat16_product():
+    """Both gradients are products of rounded factors, in float32."""
+    rng = np.random.default_rng(0)
+    rows, kernel, ahead = (
+        rng.normal(size=shape).astype(np.float32) for shape in ((2, 3, 8), (8, 5), (2, 3, 5))
+    )
+    output, gradients = jax.vjp(bfloat16_product, rows, kernel)
+    rounded = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in (rows, kernel, ahead)]
+    x, w, g = rounded[0].reshape(6, 8), rounded[1], rounded[2].reshape(6, 5)
+    np.testing.assert_allclose(output, (x @ w).reshape(2, 3, 5), rtol=1e-5, atol=1e-5)
+    of_rows, of_kernel = gradients(ahead)
+    np.testing.assert_allclose(of_rows, (g @ w.T).reshape(2, 3, 8), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(of_kernel, x.T @ g, rtol=1e-5, atol=1e-5)
 
 
 def test_the_end_of_a_schedule_may_move(tmp_path, recipe_file):
