@@ -14,7 +14,7 @@ from pallas_kernels import dispatch
 from stree_jax.checkpoint import is_native, load_native, tokenizer_errors
 from stree_jax.mesh.weights import partition_of
 from stree_jax.messages import shown, shown_path
-from stree_jax.models.layers import out_first
+from stree_jax.models.layers import in_blocks
 from stree_jax.models.lm import HybridLM, check_options
 
 
@@ -65,9 +65,8 @@ def from_pretrained(
         raise ValueError(f"{directory} is native; quirks are for checkpoints of other programs")
     else:
         model = load_native(directory, dtype=dtype, **options)
-    on_cpu = dispatch.device_of(model).platform == "cpu"
-    if on_cpu and partition is None and model.dtype == jnp.bfloat16:
-        out_first(model)
+    if partition is None and dispatch.device_of(model).platform == "cpu":
+        in_blocks(model)
     return model
 
 

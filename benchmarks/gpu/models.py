@@ -35,7 +35,7 @@ def _steps(scale: Scale, config: st.ModelConfig, sizes: list[tuple[int, int]]) -
 
     All models share their weights.
     """
-    weights = nnx.to_pure_dict(nnx.state(random_model(config, scale.dtype)))
+    weights = nnx.to_pure_dict(nnx.state(random_model(config, scale.dtype).in_first()))
     models = {
         name: nnx.merge(
             st.HybridLM.abstract(config, dtype=scale.dtype, implementation=name)[0], weights

@@ -1,10 +1,11 @@
 """Products with weights, and convolutions that mixers share.
 
-XLA's product for CPUs keeps bfloat16 only if its precision is the default and its result float32,
-is fast only if the matrix is stored `[out, in]`, and has a slow special case for one row. On GPUs
-none of this holds. So a model that is loaded as bfloat16 on a CPU stores its matrices as `OutFirst`
-(`out_first`), and the type of a weight decides how it is multiplied. Everything that reads weights
-by name gets the order of all other models, `[in, out]`, from `in_first`.
+A CPU multiplies a few rows as fast as memory gives the weights only if it reads them in order. In
+a matrix `[in, out]` XLA's product for CPUs reads some columns of one row after another, and takes
+up to twice as long. So models that are loaded on a CPU store their matrices in blocks of columns,
+`Blocks`, and the type of a weight decides how it is multiplied. On GPUs none of this holds.
+Everything that reads weights by name gets the order of all other models, `[in, out]`, from
+`in_first`.
 """
 
 from typing import Any, TypeVar
@@ -17,8 +18,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.numerics import activate, contract
-from stree_jax.array_types import Array, Float, Float32, Lengths
-from stree_jax.mesh.partition import Part
+from stree_jax.array_types import Array, Float, Float32, Int, Lengths
+from stree_jax.mesh.partition import WHOLE, Part
 from stree_jax.names import flatten
 
 CONV_WIDTH_BITS = (
@@ -26,20 +27,28 @@ CONV_WIDTH_BITS = (
 )
 
 
-class OutFirst(nnx.Param):
-    """A matrix stored `[out, in]`, as CPUs multiply bfloat16 fastest."""
+_BLOCK = 64  # columns of a block
+_MOST_ROWS = 256  # that are multiplied at once
+
+
+class Blocks(nnx.Param):
+    """A matrix `[I, O]` in blocks of columns `[O / 64, I, 64]`, the last one filled with zeros.
+
+    Attributes:
+        columns: O.
+    """
 
 
 class Projection(nnx.Linear):
-    """A linear layer whose kernel is stored `[in, out]`, or `[out, in]` as `OutFirst`."""
+    """A linear layer whose kernel is stored `[in, out]` or in `Blocks`."""
 
     def __call__(
         self, inputs: Float[Array, "*rows inputs"], out_sharding: Any = None
     ) -> Float[Array, "*rows outputs"]:
         """The product, in the dtype of the weights."""
-        if not isinstance(self.kernel, OutFirst):
+        if not isinstance(self.kernel, Blocks):
             return super().__call__(inputs, out_sharding)
-        output = _product(inputs, self.kernel[...]).astype(self.kernel.dtype)
+        output = _product(inputs, self.kernel).astype(self.kernel.dtype)
         return output if self.bias is None else output + self.bias[...]
 
 
@@ -60,67 +69,124 @@ def linear(
 
 
 def _product(
-    inputs: Float[Array, "*rows inputs"], matrix: Float[Array, "outputs inputs"]
+    inputs: Float[Array, "*rows inputs"], matrix: Blocks
 ) -> Float32[Array, "*rows outputs"]:
-    """`inputs @ matrix.T` of bfloat16 in float32, by the product that is fast on a CPU."""
-    rows = inputs.reshape(-1, inputs.shape[-1]).astype(matrix.dtype)
+    """`inputs @ matrix` in float32, multiplied in the dtype of the matrix."""
+    blocks = matrix[...]
+    rows = inputs.reshape(-1, inputs.shape[-1]).astype(blocks.dtype)
     count = len(rows)
-    if count == 1:  # two rows take a tenth of the time of XLA's product of one
-        rows = jnp.concatenate([rows, jnp.zeros_like(rows)])
-    contracting = (((1,), (1,)), ((), ()))
-    outputs = lax.dot_general(rows, matrix, contracting, preferred_element_type=jnp.float32)
-    return outputs[:count].reshape(*inputs.shape[:-1], -1)
+    chunks = -(-count // _MOST_ROWS)
+    # XLA's products of one row are slower than of two, of one bfloat16 row by a factor of seven.
+    each = max(2, -(-count // chunks))
+    padded = jnp.pad(rows, ((0, chunks * each - count), (0, 0))).reshape(chunks, each, -1)
+    if chunks == 1:
+        outputs = _few_rows(padded[0], blocks)
+    else:
+        outputs = lax.map(lambda chunk: _few_rows(chunk, blocks), padded)
+    outputs = outputs.reshape(chunks * each, -1)[:count, : matrix.columns]
+    return outputs.reshape(*inputs.shape[:-1], -1)
+
+
+def _few_rows(
+    rows: Float[Array, "rows inputs"], blocks: Float[Array, "blocks inputs columns"]
+) -> Float32[Array, "rows outputs"]:
+    """The product of a few rows with all blocks, which are cut into parts that fit the cache.
+
+    Sizes were chosen by measurement: docs/results.md, "Products of few rows on a CPU".
+    """
+    count, size, columns = blocks.shape
+    most = 1024 if len(rows) <= 5 else 256  # up to 5 rows pass over a part only once
+    parts = next(parts for parts in range(-(-size // most), size + 1) if size % parts == 0)
+    left = rows.reshape(len(rows), parts, -1).swapaxes(0, 1)
+    left = jnp.broadcast_to(left, (count, *left.shape))
+    products = _dot(left, blocks.reshape(count, parts, -1, columns), (0, 1))
+    return products.sum(axis=1).swapaxes(0, 1).reshape(len(rows), -1)
+
+
+def _dot(left: Array, right: Array, batch: tuple[int, ...]) -> Array:
+    """`left @ right` over leading batch axes, exact in float32; bfloat16 sums in float32.
+
+    XLA converts bfloat16 matrices to float32, once for a whole program, if asked for more precision
+    than the default.
+    """
+    exact = left.dtype == jnp.float32
+    return lax.dot_general(
+        left,
+        right,
+        (((left.ndim - 1,), (right.ndim - 2,)), (batch, batch)),
+        precision=lax.Precision.HIGHEST if exact else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _whole(matrix: Blocks) -> Array:
+    """The matrix `[I, O]` of blocks, in a program."""
+    blocks = matrix[...]
+    return blocks.swapaxes(0, 1).reshape(blocks.shape[1], -1)[:, : matrix.columns]
 
 
 def output_logits(
     hidden: Float[Array, "B T M"], output_head: nnx.Param | Array, multiplier: float
 ) -> Float32[Array, "B T V"]:
-    """Logits of hidden states after the final norm; the output head is `[V, M]`."""
+    """Logits of hidden states after the final norm; the output head is `[V, M]` or `Blocks`."""
     with jax.named_scope("head"):
-        if isinstance(output_head, OutFirst):
-            return _product(hidden, output_head[...]) * multiplier
+        if isinstance(output_head, Blocks):
+            return _product(hidden, output_head) * multiplier
         return contract("btm,vm->btv", hidden, output_head[...]) * multiplier
 
 
-def out_first(model: nnx.Module) -> None:
-    """Stores the matrices of a bfloat16 model, which is changed, as a CPU multiplies them fastest.
+def embedding_rows(
+    embedding: nnx.Param, tokens: Int[Array, "B T"], shard: Part = WHOLE
+) -> Float[Array, "B T M"]:
+    """Rows of an embedding `[V, M]`; of its transpose in `Blocks`, if it is the output head too."""
+    if isinstance(embedding, Blocks):
+        return embedding[...][tokens // _BLOCK, :, tokens % _BLOCK]
+    return shard.rows_of(embedding[...], tokens)
+
+
+def in_blocks(model: nnx.Module) -> None:
+    """Stores the matrices of a model, which is changed, in blocks.
 
     Args:
         model: a `HybridLM` on one CPU that nobody else has yet.
     """
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Projection):
-            module.kernel = OutFirst(_transposed(module.kernel))
-    for name in ("embedding", "head"):  # [V, M] is out first already
-        if (weight := getattr(model, name)) is not None:
-            setattr(model, name, OutFirst(weight[...]))
+            module.kernel = _cut(module.kernel[...])
+    name = "embedding" if model.head is None else "head"
+    setattr(model, name, _cut(getattr(model, name)[...].T))
+
+
+def _cut(matrix: Float[Array, "I O"]) -> Blocks:
+    host = np.asarray(matrix)
+    size, columns = host.shape
+    count = -(-columns // _BLOCK)
+    padded = np.zeros((size, count * _BLOCK), host.dtype)
+    padded[:, :columns] = host
+    blocks = np.ascontiguousarray(padded.reshape(size, count, _BLOCK).swapaxes(0, 1))
+    return Blocks(jnp.asarray(blocks), columns=columns)
 
 
 _Module = TypeVar("_Module", bound=nnx.Module)
 
 
 def in_first(module: _Module) -> _Module:
-    """The module with the kernels of all projections `[in, out]`; itself if they are."""
-
-    def turned(module: nnx.Module) -> list[Projection]:
-        of_kind = (each for _, each in nnx.iter_modules(module) if isinstance(each, Projection))
-        return [each for each in of_kind if isinstance(each.kernel, OutFirst)]
-
-    if not turned(module):
+    """The module with all its matrices in the usual order; itself if they are."""
+    if not any(isinstance(leaf, Blocks) for _, leaf in nnx.iter_graph(module)):
         return module
     module = nnx.clone(module)
-    for projection in turned(module):
-        projection.kernel = nnx.Param(_transposed(projection.kernel))
+    for _, part in nnx.iter_modules(module):
+        for name, leaf in [*vars(part).items()]:
+            if isinstance(leaf, Blocks):
+                matrix = np.asarray(_whole(leaf))
+                usual = matrix if isinstance(part, Projection) else matrix.T
+                setattr(part, name, nnx.Param(jnp.asarray(np.ascontiguousarray(usual))))
     return module
 
 
 def weights_by_name(module: nnx.Module) -> dict[str, Array]:
-    """The weights by their dotted names, with the kernels of all projections `[in, out]`."""
+    """The weights by their dotted names, all matrices in the usual order."""
     return flatten(nnx.to_pure_dict(nnx.state(in_first(module))))
-
-
-def _transposed(kernel: nnx.Param) -> Array:
-    return jnp.asarray(np.ascontiguousarray(np.asarray(kernel[...]).T))
 
 
 def row_parallel(

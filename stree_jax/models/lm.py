@@ -17,7 +17,7 @@ from stree_jax.models.block import Block
 from stree_jax.models.cache import Cache, Pending, conv_widths, init_cache, init_pending
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.layer import ConvGatherIndex, Path, Replay
-from stree_jax.models.layers import in_first, output_logits
+from stree_jax.models.layers import embedding_rows, in_first, output_logits
 from stree_jax.models.residual import ResidualStream
 from stree_jax.models.shared import SharedLayer, SharedTransformer
 from stree_jax.tree import Tree
@@ -184,7 +184,10 @@ class HybridLM(Partitioned):
         return self.abstract(self.config, partition=partition, **options)
 
     def in_first(self) -> "HybridLM":
-        """See `Partitioned`."""
+        """This model with its matrices `[in, out]`, the embedding and the output head `[V, M]`.
+
+        A model that `from_pretrained` loads on a CPU has them in blocks of columns.
+        """
         return in_first(self)
 
     @property
@@ -337,7 +340,7 @@ class HybridLM(Partitioned):
 
     @property
     def output_head(self) -> nnx.Param:
-        """The weights of the output head `[V, M]`; the embedding if they are tied."""
+        """The weights of the output head, `[V, M]` or `Blocks`; the embedding if they are tied."""
         return self.embedding if self.head is None else self.head
 
     def replay(self, cache: Cache, pending: Pending, path: Path) -> Cache:
@@ -379,7 +382,7 @@ class HybridLM(Partitioned):
 
     def _stream(self, tokens: Array, implementation: str | None) -> ResidualStream:
         self._check_here()
-        rows = self.shard.rows_of(self.embedding[...], tokens)
+        rows = embedding_rows(self.embedding, tokens, self.shard)
         embedded = scaled(rows, self.config.embedding_multiplier)
         dtype = jnp.float32 if self.config.residual_float32 else self.dtype
         return ResidualStream(embedded.astype(dtype), self.config, self.dtype, implementation)
@@ -422,7 +425,7 @@ class HybridLM(Partitioned):
 
 
 def embedded_tokens(
-    tokens: Int[Array, "B T"], embedding: Float[Array, "V M"], multiplier: float
+    tokens: Int[Array, "B T"], embedding: nnx.Param, multiplier: float
 ) -> Float[Array, "B T M"]:
     """Embeddings of tokens, the input of the first layer."""
-    return scaled(embedding[tokens], multiplier)
+    return scaled(embedding_rows(embedding, tokens), multiplier)

@@ -76,7 +76,7 @@ class Eagle3Model(HeadModel):
         if self.embedding is None:
             assert self.head.embedding is not None
             return jnp.take(self.head.embedding[...], tokens, axis=0)
-        return embedded_tokens(tokens, self.embedding[...], self.config.embedding_multiplier)
+        return embedded_tokens(tokens, self.embedding, self.config.embedding_multiplier)
 
     def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
         """See `HeadModel`."""

@@ -55,7 +55,7 @@ class MtpModel(HeadModel):
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
         """The target's embeddings."""
-        return embedded_tokens(tokens, self.embedding[...], self.config.embedding_multiplier)
+        return embedded_tokens(tokens, self.embedding, self.config.embedding_multiplier)
 
     def entries(
         self,

@@ -1,0 +1,159 @@
+"""Matrices in blocks of columns: models that are loaded on a CPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import stree_jax as st
+from stree_jax.checkpoint import save_pretrained
+from stree_jax.convert.writing import write_as
+from stree_jax.extensions.medusa.checkpoint import digest
+from stree_jax.heads import sketch
+from stree_jax.models.layers import Blocks, in_blocks, in_first
+from stree_jax.testing import tiny_model
+from stree_jax.training.run import weights_digest
+from stree_jax.training.trainer import cast
+
+CHAIN = st.TreeTopology.chain(2)
+DTYPES = ("float32", "bfloat16")
+
+
+# Every kind of projection: one with a bias and a head of its own, and one with a tied head.
+@pytest.fixture(scope="module", params=["falcon_h1 hybrid", "plain"])
+def stored(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("stored") / "model"
+    save_pretrained(tiny_model(request.param, dtype="bfloat16"), path)
+    return path
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def loaded(stored, request):
+    return st.from_pretrained(stored, dtype=request.param)
+
+
+def kinds(model):
+    return {type(leaf) for _, leaf in nnx.iter_graph(model) if isinstance(leaf, nnx.Variable)}
+
+
+def weights(model):
+    return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
+
+
+def assert_equal(have, want):
+    jax.tree.map(np.testing.assert_array_equal, have, want)
+
+
+def test_which_models_have_them(stored, loaded):
+    assert Blocks in kinds(loaded)
+    for other in (
+        st.from_pretrained(stored, mesh=st.make_mesh()),
+        tiny_model("falcon_h1 hybrid", dtype="bfloat16"),
+    ):
+        assert Blocks not in kinds(other)
+        assert in_first(other) is other
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 64, 257, 600])
+@pytest.mark.parametrize(("size", "columns"), [(24, 40), (384, 200), (1030, 64)])
+def test_a_product(rows, size, columns):
+    """Against float64: rows of one pass, of several, and of several chunks; parts of odd sizes."""
+    rng = np.random.default_rng(0)
+    projection = st.models.layers.linear(
+        size, columns, bias=True, dtype=jnp.float32, rngs=nnx.Rngs(0)
+    )
+    inputs = rng.normal(size=(rows, size)).astype(np.float32)
+    want = inputs.astype(np.float64) @ np.asarray(projection.kernel[...], np.float64)
+    holder = nnx.Module()
+    holder.projection, holder.head = projection, nnx.Param(jnp.ones((3, 2)))
+    in_blocks(holder)
+    assert projection.kernel.shape == (-(-columns // 64), size, 64)
+    np.testing.assert_allclose(jax.jit(lambda p, x: p(x))(projection, inputs), want, atol=2e-5)
+
+
+def test_logits_are_those_of_the_usual_order(loaded):
+    tokens = np.random.default_rng(0).integers(loaded.config.vocab_size, size=(2, 9))
+    other = in_first(loaded)
+    assert Blocks not in kinds(other)
+    # bfloat16 rounds every layer's output to 8 bits, at other places of a sum.
+    error = 0.02 if loaded.dtype == jnp.bfloat16 else 1e-5
+    for rows in (tokens, tokens[:1, :1], np.tile(tokens, (1, 16))):
+        have, want = (np.asarray(sequence(model, rows)) for model in (loaded, other))
+        np.testing.assert_allclose(have, want, atol=error * np.abs(want).max())
+
+
+@jax.jit
+def sequence(model, tokens):
+    return model(tokens)
+
+
+def test_everything_that_reads_weights_by_name_gets_the_usual_order(stored, loaded, tmp_path):
+    name = loaded.dtype.name
+    usual, _ = load_usual(stored)
+    want = weights(cast(usual, loaded.dtype))
+    assert_equal(weights(in_first(loaded)), want)
+    assert_equal(weights(cast(loaded, loaded.dtype)), want)
+    assert_equal(weights(st.shard(loaded, None)), want)
+    assert_equal(weights(st.shard(loaded, st.make_mesh())), want)
+    other = st.shard(loaded, None)
+    for function in (digest, sketch, weights_digest):
+        assert function(loaded) == function(other)
+    save_pretrained(loaded, tmp_path / "again")
+    assert_equal(weights(load_usual(tmp_path / "again")[0]), weights(usual))
+    (tmp_path / "hf").mkdir()
+    write_as(loaded, tmp_path / "hf", "hf")
+    assert_equal(weights(in_first(st.from_pretrained(tmp_path / "hf", dtype=name))), want)
+
+
+def load_usual(path):
+    """A float32 model in the usual order, and its mesh."""
+    mesh = st.make_mesh()
+    return st.shard(st.from_pretrained(path, mesh=mesh), None), mesh
+
+
+def test_text_with_drafts(loaded):
+    """Drafts are accepted, and the tokens are those of decoding without: all of them in float32."""
+    prompts = [[1, 2, 3], [4]]
+    options = dict(max_new_tokens=12, eos_token=())
+    plain = st.generate(loaded, prompts, **options)
+    drafted = st.generate(
+        loaded, prompts, drafter=st.ModelDrafter(loaded), topology=CHAIN, **options
+    )
+    assert drafted.stats.tau > 2
+    count = 12 if loaded.dtype == jnp.float32 else 4
+    np.testing.assert_array_equal(drafted.tokens[:, :count], plain.tokens[:, :count])
+
+
+def test_gradients(stored):
+    """Of a loaded model: those of the usual order, cut into blocks."""
+    loaded = st.from_pretrained(stored)
+    tokens = np.random.default_rng(0).integers(loaded.config.vocab_size, size=(2, 9))
+    both = []
+    for model in (loaded, in_first(loaded)):
+        graphdef, state = nnx.split(model)
+        loss = lambda state: nnx.merge(graphdef, state)(tokens).std()  # noqa: B023, E731
+        both.append(nnx.merge(graphdef, jax.jit(jax.grad(loss))(state)))
+    have, want = weights(in_first(both[0])), weights(both[1])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), have, want)
+
+
+def test_no_float32_copy_of_the_weights():
+    """XLA converted all of them before the loop, so the program read and held float32."""
+    config = st.ModelConfig.mamba2_lm(512, 256, 4)
+    model = st.HybridLM(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+
+    def temporary(model):
+        @jax.jit
+        def loop(model, tokens):
+            step = lambda _, tokens: jnp.argmax(model(tokens), axis=-1)  # noqa: E731
+            return jax.lax.fori_loop(0, 8, step, tokens)
+
+        # One row: jax 0.12 converts nothing for two.
+        compiled = loop.lower(model, jnp.zeros((1, 1), int)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    before = temporary(model)
+    in_blocks(model)
+    assert temporary(model) < size / 4 < size < before
