@@ -26,13 +26,13 @@ CONV_WIDTH_BITS = (
     10  # of a convolution's width: published ones have 4, and every tap is an operation
 )
 
-
-_BLOCK = 64  # columns of a block
-_MOST_ROWS = 256  # that are multiplied at once
+_BLOCK = 32  # columns of a block
+_PART = 256  # most rows of a block that are multiplied at once
+_MOST_ROWS = 256  # of the other factor; more are multiplied by the whole matrix
 
 
 class Blocks(nnx.Param):
-    """A matrix `[I, O]` in blocks of columns `[O / 64, I, 64]`, the last one filled with zeros.
+    """A matrix `[I, O]` in blocks of columns `[O / 32, I, 32]`, the last one filled with zeros.
 
     Attributes:
         columns: O.
@@ -71,32 +71,30 @@ def linear(
 def _product(
     inputs: Float[Array, "*rows inputs"], matrix: Blocks
 ) -> Float32[Array, "*rows outputs"]:
-    """`inputs @ matrix` in float32, multiplied in the dtype of the matrix."""
+    """`inputs @ matrix` in float32, multiplied in the dtype of the matrix.
+
+    Sizes were chosen by measurement: docs/results.md, "Products of few rows on a CPU".
+    """
     blocks = matrix[...]
     rows = inputs.reshape(-1, inputs.shape[-1]).astype(blocks.dtype)
     count = len(rows)
-    chunks = -(-count // _MOST_ROWS)
-    # XLA's products of one row are slower than of two, of one bfloat16 row by a factor of seven.
-    each = max(2, -(-count // chunks))
-    padded = jnp.pad(rows, ((0, chunks * each - count), (0, 0))).reshape(chunks, each, -1)
-    if chunks == 1:
-        outputs = _few_rows(padded[0], blocks)
+    if count > _MOST_ROWS:
+        outputs = _dot(rows, _whole(matrix), ())
     else:
-        outputs = lax.map(lambda chunk: _few_rows(chunk, blocks), padded)
-    outputs = outputs.reshape(chunks * each, -1)[:count, : matrix.columns]
+        if count == 1 and blocks.dtype == jnp.bfloat16:
+            # XLA's bfloat16 product of one row takes seven times as long as that of two.
+            rows = jnp.concatenate([rows, jnp.zeros_like(rows)])
+        outputs = _few_rows(rows, blocks)[:count, : matrix.columns]
     return outputs.reshape(*inputs.shape[:-1], -1)
 
 
 def _few_rows(
     rows: Float[Array, "rows inputs"], blocks: Float[Array, "blocks inputs columns"]
 ) -> Float32[Array, "rows outputs"]:
-    """The product of a few rows with all blocks, which are cut into parts that fit the cache.
-
-    Sizes were chosen by measurement: docs/results.md, "Products of few rows on a CPU".
-    """
+    """The product with all blocks, cut into parts that fit the nearest caches."""
     count, size, columns = blocks.shape
-    most = 1024 if len(rows) <= 5 else 256  # up to 5 rows pass over a part only once
-    parts = next(parts for parts in range(-(-size // most), size + 1) if size % parts == 0)
+    few_parts = range(-(-size // _PART), size // 64 + 1)
+    parts = next((parts for parts in few_parts if size % parts == 0), 1)  # 1: a prime size
     left = rows.reshape(len(rows), parts, -1).swapaxes(0, 1)
     left = jnp.broadcast_to(left, (count, *left.shape))
     products = _dot(left, blocks.reshape(count, parts, -1, columns), (0, 1))
@@ -144,7 +142,7 @@ def embedding_rows(
     return shard.rows_of(embedding[...], tokens)
 
 
-def in_blocks(model: nnx.Module) -> None:
+def in_blocks(model: Any) -> None:
     """Stores the matrices of a model, which is changed, in blocks.
 
     Args:

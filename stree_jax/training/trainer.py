@@ -161,9 +161,12 @@ def _rows_product(rows: Array, kernel: Array) -> Array:
 
 def _bfloat16_dot(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
     """The product over one axis of each."""
-    factors = (factor.astype(jnp.bfloat16) for factor in (left, right))
-    contracting = (((left_axis,), (right_axis,)), ((), ()))
-    return jax.lax.dot_general(*factors, contracting, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        left.astype(jnp.bfloat16),
+        right.astype(jnp.bfloat16),
+        (((left_axis,), (right_axis,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
 
 
 def _forward(rows: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:

@@ -55,10 +55,10 @@ def test_which_models_have_them(stored, loaded):
         assert in_first(other) is other
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 6, 64, 257, 600])
-@pytest.mark.parametrize(("size", "columns"), [(24, 40), (384, 200), (1030, 64)])
+@pytest.mark.parametrize("rows", [1, 2, 5, 64, 257])
+@pytest.mark.parametrize(("size", "columns"), [(24, 40), (384, 200), (1030, 64), (521, 8)])
 def test_a_product(rows, size, columns):
-    """Against float64: rows of one pass, of several, and of several chunks; parts of odd sizes."""
+    """Against float64: one row, a few and many; sizes that make parts, blocks and none."""
     rng = np.random.default_rng(0)
     projection = st.models.layers.linear(
         size, columns, bias=True, dtype=jnp.float32, rngs=nnx.Rngs(0)
@@ -68,7 +68,7 @@ def test_a_product(rows, size, columns):
     holder = nnx.Module()
     holder.projection, holder.head = projection, nnx.Param(jnp.ones((3, 2)))
     in_blocks(holder)
-    assert projection.kernel.shape == (-(-columns // 64), size, 64)
+    assert projection.kernel.shape == (-(-columns // 32), size, 32)
     np.testing.assert_allclose(jax.jit(lambda p, x: p(x))(projection, inputs), want, atol=2e-5)
 
 
