@@ -128,7 +128,7 @@ def test_text_with_drafts(loaded):
 def test_gradients(stored):
     """Of a loaded model: those of the usual order, cut into blocks."""
     loaded = st.from_pretrained(stored)
-    tokens = np.random.default_rng(0).integers(loaded.config.vocab_size, size=(2, 9))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(loaded.config.vocab_size, size=(2, 9)))
     both = []
     for model in (loaded, in_first(loaded)):
         graphdef, state = nnx.split(model)

@@ -138,7 +138,7 @@ def test_the_gradient_of_a_bfloat16_product():
     """Both gradients are products of rounded factors, in float32."""
     rng = np.random.default_rng(0)
     rows, kernel, ahead = (
-        rng.normal(size=shape).astype(np.float32) for shape in ((2, 3, 8), (8, 5), (2, 3, 5))
+        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 3, 8), (8, 5), (2, 3, 5))
     )
     output, gradients = jax.vjp(bfloat16_product, rows, kernel)
     rounded = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in (rows, kernel, ahead)]
