@@ -42,8 +42,8 @@ from stree_jax.checks import check_int, require_types
 from stree_jax.messages import shown
 
 _MOST = 2**31 - 1  # steps and sizes are int32 in the optimizer and in jax
-PRODUCTS = ("float32", "bfloat16")
 _MOST_TOKENS = 2**24  # of a vocabulary, a row or a batch
+_PRODUCTS = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +124,8 @@ class Training:
             value = getattr(self, name)
             if value < 0:
                 raise ValueError(f"{name} must be a number >= 0, got {value!r}")
-        if self.products not in PRODUCTS:
-            raise ValueError(f"products must be one of {PRODUCTS}, got {shown(self.products)}")
+        if self.products not in _PRODUCTS:
+            raise ValueError(f"products must be one of {_PRODUCTS}, got {shown(self.products)}")
         if self.generated > 1:
             raise ValueError(f"generated must be a fraction from 0 to 1, got {self.generated}")
 
