@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from stree_jax.checkpoint import load_header, load_module, write_checkpoint
-from stree_jax.models.layers import weights_by_name
+from stree_jax.models.layers import named_weights
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.models.mtp import MtpConfig, MtpHead
 
@@ -98,7 +98,7 @@ def sketch(model: HybridLM) -> str:
     Any training changes it. Reading all weights of a large target would take minutes.
     """
     total = hashlib.sha256()
-    for name, leaf in sorted(weights_by_name(model).items()):
+    for name, leaf in named_weights(model):
         total.update(f"{name} {leaf.shape}".encode())
         first = _first(leaf)
         total.update(np.asarray(first).tobytes())

@@ -2,6 +2,7 @@
 
 import importlib
 import shlex
+import statistics
 import sys
 from pathlib import Path
 
@@ -55,7 +56,8 @@ def run_training(
         console=console,
     ) as progress:
         task = progress.add_task("reading text", total=recipe.training.steps, report="")
-        recent: list[float] = []
+        losses: list[float] = []
+        speeds: list[float] = []
         for step in reports:
             progress.update(
                 task,
@@ -63,14 +65,16 @@ def run_training(
                 completed=step.step,
                 report=f"loss {step.loss:.3f}  {step.tokens_per_second:,.0f} tokens/s",
             )
-            recent.append(step.loss)
+            losses.append(step.loss)
+            speeds.append(step.tokens_per_second)
             # A bar cannot be drawn into a log file.
             if not console.is_terminal and step.step % recipe.training.save_every == 0:
                 console.print(
                     f"step {step.step} of {recipe.training.steps}: loss"
-                    f" {sum(recent) / len(recent):.3f} over {len(recent)} steps, "
-                    f" {step.tokens_per_second:,.0f} tokens/s",
+                    f" {statistics.fmean(losses):.3f} over {len(losses)} steps, "
+                    f" {statistics.harmonic_mean(speeds):,.0f} tokens/s",
                     highlight=False,
                 )
-                recent.clear()
+                losses.clear()
+                speeds.clear()
     console.print(f"wrote {output}", highlight=False)

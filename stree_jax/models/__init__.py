@@ -3,7 +3,7 @@
 from pallas_kernels.numerics import contract
 from stree_jax.models.cache import Cache, Path, Pending, empty_path, path_to
 from stree_jax.models.eagle3 import Eagle3Config, Eagle3Head
-from stree_jax.models.layers import output_logits, weights_by_name
+from stree_jax.models.layers import named_weights, output_logits, weights_by_name
 from stree_jax.models.lm import (
     HybridLM,
     check_model,

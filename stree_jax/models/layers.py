@@ -8,6 +8,7 @@ Everything that reads weights by name gets the order of all other models, `[in, 
 `in_first`.
 """
 
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -20,7 +21,6 @@ from jax.typing import DTypeLike
 from pallas_kernels.numerics import activate, contract
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths
 from stree_jax.mesh.partition import WHOLE, Part
-from stree_jax.names import flatten
 
 CONV_WIDTH_BITS = (
     10  # of a convolution's width: published ones have 4, and every tap is an operation
@@ -176,15 +176,28 @@ def in_first(module: _Module) -> _Module:
     for _, part in nnx.iter_modules(module):
         for name, leaf in [*vars(part).items()]:
             if isinstance(leaf, Blocks):
-                matrix = np.asarray(_whole(leaf))
-                usual = matrix if isinstance(part, Projection) else matrix.T
-                setattr(part, name, nnx.Param(jnp.asarray(np.ascontiguousarray(usual))))
+                setattr(part, name, nnx.Param(_usual(leaf, name)))
     return module
 
 
+def _usual(leaf: nnx.Variable, name: str) -> Array:
+    """A weight in the usual order: `[in, out]` for kernels, `[V, M]` for embeddings and heads."""
+    if not isinstance(leaf, Blocks):
+        return leaf[...]
+    matrix = np.asarray(_whole(leaf))
+    return jnp.asarray(np.ascontiguousarray(matrix if name == "kernel" else matrix.T))
+
+
+def named_weights(module: nnx.Module) -> Iterator[tuple[str, Array]]:
+    """The weights by their dotted names in order, one at a time, matrices in the usual order."""
+    leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(module))}
+    for name, leaf in sorted(leaves.items()):
+        yield name, _usual(leaf, name.rpartition(".")[2])
+
+
 def weights_by_name(module: nnx.Module) -> dict[str, Array]:
-    """The weights by their dotted names, all matrices in the usual order."""
-    return flatten(nnx.to_pure_dict(nnx.state(in_first(module))))
+    """All weights of `named_weights`."""
+    return dict(named_weights(module))
 
 
 def row_parallel(

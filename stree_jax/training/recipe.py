@@ -195,13 +195,13 @@ class Recipe:
         return dataclasses.replace(recipe, source=str(path), start=start)
 
     def refuse_start(self) -> None:
-        """Refuses a `start` where something is trained for a target.
+        """Refuses a `start` where heads are trained.
 
         Raises:
             ValueError: the recipe has one.
         """
         if self.start is not None:
-            raise ValueError(f"{self.source}: start is for `train`; leave it out, or use `train`")
+            raise ValueError(f"{self.source}: start is for `train` and `distill`; leave it out")
 
     def fingerprint(self) -> dict[str, Any]:
         """The recipe and digests of its text files as JSON values; equal for equal runs."""

@@ -83,11 +83,23 @@ def _tokenizer_of_run(recipe: Recipe, run: Path) -> Tokenizer:
 
 
 def distill(recipe: Recipe, target_path: Path, output: Path, *, command: str) -> Iterator[Progress]:
-    """Distills a target model into a draft model; arguments, yields and errors as in `train`."""
-    recipe.refuse_start()
+    """Distills a target model into a draft model; arguments, yields and errors as in `train`.
+
+    With `recipe.start` a draft goes on, for example after its target was trained further.
+    """
     tokenizer, target = open_target(target_path, output)
-    run = run_directory(output, recipe.fingerprint() | {"target": weights_digest(target)})
-    model = _new_model(recipe, target.config.vocab_size, target.config.eos_token)
+    fingerprint = recipe.fingerprint() | {"target": weights_digest(target)}
+    if recipe.start is None:
+        run = run_directory(output, fingerprint)
+        model = _new_model(recipe, target.config.vocab_size, target.config.eos_token)
+    else:
+        known, model = open_target(Path(recipe.start), output)
+        if known.get_vocab() != tokenizer.get_vocab():
+            raise ValueError(
+                f"{recipe.start} and {target_path} have different tokenizers; start from a draft of"
+                " this target, or leave start out"
+            )
+        run = run_directory(output, fingerprint | {"start": weights_digest(model)})
 
     def loss(model: HybridLM, tokens: jax.Array, target: HybridLM) -> jax.Array:
         tokens = tokens[:, :-1]

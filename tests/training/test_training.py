@@ -1,4 +1,5 @@
 import dataclasses
+import re
 import tomllib
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tokenizers import Tokenizer
 
 import stree_jax as st
 from stree_jax.checkpoint import load_config
@@ -311,8 +313,15 @@ def test_training_goes_on_from_a_checkpoint(trained, text, tmp_path):
         np.testing.assert_array_equal(have, want)
     assert "in 1 steps, after those of `target`" in (tmp_path / "on" / "README.md").read_text()
     assert st.load_tokenizer(tmp_path / "on").to_str() == st.load_tokenizer(start).to_str()
-    with pytest.raises(ValueError, match="start is for `train`"):
-        list(distill(Recipe.load(file), start, tmp_path / "draft", command=""))
+    list(distill(Recipe.load(file), start, tmp_path / "draft", command=""))  # its own draft
+    card = (tmp_path / "draft" / "README.md").read_text()
+    assert re.search(r"KL divergence from the target: -?0\.0000 nats", card)
+    other = Tokenizer.from_str(st.load_tokenizer(start).to_str().replace('"Z":', '"Zz":'))
+    st.save_pretrained(st.from_pretrained(start), tmp_path / "other", tokenizer=other)
+    with pytest.raises(ValueError, match="different tokenizers"):
+        list(distill(Recipe.load(file), tmp_path / "other", tmp_path / "draft", command=""))
+    with pytest.raises(ValueError, match="start is for `train` and `distill`"):
+        list(train_medusa(Recipe.load(file), start, tmp_path / "heads", command=""))
     file.write_text(f'start = "{start.name}"\n{RECIPE}')
     with pytest.raises(ValueError, match=r"a recipe without \[model\]"):
         Recipe.load(file)
@@ -340,9 +349,11 @@ def test_the_target_continues_the_first_half():
 def test_the_recipe_of_an_embedded_model(name):
     """It describes the model beside it, and its card says what was trained."""
     path = st.demo_path(name)
-    recipe = tomllib.loads(path.with_name(f"{name}.toml").read_text())
+    recipe = first = tomllib.loads(path.with_name(f"{name}.toml").read_text())
+    if "start" in recipe:  # the first run chose the model
+        first = tomllib.loads(path.with_name(f"{recipe['start']}.toml").read_text())
     have = load_config(path)
-    want = st.ModelConfig.mamba2_lm(have.vocab_size, eos_token=0, **recipe["model"])
+    want = st.ModelConfig.mamba2_lm(have.vocab_size, eos_token=0, **first["model"])
     assert dataclasses.replace(have, max_length=None) == want
     card = (path / "README.md").read_text()
     for field, value in dataclasses.asdict(Training(**recipe["training"])).items():

@@ -15,7 +15,7 @@ from stree_jax import HybridLM
 from stree_jax.checkpoint import load_header, load_module, write_checkpoint
 from stree_jax.extensions.medusa.heads import MAX_HEADS, MedusaHeads
 from stree_jax.messages import shown
-from stree_jax.models import check_on_one_device, weights_by_name
+from stree_jax.models import check_on_one_device, named_weights
 
 KIND = "medusa"  # `kind` in config.json
 
@@ -81,7 +81,7 @@ def check_medusa(path: str | os.PathLike[str]) -> None:
 def digest(model: HybridLM) -> str:
     """SHA-256 of the weights as bfloat16: the same for a target loaded in any dtype."""
     total = hashlib.sha256()
-    for name, leaf in sorted(weights_by_name(model).items()):
+    for name, leaf in named_weights(model):
         total.update(name.encode())
         total.update(np.asarray(leaf.astype(jnp.bfloat16)).tobytes())
     return total.hexdigest()
