@@ -34,6 +34,14 @@ def test_round_trip(saved):
     assert (saved / "README.md").read_text() == "# A card\n"
 
 
+def test_a_path_with_dots(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    st.save_pretrained(tiny_model("groups"), "../beside")
+    loaded = st.from_pretrained("../beside").in_first()
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(loaded), nnx.state(tiny_model("groups")))
+
+
 def test_a_checkpoint_of_format_1_loads():
     """Written at commit 45c8e32, with that version's logits; layers were kinds then."""
     path = Path(__file__).parent / "format_1"
