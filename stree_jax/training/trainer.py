@@ -87,6 +87,8 @@ def fit(
     of_batch = jax.shard_map(
         of_rows, mesh=mesh, in_specs=(whole, rows, whole), out_specs=whole, check_vma=False
     )
+    if extra is not None:
+        extra = _multiplying(extra, training.products)
     state, extra = jax.device_put((state, extra), NamedSharding(mesh, whole))
 
     @functools.partial(jax.jit, donate_argnums=0)
