@@ -29,7 +29,7 @@ from benchmarks.common import conclude, read_options, write_json
 MEASURED = FilePath(__file__).parent / "results"
 PICTURES = FilePath(__file__).parents[1] / "docs" / "pictures"
 PROMPT = "Question: Ann has 3 pens."
-README_STEP = 2  # of the text that begins with the prompt
+README_STEP = 7  # of the text that begins with the prompt
 GREY = "#7d7d7d"
 STYLE = FilePath(__file__).with_suffix(".mplstyle")
 
@@ -202,13 +202,14 @@ def how_picture(step: Mapping[str, Any]) -> Figure:
     draw_tree(axes, grown, said, 412, pitch, accepted=path, own=nodes)
 
     title(612, "4. Replay: the accepted tokens go into the state")
-    y, width = 646, 52
+    y, each = 646, min(72, 248 // len(path))
     draw_box(axes, 2, y, "state of the\ntext so far", "C1", filled=False, **state)
     for i, node in enumerate(path):
-        arrow(108 + 72 * i, 126 + 72 * i, y)
-        sizes = {"width": width, "height": 20, "size": 9}
-        draw_box(axes, 128 + 72 * i, y, shown(labels[node]), "C0", filled=True, **sizes)
-    end = 108 + 72 * len(path)
+        left = 108 + each * i
+        arrow(left, left + 18, y)
+        sizes = {"width": each - 20, "height": 20, "size": 9}
+        draw_box(axes, left + 20, y, shown(labels[node]), "C0", filled=True, **sizes)
+    end = 108 + each * len(path)
     arrow(end, end + 18, y)
     draw_box(axes, end + 20, y, "state of the\nlonger text", "C1", filled=False, **state)
     return figure
