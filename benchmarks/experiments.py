@@ -57,7 +57,7 @@ def decode(options: argparse.Namespace) -> Iterator[Found]:
     ways = [
         Method(PLAIN),
         Method("chain of 4", drafter, CHAIN_OF_4),
-        *([] if options.target else methods.shipped(pair.draft)),
+        *([] if options.target else methods.deep_trees(pair.draft)),
         methods.prompt_lookup(),
         *trees(drafter, PAPER_TREES),
     ]

@@ -14,6 +14,8 @@ from benchmarks.models import Pair
 
 PLAIN = "autoregressive"
 CHAIN_OF_4 = st.TreeTopology.chain(4)
+# A chain of 8 and one second choice: what `tune-tree` chose for the first embedded pair.
+DEEP_TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 3, 4, 5, 6, 7, 8])
 PAPER_TREES = {f"tree {name}": st.TreeTopology.paper(name) for name in "ABCDE"}
 TWO_TREES = {"chain of 4": CHAIN_OF_4, "tree A": PAPER_TREES["tree A"]}
 
@@ -72,14 +74,13 @@ def prompt_lookup() -> Method:
     return Method("prompt lookup, chain of 4", st.NgramDrafter(), CHAIN_OF_4)
 
 
-def shipped(draft: st.HybridLM) -> list[Method]:
-    """The tree that `tune-tree` wrote for the embedded pair, and a dynamic tree of its size."""
+def deep_trees(draft: st.HybridLM) -> list[Method]:
+    """A tree of 10 nodes, and a dynamic one of its size with the sharpness of the embedded pair."""
     found = json.loads(st.demo_path("target").with_name("tree.json").read_text())
-    tree = st.TreeTopology.from_parents(found["parents"])
     dynamic = st.DynamicDrafter(draft, sharpness=found["sharpness"])
-    budget = st.TreeTopology.budget(tree.num_nodes, tree.depth)
+    budget = st.TreeTopology.budget(DEEP_TREE.num_nodes, DEEP_TREE.depth)
     return [
-        Method("tuned tree", st.ModelDrafter(draft), tree),
+        Method("deep tree", st.ModelDrafter(draft), DEEP_TREE),
         Method("dynamic tree", dynamic, budget),
     ]
 

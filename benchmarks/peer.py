@@ -23,7 +23,7 @@ import stree_jax as st
 from benchmarks import llama_cpp
 from benchmarks.common import Found, Table, start, summary, timed
 from benchmarks.llama_cpp import Decode
-from benchmarks.methods import CHAIN_OF_4, PLAIN, Method, shipped
+from benchmarks.methods import CHAIN_OF_4, PLAIN, Method, deep_trees
 from benchmarks.models import Pair, embedded_pair
 
 PEER = "transformers"
@@ -102,7 +102,7 @@ def our_decoders(pair: Pair, tokens: int) -> dict[str, Decode]:
     ways = {}
     for suffix, of in ("", pair), (", bfloat16", embedded_pair(0, dtype="bfloat16")):
         chain = Method("chain of 4", st.ModelDrafter(of.draft), CHAIN_OF_4)
-        for method in (Method(PLAIN), chain, shipped(of.draft)[0]):
+        for method in (Method(PLAIN), chain, deep_trees(of.draft)[0]):
             ways[method.name + suffix] = functools.partial(decode, of, method)
     return ways
 

@@ -43,7 +43,7 @@ def canvas(height: float, columns: int = 1, **options: Any) -> tuple[Figure, Any
 def depth_picture(decode: Mapping[str, Any]) -> Figure:
     """Tokens per target call if only the first drafts of a path counted."""
     figure, panels = canvas(320, 2, sharey=True)
-    names = ("chain of 4", "tuned tree", "dynamic tree", "tree A", "prompt lookup, chain of 4")
+    names = ("chain of 4", "deep tree", "dynamic tree", "tree A", "prompt lookup, chain of 4")
     for temperature, axes in enumerate(panels):
         rows = [row for row in decode["decoding"] if row["temperature"] == temperature]
         accepted = {row["method"]: row["accepted_per_depth"] for row in rows}

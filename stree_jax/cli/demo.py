@@ -82,7 +82,7 @@ def _run(
         Method("chain of 4", drafter, st.TreeTopology.chain(4)),
         Method(f"tree of {tree.num_nodes}", drafter, tree),
     ]
-    if tuned is not None:
+    if tuned is not None and tuned not in [method.topology for method in methods]:
         methods.append(Method(f"tuned tree of {tuned.num_nodes}", drafter, tuned))
 
     def decode(method: Method, prompt: list[int]) -> st.Generation:
@@ -147,7 +147,7 @@ def _run(
     text = tokenizer.decode(outputs[0][0].tokens[0, : outputs[0][0].lengths[0]].tolist())
     console.print(Text(PROMPTS[0], style="dim") + Text(text))
     console.print("\nOne of its steps, with the accepted path marked:", style="bold")
-    console.print(_one_step(target, drafter, tuned or tree, prompts[0], tokenizer))
+    console.print(_one_step(target, drafter, tree, prompts[0], tokenizer))
     fastest = max(report, key=lambda name: report[name]["speed_up"])
     best = {"method": fastest, "speed_up": report[fastest]["speed_up"]}
     line = json.dumps({"demo": report, "best": best})

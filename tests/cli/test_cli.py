@@ -293,10 +293,11 @@ def test_demo_of_a_pair(tiny_pair, output):
 
 @pytest.mark.slow
 def test_demo_of_the_embedded_pair(output):
-    """Also with its tuned tree."""
-    tuned = parse_tree(f"@{st.demo_path('target').with_name('tree.json')}")
-    names = [] if tuned is None else [f"tuned tree of {tuned.num_nodes}"]
-    taus = check_demo(output("demo", "--max-new-tokens", 24), [*METHODS, *names])
+    """Its tuned tree is a chain of 4, which is there anyway."""
+    assert parse_tree(f"@{st.demo_path('target').with_name('tree.json')}") == st.TreeTopology.chain(
+        4
+    )
+    taus = check_demo(output("demo", "--max-new-tokens", 24), METHODS)
     assert taus[0] == 1 < taus[1] < taus[2]
 
 
