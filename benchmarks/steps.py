@@ -123,7 +123,7 @@ def time_of_calls(
     }
     return {
         "model": name,
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model))),
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model.in_first()))),
         "milliseconds_by_nodes": milliseconds,
         "relative_to_one_node": {
             nodes: value["median"] / milliseconds[1]["median"]

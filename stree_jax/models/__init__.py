@@ -28,6 +28,7 @@ __all__ = [
     "embedded_tokens",
     "empty_path",
     "flatten",
+    "named_weights",
     "output_logits",
     "path_to",
     "weights_by_name",
