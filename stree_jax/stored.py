@@ -74,7 +74,7 @@ def open_arrays(params: Path, metadata: Mapping[str, Any]) -> dict[str, Tensor]:
     """
     import tensorstore as ts
 
-    state = params.resolve() / "state"  # it refuses ".."
+    state = params.resolve() / "state"  # tensorstore refuses ".."
     context = ts.Context({"cache_pool": {"total_bytes_limit": 1 << 20}})
     opened = {}
     for entry in metadata["tree_metadata"].values():
