@@ -29,7 +29,7 @@ from benchmarks import (
 )
 from benchmarks import temperature as by_temperature
 from benchmarks.common import Found, Table, names
-from benchmarks.methods import CHAIN_OF_4, PAPER_TREES, PLAIN, TWO_TREES, Method, trees
+from benchmarks.methods import CHAIN_OF_4, DEEP_TREE, PAPER_TREES, PLAIN, TWO_TREES, Method, trees
 from benchmarks.models import chosen_pair, embedded_pair, random_model
 
 SIZES = {"--prompts": 16, "--tokens": 96, "--rounds": 3}
@@ -51,13 +51,14 @@ HELP = {
 
 
 def decode(options: argparse.Namespace) -> Iterator[Found]:
-    """The paper's trees, the tuned one, a dynamic one and prompt lookup; costs of target calls."""
+    """The paper's trees, a deep one, a dynamic one and prompt lookup; costs of target calls."""
     pair = chosen_pair(options, options.prompts)
     drafter = st.ModelDrafter(pair.draft)
+    chain, deep = trees(drafter, {"chain of 4": CHAIN_OF_4, "deep tree": DEEP_TREE})
     ways = [
         Method(PLAIN),
-        Method("chain of 4", drafter, CHAIN_OF_4),
-        *([] if options.target else methods.deep_trees(pair.draft)),
+        chain,
+        *([] if options.target else [deep, methods.dynamic_tree(pair.draft)]),
         methods.prompt_lookup(),
         *trees(drafter, PAPER_TREES),
     ]

@@ -74,15 +74,11 @@ def prompt_lookup() -> Method:
     return Method("prompt lookup, chain of 4", st.NgramDrafter(), CHAIN_OF_4)
 
 
-def deep_trees(draft: st.HybridLM) -> list[Method]:
-    """A tree of 10 nodes, and a dynamic one of its size with the sharpness of the embedded pair."""
+def dynamic_tree(draft: st.HybridLM) -> Method:
+    """A dynamic tree of the deep tree's size, with the sharpness tuned for the embedded pair."""
     found = json.loads(st.demo_path("target").with_name("tree.json").read_text())
-    dynamic = st.DynamicDrafter(draft, sharpness=found["sharpness"])
     budget = st.TreeTopology.budget(DEEP_TREE.num_nodes, DEEP_TREE.depth)
-    return [
-        Method("deep tree", st.ModelDrafter(draft), DEEP_TREE),
-        Method("dynamic tree", dynamic, budget),
-    ]
+    return Method("dynamic tree", st.DynamicDrafter(draft, sharpness=found["sharpness"]), budget)
 
 
 def compare(

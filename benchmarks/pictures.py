@@ -205,10 +205,10 @@ def how_picture(step: Mapping[str, Any]) -> Figure:
     y, each = 646, min(72, 248 // len(path))
     draw_box(axes, 2, y, "state of the\ntext so far", "C1", filled=False, **state)
     for i, node in enumerate(path):
-        left = 108 + each * i
-        arrow(left, left + 18, y)
+        x = 108 + each * i
+        arrow(x, x + 18, y)
         sizes = {"width": each - 20, "height": 20, "size": 9}
-        draw_box(axes, left + 20, y, shown(labels[node]), "C0", filled=True, **sizes)
+        draw_box(axes, x + 20, y, shown(labels[node]), "C0", filled=True, **sizes)
     end = 108 + each * len(path)
     arrow(end, end + 18, y)
     draw_box(axes, end + 20, y, "state of the\nlonger text", "C1", filled=False, **state)

@@ -22,7 +22,7 @@ from rich.progress import track
 import stree_jax as st
 from benchmarks.common import Found, Table, num_bytes, start, summary, timed
 from benchmarks.lossless import Way, compared
-from benchmarks.methods import PAPER_TREES, PLAIN, TWO_TREES, Method, deep_trees, trees
+from benchmarks.methods import DEEP_TREE, PAPER_TREES, PLAIN, TWO_TREES, Method, trees
 from benchmarks.models import Pair, embedded_pair
 
 DTYPES = ("float32", "bfloat16")
@@ -41,8 +41,8 @@ COLUMNS = {"method": "{method}", "nodes": "{nodes}"} | {
 def methods(pair: Pair) -> list[Method]:
     """Trees of 1, 5, 10, 13 and 29 nodes."""
     drafter = st.ModelDrafter(pair.draft)
-    some = TWO_TREES | {"tree B": PAPER_TREES["tree B"]}
-    return [Method(PLAIN), *deep_trees(pair.draft)[:1], *trees(drafter, some)]
+    some = {"deep tree": DEEP_TREE} | TWO_TREES | {"tree B": PAPER_TREES["tree B"]}
+    return [Method(PLAIN), *trees(drafter, some)]
 
 
 def speeds(pairs: dict[str, Pair], options: argparse.Namespace) -> list[dict[str, Any]]:

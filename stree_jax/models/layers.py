@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.numerics import activate, contract
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths
 from stree_jax.mesh.partition import WHOLE, Part
+from stree_jax.names import dotted
 
 CONV_WIDTH_BITS = (
     10  # of a convolution's width: published ones have 4, and every tap is an operation
@@ -190,7 +191,7 @@ def _usual(leaf: nnx.Variable, name: str) -> Array:
 
 def named_weights(module: nnx.Module) -> Iterator[tuple[str, Array]]:
     """The weights by their dotted names in order, one at a time, matrices in the usual order."""
-    leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(module))}
+    leaves = {dotted(path): leaf for path, leaf in nnx.to_flat_state(nnx.state(module))}
     for name, leaf in sorted(leaves.items()):
         yield name, _usual(leaf, name.rpartition(".")[2])
 

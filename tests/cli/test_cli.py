@@ -294,9 +294,8 @@ def test_demo_of_a_pair(tiny_pair, output):
 @pytest.mark.slow
 def test_demo_of_the_embedded_pair(output):
     """Its tuned tree is a chain of 4, which is there anyway."""
-    assert parse_tree(f"@{st.demo_path('target').with_name('tree.json')}") == st.TreeTopology.chain(
-        4
-    )
+    tuned = parse_tree(f"@{st.demo_path('target').with_name('tree.json')}")
+    assert tuned == st.TreeTopology.chain(4)
     taus = check_demo(output("demo", "--max-new-tokens", 24), METHODS)
     assert taus[0] == 1 < taus[1] < taus[2]
 
