@@ -1,5 +1,6 @@
 """Random keys of rows."""
 
+import functools
 from typing import Any
 
 import jax
@@ -60,4 +61,9 @@ def row_keys(key: Any, batch: int) -> Array:
             f"key must be a single random key or one for each of {batch} rows, got an array of"
             f" shape {key.shape}"
         )
+    return _folded(key, batch)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _folded(key: Array, batch: int) -> Array:
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(batch))

@@ -379,8 +379,9 @@ def _is_exact(verifier: Verifier, sampling: Sampling) -> bool:
 def owned(state: DecodeState, callers: Any) -> DecodeState:
     """Makes the first state safe to donate: it shares no buffer with the caller's arrays.
 
-    It is committed to the cache's device, as a step's result is if the weights are; otherwise the
-    second step would compile again. Only shared buffers are copied.
+    If any of these arrays is committed to a device, so will be a step's result, and an uncommitted
+    first state would make the second step compile again: so it is committed to the cache's device.
+    Only shared buffers are copied.
     """
     first = jax.tree.leaves(state.cache)[0]
     if isinstance(first, jax.core.Tracer):  # inside a larger program
@@ -388,15 +389,21 @@ def owned(state: DecodeState, callers: Any) -> DecodeState:
     where = first.sharding
     if isinstance(where, jax.sharding.NamedSharding):
         where = jax.sharding.NamedSharding(where.mesh, jax.sharding.PartitionSpec())
-    seen = {id(leaf) for leaf in jax.tree.leaves(callers)}
+    given = jax.tree.leaves(callers)
+    commits = any(map(_is_committed, [*given, *jax.tree.leaves(state)]))
+    seen = {id(leaf) for leaf in given}
 
     def owned(leaf: Any) -> Any:
         if id(leaf) in seen:
             leaf = jnp.copy(leaf)
         seen.add(id(leaf))
-        return leaf if getattr(leaf, "committed", False) else jax.device_put(leaf, where)
+        return jax.device_put(leaf, where) if commits and not _is_committed(leaf) else leaf
 
     return jax.tree.map(owned, state)
+
+
+def _is_committed(leaf: Any) -> bool:
+    return getattr(leaf, "committed", False)
 
 
 def _failures(

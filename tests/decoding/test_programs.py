@@ -74,6 +74,24 @@ def test_longer_requests_compile_again_in_geometric_steps(warm):
     assert all(n <= buffer_size(n) <= max(64, 1.5 * n) for n in range(1, 5000))
 
 
+@pytest.mark.parametrize("committed", [(), ("target",), ("draft",), ("target", "draft")])
+def test_the_second_step_shares_the_program_of_the_first(committed):
+    models = {"target": tiny_model(), "draft": perturbed(tiny_model(), 0.3)}
+    for name in committed:
+        models[name] = jax.device_put(models[name], jax.devices()[0])
+    steps = st.stream(
+        models["target"],
+        [[1, 2, 3]],
+        drafter=st.ModelDrafter(models["draft"]),
+        topology=TREE,
+        max_new_tokens=20,
+    )
+    next(steps)
+    before = len(COMPILED)
+    assert list(steps)
+    assert len(COMPILED) == before
+
+
 def pointers(tree):
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
 
