@@ -54,15 +54,22 @@ def decode(options: argparse.Namespace) -> Iterator[Found]:
     """The paper's trees, a deep one, a dynamic one and prompt lookup; costs of target calls."""
     pair = chosen_pair(options, options.prompts)
     drafter = st.ModelDrafter(pair.draft)
-    chain, deep = trees(drafter, {"chain of 4": CHAIN_OF_4, "deep tree": DEEP_TREE})
+    chains = {f"chain of {n}": st.TreeTopology.chain(n) for n in (4, 6)}
+    own = [*trees(drafter, {"deep tree": DEEP_TREE}), methods.dynamic_tree(pair.draft)]
     ways = [
         Method(PLAIN),
-        chain,
-        *([] if options.target else [deep, methods.dynamic_tree(pair.draft)]),
+        *trees(drafter, chains),
+        *([] if options.target else own),
         methods.prompt_lookup(),
         *trees(drafter, PAPER_TREES),
     ]
-    rows = methods.compare(pair, ways, options.temperatures, options)
+    # Exact in distribution, with tokens of its own: drafts are tested by their probabilities.
+    tested = st.ModelDrafter(pair.draft, child_sampling="iid")
+    sampled = [Method("chain of 4, traversal", tested, CHAIN_OF_4, "traversal")]
+    rows = []
+    for temperature in options.temperatures:
+        these = [*ways, *sampled] if temperature else ways
+        rows += methods.compare(pair, these, [temperature], options)
     name = options.name or "embedded"
     larger = random_model(st.ModelConfig.preset("mamba2-130m"), "float32")
     calls = [
