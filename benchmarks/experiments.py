@@ -29,7 +29,16 @@ from benchmarks import (
 )
 from benchmarks import temperature as by_temperature
 from benchmarks.common import Found, Table, names
-from benchmarks.methods import CHAIN_OF_4, DEEP_TREE, PAPER_TREES, PLAIN, TWO_TREES, Method, trees
+from benchmarks.methods import (
+    CHAIN_OF_4,
+    CHAIN_OF_6,
+    DEEP_TREE,
+    PAPER_TREES,
+    PLAIN,
+    TWO_TREES,
+    Method,
+    trees,
+)
 from benchmarks.models import chosen_pair, embedded_pair, random_model
 
 SIZES = {"--prompts": 16, "--tokens": 96, "--rounds": 3}
@@ -54,7 +63,7 @@ def decode(options: argparse.Namespace) -> Iterator[Found]:
     """The paper's trees, a deep one, a dynamic one and prompt lookup; costs of target calls."""
     pair = chosen_pair(options, options.prompts)
     drafter = st.ModelDrafter(pair.draft)
-    chains = {f"chain of {n}": st.TreeTopology.chain(n) for n in (4, 6)}
+    chains = {"chain of 4": CHAIN_OF_4, "chain of 6": CHAIN_OF_6}
     own = [*trees(drafter, {"deep tree": DEEP_TREE}), methods.dynamic_tree(pair.draft)]
     ways = [
         Method(PLAIN),
@@ -70,6 +79,7 @@ def decode(options: argparse.Namespace) -> Iterator[Found]:
     for temperature in options.temperatures:
         these = [*ways, *sampled] if temperature else ways
         rows += methods.compare(pair, these, [temperature], options)
+        common.forget_programs()
     name = options.name or "embedded"
     larger = random_model(st.ModelConfig.preset("mamba2-130m"), "float32")
     calls = [

@@ -14,7 +14,8 @@ from benchmarks.models import Pair
 
 PLAIN = "autoregressive"
 CHAIN_OF_4 = st.TreeTopology.chain(4)
-# A chain of 8 and one second choice: what `tune-tree` chose for the first embedded pair.
+CHAIN_OF_6 = st.TreeTopology.chain(6)  # what `tune-tree` chose for the embedded pair
+# A chain of 8 and one second choice: what it chose for the first embedded pair.
 DEEP_TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 3, 4, 5, 6, 7, 8])
 PAPER_TREES = {f"tree {name}": st.TreeTopology.paper(name) for name in "ABCDE"}
 TWO_TREES = {"chain of 4": CHAIN_OF_4, "tree A": PAPER_TREES["tree A"]}

@@ -23,7 +23,7 @@ import stree_jax as st
 from benchmarks import llama_cpp
 from benchmarks.common import Found, Table, start, summary, timed
 from benchmarks.llama_cpp import Decode
-from benchmarks.methods import CHAIN_OF_4, DEEP_TREE, PLAIN, Method, trees
+from benchmarks.methods import CHAIN_OF_4, CHAIN_OF_6, PLAIN, Method, trees
 from benchmarks.models import Pair, embedded_pair
 
 PEER = "transformers"
@@ -99,7 +99,7 @@ def our_decoders(pair: Pair, tokens: int) -> dict[str, Decode]:
         out = method.decode(of, [prompt], tokens)
         return out.tokens[0, : out.lengths[0]]
 
-    ways, topologies = {}, {"chain of 4": CHAIN_OF_4, "deep tree": DEEP_TREE}
+    ways, topologies = {}, {"chain of 4": CHAIN_OF_4, "chain of 6": CHAIN_OF_6}
     for suffix, of in ("", pair), (", bfloat16", embedded_pair(0, dtype="bfloat16")):
         drafted = trees(st.ModelDrafter(of.draft), topologies)
         for method in (Method(PLAIN), *drafted):
