@@ -29,7 +29,7 @@ from benchmarks.common import conclude, read_options, write_json
 MEASURED = FilePath(__file__).parent / "results"
 PICTURES = FilePath(__file__).parents[1] / "docs" / "pictures"
 PROMPT = "Question: Ann has 3 pens."
-README_STEP = 7  # of the text that begins with the prompt
+README_STEP = 1  # of the text that begins with the prompt
 GREY = "#7d7d7d"
 STYLE = FilePath(__file__).with_suffix(".mplstyle")
 
