@@ -64,20 +64,19 @@ def decode(options: argparse.Namespace) -> Iterator[Found]:
     pair = chosen_pair(options, options.prompts)
     drafter = st.ModelDrafter(pair.draft)
     chains = {"chain of 4": CHAIN_OF_4, "chain of 6": CHAIN_OF_6}
-    own = [*trees(drafter, {"deep tree": DEEP_TREE}), methods.dynamic_tree(pair.draft)]
-    ways = [
-        Method(PLAIN),
-        *trees(drafter, chains),
-        *([] if options.target else own),
+    ways = [Method(PLAIN), *trees(drafter, chains)]
+    if not options.target:
+        ways += [Method("deep tree", drafter, DEEP_TREE), methods.dynamic_tree(pair.draft)]
+    ways += [
         methods.prompt_lookup(),
         *trees(drafter, PAPER_TREES),
     ]
     # Exact in distribution, with tokens of its own: drafts are tested by their probabilities.
-    tested = st.ModelDrafter(pair.draft, child_sampling="iid")
-    sampled = [Method("chain of 4, traversal", tested, CHAIN_OF_4, "traversal")]
+    iid = st.ModelDrafter(pair.draft, child_sampling="iid")
+    tested = Method("chain of 4, traversal", iid, CHAIN_OF_4, "traversal")
     rows = []
     for temperature in options.temperatures:
-        these = [*ways, *sampled] if temperature else ways
+        these = [*ways, tested] if temperature else ways
         rows += methods.compare(pair, these, [temperature], options)
         common.forget_programs()
     name = options.name or "embedded"
