@@ -245,9 +245,11 @@ class Fields:
     def tokens(self, name: str, vocab_size: int) -> int | tuple[int, ...] | None:
         """A token id, or a tuple of several. Ids outside the vocabulary are dropped and noted."""
         value = self.take(name, None)
-        listed = value if isinstance(value, list) else [value]
-        usable = tuple(t for t in listed if type(t) is int and 0 <= t < vocab_size)
-        if value is not None and len(usable) < len(listed):
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        for token in listed:
+            check_int(f"{self.path}: {self._prefix}{name}", token, -(2**31), 2**31 - 1)
+        usable = tuple(token for token in listed if 0 <= token < vocab_size)
+        if len(usable) < len(listed):
             self._notes.append(f"{name}: {value!r:.80}, only {list(usable)} are in the vocabulary")
         return usable if len(usable) > 1 else (usable[0] if usable else None)
 

@@ -27,10 +27,12 @@ from stree_jax.decoding.grammar import Automaton, json_schema, regex
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.penalties import FrequencyPenalty, PresencePenalty, RepetitionPenalty
+from stree_jax.decoding.pieces import Piece
 from stree_jax.decoding.processors import LogitsProcessor
 from stree_jax.decoding.results import PAD, DecodeStatistics, Generation, NonFiniteLogitsError
 from stree_jax.decoding.sampling import sample_tokens, token_log_probs
 from stree_jax.decoding.score import score, text_log_probs
+from stree_jax.decoding.text_stream import TextStream
 from stree_jax.decoding.token_rules import AllowedTokens, BannedTokens, LogitBias
 from stree_jax.decoding.types import (
     Context,
@@ -154,6 +156,7 @@ __all__ = [
     "NonFiniteLogitsError",
     "Options",
     "ParallelConfig",
+    "Piece",
     "Prefix",
     "PrefixCacheStats",
     "PresencePenalty",
@@ -165,6 +168,7 @@ __all__ = [
     "SharedConfig",
     "SpeculativeDecoder",
     "Step",
+    "TextStream",
     "TopK",
     "TopP",
     "Tree",

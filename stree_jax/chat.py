@@ -10,8 +10,7 @@ from typing import Any
 
 from stree_jax.checkpoint import first_line
 from stree_jax.messages import shown, shown_path
-
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+from stree_jax.special_tokens import special_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,19 +75,6 @@ def load_chat_template(directory: str | os.PathLike[str], name: str = "default")
         known = f" named {shown(name)}; there are {sorted(templates)}" if templates else ""
         raise ValueError(f"{shown_path(folder)} has no chat template{known}; pass a text instead")
     return ChatTemplate(templates[name], special_tokens(folder))
-
-
-def special_tokens(folder: Path) -> dict[str, str]:
-    """The special tokens that the files of a tokenizer name."""
-    config = read_json(folder / "special_tokens_map.json")
-    config |= read_json(folder / "tokenizer_config.json")
-    found = {}
-    for name in _SPECIAL_TOKENS:
-        token = config.get(name)
-        token = token.get("content") if isinstance(token, Mapping) else token
-        if isinstance(token, str):
-            found[name] = token
-    return found
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Loading a model or a tokenizer from any checkpoint. Depends on `stree_jax.convert`."""
 
+import dataclasses
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -16,6 +17,7 @@ from stree_jax.mesh.weights import partition_of
 from stree_jax.messages import shown, shown_path
 from stree_jax.models.layers import in_blocks
 from stree_jax.models.lm import HybridLM, check_options
+from stree_jax.special_tokens import end_tokens, special_tokens
 
 
 def from_pretrained(
@@ -28,6 +30,9 @@ def from_pretrained(
     replicate: bool = False,
 ) -> HybridLM:
     """Loads a checkpoint: native, or of any family in `stree_jax.convert.FAMILIES`.
+
+    `eos_token` of its config has all tokens that end its texts: those that the checkpoint's config,
+    its `generation_config.json` and its tokenizer name.
 
     Args:
         path: the directory, or the name of a model on the hub (needs `stree-jax[hub]`).
@@ -65,13 +70,23 @@ def from_pretrained(
         raise ValueError(f"{directory} is native; quirks are for checkpoints of other programs")
     else:
         model = load_native(directory, dtype=dtype, **options)
+    model.config = dataclasses.replace(model.config, eos_token=_end_tokens(model, directory))
     if partition is None and dispatch.device_of(model).platform == "cpu":
         in_blocks(model)
     return model
 
 
+def _end_tokens(model: HybridLM, directory: Path) -> int | tuple[int, ...] | None:
+    """The tokens that end its texts; one or none as other configs have it."""
+    is_there = "eos_token" in special_tokens(directory) and _tokenizer_file(directory).is_file()
+    ends = end_tokens(model.config, directory, load_tokenizer(directory) if is_there else None)
+    return tuple(ends) if len(ends) > 1 else ends[0] if ends else None
+
+
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a checkpoint directory, or of a tokenizer.json file.
+
+    It encodes whole texts: what its last user left there of truncation and padding is off.
 
     Args:
         path: the directory or file. For a name on the hub pass `stree_jax.convert.find(name)`.
@@ -81,9 +96,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """
     if not isinstance(path, str | os.PathLike):
         raise ValueError(f"path must be a directory or a tokenizer.json, got {shown(path)}")
-    file = Path(path)
-    if file.suffix != ".json":
-        file = file / "tokenizer.json"
+    file = _tokenizer_file(Path(path))
     try:
         exists = file.is_file()
     except OSError:  # for example, a name that is too long
@@ -91,7 +104,14 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     if not exists:
         raise ValueError(f"no tokenizer at {shown_path(file)}")
     with tokenizer_errors(f"{file} is damaged"):
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _tokenizer_file(path: Path) -> Path:
+    return path if path.suffix == ".json" else path / "tokenizer.json"
 
 
 def demo_path(name: str) -> Path:

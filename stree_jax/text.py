@@ -1,35 +1,152 @@
 """Text in, text out: a model, its tokenizer and its chat template in one call."""
 
 import functools
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
-from stree_jax.chat import load_chat_template, read_json, special_tokens
+from stree_jax.chat import load_chat_template
 from stree_jax.checkpoint import tokenizer_errors
+from stree_jax.checks import check_int
+from stree_jax.config import ModelConfig
 from stree_jax.decoding.drafters import Drafter, ModelDrafter
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.options import checked_options
-from stree_jax.decoding.token_bytes import as_tokenizer, token_bytes
+from stree_jax.decoding.token_bytes import as_tokenizer
 from stree_jax.decoding.verifiers import Verifier
-from stree_jax.models.lm import HybridLM
+from stree_jax.messages import shown, shown_path
+from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.pretrained import from_pretrained, load_tokenizer
+from stree_jax.special_tokens import end_tokens
 from stree_jax.tree import TreeTopology
 
 Location = str | os.PathLike[str]
 Messages = Sequence[Mapping[str, Any]]
 
 
-class _Loaded(NamedTuple):
-    """A model with its tokenizer; `folder` has their files, if it is known."""
+class Texts:
+    """The texts of a checkpoint: prompts to tokens, what ends a text, tokens to text.
 
-    model: HybridLM
-    tokenizer: Any
-    folder: Path | None
+    `complete`, the command and its files of prompts use it.
+
+    Args:
+        tokenizer: from `load_tokenizer`, or a fast tokenizer of transformers.
+        folder: the directory of the tokenizer, with its chat template; None: unknown.
+
+    Raises:
+        ValueError: not a tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, folder: Path | None = None):
+        self._given, self._folder = tokenizer, folder
+        self._name = "the tokenizer" + (f" of {shown_path(folder)}" if folder else "")
+        self._tokenizer = as_tokenizer(tokenizer)
+        if self._tokenizer.truncation or self._tokenizer.padding:
+            self._tokenizer = _of_whole_texts(self._tokenizer)
+
+    @classmethod
+    def at(cls, path: Location) -> "Texts":
+        """Those of a directory, or of a tokenizer.json; what is loaded is kept.
+
+        Raises:
+            ValueError: there is none, or it cannot be read.
+        """
+        source = Path(path)
+        folder = source.parent if source.suffix == ".json" else source
+        return cls(_tokenizer(*_stamped(source, "tokenizer.json")), folder)
+
+    def tokenizer(self, prompt: str | Messages) -> Tokenizer:
+        """The tokenizer that decodes what follows a prompt.
+
+        The decoders of sentencepiece strip the space that begins a text. What continues a text
+        keeps it, an answer begins without.
+        """
+        return _continuing(self._tokenizer) if isinstance(prompt, str) else self._tokenizer
+
+    def tokens(
+        self,
+        prompt: str | Messages,
+        *,
+        special: bool = True,
+        chat: Mapping[str, Any] | None = None,
+        name: str = "prompt",
+    ) -> list[int]:
+        """The tokens of a prompt.
+
+        Args:
+            prompt: a text, or a conversation, which is written by the chat template.
+            special: whether a text gets the special tokens that the tokenizer adds, such as one for
+                its beginning. It gets none at its end, which it does not have yet. A chat template
+                writes them itself.
+            chat: variables of the chat template.
+            name: what messages call the prompt.
+
+        Raises:
+            ValueError: there are none, the tokenizer cannot encode the text, or there is no chat
+                template, or one that cannot write the conversation.
+        """
+        is_text = isinstance(prompt, str)
+        text = prompt if isinstance(prompt, str) else self._written(prompt, chat or {})
+        if not text:
+            raise ValueError(f"{name} is empty; give at least one character")
+        with tokenizer_errors(f"{self._name} cannot encode {name}"):
+            found = self._tokenizer.encode(text, add_special_tokens=is_text and special)
+        tokens, added = found.ids, found.special_tokens_mask
+        while added and added[-1]:
+            del tokens[-1], added[-1]
+        if added[:2] == [1, 0] and tokens[0] == tokens[1]:  # the text has its first token already
+            tokens = tokens[1:]
+        if not tokens:
+            raise ValueError(f"{self._name} gives no tokens for {name}")
+        return tokens
+
+    def end_tokens(self, config: ModelConfig, given: Any = None) -> list[int]:
+        """The tokens that end a text: those of the model, and of the tokenizer's directory.
+
+        Args:
+            config: the model's.
+            given: others instead, as ids or as the text of tokens; one or a list.
+
+        Raises:
+            ValueError: a token that the tokenizer does not have.
+        """
+        if given is None:
+            ends = end_tokens(config, self._folder, self._tokenizer)
+            own = getattr(self._given, "eos_token_id", None)  # of transformers
+            return ends if own is None or own in ends else [*ends, own]
+        found = []
+        for token in given if isinstance(given, list | tuple) else np.ravel(given).tolist():
+            own = self._tokenizer.token_to_id(token) if isinstance(token, str) else token
+            if own is None:
+                raise ValueError(
+                    f"eos_token = {shown(token)} is no token of {self._name}; give its id"
+                )
+            found.append(check_int("eos_token", own, 0, config.vocab_size - 1))
+        return found
+
+    def without_end(self, text: str, tokens: Sequence[int], finish_reason: str) -> str:
+        """A text without the token that ended it, which may be no special one."""
+        if finish_reason != "end_token":
+            return text
+        return text.removesuffix(_continuing(self._tokenizer).decode([tokens[-1]]))
+
+    def _written(self, messages: Messages, variables: Mapping[str, Any]) -> str:
+        """A conversation as text."""
+        if hasattr(self._given, "apply_chat_template"):  # of transformers
+            return self._given.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **variables
+            )
+        if self._folder is None:
+            raise ValueError(
+                "a tokenizer alone has no chat template: pass tokenizer=..., the directory of its"
+                " checkpoint"
+            )
+        return load_chat_template(self._folder).render(messages, **variables)
 
 
 def complete(
@@ -58,9 +175,9 @@ def complete(
         drafter: a path or name of a draft model, or a drafter.
         topology, verifier: as in `generate`.
         chat: variables of the chat template, such as `tools` or `enable_thinking`.
-        **options: as in `generate`, such as `stop=[". "]`. A text ends with the end tokens of the
-            model's config, of `generation_config.json` and of the tokenizer, unless `eos_token` is
-            given.
+        **options: as in `generate`, such as `stop=[". "]`. `eos_token` may also be the text of a
+            token, or several. None: the end tokens of the model's config, of
+            `generation_config.json` and of the tokenizer.
 
     Returns:
         The new text, without the end token or the stop.
@@ -70,57 +187,38 @@ def complete(
             `generate`.
         NonFiniteLogitsError: as in `generate`.
     """
+    ends = options.pop("eos_token", None)
     checked_options("complete", options)
-    loaded = _found(model, tokenizer)
-    inner = as_tokenizer(loaded.tokenizer)
-    is_text = isinstance(prompt, str)
-    text = prompt if isinstance(prompt, str) else _written(loaded, prompt, chat or {})
-    if not text:
-        raise ValueError("prompt is empty; give at least one character")
-    with tokenizer_errors("the tokenizer cannot encode the prompt"):
-        tokens = inner.encode(text, add_special_tokens=is_text).ids
-    own = options.get("eos_token")
-    ends = _end_tokens(loaded, inner) if own is None else np.ravel(np.asarray(own)).tolist()
-    options |= {"eos_token": ends, "tokenizer": inner}
+    at: Any = model
+    source = tokenizer if _is_path(tokenizer) else None
+    if tokenizer is None and _is_path(model):
+        source = _folder(at)
+    if source is None and tokenizer is None:
+        raise ValueError(
+            "a model has no tokenizer: pass tokenizer=..., such as the directory of its checkpoint"
+        )
+    loaded: Any = _model_at(at) if _is_path(model) else model
+    check_model(loaded)
+    texts = Texts(tokenizer) if source is None else Texts.at(source)
+    tokens = texts.tokens(prompt, chat=chat)
     draft: Any = drafter
     out = generate(
-        loaded.model,
+        loaded,
         [tokens],
         drafter=ModelDrafter(_model_at(draft)) if _is_path(draft) else draft,
         topology=topology,
         verifier=verifier,
+        eos_token=texts.end_tokens(loaded.config, ends),
+        tokenizer=texts.tokenizer(prompt),
         **options,
     )
-    if out.finish_reasons[0] == "stop":
-        assert out.texts is not None
-        return out.texts[0]
+    assert out.texts is not None
     new = out.tokens[0, : out.lengths[0]].tolist()
-    if out.finish_reasons[0] == "end_token":
-        new.pop()
-    if not is_text:
-        return inner.decode(new)
-    # A decoder may strip a space that begins the new text; its bytes have it.
-    texts = token_bytes(inner)
-    return b"".join(texts[token] or b"" for token in new).decode(errors="replace")
+    return texts.without_end(out.texts[0], new, out.finish_reasons[0])
 
 
 def _is_path(value: Any) -> bool:
     return isinstance(value, str | os.PathLike)
-
-
-def _found(model: Any, tokenizer: Any) -> _Loaded:
-    """The model and its tokenizer."""
-    folder = _folder(model) if _is_path(model) else None
-    if _is_path(tokenizer):
-        folder = Path(tokenizer)
-    if tokenizer is None and folder is None:
-        raise ValueError(
-            "a model has no tokenizer: pass tokenizer=..., such as the directory of its checkpoint"
-        )
-    if tokenizer is None or _is_path(tokenizer):
-        assert folder is not None
-        tokenizer = _tokenizer(*_stamped(folder, "tokenizer.json"))
-    return _Loaded(_model_at(model) if _is_path(model) else model, tokenizer, folder)
 
 
 def _folder(path: Location) -> Path:
@@ -131,7 +229,7 @@ def _folder(path: Location) -> Path:
 
 def _stamped(folder: Path, name: str) -> tuple[str, int]:
     """A folder and the time that a file in it was written: the cache key of what is loaded."""
-    file = folder / name
+    file = folder if folder.suffix == ".json" else folder / name
     return str(folder.resolve()), file.stat().st_mtime_ns if file.is_file() else 0
 
 
@@ -149,27 +247,37 @@ def _tokenizer(path: str, written: int) -> Tokenizer:
     return load_tokenizer(path)
 
 
-def _written(loaded: _Loaded, messages: Messages, variables: Mapping[str, Any]) -> str:
-    """A conversation as text."""
-    if hasattr(loaded.tokenizer, "apply_chat_template"):  # transformers
-        return loaded.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **variables
-        )
-    if loaded.folder is None:
-        raise ValueError(
-            "a tokenizer alone has no chat template: pass tokenizer=..., the directory of its"
-            " checkpoint"
-        )
-    return load_chat_template(loaded.folder).render(messages, **variables)
+@functools.lru_cache(maxsize=4)
+def _of_whole_texts(tokenizer: Tokenizer) -> Tokenizer:
+    """A tokenizer that neither cuts nor pads, as its owner may want it to do elsewhere."""
+    copy = Tokenizer.from_str(tokenizer.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    return copy
 
 
-def _end_tokens(loaded: _Loaded, tokenizer: Tokenizer) -> list[int]:
-    """The end tokens of model and files."""
-    found = [loaded.model.config.eos_token, getattr(loaded.tokenizer, "eos_token_id", None)]
-    if loaded.folder is not None:
-        found.append(read_json(loaded.folder / "generation_config.json").get("eos_token_id"))
-        name = special_tokens(loaded.folder).get("eos_token")
-        found.append(None if name is None else tokenizer.token_to_id(name))
-    vocab_size = loaded.model.config.vocab_size
-    listed = [np.ravel(np.asarray(each)).tolist() for each in found if each is not None]
-    return sorted({token for tokens in listed for token in tokens if token < vocab_size})
+@functools.lru_cache(maxsize=4)
+def _continuing(tokenizer: Tokenizer) -> Tokenizer:
+    """A tokenizer whose decoder keeps the space that begins a text."""
+    if tokenizer.decoder is None:
+        return tokenizer
+    state = tokenizer.decoder.__getstate__()
+    wanted = _keeping_spaces(json.loads(state))
+    if wanted == json.loads(state):
+        return tokenizer
+    copy = Tokenizer.from_str(tokenizer.to_str())
+    decoder = decoders.Fuse()
+    decoder.__setstate__(json.dumps(wanted).encode())
+    copy.decoder = decoder
+    return copy
+
+
+def _keeping_spaces(step: dict[str, Any]) -> dict[str, Any]:
+    match step["type"]:
+        case "Sequence":
+            return step | {"decoders": [_keeping_spaces(each) for each in step["decoders"]]}
+        case "Strip":
+            return step | {"start": 0}
+        case "Metaspace":
+            return step | {"prepend_scheme": "never"}
+    return step

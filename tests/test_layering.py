@@ -70,6 +70,7 @@ LAYERS = [
     "config",
     "stored",
     "checkpoint",
+    "special_tokens",
     "compilation_cache",
     "heads",
     "convert",

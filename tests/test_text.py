@@ -160,10 +160,6 @@ def test_a_conversation(folder):
     assert st.complete(folder, MESSAGES, eos_token=end, **options) == tokenizer.decode(
         tokens[: tokens.index(end)]
     )
-    loaded = text._found(folder, None)
-    assert text._end_tokens(loaded, loaded.tokenizer) == [tokenizer.token_to_id("<|im_end|>")]
-    (folder / "generation_config.json").write_text('{"eos_token_id": [0, 7]}')
-    assert text._end_tokens(loaded, loaded.tokenizer) == [0, 7, 4097]
 
 
 def test_refusals(folder, monkeypatch):

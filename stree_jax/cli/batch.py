@@ -21,25 +21,31 @@ from rich.progress import (
 
 import stree_jax as st
 from stree_jax.checks import check_int
-from stree_jax.cli.generate import Loaded, check_seed, encoded, under
+from stree_jax.cli.generate import Loaded, check_seed, under
 from stree_jax.cli.memory import free_memory, row_bytes
-from stree_jax.cli.options import DEFAULTS, wanted
+from stree_jax.cli.options import DEFAULTS, Wanted, wanted
+from stree_jax.cli.prompts import prompt_of, read_lines, record_of
 from stree_jax.cli.records import open_records
 from stree_jax.decoding.drafters.base import draft_models
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.prompts import MAX_TOKENS, buffer_size
 from stree_jax.mesh.hosts import by_first
+from stree_jax.messages import shown
 
 
 class _Line(NamedTuple):
     """A line of the prompts file: a request and how many texts of it, or its error."""
 
     number: int  # from 1
-    prompt: str
+    source: dict[str, Any]  # its "prompt", or its "messages"
     request: st.Request | None
     error: str = ""
-    num_texts: int = 1
-    grammar: tuple[str, Any] | None = None  # see `Wanted`
+    asked: Wanted | None = None
+
+    @property
+    def num_texts(self) -> int:
+        """How many texts of its prompt."""
+        return 1 if self.asked is None else self.asked.num_texts
 
     def requests(self) -> Iterator[st.Request]:
         """A request for each text; all but the first fold their index into the line's key."""
@@ -72,8 +78,8 @@ def run_batch(
         console: console for the progress bar, bad lines and the summary.
         loaded: models and tokenizer.
         settings: options of a text, which a line may override.
-        prompts: file of JSON objects with a "prompt" and optional settings.
-        output: file of JSON objects with "line", "prompt", "text" and counts, as texts end; with
+        prompts: file of JSON objects with a "prompt" or "messages", and optional settings.
+        output: file of JSON objects with "line", the prompt, "text" and counts, as texts end; with
             several texts of a prompt "texts", a list of objects. None: the standard output.
         rows: number of prompts that decode at the same time.
         verifier, max_length: see `generate`.
@@ -88,33 +94,32 @@ def run_batch(
             more rows than fit into memory.
     """
     check_int("--rows", rows, 1)
-    text = by_first(lambda: _read(prompts).decode("latin-1")).encode("latin-1")
+    texts = json.loads(by_first(lambda: json.dumps(_read(prompts))))
     drafts: dict[str, Any] = {
         "drafter": loaded.drafter,
         "topology": loaded.topology,
         "verifier": verifier,
     }
     asked = wanted(settings)
-    made = {json.dumps(asked.grammar): under(loaded, asked.grammar)}
+    made = _Grammars(loaded)
     plan(  # checks them
         loaded.model,
         [[0]],
         **drafts,
         **asked.options,
+        **made.options(asked),
         key=jax.random.key(seed),
-        tokenizer=loaded.tokenizer,
+        tokenizer=loaded.texts.tokenizer(""),
     )
     lines = [
-        _parsed(loaded, number, line, seed, settings)
-        for number, line in enumerate(text.split(b"\n"), 1)
-        if line.strip()
+        _parsed(loaded, number, line.encode("latin-1"), seed, settings) for number, line in texts
     ]
     partition = loaded.model.partition
     if partition is not None and partition.shards > 1:  # which sum in another order
         fingerprint = fingerprint | {"shards": partition.shards}
     run = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:12]
     limit = min(max_length or loaded.model.config.max_length or MAX_TOKENS, MAX_TOKENS)
-    lines, rows = _fitting(loaded, _with_grammars(loaded, lines, made), rows, limit)
+    lines, rows = _fitting(loaded, made.of_lines(lines), rows, limit)
     lengths = [_length(line.request) for line in lines if line.request]
     longest = max((length for length in lengths if length <= limit), default=2)
     scheduler = st.Scheduler(loaded.model, rows=rows, max_length=max(longest, 2), **drafts)
@@ -122,7 +127,7 @@ def run_batch(
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left:"))
     with (
         Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress,
-        open_records(output, run, {line.number: line.prompt for line in lines}) as (
+        open_records(output, run, {line.number: line.source for line in lines}) as (
             write,
             finished,
         ),
@@ -168,9 +173,9 @@ def run_batch(
             if errors := [text.error for text in texts if text.error]:
                 report(line, errors[0])
                 continue
-            records = [_record(text) for text in texts]
+            records = [_record(loaded, text) for text in texts]
             content = records[0] if line.num_texts == 1 else {"texts": records}
-            write({"line": line.number, "prompt": line.prompt} | content)
+            write({"line": line.number} | line.source | content)
             num_done += 1
             num_tokens += sum(text.stats.num_tokens for text in texts)
             num_calls += sum(text.stats.num_target_calls for text in texts)
@@ -186,23 +191,22 @@ def run_batch(
     return num_bad
 
 
-def _read(prompts: Path) -> bytes:
-    try:
-        return prompts.read_bytes()
-    except OSError as error:
-        raise ValueError(f"--prompts {prompts} cannot be read: {error.strerror}") from None
+def _read(prompts: Path) -> list[tuple[int, str]]:
+    """The lines; their bytes as characters, so that one that is no UTF-8 ends alone."""
+    return [(number, line.decode("latin-1")) for number, line in read_lines(prompts)]
 
 
-def _record(completion: st.Completion) -> dict[str, Any]:
+def _record(loaded: Loaded, completion: st.Completion) -> dict[str, Any]:
     """The output record of a text."""
+    tokens, reason = completion.tokens, completion.finish_reason
     record: dict[str, Any] = {
-        "text": completion.text,
-        "finish_reason": completion.finish_reason,
+        "text": loaded.texts.without_end(completion.text or "", tokens, reason),
+        "finish_reason": reason,
         "num_tokens": completion.stats.num_tokens,
         "num_target_calls": completion.stats.num_target_calls,
     }
     if completion.log_probs is not None:
-        record |= {"tokens": completion.tokens, "log_probs": completion.log_probs}
+        record |= {"tokens": tokens, "log_probs": completion.log_probs}
     return record
 
 
@@ -250,59 +254,73 @@ def _fitting(loaded: Loaded, lines: list[_Line], rows: int, limit: int) -> tuple
     return lines, rows
 
 
-def _with_grammars(
-    loaded: Loaded, lines: list[_Line], made: dict[str, dict[str, Any]]
-) -> list[_Line]:
-    """The lines, with grammars in their requests; a bad grammar is a line's error.
+class _Grammars:
+    """The grammars of lines, each compiled once."""
 
-    Args:
-        loaded: models and tokenizer.
-        lines: the lines.
-        made: the options `under` the grammars compiled so far, by the grammar as JSON.
-    """
-    names, errors, made = [json.dumps(line.grammar) for line in lines], {}, dict(made)
-    for name, line in zip(names, lines, strict=True):
-        if name not in made and name not in errors:
-            try:
-                made[name] = under(loaded, line.grammar)
-            except ValueError as error:
-                errors[name] = str(error)
-    used = [options for name, options in made.items() if options and name in names]
-    if used:  # requests share the tables
-        joined = st.Automaton.joined([one for options in used for one in options["processors"]])
-        for options, automaton in zip(used, joined, strict=True):
-            options["processors"] = [automaton]
-    found = []
-    for name, line in zip(names, lines, strict=True):
-        if line.request is not None and name in errors:
-            line = line._replace(request=None, error=errors[name])
-        elif line.request is not None:
-            line = line._replace(request=dataclasses.replace(line.request, **made[name]))
-        found.append(line)
-    return found
+    def __init__(self, loaded: Loaded):
+        self._loaded = loaded
+        self._made: dict[str, st.Automaton | ValueError] = {}
+
+    def options(self, asked: Wanted) -> dict[str, Any]:
+        """What ends a text, and its grammar if it has one.
+
+        Raises:
+            ValueError: a bad grammar, or no end token.
+        """
+        ends = self._loaded.texts.end_tokens(self._loaded.model.config, asked.eos_token)
+        options: dict[str, Any] = {"eos_token": ends or None}
+        if asked.grammar is not None:
+            key = json.dumps([asked.grammar, ends])
+            if key not in self._made:
+                try:
+                    self._made[key] = under(asked.grammar, self._loaded, ends)
+                except ValueError as error:
+                    self._made[key] = error
+            found = self._made[key]
+            if isinstance(found, ValueError):
+                raise found
+            options["processors"] = [found]
+        return options
+
+    def of_lines(self, lines: list[_Line]) -> list[_Line]:
+        """The lines with these options in their requests; a bad grammar is its line's error."""
+        found: list[_Line] = []
+        for line in lines:
+            if line.request is not None and line.asked is not None:
+                try:
+                    options = self.options(line.asked)
+                    line = line._replace(request=dataclasses.replace(line.request, **options))
+                except ValueError as error:
+                    line = line._replace(request=None, error=str(error))
+            found.append(line)
+        # Requests share the tables of those that are used.
+        used = {id(one): one for line in found if line.request for one in line.request.processors}
+        joined = dict(zip(used, st.Automaton.joined([*used.values()]), strict=True)) if used else {}
+        for i, line in enumerate(found):
+            if line.request is not None and line.request.processors:
+                own = [joined[id(one)] for one in line.request.processors]
+                found[i] = line._replace(request=dataclasses.replace(line.request, processors=own))
+        return found
 
 
 def _parsed(loaded: Loaded, number: int, line: bytes, seed: int, defaults: dict[str, Any]) -> _Line:
+    source: dict[str, Any] = {}
     try:
-        content = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        return _Line(number, "", None, f"not UTF-8: {error}")
-    except (ValueError, RecursionError) as error:
-        return _Line(number, "", None, f"not JSON: {error}")
-    prompt = content.get("prompt") if isinstance(content, dict) else None
-    if not isinstance(prompt, str):
-        return _Line(number, "", None, 'not an object with a "prompt" that is a text')
-    try:
+        content = record_of(line)
+        source = {name: content[name] for name in ("prompt", "messages") if name in content}
         asked = wanted(defaults, {name: content[name] for name in DEFAULTS if name in content})
         own_seed = content.get("seed", seed)
         check_seed(own_seed, "seed")
-        key = jax.random.fold_in(jax.random.key(own_seed), number)
+        chat = content.get("chat")
+        if chat is not None and not isinstance(chat, dict):
+            raise ValueError(f"chat must be an object, the template's variables, got {shown(chat)}")
+        prompt = prompt_of(content)
         request = st.Request(
-            encoded(loaded, prompt, "the prompt"),
-            key=key,
-            tokenizer=loaded.tokenizer,
+            loaded.texts.tokens(prompt, special=asked.bos, chat=chat, name="the prompt"),
+            key=jax.random.fold_in(jax.random.key(own_seed), number),
+            tokenizer=loaded.texts.tokenizer(prompt),
             **asked.options,
         )
     except ValueError as error:
-        return _Line(number, prompt, None, str(error))
-    return _Line(number, prompt, request, "", asked.num_texts, asked.grammar)
+        return _Line(number, source, None, str(error))
+    return _Line(number, source, request, "", asked)

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -12,15 +12,15 @@ from rich.console import Console
 from rich.style import Style
 
 import stree_jax as st
-from stree_jax.checkpoint import tokenizer_errors
 from stree_jax.checks import check_int
 from stree_jax.cli.drafters import Chosen, load_drafter
 from stree_jax.cli.mesh import join_processes, parse_mesh
+from stree_jax.cli.options import Wanted
 from stree_jax.cli.trees import parse_tree
 from stree_jax.compilation_cache import enable_compilation_cache
 from stree_jax.convert import find
-from stree_jax.decoding.grammar.api import end_tokens
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
+from stree_jax.text import Texts
 
 
 class Loaded(NamedTuple):
@@ -29,8 +29,7 @@ class Loaded(NamedTuple):
     model: st.HybridLM
     drafter: st.Drafter | None
     topology: st.TreeTopology | None
-    tokenizer: Any
-    tokenizer_source: str
+    texts: Texts
     output: IO[str] | None = None  # None: standard output
 
 
@@ -71,7 +70,7 @@ def load(
             f"--mesh {mesh:.80}: heads draft on one device; leave --mesh out, or draft with --draft"
             " or --ngram"
         )
-    tokenizer = st.load_tokenizer(tokenizer_path or find(checkpoint))
+    texts = Texts.at(tokenizer_path or find(checkpoint))
     enable_compilation_cache()
     if distributed:
         join_processes()
@@ -82,8 +81,7 @@ def load(
         model,
         load_drafter(drafter, model, kind, sharpness),
         topology,
-        tokenizer,
-        str(tokenizer_path or checkpoint),
+        texts,
         output,
     )
 
@@ -93,63 +91,48 @@ def check_seed(seed: object, name: str) -> None:
     check_int(name, seed, 0, 2**32 - 1)
 
 
-def encoded(loaded: Loaded, prompt: str, name: str) -> list[int]:
-    """The tokens of a prompt.
-
-    Raises:
-        ValueError: there are none, or the tokenizer cannot encode it; `name` is the prompt's.
-    """
-    with tokenizer_errors(f"the tokenizer of {loaded.tokenizer_source} cannot encode {name}"):
-        tokens = loaded.tokenizer.encode(prompt, add_special_tokens=False).ids
-    if not prompt:
-        raise ValueError(f"{name} is empty; give at least one character")
-    if not tokens:
-        raise ValueError(f"the tokenizer of {loaded.tokenizer_source} gives no tokens for {name}")
-    return tokens
-
-
-def under(loaded: Loaded, grammar: tuple[str, Any] | None) -> dict[str, Any]:
-    """The options of a text under a grammar, see `Wanted.grammar`; none without one.
+def under(grammar: tuple[str, Any], loaded: Loaded, ends: Sequence[int]) -> st.Automaton:
+    """The logits processor of a grammar, see `Wanted.grammar`, whose texts these tokens end.
 
     Raises:
         ValueError: a bad grammar.
     """
-    if grammar is None:
-        return {}
     name, argument = grammar
     make = {"regex": st.regex, "json_schema": st.json_schema}[name]
-    ends = end_tokens(loaded.tokenizer, loaded.model.config.eos_token)
-    return {
-        "processors": [make(argument, loaded.tokenizer, eos_token=ends)],
-        "eos_token": ends,
-    }
+    return make(argument, loaded.texts.tokenizer(""), eos_token=ends or None)
 
 
 def run_generate(
     console: Console,
     loaded: Loaded,
-    text: st.Options,
+    asked: Wanted,
     *,
     prompt: str,
-    num_texts: int,
+    seed: int,
+    max_length: int | None,
     verifier: str | None,
     lossy: bool,
 ) -> None:
-    """Decodes, and prints tokens as they are accepted.
+    """Decodes, and prints text as its tokens are accepted.
 
-    Texts with stops, of which a last part may be cut, with log-probabilities, and several of a
-    prompt are printed when they are complete.
+    Texts with log-probabilities, and several of a prompt, are printed when they are complete.
 
     Raises:
         ValueError: an argument is invalid.
         FloatingPointError: logits are not finite.
     """
-    tokens = encoded(loaded, prompt, "--prompt")
-    drafts: dict[str, Any] = {
-        "drafter": loaded.drafter,
-        "topology": loaded.topology,
-        "verifier": verifier,
-        "lossy": lossy,
+    texts, drafts = loaded.texts, dict[str, Any](drafter=loaded.drafter, topology=loaded.topology)
+    drafts |= {"verifier": verifier, "lossy": lossy}
+    tokens = texts.tokens(prompt, special=asked.bos, name="--prompt")
+    ends = texts.end_tokens(loaded.model.config, asked.eos_token)
+    grammar = [] if asked.grammar is None else [under(asked.grammar, loaded, ends)]
+    options: dict[str, Any] = {
+        **asked.options,
+        "eos_token": ends or None,
+        "processors": grammar,
+        "tokenizer": texts.tokenizer(prompt),
+        "key": jax.random.key(seed),
+        "max_length": max_length,
     }
 
     def write(text: str) -> None:
@@ -158,13 +141,13 @@ def run_generate(
         console.file.flush()
 
     head = Style(dim=True).render(prompt) if console.is_terminal else prompt
-    if text.stop or text.log_probs or num_texts > 1:
-        out = st.generate(loaded.model, [tokens], n=num_texts, **drafts, **text)
-        _write_all(write, head, loaded.tokenizer, out)
+    if asked.options["log_probs"] or asked.num_texts > 1:
+        out = st.generate(loaded.model, [tokens], n=asked.num_texts, **drafts, **options)
+        _write_all(write, head, loaded, out)
         speed, num_tokens, calls = "", out.stats.num_tokens, out.stats.num_target_calls
     else:
-        steps = st.stream(loaded.model, [tokens], **drafts, **text)
-        speed, num_tokens, calls = _write_steps(write, head, loaded.tokenizer, steps)
+        steps = st.stream(loaded.model, [tokens], **drafts, **options)
+        speed, num_tokens, calls = _write_steps(write, head, loaded, ends, steps)
     label = (
         f", LOSSY ({verifier}): not the target's own text"
         if verifier and verifier in LOSSY_VERIFIERS
@@ -176,43 +159,39 @@ def run_generate(
     )
 
 
-def _write_all(write: Callable[[str], None], head: str, tokenizer: Any, out: st.Generation) -> None:
+def _write_all(write: Callable[[str], None], head: str, loaded: Loaded, out: st.Generation) -> None:
     """Writes texts, and the tokens of each as lines of JSON if they have log-probabilities."""
     assert out.texts is not None
-    for row, text in enumerate(out.texts):
+    tokenizer = loaded.texts.tokenizer("")
+    for row, (text, reason) in enumerate(zip(out.texts, out.finish_reasons, strict=True)):
+        tokens = out.tokens[row, : out.lengths[row]].tolist()
         write(f"--- {row + 1} of {len(out.texts)}\n" if len(out.texts) > 1 else "")
-        write(f"{head}{text}\n")
-        for token, log_prob in () if out.log_probs is None else _tokens_of(out, row):
+        write(f"{head}{loaded.texts.without_end(text, tokens, reason)}\n")
+        log_probs = [] if out.log_probs is None else out.log_probs[row].tolist()
+        for token, log_prob in zip(tokens, log_probs, strict=False):
             record = {"token": token, "text": tokenizer.decode([token]), "log_prob": log_prob}
             write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-def _tokens_of(out: st.Generation, row: int) -> Iterator[tuple[int, float]]:
-    """The new tokens of a row, and their log-probabilities."""
-    assert out.log_probs is not None
-    length = out.lengths[row]
-    parts = out.tokens[row, :length].tolist(), out.log_probs[row, :length].tolist()
-    return zip(*parts, strict=True)
-
-
 def _write_steps(
-    write: Callable[[str], None], head: str, tokenizer: Any, steps: Iterator[list[list[int]]]
+    write: Callable[[str], None],
+    head: str,
+    loaded: Loaded,
+    ends: Sequence[int],
+    steps: Iterator[list[st.Piece]],
 ) -> tuple[str, int, int]:
-    """Writes tokens as they come. Returns the speed, and the numbers of tokens and of calls."""
+    """Writes text as it comes. Returns the speed, and the numbers of tokens and of calls."""
     write(head)
-    output: list[int] = []
-    shown, calls, began = "", 0, time.perf_counter()
+    num_tokens, calls, began = 0, 0, time.perf_counter()
     for (new,) in steps:
-        output += new
+        num_tokens += len(new)
         calls += 1
         if calls == 1:
             began = time.perf_counter()  # the first step includes compilation
             first = len(new)
-        # A character may span several tokens: print only what later tokens cannot change.
-        so_far = tokenizer.decode(output).rstrip("\N{REPLACEMENT CHARACTER}")
-        write(so_far[len(shown) :])
-        shown = so_far
-    write(tokenizer.decode(output)[len(shown) :] + "\n")
+        reason = "end_token" if new and new[-1] in ends else ""
+        write(loaded.texts.without_end(new.text or "", new, reason))
+    write("\n")
     seconds = time.perf_counter() - began
-    speed = f"{(len(output) - first) / seconds:,.0f} tokens/s, " if calls > 1 else ""
-    return speed, len(output), calls
+    speed = f"{(num_tokens - first) / seconds:,.0f} tokens/s, " if calls > 1 else ""
+    return speed, num_tokens, calls

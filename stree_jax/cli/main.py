@@ -3,14 +3,12 @@
 User errors are one line on stderr and exit code 2. Each command imports its own module.
 """
 
-import dataclasses
 import os
 import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-import jax
 import typer
 from rich.console import Console
 
@@ -63,7 +61,9 @@ def generate(
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help='File of prompts instead: JSON lines with a "prompt" each.'),
+        typer.Option(
+            help='File of prompts instead: JSON lines with a "prompt" or "messages" each.'
+        ),
     ] = None,
     output: Annotated[
         Path | None,
@@ -117,7 +117,7 @@ def generate(
     settings: dict[str, Any],
 ) -> None:
     """Continue a prompt, printing tokens as they are accepted, or all prompts of a file."""
-    from stree_jax.cli.generate import check_seed, load, run_generate, under
+    from stree_jax.cli.generate import check_seed, load, run_generate
 
     if (prompt is None) == (prompts is None):
         raise ValueError("give either --prompt TEXT or --prompts FILE.jsonl")
@@ -135,7 +135,7 @@ def generate(
     check_seed(seed, "--seed")
     settings = read_schema(settings)
     asked = wanted(settings)
-    text = Options(**asked.options, max_length=max_length)
+    Options(**asked.options, max_length=max_length)  # refuses what is wrong before loading
     source: dict[str, Any] = {
         "checkpoint": checkpoint,
         "drafter": chosen(checkpoint, drafts),
@@ -147,19 +147,13 @@ def generate(
         raise ValueError("--distributed goes with --mesh, such as --mesh data=2,model=4")
     loaded = load(**source, tokenizer_path=tokenizer, mesh=mesh, distributed=distributed)
     if prompts is None:
-        console = Console(highlight=False, file=loaded.output)
-        text = dataclasses.replace(
-            text,
-            key=jax.random.key(seed),
-            tokenizer=loaded.tokenizer,
-            **under(loaded, asked.grammar),
-        )
         run_generate(
-            console,
+            Console(highlight=False, file=loaded.output),
             loaded,
-            text,
+            asked,
             prompt=prompt or "",
-            num_texts=asked.num_texts,
+            seed=seed,
+            max_length=max_length,
             verifier=verifier,
             lossy=lossy,
         )
@@ -286,7 +280,9 @@ def tune_tree(
     temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 0.0,
     prompts: Annotated[
         Path | None,
-        typer.Option(help='File with one prompt per line; .jsonl: objects with a "prompt".'),
+        typer.Option(
+            help='File with one prompt per line; .jsonl: objects with a "prompt" or "messages".'
+        ),
     ] = None,
     max_nodes: Annotated[int, typer.Option(help="Most nodes of a tree, root included.")] = 64,
     max_depth: Annotated[int, typer.Option(help="Most drafts on a path.")] = 8,

@@ -11,6 +11,8 @@ import typer
 
 from stree_jax.checks import check_int
 from stree_jax.decoding.options import Options
+from stree_jax.decoding.prompts import MAX_ROWS
+from stree_jax.messages import shown
 
 _HELP = {
     "max_new_tokens": "Maximum number of new tokens.",
@@ -25,6 +27,20 @@ _NUMBERS = {
     field.name: field.default for field in dataclasses.fields(Options) if field.name in _HELP
 } | {"max_new_tokens": 128}
 _OTHERS: dict[str, Any] = {
+    "eos_token": Annotated[
+        list[str] | None,
+        typer.Option(
+            help="End after this token, an id or its text; may be repeated. By default the"
+            " checkpoint's end tokens."
+        ),
+    ],
+    "bos": Annotated[
+        bool,
+        typer.Option(
+            "--bos/--no-bos",
+            help="Begin with the token that the tokenizer puts before a text, if it has one.",
+        ),
+    ],
     "stop": Annotated[
         list[str] | None, typer.Option(help="Stop before this text; may be repeated.")
     ],
@@ -44,6 +60,8 @@ _OTHERS: dict[str, Any] = {
 # The options that are not given.
 DEFAULTS: dict[str, Any] = {
     **_NUMBERS,
+    "eos_token": None,
+    "bos": True,
     "stop": None,
     "log_probs": False,
     "n": 1,
@@ -59,11 +77,15 @@ class Wanted(NamedTuple):
         options: keywords of `Options`.
         num_texts: how many texts.
         grammar: the name of a function that makes a grammar, and its argument; or None.
+        eos_token: ids or texts of the tokens that end a text; None: the checkpoint's.
+        bos: whether a text gets the tokenizer's special tokens.
     """
 
     options: dict[str, Any]
     num_texts: int
     grammar: tuple[str, Any] | None
+    eos_token: Any
+    bos: bool
 
 
 def wanted(settings: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> Wanted:
@@ -74,6 +96,9 @@ def wanted(settings: Mapping[str, Any], own: Mapping[str, Any] | None = None) ->
     """
     own = own or {}
     values = {name: settings[name] for name in DEFAULTS}
+    if values["eos_token"] is not None:  # on the command line a number is an id
+        given = values["eos_token"]
+        values["eos_token"] = [int(each) if each.isdecimal() else each for each in given] or None
     if {"regex", "json_schema"} & set(own):  # a line's grammar replaces that of the command
         values |= {"regex": None, "json_schema": None}
     values |= {name: value for name, value in own.items() if name in DEFAULTS}
@@ -82,8 +107,13 @@ def wanted(settings: Mapping[str, Any], own: Mapping[str, Any] | None = None) ->
     if len(grammars) > 1:
         raise ValueError("a text has one grammar: give a regular expression or a JSON schema")
     num_texts = check_int("n", values.pop("n"), 1)
+    if num_texts > MAX_ROWS:
+        raise ValueError(f"n = {shown(num_texts)}: at most {MAX_ROWS} texts of a prompt")
+    eos_token, bos = values.pop("eos_token"), values.pop("bos")
+    if not isinstance(bos, bool):
+        raise ValueError(f"bos must be true or false, got {shown(bos)}")
     values["stop"] = values["stop"] or ()
-    return Wanted(values, num_texts, grammars[0] if grammars else None)
+    return Wanted(values, num_texts, grammars[0] if grammars else None, eos_token, bos)
 
 
 def read_schema(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,7 +126,7 @@ def read_schema(settings: Mapping[str, Any]) -> dict[str, Any]:
     if path is None:
         return dict(settings)
     try:
-        return {**settings, "json_schema": path.read_text(encoding="utf-8")}
+        return {**settings, "json_schema": path.read_text(encoding="utf-8-sig")}
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--json-schema {path} cannot be read: {error}") from None
 

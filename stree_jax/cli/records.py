@@ -17,7 +17,7 @@ _WAY_OUT = "name another file, or delete it"
 
 @contextlib.contextmanager
 def open_records(
-    output: Path | None, run: str, prompts: dict[int, str]
+    output: Path | None, run: str, prompts: dict[int, Record]
 ) -> Iterator[tuple[Callable[[Record], None], set[int]]]:
     """A function that appends a record, and the numbers of the lines that the output has already.
 
@@ -30,7 +30,7 @@ def open_records(
     Args:
         output: the file; None: the standard output.
         run: digest of the options, which all records have.
-        prompts: the prompt of each line.
+        prompts: the prompt of each line, as its record has it.
 
     Raises:
         ValueError: another run writes to the file, or it is not the output of this command for
@@ -54,7 +54,7 @@ def _forget(record: Record) -> None:
 
 @contextlib.contextmanager
 def _open(
-    output: Path | None, run: str, prompts: dict[int, str]
+    output: Path | None, run: str, prompts: dict[int, Record]
 ) -> Iterator[tuple[Callable[[Record], None], set[int]]]:
     """See `open_records`, in the process that writes."""
     with contextlib.ExitStack() as stack:
@@ -91,14 +91,14 @@ def _digest(record: Record) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _finished(output: Path, run: str, prompts: dict[int, str]) -> set[int]:
+def _finished(output: Path, run: str, prompts: dict[int, Record]) -> set[int]:
     content = output.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     numbers = set()
     for at, line in enumerate(whole.splitlines(), 1):
         try:
             record = json.loads(line)
-            number, prompt, made_by = record["line"], record["prompt"], record["run"]
+            number, made_by = record["line"], record["run"]
             is_ours = type(number) is int
         except (ValueError, TypeError, KeyError, RecursionError):
             is_ours = False
@@ -108,7 +108,8 @@ def _finished(output: Path, run: str, prompts: dict[int, str]) -> set[int]:
             )
         if made_by != run:
             raise ValueError(f"--output {output} was made with other options; {_WAY_OUT}")
-        if prompts.get(number) != prompt:
+        prompt = prompts.get(number)
+        if not prompt or any(record.get(name) != value for name, value in prompt.items()):
             raise ValueError(f"--output {output} has another prompt for line {number}; {_WAY_OUT}")
         if record.get("digest") != _digest(record):
             raise ValueError(

@@ -4,6 +4,7 @@ import json
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -12,8 +13,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 import stree_jax as st
 from stree_jax.cli.demo import PROMPTS
 from stree_jax.cli.drafters import Chosen, load_drafter
+from stree_jax.cli.prompts import prompt_of, read_lines, record_of
 from stree_jax.compilation_cache import enable_compilation_cache
 from stree_jax.convert import find
+from stree_jax.text import Texts
 
 # In addition to the demo's. Half of the prompts measure acceptance, the other half speed.
 MORE_PROMPTS = (
@@ -53,9 +56,11 @@ def run_tune_tree(
     if output is not None and not output.parent.is_dir():
         raise ValueError(f"--output {output}: the folder {output.parent} does not exist")
     texts = [*PROMPTS, *MORE_PROMPTS] if prompts is None else _read(prompts)
-    tokenizer = st.load_tokenizer(find(target))
+    folder = find(target)
+    encode = Texts.at(folder).tokens
+    prompt_tokens = [encode(text, name=f"prompt {i + 1}") for i, text in enumerate(texts)]
     enable_compilation_cache()
-    model = st.from_pretrained(target, dtype=dtype)
+    model = st.from_pretrained(folder, dtype=dtype)
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with (
         Progress(*columns, console=console, transient=True) as progress,
@@ -75,7 +80,7 @@ def run_tune_tree(
         report = st.tune(
             model,
             load_drafter(drafter, model),
-            [tokenizer.encode(text, add_special_tokens=False).ids for text in texts],
+            prompt_tokens,
             temperature=temperature,
             key=None if temperature == 0 else jax.random.key(seed),
             max_nodes=max_nodes,
@@ -123,18 +128,13 @@ def run_tune_tree(
         output.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _read(path: Path) -> list[str]:
-    """One prompt per line: JSON objects with a "prompt" in a .jsonl file, otherwise plain text."""
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--prompts {path} cannot be read: {error}") from None
-    if path.suffix != ".jsonl":
-        return lines
-    texts = []
-    for number, line in enumerate(lines, 1):
+def _read(path: Path) -> list[Any]:
+    """The prompts of a file: objects in a .jsonl file, otherwise a text in each line."""
+    found: list[Any] = []
+    for number, line in read_lines(path):
         try:
-            texts.append(str(json.loads(line)["prompt"]))
-        except (ValueError, TypeError, KeyError, RecursionError):
-            raise ValueError(f'{path}, line {number}: not an object with a "prompt"') from None
-    return texts
+            is_text = path.suffix != ".jsonl"
+            found.append(line.decode().rstrip("\r") if is_text else prompt_of(record_of(line)))
+        except ValueError as error:
+            raise ValueError(f"--prompts {path}, line {number}: {error}") from None
+    return found

@@ -21,10 +21,10 @@ from stree_jax.decoding.options import (
     plan,
 )
 from stree_jax.decoding.origins import check_origin, origin_of
+from stree_jax.decoding.pieces import Piece, Pieces
 from stree_jax.decoding.prefixes import continued, joined, prefix_of, repeated, with_room
 from stree_jax.decoding.prompts import checked_prompts
 from stree_jax.decoding.results import Ended, Generation, error_of, generation_of
-from stree_jax.decoding.stop_tables import Held
 from stree_jax.decoding.stops import STOPPED
 from stree_jax.decoding.types import Context, DecodeState, Prefix
 from stree_jax.decoding.verifiers import Verifier
@@ -142,7 +142,7 @@ def stream(
     lossy: bool = False,
     local_rows: bool = False,
     **options: Unpack[OptionKeywords],
-) -> Iterator[list[list[int]]]:
+) -> Iterator[list[Piece]]:
     """As `generate`, but yields tokens as they are accepted.
 
     Arguments and errors as in `generate`; log-probabilities are refused. Bad arguments raise at the
@@ -152,8 +152,9 @@ def stream(
     `local_rows` each yields the tokens of its own rows, until the rows of all processes have ended.
 
     Yields:
-        After each target call, the new tokens of each row; an empty list for rows that have ended.
-        Tokens that a stop may still cut come later.
+        After each target call, the new tokens of each row, a `Piece`; an empty one for rows that
+        have ended. Tokens that a stop may still cut come later. With `tokenizer` pieces have a
+        text, which may come later than its tokens.
     """
     text = checked_options("stream", options)
     if text.num_best is not None:
@@ -172,27 +173,27 @@ def stream(
     rows = slice(num_rows) if own is None else own
     request = on_mesh(request, model.partition)
 
-    def steps() -> Iterator[list[list[int]]]:
+    def steps() -> Iterator[list[Piece]]:
         with dispatch.on(model):
             state = _started(request, model, num_rows)
-        start = on_host(request.context.length)
-        held = [Held(row.stopping) for row in request.rows[rows]]
-        while not on_host(state.done).all():
+        start, done = on_host((request.context.length, state.done))
+        pieces = [Pieces(row.stopping) for row in request.rows[rows]]
+        while not done.all():
             with dispatch.on(model):  # not around `yield`: it must not affect the caller
                 state, _, _ = request.decoder.step(
                     model, request.drafter, state, request.limits, request.sampling
                 )
-            most = request.decoder.topology.depth + 1
+            had_ended, most = done, request.decoder.topology.depth + 1
             tokens, length = on_host((_tail(state.context, start, most), state.context.length))
-            counts = (length - start)[rows]
-            new = [row[:count].tolist() for row, count in zip(tokens[rows], counts, strict=True)]
-            if state.stop is not None:
-                ends = on_host((state.done, state.stop == STOPPED), rows)
-                new = [
-                    row.passed(tokens, done=bool(done), stopped=bool(stopped))
-                    for row, tokens, done, stopped in zip(held, new, *ends, strict=True)
-                ]
-            yield new
+            done, stop = on_host((state.done, state.stop))
+            given = []
+            for i, row in zip(range(len(done))[rows], pieces, strict=True):
+                new = tokens[i, : length[i] - start[i]].tolist()
+                if done[i] and not had_ended[i]:
+                    given.append(row.end(new, stopped=stop is not None and stop[i] == STOPPED))
+                else:
+                    given.append(row.take(new))
+            yield given
             start = length
         ended = Ended.of(state, request.limits, rows)
         if error := error_of(ended, generation_of(ended, request, rows, text)):

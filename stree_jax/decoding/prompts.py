@@ -12,6 +12,7 @@ from stree_jax.messages import shown
 # Buffer sizes are rounded up to a few values, so that nearby requests share compiled programs.
 _SMALLEST_BUFFER = 64
 MAX_TOKENS = 2**24  # most tokens of a row, prompt and output: far beyond any model's context
+MAX_ROWS = 2**16  # far beyond what a device decodes at once
 
 
 def buffer_size(needed: int, smallest: int = _SMALLEST_BUFFER) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from tokenizers import Tokenizer
 
 from stree_jax.checks import check_int
 from stree_jax.decoding.token_bytes import as_tokenizer, token_bytes
@@ -58,7 +59,9 @@ class Stopping:
                 kept = min(kept, len(tokens) - len(stop))
         if self.tokenizer is None:
             return kept, None
-        pieces = self._pieces(tokens)
+        if not self.texts:
+            return kept, self.tokenizer.decode([*tokens[:kept]])
+        pieces = [*map(self._piece, tokens)]
         ends = np.cumsum([len(piece) for piece in pieces])
         data, before = b"".join(pieces), int(ends[-1]) - len(pieces[-1])
         starts = [
@@ -73,54 +76,33 @@ class Stopping:
         beyond = pieces[kept][inside:].decode(errors="replace")
         return kept, text[: len(text) - len(beyond)]
 
-    def num_settled(self, tokens: Sequence[int]) -> int:
-        """Number of tokens of an unfinished text that no later stop can cut."""
-        settled = len(tokens) + 1 - max([1, *map(len, self.tokens)])
-        if self.texts:
-            sizes = [len(piece) for piece in self._pieces(tokens)]
-            longest = max(len(stop.encode()) for stop in self.texts)
-            end = sum(sizes) + 1 - longest
-            settled = min(settled, int(np.searchsorted(np.cumsum(sizes), end, side="right")))
-        return max(settled, 0)
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest stop of tokens."""
+        return max([1, *map(len, self.tokens)])
 
-    def _pieces(self, tokens: Sequence[int]) -> list[bytes]:
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of the longest stop of text."""
+        return max([1, *(len(stop.encode()) for stop in self.texts)])
+
+    def size(self, token: int) -> int:
+        """Bytes of a token, where stops of text count them."""
+        return len(self._piece(token)) if self.texts else 0
+
+    def _piece(self, token: int) -> bytes:
         known = _bytes_of(self.tokenizer)
-        return [known[token] if token < len(known) else b"" for token in tokens]
-
-
-class Held:
-    """The tokens of a row that is streamed: those that a stop may still cut are held back."""
-
-    def __init__(self, stopping: Stopping):
-        self._stopping = stopping
-        self._tokens: list[int] = []
-        self._num_passed = 0
-
-    def passed(self, new: list[int], *, done: bool, stopped: bool) -> list[int]:
-        """The tokens that may be shown now.
-
-        Args:
-            new: the tokens of a step.
-            done: whether the row has ended.
-            stopped: whether a stop has ended it.
-        """
-        self._tokens += new
-        until = len(self._tokens)
-        if stopped:
-            until = self._stopping.cut(self._tokens)[0]
-        elif not done:
-            until = self._stopping.num_settled(self._tokens)
-        shown = self._tokens[self._num_passed : until]
-        self._num_passed += len(shown)
-        return shown
+        return known[token] if token < len(known) else b""
 
 
 def stopping_of(stop: Any, tokenizer: Any, vocab_size: int) -> Stopping:
     """The stops of a row, checked.
 
+    Special tokens are no text: a string that is one is a stop of that token too.
+
     Raises:
-        ValueError: a token outside the vocabulary, or a string without a tokenizer or with one
-            whose tokens have unknown text.
+        ValueError: a token outside the vocabulary, a string with a special token among other text,
+            or a string without a tokenizer or with one whose tokens have unknown text.
     """
     stops = listed_stops(stop)
     texts = tuple(each for each in stops if isinstance(each, str))
@@ -137,7 +119,24 @@ def stopping_of(stop: Any, tokenizer: Any, vocab_size: int) -> Stopping:
                 " tokenizer=st.load_tokenizer(path), or stops as lists of token ids"
             )
         _bytes_of(tokenizer)
+        tokens += _special_tokens(texts, tokenizer, vocab_size)
     return Stopping(tokens, texts, tokenizer)
+
+
+def _special_tokens(
+    texts: Sequence[str], tokenizer: Tokenizer, vocab_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """The special tokens among the texts, each as a stop of one token."""
+    added = tokenizer.get_added_tokens_decoder()
+    special = {each.content: token for token, each in added.items() if each.special}
+    for text in texts:
+        if found := next((name for name in special if name in text and name != text), None):
+            raise ValueError(
+                f"stop = {shown(text)} can never appear: {shown(found)} is a special token and no"
+                " text; give it as a stop of its own, or the stop as a list of token ids"
+            )
+    ids = [special[text] for text in texts if text in special]
+    return tuple((token,) for token in ids if token < vocab_size)
 
 
 def listed_stops(stop: Any) -> list[str | tuple[int, ...]]:

@@ -62,10 +62,10 @@ _REPLACED: dict[str, Callable[[dict[str, Any]], list[tuple[str, str]]]] = {
 
 def _decoding(tokenizer: Tokenizer) -> Callable[[str], bytes]:
     """The bytes of a piece, as the tokenizer's decoder makes them."""
-    steps = _steps(json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else None)
+    steps = decoder_steps(tokenizer)
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        return _byte_level
+        return byte_level
     try:
         replaced = [pair for step in steps for pair in _REPLACED[step["type"]](step)]
     except KeyError:  # another step, or one that replaces what a regular expression matches
@@ -88,9 +88,12 @@ def _decoding(tokenizer: Tokenizer) -> Callable[[str], bytes]:
     return of_piece
 
 
+def decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The steps of a tokenizer's decoder, in their order; none without one."""
+    return _steps(json.loads(tokenizer.decoder.__getstate__())) if tokenizer.decoder else []
+
+
 def _steps(decoder: Any) -> list[dict[str, Any]]:
-    if decoder is None:
-        return []
     if decoder["type"] == "Sequence":
         return [step for each in decoder["decoders"] for step in _steps(each)]
     return [decoder]
@@ -107,7 +110,8 @@ def _byte_of_character() -> dict[str, int]:
 _BYTE_OF = _byte_of_character()
 
 
-def _byte_level(piece: str) -> bytes:
+def byte_level(piece: str) -> bytes:
+    """The bytes of a piece in byte-level BPE."""
     if all(character in _BYTE_OF for character in piece):
         return bytes(_BYTE_OF[character] for character in piece)
     return piece.encode()  # an added token

@@ -1,13 +1,15 @@
 """The results of a scheduler's requests: completions, and events until they end."""
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
+from stree_jax.decoding.pieces import Pieces
 from stree_jax.decoding.results import Ended, NewTokens, failure, statistics_of
+from stree_jax.decoding.stop_tables import Stopping
 from stree_jax.decoding.types import Prefix, Statistics, TokenLogProbs
 from stree_jax.serving.types import Completion, Event, Job
 
@@ -20,24 +22,28 @@ class Outcomes:
     def __init__(self) -> None:
         self._completions: dict[int, Completion] = {}  # in the order in which they ended
         self._events: collections.deque[Event] | None = None  # None: nobody has asked for them
+        self._pieces: dict[int, Pieces] = {}  # of requests that run and have events
 
     def follow(self) -> None:
         """Keeps events from now on."""
         if self._events is None:
             self._events = collections.deque(map(_last_event, self._completions.values()))
 
-    def grown(self, job: Job, tokens: Sequence[int]) -> None:
+    def grown(self, job: Job, tokens: np.ndarray) -> None:
         """Takes the tokens so far of a running request; a stop may still cut the last ones."""
-        until = job.row.stopping.num_settled(tokens)
-        if self._events is not None and until > job.num_given:
-            self._events.append(Event(job.request_id, [*tokens[job.num_given : until]], None))
-            job.num_given = until
+        if self._events is None:
+            return
+        pieces = self._pieces.setdefault(job.request_id, Pieces(job.row.stopping))
+        piece = pieces.take(tokens[pieces.num_tokens :].tolist())
+        if piece:
+            self._events.append(Event(job.request_id, piece, None))
 
     def ended(self, job: Job, completion: Completion) -> None:
         """Takes the completion of a request."""
         self._completions[job.request_id] = completion
         if self._events is not None:
-            self._events.append(_last_event(completion, job.num_given))
+            pieces = self._pieces.pop(job.request_id, Pieces(job.row.stopping))
+            self._events.append(_last_event(completion, pieces))
 
     def pop(self, request_id: int) -> Completion | None:
         """A completion, which is not given again; None: it was given, or there is none."""
@@ -54,8 +60,9 @@ class Outcomes:
             yield self._events.popleft()
 
 
-def _last_event(completion: Completion, num_given: int = 0) -> Event:
-    return Event(completion.request_id, completion.tokens[num_given:], completion.finish_reason)
+def _last_event(completion: Completion, pieces: Pieces | None = None) -> Event:
+    rest = (pieces or Pieces(Stopping())).rest(completion.tokens, completion.text)
+    return Event(completion.request_id, rest, completion.finish_reason)
 
 
 def of_row(

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from pallas_kernels import dispatch
 from stree_jax.decoding import slots
@@ -183,11 +184,11 @@ class Pool:
         self.release(row)
         self._state = slots.end(self._state, [row])
 
-    def new_tokens(self) -> list[list[int]]:
+    def new_tokens(self) -> list[np.ndarray]:
         """The new tokens so far of each row."""
         (tokens, ends), emitted = on_host((self._state.context, self._state.emitted))
         parts = zip(tokens, ends, emitted, strict=True)
-        return [text[end - count : end].tolist() for text, end, count in parts]
+        return [text[end - count : end] for text, end, count in parts]
 
     def _settings(self) -> list[Row]:
         return [row or Row() for row in self._rows]

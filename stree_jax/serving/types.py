@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from stree_jax.decoding.options import Options, Plan
+from stree_jax.decoding.pieces import Piece
 from stree_jax.decoding.results import DecodeStatistics
 from stree_jax.decoding.rows import Row
 from stree_jax.decoding.types import Prefix
@@ -82,8 +83,16 @@ class Event(NamedTuple):
     """
 
     request_id: int
-    tokens: list[int]
+    tokens: Piece
     finish_reason: str | None
+
+    @property
+    def text(self) -> str | None:
+        """What follows the text of the request's events before, if it has a tokenizer.
+
+        Together they are the text of its completion. It may come later than its tokens.
+        """
+        return self.tokens.text
 
 
 @dataclasses.dataclass
@@ -95,7 +104,6 @@ class Job:
     plan: Plan
     submitted: float
     began: float = 0.0
-    num_given: int = 0  # tokens that events have
 
     @property
     def row(self) -> Row:

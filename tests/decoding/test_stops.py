@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 import stree_jax as st
+from stree_jax.decoding.pieces import Piece, Pieces
 from stree_jax.decoding.stop_tables import Stopping
 from stree_jax.decoding.token_bytes import token_bytes
 from stree_jax.testing import PROMPTS, perturbed, tiny_model
@@ -150,8 +151,16 @@ def test_the_automaton_finds_what_a_search_finds():
         if end is not None:
             num_found += 1
             assert stopping.cut(tokens[:end]) == (kept, text)
-            for n in range(end):  # what is shown before the end is not cut
-                assert stopping.num_settled(tokens[:n]) <= kept
+            pieces, shown = Pieces(stopping), Piece((), "")
+            for token in tokens[: end - 1]:  # what is shown before the end is not cut
+                piece = pieces.take([token])
+                shown = Piece([*shown, *piece], shown.text + piece.text)
+                assert tokens[: len(shown)] == shown
+                assert len(shown) <= kept
+                assert text.startswith(shown.text)
+            last = pieces.end(tokens[end - 1 : end], stopped=True)
+            assert [*shown, *last] == tokens[:kept]
+            assert shown.text + last.text == text
     assert 20 < num_found < 60
 
 

@@ -1,0 +1,47 @@
+"""Files of prompts: a text or a conversation in each line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+_BOM = b"\xef\xbb\xbf"  # some editors begin a file with it
+_WANTED = 'an object with a "prompt" that is a text, or with "messages"'
+
+
+def read_lines(path: Path) -> list[tuple[int, bytes]]:
+    """The lines that are not blank, and their numbers, from 1.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    try:
+        content = path.read_bytes().removeprefix(_BOM)
+    except OSError as error:
+        raise ValueError(f"--prompts {path} cannot be read: {error.strerror}") from None
+    return [(number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+
+
+def record_of(line: bytes) -> dict[str, Any]:
+    """The object in a line.
+
+    Raises:
+        ValueError: there is none, or it has no prompt.
+    """
+    try:
+        content = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(content, dict) or not {"prompt", "messages"} & content.keys():
+        raise ValueError(f"not {_WANTED}")
+    if {"prompt", "messages"} <= content.keys():
+        raise ValueError("it has a prompt and messages; give one of them")
+    if not isinstance(content.get("prompt", ""), str):
+        raise ValueError(f"not {_WANTED}")
+    return content
+
+
+def prompt_of(record: dict[str, Any]) -> Any:
+    """The text or the messages of a record."""
+    return record["messages"] if "messages" in record else record["prompt"]
