@@ -23,7 +23,7 @@ from stree_jax.decoding.filters import (
 from stree_jax.decoding.keys import row_keys, typed_key
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.on_mesh import check_mesh_of
-from stree_jax.decoding.processor_rows import Ruling, check_processors
+from stree_jax.decoding.processor_rows import Ruling, check_processors, ends_of
 from stree_jax.decoding.prompts import buffer_size, check_length, checked_prompts
 from stree_jax.decoding.rows import Row, check_together, limits_of, sampling_of
 from stree_jax.decoding.stop_tables import listed_stops, stopping_of
@@ -127,7 +127,7 @@ class Options:
         processors: logits processors, `LogitsProcessor`, in their order, before temperature and
             filters. Applied to the target, and by drafters with a model to their drafts.
         eos_token: a row ends after this token, or after any of these. None: the tokens in the
-            model's config; (): none.
+            model's config, and those that end the texts of a grammar; (): none.
         max_length: most tokens of a row, prompt and output; longer requests are refused. None: the
             context length of the model (`ModelConfig.max_length`), if its config has one.
         key: random key or seed, required above temperature 0. A single one is folded with the index
@@ -363,12 +363,18 @@ def _rows_of(options: Options, model: HybridLM, batch: int) -> list[Row]:
     check_int("top_log_probs", options.top_log_probs, 0, vocab_size)
 
     def row_of(own: Options) -> Row:
-        eos_token = own.eos_token
-        if eos_token is None:
-            eos_token = () if ends is None else ends
-        end_tokens = _padded_eos_tokens(_listed_eos_tokens(eos_token, vocab_size))
         processors = tuple(own.processors)
         check_processors(processors, vocab_size)
+        eos_token, of_grammar = own.eos_token, ends_of(processors, vocab_size)
+        if eos_token is None:
+            eos_token = [*np.ravel([] if ends is None else ends), *of_grammar]
+        listed = _listed_eos_tokens(eos_token, vocab_size)
+        if listed and of_grammar and not {*listed} & {*of_grammar}:
+            raise ValueError(
+                f"eos_token = {shown(listed)} does not end the texts of a grammar, which end with"
+                f" {shown(of_grammar)}; leave it out, or make the grammar with this eos_token"
+            )
+        end_tokens = _padded_eos_tokens(listed)
         return Row(
             int(own.max_new_tokens),
             end_tokens,

@@ -112,6 +112,12 @@ def check_processors(processors: object, vocab_size: int | None = None) -> None:
             check(vocab_size)
 
 
+def ends_of(processors: Sequence[LogitsProcessor], vocab_size: int) -> list[int]:
+    """The tokens of a vocabulary by which processors let a text end."""
+    found = [token for one in processors for token in getattr(one, "end_tokens", ())]
+    return [token for token in found if token < vocab_size]
+
+
 def kind(processors: Sequence[LogitsProcessor]) -> Any:
     """The key that the processors of a batch share."""
     leaves, structure = jax.tree.flatten(tuple(processors))

@@ -33,7 +33,8 @@ class LogitsProcessor(Protocol):
 
     A state is a pytree of arrays with the batch axis first, or None. All methods are traced. It
     may also have a method `check(vocab_size)`, which is called in Python and raises ValueError if
-    the processor does not fit a vocabulary.
+    the processor does not fit a vocabulary, and a static field `end_tokens`: tokens that end a row,
+    beside those of the model.
     """
 
     def init(self, context: Context, vocab_size: int) -> Any:

@@ -102,10 +102,12 @@ class Automaton:
         next_state: `[S, V]` integers, the state after each token, -1 if a token is not allowed.
             Kept compressed, as `Tables`. Large automata: `from_edges`.
         start: the state of an empty text.
+        end_tokens: tokens that end a row, beside the model's, unless `eos_token` says otherwise.
     """
 
     next_state: Any = dataclasses.field(metadata={"shared": True})
     start: int = 0
+    end_tokens: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def __post_init__(self):
         given = self.next_state
@@ -314,6 +316,8 @@ def _joined(automata: Sequence[Automaton]) -> list[Automaton]:
         np.concatenate([one.step_of for one in each]),
         each[0].vocab_size,
     )
+    ends = tuple(sorted({token for one in automata for token in one.end_tokens}))
     return [
-        Automaton(whole, one.start + int(at)) for one, at in zip(automata, states, strict=False)
+        Automaton(whole, one.start + int(at), ends)
+        for one, at in zip(automata, states, strict=False)
     ]

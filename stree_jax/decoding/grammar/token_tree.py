@@ -84,7 +84,8 @@ class TokenTree:
                     yield state, tokens, following
             yield num_states, self.ends, np.full(len(self.ends), num_states)
 
-        return Automaton(tables_of(rows(), num_states + 1, self.vocab_size))
+        tables = tables_of(rows(), num_states + 1, self.vocab_size)
+        return Automaton(tables, end_tokens=tuple(self.ends.tolist()))
 
     def _rows(self, of_bytes: ByteAutomaton) -> Iterator[Row]:
         """The states that tokens reach from the start on, and their transitions."""
