@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.grammar.token_tree import ByteAutomaton, TokenTree
+from stree_jax.decoding.grammar.api import automaton_of_pattern
+from stree_jax.decoding.grammar.token_tree import TokenTree
 
 
 def table(num_states, vocab_size, seed=0):
@@ -117,8 +118,8 @@ def test_joined_automata():
             "the automata have different vocabularies: [1, 2] tokens",
         ),
         (
-            lambda: st.Automaton([[0, 0]]).check(1),
-            "the automaton has 2 tokens, and the model 1",
+            lambda: st.Automaton([[1, 0], [-1, 1]]).check(1),
+            "the automaton has 2 tokens, and the model 1: in some states",
         ),
     ],
 )
@@ -129,13 +130,13 @@ def test_refusals(make, message):
 
 def texts_of(of_bytes, most):
     """All texts up to a length that an automaton over bytes accepts."""
-    found, waiting = set(), [(0, b"")]
+    found, waiting, byte = set(), [(0, b"")], np.arange(256)
     for state, text in waiting:
         if of_bytes.accepts[state]:
             found.add(text)
         if len(text) < most:
-            for byte in np.flatnonzero(of_bytes.next_state[state] >= 0):
-                waiting.append((of_bytes.next_state[state, byte], text + bytes([byte])))
+            after = of_bytes.after(np.full(256, state), byte)
+            waiting += [(after[each], text + bytes([each])) for each in np.flatnonzero(after >= 0)]
     return found
 
 
@@ -162,42 +163,77 @@ def texts_of_tokens(automaton, texts, end, most):
     return found
 
 
-def automaton_of_bytes():
-    """(ab)*c?, over bytes."""
-    next_state = np.full((3, 256), -1, np.int32)
-    next_state[0, ord("a")], next_state[1, ord("b")] = 1, 0
-    next_state[0, ord("c")] = 2
-    return ByteAutomaton(next_state, np.array([True, False, True]))
+# The texts, and tokens that spell them: all bytes are tokens, or some are in longer ones only.
+SPELLINGS = {
+    "a loop": ("(ab)*c?", [b"a", b"b", b"c", b"ab", b"ba", b"abc", b"x", b"", b"ab"]),
+    "counts": ("[ab]{1,4}c", [b"a", b"b", b"c", b"ab", b"aab", b"bc", b"aaaaa", b"abac"]),
+    "counts from 2 on": ("[ab]{2,}", [b"a", b"b", b"ba", b"bbb"]),
+    "counts in a row": ("[ab]{0,2}c[ab]{1,3}", [b"a", b"b", b"c", b"ac", b"bca", b"abcab", b"cc"]),
+    "counts that overlap": ("[ab]{0,3}b", [b"a", b"b", b"ab", b"bb", b"abab"]),
+    "characters of two bytes": ("é{1,2}[ê-î]?", [b"\xc3", b"\xa9", b"\xaa", "éé".encode()]),
+    "two bytes together": ("(ab)*c?", [b"a", b"c", b"ab", b"bab"]),
+    "counts by twos": ("[ab]{1,4}c", [b"aa", b"b", b"c", b"ac"]),
+}
 
 
-def test_tokens_spell_the_texts():
-    """All spellings of all texts, by tokens of which two have the same text."""
-    of_bytes = automaton_of_bytes()
-    texts = [None, b"a", b"b", b"c", b"ab", b"ba", b"abc", b"x", b"", b"ab"]
-    automaton = TokenTree(texts, [0]).automaton(of_bytes)
-    found = texts_of_tokens(automaton, texts, 0, 5)
+def leads(of_bytes, text):
+    """Whether some text begins so."""
+    state = 0
+    for byte in text:
+        state = int(of_bytes.after(np.array([state]), np.array([byte]))[0])
+        if state < 0:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_tokens_spell_the_texts(name):
+    """All spellings of all texts, each once, and no token leads nowhere."""
+    pattern, words = SPELLINGS[name]
+    of_bytes, texts = automaton_of_pattern(pattern), [None, *words]
+    found = texts_of_tokens(TokenTree(texts, [0]).automaton(of_bytes), texts, 0, 5)
     assert len(found) == len(set(found))
-    spelt = {b"".join(texts[token] for token in path) for path in found}
-    assert spelt == texts_of(of_bytes, 5) == {b"", b"c", b"ab", b"abc", b"abab", b"ababc"}
-    ways = [path for path in found if b"".join(texts[token] for token in path) == b"ab"]
-    assert sorted(ways) == [(1, 2), (4,), (9,)]
+    wanted = set()
+    waiting = [((), b"")]
+    for path, text in waiting:
+        if of_bytes.matches(text):
+            wanted.add(path)
+        for token, word in enumerate(texts):
+            if word and len(text + word) <= 5 and leads(of_bytes, text + word):
+                waiting.append(((*path, token), text + word))
+        assert len(waiting) < 200_000
+    assert set(found) == wanted
 
 
-def test_tokens_that_lead_nowhere_are_not_allowed():
-    """Without a token that ends in "b", no text ends after "a"."""
-    texts, of_bytes = [None, b"a", b"c", b"ba"], automaton_of_bytes()
-    automaton = TokenTree(texts, [0]).automaton(of_bytes)
-    assert sorted(texts_of_tokens(automaton, texts, 0, 5)) == [(), (2,)]
-    never = of_bytes._replace(accepts=np.zeros(3, bool))
-    assert TokenTree(texts, [0]).automaton(never) is None
+def test_no_text_that_tokens_spell():
+    of_bytes = automaton_of_pattern("ab")
+    assert TokenTree([None, b"a", b"ba"], [0]).automaton(of_bytes) is None
 
 
 def test_after_the_end_come_ends_only():
-    automaton = TokenTree([b"a", None, None], [1, 2]).automaton(
-        ByteAutomaton(np.zeros((1, 256), np.int32), np.array([True]))
-    )
+    of_bytes = automaton_of_pattern("a*")
+    automaton = TokenTree([b"a", None, None], [1, 2]).automaton(of_bytes)
     states = jnp.array([[automaton.start]])
     assert automaton.next_state.mask(states, 3).tolist() == [[[True, True, True]]]
     ended = automaton.advance(states, jnp.array([[2]]))
     assert automaton.next_state.mask(ended, 3).tolist() == [[[False, True, True]]]
     assert automaton.advance(ended, jnp.array([[1]])) == ended
+    assert automaton.end_tokens == (1, 2)
+
+
+def test_grammars_with_counts_are_joined():
+    """States of strings move, and so do codes that are states themselves."""
+    texts = [None, b"a", b"b", b"c", b"ab", b"aab", b"bc"]
+    tree = TokenTree(texts, [0])
+    alone = [tree.automaton(automaton_of_pattern(p)) for p in ("[ab]{0,3}c", "b*c", "[ab]{2}c?")]
+    for one, joined in zip(alone, st.Automaton.joined(alone), strict=True):
+        assert texts_of_tokens(joined, texts, 0, 5) == texts_of_tokens(one, texts, 0, 5)
+
+
+def test_a_tokenizer_larger_than_the_model():
+    """Its last tokens never come."""
+    automaton = st.Automaton([[1, 0, 1], [0, -1, 1]])
+    automaton.check(2)
+    logits = jnp.zeros((1, 2, 2))
+    masked = automaton(logits, jnp.array([[0, 1]]))
+    np.testing.assert_array_equal(masked, [[[0, 0], [0, -np.inf]]])

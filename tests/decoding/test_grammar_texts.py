@@ -6,6 +6,7 @@ import re
 import jax
 import jsonschema
 import pytest
+from tokenizers import Tokenizer
 
 import stree_jax as st
 from stree_jax.testing import perturbed, random_model
@@ -99,7 +100,14 @@ def test_an_automaton_that_ends_early(model):
     assert error.value.generation.tokens[0].tolist() == [7, -1, -1, -1]
 
 
-def test_a_grammar_for_another_vocabulary(model):
-    automaton = st.Automaton.from_edges([0], [0], [0], num_states=1, vocab_size=4097)
+def test_a_tokenizer_larger_than_the_model(model, tokenizer):
+    """An added [PAD] never comes; an end token that never comes is refused."""
+    larger = Tokenizer.from_str(tokenizer.to_str())
+    larger.add_special_tokens(["[PAD]"])
+    options = dict(max_new_tokens=24, temperature=1.0, key=jax.random.key(1))
+    grammars = [st.regex(PATTERN, each) for each in (tokenizer, larger)]
+    outs = [st.generate(model, [[5]], processors=[each], **options) for each in grammars]
+    assert outs[0].tokens.tolist() == outs[1].tokens.tolist()
+    automaton = st.regex(PATTERN, larger, eos_token=4096)
     with pytest.raises(ValueError, match="the automaton has 4097 tokens, and the model 4096"):
         st.generate(model, [[5]], processors=[automaton])

@@ -9,9 +9,15 @@ from tokenizers import Tokenizer
 
 from stree_jax.checks import check_int
 from stree_jax.decoding.grammar.automaton import Automaton
-from stree_jax.decoding.grammar.patterns import byte_automaton
-from stree_jax.decoding.grammar.schema import regex_of_schema
-from stree_jax.decoding.grammar.token_tree import ByteAutomaton, TokenTree
+from stree_jax.decoding.grammar.byte_automaton import (
+    ByteAutomaton,
+    ByteGraph,
+    automaton_of_graph,
+)
+from stree_jax.decoding.grammar.characters import TooLarge
+from stree_jax.decoding.grammar.json_text import automaton_of_schema, too_large
+from stree_jax.decoding.grammar.patterns import RUST, has_anchors, parse, without_anchors
+from stree_jax.decoding.grammar.token_tree import TokenTree
 from stree_jax.decoding.token_bytes import as_tokenizer, token_bytes
 from stree_jax.messages import shown
 
@@ -37,8 +43,9 @@ def regex(
 ) -> Automaton:
     """A `LogitsProcessor` that makes the new tokens match a regular expression as a whole.
 
-    The syntax is that of Rust's crate regex, without look-around, references and word boundaries.
-    End tokens are allowed where the pattern matches, so a row ends or continues there.
+    The syntax is that of Rust's crate regex, without look-around, references, word boundaries,
+    operations on sets of characters, scripts, and flags but `i` and `s`. End tokens are allowed
+    where the pattern matches, so a row ends or continues there.
 
     Args:
         pattern: the regular expression.
@@ -47,12 +54,16 @@ def regex(
             have a common name of end tokens.
 
     Raises:
-        ValueError: a bad pattern, one that no tokens spell, an unknown kind of tokenizer, no end
-            token, or outlines-core is not installed.
+        ValueError: a bad pattern, one that no tokens spell or that needs too many states, an
+            unknown kind of tokenizer, or no end token.
     """
     if not isinstance(pattern, str):
         raise ValueError(f"pattern must be a regular expression, a text, got {shown(pattern)}")
-    return _over_tokens(byte_automaton(pattern), f"pattern {shown(pattern)}", tokenizer, eos_token)
+    try:
+        of_bytes = automaton_of_pattern(pattern)
+        return _over_tokens(of_bytes, f"pattern {shown(pattern)}", tokenizer, eos_token)
+    except TooLarge as error:
+        raise ValueError(f"pattern {shown(pattern)} cannot be used: {error}; repeat less") from None
 
 
 def json_schema(
@@ -63,8 +74,11 @@ def json_schema(
 ) -> Automaton:
     """A `LogitsProcessor` that makes the new tokens a JSON text that a schema validates.
 
-    Properties come in the schema's order, with at most one space between parts. Recursion ends at
-    depth 3. A keyword that cannot be enforced, such as `minimum`, is refused.
+    Schemas are of draft 2020-12. All texts are valid, but not all valid texts are possible:
+    properties come in the schema's order, with at most one space between parts; where some are
+    described, others come only if `additionalProperties` or `patternProperties` is there; recursion
+    ends at depth 3, as do values of which nothing is said. A keyword that cannot be enforced, such
+    as `uniqueItems`, is refused.
 
     Args:
         schema: a dictionary, a JSON text, or a class with the method `model_json_schema`, as
@@ -72,18 +86,42 @@ def json_schema(
         tokenizer, eos_token: as in `regex`.
 
     Raises:
-        ValueError: a malformed schema, or one that cannot be enforced; the others as in `regex`.
+        ValueError: a malformed schema, one that cannot be enforced, or that needs too many states,
+            in which case it names the part; the others as in `regex`.
     """
-    pattern = regex_of_schema(schema)
-    return _over_tokens(byte_automaton(pattern), "schema", tokenizer, eos_token)
+    of_bytes, part = automaton_of_schema(schema)
+    try:
+        return _over_tokens(of_bytes, "schema", tokenizer, eos_token)
+    except TooLarge as error:
+        raise ValueError(too_large(part, error)) from None
+
+
+def automaton_of_pattern(pattern: str) -> ByteAutomaton:
+    """The automaton over bytes of the texts that a pattern matches as a whole.
+
+    Raises:
+        ValueError: a bad pattern, one that matches nothing, or that needs too many states.
+    """
+    expression = parse(without_anchors(pattern), RUST)
+    if has_anchors(expression):
+        raise ValueError(
+            f"pattern {shown(pattern)} has anchors inside; it matches whole texts, so write it"
+            " without ^ and $"
+        )
+    graph = ByteGraph()
+    start = graph.node()
+    found = automaton_of_graph(graph, start, graph.expression(start, expression))
+    if found is None:
+        raise ValueError(f"no text matches the pattern {shown(pattern)}")
+    return found
 
 
 def _over_tokens(
     of_bytes: ByteAutomaton, what: str, tokenizer: Any, eos_token: int | Sequence[int] | None
 ) -> Automaton:
     inner = as_tokenizer(tokenizer)
-    size = inner.get_vocab_size()
-    automaton = _tree(inner, size, end_tokens(tokenizer, eos_token)).automaton(of_bytes)
+    tree = _tree(inner, inner.get_vocab_size(), end_tokens(tokenizer, eos_token))
+    automaton = tree.automaton(of_bytes)
     if automaton is None:
         raise ValueError(f"no text of this tokenizer's tokens matches the {what}")
     return automaton

@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import numbers
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,8 @@ from stree_jax.decoding.types import Context
 from stree_jax.messages import shown
 
 _BITS = 32  # of a word
-
-# A state, the tokens that it allows, in ascending order, and the states after them.
-Row = tuple[int, np.ndarray, np.ndarray]
+# A code is the distance to the state after a token, or, from here on, that state itself.
+ABSOLUTE = 1 << 30
 
 
 @typing.no_type_check  # jax unflattens it with leaves that are not arrays
@@ -30,24 +29,29 @@ Row = tuple[int, np.ndarray, np.ndarray]
 class Tables:
     """Transitions, compressed: what states have in common is stored once.
 
-    Most tokens that a state allows lead to one other state. It is stored as its distance from the
-    state, which is the same for many states, and so are the tokens that lead elsewhere. Kind 0 is
-    the state that allows nothing. `states`, `kinds` and `exceptions` are sizes.
+    States of one kind allow the same tokens, and tokens do the same in them: they lead to a state
+    at some distance, or to some state itself. What most tokens do is one code; the others are
+    exceptions. What a kind has beside that, as the end of a text has, is in `extra`, and comes
+    first. Kind 0 is the state that allows nothing, move 0 the one without exceptions.
+    `states`, `kinds`, `moves` and `exceptions` are sizes.
 
     Attributes:
         kind: the kind of each state.
         allowed: a bit for each token that a kind allows, token 0 first.
-        step: distance to the state after most tokens.
-        first: the first exception of each kind, and the end of those of the last one.
-        token: the tokens of exceptions, of each kind in ascending order.
-        step_of: distance to the state after an exception.
+        move, extra: what tokens do in a kind.
+        step: the code of most tokens: a distance, or `ABSOLUTE` and the state.
+        first: the first exception of each move, and the end of those of the last one.
+        token: the tokens of exceptions, of each move in ascending order.
+        step_of: the code of an exception.
         vocab_size: number of tokens.
     """
 
     kind: Int[Array, " states"]
     allowed: Any  # uint32 [kinds, words]
-    step: Int[Array, " kinds"]
-    first: Int[Array, " kinds_and_end"]
+    move: Int[Array, " kinds"]
+    extra: Int[Array, " kinds"]
+    step: Int[Array, " moves"]
+    first: Int[Array, " moves_and_end"]
     token: Int[Array, " exceptions"]
     step_of: Int[Array, " exceptions"]
     vocab_size: int = dataclasses.field(metadata={"static": True})
@@ -62,7 +66,7 @@ class Tables:
         return jnp.where(states < 0, 0, self.kind.at[states].get(mode="clip"))
 
     def mask(self, states: Int[Array, "B Q"], vocab_size: int) -> Bool[Array, "B Q V"]:
-        """Which tokens each state allows."""
+        """Which of a model's tokens each state allows."""
         words = self.allowed[self.kinds_of(states)]
         bits = words[..., None] >> jnp.arange(_BITS, dtype=words.dtype) & 1
         bits = bits.reshape(*states.shape, -1)[..., :vocab_size] != 0
@@ -73,17 +77,26 @@ class Tables:
         kinds = self.kinds_of(states)
         words = self.allowed.at[kinds, tokens // _BITS].get(mode="fill", fill_value=0)
         is_allowed = (words >> (tokens % _BITS).astype(words.dtype) & 1) != 0
+        move = self.move[kinds]
+        is_usual, usual = self._exception(move, tokens)
+        is_extra, extra = self._exception(self.extra[kinds], tokens)
+        code = jnp.where(is_extra, extra, jnp.where(is_usual, usual, self.step[move]))
+        after = jnp.where(code >= ABSOLUTE, code - ABSOLUTE, states + code)
+        return jnp.where(is_allowed, after, -1)
+
+    def _exception(
+        self, move: Int[Array, "B Q"], tokens: Int[Array, "B Q"]
+    ) -> tuple[Bool[Array, "B Q"], Int[Array, "B Q"]]:
+        """Whether a token is an exception of a move, and its code then."""
         # Binary search: `place` is the number of exceptions below the token.
-        begin, end = self.first[kinds], self.first[kinds + 1]
+        begin, end = self.first[move], self.first[move + 1]
         place = begin
         for size in 1 << np.arange(int(self.vocab_size).bit_length())[::-1]:
             later = place + size
             passed = (later <= end) & (self.token.at[later - 1].get(mode="clip") < tokens)
             place = jnp.where(passed, later, place)
-        is_exception = (place < end) & (self.token.at[place].get(mode="clip") == tokens)
-        other = self.step_of.at[place].get(mode="clip")
-        step = jnp.where(is_exception, other, self.step[kinds])
-        return jnp.where(is_allowed, states + step, -1)
+        is_one = (place < end) & (self.token.at[place].get(mode="clip") == tokens)
+        return is_one, self.step_of.at[place].get(mode="clip")
 
 
 @typing.no_type_check
@@ -154,14 +167,12 @@ class Automaton:
         if twice.size:
             at = twice[0]
             raise ValueError(f"state {states[at]} has two transitions with token {tokens[at]}")
+        tables = Compressor(num_states, vocab_size)
         bounds = np.searchsorted(states, np.arange(num_states + 1))
-
-        def rows() -> Iterator[Row]:
-            for state, (low, high) in enumerate(itertools.pairwise(bounds)):
-                if high > low:
-                    yield state, tokens[low:high], next_states[low:high]
-
-        return cls(tables_of(rows(), num_states, vocab_size), start)
+        for state, (low, high) in enumerate(itertools.pairwise(bounds)):
+            own = tokens[low:high]
+            tables.add([state], own, tables.move(own, next_states[low:high] - state))
+        return cls(tables.tables(), start)
 
     @staticmethod
     def joined(automata: "Sequence[Automaton]") -> "list[Automaton]":
@@ -169,11 +180,22 @@ class Automaton:
         return _joined(automata)
 
     def check(self, vocab_size: int) -> None:
-        """Refuses a model with fewer tokens. More, as a padded vocabulary has, are not allowed."""
-        if self.next_state.vocab_size > vocab_size:
+        """Refuses a model that has none of the tokens which a state allows.
+
+        Tokenizers may have more tokens than their models, and models more than their tokenizers:
+        the others never come.
+        """
+        tables = self.next_state
+        if tables.vocab_size <= vocab_size:
+            return
+        kinds, allowed = np.asarray(tables.kind), np.asarray(tables.allowed)
+        known = np.packbits(np.arange(allowed.shape[1] * _BITS) < vocab_size, bitorder="little")
+        has_some = (allowed & known.view("<u4")).any(axis=1)
+        if not (has_some[kinds] | (kinds == 0)).all():
             raise ValueError(
-                f"the automaton has {self.next_state.vocab_size} tokens, and the model"
-                f" {vocab_size}; make it for the model's tokenizer"
+                f"the automaton has {tables.vocab_size} tokens, and the model {vocab_size}: in some"
+                " states, as after the end of a text, all tokens that it allows are others; make it"
+                " with eos_token=..., an end token of the model"
             )
 
     def init(self, context: Context, vocab_size: int = 0) -> Int[Array, " B"]:
@@ -191,42 +213,89 @@ class Automaton:
         return jnp.where(self.next_state.mask(state, logits.shape[-1]), logits, -jnp.inf)
 
 
-def tables_of(rows: Iterable[Row], num_states: int, vocab_size: int) -> Tables:
-    """Compresses an automaton, whose states without a row allow nothing."""
-    num_words = -(-vocab_size // _BITS)
-    kind = np.zeros(num_states, np.int32)
-    kinds: dict[bytes, int] = {b"": 0}
-    nothing = np.zeros(0, np.int32)
-    words, steps = [np.zeros(num_words, np.uint32)], [0]
-    exceptions, exception_steps = [nothing], [nothing]
-    for state, tokens, next_states in rows:
-        least = next_states.min()
-        step = int(least + np.bincount(next_states - least).argmax()) - state
-        distance = (next_states - state).astype(np.int32)
-        differs = distance != step
-        marked = np.zeros(num_words * _BITS, bool)
+class Compressor:
+    """Collects the transitions of states, and makes `Tables` of them.
+
+    Args:
+        num_states: number of states; those that are not added allow nothing.
+        vocab_size: number of tokens.
+    """
+
+    def __init__(self, num_states: int, vocab_size: int):
+        self._vocab_size = vocab_size
+        self._kind = np.zeros(num_states, np.int32)
+        self._kinds: dict[tuple[bytes, int, int], int] = {(b"", 0, 0): 0}
+        self._words = [np.zeros(-(-vocab_size // _BITS), np.uint32)]
+        nothing = np.zeros(0, np.int32)
+        self._known = {_digest(nothing, nothing): 0}
+        self._steps, self._exceptions = [0], [(nothing, nothing)]
+
+    def move(self, tokens: np.ndarray, codes: np.ndarray) -> int:
+        """What tokens do: a number for `add`.
+
+        Args:
+            tokens: token ids.
+            codes: the distance to the state after each, or `ABSOLUTE` and the state.
+        """
+        order = np.argsort(tokens)
+        tokens, codes = tokens[order].astype(np.int32), codes[order].astype(np.int32)
+        digest = _digest(tokens, codes)
+        if digest not in self._known:
+            self._known[digest] = len(self._steps)
+            values, counts = np.unique(codes, return_counts=True)
+            self._steps.append(int(values[counts.argmax()]))
+            differs = codes != self._steps[-1]
+            self._exceptions.append((tokens[differs], codes[differs]))
+        return self._known[digest]
+
+    def extra(self, tokens: np.ndarray, codes: np.ndarray) -> int:
+        """What tokens do that are no part of a move, all of them listed: a number for `add`."""
+        order = np.argsort(tokens)
+        tokens, codes = tokens[order].astype(np.int32), codes[order].astype(np.int32)
+        digest = b"extra" + _digest(tokens, codes)
+        if digest not in self._known and len(tokens):
+            self._known[digest] = len(self._steps)
+            self._steps.append(0)
+            self._exceptions.append((tokens, codes))
+        return self._known.get(digest, 0)
+
+    def add(self, states: Any, tokens: np.ndarray, move: int, extra: int = 0) -> None:
+        """Adds states, from which tokens do the same.
+
+        Args:
+            states: the states.
+            tokens: the tokens that they allow.
+            move, extra: what these do, which may also say what others would do.
+        """
+        if not len(tokens):
+            return
+        marked = np.zeros(len(self._words[0]) * _BITS, bool)
         marked[tokens] = True
         bits = np.packbits(marked, bitorder="little")
-        others, other_steps = tokens[differs].astype(np.int32), distance[differs]
-        content = bits, np.int64(step), others, other_steps
-        digest = hashlib.blake2b(b"".join(each.tobytes() for each in content)).digest()
-        if digest not in kinds:
-            kinds[digest] = len(kinds)
-            words.append(bits.view("<u4").astype(np.uint32))
-            steps.append(step)
-            exceptions.append(others)
-            exception_steps.append(other_steps)
-        kind[state] = kinds[digest]
-    ends = np.cumsum([len(each) for each in exceptions])
-    return _padded(
-        kind,
-        np.stack(words),
-        np.array(steps),
-        np.append(0, ends),
-        np.concatenate(exceptions),
-        np.concatenate(exception_steps),
-        vocab_size,
-    )
+        key = _digest(bits), move, extra
+        if key not in self._kinds:
+            self._kinds[key] = len(self._words)
+            self._words.append(bits.view("<u4").astype(np.uint32))
+        self._kind[states] = self._kinds[key]
+
+    def tables(self) -> "Tables":
+        """The tables, on the device."""
+        ends = np.cumsum([len(tokens) for tokens, _ in self._exceptions])
+        return _padded(
+            self._kind,
+            np.stack(self._words),
+            np.array([move for _, move, _ in self._kinds]),
+            np.array([extra for _, _, extra in self._kinds]),
+            np.array(self._steps),
+            np.append(0, ends),
+            np.concatenate([tokens for tokens, _ in self._exceptions]),
+            np.concatenate([codes for _, codes in self._exceptions]),
+            self._vocab_size,
+        )
+
+
+def _digest(*arrays: np.ndarray) -> bytes:
+    return hashlib.blake2b(b"".join(each.tobytes() for each in arrays)).digest()
 
 
 def _tables_of_array(given: Any) -> Tables:
@@ -239,14 +308,11 @@ def _tables_of_array(given: Any) -> Tables:
         raise ValueError(f"next_state must be integers [S, V], got {shown(given)}")
     num_states, vocab_size = next_state.shape
     next_state = _checked("next_state", next_state, -1, num_states - 1)
-
-    def rows() -> Iterator[Row]:
-        for state, row in enumerate(next_state):
-            tokens = np.flatnonzero(row >= 0)
-            if tokens.size:
-                yield state, tokens, row[tokens]
-
-    return tables_of(rows(), num_states, vocab_size)
+    tables = Compressor(num_states, vocab_size)
+    for state, row in enumerate(next_state):
+        tokens = np.flatnonzero(row >= 0)
+        tables.add([state], tokens, tables.move(tokens, row[tokens] - state))
+    return tables.tables()
 
 
 def _checked(name: str, values: Any, least: int, most: int) -> np.ndarray:
@@ -264,6 +330,8 @@ def _checked(name: str, values: Any, least: int, most: int) -> np.ndarray:
 def _padded(
     kind: np.ndarray,
     allowed: np.ndarray,
+    move: np.ndarray,
+    extra: np.ndarray,
     step: np.ndarray,
     first: np.ndarray,
     token: np.ndarray,
@@ -281,6 +349,8 @@ def _padded(
     return Tables(
         pad(kind),
         pad(allowed),
+        pad(move),
+        pad(extra),
         pad(step),
         pad(first, none_after),
         pad(token),
@@ -295,25 +365,31 @@ def _joined(automata: Sequence[Automaton]) -> list[Automaton]:
         sizes = [one.next_state.vocab_size for one in automata]
         raise ValueError(f"the automata have different vocabularies: {sizes} tokens")
     each = [jax.tree.map(np.asarray, one.next_state) for one in automata]
-    states, kinds, exceptions = (
+    states, kinds, moves, exceptions = (
         np.cumsum([0, *(len(getattr(tables, name)) for tables in each)])
-        for name in ("kind", "step", "token")
+        for name in ("kind", "allowed", "step", "token")
     )
+
+    def shifted(name: str) -> np.ndarray:
+        """Codes, of which those of states themselves move with the states."""
+        parts = zip([getattr(one, name) for one in each], states, strict=False)
+        return np.concatenate([codes + np.where(codes >= ABSOLUTE, at, 0) for codes, at in parts])
+
+    def numbered(name: str, firsts: np.ndarray) -> np.ndarray:
+        parts = zip([getattr(one, name) for one in each], firsts, strict=False)
+        return np.concatenate([numbers + at for numbers, at in parts])
+
+    ends_of = [one.first[: len(one.step)] for one in each]
+    firsts = [first + at for first, at in zip(ends_of, exceptions, strict=False)]
     whole = _padded(
-        np.concatenate([one.kind + at for one, at in zip(each, kinds, strict=False)]),
+        numbered("kind", kinds),
         np.concatenate([one.allowed for one in each]),
-        np.concatenate([one.step for one in each]),
-        np.concatenate(
-            [
-                *(
-                    one.first[: len(one.step)] + at
-                    for one, at in zip(each, exceptions, strict=False)
-                ),
-                exceptions[-1:],
-            ]
-        ),
+        numbered("move", moves),
+        numbered("extra", moves),
+        shifted("step"),
+        np.concatenate([*firsts, exceptions[-1:]]),
         np.concatenate([one.token for one in each]),
-        np.concatenate([one.step_of for one in each]),
+        shifted("step_of"),
         each[0].vocab_size,
     )
     ends = tuple(sorted({token for one in automata for token in one.end_tokens}))

@@ -1,110 +1,396 @@
-"""From a regular expression to an automaton over bytes, by outlines-core.
+"""Regular expressions of two dialects, as expressions over characters.
 
-outlines-core makes automata over tokens as well. Version 0.2.14 loses texts that continue after a
-match (`(ab)+` is "ab" only, and `a|ab` is "a"), and a dictionary of all transitions of a large
-vocabulary is slow. So its tokens are bytes here, and `TokenTree` does the rest.
+`regex` has the syntax of Rust's crate regex, JSON schemas that of ECMA-262 with the flag u, as far
+as a finite automaton can follow: no look-around, references and word boundaries.
 """
 
-import re
-from collections.abc import Mapping
-from typing import Any
+import functools
+import unicodedata
+from collections.abc import Iterable
+from typing import NamedTuple, NoReturn
 
-import numpy as np
-
-from stree_jax.checkpoint import first_line
-from stree_jax.decoding.grammar.token_tree import ByteAutomaton
+from stree_jax.decoding.grammar.characters import (
+    EVERY,
+    LAST,
+    MOST_REPEATS,
+    Characters,
+    Choice,
+    Edge,
+    Expression,
+    Ranges,
+    Repeat,
+    Sequence_,
+    inverted,
+    ranges_of,
+)
 from stree_jax.messages import shown
 
-# Follows the pattern, so that no match ends before the text does. No text has this character.
-_END = "\U0010ffff"
-_END_LETTER, _UNUSED = 256, 257  # letters beside the bytes
-_MOST_REPEATS = 10_000  # outlines-core takes all memory for a{1000000}
+
+class Dialect(NamedTuple):
+    r"""What the two syntaxes have otherwise.
+
+    Attributes:
+        is_ecma: whether it is that of ECMA-262.
+        newlines: the characters that `.` leaves out.
+        spaces: the characters of `\s`.
+    """
+
+    is_ecma: bool
+    newlines: str
+    spaces: str
 
 
-def byte_automaton(pattern: str) -> ByteAutomaton:
-    """The automaton over bytes of the texts that a pattern matches as a whole.
+_SPACES = "\t\n\v\f\r \xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
+    map(chr, range(0x2000, 0x200B))
+)
+RUST = Dialect(is_ecma=False, newlines="\n", spaces=_SPACES + "\x85")
+ECMA = Dialect(is_ecma=True, newlines="\n\r\u2028\u2029", spaces=_SPACES + "\ufeff")
+_NOT_FINITE = "look-around, references and word boundaries are not supported"
+_CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
+
+
+def parse(pattern: str, dialect: Dialect) -> Expression:
+    """The expression of a pattern.
 
     Raises:
-        ValueError: a bad pattern, one that matches nothing, or outlines-core is not installed.
+        ValueError: it is malformed, or not supported; the message says where and why.
     """
-    outlines_core = import_outlines_core()
-    most = max((int(count) for count in re.findall(r"[{,](\d+)\}", pattern)), default=0)
-    if most > _MOST_REPEATS:
-        raise ValueError(
-            f"pattern {shown(pattern)} repeats a part {shown(most)} times; at most {_MOST_REPEATS}"
-            " are possible"
-        )
-    whole = without_anchors(pattern)
-    if re.search(r"[$^]", re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]])*\]", "", whole)):
-        raise ValueError(
-            f"pattern {shown(pattern)} has anchors inside; it matches whole texts, so write it"
-            " without ^ and $"
-        )
-    letters = {bytes([byte]): [byte] for byte in range(256)}
-    vocabulary = outlines_core.Vocabulary(_UNUSED, letters | {_END.encode(): [_END_LETTER]})
-    try:
-        index = outlines_core.Index(f"(?:{whole}){_END}", vocabulary)
-    except ValueError as error:
-        raise ValueError(_refusal(pattern, first_line(error))) from None
-    # After some states the pattern itself matches `_END`: that is no end of the text.
-    finals = index.get_final_states()
-    transitions = index.get_transitions()
-    accepting = {state for state, after in transitions.items() if after.get(_END_LETTER) in finals}
-    return _numbered(index.get_initial_state(), transitions, accepting)
-
-
-def import_outlines_core() -> Any:
-    """The package.
-
-    Raises:
-        ValueError: it is not installed.
-    """
-    try:
-        import outlines_core
-    except ImportError:
-        raise ValueError("grammars need outlines-core: pip install 'stree-jax[grammar]'") from None
-    return outlines_core
+    return _Parser(pattern, dialect).whole()
 
 
 def without_anchors(pattern: str) -> str:
     """The pattern without a ^ at its start and a $ at its end: it matches whole texts anyway."""
     pattern = pattern.removeprefix("^")
-    return pattern[:-1] if re.search(r"(?<!\\)(?:\\\\)*\$\Z", pattern) else pattern
+    is_anchor = pattern.endswith("$") and (len(pattern) - len(pattern[:-1].rstrip("\\"))) % 2
+    return pattern[:-1] if is_anchor else pattern
 
 
-def _refusal(pattern: str, error: str) -> str:
-    try:
-        re.compile(pattern)
-        why = "look-around, references and word boundaries are not supported"
-    except re.error as wrong:
-        why = str(wrong)
-    return f"pattern {shown(pattern)} cannot be used: {why} (outlines-core: {error:.80})"
+def has_anchors(expression: Expression) -> bool:
+    """Whether an expression has the start or the end of the text in it."""
+    match expression:
+        case Sequence_(parts) | Choice(parts):
+            return any(map(has_anchors, parts))
+        case Repeat(part, _, _):
+            return has_anchors(part)
+    return isinstance(expression, Edge)
 
 
-def _numbered(
-    start: int, transitions: Mapping[int, Mapping[int, int]], accepting: set[int]
-) -> ByteAutomaton:
-    """Numbers the states level by level, and leaves out those that lead to no end."""
-    before: dict[int, list[int]] = {}
-    for state, following in transitions.items():
-        for letter, after in following.items():
-            if letter < _END_LETTER:
-                before.setdefault(after, []).append(state)
-    useful, waiting = {*accepting}, [*accepting]
-    while waiting:
-        new = {state for state in before.get(waiting.pop(), ()) if state not in useful}
-        useful |= new
-        waiting += new
-    numbers = {start: 0}
-    for state in (order := [start]):
-        for letter, after in sorted(transitions.get(state, {}).items()):
-            if letter < _END_LETTER and after in useful and after not in numbers:
-                numbers[after] = len(order)
-                order.append(after)
-    next_state = np.full((len(order), 256), -1, np.int32)
-    accepts = np.array([state in accepting for state in order])
-    for number, state in enumerate(order):
-        for letter, after in transitions.get(state, {}).items():
-            if letter < _END_LETTER and after in numbers:
-                next_state[number, letter] = numbers[after]
-    return ByteAutomaton(next_state, accepts)
+def _of(characters: str) -> Ranges:
+    return ranges_of((ord(each), ord(each)) for each in characters)
+
+
+class _Parser:
+    """Reads a pattern from left to right."""
+
+    def __init__(self, pattern: str, dialect: Dialect):
+        self.text, self.dialect, self.at = pattern, dialect, 0
+        self.ignores_case = self.dot_is_all = False
+
+    def whole(self) -> Expression:
+        found = self.choice()
+        if self.at < len(self.text):
+            self.refuse("unbalanced parenthesis")
+        return found
+
+    def refuse(self, why: str) -> NoReturn:
+        """Raises the error of a pattern."""
+        raise ValueError(
+            f"pattern {shown(self.text)} cannot be used: {why} at position {self.at}"
+        ) from None
+
+    def take(self, *options: str) -> str:
+        """The option that comes next, which is passed; empty if none does."""
+        for option in options:
+            if self.text.startswith(option, self.at):
+                self.at += len(option)
+                return option
+        return ""
+
+    def one(self, missing: str) -> str:
+        """The next character."""
+        if self.at == len(self.text):
+            self.refuse(missing)
+        self.at += 1
+        return self.text[self.at - 1]
+
+    def choice(self) -> Expression:
+        parts = [self.sequence()]
+        while self.take("|"):
+            parts.append(self.sequence())
+        return parts[0] if len(parts) == 1 else Choice(tuple(parts))
+
+    def sequence(self) -> Expression:
+        parts: list[Expression] = []
+        while self.at < len(self.text) and self.text[self.at] not in "|)":
+            if (part := self.atom()) is not None:
+                parts.append(self.repeated(part))
+        return Sequence_(tuple(parts))
+
+    def repeated(self, part: Expression) -> Expression:
+        """A part with what says how often."""
+        while True:
+            if sign := self.take("*", "+", "?"):
+                counts = {"*": (0, None), "+": (1, None), "?": (0, 1)}[sign]
+            elif self.take("{"):
+                counts = self.counts()
+            else:
+                return part
+            if isinstance(part, Edge):
+                self.refuse("nothing to repeat")
+            part = Repeat(part, *counts)
+            self.take("?")  # which of the texts that match comes first makes no difference
+
+    def counts(self) -> tuple[int, int | None]:
+        end = self.text.find("}", self.at)
+        inside = self.text[self.at : end if end >= 0 else None]
+        least, comma, most = inside.partition(",")
+        if not (least + most).isdecimal() or not inside.isascii() or end < 0:
+            self.refuse("{ that begins no number of repeats, such as {2,3}; write \\{ for it")
+        if not least:
+            self.refuse(f"{{,{most}}} has no lower number, write {{0,{most}}}:")
+        largest = max(least, most or "0", key=lambda digits: (len(digits.lstrip("0")), digits))
+        if len(largest) > len(str(MOST_REPEATS)) or int(largest) > MOST_REPEATS:
+            raise ValueError(
+                f"pattern {shown(self.text)} repeats a part {shown_count(largest)} times; at most"
+                f" {MOST_REPEATS} are possible"
+            )
+        self.at = end + 1
+        if not comma:
+            return int(least), int(least)
+        if most and int(most) < int(least):
+            self.refuse(f"the repeats {least} to {most}")
+        return int(least), int(most) if most else None
+
+    def atom(self) -> Expression | None:
+        """The next part; None: a group that only sets flags."""
+        start = self.at
+        character = self.one("nothing")
+        if character == "(":
+            return self.group()
+        if character == "[":
+            return self.one_of(self.set())
+        if character == "\\":
+            found = self.escape()
+            return found if isinstance(found, Edge) else self.one_of(found)
+        if character == ".":
+            leaves_out = "" if self.dot_is_all else self.dialect.newlines
+            return Characters(inverted(_of(leaves_out)))
+        if character in "^$":
+            return Edge(is_start=character == "^")
+        self.at = start
+        if character in "*+?":
+            self.refuse("nothing to repeat")
+        if character == "{":
+            self.refuse("{ that begins no number of repeats, such as {2,3}; write \\{ for it")
+        self.at += 1
+        return self.one_of(_of(character))
+
+    def one_of(self, ranges: Ranges) -> Expression:
+        if not self.ignores_case:
+            return Characters(ranges)
+        cased = (each for low, high in ranges for each in _cased() if low <= ord(each) <= high)
+        variants = "".join(_cased()[each] for each in cased)
+        return Characters(ranges_of([*ranges, *_of(variants)]))
+
+    def group(self) -> Expression | None:
+        opened = self.at - 1
+        flags = self.ignores_case, self.dot_is_all
+        if self.take("?"):
+            if self.take("=", "!", "<=", "<!"):
+                self.refuse(_NOT_FINITE)
+            if self.take("P<", "<"):
+                end = self.text.find(">", self.at)
+                if end < 0 or not self.text[self.at : end].isidentifier():
+                    self.refuse("bad name of a group")
+                self.at = end + 1
+            elif not self.take(":") and not self.flags():
+                return None
+        found = self.choice()
+        if not self.take(")"):
+            self.at = opened
+            self.refuse("missing ), unterminated subpattern")
+        self.ignores_case, self.dot_is_all = flags
+        return found
+
+    def flags(self) -> bool:
+        """Reads flags; whether they are those of a group that follows, and not of what is left."""
+        value = True
+        while not (end := self.take(":", ")")):
+            flag = self.one("missing ), unterminated subpattern")
+            if self.dialect.is_ecma or flag not in "is-":
+                self.refuse(
+                    f"the flag {shown(flag)} is not supported; write the pattern without it"
+                )
+            if flag == "-":
+                value = False
+            elif flag == "i":
+                self.ignores_case = value
+            else:
+                self.dot_is_all = value
+        return end == ":"
+
+    def set(self) -> Ranges:
+        """What is between brackets."""
+        is_inverted = bool(self.take("^"))
+        found: list[tuple[int, int]] = []
+        is_first = not self.dialect.is_ecma  # where ] stands for itself
+        while is_first or not self.take("]"):
+            missing = "unterminated character set"
+            if not self.dialect.is_ecma:
+                if self.text[self.at : self.at + 2] in ("&&", "--", "~~"):
+                    self.refuse("operations on sets of characters are not supported")
+                if self.text[self.at : self.at + 1] == "[":
+                    self.refuse("[ inside of a set of characters; write \\[ for it, or a plain set")
+            low, is_first = self.member(missing), False
+            if (
+                self.text[self.at : self.at + 1] == "-"
+                and self.text[self.at + 1 : self.at + 2] != "]"
+            ):
+                self.at += 1
+                high = self.member(missing)
+                if not (_is_one(low) and _is_one(high)) or low[0][0] > high[0][0]:
+                    self.refuse("bad range of characters")
+                low = ((low[0][0], high[0][0]),)
+            found += low
+        ranges = ranges_of(found)
+        if self.ignores_case and is_inverted:
+            variants = self.one_of(ranges)
+            assert isinstance(variants, Characters)
+            ranges = variants.ranges
+        return inverted(ranges) if is_inverted else ranges
+
+    def member(self, missing: str) -> Ranges:
+        character = self.one(missing)
+        if character != "\\":
+            return _of(character)
+        if self.take("b"):
+            return _of("\b")
+        found = self.escape()
+        if isinstance(found, Edge):
+            self.refuse("an anchor in a set of characters")
+        return found
+
+    def escape(self) -> Ranges | Edge:
+        r"""What follows a \ ."""
+        start, letter = self.at, self.one("a \\ at the end")
+        is_ecma = self.dialect.is_ecma
+        if letter in "dDwWsS":
+            ranges = _class_of(letter.lower(), self.dialect)
+            return inverted(ranges) if letter.isupper() else ranges
+        if letter in "pP":
+            ranges = self.property()
+            return inverted(ranges) if letter == "P" else ranges
+        if letter in "bB":
+            self.refuse(_NOT_FINITE)
+        if letter in "123456789" or (letter == "k" and is_ecma):
+            self.refuse(_NOT_FINITE)
+        if letter in "Az" and not is_ecma:
+            return Edge(is_start=letter == "A")
+        if letter in _CONTROLS:
+            return _of(_CONTROLS[letter])
+        if letter == "0" and is_ecma and not self.text[self.at : self.at + 1].isdecimal():
+            return ((0, 0),)
+        if letter == "c" and is_ecma:
+            control = self.one("a \\c at the end")
+            if control.isascii() and control.isalpha():
+                return _of(chr(ord(control) % 32))
+        if letter in "xuU":
+            return self.code_point(letter)
+        if letter.isascii() and letter.isalnum():
+            self.at = start
+            self.refuse(f"unknown escape \\{letter}")
+        return _of(letter)
+
+    def code_point(self, letter: str) -> Ranges:
+        r"""The character after \x, \u or \U."""
+        if self.take("{"):
+            end = self.text.find("}", self.at)
+            digits, after = self.text[self.at : max(end, self.at)], end + 1
+        else:
+            size = {"x": 2, "u": 4, "U": 8}[letter]
+            digits, after = self.text[self.at : self.at + size], self.at + size
+            digits = digits if len(digits) == size else ""
+        if not 0 < len(digits) <= 8 or set(digits) - set("0123456789abcdefABCDEF"):
+            self.refuse(f"\\{letter} without the number of a character")
+        value = int(digits, 16)
+        if 0xD800 <= value < 0xDC00 and self.text.startswith("\\u", after):  # half of a pair
+            low = self.text[after + 2 : after + 6]
+            if len(low) == 4 and not set(low) - set("0123456789abcdefABCDEF"):
+                value = 0x10000 + ((value - 0xD800) << 10) + int(low, 16) - 0xDC00
+                after += 6
+        if value > LAST or 0xD800 <= value < 0xE000:
+            self.refuse(f"\\{letter}{digits} is no character")
+        self.at = after
+        return ((value, value),)
+
+    def property(self) -> Ranges:
+        r"""The characters of a general category, such as \p{Lu} and \pL."""
+        name = self.one("a \\p at the end")
+        if name == "{":
+            end = self.text.find("}", self.at)
+            name = self.text[self.at : max(end, self.at)]
+            self.at = end + 1 if end >= 0 else self.at
+        name = name.removeprefix("General_Category=").removeprefix("gc=")
+        categories = [each for each in _categories() if each.startswith(_SHORT.get(name, name))]
+        if not name or not categories:
+            self.refuse(
+                f"the property {shown(name)} is not known; general categories such as Lu are"
+            )
+        return ranges_of(pair for each in categories for pair in _categories()[each])
+
+
+def shown_count(digits: str) -> str:
+    """The digits of a number, which may be many."""
+    return digits if len(digits) <= 20 else f"{digits[:17]}..."
+
+
+_SHORT = {"Letter": "L", "Mark": "M", "Number": "N", "Punctuation": "P", "Symbol": "S"}
+_SHORT |= {"Separator": "Z", "Other": "C", "Lowercase_Letter": "Ll", "Uppercase_Letter": "Lu"}
+
+
+def _is_one(ranges: Ranges) -> bool:
+    return len(ranges) == 1 and ranges[0][0] == ranges[0][1]
+
+
+def _class_of(letter: str, dialect: Dialect) -> Ranges:
+    if letter == "s":
+        return _of(dialect.spaces)
+    if dialect.is_ecma:
+        return _of("0123456789" + (_WORD if letter == "w" else ""))
+    names = ("Nd",) if letter == "d" else ("L", "M", "Nd", "Nl", "Pc")
+    return _of_categories(names)
+
+
+_WORD = "_abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@functools.cache
+def _of_categories(names: Iterable[str]) -> Ranges:
+    found = [each for each in _categories() if any(each.startswith(name) for name in names)]
+    return ranges_of(pair for each in found for pair in _categories()[each])
+
+
+@functools.cache
+def _categories() -> dict[str, list[tuple[int, int]]]:
+    """The characters of each general category."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    start, before = 0, unicodedata.category("\0")
+    for code in range(1, LAST + 2):
+        category = unicodedata.category(chr(code)) if code <= LAST else ""
+        if category != before:
+            found.setdefault(before, []).append((start, code - 1))
+            start, before = code, category
+    return found
+
+
+@functools.cache
+def _cased() -> dict[str, str]:
+    """The characters that differ from others by case alone, and these others."""
+    same: dict[str, set[str]] = {}
+    for low, high in EVERY:
+        for each in map(chr, range(low, high + 1)):
+            for other in {each.lower(), each.upper(), each.casefold()} - {each}:
+                if len(other) == 1:
+                    same.setdefault(each, set()).add(other)
+                    same.setdefault(other, set()).add(each)
+    return {each: "".join(others) for each, others in same.items()}

@@ -1,87 +1,100 @@
-"""From a JSON schema to a regular expression, by outlines-core.
+"""From a JSON schema (draft 2020-12) to the shapes of the values that it validates.
 
-outlines-core reads some keywords and passes over all others, so a text that it allows may not be
-valid. Here a schema is first rewritten to one that it reads whole: references are replaced by what
-they refer to, formats by patterns, and a keyword that would be passed over is refused.
+A schema is a conjunction of keywords, each of which holds or fails for a value. Both are written as
+alternatives of shapes, so that `not`, `oneOf` and `if` are what they mean. Alternatives that cannot
+be written are left out, so a grammar may allow fewer texts than a schema, and never others.
 """
 
 import json
 import math
-import re
-from collections.abc import Callable, Mapping
-from typing import Any
-from urllib.parse import unquote
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from stree_jax.checkpoint import first_line
-from stree_jax.checks import check_int
-from stree_jax.decoding.grammar.patterns import (
-    byte_automaton,
-    import_outlines_core,
-    without_anchors,
+from stree_jax.decoding.grammar import numbers
+from stree_jax.decoding.grammar.characters import (
+    ANYTHING,
+    MOST_REPEATS,
+    Choice,
+    Edge,
+    Expression,
+    Sequence_,
+    TextAutomaton,
+    TooLarge,
+    automaton_of,
+    literal,
+)
+from stree_jax.decoding.grammar.formats import FORMATS
+from stree_jax.decoding.grammar.patterns import ECMA, has_anchors, parse
+from stree_jax.decoding.grammar.shapes import (
+    EVERYTHING,
+    Arrays,
+    Contained,
+    ItemRule,
+    Objects,
+    PropertyRule,
+    Shape,
+    Strings,
+    Together,
+    both,
 )
 from stree_jax.messages import shown
 
 _MOST_REFERENCES = 3  # to a schema within itself
-
-# Keywords by which a schema refuses values; all others only describe.
-_ASSERTIONS = set(
-    re.findall(
-        r"\S+",
-        """
-    $dynamicRef $recursiveRef $ref additionalItems additionalProperties allOf anyOf const contains
-    dependencies dependentRequired dependentSchemas else enum exclusiveMaximum exclusiveMinimum
-    format if items maxContains maxItems maxLength maxProperties maximum minContains minItems
-    minLength minProperties minimum multipleOf not oneOf pattern patternProperties prefixItems
-    properties propertyNames required then type unevaluatedItems unevaluatedProperties uniqueItems
-    """,
-    )
-)
-# What decides how outlines-core reads a schema, the first that is there, and what it reads then.
-_READ = {
-    "properties": {"type", "required", "additionalProperties"},
-    "allOf": set(),
-    "anyOf": set(),
-    "oneOf": set(),
-    "prefixItems": {"type", "items", "minItems", "maxItems"},
-    "enum": {"type"},
-    "const": {"type"},
-    "$ref": set(),
-    "type": set(),
-}
-_READ_OF_TYPE = {
-    "string": {"minLength", "maxLength", "pattern", "format"},
-    "number": set(),
-    "integer": set(),
-    "boolean": set(),
-    "null": set(),
-    "array": {"items", "minItems", "maxItems"},
-    "object": {"additionalProperties", "minProperties", "maxProperties"},
-}
-_DATE = (
-    "[12][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
-    "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
-)
-_CLOCK = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
-_TIME = rf"{_CLOCK}:[0-5][0-9](?:\.[0-9]{{1,6}})?(?:Z|[+-]{_CLOCK})"
-_HOST = "[A-Za-z0-9]+(?:[.-][A-Za-z0-9]+)*"
-_FORMATS = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
-    "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
-    "email": rf"[A-Za-z0-9_+-]+(?:\.[A-Za-z0-9_+-]+)*@{_HOST}\.[A-Za-z]{{2,}}",
-    "uri": rf"https?://{_HOST}(?::[1-9][0-9]{{0,3}})?(?:/[A-Za-z0-9._~=&+-]*)*",
-}
+_MOST_SHAPES = 256
+_TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
+_IN_PLACE = {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "contains"}
+_REFUSED = ("$dynamicRef", "$recursiveRef", "dependencies")
 
 
-Schema = dict[str, Any]
+class Located(NamedTuple):
+    """A part of a schema, or its negation.
+
+    Attributes:
+        schema: the part.
+        where: what messages call it.
+        holds: whether it must hold, or must fail.
+        inside: references on the way to it.
+        resolver: what its references refer to.
+    """
+
+    schema: Any
+    where: str
+    holds: bool
+    inside: tuple[int, ...]
+    resolver: Any
+
+    def __eq__(self, other: object) -> bool:
+        """Of the same part; parts are no values, and may be large."""
+        return isinstance(other, Located) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return id(self.schema), self.holds, self.inside, self.where
+
+    @property
+    def negated(self) -> "Located":
+        """The negation."""
+        return self._replace(holds=not self.holds)
+
+    def part(self, schema: Any, where: str) -> "Located":
+        """A part of this part, which must hold."""
+        return self._replace(schema=schema, where=f"{self.where}{where}", holds=True)
 
 
-def regex_of_schema(schema: Any) -> str:
-    """The regular expression of the JSON texts that a schema validates.
+_Alternatives = Callable[[], list[Shape]]
+# What a keyword means: the values for which it holds, and those for which it fails.
+_Fact = tuple[_Alternatives, _Alternatives]
+
+
+def read_schema(schema: Any) -> Located:
+    """A schema from a dictionary, a JSON text, or a class with `model_json_schema`.
 
     Raises:
-        ValueError: a malformed schema, one that cannot be enforced, or outlines-core is missing.
+        ValueError: it is malformed.
     """
     if hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
@@ -92,221 +105,516 @@ def regex_of_schema(schema: Any) -> str:
             raise ValueError(f"the schema is not JSON: {error}") from None
     if not isinstance(schema, Mapping | bool):
         raise ValueError(f"schema must be a dictionary or a JSON text, got {shown(schema)}")
-    rewritten = _Rewriting(schema).schema(schema, "the schema", ())
-    if rewritten is None:
-        raise ValueError("the schema refers to itself without an end, so no text is valid")
-    try:
-        text = json.dumps(rewritten)
-        return import_outlines_core().json_schema.build_regex_from_schema(text)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"the schema cannot be used: {first_line(error)}") from None
+    return Located(schema, "the schema", True, (), _Resolver.of(schema))
 
 
-class _Rewriting:
-    """Rewrites parts of a schema; `where` names a part in messages.
+class _Resolver:
+    """Finds what references refer to, by the package referencing."""
 
-    A part that refers to itself too often becomes None: what contains it does without, or becomes
-    None too.
-    """
+    def __init__(self, inner: Any):
+        self._inner = inner
 
-    def __init__(self, root: Any):
-        self.root = root
-        self.by_keyword: dict[str, Callable[..., Schema | None]] = {
-            "properties": self.properties,
-            "allOf": self.all_of,
-            "anyOf": self.any_of,
-            "oneOf": self.any_of,
-            "prefixItems": self.prefix_items,
-            "enum": self.values,
-            "const": self.values,
-            "$ref": self.reference,
-            "type": self.of_type,
-        }
-
-    def schema(self, part: Any, where: str, inside: tuple[str, ...]) -> Schema | None:
-        """A part, rewritten.
-
-        Args:
-            part: the part.
-            where: its name in messages.
-            inside: the references that it is in.
-        """
-        if part is True or part == {}:
-            return {}
-        if not isinstance(part, Mapping):
-            raise ValueError(f"{where} must be a dictionary, got {shown(part)}")
-        keyword = next((each for each in _READ if each in part), None)
-        if keyword is None:
-            unread = sorted(_ASSERTIONS & set(part))
-            if unread:
-                raise ValueError(f"{where} has {unread[0]!r} and no type; add its type")
-            return {}
-        read = {keyword, *_READ[keyword]}
-        if keyword == "type":
-            for name in _listed(part["type"]):
-                if not isinstance(name, str) or name not in _READ_OF_TYPE:
-                    raise ValueError(f"{where} has the unknown type {shown(name)}")
-                read |= _READ_OF_TYPE[name]
-        for other in sorted(_ASSERTIONS & set(part) - read):
-            raise ValueError(
-                f"{where} has {other!r}, which a grammar cannot enforce here; leave it out, and"
-                " check the text afterwards"
-            )
-        return self.by_keyword[keyword](dict(part), where, inside)
-
-    def properties(self, part: Schema, where: str, inside: tuple[str, ...]) -> Schema | None:
-        """An object with named properties."""
-        if not isinstance(part["properties"], Mapping):
-            raise ValueError(f"'properties' of {where} must be a dictionary")
-        required = part.get("required", [])
-        for name in required:
-            if name not in part["properties"]:
-                raise ValueError(f"{where} requires {shown(name)}, which is not in its properties")
-        found = {}
-        for name, each in part["properties"].items():
-            _check_name(name, where)
-            value = self.schema(each, f"{where}.{name}", inside)
-            if value is not None:
-                found[name] = value
-            elif name in required:
-                return None
-        return {"type": "object", "properties": found, "required": list(required)}
-
-    def all_of(self, part: Schema, where: str, inside: tuple[str, ...]) -> Schema | None:
-        """One part in a list."""
-        parts = _listed(part["allOf"])
-        if len(parts) != 1:
-            raise ValueError(f"'allOf' of {where} has {len(parts)} parts; a grammar can have one")
-        return self.schema(parts[0], where, inside)
-
-    def any_of(self, part: Schema, where: str, inside: tuple[str, ...]) -> Schema | None:
-        """Alternatives."""
-        parts = _listed(part.get("anyOf", part.get("oneOf")))
-        found = [self.schema(each, f"{where}[{i}]", inside) for i, each in enumerate(parts)]
-        possible = [each for each in found if each is not None]
-        return {"anyOf": possible} if possible else None
-
-    def prefix_items(self, part: Schema, where: str, inside: tuple[str, ...]) -> Schema | None:
-        """An array with a schema for each item."""
-        parts = _listed(part["prefixItems"])
-        least, most = part.get("minItems", 0), part.get("maxItems", len(parts))
-        if not least <= len(parts) <= most:
-            raise ValueError(f"{where} has {len(parts)} prefixItems, not {least} to {most}")
-        found = [self.schema(each, f"{where}[{i}]", inside) for i, each in enumerate(parts)]
-        return None if None in found else {"prefixItems": found}
-
-    def values(self, part: Schema, where: str, inside: tuple[str, ...]) -> Schema:
-        """Given values."""
-        values = _listed(part["enum"]) if "enum" in part else [part["const"]]
-        if not values:
-            raise ValueError(f"'enum' of {where} is empty")
-        for value in values:
-            _check_names_in(value, where)
-        return {"enum": values}
-
-    def reference(self, part: Schema, where: str, inside: tuple[str, ...]) -> Schema | None:
-        """The part that a reference refers to."""
-        name = part["$ref"]
-        if not (isinstance(name, str) and name.startswith("#")):
-            raise ValueError(f"{where} refers to {shown(name)}; only #/... is possible")
-        if inside.count(name) >= _MOST_REFERENCES:
+    @classmethod
+    def of(cls, schema: Any) -> "_Resolver | None":
+        if "$ref" not in _keywords(schema):
             return None
-        found = self.root
-        for key in unquote(name).removeprefix("#").split("/")[1:]:
-            key = key.replace("~1", "/").replace("~0", "~")
-            if not isinstance(found, Mapping) or key not in found:
-                raise ValueError(f"{where} refers to {shown(name)}, which is not there")
-            found = found[key]
-        return self.schema(found, where, (*inside, name))
+        try:
+            from referencing import Registry
+            from referencing.jsonschema import DRAFT202012
+        except ImportError:
+            raise ValueError("'$ref' needs referencing: pip install 'stree-jax[grammar]'") from None
+        resource = DRAFT202012.create_resource(schema)
+        base = resource.id() or "urn:schema"
+        return cls(Registry().with_resource(base, resource).resolver(base))
 
-    def of_type(self, part: Schema, where: str, inside: tuple[str, ...]) -> Schema | None:
-        """A value of a type, or of one of several."""
-        found = []
-        for name in _listed(part["type"]):
-            kept = {key: part[key] for key in _READ_OF_TYPE[name] if key in part}
-            rewrite = {"string": self.string, "array": self.array, "object": self.object}
-            value = rewrite[name](kept, where, inside) if name in rewrite else {}
-            if value is not None:
-                found.append({"type": name} | value)
-        if not found:
-            return None
-        return found[0] if len(found) == 1 else {"anyOf": found}
+    def within(self, schema: Any) -> "_Resolver":
+        """That of a part, which may have its own address."""
+        from referencing.jsonschema import DRAFT202012
 
-    def string(self, part: Schema, where: str, inside: tuple[str, ...]) -> Schema:
-        """Either lengths, or a pattern, or a format."""
-        lengths = _counts(part, where, "minLength", "maxLength")
-        if len({"pattern", "format"} & set(part)) + bool(lengths) > 1:
-            raise ValueError(f"{where} has {sorted(part)}; a grammar can have one of them")
-        pattern = part.get("pattern")
-        if "format" in part:
-            if part["format"] not in _FORMATS:
-                raise ValueError(
-                    f"{where} has the format {shown(part['format'])}; known: {sorted(_FORMATS)}"
-                )
-            pattern = _FORMATS[part["format"]]
-        if pattern is None:
-            return lengths
-        if not isinstance(pattern, str):
-            raise ValueError(f"{where} has the pattern {shown(pattern)}, which is no text")
-        pattern = without_anchors(pattern)
-        next_state = byte_automaton(pattern).next_state
-        if (next_state[:, [*range(0x20), ord('"'), ord("\\")]] >= 0).any():
+        return _Resolver(self._inner.in_subresource(DRAFT202012.create_resource(schema)))
+
+    def lookup(self, name: Any, where: str) -> tuple[Any, "_Resolver"]:
+        """What a reference refers to, and the resolver there."""
+        try:
+            found = self._inner.lookup(name)
+        except Exception as error:  # the package raises many types
             raise ValueError(
-                f"{where} has the pattern {shown(pattern)}, which matches quotes, backslashes or"
-                r' control characters; JSON writes them otherwise: use [^"\\\x00-\x1f] for .'
-            )
-        return {"pattern": f"(?:{pattern})"}
-
-    def array(self, part: Schema, where: str, inside: tuple[str, ...]) -> Schema | None:
-        """An array of similar items."""
-        counts = _counts(part, where, "minItems", "maxItems")
-        items = self.schema(part.get("items", {}), f"{where}[]", inside)
-        if items is None:
-            return None if counts.get("minItems") else {"maxItems": 0}
-        return counts | ({"items": items} if items else {})
-
-    def object(self, part: Schema, where: str, inside: tuple[str, ...]) -> Schema | None:
-        """An object with any properties."""
-        counts = _counts(part, where, "minProperties", "maxProperties")
-        if counts.get("minProperties", 0) > 1 or counts.get("maxProperties", 0) > 0:
-            raise ValueError(f"{where} counts its properties, which a grammar cannot do")
-        values = part.get("additionalProperties", True)
-        if values is False:
-            counts["maxProperties"] = 0
-            values = True
-        found = self.schema(values, f"{where}.*", inside)
-        if found is None:
-            return None if counts.get("minProperties") else {"maxProperties": 0}
-        return counts | ({"additionalProperties": found} if found else {})
+                f"{where} refers to {shown(name)}, which is not there ({first_line(error)})"
+            ) from None
+        return found.contents, _Resolver(found.resolver)
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _counts(part: Schema, where: str, *names: str) -> dict[str, int]:
-    found = {name: check_int(f"{name} of {where}", part[name], 0) for name in names if name in part}
-    least, most = found.get(names[0], 0), found.get(names[1], math.inf)
-    if least > most:
-        raise ValueError(f"{where} has {names[0]} {least} and {names[1]} {most}")
+def _keywords(schema: Any) -> set[str]:
+    """All names in a schema."""
+    found: set[str] = set()
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Mapping):
+            found.update(map(str, part))
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
     return found
 
 
-def _check_name(name: Any, where: str) -> None:
-    if not isinstance(name, str) or json.dumps(name, ensure_ascii=False) != f'"{name}"':
-        raise ValueError(
-            f"{where} has the property {shown(name)}; names with quotes, backslashes or control"
-            " characters are not possible"
+def shapes_of(together: Together) -> list[Shape]:
+    """The shapes of the values for which schemas hold together; none: there is no value.
+
+    Raises:
+        ValueError: a schema that is malformed, or that cannot be enforced.
+    """
+    found = [EVERYTHING]
+    for at in together:
+        found = _product(found, _shapes(at), at)
+    return found
+
+
+def _shapes(at: Located) -> list[Shape]:
+    schema = at.schema
+    if isinstance(schema, bool):
+        return [EVERYTHING] if schema is at.holds else []
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"{at.where} must be a dictionary, got {shown(schema)}")
+    if at.resolver is not None and isinstance(schema.get("$id"), str):
+        at = at._replace(resolver=at.resolver.within(schema))
+    facts = [*_facts(at)]
+    if not at.holds:
+        return _united((fails() for _, fails in facts), at)
+    found = [EVERYTHING]
+    for holds, _ in facts:
+        found = _product(found, holds(), at)
+    return found
+
+
+def _product(a: list[Shape], b: list[Shape], at: Located) -> list[Shape]:
+    """The values that are in one of each of two lists."""
+    if a == [EVERYTHING]:
+        return b
+    met = (both(first, second) for first in a for second in b)
+    return _united(([shape] for shape in met), at)
+
+
+def _united(parts: Any, at: Located) -> list[Shape]:
+    """All different shapes that have a value."""
+    found: dict[Shape, None] = {}
+    for shapes in parts:
+        found |= dict.fromkeys(shape for shape in shapes if not shape.is_empty)
+        if len(found) > _MOST_SHAPES:
+            raise ValueError(f"{at.where} has more than {_MOST_SHAPES} alternatives")
+    return [*found]
+
+
+def _all_of(parts: list[Located], at: Located) -> list[Shape]:
+    found = [EVERYTHING]
+    for part in parts:
+        found = _product(found, _shapes(part), at)
+    return found
+
+
+def _any_of(parts: list[Located], at: Located) -> list[Shape]:
+    return _united(map(_shapes, parts), at)
+
+
+def _fact(holds: dict[str, Any], *fails: dict[str, Any]) -> _Fact:
+    """Of the fields of a shape that differ from others, and shapes for which it fails."""
+    return lambda: [EVERYTHING._replace(**holds)], lambda: [Shape(**each) for each in fails]
+
+
+def _facts(at: Located) -> Iterator[_Fact]:
+    """What the keywords of a schema mean."""
+    schema = at.schema
+    for name in _REFUSED:
+        if name in schema:
+            _refuse(at, name)
+    yield from _logic(at)
+    if "type" in schema:
+        yield _of_types(at)
+    for name in ("enum", "const"):
+        if name in schema:
+            yield _of_values(at, name)
+    yield from _of_numbers(at)
+    yield from _of_strings(at)
+    yield from _of_arrays(at)
+    yield from _of_objects(at)
+
+
+def _refuse(at: Located, name: str) -> None:
+    raise ValueError(
+        f"{at.where} has {name!r}, which a grammar cannot enforce here; leave it out, and check the"
+        " text afterwards"
+    )
+
+
+def _parts(at: Located, name: str) -> list[Located]:
+    """The schemas in the list of a keyword."""
+    value = at.schema[name]
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{name!r} of {at.where} must be a list of schemas, got {shown(value)}")
+    return [at.part(each, f"[{i}]") for i, each in enumerate(value)]
+
+
+def _logic(at: Located) -> Iterator[_Fact]:
+    """References and combinations."""
+    schema = at.schema
+    if "$ref" in schema:
+        yield _reference(at)
+    if "allOf" in schema:
+        parts = _parts(at, "allOf")
+        yield lambda: _all_of(parts, at), lambda: _any_of([each.negated for each in parts], at)
+    if "anyOf" in schema:
+        some = _parts(at, "anyOf")
+        yield lambda: _any_of(some, at), lambda: _all_of([each.negated for each in some], at)
+    if "oneOf" in schema:
+        yield _one_of(_parts(at, "oneOf"), at)
+    if "not" in schema:
+        inner = at.part(schema["not"], "")
+        yield lambda: _shapes(inner.negated), lambda: _shapes(inner)
+    if "if" in schema and {"then", "else"} & schema.keys():
+        test, then, other = (at.part(schema.get(name, True), "") for name in ("if", "then", "else"))
+        yield _condition(test, then, other, at)
+
+
+def _condition(test: Located, then: Located, other: Located, at: Located) -> _Fact:
+    def chosen(first: Located, second: Located) -> list[Shape]:
+        ways = ([test, first], [test.negated, second])
+        return _united((_all_of(way, at) for way in ways), at)
+
+    return lambda: chosen(then, other), lambda: chosen(then.negated, other.negated)
+
+
+def _one_of(parts: list[Located], at: Located) -> _Fact:
+    def holds() -> list[Shape]:
+        found = [*map(_shapes, parts)]
+        alone = []
+        for i, shapes in enumerate(found):
+            for j, others in enumerate(found):
+                if i != j and any(map(_may_exist, _product(shapes, others, at))):
+                    shapes = _product(shapes, _shapes(parts[j].negated), at)
+            alone.append(shapes)
+        return _united(alone, at)
+
+    def fails() -> list[Shape]:
+        pairs = [[a, b] for i, a in enumerate(parts) for b in parts[:i]]
+        ways = [[each.negated for each in parts], *pairs]
+        return _united((_all_of(way, at) for way in ways), at)
+
+    return holds, fails
+
+
+def _may_exist(shape: Shape, depth: int = 4) -> bool:
+    """Whether a shape may have a value, as far as it is easily seen."""
+    others = shape._replace(array=None, object=None)
+    if not others.is_empty or depth == 0:
+        return True
+
+    def is_possible(together: Together) -> bool:
+        return any(_may_exist(each, depth - 1) for each in shapes_of(together))
+
+    if (found := shape.object) is not None:
+        return all(is_possible(schemas_of_name(found, name)) for name in found.required)
+    array = shape.array
+    assert array is not None
+    return all(is_possible(schemas_of_item(array, i)) for i in range(min(array.least, 8)))
+
+
+def schemas_of_name(objects: Objects, name: str) -> Together:
+    """The schemas of the property of a name."""
+    found: list[Located] = []
+    for rule in objects.rules:
+        own = [schema for each, schema in rule.named if each == name]
+        own += [schema for pattern, schema in rule.patterns if pattern.matches(name)]
+        found += own or ([] if rule.others is None else [rule.others])
+    return tuple(found)
+
+
+def schemas_of_item(arrays: Arrays, index: int) -> Together:
+    """The schemas of an item."""
+    found: list[Located] = []
+    for rule in arrays.rules:
+        if index < len(rule.first):
+            found.append(rule.first[index])
+        elif rule.others is not None:
+            found.append(rule.others)
+    return tuple(found)
+
+
+def _reference(at: Located) -> _Fact:
+    contents, resolver = at.resolver.lookup(at.schema["$ref"], at.where)
+    if at.inside.count(id(contents)) >= _MOST_REFERENCES:
+        return (list), (list)  # neither: there may be more, which is not followed
+    inner = at._replace(
+        schema=contents, holds=True, inside=(*at.inside, id(contents)), resolver=resolver
+    )
+    return lambda: _shapes(inner), lambda: _shapes(inner.negated)
+
+
+def _of_types(at: Located) -> _Fact:
+    names = at.schema["type"]
+    names = names if isinstance(names, list) else [names]
+    for name in names:
+        if name not in _TYPES:
+            raise ValueError(f"{at.where} has the unknown type {shown(name)}")
+    one: dict[str, Any] = EVERYTHING._asdict()
+    own = {"boolean": "booleans", "integer": "number"}
+    holds = {field: one[field] for field in (own.get(name, name) for name in map(str, names))}
+    fails = {field: value for field, value in one.items() if field not in holds}
+    if "integer" in names and "number" not in names:
+        holds["number"], fails["number"] = numbers.INTEGERS, numbers.FRACTIONS
+    return lambda: [Shape(**holds)], lambda: [Shape(**fails)]
+
+
+def _of_values(at: Located, name: str) -> _Fact:
+    """Given values."""
+    values = at.schema[name] if name == "enum" else [at.schema[name]]
+    if not isinstance(values, list):
+        raise ValueError(f"'enum' of {at.where} must be a list of values, got {shown(values)}")
+    plain = [
+        each for each in values if isinstance(each, int | float) and not isinstance(each, bool)
+    ]
+    if not all(map(math.isfinite, plain)):
+        raise ValueError(f"{name!r} of {at.where} has a number that is none in JSON")
+    texts = [each for each in values if isinstance(each, str)]
+    for text in texts:
+        _check_text(text, at)
+    booleans = frozenset(each for each in values if isinstance(each, bool))
+    strings = Strings(Choice(tuple(map(literal, texts))))
+    nested = [at.part(_as_schema(each), "") for each in values if isinstance(each, list | Mapping)]
+
+    def holds() -> list[Shape]:
+        flat = Shape(
+            None in values,
+            booleans,
+            numbers.equal_to(plain) if plain else None,
+            strings if texts else None,
         )
+        return _united([[flat], *map(_shapes, nested)], at)
+
+    def fails() -> list[Shape]:
+        others = numbers.ANY
+        for value in plain:
+            others &= numbers.other_than(value)
+        found = EVERYTHING._replace(
+            null=None not in values,
+            booleans=EVERYTHING.booleans - booleans,
+            number=None if others.is_empty else others,
+            string=Strings(ANYTHING - strings.automaton),
+        )
+        return _product([found], _all_of([each.negated for each in nested], at), at)
+
+    return holds, fails
 
 
-def _check_names_in(value: Any, where: str) -> None:
-    """outlines-core takes the names in a given object for regular expressions."""
-    if isinstance(value, Mapping):
-        for name, each in value.items():
-            _check_name(name, where)
-            if re.escape(name).replace("\\-", "-").replace("\\ ", " ") != name:
-                raise ValueError(f"{where} has an object with the property {shown(name)}")
-            _check_names_in(each, where)
-    for each in value if isinstance(value, list) else ():
-        _check_names_in(each, where)
+def _as_schema(value: Any) -> dict[str, Any]:
+    """The schema of one array or object."""
+    if isinstance(value, list):
+        size, items = len(value), [{"const": each} for each in value]
+        return {"type": "array", "minItems": size, "maxItems": size} | (
+            {"prefixItems": items} if items else {}
+        )
+    return {
+        "type": "object",
+        "properties": {name: {"const": each} for name, each in value.items()},
+        "required": [*value],
+        "maxProperties": len(value),
+    }
+
+
+def _check_text(text: str, at: Located) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{at.where} has {shown(text)}, which is no text of characters") from None
+
+
+def _of_numbers(at: Located) -> Iterator[_Fact]:
+    bounds = {
+        "minimum": (numbers.above, True, numbers.below),
+        "exclusiveMinimum": (numbers.above, False, numbers.below),
+        "maximum": (numbers.below, True, numbers.above),
+        "exclusiveMaximum": (numbers.below, False, numbers.above),
+    }
+    for name, (inside, or_equal, outside) in bounds.items():
+        if name in at.schema:
+            bound = at.schema[name]
+            if isinstance(bound, bool) or not isinstance(bound, int | float):
+                raise ValueError(f"{name} of {at.where} must be a number, got {shown(bound)}")
+            if not abs(bound) < 1e300:
+                _refuse(at, name)
+            yield _fact(
+                {"number": inside(bound, or_equal=or_equal)},
+                {"number": outside(bound, or_equal=not or_equal)},
+            )
+    if "multipleOf" in at.schema:
+        factor = at.schema["multipleOf"]
+        is_whole = isinstance(factor, int | float) and factor == factor // 1 > 0
+        if isinstance(factor, bool) or not is_whole or factor > numbers.MOST_FACTOR:
+            _refuse(at, "multipleOf")
+        multiples = numbers.multiples_of(int(factor))
+        others = numbers.INTEGERS - multiples if factor > 1 else numbers.FRACTIONS
+        yield _fact({"number": multiples}, {"number": others})
+
+
+def _of_strings(at: Located) -> Iterator[_Fact]:
+    least, most = _counts(at, "minLength", "maxLength")
+    if least:
+        yield _fact({"string": Strings(least=least)}, {"string": Strings(most=least - 1)})
+    if most is not None:
+        yield _fact({"string": Strings(most=most)}, {"string": Strings(least=most + 1)})
+    if "pattern" in at.schema:
+        strings = Strings(_pattern(at.schema["pattern"], at))
+        yield (
+            lambda: [EVERYTHING._replace(string=strings)],
+            lambda: [Shape(string=Strings(ANYTHING - strings.automaton))],
+        )
+    if "format" in at.schema:
+        name = at.schema["format"]
+        if not isinstance(name, str) or name not in FORMATS:
+            raise ValueError(f"{at.where} has the format {shown(name)}; known: {sorted(FORMATS)}")
+        # Of a format a part is known, so nothing is known of what is none.
+        yield _fact({"string": Strings(FORMATS[name])})
+
+
+def _pattern(pattern: Any, at: Located) -> TextAutomaton | Expression:
+    if not isinstance(pattern, str):
+        raise ValueError(f"{at.where} has the pattern {shown(pattern)}, which is no text")
+    try:
+        expression = parse(pattern, ECMA)
+        match expression:
+            case Sequence_((Edge(True), *inner, Edge(False))) if not any(map(has_anchors, inner)):
+                return Sequence_(tuple(inner))
+        return automaton_of(expression, whole=False)
+    except TooLarge as error:
+        raise ValueError(f"{at.where} has the pattern {shown(pattern)}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{at.where} has the {error}") from None
+
+
+def _counts(at: Located, least: str, most: str) -> tuple[int, int | None]:
+    found: list[int | None] = []
+    for name in (least, most):
+        value = at.schema.get(name)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if name in at.schema and (type(value) is not int or value < 0):
+            raise ValueError(
+                f"{name} of {at.where} must be an integer, at least 0; got {shown(value)}"
+            )
+        if value is not None and value > MOST_REPEATS:
+            raise ValueError(
+                f"{name} of {at.where} is {shown(value)}; at most {MOST_REPEATS} are possible:"
+                " leave it out, and check the text afterwards"
+            )
+        found.append(value)
+    if None not in found and found[0] > found[1]:  # type: ignore[operator]
+        raise ValueError(f"{at.where} has {least} {found[0]} and {most} {found[1]}")
+    return found[0] or 0, found[1]
+
+
+def _of_arrays(at: Located) -> Iterator[_Fact]:
+    schema = at.schema
+    least, most = _counts(at, "minItems", "maxItems")
+    if least:
+        yield _fact({"array": Arrays(least=least)}, {"array": Arrays(most=least - 1)})
+    if most is not None:
+        yield _fact({"array": Arrays(most=most)}, {"array": Arrays(least=most + 1)})
+    first = _parts(at, "prefixItems") if "prefixItems" in schema else []
+    rest = _unevaluated(at, "items", "unevaluatedItems")
+    if isinstance(rest, list):
+        raise ValueError(f"'items' of {at.where} is a list; draft 2020-12 has 'prefixItems' for it")
+    others = None if rest is None else at.part(rest, "[]")
+    if first or others is not None:
+        fails = [ItemRule((*[_ANY] * i, each.negated)) for i, each in enumerate(first)]
+        fails += [ItemRule((*[_ANY] * len(first), others.negated))] if others is not None else []
+        yield _fact(
+            {"array": Arrays((ItemRule(tuple(first), others),))},
+            *({"array": Arrays((rule,), least=len(rule.first))} for rule in fails),
+        )
+    if "contains" in schema:
+        inner, counts = at.part(schema["contains"], "[]"), _counts(at, "minContains", "maxContains")
+        low = counts[0] if "minContains" in schema else 1
+        outside = [Contained(inner, 0, low - 1)] if low else []
+        outside += [] if counts[1] is None else [Contained(inner, counts[1] + 1)]
+        yield _fact(
+            {"array": Arrays(contained=(Contained(inner, low, counts[1]),))},
+            *({"array": Arrays(contained=(each,))} for each in outside),
+        )
+    if schema.get("uniqueItems", False):
+        yield _fact({"array": Arrays(unique=at.where)})
+
+
+_ANY = Located(True, "", True, (), None)
+
+
+def _unevaluated(at: Located, name: str, name_of_rest: str) -> Any:
+    """The schema of what no other keyword is about; None: there is none."""
+    schema = at.schema
+    if name in schema or schema.get(name_of_rest, True) is True:
+        return schema.get(name)
+    if _IN_PLACE & schema.keys():  # they may be about other items or properties
+        _refuse(at, name_of_rest)
+    return schema[name_of_rest]
+
+
+def _of_objects(at: Located) -> Iterator[_Fact]:
+    schema = at.schema
+    if required := _names(schema.get("required", []), "required", at):
+        absent = ({"object": _lacking(name, at)} for name in required)
+        yield _fact({"object": Objects(required=tuple(required))}, *absent)
+    least, most = _counts(at, "minProperties", "maxProperties")
+    if least:
+        yield _fact({"object": Objects(least=least)}, {"object": Objects(most=least - 1)})
+    if most is not None:
+        yield _fact({"object": Objects(most=most)}, {"object": Objects(least=most + 1)})
+    named = [(name, at.part(each, f".{name}")) for name, each in _table(at, "properties").items()]
+    patterns = [
+        (Strings(_pattern(pattern, at)).automaton, at.part(each, f".{pattern}"))
+        for pattern, each in _table(at, "patternProperties").items()
+    ]
+    rest = _unevaluated(at, "additionalProperties", "unevaluatedProperties")
+    others = None if rest is None else at.part(rest, ".*")
+    if named or patterns or others is not None:
+        fails = (
+            {"object": Objects((PropertyRule(((name, each.negated),)),), (name,))}
+            for name, each in named
+        )
+        rule = PropertyRule(tuple(named), tuple(patterns), others)
+        yield _fact({"object": Objects((rule,))}, *fails)
+    if "propertyNames" in schema:
+        yield _fact({"object": Objects(names=(at.part(schema["propertyNames"], ".*"),))})
+    for name, needed in _table(at, "dependentRequired").items():
+        names = _names(needed, "dependentRequired", at)
+        yield _if_present(name, at.part({"required": names}, ""), at)
+    for name, inner in _table(at, "dependentSchemas").items():
+        yield _if_present(name, at.part(inner, ""), at)
+
+
+def _if_present(name: str, then: Located, at: Located) -> _Fact:
+    """A schema of objects that have a property."""
+    lacking = EVERYTHING._replace(object=_lacking(name, at))
+    having = Shape(object=Objects(required=(name,)))
+    return (
+        lambda: _united([[lacking], _shapes(then)], at),
+        lambda: _product([having], _shapes(then.negated), at),
+    )
+
+
+def _lacking(name: str, at: Located) -> Objects:
+    return Objects((PropertyRule(((name, at.part(False, f".{name}")),)),))
+
+
+def _names(value: Any, keyword: str, at: Located) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"{keyword!r} of {at.where} must be a list of names, got {shown(value)}")
+    for name in value:
+        _check_text(name, at)
+    return value
+
+
+def _table(at: Located, keyword: str) -> Mapping[str, Any]:
+    value = at.schema.get(keyword, {})
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"{keyword!r} of {at.where} must be a dictionary")
+    for name in value:
+        _check_text(name, at)
+    return value

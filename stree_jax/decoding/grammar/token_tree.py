@@ -1,25 +1,44 @@
 """From an automaton over bytes to one over the tokens of a vocabulary."""
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from stree_jax.decoding.grammar.automaton import Automaton, Row, tables_of
+from stree_jax.decoding.grammar.automaton import ABSOLUTE, Automaton, Compressor
+from stree_jax.decoding.grammar.byte_automaton import Body, ByteAutomaton, Template
+from stree_jax.decoding.grammar.characters import TooLarge
 
-_STATES_AT_ONCE = 64
+_MOST_STARTS = 256
+# Pairs of a state and a node of the tree: in memory, and in all, which is some 4 s.
+_AT_ONCE, _MOST_AT_ONCE, _MOST_WORK = 1 << 19, 1 << 21, 1 << 25
 
 
-class ByteAutomaton(NamedTuple):
-    """An automaton over bytes, in which every state leads to a text's end.
+class Reached(NamedTuple):
+    """Nodes of the tree, or tokens, that states lead to.
 
     Attributes:
-        next_state: `[S, 256]`; -1 for bytes that are not allowed.
-        accepts: `[S]`, whether a text may end. State 0 is the start.
+        start: which of the starts.
+        node: the node, or the token.
+        state: the state there.
+        mark: whether the way has left the body where it began, or the characters that it begins.
     """
 
-    next_state: np.ndarray
-    accepts: np.ndarray
+    start: np.ndarray
+    node: np.ndarray
+    state: np.ndarray
+    mark: np.ndarray
+
+    def some(self, chosen: np.ndarray | slice) -> "Reached":
+        """Some of them."""
+        return Reached(*(part[chosen] for part in self))
+
+
+# A state, the tokens that it allows and their codes, see `Compressor.add`.
+Row = tuple[int, np.ndarray, np.ndarray]
+# From states, marks and bytes to the next states, -1 for none, and marks.
+_Step = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class TokenTree:
@@ -41,18 +60,35 @@ class TokenTree:
         for token, text in enumerate(texts):
             if text and token not in ends:
                 ids.setdefault(text, []).append(token)
-        beginnings = {text[:length] for text in ids for length in range(len(text) + 1)} | {b""}
-        ordered = sorted(beginnings, key=lambda text: (len(text), text))
-        numbers = {text: node for node, text in enumerate(ordered)}
-        parents = np.array([numbers[text[:-1]] for text in ordered[1:]], np.int64)
-        self.byte = np.array([0, *[text[-1] for text in ordered[1:]]], np.int64)
-        self.num_children = np.bincount(parents, minlength=len(ordered))
+        ordered = sorted(ids)
+        lengths = np.array([len(text) for text in ordered], np.int64)
+        letters = np.zeros((len(ordered), int(lengths.max(initial=0))), np.uint8)
+        for row, text in zip(letters, ordered, strict=True):
+            row[: len(text)] = np.frombuffer(text, np.uint8)
+        # Texts with one beginning stand together, so a level's nodes are where beginnings change.
+        node_of = np.zeros(len(ordered), np.int64)
+        parents, byte, num_nodes = [node_of[:0]], [np.zeros(1, np.uint8)], 1
+        for length in range(1, letters.shape[1] + 1):
+            rows = np.flatnonzero(lengths >= length)
+            before, last = node_of[rows], letters[rows, length - 1]
+            is_new = np.append(True, (np.diff(before) != 0) | (np.diff(last) != 0))
+            node_of[rows] = num_nodes - 1 + np.cumsum(is_new)
+            num_nodes += int(is_new.sum())
+            parents.append(before[is_new])
+            byte.append(last[is_new])
+        self.byte = np.concatenate(byte)
+        self.num_children = np.bincount(np.concatenate(parents), minlength=num_nodes)
         self.first_child = 1 + np.cumsum(self.num_children) - self.num_children
-        of_node = [ids.get(text, []) for text in ordered]
-        self.num_tokens = np.array([*map(len, of_node)], np.int64)
+        order = np.argsort(node_of)
+        of_text = [ids[ordered[i]] for i in order]
+        self.num_tokens = np.zeros(num_nodes, np.int64)
+        self.num_tokens[node_of[order]] = [*map(len, of_text)]
         self.first_token = np.cumsum(self.num_tokens) - self.num_tokens
-        self.tokens = np.array([token for each in of_node for token in each], np.int64)
+        self.tokens = np.array([token for each in of_text for token in each], np.int64)
         self.single_bytes = [text[0] for text in ids if len(text) == 1]
+        self._of_template = functools.lru_cache(maxsize=64)(self._in_template)
+        self._ends_of_template = functools.lru_cache(maxsize=64)(self._ends_in_template)
+        self._work = 0
 
     def automaton(self, of_bytes: ByteAutomaton) -> Automaton | None:
         """The automaton whose tokens spell what an automaton over bytes accepts.
@@ -61,61 +97,266 @@ class TokenTree:
 
         Returns:
             The automaton; None if there is no such text.
+
+        Raises:
+            TooLarge: it takes too much work.
         """
-        num_states = len(of_bytes.next_state)
-        useful = np.ones(num_states + 1, bool)
-        used = np.flatnonzero(np.any(of_bytes.next_state >= 0, axis=0))
-        if not np.isin(used, self.single_bytes).all():
-            # Some bytes are in longer tokens only, so tokens may not lead where bytes do.
-            useful[:-1] = _leading_to(of_bytes.accepts, [*self._rows(of_bytes)])
+        self._work, final = 0, of_bytes.num_states
+        rows: Iterable[Row] = self._listed(of_bytes)
+        bodies = [self._of_body(of_bytes, body) for body in of_bytes.bodies]
+        useful = of_bytes.useful
+        if not self._has_all_bytes(of_bytes):  # then tokens may not lead where bytes do
+            rows = listed = [*rows]
+            useful = _leading_to_ends(of_bytes, listed, bodies)
             if not useful[0]:
                 return None
+        tables = Compressor(final + 1, self.vocab_size)
+        at_end = tables.extra(self.ends, np.full(len(self.ends), ABSOLUTE + final))
+        tables.add([final], self.ends, 0, at_end)
+        for state, tokens, codes in rows:
+            kept = useful[_after(state, codes)]
+            move, ends = tables.move(tokens[kept], codes[kept]), bool(of_bytes.accepts[state])
+            tokens = np.append(tokens[kept], self.ends[: ends * len(self.ends)])
+            tables.add([state], tokens, move, at_end * ends)
+        moves: dict[Any, int] = {}
+        for number in range(len(bodies)):
+            self._add_body(of_bytes, tables, number, bodies[number], useful, moves)
+        return Automaton(tables.tables(), end_tokens=tuple(self.ends.tolist()))
 
-        def rows() -> Iterator[Row]:
-            for state, tokens, following in self._rows(of_bytes):
-                kept = useful[following]
-                tokens, following = tokens[kept], following[kept]
-                if of_bytes.accepts[state]:
-                    tokens = np.append(tokens, self.ends)
-                    following = np.append(following, np.full(len(self.ends), num_states))
-                    order = np.argsort(tokens)
-                    tokens, following = tokens[order], following[order]
-                if tokens.size:
-                    yield state, tokens, following
-            yield num_states, self.ends, np.full(len(self.ends), num_states)
+    def _has_all_bytes(self, of_bytes: ByteAutomaton) -> bool:
+        """Whether tokens lead where bytes do: each byte that is used is a token."""
+        used = np.any(of_bytes.table >= 0, axis=0)[of_bytes.class_of]
+        for body in of_bytes.bodies:
+            used |= np.any(body.template.after >= 0, axis=0)[body.template.class_of]
+        return bool(np.isin(np.flatnonzero(used), self.single_bytes).all())
 
-        tables = tables_of(rows(), num_states + 1, self.vocab_size)
-        return Automaton(tables, end_tokens=tuple(self.ends.tolist()))
+    def _listed(self, of_bytes: ByteAutomaton) -> Iterator[Row]:
+        """The transitions of the states that are in no body."""
 
-    def _rows(self, of_bytes: ByteAutomaton) -> Iterator[Row]:
-        """The states that tokens reach from the start on, and their transitions."""
-        seen = np.zeros(len(of_bytes.next_state), bool)
-        seen[0] = True
-        waiting = [0]
-        while waiting:
-            states, waiting = waiting[:_STATES_AT_ONCE], waiting[_STATES_AT_ONCE:]
-            table = self._after(of_bytes.next_state, np.array(states))
-            for state, row in zip(states, table, strict=True):
-                tokens = np.flatnonzero(row >= 0)
-                yield state, tokens, row[tokens]
-            reached = np.zeros(len(seen) + 1, bool)
-            reached[table] = True  # -1 is the last
-            new = np.flatnonzero(reached[:-1] & ~seen)
-            seen[new] = True
-            waiting += new.tolist()
+        def step(
+            states: np.ndarray, has_left: np.ndarray, byte: np.ndarray
+        ) -> tuple[np.ndarray, np.ndarray]:
+            after = of_bytes.after(states, byte)
+            if of_bytes.bodies:
+                has_left = has_left | (of_bytes.body_of(after) != of_bytes.body_of(states))
+            return after, has_left
 
-    def _after(self, next_state: np.ndarray, states: np.ndarray) -> np.ndarray:
-        """The state after each token, from several states: `[states, V]`, -1 if not allowed."""
-        table = np.full((len(states), self.vocab_size), -1, np.int32)
-        rows, nodes = np.arange(len(states)), np.zeros(len(states), np.int64)
-        while rows.size:
-            nodes, parent = _expanded(self.first_child[nodes], self.num_children[nodes])
-            rows, states = rows[parent], next_state[states[parent], self.byte[nodes]]
-            alive = states >= 0
-            rows, nodes, states = rows[alive], nodes[alive], states[alive]
-            places, node = _expanded(self.first_token[nodes], self.num_tokens[nodes])
-            table[rows[node], self.tokens[places]] = states[node]
-        return table
+        states = np.arange(len(of_bytes.table))
+        for at, levels in self._walks(np.zeros_like(states), states, step):
+            found = _joined([self._tokens_at(level) for level in levels])
+            found = found.some(np.argsort(found.start, kind="stable"))
+            first, last = at, at + int(levels[0].start[-1])
+            bounds = np.searchsorted(found.start, np.arange(last - first + 2))
+            for i, state in enumerate(range(first, last + 1)):
+                own = found.some(slice(*bounds[i : i + 2]))
+                codes = np.where(own.mark, ABSOLUTE + own.state, own.state - state)
+                yield state, own.node, codes
+
+    def _of_body(self, of_bytes: ByteAutomaton, body: Body) -> tuple[Reached, Reached]:
+        """The tokens that stay in a body, and those that leave it."""
+        follows = (of_bytes.table[body.end] >= 0)[of_bytes.class_of]
+        ends = self._ends_of_template(body.template, np.packbits(follows).tobytes())
+        nodes, which = np.unique(ends.node, return_inverse=True)
+        states = of_bytes.table[body.end][of_bytes.class_of[self.byte[nodes]]]
+
+        def step(
+            states: np.ndarray, mark: np.ndarray, byte: np.ndarray
+        ) -> tuple[np.ndarray, np.ndarray]:
+            return of_bytes.after(states, byte), mark
+
+        parts = [
+            self._tokens_at(level._replace(start=level.start + at))
+            for at, levels in self._walks(nodes, states, step)
+            for level in levels
+        ]
+        nothing = np.zeros(0, np.int64)
+        out = _joined([*parts, Reached(nothing, nothing, nothing, nothing)])
+        out = out.some(np.argsort(out.start, kind="stable"))
+        first = np.searchsorted(out.start, np.arange(len(nodes) + 1))
+        places, of_end = _expanded(first[which], np.diff(first)[which])
+        leaving = Reached(
+            ends.start[of_end], out.node[places], out.state[places], ends.mark[of_end]
+        )
+        inside, _ = self._of_template(body.template)
+        return inside, leaving.some(np.argsort(leaving.start, kind="stable"))
+
+    def _add_body(
+        self,
+        of_bytes: ByteAutomaton,
+        tables: Compressor,
+        number: int,
+        tokens_of: tuple[Reached, Reached],
+        useful: np.ndarray,
+        moves: dict[Any, int],
+    ) -> None:
+        """Adds the states of a body.
+
+        Tokens that stay in it do the same in all bodies of its template. A state differs from that
+        of another count in which tokens it allows: those with too many characters, or too few
+        before the end, are out.
+        """
+        body = of_bytes.bodies[number]
+        size, most = len(body.template.after), body.most
+        leads = useful[body.first :][: body.num_states].reshape(-1, size)
+        bounds = [np.searchsorted(each.start, np.arange(size + 1)) for each in tokens_of]
+        final = np.full(len(self.ends), ABSOLUTE + of_bytes.num_states)
+        longest = max(int(each.mark.max(initial=0)) for each in tokens_of)
+        groups = _same_counts(body, leads, longest)
+        for position in range(size):
+            inside, leaving = (
+                each.some(slice(*at[position : position + 2]))
+                for each, at in zip(tokens_of, bounds, strict=True)
+            )
+            for same in groups:
+                counts = same[leads[same, position]]
+                if not counts.size:
+                    continue
+                begun = counts[0] + inside.mark
+                after = body.counts_after(begun)
+                stays = (after >= 0) & leads[after, inside.state]
+                counts_on = most is None and begun.max(initial=0) > body.least
+                move = moves.get(key := (body.template, position, counts[0] if counts_on else None))
+                if move is None:  # the same for all counts that go on
+                    count = after if counts_on else begun
+                    distance = (count - counts[0]) * size + inside.state - position
+                    move = moves[key] = tables.move(inside.node, distance)
+                left = counts[0] + leaving.mark
+                leaves = (left >= body.least) & (left <= (left if most is None else most))
+                outside = leaving.some(leaves & useful[leaving.state])
+                tokens, codes = outside.node, ABSOLUTE + outside.state
+                states = body.first + counts * size + position
+                if of_bytes.accepts[states[0]]:
+                    tokens, codes = np.append(tokens, self.ends), np.append(codes, final)
+                extra = tables.extra(tokens, codes)
+                tables.add(states, np.append(inside.node[stays], tokens), move, extra)
+
+    def _in_template(self, template: Template) -> tuple[Reached, Reached]:
+        """The tokens that stay in a body, and the nodes of the tree at which it may end."""
+
+        def step(
+            states: np.ndarray, counts: np.ndarray, byte: np.ndarray
+        ) -> tuple[np.ndarray, np.ndarray]:
+            after = template.after[states, template.class_of[byte]].astype(np.int64)
+            return after, counts + template.begins[states]
+
+        positions = np.arange(len(template.after))
+        inside, ends = [], []
+        for at, levels in self._walks(np.zeros_like(positions), positions, step):
+            for level in levels:
+                level = level._replace(start=level.start + at)
+                inside.append(self._tokens_at(level))
+                ends.append(level.some(template.accepts[level.state]))
+        tokens = _joined(inside)
+        return tokens.some(np.argsort(tokens.start, kind="stable")), _joined(ends)
+
+    def _ends_in_template(self, template: Template, follows: bytes) -> Reached:
+        """The nodes at which a body has ended with the byte before, one of those that follow."""
+        _, ends = self._of_template(template)
+        children, of_end = _expanded(self.first_child[ends.node], self.num_children[ends.node])
+        is_one = np.unpackbits(np.frombuffer(follows, np.uint8)).astype(bool)[self.byte[children]]
+        return ends.some(of_end[is_one])._replace(node=children[is_one])
+
+    def _walks(
+        self, nodes: np.ndarray, states: np.ndarray, step: _Step
+    ) -> Iterator[tuple[int, list[Reached]]]:
+        """Walks down the tree from some nodes with a state each, several at a time.
+
+        Yields:
+            The first of the starts, and the nodes that these reach, level by level; the first level
+            is the starts themselves.
+        """
+        at, count = 0, 16
+        while at < len(nodes):
+            some = slice(at, at + count)
+            start = np.arange(len(nodes[some]), dtype=np.int32)
+            level = Reached(start, nodes[some], states[some], np.zeros(len(start), np.int32))
+            levels, size = [level], 0
+            while level.start.size and (size <= _MOST_AT_ONCE or len(start) == 1):
+                children, parent = _expanded(
+                    self.first_child[level.node], self.num_children[level.node]
+                )
+                size += len(children)
+                before = level.some(parent)
+                after, marks = step(before.state, before.mark, self.byte[children])
+                level = Reached(before.start, children, after, marks).some(after >= 0)
+                levels.append(level)
+            self._work += size
+            if self._work > _MOST_WORK:
+                raise TooLarge(f"it takes too much work with {self.vocab_size} tokens")
+            if level.start.size:  # again, with fewer
+                count = max(1, count // 8)
+                continue
+            yield at, levels
+            at += len(start)
+            count = int(np.clip(count * _AT_ONCE // (size + 1), 1, _MOST_STARTS))
+
+    def _tokens_at(self, reached: Reached) -> Reached:
+        """The tokens whose texts end at these nodes."""
+        places, of_node = _expanded(self.first_token[reached.node], self.num_tokens[reached.node])
+        return reached.some(of_node)._replace(node=self.tokens[places])
+
+
+def _joined(parts: Sequence[Reached]) -> Reached:
+    return Reached(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def _after(state: int, codes: np.ndarray) -> np.ndarray:
+    """The states after tokens with these codes."""
+    return np.where(codes >= ABSOLUTE, codes - ABSOLUTE, state + codes)
+
+
+def _leading_to_ends(
+    of_bytes: ByteAutomaton, rows: Sequence[Row], bodies: Sequence[tuple[Reached, Reached]]
+) -> np.ndarray:
+    """Which states lead to a text's end by tokens."""
+    useful = of_bytes.accepts.copy()
+    pairs = [
+        (state, after) for state, _, codes in rows for after in np.unique(_after(state, codes))
+    ]
+    states, following = np.array(pairs, np.int64).reshape(-1, 2).T
+    # Of a body, the different starts, ends and counts of its tokens.
+    ways = [
+        tuple(np.unique([each.start, each.state, each.mark], axis=1).T for each in both)
+        for both in bodies
+    ]
+    before = -1
+    while before < (before := useful.sum()):
+        while (new := states[useful[following] & ~useful[states]]).size:
+            useful[new] = True
+        for body, (inside, leaving) in zip(of_bytes.bodies, ways, strict=True):
+            leads = useful[body.first :][: body.num_states].reshape(body.last_count + 1, -1)
+            counts = np.arange(len(leads))
+            for position, state, characters in leaving:
+                left = counts + characters
+                in_time = (left >= body.least) & (
+                    left <= (left if body.most is None else body.most)
+                )
+                leads[:, position] |= in_time & useful[state]
+            for position, state, characters in inside:
+                after = body.counts_after(counts + characters)
+                leads[:, position] |= (after >= 0) & leads[after, state]
+    return useful & of_bytes.useful
+
+
+def _same_counts(body: Body, useful: np.ndarray, longest: int) -> list[np.ndarray]:
+    """Groups of counts from which tokens of up to `longest` characters do the same."""
+    counts = np.arange(len(useful))
+    lacking = np.clip(body.least - counts, 0, longest + 1)
+    room = np.full_like(counts, longest + 1)
+    if body.most is not None:
+        room = np.clip(body.most - counts, 0, longest + 1)
+    # Where texts may end after the next characters: a sum with random weights.
+    _, kind = np.unique(useful, axis=0, return_inverse=True)
+    padded = np.append(kind.ravel(), np.full(longest + 1, kind.ravel()[-1])).astype(np.uint64)
+    weights = np.random.default_rng(0).integers(1, 2**63, longest + 1, dtype=np.uint64)
+    following = np.zeros(len(counts), np.uint64)
+    for ahead, weight in enumerate(weights):
+        following += weight * padded[ahead : ahead + len(counts)]
+    _, lacking_room = np.unique(lacking * (longest + 2) + room, return_inverse=True)
+    keys = np.stack([lacking_room.ravel().astype(np.uint64), following])
+    _, group = np.unique(keys, axis=1, return_inverse=True)
+    order = np.argsort(group.ravel(), kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(group.ravel()[order])) + 1)
 
 
 def _expanded(first: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -126,13 +367,3 @@ def _expanded(first: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndar
     entry = np.repeat(np.arange(len(first)), count)
     within = np.arange(len(entry)) - np.repeat(np.cumsum(count) - count, count)
     return first[entry] + within, entry
-
-
-def _leading_to(ends: np.ndarray, rows: Sequence[Row]) -> np.ndarray:
-    """Which states lead to a text's end."""
-    pairs = [(state, after) for state, _, following in rows for after in np.unique(following)]
-    states, following = np.array(pairs, np.int64).reshape(-1, 2).T
-    found = ends.copy()
-    while (new := states[found[following] & ~found[states]]).size:
-        found[new] = True
-    return found
