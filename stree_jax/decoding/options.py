@@ -11,7 +11,7 @@ import numpy as np
 from pallas_kernels import dispatch
 from stree_jax.array_types import Array
 from stree_jax.checks import check_int
-from stree_jax.decoding.drafters.base import Drafter, check_request, draft_models, drawn_by
+from stree_jax.decoding.drafters.base import Drafter, check_request, drawn_by, with_tokens_of
 from stree_jax.decoding.filters import (
     Filter,
     Filtering,
@@ -310,12 +310,7 @@ def plan(
     _check_drafter(drafter)
     check_mesh_of(model, drafter)
     topology = _checked_topology(topology, drafter, vocab_size)
-    for draft in draft_models(drafter):
-        if draft.config.vocab_size != vocab_size:
-            raise ValueError(
-                f"draft and target have different vocabularies: {draft.config.vocab_size} and"
-                f" {vocab_size} tokens; they must share one tokenizer"
-            )
+    drafter = with_tokens_of(drafter, model)
     check_request(drafter, model, topology, temperature_is_zero=temperature_is_zero)
     chosen = _checked_verifier(verifier, drafter, topology, temperature_is_zero)
     if not (lossy or is_lossless(chosen)):

@@ -255,7 +255,7 @@ class Reader(NamedTuple):
             num_logits: logits of the last Z queries only; None: of all.
 
         Returns:
-            Logits without vocabulary padding, and the state for the next `read`.
+            Logits of the target's tokens, and the state for the next `read`.
         """
         own, num_before = below_catch_up(tree, self.has_catch_up), self.num_before
         num_logits = tokens.shape[1] if num_logits is None else num_logits
@@ -270,7 +270,7 @@ class Reader(NamedTuple):
         )
         pending = recorded(self.pending, record, num_before + nodes)
         state = self._replace(cache=cache, pending=pending)
-        return logits[..., : model.config.vocab_size], state
+        return model.without_padding(logits), state
 
     def close(
         self,

@@ -1,5 +1,6 @@
 """`HybridLM`: embedding, a stack of pre-norm blocks, output head; over sequences and over trees."""
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -24,6 +25,7 @@ from stree_jax.tree import Tree
 
 # An op may know further names, which a model cannot pass on to the others.
 IMPLEMENTATIONS = (None, *dispatch.IMPLEMENTATIONS)
+_MOST_PADDED = 64  # vocabularies of one tokenizer may differ by one part in as many
 
 
 def check_model(model: object) -> None:
@@ -110,6 +112,7 @@ class HybridLM(Partitioned):
             )
         check_options(dtype, implementation)
         self.config = config
+        self.vocab_size = config.vocab_size  # of the model that it drafts for, see `for_tokens`
         self.dtype = jnp.dtype(dtype)
         self._implementation = implementation
         shape = (config.num_embeddings, config.d_model)
@@ -338,6 +341,37 @@ class HybridLM(Partitioned):
         logits = output_logits(hidden, self.output_head, self.config.logits_multiplier)
         return self.shard.all_gather(logits)
 
+    def for_tokens(self, vocab_size: int) -> "HybridLM":
+        """The same weights, as a draft for a model with another number of tokens.
+
+        Vocabularies of one tokenizer are padded to several sizes, such as 151,936 and 152,064. What
+        is beyond the smaller one is no text: its own further tokens are not drafted, and others are
+        read as its last one.
+
+        Raises:
+            ValueError: padding does not explain the difference.
+        """
+        if vocab_size == self.vocab_size:
+            return self
+        fewer, more = sorted((self.config.vocab_size, vocab_size))
+        unit = more & -more  # the largest power of two that divides it
+        if more - fewer >= unit and (more - fewer) * _MOST_PADDED > more:
+            raise ValueError(
+                f"draft and target have different vocabularies: {self.config.vocab_size} and"
+                f" {vocab_size} tokens; they must share one tokenizer"
+            )
+        view = copy.copy(self)
+        view.vocab_size = vocab_size
+        return view
+
+    def without_padding(self, logits: Float[Array, "B T _"]) -> Float[Array, "B T V"]:
+        """The logits of tokens; minus infinity for those that it does not have."""
+        own = logits[..., : min(self.vocab_size, self.config.vocab_size)]
+        missing = self.vocab_size - own.shape[-1]
+        if not missing:
+            return own
+        return jnp.pad(own, ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)
+
     @property
     def output_head(self) -> nnx.Param:
         """The weights of the output head, `[V, M]` or `Blocks`; the embedding if they are tied."""
@@ -382,6 +416,8 @@ class HybridLM(Partitioned):
 
     def _stream(self, tokens: Array, implementation: str | None) -> ResidualStream:
         self._check_here()
+        if self.vocab_size > self.config.vocab_size:
+            tokens = jnp.minimum(tokens, self.config.vocab_size - 1)
         rows = embedding_rows(self.embedding, tokens, self.shard)
         embedded = scaled(rows, self.config.embedding_multiplier)
         dtype = jnp.float32 if self.config.residual_float32 else self.dtype

@@ -61,7 +61,7 @@ def dynamic_tau(
                     at.sampling,
                     at.emitted,
                     topology=topology,
-                    vocab_size=draft.config.vocab_size,
+                    vocab_size=target.config.vocab_size,
                 )
                 drafts = _num_accepted(jax.tree.map(np.asarray, tree), at.following)
                 accepted[sharp].append(drafts[: at.num_places])

@@ -11,6 +11,7 @@ import numpy as np
 
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter, DynamicDrafter, ModelDrafter
+from stree_jax.decoding.drafters.base import with_tokens_of
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.head_reader import HeadModel
 from stree_jax.decoding.options import Plan, plan
@@ -165,6 +166,7 @@ def tune(
     keys = None if key is None else jax.random.split(key)
     first, second = (dict(options, key=None if keys is None else keys[i]) for i in range(2))
 
+    drafter = with_tokens_of(drafter, target)
     progress("the target writes", 0, 1)
     request = plan(target, prompts[:half], **first)
     texts = generate(target, prompts[:half], **first)

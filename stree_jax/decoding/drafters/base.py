@@ -156,6 +156,22 @@ def draft_models(drafter: Drafter | None) -> list[HybridLM]:
     return [part for part in leaves if isinstance(part, HybridLM)]
 
 
+def with_tokens_of(drafter: Any, target: HybridLM) -> Any:
+    """The drafter, with draft models that give logits of the target's tokens.
+
+    Raises:
+        ValueError: a draft model has another vocabulary.
+    """
+    vocab_size = target.config.vocab_size
+    if all(model.for_tokens(vocab_size) is model for model in draft_models(drafter)):
+        return drafter
+    parts, structure = jax.tree.flatten(drafter, is_leaf=lambda part: isinstance(part, HybridLM))
+    fitted = [
+        part.for_tokens(vocab_size) if isinstance(part, HybridLM) else part for part in parts
+    ]
+    return jax.tree.unflatten(structure, fitted)
+
+
 def check_request(
     drafter: Drafter | None, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool
 ) -> None:

@@ -207,7 +207,7 @@ class CascadeDrafter(nnx.Module):
         how = drawn.kind
         verifier = VERIFIERS[self._rule(how, step.sampling.temperature_is_zero)]
         context, noise = step.context, step.noise
-        inner, vocab_size = self.inner_topology, self.medium.config.vocab_size
+        inner, vocab_size = self.inner_topology, self.medium.vocab_size
         batch, num_nodes = context.tokens.shape[0], inner.num_nodes
         rows = jnp.arange(batch)[:, None]
         emitted = jnp.zeros(batch, jnp.int32)  # drafts in this step

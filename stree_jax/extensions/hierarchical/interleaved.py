@@ -72,11 +72,7 @@ class InterleavedDrafter(nnx.Module):
         check_child_sampling(child_sampling, ["iid"])
         for model in (medium, small):
             check_model(model)
-        if medium.config.vocab_size != small.config.vocab_size:
-            raise ValueError(
-                f"medium and small have different vocabularies: {medium.config.vocab_size} and"
-                f" {small.config.vocab_size} tokens"
-            )
+        small.for_tokens(medium.config.vocab_size)  # refuses another vocabulary
         self.medium = medium
         self.small = small
         self.pattern = letters
