@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from stree_jax.chat import load_chat_template, read_json, special_tokens
-from stree_jax.checkpoint import tokenizer_errors
+from stree_jax.chat import ChatTemplate, checked_variables, load_chat_template, special_tokens
+from stree_jax.checkpoint import optional_json, tokenizer_errors
 from stree_jax.decoding.drafters import Drafter, ModelDrafter
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.options import checked_options
@@ -74,7 +74,7 @@ def complete(
     loaded = _found(model, tokenizer)
     inner = as_tokenizer(loaded.tokenizer)
     is_text = isinstance(prompt, str)
-    text = prompt if isinstance(prompt, str) else _written(loaded, prompt, chat or {})
+    text = prompt if isinstance(prompt, str) else _written(loaded, prompt, chat)
     if not text:
         raise ValueError("prompt is empty; give at least one character")
     with tokenizer_errors("the tokenizer cannot encode the prompt"):
@@ -149,25 +149,28 @@ def _tokenizer(path: str, written: int) -> Tokenizer:
     return load_tokenizer(path)
 
 
-def _written(loaded: _Loaded, messages: Messages, variables: Mapping[str, Any]) -> str:
+def _written(loaded: _Loaded, messages: Messages, chat: Mapping[str, Any] | None) -> str:
     """A conversation as text."""
-    if hasattr(loaded.tokenizer, "apply_chat_template"):  # transformers
-        return loaded.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **variables
-        )
-    if loaded.folder is None:
+    variables = checked_variables(chat)
+    tools = variables.get("tools")
+    if hasattr(loaded.tokenizer, "get_chat_template"):  # transformers
+        source = loaded.tokenizer.get_chat_template(tools=tools)
+        template = ChatTemplate(source, loaded.tokenizer.special_tokens_map)
+    elif loaded.folder is None:
         raise ValueError(
             "a tokenizer alone has no chat template: pass tokenizer=..., the directory of its"
             " checkpoint"
         )
-    return load_chat_template(loaded.folder).render(messages, **variables)
+    else:
+        template = load_chat_template(loaded.folder, tools=tools is not None)
+    return template.render(messages, **variables)
 
 
 def _end_tokens(loaded: _Loaded, tokenizer: Tokenizer) -> list[int]:
     """The end tokens of model and files."""
     found = [loaded.model.config.eos_token, getattr(loaded.tokenizer, "eos_token_id", None)]
     if loaded.folder is not None:
-        found.append(read_json(loaded.folder / "generation_config.json").get("eos_token_id"))
+        found.append(optional_json(loaded.folder / "generation_config.json").get("eos_token_id"))
         name = special_tokens(loaded.folder).get("eos_token")
         found.append(None if name is None else tokenizer.token_to_id(name))
     vocab_size = loaded.model.config.vocab_size

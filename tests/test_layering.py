@@ -75,6 +75,8 @@ LAYERS = [
     "convert",
     "pretrained",
     "decoding",
+    "given",
+    "sandbox",
     "chat",
     "text",
     "testing",
