@@ -8,7 +8,13 @@ from pathlib import Path
 
 from jax.typing import DTypeLike
 
-from stree_jax.checkpoint import first_line, is_native, load_native, write_checkpoint
+from stree_jax.checkpoint import (
+    CHAT_TEMPLATES,
+    first_line,
+    is_native,
+    load_native,
+    write_checkpoint,
+)
 from stree_jax.config import ModelConfig
 from stree_jax.convert.families import config_files, layout
 from stree_jax.convert.mtp import mtp_rules
@@ -25,7 +31,7 @@ from stree_jax.messages import shown_path
 from stree_jax.models.mtp import MtpConfig
 from stree_jax.stored import CHECKSUMS
 
-# Files that are copied unchanged.
+# Files that are copied unchanged, as patterns.
 _COPIED = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -36,7 +42,7 @@ _COPIED = (
     "tokenizer.model",
     "tokenizer.model.v3",
     "generation_config.json",
-    "chat_template.jinja",
+    *CHAT_TEMPLATES,
 )
 
 
@@ -108,7 +114,9 @@ def convert(
 
     def beside(partial: Path) -> None:
         for file in files:
-            shutil.copyfile(file, partial / file.name)
+            copy = partial / file.relative_to(path)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
         if head is not None and to == "native":
             save_head(head, model, partial / FOLDER)
 
@@ -146,10 +154,10 @@ def side_files(directory: Path) -> list[Path]:
     if directory.resolve().parent.name == "snapshots":
         inside.append(directory.resolve().parents[1] / "blobs")
     return [
-        directory / name
-        for name in _COPIED
-        if (directory / name).is_file()
-        and any((directory / name).resolve().is_relative_to(folder) for folder in inside)
+        file
+        for pattern in _COPIED
+        for file in sorted(directory.glob(pattern))
+        if file.is_file() and any(file.resolve().is_relative_to(folder) for folder in inside)
     ]
 
 

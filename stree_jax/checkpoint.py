@@ -21,6 +21,7 @@ import math
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,7 +38,7 @@ from stree_jax.directories import new_directory, recover
 from stree_jax.mesh.hosts import by_first
 from stree_jax.mesh.partition import Partition
 from stree_jax.mesh.weights import canonical_weights, spread
-from stree_jax.messages import shown, shown_path
+from stree_jax.messages import printable, shown, shown_path
 from stree_jax.models.layers import in_first
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.names import flatten, unflatten
@@ -63,8 +64,14 @@ __all__ = [
 FORMAT = "stree-jax"
 VERSION = 2
 READABLE = (1, 2)  # 1 stores one config for all layers of a kind
+# Where transformers has chat templates, and where older versions of this library looked for them.
+CHAT_TEMPLATES = (
+    "chat_template.jinja",
+    "chat_templates/*.jinja",
+    "additional_chat_templates/*.jinja",
+)
 _Module = TypeVar("_Module", bound=nnx.Module)
-_MAX_JSON = 16 << 20  # bytes; an index of 100,000 tensors has about 10 MB
+_MAX_TEXT = 16 << 20  # bytes; an index of 100,000 tensors has about 10 MB
 _MAX_DEPTH = 32
 _SMALL = 1 << 22  # numbers that numpy checks as fast as a program does
 # A function (name, canonical values, dtype) -> weight.
@@ -285,7 +292,7 @@ def open_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     params = path / "params"
     if not params.is_dir():
         raise ValueError(f"{path} has no weights: the directory 'params' is missing")
-    sums = read_json(path / CHECKSUMS) if (path / CHECKSUMS).exists() else {}
+    sums = optional_json(path / CHECKSUMS)
     try:
         check_sizes(params, sums.get("sizes", {}))
         return open_arrays(params, read_json(params / "state" / "_METADATA")), sums
@@ -373,12 +380,10 @@ def read_json(path: Path) -> dict:
         ValueError: the file cannot be read, is too large or too deep to be real, or does not hold
             an object.
     """
+    text = read_text(path)
     try:
-        size = path.stat().st_size
-        if size > _MAX_JSON:
-            raise ValueError(f"{size} bytes are too many for a config or an index")
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {first_line(error)}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} is damaged: it is not a JSON object")
@@ -389,6 +394,28 @@ def read_json(path: Path) -> dict:
     if level:
         raise ValueError(f"{path} is damaged: it is nested more than {_MAX_DEPTH} deep")
     return values
+
+
+def optional_json(path: Path) -> dict:
+    """`read_json`; empty where there is no file."""
+    return read_json(path) if os.path.lexists(path) else {}
+
+
+def read_text(path: Path) -> str:
+    """Reads a text.
+
+    Raises:
+        ValueError: the file cannot be read, is no file, or is too large to be real.
+    """
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would be read for ever
+            raise ValueError("it is not a file")
+        if status.st_size > _MAX_TEXT:
+            raise ValueError(f"{status.st_size} bytes are too many for a config or an index")
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{shown_path(path)} is damaged: {first_line(error)}") from error
 
 
 def check_shapes(path: Path, wanted: object, stored: object) -> None:
@@ -480,6 +507,7 @@ def tokenizer_errors(message: str) -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     """The first line of an error message, at most 200 characters and without addresses."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    text = (str(error).strip() or type(error).__name__).splitlines()[0][:10_000]
     text = re.sub(r"( See [^<]*)?<[^<>]* at 0x[^<>]*>|(?<= )at 0x[0-9a-f]+", "", text)
+    text = printable(text)
     return text if len(text) <= 200 else text[:200] + "..."

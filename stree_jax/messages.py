@@ -2,7 +2,12 @@
 
 import os
 
-__all__ = ["shown", "shown_path"]
+__all__ = ["printable", "shown", "shown_path"]
+
+
+def printable(text: str) -> str:
+    """A text in one line: what ends lines, steers terminals or is no character is written out."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def shown(value: object) -> str:
@@ -20,4 +25,5 @@ def shown_path(path: str | os.PathLike[str]) -> str:
 
 
 def _cut(text: str, most: int) -> str:
+    text = printable(text[: most + 1])
     return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -1,28 +1,38 @@
 """What the files of a checkpoint say about special tokens."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from stree_jax.checkpoint import read_json
+from stree_jax.checkpoint import optional_json
 from stree_jax.checks import check_int
 from stree_jax.config import ModelConfig
+from stree_jax.messages import shown, shown_path
 
-_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+_NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """The text of each special token that the files of a tokenizer name."""
-    config = _table(folder / "special_tokens_map.json") | _table(folder / "tokenizer_config.json")
+    """The special tokens that the files of a tokenizer name.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    file = folder / "tokenizer_config.json"
+    config, older = optional_json(file), optional_json(folder / "special_tokens_map.json")
+    # As transformers: where the config has all tokens, its word is the last one.
+    config = older | config if "added_tokens_decoder" in config else config | older
+    more = config.get("extra_special_tokens")
     found = {}
-    for name in _NAMES:
-        token = config.get(name)
-        token = token.get("content") if isinstance(token, Mapping) else token
-        if isinstance(token, str):
+    for name, given in [*config.items(), *(more.items() if isinstance(more, dict) else ())]:
+        token = given.get("content") if isinstance(given, dict) else given
+        if name.endswith("_token") and isinstance(token, str):
             found[name] = token
+        elif name in _NAMES and given is not None:
+            raise ValueError(
+                f"{shown_path(file)} is damaged: {name} must be a text, got {shown(given)}"
+            )
     return found
 
 
@@ -44,14 +54,10 @@ def end_tokens(config: ModelConfig, folder: Path | None, tokenizer: Tokenizer | 
     ends = [] if config.eos_token is None else np.ravel(config.eos_token).tolist()
     if folder is not None:
         file = folder / "generation_config.json"
-        given = _table(file).get("eos_token_id")
+        given = optional_json(file).get("eos_token_id")
         for token in given if isinstance(given, list) else [] if given is None else [given]:
             ends.append(check_int(f"{file}: eos_token_id", token, -(2**31), 2**31 - 1))
         name = None if tokenizer is None else special_tokens(folder).get("eos_token")
         if tokenizer is not None and name is not None:
             ends += [token for token in [tokenizer.token_to_id(name)] if token is not None]
     return [*dict.fromkeys(token for token in ends if 0 <= token < config.vocab_size)]
-
-
-def _table(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders
 
-from stree_jax.chat import load_chat_template
+from stree_jax.chat import ChatTemplate, checked_variables, load_chat_template
 from stree_jax.checkpoint import tokenizer_errors
 from stree_jax.checks import check_int
 from stree_jax.config import ModelConfig
@@ -91,7 +91,7 @@ class Texts:
                 template, or one that cannot write the conversation.
         """
         is_text = isinstance(prompt, str)
-        text = prompt if isinstance(prompt, str) else self._written(prompt, chat or {})
+        text = prompt if isinstance(prompt, str) else self._written(prompt, chat)
         if not text:
             raise ValueError(f"{name} is empty; give at least one character")
         with tokenizer_errors(f"{self._name} cannot encode {name}"):
@@ -135,18 +135,21 @@ class Texts:
             return text
         return text.removesuffix(_continuing(self._tokenizer).decode([tokens[-1]]))
 
-    def _written(self, messages: Messages, variables: Mapping[str, Any]) -> str:
+    def _written(self, messages: Messages, chat: Mapping[str, Any] | None) -> str:
         """A conversation as text."""
-        if hasattr(self._given, "apply_chat_template"):  # of transformers
-            return self._given.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **variables
-            )
-        if self._folder is None:
+        variables = checked_variables(chat)
+        tools = variables.get("tools")
+        if hasattr(self._given, "get_chat_template"):  # of transformers
+            source = self._given.get_chat_template(tools=tools)
+            template = ChatTemplate(source, self._given.special_tokens_map)
+        elif self._folder is None:
             raise ValueError(
                 "a tokenizer alone has no chat template: pass tokenizer=..., the directory of its"
                 " checkpoint"
             )
-        return load_chat_template(self._folder).render(messages, **variables)
+        else:
+            template = load_chat_template(self._folder, tools=tools is not None)
+        return template.render(messages, **variables)
 
 
 def complete(

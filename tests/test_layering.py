@@ -76,6 +76,8 @@ LAYERS = [
     "convert",
     "pretrained",
     "decoding",
+    "given",
+    "sandbox",
     "chat",
     "text",
     "testing",

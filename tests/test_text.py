@@ -1,7 +1,8 @@
-"""`complete`, and chat templates against transformers."""
+"""`complete`: text in, text out."""
 
 import json
 import re
+import shutil
 import sys
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 import stree_jax as st
 from stree_jax import chat, text
-from stree_jax.chat import ChatTemplate, load_chat_template
+from stree_jax.chat import ChatTemplate
 from stree_jax.testing import random_model
 
 CHATML = (
@@ -17,32 +18,8 @@ CHATML = (
     " message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-TEMPLATES = {
-    "chatml": CHATML,
-    # Blank lines and indentation, a namespace, breaks, tools as JSON, special tokens.
-    "long": """\
-{%- set found = namespace(system="none", count=0) %}
-{{- bos_token }}
-{% for message in messages %}
-    {%- if message.role == "system" %}
-        {%- set found.system = message.content | trim %}
-        {%- continue %}
-    {%- endif %}
-    {%- set found.count = found.count + 1 %}
-    {% if found.count > 3 %}{% break %}{% endif %}
-    [{{ message.role | upper }}] {{ message.content }}{{ eos_token if not loop.last }}
-{% endfor %}
-{{ found.system }} {{ tools | tojson }} {{ {"é": "<&>"} | tojson(indent=2) }}
-""",
-    "generation": (
-        "{% for message in messages %}{% if message.role == 'assistant' %}"
-        "{% generation %}{{ message.content }}{% endgeneration %}"
-        "{% else %}{{ message.content }}{% endif %}|{% endfor %}"
-    ),
-    "date": "{{ strftime_now('%Y') }} {% if thinking is defined %}{{ thinking }}{% endif %}",
-}
 MESSAGES = [
-    {"role": "system", "content": "  Be brief. ", "name": None},
+    {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Hello,\nwhat is 1 < 2?"},
     {"role": "assistant", "content": "<true> é"},
     {"role": "user", "content": "And now?"},
@@ -67,63 +44,6 @@ def folder(tmp_path_factory):
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_templates_are_rendered_as_by_transformers(name, folder):
-    transformers = pytest.importorskip("transformers")
-    peer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"),
-        bos_token="<|endoftext|>",
-        eos_token="<|im_end|>",
-    )
-    variables = dict(tools=TOOLS, thinking=True)
-    wanted = peer.apply_chat_template(
-        MESSAGES,
-        chat_template=TEMPLATES[name],
-        tokenize=False,
-        add_generation_prompt=True,
-        **variables,
-    )
-    special = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
-    assert ChatTemplate(TEMPLATES[name], special).render(MESSAGES, **variables) == wanted
-
-
-def test_where_templates_are(folder, tmp_path):
-    """In the config, one or several; separate files come first."""
-    template = load_chat_template(folder)
-    assert template.source == CHATML
-    assert template.special_tokens == {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
-    several = [{"name": name, "template": name} for name in ("default", "tool_use")]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
-    assert load_chat_template(tmp_path).source == "default"
-    assert load_chat_template(tmp_path, "tool_use").source == "tool_use"
-    (tmp_path / "chat_template.jinja").write_text("of a file")
-    (tmp_path / "chat_templates").mkdir()
-    (tmp_path / "chat_templates" / "rag.jinja").write_text("rag")
-    assert load_chat_template(tmp_path).source == "of a file"
-    assert load_chat_template(tmp_path, "rag").source == "rag"
-    with pytest.raises(ValueError, match=re.escape("there are ['default', 'rag', 'tool_use']")):
-        load_chat_template(tmp_path, "other")
-
-
-@pytest.mark.parametrize(
-    ("source", "messages", "message"),
-    [
-        ("{{ raise_exception('No system role') }}", MESSAGES, "these messages: No system role"),
-        ("{% for %}", MESSAGES, "cannot write these messages"),
-        ("{{ ''.__class__.__mro__ }}", MESSAGES, "unsafe"),
-        ("{{ messages[0].content.x.y }}", MESSAGES, "has no attribute"),
-        ("{{ messages.append(1) }}", MESSAGES, "unsafe"),
-        ("", [], "messages are such as"),
-        ("", [{"content": "Hello"}], "among them"),
-        ("", [{"role": "user", "content": {1, 2}}], "is no JSON"),
-    ],
-)
-def test_bad_templates_and_messages(source, messages, message):
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        ChatTemplate(source, {}).render(messages)
-    assert "\n" not in str(error.value)
 
 
 def generated(folder, prompt, **options):
@@ -174,6 +94,12 @@ def test_refusals(folder, monkeypatch):
             "a tokenizer alone has no chat template",
         ),
         (lambda: st.complete(model, "x", tokenizer=5), "tokenizer must be that of"),
+        (lambda: st.complete(folder, MESSAGES, chat={"messages": []}), "they are the prompt"),
+        (lambda: st.complete(folder, MESSAGES, chat={"tools": [len]}), "chat['tools'] holds"),
+        (
+            lambda: st.complete(folder, [{"role": "\ud800", "content": ""}]),
+            "surrogates not allowed",
+        ),
         (lambda: st.complete("nowhere", "x"), "no checkpoint at nowhere"),
         (lambda: st.complete(folder, "x", temperature=-1.0), "temperature must be a number"),
     ]
@@ -187,9 +113,32 @@ def test_refusals(folder, monkeypatch):
 
 
 def test_the_tokenizer_of_transformers(folder):
+    """Its template runs within the same limits, and with tools it is another one."""
     transformers = pytest.importorskip("transformers")
     peer = transformers.AutoTokenizer.from_pretrained(folder)
     model = st.from_pretrained(folder)
     assert st.complete(model, MESSAGES, tokenizer=peer, max_new_tokens=4) == st.complete(
         folder, MESSAGES, max_new_tokens=4
     )
+    peer.chat_template = {
+        "default": "{{ 'x' * 10**9 }}",
+        "tool_use": "{{ raise_exception(eos_token ~ tools|length) }}",
+    }
+    with pytest.raises(ValueError, match="it makes a text or a list of more than"):
+        st.complete(model, MESSAGES, tokenizer=peer)
+    with pytest.raises(ValueError, match=re.escape("cannot write these messages: <|im_end|>1")):
+        st.complete(model, MESSAGES, tokenizer=peer, chat={"tools": TOOLS})
+
+
+def test_the_template_for_tools(folder, tmp_path):
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    (copy / "additional_chat_templates").mkdir()
+    file = copy / "additional_chat_templates" / "tool_use.jinja"
+    file.write_text("{{ raise_exception('tools: ' ~ tools|length) }}")
+    (copy / "chat_template.jinja").write_text(CHATML)
+    options = dict(max_new_tokens=2)
+    assert st.complete(copy, MESSAGES, **options) == st.complete(folder, MESSAGES, **options)
+    for tools in (TOOLS, []):
+        with pytest.raises(ValueError, match=f"these messages: tools: {len(tools)}$"):
+            st.complete(copy, MESSAGES, chat={"tools": tools})

@@ -9,6 +9,7 @@ from stree_jax.models.lm import (
     check_model,
     check_on_one_device,
     embedded_tokens,
+    same_tokenizer,
 )
 from stree_jax.models.mtp import MtpConfig, MtpHead
 from stree_jax.names import flatten
@@ -31,5 +32,6 @@ __all__ = [
     "named_weights",
     "output_logits",
     "path_to",
+    "same_tokenizer",
     "weights_by_name",
 ]

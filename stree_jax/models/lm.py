@@ -28,6 +28,13 @@ IMPLEMENTATIONS = (None, *dispatch.IMPLEMENTATIONS)
 _MOST_PADDED = 64  # vocabularies of one tokenizer may differ by one part in as many
 
 
+def same_tokenizer(vocab_size: int, other: int) -> bool:
+    """Whether numbers of tokens may be those of one tokenizer, padded to different sizes."""
+    fewer, more = sorted((vocab_size, other))
+    unit = more & -more  # the largest power of two that divides it
+    return more - fewer < unit or (more - fewer) * _MOST_PADDED <= more
+
+
 def check_model(model: object) -> None:
     """Refuses anything but a `HybridLM`, such as the path of one."""
     if not isinstance(model, HybridLM):
@@ -353,9 +360,7 @@ class HybridLM(Partitioned):
         """
         if vocab_size == self.vocab_size:
             return self
-        fewer, more = sorted((self.config.vocab_size, vocab_size))
-        unit = more & -more  # the largest power of two that divides it
-        if more - fewer >= unit and (more - fewer) * _MOST_PADDED > more:
+        if not same_tokenizer(self.config.vocab_size, vocab_size):
             raise ValueError(
                 f"draft and target have different vocabularies: {self.config.vocab_size} and"
                 f" {vocab_size} tokens; they must share one tokenizer"

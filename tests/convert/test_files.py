@@ -126,6 +126,33 @@ def test_side_files_in_the_cache_of_the_hub(checkpoint, tmp_path):
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 
 
+@pytest.mark.parametrize("to", ["native", "hf"])
+def test_chat_templates_are_side_files(checkpoint, tmp_path, to):
+    """Also those in a folder, which stays one; native copies keep them."""
+    (tmp_path / "secret.jinja").write_text("secret")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "a.jinja").write_text("secret")
+    folder = checkpoint / "additional_chat_templates"
+    (folder / "folder.jinja").mkdir(parents=True)
+    (checkpoint / "chat_template.jinja").write_text("default")
+    (folder / "tool_use.jinja").write_text("tools")
+    (folder / "link.jinja").symlink_to(tmp_path / "secret.jinja")
+    (folder / "inside.jinja").symlink_to("tool_use.jinja")
+    os.mkfifo(folder / "pipe.jinja")
+    (folder / "secret.txt").write_text("secret")
+    (checkpoint / "chat_templates").symlink_to(tmp_path / "outside")
+    convert(checkpoint, tmp_path / "out", to=to)
+    convert(tmp_path / "out", tmp_path / "copy")
+    for copy in (tmp_path / "out", tmp_path / "copy"):
+        found = {str(f.relative_to(copy)): f.read_text() for f in copy.rglob("*.jinja")}
+        assert found == {
+            "chat_template.jinja": "default",
+            "additional_chat_templates/tool_use.jinja": "tools",
+            "additional_chat_templates/inside.jinja": "tools",
+        }
+        assert not (copy / "additional_chat_templates" / "secret.txt").exists()
+
+
 def test_a_tied_head_that_is_not_the_embedding(tmp_path):
     config = configs.mamba_ssm_config()
     weights = checkpoints.mamba_ssm_weights(config)
@@ -171,7 +198,7 @@ def test_a_hub_name(monkeypatch, checkpoint):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert st.from_pretrained("some/model").config.d_model == 16
-    assert "config.json" in asked[0][1]
+    assert {"config.json", "additional_chat_templates/*.jinja"} <= set(asked[0][1])
     assert asked[1:] == [("some/model", ["model*.safetensors"])]
 
 

@@ -166,9 +166,7 @@ def with_tokens_of(drafter: Any, target: HybridLM) -> Any:
     if all(model.for_tokens(vocab_size) is model for model in draft_models(drafter)):
         return drafter
     parts, structure = jax.tree.flatten(drafter, is_leaf=lambda part: isinstance(part, HybridLM))
-    fitted = [
-        part.for_tokens(vocab_size) if isinstance(part, HybridLM) else part for part in parts
-    ]
+    fitted = [part.for_tokens(vocab_size) if isinstance(part, HybridLM) else part for part in parts]
     return jax.tree.unflatten(structure, fitted)
 
 

@@ -30,7 +30,7 @@ from stree_jax.decoding.drafters import (
     shared_scores,
 )
 from stree_jax.messages import shown
-from stree_jax.models import check_model
+from stree_jax.models import check_model, same_tokenizer
 
 MAX_PATTERN = 16  # each letter is a call of a model in the program
 
@@ -72,7 +72,11 @@ class InterleavedDrafter(nnx.Module):
         check_child_sampling(child_sampling, ["iid"])
         for model in (medium, small):
             check_model(model)
-        small.for_tokens(medium.config.vocab_size)  # refuses another vocabulary
+        sizes = medium.config.vocab_size, small.config.vocab_size
+        if not same_tokenizer(*sizes):
+            raise ValueError(
+                f"medium and small have different vocabularies: {sizes[0]} and {sizes[1]} tokens"
+            )
         self.medium = medium
         self.small = small
         self.pattern = letters
