@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stree_jax.checks import check_int
 from stree_jax.decoding.types import Context
 from stree_jax.messages import shown
 
 # Buffer sizes are rounded up to a few values, so that nearby requests share compiled programs.
 _SMALLEST_BUFFER = 64
 MAX_TOKENS = 2**24  # most tokens of a row, prompt and output: far beyond any model's context
+MAX_ROWS = 2**16  # far beyond what a device decodes at once
 
 
 def buffer_size(needed: int, smallest: int = _SMALLEST_BUFFER) -> int:
@@ -23,6 +25,13 @@ def buffer_size(needed: int, smallest: int = _SMALLEST_BUFFER) -> int:
     while size < needed:
         size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
     return size
+
+
+def check_num_rows(name: str, value: int) -> None:
+    """Refuses a number that is none of rows: they are one axis of all arrays."""
+    check_int(name, value, 1)
+    if value > MAX_ROWS:
+        raise ValueError(f"{name} = {shown(value)}: a batch has at most {MAX_ROWS} rows")
 
 
 def checked_prompts(

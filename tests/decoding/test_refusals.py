@@ -180,6 +180,12 @@ def traced(transform, *keys):
     return call
 
 
+def decoder_of(max_length=64, **sizes):
+    return SpeculativeDecoder(
+        st.TreeTopology.chain(0), st.VERIFIERS["greedy"], max_length=max_length, **sizes
+    )
+
+
 CALLS = [
     (traced(jax.jit, KEY), TRACED),
     (traced(jax.vmap, jax.random.split(KEY)), TRACED),
@@ -195,6 +201,20 @@ CALLS = [
         ),
         "the nodes of topology are not in level order; use its level_order",
     ),
+    (lambda: decoder_of(max_length=0), "max_length must be an integer, from 1 to .*; got 0"),
+    (lambda: decoder_of(max_length=2**31), "max_length must be an integer, from 1 to"),
+    (lambda: decoder_of(steps_per_sync=0), "steps_per_sync must be an integer, from 1 to"),
+    (lambda: decoder_of(deepest=-1), "deepest must be an integer, from 0 to .*; got -1"),
+    (lambda: decoder_of(num_best=True), "num_best must be an integer, at least 0; got True"),
+    (
+        lambda: decoder_of(max_length=20).start(
+            *(tiny_model("mamba2attn hybrid"), None),
+            st.Context(jnp.zeros((1, 64), jnp.int32), jnp.ones(1, jnp.int32)),
+            jax.random.split(KEY, 1),
+        ),
+        "prompts are a buffer of 64 tokens, and with max_length = 20 a row has 21 places",
+    ),
+    (lambda: st.generate(tiny_model(), PROMPTS, n=10**9), "n = 1000000000: a batch has at most"),
     (
         lambda: st.NgramDrafter(min_match=3, max_match=2),
         "min_match, with max_match = 2, must be .*; got 3",
