@@ -14,6 +14,7 @@ from stree_jax.convert.families import config_files, layout
 from stree_jax.convert.mtp import mtp_rules
 from stree_jax.convert.reading import (
     ProgressCallback,
+    is_foreign,
     load_model,
     load_mtp_head,
     open_checkpoint,
@@ -52,6 +53,7 @@ def convert(
     dtype: DTypeLike | None = None,
     to: str = "native",
     quirks: Collection[str] = (),
+    ignore: Collection[str] = (),
     progress: ProgressCallback = lambda done, total: None,
 ) -> str | None:
     """Converts a checkpoint directory. The destination is either complete or absent.
@@ -68,6 +70,7 @@ def convert(
             the model.
         quirks: names from `families.QUIRKS`: deviations of other programs from the config, to
             reproduce them.
+        ignore: names of unknown config fields to ignore, see `from_pretrained`.
         progress: callback with the bytes read so far and the total.
 
     Returns:
@@ -82,16 +85,14 @@ def convert(
     path, target = find(source), Path(destination)
     if target.exists():
         raise ValueError(f"{target} exists; choose another name")
-    if is_native(path):
-        if quirks:
-            raise ValueError(f"{path} is native; quirks are for checkpoints of other programs")
+    if not is_foreign(path, quirks, ignore):
         model = load_native(path, dtype=dtype)
         inside = path / FOLDER
         found = head_config(inside) if inside.is_dir() else None
         left_out = _left_out(found, model.config, to, model.dtype.name, target)
         head = load_head(inside, model) if found is not None and left_out is None else None
     else:
-        checkpoint = open_checkpoint(path, quirks)
+        checkpoint = open_checkpoint(path, quirks, ignore)
         described, name = checkpoint.description, checkpoint.dtype.name
         if to != "native":  # refuse before reading weights
             written_as(described.config, to, name, target)

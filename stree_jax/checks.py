@@ -28,6 +28,19 @@ def check_int(name: str, value: object, low: int | None = None, high: int | None
     raise ValueError(f"{name} must be an integer{span}; got {shown(value)}")
 
 
+def check_names(name: str, value: object) -> set[str]:
+    """The strings in a list, tuple or set; one string alone is refused.
+
+    Raises:
+        ValueError: something else; the message says which argument.
+    """
+    if isinstance(value, list | tuple | set | frozenset) and all(
+        isinstance(each, str) for each in value
+    ):
+        return {*value}
+    raise ValueError(f"{name} must be a list of names, got {shown(value)}")
+
+
 def require(condition: bool, message: str) -> None:
     """Raises a ValueError with this message unless the condition holds."""
     if not condition:

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
 from pallas_kernels import dispatch
-from stree_jax.checkpoint import is_native, load_native, tokenizer_errors
+from stree_jax.checkpoint import load_native, tokenizer_errors
 from stree_jax.mesh.weights import partition_of
 from stree_jax.messages import shown, shown_path
 from stree_jax.models.layers import in_blocks
@@ -24,6 +24,7 @@ def from_pretrained(
     dtype: DTypeLike | None = jnp.float32,
     implementation: str | None = None,
     quirks: Collection[str] = (),
+    ignore: Collection[str] = (),
     mesh: Mesh | None = None,
     replicate: bool = False,
 ) -> HybridLM:
@@ -37,6 +38,9 @@ def from_pretrained(
         implementation: kernel implementation, see `pallas_kernels.dispatch`.
         quirks: names from `stree_jax.convert.QUIRKS`: deviations of other programs from the
             published config, to reproduce them.
+        ignore: names of unknown config fields that do not change what is computed, such as
+            "unsloth_fixed"; without it they are refused. Each must be there, and left over: a field
+            that is read cannot be ignored.
         mesh: a mesh from `make_mesh`: each of its devices gets its shard of the model. This host
             holds one weight at a time, and the shards of its own devices.
         replicate: give every device of the mesh the whole model, as draft models need it.
@@ -57,12 +61,10 @@ def from_pretrained(
 
     directory = convert.find(path)
     options: dict[str, Any] = dict(implementation=implementation, partition=partition)
-    if not is_native(directory):
-        checkpoint = convert.open_checkpoint(directory, quirks)
+    if convert.is_foreign(directory, quirks, ignore):
+        checkpoint = convert.open_checkpoint(directory, quirks, ignore)
         dtype = checkpoint.dtype if dtype is None else dtype
         model = convert.load_model(checkpoint, dtype=dtype, **options)
-    elif quirks:
-        raise ValueError(f"{directory} is native; quirks are for checkpoints of other programs")
     else:
         model = load_native(directory, dtype=dtype, **options)
     if partition is None and dispatch.device_of(model).platform == "cpu":

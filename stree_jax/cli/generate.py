@@ -14,7 +14,7 @@ from rich.style import Style
 import stree_jax as st
 from stree_jax.checkpoint import tokenizer_errors
 from stree_jax.checks import check_int
-from stree_jax.cli.drafters import Chosen, load_drafter
+from stree_jax.cli.drafters import Chosen, ignored_fields, load_drafter
 from stree_jax.cli.mesh import join_processes, parse_mesh
 from stree_jax.cli.trees import parse_tree
 from stree_jax.compilation_cache import enable_compilation_cache
@@ -54,7 +54,7 @@ def load(
     """
     topology = None if tree is None else parse_tree(tree)
     if tree is not None and topology is None:  # the tuned result: do not draft
-        drafter = Chosen()
+        drafter = Chosen(ignore=drafter.ignore)
     kind = "" if tree is None else tree.partition(":")[0]
     if sharpness is not None and (kind != "budget" or not drafter.chooses_shape):
         raise ValueError(
@@ -71,12 +71,14 @@ def load(
             f"--mesh {mesh:.80}: heads draft on one device; leave --mesh out, or draft with --draft"
             " or --ngram"
         )
+    ignore, of_drafter = ignored_fields(drafter.ignore, checkpoint, drafter.path)
+    drafter = drafter._replace(ignore=of_drafter)
     tokenizer = st.load_tokenizer(tokenizer_path or find(checkpoint))
     enable_compilation_cache()
     if distributed:
         join_processes()
     where = None if mesh is None else parse_mesh(mesh)
-    model = st.from_pretrained(checkpoint, dtype=dtype, mesh=where)
+    model = st.from_pretrained(checkpoint, dtype=dtype, ignore=ignore, mesh=where)
     output = open(os.devnull, "w") if distributed and jax.process_index() > 0 else None  # noqa: SIM115
     return Loaded(
         model,

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import stree_jax as st
 from stree_jax.cli.demo import PROMPTS
-from stree_jax.cli.drafters import Chosen, load_drafter
+from stree_jax.cli.drafters import Chosen, ignored_fields, load_drafter
 from stree_jax.compilation_cache import enable_compilation_cache
 from stree_jax.convert import find
 
@@ -53,9 +53,11 @@ def run_tune_tree(
     if output is not None and not output.parent.is_dir():
         raise ValueError(f"--output {output}: the folder {output.parent} does not exist")
     texts = [*PROMPTS, *MORE_PROMPTS] if prompts is None else _read(prompts)
+    ignore, of_drafter = ignored_fields(drafter.ignore, target, drafter.path)
+    drafter = drafter._replace(ignore=of_drafter)
     tokenizer = st.load_tokenizer(find(target))
     enable_compilation_cache()
-    model = st.from_pretrained(target, dtype=dtype)
+    model = st.from_pretrained(target, dtype=dtype, ignore=ignore)
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with (
         Progress(*columns, console=console, transient=True) as progress,
