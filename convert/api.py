@@ -21,6 +21,7 @@ from stree_jax.convert.reading import (
 )
 from stree_jax.convert.writing import writable, write_as, written_as
 from stree_jax.directories import new_directory, recover
+from stree_jax.files import has_directory, has_file
 from stree_jax.heads import FOLDER, head_config, load_head, save_head
 from stree_jax.messages import shown_path
 from stree_jax.models.mtp import MtpConfig
@@ -85,6 +86,7 @@ def convert(
     path, target = find(source), Path(destination)
     if target.exists():
         raise ValueError(f"{target} exists; choose another name")
+    files = side_files(path)
     if not is_foreign(path, quirks, ignore):
         model = load_native(path, dtype=dtype)
         inside = path / FOLDER
@@ -105,7 +107,6 @@ def convert(
         head = None
         if found is not None and left_out is None:
             head = load_mtp_head(checkpoint, model)
-    files = side_files(path)
 
     def beside(partial: Path) -> None:
         for file in files:
@@ -151,6 +152,7 @@ def side_files(directory: Path) -> list[Path]:
         for name in _COPIED
         if (directory / name).is_file()
         and any((directory / name).resolve().is_relative_to(folder) for folder in inside)
+        and has_file(directory / name)
     ]
 
 
@@ -163,10 +165,12 @@ def find(name: str | os.PathLike[str]) -> Path:
     path = Path(name)
     try:
         recover(path)
-        if path.is_dir():
+        if has_directory(path):
             return path
         if path.exists():
-            raise ValueError(f"{path} is a file; a checkpoint is a directory")
+            raise ValueError(
+                f"{path} is a file; a checkpoint is a directory, such as {path.absolute().parent}"
+            )
     except OSError as error:  # for example, a name that is too long
         raise ValueError(f"no checkpoint at {shown_path(path)}: {error.strerror}") from None
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name), re.ASCII):

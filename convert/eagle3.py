@@ -77,7 +77,7 @@ def _open(path: Path, num_layers: int, ignore: Collection[str]) -> _Files:
             f"{path} is not an EAGLE-3 head: its architectures are {known!r:.80}; a head of"
             " Nemotron-3's own is for load_mtp"
         )
-    _, tensors = open_tensors(path, names.weights)
+    _, tensors = open_tensors(path, *names)
     asked = dict.fromkeys(check_names("ignore", ignore), False)
     fields = Fields(file, values, asked=asked)
     config = read_eagle3(fields, num_layers, "embed_tokens.weight" in tensors)

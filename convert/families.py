@@ -15,7 +15,9 @@ from stree_jax.config import ModelConfig
 from stree_jax.convert import bamba, granite, mamba_in_llama, nemotron_h, pure, zamba2
 from stree_jax.convert.description import Description, Source
 from stree_jax.convert.fields import Fields
+from stree_jax.convert.instead import ADAPTER, instead, refuse_adapter
 from stree_jax.convert.rules import Ignored
+from stree_jax.files import has_file
 from stree_jax.stored import Tensor
 
 # Deviations of other programs from the published config, reproduced on request.
@@ -127,9 +129,15 @@ def layout(directory: Path) -> FileNames:
     Raises:
         ValueError: there is no config.
     """
-    found = [files for files in _LAYOUTS if (directory / files.config).is_file()]
+    refuse_adapter(directory)
+    found = [files for files in _LAYOUTS if has_file(directory / files.config)]
     if not found:
-        raise ValueError(f"{directory} is not a checkpoint: it has no config.json or params.json")
+        configs = [files.config for files in _LAYOUTS]
+        weights = [name for files in _LAYOUTS for name in files.weights]
+        raise ValueError(
+            f"{directory} is not a checkpoint: it has no {' or '.join(configs)}"
+            + instead(directory, configs, weights)
+        )
 
     def has_weights(files: FileNames) -> bool:
         names = [*files.weights, *(f"{name}.index.json" for name in files.weights)]
@@ -140,7 +148,7 @@ def layout(directory: Path) -> FileNames:
 
 def config_files() -> list[str]:
     """Names of all files that may describe a checkpoint."""
-    return [files.config for files in _LAYOUTS] + [_QUANTISED, *_files_beside()]
+    return [files.config for files in _LAYOUTS] + [_QUANTISED, ADAPTER, *_files_beside()]
 
 
 def has_field(directory: Path, name: str) -> bool:
@@ -149,7 +157,7 @@ def has_field(directory: Path, name: str) -> bool:
         return False
     files = [directory / file for file in config_files()]
     key = f"{json.dumps(name.rpartition('.')[2])}: "  # quotes inside of values have a backslash
-    return any(key in json.dumps(read_json(file)) for file in files if file.is_file())
+    return any(key in json.dumps(read_json(file)) for file in files if has_file(file))
 
 
 def _files_beside() -> list[str]:
@@ -182,7 +190,7 @@ def describe(
     asked = dict.fromkeys(check_names("ignore", ignore), False)
     others = [path.with_name(name) for name in _files_beside()]
     beside = {
-        file.name: Fields(file, read_json(file), asked=asked) for file in others if file.is_file()
+        file.name: Fields(file, read_json(file), asked=asked) for file in others if has_file(file)
     }
     fields = Fields(path, values, asked=asked)
     found = read(Source(fields, beside, tensors, quirks))
@@ -209,7 +217,7 @@ def refuse_quantised(path: Path, values: Mapping[str, Any]) -> None:
         if isinstance(table, Mapping) and table.get(field)
     ]
     beside = path.with_name(_QUANTISED)
-    found = read_json(beside).get("quantization") if beside.is_file() else None
+    found = read_json(beside).get("quantization") if has_file(beside) else None
     if isinstance(found, Mapping) and found.get("quant_algo"):  # null: only the cache has few bits
         said.append((beside, f"quant_algo = {found['quant_algo']!r:.80}"))
     for file, field in said:

@@ -102,7 +102,7 @@ def open_checkpoint(
     files = layout(path)
     values = read_json(path / files.config)
     refuse_quantised(path / files.config, values)
-    file, tensors = open_tensors(path, files.weights)
+    file, tensors = open_tensors(path, *files)
     description = describe(path / files.config, values, tensors, quirks, ignore)
     num_layers = len(description.config.layers)
     if num_layers > len(tensors):  # each layer has at least one tensor

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stree_jax.checkpoint import first_line
+from stree_jax.files import has_file
 from stree_jax.messages import shown, shown_path
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
@@ -70,7 +71,7 @@ def load_chat_template(directory: str | os.PathLike[str], name: str = "default")
     files = {"default": folder / "chat_template.jinja"}
     files |= {file.stem: file for file in (folder / "chat_templates").glob("*.jinja")}
     for each, file in files.items():
-        if file.is_file():
+        if has_file(file):
             templates[each] = file.read_text(encoding="utf-8")
     if name not in templates:
         known = f" named {shown(name)}; there are {sorted(templates)}" if templates else ""
@@ -97,7 +98,7 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is damaged.
     """
-    if not file.is_file():
+    if not has_file(file):
         return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

@@ -34,6 +34,7 @@ from tokenizers import Tokenizer
 
 from stree_jax.config import ModelConfig
 from stree_jax.directories import new_directory, recover
+from stree_jax.files import has_directory, has_file
 from stree_jax.mesh.hosts import by_first
 from stree_jax.mesh.partition import Partition
 from stree_jax.mesh.weights import canonical_weights, spread
@@ -171,7 +172,7 @@ def _canonical_arrays(weights: nnx.Module) -> dict[str, Any]:
 def is_native(path: Path) -> bool:
     """Whether a directory is a native checkpoint: its config.json has a `format`."""
     file = path / "config.json"
-    return file.is_file() and "format" in read_json(file)
+    return has_file(file) and "format" in read_json(file)
 
 
 def load_native(
@@ -285,7 +286,8 @@ def open_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     params = path / "params"
     if not params.is_dir():
         raise ValueError(f"{path} has no weights: the directory 'params' is missing")
-    sums = read_json(path / CHECKSUMS) if (path / CHECKSUMS).exists() else {}
+    sums = read_json(path / CHECKSUMS) if has_file(path / CHECKSUMS) else {}
+    has_file(params / "state" / "_METADATA")  # says what lies there instead
     try:
         check_sizes(params, sums.get("sizes", {}))
         return open_arrays(params, read_json(params / "state" / "_METADATA")), sums
@@ -338,10 +340,10 @@ def load_header(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
         raise ValueError(f"path must be the directory of a checkpoint, got {shown(path)}")
     path = Path(path)
     recover(path)
-    if not os.path.isdir(path):  # unlike Path.is_dir, False for a name that is too long
+    if not has_directory(path):
         raise ValueError(f"no checkpoint at {shown_path(path)}: there is no such directory")
     file = path / "config.json"
-    if not file.is_file():
+    if not has_file(file):
         raise ValueError(f"{path} is not a native checkpoint: it has no config.json")
     header = read_json(file)
     if header.get("format") != FORMAT:
@@ -373,6 +375,7 @@ def read_json(path: Path) -> dict:
         ValueError: the file cannot be read, is too large or too deep to be real, or does not hold
             an object.
     """
+    has_file(path)  # says what lies there instead
     try:
         size = path.stat().st_size
         if size > _MAX_JSON:

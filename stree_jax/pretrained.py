@@ -1,6 +1,7 @@
 """Loading a model or a tokenizer from any checkpoint. Depends on `stree_jax.convert`."""
 
 import os
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer
 
 from pallas_kernels import dispatch
 from stree_jax.checkpoint import load_native, tokenizer_errors
+from stree_jax.files import entries, folders_with, has_file
 from stree_jax.mesh.weights import partition_of
 from stree_jax.messages import shown, shown_path
 from stree_jax.models.layers import in_blocks
@@ -84,16 +86,34 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     if not isinstance(path, str | os.PathLike):
         raise ValueError(f"path must be a directory or a tokenizer.json, got {shown(path)}")
     file = Path(path)
-    if file.suffix != ".json":
+    if file.suffix != ".json" and not os.path.isfile(file):
         file = file / "tokenizer.json"
-    try:
-        exists = file.is_file()
-    except OSError:  # for example, a name that is too long
-        exists = False
-    if not exists:
-        raise ValueError(f"no tokenizer at {shown_path(file)}")
+    if file.suffix != ".json" or _OTHERS.fullmatch(file.name) or not has_file(file):
+        raise ValueError(f"no tokenizer at {shown_path(file)}{_instead(file)}")
     with tokenizer_errors(f"{file} is damaged"):
         return Tokenizer.from_file(str(file))
+
+
+# Files of tokenizers in other formats.
+_OTHERS = re.compile(
+    r"tokenizer\.model.*|(sentencepiece.*|spiece|tiktoken)\.model|.*\.tiktoken|vocab\.(json|txt)"
+    r"|merges\.txt|tekken\.json"
+)
+
+
+def _instead(file: Path) -> str:
+    """What there is instead of a tokenizer.json and the way out, as the end of a message."""
+    folder = file.parent
+    if file.name != "tokenizer.json" and os.path.isfile(folder / "tokenizer.json"):
+        return "; give the tokenizer.json beside it"
+    if found := [name for name in entries(folder) if _OTHERS.fullmatch(name)]:
+        return (
+            f"; transformers reads {', '.join(found)[:80]}: AutoTokenizer.from_pretrained("
+            f"{shown(str(folder))}).save_pretrained(DIR), then tokenizer=DIR or --tokenizer DIR"
+        )
+    if inside := folders_with(folder, ["tokenizer.json"]):
+        return f"; give the folder {shown(inside[-1])} there"
+    return "" if file.name == "tokenizer.json" else "; give a directory with a tokenizer.json"
 
 
 def demo_path(name: str) -> Path:
