@@ -7,6 +7,7 @@ import dataclasses
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -342,7 +343,8 @@ def _checked(dtype: str | None) -> str | None:
 
 
 def main() -> None:
-    """Runs the command and prints user errors as one line."""
+    """Runs the command and prints warnings and user errors as one line."""
+    warnings.formatwarning = lambda message, *_, **__: f"stree-jax: warning: {message}\n"
     try:
         sys.exit(app(standalone_mode=False))
     except (typer.Abort, KeyboardInterrupt):
