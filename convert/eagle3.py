@@ -72,7 +72,8 @@ def _open(path: Path, num_layers: int, ignore: Collection[str]) -> _Files:
     file = path / names.config
     values = read_json(file)
     known = values.get("architectures")
-    if not isinstance(known, list) or not all(_ARCHITECTURE in str(name) for name in known):
+    listed = known if isinstance(known, list) else []
+    if not listed or not all(_ARCHITECTURE in str(name) for name in listed):
         raise ValueError(
             f"{path} is not an EAGLE-3 head: its architectures are {known!r:.80}; a head of"
             " Nemotron-3's own is for load_mtp"
@@ -199,8 +200,12 @@ def _tokens(path: Path, files: _Files) -> np.ndarray:
     if not inside.all() or len({*own.tolist()}) < len(own):
         raise ValueError(f"{path}: d2t maps tokens of the head twice, or outside the vocabulary")
     if "t2d" in files.tensors:
-        drafted = np.asarray(_read(path, files.tensors, "t2d")).astype(bool)
-        if drafted.shape != (config.vocab_size,) or set(np.flatnonzero(drafted)) != {*own.tolist()}:
+        drafted = np.asarray(_read(path, files.tensors, "t2d"))
+        if drafted.shape != (config.vocab_size,) or not np.isin(drafted, (0, 1)).all():
+            raise ValueError(
+                f"{path}: t2d must be true or false for each of the {config.vocab_size} tokens"
+            )
+        if {*np.flatnonzero(drafted).tolist()} != {*own.tolist()}:
             raise ValueError(f"{path}: t2d and d2t contradict each other")
     return own
 

@@ -21,6 +21,7 @@ from stree_jax.checkpoint import (
     read_json,
     unflatten,
 )
+from stree_jax.checks import check_names
 from stree_jax.convert.description import Description
 from stree_jax.convert.families import describe, layout, refuse_quantised
 from stree_jax.convert.files import open_tensors
@@ -77,10 +78,14 @@ def is_foreign(path: Path, quirks: Collection[str] = (), ignore: Collection[str]
     Raises:
         ValueError: it is native, which these options are not for.
     """
+    given = {
+        "quirks": check_names("quirks", quirks),
+        "ignored fields": check_names("ignore", ignore),
+    }
     if not is_native(path):
         return True
-    for what, given in (("quirks", quirks), ("ignored fields", ignore)):
-        if given:
+    for what, names in given.items():
+        if names:
             raise ValueError(f"{path} is native; {what} are for checkpoints of other programs")
     return False
 

@@ -281,15 +281,15 @@ def open_native(path: Path) -> tuple[ModelConfig, dict[str, Tensor], dict[str, i
     return config, stored, crcs
 
 
-def open_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The arrays of a checkpoint by name, and the content of its checksum file."""
+def open_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    """The arrays of a checkpoint by name, and the content of its checksum file, if it has one."""
     params = path / "params"
     if not params.is_dir():
         raise ValueError(f"{path} has no weights: the directory 'params' is missing")
-    sums = read_json(path / CHECKSUMS) if has_file(path / CHECKSUMS) else {}
+    sums = read_json(path / CHECKSUMS) if has_file(path / CHECKSUMS) else None
     has_file(params / "state" / "_METADATA")  # says what lies there instead
     try:
-        check_sizes(params, sums.get("sizes", {}))
+        check_sizes(params, {} if sums is None else sums.get("sizes", {}))
         return open_arrays(params, read_json(params / "state" / "_METADATA")), sums
     except Exception as error:
         raise ValueError(
@@ -298,21 +298,23 @@ def open_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def check_weights(
-    path: Path, wanted: dict[str, Any], stored: dict[str, Tensor], sums: dict[str, Any]
+    path: Path, wanted: dict[str, Any], stored: dict[str, Tensor], sums: dict[str, Any] | None
 ) -> dict[str, int]:
     """Checks names, shapes and types, and returns the checksums by name."""
     check_shapes(path, wanted, stored)
     wrong = [f"{name} holds {a.dtype}" for name, a in stored.items() if a.dtype.kind not in "fV"]
     if wrong:
         raise ValueError(f"{path} is damaged: {'; '.join(wrong)[:200]}, not real numbers")
+    if sums is None:
+        return {}
     crcs = sums.get("crc32")
-    if sums and not (
+    if not (
         isinstance(crcs, dict)
-        and crcs.keys() <= stored.keys()
+        and crcs.keys() == stored.keys()
         and all(type(crc) is int for crc in crcs.values())
     ):
         raise ValueError(f"{path / CHECKSUMS} is damaged: it is not about the weights here")
-    return crcs or {}
+    return crcs
 
 
 def load_config(path: str | os.PathLike[str]) -> ModelConfig:
@@ -350,9 +352,10 @@ def load_header(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
         raise ValueError(
             f"{path} is not a native checkpoint: config.json does not say format = {FORMAT!r}"
         )
-    if header.get("version") not in READABLE:
+    version = header.get("version")
+    if type(version) is not int or version not in READABLE:
         raise ValueError(
-            f"{path} has checkpoint version {header.get('version')!r:.80};"
+            f"{path} has checkpoint version {version!r:.80};"
             f" this stree_jax reads {' and '.join(map(str, READABLE))}"
         )
     return path, header

@@ -42,7 +42,8 @@ def checked_prompts(
     may_be_empty: bool = False,
 ) -> Context:
     """Right-padded prompts in a buffer of rounded size; `name` is what messages call them."""
-    if not isinstance(prompts, Sequence | np.ndarray | jax.Array):
+    is_array = isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim > 0
+    if not (is_array or isinstance(prompts, Sequence)):
         raise ValueError(
             f"{name} must be a list with a list of token ids for each row, got {shown(prompts)}"
         )
