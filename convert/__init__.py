@@ -16,9 +16,10 @@ A new family is a module with a reader (and a writer), and one entry of `FAMILIE
 from stree_jax.convert.api import convert, find, formats
 from stree_jax.convert.description import Description, Source
 from stree_jax.convert.eagle3 import load_eagle3_head
-from stree_jax.convert.families import FAMILIES, QUIRKS, Family
+from stree_jax.convert.families import FAMILIES, QUIRKS, Family, has_field
 from stree_jax.convert.reading import (
     Checkpoint,
+    is_foreign,
     load_model,
     load_mtp_head,
     open_checkpoint,
@@ -34,6 +35,8 @@ __all__ = [
     "convert",
     "find",
     "formats",
+    "has_field",
+    "is_foreign",
     "load_eagle3_head",
     "load_model",
     "load_mtp_head",

@@ -20,12 +20,14 @@ from stree_jax.convert.families import config_files, layout
 from stree_jax.convert.mtp import mtp_rules
 from stree_jax.convert.reading import (
     ProgressCallback,
+    is_foreign,
     load_model,
     load_mtp_head,
     open_checkpoint,
 )
 from stree_jax.convert.writing import writable, write_as, written_as
 from stree_jax.directories import new_directory, recover
+from stree_jax.files import has_directory, has_file
 from stree_jax.heads import FOLDER, head_config, load_head, save_head
 from stree_jax.messages import shown_path
 from stree_jax.models.mtp import MtpConfig
@@ -58,6 +60,7 @@ def convert(
     dtype: DTypeLike | None = None,
     to: str = "native",
     quirks: Collection[str] = (),
+    ignore: Collection[str] = (),
     progress: ProgressCallback = lambda done, total: None,
 ) -> str | None:
     """Converts a checkpoint directory. The destination is either complete or absent.
@@ -74,6 +77,7 @@ def convert(
             the model.
         quirks: names from `families.QUIRKS`: deviations of other programs from the config, to
             reproduce them.
+        ignore: names of unknown config fields to ignore, see `from_pretrained`.
         progress: callback with the bytes read so far and the total.
 
     Returns:
@@ -88,16 +92,15 @@ def convert(
     path, target = find(source), Path(destination)
     if target.exists():
         raise ValueError(f"{target} exists; choose another name")
-    if is_native(path):
-        if quirks:
-            raise ValueError(f"{path} is native; quirks are for checkpoints of other programs")
+    files = side_files(path)
+    if not is_foreign(path, quirks, ignore):
         model = load_native(path, dtype=dtype)
         inside = path / FOLDER
         found = head_config(inside) if inside.is_dir() else None
         left_out = _left_out(found, model.config, to, model.dtype.name, target)
         head = load_head(inside, model) if found is not None and left_out is None else None
     else:
-        checkpoint = open_checkpoint(path, quirks)
+        checkpoint = open_checkpoint(path, quirks, ignore)
         described, name = checkpoint.description, checkpoint.dtype.name
         if to != "native":  # refuse before reading weights
             written_as(described.config, to, name, target)
@@ -110,7 +113,6 @@ def convert(
         head = None
         if found is not None and left_out is None:
             head = load_mtp_head(checkpoint, model)
-    files = side_files(path)
 
     def beside(partial: Path) -> None:
         for file in files:
@@ -157,7 +159,7 @@ def side_files(directory: Path) -> list[Path]:
         file
         for pattern in _COPIED
         for file in sorted(directory.glob(pattern))
-        if file.is_file() and any(file.resolve().is_relative_to(folder) for folder in inside)
+        if any(file.resolve().is_relative_to(folder) for folder in inside) and has_file(file)
     ]
 
 
@@ -170,10 +172,12 @@ def find(name: str | os.PathLike[str]) -> Path:
     path = Path(name)
     try:
         recover(path)
-        if path.is_dir():
+        if has_directory(path):
             return path
         if path.exists():
-            raise ValueError(f"{path} is a file; a checkpoint is a directory")
+            raise ValueError(
+                f"{path} is a file; a checkpoint is a directory, such as {path.absolute().parent}"
+            )
     except OSError as error:  # for example, a name that is too long
         raise ValueError(f"no checkpoint at {shown_path(path)}: {error.strerror}") from None
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name), re.ASCII):

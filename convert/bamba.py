@@ -94,7 +94,7 @@ def read_falcon_h1(source: Source) -> Description:
     norm = norm_kind(fields.flag("mamba_rms_norm", False), norm_first)
     d_model = fields.integer("hidden_size", 4096)
     inner = fields.integer("mamba_expand", 2) * d_model
-    if "mamba_d_ssm" not in fields.values or fields.has("mamba_d_ssm"):
+    if "mamba_d_ssm" not in fields.nulls:
         inner = fields.integer("mamba_d_ssm", 1024)
     mamba2, _ = read_mixer(
         fields,

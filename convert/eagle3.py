@@ -1,5 +1,6 @@
 """EAGLE-3 heads in files: a config and `midlayer.*`, `fc`, `norm`, `lm_head`, `d2t`, `t2d`."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from stree_jax.checkpoint import as_weight, first_line, is_finite, read_json
+from stree_jax.checks import check_names
 from stree_jax.convert.families import layout
 from stree_jax.convert.fields import TRANSFORMERS, Fields
 from stree_jax.convert.files import open_tensors
@@ -28,19 +30,20 @@ class _Files(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-def load_eagle3_head(path: Path, target: HybridLM) -> Eagle3Head:
+def load_eagle3_head(path: Path, target: HybridLM, ignore: Collection[str] = ()) -> Eagle3Head:
     """Reads a head for its target, in the target's dtype.
 
     Args:
         path: directory of the head.
         target: the model that it is for, on one device.
+        ignore: names of unknown config fields to ignore.
 
     Raises:
         ValueError: the checkpoint is damaged, not an EAGLE-3 head, unsupported, or of a model of
             another size.
     """
     check_on_one_device(target, "an EAGLE-3 head")
-    files = _open(path, len(target.config.layers))
+    files = _open(path, len(target.config.layers), ignore)
     config = files.config
     have, want = ((each.d_model, each.vocab_size) for each in (config, target.config))
     if have != want:
@@ -63,19 +66,23 @@ def load_eagle3_head(path: Path, target: HybridLM) -> Eagle3Head:
     return nnx.merge(structure, unflatten(loaded, wanted))
 
 
-def _open(path: Path, num_layers: int) -> _Files:
+def _open(path: Path, num_layers: int, ignore: Collection[str]) -> _Files:
     """The config, the rules and the tensors of a head; reads no weights."""
     names = layout(path)
     file = path / names.config
     values = read_json(file)
     known = values.get("architectures")
-    if not isinstance(known, list) or not all(_ARCHITECTURE in str(name) for name in known):
+    listed = known if isinstance(known, list) else []
+    if not listed or not all(_ARCHITECTURE in str(name) for name in listed):
         raise ValueError(
             f"{path} is not an EAGLE-3 head: its architectures are {known!r:.80}; a head of"
             " Nemotron-3's own is for load_mtp"
         )
-    _, tensors = open_tensors(path, names.weights)
-    config = read_eagle3(Fields(file, values), num_layers, "embed_tokens.weight" in tensors)
+    _, tensors = open_tensors(path, *names)
+    asked = dict.fromkeys(check_names("ignore", ignore), False)
+    fields = Fields(file, values, asked=asked)
+    config = read_eagle3(fields, num_layers, "embed_tokens.weight" in tensors)
+    fields.refuse_asked()
     head = nnx.eval_shape(lambda: Eagle3Head(config, rngs=nnx.Rngs(0)))
     weights = flatten(nnx.to_pure_dict(nnx.state(head)))
     del weights["tokens"]
@@ -120,7 +127,8 @@ def read_eagle3(fields: Fields, num_layers: int, has_embedding: bool) -> Eagle3C
     fields.same("num_hidden_layers", 1)
     num_heads = fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", max(1, width // num_heads))
-    theta, scaling, _ = fields.rope()
+    theta, scaling, table = fields.rope()
+    table.finish()
     bias, mlp_bias = fields.flag("attention_bias", False), fields.flag("mlp_bias", False)
     fields.check(not bias and not mlp_bias, "biases in an EAGLE-3 head are not supported")
     vocab_size = fields.integer("vocab_size")
@@ -192,8 +200,12 @@ def _tokens(path: Path, files: _Files) -> np.ndarray:
     if not inside.all() or len({*own.tolist()}) < len(own):
         raise ValueError(f"{path}: d2t maps tokens of the head twice, or outside the vocabulary")
     if "t2d" in files.tensors:
-        drafted = np.asarray(_read(path, files.tensors, "t2d")).astype(bool)
-        if drafted.shape != (config.vocab_size,) or set(np.flatnonzero(drafted)) != {*own.tolist()}:
+        drafted = np.asarray(_read(path, files.tensors, "t2d"))
+        if drafted.shape != (config.vocab_size,) or not np.isin(drafted, (0, 1)).all():
+            raise ValueError(
+                f"{path}: t2d must be true or false for each of the {config.vocab_size} tokens"
+            )
+        if {*np.flatnonzero(drafted).tolist()} != {*own.tolist()}:
             raise ValueError(f"{path}: t2d and d2t contradict each other")
     return own
 

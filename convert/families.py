@@ -4,16 +4,20 @@ A new family is one module and one entry of `FAMILIES`.
 """
 
 import dataclasses
+import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stree_jax.checkpoint import read_json
+from stree_jax.checkpoint import is_native, read_json
+from stree_jax.checks import check_names
 from stree_jax.config import ModelConfig
 from stree_jax.convert import bamba, granite, mamba_in_llama, nemotron_h, pure, zamba2
 from stree_jax.convert.description import Description, Source
 from stree_jax.convert.fields import Fields
+from stree_jax.convert.instead import ADAPTER, instead, refuse_adapter
 from stree_jax.convert.rules import Ignored
+from stree_jax.files import has_file
 from stree_jax.stored import Tensor
 
 # Deviations of other programs from the published config, reproduced on request.
@@ -125,9 +129,15 @@ def layout(directory: Path) -> FileNames:
     Raises:
         ValueError: there is no config.
     """
-    found = [files for files in _LAYOUTS if (directory / files.config).is_file()]
+    refuse_adapter(directory)
+    found = [files for files in _LAYOUTS if has_file(directory / files.config)]
     if not found:
-        raise ValueError(f"{directory} is not a checkpoint: it has no config.json or params.json")
+        configs = [files.config for files in _LAYOUTS]
+        weights = [name for files in _LAYOUTS for name in files.weights]
+        raise ValueError(
+            f"{directory} is not a checkpoint: it has no {' or '.join(configs)}"
+            + instead(directory, configs, weights)
+        )
 
     def has_weights(files: FileNames) -> bool:
         names = [*files.weights, *(f"{name}.index.json" for name in files.weights)]
@@ -138,7 +148,16 @@ def layout(directory: Path) -> FileNames:
 
 def config_files() -> list[str]:
     """Names of all files that may describe a checkpoint."""
-    return [files.config for files in _LAYOUTS] + [_QUANTISED, *_files_beside()]
+    return [files.config for files in _LAYOUTS] + [_QUANTISED, ADAPTER, *_files_beside()]
+
+
+def has_field(directory: Path, name: str) -> bool:
+    """Whether the config of another program's checkpoint has a field, in any of its tables."""
+    if is_native(directory):
+        return False
+    files = [directory / file for file in config_files()]
+    key = f"{json.dumps(name.rpartition('.')[2])}: "  # quotes inside of values have a backslash
+    return any(key in json.dumps(read_json(file)) for file in files if has_file(file))
 
 
 def _files_beside() -> list[str]:
@@ -150,6 +169,7 @@ def describe(
     values: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     quirks: Collection[str] = (),
+    ignore: Collection[str] = (),
 ) -> Description:
     """Recognises a checkpoint.
 
@@ -158,17 +178,24 @@ def describe(
         values: content of that file.
         tensors: the tensors by name.
         quirks: names from `QUIRKS` to reproduce.
+        ignore: names of unknown fields to ignore.
 
     Raises:
-        ValueError: the family is unknown or refused, the config is invalid, or the family has no
-            such quirk.
+        ValueError: the family is unknown or refused, the config is invalid, the family has no
+            such quirk, or no such field is left over.
     """
-    unknown = sorted(set(quirks) - set(QUIRKS))
+    unknown = sorted(check_names("quirks", quirks) - QUIRKS.keys())
     if unknown:
-        raise ValueError(f"unknown quirks {unknown}; known: {sorted(QUIRKS)}")
+        raise ValueError(f"unknown quirks {unknown!s:.200}; known: {sorted(QUIRKS)}")
+    asked = dict.fromkeys(check_names("ignore", ignore), False)
     others = [path.with_name(name) for name in _files_beside()]
-    beside = {file.name: Fields(file, read_json(file)) for file in others if file.is_file()}
-    return read(Source(Fields(path, values), beside, tensors, quirks))
+    beside = {
+        file.name: Fields(file, read_json(file), asked=asked) for file in others if has_file(file)
+    }
+    fields = Fields(path, values, asked=asked)
+    found = read(Source(fields, beside, tensors, quirks))
+    fields.refuse_asked()
+    return found
 
 
 def refuse_quantised(path: Path, values: Mapping[str, Any]) -> None:
@@ -190,7 +217,7 @@ def refuse_quantised(path: Path, values: Mapping[str, Any]) -> None:
         if isinstance(table, Mapping) and table.get(field)
     ]
     beside = path.with_name(_QUANTISED)
-    found = read_json(beside).get("quantization") if beside.is_file() else None
+    found = read_json(beside).get("quantization") if has_file(beside) else None
     if isinstance(found, Mapping) and found.get("quant_algo"):  # null: only the cache has few bits
         said.append((beside, f"quant_algo = {found['quant_algo']!r:.80}"))
     for file, field in said:
@@ -224,8 +251,8 @@ def read(source: Source) -> Description:
 def _read_wrapped(source: Source, wrapper: str) -> Description:
     """Describes the text model inside a multimodal checkpoint; its other tensors are ignored."""
     names, prefix = _WRAPPERS[wrapper]
-    path, values = source.fields.path, source.fields.values
-    tables = [values[name] for name in names if isinstance(values.get(name), Mapping)]
+    path = source.fields.path
+    tables = [name for name in names if source.fields.has(name)]
     if not tables:
         raise ValueError(f"{path}: model_type = {wrapper!r} needs a table {' or '.join(names)}")
     inside = {
@@ -233,9 +260,9 @@ def _read_wrapped(source: Source, wrapper: str) -> Description:
         for name, tensor in source.tensors.items()
         if name.startswith(prefix)
     }
-    values = {"model_type": "nemotron_h", **tables[0]}  # transformers' default
-    text = source._replace(fields=Fields(path, values), tensors=inside)
-    found = read(text)
+    fields = source.fields.table(tables[0])
+    fields.values.setdefault("model_type", "nemotron_h")  # transformers' default
+    found = read(source._replace(fields=fields, tensors=inside))
     others = [name for name in source.tensors if not name.startswith(prefix)]
     return found._replace(
         family=f"{found.family} inside {wrapper}",

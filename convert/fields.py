@@ -4,7 +4,8 @@ Each field is used, ignored for a stated reason, or refused.
 """
 
 import math
-from collections.abc import Collection, Mapping
+import shlex
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,38 +87,45 @@ MAX_LAYERS = 4096
 class Fields:
     """A table of config fields. `finish` refuses fields that were neither taken nor ignored.
 
-    Null counts as absent everywhere. All methods raise a ValueError that names the file and the
-    field if a value is invalid.
+    Null says nothing: such a field counts as absent, and is in `nulls` only. All methods raise a
+    ValueError that names the file and the field if a value is invalid.
 
     Args:
         path: path of the file, for messages.
         values: content of the table.
         prefix: prefix of field names in messages, for a table within the file.
+        asked: names of unknown fields, with prefix, that the user wants ignored, and whether one
+            was found. The tables of a checkpoint share it.
     """
 
-    def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = ""):
+    def __init__(
+        self,
+        path: Path,
+        values: Mapping[str, Any],
+        prefix: str = "",
+        asked: dict[str, bool] | None = None,
+    ):
         self.path = path
-        self.values = dict(values)
+        self.values = {name: value for name, value in values.items() if value is not None}
+        self.nulls = values.keys() - self.values.keys()
         self._prefix = prefix
-        self._left = set(values)
+        self._asked = {} if asked is None else asked
+        self._left = {*self.values}
         self._notes: list[str] = []
 
     def take(self, name: str, default: Any = _MISSING) -> Any:
         """The value of a field, or the default if it is absent."""
         self._left.discard(name)
-        value = self.values.get(name)
-        if value is not None:
-            return value
-        self.check(default is not _MISSING, f"{self._prefix}{name} is missing")
-        return default
+        value = self.values.get(name, default)
+        self.check(value is not _MISSING, f"{self._prefix}{name} is missing")
+        return value
 
     def alias(self, **names: str) -> None:
         """Reads `new` from `old` where only that is present: `alias(new="old")`."""
         for name, old in names.items():
             if old in self.values:
                 self._left.discard(old)
-                if self.values.get(name) is None:
-                    self.values = {**self.values, name: self.values[old]}
+                self.values.setdefault(name, self.values[old])
 
     def integer(
         self, name: str, default: Any = _MISSING, *, least: int = 1, most: int = 1 << 24
@@ -233,8 +241,7 @@ class Fields:
 
     def has(self, name: str) -> bool:
         """Whether a field is present."""
-        self._left -= {name} if self.values.get(name) is None else set()
-        return self.values.get(name) is not None
+        return name in self.values
 
     def same(self, name: str, value: int | float) -> None:
         """Checks that a redundant field, if present, agrees with `value`."""
@@ -254,18 +261,22 @@ class Fields:
         return usable if len(usable) > 1 else (usable[0] if usable else None)
 
     def table(self, name: str) -> "Fields":
-        """A nested table, with its own `finish`; if absent, empty."""
+        """A nested table, with its own `finish` and the same notes; if absent, empty."""
         value = self.take(name, {})
-        self.check(isinstance(value, Mapping), f"{name} must be a table, got {value!r:.80}")
-        return Fields(self.path, value, f"{name}.")
+        self.check(
+            isinstance(value, Mapping), f"{self._prefix}{name} must be a table, got {value!r:.80}"
+        )
+        table = Fields(self.path, value, f"{self._prefix}{name}.", self._asked)
+        table._notes = self._notes
+        return table
 
     def with_own(self, values: Mapping[str, Any], prefix: str) -> "Fields":
         """This table with the fields of a part of the model, such as a layer, in place of its own.
 
-        Null counts as absent. `absorb` takes the part back when it has been read.
+        `absorb` takes the part back when it has been read.
         """
-        own = {name: value for name, value in values.items() if value is not None}
-        return Fields(self.path, {**self.values, **own}, prefix)
+        own = Fields(self.path, values).values
+        return Fields(self.path, self.values | own, prefix, self._asked)
 
     def absorb(self, part: "Fields", names: Collection[str]) -> None:
         """Counts what a part has used as used.
@@ -274,17 +285,15 @@ class Fields:
             part: result of `with_own`.
             names: the part's own fields, all of which must be used.
         """
-        unknown = sorted(part._prefix + name for name in part._left & set(names))
-        self.check(
-            not unknown, f"unknown fields {unknown!s:.200}; they might change what is computed"
-        )
+        part._refuse_unknown(part._left & {*names})
         self._left &= part._left
         self._notes += [note for note in part._notes if note not in self._notes]
 
     def ignore(self, reason: str, *names: str) -> None:
         """Ignores fields. `finish` returns a note for those that are present."""
-        found = sorted(self._left & set(names))
-        self._left -= set(found)
+        found = sorted(self._left & {*names})
+        self._left -= {*found}
+        self._find(self._prefix + name for name in found)
         if found:
             self._notes.append(f"{', '.join(self._prefix + name for name in found)}: {reason}")
 
@@ -295,11 +304,37 @@ class Fields:
             ValueError: there are unknown fields, which might change what is computed.
         """
         # transformers' private fields begin with an underscore.
-        unknown = sorted(self._prefix + name for name in self._left if name[:1] != "_")
-        self.check(
-            not unknown, f"unknown fields {unknown!s:.200}; they might change what is computed"
-        )
+        private = {name for name in self._left if name[:1] == "_"}
+        asked = {name for name in private if self._prefix + name in self._asked}
+        self._refuse_unknown(self._left - private | asked)
         return self._notes
+
+    def _refuse_unknown(self, left: Collection[str]) -> None:
+        """Refuses fields that nothing has used, but those that the user asked to ignore."""
+        names = {self._prefix + name for name in left}
+        self._notes += [f"{name}: ignored on request" for name in self._find(names)]
+        unknown = sorted(names - self._asked.keys())
+        options = " ".join(f"--ignore-field {shlex.quote(ascii(name)[1:-1])}" for name in unknown)
+        self.check(
+            not unknown,
+            f"unknown fields {unknown!s:.200}; they might change what is computed. If they do not,"
+            f" load it with ignore={tuple(unknown)!s:.100}, on the command line {options:.100}",
+        )
+
+    def _find(self, names: Iterable[str]) -> list[str]:
+        """The names, with prefix, that the user asked to ignore; they count as found."""
+        found = sorted(self._asked.keys() & {*names})
+        self._asked.update(dict.fromkeys(found, True))
+        return found
+
+    def refuse_asked(self) -> None:
+        """Refuses what the user asked to ignore and no table of the checkpoint had left over."""
+        missed = sorted(name for name, found in self._asked.items() if not found)
+        self.check(
+            not missed,
+            f"cannot ignore {missed!s:.200}: only a field that is there, and that nothing reads,"
+            " can be ignored",
+        )
 
     def check(self, condition: bool, message: str) -> None:
         """Raises a ValueError that names the file unless the condition holds."""

@@ -8,7 +8,9 @@ import ml_dtypes  # registers bfloat16 with numpy
 import numpy as np
 
 from stree_jax.checkpoint import first_line, read_json
+from stree_jax.convert.instead import instead
 from stree_jax.convert.torch_file import MAX_TENSORS, open_torch_file
+from stree_jax.files import has_file
 from stree_jax.stored import Tensor
 
 _MAX_HEADER = 32 << 20  # bytes of a safetensors header; 100,000 tensors take 15 MB
@@ -27,11 +29,14 @@ _SAFETENSORS = {
 }
 
 
-def open_tensors(directory: Path, names: Sequence[str]) -> tuple[str, dict[str, Tensor]]:
+def open_tensors(
+    directory: Path, config: str, names: Sequence[str]
+) -> tuple[str, dict[str, Tensor]]:
     """Opens the weights of a checkpoint.
 
     Args:
         directory: the checkpoint.
+        config: the name of its config file.
         names: file names to try, in order. Each may be sharded, with an index instead.
 
     Returns:
@@ -42,15 +47,19 @@ def open_tensors(directory: Path, names: Sequence[str]) -> tuple[str, dict[str, 
     """
     for name in names:
         file, index = directory / name, directory / f"{name}.index.json"
-        if file.is_file() and index.is_file():
+        has_whole, has_index = has_file(file), has_file(index)
+        if has_whole and has_index:
             raise ValueError(
                 f"{directory} has both {name} and {index.name}; remove the one that is out of date"
             )
-        if file.is_file():
+        if has_whole:
             return name, _open_file(file)
-        if index.is_file():
+        if has_index:
             return index.name, _open_sharded(index)
-    raise ValueError(f"{directory} has no weights: none of {', '.join(names)}, whole or sharded")
+    raise ValueError(
+        f"{directory} has no weights: none of {', '.join(names)}, whole or sharded"
+        + instead(directory, [config], names)
+    )
 
 
 def _open_file(path: Path) -> dict[str, Tensor]:
@@ -99,12 +108,14 @@ def _open_sharded(index: Path) -> dict[str, Tensor]:
     files: dict[str, dict[str, Tensor]] = {}
     for name in weight_map.values():
         # Only a plain file name in the same directory; no path.
-        plain = isinstance(name, str) and len(name) < 256 and "\0" not in name
+        plain = isinstance(name, str) and 0 < len(name) < 256 and "\0" not in name
         if not plain or Path(name).name != name or "\\" in name:
             raise ValueError(f"{index} names a file {name!r:.80}, which is not a plain file name")
         if name not in files:
-            if not (index.parent / name).is_file():
-                raise ValueError(f"{index} names the file {name!r:.80}, which does not exist")
+            if not has_file(index.parent / name):
+                raise ValueError(
+                    f"{index} names the file {name!r:.80}, which does not exist: get all shards"
+                )
             files[name] = _open_file(index.parent / name)
     missing = [key for key, name in weight_map.items() if key not in files[name]]
     if missing:

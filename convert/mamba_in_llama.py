@@ -109,8 +109,9 @@ def read_mamba_in_llama(source: Source) -> Description:
         for name in source.tensors
         if name.endswith("rotary_emb.inv_freq")
     ]
+    ssm.finish()
     description = described("MambaInLlama", fields, config, rules, skipped)
-    return description._replace(notes=description.notes + ssm.finish() + mamba.finish())
+    return description._replace(notes=description.notes + mamba.finish())
 
 
 _LLAMA_ATTENTION = ("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias")

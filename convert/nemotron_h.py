@@ -61,7 +61,7 @@ def read_nemotron_h_puzzle(source: Source) -> Description:
         part = fields.with_own(block, f"block_configs[{i}].")
         kind = part.choice("block_type", "", {k: v for k, v in KINDS.items() if v in NAMES})
         layers.append(_layer(kind, part, source))
-        fields.absorb(part, [name for name, value in block.items() if value is not None])
+        fields.absorb(part, block)
     fields.ignore(
         "redundant with block_configs",
         *("layers_block_type", "hybrid_override_pattern", "num_hidden_layers"),

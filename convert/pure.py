@@ -82,7 +82,8 @@ def read_mamba_ssm(source: Source) -> Description:
         residual_float32=fields.flag("residual_in_fp32", True),
         **_vocabulary(fields, default_multiple=8),
     )
-    notes = ssm.finish() + fields.finish()
+    ssm.finish()
+    notes = fields.finish()
     rules = tables.mamba_ssm(config, embedding="embedding")
     return Description("mamba_ssm", config, rules, tied_head(config, "lm_head.weight"), notes)
 

@@ -15,11 +15,13 @@ from stree_jax.checkpoint import (
     first_line,
     flatten,
     is_finite,
+    is_native,
     matrix_dtype,
     placer,
     read_json,
     unflatten,
 )
+from stree_jax.checks import check_names
 from stree_jax.convert.description import Description
 from stree_jax.convert.families import describe, layout, refuse_quantised
 from stree_jax.convert.files import open_tensors
@@ -70,22 +72,43 @@ class Checkpoint(NamedTuple):
         return tensors + self.description.notes
 
 
-def open_checkpoint(path: Path, quirks: Collection[str] = ()) -> Checkpoint:
+def is_foreign(path: Path, quirks: Collection[str] = (), ignore: Collection[str] = ()) -> bool:
+    """Whether a checkpoint is one of another program, for `open_checkpoint` with these options.
+
+    Raises:
+        ValueError: it is native, which these options are not for.
+    """
+    given = {
+        "quirks": check_names("quirks", quirks),
+        "ignored fields": check_names("ignore", ignore),
+    }
+    if not is_native(path):
+        return True
+    for what, names in given.items():
+        if names:
+            raise ValueError(f"{path} is native; {what} are for checkpoints of other programs")
+    return False
+
+
+def open_checkpoint(
+    path: Path, quirks: Collection[str] = (), ignore: Collection[str] = ()
+) -> Checkpoint:
     """Recognises a checkpoint and checks all names and shapes. Reads no weights.
 
     Args:
         path: directory of the checkpoint.
         quirks: names from `families.QUIRKS` to reproduce.
+        ignore: names of unknown config fields to ignore.
 
     Raises:
-        ValueError: the checkpoint is damaged or unsupported, or its tensors do not match its
-            config.
+        ValueError: the checkpoint is damaged or unsupported, its tensors do not match its config,
+            or no such field is left over.
     """
     files = layout(path)
     values = read_json(path / files.config)
     refuse_quantised(path / files.config, values)
-    file, tensors = open_tensors(path, files.weights)
-    description = describe(path / files.config, values, tensors, quirks)
+    file, tensors = open_tensors(path, *files)
+    description = describe(path / files.config, values, tensors, quirks, ignore)
     num_layers = len(description.config.layers)
     if num_layers > len(tensors):  # each layer has at least one tensor
         raise ValueError(

@@ -21,7 +21,6 @@ import math
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +34,7 @@ from tokenizers import Tokenizer
 
 from stree_jax.config import ModelConfig
 from stree_jax.directories import new_directory, recover
+from stree_jax.files import has_directory, has_file
 from stree_jax.mesh.hosts import by_first
 from stree_jax.mesh.partition import Partition
 from stree_jax.mesh.weights import canonical_weights, spread
@@ -178,7 +178,7 @@ def _canonical_arrays(weights: nnx.Module) -> dict[str, Any]:
 def is_native(path: Path) -> bool:
     """Whether a directory is a native checkpoint: its config.json has a `format`."""
     file = path / "config.json"
-    return file.is_file() and "format" in read_json(file)
+    return has_file(file) and "format" in read_json(file)
 
 
 def load_native(
@@ -287,14 +287,15 @@ def open_native(path: Path) -> tuple[ModelConfig, dict[str, Tensor], dict[str, i
     return config, stored, crcs
 
 
-def open_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The arrays of a checkpoint by name, and the content of its checksum file."""
+def open_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    """The arrays of a checkpoint by name, and the content of its checksum file, if it has one."""
     params = path / "params"
     if not params.is_dir():
         raise ValueError(f"{path} has no weights: the directory 'params' is missing")
-    sums = optional_json(path / CHECKSUMS)
+    sums = read_json(path / CHECKSUMS) if has_file(path / CHECKSUMS) else None
+    has_file(params / "state" / "_METADATA")  # says what lies there instead
     try:
-        check_sizes(params, sums.get("sizes", {}))
+        check_sizes(params, {} if sums is None else sums.get("sizes", {}))
         return open_arrays(params, read_json(params / "state" / "_METADATA")), sums
     except Exception as error:
         raise ValueError(
@@ -303,21 +304,23 @@ def open_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def check_weights(
-    path: Path, wanted: dict[str, Any], stored: dict[str, Tensor], sums: dict[str, Any]
+    path: Path, wanted: dict[str, Any], stored: dict[str, Tensor], sums: dict[str, Any] | None
 ) -> dict[str, int]:
     """Checks names, shapes and types, and returns the checksums by name."""
     check_shapes(path, wanted, stored)
     wrong = [f"{name} holds {a.dtype}" for name, a in stored.items() if a.dtype.kind not in "fV"]
     if wrong:
         raise ValueError(f"{path} is damaged: {'; '.join(wrong)[:200]}, not real numbers")
+    if sums is None:
+        return {}
     crcs = sums.get("crc32")
-    if sums and not (
+    if not (
         isinstance(crcs, dict)
-        and crcs.keys() <= stored.keys()
+        and crcs.keys() == stored.keys()
         and all(type(crc) is int for crc in crcs.values())
     ):
         raise ValueError(f"{path / CHECKSUMS} is damaged: it is not about the weights here")
-    return crcs or {}
+    return crcs
 
 
 def load_config(path: str | os.PathLike[str]) -> ModelConfig:
@@ -345,19 +348,20 @@ def load_header(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
         raise ValueError(f"path must be the directory of a checkpoint, got {shown(path)}")
     path = Path(path)
     recover(path)
-    if not os.path.isdir(path):  # unlike Path.is_dir, False for a name that is too long
+    if not has_directory(path):
         raise ValueError(f"no checkpoint at {shown_path(path)}: there is no such directory")
     file = path / "config.json"
-    if not file.is_file():
+    if not has_file(file):
         raise ValueError(f"{path} is not a native checkpoint: it has no config.json")
     header = read_json(file)
     if header.get("format") != FORMAT:
         raise ValueError(
             f"{path} is not a native checkpoint: config.json does not say format = {FORMAT!r}"
         )
-    if header.get("version") not in READABLE:
+    version = header.get("version")
+    if type(version) is not int or version not in READABLE:
         raise ValueError(
-            f"{path} has checkpoint version {header.get('version')!r:.80};"
+            f"{path} has checkpoint version {version!r:.80};"
             f" this stree_jax reads {' and '.join(map(str, READABLE))}"
         )
     return path, header
@@ -398,7 +402,7 @@ def read_json(path: Path) -> dict:
 
 def optional_json(path: Path) -> dict:
     """`read_json`; empty where there is no file."""
-    return read_json(path) if os.path.lexists(path) else {}
+    return read_json(path) if has_file(path) else {}
 
 
 def read_text(path: Path) -> str:
@@ -407,12 +411,10 @@ def read_text(path: Path) -> str:
     Raises:
         ValueError: the file cannot be read, is no file, or is too large to be real.
     """
+    has_file(path)  # says what lies there instead
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # a pipe would be read for ever
-            raise ValueError("it is not a file")
-        if status.st_size > _MAX_TEXT:
-            raise ValueError(f"{status.st_size} bytes are too many for a config or an index")
+        if (size := path.stat().st_size) > _MAX_TEXT:
+            raise ValueError(f"{size} bytes are too many for a config or an index")
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ValueError(f"{shown_path(path)} is damaged: {first_line(error)}") from error

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 import types
 import typing
 from collections.abc import MutableMapping
@@ -12,6 +13,8 @@ import numpy as np
 from stree_jax.messages import shown
 
 __all__ = ["check_int"]  # what an extension may use
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def check_int(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
@@ -26,6 +29,30 @@ def check_int(name: str, value: object, low: int | None = None, high: int | None
         return number
     span = "" if low is None else f", at least {low}" if high is None else f", from {low} to {high}"
     raise ValueError(f"{name} must be an integer{span}; got {shown(value)}")
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a finite number in float32 too; a flag is none."""
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_real and bool(-_LARGEST <= value <= _LARGEST)  # type: ignore[operator]
+
+
+def is_above_zero(value: object) -> bool:
+    """Whether a value is a number above 0, also in float32, where XLA makes tiny ones 0."""
+    return is_number(value) and bool(value >= np.finfo(np.float32).tiny)  # type: ignore[operator]
+
+
+def check_names(name: str, value: object) -> set[str]:
+    """The strings in a list, tuple or set; one string alone is refused.
+
+    Raises:
+        ValueError: something else; the message says which argument.
+    """
+    if isinstance(value, list | tuple | set | frozenset) and all(
+        isinstance(each, str) for each in value
+    ):
+        return {*value}
+    raise ValueError(f"{name} must be a list of names, got {shown(value)}")
 
 
 def require(condition: bool, message: str) -> None:
@@ -55,7 +82,7 @@ def require_types(cls: type, values: MutableMapping[str, Any]) -> None:
         if field.name not in values:
             continue
         value = values[field.name]
-        most = math.inf if field.name == "dt_limit" else float(np.finfo(np.float32).max)
+        most = math.inf if field.name == "dt_limit" else _LARGEST
         require(
             _fits(value, field.type, most),
             f"{field.name} must be {getattr(field.type, '__name__', field.type)}"

@@ -1,12 +1,14 @@
 """The persistent compilation cache of the command, and of Python programs that switch it on.
 
 Each process would compile the same programs again. The cache can only make it faster: a folder that
-cannot be used and an entry that cannot be read count as absent.
+cannot be used and an entry that cannot be read count as absent. Its programs run as the user, so a
+folder that others may change is not used, and a warning says so.
 """
 
 import contextlib
 import os
 import re
+import stat
 import warnings
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,8 +26,9 @@ def enable_compilation_cache() -> None:
 
     The folder is `stree-jax/xla` in `$XDG_CACHE_HOME` or `~/.cache`. `STREE_JAX_CACHE` names
     another folder, or is `off`. No-op if the user configured jax's own cache, or if the folder
-    cannot be created. Call it before anything is compiled. It keeps at most 256 MiB, of all
-    programs of this process, hides jax's warnings about the cache, and on a CPU jax's log.
+    cannot be created; if others may change what is in it, with a warning. Call it before anything
+    is compiled. It keeps at most 256 MiB, of all programs of this process, hides jax's warnings
+    about the cache, and on a CPU jax's log.
     """
     config: Any = jax.config  # its options have no type annotations
     if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
@@ -49,7 +52,7 @@ def enable_compilation_cache() -> None:
 
 
 def _folder() -> Path | None:
-    """The cache folder, which exists; None if the cache is off or the folder cannot be created."""
+    """The cache folder, which exists and is private; None: the cache is off, or there is none."""
     choice = os.environ.get("STREE_JAX_CACHE", "")
     if choice.lower() == "off":
         return None
@@ -65,10 +68,39 @@ def _folder() -> Path | None:
                 base = home / ".cache"
             folder = base / "stree-jax" / "xla"
         # Private: whoever writes to this folder runs code as the user.
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for part in (*reversed(folder.parents), folder):
+            part.mkdir(mode=0o700, exist_ok=True)
+        risk = _risk(folder)
     except (OSError, RuntimeError, ValueError):  # RuntimeError: no home; ValueError: a null byte
         return None
-    return folder
+    if risk is None:
+        return folder
+    warnings.warn(
+        f"compiled programs are not cached: {risk}, and programs from there run as you; remove it,"
+        " make it private (chmod go-w), or name another folder in STREE_JAX_CACHE",
+        stacklevel=3,
+    )
+    return None
+
+
+def _risk(folder: Path) -> str | None:
+    """Who else may change the files in a folder, or put another in its place; None: nobody."""
+    if os.name != "posix":
+        return None
+    user, real = os.geteuid(), folder.resolve()
+    for part in dict.fromkeys((folder, *folder.parents, real, *real.parents)):
+        status, is_cache = part.lstat(), part in (folder, real)
+        if status.st_uid != user and (is_cache or status.st_uid != 0):
+            return f"{part} belongs to user {status.st_uid}"
+        # In a sticky folder, such as /tmp, others cannot rename what is ours.
+        is_sticky = status.st_mode & stat.S_ISVTX and not is_cache
+        if status.st_mode & 0o022 and not (is_sticky or stat.S_ISLNK(status.st_mode)):
+            return f"others may write to {part}"
+    for entry in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process deletes entries too
+            if (owner := entry.lstat().st_uid) != user:
+                return f"{entry} belongs to user {owner}"
+    return None
 
 
 def _evict(folder: Path) -> None:

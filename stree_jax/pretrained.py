@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
 from pallas_kernels import dispatch
-from stree_jax.checkpoint import is_native, load_native, tokenizer_errors
+from stree_jax.checkpoint import load_native, tokenizer_errors
+from stree_jax.files import entries, folders_with, has_file
 from stree_jax.mesh.weights import partition_of
 from stree_jax.messages import shown, shown_path
 from stree_jax.models.layers import in_blocks
@@ -26,6 +28,7 @@ def from_pretrained(
     dtype: DTypeLike | None = jnp.float32,
     implementation: str | None = None,
     quirks: Collection[str] = (),
+    ignore: Collection[str] = (),
     mesh: Mesh | None = None,
     replicate: bool = False,
 ) -> HybridLM:
@@ -42,6 +45,9 @@ def from_pretrained(
         implementation: kernel implementation, see `pallas_kernels.dispatch`.
         quirks: names from `stree_jax.convert.QUIRKS`: deviations of other programs from the
             published config, to reproduce them.
+        ignore: names of unknown config fields that do not change what is computed, such as
+            "unsloth_fixed"; without it they are refused. Each must be there, and left over: a field
+            that is read cannot be ignored.
         mesh: a mesh from `make_mesh`: each of its devices gets its shard of the model. This host
             holds one weight at a time, and the shards of its own devices.
         replicate: give every device of the mesh the whole model, as draft models need it.
@@ -62,12 +68,10 @@ def from_pretrained(
 
     directory = convert.find(path)
     options: dict[str, Any] = dict(implementation=implementation, partition=partition)
-    if not is_native(directory):
-        checkpoint = convert.open_checkpoint(directory, quirks)
+    if convert.is_foreign(directory, quirks, ignore):
+        checkpoint = convert.open_checkpoint(directory, quirks, ignore)
         dtype = checkpoint.dtype if dtype is None else dtype
         model = convert.load_model(checkpoint, dtype=dtype, **options)
-    elif quirks:
-        raise ValueError(f"{directory} is native; quirks are for checkpoints of other programs")
     else:
         model = load_native(directory, dtype=dtype, **options)
     model.config = dataclasses.replace(model.config, eos_token=_end_tokens(model, directory))
@@ -78,7 +82,8 @@ def from_pretrained(
 
 def _end_tokens(model: HybridLM, directory: Path) -> int | tuple[int, ...] | None:
     """The tokens that end its texts; one or none as other configs have it."""
-    is_there = "eos_token" in special_tokens(directory) and _tokenizer_file(directory).is_file()
+    has_name = "eos_token" in special_tokens(directory)
+    is_there = has_name and has_file(directory / "tokenizer.json")
     ends = end_tokens(model.config, directory, load_tokenizer(directory) if is_there else None)
     return tuple(ends) if len(ends) > 1 else ends[0] if ends else None
 
@@ -96,13 +101,11 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """
     if not isinstance(path, str | os.PathLike):
         raise ValueError(f"path must be a directory or a tokenizer.json, got {shown(path)}")
-    file = _tokenizer_file(Path(path))
-    try:
-        exists = file.is_file()
-    except OSError:  # for example, a name that is too long
-        exists = False
-    if not exists:
-        raise ValueError(f"no tokenizer at {shown_path(file)}")
+    file = Path(path)
+    if file.suffix != ".json" and not os.path.isfile(file):
+        file = file / "tokenizer.json"
+    if file.suffix != ".json" or _OTHERS.fullmatch(file.name) or not has_file(file):
+        raise ValueError(f"no tokenizer at {shown_path(file)}{_instead(file)}")
     with tokenizer_errors(f"{file} is damaged"):
         tokenizer = Tokenizer.from_file(str(file))
     tokenizer.no_truncation()
@@ -110,8 +113,26 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     return tokenizer
 
 
-def _tokenizer_file(path: Path) -> Path:
-    return path if path.suffix == ".json" else path / "tokenizer.json"
+# Files of tokenizers in other formats.
+_OTHERS = re.compile(
+    r"tokenizer\.model.*|(sentencepiece.*|spiece|tiktoken)\.model|.*\.tiktoken|vocab\.(json|txt)"
+    r"|merges\.txt|tekken\.json"
+)
+
+
+def _instead(file: Path) -> str:
+    """What there is instead of a tokenizer.json and the way out, as the end of a message."""
+    folder = file.parent
+    if file.name != "tokenizer.json" and os.path.isfile(folder / "tokenizer.json"):
+        return "; give the tokenizer.json beside it"
+    if found := [name for name in entries(folder) if _OTHERS.fullmatch(name)]:
+        return (
+            f"; transformers reads {', '.join(found)[:80]}: AutoTokenizer.from_pretrained("
+            f"{shown(str(folder))}).save_pretrained(DIR), then tokenizer=DIR or --tokenizer DIR"
+        )
+    if inside := folders_with(folder, ["tokenizer.json"]):
+        return f"; give the folder {shown(inside[-1])} there"
+    return "" if file.name == "tokenizer.json" else "; give a directory with a tokenizer.json"
 
 
 def demo_path(name: str) -> Path:

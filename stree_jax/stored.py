@@ -17,6 +17,8 @@ import jax
 import ml_dtypes  # noqa: F401 (registers bfloat16 with numpy)
 import numpy as np
 
+from stree_jax.files import has_file
+
 CHECKSUMS = "checksums.json"
 # Zeros compress well, but weights do not.
 _MOST_COMPRESSED = 1000
@@ -47,7 +49,7 @@ def check_sizes(params: Path, sizes: Mapping[str, int]) -> None:
     """
     for name, size in sizes.items():
         file = params / name
-        if file.is_file() and file.stat().st_size != size:
+        if has_file(file) and file.stat().st_size != size:
             raise ValueError(f"{name:.80} has {file.stat().st_size} bytes, not {size!r:.20}")
 
 

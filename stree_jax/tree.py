@@ -271,9 +271,10 @@ def first_nodes(tree: Tree, count: int) -> Tree:
 
 
 def _items(name: str, example: str, values: object) -> tuple:
-    if not isinstance(values, Iterable):
+    is_array = isinstance(values, np.ndarray | Array) and values.ndim == 1
+    if not (is_array or (isinstance(values, Sequence) and not isinstance(values, str | bytes))):
         raise ValueError(f"{name} is a sequence such as {example}, got {shown(values)}")
-    return tuple(values)
+    return tuple(np.asarray(values).tolist() if is_array else values)  # type: ignore[arg-type]
 
 
 def _check_size(num_nodes: int) -> None:

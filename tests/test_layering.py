@@ -59,6 +59,7 @@ LAYERS = [
     "checkout",
     "lazy",
     "messages",
+    "files",
     "array_types",
     "directories",
     "checks",

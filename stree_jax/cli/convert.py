@@ -1,6 +1,6 @@
 """`stree-jax convert` and `stree-jax inspect`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from stree_jax.checkpoint import is_native, matrix_dtype, open_native
+from stree_jax.checkpoint import matrix_dtype, open_native
 from stree_jax.config import ModelConfig
-from stree_jax.convert import convert, find, open_checkpoint
+from stree_jax.convert import convert, find, is_foreign, open_checkpoint
 from stree_jax.heads import FOLDER, abstract_head, head_config
 from stree_jax.models.lm import HybridLM
 from stree_jax.models.mtp import MtpConfig
@@ -26,7 +26,8 @@ def run_convert(
     *,
     dtype: str | None,
     to: str,
-    quirks: tuple[str, ...] = (),
+    quirks: Sequence[str] = (),
+    ignore: Sequence[str] = (),
 ) -> None:
     """Converts a checkpoint with a progress bar, then prints what was converted and ignored.
 
@@ -49,9 +50,10 @@ def run_convert(
             dtype=dtype,
             to=to,
             quirks=quirks,
+            ignore=ignore,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
-    console.print(_table(path))
+    console.print(_table(path, ignore))
     if left_out is not None:
         console.print(
             f"without the multi-token prediction head: {left_out}", markup=False, soft_wrap=True
@@ -59,27 +61,27 @@ def run_convert(
     console.print(f"wrote {destination} ({to})", markup=False, soft_wrap=True)
 
 
-def run_inspect(console: Console, path: str, *, tensors: bool) -> None:
+def run_inspect(console: Console, path: str, *, tensors: bool, ignore: Sequence[str] = ()) -> None:
     """Prints a summary of a checkpoint and, with `tensors`, the weight that each tensor becomes.
 
     Raises:
         ValueError: the checkpoint cannot be converted.
     """
     directory = find(path)
-    console.print(_table(directory))
+    console.print(_table(directory, ignore))
     if tensors:
-        for line in _tensors(directory):
+        for line in _tensors(directory, ignore):
             console.print(line, markup=False, soft_wrap=True)
     console.print("names, shapes and files fit: can be loaded and converted")
 
 
-def _table(path: Path) -> Table:
+def _table(path: Path, ignore: Sequence[str]) -> Table:
     table = Table(show_header=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     ignored: list[str] = []
     head: MtpConfig | str | None
-    if is_native(path):
+    if not is_foreign(path, ignore=ignore):
         config, stored, crcs = open_native(path)
         dtype = matrix_dtype(stored.values())
         table.add_row("family", "stree-jax (native)")
@@ -87,7 +89,7 @@ def _table(path: Path) -> Table:
         inside = path / FOLDER
         head = head_config(inside) if inside.is_dir() else None
     else:
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_checkpoint(path, ignore=ignore)
         config, dtype, ignored = checkpoint.description.config, checkpoint.dtype, checkpoint.ignored
         table.add_row("family", checkpoint.description.family)
         table.add_row("weights", checkpoint.file)
@@ -102,13 +104,13 @@ def _table(path: Path) -> Table:
     return table
 
 
-def _tensors(path: Path) -> Iterator[str]:
+def _tensors(path: Path, ignore: Sequence[str]) -> Iterator[str]:
     """One line per tensor: name, shape, dtype, and the weight that it becomes."""
-    if is_native(path):
+    if not is_foreign(path, ignore=ignore):
         for name, array in open_native(path)[1].items():
             yield f"{name} {array.shape} {array.dtype.name}"
         return
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, ignore=ignore)
     for rule in checkpoint.rules:
         for name in rule.sources:
             tensor = checkpoint.tensors[name]

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from rich.text import Text
 from tokenizers import Tokenizer
 
 import stree_jax as st
+from stree_jax.cli.drafters import ignored_fields
 from stree_jax.cli.trees import parse_tree
 from stree_jax.compilation_cache import enable_compilation_cache
 from stree_jax.convert import find
@@ -41,7 +43,12 @@ class Method(NamedTuple):
 
 
 def run_demo(
-    console: Console, *, max_new_tokens: int, target: str | None = None, draft: str | None = None
+    console: Console,
+    *,
+    max_new_tokens: int,
+    target: str | None = None,
+    draft: str | None = None,
+    ignore: Sequence[str] = (),
 ) -> int:
     """Runs the demo, with the embedded pair by default; returns the exit status.
 
@@ -61,6 +68,7 @@ def run_demo(
         # The result of `stree-jax tune-tree` for the embedded pair; None: drafting did not pay.
         parse_tree(f"@{st.demo_path('target').with_name('tree.json')}") if target is None else None,
         max_new_tokens,
+        ignore,
     )
 
 
@@ -70,10 +78,12 @@ def _run(
     draft_path: Path,
     tuned: st.TreeTopology | None,
     max_new_tokens: int,
+    ignore: Sequence[str],
 ) -> int:
+    of_target, of_draft = ignored_fields(ignore, target_path, draft_path)
     enable_compilation_cache()
-    target = st.from_pretrained(target_path)
-    drafter = st.ModelDrafter(st.from_pretrained(draft_path))
+    target = st.from_pretrained(target_path, ignore=of_target)
+    drafter = st.ModelDrafter(st.from_pretrained(draft_path, ignore=of_draft))
     tokenizer = st.load_tokenizer(target_path)
     prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
     tree = st.TreeTopology.paper("A")

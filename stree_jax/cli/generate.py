@@ -13,7 +13,7 @@ from rich.style import Style
 
 import stree_jax as st
 from stree_jax.checks import check_int
-from stree_jax.cli.drafters import Chosen, load_drafter
+from stree_jax.cli.drafters import Chosen, ignored_fields, load_drafter
 from stree_jax.cli.mesh import join_processes, parse_mesh
 from stree_jax.cli.options import Wanted
 from stree_jax.cli.trees import parse_tree
@@ -53,7 +53,7 @@ def load(
     """
     topology = None if tree is None else parse_tree(tree)
     if tree is not None and topology is None:  # the tuned result: do not draft
-        drafter = Chosen()
+        drafter = Chosen(ignore=drafter.ignore)
     kind = "" if tree is None else tree.partition(":")[0]
     if sharpness is not None and (kind != "budget" or not drafter.chooses_shape):
         raise ValueError(
@@ -71,11 +71,13 @@ def load(
             " or --ngram"
         )
     texts = Texts.at(tokenizer_path or find(checkpoint))
+    ignore, of_drafter = ignored_fields(drafter.ignore, checkpoint, drafter.path)
+    drafter = drafter._replace(ignore=of_drafter)
     enable_compilation_cache()
     if distributed:
         join_processes()
     where = None if mesh is None else parse_mesh(mesh)
-    model = st.from_pretrained(checkpoint, dtype=dtype, mesh=where)
+    model = st.from_pretrained(checkpoint, dtype=dtype, ignore=ignore, mesh=where)
     output = open(os.devnull, "w") if distributed and jax.process_index() > 0 else None  # noqa: SIM115
     return Loaded(
         model,

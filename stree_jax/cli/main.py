@@ -6,6 +6,7 @@ User errors are one line on stderr and exit code 2. Each command imports its own
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 
 from stree_jax.checkpoint import first_line
-from stree_jax.cli.drafters import chosen, with_drafter_options
+from stree_jax.cli.drafters import IgnoreField, chosen, with_drafter_options
 from stree_jax.cli.options import read_schema, wanted, with_text_options
 from stree_jax.decoding.options import Options
 from stree_jax.messages import shown_path
@@ -41,11 +42,13 @@ def demo(
         typer.Option(help="Target model instead of the embedded one: directory or hub name."),
     ] = None,
     draft: Annotated[str | None, typer.Option(help="Draft model of --target.")] = None,
+    ignore_field: IgnoreField = None,
 ) -> None:
     """Decode with the embedded models: autoregressively, with a chain, with a tree."""
     from stree_jax.cli.demo import run_demo
 
-    raise typer.Exit(run_demo(Console(), max_new_tokens=max_new_tokens, target=target, draft=draft))
+    models: dict[str, Any] = {"target": target, "draft": draft, "ignore": ignore_field or ()}
+    raise typer.Exit(run_demo(Console(), max_new_tokens=max_new_tokens, **models))
 
 
 @app.command()
@@ -191,26 +194,27 @@ def convert(
         list[str] | None,
         typer.Option(help="hf_dt_floor or plain_rope; see docs/checkpoints.md."),
     ] = None,
+    ignore_field: IgnoreField = None,
 ) -> None:
     """Convert a checkpoint of transformers, mamba_ssm, MambaInLlama or Codestral-Mamba."""
     from stree_jax.cli.convert import run_convert
 
     console = Console(highlight=False)
     _interrupt_by_exception()
-    run_convert(
-        console, source, destination, dtype=_checked(dtype), to=to, quirks=tuple(quirk or ())
-    )
+    how = {"quirks": quirk or (), "ignore": ignore_field or ()}
+    run_convert(console, source, destination, dtype=_checked(dtype), to=to, **how)
 
 
 @app.command()
 def inspect(
     path: Annotated[str, typer.Argument(help="Checkpoint directory or hub name.")],
     tensors: Annotated[bool, typer.Option("--tensors", help="List all tensors.")] = False,
+    ignore_field: IgnoreField = None,
 ) -> None:
     """Describe a checkpoint and check that it can be converted."""
     from stree_jax.cli.convert import run_inspect
 
-    run_inspect(Console(highlight=False), path, tensors=tensors)
+    run_inspect(Console(highlight=False), path, tensors=tensors, ignore=ignore_field or ())
 
 
 _Recipe = Annotated[Path, typer.Argument(help="TOML file: text, model or heads, and optimizer.")]
@@ -335,7 +339,8 @@ def _checked(dtype: str | None) -> str | None:
 
 
 def main() -> None:
-    """Runs the command and prints user errors as one line."""
+    """Runs the command and prints warnings and user errors as one line."""
+    warnings.formatwarning = lambda message, *_, **__: f"stree-jax: warning: {message}\n"
     try:
         sys.exit(app(standalone_mode=False))
     except (typer.Abort, KeyboardInterrupt):

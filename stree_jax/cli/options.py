@@ -9,9 +9,8 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from stree_jax.checks import check_int
 from stree_jax.decoding.options import Options
-from stree_jax.decoding.prompts import MAX_ROWS
+from stree_jax.decoding.prompts import check_num_rows
 from stree_jax.messages import shown
 
 _HELP = {
@@ -106,9 +105,8 @@ def wanted(settings: Mapping[str, Any], own: Mapping[str, Any] | None = None) ->
     grammars = [(name, value) for name, value in grammars if value is not None]
     if len(grammars) > 1:
         raise ValueError("a text has one grammar: give a regular expression or a JSON schema")
-    num_texts = check_int("n", values.pop("n"), 1)
-    if num_texts > MAX_ROWS:
-        raise ValueError(f"n = {shown(num_texts)}: at most {MAX_ROWS} texts of a prompt")
+    num_texts = values.pop("n")
+    check_num_rows("n", num_texts)
     eos_token, bos = values.pop("eos_token"), values.pop("bos")
     if not isinstance(bos, bool):
         raise ValueError(f"bos must be true or false, got {shown(bos)}")

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import stree_jax as st
 from stree_jax.cli.demo import PROMPTS
-from stree_jax.cli.drafters import Chosen, load_drafter
+from stree_jax.cli.drafters import Chosen, ignored_fields, load_drafter
 from stree_jax.cli.prompts import prompt_of, read_lines, record_of
 from stree_jax.compilation_cache import enable_compilation_cache
 from stree_jax.convert import find
@@ -60,7 +60,9 @@ def run_tune_tree(
     encode = Texts.at(folder).tokens
     prompt_tokens = [encode(text, name=f"prompt {i + 1}") for i, text in enumerate(texts)]
     enable_compilation_cache()
-    model = st.from_pretrained(folder, dtype=dtype)
+    ignore, of_drafter = ignored_fields(drafter.ignore, target, drafter.path)
+    drafter = drafter._replace(ignore=of_drafter)
+    model = st.from_pretrained(folder, dtype=dtype, ignore=ignore)
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with (
         Progress(*columns, console=console, transient=True) as progress,

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from stree_jax.array_types import Array, Bool, Float32
-from stree_jax.checks import check_int
+from stree_jax.checks import check_int, is_number
 from stree_jax.messages import shown
 
 
@@ -41,6 +41,18 @@ def per_row(values: Any, logits: Array) -> Array:
     return values.reshape(values.shape + (1,) * (logits.ndim - values.ndim))
 
 
+def is_given(value: object) -> bool:
+    """Whether a user gave a field this value, so that it can be checked.
+
+    jax makes filters and processors again with arrays, specs, placeholders and None in their
+    fields. (`check_filters` and `check_processors` refuse None.)
+    """
+    kind = type(value)
+    return issubclass(kind, numbers.Number | np.generic) or (
+        kind.__module__ == "builtins" and kind not in (object, type(None))
+    )
+
+
 @typing.no_type_check  # jax unflattens it with leaves that are not numbers
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +66,7 @@ class TopK:
     k: int
 
     def __post_init__(self):
-        if isinstance(self.k, numbers.Number | str):
+        if is_given(self.k):
             check_top_k(self.k)
 
     def __call__(self, logits, /):
@@ -78,7 +90,7 @@ class TopP:
     p: float
 
     def __post_init__(self):
-        if isinstance(self.p, numbers.Number | str):
+        if is_given(self.p):
             check_top_p(self.p)
 
     def __call__(self, logits, /):
@@ -108,7 +120,7 @@ class MinP:
     p: float
 
     def __post_init__(self):
-        if isinstance(self.p, numbers.Number | str):
+        if is_given(self.p):
             check_min_p(self.p)
 
     def __call__(self, logits, /):
@@ -142,13 +154,13 @@ def check_top_k(k: Any) -> None:
 
 def check_top_p(p: Any) -> None:
     """Refuses an invalid `TopP.p`."""
-    if not (isinstance(p, float | int | np.floating) and 0 < p <= 1):
+    if not (is_number(p) and 0 < p <= 1):
         raise ValueError(f"top_p must be in (0, 1], got {shown(p)}")
 
 
 def check_min_p(p: Any) -> None:
     """Refuses an invalid `MinP.p`."""
-    if not (isinstance(p, float | int | np.floating) and 0 <= p <= 1):
+    if not (is_number(p) and 0 <= p <= 1):
         raise ValueError(f"min_p must be from 0 to 1, got {shown(p)}")
 
 
@@ -166,7 +178,7 @@ def check_filters(filters: object) -> None:
                 "filters must be st.TopK(...), st.TopP(...) or other objects with the method of"
                 f" st.Filter, got {shown(one)}"
             )
-        for leaf in jax.tree.leaves(one):
+        for leaf in jax.tree.leaves(one, is_leaf=lambda leaf: leaf is None):
             if not isinstance(leaf, numbers.Real | np.ndarray | jax.Array):
                 raise ValueError(
                     f"filter {shown(one)} must be a pytree of numbers; make its class a frozen"
@@ -235,10 +247,13 @@ def join_numbers(*rows: Any) -> Array:
     values = np.stack([np.asarray(row) for row in rows])
     if values.dtype in (np.bool_, np.uint32):  # uint32: sets of bits
         return jnp.asarray(values)
-    if not np.issubdtype(values.dtype, np.floating):
+    is_integral = values.dtype == object and all(
+        isinstance(value, numbers.Integral) for value in values.flat
+    )
+    if is_integral or np.issubdtype(values.dtype, np.integer):
         most = np.iinfo(np.int32).max
         return jnp.asarray(np.clip(values, -most, most).astype(np.int32))
-    return jnp.asarray(values, jnp.float32)
+    return jnp.asarray(values.astype(np.float32))
 
 
 def _best_k(logits: Array, k: Array) -> Array:

@@ -10,7 +10,6 @@ from jax import lax
 
 from pallas_kernels import dispatch
 from stree_jax.array_types import Array, Int
-from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.local_rows import rows_of_all
 from stree_jax.decoding.on_mesh import on_mesh
@@ -23,7 +22,7 @@ from stree_jax.decoding.options import (
 from stree_jax.decoding.origins import check_origin, origin_of
 from stree_jax.decoding.pieces import Piece, Pieces
 from stree_jax.decoding.prefixes import continued, joined, prefix_of, repeated, with_room
-from stree_jax.decoding.prompts import checked_prompts
+from stree_jax.decoding.prompts import check_num_rows, checked_prompts
 from stree_jax.decoding.results import Ended, Generation, error_of, generation_of
 from stree_jax.decoding.stops import STOPPED
 from stree_jax.decoding.types import Context, DecodeState, Prefix
@@ -96,7 +95,7 @@ def generate(
     """
     text = checked_options("generate", options)
     check_model(model)
-    check_int("n", n, 1)
+    check_num_rows("n", n)
     own, vocab_size = None, model.config.vocab_size
     if after is not None or return_prefix:
         check_on_one_device(model, "return_prefix" if after is None else "after")

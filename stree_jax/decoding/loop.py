@@ -14,11 +14,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from stree_jax.array_types import Array, Bool, Int
+from stree_jax.checks import check_int
 from stree_jax.decoding import log_probs, stops
 from stree_jax.decoding.drafters import Drafter, root_only
 from stree_jax.decoding.drafters.base import inner_layers, reads
 from stree_jax.decoding.prefill import prefill, prefill_with_drafter
 from stree_jax.decoding.processors import Processing, first_states
+from stree_jax.decoding.prompts import MAX_TOKENS
 from stree_jax.decoding.returned import (
     check_prepared,
     check_proposed,
@@ -48,6 +50,7 @@ from stree_jax.tree import TreeTopology
 
 # Codes of `DecodeState.failed`: logits were not finite, or processors left no token.
 TARGET_FAILED, DRAFT_FAILED, RULED_OUT = 1, 2, 3
+MAX_STEPS = 2**31 - 1  # the loop counts them in int32
 
 
 def _run_specs(model: HybridLM) -> Any:
@@ -68,7 +71,7 @@ class SpeculativeDecoder:
     Attributes:
         topology: the draft tree, nodes in level order.
         verifier: the verification rule.
-        max_length: most tokens of a row, prompt and output.
+        max_length: most tokens of a row, prompt and output. `plan` rounds it up, see `buffer_size`.
         steps_per_sync: steps per termination check, for which the host waits. With two steps in
             the loop's body XLA alternates between two buffers for a step's results; with one step
             it copies them. From 4 on, such bodies run in an inner loop of static trip count, which
@@ -77,6 +80,9 @@ class SpeculativeDecoder:
         num_best: record the log-probability of each new token, and those of this many best ones;
             None: record nothing.
         has_stops: whether rows may end at stops, `Limits.stops`.
+
+    Raises:
+        ValueError: a bad size, or nodes in another order.
     """
 
     topology: TreeTopology
@@ -90,14 +96,32 @@ class SpeculativeDecoder:
     def __post_init__(self) -> None:
         if self.topology != self.topology.level_order():
             raise ValueError("the nodes of topology are not in level order; use its level_order()")
+        check_int("max_length", self.max_length, 1, MAX_TOKENS)
+        check_int("steps_per_sync", self.steps_per_sync, 1, MAX_STEPS)
+        check_int("deepest", self.deepest, 0, MAX_TOKENS)
+        if self.num_best is not None:
+            check_int("num_best", self.num_best, 0)
 
     @property
     def num_places(self) -> int:
         """Size of the token buffer: a whole path may be written past a row's end."""
         return self.max_length + max(self.topology.depth, self.deepest) + 1
 
+    def _check_room(self, prompts: Context) -> None:
+        if (width := prompts.tokens.shape[1]) > self.num_places:
+            raise ValueError(
+                f"the prompts are a buffer of {width} tokens, and with max_length ="
+                f" {self.max_length} a row has {self.num_places} places; cut the buffer, or make"
+                f" max_length at least {width}"
+            )
+
     def read(self, model: HybridLM, drafter: Drafter | None, prompts: Context) -> Prefix:
-        """Prefills the prompts but for the last token of each, which becomes the first root."""
+        """Prefills the prompts but for the last token of each, which becomes the first root.
+
+        Raises:
+            ValueError: the prompts are a buffer with more places than `num_places`.
+        """
+        self._check_room(prompts)
         text = prompts.tokens, prompts.length - 1, self.max_length
         state = None
         if drafter is not None:
@@ -155,6 +179,7 @@ class SpeculativeDecoder:
     @on_mesh(lambda model: ((ROWS, ROWS), state_specs(model)._replace(cache=ROWS)), modules=1)
     def begin(self, model: HybridLM, prompts: Context, keys: Array) -> DecodeState:
         """The state before the first step, without cache and drafter."""
+        self._check_room(prompts)
         batch, width = prompts.tokens.shape
         num_nodes, depth = self.topology.num_nodes, max(self.topology.depth, self.deepest)
         tokens = jnp.pad(prompts.tokens, ((0, 0), (0, self.num_places - width)))

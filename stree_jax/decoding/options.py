@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from stree_jax.array_types import Array
-from stree_jax.checks import check_int
+from stree_jax.checks import check_int, is_above_zero, is_number
 from stree_jax.decoding.drafters.base import Drafter, check_request, drawn_by, with_tokens_of
 from stree_jax.decoding.filters import (
     Filter,
@@ -186,12 +186,10 @@ class Options:
         check_top_p(self.top_p)
         check_min_p(self.min_p)
         check_int("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
-        largest = float(np.finfo(np.float32).max)
         heat: Any = self.temperature
-        is_number = isinstance(heat, numbers.Real)
-        if not (is_number and 0 <= heat <= largest):
+        if not (is_number(heat) and heat >= 0):
             raise ValueError(f"temperature must be a number from 0 on, got {shown(heat)}")
-        if 0 < heat < np.finfo(np.float32).tiny:
+        if heat > 0 and not is_above_zero(heat):
             raise ValueError(f"temperature = {shown(heat)} is 0 in float32; use 0")
         check_filters(self.filters)
         check_processors(self.processors)
@@ -199,7 +197,8 @@ class Options:
             _listed_eos_tokens(self.eos_token, None)
         if self.max_length is not None:
             check_int("max_length", self.max_length, 1)
-        if self.log_probs not in (False, True, "sampled"):
+        is_flag = isinstance(self.log_probs, bool | np.bool_)
+        if not (is_flag or (isinstance(self.log_probs, str) and self.log_probs == "sampled")):
             raise ValueError(
                 f"log_probs must be False, True or 'sampled', got {shown(self.log_probs)}"
             )

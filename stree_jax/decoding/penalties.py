@@ -4,8 +4,6 @@ Their states are a bit per token, whether the text has it, or a count per token 
 """
 
 import dataclasses
-import math
-import numbers
 import typing
 from typing import Any
 
@@ -14,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.array_types import Array, Bool, Int, UInt32
+from stree_jax.checks import is_above_zero, is_number
 from stree_jax.decoding.context import Context
-from stree_jax.decoding.filters import per_row
+from stree_jax.decoding.filters import is_given, per_row
 from stree_jax.messages import shown
 
 _BITS = 32  # of a word
@@ -37,7 +36,7 @@ class RepetitionPenalty:
     penalty: float
 
     def __post_init__(self):
-        _check_number("RepetitionPenalty", self.penalty, above=0.0)
+        _check_number("RepetitionPenalty", self.penalty, "a number above 0")
 
     def init(self, context, vocab_size):
         """See `LogitsProcessor`."""
@@ -111,11 +110,9 @@ class FrequencyPenalty:
         return logits - per_row(self.penalty, logits) * state
 
 
-def _check_number(name: str, value: Any, above: float = -math.inf) -> None:
-    if not isinstance(value, numbers.Number | str):
-        return  # an array of the decode loop
-    if not isinstance(value, numbers.Real) or not above < float(value) < math.inf:
-        wanted = "a number" if above == -math.inf else f"a number above {above:g}"
+def _check_number(name: str, value: Any, wanted: str = "a number") -> None:
+    is_right = is_number if wanted == "a number" else is_above_zero
+    if is_given(value) and not is_right(value):
         raise ValueError(f"{name} takes {wanted}, got {shown(value)}")
 
 

@@ -100,7 +100,7 @@ def check_processors(processors: object, vocab_size: int | None = None) -> None:
                 "processors must be st.RepetitionPenalty(...) or other objects with the methods of"
                 f" st.LogitsProcessor, got {shown(one)}"
             )
-        leaves = jax.tree.leaves(one)
+        leaves = jax.tree.leaves(one, is_leaf=lambda leaf: leaf is None)
         numeric = all(isinstance(leaf, numbers.Real | np.ndarray | jax.Array) for leaf in leaves)
         if not numeric or len(_is_shared(one)) != len(leaves):
             raise ValueError(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stree_jax.checks import check_int
 from stree_jax.decoding.types import Context
 from stree_jax.messages import shown
 
@@ -26,6 +27,13 @@ def buffer_size(needed: int, smallest: int = _SMALLEST_BUFFER) -> int:
     return size
 
 
+def check_num_rows(name: str, value: int) -> None:
+    """Refuses a number that is none of rows: they are one axis of all arrays."""
+    check_int(name, value, 1)
+    if value > MAX_ROWS:
+        raise ValueError(f"{name} = {shown(value)}: a batch has at most {MAX_ROWS} rows")
+
+
 def checked_prompts(
     prompts: Sequence[Sequence[int]],
     vocab_size: int,
@@ -34,7 +42,8 @@ def checked_prompts(
     may_be_empty: bool = False,
 ) -> Context:
     """Right-padded prompts in a buffer of rounded size; `name` is what messages call them."""
-    if not isinstance(prompts, Sequence | np.ndarray | jax.Array):
+    is_array = isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim > 0
+    if not (is_array or isinstance(prompts, Sequence)):
         raise ValueError(
             f"{name} must be a list with a list of token ids for each row, got {shown(prompts)}"
         )

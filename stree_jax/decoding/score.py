@@ -81,8 +81,11 @@ def text_log_probs(model: HybridLM, tokens: Tokens) -> Float32[Array, "B _"]:
         tokens: whole texts.
 
     Returns:
-        `[B, T - 1]`.
+        `[B, T - 1]`, and `[B, 0]` of texts without tokens.
     """
+    batch, length = tokens.shape
+    if batch == 0 or length < 2:
+        return jnp.zeros((batch, max(0, length - 1)), jnp.float32)
     return _chosen(model, model.hidden(tokens)[:, :-1], tokens[:, 1:])
 
 

@@ -38,7 +38,7 @@ from stree_jax.decoding.on_mesh import placed, row_of, row_places, spread_rows
 from stree_jax.decoding.places import cache_shapes, fitted, same_rows
 from stree_jax.decoding.prefixes import read_on, repeated
 from stree_jax.decoding.processors import first_states
-from stree_jax.decoding.prompts import buffer_size
+from stree_jax.decoding.prompts import buffer_size, check_num_rows
 from stree_jax.decoding.types import (
     Context,
     DecodeState,
@@ -69,7 +69,8 @@ def empty(
             cannot have equal parts of the rows.
     """
     check_rows(model, rows)
-    nothing = Context(jnp.zeros((1, buffer_size(1)), jnp.int32), jnp.ones(1, jnp.int32))
+    width = min(buffer_size(1), decoder.num_places)
+    nothing = Context(jnp.zeros((1, width), jnp.int32), jnp.ones(1, jnp.int32))
     first = placed(model, (nothing, jax.random.key(0)[None], jnp.ones(1, bool)))
     state = decoder.start(model, drafter, *first[:2])
     for leaf in jax.tree.leaves(state.drafter):
@@ -86,8 +87,9 @@ def check_rows(model: HybridLM, rows: int) -> None:
     """Refuses a number of rows that the shards of the batch cannot share equally.
 
     Raises:
-        ValueError: it is one; names those beside it.
+        ValueError: it is one, and the message names those beside it; or it is no size of a batch.
     """
+    check_num_rows("rows", rows)
     data = 1 if model.partition is None else model.partition.rows
     if rows % data:
         fewer = rows - rows % data

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import numbers
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -12,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.array_types import Array, Float, Int
-from stree_jax.checks import check_int
+from stree_jax.checks import check_int, is_number
 from stree_jax.decoding.context import Context
-from stree_jax.decoding.filters import per_row
+from stree_jax.decoding.filters import is_given, per_row
 from stree_jax.messages import shown
 
 _NO_TOKEN = np.iinfo(np.int32).max  # pads lists of ids; beyond any vocabulary
@@ -55,16 +54,19 @@ class LogitBias(_Stateless):
     def __post_init__(self):
         if isinstance(self.biases, Mapping):
             for token, bias in self.biases.items():
-                if not isinstance(bias, numbers.Real) or math.isnan(bias) or bias == math.inf:
+                rules_out = isinstance(bias, float | np.floating) and bias == -math.inf
+                if not (is_number(bias) or rules_out):
                     raise ValueError(
                         f"LogitBias has the bias {shown(bias)} for token {shown(token)}; give a"
-                        " finite number, or -inf to rule it out"
+                        " finite number of float32, or -inf to rule it out"
                     )
             ids = _padded("LogitBias", list(self.biases))
             values = np.zeros(len(ids), np.float32)
             values[: len(self.biases)] = [*self.biases.values()]
             object.__setattr__(self, "biases", (ids, values))
-        elif isinstance(self.biases, list | set | np.ndarray | numbers.Number | str):
+        elif not _are_two_arrays(self.biases) and (
+            is_given(self.biases) or isinstance(self.biases, np.ndarray | jax.Array | None)
+        ):
             raise ValueError(
                 f"LogitBias takes a dict such as {{7: -2.0}}, got {shown(self.biases)}"
             )
@@ -100,7 +102,7 @@ class _Listed(_Stateless):
             ids = ids[ids != _NO_TOKEN].tolist()
         if isinstance(ids, list | tuple | set | frozenset | range):
             object.__setattr__(self, "ids", _padded(name, [*ids]))
-        elif isinstance(ids, numbers.Number | str):
+        elif is_given(ids):
             raise ValueError(f"{name} takes a list of token ids, got {shown(ids)}")
 
     def check(self, vocab_size):
@@ -184,9 +186,13 @@ def _padded(name: str, ids: list[Any]) -> np.ndarray:
     return np.array([*ids, *[_NO_TOKEN] * (size - len(ids))], np.int32)
 
 
+def _are_two_arrays(biases: Any) -> bool:
+    return isinstance(biases, tuple) and len(biases) == 2 and not any(map(is_given, biases))
+
+
 def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
     ids = np.asarray(ids)
-    outside = ids[(ids >= vocab_size) & (ids != _NO_TOKEN)]
+    outside = ids[((ids >= vocab_size) & (ids != _NO_TOKEN)) | (ids < 0)]
     if outside.size:
         raise ValueError(
             f"{name} has token id {outside[0]}, outside the vocabulary of {vocab_size}"

@@ -205,7 +205,7 @@ def make_mesh(*, data: int = 1, model: int = 1) -> Mesh:
         check_int(name, size, 1)
     count = jax.device_count()
     if data * model > count or (data * model < count and jax.process_count() > 1):
-        needed = data * model
+        needed = shown(data * model)
         there = "there is 1" if count == 1 else f"there are {count}"
         if jax.process_count() > 1:
             there += f" in {jax.process_count()} processes"
@@ -214,7 +214,9 @@ def make_mesh(*, data: int = 1, model: int = 1) -> Mesh:
                 f"; XLA_FLAGS=--xla_force_host_platform_device_count={needed} in the environment"
                 " makes a CPU that many"
             )
-        raise ValueError(f"data = {data} times model = {model} is {needed} devices, and {there}")
+        raise ValueError(
+            f"data = {shown(data)} times model = {shown(model)} is {needed} devices, and {there}"
+        )
     devices = jax.devices()[: data * model]
     return jax.make_mesh((data, model), (DATA, MODEL), (AxisType.Auto,) * 2, devices=devices)
 

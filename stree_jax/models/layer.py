@@ -22,6 +22,7 @@ from pallas_kernels.numerics import ACTIVATIONS
 from stree_jax.array_types import Array, Bool, Int, Lengths
 from stree_jax.checks import require
 from stree_jax.mesh.partition import Cut, Shard
+from stree_jax.messages import shown
 from stree_jax.tree import Tree
 
 Config = TypeVar("Config", bound="type[LayerConfig]")
@@ -219,10 +220,17 @@ def register(kind: str, *parts: str) -> Callable[[Config], Config]:
         parts: see `LayerConfig.parts`; none: the config itself, by its kind.
 
     Raises:
-        ValueError: another class has the name.
+        ValueError: a name that is empty or no text, or that another class has; or no `LayerConfig`.
     """
+    for name in (kind, *parts):
+        require(
+            isinstance(name, str) and bool(name.strip()),
+            f"the name of a layer kind is a text such as 'mamba2', got {shown(name)}",
+        )
 
     def decorated(cls: Config) -> Config:
+        is_config = isinstance(cls, type) and issubclass(cls, LayerConfig)
+        require(is_config, f"the layer kind {kind!r} must be a LayerConfig, got {shown(cls)}")
         known = _KINDS.get(kind)
         if known is not None and (known.__module__, known.__name__) != (
             cls.__module__,

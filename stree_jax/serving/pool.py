@@ -35,7 +35,8 @@ class Pool:
             0; None where the verifier refuses.
         max_length: most tokens of a text.
         rows: number of rows.
-        first_places: tokens for which the caches of a row have room at first; None: `max_length`.
+        first_places: tokens for which the caches of a row have room at first, rounded up as all
+            buffers are; None: `max_length`.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Pool:
         (self._most,) = {found.decoder.max_length for found in plans.values() if found}
         self._size = self._most  # tokens for which caches have room
         if first_places is not None and _needs_places(model, drafter, self._most):
-            self._size = min(first_places, self._most)
+            self._size = min(buffer_size(first_places), self._most)
         self._rows: list[Row | None] = [None] * rows  # None: the row is free
         # What the rows record, and whether they have stops, see `SpeculativeDecoder`.
         self._num_best: int | None = None

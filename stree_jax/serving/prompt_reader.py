@@ -175,7 +175,7 @@ class PromptReader:
         if self._cache is None or self._cache.has(tokens):
             return
         decoder = self._decoder
-        size = min(buffer_size(len(tokens)), decoder.max_length)
+        size = buffer_size(len(tokens))
         with dispatch.on(self._model):
             small = compact(decoder, self._model, self._follows, prefix, size)
         self._cache.keep(tokens, small)

@@ -13,6 +13,7 @@ import numpy as np
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.keys import typed_key
+from stree_jax.decoding.loop import MAX_STEPS
 from stree_jax.decoding.options import Plan, is_lossless, plan
 from stree_jax.decoding.prompts import MAX_TOKENS, checked_prompts
 from stree_jax.decoding.rows import check_together
@@ -67,9 +68,10 @@ class Scheduler:
             them; 0: none. They are kept at ends of prompts, every `prefix_every` tokens of prompts,
             where prompts part, and at ends of completions with `keep`. The least recently used go.
         prefix_every: tokens; None: never inside prompts but where they part.
-        first_places: tokens for which the attention caches of a row have room at first. When a
-            request needs more, the room of all rows is doubled, and the decode loop is compiled for
-            it. None: room for `max_length` from the start. Mamba-2 layers need none.
+        first_places: tokens for which the attention caches of a row have room at first, rounded up
+            to the size of a buffer, at least 64. When a request needs more, the room of all rows is
+            doubled, and the decode loop is compiled for it. None: room for `max_length` from the
+            start. Mamba-2 layers need none.
 
     Raises:
         ValueError: a bad argument, a drafter and a verifier that are not exact together, a lossy
@@ -92,10 +94,9 @@ class Scheduler:
         first_places: int | None = None,
     ):
         check_model(model)
-        check_int("rows", rows, 1)
         check_rows(model, rows)
         check_int("max_length", max_length, 2, MAX_TOKENS)
-        check_int("quantum", quantum, 1)
+        check_int("quantum", quantum, 1, MAX_STEPS)
         check_int("prefix_cache_bytes", prefix_cache_bytes, 0)
         optional = dict(
             prefill_tokens=prefill_tokens, prefix_every=prefix_every, first_places=first_places
@@ -329,14 +330,14 @@ class Scheduler:
         """Gives free rows to the requests that have waited longest."""
         free = [row for row in self._pool.free if row not in self._tenants]
         for row in free[: len(self._queue)]:
-            job = self._queue.popleft()
+            job = self._queue[0]
             job.began = time.perf_counter()
             tokens, length = (np.asarray(part)[0] for part in job.plan.context)
             self._grow(int(length) + job.row.max_new_tokens)
             self._readings[row] = self._reader.begin(
                 tokens[:length].tolist(), job.request.after, [*self._readings.values()]
             )
-            self._tenants[row] = job
+            self._tenants[row] = self._queue.popleft()  # now: an error does not lose the request
 
     def _grow(self, num_tokens: int) -> None:
         """Makes room for a text."""

@@ -15,6 +15,7 @@ from stree_jax.decoding.drafters.base import with_tokens_of
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.head_reader import HeadModel
 from stree_jax.decoding.options import Plan, plan
+from stree_jax.decoding.prompts import checked_prompts
 from stree_jax.decoding.results import Generation
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.tree import TreeTopology
@@ -157,6 +158,7 @@ def tune(
         raise ValueError(
             f"{type(drafter).__name__} chooses its trees itself; tune a ModelDrafter of its model"
         )
+    checked_prompts(prompts, target.config.vocab_size)
     if len(prompts) < 2:
         raise ValueError(f"tune needs at least 2 prompts, one to measure on; got {len(prompts)}")
     check_int("max_nodes", max_nodes, 2)

@@ -37,6 +37,14 @@ def test_an_invalid_byte_refuses_its_line_alone(decode, tmp_path):
     assert decode("--mesh", "auto")[:2] == (1, shown)
 
 
+def test_a_number_is_no_flag(decode, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Once", "log_probs": 1}\n{"prompt": "The"}\n')
+    code, shown, error = decode()
+    assert code == 1
+    assert [json.loads(line)["line"] for line in shown.splitlines()] == [2]
+    assert "in.jsonl, line 1: log_probs must be False, True or 'sampled', got 1" in error
+
+
 def test_a_line_that_does_not_fit_into_memory_ends_alone(decode, tiny_pair, tmp_path, monkeypatch):
     model = st.from_pretrained(tiny_pair / "target")
     free = 2 * row_bytes([model], 64)

@@ -63,6 +63,60 @@ def test_the_folder(variables, folder, home, tmp_path, monkeypatch):
         assert got.stat().st_mode & 0o777 == 0o700
 
 
+def chmod(name, mode):
+    return lambda folder: (folder / name).chmod(mode)
+
+
+def owned_by_another(name):
+    return lambda folder: os.chown(folder / name, 12345, 12345)
+
+
+def link_to_public(folder):
+    (folder / "xla").rmdir()
+    (folder / "public").mkdir()
+    (folder / "public").chmod(0o777)
+    (folder / "xla").symlink_to("public")
+
+
+PUBLIC = [
+    (chmod("xla", 0o777), "others may write to .*xla"),
+    (chmod("xla", 0o770), "others may write to .*xla"),
+    (chmod("xla", 0o1777), "others may write to .*xla"),
+    (chmod("", 0o757), "others may write to .*stree-jax, and"),
+    (chmod("..", 0o775), r"others may write to .*\.cache, and"),
+    (link_to_public, "others may write to .*public"),
+    (owned_by_another("xla"), "xla belongs to user 12345"),
+    (owned_by_another(".."), r"\.cache belongs to user 12345"),
+    (owned_by_another("xla/entry"), "xla/entry belongs to user 12345"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), PUBLIC)
+def test_a_folder_that_others_may_change_is_refused(change, message, home):
+    """What lies there runs as the user."""
+    if "belongs" in message and os.geteuid() != 0:
+        pytest.skip("only root gives files away")
+    folder = cache._folder()
+    (folder / "entry").touch()
+    if change is link_to_public:
+        (folder / "entry").unlink()
+    change(folder.parent)
+    with pytest.warns(UserWarning, match=f"not cached: .*{message}.* run as you"):
+        assert cache._folder() is None
+
+
+def test_a_sticky_folder_above_is_safe(home):
+    """Such as /tmp; and all folders that are made are private."""
+    before = os.umask(0)
+    try:
+        folder = cache._folder()
+    finally:
+        os.umask(before)
+    folder.parents[1].chmod(0o1777)
+    assert cache._folder() == folder
+    assert {part.stat().st_mode & 0o077 for part in (folder, folder.parent)} == {0}
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [("jax_compilation_cache_dir", "/somewhere"), ("jax_enable_compilation_cache", False)],

@@ -93,6 +93,19 @@ def test_joined_automata():
     ("make", "message"),
     [
         (lambda: st.Automaton(5), "next_state must be integers [S, V], got 5"),
+        (lambda: st.Automaton(None), "next_state must be integers [S, V], got None"),
+        (lambda: st.Automaton({0: [0]}), "next_state must be integers [S, V], got {0: [0]}"),
+        (lambda: st.Automaton([[0]], start=[0]), "start must be an integer, at least 0; got [0]"),
+        (lambda: st.Automaton.joined([5]), "automata must be a list of Automaton, got 5 in it"),
+        (lambda: st.Automaton.joined(None), "automata must be a list of Automaton, got None in it"),
+        (
+            lambda: st.Automaton.from_edges([[0], []], [0], [0], num_states=2, vocab_size=2),
+            "states must be an array of integers",
+        ),
+        (
+            lambda: st.Automaton.from_edges([0], [0], [0], num_states=2**31, vocab_size=2),
+            "num_states must be an integer, from 1 to 16777216; got 2147483648",
+        ),
         (lambda: st.Automaton([[0], [0, 1]]), "next_state must be integers [S, V]"),
         (lambda: st.Automaton([[0.5]]), "next_state must be an array of integers"),
         (lambda: st.Automaton([[0, 1]]), "next_state has 1, outside -1 to 0"),

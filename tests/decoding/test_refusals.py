@@ -180,6 +180,12 @@ def traced(transform, *keys):
     return call
 
 
+def decoder_of(max_length=64, **sizes):
+    return SpeculativeDecoder(
+        st.TreeTopology.chain(0), st.VERIFIERS["greedy"], max_length=max_length, **sizes
+    )
+
+
 CALLS = [
     (traced(jax.jit, KEY), TRACED),
     (traced(jax.vmap, jax.random.split(KEY)), TRACED),
@@ -195,6 +201,21 @@ CALLS = [
         ),
         "the nodes of topology are not in level order; use its level_order",
     ),
+    (lambda: st.score(tiny_model(), np.array(3)), r"texts must be a list .* got array\(3\)"),
+    (lambda: decoder_of(max_length=0), "max_length must be an integer, from 1 to .*; got 0"),
+    (lambda: decoder_of(max_length=2**31), "max_length must be an integer, from 1 to"),
+    (lambda: decoder_of(steps_per_sync=0), "steps_per_sync must be an integer, from 1 to"),
+    (lambda: decoder_of(deepest=-1), "deepest must be an integer, from 0 to .*; got -1"),
+    (lambda: decoder_of(num_best=True), "num_best must be an integer, at least 0; got True"),
+    (
+        lambda: decoder_of(max_length=20).start(
+            *(tiny_model("mamba2attn hybrid"), None),
+            st.Context(jnp.zeros((1, 64), jnp.int32), jnp.ones(1, jnp.int32)),
+            jax.random.split(KEY, 1),
+        ),
+        "prompts are a buffer of 64 tokens, and with max_length = 20 a row has 21 places",
+    ),
+    (lambda: st.generate(tiny_model(), PROMPTS, n=10**9), "n = 1000000000: a batch has at most"),
     (
         lambda: st.NgramDrafter(min_match=3, max_match=2),
         "min_match, with max_match = 2, must be .*; got 3",
@@ -204,6 +225,9 @@ CALLS = [
         "expand must be an integer, at least 1; got 0",
     ),
     (drafter_of(st.DynamicDrafter, sharpness=0.0), "sharpness must be a number above 0, got 0.0"),
+    (drafter_of(st.DynamicDrafter, sharpness=10**400), "sharpness must be a number above 0, got 1"),
+    (drafter_of(st.DynamicDrafter, sharpness=1e39), r"sharpness must be .* got 1e\+39"),
+    (drafter_of(st.DynamicDrafter, sharpness=True), "sharpness must be .* got True"),
     (drafter_of(st.DynamicDrafter, sharpness=np.nan), "sharpness must be a .* above 0, got nan"),
 ]
 
@@ -441,6 +465,10 @@ for make, message in [
     (lambda: st.TreeTopology.from_parents([-1, 0.7]), "a parent must be an integer; got 0.7"),
     (lambda: st.TreeTopology.chain(2.5), "num_drafts must be an integer, at least 0; got 2.5"),
     (lambda: st.TreeTopology.from_branching(3), r"a sequence such as \(3, 2, 1\), got 3"),
+    (lambda: st.TreeTopology.from_branching({2: 1}), r"a sequence such as .*, got \{2: 1\}"),
+    (lambda: st.TreeTopology.from_branching({2, 1}), r"a sequence such as .*, got \{1, 2\}"),
+    (lambda: st.TreeTopology.from_branching(""), r"a sequence such as \(3, 2, 1\), got ''"),
+    (lambda: st.make_mesh(data=10**400), r"data = 10+\.\.\. times model = 1 is 10+\.\.\. devices"),
     (lambda: st.TreeTopology.from_parents(5), r"parents is a sequence such as .*, got 5"),
     (lambda: st.TreeTopology(None), r"parents is a sequence such as .*, got None"),
     (lambda: st.TreeTopology.chain(10**5000), "a tree of <int> nodes or more; at most 4096"),

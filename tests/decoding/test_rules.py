@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +87,13 @@ def test_a_rule_is_its_definition(name):
             states = processing.advance(states, jnp.asarray(output[:, new : new + 1]))
 
 
+def test_a_fraction_is_no_integer():
+    """Numbers of rows become an array of one type."""
+    rows = [st.RepetitionPenalty(number) for number in (Fraction(3, 2), 2)]
+    np.testing.assert_array_equal(joined(rows).penalty, np.float32([1.5, 2]))
+    np.testing.assert_array_equal(joined([st.TopK(10**40), st.TopK(2)]).k, [2**31 - 1, 2])
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Own(st.PresencePenalty):
@@ -138,6 +146,42 @@ def test_classes_with_equal_fields_have_programs_of_their_own(classes, may_diffe
         (lambda: st.LogitBias({3: None}), "has the bias None for token 3"),
         (lambda: st.LogitBias({-1: 2.0}), "a token id of LogitBias must be an integer, from 0"),
         (lambda: st.LogitBias([1, 2]), r"LogitBias takes a dict such as \{7: -2.0\}, got \[1, 2\]"),
+        (lambda: st.LogitBias({3: 10**400}), "has the bias 10+.* for token 3; give a finite"),
+        (lambda: st.LogitBias({3: 1e39}), r"has the bias 1e\+39 for token 3; give a finite"),
+        (lambda: st.LogitBias({3: -1e39}), r"has the bias -1e\+39 for token 3"),
+        (lambda: st.LogitBias({3: True}), "has the bias True for token 3"),
+        (lambda: st.LogitBias(None), r"LogitBias takes a dict such as \{7: -2.0\}, got None"),
+        (lambda: st.LogitBias(np.ones(3)), "LogitBias takes a dict"),
+        (lambda: st.LogitBias(((1, 2), (3, 4))), "LogitBias takes a dict"),
+        (lambda: st.RepetitionPenalty(10**400), "RepetitionPenalty takes a number above 0, got 1"),
+        (lambda: st.RepetitionPenalty(1e-46), "takes a number above 0, got 1e-46"),
+        (
+            lambda: st.Options(processors=[st.RepetitionPenalty(None)]),
+            r"processor RepetitionPenalty\(penalty=None\) must be a pytree of numbers",
+        ),
+        (lambda: st.PresencePenalty((1.0,)), r"PresencePenalty takes a number, got \(1.0,\)"),
+        (lambda: st.PresencePenalty(1e39), r"PresencePenalty takes a number, got 1e\+39"),
+        (lambda: st.PresencePenalty(True), "PresencePenalty takes a number, got True"),
+        (lambda: st.FrequencyPenalty([1.0]), r"FrequencyPenalty takes a number, got \[1.0\]"),
+        (lambda: st.BannedTokens({1: 2}), r"takes a list of token ids, got \{1: 2\}"),
+        (
+            lambda: st.Options(processors=[st.BannedTokens(None)]),
+            "processor <BannedTokens> must be a pytree of numbers",
+        ),
+        (lambda: st.AllowedTokens(b"ab"), "takes a list of token ids, got b'ab'"),
+        (lambda: st.AllowedTokens(token for token in [1]), "takes a list of token ids, got <gener"),
+        (lambda: st.BannedTokens(jnp.array([-1])).check(37), "has token id -1, outside the voc"),
+        (lambda: st.TopK({1}), r"top_k must be an integer, at least 0; got \{1\}"),
+        (
+            lambda: st.Options(filters=[st.TopP(None)]),
+            r"filter TopP\(p=None\) must be a pytree of numbers",
+        ),
+        (lambda: st.MinP([0.1]), r"min_p must be from 0 to 1, got \[0.1\]"),
+        (lambda: st.Options(top_p=True), r"top_p must be in \(0, 1\], got True"),
+        (lambda: st.Options(min_p=False), "min_p must be from 0 to 1, got False"),
+        (lambda: st.Options(temperature=True), "temperature must be a number from 0 on, got True"),
+        (lambda: st.Options(log_probs=1), "log_probs must be False, True or 'sampled', got 1"),
+        (lambda: st.Options(log_probs=0.0), "log_probs must be False, True or 'sampled', got 0.0"),
         (lambda: st.BannedTokens([]), "BannedTokens has no token ids; leave the processor out"),
         (lambda: st.BannedTokens(3), "BannedTokens takes a list of token ids, got 3"),
         (lambda: st.BannedTokens([0.5]), "a token id of BannedTokens must be an integer"),

@@ -33,6 +33,15 @@ def test_scores_are_the_models_own(family, rows):
         np.testing.assert_allclose(got, float64(model, text), atol=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(2, 1), (2, 0), (0, 3), (0, 0)])
+def test_texts_without_a_token_to_score(shape):
+    """No log-probabilities, and no gradient."""
+    model, tokens = tiny_model(), jnp.zeros(shape, jnp.int32)
+    got, gradient = nnx.value_and_grad(lambda model: st.text_log_probs(model, tokens).sum())(model)
+    assert st.text_log_probs(model, tokens).shape == (shape[0], max(shape[1] - 1, 0))
+    assert not any(leaf.any() for leaf in jax.tree.leaves((got, gradient)))
+
+
 def test_in_chunks_of_places_and_of_the_vocabulary(monkeypatch):
     """Chunks of 16 places, of which logits exist for 4 at a time."""
     model, rng = tiny_model("mamba2attn hybrid"), np.random.default_rng(0)

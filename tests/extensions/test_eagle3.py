@@ -125,6 +125,7 @@ def test_ranks_by_depth_give_the_tau_of_every_tree(target, tmp_path):
 D2T = np.zeros(OWN, np.int64)
 REFUSED = [
     (dict(architectures=["LlamaForCausalLM"]), {}, "not an EAGLE-3 head: its architectures are"),
+    (dict(architectures=[]), {}, r"not an EAGLE-3 head: its architectures are \[\]"),
     (dict(norm_before_fc=True), {}, "norm_before_fc = true is not supported"),
     (dict(attention_bias=True), {}, "biases in an EAGLE-3 head are not supported"),
     (dict(num_hidden_layers=2), {}, "num_hidden_layers = 2, elsewhere 1"),
@@ -136,6 +137,8 @@ REFUSED = [
     ({}, {"norm.bias": np.ones(4, np.float32)}, "norm.bias' .* is not expected"),
     ({}, {"d2t": None}, "d2t is missing, and the head has 20 of the target's 37 tokens"),
     ({}, {"d2t": D2T - 1}, "d2t maps tokens of the head twice, or outside the vocabulary"),
+    ({}, {"t2d": np.full(VOCAB, np.nan, np.float32)}, "t2d must be true or false for each of the"),
+    ({}, {"t2d": np.full(VOCAB, 2, np.int64)}, "t2d must be true or false for each of the 37"),
     ({}, {"d2t": D2T}, "t2d and d2t contradict each other"),
 ]
 

@@ -144,6 +144,9 @@ def test_other_formats_are_refused(saved):
     change_header(saved, version=99)
     with pytest.raises(ValueError, match="version 99; this stree_jax reads 1"):
         st.from_pretrained(saved)
+    change_header(saved, version=True)  # which is equal to 1
+    with pytest.raises(ValueError, match="version True; this stree_jax reads 1"):
+        st.from_pretrained(saved)
     change_header(saved, format="other")
     with pytest.raises(ValueError, match="not a native checkpoint"):
         st.from_pretrained(saved)
@@ -264,7 +267,9 @@ def test_damaged_checksums(saved):
     file = saved / "checksums.json"
     sums = json.loads(file.read_text())
     no_numbers = json.dumps(sums | {"crc32": dict.fromkeys(sums["crc32"], "silu")})
-    for content in ("{", '{"crc32": 1}', '{"crc32": {"x": 1}}', "[]", no_numbers):
+    some = json.dumps(sums | {"crc32": dict([*sums["crc32"].items()][1:])})
+    damaged = "{", "{}", '{"crc32": 1}', '{"crc32": {}}', '{"crc32": {"x": 1}}', "[]"
+    for content in (*damaged, no_numbers, some):
         file.write_text(content)
         with pytest.raises(ValueError, match=r"checksums\.json is damaged"):
             st.from_pretrained(saved)

@@ -11,6 +11,7 @@ from flax import nnx
 from stree_jax import HybridLM, ModelConfig, demo_path
 from stree_jax.config import PARTS
 from stree_jax.layer_config import AttentionConfig, MlpConfig, MoeConfig, RopeScaling, SharedConfig
+from stree_jax.models.layer import register
 from stree_jax.testing import HYBRIDS
 
 
@@ -70,6 +71,12 @@ REFUSED = [
     (tiny(mlp={"width": 24}), "MlpConfig has no fields .'width'."),
     (table(SMALL | {"layers": ["mamba2"], "colour": 1}), "no fields \\['colour'\\]"),
     (table(SMALL | {"layers": ["rwkv"]}), "unknown layer kinds \\['rwkv'\\]"),
+    *(
+        (lambda kind=kind: register(kind), f"the name of a layer kind is a text .*, got {kind!r}")
+        for kind in (5, None, "", " ")
+    ),
+    (partial(register, "novel", None), "the name of a layer kind is a text .*, got None"),
+    (lambda: register("novel")(dict), "the layer kind 'novel' must be a LayerConfig, got <class"),
     (table(SMALL | {"layers": ["mamba2"]}), "mamba2 config is missing"),
     (table({"vocab_size": 5}), "missing"),
     (table({"vocab_size": "five", "d_model": 4, "layers": ["mlp"]}), "vocab_size"),

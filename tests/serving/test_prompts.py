@@ -258,13 +258,26 @@ def test_caches_grow_with_what_requests_need():
         other.submit(longer[-1])
 
 
+@pytest.mark.parametrize("options", [{}, dict(prefill_tokens=16)], ids=["whole", "in chunks"])
+def test_any_number_of_first_places(options):
+    """Buffers have few sizes, whatever was asked for: texts are longer and shorter than it."""
+    name, key = "mamba2attn hybrid", jax.random.key(0)
+    text = [i * i % 37 for i in range(90)]
+    sizes = ((1, 3), (20, 9), (40, 30), (64, 2), (90, 30))
+    requests = [st.Request(text[:size], max_new_tokens=most, key=key) for size, most in sizes]
+    want = alone(tiny_model(name), requests)
+    for places in (1, 32, 33, 63, 65, 97):
+        done = served(pool(name, first_places=places, **options), requests)
+        assert [completion.tokens for completion in done] == want, places
+
+
 def test_mamba_layers_have_no_places():
     models = [tiny_model(), tiny_model("mamba2attn hybrid")]
     sizes = [
         [st.Scheduler(model, rows=1, max_length=200, first_places=n)._pool._size for n in (9, 999)]
         for model in models
     ]
-    assert sizes == [[256, 256], [9, 256]]
+    assert sizes == [[256, 256], [64, 256]]
 
 
 def test_what_is_off_leaves_no_trace():
@@ -283,12 +296,14 @@ def test_what_is_off_leaves_no_trace():
         (dict(prefill_tokens=0), "prefill_tokens must be an integer, at least 1"),
         (dict(prefix_every=0), "prefix_every must be an integer, at least 1"),
         (dict(first_places=0), "first_places must be an integer, at least 1"),
+        (dict(rows=2**31), "rows = 2147483648: a batch has at most 65536 rows"),
+        (dict(quantum=2**31), "quantum must be an integer, from 1 to 2147483647; got 2147483648"),
         (dict(prefix_cache_bytes=-1), "prefix_cache_bytes must be an integer, at least 0"),
     ],
 )
 def test_what_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        st.Scheduler(tiny_model(), rows=1, max_length=20, **options)
+        st.Scheduler(tiny_model(), **dict(rows=1, max_length=20) | options)
 
 
 @pytest.mark.slow

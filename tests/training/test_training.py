@@ -437,6 +437,13 @@ def test_medusa_heads_are_trained_resumed_and_refused_with_another_target(
     )
     with pytest.raises(ValueError, match="the weights of .* disagree with its config"):
         st.load_medusa(tmp_path / "whole", before)
+    (tmp_path / "whole" / "config.json").write_text(
+        (tmp_path / "whole" / "config.json")
+        .read_text()
+        .replace('"num_heads": 3', '"num_heads": true')
+    )
+    with pytest.raises(ValueError, match=r"config\.json is damaged: num_heads = True"):
+        st.load_medusa(tmp_path / "whole", before)
     with pytest.raises(ValueError, match=r"recipe.toml, .model. has num_heads alone: "):
         list(
             train_medusa(

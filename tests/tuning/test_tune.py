@@ -228,6 +228,8 @@ def test_the_advice_names_the_tau_that_would_pay():
         (dict(prompts=PROMPTS[:1]), "at least 2 prompts.*got 1"),
         (dict(max_nodes=1), "max_nodes must be an integer, at least 2; got 1"),
         (dict(max_depth=0), "max_depth must be an integer, at least 1; got 0"),
+        (dict(prompts=5), "prompts must be a list with a list of token ids for each row, got 5"),
+        (dict(prompts={(1, 2), (3,)}), "prompts must be a list with a list of token ids"),
         (dict(temperature=1.0), "temperature > 0 needs a random key"),
     ],
 )

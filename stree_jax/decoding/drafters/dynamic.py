@@ -1,15 +1,13 @@
 """Dynamic draft trees: the draft model keeps its most probable nodes."""
 
 import itertools
-import math
-import numbers
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from stree_jax.array_types import Array, Int
-from stree_jax.checks import check_int
+from stree_jax.checks import check_int, is_above_zero
 from stree_jax.decoding.drafters.children import chosen_child_sampling, shared_scores
 from stree_jax.decoding.drafters.model import ModelDraftState
 from stree_jax.decoding.drafters.search import (
@@ -51,8 +49,7 @@ class DynamicDrafter(Searches):
 
     def __init__(self, model: HybridLM | DraftModel, *, expand: int = 8, sharpness: float = 2.5):
         super().__init__(model)
-        is_number = isinstance(sharpness, numbers.Real) and math.isfinite(sharpness)
-        if not is_number or sharpness <= 0:
+        if not is_above_zero(sharpness):
             raise ValueError(f"sharpness must be a number above 0, got {shown(sharpness)}")
         self.expand = check_int("expand", expand, 1)
         self.sharpness = jnp.float32(sharpness)  # an array: one program for all values

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import itertools
-import numbers
 import typing
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 
 from stree_jax.array_types import Array, Bool, Float, Int
 from stree_jax.checks import check_int
+from stree_jax.decoding.filters import is_given
 from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.types import Context
 from stree_jax.messages import shown
@@ -21,6 +21,7 @@ from stree_jax.messages import shown
 _BITS = 32  # of a word
 # A code is the distance to the state after a token, or, from here on, that state itself.
 ABSOLUTE = 1 << 30
+_MOST = 2**24  # states, or tokens
 
 
 @typing.no_type_check  # jax unflattens it with leaves that are not arrays
@@ -124,9 +125,9 @@ class Automaton:
 
     def __post_init__(self):
         given = self.next_state
-        if isinstance(given, list | tuple | np.ndarray | jax.Array | numbers.Number | str):
+        if is_given(given) or isinstance(given, np.ndarray | jax.Array | None):
             object.__setattr__(self, "next_state", _tables_of_array(given))
-        if isinstance(self.start, numbers.Number | str):
+        if is_given(self.start):
             kinds = np.asarray(self.next_state.kind)
             check_int("start", self.start, 0)
             if self.start >= len(kinds) or kinds[self.start] == 0:
@@ -146,8 +147,8 @@ class Automaton:
         Raises:
             ValueError: a number outside its range, or two transitions of one state and token.
         """
-        num_states = check_int("num_states", num_states, 1)
-        vocab_size = check_int("vocab_size", vocab_size, 1)
+        num_states = check_int("num_states", num_states, 1, _MOST)
+        vocab_size = check_int("vocab_size", vocab_size, 1, _MOST)
         edges = [
             _checked(name, values, 0, most - 1)
             for name, values, most in (
@@ -317,7 +318,10 @@ def _tables_of_array(given: Any) -> Tables:
 
 def _checked(name: str, values: Any, least: int, most: int) -> np.ndarray:
     """The values as an array of integers in a range."""
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError:  # lists of different lengths inside
+        array = np.zeros(0)
     if array.size == 0 or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"{name} must be an array of integers, got {shown(values)}")
     low, high = array.min(), array.max()
@@ -361,6 +365,9 @@ def _padded(
 
 def _joined(automata: Sequence[Automaton]) -> list[Automaton]:
     """See `Automaton.joined`."""
+    for one in automata if isinstance(automata, list | tuple) else [automata]:
+        if not isinstance(one, Automaton):
+            raise ValueError(f"automata must be a list of Automaton, got {shown(one)} in it")
     if len({one.next_state.vocab_size for one in automata}) > 1:
         sizes = [one.next_state.vocab_size for one in automata]
         raise ValueError(f"the automata have different vocabularies: {sizes} tokens")

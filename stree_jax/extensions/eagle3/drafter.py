@@ -1,6 +1,7 @@
 """Drafting with an EAGLE-3 head, and loading one."""
 
 import os
+from collections.abc import Collection
 
 from stree_jax import HybridLM, ModelDrafter
 from stree_jax.extensions.eagle3.model import Eagle3Model
@@ -24,7 +25,9 @@ class Eagle3Drafter(ModelDrafter):
         super().__init__(Eagle3Model(target, head), child_sampling=child_sampling)
 
 
-def load_eagle3(path: str | os.PathLike[str], target: HybridLM) -> Eagle3Head:
+def load_eagle3(
+    path: str | os.PathLike[str], target: HybridLM, *, ignore: Collection[str] = ()
+) -> Eagle3Head:
     """Loads an EAGLE-3 head, in the target's dtype.
 
     Args:
@@ -32,6 +35,7 @@ def load_eagle3(path: str | os.PathLike[str], target: HybridLM) -> Eagle3Head:
             such as `LlamaForCausalLMEagle3`, and tensors `midlayer.*`, `fc`, `norm`, `lm_head`,
             `d2t`.
         target: the model that it is for, on one device.
+        ignore: names of unknown config fields to ignore, see `from_pretrained`.
 
     Raises:
         ValueError: the checkpoint is missing, damaged, not an EAGLE-3 head, unsupported, or of a
@@ -44,4 +48,4 @@ def load_eagle3(path: str | os.PathLike[str], target: HybridLM) -> Eagle3Head:
     check_on_one_device(target, "load_eagle3")
     from stree_jax.convert import find, load_eagle3_head  # takes time to import
 
-    return load_eagle3_head(find(path), target)
+    return load_eagle3_head(find(path), target, ignore)

@@ -60,7 +60,7 @@ def load_medusa(path: str | os.PathLike[str], target: HybridLM) -> MedusaHeads:
     if header.get("kind") != KIND:
         raise ValueError(f"{path} has no Medusa heads; it is a model, for from_pretrained")
     number = header.get("num_heads")
-    if not isinstance(number, int) or not 1 <= number <= MAX_HEADS:
+    if type(number) is not int or not 1 <= number <= MAX_HEADS:
         raise ValueError(f"{path / 'config.json'} is damaged: num_heads = {shown(number)}")
     if header.get("target") != digest(target):
         raise ValueError(

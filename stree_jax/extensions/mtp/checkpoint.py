@@ -1,17 +1,23 @@
 """Loading a multi-token-prediction head for its target from any checkpoint that has one."""
 
 import os
+from collections.abc import Collection
 
 from jax.sharding import Mesh
 
 from stree_jax import HybridLM
-from stree_jax.checkpoint import is_native
 from stree_jax.heads import FOLDER, is_head, load_head
 from stree_jax.messages import shown
 from stree_jax.models import MtpHead, check_on_one_device
 
 
-def load_mtp(path: str | os.PathLike[str], target: HybridLM, mesh: Mesh | None = None) -> MtpHead:
+def load_mtp(
+    path: str | os.PathLike[str],
+    target: HybridLM,
+    mesh: Mesh | None = None,
+    *,
+    ignore: Collection[str] = (),
+) -> MtpHead:
     """Loads a multi-token-prediction head, in the target's dtype.
 
     Args:
@@ -20,6 +26,7 @@ def load_mtp(path: str | os.PathLike[str], target: HybridLM, mesh: Mesh | None =
             a model on the hub.
         target: the model that it is for, on one device.
         mesh: as in `from_pretrained`; heads do not run on a mesh yet, so only None is accepted.
+        ignore: names of unknown config fields to ignore, see `from_pretrained`.
 
     Raises:
         ValueError: a mesh, or the checkpoint is missing, damaged or quantised, has no head or one
@@ -35,11 +42,11 @@ def load_mtp(path: str | os.PathLike[str], target: HybridLM, mesh: Mesh | None =
             " out, or draft with a draft model, which a mesh can replicate"
         )
     check_on_one_device(target, "load_mtp")
-    from stree_jax.convert import find, load_mtp_head, open_checkpoint  # takes time to import
+    from stree_jax.convert import find, is_foreign, load_mtp_head, open_checkpoint  # slow to import
 
     directory = find(path)
-    if not is_native(directory):
-        return load_mtp_head(open_checkpoint(directory), target)
+    if is_foreign(directory, ignore=ignore):
+        return load_mtp_head(open_checkpoint(directory, ignore=ignore), target)
     if is_head(directory):
         return load_head(directory, target)
     if not (directory / FOLDER).is_dir():

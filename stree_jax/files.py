@@ -1,0 +1,105 @@
+"""Files of a checkpoint: whether they are there, and what lies in their place."""
+
+import errno
+import itertools
+import os
+import re
+import stat
+from collections.abc import Collection
+from pathlib import Path
+
+from stree_jax.messages import shown, shown_path
+
+_POINTER = b"version https://git-lfs.github.com/spec/v1"
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+_MOST_ENTRIES = 1000  # of a directory, that are looked at for a message
+
+
+def has_file(path: Path) -> bool:
+    """Whether there is a file, which can be read.
+
+    Raises:
+        ValueError: what is there is none: a directory, a link to nothing, a file without content or
+            the permission to read it, a pointer of Git LFS, or a web page.
+    """
+    start, mode = b"", _mode(path)
+    if mode is None:
+        return False
+    if not stat.S_ISREG(mode):
+        kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
+        raise ValueError(f"{shown_path(path)} is {kind}; a file is expected there")
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_POINTER))
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if start == _POINTER:
+        raise ValueError(
+            f"run `git lfs pull` in the clone: {shown_path(path)} is a pointer of Git LFS, not the"
+            " file itself"
+        )
+    if start.lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        raise ValueError(
+            f"{shown_path(path)} is a web page: download the file itself (on the hub, /resolve/ in"
+            " the place of /blob/)"
+        )
+    if not start:
+        raise ValueError(f"{shown_path(path)} is damaged: it is empty; download it again")
+    return True
+
+
+def has_directory(path: Path) -> bool:
+    """Whether there is a directory, in which files can be found.
+
+    Raises:
+        ValueError: without the permission to look inside, or a link to nothing or to itself.
+    """
+    mode = _mode(path)
+    if mode is None or not stat.S_ISDIR(mode):
+        return False
+    try:
+        os.stat(os.path.join(path, "."))  # needs the permission
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    return True
+
+
+def _mode(path: Path) -> int | None:
+    """The mode of what is at a path, behind links; None: nothing is there."""
+    try:
+        return os.stat(path).st_mode
+    except ValueError:  # a null byte
+        return None
+    except OSError as error:
+        if error.errno in _ABSENT and not os.path.islink(path):
+            return None
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> ValueError:
+    link = f", a link to {shown(os.readlink(path))}," if os.path.islink(path) else ""
+    return ValueError(f"{shown_path(path)}{link} cannot be read: {error.strerror}")
+
+
+def entries(directory: Path) -> list[str]:
+    """Names in a directory, in order, for messages: at most 1,000, none if it cannot be read."""
+    try:
+        with os.scandir(directory) as found:
+            return sorted(entry.name for entry in itertools.islice(found, _MOST_ENTRIES))
+    except OSError:
+        return []
+
+
+def folders_with(directory: Path, names: Collection[str]) -> list[str]:
+    """The folders in a directory that have one of these files, the one of the last step last.
+
+    Such as `checkpoint-500` of a training run, or `snapshots/<hash>` in the cache of the hub.
+    """
+    inside = [
+        *entries(directory),
+        *(f"snapshots/{name}" for name in entries(directory / "snapshots")),
+    ]
+    found = [
+        each for each in inside if any(os.path.isfile(directory / each / name) for name in names)
+    ]
+    return sorted(found, key=lambda each: [int(part) for part in re.findall(r"\d{1,9}", each)])

@@ -1,0 +1,163 @@
+"""Config fields that say nothing, and those that the user asks to ignore."""
+
+import functools
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import stree_jax as st
+from stree_jax.convert import convert, open_checkpoint
+from stree_jax.convert.families import describe
+from stree_jax.testing import tiny_model
+from tests.convert import configs
+from tests.convert.checkpoints import CONFIG, WEIGHTS, write_safetensors
+from tests.extensions import eagle3_files
+
+MAMBA_CONFIG = {
+    "d_model": 4096,
+    "ssm_cfg": {"expand": 1, "ngroups": 32, "d_state": 128},
+    "rms_norm_eps": 1e-5,
+    "d_inner": 4096,
+    "d_xb": 1024,
+    "intermediate_size": 14336,
+    "hidden_act": "silu",
+    "n_layer": 32,
+    "attn_layers": list(range(1, 32, 2)),
+}
+FAMILIES = {
+    "mamba_ssm": configs.MAMBA2ATTN,
+    "mamba2": json.loads(configs.CODESTRAL_HF) | {"ssm_cfg": None},
+    "bamba": configs.BAMBA_9B,
+    "falcon_h1": configs.FALCON_H1_500M,
+    "granite": configs.GRANITE_350M,
+    "nemotron_h": configs.NEMOTRON_3_NANO,
+    "puzzle": configs.NEMOTRON_3_NANO
+    | {"model_type": "nemotron_h_puzzle"}
+    | {"block_configs": [{"block_type": "mamba"}, {"block_type": "attention", "window": None}]},
+    "omni": {"model_type": "nemotron_h_omni", "llm_config": configs.NEMOTRON_H_8B}
+    | {"text_config": None},
+    "zamba2": configs.ZAMBA2_2B | {"lora_rank": None},
+    "mamba_in_llama": configs.LLAMA_3_1_8B,
+    "codestral": {"dim": 64, "n_layers": 1, "vocab_size": 48, "n_heads": None},
+}
+
+
+def with_novel(part, value):
+    """A config with one more field in every table."""
+    if isinstance(part, dict):
+        novel = {"novel": value} if "__float__" not in part else {}
+        return {name: with_novel(each, value) for name, each in part.items()} | novel
+    return [with_novel(each, value) for each in part] if isinstance(part, list) else part
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_null_field_says_nothing(name, tmp_path):
+    """In any table of any family; another value there is refused."""
+    path = tmp_path / "config.json"
+    files = {path: FAMILIES[name]}
+    if name == "mamba_in_llama":
+        files[tmp_path / "mamba_config.json"] = MAMBA_CONFIG
+
+    def read(value=..., ignore=()):
+        for file, content in files.items():
+            file.write_text(json.dumps(content if value is ... else with_novel(content, value)))
+        return describe(path, json.loads(path.read_text()), {}, (), ignore)
+
+    assert read(None).config == read().config
+    found = []
+    for _ in range(20):  # each table and block refuses its own
+        try:
+            description = read(1, found)
+        except ValueError as error:
+            (listed,) = re.findall(r"unknown fields \[(.*?)\]; they might", str(error))
+            found += [each.strip("'") for each in listed.split(", ")]
+    assert description.config == read().config
+    assert {f"{each}: ignored on request" for each in found} <= {*description.notes}
+
+
+UNSLOTH = {"unsloth_fixed": True, "unsloth_version": "2025.1"}
+
+
+@pytest.fixture
+def tuned(tmp_path):
+    """A checkpoint with fields of a fine-tuning program."""
+    return write_safetensors(tmp_path / "tuned", CONFIG | UNSLOTH, WEIGHTS)
+
+
+def test_a_refused_field_may_be_ignored_by_its_name(tuned, tmp_path):
+    ways = r"ignore=\('unsloth_fixed', 'unsloth_version'\), .* --ignore-field unsloth_fixed --ig"
+    with pytest.raises(ValueError, match=ways):
+        st.from_pretrained(tuned)
+    plain = st.from_pretrained(write_safetensors(tmp_path / "plain", CONFIG, WEIGHTS))
+    assert_equal(st.from_pretrained(tuned, ignore=[*UNSLOTH]), plain)
+    convert(tuned, tmp_path / "native", ignore={*UNSLOTH})
+    assert_equal(st.from_pretrained(tmp_path / "native"), plain)
+    notes = open_checkpoint(tuned, ignore=UNSLOTH_NAMES).ignored
+    assert "unsloth_fixed: ignored on request" in notes
+
+
+def assert_equal(model, other):
+    assert model.config == other.config
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(other))
+
+
+UNSLOTH_NAMES = (*UNSLOTH,)
+
+
+@pytest.mark.parametrize(
+    ("ignore", "message"),
+    [
+        ("unsloth_fixed", "ignore must be a list of names, got 'unsloth_fixed'"),
+        ([1], r"ignore must be a list of names, got \[1\]"),
+        ({"unsloth_fixed": 1}, "ignore must be a list of names, got {"),
+        (["unsloth_fixed"], r"unknown fields \['unsloth_version'\]"),
+        ([*UNSLOTH, "d_model"], r"cannot ignore \['d_model'\]: only a field that is there, and"),
+        ([*UNSLOTH, "novel"], r"cannot ignore \['novel'\]"),
+        ([*UNSLOTH, "ssm_cfg"], r"cannot ignore \['ssm_cfg'\]"),
+        ([*UNSLOTH, "ssm_cfg.headdim"], r"cannot ignore \['ssm_cfg.headdim'\]"),
+        ([*UNSLOTH, "ssm_cfg.unsloth_fixed"], "cannot ignore"),
+    ],
+)
+def test_what_cannot_be_ignored(ignore, message, tuned, tmp_path):
+    for load in (
+        st.from_pretrained,
+        functools.partial(convert, destination=tmp_path / "out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(tuned, ignore=ignore)
+    assert not (tmp_path / "out").exists()
+
+
+def test_native_checkpoints_have_no_field_to_ignore(tuned, tmp_path):
+    native = tmp_path / "native"
+    convert(tuned, native, ignore=[*UNSLOTH])
+    target = st.from_pretrained(native)
+    for load in (
+        st.from_pretrained,
+        functools.partial(convert, destination=tmp_path / "out"),
+        functools.partial(st.load_mtp, target=target),
+    ):
+        with pytest.raises(ValueError, match="is native; ignored fields are for checkpoints of"):
+            load(native, ignore=["unsloth_fixed"])
+    with pytest.raises(ValueError, match="quirks must be a list of names, got 'hf_dt_floor'"):
+        st.from_pretrained(tuned, quirks="hf_dt_floor")
+
+
+def test_heads(tmp_path):
+    """EAGLE-3 heads have a config of their own; that of a target's own head is the target's."""
+    target = tiny_model("nemotron_h hybrid")
+    null = {"novel": None, "rope_scaling": {"rope_type": "default", "novel": None}}
+    st.load_eagle3(eagle3_files.saved(tmp_path / "null", null), target)
+    head = eagle3_files.saved(tmp_path / "head", UNSLOTH)
+    with pytest.raises(ValueError, match="unknown fields .*unsloth_fixed"):
+        st.load_eagle3(head, target)
+    st.load_eagle3(head, target, ignore=[*UNSLOTH])
+    with pytest.raises(ValueError, match=r"cannot ignore \['hidden_size'\]"):
+        st.load_eagle3(head, target, ignore=[*UNSLOTH, "hidden_size"])
+    scaled = eagle3_files.saved(tmp_path / "scaled", {"rope_scaling": {"mscale": 2.0}})
+    with pytest.raises(ValueError, match=r"unknown fields \['rope_parameters.mscale'\]"):
+        st.load_eagle3(scaled, target)
