@@ -21,7 +21,7 @@ import stree_jax as st
 from benchmarks.common import Found, Table, start, summary, timed
 from benchmarks.models import RANDOM_NOTE, default_dtype, random_model
 from benchmarks.steps import Program, binary_tree
-from stree_jax.decoding.grammar.automaton import Row, tables_of
+from stree_jax.decoding.grammar.automaton import Compressor
 
 ALLOWED, EXCEPTIONS = 0.4, 100
 FEW_STATES = 60
@@ -31,16 +31,14 @@ TREES = {"1 node": st.TreeTopology.chain(0), "tree of 15": binary_tree(15)}
 
 def synthetic(num_states: int, vocab_size: int) -> st.Automaton:
     """An automaton with a random row for each state."""
-    rng = np.random.default_rng(0)
-
-    def row(state: int) -> Row:
+    rng, tables = np.random.default_rng(0), Compressor(num_states, vocab_size)
+    for state in range(num_states):
         tokens = np.flatnonzero(rng.random(vocab_size) < ALLOWED)
         following = np.full(len(tokens), (7 * state + 1) % num_states)
         elsewhere = rng.integers(0, len(tokens), EXCEPTIONS)
         following[elsewhere] = rng.integers(0, num_states, EXCEPTIONS)
-        return state, tokens, following
-
-    return st.Automaton(tables_of(map(row, range(num_states)), num_states, vocab_size))
+        tables.add([state], tokens, tables.move(tokens, following - state))
+    return st.Automaton(tables.tables())
 
 
 def run(options: argparse.Namespace) -> Iterator[Found]:

@@ -159,7 +159,8 @@ def side_files(directory: Path) -> list[Path]:
         file
         for pattern in _COPIED
         for file in sorted(directory.glob(pattern))
-        if any(file.resolve().is_relative_to(folder) for folder in inside) and has_file(file)
+        if any(file.resolve().is_relative_to(folder) for folder in inside)
+        if file.is_file() and has_file(file)
     ]
 
 

@@ -94,13 +94,27 @@ def _risk(folder: Path) -> str | None:
             return f"{part} belongs to user {status.st_uid}"
         # In a sticky folder, such as /tmp, others cannot rename what is ours.
         is_sticky = status.st_mode & stat.S_ISVTX and not is_cache
-        if status.st_mode & 0o022 and not (is_sticky or stat.S_ISLNK(status.st_mode)):
+        others = 0o002 if _is_group_of_one(status.st_gid, user) else 0o022
+        if status.st_mode & others and not (is_sticky or stat.S_ISLNK(status.st_mode)):
             return f"others may write to {part}"
     for entry in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another process deletes entries too
             if (owner := entry.lstat().st_uid) != user:
                 return f"{entry} belongs to user {owner}"
     return None
+
+
+def _is_group_of_one(group: int, user: int) -> bool:
+    """Whether a group is that of a user alone, as some systems make one for each."""
+    import grp  # not on Windows
+    import pwd
+
+    try:
+        own, members = pwd.getpwuid(user), grp.getgrgid(group)
+    except KeyError:
+        return False
+    is_own = group == own.pw_gid and members.gr_name == own.pw_name
+    return is_own and {*members.gr_mem} <= {own.pw_name}
 
 
 def _evict(folder: Path) -> None:

@@ -87,10 +87,12 @@ class Texts:
             name: what messages call the prompt.
 
         Raises:
-            ValueError: there are none, the tokenizer cannot encode the text, or there is no chat
-                template, or one that cannot write the conversation.
+            ValueError: there are none, the tokenizer cannot encode the text, there is no chat
+                template, or one that cannot write the conversation, or variables for a text.
         """
         is_text = isinstance(prompt, str)
+        if is_text and chat:
+            raise ValueError(f"chat is for messages, and {name} is a text")
         text = prompt if isinstance(prompt, str) else self._written(prompt, chat)
         if not text:
             raise ValueError(f"{name} is empty; give at least one character")
@@ -233,7 +235,7 @@ def _folder(path: Location) -> Path:
 def _stamped(folder: Path, name: str) -> tuple[str, int]:
     """A folder and the time that a file in it was written: the cache key of what is loaded."""
     file = folder if folder.suffix == ".json" else folder / name
-    return str(folder.resolve()), file.stat().st_mtime_ns if file.is_file() else 0
+    return os.path.realpath(folder), file.stat().st_mtime_ns if file.is_file() else 0
 
 
 def _model_at(path: Location) -> HybridLM:

@@ -391,7 +391,7 @@ def test_damaged_files(files, tmp_path):
     write(tmp_path, files)
     found = outcome(lambda: load_chat_template(tmp_path).source)
     assert str(tmp_path) in found
-    assert " is damaged: " in found
+    assert re.search(" is damaged: | is a directory; a file | is no regular file; a file ", found)
 
 
 @pytest.mark.parametrize("value", [None, [], {}])

@@ -150,11 +150,12 @@ def listed_stops(stop: Any) -> list[str | tuple[int, ...]]:
     if isinstance(stop, str):
         stop = [stop]
     wanted = "stop must be a list of texts and of lists of token ids, such as ['\\n\\n', [1, 2]]"
-    if not isinstance(stop, Sequence | np.ndarray):
+    stops = _listed(stop)
+    if not isinstance(stops, Sequence):
         raise ValueError(f"{wanted}, got {shown(stop)}")
     found: list[str | tuple[int, ...]] = []
-    for each in stop:
-        if not isinstance(each, str | Sequence | np.ndarray):
+    for each in map(_listed, stops):
+        if not isinstance(each, Sequence) or isinstance(each, bytes):
             raise ValueError(f"{wanted}, got {shown(stop)}")
         if not len(each):
             raise ValueError(f"stop has an empty entry: {shown(stop)}; leave it out")
@@ -163,6 +164,10 @@ def listed_stops(stop: Any) -> list[str | tuple[int, ...]]:
         else:
             found.append(tuple(check_int("a token of stop", token, 0) for token in each))
     return found
+
+
+def _listed(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 @functools.lru_cache(maxsize=2)  # a scheduler asks again before every run

@@ -252,7 +252,9 @@ def budgets(case):
     y = Budget((GATED if case.gated else output)[case.bf16], 1.5, floor=2e-7)
     found = dict(y=y, ssm=Budget(base.STATE[case.bf16]), dt=Budget(output[False]))
     found |= dict(x=rounded, B=rounded, conv_input=rounded)
-    return found | (dict(mean_squares=y) if case.normed and not case.per_head else {})
+    # Few numbers, of which XLA's may all be correct by chance: the floor is four roundings.
+    squares = y._replace(floor=5e-7)
+    return found | (dict(mean_squares=squares) if case.normed and not case.per_head else {})
 
 
 MAMBA2_LAYER = Op(

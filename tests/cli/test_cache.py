@@ -1,7 +1,9 @@
 """The persistent compilation cache of the command."""
 
+import grp
 import json
 import os
+import pwd
 import subprocess
 import sys
 import warnings
@@ -78,12 +80,17 @@ def link_to_public(folder):
     (folder / "xla").symlink_to("public")
 
 
+def group_of_many(folder):
+    os.chown(folder / "xla", -1, 12345)
+    (folder / "xla").chmod(0o770)
+
+
 PUBLIC = [
     (chmod("xla", 0o777), "others may write to .*xla"),
-    (chmod("xla", 0o770), "others may write to .*xla"),
+    (group_of_many, "others may write to .*xla"),
     (chmod("xla", 0o1777), "others may write to .*xla"),
     (chmod("", 0o757), "others may write to .*stree-jax, and"),
-    (chmod("..", 0o775), r"others may write to .*\.cache, and"),
+    (chmod("..", 0o777), r"others may write to .*\.cache, and"),
     (link_to_public, "others may write to .*public"),
     (owned_by_another("xla"), "xla belongs to user 12345"),
     (owned_by_another(".."), r"\.cache belongs to user 12345"),
@@ -94,7 +101,7 @@ PUBLIC = [
 @pytest.mark.parametrize(("change", "message"), PUBLIC)
 def test_a_folder_that_others_may_change_is_refused(change, message, home):
     """What lies there runs as the user."""
-    if "belongs" in message and os.geteuid() != 0:
+    if ("belongs" in message or change is group_of_many) and os.geteuid() != 0:
         pytest.skip("only root gives files away")
     folder = cache._folder()
     (folder / "entry").touch()
@@ -115,6 +122,16 @@ def test_a_sticky_folder_above_is_safe(home):
     folder.parents[1].chmod(0o1777)
     assert cache._folder() == folder
     assert {part.stat().st_mode & 0o077 for part in (folder, folder.parent)} == {0}
+
+
+def test_the_group_of_a_user_alone_is_the_user(home):
+    """With such groups the usual mask is 002, and folders are writable for the group."""
+    if grp.getgrgid(os.getgid()).gr_name != pwd.getpwuid(os.geteuid()).pw_name:
+        pytest.skip("this user has no group alone")
+    folder = cache._folder()
+    for part in (folder, *folder.parents[:2]):
+        part.chmod(0o775)
+    assert cache._folder() == folder
 
 
 @pytest.mark.parametrize(

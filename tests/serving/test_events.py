@@ -105,6 +105,8 @@ def test_events_are_the_pieces_of_completions(quantum):
         for completion in done:
             i = order[completion.request_id]
             assert completion.tokens == tokens[completion.request_id]
+            own = [event.text for event in events if event.request_id == completion.request_id]
+            assert completion.text == "".join(own)
             assert completion.finish_reason == reasons[completion.request_id]
             assert completion.text == pairs().decode(completion.tokens) or i % 3 == 2
             is_cancelled = completion.finish_reason == "cancelled"

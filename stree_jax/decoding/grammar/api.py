@@ -149,7 +149,7 @@ def end_tokens(tokenizer: Any, eos_token: int | Sequence[int] | None = None) -> 
                 " eos_token=..., the id of the token that ends a text"
             )
         return tuple(ends)
-    tokens = np.ravel(eos_token).tolist()
+    tokens = eos_token if isinstance(eos_token, list | tuple) else np.ravel(eos_token).tolist()
     if not tokens:
         raise ValueError("eos_token is empty; a grammar needs a token that ends the text")
     return tuple(check_int("eos_token", token, 0) for token in tokens)
