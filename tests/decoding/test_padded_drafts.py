@@ -14,9 +14,7 @@ from stree_jax.testing import perturbed, random_model
 SIZES = {"fewer tokens": (40, 37), "more tokens": (37, 40)}
 DRAFTERS = {
     "tree": lambda draft: dict(drafter=st.ModelDrafter(draft)),
-    "beam": lambda draft: dict(
-        drafter=st.BeamDrafter(draft), topology=st.TreeTopology.beam(2, 3)
-    ),
+    "beam": lambda draft: dict(drafter=st.BeamDrafter(draft), topology=st.TreeTopology.beam(2, 3)),
     "dynamic": lambda draft: dict(
         drafter=st.DynamicDrafter(draft), topology=st.TreeTopology.budget(6, 3)
     ),

@@ -9,11 +9,8 @@ from tokenizers import Tokenizer
 
 from stree_jax.checks import check_int
 from stree_jax.decoding.grammar.automaton import Automaton
-from stree_jax.decoding.grammar.byte_automaton import (
-    ByteAutomaton,
-    ByteGraph,
-    automaton_of_graph,
-)
+from stree_jax.decoding.grammar.byte_automaton import ByteAutomaton, automaton_of_graph
+from stree_jax.decoding.grammar.byte_graph import ByteGraph
 from stree_jax.decoding.grammar.characters import TooLarge
 from stree_jax.decoding.grammar.json_text import automaton_of_schema, too_large
 from stree_jax.decoding.grammar.patterns import RUST, has_anchors, parse, without_anchors

@@ -10,13 +10,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from stree_jax.decoding.grammar.byte_automaton import (
-    MOST_NODES,
-    ByteAutomaton,
-    ByteGraph,
-    automaton_of_graph,
-    template_of,
-)
+from stree_jax.decoding.grammar.byte_automaton import ByteAutomaton, automaton_of_graph
+from stree_jax.decoding.grammar.byte_graph import MOST_NODES, ByteGraph, template_of
 from stree_jax.decoding.grammar.characters import (
     ANYTHING,
     Choice,
@@ -25,9 +20,8 @@ from stree_jax.decoding.grammar.characters import (
     automaton_of,
     literal,
 )
+from stree_jax.decoding.grammar.located import Located, read_schema
 from stree_jax.decoding.grammar.schema import (
-    Located,
-    read_schema,
     schemas_of_item,
     schemas_of_name,
     shapes_of,

@@ -5,27 +5,14 @@ alternatives of shapes, so that `not`, `oneOf` and `if` are what they mean. Alte
 be written are left out, so a grammar may allow fewer texts than a schema, and never others.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from stree_jax.checkpoint import first_line
 from stree_jax.decoding.grammar import numbers
-from stree_jax.decoding.grammar.characters import (
-    ANYTHING,
-    MOST_REPEATS,
-    Choice,
-    Edge,
-    Expression,
-    Sequence_,
-    TextAutomaton,
-    TooLarge,
-    automaton_of,
-    literal,
-)
+from stree_jax.decoding.grammar.characters import ANYTHING, Choice, literal
 from stree_jax.decoding.grammar.formats import FORMATS
-from stree_jax.decoding.grammar.patterns import ECMA, has_anchors, parse
+from stree_jax.decoding.grammar.located import Located
 from stree_jax.decoding.grammar.shapes import (
     EVERYTHING,
     Arrays,
@@ -43,119 +30,12 @@ from stree_jax.messages import shown
 _MOST_REFERENCES = 3  # to a schema within itself
 _MOST_SHAPES = 256
 _TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
-_IN_PLACE = {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "contains"}
 _REFUSED = ("$dynamicRef", "$recursiveRef", "dependencies")
-
-
-class Located(NamedTuple):
-    """A part of a schema, or its negation.
-
-    Attributes:
-        schema: the part.
-        where: what messages call it.
-        holds: whether it must hold, or must fail.
-        inside: references on the way to it.
-        resolver: what its references refer to.
-    """
-
-    schema: Any
-    where: str
-    holds: bool
-    inside: tuple[int, ...]
-    resolver: Any
-
-    def __eq__(self, other: object) -> bool:
-        """Of the same part; parts are no values, and may be large."""
-        return isinstance(other, Located) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @property
-    def _key(self) -> tuple[Any, ...]:
-        return id(self.schema), self.holds, self.inside, self.where
-
-    @property
-    def negated(self) -> "Located":
-        """The negation."""
-        return self._replace(holds=not self.holds)
-
-    def part(self, schema: Any, where: str) -> "Located":
-        """A part of this part, which must hold."""
-        return self._replace(schema=schema, where=f"{self.where}{where}", holds=True)
 
 
 _Alternatives = Callable[[], list[Shape]]
 # What a keyword means: the values for which it holds, and those for which it fails.
 _Fact = tuple[_Alternatives, _Alternatives]
-
-
-def read_schema(schema: Any) -> Located:
-    """A schema from a dictionary, a JSON text, or a class with `model_json_schema`.
-
-    Raises:
-        ValueError: it is malformed.
-    """
-    if hasattr(schema, "model_json_schema"):
-        schema = schema.model_json_schema()
-    if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"the schema is not JSON: {error}") from None
-    if not isinstance(schema, Mapping | bool):
-        raise ValueError(f"schema must be a dictionary or a JSON text, got {shown(schema)}")
-    return Located(schema, "the schema", True, (), _Resolver.of(schema))
-
-
-class _Resolver:
-    """Finds what references refer to, by the package referencing."""
-
-    def __init__(self, inner: Any):
-        self._inner = inner
-
-    @classmethod
-    def of(cls, schema: Any) -> "_Resolver | None":
-        if "$ref" not in _keywords(schema):
-            return None
-        try:
-            from referencing import Registry
-            from referencing.jsonschema import DRAFT202012
-        except ImportError:
-            raise ValueError("'$ref' needs referencing: pip install 'stree-jax[grammar]'") from None
-        resource = DRAFT202012.create_resource(schema)
-        base = resource.id() or "urn:schema"
-        return cls(Registry().with_resource(base, resource).resolver(base))
-
-    def within(self, schema: Any) -> "_Resolver":
-        """That of a part, which may have its own address."""
-        from referencing.jsonschema import DRAFT202012
-
-        return _Resolver(self._inner.in_subresource(DRAFT202012.create_resource(schema)))
-
-    def lookup(self, name: Any, where: str) -> tuple[Any, "_Resolver"]:
-        """What a reference refers to, and the resolver there."""
-        try:
-            found = self._inner.lookup(name)
-        except Exception as error:  # the package raises many types
-            raise ValueError(
-                f"{where} refers to {shown(name)}, which is not there ({first_line(error)})"
-            ) from None
-        return found.contents, _Resolver(found.resolver)
-
-
-def _keywords(schema: Any) -> set[str]:
-    """All names in a schema."""
-    found: set[str] = set()
-    waiting = [schema]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, Mapping):
-            found.update(map(str, part))
-            waiting += part.values()
-        elif isinstance(part, list):
-            waiting += part
-    return found
 
 
 def shapes_of(together: Together) -> list[Shape]:
@@ -226,7 +106,7 @@ def _facts(at: Located) -> Iterator[_Fact]:
     schema = at.schema
     for name in _REFUSED:
         if name in schema:
-            _refuse(at, name)
+            at.refuse(name)
     yield from _logic(at)
     if "type" in schema:
         yield _of_types(at)
@@ -239,34 +119,19 @@ def _facts(at: Located) -> Iterator[_Fact]:
     yield from _of_objects(at)
 
 
-def _refuse(at: Located, name: str) -> None:
-    raise ValueError(
-        f"{at.where} has {name!r}, which a grammar cannot enforce here; leave it out, and check the"
-        " text afterwards"
-    )
-
-
-def _parts(at: Located, name: str) -> list[Located]:
-    """The schemas in the list of a keyword."""
-    value = at.schema[name]
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{name!r} of {at.where} must be a list of schemas, got {shown(value)}")
-    return [at.part(each, f"[{i}]") for i, each in enumerate(value)]
-
-
 def _logic(at: Located) -> Iterator[_Fact]:
     """References and combinations."""
     schema = at.schema
     if "$ref" in schema:
         yield _reference(at)
     if "allOf" in schema:
-        parts = _parts(at, "allOf")
+        parts = at.parts("allOf")
         yield lambda: _all_of(parts, at), lambda: _any_of([each.negated for each in parts], at)
     if "anyOf" in schema:
-        some = _parts(at, "anyOf")
+        some = at.parts("anyOf")
         yield lambda: _any_of(some, at), lambda: _all_of([each.negated for each in some], at)
     if "oneOf" in schema:
-        yield _one_of(_parts(at, "oneOf"), at)
+        yield _one_of(at.parts("oneOf"), at)
     if "not" in schema:
         inner = at.part(schema["not"], "")
         yield lambda: _shapes(inner.negated), lambda: _shapes(inner)
@@ -376,7 +241,7 @@ def _of_values(at: Located, name: str) -> _Fact:
         raise ValueError(f"{name!r} of {at.where} has a number that is none in JSON")
     texts = [each for each in values if isinstance(each, str)]
     for text in texts:
-        _check_text(text, at)
+        at.check_text(text)
     booleans = frozenset(each for each in values if isinstance(each, bool))
     strings = Strings(Choice(tuple(map(literal, texts))))
     nested = [at.part(_as_schema(each), "") for each in values if isinstance(each, list | Mapping)]
@@ -420,13 +285,6 @@ def _as_schema(value: Any) -> dict[str, Any]:
     }
 
 
-def _check_text(text: str, at: Located) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{at.where} has {shown(text)}, which is no text of characters") from None
-
-
 def _of_numbers(at: Located) -> Iterator[_Fact]:
     bounds = {
         "minimum": (numbers.above, True, numbers.below),
@@ -440,7 +298,7 @@ def _of_numbers(at: Located) -> Iterator[_Fact]:
             if isinstance(bound, bool) or not isinstance(bound, int | float):
                 raise ValueError(f"{name} of {at.where} must be a number, got {shown(bound)}")
             if not abs(bound) < 1e300:
-                _refuse(at, name)
+                at.refuse(name)
             yield _fact(
                 {"number": inside(bound, or_equal=or_equal)},
                 {"number": outside(bound, or_equal=not or_equal)},
@@ -449,20 +307,20 @@ def _of_numbers(at: Located) -> Iterator[_Fact]:
         factor = at.schema["multipleOf"]
         is_whole = isinstance(factor, int | float) and factor == factor // 1 > 0
         if isinstance(factor, bool) or not is_whole or factor > numbers.MOST_FACTOR:
-            _refuse(at, "multipleOf")
+            at.refuse("multipleOf")
         multiples = numbers.multiples_of(int(factor))
         others = numbers.INTEGERS - multiples if factor > 1 else numbers.FRACTIONS
         yield _fact({"number": multiples}, {"number": others})
 
 
 def _of_strings(at: Located) -> Iterator[_Fact]:
-    least, most = _counts(at, "minLength", "maxLength")
+    least, most = at.counts("minLength", "maxLength")
     if least:
         yield _fact({"string": Strings(least=least)}, {"string": Strings(most=least - 1)})
     if most is not None:
         yield _fact({"string": Strings(most=most)}, {"string": Strings(least=most + 1)})
     if "pattern" in at.schema:
-        strings = Strings(_pattern(at.schema["pattern"], at))
+        strings = Strings(at.pattern(at.schema["pattern"]))
         yield (
             lambda: [EVERYTHING._replace(string=strings)],
             lambda: [Shape(string=Strings(ANYTHING - strings.automaton))],
@@ -475,51 +333,15 @@ def _of_strings(at: Located) -> Iterator[_Fact]:
         yield _fact({"string": Strings(FORMATS[name])})
 
 
-def _pattern(pattern: Any, at: Located) -> TextAutomaton | Expression:
-    if not isinstance(pattern, str):
-        raise ValueError(f"{at.where} has the pattern {shown(pattern)}, which is no text")
-    try:
-        expression = parse(pattern, ECMA)
-        match expression:
-            case Sequence_((Edge(True), *inner, Edge(False))) if not any(map(has_anchors, inner)):
-                return Sequence_(tuple(inner))
-        return automaton_of(expression, whole=False)
-    except TooLarge as error:
-        raise ValueError(f"{at.where} has the pattern {shown(pattern)}: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"{at.where} has the {error}") from None
-
-
-def _counts(at: Located, least: str, most: str) -> tuple[int, int | None]:
-    found: list[int | None] = []
-    for name in (least, most):
-        value = at.schema.get(name)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if name in at.schema and (type(value) is not int or value < 0):
-            raise ValueError(
-                f"{name} of {at.where} must be an integer, at least 0; got {shown(value)}"
-            )
-        if value is not None and value > MOST_REPEATS:
-            raise ValueError(
-                f"{name} of {at.where} is {shown(value)}; at most {MOST_REPEATS} are possible:"
-                " leave it out, and check the text afterwards"
-            )
-        found.append(value)
-    if None not in found and found[0] > found[1]:  # type: ignore[operator]
-        raise ValueError(f"{at.where} has {least} {found[0]} and {most} {found[1]}")
-    return found[0] or 0, found[1]
-
-
 def _of_arrays(at: Located) -> Iterator[_Fact]:
     schema = at.schema
-    least, most = _counts(at, "minItems", "maxItems")
+    least, most = at.counts("minItems", "maxItems")
     if least:
         yield _fact({"array": Arrays(least=least)}, {"array": Arrays(most=least - 1)})
     if most is not None:
         yield _fact({"array": Arrays(most=most)}, {"array": Arrays(least=most + 1)})
-    first = _parts(at, "prefixItems") if "prefixItems" in schema else []
-    rest = _unevaluated(at, "items", "unevaluatedItems")
+    first = at.parts("prefixItems") if "prefixItems" in schema else []
+    rest = at.rest("items", "unevaluatedItems")
     if isinstance(rest, list):
         raise ValueError(f"'items' of {at.where} is a list; draft 2020-12 has 'prefixItems' for it")
     others = None if rest is None else at.part(rest, "[]")
@@ -531,7 +353,7 @@ def _of_arrays(at: Located) -> Iterator[_Fact]:
             *({"array": Arrays((rule,), least=len(rule.first))} for rule in fails),
         )
     if "contains" in schema:
-        inner, counts = at.part(schema["contains"], "[]"), _counts(at, "minContains", "maxContains")
+        inner, counts = at.part(schema["contains"], "[]"), at.counts("minContains", "maxContains")
         low = counts[0] if "minContains" in schema else 1
         outside = [Contained(inner, 0, low - 1)] if low else []
         outside += [] if counts[1] is None else [Contained(inner, counts[1] + 1)]
@@ -546,32 +368,22 @@ def _of_arrays(at: Located) -> Iterator[_Fact]:
 _ANY = Located(True, "", True, (), None)
 
 
-def _unevaluated(at: Located, name: str, name_of_rest: str) -> Any:
-    """The schema of what no other keyword is about; None: there is none."""
-    schema = at.schema
-    if name in schema or schema.get(name_of_rest, True) is True:
-        return schema.get(name)
-    if _IN_PLACE & schema.keys():  # they may be about other items or properties
-        _refuse(at, name_of_rest)
-    return schema[name_of_rest]
-
-
 def _of_objects(at: Located) -> Iterator[_Fact]:
     schema = at.schema
-    if required := _names(schema.get("required", []), "required", at):
+    if required := at.names("required"):
         absent = ({"object": _lacking(name, at)} for name in required)
         yield _fact({"object": Objects(required=tuple(required))}, *absent)
-    least, most = _counts(at, "minProperties", "maxProperties")
+    least, most = at.counts("minProperties", "maxProperties")
     if least:
         yield _fact({"object": Objects(least=least)}, {"object": Objects(most=least - 1)})
     if most is not None:
         yield _fact({"object": Objects(most=most)}, {"object": Objects(least=most + 1)})
-    named = [(name, at.part(each, f".{name}")) for name, each in _table(at, "properties").items()]
+    named = [(name, at.part(each, f".{name}")) for name, each in at.table("properties").items()]
     patterns = [
-        (Strings(_pattern(pattern, at)).automaton, at.part(each, f".{pattern}"))
-        for pattern, each in _table(at, "patternProperties").items()
+        (Strings(at.pattern(pattern)).automaton, at.part(each, f".{pattern}"))
+        for pattern, each in at.table("patternProperties").items()
     ]
-    rest = _unevaluated(at, "additionalProperties", "unevaluatedProperties")
+    rest = at.rest("additionalProperties", "unevaluatedProperties")
     others = None if rest is None else at.part(rest, ".*")
     if named or patterns or others is not None:
         fails = (
@@ -582,10 +394,9 @@ def _of_objects(at: Located) -> Iterator[_Fact]:
         yield _fact({"object": Objects((rule,))}, *fails)
     if "propertyNames" in schema:
         yield _fact({"object": Objects(names=(at.part(schema["propertyNames"], ".*"),))})
-    for name, needed in _table(at, "dependentRequired").items():
-        names = _names(needed, "dependentRequired", at)
-        yield _if_present(name, at.part({"required": names}, ""), at)
-    for name, inner in _table(at, "dependentSchemas").items():
+    for name, needed in at.table("dependentRequired").items():
+        yield _if_present(name, at.part({"required": needed}, ""), at)
+    for name, inner in at.table("dependentSchemas").items():
         yield _if_present(name, at.part(inner, ""), at)
 
 
@@ -601,20 +412,3 @@ def _if_present(name: str, then: Located, at: Located) -> _Fact:
 
 def _lacking(name: str, at: Located) -> Objects:
     return Objects((PropertyRule(((name, at.part(False, f".{name}")),)),))
-
-
-def _names(value: Any, keyword: str, at: Located) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise ValueError(f"{keyword!r} of {at.where} must be a list of names, got {shown(value)}")
-    for name in value:
-        _check_text(name, at)
-    return value
-
-
-def _table(at: Located, keyword: str) -> Mapping[str, Any]:
-    value = at.schema.get(keyword, {})
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise ValueError(f"{keyword!r} of {at.where} must be a dictionary")
-    for name in value:
-        _check_text(name, at)
-    return value

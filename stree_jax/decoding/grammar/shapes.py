@@ -11,7 +11,7 @@ from stree_jax.decoding.grammar.characters import (
 )
 
 if TYPE_CHECKING:
-    from stree_jax.decoding.grammar.schema import Located
+    from stree_jax.decoding.grammar.located import Located
 
 # Schemas that all hold; of none, anything does.
 Together: TypeAlias = tuple["Located", ...]

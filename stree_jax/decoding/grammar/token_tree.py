@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stree_jax.decoding.grammar.automaton import ABSOLUTE, Automaton, Compressor
-from stree_jax.decoding.grammar.byte_automaton import Body, ByteAutomaton, Template
+from stree_jax.decoding.grammar.byte_automaton import ByteAutomaton
+from stree_jax.decoding.grammar.byte_graph import Body, Template
 from stree_jax.decoding.grammar.characters import TooLarge
 
 _MOST_STARTS = 256

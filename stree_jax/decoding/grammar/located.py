@@ -1,0 +1,219 @@
+"""A schema: its parts with what messages call them, and what references refer to."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
+
+from stree_jax.checkpoint import first_line
+from stree_jax.decoding.grammar.characters import (
+    MOST_REPEATS,
+    Edge,
+    Expression,
+    Sequence_,
+    TextAutomaton,
+    TooLarge,
+    automaton_of,
+)
+from stree_jax.decoding.grammar.patterns import ECMA, has_anchors, parse
+from stree_jax.messages import shown
+
+_IN_PLACE = {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "contains"}
+
+
+class Located(NamedTuple):
+    """A part of a schema, or its negation.
+
+    Attributes:
+        schema: the part.
+        where: what messages call it.
+        holds: whether it must hold, or must fail.
+        inside: references on the way to it.
+        resolver: what its references refer to.
+    """
+
+    schema: Any
+    where: str
+    holds: bool
+    inside: tuple[int, ...]
+    resolver: Any
+
+    def __eq__(self, other: object) -> bool:
+        """Of the same part; parts are no values, and may be large."""
+        return isinstance(other, Located) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return id(self.schema), self.holds, self.inside, self.where
+
+    @property
+    def negated(self) -> "Located":
+        """The negation."""
+        return self._replace(holds=not self.holds)
+
+    def part(self, schema: Any, where: str) -> "Located":
+        """A part of this part, which must hold."""
+        return self._replace(schema=schema, where=f"{self.where}{where}", holds=True)
+
+    def refuse(self, name: str) -> NoReturn:
+        """Refuses the schema for a keyword that cannot be enforced."""
+        raise ValueError(
+            f"{self.where} has {name!r}, which a grammar cannot enforce here; leave it out, and"
+            " check the text afterwards"
+        )
+
+    def parts(self, name: str) -> "list[Located]":
+        """The schemas in the list of a keyword."""
+        value = self.schema[name]
+        if not isinstance(value, list) or not value:
+            raise ValueError(
+                f"{name!r} of {self.where} must be a list of schemas, got {shown(value)}"
+            )
+        return [self.part(each, f"[{i}]") for i, each in enumerate(value)]
+
+    def counts(self, least: str, most: str) -> tuple[int, int | None]:
+        """Two keywords that are a least and a most number; None: without limit."""
+        found: list[int | None] = []
+        for name in (least, most):
+            value = self.schema.get(name)
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)
+            if name in self.schema and (type(value) is not int or value < 0):
+                raise ValueError(
+                    f"{name} of {self.where} must be an integer, at least 0; got {shown(value)}"
+                )
+            if value is not None and value > MOST_REPEATS:
+                raise ValueError(
+                    f"{name} of {self.where} is {shown(value)}; at most {MOST_REPEATS} are"
+                    " possible: leave it out, and check the text afterwards"
+                )
+            found.append(value)
+        low, high = found
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"{self.where} has {least} {low} and {most} {high}")
+        return low or 0, high
+
+    def names(self, keyword: str) -> list[str]:
+        """The names in the list of a keyword, none without it."""
+        value = self.schema.get(keyword, [])
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise ValueError(
+                f"{keyword!r} of {self.where} must be a list of names, got {shown(value)}"
+            )
+        for name in value:
+            self.check_text(name)
+        return value
+
+    def table(self, keyword: str) -> Mapping[str, Any]:
+        """What a keyword has by names, empty without it."""
+        value = self.schema.get(keyword, {})
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+            raise ValueError(f"{keyword!r} of {self.where} must be a dictionary")
+        for name in value:
+            self.check_text(name)
+        return value
+
+    def pattern(self, pattern: Any) -> TextAutomaton | Expression:
+        """The texts in which a pattern is found."""
+        if not isinstance(pattern, str):
+            raise ValueError(f"{self.where} has the pattern {shown(pattern)}, which is no text")
+        try:
+            expression = parse(pattern, ECMA)
+            match expression:
+                case Sequence_((Edge(True), *inner, Edge(False))) if not any(
+                    map(has_anchors, inner)
+                ):
+                    return Sequence_(tuple(inner))
+            return automaton_of(expression, whole=False)
+        except TooLarge as error:
+            raise ValueError(f"{self.where} has the pattern {shown(pattern)}: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{self.where} has the {error}") from None
+
+    def rest(self, name: str, name_of_rest: str) -> Any:
+        """The schema of what no other keyword is about; None: there is none."""
+        schema = self.schema
+        if name in schema or schema.get(name_of_rest, True) is True:
+            return schema.get(name)
+        if _IN_PLACE & schema.keys():  # they may be about other items or properties
+            self.refuse(name_of_rest)
+        return schema[name_of_rest]
+
+    def check_text(self, text: str) -> None:
+        """Refuses half of a surrogate pair."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"{self.where} has {shown(text)}, which is no text of characters"
+            ) from None
+
+
+def read_schema(schema: Any) -> Located:
+    """A schema from a dictionary, a JSON text, or a class with `model_json_schema`.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    if hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the schema is not JSON: {error}") from None
+    if not isinstance(schema, Mapping | bool):
+        raise ValueError(f"schema must be a dictionary or a JSON text, got {shown(schema)}")
+    return Located(schema, "the schema", True, (), _Resolver.of(schema))
+
+
+class _Resolver:
+    """Finds what references refer to, by the package referencing."""
+
+    def __init__(self, inner: Any):
+        self._inner = inner
+
+    @classmethod
+    def of(cls, schema: Any) -> "_Resolver | None":
+        if "$ref" not in _keywords(schema):
+            return None
+        try:
+            from referencing import Registry
+            from referencing.jsonschema import DRAFT202012
+        except ImportError:
+            raise ValueError("'$ref' needs referencing: pip install 'stree-jax[grammar]'") from None
+        resource = DRAFT202012.create_resource(schema)
+        base = resource.id() or "urn:schema"
+        return cls(Registry().with_resource(base, resource).resolver(base))
+
+    def within(self, schema: Any) -> "_Resolver":
+        """That of a part, which may have its own address."""
+        from referencing.jsonschema import DRAFT202012
+
+        return _Resolver(self._inner.in_subresource(DRAFT202012.create_resource(schema)))
+
+    def lookup(self, name: Any, where: str) -> tuple[Any, "_Resolver"]:
+        """What a reference refers to, and the resolver there."""
+        try:
+            found = self._inner.lookup(name)
+        except Exception as error:  # the package raises many types
+            raise ValueError(
+                f"{where} refers to {shown(name)}, which is not there ({first_line(error)})"
+            ) from None
+        return found.contents, _Resolver(found.resolver)
+
+
+def _keywords(schema: Any) -> set[str]:
+    """All names in a schema."""
+    found: set[str] = set()
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Mapping):
+            found.update(map(str, part))
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
+    return found
