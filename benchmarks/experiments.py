@@ -24,6 +24,7 @@ from benchmarks import (
     seed,
     serving,
     steps,
+    text,
     tree_size,
     tuned,
 )
@@ -183,6 +184,7 @@ EXPERIMENTS = {
         grammar.run,
         {"--states": 10_000, "--vocabulary": 50_000, "--steps": 50, "--rounds": 7},
     ),
+    "text": Experiment(text.run, {"--tokens": (1000, 16_000), "--rounds": 3}),
     "temperature": Experiment(
         by_temperature.run, {"--prompts": 8, "--tokens": 96, "--keys": 5, "--rounds": 1}
     ),

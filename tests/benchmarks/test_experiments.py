@@ -45,6 +45,7 @@ SMALLEST = {
         "--states 20 --vocabulary 300 --steps 2 --rounds 1",
         *("rows", "tree milliseconds added_percent bytes added_bytes_percent"),
     ),
+    "text": ("--tokens 100 --rounds 1", "streams", "tokenizer tokens stream again"),
     "temperature": ("--prompts 1 --tokens 4 --keys 1", "rows", "temperature tau identical"),
     "tree_size": ("--rounds 1", "sizes", "nodes milliseconds"),
 }

@@ -282,9 +282,11 @@ class Compressor:
     def tables(self) -> "Tables":
         """The tables, on the device."""
         ends = np.cumsum([len(tokens) for tokens, _ in self._exceptions])
+        # The largest table, padded here so that it is not copied again.
+        padding = buffer_size(len(self._words)) - len(self._words)
         return _padded(
             self._kind,
-            np.stack(self._words),
+            np.stack([*self._words, *self._words[:1] * padding]),
             np.array([move for _, move, _ in self._kinds]),
             np.array([extra for _, _, extra in self._kinds]),
             np.array(self._steps),
@@ -345,9 +347,11 @@ def _padded(
     """Tables on the device, with sizes that similar automata share, and so their programs."""
 
     def pad(values: np.ndarray, fill: int = 0) -> Array:
-        width = ((0, buffer_size(len(values)) - len(values)), *[(0, 0)] * (values.ndim - 1))
         values = values if values.dtype == np.uint32 else values.astype(np.int32)
-        return jnp.asarray(np.pad(values, width, constant_values=fill))
+        if padding := buffer_size(len(values)) - len(values):
+            width = ((0, padding), *[(0, 0)] * (values.ndim - 1))
+            values = np.pad(values, width, constant_values=fill)
+        return jnp.asarray(values)
 
     none_after = int(first[-1])
     return Tables(

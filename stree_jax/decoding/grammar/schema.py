@@ -30,7 +30,11 @@ from stree_jax.messages import shown
 _MOST_REFERENCES = 3  # to a schema within itself
 _MOST_SHAPES = 256
 _TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
-_REFUSED = ("$dynamicRef", "$recursiveRef", "dependencies")
+# The others, that older drafts have too, and that refuse values there.
+_REFUSED = (
+    *("$dynamicRef", "$recursiveRef", "additionalItems", "dependencies"),
+    *("disallow", "divisibleBy", "extends"),
+)
 
 
 _Alternatives = Callable[[], list[Shape]]

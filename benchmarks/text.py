@@ -1,0 +1,198 @@
+"""What does text cost: a token of a stream, and a grammar from a schema?
+
+A stream is timed at the end of texts of two lengths, with a tokenizer of bytes and one of
+sentencepiece's kind, beside decoding all tokens again, and the text must be the same. Everyday
+schemas are compiled for the embedded tokenizer and, if ../shared is there, for that of GPT-2 with
+50,257 tokens; the memory is that of NumPy and Python at its highest, without the vocabulary's tree,
+which all grammars share. The public test suite of JSON Schema is counted, if it is there.
+
+    python -m benchmarks.text [--tokens 1000 16000] [--rounds 3]
+"""
+
+import argparse
+import itertools
+import json
+import time
+import tracemalloc
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models
+
+import stree_jax as st
+from benchmarks.common import Found, Table, start, summary
+from benchmarks.prompts import SHARED
+from stree_jax.decoding.grammar.json_text import automaton_of_schema
+
+LAST = 50  # tokens that are timed
+
+_NAMED = {f"field_{i}": {"type": "string", "maxLength": 100 * (i + 1)} for i in range(10)}
+_PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 50},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "email": {"type": "string", "format": "email"},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 20}, "maxItems": 10},
+        "address": {
+            "type": "object",
+            "properties": {
+                "street": {"type": "string"},
+                "zip": {"type": "string", "pattern": "^[0-9]{5}$"},
+            },
+            "required": ["street"],
+        },
+    },
+    "required": ["name", "age"],
+}
+SCHEMAS: dict[str, Any] = {
+    "any JSON: {}": {},
+    "an object of any kind": {"type": "object"},
+    "a string of up to 10,000": {"type": "string", "maxLength": 10_000},
+    "a person": _PERSON,
+    "10 strings of up to 1,000": {"type": "object", "properties": _NAMED, "required": [*_NAMED]},
+    "20 untyped properties": {"type": "object", "properties": {f"p{i}": {} for i in range(20)}},
+    "1,000 given texts": {"enum": [f"value number {i}" for i in range(1000)]},
+    "up to 10 people": {"type": "array", "items": _PERSON, "maxItems": 10},
+    "a tree of 3 levels": {
+        "$ref": "#/$defs/node",
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {
+                    "value": {"type": "string"},
+                    "left": {"$ref": "#/$defs/node"},
+                    "right": {"$ref": "#/$defs/node"},
+                },
+            }
+        },
+    },
+}
+
+
+def of_sentencepiece() -> Tokenizer:
+    """Pieces of words, and bytes for all else."""
+    words = [f"<0x{byte:02X}>" for byte in range(256)]
+    words += [f"{space}{a}{b}" for space in ("▁", "") for a in "aeiou" for b in "bcdfghklmnprst"]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    return tokenizer
+
+
+def vocabularies() -> dict[str, tuple[Tokenizer, int]]:
+    """Tokenizers of grammars with an end token each, by the number of their tokens."""
+    found = {"4,096": (st.load_tokenizer(st.demo_path("target")), 0)}
+    if (file := SHARED / "tokenizers/gpt2.json").is_file():
+        found["50,257"] = Tokenizer.from_file(str(file)), 50256
+    return found
+
+
+def stream_row(
+    name: str, tokenizer: Tokenizer, length: int, rounds: int
+) -> tuple[dict[str, Any], bool]:
+    """Microseconds of a token after a text of a length, and whether the text is right."""
+    tokens = np.random.default_rng(0).integers(0, tokenizer.get_vocab_size(), length).tolist()
+    seconds: dict[str, list[float]] = {"stream": [], "again": []}
+    for _ in range(rounds):
+        stream = st.TextStream(tokenizer)
+        pieces = [stream.push(tokens[:-LAST])]
+        began = time.perf_counter()
+        pieces += [stream.push([token]) for token in tokens[-LAST:]]
+        seconds["stream"].append(time.perf_counter() - began)
+        text = "".join([*pieces, stream.end()])
+        began = time.perf_counter()
+        for at in range(length - LAST, length):
+            tokenizer.decode(tokens[: at + 1])
+        seconds["again"].append(time.perf_counter() - began)
+    row = {"tokenizer": name, "tokens": length}
+    row |= {way: summary([1e6 * each / LAST for each in took]) for way, took in seconds.items()}
+    return row, text == tokenizer.decode(tokens)
+
+
+def grammar_row(
+    name: str, schema: Any, vocabulary: str, tokenizer: Tokenizer, end: int, rounds: int
+) -> dict[str, Any]:
+    """Seconds of a grammar, its tables, and the memory that making it takes."""
+    row: dict[str, Any] = {"schema": name, "vocabulary": vocabulary}
+    seconds = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        grammar = st.json_schema(schema, tokenizer, eos_token=end)
+        seconds.append(time.perf_counter() - began)
+    tracemalloc.start()
+    st.json_schema(schema, tokenizer, eos_token=end)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    tables = grammar.next_state.nbytes
+    return row | {"seconds": summary(seconds), "table_bytes": tables, "peak_bytes": peak}
+
+
+def suite_counts() -> dict[str, Any]:
+    """How many schemas of the public suite are read, and which instances they allow."""
+    counts = dict.fromkeys(itertools.product((True, False), repeat=2), 0)
+    found: dict[str, Any] = {"schemas": 0, "read": 0, "slowest": 0.0}
+    for file in sorted((SHARED / "json_schema_test_suite").glob("*.json")):
+        for group in json.loads(file.read_text()):
+            found["schemas"] += 1
+            began = time.perf_counter()
+            try:
+                automaton, _ = automaton_of_schema(group["schema"])
+            except ValueError:
+                continue
+            finally:
+                found["slowest"] = max(found["slowest"], time.perf_counter() - began)
+            found["read"] += 1
+            for case in group["tests"]:
+                text = json.dumps(case["data"], ensure_ascii=False)
+                counts[case["valid"], automaton.matches(text.encode())] += 1
+    found |= {
+        "valid": counts[True, True] + counts[True, False],
+        "valid_allowed": counts[True, True],
+    }
+    invalid = {"invalid": counts[False, True] + counts[False, False]}
+    return found | invalid | {"invalid_allowed": counts[False, True]}
+
+
+def run(options: argparse.Namespace) -> Iterator[Found]:
+    """Streams, grammars, and the suite."""
+    kinds = {"bytes": st.load_tokenizer(st.demo_path("target")), "pieces": of_sentencepiece()}
+    wrong, streams, grammars = [], [], []
+    for (name, tokenizer), length in itertools.product(kinds.items(), options.tokens):
+        row, is_right = stream_row(name, tokenizer, length, options.rounds)
+        streams.append(row)
+        wrong += [] if is_right else [f"{name}, {length} tokens"]
+    for vocabulary, (tokenizer, end) in vocabularies().items():
+        st.regex("a", tokenizer, eos_token=end)  # makes the tree that all grammars share
+        for name, schema in SCHEMAS.items():
+            row = grammar_row(name, schema, vocabulary, tokenizer, end, options.rounds)
+            grammars.append(row)
+    suite = suite_counts()
+    wrong += [f"{suite['invalid_allowed']} invalid texts"] if suite["invalid_allowed"] else []
+    slowest = max(grammars, key=lambda row: row["seconds"]["median"])
+    yield Found(
+        {"streams": streams, "grammars": grammars, "suite": suite},
+        [_table_of_streams(streams), _table_of_grammars(grammars)],
+        wrong=wrong,
+        line={"slowest": slowest["schema"], "seconds": slowest["seconds"]["median"]} | suite,
+    )
+
+
+def _table_of_streams(rows: list[Mapping[str, Any]]) -> Table:
+    columns = {"tokenizer": "{tokenizer}", "tokens": "{tokens:,}"}
+    columns |= {"stream, us a token": "{stream[median]:.1f}"}
+    columns |= {"decoding again, us": "{again[median]:,.0f}"}
+    return Table("A token of a stream", rows, columns)
+
+
+def _table_of_grammars(rows: list[Mapping[str, Any]]) -> Table:
+    shown = [
+        row | {"table": row["table_bytes"] / 1e6, "peak": row["peak_bytes"] / 1e6} for row in rows
+    ]
+    columns = {"schema": "{schema}, {vocabulary} tokens", "seconds": "{seconds[median]:.2f}"}
+    columns |= {"tables, MB": "{table:.1f}", "peak, MB": "{peak:.0f}"}
+    return Table("Grammars", shown, columns)
+
+
+start(__name__, __doc__)
