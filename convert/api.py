@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from jax.typing import DTypeLike
 
@@ -60,7 +61,7 @@ def convert(
     dtype: DTypeLike | None = None,
     to: str = "native",
     quirks: Collection[str] = (),
-    ignore: Collection[str] = (),
+    ignore: Collection[str] | Any = (),
     progress: ProgressCallback = lambda done, total: None,
 ) -> str | None:
     """Converts a checkpoint directory. The destination is either complete or absent.

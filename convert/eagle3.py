@@ -30,7 +30,9 @@ class _Files(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-def load_eagle3_head(path: Path, target: HybridLM, ignore: Collection[str] = ()) -> Eagle3Head:
+def load_eagle3_head(
+    path: Path, target: HybridLM, ignore: Collection[str] | Any = ()
+) -> Eagle3Head:
     """Reads a head for its target, in the target's dtype.
 
     Args:

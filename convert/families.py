@@ -169,7 +169,7 @@ def describe(
     values: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     quirks: Collection[str] = (),
-    ignore: Collection[str] = (),
+    ignore: Collection[str] | Any = (),
 ) -> Description:
     """Recognises a checkpoint.
 

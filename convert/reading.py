@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,9 @@ class Checkpoint(NamedTuple):
         return tensors + self.description.notes
 
 
-def is_foreign(path: Path, quirks: Collection[str] = (), ignore: Collection[str] = ()) -> bool:
+def is_foreign(
+    path: Path, quirks: Collection[str] = (), ignore: Collection[str] | Any = ()
+) -> bool:
     """Whether a checkpoint is one of another program, for `open_checkpoint` with these options.
 
     Raises:
@@ -91,7 +93,7 @@ def is_foreign(path: Path, quirks: Collection[str] = (), ignore: Collection[str]
 
 
 def open_checkpoint(
-    path: Path, quirks: Collection[str] = (), ignore: Collection[str] = ()
+    path: Path, quirks: Collection[str] = (), ignore: Collection[str] | Any = ()
 ) -> Checkpoint:
     """Recognises a checkpoint and checks all names and shapes. Reads no weights.
 

@@ -28,7 +28,7 @@ class ChatTemplate:
     source: str
     special_tokens: Mapping[str, str]
 
-    def render(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]] | Any, /, **variables: Any) -> str:
         """Renders a conversation, up to where the assistant's next message begins.
 
         Rendered as transformers renders it: in a sandbox, with the filter `tojson`, the functions

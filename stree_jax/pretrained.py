@@ -28,7 +28,7 @@ def from_pretrained(
     dtype: DTypeLike | None = jnp.float32,
     implementation: str | None = None,
     quirks: Collection[str] = (),
-    ignore: Collection[str] = (),
+    ignore: Collection[str] | Any = (),
     mesh: Mesh | None = None,
     replicate: bool = False,
 ) -> HybridLM:

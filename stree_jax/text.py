@@ -60,7 +60,7 @@ class Texts:
         folder = source.parent if source.suffix == ".json" else source
         return cls(_tokenizer(*_stamped(source, "tokenizer.json")), folder)
 
-    def tokenizer(self, prompt: str | Messages) -> Tokenizer:
+    def tokenizer(self, prompt: str | Messages | Any) -> Tokenizer:
         """The tokenizer that decodes what follows a prompt.
 
         The decoders of sentencepiece strip the space that begins a text. What continues a text
@@ -70,7 +70,7 @@ class Texts:
 
     def tokens(
         self,
-        prompt: str | Messages,
+        prompt: str | Messages | Any,
         *,
         special: bool = True,
         chat: Mapping[str, Any] | None = None,
@@ -137,7 +137,7 @@ class Texts:
             return text
         return text.removesuffix(_continuing(self._tokenizer).decode([tokens[-1]]))
 
-    def _written(self, messages: Messages, chat: Mapping[str, Any] | None) -> str:
+    def _written(self, messages: Messages | Any, chat: Mapping[str, Any] | None) -> str:
         """A conversation as text."""
         variables = checked_variables(chat)
         tools = variables.get("tools")

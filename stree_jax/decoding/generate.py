@@ -189,7 +189,9 @@ def stream(
             for i, row in zip(range(len(done))[rows], pieces, strict=True):
                 new = tokens[i, : length[i] - start[i]].tolist()
                 if done[i] and not had_ended[i]:
-                    given.append(row.end(new, stopped=stop is not None and stop[i] == STOPPED))
+                    given.append(
+                        row.end(new, stopped=stop is not None and bool(stop[i] == STOPPED))
+                    )
                 else:
                     given.append(row.take(new))
             yield given

@@ -97,7 +97,7 @@ class OptionKeywords(TypedDict, total=False):
     eos_token: int | Sequence[int] | PerRow | None
     max_length: int | None
     key: jax.Array | int | PerRow | None
-    log_probs: bool | str
+    log_probs: bool | str | Any
     top_log_probs: int
     stop: str | Sequence[Any]
     tokenizer: Any
@@ -157,7 +157,7 @@ class Options:
     eos_token: int | Sequence[int] | PerRow | None = None
     max_length: int | None = None
     key: jax.Array | int | PerRow | None = None
-    log_probs: bool | str = False
+    log_probs: bool | str | Any = False
     top_log_probs: int = 0
     stop: str | Sequence[Any] = ()
     tokenizer: Any = None
@@ -361,7 +361,7 @@ def _rows_of(options: Options, model: HybridLM, batch: int) -> list[Row]:
         check_processors(processors, vocab_size)
         eos_token, of_grammar = own.eos_token, ends_of(processors, vocab_size)
         if eos_token is None:
-            eos_token = [*np.ravel([] if ends is None else ends), *of_grammar]
+            eos_token = [*np.ravel([] if ends is None else ends).tolist(), *of_grammar]
         listed = _listed_eos_tokens(eos_token, vocab_size)
         if listed and of_grammar and not {*listed} & {*of_grammar}:
             raise ValueError(

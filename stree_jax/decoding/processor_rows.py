@@ -126,7 +126,7 @@ def kind(processors: Sequence[LogitsProcessor]) -> Any:
     return structure, classes_of(tuple(processors)), shapes
 
 
-def joined(rows: Sequence[LogitsProcessor]) -> Any:
+def joined(rows: Sequence[Any]) -> Any:
     """One processor of all rows, which are of one `kind`: numbers get an axis of rows in front."""
     structure = jax.tree.structure(rows[0])
     parts = zip(*map(jax.tree.leaves, rows), strict=True)

@@ -1,6 +1,7 @@
 """Prompts in buffers of few sizes."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ def check_num_rows(name: str, value: int) -> None:
 
 
 def checked_prompts(
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]] | Any,
     vocab_size: int,
     name: str = "prompts",
     *,

@@ -23,7 +23,7 @@ _MOST_LOGITS = 2**24  # at a time: 64 MiB
 
 
 def score(
-    model: HybridLM, texts: Sequence[Sequence[int]], *, rows: int = 8
+    model: HybridLM, texts: Sequence[Sequence[int]] | Any, *, rows: int = 8
 ) -> list[Float32[np.ndarray, " _"]]:
     """The log-probability of each token of each text after the tokens before it.
 

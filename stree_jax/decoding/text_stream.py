@@ -43,7 +43,7 @@ class TextStream:
         self._special = {token for token, each in added.items() if each.special}
         self._stages = _stages(self._tokenizer)
 
-    def push(self, tokens: Sequence[int]) -> str:
+    def push(self, tokens: Sequence[int] | Any) -> str:
         """The text that these tokens settle.
 
         Raises:

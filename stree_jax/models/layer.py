@@ -212,7 +212,7 @@ class LayerConfig:
 _KINDS: dict[str, type[LayerConfig]] = {}
 
 
-def register(kind: str, *parts: str) -> Callable[[Config], Config]:
+def register(kind: str | Any, *parts: str | Any) -> Callable[[Config], Config]:
     """Makes a `LayerConfig` known by a name, which checkpoints store.
 
     Args:
@@ -228,7 +228,7 @@ def register(kind: str, *parts: str) -> Callable[[Config], Config]:
             f"the name of a layer kind is a text such as 'mamba2', got {shown(name)}",
         )
 
-    def decorated(cls: Config) -> Config:
+    def decorated(cls: Any) -> Any:
         is_config = isinstance(cls, type) and issubclass(cls, LayerConfig)
         require(is_config, f"the layer kind {kind!r} must be a LayerConfig, got {shown(cls)}")
         known = _KINDS.get(kind)

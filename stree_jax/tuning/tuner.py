@@ -108,7 +108,7 @@ class TuningReport:
 def tune(
     target: HybridLM,
     drafter: Drafter | None,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]] | Any,
     *,
     temperature: float = 0.0,
     key: jax.Array | None = None,

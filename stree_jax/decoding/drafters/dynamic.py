@@ -1,6 +1,7 @@
 """Dynamic draft trees: the draft model keeps its most probable nodes."""
 
 import itertools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +48,9 @@ class DynamicDrafter(Searches):
             positive number.
     """
 
-    def __init__(self, model: HybridLM | DraftModel, *, expand: int = 8, sharpness: float = 2.5):
+    def __init__(
+        self, model: HybridLM | DraftModel, *, expand: int = 8, sharpness: float | Any = 2.5
+    ):
         super().__init__(model)
         if not is_above_zero(sharpness):
             raise ValueError(f"sharpness must be a number above 0, got {shown(sharpness)}")

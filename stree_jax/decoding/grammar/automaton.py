@@ -367,7 +367,7 @@ def _padded(
     )
 
 
-def _joined(automata: Sequence[Automaton]) -> list[Automaton]:
+def _joined(automata: Sequence[Automaton] | Any) -> list[Automaton]:
     """See `Automaton.joined`."""
     for one in automata if isinstance(automata, list | tuple) else [automata]:
         if not isinstance(one, Automaton):

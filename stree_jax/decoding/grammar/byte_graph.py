@@ -76,7 +76,7 @@ class Body(NamedTuple):
         """Counts times positions."""
         return (self.last_count + 1) * len(self.template.after)
 
-    def counts_after(self, counts: np.ndarray) -> np.ndarray:
+    def counts_after(self, counts: np.ndarray | np.integer) -> np.ndarray | np.integer:
         """What is kept of numbers of characters; -1: too many."""
         if self.most is None:
             return np.minimum(counts, self.least)

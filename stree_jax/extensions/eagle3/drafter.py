@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection
+from typing import Any
 
 from stree_jax import HybridLM, ModelDrafter
 from stree_jax.extensions.eagle3.model import Eagle3Model
@@ -26,7 +27,7 @@ class Eagle3Drafter(ModelDrafter):
 
 
 def load_eagle3(
-    path: str | os.PathLike[str], target: HybridLM, *, ignore: Collection[str] = ()
+    path: str | os.PathLike[str], target: HybridLM, *, ignore: Collection[str] | Any = ()
 ) -> Eagle3Head:
     """Loads an EAGLE-3 head, in the target's dtype.
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -16,7 +17,7 @@ def load_mtp(
     target: HybridLM,
     mesh: Mesh | None = None,
     *,
-    ignore: Collection[str] = (),
+    ignore: Collection[str] | Any = (),
 ) -> MtpHead:
     """Loads a multi-token-prediction head, in the target's dtype.
 
