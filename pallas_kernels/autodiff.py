@@ -1,42 +1,9 @@
-"""Kernel forward, XLA derivative."""
+"""A fast version forward, XLA's derivative."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-
-from pallas_kernels import dispatch
-
-
-def differentiable(
-    op: str,
-    requested: str | None,
-    unsupported: str | None,
-    *,
-    xla: Callable[..., Any],
-    kernel: Callable[..., Any],
-    **options: Any,
-) -> Callable[..., Any]:
-    """The implementation of an op to run, with XLA's derivatives.
-
-    Args:
-        op, requested, unsupported: see `dispatch.choose`.
-        xla, kernel: take the same arrays and options; the kernel also takes `interpret`.
-        **options: everything but arrays.
-
-    Returns:
-        A function of the arrays.
-
-    Raises:
-        ValueError: the requested implementation does not exist or cannot run.
-    """
-    chosen = dispatch.choose(op, requested, unsupported)
-    twin = functools.partial(xla, **options)
-    if chosen == "xla":
-        return twin
-    interpret = chosen == "pallas_interpret"
-    return with_gradients_of(twin, functools.partial(kernel, **options, interpret=interpret))
 
 
 def with_gradients_of(twin: Callable[..., Any], fast: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,10 +4,12 @@ Ask for an implementation and get it or an error. Ask for none and get the faste
 device. `explain` says why.
 
     "xla"               closed form in jax.numpy, on any device
+    "native"            C++, on CPUs
     "pallas"            Pallas-Triton kernel, on NVIDIA GPUs from compute capability 8.0
     "pallas_interpret"  the same kernel in the Pallas interpreter, on any device; for tests
 
-An op may know further names (`tree_scan` and `replay` know "jax_triton").
+A model is made with one of these names for all of its ops, so an op without that version runs
+XLA's. An op may know further names (`tree_scan` and `replay` know "jax_triton").
 
 The device is the one that jax will run the op on:
 
@@ -26,32 +28,82 @@ the model get their own programs. The library's entry points use it:
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import jax
 
-from pallas_kernels import triton
+from pallas_kernels import native, triton
+from pallas_kernels.autodiff import with_gradients_of
 
-IMPLEMENTATIONS = ("xla", "pallas", "pallas_interpret")
+IMPLEMENTATIONS = ("xla", "native", "pallas", "pallas_interpret")
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+def run(
+    op: str,
+    versions: Mapping[str, Callable[..., Any]],
+    arguments: tuple[Any, ...],
+    *,
+    requested: str | None,
+    unsupported: Mapping[str, str | None] = _NONE,
+    others: Mapping[str, Callable[[], str | None]] = _NONE,
+    scope: str | None = None,
+    xla_derivatives: bool = False,
+    **settings: Any,
+) -> Any:
+    """Runs an op in the implementation that `choose` says, on the device of its arguments.
+
+    Args:
+        op: name of the op in messages.
+        versions: functions of the arguments and settings, by implementation: "xla", which every op
+            has; "native"; "pallas", which also takes `interpret`; and names in `others`.
+        arguments: pytrees of arrays, or None.
+        requested: a name from `IMPLEMENTATIONS` or `others`; None: the fastest that runs here.
+        unsupported: why versions cannot take these arguments, or None, by implementation.
+        others: see `choose`.
+        scope: name of the op in profiles; None: `op`.
+        xla_derivatives: whether "xla" runs in place of any version under differentiation; see
+            `with_gradients_of`. Settings must then not be arrays.
+        **settings: keyword arguments of all versions.
+
+    Raises:
+        ValueError: the requested implementation does not exist or cannot run.
+    """
+    with jax.named_scope(scope or op), on(arguments):
+        chosen = choose(op, requested, unsupported, others=others, versions=versions)
+        version = _version(chosen)
+        xla, fast = (functools.partial(versions[name], **settings) for name in ("xla", version))
+        if version == "pallas":
+            fast = functools.partial(fast, interpret=chosen == "pallas_interpret")
+        if chosen != "xla" and xla_derivatives:
+            return with_gradients_of(xla, fast)(*arguments)
+        return fast(*arguments)
 
 
 def choose(
     op: str,
     requested: str | None,
-    unsupported: str | None,
+    unsupported: Mapping[str, str | None] | str | None,
     *,
-    others: Mapping[str, Callable[[], str | None]] = MappingProxyType({}),
+    others: Mapping[str, Callable[[], str | None]] = _NONE,
+    versions: Collection[str] = ("xla", "pallas"),
 ) -> str:
-    """The implementation to run on the default device; ops call it inside `on`.
+    """The implementation to run on the default device.
 
     Args:
         op: name of the op in messages.
         requested: a name from `IMPLEMENTATIONS` or `others`; None: the fastest that runs here.
-        unsupported: why the kernels cannot take these shapes, or None if they can.
+        unsupported: why versions cannot take these arguments, or None, by implementation; or one
+            reason for all but "xla".
         others: implementations that only this op has, with a function that returns why each cannot
-            run, or None. They run only on request.
+            run on this machine, or None. They run only on request.
+        versions: what the op has, beside `others`.
+
+    Returns:
+        What is requested, but "xla" if it is in `IMPLEMENTATIONS` and the op does not have it.
 
     Raises:
         ValueError: the requested one does not exist or cannot run.
@@ -59,21 +111,28 @@ def choose(
     known = (*IMPLEMENTATIONS, *others)
     if requested not in (None, *known):
         raise ValueError(f"unknown implementation {requested!r} of {op}; known: {known}")
-    if requested is not None and requested in others:
-        obstacle = others[requested]() or unsupported
-    else:
-        obstacle = triton.UNAVAILABLE or unsupported
-    if requested is None:
-        return "xla" if obstacle or device_obstacle() else "pallas"
-    if requested != "xla" and obstacle:
+    available = {*versions, *others}
+    if not isinstance(unsupported, Mapping):
+        unsupported = dict.fromkeys(available - {"xla"}, unsupported)
+    chosen = requested or _fastest()
+    version = _version(chosen)
+    obstacle = _machine_obstacle(version, others) or unsupported.get(version)
+    if requested and obstacle:
         raise ValueError(f"{op} cannot run as {requested!r}: {obstacle}; use 'xla'")
-    return requested
+    return "xla" if obstacle or version not in available else chosen
 
 
 def explain(device: Any = None) -> str:
     """One line: what runs on a device (None: the default device), and why."""
+    device = default_device() if device is None else device
     obstacle = triton.UNAVAILABLE or device_obstacle(device)
-    return f"xla: {obstacle}" if obstacle else "pallas, and xla for shapes that the kernels refuse"
+    if not obstacle:
+        return "pallas, and xla for shapes that the kernels refuse"
+    if device.platform != "cpu":
+        return f"xla: {obstacle}"
+    if missing := native.obstacle():
+        return f"xla: {obstacle}; {missing}"
+    return f"native, and xla for ops without a native version: {obstacle}"
 
 
 def device_obstacle(device: Any = None) -> str | None:
@@ -86,6 +145,24 @@ def device_obstacle(device: Any = None) -> str | None:
     if not major.isdigit() or int(major) < 8:  # AMD's are words
         return f"the device's compute capability is {capability}, the kernels need 8.0 or later"
     return None
+
+
+def _fastest() -> str:
+    """What runs on the default device unless something stands in the way."""
+    if device_obstacle() is None:
+        return "pallas"
+    return "native" if default_device().platform == "cpu" else "xla"
+
+
+def _machine_obstacle(version: str, others: Mapping[str, Callable[[], str | None]]) -> str | None:
+    """Why a version cannot run on this machine, whatever the op and its arguments, or None."""
+    obstacles = {"native": native.obstacle, "pallas": lambda: triton.UNAVAILABLE, **others}
+    return obstacles[version]() if version in obstacles else None
+
+
+def _version(implementation: str) -> str:
+    """The key of an implementation in `versions`."""
+    return "pallas" if implementation == "pallas_interpret" else implementation
 
 
 def default_device() -> Any:

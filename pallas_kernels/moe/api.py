@@ -1,10 +1,8 @@
 """A mixture of experts between its router and its output: the chosen MLPs of each token."""
 
-import jax
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.autodiff import differentiable
 from pallas_kernels.moe import pallas_triton, xla
 
 
@@ -53,14 +51,14 @@ def expert_mlps(
         )
     if implementation is None and xla.few(chosen, len(experts_in)):
         implementation = "xla"
-    with jax.named_scope("expert_mlps"), dispatch.on(x, experts_in, experts_out):
-        run = differentiable(
-            "expert_mlps",
-            implementation,
-            pallas_triton.unsupported(x.shape[1], hidden, chosen.size, activation),
-            xla=xla.expert_mlps,
-            kernel=pallas_triton.expert_mlps,
-            activation=activation,
-            gated=gated,
-        )
-        return run(x, weights, chosen, experts_in, experts_out)
+    reason = pallas_triton.unsupported(x.shape[1], hidden, chosen.size, activation)
+    return dispatch.run(
+        "expert_mlps",
+        {"xla": xla.expert_mlps, "pallas": pallas_triton.expert_mlps},
+        (x, weights, chosen, experts_in, experts_out),
+        requested=implementation,
+        unsupported={"pallas": reason},
+        xla_derivatives=True,
+        activation=activation,
+        gated=gated,
+    )

@@ -4,11 +4,9 @@
 `gated_rms_norm` is the gate and the norm between the scan and the output projection of Mamba-2.
 """
 
-import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
-from pallas_kernels.autodiff import differentiable
 from pallas_kernels.numerics import DeferredRMSNorm
 from pallas_kernels.rms_norm import pallas_triton, xla
 
@@ -42,17 +40,16 @@ def add_rms_norm(
     Raises:
         ValueError: an implementation that does not exist, or cannot run these shapes.
     """
-    with jax.named_scope("add_rms_norm"), dispatch.on(residual, output, weight):
-        run = differentiable(
-            "add_rms_norm",
-            implementation,
-            pallas_triton.unsupported("row size", residual.shape[-1]),
-            xla=xla.add_rms_norm,
-            kernel=pallas_triton.add_rms_norm,
-            epsilon=epsilon,
-            multiplier=multiplier,
-        )
-        return run(residual, output, weight)
+    return dispatch.run(
+        "add_rms_norm",
+        {"xla": xla.add_rms_norm, "pallas": pallas_triton.add_rms_norm},
+        (residual, output, weight),
+        requested=implementation,
+        unsupported={"pallas": pallas_triton.unsupported("row size", residual.shape[-1])},
+        xla_derivatives=True,
+        epsilon=epsilon,
+        multiplier=multiplier,
+    )
 
 
 def gated_rms_norm(
@@ -100,16 +97,16 @@ def gated_rms_norm(
         raise ValueError(
             f"{y.shape[-1]} gates from column {gate_start} on, of {gate.shape[-1]} columns"
         )
-    with jax.named_scope("gated_rms_norm"), dispatch.on(y, gate, weight):
-        run = differentiable(
-            "gated_rms_norm",
-            implementation,
-            pallas_triton.unsupported("group size", y.shape[-1] // num_groups),
-            xla=xla.gated_rms_norm,
-            kernel=pallas_triton.gated_rms_norm,
-            norm=norm,
-            epsilon=epsilon,
-            num_groups=num_groups,
-            gate_start=gate_start,
-        )
-        return run(y, gate, weight)
+    reason = pallas_triton.unsupported("group size", y.shape[-1] // num_groups)
+    return dispatch.run(
+        "gated_rms_norm",
+        {"xla": xla.gated_rms_norm, "pallas": pallas_triton.gated_rms_norm},
+        (y, gate, weight),
+        requested=implementation,
+        unsupported={"pallas": reason},
+        xla_derivatives=True,
+        norm=norm,
+        epsilon=epsilon,
+        num_groups=num_groups,
+        gate_start=gate_start,
+    )

@@ -5,11 +5,9 @@ State space duality, section 6 of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060).
 
 import functools
 
-import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
-from pallas_kernels.autodiff import differentiable
 from pallas_kernels.ssd import pallas_triton, xla
 
 
@@ -50,13 +48,12 @@ def ssd(
         raise ValueError(f"chunk_size = {chunk_size} is not positive")
     if x.shape[2] % B.shape[2]:
         raise ValueError(f"{B.shape[2]} groups do not divide {x.shape[2]} heads")
-    with jax.named_scope("ssd"), dispatch.on(x, state):
-        reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
-        run = differentiable(
-            "ssd",
-            implementation,
-            reason,
-            xla=functools.partial(xla.ssd, chunk_size=chunk_size),
-            kernel=pallas_triton.ssd,
-        )
-        return run(x, dt, A, B, C, D, state)
+    reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
+    return dispatch.run(
+        "ssd",
+        {"xla": functools.partial(xla.ssd, chunk_size=chunk_size), "pallas": pallas_triton.ssd},
+        (x, dt, A, B, C, D, state),
+        requested=implementation,
+        unsupported={"pallas": reason},
+        xla_derivatives=True,
+    )

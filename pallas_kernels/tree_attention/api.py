@@ -7,11 +7,9 @@ sequence. `tree_attention_layer` is a layer between its projections.
 
 import functools
 
-import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.autodiff import differentiable
 from pallas_kernels.tree_attention import pallas_triton, pallas_triton_layer, xla
 from pallas_kernels.tree_attention.kv_cache import KVCache, NodeKV
 from pallas_kernels.tree_attention.layout import AttentionLayout
@@ -54,19 +52,18 @@ def tree_attention(
         ValueError: an implementation that does not exist, or cannot run these shapes.
     """
     arguments: tuple = (query, node_keys, node_values, keys, values, length, mask)
-    obstacle = pallas_triton.unsupported(query.shape[-1])
+    reason = pallas_triton.unsupported(query.shape[-1])
     if cache_mask is not None:
-        arguments, obstacle = (*arguments, cache_mask), "no kernel has a mask over the cache"
-    with jax.named_scope("tree_attention"), dispatch.on(arguments):
-        run = differentiable(
-            "tree_attention",
-            implementation,
-            obstacle,
-            xla=xla.tree_attention,
-            kernel=pallas_triton.tree_attention,
-            scale=scale,
-        )
-        return run(*arguments)
+        arguments, reason = (*arguments, cache_mask), "no kernel has a mask over the cache"
+    return dispatch.run(
+        "tree_attention",
+        {"xla": xla.tree_attention, "pallas": pallas_triton.tree_attention},
+        arguments,
+        requested=implementation,
+        unsupported={"pallas": reason},
+        xla_derivatives=True,
+        scale=scale,
+    )
 
 
 def tree_attention_layer(
@@ -112,21 +109,19 @@ def tree_attention_layer(
             f" {mask.shape[2]} nodes of the mask; `prefix_pending` must have the keys and values of"
             " all nodes before the query nodes"
         )
-    with jax.named_scope("tree_attention_layer"), dispatch.on(projected, cache):
-        reason = pallas_triton_layer.unsupported(layout, cache.keys.shape[2])
-        match dispatch.choose("tree_attention_layer", implementation, reason):
-            case "xla":
-                # The attention chooses for itself: its kernel may run where this one cannot.
-                attention = functools.partial(tree_attention, implementation=implementation)
-                run = functools.partial(xla.tree_attention_layer, attention=attention)
-            case chosen:
-                interpret = chosen == "pallas_interpret"
-                run = functools.partial(
-                    pallas_triton_layer.tree_attention_layer, interpret=interpret
-                )
-        return run(
-            *(projected, cache, depth, mask),
-            layout=layout,
-            prefix_pending=prefix_pending,
-            previous=previous,
-        )
+    # The attention chooses for itself: its kernel may run where that of the layer cannot.
+    attention = functools.partial(tree_attention, implementation=implementation)
+    reason = pallas_triton_layer.unsupported(layout, cache.keys.shape[2])
+    return dispatch.run(
+        "tree_attention_layer",
+        {
+            "xla": functools.partial(xla.tree_attention_layer, attention=attention),
+            "pallas": pallas_triton_layer.tree_attention_layer,
+        },
+        (projected, cache, depth, mask),
+        requested=implementation,
+        unsupported={"pallas": reason},
+        layout=layout,
+        prefix_pending=prefix_pending,
+        previous=previous,
+    )

@@ -88,17 +88,15 @@ def tree_conv1d(
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation = {activation!r} is not one of {ACTIVATIONS}")
-    arguments = (inputs, conv_state, weight, bias, conv_gather_index)
-    with jax.named_scope("tree_conv1d"), dispatch.on(inputs, conv_state):
-        reason = pallas_triton.unsupported(inputs.shape[-1], weight.shape[0])
-        match dispatch.choose("tree_conv1d", implementation, reason):
-            case "xla":
-                return xla.tree_conv1d(*arguments, activation=activation)
-            case chosen:
-                interpret = chosen == "pallas_interpret"
-                return pallas_triton.tree_conv1d(
-                    *arguments, activation=activation, interpret=interpret
-                )
+    reason = pallas_triton.unsupported(inputs.shape[-1], weight.shape[0])
+    return dispatch.run(
+        "tree_conv1d",
+        {"xla": xla.tree_conv1d, "pallas": pallas_triton.tree_conv1d},
+        (inputs, conv_state, weight, bias, conv_gather_index),
+        requested=implementation,
+        unsupported={"pallas": reason},
+        activation=activation,
+    )
 
 
 def tree_conv1d_layer(
@@ -152,16 +150,16 @@ def tree_conv1d_layer(
         *(projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index),
         *(prefix_pending, previous),
     )
-    with jax.named_scope("tree_conv1d"), dispatch.on(projected, conv_state):
-        reason = pallas_triton.unsupported_layer(layout, conv_weight.shape[0])
-        match dispatch.choose("tree_conv1d_layer", implementation, reason):
-            case "xla":
-                return xla.tree_conv1d_layer(*arguments, layout=layout)
-            case chosen:
-                interpret = chosen == "pallas_interpret"
-                return pallas_triton.tree_conv1d_layer(
-                    *arguments, layout=layout, interpret=interpret
-                )
+    reason = pallas_triton.unsupported_layer(layout, conv_weight.shape[0])
+    return dispatch.run(
+        "tree_conv1d_layer",
+        {"xla": xla.tree_conv1d_layer, "pallas": pallas_triton.tree_conv1d_layer},
+        arguments,
+        requested=implementation,
+        unsupported={"pallas": reason},
+        scope="tree_conv1d",
+        layout=layout,
+    )
 
 
 def replay_conv_state(

@@ -65,25 +65,23 @@ def tree_scan(
         ValueError: a gate that does not fit, or an implementation that does not exist, or cannot
             run these shapes.
     """
-    arguments = (x, dt, A, B, C, D, state, mask)
     if gate is not None:
         gate.check(*x.shape[2:])
-    with jax.named_scope("tree_scan"), dispatch.on(x, state):
-        reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
-        match dispatch.choose("tree_scan", implementation, reason, others=OTHERS):
-            case "xla":
-                return _xla_tree_scan(*arguments, gate=gate, A_is_log=A_is_log)
-            case "jax_triton":
-                if gate is not None:
-                    raise ValueError("the jax-triton kernel of tree_scan has no gate; use 'xla'")
-                from pallas_kernels.tree_scan import jax_triton  # needs triton
-
-                D = jnp.broadcast_to(D.reshape(x.shape[2], -1), x.shape[2:])
-                return jax_triton.tree_scan(x, dt, _rates(A, A_is_log), B, C, D, state, mask)
-            case chosen:
-                return pallas_triton.tree_scan(
-                    *arguments, gate, A_is_log=A_is_log, interpret=chosen == "pallas_interpret"
-                )
+    reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
+    no_gate = None if gate is None else "the jax-triton kernel of tree_scan has no gate"
+    return dispatch.run(
+        "tree_scan",
+        {
+            "xla": xla.tree_scan,
+            "pallas": pallas_triton.tree_scan,
+            "jax_triton": _jax_triton_tree_scan,
+        },
+        (x, dt, A, B, C, D, state, mask, gate),
+        requested=implementation,
+        unsupported={"pallas": reason, "jax_triton": reason or no_gate},
+        others=OTHERS,
+        A_is_log=A_is_log,
+    )
 
 
 def replay(
@@ -118,18 +116,15 @@ def replay(
     Raises:
         ValueError: an implementation that does not exist, or cannot run these shapes.
     """
-    with jax.named_scope("replay"), dispatch.on(x, state):
-        reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
-        match dispatch.choose("replay", implementation, reason, others=OTHERS):
-            case "xla":
-                return xla.replay(x, dt, A, B, state, path)
-            case "jax_triton":
-                from pallas_kernels.tree_scan import jax_triton  # needs triton
-
-                return jax_triton.replay(x, dt, A, B, state, path)
-            case chosen:
-                interpret = chosen == "pallas_interpret"
-                return pallas_triton.replay(x, dt, A, B, state, path, interpret=interpret)
+    reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
+    return dispatch.run(
+        "replay",
+        {"xla": xla.replay, "pallas": pallas_triton.replay, "jax_triton": _jax_triton_replay},
+        (x, dt, A, B, state, path),
+        requested=implementation,
+        unsupported={"pallas": reason, "jax_triton": reason},
+        others=OTHERS,
+    )
 
 
 def replay_tree_scan(
@@ -171,37 +166,43 @@ def replay_tree_scan(
         ValueError: a gate that does not fit, or an implementation that does not exist, or cannot
             run these shapes.
     """
-    tree = (x, dt, A, B, C, D)
+    arguments = (
+        *(prev_x, prev_dt, prev_B, prev_path),
+        *(x, dt, A, B, C, D, state, ancestor_mask, gate),
+    )
     if gate is not None:
         gate.check(*x.shape[2:])
-    with jax.named_scope("replay_tree_scan"), dispatch.on(x, state):
-        reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
-        match dispatch.choose("replay_tree_scan", implementation, reason):
-            case "xla":
-                rates = _rates(A, A_is_log)
-                state = xla.replay(prev_x, prev_dt, rates, prev_B, state, prev_path)
-                y = _xla_tree_scan(*tree, state, ancestor_mask, gate=gate, A_is_log=A_is_log)
-                return y, state
-            case chosen:
-                return pallas_triton.replay_tree_scan(
-                    *(prev_x, prev_dt, prev_B, prev_path),
-                    *(*tree, state, ancestor_mask, gate),
-                    A_is_log=A_is_log,
-                    interpret=chosen == "pallas_interpret",
-                )
+    reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
+    return dispatch.run(
+        "replay_tree_scan",
+        {"xla": xla.replay_tree_scan, "pallas": pallas_triton.replay_tree_scan},
+        arguments,
+        requested=implementation,
+        unsupported={"pallas": reason},
+        A_is_log=A_is_log,
+    )
 
 
-def _rates(A: jax.Array, A_is_log: bool) -> jax.Array:
-    return -jnp.exp(A) if A_is_log else A
-
-
-def _xla_tree_scan(
+def _jax_triton_tree_scan(
     x: jax.Array,
     dt: jax.Array,
     A: jax.Array,
-    *arguments: jax.Array,
-    gate: Gate | None,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array,
+    state: jax.Array,
+    mask: jax.Array,
+    gate: None,
+    *,
     A_is_log: bool,
-) -> jax.Array | DeferredRMSNorm:
-    y = xla.tree_scan(x, dt, _rates(A, A_is_log), *arguments)
-    return y if gate is None else xla.gated(y, gate)
+) -> jax.Array:
+    from pallas_kernels.tree_scan import jax_triton  # needs triton
+
+    D = jnp.broadcast_to(D.reshape(x.shape[2], -1), x.shape[2:])
+    return jax_triton.tree_scan(x, dt, xla.rates(A, A_is_log), B, C, D, state, mask)
+
+
+def _jax_triton_replay(*arguments: jax.Array) -> jax.Array:
+    from pallas_kernels.tree_scan import jax_triton  # needs triton
+
+    return jax_triton.replay(*arguments)

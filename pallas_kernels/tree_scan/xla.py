@@ -18,8 +18,12 @@ def tree_scan(
     D: jax.Array,
     state: jax.Array,
     mask: jax.Array,
-) -> jax.Array:
-    """See `api.tree_scan`; without gate, and with A itself, not its logarithm."""
+    gate: Gate | None = None,
+    *,
+    A_is_log: bool = False,
+) -> jax.Array | DeferredRMSNorm:
+    """See `api.tree_scan`."""
+    A = rates(A, A_is_log)
     batch, num_nodes, num_heads, head_dim = x.shape
     num_queries, num_groups = C.shape[1:3]
     first_query = num_nodes - num_queries
@@ -51,7 +55,8 @@ def tree_scan(
     carried = carried.transpose(0, 2, 1, 3, 4).reshape(y.shape)
     y = y + carried * jnp.exp(query_decay)[..., None]
 
-    return (y + D.reshape(num_heads, -1) * x[:, first_query:]).astype(dtype)
+    y = (y + D.reshape(num_heads, -1) * x[:, first_query:]).astype(dtype)
+    return y if gate is None else gated(y, gate)
 
 
 def replay(
@@ -74,6 +79,33 @@ def replay(
     written = contract("bjgkp,bjgs->bgkps", grouped, B)
     total = jnp.exp(decay.sum(axis=1))
     return total[..., None, None] * state + written.reshape(state.shape)
+
+
+def replay_tree_scan(
+    prev_x: jax.Array,
+    prev_dt: jax.Array,
+    prev_B: jax.Array,
+    prev_path: jax.Array,
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array,
+    state: jax.Array,
+    ancestor_mask: jax.Array,
+    gate: Gate | None = None,
+    *,
+    A_is_log: bool = False,
+) -> tuple[jax.Array | DeferredRMSNorm, jax.Array]:
+    """See `api.replay_tree_scan`. One after the other."""
+    state = replay(prev_x, prev_dt, rates(A, A_is_log), prev_B, state, prev_path)
+    return tree_scan(x, dt, A, B, C, D, state, ancestor_mask, gate, A_is_log=A_is_log), state
+
+
+def rates(A: jax.Array, A_is_log: bool) -> jax.Array:
+    """A itself; models store `log(-A)`."""
+    return -jnp.exp(A) if A_is_log else A
 
 
 def gated(y: jax.Array, gate: Gate) -> jax.Array | DeferredRMSNorm:

@@ -91,7 +91,7 @@ class HybridLM(Partitioned):
         dtype: dtype of the weights and activations, float32 or bfloat16. The SSM state, the decays
             and the logits are float32 in both cases.
         rngs: random streams for initialisation.
-        implementation: kernel implementation: "xla", "pallas" or "pallas_interpret" (see
+        implementation: kernel implementation: "xla", "native", "pallas" or "pallas_interpret" (see
             `pallas_kernels.dispatch`); None: the fastest that runs on the device.
 
     Attributes:

@@ -1,3 +1,4 @@
+import functools
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch, triton, tuning
+from pallas_kernels import dispatch, native, triton, tuning
 from tests.cases.tree_scan import small_replay
 
 
@@ -107,6 +108,101 @@ def test_without_triton_everything_but_pallas_works(monkeypatch):
     assert "no Pallas-Triton" in dispatch.explain()
     with pytest.raises(ValueError, match="no Pallas-Triton backend; use 'xla'"):
         small_replay("pallas")
+
+
+@pytest.fixture
+def native_runs(monkeypatch):
+    monkeypatch.setattr(native, "obstacle", lambda: None)
+
+
+# Each adds another number, so that a result tells what has run.
+VERSIONS = {
+    "xla": lambda x, factor: factor * x**3,
+    "native": lambda x, factor: factor * x**3 + 1.0,
+    "pallas": lambda x, factor, interpret: factor * x**3 + (2.0 if interpret else 3.0),
+    "own": lambda x, factor: factor * x**3 + 4.0,
+}
+
+
+def run(requested=None, *, versions=VERSIONS, x=1.0, **options):
+    others = {"own": lambda: None}
+    return dispatch.run(
+        "op", versions, (x,), requested=requested, others=others, factor=2.0, **options
+    )
+
+
+def without(name):
+    return {key: version for key, version in VERSIONS.items() if key != name}
+
+
+def test_run_calls_the_version_that_is_asked_for(native_runs):
+    results = {"xla": 2.0, "native": 3.0, "pallas_interpret": 4.0, "pallas": 5.0, "own": 6.0}
+    assert {name: run(name) for name in results} == results
+
+
+def test_the_default_is_native_on_a_cpu(native_runs, monkeypatch):
+    assert run() == 3.0
+    assert run(unsupported={"pallas": "odd shape"}) == 3.0
+    assert run(unsupported={"native": "odd shape"}) == run(versions=without("native")) == 2.0
+    assert dispatch.explain().startswith("native, and xla for ops without a native version: ")
+    assert "is a CPU" in dispatch.explain()
+    monkeypatch.setattr(native, "obstacle", lambda: "no compiler")
+    assert run() == 2.0
+    assert dispatch.explain().startswith("xla: the device is a CPU")
+    assert dispatch.explain().endswith("; no compiler")
+
+
+def test_the_default_is_pallas_on_a_gpu(native_runs, default_is_a_gpu, monkeypatch):
+    assert run() == 5.0
+    assert run(unsupported={"native": "odd shape"}) == 5.0
+    assert run(unsupported={"pallas": "odd shape"}) == run(versions=without("pallas")) == 2.0
+    assert run(x=jax.device_put(1.0, default_is_a_gpu)) == 3.0
+    old_gpu = SimpleNamespace(platform="gpu", compute_capability="7.5")
+    monkeypatch.setattr(dispatch, "default_device", lambda: old_gpu)
+    assert dispatch.choose("op", None, None, versions=VERSIONS) == "xla"
+
+
+@pytest.mark.parametrize("name", ["native", "pallas", "pallas_interpret"])
+def test_an_op_without_the_version_runs_xlas(name, native_runs, monkeypatch):
+    """Unless nothing on this machine could run it."""
+    versions = without(name.removesuffix("_interpret"))
+    assert run(name, versions=versions) == 2.0
+    monkeypatch.setattr(native, "obstacle", lambda: "no such backend")
+    monkeypatch.setattr(triton, "UNAVAILABLE", "no such backend")
+    with pytest.raises(ValueError, match=f"op cannot run as '{name}': no such backend; use 'xla'"):
+        run(name, versions=versions)
+
+
+def test_what_is_asked_for_and_cannot_run_is_refused(native_runs, monkeypatch):
+    for name in ("native", "own"):
+        with pytest.raises(ValueError, match=f"op cannot run as '{name}': odd shape; use 'xla'"):
+            run(name, unsupported={name: "odd shape"})
+    for name in ("pallas", "pallas_interpret"):
+        with pytest.raises(ValueError, match=f"op cannot run as '{name}': odd shape; use 'xla'"):
+            run(name, unsupported={"pallas": "odd shape"})
+    with pytest.raises(ValueError, match="unknown implementation 'cuda' of op; known: .*'own'"):
+        run("cuda")
+    monkeypatch.setattr(native, "obstacle", lambda: "no compiler")
+    with pytest.raises(ValueError, match="replay cannot run as 'native': no compiler; use 'xla'"):
+        small_replay("native")
+
+
+@pytest.mark.parametrize("name", ["native", "pallas_interpret", "own"])
+def test_versions_may_have_the_derivatives_of_xla(name, native_runs):
+    """Then the value beside a derivative is of XLA too; otherwise both are the version's own."""
+    with_derivatives = functools.partial(run, name, xla_derivatives=True)
+    assert with_derivatives() == run(name) != run("xla")
+    assert jax.value_and_grad(lambda x: with_derivatives(x=x))(1.0) == (2.0, 6.0)
+    assert jax.value_and_grad(lambda x: run(name, x=x))(1.0) == (run(name), 6.0)
+
+
+def test_an_op_has_its_name_in_profiles():
+    def names(**options):
+        lowered = jax.jit(lambda x: run("xla", x=x, **options)).lower(1.0)
+        return lowered.as_text(debug_info=True)
+
+    assert "op/mul" in names()
+    assert "layer/mul" in names(scope="layer")
 
 
 CODE = """
