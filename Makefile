@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 # Shapes and dtypes of signatures, checked in every call: 4 s of a process, and 6 % of the rest.
 CHECKED := --jaxtyping-packages=stree_jax,pallas_kernels,beartype.beartype
+# What an install is made of. It compiles the C++, so it is made again after a change of that.
+PACKAGE := pyproject.toml setup.py pallas_kernels/native/build_backend.py \
+	$(wildcard pallas_kernels/*/*.cc pallas_kernels/*/*.h)
 
 .PHONY: help install demo test test-docs test-gpu test-slow docs lint format types check clean
 
@@ -25,15 +28,15 @@ $(BIN)/.created:
 	@touch $@
 
 # What the demo needs, without the tools of development.
-$(BIN)/.library: pyproject.toml $(BIN)/.created
+$(BIN)/.library: $(PACKAGE) $(BIN)/.created
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
-$(BIN)/.docs: pyproject.toml $(BIN)/.created
+$(BIN)/.docs: $(PACKAGE) $(BIN)/.created
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $@
 
-$(BIN)/.installed: pyproject.toml $(BIN)/.created
+$(BIN)/.installed: $(PACKAGE) $(BIN)/.created
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 

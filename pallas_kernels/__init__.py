@@ -1,4 +1,4 @@
-"""Ops for tree decoding of Mamba-2 and of attention, on XLA or as Pallas-Triton kernels.
+"""Ops for tree decoding of Mamba-2 and of attention, on XLA, as Pallas-Triton kernels, or in C++.
 
 A step runs the nodes of a token tree through a model, and then advances the model's state along the
 accepted path. The ops are the parts of that step which XLA cannot fuse well:
@@ -14,11 +14,13 @@ accepted path. The ops are the parts of that step which XLA cannot fuse well:
     gated_rms_norm      gate and norm after the scan
     ssd                 the Mamba-2 recurrence over a whole sequence, in chunks
     expert_mlps         the chosen experts of each token
+    matmul              rows times a matrix that is packed for a CPU
 
 Every op is a pure function of arrays that returns new arrays; the ones that update a state or a
 cache update it in place if it is donated. Each op has a folder, with `reference.py` (the
 specification: sequential NumPy in any float type), `xla.py` (closed form, on any device),
-`pallas_triton.py` (the kernel), `config.py` (its block sizes) and `api.py` (the public functions).
+`pallas_triton.py` (the kernel) with `config.py` (its block sizes), for some `native.py` and
+`native.cc` (C++ for CPUs), and `api.py` (the public functions).
 `dispatch` chooses the implementation and says why. Needs jax and jaxtyping only.
 
 Tree ops compute outputs at the last `Q` of `N` nodes: with `Q == N` a target model verifies a whole
@@ -27,6 +29,8 @@ tree, with `Q < N` a draft model grows a tree level by level. Dimension letters 
 """
 
 from pallas_kernels import dispatch
+from pallas_kernels.matmul.api import matmul
+from pallas_kernels.matmul.packed import PackedMatrix
 from pallas_kernels.moe.api import expert_mlps
 from pallas_kernels.numerics import DeferredRMSNorm
 from pallas_kernels.rms_norm.api import add_rms_norm, gated_rms_norm
@@ -53,11 +57,13 @@ __all__ = [
     "Mamba2Layout",
     "Mamba2Pending",
     "NodeKV",
+    "PackedMatrix",
     "add_rms_norm",
     "conv_gather_index",
     "dispatch",
     "expert_mlps",
     "gated_rms_norm",
+    "matmul",
     "replay",
     "replay_conv_state",
     "replay_gather_index",

@@ -132,7 +132,7 @@ def explain(device: Any = None) -> str:
         return f"xla: {obstacle}"
     if missing := native.obstacle():
         return f"xla: {obstacle}; {missing}"
-    return f"native, and xla for ops without a native version: {obstacle}"
+    return f"native ({native.level()}), and xla for ops without a native version: {obstacle}"
 
 
 def device_obstacle(device: Any = None) -> str | None:
@@ -156,8 +156,19 @@ def _fastest() -> str:
 
 def _machine_obstacle(version: str, others: Mapping[str, Callable[[], str | None]]) -> str | None:
     """Why a version cannot run on this machine, whatever the op and its arguments, or None."""
-    obstacles = {"native": native.obstacle, "pallas": lambda: triton.UNAVAILABLE, **others}
+    obstacles: dict[str, Callable[[], str | None]] = {
+        "native": _native_obstacle,
+        "pallas": lambda: triton.UNAVAILABLE,
+        **others,
+    }
     return obstacles[version]() if version in obstacles else None
+
+
+def _native_obstacle() -> str | None:
+    platform = default_device().platform
+    if platform != "cpu":
+        return f"the device is a {platform.upper()}, native code is for CPUs"
+    return native.obstacle()
 
 
 def _version(implementation: str) -> str:

@@ -1,17 +1,22 @@
 """A mixture of experts between its router and its output: the chosen MLPs of each token."""
 
+import functools
+
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels import dispatch
+from pallas_kernels.matmul import PackedMatrix
 from pallas_kernels.moe import pallas_triton, xla
+
+PACKED = ("xla", "native")  # implementations of products with packed experts
 
 
 def expert_mlps(
     x: Float[Array, "tokens M"],
     weights: Float32[Array, "tokens A"],
     chosen: Int[Array, "tokens A"],
-    experts_in: Float[Array, "experts M X"],
-    experts_out: Float[Array, "experts F M"],
+    experts_in: Float[Array, "experts M X"] | PackedMatrix,
+    experts_out: Float[Array, "experts F M"] | PackedMatrix,
     *,
     activation: str,
     gated: bool,
@@ -31,7 +36,8 @@ def expert_mlps(
         x: the tokens.
         weights: router weights of each token's chosen experts.
         chosen: indices of the chosen experts; all must be in range.
-        experts_in, experts_out: weight matrices of all experts, in the dtype of `x`.
+        experts_in, experts_out: weight matrices of all experts, in the dtype of `x`; or both
+            packed, for a CPU.
         activation: a name from `numerics.ACTIVATIONS`.
         gated: whether `X = 2 F` or `X = F`.
         implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
@@ -43,22 +49,25 @@ def expert_mlps(
         ValueError: matrices that do not fit each other, or an implementation that does not exist or
             cannot run these shapes.
     """
-    columns, hidden = experts_in.shape[2], experts_out.shape[1]
+    columns, hidden = experts_in.shape[-1], experts_out.shape[-2]
     if columns != (2 * hidden if gated else hidden):
         raise ValueError(
             f"experts_in has {columns} columns and experts_out {hidden} rows with gated = {gated};"
             " gated experts need twice as many columns as rows, others as many"
         )
+    arguments = (x, weights, chosen, experts_in, experts_out)
+    run = functools.partial(
+        dispatch.run, "expert_mlps", xla_derivatives=True, activation=activation, gated=gated
+    )
+    if isinstance(experts_in, PackedMatrix):
+        versions = {name: functools.partial(xla.packed_mlps, product=name) for name in PACKED}
+        return run(versions, arguments, requested=implementation)
     if implementation is None and xla.few(chosen, len(experts_in)):
         implementation = "xla"
     reason = pallas_triton.unsupported(x.shape[1], hidden, chosen.size, activation)
-    return dispatch.run(
-        "expert_mlps",
+    return run(
         {"xla": xla.expert_mlps, "pallas": pallas_triton.expert_mlps},
-        (x, weights, chosen, experts_in, experts_out),
+        arguments,
         requested=implementation,
         unsupported={"pallas": reason},
-        xla_derivatives=True,
-        activation=activation,
-        gated=gated,
     )

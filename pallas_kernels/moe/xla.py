@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.autodiff import with_gradients_of
+from pallas_kernels.matmul import PackedMatrix, matmul
 from pallas_kernels.numerics import activate, contract
 
 # Least and most rows that a loop multiplies by an expert's matrices at a time.
@@ -49,6 +50,27 @@ def expert_mlps(
         default=in_products,
     )
     return weighted_sum(by_choice, weights)
+
+
+def packed_mlps(
+    x: Float[Array, "tokens M"],
+    weights: Float32[Array, "tokens A"],
+    chosen: Int[Array, "tokens A"],
+    experts_in: PackedMatrix,
+    experts_out: PackedMatrix,
+    *,
+    product: str,
+    **options: Any,
+) -> Float[Array, "tokens M"]:
+    """`expert_mlps` with packed experts: each choice is a row with a matrix of its own."""
+    which = chosen.reshape(-1)
+
+    def product_with(experts: PackedMatrix) -> Product:
+        return lambda rows: matmul(rows, experts, which, implementation=product)
+
+    rows = jnp.repeat(x, chosen.shape[1], axis=0)
+    by_choice = _mlp(rows, product_with(experts_in), product_with(experts_out), **options)
+    return weighted_sum(by_choice, weights).astype(x.dtype)
 
 
 def few(chosen: Int[Array, "tokens A"], num_experts: int) -> bool:

@@ -1,6 +1,171 @@
-"""Ops in C++ for CPUs, called through `jax.ffi`."""
+"""Our own code for CPUs, called inside jitted programs by XLA's foreign-function interface.
+
+C++ with the compilers' vector extensions, built when the package is installed (`build_backend.py`)
+and loaded when first used, for the best instructions that this processor has. The environment
+variable `STREE_JAX_NATIVE` chooses:
+
+    off    XLA runs
+    v3     AVX2 (x86-64-v3), on processors that have more too
+    v4     AVX-512 (x86-64-v4)
+
+`obstacle` says why it cannot run, `call` runs a function of it.
+"""
+
+import ctypes
+import functools
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pallas_kernels.native import build_backend
+
+# What a processor must have, as Linux lists it.
+_AVX2 = {"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
+_AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_NEEDED = {"v3": _AVX2, "v4": _AVX2 | _AVX512}
+_CPU_INFO = Path("/proc/cpuinfo")
+_INSTALL = "`pip install .` builds it, in a checkout `pip install -e .`"
 
 
+@functools.cache
 def obstacle() -> str | None:
-    """Why no native version can run on this machine, or None."""
-    return "the native library is not part of this version"
+    """Why the library cannot run in this process, or None if it can.
+
+    Raises:
+        ValueError: `STREE_JAX_NATIVE` is none of its values, or asks for what this processor lacks.
+    """
+    try:
+        _library()
+        _register("stree_jax_matmul")  # XLA refuses all of the library's functions, or none
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def level() -> str | None:
+    """The instructions that it runs with, such as "v4"; None: it does not run."""
+    return None if obstacle() else _library()[0]
+
+
+def call(
+    name: str,
+    results: Any,
+    *arrays: jax.Array,
+    aliases: dict[int, int] | None = None,
+    **attributes: Any,
+) -> Any:
+    """Calls the function `name` of the library in a program for a CPU.
+
+    Args:
+        name: such as "matmul".
+        results: shapes and dtypes of what it returns.
+        arrays: its arguments. The function checks all their sizes.
+        aliases: numbers of arguments that it writes in place, and of the results that they become.
+        attributes: its static arguments.
+    """
+    target = f"stree_jax_{name}"
+    _register(target)
+    function = jax.ffi.ffi_call(
+        target, results, input_output_aliases=aliases, vmap_method="sequential"
+    )
+    return function(*arrays, **attributes)
+
+
+@functools.cache
+def _register(target: str) -> None:
+    """Tells XLA of a function of the library.
+
+    Raises:
+        OSError: XLA refuses it, as one that was built with headers of a newer version.
+    """
+    function = getattr(_library()[1], target)
+    try:
+        # Before the CPU has started, the function would wait, and a refusal make the start fail.
+        jax.devices("cpu")
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
+    except RuntimeError as error:
+        raise OSError(f"jax {jax.__version__} refuses the native library: {error}") from None
+
+
+@functools.cache
+def _library() -> tuple[str, ctypes.CDLL]:
+    """The instructions and the loaded library.
+
+    Raises:
+        OSError: it cannot be loaded, or is switched off.
+        ValueError: see `obstacle`.
+    """
+    chosen = _level()
+    file = build_backend.library(chosen)
+    if not file.is_file():
+        raise OSError(f"the native library is not built: {_why_not()}")
+    try:
+        _check(file)
+        library = ctypes.CDLL(str(file))
+        made_of = ctypes.c_char_p.in_dll(library, "stree_jax_sources").value or b""
+    except (OSError, ValueError) as error:
+        raise OSError(f"the native library cannot be loaded: {error}; {_INSTALL}") from None
+    if build_backend.digest() not in ("", made_of.decode()):
+        raise OSError(f"the native library is older than its sources: {_INSTALL}")
+    return chosen, library
+
+
+def _check(file: Path) -> None:
+    """Raises an OSError for a file of Linux that is cut short: loading it would end the process."""
+    with file.open("rb") as opened:
+        head = opened.read(64)
+    if head.startswith(b"\x7fELF") and len(head) == 64:
+        start, size, count = struct.unpack_from("<Q10xHH", head, 40)  # its end: a table of sections
+        if file.stat().st_size < start + size * count:
+            raise OSError(f"{file} is cut short")
+
+
+def _level() -> str:
+    """The instructions that are chosen, or the best of this processor's.
+
+    Raises:
+        OSError: there are none, or the library is switched off.
+        ValueError: see `obstacle`.
+    """
+    lacking = {name: _lacks(name) for name in build_backend.levels()}
+    chosen = os.environ.get("STREE_JAX_NATIVE")
+    if chosen == "off":
+        raise OSError("STREE_JAX_NATIVE=off")
+    if chosen:
+        if chosen not in lacking:
+            raise ValueError(f"STREE_JAX_NATIVE must be one of {('off', *lacking)}, got {chosen!r}")
+        if lacking[chosen]:
+            raise ValueError(f"STREE_JAX_NATIVE={chosen}: this processor has no {lacking[chosen]}")
+        return chosen
+    if not lacking:
+        raise OSError("there is no native code for this processor")
+    able = [name for name, missing in lacking.items() if not missing]
+    if not able:
+        raise OSError(f"this processor has no {next(iter(lacking.values()))}")
+    return able[-1]
+
+
+def _lacks(name: str) -> str:
+    """What this processor lacks for these instructions; empty: nothing."""
+    needed = _NEEDED.get(name)
+    return ", ".join(sorted(needed - _flags())) if needed else ""
+
+
+def _flags() -> set[str]:
+    """What the processor has."""
+    try:
+        lines = _CPU_INFO.read_text().splitlines()
+    except OSError:
+        return set()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+def _why_not() -> str:
+    """Why the library was not built, as the build has left it; else how to build it."""
+    try:
+        return build_backend.failure().read_text().strip()
+    except OSError:
+        return _INSTALL

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.tree_conv1d import pallas_triton, xla
+from pallas_kernels.tree_conv1d import native, pallas_triton, xla
 from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
 
 ACTIVATIONS = (None, "silu")
@@ -153,10 +153,17 @@ def tree_conv1d_layer(
     reason = pallas_triton.unsupported_layer(layout, conv_weight.shape[0])
     return dispatch.run(
         "tree_conv1d_layer",
-        {"xla": xla.tree_conv1d_layer, "pallas": pallas_triton.tree_conv1d_layer},
+        {
+            "xla": xla.tree_conv1d_layer,
+            "pallas": pallas_triton.tree_conv1d_layer,
+            "native": native.tree_conv1d_layer,
+        },
         arguments,
         requested=implementation,
-        unsupported={"pallas": reason},
+        unsupported={
+            "pallas": reason,
+            "native": native.unsupported(projected, layout, conv_weight.shape[0]),
+        },
         scope="tree_conv1d",
         layout=layout,
     )

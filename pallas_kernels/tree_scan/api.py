@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.numerics import DeferredRMSNorm
-from pallas_kernels.tree_scan import jax_triton_versions, pallas_triton, xla
+from pallas_kernels.tree_scan import jax_triton_versions, native, pallas_triton, xla
 from pallas_kernels.tree_scan.gate import Gate
 
 # Implementations that only these ops have.
@@ -74,11 +74,16 @@ def tree_scan(
         {
             "xla": xla.tree_scan,
             "pallas": pallas_triton.tree_scan,
+            "native": native.tree_scan,
             "jax_triton": _jax_triton_tree_scan,
         },
         (x, dt, A, B, C, D, state, mask, gate),
         requested=implementation,
-        unsupported={"pallas": reason, "jax_triton": reason or no_gate},
+        unsupported={
+            "pallas": reason,
+            "native": native.unsupported(x, B),
+            "jax_triton": reason or no_gate,
+        },
         others=OTHERS,
         A_is_log=A_is_log,
     )
@@ -175,10 +180,14 @@ def replay_tree_scan(
     reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
     return dispatch.run(
         "replay_tree_scan",
-        {"xla": xla.replay_tree_scan, "pallas": pallas_triton.replay_tree_scan},
+        {
+            "xla": xla.replay_tree_scan,
+            "pallas": pallas_triton.replay_tree_scan,
+            "native": native.replay_tree_scan,
+        },
         arguments,
         requested=implementation,
-        unsupported={"pallas": reason},
+        unsupported={"pallas": reason, "native": native.unsupported(x, B)},
         A_is_log=A_is_log,
     )
 

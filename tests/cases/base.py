@@ -11,10 +11,15 @@ import numpy as np
 import pytest
 
 import pallas_kernels
+from pallas_kernels import native
 
 # The kernel itself runs on a GPU (`make test-gpu`), its interpreter everywhere.
 IMPLEMENTATIONS = ("xla", "pallas_interpret", "pallas")
+WITH_NATIVE = (*IMPLEMENTATIONS, "native")
 ON_CPU_AND_GPU = ("xla", "pallas_interpret", pytest.param("pallas", marks=pytest.mark.gpu))
+NEEDS_NATIVE = pytest.mark.skipif(native.obstacle() is not None, reason=str(native.obstacle()))
+# Marks of implementations that do not run everywhere.
+MARKS = {"pallas": pytest.mark.gpu, "native": NEEDS_NATIVE}
 # Relative errors against float64. float32: sums of some hundred terms. bfloat16: rounding the
 # output. A state is float32, and the kernels split its products into two bfloat16 halves.
 OUTPUT = {False: 1e-6, True: 3e-3}
@@ -78,6 +83,11 @@ class Budget(NamedTuple):
     floor: float = 1e-7
 
 
+def native_lacks_bf16(case, implementation):
+    """Native scans and convolutions are for float32: on a CPU activations are."""
+    return implementation == "native" and case.bf16
+
+
 class Op(NamedTuple):
     """An op and its table.
 
@@ -88,6 +98,7 @@ class Op(NamedTuple):
         budgets: takes a case; a `Budget` for each output.
         implementations: all that the op has.
         slow: names of cases that `make test-slow` runs, since other cases cover what they do.
+        lacks: takes a case and an implementation; whether it refuses such a case.
     """
 
     cases: dict[str, Case]
@@ -95,6 +106,7 @@ class Op(NamedTuple):
     budgets: Callable[[Case], dict[str, Budget]]
     implementations: tuple[str, ...] = IMPLEMENTATIONS
     slow: tuple[str, ...] = ()
+    lacks: Callable[[Case, str], bool] = lambda case, implementation: False
 
     def check(self, case, implementation):
         """Asserts that the outputs of a case are within their budgets."""

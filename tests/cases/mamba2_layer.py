@@ -257,7 +257,14 @@ def budgets(case):
     return found | (dict(mean_squares=squares) if case.normed and not case.per_head else {})
 
 
+def lacks(case, implementation):
+    """Native convolutions have no repeated heads or groups."""
+    repeated = case.layout.x_heads != case.layout.num_heads
+    return base.native_lacks_bf16(case, implementation) or (implementation == "native" and repeated)
+
+
 MAMBA2_LAYER = Op(
-    *(CASES, errors, budgets),
+    *(CASES, errors, budgets, base.WITH_NATIVE),
+    lacks=lacks,
     slow=("gate, no norm", "prefix of the root", "repeated, bf16", "bf16, heads normed alone"),
 )

@@ -193,11 +193,17 @@ FUSED = (
     *("root only", "newest level", "groups", "padded nodes", "blocks of nodes"),
     *("three rows, one with an empty path", "large time steps", "bf16, many nodes"),
 )
-TREE_SCAN = Op(CASES, scan_errors, scan_budgets, slow=FUSED)
+TREE_SCAN = Op(
+    *(CASES, scan_errors, scan_budgets, base.WITH_NATIVE),
+    slow=FUSED,
+    lacks=base.native_lacks_bf16,
+)
 # A replay has no queries.
 REPLAY = Op(CASES, replay_errors, replay_budgets, slow=(*FUSED, "newest node of many"))
 REPLAY_TREE_SCAN = Op(
     {name: CASES[name] for name in FUSED},
     fused_errors,
     lambda case: scan_budgets(case) | replay_budgets(case),
+    base.WITH_NATIVE,
+    lacks=base.native_lacks_bf16,
 )

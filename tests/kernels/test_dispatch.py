@@ -113,6 +113,7 @@ def test_without_triton_everything_but_pallas_works(monkeypatch):
 @pytest.fixture
 def native_runs(monkeypatch):
     monkeypatch.setattr(native, "obstacle", lambda: None)
+    monkeypatch.setattr(native, "level", lambda: "v3")
 
 
 # Each adds another number, so that a result tells what has run.
@@ -144,7 +145,7 @@ def test_the_default_is_native_on_a_cpu(native_runs, monkeypatch):
     assert run() == 3.0
     assert run(unsupported={"pallas": "odd shape"}) == 3.0
     assert run(unsupported={"native": "odd shape"}) == run(versions=without("native")) == 2.0
-    assert dispatch.explain().startswith("native, and xla for ops without a native version: ")
+    assert dispatch.explain().startswith("native (v3), and xla for ops without a native version:")
     assert "is a CPU" in dispatch.explain()
     monkeypatch.setattr(native, "obstacle", lambda: "no compiler")
     assert run() == 2.0

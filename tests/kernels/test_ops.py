@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.cases import base
 from tests.cases.ops import OPS
 
 
@@ -9,8 +10,11 @@ def runs():
     for op, table in OPS.items():
         for name in table.cases:
             for implementation in table.implementations:
-                marks = [pytest.mark.gpu] if implementation == "pallas" else []
-                marks += [pytest.mark.slow] if name in table.slow and not marks else []
+                if table.lacks(table.cases[name], implementation):
+                    continue
+                marks = [base.MARKS[implementation]] if implementation in base.MARKS else []
+                slow = name in table.slow and implementation != "pallas"
+                marks += [pytest.mark.slow] if slow else []
                 case = f"{op}: {name}-{implementation}"
                 yield pytest.param(op, name, implementation, marks=marks, id=case)
 

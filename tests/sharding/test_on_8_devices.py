@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-FILES = ("eight_devices.py", "serving_on_8_devices.py")
+FILES = ("eight_devices.py", "serving_on_8_devices.py", "matmul_on_8_devices.py")
 
 
 def run(*options, limit):

@@ -1,0 +1,332 @@
+// Products of float32 rows with a matrix in blocks of 32 columns, on a CPU.
+//
+// Every output is summed in one fixed order, whatever the number of rows and of threads: parts of
+// 256 inputs, each in order from zero, and the parts in order. So a row's product is the same to
+// the bit alone and among others.
+//
+// Tiles of few rows take several blocks at once, because one block would give too few independent
+// sums to hide the latency of a multiply-add. Large products are cut into tasks of some blocks and
+// some rows.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "../native/parallel.h"
+#include "../native/vectors.h"
+
+namespace ffi = xla::ffi;
+namespace stree {
+namespace {
+
+constexpr int kColumns = 32;    // of a block
+constexpr int64_t kPart = 256;  // inputs whose sums stay in registers
+constexpr int64_t kGroup = 32;  // inputs with one scale a column
+
+// The sums of a tile stay in registers: AVX-512 has 32 of 16 lanes, AVX2 16 of 8, NEON 32 of 4.
+#if defined(__AVX512F__)
+constexpr int kVectors = 2, kRows = 13;
+#elif defined(__AVX2__)
+constexpr int kVectors = 2, kRows = 6;
+#else
+constexpr int kVectors = 4, kRows = 6;
+#endif
+constexpr int kTileColumns = kVectors * kLanes;
+
+constexpr int64_t kTaskBytes = 64 << 10;   // weights of a task
+constexpr int64_t kAloneBytes = 64 << 10;  // weights that do not pay for a second thread
+constexpr int64_t kTaskRows = 20 * kRows;
+constexpr int64_t kPrefetch = 1024;  // bytes ahead
+
+// Blocks of one matrix.
+template <typename T>
+struct Matrix {
+  const T* weights;     // [blocks, inputs, 32]
+  const float* scales;  // [blocks, groups, 32], or null
+  int64_t inputs, groups;
+};
+
+// Adds a part of R rows times B blocks to the outputs; the first part sets them.
+template <typename T, int R, int B>
+STREE_INLINE void tile(const float* __restrict x, int64_t x_stride, const Matrix<T>& matrix,
+                       const T* __restrict weights, const float* __restrict scales,
+                       float* __restrict y, int64_t y_stride, int64_t count, bool first) {
+  const int64_t stride = matrix.inputs * kColumns, scale_stride = matrix.groups * kColumns;
+  Vec sums[B][R][kVectors] = {};
+  for (int64_t begin = 0; begin < count; begin += kGroup) {
+    const int64_t end = std::min(begin + kGroup, count);
+    Vec scale[B][kVectors];
+    if constexpr (sizeof(T) == 1) {
+#pragma GCC unroll 4
+      for (int b = 0; b < B; ++b)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v)
+          scale[b][v] = load(scales + b * scale_stride + begin / kGroup * kColumns + v * kLanes);
+    }
+    for (int64_t k = begin; k < end; ++k) {
+#pragma GCC unroll 4
+      for (int b = 0; b < B; ++b) {
+        const T* at = weights + b * stride + k * kColumns;
+        Vec w[kVectors];
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+          w[v] = load(at + v * kLanes);
+          if constexpr (sizeof(T) == 1) w[v] *= scale[b][v];
+        }
+#pragma GCC unroll 2
+        for (size_t byte = 0; byte < sizeof(T) * kTileColumns; byte += 64)
+          __builtin_prefetch((const char*)at + kPrefetch + byte);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+          const Vec input = splat(x[r * x_stride + k]);
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; ++v) sums[b][r][v] += input * w[v];
+        }
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int b = 0; b < B; ++b)
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        float* out = y + r * y_stride + b * kColumns + v * kLanes;
+        store(out, first ? sums[b][r][v] : load(out) + sums[b][r][v]);
+      }
+}
+
+// R rows times B blocks, all inputs or a part of them.
+template <typename T, int R, int B>
+void tiles(const float* x, int64_t x_stride, const Matrix<T>& matrix, int64_t block, int64_t begin,
+           int64_t count, float* y, int64_t y_stride) {
+  const T* weights = matrix.weights + (block * matrix.inputs + begin) * kColumns;
+  const float* scales = matrix.scales + (block * matrix.groups + begin / kGroup) * kColumns;
+  for (int column = 0; column < kColumns; column += kTileColumns)
+    tile<T, R, B>(x + begin, x_stride, matrix, weights + column, scales + column, y + column,
+                  y_stride, count, begin == 0);
+}
+
+template <typename T, int B>
+void part(const float* x, int64_t rows, const Matrix<T>& matrix, int64_t block, int64_t begin,
+          float* y, int64_t y_stride) {
+  const int64_t count = std::min(matrix.inputs - begin, kPart);
+  // Tiles of nearly equal height: 14 rows are 7 and 7.
+  const int64_t number = (rows + kRows - 1) / kRows, height = (rows + number - 1) / number;
+  for (int64_t row = 0; row < rows; row += height) {
+    const float* x_tile = x + row * matrix.inputs;
+    float* y_tile = y + row * y_stride;
+    switch (std::min(height, rows - row)) {
+#define STREE_CASE(R)                                                                            \
+  case R:                                                                                        \
+    if constexpr (R * B <= kRows)                                          \
+      tiles<T, R, B>(x_tile, matrix.inputs, matrix, block, begin, count, y_tile, y_stride);      \
+    break;
+      STREE_CASE(1) STREE_CASE(2) STREE_CASE(3) STREE_CASE(4) STREE_CASE(5) STREE_CASE(6)
+      STREE_CASE(7) STREE_CASE(8) STREE_CASE(9) STREE_CASE(10) STREE_CASE(11) STREE_CASE(12)
+      STREE_CASE(13)
+#undef STREE_CASE
+    }
+  }
+}
+
+template <typename T, int B>
+void blocks(const float* x, int64_t rows, const Matrix<T>& matrix, int64_t block, float* y,
+            int64_t y_stride) {
+  for (int64_t begin = 0; begin < matrix.inputs; begin += kPart)
+    part<T, B>(x, rows, matrix, block, begin, y, y_stride);
+}
+
+// Rows times blocks [first, last); y is the output at the first of these blocks.
+template <typename T>
+void product(const float* x, int64_t rows, const Matrix<T>& matrix, int64_t first, int64_t last,
+             float* y, int64_t y_stride) {
+  const int64_t at_once = 4 * rows <= kRows ? 4 : 2 * rows <= kRows ? 2 : 1;
+  for (int64_t block = first; block < last;) {
+    const int64_t left = std::min(at_once, last - block);
+    float* out = y + (block - first) * kColumns;
+    if (left >= 4) {
+      blocks<T, 4>(x, rows, matrix, block, out, y_stride);
+      block += 4;
+    } else if (left >= 2) {
+      blocks<T, 2>(x, rows, matrix, block, out, y_stride);
+      block += 2;
+    } else {
+      blocks<T, 1>(x, rows, matrix, block, out, y_stride);
+      block += 1;
+    }
+  }
+}
+
+// Rows that one matrix of several multiplies.
+struct Segment {
+  int64_t matrix, first, count;
+};
+
+// A task of a call: some rows of a segment times some blocks.
+struct Task {
+  int64_t matrix, row, rows, first, last;
+};
+
+// The call's arrays after all checks.
+template <typename T>
+struct Call {
+  const float* x;       // [rows, inputs]
+  const T* weights;     // [matrices, blocks, inputs, 32]
+  const float* scales;  // [matrices, blocks, groups, 32], or null
+  float* y;             // [rows, columns]
+  int64_t inputs, blocks, groups, first_block, columns;
+
+  Matrix<T> matrix(int64_t index) const {
+    const int64_t block = index * blocks + first_block;
+    return {weights + block * inputs * kColumns,
+            scales ? scales + block * groups * kColumns : nullptr, inputs, groups};
+  }
+
+  void run(const Task& task) const {
+    const Matrix<T> own = matrix(task.matrix);
+    const int64_t whole = columns / kColumns;  // blocks without missing columns
+    const float* rows = x + task.row * inputs;
+    float* out = y + task.row * columns;
+    const int64_t end = std::min(task.last, whole);
+    if (task.first < end)
+      product(rows, task.rows, own, task.first, end, out + task.first * kColumns, columns);
+    if (task.last <= whole) return;
+    std::vector<float> block(task.rows * kColumns);
+    product(rows, task.rows, own, whole, task.last, block.data(), kColumns);
+    for (int64_t r = 0; r < task.rows; ++r)
+      std::memcpy(out + r * columns + whole * kColumns, block.data() + r * kColumns,
+                  (columns - whole * kColumns) * sizeof(float));
+  }
+
+  void run(ffi::ThreadPool& pool, const std::vector<Segment>& segments) const {
+    const int64_t used = (columns + kColumns - 1) / kColumns;
+    const int64_t block_bytes = inputs * kColumns * sizeof(T);
+    // A multiple of 4 blocks, which tiles of one row take at once.
+    const int64_t wanted = (std::max<int64_t>(1, kTaskBytes / block_bytes) + 3) / 4 * 4;
+    const int64_t fair = std::max<int64_t>(1, used / pool.num_threads());
+    const int64_t each = segments.size() == 1 ? std::min(wanted, fair) : wanted;
+    std::vector<Task> tasks;
+    for (const Segment& segment : segments)
+      for (int64_t row = 0; row < segment.count; row += kTaskRows)
+        for (int64_t block = 0; block < used; block += each)
+          tasks.push_back({segment.matrix, segment.first + row,
+                           std::min(kTaskRows, segment.count - row), block,
+                           std::min(block + each, used)});
+    const int64_t bytes = used * block_bytes * static_cast<int64_t>(segments.size());
+    if (bytes <= kAloneBytes && tasks.size() <= segments.size() * used)
+      for (const Task& task : tasks) run(task);
+    else
+      for_each_task(pool, tasks.size(), [&](int64_t task) { run(tasks[task]); });
+  }
+};
+
+// Each row times the matrix that `which` names: rows of one matrix become neighbours.
+template <typename T>
+void grouped(ffi::ThreadPool& pool, Call<T> call, const int32_t* which, int64_t rows,
+             int64_t matrices) {
+  std::vector<int64_t> starts(matrices + 1);
+  for (int64_t r = 0; r < rows; ++r) ++starts[which[r] + 1];
+  std::vector<Segment> segments;
+  for (int64_t m = 0; m < matrices; ++m) {
+    if (starts[m + 1]) segments.push_back({m, starts[m], starts[m + 1]});
+    starts[m + 1] += starts[m];
+  }
+  std::vector<int64_t> place(rows);
+  for (int64_t r = 0; r < rows; ++r) place[r] = starts[which[r]]++;
+  std::vector<float> x(rows * call.inputs), y(rows * call.columns);
+  for (int64_t r = 0; r < rows; ++r)
+    std::memcpy(x.data() + place[r] * call.inputs, call.x + r * call.inputs,
+                call.inputs * sizeof(float));
+  float* out = call.y;
+  call.x = x.data();
+  call.y = y.data();
+  call.run(pool, segments);
+  for (int64_t r = 0; r < rows; ++r)
+    std::memcpy(out + r * call.columns, y.data() + place[r] * call.columns,
+                call.columns * sizeof(float));
+}
+
+template <typename T>
+void matmul(ffi::ThreadPool& pool, const Call<T>& call, const int32_t* which, int64_t rows,
+            int64_t matrices) {
+  if (which)
+    grouped(pool, call, which, rows, matrices);
+  else
+    call.run(pool, {{0, 0, rows}});
+}
+
+ffi::Error refused(const std::string& why) {
+  return ffi::Error::InvalidArgument("stree_jax matmul: " + why);
+}
+
+// x [rows, inputs] times blocks [matrices, blocks, inputs, 32] from `first_block` on, with scales
+// [matrices, blocks, groups, 32] or [0], and the matrix of each row [rows] or [0] if there is one.
+ffi::Error Matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer blocks,
+                  ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::S32> which,
+                  ffi::ResultBuffer<ffi::F32> y, int64_t first_block) {
+  const auto xs = x.dimensions(), bs = blocks.dimensions(), ss = scales.dimensions(),
+             ws = which.dimensions(), ys = y->dimensions();
+  if (xs.size() != 2 || bs.size() != 4 || ys.size() != 2 || bs[3] != kColumns || xs[1] != bs[2] ||
+      ys[0] != xs[0])
+    return refused("shapes do not fit");
+  const int64_t rows = xs[0], inputs = bs[2], groups = (inputs + kGroup - 1) / kGroup;
+  const int64_t used = (ys[1] + kColumns - 1) / kColumns;
+  if (first_block < 0 || first_block > bs[1] - used) return refused("there are fewer columns");
+  const bool has_scales = blocks.element_type() == ffi::S8;
+  if (has_scales ? ss.size() != 4 || ss[0] != bs[0] || ss[1] != bs[1] || ss[2] != groups ||
+                       ss[3] != kColumns
+                 : scales.element_count() != 0)
+    return refused("scales do not fit");
+  const bool is_chosen = bs[0] != 1;
+  if (ws.size() != 1 || (ws[0] != 0 || is_chosen) * rows != ws[0])
+    return refused("every row needs the index of its matrix");
+  const int32_t* chosen = ws[0] ? which.typed_data() : nullptr;
+  for (int64_t r = 0; r < ws[0]; ++r)
+    if (chosen[r] < 0 || chosen[r] >= bs[0])
+      return refused("there is no matrix " + std::to_string(chosen[r]) + " of " +
+                     std::to_string(bs[0]));
+  if (y->element_count() == 0) return ffi::Error::Success();
+  if (inputs == 0) {
+    std::memset(y->untyped_data(), 0, y->size_bytes());
+    return ffi::Error::Success();
+  }
+  const auto run = [&](auto* weights) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(weights)>>;
+    const Call<T> call{x.typed_data(),   weights, has_scales ? scales.typed_data() : nullptr,
+                       y->typed_data(),  inputs,  bs[1],
+                       groups,           first_block, ys[1]};
+    matmul(pool, call, chosen, rows, bs[0]);
+  };
+  switch (blocks.element_type()) {
+    case ffi::F32:
+      run(static_cast<const float*>(blocks.untyped_data()));
+      break;
+    case ffi::BF16:
+      run(static_cast<const uint16_t*>(blocks.untyped_data()));
+      break;
+    case ffi::S8:
+      run(static_cast<const int8_t*>(blocks.untyped_data()));
+      break;
+    default:
+      return refused("matrices are float32, bfloat16 or int8");
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace stree
+
+extern "C" STREE_EXPORT XLA_FFI_Error* stree_jax_matmul(XLA_FFI_CallFrame* frame);
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(stree_jax_matmul, stree::Matmul,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("first_block"));

@@ -1,0 +1,147 @@
+"""Matrices in blocks of 32 columns, as a CPU reads them in order."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float32, Int, Num
+
+COLUMNS = 32  # of a block
+GROUP = 32  # inputs with one scale a column
+_ALIGNMENT, _LARGE_PAGE = 64, 1 << 21  # bytes
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedMatrix:
+    """A matrix `[I, O]`, or several `[E, I, O]`, in blocks of 32 columns.
+
+    Attributes:
+        blocks: `[*E, blocks, I, 32]`; float32, bfloat16, or int8 with scales. The last block is
+            filled with zeros.
+        scales: float32 factors of 8-bit weights `[*E, blocks, ceil(I / 32), 32]`: one for 32
+            inputs of a column; None: none.
+        columns: O.
+        first: the first column; a multiple of 32 unless the matrix is `cut`.
+    """
+
+    blocks: Any  # an array, or what jax puts in its place
+    scales: Any
+    columns: int = dataclasses.field(metadata={"static": True})
+    first: int = dataclasses.field(default=0, metadata={"static": True})
+
+    @classmethod
+    def pack(cls, matrix: Any, dtype: DTypeLike | None = None) -> "PackedMatrix":
+        """Packs a matrix on the host.
+
+        Args:
+            matrix: `[I, O]` or `[E, I, O]`.
+            dtype: float32, bfloat16 or int8; None: that of the matrix.
+
+        Raises:
+            ValueError: another shape or dtype.
+        """
+        host = np.asarray(matrix)
+        dtype = jnp.dtype(host.dtype if dtype is None else dtype)
+        if host.ndim not in (2, 3) or dtype.name not in ("float32", "bfloat16", "int8"):
+            raise ValueError(
+                f"a matrix [I, O] or [E, I, O] is packed as float32, bfloat16 or int8, got"
+                f" {host.shape} as {dtype.name}"
+            )
+        if dtype == jnp.int8:
+            return cls._quantised(host)
+        return cls(_on_large_pages(_blocks(host), dtype), None, host.shape[-1])
+
+    @classmethod
+    def _quantised(cls, matrix: np.ndarray) -> "PackedMatrix":
+        """8 bits: the largest weight of a group becomes 127."""
+        blocks = _blocks(np.asarray(matrix, np.float32))
+        size = blocks.shape[-2]
+        groups = -(-size // GROUP)
+        padding = [(0, 0)] * (blocks.ndim - 2) + [(0, groups * GROUP - size), (0, 0)]
+        grouped = np.pad(blocks, padding).reshape(*blocks.shape[:-2], groups, GROUP, COLUMNS)
+        scales = np.abs(grouped).max(axis=-2) / np.float32(127)
+        steps = np.where(scales > 0, scales, 1)[..., None, :]
+        # A scale of few bits, as of numbers below 1e-41, would give more than 127.
+        whole = np.clip(np.rint(grouped / steps), -127, 127).astype(np.int8)
+        rows = whole.reshape(*blocks.shape[:-2], groups * GROUP, COLUMNS)
+        weights = _on_large_pages(rows[..., :size, :], whole.dtype)
+        return cls(weights, jnp.asarray(scales), matrix.shape[-1])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the matrix, `[*E, I, O]`."""
+        return (*self.blocks.shape[:-3], self.blocks.shape[-2], self.columns)
+
+    @property
+    def dtype(self) -> Any:
+        """That of its weights."""
+        return self.blocks.dtype
+
+    def cut(self, start: int, stop: int) -> "PackedMatrix":
+        """Its columns from `start` to `stop`; nothing is copied.
+
+        Raises:
+            ValueError: they are not among its columns.
+        """
+        if not 0 <= start <= stop <= self.columns:
+            raise ValueError(f"columns {start} to {stop} of {self.columns}")
+        return dataclasses.replace(self, columns=stop - start, first=self.first + start)
+
+    def used(self) -> tuple[Array, Array | None]:
+        """The blocks with its columns, and their scales."""
+        blocks = slice(self.first // COLUMNS, -(-(self.first + self.columns) // COLUMNS))
+        scales = None if self.scales is None else self.scales[..., blocks, :, :]
+        return self.blocks[..., blocks, :, :], scales
+
+    def canonical(self) -> Num[Array, "*E I O"]:
+        """The matrix `[*E, I, O]`, 8-bit weights as float32."""
+        blocks, scales = self.used()
+        wide = blocks if scales is None else scaled(blocks, scales)
+        *several, count, size, width = wide.shape
+        whole = jnp.moveaxis(wide, -3, -2).reshape(*several, size, count * width)
+        skipped = self.first % COLUMNS
+        return whole[..., skipped : skipped + self.columns]
+
+    def rows(self, index: Int[Array, "*rows"]) -> Float32[Array, "*rows I"]:
+        """Columns of a matrix `[I, O]`, which are rows of an embedding `[O, I]`."""
+        block, column = (self.first + index) // COLUMNS, (self.first + index) % COLUMNS
+        found = self.blocks[block, :, column].astype(jnp.float32)
+        if self.scales is None:
+            return found
+        factors = jnp.repeat(self.scales[block, :, column], GROUP, axis=-1)
+        return found * factors[..., : found.shape[-1]]
+
+
+def _blocks(host: np.ndarray) -> np.ndarray:
+    """A view of `[*E, I, O]` in blocks `[*E, blocks, I, 32]`."""
+    count = -(-host.shape[-1] // COLUMNS)
+    missing = count * COLUMNS - host.shape[-1]
+    padded = np.pad(host, [(0, 0)] * (host.ndim - 1) + [(0, missing)])
+    cut = padded.reshape(*host.shape[:-1], count, COLUMNS)
+    return np.moveaxis(cut, -2, -3)
+
+
+def _on_large_pages(values: np.ndarray, dtype: DTypeLike) -> Array:
+    """A copy whose memory begins a page of 2 MB.
+
+    NumPy asks Linux for such pages in large arrays, and jax takes an aligned array as it is.
+    Reading 400 MB of weights is a fifth faster: fewer addresses are looked up.
+    """
+    count = values.size * np.dtype(dtype).itemsize
+    alignment = _LARGE_PAGE if count >= _LARGE_PAGE else _ALIGNMENT
+    raw = np.empty(count + alignment, np.uint8)
+    start = -raw.ctypes.data % alignment
+    copy = raw[start : start + count].view(dtype).reshape(values.shape)
+    copy[...] = values
+    return jax.device_put(copy)
+
+
+def scaled(blocks: Array, scales: Array) -> Array:
+    """The blocks in float32, times the scales."""
+    return (
+        blocks.astype(jnp.float32) * jnp.repeat(scales, GROUP, axis=-2)[..., : blocks.shape[-2], :]
+    )

@@ -1,0 +1,49 @@
+"""`matmul` as XLA operations."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float32, Int
+
+from pallas_kernels.matmul.packed import COLUMNS, PackedMatrix, scaled
+
+_MOST_ROWS = 256  # that are multiplied by blocks; more are multiplied by the whole matrix
+
+
+def matmul(
+    x: Float32[Array, "rows I"], matrix: PackedMatrix, which: Int[Array, " rows"] | None = None
+) -> Float32[Array, "rows O"]:
+    """See `api.matmul`; rows are rounded to bfloat16 for a bfloat16 matrix.
+
+    XLA would widen such a matrix as a whole, and hold the copy.
+    """
+    if which is not None:
+        return lax.map(lambda row: _of_choice(matrix, *row), (x, which))
+    if len(x) > _MOST_ROWS:
+        return _dot(x, matrix.canonical(), ())
+    blocks, scales = matrix.used()
+    wide = blocks if scales is None else scaled(blocks, scales)
+    # XLA's bfloat16 product of one row takes seven times as long as that of two.
+    rows = jnp.pad(x, ((0, 1), (0, 0))) if len(x) == 1 and wide.dtype == jnp.bfloat16 else x
+    y = _dot(jnp.broadcast_to(rows, (len(wide), *rows.shape)), wide, (0,))
+    y = y.swapaxes(0, 1).reshape(len(rows), len(wide) * COLUMNS)[: len(x)]
+    skipped = matrix.first % COLUMNS
+    return y[:, skipped : skipped + matrix.columns]
+
+
+def _of_choice(matrix: PackedMatrix, row: jax.Array, index: jax.Array) -> jax.Array:
+    """A row times one of several matrices."""
+    one = jax.tree.map(lambda array: lax.dynamic_index_in_dim(array, index, keepdims=False), matrix)
+    return matmul(row[None], one)[0]
+
+
+def _dot(left: jax.Array, right: jax.Array, batch: tuple[int, ...]) -> jax.Array:
+    """`left @ right` over leading batch axes, exact in float32; bfloat16 sums in float32."""
+    exact = right.dtype == jnp.float32
+    return lax.dot_general(
+        left.astype(right.dtype),
+        right,
+        (((left.ndim - 1,), (right.ndim - 2,)), (batch, batch)),
+        precision=lax.Precision.HIGHEST if exact else None,
+        preferred_element_type=jnp.float32,
+    )

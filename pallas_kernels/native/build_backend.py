@@ -1,0 +1,194 @@
+"""Builds the native library.
+
+Installing the package builds it; in a checkout so does
+
+    python pallas_kernels/native/build_backend.py
+
+It is C++17 without Python's ABI, one file for each set of vector instructions, and needs jaxlib's
+headers and any compiler. Where none is on the PATH, the package `ziglang` brings one.
+
+This module is the build backend of `pyproject.toml`: setuptools' own, which asks for ziglang too.
+`setup.py` has the commands of setuptools that call `try_build`.
+"""
+
+import functools
+import hashlib
+import itertools
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+# What the compiler must know of each set of instructions; the best is the last.
+LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "v3": ("-march=x86-64-v3",),
+        "v4": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+    },
+    "aarch64": {"neon": ()},
+}
+_FLAGS = (
+    *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden"),
+    # Fused multiply-adds, in the order that is written.
+    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
+)
+
+
+def levels() -> dict[str, tuple[str, ...]]:
+    """The sets of instructions for this machine's architecture; empty: there are none."""
+    name = platform.machine().lower()
+    return LEVELS.get({"amd64": "x86_64", "arm64": "aarch64"}.get(name, name), {})
+
+
+def library(level: str, folder: Path = HERE) -> Path:
+    """The file of the library for these instructions."""
+    return folder / f"libstree-{level}.so"
+
+
+def failure(folder: Path = HERE) -> Path:
+    """The file that says why the library was not built."""
+    return folder / "failure.txt"
+
+
+def built(folder: Path = HERE) -> list[Path]:
+    """What a build has left: libraries, or why there are none."""
+    return [*folder.glob("libstree-*.so"), *folder.glob("failure.txt")]
+
+
+def sources() -> list[Path]:
+    """The sources of all ops; none where the package is installed from a wheel."""
+    return sorted(HERE.parent.glob("*/*.cc"))
+
+
+def digest() -> str:
+    """What tells a library of other sources or flags; empty where there are no sources."""
+    if not sources():
+        return ""
+    contents = [file.read_bytes() for file in (*sources(), *sorted(HERE.parent.glob("*/*.h")))]
+    return hashlib.sha256(b"\0".join([repr((LEVELS, _FLAGS)).encode(), *contents])).hexdigest()
+
+
+def compiler() -> list[str] | None:
+    """The command of a C++ compiler: `CXX`, one on the PATH, or ziglang's; None: there is none."""
+    if named := os.environ.get("CXX"):
+        return shlex.split(named)
+    for name in ("g++", "clang++", "c++"):
+        if path := shutil.which(name):
+            return [path]
+    return [sys.executable, "-m", "ziglang", "c++"] if find_spec("ziglang") else None
+
+
+def build(folder: Path = HERE, extra: tuple[str, ...] = ()) -> None:
+    """Compiles the library for every set of instructions of this machine's architecture.
+
+    A process that has loaded an older one keeps it: files are replaced, not written to.
+
+    Args:
+        folder: where the files go.
+        extra: further flags of the compiler.
+
+    Raises:
+        RuntimeError: why it failed, in one line.
+        OSError: the compiler or the folder cannot be used.
+    """
+    command = compiler()
+    if not levels() or sys.platform not in ("linux", "darwin"):
+        raise RuntimeError(f"it is not for {sys.platform} on {platform.machine()}")
+    if command is None:
+        raise RuntimeError("there is no C++ compiler, nor the package ziglang")
+    jaxlib = find_spec("jaxlib")
+    if jaxlib is None or not jaxlib.submodule_search_locations:
+        raise RuntimeError("jaxlib, whose headers it needs, is not installed")
+    headers = Path(jaxlib.submodule_search_locations[0], "include")
+    defined = f'-DSTREE_JAX_SOURCES="{digest()}"'
+    folder.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="build-", dir=folder) as name,
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+    ):
+        objects = Path(name)
+        run = functools.partial(_run, command, objects)
+
+        def compiled(job: tuple[str, Path]) -> None:
+            level, source = job
+            flags = (*_FLAGS, *levels()[level], *extra, defined, "-isystem", str(headers), "-c")
+            made = objects / f"{level}-{source.parent.name}-{source.stem}.o"
+            run(*flags, str(source), "-o", str(made))
+
+        def linked(level: str) -> Path:
+            made = library(level, objects)
+            parts = sorted(map(str, objects.glob(f"{level}-*.o")))
+            run(*_FLAGS, "-shared", *extra, *parts, "-o", str(made))
+            return made
+
+        list(pool.map(compiled, itertools.product(levels(), sources())))
+        for made in list(pool.map(linked, levels())):
+            os.replace(made, folder / made.name)
+
+
+def _run(command: list[str], folder: Path, *arguments: str) -> None:
+    """Runs the compiler, whose cache if any is in the folder."""
+    environment = {**os.environ, "LC_ALL": "C"}
+    if "ziglang" in command:
+        environment |= {"ZIG_GLOBAL_CACHE_DIR": str(folder), "ZIG_LOCAL_CACHE_DIR": str(folder)}
+        # Its names of processors have no hyphens; its libraries have symbols for debuggers.
+        arguments = (*(each.replace("x86-64-v", "x86_64_v") for each in arguments), "-s")
+    done = subprocess.run(
+        [*command, *arguments], env=environment, capture_output=True, text=True, errors="replace"
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        errors = [line for line in said if "error" in line.lower()]
+        why = (*errors, *said, f"exit status {done.returncode}")[0]
+        raise RuntimeError(f"{shlex.join(command)} failed: {why.strip()[:200]}")
+
+
+def try_build() -> str | None:
+    """Builds in place. If that fails, leaves and returns the reason, and no older library."""
+    try:
+        build()
+    except (RuntimeError, OSError) as error:
+        for old in built():
+            old.unlink()
+        failure().write_text(f"{error}\n")
+        return str(error)
+    failure().unlink(missing_ok=True)
+    return None
+
+
+def _requirements() -> list[str]:
+    return [] if compiler() else ["ziglang>=0.13"]
+
+
+def get_requires_for_build_wheel(config_settings: dict | None = None) -> list[str]:
+    """What a wheel's build needs beyond pyproject.toml's list, see PEP 517."""
+    from setuptools import build_meta
+
+    return [*build_meta.get_requires_for_build_wheel(config_settings), *_requirements()]
+
+
+def get_requires_for_build_editable(config_settings: dict | None = None) -> list[str]:
+    """What an editable install needs beyond pyproject.toml's list, see PEP 660."""
+    from setuptools import build_meta
+
+    return [*build_meta.get_requires_for_build_editable(config_settings), *_requirements()]
+
+
+def __getattr__(name: str) -> object:
+    """All other hooks are those of setuptools, which only builds import."""
+    if not name.startswith(("build_", "get_requires_", "prepare_")):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from setuptools import build_meta
+
+    return getattr(build_meta, name)
+
+
+if __name__ == "__main__":
+    build()

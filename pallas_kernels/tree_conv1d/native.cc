@@ -1,0 +1,182 @@
+// Everything between a Mamba-2 layer's input projection and its scan, over a tree, on a CPU.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "../native/math.h"
+#include "../native/parallel.h"
+
+namespace ffi = xla::ffi;
+namespace stree {
+namespace {
+
+constexpr int64_t kAlone = 16384;  // numbers that do not pay for a second thread
+
+using F32 = ffi::Buffer<ffi::F32>;
+using S32 = ffi::Buffer<ffi::S32>;
+using Result = ffi::ResultBuffer<ffi::F32>;
+
+bool is(ffi::Span<const int64_t> shape, std::initializer_list<int64_t> wanted) {
+  return std::equal(shape.begin(), shape.end(), wanted.begin(), wanted.end());
+}
+
+float* copied(float* to, const float* from, int64_t count) {
+  std::memcpy(to, from, count * sizeof(float));
+  return to + count;
+}
+
+// Columns [x | B | C | dt] from `first_column` on; channels [x | B | C].
+struct Layer {
+  int64_t prefix, queries, columns, channels, x_size, b_size, c_size, heads, taps;
+  int64_t first_column;
+  float multipliers[4], dt_low, dt_high;
+  const float *projected, *weight, *bias, *dt_bias;
+  const int32_t* index;
+  const float *prefix_x, *prefix_dt, *prefix_B, *prefix_input;
+  float *x, *dt, *B, *conv_input, *C, *conv_state;
+
+  int64_t nodes() const { return prefix + queries; }
+
+  void copy(int64_t b) const;
+  void node(int64_t b, int64_t q) const;
+};
+
+// What stands before and after the convolution: the prefix, and the inputs of the new nodes.
+void Layer::copy(int64_t b) const {
+  copied(x + b * nodes() * x_size, prefix_x + b * prefix * x_size, prefix * x_size);
+  copied(B + b * nodes() * b_size, prefix_B + b * prefix * b_size, prefix * b_size);
+  copied(dt + b * nodes() * heads, prefix_dt + b * prefix * heads, prefix * heads);
+  float* to = copied(conv_input + b * nodes() * channels, prefix_input + b * prefix * channels,
+                     prefix * channels);
+  const int64_t sizes[3] = {x_size, b_size, c_size};
+  for (int64_t q = 0; q < queries; ++q) {
+    const float* from = projected + (b * queries + q) * columns + first_column;
+    for (int part = 0; part < 3; ++part)
+      for (int64_t i = 0; i < sizes[part]; ++i) *to++ = *from++ * multipliers[part];
+  }
+}
+
+void Layer::node(int64_t b, int64_t q) const {
+  const int64_t state_rows = taps - 1;
+  const float* rows[16];
+  for (int64_t k = 0; k < taps; ++k) {
+    // As XLA's gather: rows outside are the nearest inside.
+    const int64_t last = state_rows + nodes() - 1;
+    const int64_t row = std::clamp<int64_t>(index[(b * queries + q) * taps + k], 0, last);
+    rows[k] = row < state_rows ? conv_state + (b * state_rows + row) * channels
+                               : conv_input + (b * nodes() + row - state_rows) * channels;
+  }
+  const int64_t i = b * nodes() + prefix + q;
+  float* const parts[3] = {x + i * x_size, B + i * b_size, C + (b * queries + q) * c_size};
+  const int64_t sizes[3] = {x_size, b_size, c_size};
+  int64_t channel = 0;
+  for (int part = 0; part < 3; ++part)
+    for (int64_t c = 0; c < sizes[part]; c += kLanes, channel += kLanes) {
+      Vec value = bias ? load(bias + channel) : Vec{};
+      for (int64_t k = 0; k < taps; ++k)
+        value += load(rows[k] + channel) * load(weight + k * channels + channel);
+      store(parts[part] + c, silu(value));
+    }
+  const float* raw = projected + (b * queries + q) * columns + first_column + channels;
+  for (int64_t h = 0; h < heads; ++h) {
+    const float value = raw[h] * multipliers[3] + dt_bias[h];
+    const float softplus = std::max(value, 0.0f) + std::log1p(std::exp(-std::abs(value)));
+    dt[i * heads + h] = std::min(std::max(softplus, dt_low), dt_high);
+  }
+}
+
+ffi::Error TreeConv1dLayer(ffi::ThreadPool pool, F32 projected, F32 weight, F32 bias, F32 dt_bias,
+                           F32 old_state, S32 index, F32 prefix_x, F32 prefix_dt, F32 prefix_B,
+                           F32 prefix_input, F32 old_input, S32 replay_index, Result x, Result dt,
+                           Result B, Result conv_input, Result C, Result conv_state,
+                           int64_t first_column, ffi::Span<const float> multipliers, float dt_low,
+                           float dt_high) {
+  const auto ps = projected.dimensions(), ws = weight.dimensions(), xs = x->dimensions(),
+             bs = B->dimensions(), os = old_input.dimensions();
+  if (ps.size() != 3 || ws.size() != 2 || xs.size() != 4 || bs.size() != 4 || os.size() != 3 ||
+      multipliers.size() != 4)
+    return ffi::Error::InvalidArgument("stree_jax tree_conv1d_layer: shapes do not fit");
+  const int64_t batch = ps[0], queries = ps[1], nodes = xs[1], prefix = nodes - queries;
+  const int64_t heads = xs[2], size = xs[3], groups = bs[2], states = bs[3];
+  const int64_t taps = ws[0], channels = heads * size + 2 * groups * states, before = os[1];
+  const bool has_replay = replay_index.element_count() != 0 || before != 0;
+  const bool fits =
+      prefix >= 0 && taps >= 1 && taps <= 16 && first_column >= 0 &&
+      first_column + channels + heads <= ps[2] && (heads * size) % kLanes == 0 &&
+      (groups * states) % kLanes == 0 && is(ws, {taps, channels}) &&
+      (bias.element_count() == 0 || is(bias.dimensions(), {channels})) &&
+      is(dt_bias.dimensions(), {heads}) &&
+      is(old_state.dimensions(), {batch, taps - 1, channels}) &&
+      is(index.dimensions(), {batch, queries, taps}) &&
+      is(prefix_x.dimensions(), {batch, prefix, heads, size}) &&
+      is(prefix_dt.dimensions(), {batch, prefix, heads}) &&
+      is(prefix_B.dimensions(), {batch, prefix, groups, states}) &&
+      is(prefix_input.dimensions(), {batch, prefix, channels}) &&
+      is(os, {batch, before, channels}) &&
+      (!has_replay || is(replay_index.dimensions(), {batch, taps - 1})) &&
+      is(xs, {batch, nodes, heads, size}) && is(dt->dimensions(), {batch, nodes, heads}) &&
+      is(bs, {batch, nodes, groups, states}) &&
+      is(conv_input->dimensions(), {batch, nodes, channels}) &&
+      is(C->dimensions(), {batch, queries, groups, states}) &&
+      is(conv_state->dimensions(), {batch, taps - 1, channels});
+  if (!fits) return ffi::Error::InvalidArgument("stree_jax tree_conv1d_layer: shapes do not fit");
+
+  // The conv state along the previous tree's path.
+  const int64_t state_rows = taps - 1;
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t j = 0; j < state_rows; ++j) {
+      int64_t row = j;
+      if (has_replay)
+        row = std::clamp<int64_t>(replay_index.typed_data()[b * state_rows + j], 0,
+                                  state_rows + before - 1);
+      const float* from = row < state_rows
+                              ? old_state.typed_data() + (b * state_rows + row) * channels
+                              : old_input.typed_data() + (b * before + row - state_rows) * channels;
+      copied(conv_state->typed_data() + (b * state_rows + j) * channels, from, channels);
+    }
+
+  Layer layer{};
+  layer.prefix = prefix, layer.queries = queries, layer.columns = ps[2];
+  layer.channels = channels, layer.x_size = heads * size;
+  layer.b_size = layer.c_size = groups * states;
+  layer.heads = heads, layer.taps = taps, layer.first_column = first_column;
+  std::copy(multipliers.begin(), multipliers.end(), layer.multipliers);
+  layer.dt_low = dt_low, layer.dt_high = dt_high;
+  layer.projected = projected.typed_data(), layer.weight = weight.typed_data();
+  layer.bias = bias.element_count() ? bias.typed_data() : nullptr;
+  layer.dt_bias = dt_bias.typed_data(), layer.index = index.typed_data();
+  layer.prefix_x = prefix_x.typed_data(), layer.prefix_dt = prefix_dt.typed_data();
+  layer.prefix_B = prefix_B.typed_data(), layer.prefix_input = prefix_input.typed_data();
+  layer.x = x->typed_data(), layer.dt = dt->typed_data(), layer.B = B->typed_data();
+  layer.conv_input = conv_input->typed_data(), layer.C = C->typed_data();
+  layer.conv_state = conv_state->typed_data();
+  for (int64_t b = 0; b < batch; ++b) layer.copy(b);
+  const auto run = [&](int64_t task) { layer.node(task / queries, task % queries); };
+  const int64_t tasks = batch * queries;
+  if (tasks * channels <= kAlone)
+    for (int64_t task = 0; task < tasks; ++task) run(task);
+  else
+    for_each_task(pool, tasks, run);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace stree
+
+extern "C" STREE_EXPORT XLA_FFI_Error* stree_jax_tree_conv1d_layer(XLA_FFI_CallFrame* frame);
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    stree_jax_tree_conv1d_layer, stree::TreeConv1dLayer,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<stree::F32>().Arg<stree::F32>().Arg<stree::F32>().Arg<stree::F32>()
+        .Arg<stree::F32>().Arg<stree::S32>()
+        .Arg<stree::F32>().Arg<stree::F32>().Arg<stree::F32>().Arg<stree::F32>()
+        .Arg<stree::F32>().Arg<stree::S32>()
+        .Ret<stree::F32>().Ret<stree::F32>().Ret<stree::F32>().Ret<stree::F32>()
+        .Ret<stree::F32>().Ret<stree::F32>()
+        .Attr<int64_t>("first_column")
+        .Attr<ffi::Span<const float>>("multipliers")
+        .Attr<float>("dt_low")
+        .Attr<float>("dt_high"));

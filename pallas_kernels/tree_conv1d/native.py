@@ -1,0 +1,94 @@
+"""`tree_conv1d_layer` by our own code, `native.cc`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import native
+from pallas_kernels.autodiff import with_gradients_of
+from pallas_kernels.tree_conv1d import xla
+from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
+
+_LANES = 16  # that x, and B and C, are a multiple of
+_MOST_TAPS = 16
+
+
+def unsupported(projected: jax.Array, layout: Mamba2Layout, width: int) -> str | None:
+    """Why a layer cannot run, or None."""
+    if projected.dtype != jnp.float32:
+        return f"the native layer is for float32, got {projected.dtype.name}"
+    if (layout.x_heads, layout.b_groups) != (layout.num_heads, layout.num_groups):
+        return "heads of x or groups of B are repeated"
+    sizes = layout.num_heads * layout.head_dim, layout.num_groups * layout.state_size
+    if sizes[0] % _LANES or sizes[1] % _LANES:
+        return f"{sizes[0]} channels and {sizes[1]} states are no multiples of {_LANES}"
+    return f"convolutions are at most {_MOST_TAPS} wide" if width > _MOST_TAPS else None
+
+
+def tree_conv1d_layer(
+    projected: jax.Array,
+    conv_weight: jax.Array,
+    conv_bias: jax.Array | None,
+    dt_bias: jax.Array,
+    conv_state: jax.Array,
+    conv_gather_index: jax.Array,
+    prefix_pending: Mamba2Pending | None,
+    previous: tuple[Mamba2Pending, jax.Array] | None,
+    *,
+    layout: Mamba2Layout,
+) -> tuple[Mamba2Pending, jax.Array, jax.Array]:
+    """See `api.tree_conv1d_layer`."""
+    arguments = (
+        *(projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index),
+        *(prefix_pending, previous),
+    )
+    twin = functools.partial(xla.tree_conv1d_layer, layout=layout)
+    return with_gradients_of(twin, functools.partial(_run, layout=layout))(*arguments)
+
+
+def _run(
+    projected: jax.Array,
+    conv_weight: jax.Array,
+    conv_bias: jax.Array | None,
+    dt_bias: jax.Array,
+    conv_state: jax.Array,
+    conv_gather_index: jax.Array,
+    prefix_pending: Mamba2Pending | None,
+    previous: tuple[Mamba2Pending, jax.Array] | None,
+    *,
+    layout: Mamba2Layout,
+) -> tuple[Mamba2Pending, jax.Array, jax.Array]:
+    batch, queries = projected.shape[:2]
+    heads, channels = layout.num_heads, conv_weight.shape[1]
+    in_groups = layout.num_groups, layout.state_size
+
+    def shapes(nodes: int) -> list[tuple[int, ...]]:
+        """Of the arrays of a pending record."""
+        own = (heads, layout.head_dim), (heads,), in_groups, (channels,)
+        return [(batch, nodes, *sizes) for sizes in own]
+
+    nothing = Mamba2Pending(*(jnp.zeros(shape) for shape in shapes(0)))
+    prefix = nothing if prefix_pending is None else prefix_pending
+    old, index = (nothing, jnp.zeros((0,), jnp.int32)) if previous is None else previous
+    of_queries = batch, queries, *in_groups
+    results = [*shapes(prefix.x.shape[1] + queries), of_queries, conv_state.shape]
+    *pending, C, conv_state = native.call(
+        "tree_conv1d_layer",
+        [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in results],
+        projected,
+        conv_weight.astype(jnp.float32),
+        (jnp.zeros(0) if conv_bias is None else conv_bias).astype(jnp.float32),
+        dt_bias.astype(jnp.float32),
+        conv_state.astype(jnp.float32),
+        conv_gather_index.astype(jnp.int32),
+        *prefix,
+        old.conv_input,
+        index.astype(jnp.int32),
+        first_column=layout.columns[1],
+        multipliers=np.array(layout.multipliers[1:], np.float32),
+        dt_low=np.float32(layout.dt_limit[0]),
+        dt_high=np.float32(layout.dt_limit[1]),
+    )
+    return Mamba2Pending(*pending), C, conv_state

@@ -1,0 +1,112 @@
+"""The scans by our own code, `native.cc`: a head's state is read once and written once."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import native
+from pallas_kernels.autodiff import with_gradients_of
+from pallas_kernels.numerics import DeferredRMSNorm
+from pallas_kernels.tree_scan import xla
+from pallas_kernels.tree_scan.gate import Gate
+
+_LANES = 16  # that channels and states are a multiple of
+
+
+def unsupported(x: jax.Array, B: jax.Array) -> str | None:
+    """Why these nodes cannot run, or None."""
+    channels, states = x.shape[-1], B.shape[-1]
+    if x.dtype != jnp.float32:
+        return f"the native scan is for float32, got {x.dtype.name}"
+    if channels % _LANES or states % _LANES:
+        return f"{channels} channels and {states} states are no multiples of {_LANES}"
+    return None
+
+
+def tree_scan(
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array,
+    state: jax.Array,
+    mask: jax.Array,
+    gate: Gate | None = None,
+    *,
+    A_is_log: bool = False,
+) -> jax.Array | DeferredRMSNorm:
+    """See `api.tree_scan`."""
+    arguments = x, dt, A, B, C, D, state, mask, gate
+
+    def fast(x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, *others: Any) -> Any:
+        no_path = jnp.zeros((len(x), 0), bool)
+        nothing = x[:, :0], dt[:, :0], B[:, :0], no_path
+        return _run("tree_scan", *nothing, x, dt, A, B, *others, A_is_log)[0]
+
+    return with_gradients_of(functools.partial(xla.tree_scan, A_is_log=A_is_log), fast)(*arguments)
+
+
+def replay_tree_scan(
+    prev_x: jax.Array,
+    prev_dt: jax.Array,
+    prev_B: jax.Array,
+    prev_path: jax.Array,
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array,
+    state: jax.Array,
+    ancestor_mask: jax.Array,
+    gate: Gate | None = None,
+    *,
+    A_is_log: bool = False,
+) -> tuple[jax.Array | DeferredRMSNorm, jax.Array]:
+    """See `api.replay_tree_scan`. The state is updated in place if it is donated."""
+    previous = prev_x, prev_dt, prev_B, prev_path
+    arguments = *previous, x, dt, A, B, C, D, state, ancestor_mask, gate
+
+    def fast(*arguments: Any) -> Any:
+        return _run("replay_tree_scan", *arguments, A_is_log)
+
+    twin = functools.partial(xla.replay_tree_scan, A_is_log=A_is_log)
+    return with_gradients_of(twin, fast)(*arguments)
+
+
+def _run(name: str, *arguments: Any) -> tuple[Any, ...]:
+    """The outputs, and the state if one is replayed."""
+    *arrays, gate, A_is_log = arguments
+    x, C, state = arrays[4], arrays[8], arrays[10]
+    batch, queries = C.shape[:2]
+    defers = gate is not None and gate.defers_norm
+    has_norm = gate is not None and gate.norm_weight is not None
+    kind = (gate is not None) + has_norm + (has_norm and not defers)
+    results = [
+        jax.ShapeDtypeStruct((batch, queries, *x.shape[2:]), jnp.float32),
+        jax.ShapeDtypeStruct((batch, queries, x.shape[2]) if defers else (0,), jnp.float32),
+    ]
+    if name == "replay_tree_scan":
+        results.append(jax.ShapeDtypeStruct(state.shape, jnp.float32))
+    none = jnp.zeros(0, jnp.float32)
+    y, mean_squares, *new_state = native.call(
+        name,
+        results,
+        *arrays,
+        none if gate is None else gate.projected.astype(jnp.float32),
+        gate.norm_weight.astype(jnp.float32) if has_norm else none,
+        aliases={10: 2} if name == "replay_tree_scan" else {},
+        a_is_log=int(A_is_log),
+        gate=kind,
+        start=0 if gate is None else gate.start,
+        multiplier=np.float32(1.0 if gate is None else gate.multiplier),
+        epsilon=np.float32(0.0 if gate is None else gate.norm_epsilon),
+    )
+    if defers:
+        rows = y.reshape(batch, queries, x.shape[2] * x.shape[3])
+        y = DeferredRMSNorm(rows, mean_squares, gate.norm_epsilon)
+    return y, *new_state

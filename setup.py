@@ -1,0 +1,54 @@
+"""Builds the native library with the package; all else is in pyproject.toml."""
+
+import shutil
+from glob import glob
+from pathlib import Path
+
+import build_backend  # pallas_kernels/native/build_backend.py, by pyproject.toml's backend-path
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+
+class BuildNative(build_ext):
+    """Builds in place, so that Python in a clone has it too, and copies it into a wheel."""
+
+    def run(self):
+        """See `build_backend`. A failure is a warning, and goes into the wheel as well."""
+        if reason := build_backend.try_build():
+            self.warn(f"stree-jax's native library is not built, so XLA runs instead: {reason}")
+        if not self.editable_mode:
+            folder = Path(self.build_lib, "pallas_kernels/native")
+            folder.mkdir(parents=True, exist_ok=True)
+            for old in build_backend.built(folder):
+                old.unlink()
+            for made in build_backend.built():
+                shutil.copy2(made, folder)
+
+    def get_outputs(self):
+        """Nothing that an editable install could look for."""
+        return []
+
+    def get_output_mapping(self):
+        """See `get_outputs`."""
+        return {}
+
+
+class PlatformWheel(bdist_wheel):
+    """One wheel for each platform: the library does not know Python's ABI."""
+
+    def get_tag(self):
+        """Such as py3-none-linux_x86_64."""
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
+    ext_modules=[
+        Extension(
+            "pallas_kernels.native.libstree",
+            sources=sorted(glob("pallas_kernels/*/*.cc")),
+            depends=sorted(glob("pallas_kernels/*/*.h")),
+        )
+    ],
+)

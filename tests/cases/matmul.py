@@ -1,0 +1,139 @@
+"""`matmul`, rows times packed matrices."""
+
+import functools
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.matmul.api import matmul
+from pallas_kernels.matmul.packed import PackedMatrix
+from pallas_kernels.matmul.reference import matmul as reference
+from tests.cases import base
+from tests.cases.base import Budget, Op, relative_error
+
+DTYPES = ("float32", "bfloat16", "int8")
+CASES = base.table(
+    {
+        "some rows": {},
+        "one row": dict(rows=1),
+        "no rows": dict(rows=0),
+        "one input": dict(inputs=1),
+        "no inputs": dict(inputs=0),
+        "31 columns": dict(columns=31),
+        "33 columns": dict(columns=33),
+        "257 inputs": dict(inputs=257),
+        "13 rows": dict(rows=13),
+        "14 rows": dict(rows=14),
+        "29 rows": dict(rows=29),
+        "512 rows": dict(rows=512, columns=33),
+        "several": dict(rows=9, matrices=4),
+        "several, no rows": dict(rows=0, matrices=4),
+        "several, one that is chosen": dict(rows=1, matrices=4),
+        "several, of one": dict(matrices=1),
+        "cut at blocks": dict(cut=(32, 64)),
+        "cut in blocks": dict(cut=(5, 69)),
+        "cut in the last block": dict(cut=(66, 69)),
+        "no columns": dict(cut=(40, 40)),
+        "bf16": dict(bf16=True),
+        "bf16, one row": dict(rows=1, bf16=True),
+        "bf16, 257 inputs": dict(inputs=257, bf16=True),
+        "bf16, 512 rows": dict(rows=512, columns=33, bf16=True),
+        "bf16, several": dict(rows=9, matrices=4, bf16=True),
+        "bf16, cut in blocks": dict(cut=(5, 69), bf16=True),
+        "int8": dict(int8=True),
+        "int8, one row": dict(rows=1, int8=True),
+        "int8, one input": dict(inputs=1, int8=True),
+        "int8, no inputs": dict(inputs=0, int8=True),
+        "int8, 31 columns": dict(columns=31, int8=True),
+        "int8, 257 inputs": dict(inputs=257, int8=True),
+        "int8, 512 rows": dict(rows=512, columns=33, int8=True),
+        "int8, several": dict(rows=9, matrices=4, int8=True),
+        "int8, several, cut in blocks": dict(rows=9, matrices=4, cut=(37, 69), int8=True),
+    },
+    rows=3,
+    inputs=40,
+    columns=70,
+    matrices=0,  # 0: one, and no index of it
+    cut=None,
+    int8=False,
+)
+
+
+@functools.cache
+def inputs(case):
+    """Float64 rows and matrices that are exact in the case's type, and the matrix of each row."""
+    rng, draw = base.drawn(case)
+    several = (case.matrices,) if case.matrices else ()
+    which = rng.integers(case.matrices, size=case.rows).astype(np.int32) if several else None
+    return (
+        draw(case.rows, case.inputs),
+        draw(*several, case.inputs, case.columns),
+        which,
+    )
+
+
+def packed(case):
+    """The matrix before it is cut."""
+    dtype = "int8" if case.int8 else case.kind
+    return PackedMatrix.pack(inputs(case)[1].astype(np.float32), dtype)
+
+
+def on_device(case):
+    x, _, which = inputs(case)
+    matrix = packed(case)
+    matrix = matrix if case.cut is None else matrix.cut(*case.cut)
+    arguments = jnp.asarray(x, jnp.float32), matrix
+    return arguments if which is None else (*arguments, jnp.asarray(which))
+
+
+@functools.cache
+def truth(case):
+    x, _, which = inputs(case)
+    whole = packed(case)
+    scales = None if whole.scales is None else np.asarray(whole.scales)
+    y = reference(x, np.asarray(whole.blocks), scales, case.columns, which)
+    return y if case.cut is None else y[:, slice(*case.cut)]
+
+
+@functools.cache
+def errors(case, implementation):
+    run = jax.jit(functools.partial(matmul, implementation=implementation))
+    got, wanted = run(*on_device(case)), truth(case)
+    assert got.dtype == jnp.float32
+    assert got.shape == wanted.shape
+    if not wanted.any():  # nothing is added
+        np.testing.assert_array_equal(got, wanted)
+        return {"output": 0.0}
+    return {"output": relative_error(got, wanted)}
+
+
+def budgets(case):
+    return {"output": Budget(5e-7, 2.0)}
+
+
+MATMUL = Op(CASES, errors, budgets, ("xla", "native"))
+
+
+@jax.jit
+def _products(x, matrices, which):
+    whole, several = matrices
+    many = [matmul(x[:rows], whole, implementation="native") for rows in (1, 2, 3, 5, 13, 29, 300)]
+    cut = matmul(x[:3], whole.cut(100, 900), implementation="native")
+    return *many, cut, matmul(x[: len(which)], several, which, implementation="native")
+
+
+def digest():
+    """Of native products in all types, for processes that must compute the same to the bit."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(300, 390)).astype(np.float32)
+    dense = rng.normal(size=(390, 1676)).astype(np.float32)
+    several = rng.normal(size=(5, 390, 70)).astype(np.float32)
+    which = rng.integers(5, size=40).astype(np.int32)
+    found = hashlib.sha256()
+    for dtype in DTYPES:
+        matrices = tuple(PackedMatrix.pack(each, dtype) for each in (dense, several))
+        for y in _products(x, matrices, which):
+            found.update(np.asarray(y).tobytes())
+    return found.hexdigest()

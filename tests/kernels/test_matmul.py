@@ -1,0 +1,560 @@
+"""`matmul` beyond its table: rows to the bit, transformations of JAX, and what is refused."""
+
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+from pallas_kernels import native
+from pallas_kernels.matmul import native as version
+from pallas_kernels.matmul.api import matmul
+from pallas_kernels.matmul.packed import COLUMNS, GROUP, PackedMatrix
+from pallas_kernels.native import build_backend
+from stree_jax import HybridLM, ModelConfig, demo_path
+from stree_jax.checkpoint import load_config
+from stree_jax.models.presets import PRESETS
+from tests.cases import matmul as cases
+from tests.cases.base import NEEDS_NATIVE, relative_error
+from tests.cases.matmul import DTYPES
+
+run = jax.jit(functools.partial(matmul, implementation="native"))
+canonical = jax.jit(PackedMatrix.canonical)
+PART = 256  # inputs
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def bits(value):
+    return np.asarray(value).view(np.int32)
+
+
+def assert_same_bits(got, wanted):
+    np.testing.assert_array_equal(bits(got), bits(wanted))
+
+
+# Numbers of rows.
+
+
+def assert_rows_are_alone(inputs, columns, dtype, numbers):
+    """One program multiplies the first rows for each number, all by one matrix."""
+    x = normal(max(numbers), inputs, seed=1)
+    matrix = PackedMatrix.pack(normal(inputs, columns), dtype)
+    products = jax.jit(lambda x, matrix: [version.matmul(x[:rows], matrix) for rows in numbers])
+    *some, whole = map(bits, products(x, matrix))
+    assert whole.shape == (len(x), columns)
+    for y in some:
+        np.testing.assert_array_equal(y, whole[: len(y)])
+
+
+# Inputs and columns.
+EMBEDDED = [
+    *((384, 1676), (768, 384), (384, 2048), (1024, 384), (384, 640), (384, 384), (384, 4096)),
+    *((256, 1096), (512, 256), (256, 4096)),
+]
+OF_PRESETS = [
+    ("mamba2-2.7b", 2560, 10576),
+    ("MambaInLlama-8B", 14336, 4096),
+    ("Nemotron-3-Nano-30B", 1856, 2688),
+    ("Granite-4-H-Tiny", 512, 1536),
+]
+
+
+def shapes(config):
+    """Inputs and columns of all matrices that multiply rows."""
+    layers = config.distinct_layers
+    config = config.with_layers((*layers, layers[0]))  # a shared layer cannot be the last one
+    model = nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0)))
+    found = set()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model)):
+        name = jax.tree_util.keystr(path)
+        if len(leaf.shape) > 1 and "conv_weight" not in name:
+            found.add(leaf.shape[::-1] if re.search("embedding|head'", name) else leaf.shape[-2:])
+    return found
+
+
+def test_the_shapes_are_those_of_the_embedded_pair():
+    target, draft = (shapes(load_config(demo_path(name))) for name in ("target", "draft"))
+    assert target | draft == {*EMBEDDED}
+
+
+@NEEDS_NATIVE
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inputs", "columns"), EMBEDDED)
+def test_rows_of_the_embedded_pair(inputs, columns, dtype):
+    assert_rows_are_alone(inputs, columns, dtype, range(1, 65))
+
+
+def few(columns):
+    """Columns, with as many in the last block."""
+    return min(columns, 4 * COLUMNS + columns % COLUMNS)
+
+
+@NEEDS_NATIVE
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "inputs", "columns"), OF_PRESETS)
+def test_rows_of_presets(name, inputs, columns, dtype):
+    assert (inputs, columns) in shapes(ModelConfig.preset(name))
+    assert_rows_are_alone(inputs, few(columns), dtype, range(1, 65))
+
+
+@NEEDS_NATIVE
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PRESETS)
+def test_rows_of_all_presets(name, dtype):
+    for inputs, columns in {
+        (size, few(columns)) for size, columns in shapes(ModelConfig.preset(name))
+    }:
+        assert_rows_are_alone(inputs, columns, dtype, range(1, 65))
+
+
+@NEEDS_NATIVE
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inputs", "columns"), [(40, 50_280), (9, 248_320)])
+def test_rows_of_vocabularies(inputs, columns, dtype):
+    assert_rows_are_alone(inputs, columns, dtype, (1, 2, 3, 4, 6, 7, 14, 17))
+
+
+@NEEDS_NATIVE
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_rows(dtype):
+    """Of several tasks."""
+    assert_rows_are_alone(260, 200, dtype, (1, 2, 120, 121, 260, 261, 400, 521))
+
+
+@NEEDS_NATIVE
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_several_matrices(dtype):
+    """Some matrices have one row, some many, some none."""
+    x, dense = normal(300, 290), normal(6, 290, 131)
+    which = np.array(
+        [*[4] * 150, *[0] * 135, 1, 3, 3, 1, 4, 0, 4, 5, 3, 1, 3, 4, 0, 0, 3], np.int32
+    )
+    which = np.random.default_rng(0).permutation(which)
+    y = np.asarray(run(x, PackedMatrix.pack(dense, dtype), which))
+    for index, each in enumerate(dense):
+        matrix = PackedMatrix.pack(each, dtype)
+        assert_same_bits(y[which == index], run(x[which == index], matrix))
+        if index != 2:
+            first = int(np.argmax(which == index))
+            assert_same_bits(y[first], run(x[first], matrix))
+
+
+# Sums.
+
+
+def in_order(x, matrix):
+    """Fused multiply-adds over 256 inputs in order, from zero, and the sums of these in order."""
+    total = np.zeros((len(x), matrix.shape[-1]), np.float32)
+    for begin in range(0, len(matrix), PART):
+        part = np.zeros_like(total)
+        for k in range(begin, min(begin + PART, len(matrix))):
+            part = (part + x[:, k, None].astype(np.float64) * matrix[k]).astype(np.float32)
+        total = part if begin == 0 else total + part
+    return total
+
+
+@st.composite
+def problems(draw):
+    """Rows, inputs, the matrices, the first and last column that are used, and a type."""
+    columns = draw(st.integers(1, 140))
+    start = draw(st.integers(0, columns))
+    return (
+        *(draw(st.integers(0, 40)), draw(st.integers(1, 300)), draw(st.integers(0, 3)), columns),
+        *(start, draw(st.integers(start, columns)), draw(st.sampled_from(DTYPES))),
+    )
+
+
+@NEEDS_NATIVE
+@settings(max_examples=25)
+@given(problems())
+@example((3, 600, 0, 70, 0, 70, "float32"))
+@example((1, 600, 2, 140, 0, 140, "bfloat16"))
+@example((16, 600, 0, 33, 1, 33, "int8"))
+def test_sums_are_in_order(problem):
+    """Also those of smaller types are of float32 rows and weights."""
+    rows, inputs, several, columns, start, stop, dtype = problem
+    x = normal(rows, inputs, seed=1)
+    dense = normal(*(several,) if several else (), inputs, columns)
+    matrix = PackedMatrix.pack(dense, dtype).cut(start, stop)
+    weights = np.asarray(canonical(matrix), np.float32)
+    if not several:
+        y = run(x, matrix)
+        assert_same_bits(y, in_order(x, weights))
+        return
+    which = np.random.default_rng(0).integers(several, size=rows).astype(np.int32)
+    y = np.asarray(run(x, matrix, which))
+    for index in range(several):
+        assert_same_bits(y[which == index], in_order(x[which == index], weights[index]))
+
+
+@NEEDS_NATIVE
+def test_numbers_that_are_not_finite_stay_in_their_row_and_column():
+    x, dense = normal(5, 40), normal(40, 70)
+    finite = np.asarray(run(x, PackedMatrix.pack(dense)))
+    x[3, 7], dense[9, 69] = np.inf, np.nan
+    y = np.asarray(run(x, PackedMatrix.pack(dense)))
+    assert np.isnan(y[:, 69]).all()
+    assert np.isinf(y[3, :69]).all()
+    assert_same_bits(np.delete(y, 3, 0)[:, :69], np.delete(finite, 3, 0)[:, :69])
+
+
+@NEEDS_NATIVE
+def test_denormal_numbers_are_the_same_on_all_threads():
+    """XLA's threads take them for zero."""
+    matrix = PackedMatrix.pack(np.full((8, 100_000), 1e-20, np.float32))
+    x = np.full((3, 8), 1e-20, np.float32)
+    y = run(x, matrix)
+    assert_same_bits(y, np.broadcast_to(run(x[:1], matrix.cut(0, 1)), y.shape))
+
+
+# Packed matrices.
+
+
+@pytest.mark.parametrize("shape", [(40, 70), (3, 65, 64)], ids=str)
+def test_a_packed_matrix_is_the_matrix(shape):
+    dense = normal(*shape)
+    for dtype in DTYPES:
+        packed = PackedMatrix.pack(dense, dtype)
+        assert packed.shape == shape
+        assert packed.dtype == dtype
+        step = np.zeros_like(dense)
+        if dtype == "int8":
+            groups = -(-shape[-2] // GROUP)
+            for each in range(groups):
+                rows = (..., slice(each * GROUP, each * GROUP + GROUP), slice(None))
+                step[rows] = np.abs(dense[rows]).max(axis=-2, keepdims=True) / 127
+            assert np.abs(packed.blocks).max() == 127
+        else:
+            dense = np.asarray(jnp.asarray(dense, dtype), np.float32)
+        got = np.asarray(canonical(packed), np.float32)
+        assert (np.abs(got - dense) <= 0.501 * step).all()
+        np.testing.assert_array_equal(canonical(packed.cut(5, 60).cut(3, 50)), got[..., 8:55])
+        assert packed.blocks.shape[-3:] == (-(-shape[-1] // COLUMNS), shape[-2], COLUMNS)
+        if len(shape) == 2:
+            index = jnp.array([[0, 31], [40, 2]])
+            np.testing.assert_array_equal(packed.rows(index), np.moveaxis(got, -1, 0)[index])
+            np.testing.assert_array_equal(packed.cut(5, 60).rows(index), got.T[index + 5])
+
+
+def test_small_numbers_have_8_bits_too():
+    """A scale of few bits does not make a weight of more than 127."""
+    dense = np.array([[1.8e-43, 0.0], [-1.8e-43, 0.0]], np.float32)
+    packed = PackedMatrix.pack(dense, "int8")
+    assert packed.blocks[0, :, :2].tolist() == [[127, 0], [-127, 0]]
+
+
+# Transformations.
+
+
+@NEEDS_NATIVE
+@pytest.mark.parametrize(
+    "name", ["some rows", "one row", "bf16", "int8", "several", "cut in blocks"]
+)
+def test_derivatives_are_those_of_xla(name):
+    case = cases.CASES[name]
+    x, matrix, *which = cases.on_device(case)
+    cotangent = normal(case.rows, matrix.columns, seed=2)
+
+    def derivatives(implementation):
+        def total(x, matrix):
+            y = matmul(x, matrix, *which, implementation=implementation)
+            return (y * cotangent).sum()
+
+        if case.int8:
+            return jax.jit(jax.grad(total))(x, matrix), None
+        return jax.jit(jax.grad(total, (0, 1)))(x, matrix)
+
+    (of_x, of_matrix), wanted = derivatives("native"), derivatives("xla")
+    for one, other in zip(*map(jax.tree.leaves, ((of_x, of_matrix), wanted)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    weights = np.asarray(matrix.canonical(), np.float64)
+    own = weights[which[0]] if which else np.broadcast_to(weights, (case.rows, *weights.shape))
+    most = 4e-3 if case.bf16 else 1e-6  # XLA rounds both to bfloat16
+    assert relative_error(of_x, np.einsum("ro,rio->ri", cotangent, own)) < most
+    if of_matrix is None:
+        return
+    assert of_matrix.dtype == matrix.dtype
+    outer = np.einsum("ri,ro->rio", np.asarray(x, np.float64), cotangent)
+    wanted = outer.sum(0)
+    if which:
+        wanted = np.stack([outer[np.asarray(which[0]) == e].sum(0) for e in range(len(weights))])
+    assert relative_error(of_matrix.canonical(), wanted) < most
+
+
+@NEEDS_NATIVE
+def test_a_value_has_a_tangent():
+    x, matrix = cases.on_device(cases.CASES["some rows"])
+    y, tangent = jax.jvp(lambda x: run(x, matrix), (x,), (2.0 * x,))
+    np.testing.assert_allclose(tangent, 2.0 * y, rtol=1e-5, atol=1e-5)
+    rows = jax.vmap(jax.grad(lambda row: run(row, matrix).sum()))(x)
+    np.testing.assert_allclose(rows[1], matrix.canonical().sum(1), rtol=1e-5, atol=1e-5)
+
+
+@NEEDS_NATIVE
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_vmap(dtype):
+    """Over rows, matrices, the index of the matrix, and more than one of them."""
+    x, dense = jnp.asarray(normal(3, 5, 40)), normal(3, 4, 40, 70)
+    each = [PackedMatrix.pack(matrices, dtype) for matrices in dense]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+    one = PackedMatrix.pack(dense[0, 0], dtype)
+    which = jnp.asarray(np.random.default_rng(0).integers(4, size=(3, 5)).astype(np.int32))
+    for axes in [
+        *((0, None), (None, 0), (0, 0)),
+        *((0, None, None), (None, 0, None), (None, None, 0), (0, None, 0), (0, 0, 0)),
+    ]:
+        several = each[0] if len(axes) == 3 else one
+        batches = jax.tree.map(lambda leaf: leaf[:, 0], stacked) if len(axes) == 2 else stacked
+        choices = (
+            x if axes[0] == 0 else x[0],
+            batches if axes[1] == 0 else several,
+            *((which if axes[2] == 0 else which[0],) if len(axes) == 3 else ()),
+        )
+        got = jax.jit(jax.vmap(run, in_axes=axes))(*choices)
+        for b in range(3):
+            own = [
+                jax.tree.map(lambda leaf, b=b: leaf[b], value) if axis == 0 else value
+                for value, axis in zip(choices, axes, strict=True)
+            ]
+            assert_same_bits(got[b], run(*own))
+    twice = jax.vmap(jax.vmap(run, in_axes=(0, None)), in_axes=(0, None))(x, one)
+    assert_same_bits(twice, run(x, one))
+
+
+@NEEDS_NATIVE
+def test_in_a_scan():
+    x, matrix = jnp.asarray(normal(3, 64)), PackedMatrix.pack(0.1 * normal(64, 64))
+
+    @jax.jit
+    def after(x):
+        return lax.scan(lambda x, _: ((y := run(x, matrix)), y), x, length=4)
+
+    last, steps = after(x)
+    for y in steps:
+        x = run(x, matrix)
+        assert_same_bits(y, x)
+    assert_same_bits(last, x)
+
+
+@NEEDS_NATIVE
+def test_rows_may_be_donated():
+    """The product has the size of the rows, so it takes their place."""
+    x, matrix = jnp.asarray(normal(70, 300)), PackedMatrix.pack(normal(300, 300), "bfloat16")
+    wanted = run(x, matrix)
+    given_away = x + 0.0
+    got = jax.jit(run, donate_argnums=0)(given_away, matrix)
+    assert given_away.is_deleted()
+    assert_same_bits(got, wanted)
+
+
+@NEEDS_NATIVE
+def test_the_fastest_on_a_cpu_is_native():
+    x, matrix = cases.on_device(cases.CASES["some rows"])
+    with jax.default_device(jax.devices("cpu")[0]):
+        traced = str(jax.make_jaxpr(matmul)(x, matrix))
+        assert "stree_jax_matmul" in traced
+        assert_same_bits(matmul(x, matrix), run(x, matrix))
+        by_xla = functools.partial(matmul, implementation="xla")
+        assert "stree_jax_matmul" not in str(jax.make_jaxpr(by_xla)(x, matrix))
+
+
+@NEEDS_NATIVE
+def test_rows_may_have_any_shape():
+    x, matrix = jnp.asarray(normal(2, 3, 40)), PackedMatrix.pack(normal(40, 70))
+    y = run(x, matrix)
+    assert y.shape == (2, 3, 70)
+    assert_same_bits(run(x[1, 2], matrix), y[1, 2])
+    narrow = x.astype(jnp.bfloat16)
+    assert_same_bits(run(narrow, matrix), run(narrow.astype(jnp.float32), matrix))
+
+
+# Processes.
+
+PROGRAM = """
+import collections, json, jax
+counts = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: counts.update([event.split("/")[-1]]))
+from pallas_kernels import native
+from tests.cases.matmul import digest
+print(json.dumps({"digest": digest(), "level": native.level(), **counts}))
+"""
+LEVELS = tuple(build_backend.levels())
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory):
+    """What a process finds with these instructions; all share a cache of programs."""
+    folder = tmp_path_factory.mktemp("programs")
+
+    @functools.cache
+    def found(level, *command):
+        options = {
+            "STREE_JAX_NATIVE": level,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(folder),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        result = subprocess.run(
+            [*command, sys.executable, "-c", PROGRAM],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=os.environ | options,
+        )
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout.splitlines()[-1])
+
+    return found
+
+
+@NEEDS_NATIVE
+@pytest.mark.parametrize("level", LEVELS)
+def test_all_instructions_compute_the_same(process, level):
+    if reason := native._lacks(level):
+        pytest.skip(f"this processor {reason}")
+    found = process(level)
+    assert found["level"] == level
+    assert found["digest"] == cases.digest()
+
+
+@NEEDS_NATIVE
+def test_one_processor_computes_the_same(process):
+    if not (taskset := shutil.which("taskset")):
+        pytest.skip("there is no taskset")
+    only = str(min(os.sched_getaffinity(0)))
+    assert process(native.level(), taskset, "-c", only)["digest"] == cases.digest()
+
+
+@NEEDS_NATIVE
+def test_a_second_process_takes_the_program_from_the_cache(process):
+    process(LEVELS[0])
+    again = process(LEVELS[0], "env")  # runs it once more
+    assert again["cache_hits"] == again["compile_requests_use_cache"] > 0
+    assert again["digest"] == cases.digest()
+
+
+# What is refused.
+
+X, MATRIX, SEVERAL = (
+    jnp.ones((3, 40)),
+    PackedMatrix.pack(normal(40, 70)),
+    PackedMatrix.pack(normal(4, 40, 70)),
+)
+WHICH = jnp.zeros(3, jnp.int32)
+REFUSED = {
+    "inputs": (
+        lambda: matmul(X[:, :39], MATRIX),
+        r"rows of 39 inputs do not fit a matrix \(40, 70\)",
+    ),
+    "no index": (lambda: matmul(X, SEVERAL), "which = None with x .* need which"),
+    "an index of one": (lambda: matmul(X, MATRIX, WHICH), r"which = \(3,\) with x"),
+    "few indices": (lambda: matmul(X, SEVERAL, WHICH[:2]), r"which = \(2,\) with x \(3, 40\)"),
+    "many indices": (lambda: matmul(X[:2], SEVERAL, WHICH), r"which = \(3,\) with x \(2, 40\)"),
+    "batches": (lambda: matmul(X[None], SEVERAL, WHICH), r"with x \(1, 3, 40\)"),
+    "a name": (lambda: matmul(X, MATRIX, implementation="fast"), "unknown implementation 'fast'"),
+    "a cut": (lambda: MATRIX.cut(3, 71), "columns 3 to 71 of 70"),
+    "a cut before": (lambda: MATRIX.cut(-1, 5), "columns -1 to 5 of 70"),
+    "a cut backwards": (lambda: MATRIX.cut(5, 4), "columns 5 to 4 of 70"),
+    "a cut of a cut": (lambda: MATRIX.cut(0, 30).cut(0, 31), "columns 0 to 31 of 30"),
+    "float16": (lambda: PackedMatrix.pack(normal(40, 70), "float16"), r"\(40, 70\) as float16"),
+    "float64": (lambda: PackedMatrix.pack(np.ones((2, 3))), r"got \(2, 3\) as float64"),
+    "int32": (lambda: PackedMatrix.pack(np.ones((2, 3), int), "int32"), "as int32"),
+    "a vector": (lambda: PackedMatrix.pack(normal(40)), r"got \(40,\) as float32"),
+    "four axes": (lambda: PackedMatrix.pack(normal(1, 1, 2, 3)), r"got \(1, 1, 2, 3\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name):
+    """Before anything is lowered."""
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda: (call(), None)[1])
+
+
+# What the function of the library refuses itself.
+
+NONE, NOBODY = jnp.zeros(0), jnp.zeros(0, jnp.int32)
+FITS = {
+    "rows": jnp.ones((3, 40)),
+    "blocks": jnp.ones((2, 3, 40, 32)),
+    "scales": NONE,
+    "which": WHICH,
+    "result": (3, 70),
+    "first_block": 0,
+}
+ONE = {"blocks": jnp.ones((1, 3, 40, 32)), "which": NOBODY}
+BYTES = {"blocks": jnp.ones((2, 3, 40, 32), jnp.int8), "scales": jnp.ones((2, 3, 2, 32))}
+SHAPES, SCALES = "shapes do not fit", "scales do not fit"
+FEWER, INDEX = "there are fewer columns", "every row needs the index of its matrix"
+WRONG = [
+    ({"blocks": jnp.ones((2, 3, 40, 31))}, SHAPES),
+    ({"blocks": jnp.ones((2, 3, 41, 32))}, SHAPES),
+    ({"blocks": jnp.ones((3, 40, 32))}, SHAPES),
+    ({"rows": jnp.ones((3, 39))}, SHAPES),
+    ({"rows": jnp.ones((1, 3, 40))}, SHAPES),
+    ({"result": (4, 70)}, SHAPES),
+    ({"result": (3, 70, 1)}, SHAPES),
+    ({"result": (3, 97)}, FEWER),
+    ({"first_block": 1}, FEWER),
+    ({"first_block": -1}, FEWER),
+    ({"first_block": 2**63 - 1}, FEWER),
+    ({"scales": jnp.ones((2, 3, 2, 32))}, SCALES),
+    (BYTES | {"scales": NONE}, SCALES),
+    (BYTES | {"scales": jnp.ones((2, 3, 1, 32))}, SCALES),
+    (BYTES | {"scales": jnp.ones((2, 2, 2, 32))}, SCALES),
+    (BYTES | {"scales": jnp.ones((1, 3, 2, 32))}, SCALES),
+    (BYTES | {"scales": jnp.ones((2, 3, 2, 31))}, SCALES),
+    (BYTES | {"scales": jnp.ones((3, 2, 32))}, SCALES),
+    ({"which": jnp.zeros(2, jnp.int32)}, INDEX),
+    ({"which": jnp.zeros(4, jnp.int32)}, INDEX),
+    ({"which": jnp.zeros((3, 1), jnp.int32)}, INDEX),
+    ({"which": NOBODY}, INDEX),
+    (ONE | {"which": jnp.zeros(2, jnp.int32)}, INDEX),
+    ({"which": jnp.array([0, 1, 2])}, "there is no matrix 2 of 2"),
+    ({"which": jnp.array([0, -1, 1])}, "there is no matrix -1 of 2"),
+    ({"blocks": jnp.ones((0, 3, 40, 32))}, "there is no matrix 0 of 0"),
+    ({"blocks": jnp.ones((2, 3, 40, 32), jnp.float16)}, "are float32, bfloat16 or int8"),
+    ({"blocks": jnp.ones((2, 3, 40, 32), jnp.uint8)}, "are float32, bfloat16 or int8"),
+    ({"rows": jnp.ones((3, 40), jnp.bfloat16)}, "Wrong buffer dtype"),
+    ({"which": jnp.zeros(3)}, "Wrong buffer dtype"),
+    ({"first_block": 1.5}, "Wrong scalar data type"),
+]
+
+
+def called(rows, blocks, scales, which, result, first_block):
+    shape = jax.ShapeDtypeStruct(result, jnp.float32)
+    return native.call("matmul", shape, rows, blocks, scales, which, first_block=first_block)
+
+
+@NEEDS_NATIVE
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=range(len(WRONG)))
+def test_the_function_checks_its_arguments(changes, message):
+    """A wrong size is an error of the program that runs, never a read beyond an array."""
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(called(**FITS | changes))
+
+
+@NEEDS_NATIVE
+@pytest.mark.parametrize(
+    "changes", [{}, ONE, BYTES, {"result": (3, 96)}, {"first_block": 3, "result": (3, 0)}]
+)
+def test_what_fits_runs(changes):
+    y = called(**FITS | changes)
+    np.testing.assert_array_equal(y, np.full(y.shape, 40.0))

@@ -1,0 +1,395 @@
+"""How the native library is built, chosen and refused."""
+
+import os
+import platform
+import runpy
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import jax
+import pytest
+
+from pallas_kernels import dispatch, native
+from pallas_kernels.native import build_backend
+
+ROOT = Path(__file__).parents[2]
+V3 = "abm avx2 bmi1 bmi2 f16c fma movbe"
+V4 = f"{V3} avx512bw avx512cd avx512dq avx512f avx512vl"
+needs_sources = pytest.mark.skipif(
+    not build_backend.sources(), reason="the tests run without a checkout"
+)
+
+
+def forget():
+    for function in (native.obstacle, native._library, native._register):
+        function.cache_clear()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder of the library on an x86-64 machine, empty; sources are there."""
+    monkeypatch.delenv("STREE_JAX_NATIVE", raising=False)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build_backend, "digest", lambda: "of the sources")
+    library, failure, built = build_backend.library, build_backend.failure, build_backend.built
+    monkeypatch.setattr(build_backend, "library", lambda level: library(level, tmp_path))
+    monkeypatch.setattr(build_backend, "failure", lambda: failure(tmp_path))
+    monkeypatch.setattr(build_backend, "built", lambda: built(tmp_path))
+    processor(monkeypatch, tmp_path, V4)
+    yield tmp_path
+    forget()
+
+
+def processor(monkeypatch, path, flags):
+    """A machine whose processor has these."""
+    info = path / "cpuinfo"
+    info.write_text(f"processor: 0\nflags\t\t: fpu sse2 {flags}\n")
+    monkeypatch.setattr(native, "_CPU_INFO", info)
+    forget()
+
+
+def obstacle():
+    forget()
+    return native.obstacle()
+
+
+def made(path, code):
+    """A shared library of some C; skips where there is no compiler."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    command = [compiler, "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
+    subprocess.run(command, input=code, text=True, check=True)
+
+
+def test_without_a_library_xla_runs_and_says_so(folder):
+    assert obstacle() == (
+        "the native library is not built: `pip install .` builds it, in a checkout"
+        " `pip install -e .`"
+    )
+    assert native.level() is None
+    assert dispatch.explain().startswith("xla: ")
+    assert dispatch.explain().endswith(obstacle())
+    build_backend.failure().write_text("g++ failed: no space left\n")
+    assert obstacle() == "the native library is not built: g++ failed: no space left"
+
+
+def test_it_can_be_switched_off(folder, monkeypatch):
+    monkeypatch.setenv("STREE_JAX_NATIVE", "off")
+    assert obstacle() == "STREE_JAX_NATIVE=off"
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted", "level"),
+    [(V4, "", "v4"), (V4, "v3", "v3"), (V4, "v4", "v4"), (V3, "", "v3"), (V3, "v3", "v3")],
+)
+def test_the_instructions_are_the_processors_best_or_chosen(
+    flags, wanted, level, folder, monkeypatch
+):
+    processor(monkeypatch, folder, flags)
+    monkeypatch.setenv("STREE_JAX_NATIVE", wanted)
+    assert native._level() == level
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted", "message"),
+    [
+        (V4, "v5", r"STREE_JAX_NATIVE must be one of \('off', 'v3', 'v4'\), got 'v5'"),
+        (V4, "neon", "STREE_JAX_NATIVE must be one of"),
+        (V3, "v4", "STREE_JAX_NATIVE=v4: this processor has no avx512bw, avx512cd, "),
+        ("avx2", "v3", "STREE_JAX_NATIVE=v3: this processor has no abm, bmi1, "),
+    ],
+)
+def test_a_wrong_choice_is_refused(flags, wanted, message, folder, monkeypatch):
+    processor(monkeypatch, folder, flags)
+    monkeypatch.setenv("STREE_JAX_NATIVE", wanted)
+    with pytest.raises(ValueError, match=message):
+        native.obstacle()
+
+
+def test_processors_that_it_is_not_for(folder, monkeypatch):
+    processor(monkeypatch, folder, "avx2 fma")
+    assert obstacle() == "this processor has no abm, bmi1, bmi2, f16c, movbe"
+    monkeypatch.setattr(native, "_CPU_INFO", folder / "nowhere")
+    assert "this processor has no abm, avx2" in obstacle()
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert obstacle() == "there is no native code for this processor"
+    monkeypatch.setenv("STREE_JAX_NATIVE", "v3")
+    with pytest.raises(ValueError, match=r"must be one of \('off',\), got 'v3'"):
+        obstacle()
+
+
+@pytest.mark.parametrize(
+    ("machine", "levels"),
+    [
+        ("x86_64", ["v3", "v4"]),
+        ("AMD64", ["v3", "v4"]),
+        ("aarch64", ["neon"]),
+        ("arm64", ["neon"]),
+        ("ppc64le", []),
+    ],
+)
+def test_the_levels_of_machines(machine, levels, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert list(build_backend.levels()) == levels
+
+
+def test_an_arm_processor_needs_no_flags(folder, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(native, "_CPU_INFO", folder / "nowhere")
+    assert native._level() == "neon"
+
+
+def test_damaged_libraries_are_refused(folder):
+    file = build_backend.library("v4")
+    file.write_text("damaged")
+    assert "the native library cannot be loaded" in obstacle()
+    made(file, "int other;")
+    assert "undefined symbol: stree_jax_sources" in obstacle()
+    whole = file.read_bytes()
+    for size in (0, 4, 64, 1000, len(whole) // 2, len(whole) - 1):
+        file.unlink()  # this process has loaded it
+        file.write_bytes(whole[:size])
+        assert "the native library cannot be loaded" in obstacle(), size
+
+
+def test_a_library_of_other_sources_is_refused(folder):
+    made(build_backend.library("v4"), 'const char* const stree_jax_sources = "of others";')
+    assert obstacle() == (
+        "the native library is older than its sources: `pip install .` builds it, in a checkout"
+        " `pip install -e .`"
+    )
+
+
+def test_another_version_of_xlas_interface_is_a_reason(folder, monkeypatch):
+    def refuse(*arguments, **options):
+        raise RuntimeError("the API version (0.9) is incompatible")
+
+    code = 'const char* const stree_jax_sources = "of the sources"; int stree_jax_matmul;'
+    made(build_backend.library("v4"), code)
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", refuse)
+    assert obstacle() == (
+        f"jax {jax.__version__} refuses the native library: the API version (0.9) is incompatible"
+    )
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *arguments, **options: None)
+    assert obstacle() is None
+    assert native.level() == "v4"
+
+
+def test_the_digest_knows_sources_headers_and_flags(tmp_path, monkeypatch):
+    monkeypatch.setattr(build_backend, "HERE", tmp_path / "native")
+    (tmp_path / "native").mkdir()
+    digests = {build_backend.digest()}
+    assert digests == {""}  # a wheel has no sources
+    for name in ("native/library.cc", "native/vectors.h"):
+        (tmp_path / name).write_text("int x;")
+        digests.add(build_backend.digest())
+        (tmp_path / name).write_text("int y;")
+        digests.add(build_backend.digest())
+    monkeypatch.setattr(build_backend, "_FLAGS", ("-O2",))
+    digests.add(build_backend.digest())
+    assert len(digests) == 6
+
+
+def test_the_compiler_is_the_named_one_or_one_that_is_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "ccache 'my g++'")
+    assert build_backend.compiler() == ["ccache", "my g++"]
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    ziglang = [sys.executable, "-m", "ziglang", "c++"]
+    monkeypatch.setattr(build_backend, "find_spec", lambda name: name == "ziglang")
+    assert build_backend.compiler() == ziglang
+    monkeypatch.setattr(build_backend, "find_spec", lambda name: None)
+    assert build_backend.compiler() is None
+    assert build_backend._requirements() == ["ziglang>=0.13"]
+    for name in ("c++", "g++"):
+        (tmp_path / name).touch(0o755)
+        assert build_backend.compiler() == [str(tmp_path / name)]
+    assert build_backend._requirements() == []
+
+
+def test_builds_that_fail_leave_the_reason(folder, monkeypatch):
+    """And no library, which would run in the place of what failed."""
+    old, compiler = build_backend.library("v3"), folder / "c++"
+
+    def reason():
+        old.touch()
+        found = build_backend.try_build()
+        assert build_backend.failure().read_text() == f"{found}\n"
+        assert build_backend.built() == [build_backend.failure()]
+        return found
+
+    def reason_of(script):
+        compiler.write_text(f"#!/bin/sh\n{script}\nexit 3\n")
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CXX", str(compiler))
+        return reason()
+
+    monkeypatch.setattr(build_backend, "sources", lambda: [ROOT / "native.cc"])
+    build = build_backend.build
+    monkeypatch.setattr(build_backend, "build", lambda: build(folder))
+    said = "echo 'In file included from x:' >&2; echo 'x.h:1: error: y' >&2"
+    assert reason_of(said) == f"{folder}/c++ failed: x.h:1: error: y"
+    assert reason_of("echo killed >&2") == f"{folder}/c++ failed: killed"
+    assert reason_of("") == f"{folder}/c++ failed: exit status 3"
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "No such file or directory: 'no-such-compiler'" in reason()
+    monkeypatch.setattr(build_backend, "compiler", lambda: None)
+    assert reason() == "there is no C++ compiler, nor the package ziglang"
+    monkeypatch.setattr(build_backend, "compiler", lambda: ["c++"])
+    monkeypatch.setattr(build_backend, "find_spec", lambda name: None)
+    assert reason() == "jaxlib, whose headers it needs, is not installed"
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert reason() == f"it is not for {sys.platform} on riscv64"
+    assert not list(folder.glob("build-*"))
+
+
+@needs_sources
+def test_the_headers_are_of_the_oldest_jax_that_is_supported():
+    """XLA refuses what was built with newer headers than its own."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (oldest,) = (d[5:] for d in project["project"]["dependencies"] if d.startswith("jax>="))
+    headers = [d for d in project["build-system"]["requires"] if d.startswith("jaxlib")]
+    assert [d.partition(";")[0] for d in headers] == [f"jaxlib=={oldest}", f"jaxlib>={oldest}"]
+
+
+@needs_sources
+def test_a_wheel_is_for_a_platform_and_any_python(monkeypatch):
+    setuptools = pytest.importorskip("setuptools", minversion="77")
+    given = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **options: given.update(options))
+    monkeypatch.setitem(sys.modules, "build_backend", build_backend)
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
+    (extension,) = given["ext_modules"]
+    files = {*extension.sources, *extension.depends}
+    assert {"pallas_kernels/matmul/native.cc", "pallas_kernels/native/vectors.h"} <= files
+    command = given["cmdclass"]["bdist_wheel"](setuptools.Distribution(given))
+    command.ensure_finalized()
+    python, abi, machine = command.get_tag()
+    assert (python, abi) == ("py3", "none")
+    assert machine != "any"
+
+
+# What a row past the end, a column too many or a group of weights that is not whole would read or
+# write. XLA hands arguments and results over where they are, each an allocation of its own.
+ODD_SHAPES = """
+import functools, itertools, sys
+from pathlib import Path
+import jax, numpy as np
+from pallas_kernels import native
+from pallas_kernels.matmul.api import matmul
+from pallas_kernels.matmul.packed import PackedMatrix
+
+native.build_backend.library = lambda level: Path(sys.argv[1], f"libstree-{level}.so")
+assert native.obstacle() is None, native.obstacle()
+matmul = functools.partial(matmul, implementation="native")
+
+
+@jax.jit
+def products(one, several, calls):
+    return [(matmul(x, one), matmul(x, several, which)) for x, which in calls]
+
+
+rng = np.random.default_rng(0)
+shapes = itertools.product((1, 31, 33, 257, 384), (1, 31, 33, 100), ("float32", "bfloat16", "int8"))
+for inputs, columns, dtype in shapes:
+    weights = rng.standard_normal((3, inputs, columns), np.float32)
+    one, several = (PackedMatrix.pack(w, dtype) for w in (weights[0], weights))
+    calls = [
+        (rng.standard_normal((rows, inputs), np.float32), rng.integers(0, 3, rows))
+        for rows in (0, 1, 2, 3, 13, 14, 29)
+    ]
+    matrices = np.asarray(several.canonical(), np.float32)
+    for (x, which), (alone, chosen) in zip(calls, products(one, several, calls), strict=True):
+        np.testing.assert_allclose(alone, x @ matrices[0], atol=1e-3)
+        np.testing.assert_allclose(chosen, np.einsum("ri,rio->ro", x, matrices[which]), atol=1e-3)
+print("done", native.level())
+"""
+
+
+def sanitizer():
+    """What must be loaded first: the address sanitizer of g++, and what throws exceptions."""
+    if sys.platform != "linux" or not shutil.which("g++"):
+        pytest.skip("g++ on Linux only")
+    found = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True).stdout
+        for name in ("libasan.so", "libstdc++.so")
+    ]
+    if not all(path.startswith("/") for path in found):
+        pytest.skip("g++ has no address sanitizer")
+    return " ".join(map(str.strip, found))
+
+
+@pytest.mark.slow
+@needs_sources
+def test_sanitizers_find_nothing(tmp_path, monkeypatch):
+    """For every set of instructions that this processor has."""
+    preloaded = sanitizer()
+    monkeypatch.setenv("CXX", "g++")
+    sanitized = ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    build_backend.build(tmp_path, sanitized)
+    for level in build_backend.levels():
+        if native._lacks(level):
+            continue
+        environment = {
+            **os.environ,
+            "LD_PRELOAD": preloaded,
+            "ASAN_OPTIONS": "detect_leaks=0",
+            "STREE_JAX_NATIVE": level,
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", ODD_SHAPES, str(tmp_path)],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr[-8000:]
+        assert done.stdout == f"done {level}\n"
+
+
+@pytest.mark.slow
+@needs_sources
+def test_an_install_whose_compiler_fails_warns(tmp_path):
+    """And one that works: both build a wheel, without pip and its network."""
+    pytest.importorskip("setuptools", minversion="77")
+    clone = tmp_path / "clone"
+    ignored = shutil.ignore_patterns(".git", ".venv*", "build", "*.so", "failure.txt", "*.run")
+    shutil.copytree(ROOT, clone, ignore=ignored)
+    code = "import build_backend as b, sys; b.build_wheel(sys.argv[1])"
+
+    def contents(compiler):
+        wheels = tmp_path / "wheels"
+        shutil.rmtree(wheels, ignore_errors=True)
+        environment = {**os.environ, "PYTHONPATH": str(clone / "pallas_kernels/native")}
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(wheels)],
+            cwd=clone,
+            env=environment | compiler,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        (wheel,) = wheels.iterdir()
+        with zipfile.ZipFile(wheel) as opened:
+            names = {Path(name).name for name in opened.namelist()}
+        return done.stderr, names
+
+    libraries = {build_backend.library(level).name for level in build_backend.levels()}
+    said, names = contents({})
+    assert "is not built" not in said
+    assert libraries <= names
+    assert not {"failure.txt", "native.cc", "vectors.h"} & names
+    said, names = contents({"CXX": "/bin/false"})
+    assert (
+        "stree-jax's native library is not built, so XLA runs instead:"
+        " /bin/false failed: exit status 1" in said
+    )
+    assert not libraries & names
+    assert "failure.txt" in names

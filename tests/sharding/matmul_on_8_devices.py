@@ -1,0 +1,86 @@
+"""`matmul` on 8 CPU devices, native: the same to the bit. Run by `test_on_8_devices.py`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.matmul.api import matmul
+from pallas_kernels.matmul.packed import PackedMatrix
+from tests.cases.base import NEEDS_NATIVE
+from tests.cases.matmul import DTYPES
+
+pytestmark = NEEDS_NATIVE
+run = functools.partial(matmul, implementation="native")
+COLUMNS = 512
+DENSE = np.random.default_rng(0).normal(size=(3, 300, COLUMNS)).astype(np.float32)
+X = np.random.default_rng(1).normal(size=(16, 300)).astype(np.float32)
+
+
+def mesh_of(*sizes):
+    return Mesh(np.array(jax.devices()).reshape(sizes), ("rows", "columns")[: len(sizes)])
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_device_multiplies_its_rows_and_columns(dtype, check_vma):
+    matrix = PackedMatrix.pack(DENSE[0], dtype)
+
+    def local(x, blocks, scales):
+        return run(x, PackedMatrix(blocks, scales, COLUMNS // 4))
+
+    of_blocks = P("columns")
+    sharded = jax.shard_map(
+        local,
+        mesh=mesh_of(2, 4),
+        in_specs=(P("rows"), of_blocks, None if matrix.scales is None else of_blocks),
+        out_specs=P("rows", "columns"),
+        check_vma=check_vma,
+    )
+    y = jax.jit(sharded)(X, matrix.blocks, matrix.scales)
+    assert len(y.sharding.device_set) == 8
+    np.testing.assert_array_equal(y, run(jnp.asarray(X), matrix))
+
+
+def test_each_device_has_rows_of_several_matrices():
+    matrix = PackedMatrix.pack(DENSE, "int8")
+    which = np.random.default_rng(2).integers(3, size=16).astype(np.int32)
+    sharded = jax.shard_map(
+        run, mesh=mesh_of(8), in_specs=(P("rows"), P(), P("rows")), out_specs=P("rows")
+    )
+    got = jax.jit(sharded)(X, matrix, which)
+    np.testing.assert_array_equal(got, run(jnp.asarray(X), matrix, jnp.asarray(which)))
+
+
+def test_xla_may_cut_the_rows():
+    """It brings them together: the product is one call."""
+    matrix = PackedMatrix.pack(DENSE[0], "bfloat16")
+    x = jax.device_put(X, NamedSharding(mesh_of(8), P("rows")))
+    y = jax.jit(run)(x, matrix)
+    np.testing.assert_array_equal(y, run(jnp.asarray(X), matrix))
+
+
+def test_any_device():
+    device, matrix = jax.devices()[3], PackedMatrix.pack(DENSE[0], "bfloat16")
+    want = run(jnp.asarray(X), matrix)
+    with jax.default_device(device):
+        y = jax.jit(run)(X, PackedMatrix.pack(DENSE[0], "bfloat16"))
+        assert y.devices() == {device}
+        np.testing.assert_array_equal(y, want)
+    placed = jax.device_put((X, matrix), jax.devices()[5])
+    y = jax.jit(run)(*placed)
+    assert y.devices() == {jax.devices()[5]}
+    np.testing.assert_array_equal(y, want)
+
+
+def test_devices_at_once():
+    """Each calls from its own thread."""
+    matrix = PackedMatrix.pack(DENSE[0])
+    want = run(jnp.asarray(X), matrix)
+    placed = [jax.device_put((X, matrix), device) for device in jax.devices()]
+    for y in [jax.jit(run)(*each) for _ in range(20) for each in placed]:
+        np.testing.assert_array_equal(y, want)
