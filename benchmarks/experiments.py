@@ -153,7 +153,7 @@ class Experiment(NamedTuple):
 EXPERIMENTS = {
     "decode": Experiment(decode, COMPARED | CHECKPOINTS),
     "tuned": Experiment(tuned.run, COMPARED | CHECKPOINTS | {"--prompts": 12}),
-    "peer": Experiment(peer.run, SIZES | {"--threads": 2}),
+    "peer": Experiment(peer.run, SIZES | {"--threads": 2, "--calls": 8}),
     "precision": Experiment(precision.run, SIZES | {"--compared": 100_000}),
     "medusa": Experiment(medusa, COMPARED | {"--prompts": 8, "--heads": None, "--mtp": None}),
     "serving": Experiment(

@@ -278,6 +278,27 @@ def drafted(
     return np.array(new[: new.index(eos) + 1] if eos in new else new)
 
 
+def calls(
+    model: st.HybridLM, precision: str, threads: int, count: int, sizes: Sequence[int]
+) -> dict[int, Callable[[], None]]:
+    """By number of tokens, `count` calls that read as many, one after the other."""
+    from stree_jax.convert.writing import write_as
+
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint, path = Path(directory) / "model", Path(directory) / "model.gguf"
+        checkpoint.mkdir()
+        write_as(model, checkpoint, "hf")
+        write_gguf(checkpoint, path, precision)
+        loaded = Model(path, count * max(sizes), threads, float32=precision == "float32")
+
+    def read(size: int) -> None:
+        loaded.clear()
+        for number in range(count):
+            loaded.read([0] * size, number * size, every=True)
+
+    return {size: functools.partial(read, size) for size in sizes}
+
+
 def decoders(pair: Pair, tokens: int, threads: int) -> tuple[dict[str, Decode], dict[str, Any]]:
     """Greedy decoding of the embedded pair by llama.cpp, and the versions.
 

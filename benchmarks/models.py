@@ -10,7 +10,7 @@ from flax import nnx
 
 import stree_jax as st
 from benchmarks.prompts import load_prompts
-from stree_jax.models.layers import in_blocks
+from stree_jax.models.matrices import pack
 
 RANDOM_NOTE = "random weights: only time and memory mean anything, acceptance does not"
 # As wide as mamba2-130m, with fewer layers and a smaller vocabulary: minutes on two CPU cores.
@@ -48,7 +48,7 @@ def random_model(config: st.ModelConfig, dtype: str, seed: int = 0) -> st.Hybrid
 
     model = nnx.merge(st.HybridLM.abstract(config, dtype=dtype)[0], weights())
     if not on_gpu():
-        in_blocks(model)  # as a loaded model has its matrices
+        pack(model)  # as a loaded model has its matrices
     return model
 
 

@@ -8,12 +8,13 @@ llama.cpp drafts as its own tools do. Either may be missing: `benchmarks/llama_c
 build llama.cpp.
 
     python -m benchmarks.peer [--prompts 16] [--tokens 96] [--rounds 3] [--threads 2]
+        [--calls 8]
 """
 
 import argparse
 import functools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,12 @@ from benchmarks import llama_cpp
 from benchmarks.common import Found, Table, start, summary, timed
 from benchmarks.llama_cpp import Decode
 from benchmarks.methods import CHAIN_OF_4, CHAIN_OF_6, PLAIN, Method, trees
-from benchmarks.models import Pair, embedded_pair
+from benchmarks.models import Pair, embedded_pair, random_model
+from benchmarks.steps import run_steps
 
 PEER = "transformers"
+SIZE = "mamba2-370m"  # whose calls are timed
+CALLED = {tree.num_nodes: tree for tree in map(st.TreeTopology.chain, (0, 4, 12))}
 
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
@@ -62,8 +66,9 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         for name in ways
     ]
     medians = {row["method"]: row[f"times_{field(peers[0])}"]["median"] for row in rows}
+    sizes = real_sizes(options) if llama_cpp.NAME in peers and options.calls else []
     yield Found(
-        pair.settings() | {"versions": versions, "methods": rows},
+        pair.settings() | {"versions": versions, "methods": rows, "sizes": sizes},
         [
             Table(
                 f"{pair.source}, greedy, {len(pair.prompts)} prompts",
@@ -71,7 +76,8 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
                 {"method": "{method}", "tokens/s": "{tokens_per_second[median]:,.0f}"}
                 | {f"times {x}": f"{{times_{field(x)}[median]:.2f}}x" for x in peers}
                 | {"identical prompts": "{identical_prompts}"},
-            )
+            ),
+            *called(sizes),
         ],
         wrong=[
             row["method"]
@@ -80,6 +86,14 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         ],
         line={name: round(value, 2) for name, value in medians.items()},
     )
+
+
+def called(sizes: list[dict[str, Any]]) -> list[Table]:
+    """The table of calls, if they were timed."""
+    columns = {"model": "{model}", "dtype": "{dtype}", "tokens": "{nodes}"}
+    columns |= {"here": "{here[median]:.1f}", llama_cpp.NAME: "{there[median]:.1f}"}
+    columns |= {"ratio": "{times[median]:.2f}"}
+    return [Table("A call of the target, ms", sizes, columns)] if sizes else []
 
 
 def field(peer: str) -> str:
@@ -137,6 +151,36 @@ def transformers_decoders(
         return out[0, len(prompt) :].numpy()
 
     return {PEER: decode}, {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def real_sizes(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Milliseconds of a target call of 1, 5 and 13 tokens, here and in llama.cpp.
+
+    Random weights in the shape of a published model: only time means anything.
+    """
+    records = []
+    for dtype in ("bfloat16", "float32"):
+        model = random_model(st.ModelConfig.preset(SIZE), dtype)
+        ways: dict[tuple[str, int], Callable[[], Any]] = {}
+        for nodes, tree in CALLED.items():
+            ways["here", nodes] = functools.partial(_run, model, tree, options.calls)
+        theirs = llama_cpp.calls(model, dtype, options.threads, options.calls, [*CALLED])
+        ways |= {(llama_cpp.NAME, nodes): call for nodes, call in theirs.items()}
+        named = {key: lambda _, way=way: way() for key, way in ways.items()}
+        _, seconds = timed(f"calls, {dtype}", named, [None], options.rounds)
+        for nodes in CALLED:
+            here, there = (
+                1e3 * seconds[way, nodes][:, 0] / options.calls for way in ("here", llama_cpp.NAME)
+            )
+            records.append(
+                {"model": SIZE, "dtype": dtype, "nodes": nodes}
+                | {"here": summary(here), "there": summary(there), "times": summary(here / there)}
+            )
+    return records
+
+
+def _run(model: st.HybridLM, tree: st.TreeTopology, count: int) -> None:
+    run_steps(model, tree, count).block_until_ready()
 
 
 start(__name__, __doc__)

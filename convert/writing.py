@@ -16,8 +16,8 @@ from stree_jax.convert.families import FAMILIES
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.mtp import mtp_rules, written_mtp
 from stree_jax.heads import FOLDER
-from stree_jax.models.layers import weights_by_name
 from stree_jax.models.lm import HybridLM, check_on_one_device
+from stree_jax.models.matrices import weights_by_name
 from stree_jax.models.mtp import MtpConfig, MtpHead
 
 _SHARD = 1 << 30  # bytes; one shard is in memory next to the model

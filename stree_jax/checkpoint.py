@@ -39,8 +39,8 @@ from stree_jax.mesh.hosts import by_first
 from stree_jax.mesh.partition import Partition
 from stree_jax.mesh.weights import canonical_weights, spread
 from stree_jax.messages import printable, shown, shown_path
-from stree_jax.models.layers import in_first
 from stree_jax.models.lm import HybridLM, check_model
+from stree_jax.models.matrices import in_first
 from stree_jax.names import flatten, unflatten
 from stree_jax.stored import (
     CHECKSUMS,

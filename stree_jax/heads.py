@@ -16,8 +16,8 @@ import numpy as np
 from flax import nnx
 
 from stree_jax.checkpoint import load_header, load_module, write_checkpoint
-from stree_jax.models.layers import named_weights
 from stree_jax.models.lm import HybridLM, check_on_one_device
+from stree_jax.models.matrices import named_weights
 from stree_jax.models.mtp import MtpConfig, MtpHead
 
 # What an extension may use.

@@ -17,8 +17,8 @@ from stree_jax.checkpoint import load_native, tokenizer_errors
 from stree_jax.files import entries, folders_with, has_file
 from stree_jax.mesh.weights import partition_of
 from stree_jax.messages import shown, shown_path
-from stree_jax.models.layers import in_blocks
 from stree_jax.models.lm import HybridLM, check_options
+from stree_jax.models.matrices import pack
 from stree_jax.special_tokens import end_tokens, special_tokens
 
 
@@ -40,8 +40,8 @@ def from_pretrained(
     Args:
         path: the directory, or the name of a model on the hub (needs `stree-jax[hub]`).
         dtype: dtype of the loaded weights, float32 or bfloat16. None means bfloat16 if the
-            checkpoint stores bfloat16, else float32. Only float32, the default, makes speculative
-            decoding reproduce autoregressive decoding token for token.
+            checkpoint stores bfloat16, else float32. Speculative decoding reproduces autoregressive
+            decoding token for token in float32, the default, and on a CPU in bfloat16 too.
         implementation: kernel implementation, see `pallas_kernels.dispatch`.
         quirks: names from `stree_jax.convert.QUIRKS`: deviations of other programs from the
             published config, to reproduce them.
@@ -76,7 +76,7 @@ def from_pretrained(
         model = load_native(directory, dtype=dtype, **options)
     model.config = dataclasses.replace(model.config, eos_token=_end_tokens(model, directory))
     if partition is None and dispatch.device_of(model).platform == "cpu":
-        in_blocks(model)
+        pack(model)
     return model
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from pallas_kernels import dispatch
 from stree_jax.checkpoint import matrix_dtype, open_native
 from stree_jax.config import ModelConfig
 from stree_jax.convert import convert, find, is_foreign, open_checkpoint
@@ -73,6 +74,7 @@ def run_inspect(console: Console, path: str, *, tensors: bool, ignore: Sequence[
         for line in _tensors(directory, ignore):
             console.print(line, markup=False, soft_wrap=True)
     console.print("names, shapes and files fit: can be loaded and converted")
+    console.print(f"runs as {dispatch.explain()}", markup=False, soft_wrap=True)
 
 
 def _table(path: Path, ignore: Sequence[str]) -> Table:

@@ -15,6 +15,7 @@ from rich.text import Text
 from tokenizers import Tokenizer
 
 import stree_jax as st
+from pallas_kernels import dispatch
 from stree_jax.cli.drafters import ignored_fields
 from stree_jax.cli.trees import parse_tree
 from stree_jax.compilation_cache import enable_compilation_cache
@@ -87,6 +88,7 @@ def _run(
     tokenizer = st.load_tokenizer(target_path)
     prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
     tree = st.TreeTopology.paper("A")
+    console.print(f"runs as {dispatch.explain()}", style="dim", markup=False, soft_wrap=True)
     methods = [
         Method("autoregressive", None, None),
         Method("chain of 4", drafter, st.TreeTopology.chain(4)),

@@ -219,7 +219,7 @@ class HeadModel(nnx.Module):
     def open(self, context: Context, num_nodes: int, max_length: int) -> HeadReader:
         """See `DraftModel`: no text is read yet; `hear` reads it."""
         cache = self.init_cache(context.length.shape[0], max_length)
-        return HeadReader.open(cache, self.config.d_model, self.head.dtype)
+        return HeadReader.open(cache, self.config.d_model, self.head.activation_dtype)
 
     def hear(
         self,

@@ -189,7 +189,9 @@ class Reader(NamedTuple):
         cls, model: HybridLM, cache: Cache, batch: int, num_nodes: int, num_catch_up: int
     ) -> "Reader":
         """The state of a model that has read all tokens but the last."""
-        return cls(cache, *_no_nodes(model.config, model.dtype, batch, num_nodes, num_catch_up))
+        return cls(
+            cache, *_no_nodes(model.config, model.activation_dtype, batch, num_nodes, num_catch_up)
+        )
 
     def resume(
         self,

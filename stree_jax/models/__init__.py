@@ -3,7 +3,7 @@
 from pallas_kernels.numerics import contract
 from stree_jax.models.cache import Cache, Path, Pending, empty_path, path_to
 from stree_jax.models.eagle3 import Eagle3Config, Eagle3Head
-from stree_jax.models.layers import named_weights, output_logits, weights_by_name
+from stree_jax.models.layers import output_logits
 from stree_jax.models.lm import (
     HybridLM,
     check_model,
@@ -11,6 +11,7 @@ from stree_jax.models.lm import (
     embedded_tokens,
     same_tokenizer,
 )
+from stree_jax.models.matrices import Matrix, loaded_for, named_weights, weights_by_name
 from stree_jax.models.mtp import MtpConfig, MtpHead
 from stree_jax.names import flatten
 
@@ -19,6 +20,7 @@ __all__ = [
     "Eagle3Config",
     "Eagle3Head",
     "HybridLM",
+    "Matrix",
     "MtpConfig",
     "MtpHead",
     "Path",
@@ -29,6 +31,7 @@ __all__ = [
     "embedded_tokens",
     "empty_path",
     "flatten",
+    "loaded_for",
     "named_weights",
     "output_logits",
     "path_to",

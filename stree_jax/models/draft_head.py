@@ -19,7 +19,7 @@ class DraftHead(nnx.Module):
 
     Args:
         config: sizes of the head, with `d_model`, `norm_eps` and `attention`.
-        dtype: dtype of weights and activations.
+        dtype: dtype of weights and activations; activations of a packed head are float32.
     """
 
     attention: Any
@@ -32,9 +32,14 @@ class DraftHead(nnx.Module):
         own = dict(norm_eps=self.config.norm_eps, dtype=self.dtype, out_scale=out_scale)
         return layer.build(self.config.d_model, **own, **options)
 
+    @property
+    def activation_dtype(self) -> Any:
+        """Dtype of activations and caches: float32 if the head is packed."""
+        return self.attention.in_proj.kernel.result_dtype
+
     def init_cache(self, batch: int, max_length: int) -> KVCache:
         """The cache before the first entry."""
-        return self.config.attention.init_cache(batch, max_length, self.dtype).kv
+        return self.config.attention.init_cache(batch, max_length, self.activation_dtype).kv
 
     def _scale(self) -> nnx.Param:
         return nnx.Param(jnp.ones(self.config.d_model, self.dtype))

@@ -21,13 +21,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import KVCache, NodeKV
-from pallas_kernels.numerics import contract
 from stree_jax.array_types import Array, Float, Float32, Int
 from stree_jax.checks import require, require_integer, require_types
 from stree_jax.models.attention import AttentionConfig
 from stree_jax.models.draft_head import DraftHead
 from stree_jax.models.layer import NoCache
 from stree_jax.models.layers import linear
+from stree_jax.models.matrices import Table
 from stree_jax.models.mlp import MlpConfig
 from stree_jax.tree import Tree
 
@@ -105,8 +105,8 @@ class Eagle3Head(DraftHead):
         width = config.d_model
         options: dict[str, Any] = dict(rngs=rngs, implementation=implementation)
 
-        def rows(count: int) -> nnx.Param:
-            return nnx.Param(0.02 * jax.random.normal(rngs.params(), (count, width), dtype))
+        def rows(count: int) -> Table:
+            return Table(0.02 * jax.random.normal(rngs.params(), (count, width), dtype))
 
         self.fc = linear(
             len(config.inner_layers) * width, width, bias=False, dtype=dtype, rngs=rngs
@@ -167,7 +167,7 @@ class Eagle3Head(DraftHead):
     def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
         """Logits over the target's tokens; minus infinity for those that the head lacks."""
         normed = self._norm(outputs, self.final_norm_scale)
-        own = contract("btm,vm->btv", normed, self.output_head[...])
+        own = self.output_head.matmul(normed)
         shape = (*own.shape[:2], self.config.vocab_size)
         places = self.tokens[...].astype(jnp.int32)
         return jnp.full(shape, -jnp.inf).at[..., places].set(own)
@@ -177,4 +177,4 @@ class Eagle3Head(DraftHead):
         normed = self._norm(states, self.hidden_norm_scale)
         both = [self._norm(embedded, self.embedding_norm_scale), normed]
         residual = normed if self.config.norm_before_residual else states
-        return jnp.concatenate(both, axis=-1).astype(self.dtype), residual
+        return jnp.concatenate(both, axis=-1).astype(self.activation_dtype), residual

@@ -18,7 +18,8 @@ from stree_jax.models.block import Block
 from stree_jax.models.cache import Cache, Pending, conv_widths, init_cache, init_pending
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.layer import ConvGatherIndex, Path, Replay
-from stree_jax.models.layers import embedding_rows, in_first, output_logits
+from stree_jax.models.layers import output_logits
+from stree_jax.models.matrices import Table, in_first, packed
 from stree_jax.models.residual import ResidualStream
 from stree_jax.models.shared import SharedLayer, SharedTransformer
 from stree_jax.tree import Tree
@@ -89,7 +90,7 @@ class HybridLM(Partitioned):
     Args:
         config: layers and sizes of the model.
         dtype: dtype of the weights and activations, float32 or bfloat16. The SSM state, the decays
-            and the logits are float32 in both cases.
+            and the logits are float32 in both cases, and all activations of a packed model.
         rngs: random streams for initialisation.
         implementation: kernel implementation: "xla", "native", "pallas" or "pallas_interpret" (see
             `pallas_kernels.dispatch`); None: the fastest that runs on the device.
@@ -124,8 +125,8 @@ class HybridLM(Partitioned):
         self._implementation = implementation
         shape = (config.num_embeddings, config.d_model)
 
-        def new_embedding() -> nnx.Param:
-            return nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, dtype))
+        def new_embedding() -> Table:
+            return Table(0.02 * jax.random.normal(rngs.params(), shape, dtype))
 
         self.embedding = new_embedding()
         self.blocks = nnx.List(
@@ -196,9 +197,26 @@ class HybridLM(Partitioned):
     def in_first(self) -> "HybridLM":
         """This model with its matrices `[in, out]`, the embedding and the output head `[V, M]`.
 
-        A model that `from_pretrained` loads on a CPU has them in blocks of columns.
+        A model that `from_pretrained` loads on a CPU has them packed.
         """
         return in_first(self)
+
+    def packed(self) -> "HybridLM":
+        """This model with its matrices packed for a CPU, as `from_pretrained` has them there.
+
+        For a model that was made or trained in memory. It decodes faster, with float32 activations
+        whatever the dtype of the weights; see `stree_jax.models.matrices`.
+
+        Raises:
+            ValueError: it is on a mesh.
+        """
+        check_on_one_device(self, "packed()")
+        return packed(self)
+
+    @property
+    def activation_dtype(self) -> Any:
+        """Dtype of activations, caches and pending records: float32 if it is packed."""
+        return self.output_head.result_dtype
 
     @property
     def implementation(self) -> str | None:
@@ -224,11 +242,11 @@ class HybridLM(Partitioned):
 
         A row with more tokens than that gives NaN from then on, never a wrong number.
         """
-        return init_cache(self._own_config(), batch, max_length, self.dtype)
+        return init_cache(self._own_config(), batch, max_length, self.activation_dtype)
 
     def init_pending(self, batch: int, num_nodes: int) -> Pending:
         """The pending record of a tree that was never run, for replay along the empty path."""
-        return init_pending(self._own_config(), batch, num_nodes, self.dtype)
+        return init_pending(self._own_config(), batch, num_nodes, self.activation_dtype)
 
     def prefill(
         self, tokens: Tokens, lengths: Lengths, cache: Cache | None = None
@@ -259,8 +277,8 @@ class HybridLM(Partitioned):
         `inner` adds states after inner layers, see `tree`.
 
         Returns:
-            Hidden states after the final norm, in the model's dtype (unspecified on the padding),
-            and the cache.
+            Hidden states after the final norm, in the dtype of activations (unspecified on the
+            padding), and the cache.
         """
         with jax.named_scope("prefill"):
             hidden, cache, states = self._sequence(tokens, lengths, cache, inner)
@@ -309,8 +327,8 @@ class HybridLM(Partitioned):
                 hidden states in the last axis: `[B, Q, (1 + inner) M]` in all.
 
         Returns:
-            Hidden states of the query nodes after the final norm, in the model's dtype, which
-            `logits` takes; the pending record of all N nodes; and the cache before the root.
+            Hidden states of the query nodes after the final norm, in the dtype of activations,
+            which `logits` takes; the pending record of all N nodes; and the cache before the root.
         """
         with jax.named_scope("tree_forward"):
             num_layers = len(self.blocks)
@@ -378,8 +396,8 @@ class HybridLM(Partitioned):
         return jnp.pad(own, ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)
 
     @property
-    def output_head(self) -> nnx.Param:
-        """The weights of the output head, `[V, M]` or `Blocks`; the embedding if they are tied."""
+    def output_head(self) -> Table:
+        """The output head `[V, M]`; the embedding if they are tied."""
         return self.embedding if self.head is None else self.head
 
     def replay(self, cache: Cache, pending: Pending, path: Path) -> Cache:
@@ -423,10 +441,11 @@ class HybridLM(Partitioned):
         self._check_here()
         if self.vocab_size > self.config.vocab_size:
             tokens = jnp.minimum(tokens, self.config.vocab_size - 1)
-        rows = embedding_rows(self.embedding, tokens, self.shard)
+        rows = self.embedding.rows(tokens, self.shard)
         embedded = scaled(rows, self.config.embedding_multiplier)
-        dtype = jnp.float32 if self.config.residual_float32 else self.dtype
-        return ResidualStream(embedded.astype(dtype), self.config, self.dtype, implementation)
+        own = self.activation_dtype
+        dtype = jnp.float32 if self.config.residual_float32 else own
+        return ResidualStream(embedded.astype(dtype), self.config, own, implementation)
 
     def _own_config(self) -> ModelConfig:
         """The local config on a shard, else the model's config."""
@@ -458,15 +477,15 @@ class HybridLM(Partitioned):
     def _with_inner(self, hidden: Array, states: list[Array]) -> Array:
         if not states:
             return hidden
-        return jnp.concatenate([hidden, *(state.astype(self.dtype) for state in states)], axis=-1)
+        return jnp.concatenate([hidden, *(state.astype(hidden.dtype) for state in states)], axis=-1)
 
     def _final_norm(self, hidden: Array) -> Array:
         scale = self.final_norm_scale[...]
-        return rms_norm(hidden, scale, self.config.norm_eps).astype(self.dtype)
+        return rms_norm(hidden, scale, self.config.norm_eps).astype(self.activation_dtype)
 
 
 def embedded_tokens(
-    tokens: Int[Array, "B T"], embedding: nnx.Param, multiplier: float
+    tokens: Int[Array, "B T"], embedding: Table, multiplier: float
 ) -> Float[Array, "B T M"]:
     """Embeddings of tokens, the input of the first layer."""
-    return scaled(embedding_rows(embedding, tokens), multiplier)
+    return scaled(embedding.rows(tokens), multiplier)

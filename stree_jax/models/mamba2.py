@@ -60,7 +60,6 @@ from stree_jax.models.layers import (
     causal_conv1d,
     conv_state_after,
     linear,
-    partial_product,
     row_parallel,
     silu,
     split_last,
@@ -558,7 +557,7 @@ class Mamba2Mixer(nnx.Module):
         if self.shard.shards == 1:
             return dataclasses.replace(y, value=self._project_out(y.value, projected))
         # One all-reduce sums the products and the squares.
-        own = dataclasses.replace(y, value=partial_product(self.out_proj, y.value))
+        own = dataclasses.replace(y, value=self.out_proj.kernel.wide_matmul(y.value))
         y = y.unpacked(self.shard.total(own.packed()), self.shard.shards)
         return dataclasses.replace(y, value=scaled(y.value, self.config.output_multiplier))
 

@@ -10,12 +10,12 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import expert_mlps
-from pallas_kernels.numerics import contract
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import require, require_integer, require_types
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.layer import LayerConfig, Sizes, register, require_activation, share, within
-from stree_jax.models.layers import linear
+from stree_jax.models.layers import Projection, linear
+from stree_jax.models.matrices import Matrix
 from stree_jax.models.mlp import Mlp, MlpConfig, Pointwise
 
 _NARROWEST = 16  # fewest channels of an expert that a kernel multiplies
@@ -166,18 +166,18 @@ class MixtureOfExperts(Pointwise):
         self.implementation = implementation
         width = d_model if c.latent_size is None else c.latent_size
 
-        def experts(rows: int, columns: int, scale: float = 1.0) -> nnx.Param:
+        def experts(rows: int, columns: int, scale: float = 1.0) -> Matrix:
             shape = (c.experts_held, rows, columns)
-            return nnx.Param(scale * rows**-0.5 * jax.random.normal(rngs.params(), shape, dtype))
+            return Matrix(scale * rows**-0.5 * jax.random.normal(rngs.params(), shape, dtype))
 
-        self.router = nnx.Param(
+        self.router = Matrix(
             d_model**-0.5 * jax.random.normal(rngs.params(), (d_model, c.num_experts), dtype)
         )
         self.correction = nnx.Param(jnp.zeros(c.num_experts)) if c.router == "sigmoid" else None
         self.experts_in = experts(width, 2 * c.hidden_size if c.gated else c.hidden_size)
         self.experts_out = experts(c.hidden_size, width, out_scale)
 
-        def projection(rows: int, columns: int) -> nnx.Linear | None:
+        def projection(rows: int, columns: int) -> Projection | None:
             if c.latent_size is None:
                 return None
             return linear(rows, columns, bias=False, dtype=dtype, rngs=rngs)
@@ -198,7 +198,7 @@ class MixtureOfExperts(Pointwise):
         x = u if self.latent_in is None else self.latent_in(u)
         y = expert_mlps(
             *(x.reshape(-1, x.shape[-1]), weights, chosen),
-            *(self.experts_in[...], self.experts_out[...]),
+            *(self.experts_in.stored, self.experts_out.stored),
             activation=self.config.activation,
             gated=self.config.gated,
             implementation=self.implementation,
@@ -212,7 +212,7 @@ class MixtureOfExperts(Pointwise):
     ) -> tuple[Float[Array, "tokens A"], Int[Array, "tokens A"]]:
         """The router weights of each token's `A` experts, in float32, and the experts' indices."""
         c = self.config
-        scores = contract("nm,me->ne", tokens.astype(jnp.float32), self.router[...])
+        scores = self.router.wide_matmul(tokens.astype(jnp.float32))
         if self.correction is None:
             best, chosen = lax.top_k(scores, c.num_active)
             return jax.nn.softmax(best, axis=-1), chosen

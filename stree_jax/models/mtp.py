@@ -24,7 +24,6 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import KVCache, NodeKV
-from pallas_kernels.numerics import contract
 from stree_jax.array_types import Array, Float
 from stree_jax.checks import require, require_integer, require_types
 from stree_jax.models.attention import AttentionConfig
@@ -140,8 +139,8 @@ class MtpHead(DraftHead):
         with jax.named_scope("mtp_entries"):
             config = self.config.attention
             normed = self._norm(self._joined(embedded, hidden), self.attention_norm_scale)
-            kernel = self.attention.in_proj.kernel[...][:, config.projected_sizes[0] :]
-            projected = contract("btm,mx->btx", normed, kernel).astype(self.dtype)
+            own = self.attention.in_proj.kernel.cut(config.projected_sizes[0])
+            projected = own.wide_matmul(normed).astype(self.activation_dtype)
             shape = (*projected.shape[:2], 2, config.num_kv_heads, config.head_dim)
             both = projected.reshape(shape)
             return NodeKV(both[:, :, 0], both[:, :, 1])
@@ -177,7 +176,7 @@ class MtpHead(DraftHead):
             self._norm(embedded, self.embedding_norm_scale),
             self._norm(hidden, self.hidden_norm_scale),
         )
-        return self.in_proj(jnp.concatenate(parts, axis=-1).astype(self.dtype))
+        return self.in_proj(jnp.concatenate(parts, axis=-1).astype(self.activation_dtype))
 
     def _output(self, x: Array) -> Array:
         normed = self._norm(x, self.feed_forward_norm_scale)

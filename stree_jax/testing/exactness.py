@@ -46,7 +46,7 @@ def assert_lossless(
     with the same key.
 
     Args:
-        model: the target, in float32: other dtypes do not promise the same tokens.
+        model: the target, in float32, or packed for a CPU: others do not promise the same tokens.
         drafter: the drafter under test, or the one whose drafts the verifier under test gets.
         topology: the draft tree; None: the drafter's default.
         verifier: see `generate`. Rules that keep the target's distribution but not its tokens are
@@ -66,10 +66,10 @@ def assert_lossless(
             real.
         ValueError: the arguments promise no equality, or `generate` refuses them.
     """
-    if model.dtype != jnp.float32:
+    if model.activation_dtype != jnp.float32:
         raise ValueError(
             f"model has dtype {model.dtype}, and only float32 reproduces autoregressive decoding"
-            " token for token; build it with dtype='float32'"
+            " token for token; build it with dtype='float32', or pack it for a CPU: model.packed()"
         )
     size = model.config.vocab_size
     prompts = [[t % size for t in row] for row in PROMPTS] if prompts is None else prompts

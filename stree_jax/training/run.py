@@ -19,8 +19,8 @@ from stree_jax.checkpoint import load_config, save_pretrained
 from stree_jax.config import ModelConfig
 from stree_jax.decoding.generate import generate
 from stree_jax.lazy import lazily
-from stree_jax.models.layers import in_first
 from stree_jax.models.lm import HybridLM
+from stree_jax.models.matrices import in_first
 from stree_jax.pretrained import from_pretrained, load_tokenizer
 from stree_jax.training import data
 from stree_jax.training.objective import distillation_loss, next_token_loss

@@ -18,8 +18,9 @@ from jax.typing import DTypeLike
 
 from stree_jax.array_types import Array
 from stree_jax.checkpoint import check_shapes
-from stree_jax.models.layers import Projection, in_first
+from stree_jax.models.layers import Projection
 from stree_jax.models.lm import HybridLM
+from stree_jax.models.matrices import Matrix, in_first
 from stree_jax.training.recipe import Training
 
 # (model, tokens, extra) -> scalar loss; the model is a HybridLM or Medusa heads. `extra` is the
@@ -143,11 +144,18 @@ def _multiplying(model: nnx.Module, products: str) -> nnx.Module:
     model = nnx.clone(model)
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Projection):
-            module.dot_general = bfloat16_product
+            module.kernel = _BFloat16Products(module.kernel[...])
     return model
 
 
-def bfloat16_product(inputs: Array, kernel: Array, *_: Any, **__: Any) -> Array:
+class _BFloat16Products(Matrix):
+    """A matrix whose products have bfloat16 factors."""
+
+    def matmul(self, x: Array) -> Array:
+        return bfloat16_product(x, self[...])
+
+
+def bfloat16_product(inputs: Array, kernel: Array) -> Array:
     """`inputs @ kernel` of bfloat16 factors in float32, with gradients that are such products too.
 
     JAX's own gradient of a product with a float32 result multiplies in float32.

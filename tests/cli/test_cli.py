@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
+from pallas_kernels import dispatch
 from stree_jax.cli.demo import busy, timings_of
 from stree_jax.cli.trees import parse_tree
 from stree_jax.compilation_cache import MAX_BYTES
@@ -246,6 +247,7 @@ def test_convert_and_inspect(tmp_path, monkeypatch, output):
         assert family in shown
         assert "blocks.8.mixer.A_log" in shown
         assert "can be loaded and converted" in shown
+        assert f"runs as {dispatch.explain()}\n" in shown
 
 
 def test_sampling_depends_on_the_seed_alone(tiny_pair, output):
@@ -267,6 +269,7 @@ def check_demo(text, methods):
     assert best["speed_up"] == report[best["method"]]["speed_up"]
     assert best["speed_up"] == max(method["speed_up"] for method in report.values())
     assert "next token" in text
+    assert f"runs as {dispatch.explain()}\n" in text
     return [method["tau"] for method in report.values()]
 
 

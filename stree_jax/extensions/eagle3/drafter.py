@@ -7,7 +7,7 @@ from typing import Any
 from stree_jax import HybridLM, ModelDrafter
 from stree_jax.extensions.eagle3.model import Eagle3Model
 from stree_jax.messages import shown
-from stree_jax.models import Eagle3Head, check_on_one_device
+from stree_jax.models import Eagle3Head, check_on_one_device, loaded_for
 
 
 class Eagle3Drafter(ModelDrafter):
@@ -49,4 +49,4 @@ def load_eagle3(
     check_on_one_device(target, "load_eagle3")
     from stree_jax.convert import find, load_eagle3_head  # takes time to import
 
-    return load_eagle3_head(find(path), target, ignore)
+    return loaded_for(target, load_eagle3_head(find(path), target, ignore))

@@ -15,7 +15,7 @@ from stree_jax import HybridLM
 from stree_jax.checkpoint import load_header, load_module, write_checkpoint
 from stree_jax.extensions.medusa.heads import MAX_HEADS, MedusaHeads
 from stree_jax.messages import shown
-from stree_jax.models import check_on_one_device, named_weights
+from stree_jax.models import check_on_one_device, loaded_for, named_weights
 
 KIND = "medusa"  # `kind` in config.json
 
@@ -68,7 +68,7 @@ def load_medusa(path: str | os.PathLike[str], target: HybridLM) -> MedusaHeads:
             " heads for this one: stree-jax medusa RECIPE TARGET OUTPUT"
         )
     like = nnx.eval_shape(lambda: MedusaHeads(target, num_heads=number, rngs=nnx.Rngs(0)))
-    return load_module(path, like)
+    return loaded_for(target, load_module(path, like))
 
 
 def check_medusa(path: str | os.PathLike[str]) -> None:

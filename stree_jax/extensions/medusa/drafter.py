@@ -117,7 +117,7 @@ class MedusaDrafter(nnx.Module):
         """See `Drafter`."""
         batch = context.length.shape[0]
         shape = (batch, self.heads.bias.shape[1])
-        return MedusaState(jnp.zeros(shape, self.output_head[...].dtype), jnp.zeros(batch, bool))
+        return MedusaState(jnp.zeros(shape, self.output_head.result_dtype), jnp.zeros(batch, bool))
 
     def propose(
         self,

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from stree_jax import HybridLM
 from stree_jax.array_types import Array, Float
 from stree_jax.checks import check_int
-from stree_jax.models import check_model, contract
+from stree_jax.models import Matrix, check_model
 
 MAX_HEADS = 16
 
@@ -47,7 +47,7 @@ class MedusaHeads(nnx.Module):
         check_int("num_heads", num_heads, 1, MAX_HEADS)
         width = target.config.d_model
         zeros, dtype = nnx.initializers.zeros_init(), target.dtype if dtype is None else dtype
-        self.kernel = nnx.Param(zeros(rngs.params(), (num_heads, width, width), dtype))
+        self.kernel = Matrix(zeros(rngs.params(), (num_heads, width, width), dtype))
         self.bias = nnx.Param(zeros(rngs.params(), (num_heads, width), dtype))
 
     @property
@@ -62,6 +62,6 @@ class MedusaHeads(nnx.Module):
             hidden: hidden states of the target after its final norm.
         """
         with jax.named_scope("medusa_heads"):
-            inner = contract("btm,hmn->bthn", hidden, self.kernel[...]) + self.bias[...]
+            inner = self.kernel.matmul_each(hidden) + self.bias[...]
             added = jax.nn.silu(inner.astype(jnp.float32))
             return (hidden[:, :, None] + added).astype(hidden.dtype)

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from stree_jax import HybridLM
 from stree_jax.heads import FOLDER, is_head, load_head
 from stree_jax.messages import shown
-from stree_jax.models import MtpHead, check_on_one_device
+from stree_jax.models import MtpHead, check_on_one_device, loaded_for
 
 
 def load_mtp(
@@ -47,12 +47,14 @@ def load_mtp(
 
     directory = find(path)
     if is_foreign(directory, ignore=ignore):
-        return load_mtp_head(open_checkpoint(directory, ignore=ignore), target)
-    if is_head(directory):
-        return load_head(directory, target)
-    if not (directory / FOLDER).is_dir():
+        head = load_mtp_head(open_checkpoint(directory, ignore=ignore), target)
+    elif is_head(directory):
+        head = load_head(directory, target)
+    elif (directory / FOLDER).is_dir():
+        head = load_head(directory / FOLDER, target)
+    else:
         raise ValueError(
             f"{directory} has no multi-token prediction head in a folder {FOLDER}; convert the"
             " original again if it has one, or train one: stree-jax train-mtp RECIPE TARGET OUTPUT"
         )
-    return load_head(directory / FOLDER, target)
+    return loaded_for(target, head)

@@ -1,4 +1,4 @@
-"""Matrices in blocks of columns: models that are loaded on a CPU."""
+"""Packed matrices: models that are loaded on a CPU."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from stree_jax.checkpoint import save_pretrained
 from stree_jax.convert.writing import write_as
 from stree_jax.extensions.medusa.checkpoint import digest
 from stree_jax.heads import sketch
-from stree_jax.models.layers import Blocks, in_blocks, in_first
+from stree_jax.models.matrices import Matrix, PackedTable, PackedWeight, Table, in_first, packed
 from stree_jax.testing import tiny_model
 from stree_jax.training.run import weights_digest
 from stree_jax.training.trainer import cast
@@ -37,6 +37,9 @@ def kinds(model):
     return {type(leaf) for _, leaf in nnx.iter_graph(model) if isinstance(leaf, nnx.Variable)}
 
 
+OF_MATRICES = {Matrix, Table, PackedWeight, PackedTable}
+
+
 def weights(model):
     return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
 
@@ -46,37 +49,32 @@ def assert_equal(have, want):
 
 
 def test_which_models_have_them(stored, loaded):
-    assert Blocks in kinds(loaded)
-    for other in (
-        st.from_pretrained(stored, mesh=st.make_mesh()),
-        tiny_model("falcon_h1 hybrid", dtype="bfloat16"),
-    ):
-        assert Blocks not in kinds(other)
+    made = tiny_model("falcon_h1 hybrid", dtype="bfloat16")
+    assert kinds(loaded) & OF_MATRICES <= {PackedWeight, PackedTable, Table}
+    assert isinstance(loaded.output_head, PackedTable)
+    assert kinds(made.packed()) & OF_MATRICES <= {PackedWeight, PackedTable, Table}
+    for other in (st.from_pretrained(stored, mesh=st.make_mesh()), made):
+        assert kinds(other) & OF_MATRICES == {Matrix, Table}
         assert in_first(other) is other
+    assert loaded.packed() is not loaded
+    with pytest.raises(ValueError, match="on one device, and this one is on a mesh"):
+        st.from_pretrained(stored, mesh=st.make_mesh()).packed()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 64, 257])
-@pytest.mark.parametrize(("size", "columns"), [(24, 40), (384, 200), (1030, 64), (521, 8)])
-def test_a_product(rows, size, columns):
-    """Against float64: one row, a few and many; sizes that make parts, blocks and none."""
-    rng = np.random.default_rng(0)
-    projection = st.models.layers.linear(
-        size, columns, bias=True, dtype=jnp.float32, rngs=nnx.Rngs(0)
-    )
-    inputs = rng.normal(size=(rows, size)).astype(np.float32)
-    want = inputs.astype(np.float64) @ np.asarray(projection.kernel[...], np.float64)
-    holder = nnx.Module()
-    holder.projection, holder.head = projection, nnx.Param(jnp.ones((3, 2)))
-    in_blocks(holder)
-    assert projection.kernel.shape == (-(-columns // 32), size, 32)
-    np.testing.assert_allclose(jax.jit(lambda p, x: p(x))(projection, inputs), want, atol=2e-5)
+def test_activations_are_float32(loaded):
+    """Whatever the weights are; of an unpacked model they have the weights' type."""
+    assert loaded.activation_dtype == jnp.float32
+    assert loaded.in_first().activation_dtype == loaded.dtype
+    for model in (loaded, loaded.in_first()):
+        have = {leaf.dtype for leaf in jax.tree.leaves(model.init_cache(1, 8))} - {jnp.dtype("i4")}
+        assert have == {model.activation_dtype, jnp.dtype("float32")}
+        assert model.hidden(jnp.zeros((1, 2), int)).dtype == model.activation_dtype
 
 
 def test_logits_are_those_of_the_usual_order(loaded):
     tokens = np.random.default_rng(0).integers(loaded.config.vocab_size, size=(2, 9))
     other = in_first(loaded)
-    assert Blocks not in kinds(other)
-    # bfloat16 rounds every layer's output to 8 bits, at other places of a sum.
+    # bfloat16 rounds every layer's output to 8 bits if it is not packed.
     error = 0.02 if loaded.dtype == jnp.bfloat16 else 1e-5
     for rows in (tokens, tokens[:1, :1], np.tile(tokens, (1, 16))):
         have, want = (np.asarray(sequence(model, rows)) for model in (loaded, other))
@@ -112,7 +110,7 @@ def load_usual(path):
 
 
 def test_text_with_drafts(loaded):
-    """Drafts are accepted, and the tokens are those of decoding without: all of them in float32."""
+    """Drafts are accepted, and the tokens are those of decoding without, in bfloat16 too."""
     prompts = [[1, 2, 3], [4]]
     options = dict(max_new_tokens=12, eos_token=())
     plain = st.generate(loaded, prompts, **options)
@@ -120,12 +118,11 @@ def test_text_with_drafts(loaded):
         loaded, prompts, drafter=st.ModelDrafter(loaded), topology=CHAIN, **options
     )
     assert drafted.stats.tau > 2
-    count = 12 if loaded.dtype == jnp.float32 else 4
-    np.testing.assert_array_equal(drafted.tokens[:, :count], plain.tokens[:, :count])
+    np.testing.assert_array_equal(drafted.tokens, plain.tokens)
 
 
 def test_gradients(stored):
-    """Of a loaded model: those of the usual order, cut into blocks."""
+    """Of a loaded model: those of the unpacked one, packed."""
     loaded = st.from_pretrained(stored)
     tokens = jnp.asarray(np.random.default_rng(0).integers(loaded.config.vocab_size, size=(2, 9)))
     both = []
@@ -153,6 +150,4 @@ def test_no_float32_copy_of_the_weights():
         compiled = loop.lower(model, jnp.zeros((1, 1), int)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    before = temporary(model)
-    in_blocks(model)
-    assert temporary(model) < size / 4 < size < before
+    assert temporary(packed(model)) < size / 4 < size < temporary(model)
