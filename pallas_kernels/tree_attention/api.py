@@ -10,7 +10,7 @@ import functools
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.tree_attention import pallas_triton, pallas_triton_layer, xla
+from pallas_kernels.tree_attention import native, pallas_triton, pallas_triton_layer, xla
 from pallas_kernels.tree_attention.kv_cache import KVCache, NodeKV
 from pallas_kernels.tree_attention.layout import AttentionLayout
 
@@ -52,15 +52,23 @@ def tree_attention(
         ValueError: an implementation that does not exist, or cannot run these shapes.
     """
     arguments: tuple = (query, node_keys, node_values, keys, values, length, mask)
-    reason = pallas_triton.unsupported(query.shape[-1])
+    unsupported = {
+        "pallas": pallas_triton.unsupported(query.shape[-1]),
+        "native": native.unsupported(query, keys),
+    }
     if cache_mask is not None:
-        arguments, reason = (*arguments, cache_mask), "no kernel has a mask over the cache"
+        arguments = (*arguments, cache_mask)
+        unsupported = dict.fromkeys(unsupported, "no kernel has a mask over the cache")
     return dispatch.run(
         "tree_attention",
-        {"xla": xla.tree_attention, "pallas": pallas_triton.tree_attention},
+        {
+            "xla": xla.tree_attention,
+            "pallas": pallas_triton.tree_attention,
+            "native": native.tree_attention,
+        },
         arguments,
         requested=implementation,
-        unsupported={"pallas": reason},
+        unsupported=unsupported,
         xla_derivatives=True,
         scale=scale,
     )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.tree_attention import config, pallas_triton, xla
+from pallas_kernels.tree_attention import config, native, pallas_triton, xla
 from pallas_kernels.tree_attention.reference import tree_attention as reference
 from tests.cases import base
 from tests.cases.base import Budget, Op, relative_error
@@ -65,7 +65,8 @@ def inputs(case):
 @functools.cache
 def errors(case, implementation):
     """XLA reads the whole cache at once, or in blocks, of which the last one is not whole."""
-    run = functools.partial(xla.tree_attention, scale=case.scale)
+    version = native if implementation == "native" else xla
+    run = functools.partial(version.tree_attention, scale=case.scale)
     if "pallas" in implementation:
         run = functools.partial(
             pallas_triton.tree_attention,
@@ -90,6 +91,7 @@ def budgets(case):
 
 
 TREE_ATTENTION = Op(
-    *(CASES, errors, budgets, (*base.IMPLEMENTATIONS, "xla in blocks of 7")),
+    *(CASES, errors, budgets, (*base.WITH_NATIVE, "xla in blocks of 7")),
+    lacks=base.native_lacks_bf16,
     slow=("more splits than blocks", "the end of a chain", "heads of several parts, not split"),
 )

@@ -104,8 +104,8 @@ def run_with(case, function):
 @functools.cache
 def errors(case, implementation):
     """Of the outputs and the keys; values and the cache are exact, rows of a full cache NaN."""
-    function = functools.partial(tree_attention_layer, implementation="xla")
-    if implementation != "xla":
+    function = functools.partial(tree_attention_layer, implementation=implementation)
+    if "pallas" in implementation:
         function = functools.partial(
             pallas_triton_layer.tree_attention_layer,
             interpret=implementation == "pallas_interpret",
@@ -133,6 +133,7 @@ def budgets(case):
 
 
 TREE_ATTENTION_LAYER = Op(
-    *(CASES, errors, budgets),
+    *(CASES, errors, budgets, base.WITH_NATIVE),
+    lacks=base.native_lacks_bf16,
     slow=("prefix of the root", "heads of several parts, shared", "bf16, not rotated"),
 )

@@ -1,0 +1,169 @@
+// Attention of tree nodes to a cache and to their ancestors, on a CPU.
+//
+// Softmax is online, over blocks of keys: first the cache up to its length, then the nodes that a
+// query sees. A query's output does not depend on the other queries, nor on the cache's capacity.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "../native/math.h"
+#include "../native/parallel.h"
+#include "../native/reduce.h"
+
+namespace ffi = xla::ffi;
+namespace stree {
+namespace {
+
+constexpr int kKeys = 64;         // of a block
+constexpr int64_t kRows = 32;     // query rows of a task
+constexpr int64_t kAlone = 8192;  // multiply-adds that do not pay for a second thread
+
+using F32 = ffi::Buffer<ffi::F32>;
+
+bool is(ffi::Span<const int64_t> shape, std::initializer_list<int64_t> wanted) {
+  return std::equal(shape.begin(), shape.end(), wanted.begin(), wanted.end());
+}
+
+// Some keys and their values, each `size` numbers.
+struct Block {
+  const float *keys[kKeys], *values[kKeys];
+  int count = 0;
+
+  void add(const float* key, const float* value) {
+    keys[count] = key;
+    values[count++] = value;
+  }
+};
+
+// The softmax of one query over the keys so far, not yet normalised.
+struct Row {
+  const float* query;
+  float* output;  // the weighted sum of values
+  float maximum = -std::numeric_limits<float>::infinity(), total = 0;
+
+  void add(const Block& block, int64_t size, float scale);
+  void finish(int64_t size) const;
+};
+
+void Row::add(const Block& block, int64_t size, float scale) {
+  if (!block.count) return;
+  float weights[kKeys];
+  float largest = maximum;
+  for (int first = 0; first < block.count; first += kLanes) {
+    Vec sums[kLanes] = {};
+    for (int64_t e = 0; e < size; e += kLanes) {
+      const Vec q = load(query + e);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i)
+        sums[i] += q * load(block.keys[std::min(first + i, block.count - 1)] + e);
+    }
+    store(weights + first, sums_of(sums) * splat(scale));
+    for (int i = first; i < first + kLanes; ++i) {
+      if (i >= block.count) weights[i] = -std::numeric_limits<float>::infinity();
+      largest = std::max(largest, weights[i]);
+    }
+  }
+  const float kept = maximum == largest ? 1.0f : exp1(maximum - largest);
+  Vec sums = {};
+  for (int first = 0; first < block.count; first += kLanes) {
+    const Vec weight = exp(load(weights + first) - splat(largest));
+    store(weights + first, weight);
+    sums += weight;
+  }
+  total = total * kept + sum(sums);
+  maximum = largest;
+  for (int64_t e = 0; e < size; e += kLanes) {
+    Vec value = load(output + e) * splat(kept);
+    for (int i = 0; i < block.count; ++i) value += splat(weights[i]) * load(block.values[i] + e);
+    store(output + e, value);
+  }
+}
+
+void Row::finish(int64_t size) const {
+  // A query that sees nothing has no output; it is finite.
+  const Vec factor = splat(total > 0 ? 1 / total : total == 0 ? 0 : total);
+  for (int64_t e = 0; e < size; e += kLanes) store(output + e, load(output + e) * factor);
+}
+
+ffi::Error TreeAttention(ffi::ThreadPool pool, F32 query, F32 node_keys, F32 node_values, F32 keys,
+                         F32 values, ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::PRED> mask,
+                         ffi::ResultBuffer<ffi::F32> output, float scale) {
+  const auto qs = query.dimensions(), ns = node_keys.dimensions(), ks = keys.dimensions();
+  if (qs.size() != 4 || ns.size() != 4 || ks.size() != 4)
+    return ffi::Error::InvalidArgument("stree_jax tree_attention: arrays of four axes");
+  const int64_t batch = qs[0], queries = qs[1], heads = qs[2], size = qs[3];
+  const int64_t nodes = ns[1], groups = ns[2], capacity = ks[2];
+  const bool fits = groups > 0 && heads % groups == 0 && size % kLanes == 0 &&
+                    is(ns, {batch, nodes, groups, size}) && is(node_values.dimensions(), {batch, nodes, groups, size}) &&
+                    is(ks, {batch, groups, capacity, size}) && is(values.dimensions(), {batch, groups, capacity, size}) &&
+                    is(length.dimensions(), {batch}) &&
+                    is(mask.dimensions(), {batch, queries, nodes}) && is(output->dimensions(), {batch, queries, heads, size});
+  if (!fits) return ffi::Error::InvalidArgument("stree_jax tree_attention: shapes do not fit");
+  const int64_t per_group = heads / groups, rows = queries * per_group;
+  const int64_t tasks = (rows + kRows - 1) / kRows;
+
+  const auto run = [&](int64_t task) {
+    const int64_t b = task / tasks / groups, u = task / tasks % groups;
+    const int64_t begin = task % tasks * kRows, end = std::min(begin + kRows, rows);
+    std::vector<Row> own(end - begin);
+    for (int64_t r = begin; r < end; ++r) {
+      // Rows are heads of a query, then the next query.
+      const int64_t place = ((b * queries + r / per_group) * heads + u * per_group + r % per_group) * size;
+      Row& row = own[r - begin];
+      row.query = query.typed_data() + place;
+      row.output = output->typed_data() + place;
+      std::fill_n(row.output, size, 0.0f);
+    }
+    const int64_t used = std::clamp<int64_t>(length.typed_data()[b], 0, capacity);
+    const int64_t cache = (b * groups + u) * capacity * size;
+    for (int64_t first = 0; first < used; first += kKeys) {
+      Block block;
+      for (int64_t l = first; l < std::min(first + kKeys, used); ++l)
+        block.add(keys.typed_data() + cache + l * size, values.typed_data() + cache + l * size);
+      for (Row& row : own) row.add(block, size, scale);
+    }
+    for (int64_t r = begin; r < end; ++r) {
+      const bool* seen = mask.typed_data() + (b * queries + r / per_group) * nodes;
+      Row& row = own[r - begin];
+      Block block;
+      for (int64_t j = 0; j < nodes; ++j) {
+        if (!seen[j]) continue;
+        const int64_t place = ((b * nodes + j) * groups + u) * size;
+        block.add(node_keys.typed_data() + place, node_values.typed_data() + place);
+        if (block.count == kKeys) {
+          row.add(block, size, scale);
+          block.count = 0;
+        }
+      }
+      row.add(block, size, scale);
+      row.finish(size);
+    }
+  };
+  int64_t keys_seen = nodes;
+  for (int64_t b = 0; b < batch; ++b) keys_seen = std::max<int64_t>(keys_seen, length.typed_data()[b]);
+  if (batch * queries * heads * size * keys_seen <= kAlone)
+    for (int64_t task = 0; task < batch * groups * tasks; ++task) run(task);
+  else
+    for_each_task(pool, batch * groups * tasks, run);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace stree
+
+extern "C" STREE_EXPORT XLA_FFI_Error* stree_jax_tree_attention(XLA_FFI_CallFrame* frame);
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(stree_jax_tree_attention, stree::TreeAttention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Ret<stree::F32>()
+                                  .Attr<float>("scale"));

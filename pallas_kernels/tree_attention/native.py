@@ -1,0 +1,34 @@
+"""`tree_attention` by our own code, `native.cc`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import native
+
+_LANES = 16  # that channels are a multiple of
+
+
+def unsupported(query: jax.Array, keys: jax.Array) -> str | None:
+    """Why these arrays cannot run, or None."""
+    if {query.dtype, keys.dtype} != {jnp.dtype(jnp.float32)}:
+        return f"native attention is for float32, got {query.dtype.name} and {keys.dtype.name}"
+    size = query.shape[-1]
+    return f"{size} channels are no multiple of {_LANES}" if size % _LANES else None
+
+
+def tree_attention(
+    query: jax.Array,
+    node_keys: jax.Array,
+    node_values: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    length: jax.Array,
+    mask: jax.Array,
+    *,
+    scale: float,
+) -> jax.Array:
+    """See `api.tree_attention`. Reads the cache up to its length."""
+    result = jax.ShapeDtypeStruct(query.shape, jnp.float32)
+    arrays = query, node_keys, node_values, keys, values, length.astype(jnp.int32), mask
+    return native.call("tree_attention", result, *arrays, scale=np.float32(scale))
