@@ -14,6 +14,7 @@ instructions it was built.
 
 import ctypes
 import functools
+import itertools
 import json
 import sys
 import tempfile
@@ -108,7 +109,8 @@ def write_gguf(checkpoint: Path, path: Path, precision: str) -> None:
     names = gguf.get_tensor_name_map(architecture, num_layers)
     matrices = gguf.GGMLQuantizationType[PRECISIONS[precision]]
     block, _ = gguf.GGML_QUANT_SIZES[matrices]
-    for source, tensor in load_file(checkpoint / "model.safetensors").items():
+    shards = map(load_file, sorted(checkpoint.glob("*.safetensors")))
+    for source, tensor in itertools.chain.from_iterable(shard.items() for shard in shards):
         name = names.get_name(source.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias"))
         in_blocks = tensor.ndim == 2 and tensor.shape[1] % block == 0  # 8 bits: blocks of 32
         kind = matrices if in_blocks else gguf.GGMLQuantizationType.F32
