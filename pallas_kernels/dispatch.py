@@ -31,7 +31,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -51,7 +51,7 @@ def run(
     unsupported: Mapping[str, str | None] = _NONE,
     others: Mapping[str, Callable[[], str | None]] = _NONE,
     scope: str | None = None,
-    xla_derivatives: bool = False,
+    xla_derivatives: Literal[True] | Collection[str] = (),
     **settings: Any,
 ) -> Any:
     """Runs an op in the implementation that `choose` says, on the device of its arguments.
@@ -65,8 +65,8 @@ def run(
         unsupported: why versions cannot take these arguments, or None, by implementation.
         others: see `choose`.
         scope: name of the op in profiles; None: `op`.
-        xla_derivatives: whether "xla" runs in place of any version under differentiation; see
-            `with_gradients_of`. Settings must then not be arrays.
+        xla_derivatives: versions in whose place "xla" runs under differentiation, see
+            `with_gradients_of`; True: all. Settings must then not be arrays.
         **settings: keyword arguments of all versions.
 
     Raises:
@@ -78,7 +78,8 @@ def run(
         xla, fast = (functools.partial(versions[name], **settings) for name in ("xla", version))
         if version == "pallas":
             fast = functools.partial(fast, interpret=chosen == "pallas_interpret")
-        if chosen != "xla" and xla_derivatives:
+        derived = versions if xla_derivatives is True else xla_derivatives
+        if chosen != "xla" and version in derived:
             return with_gradients_of(xla, fast)(*arguments)
         return fast(*arguments)
 

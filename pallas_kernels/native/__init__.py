@@ -22,6 +22,8 @@ import jax
 
 from pallas_kernels.native import build_backend
 
+LANES = 16  # the widest vector's; functions without tails need multiples of it
+
 # What a processor must have, as Linux lists it.
 _AVX2 = {"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 _AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}

@@ -11,6 +11,7 @@
 #include "../native/math.h"
 #include "../native/parallel.h"
 #include "../native/reduce.h"
+#include "../native/shapes.h"
 
 namespace ffi = xla::ffi;
 namespace stree {
@@ -19,12 +20,6 @@ namespace {
 constexpr int kKeys = 64;         // of a block
 constexpr int64_t kRows = 32;     // query rows of a task
 constexpr int64_t kAlone = 8192;  // multiply-adds that do not pay for a second thread
-
-using F32 = ffi::Buffer<ffi::F32>;
-
-bool is(ffi::Span<const int64_t> shape, std::initializer_list<int64_t> wanted) {
-  return std::equal(shape.begin(), shape.end(), wanted.begin(), wanted.end());
-}
 
 // Some keys and their values, each `size` numbers.
 struct Block {

@@ -6,15 +6,13 @@ import numpy as np
 
 from pallas_kernels import native
 
-_LANES = 16  # that channels are a multiple of
-
 
 def unsupported(query: jax.Array, keys: jax.Array) -> str | None:
     """Why these arrays cannot run, or None."""
     if {query.dtype, keys.dtype} != {jnp.dtype(jnp.float32)}:
         return f"native attention is for float32, got {query.dtype.name} and {keys.dtype.name}"
     size = query.shape[-1]
-    return f"{size} channels are no multiple of {_LANES}" if size % _LANES else None
+    return f"{size} channels are no multiple of {native.LANES}" if size % native.LANES else None
 
 
 def tree_attention(

@@ -164,6 +164,7 @@ def tree_conv1d_layer(
             "pallas": reason,
             "native": native.unsupported(projected, layout, conv_weight.shape[0]),
         },
+        xla_derivatives=("native",),
         scope="tree_conv1d",
         layout=layout,
     )

@@ -6,20 +6,13 @@
 
 #include "../native/math.h"
 #include "../native/parallel.h"
+#include "../native/shapes.h"
 
 namespace ffi = xla::ffi;
 namespace stree {
 namespace {
 
 constexpr int64_t kAlone = 16384;  // numbers that do not pay for a second thread
-
-using F32 = ffi::Buffer<ffi::F32>;
-using S32 = ffi::Buffer<ffi::S32>;
-using Result = ffi::ResultBuffer<ffi::F32>;
-
-bool is(ffi::Span<const int64_t> shape, std::initializer_list<int64_t> wanted) {
-  return std::equal(shape.begin(), shape.end(), wanted.begin(), wanted.end());
-}
 
 float* copied(float* to, const float* from, int64_t count) {
   std::memcpy(to, from, count * sizeof(float));

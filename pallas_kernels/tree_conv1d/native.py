@@ -1,17 +1,12 @@
 """`tree_conv1d_layer` by our own code, `native.cc`."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import native
-from pallas_kernels.autodiff import with_gradients_of
-from pallas_kernels.tree_conv1d import xla
 from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
 
-_LANES = 16  # that x, and B and C, are a multiple of
 _MOST_TAPS = 16
 
 
@@ -22,8 +17,8 @@ def unsupported(projected: jax.Array, layout: Mamba2Layout, width: int) -> str |
     if (layout.x_heads, layout.b_groups) != (layout.num_heads, layout.num_groups):
         return "heads of x or groups of B are repeated"
     sizes = layout.num_heads * layout.head_dim, layout.num_groups * layout.state_size
-    if sizes[0] % _LANES or sizes[1] % _LANES:
-        return f"{sizes[0]} channels and {sizes[1]} states are no multiples of {_LANES}"
+    if sizes[0] % native.LANES or sizes[1] % native.LANES:
+        return f"{sizes[0]} channels and {sizes[1]} states are no multiples of {native.LANES}"
     return f"convolutions are at most {_MOST_TAPS} wide" if width > _MOST_TAPS else None
 
 
@@ -40,26 +35,6 @@ def tree_conv1d_layer(
     layout: Mamba2Layout,
 ) -> tuple[Mamba2Pending, jax.Array, jax.Array]:
     """See `api.tree_conv1d_layer`."""
-    arguments = (
-        *(projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index),
-        *(prefix_pending, previous),
-    )
-    twin = functools.partial(xla.tree_conv1d_layer, layout=layout)
-    return with_gradients_of(twin, functools.partial(_run, layout=layout))(*arguments)
-
-
-def _run(
-    projected: jax.Array,
-    conv_weight: jax.Array,
-    conv_bias: jax.Array | None,
-    dt_bias: jax.Array,
-    conv_state: jax.Array,
-    conv_gather_index: jax.Array,
-    prefix_pending: Mamba2Pending | None,
-    previous: tuple[Mamba2Pending, jax.Array] | None,
-    *,
-    layout: Mamba2Layout,
-) -> tuple[Mamba2Pending, jax.Array, jax.Array]:
     batch, queries = projected.shape[:2]
     heads, channels = layout.num_heads, conv_weight.shape[1]
     in_groups = layout.num_groups, layout.state_size

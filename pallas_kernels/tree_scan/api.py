@@ -85,6 +85,7 @@ def tree_scan(
             "jax_triton": reason or no_gate,
         },
         others=OTHERS,
+        xla_derivatives=("native",),
         A_is_log=A_is_log,
     )
 
@@ -188,6 +189,7 @@ def replay_tree_scan(
         arguments,
         requested=implementation,
         unsupported={"pallas": reason, "native": native.unsupported(x, B)},
+        xla_derivatives=("native",),
         A_is_log=A_is_log,
     )
 

@@ -10,6 +10,7 @@
 #include "../native/math.h"
 #include "../native/parallel.h"
 #include "../native/reduce.h"
+#include "../native/shapes.h"
 
 namespace ffi = xla::ffi;
 namespace stree {
@@ -150,14 +151,6 @@ void Scan::head(int64_t b, int64_t h) const {
         store(out + p, load(out + p) * scale * load(norm_weight + h * channels + p));
     }
   }
-}
-
-using F32 = ffi::Buffer<ffi::F32>;
-using Flags = ffi::Buffer<ffi::PRED>;
-using Result = ffi::ResultBuffer<ffi::F32>;
-
-bool is(ffi::Span<const int64_t> shape, std::initializer_list<int64_t> wanted) {
-  return std::equal(shape.begin(), shape.end(), wanted.begin(), wanted.end());
 }
 
 ffi::Error run(ffi::ThreadPool& pool, F32 prev_x, F32 prev_dt, F32 prev_B, Flags path, F32 x, F32 dt,

@@ -1,6 +1,5 @@
 """The scans by our own code, `native.cc`: a head's state is read once and written once."""
 
-import functools
 from typing import Any
 
 import jax
@@ -8,12 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import native
-from pallas_kernels.autodiff import with_gradients_of
 from pallas_kernels.numerics import DeferredRMSNorm
-from pallas_kernels.tree_scan import xla
 from pallas_kernels.tree_scan.gate import Gate
-
-_LANES = 16  # that channels and states are a multiple of
 
 
 def unsupported(x: jax.Array, B: jax.Array) -> str | None:
@@ -21,8 +16,8 @@ def unsupported(x: jax.Array, B: jax.Array) -> str | None:
     channels, states = x.shape[-1], B.shape[-1]
     if x.dtype != jnp.float32:
         return f"the native scan is for float32, got {x.dtype.name}"
-    if channels % _LANES or states % _LANES:
-        return f"{channels} channels and {states} states are no multiples of {_LANES}"
+    if channels % native.LANES or states % native.LANES:
+        return f"{channels} channels and {states} states are no multiples of {native.LANES}"
     return None
 
 
@@ -40,14 +35,8 @@ def tree_scan(
     A_is_log: bool = False,
 ) -> jax.Array | DeferredRMSNorm:
     """See `api.tree_scan`."""
-    arguments = x, dt, A, B, C, D, state, mask, gate
-
-    def fast(x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, *others: Any) -> Any:
-        no_path = jnp.zeros((len(x), 0), bool)
-        nothing = x[:, :0], dt[:, :0], B[:, :0], no_path
-        return _run("tree_scan", *nothing, x, dt, A, B, *others, A_is_log)[0]
-
-    return with_gradients_of(functools.partial(xla.tree_scan, A_is_log=A_is_log), fast)(*arguments)
+    nothing = x[:, :0], dt[:, :0], B[:, :0], jnp.zeros((len(x), 0), bool)
+    return _run("tree_scan", *nothing, x, dt, A, B, C, D, state, mask, gate, A_is_log)[0]
 
 
 def replay_tree_scan(
@@ -69,13 +58,9 @@ def replay_tree_scan(
 ) -> tuple[jax.Array | DeferredRMSNorm, jax.Array]:
     """See `api.replay_tree_scan`. The state is updated in place if it is donated."""
     previous = prev_x, prev_dt, prev_B, prev_path
-    arguments = *previous, x, dt, A, B, C, D, state, ancestor_mask, gate
-
-    def fast(*arguments: Any) -> Any:
-        return _run("replay_tree_scan", *arguments, A_is_log)
-
-    twin = functools.partial(xla.replay_tree_scan, A_is_log=A_is_log)
-    return with_gradients_of(twin, fast)(*arguments)
+    tree = x, dt, A, B, C, D, state, ancestor_mask
+    y, state = _run("replay_tree_scan", *previous, *tree, gate, A_is_log)
+    return y, state
 
 
 def _run(name: str, *arguments: Any) -> tuple[Any, ...]:

@@ -113,8 +113,8 @@ class PackedWeight(Matrix):
         return matmul(x, self.stored)
 
     def wide_matmul(self, x: Float[Array, "*rows I"]) -> Float32[Array, "*rows O"]:
-        """See `Matrix`."""
-        return matmul(x, self.stored)
+        """See `Matrix`; all products are wide."""
+        return self.matmul(x)
 
     def matmul_each(self, x: Float[Array, "B T I"]) -> Float32[Array, "B T E O"]:
         """See `Matrix`."""
