@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.numerics import DeferredRMSNorm
-from pallas_kernels.rms_norm import pallas_triton, xla
+from pallas_kernels.rms_norm import native, pallas_triton, xla
 
 NORMS = ("gate_then_norm", "norm_then_gate", "none")
 
@@ -40,12 +40,21 @@ def add_rms_norm(
     Raises:
         ValueError: an implementation that does not exist, or cannot run these shapes.
     """
+    size = residual.shape[-1]
+    value = output.value if isinstance(output, DeferredRMSNorm) else output
     return dispatch.run(
         "add_rms_norm",
-        {"xla": xla.add_rms_norm, "pallas": pallas_triton.add_rms_norm},
+        {
+            "xla": xla.add_rms_norm,
+            "native": native.add_rms_norm,
+            "pallas": pallas_triton.add_rms_norm,
+        },
         (residual, output, weight),
         requested=implementation,
-        unsupported={"pallas": pallas_triton.unsupported("row size", residual.shape[-1])},
+        unsupported={
+            "native": native.unsupported(size, residual, value),
+            "pallas": pallas_triton.unsupported("row size", size),
+        },
         xla_derivatives=True,
         epsilon=epsilon,
         multiplier=multiplier,
@@ -97,13 +106,20 @@ def gated_rms_norm(
         raise ValueError(
             f"{y.shape[-1]} gates from column {gate_start} on, of {gate.shape[-1]} columns"
         )
-    reason = pallas_triton.unsupported("group size", y.shape[-1] // num_groups)
+    size = y.shape[-1] // num_groups
     return dispatch.run(
         "gated_rms_norm",
-        {"xla": xla.gated_rms_norm, "pallas": pallas_triton.gated_rms_norm},
+        {
+            "xla": xla.gated_rms_norm,
+            "native": native.gated_rms_norm,
+            "pallas": pallas_triton.gated_rms_norm,
+        },
         (y, gate, weight),
         requested=implementation,
-        unsupported={"pallas": reason},
+        unsupported={
+            "native": native.unsupported(size, y, gate),
+            "pallas": pallas_triton.unsupported("group size", size),
+        },
         xla_derivatives=True,
         norm=norm,
         epsilon=epsilon,

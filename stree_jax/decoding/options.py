@@ -298,7 +298,7 @@ def plan(
     vocab_size = model.config.vocab_size
     _check_not_traced(prompts, *(prompts if isinstance(prompts, Sequence) else ()))
     context = checked_prompts(prompts, vocab_size)
-    _check_not_traced(context.length, text.key, model.embedding[...])
+    _check_not_traced(context.length, text.key, model.final_norm_scale[...])
     rows = _rows_of(text, model, len(prompts))
     most = [row.max_new_tokens for row in rows]
     check_length(context, most, text.max_length, model.config.max_length)

@@ -116,6 +116,11 @@ def add_budgets(case):
 
 
 GATED_RMS_NORM = Op(
-    GATED_CASES, gated_errors, lambda case: {"output": Budget(NORM[case.bf16], 1.5)}
+    *(GATED_CASES, gated_errors, lambda case: {"output": Budget(NORM[case.bf16], 1.5)}),
+    base.WITH_NATIVE,
+    lacks=base.native_lacks_bf16,
 )
-ADD_RMS_NORM = Op(ADD_CASES, add_errors, add_budgets)
+ADD_RMS_NORM = Op(
+    *(ADD_CASES, add_errors, add_budgets, base.WITH_NATIVE),
+    lacks=base.native_lacks_bf16,
+)

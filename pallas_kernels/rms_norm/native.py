@@ -1,0 +1,79 @@
+"""The norms by our own code, `native.cc`."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import native
+from pallas_kernels.numerics import DeferredRMSNorm
+
+
+def unsupported(size: int, *arrays: jax.Array) -> str | None:
+    """Why these arrays cannot run in groups of `size` channels, or None."""
+    others = {array.dtype.name for array in arrays} - {"float32"}
+    if others:
+        return f"the native norms are for float32, got {', '.join(sorted(others))}"
+    if size % native.LANES:
+        return f"{size} channels are no multiple of {native.LANES}"
+    return None
+
+
+def add_rms_norm(
+    residual: jax.Array,
+    output: jax.Array | DeferredRMSNorm,
+    weight: jax.Array,
+    *,
+    epsilon: float,
+    multiplier: float,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.add_rms_norm`."""
+    rows = _rows(residual)
+    mean_squares, deferred_epsilon = jnp.zeros(0), 0.0
+    if isinstance(output, DeferredRMSNorm):
+        mean_squares, deferred_epsilon = _rows(output.mean_squares), output.epsilon
+        output = output.value
+    result = jax.ShapeDtypeStruct(rows.shape, jnp.float32)
+    total, normed = native.call(
+        "add_rms_norm",
+        [result, result],
+        rows,
+        _rows(output),
+        mean_squares,
+        weight.astype(jnp.float32),
+        multiplier=np.float32(multiplier),
+        epsilon=np.float32(epsilon),
+        deferred_epsilon=np.float32(deferred_epsilon),
+    )
+    return total.reshape(residual.shape), normed.reshape(residual.shape)
+
+
+def gated_rms_norm(
+    y: jax.Array,
+    gate: jax.Array,
+    weight: jax.Array | None,
+    *,
+    norm: str,
+    epsilon: float,
+    num_groups: int,
+    gate_start: int,
+) -> jax.Array:
+    """See `api.gated_rms_norm`."""
+    rows = _rows(y)
+    result = native.call(
+        "gated_rms_norm",
+        jax.ShapeDtypeStruct(rows.shape, jnp.float32),
+        rows,
+        _rows(gate),
+        jnp.zeros(0) if weight is None else weight.astype(jnp.float32),
+        epsilon=np.float32(epsilon),
+        groups=num_groups,
+        gate_start=gate_start,
+        gate_first=int(norm != "norm_then_gate"),
+    )
+    return result.reshape(y.shape)
+
+
+def _rows(array: jax.Array) -> jax.Array:
+    return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
