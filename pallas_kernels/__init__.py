@@ -10,6 +10,7 @@ accepted path. The ops are the parts of that step which XLA cannot fuse well:
     replay_tree_scan    both in one pass over the state, with gate and norm
     tree_attention      attention of tree nodes to a cache and to their ancestors; also of prompts
     tree_attention_layer  the same from the input projection on, with rotary embedding and replay
+    rms_norm            root-mean-square norm of rows
     add_rms_norm        residual addition and the norm before the next layer
     gated_rms_norm      gate and norm after the scan
     ssd                 the Mamba-2 recurrence over a whole sequence, in chunks
@@ -33,7 +34,7 @@ from pallas_kernels.matmul.api import matmul
 from pallas_kernels.matmul.packed import PackedMatrix
 from pallas_kernels.moe.api import expert_mlps
 from pallas_kernels.numerics import DeferredRMSNorm
-from pallas_kernels.rms_norm.api import add_rms_norm, gated_rms_norm
+from pallas_kernels.rms_norm.api import add_rms_norm, gated_rms_norm, rms_norm
 from pallas_kernels.ssd.api import ssd
 from pallas_kernels.tree_attention.api import tree_attention, tree_attention_layer
 from pallas_kernels.tree_attention.kv_cache import KVCache, NodeKV, replay_kv, write_kv
@@ -69,6 +70,7 @@ __all__ = [
     "replay_gather_index",
     "replay_kv",
     "replay_tree_scan",
+    "rms_norm",
     "ssd",
     "tree_attention",
     "tree_attention_layer",

@@ -1,6 +1,6 @@
 """Products of rows with packed matrices."""
 
-from pallas_kernels.matmul.api import matmul
+from pallas_kernels.matmul.api import matmul, rows
 from pallas_kernels.matmul.packed import PackedMatrix
 
-__all__ = ["PackedMatrix", "matmul"]
+__all__ = ["PackedMatrix", "matmul", "rows"]

@@ -51,3 +51,26 @@ def matmul(
         xla_derivatives=True,
     )
     return y.reshape(*x.shape[:-1], matrix.columns)
+
+
+def rows(
+    matrix: PackedMatrix, index: Int[Array, "*rows"], *, implementation: str | None = None
+) -> Float32[Array, "*rows I"]:
+    """Columns of a packed matrix `[I, O]`, which are rows of an embedding `[O, I]`.
+
+    Args:
+        matrix: one matrix.
+        index: the columns; what is out of range is the nearest in range, as XLA's gather has it.
+        implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
+            XLA widens all of a bfloat16 matrix first.
+
+    Raises:
+        ValueError: an implementation that does not exist or cannot run.
+    """
+    return dispatch.run(
+        "rows",
+        {"xla": xla.rows, "native": native.rows},
+        (matrix, index),
+        requested=implementation,
+        xla_derivatives=True,
+    )

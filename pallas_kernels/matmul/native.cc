@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "../native/parallel.h"
+#include "../native/shapes.h"
 #include "../native/vectors.h"
 
 namespace ffi = xla::ffi;
@@ -262,11 +263,67 @@ ffi::Error refused(const std::string& why) {
   return ffi::Error::InvalidArgument("stree_jax matmul: " + why);
 }
 
+// Runs the function with the weights in their own type; false: matrices have no such type.
+template <typename Run>
+bool with_weights(ffi::AnyBuffer blocks, const Run& run) {
+  switch (blocks.element_type()) {
+    case ffi::F32:
+      run(static_cast<const float*>(blocks.untyped_data()));
+      return true;
+    case ffi::BF16:
+      run(static_cast<const uint16_t*>(blocks.untyped_data()));
+      return true;
+    case ffi::S8:
+      run(static_cast<const int8_t*>(blocks.untyped_data()));
+      return true;
+    default:
+      return false;
+  }
+}
+
+float widened1(float weight) { return weight; }
+float widened1(int8_t weight) { return weight; }
+float widened1(uint16_t weight) {
+  const uint32_t bits = static_cast<uint32_t>(weight) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// Columns [first + index] of blocks [blocks, inputs, 32], of `columns` from `first` on.
+ffi::Error Rows(ffi::AnyBuffer blocks, F32 scales, S32 index, Result rows, int64_t first,
+                int64_t columns) {
+  const auto bs = blocks.dimensions(), is_ = index.dimensions();
+  if (bs.size() != 3 || bs[2] != kColumns || is_.size() != 1) return refused("shapes do not fit");
+  const int64_t inputs = bs[1], groups = (inputs + kGroup - 1) / kGroup;
+  const bool has_scales = blocks.element_type() == ffi::S8;
+  if (!is(rows->dimensions(), {is_[0], inputs}) || first < 0 || columns < 1 ||
+      first > bs[0] * kColumns - columns)
+    return refused("shapes do not fit");
+  if (has_scales ? !is(scales.dimensions(), {bs[0], groups, kColumns})
+                 : scales.element_count() != 0)
+    return refused("scales do not fit");
+  const bool is_known = with_weights(blocks, [&](auto* weights) {
+    for (int64_t r = 0; r < is_[0]; ++r) {
+      const int64_t at =
+          first + std::clamp<int64_t>(index.typed_data()[r], 0, columns - 1);
+      const int64_t block = at / kColumns, column = at % kColumns;
+      const auto* from = weights + block * inputs * kColumns + column;
+      const float* scale = scales.typed_data() + block * groups * kColumns + column;
+      float* to = rows->typed_data() + r * inputs;
+      for (int64_t k = 0; k < inputs; ++k) {
+        to[k] = widened1(from[k * kColumns]);
+        if (has_scales) to[k] *= scale[k / kGroup * kColumns];
+      }
+    }
+  });
+  return is_known ? ffi::Error::Success() : refused("matrices are float32, bfloat16 or int8");
+}
+
 // x [rows, inputs] times blocks [matrices, blocks, inputs, 32] from `first_block` on, with scales
 // [matrices, blocks, groups, 32] or [0], and the matrix of each row [rows] or [0] if there is one.
-ffi::Error Matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer blocks,
-                  ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::S32> which,
-                  ffi::ResultBuffer<ffi::F32> y, int64_t first_block) {
+ffi::Error Matmul(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer blocks, F32 scales, S32 which,
+                  Result y, int64_t first_block) {
   const auto xs = x.dimensions(), bs = blocks.dimensions(), ss = scales.dimensions(),
              ws = which.dimensions(), ys = y->dimensions();
   if (xs.size() != 2 || bs.size() != 4 || ys.size() != 2 || bs[3] != kColumns || xs[1] != bs[2] ||
@@ -293,40 +350,37 @@ ffi::Error Matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer 
     std::memset(y->untyped_data(), 0, y->size_bytes());
     return ffi::Error::Success();
   }
-  const auto run = [&](auto* weights) {
+  const bool is_known = with_weights(blocks, [&](auto* weights) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(weights)>>;
     const Call<T> call{x.typed_data(),   weights, has_scales ? scales.typed_data() : nullptr,
                        y->typed_data(),  inputs,  bs[1],
                        groups,           first_block, ys[1]};
     matmul(pool, call, chosen, rows, bs[0]);
-  };
-  switch (blocks.element_type()) {
-    case ffi::F32:
-      run(static_cast<const float*>(blocks.untyped_data()));
-      break;
-    case ffi::BF16:
-      run(static_cast<const uint16_t*>(blocks.untyped_data()));
-      break;
-    case ffi::S8:
-      run(static_cast<const int8_t*>(blocks.untyped_data()));
-      break;
-    default:
-      return refused("matrices are float32, bfloat16 or int8");
-  }
-  return ffi::Error::Success();
+  });
+  return is_known ? ffi::Error::Success() : refused("matrices are float32, bfloat16 or int8");
 }
 
 }  // namespace
 }  // namespace stree
 
 extern "C" STREE_EXPORT XLA_FFI_Error* stree_jax_matmul(XLA_FFI_CallFrame* frame);
+extern "C" STREE_EXPORT XLA_FFI_Error* stree_jax_rows(XLA_FFI_CallFrame* frame);
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(stree_jax_matmul, stree::Matmul,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<stree::F32>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::S32>()
+                                  .Ret<stree::F32>()
                                   .Attr<int64_t>("first_block"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(stree_jax_rows, stree::Rows,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::S32>()
+                                  .Ret<stree::F32>()
+                                  .Attr<int64_t>("first")
+                                  .Attr<int64_t>("columns"));

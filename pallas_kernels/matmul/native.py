@@ -43,3 +43,19 @@ def matmul(
         return lax.map(lambda each: product(*each), whole), True
 
     return product(x, blocks, scales, index)[:, skipped:]
+
+
+def rows(matrix: PackedMatrix, index: Int[Array, "*rows"]) -> Float32[Array, "*rows I"]:
+    """See `api.rows`."""
+    result = jax.ShapeDtypeStruct((index.size, matrix.shape[0]), jnp.float32)
+    scales = jnp.zeros(0, jnp.float32) if matrix.scales is None else matrix.scales
+    found = native.call(
+        "rows",
+        result,
+        matrix.blocks,
+        scales,
+        index.astype(jnp.int32).reshape(index.size),
+        first=matrix.first,
+        columns=matrix.columns,
+    )
+    return found.reshape(*index.shape, matrix.shape[0])

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float32, Int, Num
+from jaxtyping import Array, Num
 
 COLUMNS = 32  # of a block
 GROUP = 32  # inputs with one scale a column
@@ -105,15 +105,6 @@ class PackedMatrix:
         whole = jnp.moveaxis(wide, -3, -2).reshape(*several, size, count * width)
         skipped = self.first % COLUMNS
         return whole[..., skipped : skipped + self.columns]
-
-    def rows(self, index: Int[Array, "*rows"]) -> Float32[Array, "*rows I"]:
-        """Columns of a matrix `[I, O]`, which are rows of an embedding `[O, I]`."""
-        block, column = (self.first + index) // COLUMNS, (self.first + index) % COLUMNS
-        found = self.blocks[block, :, column].astype(jnp.float32)
-        if self.scales is None:
-            return found
-        factors = jnp.repeat(self.scales[block, :, column], GROUP, axis=-1)
-        return found * factors[..., : found.shape[-1]]
 
 
 def _blocks(host: np.ndarray) -> np.ndarray:

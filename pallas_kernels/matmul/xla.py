@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Int
 
-from pallas_kernels.matmul.packed import COLUMNS, PackedMatrix, scaled
+from pallas_kernels.matmul.packed import COLUMNS, GROUP, PackedMatrix, scaled
 
 _MOST_ROWS = 256  # that are multiplied by blocks; more are multiplied by the whole matrix
 
@@ -29,6 +29,17 @@ def matmul(
     y = y.swapaxes(0, 1).reshape(len(rows), len(wide) * COLUMNS)[: len(x)]
     skipped = matrix.first % COLUMNS
     return y[:, skipped : skipped + matrix.columns]
+
+
+def rows(matrix: PackedMatrix, index: Int[Array, "*rows"]) -> Float32[Array, "*rows I"]:
+    """See `api.rows`."""
+    index = matrix.first + jnp.clip(index, 0, matrix.columns - 1)
+    block, column = index // COLUMNS, index % COLUMNS
+    found = matrix.blocks[block, :, column].astype(jnp.float32)
+    if matrix.scales is None:
+        return found
+    factors = jnp.repeat(matrix.scales[block, :, column], GROUP, axis=-1)
+    return found * factors[..., : found.shape[-1]]
 
 
 def _of_choice(matrix: PackedMatrix, row: jax.Array, index: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Root-mean-square norms, fused with their neighbours in a layer.
+"""Root-mean-square norms, alone and fused with their neighbours in a layer.
 
 `add_rms_norm` adds a layer's output to the residual stream and norms the sum for the next layer;
 `gated_rms_norm` is the gate and the norm between the scan and the output projection of Mamba-2.
@@ -6,11 +6,44 @@
 
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, numerics
 from pallas_kernels.numerics import DeferredRMSNorm
 from pallas_kernels.rms_norm import native, pallas_triton, xla
 
 NORMS = ("gate_then_norm", "norm_then_gate", "none")
+
+
+def rms_norm(
+    x: Float[Array, "*rows M"],
+    weight: Float[Array, " M"],
+    *,
+    epsilon: float,
+    implementation: str | None = None,
+) -> Float[Array, "*rows M"]:
+    """The root-mean-square norm of each row.
+
+    Args:
+        x: the rows.
+        weight: scale of the norm.
+        epsilon: constant added to the mean square.
+        implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
+
+    Returns:
+        An array in the dtype of `x`, evaluated in float32. Derivatives are XLA's in all
+        implementations.
+
+    Raises:
+        ValueError: an implementation that does not exist, or cannot run these shapes.
+    """
+    return dispatch.run(
+        "rms_norm",
+        {"xla": numerics.rms_norm, "native": native.rms_norm},
+        (x, weight),
+        requested=implementation,
+        unsupported={"native": native.unsupported(x.shape[-1], x)},
+        xla_derivatives=True,
+        epsilon=epsilon,
+    )
 
 
 def add_rms_norm(

@@ -1,6 +1,8 @@
 // Root-mean-square norms with their neighbours in a layer, on a CPU: each row by itself.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <string>
 
 #include "../native/math.h"
 #include "../native/parallel.h"
@@ -27,6 +29,24 @@ void for_each_row(ffi::ThreadPool& pool, int64_t rows, int64_t size, const Run& 
 
 ffi::Error refused(const char* op) {
   return ffi::Error::InvalidArgument(std::string("stree_jax ") + op + ": shapes do not fit");
+}
+
+ffi::Error RMSNorm(ffi::ThreadPool pool, F32 x, F32 weight, Result normed, float epsilon) {
+  const auto xs = x.dimensions();
+  if (xs.size() != 2) return refused("rms_norm");
+  const int64_t rows = xs[0], size = xs[1];
+  if (size % kLanes || !is(weight.dimensions(), {size}) || !is(normed->dimensions(), {rows, size}))
+    return refused("rms_norm");
+  for_each_row(pool, rows, size, [&](int64_t row) {
+    const float* in = x.typed_data() + row * size;
+    float* out = normed->typed_data() + row * size;
+    Vec squares = {};
+    for (int64_t i = 0; i < size; i += kLanes) squares += load(in + i) * load(in + i);
+    const Vec by = factor(squares, size, epsilon);
+    for (int64_t i = 0; i < size; i += kLanes)
+      store(out + i, load(in + i) * by * load(weight.typed_data() + i));
+  });
+  return ffi::Error::Success();
 }
 
 // Mean squares [rows, parts] of a deferred norm, or [0]: the output is not scaled.
@@ -107,8 +127,17 @@ ffi::Error GatedRMSNorm(ffi::ThreadPool pool, F32 y, F32 gate, F32 weight, Resul
 }  // namespace
 }  // namespace stree
 
+extern "C" STREE_EXPORT XLA_FFI_Error* stree_jax_rms_norm(XLA_FFI_CallFrame* frame);
 extern "C" STREE_EXPORT XLA_FFI_Error* stree_jax_add_rms_norm(XLA_FFI_CallFrame* frame);
 extern "C" STREE_EXPORT XLA_FFI_Error* stree_jax_gated_rms_norm(XLA_FFI_CallFrame* frame);
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(stree_jax_rms_norm, stree::RMSNorm,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Ret<stree::F32>()
+                                  .Attr<float>("epsilon"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(stree_jax_add_rms_norm, stree::AddRMSNorm,
                               ffi::Ffi::Bind()

@@ -20,6 +20,16 @@ def unsupported(size: int, *arrays: jax.Array) -> str | None:
     return None
 
 
+def rms_norm(x: jax.Array, weight: jax.Array, *, epsilon: float) -> jax.Array:
+    """See `api.rms_norm`."""
+    rows = _rows(x)
+    result = jax.ShapeDtypeStruct(rows.shape, jnp.float32)
+    weight = weight.astype(jnp.float32)
+    return native.call("rms_norm", result, rows, weight, epsilon=np.float32(epsilon)).reshape(
+        x.shape
+    )
+
+
 def add_rms_norm(
     residual: jax.Array,
     output: jax.Array | DeferredRMSNorm,

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from pallas_kernels import KVCache, NodeKV
-from pallas_kernels.numerics import rms_norm
+from pallas_kernels import KVCache, NodeKV, rms_norm
 from stree_jax.array_types import Array, Float
 from stree_jax.models.attention import AttentionCache, AttentionPending
 from stree_jax.models.layer import LayerConfig
@@ -45,7 +44,8 @@ class DraftHead(nnx.Module):
         return nnx.Param(jnp.ones(self.config.d_model, self.dtype))
 
     def _norm(self, x: Array, scale: nnx.Param) -> Array:
-        return rms_norm(x, scale[...], self.config.norm_eps)
+        own = self.attention.implementation
+        return rms_norm(x, scale[...], epsilon=self.config.norm_eps, implementation=own)
 
     def _attend(
         self, x: Array, tree: Tree, cache: KVCache, prefix: NodeKV | None

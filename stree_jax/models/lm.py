@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from pallas_kernels import conv_gather_index, dispatch, replay_gather_index
-from pallas_kernels.numerics import rms_norm, scaled
+from pallas_kernels import conv_gather_index, dispatch, replay_gather_index, rms_norm
+from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths, Tokens
 from stree_jax.mesh.partition import Partition, Partitioned, Shard
 from stree_jax.messages import shown
@@ -480,8 +480,8 @@ class HybridLM(Partitioned):
         return jnp.concatenate([hidden, *(state.astype(hidden.dtype) for state in states)], axis=-1)
 
     def _final_norm(self, hidden: Array) -> Array:
-        scale = self.final_norm_scale[...]
-        return rms_norm(hidden, scale, self.config.norm_eps).astype(self.activation_dtype)
+        own = dict(epsilon=self.config.norm_eps, implementation=self._implementation)
+        return rms_norm(hidden, self.final_norm_scale[...], **own).astype(self.activation_dtype)
 
 
 def embedded_tokens(

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from pallas_kernels.matmul import PackedMatrix, matmul
+from pallas_kernels.matmul import PackedMatrix, matmul, rows
 from pallas_kernels.numerics import contract
 from stree_jax.array_types import Array, Float, Float32, Int
 from stree_jax.mesh.partition import WHOLE, Part
@@ -152,7 +152,7 @@ class PackedTable(PackedWeight, Table):
 
     def rows(self, index: Int[Array, "B T"], shard: Part = WHOLE) -> Float32[Array, "B T M"]:
         """See `Table`."""
-        return self.stored.rows(index)
+        return rows(self.stored, index)
 
     def canonical(self) -> Table:
         """See `Matrix`."""

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import DeferredRMSNorm, add_rms_norm
-from pallas_kernels.numerics import rms_norm, scaled
+from pallas_kernels import DeferredRMSNorm, add_rms_norm, rms_norm
+from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array
 from stree_jax.models.block import Block
 from stree_jax.models.config import ModelConfig
@@ -20,7 +20,7 @@ class ResidualStream:
         embedded: the token embeddings `[B, T, M]`, in the type of the stream.
         config: the model's config.
         dtype: dtype of the layers' inputs.
-        implementation: implementation of `add_rms_norm`.
+        implementation: implementation of the norms.
     """
 
     def __init__(
@@ -47,7 +47,8 @@ class ResidualStream:
         scale, epsilon = block.norm_scale[...], self._config.norm_eps
         if self._output is None:
             hidden = self._hidden if self._extra is None else self._hidden + self._extra
-            return rms_norm(hidden, scale, epsilon).astype(self._dtype)
+            own = dict(epsilon=epsilon, implementation=self._implementation)
+            return rms_norm(hidden, scale, **own).astype(self._dtype)
         self._hidden, normed = add_rms_norm(
             self._hidden,
             self._output,

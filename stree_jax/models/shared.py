@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from pallas_kernels.numerics import rms_norm
+from pallas_kernels import rms_norm
 from stree_jax.array_types import Array, Bool, Float, Lengths
 from stree_jax.checks import require, require_integer, require_types
 from stree_jax.mesh.partition import Cut, Shard
@@ -273,11 +273,15 @@ class AdaptedTransformer:
         return self.transformer.attention.replay(cache, pending, path, conv_gather_index)
 
     def _before(self, u: Array) -> tuple[Array, Array | None]:
-        x = rms_norm(u, self.transformer.norm_scale[...], self.layer.norm_eps)
+        x = self._norm(u, self.transformer.norm_scale)
         if not self.layer.qkv_adapters:
             return x, None
         return x, jnp.concatenate([adapter(x) for adapter in self.layer.qkv_adapters], axis=-1)
 
     def _after(self, y: Array) -> Array:
-        y = rms_norm(y, self.transformer.mlp_norm_scale[...], self.layer.norm_eps)
+        y = self._norm(y, self.transformer.mlp_norm_scale)
         return self.layer.out_proj(self.transformer.mlp.apply(y, self.layer.mlp_adapter(y)))
+
+    def _norm(self, x: Array, scale: nnx.Param) -> Array:
+        own = self.transformer.attention.implementation
+        return rms_norm(x, scale[...], epsilon=self.layer.norm_eps, implementation=own)

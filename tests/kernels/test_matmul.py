@@ -19,7 +19,7 @@ from jax import lax
 
 from pallas_kernels import native
 from pallas_kernels.matmul import native as version
-from pallas_kernels.matmul.api import matmul
+from pallas_kernels.matmul.api import matmul, rows
 from pallas_kernels.matmul.packed import COLUMNS, GROUP, PackedMatrix
 from pallas_kernels.native import build_backend
 from stree_jax import HybridLM, ModelConfig, demo_path
@@ -245,10 +245,36 @@ def test_a_packed_matrix_is_the_matrix(shape):
         assert (np.abs(got - dense) <= 0.501 * step).all()
         np.testing.assert_array_equal(canonical(packed.cut(5, 60).cut(3, 50)), got[..., 8:55])
         assert packed.blocks.shape[-3:] == (-(-shape[-1] // COLUMNS), shape[-2], COLUMNS)
-        if len(shape) == 2:
-            index = jnp.array([[0, 31], [40, 2]])
-            np.testing.assert_array_equal(packed.rows(index), np.moveaxis(got, -1, 0)[index])
-            np.testing.assert_array_equal(packed.cut(5, 60).rows(index), got.T[index + 5])
+
+
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("native", marks=NEEDS_NATIVE)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_columns(dtype, implementation):
+    """Also of a part of the matrix; a column that it does not have is its nearest one."""
+    matrix = PackedMatrix.pack(normal(33, 70), dtype)
+    found = jax.jit(functools.partial(rows, implementation=implementation))
+    wanted = np.asarray(matrix.canonical(), np.float32).T
+    index = jnp.array([[0, 31, 69], [40, 2, 40]])
+    np.testing.assert_array_equal(found(matrix, index), wanted[index])
+    np.testing.assert_array_equal(found(matrix.cut(5, 60), index % 55), wanted[5 + index % 55])
+    beyond = jnp.array([-3, 55, 1 << 30])
+    np.testing.assert_array_equal(found(matrix.cut(5, 60), beyond), wanted[[5, 59, 59]])
+    assert found(matrix, index[:, :0]).shape == (2, 0, 33)
+    assert found(PackedMatrix.pack(normal(0, 70), dtype), index).shape == (2, 3, 0)
+
+
+@NEEDS_NATIVE
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_have_derivatives(dtype):
+    matrix, index = PackedMatrix.pack(normal(33, 70), dtype), jnp.array([3, 40, 3])
+    one, other = (
+        jax.jit(
+            jax.grad(lambda matrix, own=own: (rows(matrix, index, implementation=own) ** 2).sum())
+        )(matrix)
+        for own in ("native", "xla")
+    )
+    np.testing.assert_array_equal(one.canonical(), other.canonical())
+    assert (np.asarray(one.canonical(), np.float32)[:, [3, 40]] != 0).all()
 
 
 def test_small_numbers_have_8_bits_too():

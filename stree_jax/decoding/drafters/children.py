@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.numerics import best_of
 from stree_jax.array_types import Array, Float, Float32
 from stree_jax.decoding.sampling import all_finite, filtered_logits
 from stree_jax.decoding.types import Step
@@ -73,5 +74,9 @@ def draw(how: str, scores: Array, width: int, keys: Array) -> tuple[Array, Array
         # Gumbel-top-k: the order of the perturbed scores is the order of sequential draws.
         scores += jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:]))(keys)
     # A NaN must come first, and how `top_k` orders it depends on the device.
-    best, drawn = lax.top_k(jnp.where(jnp.isnan(scores), jnp.inf, scores), width)
+    scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
+    if width == 1:  # a third of the time of `top_k` on a CPU
+        drawn, best = (found[..., None] for found in best_of(scores))
+    else:
+        best, drawn = lax.top_k(scores, width)
     return drawn.astype(jnp.int32), jnp.isfinite(best)
