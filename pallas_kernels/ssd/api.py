@@ -8,7 +8,7 @@ import functools
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
-from pallas_kernels.ssd import pallas_triton, xla
+from pallas_kernels.ssd import native, pallas_triton, xla
 
 
 def ssd(
@@ -51,9 +51,13 @@ def ssd(
     reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
     return dispatch.run(
         "ssd",
-        {"xla": functools.partial(xla.ssd, chunk_size=chunk_size), "pallas": pallas_triton.ssd},
+        {
+            "xla": functools.partial(xla.ssd, chunk_size=chunk_size),
+            "native": native.ssd,
+            "pallas": pallas_triton.ssd,
+        },
         (x, dt, A, B, C, D, state),
         requested=implementation,
-        unsupported={"pallas": reason},
+        unsupported={"native": native.unsupported(x), "pallas": reason},
         xla_derivatives=True,
     )

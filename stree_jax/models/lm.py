@@ -425,8 +425,8 @@ class HybridLM(Partitioned):
         Then the streams after the numbers of layers in `inner`.
         """
         valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
-        # With 512 rows XLA's norm is one launch too, and its cost model counts 3 % fewer bytes.
-        stream = self._stream(tokens, "xla")
+        norms = self.output_head.norms_of_sequences(self._implementation)
+        stream = self._stream(tokens, norms)
         caches, states = [], []
         for i, (block, mixer) in enumerate(zip(self.blocks, self._mixers(), strict=True)):
             with jax.named_scope(f"layer_{i}"):

@@ -388,11 +388,11 @@ class Mamba2Mixer(nnx.Module):
             implementation=self.implementation,
         )
         conv_state = conv_state_after(cache.conv, conv_input, lengths)
-        # For 512 rows XLA's norm is one launch too, and by its cost model moves no more bytes.
         rows = y.reshape(*y.shape[:2], -1)
         gate = self._gate(projected) if self.norm_spans_shards else None
         if gate is None:
-            output = self._project_out(self._gated_norm(rows, projected, "xla"), projected)
+            norm = self.in_proj.kernel.norms_of_sequences(self.implementation)
+            output = self._project_out(self._gated_norm(rows, projected, norm), projected)
         else:
             deferred = gated(y, gate)
             assert isinstance(deferred, DeferredRMSNorm)

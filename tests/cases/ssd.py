@@ -87,4 +87,8 @@ def budgets(case):
     }
 
 
-SSD = Op(CASES, errors, budgets, slow=("one chunk", "bf16, wide states"))
+SSD = Op(
+    *(CASES, errors, budgets, base.WITH_NATIVE),
+    slow=("one chunk", "bf16, wide states"),
+    lacks=base.native_lacks_bf16,
+)
