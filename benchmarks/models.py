@@ -90,16 +90,20 @@ def loaded_pair(
     prompt_tokens: int | None,
     dtype: str = "float32",
 ) -> Pair:
-    """A pair of checkpoints, and prompts cut to `prompt_tokens` if that is not None."""
+    """A pair of checkpoints, and prompts cut to `prompt_tokens` if that is not None.
+
+    The dtype is the target's; the draft is loaded as users load it.
+    """
     from stree_jax.convert import find  # GPU sessions run in a checkout without it
 
     target = find(target)
     tokenizer = st.load_tokenizer(target)
     source, texts = load_prompts(num_prompts)
+    model = st.from_pretrained(target, dtype=dtype)
     return Pair(
         name=name,
-        target=st.from_pretrained(target, dtype=dtype),
-        draft=st.from_pretrained(draft, dtype=dtype),
+        target=model,
+        draft=st.load_draft(draft, model),
         prompts=[tokenizer.encode(text).ids[:prompt_tokens] for text in texts],
         source=source,
         trained=True,

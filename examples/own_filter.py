@@ -47,7 +47,7 @@ class Eta:
 def main() -> None:
     """Decodes with a tree and without drafts; differences are errors."""
     model = st.from_pretrained(st.demo_path("target"))
-    drafter = st.ModelDrafter(st.from_pretrained(st.demo_path("draft")))
+    drafter = st.ModelDrafter(st.load_draft(st.demo_path("draft"), model))
     prompts = [st.load_tokenizer(st.demo_path("target")).encode("The old house stood").ids]
     options = dict(topology=st.TreeTopology.paper("A"), prompts=prompts, temperatures=(0.9,))
     for filters in ((Eta(0.02),), (Eta(0.02, banned=(3, 4)), st.TopK(20))):

@@ -45,7 +45,7 @@ class NoRepeats:
 def main() -> None:
     """Decodes with a tree and without drafts; differences are errors."""
     model = st.from_pretrained(st.demo_path("target"))
-    drafter = st.ModelDrafter(st.from_pretrained(st.demo_path("draft")))
+    drafter = st.ModelDrafter(st.load_draft(st.demo_path("draft"), model))
     prompts = [st.load_tokenizer(st.demo_path("target")).encode("The old house stood").ids]
     options = dict(topology=st.TreeTopology.paper("A"), prompts=prompts, max_new_tokens=40)
     for out in assert_lossless(model, drafter, processors=[NoRepeats(2, 40)], **options):

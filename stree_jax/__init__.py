@@ -3,7 +3,7 @@
 import stree_jax as st
 
 model = st.from_pretrained(st.demo_path("target"))
-drafter = st.ModelDrafter(st.from_pretrained(st.demo_path("draft")))
+drafter = st.ModelDrafter(st.load_draft(st.demo_path("draft"), model))
 out = st.generate(model, [[1, 2, 3]], drafter=drafter)
 """
 
@@ -60,7 +60,7 @@ from stree_jax.lazy import lazily
 from stree_jax.mesh.partition import make_mesh
 from stree_jax.mesh.weights import shard
 from stree_jax.models.lm import HybridLM
-from stree_jax.pretrained import demo_path, from_pretrained, load_tokenizer
+from stree_jax.pretrained import demo_path, from_pretrained, load_draft, load_tokenizer
 from stree_jax.serving import Completion, Event, PrefixCacheStats, Request, Scheduler
 from stree_jax.text import complete
 from stree_jax.tree import Tree, TreeTopology
@@ -183,6 +183,7 @@ __all__ = [
     "from_pretrained",
     "generate",
     "json_schema",
+    "load_draft",
     "load_eagle3",
     "load_medusa",
     "load_mtp",

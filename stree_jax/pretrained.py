@@ -80,6 +80,31 @@ def from_pretrained(
     return model
 
 
+def load_draft(
+    path: str | os.PathLike[str], target: HybridLM, *, ignore: Collection[str] | Any = ()
+) -> HybridLM:
+    """Loads a draft model as fits its target: on the target's mesh, on a CPU in bfloat16.
+
+    There half the bytes make it faster, and whatever a draft computes the text is the target's.
+
+    Args:
+        path: as in `from_pretrained`.
+        target: the model that it drafts for.
+        ignore: as in `from_pretrained`.
+
+    Raises:
+        ValueError: as `from_pretrained`.
+    """
+    return from_pretrained(path, ignore=ignore, **draft_options(target))
+
+
+def draft_options(target: HybridLM) -> dict[str, Any]:
+    """The options with which `from_pretrained` loads a draft for a target."""
+    mesh = None if target.partition is None else target.partition.mesh
+    dtype = jnp.bfloat16 if target.output_head.is_packed else target.dtype
+    return dict(dtype=jnp.dtype(dtype), mesh=mesh, replicate=mesh is not None)
+
+
 def _end_tokens(model: HybridLM, directory: Path) -> int | tuple[int, ...] | None:
     """The tokens that end its texts; one or none as other configs have it."""
     has_name = "eos_token" in special_tokens(directory)

@@ -21,7 +21,7 @@ from stree_jax.decoding.token_bytes import as_tokenizer
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.messages import shown, shown_path
 from stree_jax.models.lm import HybridLM, check_model
-from stree_jax.pretrained import from_pretrained, load_tokenizer
+from stree_jax.pretrained import draft_options, from_pretrained, load_tokenizer
 from stree_jax.special_tokens import end_tokens
 from stree_jax.tree import TreeTopology
 
@@ -210,7 +210,9 @@ def complete(
     out = generate(
         loaded,
         [tokens],
-        drafter=ModelDrafter(_model_at(draft)) if _is_path(draft) else draft,
+        drafter=ModelDrafter(_model_at(draft, **draft_options(loaded)))
+        if _is_path(draft)
+        else draft,
         topology=topology,
         verifier=verifier,
         eos_token=texts.end_tokens(loaded.config, ends),
@@ -238,13 +240,13 @@ def _stamped(folder: Path, name: str) -> tuple[str, int]:
     return os.path.realpath(folder), file.stat().st_mtime_ns if file.is_file() else 0
 
 
-def _model_at(path: Location) -> HybridLM:
-    return _model(*_stamped(_folder(path), "config.json"))
+def _model_at(path: Location, **options: Any) -> HybridLM:
+    return _model(*_stamped(_folder(path), "config.json"), **options)
 
 
 @functools.lru_cache(maxsize=4)
-def _model(path: str, written: int) -> HybridLM:
-    return from_pretrained(path)
+def _model(path: str, written: int, **options: Any) -> HybridLM:
+    return from_pretrained(path, **options)
 
 
 @functools.lru_cache(maxsize=4)

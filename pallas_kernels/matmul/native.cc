@@ -250,11 +250,32 @@ void grouped(ffi::ThreadPool& pool, Call<T> call, const int32_t* which, int64_t 
                 call.columns * sizeof(float));
 }
 
+bool is_zero(const float* row, int64_t size) {
+  return std::all_of(row, row + size, [](float value) { return value == 0; });
+}
+
+// Rows of zeros, as padding is, give zeros without a product.
+template <typename T>
+void without_zeros(ffi::ThreadPool& pool, const Call<T>& call, int64_t rows) {
+  std::vector<Segment> segments;
+  for (int64_t r = 0; r < rows; ++r) {
+    if (is_zero(call.x + r * call.inputs, call.inputs))
+      std::memset(call.y + r * call.columns, 0, call.columns * sizeof(float));
+    else if (!segments.empty() && segments.back().first + segments.back().count == r)
+      ++segments.back().count;
+    else
+      segments.push_back({0, r, 1});
+  }
+  call.run(pool, segments);
+}
+
 template <typename T>
 void matmul(ffi::ThreadPool& pool, const Call<T>& call, const int32_t* which, int64_t rows,
             int64_t matrices) {
   if (which)
     grouped(pool, call, which, rows, matrices);
+  else if (rows > kRows)
+    without_zeros(pool, call, rows);
   else
     call.run(pool, {{0, 0, rows}});
 }

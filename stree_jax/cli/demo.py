@@ -84,7 +84,7 @@ def _run(
     of_target, of_draft = ignored_fields(ignore, target_path, draft_path)
     enable_compilation_cache()
     target = st.from_pretrained(target_path, ignore=of_target)
-    drafter = st.ModelDrafter(st.from_pretrained(draft_path, ignore=of_draft))
+    drafter = st.ModelDrafter(st.load_draft(draft_path, target, ignore=of_draft))
     tokenizer = st.load_tokenizer(target_path)
     prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
     tree = st.TreeTopology.paper("A")

@@ -126,10 +126,7 @@ def load_drafter(
 
 
 def _draft_model(path: str, target: st.HybridLM, ignore: Sequence[str]) -> st.HybridLM:
-    mesh = None if target.partition is None else target.partition.mesh
-    return st.from_pretrained(
-        path, dtype=target.dtype, ignore=ignore, mesh=mesh, replicate=mesh is not None
-    )
+    return st.load_draft(path, target, ignore=ignore)
 
 
 def _mtp_head(path: str, target: st.HybridLM, ignore: Sequence[str]) -> Any:

@@ -391,6 +391,8 @@ class AttentionMixer(nnx.Module):
             scale=layout.scale,
             implementation=self.implementation,
         )
+        if self.in_proj.kernel.is_packed:  # rows of zeros cost packed products nothing
+            y = jnp.where(valid[..., None, None], y, 0)
         # The cache was overfull before these tokens: some were dropped, so no output is right.
         y = jnp.where((length > kv.keys.shape[2])[:, None, None, None], jnp.nan, y)
         return self._finish(y, projected), AttentionCache(kv, conv_state)

@@ -426,7 +426,7 @@ class HybridLM(Partitioned):
         """
         valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
         norms = self.output_head.norms_of_sequences(self._implementation)
-        stream = self._stream(tokens, norms)
+        stream = self._stream(tokens, norms, valid)
         caches, states = [], []
         for i, (block, mixer) in enumerate(zip(self.blocks, self._mixers(), strict=True)):
             with jax.named_scope(f"layer_{i}"):
@@ -437,11 +437,16 @@ class HybridLM(Partitioned):
                 states.append(stream.hidden())
         return stream.hidden(), tuple(caches), states
 
-    def _stream(self, tokens: Array, implementation: str | None) -> ResidualStream:
+    def _stream(
+        self, tokens: Array, implementation: str | None, valid: Array | None = None
+    ) -> ResidualStream:
+        """The stream of the embedded tokens; padding of a packed model is zeros, see `matmul`."""
         self._check_here()
         if self.vocab_size > self.config.vocab_size:
             tokens = jnp.minimum(tokens, self.config.vocab_size - 1)
         rows = self.embedding.rows(tokens, self.shard)
+        if valid is not None and self.output_head.is_packed:
+            rows = jnp.where(valid[..., None], rows, 0)
         embedded = scaled(rows, self.config.embedding_multiplier)
         own = self.activation_dtype
         dtype = jnp.float32 if self.config.residual_float32 else own
