@@ -18,7 +18,7 @@ import itertools
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,14 @@ Decode = Callable[[list[int]], np.ndarray]  # from a prompt to its new tokens
 
 # The architecture in llama.cpp, and the fields of transformers' config: heads, their size, states,
 # groups, width of the convolution, epsilon of the norms.
+_HYBRID = (
+    "GRANITE_HYBRID mamba_n_heads mamba_d_head mamba_d_state mamba_n_groups mamba_d_conv"
+    " rms_norm_eps"
+)
 LAYOUTS = {
     "mamba2": "MAMBA2 num_heads head_dim state_size n_groups conv_kernel layer_norm_epsilon",
-    "bamba": "GRANITE_HYBRID mamba_n_heads mamba_d_head mamba_d_state mamba_n_groups mamba_d_conv"
-    " rms_norm_eps",
+    "bamba": _HYBRID,
+    "granitemoehybrid": _HYBRID,
 }
 
 
@@ -47,7 +51,8 @@ def write_gguf(checkpoint: Path, path: Path, precision: str) -> None:
     """Writes a checkpoint in transformers' format as GGUF, without its tokenizer.
 
     Args:
-        checkpoint: a directory that `stree_jax.convert` wrote: Mamba-2, or Bamba.
+        checkpoint: a directory that `stree_jax.convert` wrote: Mamba-2, Bamba, or Granite 4 without
+            experts.
         path: the new file.
         precision: of the matrices, a key of `PRECISIONS`; the rest is float32, as in files of
             llama.cpp's own converter.
@@ -72,6 +77,7 @@ def write_gguf(checkpoint: Path, path: Path, precision: str) -> None:
         ("n_groups", groups, 1),  # it norms each group by itself, transformers all of them
         ("inner size", heads * head_dim, 2 * d_model),
         ("rope_type", rope["rope_type"], "default"),
+        ("num_local_experts", config.get("num_local_experts", 0), 0),
     ):
         if value != held:
             raise ValueError(f"llama.cpp has {name} = {held} here, not {value}")
@@ -82,7 +88,9 @@ def write_gguf(checkpoint: Path, path: Path, precision: str) -> None:
         "block_count": num_layers,
         "context_length": 1 << 20,
         "embedding_length": d_model,
-        "feed_forward_length": config.get("intermediate_size", 0),
+        "feed_forward_length": config.get(
+            "shared_intermediate_size", config.get("intermediate_size", 0)
+        ),
         "head_count": config.get("num_attention_heads", 0),
         "layer_norm_rms_eps": epsilon,
         "ssm_conv_kernel": width,
@@ -92,15 +100,23 @@ def write_gguf(checkpoint: Path, path: Path, precision: str) -> None:
         "ssm_group_count": groups,
     }
     size = rotary = 0
-    if layout == "bamba":
+    if layout != "mamba2":
         size = d_model // config["num_attention_heads"]
-        rotary = size // 2  # Bamba turns half of each head
-        kv_heads, places = config["num_key_value_heads"], config["attn_layer_indices"]
+        kv_heads, places = config["num_key_value_heads"], _attention_layers(config)
+        turns = config.get("position_embedding_type", "rope") == "rope"
+        rotary = size // 2 if turns else 0  # Bamba turns half of each head
         facts |= {
             "head_count_kv": [kv_heads * (i in places) for i in range(num_layers)],  # 0: Mamba-2
-            "rope_dimension_count": rotary,
+            "rope_dimension_count": rotary or size,
             "rope_freq_base": rope["rope_theta"],
-            "rope_scaling_finetuned": True,  # this architecture's switch for RoPE
+            "rope_scaling_finetuned": turns,  # this architecture's switch for RoPE
+        }
+    if layout == "granitemoehybrid":
+        facts |= {
+            "embedding_scale": config["embedding_multiplier"],
+            "residual_scale": config["residual_multiplier"],
+            "attention_scale": config["attention_multiplier"],
+            "logit_scale": config["logits_scaling"],
         }
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     for name, value in facts.items():
@@ -110,7 +126,8 @@ def write_gguf(checkpoint: Path, path: Path, precision: str) -> None:
     matrices = gguf.GGMLQuantizationType[PRECISIONS[precision]]
     block, _ = gguf.GGML_QUANT_SIZES[matrices]
     shards = map(load_file, sorted(checkpoint.glob("*.safetensors")))
-    for source, tensor in itertools.chain.from_iterable(shard.items() for shard in shards):
+    tensors = itertools.chain.from_iterable(shard.items() for shard in shards)
+    for source, tensor in itertools.chain.from_iterable(itertools.starmap(_as_dense, tensors)):
         name = names.get_name(source.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias"))
         in_blocks = tensor.ndim == 2 and tensor.shape[1] % block == 0  # 8 bits: blocks of 32
         kind = matrices if in_blocks else gguf.GGMLQuantizationType.F32
@@ -131,6 +148,27 @@ def write_gguf(checkpoint: Path, path: Path, precision: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _attention_layers(config: dict[str, Any]) -> Collection[int]:
+    """The numbers of the layers with attention."""
+    if "attn_layer_indices" in config:
+        return config["attn_layer_indices"]
+    return [i for i, kind in enumerate(config["layer_types"]) if kind != "linear_attention"]
+
+
+def _as_dense(name: str, tensor: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """A tensor under the names of other models: Granite's gate and up projection are one matrix."""
+    start, _, part = name.partition("shared_mlp.")
+    match part:
+        case "input_linear.weight":
+            gate, up = np.split(tensor, 2)
+            yield f"{start}mlp.gate_proj.weight", gate
+            yield f"{start}mlp.up_proj.weight", up
+        case "output_linear.weight":
+            yield f"{start}mlp.down_proj.weight", tensor
+        case _:
+            yield name, tensor
 
 
 def interleaved(weight: np.ndarray, head_dim: int, rotary: int) -> np.ndarray:

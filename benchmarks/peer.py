@@ -13,11 +13,13 @@ build llama.cpp.
 
 import argparse
 import functools
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 import stree_jax as st
@@ -29,7 +31,7 @@ from benchmarks.models import Pair, embedded_pair, random_model
 from benchmarks.steps import run_steps
 
 PEER = "transformers"
-SIZE = "mamba2-370m"  # whose calls are timed
+SIZES = ("mamba2-370m", "Granite-4-H-350M")  # whose calls are timed
 CALLED = {tree.num_nodes: tree for tree in map(st.TreeTopology.chain, (0, 4, 12))}
 
 
@@ -159,23 +161,25 @@ def real_sizes(options: argparse.Namespace) -> list[dict[str, Any]]:
     Random weights in the shape of a published model: only time means anything.
     """
     records = []
-    for dtype in ("bfloat16", "float32"):
-        model = random_model(st.ModelConfig.preset(SIZE), dtype)
+    for size, dtype in itertools.product(SIZES, ("bfloat16", "float32")):
+        model = random_model(st.ModelConfig.preset(size), dtype)
         ways: dict[tuple[str, int], Callable[[], Any]] = {}
         for nodes, tree in CALLED.items():
             ways["here", nodes] = functools.partial(_run, model, tree, options.calls)
         theirs = llama_cpp.calls(model, dtype, options.threads, options.calls, [*CALLED])
         ways |= {(llama_cpp.NAME, nodes): call for nodes, call in theirs.items()}
         named = {key: lambda _, way=way: way() for key, way in ways.items()}
-        _, seconds = timed(f"calls, {dtype}", named, [None], options.rounds)
+        _, seconds = timed(f"calls of {size}, {dtype}", named, [None], options.rounds)
         for nodes in CALLED:
             here, there = (
                 1e3 * seconds[way, nodes][:, 0] / options.calls for way in ("here", llama_cpp.NAME)
             )
             records.append(
-                {"model": SIZE, "dtype": dtype, "nodes": nodes}
+                {"model": size, "dtype": dtype, "nodes": nodes}
                 | {"here": summary(here), "there": summary(there), "times": summary(here / there)}
             )
+        del model, ways, theirs, named
+        jax.clear_caches()
     return records
 
 

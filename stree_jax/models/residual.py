@@ -47,8 +47,9 @@ class ResidualStream:
         scale, epsilon = block.norm_scale[...], self._config.norm_eps
         if self._output is None:
             hidden = self._hidden if self._extra is None else self._hidden + self._extra
-            own = dict(epsilon=epsilon, implementation=self._implementation)
-            return rms_norm(hidden, scale, **own).astype(self._dtype)
+            implementation = self._implementation
+            normed = rms_norm(hidden, scale, epsilon=epsilon, implementation=implementation)
+            return normed.astype(self._dtype)
         self._hidden, normed = add_rms_norm(
             self._hidden,
             self._output,

@@ -13,16 +13,24 @@ from stree_jax.testing import CONFIGS, HYBRIDS, perturbed, random_model
 
 gguf = pytest.importorskip("gguf")
 
+
+def hybrid(*, attention, mlp, **changes):
+    """Bamba with other attention layers, MLPs and numbers of the model."""
+    config = HYBRIDS["bamba"]
+    other = {"attention": dict(num_heads=2, num_kv_heads=1) | attention, "mlp": mlp}
+    layers = (dataclasses.replace(layer, **other.get(layer.kind, {})) for layer in config.layers)
+    return dataclasses.replace(config, layers=tuple(layers), **changes)
+
+
 MODELS = {
     "mamba2": CONFIGS["plain"],
-    "bamba": dataclasses.replace(
-        HYBRIDS["bamba"],
-        layers=tuple(
-            dataclasses.replace(layer, num_heads=2, num_kv_heads=1)
-            if layer.kind == "attention"
-            else layer
-            for layer in HYBRIDS["bamba"].layers
-        ),
+    "bamba": hybrid(attention={}, mlp={}),
+    "granite": hybrid(
+        attention=dict(rotary_dim=0, scale=0.3),
+        mlp=dict(bias=False),
+        embedding_multiplier=2.0,
+        residual_multiplier=0.5,
+        logits_multiplier=0.25,
     ),
 }
 

@@ -284,6 +284,7 @@ import jax, numpy as np
 from pallas_kernels import native
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.matmul.packed import PackedMatrix
+from tests.cases.ops import OPS
 
 native.build_backend.library = lambda level: Path(sys.argv[1], f"libstree-{level}.so")
 assert native.obstacle() is None, native.obstacle()
@@ -308,6 +309,10 @@ for inputs, columns, dtype in shapes:
     for (x, which), (alone, chosen) in zip(calls, products(one, several, calls), strict=True):
         np.testing.assert_allclose(alone, x @ matrices[0], atol=1e-3)
         np.testing.assert_allclose(chosen, np.einsum("ri,rio->ro", x, matrices[which]), atol=1e-3)
+for op in OPS.values():
+    for case in op.cases.values() if "native" in op.implementations else ():
+        if not op.lacks(case, "native"):
+            op.errors(case, "native")
 print("done", native.level())
 """
 
