@@ -39,7 +39,7 @@ constexpr int kTileColumns = kVectors * kLanes;
 constexpr int64_t kTaskBytes = 64 << 10;   // weights of a task
 constexpr int64_t kAloneBytes = 64 << 10;  // weights that do not pay for a second thread
 constexpr int64_t kTaskRows = 20 * kRows;
-constexpr int64_t kPrefetch = 1024;  // bytes ahead
+constexpr int64_t kPrefetch = 4096;  // bytes ahead
 
 // Blocks of one matrix.
 template <typename T>

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "../native/math.h"
 #include "../native/parallel.h"
@@ -115,19 +116,22 @@ ffi::Error TreeConv1dLayer(ffi::ThreadPool pool, F32 projected, F32 weight, F32 
       is(conv_state->dimensions(), {batch, taps - 1, channels});
   if (!fits) return ffi::Error::InvalidArgument("stree_jax tree_conv1d_layer: shapes do not fit");
 
-  // The conv state along the previous tree's path.
+  // The conv state along the previous tree's path; the new one is in the old one's place.
   const int64_t state_rows = taps - 1;
-  for (int64_t b = 0; b < batch; ++b)
+  std::vector<float> context((state_rows + before) * channels);
+  for (int64_t b = 0; b < batch; ++b) {
+    float* end = copied(context.data(), old_state.typed_data() + b * state_rows * channels,
+                        state_rows * channels);
+    copied(end, old_input.typed_data() + b * before * channels, before * channels);
     for (int64_t j = 0; j < state_rows; ++j) {
       int64_t row = j;
       if (has_replay)
         row = std::clamp<int64_t>(replay_index.typed_data()[b * state_rows + j], 0,
                                   state_rows + before - 1);
-      const float* from = row < state_rows
-                              ? old_state.typed_data() + (b * state_rows + row) * channels
-                              : old_input.typed_data() + (b * before + row - state_rows) * channels;
-      copied(conv_state->typed_data() + (b * state_rows + j) * channels, from, channels);
+      copied(conv_state->typed_data() + (b * state_rows + j) * channels,
+             context.data() + row * channels, channels);
     }
+  }
 
   Layer layer{};
   layer.prefix = prefix, layer.queries = queries, layer.columns = ps[2];

@@ -61,6 +61,7 @@ def tree_conv1d_layer(
         *prefix,
         old.conv_input,
         index.astype(jnp.int32),
+        aliases={4: 5},
         first_column=layout.columns[1],
         multipliers=np.array(layout.multipliers[1:], np.float32),
         dt_low=np.float32(layout.dt_limit[0]),
