@@ -16,6 +16,7 @@ accepted path. The ops are the parts of that step which XLA cannot fuse well:
     ssd                 the Mamba-2 recurrence over a whole sequence, in chunks
     expert_mlps         the chosen experts of each token
     matmul              rows times a matrix that is packed for a CPU
+    largest_threshold   the search behind top-k and top-p
 
 Every op is a pure function of arrays that returns new arrays; the ones that update a state or a
 cache update it in place if it is donated. Each op has a folder, with `reference.py` (the
@@ -36,6 +37,7 @@ from pallas_kernels.moe.api import expert_mlps
 from pallas_kernels.numerics import DeferredRMSNorm
 from pallas_kernels.rms_norm.api import add_rms_norm, gated_rms_norm, rms_norm
 from pallas_kernels.ssd.api import ssd
+from pallas_kernels.threshold.api import largest_threshold
 from pallas_kernels.tree_attention.api import tree_attention, tree_attention_layer
 from pallas_kernels.tree_attention.kv_cache import KVCache, NodeKV, replay_kv, write_kv
 from pallas_kernels.tree_attention.layout import AttentionLayout
@@ -64,6 +66,7 @@ __all__ = [
     "dispatch",
     "expert_mlps",
     "gated_rms_norm",
+    "largest_threshold",
     "matmul",
     "replay",
     "replay_conv_state",

@@ -3,7 +3,7 @@
 import dataclasses
 import numbers
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import largest_threshold
 from stree_jax.array_types import Array, Bool, Float32
 from stree_jax.checks import check_int, is_number
 from stree_jax.messages import shown
@@ -100,9 +101,9 @@ class TopP:
         # best token's weight is 1.
         weights = jnp.where(jnp.isfinite(logits), jnp.exp(logits), 0.0)
         total = weights.sum(axis=-1, keepdims=True)
-        threshold = _largest(
-            lambda low: _sum_from(low, weights, weights) >= p * total, logits.shape[:-1]
-        )
+        # Rows that keep all tokens have nothing to search for.
+        least = jnp.where(p >= 1, jnp.inf, p * total)
+        threshold = largest_threshold(weights, weights, least)
         kept = (p >= 1) | (weights >= jnp.fmin(threshold, 1.0))
         return jnp.where(kept, logits, -jnp.inf)
 
@@ -260,44 +261,6 @@ def _best_k(logits: Array, k: Array) -> Array:
     below = jnp.abs(logits)  # the best is 0
     num_tokens = logits.shape[-1]
     # At the worst token kept, and from there on, are all tokens but k - 1 or fewer.
-    threshold = _largest(
-        lambda low: _sum_from(low, below, jnp.int32(1)) > num_tokens - jnp.minimum(k, num_tokens),
-        logits.shape[:-1],
-    )
+    least = num_tokens - jnp.minimum(k, num_tokens) + 1
+    threshold = largest_threshold(below, None, least.astype(jnp.float32))
     return jnp.where((k <= 0) | (below <= threshold), logits, -jnp.inf)
-
-
-def _sum_from(thresholds: Array, values: Array, summands: Array) -> Array:
-    """For each threshold, the sum of the summands whose values are at least the threshold."""
-    chosen = values[..., None, :] >= thresholds[..., None]
-    return jnp.where(chosen, summands[..., None, :] if summands.ndim else summands, 0).sum(axis=-1)
-
-
-def _largest(holds: Callable[[Array], Array], rows: tuple[int, ...]) -> Array:
-    """The largest non-negative float that passes a test which all smaller ones pass too.
-
-    Non-negative floats are ordered as their bits are, so this searches for the bits.
-
-    Args:
-        holds: the test, for several thresholds per row.
-        rows: shape of the rows.
-
-    Returns:
-        A threshold per row, with one more axis of size 1.
-    """
-
-    def search(num_bits: int) -> Array:
-        """Searches `num_bits` bits per pass."""
-
-        def find(i: Array, bits: Array) -> Array:
-            shift = jnp.maximum(31 - num_bits * (i + 1), 0)
-            tried = bits + (jnp.arange(1, 2**num_bits, dtype=jnp.int32) << shift)
-            passed = holds(lax.bitcast_convert_type(tried, jnp.float32))
-            return bits + (passed.sum(axis=-1, keepdims=True, dtype=jnp.int32) << shift)
-
-        none = jnp.zeros((*rows, 1), jnp.int32)
-        return lax.fori_loop(0, -(-31 // num_bits), find, none)
-
-    # A pass over the vocabulary is a launch on a GPU, and arithmetic on a CPU.
-    bits = lax.platform_dependent(cpu=lambda: search(1), default=lambda: search(5))
-    return lax.bitcast_convert_type(bits, jnp.float32)

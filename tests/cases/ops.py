@@ -5,6 +5,7 @@ from tests.cases.matmul import MATMUL
 from tests.cases.moe import EXPERT_MLPS
 from tests.cases.rms_norm import ADD_RMS_NORM, GATED_RMS_NORM
 from tests.cases.ssd import SSD
+from tests.cases.threshold import LARGEST_THRESHOLD
 from tests.cases.tree_attention import TREE_ATTENTION
 from tests.cases.tree_attention_layer import TREE_ATTENTION_LAYER
 from tests.cases.tree_conv1d import TREE_CONV1D
@@ -23,4 +24,5 @@ OPS = {
     "ssd": SSD,
     "expert_mlps": EXPERT_MLPS,
     "matmul": MATMUL,
+    "largest_threshold": LARGEST_THRESHOLD,
 }

@@ -1,0 +1,1 @@
+"""Where to cut a distribution: the search behind top-k and top-p."""
