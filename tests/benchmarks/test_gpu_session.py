@@ -42,7 +42,7 @@ def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch, capsys):
 def test_the_full_session_has_all_kernels():
     functions = {name: function for name, function in vars(pk).items() if isroutine(function)}
     ops = {n for n, f in functions.items() if "implementation" in signature(f).parameters}
-    ops -= {"matmul"}  # for CPUs
+    ops -= {"matmul", "rms_norm", "largest_threshold"}  # no kernel of a GPU
     assert set(CASES) == {*ops, tree_attention.PROMPT, moe.PROMPT}
     assert {task.name for task in gpu_checks.gate(FULL)} == set(CASES) == set(FULL.cases)
     assert set(SPACES) == set(tuning.OPS)
