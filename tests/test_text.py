@@ -55,14 +55,14 @@ def generated(folder, prompt, **options):
 
 
 def test_a_text(folder):
-    """That of `generate` with the same options; with any drafter; loaded once."""
+    """That of `generate` with the same options; with any drafter; each is loaded once."""
     options = dict(max_new_tokens=6, temperature=1.0, key=jax.random.key(3))
     tokens, tokenizer = generated(folder, "Once upon", **options)
     found = st.complete(folder, "Once upon", **options)
     assert found == tokenizer.decode(tokens)
     text._model.cache_clear()
     assert st.complete(folder, "Once upon", drafter=folder, **options) == found
-    assert text._model.cache_info().misses == 1
+    assert text._model.cache_info().misses == 2  # a target in float32, a draft in bfloat16
     cut = st.complete(folder, "Once upon", stop=[[tokens[3]]], **options)
     assert cut == tokenizer.decode(tokens[: tokens.index(tokens[3])])
     model = st.from_pretrained(folder)

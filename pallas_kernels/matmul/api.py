@@ -26,7 +26,8 @@ def matmul(
 
     Returns:
         Products and sums in float32. "native" adds in one order: a row's product is the same to
-        the bit for any number of rows. "xla" rounds rows to bfloat16 for a bfloat16 matrix.
+        the bit for any number of rows, and rows of zeros, as padding is, take no time. "xla" rounds
+        rows to bfloat16 for a bfloat16 matrix.
         Derivatives are XLA's in all implementations.
 
     Raises:

@@ -9,7 +9,7 @@ from pallas_kernels.threshold import native, xla
 def largest_threshold(
     values: Float32[Array, "*rows V"],
     summands: Float32[Array, "*rows V"] | None,
-    least: Float32[Array, "*rows 1"],
+    least: Float32[Array, "*#rows 1"],
     *,
     implementation: str | None = None,
 ) -> Float32[Array, "*rows 1"]:
