@@ -282,7 +282,7 @@ import functools, itertools, sys
 from pathlib import Path
 import jax, numpy as np
 from pallas_kernels import native
-from pallas_kernels.matmul.api import matmul
+from pallas_kernels.matmul.api import matmul, rows
 from pallas_kernels.matmul.packed import PackedMatrix
 from tests.cases.ops import OPS
 
@@ -309,6 +309,9 @@ for inputs, columns, dtype in shapes:
     for (x, which), (alone, chosen) in zip(calls, products(one, several, calls), strict=True):
         np.testing.assert_allclose(alone, x @ matrices[0], atol=1e-3)
         np.testing.assert_allclose(chosen, np.einsum("ri,rio->ro", x, matrices[which]), atol=1e-3)
+    index = np.arange(-1, columns + 1)
+    found = jax.jit(functools.partial(rows, implementation="native"))(one, index)
+    np.testing.assert_array_equal(found, matrices[0].T[index.clip(0, columns - 1)])
 for op in OPS.values():
     for case in op.cases.values() if "native" in op.implementations else ():
         if not op.lacks(case, "native"):
