@@ -247,6 +247,19 @@ def test_a_packed_matrix_is_the_matrix(shape):
         assert packed.blocks.shape[-3:] == (-(-shape[-1] // COLUMNS), shape[-2], COLUMNS)
 
 
+@NEEDS_NATIVE
+def test_rows_of_zeros_give_zeros():
+    """Among others, in front, at the end, and all; a row that only begins with zeros is no such."""
+    matrix, x = PackedMatrix.pack(normal(40, 70)), normal(30, 40)
+    x[[0, 3, 4, 17, 28, 29]] = 0
+    x[7, :39] = 0
+    y = run(x, matrix)
+    for row in range(30):
+        assert_same_bits(y[row], run(x[row : row + 1], matrix)[0])
+    assert (np.abs(y).max(axis=1) > 0).sum() == 24
+    assert not np.asarray(run(np.zeros_like(x), matrix)).any()
+
+
 @pytest.mark.parametrize("implementation", ["xla", pytest.param("native", marks=NEEDS_NATIVE)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_are_columns(dtype, implementation):
