@@ -51,4 +51,15 @@ void for_each_task(xla::ffi::ThreadPool& pool, int64_t count, const Run& run) {
   }
 }
 
+// Calls run(row) for each row in [0, rows); a task has rows of `numbers` numbers together, because
+// fewer do not pay for a second thread.
+template <typename Run>
+void for_each_row(xla::ffi::ThreadPool& pool, int64_t rows, int64_t size, int64_t numbers,
+                  const Run& run) {
+  const int64_t each = std::max<int64_t>(1, numbers / std::max<int64_t>(1, size));
+  for_each_task(pool, (rows + each - 1) / each, [&](int64_t task) {
+    for (int64_t row = task * each; row < std::min(rows, (task + 1) * each); ++row) run(row);
+  });
+}
+
 }  // namespace stree

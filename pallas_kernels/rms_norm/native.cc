@@ -12,19 +12,11 @@ namespace ffi = xla::ffi;
 namespace stree {
 namespace {
 
-constexpr int64_t kTask = 16384;  // numbers of a task; fewer do not pay for a second thread
+constexpr int64_t kTask = 16384;  // numbers of a task
 
 // The factor of a row, or of a group of it.
 Vec factor(Vec squares, int64_t size, float epsilon) {
   return splat(1 / std::sqrt(sum(squares) / size + epsilon));
-}
-
-template <typename Run>
-void for_each_row(ffi::ThreadPool& pool, int64_t rows, int64_t size, const Run& run) {
-  const int64_t each = std::max<int64_t>(1, kTask / std::max<int64_t>(1, size));
-  for_each_task(pool, (rows + each - 1) / each, [&](int64_t task) {
-    for (int64_t row = task * each; row < std::min(rows, (task + 1) * each); ++row) run(row);
-  });
 }
 
 ffi::Error refused(const char* op) {
@@ -37,7 +29,7 @@ ffi::Error RMSNorm(ffi::ThreadPool pool, F32 x, F32 weight, Result normed, float
   const int64_t rows = xs[0], size = xs[1];
   if (size % kLanes || !is(weight.dimensions(), {size}) || !is(normed->dimensions(), {rows, size}))
     return refused("rms_norm");
-  for_each_row(pool, rows, size, [&](int64_t row) {
+  for_each_row(pool, rows, size, kTask, [&](int64_t row) {
     const float* in = x.typed_data() + row * size;
     float* out = normed->typed_data() + row * size;
     Vec squares = {};
@@ -62,7 +54,7 @@ ffi::Error AddRMSNorm(ffi::ThreadPool pool, F32 residual, F32 output, F32 mean_s
       !(is_deferred ? is(ms, {rows, parts}) : is(ms, {0})) || !is(weight.dimensions(), {size}) ||
       !is(total->dimensions(), {rows, size}) || !is(normed->dimensions(), {rows, size}))
     return refused("add_rms_norm");
-  for_each_row(pool, rows, size, [&](int64_t row) {
+  for_each_row(pool, rows, size, kTask, [&](int64_t row) {
     float scale = multiplier;
     if (is_deferred) {
       const float* squares = mean_squares.typed_data() + row * parts;
@@ -99,7 +91,7 @@ ffi::Error GatedRMSNorm(ffi::ThreadPool pool, F32 y, F32 gate, F32 weight, Resul
       !is(result->dimensions(), {rows, size}))
     return refused("gated_rms_norm");
   const int64_t each = size / groups;
-  for_each_row(pool, rows, size, [&](int64_t row) {
+  for_each_row(pool, rows, size, kTask, [&](int64_t row) {
     for (int64_t first = 0; first < size; first += each) {
       const float* in = y.typed_data() + row * size + first;
       const float* z = gate.typed_data() + row * columns + gate_start + first;

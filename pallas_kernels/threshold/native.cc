@@ -13,7 +13,7 @@ namespace stree {
 namespace {
 
 constexpr int kSums = 4;         // that are added at once
-constexpr int64_t kTask = 4096;  // values of a task; fewer do not pay for a second thread
+constexpr int64_t kTask = 4096;  // values of a task
 
 float with_bits(int32_t bits) {
   float value;
@@ -47,7 +47,7 @@ ffi::Error LargestThreshold(ffi::ThreadPool pool, F32 values, F32 summands, F32 
   const int64_t rows = vs[0], size = vs[1], step = kSums * kLanes;
   const int64_t whole = (size + step - 1) / step * step;
   const bool counts = ss[0] == 0;
-  const auto run = [&](int64_t row) {
+  for_each_row(pool, rows, size, kTask, [&](int64_t row) {
     // Copies of whole vectors: what is filled up is below every threshold.
     std::vector<float> own(whole, -1.0f), added(counts ? 0 : whole);
     std::copy_n(values.typed_data() + row * size, size, own.data());
@@ -61,10 +61,6 @@ ffi::Error LargestThreshold(ffi::ThreadPool pool, F32 values, F32 summands, F32 
     for (int shift = 30; is_there && shift >= 0; --shift)
       if (passes(bits + (1 << shift))) bits += 1 << shift;
     thresholds->typed_data()[row] = with_bits(bits);
-  };
-  const int64_t each = std::max<int64_t>(1, kTask / std::max<int64_t>(1, size));
-  for_each_task(pool, (rows + each - 1) / each, [&](int64_t task) {
-    for (int64_t row = task * each; row < std::min(rows, (task + 1) * each); ++row) run(row);
   });
   return ffi::Error::Success();
 }
