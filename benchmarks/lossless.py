@@ -31,7 +31,7 @@ from benchmarks.cases.base import random_tree
 from benchmarks.common import Found, Table, start
 from benchmarks.families import FAMILIES
 from benchmarks.methods import TWO_TREES, Method, trees
-from stree_jax.decoding.processor_rows import Ruling, processors_of
+from stree_jax.decoding.rows import Row, processors_of
 from stree_jax.decoding.sampling import position_noise
 from stree_jax.testing import perturbed, random_mtp_head
 from stree_jax.testing.exactness import processed_after
@@ -172,7 +172,8 @@ def first_difference(
     padded = np.zeros((1, -(-len(text) // PADDED) * PADDED), np.int32)  # few programs
     padded[0, : len(text)] = text
     logits = sequence_logits(model, padded)[:, len(text) - 1, None, : model.config.vocab_size]
-    rules, new = processors_of([Ruling(tuple(processors))]), np.array(want[:place], np.int32)
+    rules = processors_of([Row(processors=tuple(processors))])
+    new = np.array(want[:place], np.int32)
     logits = processed_after(rules, np.array([prompt], np.int32), new[None], logits)[0, 0]
     if temperature == 0:
         scores, limit = np.asarray(logits, np.float64), TIE

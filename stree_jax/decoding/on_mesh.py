@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from stree_jax.array_types import Array
 from stree_jax.decoding.drafters.base import Drafter, draft_models
-from stree_jax.decoding.processor_rows import map_rows
+from stree_jax.decoding.rule_rows import map_rows
 from stree_jax.decoding.types import DecodeState, Sampling, state_specs
 from stree_jax.mesh.hosts import is_same_everywhere
 from stree_jax.mesh.partition import DATA, ROWS, Partition, mesh_of

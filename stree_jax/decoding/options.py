@@ -14,8 +14,6 @@ from stree_jax.checks import check_int, is_above_zero, is_number
 from stree_jax.decoding.drafters.base import Drafter, check_request, drawn_by, with_tokens_of
 from stree_jax.decoding.filters import (
     Filter,
-    Filtering,
-    check_filters,
     check_min_p,
     check_top_k,
     check_top_p,
@@ -23,9 +21,10 @@ from stree_jax.decoding.filters import (
 from stree_jax.decoding.keys import row_keys, typed_key
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.on_mesh import check_mesh_of
-from stree_jax.decoding.processor_rows import Ruling, check_processors, ends_of
+from stree_jax.decoding.processors import LogitsProcessor
 from stree_jax.decoding.prompts import buffer_size, check_length, checked_prompts
 from stree_jax.decoding.rows import Row, check_together, limits_of, sampling_of
+from stree_jax.decoding.rule_rows import check_rules
 from stree_jax.decoding.stop_tables import listed_stops, stopping_of
 from stree_jax.decoding.types import Context, Limits, Sampling
 from stree_jax.decoding.verifiers import (
@@ -191,8 +190,8 @@ class Options:
             raise ValueError(f"temperature must be a number from 0 on, got {shown(heat)}")
         if heat > 0 and not is_above_zero(heat):
             raise ValueError(f"temperature = {shown(heat)} is 0 in float32; use 0")
-        check_filters(self.filters)
-        check_processors(self.processors)
+        check_rules(self.filters, Filter, "filters", "st.TopK(8)")
+        check_rules(self.processors, LogitsProcessor, "processors", "st.RepetitionPenalty(1.2)")
         if self.eos_token is not None:
             _listed_eos_tokens(self.eos_token, None)
         if self.max_length is not None:
@@ -321,8 +320,8 @@ def plan(
     if may_differ:
         # The first row of each sort stands for all of them.
         sorts = (
-            lambda row: row.filtering.filters,
-            lambda row: row.ruling.processors,
+            lambda row: row.filters,
+            lambda row: row.processors,
             lambda row: row.is_greedy,
             lambda row: not row.is_greedy,
         )
@@ -357,9 +356,11 @@ def _rows_of(options: Options, model: HybridLM, batch: int) -> list[Row]:
     check_int("top_log_probs", options.top_log_probs, 0, vocab_size)
 
     def row_of(own: Options) -> Row:
-        processors = tuple(own.processors)
-        check_processors(processors, vocab_size)
-        eos_token, of_grammar = own.eos_token, ends_of(processors, vocab_size)
+        eos_token, of_grammar = own.eos_token, []
+        for processor in own.processors:
+            if callable(check := getattr(processor, "check", None)):
+                check(vocab_size)
+            of_grammar += [end for end in getattr(processor, "end_tokens", ()) if end < vocab_size]
         if eos_token is None:
             eos_token = [*np.ravel([] if ends is None else ends).tolist(), *of_grammar]
         listed = _listed_eos_tokens(eos_token, vocab_size)
@@ -368,15 +369,18 @@ def _rows_of(options: Options, model: HybridLM, batch: int) -> list[Row]:
                 f"eos_token = {shown(listed)} does not end the texts of a grammar, which end with"
                 f" {shown(of_grammar)}; leave it out, or make the grammar with this eos_token"
             )
-        end_tokens = _padded_eos_tokens(listed)
         return Row(
-            int(own.max_new_tokens),
-            end_tokens,
-            stopping_of(own.stop, own.tokenizer, vocab_size),
-            float(own.temperature),
-            Filtering(own.top_k, own.top_p, own.min_p, tuple(own.filters)),
-            Ruling(processors, own.min_new_tokens, end_tokens),
-            own.log_probs == "sampled",
+            max_new_tokens=int(own.max_new_tokens),
+            min_new_tokens=own.min_new_tokens,
+            end_tokens=_padded_eos_tokens(listed),
+            stopping=stopping_of(own.stop, own.tokenizer, vocab_size),
+            temperature=float(own.temperature),
+            top_k=own.top_k,
+            top_p=own.top_p,
+            min_p=own.min_p,
+            filters=tuple(own.filters),
+            processors=tuple(own.processors),
+            record_sampled=own.log_probs == "sampled",
         )
 
     if not options.entries():

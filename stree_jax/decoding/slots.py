@@ -32,13 +32,13 @@ from stree_jax.checks import check_int
 from stree_jax.decoding import log_probs
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.drafters.base import keeps, reads, resumed
-from stree_jax.decoding.filters import per_row
 from stree_jax.decoding.loop import SpeculativeDecoder, owned
 from stree_jax.decoding.on_mesh import placed, row_of, row_places, spread_rows
 from stree_jax.decoding.places import cache_shapes, fitted, same_rows
 from stree_jax.decoding.prefixes import read_on, repeated
 from stree_jax.decoding.processors import first_states
 from stree_jax.decoding.prompts import buffer_size, check_num_rows
+from stree_jax.decoding.rule_rows import per_row
 from stree_jax.decoding.types import (
     Context,
     DecodeState,

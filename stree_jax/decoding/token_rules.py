@@ -13,7 +13,7 @@ import numpy as np
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_int, is_number
 from stree_jax.decoding.context import Context
-from stree_jax.decoding.filters import is_given, per_row
+from stree_jax.decoding.rule_rows import is_given, per_row
 from stree_jax.messages import shown
 
 _NO_TOKEN = np.iinfo(np.int32).max  # pads lists of ids; beyond any vocabulary

@@ -8,9 +8,9 @@ import jax
 
 from stree_jax.array_types import Array, Bool, Float32, Int, Key
 from stree_jax.decoding.context import Context
-from stree_jax.decoding.filters import Filter, classes_of
-from stree_jax.decoding.processor_rows import processor_specs
+from stree_jax.decoding.filters import Filter
 from stree_jax.decoding.processors import LogitsProcessor, Processing
+from stree_jax.decoding.rule_rows import classes_of, rule_specs
 from stree_jax.mesh.partition import ROWS
 from stree_jax.models.cache import Cache, Path, Pending, cache_specs, pending_specs
 from stree_jax.models.lm import HybridLM
@@ -220,7 +220,7 @@ class DecodeState(NamedTuple):
 def sampling_specs(sampling: Sampling) -> Any:
     """The mesh specs of sampling settings."""
     specs = jax.tree.map(lambda leaf: ROWS, sampling)
-    return dataclasses.replace(specs, processors=processor_specs(sampling.processors))
+    return dataclasses.replace(specs, processors=rule_specs(sampling.processors))
 
 
 def state_specs(model: HybridLM) -> Any:

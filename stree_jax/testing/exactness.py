@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.decoding.drafters import Drafter
-from stree_jax.decoding.filters import Filter, Filtering, filters_of
+from stree_jax.decoding.filters import Filter
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.options import Plan, plan
-from stree_jax.decoding.processor_rows import Ruling, map_rows, processors_of
 from stree_jax.decoding.processors import LogitsProcessor, Processing, first_states
 from stree_jax.decoding.results import Generation
+from stree_jax.decoding.rows import Row, filters_of, processors_of
+from stree_jax.decoding.rule_rows import map_rows
 from stree_jax.decoding.sampling import filtered_logits, position_noise, token_log_probs
 from stree_jax.decoding.types import Context, Sampling
 from stree_jax.decoding.verifiers import Verifier
@@ -256,10 +257,11 @@ def assert_same_distribution(
         key=jax.random.key(0) if key is None else key,
     )
     prefixes = np.array([*itertools.product(range(size), repeat=num_tokens - 1)], np.int32)
+    row = Row(top_k=top_k, top_p=top_p, min_p=min_p, filters=filters, processors=tuple(processors))
     sampling = Sampling(
         jnp.full(len(prefixes), temperature, jnp.float32),
-        filters_of([Filtering(top_k, top_p, min_p, filters)] * len(prefixes)),
-        processors_of([Ruling(tuple(processors))] * len(prefixes)),
+        filters_of([row] * len(prefixes)),
+        processors_of([row] * len(prefixes)),
     )
     prompts = np.tile(prompt, (len(prefixes), 1))
     logits = apply(model, np.hstack([prompts, prefixes]))

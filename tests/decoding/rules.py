@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import stree_jax as st
-from stree_jax.decoding.processor_rows import Ruling, processors_of
+from stree_jax.decoding.rows import Row, processors_of
 from stree_jax.testing import tiny_model
 from tests.decoding.texts import ROWS, decoded, planned
 
@@ -81,8 +81,9 @@ def ruling_of(index):
     """
     ends = [index % 37, 5] if index % 2 else [-1, -1]
     if index % 8 == 7:
-        return Ruling((), 0, ends)
-    return Ruling(chain_of(**_MILD | _STRONG[index % 8]), 3 * (index % 5), ends)
+        return Row(end_tokens=ends)
+    processors = chain_of(**_MILD | _STRONG[index % 8])
+    return Row(min_new_tokens=3 * (index % 5), end_tokens=ends, processors=processors)
 
 
 def ruled(request, rows):

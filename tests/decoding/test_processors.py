@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.loop import RULED_OUT
 from stree_jax.decoding.nodes import MAX_UNROLLED
+from stree_jax.decoding.loop import RULED_OUT
 from stree_jax.decoding.options import plan
-from stree_jax.decoding.processor_rows import Ruling, joined, processors_of
 from stree_jax.decoding.processors import Processing, first_states
+from stree_jax.decoding.rows import Row, processors_of
+from stree_jax.decoding.rule_rows import joined
 from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.verifiers.reject import try_children
 from stree_jax.decoding.verifiers.traverse import traverse
@@ -240,7 +241,7 @@ def test_rows_whose_tokens_are_all_ruled_out_end_alone():
     """The walk ends after two tokens, of the second row after its first; drafts continue below."""
     table = -jnp.ones((3, SIZE), jnp.int32)
     table = table.at[0, 4:30].set(1).at[1, 4:30].set(2)
-    rules = [Ruling((Walk(table, start),)) for start in (0, 1, 0)]
+    rules = [Row(processors=(Walk(table, start),)) for start in (0, 1, 0)]
     options = dict(drafter=st.ModelDrafter(tiny_model()), topology=Topology.chain(3))
     request = plan(tiny_model(), PROMPTS, **options)
     sampling = dataclasses.replace(request.sampling, processors=processors_of(rules))

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.filters import Filtering, filters_of
-from stree_jax.decoding.filters import kind as filter_kind
 from stree_jax.decoding.options import plan
-from stree_jax.decoding.processor_rows import Ruling, joined, processors_of
-from stree_jax.decoding.processor_rows import kind as processor_kind
 from stree_jax.decoding.processors import Processing, first_states
+from stree_jax.decoding.rows import Row, filters_of, processors_of
+from stree_jax.decoding.rule_rows import joined, kind
 from stree_jax.decoding.token_rules import MinNewTokens
 from stree_jax.decoding.types import Sampling
 from stree_jax.testing import PROMPTS, tiny_model
@@ -103,14 +101,10 @@ class Own(st.PresencePenalty):
 def settings(classes, may_differ=False):
     """Settings that differ in nothing but the class of a processor or a filter."""
     for make in classes:
-        ruling = Ruling((make(0.5),)) if hasattr(make, "advance") else Ruling()
-        filtering = Filtering() if ruling.processors else Filtering(filters=(make(0.5),))
-        rows = [filtering] * 2, [ruling] * 2
-        filters, processors = (
-            f(row, may_differ=may_differ)
-            for f, row in zip((filters_of, processors_of), rows, strict=True)
-        )
-        yield Sampling(jnp.ones(2), filters, processors)
+        name = "processors" if hasattr(make, "advance") else "filters"
+        rows = [Row(**{name: (make(0.5),)})] * 2
+        parts = (f(rows, may_differ=may_differ) for f in (filters_of, processors_of))
+        yield Sampling(jnp.ones(2), *parts)
 
 
 @pytest.mark.parametrize("may_differ", [False, True])
@@ -126,9 +120,7 @@ def test_classes_with_equal_fields_have_programs_of_their_own(classes, may_diffe
     structures = [jax.tree.structure(one) for one in settings(classes, may_differ)]
     for one, other in itertools.combinations(structures, 2):
         assert one != other
-    kinds = [
-        (filter_kind(one.filters), processor_kind(one.processors)) for one in settings(classes)
-    ]
+    kinds = [(kind(one.filters), kind(one.processors)) for one in settings(classes)]
     assert len({str(kind) for kind in kinds}) == len(classes)
     again = [jax.tree.structure(one) for one in settings(classes, may_differ)]
     assert structures == again
@@ -256,8 +248,9 @@ def test_other_numbers_share_the_program():
 
 def test_rows_without_rules_are_left_alone():
     """Beside rows with rules; and no row with rules makes no processor."""
-    assert processors_of([Ruling()] * 2, may_differ=True) == ()
-    rules = [Ruling((st.BannedTokens([1]),)), Ruling(), Ruling((), 2, [5, -1])]
+    assert processors_of([Row()] * 2, may_differ=True) == ()
+    last = Row(min_new_tokens=2, end_tokens=[5, -1])
+    rules = [Row(processors=(st.BannedTokens([1]),)), Row(), last]
     processors = processors_of(rules, may_differ=True)
     context = st.Context(jnp.zeros((3, 1), jnp.int32), jnp.ones(3, jnp.int32))
     processing = Processing(processors, first_states(processors, context, VOCAB))

@@ -13,8 +13,8 @@ import numpy as np
 
 from stree_jax.array_types import Array, Bool, Float, Int
 from stree_jax.checks import check_int
-from stree_jax.decoding.filters import is_given
 from stree_jax.decoding.prompts import buffer_size
+from stree_jax.decoding.rule_rows import is_given
 from stree_jax.decoding.types import Context
 from stree_jax.messages import shown
 

@@ -1,0 +1,190 @@
+"""Rules of a batch: filters and logits processors, each one object with the numbers of all rows."""
+
+import dataclasses
+import itertools
+import numbers
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from stree_jax.array_types import Array, Bool
+from stree_jax.decoding.context import Context
+from stree_jax.mesh.partition import ROWS
+from stree_jax.messages import shown
+
+
+@typing.no_type_check  # on a mesh jax unflattens it with specs
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ForRows:
+    """A filter or processor of some rows.
+
+    Attributes:
+        rule: the filter or processor.
+        used: the rows that it is for.
+    """
+
+    rule: Any
+    used: Bool[Array, " B"]
+
+    def init(self, context: Context, vocab_size: int) -> Any:
+        """See `LogitsProcessor`."""
+        return self.rule.init(context, vocab_size)
+
+    def advance(self, state: Any, tokens: Array) -> Any:
+        """See `LogitsProcessor`."""
+        return self.rule.advance(state, tokens)
+
+    def __call__(self, logits: Array, *state: Any) -> Array:
+        """See `LogitsProcessor` and `Filter`."""
+        return jnp.where(per_row(self.used, logits), self.rule(logits, *state), logits)
+
+
+def per_row(values: Any, logits: Array) -> Array:
+    """An array `[B]` with axes of size 1, so that it broadcasts against logits `[B, *rows, V]`."""
+    values = jnp.asarray(values)
+    return values.reshape(values.shape + (1,) * (logits.ndim - values.ndim))
+
+
+def is_given(value: object) -> bool:
+    """Whether a user gave a field this value, so that it can be checked.
+
+    jax makes rules again with arrays, specs, placeholders and None in their fields. (`check_rules`
+    refuses None.)
+    """
+    kind = type(value)
+    return issubclass(kind, numbers.Number | np.generic) or (
+        kind.__module__ == "builtins" and kind not in (object, type(None))
+    )
+
+
+def check_rules(rules: object, protocol: type, name: str, example: str) -> None:
+    """Refuses invalid filters or processors of a text.
+
+    Args:
+        rules: what the user gave.
+        protocol: `Filter` or `LogitsProcessor`.
+        name: of the option.
+        example: an entry.
+
+    Raises:
+        ValueError: not a list of them, or one that is no pytree of numbers and arrays.
+    """
+    if not isinstance(rules, list | tuple):
+        raise ValueError(f"{name} must be a list such as [{example}], got {shown(rules)}")
+    methods = "methods" if hasattr(protocol, "advance") else "method"
+    for one in rules:
+        if isinstance(one, type) or not isinstance(one, protocol):
+            raise ValueError(
+                f"{name} must be {example.split('(')[0]}(...) or other objects with the"
+                f" {methods} of st.{protocol.__name__}, got {shown(one)}"
+            )
+        leaves = jax.tree.leaves(one, is_leaf=lambda leaf: leaf is None)
+        numeric = all(isinstance(leaf, numbers.Real | np.ndarray | jax.Array) for leaf in leaves)
+        if not numeric or len(_is_shared(one)) != len(leaves):
+            raise ValueError(
+                f"{name.removesuffix('s')} {shown(one)} must be a pytree of numbers and arrays;"
+                " make its class a frozen dataclass, and register it with"
+                " jax.tree_util.register_dataclass"
+            )
+
+
+def of_rows(rows: Sequence[Sequence[Any]], *, may_differ: bool) -> tuple[Any, ...]:
+    """The rules of a batch.
+
+    Args:
+        rows: the rules of each row: none, or those of one `kind`.
+        may_differ: whether some rows may have rules and others none.
+    """
+    own = next((rules for rules in rows if rules), ())
+    of_all = [joined(each) for each in zip(*(rules or own for rules in rows), strict=True)]
+    if not may_differ:
+        return tuple(of_all)
+    used = jnp.asarray([bool(rules) for rules in rows])
+    return tuple(ForRows(rule, used) for rule in of_all)
+
+
+def kind(rules: Sequence[Any]) -> Any:
+    """The key that the rules of a batch share: classes, static fields, shapes, shared arrays."""
+    leaves, structure = jax.tree.flatten(tuple(rules))
+    parts = zip(leaves, _is_shared(tuple(rules)), strict=True)
+    shapes = [id(leaf) if shared else np.shape(leaf) for leaf, shared in parts]
+    return structure, classes_of(tuple(rules)), shapes
+
+
+def classes_of(tree: Any) -> tuple[type, ...]:
+    """The classes of a tree's nodes, for a key by which filters and processors are told apart.
+
+    To jax 0.10.2 two dataclasses of `register_dataclass` with equal fields have equal structures of
+    different hashes, so `jax.jit` takes one for the other if their hashes share a bucket: for 1.7 %
+    of such pairs it ran the other's program. Every program that gets such classes gets this too.
+    """
+
+    def found(structure: Any) -> Iterator[type]:
+        if (node := structure.node_data()) is not None:
+            yield node[0]
+        for child in structure.children():
+            yield from found(child)
+
+    return tuple(found(jax.tree.structure(tree, is_leaf=lambda leaf: leaf is None)))
+
+
+def joined(rows: Sequence[Any]) -> Any:
+    """One rule of all rows, which are of one `kind`: numbers get an axis of rows in front."""
+    structure = jax.tree.structure(rows[0])
+    parts = zip(*map(jax.tree.leaves, rows), strict=True)
+    leaves = [
+        jnp.asarray(part[0]) if shared else join_numbers(*part)
+        for part, shared in zip(parts, _is_shared(rows[0]), strict=True)
+    ]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def join_numbers(*rows: Any) -> Array:
+    """A number, or array, of each row as one array with an axis of rows in front."""
+    values = np.stack([np.asarray(row) for row in rows])
+    if values.dtype in (np.bool_, np.uint32):  # uint32: sets of bits
+        return jnp.asarray(values)
+    is_integral = values.dtype == object and all(
+        isinstance(value, numbers.Integral) for value in values.flat
+    )
+    if is_integral or np.issubdtype(values.dtype, np.integer):
+        most = np.iinfo(np.int32).max
+        return jnp.asarray(np.clip(values, -most, most).astype(np.int32))
+    return jnp.asarray(values.astype(np.float32))
+
+
+def map_rows(
+    rules: Any,
+    of_rows: Callable[[Any], Any],
+    of_shared: Callable[[Any], Any] = lambda leaf: leaf,
+) -> Any:
+    """Maps the arrays of joined rules: those with an axis of rows, and those of all rows."""
+    leaves, structure = jax.tree.flatten(rules)
+    parts = zip(leaves, _is_shared(rules), strict=True)
+    new = [of_shared(leaf) if shared else of_rows(leaf) for leaf, shared in parts]
+    return jax.tree.unflatten(structure, new)
+
+
+def rule_specs(rules: Any) -> Any:
+    """The mesh specs of joined rules: shared arrays are on every device."""
+    return map_rows(rules, lambda leaf: ROWS, lambda leaf: PartitionSpec())
+
+
+def _is_shared(node: Any, shared: bool = False) -> list[bool]:
+    """Whether all rows share an array, for each leaf of a rule."""
+    if not dataclasses.is_dataclass(node):
+        parts = jax.tree.leaves(node, is_leaf=dataclasses.is_dataclass)
+        nested = [_is_shared(p, shared) if dataclasses.is_dataclass(p) else [shared] for p in parts]
+        return [*itertools.chain(*nested)]
+    flags = []
+    for field in dataclasses.fields(node):
+        if not field.metadata.get("static", False):
+            own = shared or field.metadata.get("shared", False)
+            flags += _is_shared(getattr(node, field.name), own)
+    return flags
