@@ -5,7 +5,7 @@ from glob import glob
 from pathlib import Path
 
 import build_backend  # pallas_kernels/native/build_backend.py, by pyproject.toml's backend-path
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
@@ -43,6 +43,7 @@ class PlatformWheel(bdist_wheel):
 
 
 setup(
+    packages=[*find_packages(include=["pallas_kernels*", "stree_jax*"]), "stree_jax.convert"],
     cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
     ext_modules=[
         Extension(

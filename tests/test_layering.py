@@ -3,10 +3,8 @@
 import ast
 import graphlib
 import importlib
-import pkgutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -226,31 +224,6 @@ def test_the_public_names_exist():
     assert {*stree_jax.__all__} <= {*dir(stree_jax)}
     with pytest.raises(AttributeError, match="module 'stree_jax' has no attribute 'Medusa'"):
         _ = stree_jax.Medusa
-
-
-def test_older_paths_of_extensions():
-    import stree_jax.reasoning
-    from stree_jax.decoding.drafters import CascadeDrafter, InterleavedDrafter, MedusaDrafter
-    from stree_jax.decoding.verifiers import Typical
-    from stree_jax.training.run import train_medusa
-
-    assert stree_jax.reasoning.breadth_first is stree_jax.extensions.reasoning.breadth_first
-    assert CascadeDrafter is stree_jax.CascadeDrafter
-    assert InterleavedDrafter is stree_jax.InterleavedDrafter
-    assert MedusaDrafter is stree_jax.MedusaDrafter
-    assert Typical is stree_jax.extensions.medusa.Typical
-    assert train_medusa is stree_jax.extensions.medusa.training.train_medusa
-
-
-@pytest.mark.parametrize("package", [pallas_kernels, stree_jax])
-def test_every_package_ships(package):
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
-    found = {
-        module.name
-        for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
-        if module.ispkg
-    }
-    assert found <= set(project["tool"]["setuptools"]["packages"])
 
 
 def test_test_modules_import_no_test_modules():

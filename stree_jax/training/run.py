@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from tokenizers import Tokenizer
 from stree_jax.checkpoint import load_config, save_pretrained
 from stree_jax.config import ModelConfig
 from stree_jax.decoding.generate import generate
-from stree_jax.lazy import lazily
 from stree_jax.models.lm import HybridLM
 from stree_jax.models.matrices import in_first
 from stree_jax.pretrained import from_pretrained, load_tokenizer
@@ -36,8 +35,6 @@ from stree_jax.training.trainer import (
 )
 
 # Moved to the extension.
-if not TYPE_CHECKING:
-    __getattr__ = lazily(__name__, {"train_medusa": "stree_jax.extensions.medusa.training"})
 
 # The target generates the rows of this many steps in one batch: on a CPU 64 rows take little
 # longer than 8.

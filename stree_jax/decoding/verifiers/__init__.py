@@ -6,14 +6,12 @@ belong to extensions, which are imported when a rule is used.
 
 import importlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from stree_jax.decoding.types import Drawn
 from stree_jax.decoding.verifiers.base import CHILD_SAMPLING, Verifier
 from stree_jax.decoding.verifiers.follow import Follow, follow
 from stree_jax.decoding.verifiers.reject import Reject
 from stree_jax.decoding.verifiers.traverse import Traverse
-from stree_jax.lazy import lazily
 from stree_jax.tree import TreeTopology
 
 VERIFIERS: dict[str, Verifier] = {
@@ -23,10 +21,9 @@ VERIFIERS: dict[str, Verifier] = {
         Follow("target_only"),
         Reject("multi_step", exact_for="iid"),
         Reject("without_replacement", exact_for="without_replacement"),
-        Traverse("traversal"),
+        Traverse(),
     )
 }
-FollowTarget, RejectionSampling, Traversal = Follow, Reject, Traverse  # former names
 
 
 class _Imported(Mapping[str, Verifier]):
@@ -56,8 +53,6 @@ class _Imported(Mapping[str, Verifier]):
 LOSSY_VERIFIERS: Mapping[str, Verifier] = _Imported(
     {"typical": ("stree_jax.extensions.medusa", "Typical")}
 )
-if not TYPE_CHECKING:  # moved to the extension
-    __getattr__ = lazily(__name__, {"Typical": "stree_jax.extensions.medusa"})
 
 
 def default_verifier(drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
@@ -76,10 +71,7 @@ __all__ = [
     "LOSSY_VERIFIERS",
     "VERIFIERS",
     "Follow",
-    "FollowTarget",
     "Reject",
-    "RejectionSampling",
-    "Traversal",
     "Traverse",
     "Verifier",
     "default_verifier",

@@ -38,17 +38,16 @@ class Reject:
 
     Attributes:
         name: name in `VERIFIERS` and in messages.
-        exact_for: the one kind of `Drawn` that `check` accepts where nodes have several children;
-            None: both "iid" and "without_replacement".
+        exact_for: the kind of `Drawn` that `check` accepts where nodes have several children.
     """
 
-    name: str = "reject"
-    exact_for: str | None = None
+    name: str
+    exact_for: str
     follows_target: ClassVar[bool] = False
 
     def check(self, drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         """See `Verifier`."""
-        check_drawn(self.name, self.exact_for, drawn, topology, temperature_is_zero)
+        check_drawn(self.name, (self.exact_for,), drawn, topology, temperature_is_zero)
 
     def verify(
         self,
@@ -67,7 +66,7 @@ class Reject:
 
 def check_drawn(
     name: str,
-    exact_for: str | None,
+    kinds: tuple[str, ...],
     drawn: Drawn,
     topology: TreeTopology,
     temperature_is_zero: bool,
@@ -75,7 +74,8 @@ def check_drawn(
     """Refuses drafts that a rule must not test by their probabilities.
 
     Args:
-        name, exact_for: attributes of the rule, see `Reject`.
+        name: of the rule.
+        kinds: kinds of `Drawn` for which it is exact where nodes have several children.
         drawn, topology, temperature_is_zero: see `Verifier.check`.
 
     Raises:
@@ -86,9 +86,8 @@ def check_drawn(
     if topology.num_nodes == 1:  # no draft to test
         return
     # A single child is drawn the same way with and without replacement.
-    if drawn.is_sampled and (is_chain(topology) or exact_for in (None, drawn.kind)):
+    if drawn.is_sampled and (is_chain(topology) or drawn.kind in kinds):
         return
-    kinds = ("iid", "without_replacement") if exact_for is None else (exact_for,)
     raise ValueError(
         f"verifier {name!r} is not exact for child_sampling = {drawn.kind!r},"
         f" only for {' and '.join(map(repr, kinds))}; use 'target_only', which is exact for any, or"

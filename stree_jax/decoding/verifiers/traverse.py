@@ -33,11 +33,10 @@ class Traverse:
     """Tests drafts from the leaves up; reads how they were drawn from `DraftTree.drawn`.
 
     Attributes:
-        name, exact_for: see `Reject`.
+        name: name in `VERIFIERS` and in messages.
     """
 
     name: str = "traversal"
-    exact_for: str | None = None
     follows_target: ClassVar[bool] = False
 
     def check(self, drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
@@ -48,7 +47,8 @@ class Traverse:
                 f"verifier {self.name!r} is not exact where nodes of a depth share their draws, as"
                 f" with {drawn}; use {other!r}, or a chain"
             )
-        check_drawn(self.name, self.exact_for, drawn, topology, temperature_is_zero)
+        kinds = "iid", "without_replacement"
+        check_drawn(self.name, kinds, drawn, topology, temperature_is_zero)
 
     def verify(
         self,
