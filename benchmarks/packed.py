@@ -30,10 +30,13 @@ from stree_jax.decoding.types import DecodeState
 class LeafCounter(st.BeamDrafter):
     """Beam search whose state has the most leaves of its trees so far, `[B]`."""
 
-    def prepare(self, *arguments: Any) -> tuple[Any, jax.Array]:
+    def init(self, batch: int, *arguments: Any) -> tuple[Any, jax.Array]:
         """See `Drafter`."""
-        zeros = jnp.zeros(arguments[0].length.shape, jnp.int32)
-        return super().prepare(*arguments), zeros
+        return super().init(batch, *arguments), jnp.zeros(batch, jnp.int32)
+
+    def read(self, state: tuple, *arguments: Any) -> tuple[Any, jax.Array]:
+        """See `Drafter`."""
+        return super().read(state[0], *arguments), state[1]
 
     def propose(self, state: tuple, *arguments: Any, **options: Any) -> tuple:
         """See `Drafter`."""

@@ -12,6 +12,7 @@ from stree_jax.testing import assert_lossless
 class PairTable(nnx.Module):
     """Drafts a chain: the token that last followed the last two, again and again."""
 
+    inner_layers = None  # it needs no hidden states of the target
     size = 1 << 12  # entries of the table; pairs with the same hash share one
 
     def default_topology(self):
@@ -21,9 +22,11 @@ class PairTable(nnx.Module):
         if topology.width > 1:
             raise ValueError(f"drafts chains, this tree is {topology.width} nodes wide")
 
-    def prepare(self, context, topology, max_length):
-        batch = len(context.length)  # empty tables, and the next token to learn
+    def init(self, batch, topology, max_length):  # empty tables, and the next token to learn
         return jnp.full((batch, self.size), -1, jnp.int32), jnp.zeros(batch, jnp.int32)
+
+    def read(self, state, tokens, hidden, lengths):
+        return state  # `propose` learns from the whole text
 
     def propose(self, state, step, topology):
         def row(table, first, tokens, length):

@@ -30,6 +30,17 @@ class Tree(NamedTuple):
     ancestor_mask: Bool[Array, "B N N"]  # [i, j]: j is an ancestor of i, or i itself
     valid: Bool[Array, "B N"]
 
+    def on_path(self, last: Int[Array, " B"]) -> Bool[Array, "B N"]:
+        """The nodes from the root to `last`."""
+        return jnp.take_along_axis(self.ancestor_mask, last[:, None, None], axis=1)[:, 0]
+
+    def at_depth(
+        self, on_path: Bool[Array, "B N"], depth: Int[Array, "*#B D"]
+    ) -> Int[Array, "B D"]:
+        """The node of a path at each depth; 0 where the path has none."""
+        is_there = on_path[:, None] & (self.depth[:, None] == depth[..., None])
+        return jnp.argmax(is_there, axis=-1)
+
 
 @dataclasses.dataclass(frozen=True)
 class TreeTopology:

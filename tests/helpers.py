@@ -28,6 +28,7 @@ __all__ = [
     "mtp_head_of",
     "python_blocks",
     "saved_pair",
+    "state_after",
     "with_weight",
 ]
 
@@ -84,6 +85,12 @@ def heads_of(model, num_heads=4, amount=0.3, seed=0):
     for key, weight in zip(keys, (heads.kernel, heads.bias), strict=True):
         weight[...] = amount * jax.random.normal(key, weight.shape)
     return heads
+
+
+def state_after(drafter, context, topology, max_length):
+    """The state of a drafter that has read texts, without hidden states of a target."""
+    state = drafter.init(len(context.length), topology, max_length)
+    return drafter.read(state, context.tokens, None, context.length - 1)
 
 
 def python_blocks(page):

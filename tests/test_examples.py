@@ -64,7 +64,7 @@ def test_the_table_drafts_what_followed_the_same_pair():
     )
     topology = drafter.default_topology()
     step = st.Step(context, None, None, None)
-    draft, _ = drafter.propose(drafter.prepare(context, topology, 7), step, topology)
+    draft, _ = drafter.propose(drafter.init(2, topology, 7), step, topology)
     assert draft.tokens[0].tolist() == [6, 7, 5, 6, 7]
     assert draft.tree.valid.tolist() == [[True] * 5, [True] + [False] * 4]
     with pytest.raises(ValueError, match="drafts chains, this tree is 3 nodes wide"):

@@ -68,7 +68,7 @@ def decode_loop(
     def start(target: Any, drafter: Any, prompts: Context, keys: Any) -> Any:
         state = decoder.begin(target, prompts, keys)
         cache = prefill(target, prompts.tokens, prompts.length - 1, MAX_LENGTH)
-        own = drafter.prepare(prompts, topology, MAX_LENGTH)
+        own = drafter.init(len(prompts.length), topology, MAX_LENGTH)
         return state._replace(cache=cache, drafter=own)
 
     state = jax.eval_shape(start, target, drafter, prompts, keys)

@@ -124,7 +124,7 @@ def generate(
     prefix = None
     if return_prefix:
         origin = origin_of(model, request.drafter)
-        prefix = prefix_of(decoder, request.drafter, state)._replace(origin=origin)
+        prefix = prefix_of(decoder, state)._replace(origin=origin)
     generation = generation_of(ended, request, own, text, cache, prefix)
     if error := error_of(ended, generation):
         raise error

@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.typing import DTypeLike
 
 from pallas_kernels import KVCache, NodeKV, replay_kv
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
 from stree_jax.decoding.reader import nodes_so_far, recorded
-from stree_jax.decoding.types import Context, DraftTree, Verdict
+from stree_jax.decoding.types import DraftTree, Verdict
 from stree_jax.models.cache import path_to
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM
@@ -32,134 +31,17 @@ class HeadPending(NamedTuple):
 
 
 class HeadReader(NamedTuple):
-    """The state of a head, a `NodeReader`.
+    """The state of a head.
 
     After a text of n tokens the cache has n - 2 entries, of tokens 1 to n - 2 and the target's
     states before them. The first token is in no entry, and the last is the root of the next tree,
-    whose own entry is made when it is read.
+    whose own entry is made when it is run.
     """
 
     kv: KVCache
     hidden: Float[Array, "B M"]  # the target's state before the root
     known: Bool[Array, " B"]  # False for a text of one token, which has no such state
     pending: HeadPending | None = None  # within a step
-
-    @classmethod
-    def open(cls, cache: KVCache, width: int, dtype: DTypeLike) -> "HeadReader":
-        """The state before the first token."""
-        batch = cache.length.shape[0]
-        return cls(cache, jnp.zeros((batch, width), dtype), jnp.zeros(batch, bool))
-
-    @property
-    def num_before(self) -> int:
-        """See `NodeReader`."""
-        return 0
-
-    @property
-    def ready(self) -> Bool[Array, " B"]:
-        """See `NodeReader`."""
-        return self.known
-
-    @property
-    def replays(self) -> bool:
-        """See `NodeReader`."""
-        return False
-
-    def read(
-        self,
-        model: "HeadModel",
-        tokens: Int[Array, "B Q"],
-        tree: Tree,
-        nodes: np.ndarray | Int[Array, " Q"],
-        num_logits: int | None = None,
-    ) -> tuple[Float32[Array, "B Z V"], "HeadReader"]:
-        """See `Reader.read`. The root is read alone."""
-        begins = isinstance(nodes, np.ndarray) and nodes[0] == 0
-        pending = None if begins else self.pending
-        if pending is None:
-            above, prefix = self.hidden[:, None], None
-        else:
-            parents = tree.parents[:, jnp.minimum(nodes, tree.parents.shape[1] - 1), None]
-            above, prefix = jnp.take_along_axis(pending.hidden, parents, axis=1), pending.kv
-        output, kv = model.outputs(tokens, above, nodes_so_far(tree, nodes), self.kv, prefix)
-        hidden = output
-        if pending is not None:
-            hidden = jnp.concatenate([pending.hidden, output], axis=1)
-        record = recorded(pending, HeadPending(kv, hidden), nodes)
-        num_logits = tokens.shape[1] if num_logits is None else num_logits
-        logits = model.logits(output[:, tokens.shape[1] - num_logits :])
-        return logits, self._replace(pending=record)
-
-    def rest(self) -> "HeadReader":
-        """See `NodeReader`: drafts of a step leave nothing behind."""
-        return self._replace(pending=None)
-
-    def close(
-        self,
-        tree: object,
-        place: object,
-        draft: DraftTree,
-        verdict: Verdict,
-        model: "HeadModel",
-        hidden: Float[Array, "B N _"],
-    ) -> "HeadReader":
-        """See `NodeReader`: appends the entries of the accepted path, with the target's states."""
-        hidden = model.states(hidden)
-        above = jnp.take_along_axis(hidden, jnp.maximum(draft.tree.parents, 0)[..., None], axis=1)
-        above = above.at[:, 0].set(self.hidden)
-        path = path_to(draft.tree, verdict.last).mask
-        return self._with(model, draft.tokens, above, path, hidden, verdict.last)
-
-    def absorb(
-        self,
-        model: "HeadModel",
-        tokens: Int[Array, "B T"],
-        hidden: Float[Array, "B T _"],
-        count: Int[Array, " B"],
-    ) -> "HeadReader":
-        """The state after the next `count` tokens of a text, which the target has read.
-
-        Args:
-            model: the head.
-            tokens: the tokens, then padding.
-            hidden: the target's states after them.
-            count: number of tokens of each row.
-        """
-        hidden = model.states(hidden)
-        above = jnp.concatenate([self.hidden[:, None], hidden[:, :-1]], axis=1)
-        read = jnp.arange(tokens.shape[1]) < count[:, None]
-        return self._with(model, tokens, above, read, hidden, count - 1)
-
-    def _with(
-        self,
-        model: "HeadModel",
-        tokens: Int[Array, "B N"],
-        above: Float[Array, "B N M"],
-        read: Bool[Array, "B N"],
-        hidden: Float[Array, "B N M"],
-        last: Int[Array, " B"],
-    ) -> "HeadReader":
-        """The state after the tokens that were read.
-
-        Args:
-            model: the head.
-            tokens: tokens in order, the first of them after those of the state.
-            above: the target's state before each.
-            read: which of them were read.
-            hidden: the target's state after each.
-            last: the last token that was read; -1: none was, and the row keeps its state.
-        """
-        first = jnp.arange(tokens.shape[1]) == 0
-        kept = read & (self.known[:, None] | ~first)
-        positions = self.kv.length[:, None] + jnp.cumsum(kept, axis=1, dtype=jnp.int32) - 1
-        entries = model.entries(tokens, above, positions)
-        runs, at = last >= 0, jnp.maximum(last, 0)[:, None, None]
-        new = jnp.take_along_axis(hidden, at, axis=1)[:, 0].astype(self.hidden.dtype)
-        return HeadReader(
-            kv=replay_kv(self.kv, entries, kept),
-            hidden=jnp.where(runs[:, None], new, self.hidden),
-            known=self.known | runs,
-        )
 
 
 class HeadModel(nnx.Module):
@@ -170,6 +52,16 @@ class HeadModel(nnx.Module):
 
     head: Any  # with `dtype`, `init_cache` and `tree`, as `MtpHead` has them
     config: ModelConfig  # the target's
+
+    @property
+    def given(self) -> "HeadModel":
+        """See `DraftModel`."""
+        return self
+
+    @property
+    def inner_layers(self) -> tuple[int, ...]:
+        """See `Drafter`: none, the states after the final norm alone."""
+        return ()
 
     def check_target(self, target: HybridLM) -> None:
         """See `DraftModel`."""
@@ -216,20 +108,107 @@ class HeadModel(nnx.Module):
         """The cache before the first entry."""
         return self.head.init_cache(batch, max_length)
 
-    def open(self, context: Context, num_nodes: int, max_length: int) -> HeadReader:
-        """See `DraftModel`: no text is read yet; `hear` reads it."""
-        cache = self.init_cache(context.length.shape[0], max_length)
-        return HeadReader.open(cache, self.config.d_model, self.head.activation_dtype)
+    def init(self, batch: int, num_nodes: int, max_length: int) -> HeadReader:
+        """See `DraftModel`."""
+        hidden = jnp.zeros((batch, self.config.d_model), self.head.activation_dtype)
+        return HeadReader(self.init_cache(batch, max_length), hidden, jnp.zeros(batch, bool))
 
-    def hear(
+    def read(
         self,
-        reader: HeadReader,
+        state: HeadReader,
         tokens: Int[Array, "B T"],
         hidden: Float[Array, "B T _"],
         lengths: Int[Array, " B"],
     ) -> HeadReader:
         """See `DraftModel`."""
-        return reader.absorb(self, tokens, hidden, lengths)
+        hidden = self.states(hidden)
+        above = jnp.concatenate([state.hidden[:, None], hidden[:, :-1]], axis=1)
+        read = jnp.arange(tokens.shape[1]) < lengths[:, None]
+        return self._after(state, tokens, above, read, hidden, lengths - 1)
+
+    def num_before(self, state: HeadReader) -> int:
+        """See `DraftModel`."""
+        return 0
+
+    def ready(self, state: HeadReader) -> Bool[Array, " B"]:
+        """See `DraftModel`."""
+        return state.known
+
+    def run(
+        self,
+        state: HeadReader,
+        tokens: Int[Array, "B Q"],
+        tree: Tree,
+        nodes: np.ndarray | Int[Array, " Q"],
+        num_logits: int | None = None,
+    ) -> tuple[Float32[Array, "B Z V"], HeadReader]:
+        """See `DraftModel`. The root is run alone."""
+        begins = isinstance(nodes, np.ndarray) and nodes[0] == 0
+        pending = None if begins else state.pending
+        if pending is None:
+            above, prefix = state.hidden[:, None], None
+        else:
+            parents = tree.parents[:, jnp.minimum(nodes, tree.parents.shape[1] - 1), None]
+            above, prefix = jnp.take_along_axis(pending.hidden, parents, axis=1), pending.kv
+        output, kv = self.outputs(tokens, above, nodes_so_far(tree, nodes), state.kv, prefix)
+        hidden = output
+        if pending is not None:
+            hidden = jnp.concatenate([pending.hidden, output], axis=1)
+        record = recorded(pending, HeadPending(kv, hidden), nodes)
+        num_logits = tokens.shape[1] if num_logits is None else num_logits
+        logits = self.logits(output[:, tokens.shape[1] - num_logits :])
+        return logits, state._replace(pending=record)
+
+    def rest(self, state: HeadReader) -> HeadReader:
+        """See `DraftModel`: drafts of a step leave nothing behind."""
+        return state._replace(pending=None)
+
+    def commit(
+        self,
+        state: HeadReader,
+        tree: object,
+        place: object,
+        draft: DraftTree,
+        verdict: Verdict,
+        hidden: Float[Array, "B N _"],
+    ) -> HeadReader:
+        """See `DraftModel`: appends the entries of the path, with the target's states."""
+        hidden = self.states(hidden)
+        above = jnp.take_along_axis(hidden, jnp.maximum(draft.tree.parents, 0)[..., None], axis=1)
+        above = above.at[:, 0].set(state.hidden)
+        path = path_to(draft.tree, verdict.last).mask
+        return self._after(state, draft.tokens, above, path, hidden, verdict.last)
+
+    def _after(
+        self,
+        state: HeadReader,
+        tokens: Int[Array, "B N"],
+        above: Float[Array, "B N M"],
+        read: Bool[Array, "B N"],
+        hidden: Float[Array, "B N M"],
+        last: Int[Array, " B"],
+    ) -> HeadReader:
+        """The state after the tokens that were read.
+
+        Args:
+            state: the state before them.
+            tokens: tokens in order, the first of them after those of the state.
+            above: the target's state before each.
+            read: which of them were read.
+            hidden: the target's state after each.
+            last: the last token that was read; -1: none was, and the row keeps its state.
+        """
+        first = jnp.arange(tokens.shape[1]) == 0
+        kept = read & (state.known[:, None] | ~first)
+        positions = state.kv.length[:, None] + jnp.cumsum(kept, axis=1, dtype=jnp.int32) - 1
+        entries = self.entries(tokens, above, positions)
+        runs, at = last >= 0, jnp.maximum(last, 0)[:, None, None]
+        new = jnp.take_along_axis(hidden, at, axis=1)[:, 0].astype(state.hidden.dtype)
+        return HeadReader(
+            kv=replay_kv(state.kv, entries, kept),
+            hidden=jnp.where(runs[:, None], new, state.hidden),
+            known=state.known | runs,
+        )
 
 
 def outputs_ahead(

@@ -17,12 +17,11 @@ from stree_jax.array_types import Array, Bool, Int
 from stree_jax.checks import check_int
 from stree_jax.decoding import log_probs, stops
 from stree_jax.decoding.drafters import Drafter, root_only
-from stree_jax.decoding.drafters.base import inner_layers, reads
-from stree_jax.decoding.prefill import prefill, prefill_with_drafter
+from stree_jax.decoding.drafters.base import inner_layers
 from stree_jax.decoding.processors import Processing, first_states
 from stree_jax.decoding.prompts import MAX_TOKENS
+from stree_jax.decoding.reading import read_text
 from stree_jax.decoding.returned import (
-    check_prepared,
     check_proposed,
     check_state,
     check_verdict,
@@ -42,7 +41,7 @@ from stree_jax.decoding.types import (
     state_specs,
 )
 from stree_jax.decoding.verifiers import Verifier
-from stree_jax.mesh.partition import ROWS, placed_beside
+from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import on_mesh
 from stree_jax.models.cache import empty_path, path_to
 from stree_jax.models.lm import HybridLM
@@ -76,7 +75,6 @@ class SpeculativeDecoder:
             the loop's body XLA alternates between two buffers for a step's results; with one step
             it copies them. From 4 on, such bodies run in an inner loop of static trip count, which
             needs no check. Up to `steps_per_sync - 1` steps are wasted at the end.
-        deepest: depth of the deepest tree of any decoder that shares this one's states.
         num_best: record the log-probability of each new token, and those of this many best ones;
             None: record nothing.
         has_stops: whether rows may end at stops, `Limits.stops`.
@@ -89,7 +87,6 @@ class SpeculativeDecoder:
     verifier: Verifier
     max_length: int
     steps_per_sync: int = 1
-    deepest: int = 0
     num_best: int | None = None
     has_stops: bool = False
 
@@ -98,14 +95,13 @@ class SpeculativeDecoder:
             raise ValueError("the nodes of topology are not in level order; use its level_order()")
         check_int("max_length", self.max_length, 1, MAX_TOKENS)
         check_int("steps_per_sync", self.steps_per_sync, 1, MAX_STEPS)
-        check_int("deepest", self.deepest, 0, MAX_TOKENS)
         if self.num_best is not None:
             check_int("num_best", self.num_best, 0)
 
     @property
     def num_places(self) -> int:
         """Size of the token buffer: a whole path may be written past a row's end."""
-        return self.max_length + max(self.topology.depth, self.deepest) + 1
+        return self.max_length + self.topology.depth + 1
 
     def _check_room(self, prompts: Context) -> None:
         if (width := prompts.tokens.shape[1]) > self.num_places:
@@ -115,21 +111,27 @@ class SpeculativeDecoder:
                 f" max_length at least {width}"
             )
 
-    def read(self, model: HybridLM, drafter: Drafter | None, prompts: Context) -> Prefix:
+    def read(
+        self,
+        model: HybridLM,
+        drafter: Drafter | None,
+        prompts: Context,
+        before: Prefix | None = None,
+    ) -> Prefix:
         """Prefills the prompts but for the last token of each, which becomes the first root.
+
+        Args:
+            model: the target.
+            drafter: the drafter, which reads the same tokens.
+            prompts: the texts.
+            before: the prefix of their beginnings, which are not read again: as many rows, with
+                buffers of any size; its drafter's state is one of `drafter`, or None.
 
         Raises:
             ValueError: the prompts are a buffer with more places than `num_places`.
         """
         self._check_room(prompts)
-        text = prompts.tokens, prompts.length - 1, self.max_length
-        state = None
-        if drafter is not None:
-            state = drafter.prepare(prompts, self.topology, self.max_length)
-            state = placed_beside(prompts.length, check_prepared(drafter, state))
-            if reads(drafter):
-                return Prefix(prompts, *prefill_with_drafter(model, drafter, *text, state))
-        return Prefix(prompts, prefill(model, *text), state)
+        return read_text(model, drafter, prompts, self.topology, self.max_length, before)
 
     def start(
         self,
@@ -181,7 +183,7 @@ class SpeculativeDecoder:
         """The state before the first step, without cache and drafter."""
         self._check_room(prompts)
         batch, width = prompts.tokens.shape
-        num_nodes, depth = self.topology.num_nodes, max(self.topology.depth, self.deepest)
+        num_nodes, depth = self.topology.num_nodes, self.topology.depth
         tokens = jnp.pad(prompts.tokens, ((0, 0), (0, self.num_places - width)))
         zeros = jnp.zeros(batch, jnp.int32)
         return DecodeState(
@@ -314,7 +316,7 @@ class SpeculativeDecoder:
             draft.tree,
             state.cache,
             replay=(state.pending, state.path),
-            inner=inner_layers(drafter),
+            inner=inner_layers(drafter) or (),
         )
         final = hidden[..., : model.config.d_model] if inner_layers(drafter) else hidden
         logits = model.logits(final)[..., : model.config.vocab_size]

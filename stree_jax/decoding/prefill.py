@@ -11,7 +11,6 @@ from jax import lax
 
 from stree_jax.array_types import Array, Int, Lengths, Tokens
 from stree_jax.decoding.context import Context
-from stree_jax.decoding.places import cache_shapes, fitted
 from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.returned import check_state
 from stree_jax.mesh.hosts import on_host
@@ -29,7 +28,7 @@ def prefill(
     model: HybridLM,
     tokens: Tokens,
     lengths: Lengths,
-    max_length: int,
+    max_length: int | None = None,
     cache: Cache | None = None,
 ) -> Cache:
     """The cache after the first `lengths` tokens of each right-padded row.
@@ -37,10 +36,11 @@ def prefill(
     Continues from `cache`; None starts with an empty one of `max_length` positions. The number of
     chunks is traced, so chunks beyond the longest row cost nothing.
     """
-    return _prefill(model, None, tokens, lengths, None, cache, max_length=max_length)[0]
+    static: dict[str, Any] = dict(inner_layers=(), max_length=max_length)
+    return _prefill(model, None, tokens, lengths, None, cache, **static)[0]
 
 
-@functools.partial(jax.jit, static_argnames="max_length")
+@functools.partial(jax.jit, static_argnames=("inner_layers", "max_length"))
 def prefill_with_drafter(
     model: HybridLM,
     drafter: Any,
@@ -48,26 +48,12 @@ def prefill_with_drafter(
     lengths: Lengths,
     max_length: int,
     state: Any,
-    cache: Cache | None = None,
+    cache: Cache | None,
+    inner_layers: tuple[int, ...],
 ) -> tuple[Cache, Any]:
     """As `prefill`, and the state of a drafter that reads every chunk, see `Drafter.read`."""
-    return _prefill(model, drafter, tokens, lengths, state, cache, max_length=max_length)
-
-
-def prefill_rest(
-    model: HybridLM,
-    context: Context,
-    num_read: Int[Array, " B"] | np.ndarray,
-    max_length: int,
-    cache: Cache,
-) -> Cache:
-    """The cache of all tokens of texts but the last, from one of the first `num_read` of each.
-
-    The given cache may have another number of places; the new one has `max_length`.
-    """
-    cache = fitted(cache, cache_shapes(model, len(context.length), max_length))
-    rest = rest_of(context, num_read)
-    return cache if rest is None else prefill(model, *rest, max_length, cache)
+    static: dict[str, Any] = dict(inner_layers=inner_layers, max_length=max_length)
+    return _prefill(model, drafter, tokens, lengths, state, cache, **static)
 
 
 def rest_of(
@@ -109,18 +95,20 @@ def _prefill(
     state: Any,
     cache: Cache | None,
     *,
-    max_length: int,
+    inner_layers: tuple[int, ...],
+    max_length: int | None,
 ) -> tuple[Cache, Any]:
     def read(chunk: Array, lengths: Array, carry: tuple[Cache, Any]) -> tuple[Cache, Any]:
         cache, state = carry
         if drafter is None:
             return model.prefill(chunk, lengths, cache)[1], state
-        inner = getattr(drafter, "inner_layers", ())
-        hidden, cache = model.prefill_hidden(chunk, lengths, cache, inner)
+        hidden, cache = model.prefill_hidden(chunk, lengths, cache, inner_layers)
         after = drafter.read(state, chunk, hidden, lengths)
         return cache, check_state(drafter, "read", after, state)
 
-    cache = model.init_cache(len(tokens), max_length) if cache is None else cache
+    if cache is None:
+        assert max_length is not None
+        cache = model.init_cache(len(tokens), max_length)
     return in_chunks(read, tokens, lengths, (cache, state))
 
 

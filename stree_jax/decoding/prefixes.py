@@ -10,24 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.decoding.drafters import Drafter
-from stree_jax.decoding.drafters.base import keeps, reads, resumed, resumes
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import Plan
 from stree_jax.decoding.origins import origin_of
-from stree_jax.decoding.places import cache_shapes, fits, fitted
-from stree_jax.decoding.prefill import prefill_rest, prefill_with_drafter, rest_of
+from stree_jax.decoding.places import cache_shapes, fits
 from stree_jax.decoding.prompts import MAX_TOKENS, buffer_size
 from stree_jax.decoding.types import Context, DecodeState, Prefix
 from stree_jax.models.lm import HybridLM
 
 
-def prefix_of(decoder: SpeculativeDecoder, drafter: Drafter | None, state: DecodeState) -> Prefix:
+def prefix_of(decoder: SpeculativeDecoder, state: DecodeState) -> Prefix:
     """The prefix of all rows of a state that `run` returned; a failed row has length 0."""
     tokens, length = state.context
     context = Context(
         tokens[:, : decoder.max_length], jnp.where(state.failed > 0, 0, length).astype(jnp.int32)
     )
-    return Prefix(context, state.cache, state.drafter if keeps(drafter) else None)
+    return Prefix(context, state.cache, state.drafter)
 
 
 def joined(prompts: Sequence[Sequence[int]], after: Prefix) -> list[list[int]]:
@@ -85,47 +83,12 @@ def continued(request: Plan, model: HybridLM, num_rows: int, after: Prefix) -> P
         before = before._replace(drafter=None)
     if len(after.context.length) < num_rows:
         before = repeated(before, num_rows)
-    return read_on(request.decoder, model, request.drafter, before, context)
+    return request.decoder.read(model, request.drafter, context, before)
 
 
 def is_own(after: Prefix, model: HybridLM, drafter: Drafter | None) -> bool:
     """Whether the drafter's state of a prefix is one of this drafter."""
     return after.origin is not None and after.origin == origin_of(model, drafter)
-
-
-def read_on(
-    decoder: SpeculativeDecoder,
-    model: HybridLM,
-    drafter: Drafter | None,
-    before: Prefix,
-    context: Context,
-) -> Prefix:
-    """The prefix of longer texts: target and drafter read what is new in each.
-
-    This is how prompts are read after prefixes, chunk by chunk, and how texts are forked.
-
-    Args:
-        decoder: the program; its sizes are those of the new prefix.
-        model: the target.
-        drafter: the drafter.
-        before: the prefix of their beginnings, as many rows, with buffers of any size; its
-            drafter's state is this drafter's or None.
-        context: the texts.
-    """
-    read, size = before.context.length, decoder.max_length
-    if drafter is None or not reads(drafter):
-        cache = prefill_rest(model, context, read - 1, size, before.cache)
-        state = None
-        if drafter is not None:
-            state = resumed(drafter, before.drafter, context, read, decoder.topology, size)
-        return Prefix(context, cache, state)
-    beginning = before.context
-    state = resumed(drafter, before.drafter, beginning, read, decoder.topology, size)
-    cache = fitted(before.cache, cache_shapes(model, len(read), size))
-    rest = rest_of(context, read - 1)
-    if rest is not None:
-        cache, state = prefill_with_drafter(model, drafter, *rest, size, state, cache)
-    return Prefix(context, cache, state)
 
 
 def compact(
@@ -135,20 +98,16 @@ def compact(
     prefix: Prefix,
     size: int,
 ) -> Prefix:
-    """A prefix of one row with buffers of `size` places, which `read_on` takes.
+    """A prefix of one row with buffers of `size` places, which `SpeculativeDecoder.read` takes.
 
     Args:
-        decoder, model, drafter: as in `read_on`; of a drafter that prepares again nothing is kept.
+        decoder, model, drafter: the program.
         prefix: the prefix.
         size: at least the length of the text.
     """
     tokens, length = prefix.context
     context = Context(tokens[:, :size], length)
-    cache = fitted(prefix.cache, cache_shapes(model, 1, size))
-    state = prefix.drafter if keeps(drafter) else None
-    if drafter is not None and resumes(drafter):
-        state = resumed(drafter, state, context, length, decoder.topology, size)
-    return Prefix(context, cache, state)
+    return dataclasses.replace(decoder, max_length=size).read(model, drafter, context, prefix)
 
 
 def stacked(rows: Sequence[Any]) -> Any:

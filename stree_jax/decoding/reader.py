@@ -1,4 +1,4 @@
-"""The state of a draft model: its cache, and the nodes of a tree that it has run after it."""
+"""Draft models: the protocol, and a whole model as one, with the nodes that it has run."""
 
 import functools
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -6,12 +6,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
-from stree_jax.decoding.places import fitted
-from stree_jax.decoding.prefill import prefill, prefill_rest
-from stree_jax.decoding.types import Context, DraftTree, Verdict
+from stree_jax.decoding.prefill import prefill
+from stree_jax.decoding.types import DraftTree, Verdict
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import on_mesh
@@ -21,309 +22,303 @@ from stree_jax.models.cache import (
     Pending,
     cache_specs,
     empty_path,
+    init_cache,
     init_pending,
     path_to,
     pending_specs,
 )
 from stree_jax.models.config import ModelConfig
-from stree_jax.models.lm import HybridLM
+from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.tree import Tree, first_nodes
 
 
 @runtime_checkable
-class NodeReader(Protocol):
-    """The state of a draft model, a NamedTuple of arrays: it gives logits at nodes of a tree.
+class DraftModel(Protocol):
+    """What drafters of trees draft with: `WholeModel`, or a head on the target's hidden states.
 
-    `Reader` is that of a `HybridLM`; a draft model of another kind opens its own, see `DraftModel`.
-    In a step: `read` once or several times, then `rest`; `close` when the target has verified.
+    It is a pytree, such as a `flax.nnx.Module`, and its verbs are those of a `Drafter`. Its state
+    is a NamedTuple of arrays, whose field `pending` has what `run` keeps of the nodes: axis 1 of
+    its arrays are the nodes. No verb changes the state that it gets.
+
+    In a step: `run` once or several times, then `rest`; `commit` when the target has verified.
     """
 
-    pending: Any  # what `read` keeps of the nodes; axis 1 of its arrays are the nodes
-
     @property
-    def num_before(self) -> int:
-        """Nodes of its own tree before the root."""
+    def config(self) -> ModelConfig:
+        """Vocabulary and width are the target's."""
         ...
 
     @property
-    def ready(self) -> Bool[Array, " B"] | None:
-        """Rows that can draft; None: all of them."""
+    def given(self) -> Any:
+        """What a user gives to a drafter: the `HybridLM`, or itself."""
         ...
 
     @property
-    def replays(self) -> bool:
-        """Whether `close` needs the tree that was read, and the place of each node in it."""
+    def inner_layers(self) -> tuple[int, ...] | None:
+        """Which hidden states of the target it needs, see `Drafter`."""
+        ...
+
+    def check_target(self, target: HybridLM) -> None:
+        """Refuses a target that this is not a draft model of.
+
+        Raises:
+            ValueError: heads of another model.
+        """
+        ...
+
+    def init(self, batch: int, num_nodes: int, max_length: int) -> Any:
+        """The state before the first token of a text.
+
+        Args:
+            batch: number of rows.
+            num_nodes: nodes that the drafter runs in a step.
+            max_length: most tokens of a row.
+        """
         ...
 
     def read(
         self,
-        model: Any,
+        state: Any,
+        tokens: Int[Array, "B T"],
+        hidden: Any,
+        lengths: Int[Array, " B"],
+    ) -> Any:
+        """The state after the next tokens of a text, see `Drafter.read`."""
+        ...
+
+    def num_before(self, state: Any) -> int:
+        """Nodes of the own tree before the root."""
+        ...
+
+    def ready(self, state: Any) -> Bool[Array, " B"] | None:
+        """Rows that can draft; None: all of them."""
+        ...
+
+    def run(
+        self,
+        state: Any,
         tokens: Int[Array, "B Q"],
         tree: Tree,
         nodes: np.ndarray | Int[Array, " Q"],
         num_logits: int | None = None,
     ) -> tuple[Float32[Array, "B Z V"], Any]:
-        """See `Reader.read`."""
-        ...
-
-    def rest(self) -> Any:
-        """The state after the last `read` of a step, without what no later step needs."""
-        ...
-
-    def close(
-        self,
-        tree: Tree | None,
-        place: Int[Array, "B N"] | None,
-        draft: DraftTree,
-        verdict: Verdict,
-        model: Any = None,
-        hidden: Float[Array, "B N M"] | None = None,
-    ) -> Any:
-        """The state after the accepted path, see `Reader.close`.
-
-        `model` is the draft model, and `hidden` the target's states, see `Drafter.commit`.
-        """
-        ...
-
-
-@runtime_checkable
-class DraftModel(Protocol):
-    """A draft model other than a `HybridLM`: heads on the target's hidden states.
-
-    It is a pytree, such as a `flax.nnx.Module`. Its `config` is that of the target.
-    """
-
-    config: ModelConfig
-
-    def open(self, context: Context, num_nodes: int, max_length: int) -> Any:
-        """The `NodeReader` before the first step, see `Reader.open`."""
-        ...
-
-    def hear(
-        self,
-        reader: Any,
-        tokens: Int[Array, "B T"],
-        hidden: Float[Array, "B T M"],
-        lengths: Int[Array, " B"],
-    ) -> Any:
-        """The reader after tokens that the target has prefilled, see `Drafter.read`."""
-        ...
-
-    def check_target(self, target: HybridLM) -> None:
-        """Refuses another target.
-
-        Raises:
-            ValueError: the heads are not of this target.
-        """
-        ...
-
-
-def open_reader(
-    model: HybridLM | DraftModel, context: Context, num_nodes: int, max_length: int
-) -> Any:
-    """The state of a draft model of any kind before the first step, see `Reader.open`."""
-    if isinstance(model, DraftModel):
-        return model.open(context, num_nodes, max_length)
-    return Reader.open(model, context, num_nodes, max_length)
-
-
-def resumed_reader(
-    model: HybridLM | DraftModel,
-    reader: Any,
-    context: Context,
-    read: Int[Array, " B"],
-    num_nodes: int,
-    max_length: int,
-) -> Any:
-    """The state of a draft model of any kind for longer texts, see `Reader.resume`.
-
-    Heads read nothing here: they hear what the target reads.
-    """
-    if isinstance(model, DraftModel):
-        return fitted(reader, jax.eval_shape(lambda: model.open(context, num_nodes, max_length)))
-    return reader.resume(model, context, read, num_nodes, max_length)
-
-
-class Reader(NamedTuple):
-    """The state of a draft model: its cache, and the nodes that it has run after it.
-
-    A draft model does not run all nodes of a draft tree: never the leaves. What is accepted beyond
-    the nodes that it ran are *catch-up* tokens, which run with the next root. So the model's own
-    tree is C slots for catch-up tokens, filled from the end, and below them the nodes that the
-    drafter reads, whose tree the drafter keeps.
-
-    It is a `NodeReader`. In a step: `read` once or several times, each time the next nodes; then
-    `close`. No method changes the object. The model is an argument, so that the state has no
-    weights.
-    """
-
-    cache: Cache
-    pending: Pending  # record of the own tree
-    path: Path  # accepted in the own tree, replayed by the first `read` of the next step
-    catch_up: Int[Array, "B C"]
-    has_catch_up: Bool[Array, "B C"]
-
-    @classmethod
-    def open(
-        cls,
-        model: HybridLM,
-        context: Context,
-        num_nodes: int,
-        max_length: int,
-        num_catch_up: int = 1,
-    ) -> "Reader":
-        """Prefills the texts but for the last token of each.
-
-        Args:
-            model: the draft model.
-            context: the texts.
-            num_nodes: nodes that the drafter reads in a step.
-            max_length: most tokens of a row.
-            num_catch_up: C, the most accepted tokens of a step that the model has not run.
-        """
-        cache = prefill(model, context.tokens, context.length - 1, max_length)
-        return cls._behind(model, cache, len(context.length), num_nodes, num_catch_up)
-
-    @classmethod
-    def _behind(
-        cls, model: HybridLM, cache: Cache, batch: int, num_nodes: int, num_catch_up: int
-    ) -> "Reader":
-        """The state of a model that has read all tokens but the last."""
-        return cls(
-            cache, *_no_nodes(model.config, model.activation_dtype, batch, num_nodes, num_catch_up)
-        )
-
-    def resume(
-        self,
-        model: HybridLM,
-        context: Context,
-        read: Int[Array, " B"],
-        num_nodes: int,
-        max_length: int,
-        num_catch_up: int = 1,
-    ) -> "Reader":
-        """The state for longer texts, of which the model reads only what is new.
-
-        Args:
-            model: the draft model.
-            context: the texts.
-            read: tokens of each that this state is for: the last of them was the root.
-            num_nodes, max_length, num_catch_up: see `open`; may differ from those of this state.
-        """
-        cache = self.cache
-        if (on_host(self.path.last) >= 0).any():
-            cache = _replayed(model, cache, self.pending, self.path)
-        num_read = read - 1 - self.has_catch_up.sum(axis=1, dtype=jnp.int32)
-        cache = prefill_rest(model, context, num_read, max_length, cache)
-        return self._behind(model, cache, len(context.length), num_nodes, num_catch_up)
-
-    @property
-    def num_before(self) -> int:
-        """See `NodeReader`."""
-        return self.catch_up.shape[1]
-
-    @property
-    def ready(self) -> None:
-        """See `NodeReader`."""
-        return None
-
-    @property
-    def replays(self) -> bool:
-        """See `NodeReader`."""
-        return True
-
-    def rest(self) -> "Reader":
-        """See `NodeReader`: the next step replays a path of the record."""
-        return self
-
-    def read(
-        self,
-        model: HybridLM,
-        tokens: Int[Array, "B Q"],
-        tree: Tree,
-        nodes: np.ndarray | Int[Array, " Q"],
-        num_logits: int | None = None,
-    ) -> tuple[Float32[Array, "B Z V"], "Reader"]:
         """Runs the next nodes of a tree.
 
         Args:
-            model: the model given to `open`.
+            state: the state.
             tokens: the tokens of `nodes`.
-            tree: the tree that the drafter reads, or a part with these nodes and all before them.
-            nodes: consecutive nodes. A NumPy array is static: then nodes are appended to those read
+            tree: the tree that the drafter runs, or a part with these nodes and all before them.
+            nodes: consecutive nodes. A NumPy array is static: then nodes are appended to those run
                 before, and those from node 0 on begin a step. A traced array is for loops: the
                 nodes are of one level, `pending` has room for the whole tree, and nodes that the
                 tree does not have are padding.
             num_logits: logits of the last Z queries only; None: of all.
 
         Returns:
-            Logits of the target's tokens, and the state for the next `read`.
+            Logits of the target's tokens, and the state for the next `run`.
         """
-        own, num_before = below_catch_up(tree, self.has_catch_up), self.num_before
-        num_logits = tokens.shape[1] if num_logits is None else num_logits
-        begins = isinstance(nodes, np.ndarray) and nodes[0] == 0
-        logits, record, cache = model.tree_forward(
-            jnp.concatenate([self.catch_up, tokens], axis=1) if begins else tokens,
-            nodes_so_far(own, num_before + nodes),
-            self.cache,
-            replay=(self.pending, self.path) if begins else None,
-            prefix_pending=None if begins else self.pending,
-            num_logits=num_logits,
-        )
-        pending = recorded(self.pending, record, num_before + nodes)
-        state = self._replace(cache=cache, pending=pending)
-        return model.without_padding(logits), state
+        ...
 
-    def close(
+    def rest(self, state: Any) -> Any:
+        """The state after the last `run` of a step, without what no later step needs."""
+        ...
+
+    def commit(
         self,
+        state: Any,
         tree: Tree,
         place: Int[Array, "B N"],
         draft: DraftTree,
         verdict: Verdict,
-        model: Any = None,
-        hidden: Float[Array, "B N M"] | None = None,
-    ) -> "Reader":
-        """The state after the accepted path, which the next step replays.
-
-        A row that has ended keeps its catch-up tokens: its text may be continued.
+        hidden: Float[Array, "B N _"],
+    ) -> Any:
+        """The state after the accepted path. A row that has ended keeps what its text needs.
 
         Args:
-            tree: the tree that was read.
-            place: index in it of each node of the draft tree; -1 for nodes that were not read.
+            state: the state.
+            tree: the tree that was run.
+            place: index in it of each node of the draft tree; -1 for nodes that were not run.
                 Deeper nodes of a path have higher indices.
-            draft: the draft tree.
-            verdict: see `Drafter.commit`.
-            model, hidden: for other readers.
+            draft, verdict, hidden: see `Drafter.commit`.
         """
+        ...
+
+
+class Reader(NamedTuple):
+    """The state of a `WholeModel`: its cache, and the nodes that it has run after it."""
+
+    cache: Cache
+    pending: Pending  # record of the own tree
+    path: Path  # accepted in the own tree, replayed by the first `run` of the next step
+    catch_up: Int[Array, "B C"]
+    has_catch_up: Bool[Array, "B C"]
+
+
+class WholeModel(nnx.Module):
+    """A `HybridLM` as a draft model.
+
+    It does not run all nodes of a draft tree: never the leaves. What is accepted beyond the nodes
+    that it ran are *catch-up* tokens, which run with the next root. So the model's own tree is C
+    slots for catch-up tokens, filled from the end, and below them the nodes that the drafter runs,
+    whose tree the drafter keeps.
+
+    Args:
+        model: any model with the target's vocabulary.
+        num_catch_up: C, the most accepted tokens of a step that the model has not run.
+
+    Raises:
+        ValueError: `model` is not a model.
+    """
+
+    inner_layers = None  # it reads tokens alone
+
+    def __init__(self, model: HybridLM | Any, num_catch_up: int = 1):
+        check_model(model)
+        self.model = model
+        self.num_catch_up = num_catch_up
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's."""
+        return self.model.config
+
+    @property
+    def given(self) -> HybridLM:
+        """See `DraftModel`."""
+        return self.model
+
+    def check_target(self, target: HybridLM) -> None:
+        """See `DraftModel`: it serves any target with its vocabulary."""
+
+    def init(self, batch: int, num_nodes: int, max_length: int) -> Reader:
+        """See `DraftModel`."""
+        sizes = batch, num_nodes + self.num_catch_up, max_length, self.num_catch_up
+        return _no_text(self.config, self.model.activation_dtype, *sizes)
+
+    def read(
+        self,
+        state: Reader,
+        tokens: Int[Array, "B T"],
+        hidden: object,
+        lengths: Int[Array, " B"],
+    ) -> Reader:
+        """See `DraftModel`. A row with catch-up tokens reads these first, and keeps as many."""
+        cache, path = state.cache, state.path
+        if _has_any(path.last >= 0):
+            cache = _replayed(self.model, cache, state.pending, path)
+            path = path._replace(mask=jnp.zeros_like(path.mask), last=jnp.full_like(path.last, -1))
+        if not _has_any(lengths > 0):
+            return state._replace(cache=cache, path=path)
+        text, catch_up = _caught_up(state.catch_up, state.has_catch_up, tokens, lengths)
+        cache = prefill(self.model, text, lengths, 0, cache)
+        return state._replace(cache=cache, path=path, catch_up=catch_up)
+
+    def num_before(self, state: Reader) -> int:
+        """See `DraftModel`: the slots."""
+        return self.num_catch_up
+
+    def ready(self, state: Reader) -> None:
+        """See `DraftModel`."""
+
+    def run(
+        self,
+        state: Reader,
+        tokens: Int[Array, "B Q"],
+        tree: Tree,
+        nodes: np.ndarray | Int[Array, " Q"],
+        num_logits: int | None = None,
+    ) -> tuple[Float32[Array, "B Z V"], Reader]:
+        """See `DraftModel`."""
+        own, num_before = below_catch_up(tree, state.has_catch_up), self.num_catch_up
+        num_logits = tokens.shape[1] if num_logits is None else num_logits
+        begins = isinstance(nodes, np.ndarray) and nodes[0] == 0
+        logits, record, cache = self.model.tree_forward(
+            jnp.concatenate([state.catch_up, tokens], axis=1) if begins else tokens,
+            nodes_so_far(own, num_before + nodes),
+            state.cache,
+            replay=(state.pending, state.path) if begins else None,
+            prefix_pending=None if begins else state.pending,
+            num_logits=num_logits,
+        )
+        pending = recorded(state.pending, record, num_before + nodes)
+        return self.model.without_padding(logits), state._replace(cache=cache, pending=pending)
+
+    def rest(self, state: Reader) -> Reader:
+        """See `DraftModel`: the next step replays a path of the record."""
+        return state
+
+    def commit(
+        self,
+        state: Reader,
+        tree: Tree,
+        place: Int[Array, "B N"],
+        draft: DraftTree,
+        verdict: Verdict,
+        hidden: object = None,
+    ) -> Reader:
+        """See `DraftModel`: the next step replays the path. A row that ended keeps its slots."""
         ended, last = verdict.last < 0, jnp.maximum(verdict.last, 0)
-        on_path = jnp.take_along_axis(draft.tree.ancestor_mask, last[:, None, None], axis=1)
-        read = jnp.where(on_path[:, 0], place, -1).max(axis=1)
-        num_slots = self.catch_up.shape[1]
-        depth = verdict.num_accepted[:, None] - np.arange(num_slots)[::-1]
-        is_at = on_path & (draft.tree.depth[:, None] == depth[..., None])
-        nodes = jnp.argmax(is_at, axis=-1)  # the root, which is always read, where there is none
+        on_path = draft.tree.on_path(last)
+        read = jnp.where(on_path, place, -1).max(axis=1)
+        depth = verdict.num_accepted[:, None] - np.arange(self.num_catch_up)[::-1]
+        # The root, which is always run, where there is no such node.
+        nodes = draft.tree.at_depth(on_path, depth)
         unread = jnp.take_along_axis(place, nodes, axis=1) < 0
-        return self._replace(
-            path=path_to(
-                below_catch_up(tree, self.has_catch_up), jnp.where(ended, -1, num_slots + read)
-            ),
+        own = below_catch_up(tree, state.has_catch_up)
+        return state._replace(
+            path=path_to(own, jnp.where(ended, -1, self.num_catch_up + read)),
             catch_up=jnp.where(
-                ended[:, None], self.catch_up, jnp.take_along_axis(draft.tokens, nodes, axis=1)
+                ended[:, None], state.catch_up, jnp.take_along_axis(draft.tokens, nodes, axis=1)
             ),
-            has_catch_up=jnp.where(ended[:, None], self.has_catch_up, unread),
+            has_catch_up=jnp.where(ended[:, None], state.has_catch_up, unread),
         )
 
 
+def draft_model(model: Any) -> Any:
+    """What a user gives to a drafter as a `DraftModel`: heads are one, and a `HybridLM` drafts.
+
+    Raises:
+        ValueError: something else.
+    """
+    return model if isinstance(model, DraftModel) else WholeModel(model)
+
+
 # One program: a call for each of these arrays takes longer than a short text.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _no_nodes(
-    config: ModelConfig, dtype: DTypeLike, batch: int, num_nodes: int, num_catch_up: int
-) -> tuple[Pending, Path, Array, Array]:
-    """What a `Reader` has beside its cache when nothing is to be replayed."""
-    num_nodes += num_catch_up
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
+def _no_text(
+    config: ModelConfig,
+    dtype: DTypeLike,
+    batch: int,
+    num_nodes: int,
+    max_length: int,
+    num_catch_up: int,
+) -> Reader:
     slots = jnp.zeros((batch, num_catch_up), jnp.int32)
     pending = init_pending(config, batch, num_nodes, dtype)
-    return pending, empty_path(batch, num_nodes), slots, slots.astype(bool)
+    cache = init_cache(config, batch, max_length, dtype)
+    return Reader(cache, pending, empty_path(batch, num_nodes), slots, slots.astype(bool))
+
+
+def _has_any(rows: Bool[Array, " B"]) -> bool:
+    """Whether it holds for a row; for arrays of a program it may."""
+    return isinstance(rows, jax.core.Tracer) or bool(on_host(rows).any())
+
+
+@jax.jit
+def _caught_up(
+    catch_up: Int[Array, "B C"],
+    has_catch_up: Bool[Array, "B C"],
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+) -> tuple[Int[Array, "B T"], Int[Array, "B C"]]:
+    """The next `lengths` tokens to read of catch-up tokens and what follows, and the last ones."""
+    both, num_slots = jnp.concatenate([catch_up, tokens], axis=1), catch_up.shape[1]
+    first = num_slots - has_catch_up.sum(axis=1)
+
+    def part(starts: Array, size: int) -> Array:
+        return jax.vmap(lambda row, at: lax.dynamic_slice(row, (at,), (size,)))(both, starts)
+
+    return part(first, tokens.shape[1]), part(lengths, num_slots)
 
 
 def _replay_specs(model: HybridLM) -> Any:
@@ -372,7 +367,7 @@ def below_catch_up(tree: Tree, has_catch_up: Bool[Array, "B C"]) -> Tree:
 
 
 def nodes_so_far(tree: Tree, nodes: np.ndarray | Int[Array, " Q"]) -> Tree:
-    """The tree that the last `nodes` are the queries of, see `Reader.read`."""
+    """The tree that the last `nodes` are the queries of, see `DraftModel.run`."""
     if isinstance(nodes, np.ndarray):
         return first_nodes(tree, int(nodes[-1]) + 1)
     return _level_behind(tree, nodes)

@@ -18,7 +18,7 @@ from stree_jax.tree import Tree, TreeTopology
 _Wanted = dict[str, tuple[tuple[int | None, ...], Any]]
 
 
-def check_prepared(drafter: Any, state: Any, method: str = "prepare") -> Any:
+def check_new_state(drafter: Any, state: Any) -> Any:
     """A new state, if it is a pytree of arrays.
 
     Raises:
@@ -27,7 +27,7 @@ def check_prepared(drafter: Any, state: Any, method: str = "prepare") -> Any:
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if not _is_array(leaf):
             raise ValueError(
-                f"{type(drafter).__name__}.{method} returned a state with"
+                f"{type(drafter).__name__}.init returned a state with"
                 f" state{jax.tree_util.keystr(path)} = {shown(leaf)}; a state is a pytree of arrays"
             )
     return state

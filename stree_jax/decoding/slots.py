@@ -4,10 +4,10 @@ A pool is a `DecodeState` and the decoder that runs it. `SpeculativeDecoder.run`
 steps, or when some rows have ended. Rows are filled and read out between runs only:
 
     state = empty(decoder, model, drafter, rows=4)
-    prefix = read(decoder, model, drafter, prompt)
+    prefix = decoder.read(model, drafter, prompt)
     state = insert(decoder, model, state, [0, 2], prefix, keys)     two rows, one prefill
     state = decoder.run(model, drafter, state, limits, sampling, max_steps=32, stop_after_ended=1)
-    longer = read(decoder, model, drafter, more, after=take(decoder, drafter, state, 2))
+    longer = decoder.read(model, drafter, longer_text, before=take(state, 2))
 
 All arrays of a row have the batch axis, so a new request overwrites the whole row, NaN included.
 All functions are pure; `insert` donates the state, and no function donates a prefix.
@@ -31,13 +31,13 @@ from stree_jax.array_types import Array, Bool, Int, Key
 from stree_jax.checks import check_int
 from stree_jax.decoding import log_probs
 from stree_jax.decoding.drafters import Drafter
-from stree_jax.decoding.drafters.base import keeps, reads, resumed
 from stree_jax.decoding.loop import SpeculativeDecoder, owned
 from stree_jax.decoding.on_mesh import placed, row_of, row_places, spread_rows
 from stree_jax.decoding.places import cache_shapes, fitted, same_rows
-from stree_jax.decoding.prefixes import read_on, repeated
+from stree_jax.decoding.prefixes import repeated
 from stree_jax.decoding.processors import first_states
 from stree_jax.decoding.prompts import buffer_size, check_num_rows
+from stree_jax.decoding.reading import drafter_shapes
 from stree_jax.decoding.rule_rows import per_row
 from stree_jax.decoding.types import (
     Context,
@@ -98,56 +98,6 @@ def check_rows(model: HybridLM, rows: int) -> None:
             f"rows = {rows}: the mesh has data = {data}, and each shard of it the same number of"
             f" rows; use {fitting}"
         )
-
-
-def read(
-    decoder: SpeculativeDecoder,
-    model: HybridLM,
-    drafter: Drafter | None,
-    prompt: Context,
-    after: Prefix | None = None,
-) -> Prefix:
-    """Prefills a prompt, or continues a prefix with one.
-
-    After a prefix the target prefills the new tokens only, and so does a drafter with a method
-    `read` or `resume`. Other drafters prepare again.
-
-    Args:
-        decoder: the pool's decoder.
-        model: the target.
-        drafter: the pool's drafter.
-        prompt: a prompt of one row.
-        after: a prefix of this pool and drafter, from `read` or `take`.
-
-    Raises:
-        ValueError: prefix and prompt have more than `decoder.max_length` tokens.
-    """
-    prompt = placed(model, prompt)
-    if after is None:
-        prefix = decoder.read(model, drafter, prompt)
-        room = ((0, 0), (0, decoder.num_places - prompt.tokens.shape[1]))
-        return prefix._replace(context=Context(jnp.pad(prompt.tokens, room), prompt.length))
-    before, more = (int(on_host(text.length)[0]) for text in (after.context, prompt))
-    if before + more > decoder.max_length:
-        raise ValueError(
-            f"the text of the prefix has {before} tokens and the prompt {more}: in all"
-            f" {before + more}, and the pool has {decoder.max_length}"
-        )
-    after = after._replace(origin=None)  # static: programs serve prefixes of any
-    context = _joined(after.context, prompt, decoder.num_places)
-    return read_on(decoder, model, drafter, after, context)
-
-
-@functools.partial(jax.jit, static_argnames="width")
-def _joined(before: Context, prompt: Context, width: int) -> Context:
-    """A text of one row followed by a prompt, in a buffer of `width` tokens."""
-    tokens = jnp.pad(
-        before.tokens[:, :width], ((0, 0), (0, max(0, width - before.tokens.shape[1])))
-    )
-    # The prompt's padding may reach beyond the buffer.
-    places = before.length[:, None] + jnp.arange(prompt.tokens.shape[1])
-    tokens = tokens.at[0, places[0]].set(prompt.tokens[0], mode="drop")
-    return Context(tokens, before.length + prompt.length)
 
 
 def insert(
@@ -240,9 +190,7 @@ def _chosen(rows: Bool[Array, " B"], new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(per_row(rows, a), a, b), new, old)
 
 
-def take(
-    decoder: SpeculativeDecoder, drafter: Drafter | None, state: DecodeState, row: int
-) -> Prefix:
+def take(state: DecodeState, row: int) -> Prefix:
     """The prefix of a row: its text, and the caches of all but its last token.
 
     The row is not changed.
@@ -254,10 +202,7 @@ def take(
     row = check_int("row", row, 0, len(state.done) - 1)
     if int(on_host(state.failed)[row]):
         raise ValueError(f"row {row} failed: its logits were not finite, and its cache may not be")
-    context, cache, drafts = row_of((state.context, state.cache, state.drafter), row)
-    if not keeps(drafter):
-        drafts = _anew(decoder, drafter, context)
-    return Prefix(context, cache, drafts)
+    return Prefix(*row_of((state.context, state.cache, state.drafter), row))
 
 
 def end(state: DecodeState, rows: Sequence[int]) -> DecodeState:
@@ -270,36 +215,6 @@ def end(state: DecodeState, rows: Sequence[int]) -> DecodeState:
     _check_exist(state, rows)
     done = state.done.at[np.asarray(rows, np.int32)].set(True)
     return state._replace(done=placed_beside(state.done, done))
-
-
-def switch(
-    decoder: SpeculativeDecoder, model: HybridLM, drafter: Drafter | None, state: DecodeState
-) -> DecodeState:
-    """The pool for another decoder or drafter: rows continue with other drafts.
-
-    The new drafter prepares for the texts so far; one with a method `read` keeps its state if that
-    does not depend on the tree. All decoders of a pool have one `max_length` and
-    one `deepest`.
-
-    Raises:
-        ValueError: a decoder with other buffers, or a state that `run` did not return.
-    """
-    _check_between_runs(state)
-    width = state.context.tokens.shape[1]
-    if width != decoder.num_places:
-        raise ValueError(
-            f"the pool's rows have {width} places and the decoder's {decoder.num_places}; give all"
-            " decoders of a pool the same max_length and deepest"
-        )
-    fresh = decoder.begin(model, state.context, state.keys)
-    drafts = None
-    if drafter is not None:
-        drafts = drafter.prepare(state.context, decoder.topology, decoder.max_length)
-        if reads(drafter) and same_rows(state.drafter, drafts):
-            drafts = state.drafter
-    drafts = placed_beside(state.done, drafts)
-    switched = state._replace(pending=fresh.pending, path=fresh.path, drafter=drafts)
-    return owned(switched, (model, drafter))
 
 
 def extended(decoder: SpeculativeDecoder, state: DecodeState) -> DecodeState:
@@ -338,18 +253,17 @@ def resized(
         ValueError: a state that `run` did not return.
     """
     _check_between_runs(state)
-    context = state.context
-    drafts = None
+    context, batch, drafts = state.context, len(state.done), state.drafter
     if drafter is not None:
-        sizes = decoder.topology, decoder.max_length
-        drafts = resumed(drafter, state.drafter, context, context.length, *sizes)
+        shapes = drafter_shapes(drafter, batch, decoder.topology, decoder.max_length)
+        drafts = fitted(drafts, shapes)
     records = state.log_probs
     tokens, records = fitted(
         (context.tokens, records), jax.eval_shape(lambda: _places(decoder, state))
     )
     resized = state._replace(
         context=context._replace(tokens=tokens),
-        cache=fitted(state.cache, cache_shapes(model, len(state.done), decoder.max_length)),
+        cache=fitted(state.cache, cache_shapes(model, batch, decoder.max_length)),
         drafter=drafts,
         log_probs=records,
     )
@@ -357,27 +271,11 @@ def resized(
 
 
 def _places(decoder: SpeculativeDecoder, state: DecodeState) -> Any:
-    """What has an entry for each token of a row: the text, and records."""
+    """Per-token buffers of the pool: tokens and log-probability records."""
     batch, records = len(state.done), state.log_probs
     if records is not None:
         records = log_probs.empty(batch, decoder.num_places, records.best.shape[-1])
     return jnp.zeros((batch, decoder.num_places), jnp.int32), records
-
-
-def prepared(
-    decoder: SpeculativeDecoder, drafter: Drafter | None, state: DecodeState, prefix: Prefix
-) -> Prefix:
-    """The prefix for the pool's current drafter, which `switch` may have changed."""
-    if same_rows(state.drafter, prefix.drafter):
-        return prefix
-    return prefix._replace(drafter=_anew(decoder, drafter, prefix.context))
-
-
-def _anew(decoder: SpeculativeDecoder, drafter: Drafter | None, context: Context) -> Any:
-    """The state of a drafter that has none for these texts."""
-    if drafter is None:
-        return None
-    return resumed(drafter, None, context, context.length, decoder.topology, decoder.max_length)
 
 
 def _check_between_runs(state: DecodeState) -> None:
@@ -395,7 +293,7 @@ def _check_exist(state: DecodeState, rows: Sequence[int]) -> None:
 
 
 def _check_prefix(state: DecodeState, prefix: Prefix) -> None:
-    if not same_rows((state.context, state.cache), (prefix.context, prefix.cache)):
+    if not same_rows(state.cache, prefix.cache):
         raise ValueError("the prefix was read for a pool with other buffers or another model")
     if not same_rows(state.drafter, prefix.drafter):
         raise ValueError("the prefix was read for another drafter or tree than the pool has now")

@@ -170,11 +170,8 @@ class Pool:
 
     def take(self, row: int) -> Prefix:
         """The prefix of the text in a row, which did not fail."""
-        settings = self._rows[row]
-        assert settings is not None
-        decoder, drafter = self._program(settings.is_greedy)
         with dispatch.on(self._model):
-            return self.signed(slots.take(decoder, drafter, self._state, row))
+            return self.signed(slots.take(self._state, row))
 
     def release(self, row: int) -> None:
         """Frees a row that has ended."""

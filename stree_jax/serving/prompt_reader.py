@@ -9,11 +9,10 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from stree_jax.decoding.drafters import Drafter
-from stree_jax.decoding.drafters.base import keeps, resumed
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.on_mesh import placed, row_of
 from stree_jax.decoding.prefill import PREFILL_CHUNK
-from stree_jax.decoding.prefixes import compact, read_on, stacked
+from stree_jax.decoding.prefixes import compact, stacked
 from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.types import Context, Prefix
 from stree_jax.mesh.hosts import on_host
@@ -94,8 +93,6 @@ class PromptReader:
         self._decoder, self._model, self._drafter = decoder, model, drafter
         data = 1 if model.partition is None else model.partition.rows
         self._together = -(-_TOGETHER // data) * data  # each shard of the batch reads as many
-        # Others prepare when all is read.
-        self._follows = drafter if keeps(drafter) else None
         self._cache = PrefixCache(cache_bytes) if cache_bytes else None
         self._keep_every = keep_every
         self._stats = PrefixCacheStats()
@@ -162,13 +159,7 @@ class PromptReader:
         """The prefix of a text that is done, for the pool."""
         assert reading.prefix is not None
         context = self._context([reading], [reading.length], self._decoder.num_places)
-        prefix = reading.prefix._replace(context=context)
-        if self._drafter is None or self._follows is not None:
-            return prefix
-        sizes = self._decoder.topology, self._decoder.max_length
-        with dispatch.on(self._model):
-            state = resumed(self._drafter, None, context, context.length, *sizes)
-        return prefix._replace(drafter=state)
+        return reading.prefix._replace(context=context)
 
     def keep(self, tokens: Sequence[int], prefix: Prefix) -> None:
         """Keeps the prefix of a text, for texts that begin with it."""
@@ -177,7 +168,7 @@ class PromptReader:
         decoder = self._decoder
         size = buffer_size(len(tokens))
         with dispatch.on(self._model):
-            small = compact(decoder, self._model, self._follows, prefix, size)
+            small = compact(decoder, self._model, self._drafter, prefix, size)
         self._cache.keep(tokens, small)
 
     def _look_up(self, reading: Reading) -> None:
@@ -196,7 +187,7 @@ class PromptReader:
         context = self._context([reading], [length])
         own = prefix._replace(context=context, origin=None)
         with dispatch.on(self._model):
-            reading.prefix = read_on(self._decoder, self._model, self._follows, own, context)
+            reading.prefix = self._decoder.read(self._model, self._drafter, context, own)
 
     def _read(self, waiting: Sequence[Reading], left: int | None) -> int:
         """Reads a chunk of the first text, and of others that go together with it.
@@ -216,16 +207,13 @@ class PromptReader:
         context = self._context(group, ends)
         with dispatch.on(self._model):
             if first.prefix is None:
-                rows = self._decoder.read(self._model, self._follows, context)
+                rows = self._decoder.read(self._model, self._drafter, context)
             else:
                 parts = [each.prefix and (each.prefix.cache, each.prefix.drafter) for each in group]
                 cache, drafts = stacked(parts)
                 old = context._replace(length=placed(self._model, jnp.asarray(before, jnp.int32)))
-                rows = read_on(
-                    *(self._decoder, self._model, self._follows),
-                    Prefix(old, cache, drafts),
-                    context,
-                )
+                beginnings = Prefix(old, cache, drafts)
+                rows = self._decoder.read(self._model, self._drafter, context, beginnings)
             for i, each in enumerate(group):
                 each.length = ends[i]
                 each.prefix = rows if len(group) == 1 else row_of(rows, i)

@@ -51,7 +51,7 @@ def dynamic_tau(
         accepted: dict[float, list[np.ndarray]] = {sharp: [] for sharp in grid}
         for at in positions(request, tokens, topology.depth):
             first, max_length = drafters[grid[0]], request.decoder.max_length
-            state = state_at(first, target, at, topology, max_length)
+            state = state_at(first, target, at.context, topology, max_length)
             for sharp, drafter in drafters.items():
                 tree = _draft(
                     drafter,

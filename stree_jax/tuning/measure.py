@@ -14,7 +14,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.numerics import best_of
 from stree_jax.config import ModelConfig
 from stree_jax.decoding.drafters import Drafter
-from stree_jax.decoding.drafters.base import inner_layers
+from stree_jax.decoding.drafters.base import first_state, inner_layers
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.sampling import position_noise
 from stree_jax.decoding.types import Context, Sampling, Step, Verdict
@@ -111,7 +111,9 @@ def measure_costs(
     def drafts(topology: TreeTopology) -> Callable[[int], object]:
         request = plan(model, [prompt], drafter=drafter, topology=topology, **options)
         with dispatch.on(model):
-            state = drafter.prepare(request.context, topology, request.decoder.max_length)
+            state = first_state(
+                drafter, request.context.length, topology, request.decoder.max_length
+            )
         static = dict(topology=topology, config=model.config, dtype=model.dtype)
         arguments = (drafter, state, request.context, request.keys, request.sampling)
         return lambda count: _drafts(*arguments, count, **static)
@@ -221,7 +223,7 @@ def _drafts(
         linked = context._replace(tokens=jnp.where(at_root, last, context.tokens))
         step = Step(linked, keys, noise, sampling)
         tree, state = drafter.propose(state, step, topology)
-        width = (1 + len(inner_layers(drafter))) * config.d_model
+        width = (1 + len(inner_layers(drafter) or ())) * config.d_model
         hidden = jnp.zeros((1, topology.num_nodes, width), dtype)  # the target's
         state = drafter.commit(state, tree, verdict, hidden, topology)
         return state, tree.tokens[:, -1]

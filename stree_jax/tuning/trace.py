@@ -15,7 +15,7 @@ import numpy as np
 
 from stree_jax.array_types import Array, Bool, Float, Int, Key
 from stree_jax.decoding.drafters import Drafter, drawn_by
-from stree_jax.decoding.drafters.base import inner_layers, reads
+from stree_jax.decoding.drafters.base import first_state, inner_layers
 from stree_jax.decoding.head_reader import HeadModel, outputs_ahead
 from stree_jax.decoding.options import Plan
 from stree_jax.decoding.sampling import filtered_logits, position_noise
@@ -73,7 +73,7 @@ def rank_trace(
     check_how(drafter, request.sampling, num_ranks)
     ranks = []
     for at in positions(request, tokens, 1):
-        state = drafter.prepare(at.context, topology, request.decoder.max_length)
+        state = state_at(drafter, None, at.context, topology, request.decoder.max_length)
         candidates, exists = jax.tree.map(
             np.asarray,
             _candidates(
@@ -264,16 +264,25 @@ def positions(request: Plan, tokens: Sequence[np.ndarray], ahead: int) -> Iterat
 
 
 def state_at(
-    drafter: Drafter, target: HybridLM, at: Positions, topology: TreeTopology, max_length: int
+    drafter: Drafter,
+    target: HybridLM | None,
+    context: Context,
+    topology: TreeTopology,
+    max_length: int,
 ) -> Any:
-    """The state of a drafter at positions, after the texts before them."""
-    state = drafter.prepare(at.context, topology, max_length)
-    return _read(drafter, target, state, at.context) if reads(drafter) else state
+    """A drafter's state after texts; without `target` one that needs its states reads nothing."""
+    state = first_state(drafter, context.length, topology, max_length)
+    inner = inner_layers(drafter)
+    if inner is None:
+        return drafter.read(state, context.tokens, None, context.length - 1)
+    return state if target is None else _read(drafter, target, state, context, inner)
 
 
-@jax.jit
-def _read(drafter: Any, target: HybridLM, state: Any, context: Context) -> Any:
-    hidden = target.hidden(context.tokens, inner_layers(drafter))
+@functools.partial(jax.jit, static_argnames="inner")
+def _read(
+    drafter: Any, target: HybridLM, state: Any, context: Context, inner: tuple[int, ...]
+) -> Any:
+    hidden = target.hidden(context.tokens, inner)
     return drafter.read(state, context.tokens, hidden, context.length - 1)
 
 

@@ -21,6 +21,7 @@ from tests.decoding.enumeration import (
     total_variation,
 )
 from tests.decoding.texts import HYBRID, steps, with_head
+from tests.helpers import state_after
 
 BEAMS, STEPS = 3, 3
 TOPOLOGY = st.TreeTopology.beam(BEAMS, STEPS)
@@ -129,7 +130,7 @@ def test_target_only_is_exact():
     @jax.jit
     def propose(drafter, key, temperature):
         sampling = Sampling(temperature[None])
-        state = drafter.prepare(context, topology, max_length=8)
+        state = state_after(drafter, context, topology, max_length=8)
         keys = jax.random.split(key, 1)
         return drafter.propose(state, Step(context, keys, None, sampling), topology)[0]
 

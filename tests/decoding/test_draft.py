@@ -8,7 +8,7 @@ from stree_jax.decoding.nodes import MAX_UNROLLED
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.types import Context, Sampling, Step
 from stree_jax.testing import perturbed, tiny_model
-from tests.helpers import apply
+from tests.helpers import apply, state_after
 
 PROMPTS = [[5, 9, 2, 30], [3], [1, 2, 3, 4, 1, 2, 3, 4]]
 ZERO = Sampling(jnp.zeros(1), temperature_is_zero=True)
@@ -102,7 +102,7 @@ def test_programs_do_not_grow_with_the_depth_of_a_tree(kind):
         context = Context(jnp.zeros((1, 64), jnp.int32), jnp.ones(1, jnp.int32))
 
         def propose(context):
-            state = drafter.prepare(context, topology, 64)
+            state = state_after(drafter, context, topology, 64)
             keys = jax.random.split(jax.random.key(0), 1)
             return drafter.propose(state, Step(context, keys, None, ZERO), topology)[0]
 

@@ -13,6 +13,7 @@ from stree_jax.decoding.sampling import position_noise
 from stree_jax.decoding.types import Context, Sampling, Step
 from stree_jax.testing import PROMPTS, apply, perturbed, random_model, tiny_model
 from tests.decoding.texts import HYBRID, steps, with_head
+from tests.helpers import state_after
 
 SHALLOW = st.TreeTopology.budget(7, 3)
 VOCAB = 4
@@ -100,7 +101,7 @@ def tiny_vocabulary(temperature, num_nodes, depth, expand, sharpness):
 
     @jax.jit
     def propose(drafter):
-        state = drafter.prepare(context, topology, max_length=16)
+        state = state_after(drafter, context, topology, max_length=16)
         return drafter.propose(state, Step(context, keys, noise, sampling), topology)[0]
 
     draft = propose(st.DynamicDrafter(model, expand=expand, sharpness=sharpness))

@@ -6,6 +6,7 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding.options import plan
+from stree_jax.decoding.prefill import prefill
 from stree_jax.decoding.prompts import buffer_size
 from stree_jax.testing import perturbed, tiny_model
 from tests.helpers import COMPILED
@@ -108,14 +109,12 @@ def test_the_caches_of_a_prompt_are_not_copied(monkeypatch):
 
         return run
 
-    for module in ("loop", "reader"):
-        name = f"stree_jax.decoding.{module}.prefill"
-        monkeypatch.setattr(name, recorded(jax.tree_util.Partial(import_prefill())))
+    monkeypatch.setattr("stree_jax.decoding.reading.prefill", recorded(prefill))
     model = tiny_model("bamba hybrid")
     drafter = st.ModelDrafter(perturbed(model, 0.3))
     request = plan(model, [[1, 2, 3], [4]], drafter=drafter, topology=TREE, max_new_tokens=6)
     state = request.decoder.start(model, drafter, request.context, request.keys)
-    assert sorted(pointers((state.cache, state.drafter.reader.cache))) == sorted(read)
+    assert sorted(pointers(state.cache)) == sorted(read)
     caches = jax.tree.leaves(
         (state.cache, state.drafter.reader.cache, state.pending, state.context)
     )
@@ -125,12 +124,6 @@ def test_the_caches_of_a_prompt_are_not_copied(monkeypatch):
     again = request.decoder.start(model, drafter, request.context, request.keys)
     again = request.decoder.run(model, drafter, again, request.limits, request.sampling)
     np.testing.assert_array_equal(again.context.tokens, state.context.tokens)
-
-
-def import_prefill():
-    from stree_jax.decoding.prefill import prefill
-
-    return prefill
 
 
 def test_the_cache_is_returned_on_request_only():

@@ -109,12 +109,14 @@ class Recording(nnx.Module):
     def default_topology(self):
         return st.TreeTopology.chain(2)
 
-    def prepare(self, context, topology, max_length):
-        batch = len(context.length)
+    def init(self, batch, topology, max_length):
         return {
             "hidden": jnp.zeros((batch, topology.num_nodes, 16)),
             "last": jnp.zeros(batch, jnp.int32),
         }
+
+    def read(self, state, tokens, hidden, lengths):
+        return state
 
     def propose(self, state, step, topology):
         root = st.root_only(step.context).tokens
@@ -225,9 +227,9 @@ class Sharing(Recording):
     def __init__(self, table):
         self.table = nnx.Param(table)
 
-    def prepare(self, context, topology, max_length):
-        zeros = jnp.zeros(len(context.length))
-        return (zeros, zeros, context.length, self.table[...], 0)
+    def init(self, batch, topology, max_length):
+        zeros = jnp.zeros(batch)
+        return (zeros, zeros, self.table[...], 0)
 
     def commit(self, state, draft, verdict, hidden, topology):
         return state

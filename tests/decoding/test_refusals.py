@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from stree_jax.decoding.drafters.base import resumed
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import plan
 from stree_jax.testing import PROMPTS, tiny_model
@@ -51,7 +50,7 @@ class Unhashable:
 class NoPytree:
     """A drafter with a leaf that is no array: itself."""
 
-    default_topology = prepare = propose = commit = st.NgramDrafter.prepare
+    default_topology = init = read = propose = commit = st.NgramDrafter.init
 
 
 def readable(value):
@@ -205,7 +204,6 @@ CALLS = [
     (lambda: decoder_of(max_length=0), "max_length must be an integer, from 1 to .*; got 0"),
     (lambda: decoder_of(max_length=2**31), "max_length must be an integer, from 1 to"),
     (lambda: decoder_of(steps_per_sync=0), "steps_per_sync must be an integer, from 1 to"),
-    (lambda: decoder_of(deepest=-1), "deepest must be an integer, from 0 to .*; got -1"),
     (lambda: decoder_of(num_best=True), "num_best must be an integer, at least 0; got True"),
     (
         lambda: decoder_of(max_length=20).start(
@@ -244,8 +242,8 @@ class Echo(nnx.Module):
     def default_topology(self):
         return st.TreeTopology.chain(1)
 
-    def prepare(self, context, topology, max_length):
-        return {"seen": jnp.zeros(len(context.length), jnp.int32)}
+    def init(self, batch, topology, max_length):
+        return {"seen": jnp.zeros(batch, jnp.int32)}
 
     def read(self, state, tokens, hidden, lengths):
         return state
@@ -352,9 +350,9 @@ RETURNED = [
     (Echo, "read", floats, r"WrongEcho.read must keep state\['seen'\] = int32\[3\], got float32"),
     (
         Echo,
-        "prepare",
+        "init",
         lambda s: s | {"name": "x"},
-        r"prepare returned .*\['name'\] = 'x'; a state is",
+        r"init returned .*\['name'\] = 'x'; a state is",
     ),
 ]
 
@@ -368,16 +366,6 @@ def test_what_a_method_returns_is_checked(base, method, change, message):
     }
     with pytest.raises(ValueError, match=message):
         st.generate(tiny_model(), PROMPTS, max_new_tokens=3, **made)
-
-
-def test_what_resume_returns_is_checked():
-    class Wrong(Echo):
-        def resume(self, state, context, read, topology, max_length):
-            return {"name": "x"}
-
-    text = st.Context(jnp.ones((1, 4), jnp.int32), jnp.full(1, 4))
-    with pytest.raises(ValueError, match=r"Wrong.resume returned .*\['name'\] = 'x'; a state is"):
-        resumed(Wrong(), {"seen": jnp.zeros(1)}, text, text.length - 1, CHAIN, 8)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding import reader, slots
-from stree_jax.decoding.drafters.base import keeps
 from stree_jax.decoding.options import plan
 from stree_jax.testing import perturbed, tiny_model
 
@@ -30,7 +29,7 @@ def rows_that_ended(decoder, model, drafter, request):
     """Two rows that ended long ago, in and at the end of a path, and one that has just ended."""
     state = slots.empty(decoder, model, drafter, rows=3)
     for row, prompt in enumerate(PROMPTS):
-        prefix = slots.read(decoder, model, drafter, plan(model, [prompt]).context)
+        prefix = decoder.read(model, drafter, plan(model, [prompt]).context)
         state = slots.insert(decoder, model, state, [row], prefix, jax.random.key(row)[None])
     limits = request.limits._replace(max_new_tokens=jnp.array([5, 6, 19]))
     return decoder.run(model, drafter, state, limits, request.sampling)
@@ -52,23 +51,45 @@ def test_nothing_is_read_twice(name, monkeypatch):
     options = dict(drafter=drafter, topology=topology, max_new_tokens=40)
     request = plan(model, PROMPTS, **options)
     decoder = request.decoder
-    assert keeps(drafter)
     state = rows_that_ended(decoder, model, drafter, request)
     assert state.statistics.accepted.all()
     if name == "model":
         assert state.drafter.reader.has_catch_up[1]
 
-    more = plan(model, [MORE]).context
-    with monkeypatch.context() as patched:
-        patched.setattr(reader, "prefill", None)  # what reads texts from the start
-        taken = [slots.take(decoder, drafter, state, row) for row in range(3)]
-        longer = [slots.read(decoder, model, drafter, more, after=prefix) for prefix in taken]
-    for prefix in longer:
-        text = prefix.context.tokens[0, : int(prefix.context.length[0])].tolist()
-        want = slots.read(decoder, model, drafter, plan(model, [text]).context)
-        assert jax.tree.structure(prefix.drafter) == jax.tree.structure(want.drafter)
-        for got, expected in zip(jax.tree.leaves(prefix), jax.tree.leaves(want), strict=True):
+    for row in range(3):
+        prefix = slots.take(state, row)
+        text = [*prefix.context.tokens[0, : int(prefix.context.length[0])].tolist(), *MORE]
+        context = plan(model, [text], max_new_tokens=1).context
+        with monkeypatch.context() as patched:
+            lengths = counted(patched)
+            longer = decoder.read(model, drafter, context, prefix)
+        assert {*lengths} == {len(MORE)}
+        want = decoder.read(model, drafter, context)
+        for got, expected in zip(*map(jax.tree.leaves, (longer.cache, want.cache)), strict=True):
             np.testing.assert_allclose(got, expected, atol=1e-4)
+        step = st.Step(
+            context,
+            jax.random.key(0)[None],
+            None,
+            st.Sampling(jnp.zeros(1), temperature_is_zero=True),
+        )
+        drafts = [
+            jax.jit(drafter.propose, static_argnums=2)(each.drafter, step, decoder.topology)[0]
+            for each in (longer, want)
+        ]
+        np.testing.assert_array_equal(*(draft.tokens for draft in drafts))
+
+
+def counted(patched):
+    """The numbers of tokens that draft models read from now on."""
+    lengths, read = [], reader.prefill
+
+    def counting(model, tokens, count, *arguments):
+        lengths.append(int(count.max()))
+        return read(model, tokens, count, *arguments)
+
+    patched.setattr(reader, "prefill", counting)
+    return lengths
 
 
 def test_generations_go_on(monkeypatch):
@@ -82,8 +103,9 @@ def test_generations_go_on(monkeypatch):
     want = st.generate(model, texts, max_new_tokens=9).tokens
     after = dict(after=first.prefix, **options)
     with monkeypatch.context() as patched:
-        patched.setattr(reader, "prefill", None)
+        lengths = counted(patched)
         got = st.generate(model, [[4]] * 3, drafter=drafter, **after)
+        assert lengths == [1]
     np.testing.assert_array_equal(got.tokens, want)
     assert got.stats.num_accepted > 0
     for other in (st.ModelDrafter(perturbed(model, 0.1, seed=5)), st.NgramDrafter()):

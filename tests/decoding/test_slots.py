@@ -25,29 +25,22 @@ def slow(name):
 class Pool:
     """A pool of sampled rows, with the drafts of a model that often agrees."""
 
-    def __init__(self, name="plain", topology=TREE, deepest=0, **options):
+    def __init__(self, name="plain", topology=TREE, **options):
         self.model = tiny_model(name)
         self.drafter = st.ModelDrafter(perturbed(self.model, 0.1))
         self.options = dict(max_new_tokens=NEW_TOKENS, temperature=1.0) | options
         some = self.plan([[0]] * ROWS, topology=topology, max_new_tokens=50)
         self.decoder, self.sampling = some.decoder, some.sampling
         self.limits = Limits(jnp.full(ROWS, NEW_TOKENS), some.limits.eos_tokens)
-        self.use(topology, deepest)
         self.state = slots.empty(self.decoder, self.model, self.drafter, ROWS)
 
     def plan(self, prompts, **options):
         common = dict(drafter=self.drafter, key=jax.random.key(0))
         return plan(self.model, prompts, **self.options | common | options)
 
-    def use(self, topology, deepest):
-        """Another tree, for an empty pool."""
-        make = type(self.decoder)
-        old = self.decoder
-        self.decoder = make(topology, old.verifier, old.max_length, deepest=deepest)
-
-    def read(self, prompt, after=None):
+    def read(self, prompt, before=None):
         context = self.plan([prompt]).context
-        return slots.read(self.decoder, self.model, self.drafter, context, after)
+        return self.decoder.read(self.model, self.drafter, context, before)
 
     def insert(self, rows, prefix, keys):
         self.state = slots.insert(self.decoder, self.model, self.state, rows, prefix, keys)
@@ -60,11 +53,7 @@ class Pool:
         )
 
     def take(self, row):
-        return slots.take(self.decoder, self.drafter, self.state, row)
-
-    def switch(self, topology):
-        self.use(topology, self.decoder.deepest)
-        self.state = slots.switch(self.decoder, self.model, self.drafter, self.state)
+        return slots.take(self.state, row)
 
     def new(self, row):
         end, count = int(self.state.context.length[row]), int(self.state.emitted[row])
@@ -121,14 +110,12 @@ def test_a_row_taken_out_and_extended(name):
     pool.run()
     first = pool.new(2)
     prefix = pool.take(2)
-    more = [8, 1, 30]
-    longer = pool.read(more, after=prefix)
-    whole = [*PROMPTS[2], *first, *more]
-    want = pool.read(whole)
-    assert int(longer.context.length[0]) == len(whole)
-    for got, expected in zip(jax.tree.leaves(longer), jax.tree.leaves(want), strict=True):
-        if got.dtype == jnp.float32:
-            np.testing.assert_allclose(got, expected, atol=1e-5)
+    whole = [*PROMPTS[2], *first, 8, 1, 30]
+    longer, want = pool.read(whole, prefix), pool.read(whole)
+    for got, expected in zip(
+        jax.tree.leaves(longer.cache), jax.tree.leaves(want.cache), strict=True
+    ):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
     pool.insert([0], longer, KEYS[1:2])
     pool.insert([1], prefix, KEYS[2:3])
     pool.run()
@@ -151,27 +138,6 @@ def test_a_run_stops():
     assert pool.new(1) == pool.alone(PROMPTS[0], KEYS[0])
 
 
-def test_other_trees_go_on_with_the_text():
-    pool = Pool(deepest=3)
-    for row, prompt in enumerate(PROMPTS):
-        pool.insert([row], pool.read(prompt), KEYS[row : row + 1])
-    early = pool.read(PROMPTS[0])
-    for tree in (st.TreeTopology.chain(3), st.TreeTopology.chain(1), TREE):
-        pool.run(max_steps=2)
-        pool.switch(tree)
-    pool.run()
-    for row, prompt in enumerate(PROMPTS):
-        assert pool.new(row) == pool.alone(prompt, KEYS[row])
-    pool.switch(st.TreeTopology.chain(1))
-    with pytest.raises(ValueError, match="read for another drafter or tree"):
-        pool.insert([0], early, KEYS[:1])
-    pool.insert([0], slots.prepared(pool.decoder, pool.drafter, pool.state, early), KEYS[4:5])
-    pool.run()
-    assert pool.new(0) == pool.alone(PROMPTS[0], KEYS[4])
-    with pytest.raises(ValueError, match="the same max_length and deepest"):
-        pool.switch(st.TreeTopology.chain(4))
-
-
 def test_refusals():
     pool = Pool()
     prefix = pool.read(PROMPTS[0])
@@ -187,8 +153,6 @@ def test_refusals():
         pool.insert([0], other.read(PROMPTS[0]), KEYS[:1])
     with pytest.raises(ValueError, match="row must be an integer, from 0 to 3; got 4"):
         pool.take(4)
-    with pytest.raises(ValueError, match="in all 70, and the pool has 64"):
-        pool.read([1] * 63, after=prefix)
     pool.insert([0], prefix, KEYS[:1])
     pool.state, _, _ = pool.decoder.step(
         pool.model, pool.drafter, pool.state, pool.limits, pool.sampling
@@ -196,7 +160,6 @@ def test_refusals():
     for act in (
         lambda: pool.insert([1], prefix, KEYS[:1]),
         lambda: pool.take(0),
-        lambda: pool.switch(TREE),
     ):
         with pytest.raises(ValueError, match="between runs only"):
             act()

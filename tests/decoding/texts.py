@@ -103,7 +103,10 @@ class Told(nnx.Module):
     def default_topology(self):
         return st.TreeTopology.chain(4)
 
-    def prepare(self, context, topology, max_length):
+    def init(self, batch, topology, max_length):
+        return None
+
+    def read(self, state, tokens, hidden, lengths):
         return None
 
     def propose(self, state, step, topology):

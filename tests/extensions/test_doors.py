@@ -30,8 +30,12 @@ class Plain(nnx.Module):
     def default_topology(self):
         return st.TreeTopology.chain(2)
 
-    def prepare(self, context, topology, max_length):
-        return self.inner.prepare(context, topology, max_length)
+    def init(self, batch, topology, max_length):
+        return self.inner.init(batch, topology, max_length)
+
+    def read(self, state, tokens, hidden, lengths):
+        assert hidden.shape == (*tokens.shape, tiny_model().config.d_model)
+        return self.inner.read(state, tokens, hidden, lengths)
 
     def propose(self, *arguments, **options):
         return self.inner.propose(*arguments, **options)

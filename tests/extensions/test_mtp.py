@@ -149,7 +149,7 @@ def chain_after(target, model, text):
     hidden, _ = target.prefill_hidden(read, count, target.init_cache(*read.shape))
     drafter = st.ModelDrafter(model, child_sampling="iid")
     context = Context(text[:, -1:], jnp.ones(1, jnp.int32))
-    state = drafter.read(drafter.prepare(context, CHAIN, 16), read, hidden, count)
+    state = drafter.read(drafter.init(1, CHAIN, 16), read, hidden, count)
     keys = jax.random.split(jax.random.key(0), 1)
     draft, _ = drafter.propose(state, Step(context, keys, None, Sampling(jnp.ones(1))), CHAIN)
     return draft.tokens[0, 1:], draft.log_probs[0]
@@ -264,38 +264,34 @@ def test_the_next_chain_depends_on_the_text_alone(kind, monkeypatch, tmp_path):
         return chain(drafter, prefix.drafter, jnp.asarray([tokens[-1:]], jnp.int32)).tolist()
 
     # A pool with the prompt in it, after some steps; then continued by another turn.
-    whole = slots.read(decoder, target, drafter, context(text))
+    whole = decoder.read(target, drafter, context(text))
     for at in (1, 2, 6):
-        prefix = slots.read(decoder, target, drafter, context(text[:at]))
-        joined = slots.read(decoder, target, drafter, context(text[at:]), prefix)
+        prefix = decoder.read(target, drafter, context(text[:at]))
+        joined = decoder.read(target, drafter, context(text), prefix)
         assert_same_state(joined.drafter.reader, whole.drafter.reader, len(text))
         assert next_chain(joined, text) == next_chain(whole, text)
     state = slots.empty(decoder, target, drafter, rows=2)
     state = slots.insert(decoder, target, state, [1], joined, keys)
     arguments = target, drafter, state, request.limits, request.sampling
     state = decoder.run(*arguments, max_steps=3)
-    taken = slots.take(decoder, drafter, state, 1)
+    taken = slots.take(state, 1)
     length = int(taken.context.length[0])
     longer = np.asarray(taken.context.tokens)[0, :length].tolist()
     assert length > len(text) + 2
-    forked = slots.read(decoder, target, drafter, context([7, 8, 9, 1, 2]), taken)
     both = [*longer, 7, 8, 9, 1, 2]
+    forked = decoder.read(target, drafter, context(both), taken)
     for prefix, words in ((taken, longer), (forked, both)):
-        want = slots.read(decoder, target, drafter, context(words))
+        want = decoder.read(target, drafter, context(words))
         assert_same_state(prefix.drafter.reader, want.drafter.reader, len(words))
         assert next_chain(prefix, words) == next_chain(want, words)
 
     # Other trees and drafters with the head keep what was read.
     for other in (drafter, st.BeamDrafter(drafter.model), st.DynamicDrafter(drafter.model)):
         tree = dataclasses.replace(decoder, topology=st.TreeTopology.budget(4, 3))
-        switched = slots.switch(tree, target, other, state)
-        assert_same_state(
-            *(
-                jax.tree.map(lambda leaf: leaf[1:], each.drafter.reader)
-                for each in (switched, state)
-            ),
-            length,
-        )
+        own = tree.read(target, other, context(text[:1]))
+        prefix = taken._replace(drafter=own.drafter._replace(reader=taken.drafter.reader))
+        switched = tree.read(target, other, taken.context, prefix)
+        assert_same_state(switched.drafter.reader, taken.drafter.reader, length)
     jax.clear_caches()
 
 

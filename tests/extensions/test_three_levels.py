@@ -226,7 +226,7 @@ def test_all_models_have_read_the_text(name):
 
 
 class NotAModule:
-    default_topology = prepare = propose = commit = st.NgramDrafter.prepare
+    default_topology = init = read = propose = commit = st.NgramDrafter.init
 
 
 def test_what_is_refused():

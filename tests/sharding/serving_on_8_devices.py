@@ -102,7 +102,8 @@ def test_programs_leave_the_rows_where_they_are():
     request = plan(target, [[1, 2, 3]] * 4, max_new_tokens=9, **drafts)
     decoder, drafter = request.decoder, drafts["drafter"]
     state = slots.empty(decoder, target, drafter, 4)
-    prefix = slots.read(decoder, target, drafter, jax.tree.map(lambda a: a[:1], request.context))
+    one = jax.tree.map(lambda a: a[:1], request.context)
+    prefix = decoder.read(target, drafter, on_mesh.placed(target, one))
     assert on_mesh.row_places(target.partition, [3, 0], 4).tolist() == [2, 0, 1, 2]
     places = target.partition.put(on_mesh.row_places(target.partition, [3], 4))
     (key,) = on_mesh.placed(target, (jax.random.key(0)[None],))
@@ -269,39 +270,6 @@ def test_options_of_requests():
                     assert (got is None) == (there is None)
                     if got is not None:
                         np.testing.assert_allclose(got, there, atol=1e-4)
-
-
-@slow
-def test_other_drafts_for_the_rows():
-    """`switch` to another tree, and what is taken out then."""
-    name = "bamba"
-    target, drafts = on(name, 2, 4)
-    drafter = drafts["drafter"]
-    text = dict(max_new_tokens=14, temperature=1.0)
-    request = plan(target, [[5, 9, 2]] * 4, key=jax.random.key(0), **drafts, **text)
-    deepest = st.TreeTopology.chain(3)
-    decoder = dataclasses.replace(request.decoder, deepest=3)
-    other = dataclasses.replace(decoder, topology=deepest)
-    request = on_mesh.on_mesh(request, target.partition)
-    state = slots.empty(decoder, target, drafter, 4)
-    one = jax.tree.map(lambda a: a[:1], plan(target, [[5, 9, 2]]).context)
-    prefix = slots.read(decoder, target, drafter, one)
-    keys = jax.vmap(jax.random.key)(jnp.arange(3))
-    state = slots.insert(decoder, target, state, [3, 0, 1], prefix, keys)
-    settings = request.limits, request.sampling
-    state = decoder.run(target, drafter, state, *settings, 2)
-    taken = slots.take(decoder, drafter, state, 0)
-    state = slots.switch(other, target, drafter, state)
-    state = slots.insert(
-        other, target, state, [2], slots.prepared(other, drafter, state, prefix), keys[:1]
-    )
-    state = other.run(target, drafter, state, *settings)
-    rows = np.asarray(state.context.tokens)[:, 3 : 3 + 14].tolist()
-    for row, key in zip((3, 0, 1, 2), keys[np.array([0, 1, 2, 0])], strict=True):
-        want = st.generate(model_of(name), [[5, 9, 2]], key=key[None], **text)
-        assert rows[row] == want.tokens[0].tolist()
-    length = int(taken.context.length[0])
-    assert np.asarray(taken.context.tokens)[0, 3:length].tolist() == rows[0][: length - 3]
 
 
 @slow

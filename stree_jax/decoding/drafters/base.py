@@ -6,11 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from stree_jax.array_types import Array, Float, Int
-from stree_jax.decoding.places import same_rows
-from stree_jax.decoding.prompts import buffer_size
-from stree_jax.decoding.returned import check_prepared
+from stree_jax.decoding.returned import check_new_state
 from stree_jax.decoding.types import Context, DraftTree, Drawn, Step, Verdict
-from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import placed_beside
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
@@ -23,21 +20,24 @@ class Drafter(Protocol):
     A drafter is a pytree, such as a `flax.nnx.Module`. Its array leaves are traced; its settings
     are part of the tree structure, so a program is compiled for each value of them.
 
-    No method changes the drafter. Its memory between steps is a *state*: a pytree of arrays with
-    the batch axis first, or None. `prepare` makes it, `propose` and `commit` take it and return it
-    with the same structure, shapes and dtypes. The loop donates it, so `prepare` must return fresh
-    arrays: none twice, and none that the drafter or the context holds.
+    No method changes the drafter. Its memory is a *state*: a pytree of arrays with the batch axis
+    first, or None. `init` makes it; `read`, `propose` and `commit` take it and return it with the
+    same structure, shapes and dtypes. The loop donates it, so `init` must return fresh arrays: none
+    twice, and none that the drafter holds.
 
     Order of calls:
 
         default_topology    in Python, before anything is compiled
-        prepare             once, not traced by the loop
+        init                once, before the first token
+        read                for every piece of text that the target prefills
         propose, commit     every step, traced
 
-    Rows are independent: what a row drafts depends on its own tokens, state and key alone.
+    Rows are independent: what a row drafts depends on its own tokens, state and key alone. A text
+    is continued from its state: after any number of steps more of it may be read. Between runs,
+    arrays whose sizes depend on the topology or on `max_length` may be cut to other sizes or padded
+    with zeros; before, `read` is called with `lengths` of 0.
 
-    A drafter may also have these; all but `read` and `resume` are used in Python, before anything
-    is compiled:
+    A drafter may also have these, which are used in Python, before anything is compiled:
 
         child_sampling(topology, *, temperature_is_zero)
                             how it chooses children, a `Drawn` or a kind of it ("iid"); rules decide
@@ -47,24 +47,11 @@ class Drafter(Protocol):
                             raises ValueError for a target, tree or temperature that it cannot serve
         models()            its draft models, a list of `HybridLM`, which must have the target's
                             vocabulary and lie on its mesh. Without it: all models found inside
-        read(state, tokens, hidden, lengths)
-                            the state after the next `lengths` `[B]` tokens `[B, T]` of a text,
-                            which the target has just prefilled; `hidden` `[B, T, M]` are its states
-                            there, after the final norm. Traced. Called after `prepare` with every
-                            chunk of a prompt but its last token, so that a drafter on the target's
-                            states drafts in the first step. A row that has ended must keep its
-                            state: texts are continued from it
-        resume(state, context, read, topology, max_length)
-                            the state for longer texts from that for the first `read` `[B]` tokens
-                            of each, which `prepare`, `commit` or `resume` returned, perhaps for
-                            another `topology` and `max_length`; else as `prepare`. Called between
-                            runs, not traced by the loop, to continue a text: after a prefix, or
-                            chunk by chunk. A drafter with `read` gets the new tokens there, and
-                            here the same texts. A row that has ended must keep its state. Without
-                            it: `prepare` again
-        inner_layers        an attribute, a tuple of numbers of layers, ascending: `hidden` of
-                            `read` and `commit` then has the residual stream after each of them
-                            appended to the last states, `[B, N, (1 + inner) M]`
+        inner_layers        an attribute: which hidden states of the target `read` and `commit` get.
+                            A tuple of numbers of layers, ascending: the states after the final
+                            norm, with the residual stream after each of these layers appended,
+                            `[B, N, (1 + inner) M]`; without it: (). None: `read` gets None, and is
+                            not traced
         chooses_shape       an attribute: True if trees do not have the topology's shape; `tune`,
                             which chooses a topology, refuses such a drafter
         rank_trace(...)     for `tune`, if candidates depend on the depth of a node, see
@@ -77,13 +64,32 @@ class Drafter(Protocol):
         """The draft tree if the user gives none."""
         ...
 
-    def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> Any:
-        """The state before the first step.
+    def init(self, batch: int, topology: TreeTopology, max_length: int) -> Any:
+        """The state of rows that have no text.
 
         Args:
-            context: the prompts. The last token of each is the root of the first tree.
+            batch: number of rows.
             topology: the draft tree of every step, nodes in level order.
             max_length: most tokens of a row, prompt included.
+        """
+        ...
+
+    def read(
+        self,
+        state: Any,
+        tokens: Int[Array, "B T"],
+        hidden: Any,
+        lengths: Int[Array, " B"],
+    ) -> Any:
+        """The state after the next tokens of a text, which the target has just prefilled.
+
+        The last token of a text is never read: it is the root of the first tree.
+
+        Args:
+            state: the state from `init`, `read` or `commit`.
+            tokens: the tokens, then padding.
+            hidden: the target's states after them, `[B, T, M]`, or None, see `inner_layers`.
+            lengths: how many of the tokens each row reads; with 0 it keeps its text.
         """
         ...
 
@@ -96,7 +102,7 @@ class Drafter(Protocol):
         """Grows a tree below each row's last token.
 
         Args:
-            state: the state from `prepare` or `commit`.
+            state: the state from `init`, `read` or `commit`.
             step: the text so far, whose last token is the root, random keys, noise and sampling
                 settings. Drafts that depend on `step.noise` are "shared".
             topology: sizes and, for a static tree, the shape: `topology.tree(valid)`. A tree of
@@ -183,54 +189,17 @@ def check_request(
         check(target, topology, temperature_is_zero=temperature_is_zero)
 
 
-def reads(drafter: Drafter) -> bool:
-    """Whether the drafter gets what the target prefills, see `Drafter`."""
-    return callable(getattr(drafter, "read", None))
-
-
-def keeps(drafter: Drafter | None) -> bool:
-    """Whether a drafter's state serves continued texts; otherwise it prepares again."""
-    return drafter is not None and (reads(drafter) or resumes(drafter))
-
-
-def resumes(drafter: Drafter) -> bool:
-    """Whether the drafter makes a state for a longer text, see `Drafter`."""
-    return callable(getattr(drafter, "resume", None))
-
-
-def resumed(
-    drafter: Drafter,
-    state: Any,
-    context: Context,
-    read: Int[Array, " B"],
-    topology: TreeTopology,
-    max_length: int,
+def first_state(
+    drafter: Drafter, lengths: Int[Array, " B"], topology: TreeTopology, max_length: int
 ) -> Any:
-    """A drafter's state for texts of which it has one for the first `read` tokens, see `Drafter`.
-
-    Args:
-        drafter: the drafter.
-        state: its state for the beginnings of the texts; None: it has none.
-        context: the texts; for a drafter with `read` their beginnings, for it has read no more.
-        read: tokens of each text that the state is for.
-        topology: the draft tree.
-        max_length: most tokens of a row.
-    """
-    if resumes(drafter) and state is not None:
-        resume: Any = getattr(drafter, "resume")  # noqa: B009
-        longer = resume(state, context, read, topology, max_length)
-        return placed_beside(context.length, check_prepared(drafter, longer, "resume"))
-    width = min(buffer_size(int(on_host(context.length).max())), context.tokens.shape[1])
-    text = Context(context.tokens[:, :width], context.length)
-    prepared = check_prepared(drafter, drafter.prepare(text, topology, max_length))
-    if reads(drafter) and same_rows(state, prepared):
-        return state
-    return placed_beside(context.length, prepared)
+    """A drafter's state before any text, on the devices of `lengths`, an array of the rows."""
+    state = check_new_state(drafter, drafter.init(len(lengths), topology, max_length))
+    return placed_beside(lengths, state)
 
 
-def inner_layers(drafter: Drafter | None) -> tuple[int, ...]:
-    """The inner layers whose states the drafter gets, see `Drafter`."""
-    return getattr(drafter, "inner_layers", ())
+def inner_layers(drafter: Drafter | None) -> tuple[int, ...] | None:
+    """Which hidden states the drafter gets, see `Drafter`."""
+    return None if drafter is None else getattr(drafter, "inner_layers", ())
 
 
 def root_token(context: Context) -> Int[Array, "B 1"]:

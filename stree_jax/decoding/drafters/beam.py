@@ -8,7 +8,7 @@ import numpy as np
 
 from stree_jax.decoding.drafters.levels import widths_of
 from stree_jax.decoding.drafters.model import ModelDraftState
-from stree_jax.decoding.drafters.search import Searches, after_search, search
+from stree_jax.decoding.drafters.search import Searches, search
 from stree_jax.decoding.types import DraftTree, Step
 from stree_jax.tree import TreeTopology, first_nodes
 
@@ -46,11 +46,15 @@ class BeamDrafter(Searches):
     ) -> tuple[DraftTree, ModelDraftState]:
         """See `Drafter`."""
         widths = self.widths(topology)
-        found, _ = search(self.model, state.reader, step, widths, lambda logits, depth: logits)
+        found, _ = search(
+            self.draft_model, state.reader, step, widths, lambda logits, depth: logits
+        )
         nodes, num_read = np.arange(topology.num_nodes, dtype=np.int32), self.num_read(topology)
         place = jnp.broadcast_to(np.where(nodes < num_read, nodes, -1), found.tokens.shape)
         none = jnp.full(topology.num_nodes, -1, jnp.int32)
         return (
             DraftTree(found.tokens, found.tree, None, none, found.finite),
-            after_search(found.reader, first_nodes(found.tree, num_read), place),
+            ModelDraftState(
+                self.draft_model.rest(found.reader), first_nodes(found.tree, num_read), place
+            ),
         )

@@ -15,7 +15,6 @@ from stree_jax.decoding.drafters.search import (
     Continuations,
     Found,
     Searches,
-    after_search,
     search,
 )
 from stree_jax.decoding.reader import DraftModel
@@ -92,12 +91,16 @@ class DynamicDrafter(Searches):
             return logits * self.sharpness
 
         widths = self.widths(topology)
-        found, candidates = search(self.model, state.reader, step, widths, weigh)
+        found, candidates = search(self.draft_model, state.reader, step, widths, weigh)
         tokens, tree, place = _best_nodes(found, candidates, widths, topology)
         none = jnp.full(topology.num_nodes, -1, jnp.int32)
         return (
             DraftTree(tokens, tree, None, none, found.finite, drawn),
-            after_search(found.reader, first_nodes(found.tree, self.num_read(topology)), place),
+            ModelDraftState(
+                self.draft_model.rest(found.reader),
+                first_nodes(found.tree, self.num_read(topology)),
+                place,
+            ),
         )
 
     def widths(self, topology: TreeTopology) -> list[int]:

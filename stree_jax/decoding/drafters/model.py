@@ -1,6 +1,5 @@
 """Drafting with a small model: a static tree, level by level, from one state."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +17,10 @@ from stree_jax.decoding.drafters.children import (
 )
 from stree_jax.decoding.drafters.levels import grow_levels, levels_of
 from stree_jax.decoding.nodes import put, take
-from stree_jax.decoding.reader import DraftModel, open_reader, resumed_reader
+from stree_jax.decoding.reader import DraftModel, draft_model
 from stree_jax.decoding.sampling import token_log_probs
-from stree_jax.decoding.types import Context, DraftTree, Drawn, Step, Verdict
-from stree_jax.models.lm import HybridLM, check_model
+from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
+from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, TreeTopology
 
 
@@ -29,7 +28,7 @@ class ModelDraftState(NamedTuple):
     """A draft model's state between steps.
 
     Attributes:
-        reader: the state of the model, a `NodeReader`.
+        reader: the state of the `DraftModel`.
         read: the tree that it has run, if it chose the shape itself; otherwise None.
         place: index in it of each node of the draft tree; -1 for nodes that the model did not run.
     """
@@ -50,53 +49,39 @@ class RunsModel(nnx.Module):
     """
 
     def __init__(self, model: HybridLM | DraftModel):
-        if not isinstance(model, DraftModel):
-            check_model(model)
-        self.model = model
+        self.draft_model = draft_model(model)
+
+    @property
+    def model(self) -> Any:
+        """The model, or the head, that it was made with."""
+        return self.draft_model.given
 
     def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
-        """See `Drafter`: heads refuse another target than theirs."""
-        if isinstance(self.model, DraftModel):
-            self.model.check_target(target)
+        """See `Drafter`."""
+        self.draft_model.check_target(target)
 
     @property
-    def inner_layers(self) -> tuple[int, ...]:
-        """See `Drafter`: what its heads need."""
-        return getattr(self.model, "inner_layers", ())
-
-    @property
-    def read(self) -> Callable[[ModelDraftState, Array, Array, Array], ModelDraftState] | None:
-        """See `Drafter`: for heads on the target's states; None for a `HybridLM`."""
-        if not isinstance(self.model, DraftModel):
-            return None
-        hear = self.model.hear
-        return lambda state, *read: state._replace(reader=hear(state.reader, *read))
+    def inner_layers(self) -> tuple[int, ...] | None:
+        """See `Drafter`: what the draft model needs."""
+        return self.draft_model.inner_layers
 
     def num_read(self, topology: TreeTopology) -> int:
         """Nodes that the model runs in a step."""
         raise NotImplementedError
 
-    def before_step(self, reader: Any, batch: int, topology: TreeTopology) -> ModelDraftState:
-        """The state before the first step, around that of the model."""
-        return ModelDraftState(reader)
-
-    def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> ModelDraftState:
+    def init(self, batch: int, topology: TreeTopology, max_length: int) -> ModelDraftState:
         """See `Drafter`."""
-        reader = open_reader(self.model, context, self.num_read(topology), max_length)
-        return self.before_step(reader, len(context.length), topology)
+        return ModelDraftState(self.draft_model.init(batch, self.num_read(topology), max_length))
 
-    def resume(
+    def read(
         self,
         state: ModelDraftState,
-        context: Context,
-        read: Int[Array, " B"],
-        topology: TreeTopology,
-        max_length: int,
+        tokens: Int[Array, "B T"],
+        hidden: Float[Array, "B T _"] | None,
+        lengths: Int[Array, " B"],
     ) -> ModelDraftState:
         """See `Drafter`."""
-        sizes = self.num_read(topology), max_length
-        reader = resumed_reader(self.model, state.reader, context, read, *sizes)
-        return self.before_step(reader, len(context.length), topology)
+        return state._replace(reader=self.draft_model.read(state.reader, tokens, hidden, lengths))
 
 
 class ModelDrafter(RunsModel):
@@ -145,8 +130,8 @@ class ModelDrafter(RunsModel):
 
         def grow(so_far: _Grown, at: _At, width: int) -> tuple[_Grown, Array | None]:
             """A level's children, and the distributions that they were drawn from."""
-            logits, reader = so_far.reader.read(
-                self.model,
+            logits, reader = self.draft_model.run(
+                so_far.reader,
                 so_far.tokens[:, at.nodes],
                 _inner_tree(topology, so_far.valid[:, inner]),
                 at.read,
@@ -191,7 +176,7 @@ class ModelDrafter(RunsModel):
             at,
             _At(0, None, len(inner), num_nodes, None, None, None),
             [level.width for level in levels],
-            state.reader.num_before + len(inner),
+            self.draft_model.num_before(state.reader) + len(inner),
         )
         rows = np.full(num_nodes, -1, np.int32)
         if log_probs[0] is not None:
@@ -202,13 +187,13 @@ class ModelDrafter(RunsModel):
                     first, depth = first + group.shape[2], depth + 1
         draft = DraftTree(
             tokens=grown.tokens,
-            tree=topology.tree(drafted(state.reader, grown.valid)),
+            tree=topology.tree(drafted(self.draft_model.ready(state.reader), grown.valid)),
             log_probs=None if log_probs[0] is None else _concatenated(log_probs),
             log_prob_row=jnp.asarray(rows),
             finite=grown.finite,
             drawn=drawn_how,
         )
-        return draft, state._replace(reader=grown.reader.rest())
+        return draft, state._replace(reader=self.draft_model.rest(grown.reader))
 
     def commit(
         self,
@@ -224,15 +209,15 @@ class ModelDrafter(RunsModel):
         place[inner] = np.arange(len(inner))
         tree = _inner_tree(topology, draft.tree.valid[:, inner])
         places = jnp.broadcast_to(place, draft.tokens.shape)
-        reader = state.reader.close(tree, places, draft, verdict, self.model, hidden)
+        reader = self.draft_model.commit(state.reader, tree, places, draft, verdict, hidden)
         return state._replace(reader=reader)
 
 
-def drafted(reader: Any, valid: Bool[Array, "B N"]) -> Bool[Array, "B N"]:
+def drafted(ready: Bool[Array, " B"] | None, valid: Bool[Array, "B N"]) -> Bool[Array, "B N"]:
     """The valid nodes, of rows that are not ready the root alone."""
-    if reader.ready is None:
+    if ready is None:
         return valid
-    return valid & (reader.ready[:, None] | (jnp.arange(valid.shape[1]) == 0))
+    return valid & (ready[:, None] | (jnp.arange(valid.shape[1]) == 0))
 
 
 class _Grown(NamedTuple):

@@ -10,7 +10,7 @@ from flax import nnx
 from stree_jax.array_types import Array, Float
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters.levels import levels_of
-from stree_jax.decoding.types import Context, DraftTree, Step, Verdict
+from stree_jax.decoding.types import DraftTree, Step, Verdict
 from stree_jax.tree import TreeTopology
 
 MAX_MATCH = 64  # each length is an operation of the program
@@ -30,6 +30,8 @@ class NgramDrafter(nnx.Module):
         ValueError: not integers with `1 <= min_match <= max_match <= MAX_MATCH`.
     """
 
+    inner_layers = None  # see `Drafter`
+
     def __init__(self, *, max_match: int = 3, min_match: int = 1):
         self.max_match = check_int("max_match", max_match, 1, MAX_MATCH)
         self.min_match = check_int(f"min_match, with {max_match = },", min_match, 1, max_match)
@@ -38,8 +40,11 @@ class NgramDrafter(nnx.Module):
         """A chain of 4: a match is usually right for several tokens, or for none."""
         return TreeTopology.chain(4)
 
-    def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> None:
-        """See `Drafter`. The context has everything, so there is no state."""
+    def init(self, batch: int, topology: TreeTopology, max_length: int) -> None:
+        """See `Drafter`. The context of a step has everything, so there is no state."""
+
+    def read(self, state: None, tokens: Array, hidden: object, lengths: Array) -> None:
+        """See `Drafter`."""
 
     def propose(
         self,

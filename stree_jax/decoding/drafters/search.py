@@ -16,7 +16,6 @@ from stree_jax.decoding.nodes import put, take
 from stree_jax.decoding.reader import DraftModel
 from stree_jax.decoding.sampling import all_finite
 from stree_jax.decoding.types import DraftTree, Step, Verdict
-from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, TreeTopology, first_nodes
 
 
@@ -95,10 +94,12 @@ class Searches(RunsModel):
         """See `RunsModel`."""
         return sum(self.widths(topology)[:-1])
 
-    def before_step(self, reader: Any, batch: int, topology: TreeTopology) -> ModelDraftState:
-        """See `RunsModel`: with an empty tree."""
+    def init(self, batch: int, topology: TreeTopology, max_length: int) -> ModelDraftState:
+        """See `Drafter`: with an empty tree."""
+        num_read = self.num_read(topology)
         place = jnp.zeros((batch, topology.num_nodes), jnp.int32)
-        return after_search(reader, _no_tree(batch, self.num_read(topology)), place)
+        reader = self.draft_model.init(batch, num_read, max_length)
+        return ModelDraftState(reader, _no_tree(batch, num_read), place)
 
     def commit(
         self,
@@ -109,18 +110,14 @@ class Searches(RunsModel):
         topology: TreeTopology,
     ) -> ModelDraftState:
         """See `Drafter`."""
-        reader = state.reader.close(state.read, state.place, draft, verdict, self.model, hidden)
+        reader = self.draft_model.commit(
+            state.reader, state.read, state.place, draft, verdict, hidden
+        )
         return state._replace(reader=reader)
 
 
-def after_search(reader: Any, read: Tree, place: Int[Array, "B N"]) -> ModelDraftState:
-    """The state until `commit`, see `ModelDraftState`."""
-    reader = reader.rest()
-    return ModelDraftState(reader, read, place) if reader.replays else ModelDraftState(reader)
-
-
 def search(
-    model: HybridLM | DraftModel,
+    model: DraftModel,
     reader: Any,
     step: Step,
     widths: list[int],
@@ -130,7 +127,7 @@ def search(
 
     Args:
         model: the draft model.
-        reader: its state, a `NodeReader`.
+        reader: its state.
         step: see `Drafter.propose`.
         widths: nodes of each level, the root's first; the model does not run the last level.
         weigh: from the logits at nodes of a depth, those whose softmax has the probabilities.
@@ -143,8 +140,8 @@ def search(
 
     def grow(found: Found, at: _At, width: int) -> tuple[Found, Continuations]:
         tree = found.tree
-        logits, reader = found.reader.read(
-            model, found.tokens[:, at.nodes], first_nodes(tree, num_read), at.read
+        logits, reader = model.run(
+            found.reader, found.tokens[:, at.nodes], first_nodes(tree, num_read), at.read
         )
         beams = jnp.where(at.read < num_read, found.score[:, at.nodes], -jnp.inf)
         masked = step.processors.masked(logits, take(found.states, at.nodes))
@@ -179,7 +176,7 @@ def search(
                 root.ancestor_mask.at[:, 0, 0].set(True),
                 root.valid.at[:, 0].set(True),
             ),
-            _no_score(reader, batch, num_nodes),
+            _no_score(model.ready(reader), batch, num_nodes),
             step.processors.room(num_nodes),
             reader,
             start.finite,
@@ -187,14 +184,16 @@ def search(
         [_At(d, here, here, below) for d, (here, below) in enumerate(itertools.pairwise(nodes))],
         _At(0, None, num_read, num_nodes),
         widths[1:],
-        reader.num_before + num_read,
+        model.num_before(reader) + num_read,
     )
 
 
-def _no_score(reader: Any, batch: int, num_nodes: int) -> Float32[Array, "B nodes"]:
+def _no_score(
+    ready: Bool[Array, " B"] | None, batch: int, num_nodes: int
+) -> Float32[Array, "B nodes"]:
     """Zeros; for a row that is not ready minus infinity, with which nothing continues its root."""
     zeros = jnp.zeros((batch, num_nodes))
-    return zeros if reader.ready is None else jnp.where(reader.ready[:, None], zeros, -jnp.inf)
+    return zeros if ready is None else jnp.where(ready[:, None], zeros, -jnp.inf)
 
 
 def _no_tree(batch: int, num_nodes: int) -> Tree:

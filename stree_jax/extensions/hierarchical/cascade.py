@@ -29,13 +29,12 @@ from stree_jax import (
 )
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_int
-from stree_jax.decoding import Reader, all_finite, position_noise
+from stree_jax.decoding import Reader, WholeModel, all_finite, position_noise
 from stree_jax.decoding.drafters import (
     check_child_sampling,
     check_request,
     chosen_child_sampling,
     drawn_by,
-    resumed,
 )
 from stree_jax.decoding.verifiers import default_verifier
 from stree_jax.extensions.hierarchical.chains import append_subtree
@@ -96,6 +95,8 @@ class CascadeDrafter(nnx.Module):
             not a module or needs its target's states, or an inner tree without drafts.
     """
 
+    inner_layers = None  # see `Drafter`
+
     def __init__(
         self,
         medium: HybridLM,
@@ -111,7 +112,7 @@ class CascadeDrafter(nnx.Module):
                 "inner must be a drafter that is a flax.nnx.Module, such as NgramDrafter() or"
                 f" ModelDrafter(small); got {shown(inner)}"
             )
-        if callable(getattr(inner, "read", None)):
+        if getattr(inner, "inner_layers", None) is not None:
             raise ValueError(
                 f"inner is a {type(inner).__name__}, which drafts from its target's hidden states;"
                 " a cascade has none of them, use a drafter such as NgramDrafter()"
@@ -155,46 +156,36 @@ class CascadeDrafter(nnx.Module):
         how = chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
         return Drawn(how)
 
-    def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> CascadeState:
+    def init(self, batch: int, topology: TreeTopology, max_length: int) -> CascadeState:
         """See `Drafter`."""
-        num_nodes = self.rounds * self.inner_topology.num_nodes
-        reader = Reader.open(self.medium, context, num_nodes, max_length)
-        # The inner drafter drafts beyond the end of a row before the target's path is cut.
-        inner = self.inner_topology, max_length + topology.depth
-        return self._behind(reader, self.inner.prepare(context, *inner), topology)
-
-    def resume(
-        self,
-        state: CascadeState,
-        context: Context,
-        read: Int[Array, " B"],
-        topology: TreeTopology,
-        max_length: int,
-    ) -> CascadeState:
-        """See `Drafter`. The inner drafter resumes too, or prepares again."""
-        num_nodes = self.rounds * self.inner_topology.num_nodes
-        reader = state.reader.resume(self.medium, context, read, num_nodes, max_length)
-        inner = self.inner_topology, max_length + topology.depth
-        first = resumed(self.inner, state.rounds[0].state, context, read, *inner)
-        return self._behind(reader, first, topology)
-
-    def _behind(self, reader: Reader, state: Any, topology: TreeTopology) -> CascadeState:
-        """The state before a step, from those of the medium model and of the inner drafter."""
-        batch, inner = len(reader.catch_up), self.inner_topology
-        num_nodes = self.rounds * inner.num_nodes
+        inner, num_nodes = self.inner_topology, self.rounds * self.inner_topology.num_nodes
 
         def no_round() -> Round:
             nodes = jnp.zeros((batch, inner.num_nodes), jnp.int32)
-            return Round(
-                jax.tree.map(jnp.copy, state), nodes, inner.tree(jnp.zeros(nodes.shape, bool))
-            )
+            # The inner drafter drafts beyond the end of a row before the target's path is cut.
+            state = self.inner.init(batch, inner, max_length + topology.depth)
+            return Round(state, nodes, inner.tree(jnp.zeros(nodes.shape, bool)))
 
         return CascadeState(
-            reader=reader,
+            reader=WholeModel(self.medium).init(batch, num_nodes, max_length),
             read=TreeTopology.chain(num_nodes - 1).tree(jnp.zeros((batch, num_nodes), bool)),
             place=jnp.zeros((batch, topology.num_nodes), jnp.int32),
             rounds=tuple(no_round() for _ in range(self.rounds + 1)),
         )
+
+    def read(
+        self,
+        state: CascadeState,
+        tokens: Int[Array, "B T"],
+        hidden: object,
+        lengths: Int[Array, " B"],
+    ) -> CascadeState:
+        """See `Drafter`. The inner drafter reads too."""
+        first = state.rounds[0]
+        hidden = self._no_hidden(*tokens.shape)
+        first = first._replace(state=self.inner.read(first.state, tokens, hidden, lengths))
+        reader = WholeModel(self.medium).read(state.reader, tokens, None, lengths)
+        return state._replace(reader=reader, rounds=(first, *state.rounds[1:]))
 
     def propose(
         self,
@@ -208,6 +199,7 @@ class CascadeDrafter(nnx.Module):
         verifier = VERIFIERS[self._rule(how, step.sampling.temperature_is_zero)]
         context, noise = step.context, step.noise
         inner, vocab_size = self.inner_topology, self.medium.vocab_size
+        medium = WholeModel(self.medium)
         batch, num_nodes = context.tokens.shape[0], inner.num_nodes
         rows = jnp.arange(batch)[:, None]
         emitted = jnp.zeros(batch, jnp.int32)  # drafts in this step
@@ -238,8 +230,8 @@ class CascadeDrafter(nnx.Module):
                 break
 
             tree = draft.tree if tree is None else append_subtree(tree, at, draft.tree)
-            logits, reader = reader.read(
-                self.medium, draft.tokens, tree, np.arange(first, first + num_nodes)
+            logits, reader = medium.run(
+                reader, draft.tokens, tree, np.arange(first, first + num_nodes)
             )
             finite &= (all_finite(logits) | ~draft.tree.valid).all(axis=-1)
             states = rules.of_tree(draft.tokens, draft.tree, inner)
@@ -271,7 +263,7 @@ class CascadeDrafter(nnx.Module):
             emitted += count
             at = first + verdict.last
             inner_state = self.inner.commit(
-                inner_state, draft, verdict, self._no_hidden(batch), inner
+                inner_state, draft, verdict, self._no_hidden(batch, num_nodes), inner
             )
 
         assert tree is not None  # there is at least one round
@@ -326,12 +318,12 @@ class CascadeDrafter(nnx.Module):
                 state_of,
                 inner_draft,
                 inner_verdict,
-                self._no_hidden(len(last)),
+                self._no_hidden(len(last), num_nodes),
                 self.inner_topology,
             )
         )
         return state._replace(
-            reader=state.reader.close(state.read, place, draft, verdict),
+            reader=WholeModel(self.medium).commit(state.reader, state.read, place, draft, verdict),
             rounds=(first, *state.rounds[1:]),
         )
 
@@ -343,6 +335,6 @@ class CascadeDrafter(nnx.Module):
         drawn = Drawn(how) if how == "shared" else self._inner_sampling(temperature_is_zero)
         return default_verifier(drawn, self.inner_topology, temperature_is_zero=temperature_is_zero)
 
-    def _no_hidden(self, batch: int) -> Array:
-        shape = (batch, self.inner_topology.num_nodes, self.medium.config.d_model)
+    def _no_hidden(self, batch: int, num_tokens: int) -> Array:
+        shape = (batch, num_tokens, self.medium.config.d_model)
         return jnp.zeros(shape, self.medium.dtype)

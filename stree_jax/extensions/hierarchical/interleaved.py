@@ -12,7 +12,6 @@ import numpy as np
 from flax import nnx
 
 from stree_jax import (
-    Context,
     DraftTree,
     Drawn,
     HybridLM,
@@ -22,7 +21,7 @@ from stree_jax import (
     token_log_probs,
 )
 from stree_jax.array_types import Array, Float, Int
-from stree_jax.decoding import Reader, all_finite
+from stree_jax.decoding import Reader, WholeModel, all_finite
 from stree_jax.decoding.drafters import (
     check_child_sampling,
     chosen_child_sampling,
@@ -58,6 +57,8 @@ class InterleavedDrafter(nnx.Module):
         ValueError: another pattern or `child_sampling`, something that is not a model, or models
             with different vocabularies.
     """
+
+    inner_layers = None  # see `Drafter`
 
     def __init__(
         self, medium: HybridLM, small: HybridLM, pattern: str, *, child_sampling: str = "auto"
@@ -99,27 +100,24 @@ class InterleavedDrafter(nnx.Module):
         how = chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
         return Drawn(how)
 
-    def prepare(
-        self, context: Context, topology: TreeTopology, max_length: int
-    ) -> dict[str, Reader]:
+    def init(self, batch: int, topology: TreeTopology, max_length: int) -> dict[str, Reader]:
         """See `Drafter`."""
         return {
-            letter: Reader.open(model, context, num_read, max_length, num_catch_up)
-            for letter, model, num_read, num_catch_up in self._readers(topology)
+            letter: model.init(batch, self._num_read(letter), max_length)
+            for letter, model in self._models().items()
         }
 
-    def resume(
+    def read(
         self,
         state: dict[str, Reader],
-        context: Context,
-        read: Int[Array, " B"],
-        topology: TreeTopology,
-        max_length: int,
+        tokens: Int[Array, "B T"],
+        hidden: object,
+        lengths: Int[Array, " B"],
     ) -> dict[str, Reader]:
         """See `Drafter`."""
         return {
-            letter: state[letter].resume(model, context, read, num_read, max_length, num_catch_up)
-            for letter, model, num_read, num_catch_up in self._readers(topology)
+            letter: model.read(state[letter], tokens, None, lengths)
+            for letter, model in self._models().items()
         }
 
     def propose(
@@ -133,15 +131,15 @@ class InterleavedDrafter(nnx.Module):
             topology, temperature_is_zero=step.sampling.temperature_is_zero
         )
         how = drawn_how.kind
-        models = {"q": self.medium, "s": self.small}
+        models = self._models()
         tokens = root_token(step.context)
         valid = jnp.ones_like(tokens, bool)
         read = dict.fromkeys(models, 0)  # nodes of the chain that a model has run
         log_probs, finite = [], jnp.ones_like(valid[:, 0])
         rules = step.processors.room(1)
         for depth, letter in enumerate(self.pattern):
-            logits, reader = state[letter].read(
-                models[letter],
+            logits, reader = models[letter].run(
+                state[letter],
                 tokens[:, read[letter] :],
                 TreeTopology.chain(depth).tree(valid),
                 np.arange(read[letter], depth + 1),
@@ -185,19 +183,19 @@ class InterleavedDrafter(nnx.Module):
         """See `Drafter`."""
         nodes = np.arange(topology.num_nodes, dtype=np.int32)
 
-        def committed(letter: str, reader: Reader) -> Reader:
+        def committed(letter: str, model: WholeModel) -> Reader:
             num_read = self._num_read(letter)
             place = jnp.broadcast_to(np.where(nodes < num_read, nodes, -1), draft.tokens.shape)
             chain = TreeTopology.chain(num_read - 1).tree(draft.tree.valid[:, :num_read])
-            return reader.close(chain, place, draft, verdict)
+            return model.commit(state[letter], chain, place, draft, verdict)
 
-        return {letter: committed(letter, reader) for letter, reader in state.items()}
+        return {letter: committed(letter, model) for letter, model in self._models().items()}
 
-    def _readers(self, topology: TreeTopology) -> list[tuple[str, HybridLM, int, int]]:
-        """Letter, model, nodes that it runs, and most catch-up tokens, of both models."""
-        counts = {letter: self._num_read(letter) for letter in "qs"}
+    def _models(self) -> dict[str, WholeModel]:
+        """Each with slots for the tokens that it has not run when all drafts are accepted."""
         models = {"q": self.medium, "s": self.small}
-        return [(x, models[x], count, topology.num_nodes - count) for x, count in counts.items()]
+        length = 1 + len(self.pattern)
+        return {x: WholeModel(model, length - self._num_read(x)) for x, model in models.items()}
 
     def _num_read(self, letter: str) -> int:
         """Nodes of the chain that a model runs, root included."""

@@ -16,7 +16,6 @@ import numpy as np
 from flax import nnx
 
 from stree_jax import (
-    Context,
     DraftTree,
     Drawn,
     HybridLM,
@@ -62,6 +61,8 @@ class MedusaDrafter(nnx.Module):
     Raises:
         ValueError: another value of `child_sampling`, or heads of other sizes.
     """
+
+    inner_layers = ()  # see `Drafter`: the states after the final norm alone
 
     def __init__(self, target: HybridLM, heads: MedusaHeads, *, child_sampling: str = "auto"):
         check_child_sampling(child_sampling)
@@ -113,9 +114,8 @@ class MedusaDrafter(nnx.Module):
         shares = len({*inner}) < len(inner)  # two nodes of one depth have children
         return Drawn(how, by_depth=shares)
 
-    def prepare(self, context: Context, topology: TreeTopology, max_length: int) -> MedusaState:
+    def init(self, batch: int, topology: TreeTopology, max_length: int) -> MedusaState:
         """See `Drafter`."""
-        batch = context.length.shape[0]
         shape = (batch, self.heads.bias.shape[1])
         return MedusaState(jnp.zeros(shape, self.output_head.result_dtype), jnp.zeros(batch, bool))
 

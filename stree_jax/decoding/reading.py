@@ -1,0 +1,101 @@
+"""How target and drafter read a text together, piece by piece."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stree_jax.array_types import Array, Int, Lengths, Tokens
+from stree_jax.decoding.drafters.base import Drafter, first_state, inner_layers
+from stree_jax.decoding.places import cache_shapes, fitted, same_rows
+from stree_jax.decoding.prefill import prefill, prefill_with_drafter, rest_of
+from stree_jax.decoding.returned import check_state
+from stree_jax.decoding.types import Context, Prefix
+from stree_jax.mesh.partition import placed_beside
+from stree_jax.models.cache import Cache
+from stree_jax.models.lm import HybridLM
+from stree_jax.tree import TreeTopology
+
+
+def read_text(
+    model: HybridLM,
+    drafter: Drafter | None,
+    context: Context,
+    topology: TreeTopology,
+    max_length: int,
+    before: Prefix | None,
+) -> Prefix:
+    """The prefix of texts, see `SpeculativeDecoder.read`."""
+    lengths = context.length
+    state = None
+    if drafter is not None:
+        state = _state_before(model, drafter, lengths, topology, max_length, before)
+    if before is None:
+        piece = context.tokens, lengths - 1
+        return Prefix(context, *_read(model, drafter, *piece, max_length, state, None))
+    cache = fitted(before.cache, cache_shapes(model, len(lengths), max_length))
+    rest = rest_of(context, before.context.length - 1)
+    if rest is not None:
+        cache, state = _read(model, drafter, *rest, max_length, state, cache)
+    return Prefix(context, cache, state)
+
+
+def drafter_shapes(drafter: Drafter, rows: int, topology: TreeTopology, max_length: int) -> Any:
+    """Shapes and dtypes of a drafter's state."""
+    return jax.eval_shape(lambda: drafter.init(rows, topology, max_length))
+
+
+def _read(
+    model: HybridLM,
+    drafter: Drafter | None,
+    tokens: Tokens,
+    lengths: Lengths,
+    max_length: int,
+    state: Any,
+    cache: Cache | None,
+) -> tuple[Cache, Any]:
+    """The target's cache and the drafter's state after both have read the tokens.
+
+    A drafter that gets hidden states of the target reads chunk by chunk, in the target's program;
+    another one reads all at once, and the target's program does not depend on it.
+    """
+    inner = inner_layers(drafter)
+    if drafter is not None and inner is not None:
+        piece = tokens, lengths, max_length, state, cache
+        return prefill_with_drafter(model, drafter, *piece, inner)
+    if drafter is not None:
+        state = check_state(drafter, "read", drafter.read(state, tokens, None, lengths), state)
+    return prefill(model, tokens, lengths, max_length, cache), state
+
+
+def _state_before(
+    model: HybridLM,
+    drafter: Drafter,
+    lengths: Int[Array, " B"],
+    topology: TreeTopology,
+    max_length: int,
+    before: Prefix | None,
+) -> Any:
+    """The drafter's state after the beginnings of the texts, for this tree and length."""
+    if before is None or before.drafter is None:
+        state = first_state(drafter, lengths, topology, max_length)
+        if before is not None and inner_layers(drafter) is None:  # hidden states are gone
+            tokens, read = before.context
+            state = drafter.read(state, tokens, None, read - 1)
+        return state
+    wanted = drafter_shapes(drafter, len(lengths), topology, max_length)
+    if same_rows(before.drafter, wanted):
+        return before.drafter
+    return fitted(_settled(model, drafter, before.drafter, lengths), wanted)
+
+
+def _settled(model: HybridLM, drafter: Drafter, state: Any, lengths: Int[Array, " B"]) -> Any:
+    """A state after no tokens: what its last step left behind is settled, see `Drafter`."""
+    hidden = None
+    if (inner := inner_layers(drafter)) is not None:
+        width = (1 + len(inner)) * model.config.d_model
+        hidden = jnp.zeros((len(lengths), 1, width), model.activation_dtype)
+    nothing = jnp.zeros((len(lengths), 1), jnp.int32), hidden, jnp.zeros_like(lengths)
+    return check_state(
+        drafter, "read", drafter.read(state, *placed_beside(lengths, nothing)), state
+    )
