@@ -6,7 +6,7 @@ from jax import lax
 
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.decoding.sampling import token_log_probs
-from stree_jax.decoding.types import DraftTree, Sampling, TokenLogProbs, Verdict
+from stree_jax.decoding.types import Sampling, TokenLogProbs
 
 
 def empty(batch: int, places: int, num_best: int) -> TokenLogProbs:
@@ -29,13 +29,12 @@ def recorded(
     so_far: TokenLogProbs,
     logits: Float[Array, "B N V"],
     processed: Float[Array, "B N V"],
-    draft: DraftTree,
-    verdict: Verdict,
+    nodes: Int[Array, "B _"],
     new_tokens: Int[Array, "B _"],
     at: Int[Array, " B"],
     sampling: Sampling,
 ) -> TokenLogProbs:
-    """The records with those of a step.
+    """Appends one step's log-probabilities to the records.
 
     As tokens are appended, records of a whole path are written; those of tokens that were cut are
     overwritten by the next step, or never read.
@@ -44,16 +43,12 @@ def recorded(
         so_far: the records before the step.
         logits: the target's logits at the nodes of the draft tree.
         processed: the logits from which the verifier drew.
-        draft: the draft tree.
-        verdict: the verifier's path.
+        nodes: the verifier's path, a node for each of the new tokens: that at which it was drawn.
         new_tokens: drafts on the path, then the next token: `[B, depth + 1]`.
         at: position of the first of them.
         sampling: sampling settings of each row.
     """
-    # The token at depth d + 1 was drawn at the path's node of depth d.
-    depths = jnp.arange(new_tokens.shape[1])
-    on_path = jnp.take_along_axis(draft.tree.ancestor_mask, verdict.last[:, None, None], axis=1)
-    nodes = jnp.argmax(on_path & (draft.tree.depth[:, None] == depths[:, None]), axis=-1)[..., None]
+    nodes = nodes[..., None]
     log_probs = jax.nn.log_softmax(jnp.take_along_axis(logits, nodes, axis=1))
     if sampling.record_sampled is not None:
         sampled = token_log_probs(jnp.take_along_axis(processed, nodes, axis=1), sampling)

@@ -13,20 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from stree_jax.array_types import Array, Bool, Int
+from stree_jax.array_types import Array
 from stree_jax.checks import check_int
-from stree_jax.decoding import log_probs, stops
-from stree_jax.decoding.drafters import Drafter, root_only
-from stree_jax.decoding.drafters.base import inner_layers
-from stree_jax.decoding.processors import Processing, first_states
+from stree_jax.decoding import log_probs
+from stree_jax.decoding.drafters import Drafter
+from stree_jax.decoding.processors import first_states
 from stree_jax.decoding.prompts import MAX_TOKENS
 from stree_jax.decoding.reading import read_text
-from stree_jax.decoding.returned import (
-    check_proposed,
-    check_state,
-    check_verdict,
-)
-from stree_jax.decoding.sampling import all_finite, position_noise
+from stree_jax.decoding.step import decode_step
 from stree_jax.decoding.types import (
     Context,
     DecodeState,
@@ -35,7 +29,6 @@ from stree_jax.decoding.types import (
     Prefix,
     Sampling,
     Statistics,
-    Step,
     Verdict,
     sampling_specs,
     state_specs,
@@ -43,12 +36,10 @@ from stree_jax.decoding.types import (
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import on_mesh
-from stree_jax.models.cache import empty_path, path_to
+from stree_jax.models.cache import empty_path
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
-# Codes of `DecodeState.failed`: logits were not finite, or processors left no token.
-TARGET_FAILED, DRAFT_FAILED, RULED_OUT = 1, 2, 3
 MAX_STEPS = 2**31 - 1  # the loop counts them in int32
 
 
@@ -230,7 +221,7 @@ class SpeculativeDecoder:
 
         On a mesh each shard of the batch counts its own steps and ended rows.
         """
-        before = state
+        before, static = state, (self.topology, self.verifier)
 
         def unfinished(state: DecodeState) -> Array:
             go_on = jnp.any(~state.done)
@@ -242,7 +233,7 @@ class SpeculativeDecoder:
 
         # The body closes over the weights, so that the loop does not carry them.
         def step(_: Any, state: DecodeState) -> DecodeState:
-            return self._step(model, drafter, state, limits, sampling)[0]
+            return decode_step(*static, model, drafter, state, limits, sampling)[0]
 
         def some_steps(state: DecodeState) -> DecodeState:
             return lax.fori_loop(
@@ -268,139 +259,7 @@ class SpeculativeDecoder:
         sampling: Sampling,
     ) -> tuple[DecodeState, DraftTree, Verdict]:
         """One iteration of `run`, for streaming and inspection."""
-        return self._step(model, drafter, state, limits, sampling)
-
-    def _step(
-        self,
-        model: HybridLM,
-        drafter: Drafter | None,
-        state: DecodeState,
-        limits: Limits,
-        sampling: Sampling,
-    ) -> tuple[DecodeState, DraftTree, Verdict]:
-        keys = jax.vmap(lambda key, step: jax.random.split(jax.random.fold_in(key, step)))(
-            state.keys, state.step
-        )
-
-        # Noise by row and output position, independent of the drafts and the number of steps.
-        noise = None
-        if not sampling.temperature_is_zero:
-            noise = position_noise(
-                state.keys, state.emitted, self.topology.depth, model.config.vocab_size
-            )
-            noise = jnp.where((sampling.temperature > 0)[:, None, None], noise, 0.0)
-
-        processing = Processing.of(sampling.processors, state.processors)
-        step = Step(state.context, keys[:, 0], noise, sampling, processing)
-
-        # Draft.
-        if drafter is None:
-            draft, drafter_state = root_only(state.context), None
-        else:
-            with jax.named_scope("draft"):
-                returned = drafter.propose(state.drafter, step, self.topology)
-            batch, vocab_size = len(state.done), model.config.vocab_size
-            draft, drafter_state = check_proposed(
-                drafter, returned, state.drafter, batch, self.topology, vocab_size
-            )
-
-        if drafter is not None:
-            tokens, tree, is_finite = model.shard.broadcast_from_first(
-                (draft.tokens, draft.tree, draft.finite)
-            )
-            draft = draft._replace(tokens=tokens, tree=tree, finite=is_finite)
-
-        # Forward, after replaying the previous path.
-        hidden, pending, cache = model.tree(
-            draft.tokens,
-            draft.tree,
-            state.cache,
-            replay=(state.pending, state.path),
-            inner=inner_layers(drafter) or (),
-        )
-        final = hidden[..., : model.config.d_model] if inner_layers(drafter) else hidden
-        logits = model.logits(final)[..., : model.config.vocab_size]
-        finite = all_finite(logits)
-        nodes = processing.of_tree(draft.tokens, draft.tree, self.topology)
-        processed, allows_some = processing.applied(logits, nodes)
-
-        # Verify.
-        with jax.named_scope("verify"):
-            of_verifier = step._replace(keys=keys[:, 1])
-            verdict = self.verifier.verify(draft, processed, of_verifier, self.topology)
-        check_verdict(self.verifier, verdict, len(state.done))
-
-        if not _is_exact(self.verifier, sampling):
-            verdict = model.shard.broadcast_from_first(verdict)
-
-        # Emit, up to the end of sequence, a stop or the limit.
-        new_tokens = _emitted_tokens(draft, verdict, self.topology.depth)
-        count = verdict.num_accepted + 1
-        is_end = (new_tokens[..., None] == limits.eos_tokens[:, None]).any(axis=-1)
-        stop, read = state.stop, None
-        if limits.stops is not None:
-            if stop is None:
-                raise ValueError("limits.stops needs a decoder with has_stops = True")
-            read = stops.advanced(limits.stops, stop, new_tokens, state.emitted)
-            is_end |= read[1]
-        is_end &= jnp.arange(new_tokens.shape[1]) < count[:, None]
-        ended = is_end.any(axis=-1)
-        count = jnp.where(ended, jnp.argmax(is_end, axis=-1) + 1, count)
-        count = jnp.minimum(count, limits.max_new_tokens - state.emitted)
-        count, is_ruled_out = processing.cut(count, draft.tree, verdict.last, allows_some)
-        failed = _failures(draft, verdict, count, finite)
-        failed = jnp.where(state.done, state.failed, failed)
-        active = ~state.done & (failed == 0)
-        count = jnp.where(active, count, 0)
-        if is_ruled_out is not None:  # after the tokens before
-            failed = jnp.where(active & is_ruled_out, RULED_OUT, failed)
-        if stop is not None and read is not None:
-            stop = stops.after(stop, *read, count)
-        records = state.log_probs
-        if records is not None:
-            at = state.context.length
-            records = log_probs.recorded(
-                records, logits, processed, draft, verdict, new_tokens, at, sampling
-            )
-        context = _append(state.context, new_tokens, count)
-        emitted = state.emitted + count
-        done = state.done | (failed > 0) | ended | (emitted >= limits.max_new_tokens)
-
-        # The cache must see every token but the last emitted one: the root and count - 1 drafts.
-        # That is less than the verifier's path if the path was cut.
-        on_path = jnp.take_along_axis(draft.tree.ancestor_mask, verdict.last[:, None, None], axis=1)
-        reached = on_path[:, 0] & (draft.tree.depth == count[:, None] - 1)
-        last = jnp.where(count > 0, jnp.argmax(reached, axis=-1).astype(jnp.int32), -1)
-        verdict = verdict._replace(last=last, num_accepted=jnp.maximum(count - 1, 0))
-        if drafter is not None:
-            committed = drafter.commit(drafter_state, draft, verdict, hidden, self.topology)
-            drafter_state = check_state(drafter, "commit", committed, state.drafter)
-
-        return (
-            DecodeState(
-                context=context,
-                emitted=emitted,
-                done=done,
-                failed=failed,
-                cache=cache,
-                pending=pending,
-                path=path_to(draft.tree, last),
-                drafter=drafter_state,
-                processors=processing.commit(nodes, last, new_tokens, count),
-                keys=state.keys,
-                step=state.step + 1,
-                statistics=_count(state.statistics, draft, on_path[:, 0], count, active),
-                log_probs=records,
-                stop=stop,
-            ),
-            draft,
-            verdict,
-        )
-
-
-def _is_exact(verifier: Verifier, sampling: Sampling) -> bool:
-    """Whether a rule only compares logits, so that equal logits give equal verdicts anywhere."""
-    return getattr(verifier, "follows_target", False) and sampling.temperature_is_zero
+        return decode_step(self.topology, self.verifier, model, drafter, state, limits, sampling)
 
 
 def owned(state: DecodeState, callers: Any) -> DecodeState:
@@ -431,50 +290,3 @@ def owned(state: DecodeState, callers: Any) -> DecodeState:
 
 def _is_committed(leaf: Any) -> bool:
     return getattr(leaf, "committed", False)
-
-
-def _failures(
-    draft: DraftTree, verdict: Verdict, count: Int[Array, " B"], finite: Bool[Array, "B N"]
-) -> Int[Array, " B"]:
-    """0 or a failure code per row: the target's logits on the emitted path, or the draft's."""
-    on_path = jnp.take_along_axis(draft.tree.ancestor_mask, verdict.last[:, None, None], axis=1)
-    used = on_path[:, 0] & (draft.tree.depth < count[:, None])
-    target_failed = (used & ~finite).any(axis=-1)
-    return jnp.where(target_failed, TARGET_FAILED, jnp.where(draft.finite, 0, DRAFT_FAILED))
-
-
-def _emitted_tokens(draft: DraftTree, verdict: Verdict, depth: int) -> Int[Array, "B _"]:
-    """The accepted drafts, then the next token, then unspecified values: `[B, depth + 1]`."""
-    on_path = jnp.take_along_axis(draft.tree.ancestor_mask, verdict.last[:, None, None], axis=1)
-    at_depth = draft.tree.depth[:, None, :] == jnp.arange(1, depth + 2)[:, None]
-    node = jnp.argmax(on_path & at_depth, axis=-1)
-    drafts = jnp.take_along_axis(draft.tokens, node, axis=1)
-    is_next = jnp.arange(depth + 1) == verdict.num_accepted[:, None]
-    return jnp.where(is_next, verdict.next_token[:, None], drafts)
-
-
-def _append(context: Context, new_tokens: Array, count: Array) -> Context:
-    """Appends the first `count` of `new_tokens` to each row."""
-    # Writes all of them: the buffer has room for a whole path past a row's end, and tokens beyond
-    # `count` are never read.
-    tokens = jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new, (at,)))(
-        context.tokens, new_tokens, context.length
-    )
-    return Context(tokens, context.length + count)
-
-
-def _count(
-    statistics: Statistics, draft: DraftTree, on_path: Array, count: Array, active: Array
-) -> Statistics:
-    depth = statistics.accepted_per_depth.shape[1]
-    verified = (on_path.sum(axis=-1) - 1).astype(jnp.int32)
-    accepted = jnp.where(active, jnp.minimum(verified, count), 0)
-    drafted = jnp.where(active, draft.tree.valid.sum(axis=-1, dtype=jnp.int32) - 1, 0)
-    return Statistics(
-        target_calls=statistics.target_calls + active,
-        emitted=statistics.emitted + count,
-        drafted=statistics.drafted + drafted,
-        accepted=statistics.accepted + accepted,
-        accepted_per_depth=statistics.accepted_per_depth
-        + (accepted[:, None] > jnp.arange(depth)).astype(jnp.int32),
-    )

@@ -198,23 +198,23 @@ class Processing(NamedTuple):
     def cut(
         self,
         count: Int[Array, " B"],
-        tree: Tree,
-        last: Int[Array, " B"],
+        depth: Int[Array, "B N"],
+        on_path: Bool[Array, "B N"],
         allows_some: Bool[Array, "B N"] | None,
     ) -> tuple[Int[Array, " B"], Bool[Array, " B"] | None]:
         """Emitted tokens up to a node where no token is allowed, and whether a row meets one.
 
         Args:
             count: tokens to emit, the first `count - 1` drafts of the path and one more.
-            tree: the draft tree.
-            last: the path's last node.
+            depth: of the nodes of the draft tree.
+            on_path: the nodes of the path.
             allows_some: from `applied`.
         """
         if allows_some is None:
             return count, None
-        on_path = jnp.take_along_axis(tree.ancestor_mask, last[:, None, None], axis=1)[:, 0]
-        depth = jnp.where(on_path & ~allows_some, tree.depth, jnp.iinfo(jnp.int32).max).min(axis=-1)
-        return jnp.minimum(count, depth), depth < count
+        most = jnp.iinfo(jnp.int32).max
+        first = jnp.where(on_path & ~allows_some, depth, most).min(axis=-1)
+        return jnp.minimum(count, first), first < count
 
     def commit(
         self,

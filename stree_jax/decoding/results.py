@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from stree_jax.decoding.loop import DRAFT_FAILED, RULED_OUT, TARGET_FAILED
 from stree_jax.decoding.options import Options, Plan, is_lossless
+from stree_jax.decoding.step import DRAFT_FAILED, RULED_OUT, TARGET_FAILED
 from stree_jax.decoding.stop_tables import Stopping
 from stree_jax.decoding.stops import STOPPED
 from stree_jax.decoding.types import (

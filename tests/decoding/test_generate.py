@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.loop import TARGET_FAILED
 from stree_jax.decoding.options import plan
+from stree_jax.decoding.step import TARGET_FAILED
 from stree_jax.layer_config import AttentionConfig
 from stree_jax.mesh.hosts import on_host
 from stree_jax.testing import HYBRIDS, perturbed, random_model, randomised, tiny_model

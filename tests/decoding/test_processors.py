@@ -10,12 +10,12 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding.nodes import MAX_UNROLLED
-from stree_jax.decoding.loop import RULED_OUT
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.processors import Processing, first_states
 from stree_jax.decoding.rows import Row, processors_of
 from stree_jax.decoding.rule_rows import joined
 from stree_jax.decoding.sampling import token_log_probs
+from stree_jax.decoding.step import RULED_OUT
 from stree_jax.decoding.verifiers.reject import try_children
 from stree_jax.decoding.verifiers.traverse import traverse
 from stree_jax.testing import (

@@ -1,0 +1,251 @@
+"""One step of the loop: draft and verify, emit, advance."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from stree_jax.array_types import Array, Bool, Float, Int
+from stree_jax.decoding import log_probs, stops
+from stree_jax.decoding.drafters import Drafter, root_only
+from stree_jax.decoding.drafters.base import inner_layers
+from stree_jax.decoding.processors import Processing
+from stree_jax.decoding.returned import check_proposed, check_state, check_verdict
+from stree_jax.decoding.sampling import all_finite, position_noise
+from stree_jax.decoding.types import (
+    Context,
+    DecodeState,
+    DraftTree,
+    Limits,
+    Sampling,
+    Statistics,
+    Step,
+    Verdict,
+)
+from stree_jax.decoding.verifiers import Verifier
+from stree_jax.models.cache import Cache, Pending, path_to
+from stree_jax.models.lm import HybridLM
+from stree_jax.tree import TreeTopology
+
+# Codes of `DecodeState.failed`: logits were not finite, or processors left no token.
+TARGET_FAILED, DRAFT_FAILED, RULED_OUT = 1, 2, 3
+
+
+class Verified(NamedTuple):
+    """A draft tree, what the target makes of it, and the verdict."""
+
+    draft: DraftTree
+    drafter: Any  # the drafter's state after `propose`
+    hidden: Float[Array, "B N _"]
+    cache: Cache  # with the path of the step before
+    pending: Pending
+    logits: Float[Array, "B N V"]
+    processed: Float[Array, "B N V"]  # from which the verifier drew
+    allows_some: Bool[Array, "B N"] | None  # where processors leave a token
+    processors: Any  # their states at all nodes
+    verdict: Verdict
+    on_path: Bool[Array, "B N"]
+    nodes: Int[Array, "B _"]  # the path's node of each depth; 0 beyond its end
+
+
+class Emitted(NamedTuple):
+    """The new tokens of a step."""
+
+    tokens: Int[Array, "B _"]  # the accepted drafts, the next token, then unspecified values
+    num_new: Int[Array, " B"]  # how many of them the rows take
+    active: Bool[Array, " B"]  # rows that took part in the step
+    ended: Bool[Array, " B"]  # by an end token or a stop
+    failed: Int[Array, " B"]
+    stop: Int[Array, " B"] | None
+
+
+def decode_step(
+    topology: TreeTopology,
+    verifier: Verifier,
+    model: HybridLM,
+    drafter: Drafter | None,
+    state: DecodeState,
+    limits: Limits,
+    sampling: Sampling,
+) -> tuple[DecodeState, DraftTree, Verdict]:
+    """The state after a step, the draft tree, and the verdict, cut where the row ended."""
+    processing = Processing.of(sampling.processors, state.processors)
+    verified = _draft_and_verify(topology, verifier, model, drafter, state, sampling, processing)
+    emitted = _emit(verified, state, limits, processing)
+    return _advance(topology, drafter, state, limits, sampling, processing, verified, emitted)
+
+
+def _draft_and_verify(
+    topology: TreeTopology,
+    verifier: Verifier,
+    model: HybridLM,
+    drafter: Drafter | None,
+    state: DecodeState,
+    sampling: Sampling,
+    processing: Processing,
+) -> Verified:
+    vocab_size = model.config.vocab_size
+    keys = jax.vmap(lambda key, step: jax.random.split(jax.random.fold_in(key, step)))(
+        state.keys, state.step
+    )
+    # Noise by row and output position, independent of the drafts and the number of steps.
+    noise = None
+    if not sampling.temperature_is_zero:
+        noise = position_noise(state.keys, state.emitted, topology.depth, vocab_size)
+        noise = jnp.where((sampling.temperature > 0)[:, None, None], noise, 0.0)
+    step = Step(state.context, keys[:, 0], noise, sampling, processing)
+
+    draft, drafter_state = root_only(state.context), None
+    if drafter is not None:
+        with jax.named_scope("draft"):
+            returned = drafter.propose(state.drafter, step, topology)
+        draft, drafter_state = check_proposed(
+            drafter, returned, state.drafter, len(state.done), topology, vocab_size
+        )
+        agreed = model.shard.broadcast_from_first((draft.tokens, draft.tree, draft.finite))
+        draft = draft._replace(tokens=agreed[0], tree=agreed[1], finite=agreed[2])
+
+    hidden, pending, cache = model.tree(
+        draft.tokens,
+        draft.tree,
+        state.cache,
+        replay=(state.pending, state.path),
+        inner=inner_layers(drafter) or (),
+    )
+    logits = model.logits(hidden[..., : model.config.d_model])[..., :vocab_size]
+    states = processing.of_tree(draft.tokens, draft.tree, topology)
+    processed, allows_some = processing.applied(logits, states)
+
+    with jax.named_scope("verify"):
+        verdict = verifier.verify(draft, processed, step._replace(keys=keys[:, 1]), topology)
+    check_verdict(verifier, verdict, len(state.done))
+    # A rule that only compares logits gives equal verdicts where logits are equal.
+    if not (getattr(verifier, "follows_target", False) and sampling.temperature_is_zero):
+        verdict = model.shard.broadcast_from_first(verdict)
+    on_path = draft.tree.on_path(verdict.last)
+    nodes = draft.tree.at_depth(on_path, jnp.arange(topology.depth + 2)[None])
+    return Verified(
+        *(draft, drafter_state, hidden, cache, pending, logits, processed, allows_some),
+        *(states, verdict, on_path, nodes),
+    )
+
+
+def _emit(
+    verified: Verified, state: DecodeState, limits: Limits, processing: Processing
+) -> Emitted:
+    """The new tokens, up to the end of sequence, a stop, the limit or a failure."""
+    draft, verdict, on_path = verified.draft, verified.verdict, verified.on_path
+    drafts = jnp.take_along_axis(draft.tokens, verified.nodes[:, 1:], axis=1)
+    places = jnp.arange(drafts.shape[1])
+    is_next = places == verdict.num_accepted[:, None]
+    tokens = jnp.where(is_next, verdict.next_token[:, None], drafts)
+
+    count = verdict.num_accepted + 1
+    is_end = (tokens[..., None] == limits.eos_tokens[:, None]).any(axis=-1)
+    stop, read = state.stop, None
+    if limits.stops is not None:
+        if stop is None:
+            raise ValueError("limits.stops needs a decoder with has_stops = True")
+        read = stops.advanced(limits.stops, stop, tokens, state.emitted)
+        is_end |= read[1]
+    is_end &= places < count[:, None]
+    ended = is_end.any(axis=-1)
+    count = jnp.where(ended, jnp.argmax(is_end, axis=-1) + 1, count)
+    count = jnp.minimum(count, limits.max_new_tokens - state.emitted)
+
+    count, is_ruled_out = processing.cut(count, draft.tree.depth, on_path, verified.allows_some)
+    used = on_path & (draft.tree.depth < count[:, None])
+    target_failed = (used & ~all_finite(verified.logits)).any(axis=-1)
+    failed = jnp.where(target_failed, TARGET_FAILED, jnp.where(draft.finite, 0, DRAFT_FAILED))
+    failed = jnp.where(state.done, state.failed, failed)
+    is_active = ~state.done & (failed == 0)
+    count = jnp.where(is_active, count, 0)
+    if is_ruled_out is not None:  # after the tokens before it, which are right
+        failed = jnp.where(is_active & is_ruled_out, RULED_OUT, failed)
+    if stop is not None and read is not None:
+        stop = stops.after(stop, *read, count)
+    return Emitted(tokens, count, is_active, ended, failed, stop)
+
+
+def _advance(
+    topology: TreeTopology,
+    drafter: Drafter | None,
+    state: DecodeState,
+    limits: Limits,
+    sampling: Sampling,
+    processing: Processing,
+    verified: Verified,
+    emitted: Emitted,
+) -> tuple[DecodeState, DraftTree, Verdict]:
+    """The state after the emitted tokens."""
+    draft, verdict, count = verified.draft, verified.verdict, emitted.num_new
+    # The cache must see every token but the last emitted one: the root and count - 1 drafts.
+    # That is less than the verifier's path if the path was cut.
+    end = jnp.take_along_axis(verified.nodes, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    last = jnp.where(count > 0, end.astype(jnp.int32), -1)
+    cut = verdict._replace(last=last, num_accepted=jnp.maximum(count - 1, 0))
+    drafts = verified.drafter
+    if drafter is not None:
+        committed = drafter.commit(drafts, draft, cut, verified.hidden, topology)
+        drafts = check_state(drafter, "commit", committed, state.drafter)
+
+    records = state.log_probs
+    if records is not None:
+        records = log_probs.recorded(
+            records,
+            verified.logits,
+            verified.processed,
+            verified.nodes[:, :-1],
+            emitted.tokens,
+            state.context.length,
+            sampling,
+        )
+    number = state.emitted + count
+    is_full = number >= limits.max_new_tokens
+    new = state._replace(
+        context=_appended(state.context, emitted.tokens, count),
+        emitted=number,
+        done=state.done | (emitted.failed > 0) | emitted.ended | is_full,
+        failed=emitted.failed,
+        cache=verified.cache,
+        pending=verified.pending,
+        path=path_to(draft.tree, last),
+        drafter=drafts,
+        processors=processing.commit(verified.processors, last, emitted.tokens, count),
+        step=state.step + 1,
+        statistics=_counted(state.statistics, draft, verdict, count, emitted.active),
+        log_probs=records,
+        stop=emitted.stop,
+    )
+    return new, draft, cut
+
+
+def _appended(context: Context, new_tokens: Array, count: Array) -> Context:
+    """Appends the first `count` of `new_tokens` to each row."""
+    # Writes all of them: the buffer has room for a whole path past a row's end, and tokens beyond
+    # `count` are never read.
+    tokens = jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new, (at,)))(
+        context.tokens, new_tokens, context.length
+    )
+    return Context(tokens, context.length + count)
+
+
+def _counted(
+    statistics: Statistics,
+    draft: DraftTree,
+    verdict: Verdict,
+    count: Int[Array, " B"],
+    active: Bool[Array, " B"],
+) -> Statistics:
+    depth = statistics.accepted_per_depth.shape[1]
+    accepted = jnp.where(active, jnp.minimum(verdict.num_accepted, count), 0)
+    drafted = jnp.where(active, draft.tree.valid.sum(axis=-1, dtype=jnp.int32) - 1, 0)
+    return Statistics(
+        target_calls=statistics.target_calls + active,
+        emitted=statistics.emitted + count,
+        drafted=statistics.drafted + drafted,
+        accepted=statistics.accepted + accepted,
+        accepted_per_depth=statistics.accepted_per_depth
+        + (accepted[:, None] > jnp.arange(depth)).astype(jnp.int32),
+    )
