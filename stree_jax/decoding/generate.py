@@ -13,12 +13,7 @@ from stree_jax.array_types import Array, Int
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.local_rows import rows_of_all
 from stree_jax.decoding.on_mesh import on_mesh
-from stree_jax.decoding.options import (
-    OptionKeywords,
-    Plan,
-    checked_options,
-    plan,
-)
+from stree_jax.decoding.options import OptionKeywords, Options, Plan, checked_options, plan
 from stree_jax.decoding.origins import check_origin, origin_of
 from stree_jax.decoding.pieces import Piece, Pieces
 from stree_jax.decoding.prefixes import continued, joined, prefix_of, repeated, with_room
@@ -95,29 +90,13 @@ def generate(
     """
     text = checked_options("generate", options)
     check_model(model)
-    check_num_rows("n", n)
-    own, vocab_size = None, model.config.vocab_size
     if after is not None or return_prefix:
         check_on_one_device(model, "return_prefix" if after is None else "after")
-    if after is not None:
-        check_origin(after, model, any_drafter=True)
-        checked_prompts(prompts, vocab_size, may_be_empty=True)
-        prompts = joined(prompts, after)
-    if n > 1:
-        checked_prompts(prompts, vocab_size)
-        prompts = [prompt for prompt in prompts for _ in range(n)]
-    if local_rows:
-        prompts, text, own = rows_of_all(model, prompts, text)
     drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
-    request = plan(model, prompts, text, **drafts, lossy=lossy)
-    if after is not None:
-        request = with_room(request, model, after)
-    num_rows = len(prompts)
-    own = slice(num_rows) if own is None else own
-    request = on_mesh(request, model.partition)
+    request, own = _requested(model, prompts, text, local_rows, n, after, **drafts, lossy=lossy)
     decoder = request.decoder
     with dispatch.on(model):
-        state = _started(request, model, num_rows, n, after)
+        state = _started(request, model, n, after)
         state = decoder.run(model, request.drafter, state, request.limits, request.sampling)
     ended = Ended.of(state, request.limits, own)
     cache = state.cache if return_cache else None
@@ -156,25 +135,18 @@ def stream(
         text, which may come later than its tokens.
     """
     text = checked_options("stream", options)
+    check_model(model)
     if text.num_best is not None:
         raise ValueError(
             f"log_probs = {text.log_probs!r}, top_log_probs = {text.top_log_probs}: stream yields"
             " tokens alone; use generate"
         )
-    check_model(model)
-    own = None
-    if local_rows:
-        prompts, text, own = rows_of_all(model, prompts, text)
     drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
-    request = plan(model, prompts, text, **drafts, lossy=lossy)
-
-    num_rows = len(prompts)
-    rows = slice(num_rows) if own is None else own
-    request = on_mesh(request, model.partition)
+    request, rows = _requested(model, prompts, text, local_rows, **drafts, lossy=lossy)
 
     def steps() -> Iterator[list[Piece]]:
         with dispatch.on(model):
-            state = _started(request, model, num_rows)
+            state = _started(request, model)
         start, done = on_host((request.context.length, state.done))
         pieces = [Pieces(row.stopping) for row in request.rows[rows]]
         while not done.all():
@@ -209,10 +181,37 @@ def _tail(context: Context, start: Int[Array, " B"], size: int) -> Int[Array, "B
     return jax.vmap(lambda row, at: lax.dynamic_slice(row, (at,), (size,)))(context.tokens, start)
 
 
+def _requested(
+    model: HybridLM,
+    prompts: Sequence[Sequence[int]],
+    text: Options,
+    local_rows: bool,
+    n: int = 1,
+    after: Prefix | None = None,
+    **drafts: Any,
+) -> tuple[Plan, slice]:
+    """The checked request, on the model's mesh, and which of its rows are this process's."""
+    check_num_rows("n", n)
+    own, vocab_size = None, model.config.vocab_size
+    if after is not None:
+        check_origin(after, model, any_drafter=True)
+        checked_prompts(prompts, vocab_size, may_be_empty=True)
+        prompts = joined(prompts, after)
+    if n > 1:
+        checked_prompts(prompts, vocab_size)
+        prompts = [prompt for prompt in prompts for _ in range(n)]
+    if local_rows:
+        prompts, text, own = rows_of_all(model, prompts, text)
+    request = plan(model, prompts, text, **drafts)
+    if after is not None:
+        request = with_room(request, model, after)
+    return on_mesh(request, model.partition), slice(len(prompts)) if own is None else own
+
+
 def _started(
-    request: Plan, model: HybridLM, num_rows: int, n: int = 1, after: Prefix | None = None
+    request: Plan, model: HybridLM, n: int = 1, after: Prefix | None = None
 ) -> DecodeState:
-    decoder, drafter = request.decoder, request.drafter
+    decoder, drafter, num_rows = request.decoder, request.drafter, len(request.rows)
     if after is not None:
         prefix = continued(request, model, num_rows // n, after)
     elif n > 1 and model.partition is None:
