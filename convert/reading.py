@@ -27,7 +27,7 @@ from stree_jax.convert.families import describe, layout, refuse_quantised
 from stree_jax.convert.files import open_tensors
 from stree_jax.convert.rules import Rule, check_coverage
 from stree_jax.heads import abstract_head
-from stree_jax.mesh.partition import Partition
+from stree_jax.mesh.partition import ONE_DEVICE, Partition
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.models.mtp import MtpHead
 from stree_jax.stored import Tensor
@@ -131,7 +131,7 @@ def load_model(
     dtype: DTypeLike,
     implementation: str | None = None,
     progress: ProgressCallback = lambda done, total: None,
-    partition: Partition | None = None,
+    partition: Partition = ONE_DEVICE,
 ) -> HybridLM:
     """Reads the weights. Peak memory is the model plus the tensors of about one weight.
 
@@ -140,7 +140,7 @@ def load_model(
         dtype: dtype of the weights, float32 or bfloat16.
         implementation: kernel implementation, see `pallas_kernels.dispatch`.
         progress: callback after each weight.
-        partition: partition of the model; None: the default device.
+        partition: partition of the model.
 
     Raises:
         ValueError: a weight is not finite, a tied head differs from the embedding, or the model
@@ -197,7 +197,7 @@ def load_mtp_head(checkpoint: Checkpoint, target: HybridLM) -> MtpHead:
     structure, weights = nnx.split(abstract_head(head.config, target))
     wanted = nnx.to_pure_dict(weights)
     dtypes = {name: leaf.dtype for name, leaf in flatten(wanted).items()}
-    place = placer(target.config, None)
+    place = placer(target.config)
     loaded = {
         rule.target: _convert(checkpoint, rule, dtypes[rule.target], place) for rule in head.rules
     }

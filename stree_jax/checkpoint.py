@@ -17,7 +17,6 @@ import contextlib
 import functools
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -36,8 +35,8 @@ from stree_jax.config import ModelConfig
 from stree_jax.directories import new_directory, recover
 from stree_jax.files import has_directory, has_file
 from stree_jax.mesh.hosts import by_first
-from stree_jax.mesh.partition import Partition
-from stree_jax.mesh.weights import canonical_weights, spread
+from stree_jax.mesh.partition import ONE_DEVICE, Partition
+from stree_jax.mesh.weights import as_weight, canonical_weights, spread
 from stree_jax.messages import printable, shown, shown_path
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.models.matrices import in_first
@@ -167,7 +166,7 @@ def _canonical_arrays(weights: nnx.Module) -> dict[str, Any]:
         return np.broadcast_to(np.zeros((), values.dtype), values.shape)  # takes no memory
 
     arrays = nnx.to_pure_dict(nnx.state(in_first(weights)))
-    if isinstance(weights, HybridLM) and weights.partition is not None:
+    if isinstance(weights, HybridLM) and weights.partition != ONE_DEVICE:
         whole = {name: kept(read()) for name, read in canonical_weights(weights).items()}
         return unflatten(whole, arrays)
     if jax.process_count() > 1:  # Orbax refuses arrays of one process's devices
@@ -186,7 +185,7 @@ def load_native(
     *,
     dtype: DTypeLike | None,
     implementation: str | None = None,
-    partition: Partition | None = None,
+    partition: Partition = ONE_DEVICE,
 ) -> HybridLM:
     """Loads a native checkpoint directory.
 
@@ -194,7 +193,7 @@ def load_native(
         path: the directory.
         dtype: dtype of the weights, float32 or bfloat16; None means as stored.
         implementation: kernel implementation, see `pallas_kernels.dispatch`.
-        partition: partition of the loaded model; None: the default device.
+        partition: partition of the loaded model.
 
     Raises:
         ValueError: the checkpoint is missing or damaged, its shapes disagree with its config, or
@@ -210,10 +209,8 @@ def load_native(
     return nnx.merge(structure, read_weights(path, wanted, stored, crcs, place))
 
 
-def placer(config: ModelConfig, partition: Partition | None) -> Place:
+def placer(config: ModelConfig, partition: Partition = ONE_DEVICE) -> Place:
     """A function that puts a weight on its devices."""
-    if partition is None:
-        return _here
     table = config.cuts(partition.shards)
     return lambda name, values, dtype: spread(values, table.get(name), partition, dtype)
 
@@ -470,18 +467,6 @@ def _is_on_host(weight: jax.Array) -> bool:
 def _all_finite(weight: jax.Array, *, decays: bool) -> jax.Array:
     finite = jnp.isfinite(weight).all()
     return finite & jnp.isfinite(jnp.exp(weight)).all() if decays else finite
-
-
-def as_weight(values: np.ndarray, dtype: DTypeLike) -> jax.Array:
-    """A weight of this dtype. The only copy that is made: on a CPU it becomes the weight."""
-    dtype = jnp.dtype(dtype)
-    size = math.prod(values.shape) * dtype.itemsize
-    memory = np.empty(size + 64, np.uint8)
-    start = -memory.ctypes.data % 64  # aligned, jax takes it over
-    copy = memory[start : start + size].view(dtype).reshape(values.shape)
-    with np.errstate(over="ignore"):  # becomes infinite, which is refused by name
-        copy[...] = values
-    return jax.device_put(copy)  # unlike asarray, takes over the memory
 
 
 @contextlib.contextmanager

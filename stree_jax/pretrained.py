@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from pallas_kernels import dispatch
 from stree_jax.checkpoint import load_native, tokenizer_errors
 from stree_jax.files import entries, folders_with, has_file
+from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.mesh.weights import partition_of
 from stree_jax.messages import shown, shown_path
 from stree_jax.models.lm import HybridLM, check_options
@@ -63,7 +64,7 @@ def from_pretrained(
     check_options(jnp.float32 if dtype is None else dtype, implementation)
     if replicate and mesh is None:
         raise ValueError("replicate = True is for a model on a mesh: pass mesh=make_mesh(...)")
-    partition = None if mesh is None else partition_of(mesh, replicate)
+    partition = partition_of(mesh, replicate)
     from stree_jax import convert  # not imported by `import stree_jax`, to keep that light
 
     directory = convert.find(path)
@@ -75,7 +76,7 @@ def from_pretrained(
     else:
         model = load_native(directory, dtype=dtype, **options)
     model.config = dataclasses.replace(model.config, eos_token=_end_tokens(model, directory))
-    if partition is None and dispatch.device_of(model).platform == "cpu":
+    if partition == ONE_DEVICE and dispatch.device_of(model).platform == "cpu":
         pack(model)
     return model
 
@@ -100,7 +101,7 @@ def load_draft(
 
 def draft_options(target: HybridLM) -> dict[str, Any]:
     """The options with which `from_pretrained` loads a draft for a target."""
-    mesh = None if target.partition is None else target.partition.mesh
+    mesh = target.partition.mesh
     dtype = jnp.bfloat16 if target.output_head.is_packed else target.dtype
     return dict(dtype=jnp.dtype(dtype), mesh=mesh, replicate=mesh is not None)
 

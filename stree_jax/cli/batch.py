@@ -115,7 +115,7 @@ def run_batch(
         _parsed(loaded, number, line.encode("latin-1"), seed, settings) for number, line in texts
     ]
     partition = loaded.model.partition
-    if partition is not None and partition.shards > 1:  # which sum in another order
+    if partition.shards > 1:  # which sum in another order
         fingerprint = fingerprint | {"shards": partition.shards}
     run = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:12]
     limit = min(max_length or loaded.model.config.max_length or MAX_TOKENS, MAX_TOKENS)
@@ -225,11 +225,10 @@ def _fitting(loaded: Loaded, lines: list[_Line], rows: int, limit: int) -> tuple
     """
     requests = [line.request for line in lines if line.request]
     partition = loaded.model.partition
-    data = 1 if partition is None else partition.rows
+    data = partition.rows
     rows = -(-max(min(rows, len(requests)), 1) // data) * data
     lengths = [length for length in map(_length, requests) if length <= limit]
-    num_devices = 1 if partition is None else jax.local_device_count()
-    free = json.loads(by_first(lambda: json.dumps(free_memory(num_devices))))
+    free = json.loads(by_first(lambda: json.dumps(free_memory(partition.num_local_devices))))
     models = [loaded.model, *draft_models(loaded.drafter)]
 
     @functools.cache

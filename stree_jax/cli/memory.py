@@ -33,8 +33,8 @@ def row_bytes(models: Sequence[HybridLM], length: int) -> int:
     """
 
     def cache(model: HybridLM) -> Any:
-        shards = 1 if model.partition is None else model.partition.shards
-        return init_cache(model.config.local(shards), 1, length, model.activation_dtype)
+        local = model.config.local(model.partition.shards)
+        return init_cache(local, 1, length, model.activation_dtype)
 
     caches = jax.eval_shape(lambda: [cache(model) for model in models])
     return 4 * length + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))

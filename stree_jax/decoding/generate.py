@@ -12,10 +12,10 @@ from pallas_kernels import dispatch
 from stree_jax.array_types import Array, Int
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.local_rows import rows_of_all
-from stree_jax.decoding.on_mesh import on_mesh
 from stree_jax.decoding.options import OptionKeywords, Options, Plan, checked_options, plan
 from stree_jax.decoding.origins import check_origin, origin_of
 from stree_jax.decoding.pieces import Piece, Pieces
+from stree_jax.decoding.placement import place_request
 from stree_jax.decoding.prefixes import continued, joined, prefix_of, repeated, with_room
 from stree_jax.decoding.prompts import check_num_rows, checked_prompts
 from stree_jax.decoding.results import Ended, Generation, error_of, generation_of
@@ -205,7 +205,7 @@ def _requested(
     request = plan(model, prompts, text, **drafts)
     if after is not None:
         request = with_room(request, model, after)
-    return on_mesh(request, model.partition), slice(len(prompts)) if own is None else own
+    return place_request(request, model.partition), slice(len(prompts)) if own is None else own
 
 
 def _started(
@@ -214,7 +214,7 @@ def _started(
     decoder, drafter, num_rows = request.decoder, request.drafter, len(request.rows)
     if after is not None:
         prefix = continued(request, model, num_rows // n, after)
-    elif n > 1 and model.partition is None:
+    elif n > 1 and model.partition.rows == 1:
         prefix = decoder.read(model, drafter, Context(*(part[::n] for part in request.context)))
     else:
         prefix = decoder.read(model, drafter, request.context)
@@ -223,7 +223,7 @@ def _started(
         prefix = repeated(prefix, n)
     callers = (model, drafter, request.context, request.keys, request.sampling, after)
     state = decoder.start_from(model, prefix, request.keys, request.sampling, callers)
-    if model.partition is not None:
+    if len(state.done) > num_rows:  # those that pad the batch have ended
         added = np.arange(len(state.done)) >= num_rows
         state = state._replace(done=model.partition.put(added))
     return state

@@ -13,6 +13,7 @@ from stree_jax.array_types import Array
 from stree_jax.decoding.keys import typed_key
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.prompts import checked_prompts
+from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.models.lm import HybridLM
 
 
@@ -38,7 +39,7 @@ def rows_of_all(
             bad prompts or keys. Of those all raise, because a process that continued would wait for
             the others.
     """
-    if model.partition is None:
+    if model.partition == ONE_DEVICE:
         raise ValueError(
             "local_rows = True is for a model on a mesh: load it with from_pretrained(...,"
             " mesh=make_mesh(...)); on one device all rows are this process's"

@@ -164,8 +164,7 @@ class SpeculativeDecoder:
         if sampling is not None:
             processors = first_states(sampling.processors, prefix.context, model.config.vocab_size)
             state = state._replace(processors=processors)
-        if model.partition is not None:
-            state = model.partition.put(state, model.partition.spec_of(len(state.done)))
+        state = model.partition.put(state, model.partition.spec_of(len(state.done)))
         return owned(state, (prefix, keys, sampling) if callers is None else callers)
 
     @functools.partial(jax.jit, static_argnums=0)

@@ -20,7 +20,7 @@ from stree_jax.decoding.filters import (
 )
 from stree_jax.decoding.keys import row_keys, typed_key
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.on_mesh import check_mesh_of
+from stree_jax.decoding.placement import check_placement
 from stree_jax.decoding.processors import LogitsProcessor
 from stree_jax.decoding.prompts import buffer_size, check_length, checked_prompts
 from stree_jax.decoding.rows import Row, check_together, limits_of, sampling_of
@@ -306,7 +306,7 @@ def plan(
         raise ValueError("temperature > 0 needs a random key: pass key=jax.random.key(0)")
     keys = row_keys(jax.random.key(0) if text.key is None else text.key, len(prompts))
     _check_drafter(drafter)
-    check_mesh_of(model, drafter)
+    check_placement(model, drafter)
     topology = _checked_topology(topology, drafter, vocab_size)
     drafter = with_tokens_of(drafter, model)
     check_request(drafter, model, topology, temperature_is_zero=temperature_is_zero)

@@ -21,8 +21,7 @@ from stree_jax.models.lm import HybridLM
 
 def cache_shapes(model: HybridLM, rows: int, size: int) -> Any:
     """Shapes and dtypes of the model's cache of `size` places, on a mesh in all."""
-    shards = 1 if model.partition is None else model.partition.shards
-    return _cache_shapes(model.config, model.activation_dtype, shards, rows, size)
+    return _cache_shapes(model.config, model.activation_dtype, model.partition.shards, rows, size)
 
 
 @functools.lru_cache(maxsize=256)  # asked for with each chunk of a text, and traced anew

@@ -14,8 +14,9 @@ from stree_jax.decoding.context import Context
 from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.returned import check_state
 from stree_jax.mesh.hosts import on_host
-from stree_jax.mesh.partition import ROWS, placed_beside
+from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import on_mesh
+from stree_jax.mesh.rows import placed_beside
 from stree_jax.models.cache import Cache, cache_specs
 from stree_jax.models.lm import HybridLM
 
@@ -81,7 +82,6 @@ def _pieces(tokens: Int[Array, "B L"], first: Int[Array, " B"], width: int) -> I
 
 
 def _specs(model: HybridLM) -> Any:
-    assert model.partition is not None
     specs = cache_specs(model.config, model.partition.axis)
     return (ROWS, ROWS, ROWS, specs), (specs, ROWS)
 

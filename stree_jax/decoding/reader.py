@@ -322,7 +322,6 @@ def _caught_up(
 
 
 def _replay_specs(model: HybridLM) -> Any:
-    assert model.partition is not None
     axis = model.partition.axis
     specs = cache_specs(model.config, axis)
     return (specs, pending_specs(model.config, axis), ROWS), specs

@@ -11,7 +11,7 @@ from stree_jax.decoding.places import cache_shapes, fitted, same_rows
 from stree_jax.decoding.prefill import prefill, prefill_with_drafter, rest_of
 from stree_jax.decoding.returned import check_state
 from stree_jax.decoding.types import Context, Prefix
-from stree_jax.mesh.partition import placed_beside
+from stree_jax.mesh.rows import placed_beside
 from stree_jax.models.cache import Cache
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology

@@ -52,8 +52,8 @@ def score(
             f"texts[{lengths.argmax()}] has {lengths.max()} tokens, and the model's context is"
             f" {limit}; cut it"
         )
-    partition, size = model.partition, min(rows, len(lengths))
-    group = size if partition is None else size + -size % partition.rows
+    size = min(rows, len(lengths))
+    group = size + -size % model.partition.rows
     order = np.argsort(lengths, kind="stable")
     found: list[Any] = [None] * len(order)
     for start in range(0, len(order), size):
@@ -63,7 +63,7 @@ def score(
         some = Context(*(values[np.resize(chosen, group)] for values in context))
         some = some._replace(tokens=some.tokens[:, :width])
         with dispatch.on(model):
-            scores = _scores(model, *(some if partition is None else partition.put(some)))
+            scores = _scores(model, *model.partition.put(some))
         for row, of_row in zip(chosen, on_host(scores), strict=False):
             found[row] = of_row[: lengths[row] - 1]
     return found

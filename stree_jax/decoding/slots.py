@@ -32,9 +32,7 @@ from stree_jax.checks import check_int
 from stree_jax.decoding import log_probs
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import SpeculativeDecoder, owned
-from stree_jax.decoding.on_mesh import placed, row_of, row_places, spread_rows
 from stree_jax.decoding.places import cache_shapes, fitted, same_rows
-from stree_jax.decoding.prefixes import repeated
 from stree_jax.decoding.processors import first_states
 from stree_jax.decoding.prompts import buffer_size, check_num_rows
 from stree_jax.decoding.reading import drafter_shapes
@@ -48,8 +46,9 @@ from stree_jax.decoding.types import (
     state_specs,
 )
 from stree_jax.mesh.hosts import on_host
-from stree_jax.mesh.partition import ROWS, placed_beside
+from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import in_every_shard, on_mesh
+from stree_jax.mesh.rows import copies_of, placed_beside, row_of
 from stree_jax.models.lm import HybridLM
 
 
@@ -71,7 +70,7 @@ def empty(
     check_rows(model, rows)
     width = min(buffer_size(1), decoder.num_places)
     nothing = Context(jnp.zeros((1, width), jnp.int32), jnp.ones(1, jnp.int32))
-    first = placed(model, (nothing, jax.random.key(0)[None], jnp.ones(1, bool)))
+    first = model.partition.put_rows((nothing, jax.random.key(0)[None], jnp.ones(1, bool)))
     state = decoder.start(model, drafter, *first[:2])
     for leaf in jax.tree.leaves(state.drafter):
         if leaf.shape[:1] != (1,):
@@ -80,7 +79,7 @@ def empty(
                 " row; all its arrays need the batch axis first"
             )
     state = state._replace(done=first[2])
-    return repeated(state, rows) if model.partition is None else spread_rows(model, state, rows)
+    return copies_of(state, rows, model.partition, state_specs(model))
 
 
 def check_rows(model: HybridLM, rows: int) -> None:
@@ -90,7 +89,7 @@ def check_rows(model: HybridLM, rows: int) -> None:
         ValueError: it is one, and the message names those beside it; or it is no size of a batch.
     """
     check_num_rows("rows", rows)
-    data = 1 if model.partition is None else model.partition.rows
+    data = model.partition.rows
     if rows % data:
         fewer = rows - rows % data
         fitting = f"{fewer} or {fewer + data}" if fewer else f"{data}"
@@ -131,10 +130,8 @@ def insert(
         raise ValueError(f"{len(rows)} rows need as many keys, got an array of shape {keys.shape}")
     _check_prefix(state, prefix)
     prefix = prefix._replace(origin=None)  # static: programs serve prefixes of any
-    places = jnp.asarray(rows, jnp.int32)
-    if model.partition is not None:
-        places = model.partition.put(row_places(model.partition, rows, len(state.done)))
-        keys = model.partition.put(keys, PartitionSpec())
+    places = model.partition.put(model.partition.row_places(rows, len(state.done)))
+    keys = model.partition.put(keys, PartitionSpec())
     return _insert(decoder, model, state, places, prefix, keys)
 
 

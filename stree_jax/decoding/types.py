@@ -225,7 +225,6 @@ def sampling_specs(sampling: Sampling) -> Any:
 
 def state_specs(model: HybridLM) -> Any:
     """The mesh specs of a state of this model; a draft model is replicated."""
-    assert model.partition is not None
     axis = model.partition.axis
     specs: Any = DecodeState(*[ROWS] * len(DecodeState._fields))  # type: ignore[arg-type]
     return specs._replace(
@@ -235,6 +234,5 @@ def state_specs(model: HybridLM) -> Any:
 
 def prefix_specs(model: HybridLM) -> Any:
     """The mesh specs of a prefix of this model."""
-    assert model.partition is not None
     specs: Any = Prefix(ROWS, ROWS, ROWS)  # type: ignore[arg-type]
     return specs._replace(cache=cache_specs(model.config, model.partition.axis))

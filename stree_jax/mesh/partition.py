@@ -16,6 +16,7 @@ same ones, and shard-major weights have more columns than canonical ones.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,15 +36,15 @@ ROWS = PartitionSpec(DATA)  # spec of arrays with the batch axis first
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """The mesh and the number of shards of a model.
+    """How a model lies on devices: here all of it on one, `ONE_DEVICE`, unless it has a mesh.
 
     Attributes:
-        mesh: a mesh with the axes "data" and "model".
+        mesh: a mesh with the axes "data" and "model"; None: one device.
         shards: shards of the weights along "model"; 1: every device has the whole model.
     """
 
-    mesh: Mesh
-    shards: int
+    mesh: Mesh | None = None
+    shards: int = 1
 
     @property
     def axis(self) -> str | None:
@@ -53,27 +54,63 @@ class Partition:
     @property
     def rows(self) -> int:
         """Shards of the batch; they must divide the number of rows."""
-        return self.mesh.shape[DATA]
+        return 1 if self.mesh is None else self.mesh.shape[DATA]
+
+    @property
+    def processes(self) -> int:
+        """Processes that run its programs, and must all call them."""
+        return 1 if self.mesh is None else jax.process_count()
+
+    @property
+    def num_local_devices(self) -> int:
+        """Its devices in this process."""
+        return 1 if self.mesh is None else len(self.mesh.local_devices)
 
     def spec_of(self, num_rows: int) -> PartitionSpec:
         """The spec of as many rows; every shard has all of them if it cannot have an equal part."""
         return PartitionSpec() if num_rows % self.rows else ROWS
 
     def put(self, tree: Any, spec: PartitionSpec = ROWS) -> Any:
-        """Puts arrays that every process has on the mesh; arrays already there are kept."""
+        """Puts arrays that every process has on the mesh; arrays already there are kept.
+
+        On one device it returns them as they are.
+        """
+        mesh = self.mesh
+        if mesh is None:
+            return tree
 
         def put(leaf: Any) -> Any:
             place = getattr(leaf, "sharding", None)
-            if isinstance(place, NamedSharding) and place.mesh == self.mesh:
+            if isinstance(place, NamedSharding) and place.mesh == mesh:
                 return leaf
             if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 data = put(jax.random.key_data(leaf))
                 return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
             values = np.asarray(leaf)
-            sharding = NamedSharding(self.mesh, spec)
+            sharding = NamedSharding(mesh, spec)
             return jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
 
         return jax.tree.map(put, tree)
+
+    def put_rows(self, rows: Any) -> Any:
+        """`put` of arrays with as many rows as the first, which may be too few to be cut."""
+        return self.put(rows, self.spec_of(len(jax.tree.leaves(rows)[0])))
+
+    def row_places(self, rows: Sequence[int], num_rows: int) -> np.ndarray:
+        """For each shard of the batch, in one array: where these rows are in it.
+
+        Rows of other shards get an index past its end. Worked example, 2 shards of 4 rows in all:
+
+            rows 3, 0   ->   shard 0: 2, 0;  shard 1: 1, 2
+        """
+        own = num_rows // self.rows
+        first = own * np.arange(self.rows)[:, None]
+        places = np.asarray(rows) - first
+        is_own = (places >= 0) & (places < own)
+        return np.where(is_own, places, own).astype(np.int32).reshape(-1)
+
+
+ONE_DEVICE = Partition()
 
 
 class Part:
@@ -221,27 +258,6 @@ def make_mesh(*, data: int = 1, model: int = 1) -> Mesh:
     return jax.make_mesh((data, model), (DATA, MODEL), (AxisType.Auto,) * 2, devices=devices)
 
 
-def mesh_of(array: Any) -> Mesh | None:
-    """The mesh of `make_mesh` that an array lies on; None: on one device, or elsewhere."""
-    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
-        return None
-    place = array.sharding
-    if not isinstance(place, NamedSharding) or {*place.mesh.axis_names} != {DATA, MODEL}:
-        return None
-    mesh: Any = place.mesh
-    return mesh
-
-
-def placed_beside(array: Any, rows: Any) -> Any:
-    """Arrays with the batch axis first, placed as that of `array` is; as they are on one device."""
-    mesh = mesh_of(array)
-    if mesh is None:
-        return rows
-    partition = Partition(mesh, 1)
-    spec = partition.spec_of(len(array))
-    return jax.device_put(partition.put(rows, spec), NamedSharding(mesh, spec))
-
-
 def check_mesh(mesh: object) -> Mesh:
     """Refuses anything but a mesh from `make_mesh`.
 
@@ -273,15 +289,15 @@ class Partitioned(nnx.Module):
     """A model that may lie on a mesh.
 
     Attributes:
-        partition: how it lies there; None: on one device.
+        partition: how it lies there; `ONE_DEVICE` without a mesh, and inside a program.
         shard: what the running program has of it, inside `jax.shard_map` and outside.
     """
 
     config: Any
-    partition: Partition | None = None
+    partition: Partition = ONE_DEVICE
     shard: Part = WHOLE
 
-    def on(self, partition: Partition | None) -> tuple[nnx.GraphDef, dict]:
+    def on(self, partition: Partition) -> tuple[nnx.GraphDef, dict]:
         """This model without weights, with another partition, as `HybridLM.abstract` gives it."""
         raise NotImplementedError
 
@@ -291,4 +307,4 @@ class Partitioned(nnx.Module):
 
     def cuts(self) -> dict[str, Cut]:
         """The cut of each weight by name; weights without one are replicated."""
-        return {} if self.partition is None else self.config.cuts(self.partition.shards)
+        return self.config.cuts(self.partition.shards)

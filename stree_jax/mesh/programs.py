@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from stree_jax.mesh.partition import DATA, MODEL, Cut, Partition, Partitioned
+from stree_jax.mesh.partition import DATA, MODEL, ONE_DEVICE, Cut, Partition, Partitioned
 from stree_jax.names import dotted
 
 __all__ = ["in_every_shard", "on_mesh", "over_mesh", "spec_of", "weight_specs"]
@@ -38,7 +38,7 @@ def on_mesh(specs: Callable[[Any], tuple[tuple[Any, ...], Any]], *, modules: int
         def run(*arguments: Any, **settings: Any) -> Any:
             at = next(i for i, each in enumerate(arguments) if isinstance(each, Partitioned))
             model, arrays = arguments[at], arguments[at + modules :]
-            if model.partition is None:
+            if model.partition.mesh is None:
                 return function(*arguments, **settings)
             wanted, out = specs(model)
             given = zip(arrays, wanted, strict=False)
@@ -70,6 +70,8 @@ def over_mesh(
 ) -> Any:
     """`function(*modules, *arrays)` on every device, with its shards of both.
 
+    Without a mesh it is that call and nothing else.
+
     Args:
         partition: partition of the model that runs.
         function: gets models of one shard, which have no mesh and all-reduce over "model".
@@ -78,13 +80,15 @@ def over_mesh(
         in_specs: specs of `arrays`, as for `jax.shard_map`.
         out_specs: specs of the result.
     """
+    if partition.mesh is None:
+        return function(*modules, *arrays)
     leaves, structure = jax.tree.flatten(modules)
 
     def run(leaves: list[Any], arrays: tuple[Any, ...]) -> Any:
         shards = jax.tree.unflatten(structure, leaves)
         for model in jax.tree.leaves(shards, is_leaf=_is_model):
             if _is_model(model):
-                model.partition = None
+                model.partition = ONE_DEVICE
         return function(*shards, *arrays)
 
     # Replication cannot be checked: `pallas_call` does not say what its results depend on.

@@ -1,5 +1,6 @@
 """Moving models to a mesh, from one mesh to another, and back."""
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,15 +10,16 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
-from stree_jax.mesh.partition import MODEL, Cut, Partition, Partitioned, check_mesh
+from stree_jax.mesh.partition import MODEL, ONE_DEVICE, Cut, Partition, Partitioned, check_mesh
 from stree_jax.mesh.programs import spec_of
 from stree_jax.messages import shown
 from stree_jax.names import flatten, unflatten
 
 Model = TypeVar("Model", bound=Partitioned)
 
-__all__ = ["canonical_weights", "partition_of", "shard", "spread"]
+__all__ = ["as_weight", "canonical_weights", "partition_of", "shard", "spread"]
 
 
 def shard(model: Model, mesh: Mesh | None, *, replicate: bool = False) -> Model:
@@ -38,11 +40,6 @@ def shard(model: Model, mesh: Mesh | None, *, replicate: bool = False) -> Model:
         raise ValueError(
             f"model must be a HybridLM, got {shown(model)}; load one with from_pretrained"
         )
-    if mesh is None:
-        structure, wanted = model.on(None)
-        canonical = canonical_weights(model)
-        own = {name: jnp.asarray(read()) for name, read in canonical.items()}
-        return nnx.merge(structure, unflatten(own, wanted))
     partition = partition_of(mesh, replicate)
     structure, wanted = model.on(partition)
     table = model.config.cuts(partition.shards)
@@ -53,26 +50,30 @@ def shard(model: Model, mesh: Mesh | None, *, replicate: bool = False) -> Model:
     return nnx.merge(structure, unflatten(spread_out, wanted))
 
 
-def partition_of(mesh: Mesh, replicate: bool) -> Partition:
-    """The partition of a model on a mesh.
+def partition_of(mesh: Mesh | None, replicate: bool) -> Partition:
+    """The partition of a model on a mesh; None: on one device.
 
     Raises:
         ValueError: `mesh` is not one of `make_mesh`.
     """
+    if mesh is None:
+        return ONE_DEVICE
     mesh = check_mesh(mesh)
     return Partition(mesh, 1 if replicate else mesh.shape[MODEL])
 
 
 def spread(values: np.ndarray, cut: Cut | None, partition: Partition, dtype: Any = None) -> Any:
-    """A weight on the mesh. This host holds `values` and the shards of its own devices only.
+    """A weight on its devices. This host holds `values` and the shards of its own devices only.
 
     Args:
         values: the whole weight in canonical order.
         cut: the cut of this weight; None: every device has all of it.
         partition: the model's partition.
-        dtype: dtype on the mesh; None: the dtype of `values`.
+        dtype: its dtype there; None: the dtype of `values`.
     """
     dtype = values.dtype if dtype is None else jnp.dtype(dtype)
+    if partition.mesh is None:
+        return as_weight(values, dtype)
     if cut is None:
         with np.errstate(over="ignore"):  # becomes infinite, which is refused by name
             whole = np.asarray(values, dtype)
@@ -92,12 +93,26 @@ def spread(values: np.ndarray, cut: Cut | None, partition: Partition, dtype: Any
     return jax.make_array_from_callback(tuple(shape), sharding, part)
 
 
+def as_weight(values: np.ndarray, dtype: DTypeLike) -> jax.Array:
+    """A weight of this dtype on the default device.
+
+    The only copy that is made: on a CPU it becomes the weight.
+    """
+    dtype = jnp.dtype(dtype)
+    size = math.prod(values.shape) * dtype.itemsize
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64  # aligned, jax takes it over
+    copy = memory[start : start + size].view(dtype).reshape(values.shape)
+    with np.errstate(over="ignore"):  # becomes infinite, which is refused by name
+        copy[...] = values
+    return jax.device_put(copy)  # unlike asarray, takes over the memory
+
+
 def canonical_weights(model: Partitioned) -> dict[str, Callable[[], np.ndarray]]:
     """By name, a function that copies the weight to the host, whole and in canonical order.
 
     If shards are on devices of other processes, all processes call these in the same order.
     """
-    shards = 1 if model.partition is None else model.partition.shards
     table = model.cuts()
 
     def reader(name: str, weight: jax.Array) -> Callable[[], np.ndarray]:
@@ -108,7 +123,9 @@ def canonical_weights(model: Partitioned) -> dict[str, Callable[[], np.ndarray]]
                 values = multihost_utils.process_allgather(weight, tiled=True)
             if name not in table:
                 return values
-            return np.take(values, table[name].canonical(shards), axis=table[name].axis)
+            return np.take(
+                values, table[name].canonical(model.partition.shards), axis=table[name].axis
+            )
 
         return read
 

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import conv_gather_index, dispatch, replay_gather_index, rms_norm
 from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths, Tokens
-from stree_jax.mesh.partition import Partition, Partitioned, Shard
+from stree_jax.mesh.partition import ONE_DEVICE, Partition, Partitioned, Shard
 from stree_jax.messages import shown
 from stree_jax.models.block import Block
 from stree_jax.models.cache import Cache, Pending, conv_widths, init_cache, init_pending
@@ -48,7 +48,7 @@ def check_on_one_device(model: object, what: str) -> None:
     """Refuses a model on a mesh, for functions that do not support meshes."""
     check_model(model)
     assert isinstance(model, HybridLM)
-    if model.partition is not None:
+    if model.partition != ONE_DEVICE:
         raise ValueError(
             f"{what} is for models on one device, and this one is on a mesh; st.shard(model, None)"
             " takes it off"
@@ -96,9 +96,9 @@ class HybridLM(Partitioned):
             `pallas_kernels.dispatch`); None: the fastest that runs on the device.
 
     Attributes:
-        partition: how a model on a mesh is sharded, see `stree_jax.mesh`; None: one device.
-            `generate` and `stream` run it; its own methods can be called only if every device has
-            the whole model.
+        partition: how it lies on its devices, see `stree_jax.mesh`; `ONE_DEVICE` without a mesh.
+            On a mesh `generate` and `stream` run it; its own methods can be called only if every
+            device has the whole model.
 
     Raises:
         ValueError: a model without memory, another dtype, or another implementation.
@@ -120,6 +120,7 @@ class HybridLM(Partitioned):
             )
         check_options(dtype, implementation)
         self.config = config
+        self.partition = ONE_DEVICE
         self.vocab_size = config.vocab_size  # of the model that it drafts for, see `for_tokens`
         self.dtype = jnp.dtype(dtype)
         self._implementation = implementation
@@ -149,14 +150,14 @@ class HybridLM(Partitioned):
         *,
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
-        partition: Partition | None = None,
+        partition: Partition = ONE_DEVICE,
     ) -> tuple[nnx.GraphDef, dict]:
         """A model without weights: its structure, and the shape and dtype of each weight by name.
 
         `nnx.merge(structure, weights)` makes it a model. One layer of each config is traced and
         then copied: tracing all of them takes a time quadratic in their number.
 
-        With a `partition` the shapes are those of one shard; the whole weights are the shards'
+        The shapes are those of one shard of the `partition`; the whole weights are the shards'
         weights concatenated.
 
         Raises:
@@ -167,29 +168,26 @@ class HybridLM(Partitioned):
         few = sorted(
             config.distinct_layers, key=lambda layer: (layer.kind == "mamba2", layer.is_shared)
         )
-        whole, own = config, tuple(few)
-        if partition is not None:
-            config = config.local(partition.shards)
-            own = tuple(layer.local(partition.shards) for layer in few)
-        short = dataclasses.replace(config, layers=own)
+        local = config.local(partition.shards)
+        own = dict(zip(config.layers, local.layers, strict=True))
+        short = dataclasses.replace(local, layers=tuple(own[layer] for layer in few))
         model = nnx.eval_shape(
             lambda: cls(short, dtype=dtype, rngs=nnx.Rngs(0), implementation=implementation)
         )
-        if partition is not None:
-            model.partition = partition
-            if partition.shards > 1:
-                model.shard = Shard(partition.shards)
-                for block, layer in zip(model.blocks, few, strict=True):
-                    block.mixer.set_shard(model.shard, layer)
-                for transformer in model.shared:
-                    transformer.set_shard(model.shard, whole.shared_layer)
+        model.partition = partition
+        if partition.shards > 1:
+            model.shard = Shard(partition.shards)
+            for block, layer in zip(model.blocks, few, strict=True):
+                block.mixer.set_shard(model.shard, layer)
+            for transformer in model.shared:
+                transformer.set_shard(model.shard, config.shared_layer)
         block_of = dict(zip(few, model.blocks, strict=True))
-        model.config = whole
-        model.blocks = nnx.List(nnx.clone(block_of[layer]) for layer in whole.layers)
+        model.config = config
+        model.blocks = nnx.List(nnx.clone(block_of[layer]) for layer in config.layers)
         structure, weights = nnx.split(model)
         return structure, nnx.to_pure_dict(weights)
 
-    def on(self, partition: Partition | None) -> tuple[nnx.GraphDef, dict]:
+    def on(self, partition: Partition) -> tuple[nnx.GraphDef, dict]:
         """See `Partitioned`."""
         options: dict[str, Any] = dict(dtype=self.dtype, implementation=self._implementation)
         return self.abstract(self.config, partition=partition, **options)
@@ -459,7 +457,7 @@ class HybridLM(Partitioned):
 
     def _check_here(self) -> None:
         """Refuses a sharded model outside of its program."""
-        if self.partition is not None and self.partition.shards > 1:
+        if self.partition.shards > 1:
             raise ValueError(
                 "this model is sharded over the devices of a mesh, and its own methods cannot be"
                 " called; use generate or stream, or take it off the mesh with"

@@ -3,10 +3,8 @@
 import hashlib
 from typing import Any
 
-import jax
-
-from stree_jax.decoding.on_mesh import digest_of
 from stree_jax.decoding.options import Plan
+from stree_jax.decoding.placement import digest_of
 from stree_jax.mesh.hosts import is_same_everywhere
 from stree_jax.models.lm import HybridLM
 
@@ -21,7 +19,7 @@ class InStep:
     """
 
     def __init__(self, model: HybridLM):
-        self._compares = model.partition is not None and jax.process_count() > 1
+        self._compares = model.partition.processes > 1
         self._asked = hashlib.sha256()
 
     def note(self, *asked: Any, plan: Plan | None = None) -> None:

@@ -11,9 +11,9 @@ from pallas_kernels import dispatch
 from stree_jax.decoding import slots
 from stree_jax.decoding.drafters import Drafter, draft_models
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.on_mesh import placed, settings_on
 from stree_jax.decoding.options import Plan
 from stree_jax.decoding.origins import check_origin, origin_of
+from stree_jax.decoding.placement import place_sampling
 from stree_jax.decoding.places import cache_shapes, fits, same_rows
 from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.results import Ended
@@ -149,10 +149,9 @@ class Pool:
         decoder, drafter = self._program(greedy)
         sampling = sampling_of(self._settings(), greedy=greedy, may_differ=True)
         partition = self._model.partition
-        if partition is not None:
-            sampling = settings_on(partition, sampling, self._tables)
-            if partition.rows > 1:  # a shard that stopped would wait for the others
-                stop_after_ended = len(self._rows)
+        sampling = place_sampling(partition, sampling, self._tables)
+        if partition.rows > 1:  # a shard that stopped would wait for the others
+            stop_after_ended = len(self._rows)
         self._state = slots.with_processors(self._model, self._state, sampling, self._started)
         self._started.clear()
         with dispatch.on(self._model):
@@ -194,7 +193,7 @@ class Pool:
     def _limits(self) -> Limits:
         sizes = self._stop_sizes if self._has_stops else None
         limits = limits_of(self._settings(), self._model.config.vocab_size, sizes)
-        return placed(self._model, limits)
+        return self._model.partition.put_rows(limits)
 
     def _program(self, greedy: bool) -> tuple[SpeculativeDecoder, Drafter | None]:
         found = self._plans[greedy]

@@ -10,12 +10,12 @@ import numpy as np
 from pallas_kernels import dispatch
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.on_mesh import placed, row_of
 from stree_jax.decoding.prefill import PREFILL_CHUNK
 from stree_jax.decoding.prefixes import compact, stacked
 from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.types import Context, Prefix
 from stree_jax.mesh.hosts import on_host
+from stree_jax.mesh.rows import row_of
 from stree_jax.models.lm import HybridLM
 from stree_jax.serving.prefix_cache import PrefixCache, PrefixCacheStats
 
@@ -91,7 +91,7 @@ class PromptReader:
         keep_every: int | None,
     ):
         self._decoder, self._model, self._drafter = decoder, model, drafter
-        data = 1 if model.partition is None else model.partition.rows
+        data = model.partition.rows
         self._together = -(-_TOGETHER // data) * data  # each shard of the batch reads as many
         self._cache = PrefixCache(cache_bytes) if cache_bytes else None
         self._keep_every = keep_every
@@ -211,7 +211,8 @@ class PromptReader:
             else:
                 parts = [each.prefix and (each.prefix.cache, each.prefix.drafter) for each in group]
                 cache, drafts = stacked(parts)
-                old = context._replace(length=placed(self._model, jnp.asarray(before, jnp.int32)))
+                read = self._model.partition.put_rows(jnp.asarray(before, jnp.int32))
+                old = context._replace(length=read)
                 beginnings = Prefix(old, cache, drafts)
                 rows = self._decoder.read(self._model, self._drafter, context, beginnings)
             for i, each in enumerate(group):
@@ -236,7 +237,7 @@ class PromptReader:
         for buffer, each, length in zip(tokens, group, lengths, strict=True):
             buffer[:length] = each.tokens[:length]
         context = Context(jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32))
-        return placed(self._model, context)
+        return self._model.partition.put_rows(context)
 
     def _count(self, **counts: int) -> None:
         new = {name: getattr(self._stats, name) + count for name, count in counts.items()}

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding import on_mesh, slots
+from stree_jax.decoding import slots
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import plan
+from stree_jax.decoding.placement import place_request
 from stree_jax.testing import perturbed, random_model
 from tests.decoding.rules import random_walk
 from tests.helpers import COMPILED, with_weight
@@ -103,14 +104,14 @@ def test_programs_leave_the_rows_where_they_are():
     decoder, drafter = request.decoder, drafts["drafter"]
     state = slots.empty(decoder, target, drafter, 4)
     one = jax.tree.map(lambda a: a[:1], request.context)
-    prefix = decoder.read(target, drafter, on_mesh.placed(target, one))
-    assert on_mesh.row_places(target.partition, [3, 0], 4).tolist() == [2, 0, 1, 2]
-    places = target.partition.put(on_mesh.row_places(target.partition, [3], 4))
-    (key,) = on_mesh.placed(target, (jax.random.key(0)[None],))
+    prefix = decoder.read(target, drafter, target.partition.put_rows(one))
+    assert target.partition.row_places([3, 0], 4).tolist() == [2, 0, 1, 2]
+    places = target.partition.put(target.partition.row_places([3], 4))
+    (key,) = target.partition.put_rows((jax.random.key(0)[None],))
     insert = slots._insert.lower(decoder, target, state, places, prefix, key).compile()
     assert not collectives(insert)
     assert insert.as_text().count("may-alias") == len(jax.tree.leaves(state))
-    request = on_mesh.on_mesh(request, target.partition)
+    request = place_request(request, target.partition)
     arguments = (target, drafter, state, request.limits, request.sampling, 4, 4)
     sent = collectives(SpeculativeDecoder.run.lower(decoder, *arguments).compile())
     gathered = [shape for shape, name in sent if name != "all-reduce"]

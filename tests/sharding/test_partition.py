@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import stree_jax
-from stree_jax.mesh.partition import Cut, Partition, check_mesh
+from stree_jax.mesh.partition import ONE_DEVICE, Cut, Partition, check_mesh
 from stree_jax.models.presets import PRESETS
 from stree_jax.names import flatten
 from tests.sharding.configs import CONFIGS
@@ -58,7 +58,7 @@ def test_the_worked_example():
     assert Cut(1, ((4, 1), (4, 1))).columns(2).tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
-def shapes(config, partition=None):
+def shapes(config, partition=ONE_DEVICE):
     weights = stree_jax.HybridLM.abstract(config, partition=partition)[1]
     return {name: leaf.shape for name, leaf in flatten(weights).items()}
 

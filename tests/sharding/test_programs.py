@@ -5,6 +5,7 @@ import re
 import stree_jax as st
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import plan
+from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.testing import random_model
 from tests.sharding.configs import CONFIGS
 
@@ -15,7 +16,7 @@ OF_MESHES = re.compile(
 
 
 def lowered(model):
-    drafter = st.ModelDrafter(model) if model.partition is None else None
+    drafter = st.ModelDrafter(model) if model.partition == ONE_DEVICE else None
     tree = st.TreeTopology.chain(1) if drafter else None
     request = plan(model, [[1, 2]], max_new_tokens=4, drafter=drafter, topology=tree)
     decoder = request.decoder

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.decoding.returned import check_new_state
 from stree_jax.decoding.types import Context, DraftTree, Drawn, Step, Verdict
-from stree_jax.mesh.partition import placed_beside
+from stree_jax.mesh.rows import placed_beside
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 

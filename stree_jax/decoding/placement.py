@@ -1,0 +1,113 @@
+"""Requests on the devices of their model: checks, and where their arrays lie."""
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from stree_jax.decoding.drafters.base import Drafter, draft_models
+from stree_jax.decoding.rule_rows import map_rows
+from stree_jax.decoding.types import Sampling
+from stree_jax.mesh.hosts import is_same_everywhere
+from stree_jax.mesh.partition import ONE_DEVICE, Partition
+from stree_jax.models.lm import HybridLM
+
+
+def check_placement(model: HybridLM, drafter: Drafter | None) -> None:
+    """Refuses a drafter whose models do not lie on the target's devices.
+
+    Raises:
+        ValueError: a draft model on other devices than the target, or a sharded draft model.
+    """
+    own = model.partition
+    for draft in draft_models(drafter):
+        if draft.partition == dataclasses.replace(own, shards=1):
+            continue
+        if own == ONE_DEVICE:
+            raise ValueError(
+                "the draft model is on a mesh and the target is not; st.shard(target, mesh) puts it"
+                " there"
+            )
+        is_there = draft.partition.mesh == own.mesh
+        where = "cut into parts" if is_there else "not on the target's mesh"
+        raise ValueError(
+            f"the draft model is {where}; on a mesh every device has all of it: load it with"
+            " from_pretrained(..., mesh=mesh, replicate=True), or use"
+            " st.shard(draft, mesh, replicate=True)"
+        )
+
+
+def place_request(request: Any, partition: Partition) -> Any:
+    """Puts a request's arrays on the mesh, and pads the batch to a multiple of its shards.
+
+    Padding repeats the last row; the caller marks these rows as done.
+
+    Args:
+        request: a `Plan`.
+        partition: the model's partition.
+
+    Raises:
+        ValueError: processes have different requests.
+    """
+    if partition.processes > 1:
+        _check_equal_requests(request)
+    processors = request.sampling.processors
+    sampling = dataclasses.replace(request.sampling, processors=())
+    arrays = (request.context, request.keys, request.limits, sampling)
+    num_rows = len(request.context.length)
+    if added := -num_rows % partition.rows:
+        rows = jnp.minimum(jnp.arange(num_rows + added), num_rows - 1)
+        arrays = jax.tree.map(lambda leaf: leaf[rows], arrays)
+        processors = map_rows(processors, lambda leaf: leaf[rows])
+    context, keys, limits, sampling = arrays
+    sampling = dataclasses.replace(sampling, processors=processors)
+    context, keys, limits = partition.put((context, keys, limits))
+    sampling = place_sampling(partition, sampling, {})
+    return request._replace(context=context, keys=keys, limits=limits, sampling=sampling)
+
+
+def place_sampling(
+    partition: Partition, sampling: Sampling, tables: dict[int, tuple[Any, Any]]
+) -> Sampling:
+    """The settings of rows, on the mesh.
+
+    Args:
+        partition: the model's partition.
+        sampling: settings that every process has.
+        tables: arrays that processors share and their copies on the mesh, by id; those of these
+            settings replace what was there.
+    """
+    used: dict[int, tuple[Any, Any]] = {}
+
+    def put(leaf: Any) -> Any:
+        known = tables.get(id(leaf)) or (leaf, partition.put(leaf, PartitionSpec()))
+        return used.setdefault(id(leaf), known)[1]
+
+    processors = map_rows(sampling.processors, partition.put, put)
+    tables.clear()
+    tables.update(used)
+    own = partition.put(dataclasses.replace(sampling, processors=()))
+    return dataclasses.replace(own, processors=processors)
+
+
+def _check_equal_requests(request: Any) -> None:
+    """Raises if they differ: jax does not notice, and each process would run its own."""
+    if not is_same_everywhere(digest_of(request)):
+        raise ValueError(
+            "the processes called generate with different prompts or settings; all of them must"
+            " pass the same ones"
+        )
+
+
+def digest_of(request: Any) -> bytes:
+    """A digest of a `Plan`, that of an equal one in another process."""
+    static = request.decoder, type(request.drafter), jax.tree.structure(request.sampling)
+    digest = hashlib.sha256(repr(static).encode())
+    for leaf in jax.tree.leaves((request.context, request.limits, request.sampling)):
+        digest.update(np.asarray(leaf).tobytes())
+    digest.update(np.asarray(jax.random.key_data(request.keys)).tobytes())
+    return digest.digest()

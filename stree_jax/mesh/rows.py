@@ -1,0 +1,80 @@
+"""Rows of a batch on a mesh: moved between its shards, copied, and placed beside others."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from stree_jax.array_types import Array
+from stree_jax.mesh.partition import DATA, MODEL, ONE_DEVICE, ROWS, Partition
+from stree_jax.mesh.programs import in_every_shard, over_mesh
+
+__all__ = ["copies_of", "placed_beside", "row_of"]
+
+
+def placed_beside(array: Any, rows: Any) -> Any:
+    """Arrays with the batch axis first, placed as that of `array` is; as they are on one device."""
+    partition = _partition_of(array)
+    if partition.mesh is None:
+        return rows
+    spec = partition.spec_of(len(array))
+    return jax.device_put(partition.put(rows, spec), NamedSharding(partition.mesh, spec))
+
+
+def row_of(arrays: Any, row: int) -> Any:
+    """One row of all arrays, as a batch of one; one program for all rows.
+
+    On a mesh its shard sends it to the others of the batch.
+    """
+    leaves, structure = jax.tree.flatten(arrays)
+    partition = _partition_of(leaves[0])
+    if partition.mesh is None or partition.spec_of(len(leaves[0])) != ROWS:
+        return _row(arrays, row)
+    specs = tuple(leaf.sharding.spec for leaf in leaves)
+    return jax.tree.unflatten(structure, _row_of_shards(leaves, row, partition, specs))
+
+
+def _partition_of(array: Any) -> Partition:
+    """The mesh of `make_mesh` that an array lies on, `ONE_DEVICE` if on none or on another one."""
+    place = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
+    if not isinstance(place, NamedSharding) or {*place.mesh.axis_names} != {DATA, MODEL}:
+        return ONE_DEVICE
+    mesh: Any = place.mesh
+    return Partition(mesh)
+
+
+@jax.jit
+def _row(arrays: Any, row: int | Array) -> Any:
+    return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, row, 1), arrays)
+
+
+@functools.partial(jax.jit, static_argnames=("partition", "specs"))
+def _row_of_shards(leaves: list[Array], row: int | Array, partition: Partition, specs: Any) -> Any:
+    def sent(leaves: list[Array], row: Array) -> list[Array]:
+        own = len(leaves[0])
+        place = row - lax.axis_index(DATA) * own
+        is_own = (place >= 0) & (place < own)
+        return [_sent(_row(leaf, jnp.where(is_own, place, 0)), is_own) for leaf in leaves]
+
+    into = ([*specs], PartitionSpec())
+    return over_mesh(partition, sent, (), (leaves, row), into, in_every_shard([*specs]))
+
+
+def _sent(row: Array, is_own: Array) -> Array:
+    """The row of the shard that has it."""
+    number = row.astype(jnp.int32) if row.dtype == bool else row
+    return lax.psum(jnp.where(is_own, number, 0), DATA).astype(row.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("num_rows", "partition", "specs"))
+def copies_of(row: Any, num_rows: int, partition: Partition, specs: Any) -> Any:
+    """As many rows with these specs, all like the only row of the arrays."""
+
+    def copied(row: Any) -> Any:
+        times = num_rows // partition.rows
+        return jax.tree.map(lambda leaf: jnp.repeat(leaf, times, axis=0), row)
+
+    return over_mesh(partition, copied, (), (row,), (in_every_shard(specs),), specs)
