@@ -79,9 +79,11 @@ def _state_before(
     """The drafter's state after the beginnings of the texts, for this tree and length."""
     if before is None or before.drafter is None:
         state = first_state(drafter, lengths, topology, max_length)
-        if before is not None and inner_layers(drafter) is None:  # hidden states are gone
-            tokens, read = before.context
-            state = drafter.read(state, tokens, None, read - 1)
+        if before is None or inner_layers(drafter) is not None:  # hidden states are gone
+            return state
+        beginning = rest_of(before.context, jnp.zeros_like(lengths))
+        if beginning is not None:
+            state = drafter.read(state, beginning[0], None, beginning[1])
         return state
     wanted = drafter_shapes(drafter, len(lengths), topology, max_length)
     if same_rows(before.drafter, wanted):
