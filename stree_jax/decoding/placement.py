@@ -104,7 +104,7 @@ def _check_equal_requests(request: Any) -> None:
 
 
 def digest_of(request: Any) -> bytes:
-    """A digest of a `Plan`, that of an equal one in another process."""
+    """A digest of a plan; equal plans give equal digests in every process."""
     static = request.decoder, type(request.drafter), jax.tree.structure(request.sampling)
     digest = hashlib.sha256(repr(static).encode())
     for leaf in jax.tree.leaves((request.context, request.limits, request.sampling)):

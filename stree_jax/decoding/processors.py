@@ -141,7 +141,7 @@ class Processing(NamedTuple):
         return jax.tree.map(room, self.states)
 
     def grown(self, states: Any, children: Any, parents: Any, tokens: Int[Array, "B Q"]) -> Any:
-        """Buffers of states with those of more nodes.
+        """Writes the states of new nodes into the buffers.
 
         Args:
             states: buffers from `room`, with the states of the nodes so far.

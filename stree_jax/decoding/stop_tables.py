@@ -45,7 +45,7 @@ class Stopping:
         return _machine(self.tokens, self.texts, self.tokenizer, vocab_size)
 
     def cut(self, tokens: Sequence[int]) -> tuple[int, str | None]:
-        """Where the text ends whose last token ended a stop: right before the stop.
+        """Length of the text before the stop that its last token completed.
 
         Of several stops that end with this token it is the one that begins first.
 

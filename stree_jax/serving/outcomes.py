@@ -50,12 +50,12 @@ class Outcomes:
         return self._completions.pop(request_id, None)
 
     def completions(self) -> Iterator[Completion]:
-        """Those that there are, those that ended first first."""
+        """Finished results, in the order they ended."""
         while self._completions:
             yield self._completions.pop(next(iter(self._completions)))
 
     def events(self) -> Iterator[Event]:
-        """Those that there are."""
+        """Finished results, in the order they ended."""
         while self._events:
             yield self._events.popleft()
 

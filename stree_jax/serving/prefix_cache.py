@@ -54,7 +54,7 @@ class PrefixCache:
         self._nbytes = self._evictions = self._damaged = 0
 
     def add_to(self, stats: PrefixCacheStats) -> PrefixCacheStats:
-        """The counts with those of the entries."""
+        """Adds the cached entries' counts to `stats`."""
         return dataclasses.replace(
             stats,
             nbytes=self._nbytes,

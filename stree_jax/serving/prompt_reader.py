@@ -51,7 +51,7 @@ class Reading:
 
     @property
     def waits(self) -> bool:
-        """Whether another text is about to read what both begin with."""
+        """Whether another request is prefilling the common prefix now."""
         return any(other.length < shared > self.length + _WORTH for other, shared in self.others)
 
     def end(self, most: int) -> int:
@@ -134,7 +134,7 @@ class PromptReader:
         return reading
 
     def resize(self, decoder: SpeculativeDecoder, readings: Iterable[Reading]) -> None:
-        """Reads for a pool of another size from now on; what was read gets its buffers."""
+        """Switches to a new pool size, and resizes the buffers of running prefills."""
         self._decoder = decoder
         for reading in readings:
             if reading.prefix is not None:
