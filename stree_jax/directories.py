@@ -1,38 +1,36 @@
 """Directories that appear whole or not at all, whenever the process that writes them is killed.
 
-A writer fills `.NAME.partial-*/new` next to the destination and renames it at the end. It holds a
-lock on `.NAME.partial-*/lock`, which the system releases when its process ends. Replacing swaps old
-and new in one step where the system can (Linux's `renameat2`). Elsewhere the old one is moved to
-`.NAME.partial-*/old` first; if the writer is killed before the new one is in place, `recover` moves
-it back.
+A writer fills `.NAME.partial-*/new` beside the destination and renames it at the end. Replacing
+swaps old and new in one step where the system can (Linux's `renameat2`). Elsewhere the old one is
+moved to `.NAME.partial-*/old` first; if the writer is killed before the new one is in place,
+`recover` moves it back. One process at a time writes to a destination, with a lock that the system
+releases when the process ends: whoever holds it may remove what is there of others.
 """
 
 import contextlib
 import ctypes
+import glob
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from stree_jax.messages import shown_path
+import filelock
 
-try:
-    import fcntl
-except ImportError:  # Windows: nothing is removed or recovered
-    fcntl = None  # type: ignore[assignment]
+from stree_jax.messages import shown_path
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
-_LONGEST_NAME = 255 - len("..partial-") - 8  # bytes: `_work_directory` adds these
+_RANDOM = 8  # letters that tempfile adds
+_LONGEST_NAME = 255 - len("..partial-") - _RANDOM  # bytes
 
 
 @contextlib.contextmanager
 def new_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
     """A temporary directory: renamed to `path` if the block succeeds, else deleted.
 
-    Leftovers of killed processes are removed first.
+    Waits for another process that is writing to `path`, and removes leftovers of killed ones.
 
     Raises:
         ValueError: `path` exists and `overwrite` is False, or its name is too long.
@@ -45,8 +43,8 @@ def new_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
     if os.path.lexists(path) and not overwrite:
         raise ValueError(f"{path} exists; choose another name or pass overwrite=True")
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(path)
-    with _work_directory(path) as work:
+    with _only_writer(path):
+        work = Path(tempfile.mkdtemp(prefix=_prefix(path), dir=path.parent))
         new, old = work / "new", work / "old"
         new.mkdir()
         try:
@@ -67,107 +65,52 @@ def new_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
 def recover(path: Path) -> None:
     """Moves a directory back that a killed process was about to replace."""
     path = path.absolute()
-    if os.path.lexists(path):
-        return
-    for work in _leftovers(path):
-        if os.path.lexists(work / "old"):
-            with _locked(work, wait=True) as locked:  # waits for a live writer to finish
-                if locked:
-                    _clean(work, path)
+    if not os.path.lexists(path) and any(os.path.lexists(each / "old") for each in _works(path)):
+        with contextlib.suppress(OSError), _only_writer(path):
+            pass  # a live writer has finished, or what a dead one left is cleaned up
 
 
-def _remove_leftovers(path: Path) -> None:
-    for work in _leftovers(path):
-        with _locked(work, wait=False) as locked:
-            if locked:
-                _clean(work, path)
-        # Empty: a process was killed before it made a lock. Else Orbax's threads wrote after a
-        # save that had failed.
-        if not os.path.lexists(work / "lock"):
-            shutil.rmtree(work, ignore_errors=True)
+@contextlib.contextmanager
+def _only_writer(path: Path) -> Iterator[None]:
+    """Holds the lock of a destination, and cleans up before and after."""
+    lock = path.with_name(f"{_prefix(path)}lock")
+    with filelock.FileLock(lock):
+        try:
+            _clean(path)
+            yield
+        finally:
+            _clean(path)
+            with contextlib.suppress(OSError):  # not on Windows
+                lock.unlink()  # whoever waits for it makes a new one
 
 
-def _leftovers(path: Path) -> list[Path]:
-    if not path.parent.is_dir():
-        return []
-    pattern = re.compile(re.escape(_prefix(path)) + r"\w+")
-    return [entry for entry in path.parent.iterdir() if pattern.fullmatch(entry.name)]
+def _clean(path: Path) -> None:
+    """Deletes all work directories; the old one is moved back unless `path` exists again."""
+    for work in _works(path):
+        if os.path.lexists(work / "old") and not os.path.lexists(path):
+            os.rename(work / "old", path)
+        # After a failed save Orbax's threads may still write: the rest is for the next writer.
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _works(path: Path) -> list[Path]:
+    """The work directories of a destination."""
+    return [*path.parent.glob(glob.escape(_prefix(path)) + "?" * _RANDOM)]
 
 
 def _prefix(path: Path) -> str:
     return f".{path.name}.partial-"
 
 
-@contextlib.contextmanager
-def _work_directory(path: Path) -> Iterator[Path]:
-    """A new directory next to `path` with a lock that this process holds."""
-    while True:
-        work = Path(tempfile.mkdtemp(prefix=_prefix(path), dir=path.parent))
-        with contextlib.suppress(FileNotFoundError):
-            (work / "lock").touch()
-        with _locked(work, wait=True):
-            if not os.path.lexists(work / "lock"):
-                continue  # another process took it for a leftover before it was locked
-            try:
-                yield work
-            finally:
-                _clean(work, path)
-            return
-
-
-def _clean(work: Path, path: Path) -> None:
-    """Deletes a work directory; the old one is moved back unless `path` exists again.
-
-    The lock goes last: a process that is killed here leaves a directory with a lock or an empty
-    one.
-    """
-    new, old = work / "new", work / "old"
-    if os.path.lexists(old) and not os.path.lexists(path):
-        os.rename(old, path)
-    for part in (new, old):
-        shutil.rmtree(part, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            part.unlink()  # a file or a link was replaced
-    # After a failed save Orbax's threads may still write: the lock stays for the next writer.
-    if not (os.path.lexists(new) or os.path.lexists(old)):
-        shutil.rmtree(work, ignore_errors=True)
-
-
 def try_lock(file: int) -> bool:
     """Locks an open file until it is closed or its process ends. False: another one has the lock.
 
-    Where there are no locks (Windows, some network file systems) every call succeeds.
+    Where files cannot be locked so (Windows, some network file systems) every call succeeds.
     """
-    if fcntl is None:
-        return True
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        return not filelock.has_fcntl or filelock.lock_descriptor(file, blocking=False)
     except OSError:
         return True
-    return True
-
-
-@contextlib.contextmanager
-def _locked(work: Path, *, wait: bool) -> Iterator[bool]:
-    """Locks a work directory. False: another process has the lock, or there are no locks."""
-    try:
-        if fcntl is None:
-            raise OSError
-        lock = os.open(work / "lock", os.O_RDWR)
-    except OSError:
-        yield False
-        return
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            locked = os.path.lexists(work / "lock")
-        except OSError:
-            locked = False
-        yield locked
-    finally:
-        os.close(lock)
 
 
 def _exchange(first: Path, second: Path) -> bool:
