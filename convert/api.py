@@ -9,13 +9,11 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from stree_jax.checkpoint import (
-    CHAT_TEMPLATES,
-    first_line,
-    is_native,
-    load_native,
-    write_checkpoint,
-)
+from stree_jax.checkpoint import is_native, write_checkpoint
+from stree_jax.checkpoint.arrays import CHECKSUMS
+from stree_jax.checkpoint.directories import new_directory, recover
+from stree_jax.checkpoint.files import CHAT_TEMPLATES, has_directory, has_file
+from stree_jax.checkpoint.load import load_native
 from stree_jax.config import ModelConfig
 from stree_jax.convert.families import config_files, layout
 from stree_jax.convert.mtp import mtp_rules
@@ -27,12 +25,9 @@ from stree_jax.convert.reading import (
     open_checkpoint,
 )
 from stree_jax.convert.writing import writable, write_as, written_as
-from stree_jax.directories import new_directory, recover
-from stree_jax.files import has_directory, has_file
 from stree_jax.heads import FOLDER, head_config, load_head, save_head
-from stree_jax.messages import shown_path
+from stree_jax.messages import first_line, shown_path
 from stree_jax.models.mtp import MtpConfig
-from stree_jax.stored import CHECKSUMS
 
 # Files that are copied unchanged, as patterns.
 _COPIED = (

@@ -4,12 +4,12 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.config import ModelConfig
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.mtp import MtpDescription
 from stree_jax.convert.rules import Ignored, Rule
 from stree_jax.layer_config import Mamba2Config
-from stree_jax.stored import Tensor
 
 
 class Source(NamedTuple):

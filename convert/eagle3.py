@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from stree_jax.checkpoint import first_line, is_finite, read_json
+from stree_jax.checkpoint.arrays import Tensor
+from stree_jax.checkpoint.files import read_json
+from stree_jax.checkpoint.load import is_finite
 from stree_jax.checks import check_names
 from stree_jax.convert.families import layout
 from stree_jax.convert.fields import TRANSFORMERS, Fields
@@ -17,10 +19,10 @@ from stree_jax.convert.rules import AS_IS, TRANSPOSED, Rule, check_coverage
 from stree_jax.convert.tables import hf_attention, split_mlp, within
 from stree_jax.layer_config import AttentionConfig, MlpConfig
 from stree_jax.mesh.weights import as_weight
+from stree_jax.messages import first_line
 from stree_jax.models.eagle3 import Eagle3Config, Eagle3Head
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.names import flatten, unflatten
-from stree_jax.stored import Tensor
 
 _ARCHITECTURE = "Eagle3"  # the end of every name in `architectures`
 

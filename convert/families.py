@@ -9,7 +9,9 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stree_jax.checkpoint import is_native, read_json
+from stree_jax.checkpoint import is_native
+from stree_jax.checkpoint.arrays import Tensor
+from stree_jax.checkpoint.files import has_file, read_json
 from stree_jax.checks import check_names
 from stree_jax.config import ModelConfig
 from stree_jax.convert import bamba, granite, mamba_in_llama, nemotron_h, pure, zamba2
@@ -17,8 +19,6 @@ from stree_jax.convert.description import Description, Source
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.instead import ADAPTER, instead, refuse_adapter
 from stree_jax.convert.rules import Ignored
-from stree_jax.files import has_file
-from stree_jax.stored import Tensor
 
 # Deviations of other programs from the published config, reproduced on request.
 QUIRKS = {

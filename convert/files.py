@@ -7,11 +7,11 @@ from pathlib import Path
 import ml_dtypes  # registers bfloat16 with numpy
 import numpy as np
 
-from stree_jax.checkpoint import first_line, read_json
+from stree_jax.checkpoint.arrays import Tensor
+from stree_jax.checkpoint.files import has_file, read_json
 from stree_jax.convert.instead import instead
 from stree_jax.convert.torch_file import MAX_TENSORS, open_torch_file
-from stree_jax.files import has_file
-from stree_jax.stored import Tensor
+from stree_jax.messages import first_line
 
 _MAX_HEADER = 32 << 20  # bytes of a safetensors header; 100,000 tensors take 15 MB
 

@@ -4,8 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from stree_jax.checkpoint import read_json
-from stree_jax.files import entries, folders_with, has_file
+from stree_jax.checkpoint.files import entries, folders_with, has_file, read_json
 from stree_jax.messages import shown
 
 ADAPTER = "adapter_config.json"

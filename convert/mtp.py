@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
+from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.rules import TRANSPOSED, Rule, check_coverage
 from stree_jax.convert.tables import hf_attention, nemotron_experts, within
@@ -12,7 +13,6 @@ from stree_jax.heads import abstract_head
 from stree_jax.layer_config import AttentionConfig, MoeConfig
 from stree_jax.models.mtp import MtpConfig
 from stree_jax.names import flatten
-from stree_jax.stored import Tensor
 
 PREFIXES = ("mtp.", "backbone.mtp.", "model.mtp.")
 _PATTERN = ("attention", "moe")

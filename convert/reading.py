@@ -10,17 +10,10 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from stree_jax.checkpoint import (
-    Place,
-    first_line,
-    flatten,
-    is_finite,
-    is_native,
-    matrix_dtype,
-    placer,
-    read_json,
-    unflatten,
-)
+from stree_jax.checkpoint import is_native
+from stree_jax.checkpoint.arrays import Tensor
+from stree_jax.checkpoint.files import read_json
+from stree_jax.checkpoint.load import Place, is_finite, matrix_dtype, placer
 from stree_jax.checks import check_names
 from stree_jax.convert.description import Description
 from stree_jax.convert.families import describe, layout, refuse_quantised
@@ -28,9 +21,10 @@ from stree_jax.convert.files import open_tensors
 from stree_jax.convert.rules import Rule, check_coverage
 from stree_jax.heads import abstract_head
 from stree_jax.mesh.partition import ONE_DEVICE, Partition
+from stree_jax.messages import first_line
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.models.mtp import MtpHead
-from stree_jax.stored import Tensor
+from stree_jax.names import flatten, unflatten
 
 # A callback with the bytes read so far and the total.
 ProgressCallback = Callable[[int, int], None]

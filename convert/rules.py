@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stree_jax.stored import Tensor
+from stree_jax.checkpoint.arrays import Tensor
 
 Shape = tuple[int, ...]
 

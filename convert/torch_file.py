@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from stree_jax.checkpoint import first_line
-from stree_jax.stored import Tensor
+from stree_jax.checkpoint.arrays import Tensor
+from stree_jax.messages import first_line
 
 # A state dict of 100,000 tensors has a zip directory of 8 MB, and a pickle of 14 MB, 4.2 million
 # opcodes and 1.1 million memo entries, which takes items off the stack after 2,000 at the latest.

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.checkpoint import first_line
 from stree_jax.config import PARTS, ModelConfig
 from stree_jax.convert import families
 from stree_jax.convert.description import Description, Source
@@ -16,6 +15,7 @@ from stree_jax.convert.families import FAMILIES
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.mtp import mtp_rules, written_mtp
 from stree_jax.heads import FOLDER
+from stree_jax.messages import first_line
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.models.matrices import weights_by_name
 from stree_jax.models.mtp import MtpConfig, MtpHead

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stree_jax.checkpoint import CHAT_TEMPLATES, first_line, optional_json, read_text
+from stree_jax.checkpoint.files import CHAT_TEMPLATES, optional_json, read_text
 from stree_jax.given import Given
-from stree_jax.messages import shown, shown_path
+from stree_jax.messages import first_line, shown, shown_path
 from stree_jax.special_tokens import special_tokens
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")

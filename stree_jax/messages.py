@@ -1,8 +1,9 @@
 """Values in error messages."""
 
 import os
+import re
 
-__all__ = ["printable", "shown", "shown_path"]
+__all__ = ["first_line", "printable", "shown", "shown_path"]
 
 
 def printable(text: str) -> str:
@@ -22,6 +23,14 @@ def shown(value: object) -> str:
 def shown_path(path: str | os.PathLike[str]) -> str:
     """A path, cut to 300 characters."""
     return _cut(os.fspath(path), 300)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error message, at most 200 characters and without addresses."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0][:10_000]
+    text = re.sub(r"( See [^<]*)?<[^<>]* at 0x[^<>]*>|(?<= )at 0x[0-9a-f]+", "", text)
+    text = printable(text)
+    return text if len(text) <= 200 else text[:200] + "..."
 
 
 def _cut(text: str, most: int) -> str:

@@ -1,9 +1,10 @@
 """Loading a model or a tokenizer from any checkpoint. Depends on `stree_jax.convert`."""
 
+import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
 from pallas_kernels import dispatch
-from stree_jax.checkpoint import load_native, tokenizer_errors
-from stree_jax.files import entries, folders_with, has_file
+from stree_jax.checkpoint.files import entries, folders_with, has_file
+from stree_jax.checkpoint.load import load_native
 from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.mesh.weights import partition_of
-from stree_jax.messages import shown, shown_path
+from stree_jax.messages import first_line, shown, shown_path
 from stree_jax.models.lm import HybridLM, check_options
 from stree_jax.models.matrices import pack
 from stree_jax.special_tokens import end_tokens, special_tokens
@@ -137,6 +138,17 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+@contextlib.contextmanager
+def tokenizer_errors(message: str) -> Iterator[None]:
+    """Errors of the tokenizers package, panics included, become a ValueError with this message."""
+    try:
+        yield
+    except BaseException as error:  # it raises plain Exception; a panic of Rust is none
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{message}: {first_line(error)}") from error
 
 
 # Files of tokenizers in other formats.

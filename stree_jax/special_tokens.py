@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from stree_jax.checkpoint import optional_json
+from stree_jax.checkpoint.files import optional_json
 from stree_jax.checks import check_int
 from stree_jax.config import ModelConfig
 from stree_jax.messages import shown, shown_path

@@ -12,7 +12,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from pallas_kernels import dispatch
-from stree_jax.checkpoint import matrix_dtype, open_native
+from stree_jax.checkpoint.arrays import CHECKSUMS
+from stree_jax.checkpoint.files import has_file
+from stree_jax.checkpoint.load import matrix_dtype, open_native
 from stree_jax.config import ModelConfig
 from stree_jax.convert import convert, find, is_foreign, open_checkpoint
 from stree_jax.heads import FOLDER, abstract_head, head_config
@@ -84,10 +86,12 @@ def _table(path: Path, ignore: Sequence[str]) -> Table:
     ignored: list[str] = []
     head: MtpConfig | str | None
     if not is_foreign(path, ignore=ignore):
-        config, stored, crcs = open_native(path)
+        config, stored = open_native(path)
         dtype = matrix_dtype(stored.values())
         table.add_row("family", "stree-jax (native)")
-        table.add_row("checksums", "yes" if crcs else "no, it is from an older version")
+        table.add_row(
+            "checksums", "yes" if has_file(path / CHECKSUMS) else "no, it is from an older version"
+        )
         inside = path / FOLDER
         head = head_config(inside) if inside.is_dir() else None
     else:

@@ -13,11 +13,10 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from stree_jax.checkpoint import first_line
 from stree_jax.cli.drafters import IgnoreField, chosen, with_drafter_options
 from stree_jax.cli.options import read_schema, wanted, with_text_options
 from stree_jax.decoding.options import Options
-from stree_jax.messages import shown_path
+from stree_jax.messages import first_line, shown_path
 
 app = typer.Typer(
     name="stree-jax",

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 import stree_jax as st
-from stree_jax.checkpoint import first_line
+from stree_jax.messages import first_line
 
 
 def parse_mesh(spec: str) -> Mesh:

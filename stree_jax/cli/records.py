@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from stree_jax.directories import try_lock
+from stree_jax.checkpoint.directories import try_lock
 from stree_jax.mesh.hosts import by_first
 
 Record = dict[str, Any]

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from stree_jax.array_types import Array
-from stree_jax.checkpoint import check_shapes
+from stree_jax.checkpoint.load import check_shapes
 from stree_jax.models.layers import Projection
 from stree_jax.models.lm import HybridLM
 from stree_jax.models.matrices import Matrix, in_first

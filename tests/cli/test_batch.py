@@ -5,8 +5,8 @@ import json
 import pytest
 
 import stree_jax as st
+from stree_jax.checkpoint.directories import try_lock
 from stree_jax.cli.memory import row_bytes
-from stree_jax.directories import try_lock
 
 LINES = [b'{"prompt": "Once"}', b'{"prompt": "caf\xe9"}', b'{"prompt": "The"}']
 

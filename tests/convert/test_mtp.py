@@ -12,10 +12,10 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
+from stree_jax.checkpoint.arrays import CHECKSUMS
 from stree_jax.convert import convert, open_checkpoint
 from stree_jax.convert.writing import write_as
 from stree_jax.decoding import outputs_ahead
-from stree_jax.stored import CHECKSUMS
 from stree_jax.testing import HYBRIDS
 from tests.convert import checkpoints
 from tests.extensions.numpy_mtp import Head

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.checkpoint import flatten
+from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.convert.families import describe
 from stree_jax.convert.rules import check_coverage
-from stree_jax.stored import Tensor
+from stree_jax.names import flatten
 from tests.convert import configs
 
 

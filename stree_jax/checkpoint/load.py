@@ -1,0 +1,236 @@
+"""Loading native checkpoints, and the checks of weights that other formats share."""
+
+import functools
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from stree_jax.checkpoint.arrays import Tensor, open_arrays
+from stree_jax.checkpoint.directories import recover
+from stree_jax.checkpoint.files import has_directory, has_file, read_json
+from stree_jax.config import ModelConfig
+from stree_jax.mesh.partition import ONE_DEVICE, Partition
+from stree_jax.mesh.weights import as_weight, spread
+from stree_jax.messages import first_line, shown, shown_path
+from stree_jax.models.lm import HybridLM
+from stree_jax.names import flatten, unflatten
+
+FORMAT = "stree-jax"
+VERSION = 2
+READABLE = (1, 2)  # 1 stores one config for all layers of a kind
+_Module = TypeVar("_Module", bound=nnx.Module)
+_SMALL = 1 << 22  # numbers that numpy checks as fast as a program does
+# A function (name, canonical values, dtype) -> weight.
+Place = Callable[[str, np.ndarray, DTypeLike], jax.Array]
+
+
+def is_native(path: Path) -> bool:
+    """Whether a directory is a native checkpoint: its config.json has a `format`."""
+    file = path / "config.json"
+    return has_file(file) and "format" in read_json(file)
+
+
+def load_native(
+    path: Path,
+    *,
+    dtype: DTypeLike | None,
+    implementation: str | None = None,
+    partition: Partition = ONE_DEVICE,
+) -> HybridLM:
+    """Loads a native checkpoint directory.
+
+    Args:
+        path: the directory.
+        dtype, implementation: as in `from_pretrained`.
+        partition: partition of the loaded model.
+
+    Raises:
+        ValueError: the checkpoint is missing or damaged, its shapes disagree with its config, or
+            do not fit the partition.
+    """
+    config, stored = open_native(path)
+    if dtype is None:
+        dtype = matrix_dtype(stored.values())
+    structure, wanted = HybridLM.abstract(
+        config, dtype=dtype, implementation=implementation, partition=partition
+    )
+    return nnx.merge(structure, _read_weights(path, wanted, stored, placer(config, partition)))
+
+
+def load_module(path: Path, like: _Module) -> _Module:
+    """Loads the weights of a checkpoint that `write_checkpoint` made of a module.
+
+    Args:
+        path: the directory.
+        like: a module of the same structure, shapes and dtypes; may be abstract.
+
+    Raises:
+        ValueError: the weights are missing or damaged, or have other shapes.
+    """
+    structure, state = nnx.split(like)
+    wanted, stored = nnx.to_pure_dict(state), open_arrays(path)
+    _check_weights(path, wanted, stored)
+    weights = _read_weights(path, wanted, stored, lambda _, *weight: as_weight(*weight))
+    return nnx.merge(structure, weights)
+
+
+def open_native(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """The config and the arrays by name, whose names, shapes and types fit; reads no weights.
+
+    Raises:
+        ValueError: the checkpoint is missing or damaged, or its shapes disagree with its config.
+    """
+    config, stored = load_config(path), open_arrays(path)
+    if len(config.layers) > len(stored):  # each layer has at least one array
+        raise ValueError(
+            f"{path} is damaged: config.json says {len(config.layers)} layers, but there are only"
+            f" {len(stored)} arrays"
+        )
+    _check_weights(path, HybridLM.abstract(config)[1], stored)
+    return config, stored
+
+
+def _check_weights(path: Path, wanted: dict[str, Any], stored: dict[str, Tensor]) -> None:
+    check_shapes(path, wanted, stored)
+    wrong = [f"{name} holds {a.dtype}" for name, a in stored.items() if a.dtype.kind not in "fV"]
+    if wrong:
+        raise ValueError(f"{path} is damaged: {'; '.join(wrong)[:200]}, not real numbers")
+
+
+def _read_weights(
+    path: Path, wanted: dict[str, Any], stored: dict[str, Tensor], place: Place
+) -> dict[str, Any]:
+    """The stored arrays in the structure and the dtypes of `wanted`, one at a time."""
+    loaded = {}
+    for name, leaf in flatten(wanted).items():
+        try:
+            values = stored[name].read()
+        except Exception as error:
+            raise ValueError(
+                f"{path} is damaged: cannot read {name} ({first_line(error)})"
+            ) from error
+        loaded[name] = place(name, values, leaf.dtype)
+        if not is_finite(name, loaded[name]):
+            raise ValueError(
+                f"{path}: {name} holds NaN, infinity or a number too large for {leaf.dtype.name}"
+            )
+    return unflatten(loaded, wanted)
+
+
+def placer(config: ModelConfig, partition: Partition = ONE_DEVICE) -> Place:
+    """A function that puts a weight on its devices."""
+    table = config.cuts(partition.shards)
+    return lambda name, values, dtype: spread(values, table.get(name), partition, dtype)
+
+
+def load_config(path: str | os.PathLike[str]) -> ModelConfig:
+    """The config of a native checkpoint directory.
+
+    Raises:
+        ValueError: there is no such checkpoint, or it has another format or version.
+    """
+    path, header = load_header(path)
+    if (kind := header.get("kind")) is not None:
+        raise ValueError(
+            f"{path} holds a checkpoint of kind {shown(kind)} and no model; load it with what saved"
+            " it: Medusa heads, 'medusa', with load_medusa or generate --medusa, and a"
+            " multi-token prediction head, 'mtp', with load_mtp or generate --mtp-head"
+        )
+    try:
+        return ModelConfig.from_dict(header.get("model"))
+    except ValueError as error:
+        raise ValueError(f"{path / 'config.json'}: {error}") from None
+
+
+def load_header(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
+    """The content of config.json, of a known version, and the path as a `Path`."""
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"path must be the directory of a checkpoint, got {shown(path)}")
+    path = Path(path)
+    recover(path)
+    if not has_directory(path):
+        raise ValueError(f"no checkpoint at {shown_path(path)}: there is no such directory")
+    file = path / "config.json"
+    if not has_file(file):
+        raise ValueError(f"{path} is not a native checkpoint: it has no config.json")
+    header = read_json(file)
+    if header.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} is not a native checkpoint: config.json does not say format = {FORMAT!r}"
+        )
+    version = header.get("version")
+    if type(version) is not int or version not in READABLE:
+        raise ValueError(
+            f"{path} has checkpoint version {version!r:.80};"
+            f" this stree_jax reads {' and '.join(map(str, READABLE))}"
+        )
+    return path, header
+
+
+def matrix_dtype(weights: Iterable[Any]) -> jnp.dtype:
+    """bfloat16 if all matrices are bfloat16, else float32, which is lossless.
+
+    Args:
+        weights: objects with a `shape` and a `dtype`.
+    """
+    dtypes = {jnp.dtype(weight.dtype) for weight in weights if len(weight.shape) == 2}
+    return jnp.dtype(jnp.bfloat16 if dtypes == {jnp.dtype(jnp.bfloat16)} else jnp.float32)
+
+
+def check_shapes(path: Path, wanted: object, stored: object) -> None:
+    """Compares names and shapes of two trees of weights.
+
+    Args:
+        path: the checkpoint, for the message.
+        wanted, stored: trees of objects with a `shape`.
+
+    Raises:
+        ValueError: lists all differences.
+    """
+    want, have = (
+        {name: tuple(leaf.shape) for name, leaf in flatten(tree).items()}
+        for tree in (wanted, stored)
+    )
+    problems = [f"{name} {want[name]} is missing" for name in sorted(want.keys() - have.keys())]
+    problems += [
+        f"{name:.80} {have[name]} is not expected" for name in sorted(have.keys() - want.keys())
+    ]
+    problems += [
+        f"{name} is {have[name]}, the config says {want[name]}"
+        for name in sorted(want.keys() & have.keys())
+        if want[name] != have[name]
+    ]
+    if problems:
+        shown = "; ".join(problems[:5]) + (
+            f"; and {len(problems) - 5} more" if problems[5:] else ""
+        )
+        raise ValueError(f"the weights of {path} disagree with its config: {shown}")
+
+
+def is_finite(name: str, weight: jax.Array) -> bool:
+    """Whether all values of a weight are finite, and for an `A_log` the decay rates too."""
+    decays = name.endswith("A_log")
+    if weight.size <= _SMALL and _is_on_host(weight):  # a program for each shape takes longer
+        values = np.asarray(weight)
+        with np.errstate(over="ignore"):
+            finite = np.isfinite(values).all()
+            return bool(finite and (not decays or np.isfinite(np.exp(values)).all()))
+    return bool(_all_finite(weight, decays=decays))
+
+
+def _is_on_host(weight: jax.Array) -> bool:
+    devices: Any = weight.sharding.device_set
+    return weight.is_fully_addressable and all(each.platform == "cpu" for each in devices)
+
+
+@functools.partial(jax.jit, static_argnames="decays")
+def _all_finite(weight: jax.Array, *, decays: bool) -> jax.Array:
+    finite = jnp.isfinite(weight).all()
+    return finite & jnp.isfinite(jnp.exp(weight)).all() if decays else finite

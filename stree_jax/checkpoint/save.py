@@ -1,0 +1,130 @@
+"""Saving models and other modules."""
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from tokenizers import Tokenizer
+
+from stree_jax.checkpoint.arrays import write_checksums
+from stree_jax.checkpoint.directories import new_directory
+from stree_jax.checkpoint.load import FORMAT, VERSION
+from stree_jax.mesh.hosts import by_first
+from stree_jax.mesh.partition import ONE_DEVICE
+from stree_jax.mesh.weights import canonical_weights
+from stree_jax.messages import shown
+from stree_jax.models.lm import HybridLM, check_model
+from stree_jax.models.matrices import in_first
+from stree_jax.names import flatten, unflatten
+
+
+def save_pretrained(
+    model: HybridLM,
+    path: str | os.PathLike[str],
+    *,
+    tokenizer: Tokenizer | None = None,
+    model_card: str | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Saves a model as a native checkpoint directory, independent of the model's mesh.
+
+    All processes call this with the same arguments. Process 0 writes, and all return when the
+    checkpoint is complete.
+
+    Args:
+        model: the model; weights are stored in their current dtype. Process 0 holds all weights of
+            a model on a mesh.
+        path: the directory to create, on a file system that all processes share.
+        tokenizer: tokenizer to store as tokenizer.json.
+        model_card: Markdown to store as README.md.
+        overwrite: replace an existing directory. The old one stays until the new one is complete.
+
+    Raises:
+        ValueError: `path` is not a path, or exists and `overwrite` is False; or `model` is not a
+            model.
+    """
+    check_model(model)
+
+    def more_files(partial: Path) -> None:
+        if tokenizer is not None:
+            tokenizer.save(str(partial / "tokenizer.json"))
+
+    header = {"model": model.config.to_dict()}
+    write_checkpoint(path, header, model, model_card, overwrite, more_files)
+
+
+def write_checkpoint(
+    path: str | os.PathLike[str],
+    header: dict[str, Any],
+    weights: nnx.Module,
+    model_card: str | None,
+    overwrite: bool,
+    more_files: Callable[[Path], None] | None = None,
+) -> None:
+    """Writes a directory with config.json, weights, model card and `more_files`.
+
+    All processes call this, and process 0 writes.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"path must be the directory to create, got {shown(path)}")
+    from orbax.checkpoint import v1 as ocp  # takes half a second to import
+
+    with contextlib.ExitStack() as stack:
+
+        def begin() -> str:
+            partial = stack.enter_context(new_directory(Path(path), overwrite))
+            full_header = {"format": FORMAT, "version": VERSION} | header
+            (partial / "config.json").write_text(json.dumps(full_header, indent=2) + "\n")
+            if model_card is not None:
+                (partial / "README.md").write_text(model_card)
+            if more_files is not None:
+                more_files(partial)
+            return str(partial)
+
+        partial = Path(by_first(begin))
+        arrays = _canonical_arrays(weights)
+        with _quiet():
+            ocp.save(partial / "params", arrays)  # all processes must call it
+
+        def end() -> str:
+            write_checksums(partial, flatten(arrays))
+            stack.close()  # renames the directory
+            return ""
+
+        by_first(end)
+
+
+def _canonical_arrays(weights: nnx.Module) -> dict[str, Any]:
+    """The arrays to store. Only process 0 keeps their values."""
+
+    def kept(values: np.ndarray) -> np.ndarray:
+        if jax.process_index() == 0:
+            return values
+        return np.broadcast_to(np.zeros((), values.dtype), values.shape)  # takes no memory
+
+    arrays = nnx.to_pure_dict(nnx.state(in_first(weights)))
+    if isinstance(weights, HybridLM) and weights.partition != ONE_DEVICE:
+        whole = {name: kept(read()) for name, read in canonical_weights(weights).items()}
+        return unflatten(whole, arrays)
+    if jax.process_count() > 1:  # Orbax refuses arrays of one process's devices
+        return jax.tree.map(lambda array: kept(np.asarray(array)), arrays)
+    return arrays
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences what Orbax logs."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # errors of its threads are raised here as well
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
