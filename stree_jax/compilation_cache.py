@@ -11,7 +11,7 @@ import re
 import stat
 import warnings
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 
@@ -145,17 +145,10 @@ def _repair_silently(folder: Path) -> None:
     """
     show = warnings.showwarning
 
-    def showwarning(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def showwarning(message: Warning | str, *arguments: Any, **options: Any) -> None:
         failure = re.match(_FAILURE, str(message))
         if failure is None:
-            show(message, category, filename, lineno, file, line)
+            show(message, *arguments, **options)
         elif failure[1] == "reading":
             # The warning has the first part of the file's name, the name of the program.
             with contextlib.suppress(OSError):

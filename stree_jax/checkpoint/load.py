@@ -1,6 +1,5 @@
 """Loading native checkpoints, and the checks of weights that other formats share."""
 
-import functools
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -217,20 +216,17 @@ def check_shapes(path: Path, wanted: object, stored: object) -> None:
 def is_finite(name: str, weight: jax.Array) -> bool:
     """Whether all values of a weight are finite, and for an `A_log` the decay rates too."""
     decays = name.endswith("A_log")
-    if weight.size <= _SMALL and _is_on_host(weight):  # a program for each shape takes longer
-        values = np.asarray(weight)
-        with np.errstate(over="ignore"):
-            finite = np.isfinite(values).all()
-            return bool(finite and (not decays or np.isfinite(np.exp(values)).all()))
-    return bool(_all_finite(weight, decays=decays))
-
-
-def _is_on_host(weight: jax.Array) -> bool:
     devices: Any = weight.sharding.device_set
-    return weight.is_fully_addressable and all(each.platform == "cpu" for each in devices)
+    is_on_host = weight.is_fully_addressable and all(each.platform == "cpu" for each in devices)
+    if is_on_host and weight.size <= _SMALL:  # a program for each shape takes longer
+        with np.errstate(over="ignore"):
+            return bool(_all_finite(np, np.asarray(weight), decays))
+    return bool(_program(jnp, weight, decays))
 
 
-@functools.partial(jax.jit, static_argnames="decays")
-def _all_finite(weight: jax.Array, *, decays: bool) -> jax.Array:
-    finite = jnp.isfinite(weight).all()
-    return finite & jnp.isfinite(jnp.exp(weight)).all() if decays else finite
+def _all_finite(library: Any, values: Any, decays: bool) -> Any:
+    finite = library.isfinite(values).all()
+    return finite & library.isfinite(library.exp(values)).all() if decays else finite
+
+
+_program = jax.jit(_all_finite, static_argnums=(0, 2))
