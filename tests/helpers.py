@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import jax
+import numpy as np
 from flax import nnx
 
 from stree_jax import (
@@ -23,6 +24,7 @@ __all__ = [
     "COMPILED",
     "DOCS",
     "apply",
+    "assert_same_model",
     "forget_many_programs",
     "heads_of",
     "mtp_head_of",
@@ -67,6 +69,12 @@ def saved_pair(folder):
     save_medusa(MedusaHeads(model, num_heads=3, rngs=nnx.Rngs(0)), model, folder / "medusa")
     shutil.copy(embedded.with_name("tree.json"), folder)
     return folder
+
+
+def assert_same_model(one, other):
+    """Both have the same config, and the same weights to the bit."""
+    assert one.config == other.config
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(one), nnx.state(other))
 
 
 def with_weight(model, name, change):

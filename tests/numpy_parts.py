@@ -8,8 +8,8 @@ def silu(x):
 
 
 def rms_norm(x, scale, eps, groups=1):
-    """RMS norm of `[T, D]`, separately for each group of channels."""
-    parts = x.reshape(len(x), groups, -1)
+    """RMS norm of `[..., D]`, separately for each group of channels."""
+    parts = x.reshape(*x.shape[:-1], groups, -1)
     return (parts / np.sqrt((parts**2).mean(-1, keepdims=True) + eps)).reshape(x.shape) * scale
 
 
@@ -21,20 +21,35 @@ def causal_conv(x, weight, bias):
 
 
 def state_space(x, dt, A_log, B, C, D):
-    """The recurrence: `x` `[T, H, P]`, `dt` `[T, H]`, `B`, `C` `[T, H, N]`, `D` `[H, 1 or P]`."""
-    y = np.zeros_like(x)
-    for h in range(x.shape[1]):
+    """The recurrence: `x` `[T, H, P]`, `dt` `[T, H]`, `B`, `C` `[T, G, N]`, `D` `[H, 1 or P]`.
+
+    Head h reads group h // (H / G).
+    """
+    y, heads = np.zeros_like(x), x.shape[1]
+    for h in range(heads):
+        b, c = h * B.shape[1] // heads, h * C.shape[1] // heads
         state = np.zeros((x.shape[2], B.shape[2]))
         for t in range(len(x)):
             state = np.exp(-dt[t, h] * np.exp(A_log[h])) * state
-            state = state + dt[t, h] * np.outer(x[t, h], B[t, h])
-            y[t, h] = state @ C[t, h] + D[h] * x[t, h]
+            state = state + dt[t, h] * np.outer(x[t, h], B[t, b])
+            y[t, h] = state @ C[t, c] + D[h] * x[t, h]
     return y
 
 
 def rope_frequencies(size, base):
     """Radians per position for each of the `size / 2` channel pairs."""
     return base ** (-np.arange(0, size, 2) / size)
+
+
+def llama3_frequencies(plain, factor, low, high, original_length):
+    """Frequencies for longer contexts, by the number of turns within the original one.
+
+    Pairs with many turns keep their frequency, pairs with few are slowed down by the factor, and
+    those between are interpolated.
+    """
+    turns = original_length * plain / (2 * np.pi)
+    keep = np.clip((turns - low) / (high - low), 0, 1)
+    return keep * plain + (1 - keep) * plain / factor
 
 
 def rotate(x, frequencies, interleaved=False):
@@ -51,13 +66,43 @@ def rotate(x, frequencies, interleaved=False):
     return out
 
 
-def attend(q, k, v, scale):
+def attend(q, k, v, scale, window=None):
     """Causal attention `[T, H, D]` with fewer key heads `[T, G, D]`: head h reads h // (H / G)."""
     out = np.zeros(q.shape)
     for h in range(q.shape[1]):
         g = h // (q.shape[1] // k.shape[1])
         for t in range(len(q)):
-            scores = scale * k[: t + 1, g] @ q[t, h]
+            seen = slice(max(0, t + 1 - (window or len(q))), t + 1)
+            scores = scale * k[seen, g] @ q[t, h]
             weights = np.exp(scores - scores.max())
-            out[t, h] = weights / weights.sum() @ v[: t + 1, g]
+            out[t, h] = weights / weights.sum() @ v[seen, g]
     return out
+
+
+def mamba2_shapes(width, inner, conv, heads, conv_width):
+    """Shapes of a Mamba-2 mixer of `inner` channels, with `conv` ones in its convolution."""
+    return {
+        "in_proj.weight": (inner + conv + heads, width),
+        "conv1d.weight": (conv, 1, conv_width),
+        "conv1d.bias": (conv,),
+        "A_log": (heads,),
+        "D": (heads,),
+        "dt_bias": (heads,),
+        "norm.weight": (inner,),
+        "out_proj.weight": (width, inner),
+    }
+
+
+def attention_shapes(width, queries, keys):
+    """Shapes of attention without biases, by its tensors' names."""
+    return {
+        "q_proj.weight": (queries, width),
+        "k_proj.weight": (keys, width),
+        "v_proj.weight": (keys, width),
+        "o_proj.weight": (width, queries),
+    }
+
+
+def within(prefix, values):
+    """The entries whose names begin with the prefix, without it."""
+    return {name[len(prefix) :]: values[name] for name in values if name.startswith(prefix)}

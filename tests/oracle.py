@@ -1,7 +1,8 @@
 """An independent implementation of the whole model: NumPy, float64, one token at a time.
 
 Written from the description of the block, not from the library's code; it shares nothing with it
-but the names of the parameters.
+but the names of the parameters. The parts that it has in common with the models of other programs
+are in `numpy_parts`, and compared with transformers there.
 """
 
 import math
@@ -11,6 +12,16 @@ import numpy as np
 from flax import nnx
 
 from stree_jax.layer_config import MlpConfig
+from tests.numpy_parts import (
+    attend,
+    causal_conv,
+    llama3_frequencies,
+    rms_norm,
+    rope_frequencies,
+    rotate,
+    silu,
+    state_space,
+)
 
 
 def parameters(model):
@@ -36,7 +47,7 @@ def logits(model, tokens):
             extra = _shared(config, shared, w, both)
             num_shared += 1
             continue
-        u = _rms(hidden + extra, block["norm_scale"], config.norm_eps)
+        u = rms_norm(hidden + extra, block["norm_scale"], config.norm_eps)
         if kind == "mlp":
             out = _mlp(layer, w, u)
         elif kind == "moe":
@@ -49,7 +60,7 @@ def logits(model, tokens):
         else:
             out = _mixer(layer, w, u)
         hidden, extra = hidden + config.residual_multiplier * out, 0.0
-    hidden = _rms(hidden, p["final_norm_scale"], config.norm_eps)
+    hidden = rms_norm(hidden, p["final_norm_scale"], config.norm_eps)
     head = p["embedding"] if config.tie_embeddings else p["head"]
     return hidden @ head.T * config.logits_multiplier
 
@@ -61,7 +72,7 @@ def _linear(w, x):
 def _activate(name, x):
     if name == "gelu":
         return x * (1 + np.vectorize(math.erf)(x / np.sqrt(2))) / 2
-    return np.maximum(x, 0) ** 2 if name == "relu2" else _silu(x)
+    return np.maximum(x, 0) ** 2 if name == "relu2" else silu(x)
 
 
 def _mlp(c, w, u, extra=0.0):
@@ -109,7 +120,7 @@ def _moe(c, w, token):
 
 
 def _shared(config, shared, w, both):
-    x = _rms(both, shared["norm_scale"], config.norm_eps)
+    x = rms_norm(both, shared["norm_scale"], config.norm_eps)
 
     def adapter(a, x):
         return _linear(a["up"], _linear(a["down"], x))
@@ -118,7 +129,7 @@ def _shared(config, shared, w, both):
     if config.shared.attention_adapters:
         extra = np.concatenate([adapter(w["qkv_adapters"][i], x) for i in range(3)], axis=1)
     y = _attention(config.attention, shared["attention"], x, extra)
-    y = _rms(y, shared["mlp_norm_scale"], config.norm_eps)
+    y = rms_norm(y, shared["mlp_norm_scale"], config.norm_eps)
     return _linear(w["out_proj"], _mlp(config.mlp, shared["mlp"], y, adapter(w["mlp_adapter"], y)))
 
 
@@ -130,57 +141,21 @@ def _attention(c, w, u, extra=0.0):
     qkv, gate, up = np.split(projected, ends, axis=1)
     qkv = qkv + extra
     if c.conv_width:
-        padded = np.concatenate([np.zeros((c.conv_width - 1, qkv.shape[1])), qkv])
-        qkv = w["conv_bias"] + np.stack(
-            [(padded[t : t + c.conv_width] * w["conv_weight"]).sum(0) for t in range(length)]
-        )
+        qkv = causal_conv(qkv, w["conv_weight"].T[:, None], w["conv_bias"])
     q, k, v = (
         part.reshape(length, -1, c.head_dim)
         for part in np.split(qkv, [inner, inner + keys_size], axis=1)
     )
-    k = k * c.key_multiplier
-    for t in range(length):
-        q[t], k[t] = _rotated(c, q[t], t), _rotated(c, k[t], t)
+    if c.rotary_dim:
+        rope = rope_frequencies(c.rotary_dim, c.rope_theta)
+        if (s := c.rope_scaling) is not None:
+            limits = (s.low_freq_factor, s.high_freq_factor, s.original_length)
+            rope = llama3_frequencies(rope, s.factor, *limits)
+        q, k = rotate(q, rope), rotate(k, rope)
     scale = c.head_dim**-0.5 if c.scale is None else c.scale
-    y = np.zeros_like(q)
-    for t in range(length):
-        for h in range(c.num_heads):
-            g = h * c.num_kv_heads // c.num_heads
-            first = 0 if c.window is None else max(0, t + 1 - c.window)
-            scores = scale * (k[first : t + 1, g] @ q[t, h])
-            weights = np.exp(scores - scores.max())
-            y[t, h] = weights @ v[first : t + 1, g] / weights.sum()
-    y = np.concatenate([y.reshape(length, -1), _silu(gate) * up], axis=1)
+    y = attend(q, k * c.key_multiplier, v, scale, c.window)
+    y = np.concatenate([y.reshape(length, -1), silu(gate) * up], axis=1)
     return _linear(w["out_proj"], y) * c.output_multiplier
-
-
-def _rotated(c, heads, position):
-    """Heads `[W, E]` at a position: channels i and rotary_dim / 2 + i are one complex number."""
-    heads, half = heads.copy(), c.rotary_dim // 2
-    for i in range(half):
-        frequency = c.rope_theta ** (-2 * i / c.rotary_dim)
-        if c.rope_scaling is not None:
-            s, wavelength = c.rope_scaling, 2 * np.pi / frequency
-            if wavelength > s.original_length / s.low_freq_factor:
-                frequency = frequency / s.factor
-            elif wavelength > s.original_length / s.high_freq_factor:
-                smooth = s.original_length / wavelength - s.low_freq_factor
-                smooth = smooth / (s.high_freq_factor - s.low_freq_factor)
-                frequency = (1 - smooth) * frequency / s.factor + smooth * frequency
-        turned = heads[:, i] + 1j * heads[:, half + i]
-        turned = turned * np.exp(1j * position * frequency)
-        heads[:, i], heads[:, half + i] = turned.real, turned.imag
-    return heads
-
-
-def _rms(x, scale, eps, groups=1):
-    parts = x.reshape(*x.shape[:-1], groups, -1)
-    parts = parts / np.sqrt((parts**2).mean(-1, keepdims=True) + eps)
-    return parts.reshape(x.shape) * scale
-
-
-def _silu(x):
-    return x / (1 + np.exp(-x))
 
 
 def _mixer(c, p, u):
@@ -212,33 +187,19 @@ def _mixer(c, p, u):
         x, B = repeat(x, c.head_dim, c.num_heads), repeat(B, c.state_size, c.num_groups)
     widths = [x.shape[1], B.shape[1]]
     inputs = np.concatenate([x, B, C], axis=1)
-    padded = np.concatenate([np.zeros((c.conv_width - 1, inputs.shape[1])), inputs])
-    conv = np.stack(
-        [(padded[t : t + c.conv_width] * p["conv_weight"]).sum(0) for t in range(length)]
-    )
-    if c.conv_bias:
-        conv = conv + p["conv_bias"]
-    x, B, C = np.split(_silu(conv), np.cumsum(widths), axis=1)
+    conv = causal_conv(inputs, p["conv_weight"].T[:, None], p["conv_bias"] if c.conv_bias else 0.0)
+    x, B, C = np.split(silu(conv), np.cumsum(widths), axis=1)
     x, B = repeat(x, c.head_dim, c.num_heads), repeat(B, c.state_size, c.num_groups)
     x = x.reshape(length, c.num_heads, c.head_dim)
     B, C = (v.reshape(length, c.num_groups, c.state_size) for v in (B, C))
-
-    A = -np.exp(p["A_log"])
-    D = np.broadcast_to(p["D"].reshape(c.num_heads, -1), x.shape[1:])
-    state = np.zeros((c.num_heads, c.head_dim, c.state_size))
-    y = np.zeros_like(x)
-    for t in range(length):
-        for h in range(c.num_heads):
-            g = h * c.num_groups // c.num_heads
-            state[h] = np.exp(dt[t, h] * A[h]) * state[h] + dt[t, h] * np.outer(x[t, h], B[t, g])
-            y[t, h] = state[h] @ C[t, g] + D[h] * x[t, h]
-    y = y.reshape(length, inner)
+    D = p["D"].reshape(c.num_heads, -1)
+    y = state_space(x, dt, p["A_log"], B, C, D).reshape(length, inner)
     groups = c.norm_groups or c.num_groups
     if c.norm == "gate_then_norm":
-        y = _rms(y * _silu(z), p["norm_scale"], c.norm_eps, groups)
+        y = rms_norm(y * silu(z), p["norm_scale"], c.norm_eps, groups)
     elif c.norm == "norm_then_gate":
-        y = _rms(y, p["norm_scale"], c.norm_eps, groups) * _silu(z)
+        y = rms_norm(y, p["norm_scale"], c.norm_eps, groups) * silu(z)
     else:
-        y = y * _silu(z)
-    y = np.concatenate([_silu(z0) * x0, y], axis=1)
+        y = y * silu(z)
+    y = np.concatenate([silu(z0) * x0, y], axis=1)
     return _linear(p["out_proj"], y) * c.output_multiplier

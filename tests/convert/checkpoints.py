@@ -29,6 +29,13 @@ def mamba_ssm_weights(config, seed=0):
     return weights
 
 
+def mamba_ssm_checkpoint(path, config, seed=0):
+    """Writes a random checkpoint of mamba_ssm; returns its weights by name."""
+    weights = mamba_ssm_weights(config, seed)
+    write_safetensors(path, config, weights)
+    return weights
+
+
 def mamba_in_llama_weights(config, mamba_config, seed=0):
     """Random float32 weights under MambaInLlama's names, without a tied head."""
     rng = np.random.default_rng(seed)

@@ -112,6 +112,28 @@ LLAMA_3_1_8B = COMMON | json.loads("""{
   "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0,
   "tie_word_embeddings": false, "vocab_size": 128256
 }""")
+# config.json and mamba_config.json. The draft's has the attention settings of another model.
+MAMBA_IN_LLAMA_8B = (
+    LLAMA_3_1_8B,
+    json.loads("""{
+  "attn_layers": [1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31], "d_inner": 4096,
+  "d_model": 4096, "d_xb": 1024, "hidden_act": "silu", "intermediate_size": 14336, "n_layer": 32,
+  "rms_norm_eps": 1e-05, "ssm_cfg": {"expand": 1, "ngroups": 32, "d_state": 128}, "vocab_size":
+  null
+}"""),
+)
+MAMBA_IN_LLAMA_DRAFT = (
+    LLAMA_3_1_8B
+    | json.loads("""{
+  "head_dim": 128, "hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 24,
+  "num_hidden_layers": 2, "tie_word_embeddings": true
+}"""),
+    MAMBA_IN_LLAMA_8B[1]
+    | json.loads("""{
+  "attn_layers": [], "d_inner": 1024, "d_model": 1024, "d_xb": 256, "intermediate_size": 2048,
+  "n_layer": 2, "ssm_cfg": {"expand": 1, "ngroups": 8, "d_state": 128}
+}"""),
+)
 # With other sizes. This one has fields of old conversions.
 CODESTRAL_HF = """{
   "_name_or_path": "/repo/codestral", "_attn_implementation_autoset": true,

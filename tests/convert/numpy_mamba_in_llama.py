@@ -8,9 +8,12 @@ inference code ignores `rope_scaling`.
 
 import numpy as np
 
-from tests.convert.numpy_parts import (
+from tests.numpy_parts import (
     attend,
+    attention_shapes,
     causal_conv,
+    llama3_frequencies,
+    mamba2_shapes,
     rms_norm,
     rope_frequencies,
     rotate,
@@ -38,22 +41,8 @@ def shapes(config, mamba_config):
     d_model, hidden = config["hidden_size"], config["intermediate_size"]
     inner, d_xb, mixer_heads, width = _mixer_sizes(mamba_config)
     heads, kv_heads, head_dim = _attention_sizes(config)
-    mixer = {
-        "in_proj.weight": (2 * inner + 2 * d_xb + mixer_heads, d_model),
-        "conv1d.weight": (inner + 2 * d_xb, 1, width),
-        "conv1d.bias": (inner + 2 * d_xb,),
-        "A_log": (mixer_heads,),
-        "D": (mixer_heads,),
-        "dt_bias": (mixer_heads,),
-        "norm.weight": (inner,),
-        "out_proj.weight": (d_model, inner),
-    }
-    attention = {
-        "q_proj.weight": (heads * head_dim, d_model),
-        "k_proj.weight": (kv_heads * head_dim, d_model),
-        "v_proj.weight": (kv_heads * head_dim, d_model),
-        "o_proj.weight": (d_model, heads * head_dim),
-    }
+    mixer = mamba2_shapes(d_model, inner, inner + 2 * d_xb, mixer_heads, width)
+    attention = attention_shapes(d_model, heads * head_dim, kv_heads * head_dim)
     out = {"model.embed_tokens.weight": (config["vocab_size"], d_model)}
     out["model.norm.weight"] = (d_model,)
     for i in range(mamba_config["n_layer"]):
@@ -100,19 +89,15 @@ def frequencies(config, plain_rope=False):
     if plain_rope or scaling is None or scaling["rope_type"] == "default":
         return plain
     assert scaling["rope_type"] == "llama3"
-    # By the number of turns within the original context: pairs with many turns keep their
-    # frequency, pairs with few are slowed down by the factor, and those between are interpolated.
-    turns = scaling["original_max_position_embeddings"] * plain / (2 * np.pi)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    keep = np.clip((turns - low) / (high - low), 0, 1)
-    return keep * plain + (1 - keep) * plain / scaling["factor"]
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    return llama3_frequencies(plain, *(scaling[name] for name in names))
 
 
 def _attention(config, w, name, u, plain_rope):
-    length, (heads, kv_heads, head_dim) = len(u), _attention_sizes(config)
-    q = (u @ w[f"{name}.q_proj.weight"].T).reshape(length, heads, head_dim)
-    k = (u @ w[f"{name}.k_proj.weight"].T).reshape(length, kv_heads, head_dim)
-    v = (u @ w[f"{name}.v_proj.weight"].T).reshape(length, kv_heads, head_dim)
+    length, head_dim = len(u), _attention_sizes(config)[2]
+    q, k, v = (
+        (u @ w[f"{name}.{part}_proj.weight"].T).reshape(length, -1, head_dim) for part in "qkv"
+    )
     rope = frequencies(config, plain_rope)
     context = attend(rotate(q, rope), rotate(k, rope), v, head_dim**-0.5)
     return context.reshape(length, -1) @ w[f"{name}.o_proj.weight"].T

@@ -6,7 +6,7 @@ order of fused projections follow the upstream files.
 
 import numpy as np
 
-from tests.convert.numpy_parts import (
+from tests.numpy_parts import (
     attend,
     causal_conv,
     rms_norm,
@@ -14,6 +14,7 @@ from tests.convert.numpy_parts import (
     rotate,
     silu,
     state_space,
+    within,
 )
 
 _SSM = dict(d_conv=4, expand=2, headdim=64, d_state=128, ngroups=1, d_ssm=None, rmsnorm=True)
@@ -104,11 +105,7 @@ def logits(config, weights, tokens):
     hidden = w["backbone.embedding.weight"][np.asarray(tokens)]
     for i in range(config["n_layer"]):
         layer = f"backbone.layers.{i}"
-        mixer = {
-            name.removeprefix(f"{layer}.mixer."): value
-            for name, value in w.items()
-            if name.startswith(f"{layer}.mixer.")
-        }
+        mixer = within(f"{layer}.mixer.", w)
         mix = _attention if i in config["attn_layer_idx"] else _mixer
         hidden = hidden + mix(config, mixer, rms_norm(hidden, w[f"{layer}.norm.weight"], _EPS))
         if config["d_intermediate"]:
@@ -129,8 +126,7 @@ def _mixer(config, w, u):
     xbc = silu(causal_conv(xbc, w["conv1d.weight"], w.get("conv1d.bias", 0.0)))
     x, B, C = np.split(xbc, [d_ssm, d_ssm + bc], axis=1)
     x = x.reshape(length, heads, -1)
-    # Head h reads group h // (heads / groups).
-    B, C = (np.repeat(v.reshape(length, groups, -1), heads // groups, axis=1) for v in (B, C))
+    B, C = (v.reshape(length, groups, -1) for v in (B, C))
     y = state_space(x, dt, w["A_log"], B, C, w["D"].reshape(heads, -1)).reshape(length, d_ssm)
     if not ssm["rmsnorm"]:
         y = y * silu(z)

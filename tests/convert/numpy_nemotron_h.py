@@ -6,7 +6,16 @@ fields of its block in place of the model's.
 
 import numpy as np
 
-from tests.convert.numpy_parts import causal_conv, rms_norm, silu, state_space
+from tests.numpy_parts import (
+    attend,
+    attention_shapes,
+    causal_conv,
+    mamba2_shapes,
+    rms_norm,
+    silu,
+    state_space,
+    within,
+)
 
 _KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
 
@@ -39,27 +48,12 @@ def shapes(config, prefix="model"):
 def _mamba_shapes(c):
     heads, inner = c["mamba_num_heads"], c["mamba_num_heads"] * c["mamba_head_dim"]
     channels = inner + 2 * c["n_groups"] * c["ssm_state_size"]
-    return {
-        "in_proj.weight": (inner + channels + heads, c["hidden_size"]),
-        "conv1d.weight": (channels, 1, c["conv_kernel"]),
-        "conv1d.bias": (channels,),
-        "A_log": (heads,),
-        "D": (heads,),
-        "dt_bias": (heads,),
-        "norm.weight": (inner,),
-        "out_proj.weight": (c["hidden_size"], inner),
-    }
+    return mamba2_shapes(c["hidden_size"], inner, channels, heads, c["conv_kernel"])
 
 
 def _attention_shapes(c):
-    queries, keys = (c[n] * c["head_dim"] for n in ("num_attention_heads", "num_key_value_heads"))
-    width = c["hidden_size"]
-    return {
-        "q_proj.weight": (queries, width),
-        "k_proj.weight": (keys, width),
-        "v_proj.weight": (keys, width),
-        "o_proj.weight": (width, queries),
-    }
+    heads = (c["num_attention_heads"], c["num_key_value_heads"])
+    return attention_shapes(c["hidden_size"], *(count * c["head_dim"] for count in heads))
 
 
 def _mlp_shapes(c, hidden=None, width=None):
@@ -89,8 +83,7 @@ def logits(config, weights, tokens, prefix="model"):
     run = dict(mamba=_mamba, attention=_attention, moe=_moe, mlp=_mlp)
     for i, c in enumerate(blocks(config)):
         layer = f"{prefix}.layers.{i}"
-        start = f"{layer}.mixer."
-        mixer = {name[len(start) :]: w[name] for name in w if name.startswith(start)}
+        mixer = within(f"{layer}.mixer.", w)
         normed = rms_norm(hidden, w[f"{layer}.norm.weight"], c["layer_norm_epsilon"])
         hidden = hidden + run[c["kind"]](c, mixer, normed)
     hidden = rms_norm(hidden, w[f"{prefix}.norm_f.weight"], config["layer_norm_epsilon"])
@@ -105,7 +98,7 @@ def _mamba(c, w, u):
     dt = np.clip(np.log1p(np.exp(dt + w["dt_bias"])), low, high)
     xbc = silu(causal_conv(xbc, w["conv1d.weight"], w["conv1d.bias"]))
     x, B, C = np.split(xbc, [inner, inner + bc], axis=1)
-    B, C = (np.repeat(v.reshape(length, groups, -1), heads // groups, axis=1) for v in (B, C))
+    B, C = (v.reshape(length, groups, -1) for v in (B, C))
     x = x.reshape(length, heads, size)
     y = state_space(x, dt, w["A_log"], B, C, w["D"].reshape(heads, 1)).reshape(length, inner)
     y = rms_norm(y * silu(z), w["norm.weight"], c["layer_norm_epsilon"], groups)
@@ -114,17 +107,8 @@ def _mamba(c, w, u):
 
 def _attention(c, w, u):
     length, size = len(u), c["head_dim"]
-    q, k, v = (
-        (u @ w[f"{name}_proj.weight"].T).reshape(length, -1, size) for name in ("q", "k", "v")
-    )
-    window, out = c.get("sliding_window") or length, np.zeros_like(q)
-    for h in range(q.shape[1]):
-        g = h * k.shape[1] // q.shape[1]
-        for t in range(length):
-            first = max(0, t - window + 1)
-            scores = size**-0.5 * k[first : t + 1, g] @ q[t, h]
-            probabilities = np.exp(scores - scores.max())
-            out[t, h] = probabilities / probabilities.sum() @ v[first : t + 1, g]
+    q, k, v = ((u @ w[f"{name}_proj.weight"].T).reshape(length, -1, size) for name in "qkv")
+    out = attend(q, k, v, size**-0.5, c.get("sliding_window"))
     return out.reshape(length, -1) @ w["o_proj.weight"].T
 
 

@@ -161,16 +161,6 @@ def test_a_tied_head_that_is_not_the_embedding(tmp_path):
         st.from_pretrained(path)
 
 
-def test_nothing_there(tmp_path):
-    (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", r"has no config\.json or params\.json")
-    with pytest.raises(ValueError, match="no checkpoint at .*nowhere"):
-        st.from_pretrained(tmp_path / "nowhere")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="is a file; a checkpoint is a directory"):
-        st.from_pretrained(tmp_path / "file")
-
-
 def test_a_hub_name_without_a_network(monkeypatch):
     import huggingface_hub
 

@@ -34,13 +34,6 @@ VALUES = (
 )
 
 
-def nested(depth):
-    value = 1
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
 def torch_file_of(path, config, weights):
     """A `.bin` with one storage for each tensor, as torch writes it."""
     path.mkdir()
@@ -72,16 +65,14 @@ def corpus(tmp_path_factory):
             target = "mamba_in_llama" if name == "mamba_in_llama" else "hf"
             write_as(checkpoints.random_model(config), folder / name, target)
     config = configs.mamba_ssm_config(tie_embeddings=False)
-    weights = checkpoints.mamba_ssm_weights(config)
-    checkpoints.write_safetensors(folder / "mamba_ssm", config, weights)
+    weights = checkpoints.mamba_ssm_checkpoint(folder / "mamba_ssm", config)
     torch_file_of(folder / "bin", config, weights)
     write_index(
         folder / "shards", sharded(shutil.copytree(folder / "mamba_ssm", folder / "shards"))
     )
     attention = configs.MAMBA_SSM_HYBRID_CONFIGS["as mamba2attn-2.7b"]
     config = configs.mamba_ssm_config(**copy.deepcopy(attention))
-    weights = checkpoints.mamba_ssm_weights(config)
-    checkpoints.write_safetensors(folder / "mamba2attn", config, weights)
+    checkpoints.mamba_ssm_checkpoint(folder / "mamba2attn", config)
     st.save_pretrained(checkpoints.random_model(CONFIGS["groups"]), folder / "native")
     st.save_pretrained(checkpoints.random_model(HYBRIDS["zamba2"]), folder / "native_hybrid")
     return {path.name: path for path in sorted(folder.iterdir())}
@@ -106,7 +97,8 @@ def changed_values(rng, values):
                     case 2 if isinstance(table, dict):
                         table[rng.choice(("novel", *keys))] = table[key]
                     case 3:
-                        table[key] = nested(rng.choice((2, 20, 40, 600)))
+                        depth = rng.choice((2, 20, 40, 600))
+                        table[key] = json.loads("[" * depth + "1" + "]" * depth)
                     case _:
                         table[key] = rng.choice(VALUES)
                 break
@@ -160,9 +152,7 @@ def fuzz(corpus, scratch, monkeypatch, num_cases, seed):
         name: sorted(file for file in path.rglob("*") if file.is_file())
         for name, path in paths.items()
     }
-    want = {
-        name: jax.tree.leaves(nnx.state(st.from_pretrained(path))) for name, path in paths.items()
-    }
+    want = {name: leaves_of(path) for name, path in paths.items()}
     num_loaded = 0
     for case in range(num_cases):
         name = rng.choice(list(paths))

@@ -4,10 +4,7 @@ import functools
 import json
 import re
 
-import jax
-import numpy as np
 import pytest
-from flax import nnx
 
 import stree_jax as st
 from stree_jax.convert import convert, open_checkpoint
@@ -16,18 +13,8 @@ from stree_jax.testing import tiny_model
 from tests.convert import configs
 from tests.convert.checkpoints import CONFIG, WEIGHTS, write_safetensors
 from tests.extensions import eagle3_files
+from tests.helpers import assert_same_model
 
-MAMBA_CONFIG = {
-    "d_model": 4096,
-    "ssm_cfg": {"expand": 1, "ngroups": 32, "d_state": 128},
-    "rms_norm_eps": 1e-5,
-    "d_inner": 4096,
-    "d_xb": 1024,
-    "intermediate_size": 14336,
-    "hidden_act": "silu",
-    "n_layer": 32,
-    "attn_layers": list(range(1, 32, 2)),
-}
 FAMILIES = {
     "mamba_ssm": configs.MAMBA2ATTN,
     "mamba2": json.loads(configs.CODESTRAL_HF) | {"ssm_cfg": None},
@@ -41,7 +28,7 @@ FAMILIES = {
     "omni": {"model_type": "nemotron_h_omni", "llm_config": configs.NEMOTRON_H_8B}
     | {"text_config": None},
     "zamba2": configs.ZAMBA2_2B | {"lora_rank": None},
-    "mamba_in_llama": configs.LLAMA_3_1_8B,
+    "mamba_in_llama": configs.MAMBA_IN_LLAMA_8B[0],
     "codestral": {"dim": 64, "n_layers": 1, "vocab_size": 48, "n_heads": None},
 }
 
@@ -60,7 +47,7 @@ def test_a_null_field_says_nothing(name, tmp_path):
     path = tmp_path / "config.json"
     files = {path: FAMILIES[name]}
     if name == "mamba_in_llama":
-        files[tmp_path / "mamba_config.json"] = MAMBA_CONFIG
+        files[tmp_path / "mamba_config.json"] = configs.MAMBA_IN_LLAMA_8B[1]
 
     def read(value=..., ignore=()):
         for file, content in files.items():
@@ -93,19 +80,11 @@ def test_a_refused_field_may_be_ignored_by_its_name(tuned, tmp_path):
     with pytest.raises(ValueError, match=ways):
         st.from_pretrained(tuned)
     plain = st.from_pretrained(write_safetensors(tmp_path / "plain", CONFIG, WEIGHTS))
-    assert_equal(st.from_pretrained(tuned, ignore=[*UNSLOTH]), plain)
+    assert_same_model(st.from_pretrained(tuned, ignore=[*UNSLOTH]), plain)
     convert(tuned, tmp_path / "native", ignore={*UNSLOTH})
-    assert_equal(st.from_pretrained(tmp_path / "native"), plain)
-    notes = open_checkpoint(tuned, ignore=UNSLOTH_NAMES).ignored
+    assert_same_model(st.from_pretrained(tmp_path / "native"), plain)
+    notes = open_checkpoint(tuned, ignore=(*UNSLOTH,)).ignored
     assert "unsloth_fixed: ignored on request" in notes
-
-
-def assert_equal(model, other):
-    assert model.config == other.config
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(other))
-
-
-UNSLOTH_NAMES = (*UNSLOTH,)
 
 
 @pytest.mark.parametrize(

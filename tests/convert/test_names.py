@@ -4,16 +4,16 @@ import dataclasses
 import json
 import re
 
-import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 import stree_jax as st
 from stree_jax.convert.reading import open_checkpoint
 from stree_jax.convert.writing import write_as
 from stree_jax.testing import HYBRIDS
 from tests.convert import checkpoints
+from tests.convert.checkpoints import write_safetensors
+from tests.helpers import assert_same_model
 
 CONFIGS = {"granite_moe": HYBRIDS["granite_moe"], "nemotron_h": HYBRIDS["nemotron_h"]}
 
@@ -22,11 +22,6 @@ def tensors_of(path):
     from safetensors.numpy import load_file
 
     return load_file(path / "model.safetensors")
-
-
-def saved(path, config, tensors):
-    checkpoints.write_safetensors(path, config, tensors)
-    return path
 
 
 @pytest.fixture(params=CONFIGS)
@@ -58,26 +53,26 @@ def in_memory(tensors):
     return renamed | stacks
 
 
-def assert_same_model(path, other):
-    one, two = (st.from_pretrained(each) for each in (path, other))
-    assert one.config == two.config
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(one), nnx.state(two))
+def assert_same(*paths):
+    assert_same_model(*map(st.from_pretrained, paths))
 
 
 def test_names_in_memory_give_the_same_weights(on_disk, tmp_path):
     path, config, tensors = on_disk
     renamed = in_memory(tensors)
     assert len({*renamed} - {*tensors}) > 3
-    assert_same_model(path, saved(tmp_path / "memory", config, renamed))
+    assert_same(path, write_safetensors(tmp_path / "memory", config, renamed))
 
 
 def test_both_names_are_refused(on_disk, tmp_path):
     _, config, tensors = on_disk
-    path = saved(tmp_path / "both", config, tensors | in_memory(tensors))
+    path = write_safetensors(tmp_path / "both", config, tensors | in_memory(tensors))
     checkpoints.refused(path, r"is not expected")
     twice = tensors | {name: v for name, v in in_memory(tensors).items() if "router" in name}
     if len(twice) > len(tensors):
-        checkpoints.refused(saved(tmp_path / "twice", config, twice), r"router.* is not expected")
+        checkpoints.refused(
+            write_safetensors(tmp_path / "twice", config, twice), r"router.* is not expected"
+        )
 
 
 @pytest.mark.parametrize("model_type", ["nemotron_h", "granitemoehybrid"])
@@ -93,7 +88,7 @@ def test_a_state_dict_of_transformers(model_type, tmp_path):
     if config.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight")
     assert any(name.endswith("experts.down_proj") for name in tensors)
-    assert_same_model(tmp_path / "disk", saved(tmp_path / "memory", config, tensors))
+    assert_same(tmp_path / "disk", write_safetensors(tmp_path / "memory", config, tensors))
 
 
 @pytest.mark.parametrize("table", ["text_config", "llm_config"])
@@ -107,26 +102,12 @@ def test_the_text_model_of_a_wrapper(table, tmp_path):
     inside["language_model.mtp.layers.0.enorm.weight"] = np.ones(4, np.float32)
     one = np.ones((2, 2), np.float32)
     inside |= {f"vision_model.blocks.{i}.weight": one + i for i in range(20)}
-    wrapped = saved(tmp_path / "wrapped", outer | {table: config}, inside)
-    assert_same_model(path, wrapped)
+    wrapped = write_safetensors(tmp_path / "wrapped", outer | {table: config}, inside)
+    assert_same(path, wrapped)
     found = open_checkpoint(wrapped)
     assert found.description.family == "transformers nemotron_h inside nemotron_h_omni"
     text = "\n".join(found.ignored)
     assert "vision_model.blocks.0.weight and 19 others: not of the text model of nemotron" in text
     assert "language_model.mtp.layers.0.enorm.weight: part of a multi-token" in text
     st.convert.convert(wrapped, tmp_path / "native")
-    assert_same_model(path, tmp_path / "native")
-
-
-def test_wrappers_that_are_refused(tmp_path):
-    tensors = {"language_model.lm_head.weight": np.ones((2, 2), np.float32)}
-    for config, message in (
-        ({"model_type": "nemotron_h_omni"}, "needs a table text_config or llm_config"),
-        (
-            {"model_type": "nemotron_h_omni", "text_config": {"model_type": "mamba"}},
-            "'mamba': Mamba-1 layers",
-        ),
-        ({"model_type": "nemo_speechlm"}, "a speech model; its text model alone has no use"),
-    ):
-        path = saved(tmp_path / "wrapped", config, tensors)
-        checkpoints.refused(path, message)
+    assert_same(path, tmp_path / "native")

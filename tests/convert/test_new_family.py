@@ -2,10 +2,7 @@
 
 from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
-from flax import nnx
 
 import stree_jax as st
 from stree_jax import testing
@@ -18,6 +15,7 @@ from stree_jax.convert import (
     open_checkpoint,
     tables,
 )
+from tests.helpers import assert_same_model
 
 
 def random_model(**changes):
@@ -32,9 +30,7 @@ def assert_goes_there_and_back(model, folder, family):
     convert(paths[1], paths[2])
     assert open_checkpoint(paths[1]).description.family == family
     for path in paths:
-        loaded = st.from_pretrained(path).in_first()
-        assert loaded.config == model.config
-        jax.tree.map(np.testing.assert_array_equal, nnx.state(loaded), nnx.state(model))
+        assert_same_model(st.from_pretrained(path).in_first(), model)
 
 
 def test_the_family_of_the_docs(tmp_path, monkeypatch):

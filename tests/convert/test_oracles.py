@@ -7,7 +7,8 @@ the formulas coincide, and their other features have properties that can be chec
 import numpy as np
 import pytest
 
-from tests.convert import checkpoints, configs, numpy_mamba_in_llama, numpy_mamba_ssm, numpy_parts
+from tests import numpy_parts
+from tests.convert import checkpoints, configs, numpy_mamba_in_llama, numpy_mamba_ssm
 
 TOKENS = np.random.default_rng(0).integers(3, 37, (2, 21))
 # Few tokens, because the NumPy models loop over time and are run many times.

@@ -128,9 +128,8 @@ MAMBA_SSM = configs.MAMBA_SSM_CONFIGS | configs.MAMBA_SSM_HYBRID_CONFIGS
 
 @pytest.mark.parametrize("name", MAMBA_SSM)
 def test_mamba_ssm(name, tmp_path):
-    config = configs.mamba_ssm_config(**MAMBA_SSM[name])
-    weights = checkpoints.mamba_ssm_weights(config)
-    path = checkpoints.write_safetensors(tmp_path / "ssm", config, weights)
+    config, path = configs.mamba_ssm_config(**MAMBA_SSM[name]), tmp_path / "ssm"
+    weights = checkpoints.mamba_ssm_checkpoint(path, config)
     model = st.from_pretrained(path)
     want = np.stack([numpy_mamba_ssm.logits(config, weights, row) for row in TOKENS])
     assert_close(apply(model, TOKENS), want)
@@ -169,14 +168,10 @@ def test_codestral(tmp_path):
 def test_tree_decoding_of_a_converted_model(tmp_path):
     """With an MLP in every layer, a padded vocabulary, and a draft model of another shape."""
     config = configs.mamba_ssm_config(d_intermediate=100, tie_embeddings=False)
-    weights = checkpoints.mamba_ssm_weights(config)
-    target = st.from_pretrained(checkpoints.write_safetensors(tmp_path / "target", config, weights))
     other = configs.mamba_ssm_config(n_layer=1, tie_embeddings=False)
-    draft = st.from_pretrained(
-        checkpoints.write_safetensors(
-            tmp_path / "draft", other, checkpoints.mamba_ssm_weights(other, 1)
-        )
-    )
+    for seed, name, each in ((0, "target", config), (1, "draft", other)):
+        checkpoints.mamba_ssm_checkpoint(tmp_path / name, each, seed)
+    target, draft = (st.from_pretrained(tmp_path / name) for name in ("target", "draft"))
     prompts = [[3, 4, 5], [6, 7, 8, 9, 10]]
     plain = st.generate(target, prompts, max_new_tokens=12)
     for drafter in (st.ModelDrafter(draft), st.ModelDrafter(target)):
@@ -249,9 +244,8 @@ def test_torch_files_give_what_torch_loads(tmp_path):
 def test_mamba_ssm_as_it_is_released(tmp_path):
     """A `.bin` in which the tied head shares the embedding's storage."""
     torch = checkpoints.torch()
-    config = configs.mamba_ssm_config()
-    weights = checkpoints.mamba_ssm_weights(config)
-    path = checkpoints.write_safetensors(tmp_path / "ssm", config, weights)
+    path = tmp_path / "ssm"
+    weights = checkpoints.mamba_ssm_checkpoint(path, configs.mamba_ssm_config())
     want = apply(st.from_pretrained(path), TOKENS)
     (path / "model.safetensors").unlink()
     state = {name: torch.from_numpy(value) for name, value in weights.items()}

@@ -3,9 +3,6 @@
 import tempfile
 from pathlib import Path
 
-import jax
-import numpy as np
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +10,7 @@ from stree_jax import ModelConfig
 from stree_jax.convert import load_model, open_checkpoint
 from stree_jax.convert.writing import write_as
 from tests.convert import checkpoints
+from tests.helpers import assert_same_model
 
 CONFIGS = st.fixed_dictionaries(
     dict(
@@ -42,4 +40,4 @@ def test_a_model_survives_transformers_format(options, dtype):
         assert checkpoint.description.config == config
         assert checkpoint.dtype == dtype
         loaded = load_model(checkpoint, dtype=dtype)
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(loaded), nnx.state(model))
+    assert_same_model(loaded, model)

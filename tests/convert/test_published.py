@@ -14,61 +14,59 @@ from stree_jax.names import flatten
 from tests.convert import configs
 
 
-def read(tmp_path, values, **beside):
-    for name, file in beside.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(file))
-    path = tmp_path / "config.json"
-    return describe(path, json.loads(json.dumps(values)), {}).config
+def read(tmp_path, values, mamba_config=None):
+    if mamba_config is not None:
+        (tmp_path / "mamba_config.json").write_text(json.dumps(mamba_config))
+    return describe(tmp_path / "config.json", json.loads(json.dumps(values)), {})
 
 
 def shape(config):
     """The config without what presets leave out: multipliers, length limits and tokens."""
-    plain = dataclasses.replace(
+    multipliers = dict.fromkeys(("input_multiplier", "output_multiplier", "key_multiplier"), 1.0)
+    multipliers |= dict(gate_multiplier=1.0, section_multipliers=(1.0,) * 5)
+    parts = {name: getattr(config, name) for name in ("mamba2", "attention", "mlp")}
+    plain = {
+        name: dataclasses.replace(
+            part, **{key: one for key, one in multipliers.items() if hasattr(part, key)}
+        )
+        for name, part in parts.items()
+        if part is not None
+    }
+    return dataclasses.replace(
         config,
         embedding_multiplier=1.0,
         logits_multiplier=1.0,
         max_length=None,
         eos_token=None,
-        mamba2=dataclasses.replace(
-            config.mamba2,
-            input_multiplier=1.0,
-            output_multiplier=1.0,
-            section_multipliers=(1.0,) * 5,
-        ),
+        **plain,
     )
-    if plain.attention is not None:
-        plain = dataclasses.replace(
-            plain,
-            attention=dataclasses.replace(
-                plain.attention, input_multiplier=1.0, key_multiplier=1.0, output_multiplier=1.0
-            ),
-        )
-    if plain.mlp is not None:
-        mlp = dataclasses.replace(plain.mlp, gate_multiplier=1.0, output_multiplier=1.0)
-        plain = dataclasses.replace(plain, mlp=mlp)
-    return plain
 
 
 @pytest.mark.parametrize(
-    ("values", "preset"),
+    ("files", "preset"),
     [
-        (configs.FALCON_H1_500M, "Falcon-H1-0.5B"),
-        (configs.GRANITE_350M, "Granite-4-H-350M"),
-        (configs.NEMOTRON_H_8B, "Nemotron-H-8B"),
-        (configs.NEMOTRON_3_NANO, "Nemotron-3-Nano-30B"),
-        (configs.ZAMBA2_2B, "Zamba2-2.7B"),
+        ((configs.FALCON_H1_500M,), "Falcon-H1-0.5B"),
+        ((configs.GRANITE_350M,), "Granite-4-H-350M"),
+        ((configs.NEMOTRON_H_8B,), "Nemotron-H-8B"),
+        ((configs.NEMOTRON_3_NANO,), "Nemotron-3-Nano-30B"),
+        ((configs.ZAMBA2_2B,), "Zamba2-2.7B"),
+        (configs.MAMBA_IN_LLAMA_8B, "MambaInLlama-8B"),
+        (configs.MAMBA_IN_LLAMA_DRAFT, "MambaInLlama-draft"),
     ],
 )
-def test_the_preset_says_the_same(values, preset, tmp_path):
-    assert shape(read(tmp_path, values)) == shape(st.ModelConfig.preset(preset))
+def test_the_preset_says_the_same(files, preset, tmp_path):
+    assert shape(read(tmp_path, *files).config) == shape(st.ModelConfig.preset(preset))
 
 
-def test_falcons_multipliers(tmp_path):
-    config = read(tmp_path, configs.FALCON_H1_500M)
+def test_what_presets_leave_out(tmp_path):
+    config = read(tmp_path, configs.FALCON_H1_500M).config
     assert config.mamba2.output_multiplier == 0.23570226039551587
     assert config.mlp.gate_multiplier == 0.8838834764831844
     assert config.attention.key_multiplier == 0.390625
     assert config.logits_multiplier == 0.0390625
+    config = read(tmp_path, *configs.MAMBA_IN_LLAMA_8B).config
+    assert config.max_length == 131072
+    assert config.eos_token == (128001, 128008, 128009)
 
 
 @pytest.mark.parametrize(
@@ -81,12 +79,11 @@ def test_falcons_multipliers(tmp_path):
     ],
 )
 def test_the_number_of_parameters(values, num_parameters, tmp_path):
-    config = read(tmp_path, values)
-    _, weights = st.HybridLM.abstract(config)
+    description = read(tmp_path, values)
+    _, weights = st.HybridLM.abstract(description.config)
     leaves = flatten(weights)
     assert sum(leaf.size for leaf in leaves.values()) == pytest.approx(num_parameters, rel=0.02)
     # Every weight has a rule whose transform produces its shape.
-    description = describe(tmp_path / "config.json", values, {})
     shapes = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
     source = {
         name: Tensor(shape, np.dtype(np.float32), lambda: None)
@@ -97,48 +94,3 @@ def test_the_number_of_parameters(values, num_parameters, tmp_path):
         )
     }
     assert check_coverage(description.rules, description.ignored, source, shapes)
-
-
-def test_mamba_in_llama_8b(tmp_path):
-    mamba_config = {
-        "d_model": 4096,
-        "ssm_cfg": {"expand": 1, "ngroups": 32, "d_state": 128},
-        "rms_norm_eps": 1e-5,
-        "vocab_size": None,
-        "d_inner": 4096,
-        "d_xb": 1024,
-        "intermediate_size": 14336,
-        "hidden_act": "silu",
-        "n_layer": 32,
-        "attn_layers": list(range(1, 32, 2)),
-    }
-    config = read(tmp_path, configs.LLAMA_3_1_8B, mamba_config=mamba_config)
-    assert shape(config) == shape(st.ModelConfig.preset("MambaInLlama-8B"))
-    assert config.max_length == 131072
-    assert config.eos_token == (128001, 128008, 128009)
-
-
-def test_the_draft_of_stree(tmp_path):
-    """Its config.json has the attention settings of another model."""
-    llama = configs.LLAMA_3_1_8B | dict(
-        hidden_size=1024,
-        head_dim=128,
-        intermediate_size=2048,
-        num_attention_heads=24,
-        num_hidden_layers=2,
-        tie_word_embeddings=True,
-    )
-    mamba_config = {
-        "d_model": 1024,
-        "ssm_cfg": {"expand": 1, "ngroups": 8, "d_state": 128},
-        "rms_norm_eps": 1e-5,
-        "vocab_size": None,
-        "d_inner": 1024,
-        "d_xb": 256,
-        "intermediate_size": 2048,
-        "hidden_act": "silu",
-        "n_layer": 2,
-        "attn_layers": [],
-    }
-    config = read(tmp_path, llama, mamba_config=mamba_config)
-    assert shape(config) == shape(st.ModelConfig.preset("MambaInLlama-draft"))

@@ -17,110 +17,129 @@ from tests.convert.checkpoints import (
     write_index,
 )
 
-HF = {"model_type": "mamba2", "hidden_size": 16, "num_heads": 4, "head_dim": 8}
-
-ATTENTION = {"causal": True, "num_heads": 2}
+NESTED = json.loads("[" * 600 + "1" + "]" * 600)
 
 
-def _nested(depth):
-    value = 1
-    for _ in range(depth):
-        value = [value]
-    return value
+def ssm(**changes):
+    """Changes below ssm_cfg."""
+    return {"ssm_cfg": CONFIG["ssm_cfg"] | changes}
 
 
-# Fields of config.json, and the message.
-CONFIGS = [
-    ({"ssm_cfg": {}}, "ssm_cfg.layer is 'Mamba1' \\(the default\\); only Mamba-2"),
-    ({"ssm_cfg": {"layer": "Mamba1"}}, "ssm_cfg.layer is 'Mamba1'; only Mamba-2"),
-    (CONFIG | {"attn_layer_idx": [1]}, "attn_cfg.causal is not true"),
-    (CONFIG | {"attn_layer_idx": [2]}, "attn_layer_idx must be a list of layers below 2"),
+# Changes to a config.json of mamba_ssm, and the message.
+OF_MAMBA_SSM = [
+    ({"attn_layer_idx": [1]}, "attn_cfg.causal is not true"),
+    ({"attn_layer_idx": [2]}, "attn_layer_idx must be a list of layers below 2"),
+    ({"attn_layer_idx": 1}, "attn_layer_idx must be a list of layers"),
+    ({"attn_layer_idx": [0] * 100_000}, "attn_layer_idx must be a list of layers"),
     (
-        CONFIG | {"attn_layer_idx": [1], "attn_cfg": ATTENTION | {"novel": 1}},
+        {"attn_layer_idx": [1], "attn_cfg": {"causal": True, "num_heads": 2, "novel": 1}},
         r"unknown fields \['attn_cfg.novel'\]",
     ),
     (
-        CONFIG | {"attn_layer_idx": [1], "attn_cfg": ATTENTION | {"rotary_emb_interleaved": True}},
+        {"attn_layer_idx": [1]}
+        | {"attn_cfg": {"causal": True, "num_heads": 2, "rotary_emb_interleaved": True}},
         "rotary_emb_interleaved = true is not supported",
     ),
-    (CONFIG | {"rms_norm": False}, r"rms_norm = false \(LayerNorm\) is not supported"),
-    (CONFIG | {"novel": 1}, r"unknown fields \['novel'\]; they might change"),
+    ({"rms_norm": False}, r"rms_norm = false \(LayerNorm\) is not supported"),
+    ({"novel": 1}, r"unknown fields \['novel'\]; they might change"),
+    (ssm(novel=1), r"unknown fields \['ssm_cfg.novel'\]"),
+    (ssm(norm_before_gate="false"), "norm_before_gate must be true or false, got 'false'"),
+    (ssm(d_conv=1), r"config\.json: conv_width must"),
+    ({"d_model": "16"}, "d_model must be an integer, .*'16'"),
+    ({"n_layer": 10**9}, "n_layer must be an integer, from 1 to 4096"),
+    ({"n_layer": 4096}, r"config\.json says 4096 layers, but model\.safetensors has 21 tensors"),
+    ({"d_model": None}, "d_model is missing"),
+    ({"quantization_config": {"bits": 4}}, "quantised checkpoints are not supported"),
+]
+# model_type, fields beside it, and the message.
+OF_TRANSFORMERS = [
+    ("mamba", {}, "'mamba': Mamba-1 layers"),
+    ("jamba", {}, "'jamba': Mamba-1 layers"),
+    ("qwen3_next", {}, "'qwen3_next': gated delta net"),
+    ("recurrent_gemma", {}, "'recurrent_gemma': RG-LRU"),
+    ("llama", {}, "of no known family \\(model_type = 'llama'\\)"),
+    (["x" * 10_000], {}, "of no known family"),
+    ("nemo_speechlm", {}, "a speech model; its text model alone has no use"),
+    ("nemotron_h_omni", {}, "needs a table text_config or llm_config"),
+    ("nemotron_h_omni", {"text_config": {"model_type": "mamba"}}, "'mamba': Mamba-1 layers"),
+    ("bamba", {"partial_rotary_factor": "x", "novel": 1}, "unknown fields"),
     (
-        CONFIG | {"ssm_cfg": CONFIG["ssm_cfg"] | {"novel": 1}},
-        r"unknown fields \['ssm_cfg.novel'\]",
-    ),
-    (CONFIG | {"d_model": "16"}, "d_model must be an integer, .*'16'"),
-    (CONFIG | {"n_layer": 10**9}, "n_layer must be an integer, from 1 to 4096"),
-    (CONFIG | {"d_model": None}, "d_model is missing"),
-    (CONFIG | {"quantization_config": {"bits": 4}}, "quantised checkpoints are not supported"),
-    ({"model_type": "mamba"}, "'mamba': Mamba-1 layers"),
-    ({"model_type": "jamba"}, "'jamba': Mamba-1 layers"),
-    ({"model_type": "qwen3_next"}, "'qwen3_next': gated delta net"),
-    ({"model_type": "recurrent_gemma"}, "'recurrent_gemma': RG-LRU"),
-    ({"model_type": "bamba", "partial_rotary_factor": "x", "novel": 1}, "unknown fields"),
-    (
-        {"model_type": "bamba", "rope_parameters": {"partial_rotary_factor": 0.25}},
+        "bamba",
+        {"rope_parameters": {"partial_rotary_factor": 0.25}},
         "partial_rotary_factor is not 0.5",
     ),
-    ({"model_type": "bamba", "rope_scaling": {"type": "yarn"}}, "rope_type is 'yarn'"),
+    ("bamba", {"rope_scaling": {"type": "yarn"}}, "rope_type is 'yarn'"),
+    ("bamba", {"rope_scaling": {"type": "llama3"}}, r"rope_parameters\.factor is missing"),
+    ("bamba", {"mamba_n_heads": 3}, "mamba_n_heads = 3 does not divide 8192"),
+    ("falcon_h1", {"mlp_multipliers": [1]}, "mlp_multipliers must be 2 numbers"),
+    ("falcon_h1", {"hidden_act": "relu"}, "hidden_act is 'relu', not one of"),
     (
-        {"model_type": "bamba", "rope_scaling": {"type": "llama3"}},
-        r"rope_parameters\.factor is missing",
-    ),
-    ({"model_type": "bamba", "mamba_n_heads": 3}, "mamba_n_heads = 3 does not divide 8192"),
-    ({"model_type": "falcon_h1", "mlp_multipliers": [1]}, "mlp_multipliers must be 2 numbers"),
-    ({"model_type": "falcon_h1", "hidden_act": "relu"}, "hidden_act is 'relu', not one of"),
-    (
-        {"model_type": "granitemoehybrid", "layer_types": ["mamba"]},
+        "granitemoehybrid",
+        {"layer_types": ["mamba"]},
         "layer_types has 1 entries for num_hidden_layers = 32",
     ),
+    ("granitemoehybrid", {"num_experts_per_tok": 9}, "num_active = 9 is more than the 8 experts"),
+    ("granitemoehybrid", {"layer_types": [{}]}, "unknown kinds"),
     (
-        {"model_type": "granitemoehybrid", "num_experts_per_tok": 9},
-        "num_active = 9 is more than the 8 experts",
-    ),
-    (
-        {"model_type": "nemotron_h", "hybrid_override_pattern": "M*x"},
+        "nemotron_h",
+        {"hybrid_override_pattern": "M*x"},
         "hybrid_override_pattern must consist of M\\*-E, got 'M\\*x'",
     ),
     (
-        {"model_type": "nemotron_h", "hybrid_override_pattern": "M*", "num_hidden_layers": 3},
+        "nemotron_h",
+        {"hybrid_override_pattern": "M*", "num_hidden_layers": 3},
         "has 2 letters for 3 layers",
     ),
-    ({"model_type": "nemotron_h", "layers_block_type": ["rwkv"]}, r"unknown kinds \[.*rwkv"),
-    ({"model_type": "zamba2", "use_long_context": True}, "use_long_context = true is not"),
+    ("nemotron_h", {"layers_block_type": ["rwkv"]}, r"unknown kinds \[.*rwkv"),
+    ("nemotron_h", {"layer_types": [[]]}, r"config\.json: .*unknown kinds"),
+    *(
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "ME" * 2048, "n_routed_experts": count},
+            f"n_routed_experts = {count} in 2048 layers, but there are only 21",
+        )
+        for count in (4096, 16_000_000)
+    ),
+    ("zamba2", {"use_long_context": True}, "use_long_context = true is not"),
     (
-        {"model_type": "zamba2", "num_hidden_layers": 1, "layers_block_type": ["mamba"]},
+        "zamba2",
+        {"num_hidden_layers": 1, "layers_block_type": ["mamba"]},
         "no layer of layers_block_type is 'hybrid'",
     ),
-    ({"model_type": "nemotron_h_omni"}, "needs a table text_config or llm_config"),
-    ({"model_type": "llama"}, "of no known family \\(model_type = 'llama'\\)"),
-    ({"d_model": 8, "n_layer": 2}, "has no ssm_cfg: a Mamba-1 model"),
-    ({"model_type": "mamba2", "hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-    ({"model_type": "mamba2", "hidden_size": 100}, "is not num_heads \\* head_dim"),
-    ({"dim": 64, "n_layers": 1, "vocab_size": 9, "n_heads": 8}, "of no known family"),
-    (CONFIG | {"attn_layer_idx": 1}, "attn_layer_idx must be a list of layers"),
     (
-        CONFIG | {"ssm_cfg": CONFIG["ssm_cfg"] | {"norm_before_gate": "false"}},
-        "norm_before_gate must be true or false, got 'false'",
-    ),
-    (CONFIG | {"ssm_cfg": CONFIG["ssm_cfg"] | {"d_conv": 1}}, r"config\.json: conv_width must"),
-    (HF | {"time_step_limit": [0.0, {"__float__": ["x"]}]}, "time_step_limit must be two"),
-    (HF | {"layer_norm_epsilon": 10**400}, "layer_norm_epsilon must be a number, got 1000"),
-    (HF | {"layer_norm_epsilon": 0}, "layer_norm_epsilon must be a number above 0"),
-    (HF | {"use_bias": 1}, "use_bias must be true or false, got 1"),
-    ([1], "it is not a JSON object"),
-    ({"model_type": "nemotron_h", "layer_types": [[]]}, r"config\.json: .*unknown kinds"),
-    ({"model_type": "granitemoehybrid", "layer_types": [{}]}, "unknown kinds"),
-    (
-        {"model_type": "zamba2", "hidden_size": 32, "num_attention_heads": 65}
-        | {"num_hidden_layers": 1, "layers_block_type": ["hybrid"], "n_mamba_heads": 8},
+        "zamba2",
+        {"num_hidden_layers": 1, "layers_block_type": ["hybrid"], "n_mamba_heads": 8}
+        | {"hidden_size": 32, "num_attention_heads": 65},
         r"config\.json: num_attention_heads = 65 does not divide 2 \* hidden_size = 64",
     ),
-    (CONFIG | {"attn_layer_idx": [0] * 100_000}, "attn_layer_idx must be a list of layers"),
-    (HF | {"expand": True}, "expand must be a number, got True"),
-    (HF | {"novel": _nested(600)}, r"config\.json is damaged: it is nested more than 32 deep"),
-    (HF | {"use_bias": "x" * 10_000}, "use_bias must be true or false, got 'xxx"),
-    ({"model_type": ["x" * 10_000]}, "of no known family"),
+    ("mamba2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ("mamba2", {"hidden_size": 100}, "is not num_heads \\* head_dim"),
+]
+# Fields of a mamba2 whose sizes fit, and the message.
+OF_MAMBA2 = [
+    ({"time_step_limit": [0.0, {"__float__": ["x"]}]}, "time_step_limit must be two"),
+    ({"layer_norm_epsilon": 10**400}, "layer_norm_epsilon must be a number, got 1000"),
+    ({"layer_norm_epsilon": 0}, "layer_norm_epsilon must be a number above 0"),
+    ({"use_bias": 1}, "use_bias must be true or false, got 1"),
+    ({"use_bias": "x" * 10_000}, "use_bias must be true or false, got 'xxx"),
+    ({"expand": True}, "expand must be a number, got True"),
+    ({"novel": NESTED}, r"config\.json is damaged: it is nested more than 32 deep"),
+]
+# Whole files, and the message.
+OTHERS = [
+    ({"ssm_cfg": {}}, "ssm_cfg.layer is 'Mamba1' \\(the default\\); only Mamba-2"),
+    ({"ssm_cfg": {"layer": "Mamba1"}}, "ssm_cfg.layer is 'Mamba1'; only Mamba-2"),
+    ({"d_model": 8, "n_layer": 2}, "has no ssm_cfg: a Mamba-1 model"),
+    ({"dim": 64, "n_layers": 1, "vocab_size": 9, "n_heads": 8}, "of no known family"),
+    ([1], "it is not a JSON object"),
+    *((text, r"config\.json is damaged") for text in ("", "{", "[" * 100_000, "\x00", '{"a": }')),
+]
+MAMBA2 = {"hidden_size": 16, "num_heads": 4, "head_dim": 8}
+CONFIGS = [
+    *((CONFIG | changes, message) for changes, message in OF_MAMBA_SSM),
+    *(({"model_type": name} | fields, message) for name, fields, message in OF_TRANSFORMERS),
+    *(({"model_type": "mamba2"} | MAMBA2 | fields, message) for fields, message in OF_MAMBA2),
+    *OTHERS,
 ]
 
 
@@ -183,7 +202,6 @@ def in_file(header):
 
 
 FLOAT8 = {"x": {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}}
-NEMOTRON = {"model_type": "nemotron_h", "hybrid_override_pattern": "ME" * 2048}
 
 
 def in_index(change):
@@ -227,21 +245,6 @@ INDICES = [
 
 REFUSED = [
     *((in_config(config), message) for config, message in CONFIGS),
-    *(
-        (in_config(text), r"config\.json is damaged")
-        for text in ("", "{", "[" * 100_000, "\x00", '{"a": }')
-    ),
-    (
-        in_config(CONFIG | {"n_layer": 4096}),
-        r"config\.json says 4096 layers, but model\.safetensors has 21 tensors",
-    ),
-    *(
-        (
-            in_config(NEMOTRON | {"n_routed_experts": count}),
-            f"n_routed_experts = {count} in 2048 layers, but there are only 21",
-        )
-        for count in (4096, 16_000_000)
-    ),
     *((in_mamba_in_llama(*both), message) for *both, message in MAMBA_IN_LLAMA),
     *((in_weights(**changes), message) for changes, message in WEIGHTS_REFUSED),
     (in_file({}), r"model\.safetensors has no tensors"),
