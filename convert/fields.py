@@ -170,8 +170,16 @@ class Fields:
         )
         return known[value]
 
-    def layer_kinds(self, name: str, known: Mapping[str, str]) -> tuple[str, ...]:
-        """A list with the kind of each layer, mapped to the library's names."""
+    def layer_kinds(
+        self, name: str, known: Mapping[str, str], num_layers: int | None = None
+    ) -> tuple[str, ...]:
+        """A list with the kind of each layer, mapped to the library's names.
+
+        Args:
+            name: the field.
+            known: the library's name of each kind.
+            num_layers: `num_hidden_layers`; None: the list says it.
+        """
         value = self.take(name)
         self.check(
             isinstance(value, list) and 0 < len(value) <= MAX_LAYERS,
@@ -181,6 +189,10 @@ class Fields:
             {repr(kind)[:40] for kind in value if not isinstance(kind, str) or kind not in known}
         )
         self.check(not unknown, f"{self._prefix}{name} has unknown kinds {unknown!s:.200}")
+        self.check(
+            num_layers in (None, len(value)),
+            f"{name} has {len(value)} entries for num_hidden_layers = {num_layers}",
+        )
         return tuple(known[kind] for kind in value)
 
     def indices(self, name: str, num_layers: int) -> tuple[int, ...]:

@@ -40,11 +40,7 @@ def read_granite(source: Source) -> Description:
     fields.alias(layer_types="layers_block_type")
     kinds: tuple[str, ...] = ("mamba2",) * num_layers
     if fields.has("layer_types"):
-        kinds = fields.layer_kinds("layer_types", {k: v for k, v in KINDS.items() if v in NAMES})
-        fields.check(
-            len(kinds) == num_layers,
-            f"layer_types has {len(kinds)} entries for num_hidden_layers = {num_layers}",
-        )
+        kinds = fields.layer_kinds("layer_types", KINDS, num_layers)
     num_experts = fields.integer("num_local_experts", 8, least=0)
     shared_size = fields.integer("shared_intermediate_size", 1024)
     num_active = fields.integer("num_experts_per_tok", 2, least=0)

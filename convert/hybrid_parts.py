@@ -17,7 +17,6 @@ KINDS = {
     "linear_attention": "mamba2",
     "attention": "attention",
     "full_attention": "attention",
-    "hybrid": "shared",
     "mlp": "mlp",
     "moe": "moe",
 }

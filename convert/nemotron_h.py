@@ -59,7 +59,7 @@ def read_nemotron_h_puzzle(source: Source) -> Description:
     layers = []
     for i, block in enumerate(blocks):
         part = fields.with_own(block, f"block_configs[{i}].")
-        kind = part.choice("block_type", "", {k: v for k, v in KINDS.items() if v in NAMES})
+        kind = part.choice("block_type", "", KINDS)
         layers.append(_layer(kind, part, source))
         fields.absorb(part, block)
     fields.ignore(
@@ -244,9 +244,7 @@ def _nemotron_layers(fields: Fields) -> tuple[str, ...]:
         fields.ignore(
             "redundant with layers_block_type", "hybrid_override_pattern", "num_hidden_layers"
         )
-        return fields.layer_kinds(
-            "layers_block_type", {k: v for k, v in KINDS.items() if v in NAMES}
-        )
+        return fields.layer_kinds("layers_block_type", KINDS)
     pattern = fields.take("hybrid_override_pattern")
     fields.check(
         isinstance(pattern, str)

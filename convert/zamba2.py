@@ -5,9 +5,8 @@ from typing import Any
 from stree_jax.config import ModelConfig
 from stree_jax.convert import tables
 from stree_jax.convert.description import Description, Source, hf_values, mixer_of
-from stree_jax.convert.fields import MAX_LAYERS
+from stree_jax.convert.fields import MAX_LAYERS, Fields
 from stree_jax.convert.hybrid_parts import (
-    KINDS,
     SILU,
     attention_of,
     described,
@@ -20,6 +19,8 @@ from stree_jax.convert.hybrid_parts import (
     with_rope,
 )
 from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig, SharedConfig
+
+_KINDS = {"mamba": "mamba2", "linear_attention": "mamba2", "hybrid": "shared"}
 
 
 def read_zamba2(source: Source) -> Description:
@@ -36,50 +37,17 @@ def read_zamba2(source: Source) -> Description:
     )
     fields.alias(layers_block_type="layer_types")
     num_layers = fields.integer("num_hidden_layers", 54, most=MAX_LAYERS)
-    kinds = fields.layer_kinds("layers_block_type", {k: KINDS[k] for k in _ZAMBA_KINDS})
-    fields.check(
-        len(kinds) == num_layers,
-        f"layers_block_type has {len(kinds)} entries for num_hidden_layers = {num_layers}",
-    )
+    kinds = fields.layer_kinds("layers_block_type", _KINDS, num_layers)
     num_uses = kinds.count("shared")
     fields.check(num_uses > 0, "no layer of layers_block_type is 'hybrid'; use mamba2")
     num_blocks = fields.integer("num_mem_blocks", 1)
     bias = fields.flag("add_bias_linear", False)
-    inner = fields.integer("mamba_expand", 2) * d_model
-    num_heads = fields.integer("n_mamba_heads", 8)
-    fields.check(inner % num_heads == 0, f"n_mamba_heads = {num_heads} does not divide {inner}")
-    mamba2 = Mamba2Config(
-        num_heads=num_heads,
-        head_dim=inner // num_heads,
-        state_size=fields.integer("mamba_d_state", 64),
-        num_groups=fields.integer("mamba_ngroups", 1),
-        conv_width=fields.integer("mamba_d_conv", 4),
-        conv_bias=True,
-        in_proj_bias=bias,
-        out_proj_bias=bias,
-        dt_limit=read_dt_limit(fields, fields.number("time_step_min", 1e-3), source.quirks),
-        norm_eps=1e-5,  # hard-coded in transformers; rms_norm_eps does not change it
-        chunk_size=fields.integer("chunk_size", 256),
-    )
-    heads = fields.integer("num_attention_heads", 32)
-    fields.check(
-        2 * d_model % heads == 0,
-        f"num_attention_heads = {heads} does not divide 2 * hidden_size = {2 * d_model}",
-    )
-    head_dim = 2 * d_model // heads
-    theta, scaling, table = fields.rope()
-    table.finish()
+    mamba2 = _mixer(source, d_model, bias)
     has_rope = fields.flag("use_mem_rope", False)
-    attention = AttentionConfig(
-        num_heads=heads,
-        num_kv_heads=fields.integer("num_key_value_heads", heads),
-        head_dim=head_dim,
-        input_multiple=2,
-        scale=(head_dim / 2) ** -0.5,
-    )
+    attention = _attention(fields, d_model, has_rope)
     adapters = fields.flag("use_shared_attention_adapter", False)
     fields.check(
-        not adapters or attention.num_kv_heads == heads,
+        not adapters or attention.num_kv_heads == attention.num_heads,
         "adapters on grouped keys and values are not possible in transformers",
     )
     layers: list[str] = []
@@ -88,7 +56,7 @@ def read_zamba2(source: Source) -> Description:
     config = ModelConfig(
         layers=tuple(layers),
         mamba2=mamba2,
-        attention=with_rope(attention, head_dim, theta, scaling) if has_rope else attention,
+        attention=attention,
         mlp=MlpConfig(
             fields.integer("intermediate_size", 4 * d_model),
             activation=fields.choice("hidden_act", "gelu", {"gelu": "gelu"} | SILU),
@@ -118,7 +86,43 @@ def read_zamba2(source: Source) -> Description:
     return described("transformers zamba2", fields, config, tables.zamba2(config))
 
 
-_ZAMBA_KINDS = ("mamba", "linear_attention", "hybrid")
+def _mixer(source: Source, d_model: int, bias: bool) -> Mamba2Config:
+    fields = source.fields
+    inner = fields.integer("mamba_expand", 2) * d_model
+    num_heads = fields.integer("n_mamba_heads", 8)
+    fields.check(inner % num_heads == 0, f"n_mamba_heads = {num_heads} does not divide {inner}")
+    return Mamba2Config(
+        num_heads=num_heads,
+        head_dim=inner // num_heads,
+        state_size=fields.integer("mamba_d_state", 64),
+        num_groups=fields.integer("mamba_ngroups", 1),
+        conv_width=fields.integer("mamba_d_conv", 4),
+        conv_bias=True,
+        in_proj_bias=bias,
+        out_proj_bias=bias,
+        dt_limit=read_dt_limit(fields, fields.number("time_step_min", 1e-3), source.quirks),
+        norm_eps=1e-5,  # hard-coded in transformers; rms_norm_eps does not change it
+        chunk_size=fields.integer("chunk_size", 256),
+    )
+
+
+def _attention(fields: Fields, d_model: int, has_rope: bool) -> AttentionConfig:
+    heads = fields.integer("num_attention_heads", 32)
+    fields.check(
+        2 * d_model % heads == 0,
+        f"num_attention_heads = {heads} does not divide 2 * hidden_size = {2 * d_model}",
+    )
+    head_dim = 2 * d_model // heads
+    theta, scaling, table = fields.rope()
+    table.finish()
+    attention = AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=fields.integer("num_key_value_heads", heads),
+        head_dim=head_dim,
+        input_multiple=2,
+        scale=(head_dim / 2) ** -0.5,
+    )
+    return with_rope(attention, head_dim, theta, scaling) if has_rope else attention
 
 
 def write_zamba2(config: ModelConfig, dtype: str) -> dict[str, Any]:

@@ -17,11 +17,16 @@ from stree_jax.testing import tiny_model
 from tests.helpers import apply, assert_same_model
 
 
-@pytest.fixture
-def saved(tmp_path):
-    path = tmp_path / "model"
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    path = tmp_path_factory.mktemp("original") / "model"
     st.save_pretrained(tiny_model("groups"), path, model_card="# A card\n")
     return path
+
+
+@pytest.fixture
+def saved(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "model")
 
 
 def test_round_trip(saved):
@@ -131,46 +136,82 @@ def test_missing(tmp_path):
         st.from_pretrained(tmp_path)
 
 
-def change_header(saved, **changes):
-    file = saved / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+def changes(name, change):
+    """A damage: another value in a JSON file."""
+
+    def damage(saved):
+        file = saved / name
+        file.write_text(json.dumps(change(json.loads(file.read_text()))))
+
+    return damage
 
 
-def test_other_formats_are_refused(saved):
-    change_header(saved, version=99)
-    with pytest.raises(ValueError, match="version 99; this stree_jax reads 1"):
-        st.from_pretrained(saved)
-    change_header(saved, version=True)  # which is equal to 1
-    with pytest.raises(ValueError, match="version True; this stree_jax reads 1"):
-        st.from_pretrained(saved)
-    change_header(saved, format="other")
-    with pytest.raises(ValueError, match="not a native checkpoint"):
-        st.from_pretrained(saved)
-    (saved / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json is damaged"):
-        st.from_pretrained(saved)
+def header(**values):
+    return changes("config.json", lambda header: header | values)
 
 
-def test_configs_that_are_nested(saved):
-    """600 deep; in a field of the model too."""
-    value = json.loads("[" * 600 + "1" + "]" * 600)
-    for changes in ({"model": {"norm_eps": value}}, {"novel": value}):
-        change_header(saved, **changes)
-        with pytest.raises(ValueError, match=r"config\.json is damaged: it is nested more than 32"):
-            st.from_pretrained(saved)
+def tiny(**values):
+    """The config of a model of other sizes."""
+    return header(model=st.ModelConfig.tiny(**values).to_dict())
 
 
-def test_bad_values_are_named_with_their_file(saved):
-    change_header(saved, model=tiny_model("groups").config.to_dict() | {"tie_embeddings": -1})
-    with pytest.raises(
-        ValueError, match=r"model/config\.json: tie_embeddings must be bool, got -1"
-    ):
-        st.from_pretrained(saved)
+def like_groups(**values):
+    """That of the saved model, with other sizes."""
+    same = dict(num_groups=2, conv_width=3, norm="norm_then_gate", d_per_channel=True)
+    same |= dict(in_proj_bias=True, out_proj_bias=True, conv_bias=False, tie_embeddings=False)
+    return tiny(**(same | dict(padded_vocab_size=40) | values))
 
 
-def test_missing_weights(saved):
-    shutil.rmtree(saved / "params")
-    with pytest.raises(ValueError, match="'params' is missing"):
+def crcs(change):
+    return changes("checksums.json", lambda sums: sums | {"crc32": change(sums["crc32"])})
+
+
+def holds(name, content):
+    return lambda saved: (saved / name).write_text(content)
+
+
+NESTED = json.loads("[" * 600 + "1" + "]" * 600)
+DEEP = r"config\.json is damaged: it is nested more than 32"
+BAD_FLAG = tiny_model("groups").config.to_dict() | {"tie_embeddings": -1}
+OTHER = "disagree with its config: .*"
+SUMS = r"checksums\.json is damaged"
+REFUSED = [
+    (header(version=99), "version 99; this stree_jax reads 1"),
+    (header(version=True), "version True; this stree_jax reads 1"),  # which is equal to 1
+    (header(format="other"), "not a native checkpoint"),
+    (holds("config.json", "{"), r"config\.json is damaged"),
+    (header(model={"norm_eps": NESTED}), DEEP),
+    (header(novel=NESTED), DEEP),
+    (header(model=BAD_FLAG), r"model/config\.json: tie_embeddings must be bool, got -1"),
+    (tiny(num_layers=8192), r"config\.json says 8192 layers, but there are only 2\d ar"),
+    (lambda saved: shutil.rmtree(saved / "params"), "'params' is missing"),
+    (
+        lambda saved: (saved / "params" / "state" / "_METADATA").unlink(),
+        "is damaged: cannot read its weights",
+    ),
+    (
+        like_groups(d_model=16, vocab_size=21, padded_vocab_size=24),
+        rf"{OTHER}embedding is \(40,",
+    ),
+    (like_groups(num_layers=3), rf"{OTHER}blocks\.2\..* is missing"),
+    (like_groups(num_layers=1), rf"{OTHER}blocks\.1\..* is not expected"),
+    (like_groups(tie_embeddings=True), rf"{OTHER}head \(40, 16\) is not expected"),
+    (tiny(d_model=32), r"and \d+ more"),
+    (holds("checksums.json", "{"), SUMS),
+    (holds("checksums.json", "{}"), SUMS),
+    (holds("checksums.json", "[]"), SUMS),
+    (crcs(lambda _: 1), SUMS),
+    (crcs(lambda _: {}), SUMS),
+    (crcs(lambda _: {"x": 1}), SUMS),
+    (crcs(lambda sums: dict.fromkeys(sums, "silu")), SUMS),
+    (crcs(lambda sums: dict([*sums.items()][1:])), SUMS),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), REFUSED)
+def test_refused(saved, damage, message):
+    damage(saved)
+    with pytest.raises(ValueError, match=message):
         st.from_pretrained(saved)
 
 
@@ -255,67 +296,6 @@ def test_numbers_too_large_for_the_chosen_type(saved):
     assert np.isfinite(st.from_pretrained(saved).final_norm_scale[...]).all()
     with pytest.raises(ValueError, match="final_norm_scale holds .* too large for bfloat16"):
         st.from_pretrained(saved, dtype="bfloat16")
-
-
-def test_damaged_checksums(saved):
-    file = saved / "checksums.json"
-    sums = json.loads(file.read_text())
-    no_numbers = json.dumps(sums | {"crc32": dict.fromkeys(sums["crc32"], "silu")})
-    some = json.dumps(sums | {"crc32": dict([*sums["crc32"].items()][1:])})
-    damaged = "{", "{}", '{"crc32": 1}', '{"crc32": {}}', '{"crc32": {"x": 1}}', "[]"
-    for content in (*damaged, no_numbers, some):
-        file.write_text(content)
-        with pytest.raises(ValueError, match=r"checksums\.json is damaged"):
-            st.from_pretrained(saved)
-
-
-def test_configs_that_claim_more_layers_than_there_are(saved):
-    change_header(saved, model=st.ModelConfig.tiny(num_layers=8192).to_dict())
-    with pytest.raises(
-        ValueError, match=r"config\.json says 8192 layers, but there are only 2\d ar"
-    ):
-        st.from_pretrained(saved)
-
-
-def test_missing_metadata(saved):
-    (saved / "params" / "state" / "_METADATA").unlink()
-    with pytest.raises(ValueError, match="is damaged: cannot read its weights"):
-        st.from_pretrained(saved)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"d_model": 16, "vocab_size": 21}, r"embedding is \(40, 16\)"),
-        ({"num_layers": 3}, r"blocks\.2\..* is missing"),
-        ({"num_layers": 1}, r"blocks\.1\..* is not expected"),
-        ({"tie_embeddings": True}, r"head \(40, 16\) is not expected"),
-    ],
-)
-def test_shapes_that_disagree_with_the_config(saved, changes, message):
-    shape = dict(
-        num_groups=2,
-        conv_width=3,
-        norm="norm_then_gate",
-        d_per_channel=True,
-        in_proj_bias=True,
-        out_proj_bias=True,
-        conv_bias=False,
-        tie_embeddings=False,
-        padded_vocab_size=40,
-    )
-    if "vocab_size" in changes:
-        shape["padded_vocab_size"] = 24
-    config = st.ModelConfig.tiny(**(shape | changes))
-    change_header(saved, model=config.to_dict())
-    with pytest.raises(ValueError, match=f"disagree with its config: .*{message}"):
-        st.from_pretrained(saved)
-
-
-def test_all_problems_are_counted(saved):
-    change_header(saved, model=st.ModelConfig.tiny(d_model=32).to_dict())
-    with pytest.raises(ValueError, match=r"and \d+ more"):
-        st.from_pretrained(saved)
 
 
 def test_tokenizer(saved, tmp_path):
