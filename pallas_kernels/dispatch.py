@@ -9,7 +9,7 @@ device. `explain` says why.
     "pallas_interpret"  the same kernel in the Pallas interpreter, on any device; for tests
 
 A model is made with one of these names for all of its ops, so an op without that version runs
-XLA's. An op may know further names (`tree_scan` and `replay` know "jax_triton").
+XLA's. An op may know further names (`replay` knows "jax_triton").
 
 The device is the one that jax will run the op on:
 

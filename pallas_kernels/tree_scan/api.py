@@ -6,16 +6,12 @@ state.
 """
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.numerics import DeferredRMSNorm
 from pallas_kernels.tree_scan import jax_triton_versions, native, pallas_triton, xla
 from pallas_kernels.tree_scan.gate import Gate
-
-# Implementations that only these ops have.
-OTHERS = {"jax_triton": jax_triton_versions.obstacle}
 
 
 def tree_scan(
@@ -53,8 +49,7 @@ def tree_scan(
             nodes are otherwise arbitrary; their columns are False in the rows of valid nodes.
         gate: gates the outputs before they are written, and may start a norm; None: no gate.
         A_is_log: whether A holds `log(-A)`, as models store it.
-        implementation: a name from `dispatch.IMPLEMENTATIONS`, or "jax_triton" without gate; None:
-            the fastest that runs here.
+        implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
         Outputs of the query nodes in the dtype of `x`; with a norm after the gate, a
@@ -68,23 +63,16 @@ def tree_scan(
     if gate is not None:
         gate.check(*x.shape[2:])
     reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
-    no_gate = None if gate is None else "the jax-triton kernel of tree_scan has no gate"
     return dispatch.run(
         "tree_scan",
         {
             "xla": xla.tree_scan,
             "pallas": pallas_triton.tree_scan,
             "native": native.tree_scan,
-            "jax_triton": _jax_triton_tree_scan,
         },
         (x, dt, A, B, C, D, state, mask, gate),
         requested=implementation,
-        unsupported={
-            "pallas": reason,
-            "native": native.unsupported(x, B),
-            "jax_triton": reason or no_gate,
-        },
-        others=OTHERS,
+        unsupported={"pallas": reason, "native": native.unsupported(x, B)},
         xla_derivatives=("native",),
         A_is_log=A_is_log,
     )
@@ -129,7 +117,7 @@ def replay(
         (x, dt, A, B, state, path),
         requested=implementation,
         unsupported={"pallas": reason, "jax_triton": reason},
-        others=OTHERS,
+        others={"jax_triton": jax_triton_versions.obstacle},
     )
 
 
@@ -192,25 +180,6 @@ def replay_tree_scan(
         xla_derivatives=("native",),
         A_is_log=A_is_log,
     )
-
-
-def _jax_triton_tree_scan(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array,
-    state: jax.Array,
-    mask: jax.Array,
-    gate: None,
-    *,
-    A_is_log: bool,
-) -> jax.Array:
-    from pallas_kernels.tree_scan import jax_triton  # needs triton
-
-    D = jnp.broadcast_to(D.reshape(x.shape[2], -1), x.shape[2:])
-    return jax_triton.tree_scan(x, dt, xla.rates(A, A_is_log), B, C, D, state, mask)
 
 
 def _jax_triton_replay(*arguments: jax.Array) -> jax.Array:

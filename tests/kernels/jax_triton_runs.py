@@ -1,4 +1,4 @@
-"""Lowers the jax-triton kernels, or runs them in Triton's interpreter; prints one line of JSON.
+"""Lowers the jax-triton kernel, or runs it in Triton's interpreter; prints one line of JSON.
 
     python -m tests.kernels.jax_triton_runs lowered
     TRITON_INTERPRET=1 python -m tests.kernels.jax_triton_runs interpreted
@@ -18,31 +18,24 @@ import numpy as np
 import triton.language as tl
 
 from pallas_kernels.tree_scan import jax_triton, jax_triton_versions
-from pallas_kernels.tree_scan.reference import replay as replay_reference
-from pallas_kernels.tree_scan.reference import tree_scan as scan_reference
+from pallas_kernels.tree_scan.reference import replay as reference
 from tests.cases.base import relative_error
-from tests.cases.tree_scan import CASES, inputs
+from tests.cases.tree_scan import CASES, inputs, named
 
 
 def lowered():
-    """Of each kernel, type, size and GPU: how many Triton calls, and whether one is in place."""
+    """Of each type, size and GPU: how many Triton calls, and whether one is in place."""
     found = []
     struct, f32 = jax.ShapeDtypeStruct, jnp.float32
     for nodes, dtype in ((13, f32), (64, f32), (13, jnp.bfloat16), (64, jnp.bfloat16)):
         x, dt, A = struct((1, nodes, 8, 64), dtype), struct((1, nodes, 8), f32), struct((8,), f32)
-        B, D = struct((1, nodes, 2, 128), dtype), struct((8, 64), f32)
-        state, mask = struct((1, 8, 64, 128), f32), struct((1, nodes, nodes), jnp.bool_)
-        path = struct((1, nodes), jnp.bool_)
-        for name, function, arguments in (
-            ("tree_scan", jax_triton.tree_scan, (x, dt, A, B, B, D, state, mask)),
-            ("replay", jax_triton.replay, (x, dt, A, B, state, path)),
-        ):
-            for capability in (80, 90):
-                compiled_for = functools.partial(function, compute_capability=capability)
-                traced = jax.jit(compiled_for).trace(*arguments)
-                code = traced.lower(lowering_platforms=("cuda",)).as_text()
-                calls = code.count("custom_call @triton_kernel_call")
-                found.append((name, calls, "output_operand_alias" in code))
+        B, state = struct((1, nodes, 2, 128), dtype), struct((1, 8, 64, 128), f32)
+        for capability in (80, 90):
+            run = functools.partial(jax_triton.replay, compute_capability=capability)
+            traced = jax.jit(run).trace(x, dt, A, B, state, struct((1, nodes), jnp.bool_))
+            code = traced.lower(lowering_platforms=("cuda",)).as_text()
+            calls = code.count("custom_call @triton_kernel_call")
+            found.append((calls, "output_operand_alias" in code))
     return found
 
 
@@ -102,31 +95,15 @@ def interpreted_call(
 
 
 def interpreted():
-    """Errors of each case against float64."""
+    """The error of each case against float64."""
     jax_triton_versions.call = interpreted_call
     jax_triton_versions.passes_aliased_outputs = lambda: True
     errors = {}
     for case in CASES.values():
-        if case.bf16:
-            continue
-        values = inputs(case)
-        names = ("x", "dt", "A", "B", "C", "D", "state")
-        x, dt, A, B, C, D, state = (getattr(values, name) for name in names)
-        f32 = {name: getattr(values, name).astype(np.float32) for name in names}
-        first = case.nodes - (case.queries or case.nodes)
-        exists = slice(first, case.nodes - case.padded)
-        y = jax_triton.tree_scan(
-            *(f32[name] for name in ("x", "dt", "A", "B")),
-            f32["C"][:, first:],
-            *(f32["D"], f32["state"], values.mask),
-        )
-        truth, _ = scan_reference(x, dt, A, B, C, D, state, values.parents)
-        path = values.path
-        new_state = jax_triton.replay(*(f32[name] for name in ("x", "dt", "A", "B", "state")), path)
-        errors[case.name] = {
-            "tree_scan": relative_error(y[:, : exists.stop - first], truth[:, exists]),
-            "replay": relative_error(new_state, replay_reference(x, dt, A, B, state, path)),
-        }
+        if not case.bf16:
+            *exact, path = named(inputs(case), ("x", "dt", "A", "B", "state", "path"))
+            state = jax_triton.replay(*(value.astype(np.float32) for value in exact), path)
+            errors[case.name] = relative_error(state, reference(*exact, path))
     return errors
 
 
