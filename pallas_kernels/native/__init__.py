@@ -52,6 +52,20 @@ def level() -> str | None:
     return None if obstacle() else _library()[0]
 
 
+def unsupported(*arrays: jax.Array, **sizes: int) -> str | None:
+    """Why functions for float32 and for whole vectors cannot run, or None.
+
+    Args:
+        arrays: the inputs.
+        **sizes: numbers of what is in vectors, by their names in messages.
+    """
+    others = {array.dtype.name for array in arrays} - {"float32"}
+    if others:
+        return f"native code is for float32, got {', '.join(sorted(others))}"
+    odd = [f"{name} = {size}" for name, size in sizes.items() if size % LANES]
+    return f"{odd[0]} is not a multiple of {LANES}" if odd else None
+
+
 def call(
     name: str,
     results: Any,

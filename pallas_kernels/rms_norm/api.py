@@ -7,6 +7,7 @@
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, numerics
+from pallas_kernels import native as cpu
 from pallas_kernels.numerics import DeferredRMSNorm
 from pallas_kernels.rms_norm import native, pallas_triton, xla
 
@@ -40,7 +41,7 @@ def rms_norm(
         {"xla": numerics.rms_norm, "native": native.rms_norm},
         (x, weight),
         requested=implementation,
-        unsupported={"native": native.unsupported(x.shape[-1], x)},
+        unsupported={"native": cpu.unsupported(x, channels=x.shape[-1])},
         xla_derivatives=True,
         epsilon=epsilon,
     )
@@ -85,7 +86,7 @@ def add_rms_norm(
         (residual, output, weight),
         requested=implementation,
         unsupported={
-            "native": native.unsupported(size, residual, value),
+            "native": cpu.unsupported(residual, value, channels=size),
             "pallas": pallas_triton.unsupported("row size", size),
         },
         xla_derivatives=True,
@@ -150,7 +151,7 @@ def gated_rms_norm(
         (y, gate, weight),
         requested=implementation,
         unsupported={
-            "native": native.unsupported(size, y, gate),
+            "native": cpu.unsupported(y, gate, channels=size),
             "pallas": pallas_triton.unsupported("group size", size),
         },
         xla_derivatives=True,

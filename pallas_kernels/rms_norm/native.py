@@ -10,16 +10,6 @@ from pallas_kernels import native
 from pallas_kernels.numerics import DeferredRMSNorm
 
 
-def unsupported(size: int, *arrays: jax.Array) -> str | None:
-    """Why these arrays cannot run in groups of `size` channels, or None."""
-    others = {array.dtype.name for array in arrays} - {"float32"}
-    if others:
-        return f"the native norms are for float32, got {', '.join(sorted(others))}"
-    if size % native.LANES:
-        return f"{size} channels are no multiple of {native.LANES}"
-    return None
-
-
 def rms_norm(x: jax.Array, weight: jax.Array, *, epsilon: float) -> jax.Array:
     """See `api.rms_norm`."""
     rows = _rows(x)

@@ -8,6 +8,7 @@ import functools
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
+from pallas_kernels import native as cpu
 from pallas_kernels.ssd import native, pallas_triton, xla
 
 
@@ -58,6 +59,6 @@ def ssd(
         },
         (x, dt, A, B, C, D, state),
         requested=implementation,
-        unsupported={"native": native.unsupported(x), "pallas": reason},
+        unsupported={"native": cpu.unsupported(x, head_dim=x.shape[-1]), "pallas": reason},
         xla_derivatives=True,
     )

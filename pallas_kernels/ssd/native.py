@@ -6,15 +6,6 @@ import jax.numpy as jnp
 from pallas_kernels import native
 
 
-def unsupported(x: jax.Array) -> str | None:
-    """Why these inputs cannot run, or None."""
-    if x.dtype != jnp.float32:
-        return f"the native scan is for float32, got {x.dtype.name}"
-    if x.shape[-1] % native.LANES:
-        return f"{x.shape[-1]} channels are no multiple of {native.LANES}"
-    return None
-
-
 def ssd(
     x: jax.Array,
     dt: jax.Array,

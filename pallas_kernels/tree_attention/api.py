@@ -10,6 +10,7 @@ import functools
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch
+from pallas_kernels import native as cpu
 from pallas_kernels.tree_attention import native, pallas_triton, pallas_triton_layer, xla
 from pallas_kernels.tree_attention.kv_cache import KVCache, NodeKV
 from pallas_kernels.tree_attention.layout import AttentionLayout
@@ -54,7 +55,7 @@ def tree_attention(
     arguments: tuple = (query, node_keys, node_values, keys, values, length, mask)
     unsupported = {
         "pallas": pallas_triton.unsupported(query.shape[-1]),
-        "native": native.unsupported(query, keys),
+        "native": cpu.unsupported(query, keys, head_dim=query.shape[-1]),
     }
     if cache_mask is not None:
         arguments = (*arguments, cache_mask)

@@ -7,14 +7,6 @@ import numpy as np
 from pallas_kernels import native
 
 
-def unsupported(query: jax.Array, keys: jax.Array) -> str | None:
-    """Why these arrays cannot run, or None."""
-    if {query.dtype, keys.dtype} != {jnp.dtype(jnp.float32)}:
-        return f"native attention is for float32, got {query.dtype.name} and {keys.dtype.name}"
-    size = query.shape[-1]
-    return f"{size} channels are no multiple of {native.LANES}" if size % native.LANES else None
-
-
 def tree_attention(
     query: jax.Array,
     node_keys: jax.Array,

@@ -12,14 +12,12 @@ _MOST_TAPS = 16
 
 def unsupported(projected: jax.Array, layout: Mamba2Layout, width: int) -> str | None:
     """Why a layer cannot run, or None."""
-    if projected.dtype != jnp.float32:
-        return f"the native layer is for float32, got {projected.dtype.name}"
     if (layout.x_heads, layout.b_groups) != (layout.num_heads, layout.num_groups):
         return "heads of x or groups of B are repeated"
-    sizes = layout.num_heads * layout.head_dim, layout.num_groups * layout.state_size
-    if sizes[0] % native.LANES or sizes[1] % native.LANES:
-        return f"{sizes[0]} channels and {sizes[1]} states are no multiples of {native.LANES}"
-    return f"convolutions are at most {_MOST_TAPS} wide" if width > _MOST_TAPS else None
+    if width > _MOST_TAPS:
+        return f"convolutions are at most {_MOST_TAPS} wide"
+    _, channels, states, *_ = layout.sizes
+    return native.unsupported(projected, channels=channels, states=states)
 
 
 def tree_conv1d_layer(

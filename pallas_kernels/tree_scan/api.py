@@ -9,6 +9,7 @@ import jax
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels import dispatch
+from pallas_kernels import native as cpu
 from pallas_kernels.numerics import DeferredRMSNorm
 from pallas_kernels.tree_scan import jax_triton_versions, native, pallas_triton, xla
 from pallas_kernels.tree_scan.gate import Gate
@@ -60,9 +61,6 @@ def tree_scan(
         ValueError: a gate that does not fit, or an implementation that does not exist, or cannot
             run these shapes.
     """
-    if gate is not None:
-        gate.check(*x.shape[2:])
-    reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
     return dispatch.run(
         "tree_scan",
         {
@@ -72,7 +70,7 @@ def tree_scan(
         },
         (x, dt, A, B, C, D, state, mask, gate),
         requested=implementation,
-        unsupported={"pallas": reason, "native": native.unsupported(x, B)},
+        unsupported=_unsupported(x, B, gate),
         xla_derivatives=("native",),
         A_is_log=A_is_log,
     )
@@ -160,13 +158,7 @@ def replay_tree_scan(
         ValueError: a gate that does not fit, or an implementation that does not exist, or cannot
             run these shapes.
     """
-    arguments = (
-        *(prev_x, prev_dt, prev_B, prev_path),
-        *(x, dt, A, B, C, D, state, ancestor_mask, gate),
-    )
-    if gate is not None:
-        gate.check(*x.shape[2:])
-    reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
+    previous = (prev_x, prev_dt, prev_B, prev_path)
     return dispatch.run(
         "replay_tree_scan",
         {
@@ -174,12 +166,27 @@ def replay_tree_scan(
             "pallas": pallas_triton.replay_tree_scan,
             "native": native.replay_tree_scan,
         },
-        arguments,
+        (*previous, x, dt, A, B, C, D, state, ancestor_mask, gate),
         requested=implementation,
-        unsupported={"pallas": reason, "native": native.unsupported(x, B)},
+        unsupported=_unsupported(x, B, gate),
         xla_derivatives=("native",),
         A_is_log=A_is_log,
     )
+
+
+def _unsupported(x: jax.Array, B: jax.Array, gate: Gate | None) -> dict[str, str | None]:
+    """Why versions cannot scan these nodes.
+
+    Raises:
+        ValueError: the gate does not fit.
+    """
+    if gate is not None:
+        gate.check(*x.shape[2:])
+    head_dim, state_size = x.shape[-1], B.shape[-1]
+    return {
+        "pallas": pallas_triton.unsupported(head_dim, state_size, x.dtype),
+        "native": cpu.unsupported(x, head_dim=head_dim, state_size=state_size),
+    }
 
 
 def _jax_triton_replay(*arguments: jax.Array) -> jax.Array:

@@ -11,16 +11,6 @@ from pallas_kernels.numerics import DeferredRMSNorm
 from pallas_kernels.tree_scan.gate import Gate
 
 
-def unsupported(x: jax.Array, B: jax.Array) -> str | None:
-    """Why these nodes cannot run, or None."""
-    channels, states = x.shape[-1], B.shape[-1]
-    if x.dtype != jnp.float32:
-        return f"the native scan is for float32, got {x.dtype.name}"
-    if channels % native.LANES or states % native.LANES:
-        return f"{channels} channels and {states} states are no multiples of {native.LANES}"
-    return None
-
-
 def tree_scan(
     x: jax.Array,
     dt: jax.Array,
