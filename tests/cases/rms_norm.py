@@ -21,6 +21,8 @@ GATED_CASES = base.table(
         "groups, norm then gate": dict(norm="norm_then_gate", size=128, groups=2),
         "blocks": dict(size=336),
         "one row": dict(norm="norm_then_gate", rows=(1,), size=96),
+        "a gate in a wider array": dict(size=128, groups=2, start=40),
+        "extreme gates": dict(norm="none", gates=200.0),
         "epsilon decides": dict(scale=1e-4),
         "large": dict(scale=1e3),
         "bf16": dict(size=160, bf16=True),
@@ -31,6 +33,8 @@ GATED_CASES = base.table(
     size=64,
     groups=1,
     scale=1.0,
+    gates=3.0,  # their size
+    start=0,  # the first column of the gate, of some more
 )
 ADD_CASES = base.table(
     {
@@ -60,15 +64,18 @@ ADD_CASES = base.table(
 def gated_errors(case, implementation):
     _, draw = base.drawn(case)
     shape = (*case.rows, case.size)
-    exact = [draw(*shape) * case.scale, draw(*shape) * 3.0]
+    wide = (*case.rows, case.size + 2 * case.start)
+    exact = [draw(*shape) * case.scale, draw(*wide) * case.gates]
     exact.append(None if case.norm == "none" else draw(case.size))
     y, gate, weight = (None if value is None else jnp.asarray(value, case.kind) for value in exact)
     exact = [None if v is None else np.asarray(v, np.float64) for v in (y, gate, weight)]
     options = {"norm": case.norm, "epsilon": 1e-5, "num_groups": case.groups}
-    run = jax.jit(functools.partial(gated_rms_norm, **options, implementation=implementation))
+    run = functools.partial(gated_rms_norm, **options, gate_start=case.start)
+    run = jax.jit(functools.partial(run, implementation=implementation))
     got = run(y, gate, weight)
     assert got.dtype == case.kind
     assert got.shape == y.shape
+    exact[1] = exact[1][..., case.start : case.start + case.size]
     rows = [value.reshape(-1, case.size) for value in exact[:2]]
     truth = reference.gated_rms_norm(*rows, exact[2], **options)
     return {"output": relative_error(got, truth.reshape(y.shape))}

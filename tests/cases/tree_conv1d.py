@@ -11,28 +11,30 @@ from tests.cases import base, tree_scan
 from tests.cases.base import Budget, Op, relative_error
 
 NAMES = ("conv_input", "conv_state", "conv_weight", "conv_bias")
-# Cases that differ for a convolution, in turn without the activation and with it.
-ACTIVATIONS = {
-    "root only": None,
-    "two nodes": "silu",
-    "tree": None,
-    "newest level": "silu",
-    "a group a head": None,
-    "blocks of nodes": "silu",
-    "bf16": None,
-    "bf16, many nodes": "silu",
+# Cases that differ for a convolution: the activation, and whether there is a bias.
+SETTINGS = {
+    "root only": (None, True),
+    "two nodes": ("silu", False),
+    "tree": (None, False),
+    "newest level": ("silu", True),
+    "a group a head": (None, True),
+    "blocks of nodes": ("silu", True),
+    "bf16": (None, True),
+    "bf16, many nodes": ("silu", True),
 }
 
 
 @functools.cache
 def errors(case, implementation):
-    values, activation = tree_scan.inputs(case), ACTIVATIONS[case.name]
+    values, (activation, has_bias) = tree_scan.inputs(case), SETTINGS[case.name]
     arrays = tree_scan.named(values, NAMES)
+    arrays[-1] = arrays[-1] if has_bias else None
     truth = reference.tree_conv1d(*arrays, values.parents, activation)
     window = base.conv_gather_index(jnp.asarray(values.parents, jnp.int32), case.width)
     first = case.nodes - (case.queries or case.nodes)
     run = functools.partial(tree_conv1d, activation=activation, implementation=implementation)
-    got = jax.jit(run)(*(jnp.asarray(value, case.kind) for value in arrays), window[:, first:])
+    on_device = jax.tree.map(lambda value: jnp.asarray(value, case.kind), arrays)
+    got = jax.jit(run)(*on_device, window[:, first:])
     assert got.dtype == case.kind
     return {"output": relative_error(got, truth[:, first:])}
 
@@ -41,4 +43,4 @@ def budgets(case):
     return {"output": Budget(base.OUTPUT[case.bf16])}
 
 
-TREE_CONV1D = Op({name: tree_scan.CASES[name] for name in ACTIVATIONS}, errors, budgets)
+TREE_CONV1D = Op({name: tree_scan.CASES[name] for name in SETTINGS}, errors, budgets)
