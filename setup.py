@@ -1,4 +1,4 @@
-"""Builds the native library with the package; all else is in pyproject.toml."""
+"""Builds the native library with the packages; all else is in pyproject.toml."""
 
 import shutil
 from glob import glob
