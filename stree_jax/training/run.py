@@ -34,8 +34,6 @@ from stree_jax.training.trainer import (
     saved_steps,
 )
 
-# Moved to the extension.
-
 # The target generates the rows of this many steps in one batch: on a CPU 64 rows take little
 # longer than 8.
 _STEPS_AT_ONCE = 8
