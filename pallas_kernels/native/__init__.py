@@ -28,7 +28,7 @@ LANES = 16  # the widest vector's; functions without tails need multiples of it
 _AVX2 = {"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 _AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _NEEDED = {"v3": _AVX2, "v4": _AVX2 | _AVX512}
-_CPU_INFO = Path("/proc/cpuinfo")
+CPU_INFO = Path("/proc/cpuinfo")
 _INSTALL = "`pip install .` builds it, in a checkout `pip install -e .`"
 
 
@@ -40,8 +40,8 @@ def obstacle() -> str | None:
         ValueError: `STREE_JAX_NATIVE` is none of its values, or asks for what this processor lacks.
     """
     try:
-        _library()
-        _register("stree_jax_matmul")  # XLA refuses all of the library's functions, or none
+        library()
+        register("stree_jax_matmul")  # XLA refuses all of the library's functions, or none
     except OSError as error:
         return str(error)
     return None
@@ -49,7 +49,7 @@ def obstacle() -> str | None:
 
 def level() -> str | None:
     """The instructions that it runs with, such as "v4"; None: it does not run."""
-    return None if obstacle() else _library()[0]
+    return None if obstacle() else library()[0]
 
 
 def unsupported(*arrays: jax.Array, **sizes: int) -> str | None:
@@ -83,7 +83,7 @@ def call(
         attributes: its static arguments.
     """
     target = f"stree_jax_{name}"
-    _register(target)
+    register(target)
     function = jax.ffi.ffi_call(
         target, results, input_output_aliases=aliases, vmap_method="sequential"
     )
@@ -91,13 +91,13 @@ def call(
 
 
 @functools.cache
-def _register(target: str) -> None:
+def register(target: str) -> None:
     """Tells XLA of a function of the library.
 
     Raises:
         OSError: XLA refuses it, as one that was built with headers of a newer version.
     """
-    function = getattr(_library()[1], target)
+    function = getattr(library()[1], target)
     try:
         # Before the CPU has started, the function would wait, and a refusal make the start fail.
         jax.devices("cpu")
@@ -107,26 +107,26 @@ def _register(target: str) -> None:
 
 
 @functools.cache
-def _library() -> tuple[str, ctypes.CDLL]:
+def library() -> tuple[str, ctypes.CDLL]:
     """The instructions and the loaded library.
 
     Raises:
         OSError: it cannot be loaded, or is switched off.
         ValueError: see `obstacle`.
     """
-    chosen = _level()
+    chosen = chosen_level()
     file = build_backend.library(chosen)
     if not file.is_file():
         raise OSError(f"the native library is not built: {_why_not()}")
     try:
         _check(file)
-        library = ctypes.CDLL(str(file))
-        made_of = ctypes.c_char_p.in_dll(library, "stree_jax_sources").value or b""
+        loaded = ctypes.CDLL(str(file))
+        made_of = ctypes.c_char_p.in_dll(loaded, "stree_jax_sources").value or b""
     except (OSError, ValueError) as error:
         raise OSError(f"the native library cannot be loaded: {error}; {_INSTALL}") from None
     if build_backend.digest() not in ("", made_of.decode()):
         raise OSError(f"the native library is older than its sources: {_INSTALL}")
-    return chosen, library
+    return chosen, loaded
 
 
 def _check(file: Path) -> None:
@@ -139,14 +139,14 @@ def _check(file: Path) -> None:
             raise OSError(f"{file} is cut short")
 
 
-def _level() -> str:
+def chosen_level() -> str:
     """The instructions that are chosen, or the best of this processor's.
 
     Raises:
         OSError: there are none, or the library is switched off.
         ValueError: see `obstacle`.
     """
-    lacking = {name: _lacks(name) for name in build_backend.levels()}
+    lacking = {name: lacks(name) for name in build_backend.levels()}
     chosen = os.environ.get("STREE_JAX_NATIVE")
     if chosen == "off":
         raise OSError("STREE_JAX_NATIVE=off")
@@ -164,7 +164,7 @@ def _level() -> str:
     return able[-1]
 
 
-def _lacks(name: str) -> str:
+def lacks(name: str) -> str:
     """What this processor lacks for these instructions; empty: nothing."""
     needed = _NEEDED.get(name)
     return ", ".join(sorted(needed - _flags())) if needed else ""
@@ -173,7 +173,7 @@ def _lacks(name: str) -> str:
 def _flags() -> set[str]:
     """What the processor has."""
     try:
-        lines = _CPU_INFO.read_text().splitlines()
+        lines = CPU_INFO.read_text().splitlines()
     except OSError:
         return set()
     return set(next((line for line in lines if line.startswith("flags")), "").split())

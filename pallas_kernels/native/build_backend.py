@@ -34,7 +34,7 @@ LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "aarch64": {"neon": ()},
 }
-_FLAGS = (
+FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden"),
     # Fused multiply-adds, in the order that is written.
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
@@ -72,7 +72,7 @@ def digest() -> str:
     if not sources():
         return ""
     contents = [file.read_bytes() for file in (*sources(), *sorted(HERE.parent.glob("*/*.h")))]
-    return hashlib.sha256(b"\0".join([repr((LEVELS, _FLAGS)).encode(), *contents])).hexdigest()
+    return hashlib.sha256(b"\0".join([repr((LEVELS, FLAGS)).encode(), *contents])).hexdigest()
 
 
 def compiler() -> list[str] | None:
@@ -118,14 +118,14 @@ def build(folder: Path = HERE, extra: tuple[str, ...] = ()) -> None:
 
         def compiled(job: tuple[str, Path]) -> None:
             level, source = job
-            flags = (*_FLAGS, *levels()[level], *extra, defined, "-isystem", str(headers), "-c")
+            flags = (*FLAGS, *levels()[level], *extra, defined, "-isystem", str(headers), "-c")
             made = objects / f"{level}-{source.parent.name}-{source.stem}.o"
             run(*flags, str(source), "-o", str(made))
 
         def linked(level: str) -> Path:
             made = library(level, objects)
             parts = sorted(map(str, objects.glob(f"{level}-*.o")))
-            run(*_FLAGS, "-shared", *extra, *parts, "-o", str(made))
+            run(*FLAGS, "-shared", *extra, *parts, "-o", str(made))
             return made
 
         list(pool.map(compiled, itertools.product(levels(), sources())))
@@ -163,7 +163,8 @@ def try_build() -> str | None:
     return None
 
 
-def _requirements() -> list[str]:
+def requirements() -> list[str]:
+    """What a build needs beyond the list of pyproject.toml."""
     return [] if compiler() else ["ziglang>=0.13"]
 
 
@@ -171,14 +172,14 @@ def get_requires_for_build_wheel(config_settings: dict | None = None) -> list[st
     """What a wheel's build needs beyond pyproject.toml's list, see PEP 517."""
     from setuptools import build_meta
 
-    return [*build_meta.get_requires_for_build_wheel(config_settings), *_requirements()]
+    return [*build_meta.get_requires_for_build_wheel(config_settings), *requirements()]
 
 
 def get_requires_for_build_editable(config_settings: dict | None = None) -> list[str]:
     """What an editable install needs beyond pyproject.toml's list, see PEP 660."""
     from setuptools import build_meta
 
-    return [*build_meta.get_requires_for_build_editable(config_settings), *_requirements()]
+    return [*build_meta.get_requires_for_build_editable(config_settings), *requirements()]
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""A kernel runs forward and has the derivative of XLA."""
+"""A fast version runs forward and has the derivative of XLA."""
 
 import functools
 
@@ -14,13 +14,17 @@ from pallas_kernels import (
     gated_rms_norm,
     ssd,
     tree_attention,
+    tree_scan,
 )
 from pallas_kernels.autodiff import with_gradients_of
+from pallas_kernels.matmul import matmul, rows
 from pallas_kernels.rms_norm.api import NORMS
+from tests.cases import matmul as matmul_cases
 from tests.cases import moe
 from tests.cases import ssd as ssd_cases
 from tests.cases import tree_attention as attention_cases
-from tests.cases.base import relative_error
+from tests.cases import tree_scan as scan_cases
+from tests.cases.base import NEEDS_NATIVE, relative_error
 
 
 def test_only_the_twin_runs_where_it_is_differentiated():
@@ -64,12 +68,46 @@ def attention():
     return run, tuple(arrays)
 
 
-CALLS = {
+def scan():
+    case = scan_cases.CASES["tree"]
+    *floats, mask = scan_cases.named(
+        scan_cases.on_device(case, scan_cases.inputs(case)), scan_cases.SCANNED
+    )
+
+    def run(*floats, implementation):
+        return tree_scan(*floats, mask, implementation=implementation)
+
+    return run, tuple(floats)
+
+
+def product(name):
+    x, matrix, *which = matmul_cases.on_device(matmul_cases.CASES[name])
+
+    def run(x, matrix, implementation):
+        return matmul(x, matrix, *which, implementation=implementation)
+
+    if matrix.scales is None:
+        return run, (x, matrix)
+    return functools.partial(run, matrix=matrix), (x,)  # bytes have no derivative
+
+
+def embedded(name):
+    _, matrix = matmul_cases.on_device(matmul_cases.CASES[name])
+    return functools.partial(rows, index=jnp.array([3, 40, 3])), (matrix,)
+
+
+PRODUCTS = ("some rows", "one row", "bf16", "int8", "several", "cut in blocks")
+KERNELS = {
     **{f"gated_rms_norm, {norm}": functools.partial(gated, norm) for norm in NORMS},
     "add_rms_norm": functools.partial(added, 0),
     "add_rms_norm, deferred": functools.partial(added, 4),
     "ssd": lambda: (functools.partial(ssd, chunk_size=8), ssd_cases.on_device(ssd_cases.PLAIN)),
     "tree_attention": attention,
+}
+NATIVE = {
+    "tree_scan": scan,
+    **{f"matmul, {name}": functools.partial(product, name) for name in PRODUCTS},
+    **{f"rows, {name}": functools.partial(embedded, name) for name in ("some rows", "bf16")},
 }
 
 
@@ -81,10 +119,19 @@ def gradients(run, arguments, implementation):
     return jax.tree.leaves(jax.jit(jax.grad(total))(arguments))
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_the_kernel_has_the_gradients_of_xla(name):
-    run, arguments = CALLS[name]()
-    both = (gradients(run, arguments, each) for each in ("xla", "pallas_interpret"))
+@pytest.mark.parametrize(
+    ("implementation", "call"),
+    [
+        *(pytest.param("pallas_interpret", call, id=name) for name, call in KERNELS.items()),
+        *(
+            pytest.param("native", call, id=f"native {name}", marks=NEEDS_NATIVE)
+            for name, call in NATIVE.items()
+        ),
+    ],
+)
+def test_gradients_are_those_of_xla(implementation, call):
+    run, arguments = call()
+    both = (gradients(run, arguments, each) for each in ("xla", implementation))
     for wanted, got in zip(*both, strict=True):
         assert relative_error(got, wanted) < 1e-5
 

@@ -25,14 +25,13 @@ needs_sources = pytest.mark.skipif(
 
 
 def forget():
-    for function in (native.obstacle, native._library, native._register):
+    for function in (native.obstacle, native.library, native.register):
         function.cache_clear()
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The folder of the library on an x86-64 machine, empty; sources are there."""
-    monkeypatch.delenv("STREE_JAX_NATIVE", raising=False)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(build_backend, "digest", lambda: "of the sources")
     library, failure, built = build_backend.library, build_backend.failure, build_backend.built
@@ -44,11 +43,12 @@ def folder(tmp_path, monkeypatch):
     forget()
 
 
-def processor(monkeypatch, path, flags):
-    """A machine whose processor has these."""
+def processor(monkeypatch, path, flags, wanted=""):
+    """A machine whose processor has these (None: it does not say), and the user's choice."""
     info = path / "cpuinfo"
     info.write_text(f"processor: 0\nflags\t\t: fpu sse2 {flags}\n")
-    monkeypatch.setattr(native, "_CPU_INFO", info)
+    monkeypatch.setattr(native, "CPU_INFO", info if flags else path / "nowhere")
+    monkeypatch.setenv("STREE_JAX_NATIVE", wanted)
     forget()
 
 
@@ -78,11 +78,6 @@ def test_without_a_library_xla_runs_and_says_so(folder):
     assert obstacle() == "the native library is not built: g++ failed: no space left"
 
 
-def test_it_can_be_switched_off(folder, monkeypatch):
-    monkeypatch.setenv("STREE_JAX_NATIVE", "off")
-    assert obstacle() == "STREE_JAX_NATIVE=off"
-
-
 @pytest.mark.parametrize(
     ("flags", "wanted", "level"),
     [(V4, "", "v4"), (V4, "v3", "v3"), (V4, "v4", "v4"), (V3, "", "v3"), (V3, "v3", "v3")],
@@ -90,37 +85,40 @@ def test_it_can_be_switched_off(folder, monkeypatch):
 def test_the_instructions_are_the_processors_best_or_chosen(
     flags, wanted, level, folder, monkeypatch
 ):
-    processor(monkeypatch, folder, flags)
-    monkeypatch.setenv("STREE_JAX_NATIVE", wanted)
-    assert native._level() == level
+    processor(monkeypatch, folder, flags, wanted)
+    assert native.chosen_level() == level
 
 
 @pytest.mark.parametrize(
-    ("flags", "wanted", "message"),
+    ("machine", "flags", "wanted", "message"),
     [
-        (V4, "v5", r"STREE_JAX_NATIVE must be one of \('off', 'v3', 'v4'\), got 'v5'"),
-        (V4, "neon", "STREE_JAX_NATIVE must be one of"),
-        (V3, "v4", "STREE_JAX_NATIVE=v4: this processor has no avx512bw, avx512cd, "),
-        ("avx2", "v3", "STREE_JAX_NATIVE=v3: this processor has no abm, bmi1, "),
+        ("x86_64", V4, "v5", r"STREE_JAX_NATIVE must be one of \('off', 'v3', 'v4'\), got 'v5'"),
+        ("x86_64", V4, "neon", "STREE_JAX_NATIVE must be one of"),
+        ("x86_64", V3, "v4", "STREE_JAX_NATIVE=v4: this processor has no avx512bw, avx512cd, "),
+        ("x86_64", "avx2", "v3", "STREE_JAX_NATIVE=v3: this processor has no abm, bmi1, "),
+        ("riscv64", None, "v3", r"must be one of \('off',\), got 'v3'"),
     ],
 )
-def test_a_wrong_choice_is_refused(flags, wanted, message, folder, monkeypatch):
-    processor(monkeypatch, folder, flags)
-    monkeypatch.setenv("STREE_JAX_NATIVE", wanted)
+def test_a_wrong_choice_is_refused(machine, flags, wanted, message, folder, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    processor(monkeypatch, folder, flags, wanted)
     with pytest.raises(ValueError, match=message):
-        native.obstacle()
-
-
-def test_processors_that_it_is_not_for(folder, monkeypatch):
-    processor(monkeypatch, folder, "avx2 fma")
-    assert obstacle() == "this processor has no abm, bmi1, bmi2, f16c, movbe"
-    monkeypatch.setattr(native, "_CPU_INFO", folder / "nowhere")
-    assert "this processor has no abm, avx2" in obstacle()
-    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    assert obstacle() == "there is no native code for this processor"
-    monkeypatch.setenv("STREE_JAX_NATIVE", "v3")
-    with pytest.raises(ValueError, match=r"must be one of \('off',\), got 'v3'"):
         obstacle()
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "wanted", "reason"),
+    [
+        ("x86_64", V4, "off", "STREE_JAX_NATIVE=off"),
+        ("x86_64", "avx2 fma", "", "this processor has no abm, bmi1, bmi2, f16c, movbe"),
+        ("x86_64", None, "", "this processor has no abm, avx2, bmi1, bmi2, f16c, fma, movbe"),
+        ("riscv64", None, "", "there is no native code for this processor"),
+    ],
+)
+def test_where_it_does_not_run(machine, flags, wanted, reason, folder, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    processor(monkeypatch, folder, flags, wanted)
+    assert obstacle() == reason
 
 
 @pytest.mark.parametrize(
@@ -133,15 +131,13 @@ def test_processors_that_it_is_not_for(folder, monkeypatch):
         ("ppc64le", []),
     ],
 )
-def test_the_levels_of_machines(machine, levels, monkeypatch):
+def test_the_levels_of_machines(machine, levels, folder, monkeypatch):
+    """An ARM processor needs no flags."""
     monkeypatch.setattr(platform, "machine", lambda: machine)
     assert list(build_backend.levels()) == levels
-
-
-def test_an_arm_processor_needs_no_flags(folder, monkeypatch):
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    monkeypatch.setattr(native, "_CPU_INFO", folder / "nowhere")
-    assert native._level() == "neon"
+    if levels == ["neon"]:
+        processor(monkeypatch, folder, None)
+        assert native.chosen_level() == "neon"
 
 
 def test_damaged_libraries_are_refused(folder):
@@ -190,7 +186,7 @@ def test_the_digest_knows_sources_headers_and_flags(tmp_path, monkeypatch):
         digests.add(build_backend.digest())
         (tmp_path / name).write_text("int y;")
         digests.add(build_backend.digest())
-    monkeypatch.setattr(build_backend, "_FLAGS", ("-O2",))
+    monkeypatch.setattr(build_backend, "FLAGS", ("-O2",))
     digests.add(build_backend.digest())
     assert len(digests) == 6
 
@@ -205,11 +201,11 @@ def test_the_compiler_is_the_named_one_or_one_that_is_there(tmp_path, monkeypatc
     assert build_backend.compiler() == ziglang
     monkeypatch.setattr(build_backend, "find_spec", lambda name: None)
     assert build_backend.compiler() is None
-    assert build_backend._requirements() == ["ziglang>=0.13"]
+    assert build_backend.requirements() == ["ziglang>=0.13"]
     for name in ("c++", "g++"):
         (tmp_path / name).touch(0o755)
         assert build_backend.compiler() == [str(tmp_path / name)]
-    assert build_backend._requirements() == []
+    assert build_backend.requirements() == []
 
 
 def test_builds_that_fail_leave_the_reason(folder, monkeypatch):
@@ -342,7 +338,7 @@ def test_sanitizers_find_nothing(tmp_path, monkeypatch):
     sanitized = ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     build_backend.build(tmp_path, sanitized)
     for level in build_backend.levels():
-        if native._lacks(level):
+        if native.lacks(level):
             continue
         environment = {
             **os.environ,

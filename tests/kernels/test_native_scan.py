@@ -48,15 +48,6 @@ def test_the_state_is_updated_in_place_only_if_it_is_donated():
     np.testing.assert_array_equal(np.asarray(donated), np.asarray(want))
 
 
-def test_derivatives_are_those_of_xla():
-    x, *others = arguments()
-    by = {
-        name: jax.grad(lambda x, name=name: tree_scan(x, *others, implementation=name).sum())(x)
-        for name in ("xla", "native")
-    }
-    np.testing.assert_array_equal(by["native"], by["xla"])
-
-
 def test_vmap():
     given = fused_arguments()
     alone = FUSED(*given)
