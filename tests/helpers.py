@@ -25,6 +25,7 @@ __all__ = [
     "DOCS",
     "apply",
     "assert_same_model",
+    "fences",
     "forget_many_programs",
     "heads_of",
     "mtp_head_of",
@@ -99,6 +100,11 @@ def state_after(drafter, context, topology, max_length):
     """The state of a drafter that has read texts, without hidden states of a target."""
     state = drafter.init(len(context.length), topology, max_length)
     return drafter.read(state, context.tokens, None, context.length - 1)
+
+
+def fences(page):
+    """Language and text of each block of a page."""
+    return re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def python_blocks(page):

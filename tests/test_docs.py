@@ -12,7 +12,7 @@ import pallas_kernels
 import stree_jax as st
 from stree_jax.cli.main import app
 from stree_jax.convert import FAMILIES
-from tests.helpers import DOCS, python_blocks
+from tests.helpers import DOCS, fences, python_blocks
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -53,8 +53,7 @@ def test_few_blocks_are_not_run():
 
 def commands(page):
     """Lines of shell blocks, and commands in the text: the words of each, and if it is whole."""
-    fences = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    for language, block in fences:
+    for language, block in fences(page):
         if language in ("", "sh", "toml"):
             for line in block.replace("\\\n", " ").splitlines():
                 yield from found_in(line, True)

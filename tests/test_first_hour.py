@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import fences
+
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/start.md")
 # What a block needs beyond the clone. Without a network the test is skipped there.
@@ -28,8 +30,7 @@ pytestmark = [
 
 def blocks(page):
     """Language and text of each block of a page; pictures are none."""
-    fences = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    for language, block in fences:
+    for language, block in fences(page):
         if language == "python":
             yield "python", block
         elif language == "sh" or all(map(COMMAND.match, block.splitlines())):

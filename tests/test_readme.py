@@ -10,6 +10,7 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding.options import plan
+from tests.helpers import fences
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -17,7 +18,7 @@ INDEX = ROOT / "docs/index.md"  # the site's first page, there in a checkout onl
 
 
 def blocks(path, language):
-    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+    return [block for name, block in fences(path) if name == language]
 
 
 def test_the_code_blocks(capsys):

@@ -19,7 +19,7 @@ from stree_jax.testing import (
     random_model,
     tiny_model,
 )
-from stree_jax.testing.exactness import _bound
+from stree_jax.testing.exactness import largest_distance
 from tests.helpers import with_weight
 
 CHAIN = st.TreeTopology.chain(3)
@@ -172,7 +172,7 @@ def test_the_bound_is_one(texts):
     found = rng.multinomial(rows, law, size=20_000) / rows
     distances = np.abs(found - law).sum(axis=1)
     for error in (0.3, 0.05, 1e-3):
-        assert (distances > _bound(texts, rows, error)).mean() <= error
+        assert (distances > largest_distance(texts, rows, error)).mean() <= error
 
 
 @pytest.mark.parametrize(

@@ -54,15 +54,20 @@ def generated(folder, prompt, **options):
     return out.tokens[0, : out.lengths[0]].tolist(), tokenizer
 
 
-def test_a_text(folder):
+def test_a_text(folder, tmp_path, monkeypatch):
     """That of `generate` with the same options; with any drafter; each is loaded once."""
     options = dict(max_new_tokens=6, temperature=1.0, key=jax.random.key(3))
     tokens, tokenizer = generated(folder, "Once upon", **options)
     found = st.complete(folder, "Once upon", **options)
     assert found == tokenizer.decode(tokens)
-    text._model.cache_clear()
-    assert st.complete(folder, "Once upon", drafter=folder, **options) == found
-    assert text._model.cache_info().misses == 2  # a target in float32, a draft in bfloat16
+    loaded = []
+    monkeypatch.setattr(
+        text, "from_pretrained", lambda *a, **k: loaded.append(a) or st.from_pretrained(*a, **k)
+    )
+    copy = shutil.copytree(folder, tmp_path / "model")
+    for _ in range(2):
+        assert st.complete(copy, "Once upon", drafter=copy, **options) == found
+    assert len(loaded) == 2  # a target in float32, a draft in bfloat16
     cut = st.complete(folder, "Once upon", stop=[[tokens[3]]], **options)
     assert cut == tokenizer.decode(tokens[: tokens.index(tokens[3])])
     model = st.from_pretrained(folder)

@@ -233,7 +233,7 @@ def assert_same_distribution(
         ValueError: too many texts for the rows, or `generate` refuses the arguments.
     """
     size = model.config.vocab_size
-    bound = _bound(size**num_tokens, rows, error_probability / num_tokens)
+    bound = largest_distance(size**num_tokens, rows, error_probability / num_tokens)
     if bound > 0.5:
         raise ValueError(
             f"{size} tokens make {size**num_tokens} texts of {num_tokens}: {rows} rows cannot tell"
@@ -292,7 +292,7 @@ def _compare(frequencies: np.ndarray, probabilities: np.ndarray, rows: int, erro
             f"the new tokens {impossible[0].tolist()} were sampled, and their probability is 0"
         )
     differences = np.abs(frequencies - probabilities)
-    bound = _bound(frequencies.size, rows, error)
+    bound = largest_distance(frequencies.size, rows, error)
     if differences.sum() > bound:
         worst = np.unravel_index(differences.argmax(), differences.shape)
         raise AssertionError(
@@ -303,7 +303,7 @@ def _compare(frequencies: np.ndarray, probabilities: np.ndarray, rows: int, erro
         )
 
 
-def _bound(texts: int, rows: int, error: float) -> float:
+def largest_distance(texts: int, rows: int, error: float) -> float:
     """Bound on the sum of absolute differences, exceeded with probability at most `error`."""
     return math.sqrt(2 * (texts * math.log(2) + math.log(1 / error)) / rows)
 

@@ -67,36 +67,43 @@ def lowered(function, arguments, capability):
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+def check(function, arguments, capability, *, kernels, in_place, without=("pad",)):
+    """Nothing is copied around the kernels, and a new state replaces the old one."""
+    code = lowered(function, arguments, capability)
+    assert code.count("__gpu$xla.gpu.triton") == kernels
+    assert not {*without} & {*re.findall(r"stablehlo\.(\w+)", code)}
+    assert ("output_operand_alias" in code) == in_place
+
+
+def everywhere(test):
+    """Runs a test in both types and for all GPU generations."""
+    test = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])(test)
+    return pytest.mark.parametrize("capability", CAPABILITIES)(test)
+
+
+def struct(*sizes, dtype="float32"):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
 def operands(shape, dtype):
     nodes, queries, heads, head_dim, state, groups = shape
-    struct = jax.ShapeDtypeStruct
-    x = struct((2, nodes, heads, head_dim), dtype)
-    dt = struct((2, nodes, heads), jnp.float32)
-    A = struct((heads,), jnp.float32)
-    B = struct((2, nodes, groups, state), dtype)
-    C = struct((2, queries, groups, state), dtype)
-    D = struct((heads, head_dim), jnp.float32)
-    h = struct((2, heads, head_dim, state), jnp.float32)
-    mask = struct((2, nodes, nodes), jnp.bool_)
-    path = struct((2, nodes), jnp.bool_)
+    small = functools.partial(struct, dtype=dtype)
+    x, dt, A = small(2, nodes, heads, head_dim), struct(2, nodes, heads), struct(heads)
+    B, C = small(2, nodes, groups, state), small(2, queries, groups, state)
+    D, h = struct(heads, head_dim), struct(2, heads, head_dim, state)
+    mask, path = struct(2, nodes, nodes, dtype="bool"), struct(2, nodes, dtype="bool")
     channels = heads * head_dim + 2 * groups * state
-    conv_input = struct((2, nodes, channels), dtype)
-    conv = (
-        struct((2, 3, channels), dtype),
-        struct((4, channels), dtype),
-        struct((channels,), dtype),
-    )
-    y = struct((2, queries, heads * head_dim), dtype)
-    parts = struct((2, queries, 4 * heads), jnp.float32)
+    conv = (small(2, nodes, channels), small(2, 3, channels), small(4, channels), small(channels))
+    y, weight = small(2, queries, heads * head_dim), small(heads * head_dim)
     return {
         "tree_scan": (x, dt, A, B, C, D, h, mask),
         "replay": (x, dt, A, B, h, path),
         "replay_tree_scan": (x, dt, B, path, x, dt, A, B, C, D, h, mask),
         "ssd": (x, dt, A, B, B, D, h),
-        "tree_conv1d": (conv_input, *conv, struct((2, queries, 4), jnp.int32)),
-        "gated_rms_norm": (y, y, struct(y.shape[-1:], dtype)),
-        "add_rms_norm": (y, y, struct(y.shape[-1:], dtype)),
-        "add_rms_norm, deferred": (y, y, struct(y.shape[-1:], dtype), parts),
+        "tree_conv1d": (*conv, struct(2, queries, 4, dtype="int32")),
+        "gated_rms_norm": (y, y, weight),
+        "add_rms_norm": (y, y, weight),
+        "add_rms_norm, deferred": (y, y, weight, struct(2, queries, 4 * heads)),
     }
 
 
@@ -109,37 +116,28 @@ def run(op, *arguments):
     return add_rms_norm(residual, output, weight, epsilon=1e-5, implementation="pallas")
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@everywhere
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_lowers_to_one_kernel(shape, dtype, capability):
     for op, arguments in operands(shape, dtype).items():
-        code = lowered(functools.partial(run, op), arguments, capability)
-        assert code.count("__gpu$xla.gpu.triton") == 1
-        # Nothing is padded or sliced around the kernel. A new state replaces the old one.
-        assert "stablehlo.pad" not in code
-        assert ("output_operand_alias" in code) == ("replay" in op or op == "ssd")
+        in_place = "replay" in op or op == "ssd"
+        call = functools.partial(run, op)
+        check(call, arguments, capability, kernels=1, in_place=in_place)
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@everywhere
 @pytest.mark.parametrize("activation", ["silu", "relu2"])
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_experts_lower_to_two_kernels(tokens, activation, dtype, capability):
-    struct, gated = jax.ShapeDtypeStruct, activation == "silu"
+    gated = activation == "silu"
     arguments = (
-        struct((tokens, 2688), dtype),
-        struct((tokens, 6), jnp.float32),
-        struct((tokens, 6), jnp.int32),
-        struct((128, 2688, 3712 if gated else 1856), dtype),
-        struct((128, 1856, 2688), dtype),
+        *(struct(tokens, 2688, dtype=dtype), struct(tokens, 6), struct(tokens, 6, dtype="int32")),
+        struct(128, 2688, 3712 if gated else 1856, dtype=dtype),
+        struct(128, 1856, 2688, dtype=dtype),
     )
-    function = functools.partial(
-        expert_mlps, activation=activation, gated=gated, implementation="pallas"
-    )
-    code = lowered(function, arguments, capability)
-    assert code.count("__gpu$xla.gpu.triton") == 2
-    assert "stablehlo.dot" not in code
+    options = dict(activation=activation, gated=gated, implementation="pallas")
+    call = functools.partial(expert_mlps, **options)
+    check(call, arguments, capability, kernels=2, in_place=False, without=("dot", "dot_general"))
 
 
 # Layouts of mamba2-2.7b, MambaInLlama-8B and Falcon-H1-0.5B; nodes, prefix nodes, and whether
@@ -153,42 +151,33 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@everywhere
 @pytest.mark.parametrize("case", LAYOUTS, ids=["plain", "prefix", "repeated", "scaled"])
 def test_a_mixer_lowers_to_two_kernels(case, dtype, capability):
     layout, nodes, prefix, gated, normed = case
     heads, head_dim, channels = layout.num_heads, layout.head_dim, layout.num_channels
-
-    def struct(*sizes, kind=dtype):
-        return jax.ShapeDtypeStruct(sizes, kind)
+    small = functools.partial(struct, dtype=dtype)
 
     def pending(count):
         return Mamba2Pending(
-            struct(2, count, heads, head_dim),
-            struct(2, count, heads, kind=jnp.float32),
-            struct(2, count, layout.num_groups, layout.state_size),
-            struct(2, count, channels),
+            *(small(2, count, heads, head_dim), struct(2, count, heads)),
+            *(small(2, count, layout.num_groups, layout.state_size), small(2, count, channels)),
         )
 
-    of_heads = struct(heads, kind=jnp.float32)
+    previous = pending(nodes), struct(2, nodes, dtype="bool"), struct(2, 3, dtype="int32")
     arguments = (
-        struct(2, nodes - prefix, layout.num_columns),
-        (struct(4, channels), struct(channels), of_heads, of_heads, of_heads),
-        (struct(2, heads, head_dim, layout.state_size, kind=jnp.float32), struct(2, 3, channels)),
-        struct(2, nodes - prefix, 4, kind=jnp.int32),
-        struct(2, nodes, nodes, kind=jnp.bool_),
+        small(2, nodes - prefix, layout.num_columns),
+        (small(4, channels), small(channels), *[struct(heads)] * 3),
+        (struct(2, heads, head_dim, layout.state_size), small(2, 3, channels)),
+        struct(2, nodes - prefix, 4, dtype="int32"),
+        struct(2, nodes, nodes, dtype="bool"),
         pending(prefix) if prefix else None,
-        None
-        if prefix
-        else (pending(nodes), struct(2, nodes, kind=jnp.bool_), struct(2, 3, kind=jnp.int32)),
-        struct(heads * head_dim) if normed else None,
+        None if prefix else previous,
+        small(heads * head_dim) if normed else None,
     )
     options = dict(layout=layout, gated=gated, norm_epsilon=1e-5, implementation="pallas")
-    code = lowered(functools.partial(layer, **options), arguments, capability)
-    assert code.count("__gpu$xla.gpu.triton") == 2
-    assert code.count("stablehlo.output_operand_alias<") == (0 if prefix else 1)
-    assert not {"stablehlo.pad", "stablehlo.slice"} & set(re.findall(r"stablehlo\.\w+", code))
+    call = functools.partial(layer, **options)
+    check(call, arguments, capability, kernels=2, in_place=not prefix, without=("pad", "slice"))
 
 
 # queries, nodes, query heads, key heads, head_dim, capacity: Nemotron-H, Falcon-H1, a prefill.
@@ -202,41 +191,35 @@ ATTENTION_SHAPES = [
 ]
 
 
-def num_kernels(shape, dtype):
-    """One more adds up the shares of a cache."""
+def check_attention(function, arguments, shape, capability, in_place=False):
+    """One more kernel adds up the shares of a cache."""
     queries, _, heads, groups, head_dim, capacity = shape
     blocks = attention_config.block_sizes(
-        dtype,
+        arguments[0].dtype,
         num_rows=queries * heads // groups,
         num_groups=2 * groups,
         capacity=capacity,
         head_dim=head_dim,
     )
-    return 1 + (blocks.splits > 1)
+    kernels, without = 1 + (blocks.splits > 1), ("pad", "transpose")
+    check(function, arguments, capability, kernels=kernels, in_place=in_place, without=without)
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@everywhere
 @pytest.mark.parametrize("shape", ATTENTION_SHAPES, ids=str)
 def test_an_attention_lowers_to_kernels(shape, dtype, capability):
     queries, nodes, heads, groups, head_dim, capacity = shape
-    struct = jax.ShapeDtypeStruct
-    in_tree = struct((2, nodes, groups, head_dim), dtype)
-    in_cache = struct((2, groups, capacity, head_dim), dtype)
+    small = functools.partial(struct, dtype=dtype)
+    in_tree, in_cache = small(2, nodes, groups, head_dim), small(2, groups, capacity, head_dim)
     arguments = (
-        struct((2, queries, heads, head_dim), dtype),
-        *(in_tree, in_tree, in_cache, in_cache),
-        struct((2,), jnp.int32),
-        struct((2, queries, nodes), jnp.bool_),
+        *(small(2, queries, heads, head_dim), in_tree, in_tree, in_cache, in_cache),
+        *(struct(2, dtype="int32"), struct(2, queries, nodes, dtype="bool")),
     )
     function = functools.partial(attention_kernel.tree_attention, scale=0.1)
-    code = lowered(function, arguments, capability)
-    assert code.count("__gpu$xla.gpu.triton") == num_kernels(shape, dtype)
-    assert not {"stablehlo.pad", "stablehlo.transpose"} & set(re.findall(r"stablehlo\.\w+", code))
+    check_attention(function, arguments, shape, capability)
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@everywhere
 @pytest.mark.parametrize(
     ("shape", "rotated"),
     [
@@ -248,33 +231,30 @@ def test_an_attention_lowers_to_kernels(shape, dtype, capability):
 )
 def test_a_whole_attention_layer_lowers_to_kernels(shape, rotated, dtype, capability):
     queries, nodes, heads, groups, head_dim, capacity = shape
-    struct = jax.ShapeDtypeStruct
+    small = functools.partial(struct, dtype=dtype)
     layout = AttentionLayout(heads, groups, head_dim, 0.1, (1.0,) * rotated, key_multiplier=0.5)
-    in_cache = struct((2, groups, capacity, head_dim), dtype)
+    in_cache = small(2, groups, capacity, head_dim)
 
     def keys(count):
-        return NodeKV(*[struct((2, count, groups, head_dim), dtype)] * 2)
+        return NodeKV(*[small(2, count, groups, head_dim)] * 2)
 
     if queries < nodes:
         options = {"prefix_pending": keys(nodes - queries)}
     else:
-        options = {"previous": (keys(nodes), struct((2, nodes), jnp.bool_))}
+        options = {"previous": (keys(nodes), struct(2, nodes, dtype="bool"))}
 
     def run(*arguments):
         *arguments, options = arguments
         return tree_attention_layer(*arguments, layout=layout, implementation="pallas", **options)
 
     arguments = (
-        struct((2, queries, layout.num_columns), dtype),
-        KVCache(in_cache, in_cache, struct((2,), jnp.int32)),
-        struct((2, queries), jnp.int32),
-        struct((2, queries, nodes), jnp.bool_),
-        options,
+        *(
+            small(2, queries, layout.num_columns),
+            KVCache(in_cache, in_cache, struct(2, dtype="int32")),
+        ),
+        *(struct(2, queries, dtype="int32"), struct(2, queries, nodes, dtype="bool"), options),
     )
-    code = lowered(run, arguments, capability)
-    assert code.count("__gpu$xla.gpu.triton") == num_kernels(shape, dtype)
-    assert not {"stablehlo.pad", "stablehlo.transpose"} & set(re.findall(r"stablehlo\.\w+", code))
-    assert ("output_operand_alias" in code) == (queries == nodes)
+    check_attention(run, arguments, shape, capability, in_place=queries == nodes)
 
 
 # A model of many layers traces and lowers each kernel once.
