@@ -21,7 +21,7 @@ accepted path. The ops are the parts of that step which XLA cannot fuse well:
 Every op is a pure function of arrays that returns new arrays; the ones that update a state or a
 cache update it in place if it is donated. Each op has a folder, with `reference.py` (the
 specification: sequential NumPy in any float type), `xla.py` (closed form, on any device),
-`pallas_triton.py` (the kernel) with `config.py` (its block sizes), for some `native.py` and
+`pallas_triton.py` (the kernel and its block sizes), for some `native.py` and
 `native.cc` (C++ for CPUs), and `api.py` (the public functions).
 `dispatch` chooses the implementation and says why. Needs jax and jaxtyping only.
 

@@ -1,7 +1,7 @@
 """Block sizes measured on a device, which override the defaults.
 
 A table is `tuned/<device>.json`, written by `python -m benchmarks.tune` on that device. A device
-without a table gets the defaults of each op's `config.py`. A table that is damaged, or that names
+without a table gets the defaults of each op's kernel. A table that is damaged, or that names
 something this version does not know, is an error that names the file; it is never ignored.
 
 {"device": "NVIDIA H200",
@@ -28,13 +28,13 @@ DIRECTORY = Path(__file__).parent / "tuned"
 # Ops with block sizes, and where their defaults are, a dict by case. Tables keep the names of ops
 # when folders change.
 OPS = {
-    "expert_mlps": "moe.config.DEFAULTS",
-    "rms_norm": "rms_norm.config.DEFAULTS",
-    "ssd": "ssd.config.DEFAULTS",
+    "expert_mlps": "moe.pallas_triton.DEFAULTS",
+    "rms_norm": "rms_norm.pallas_triton.DEFAULTS",
+    "ssd": "ssd.pallas_triton.DEFAULTS",
     "tree_attention": "tree_attention.config.DEFAULTS",
     "tree_attention_layer": "tree_attention.config.DEFAULTS",
-    "tree_conv1d": "tree_conv1d.config.DEFAULTS",
-    "tree_scan": "tree_scan.config.DEFAULTS",
+    "tree_conv1d": "tree_conv1d.pallas_triton.DEFAULTS",
+    "tree_scan": "tree_scan.pallas_triton.DEFAULTS",
 }
 
 Blocks = TypeVar("Blocks")

@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 
 from benchmarks.cases.base import Problem
 from pallas_kernels import tuning
-from pallas_kernels.moe import config as expert_config
-from pallas_kernels.rms_norm import config as norm_config
-from pallas_kernels.ssd import config as ssd_config
+from pallas_kernels.moe import pallas_triton as experts
+from pallas_kernels.rms_norm import pallas_triton as norms
+from pallas_kernels.ssd import pallas_triton as sequence
 from pallas_kernels.tree_attention import config as attention_config
-from pallas_kernels.tree_conv1d import config as conv_config
-from pallas_kernels.tree_scan import config as scan_config
+from pallas_kernels.tree_conv1d import pallas_triton as convolution
+from pallas_kernels.tree_scan import pallas_triton as scan
 
 
 class Space(NamedTuple):
@@ -40,8 +40,8 @@ _ATTENTION = Space(
 SPACES = {
     "tree_scan": Space(
         "replay_tree_scan",
-        scan_config.DEFAULTS,
-        lambda of: scan_config.case(of.dtype, of.shape.head_dim * of.shape.state_size),
+        scan.DEFAULTS,
+        lambda of: scan.case(of.dtype, of.shape.head_dim * of.shape.state_size),
         {"state": (*_STATE, 128 * 128)}
         | _WARPS
         | dict.fromkeys(("queries", "keys", "replayed"), (16, 32, 64))
@@ -49,13 +49,13 @@ SPACES = {
     ),
     "tree_conv1d": Space(
         "tree_conv1d_layer",
-        conv_config.DEFAULTS,
+        convolution.DEFAULTS,
         lambda _: "any",
         {"channels": (64, 128, 256, 512), "num_warps": (1, 2, 4, 8), "queries": (8, 16, 32)},
     ),
     "ssd": Space(
         "ssd",
-        ssd_config.DEFAULTS,
+        sequence.DEFAULTS,
         lambda of: tuning.dtype_case(of.dtype),
         {"state": _STATE, "positions": (16, 32, 64), "part": (32, 64, 128)} | _WARPS,
     ),
@@ -63,15 +63,15 @@ SPACES = {
     "tree_attention_layer": _ATTENTION._replace(timed="tree_attention_layer"),
     "expert_mlps": Space(
         "expert_mlps",
-        expert_config.DEFAULTS,
+        experts.DEFAULTS,
         lambda of: tuning.dtype_case(of.dtype),
         {"rows": (16, 32, 64), "columns": (32, 64, 128), "inner": (32, 64, 128)}
         | {"num_warps": (4, 8), "num_stages": (2, 3, 4)},
     ),
     "rms_norm": Space(
         "gated_rms_norm",
-        norm_config.DEFAULTS,
-        lambda of: norm_config.case(of.shape.num_heads * of.shape.head_dim),
+        norms.DEFAULTS,
+        lambda of: norms.case(of.shape.num_heads * of.shape.head_dim),
         {"block": (1024, 2048, 4096, 8192), "num_warps": (2, 4, 8, 16)},
     ),
 }

@@ -15,6 +15,7 @@ Refuses widths that are not multiples of `SMALLEST_BLOCK`, gelu, and no tokens. 
 and experts. Derivatives are XLA's; see `api.expert_mlps`.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -26,10 +27,36 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels import triton as tb
-from pallas_kernels.moe.config import BlockSizes, block_sizes
+from pallas_kernels import tuning
 from pallas_kernels.moe.xla import by_expert, starts_of, weighted_sum
 from pallas_kernels.numerics import activate
 from pallas_kernels.triton import Ref
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """Sizes of the blocks that a program works on.
+
+    Attributes:
+        rows: tokens of one expert per block; fewer if experts get fewer on average.
+        columns: output columns per block; reduced to a divisor of their number.
+        inner: contracted channels per partial product; reduced to a divisor of their number.
+        num_warps, num_stages: Triton's.
+    """
+
+    rows: int
+    columns: int
+    inner: int
+    num_warps: int
+    num_stages: int
+
+
+# By dtype of the inputs. Full float32 products need many registers. With these nothing spills on
+# sm_80 to sm_90 (`benchmarks/results/spills.json`).
+DEFAULTS = {
+    "bfloat16": BlockSizes(rows=64, columns=64, inner=64, num_warps=4, num_stages=3),
+    "float32": BlockSizes(rows=16, columns=32, inner=32, num_warps=4, num_stages=2),
+}
 
 
 def unsupported(width: int, hidden: int, num_choices: int, activation: str) -> str | None:
@@ -57,7 +84,7 @@ def expert_mlps(
     blocks: BlockSizes | None = None,
 ) -> Float[Array, "tokens M"]:
     """See `api.expert_mlps`; `blocks` None: the default device's."""
-    blocks = blocks or block_sizes(x.dtype)
+    blocks = blocks or tuning.chosen("expert_mlps", tuning.dtype_case(x.dtype), DEFAULTS)
     sorted_choices = (by_expert(chosen), starts_of(chosen, len(experts_in)))
     product = functools.partial(_product, sorted_choices, blocks=blocks, interpret=interpret)
     hidden = product(x, experts_in, gated=gated, per_row=chosen.shape[1], activation=activation)

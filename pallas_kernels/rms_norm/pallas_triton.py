@@ -13,6 +13,7 @@ blocks, the largest first. Refuses groups (rows) whose size is not a multiple of
 above `MOST_NUMBERS`.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -22,9 +23,41 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import triton as tb
+from pallas_kernels import tuning
 from pallas_kernels.numerics import DeferredRMSNorm, scaled
-from pallas_kernels.rms_norm.config import BlockSizes, block_sizes
 from pallas_kernels.triton import Ref
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """Sizes of the blocks that a program works on.
+
+    Attributes:
+        block: largest number of elements loaded at once.
+        num_warps: Triton's.
+    """
+
+    block: int
+    num_warps: int
+
+
+# By size of a group (`add_rms_norm`: a row), all of which a program holds in registers. With these
+# nothing spills on sm_80 to sm_90 (`benchmarks/results/spills.json`).
+DEFAULTS = {
+    "groups to 4096": BlockSizes(block=4096, num_warps=4),
+    "larger groups": BlockSizes(block=4096, num_warps=8),
+}
+
+
+def case(group_size: int) -> str:
+    """The case of `DEFAULTS` for groups of this size."""
+    return "groups to 4096" if group_size <= 4096 else "larger groups"
+
+
+def block_sizes(group_size: int) -> BlockSizes:
+    """Block sizes for groups of this size."""
+    return tuning.chosen("rms_norm", case(group_size), DEFAULTS)
+
 
 MOST_NUMBERS = 1 << 14  # 64 registers of each of 256 threads
 

@@ -12,6 +12,7 @@ Numerics: float32; products as `triton.dot` says; exponents are masked before ex
 Refuses what `replay_tree_scan` refuses. Any length. Derivatives are XLA's; see `api.ssd`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 
@@ -22,12 +23,38 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels import triton as tb
-from pallas_kernels.ssd.config import BlockSizes, block_sizes
+from pallas_kernels import tuning
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks, channels_of
 from pallas_kernels.tree_scan.pallas_triton import unsupported
 from pallas_kernels.triton import Ref
 
 __all__ = ["ssd", "unsupported"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """Sizes of the blocks that a program works on; an axis that is smaller is one block.
+
+    Attributes:
+        positions: sequence positions per block.
+        state: elements of the state per program: channels of the head times state size.
+        part: state channels per partial product.
+        num_warps, num_stages: Triton's.
+    """
+
+    positions: int
+    state: int
+    part: int
+    num_warps: int
+    num_stages: int
+
+
+# By dtype of the inputs. Full float32 products need many registers. With these nothing spills on
+# sm_80 to sm_90 (`benchmarks/results/spills.json`).
+DEFAULTS = {
+    "bfloat16": BlockSizes(positions=32, state=32 * 128, part=64, num_warps=8, num_stages=1),
+    "float32": BlockSizes(positions=16, state=16 * 128, part=32, num_warps=8, num_stages=1),
+}
 
 
 @functools.partial(jax.jit, static_argnames=("interpret", "blocks"))
@@ -44,7 +71,7 @@ def ssd(
     blocks: BlockSizes | None = None,
 ) -> tuple[Float[Array, "B T H P"], Float[Array, "B H P S"]]:
     """See `api.ssd`; `blocks` None: the default device's."""
-    blocks = blocks or block_sizes(x.dtype)
+    blocks = blocks or tuning.chosen("ssd", tuning.dtype_case(x.dtype), DEFAULTS)
     batch, length, num_heads, head_dim = x.shape
     num_groups, state_size = B.shape[2:]
     channels = channels_of(blocks.state, head_dim, state_size)

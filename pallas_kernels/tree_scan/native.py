@@ -8,48 +8,20 @@ import numpy as np
 
 from pallas_kernels import native
 from pallas_kernels.numerics import DeferredRMSNorm
-from pallas_kernels.tree_scan.gate import Gate
 
 
-def tree_scan(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array,
-    state: jax.Array,
-    mask: jax.Array,
-    gate: Gate | None = None,
-    *,
-    A_is_log: bool = False,
-) -> jax.Array | DeferredRMSNorm:
-    """See `api.tree_scan`."""
+def tree_scan(*arguments: Any, A_is_log: bool = False) -> jax.Array | DeferredRMSNorm:
+    """See `api.tree_scan`, whose arrays and gate these are."""
+    x, dt, _, B, *_ = arguments
     nothing = x[:, :0], dt[:, :0], B[:, :0], jnp.zeros((len(x), 0), bool)
-    return _run("tree_scan", *nothing, x, dt, A, B, C, D, state, mask, gate, A_is_log)[0]
+    return _run("tree_scan", *nothing, *arguments, A_is_log)[0]
 
 
 def replay_tree_scan(
-    prev_x: jax.Array,
-    prev_dt: jax.Array,
-    prev_B: jax.Array,
-    prev_path: jax.Array,
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array,
-    state: jax.Array,
-    ancestor_mask: jax.Array,
-    gate: Gate | None = None,
-    *,
-    A_is_log: bool = False,
+    *arguments: Any, A_is_log: bool = False
 ) -> tuple[jax.Array | DeferredRMSNorm, jax.Array]:
-    """See `api.replay_tree_scan`. The state is updated in place if it is donated."""
-    previous = prev_x, prev_dt, prev_B, prev_path
-    tree = x, dt, A, B, C, D, state, ancestor_mask
-    y, state = _run("replay_tree_scan", *previous, *tree, gate, A_is_log)
+    """See `api.replay_tree_scan`, whose arrays and gate these are."""
+    y, state = _run("replay_tree_scan", *arguments, A_is_log)
     return y, state
 
 

@@ -23,6 +23,7 @@ Refuses head and state sizes that are not powers of two of at least 16, and stat
 `MOST_STATE`. Any numbers of nodes.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -35,11 +36,55 @@ from jax.typing import DTypeLike
 from pallas_kernels import triton as tb
 from pallas_kernels import tuning
 from pallas_kernels.numerics import DeferredRMSNorm, rms_norm, scaled
-from pallas_kernels.tree_scan.config import BlockSizes, block_sizes
 from pallas_kernels.tree_scan.gate import Gate
 from pallas_kernels.tree_scan.head import HeadTree, along_path
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks, channels_of
 from pallas_kernels.triton import Ref
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """Sizes of the blocks that a program works on; an axis that is smaller is one block.
+
+    Attributes:
+        replayed: nodes of the previous tree per block.
+        queries, keys: nodes of the new tree per block.
+        state: elements of the state per program: channels of the head times state size.
+        part: state channels per partial product.
+        num_warps, num_stages: Triton's.
+    """
+
+    replayed: int
+    queries: int
+    keys: int
+    state: int
+    part: int
+    num_warps: int
+    num_stages: int
+
+
+# By type of the inputs. Full float32 products need many registers. With these one case spills on
+# sm_90, Falcon-H1-1.5B's state of 256 channels on one node (`benchmarks/results/spills.json`).
+LARGE_HEAD = "bfloat16, large heads"
+_USUAL_HEAD = 64 * 128  # elements of its state
+DEFAULTS = {
+    "bfloat16": BlockSizes(
+        replayed=16, queries=32, keys=32, state=64 * 128, part=128, num_warps=4, num_stages=1
+    ),
+    LARGE_HEAD: BlockSizes(
+        replayed=16, queries=32, keys=32, state=128 * 128, part=128, num_warps=8, num_stages=1
+    ),
+    "float32": BlockSizes(
+        replayed=16, queries=16, keys=16, state=32 * 128, part=64, num_warps=8, num_stages=1
+    ),
+}
+
+
+def case(dtype: DTypeLike, numbers: int) -> str:
+    """The case of `DEFAULTS` for inputs of this type and heads with this many state elements."""
+    name = tuning.dtype_case(dtype)
+    return LARGE_HEAD if name == "bfloat16" and numbers > _USUAL_HEAD else name
+
 
 # Float32 inputs with larger states spill registers on an H100 with all block sizes that were tried.
 # Larger states of other inputs were not tried.
@@ -163,7 +208,8 @@ def _run(
     """
     some_x, _, some_B, *_ = previous or tree or ()
     batch, num_heads, head_dim, state_size = state.shape
-    blocks = blocks or block_sizes(some_x.dtype, head_dim * state_size)
+    of_case = case(some_x.dtype, head_dim * state_size)
+    blocks = blocks or tuning.chosen("tree_scan", of_case, DEFAULTS)
     channels = channels_of(blocks.state, head_dim, state_size)
     num_blocks = head_dim // channels
     part = HeadBlocks(channels, state_size, num_heads // some_B.shape[2])

@@ -9,14 +9,13 @@ import numpy as np
 
 from pallas_kernels import expert_mlps
 from pallas_kernels.moe import pallas_triton, xla
-from pallas_kernels.moe.config import BlockSizes
 from pallas_kernels.moe.reference import expert_mlps as reference
 from tests.cases import base
 from tests.cases.base import Budget, Op, relative_error
 
 # float32: sums of some ten terms, twice. bf16: rounding what an expert has inside, and the outputs.
 EXPERTS = {False: 1e-6, True: 6e-3}
-BLOCKS = BlockSizes(rows=16, columns=32, inner=16, num_warps=4, num_stages=1)
+BLOCKS = pallas_triton.BlockSizes(rows=16, columns=32, inner=16, num_warps=4, num_stages=1)
 CASES = base.table(
     {
         "some rows an expert": {},

@@ -2,11 +2,10 @@
 
 import json
 
-import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import tuning
-from pallas_kernels.ssd import config
+from pallas_kernels.ssd.pallas_triton import DEFAULTS, BlockSizes
 
 SSD = {"positions": 64, "state": 2048, "part": 64, "num_warps": 8, "num_stages": 2}
 
@@ -24,11 +23,11 @@ def test_a_table_comes_before_the_defaults(tables):
     table = {"device": "cpu", "blocks": {"ssd": {"bfloat16": SSD}}, "note": "not read"}
     (tables / "cpu.json").write_text(json.dumps(table))
     (tables / "nvidia-h200.json").write_text("damaged, but of another device")
-    assert config.block_sizes("bfloat16") == config.BlockSizes(**SSD)
-    assert config.block_sizes(jnp.float32) == config.DEFAULTS["float32"]
+    assert tuning.chosen("ssd", "bfloat16", DEFAULTS) == BlockSizes(**SSD)
+    assert tuning.chosen("ssd", "float32", DEFAULTS) == DEFAULTS["float32"]
     (tables / "cpu.json").unlink()
     tuning.load.cache_clear()
-    assert config.block_sizes("bfloat16") == config.DEFAULTS["bfloat16"]
+    assert tuning.chosen("ssd", "bfloat16", DEFAULTS) == DEFAULTS["bfloat16"]
 
 
 @pytest.mark.parametrize(
@@ -52,9 +51,4 @@ def test_a_damaged_table_is_an_error_that_names_the_file(tables, table, complain
         table = json.dumps({"device": "cpu", "blocks": {}} | table)
     (tables / "cpu.json").write_text(table)
     with pytest.raises(ValueError, match=rf"{tables}/cpu.json is no table.*{complaint}"):
-        config.block_sizes("bfloat16")
-
-
-def test_the_shipped_tables_can_be_read():
-    for path in tuning.DIRECTORY.glob("*.json"):
-        assert tuning.load(path)
+        tuning.chosen("ssd", "bfloat16", DEFAULTS)
