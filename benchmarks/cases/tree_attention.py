@@ -58,13 +58,13 @@ def _block_sizes(blocks: Any, queries: Any, shape: AttentionShape, keys: Any) ->
     if not isinstance(blocks, config.Choice):
         return blocks
     batch, num_queries = queries.shape[:2]
-    return config.split(
-        blocks,
+    return config.block_sizes(
         queries.dtype,
         num_rows=num_queries * shape.num_heads // shape.num_kv_heads,
         num_groups=batch * shape.num_kv_heads,
         capacity=keys.shape[2],
         head_dim=shape.head_dim,
+        choice=blocks,
     )
 
 

@@ -79,8 +79,12 @@ def block_sizes(
     capacity: int,
     head_dim: int,
     op: str = "tree_attention",
+    choice: Choice | None = None,
 ) -> BlockSizes:
-    """Block sizes for these inputs.
+    """Block sizes for these inputs: enough splits to fill the GPU, at least two blocks each.
+
+    Two splits are the minimum where one would spill, however many programs there are: the second
+    costs a small reduction, spills cost more.
 
     Args:
         dtype: dtype of queries, keys and values.
@@ -89,32 +93,9 @@ def block_sizes(
         capacity: positions of the cache.
         head_dim: channels of a head.
         op: the op whose tuning table is read.
+        choice: sizes to try instead; None: those of the table.
     """
-    choice = tuning.chosen(op, case(dtype, num_rows, head_dim), DEFAULTS)
-    return split(
-        choice,
-        dtype,
-        num_rows=num_rows,
-        num_groups=num_groups,
-        capacity=capacity,
-        head_dim=head_dim,
-    )
-
-
-def split(
-    choice: Choice,
-    dtype: DTypeLike,
-    *,
-    num_rows: int,
-    num_groups: int,
-    capacity: int,
-    head_dim: int,
-) -> BlockSizes:
-    """Block sizes of a choice: enough splits to fill the GPU, at least two blocks each.
-
-    Two splits are the minimum where one would spill, however many programs there are: the second
-    costs a small reduction, spills cost more.
-    """
+    choice = choice or tuning.chosen(op, case(dtype, num_rows, head_dim), DEFAULTS)
     programs = num_groups * -(-num_rows // choice.rows)
     enough = choice.busy_warps // (choice.num_warps * programs)
     splits = min(enough, -(-capacity // choice.keys) // 2)

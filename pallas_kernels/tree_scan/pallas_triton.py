@@ -25,6 +25,7 @@ Refuses head and state sizes that are not powers of two of at least 16, and stat
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -101,107 +102,47 @@ def unsupported(head_dim: int, state_size: int, dtype: DTypeLike) -> str | None:
     )
 
 
-_STATIC = ("A_is_log", "interpret", "blocks")
+def tree_scan(*arguments: Any, **options: Any) -> jax.Array | DeferredRMSNorm:
+    """See `api.tree_scan`, whose arrays and gate these are; options are those of `_run`."""
+    x, dt, A, B, C, D, state, mask, *gate = arguments
+    return _run("tree_scan", A, state, None, (x, dt, B, C, D, mask), *gate, **options)[0]
 
 
-@functools.partial(jax.jit, static_argnames=_STATIC)
-def tree_scan(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array,
-    state: jax.Array,
-    mask: jax.Array,
-    gate: Gate | None = None,
-    *,
-    A_is_log: bool = False,
-    interpret: bool = False,
-    blocks: BlockSizes | None = None,
-) -> jax.Array | DeferredRMSNorm:
-    """See `api.tree_scan`."""
-    tree = (x, dt, B, C, D, mask)
-    return _run(
-        "tree_scan",
-        *(A, state),
-        tree=tree,
-        gate=gate,
-        A_is_log=A_is_log,
-        interpret=interpret,
-        blocks=blocks,
-    )[0]
-
-
-@functools.partial(jax.jit, static_argnames=("interpret", "blocks"))
-def replay(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    state: jax.Array,
-    path: jax.Array,
-    *,
-    interpret: bool = False,
-    blocks: BlockSizes | None = None,
-) -> jax.Array:
+def replay(*arguments: jax.Array, **options: Any) -> jax.Array:
     """See `api.replay`."""
-    previous = (x, dt, B, path)
-    return _run("replay", A, state, previous=previous, interpret=interpret, blocks=blocks)[1]
+    x, dt, A, B, state, path = arguments
+    return _run("replay", A, state, (x, dt, B, path), **options)[1]
 
 
-@functools.partial(jax.jit, static_argnames=_STATIC)
 def replay_tree_scan(
-    prev_x: jax.Array,
-    prev_dt: jax.Array,
-    prev_B: jax.Array,
-    prev_path: jax.Array,
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array,
-    state: jax.Array,
-    ancestor_mask: jax.Array,
-    gate: Gate | None = None,
-    *,
-    A_is_log: bool = False,
-    interpret: bool = False,
-    blocks: BlockSizes | None = None,
+    *arguments: Any, **options: Any
 ) -> tuple[jax.Array | DeferredRMSNorm, jax.Array]:
-    """See `api.replay_tree_scan`."""
-    return _run(
-        "replay_tree_scan",
-        *(A, state),
-        previous=(prev_x, prev_dt, prev_B, prev_path),
-        tree=(x, dt, B, C, D, ancestor_mask),
-        gate=gate,
-        A_is_log=A_is_log,
-        interpret=interpret,
-        blocks=blocks,
-    )
+    """See `api.replay_tree_scan`, whose arrays and gate these are; options are those of `_run`."""
+    previous, (x, dt, A, B, C, D, state, mask, *gate) = arguments[:4], arguments[4:]
+    return _run("replay_tree_scan", A, state, previous, (x, dt, B, C, D, mask), *gate, **options)
 
 
+@functools.partial(jax.jit, static_argnames=("name", "A_is_log", "interpret", "blocks"))
 def _run(
     name: str,
     A: jax.Array,
     state: jax.Array,
-    *,
-    previous: tuple[jax.Array, ...] | None = None,
-    tree: tuple[jax.Array, ...] | None = None,
+    previous: Sequence[jax.Array] | None = None,
+    tree: Sequence[jax.Array] | None = None,
     gate: Gate | None = None,
+    *,
     A_is_log: bool = False,
-    interpret: bool,
-    blocks: BlockSizes | None,
+    interpret: bool = False,
+    blocks: BlockSizes | None = None,
 ) -> tuple[Any, jax.Array]:
     """The kernel with a previous tree, a new one, or both.
 
     Args:
         name: name of the kernel.
-        A, state, gate, A_is_log, interpret, blocks: see `tree_scan`.
+        A, state, gate, A_is_log: see `api.tree_scan`.
         previous: x, dt, B and path of the previous tree.
         tree: x, dt, B, C, D and mask of the new tree.
+        interpret, blocks: see `triton.call`; None: the default device's blocks.
 
     Returns:
         The outputs, if there is a new tree, and the state.
