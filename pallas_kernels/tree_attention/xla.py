@@ -19,7 +19,7 @@ from pallas_kernels.tree_attention.layout import AttentionLayout
 # spread to others as 0 * NaN. Far below any score: next to one that is seen, exp gives exactly 0.
 _MASKED = float(jnp.finfo(jnp.float32).min)
 
-_BLOCK = 512  # cache positions
+BLOCK = 512  # cache positions
 
 # Of some keys: maximum of the scores, sum of the weights, weighted sum of the values.
 PartialSoftmax = tuple[jax.Array, jax.Array, jax.Array]
@@ -50,22 +50,22 @@ def tree_attention(
     softmax = _softmax(rows, node_keys.swapaxes(1, 2), node_values.swapaxes(1, 2), row_mask, scale)
     capacity = keys.shape[2]
     in_cache = None if cache_mask is None else jnp.tile(cache_mask[:, None], (1, 1, per_group, 1))
-    if capacity > 2 * _BLOCK:
+    if capacity > 2 * BLOCK:
         # Block by block up to the longest row: temporary memory does not grow with the capacity.
         def add_block(i: jax.Array, softmax: PartialSoftmax) -> PartialSoftmax:
             # The last block starts early enough to end with the cache. Places that the block before
             # it had are masked out.
-            start = jnp.minimum(i * _BLOCK, capacity - _BLOCK)
-            positions = start + jnp.arange(_BLOCK)
-            seen = (positions >= i * _BLOCK) & (positions < length[:, None])
+            start = jnp.minimum(i * BLOCK, capacity - BLOCK)
+            positions = start + jnp.arange(BLOCK)
+            seen = (positions >= i * BLOCK) & (positions < length[:, None])
             seen = seen[:, None, None]
             if in_cache is not None:
-                seen = seen & lax.dynamic_slice_in_dim(in_cache, start, _BLOCK, axis=3)
-            some_keys = lax.dynamic_slice_in_dim(keys, start, _BLOCK, axis=2)
-            some_values = lax.dynamic_slice_in_dim(values, start, _BLOCK, axis=2)
+                seen = seen & lax.dynamic_slice_in_dim(in_cache, start, BLOCK, axis=3)
+            some_keys = lax.dynamic_slice_in_dim(keys, start, BLOCK, axis=2)
+            some_values = lax.dynamic_slice_in_dim(values, start, BLOCK, axis=2)
             return _merged(softmax, _softmax(rows, some_keys, some_values, seen, scale))
 
-        softmax = lax.fori_loop(0, -(-length.max() // _BLOCK), add_block, softmax)
+        softmax = lax.fori_loop(0, -(-length.max() // BLOCK), add_block, softmax)
     elif capacity:
         seen = (jnp.arange(capacity) < length[:, None])[:, None, None]
         seen = seen if in_cache is None else seen & in_cache

@@ -16,7 +16,6 @@ from pallas_kernels import native
 # The kernel itself runs on a GPU (`make test-gpu`), its interpreter everywhere.
 IMPLEMENTATIONS = ("xla", "pallas_interpret", "pallas")
 WITH_NATIVE = (*IMPLEMENTATIONS, "native")
-ON_CPU_AND_GPU = ("xla", "pallas_interpret", pytest.param("pallas", marks=pytest.mark.gpu))
 NEEDS_NATIVE = pytest.mark.skipif(native.obstacle() is not None, reason=str(native.obstacle()))
 # Marks of implementations that do not run everywhere.
 MARKS = {"pallas": pytest.mark.gpu, "native": NEEDS_NATIVE}

@@ -31,6 +31,10 @@ CASES = base.table(
         "wide heads in bf16": dict(head_dim=160, heads=2, splits=2, scale=0.08, bf16=True),
         "sharp": dict(scale=20.0, splits=2),
         "bf16": dict(bf16=True, splits=2),
+        "a mask over the cache": dict(masked=True),
+        "a mask, newest level": dict(nodes=20, queries=3, masked=True),
+        "a mask, a head a group": dict(heads=2, nodes=1, masked=True),
+        "a mask, bf16": dict(bf16=True, masked=True),
     },
     nodes=5,
     queries=None,
@@ -42,6 +46,7 @@ CASES = base.table(
     splits=1,
     scale=0.25,
     causal=False,
+    masked=False,  # part of the cache, for each query
 )
 
 
@@ -63,6 +68,13 @@ def inputs(case):
 
 
 @functools.cache
+def cache_mask(case):
+    """None, or the cache positions that each query sees."""
+    shape = (len(case.lengths), case.queries or case.nodes, case.capacity)
+    return np.random.default_rng(0).random(shape) < 0.4 if case.masked else None
+
+
+@functools.cache
 def errors(case, implementation):
     """XLA reads the whole cache at once, or in blocks, of which the last one is not whole."""
     version = native if implementation == "native" else xla
@@ -74,12 +86,16 @@ def errors(case, implementation):
             interpret=implementation == "pallas_interpret",
             blocks=dataclasses.replace(SMALL, splits=case.splits),
         )
-    block = 7 if implementation == "xla in blocks of 7" else xla._BLOCK
-    with mock.patch.object(xla, "_BLOCK", block):
-        got = jax.jit(run)(*inputs(case))
+    block = 7 if implementation == "xla in blocks of 7" else xla.BLOCK
     *exact, length, mask = arguments = inputs(case)
+    masks = [cache_mask(case)] if case.masked else []
+    with mock.patch.object(xla, "BLOCK", block):
+        got = jax.jit(run)(*arguments, *masks)
     exact = [np.asarray(value, np.float64) for value in exact]
-    truth = reference(*exact, np.asarray(length), np.asarray(mask), scale=case.scale)
+    trees = np.asarray(length), np.asarray(mask)
+    truth = reference(*exact, *trees, *masks, scale=case.scale)
+    if case.masked:  # it matters
+        assert relative_error(got, reference(*exact, *trees, scale=case.scale)) > 1e-2
     assert got.dtype == arguments[0].dtype
     base.assert_finite(got)
     return {"output": relative_error(got, truth)}
@@ -90,8 +106,15 @@ def budgets(case):
     return {"output": Budget(base.OUTPUT[case.bf16] * max(1.0, case.scale))}
 
 
+def lacks(case, implementation):
+    """Kernels and native code have no mask over the cache."""
+    return base.native_lacks_bf16(case, implementation) or (
+        case.masked and not implementation.startswith("xla")
+    )
+
+
 TREE_ATTENTION = Op(
     *(CASES, errors, budgets, (*base.WITH_NATIVE, "xla in blocks of 7")),
-    lacks=base.native_lacks_bf16,
+    lacks=lacks,
     slow=("more splits than blocks", "the end of a chain", "heads of several parts, not split"),
 )

@@ -10,8 +10,10 @@ from pallas_kernels import (
     Gate,
     expert_mlps,
     gated_rms_norm,
+    native,
     replay,
     ssd,
+    tree_attention,
     tree_attention_layer,
     tree_conv1d,
     tree_conv1d_layer,
@@ -22,6 +24,7 @@ from pallas_kernels.tree_attention import pallas_triton as attention_kernel
 from pallas_kernels.tree_attention import pallas_triton_layer as attention_layer_kernel
 from tests.cases import base, mamba2_layer, moe
 from tests.cases import ssd as ssd_cases
+from tests.cases import tree_attention as attention
 from tests.cases import tree_attention_layer as attention_cases
 from tests.cases.ops import OPS
 
@@ -129,6 +132,7 @@ def attention_of_the_last_nodes():
 
 
 CASE = attention_cases.CASES["tree, and a row with an empty path"]
+PIECE = attention.CASES["several blocks"]
 X, WEIGHTS, CHOSEN, EXPERTS_IN, EXPERTS_OUT = moe.on_device(moe.MANY)
 experts = functools.partial(expert_mlps, X, WEIGHTS, CHOSEN, EXPERTS_IN, EXPERTS_OUT)
 
@@ -156,6 +160,14 @@ REFUSED = [
     (lambda: conv_layer(channels=1), "conv_weight has 127 channels, .* has 128"),
     (lambda: gated_scan(start=9), "32 gates from column 9 on, of 40 columns"),
     (lambda: gated_scan(norm_weight=jnp.ones(16)), r"norm_weight \(16,\) is not of 32 channels"),
+    (
+        lambda: tree_attention(
+            *(*attention.inputs(PIECE), jnp.ones((2, 5, 40), bool)),
+            scale=0.25,
+            implementation="pallas_interpret",
+        ),
+        "no kernel has a mask over the cache",
+    ),
     (attention_of_the_last_nodes, "0 prefix and 4 query nodes are not the 13 nodes"),
     (lambda: gated_rms_norm(ROW, ROW, ROW[0], norm="norm"), "'norm' is not one of"),
     (lambda: gated_rms_norm(ROW, ROW, ROW[0], norm="none"), "'none' with weight = "),
@@ -194,18 +206,33 @@ def test_refused(call, message):
         call()
 
 
-def test_which_sizes_kernels_refuse():
-    of_released_models = (1024, 1536, 2688, 4096, 4480, 5120, 8192)
-    for size in (16, *of_released_models):
-        assert rms_norm_kernel.unsupported("row size", size) is None
-    assert "not a multiple of 16" in rms_norm_kernel.unsupported("row size", 40)
-    assert "more than" in rms_norm_kernel.unsupported("row size", 1 << 15)
-    for size in (16, 128, 160, 224, 256):
-        assert attention_kernel.unsupported(size) is None
-    assert "not a multiple of 16" in attention_kernel.unsupported(72)
-    assert "more than 256" in attention_kernel.unsupported(272)
-    for layout in (attention_cases.PLAIN, attention_cases.ODD):
-        assert attention_layer_kernel.unsupported(layout, 1) is None
-    assert "capacity 0" in attention_layer_kernel.unsupported(attention_cases.PLAIN, 0)
-    wide = dataclasses.replace(attention_cases.PLAIN, head_dim=272)
-    assert "head_dim = 272 is more than 256" in attention_layer_kernel.unsupported(wide, 1)
+RELEASED_SIZES = (16, 1024, 1536, 2688, 4096, 4480, 5120, 8192)
+WIDE = dataclasses.replace(attention_cases.PLAIN, head_dim=272)
+
+
+def native_obstacle(dtype, channels):
+    return native.unsupported(jnp.ones(1, dtype), channels=channels)
+
+
+# A check, its arguments and the reason; None: it runs.
+CHECKS = [
+    *((rms_norm_kernel.unsupported, ("row size", size), None) for size in RELEASED_SIZES),
+    (rms_norm_kernel.unsupported, ("row size", 40), "row size = 40 is not a multiple of 16"),
+    (rms_norm_kernel.unsupported, ("row size", 1 << 15), "is more than 16384"),
+    *((attention_kernel.unsupported, (size,), None) for size in (16, 128, 160, 224, 256)),
+    (attention_kernel.unsupported, (72,), "head_dim = 72 is not a multiple of 16"),
+    (attention_kernel.unsupported, (272,), "head_dim = 272 is more than 256"),
+    (attention_layer_kernel.unsupported, (attention_cases.PLAIN, 1), None),
+    (attention_layer_kernel.unsupported, (attention_cases.ODD, 1), None),
+    (attention_layer_kernel.unsupported, (attention_cases.PLAIN, 0), "the cache has capacity 0"),
+    (attention_layer_kernel.unsupported, (WIDE, 1), "head_dim = 272 is more than 256"),
+    (native_obstacle, ("float32", 48), None),
+    (native_obstacle, ("float32", 40), "channels = 40 is not a multiple of 16"),
+    (native_obstacle, ("bfloat16", 48), "native code is for float32, got bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("check", "arguments", "reason"), CHECKS)
+def test_which_sizes_run(check, arguments, reason):
+    found = check(*arguments)
+    assert found is None if reason is None else reason in found

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import KVCache, NodeKV, tree_attention, tree_attention_layer, write_kv
-from pallas_kernels.tree_attention import config, pallas_triton, pallas_triton_layer, xla
-from pallas_kernels.tree_attention.reference import tree_attention as reference
+from pallas_kernels.tree_attention import config, pallas_triton, pallas_triton_layer
 from tests.cases import tree_attention_layer as layers
-from tests.cases.base import relative_error
 from tests.cases.tree_attention import CASES, SMALL, inputs
 
 
@@ -20,27 +18,6 @@ def test_a_query_that_sees_nothing_gives_something_finite():
     *rest, length, mask = inputs(CASES["several blocks"])
     nothing = tree_attention(*rest, jnp.zeros_like(length), jnp.zeros_like(mask), scale=1.0)
     assert np.isfinite(nothing).all()
-
-
-@pytest.mark.parametrize("block", [7, 512])
-@pytest.mark.parametrize("name", ["several blocks", "newest level", "a head a group", "bf16"])
-def test_a_mask_over_the_cache(name, block, monkeypatch):
-    """Against the float64 reference, with the cache read at once and in blocks."""
-    monkeypatch.setattr(xla, "_BLOCK", block)
-    arguments = inputs(CASES[name])
-    query, keys = arguments[0], arguments[3]
-    shape = (len(query), query.shape[1], keys.shape[2])
-    cache_mask = jnp.asarray(np.random.default_rng(0).random(shape) < 0.4)
-    got = jax.jit(functools.partial(tree_attention, scale=0.25))(*arguments, cache_mask)
-    *exact, length, mask = arguments
-    exact = [np.asarray(value, np.float64) for value in exact]
-    length, mask = np.asarray(length), np.asarray(mask)
-    truth = reference(*exact, length, mask, np.asarray(cache_mask), scale=0.25)
-    all_of_it = reference(*exact, length, mask, scale=0.25)
-    limit = 3e-3 if name == "bf16" else 1e-6
-    assert relative_error(got, truth) < limit < 1e-2 < relative_error(got, all_of_it)
-    with pytest.raises(ValueError, match="no kernel has a mask over the cache"):
-        tree_attention(*arguments, cache_mask, scale=0.25, implementation="pallas_interpret")
 
 
 def test_a_ring_keeps_the_last_tokens():
