@@ -13,6 +13,7 @@ variable `STREE_JAX_NATIVE` chooses:
 
 import ctypes
 import functools
+import math
 import os
 import struct
 from pathlib import Path
@@ -64,6 +65,11 @@ def unsupported(*arrays: jax.Array, **sizes: int) -> str | None:
         return f"native code is for float32, got {', '.join(sorted(others))}"
     odd = [f"{name} = {size}" for name, size in sizes.items() if size % LANES]
     return f"{odd[0]} is not a multiple of {LANES}" if odd else None
+
+
+def rows_of(array: jax.Array) -> jax.Array:
+    """All rows of an array `[..., M]` in one axis."""
+    return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 
 def call(

@@ -168,27 +168,16 @@ def requirements() -> list[str]:
     return [] if compiler() else ["ziglang>=0.13"]
 
 
-def get_requires_for_build_wheel(config_settings: dict | None = None) -> list[str]:
-    """What a wheel's build needs beyond pyproject.toml's list, see PEP 517."""
-    from setuptools import build_meta
-
-    return [*build_meta.get_requires_for_build_wheel(config_settings), *requirements()]
-
-
-def get_requires_for_build_editable(config_settings: dict | None = None) -> list[str]:
-    """What an editable install needs beyond pyproject.toml's list, see PEP 660."""
-    from setuptools import build_meta
-
-    return [*build_meta.get_requires_for_build_editable(config_settings), *requirements()]
-
-
 def __getattr__(name: str) -> object:
-    """All other hooks are those of setuptools, which only builds import."""
+    """The hooks of PEP 517 and 660: setuptools' own, which only builds import, and the compiler."""
     if not name.startswith(("build_", "get_requires_", "prepare_")):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from setuptools import build_meta
 
-    return getattr(build_meta, name)
+    hook = getattr(build_meta, name)
+    if name in ("get_requires_for_build_wheel", "get_requires_for_build_editable"):
+        return lambda *settings, **options: [*hook(*settings, **options), *requirements()]
+    return hook
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """The norms by our own code, `native.cc`."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,7 @@ from pallas_kernels.numerics import DeferredRMSNorm
 
 def rms_norm(x: jax.Array, weight: jax.Array, *, epsilon: float) -> jax.Array:
     """See `api.rms_norm`."""
-    rows = _rows(x)
+    rows = native.rows_of(x)
     result = jax.ShapeDtypeStruct(rows.shape, jnp.float32)
     weight = weight.astype(jnp.float32)
     return native.call("rms_norm", result, rows, weight, epsilon=np.float32(epsilon)).reshape(
@@ -29,17 +27,17 @@ def add_rms_norm(
     multiplier: float,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.add_rms_norm`."""
-    rows = _rows(residual)
+    rows = native.rows_of(residual)
     mean_squares, deferred_epsilon = jnp.zeros(0), 0.0
     if isinstance(output, DeferredRMSNorm):
-        mean_squares, deferred_epsilon = _rows(output.mean_squares), output.epsilon
+        mean_squares, deferred_epsilon = native.rows_of(output.mean_squares), output.epsilon
         output = output.value
     result = jax.ShapeDtypeStruct(rows.shape, jnp.float32)
     total, normed = native.call(
         "add_rms_norm",
         [result, result],
         rows,
-        _rows(output),
+        native.rows_of(output),
         mean_squares,
         weight.astype(jnp.float32),
         multiplier=np.float32(multiplier),
@@ -60,12 +58,12 @@ def gated_rms_norm(
     gate_start: int,
 ) -> jax.Array:
     """See `api.gated_rms_norm`."""
-    rows = _rows(y)
+    rows = native.rows_of(y)
     result = native.call(
         "gated_rms_norm",
         jax.ShapeDtypeStruct(rows.shape, jnp.float32),
         rows,
-        _rows(gate),
+        native.rows_of(gate),
         jnp.zeros(0) if weight is None else weight.astype(jnp.float32),
         epsilon=np.float32(epsilon),
         groups=num_groups,
@@ -73,7 +71,3 @@ def gated_rms_norm(
         gate_first=int(norm != "norm_then_gate"),
     )
     return result.reshape(y.shape)
-
-
-def _rows(array: jax.Array) -> jax.Array:
-    return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch
 from pallas_kernels import native as cpu
 from pallas_kernels.ssd import native, pallas_triton, xla
+from pallas_kernels.tree_scan.pallas_triton import unsupported
 
 
 def ssd(
@@ -49,7 +50,7 @@ def ssd(
         raise ValueError(f"chunk_size = {chunk_size} is not positive")
     if x.shape[2] % B.shape[2]:
         raise ValueError(f"{B.shape[2]} groups do not divide {x.shape[2]} heads")
-    reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
+    reason = unsupported(x.shape[-1], B.shape[-1], x.dtype)
     return dispatch.run(
         "ssd",
         {

@@ -25,10 +25,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import triton as tb
 from pallas_kernels import tuning
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks, channels_of
-from pallas_kernels.tree_scan.pallas_triton import unsupported
 from pallas_kernels.triton import Ref
-
-__all__ = ["ssd", "unsupported"]
 
 
 @dataclasses.dataclass(frozen=True)

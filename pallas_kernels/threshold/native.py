@@ -1,7 +1,5 @@
 """The search by our own code, `native.cc`."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 
@@ -10,13 +8,12 @@ from pallas_kernels import native
 
 def largest_threshold(values: jax.Array, summands: jax.Array | None, least: jax.Array) -> jax.Array:
     """See `api.largest_threshold`."""
-    *rows, size = values.shape
-    count = math.prod(rows)
+    rows, size = native.rows_of(values), values.shape[-1]
     threshold = native.call(
         "largest_threshold",
-        jax.ShapeDtypeStruct((count,), jnp.float32),
-        values.reshape(count, size),
-        jnp.zeros((0, size)) if summands is None else summands.reshape(count, size),
-        jnp.broadcast_to(least, (*rows, 1)).reshape(count),
+        jax.ShapeDtypeStruct(rows.shape[:1], jnp.float32),
+        rows,
+        jnp.zeros((0, size)) if summands is None else native.rows_of(summands),
+        jnp.broadcast_to(least, (*values.shape[:-1], 1)).reshape(len(rows)),
     )
-    return threshold.reshape(*rows, 1)
+    return threshold.reshape(*values.shape[:-1], 1)
