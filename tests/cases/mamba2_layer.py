@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -69,22 +69,8 @@ CASES = base.table(
 )
 
 
-class Inputs(NamedTuple):
-    """Float64 inputs that are exact in the case's type."""
-
-    projected: np.ndarray
-    weights: tuple
-    norm_weight: np.ndarray | None
-    ssm: np.ndarray
-    conv_state: np.ndarray
-    parents: np.ndarray
-    pending: tuple
-    path: np.ndarray
-    old_parents: np.ndarray
-    last: np.ndarray
-
-
 def make_inputs(case):
+    """Float64 inputs that are exact in the case's type."""
     rng, draw = base.drawn(case)
     exact = functools.partial(draw, dtype=np.float32)
     layout, batch, old = case.layout, case.batch, case.replayed
@@ -92,7 +78,7 @@ def make_inputs(case):
     old_parents = base.random_parents(rng, batch, old)
     last = np.array([old - 1, -1, 0])[:batch]
     path = base.ancestor_mask(old_parents)[np.arange(batch), np.maximum(last, 0)]
-    return Inputs(
+    return SimpleNamespace(
         projected=draw(batch, case.nodes, layout.columns[-1] + heads),
         weights=(
             draw(case.width, layout.num_channels),

@@ -1,7 +1,7 @@
 """`tree_scan`, `replay` and `replay_tree_scan` on one table, which convolutions share."""
 
 import functools
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -44,28 +44,12 @@ CASES = base.table(
 )
 
 
-class Inputs(NamedTuple):
-    """Float64 inputs that are exact in the case's type, and the trees they live on."""
-
-    x: np.ndarray
-    dt: np.ndarray
-    A: np.ndarray
-    B: np.ndarray
-    C: np.ndarray
-    D: np.ndarray
-    state: np.ndarray
-    conv_input: np.ndarray
-    conv_state: np.ndarray
-    conv_weight: np.ndarray
-    conv_bias: np.ndarray
-    parents: np.ndarray
-    mask: np.ndarray
-    last: np.ndarray  # of a path in each row
-    path: np.ndarray  # [B, N], which ends there
-
-
 @functools.cache
 def inputs(case, seed=0):
+    """Float64 inputs that are exact in the case's type, and the trees they live on.
+
+    In each row a path ends at the node `last`; -1: it is empty.
+    """
     rng, draw = base.drawn(case, seed)
     exact = functools.partial(draw, dtype=np.float32)
     batch, nodes, heads, size = case.batch, case.nodes, case.heads, case.head_dim
@@ -76,7 +60,7 @@ def inputs(case, seed=0):
     # The deepest existing node of row 0, the root of row 1, the empty path of further rows.
     last = np.array([mask[0, : nodes - case.padded].sum(-1).argmax(), 0, -1])[:batch]
     path = mask[np.arange(batch), np.maximum(last, 0)] & (last >= 0)[:, None]
-    return Inputs(
+    return SimpleNamespace(
         x=draw(batch, nodes, heads, size),
         dt=softplus.astype(np.float32).astype(np.float64),
         A=-np.exp(exact(heads)).astype(np.float32).astype(np.float64),
@@ -102,16 +86,15 @@ def previous(case):
 
 def on_device(case, values):
     """The inputs in the types that models have them in; the C of the queries alone."""
-    exact = {name: jnp.asarray(getattr(values, name), jnp.float32) for name in ("dt", "A", "D")}
-    small = {name: jnp.asarray(getattr(values, name), case.kind) for name in ("x", "B", "C")}
+    kinds = dict.fromkeys(("dt", "A", "D", "state"), jnp.float32)
+    kinds |= dict.fromkeys(("x", "B", "C"), case.kind) | dict.fromkeys(("mask", "path"))
+    found = {name: jnp.asarray(getattr(values, name), kind) for name, kind in kinds.items()}
     first = case.nodes - (case.queries or case.nodes)
-    small["C"] = small["C"][:, first:]
-    others = {name: jnp.asarray(getattr(values, name)) for name in ("mask", "path")}
-    return exact | small | others | {"state": jnp.asarray(values.state, jnp.float32)}
+    return SimpleNamespace(**found | {"C": found["C"][:, first:]})
 
 
 def named(values, names):
-    return [values[name] if isinstance(values, dict) else getattr(values, name) for name in names]
+    return [getattr(values, name) for name in names]
 
 
 REPLAYED, SCANNED = ("x", "dt", "B", "path"), ("x", "dt", "A", "B", "C", "D", "state", "mask")

@@ -33,7 +33,7 @@ def trees(draw):
 @jax.jit
 def run(parents, mask, last):
     """The scan of a tree, and the states after one of its paths."""
-    f32 = jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), INPUTS._asdict())
+    f32 = jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), vars(INPUTS))
     names = ("x", "dt", "A", "B", "C", "D", "state")
     conv = (f32["conv_input"], f32["conv_state"])
     y = tree_scan_op(*(f32[name] for name in names), mask)
