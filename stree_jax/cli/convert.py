@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -15,29 +14,20 @@ from pallas_kernels import dispatch
 from stree_jax.checkpoint.arrays import CHECKSUMS
 from stree_jax.checkpoint.files import has_file
 from stree_jax.checkpoint.load import matrix_dtype, open_native
-from stree_jax.config import ModelConfig
+from stree_jax.cli.options import Convert, Inspect
 from stree_jax.convert import convert, find, is_foreign, open_checkpoint
 from stree_jax.heads import FOLDER, abstract_head, head_config
 from stree_jax.models.lm import HybridLM
 from stree_jax.models.mtp import MtpConfig
 
 
-def run_convert(
-    console: Console,
-    source: str,
-    destination: Path,
-    *,
-    dtype: str | None,
-    to: str,
-    quirks: Sequence[str] = (),
-    ignore: Sequence[str] = (),
-) -> None:
+def run_convert(command: Convert) -> None:
     """Converts a checkpoint with a progress bar, then prints what was converted and ignored.
 
     Raises:
         ValueError: as `stree_jax.convert.convert`.
     """
-    path = find(source)  # once, because it may download
+    console, path = Console(highlight=False), find(command.source)  # may download
     with Progress(
         TextColumn("reading weights"),
         BarColumn(),
@@ -49,19 +39,25 @@ def run_convert(
         task = progress.add_task("", total=None)
         left_out = convert(
             path,
-            destination,
-            dtype=dtype,
-            to=to,
-            quirks=quirks,
-            ignore=ignore,
+            command.destination,
+            dtype=command.dtype,
+            to=command.to,
+            quirks=command.quirk,
+            ignore=command.ignore_field,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
-    console.print(_table(path, ignore))
+    console.print(_table(path, command.ignore_field))
     if left_out is not None:
         console.print(
             f"without the multi-token prediction head: {left_out}", markup=False, soft_wrap=True
         )
-    console.print(f"wrote {destination} ({to})", markup=False, soft_wrap=True)
+    console.print(f"wrote {command.destination} ({command.to})", markup=False, soft_wrap=True)
+
+
+def show_checkpoint(command: Inspect) -> None:
+    """Runs `inspect`."""
+    console = Console(highlight=False)
+    run_inspect(console, command.path, tensors=command.tensors, ignore=command.ignore_field)
 
 
 def run_inspect(console: Console, path: str, *, tensors: bool, ignore: Sequence[str] = ()) -> None:
@@ -83,31 +79,81 @@ def _table(path: Path, ignore: Sequence[str]) -> Table:
     table = Table(show_header=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
+    for name, fact in _facts(path, ignore):
+        table.add_row(name, fact)
+    return table
+
+
+def _facts(path: Path, ignore: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """What there is to know about a checkpoint, by name."""
     ignored: list[str] = []
     head: MtpConfig | str | None
     if not is_foreign(path, ignore=ignore):
         config, stored = open_native(path)
         dtype = matrix_dtype(stored.values())
-        table.add_row("family", "stree-jax (native)")
-        table.add_row(
-            "checksums", "yes" if has_file(path / CHECKSUMS) else "no, it is from an older version"
+        yield "family", "stree-jax (native)"
+        yield (
+            "checksums",
+            "yes" if has_file(path / CHECKSUMS) else "no, it is from an older version",
         )
         inside = path / FOLDER
         head = head_config(inside) if inside.is_dir() else None
     else:
         checkpoint = open_checkpoint(path, ignore=ignore)
         config, dtype, ignored = checkpoint.description.config, checkpoint.dtype, checkpoint.ignored
-        table.add_row("family", checkpoint.description.family)
-        table.add_row("weights", checkpoint.file)
+        yield "family", checkpoint.description.family
+        yield "weights", checkpoint.file
         found = checkpoint.description.mtp
         head = None if found is None else found.config or found.problem
-    for name, value in _facts(config, dtype):
-        table.add_row(name, value)
+    yield "parameters", f"{_size(HybridLM.abstract(config)[1]):,}"
+    kinds = sorted(set(config.kinds))
+    yield "layers", ", ".join(f"{config.kinds.count(kind)} {kind}" for kind in kinds)
+    yield "width", f"{config.d_model:,}"
+    parts = [part for layer in config.distinct_layers for part in layer.own_parts().items()]
+    for part in dict.fromkeys(parts):
+        yield from _mixer_facts(*part)
+    is_padded = config.num_embeddings != config.vocab_size
+    padded = f", padded to {config.num_embeddings:,}" if is_padded else ""
+    yield "vocabulary", f"{config.vocab_size:,}{padded}"
+    yield "head", "tied to the embedding" if config.tie_embeddings else "untied"
+    yield "stored as", dtype.name
     if head is not None:
-        table.add_row("MTP head", _head_fact(head))
+        yield "MTP head", _head_fact(head)
     for line in ignored:
-        table.add_row("ignored", line)
-    return table
+        yield "ignored", line
+
+
+def _mixer_facts(name: str, part: Any) -> Iterator[tuple[str, str]]:
+    """What there is to know about the config of a mixer or of experts."""
+    match name, part:
+        case _, None:
+            return
+        case "mamba2", _:
+            yield (
+                "mixer",
+                f"{part.num_heads} heads of {part.head_dim}, state size {part.state_size},"
+                f" {part.num_groups} groups, convolution width {part.conv_width}",
+            )
+        case "attention", _:
+            rope = f"RoPE on {part.rotary_dim} dimensions" if part.rotary_dim else "no RoPE"
+            window = "" if part.window is None else f", window of {part.window}"
+            heads = f"{part.num_heads} heads of {part.head_dim}, {part.num_kv_heads} KV heads"
+            yield "attention", f"{heads}, {rope}{window}"
+        case "moe", _:
+            top = f"top {part.num_active} of {part.num_experts}"
+            yield "experts", f"{top}, hidden size {part.hidden_size:,}"
+
+
+def _head_fact(head: MtpConfig | str) -> str:
+    """A line about a multi-token prediction head, or why it cannot be read."""
+    if isinstance(head, str):
+        return f"multi-token prediction, which cannot be used: {head}"
+    size, kinds = _size(nnx.state(abstract_head(head))), f"attention, {head.feed_forward.kind}"
+    return f"multi-token prediction ({kinds}), {size:,} parameters; generate --mtp drafts with it"
+
+
+def _size(tree: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
 def _tensors(path: Path, ignore: Sequence[str]) -> Iterator[str]:
@@ -124,56 +170,3 @@ def _tensors(path: Path, ignore: Sequence[str]) -> Iterator[str]:
                 f"{name} {tensor.shape} {tensor.dtype.name} -> {rule.target}"
                 f" ({rule.transform.name})"
             )
-
-
-def _different_parts(config: ModelConfig) -> list[tuple[str, Any]]:
-    """The different configs of Mamba-2, attention and experts, in the order of the layers."""
-    found = [part for layer in config.distinct_layers for part in layer.own_parts().items()]
-    kinds = ("mamba2", "attention", "moe")
-    return [part for part in dict.fromkeys(found) if part[0] in kinds and part[1] is not None]
-
-
-def _fact(name: str, part: Any) -> tuple[str, str]:
-    """A line about the config of a mixer."""
-    if name == "mamba2":
-        return (
-            "mixer",
-            f"{part.num_heads} heads of {part.head_dim}, state size {part.state_size},"
-            f" {part.num_groups} groups, convolution width {part.conv_width}",
-        )
-    if name == "attention":
-        rope = f"RoPE on {part.rotary_dim} dimensions" if part.rotary_dim else "no RoPE"
-        window = "" if part.window is None else f", window of {part.window}"
-        heads = f"{part.num_heads} heads of {part.head_dim}, {part.num_kv_heads} KV heads"
-        return "attention", f"{heads}, {rope}{window}"
-    experts = f"top {part.num_active} of {part.num_experts}, hidden size {part.hidden_size:,}"
-    return "experts", experts
-
-
-def _head_fact(head: MtpConfig | str) -> str:
-    """A line about a multi-token prediction head, or why it cannot be read."""
-    if isinstance(head, str):
-        return f"multi-token prediction, which cannot be used: {head}"
-    size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(abstract_head(head))))
-    kinds = f"attention, {head.feed_forward.kind}"
-    return f"multi-token prediction ({kinds}), {size:,} parameters; generate --mtp drafts with it"
-
-
-def _facts(config: ModelConfig, dtype: jnp.dtype) -> list[tuple[str, str]]:
-    size = sum(leaf.size for leaf in jax.tree.leaves(HybridLM.abstract(config)[1]))
-    kinds = ", ".join(f"{config.kinds.count(kind)} {kind}" for kind in sorted(set(config.kinds)))
-    padded = (
-        ""
-        if config.num_embeddings == config.vocab_size
-        else f", padded to {config.num_embeddings:,}"
-    )
-    parts = [_fact(name, part) for name, part in _different_parts(config)]
-    return [
-        ("parameters", f"{size:,}"),
-        ("layers", kinds),
-        ("width", f"{config.d_model:,}"),
-        *parts,
-        ("vocabulary", f"{config.vocab_size:,}{padded}"),
-        ("head", "tied to the embedding" if config.tie_embeddings else "untied"),
-        ("stored as", dtype.name),
-    ]

@@ -1,9 +1,9 @@
 """`stree-jax demo`: the embedded pair decodes built-in prompts with several draft trees."""
 
+import functools
 import json
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,9 +16,9 @@ from tokenizers import Tokenizer
 
 import stree_jax as st
 from pallas_kernels import dispatch
-from stree_jax.cli.drafters import ignored_fields
+from stree_jax.cli.loading import Chosen, load_models
+from stree_jax.cli.options import Demo
 from stree_jax.cli.trees import parse_tree
-from stree_jax.compilation_cache import enable_compilation_cache
 from stree_jax.convert import find
 from stree_jax.decoding.generate import plan
 
@@ -35,128 +35,48 @@ NUM_REPEATS = 3
 MAX_SPREAD = 1.3  # rounds of a quiet machine differ by a few per cent
 
 
-class Method(NamedTuple):
-    """A drafter and its tree."""
-
-    name: str
-    drafter: st.Drafter | None
-    topology: st.TreeTopology | None
-
-
-def run_demo(
-    console: Console,
-    *,
-    max_new_tokens: int,
-    target: str | None = None,
-    draft: str | None = None,
-    ignore: Sequence[str] = (),
-) -> int:
-    """Runs the demo, with the embedded pair by default; returns the exit status.
-
-    The status is 1 if the methods' outputs differ.
+def run_demo(command: Demo) -> int:
+    """Runs the demo, with the embedded pair by default; returns 1 if the methods' outputs differ.
 
     Raises:
-        ValueError: only one of `target` and `draft` is given, or one of them cannot be loaded.
+        ValueError: only one of two models is given, or one of them cannot be loaded.
     """
-    if (target is None) != (draft is None):
+    if (command.target is None) != (command.draft is None):
         raise ValueError(
             "--target and --draft must be given together: a draft model is trained for one target"
         )
-    return _run(
-        console,
-        find(st.demo_path("target") if target is None else target),
-        find(st.demo_path("draft") if draft is None else draft),
-        # The result of `stree-jax tune-tree` for the embedded pair; None: drafting did not pay.
-        parse_tree(f"@{st.demo_path('target').with_name('tree.json')}") if target is None else None,
-        max_new_tokens,
-        ignore,
-    )
-
-
-def _run(
-    console: Console,
-    target_path: Path,
-    draft_path: Path,
-    tuned: st.TreeTopology | None,
-    max_new_tokens: int,
-    ignore: Sequence[str],
-) -> int:
-    of_target, of_draft = ignored_fields(ignore, target_path, draft_path)
-    enable_compilation_cache()
-    target = st.from_pretrained(target_path, ignore=of_target)
-    drafter = st.ModelDrafter(st.load_draft(draft_path, target, ignore=of_draft))
-    tokenizer = st.load_tokenizer(target_path)
+    console = Console()
+    names = [
+        st.demo_path(name) if given is None else given
+        for name, given in (("target", command.target), ("draft", command.draft))
+    ]
+    folder, draft = map(find, names)
+    target, drafter = load_models(folder, Chosen("draft", str(draft), command.ignore_field))
+    tokenizer = st.load_tokenizer(folder)
     prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
-    tree = st.TreeTopology.paper("A")
     console.print(f"runs as {dispatch.explain()}", style="dim", markup=False, soft_wrap=True)
-    methods = [
-        Method("autoregressive", None, None),
-        Method("chain of 4", drafter, st.TreeTopology.chain(4)),
-        Method(f"tree of {tree.num_nodes}", drafter, tree),
-    ]
-    if tuned is not None and tuned not in [method.topology for method in methods]:
-        methods.append(Method(f"tuned tree of {tuned.num_nodes}", drafter, tuned))
-
-    def decode(method: Method, prompt: list[int]) -> st.Generation:
-        return st.generate(
-            target,
-            [prompt],
-            max_new_tokens=max_new_tokens,
-            drafter=method.drafter,
-            topology=method.topology,
-        )
-
-    seconds = np.zeros((NUM_REPEATS, len(methods)))
-    outputs: list[list[st.Generation]] = []
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("compiling", total=(1 + NUM_REPEATS) * len(methods))
-        for method in methods:
-            outputs.append([decode(method, prompt) for prompt in prompts])
-            progress.advance(task)
-        progress.update(task, description="decoding")
-        for i in range(NUM_REPEATS):  # interleaved, so that noise affects all methods alike
-            for j, method in enumerate(methods):
-                began = time.perf_counter()
-                for prompt in prompts:
-                    decode(method, prompt)
-                seconds[i, j] = time.perf_counter() - began
-                progress.advance(task)
-
-    identical = [
-        all(np.array_equal(a.tokens, b.tokens) for a, b in zip(outputs[0], output, strict=True))
-        for output in outputs
-    ]
-    report: dict[str, Any] = {}
-    table = Table(
-        title=f"{len(prompts)} prompts, up to {max_new_tokens} new tokens each, temperature 0"
+    tree = st.TreeTopology.paper("A")
+    trees = {
+        "autoregressive": st.TreeTopology.chain(0),
+        "chain of 4": st.TreeTopology.chain(4),
+        f"tree of {tree.num_nodes}": tree,
+    }
+    if command.target is None:  # what `stree-jax tune-tree` found; None: drafting did not pay
+        tuned = parse_tree(f"@{st.demo_path('target').with_name('tree.json')}")
+        if tuned is not None and tuned not in trees.values():
+            trees[f"tuned tree of {tuned.num_nodes}"] = tuned
+    decode = functools.partial(
+        st.generate, target, drafter=drafter, max_new_tokens=command.max_new_tokens
     )
-    for column in ("method", "tokens/s", "speedup", "slowest to fastest", "tau", "identical"):
-        table.add_column(column, justify="left" if column == "method" else "right")
-    num_tokens = sum(out.stats.num_tokens for out in outputs[0])
-    timings = timings_of(seconds, num_tokens)
-    for method, timing, output, same in zip(methods, timings, outputs, identical, strict=True):
-        calls = sum(out.stats.num_target_calls for out in output)
-        tau = sum(out.stats.num_tokens for out in output) / calls
-        table.add_row(
-            method.name,
-            f"{timing.speed:,.0f}",
-            f"{timing.speed_up:.2f}x",
-            f"{timing.slowest:.2f}x to {timing.fastest:.2f}x",
-            f"{tau:.2f}",
-            "yes" if same else "no",
-        )
-        report[method.name] = {
-            "tokens_per_second": round(timing.speed, 1),
-            "speed_up": round(timing.speed_up, 3),
-            "speed_up_range": [round(timing.slowest, 3), round(timing.fastest, 3)],
-            "tau": round(tau, 3),
-            "identical": same,
-        }
-    console.print(table)
+    outputs, seconds = _decoded(console, decode, prompts, [*trees.values()])
+    report = _report([*trees], outputs, seconds)
+    title = f"{len(prompts)} prompts, up to {command.max_new_tokens} new tokens each, temperature 0"
+    console.print(_table(title, report))
     if note := busy(seconds):
         console.print(note, style="yellow", soft_wrap=True)
+    first = outputs[0][0]
     console.print("\nThe first output:", style="bold")
-    text = tokenizer.decode(outputs[0][0].tokens[0, : outputs[0][0].lengths[0]].tolist())
+    text = tokenizer.decode(first.tokens[0, : first.lengths[0]].tolist())
     console.print(Text(PROMPTS[0], style="dim") + Text(text))
     console.print("\nOne of its steps, with the accepted path marked:", style="bold")
     console.print(_one_step(target, drafter, tree, prompts[0], tokenizer))
@@ -164,7 +84,70 @@ def _run(
     best = {"method": fastest, "speed_up": report[fastest]["speed_up"]}
     line = json.dumps({"demo": report, "best": best})
     console.print(line, soft_wrap=True, highlight=False, markup=False)
-    return 0 if all(identical) else 1
+    return 0 if all(each["identical"] for each in report.values()) else 1
+
+
+def _decoded(
+    console: Console,
+    decode: Callable[..., st.Generation],
+    prompts: list[list[int]],
+    trees: Sequence[st.TreeTopology],
+) -> tuple[list[list[st.Generation]], np.ndarray]:
+    """The outputs of each tree, and the seconds `[rounds, trees]` that it took for all prompts."""
+    seconds = np.zeros((NUM_REPEATS, len(trees)))
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("compiling", total=(1 + NUM_REPEATS) * len(trees))
+        outputs = []
+        for tree in trees:
+            outputs.append([decode([prompt], topology=tree) for prompt in prompts])
+            progress.advance(task)
+        progress.update(task, description="decoding")
+        for i in range(NUM_REPEATS):  # interleaved, so that noise affects all trees alike
+            for j, tree in enumerate(trees):
+                began = time.perf_counter()
+                for prompt in prompts:
+                    decode([prompt], topology=tree)
+                seconds[i, j] = time.perf_counter() - began
+                progress.advance(task)
+    return outputs, seconds
+
+
+def _report(
+    names: Sequence[str], outputs: list[list[st.Generation]], seconds: np.ndarray
+) -> dict[str, dict[str, Any]]:
+    """The speeds of each method, and whether its texts are those of the first."""
+    report = {}
+    num_tokens = sum(out.stats.num_tokens for out in outputs[0])
+    for name, timing, of_method in zip(
+        names, timings_of(seconds, num_tokens), outputs, strict=True
+    ):
+        calls = sum(out.stats.num_target_calls for out in of_method)
+        pairs = zip(outputs[0], of_method, strict=True)
+        report[name] = {
+            "tokens_per_second": round(timing.speed, 1),
+            "speed_up": round(timing.speed_up, 3),
+            "speed_up_range": [round(timing.slowest, 3), round(timing.fastest, 3)],
+            "tau": round(sum(out.stats.num_tokens for out in of_method) / calls, 3),
+            "identical": all(np.array_equal(a.tokens, b.tokens) for a, b in pairs),
+        }
+    return report
+
+
+def _table(title: str, report: dict[str, dict[str, Any]]) -> Table:
+    table = Table(title=title)
+    for column in ("method", "tokens/s", "speedup", "slowest to fastest", "tau", "identical"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for name, row in report.items():
+        slowest, fastest = row["speed_up_range"]
+        table.add_row(
+            name,
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['speed_up']:.2f}x",
+            f"{slowest:.2f}x to {fastest:.2f}x",
+            f"{row['tau']:.2f}",
+            "yes" if row["identical"] else "no",
+        )
+    return table
 
 
 class Timing(NamedTuple):
@@ -203,7 +186,7 @@ def busy(seconds: np.ndarray) -> str:
 
 def _one_step(
     target: st.HybridLM,
-    drafter: st.ModelDrafter,
+    drafter: st.Drafter | None,
     tree: st.TreeTopology,
     prompt: list[int],
     tokenizer: Tokenizer,

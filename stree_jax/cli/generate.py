@@ -4,137 +4,67 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any
 
 import jax
 from rich.console import Console
 from rich.style import Style
 
 import stree_jax as st
-from stree_jax.checks import check_int
-from stree_jax.cli.drafters import Chosen, ignored_fields, load_drafter
-from stree_jax.cli.mesh import join_processes, parse_mesh
-from stree_jax.cli.options import Wanted
-from stree_jax.cli.trees import parse_tree
-from stree_jax.compilation_cache import enable_compilation_cache
-from stree_jax.convert import find
+from stree_jax.cli.batch import run_batch
+from stree_jax.cli.loading import Loaded, load
+from stree_jax.cli.options import Generate, Wanted, wanted
+from stree_jax.decoding.options import Options
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
-from stree_jax.text import Texts
 
 
-class Loaded(NamedTuple):
-    """Models and tokenizer of a command."""
-
-    model: st.HybridLM
-    drafter: st.Drafter | None
-    topology: st.TreeTopology | None
-    texts: Texts
-    output: IO[str] | None = None  # None: standard output
-
-
-def load(
-    *,
-    checkpoint: str,
-    drafter: Chosen,
-    tree: str | None,
-    sharpness: float | None,
-    dtype: str,
-    tokenizer_path: Path | None,
-    mesh: str | None = None,
-    distributed: bool = False,
-) -> Loaded:
-    """Loads models and tokenizer for `generate`.
+def run_generate(command: Generate) -> int:
+    """Continues a prompt or the prompts of a file; 1 if some of them could not be.
 
     Only process 0 writes to the standard output.
 
     Raises:
-        ValueError: an argument is invalid.
-    """
-    topology = None if tree is None else parse_tree(tree)
-    if tree is not None and topology is None:  # the tuned result: do not draft
-        drafter = Chosen(ignore=drafter.ignore)
-    kind = "" if tree is None else tree.partition(":")[0]
-    if sharpness is not None and (kind != "budget" or not drafter.chooses_shape):
-        raise ValueError(
-            "--sharpness is for dynamic trees: give --tree budget:16,5 and --draft, --mtp or"
-            " --eagle3 with it"
-        )
-    if kind in ("beam", "budget") and drafter.option is not None and not drafter.chooses_shape:
-        raise ValueError(
-            f"--tree {tree}: only a draft model chooses the shape of its tree; use --draft, --mtp"
-            " or --eagle3, or another tree such as branching:3,2,1"
-        )
-    if mesh is not None and drafter.is_head:
-        raise ValueError(
-            f"--mesh {mesh:.80}: heads draft on one device; leave --mesh out, or draft with --draft"
-            " or --ngram"
-        )
-    texts = Texts.at(tokenizer_path or find(checkpoint))
-    ignore, of_drafter = ignored_fields(drafter.ignore, checkpoint, drafter.path)
-    drafter = drafter._replace(ignore=of_drafter)
-    enable_compilation_cache()
-    if distributed:
-        join_processes()
-    where = None if mesh is None else parse_mesh(mesh)
-    model = st.from_pretrained(checkpoint, dtype=dtype, ignore=ignore, mesh=where)
-    output = open(os.devnull, "w") if distributed and jax.process_index() > 0 else None  # noqa: SIM115
-    return Loaded(
-        model,
-        load_drafter(drafter, model, kind, sharpness),
-        topology,
-        texts,
-        output,
-    )
-
-
-def check_seed(seed: object, name: str) -> None:
-    """Refuses seeds that jax takes modulo 2**32 or raises OverflowError for."""
-    check_int(name, seed, 0, 2**32 - 1)
-
-
-def under(grammar: tuple[str, Any], loaded: Loaded, ends: Sequence[int]) -> st.Automaton:
-    """The logits processor of a grammar, see `Wanted.grammar`, whose texts these tokens end.
-
-    Raises:
-        ValueError: a bad grammar.
-    """
-    name, argument = grammar
-    make = {"regex": st.regex, "json_schema": st.json_schema}[name]
-    return make(argument, loaded.texts.tokenizer(""), eos_token=ends or None)
-
-
-def run_generate(
-    console: Console,
-    loaded: Loaded,
-    asked: Wanted,
-    *,
-    prompt: str,
-    seed: int,
-    max_length: int | None,
-    verifier: str | None,
-    lossy: bool,
-) -> None:
-    """Decodes, and prints text as its tokens are accepted.
-
-    Texts with log-probabilities, and several of a prompt, are printed when they are complete.
-
-    Raises:
-        ValueError: an argument is invalid.
+        ValueError: an option is invalid.
         FloatingPointError: logits are not finite.
     """
-    texts, drafts = loaded.texts, dict[str, Any](drafter=loaded.drafter, topology=loaded.topology)
-    drafts |= {"verifier": verifier, "lossy": lossy}
+    if (command.prompt is None) == (command.prompts is None):
+        raise ValueError("give either --prompt TEXT or --prompts FILE.jsonl")
+    if command.prompts is None and command.output is not None:
+        raise ValueError("--output is for the texts of --prompts; --prompt writes to the terminal")
+    if command.lossy and command.prompts is not None:
+        raise ValueError("--lossy is for a --prompt: texts of --prompts are always the target's")
+    try:
+        (command.prompt or "").encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            "--prompt is not UTF-8; convert it, or check the terminal's locale"
+        ) from None
+    settings = command.settings()
+    asked = wanted(settings)
+    Options(**asked.options, max_length=command.max_length)  # refuses before models are loaded
+    loaded = load(command)
+    file = open(os.devnull, "w") if jax.process_index() > 0 else None  # noqa: SIM115
+    if command.prompts is None:
+        _continue(Console(highlight=False, file=file), loaded, command, asked)
+        return 0
+    console = Console(highlight=False, file=file, stderr=command.output is None)
+    return 1 if run_batch(console, loaded, command, settings) else 0
+
+
+def _continue(console: Console, loaded: Loaded, command: Generate, asked: Wanted) -> None:
+    """Prints a text as its tokens are accepted; several, or log-probabilities, when complete."""
+    texts, prompt = loaded.texts, command.prompt or ""
     tokens = texts.tokens(prompt, special=asked.bos, name="--prompt")
-    ends = texts.end_tokens(loaded.model.config, asked.eos_token)
-    grammar = [] if asked.grammar is None else [under(asked.grammar, loaded, ends)]
     options: dict[str, Any] = {
         **asked.options,
-        "eos_token": ends or None,
-        "processors": grammar,
+        **loaded.endings(asked),
+        "drafter": loaded.drafter,
+        "topology": loaded.topology,
+        "verifier": command.verifier,
+        "lossy": command.lossy,
         "tokenizer": texts.tokenizer(prompt),
-        "key": jax.random.key(seed),
-        "max_length": max_length,
+        "key": jax.random.key(command.seed),
+        "max_length": command.max_length,
     }
 
     def write(text: str) -> None:
@@ -144,17 +74,15 @@ def run_generate(
 
     head = Style(dim=True).render(prompt) if console.is_terminal else prompt
     if asked.options["log_probs"] or asked.num_texts > 1:
-        out = st.generate(loaded.model, [tokens], n=asked.num_texts, **drafts, **options)
+        out = st.generate(loaded.model, [tokens], n=asked.num_texts, **options)
         _write_all(write, head, loaded, out)
         speed, num_tokens, calls = "", out.stats.num_tokens, out.stats.num_target_calls
     else:
-        steps = st.stream(loaded.model, [tokens], **drafts, **options)
-        speed, num_tokens, calls = _write_steps(write, head, loaded, ends, steps)
-    label = (
-        f", LOSSY ({verifier}): not the target's own text"
-        if verifier and verifier in LOSSY_VERIFIERS
-        else ""
-    )
+        steps = st.stream(loaded.model, [tokens], **options)
+        write(head)
+        speed, num_tokens, calls = _write_steps(write, loaded, options["eos_token"] or (), steps)
+    is_lossy = command.verifier in LOSSY_VERIFIERS
+    label = f", LOSSY ({command.verifier}): not the target's own text" if is_lossy else ""
     console.print(
         f"{num_tokens} tokens, {calls} target calls, {speed}tau {num_tokens / calls:.2f}{label}",
         style="dim",
@@ -177,13 +105,11 @@ def _write_all(write: Callable[[str], None], head: str, loaded: Loaded, out: st.
 
 def _write_steps(
     write: Callable[[str], None],
-    head: str,
     loaded: Loaded,
     ends: Sequence[int],
     steps: Iterator[list[st.Piece]],
 ) -> tuple[str, int, int]:
     """Writes text as it comes. Returns the speed, and the numbers of tokens and of calls."""
-    write(head)
     num_tokens, calls, began = 0, 0, time.perf_counter()
     for (new,) in steps:
         num_tokens += len(new)

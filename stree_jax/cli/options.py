@@ -1,72 +1,261 @@
-"""The options of a text as options of a command, and as fields of a line of a prompts file."""
+"""The commands' options, each described once: as a field of what a command is asked for.
+
+typer makes a command of each class here that has a docstring for its user: an option has the name,
+the type and the default of a field. What the user chose is an object of the class. The fields of a
+base come before those of a class, and those of its last base come first.
+"""
 
 import dataclasses
-import functools
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import typer
+from typer import Argument, Option
 
+from stree_jax.checks import check_int
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.prompts import check_num_rows
 from stree_jax.messages import shown
 
-_HELP = {
-    "max_new_tokens": "Maximum number of new tokens.",
-    "min_new_tokens": "No end token before as many new tokens.",
-    "temperature": "0 is greedy decoding.",
-    "top_k": "Sample from the k most probable tokens; 0: all.",
-    "top_p": "Nucleus sampling: keep probability mass p.",
-    "min_p": "Keep tokens that are at least p times as probable as the best.",
-}
 
-_NUMBERS = {
-    field.name: field.default for field in dataclasses.fields(Options) if field.name in _HELP
-} | {"max_new_tokens": 128}
-_OTHERS: dict[str, Any] = {
-    "eos_token": Annotated[
-        list[str] | None,
-        typer.Option(
-            help="End after this token, an id or its text; may be repeated. By default the"
-            " checkpoint's end tokens."
-        ),
-    ],
-    "bos": Annotated[
-        bool,
-        typer.Option(
-            "--bos/--no-bos",
-            help="Begin with the token that the tokenizer puts before a text, if it has one.",
-        ),
-    ],
-    "stop": Annotated[
-        list[str] | None, typer.Option(help="Stop before this text; may be repeated.")
-    ],
-    "log_probs": Annotated[
-        bool, typer.Option("--log-probs", help="Log-probability of each new token, as JSON.")
-    ],
-    "n": Annotated[int, typer.Option("--n", help="Number of texts of each prompt.")],
-    "regex": Annotated[
-        str | None, typer.Option(help="The new text matches this regular expression as a whole.")
-    ],
-    "json_schema": Annotated[
-        Path | None,
-        typer.Option(help="The new text is JSON that the schema in this file validates."),
-    ],
-}
+def check_seed(seed: Any, name: str) -> None:
+    """Refuses seeds that jax takes modulo 2**32 or raises OverflowError for."""
+    check_int(name, seed, 0, 2**32 - 1)
 
-# The options that are not given.
-DEFAULTS: dict[str, Any] = {
-    **_NUMBERS,
-    "eos_token": None,
-    "bos": True,
-    "stop": None,
-    "log_probs": False,
-    "n": 1,
-    "regex": None,
-    "json_schema": None,
-}
+
+def _checked_seed(seed: int) -> int:
+    check_seed(seed, "--seed")
+    return seed
+
+
+def _checked_dtype(dtype: str | None) -> str | None:
+    if dtype not in (None, "float32", "bfloat16"):
+        raise ValueError(f"--dtype must be float32 or bfloat16, got {dtype!r}")
+    return dtype
+
+
+_DTYPE = Option("float32", help="float32 or bfloat16 weights.", callback=_checked_dtype)
+_IGNORE_FIELD = Option(
+    [], help="Unknown field of a checkpoint's config to ignore; may be repeated."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Demo:
+    """Decode with the embedded models: autoregressively, with a chain, with a tree."""
+
+    max_new_tokens: int = Option(64, help="Maximum number of new tokens per prompt.")
+    target: str | None = Option(
+        None, help="Target model instead of the embedded one: directory or hub name."
+    )
+    draft: str | None = Option(None, help="Draft model of --target.")
+    ignore_field: list[str] = _IGNORE_FIELD
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drafts:
+    """The drafter."""
+
+    draft: str | None = Option(None, help="Draft model: checkpoint directory or hub name.")
+    ngram: bool = Option(False, "--ngram", help="Draft by n-gram prompt lookup.")
+    medusa: str | None = Option(None, help="Medusa heads of the target: checkpoint directory.")
+    mtp: bool = Option(False, "--mtp", help="Draft with the target's multi-token prediction head.")
+    mtp_head: str | None = Option(None, help="The same, with a head that is not in the checkpoint.")
+    eagle3: str | None = Option(None, help="EAGLE-3 head for the target: directory or hub name.")
+    ignore_field: list[str] = _IGNORE_FIELD
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """What is continued, and where it is written."""
+
+    checkpoint: str = Argument(help="Target model: checkpoint directory or hub name.")
+    prompt: str | None = Option(
+        None, "--prompt", "-p", help="Text to continue.", show_default=False
+    )
+    prompts: Path | None = Option(
+        None, help='File of prompts instead: JSON lines with a "prompt" or "messages" each.'
+    )
+    output: Path | None = Option(
+        None,
+        help="With --prompts: JSON lines file to write; by default the standard output. Rerun to"
+        " resume.",
+    )
+    rows: int = Option(8, help="With --prompts: number of texts decoded at the same time.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How it is decoded."""
+
+    tree: str | None = Option(
+        None,
+        help="Draft tree: chain:4, complete:2,3, branching:3,2,1, paper:A or parents:-1,0,0;"
+        " beam:3,4 or budget:16,5 (dynamic), whose shape the draft chooses; @FILE of tune-tree.",
+    )
+    sharpness: float | None = Option(
+        None, help="Sharpness of dynamic trees, by default 2.5; tune-tree fits it."
+    )
+    verifier: str | None = Option(
+        None,
+        help="greedy, target_only, or with --lossy typical; by default the one that fits the"
+        " temperature. Other rules are in the Python API.",
+    )
+    lossy: bool = Option(False, "--lossy", help="Allow a rule that changes the output: typical.")
+    seed: int = Option(0, help="Random seed: the same seed, the same text.", callback=_checked_seed)
+    dtype: str = _DTYPE
+    tokenizer: Path | None = Option(
+        None, help="Directory or tokenizer.json; by default the checkpoint's."
+    )
+    max_length: int | None = Option(
+        None, help="Maximum length, prompt included; by default the model's."
+    )
+    mesh: str | None = Option(
+        None, help="Mesh of devices: data=2,model=4, or auto; see docs/sharding.md."
+    )
+    distributed: bool = Option(
+        False, "--distributed", help="With --mesh: this is one of several processes."
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """The texts of a prompt; a line of a file of prompts may have its own of the same names."""
+
+    max_new_tokens: int = Option(128, help="Maximum number of new tokens.")
+    min_new_tokens: int = Option(
+        Options.min_new_tokens, help="No end token before as many new tokens."
+    )
+    temperature: float = Option(Options.temperature, help="0 is greedy decoding.")
+    top_k: int = Option(Options.top_k, help="Sample from the k most probable tokens; 0: all.")
+    top_p: float = Option(Options.top_p, help="Nucleus sampling: keep probability mass p.")
+    min_p: float = Option(
+        Options.min_p, help="Keep tokens that are at least p times as probable as the best."
+    )
+    eos_token: list[str] | None = Option(
+        None,
+        help="End after this token, an id or its text; may be repeated. By default the"
+        " checkpoint's end tokens.",
+    )
+    bos: bool = Option(
+        True,
+        "--bos/--no-bos",
+        help="Begin with the token that the tokenizer puts before a text, if it has one.",
+    )
+    stop: list[str] | None = Option(None, help="Stop before this text; may be repeated.")
+    log_probs: bool = Option(
+        False, "--log-probs", help="Log-probability of each new token, as JSON."
+    )
+    n: int = Option(1, "--n", help="Number of texts of each prompt.")
+    regex: str | None = Option(
+        None, help="The new text matches this regular expression as a whole."
+    )
+    json_schema: Path | None = Option(
+        None, help="The new text is JSON that the schema in this file validates."
+    )
+
+    def settings(self) -> dict[str, Any]:
+        """The values by name, with the schema itself in the place of the path of its file.
+
+        Raises:
+            ValueError: the file cannot be read.
+        """
+        values = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(TextOptions)
+        }
+        if self.eos_token is not None:  # on the command line a number is an id
+            ends = [int(each) if each.isdecimal() else each for each in self.eos_token]
+            values["eos_token"] = ends or None
+        if self.json_schema is not None:
+            try:
+                values["json_schema"] = self.json_schema.read_text(encoding="utf-8-sig")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(
+                    f"--json-schema {self.json_schema} cannot be read: {error}"
+                ) from None
+        return values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generate(TextOptions, Decoding, Drafts, Prompts):
+    """Continue a prompt, printing tokens as they are accepted, or all prompts of a file."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Convert:
+    """Convert a checkpoint of transformers, mamba_ssm, MambaInLlama or Codestral-Mamba."""
+
+    source: str = Argument(metavar="SRC", help="Checkpoint directory or hub name.")
+    destination: Path = Argument(metavar="DST", help="Directory to create.")
+    dtype: str | None = Option(
+        None, help="float32 or bfloat16; by default the source's.", callback=_checked_dtype
+    )
+    to: str = Option("native", help="native, hf (the matching family), or a family's name.")
+    quirk: list[str] = Option([], help="hf_dt_floor or plain_rope; see docs/checkpoints.md.")
+    ignore_field: list[str] = _IGNORE_FIELD
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inspect:
+    """Describe a checkpoint and check that it can be converted."""
+
+    path: str = Argument(help="Checkpoint directory or hub name.")
+    tensors: bool = Option(False, "--tensors", help="List all tensors.")
+    ignore_field: list[str] = _IGNORE_FIELD
+
+
+_RECIPE = Argument(help="TOML file: text, model or heads, and optimizer.")
+_OUTPUT = Argument(help="Directory to create.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a tokenizer and a model on text. Rerun to resume."""
+
+    recipe: Path = _RECIPE
+    output: Path = _OUTPUT
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Distill:
+    """Distill a target model into a draft model. Rerun to resume."""
+
+    recipe: Path = _RECIPE
+    target: Path = Argument(help="Checkpoint directory of the target model.")
+    output: Path = _OUTPUT
+
+
+class Medusa(Distill):
+    """Train Medusa heads for a target. Rerun to resume."""
+
+
+class TrainMtp(Distill):
+    """Train a multi-token prediction head for a target. Rerun to resume."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tree:
+    """Print a draft tree."""
+
+    spec: str = Argument(help="Draft tree, as in `generate --tree`.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuneTree(Drafts):
+    """Find the fastest draft tree of two models on this device, or that none pays."""
+
+    target: str = Argument(help="Target model: checkpoint directory or hub name.")
+    temperature: float = Option(0.0, help="0 is greedy decoding.")
+    prompts: Path | None = Option(
+        None, help='File with one prompt per line; .jsonl: objects with a "prompt" or "messages".'
+    )
+    max_nodes: int = Option(64, help="Most nodes of a tree, root included.")
+    max_depth: int = Option(8, help="Most drafts on a path.")
+    tokens: int = Option(128, help="New tokens of each prompt.")
+    seed: int = Option(0, help="Random seed.")
+    dtype: str = _DTYPE
+    thorough: bool = Option(False, "--thorough", help="Time more sizes and trees, more often.")
+    output: Path | None = Option(None, help="File to write, for `generate --tree @FILE`.")
 
 
 class Wanted(NamedTuple):
@@ -88,19 +277,15 @@ class Wanted(NamedTuple):
 
 
 def wanted(settings: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> Wanted:
-    """The texts that the settings ask for; a line's `own` values replace those of the command.
+    """The texts that `TextOptions.settings` ask for; what is a line's `own` replaces the command's.
 
     Raises:
         ValueError: two grammars, or an invalid number of texts.
     """
-    own = own or {}
-    values = {name: settings[name] for name in DEFAULTS}
-    if values["eos_token"] is not None:  # on the command line a number is an id
-        given = values["eos_token"]
-        values["eos_token"] = [int(each) if each.isdecimal() else each for each in given] or None
-    if {"regex", "json_schema"} & set(own):  # a line's grammar replaces that of the command
-        values |= {"regex": None, "json_schema": None}
-    values |= {name: value for name, value in own.items() if name in DEFAULTS}
+    own = {name: value for name, value in (own or {}).items() if name in settings}
+    if {"regex", "json_schema"} & own.keys():  # a line's grammar replaces that of the command
+        own = {"regex": None, "json_schema": None} | own
+    values = {**settings, **own}
     grammars = [(name, values.pop(name)) for name in ("regex", "json_schema")]
     grammars = [(name, value) for name, value in grammars if value is not None]
     if len(grammars) > 1:
@@ -112,61 +297,3 @@ def wanted(settings: Mapping[str, Any], own: Mapping[str, Any] | None = None) ->
         raise ValueError(f"bos must be true or false, got {shown(bos)}")
     values["stop"] = values["stop"] or ()
     return Wanted(values, num_texts, grammars[0] if grammars else None, eos_token, bos)
-
-
-def read_schema(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, with the schema itself in the place of the path of its file.
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
-    path = settings["json_schema"]
-    if path is None:
-        return dict(settings)
-    try:
-        return {**settings, "json_schema": path.read_text(encoding="utf-8-sig")}
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--json-schema {path} cannot be read: {error}") from None
-
-
-def with_options(name: str, options: Mapping[str, tuple[Any, Any]]) -> Any:
-    """A decorator that gives a command options, whose values it gets as the dict `name`.
-
-    Args:
-        name: a keyword-only parameter of the command, in whose place the options are listed.
-        options: the annotation and the default of each option.
-    """
-
-    def decorated(command: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(command, eval_str=True)
-        added = [
-            inspect.Parameter(
-                option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-            )
-            for option, (annotation, default) in options.items()
-        ]
-
-        @functools.wraps(command)
-        def run(**values: Any) -> None:
-            command(**{name: {option: values.pop(option) for option in options}}, **values)
-
-        kept = [*own.parameters.values()]
-        at = [*own.parameters].index(name)
-        parameters = [*kept[:at], *added, *kept[at + 1 :]]
-        run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {each.name: each.annotation for each in parameters}
-        return run
-
-    return decorated
-
-
-with_text_options = with_options(
-    "settings",
-    {
-        name: (
-            _OTHERS.get(name) or Annotated[type(default), typer.Option(help=_HELP[name])],
-            default,
-        )
-        for name, default in DEFAULTS.items()
-    },
-)

@@ -37,53 +37,46 @@ def open_records(
             these prompts and options, as it wrote it.
     """
     with contextlib.ExitStack() as stack:
-        write: Callable[[Record], None] = _forget
+        files: list[IO[bytes]] = []  # in the process that writes
 
         def opened() -> str:
-            nonlocal write
-            write, finished = stack.enter_context(_open(output, run, prompts))
+            file, finished = _opened(stack, output, run, prompts)
+            files.append(file)
             return json.dumps(sorted(finished))
 
         finished = {*json.loads(by_first(opened))}
-        yield write, finished
-
-
-def _forget(record: Record) -> None:
-    """Writes nothing."""
-
-
-@contextlib.contextmanager
-def _open(
-    output: Path | None, run: str, prompts: dict[int, Record]
-) -> Iterator[tuple[Callable[[Record], None], set[int]]]:
-    """See `open_records`, in the process that writes."""
-    with contextlib.ExitStack() as stack:
-        finished: set[int] = set()
-        if output is None:
-            file: IO[bytes] = sys.stdout.buffer
-        else:
-            if not output.parent.is_dir():
-                raise ValueError(f"--output {output}: the folder {output.parent} does not exist")
-            is_regular = output.is_file() or not output.exists()
-            file = stack.enter_context(output.open("ab"))
-            if is_regular:
-                if not try_lock(file.fileno()):
-                    raise ValueError(
-                        f"--output {output}: another run is writing it; wait, or name another file"
-                    )
-                finished = _finished(output, run, prompts)
 
         def write(record: Record) -> None:
             record = record | {"run": run}
             record["digest"] = _digest(record)
             try:
-                file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-                file.flush()
+                for file in files:
+                    file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+                    file.flush()
             except OSError as error:  # of a full disk, it names no file
                 error.filename = str(output or "the standard output")
                 raise
 
         yield write, finished
+
+
+def _opened(
+    stack: contextlib.ExitStack, output: Path | None, run: str, prompts: dict[int, Record]
+) -> tuple[IO[bytes], set[int]]:
+    """The file, locked until the end of `stack`, and the numbers of its lines."""
+    if output is None:
+        return sys.stdout.buffer, set()
+    if not output.parent.is_dir():
+        raise ValueError(f"--output {output}: the folder {output.parent} does not exist")
+    is_regular = output.is_file() or not output.exists()
+    file = stack.enter_context(output.open("ab"))
+    if not is_regular:
+        return file, set()
+    if not try_lock(file.fileno()):
+        raise ValueError(
+            f"--output {output}: another run is writing it; wait, or name another file"
+        )
+    return file, _finished(output, run, prompts)
 
 
 def _digest(record: Record) -> str:

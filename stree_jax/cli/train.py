@@ -1,10 +1,9 @@
 """`stree-jax train`, `distill`, `medusa` and `train-mtp`: the training loop with a progress bar."""
 
-import importlib
 import shlex
 import statistics
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.progress import (
@@ -16,36 +15,21 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from stree_jax.cli.options import Distill, Medusa, Train, TrainMtp
 from stree_jax.compilation_cache import enable_compilation_cache
+from stree_jax.training import Progress as Step
 from stree_jax.training import Recipe, distill, train
 
 
-def run_training(
-    console: Console,
-    recipe_path: Path,
-    output: Path,
-    target: Path | None,
-    *,
-    heads: str | None = None,
-) -> None:
+def run_training(command: Train | Distill) -> None:
     """Trains, distills a target, or trains heads for one, with a progress bar.
-
-    `heads` is None or the name of an extension, "medusa" or "mtp".
 
     Raises:
         ValueError: the recipe, the target or the output is invalid.
     """
-    recipe = Recipe.load(recipe_path)
+    console, recipe = Console(), Recipe.load(command.recipe)
     enable_compilation_cache()
-    command = shlex.join(["stree-jax", *sys.argv[1:]])
-    if target is None:
-        reports = train(recipe, output, command=command)
-    elif heads is not None:
-        module = importlib.import_module(f"stree_jax.extensions.{heads}.training")
-        train_heads = getattr(module, f"train_{heads}")
-        reports = train_heads(recipe, target, output, command=command)
-    else:
-        reports = distill(recipe, target, output, command=command)
+    reports = _trained(command, recipe, shlex.join(["stree-jax", *sys.argv[1:]]))
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -77,4 +61,17 @@ def run_training(
                 )
                 losses.clear()
                 speeds.clear()
-    console.print(f"wrote {output}", highlight=False)
+    console.print(f"wrote {command.output}", highlight=False)
+
+
+def _trained(command: Train | Distill, recipe: Recipe, as_typed: str) -> Iterator[Step]:
+    match command:
+        case Train():
+            return train(recipe, command.output, command=as_typed)
+        case Medusa():
+            from stree_jax.extensions.medusa.training import train_medusa as teach
+        case TrainMtp():
+            from stree_jax.extensions.mtp.training import train_mtp as teach
+        case _:
+            teach = distill
+    return teach(recipe, command.target, command.output, command=as_typed)

@@ -3,7 +3,31 @@
 import json
 from pathlib import Path
 
+from rich.console import Console
+
+from stree_jax.cli.options import Tree
 from stree_jax.tree import TreeTopology
+
+
+def run_tree(command: Tree) -> None:
+    """Draws a tree.
+
+    Raises:
+        ValueError: the specification is malformed, or the tuned result is not to draft.
+    """
+    topology = parse_tree(command.spec)
+    if topology is None:
+        raise ValueError(f"{command.spec} says not to draft: there is no tree to print")
+    console = Console(highlight=False)
+    console.print(topology.draw(), markup=False, soft_wrap=True)  # a wrapped tree is unreadable
+    console.print(
+        f"{topology.num_nodes} nodes, depth {topology.depth}, width {topology.width}", style="dim"
+    )
+    if command.spec.startswith("budget:"):
+        console.print(
+            "This shape only holds the place: the draft model chooses another in every step.",
+            style="dim",
+        )
 
 
 def parse_tree(spec: str) -> TreeTopology | None:

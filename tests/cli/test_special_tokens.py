@@ -10,7 +10,6 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 import stree_jax as st
-from stree_jax.cli.options import DEFAULTS
 from stree_jax.special_tokens import end_tokens
 from stree_jax.testing import random_model
 
@@ -356,8 +355,3 @@ def test_tokens_beyond_the_model_never_come(copy):
     grammar = st.regex("no", tokenizer, eos_token=tokenizer.token_to_id("[PAD]"))
     with pytest.raises(ValueError, match=r"make it with eos_token=..., an end token of the model"):
         st.generate(model, [tokens], processors=[grammar], max_new_tokens=4)
-
-
-def test_options_have_their_defaults():
-    assert DEFAULTS["bos"] is True
-    assert DEFAULTS["eos_token"] is None

@@ -1,0 +1,203 @@
+"""What a command decodes with: the models, the drafter and the texts that its options name."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+
+import stree_jax as st
+from stree_jax.cli.mesh import join_processes, parse_mesh
+from stree_jax.cli.options import Drafts, Generate, Wanted
+from stree_jax.cli.trees import parse_tree
+from stree_jax.compilation_cache import enable_compilation_cache
+from stree_jax.convert import find, has_field
+from stree_jax.messages import shown
+from stree_jax.text import Texts
+
+
+class Chosen(NamedTuple):
+    """The drafter that a command is asked for.
+
+    Attributes:
+        option: its option; None: there is none.
+        path: where its weights are, if it has some.
+        ignore: unknown config fields to ignore, of all checkpoints of the command.
+    """
+
+    option: str | None = None
+    path: str | None = None
+    ignore: Sequence[str] = ()
+
+    @property
+    def chooses_shape(self) -> bool:
+        """Whether it can choose the shape of its tree."""
+        return self.option in ("draft", "mtp_head", "eagle3")
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it drafts from its target's hidden states, which it does on one device."""
+        return self.option in ("medusa", "mtp_head", "eagle3")
+
+
+def chosen(target: str, drafts: Drafts) -> Chosen:
+    """The drafter of the options, for a target.
+
+    Raises:
+        ValueError: there are several.
+    """
+    options = ("draft", "ngram", "medusa", "mtp_head", "eagle3")
+    given = {option: getattr(drafts, option) for option in options}
+    if drafts.mtp and drafts.mtp_head is None:
+        given["mtp_head"] = target
+    given = {option: path for option, path in given.items() if path not in (None, False)}
+    if len(given) > 1:
+        raise ValueError(
+            "--draft, --ngram, --medusa, --mtp and --eagle3 each select a drafter; choose one"
+        )
+    option, path = next(iter(given.items()), (None, None))
+    return Chosen(option, None if path is True else path, drafts.ignore_field)
+
+
+def load_models(
+    target: str | Path,
+    drafter: Chosen,
+    *,
+    dtype: str = "float32",
+    mesh: Mesh | None = None,
+    kind: str = "",
+    sharpness: float | None = None,
+) -> tuple[st.HybridLM, st.Drafter | None]:
+    """Loads a target and its drafter; from then on, compiled programs are kept.
+
+    Args:
+        target: the checkpoint of the model that is decoded with.
+        drafter: which one.
+        dtype, mesh: of the weights.
+        kind: the kind of tree, such as "budget" for dynamic ones.
+        sharpness: of dynamic trees.
+
+    Raises:
+        ValueError: one of them cannot be loaded, or no checkpoint has a field to ignore.
+    """
+    ignore, of_drafter = _ignored_fields(drafter.ignore, target, drafter.path)
+    enable_compilation_cache()
+    model = st.from_pretrained(target, dtype=dtype, ignore=ignore, mesh=mesh)
+    path: Any = drafter.path
+    match drafter.option:
+        case None:
+            return model, None
+        case "ngram":
+            return model, st.NgramDrafter()
+        case "medusa":
+            return model, st.MedusaDrafter(model, st.load_medusa(path, model))
+        case "mtp_head":
+            head = st.load_mtp(path, model, ignore=of_drafter)
+            draft: Any = st.MtpModel(model, head)
+        case "eagle3":
+            draft = st.Eagle3Model(model, st.load_eagle3(path, model, ignore=of_drafter))
+        case _:
+            draft = st.load_draft(path, model, ignore=of_drafter)
+    grown: Any = {"beam": st.BeamDrafter, "budget": st.DynamicDrafter}.get(kind, st.ModelDrafter)
+    return model, grown(draft) if sharpness is None else grown(draft, sharpness=sharpness)
+
+
+def _ignored_fields(names: Sequence[str], *checkpoints: str | Path | None) -> list[list[str]]:
+    """Which of the fields of --ignore-field each of the checkpoints has.
+
+    Raises:
+        ValueError: none of them has one.
+    """
+    found = [
+        [name for name in names if each is not None and has_field(find(each), name)]
+        for each in checkpoints
+    ]
+    for name in names:
+        if not any(name in each for each in found):
+            raise ValueError(
+                f"--ignore-field {shown(name)}: no checkpoint of another program here has this"
+                " field; leave the option out"
+            )
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """What `generate` decodes with. The grammars of texts are made once."""
+
+    model: st.HybridLM
+    drafter: st.Drafter | None
+    topology: st.TreeTopology | None
+    texts: Texts
+    _grammars: dict[str, st.Automaton | ValueError] = dataclasses.field(default_factory=dict)
+
+    def endings(self, asked: Wanted) -> dict[str, Any]:
+        """The options of a text that say which tokens end it, and its grammar if it has one.
+
+        Raises:
+            ValueError: a bad grammar, or no end token.
+        """
+        ends = self.texts.end_tokens(self.model.config, asked.eos_token)
+        options: dict[str, Any] = {"eos_token": ends or None}
+        if asked.grammar is not None:
+            options["processors"] = [self._grammar(*asked.grammar, ends)]
+        return options
+
+    def _grammar(self, name: str, argument: Any, ends: list[int]) -> st.Automaton:
+        key = json.dumps([name, argument, ends])
+        if key not in self._grammars:
+            make = {"regex": st.regex, "json_schema": st.json_schema}[name]
+            try:
+                made = make(argument, self.texts.tokenizer(""), eos_token=ends or None)
+                self._grammars[key] = made
+            except ValueError as error:
+                self._grammars[key] = error
+        found = self._grammars[key]
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+
+def load(command: Generate) -> Loaded:
+    """Loads models and tokenizer for `generate`.
+
+    Raises:
+        ValueError: an option is invalid.
+    """
+    tree, mesh, sharpness = command.tree, command.mesh, command.sharpness
+    drafter = chosen(command.checkpoint, command)
+    topology = None if tree is None else parse_tree(tree)
+    if tree is not None and topology is None:  # the tuned result: do not draft
+        drafter = Chosen(ignore=drafter.ignore)
+    kind = "" if tree is None else tree.partition(":")[0]
+    if mesh is None and command.distributed:
+        raise ValueError("--distributed goes with --mesh, such as --mesh data=2,model=4")
+    if sharpness is not None and (kind != "budget" or not drafter.chooses_shape):
+        raise ValueError(
+            "--sharpness is for dynamic trees: give --tree budget:16,5 and --draft, --mtp or"
+            " --eagle3 with it"
+        )
+    if kind in ("beam", "budget") and drafter.option is not None and not drafter.chooses_shape:
+        raise ValueError(
+            f"--tree {tree}: only a draft model chooses the shape of its tree; use --draft, --mtp"
+            " or --eagle3, or another tree such as branching:3,2,1"
+        )
+    if mesh is not None and drafter.is_head:
+        raise ValueError(
+            f"--mesh {mesh:.80}: heads draft on one device; leave --mesh out, or draft with --draft"
+            " or --ngram"
+        )
+    texts = Texts.at(command.tokenizer or find(command.checkpoint))
+    if command.distributed:
+        join_processes()
+    model, of_model = load_models(
+        command.checkpoint,
+        drafter,
+        dtype=command.dtype,
+        mesh=None if mesh is None else parse_mesh(mesh),
+        kind=kind,
+        sharpness=sharpness,
+    )
+    return Loaded(model, of_model, topology, texts)
