@@ -9,22 +9,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 import stree_jax as st
 from stree_jax.checks import check_int
 from stree_jax.cli.loading import Loaded, chosen
 from stree_jax.cli.memory import free_memory, row_bytes
-from stree_jax.cli.options import Generate, check_seed, wanted
-from stree_jax.cli.prompts import prompt_of, read_lines, record_of
+from stree_jax.cli.options import MAX_SEED, Generate, wanted
+from stree_jax.cli.prompts import prompt_of, read_lines
 from stree_jax.cli.records import Record, open_records
 from stree_jax.decoding.drafters.base import draft_models
 from stree_jax.decoding.options import plan
@@ -61,13 +54,7 @@ def run_batch(console: Console, loaded: Loaded, command: Generate, settings: dic
     """Decodes the prompts that the output lacks, and appends each text as it ends.
 
     A line's random key is that of the seed with the line's number folded in, so its text depends
-    neither on the other lines nor on interruptions.
-
-    Args:
-        console: console for the progress bar, bad lines and the summary.
-        loaded: models and tokenizer.
-        command: the options.
-        settings: those of a text, which a line may override.
+    neither on the other lines nor on interruptions. A line may override the settings of a text.
 
     Returns:
         The number of lines with errors.
@@ -77,18 +64,14 @@ def run_batch(console: Console, loaded: Loaded, command: Generate, settings: dic
             more rows than fit into memory.
     """
     check_int("--rows", command.rows, 1)
-    drafts: dict[str, Any] = {
-        "drafter": loaded.drafter,
-        "topology": loaded.topology,
-        "verifier": command.verifier,
-    }
-    lines = _lines(loaded, command, settings, drafts)
+    lines = _lines(loaded, command, settings)
     limit = min(command.max_length or loaded.model.config.max_length or MAX_TOKENS, MAX_TOKENS)
     lines, rows = _fitting(loaded, lines, command.rows, limit)
     longest = max([2, *(line.length for line in lines if line.length <= limit)])
-    scheduler = st.Scheduler(loaded.model, rows=rows, max_length=longest, **drafts)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left:"))
-    bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+    scheduler = st.Scheduler(loaded.model, rows=rows, max_length=longest, **loaded.drafting)
+    columns = bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeElapsedColumn()
+    left = bars.TextColumn("left:"), bars.TimeRemainingColumn()
+    bar = bars.Progress(*columns, *left, console=console, transient=True)
     sources = {line.number: line.source for line in lines}
     records = open_records(command.output, _digest(loaded, command, settings), sources)
     count = collections.Counter[str]()
@@ -117,9 +100,7 @@ def run_batch(console: Console, loaded: Loaded, command: Generate, settings: dic
     return count["bad"]
 
 
-def _lines(
-    loaded: Loaded, command: Generate, settings: dict[str, Any], drafts: dict[str, Any]
-) -> list[_Line]:
+def _lines(loaded: Loaded, command: Generate, settings: dict[str, Any]) -> list[_Line]:
     """The lines of the file that process 0 has; requests share the tables of their grammars.
 
     Raises:
@@ -131,9 +112,9 @@ def _lines(
         return json.dumps([(number, line.decode("latin-1")) for number, line in read_lines(path)])
 
     content = json.loads(by_first(read))
-    asked = wanted(settings)
-    options = {**asked.options, **loaded.endings(asked), "key": jax.random.key(command.seed)}
-    plan(loaded.model, [[0]], **drafts, **options, tokenizer=loaded.texts.tokenizer(""))  # checks
+    options = loaded.options(wanted(settings)) | {"key": jax.random.key(command.seed)}
+    options |= loaded.drafting | {"tokenizer": loaded.texts.tokenizer("")}
+    plan(loaded.model, [[0]], **options)  # refuses what is wrong for all lines
     lines = [
         _parsed(loaded, number, line.encode("latin-1"), command.seed, settings)
         for number, line in content
@@ -151,25 +132,22 @@ def _lines(
 def _parsed(loaded: Loaded, number: int, line: bytes, seed: int, settings: dict[str, Any]) -> _Line:
     source: Record = {}
     try:
-        content = record_of(line)
+        prompt, content = prompt_of(line)
         source = {name: content[name] for name in ("prompt", "messages") if name in content}
         asked = wanted(settings, content)
-        own_seed = content.get("seed", seed)
-        check_seed(own_seed, "seed")
+        own_seed = check_int("seed", content.get("seed", seed), 0, MAX_SEED)
         chat = content.get("chat")
         if chat is not None and not isinstance(chat, dict):
             raise ValueError(f"chat must be an object, the template's variables, got {shown(chat)}")
-        prompt = prompt_of(content)
         request = st.Request(
-            loaded.texts.tokens(prompt, special=asked.bos, chat=chat, name="the prompt"),
+            loaded.texts.tokens(prompt, special=asked["bos"], chat=chat, name="the prompt"),
             key=jax.random.fold_in(jax.random.key(own_seed), number),
             tokenizer=loaded.texts.tokenizer(prompt),
-            **asked.options,
-            **loaded.endings(asked),
+            **loaded.options(asked),
         )
     except ValueError as error:
         return _Line(number, source, error=str(error))
-    return _Line(number, source, request, asked.num_texts)
+    return _Line(number, source, request, asked["n"])
 
 
 def _fitting(loaded: Loaded, lines: list[_Line], rows: int, limit: int) -> tuple[list[_Line], int]:
@@ -185,7 +163,7 @@ def _fitting(loaded: Loaded, lines: list[_Line], rows: int, limit: int) -> tuple
     data = partition.rows
     rows = -(-max(min(rows, sum(line.length > 0 for line in lines)), 1) // data) * data
     free = json.loads(by_first(lambda: json.dumps(free_memory(partition.num_local_devices))))
-    models = [loaded.model, *draft_models(loaded.drafter)]
+    models = [loaded.model, *draft_models(loaded.drafting["drafter"])]
 
     @functools.cache
     def needed(places: int) -> int:

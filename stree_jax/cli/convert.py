@@ -110,8 +110,9 @@ def _facts(path: Path, ignore: Sequence[str]) -> Iterator[tuple[str, str]]:
     yield "layers", ", ".join(f"{config.kinds.count(kind)} {kind}" for kind in kinds)
     yield "width", f"{config.d_model:,}"
     parts = [part for layer in config.distinct_layers for part in layer.own_parts().items()]
-    for part in dict.fromkeys(parts):
-        yield from _mixer_facts(*part)
+    for name, part in dict.fromkeys(parts):
+        if part is not None:
+            yield from _mixer_facts(name, part)
     is_padded = config.num_embeddings != config.vocab_size
     padded = f", padded to {config.num_embeddings:,}" if is_padded else ""
     yield "vocabulary", f"{config.vocab_size:,}{padded}"
@@ -125,21 +126,19 @@ def _facts(path: Path, ignore: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def _mixer_facts(name: str, part: Any) -> Iterator[tuple[str, str]]:
     """What there is to know about the config of a mixer or of experts."""
-    match name, part:
-        case _, None:
-            return
-        case "mamba2", _:
+    match name:
+        case "mamba2":
             yield (
                 "mixer",
                 f"{part.num_heads} heads of {part.head_dim}, state size {part.state_size},"
                 f" {part.num_groups} groups, convolution width {part.conv_width}",
             )
-        case "attention", _:
+        case "attention":
             rope = f"RoPE on {part.rotary_dim} dimensions" if part.rotary_dim else "no RoPE"
             window = "" if part.window is None else f", window of {part.window}"
             heads = f"{part.num_heads} heads of {part.head_dim}, {part.num_kv_heads} KV heads"
             yield "attention", f"{heads}, {rope}{window}"
-        case "moe", _:
+        case "moe":
             top = f"top {part.num_active} of {part.num_experts}"
             yield "experts", f"{top}, hidden size {part.hidden_size:,}"
 

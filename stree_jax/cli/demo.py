@@ -1,10 +1,9 @@
 """`stree-jax demo`: the embedded pair decodes built-in prompts with several draft trees."""
 
-import functools
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -65,10 +64,12 @@ def run_demo(command: Demo) -> int:
         tuned = parse_tree(f"@{st.demo_path('target').with_name('tree.json')}")
         if tuned is not None and tuned not in trees.values():
             trees[f"tuned tree of {tuned.num_nodes}"] = tuned
-    decode = functools.partial(
-        st.generate, target, drafter=drafter, max_new_tokens=command.max_new_tokens
-    )
-    outputs, seconds = _decoded(console, decode, prompts, [*trees.values()])
+
+    def decode(tree: st.TreeTopology) -> list[st.Generation]:
+        options: dict[str, Any] = dict(drafter=drafter, max_new_tokens=command.max_new_tokens)
+        return [st.generate(target, [prompt], topology=tree, **options) for prompt in prompts]
+
+    outputs, seconds = _decoded(console, decode, [*trees.values()])
     report = _report([*trees], outputs, seconds)
     title = f"{len(prompts)} prompts, up to {command.max_new_tokens} new tokens each, temperature 0"
     console.print(_table(title, report))
@@ -89,48 +90,54 @@ def run_demo(command: Demo) -> int:
 
 def _decoded(
     console: Console,
-    decode: Callable[..., st.Generation],
-    prompts: list[list[int]],
+    decode: Callable[[st.TreeTopology], list[st.Generation]],
     trees: Sequence[st.TreeTopology],
 ) -> tuple[list[list[st.Generation]], np.ndarray]:
-    """The outputs of each tree, and the seconds `[rounds, trees]` that it took for all prompts."""
-    seconds = np.zeros((NUM_REPEATS, len(trees)))
+    """The outputs of each tree, and the seconds `[rounds, trees]` that they took."""
+    outputs: list[list[st.Generation]] = [[]] * len(trees)
+    seconds = np.zeros((1 + NUM_REPEATS, len(trees)))  # the first round compiles
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("compiling", total=(1 + NUM_REPEATS) * len(trees))
-        outputs = []
-        for tree in trees:
-            outputs.append([decode([prompt], topology=tree) for prompt in prompts])
-            progress.advance(task)
-        progress.update(task, description="decoding")
-        for i in range(NUM_REPEATS):  # interleaved, so that noise affects all trees alike
+        task = progress.add_task("compiling", total=seconds.size)
+        for i in range(len(seconds)):  # interleaved, so that noise affects all trees alike
             for j, tree in enumerate(trees):
                 began = time.perf_counter()
-                for prompt in prompts:
-                    decode([prompt], topology=tree)
+                outputs[j] = decode(tree)
                 seconds[i, j] = time.perf_counter() - began
                 progress.advance(task)
-    return outputs, seconds
+            progress.update(task, description="decoding")
+    return outputs, seconds[1:]
 
 
 def _report(
     names: Sequence[str], outputs: list[list[st.Generation]], seconds: np.ndarray
 ) -> dict[str, dict[str, Any]]:
     """The speeds of each method, and whether its texts are those of the first."""
-    report = {}
     num_tokens = sum(out.stats.num_tokens for out in outputs[0])
-    for name, timing, of_method in zip(
-        names, timings_of(seconds, num_tokens), outputs, strict=True
-    ):
+    report = dict(zip(names, speeds_of(seconds, num_tokens), strict=True))
+    for row, of_method in zip(report.values(), outputs, strict=True):
         calls = sum(out.stats.num_target_calls for out in of_method)
         pairs = zip(outputs[0], of_method, strict=True)
-        report[name] = {
-            "tokens_per_second": round(timing.speed, 1),
-            "speed_up": round(timing.speed_up, 3),
-            "speed_up_range": [round(timing.slowest, 3), round(timing.fastest, 3)],
-            "tau": round(sum(out.stats.num_tokens for out in of_method) / calls, 3),
-            "identical": all(np.array_equal(a.tokens, b.tokens) for a, b in pairs),
-        }
+        row["tau"] = round(sum(out.stats.num_tokens for out in of_method) / calls, 3)
+        row["identical"] = all(np.array_equal(a.tokens, b.tokens) for a, b in pairs)
     return report
+
+
+def speeds_of(seconds: np.ndarray, num_tokens: int) -> list[dict[str, Any]]:
+    """The speed of each method from the seconds `[rounds, methods]` that it took for all prompts.
+
+    It is that of the median round, and the speed-up its ratio to that of the first method; with the
+    lowest and the highest ratio within a round.
+    """
+    speeds = num_tokens / np.median(seconds, axis=0)
+    ratios = seconds[:, :1] / seconds
+    return [
+        {
+            "tokens_per_second": round(float(speed), 1),
+            "speed_up": round(float(speed / speeds[0]), 3),
+            "speed_up_range": [round(float(of_round), 3) for of_round in (min(own), max(own))],
+        }
+        for speed, own in zip(speeds, ratios.T, strict=True)
+    ]
 
 
 def _table(title: str, report: dict[str, dict[str, Any]]) -> Table:
@@ -148,29 +155,6 @@ def _table(title: str, report: dict[str, dict[str, Any]]) -> Table:
             "yes" if row["identical"] else "no",
         )
     return table
-
-
-class Timing(NamedTuple):
-    """Speeds of a method over the rounds, each of which decodes all prompts with every method.
-
-    Attributes:
-        speed: tokens a second, in the median round.
-        speed_up: `speed` over that of the first method.
-        slowest, fastest: the lowest and the highest ratio to the first method within a round.
-    """
-
-    speed: float
-    speed_up: float
-    slowest: float
-    fastest: float
-
-
-def timings_of(seconds: np.ndarray, num_tokens: int) -> list[Timing]:
-    """The timing of each method from the seconds `[rounds, methods]` that it took."""
-    speeds = num_tokens / np.median(seconds, axis=0)
-    ratios = seconds[:, :1] / seconds
-    rows = speeds, speeds / speeds[0], ratios.min(axis=0), ratios.max(axis=0)
-    return [Timing(*map(float, row)) for row in zip(*rows, strict=True)]
 
 
 def busy(seconds: np.ndarray) -> str:

@@ -13,7 +13,7 @@ from rich.style import Style
 import stree_jax as st
 from stree_jax.cli.batch import run_batch
 from stree_jax.cli.loading import Loaded, load
-from stree_jax.cli.options import Generate, Wanted, wanted
+from stree_jax.cli.options import Generate, sampling, wanted
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
 
@@ -22,10 +22,6 @@ def run_generate(command: Generate) -> int:
     """Continues a prompt or the prompts of a file; 1 if some of them could not be.
 
     Only process 0 writes to the standard output.
-
-    Raises:
-        ValueError: an option is invalid.
-        FloatingPointError: logits are not finite.
     """
     if (command.prompt is None) == (command.prompts is None):
         raise ValueError("give either --prompt TEXT or --prompts FILE.jsonl")
@@ -41,7 +37,7 @@ def run_generate(command: Generate) -> int:
         ) from None
     settings = command.settings()
     asked = wanted(settings)
-    Options(**asked.options, max_length=command.max_length)  # refuses before models are loaded
+    Options(**sampling(asked), max_length=command.max_length)  # refuses before models are loaded
     loaded = load(command)
     file = open(os.devnull, "w") if jax.process_index() > 0 else None  # noqa: SIM115
     if command.prompts is None:
@@ -51,16 +47,13 @@ def run_generate(command: Generate) -> int:
     return 1 if run_batch(console, loaded, command, settings) else 0
 
 
-def _continue(console: Console, loaded: Loaded, command: Generate, asked: Wanted) -> None:
+def _continue(console: Console, loaded: Loaded, command: Generate, asked: dict[str, Any]) -> None:
     """Prints a text as its tokens are accepted; several, or log-probabilities, when complete."""
     texts, prompt = loaded.texts, command.prompt or ""
-    tokens = texts.tokens(prompt, special=asked.bos, name="--prompt")
+    tokens = texts.tokens(prompt, special=asked["bos"], name="--prompt")
     options: dict[str, Any] = {
-        **asked.options,
-        **loaded.endings(asked),
-        "drafter": loaded.drafter,
-        "topology": loaded.topology,
-        "verifier": command.verifier,
+        **loaded.options(asked),
+        **loaded.drafting,
         "lossy": command.lossy,
         "tokenizer": texts.tokenizer(prompt),
         "key": jax.random.key(command.seed),
@@ -73,8 +66,8 @@ def _continue(console: Console, loaded: Loaded, command: Generate, asked: Wanted
         console.file.flush()
 
     head = Style(dim=True).render(prompt) if console.is_terminal else prompt
-    if asked.options["log_probs"] or asked.num_texts > 1:
-        out = st.generate(loaded.model, [tokens], n=asked.num_texts, **options)
+    if asked["log_probs"] or asked["n"] > 1:
+        out = st.generate(loaded.model, [tokens], n=asked["n"], **options)
         _write_all(write, head, loaded, out)
         speed, num_tokens, calls = "", out.stats.num_tokens, out.stats.num_target_calls
     else:

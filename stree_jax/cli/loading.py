@@ -10,12 +10,15 @@ from jax.sharding import Mesh
 
 import stree_jax as st
 from stree_jax.cli.mesh import join_processes, parse_mesh
-from stree_jax.cli.options import Drafts, Generate, Wanted
+from stree_jax.cli.options import Drafts, Generate, sampling
 from stree_jax.cli.trees import parse_tree
 from stree_jax.compilation_cache import enable_compilation_cache
 from stree_jax.convert import find, has_field
 from stree_jax.messages import shown
 from stree_jax.text import Texts
+
+_MODELS = ("draft", "mtp_head", "eagle3")  # options of drafters that can choose a tree's shape
+_HEADS = ("medusa", "mtp_head", "eagle3")  # and of those that draft on one device
 
 
 class Chosen(NamedTuple):
@@ -30,16 +33,6 @@ class Chosen(NamedTuple):
     option: str | None = None
     path: str | None = None
     ignore: Sequence[str] = ()
-
-    @property
-    def chooses_shape(self) -> bool:
-        """Whether it can choose the shape of its tree."""
-        return self.option in ("draft", "mtp_head", "eagle3")
-
-    @property
-    def is_head(self) -> bool:
-        """Whether it drafts from its target's hidden states, which it does on one device."""
-        return self.option in ("medusa", "mtp_head", "eagle3")
 
 
 def chosen(target: str, drafts: Drafts) -> Chosen:
@@ -125,25 +118,29 @@ def _ignored_fields(names: Sequence[str], *checkpoints: str | Path | None) -> li
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What `generate` decodes with. The grammars of texts are made once."""
+    """What `generate` decodes with. The grammars of texts are made once.
+
+    Attributes:
+        model: the target.
+        drafting: the drafter, its tree and the verifier, as keywords of `generate`.
+        texts: the target's.
+    """
 
     model: st.HybridLM
-    drafter: st.Drafter | None
-    topology: st.TreeTopology | None
+    drafting: dict[str, Any]
     texts: Texts
     _grammars: dict[str, st.Automaton | ValueError] = dataclasses.field(default_factory=dict)
 
-    def endings(self, asked: Wanted) -> dict[str, Any]:
-        """The options of a text that say which tokens end it, and its grammar if it has one.
+    def options(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """The keywords of `Options` for the settings of a text, its grammar among them.
 
         Raises:
             ValueError: a bad grammar, or no end token.
         """
-        ends = self.texts.end_tokens(self.model.config, asked.eos_token)
-        options: dict[str, Any] = {"eos_token": ends or None}
-        if asked.grammar is not None:
-            options["processors"] = [self._grammar(*asked.grammar, ends)]
-        return options
+        ends = self.texts.end_tokens(self.model.config, asked["eos_token"])
+        kinds = [kind for kind in ("regex", "json_schema") if asked[kind] is not None]
+        grammars = [self._grammar(kind, asked[kind], ends) for kind in kinds]
+        return sampling(asked) | {"eos_token": ends or None, "processors": grammars}
 
     def _grammar(self, name: str, argument: Any, ends: list[int]) -> st.Automaton:
         key = json.dumps([name, argument, ends])
@@ -174,17 +171,17 @@ def load(command: Generate) -> Loaded:
     kind = "" if tree is None else tree.partition(":")[0]
     if mesh is None and command.distributed:
         raise ValueError("--distributed goes with --mesh, such as --mesh data=2,model=4")
-    if sharpness is not None and (kind != "budget" or not drafter.chooses_shape):
+    if sharpness is not None and (kind != "budget" or drafter.option not in _MODELS):
         raise ValueError(
             "--sharpness is for dynamic trees: give --tree budget:16,5 and --draft, --mtp or"
             " --eagle3 with it"
         )
-    if kind in ("beam", "budget") and drafter.option is not None and not drafter.chooses_shape:
+    if kind in ("beam", "budget") and drafter.option in ("ngram", "medusa"):
         raise ValueError(
             f"--tree {tree}: only a draft model chooses the shape of its tree; use --draft, --mtp"
             " or --eagle3, or another tree such as branching:3,2,1"
         )
-    if mesh is not None and drafter.is_head:
+    if mesh is not None and drafter.option in _HEADS:
         raise ValueError(
             f"--mesh {mesh:.80}: heads draft on one device; leave --mesh out, or draft with --draft"
             " or --ngram"
@@ -200,4 +197,5 @@ def load(command: Generate) -> Loaded:
         kind=kind,
         sharpness=sharpness,
     )
-    return Loaded(model, of_model, topology, texts)
+    drafting = {"drafter": of_model, "topology": topology, "verifier": command.verifier}
+    return Loaded(model, drafting, texts)

@@ -8,7 +8,7 @@ base come before those of a class, and those of its last base come first.
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from typer import Argument, Option
 
@@ -17,15 +17,11 @@ from stree_jax.decoding.options import Options
 from stree_jax.decoding.prompts import check_num_rows
 from stree_jax.messages import shown
 
-
-def check_seed(seed: Any, name: str) -> None:
-    """Refuses seeds that jax takes modulo 2**32 or raises OverflowError for."""
-    check_int(name, seed, 0, 2**32 - 1)
+MAX_SEED = 2**32 - 1  # jax takes larger ones modulo 2**32, or raises OverflowError
 
 
 def _checked_seed(seed: int) -> int:
-    check_seed(seed, "--seed")
-    return seed
+    return check_int("--seed", seed, 0, MAX_SEED)
 
 
 def _checked_dtype(dtype: str | None) -> str | None:
@@ -258,26 +254,8 @@ class TuneTree(Drafts):
     output: Path | None = Option(None, help="File to write, for `generate --tree @FILE`.")
 
 
-class Wanted(NamedTuple):
-    """The texts to generate for a prompt.
-
-    Attributes:
-        options: keywords of `Options`.
-        num_texts: how many texts.
-        grammar: the name of a function that makes a grammar, and its argument; or None.
-        eos_token: ids or texts of the tokens that end a text; None: the checkpoint's.
-        bos: whether a text gets the tokenizer's special tokens.
-    """
-
-    options: dict[str, Any]
-    num_texts: int
-    grammar: tuple[str, Any] | None
-    eos_token: Any
-    bos: bool
-
-
-def wanted(settings: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> Wanted:
-    """The texts that `TextOptions.settings` ask for; what is a line's `own` replaces the command's.
+def wanted(settings: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The settings of a prompt's texts; what is a line's `own` replaces the command's.
 
     Raises:
         ValueError: two grammars, or an invalid number of texts.
@@ -285,15 +263,16 @@ def wanted(settings: Mapping[str, Any], own: Mapping[str, Any] | None = None) ->
     own = {name: value for name, value in (own or {}).items() if name in settings}
     if {"regex", "json_schema"} & own.keys():  # a line's grammar replaces that of the command
         own = {"regex": None, "json_schema": None} | own
-    values = {**settings, **own}
-    grammars = [(name, values.pop(name)) for name in ("regex", "json_schema")]
-    grammars = [(name, value) for name, value in grammars if value is not None]
-    if len(grammars) > 1:
+    asked = {**settings, **own}
+    if asked["regex"] is not None and asked["json_schema"] is not None:
         raise ValueError("a text has one grammar: give a regular expression or a JSON schema")
-    num_texts = values.pop("n")
-    check_num_rows("n", num_texts)
-    eos_token, bos = values.pop("eos_token"), values.pop("bos")
-    if not isinstance(bos, bool):
-        raise ValueError(f"bos must be true or false, got {shown(bos)}")
-    values["stop"] = values["stop"] or ()
-    return Wanted(values, num_texts, grammars[0] if grammars else None, eos_token, bos)
+    check_num_rows("n", asked["n"])
+    if not isinstance(asked["bos"], bool):
+        raise ValueError(f"bos must be true or false, got {shown(asked['bos'])}")
+    return asked | {"stop": asked["stop"] or ()}
+
+
+def sampling(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are keywords of `Options`, but for the end tokens, which may be texts."""
+    names = {field.name for field in dataclasses.fields(Options)} - {"eos_token"}
+    return {name: value for name, value in asked.items() if name in names}

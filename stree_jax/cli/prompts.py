@@ -21,8 +21,8 @@ def read_lines(path: Path) -> list[tuple[int, bytes]]:
     return [(number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
 
 
-def record_of(line: bytes) -> dict[str, Any]:
-    """The object in a line.
+def prompt_of(line: bytes) -> tuple[Any, dict[str, Any]]:
+    """The text or the messages of a line, and the object in it.
 
     Raises:
         ValueError: there is none, or it has no prompt.
@@ -39,9 +39,4 @@ def record_of(line: bytes) -> dict[str, Any]:
         raise ValueError("it has a prompt and messages; give one of them")
     if not isinstance(content.get("prompt", ""), str):
         raise ValueError(f"not {_WANTED}")
-    return content
-
-
-def prompt_of(record: dict[str, Any]) -> Any:
-    """The text or the messages of a record."""
-    return record["messages"] if "messages" in record else record["prompt"]
+    return content.get("prompt", content.get("messages")), content

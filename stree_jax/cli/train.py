@@ -5,20 +5,12 @@ import statistics
 import sys
 from collections.abc import Iterator
 
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from stree_jax.cli.options import Distill, Medusa, Train, TrainMtp
 from stree_jax.compilation_cache import enable_compilation_cache
-from stree_jax.training import Progress as Step
-from stree_jax.training import Recipe, distill, train
+from stree_jax.training import Progress, Recipe, distill, train
 
 
 def run_training(command: Train | Distill) -> None:
@@ -30,15 +22,10 @@ def run_training(command: Train | Distill) -> None:
     console, recipe = Console(), Recipe.load(command.recipe)
     enable_compilation_cache()
     reports = _trained(command, recipe, shlex.join(["stree-jax", *sys.argv[1:]]))
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[report]}"),
-        console=console,
-    ) as progress:
+    columns = bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeElapsedColumn()
+    what, left = bars.TextColumn("{task.description}"), bars.TimeRemainingColumn()
+    report = bars.TextColumn("{task.fields[report]}")
+    with bars.Progress(what, *columns, left, report, console=console) as progress:
         task = progress.add_task("reading text", total=recipe.training.steps, report="")
         losses: list[float] = []
         speeds: list[float] = []
@@ -64,7 +51,7 @@ def run_training(command: Train | Distill) -> None:
     console.print(f"wrote {command.output}", highlight=False)
 
 
-def _trained(command: Train | Distill, recipe: Recipe, as_typed: str) -> Iterator[Step]:
+def _trained(command: Train | Distill, recipe: Recipe, as_typed: str) -> Iterator[Progress]:
     match command:
         case Train():
             return train(recipe, command.output, command=as_typed)

@@ -14,7 +14,7 @@ import stree_jax as st
 from stree_jax.cli.demo import PROMPTS
 from stree_jax.cli.loading import Chosen, chosen, load_models
 from stree_jax.cli.options import TuneTree
-from stree_jax.cli.prompts import prompt_of, read_lines, record_of
+from stree_jax.cli.prompts import prompt_of, read_lines
 from stree_jax.convert import find
 from stree_jax.text import Texts
 
@@ -29,11 +29,7 @@ MORE_PROMPTS = (
 
 
 def run_tune_tree(command: TuneTree) -> None:
-    """Tunes, prints the report, and writes the tree to a file for `generate --tree @FILE`.
-
-    Raises:
-        ValueError: an option is invalid.
-    """
+    """Tunes, prints the report, and writes the tree to a file for `generate --tree @FILE`."""
     drafter, console = chosen(command.target, command), Console(highlight=False)
     if drafter.option is None:
         raise ValueError(
@@ -102,11 +98,7 @@ def _tuned(
 def _content(command: TuneTree, drafter: Chosen, report: st.TuningReport) -> dict[str, Any]:
     """What is written to the file."""
     decoded = {
-        row.name: {
-            "tau": row.tau,
-            "tokens_per_second": row.measured,
-            "speed_up": row.speed_up,
-        }
+        row.name: {"tau": row.tau, "tokens_per_second": row.measured, "speed_up": row.speed_up}
         for row in report.rows
         if row.measured is not None
     }
@@ -129,7 +121,7 @@ def _read(path: Path) -> list[Any]:
     for number, line in read_lines(path):
         try:
             is_text = path.suffix != ".jsonl"
-            found.append(line.decode().rstrip("\r") if is_text else prompt_of(record_of(line)))
+            found.append(line.decode().rstrip("\r") if is_text else prompt_of(line)[0])
         except ValueError as error:
             raise ValueError(f"--prompts {path}, line {number}: {error}") from None
     return found

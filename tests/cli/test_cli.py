@@ -15,7 +15,7 @@ from flax import nnx
 
 import stree_jax as st
 from pallas_kernels import dispatch
-from stree_jax.cli.demo import busy, timings_of
+from stree_jax.cli.demo import busy, speeds_of
 from stree_jax.cli.trees import parse_tree
 from stree_jax.compilation_cache import MAX_BYTES
 from tests.extensions import eagle3_files
@@ -54,7 +54,8 @@ def test_the_installed_command(tmp_path):
     assert f"up to {MAX_BYTES // 2**20} MiB. STREE_JAX_CACHE" in " ".join(result.stdout.split())
     result = run("generate", "nowhere", "-p", "x")
     assert result.returncode == 2
-    assert_one_line(result.stderr, "no checkpoint at nowhere")
+    assert result.stderr.startswith("stree-jax: error: no checkpoint at nowhere")
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_a_drawn_tree(output):
@@ -67,41 +68,30 @@ def test_a_drawn_tree(output):
     )
 
 
-def assert_one_line(text, message):
-    assert text.startswith("stree-jax: error: ")
-    assert message in text
-    assert len(text.splitlines()) == 1
-
-
-def test_a_tokenizer_that_cannot_encode_is_one_line(tmp_path, tiny_pair, command):
-    """It loads, but has no token for an unknown word."""
-    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
-    code, _, error = command("generate", tiny_pair / "target", "-p", "b", "--tokenizer", tmp_path)
-    assert code == 2
-    assert_one_line(error, f"the tokenizer of {tmp_path} cannot encode --prompt:")
+WORDS = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}  # no token for the unknown
+BPE = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
+BAD_MAP = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
+BAD_LENGTH = {"pre_tokenizer": {"type": "FixedLength", "length": 0}}
 
 
 @pytest.mark.parametrize(
-    ("part", "message"),
+    ("tokenizer", "message"),
     [
-        (
-            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
-            "is damaged: Precom",
-        ),
-        (
-            {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
-            "cannot encode --prompt: chunk size",
-        ),
+        ({"model": WORDS}, "cannot encode --prompt:"),
+        ({"model": BPE} | BAD_MAP, "is damaged: Precom"),
+        ({"model": BPE} | BAD_LENGTH, "cannot encode --prompt: chunk size"),
     ],
 )
-def test_a_panic_of_the_tokenizers_package_is_an_error(tmp_path, tiny_pair, command, part, message):
-    """It derives from BaseException, and prints its own message first."""
-    model = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model} | part))
-    code, _, error = command("generate", tiny_pair / "target", "-p", "a", "--tokenizer", tmp_path)
+def test_a_tokenizer_that_cannot_encode_is_one_line(
+    tmp_path, tiny_pair, command, tokenizer, message
+):
+    """Panics of the package derive from BaseException, and print their own message first."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0"} | tokenizer))
+    code, _, error = command("generate", tiny_pair / "target", "-p", "b", "--tokenizer", tmp_path)
     assert code == 2
-    assert_one_line(error[error.index("stree-jax: error:") :], message)
+    *_, line = error.splitlines()
+    assert line.startswith(f"stree-jax: error: the tokenizer of {tmp_path} ")
+    assert message in line
 
 
 @pytest.fixture
@@ -146,79 +136,6 @@ def test_generate_streams_the_text_of_generate(tiny_pair, output, tmp_path):
     assert drafted.startswith(prompt + text)
 
 
-def records(path):
-    return {record["line"]: record for record in map(json.loads, path.read_text().splitlines())}
-
-
-def test_a_file_of_prompts(tmp_path, tiny_pair, command, monkeypatch):
-    """Bad lines are named and stop nothing; an interrupted run resumes with the same texts."""
-    monkeypatch.chdir(tmp_path)
-    lines = [
-        {"prompt": "Question: Tom has 3 apples"},
-        {"prompt": "The", "max_new_tokens": 3, "other": "keys stay unread"},
-        '{"prompt": ',
-        {"prompt": ""},
-        {"prompt": "She", "temperature": 0.0},
-        {"text": "x"},
-        {"prompt": "long", "max_new_tokens": 10**9},
-        {"prompt": "He", "seed": 5},
-        {"prompt": "He", "top_p": 7.0},
-    ]
-    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    Path("in.jsonl").write_text("\n".join([*texts, "", ""]))
-    target = tiny_pair / "target"
-    common = ["generate", target, "--prompts", "in.jsonl", "--rows", 2, "--max-new-tokens", 7]
-    common += ["--temperature", 0.8, "--output"]
-    code, shown, _ = command(*common, "out.jsonl")
-    assert code == 1
-    for number, message in (
-        (3, "not JSON"),
-        (4, "the prompt is empty"),
-        (6, 'not an object with a "prompt"'),
-        (7, "in all 1000000001, and the limit is"),
-        (9, "top_p must be in"),
-    ):
-        assert f"in.jsonl, line {number}: " in shown
-        assert message in shown
-    assert "4 texts of " in shown
-    assert "5 lines could not be used" in shown
-    done = records(tmp_path / "out.jsonl")
-    assert sorted(done) == [1, 2, 5, 8]
-    assert done[2]["num_tokens"] == 3
-
-    # A text is that of `generate` with the line's key.
-    model, tokenizer = st.from_pretrained(target), st.load_tokenizer(target)
-    key = jax.random.fold_in(jax.random.key(0), 1)[None]
-    tokens = tokenizer.encode(lines[0]["prompt"]).ids
-    out = st.generate(model, [tokens], max_new_tokens=7, temperature=0.8, key=key)
-    assert done[1]["text"] == tokenizer.decode(out.tokens[0, : out.lengths[0]].tolist())
-
-    # Cut within a line, as by a kill: the run resumes with what is missing.
-    whole = (tmp_path / "out.jsonl").read_text()
-    Path("out.jsonl").write_text(whole[: whole.index("\n") + 30])
-    code, shown, _ = command(*common, "out.jsonl")
-    assert code == 1
-    assert "3 texts of " in shown
-    assert "1 were there before" in shown
-    assert records(tmp_path / "out.jsonl") == done
-
-    # Neither another file nor a run with other options is appended to.
-    for arguments, message in (
-        ([*common, "out.jsonl", "--seed", 1], "was made with other options"),
-        ([*common, "in.jsonl"], "line 1 is no output of this command"),
-        ([*common, "nowhere/out.jsonl"], "the folder nowhere does not exist"),
-        ([*common, "out.jsonl", "--top-k", -1], "top_k must be an integer, at least 0"),
-    ):
-        code, _, error = command(*arguments)
-        assert code == 2
-        assert_one_line(error, message)
-    Path("in.jsonl").write_text(json.dumps({"prompt": "another"}) + "\n")
-    code, _, error = command(*common, "out.jsonl")
-    assert code == 2
-    assert_one_line(error, "has another prompt for line")
-    assert records(tmp_path / "out.jsonl") == done
-
-
 def test_text_is_printed_as_it_is(tiny_pair, output):
     """No wrapping, markup, emoji codes or tab expansion."""
     prompt = "\ta[:100:] = [bold]x[/bold]  # " + "long " * 30
@@ -261,37 +178,32 @@ def test_sampling_depends_on_the_seed_alone(tiny_pair, output):
     assert text[0] == text[2] != text[1]
 
 
-def check_demo(text, methods):
+def check_demo(text):
     line = json.loads(text.splitlines()[-1])
     report, best = line["demo"], line["best"]
-    assert list(report) == methods
+    assert list(report) == ["autoregressive", "chain of 4", "tree of 13"]
     assert all(method["identical"] for method in report.values())
     assert best["speed_up"] == report[best["method"]]["speed_up"]
     assert best["speed_up"] == max(method["speed_up"] for method in report.values())
     assert "next token" in text
     assert f"runs as {dispatch.explain()}\n" in text
-    return [method["tau"] for method in report.values()]
+    taus = [method["tau"] for method in report.values()]
+    assert taus[0] == 1 < taus[1] < taus[2]
 
 
 def test_speeds_and_speed_ups_of_the_demo_agree():
     """Under load the median of ratios is another than the ratio of medians."""
     seconds = np.array([[1.0, 1.1], [3.0, 1.2], [1.6, 2.5]])
-    plain, tree = timings_of(seconds, 300)
-    assert (plain.speed, plain.speed_up, plain.slowest, plain.fastest) == (187.5, 1, 1, 1)
-    assert tree.speed == 250
-    assert tree.speed_up == tree.speed / plain.speed
-    assert (tree.slowest, tree.fastest) == (1.6 / 2.5, 3.0 / 1.2)
+    plain, tree = speeds_of(seconds, 300)
+    assert plain == {"tokens_per_second": 187.5, "speed_up": 1, "speed_up_range": [1, 1]}
+    assert tree == {"tokens_per_second": 250, "speed_up": 1.333, "speed_up_range": [0.64, 2.5]}
     assert busy(seconds).startswith("This machine is busy: equal rounds took 3.0 times as long")
     assert busy(seconds[:1]) == busy(np.array([[1.0, 2.0], [1.1, 2.2]])) == ""
 
 
-METHODS = ["autoregressive", "chain of 4", "tree of 13"]
-
-
 def test_demo_of_a_pair(tiny_pair, output):
     pair = ["--target", tiny_pair / "target", "--draft", tiny_pair / "draft"]
-    taus = check_demo(output("demo", "--max-new-tokens", 8, *pair), METHODS)
-    assert taus[0] == 1 < taus[1] < taus[2]
+    check_demo(output("demo", "--max-new-tokens", 8, *pair))
 
 
 @pytest.mark.slow
@@ -299,8 +211,7 @@ def test_demo_of_the_embedded_pair(output):
     """Its tuned tree is a chain of 4, which is there anyway."""
     tuned = parse_tree(f"@{st.demo_path('target').with_name('tree.json')}")
     assert tuned == st.TreeTopology.chain(4)
-    taus = check_demo(output("demo", "--max-new-tokens", 24), METHODS)
-    assert taus[0] == 1 < taus[1] < taus[2]
+    check_demo(output("demo", "--max-new-tokens", 24))
 
 
 def test_train(tmp_path, output, monkeypatch):
