@@ -1,8 +1,12 @@
+import functools
+import json
+import re
 import sys
 
 import pytest
 
 from stree_jax.cli.main import main
+from stree_jax.tuning import Costs, dynamic_tau
 
 
 @pytest.fixture
@@ -30,3 +34,43 @@ def output(command):
         return out
 
     return output
+
+
+@pytest.fixture
+def refused(command):
+    """The one line of stderr of a command that is refused."""
+
+    def refused(*arguments):
+        code, _, error = command(*arguments)
+        assert code == 2
+        assert error.startswith("stree-jax: error: ")
+        assert len(error.splitlines()) == 1
+        return error
+
+    return refused
+
+
+@pytest.fixture
+def continued(command, tmp_path):
+    """Continues the lines of a file: the records and the errors, by line."""
+
+    def continued(target, lines, *options):
+        file = tmp_path / "in.jsonl"
+        texts = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+        file.write_bytes(b"\n".join(texts))
+        code, out, err = command("generate", target, "--prompts", file, *options)
+        errors = {int(at): what for at, what in re.findall(r"in\.jsonl, line (\d+): (.*)", err)}
+        assert code == (1 if errors else 0), err
+        return {record["line"]: record for record in map(json.loads, out.splitlines())}, errors
+
+    return continued
+
+
+@pytest.fixture
+def quick_tuning(monkeypatch):
+    """Timing parts of a step compiles most of what `tune` does, and has its own tests."""
+    costs = Costs({1: 1.0, 2: 1.1}, 0.1, {1: 0.1}, 0.0)
+    monkeypatch.setattr("stree_jax.tuning.tuner.measure_costs", lambda *_, **__: costs)
+    taus = functools.partial(dynamic_tau, grid=(2.5,))  # each sharpness compiles
+    monkeypatch.setattr("stree_jax.tuning.tuner.dynamic_tau", taus)
+    return "--max-nodes", 2, "--max-depth", 1, "--tokens", 12

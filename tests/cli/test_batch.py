@@ -1,100 +1,174 @@
-"""`stree-jax generate --prompts`: bad lines, memory, and outputs of other runs."""
+"""`stree-jax generate --prompts`: texts of lines, bad lines, memory, and outputs of other runs."""
 
 import json
+import shutil
 
+import jax
 import pytest
 
 import stree_jax as st
 from stree_jax.checkpoint.directories import try_lock
 from stree_jax.cli.memory import row_bytes
 
-LINES = [b'{"prompt": "Once"}', b'{"prompt": "caf\xe9"}', b'{"prompt": "The"}']
+OPTIONS = ["--rows", 2, "--max-new-tokens", 5]
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ mood }}assistant:"
+MESSAGES = [{"role": "user", "content": "Hello"}]
+SCHEMA = {"type": "array", "items": {"enum": [1, "b"]}, "maxItems": 3}
+
+
+@pytest.fixture(scope="module")
+def target(tiny_pair, tmp_path_factory):
+    """A checkpoint with a chat template."""
+    folder = shutil.copytree(tiny_pair / "target", tmp_path_factory.mktemp("batch") / "target")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
 
 
 @pytest.fixture
-def decode(tmp_path, tiny_pair, command, monkeypatch):
-    """Decodes in.jsonl, which has `LINES`."""
+def out(tmp_path):
+    return tmp_path / "out.jsonl"
+
+
+def records(path):
+    return {record["line"]: record for record in map(json.loads, path.read_text().splitlines())}
+
+
+BAD = [
+    (b'{"prompt": ', "not JSON"),
+    (b'{"prompt": "caf\xe9"}', "not UTF-8: 'utf-8' codec can't decode byte 0xe9"),
+    ({"prompt": ""}, "the prompt is empty"),
+    ({"text": "x"}, 'not an object with a "prompt"'),
+    ({"prompt": 5}, 'not an object with a "prompt"'),
+    ({"messages": MESSAGES, "prompt": "x"}, "it has a prompt and messages"),
+    ({"messages": [{"content": "no role"}]}, "role"),
+    ({"messages": 5}, "messages"),
+    ({"messages": MESSAGES, "chat": 5}, "chat must be an object, the template's variables, got 5"),
+    ({"prompt": "x", "chat": {"mood": "glad"}}, "chat is for messages, and the prompt is a text"),
+    ({"prompt": "x", "max_new_tokens": 10**9}, "in all 1000000001, and the limit is"),
+    ({"prompt": "x", "top_p": 7.0}, "top_p must be in"),
+    ({"prompt": "x", "log_probs": 1}, "log_probs must be False, True or 'sampled', got 1"),
+    ({"prompt": "x", "bos": 1}, "bos must be true or false, got 1"),
+    ({"prompt": "x", "eos_token": "<|nothing|>"}, "eos_token = '<|nothing|>' is no token"),
+    ({"prompt": "x", "stop": [""]}, "stop"),
+    ({"prompt": "x", "n": 0}, "n must be an integer, at least 1; got 0"),
+    ({"prompt": "x", "n": 10**9}, "n = 1000000000: a batch has at most 65536 rows"),
+    ({"prompt": "x", "seed": 2**32}, "seed must be an integer, from 0 to"),
+    ({"prompt": "x", "regex": "("}, "pattern '(' cannot be used"),
+    ({"prompt": "x", "regex": "a", "json_schema": SCHEMA}, "a text has one grammar"),
+    ({"prompt": "x", "json_schema": {"maxItems": 10**9, "type": "array"}}, "maxItems"),
+]
+
+
+def test_bad_lines_are_named_and_stop_nothing(target, continued):
+    """Also two lines with the same grammar."""
+    lines = [{"prompt": "Once"}, *(line for line, _ in BAD), BAD[-1][0], {"prompt": "The"}]
+    texts, errors = continued(target, lines, *OPTIONS)
+    assert sorted(texts) == [1, len(lines)]
+    for error, (_, message) in zip(errors.values(), [*BAD, BAD[-1]], strict=True):
+        assert message in error
+
+
+def test_texts_of_lines(target, continued):
+    """A byte-order mark is no error; a text is that of the line's key, whatever else is there."""
+    lines = [
+        b'\xef\xbb\xbf{"prompt": "Question: Tom has 3 apples"}\r',
+        {"messages": MESSAGES},
+        {"messages": MESSAGES, "chat": {"mood": "glad "}},
+        {"prompt": "The", "max_new_tokens": 3, "other": "keys stay unread"},
+        {"prompt": "She", "temperature": 0.0},
+        {"prompt": "He", "seed": 5},
+    ]
+    texts, _ = continued(target, [*lines, b"", b""], *OPTIONS, "--temperature", 0.8)
+    assert len(texts) == len(lines)
+    lines[0] = json.loads(lines[0].decode("utf-8-sig"))
+    for number, line in enumerate(lines, 1):
+        own = {name: line[name] for name in ("chat", "max_new_tokens", "temperature") & line.keys()}
+        options = dict(max_new_tokens=5, temperature=0.8) | own
+        key = jax.random.fold_in(jax.random.key(line.get("seed", 0)), number)[None]
+        prompt = line.get("prompt") or line["messages"]
+        assert texts[number]["text"] == st.complete(target, prompt, key=key, **options)
+        assert texts[number]["num_tokens"] <= options["max_new_tokens"]
+
+
+@pytest.mark.parametrize("options", [[], ["--mesh", "auto"]])
+def test_the_standard_output_is_that_file(options, target, command, out, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "in.jsonl").write_bytes(b"\n".join(LINES))
-
-    def decode(*more):
-        common = "--prompts", "in.jsonl", "--rows", 2, "--max-new-tokens", 3
-        return command("generate", tiny_pair / "target", *common, *more)
-
-    return decode
-
-
-def test_an_invalid_byte_refuses_its_line_alone(decode, tmp_path):
-    """And without --output the texts are the standard output, as they would be in a file."""
-    code, shown, error = decode()
+    (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "Once"}\nbad\n{"prompt": "The"}')
+    common = ["generate", target, "--prompts", "in.jsonl", *OPTIONS]
+    code, shown, error = command(*common, *options)
     assert code == 1
-    assert [json.loads(line)["line"] for line in shown.splitlines()] == [1, 3]
-    assert "in.jsonl, line 2: not UTF-8: 'utf-8' codec can't decode byte 0xe9" in error
-    assert "in.jsonl: 2 texts of 6 tokens" in error
-    code, _, _ = decode("--output", "out.jsonl")
+    assert "in.jsonl: 2 texts of 10 tokens, tau 1.00, 1 lines could not be used" in error
+    code, summary, _ = command(*common, "--output", "out.jsonl")
     assert code == 1
-    assert (tmp_path / "out.jsonl").read_text() == shown
-    assert decode("--mesh", "auto")[:2] == (1, shown)
+    assert "out.jsonl: 2 texts of 10 tokens" in summary
+    assert out.read_text() == shown
 
 
-def test_a_number_is_no_flag(decode, tmp_path):
-    (tmp_path / "in.jsonl").write_text('{"prompt": "Once", "log_probs": 1}\n{"prompt": "The"}\n')
-    code, shown, error = decode()
-    assert code == 1
-    assert [json.loads(line)["line"] for line in shown.splitlines()] == [2]
-    assert "in.jsonl, line 1: log_probs must be False, True or 'sampled', got 1" in error
-
-
-def test_a_line_that_does_not_fit_into_memory_ends_alone(decode, tiny_pair, tmp_path, monkeypatch):
-    model = st.from_pretrained(tiny_pair / "target")
-    free = 2 * row_bytes([model], 64)
+def test_what_does_not_fit_into_memory(target, continued, refused, tmp_path, monkeypatch):
+    """A line that does not ends alone; more rows than fit are refused."""
+    free = 2 * row_bytes([st.from_pretrained(target)], 64)
     monkeypatch.setattr("stree_jax.cli.batch.free_memory", lambda _: free)
-    with (tmp_path / "in.jsonl").open("a") as file:
-        file.write('\n{"prompt": "She", "max_new_tokens": 9000000}\n')
-    code, shown, error = decode()
-    assert code == 1
-    assert [json.loads(line)["line"] for line in shown.splitlines()] == [1, 3]
-    assert "in.jsonl, line 4: 2 rows of 9000001 tokens take" in error
-
+    lines = [{"prompt": "Once"}, {"prompt": "She", "max_new_tokens": 9000000}, {"prompt": "The"}]
+    texts, errors = continued(target, lines, *OPTIONS)
+    assert sorted(texts) == [1, 3]
+    assert "2 rows of 9000001 tokens take" in errors[2]
     monkeypatch.setattr("stree_jax.cli.batch.free_memory", lambda _: free - 1)
-    code, shown, error = decode()
-    assert code == 2
-    assert shown == ""
-    assert error.startswith("stree-jax: error: --rows 2 is too many: rows of 4 tokens take")
+    error = refused("generate", target, "--prompts", tmp_path / "in.jsonl", *OPTIONS)
+    assert "--rows 2 is too many: rows of 6 tokens take" in error
 
 
-def test_an_output_has_one_writer(decode, tmp_path):
-    with (tmp_path / "out.jsonl").open("a") as file:
+@pytest.fixture
+def run(target, tmp_path, out):
+    """The arguments of a run that has ended, with its output."""
+    lines = [{"prompt": prompt} for prompt in ("Once", "The", "She")]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    sampled = ["--temperature", 0.8, "--output", out]
+    return ["generate", target, "--prompts", tmp_path / "in.jsonl", *OPTIONS, *sampled]
+
+
+def test_a_run_resumes(run, output, out):
+    """Cut within a line, as by a kill, it decodes what is missing, and the same."""
+    assert "3 texts of 15 tokens" in output(*run)
+    whole, done = out.read_text(), records(out)
+    out.write_text(whole[: whole.index("\n") + 30])
+    shown = output(*run)
+    assert "2 texts of " in shown
+    assert "1 were there before" in shown
+    assert records(out) == done
+
+
+def test_an_output_has_one_writer(run, refused, output, out):
+    with out.open("a") as file:
         assert try_lock(file.fileno())
-        code, _, error = decode("--output", "out.jsonl")
-    assert code == 2
-    assert "--output out.jsonl: another run is writing it; wait, or" in error
-    code, _, _ = decode("--output", "out.jsonl")
-    assert code == 1
+        assert f"--output {out}: another run is writing it; wait, or" in refused(*run)
+    output(*run)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "arguments", "message"),
     [
-        ({"line": []}, "line 1 is no output of this command"),
-        ({"line": "1"}, "line 1 is no output of this command"),
-        ({"line": 1.0}, "line 1 is no output of this command"),
-        ({"text": "edited"}, "line 1 is not as it was written; delete that line"),
-        ({"text": None}, "line 1 is not as it was written; delete that line"),
-        ({"digest": None}, "line 1 is not as it was written; delete that line"),
+        ({"line": []}, [], "line 1 is no output of this command"),
+        ({"line": "1"}, [], "line 1 is no output of this command"),
+        ({"line": 1.0}, [], "line 1 is no output of this command"),
+        ({"text": "edited"}, [], "line 1 is not as it was written; delete that line"),
+        ({"text": None}, [], "line 1 is not as it was written; delete that line"),
+        ({"digest": None}, [], "line 1 is not as it was written; delete that line"),
+        ({"prompt": "another"}, [], "has another prompt for line 1"),
+        ({}, ["--seed", 1], "was made with other options"),
+        ({}, ["--output", "in.jsonl"], "line 1 is no output of this command"),
+        ({}, ["--output", "nowhere/out.jsonl"], "the folder nowhere does not exist"),
     ],
 )
-def test_an_output_that_was_edited_is_refused(decode, tmp_path, changes, message):
-    output = tmp_path / "out.jsonl"
-    decode("--output", output)
-    first, rest = output.read_text().split("\n", 1)
-    record = {
-        name: value for name, value in (json.loads(first) | changes).items() if value is not None
-    }
+def test_an_output_of_something_else_is_refused(
+    changes, arguments, message, run, output, refused, out, tmp_path, monkeypatch
+):
+    """And stays as it is."""
+    monkeypatch.chdir(tmp_path)
+    output(*run)
+    first, rest = out.read_text().split("\n", 1)
+    record = json.loads(first) | changes
+    record = {name: value for name, value in record.items() if value is not None}
     edited = json.dumps(record) + "\n" + rest
-    output.write_text(edited)
-    code, _, error = decode("--output", output)
-    assert code == 2
-    assert message in error
-    assert len(error.splitlines()) == 1
-    assert output.read_text() == edited
+    out.write_text(edited)
+    assert message in refused(*run, *arguments)
+    assert out.read_text() == edited

@@ -1,6 +1,5 @@
 """Commands with a native checkpoint that has a multi-token prediction head in its folder `mtp`."""
 
-import functools
 import json
 
 import jax.numpy as jnp
@@ -10,7 +9,6 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.extensions.mtp.training import new_head
 from stree_jax.testing import random_model
-from stree_jax.tuning import Costs, dynamic_tau
 
 PROMPTS = ("Once upon a time", "The train was late")
 
@@ -29,21 +27,18 @@ def native(tmp_path_factory):
     return folder / "native"
 
 
-def test_inspect_shows_the_head(native, output):
-    shown = output("inspect", native)
-    assert "stree-jax (native)" in shown
-    assert "multi-token prediction (attention, mlp), " in " ".join(shown.split())
-    assert "generate --mtp drafts with it" in " ".join(shown.split())
-
-
-def test_a_head_without_a_place_is_left_out(native, output, tmp_path):
+def test_inspect_and_convert_name_the_head(native, output, tmp_path):
+    shown = " ".join(output("inspect", native).split())
+    for text in ("stree-jax (native)", "multi-token prediction (attention, mlp), "):
+        assert text in shown
+    assert "generate --mtp drafts with it" in shown
     shown = output("convert", native, tmp_path / "hf", "--to", "hf")
     assert "without the multi-token prediction head: a head with 'mlp' after its attention" in shown
     assert f"wrote {tmp_path / 'hf'} (hf)" in shown
     assert st.from_pretrained(tmp_path / "hf").config == st.from_pretrained(native).config
 
 
-def test_generate_and_a_tuned_tree(native, output, tmp_path, monkeypatch):
+def test_generate_and_a_tuned_tree(native, output, quick_tuning, tmp_path):
     common = ["generate", native, "-p", PROMPTS[0], "--max-new-tokens", 12]
     plain = output(*common).splitlines()
     drafted = output(*common, "--mtp", "--tree", "chain:1").splitlines()
@@ -51,14 +46,11 @@ def test_generate_and_a_tuned_tree(native, output, tmp_path, monkeypatch):
     assert "12 tokens, 12 target calls" in plain[-1]
     assert "tau 1.00" not in drafted[-1]
 
-    costs = Costs({1: 1.0, 2: 1.1}, 0.1, {1: 0.1}, 0.0)
-    monkeypatch.setattr("stree_jax.tuning.tuner.measure_costs", lambda *_, **__: costs)
-    taus = functools.partial(dynamic_tau, grid=(2.5,))
-    monkeypatch.setattr("stree_jax.tuning.tuner.dynamic_tau", taus)
-    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
-    options = ["--max-nodes", 2, "--max-depth", 1, "--tokens", 12, "--output", tmp_path / "tree"]
-    shown = output("tune-tree", native, "--mtp", "--prompts", tmp_path / "prompts.txt", *options)
-    result = json.loads((tmp_path / "tree").read_text())
+    prompts, tree = tmp_path / "prompts.txt", tmp_path / "tree"
+    prompts.write_text("\n".join(PROMPTS))
+    options = ["--mtp", "--prompts", prompts, "--output", tree, *quick_tuning]
+    shown = output("tune-tree", native, *options)
+    result = json.loads(tree.read_text())
     assert result["advice"] in shown
     assert result["draft"] == str(native)
     assert result["decoded"]["chain of 1"]["tau"] > 1

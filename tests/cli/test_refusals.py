@@ -99,14 +99,10 @@ PROMPTS = ["generate", "{target}", "--prompts", "one.jsonl"]
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
-def test_refused(arguments, message, tiny_pair, command, tmp_path, monkeypatch):
+def test_refused(arguments, message, tiny_pair, refused, tmp_path, monkeypatch):
     paths = {name: tiny_pair / name for name in ("target", "draft")}
     arguments = [os.fsdecode(a) if isinstance(a, bytes) else a.format(**paths) for a in arguments]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "one.jsonl").write_text('{"prompt": "Once"}\n[]\n')
-    code, _, error = command(*arguments)
-    assert code == 2
-    assert error.startswith("stree-jax: error: ")
-    assert message in error
-    assert len(error.splitlines()) == 1
+    assert message in refused(*arguments)
     assert [entry.name for entry in tmp_path.iterdir()] == ["one.jsonl"]
