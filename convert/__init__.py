@@ -3,42 +3,58 @@
     families       the table `FAMILIES`: recognising, reading and writing each family
     description    the input and result of a family's reader: `Source`, `Description`
     pure, bamba, granite, nemotron_h, zamba2, mamba_in_llama    configs of the families
-    eagle3         EAGLE-3 heads, which are separate checkpoints
-    mtp            the multi-token prediction head beside a Nemotron-3 target
     fields         config files, with every field accounted for
     rules, tables  maps from tensors to weights
     files, tensors, torch_file    lazily opened weights
     reading, writing, api         to a `HybridLM` and back; `convert`
 
-A new family is a module with a reader (and a writer), and one entry of `FAMILIES`.
+A new family is a module with a reader (and a writer), and one entry of `FAMILIES`. The rooms of
+heads in `stree_jax.extensions` read theirs with these parts.
 """
 
 from stree_jax.convert.api import convert, find, formats
-from stree_jax.convert.description import Description, Source
-from stree_jax.convert.eagle3 import load_eagle3_head
+from stree_jax.convert.description import Description, HeadDescription, Source
 from stree_jax.convert.families import FAMILIES, QUIRKS, Family, has_field
+from stree_jax.convert.fields import TRANSFORMERS, Fields
 from stree_jax.convert.reading import (
     Checkpoint,
+    head_rules,
     is_foreign,
+    load_head_weights,
     load_model,
-    load_mtp_head,
     open_checkpoint,
+    open_head,
+    read_tensor,
 )
+from stree_jax.convert.rules import AS_IS, TRANSPOSED, Rule
+from stree_jax.convert.tables import hf_attention, nemotron_experts, split_mlp, within
 
 __all__ = [
+    "AS_IS",
     "FAMILIES",
     "QUIRKS",
+    "TRANSFORMERS",
+    "TRANSPOSED",
     "Checkpoint",
     "Description",
     "Family",
+    "Fields",
+    "HeadDescription",
+    "Rule",
     "Source",
     "convert",
     "find",
     "formats",
     "has_field",
+    "head_rules",
+    "hf_attention",
     "is_foreign",
-    "load_eagle3_head",
+    "load_head_weights",
     "load_model",
-    "load_mtp_head",
+    "nemotron_experts",
     "open_checkpoint",
+    "open_head",
+    "read_tensor",
+    "split_mlp",
+    "within",
 ]

@@ -16,18 +16,15 @@ from stree_jax.checkpoint.files import CHAT_TEMPLATES, has_directory, has_file
 from stree_jax.checkpoint.load import load_native
 from stree_jax.config import ModelConfig
 from stree_jax.convert.families import config_files, layout
-from stree_jax.convert.mtp import mtp_rules
 from stree_jax.convert.reading import (
     ProgressCallback,
     is_foreign,
     load_model,
-    load_mtp_head,
     open_checkpoint,
 )
 from stree_jax.convert.writing import writable, write_as, written_as
-from stree_jax.heads import FOLDER, head_config, load_head, save_head
+from stree_jax.heads import FOLDER, load_native_head, open_head, part_of, save_head
 from stree_jax.messages import first_line, shown_path
-from stree_jax.models.mtp import MtpConfig
 
 # Files that are copied unchanged, as patterns.
 _COPIED = (
@@ -92,9 +89,10 @@ def convert(
     if not is_foreign(path, quirks, ignore):
         model = load_native(path, dtype=dtype)
         inside = path / FOLDER
-        found = head_config(inside) if inside.is_dir() else None
+        found = open_head(FOLDER, inside)[1] if inside.is_dir() else None
         left_out = _left_out(found, model.config, to, model.dtype.name, target)
-        head = load_head(inside, model) if found is not None and left_out is None else None
+        has_place = found is not None and left_out is None
+        head = load_native_head(FOLDER, inside, model) if has_place else None
     else:
         checkpoint = open_checkpoint(path, quirks, ignore)
         described, name = checkpoint.description, checkpoint.dtype.name
@@ -108,7 +106,7 @@ def convert(
         )
         head = None
         if found is not None and left_out is None:
-            head = load_mtp_head(checkpoint, model)
+            head = part_of(FOLDER, "conversion").of_checkpoint(checkpoint, model)
 
     def beside(partial: Path) -> None:
         for file in files:
@@ -127,14 +125,13 @@ def convert(
     return left_out
 
 
-def _left_out(
-    head: MtpConfig | None, config: ModelConfig, to: str, dtype: str, target: Path
-) -> str | None:
+def _left_out(head: Any, config: ModelConfig, to: str, dtype: str, target: Path) -> str | None:
     """Why a format has no place for a head; None: it has."""
     if head is None or to == "native":
         return None
     try:
-        mtp_rules(head)  # the reason, whatever family would hold the model
+        # The reason, whatever family would hold the model.
+        part_of(FOLDER, "conversion").rules_of(head)
         written_as(config, to, dtype, target, head)
     except ValueError as error:
         return str(error)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.config import ModelConfig
 from stree_jax.convert.fields import Fields
-from stree_jax.convert.mtp import MtpDescription
 from stree_jax.convert.rules import Ignored, Rule
 from stree_jax.layer_config import Mamba2Config
 
@@ -21,6 +20,20 @@ class Source(NamedTuple):
     quirks: Collection[str] = ()  # names from `families.QUIRKS` to reproduce
 
 
+class HeadDescription(NamedTuple):
+    """The head beside a model, according to the model's config.
+
+    Attributes:
+        config: its config; None: it cannot be read.
+        rules: the tensors of its weights.
+        problem: why it cannot be read; None: it can.
+    """
+
+    config: Any
+    rules: list[Rule]
+    problem: str | None = None
+
+
 class Description(NamedTuple):
     """The model and the rules of a checkpoint, according to its config."""
 
@@ -29,7 +42,7 @@ class Description(NamedTuple):
     rules: list[Rule]
     ignored: list[Ignored]  # tensors
     notes: list[str]  # ignored config fields, with reasons
-    mtp: MtpDescription | None = None  # the multi-token prediction head
+    mtp: HeadDescription | None = None  # the multi-token prediction head
 
 
 def norm_kind(has_norm: bool, norm_first: bool) -> str:

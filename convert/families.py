@@ -18,7 +18,7 @@ from stree_jax.convert import bamba, granite, mamba_in_llama, nemotron_h, pure, 
 from stree_jax.convert.description import Description, Source
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.instead import ADAPTER, instead, refuse_adapter
-from stree_jax.convert.rules import Ignored
+from stree_jax.convert.rules import Ignored, prefixed
 
 # Deviations of other programs from the published config, reproduced on request.
 QUIRKS = {
@@ -266,13 +266,10 @@ def _read_wrapped(source: Source, wrapper: str) -> Description:
     others = [name for name in source.tensors if not name.startswith(prefix)]
     return found._replace(
         family=f"{found.family} inside {wrapper}",
-        rules=[
-            rule._replace(source=tuple(prefix + name for name in rule.sources))
-            for rule in found.rules
-        ],
+        rules=prefixed(found.rules, prefix),
         ignored=[entry._replace(source=prefix + entry.source) for entry in found.ignored]
         + [Ignored(name, f"not of the text model of {wrapper}") for name in others],
-        mtp=None if found.mtp is None else found.mtp.prefixed(prefix),
+        mtp=found.mtp and found.mtp._replace(rules=prefixed(found.mtp.rules, prefix)),
     )
 
 

@@ -17,8 +17,8 @@ from stree_jax.convert.hybrid_parts import (
     model_fields,
     read_dt_limit,
 )
-from stree_jax.convert.mtp import is_of_head, read_mtp
 from stree_jax.convert.rules import Ignored
+from stree_jax.heads import FOLDER, part_of
 from stree_jax.layer_config import (
     AttentionConfig,
     LayerConfig,
@@ -197,13 +197,13 @@ def _config(source: Source, layers: Sequence[LayerConfig]) -> ModelConfig:
 
 
 def _described(family: str, source: Source, config: ModelConfig) -> Description:
-    fields = source.fields
+    fields, heads = source.fields, part_of(FOLDER, "conversion")
     skipped = [
         Ignored(name, "part of a multi-token prediction head")
         for name in source.tensors
-        if is_of_head(name)
+        if heads.is_of_head(name)
     ]
-    head = read_mtp(
+    head = heads.read(
         fields,
         source.tensors,
         config.d_model,

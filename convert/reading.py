@@ -1,6 +1,6 @@
-"""Reading a checkpoint of another program into a `HybridLM`, one weight at a time."""
+"""Reading a checkpoint of another program into a `HybridLM` or a head, one weight at a time."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,15 +15,14 @@ from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.checkpoint.files import read_json
 from stree_jax.checkpoint.load import Place, is_finite, matrix_dtype, placer
 from stree_jax.checks import check_names
-from stree_jax.convert.description import Description
 from stree_jax.convert.families import describe, layout, refuse_quantised
+from stree_jax.convert.fields import Fields
 from stree_jax.convert.files import open_tensors
 from stree_jax.convert.rules import Rule, check_coverage
-from stree_jax.heads import abstract_head
 from stree_jax.mesh.partition import ONE_DEVICE, Partition
+from stree_jax.mesh.weights import as_weight
 from stree_jax.messages import first_line
-from stree_jax.models.lm import HybridLM, check_on_one_device
-from stree_jax.models.mtp import MtpHead
+from stree_jax.models.lm import HybridLM
 from stree_jax.names import flatten, unflatten
 
 # A callback with the bytes read so far and the total.
@@ -38,7 +37,7 @@ class Checkpoint(NamedTuple):
 
     path: Path
     file: str  # name of the weights or of their index
-    description: Description
+    description: Any  # a `Description`; of a head alone None
     tensors: dict[str, Tensor]
     rules: list[Rule]
 
@@ -159,48 +158,49 @@ def load_model(
     return nnx.merge(structure, unflatten(loaded, wanted))
 
 
-def load_mtp_head(checkpoint: Checkpoint, target: HybridLM) -> MtpHead:
-    """Reads the multi-token prediction head of a checkpoint, in the target's dtype.
+def open_head(path: Path, ignore: Collection[str] | Any = ()) -> tuple[Fields, Checkpoint]:
+    """The config and the tensors of a head that is a checkpoint of its own, still without rules."""
+    names = layout(path)
+    file = path / names.config
+    asked = dict.fromkeys(check_names("ignore", ignore), False)
+    fields = Fields(file, read_json(file), asked=asked)
+    weights, tensors = open_tensors(path, *names)
+    return fields, Checkpoint(path, weights, None, tensors, [])
 
-    Args:
-        checkpoint: a checkpoint from `open_checkpoint`.
-        target: the model that it is for, on one device.
+
+def head_rules(
+    rules: Sequence[Rule],
+    tensors: Mapping[str, Tensor],
+    head: nnx.Module,
+    others: Collection[str] = (),
+) -> list[Rule]:
+    """The rules that apply to a head, see `check_coverage`; its weights `others` have none."""
+    weights = flatten(nnx.to_pure_dict(nnx.state(head)))
+    shapes = {name: tuple(leaf.shape) for name, leaf in weights.items() if name not in others}
+    return check_coverage(rules, [], tensors, shapes)
+
+
+def load_head_weights(checkpoint: Checkpoint, head: nnx.Module, **others: jax.Array) -> Any:
+    """The head with the weights of a checkpoint and `others`, in its own structure and dtypes.
 
     Raises:
-        ValueError: the checkpoint has no head, one that is not supported or of another size, or a
-            weight is not finite.
+        ValueError: a weight cannot be read or is not finite.
     """
-    check_on_one_device(target, "a multi-token prediction head")
-    head = checkpoint.description.mtp
-    if head is None:
-        raise ValueError(
-            f"{checkpoint.path} has no multi-token prediction head: its config does not say"
-            " num_nextn_predict_layers = 1; take a checkpoint with one, or train one:"
-            " stree-jax train-mtp RECIPE TARGET OUTPUT"
-        )
-    if head.config is None:
-        raise ValueError(f"the multi-token prediction head cannot be read: {head.problem}")
-    own = checkpoint.description.config
-    have, want = ((each.d_model, each.num_embeddings) for each in (own, target.config))
-    if have != want:
-        raise ValueError(
-            f"the multi-token prediction head in {checkpoint.path} is of a model of width"
-            f" {have[0]} with {have[1]} tokens, and the target has {want[0]} and {want[1]}; load"
-            " the target from the same checkpoint"
-        )
-    structure, weights = nnx.split(abstract_head(head.config, target))
-    wanted = nnx.to_pure_dict(weights)
+    structure, state = nnx.split(head)
+    wanted = nnx.to_pure_dict(state)
     dtypes = {name: leaf.dtype for name, leaf in flatten(wanted).items()}
-    place = placer(target.config)
     loaded = {
-        rule.target: _convert(checkpoint, rule, dtypes[rule.target], place) for rule in head.rules
+        rule.target: _convert(checkpoint, rule, dtypes[rule.target]) for rule in checkpoint.rules
     }
-    return nnx.merge(structure, unflatten(loaded, wanted))
+    return nnx.merge(structure, unflatten(loaded | others, wanted))
 
 
-def _convert(checkpoint: Checkpoint, rule: Rule, dtype: jnp.dtype, place: Place) -> jax.Array:
+def _convert(
+    checkpoint: Checkpoint, rule: Rule, dtype: jnp.dtype, place: Place | None = None
+) -> jax.Array:
     values = _values(checkpoint, rule)
-    weight = place(rule.target, values, dtype)  # `values` may be a view of the mapped file
+    # `values` may be a view of the mapped file.
+    weight = as_weight(values, dtype) if place is None else place(rule.target, values, dtype)
     if not is_finite(rule.target, weight):
         raise ValueError(
             f"{checkpoint.path}: {' or '.join(rule.sources)} holds NaN, infinity or a number too"
@@ -210,13 +210,13 @@ def _convert(checkpoint: Checkpoint, rule: Rule, dtype: jnp.dtype, place: Place)
 
 
 def _values(checkpoint: Checkpoint, rule: Rule) -> np.ndarray:
-    return rule.transform.apply(*(_read(checkpoint, name) for name in rule.sources))
+    return rule.transform.apply(*(read_tensor(checkpoint, name) for name in rule.sources))
 
 
 def _check_tied(checkpoint: Checkpoint, name: str, embedding: jax.Array) -> None:
     same = checkpoint.tensors[name].shape == embedding.shape
     if same:
-        head = _read(checkpoint, name)
+        head = read_tensor(checkpoint, name)
         if embedding.is_fully_addressable:
             stored = np.asarray(embedding)
         else:  # all processes must get the same answer
@@ -233,7 +233,8 @@ def _check_tied(checkpoint: Checkpoint, name: str, embedding: jax.Array) -> None
         )
 
 
-def _read(checkpoint: Checkpoint, name: str) -> np.ndarray:
+def read_tensor(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    """A tensor; ValueError: it cannot be read."""
     try:
         return checkpoint.tensors[name].read()
     except Exception as error:  # for example, a file truncated since it was opened

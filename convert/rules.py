@@ -107,6 +107,11 @@ class Rule(NamedTuple):
         return Rule(names, f"{target}.{self.target}", self.transform)
 
 
+def prefixed(rules: Sequence[Rule], prefix: str) -> list[Rule]:
+    """The rules of tensors whose names begin with `prefix`."""
+    return [rule._replace(source=tuple(prefix + name for name in rule.sources)) for rule in rules]
+
+
 class Ignored(NamedTuple):
     """A source tensor that is not a weight, and why."""
 

@@ -13,12 +13,11 @@ from stree_jax.convert import families
 from stree_jax.convert.description import Description, Source
 from stree_jax.convert.families import FAMILIES
 from stree_jax.convert.fields import Fields
-from stree_jax.convert.mtp import mtp_rules, written_mtp
-from stree_jax.heads import FOLDER
+from stree_jax.heads import FOLDER, part_of
 from stree_jax.messages import first_line
+from stree_jax.models.draft_head import DraftHead
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.models.matrices import weights_by_name
-from stree_jax.models.mtp import MtpConfig, MtpHead
 
 _SHARD = 1 << 30  # bytes; one shard is in memory next to the model
 
@@ -28,7 +27,7 @@ def writable() -> tuple[str, ...]:
     return ("hf", *(name for name, family in FAMILIES.items() if family.write is not None))
 
 
-def write_as(model: HybridLM, directory: Path, target: str, head: MtpHead | None = None) -> None:
+def write_as(model: HybridLM, directory: Path, target: str, head: DraftHead | None = None) -> None:
     """Writes config files and safetensors into an existing directory.
 
     `A_log`, `D` and `dt_bias` are written as float32, as the model has them; transformers casts
@@ -56,7 +55,7 @@ def write_as(model: HybridLM, directory: Path, target: str, head: MtpHead | None
         weights |= {f"{FOLDER}.{name}": weight for name, weight in own.items()}
         rules += [
             rule._replace(target=f"{FOLDER}.{rule.target}")
-            for rule in mtp_rules(head.config)
+            for rule in part_of(FOLDER, "conversion").rules_of(head.config)
             if rule.target in own
         ]
     assert {rule.target for rule in rules} == set(weights)
@@ -112,7 +111,7 @@ def written_as(
     target: str,
     dtype: str,
     directory: Path,
-    head: MtpConfig | None = None,
+    head: Any = None,
 ) -> Written:
     """Config files for a model, verified by reading them back.
 
@@ -141,16 +140,14 @@ def written_as(
     raise ValueError(f"no family of transformers can hold {what}; the nearest: {shortest}")
 
 
-def _written(
-    config: ModelConfig, name: str, dtype: str, directory: Path, head: MtpConfig | None
-) -> Written:
+def _written(config: ModelConfig, name: str, dtype: str, directory: Path, head: Any) -> Written:
     family = FAMILIES[name]
     assert family.write is not None
     title = name if family.recognise else f"transformers' {name}"
     try:
         files = {"config.json": family.write(config, dtype)}
         if head is not None:
-            files["config.json"] |= written_mtp()
+            files["config.json"] |= part_of(FOLDER, "conversion").WRITTEN
         files |= {file: write(config) for file, write in family.beside.items()}
         # Read back after JSON, which turns tuples into lists.
         tables = {

@@ -46,6 +46,7 @@ from stree_jax.decoding.types import (
     Verdict,
 )
 from stree_jax.decoding.verifiers import VERIFIERS, Verifier, follow
+from stree_jax.heads import save_head
 from stree_jax.layer_config import (
     AttentionConfig,
     LayerConfig,
@@ -60,7 +61,13 @@ from stree_jax.lazy import lazily
 from stree_jax.mesh.partition import make_mesh
 from stree_jax.mesh.weights import shard
 from stree_jax.models.lm import HybridLM
-from stree_jax.pretrained import demo_path, from_pretrained, load_draft, load_tokenizer
+from stree_jax.pretrained import (
+    demo_path,
+    from_pretrained,
+    load_draft,
+    load_head,
+    load_tokenizer,
+)
 from stree_jax.serving import Completion, Event, PrefixCacheStats, Request, Scheduler
 from stree_jax.text import complete
 from stree_jax.tree import Tree, TreeTopology
@@ -185,6 +192,7 @@ __all__ = [
     "json_schema",
     "load_draft",
     "load_eagle3",
+    "load_head",
     "load_medusa",
     "load_mtp",
     "load_tokenizer",
@@ -193,6 +201,7 @@ __all__ = [
     "regex",
     "root_only",
     "sample_tokens",
+    "save_head",
     "save_medusa",
     "save_mtp",
     "save_pretrained",

@@ -12,7 +12,13 @@ import numpy as np
 
 from stree_jax.messages import shown
 
-__all__ = ["check_int"]  # what an extension may use
+__all__ = [
+    "check_int",
+    "check_names",
+    "require",
+    "require_integer",
+    "require_types",
+]  # what an extension may use
 
 _LARGEST = float(np.finfo(np.float32).max)
 

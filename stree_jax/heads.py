@@ -1,12 +1,18 @@
-"""Native checkpoints of multi-token-prediction heads, each for one target.
+"""Heads on a model's hidden states: the table of their kinds, and native checkpoints of them.
 
-config.json says `"kind": "mtp"` and has the head's config and a sketch of the target's weights. The
-other files are those of `stree_jax.checkpoint`. A checkpoint of a target may have its head in the
-folder `mtp`.
+A kind of head is a room: a package of `extensions` with its weights, its drafter, its published
+files (`conversion.py`) and its training (`training.py`). What the library needs to know of it is
+its `KIND`. A new kind is its room and a line of `ROOMS`.
+
+A native checkpoint of a head is for one target. Its config.json has the `kind`, the head's config
+and a fingerprint of the target's weights; the other files are those of `stree_jax.checkpoint`.
 """
 
+import dataclasses
 import hashlib
+import importlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,81 +21,23 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from stree_jax.checkpoint import load_header, load_module, write_checkpoint
+from stree_jax.checkpoint import load_header, write_checkpoint
+from stree_jax.checkpoint.load import load_module
+from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.models.matrices import named_weights
-from stree_jax.models.mtp import MtpConfig, MtpHead
 
 # What an extension may use.
-__all__ = ["FOLDER", "abstract_head", "head_config", "is_head", "load_head", "save_head"]
+__all__ = ["HeadKind", "abstract_head", "save_head"]
 
-KIND = "mtp"  # `kind` in config.json
-FOLDER = "mtp"  # of the head inside of a target's checkpoint
+# The room of each kind, by the `kind` of config.json.
+ROOMS = {
+    "eagle3": "stree_jax.extensions.eagle3",
+    "medusa": "stree_jax.extensions.medusa",
+    "mtp": "stree_jax.extensions.mtp",
+}
+FOLDER = "mtp"  # the kind that `convert` carries, in a folder of this name in a target's checkpoint
 _SAMPLE = 1024  # numbers of each weight in the sketch
-
-
-def save_head(
-    head: MtpHead,
-    target: HybridLM,
-    path: str | os.PathLike[str],
-    *,
-    model_card: str | None = None,
-    overwrite: bool = False,
-) -> None:
-    """Saves a head with a sketch of the target that it is for.
-
-    Args:
-        head: the head; weights are stored in their current dtype.
-        target: the model that it is for.
-        path: the directory to create.
-        model_card: Markdown to store as README.md.
-        overwrite: replace an existing directory, as `save_pretrained` does.
-
-    Raises:
-        ValueError: `path` is not a path, or exists and `overwrite` is False; or the target is on a
-            mesh.
-    """
-    check_on_one_device(target, "a multi-token-prediction head")
-    header = {"kind": KIND, "head": head.config.to_dict(), "target": sketch(target)}
-    write_checkpoint(path, header, head, model_card, overwrite)
-
-
-def is_head(path: Path) -> bool:
-    """Whether a native checkpoint is a head."""
-    return load_header(path)[1].get("kind") == KIND
-
-
-def head_config(path: str | os.PathLike[str]) -> MtpConfig:
-    """The config of a native checkpoint of a head.
-
-    Raises:
-        ValueError: there is no such checkpoint, or it is damaged.
-    """
-    return _open(path)[1]
-
-
-def load_head(path: str | os.PathLike[str], target: HybridLM) -> MtpHead:
-    """Loads a native checkpoint of a head for its target, in the target's dtype.
-
-    Raises:
-        ValueError: the checkpoint is missing or damaged, or belongs to another target.
-    """
-    check_on_one_device(target, "a multi-token-prediction head")
-    path, config, header = _open(path)
-    if header.get("target") != sketch(target):
-        raise ValueError(
-            f"the multi-token-prediction head in {path} is for another target; load that one, or"
-            " train a head for this one: stree-jax train-mtp RECIPE TARGET OUTPUT"
-        )
-    return load_module(path, abstract_head(config, target))
-
-
-def abstract_head(config: MtpConfig, target: HybridLM | None = None) -> MtpHead:
-    """A head without weights, in the dtype of the target and with its kernels."""
-    options: dict[str, Any] = {}
-    if target is not None:
-        options = dict(dtype=target.dtype, implementation=target.implementation)
-    return nnx.eval_shape(lambda: MtpHead(config, rngs=nnx.Rngs(0), **options))
 
 
 def sketch(model: HybridLM) -> str:
@@ -112,11 +60,107 @@ def _first(leaf: jax.Array) -> jax.Array:
     return row[:_SAMPLE].astype(jnp.bfloat16)
 
 
-def _open(path: str | os.PathLike[str]) -> tuple[Path, MtpConfig, dict[str, Any]]:
+@dataclasses.dataclass(frozen=True)
+class HeadKind:
+    """A kind of head, as its room describes it.
+
+    Attributes:
+        head: the class of its weights.
+        written: what config.json says of a head.
+        config: the config of a head from what config.json says; ValueError: it is damaged.
+        new: an untrained head of a config. With a target in its dtype, with its kernels.
+        missing: what is said of a native checkpoint that has none.
+        misfit: what is said of a native checkpoint that is for another target.
+        fingerprint: of the target's weights.
+        is_published: whether there are heads in other programs' files: `conversion.load` reads one.
+    """
+
+    head: type[nnx.Module]
+    written: Callable[[Any], dict[str, Any]]
+    config: Callable[[dict[str, Any]], Any]
+    new: Callable[[Any, Any], nnx.Module]
+    missing: str
+    misfit: str
+    fingerprint: Callable[[HybridLM], str] = sketch
+    is_published: bool = True
+
+
+def head_kind(kind: str) -> HeadKind:
+    """A kind of head by its name.
+
+    Raises:
+        ValueError: there is no such kind.
+    """
+    if kind not in ROOMS:
+        raise ValueError(f"the kinds of heads are {', '.join(ROOMS)}, got {shown(kind)}")
+    return importlib.import_module(ROOMS[kind]).KIND
+
+
+def part_of(kind: str, part: str) -> Any:
+    """A module of a kind's room, "conversion" or "training"."""
+    return importlib.import_module(f"{ROOMS[kind]}.{part}")
+
+
+def save_head(
+    head: nnx.Module | Any,
+    target: HybridLM | Any,
+    path: str | os.PathLike[str] | Any,
+    *,
+    model_card: str | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Saves a head of any kind with a fingerprint of the target that it is for.
+
+    Args:
+        head: the head; weights are stored in their current dtype.
+        target: the model that it is for.
+        path: the directory to create.
+        model_card: Markdown to store as README.md.
+        overwrite: replace an existing directory, as `save_pretrained` does.
+
+    Raises:
+        ValueError: `path` is not a path, or exists and `overwrite` is False; `head` is not a head,
+            or the target is on a mesh.
+    """
+    kind = next((kind for kind in ROOMS if isinstance(head, head_kind(kind).head)), None)
+    if kind is None:
+        raise ValueError(f"head must be one of the kinds {', '.join(ROOMS)}, got {shown(head)}")
+    check_on_one_device(target, f"save_{kind}")
+    known = head_kind(kind)
+    header = {"kind": kind, **known.written(head), "target": known.fingerprint(target)}
+    write_checkpoint(path, header, head, model_card, overwrite)
+
+
+def load_native_head(kind: str, path: str | os.PathLike[str], target: HybridLM) -> Any:
+    """Loads a native checkpoint of a head for its target, in the target's dtype.
+
+    Raises:
+        ValueError: the checkpoint is missing, damaged or of another kind, or belongs to another
+            target.
+    """
+    known = head_kind(kind)
+    path, config, header = open_head(kind, path)
+    if header.get("target") != known.fingerprint(target):
+        raise ValueError(f"the {known.misfit.format(path=path)}")
+    return load_module(path, abstract_head(kind, config, target))
+
+
+def open_head(kind: str, path: str | os.PathLike[str]) -> tuple[Path, Any, dict[str, Any]]:
+    """The path, the head's config and config.json of a native checkpoint of a kind.
+
+    Raises:
+        ValueError: there is no such checkpoint, or it is damaged.
+    """
+    known = head_kind(kind)
     path, header = load_header(path)
-    if header.get("kind") != KIND:
-        raise ValueError(f"{path} has no multi-token-prediction head")
+    if header.get("kind") != kind:
+        raise ValueError(f"{path} {known.missing}")
     try:
-        return path, MtpConfig.from_dict(header.get("head")), header
+        return path, known.config(header), header
     except ValueError as error:
         raise ValueError(f"{path / 'config.json'} is damaged: {error}") from None
+
+
+def abstract_head(kind: str, config: Any, target: HybridLM | None = None) -> Any:
+    """A head without weights, in the dtype of the target and with its kernels."""
+    return nnx.eval_shape(lambda: head_kind(kind).new(config, target))

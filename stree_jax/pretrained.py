@@ -1,4 +1,4 @@
-"""Loading a model or a tokenizer from any checkpoint. Depends on `stree_jax.convert`."""
+"""Loading a model, a head or a tokenizer from any checkpoint. Depends on `stree_jax.convert`."""
 
 import contextlib
 import dataclasses
@@ -16,11 +16,12 @@ from tokenizers import Tokenizer
 from pallas_kernels import dispatch
 from stree_jax.checkpoint.files import entries, folders_with, has_file
 from stree_jax.checkpoint.load import load_native
+from stree_jax.heads import head_kind, load_native_head, part_of
 from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.mesh.weights import partition_of
 from stree_jax.messages import first_line, shown, shown_path
-from stree_jax.models.lm import HybridLM, check_options
-from stree_jax.models.matrices import pack
+from stree_jax.models.lm import HybridLM, check_on_one_device, check_options
+from stree_jax.models.matrices import loaded_for, pack
 from stree_jax.special_tokens import end_tokens, special_tokens
 
 
@@ -58,10 +59,7 @@ def from_pretrained(
         ValueError: the checkpoint is missing, damaged, unknown or unsupported, its shapes disagree
             with its config or do not fit the mesh, or an argument has a wrong type or value.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise ValueError(
-            f"path must be a directory or the name of a model on the hub, got {shown(path)}"
-        )
+    _check_path(path)
     check_options(jnp.float32 if dtype is None else dtype, implementation)
     if replicate and mesh is None:
         raise ValueError("replicate = True is for a model on a mesh: pass mesh=make_mesh(...)")
@@ -98,6 +96,47 @@ def load_draft(
         ValueError: as `from_pretrained`.
     """
     return from_pretrained(path, ignore=ignore, **draft_options(target))
+
+
+def load_head(
+    kind: str | Any,
+    path: str | os.PathLike[str] | Any,
+    target: HybridLM | Any,
+    *,
+    ignore: Collection[str] | Any = (),
+) -> Any:
+    """Loads a head on a model's hidden states, in the model's dtype.
+
+    Args:
+        kind: "eagle3", "medusa" or "mtp".
+        path: the head's directory, or that of a target which has its head in a folder named as the
+            kind. What `save_head` or a command of training wrote; but for Medusa also the files of
+            other programs, and names on the hub.
+        target: the model that it is for, on one device.
+        ignore: names of unknown config fields to ignore, see `from_pretrained`.
+
+    Raises:
+        ValueError: the checkpoint is missing, damaged, unsupported or of another kind, or the head
+            belongs to another target.
+    """
+    known = head_kind(kind)
+    check_on_one_device(target, f"load_{kind}")
+    if known.is_published:
+        _check_path(path)
+        from stree_jax import convert  # takes time to import
+
+        path = convert.find(path)
+        if convert.is_foreign(path, ignore=ignore):
+            return loaded_for(target, part_of(kind, "conversion").load(path, target, ignore))
+        path = path / kind if (path / kind).is_dir() else path
+    return loaded_for(target, load_native_head(kind, path, target))
+
+
+def _check_path(path: object) -> None:
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(
+            f"path must be a directory or the name of a model on the hub, got {shown(path)}"
+        )
 
 
 def draft_options(target: HybridLM) -> dict[str, Any]:

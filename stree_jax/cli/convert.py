@@ -11,14 +11,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from pallas_kernels import dispatch
+from stree_jax import MtpConfig
 from stree_jax.checkpoint.arrays import CHECKSUMS
 from stree_jax.checkpoint.files import has_file
 from stree_jax.checkpoint.load import matrix_dtype, open_native
 from stree_jax.cli.options import Convert, Inspect
 from stree_jax.convert import convert, find, is_foreign, open_checkpoint
-from stree_jax.heads import FOLDER, abstract_head, head_config
+from stree_jax.heads import FOLDER, abstract_head, open_head
 from stree_jax.models.lm import HybridLM
-from stree_jax.models.mtp import MtpConfig
 
 
 def run_convert(command: Convert) -> None:
@@ -97,7 +97,7 @@ def _facts(path: Path, ignore: Sequence[str]) -> Iterator[tuple[str, str]]:
             "yes" if has_file(path / CHECKSUMS) else "no, it is from an older version",
         )
         inside = path / FOLDER
-        head = head_config(inside) if inside.is_dir() else None
+        head = open_head(FOLDER, inside)[1] if inside.is_dir() else None
     else:
         checkpoint = open_checkpoint(path, ignore=ignore)
         config, dtype, ignored = checkpoint.description.config, checkpoint.dtype, checkpoint.ignored
@@ -147,7 +147,10 @@ def _head_fact(head: MtpConfig | str) -> str:
     """A line about a multi-token prediction head, or why it cannot be read."""
     if isinstance(head, str):
         return f"multi-token prediction, which cannot be used: {head}"
-    size, kinds = _size(nnx.state(abstract_head(head))), f"attention, {head.feed_forward.kind}"
+    size, kinds = (
+        _size(nnx.state(abstract_head(FOLDER, head))),
+        f"attention, {head.feed_forward.kind}",
+    )
     return f"multi-token prediction ({kinds}), {size:,} parameters; generate --mtp drafts with it"
 
 

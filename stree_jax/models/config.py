@@ -471,6 +471,11 @@ def _encode(value: Any) -> Any:
 def _decode(name: str, value: Any) -> Any:
     """The inverse of `_encode` for a field, whose lists are not nested."""
     if isinstance(value, Mapping):
+        if "kind" in value:
+            fields, known = dict(value), layer_kinds()
+            kind = str(fields.pop("kind"))
+            require(kind in known, f"unknown {name} {kind!r:.80}")
+            return build_config(known[kind], fields)
         nested = _NESTED.get(name)
         return value if nested is None else build_config(nested, value)
     if isinstance(value, list | tuple):

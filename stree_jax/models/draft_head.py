@@ -1,35 +1,100 @@
-"""The base of heads that draft from a model's hidden states: one attention layer, and norms."""
+"""The base of heads that draft from a model's hidden states: an attention layer, and one after it.
 
+Keys and values of an entry, a token and the state before it, depend on these two alone, because the
+attention comes first: reading a text takes two small products a token.
+"""
+
+import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import KVCache, NodeKV, rms_norm
-from stree_jax.array_types import Array, Float
+from stree_jax.array_types import Array, Float, Int
 from stree_jax.models.attention import AttentionCache, AttentionPending
-from stree_jax.models.layer import LayerConfig
+from stree_jax.models.layer import LayerConfig, NoCache
+from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree
 
 
 class DraftHead(nnx.Module):
-    """The part of a head with the weights of its `attention`.
+    """A head that is an attention layer and a layer without memory after it.
+
+    It computes `x = residual + attention(joined)`, then `finished(x + feed_forward(norm(x)))`.
 
     Args:
         config: sizes of the head, with `d_model`, `norm_eps` and `attention`.
-        dtype: dtype of weights and activations; activations of a packed head are float32.
+        dtype: dtype of weights and activations, the target's; activations of a packed head are
+            float32.
+        rngs: random streams for initialisation.
+        implementation: kernel implementation, see `pallas_kernels.dispatch`.
     """
 
     attention: Any
+    feed_forward: Any
 
-    def __init__(self, config: Any, dtype: DTypeLike):
+    def __init__(
+        self,
+        config: Any,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+        implementation: str | None = None,
+    ):
         self.config = config
         self.dtype = jnp.dtype(dtype)
+        self.embedding_norm_scale = self.scale()
+        self.hidden_norm_scale = self.scale()
+        self.feed_forward_norm_scale = self.scale()
+        self.final_norm_scale = self.scale()
+        self.make(rngs, implementation)
 
-    def _built(self, layer: LayerConfig, out_scale: float, **options: Any) -> Any:
-        own = dict(norm_eps=self.config.norm_eps, dtype=self.dtype, out_scale=out_scale)
-        return layer.build(self.config.d_model, **own, **options)
+    def make(self, rngs: nnx.Rngs, implementation: str | None) -> None:
+        """Makes `attention`, `feed_forward` and all other weights."""
+        raise NotImplementedError
+
+    def written(self) -> dict[str, Any]:
+        """What the config.json of a native checkpoint says of the head; JSON values."""
+        values = dataclasses.asdict(self.config)
+        for field in dataclasses.fields(self.config):
+            if field.type is LayerConfig:  # of any kind
+                values[field.name]["kind"] = getattr(self.config, field.name).kind
+        return {"head": values}
+
+    @classmethod
+    def for_target(cls, config: Any, target: HybridLM | None) -> Any:
+        """An untrained head in the dtype of its target and with its kernels."""
+        options: dict[str, Any] = {}
+        if target is not None:
+            options = dict(dtype=target.dtype, implementation=target.implementation)
+        return cls(config, rngs=nnx.Rngs(0), **options)
+
+    def joined(self, embedded: Array, states: Array) -> tuple[Array, Array]:
+        """The input of the attention and the residual stream, of entries."""
+        raise NotImplementedError
+
+    def finished(self, outputs: Array) -> Array:
+        """The outputs as `tree` returns them."""
+        return outputs
+
+    def layer(
+        self, config: LayerConfig, rngs: nnx.Rngs, implementation: str | None, scale: float = 1.0
+    ) -> Any:
+        """A layer with the head's width, epsilon and dtype; `scale` is that of its last weights."""
+        own = dict(norm_eps=self.config.norm_eps, dtype=self.dtype, out_scale=scale)
+        return config.build(self.config.d_model, rngs=rngs, implementation=implementation, **own)
+
+    def scale(self) -> nnx.Param:
+        """The weight of a norm."""
+        return nnx.Param(jnp.ones(self.config.d_model, self.dtype))
+
+    def norm(self, x: Array, scale: nnx.Param) -> Array:
+        """RMS norm."""
+        own = self.attention.implementation
+        return rms_norm(x, scale[...], epsilon=self.config.norm_eps, implementation=own)
 
     @property
     def activation_dtype(self) -> Any:
@@ -40,16 +105,57 @@ class DraftHead(nnx.Module):
         """The cache before the first entry."""
         return self.config.attention.init_cache(batch, max_length, self.activation_dtype).kv
 
-    def _scale(self) -> nnx.Param:
-        return nnx.Param(jnp.ones(self.config.d_model, self.dtype))
+    def entries(
+        self,
+        embedded: Float[Array, "B T M"],
+        states: Float[Array, "B T M"],
+        positions: Int[Array, "B T"],
+    ) -> NodeKV:
+        """Keys and values of entries.
 
-    def _norm(self, x: Array, scale: nnx.Param) -> Array:
-        own = self.attention.implementation
-        return rms_norm(x, scale[...], epsilon=self.config.norm_eps, implementation=own)
+        Args:
+            embedded: embeddings of the tokens.
+            states: the states before them: the target's, or outputs of the head.
+            positions: number of entries before each.
+        """
+        with jax.named_scope("head_entries"):
+            config, projection = self.config.attention, self.attention.in_proj
+            first = config.projected_sizes[0]  # after the queries
+            kernel = projection.kernel.cut(first)
+            projected = kernel.wide_matmul(self.joined(embedded, states)[0])
+            projected = projected.astype(self.activation_dtype)
+            if projection.bias is not None:
+                projected += projection.bias[first:]
+            layout = dataclasses.replace(config.layout, num_heads=0)
+            return NodeKV(*layout.split(projected, positions)[1:])
 
-    def _attend(
-        self, x: Array, tree: Tree, cache: KVCache, prefix: NodeKV | None
+    def tree(
+        self,
+        embedded: Float[Array, "B Q M"],
+        states: Float[Array, "B Q M"],
+        tree: Tree,
+        cache: KVCache,
+        prefix: NodeKV | None = None,
     ) -> tuple[Float[Array, "B Q M"], NodeKV]:
-        behind = None if prefix is None else AttentionPending(prefix, None)
-        y, pending, _ = self.attention.tree(x, tree, {}, AttentionCache(cache, None), behind)
-        return y, pending.kv
+        """Runs the last Q nodes of a tree, each an entry after the cache.
+
+        Args:
+            embedded: embeddings of the nodes' tokens.
+            states: for the root the target's state before it; for others the head's output at the
+                parent.
+            tree: the tree of all N nodes so far.
+            cache: the entries before the root.
+            prefix: keys and values of the first `N - Q` nodes; None if `Q == N`.
+
+        Returns:
+            Outputs of the head, and keys and values of all nodes.
+        """
+        with jax.named_scope("draft_head"):
+            joined, residual = self.joined(embedded, states)
+            behind = None if prefix is None else AttentionPending(prefix, None)
+            before = AttentionCache(cache, None)
+            y, pending, _ = self.attention.tree(joined, tree, {}, before, behind)
+            x = residual + y
+            normed = self.norm(x, self.feed_forward_norm_scale)
+            y, _, _ = self.feed_forward.tree(normed, None, {}, NoCache())
+            return self.finished(x + y), pending.kv

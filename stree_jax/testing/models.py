@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from stree_jax import MtpConfig, MtpHead
 from stree_jax.config import ModelConfig
 from stree_jax.layer_config import (
     AttentionConfig,
@@ -21,7 +22,6 @@ from stree_jax.layer_config import (
     SharedConfig,
 )
 from stree_jax.messages import shown
-from stree_jax.models import MtpConfig, MtpHead
 from stree_jax.models.lm import HybridLM
 
 _Module = TypeVar("_Module", bound=nnx.Module)

@@ -1,5 +1,6 @@
 """`train_heads`: from a recipe to heads on a target's hidden states, with a model card."""
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from stree_jax.array_types import Array, Float, Tokens
+from stree_jax.heads import open_head, save_head
 from stree_jax.models.lm import HybridLM
 from stree_jax.training.recipe import Recipe
 from stree_jax.training.run import (
@@ -25,11 +27,9 @@ class HeadPlan(NamedTuple):
     """The heads that a recipe asks for.
 
     Attributes:
-        kind: their kind, part of a run's fingerprint.
-        check: refuses an output that exists and is of another kind.
+        kind: their kind, as `stree_jax.heads.ROOMS` has it.
         new: new heads, given some of the text.
         loss: the loss of heads, given the target and tokens `[B, T]`.
-        save: writes heads, as `save_medusa` and `save_mtp` do.
         title: what they are, for the model card.
         shares: what they share with the target.
         averages: what the loss is the mean of.
@@ -38,10 +38,8 @@ class HeadPlan(NamedTuple):
     """
 
     kind: str
-    check: Callable[[Path], object]
     new: Callable[[Tokens], Any]
     loss: Callable[[Any, HybridLM, Tokens], Float[Array, ""]]
-    save: Callable[..., None]
     title: str
     shares: str
     averages: str
@@ -65,7 +63,7 @@ def train_heads(
     tokenizer, target = open_target(target_path, output)
     plan = planned(target)
     fingerprint = recipe.fingerprint() | {"target": weights_digest(target), "kind": plan.kind}
-    run = run_directory(output, fingerprint, plan.check)
+    run = run_directory(output, fingerprint, functools.partial(open_head, plan.kind))
     text = run_text(recipe, tokenizer, target)
     heads = plan.new(jnp.asarray(text.held_out[0]))
 
@@ -96,4 +94,4 @@ target `{target_path.name}` and no other. Shared with the target: {plan.shares}.
   {final:.4f} nats a token, on the last 1 % of each file, with the stored weights
 
 {card_tables(recipe, text.corpus)}"""
-    plan.save(stored_as(jnp.bfloat16), target, output, model_card=card, overwrite=True)
+    save_head(stored_as(jnp.bfloat16), target, output, model_card=card, overwrite=True)

@@ -15,7 +15,8 @@ import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer
 
-from stree_jax.checkpoint import load_config, save_pretrained
+from stree_jax.checkpoint import save_pretrained
+from stree_jax.checkpoint.load import load_config
 from stree_jax.config import ModelConfig
 from stree_jax.decoding.generate import generate
 from stree_jax.models.lm import HybridLM

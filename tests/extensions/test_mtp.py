@@ -16,11 +16,11 @@ from flax import nnx
 
 import stree_jax as st
 from pallas_kernels import AttentionLayout
-from stree_jax.convert.mtp import mtp_rules
 from stree_jax.decoding import head_reader, outputs_ahead, slots
 from stree_jax.decoding.nodes import MAX_UNROLLED
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.types import Context, Sampling, Step
+from stree_jax.extensions.mtp.conversion import rules_of as mtp_rules
 from stree_jax.extensions.mtp.training import head_of, mtp_loss, new_head
 from stree_jax.models import flatten
 from stree_jax.testing import PROMPTS, apply, random_model, tiny_model
@@ -171,8 +171,8 @@ def before_the_final_norm(monkeypatch):
 
 
 def swapped(monkeypatch):
-    joined = st.MtpHead._joined
-    monkeypatch.setattr(st.MtpHead, "_joined", lambda self, e, h: joined(self, h, e))
+    joined = st.MtpHead.joined
+    monkeypatch.setattr(st.MtpHead, "joined", lambda self, e, h: joined(self, h, e))
 
 
 def rotated(monkeypatch):
@@ -190,16 +190,12 @@ def no_cache(monkeypatch):
 
 def not_normed(monkeypatch):
     """The head's output goes to the next level before its final norm."""
-    monkeypatch.setattr(
-        st.MtpHead,
-        "_output",
-        lambda self, x: x + self.feed_forward.apply(self._norm(x, self.feed_forward_norm_scale)),
-    )
+    monkeypatch.setattr(st.MtpHead, "finished", lambda self, x: x)
     logits = st.MtpModel.logits
     monkeypatch.setattr(
         st.MtpModel,
         "logits",
-        lambda self, x: logits(self, self.head._norm(x, self.head.final_norm_scale)),
+        lambda self, x: logits(self, self.head.norm(x, self.head.final_norm_scale)),
     )
 
 

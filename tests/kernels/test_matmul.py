@@ -23,7 +23,7 @@ from pallas_kernels.matmul.api import matmul, rows
 from pallas_kernels.matmul.packed import COLUMNS, GROUP, PackedMatrix
 from pallas_kernels.native import build_backend
 from stree_jax import HybridLM, ModelConfig, demo_path
-from stree_jax.checkpoint import load_config
+from stree_jax.checkpoint.load import load_config
 from stree_jax.models.presets import PRESETS
 from tests.cases import matmul as cases
 from tests.cases.base import NEEDS_NATIVE

@@ -9,7 +9,7 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.checkpoint import save_pretrained
 from stree_jax.convert.writing import write_as
-from stree_jax.extensions.medusa.checkpoint import digest
+from stree_jax.extensions.medusa import digest
 from stree_jax.heads import sketch
 from stree_jax.models.matrices import Matrix, PackedTable, PackedWeight, Table, in_first, packed
 from stree_jax.testing import tiny_model

@@ -11,7 +11,7 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 import stree_jax as st
-from stree_jax.checkpoint import load_config
+from stree_jax.checkpoint.load import load_config
 from stree_jax.extensions.medusa.training import medusa_loss, train_medusa
 from stree_jax.extensions.mtp.training import train_mtp
 from stree_jax.testing import perturbed, tiny_model

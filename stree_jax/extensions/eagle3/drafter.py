@@ -1,52 +1,94 @@
-"""Drafting with an EAGLE-3 head, and loading one."""
+"""Drafting with an EAGLE-3 head: a draft model, and the drafter of static trees."""
 
-import os
-from collections.abc import Collection
-from typing import Any
+import jax.numpy as jnp
 
+from pallas_kernels import NodeKV
 from stree_jax import HybridLM, ModelDrafter
-from stree_jax.extensions.eagle3.model import Eagle3Model
-from stree_jax.messages import shown
-from stree_jax.models import Eagle3Head, check_on_one_device, loaded_for
+from stree_jax.array_types import Array, Float, Float32, Int
+from stree_jax.decoding import HeadModel
+from stree_jax.extensions.eagle3.head import Eagle3Head
+from stree_jax.models import check_on_one_device, embedded_tokens
+
+
+class Eagle3Model(HeadModel):
+    """A head with the embedding of its target: a draft model for drafters of trees.
+
+    Args:
+        target: the model that `generate` decodes with, on one device.
+        head: a head for that model.
+
+    Raises:
+        ValueError: a head of another width, vocabulary or dtype, or on layers that the target does
+            not have.
+    """
+
+    def __init__(self, target: HybridLM, head: Eagle3Head):
+        check_on_one_device(target, "Eagle3Model")
+        own, config = head.config, target.config
+        have = (own.d_model, own.vocab_size, head.dtype)
+        want = (config.d_model, config.vocab_size, target.dtype)
+        if have != want:
+            raise ValueError(
+                f"the head has width {have[0]}, {have[1]} tokens and dtype {have[2]}, and the"
+                f" target has {want[0]}, {want[1]} and {want[2]}; load it with"
+                " load_eagle3(path, target)"
+            )
+        self.head = head
+        self.embedding = target.embedding if head.embedding is None else None
+        self.config = config
+        self.check_target(target)
+
+    @property
+    def inner_layers(self) -> tuple[int, ...]:
+        """See `Drafter`."""
+        return self.head.config.inner_layers
+
+    def check_target(self, target: HybridLM) -> None:
+        """See `DraftModel`."""
+        check_on_one_device(target, "an EAGLE-3 head")
+        have, want = self.config.d_model, target.config.d_model
+        if have != want or self.config.vocab_size != target.config.vocab_size:
+            raise ValueError(
+                f"the head is of a model of width {have} with {self.config.vocab_size} tokens, and"
+                f" the target has {want} and {target.config.vocab_size}; make the drafter with the"
+                " target that generate gets"
+            )
+        if self.inner_layers[-1] > len(target.config.layers):
+            raise ValueError(
+                f"the head needs the state after {self.inner_layers[-1]} layers, and the target has"
+                f" {len(target.config.layers)}"
+            )
+
+    def states(self, hidden: Float[Array, "B T _"]) -> Float[Array, "B T M"]:
+        """See `HeadModel`: the target's last states are followed by those of its inner layers."""
+        return self.head.states(hidden[..., self.config.d_model :])
+
+    def entries(
+        self,
+        tokens: Int[Array, "B N"],
+        above: Float[Array, "B N M"],
+        positions: Int[Array, "B N"],
+    ) -> NodeKV:
+        """See `HeadModel`."""
+        return self.head.entries(self.embedded(tokens), above, positions)
+
+    def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
+        """Embeddings: the target's, or the head's own."""
+        if self.embedding is None:
+            assert self.head.embedding is not None
+            return jnp.take(self.head.embedding[...], tokens, axis=0)
+        return embedded_tokens(tokens, self.embedding, self.config.embedding_multiplier)
+
+    def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
+        """See `HeadModel`."""
+        return self.head.logits(outputs)
 
 
 class Eagle3Drafter(ModelDrafter):
     """An EAGLE-3 head that fills a static tree level by level, as `MtpDrafter` does.
 
-    Args:
-        target: the model that `generate` decodes with, on one device.
-        head: a head for that model, see `load_eagle3`.
-        child_sampling: see `ModelDrafter`.
-
-    Raises:
-        ValueError: another value of `child_sampling`, or a head of other sizes.
+    `child_sampling` is that of `ModelDrafter`, and all else that of `Eagle3Model`.
     """
 
     def __init__(self, target: HybridLM, head: Eagle3Head, *, child_sampling: str = "auto"):
         super().__init__(Eagle3Model(target, head), child_sampling=child_sampling)
-
-
-def load_eagle3(
-    path: str | os.PathLike[str], target: HybridLM, *, ignore: Collection[str] | Any = ()
-) -> Eagle3Head:
-    """Loads an EAGLE-3 head, in the target's dtype.
-
-    Args:
-        path: directory of the head, or the name of one on the hub: config.json with architectures
-            such as `LlamaForCausalLMEagle3`, and tensors `midlayer.*`, `fc`, `norm`, `lm_head`,
-            `d2t`.
-        target: the model that it is for, on one device.
-        ignore: names of unknown config fields to ignore, see `from_pretrained`.
-
-    Raises:
-        ValueError: the checkpoint is missing, damaged, not an EAGLE-3 head, unsupported, or of a
-            model of another size.
-    """
-    if not isinstance(path, str | os.PathLike):
-        raise ValueError(
-            f"path must be a directory or the name of a model on the hub, got {shown(path)}"
-        )
-    check_on_one_device(target, "load_eagle3")
-    from stree_jax.convert import find, load_eagle3_head  # takes time to import
-
-    return loaded_for(target, load_eagle3_head(find(path), target, ignore))

@@ -1,11 +1,57 @@
 """Medusa heads (Cai et al., 2024, arXiv:2401.10774): drafts from the target's own hidden state.
 
-`stree_jax.extensions.medusa.training` trains them; it is not imported here, to keep this light.
+`training` is imported when it is used.
 """
 
-from stree_jax.extensions.medusa.checkpoint import load_medusa, save_medusa
-from stree_jax.extensions.medusa.drafter import MedusaDrafter
-from stree_jax.extensions.medusa.heads import MedusaHeads
-from stree_jax.extensions.medusa.typical import Typical
+import hashlib
+import os
+from typing import Any
 
-__all__ = ["MedusaDrafter", "MedusaHeads", "Typical", "load_medusa", "save_medusa"]
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from stree_jax import HybridLM, load_head
+from stree_jax import save_head as save_medusa
+from stree_jax.extensions.medusa.drafter import MedusaDrafter
+from stree_jax.extensions.medusa.head import MAX_HEADS, MedusaHeads
+from stree_jax.extensions.medusa.typical import Typical
+from stree_jax.heads import HeadKind
+from stree_jax.messages import shown
+from stree_jax.models import named_weights
+
+__all__ = ["KIND", "MedusaDrafter", "MedusaHeads", "Typical", "load_medusa", "save_medusa"]
+
+
+def digest(model: HybridLM) -> str:
+    """SHA-256 of the weights as bfloat16: the same for a target loaded in any dtype."""
+    total = hashlib.sha256()
+    for name, leaf in named_weights(model):
+        total.update(name.encode())
+        total.update(np.asarray(leaf.astype(jnp.bfloat16)).tobytes())
+    return total.hexdigest()
+
+
+def _num_heads(header: dict[str, Any]) -> int:
+    number = header.get("num_heads")
+    if type(number) is not int or not 1 <= number <= MAX_HEADS:
+        raise ValueError(f"num_heads = {shown(number)}")
+    return number
+
+
+KIND = HeadKind(
+    head=MedusaHeads,
+    written=lambda heads: {"num_heads": heads.num_heads},
+    config=_num_heads,
+    new=lambda number, target: MedusaHeads(target, num_heads=number, rngs=nnx.Rngs(0)),
+    missing="has no Medusa heads; it is a model, for from_pretrained",
+    misfit="Medusa heads in {path} were trained with another target; load that one, or train heads"
+    " for this one: stree-jax medusa RECIPE TARGET OUTPUT",
+    fingerprint=digest,
+    is_published=False,
+)
+
+
+def load_medusa(path: str | os.PathLike[str] | Any, target: HybridLM | Any) -> MedusaHeads:
+    """Loads Medusa heads in the target's dtype: see `load_head`."""
+    return load_head("medusa", path, target)

@@ -33,7 +33,7 @@ from stree_jax.decoding.drafters import (
     draw,
     root_token,
 )
-from stree_jax.extensions.medusa.heads import MedusaHeads
+from stree_jax.extensions.medusa.head import MedusaHeads
 from stree_jax.models import check_on_one_device, output_logits
 from stree_jax.tuning import RankTrace, ranks_by_depth, trace_by_depth
 
@@ -186,23 +186,9 @@ class MedusaDrafter(nnx.Module):
     def rank_trace(
         self, target: HybridLM, request: Plan, tokens: Sequence[np.ndarray], num_ranks: int
     ) -> RankTrace:
-        """Ranks by depth: the candidates for a token depend on how far ahead it is drafted.
+        """See `Drafter`: by depth, as many as there are heads.
 
-        Runs the target over the texts as sequences. Exact like `stree_jax.tuning.rank_trace`.
-
-        Args:
-            target: the model.
-            request: the plan that generated the texts; gives prompts, keys and sampling.
-            tokens: the new tokens of each row.
-            num_ranks: number of candidates of each depth.
-
-        Returns:
-            Ranks `[T, D]` for each text: of token t + d among the candidates of depth d + 1 in a
-            step that has emitted t tokens; `num_ranks` if it is none of them, as in the first step
-            after a prompt of one token, which has no drafts.
-
-        Raises:
-            ValueError: the drafter samples its candidates with its own random numbers.
+        Runs the target over the texts as sequences; exact like `stree_jax.tuning.rank_trace`.
         """
         ranks = functools.partial(_ranks, target, self)
         return trace_by_depth(ranks, self, request, tokens, num_ranks)

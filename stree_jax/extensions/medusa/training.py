@@ -7,8 +7,7 @@ from flax import nnx
 
 from stree_jax import HybridLM
 from stree_jax.array_types import Array, Float, Tokens
-from stree_jax.extensions.medusa.checkpoint import KIND, check_medusa, save_medusa
-from stree_jax.extensions.medusa.heads import MedusaHeads
+from stree_jax.extensions.medusa.head import MedusaHeads
 from stree_jax.training import HeadPlan, Progress, Recipe, ahead_loss, train_heads
 
 
@@ -27,11 +26,9 @@ def train_medusa(
         except (TypeError, ValueError) as error:
             raise ValueError(f"{recipe.source}, [model] has num_heads alone: {error}") from error
         return HeadPlan(
-            kind=KIND,
-            check=check_medusa,
+            kind="medusa",
             new=lambda _: heads,
             loss=medusa_loss,
-            save=save_medusa,
             title=f"{heads.num_heads} Medusa heads",
             shares="the output head",
             averages="all heads",

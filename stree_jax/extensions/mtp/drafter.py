@@ -1,8 +1,72 @@
-"""Drafting with a multi-token-prediction head: what `ModelDrafter` does, without a draft model."""
+"""Drafting with a multi-token-prediction head: a draft model, and the drafter of static trees."""
 
+from pallas_kernels import NodeKV
 from stree_jax import HybridLM, ModelDrafter
-from stree_jax.extensions.mtp.model import MtpModel
-from stree_jax.models import MtpHead
+from stree_jax.array_types import Array, Float, Float32, Int
+from stree_jax.decoding import HeadModel
+from stree_jax.extensions.mtp.head import MtpHead
+from stree_jax.models import check_on_one_device, embedded_tokens, output_logits
+
+
+class MtpModel(HeadModel):
+    """A head with embedding and output head of its target: a draft model for drafters of trees.
+
+    `MtpDrafter` fills static trees. `BeamDrafter(MtpModel(target, head))` and
+    `DynamicDrafter(MtpModel(target, head))` choose the shape of theirs.
+
+    Args:
+        target: the model that `generate` decodes with, on one device.
+        head: a head for that model.
+
+    Raises:
+        ValueError: something else, or a head of another width or dtype.
+    """
+
+    def __init__(self, target: HybridLM, head: MtpHead):
+        check_on_one_device(target, "MtpModel")
+        if not isinstance(head, MtpHead):
+            raise ValueError(
+                f"head must be an MtpHead, got {type(head).__name__}; load it with load_mtp"
+            )
+        have, want = (head.config.d_model, head.dtype), (target.config.d_model, target.dtype)
+        if have != want:
+            raise ValueError(
+                f"the head has width {have[0]} and dtype {have[1]}, and the target has {want[0]}"
+                f" and {want[1]}; load it with load_mtp(path, target)"
+            )
+        self.head = head
+        self.embedding = target.embedding
+        self.output_head = target.head  # None: tied to the embedding
+        self.config = target.config
+
+    def check_target(self, target: HybridLM) -> None:
+        """See `DraftModel`."""
+        check_on_one_device(target, "a multi-token-prediction head")
+        have, want = self.embedding.shape, target.embedding.shape
+        if have != want or (self.output_head is None) != (target.head is None):
+            raise ValueError(
+                f"the head is of a model with an embedding of shape {have}, and the target's is"
+                f" {want}; make the drafter with the target that generate gets"
+            )
+
+    def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
+        """The target's embeddings."""
+        return embedded_tokens(tokens, self.embedding, self.config.embedding_multiplier)
+
+    def entries(
+        self,
+        tokens: Int[Array, "B N"],
+        above: Float[Array, "B N M"],
+        positions: Int[Array, "B N"],
+    ) -> NodeKV:
+        """See `HeadModel`."""
+        return self.head.entries(self.embedded(tokens), above, positions)
+
+    def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
+        """See `HeadModel`: by the target's output head."""
+        weights = self.embedding if self.output_head is None else self.output_head
+        logits = output_logits(outputs, weights, self.config.logits_multiplier)
+        return logits[..., : self.config.vocab_size]
 
 
 class MtpDrafter(ModelDrafter):
@@ -11,13 +75,7 @@ class MtpDrafter(ModelDrafter):
     The head reads the prompt's states through `read`, so that the first step drafts; only a prompt
     of a single token has none yet. Leaves are never run, and drafts leave nothing behind.
 
-    Args:
-        target: the model that `generate` decodes with, on one device.
-        head: a head for that model, see `load_mtp`.
-        child_sampling: see `ModelDrafter`.
-
-    Raises:
-        ValueError: another value of `child_sampling`, or a head of other sizes.
+    `child_sampling` is that of `ModelDrafter`, and all else that of `MtpModel`.
     """
 
     def __init__(self, target: HybridLM, head: MtpHead, *, child_sampling: str = "auto"):

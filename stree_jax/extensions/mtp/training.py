@@ -13,9 +13,8 @@ from stree_jax import AttentionConfig, HybridLM, MlpConfig, MoeConfig
 from stree_jax.array_types import Array, Float, Tokens
 from stree_jax.checks import check_int
 from stree_jax.decoding import outputs_ahead
-from stree_jax.extensions.mtp.model import MtpModel
-from stree_jax.heads import head_config, save_head
-from stree_jax.models import MtpConfig, MtpHead
+from stree_jax.extensions.mtp.drafter import MtpModel
+from stree_jax.extensions.mtp.head import MtpConfig, MtpHead
 from stree_jax.training import HeadPlan, Progress, Recipe, ahead_loss, train_heads
 
 _MOST_STEPS = 16
@@ -39,10 +38,8 @@ def train_mtp(
         loss = functools.partial(mtp_loss, steps=steps)
         return HeadPlan(
             kind="mtp",
-            check=head_config,
             new=lambda text: new_head(config, target, text, rngs=nnx.Rngs(recipe.seed)),
             loss=loss,
-            save=save_head,
             title="A multi-token-prediction head",
             shares="the embedding and the output head",
             averages=f"{steps} steps",

@@ -1,21 +1,30 @@
 """Multi-token-prediction heads of Nemotron-3 checkpoints: `mtp.*` beside the target's tensors."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
 
-from flax import nnx
-
-from stree_jax.checkpoint.arrays import Tensor
-from stree_jax.convert.fields import Fields
-from stree_jax.convert.rules import TRANSPOSED, Rule, check_coverage
-from stree_jax.convert.tables import hf_attention, nemotron_experts, within
+from stree_jax import AttentionConfig, HybridLM, MoeConfig
+from stree_jax.convert import (
+    TRANSPOSED,
+    Checkpoint,
+    Fields,
+    HeadDescription,
+    Rule,
+    head_rules,
+    hf_attention,
+    load_head_weights,
+    nemotron_experts,
+    open_checkpoint,
+    within,
+)
+from stree_jax.extensions.mtp.head import MtpConfig, MtpHead
 from stree_jax.heads import abstract_head
-from stree_jax.layer_config import AttentionConfig, MoeConfig
-from stree_jax.models.mtp import MtpConfig
-from stree_jax.names import flatten
 
 PREFIXES = ("mtp.", "backbone.mtp.", "model.mtp.")
 _PATTERN = ("attention", "moe")
+# The fields that say that a checkpoint has a head.
+WRITTEN = {"num_nextn_predict_layers": 1, "mtp_layers_block_type": list(_PATTERN)}
 _LETTERS = {"*": "attention", "E": "moe"}
 # Fields of training only.
 TRAINING = ("mtp_use_repeated_layer", "keep_mtp_spec_in_bf16", "mtp_loss_scaling_factor")
@@ -23,26 +32,37 @@ _OF_PUZZLE = ("mtp_block_configs", "mtp_n_routed_experts")
 _KEYS = ("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern")
 
 
-class MtpDescription(NamedTuple):
-    """The head of a checkpoint, according to its config.
+def load(path: Path, target: HybridLM, ignore: Collection[str]) -> MtpHead:
+    """Reads the head of a checkpoint, in the target's dtype."""
+    return of_checkpoint(open_checkpoint(path, ignore=ignore), target)
 
-    Attributes:
-        config: its config; None: it cannot be read.
-        rules: the tensors of its weights.
-        problem: why it cannot be read; None: it can.
+
+def of_checkpoint(checkpoint: Checkpoint, target: HybridLM) -> MtpHead:
+    """Reads the head of an open checkpoint, in the target's dtype.
+
+    Raises:
+        ValueError: the checkpoint has no head, one that is not supported or of another size, or a
+            weight is not finite.
     """
-
-    config: MtpConfig | None
-    rules: list[Rule]
-    problem: str | None = None
-
-    def prefixed(self, prefix: str) -> "MtpDescription":
-        """The head in a checkpoint whose names begin with `prefix`."""
-        rules = [
-            rule._replace(source=tuple(prefix + name for name in rule.sources))
-            for rule in self.rules
-        ]
-        return self._replace(rules=rules)
+    head, path = checkpoint.description.mtp, checkpoint.path
+    if head is None:
+        raise ValueError(
+            f"{path} has no multi-token prediction head: its config does not say"
+            " num_nextn_predict_layers = 1; take a checkpoint with one, or train one:"
+            " stree-jax train-mtp RECIPE TARGET OUTPUT"
+        )
+    if head.config is None:
+        raise ValueError(f"the multi-token prediction head cannot be read: {head.problem}")
+    own = checkpoint.description.config
+    have, want = ((each.d_model, each.num_embeddings) for each in (own, target.config))
+    if have != want:
+        raise ValueError(
+            f"the multi-token prediction head in {path} is of a model of width {have[0]} with"
+            f" {have[1]} tokens, and the target has {want[0]} and {want[1]}; load the target from"
+            " the same checkpoint"
+        )
+    like = abstract_head("mtp", head.config, target)
+    return load_head_weights(checkpoint._replace(rules=head.rules), like)
 
 
 def is_of_head(name: str) -> bool:
@@ -50,14 +70,14 @@ def is_of_head(name: str) -> bool:
     return name.startswith(PREFIXES)
 
 
-def read_mtp(
+def read(
     fields: Fields,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Any],
     d_model: int,
     norm_eps: float,
     attention: Callable[[], AttentionConfig],
     experts: Callable[[], MoeConfig],
-) -> MtpDescription | None:
+) -> HeadDescription | None:
     """Describes the head of a checkpoint; None: it neither has one nor says so.
 
     What is wrong with a head does not keep the target from being read.
@@ -94,17 +114,15 @@ def read_mtp(
             " multi-token prediction head (transformers drops it when it saves); take the original",
         )
         config = MtpConfig(d_model, attention(), experts(), norm_eps)
-        rules = mtp_rules(config, _prefix(own))
+        rules = rules_of(config, _prefix(own))
         if tensors:
-            weights = nnx.to_pure_dict(nnx.state(abstract_head(config)))
-            shapes = {name: tuple(leaf.shape) for name, leaf in flatten(weights).items()}
-            rules = check_coverage(rules, [], own, shapes)
+            rules = head_rules(rules, own, abstract_head("mtp", config))
     except ValueError as error:
-        return MtpDescription(None, [], str(error))
-    return MtpDescription(config, rules)
+        return HeadDescription(None, [], str(error))
+    return HeadDescription(config, rules)
 
 
-def mtp_rules(config: MtpConfig, prefix: str = "mtp.") -> list[Rule]:
+def rules_of(config: MtpConfig, prefix: str = "mtp.") -> list[Rule]:
     """The tensors of a head of the pattern attention, experts, by the names of `MtpHead`.
 
     Raises:
@@ -127,11 +145,6 @@ def mtp_rules(config: MtpConfig, prefix: str = "mtp.") -> list[Rule]:
         *within(experts, f"{last}.mixer", "feed_forward"),
         Rule(f"{last}.final_layernorm.weight", "final_norm_scale"),
     ]
-
-
-def written_mtp() -> dict[str, Any]:
-    """The fields that say that a checkpoint has a head."""
-    return {"num_nextn_predict_layers": 1, "mtp_layers_block_type": list(_PATTERN)}
 
 
 def _number(fields: Fields) -> int:
@@ -168,7 +181,7 @@ def _check_pattern(fields: Fields) -> None:
         )
 
 
-def _prefix(tensors: Mapping[str, Tensor]) -> str:
+def _prefix(tensors: Mapping[str, Any]) -> str:
     """The prefix of the tensors of a head; of several, one whose rules then do not fit."""
     found = [prefix for prefix in PREFIXES if any(name.startswith(prefix) for name in tensors)]
     return found[0] if found else PREFIXES[0]

@@ -2,105 +2,67 @@
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from stree_jax.checkpoint.arrays import Tensor
-from stree_jax.checkpoint.files import read_json
-from stree_jax.checkpoint.load import is_finite
-from stree_jax.checks import check_names
-from stree_jax.convert.families import layout
-from stree_jax.convert.fields import TRANSFORMERS, Fields
-from stree_jax.convert.files import open_tensors
-from stree_jax.convert.rules import AS_IS, TRANSPOSED, Rule, check_coverage
-from stree_jax.convert.tables import hf_attention, split_mlp, within
-from stree_jax.layer_config import AttentionConfig, MlpConfig
-from stree_jax.mesh.weights import as_weight
-from stree_jax.messages import first_line
-from stree_jax.models.eagle3 import Eagle3Config, Eagle3Head
-from stree_jax.models.lm import HybridLM, check_on_one_device
-from stree_jax.names import flatten, unflatten
+from stree_jax import AttentionConfig, HybridLM, MlpConfig
+from stree_jax.convert import (
+    AS_IS,
+    TRANSFORMERS,
+    TRANSPOSED,
+    Checkpoint,
+    Fields,
+    Rule,
+    head_rules,
+    hf_attention,
+    load_head_weights,
+    open_head,
+    read_tensor,
+    split_mlp,
+    within,
+)
+from stree_jax.extensions.eagle3.head import Eagle3Config, Eagle3Head
+from stree_jax.heads import abstract_head
 
 _ARCHITECTURE = "Eagle3"  # the end of every name in `architectures`
 
 
-class _Files(NamedTuple):
-    config: Eagle3Config
-    rules: list[Rule]
-    tensors: dict[str, Tensor]
-
-
-def load_eagle3_head(
-    path: Path, target: HybridLM, ignore: Collection[str] | Any = ()
-) -> Eagle3Head:
+def load(path: Path, target: HybridLM, ignore: Collection[str]) -> Eagle3Head:
     """Reads a head for its target, in the target's dtype.
-
-    Args:
-        path: directory of the head.
-        target: the model that it is for, on one device.
-        ignore: names of unknown config fields to ignore.
 
     Raises:
         ValueError: the checkpoint is damaged, not an EAGLE-3 head, unsupported, or of a model of
             another size.
     """
-    check_on_one_device(target, "an EAGLE-3 head")
-    files = _open(path, len(target.config.layers), ignore)
-    config = files.config
-    have, want = ((each.d_model, each.vocab_size) for each in (config, target.config))
-    if have != want:
-        raise ValueError(
-            f"the EAGLE-3 head in {path} is of a model of width {have[0]} with {have[1]} tokens,"
-            f" and the target has {want[0]} and {want[1]}; load the target that it was trained for"
-        )
-    options: dict[str, Any] = dict(dtype=target.dtype, implementation=target.implementation)
-    structure, state = nnx.split(
-        nnx.eval_shape(lambda: Eagle3Head(config, rngs=nnx.Rngs(0), **options))
-    )
-    wanted = nnx.to_pure_dict(state)
-    dtypes = {name: leaf.dtype for name, leaf in flatten(wanted).items()}
-    loaded = {"tokens": jnp.asarray(_tokens(path, files), jnp.float32)}
-    for rule in files.rules:
-        parts = [_read(path, files.tensors, name) for name in rule.sources]
-        loaded[rule.target] = as_weight(rule.transform.apply(*parts), dtypes[rule.target])
-        if not is_finite(rule.target, loaded[rule.target]):
-            raise ValueError(f"{path}: {' or '.join(rule.sources)} holds NaN or infinity")
-    return nnx.merge(structure, unflatten(loaded, wanted))
-
-
-def _open(path: Path, num_layers: int, ignore: Collection[str]) -> _Files:
-    """The config, the rules and the tensors of a head; reads no weights."""
-    names = layout(path)
-    file = path / names.config
-    values = read_json(file)
-    known = values.get("architectures")
+    fields, checkpoint = open_head(path, ignore)
+    tensors = checkpoint.tensors
+    known = fields.values.get("architectures")
     listed = known if isinstance(known, list) else []
     if not listed or not all(_ARCHITECTURE in str(name) for name in listed):
         raise ValueError(
             f"{path} is not an EAGLE-3 head: its architectures are {known!r:.80}; a head of"
             " Nemotron-3's own is for load_mtp"
         )
-    _, tensors = open_tensors(path, *names)
-    asked = dict.fromkeys(check_names("ignore", ignore), False)
-    fields = Fields(file, values, asked=asked)
-    config = read_eagle3(fields, num_layers, "embed_tokens.weight" in tensors)
+    config = read_config(fields, len(target.config.layers), "embed_tokens.weight" in tensors)
     fields.refuse_asked()
-    head = nnx.eval_shape(lambda: Eagle3Head(config, rngs=nnx.Rngs(0)))
-    weights = flatten(nnx.to_pure_dict(nnx.state(head)))
-    del weights["tokens"]
-    shapes = {name: tuple(leaf.shape) for name, leaf in weights.items()}
+    like = abstract_head("eagle3", config, target)
     own = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
     try:
-        rules = check_coverage(eagle3_rules(config), [], own, shapes)
+        rules = head_rules(rules_of(config), own, like, others=["tokens"])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    return _Files(config, rules, tensors)
+    have, want = ((each.d_model, each.vocab_size) for each in (config, target.config))
+    if have != want:
+        raise ValueError(
+            f"the EAGLE-3 head in {path} is of a model of width {have[0]} with {have[1]} tokens,"
+            f" and the target has {want[0]} and {want[1]}; load the target that it was trained for"
+        )
+    chosen = jnp.asarray(_tokens(checkpoint, config), jnp.float32)
+    return load_head_weights(checkpoint._replace(rules=rules), like, tokens=chosen)
 
 
-def read_eagle3(fields: Fields, num_layers: int, has_embedding: bool) -> Eagle3Config:
+def read_config(fields: Fields, num_layers: int, has_embedding: bool) -> Eagle3Config:
     """The config of a head.
 
     Args:
@@ -170,7 +132,7 @@ def read_eagle3(fields: Fields, num_layers: int, has_embedding: bool) -> Eagle3C
     return config
 
 
-def eagle3_rules(config: Eagle3Config) -> list[Rule]:
+def rules_of(config: Eagle3Config) -> list[Rule]:
     """The tensors of a head, by the names of `Eagle3Head`."""
     return [
         Rule("fc.weight", "fc.kernel", TRANSPOSED),
@@ -178,18 +140,19 @@ def eagle3_rules(config: Eagle3Config) -> list[Rule]:
         Rule("midlayer.input_layernorm.weight", "embedding_norm_scale"),
         Rule("midlayer.hidden_norm.weight", "hidden_norm_scale"),
         *within(hf_attention(config.attention), "midlayer.self_attn", "attention"),
-        Rule("midlayer.post_attention_layernorm.weight", "mlp_norm_scale"),
-        *within(split_mlp(config.mlp), "midlayer.mlp", "mlp"),
+        Rule("midlayer.post_attention_layernorm.weight", "feed_forward_norm_scale"),
+        *within(split_mlp(config.mlp), "midlayer.mlp", "feed_forward"),
         Rule("norm.weight", "final_norm_scale"),
         Rule("lm_head.weight", "output_head"),
     ]
 
 
-def _tokens(path: Path, files: _Files) -> np.ndarray:
+def _tokens(checkpoint: Checkpoint, config: Eagle3Config) -> np.ndarray:
     """The target's token for each of the head's: its own index plus the offset in `d2t`."""
-    config, own = files.config, np.arange(files.config.draft_vocab_size)
-    if "d2t" in files.tensors:
-        offsets = _read(path, files.tensors, "d2t")
+    path, tensors = checkpoint.path, checkpoint.tensors
+    own = np.arange(config.draft_vocab_size)
+    if "d2t" in tensors:
+        offsets = read_tensor(checkpoint, "d2t")
         if offsets.shape != own.shape or offsets.dtype.kind != "i":
             raise ValueError(
                 f"{path}: d2t must have an integer for each of the {len(own)} tokens of the head,"
@@ -204,8 +167,8 @@ def _tokens(path: Path, files: _Files) -> np.ndarray:
     inside = (own >= 0) & (own < config.vocab_size)
     if not inside.all() or len({*own.tolist()}) < len(own):
         raise ValueError(f"{path}: d2t maps tokens of the head twice, or outside the vocabulary")
-    if "t2d" in files.tensors:
-        drafted = np.asarray(_read(path, files.tensors, "t2d"))
+    if "t2d" in tensors:
+        drafted = np.asarray(read_tensor(checkpoint, "t2d"))
         if drafted.shape != (config.vocab_size,) or not np.isin(drafted, (0, 1)).all():
             raise ValueError(
                 f"{path}: t2d must be true or false for each of the {config.vocab_size} tokens"
@@ -213,10 +176,3 @@ def _tokens(path: Path, files: _Files) -> np.ndarray:
         if {*np.flatnonzero(drafted).tolist()} != {*own.tolist()}:
             raise ValueError(f"{path}: t2d and d2t contradict each other")
     return own
-
-
-def _read(path: Path, tensors: dict[str, Tensor], name: str) -> np.ndarray:
-    try:
-        return tensors[name].read()
-    except Exception as error:  # for example, a file truncated since it was opened
-        raise ValueError(f"{path}: cannot read {name}: {first_line(error)}") from error

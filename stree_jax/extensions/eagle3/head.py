@@ -13,23 +13,15 @@ of a multi-token-prediction head. Attention comes first, so an entry's keys and 
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 
-from pallas_kernels import KVCache, NodeKV
-from stree_jax.array_types import Array, Float, Float32, Int
+from stree_jax import AttentionConfig, MlpConfig
+from stree_jax.array_types import Array, Float, Float32
 from stree_jax.checks import require, require_integer, require_types
-from stree_jax.models.attention import AttentionConfig
-from stree_jax.models.draft_head import DraftHead
-from stree_jax.models.layer import NoCache
-from stree_jax.models.layers import linear
-from stree_jax.models.matrices import Table
-from stree_jax.models.mlp import MlpConfig
-from stree_jax.tree import Tree
+from stree_jax.models import DraftHead, Table, linear
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,40 +76,23 @@ class Eagle3Config:
 
 
 class Eagle3Head(DraftHead):
-    """A head with the weights of `Eagle3Config`.
+    """A head with an output head of its own, and perhaps an embedding.
 
-    Args:
-        config: sizes of the head.
-        dtype: dtype of weights and activations, the target's.
-        rngs: random streams for initialisation.
-        implementation: kernel implementation, see `pallas_kernels.dispatch`.
+    Its arguments are those of `DraftHead`, with an `Eagle3Config`.
     """
 
-    def __init__(
-        self,
-        config: Eagle3Config,
-        *,
-        dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-        implementation: str | None = None,
-    ):
-        super().__init__(config, dtype)
-        width = config.d_model
-        options: dict[str, Any] = dict(rngs=rngs, implementation=implementation)
+    def make(self, rngs: nnx.Rngs, implementation: str | None) -> None:
+        """See `DraftHead`."""
+        config, dtype = self.config, self.dtype
+        width, layers = config.d_model, len(config.inner_layers)
 
         def rows(count: int) -> Table:
             return Table(0.02 * jax.random.normal(rngs.params(), (count, width), dtype))
 
-        self.fc = linear(
-            len(config.inner_layers) * width, width, bias=False, dtype=dtype, rngs=rngs
-        )
+        self.fc = linear(layers * width, width, bias=False, dtype=dtype, rngs=rngs)
         self.embedding = rows(config.vocab_size) if config.has_embedding else None
-        self.embedding_norm_scale = self._scale()
-        self.hidden_norm_scale = self._scale()
-        self.attention = self._built(config.attention, 1.0, **options)
-        self.mlp_norm_scale = self._scale()
-        self.mlp = self._built(config.mlp, 1.0, **options)
-        self.final_norm_scale = self._scale()
+        self.attention = self.layer(config.attention, rngs, implementation)
+        self.feed_forward = self.layer(config.mlp, rngs, implementation)
         self.output_head = rows(config.draft_vocab_size)
         # The target's token for each of the head's; float32 holds such integers exactly.
         self.tokens = nnx.Param(jnp.arange(config.draft_vocab_size, dtype=jnp.float32))
@@ -126,55 +101,16 @@ class Eagle3Head(DraftHead):
         """The head's input: the target's inner states, concatenated and projected."""
         return self.fc(inner)
 
-    def entries(
-        self,
-        embedded: Float[Array, "B T M"],
-        states: Float[Array, "B T M"],
-        positions: Int[Array, "B T"],
-    ) -> NodeKV:
-        """Keys and values of the entries (token, state before it).
-
-        Args:
-            embedded: embeddings of the tokens.
-            states: `states` before them, or outputs of the head.
-            positions: number of entries before each.
-        """
-        with jax.named_scope("eagle3_entries"):
-            projected = self.attention.in_proj(self._joined(embedded, states)[0])
-            _, keys, values = self.config.attention.layout.split(projected, positions)
-            return NodeKV(keys, values)
-
-    def tree(
-        self,
-        embedded: Float[Array, "B Q M"],
-        states: Float[Array, "B Q M"],
-        tree: Tree,
-        cache: KVCache,
-        prefix: NodeKV | None = None,
-    ) -> tuple[Float[Array, "B Q M"], NodeKV]:
-        """Runs the last Q nodes of a tree, each an entry after the cache; see `MtpHead.tree`.
-
-        Returns:
-            Outputs before the final norm, which children take, and keys and values of all nodes.
-        """
-        with jax.named_scope("eagle3_head"):
-            joined, residual = self._joined(embedded, states)
-            y, kv = self._attend(joined, tree, cache, prefix)
-            x = residual + y
-            y, _, _ = self.mlp.tree(self._norm(x, self.mlp_norm_scale), None, {}, NoCache())
-            return x + y, kv
+    def joined(self, embedded: Array, states: Array) -> tuple[Array, Array]:
+        """See `DraftHead`; the states are those of `states`, or outputs."""
+        normed = self.norm(states, self.hidden_norm_scale)
+        both = [self.norm(embedded, self.embedding_norm_scale), normed]
+        residual = normed if self.config.norm_before_residual else states
+        return jnp.concatenate(both, axis=-1).astype(self.activation_dtype), residual
 
     def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
         """Logits over the target's tokens; minus infinity for those that the head lacks."""
-        normed = self._norm(outputs, self.final_norm_scale)
-        own = self.output_head.matmul(normed)
+        own = self.output_head.matmul(self.norm(outputs, self.final_norm_scale))
         shape = (*own.shape[:2], self.config.vocab_size)
         places = self.tokens[...].astype(jnp.int32)
         return jnp.full(shape, -jnp.inf).at[..., places].set(own)
-
-    def _joined(self, embedded: Array, states: Array) -> tuple[Array, Array]:
-        """The input of the attention, and the residual stream."""
-        normed = self._norm(states, self.hidden_norm_scale)
-        both = [self._norm(embedded, self.embedding_norm_scale), normed]
-        residual = normed if self.config.norm_before_residual else states
-        return jnp.concatenate(both, axis=-1).astype(self.activation_dtype), residual

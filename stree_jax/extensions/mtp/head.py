@@ -1,0 +1,91 @@
+"""A multi-token-prediction head: one attention layer and one MLP or mixture on a model's states.
+
+The head of Nemotron-3 (Super, Ultra, 3.5 Lightning), which its checkpoints store under `mtp.`:
+
+    x = in_proj [norm(embedding of t_{p+1}) ; norm(h_p)]
+    x = x + attention(norm(x));   x = x + experts(norm(x))
+    g_p = norm(x)
+
+h_p is the target's state after token t_p *after* its final norm, and the target's output head maps
+g_p to the logits of t_{p+2}. Further tokens come from the same head: the next one's input is
+(draft token, g_p). Nothing in it depends on positions.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from flax import nnx
+
+from stree_jax import AttentionConfig, LayerConfig
+from stree_jax.array_types import Array
+from stree_jax.checks import require, require_integer, require_types
+from stree_jax.models import DraftHead, linear
+
+
+@dataclasses.dataclass(frozen=True)
+class MtpConfig:
+    """The config of a head.
+
+    Attributes:
+        d_model: width of the target.
+        attention: the attention layer, without rotation, biases, convolution or window.
+        feed_forward: the layer after it, an MLP or a mixture of experts.
+        norm_eps: epsilon of all norms.
+    """
+
+    d_model: int
+    attention: AttentionConfig
+    feed_forward: LayerConfig
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        require_integer(self, "d_model", 1)
+        attention = self.attention
+        require(
+            isinstance(attention, AttentionConfig)
+            and attention
+            == AttentionConfig(
+                attention.num_heads,
+                attention.num_kv_heads,
+                attention.head_dim,
+                scale=attention.scale,
+            ),
+            "attention of a head is AttentionConfig(num_heads, num_kv_heads, head_dim), without"
+            f" rotation and other options, got {attention!r:.200}",
+        )
+        require(
+            isinstance(self.feed_forward, LayerConfig)
+            and not self.feed_forward.has_memory
+            and not self.feed_forward.is_shared,
+            f"feed_forward of a head is an MlpConfig or a MoeConfig, got {self.feed_forward!r:.80}",
+        )
+        require_types(type(self), vars(self))
+        require(self.norm_eps > 0, f"norm_eps must be above 0, got {self.norm_eps}")
+
+
+class MtpHead(DraftHead):
+    """A head; it holds neither embedding nor output head, which are the target's.
+
+    Its arguments are those of `DraftHead`, with an `MtpConfig`.
+    """
+
+    def make(self, rngs: nnx.Rngs, implementation: str | None) -> None:
+        """See `DraftHead`."""
+        width, options = self.config.d_model, (rngs, implementation, 2**-0.5)
+        self.in_proj = linear(2 * width, width, bias=False, dtype=self.dtype, rngs=rngs)
+        self.attention_norm_scale = self.scale()
+        self.attention = self.layer(self.config.attention, *options)
+        self.feed_forward = self.layer(self.config.feed_forward, *options)
+
+    def joined(self, embedded: Array, states: Array) -> tuple[Array, Array]:
+        """See `DraftHead`; the states are the target's after its final norm, or outputs."""
+        parts = (
+            self.norm(embedded, self.embedding_norm_scale),
+            self.norm(states, self.hidden_norm_scale),
+        )
+        x = self.in_proj(jnp.concatenate(parts, axis=-1).astype(self.activation_dtype))
+        return self.norm(x, self.attention_norm_scale), x
+
+    def finished(self, outputs: Array) -> Array:
+        """See `DraftHead`: after the final norm, as the target's output head takes them."""
+        return self.norm(outputs, self.final_norm_scale)
