@@ -90,7 +90,8 @@ def test_a_tokenizer_that_cannot_encode_is_one_line(
     code, _, error = command("generate", tiny_pair / "target", "-p", "b", "--tokenizer", tmp_path)
     assert code == 2
     *_, line = error.splitlines()
-    assert line.startswith(f"stree-jax: error: the tokenizer of {tmp_path} ")
+    assert line.startswith("stree-jax: error: ")
+    assert str(tmp_path) in line
     assert message in line
 
 

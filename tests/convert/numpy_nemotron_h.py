@@ -37,7 +37,7 @@ def shapes(config, prefix="model"):
     out = {f"{prefix}.embeddings.weight": (vocab, width), f"{prefix}.norm_f.weight": (width,)}
     out["lm_head.weight"] = (vocab, width)
     of_kind = dict(mamba=_mamba_shapes, attention=_attention_shapes)
-    of_kind |= dict(moe=_moe_shapes, mlp=_mlp_shapes)
+    of_kind |= dict(moe=moe_shapes, mlp=_mlp_shapes)
     for i, fields in enumerate(blocks(config)):
         out[f"{prefix}.layers.{i}.norm.weight"] = (width,)
         mixer = of_kind[fields["kind"]](fields)
@@ -61,7 +61,7 @@ def _mlp_shapes(c, hidden=None, width=None):
     return {"up_proj.weight": (hidden, width), "down_proj.weight": (width, hidden)}
 
 
-def _moe_shapes(c):
+def moe_shapes(c):
     width, count, latent = c["hidden_size"], c["n_routed_experts"], c.get("moe_latent_size")
     out = {"gate.weight": (count, width), "gate.e_score_correction_bias": (count,)}
     if latent:
@@ -80,7 +80,7 @@ def logits(config, weights, tokens, prefix="model"):
     """Logits `[T, V]` of one sequence."""
     w = {name: np.asarray(value, np.float64) for name, value in weights.items()}
     hidden = w[f"{prefix}.embeddings.weight"][np.asarray(tokens)]
-    run = dict(mamba=_mamba, attention=_attention, moe=_moe, mlp=_mlp)
+    run = dict(mamba=_mamba, attention=_attention, moe=moe, mlp=_mlp)
     for i, c in enumerate(blocks(config)):
         layer = f"{prefix}.layers.{i}"
         mixer = within(f"{layer}.mixer.", w)
@@ -116,15 +116,19 @@ def _mlp(c, w, u, part=""):
     return np.maximum(u @ w[f"{part}up_proj.weight"].T, 0) ** 2 @ w[f"{part}down_proj.weight"].T
 
 
-def _moe(c, w, u):
+def moe(c, w, u):
+    """A mixture of experts, in groups of which some are open."""
     out = _mlp(c, w, u, "shared_experts.")
     latent = c.get("moe_latent_size")
     inputs = u @ w["fc1_latent_proj.weight"].T if latent else u
     routed = np.zeros_like(inputs)
     for t, token in enumerate(u):
         scores = 1 / (1 + np.exp(-(w["gate.weight"] @ token)))
-        order = np.argsort(-(scores + w["gate.e_score_correction_bias"]))
-        chosen = order[: c["num_experts_per_tok"]]
+        preference = scores + w["gate.e_score_correction_bias"]
+        of_groups = preference.reshape(c.get("n_group", 1), -1)
+        best_two = np.sort(of_groups, axis=1)[:, -2:].sum(axis=1)
+        of_groups[np.argsort(-best_two)[c.get("topk_group", 1) :]] = -np.inf
+        chosen = np.argsort(-preference)[: c["num_experts_per_tok"]]
         share = scores[chosen]
         if c.get("norm_topk_prob", True):
             share = share / (share.sum() + 1e-20)

@@ -1,10 +1,7 @@
 """Multi-token prediction heads beside Nemotron-3 targets: read, written, refused."""
 
-import functools
 import json
 import os
-import tempfile
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,113 +11,8 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.checkpoint.arrays import CHECKSUMS
 from stree_jax.convert import convert, open_checkpoint
-from stree_jax.convert.writing import write_as
-from stree_jax.decoding import outputs_ahead
-from stree_jax.testing import HYBRIDS
 from tests.convert import checkpoints
-from tests.extensions.numpy_mtp import Head
-
-KEYS = {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["attention", "moe"]}
-IGNORED = {"mtp_use_repeated_layer": True, "keep_mtp_spec_in_bf16": True, "n_shared_experts": 1}
-TEXT = np.array([5, 9, 2, 30, 11, 7], np.int32)
-
-
-def shapes(config):
-    """The tensors of a head by their names in files, from the table of sizes of the format."""
-    width, latent = config["hidden_size"], config.get("moe_latent_size")
-    queries = config["num_attention_heads"] * config["head_dim"]
-    keys = config["num_key_value_heads"] * config["head_dim"]
-    first = {
-        "enorm": (width,),
-        "hnorm": (width,),
-        "eh_proj": (width, 2 * width),
-        "norm": (width,),
-        "mixer.q_proj": (queries, width),
-        "mixer.k_proj": (keys, width),
-        "mixer.v_proj": (keys, width),
-        "mixer.o_proj": (width, queries),
-    }
-    hidden, shared = config["moe_intermediate_size"], config["moe_shared_expert_intermediate_size"]
-    last = {"norm": (width,), "mixer.gate": (config["n_routed_experts"], width)}
-    for i in range(config["n_routed_experts"]):
-        last |= {
-            f"mixer.experts.{i}.up_proj": (hidden, latent or width),
-            f"mixer.experts.{i}.down_proj": (latent or width, hidden),
-        }
-    last |= {
-        "mixer.shared_experts.up_proj": (shared, width),
-        "mixer.shared_experts.down_proj": (width, shared),
-        "final_layernorm": (width,),
-    }
-    if latent:
-        last |= {"mixer.fc1_latent_proj": (latent, width), "mixer.fc2_latent_proj": (width, latent)}
-    named = {f"mtp.layers.0.{name}.weight": shape for name, shape in first.items()}
-    named |= {f"mtp.layers.1.{name}.weight": shape for name, shape in last.items()}
-    bias = "mtp.layers.1.mixer.gate.e_score_correction_bias"
-    return named | {bias: (config["n_routed_experts"],)}
-
-
-@functools.cache
-def files(latent=True):
-    """Config and tensors of a tiny Nemotron-3 with its head."""
-    config = HYBRIDS["nemotron_h"]
-    if not latent:
-        config = config.with_layers(
-            ("mamba2", "attention", "moe"),
-            moe=st.MoeConfig(**{**vars(config.moe), "latent_size": None}),
-        )
-    from safetensors.numpy import load_file
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder)
-        write_as(checkpoints.random_model(config), path, "hf")
-        values = json.loads((path / "config.json").read_text())
-        tensors = load_file(path / "model.safetensors")
-    rng = np.random.default_rng(1)
-    head = {name: checkpoints.random_weight(name, s, rng) for name, s in shapes(values).items()}
-    return values, tensors, head
-
-
-def saved(path, changes=(), tensors=None, latent=True):
-    values, target, head = files(latent)
-    tensors = target | (head if tensors is None else tensors)
-    config = values | KEYS | IGNORED | dict(changes)
-    return checkpoints.write_safetensors(path, config, tensors)
-
-
-@jax.jit
-def ahead(target, model, text):
-    hidden = target.hidden(text)
-    outputs = outputs_ahead(model, text, hidden, 3)
-    return hidden, [model.logits(output) for output in outputs]
-
-
-@pytest.mark.parametrize("latent", [True, False], ids=["latent", "dense"])
-def test_a_head_is_that_of_the_files_in_float64(latent, tmp_path):
-    path = saved(tmp_path / "original", latent=latent)
-    target = st.from_pretrained(path)
-    head = st.load_mtp(path, target)
-    values, tensors, own = files(latent)
-    exact = Head(
-        own
-        | {
-            "embedding": tensors["backbone.embeddings.weight"],
-            "lm_head": tensors["lm_head.weight"],
-        },
-        num_heads=values["num_attention_heads"],
-        num_kv_heads=values["num_key_value_heads"],
-        groups=values["n_group"],
-        active_groups=values["topk_group"],
-        active=values["num_experts_per_tok"],
-        scale=values["routed_scaling_factor"],
-        eps=values["layer_norm_epsilon"],
-    )
-    hidden, logits = ahead(target, st.MtpModel(target, head), TEXT[None])
-    for place in range(3):
-        text, path = TEXT[: place + 2], TEXT[place + 2 : place + 4]
-        want = exact.logits(text, np.asarray(hidden)[0], path)
-        got = np.array([level[0, place] for level in logits])[: len(want)]
-        np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
+from tests.extensions.mtp_files import KEYS, files, saved
 
 
 def same(head, other):
@@ -163,31 +55,16 @@ def test_convert_carries_the_head_in_both_directions(tmp_path):
     same(st.load_mtp(tmp_path / "again", native), want)
 
 
-def test_a_head_is_for_one_target(tmp_path):
+def test_a_head_of_another_size_or_none(tmp_path):
     path = saved(tmp_path / "original")
-    target, other = st.from_pretrained(path), checkpoints.random_model(HYBRIDS["bamba"])
-    head = st.load_mtp(path, target)
-    st.save_mtp(head, target, tmp_path / "head")
-    rounded = st.from_pretrained(path, dtype="bfloat16")
-    loaded = st.load_mtp(tmp_path / "head", rounded)
-    assert loaded.in_proj.kernel.dtype == "bfloat16"
-    assert loaded.feed_forward.correction.dtype == "float32"
-    with pytest.raises(ValueError, match="head in .* is for another target; load that one, or"):
-        st.load_mtp(tmp_path / "head", other)
+    wide = nnx.merge(*st.HybridLM.abstract(st.ModelConfig.tiny(d_model=32)))
     with pytest.raises(
         ValueError, match="is of a model of width 16 with 37 tokens, and the target"
     ):
-        st.load_mtp(path, nnx.merge(*st.HybridLM.abstract(st.ModelConfig.tiny(d_model=32))))
-    st.save_pretrained(target, tmp_path / "alone")
-    with pytest.raises(ValueError, match="has no multi-token prediction head in a folder mtp"):
-        st.load_mtp(tmp_path / "alone", target)
-    with pytest.raises(ValueError, match="'mtp', with load_mtp or generate --mtp"):
-        st.from_pretrained(tmp_path / "head")
-    header = json.loads((tmp_path / "head" / "config.json").read_text())
-    header["head"]["feed_forward"]["kind"] = "rwkv"
-    (tmp_path / "head" / "config.json").write_text(json.dumps(header))
-    with pytest.raises(ValueError, match=r"config.json is damaged: unknown feed_forward 'rwkv'"):
-        st.load_mtp(tmp_path / "head", target)
+        st.load_mtp(path, wide)
+    rounded = st.load_mtp(path, st.from_pretrained(path, dtype="bfloat16"))
+    assert rounded.in_proj.kernel.dtype == "bfloat16"
+    assert rounded.feed_forward.correction.dtype == "float32"
 
 
 REFUSED = [

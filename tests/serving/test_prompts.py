@@ -154,7 +154,6 @@ def test_texts_that_go_on_and_reading_use_the_cache():
 
 
 DRAFTERS = {
-    "that prepares anew": lambda model: Rereads(perturbed(model, 0.1)),
     "medusa": lambda model: st.MedusaDrafter(model, heads_of(model, amount=0.05)),
     "mtp": lambda model: st.MtpDrafter(model, mtp_head_of(model)),
     "cascade": lambda model: st.CascadeDrafter(perturbed(model, 0.1), st.NgramDrafter()),
@@ -165,12 +164,12 @@ DRAFTERS = {
 @pytest.mark.parametrize(
     ("kind", "places"),
     [
-        ("that prepares anew", None),
+        ("medusa", None),
         *(
             pytest.param(kind, places, marks=pytest.mark.slow)
             for kind in DRAFTERS
             for places in (None, 32)
-            if places or kind != "that prepares anew"
+            if places or kind != "medusa"
         ),
     ],
 )
@@ -187,12 +186,6 @@ def test_other_drafters(kind, places):
         first_places=places,
     )
     assert check(scheduler, orders()[0], name).tokens_reused > 200
-
-
-class Rereads(st.ModelDrafter):
-    """A drafter without `resume`."""
-
-    resume = None
 
 
 def test_rows_decode_while_a_long_prompt_is_read():

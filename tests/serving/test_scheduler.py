@@ -12,8 +12,8 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
 from stree_jax.testing import perturbed, tiny_model
-from tests.extensions import eagle3_files
-from tests.helpers import heads_of, mtp_head_of, with_weight
+from tests.extensions.heads import parts
+from tests.helpers import with_weight
 from tests.serving.requests import TREE, WAYS, alone, cut, drafting, mixed, ragged, served
 
 
@@ -72,19 +72,13 @@ def test_one_request_is_generate():
 @pytest.mark.parametrize(
     "kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("medusa", "eagle3")), "mtp"]
 )
-def test_heads_on_hidden_states(kind, tmp_path):
+def test_heads_on_hidden_states(kind):
     """A new tenant of a row drafts from its own text's states, or nothing.
 
     So does one whose prompt was read before, as the same prompt's chunks.
     """
-    model = tiny_model("nemotron_h hybrid" if kind == "eagle3" else "plain")
+    model, drafter = parts(kind).target, parts(kind).drafter()
     requests = mixed(ragged(6), WAYS[:2])
-    if kind == "medusa":
-        drafter = st.MedusaDrafter(model, heads_of(model, amount=0.05))
-    elif kind == "mtp":
-        drafter = st.MtpDrafter(model, mtp_head_of(model))
-    else:
-        drafter = st.Eagle3Drafter(model, st.load_eagle3(eagle3_files.saved(tmp_path), model))
     cache = dict(prefill_tokens=16, prefix_every=16, prefix_cache_bytes=2**20)
     scheduler = st.Scheduler(model, rows=2, max_length=60, quantum=3, drafter=drafter, **cache)
     want, accepted = alone(model, requests), []

@@ -423,27 +423,8 @@ def test_medusa_heads_are_trained_resumed_and_refused_with_another_target(
     want = st.generate(before, [[1, 2]], max_new_tokens=5)
     np.testing.assert_array_equal(out.tokens, want.tokens)
 
-    changed = perturbed(before, 0.1)
-    with pytest.raises(ValueError, match="trained with another target; load that one, or train"):
-        st.load_medusa(tmp_path / "whole", changed)
-    with pytest.raises(ValueError, match="has no Medusa heads; it is a model, for from_pretrained"):
-        st.load_medusa(target, before)
-    with pytest.raises(ValueError, match="of kind 'medusa' and no model; load it with what"):
-        st.from_pretrained(tmp_path / "whole")
     with pytest.raises(ValueError, match="exists and is not a stree-jax checkpoint of this kind"):
         list(distill(recipe, target, tmp_path / "whole", command=""))
-    (tmp_path / "whole" / "config.json").write_text(
-        (tmp_path / "whole" / "config.json").read_text().replace('"num_heads": 2', '"num_heads": 3')
-    )
-    with pytest.raises(ValueError, match="the weights of .* disagree with its config"):
-        st.load_medusa(tmp_path / "whole", before)
-    (tmp_path / "whole" / "config.json").write_text(
-        (tmp_path / "whole" / "config.json")
-        .read_text()
-        .replace('"num_heads": 3', '"num_heads": true')
-    )
-    with pytest.raises(ValueError, match=r"config\.json is damaged: num_heads = True"):
-        st.load_medusa(tmp_path / "whole", before)
     with pytest.raises(ValueError, match=r"recipe.toml, .model. has num_heads alone: "):
         list(
             train_medusa(

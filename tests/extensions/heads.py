@@ -1,0 +1,104 @@
+"""The table of heads that all tests of heads run on: head, drafter, and the head in float64."""
+
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import stree_jax as st
+from stree_jax.testing import apply, tiny_model
+from tests.extensions import eagle3_files, mtp_files, numpy_heads
+from tests.helpers import heads_of
+
+
+class Parts(NamedTuple):
+    """A head of a kind, for a target."""
+
+    kind: str
+    target: st.HybridLM
+    head: Any
+    make: Callable[..., st.Drafter]  # from the target and the head
+    exact: Any  # the head in float64, see `numpy_heads`
+
+    def drafter(self, **options):
+        return self.make(self.target, self.head, **options)
+
+
+def of_target(target):
+    """Embedding and output head, with the target's multipliers."""
+    config = target.config
+    return {
+        "embedding": config.embedding_multiplier * np.asarray(target.embedding[...]),
+        "lm_head": config.logits_multiplier * np.asarray(target.output_head[...]),
+    }
+
+
+def medusa(name):
+    target = tiny_model(name)
+    head = heads_of(target)
+    weights = {"kernel": head.kernel[...], "bias": head.bias[...]} | of_target(target)
+    return Parts("medusa", target, head, st.MedusaDrafter, numpy_heads.Medusa(weights))
+
+
+def mtp(name, **options):
+    target, (values, _, own) = tiny_model(name), mtp_files.files(**options)
+    with tempfile.TemporaryDirectory() as folder:
+        head = st.load_mtp(mtp_files.saved(Path(folder), **options), target)
+    exact = numpy_heads.Mtp(values, own | of_target(target))
+    return Parts("mtp", target, head, st.MtpDrafter, exact)
+
+
+def eagle3(own=False):
+    target, changes, tensors = tiny_model("nemotron_h hybrid"), {}, {}
+    weights = eagle3_files.tensors() | of_target(target)
+    if own:  # its own embedding
+        changes = dict(norm_before_residual=True)
+        weights["embedding"] = np.random.default_rng(1).normal(size=(37, 16)).astype(np.float32)
+        tensors = {"embed_tokens.weight": weights["embedding"]}
+    with tempfile.TemporaryDirectory() as folder:
+        head = st.load_eagle3(eagle3_files.saved(Path(folder), changes, tensors), target)
+    exact = numpy_heads.Eagle3(eagle3_files.CONFIG | changes, weights)
+    return Parts("eagle3", target, head, st.Eagle3Drafter, exact)
+
+
+# Targets with multipliers and a padded vocabulary, tied and untied, are among them.
+HEADS = {
+    "medusa": lambda: medusa("plain"),
+    "medusa, multipliers": lambda: medusa("falcon_h1 hybrid"),
+    "medusa, padded": lambda: medusa("groups"),
+    "mtp": lambda: mtp("plain", latent=False),
+    "mtp, latent": lambda: mtp("falcon_h1 hybrid"),
+    "eagle3": eagle3,
+    "eagle3, its own embedding": lambda: eagle3(own=True),
+}
+KINDS = ("medusa", "mtp", "eagle3")
+
+
+@functools.cache
+def parts(name):
+    """An entry of `HEADS`."""
+    return HEADS[name]()
+
+
+@functools.partial(jax.jit, static_argnames="inner")
+def hidden_of(model, tokens, inner=()):
+    return model.hidden(tokens, inner)
+
+
+def states_of(model, text, inner=()):
+    """The target's states that heads read: after its final norm, or those of inner layers."""
+    padded = np.pad(np.asarray(text, np.int32), (0, 96 - len(text)))[None]
+    states = np.asarray(hidden_of(model, padded, tuple(inner)))[0, : len(text)]
+    last, width = states[:, : model.config.d_model], model.config.d_model
+    own = model.config.logits_multiplier * last @ np.asarray(model.output_head[...]).T
+    np.testing.assert_allclose(own, np.asarray(apply(model, padded))[0, : len(text)], atol=1e-4)
+    return states[:, width:] if inner else last
+
+
+def log_softmax(logits):
+    logits = logits - logits.max()
+    return logits - np.log(np.exp(logits).sum())

@@ -1,0 +1,57 @@
+"""Checkpoints of a tiny Nemotron-3 with its multi-token prediction head, with random weights."""
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+import stree_jax as st
+from stree_jax.convert.writing import write_as
+from stree_jax.testing import HYBRIDS
+from tests.convert import checkpoints, numpy_nemotron_h
+
+KEYS = {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["attention", "moe"]}
+IGNORED = {"mtp_use_repeated_layer": True, "keep_mtp_spec_in_bf16": True, "n_shared_experts": 1}
+
+
+def shapes(config):
+    """The tensors of a head: two layers of Nemotron-H, and what joins and norms."""
+    width, layers = config["hidden_size"], {"layers_block_type": ["attention", "moe"]}
+    own = numpy_nemotron_h.shapes(config | layers, "mtp").items()
+    return {name: shape for name, shape in own if ".layers." in name} | {
+        "mtp.layers.0.enorm.weight": (width,),
+        "mtp.layers.0.hnorm.weight": (width,),
+        "mtp.layers.0.eh_proj.weight": (width, 2 * width),
+        "mtp.layers.1.final_layernorm.weight": (width,),
+    }
+
+
+@functools.cache
+def files(latent=True):
+    """Config and tensors of the target, and tensors of its head."""
+    config = HYBRIDS["nemotron_h"]
+    if not latent:
+        config = config.with_layers(
+            ("mamba2", "attention", "moe"),
+            moe=st.MoeConfig(**{**vars(config.moe), "latent_size": None}),
+        )
+    from safetensors.numpy import load_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        write_as(checkpoints.random_model(config), path, "hf")
+        values = json.loads((path / "config.json").read_text())
+        tensors = load_file(path / "model.safetensors")
+    rng = np.random.default_rng(1)
+    head = {name: checkpoints.random_weight(name, s, rng) for name, s in shapes(values).items()}
+    return values, tensors, head
+
+
+def saved(path, changes=(), tensors=None, latent=True):
+    """Writes the checkpoint, with some fields changed, and other tensors of the head."""
+    values, target, head = files(latent)
+    tensors = target | (head if tensors is None else tensors)
+    config = values | KEYS | IGNORED | dict(changes)
+    return checkpoints.write_safetensors(path, config, tensors)

@@ -1,0 +1,132 @@
+"""Heads in NumPy float64, on tensors with the names of their files.
+
+One text, entry by entry. It shares no code with the library: the source is the format page.
+"""
+
+import numpy as np
+
+from tests.convert.numpy_nemotron_h import moe
+from tests.convert.numpy_parts import attend, rms_norm, rope_frequencies, rotate, silu
+
+
+class Head:
+    """A head of an attention layer and one after it.
+
+    Args:
+        config: config.json of its files.
+        weights: tensors by name, and the target's `embedding` and `lm_head`, `[V, M]` each.
+    """
+
+    def __init__(self, config, weights):
+        self.config = config
+        self.w = {name: np.asarray(value, np.float64) for name, value in weights.items()}
+        self.eps = config.get("layer_norm_epsilon", config.get("rms_norm_eps"))
+
+    def norm(self, x, name):
+        return rms_norm(x[None], self.w[f"{name}.weight"], self.eps)[0]
+
+    def state(self, target):
+        """The head's input from a state of the target."""
+        return target
+
+    def qkv(self, entries):
+        """Queries, keys and values `[T, heads, E]` of the attention's inputs."""
+        size = self.config["head_dim"]
+        return [
+            (entries @ self.w[f"{self.attention}.{name}_proj.weight"].T).reshape(
+                len(entries), -1, size
+            )
+            for name in "qkv"
+        ]
+
+    def entries(self, text, states):
+        """The attention's inputs for all tokens of a text but the first."""
+        pairs = zip(text[1:], states, strict=False)
+        return [self.entry(token, self.state(state))[0] for token, state in pairs]
+
+    def logits(self, text, states, path):
+        """Logits after the text, and after each token of a path of drafts.
+
+        Args:
+            text: at least two tokens; the last is the root.
+            states: the target's, at all tokens but the last.
+            path: tokens below the root.
+        """
+        entries, out = self.entries(text[:-1], states), []
+        above = self.state(states[len(text) - 2])
+        for token in [text[-1], *path]:
+            entry, residual = self.entry(token, above)
+            entries.append(entry)
+            y = attend(*self.qkv(np.array(entries)), self.config["head_dim"] ** -0.5)[-1]
+            above = self.after(residual + self.w[f"{self.attention}.o_proj.weight"] @ y.ravel())
+            out.append(self.output(above))
+        return np.array(out)
+
+
+class Mtp(Head):
+    """A head of Nemotron-3."""
+
+    attention = "mtp.layers.0.mixer"
+
+    def entry(self, token, state):
+        """eh_proj [enorm(embedding) ; hnorm(h)], the embedding first."""
+        e = self.norm(self.w["embedding"][token], "mtp.layers.0.enorm")
+        h = self.norm(state, "mtp.layers.0.hnorm")
+        x = self.w["mtp.layers.0.eh_proj.weight"] @ np.concatenate([e, h])
+        return self.norm(x, "mtp.layers.0.norm"), x
+
+    def after(self, x):
+        start = "mtp.layers.1.mixer."
+        experts = {name[len(start) :]: self.w[name] for name in self.w if name.startswith(start)}
+        x = x + moe(self.config, experts, self.norm(x, "mtp.layers.1.norm")[None])[0]
+        return self.norm(x, "mtp.layers.1.final_layernorm")
+
+    def output(self, above):
+        return self.w["lm_head"] @ above
+
+
+class Eagle3(Head):
+    """An EAGLE-3 head; its states of the target are those of inner layers, concatenated."""
+
+    attention = "midlayer.self_attn"
+
+    def state(self, target):
+        return self.w["fc.weight"] @ target
+
+    def qkv(self, entries):
+        frequencies = rope_frequencies(self.config["head_dim"], self.config["rope_theta"])
+        q, k, v = super().qkv(entries)
+        return rotate(q, frequencies), rotate(k, frequencies), v
+
+    def entry(self, token, state):
+        e = self.norm(self.w["embedding"][token], "midlayer.input_layernorm")
+        normed = self.norm(state, "midlayer.hidden_norm")
+        before = self.config.get("norm_before_residual", False)
+        return np.concatenate([e, normed]), normed if before else state
+
+    def after(self, x):
+        u = self.norm(x, "midlayer.post_attention_layernorm")
+        gate, up = (self.w[f"midlayer.mlp.{name}_proj.weight"] @ u for name in ("gate", "up"))
+        return x + self.w["midlayer.mlp.down_proj.weight"] @ (silu(gate) * up)
+
+    def output(self, above):
+        own = self.w["lm_head.weight"] @ self.norm(above, "norm")
+        full = np.full(len(self.w["t2d"]), -np.inf)
+        full[np.arange(len(own)) + self.w["d2t"].astype(int)] = own
+        return full
+
+
+class Medusa:
+    """Medusa heads: `kernel` `[heads, M, M]`, `bias` `[heads, M]`, and the target's `lm_head`."""
+
+    def __init__(self, weights):
+        self.w = {name: np.asarray(value, np.float64) for name, value in weights.items()}
+
+    def logits(self, text, states, path):
+        h, w = np.asarray(states[len(text) - 2], np.float64), self.w
+        return np.array(
+            [
+                w["lm_head"] @ (h + silu(h @ kernel + bias))
+                for kernel, bias in zip(w["kernel"], w["bias"], strict=True)
+            ]
+        )[: len(path) + 1]

@@ -1,0 +1,333 @@
+"""What holds for heads of every kind: against float64, and that drafts depend on the text alone.
+
+No test of exactness can find a wrong head: a wrong order, state or cache only lowers acceptance.
+"""
+
+import dataclasses
+import functools
+import importlib
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import stree_jax as st
+from stree_jax.checkpoint.arrays import CHECKSUMS
+from stree_jax.decoding import slots
+from stree_jax.decoding.nodes import MAX_UNROLLED
+from stree_jax.decoding.options import plan
+from stree_jax.decoding.types import Context, Sampling, Step
+from stree_jax.testing import PROMPTS, assert_lossless, random_model, tiny_model
+from stree_jax.tuning import head_trace, replay_tau
+from tests.extensions.heads import HEADS, KINDS, log_softmax, parts, states_of
+
+TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 1, 2, 3])
+# More levels than are unrolled: one path, with branches beside it.
+DEEP = st.TreeTopology.from_parents([*range(-1, MAX_UNROLLED + 1), 0, 2, 2]).level_order()
+SLOW = ("mtp, latent", "medusa, padded")
+
+
+def kept(state):
+    """What a drafter keeps of the text."""
+    return getattr(state, "reader", state)
+
+
+@pytest.mark.unrolled
+@pytest.mark.parametrize(
+    ("name", "topology"),
+    [
+        *(
+            pytest.param(name, TREE, marks=[pytest.mark.slow] * (name in SLOW), id=name)
+            for name in HEADS
+        ),
+        pytest.param("mtp", DEEP, id="mtp, looped"),
+    ],
+)
+def test_drafts_come_from_the_head_in_float64(name, topology):
+    """Over several steps, given the whole path of each node; and what is kept of the text.
+
+    A row that has ended keeps its state.
+    """
+    kind, target, head, make, exact = parts(name)
+    drafter = make(target, head, child_sampling="iid")
+    inner = head.config.inner_layers if kind == "eagle3" else ()
+    options = dict(temperature=0.7, key=jax.random.key(2), max_new_tokens=60)
+    request = plan(target, PROMPTS, drafter=drafter, topology=topology, **options)
+    topology, limits = request.decoder.topology, jnp.array([2, 60, 60])  # the first row ends
+    limits = request.limits._replace(max_new_tokens=limits)
+    state = request.decoder.start(target, drafter, request.context, request.keys)
+    for step in range(4):
+        before = state.context, state.done, kept(state.drafter)
+        context, done, reader = jax.tree.map(np.array, before)
+        state, draft, _ = request.decoder.step(target, drafter, state, limits, request.sampling)
+        draft = jax.tree.map(np.asarray, draft)
+        for row in range(len(PROMPTS)):
+            text = context.tokens[row, : context.length[row]].tolist()
+            assert reader.known[row] == (len(text) > 1)
+            assert done[row] or draft.tree.valid[row, 1:].all() == (len(text) > 1)
+            if len(text) == 1:
+                assert draft.tree.valid[row].sum() == 1
+                continue
+            states = states_of(target, text, inner)
+            last = states[len(text) - 2]
+            if kind != "medusa":
+                last = exact.state(last)
+                entries = exact.entries(text[:-1], states)
+                assert reader.kv.length[row] == len(entries) == len(text) - 2
+                wanted = exact.qkv(np.array(entries))[1:] if entries else ()
+                for got, want in zip(reader.kv, wanted, strict=False):
+                    got = got[row, :, : len(entries)].swapaxes(0, 1)
+                    np.testing.assert_allclose(got, want, atol=2e-5)
+            np.testing.assert_allclose(reader.hidden[row], last, atol=2e-5)
+            for node, below in enumerate(topology.children):
+                if done[row] or not below or (step and topology.depths[node] > 2):
+                    continue
+                path = draft.tokens[row, np.flatnonzero(topology.ancestor_mask[node])[1:]]
+                logits = exact.logits(text, states, path)[-1][: target.config.vocab_size]
+                want, got = (
+                    log_softmax(logits / 0.7),
+                    draft.log_probs[row, draft.log_prob_row[node]],
+                )
+                there = np.isfinite(want)
+                np.testing.assert_array_equal(np.isfinite(got), there)
+                np.testing.assert_allclose(got[there], want[there], atol=5e-4)
+
+
+@pytest.mark.parametrize(  # the others are in test_lossless.py, too
+    "kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("medusa", "mtp"))]
+)
+def test_text_and_cache_are_those_of_autoregressive_decoding(kind):
+    """At temperature 0, and with shared noise above it."""
+    topology = st.TreeTopology.from_branching((3, 2))
+    target, drafter = parts(kind).target, parts(kind).drafter()
+    outs = assert_lossless(target, drafter, topology=topology, max_new_tokens=16)
+    assert sum(out.stats.num_accepted for out in outs) > 0
+
+
+# The text alone.
+
+ZERO = Sampling(jnp.zeros(1), temperature_is_zero=True)
+
+
+def assert_same_state(got, want, length):
+    """Of rows of one text; entries past the length are unspecified."""
+    np.testing.assert_array_equal(got.known, want.known)
+    np.testing.assert_allclose(got.hidden, want.hidden, atol=1e-4)
+    if not hasattr(got, "kv"):
+        return
+    np.testing.assert_array_equal(got.kv.length, want.kv.length)
+    for mine, other in zip(got.kv[:2], want.kv[:2], strict=True):
+        mine, other = mine[:, :, : length - 2], other[:, :, : length - 2]
+        np.testing.assert_allclose(mine, other, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_chain_depends_on_the_text_alone(kind, monkeypatch):
+    """However it was cut into prompt, pieces, steps and forks."""
+    prefill = importlib.import_module("stree_jax.decoding.prefill")
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 4)
+    jax.clear_caches()
+    target, drafter = parts(kind).target, parts(kind).drafter()
+    text, limits = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], dict(max_new_tokens=40)
+    request = plan(target, [text], drafter=drafter, topology=st.TreeTopology.chain(3), **limits)
+    decoder, keys = request.decoder, request.keys
+
+    def context(tokens):
+        padded = np.pad(np.asarray(tokens, np.int32), (0, 64 - len(tokens)))[None]
+        return Context(jnp.asarray(padded), jnp.array([len(tokens)], jnp.int32))
+
+    @jax.jit
+    def chain(drafter, state, tokens):
+        context = Context(tokens, jnp.full(1, tokens.shape[1], jnp.int32))
+        return drafter.propose(state, Step(context, keys, None, ZERO), decoder.topology)[0].tokens
+
+    def next_chain(prefix, tokens):
+        return chain(drafter, prefix.drafter, jnp.asarray([tokens[-1:]], jnp.int32)).tolist()
+
+    # A pool with the prompt in it, after some steps; then continued by another turn.
+    whole = decoder.read(target, drafter, context(text))
+    for at in (1, 2, 6):
+        prefix = decoder.read(target, drafter, context(text[:at]))
+        assert bool(kept(prefix.drafter).known[0]) == (at > 1)
+        joined = decoder.read(target, drafter, context(text), prefix)
+        assert_same_state(kept(joined.drafter), kept(whole.drafter), len(text))
+        assert next_chain(joined, text) == next_chain(whole, text)
+    state = slots.empty(decoder, target, drafter, rows=2)
+    state = slots.insert(decoder, target, state, [1], joined, keys)
+    arguments = target, drafter, state, request.limits, request.sampling
+    state = decoder.run(*arguments, max_steps=3)
+    assert int(state.statistics.drafted[1]) == 3 * 3  # from the first step on
+    taken = slots.take(state, 1)
+    length = int(taken.context.length[0])
+    longer = np.asarray(taken.context.tokens)[0, :length].tolist()
+    assert length > len(text) + 2
+    both = [*longer, 7, 8, 9, 1, 2]
+    forked = decoder.read(target, drafter, context(both), taken)
+    for prefix, words in ((taken, longer), (forked, both)):
+        want = decoder.read(target, drafter, context(words))
+        assert_same_state(kept(prefix.drafter), kept(want.drafter), len(words))
+        assert next_chain(prefix, words) == next_chain(want, words)
+
+    # Other trees, and other drafters with the head, go on with what was read.
+    others = [drafter]
+    if kind != "medusa":
+        others += [st.BeamDrafter(drafter.model), st.DynamicDrafter(drafter.model)]
+    for other in others:
+        tree = dataclasses.replace(decoder, topology=st.TreeTopology.budget(4, 3))
+        own = taken.drafter
+        if other is not drafter:
+            own = other.init(1, tree.topology, tree.max_length)._replace(reader=kept(own))
+        switched = tree.read(target, other, taken.context, taken._replace(drafter=own))
+        assert_same_state(kept(switched.drafter), kept(taken.drafter), length)
+    jax.clear_caches()
+
+
+# What tuning and training see.
+
+
+@pytest.mark.parametrize(
+    ("kind", "temperature"),
+    [
+        *(pytest.param(kind, 0.0, marks=pytest.mark.slow) for kind in KINDS),
+        ("mtp", 1.0),
+        *(pytest.param(kind, 1.0, marks=pytest.mark.slow) for kind in ("medusa", "eagle3")),
+    ],
+)
+def test_ranks_by_depth_give_the_tau_of_every_tree(kind, temperature):
+    """Without decoding with the tree; texts end inside paths, too."""
+    target, drafter = parts(kind).target, parts(kind).drafter()
+    prompts = np.random.default_rng(0).integers(37, size=(16, 5)).tolist()
+    options = dict(max_new_tokens=23, temperature=temperature, key=jax.random.key(0))
+    request, texts = plan(target, prompts, **options), st.generate(target, prompts, **options)
+    asked = target, request, list(texts.tokens), 6
+    of_head = functools.partial(head_trace, drafter, getattr(drafter, "model", None))
+    trace = getattr(drafter, "rank_trace", of_head)(*asked)
+    assert trace.ranks[0].shape == (23, 4 if kind == "medusa" else 8)
+    for topology in (st.TreeTopology.chain(3), st.TreeTopology.from_branching((3, 2, 1))):
+        out = st.generate(target, prompts, drafter=drafter, topology=topology, **options)
+        assert out.stats.tau > 1.02
+        np.testing.assert_allclose(replay_tau(topology, trace), out.stats.tau, rtol=1e-12)
+
+
+# Native checkpoints.
+
+
+def same(head, other):
+    assert getattr(head, "config", None) == getattr(other, "config", None)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(head), nnx.state(other))
+
+
+@pytest.mark.parametrize(
+    ("kind", "load", "other", "missing"),
+    [
+        (
+            "medusa",
+            st.load_medusa,
+            "trained with another target; load that one, or train heads for this one",
+            "has no Medusa heads; it is a model, for from_pretrained",
+        ),
+        (
+            "mtp",
+            st.load_mtp,
+            "head in .* is for another target; load that one, or train a head for this one",
+            "has no multi-token prediction head in a folder mtp",
+        ),
+        (
+            "eagle3",
+            st.load_eagle3,
+            "the EAGLE-3 head in .* is for another target; load the target that it was trained for",
+            "is not an EAGLE-3 head",
+        ),
+    ],
+)
+def test_a_saved_head_is_for_one_target(kind, load, other, missing, tmp_path):
+    _, target, head, _, _ = parts(kind)
+    path = tmp_path / "head"
+    st.save_head(head, target, path)
+    assert (path / CHECKSUMS).is_file()
+    same(load(path, target), head)
+    same(st.load_head(kind, path, target), head)
+    rounded = load(path, tiny_model(NAMES[kind], dtype="bfloat16"))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(rounded))} >= {"bfloat16"}
+    for other_target in (random_model(target.config, seed=1), tiny_model("bamba hybrid")):
+        with pytest.raises(ValueError, match=other):
+            load(path, other_target)
+    with pytest.raises(ValueError, match=f"of kind '{kind}' and no model; load it with what"):
+        st.from_pretrained(path)
+    with pytest.raises(ValueError, match="exists; pass overwrite=True|exists"):
+        st.save_head(head, target, path)
+    st.save_pretrained(target, tmp_path / "model")
+    for wrong in [tmp_path / "model", *saved_as_others(kind, tmp_path)]:
+        with pytest.raises(ValueError, match=missing):
+            load(wrong, target)
+    header = json.loads((path / "config.json").read_text())
+    for change, message in DAMAGED[kind]:
+        (path / "config.json").write_text(json.dumps(header | change))
+        with pytest.raises(ValueError, match=message):
+            load(path, target)
+
+
+NAMES = {"medusa": "plain", "mtp": "plain", "eagle3": "nemotron_h hybrid"}
+DAMAGED = {
+    "medusa": [
+        ({"num_heads": 3}, "the weights of .* disagree with its config"),
+        ({"num_heads": True}, r"config\.json is damaged: num_heads = True"),
+    ],
+    "mtp": [
+        ({"head": None}, "config.json is damaged: MtpConfig needs a table of fields, got None"),
+        ({"head": {"feed_forward": {"kind": "rwkv"}}}, "damaged: unknown feed_forward 'rwkv'"),
+    ],
+    "eagle3": [({"head": {"layers": 3}}, "damaged: Eagle3Config has no fields .'layers'")],
+}
+
+
+def saved_as_others(kind, folder):
+    """Heads of the other kinds."""
+    for other in {*KINDS} - {kind}:
+        _, target, head, _, _ = parts(other)
+        st.save_head(head, target, folder / other)
+        yield folder / other
+
+
+def test_what_is_no_head(tmp_path):
+    target = tiny_model()
+    with pytest.raises(ValueError, match="the kinds of heads are .*mtp, got 'eagle'"):
+        st.load_head("eagle", tmp_path, target)
+    with pytest.raises(ValueError, match="head must be one of the kinds eagle3, .* got"):
+        st.save_head(target, target, tmp_path / "head")
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("kind", "wide", "elsewhere"),
+    [
+        ("medusa", "the heads are of a model of width 16, and the target's width is 32", "37, 16"),
+        ("mtp", "the head has width 16 and dtype float32, and the target", "37, 16"),
+        ("eagle3", "the head has width 16, 37 tokens and dtype float32", "width 16 with 37 tokens"),
+    ],
+)
+def test_a_head_of_another_size_is_refused(kind, wide, elsewhere):
+    _, target, head, make, _ = parts(kind)
+    with pytest.raises(ValueError, match=wide):
+        make(nnx.merge(*st.HybridLM.abstract(st.ModelConfig.tiny(d_model=32))), head)
+    with pytest.raises(ValueError, match="child_sampling must be 'auto' or one of"):
+        make(target, head, child_sampling="best")
+    other = random_model(dataclasses.replace(target.config, vocab_size=40))
+    with pytest.raises(ValueError, match=f"{elsewhere}.*with the target that generate gets"):
+        plan(other, PROMPTS, drafter=make(target, head))
+    with pytest.raises(ValueError, match="drafts from its target's hidden states; a cascade has"):
+        st.CascadeDrafter(target, make(target, head))
+
+
+@pytest.mark.parametrize("name", ["plain", "mamba_in_llama"], ids=["untied", "tied"])
+def test_embedding_and_output_head_are_not_copied(name):
+    target = tiny_model(name)
+    own, model = (parts(kind).make(target, parts(kind).head) for kind in ("medusa", "mtp"))
+    assert own.output_head[...] is target.output_head[...]
+    assert model.model.embedding[...] is target.embedding[...]
+    assert (model.model.output_head is None) == (target.head is None)
