@@ -6,7 +6,7 @@ One text, entry by entry. It shares no code with the library: the source is the 
 import numpy as np
 
 from tests.convert.numpy_nemotron_h import moe
-from tests.convert.numpy_parts import attend, rms_norm, rope_frequencies, rotate, silu
+from tests.numpy_parts import attend, rms_norm, rope_frequencies, rotate, silu
 
 
 class Head:
