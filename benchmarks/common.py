@@ -1,4 +1,4 @@
-"""Parts that all benchmarks share: options, machine, clock, memory, tables, plots, results."""
+"""Parts that all benchmarks share: options, machine, clock, memory, tables, results."""
 
 import argparse
 import contextlib
@@ -210,14 +210,13 @@ class Table(NamedTuple):
     records: Sequence[Mapping[str, Any]]
     columns: Mapping[str, str]
 
-    def cells(self) -> dict[str, list[str]]:
-        """The formatted values by column."""
-        return {n: [f.format_map(row) for row in self.records] for n, f in self.columns.items()}
-
     def show(self) -> None:
         """Prints the table; columns of numbers are right-aligned."""
         table = rich.table.Table(title=self.title)
-        columns = self.cells()
+        columns = {
+            name: [form.format_map(record) for record in self.records]
+            for name, form in self.columns.items()
+        }
         for name, cells in columns.items():
             is_word = not any(cell[:1].isdigit() for cell in cells)
             table.add_column(name, justify="left" if is_word else "right")
@@ -227,38 +226,6 @@ class Table(NamedTuple):
         if not console.is_terminal:  # a log is not limited to 80 columns
             console = Console(width=200)
         console.print(table)
-
-    def bars(self) -> tuple[list[str], dict[str, list[float]]]:
-        """Labels of the rows, and the numbers to draw by column: the ratios, if there are any."""
-        cells = self.cells()
-        numbers = {
-            name: [float((re.match(r"[\d.]+", x.replace(",", "")) or ["nan"])[0]) for x in column]
-            for name, column in cells.items()
-            if column[0][:1].isdigit()
-        }
-        words = [column for name, column in cells.items() if name not in numbers]
-        labels = [
-            ", ".join(row) for row in zip(*words or [next(iter(cells.values()))], strict=True)
-        ]
-        ratios = {name: numbers[name] for name in numbers if cells[name][0].endswith("x")}
-        return labels, ratios or numbers
-
-
-def draw(path: Path, tables: Sequence[Table]) -> None:
-    """Draws each table as bars, as PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6 * len(tables), 5), layout="constrained")
-    for axes, table in zip(figure.subplots(1, len(tables), squeeze=False)[0], tables, strict=True):
-        labels, columns = table.bars()
-        for i, (name, values) in enumerate(columns.items()):
-            places = np.arange(len(labels)) + 0.8 * i / len(columns)
-            axes.barh(places, values, 0.8 / len(columns), align="edge", label=name)
-        axes.set_yticks(np.arange(len(labels)) + 0.4, labels, fontsize=8)
-        axes.invert_yaxis()
-        axes.legend(fontsize=7)
-        axes.set_title(table.title, fontsize=8)
-    figure.savefig(path, dpi=120)
 
 
 class Found(NamedTuple):

@@ -197,7 +197,7 @@ EXPERIMENTS = {
 
 
 def main(name: str, doc: str, arguments: Sequence[str] | None = None) -> None:
-    """Runs an experiment: prints its tables, and writes JSON and a plot; exit code 1 if it failed.
+    """Runs an experiment: prints its tables and writes JSON; exit code 1 if it failed.
 
     Args:
         name: the experiment's name.
@@ -222,7 +222,5 @@ def main(name: str, doc: str, arguments: Sequence[str] | None = None) -> None:
         path = common.write_json(file_name, head | found.results, options.output)
     for table in found.tables:
         table.show()
-    if found.tables:
-        common.draw(path.with_suffix(".png"), found.tables)
     line = found.line | {"different": found.wrong, "results": str(path)}
     common.conclude(name, passed=not found.wrong, **line)
