@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import stree_jax as st
+from stree_jax.models.matrices import loaded_for
 
 
 class Paths(NamedTuple):
@@ -55,7 +56,8 @@ class UnrolledLM(st.HybridLM):
     def like(cls, model: st.HybridLM, num_rows: int, num_positions: int) -> "UnrolledLM":
         """The same weights, run on unrolled paths."""
         structure, _ = cls.abstract(model.config, dtype=model.dtype)
-        unrolled = nnx.merge(structure, nnx.to_pure_dict(nnx.state(model)))
+        unrolled = nnx.merge(structure, nnx.to_pure_dict(nnx.state(model.in_first())))
+        unrolled = loaded_for(model, unrolled)
         unrolled.num_rows, unrolled.num_positions = num_rows, num_positions
         return unrolled
 
