@@ -45,10 +45,7 @@ from benchmarks.models import chosen_pair, embedded_pair, random_model
 SIZES = {"--prompts": 16, "--tokens": 96, "--rounds": 3}
 COMPARED = SIZES | {"--temperatures": (0.0, 1.0)}
 CHECKPOINTS = {"--target": None, "--draft": None, "--name": None}
-PAIR = {"--pair": {"choices": ("embedded", "random")}}
-MANY = {"nargs": "+", "type": int}
 HELP = {
-    "--pair": "default: random weights on a GPU, the embedded pair elsewhere",
     "--target": "checkpoint; default: the embedded target",
     "--draft": "checkpoint of its draft",
     "--name": "name of the pair, for the results",
@@ -158,9 +155,8 @@ EXPERIMENTS = {
     "medusa": Experiment(medusa, COMPARED | {"--prompts": 8, "--heads": None, "--mtp": None}),
     "serving": Experiment(
         serving.run,
-        PAIR
-        | {"--workloads": {"nargs": "+"}, "--drafts": {"action": "store_true"}}
-        | {"--requests": 32, "--rows": 8, "--load": 0.7, "--rounds": 3},
+        {"--workloads": {"nargs": "+"}, "--requests": 32, "--rows": 8, "--load": 0.7}
+        | {"--rounds": 3},
     ),
     "hierarchical": Experiment(hierarchical, COMPARED | {"--prompts": 6, "--small": None}),
     "seed": Experiment(
@@ -175,10 +171,10 @@ EXPERIMENTS = {
         attention_share.run,
         COMPARED | {"directory": {"type": Path}, "--prompts": 12, "--tokens": 64},
     ),
-    "batch": Experiment(batch.run, PAIR | {"--batches": MANY, "--tokens": 96, "--rounds": 5}),
+    "batch": Experiment(batch.run, {"--batches": (1, 2, 4, 8), "--tokens": 96, "--rounds": 5}),
     "packed": Experiment(
         packed.run,
-        PAIR | {"--beams": MANY, "--steps": MANY, "--prompts": 4, "--tokens": 100, "--rounds": 5},
+        {"--beams": (2, 4), "--steps": (4, 8), "--prompts": 4, "--tokens": 100, "--rounds": 5},
     ),
     "grammar": Experiment(
         grammar.run,

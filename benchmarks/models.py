@@ -1,7 +1,6 @@
-"""Models for benchmarks: random weights in the shapes of real models, and the embedded pair."""
+"""Models for benchmarks: trained pairs, and random weights in the shapes of real models."""
 
 import argparse
-import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,25 +12,11 @@ from benchmarks.prompts import load_prompts
 from stree_jax.models.matrices import pack
 
 RANDOM_NOTE = "random weights: only time and memory mean anything, acceptance does not"
-# As wide as mamba2-130m, with fewer layers and a smaller vocabulary: minutes on two CPU cores.
-SMALL = st.ModelConfig.mamba2_lm(4096, 768, 8)
-SMALL_DRAFT = st.ModelConfig.mamba2_lm(4096, 256, 2)
 
 
 def on_gpu() -> bool:
     """Whether computations go to a GPU."""
     return jax.default_backend() == "gpu"
-
-
-def shape(preset: str | None, layers: int | None = None, *, draft: bool = False) -> st.ModelConfig:
-    """The config of a preset (None: the default of this device), cut to its first `layers`."""
-    if preset is not None:
-        config = st.ModelConfig.preset(preset)
-    elif on_gpu():
-        config = st.ModelConfig.preset("mamba2-130m" if draft else "mamba2-2.7b")
-    else:
-        config = SMALL_DRAFT if draft else SMALL
-    return config if layers is None else dataclasses.replace(config, layers=config.layers[:layers])
 
 
 def default_dtype() -> str:
@@ -53,27 +38,17 @@ def random_model(config: st.ModelConfig, dtype: str, seed: int = 0) -> st.Hybrid
 
 
 class Pair(NamedTuple):
-    """A target, a draft, and prompts for them."""
+    """A trained target, its draft, and prompts for them."""
 
     name: str
     target: st.HybridLM
     draft: st.HybridLM
     prompts: list[list[int]]
-    source: str
-    trained: bool
-
-    def note(self) -> str:
-        """Whether acceptance is that of trained models."""
-        return "trained weights: acceptance is real" if self.trained else RANDOM_NOTE
+    source: str  # of the prompts
 
     def settings(self) -> dict[str, Any]:
         """Name, dtype and prompts, for the results of a benchmark."""
-        return {
-            "pair": self.name,
-            "note": self.note(),
-            "dtype": self.target.dtype.name,
-            "prompts": self.source,
-        }
+        return {"pair": self.name, "dtype": self.target.dtype.name, "prompts": self.source}
 
 
 def embedded_pair(num_prompts: int, prompt_tokens: int | None = 64, dtype: str = "float32") -> Pair:
@@ -106,32 +81,11 @@ def loaded_pair(
         draft=st.load_draft(draft, model),
         prompts=[tokenizer.encode(text).ids[:prompt_tokens] for text in texts],
         source=source,
-        trained=True,
-    )
-
-
-def random_pair(
-    target: st.ModelConfig, draft: st.ModelConfig, dtype: str, num_prompts: int, name: str
-) -> Pair:
-    """Random weights in the shapes of real models."""
-    return Pair(
-        name=name,
-        target=random_model(target, dtype),
-        draft=random_model(draft, dtype, seed=1),
-        prompts=[[1 + i % 97] * 16 for i in range(num_prompts)],
-        source="repeated tokens",
-        trained=False,
     )
 
 
 def chosen_pair(options: argparse.Namespace, num_prompts: int) -> Pair:
-    """The pair that the options `PAIR` or `CHECKPOINTS` name; the embedded one by default."""
-    if "name" in options:  # of `CHECKPOINTS`
-        if options.target is None:
-            return embedded_pair(num_prompts, None)
-        return loaded_pair(options.target, options.draft, options.name, num_prompts, None)
-    if (options.pair or ("random" if on_gpu() else "embedded")) == "embedded":
-        return embedded_pair(num_prompts)
-    name = "mamba2-2.7b with mamba2-130m" if on_gpu() else "small with small"
-    shapes = shape(None), shape(None, draft=True)
-    return random_pair(*shapes, default_dtype(), num_prompts, f"{name}, random")
+    """The pair that the options `CHECKPOINTS` name; the embedded one by default."""
+    if options.target is None:
+        return embedded_pair(num_prompts, None)
+    return loaded_pair(options.target, options.draft, options.name, num_prompts, None)

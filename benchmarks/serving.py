@@ -8,8 +8,8 @@ the scheduler without either serves them: percentiles of the time from a request
 first token, and of its pauses between new tokens. Each run begins with an empty prefix cache.
 Rounds are interleaved, and every text is compared with that of the batches.
 
-    python -m benchmarks.serving [--pair embedded|random] [--workloads NAME ...] [--drafts]
-        [--requests 32] [--rows 8] [--load 0.7] [--rounds 3]
+    python -m benchmarks.serving [--workloads NAME ...] [--requests 32] [--rows 8] [--load 0.7]
+        [--rounds 3]
 """
 
 import argparse
@@ -24,8 +24,7 @@ import numpy as np
 
 import stree_jax as st
 from benchmarks.common import SPEED, Found, Table, start, summary, timed
-from benchmarks.methods import CHAIN_OF_4
-from benchmarks.models import chosen_pair
+from benchmarks.models import embedded_pair
 from benchmarks.workloads import Path, Workload, workloads
 
 BATCHES, PLAIN = "batches as they come", "scheduler, neither"
@@ -55,20 +54,14 @@ class Served(NamedTuple):
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
     """Each workload, all at once and over time."""
-    pair = chosen_pair(options, options.requests)
-    tokenizer = st.load_tokenizer(st.demo_path("target")) if pair.trained else None
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text).ids if tokenizer else [1 + ord(char) % 97 for char in text]
-
-    drafts = {"drafter": st.ModelDrafter(pair.draft), "topology": CHAIN_OF_4}
-    common: dict[str, Any] = {"rows": options.rows} | (drafts if options.drafts else {})
+    pair = embedded_pair(options.requests)
+    tokenizer = st.load_tokenizer(st.demo_path("target"))
     records: list[dict[str, Any]] = []
     tables: list[Table] = []
-    for workload in workloads(pair.prompts, encode).values():
+    for workload in workloads(pair.prompts, lambda text: tokenizer.encode(text).ids):
         if options.workloads and not any(map(workload.name.count, options.workloads)):
             continue
-        found = measured(pair.target, workload, common, options)
+        found = measured(pair.target, workload, options)
         records += found
         columns = {"way": "{way}"} | SPEED | {"tokens reused": "{reused}", "same": "{same_tokens}"}
         tables.append(Table(f"{workload.name}, all at once", found, columns | FIRST))
@@ -76,8 +69,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         title = f"{workload.name}, {options.load:.0%} of the rate of the scheduler with neither"
         tables.append(Table(title, found, {"way": "{way}"} | FIRST))
         tables.append(Table(title, streams, {"way": "{way}"} | PAUSES))
-        exact = pair.target.dtype == "float32"
-        different = [row for row in records if exact and row["same_tokens"] < row["requests"]]
+        different = [row for row in records if row["same_tokens"] < row["requests"]]
         yield Found(
             pair.settings() | {"quantum": QUANTUM, "ways": records},
             tables,
@@ -87,17 +79,14 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
 
 
 def measured(
-    model: st.HybridLM,
-    workload: Workload,
-    common: Mapping[str, Any],
-    options: argparse.Namespace,
+    model: st.HybridLM, workload: Workload, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """A record for each way of serving a workload."""
     ways: dict[str, Callable[[Sequence[float]], Served]] = {
-        BATCHES: functools.partial(batched, model, workload, **common)
+        BATCHES: functools.partial(batched, model, workload, rows=options.rows)
     }
     for name, settings in SCHEDULERS.items():
-        ways[name] = functools.partial(scheduled, model, workload, **common, **settings)
+        ways[name] = functools.partial(scheduled, model, workload, rows=options.rows, **settings)
     at_once = [0.0] * len(workload.first)
     saturated = served(f"{workload.name}, at once", ways, at_once, options.rounds)
     seconds = {name: np.array([one.seconds for one in runs]) for name, runs in saturated.items()}
@@ -226,7 +215,7 @@ def scheduled(
 
 
 def batched(
-    model: st.HybridLM, workload: Workload, arrivals: Sequence[float], *, rows: int, **settings: Any
+    model: st.HybridLM, workload: Workload, arrivals: Sequence[float], *, rows: int
 ) -> Served:
     """A run by `generate`, on batches of what has arrived; no tokens before a batch has ended."""
     clock = _Clock(workload, arrivals)
@@ -240,7 +229,6 @@ def batched(
                 max_new_tokens=max(request.max_new_tokens for request in some),
                 max_length=workload.max_length,
                 eos_token=(),
-                **settings,
             )
             for path, row in zip(batch, out.tokens, strict=False):
                 clock.got(path, row[: batch[path].max_new_tokens].tolist(), ended=True)

@@ -3,12 +3,14 @@
 The time t(N) of a call on N nodes with a linear and a quadratic fit, and how much longer the paths
 accepted from N nodes must be than those from a chain of 5 nodes for the same speed (STree, figure
 2, equations 7 and 8). A call does what a decode step does: replay, forward, best tokens. Weights
-are random.
+are random; the default shape is as wide as mamba2-130m, with fewer layers and a smaller vocabulary:
+minutes on two CPU cores.
 
     python -m benchmarks.tree_size [--preset mamba2-2.7b] [--layers 8] [--dtype bfloat16]
 """
 
 import argparse
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,9 +18,10 @@ import numpy as np
 
 import stree_jax as st
 from benchmarks.common import Found, Table, start
-from benchmarks.models import RANDOM_NOTE, default_dtype, on_gpu, random_model, shape
+from benchmarks.models import RANDOM_NOTE, default_dtype, on_gpu, random_model
 from benchmarks.steps import binary_tree, time_of_calls
 
+DEFAULT = st.ModelConfig.mamba2_lm(4096, 768, 8)
 SIZES = (1, 2, 5, 8, 15, 24, 31, 48, 63)
 VANILLA = 5  # nodes of the chain that the paper compares with
 
@@ -51,7 +54,9 @@ def fits(sizes: list[dict[str, Any]]) -> dict[str, Any]:
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
     """t(N) with its fits."""
-    config, dtype = shape(options.preset, options.layers), options.dtype or default_dtype()
+    config = st.ModelConfig.preset(options.preset) if options.preset else DEFAULT
+    config = dataclasses.replace(config, layers=config.layers[: options.layers])
+    dtype = options.dtype or default_dtype()
     count = 20 if on_gpu() else 4  # calls in a timed run
     model, trees = random_model(config, dtype), {nodes: tree_of(nodes) for nodes in SIZES}
     calls = time_of_calls(options.preset or "default shape", model, count, options.rounds, trees)

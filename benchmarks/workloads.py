@@ -27,9 +27,7 @@ class Workload(NamedTuple):
     following: Callable[[Path, Sequence[int]], Mapping[Path, st.Request]] = lambda path, text: {}
 
 
-def workloads(
-    prompts: Sequence[list[int]], encode: Callable[[str], list[int]]
-) -> dict[str, Workload]:
+def workloads(prompts: Sequence[list[int]], encode: Callable[[str], list[int]]) -> list[Workload]:
     """All workloads, of as many requests as prompts; trees and long prompts have fewer.
 
     Args:
@@ -39,14 +37,13 @@ def workloads(
     shots = encode("".join(examples(SHOTS)))
     system = _repeated(encode("".join(examples(2 * SHOTS)[SHOTS:])), SYSTEM_PROMPT)
     few = prompts[: -(-len(prompts) // 8)]
-    every = [
+    return [
         Workload("mixed requests", _mixed(prompts), _longest(prompts, LIMITS[1])),
         _shared(f"a system prompt of {SYSTEM_PROMPT:,} tokens", system, prompts, 32),
         _shared(f"{SHOTS} examples of GSM8K", shots, prompts, 64),
         _thoughts(few, shots),
         _long(prompts, system),
     ]
-    return {workload.name: workload for workload in every}
 
 
 def _longest(prompts: Sequence[list[int]], more: int) -> int:

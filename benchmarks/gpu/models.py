@@ -14,7 +14,7 @@ from benchmarks.common import num_bytes
 from benchmarks.gpu.kernels import timed
 from benchmarks.gpu.scale import Scale
 from benchmarks.gpu.tasks import Row, Task
-from benchmarks.models import Pair, random_model, random_pair
+from benchmarks.models import Pair, random_model
 from benchmarks.steps import run_steps
 from benchmarks.tree_size import tree_of
 
@@ -104,7 +104,8 @@ def packed_trees(scale: Scale) -> list[Task]:
 
     @functools.cache
     def plain() -> tuple[Pair, list]:
-        pair = random_pair(*scale.pair, scale.dtype, 1, "random pair")
+        target, draft = (random_model(config, scale.dtype) for config in scale.pair)
+        pair = Pair("random pair", target, draft, [[1] * 16], "one token")
         return pair, packed.without_drafts(pair, tokens)
 
     def measure(beams: int, num_steps: int, _: None) -> Row:

@@ -36,9 +36,9 @@ SMALLEST = {
     ),
     "lossless": ("--families Mamba-2 --tokens 20", "work", "tokens tau differences"),
     "attention_share": (f"SHARES {SIZES} --temperatures 0", "decoding", "attention_percent tau"),
-    "batch": ("--pair random --batches 2 --tokens 6 --rounds 1", "rows", "tau_to_break_even"),
+    "batch": ("--batches 2 --tokens 6 --rounds 1", "rows", "tau_to_break_even"),
     "packed": (
-        "--pair random --beams 2 --steps 2 --prompts 2 --tokens 6 --rounds 1",
+        "--beams 2 --steps 2 --prompts 2 --tokens 6 --rounds 1",
         *("rows", "nodes leaves tau packed_is_faster_by temporary_bytes"),
     ),
     "grammar": (
@@ -61,8 +61,7 @@ SMALLER = {
     },
     "precision.PAPER_TREES": {"tree B": TREES["tree A"]},
     "precision.ROWS": 2,
-    "models.SMALL": TINY,
-    "models.SMALL_DRAFT": TINY,
+    "tree_size.DEFAULT": TINY,
     "workloads.SYSTEM_PROMPT": 20,
     "workloads.SHOTS": 1,
     "tuned.MAX_DEPTH": 2,
