@@ -158,6 +158,38 @@ def timed(
     return outputs, seconds
 
 
+def timed_calls(
+    title: str, calls: Mapping[Any, Callable[[], Any]], rounds: int, unit: float = 1.0
+) -> dict[Any, np.ndarray]:
+    """Seconds times `unit`, `[rounds]` by name, of calls that return arrays."""
+    ways = {
+        name: lambda _, call=call: jax.block_until_ready(call()) for name, call in calls.items()
+    }
+    seconds = timed(title, ways, [None], rounds)[1]
+    return {name: unit * taken[:, 0] for name, taken in seconds.items()}
+
+
+def speeds(
+    tokens: Mapping[Any, int], seconds: Mapping[Any, np.ndarray], relative_to: Any
+) -> dict[Any, dict[str, Any]]:
+    """Tokens a second by name, as rounds and summary, and what they are relative to one of them.
+
+    Args:
+        tokens: number of tokens in a round by name.
+        seconds: seconds `[rounds, items]` by name, as `timed` gives them.
+        relative_to: a name.
+    """
+    rates = {name: tokens[name] / taken.sum(axis=1) for name, taken in seconds.items()}
+    return {
+        name: {
+            "tokens_per_second": summary(rate),
+            "tokens_per_second_by_round": rate.tolist(),
+            "speed_up": summary(rate / rates[relative_to]),
+        }
+        for name, rate in rates.items()
+    }
+
+
 def forget_programs() -> None:
     """Frees compiled programs; jax dies without a message when a process has too many.
 
@@ -180,9 +212,9 @@ def memory_of(compiled: Any) -> dict[str, int]:
     return dict(zip(("arguments", "temporary", "results"), sizes, strict=True))
 
 
-def summary(seconds: Sequence[float]) -> dict[str, float]:
+def summary(values: Sequence[float] | np.ndarray) -> dict[str, float]:
     """Median and quartiles."""
-    low, median, high = np.percentile(seconds, [25, 50, 75])
+    low, median, high = np.percentile(values, [25, 50, 75])
     return {"median": float(median), "low": float(low), "high": float(high)}
 
 

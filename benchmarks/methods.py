@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import stree_jax as st
-from benchmarks.common import SPEED, Found, Table, summary, timed
+from benchmarks.common import SPEED, Found, Table, speeds, timed
 from benchmarks.models import Pair
 
 PLAIN = "autoregressive"
@@ -28,6 +28,7 @@ class Method(NamedTuple):
     drafter: st.Drafter | None = None
     topology: st.TreeTopology | None = None
     verifier: str | None = None
+    target: st.HybridLM | None = None  # None: that of the pair
 
     @property
     def num_nodes(self) -> int:
@@ -36,8 +37,8 @@ class Method(NamedTuple):
 
     @property
     def follows_target(self) -> bool:
-        """Whether its tokens are those of autoregressive decoding with the same key."""
-        return self.verifier in (None, "greedy", "target_only")
+        """Whether its tokens are those of the pair's target with the same key."""
+        return self.target is None and self.verifier in (None, "greedy", "target_only")
 
     def decode(
         self,
@@ -47,10 +48,10 @@ class Method(NamedTuple):
         temperature: float = 0.0,
         **options: Any,
     ) -> st.Generation:
-        """A batch of the pair's target, with key 0 unless `options` have another."""
+        """A batch, with key 0 unless `options` have another."""
         given: dict[str, Any] = dict(max_new_tokens=tokens, temperature=temperature)
         given |= {"key": jax.random.key(0)} | options
-        return st.generate(pair.target, prompts, **given, **self.options())
+        return st.generate(self.target or pair.target, prompts, **given, **self.options())
 
     def options(self) -> dict[str, Any]:
         """Its options of `stree_jax.generate`."""
@@ -110,14 +111,14 @@ def compare(
         ways = {method.name: functools.partial(decode, method) for method in methods}
         texts, seconds = timed(f"temperature {temperature:g}", ways, requests, options.rounds)
         emitted = {name: sum(out.stats.num_tokens for out in texts[name]) for name in ways}
-        speeds = {name: emitted[name] / seconds[name].sum(axis=1) for name in ways}
+        speed = speeds(emitted, seconds, PLAIN)
         plain = [out.tokens for out in texts[PLAIN]]
         for method in methods:
             name, mine = method.name, texts[method.name]
             taus = [out.stats.num_tokens / out.stats.num_target_calls for out in mine]
             calls = sum(out.stats.num_target_calls for out in mine)
             # Rules that test drafts have their own random numbers.
-            comparable = temperature == 0 or method.follows_target
+            comparable = method.follows_target or (temperature == 0 and method.target is None)
             identical = all(map(np.array_equal, plain, [out.tokens for out in mine]))
             accepted = sum(out.stats.accepted_per_depth for out in mine)
             rows.append(
@@ -125,15 +126,13 @@ def compare(
                     "method": name,
                     "temperature": temperature,
                     "nodes": method.num_nodes,
-                    "tokens_per_second": summary(speeds[name]),
-                    "tokens_per_second_by_round": speeds[name].tolist(),
                     "seconds_by_prompt": np.median(seconds[name], axis=0).tolist(),
-                    "speed_up": summary(speeds[name] / speeds[PLAIN]),
                     "tau": emitted[name] / calls,
                     "tau_by_prompt": taus,
                     "accepted_per_depth": [round(float(count) / calls, 4) for count in accepted],
                     "identical": identical if comparable else None,
                 }
+                | speed[name]
             )
     return rows
 

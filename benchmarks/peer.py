@@ -24,7 +24,7 @@ import numpy as np
 
 import stree_jax as st
 from benchmarks import llama_cpp
-from benchmarks.common import Found, Table, start, summary, timed
+from benchmarks.common import Found, Table, speeds, start, summary, timed, timed_calls
 from benchmarks.llama_cpp import Decode
 from benchmarks.methods import CHAIN_OF_4, CHAIN_OF_6, PLAIN, Method, trees
 from benchmarks.models import Pair, embedded_pair, random_model
@@ -57,15 +57,15 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
 
     outputs, seconds = timed("decoding", ways, pair.prompts, options.rounds)
     tokens = {name: sum(map(len, texts)) for name, texts in outputs.items()}
-    speeds = {name: tokens[name] / seconds[name].sum(axis=1) for name in ways}
+    relative = {f"times_{field(peer)}": speeds(tokens, seconds, peer) for peer in peers}
     rows = [
         {
             "method": name,
-            "tokens_per_second": summary(speeds[name]),
+            "tokens_per_second": speed["tokens_per_second"],
             "identical_prompts": sum(map(np.array_equal, outputs[name], outputs[PLAIN])),
         }
-        | {f"times_{field(peer)}": summary(speeds[name] / speeds[peer]) for peer in peers}
-        for name in ways
+        | {times: found[name]["speed_up"] for times, found in relative.items()}
+        for name, speed in speeds(tokens, seconds, PLAIN).items()
     ]
     medians = {row["method"]: row[f"times_{field(peers[0])}"]["median"] for row in rows}
     sizes = real_sizes(options) if llama_cpp.NAME in peers and options.calls else []
@@ -160,31 +160,23 @@ def real_sizes(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     Random weights in the shape of a published model: only time means anything.
     """
-    records = []
+    records, count = [], options.calls
     for size, dtype in itertools.product(SIZES, ("bfloat16", "float32")):
         model = random_model(st.ModelConfig.preset(size), dtype)
-        ways: dict[tuple[str, int], Callable[[], Any]] = {}
+        theirs = llama_cpp.calls(model, dtype, options.threads, count, [*CALLED])
+        calls: dict[tuple[str, int], Callable[[], Any]] = {}
         for nodes, tree in CALLED.items():
-            ways["here", nodes] = functools.partial(_run, model, tree, options.calls)
-        theirs = llama_cpp.calls(model, dtype, options.threads, options.calls, [*CALLED])
-        ways |= {(llama_cpp.NAME, nodes): call for nodes, call in theirs.items()}
-        named = {key: lambda _, way=way: way() for key, way in ways.items()}
-        _, seconds = timed(f"calls of {size}, {dtype}", named, [None], options.rounds)
+            calls["here", nodes] = functools.partial(run_steps, model, tree, count)
+            calls["there", nodes] = theirs[nodes]
+        taken = timed_calls(f"calls of {size}, {dtype}", calls, options.rounds, 1e3 / count)
         for nodes in CALLED:
-            here, there = (
-                1e3 * seconds[way, nodes][:, 0] / options.calls for way in ("here", llama_cpp.NAME)
-            )
-            records.append(
-                {"model": size, "dtype": dtype, "nodes": nodes}
-                | {"here": summary(here), "there": summary(there), "times": summary(here / there)}
-            )
-        del model, ways, theirs, named
+            sides = {side: taken[side, nodes] for side in ("here", "there")}
+            sides["times"] = sides["here"] / sides["there"]
+            record = {"model": size, "dtype": dtype, "nodes": nodes}
+            records.append(record | {name: summary(each) for name, each in sides.items()})
+        del model, theirs, calls
         jax.clear_caches()
     return records
-
-
-def _run(model: st.HybridLM, tree: st.TreeTopology, count: int) -> None:
-    run_steps(model, tree, count).block_until_ready()
 
 
 start(__name__, __doc__)

@@ -11,7 +11,6 @@ scores. In float32 there must be none but ties.
 """
 
 import argparse
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,9 +19,9 @@ import numpy as np
 from rich.progress import track
 
 import stree_jax as st
-from benchmarks.common import Found, Table, num_bytes, start, summary, timed
+from benchmarks.common import Found, Table, num_bytes, start, summary
 from benchmarks.lossless import Way, compared
-from benchmarks.methods import DEEP_TREE, PAPER_TREES, PLAIN, TWO_TREES, Method, trees
+from benchmarks.methods import DEEP_TREE, PAPER_TREES, PLAIN, TWO_TREES, Method, compare, trees
 from benchmarks.models import Pair, embedded_pair
 
 DTYPES = ("float32", "bfloat16")
@@ -39,41 +38,27 @@ COLUMNS = {"method": "{method}", "nodes": "{nodes}"} | {
 
 
 def methods(pair: Pair) -> list[Method]:
-    """Trees of 1, 5, 10, 13 and 29 nodes."""
-    drafter = st.ModelDrafter(pair.draft)
+    """No drafts, and trees of 5, 10, 13 and 29 nodes."""
     some = {"deep tree": DEEP_TREE} | TWO_TREES | {"tree B": PAPER_TREES["tree B"]}
-    return [Method(PLAIN), *trees(drafter, some)]
+    return [Method(PLAIN), *trees(st.ModelDrafter(pair.draft), some)]
 
 
-def speeds(pairs: dict[str, Pair], options: argparse.Namespace) -> list[dict[str, Any]]:
+def speeds(exact: Pair, rounded: Pair, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A record for each method: its speed in both types, and their ratio."""
-
-    def decode(method: Method, pair: Pair, number: int) -> st.Generation:
-        return method.decode(pair, [pair.prompts[number]], options.tokens)
-
-    by_name = {dtype: {m.name: m for m in methods(pair)} for dtype, pair in pairs.items()}
-    ways = {
-        (name, dtype): functools.partial(decode, method, pairs[dtype])
-        for dtype, own in by_name.items()
-        for name, method in own.items()
-    }
-    texts, seconds = timed("decoding", ways, range(options.prompts), options.rounds)
+    ways = methods(exact)
+    others = [
+        method._replace(name=f"{method.name}, rounded", target=rounded.target)
+        for method in methods(rounded)
+    ]
+    found = {row["method"]: row for row in compare(exact, ways + others, [0.0], options)}
     rows = []
-    for name, method in by_name[DTYPES[0]].items():
-        row: dict[str, Any] = {"method": name, "nodes": method.num_nodes}
-        rates = {}
-        for dtype in DTYPES:
-            emitted = sum(out.stats.num_tokens for out in texts[name, dtype])
-            calls = sum(out.stats.num_target_calls for out in texts[name, dtype])
-            took = seconds[name, dtype].sum(axis=1)
-            rates[dtype] = emitted / took
-            row[dtype] = {
-                "tokens_per_second": summary(rates[dtype]),
-                "tau": emitted / calls,
-                "milliseconds": 1e3 * float(np.median(took)) / calls,
-            }
-        row["ratio"] = summary(rates["bfloat16"] / rates["float32"])
-        rows.append(row)
+    for method, other in zip(ways, others, strict=True):
+        of_dtype = dict(zip(DTYPES, (found[method.name], found[other.name]), strict=True))
+        for row in of_dtype.values():
+            row["milliseconds"] = 1e3 * row["tau"] / row["tokens_per_second"]["median"]  # a call
+        one, two = (np.array(row["tokens_per_second_by_round"]) for row in of_dtype.values())
+        row = {"method": method.name, "nodes": method.num_nodes, "ratio": summary(two / one)}
+        rows.append(row | of_dtype)
     return rows
 
 
@@ -117,7 +102,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     """Speed in both types, then exactness in both."""
     pairs = {dtype: embedded_pair(options.prompts, None, dtype) for dtype in DTYPES}
     megabytes = {dtype: num_bytes(pair.target) / 1e6 for dtype, pair in pairs.items()}
-    rows = speeds(pairs, options)
+    rows = speeds(*pairs.values(), options)
     columns = COLUMNS | {"bfloat16 / float32": "{ratio[median]:.2f}x"}
     tables = [Table(f"{pairs['float32'].name}, {options.prompts} prompts", rows, columns)]
     results = {"megabytes": megabytes, "decoding": rows}

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import jax
 
 import stree_jax as st
-from benchmarks.common import Found, Table, forget_programs, start, summary, timed
+from benchmarks.common import Found, Table, forget_programs, speeds, start, timed
 from benchmarks.methods import PLAIN
 from benchmarks.models import Pair, embedded_pair
 from benchmarks.prompts import SHARED
@@ -161,7 +161,7 @@ def measure(
     runs = {name: run for name, (run,) in found.items()}
     texts = {name: run.completions() for name, run in runs.items()}
     tokens = {name: sum(len(each.tokens) for each in done) for name, done in texts.items()}
-    speeds = {name: tokens[name] / taken[name][:, 0] for name in ways}
+    speed = speeds(tokens, taken, PLAIN)
     return [
         {
             "way": name,
@@ -170,7 +170,7 @@ def measure(
             "bytes_of_rows": runs[name].num_bytes,
             "identical": runs[name].texts() == runs[PLAIN].texts() if way.same else None,
             "solved": sum(bool(thought.solved) for thought in runs[name].thoughts),
-            "speed_up": summary(speeds[name] / speeds[PLAIN]),
+            "speed_up": speed[name]["speed_up"],
         }
         for name, way in ways.items()
     ]

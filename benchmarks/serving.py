@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import stree_jax as st
-from benchmarks.common import SPEED, Found, Table, start, summary, timed
+from benchmarks.common import SPEED, Found, Table, speeds, start, timed
 from benchmarks.models import embedded_pair
 from benchmarks.workloads import Path, Workload, workloads
 
@@ -89,20 +89,19 @@ def measured(
         ways[name] = functools.partial(scheduled, model, workload, rows=options.rows, **settings)
     at_once = [0.0] * len(workload.first)
     saturated = served(f"{workload.name}, at once", ways, at_once, options.rounds)
-    seconds = {name: np.array([one.seconds for one in runs]) for name, runs in saturated.items()}
+    seconds = {name: np.array([[one.seconds] for one in runs]) for name, runs in saturated.items()}
     gap = np.median(seconds[PLAIN]) / len(workload.first) / options.load
     arrivals = np.cumsum(np.random.default_rng(1).exponential(gap, len(workload.first))).tolist()
     over_time = served(f"{workload.name}, over time", ways, arrivals, options.rounds)
     want = saturated[BATCHES][0].texts
     tokens = sum(map(len, want.values()))
+    speed = speeds(dict.fromkeys(ways, tokens), seconds, PLAIN)
     return [
         {
             "workload": workload.name,
             "way": name,
             "requests": len(want),
             "new_tokens": tokens,
-            "tokens_per_second": summary((tokens / seconds[name]).tolist()),
-            "speed_up": summary((seconds[PLAIN] / seconds[name]).tolist()),
             "reused": saturated[name][0].reused,
             "same_tokens": min(
                 sum(one.texts[path] == text for path, text in want.items())
@@ -112,6 +111,7 @@ def measured(
             "first": _percentiles([one.first for one in over_time[name]], (50, 90, 99)),
             "pauses": _percentiles([one.pauses for one in over_time[name]], (50, 99, 100), 1e3),
         }
+        | speed[name]
         for name in ways
     ]
 

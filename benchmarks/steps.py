@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import stree_jax as st
-from benchmarks.common import memory_of, summary, timed
+from benchmarks.common import memory_of, summary, timed_calls
 from pallas_kernels import dispatch
 from pallas_kernels.numerics import best_of
 from stree_jax.decoding.loop import SpeculativeDecoder
@@ -112,15 +112,9 @@ def time_of_calls(
     trees: Mapping[int, st.TreeTopology] = TREES,
 ) -> dict[str, Any]:
     """Milliseconds of a target call by number of nodes; `count` calls in a timed run."""
-
-    def run(topology: st.TreeTopology, _: None) -> None:
-        run_steps(model, topology, count).block_until_ready()
-
-    ways = {nodes: functools.partial(run, tree) for nodes, tree in trees.items()}
-    seconds = timed(f"target call, {name}", ways, [None], rounds)[1]
-    milliseconds = {
-        nodes: summary((1e3 * taken[:, 0] / count).tolist()) for nodes, taken in seconds.items()
-    }
+    calls = {n: functools.partial(run_steps, model, tree, count) for n, tree in trees.items()}
+    taken = timed_calls(f"target call, {name}", calls, rounds, 1e3 / count)
+    milliseconds = {nodes: summary(each) for nodes, each in taken.items()}
     return {
         "model": name,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model.in_first()))),

@@ -2,32 +2,21 @@
 
 import functools
 import itertools
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import common
 from benchmarks.cases import CASES
 from benchmarks.cases.base import Problem
 from benchmarks.cases.checks import bytes_moved, compiled_calls
-from benchmarks.common import summary
+from benchmarks.common import summary, timed_calls
 from benchmarks.gpu.scale import Scale
 from benchmarks.gpu.tasks import Row, Task
 from benchmarks.shapes import ExpertShape
 
 MOST_TOKENS_OF_EXPERTS = 128  # for 4,096 XLA's products of all tokens and experts need 17 GB
-
-
-def timed(calls: Mapping[str, Callable[[], Any]], rounds: int, unit: float) -> dict[str, Any]:
-    """Median and quartiles of the time of each call, interleaved, in seconds times `unit`."""
-    ways = {
-        name: lambda _, call=call: jax.block_until_ready(call()) for name, call in calls.items()
-    }
-    _, seconds = common.timed("calls", ways, [None], rounds)
-    return {name: summary(unit * values[:, 0]) for name, values in seconds.items()}
 
 
 def bandwidth(scale: Scale) -> list[Task]:
@@ -39,13 +28,15 @@ def bandwidth(scale: Scale) -> list[Task]:
         return jax.lax.fori_loop(0, scale.count, lambda _, x: barrier(x + 1), value)
 
     def measure(_: None) -> Row:
-        value = jax.block_until_ready(copies(jnp.zeros(scale.copied // 4, jnp.int32)))
-        seconds = []
-        for _ in range(scale.rounds):
-            began = time.perf_counter()
-            value = jax.block_until_ready(copies(value))
-            seconds.append(time.perf_counter() - began)
-        read_and_written = 2 * value.nbytes * scale.count
+        value = jnp.zeros(scale.copied // 4, jnp.int32)
+
+        def copy() -> jax.Array:
+            nonlocal value
+            value = copies(value)
+            return value
+
+        seconds = timed_calls("copies", {"copy": copy}, scale.rounds)["copy"]
+        read_and_written = 2 * scale.copied * scale.count
         return {"bytes_per_second": read_and_written / min(seconds), "copied": scale.copied}
 
     return [Task("copy", measure=measure)]
@@ -87,5 +78,6 @@ def _compiled(scale: Scale, name: str, problem: Problem) -> tuple[int, dict[str,
 
 def _timed(scale: Scale, row: Row, prepared: tuple[int, Mapping[str, Any]]) -> Row:
     moved, calls = prepared
-    microseconds = timed(calls, scale.rounds, 1e6 / scale.count)
+    taken = timed_calls("calls", calls, scale.rounds, 1e6 / scale.count)
+    microseconds = {name: summary(each) for name, each in taken.items()}
     return row | {"dtype": scale.dtype, "bytes": moved, "microseconds": microseconds}

@@ -10,8 +10,7 @@ from flax import nnx
 
 import stree_jax as st
 from benchmarks import lossless, packed
-from benchmarks.common import num_bytes
-from benchmarks.gpu.kernels import timed
+from benchmarks.common import num_bytes, summary, timed_calls
 from benchmarks.gpu.scale import Scale
 from benchmarks.gpu.tasks import Row, Task
 from benchmarks.models import Pair, random_model
@@ -53,7 +52,8 @@ def _steps(scale: Scale, config: st.ModelConfig, sizes: list[tuple[int, int]]) -
 
     def measure(nodes: int, size: int, calls: dict[str, Any]) -> Row:
         row = {"nodes": nodes, "batch": size, "dtype": scale.dtype}
-        row["milliseconds"] = timed(calls, scale.rounds, 1e3 / scale.steps)
+        taken = timed_calls("steps", calls, scale.rounds, 1e3 / scale.steps)
+        row["milliseconds"] = {name: summary(each) for name, each in taken.items()}
         return row | bytes_of_step(models["xla"], size)
 
     return [

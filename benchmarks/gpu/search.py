@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.cases import CASES
 from benchmarks.cases.base import LIMITS, Case, Problem, as_tuple, relative_error
 from benchmarks.cases.checks import compiled_calls, refused
-from benchmarks.gpu.kernels import timed
+from benchmarks.common import timed_calls
 from benchmarks.gpu.scale import TINY
 from benchmarks.gpu.spaces import SPACES
 from benchmarks.gpu.tasks import Row, Section, Task
@@ -125,12 +125,12 @@ def program(
 def microseconds(options: Mapping[str, Any], operands: tuple, programs: Sequence[Any]) -> Times:
     """Median time of a call of each candidate, interleaved, or why it is out."""
     calls = {
-        str(i): functools.partial(program, *operands)
+        i: functools.partial(program, *operands)
         for i, program in enumerate(programs)
         if not isinstance(program, str)
     }
-    found = timed(calls, options["rounds"], 1e6 / options["count"])
-    return [found[str(i)]["median"] if str(i) in found else out for i, out in enumerate(programs)]
+    found = timed_calls("candidates", calls, options["rounds"], 1e6 / options["count"])
+    return [float(np.median(found[i])) if i in found else out for i, out in enumerate(programs)]
 
 
 def winner(times: Sequence[Times]) -> int:
