@@ -13,30 +13,46 @@ that a check found wrong are marked. Without a GPU nothing is measured; `--smoke
 with tiny sizes on any device. Exit code 1 if anything is wrong or fails.
 """
 
-import argparse
 import functools
 import time
 from collections.abc import Sequence
 
-from benchmarks.common import conclude, read_options
-from benchmarks.gpu import report
+from benchmarks.common import SMOKE_OPTION, conclude, names, parser_of, read_options
+from benchmarks.gpu import checks, kernels, models, report, transformers_step
 from benchmarks.gpu.runner import DONE, LATEST, NOT_BEGUN, NoGpu, Results, run_section
-from benchmarks.gpu.sections import SECTIONS
+from benchmarks.gpu.scale import scale_of
+from benchmarks.gpu.tasks import Section
 
+# In the order in which they run: the tasks of a scale, the share of the time, and more.
+SECTIONS = {
+    name: Section(lambda options, _, tasks=tasks: tasks(scale_of(options)), weight, **more)
+    for name, (tasks, weight, more) in {
+        "gate": (checks.gate, 2.0, {}),
+        "bandwidth": (kernels.bandwidth, 0.5, {}),
+        "steps": (functools.partial(models.steps, "mamba2"), 3.0, {"together": 2}),
+        "kernels": (kernels.times, 3.0, {"together": 6}),
+        "correctness": (checks.correctness, 2.5, {"together": 32}),
+        "lossless": (models.lossless_texts, 2.0, {}),
+        "hybrid": (functools.partial(models.steps, "hybrid"), 2.5, {"together": 2}),
+        "packed": (models.packed_trees, 2.0, {"together": 1, "seconds": 200.0}),
+        "batch": (models.batches, 2.5, {"together": 2}),
+        "transformers": (transformers_step.tokens, 1.5, {"seconds": 120.0}),
+    }.items()
+}
 REPORTING = 5.0  # seconds
 LEAST = 10.0  # seconds in which a section can do anything at all
 
 
-def run(names: Sequence[str], results: Results, end: float, *, smoke: bool) -> None:
+def run(chosen: Sequence[str], results: Results, end: float, *, smoke: bool) -> None:
     """Runs the sections that are not done.
 
     Args:
-        names: sections to run.
+        chosen: sections to run.
         results: file that rows are added to.
         end: latest `time.monotonic()`.
         smoke: use tiny sizes.
     """
-    missing = [name for name in names if results.section(name)["state"] != DONE]
+    missing = [name for name in chosen if results.section(name)["state"] != DONE]
     for i, name in enumerate(missing):
         left = end - time.monotonic()
         if left < LEAST:
@@ -55,18 +71,16 @@ def run(names: Sequence[str], results: Results, end: float, *, smoke: bool) -> N
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the sections and writes the results."""
     began = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=9.0, help="limit for all sections")
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, on any device")
+    known = {"--minutes": 9.0, "--sections": names(SECTIONS), "--smoke": SMOKE_OPTION}
+    parser = parser_of(__doc__.splitlines()[0], known)
     options = read_options(parser, arguments)
     if options.smoke and options.commit:
         parser.error("times of tiny sizes are not results: --smoke goes without --commit")
     head = {"question": __doc__.splitlines()[0], "smoke": options.smoke}
-    names = [name for name in SECTIONS if name in options.sections]
+    chosen = [name for name in SECTIONS if name in options.sections]
     try:
         results = Results.of(options, "gpu-session", head)
-        run(names, results, began + 60 * options.minutes - REPORTING, smoke=options.smoke)
+        run(chosen, results, began + 60 * options.minutes - REPORTING, smoke=options.smoke)
     except NoGpu as error:
         print(f"no GPU here: {error}; nothing was measured")
         conclude("gpu_session", right=None, obstacle=str(error))
@@ -83,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         passed=right,
         right=right,
         left_out=report.left_out(results.data),
-        sections={name: results.section(name)["state"] for name in names},
+        sections={name: results.section(name)["state"] for name in chosen},
         results=str(path),
     )
 

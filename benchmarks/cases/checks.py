@@ -1,15 +1,14 @@
-"""Compares a case with float64, counts its bytes, and repeats its calls."""
+"""What a case refuses, the bytes of a call, and repeated calls in one program."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from benchmarks.cases.base import LIMITS, Case, Problem, as_tuple, float64, relative_error, trees
+from benchmarks.cases.base import Case, Problem, as_tuple
 
 UNROLLED = 8
 # Independent calls could overlap in the CUDA graph of a loop's body.
@@ -24,43 +23,6 @@ def refused(case: Case, problem: Problem) -> str | None:
     except ValueError as error:
         return str(error)
     return None
-
-
-def jitted(case: Case, implementations: Sequence[str]) -> dict[str, Callable[..., Any]]:
-    """The op by implementation, each compiled once."""
-    return {
-        name: jax.jit(functools.partial(case.function, implementation=name))
-        for name in implementations
-    }
-
-
-def errors(
-    case: Case,
-    problem: Problem,
-    operands: tuple[jax.Array, ...],
-    runs: Mapping[str, Callable[..., Any]],
-) -> dict[str, list[float] | str]:
-    """Relative errors of the outputs of `runs` against float64, or how they failed."""
-    inputs = [
-        float64(value) if jnp.issubdtype(value.dtype, jnp.floating) else np.asarray(value)
-        for value in operands
-    ]
-    truth = case.reference(*inputs, trees(problem)[0])
-    result: dict[str, list[float] | str] = {}
-    for name, run in runs.items():
-        try:
-            result[name] = [*map(relative_error, as_tuple(run(*operands)), truth)]
-        except Exception as error:  # a kernel that does not compile must not hide the others
-            result[name] = f"failed: {error!s:.500}"
-    return result
-
-
-def within_limits(case: Case, dtype: str, found: list[float] | str) -> bool:
-    """Whether `found` are errors, and all of them within `LIMITS`."""
-    if isinstance(found, str):
-        return False
-    limits = [LIMITS[output, dtype] for output in case.outputs]
-    return all(error <= limit for error, limit in zip(found, limits, strict=True))
 
 
 def bytes_moved(case: Case, operands: tuple[jax.Array, ...]) -> int:

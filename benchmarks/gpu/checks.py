@@ -2,15 +2,24 @@
 
 import functools
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks.cases import CASES
-from benchmarks.cases.base import Case, Problem, as_tuple, small
-from benchmarks.cases.checks import errors, jitted, refused, within_limits
+from benchmarks.cases.base import (
+    LIMITS,
+    Case,
+    Problem,
+    as_tuple,
+    float64,
+    relative_error,
+    small,
+    trees,
+)
+from benchmarks.cases.checks import refused
 from benchmarks.gpu.scale import Scale
 from benchmarks.gpu.tasks import Row, Task
 
@@ -27,22 +36,34 @@ def _gated(scale: Scale, name: str) -> Row:
     case = CASES[name]
     shape, nodes, count = scale.gated[case.kind], scale.checked_nodes[0], scale.repeats
     problem = Problem(scale.shapes[case.kind][shape], nodes, scale.dtype, 2, scale.capacity)
-    operands = case.operands(problem)
-    runs = jitted(case, scale.implementations)
-    row = _row(case, problem, operands, runs)
-    *_, run = runs.values()  # the kernel
+    row, operands, run = _checked(scale, case, problem)
     first, equal = as_tuple(run(*operands)), jax.jit(same_bits)
     changed = count - int(sum(equal(first, as_tuple(run(*operands))) for _ in range(count)))
     row |= {"repeats": count, "changed": changed, "right": row["right"] and not changed}
     return {"kernel": name, "shape": shape} | row
 
 
-def _row(case: Case, problem: Problem, operands: tuple, runs: Mapping[str, Any]) -> Row:
-    found = errors(case, problem, operands, runs)
-    right = all(within_limits(case, problem.dtype, error) for error in found.values())
-    # JSON has no infinity.
-    written = jax.tree.map(lambda error: "not finite" if error == math.inf else error, found)
-    return {"nodes": problem.nodes, "dtype": problem.dtype, "errors": written, "right": right}
+def _checked(scale: Scale, case: Case, problem: Problem) -> tuple[Row, tuple, Any]:
+    """A row with the relative errors of all outputs, the operands, and the compiled kernel."""
+    operands = case.operands(problem)
+    inputs = [
+        float64(value) if jnp.issubdtype(value.dtype, jnp.floating) else np.asarray(value)
+        for value in operands
+    ]
+    truth = case.reference(*inputs, trees(problem)[0])
+    limits = [LIMITS[output, problem.dtype] for output in case.outputs]
+    row: Row = {"nodes": problem.nodes, "dtype": problem.dtype, "errors": {}, "right": True}
+    for name in scale.implementations:  # the kernel last
+        run = jax.jit(functools.partial(case.function, implementation=name))
+        try:
+            errors = [*map(relative_error, as_tuple(run(*operands)), truth)]
+        except Exception as error:  # a kernel that does not compile must not hide the others
+            row["right"], row["errors"][name] = False, f"failed: {error!s:.500}"
+            continue
+        row["right"] &= all(error <= limit for error, limit in zip(errors, limits, strict=True))
+        # JSON has no infinity.
+        row["errors"][name] = ["not finite" if error == math.inf else error for error in errors]
+    return row, operands, run
 
 
 def same_bits(one: tuple[jax.Array, ...], other: tuple[jax.Array, ...]) -> jax.Array:
@@ -60,7 +81,7 @@ def correctness(scale: Scale) -> list[Task]:
     return [
         Task(
             f"{name}, {shape}, {nodes}, {dtype}",
-            functools.partial(_checked, scale, nodes, dtype, name, shape),
+            functools.partial(_on_shape, scale, nodes, dtype, name, shape),
         )
         for nodes in scale.checked_nodes
         for dtype in scale.checked_dtypes
@@ -69,12 +90,11 @@ def correctness(scale: Scale) -> list[Task]:
     ]
 
 
-def _checked(scale: Scale, nodes: int, dtype: str, name: str, shape: str) -> Row:
+def _on_shape(scale: Scale, nodes: int, dtype: str, name: str, shape: str) -> Row:
     case = CASES[name]
     full = scale.shapes[case.kind][shape]
     problem = Problem(small(full), nodes, dtype, batch=2, capacity=scale.capacity)
     row: Row = {"kernel": name, "shape": shape}
     if reason := refused(case, problem._replace(shape=full)):
         return row | {"nodes": nodes, "dtype": dtype, "refused": reason, "right": True}
-    runs = jitted(case, scale.implementations)
-    return row | _row(case, problem, case.operands(problem), runs)
+    return row | _checked(scale, case, problem)[0]

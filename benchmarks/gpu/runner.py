@@ -92,7 +92,7 @@ def run_section(
     limit: float,
     options: Mapping[str, Any],
     *,
-    module: str = "benchmarks.gpu.sections",
+    module: str = "benchmarks.gpu_session",
     changed: Callable[[], Any] = lambda: None,
 ) -> None:
     """Runs the tasks of a section that have no row yet.

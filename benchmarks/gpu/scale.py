@@ -93,3 +93,8 @@ SMOKE = Scale(
     rounds=2,
     copied=1 << 20,
 )
+
+
+def scale_of(options: Mapping[str, Any]) -> Scale:
+    """The sizes of a run with these options."""
+    return SMOKE if options["smoke"] else FULL

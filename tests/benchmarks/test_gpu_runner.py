@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.gpu import runner
 from benchmarks.gpu.runner import Results
-from benchmarks.gpu.sections import SECTIONS
 from benchmarks.gpu.worker import BROKEN
+from benchmarks.gpu_session import SECTIONS
 from tests.benchmarks import fake_sections
 
 HEAD = {"question": "?", "smoke": True}
