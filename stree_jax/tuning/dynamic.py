@@ -1,21 +1,17 @@
 """Acceptance of dynamic trees, and the best sharpness of the draft's probabilities."""
 
-import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
-from stree_jax.array_types import Array, Int
+from stree_jax.array_types import Int
 from stree_jax.decoding.drafters import DynamicDrafter
 from stree_jax.decoding.options import Plan
 from stree_jax.decoding.reader import DraftModel
-from stree_jax.decoding.sampling import position_noise
-from stree_jax.decoding.types import Context, DraftTree, Sampling, Step
 from stree_jax.models.lm import HybridLM
-from stree_jax.tree import TreeTopology
-from stree_jax.tuning.trace import positions, state_at
+from stree_jax.tree import Tree, TreeTopology
+from stree_jax.tuning.trace import drafts_at, positions, state_at
 
 SHARPNESS = (1.0, 1.5, 2.5, 3.5, 5.0, 7.0)
 
@@ -53,18 +49,10 @@ def dynamic_tau(
             first, max_length = drafters[grid[0]], request.decoder.max_length
             state = state_at(first, target, at.context, topology, max_length)
             for sharp, drafter in drafters.items():
-                tree = _draft(
-                    drafter,
-                    state,
-                    at.context,
-                    at.keys,
-                    at.sampling,
-                    at.emitted,
-                    topology=topology,
-                    vocab_size=target.config.vocab_size,
-                )
-                drafts = _num_accepted(jax.tree.map(np.asarray, tree), at.following)
-                accepted[sharp].append(drafts[: at.num_places])
+                drafts = drafts_at(drafter, state, at, topology, target.config.vocab_size)
+                drafted, tree = jax.tree.map(np.asarray, drafts)
+                right = _num_accepted(drafted, tree, at.following)
+                accepted[sharp].append(right[: at.num_places])
         found[topology] = {}
         for sharp, parts in accepted.items():
             texts = np.split(np.concatenate(parts), ends[:-1])
@@ -77,17 +65,17 @@ def fitted(taus: dict[float, float]) -> float:
     return max(taus, key=lambda sharpness: taus[sharpness])
 
 
-def _num_accepted(draft: DraftTree, following: Int[np.ndarray, "B D"]) -> Int[np.ndarray, " B"]:
+def _num_accepted(
+    tokens: Int[np.ndarray, "B N"], tree: Tree, following: Int[np.ndarray, "B D"]
+) -> Int[np.ndarray, " B"]:
     """Number of accepted drafts of each tree, given the tokens that followed."""
-    tree, rows = draft.tree, np.arange(len(following))
+    rows = np.arange(len(following))
     on_path = np.zeros(tree.parents.shape, bool)
     on_path[:, 0] = True
     for node in range(1, tree.parents.shape[1]):
         token = following[rows, np.maximum(tree.depth[:, node] - 1, 0)]
         on_path[:, node] = (
-            on_path[rows, tree.parents[:, node]]
-            & tree.valid[:, node]
-            & (draft.tokens[:, node] == token)
+            on_path[rows, tree.parents[:, node]] & tree.valid[:, node] & (tokens[:, node] == token)
         )
     return np.where(on_path, tree.depth, 0).max(axis=1)
 
@@ -99,21 +87,3 @@ def _num_calls(accepted: Int[np.ndarray, " T"]) -> int:
         at += int(accepted[at]) + 1
         calls += 1
     return calls
-
-
-@functools.partial(jax.jit, static_argnames=("topology", "vocab_size"))
-def _draft(
-    drafter: DynamicDrafter,
-    state: Any,
-    context: Context,
-    keys: Array,
-    sampling: Sampling,
-    emitted: Int[Array, " B"],
-    *,
-    topology: TreeTopology,
-    vocab_size: int,
-) -> DraftTree:
-    noise = None
-    if not sampling.temperature_is_zero:
-        noise = position_noise(keys, emitted, topology.depth, vocab_size)
-    return drafter.propose(state, Step(context, keys, noise, sampling), topology)[0]

@@ -12,12 +12,12 @@ from jax import lax
 
 from pallas_kernels import dispatch
 from pallas_kernels.numerics import best_of
-from stree_jax.config import ModelConfig
+from stree_jax.array_types import Float
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.drafters.base import first_state, inner_layers
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.sampling import position_noise
-from stree_jax.decoding.types import Context, Sampling, Step, Verdict
+from stree_jax.decoding.types import Sampling, Step, Verdict
 from stree_jax.models.cache import Cache, path_to
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
@@ -103,29 +103,29 @@ def measure_costs(
     def target_calls(size: int) -> Callable[[int], object]:
         # A balanced tree: the cost depends on the number of nodes only.
         topology = TreeTopology(tuple((node - 1) // 2 if node else -1 for node in range(size)))
-        request = plan(model, [prompt], **options)
-        with dispatch.on(model):
-            cache = request.decoder.start(model, None, request.context, request.keys).cache
-        return lambda count: _target_calls(model, cache, count, topology=topology)
+        return functools.partial(_target_calls, model, cache, topology=topology)
 
     def drafts(topology: TreeTopology) -> Callable[[int], object]:
         request = plan(model, [prompt], drafter=drafter, topology=topology, **options)
         with dispatch.on(model):
-            state = first_state(
-                drafter, request.context.length, topology, request.decoder.max_length
-            )
-        static = dict(topology=topology, config=model.config, dtype=model.dtype)
-        arguments = (drafter, state, request.context, request.keys, request.sampling)
-        return lambda count: _drafts(*arguments, count, **static)
+            size = request.decoder.max_length
+            state = first_state(drafter, request.context.length, topology, size)
+        noise = None
+        if not request.sampling.temperature_is_zero:  # made once per step for both models: overhead
+            size = topology.depth, model.config.vocab_size
+            noise = position_noise(request.keys, request.context.length, *size)
+        step = Step(request.context, request.keys, noise, request.sampling)
+        width = (1 + len(inner_layers(drafter) or ())) * model.config.d_model
+        hidden = jnp.zeros((1, topology.num_nodes, width), model.dtype)  # the target's
+        return functools.partial(_drafts, drafter, state, step, hidden, topology=topology)
 
-    def steps(count: int) -> object:
-        request = plan(model, [prompt], drafter=drafter, topology=step_tree, **options)
-        decoder = request.decoder
-        state = decoder.start(model, drafter, request.context, request.keys)
-        return _whole_steps(
-            model, drafter, state, request.limits, request.sampling, count, decoder=decoder
-        )
-
+    with dispatch.on(model):
+        plain = plan(model, [prompt], **options)
+        cache = plain.decoder.start(model, None, plain.context, plain.keys).cache
+        whole = plan(model, [prompt], drafter=drafter, topology=step_tree, **options)
+        state = whole.decoder.start(model, drafter, whole.context, whole.keys)
+    arguments = (model, drafter, state, whole.limits, whole.sampling)
+    steps = functools.partial(_whole_steps, *arguments, decoder=whole.decoder)
     parts: dict[Any, Callable[[int], object]] = {"steps": steps}
     for size in sorted({*sizes, step_tree.num_nodes}):
         parts["target", size] = target_calls(size)
@@ -135,14 +135,10 @@ def measure_costs(
         for width in widths:
             parts["draft", width] = drafts(TreeTopology.from_branching((width, 1)))
     with dispatch.on(model):
-        seconds = _medians(parts, advance)
+        seconds = medians(parts, advance)
 
     first = seconds["draft", "first"]
-    level = (
-        {width: max(seconds["draft", width] - first, 0.0) for width in widths}
-        if max_depth > 1
-        else {1: 0.0}
-    )
+    level = {width: max(seconds.get(("draft", width), 0.0) - first, 0.0) for width in widths}
     rest = seconds["target", step_tree.num_nodes] + seconds["draft", "chain"]
     return Costs(
         target={size: seconds["target", size] for size in sizes},
@@ -152,24 +148,25 @@ def measure_costs(
     )
 
 
-def _medians(parts: dict[Any, Callable[[int], object]], advance: Callable[[], Any]) -> dict:
+def medians(parts: dict[Any, Callable[[int], object]], advance: Callable[[], Any]) -> dict:
     """Seconds of one iteration of each part."""
     counts = {}
     for name, part in parts.items():
         jax.block_until_ready(part(1))  # compiles
         advance()
-        once = _timed(part, 4) / 4
+        once = seconds_of(part, 4) / 4
         counts[name] = int(np.clip(_SECONDS / once, 4, 1000))
     samples: dict[Any, list[float]] = {name: [] for name in parts}
     for _ in range(_ROUNDS):
         for name, part in parts.items():
             # Two lengths, so that the overhead of a call cancels.
-            few, many = _timed(part, counts[name] // 4), _timed(part, counts[name])
+            few, many = seconds_of(part, counts[name] // 4), seconds_of(part, counts[name])
             samples[name].append((many - few) / (counts[name] - counts[name] // 4))
     return {name: float(np.median(values)) for name, values in samples.items()}
 
 
-def _timed(part: Callable[[int], object], count: int) -> float:
+def seconds_of(part: Callable[[int], object], count: int) -> float:
+    """Seconds of one call of a part, with so many iterations."""
     began = time.perf_counter()
     jax.block_until_ready(part(count))
     return time.perf_counter() - began
@@ -196,35 +193,26 @@ def _target_calls(
     return lax.fori_loop(0, count, call, carry)[0]
 
 
-@functools.partial(jax.jit, static_argnames=("topology", "config", "dtype"))
+@functools.partial(jax.jit, static_argnames="topology")
 def _drafts(
     drafter: Drafter,
     state: Any,
-    context: Context,
-    keys: jax.Array,
-    sampling: Sampling,
+    step: Step,
+    hidden: Float[jax.Array, "1 N width"],
     count: int | jax.Array,
     *,
     topology: TreeTopology,
-    config: ModelConfig,
-    dtype: jnp.dtype,
 ) -> Any:
     """Drafts trees and discards them."""
-    none = jnp.full(1, -1, jnp.int32)
+    none, context = jnp.full(1, -1, jnp.int32), step.context
     verdict = Verdict(none, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
-    noise = None
-    if not sampling.temperature_is_zero:  # made once per step for both models: overhead
-        noise = position_noise(keys, context.length, topology.depth, config.vocab_size)
 
     def draft(_: Any, carry: Any) -> Any:
         state, last = carry
         # The next tree depends on this one, or XLA drafts once.
         at_root = jnp.arange(context.tokens.shape[1]) == context.length - 1
         linked = context._replace(tokens=jnp.where(at_root, last, context.tokens))
-        step = Step(linked, keys, noise, sampling)
-        tree, state = drafter.propose(state, step, topology)
-        width = (1 + len(inner_layers(drafter) or ())) * config.d_model
-        hidden = jnp.zeros((1, topology.num_nodes, width), dtype)  # the target's
+        tree, state = drafter.propose(state, step._replace(context=linked), topology)
         state = drafter.commit(state, tree, verdict, hidden, topology)
         return state, tree.tokens[:, -1]
 

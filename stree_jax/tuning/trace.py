@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.array_types import Array, Bool, Float, Int, Key
+from stree_jax.array_types import Array, Float, Int, Key
 from stree_jax.decoding.drafters import Drafter, drawn_by
 from stree_jax.decoding.drafters.base import first_state, inner_layers
 from stree_jax.decoding.head_reader import HeadModel, outputs_ahead
@@ -21,7 +21,7 @@ from stree_jax.decoding.options import Plan
 from stree_jax.decoding.sampling import filtered_logits, position_noise
 from stree_jax.decoding.types import Context, Sampling, Step
 from stree_jax.models.lm import HybridLM
-from stree_jax.tree import TreeTopology
+from stree_jax.tree import Tree, TreeTopology
 
 TRACED_DEPTHS = 8  # levels of which `head_trace` says how often they are right
 _BATCH = 32  # positions per batch
@@ -74,20 +74,8 @@ def rank_trace(
     ranks = []
     for at in positions(request, tokens, 1):
         state = state_at(drafter, None, at.context, topology, request.decoder.max_length)
-        candidates, exists = jax.tree.map(
-            np.asarray,
-            _candidates(
-                drafter,
-                state,
-                at.context,
-                at.keys,
-                at.sampling,
-                at.emitted,
-                topology=topology,
-                vocab_size=vocab_size,
-            ),
-        )
-        match = (candidates == at.following) & exists
+        candidates, tree = drafts_at(drafter, state, at, topology, vocab_size)
+        match = (np.asarray(candidates)[:, 1:] == at.following) & np.asarray(tree.valid)[:, 1:]
         found = np.where(match.any(axis=1), match.argmax(axis=1), num_ranks)
         ranks.append(found[: at.num_places])
     ends = np.cumsum([len(new) for new in tokens])[:-1]
@@ -286,6 +274,19 @@ def _read(
     return drafter.read(state, context.tokens, hidden, context.length - 1)
 
 
+@functools.partial(jax.jit, static_argnames=("topology", "vocab_size"))
+def drafts_at(
+    drafter: Drafter, state: Any, at: Positions, topology: TreeTopology, vocab_size: int
+) -> tuple[Int[Array, "B N"], Tree]:
+    """The tokens and trees that a drafter proposes at positions."""
+    noise = None
+    if not at.sampling.temperature_is_zero:
+        noise = position_noise(at.keys, at.emitted, topology.depth, vocab_size)
+    step = Step(at.context, at.keys, noise, at.sampling)
+    draft, _ = drafter.propose(state, step, topology)
+    return draft.tokens, draft.tree
+
+
 def whole_texts(request: Plan, tokens: Sequence[np.ndarray]) -> Int[np.ndarray, "B L"]:
     """Prompts and the new tokens after them, in buffers of the plan's `max_length`."""
     prompts = np.asarray(request.context.tokens)
@@ -306,22 +307,3 @@ def check_how(drafter: Drafter, sampling: Sampling, num_ranks: int) -> None:
             f"child_sampling = {drawn.kind!r} draws new candidates in every step, so their ranks"
             " say nothing about other trees; use 'shared' or 'auto'"
         )
-
-
-@functools.partial(jax.jit, static_argnames=("topology", "vocab_size"))
-def _candidates(
-    drafter: Drafter,
-    state: object,
-    context: Context,
-    keys: Array,
-    sampling: Sampling,
-    emitted: Int[Array, " B"],
-    *,
-    topology: TreeTopology,
-    vocab_size: int,
-) -> tuple[Int[Array, "B ranks"], Bool[Array, "B ranks"]]:
-    noise = None
-    if not sampling.temperature_is_zero:
-        noise = position_noise(keys, emitted, topology.depth, vocab_size)
-    draft, _ = drafter.propose(state, Step(context, keys, noise, sampling), topology)
-    return draft.tokens[:, 1:], draft.tree.valid[:, 1:]

@@ -1,6 +1,7 @@
 """`tune`: the fastest draft tree for a pair of models on this device, if any pays."""
 
 import dataclasses
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -58,6 +59,20 @@ class Candidate:
     speed_up: float | None = None
     identical: bool | None = None
     sharpness: float | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the tree, the root included."""
+        return 1 if self.topology is None else self.topology.num_nodes
+
+    @property
+    def speed(self) -> float:
+        """Median tokens per second; 0 if it was not timed."""
+        return self.measured or 0.0
+
+    def is_beaten_by(self, other: "Candidate") -> bool:
+        """Whether another one is faster by more than the spread of both."""
+        return other.speed - self.speed > max(self.spread or 0, other.spread or 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,24 +164,13 @@ def tune(
     Raises:
         ValueError: a bad argument, or a drafter whose trees are not static.
     """
-    check_on_one_device(target, "tune")
-    if drafter is None:
-        raise ValueError(
-            "drafter is None; tune chooses a tree for a drafter such as ModelDrafter(...)"
-        )
-    if getattr(drafter, "chooses_shape", False):
-        raise ValueError(
-            f"{type(drafter).__name__} chooses its trees itself; tune a ModelDrafter of its model"
-        )
-    checked_prompts(prompts, target.config.vocab_size)
-    if len(prompts) < 2:
-        raise ValueError(f"tune needs at least 2 prompts, one to measure on; got {len(prompts)}")
+    _check(target, drafter, prompts)
     check_int("max_nodes", max_nodes, 2)
     check_int("max_depth", max_depth, 1)
     options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, temperature=temperature)
     half = len(prompts) // 2
-    keys = None if key is None else jax.random.split(key)
-    first, second = (dict(options, key=None if keys is None else keys[i]) for i in range(2))
+    keys = (None, None) if key is None else jax.random.split(key)
+    first, second = (dict(options, key=each) for each in keys)
 
     drafter = with_tokens_of(drafter, target)
     progress("the target writes", 0, 1)
@@ -174,15 +178,7 @@ def tune(
     texts = generate(target, prompts[:half], **first)
     written = [row[:length] for row, length in zip(texts.tokens, texts.lengths, strict=True)]
     progress("the target writes", 1, 1)
-    vocab_size = target.config.vocab_size
-    num_ranks = min(NUM_RANKS, vocab_size)
-    own_trace = getattr(drafter, "rank_trace", None)  # see `Drafter`
-    if callable(own_trace):
-        trace = own_trace(target, request, written, num_ranks)
-    elif isinstance(drafter, ModelDrafter) and isinstance(drafter.model, HeadModel):
-        trace = head_trace(drafter, drafter.model, target, request, written, num_ranks)
-    else:
-        trace = rank_trace(drafter, request, written, num_ranks, vocab_size)
+    trace = _traced(drafter, target, request, written)
     max_depth = min(max_depth, trace.max_depth or max_depth)
     num_traced = int(texts.lengths.sum())
     if num_traced < _ENOUGH_TOKENS:
@@ -195,13 +191,7 @@ def tune(
     timed = {} if thorough else _QUICK_COSTS
     sizes, widths = timed.get("sizes", SIZES), timed.get("widths", WIDTHS)
     num_parts = 3 + sum(size < max_nodes for size in sizes) + len(widths)
-    done = 0
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        progress("timing parts of a step", min(done, num_parts), num_parts)
-
+    done = itertools.count(1)
     costs = measure_costs(
         target,
         drafter,
@@ -210,31 +200,62 @@ def tune(
         max_depth=max_depth,
         temperature=temperature,
         key=key,
-        advance=advance,
+        advance=lambda: progress("timing parts of a step", min(next(done), num_parts), num_parts),
         **timed,
     )
     candidates = _candidates(trace, costs, max_nodes, max_depth)
     finalists = _finalists(candidates, _FINALISTS if thorough else _QUICK_FINALISTS)
-    dynamic = None
+    sharpness = None
     if isinstance(drafter, ModelDrafter):
         progress("fitting dynamic trees", 0, 1)
         largest = next(row.topology for row in candidates if row.topology is not None)
         grid = {} if thorough else {"grid": _QUICK_GRID}
-        dynamic = _dynamic(drafter, target, request, written, largest, costs, **grid)
-        finalists.append(dynamic)
+        finalists.append(_dynamic(drafter, target, request, written, largest, costs, **grid))
+        sharpness = finalists[-1].sharpness
         progress("fitting dynamic trees", 1, 1)
     rounds = _ROUNDS if thorough else _QUICK_ROUNDS
     rows = _decoded(target, drafter, prompts[half:], finalists, second, rounds, progress)
-    best = _best(rows)
+    best = simplest(rows)
+    names = {row.name for row in rows}
     return TuningReport(
         best=best.topology,
-        rows=(*rows, *(row for row in candidates if row.name not in {r.name for r in rows})),
-        advice=_advice(best, rows),
+        rows=(*rows, *(row for row in candidates if row.name not in names)),
+        advice=advice(best, rows),
         costs=costs,
         temperature=float(temperature),
         num_traced=num_traced,
-        sharpness=None if dynamic is None else dynamic.sharpness,
+        sharpness=sharpness,
     )
+
+
+def _check(target: HybridLM, drafter: Drafter | None, prompts: Any) -> None:
+    """Refuses what `tune` cannot tune."""
+    check_on_one_device(target, "tune")
+    if drafter is None:
+        raise ValueError(
+            "drafter is None; tune chooses a tree for a drafter such as ModelDrafter(...)"
+        )
+    if getattr(drafter, "chooses_shape", False):
+        raise ValueError(
+            f"{type(drafter).__name__} chooses its trees itself; tune a ModelDrafter of its model"
+        )
+    checked_prompts(prompts, target.config.vocab_size)
+    if len(prompts) < 2:
+        raise ValueError(f"tune needs at least 2 prompts, one to measure on; got {len(prompts)}")
+
+
+def _traced(
+    drafter: Drafter, target: HybridLM, request: Plan, written: list[np.ndarray]
+) -> RankTrace:
+    """The ranks of what the target wrote, by the drafter's own method if it has one."""
+    vocab_size = target.config.vocab_size
+    num_ranks = min(NUM_RANKS, vocab_size)
+    own = getattr(drafter, "rank_trace", None)  # see `Drafter`
+    if callable(own):
+        return own(target, request, written, num_ranks)
+    if isinstance(drafter, ModelDrafter) and isinstance(drafter.model, HeadModel):
+        return head_trace(drafter, drafter.model, target, request, written, num_ranks)
+    return rank_trace(drafter, request, written, num_ranks, vocab_size)
 
 
 def _candidates(trace: RankTrace, costs: Costs, max_nodes: int, max_depth: int) -> list[Candidate]:
@@ -282,19 +303,16 @@ def _dynamic(
 
 
 def _finalists(candidates: list[Candidate], most: int) -> list[Candidate]:
-    """The most promising trees, of different sizes, the best chain, and no draft."""
+    """No draft; then the most promising trees, of different sizes, the best chain among them."""
     trees = [row for row in candidates if row.topology is not None]
-    chosen: list[Candidate] = []
+    chosen: dict[int, Candidate] = {}
     for row in trees:  # neighbours in size differ by less than the measurement error
-        sizes = [other.topology.num_nodes for other in chosen if other.topology is not None]
-        assert row.topology is not None
-        if all(abs(row.topology.num_nodes - size) > 0.2 * size for size in sizes):
-            chosen.append(row)
-        if len(chosen) == most:
-            break
+        size = row.num_nodes
+        if len(chosen) < most and all(abs(size - other) > 0.2 * other for other in chosen):
+            chosen[size] = row
     chain = next(row for row in trees if row.name.startswith("chain"))
     none = next(row for row in candidates if row.topology is None)
-    return [none, *chosen] + ([chain] if chain not in chosen else [])
+    return [none, *chosen.values()] + ([chain] if chain not in chosen.values() else [])
 
 
 def _decoded(
@@ -317,88 +335,70 @@ def _decoded(
             draft["drafter"] = DynamicDrafter(drafter.model, sharpness=row.sharpness)
         return [generate(target, [prompt], **options, **draft) for prompt in prompts]
 
-    outputs = []
-    total = len(finalists) * (1 + rounds)
-    for row in finalists:
-        outputs.append(decode(row))  # compiles
-        progress("decoding", len(outputs), total)
-    seconds = np.empty((rounds, len(finalists)))
-    for i in range(rounds):  # interleaved, so that other load on the machine affects all alike
-        for j, row in enumerate(finalists):
-            began = time.perf_counter()
-            decode(row)
-            seconds[i, j] = time.perf_counter() - began
-            progress("decoding", (1 + i) * len(finalists) + j + 1, total)
+    ticks, total = itertools.count(1), len(finalists) * (1 + rounds)
 
-    rows = []
+    def run(row: Candidate) -> tuple[list[Generation], float]:
+        began = time.perf_counter()
+        output = decode(row)
+        seconds = time.perf_counter() - began
+        progress("decoding", next(ticks), total)
+        return output, seconds
+
+    outputs = [run(row)[0] for row in finalists]  # compiles
+    # Interleaved, so that other load on the machine affects all alike.
+    seconds = np.array([[run(row)[1] for row in finalists] for _ in range(rounds)])
+    plain, rows = outputs[0], []
+    base = sum(out.stats.num_tokens for out in plain) / seconds[:, 0]
     for row, output, own in zip(finalists, outputs, seconds.T, strict=True):
         tokens = sum(out.stats.num_tokens for out in output)
-        speeds = tokens / own
-        ratios = seconds[:, 0] / own * tokens / sum(o.stats.num_tokens for o in outputs[0])
-        low, middle, high = np.quantile(speeds, [0.25, 0.5, 0.75])
+        low, middle, high = np.quantile(tokens / own, [0.25, 0.5, 0.75])
+        same = (np.array_equal(a.tokens, b.tokens) for a, b in zip(output, plain, strict=True))
         rows.append(
             dataclasses.replace(
                 row,
                 tau=tokens / sum(out.stats.num_target_calls for out in output),
                 measured=float(middle),
                 spread=float(high - low) / 2,
-                speed_up=float(np.median(ratios)),
-                identical=all(
-                    np.array_equal(a.tokens, b.tokens)
-                    for a, b in zip(output, outputs[0], strict=True)
-                ),
+                speed_up=float(np.median(tokens / own / base)),
+                identical=all(same),
             )
         )
-    return sorted(rows, key=_speed, reverse=True)
+    return sorted(rows, key=lambda row: row.speed, reverse=True)
 
 
-def _speed(row: Candidate) -> float:
-    return row.measured or 0.0
+def simplest(rows: list[Candidate]) -> Candidate:
+    """The simplest choice that no static tree beats: no draft, else a chain, else the fastest."""
+    static = [row for row in rows if row.sharpness is None]
+    none = [row for row in static if row.topology is None]
+    chains = [row for row in static if row.name.startswith("chain")]
+    fastest = static[0]
+    return next(row for row in (*none, *chains, fastest) if not row.is_beaten_by(fastest))
 
 
-def _best(rows: list[Candidate]) -> Candidate:
-    """The simplest choice that no static tree beats by more than the spread."""
-    rows = [row for row in rows if row.sharpness is None]
-    fastest = rows[0]
-    simpler = [row for row in rows if row.topology is None] + [
-        row for row in rows if row.name.startswith("chain")
-    ]
-    for row in simpler:
-        if _speed(fastest) - _speed(row) <= max(row.spread or 0, fastest.spread or 0):
-            return row
-    return fastest
-
-
-def _advice(best: Candidate, rows: list[Candidate]) -> str:
-    return " ".join([_static_advice(best, rows), *_dynamic_advice(best, rows)])
-
-
-def _dynamic_advice(best: Candidate, rows: list[Candidate]) -> list[str]:
-    return [
-        f"Dynamic trees are faster: DynamicDrafter(draft, sharpness={row.sharpness:g}) with"
-        f" TreeTopology.budget({row.topology.num_nodes}, {row.topology.depth}),"
-        f" {row.speed_up:.2f} times as fast as without drafts (tau {row.tau:.2f})."
-        for row in rows
-        if row.sharpness is not None
-        and row.topology is not None
-        and _speed(row) - _speed(best) > max(row.spread or 0, best.spread or 0)
-    ]
-
-
-def _static_advice(best: Candidate, rows: list[Candidate]) -> str:
+def advice(best: Candidate, rows: list[Candidate]) -> str:
+    """What to draft with and why, in a sentence; and a second one if dynamic trees are faster."""
+    tree = next(row for row in rows if row.topology is not None and row.sharpness is None)
     if best.topology is not None:
-        return (
+        said = (
             f"Draft with {best.name}: {best.speed_up:.2f} times as fast as without drafts"
             f" (tau {best.tau:.2f})."
         )
-    tree = next(row for row in rows if row.topology is not None and row.sharpness is None)
-    if _speed(tree) >= _speed(best):
-        return (
+    elif tree.speed >= best.speed:
+        said = (
             f"Do not draft: {tree.name} is {tree.speed_up:.2f} times as fast as no draft, which is"
             " within the spread of the measurement."
         )
-    needed = tree.tau * _speed(best) / _speed(tree)
-    return (
-        f"Do not draft: the best tree needs tau {needed:.1f} on this device, this drafter reaches"
-        f" {tree.tau:.1f}."
-    )
+    else:
+        needed = tree.tau * best.speed / tree.speed
+        said = (
+            f"Do not draft: the best tree needs tau {needed:.1f} on this device, this drafter"
+            f" reaches {tree.tau:.1f}."
+        )
+    for row in rows:
+        if row.sharpness is not None and row.topology is not None and best.is_beaten_by(row):
+            said += (
+                f" Dynamic trees are faster: DynamicDrafter(draft, sharpness={row.sharpness:g})"
+                f" with TreeTopology.budget({row.num_nodes}, {row.topology.depth}),"
+                f" {row.speed_up:.2f} times as fast as without drafts (tau {row.tau:.2f})."
+            )
+    return said

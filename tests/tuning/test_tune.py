@@ -16,7 +16,7 @@ from stree_jax.cli.trees import parse_tree
 from stree_jax.models.moe import MixtureOfExperts
 from stree_jax.testing import HYBRIDS, apply, perturbed, random_model, randomised, tiny_model
 from stree_jax.tuning import SHARPNESS, Costs, dynamic_tau, measure, tune, tuner
-from stree_jax.tuning.tuner import Candidate, _advice, _best
+from stree_jax.tuning.tuner import Candidate, advice, simplest
 
 PROMPTS = [[5, 9, 2], [3], [1, 2, 3, 4], [7, 8]]
 
@@ -49,14 +49,14 @@ def test_a_quick_tuner_compiles_less(monkeypatch):
 @pytest.fixture(scope="module")
 def report():
     """Of a tuner whose clock says 5 s for a call of a part, and 1 ms for each of its iterations."""
-    steps, timed = [], measure._timed
+    steps, timed = [], measure.seconds_of
 
     def fake(part, count):
         assert timed(part, count) > 0
         return 5.0 + 1e-3 * count
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "_timed", fake)
+        patch.setattr(measure, "seconds_of", fake)
         # Each sharpness compiles.
         patch.setattr(tuner, "dynamic_tau", functools.partial(dynamic_tau, grid=SHARPNESS[1:3]))
         with pytest.warns(UserWarning, match="acceptance was measured on .* tokens"):
@@ -121,7 +121,7 @@ def test_timed_nodes_read_as_many_experts_as_different_tokens_do(monkeypatch):
         raise Timed(*(states_and_experts(parts[part, 16], 8) for part in ("target", "draft")))
 
     monkeypatch.setattr(MixtureOfExperts, "_route", counted)
-    monkeypatch.setattr(measure, "_medians", medians)
+    monkeypatch.setattr(measure, "medians", medians)
     sizes = dict(max_nodes=40, max_depth=2, sizes=(16,), widths=(16,))
     with pytest.raises(Timed) as timed:
         measure.measure_costs(model, drafter, PROMPTS[0], **sizes)
@@ -194,9 +194,9 @@ def candidate(name, speed, spread=1.0, tau=2.0):
 )
 def test_the_simplest_choice_within_the_spread(speeds, best):
     rows = [candidate(name, speed) for name, speed in speeds.items()]
-    chosen = _best(rows)
+    chosen = simplest(rows)
     assert chosen.name == best
-    assert _advice(chosen, rows).startswith(
+    assert advice(chosen, rows).startswith(
         "Do not draft" if best == "none" else f"Draft with {best}"
     )
 
@@ -207,16 +207,16 @@ def test_the_advice_says_how_to_draft_dynamically():
     for speed, faster in ((25, True), (20.5, False)):
         dynamic = dataclasses.replace(candidate("dynamic", speed), topology=size, sharpness=2.5)
         rows = sorted([tree, none, dynamic], key=lambda row: -row.measured)
-        assert _best(rows) is tree
-        advice = _advice(tree, rows)
-        assert advice.startswith("Draft with tree: 2.00 times")
+        assert simplest(rows) is tree
+        said = advice(tree, rows)
+        assert said.startswith("Draft with tree: 2.00 times")
         wanted = "DynamicDrafter(draft, sharpness=2.5) with TreeTopology.budget(9, 3), 2.50 times"
-        assert (wanted in advice) == faster
+        assert (wanted in said) == faster
 
 
 def test_the_advice_names_the_tau_that_would_pay():
     rows = [candidate("none", 10, tau=1), candidate("tree", 5, tau=2.5)]
-    assert "needs tau 5.0 on this device, this drafter reaches 2.5" in _advice(rows[0], rows)
+    assert "needs tau 5.0 on this device, this drafter reaches 2.5" in advice(rows[0], rows)
 
 
 @pytest.mark.parametrize(
