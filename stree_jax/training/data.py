@@ -4,7 +4,7 @@ A batch is a pure function of seed and step, so a resumed run needs no saved dat
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -89,21 +89,17 @@ def batch_at(corpus: Corpus, step: int, seed: int, batch_size: int, length: int)
 def _documents(text: Text) -> Iterator[str]:
     """The documents of a file; without `document_start`, chunks of 4,096 lines."""
     lines: list[str] = []
-    with open(text.path, encoding="utf-8") as file:
-        for line in _decoded(file, text.path):
-            if text.document_start is None:
-                full = len(lines) >= 4096
-            else:
-                full = bool(lines) and line.startswith(text.document_start)
-            if full:
-                yield "".join(lines)
-                lines = []
-            lines.append(line)
-    yield "".join(lines)
-
-
-def _decoded(lines: Iterable[str], path: str) -> Iterator[str]:
     try:
-        yield from lines
+        with open(text.path, encoding="utf-8") as file:
+            for line in file:
+                if text.document_start is None:
+                    full = len(lines) >= 4096
+                else:
+                    full = bool(lines) and line.startswith(text.document_start)
+                if full:
+                    yield "".join(lines)
+                    lines = []
+                lines.append(line)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+        raise ValueError(f"{text.path} is not UTF-8 text: {error}") from error
+    yield "".join(lines)

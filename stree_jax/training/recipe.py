@@ -1,33 +1,7 @@
 """A recipe: one TOML file with everything a training run depends on.
 
-With every table; `docs/recipe.md` has all fields:
-
-    seed = 0
-    vocab_size = 4096                     # size of the byte-level BPE tokenizer
-
-    [model]                               # arguments of ModelConfig.mamba2_lm except vocab_size
-    d_model = 256
-    num_layers = 6
-    attention_layers = [2, 5]             # omit for pure Mamba-2
-
-    [model.attention]                     # fields of AttentionConfig, for these layers
-    num_heads = 4
-    num_kv_heads = 2
-    head_dim = 64
-    rotary_dim = 64
-
-    [model.mlp]                           # fields of MlpConfig; an MLP after each layer, or omit
-    hidden_size = 512
-
-    [training]                            # fields of Training
-    steps = 3000
-    batch_size = 16
-
-    [[text]]                              # fields of Text, one table per file
-    path = "gsm8k_train.txt"              # relative to the recipe file
-    weight = 2.0
-    document_start = "Question: "
-    licence = "MIT"
+`docs/recipe.md` has an example and all fields; `stree_jax/demo/*.toml` are those of the embedded
+models.
 """
 
 import dataclasses
@@ -38,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stree_jax.checks import check_int, require_types
+from stree_jax.checks import check_int, require, require_types
 from stree_jax.messages import shown
 
 _MOST = 2**31 - 1  # steps and sizes are int32 in the optimizer and in jax
@@ -64,8 +38,7 @@ class Text:
 
     def __post_init__(self) -> None:
         require_types(type(self), vars(self))
-        if self.weight <= 0:
-            raise ValueError(f"weight of {self.path} must be a number > 0, got {self.weight!r}")
+        require(self.weight > 0, f"weight of {self.path} must be a number > 0, got {self.weight!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,22 +85,17 @@ class Training:
             check_int(name, getattr(self, name), least, most)
         require_types(type(self), vars(self))
         if self.decay_steps is not None:
-            decay, most = (
-                check_int("decay_steps", self.decay_steps, 1),
-                self.steps - self.warmup_steps,
-            )
-            if decay > most:
-                raise ValueError(
-                    f"decay_steps must be at most steps - warmup_steps = {most}, got {decay}"
-                )
+            decay = check_int("decay_steps", self.decay_steps, 1)
+            most = self.steps - self.warmup_steps
+            at_most = f"decay_steps must be at most steps - warmup_steps = {most}, got {decay}"
+            require(decay <= most, at_most)
         for name in ("learning_rate", "weight_decay", "clip_norm", "generated"):
             value = getattr(self, name)
-            if value < 0:
-                raise ValueError(f"{name} must be a number >= 0, got {value!r}")
-        if self.products not in _PRODUCTS:
-            raise ValueError(f"products must be one of {_PRODUCTS}, got {shown(self.products)}")
-        if self.generated > 1:
-            raise ValueError(f"generated must be a fraction from 0 to 1, got {self.generated}")
+            require(value >= 0, f"{name} must be a number >= 0, got {value!r}")
+        known = f"products must be one of {_PRODUCTS}, got {shown(self.products)}"
+        require(self.products in _PRODUCTS, known)
+        fraction = f"generated must be a fraction from 0 to 1, got {self.generated}"
+        require(self.generated <= 1, fraction)
 
     @property
     def peak_end(self) -> int | None:
@@ -162,11 +130,11 @@ class Recipe:
     def __post_init__(self) -> None:
         check_int("vocab_size", self.vocab_size, 257, _MOST_TOKENS)  # 256 bytes, end of text
         check_int("seed", self.seed, 0, 2**32 - 1)
-        if self.start is not None and (not isinstance(self.start, str) or self.model):
-            raise ValueError(
-                "start must be the path of a checkpoint, in a recipe without [model]: the model is"
-                f" the checkpoint's; got {shown(self.start)} and [model] = {shown(self.model)}"
-            )
+        require(
+            self.start is None or (isinstance(self.start, str) and not self.model),
+            "start must be the path of a checkpoint, in a recipe without [model]: the model is the"
+            f" checkpoint's; got {shown(self.start)} and [model] = {shown(self.model)}",
+        )
 
     @classmethod
     def load(cls, path: Path) -> "Recipe":
@@ -215,8 +183,7 @@ class Recipe:
 
 
 def _table(values: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{where} must be a table, got {shown(values)}")
+    require(isinstance(values, Mapping), f"{where} must be a table, got {shown(values)}")
     return values
 
 
@@ -225,11 +192,11 @@ def _made(cls: Any, values: Any, where: str) -> Any:
     fields = [field for field in dataclasses.fields(cls) if field.compare]
     known = sorted(field.name for field in fields)
     for name in _table(values, where):
-        if name not in known:
-            raise ValueError(f"{where} has no field {shown(name)}; known: {', '.join(known)}")
+        unknown = f"{where} has no field {shown(name)}; known: {', '.join(known)}"
+        require(name in known, unknown)
     for field in fields:
-        if field.default is dataclasses.MISSING and field.name not in values:
-            raise ValueError(f"{where} lacks {field.name!r}")
+        is_there = field.default is not dataclasses.MISSING or field.name in values
+        require(is_there, f"{where} lacks {field.name!r}")
     try:
         return cls(**values)
     except ValueError as error:
@@ -241,6 +208,6 @@ def _text(values: Any, recipe: Path, number: int) -> Text:
     where = f"{recipe}, [[text]] {number}"
     text = _made(Text, values, where)
     path = recipe.parent / text.path
-    if not os.path.isfile(path):
-        raise ValueError(f"{where}: path = {shown(str(path))}, which does not exist")
+    absent = f"{where}: path = {shown(str(path))}, which does not exist"
+    require(os.path.isfile(path), absent)
     return dataclasses.replace(text, path=str(path))

@@ -64,7 +64,7 @@ def train(recipe: Recipe, output: Path, *, command: str) -> Iterator[Progress]:
         tokenizer, model = open_target(Path(recipe.start), output)
         run = run_directory(output, recipe.fingerprint() | {"start": weights_digest(model)})
 
-    def loss(model: HybridLM, tokens: jax.Array, _: Any) -> jax.Array:
+    def loss(model: HybridLM, tokens: jax.Array, _: None) -> jax.Array:
         return next_token_loss(model, tokens)
 
     yield from _run(recipe, output, run, command, model, tokenizer, loss)
@@ -86,7 +86,6 @@ def distill(recipe: Recipe, target_path: Path, output: Path, *, command: str) ->
     tokenizer, target = open_target(target_path, output)
     fingerprint = recipe.fingerprint() | {"target": weights_digest(target)}
     if recipe.start is None:
-        run = run_directory(output, fingerprint)
         model = _new_model(recipe, target.config.vocab_size, target.config.eos_token)
     else:
         known, model = open_target(Path(recipe.start), output)
@@ -95,7 +94,8 @@ def distill(recipe: Recipe, target_path: Path, output: Path, *, command: str) ->
                 f"{recipe.start} and {target_path} have different tokenizers; start from a draft of"
                 " this target, or leave start out"
             )
-        run = run_directory(output, fingerprint | {"start": weights_digest(model)})
+        fingerprint |= {"start": weights_digest(model)}
+    run = run_directory(output, fingerprint)
 
     def loss(model: HybridLM, tokens: jax.Array, target: HybridLM) -> jax.Array:
         tokens = tokens[:, :-1]
@@ -184,7 +184,7 @@ def run_text(recipe: Recipe, tokenizer: Tokenizer, target: HybridLM | None) -> R
             steps = range(first, first + 2 * _STEPS_AT_ONCE, 2)
             rows = np.concatenate([read(corpus, step)[:num_generated] for step in steps])
             assert target is not None
-            written = _continued(target, rows, recipe.seed, first)
+            written = continued(target, rows, recipe.seed, first)
             return written.reshape(len(steps), num_generated, -1)
 
         def batch(step: int) -> np.ndarray:
@@ -200,7 +200,7 @@ def run_text(recipe: Recipe, tokenizer: Tokenizer, target: HybridLM | None) -> R
     return RunText(corpus, batches(training.generated), batches(1.0), held)
 
 
-def _continued(target: HybridLM, tokens: np.ndarray, seed: int, step: int) -> np.ndarray:
+def continued(target: HybridLM, tokens: np.ndarray, seed: int, step: int) -> np.ndarray:
     """The rows with their second half replaced by the target's continuation of the first."""
     half = tokens.shape[1] // 2
     out = generate(
@@ -214,15 +214,11 @@ def _continued(target: HybridLM, tokens: np.ndarray, seed: int, step: int) -> np
     return np.concatenate([tokens[:, :half], out.tokens], axis=1)
 
 
-def _new_model(
-    recipe: Recipe, vocab_size: int, eos_token: int | tuple[int, ...] | None
-) -> HybridLM:
+def _new_model(recipe: Recipe, vocab_size: int, eos_token: Any) -> HybridLM:
     return HybridLM(_config(recipe, vocab_size, eos_token), rngs=nnx.Rngs(recipe.seed))
 
 
-def _config(
-    recipe: Recipe, vocab_size: int, eos_token: int | tuple[int, ...] | None
-) -> ModelConfig:
+def _config(recipe: Recipe, vocab_size: int, eos_token: Any) -> ModelConfig:
     try:
         return ModelConfig.mamba2_lm(vocab_size, eos_token=eos_token, **recipe.model)
     except (TypeError, ValueError) as error:
@@ -257,22 +253,22 @@ def run_directory(
     run = output.with_name(output.name + ".run")
     run.mkdir(parents=True, exist_ok=True)
     file = run / "run.json"
+    before = file.read_text() if file.is_file() else None
     now = json.dumps(fingerprint, indent=2, default=str)  # dates, which the model refuses
-    if not saved_steps(run / "steps"):
-        if not file.is_file() or file.read_text() != now:
-            for part in ("tokenizer.json", "run.json"):  # run.json last: it is what they belong to
-                (run / part).unlink(missing_ok=True)
-            _write(file, now)
-    elif not file.is_file() or file.read_text() != now:
-        before = json.loads(file.read_text()) if file.is_file() else None
-        end = None if before is None else _common_peak(before, json.loads(now))
+    if before == now:
+        return run
+    if saved_steps(run / "steps"):
+        end = None if before is None else _common_peak(json.loads(before), json.loads(now))
         if end is None:
             raise ValueError(
                 f"{run} belongs to a run with another recipe, text or target; remove it to start"
                 " over, or choose another output"
             )
         forget_after(run / "steps", end)
-        _write(file, now)
+    else:
+        for part in ("tokenizer.json", "run.json"):  # run.json last: it is what they belong to
+            (run / part).unlink(missing_ok=True)
+    _write(file, now)
     return run
 
 
@@ -286,9 +282,8 @@ def _common_peak(before: dict[str, Any], now: dict[str, Any]) -> int | None:
         training = Training(**run["training"])
         ends.append(training.peak_end)
         rest.append(run | {"training": dataclasses.replace(training, steps=1, decay_steps=None)})
-    if None in ends or rest[0] != rest[1]:
-        return None
-    return min(end for end in ends if end is not None)
+    known = [end for end in ends if end is not None]
+    return min(known) if len(known) == 2 and rest[0] == rest[1] else None
 
 
 def _write(path: Path, text: str) -> None:
@@ -307,22 +302,17 @@ def weights_digest(model: HybridLM) -> str:
 
 
 def _model_card(
-    recipe: Recipe,
-    command: str,
-    model: HybridLM,
-    loss: float,
-    verb: str,
-    corpus: data.Corpus,
+    recipe: Recipe, command: str, model: HybridLM, loss: float, verb: str, corpus: data.Corpus
 ) -> str:
     size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
-    training = recipe.training
+    training, kinds = recipe.training, model.config.kinds
     tokens = training.steps * training.batch_size * training.sequence_length
-    loss_name = "KL divergence from the target" if verb == "distilled" else "cross-entropy"
-    perplexity = "" if verb == "distilled" else f" (perplexity {math.exp(loss):.1f})"
+    measured = f"KL divergence from the target: {loss:.4f} nats a token"
+    if verb == "trained":
+        measured = f"cross-entropy: {loss:.4f} nats a token (perplexity {math.exp(loss):.1f})"
     start = "" if recipe.start is None else f", after those of `{Path(recipe.start).name}`"
-    layers = model.config.kinds
-    kind = "Mamba-2" if "attention" not in layers else "hybrid Mamba-2 and attention"
-    counts = ", ".join(f"{layers.count(part)} {part}" for part in dict.fromkeys(layers))
+    kind = "Mamba-2" if "attention" not in kinds else "hybrid Mamba-2 and attention"
+    counts = ", ".join(f"{kinds.count(part)} {part}" for part in dict.fromkeys(kinds))
     return f"""# A small {kind} language model
 
 {size:,} parameters, layers: {counts}; width {model.config.d_model}, vocabulary
@@ -331,8 +321,7 @@ decoding on a laptop. It is far too small to be accurate about anything.
 
 - Command: `{command}`
 - Tokens seen: {tokens:,} in {training.steps:,} steps{start}
-- Held-out {loss_name}: {loss:.4f} nats a token{perplexity}, on the last 1 % of each file, with the
-  stored weights
+- Held-out {measured}, on the last 1 % of each file, with the stored weights
 
 {card_tables(recipe, corpus)}"""
 

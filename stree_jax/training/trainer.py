@@ -116,7 +116,10 @@ def fit(
             try:
                 stored = checkpointer.metadata(start).metadata
                 check_shapes(checkpoints, state["params"], stored["params"])
-                state = checkpointer.load(start, abstract_state=jax.tree.map(_abstract, state))
+                abstract = jax.tree.map(
+                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+                )
+                state = checkpointer.load(start, abstract_state=abstract)
             except Exception as error:  # Orbax raises many kinds
                 raise ValueError(
                     f"the run in {checkpoints} is damaged or has other shapes;"
@@ -155,40 +158,27 @@ class _BFloat16Products(Matrix):
         return bfloat16_product(x, self[...])
 
 
+@jax.custom_vjp
 def bfloat16_product(inputs: Array, kernel: Array) -> Array:
     """`inputs @ kernel` of bfloat16 factors in float32, with gradients that are such products too.
 
     JAX's own gradient of a product with a float32 result multiplies in float32.
     """
-    rows = inputs.reshape(-1, inputs.shape[-1])
-    return _rows_product(rows, kernel).reshape(*inputs.shape[:-1], -1)
+    left, right = inputs.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16)
+    return jnp.matmul(left, right, preferred_element_type=jnp.float32)
 
 
-@jax.custom_vjp
-def _rows_product(rows: Array, kernel: Array) -> Array:
-    return _bfloat16_dot(rows, kernel, 1, 0)
-
-
-def _bfloat16_dot(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
-    """The product over one axis of each."""
-    return jax.lax.dot_general(
-        left.astype(jnp.bfloat16),
-        right.astype(jnp.bfloat16),
-        (((left_axis,), (right_axis,)), ((), ())),
-        preferred_element_type=jnp.float32,
-    )
-
-
-def _forward(rows: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _rows_product(rows, kernel), (rows, kernel)
+def _forward(inputs: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
+    return bfloat16_product(inputs, kernel), (inputs, kernel)
 
 
 def _backward(factors: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-    rows, kernel = factors
-    return _bfloat16_dot(gradient, kernel, 1, 1), _bfloat16_dot(rows, gradient, 0, 0)
+    inputs, kernel = factors
+    rows, ahead = (value.reshape(-1, value.shape[-1]) for value in (inputs, gradient))
+    return bfloat16_product(gradient, kernel.T), bfloat16_product(rows.T, ahead)
 
 
-_rows_product.defvjp(_forward, _backward)
+bfloat16_product.defvjp(_forward, _backward)
 
 
 def make_optimizer(training: Training) -> optax.GradientTransformation:
@@ -196,7 +186,7 @@ def make_optimizer(training: Training) -> optax.GradientTransformation:
     return optax.chain(
         optax.clip_by_global_norm(training.clip_norm),
         optax.adamw(
-            _schedule(training),
+            schedule(training),
             b2=0.95,
             weight_decay=training.weight_decay,
             mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim >= 2, params),
@@ -204,7 +194,8 @@ def make_optimizer(training: Training) -> optax.GradientTransformation:
     )
 
 
-def _schedule(training: Training) -> optax.Schedule:
+def schedule(training: Training) -> optax.Schedule:
+    """The learning rate by step: warmup, then cosine decay, or a constant peak and linear decay."""
     peak, last = training.learning_rate, training.learning_rate / 20
     if training.peak_end is None:
         return optax.warmup_cosine_decay_schedule(
@@ -256,7 +247,3 @@ def cast(model: HybridLM, dtype: DTypeLike) -> HybridLM:
     structure, wanted = HybridLM.abstract(model.config, dtype=dtype)
     have = nnx.to_pure_dict(nnx.state(in_first(model)))
     return nnx.merge(structure, jax.tree.map(lambda leaf, to: leaf.astype(to.dtype), have, wanted))
-
-
-def _abstract(leaf: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

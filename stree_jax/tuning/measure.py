@@ -108,8 +108,8 @@ def measure_costs(
     def drafts(topology: TreeTopology) -> Callable[[int], object]:
         request = plan(model, [prompt], drafter=drafter, topology=topology, **options)
         with dispatch.on(model):
-            size = request.decoder.max_length
-            state = first_state(drafter, request.context.length, topology, size)
+            most = request.decoder.max_length
+            state = first_state(drafter, request.context.length, topology, most)
         noise = None
         if not request.sampling.temperature_is_zero:  # made once per step for both models: overhead
             size = topology.depth, model.config.vocab_size

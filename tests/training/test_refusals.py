@@ -15,124 +15,89 @@ from stree_jax.training.recipe import Recipe, Text, Training
 from stree_jax.training.run import train
 from tests.training.conftest import RECIPE
 
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        (
-            "words.txt",
-            "nowhere.txt",
-            r"\[\[text\]\] 1: path = .*nowhere\.txt.*, which does not exist",
-        ),
-        ("words.txt", "w" * 5000, r"\[\[text\]\] 1: path = .*, which does not exist"),
-        (
-            "steps = 6",
-            "steps = 6\npaces = 6",
-            r"\[training\] has no field 'paces'; known: batch_size,",
-        ),
-        ("steps = 6", "", r"\[training\] lacks 'steps'"),
-        ("steps = 6", "steps = 0", r"steps must be an integer, from 1 to \d+; got 0"),
-        ("steps = 6", f"steps = {10**20}", r"\[training\]: steps must be .*; got 10{20}$"),
-        ("steps = 6", f"steps = {'9' * 5000}", "is not TOML: Exceeds the limit"),
-        ("batch_size = 2", f"batch_size = {10**20}", "batch_size must be .*; got 10{20}$"),
-        (
-            "steps = 6",
-            "steps = 6\nlearning_rate = -1.0",
-            "learning_rate must be a number >= 0, got -1",
-        ),
-        ("[[text]]", "[[text]]\nweight = 0.0", "weight of words.txt must be a number > 0"),
-        ("[[text]]", "[[text]]\ncolour = 5", r"\[\[text\]\] 1 has no field 'colour'; known: doc"),
-        (
-            "steps = 6",
-            "steps = 6\ngenerated = 2.0",
-            "generated must be a fraction from 0 to 1, got 2",
-        ),
-        (
-            "steps = 6",
-            'steps = 6\nproducts = "int8"',
-            r"products must be one of \('float32', 'bfloat16'\), got 'int8'",
-        ),
-        (
-            "steps = 6",
-            "steps = 6\ndecay_steps = 5",
-            "decay_steps must be at most steps - warmup_steps = 4, got 5",
-        ),
-        ("[[text]]", "[[book]]", "has no text"),
-        ("[[text]]", "[text]", "has no text"),
-        (
-            "vocab_size",
-            "source = 5\nvocab_size",
-            "recipe.toml has no field 'source'; known: model,",
-        ),
-        ("vocab_size", "vocabulary", "recipe.toml has no field 'vocabulary'; known: model, seed,"),
-        ("vocab_size = 280", "seed = -1", "recipe.toml: seed must be .* from 0 to .* got -1"),
-        ("[model]", "[model", "is not TOML"),
-        ("vocab_size = 280", f"x = {'[' * 5000}{']' * 5000}", "is not TOML: maximum recursion"),
-        ('path = "words.txt"', "", r"\[\[text\]\] 1 lacks 'path'"),
-        ("d_model", "depth", r"recipe.toml, \[model\]: .*'d"),
-        ("d_model = 16", "d_model = 16\ndepth = 3", r"recipe.toml, \[model\]: .*'depth'"),
-        ("num_layers = 2", f"num_layers = {10**20}", r"recipe.toml, \[model\]: num_layers must be"),
-        ("280", "100", "vocab_size must be an integer, from 257 to"),
-        (
-            "sequence_length = 16",
-            "sequence_length = 999",
-            r"words\.txt has \d+ tokens; windows of 1000 tokens in both splits need",
-        ),
-    ],
-)
-def test_recipes_that_are_refused(recipe_file, tmp_path, old, new, message):
-    recipe_file.write_text(RECIPE.replace(old, new, 1))
-    with pytest.raises(ValueError, match=message) as refused:
-        list(train(Recipe.load(recipe_file), tmp_path / "out", command=""))
-    assert len(str(refused.value)) < 500
-    assert not (tmp_path / "out").exists()
-
-
+# What is replaced, what by (a line that begins with "+" is added after it), and the message.
+REFUSED = [
+    ("words.txt", "nowhere.txt", r"\[\[text\]\] 1: path = .*nowhere\.txt.*, which does not exist"),
+    ("words.txt", "w" * 5000, r"\[\[text\]\] 1: path = .*, which does not exist"),
+    ("[training]", "+paces = 6", r"\[training\] has no field 'paces'; known: batch_size,"),
+    ("steps = 6", "", r"\[training\] lacks 'steps'"),
+    ("steps = 6", "steps = 0", r"steps must be an integer, from 1 to \d+; got 0"),
+    ("steps = 6", f"steps = {10**20}", r"\[training\]: steps must be .*; got 10{20}$"),
+    ("steps = 6", f"steps = {'9' * 5000}", "is not TOML: Exceeds the limit"),
+    ("batch_size = 2", f"batch_size = {10**20}", "batch_size must be .*; got 10{20}$"),
+    ("[training]", "+learning_rate = -1.0", "learning_rate must be a number >= 0, got -1"),
+    ("[training]", "+generated = 2.0", "generated must be a fraction from 0 to 1, got 2"),
+    ("[training]", '+products = "int8"', r"products must be one of \('float32', 'bfloat16'\), got"),
+    ("[training]", "+decay_steps = 5", "decay_steps must be at most steps - warmup.* = 4, got 5"),
+    ("[[text]]", "+weight = 0.0", "weight of words.txt must be a number > 0"),
+    ("[[text]]", "+colour = 5", r"\[\[text\]\] 1 has no field 'colour'; known: doc"),
+    ("[[text]]", "[[book]]", "has no text"),
+    ("[[text]]", "[text]", "has no text"),
+    ("vocab_size", "source = 5\nvocab_size", "toml has no field 'source'; known: model,"),
+    ("vocab_size", "vocabulary", "recipe.toml has no field 'vocabulary'; known: model, seed,"),
+    ("vocab_size = 280", "seed = -1", "recipe.toml: seed must be .* from 0 to .* got -1"),
+    ("[model]", "[model", "is not TOML"),
+    ("vocab_size = 280", f"x = {'[' * 5000}{']' * 5000}", "is not TOML: maximum recursion"),
+    ('path = "words.txt"', "", r"\[\[text\]\] 1 lacks 'path'"),
+    ("d_model", "depth", r"recipe.toml, \[model\]: .*'d"),
+    ("[model]", "+depth = 3", r"recipe.toml, \[model\]: .*'depth'"),
+    ("num_layers = 2", f"num_layers = {10**20}", r"recipe.toml, \[model\]: num_layers must be"),
+    ("280", "100", "vocab_size must be an integer, from 257 to"),
+    ("length = 16", "length = 999", r"words\.txt has \d+ tokens; windows of 1000 tokens in both"),
+]
 WRONG_TYPES = [
     ("steps = 6", "steps = 2024-01-01", r"steps must be .*; got datetime.date\(2024, 1, 1\)"),
     ("steps = 6", "steps = []", r"steps must be .*; got \[\]"),
-    ("steps = 6", "steps = 6\nlearning_rate = nan", "learning_rate must be .* finite, got nan"),
-    ("steps = 6", "steps = 6\nclip_norm = true", "clip_norm must be .* finite, got True"),
-    (
-        "steps = 6",
-        f"steps = 6\nlearning_rate = {10**40}",
-        r"\[training\]: learning_rate must be float and finite, got 10{40}$",
-    ),
-    ("[[text]]", "[[text]]\nweight = 'much'", "weight must be float and finite, got 'much'"),
-    ("[[text]]", "[[text]]\nlicence = 5", r"recipe.toml, \[\[text\]\] 1: licence must be str"),
+    ("[training]", "+learning_rate = nan", "learning_rate must be .* finite, got nan"),
+    ("[training]", "+clip_norm = true", "clip_norm must be .* finite, got True"),
+    ("[training]", f"+learning_rate = {10**40}", r"\]: learning_rate must be float and.* 10{40}$"),
+    ("[[text]]", "+weight = 'much'", "weight must be float and finite, got 'much'"),
+    ("[[text]]", "+licence = 5", r"recipe.toml, \[\[text\]\] 1: licence must be str"),
     ("vocab_size = 280", "vocab_size = []", r"recipe.toml: vocab_size must be .* got \[\]"),
-    (
-        "d_model = 16",
-        f"d_model = {10**20}",
-        r"recipe.toml, \[model\]: d_model must be .*; got 10{20}$",
-    ),
+    ("d_model = 16", f"d_model = {10**20}", r"\[model\]: d_model must be .*; got 10{20}$"),
     ("num_layers = 2", "num_layers = nan", r"\[model\]: num_layers must be .*; got nan"),
     ("[1]", "1", r"\[model\]: attention_layers must be a list of layers, got 1"),
     ("[1]", "[2024-01-01]", r"\[model\]: attention_layers has \[datetime.date\(2024, 1, 1\)\]"),
     ("num_heads = 2", "num_heads = 2.5", r"\[model\]: num_heads must be .*got 2.5"),
     ("[model.mlp]", "[[model.mlp]]", r"\[model\]: MlpConfig needs a table of fields"),
 ]
+
+
+def changed(old, new):
+    """The recipe with a line replaced or added."""
+    return RECIPE.replace(old, f"{old}\n{new[1:]}" if new.startswith("+") else new, 1)
+
+
+@pytest.mark.parametrize(("old", "new", "message"), REFUSED)
+def test_recipes_that_are_refused(recipe_file, tmp_path, old, new, message):
+    recipe_file.write_text(changed(old, new))
+    with pytest.raises(ValueError, match=message) as refused:
+        list(train(Recipe.load(recipe_file), tmp_path / "out", command=""))
+    assert len(str(refused.value)) < 500
+    assert not (tmp_path / "out").exists()
+
+
 IN_A_PROCESS = """
 import json, pathlib, re, sys
 from stree_jax.training import Recipe, train
 
 file = pathlib.Path(sys.argv[1])
-recipe = file.read_text()
-for old, new, message in json.load(sys.stdin):
-    file.write_text(recipe.replace(old, new, 1))
+for recipe, message in json.load(sys.stdin):
+    file.write_text(recipe)
     try:
         list(train(Recipe.load(file), file.with_name("out"), command=""))
     except ValueError as error:
-        assert re.search(message, str(error)), (new, str(error))
+        assert re.search(message, str(error)), (message, str(error))
     else:
-        raise AssertionError(new)
+        raise AssertionError(message)
 """
 
 
 def test_wrong_types_are_refused(recipe_file):
     """In a process without the shape checker, which would raise first."""
+    recipes = [(changed(old, new), message) for old, new, message in WRONG_TYPES]
     command = [sys.executable, "-c", IN_A_PROCESS, recipe_file]
-    subprocess.run(command, input=json.dumps(WRONG_TYPES).encode(), check=True)
+    subprocess.run(command, input=json.dumps(recipes).encode(), check=True)
 
 
 def test_a_recipe_that_is_not_utf_8(recipe_file):

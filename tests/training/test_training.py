@@ -18,8 +18,8 @@ from stree_jax.testing import perturbed, tiny_model
 from stree_jax.training import data
 from stree_jax.training.objective import distillation_loss, next_token_loss
 from stree_jax.training.recipe import Recipe, Text, Training
-from stree_jax.training.run import _continued, distill, run_directory, train
-from stree_jax.training.trainer import _schedule, bfloat16_product, cast, fit, forget_after
+from stree_jax.training.run import continued, distill, run_directory, train
+from stree_jax.training.trainer import bfloat16_product, cast, fit, forget_after, schedule
 from tests.helpers import apply
 from tests.training.conftest import RECIPE
 
@@ -154,7 +154,7 @@ def test_the_gradient_of_a_bfloat16_product():
 def test_the_end_of_a_schedule_may_move(tmp_path, recipe_file):
     short = dataclasses.replace(TRAINING, decay_steps=2)  # at its peak up to step 6
     long = dataclasses.replace(TRAINING, steps=10, decay_steps=3)  # up to step 7
-    rates = [float(_schedule(short)(step)) / short.learning_rate for step in range(9)]
+    rates = [float(schedule(short)(step)) / short.learning_rate for step in range(9)]
     np.testing.assert_allclose(rates, [0, 0.5, 1, 1, 1, 1, 1, 0.525, 0.05], rtol=1e-6)
 
     run = tmp_path / "run"
@@ -332,17 +332,17 @@ def test_training_goes_on_from_a_checkpoint(trained, text, tmp_path):
 
 def test_the_target_continues_the_first_half():
     model, tokens = tiny_model(), batch(0)
-    greedy = _continued(model, tokens, seed=0, step=1)
+    greedy = continued(model, tokens, seed=0, step=1)
     np.testing.assert_array_equal(greedy[:, :8], tokens[:, :8])
     for t in range(8, 17):
         best = np.asarray(apply(model, np.pad(greedy, ((0, 0), (0, 3)))))[:, t - 1].argmax(-1)
         np.testing.assert_array_equal(greedy[:, t], best)
     model = nnx.clone(model)  # other tests use the same one
     model.config = dataclasses.replace(model.config, eos_token=int(greedy[0, 8]))
-    np.testing.assert_array_equal(_continued(model, tokens, seed=0, step=1), greedy)
-    sampled = _continued(model, tokens, seed=0, step=2)
+    np.testing.assert_array_equal(continued(model, tokens, seed=0, step=1), greedy)
+    sampled = continued(model, tokens, seed=0, step=2)
     assert not np.array_equal(sampled, greedy)
-    np.testing.assert_array_equal(sampled, _continued(model, tokens, seed=0, step=2))
+    np.testing.assert_array_equal(sampled, continued(model, tokens, seed=0, step=2))
 
 
 @pytest.mark.parametrize("name", ["target", "draft"])
