@@ -14,30 +14,21 @@ def limit(text: str) -> tuple[str, float]:
 
 
 def most_launches(rows: Sequence[Row]) -> dict[str, float]:
-    """The most launches of a layer of each kind, with our kernels and products whole.
+    """The most launches of each kind, with our kernels and products whole.
 
-    Layers of a prefill are called `prompt-KIND`. Steps on one node do not count: XLA splits
+    Kinds are those of layers, which in a prefill are called `prompt-KIND`; and "greedy" and
+    "sampled" for a step of the loop outside of layers. Steps on one node do not count: XLA splits
     the product of one row and a matrix into two launches.
     """
-    return _most(
-        (f"prompt-{kind}" if "positions" in row else kind, layer["launches"])
-        for row in _gated(rows)
-        if row.get("nodes") != 1
-        for kind, layer in row["layers"].items()
-    )
-
-
-def most_outside(rows: Sequence[Row]) -> dict[str, float]:
-    """The most launches of a step of the loop outside of layers, as `most_launches`."""
-    return _most(
-        ("sampled" if row["sampled"] else "greedy", row["launches_a_step"]) for row in _gated(rows)
-    )
-
-
-def _most(counts: Iterator[tuple[str, float]]) -> dict[str, float]:
     most: dict[str, float] = {}
-    for kind, count in counts:
-        most[kind] = max(most.get(kind, 0.0), count)
+    for row in _gated(rows):
+        prefix = "prompt-" if "positions" in row else ""
+        layers = {} if row.get("nodes") == 1 else row.get("layers", {})
+        counts = {prefix + kind: layer["launches"] for kind, layer in layers.items()}
+        if "launches_a_step" in row:
+            counts["sampled" if row["sampled"] else "greedy"] = row["launches_a_step"]
+        for kind, count in counts.items():
+            most[kind] = max(most.get(kind, 0.0), count)
     return most
 
 
@@ -69,8 +60,8 @@ def failures(
     """Limits that are exceeded; a limit on something that was not compiled is exceeded, too.
 
     Args:
-        most: `most_launches` and `most_outside`.
-        limits: limits for entries of `most`.
+        most: `most_launches`.
+        limits: limits for its entries.
         growth: `growth_of_memory`.
         most_growth: limit for all of `growth`, infinite for none.
         spilled: number of programs that spill registers.

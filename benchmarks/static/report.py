@@ -1,4 +1,4 @@
-"""Tables of compiled programs, and their JSON, which keeps the rows of earlier runs."""
+"""The JSON of compiled programs, which keeps the rows of earlier runs."""
 
 import contextlib
 import json
@@ -8,32 +8,11 @@ from typing import Any
 
 import jax
 
-from benchmarks.common import Table, write_json
+from benchmarks.common import write_json
 
 Rows = list[dict[str, Any]]
-WHICH = ("preset", "gpu", "implementation", "products")
 # The keys of a row of the results; steps have nodes, prompts positions.
-ROW = (*WHICH, "nodes", "positions", "loop_nodes", "sampled")
-
-
-def show(title: str, rows: Rows, **columns: str) -> None:
-    """Prints a table of programs, if there are any."""
-    if rows:
-        Table(title, rows, {name: f"{{{name}}}" for name in WHICH} | columns).show()
-
-
-def print_programs(title: str, unit: str, rows: Rows) -> None:
-    """A table of the layers of programs, one of their sums, and one of programs with `--whole`."""
-    layers = [row | cost | {"kind": kind} for row in rows for kind, cost in row["layers"].items()]
-    size = {unit: f"{{{unit}}}"}
-    counts = {name: f"{{{name}:g}}" for name in ("launches", "copies")}
-    show(f"A layer of {title} (batch 1, bfloat16)", layers, **size, layer="{kind}", **counts)
-    sums = [row | row["step"] for row in rows]
-    more = {"shared memory": "{shared_memory_bytes:,}", "spills": "{spills}"}
-    show(f"The sum of {title}", sums, **size, **counts, **more)
-    memory = {name: f"{{whole[{name}_bytes]:,}}" for name in ("temporary", "all")}
-    whole = [row for row in rows if "whole" in row]
-    show(f"Memory of {title}, bytes", whole, **size, **memory)
+ROW = ("preset", "gpu", "implementation", "products", "nodes", "positions", "loop_nodes", "sampled")
 
 
 def write(

@@ -1,8 +1,7 @@
-"""The counts of `benchmarks.static`, its limits and its tables."""
+"""The counts of `benchmarks.static`, its limits and its results."""
 
 import json
 import math
-import re
 
 import pytest
 
@@ -44,18 +43,19 @@ def test_collectives_are_found_where_they_are():
     def line(left, scope):
         return f'  %x.1 = {left}(%y.1), channel_id=1, metadata={{op_name="jit(run)/{scope}/psum"}}'
 
-    lines = {
-        line("f32[2,13,17]{2,1,0} all-reduce", "while/body/layer_0"): ("all-reduce", "body", 442),
-        line("(f32[2]{0}, f32[2,12]{1,0}) all-gather-start", "while/body"): (
-            "all-gather",
-            "body",
-            24,
-        ),
-        line("pred[] all-reduce", "while/cond"): ("all-reduce", "condition", 1),
-        line("f32[4]{0} collective-permute", "layer_0"): ("collective-permute", "outside", 4),
-    }
-    text = "\n".join([*lines, "  %x.2 = f32[4]{0} all-reduce-done(%x.1)"])
-    assert collectives(text) == [*lines.values()]
+    lines = [
+        line("f32[2,13,17]{2,1,0} all-reduce", "while/body/layer_0"),
+        line("(f32[2]{0}, f32[2,12]{1,0}) all-gather-start", "while/body"),
+        line("pred[] all-reduce", "while/cond"),
+        line("f32[4]{0} collective-permute", "layer_0"),
+        "  %x.2 = f32[4]{0} all-reduce-done(%x.1)",
+    ]
+    assert collectives("\n".join(lines)) == [
+        ("all-reduce", "body", 442),
+        ("all-gather", "body", 24),
+        ("all-reduce", "condition", 1),
+        ("collective-permute", "outside", 4),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def test_launches_are_those_of_our_kernels_with_products_whole():
         row(mamba2=30.0) | {"products": "split"},
         PROGRAM | {"positions": 512, "layers": {"mamba2": {"launches": 11.0}}},
     ]
-    assert gates.most_launches(rows) == {"mamba2": 5.0, "mlp": 4.0, "prompt-mamba2": 11.0}
-    rows = [PROGRAM | {"sampled": n > 1, "launches_a_step": 29.5 + n} for n in range(4)]
-    assert gates.most_outside(rows) == {"greedy": 30.5, "sampled": 32.5}
+    rows += [PROGRAM | {"sampled": n > 1, "launches_a_step": 29.5 + n} for n in range(4)]
+    most = {"mamba2": 5.0, "mlp": 4.0, "prompt-mamba2": 11.0, "greedy": 30.5, "sampled": 32.5}
+    assert gates.most_launches(rows) == most
 
 
 @pytest.mark.parametrize(
@@ -120,18 +120,11 @@ def test_limits(limits, options, message):
     assert [each.startswith(message) for each in found] == ([True] if message else [])
 
 
-def test_earlier_rows_with_the_same_settings_stay(tmp_path, capsys):
-    """And the tables have a line for each row."""
-    cost = dict(launches=5.0, copies=0.0)
-    step = row(all_bytes=3) | {"spills": False, "shared_memory_bytes": 2048, "step": cost}
-    step = step | {"layers": {"mamba2": cost}, "whole": {"temporary_bytes": 1, "all_bytes": 3}}
+def test_earlier_rows_with_the_same_settings_stay(tmp_path):
+    step = row(all_bytes=3)
     report.write("?", {"batch": 1}, {"steps": [step, step | {"preset": "q"}]}, tmp_path)
     path = report.write("?", {"batch": 1}, {"steps": [step | {"nodes": 1}, step]}, tmp_path)
     stored = json.loads(path.read_text())["steps"]
     assert [(row["preset"], row["nodes"]) for row in stored] == [("q", 64), ("p", 1), ("p", 64)]
     report.write("?", {"batch": 2}, {"steps": [step]}, tmp_path)
     assert len(json.loads(path.read_text())["steps"]) == 1
-    report.print_programs("a step", "nodes", stored)
-    out = re.sub("[ \u2502]+", " ", capsys.readouterr().out)
-    for end in ("64 mamba2 5 0", "1 5 0 2,048 False", "64 1 3"):
-        assert f"p g pallas whole {end}" in out
