@@ -16,9 +16,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 import stree_jax as st
 from benchmarks.common import Found, Table, speeds, start, summary, timed
 from benchmarks.models import Pair, embedded_pair
@@ -27,27 +24,10 @@ from benchmarks.unrolled import UnrolledLM
 from stree_jax.decoding.types import DecodeState
 
 
-class LeafCounter(st.BeamDrafter):
-    """Beam search whose state has the most leaves of its trees so far, `[B]`."""
-
-    def init(self, batch: int, *arguments: Any) -> tuple[Any, jax.Array]:
-        """See `Drafter`."""
-        return super().init(batch, *arguments), jnp.zeros(batch, jnp.int32)
-
-    def read(self, state: tuple, *arguments: Any) -> tuple[Any, jax.Array]:
-        """See `Drafter`."""
-        return super().read(state[0], *arguments), state[1]
-
-    def propose(self, state: tuple, *arguments: Any, **options: Any) -> tuple:
-        """See `Drafter`."""
-        draft, inner = super().propose(state[0], *arguments, **options)
-        is_child = draft.tree.parents[:, :, None] == jnp.arange(draft.tokens.shape[1])
-        leaves = (~is_child.any(axis=1)).sum(axis=-1, dtype=jnp.int32)
-        return draft, (inner, jnp.maximum(state[1], leaves))
-
-    def commit(self, state: tuple, *arguments: Any) -> tuple[Any, jax.Array]:
-        """See `Drafter`."""
-        return super().commit(state[0], *arguments), state[1]
+def most_leaves(program: Program, prompts: Sequence[list[int]]) -> int:
+    """The most leaves of a draft tree in the generations of some prompts."""
+    trees = [draft.tree.parents[0] for prompt in prompts for draft, _ in program.steps(prompt)]
+    return max(len(parents) - len({*parents.tolist()} - {-1}) for parents in trees)
 
 
 def new_tokens(prompt: Sequence[int], end: DecodeState) -> list[int]:
@@ -64,20 +44,11 @@ def without_drafts(pair: Pair, tokens: int) -> list[list[int]]:
 def compared(
     pair: Pair, topology: st.TreeTopology, want: list, tokens: int, rounds: int
 ) -> dict[str, Any]:
-    """Speed and memory of a beam tree, packed and unrolled interleaved.
-
-    Args:
-        pair: target, draft and prompts, which are decoded one at a time.
-        topology: a beam tree.
-        want: result of `without_drafts`.
-        tokens: number of new tokens after each prompt.
-        rounds: timed runs.
-    """
-    drafting = {"drafter": LeafCounter(pair.draft), "topology": topology}
+    """Speed and memory of a beam tree, packed and unrolled interleaved; `want`: without drafts."""
+    drafting = {"drafter": st.BeamDrafter(pair.draft), "topology": topology}
     compiled = functools.partial(Program, prompt=pair.prompts[0], max_new_tokens=tokens, **drafting)
     packed = compiled(pair.target)
-    counted = [packed(prompt).drafter for prompt in pair.prompts]
-    leaves = max(int(most[0]) for _, most in counted)
+    leaves = most_leaves(packed, pair.prompts)
     unrolled = compiled(UnrolledLM.like(pair.target, leaves, topology.depth + 1))
     programs = {"packed": packed, "unrolled": unrolled}
     ends, taken = timed(f"{topology.width} beams", programs, pair.prompts, rounds)

@@ -25,6 +25,7 @@ from matplotlib.path import Path
 
 import stree_jax as st
 from benchmarks.common import conclude, read_options, write_json
+from benchmarks.steps import Program
 
 MEASURED = FilePath(__file__).parent / "results"
 PICTURES = FilePath(__file__).parents[1] / "docs" / "pictures"
@@ -222,29 +223,20 @@ def how_picture(step: Mapping[str, Any]) -> Figure:
 
 def decoded_steps(count: int = 8) -> list[dict[str, Any]]:
     """The first steps of the embedded models on the README's prompt."""
-    from stree_jax.decoding.options import plan
-
     target, draft = (st.from_pretrained(st.demo_path(name)) for name in ("target", "draft"))
-    tokenizer = st.load_tokenizer(st.demo_path("target"))
-    prompts = [tokenizer.encode(PROMPT).ids]
-    request = plan(target, prompts, max_new_tokens=48, drafter=st.ModelDrafter(draft))
-    decoder = request.decoder
-    state = decoder.start(target, request.drafter, request.context, request.keys)
-    steps = []
-    for _ in range(count):
-        state, draft_tree, verdict = decoder.step(
-            target, request.drafter, state, request.limits, request.sampling
-        )
-        last, tokens = int(verdict.last[0]), [*map(int, draft_tree.tokens[0])]
-        steps.append(
-            {
-                "parents": [*decoder.topology.parents],
-                "labels": [tokenizer.decode([token]) for token in tokens],
-                "path": decoder.topology.ancestor_mask[last].nonzero()[0].tolist(),
-                "next": tokenizer.decode([int(verdict.next_token[0])]),
-            }
-        )
-    return steps
+    drafter, tokenizer = st.ModelDrafter(draft), st.load_tokenizer(st.demo_path("target"))
+    prompt, topology = tokenizer.encode(PROMPT).ids, drafter.default_topology()
+    options: dict[str, Any] = {"drafter": drafter, "topology": topology, "max_new_tokens": 48}
+    steps = Program(target, prompt, **options).steps(prompt)
+    return [
+        {
+            "parents": [*topology.parents],
+            "labels": [tokenizer.decode([int(token)]) for token in drafts.tokens[0]],
+            "path": topology.ancestor_mask[int(verdict.last[0])].nonzero()[0].tolist(),
+            "next": tokenizer.decode([int(verdict.next_token[0])]),
+        }
+        for drafts, verdict in itertools.islice(steps, count)
+    ]
 
 
 def figures(steps: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Figure]:

@@ -1,7 +1,7 @@
 """Programs whose time is measured: verify steps in a loop on the device, and a whole request."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.numerics import best_of
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import plan
-from stree_jax.decoding.types import DecodeState
+from stree_jax.decoding.types import DecodeState, DraftTree, Verdict
 from stree_jax.models.cache import path_to
 
 
@@ -85,6 +85,13 @@ class Program:
     def __call__(self, prompt: Sequence[int]) -> DecodeState:
         """The state at the end of a whole generation; blocks."""
         return jax.block_until_ready(self._run(*self._start(prompt)[1], self._max_steps))
+
+    def steps(self, prompt: Sequence[int]) -> Iterator[tuple[DraftTree, Verdict]]:
+        """The draft trees of a whole generation, step by step, and what was accepted."""
+        decoder, (model, drafter, state, *settings) = self._start(prompt)
+        while not state.done.all():
+            state, draft, verdict = decoder.step(model, drafter, state, *settings)
+            yield draft, verdict
 
     def bytes_of_step(self, prompt: Sequence[int]) -> int:
         """Bytes that a step reads and writes, by XLA's count."""
