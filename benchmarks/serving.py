@@ -15,7 +15,6 @@ Rounds are interleaved, and every text is compared with that of the batches.
 import argparse
 import collections
 import functools
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -47,8 +46,7 @@ class Served(NamedTuple):
 
     texts: dict[Path, list[int]]  # new tokens
     seconds: float
-    first: list[float]  # seconds from a request's arrival to its first token
-    pauses: list[float]  # seconds between a request's new tokens
+    times: dict[Path, list[float]]  # when a request arrived, and when it got tokens
     reused: int = 0  # tokens that the prefix cache had
 
 
@@ -93,6 +91,10 @@ def measured(
     gap = np.median(seconds[PLAIN]) / len(workload.first) / options.load
     arrivals = np.cumsum(np.random.default_rng(1).exponential(gap, len(workload.first))).tolist()
     over_time = served(f"{workload.name}, over time", ways, arrivals, options.rounds)
+    waited = {
+        name: [np.diff(times) for one in runs for times in one.times.values()]
+        for name, runs in over_time.items()
+    }
     want = saturated[BATCHES][0].texts
     tokens = sum(map(len, want.values()))
     speed = speeds(dict.fromkeys(ways, tokens), seconds, PLAIN)
@@ -108,8 +110,8 @@ def measured(
                 for one in (*saturated[name], *over_time[name])
             ),
             "seconds_between_arrivals": float(gap),
-            "first": _percentiles([one.first for one in over_time[name]], (50, 90, 99)),
-            "pauses": _percentiles([one.pauses for one in over_time[name]], (50, 99, 100), 1e3),
+            "first": _percentiles([waits[:1] for waits in waited[name]], (50, 90, 99)),
+            "pauses": _percentiles([1e3 * waits[1:] for waits in waited[name]], (50, 99, 100)),
         }
         | speed[name]
         for name in ways
@@ -132,11 +134,9 @@ def served(
     return {name: some[1:] for name, some in runs.items()}
 
 
-def _percentiles(
-    runs: Sequence[Sequence[float]], percents: Sequence[int], scale: float = 1.0
-) -> list[float]:
-    values = [*itertools.chain.from_iterable(runs)]
-    return (scale * np.percentile(values, percents)).tolist() if values else []
+def _percentiles(waits: Sequence[np.ndarray], percents: Sequence[int]) -> list[float]:
+    values = np.concatenate(waits)
+    return np.percentile(values, percents).tolist() if len(values) else []
 
 
 class _Clock:
@@ -149,12 +149,9 @@ class _Clock:
         self._following, self._began = workload.following, time.perf_counter()
         requests = enumerate(zip(arrivals, workload.first, strict=True))
         self._waiting = collections.deque((due, (i,), request) for i, (due, request) in requests)
-        self._due: dict[Path, float] = {}
         self._requests: dict[Path, st.Request] = {}
-        self._last: dict[Path, float] = {}  # when a request got its last tokens
-        self.texts: dict[Path, list[int]] = {}
-        self.first: list[float] = []
-        self.pauses: list[float] = []
+        self._texts: dict[Path, list[int]] = {}
+        self._times: dict[Path, list[float]] = {}
 
     @property
     def now(self) -> float:
@@ -166,7 +163,8 @@ class _Clock:
         new: dict[Path, st.Request] = {}
         while self._waiting and self._waiting[0][0] <= self.now and len(new) != most:
             due, path, request = self._waiting.popleft()
-            self._due[path], self._requests[path], new[path] = due, request, request
+            self._times[path], self._texts[path] = [due], []
+            self._requests[path] = new[path] = request
         return new
 
     def sleep(self) -> bool:
@@ -177,22 +175,17 @@ class _Clock:
 
     def got(self, path: Path, tokens: Sequence[int], *, ended: bool) -> None:
         """Takes new tokens of a request; when it has ended, others may follow at once."""
-        now, text = self.now, self.texts.setdefault(path, [])
-        if tokens and text:
-            self.pauses.append(now - self._last[path])
-        elif tokens:
-            self.first.append(now - self._due[path])
-        self._last[path] = now
+        now, text = self.now, self._texts[path]
+        self._times[path] += [now] if tokens else []
         text += tokens
         if ended:
-            for after, request in self._following(
-                path, [*self._requests[path].prompt, *text]
-            ).items():
+            whole = [*self._requests[path].prompt, *text]
+            for after, request in self._following(path, whole).items():
                 self._waiting.appendleft((now, after, request))
 
     def served(self, reused: int = 0) -> Served:
         """The results."""
-        return Served(self.texts, self.now, self.first, self.pauses, reused)
+        return Served(self._texts, self.now, self._times, reused)
 
 
 def scheduled(
