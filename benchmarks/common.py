@@ -30,7 +30,7 @@ OUTPUT = Path("benchmark-results")  # ignored by git
 # Columns of tables.
 SPEED = {"tokens/s": "{tokens_per_second[median]:,.0f}", "speed-up": "{speed_up[median]:.2f}x"}
 
-SMOKE_OPTION = {"action": "store_true", "help": "tiny sizes, on any device"}
+SMOKE = {"action": "store_true", "help": "tiny sizes, on any device"}
 
 Item = TypeVar("Item")
 Output = TypeVar("Output")

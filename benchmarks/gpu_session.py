@@ -17,7 +17,7 @@ import functools
 import time
 from collections.abc import Sequence
 
-from benchmarks.common import SMOKE_OPTION, conclude, names, parser_of, read_options
+from benchmarks.common import SMOKE, conclude, names, parser_of, read_options
 from benchmarks.gpu import checks, kernels, models, report, transformers_step
 from benchmarks.gpu.runner import DONE, LATEST, NOT_BEGUN, NoGpu, Results, run_section
 from benchmarks.gpu.scale import scale_of
@@ -71,7 +71,7 @@ def run(chosen: Sequence[str], results: Results, end: float, *, smoke: bool) -> 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the sections and writes the results."""
     began = time.monotonic()
-    known = {"--minutes": 9.0, "--sections": names(SECTIONS), "--smoke": SMOKE_OPTION}
+    known = {"--minutes": 9.0, "--sections": names(SECTIONS), "--smoke": SMOKE}
     parser = parser_of(__doc__.splitlines()[0], known)
     options = read_options(parser, arguments)
     if options.smoke and options.commit:

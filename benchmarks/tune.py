@@ -17,7 +17,6 @@ with the same DIR resumes. `--smoke` runs everything on any device with tiny sha
 its times mean nothing, so it needs an `--output`.
 """
 
-import argparse
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import CASES
-from benchmarks.common import OUTPUT, Table, conclude, read_options, write_json
+from benchmarks.common import (
+    OUTPUT,
+    SMOKE,
+    Table,
+    conclude,
+    names,
+    parser_of,
+    read_options,
+    write_json,
+)
 from benchmarks.gpu.runner import NoGpu, Results, run_section
 from benchmarks.gpu.search import DTYPES
 from benchmarks.gpu.spaces import SPACES
@@ -34,6 +42,20 @@ from pallas_kernels import tuning
 
 LAST = 0.85  # of the time in which fields may begin
 SECTION = "tune"
+SHAPES = sorted({shape for space in SPACES.values() for shape in CASES[space.timed].shapes})
+OPTIONS = {
+    "--kernels": names(SPACES),
+    "--shapes": names(SHAPES) | {"default": None},
+    "--dtypes": names(DTYPES),
+    "--minutes": 60.0,
+    "--nodes": {"nargs": "+", "type": int, "default": [64, 1]},  # a list, as in the results
+    "--count": 49,
+    "--rounds": 7,
+    "--smoke": SMOKE,
+}
+HELP = {"--shapes": "default: all", "--minutes": "time limit for the search"}
+HELP |= {"--count": "calls in one timed program"}
+SAME = ("nodes", "count", "smoke", "shapes", "dtypes")  # of runs that may be resumed
 
 
 def blocks_of(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
@@ -45,9 +67,7 @@ def blocks_of(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def write_table(
-    directory: Path, where: Mapping[str, Any], blocks: dict[str, dict[str, Any]]
-) -> Path:
+def write_table(directory: Path, where: Mapping[str, Any], blocks: dict[str, Any]) -> Path:
     """Writes the block sizes of some cases of kernels; the table keeps the others."""
     path = directory / tuning.path_of(where["device"]).name
     kept: dict[str, dict[str, Any]] = {}
@@ -71,24 +91,14 @@ def write_table(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Tunes the chosen kernels, and writes the table after each field."""
     began = time.monotonic()
-    known = sorted({shape for space in SPACES.values() for shape in CASES[space.timed].shapes})
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kernels", nargs="+", choices=SPACES, default=list(SPACES))
-    parser.add_argument("--shapes", nargs="+", choices=known, help="default: all")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--minutes", type=float, default=60.0, help="time limit for the search")
-    parser.add_argument("--nodes", nargs="+", type=int, default=[64, 1])
-    parser.add_argument("--count", type=int, default=49, help="calls in one timed program")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes, on any device")
+    parser = parser_of(__doc__.splitlines()[0], OPTIONS, HELP)
     options = read_options(parser, arguments)
     own_folder = not options.commit and options.output != OUTPUT
     if options.smoke and not own_folder:
         parser.error("times of the interpreter mean nothing: --smoke needs an --output")
     directory = options.output if own_folder else tuning.DIRECTORY
-    same = ("nodes", "count", "smoke", "shapes", "dtypes")
-    head = {"question": __doc__.splitlines()[0]} | {name: vars(options)[name] for name in same}
-    chosen = {name: vars(options)[name] for name in (*same, "kernels", "rounds")}
+    head = {"question": __doc__.splitlines()[0]} | {name: vars(options)[name] for name in SAME}
+    chosen = {name: vars(options)[name] for name in (*SAME, "kernels", "rounds")}
     try:
         results = Results.of(options, "tune", head)
         note = results.section(SECTION)

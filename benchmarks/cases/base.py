@@ -15,14 +15,8 @@ from benchmarks.shapes import AttentionShape, ExpertShape
 # rounded once; a mean square doubles the relative error; experts also round between their two
 # matrices; a state is float32, and its products split bfloat16 operands into two parts.
 LIMITS = {
-    ("output", "float32"): 2e-6,
-    ("output", "bfloat16"): 4e-3,
-    ("square", "float32"): 4e-6,
-    ("square", "bfloat16"): 8e-3,
-    ("state", "float32"): 2e-6,
-    ("state", "bfloat16"): 1e-5,
-    ("experts", "float32"): 4e-6,
-    ("experts", "bfloat16"): 8e-3,
+    "float32": {"output": 2e-6, "square": 4e-6, "state": 2e-6, "experts": 4e-6},
+    "bfloat16": {"output": 4e-3, "square": 8e-3, "state": 1e-5, "experts": 8e-3},
 }
 _DISTINCT = 8  # different trees in a batch
 

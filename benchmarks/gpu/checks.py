@@ -51,7 +51,7 @@ def _checked(scale: Scale, case: Case, problem: Problem) -> tuple[Row, tuple, An
         for value in operands
     ]
     truth = case.reference(*inputs, trees(problem)[0])
-    limits = [LIMITS[output, problem.dtype] for output in case.outputs]
+    limits = [LIMITS[problem.dtype][output] for output in case.outputs]
     row: Row = {"nodes": problem.nodes, "dtype": problem.dtype, "errors": {}, "right": True}
     for name in scale.implementations:  # the kernel last
         run = jax.jit(functools.partial(case.function, implementation=name))

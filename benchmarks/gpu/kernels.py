@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -57,15 +57,25 @@ def times(scale: Scale) -> Iterator[Task]:
         full = scale.shapes[case.kind][shape]
         problem = Problem(full, nodes, scale.dtype, size, scale.capacity)
         row = {"kernel": name, "shape": shape, "nodes": nodes, "batch": size}
-        yield Task(
-            f"{name}, {shape}, {nodes} nodes, batch of {size}",
-            functools.partial(_compiled, scale, name, problem),
-            functools.partial(_timed, scale, row),
-        )
+        task = f"{name}, {shape}, {nodes} nodes, batch of {size}"
+        prepare = functools.partial(_compiled, scale, name, problem)
+        yield timing(task, scale, row, "microseconds", prepare)
 
 
-def _compiled(scale: Scale, name: str, problem: Problem) -> tuple[int, dict[str, Any]]:
-    """Bytes moved, and the timed call of each implementation."""
+def timing(task: str, scale: Scale, row: Row, unit: str, prepare: Callable[[], Any]) -> Task:
+    """A task that times calls interleaved; `prepare` gives them and the bytes that one moves."""
+    scales = {"microseconds": 1e6 / scale.count, "milliseconds": 1e3 / scale.steps}
+
+    def measure(prepared: tuple[Mapping[str, Callable[[], Any]], Row]) -> Row:
+        calls, moved = prepared
+        taken = timed_calls(task, calls, scale.rounds, scales[unit])
+        times = {name: summary(each) for name, each in taken.items()}
+        return row | {"dtype": scale.dtype, unit: times} | moved
+
+    return Task(task, prepare, measure)
+
+
+def _compiled(scale: Scale, name: str, problem: Problem) -> tuple[dict[str, Any], Row]:
     case = CASES[name]
     operands = case.operands(problem)
     calls = {}
@@ -73,11 +83,4 @@ def _compiled(scale: Scale, name: str, problem: Problem) -> tuple[int, dict[str,
         function = functools.partial(case.function, implementation=implementation)
         program = compiled_calls(function, case.feedback, scale.count, operands)
         calls[implementation] = functools.partial(program, *operands)
-    return bytes_moved(case, operands), calls
-
-
-def _timed(scale: Scale, row: Row, prepared: tuple[int, Mapping[str, Any]]) -> Row:
-    moved, calls = prepared
-    taken = timed_calls("calls", calls, scale.rounds, 1e6 / scale.count)
-    microseconds = {name: summary(each) for name, each in taken.items()}
-    return row | {"dtype": scale.dtype, "bytes": moved, "microseconds": microseconds}
+    return calls, {"bytes": bytes_moved(case, operands)}

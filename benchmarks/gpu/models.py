@@ -10,7 +10,8 @@ from flax import nnx
 
 import stree_jax as st
 from benchmarks import lossless, packed
-from benchmarks.common import num_bytes, summary, timed_calls
+from benchmarks.common import num_bytes
+from benchmarks.gpu.kernels import timing
 from benchmarks.gpu.scale import Scale
 from benchmarks.gpu.tasks import Row, Task
 from benchmarks.models import Pair, random_model
@@ -42,25 +43,22 @@ def _steps(scale: Scale, config: st.ModelConfig, sizes: list[tuple[int, int]]) -
         for name in scale.implementations
     }
 
-    def compiled(nodes: int, size: int) -> dict[str, Any]:
-        return {
+    def compiled(nodes: int, size: int) -> tuple[dict[str, Any], Row]:
+        calls = {
             name: functools.partial(
                 run_steps.lower(model, tree_of(nodes), scale.steps, size).compile(), model
             )
             for name, model in models.items()
         }
-
-    def measure(nodes: int, size: int, calls: dict[str, Any]) -> Row:
-        row = {"nodes": nodes, "batch": size, "dtype": scale.dtype}
-        taken = timed_calls("steps", calls, scale.rounds, 1e3 / scale.steps)
-        row["milliseconds"] = {name: summary(each) for name, each in taken.items()}
-        return row | bytes_of_step(models["xla"], size)
+        return calls, bytes_of_step(models["xla"], size)
 
     return [
-        Task(
+        timing(
             f"{nodes} nodes, batch of {size}",
+            scale,
+            {"nodes": nodes, "batch": size},
+            "milliseconds",
             functools.partial(compiled, nodes, size),
-            functools.partial(measure, nodes, size),
         )
         for nodes, size in sizes
     ]

@@ -14,13 +14,12 @@ from benchmarks.cases import CASES
 from benchmarks.cases.base import LIMITS, Case, Problem, as_tuple, relative_error
 from benchmarks.cases.checks import compiled_calls, refused
 from benchmarks.common import timed_calls
-from benchmarks.gpu.scale import TINY
+from benchmarks.gpu.scale import TINY, scale_of
 from benchmarks.gpu.spaces import SPACES
 from benchmarks.gpu.tasks import Row, Section, Task
 from benchmarks.gpu.worker import THREADS
 
 DTYPES = ("bfloat16", "float32")
-CAPACITY = 4096  # of the KV cache
 GAIN = 0.98  # relative time below which a candidate replaces the best so far
 # Two correct results may differ by more than the error of each against float64.
 APART = 2.5
@@ -115,7 +114,7 @@ def program(
         got = as_tuple(jax.jit(function)(*operands))
         for value, wanted, output in zip(got, want, case.outputs, strict=True):
             error = relative_error(value, wanted)
-            if error > APART * LIMITS[output, operands[0].dtype.name]:
+            if error > APART * LIMITS[operands[0].dtype.name][output]:
                 return f"wrong: {output} is off by {error:.1e}"
         return compiled_calls(function, case.feedback, options["count"], operands)
     except Exception as error:  # too much shared memory, or another limit of Triton
@@ -163,9 +162,8 @@ def problems_of(kernel: str, options: Mapping[str, Any]) -> list[tuple[str, Prob
     """
     case = CASES[SPACES[kernel].timed]
     shapes = TINY[case.kind] if options["smoke"] else case.shapes
-    capacity = 40 if options["smoke"] else CAPACITY
     problems = [
-        (shape, Problem(shapes[shape], nodes, dtype, capacity=capacity))
+        (shape, Problem(shapes[shape], nodes, dtype, capacity=scale_of(options).capacity))
         for shape, nodes, dtype in itertools.product(shapes, options["nodes"], options["dtypes"])
         if options["shapes"] is None or shape in options["shapes"]
     ]

@@ -8,7 +8,6 @@ import functools
 import importlib.util
 import time
 
-import stree_jax as st
 from benchmarks.common import summary
 from benchmarks.gpu.scale import Scale
 from benchmarks.gpu.tasks import Row, Task
@@ -29,18 +28,31 @@ def measured(scale: Scale, _: None) -> Row:
     import torch
     import transformers
 
-    device = "cuda" if on_gpu() else "cpu"
-    with torch.device(device):
-        model = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**shape(scale.mamba2)))
-    model = model.to(getattr(torch, scale.dtype)).eval()
-    prompt = torch.ones(1, 1, dtype=torch.long, device=device)
+    config, mixer = scale.mamba2, scale.mamba2.mamba2
+    assert mixer is not None
+    shape = transformers.Mamba2Config(
+        vocab_size=config.num_embeddings,
+        hidden_size=config.d_model,
+        num_hidden_layers=len(config.layers),
+        num_heads=mixer.num_heads,
+        head_dim=mixer.head_dim,
+        state_size=mixer.state_size,
+        n_groups=mixer.num_groups,
+        conv_kernel=mixer.conv_width,
+        expand=mixer.num_heads * mixer.head_dim // config.d_model,
+        chunk_size=mixer.chunk_size,
+        tie_word_embeddings=config.tie_embeddings,
+    )
+    with torch.device("cuda" if on_gpu() else "cpu") as device:
+        model = transformers.Mamba2ForCausalLM(shape).to(getattr(torch, scale.dtype)).eval()
+        prompt = torch.ones(1, 1, dtype=torch.long)
     options = {"attention_mask": torch.ones_like(prompt), "do_sample": False}
 
     def seconds(count: int) -> float:
         began = time.perf_counter()
         with torch.no_grad():
             model.generate(prompt, min_new_tokens=count, max_new_tokens=count, **options)
-        if device == "cuda":
+        if device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - began
 
@@ -55,22 +67,3 @@ def measured(scale: Scale, _: None) -> Row:
 def lacking(*packages: str) -> list[str]:
     """Those that cannot be imported."""
     return [package for package in packages if importlib.util.find_spec(package) is None]
-
-
-def shape(config: st.ModelConfig) -> dict[str, int | bool]:
-    """Arguments of transformers' config for a pure Mamba-2 model."""
-    mixer = config.mamba2
-    assert mixer is not None
-    return dict(
-        vocab_size=config.num_embeddings,
-        hidden_size=config.d_model,
-        num_hidden_layers=len(config.layers),
-        num_heads=mixer.num_heads,
-        head_dim=mixer.head_dim,
-        state_size=mixer.state_size,
-        n_groups=mixer.num_groups,
-        conv_kernel=mixer.conv_width,
-        expand=mixer.num_heads * mixer.head_dim // config.d_model,
-        chunk_size=mixer.chunk_size,
-        tie_word_embeddings=config.tie_embeddings,
-    )
