@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     rows, steps = [], []
     for share in SHARES:
         path = str(options.directory / f"attention-{share}")
-        pair = loaded_pair(path, f"{path}-draft", f"{share} % attention", options.prompts, None)
+        pair = loaded_pair(path, f"{path}-draft", f"{share} % attention", options.prompts)
         ways = [Method(PLAIN), *methods.trees(st.ModelDrafter(pair.draft), TWO_TREES)]
         for row in methods.compare(pair, ways, options.temperatures, options):
             rows.append({"attention_percent": share} | row)

@@ -318,23 +318,31 @@ def drafted(
     return np.array(new[: new.index(eos) + 1] if eos in new else new)
 
 
+def loaded(write: Callable[[Path], Any], precision: str, num_places: int, threads: int) -> Model:
+    """A model in llama.cpp, of a checkpoint in transformers' format that `write` makes."""
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint, path = Path(directory) / "model", Path(directory) / "model.gguf"
+        write(checkpoint)
+        write_gguf(checkpoint, path, precision)
+        return Model(path, num_places, threads, float32=precision == "float32")
+
+
 def calls(
     model: st.HybridLM, precision: str, threads: int, count: int, sizes: Sequence[int]
 ) -> dict[int, Callable[[], None]]:
     """By number of tokens, `count` calls that read as many, one after the other."""
     from stree_jax.convert.writing import write_as
 
-    with tempfile.TemporaryDirectory() as directory:
-        checkpoint, path = Path(directory) / "model", Path(directory) / "model.gguf"
+    def write(checkpoint: Path) -> None:
         checkpoint.mkdir()
         write_as(model, checkpoint, "hf")
-        write_gguf(checkpoint, path, precision)
-        loaded = Model(path, count * max(sizes), threads, float32=precision == "float32")
+
+    theirs = loaded(write, precision, count * max(sizes), threads)
 
     def read(size: int) -> None:
-        loaded.clear()
+        theirs.clear()
         for number in range(count):
-            loaded.read([0] * size, number * size, every=True)
+            theirs.read([0] * size, number * size, every=True)
 
     return {size: functools.partial(read, size) for size in sizes}
 
@@ -350,25 +358,19 @@ def decoders(pair: Pair, tokens: int, threads: int) -> tuple[dict[str, Decode], 
 
     from stree_jax.convert import convert
 
-    num_places = max(map(len, pair.prompts)) + tokens
-    with tempfile.TemporaryDirectory() as directory:
+    def embedded(name: str, precision: str) -> Model:
+        write = functools.partial(convert, st.demo_path(name), dtype="float32", to="hf")
+        return loaded(write, precision, max(map(len, pair.prompts)) + tokens, threads)
 
-        def load(name: str, precision: str) -> Model:
-            checkpoint, path = Path(directory) / name, Path(directory) / f"{name} {precision}.gguf"
-            if not checkpoint.exists():
-                convert(st.demo_path(name), checkpoint, dtype="float32", to="hf")
-            write_gguf(checkpoint, path, precision)
-            return Model(path, num_places, threads, float32=precision == "float32")
-
-        targets = {precision: load("target", precision) for precision in PRECISIONS}
-        draft = load("draft", "float32")
-    given = {"tokens": tokens, "eos": pair.target.config.eos_token}
+    targets = {precision: embedded("target", precision) for precision in PRECISIONS}
+    draft, given = embedded("draft", "float32"), {"eos": pair.target.config.eos_token}
     ways: dict[str, Decode] = {}
     for precision, model in targets.items():
         name = NAME if precision == "float32" else f"{NAME}, {precision}"
-        ways[name] = functools.partial(plain, model, **given)
+        ways[name] = functools.partial(plain, model, tokens=tokens, **given)
     for num in DRAFTS:
-        way = functools.partial(drafted, targets["float32"], draft, num_drafts=num, **given)
-        ways[f"{NAME}, chain of {num}"] = way
+        ways[f"{NAME}, chain of {num}"] = functools.partial(
+            drafted, targets["float32"], draft, num_drafts=num, tokens=tokens, **given
+        )
     built = llama_cpp.llama_print_system_info().decode()
     return ways, {"llama-cpp-python": llama_cpp.__version__, "llama.cpp was built with": built}

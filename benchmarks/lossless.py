@@ -34,14 +34,13 @@ from benchmarks.methods import TWO_TREES, Method, trees
 from stree_jax.decoding.rows import Row, processors_of
 from stree_jax.decoding.sampling import position_noise
 from stree_jax.testing import perturbed, random_mtp_head
-from stree_jax.testing.exactness import processed_after
+from stree_jax.testing.exactness import apply, processed_after
 
 PROMPT_LENGTHS = (37, 5, 64, 1)
 ROWS = 16
 NEW_TOKENS = 64  # of a row
 TEMPERATURES = (0.0, 1.0)
 NUM_WAYS = 13
-PIECE = ("family", "temperature", "method")
 NOISE = 0.02  # relative, on the draft's weights
 PADDED = 64  # multiple of tokens to which texts are padded
 TIE = 1e-4  # of the largest logit
@@ -84,17 +83,11 @@ def served(
 
 
 class Way(NamedTuple):
-    """A way of decoding.
-
-    Attributes:
-        method: how to draft.
-        processors: logits processors, which the plain text has too.
-        decode: `batches` or `served`.
-    """
+    """A way of decoding."""
 
     method: Method
-    processors: tuple[Any, ...] = ()
-    decode: Callable[..., Texts] = batches
+    processors: tuple[Any, ...] = ()  # which the plain text has too
+    decode: Callable[..., Texts] = batches  # or `served`
 
 
 def ways_of(model: st.HybridLM, draft: st.HybridLM) -> list[Way]:
@@ -143,12 +136,6 @@ def request(
     }
 
 
-@jax.jit
-def sequence_logits(model: st.HybridLM, tokens: jax.Array) -> jax.Array:
-    """Logits of whole sequences."""
-    return model(tokens)
-
-
 def first_difference(
     model: st.HybridLM,
     prompt: Sequence[int],
@@ -171,7 +158,7 @@ def first_difference(
     text = [*prompt, *map(int, want[:place])]
     padded = np.zeros((1, -(-len(text) // PADDED) * PADDED), np.int32)  # few programs
     padded[0, : len(text)] = text
-    logits = sequence_logits(model, padded)[:, len(text) - 1, None, : model.config.vocab_size]
+    logits = apply(model, padded)[:, len(text) - 1, None, : model.config.vocab_size]
     rules = processors_of([Row(processors=tuple(processors))])
     new = np.array(want[:place], np.int32)
     logits = processed_after(rules, np.array([prompt], np.int32), new[None], logits)[0, 0]
@@ -243,7 +230,7 @@ def work(families: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
             began = time.perf_counter()
             row = compared(model, way, requests, want)
             seconds = round(time.perf_counter() - began, 2)
-            piece = dict(zip(PIECE, (family, temperature, way.method.name), strict=True))
+            piece = {"family": family, "temperature": temperature, "method": way.method.name}
             yield piece | row | {"seconds": seconds}
         jax.clear_caches()  # the next family shares no program
 
@@ -271,23 +258,22 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     rows: list[dict[str, Any]] = []
     for row in track(work(options.families, rounds), "families", pieces, transient=True):
         rows.append(row)
-        if len(rows) % (len(TEMPERATURES) * NUM_WAYS) == 0:  # a family: a run may be cut short
-            yield of_rows(settings, rows)
-
-
-def of_rows(settings: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> Found:
-    """The findings so far."""
-    found = [
-        {field: row[field] for field in PIECE} | each for row in rows for each in row["differences"]
-    ]
-    tokens, seconds = (sum(row[field] for row in rows) for field in ("tokens", "seconds"))
-    return Found(
-        settings | {"tokens": tokens, "seconds": round(seconds), "work": list(rows)},
-        [sums(field, rows) for field in ("family", "method")],
-        wrong=[each for each in found if not each["tie"]],
-        line={"tokens": tokens, "tokens_per_second": round(tokens / seconds)}
-        | {"differences": len(found)},
-    )
+        if len(rows) % (len(TEMPERATURES) * NUM_WAYS):
+            continue
+        # A family is done: a run may be cut short.
+        found = [
+            {field: row[field] for field in ("family", "temperature", "method")} | each
+            for row in rows
+            for each in row["differences"]
+        ]
+        tokens, seconds = (sum(row[field] for row in rows) for field in ("tokens", "seconds"))
+        rate = {"tokens": tokens, "tokens_per_second": round(tokens / seconds)}
+        yield Found(
+            settings | {"tokens": tokens, "seconds": round(seconds), "work": rows},
+            [sums(field, rows) for field in ("family", "method")],
+            wrong=[each for each in found if not each["tie"]],
+            line=rate | {"differences": len(found)},
+        )
 
 
 start(__name__, __doc__)

@@ -62,7 +62,7 @@ def loaded_pair(
     draft: str | Path,
     name: str,
     num_prompts: int,
-    prompt_tokens: int | None,
+    prompt_tokens: int | None = None,
     dtype: str = "float32",
 ) -> Pair:
     """A pair of checkpoints, and prompts cut to `prompt_tokens` if that is not None.
@@ -72,20 +72,14 @@ def loaded_pair(
     from stree_jax.convert import find  # GPU sessions run in a checkout without it
 
     target = find(target)
-    tokenizer = st.load_tokenizer(target)
+    tokenizer, model = st.load_tokenizer(target), st.from_pretrained(target, dtype=dtype)
     source, texts = load_prompts(num_prompts)
-    model = st.from_pretrained(target, dtype=dtype)
-    return Pair(
-        name=name,
-        target=model,
-        draft=st.load_draft(draft, model),
-        prompts=[tokenizer.encode(text).ids[:prompt_tokens] for text in texts],
-        source=source,
-    )
+    prompts = [tokenizer.encode(text).ids[:prompt_tokens] for text in texts]
+    return Pair(name, model, st.load_draft(draft, model), prompts, source)
 
 
 def chosen_pair(options: argparse.Namespace, num_prompts: int) -> Pair:
     """The pair that the options `CHECKPOINTS` name; the embedded one by default."""
     if options.target is None:
         return embedded_pair(num_prompts, None)
-    return loaded_pair(options.target, options.draft, options.name, num_prompts, None)
+    return loaded_pair(options.target, options.draft, options.name, num_prompts)

@@ -31,7 +31,16 @@ from benchmarks.models import Pair, embedded_pair, random_model
 from benchmarks.steps import run_steps
 
 PEER = "transformers"
+ROUNDED = ("bfloat16", "8 bits")  # weights: texts may differ
 SIZES = ("mamba2-370m", "Granite-4-H-350M")  # whose calls are timed
+CALL_COLUMNS = {
+    "model": "{model}",
+    "dtype": "{dtype}",
+    "tokens": "{nodes}",
+    "here": "{here[median]:.1f}",
+    llama_cpp.NAME: "{there[median]:.1f}",
+    "ratio": "{times[median]:.2f}",
+}
 CALLED = {tree.num_nodes: tree for tree in map(st.TreeTopology.chain, (0, 4, 12))}
 
 
@@ -57,17 +66,19 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
 
     outputs, seconds = timed("decoding", ways, pair.prompts, options.rounds)
     tokens = {name: sum(map(len, texts)) for name, texts in outputs.items()}
-    relative = {f"times_{field(peer)}": speeds(tokens, seconds, peer) for peer in peers}
+    # Braces of formats take no dots.
+    times = {peer: f"times_{peer.replace('.', '_')}" for peer in peers}
+    relative = {times[peer]: speeds(tokens, seconds, peer) for peer in peers}
     rows = [
         {
             "method": name,
             "tokens_per_second": speed["tokens_per_second"],
             "identical_prompts": sum(map(np.array_equal, outputs[name], outputs[PLAIN])),
         }
-        | {times: found[name]["speed_up"] for times, found in relative.items()}
+        | {field: found[name]["speed_up"] for field, found in relative.items()}
         for name, speed in speeds(tokens, seconds, PLAIN).items()
     ]
-    medians = {row["method"]: row[f"times_{field(peers[0])}"]["median"] for row in rows}
+    medians = {row["method"]: row[times[peers[0]]]["median"] for row in rows}
     sizes = real_sizes(options) if llama_cpp.NAME in peers and options.calls else []
     yield Found(
         pair.settings() | {"versions": versions, "methods": rows, "sizes": sizes},
@@ -76,36 +87,18 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
                 f"{pair.source}, greedy, {len(pair.prompts)} prompts",
                 rows,
                 {"method": "{method}", "tokens/s": "{tokens_per_second[median]:,.0f}"}
-                | {f"times {x}": f"{{times_{field(x)}[median]:.2f}}x" for x in peers}
+                | {f"times {peer}": f"{{{field}[median]:.2f}}x" for peer, field in times.items()}
                 | {"identical prompts": "{identical_prompts}"},
             ),
-            *called(sizes),
+            *([Table("A call of the target, ms", sizes, CALL_COLUMNS)] if sizes else []),
         ],
         wrong=[
             row["method"]
             for row in rows
-            if row["identical_prompts"] < len(pair.prompts) and not is_rounded(row["method"])
+            if row["identical_prompts"] < len(pair.prompts) and not row["method"].endswith(ROUNDED)
         ],
         line={name: round(value, 2) for name, value in medians.items()},
     )
-
-
-def called(sizes: list[dict[str, Any]]) -> list[Table]:
-    """The table of calls, if they were timed."""
-    columns = {"model": "{model}", "dtype": "{dtype}", "tokens": "{nodes}"}
-    columns |= {"here": "{here[median]:.1f}", llama_cpp.NAME: "{there[median]:.1f}"}
-    columns |= {"ratio": "{times[median]:.2f}"}
-    return [Table("A call of the target, ms", sizes, columns)] if sizes else []
-
-
-def field(peer: str) -> str:
-    """The end of the name of its fields."""
-    return peer.replace(".", "_")
-
-
-def is_rounded(method: str) -> bool:
-    """Whether its weights are not float32, so that its texts may differ."""
-    return method.endswith(("bfloat16", "8 bits"))
 
 
 def our_decoders(pair: Pair, tokens: int) -> dict[str, Decode]:

@@ -82,21 +82,6 @@ class Way(NamedTuple):
     same: bool = True  # its thoughts must be those of the autoregressive way
 
 
-class Run(NamedTuple):
-    """One search of all problems."""
-
-    thoughts: list[reasoning.Thought]
-    num_bytes: int
-
-    def completions(self) -> list[st.Completion]:
-        """All texts of both roles."""
-        return [text.completion for thought in self.thoughts for text in thought.written]
-
-    def texts(self) -> dict[tuple[int, int, int], tuple[Any, ...]]:
-        """Every thought and its value, by problem, level and index."""
-        return {(t.problem, t.level, t.index): (t.parts, t.value, t.kept) for t in self.thoughts}
-
-
 def tasks(names: Sequence[str], count: int) -> dict[str, tuple[Any, list[Any]]]:
     """Each task and its first problems, from the data sets if they exist."""
     pool, known = BUILT_IN["blocksworld"], BUILT_IN
@@ -136,40 +121,36 @@ def ways_of(draft: st.HybridLM, name: str, chain: int, rows: int, thoughts: int)
 def measure(
     pair: Pair, tokenizer: Any, task: Any, problems: list[Any], ways: Mapping[str, Way], rounds: int
 ) -> list[dict[str, Any]]:
-    """A record for each way.
+    """A record for each way of `ways_of`, for problems of a task."""
 
-    Args:
-        pair: target and draft.
-        tokenizer: the target's.
-        task: one of `stree_jax.extensions.reasoning.TASKS`.
-        problems: those of the task.
-        ways: result of `ways_of`.
-        rounds: number of timed runs of each way.
-    """
-
-    def search(way: Way, _: None) -> Run:
+    def search(way: Way, _: None) -> tuple[list[reasoning.Thought], int]:
         drafting = {"drafter": way.drafter, "topology": way.topology}
         scheduler = st.Scheduler(pair.target, rows=way.rows, max_length=MAX_LENGTH, **drafting)
         key = jax.random.key(1)
         thoughts = reasoning.interleaved(
             scheduler, tokenizer, task, problems, key=key, at_once=way.at_once
         )
-        return Run(list(thoughts), scheduler.nbytes)
+        return list(thoughts), scheduler.nbytes
 
     searches = {name: functools.partial(search, way) for name, way in ways.items()}
     found, taken = timed("search", searches, [None], rounds)
-    runs = {name: run for name, (run,) in found.items()}
-    texts = {name: run.completions() for name, run in runs.items()}
-    tokens = {name: sum(len(each.tokens) for each in done) for name, done in texts.items()}
+    runs = {name: thoughts for name, ((thoughts, _),) in found.items()}
+    done = {n: [text.completion for t in run for text in t.written] for n, run in runs.items()}
+    tokens = {name: sum(len(each.tokens) for each in texts) for name, texts in done.items()}
+    # Every thought and its value, by problem, level and index.
+    values = {
+        name: {(t.problem, t.level, t.index): (t.parts, t.value, t.kept) for t in run}
+        for name, run in runs.items()
+    }
     speed = speeds(tokens, taken, PLAIN)
     return [
         {
             "way": name,
             "rows": way.rows,
-            "tau": tokens[name] / sum(each.stats.num_target_calls for each in texts[name]),
-            "bytes_of_rows": runs[name].num_bytes,
-            "identical": runs[name].texts() == runs[PLAIN].texts() if way.same else None,
-            "solved": sum(bool(thought.solved) for thought in runs[name].thoughts),
+            "tau": tokens[name] / sum(each.stats.num_target_calls for each in done[name]),
+            "bytes_of_rows": found[name][0][1],
+            "identical": values[name] == values[PLAIN] if way.same else None,
+            "solved": sum(bool(thought.solved) for thought in runs[name]),
             "speed_up": speed[name]["speed_up"],
         }
         for name, way in ways.items()
