@@ -18,56 +18,52 @@ from stree_jax.decoding.sampling import position_noise
 
 TINY = st.ModelConfig.tiny(num_layers=1, tie_embeddings=False)
 SIZES = "--prompts 1 --tokens 4 --rounds 1"
-# The smallest size, the name of the list of records, and fields of a record.
+GREEDY = f"{SIZES} --temperatures 0"
+# The smallest size; then the name of the list of records, and fields of a record.
 SMALLEST = {
-    "decode": (f"{SIZES} --temperatures 0", "decoding", "tau speed_up accepted_per_depth"),
-    "tuned": (f"{SIZES} --temperatures 0", "tuned", "parents slower_than relative_to"),
-    "peer": (SIZES, "methods", "times_transformers identical_prompts"),
-    "precision": (f"{SIZES} --compared 20", "decoding", "method ratio float32 bfloat16"),
-    "medusa": (f"{SIZES} --temperatures 1", "decoding", "tau speed_up identical"),
-    "hierarchical": (f"{SIZES} --small SMALL --temperatures 0", "decoding", "tau speed_up"),
+    "decode": (GREEDY, "decoding tau speed_up accepted_per_depth"),
+    "tuned": (GREEDY, "tuned parents slower_than relative_to"),
+    "peer": (SIZES, "methods times_transformers identical_prompts"),
+    "precision": (f"{SIZES} --compared 20", "decoding method ratio float32 bfloat16"),
+    "medusa": (f"{SIZES} --temperatures 1", "decoding tau speed_up identical"),
+    "hierarchical": (f"{GREEDY} --small SMALL", "decoding tau speed_up"),
     "serving": (
         "--requests 4 --rows 2 --rounds 1 --workloads system thoughts",
-        *("ways", "speed_up same_tokens reused first pauses"),
+        "ways speed_up same_tokens reused first pauses",
     ),
     "seed": (
         "--tasks gsm8k --problems 1 --rounds 1 --rows 4 --chain 2",
-        *("ways", "task tau speed_up bytes_of_rows solved"),
+        "ways task tau speed_up bytes_of_rows solved",
     ),
-    "lossless": ("--families Mamba-2 --tokens 20", "work", "tokens tau differences"),
-    "attention_share": (f"SHARES {SIZES} --temperatures 0", "decoding", "attention_percent tau"),
-    "batch": ("--batches 2 --tokens 6 --rounds 1", "rows", "tau_to_break_even"),
+    "lossless": ("--families Mamba-2 --tokens 20", "work tokens tau differences"),
+    "attention_share": (f"SHARES {GREEDY}", "decoding attention_percent tau"),
+    "batch": ("--batches 2 --tokens 6 --rounds 1", "rows tau_to_break_even"),
     "packed": (
         "--beams 2 --steps 2 --prompts 2 --tokens 6 --rounds 1",
-        *("rows", "nodes leaves tau packed_is_faster_by temporary_bytes"),
+        "rows nodes leaves tau packed_is_faster_by temporary_bytes",
     ),
     "grammar": (
         "--states 20 --vocabulary 300 --steps 2 --rounds 1",
-        *("rows", "tree milliseconds added_percent bytes added_bytes_percent"),
+        "rows tree milliseconds added_percent bytes added_bytes_percent",
     ),
-    "text": ("--tokens 100 --rounds 1", "streams", "tokenizer tokens stream again"),
-    "temperature": ("--prompts 1 --tokens 4 --keys 1", "rows", "temperature tau identical"),
-    "tree_size": ("--rounds 1", "sizes", "nodes milliseconds"),
+    "text": ("--tokens 100 --rounds 1", "streams tokenizer tokens stream again"),
+    "temperature": ("--prompts 1 --tokens 4 --keys 1", "rows temperature tau identical"),
+    "tree_size": ("--rounds 1", "sizes nodes milliseconds"),
 }
 QUICK = ("batch", "tree_size")
-
-
 TREES = {"tree A": st.TreeTopology.from_branching((2,))}
 SMALLER = {
-    **{f"{module}.PAPER_TREES": TREES for module in ("experiments", "tuned")},
-    **{
-        f"{module}.TWO_TREES": TREES
-        for module in ("experiments", "precision", "attention_share", "batch")
-    },
+    **dict.fromkeys(("experiments.PAPER_TREES", "tuned.PAPER_TREES"), TREES),
+    **{f"{m}.TWO_TREES": TREES for m in ("experiments", "precision", "attention_share", "batch")},
     "precision.PAPER_TREES": {"tree B": TREES["tree A"]},
     "precision.ROWS": 2,
     "tree_size.DEFAULT": TINY,
+    "tree_size.SIZES": (1, 2, 5),
     "workloads.SYSTEM_PROMPT": 20,
     "workloads.SHOTS": 1,
     "tuned.MAX_DEPTH": 2,
     "tuned.TUNING_PROMPTS": 2,
     "lossless.NEW_TOKENS": 6,
-    "tree_size.SIZES": (1, 2, 5),
     "temperature.TEMPERATURES": (0.0, 1.0),
     "temperature.WAYS": dict(itertools.islice(temperature.WAYS.items(), 4, 6)),
     "seed.K_CONFIGS": dict.fromkeys(seed.K_CONFIGS, ((2, 1),)),
@@ -92,10 +88,7 @@ def tiny(tiny_pair, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=() if n in QUICK else pytest.mark.slow)
-        for n in experiments.EXPERIMENTS
-    ],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in experiments.EXPERIMENTS],
 )
 @pytest.mark.filterwarnings("ignore:acceptance was measured on")
 def test_an_experiment(name, tiny, tmp_path, capsys):
@@ -103,7 +96,8 @@ def test_an_experiment(name, tiny, tmp_path, capsys):
     if name == "peer":
         pytest.importorskip("transformers")
         pytest.importorskip("torch")
-    arguments, records, fields = SMALLEST[name]
+    arguments, fields = SMALLEST[name]
+    records, *fields = fields.split()
     arguments = arguments.replace("SMALL", str(tiny / "draft")).replace("SHARES", str(tmp_path))
     module = importlib.import_module(f"benchmarks.{name}")
     experiments.main(name, module.__doc__, [*arguments.split(), "--output", str(tmp_path)])
@@ -111,7 +105,7 @@ def test_an_experiment(name, tiny, tmp_path, capsys):
     (path,) = tmp_path.glob("*.json")
     found = json.loads(path.read_text())
     assert (line["different"], found["question"]) == ([], module.__doc__.splitlines()[0])
-    assert all({*fields.split()} <= {*row} for row in found[records])
+    assert all({*fields} <= {*row} for row in found[records])
     assert name != "lossless" or all(row["right"] and row["distinct"] > 3 for row in found["work"])
 
 

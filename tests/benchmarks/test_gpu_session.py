@@ -20,14 +20,14 @@ from benchmarks.gpu.spaces import SPACES
 from benchmarks.gpu.tasks import Section
 from benchmarks.shapes import AttentionShape
 from pallas_kernels import tuning
-from tests.benchmarks.fake_sections import do
+from tests.benchmarks.test_gpu_runner import done
 
 NORM = "gated_rms_norm"
 
 
 def rows_of(tasks):
     """The rows that the process of a section would write."""
-    code, rows, _ = do(Section(lambda options, rows: tasks, 1.0))
+    code, rows, _ = done(Section(lambda options, rows: tasks, 1.0))
     assert (code, [row["task"] for row in rows]) == (0, [task.name for task in tasks])
     return json.loads(json.dumps(rows, allow_nan=False))
 

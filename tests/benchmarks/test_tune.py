@@ -13,7 +13,7 @@ from benchmarks.cases import CASES
 from benchmarks.gpu import search
 from benchmarks.gpu.spaces import SPACES
 from pallas_kernels import gated_rms_norm, tuning
-from tests.benchmarks.fake_sections import do
+from tests.benchmarks.test_gpu_runner import done
 
 SSD = {"positions": 64, "state": 2048, "part": 64, "num_warps": 8, "num_stages": 2}
 
@@ -25,7 +25,7 @@ def options_of(**changes):
 
 def searched(options, rows=(), seconds=600.0):
     """The rows of a search, and the messages of its process."""
-    code, *found = do(search.SECTIONS["tune"], options, rows, seconds)
+    code, *found = done(search.SECTIONS["tune"], options, rows, seconds)
     assert code == 0
     return found
 
