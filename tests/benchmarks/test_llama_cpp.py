@@ -1,9 +1,8 @@
 """GGUF files of the benchmark, and llama.cpp on them. CI has neither of the two packages."""
 
 import dataclasses
+import functools
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import stree_jax as st
@@ -11,7 +10,8 @@ from benchmarks import llama_cpp
 from stree_jax.convert import convert
 from stree_jax.testing import CONFIGS, HYBRIDS, perturbed, random_model
 
-gguf = pytest.importorskip("gguf")
+pytest.importorskip("gguf")
+pytest.importorskip("llama_cpp")
 
 
 def hybrid(*, attention, mlp, **changes):
@@ -35,46 +35,20 @@ MODELS = {
 }
 
 
-def write(model, directory, precision="float32"):
-    """A model as GGUF, by way of transformers' format."""
-    path = directory / f"{precision}.gguf"
-    if not directory.exists():
-        st.save_pretrained(model, directory)
-        convert(directory, directory / "hf", dtype="float32", to="hf")
-    llama_cpp.write_gguf(directory / "hf", path, precision)
-    return path
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_file_has_every_weight(name, tmp_path):
-    """In both precisions, of which one has float32 for all that is no matrix."""
-    model = random_model(MODELS[name])
-    full, half = (
-        {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-        for path in (write(model, tmp_path / "it", kind) for kind in ("float32", "bfloat16"))
-    )
-    decay = -jnp.exp(model.blocks[0].mixer.A_log[...])
-    np.testing.assert_allclose(full["blk.0.ssm_a"].data[:, 0], decay, rtol=1e-6)
-    np.testing.assert_array_equal(full["token_embd.weight"].data, model.embedding[...])
-    assert {tensor.tensor_type.name for tensor in half.values()} == {"F32", "BF16"}
-    assert half.keys() == full.keys()
-    assert all((half[name].shape == tensor.shape).all() for name, tensor in full.items())
-
-
-def test_the_order_of_rows():
-    """4 of 6 channels are turned; two heads."""
-    moved = llama_cpp.interleaved(np.arange(12)[:, None], head_dim=6, rotary=4)
-    np.testing.assert_array_equal(moved[:, 0], [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11])
+def loaded(model, directory):
+    """A model in llama.cpp, by way of transformers' format."""
+    st.save_pretrained(model, directory)
+    write = functools.partial(convert, directory, dtype="float32", to="hf")
+    return llama_cpp.loaded(write, "float32", 64, 1)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_texts_of_llama_cpp(name, tmp_path):
     """Its tokens are ours, without drafts and with a draft model that is sometimes right."""
-    pytest.importorskip("llama_cpp")
     model, prompt, settings = random_model(MODELS[name]), [3, 1, 4], {"tokens": 24, "eos": None}
     ours = st.generate(model, [prompt], max_new_tokens=24).tokens[0].tolist()
     target, draft = (
-        llama_cpp.Model(write(each, tmp_path / folder), 64, 1, float32=True)
+        loaded(each, tmp_path / folder)
         for folder, each in {"target": model, "draft": perturbed(model, 0.1)}.items()
     )
     for _ in range(2):
