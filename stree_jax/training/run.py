@@ -86,6 +86,7 @@ def distill(recipe: Recipe, target_path: Path, output: Path, *, command: str) ->
     tokenizer, target = open_target(target_path, output)
     fingerprint = recipe.fingerprint() | {"target": weights_digest(target)}
     if recipe.start is None:
+        run = run_directory(output, fingerprint)
         model = _new_model(recipe, target.config.vocab_size, target.config.eos_token)
     else:
         known, model = open_target(Path(recipe.start), output)
@@ -94,8 +95,7 @@ def distill(recipe: Recipe, target_path: Path, output: Path, *, command: str) ->
                 f"{recipe.start} and {target_path} have different tokenizers; start from a draft of"
                 " this target, or leave start out"
             )
-        fingerprint |= {"start": weights_digest(model)}
-    run = run_directory(output, fingerprint)
+        run = run_directory(output, fingerprint | {"start": weights_digest(model)})
 
     def loss(model: HybridLM, tokens: jax.Array, target: HybridLM) -> jax.Array:
         tokens = tokens[:, :-1]
