@@ -78,7 +78,8 @@ def tiny(tiny_pair, monkeypatch, tmp_path):
     ):
         (tmp_path / f"attention-{share}{end}").symlink_to(tiny_pair / name)
     monkeypatch.setattr(st, "demo_path", tiny_pair.joinpath)
-    monkeypatch.setattr("benchmarks.prompts.SHARED", tmp_path / "nowhere")
+    for module in ("prompts", "text", "seed"):
+        monkeypatch.setattr(f"benchmarks.{module}.SHARED", tmp_path / "nowhere")
     monkeypatch.setattr(st.ModelConfig, "preset", lambda name: TINY)
     monkeypatch.setitem(lossless.FAMILIES, "Mamba-2", TINY)
     for name, value in SMALLER.items():
@@ -191,26 +192,22 @@ def test_a_token_that_is_not_the_targets_is_found():
     ("temperature", "gap", "tie"),
     [(0, 0, True), (0, 5e-5, True), (0, 2e-4, False), (0.5, 5e-4, True), (0.5, 2e-3, False)],
 )
-def test_a_first_difference_is_a_tie_if_scores_are_that_close(temperature, gap, tie):
+def test_a_first_difference_is_a_tie_if_scores_are_that_close(temperature, gap, tie, monkeypatch):
     """Of logits relative to the largest; above temperature 0, of logits and noise at the index."""
-    key = jax.random.key(3)
+    key, model = jax.random.key(3), types.SimpleNamespace(config=st.ModelConfig.tiny(vocab_size=4))
 
-    class Model(nnx.Module):
-        config = st.ModelConfig.tiny(vocab_size=4)
+    def apply(_, tokens):
+        scores = jnp.array([-200, 100, 100 + 200 * gap, 0])
+        if temperature:
+            noise = position_noise(key[None], jnp.array([2]), 0, 4)[0, 0]
+            scores = temperature * (jnp.array([0, 2, 2 + gap, -9]) - noise)
+        assert tokens[0, :4].tolist() == [9, 8, 1, 1]  # the prompt and the common text
+        last = jnp.append(scores, 999)  # padding of the vocabulary
+        return jnp.zeros((*tokens.shape, 5)).at[0, 3].set(last)
 
-        def __call__(self, tokens):
-            scores = jnp.array([-200, 100, 100 + 200 * gap, 0])
-            if temperature:
-                noise = position_noise(key[None], jnp.array([2]), 0, 4)[0, 0]
-                scores = temperature * (jnp.array([0, 2, 2 + gap, -9]) - noise)
-            right = (
-                tokens[:, :4] == jnp.array([9, 8, 1, 1])
-            ).all()  # the prompt and the common text
-            last = jnp.append(jnp.where(right, scores, jnp.nan), 999)  # padding of the vocabulary
-            return jnp.zeros((*tokens.shape, 5)).at[0, 3].set(last)
-
+    monkeypatch.setattr(lossless, "apply", apply)
     texts = [1, 1, 2, 0], [1, 1, 1, 3]
-    found = lossless.first_difference(Model(), [9, 8], *texts, temperature, key)
+    found = lossless.first_difference(model, [9, 8], *texts, temperature, key)
     assert (found["place"], found["tokens"], found["tie"]) == (2, [2, 1], tie)
     assert found["gap"] == pytest.approx(gap, rel=1e-2)
-    assert lossless.first_difference(Model(), [9, 8], [1, 1], [1, 1]) is None
+    assert lossless.first_difference(model, [9, 8], [1, 1], [1, 1]) is None
