@@ -21,7 +21,7 @@ import stree_jax as st
 from benchmarks.common import Found, Table, start, summary, timed
 from benchmarks.models import RANDOM_NOTE, default_dtype, random_model
 from benchmarks.steps import Program, binary_tree
-from stree_jax.decoding.grammar.automaton import Compressor
+from stree_jax.extensions.grammar.automaton import Compressor
 
 ALLOWED, EXCEPTIONS = 0.4, 100
 FEW_STATES = 60

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models
 import stree_jax as st
 from benchmarks.common import Found, Table, start, summary
 from benchmarks.prompts import SHARED
-from stree_jax.decoding.grammar.json_text import automaton_of_schema
+from stree_jax.extensions.grammar.json_text import automaton_of_schema
 
 LAST = 50  # tokens that are timed
 STREAM_COLUMNS = {

@@ -23,7 +23,6 @@ from stree_jax.decoding.drafters import (
 )
 from stree_jax.decoding.filters import Filter, MinP, TopK, TopP
 from stree_jax.decoding.generate import generate, stream
-from stree_jax.decoding.grammar import Automaton, json_schema, regex
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.penalties import FrequencyPenalty, PresencePenalty, RepetitionPenalty
@@ -75,6 +74,7 @@ from stree_jax.tuning import TuningReport, tune
 
 # Names of the extensions, and the module of each, which is imported when the name is first used.
 _EXTENSIONS = {
+    "Automaton": "stree_jax.extensions.grammar",
     "CascadeDrafter": "stree_jax.extensions.hierarchical",
     "Eagle3Config": "stree_jax.extensions.eagle3",
     "Eagle3Drafter": "stree_jax.extensions.eagle3",
@@ -87,10 +87,12 @@ _EXTENSIONS = {
     "MtpDrafter": "stree_jax.extensions.mtp",
     "MtpHead": "stree_jax.extensions.mtp",
     "MtpModel": "stree_jax.extensions.mtp",
+    "json_schema": "stree_jax.extensions.grammar",
     "load_eagle3": "stree_jax.extensions.eagle3",
     "load_medusa": "stree_jax.extensions.medusa",
     "load_mtp": "stree_jax.extensions.mtp",
     "reasoning": "stree_jax.extensions.reasoning",
+    "regex": "stree_jax.extensions.grammar",
     "save_medusa": "stree_jax.extensions.medusa",
     "save_mtp": "stree_jax.extensions.mtp",
 }
@@ -103,6 +105,7 @@ if TYPE_CHECKING:
         Eagle3Model,
         load_eagle3,
     )
+    from stree_jax.extensions.grammar import Automaton, json_schema, regex
     from stree_jax.extensions.hierarchical import CascadeDrafter, InterleavedDrafter
     from stree_jax.extensions.medusa import MedusaDrafter, MedusaHeads, load_medusa, save_medusa
     from stree_jax.extensions.mtp import (

@@ -141,7 +141,8 @@ def test_extensions_use_public_names_only(extension):
         for node in nodes(file):
             if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
                 is_own = ast.unparse(node.value) in ("self", "cls", "super()")
-                assert is_own or node.attr in ("_replace", "__name__"), (file, node.attr)
+                is_of_python = node.attr.endswith("__") or node.attr in ("_asdict", "_replace")
+                assert is_own or is_of_python, (file, node.attr)
             for problem in private_imports(node, own):
                 raise AssertionError(f"{file}, line {node.lineno}: {problem}")
 

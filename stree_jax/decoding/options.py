@@ -126,7 +126,7 @@ class Options:
         processors: logits processors, `LogitsProcessor`, in their order, before temperature and
             filters. Applied to the target, and by drafters with a model to their drafts.
         eos_token: a row ends after this token, or after any of these. None: the tokens in the
-            model's config, and those that end the texts of a grammar; (): none.
+            model's config, and the `end_tokens` of the processors; (): none.
         max_length: most tokens of a row, prompt and output; longer requests are refused. None: the
             context length of the model (`ModelConfig.max_length`), if its config has one.
         key: random key or seed, required above temperature 0. A single one is folded with the index
@@ -356,18 +356,18 @@ def _rows_of(options: Options, model: HybridLM, batch: int) -> list[Row]:
     check_int("top_log_probs", options.top_log_probs, 0, vocab_size)
 
     def row_of(own: Options) -> Row:
-        eos_token, of_grammar = own.eos_token, []
+        eos_token, of_rules = own.eos_token, []
         for processor in own.processors:
             if callable(check := getattr(processor, "check", None)):
                 check(vocab_size)
-            of_grammar += [end for end in getattr(processor, "end_tokens", ()) if end < vocab_size]
+            of_rules += [end for end in getattr(processor, "end_tokens", ()) if end < vocab_size]
         if eos_token is None:
-            eos_token = [*np.ravel([] if ends is None else ends).tolist(), *of_grammar]
+            eos_token = [*np.ravel([] if ends is None else ends).tolist(), *of_rules]
         listed = _listed_eos_tokens(eos_token, vocab_size)
-        if listed and of_grammar and not {*listed} & {*of_grammar}:
+        if listed and of_rules and not {*listed} & {*of_rules}:
             raise ValueError(
-                f"eos_token = {shown(listed)} does not end the texts of a grammar, which end with"
-                f" {shown(of_grammar)}; leave it out, or make the grammar with this eos_token"
+                f"eos_token = {shown(listed)} does not end the texts of a logits processor,"
+                f" which end with {shown(of_rules)}; leave it out, or make the processor with it"
             )
         return Row(
             max_new_tokens=int(own.max_new_tokens),

@@ -255,6 +255,20 @@ def test_rows_whose_tokens_are_all_ruled_out_end_alone():
     np.testing.assert_array_equal(got.value.generation.tokens, want.value.generation.tokens)
 
 
+def test_end_tokens_of_any_processor_end_its_rows():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass(frozen=True)
+    class Ending(Walk):
+        end_tokens: tuple[int, ...] = dataclasses.field(default=(7,), metadata={"static": True})
+
+    only_the_end = Ending(jnp.full((1, SIZE), -1, jnp.int32).at[0, 7].set(0))
+    options = dict(processors=[only_the_end], max_new_tokens=5)
+    out = st.generate(tiny_model(), PROMPTS, **options)
+    assert out.tokens.tolist() == [[7, *[st.PAD] * 4]] * len(PROMPTS)
+    with pytest.raises(ValueError, match="does not end the texts of a logits processor"):
+        st.generate(tiny_model(), PROMPTS, eos_token=8, **options)
+
+
 def test_recorded_log_probs_are_those_after_processors():
     """`log_probs="sampled"`: of the distributions that the tokens were drawn from."""
     model, prompt = tiny_model(), PROMPTS[0]

@@ -15,10 +15,10 @@ import pytest
 
 import stree_jax as st
 from benchmarks.text import suite_counts
-from stree_jax.decoding.grammar.api import automaton_of_pattern
-from stree_jax.decoding.grammar.json_text import automaton_of_schema
-from stree_jax.decoding.token_bytes import token_bytes
-from tests.decoding.schemas import POOL, schemas, texts_of
+from stree_jax.decoding import token_bytes
+from stree_jax.extensions.grammar.api import automaton_of_pattern
+from stree_jax.extensions.grammar.json_text import automaton_of_schema
+from tests.extensions.schemas import POOL, schemas, texts_of
 
 END = 0
 

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from stree_jax.decoding.grammar import numbers
-from stree_jax.decoding.grammar.characters import (
+from stree_jax.extensions.grammar import numbers
+from stree_jax.extensions.grammar.characters import (
     ANYTHING,
     Expression,
     TextAutomaton,
@@ -11,7 +11,7 @@ from stree_jax.decoding.grammar.characters import (
 )
 
 if TYPE_CHECKING:
-    from stree_jax.decoding.grammar.located import Located
+    from stree_jax.extensions.grammar.located import Located
 
 # Schemas that all hold; of none, anything does.
 Together: TypeAlias = tuple["Located", ...]

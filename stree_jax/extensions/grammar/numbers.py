@@ -5,8 +5,8 @@ import json
 from collections.abc import Sequence
 from decimal import Decimal
 
-from stree_jax.decoding.grammar.characters import TextAutomaton, automaton_of, trimmed
-from stree_jax.decoding.grammar.patterns import RUST, parse
+from stree_jax.extensions.grammar.characters import TextAutomaton, automaton_of, trimmed
+from stree_jax.extensions.grammar.patterns import RUST, parse
 
 MOST_FACTOR = 1000
 _MOST_DIGITS = 15  # numbers of as many digits are different as doubles

@@ -8,14 +8,14 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from stree_jax.checks import check_int
-from stree_jax.decoding.grammar.automaton import Automaton
-from stree_jax.decoding.grammar.byte_automaton import ByteAutomaton, automaton_of_graph
-from stree_jax.decoding.grammar.byte_graph import ByteGraph
-from stree_jax.decoding.grammar.characters import TooLarge
-from stree_jax.decoding.grammar.json_text import automaton_of_schema, too_large
-from stree_jax.decoding.grammar.patterns import RUST, has_anchors, parse, without_anchors
-from stree_jax.decoding.grammar.token_tree import TokenTree
-from stree_jax.decoding.token_bytes import as_tokenizer, token_bytes
+from stree_jax.decoding import as_tokenizer, token_bytes
+from stree_jax.extensions.grammar.automaton import Automaton
+from stree_jax.extensions.grammar.byte_automaton import ByteAutomaton, automaton_of_graph
+from stree_jax.extensions.grammar.byte_graph import ByteGraph
+from stree_jax.extensions.grammar.characters import TooLarge
+from stree_jax.extensions.grammar.json_text import automaton_of_schema, too_large
+from stree_jax.extensions.grammar.patterns import RUST, has_anchors, parse, without_anchors
+from stree_jax.extensions.grammar.token_tree import TokenTree
 from stree_jax.messages import shown
 
 # Names of special tokens that end texts.

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.grammar.api import automaton_of_pattern
-from stree_jax.decoding.grammar.token_tree import TokenTree
+from stree_jax.extensions.grammar.api import automaton_of_pattern
+from stree_jax.extensions.grammar.token_tree import TokenTree
 
 
 def table(num_states, vocab_size, seed=0):

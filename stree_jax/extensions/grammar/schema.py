@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from stree_jax.decoding.grammar import numbers
-from stree_jax.decoding.grammar.characters import ANYTHING, Choice, literal
-from stree_jax.decoding.grammar.formats import FORMATS
-from stree_jax.decoding.grammar.located import Located
-from stree_jax.decoding.grammar.shapes import (
+from stree_jax.extensions.grammar import numbers
+from stree_jax.extensions.grammar.characters import ANYTHING, Choice, literal
+from stree_jax.extensions.grammar.formats import FORMATS
+from stree_jax.extensions.grammar.located import Located
+from stree_jax.extensions.grammar.shapes import (
     EVERYTHING,
     Arrays,
     Contained,

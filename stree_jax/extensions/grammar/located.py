@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from stree_jax.decoding.grammar.characters import (
+from stree_jax.extensions.grammar.characters import (
     MOST_REPEATS,
     Edge,
     Expression,
@@ -13,8 +13,8 @@ from stree_jax.decoding.grammar.characters import (
     TooLarge,
     automaton_of,
 )
-from stree_jax.decoding.grammar.patterns import ECMA, has_anchors, parse
-from stree_jax.messages import first_line, shown
+from stree_jax.extensions.grammar.patterns import ECMA, has_anchors, parse
+from stree_jax.messages import shown
 
 _IN_PLACE = {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "contains"}
 
@@ -38,13 +38,14 @@ class Located(NamedTuple):
 
     def __eq__(self, other: object) -> bool:
         """Of the same part; parts are no values, and may be large."""
-        return isinstance(other, Located) and self._key == other._key
+        return isinstance(other, Located) and self.key == other.key
 
     def __hash__(self) -> int:
-        return hash(self._key)
+        return hash(self.key)
 
     @property
-    def _key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[Any, ...]:
+        """What tells parts apart."""
         return id(self.schema), self.holds, self.inside, self.where
 
     @property
@@ -199,7 +200,7 @@ class _Resolver:
             found = self._inner.lookup(name)
         except Exception as error:  # the package raises many types
             raise ValueError(
-                f"{where} refers to {shown(name)}, which is not there ({first_line(error)})"
+                f"{where} refers to {shown(name)}, which is not there ({type(error).__name__})"
             ) from None
         return found.contents, _Resolver(found.resolver)
 

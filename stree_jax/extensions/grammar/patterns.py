@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Iterable
 from typing import NamedTuple, NoReturn
 
-from stree_jax.decoding.grammar.characters import (
+from stree_jax.extensions.grammar.characters import (
     EVERY,
     LAST,
     MOST_REPEATS,

@@ -10,9 +10,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from stree_jax.decoding.grammar.byte_automaton import ByteAutomaton, automaton_of_graph
-from stree_jax.decoding.grammar.byte_graph import MOST_NODES, ByteGraph, template_of
-from stree_jax.decoding.grammar.characters import (
+from stree_jax.extensions.grammar.byte_automaton import ByteAutomaton, automaton_of_graph
+from stree_jax.extensions.grammar.byte_graph import MOST_NODES, ByteGraph, template_of
+from stree_jax.extensions.grammar.characters import (
     ANYTHING,
     Choice,
     TextAutomaton,
@@ -20,13 +20,13 @@ from stree_jax.decoding.grammar.characters import (
     automaton_of,
     literal,
 )
-from stree_jax.decoding.grammar.located import Located, read_schema
-from stree_jax.decoding.grammar.schema import (
+from stree_jax.extensions.grammar.located import Located, read_schema
+from stree_jax.extensions.grammar.schema import (
     schemas_of_item,
     schemas_of_name,
     shapes_of,
 )
-from stree_jax.decoding.grammar.shapes import Arrays, Objects, Shape, Strings, Together
+from stree_jax.extensions.grammar.shapes import Arrays, Objects, Shape, Strings, Together
 
 _FREE_LEVELS = 3
 _MOST_PATTERNS = 4

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stree_jax.decoding.grammar.automaton import ABSOLUTE, Automaton, Compressor
-from stree_jax.decoding.grammar.byte_automaton import ByteAutomaton
-from stree_jax.decoding.grammar.byte_graph import Body, Template
-from stree_jax.decoding.grammar.characters import TooLarge
+from stree_jax.extensions.grammar.automaton import ABSOLUTE, Automaton, Compressor
+from stree_jax.extensions.grammar.byte_automaton import ByteAutomaton
+from stree_jax.extensions.grammar.byte_graph import Body, Template
+from stree_jax.extensions.grammar.characters import TooLarge
 
 _MOST_STARTS = 256
 # Pairs of a state and a node of the tree: in memory, and in all, which is some 4 s.

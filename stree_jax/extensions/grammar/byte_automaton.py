@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stree_jax.decoding.grammar.byte_graph import (
+from stree_jax.extensions.grammar.byte_graph import (
     BODY,
     MOST_STATES,
     Body,
     ByteGraph,
     byte_classes,
 )
-from stree_jax.decoding.grammar.characters import TooLarge
+from stree_jax.extensions.grammar.characters import TooLarge
 
 _MOST_POSITIONS = 1 << 21  # of bodies
 

@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stree_jax import Context
 from stree_jax.array_types import Array, Bool, Float, Int
 from stree_jax.checks import check_int
-from stree_jax.decoding.prompts import buffer_size
-from stree_jax.decoding.rule_rows import is_given
-from stree_jax.decoding.types import Context
+from stree_jax.decoding import buffer_size, is_given
 from stree_jax.messages import shown
 
 _BITS = 32  # of a word

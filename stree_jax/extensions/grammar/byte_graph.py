@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stree_jax.decoding.grammar.characters import (
+from stree_jax.extensions.grammar.characters import (
     Characters,
     Choice,
     Expression,
