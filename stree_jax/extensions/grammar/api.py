@@ -11,10 +11,9 @@ from stree_jax.checks import check_int
 from stree_jax.decoding import as_tokenizer, token_bytes
 from stree_jax.extensions.grammar.automaton import Automaton
 from stree_jax.extensions.grammar.byte_automaton import ByteAutomaton, automaton_of_graph
-from stree_jax.extensions.grammar.byte_graph import ByteGraph
-from stree_jax.extensions.grammar.characters import TooLarge
+from stree_jax.extensions.grammar.expressions import RUST, has_anchors, parse, without_anchors
+from stree_jax.extensions.grammar.graph import Graph, TooLarge
 from stree_jax.extensions.grammar.json_text import automaton_of_schema, too_large
-from stree_jax.extensions.grammar.patterns import RUST, has_anchors, parse, without_anchors
 from stree_jax.extensions.grammar.token_tree import TokenTree
 from stree_jax.messages import shown
 
@@ -105,7 +104,7 @@ def automaton_of_pattern(pattern: str) -> ByteAutomaton:
             f"pattern {shown(pattern)} has anchors inside; it matches whole texts, so write it"
             " without ^ and $"
         )
-    graph = ByteGraph()
+    graph = Graph()
     start = graph.node()
     found = automaton_of_graph(graph, start, graph.expression(start, expression))
     if found is None:

@@ -1,6 +1,6 @@
 """Texts of the formats of JSON schemas: a part of each, which every validator accepts."""
 
-from stree_jax.extensions.grammar.patterns import RUST, parse
+from stree_jax.extensions.grammar.expressions import RUST, parse
 
 _DATE = (
     "[12][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"

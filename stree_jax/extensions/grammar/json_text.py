@@ -11,14 +11,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from stree_jax.extensions.grammar.byte_automaton import ByteAutomaton, automaton_of_graph
-from stree_jax.extensions.grammar.byte_graph import MOST_NODES, ByteGraph, template_of
-from stree_jax.extensions.grammar.characters import (
+from stree_jax.extensions.grammar.expressions import Choice, literal
+from stree_jax.extensions.grammar.graph import (
     ANYTHING,
-    Choice,
-    TextAutomaton,
+    MOST_NODES,
+    Graph,
+    TextSet,
     TooLarge,
-    automaton_of,
-    literal,
+    quoted_set,
+    set_of,
 )
 from stree_jax.extensions.grammar.located import Located, read_schema
 from stree_jax.extensions.grammar.schema import (
@@ -70,7 +71,7 @@ class _Writer:
     """Adds values to a graph, between two nodes."""
 
     def __init__(self) -> None:
-        self.graph = ByteGraph()
+        self.graph = Graph()
         self.sizes: dict[str, int] = {}  # nodes of each part, with its own parts
         self.open: list[tuple[str, int]] = []
 
@@ -102,7 +103,7 @@ class _Writer:
         for value in shape.booleans:
             graph.skip(graph.text(start, "true" if value else "false"), end)
         if shape.number is not None:
-            graph.skip(graph.characters(start, shape.number), end)
+            graph.skip(graph.texts(start, shape.number), end)
         if shape.string is not None:
             graph.skip(self.string(start, shape.string), end)
         if shape.array is not None and (levels or shape.array != Arrays()):
@@ -115,11 +116,10 @@ class _Writer:
         graph, texts = self.graph, strings.texts
         start = graph.text(start, '"')
         is_plain = strings.least == 0 and strings.most is None
-        if is_plain and not isinstance(texts, TextAutomaton):
+        if is_plain and not isinstance(texts, TextSet):
             start = graph.expression(start, texts, quoted=True)
         else:
-            template = template_of(strings.automaton, quoted=True)
-            start = graph.body(start, template, strings.least, strings.most)
+            start = graph.body(start, quoted_set(strings.set), strings.least, strings.most)
         return graph.text(start, '"')
 
     def symbol(self, start: int, text: str) -> int:
@@ -234,10 +234,10 @@ class _Writer:
             each.schema is not False for rule in objects.rules for _, each in rule.named
         )
         says_others = any(rule.others is not None for rule in objects.rules)
-        free = ANYTHING - automaton_of(Choice(tuple(map(literal, names)))) if names else ANYTHING
+        free = ANYTHING - set_of(Choice(tuple(map(literal, names)))) if names else ANYTHING
         found = []
         for matched in itertools.product((False, True), repeat=len(patterns)):
-            texts: TextAutomaton = free
+            texts: TextSet = free
             for pattern, is_matched in zip(patterns, matched, strict=True):
                 texts = texts & pattern if is_matched else texts - pattern
             chosen = {pattern for pattern, is_one in zip(patterns, matched, strict=True) if is_one}
@@ -253,7 +253,7 @@ class _Writer:
             ):
                 continue
             for each in allowed:
-                both = texts if each.texts is ANYTHING else texts & each.automaton
+                both = texts if each.texts is ANYTHING else texts & each.set
                 if not both.is_empty:
                     found.append((Strings(both, each.least, each.most), tuple(schemas)))
         return found
@@ -275,7 +275,7 @@ def _counted(
 class _Nodes:
     """Nodes of a graph by some key, made when they are asked for; iteration comes to new ones."""
 
-    def __init__(self, graph: ByteGraph, key: Any, node: int):
+    def __init__(self, graph: Graph, key: Any, node: int):
         self._graph, self._nodes, self._order = graph, {key: node}, [key]
 
     def of(self, key: Any) -> int:

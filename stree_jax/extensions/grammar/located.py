@@ -4,16 +4,16 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from stree_jax.extensions.grammar.characters import (
+from stree_jax.extensions.grammar.expressions import (
+    ECMA,
     MOST_REPEATS,
     Edge,
     Expression,
     Sequence_,
-    TextAutomaton,
-    TooLarge,
-    automaton_of,
+    has_anchors,
+    parse,
 )
-from stree_jax.extensions.grammar.patterns import ECMA, has_anchors, parse
+from stree_jax.extensions.grammar.graph import TextSet, TooLarge, set_of
 from stree_jax.messages import shown
 
 _IN_PLACE = {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "contains"}
@@ -115,7 +115,7 @@ class Located(NamedTuple):
             self.check_text(name)
         return value
 
-    def pattern(self, pattern: Any) -> TextAutomaton | Expression:
+    def pattern(self, pattern: Any) -> TextSet | Expression:
         """The texts in which a pattern is found."""
         if not isinstance(pattern, str):
             raise ValueError(f"{self.where} has the pattern {shown(pattern)}, which is no text")
@@ -126,7 +126,7 @@ class Located(NamedTuple):
                     map(has_anchors, inner)
                 ):
                     return Sequence_(tuple(inner))
-            return automaton_of(expression, whole=False)
+            return set_of(expression, whole=False)
         except TooLarge as error:
             raise ValueError(f"{self.where} has the pattern {shown(pattern)}: {error}") from None
         except ValueError as error:

@@ -5,8 +5,10 @@ import json
 from collections.abc import Sequence
 from decimal import Decimal
 
-from stree_jax.extensions.grammar.characters import TextAutomaton, automaton_of, trimmed
-from stree_jax.extensions.grammar.patterns import RUST, parse
+import numpy as np
+
+from stree_jax.extensions.grammar.expressions import RUST, parse
+from stree_jax.extensions.grammar.graph import TextSet, minimal, set_of
 
 MOST_FACTOR = 1000
 _MOST_DIGITS = 15  # numbers of as many digits are different as doubles
@@ -15,8 +17,8 @@ _FRACTION = r"(?:\.[0-9]+)?"
 
 
 @functools.cache
-def _matching(pattern: str) -> TextAutomaton:
-    return automaton_of(parse(pattern, RUST))
+def _matching(pattern: str) -> TextSet:
+    return set_of(parse(pattern, RUST))
 
 
 ANY = _matching(rf"-?{_WHOLE}{_FRACTION}(?:[eE][+-]?[0-9]{{1,2}})?")
@@ -24,7 +26,7 @@ INTEGERS = _matching(f"-?{_WHOLE}")
 FRACTIONS = _matching(r"-?(?:0|[1-9][0-9]{0,8})\.[0-9]{0,5}[1-9]")  # no integers
 
 
-def equal_to(values: Sequence[int | float]) -> TextAutomaton:
+def equal_to(values: Sequence[int | float]) -> TextSet:
     """The numbers as JSON writes them; an integer may be written without point and exponent."""
     texts = {json.dumps(value) for value in values}
     texts |= {str(int(value)) for value in values if value == int(value)}
@@ -33,7 +35,7 @@ def equal_to(values: Sequence[int | float]) -> TextAutomaton:
     )
 
 
-def below(bound: int | float, *, or_equal: bool) -> TextAutomaton:
+def below(bound: int | float, *, or_equal: bool) -> TextSet:
     """The numbers below a bound, or equal to it. They have no exponent."""
     every, size = _comparable(bound)
     if bound > 0 or (bound == 0 and or_equal):
@@ -42,18 +44,18 @@ def below(bound: int | float, *, or_equal: bool) -> TextAutomaton:
     return (every & _matching("-.*")) - too_small
 
 
-def above(bound: int | float, *, or_equal: bool) -> TextAutomaton:
+def above(bound: int | float, *, or_equal: bool) -> TextSet:
     """The numbers above a bound, or equal to it. They have no exponent."""
     return _comparable(bound)[0] - below(bound, or_equal=not or_equal)
 
 
-def other_than(value: int | float) -> TextAutomaton:
+def other_than(value: int | float) -> TextSet:
     """The numbers without an exponent that are not a given one."""
     every = _comparable(value)[0]
     return every - (every - below(value, or_equal=False) - above(value, or_equal=False))
 
 
-def _comparable(bound: int | float) -> tuple[TextAutomaton, str]:
+def _comparable(bound: int | float) -> tuple[TextSet, str]:
     """The numbers that are compared with a bound, and the bound's digits.
 
     They have at most six digits after the point, and fewer where a double would not tell them from
@@ -65,21 +67,21 @@ def _comparable(bound: int | float) -> tuple[TextAutomaton, str]:
     return _matching(f"-?{_WHOLE}{fraction}"), size
 
 
-def multiples_of(factor: int) -> TextAutomaton:
+def multiples_of(factor: int) -> TextSet:
     """The integers that a factor divides: the state is the remainder so far."""
     minus, zero, first = 1, 2, 3
-    classes = (0, 1, 0, *range(2, 12), 0)  # others, -, others, the digits, others
-    starts = (0, ord("-"), ord("-") + 1, *range(ord("0"), ord("9") + 2))
+    class_of = np.zeros(256, np.int64)
+    class_of[[*b"-0123456789"]] = range(1, 12)
 
-    def row(remainder: int | None, sign: int) -> list[int]:
+    def row(remainder: int | None, sign: int = -1) -> list[int]:
         """From a remainder, or None before the first digit."""
         if remainder is None:
             return [-1, sign, zero, *(first + digit % factor for digit in range(1, 10))]
         return [-1, -1, *(first + (10 * remainder + digit) % factor for digit in range(10))]
 
-    rows = [row(None, minus), row(None, -1), [-1] * 12, *(row(r, -1) for r in range(factor))]
+    rows = [row(None, minus), row(None), [-1] * 12, *(row(r) for r in range(factor))]
     accepts = [False, False, True, True, *[False] * (factor - 1)]
-    return trimmed(starts, classes, rows, accepts)
+    return minimal(class_of, np.array(rows), np.array(accepts), np.ones(len(rows), bool))
 
 
 def _sizes_below(size: str, *, or_equal: bool) -> str:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from stree_jax.extensions.grammar import numbers
-from stree_jax.extensions.grammar.characters import ANYTHING, Choice, literal
+from stree_jax.extensions.grammar.expressions import Choice, literal
 from stree_jax.extensions.grammar.formats import FORMATS
+from stree_jax.extensions.grammar.graph import ANYTHING
 from stree_jax.extensions.grammar.located import Located
 from stree_jax.extensions.grammar.shapes import (
     EVERYTHING,
@@ -267,7 +268,7 @@ def _of_values(at: Located, name: str) -> _Fact:
             null=None not in values,
             booleans=EVERYTHING.booleans - booleans,
             number=None if others.is_empty else others,
-            string=Strings(ANYTHING - strings.automaton),
+            string=Strings(ANYTHING - strings.set),
         )
         return _product([found], _all_of([each.negated for each in nested], at), at)
 
@@ -327,7 +328,7 @@ def _of_strings(at: Located) -> Iterator[_Fact]:
         strings = Strings(at.pattern(at.schema["pattern"]))
         yield (
             lambda: [EVERYTHING._replace(string=strings)],
-            lambda: [Shape(string=Strings(ANYTHING - strings.automaton))],
+            lambda: [Shape(string=Strings(ANYTHING - strings.set))],
         )
     if "format" in at.schema:
         name = at.schema["format"]
@@ -384,7 +385,7 @@ def _of_objects(at: Located) -> Iterator[_Fact]:
         yield _fact({"object": Objects(most=most)}, {"object": Objects(least=most + 1)})
     named = [(name, at.part(each, f".{name}")) for name, each in at.table("properties").items()]
     patterns = [
-        (Strings(at.pattern(pattern)).automaton, at.part(each, f".{pattern}"))
+        (Strings(at.pattern(pattern)).set, at.part(each, f".{pattern}"))
         for pattern, each in at.table("patternProperties").items()
     ]
     rest = at.rest("additionalProperties", "unevaluatedProperties")

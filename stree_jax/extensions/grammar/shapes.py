@@ -3,12 +3,8 @@
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from stree_jax.extensions.grammar import numbers
-from stree_jax.extensions.grammar.characters import (
-    ANYTHING,
-    Expression,
-    TextAutomaton,
-    automaton_of,
-)
+from stree_jax.extensions.grammar.expressions import Expression
+from stree_jax.extensions.grammar.graph import ANYTHING, TextSet, set_of
 
 if TYPE_CHECKING:
     from stree_jax.extensions.grammar.located import Located
@@ -25,19 +21,19 @@ class Strings(NamedTuple):
         least, most: numbers of characters; `most` None: without limit.
     """
 
-    texts: TextAutomaton | Expression = ANYTHING
+    texts: TextSet | Expression = ANYTHING
     least: int = 0
     most: int | None = None
 
     @property
-    def automaton(self) -> TextAutomaton:
+    def set(self) -> TextSet:
         """The texts of any length."""
-        return self.texts if isinstance(self.texts, TextAutomaton) else automaton_of(self.texts)
+        return self.texts if isinstance(self.texts, TextSet) else set_of(self.texts)
 
     def matches(self, text: str) -> bool:
         """Whether a text is one of them."""
         fits = self.least <= len(text) and (self.most is None or len(text) <= self.most)
-        return fits and self.automaton.matches(text)
+        return fits and self.set.matches(text)
 
 
 class ItemRule(NamedTuple):
@@ -69,7 +65,7 @@ class PropertyRule(NamedTuple):
     """Schemas of properties by name, by pattern of the name, and of all others."""
 
     named: tuple[tuple[str, "Located"], ...] = ()
-    patterns: tuple[tuple[TextAutomaton, "Located"], ...] = ()
+    patterns: tuple[tuple[TextSet, "Located"], ...] = ()
     others: "Located | None" = None
 
 
@@ -88,7 +84,7 @@ class Shape(NamedTuple):
 
     null: bool = False
     booleans: frozenset[bool] = frozenset()
-    number: TextAutomaton | None = None
+    number: TextSet | None = None
     string: Strings | None = None
     array: Arrays | None = None
     object: Objects | None = None
@@ -114,7 +110,7 @@ def both(a: Shape, b: Shape) -> Shape:
     )
 
 
-def _numbers(a: TextAutomaton | None, b: TextAutomaton | None) -> TextAutomaton | None:
+def _numbers(a: TextSet | None, b: TextSet | None) -> TextSet | None:
     if a is None or b is None:
         return None
     found = a if b is numbers.ANY else b if a is numbers.ANY else a & b
@@ -126,9 +122,9 @@ def _strings(a: Strings | None, b: Strings | None) -> Strings | None:
         return None
     texts = a.texts if b.texts is ANYTHING else b.texts
     if a.texts is not ANYTHING and b.texts is not ANYTHING:
-        texts = a.automaton & b.automaton
+        texts = a.set & b.set
     least, most = max(a.least, b.least), _least_of(a.most, b.most)
-    is_empty = isinstance(texts, TextAutomaton) and texts.is_empty
+    is_empty = isinstance(texts, TextSet) and texts.is_empty
     return None if is_empty or _is_less(most, least) else Strings(texts, least, most)
 
 

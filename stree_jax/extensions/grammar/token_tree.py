@@ -8,8 +8,7 @@ import numpy as np
 
 from stree_jax.extensions.grammar.automaton import ABSOLUTE, Automaton, Compressor
 from stree_jax.extensions.grammar.byte_automaton import ByteAutomaton
-from stree_jax.extensions.grammar.byte_graph import Body, Template
-from stree_jax.extensions.grammar.characters import TooLarge
+from stree_jax.extensions.grammar.graph import Body, TextSet, TooLarge
 
 _MOST_STARTS = 256
 # Pairs of a state and a node of the tree: in memory, and in all, which is some 4 s.
@@ -128,7 +127,7 @@ class TokenTree:
         """Whether tokens lead where bytes do: each byte that is used is a token."""
         used = np.any(of_bytes.table >= 0, axis=0)[of_bytes.class_of]
         for body in of_bytes.bodies:
-            used |= np.any(body.template.after >= 0, axis=0)[body.template.class_of]
+            used |= np.any(body.texts.after >= 0, axis=0)[body.texts.class_of]
         return bool(np.isin(np.flatnonzero(used), self.single_bytes).all())
 
     def _listed(self, of_bytes: ByteAutomaton) -> Iterator[Row]:
@@ -156,7 +155,7 @@ class TokenTree:
     def _of_body(self, of_bytes: ByteAutomaton, body: Body) -> tuple[Reached, Reached]:
         """The tokens that stay in a body, and those that leave it."""
         follows = (of_bytes.table[body.end] >= 0)[of_bytes.class_of]
-        ends = self._ends_of_template(body.template, np.packbits(follows).tobytes())
+        ends = self._ends_of_template(body.texts, np.packbits(follows).tobytes())
         nodes, which = np.unique(ends.node, return_inverse=True)
         states = of_bytes.table[body.end][of_bytes.class_of[self.byte[nodes]]]
 
@@ -178,7 +177,7 @@ class TokenTree:
         leaving = Reached(
             ends.start[of_end], out.node[places], out.state[places], ends.mark[of_end]
         )
-        inside, _ = self._of_template(body.template)
+        inside, _ = self._of_template(body.texts)
         return inside, leaving.some(np.argsort(leaving.start, kind="stable"))
 
     def _add_body(
@@ -197,7 +196,7 @@ class TokenTree:
         before the end, are out.
         """
         body = of_bytes.bodies[number]
-        size, most = len(body.template.after), body.most
+        size, most = len(body.texts.after), body.most
         leads = useful[body.first :][: body.num_states].reshape(-1, size)
         bounds = [np.searchsorted(each.start, np.arange(size + 1)) for each in tokens_of]
         final = np.full(len(self.ends), ABSOLUTE + of_bytes.num_states)
@@ -216,7 +215,7 @@ class TokenTree:
                 after = body.counts_after(begun)
                 stays = (after >= 0) & leads[after, inside.state]
                 counts_on = most is None and begun.max(initial=0) > body.least
-                move = moves.get(key := (body.template, position, counts[0] if counts_on else None))
+                move = moves.get(key := (body.texts, position, counts[0] if counts_on else None))
                 if move is None:  # the same for all counts that go on
                     count = after if counts_on else begun
                     distance = (count - counts[0]) * size + inside.state - position
@@ -231,7 +230,7 @@ class TokenTree:
                 extra = tables.extra(tokens, codes)
                 tables.add(states, np.append(inside.node[stays], tokens), move, extra)
 
-    def _in_template(self, template: Template) -> tuple[Reached, Reached]:
+    def _in_template(self, template: TextSet) -> tuple[Reached, Reached]:
         """The tokens that stay in a body, and the nodes of the tree at which it may end."""
 
         def step(
@@ -250,7 +249,7 @@ class TokenTree:
         tokens = _joined(inside)
         return tokens.some(np.argsort(tokens.start, kind="stable")), _joined(ends)
 
-    def _ends_in_template(self, template: Template, follows: bytes) -> Reached:
+    def _ends_in_template(self, template: TextSet, follows: bytes) -> Reached:
         """The nodes at which a body has ended with the byte before, one of those that follow."""
         _, ends = self._of_template(template)
         children, of_end = _expanded(self.first_child[ends.node], self.num_children[ends.node])
@@ -325,7 +324,7 @@ def _leading_to_ends(
         while (new := states[useful[following] & ~useful[states]]).size:
             useful[new] = True
         for body, (inside, leaving) in zip(of_bytes.bodies, ways, strict=True):
-            leads = useful[body.first :][: body.num_states].reshape(body.last_count + 1, -1)
+            leads = useful[body.first :][: body.num_states].reshape(body.leads.shape)
             counts = np.arange(len(leads))
             for position, state, characters in leaving:
                 left = counts + characters

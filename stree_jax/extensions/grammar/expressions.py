@@ -4,26 +4,85 @@
 as a finite automaton can follow: no look-around, references and word boundaries.
 """
 
+import dataclasses
 import functools
 import unicodedata
 from collections.abc import Iterable
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeAlias
 
-from stree_jax.extensions.grammar.characters import (
-    EVERY,
-    LAST,
-    MOST_REPEATS,
-    Characters,
-    Choice,
-    Edge,
-    Expression,
-    Ranges,
-    Repeat,
-    Sequence_,
-    inverted,
-    ranges_of,
-)
 from stree_jax.messages import shown
+
+# Characters as ranges of code points, first and last, in ascending order.
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+
+LAST = 0x10FFFF
+EVERY: Ranges = ((0, 0xD7FF), (0xE000, LAST))  # surrogates are no characters
+MOST_REPEATS = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Characters:
+    """One character of a set."""
+
+    ranges: Ranges
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequence_:
+    """Parts one after the other."""
+
+    parts: tuple["Expression", ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One of several parts; of none, nothing matches."""
+
+    parts: tuple["Expression", ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeat:
+    """A part several times; `most` None: without limit."""
+
+    part: "Expression"
+    least: int
+    most: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Edge:
+    """The start or the end of the text."""
+
+    is_start: bool
+
+
+Expression: TypeAlias = Characters | Sequence_ | Choice | Repeat | Edge
+
+
+def literal(text: str) -> Expression:
+    """The expression of a text."""
+    return Sequence_(tuple(Characters(((ord(each), ord(each)),)) for each in text))
+
+
+def ranges_of(pairs: Iterable[tuple[int, int]]) -> Ranges:
+    """Ranges in any order, which may overlap, without surrogates."""
+    found: list[tuple[int, int]] = []
+    for low, high in sorted(pairs):
+        for start, end in ((low, min(high, 0xD7FF)), (max(low, 0xE000), high)):
+            if start > end:
+                continue
+            if found and start <= found[-1][1] + 1:
+                found[-1] = found[-1][0], max(end, found[-1][1])
+            else:
+                found.append((start, end))
+    return tuple(found)
+
+
+def inverted(ranges: Ranges) -> Ranges:
+    """All other characters."""
+    ends = [-1, *(high for _, high in ranges)], [*(low for low, _ in ranges), LAST + 1]
+    return ranges_of((low + 1, high - 1) for low, high in zip(*ends, strict=True) if low + 1 < high)
 
 
 class Dialect(NamedTuple):
