@@ -5,9 +5,9 @@ between parts, and a character is written in one way. Values of which nothing is
 levels of arrays and objects.
 """
 
+import functools
 import itertools
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from stree_jax.extensions.grammar.byte_automaton import ByteAutomaton, automaton_of_graph
@@ -21,7 +21,7 @@ from stree_jax.extensions.grammar.graph import (
     quoted_set,
     set_of,
 )
-from stree_jax.extensions.grammar.located import Located, read_schema
+from stree_jax.extensions.grammar.located import Located, read_schema, refuse
 from stree_jax.extensions.grammar.schema import (
     schemas_of_item,
     schemas_of_name,
@@ -135,20 +135,24 @@ class _Writer:
 
     def array(self, arrays: Arrays, start: int, end: int, levels: int) -> None:
         """Arrays. A node before each item, by how many there are, and how many schemas hold for."""
-        if arrays.unique is not None and (arrays.most is None or arrays.most > 1):
-            raise ValueError(
-                f"{arrays.unique} has 'uniqueItems', which a grammar cannot enforce here; leave it"
-                " out, and check the text afterwards"
-            )
+        if arrays.unique and (arrays.most is None or arrays.most > 1):
+            refuse(arrays.unique[0], "uniqueItems")
         graph = self.graph
         different = max([0, *(len(rule.first) for rule in arrays.rules)])
         last = max(1, different, arrays.least) if arrays.most is None else arrays.most
         close = graph.node()
         graph.skip(graph.text(self.space(close), "]"), end)
-        opened = self.space(graph.text(start, "["))
-        nodes = _Nodes(graph, (0, (0,) * len(arrays.contained)), opened)
-        items: dict[Any, int] = {}  # by schemas and node after it
-        for (number, counts), node in nodes:
+        nodes = _Nodes(graph, (0, (0,) * len(arrays.contained)))
+        graph.skip(self.space(graph.text(start, "[")), nodes[nodes.order[0]])
+
+        @functools.cache
+        def item(schemas: Together, target: int) -> int:
+            node = graph.node()
+            self.value(schemas, node, target, levels)
+            return node
+
+        for number, counts in nodes.order:  # it grows meanwhile
+            node = nodes[number, counts]
             enough = all(c.least <= n for c, n in zip(arrays.contained, counts, strict=True))
             if number >= arrays.least and enough:
                 graph.skip(node, close)
@@ -162,13 +166,7 @@ class _Writer:
                 after = _counted(arrays, counts, held)
                 if after is None:
                     continue
-                key = min(number + 1, last), after
-                target = nodes.of(key)
-                which = (own + more, target)
-                if which not in items:
-                    items[which] = graph.node()
-                    self.value(own + more, items[which], target, levels)
-                graph.skip(before, items[which])
+                graph.skip(before, item(own + more, nodes[min(number + 1, last), after]))
 
     def object(self, objects: Objects, start: int, end: int, levels: int) -> None:
         """Objects. A node before each property, by how many are written."""
@@ -182,39 +180,40 @@ class _Writer:
         last = max(objects.least, objects.most or 0, 1) if is_counted else 1
         close = graph.node()
         graph.skip(graph.text(self.space(close), "}"), end)
-        opened = self.space(graph.text(start, "{"))
         # By names passed, properties, and other properties among these.
-        nodes = _Nodes(graph, (0, 0, 0), opened)
-        values: dict[tuple[int, int], int] = {}
-        for (passed, count, free), node in nodes:
+        nodes = _Nodes(graph, (0, 0, 0))
+        graph.skip(self.space(graph.text(start, "{")), nodes[0, 0, 0])
+
+        @functools.cache
+        def entry(name: str | None, target: int) -> int:
+            """A property and its value; None: another one."""
+            node = graph.node()
+            if name is not None:
+                key = graph.text(node, json.dumps(name, ensure_ascii=False))
+                self.value(schemas_of_name(objects, name), self.symbol(key, ":"), target, levels)
+                return node
+            for keys, schemas in others:
+                self.value(schemas, self.symbol(self.string(node, keys), ":"), target, levels)
+            return node
+
+        for passed, count, free in nodes.order:  # it grows meanwhile
+            node = nodes[passed, count, free]
             is_full = objects.most is not None and count == objects.most
             before = self.symbol(node, ",") if count else node
             if passed < len(names):
                 name = names[passed]
                 if name not in objects.required:
-                    graph.skip(node, nodes.of((passed + 1, count, free)))
+                    graph.skip(node, nodes[passed + 1, count, free])
                 if not is_full and any(each.matches(name) for each in allowed):
-                    target = nodes.of((passed + 1, min(count + 1, last), free))
-                    if (passed, target) not in values:
-                        values[passed, target] = graph.node()
-                        written = json.dumps(name, ensure_ascii=False)
-                        key = graph.text(values[passed, target], written)
-                        schemas = schemas_of_name(objects, name)
-                        self.value(schemas, self.symbol(key, ":"), target, levels)
-                    graph.skip(before, values[passed, target])
+                    target = nodes[passed + 1, min(count + 1, last), free]
+                    graph.skip(before, entry(name, target))
                 continue
             if count - free + min(free, 1) >= objects.least or not is_counted:
                 graph.skip(node, close)
             if others and not is_full:
-                target = nodes.of(
-                    (passed, min(count + 1, last), min(free + 1, last) if is_counted else 0)
-                )
-                if (passed, target) not in values:
-                    values[passed, target] = graph.node()
-                    for keys, schemas in others:
-                        key = self.string(values[passed, target], keys)
-                        self.value(schemas, self.symbol(key, ":"), target, levels)
-                graph.skip(before, values[passed, target])
+                others_written = min(free + 1, last) if is_counted else 0
+                target = nodes[passed, min(count + 1, last), others_written]
+                graph.skip(before, entry(None, target))
 
     def other_names(
         self, objects: Objects, names: list[str], allowed: list[Strings]
@@ -272,19 +271,14 @@ def _counted(
     return tuple(found)
 
 
-class _Nodes:
-    """Nodes of a graph by some key, made when they are asked for; iteration comes to new ones."""
+class _Nodes(dict[Any, int]):
+    """Nodes of a graph by some key, made when they are asked for, and the keys in this order."""
 
-    def __init__(self, graph: Graph, key: Any, node: int):
-        self._graph, self._nodes, self._order = graph, {key: node}, [key]
+    def __init__(self, graph: Graph, first: Any):
+        self.graph, self.order = graph, list[Any]()
+        self[first]
 
-    def of(self, key: Any) -> int:
-        """The node of a key."""
-        if key not in self._nodes:
-            self._nodes[key] = self._graph.node()
-            self._order.append(key)
-        return self._nodes[key]
-
-    def __iter__(self) -> Iterator[tuple[Any, int]]:
-        for key in self._order:
-            yield key, self._nodes[key]
+    def __missing__(self, key: Any) -> int:
+        self[key] = self.graph.node()
+        self.order.append(key)
+        return self[key]

@@ -53,16 +53,39 @@ class Located(NamedTuple):
         """The negation."""
         return self._replace(holds=not self.holds)
 
+    @property
+    def positive(self) -> "Located":
+        """The same part, which must hold."""
+        return self._replace(holds=True)
+
     def part(self, schema: Any, where: str) -> "Located":
-        """A part of this part, which must hold."""
-        return self._replace(schema=schema, where=f"{self.where}{where}", holds=True)
+        """A part of this part, which must hold or fail as this one."""
+        return self._replace(schema=schema, where=f"{self.where}{where}")
+
+    def at_its_address(self) -> "Located":
+        """This part, which may have its own address; its references are seen from there."""
+        if self.resolver is None or not isinstance(self.schema.get("$id"), str):
+            return self
+        from referencing.jsonschema import DRAFT202012
+
+        resource = DRAFT202012.create_resource(self.schema)
+        return self._replace(resolver=self.resolver.in_subresource(resource))
+
+    def referred(self) -> "Located":
+        """What the reference refers to."""
+        name = self.schema["$ref"]
+        try:
+            found = self.resolver.lookup(name)
+        except Exception as error:  # the package raises many types
+            raise ValueError(
+                f"{self.where} refers to {shown(name)}, which is not there ({type(error).__name__})"
+            ) from None
+        inside = (*self.inside, id(found.contents))
+        return self._replace(schema=found.contents, inside=inside, resolver=found.resolver)
 
     def refuse(self, name: str) -> NoReturn:
         """Refuses the schema for a keyword that cannot be enforced."""
-        raise ValueError(
-            f"{self.where} has {name!r}, which a grammar cannot enforce here; leave it out, and"
-            " check the text afterwards"
-        )
+        refuse(self.where, name)
 
     def parts(self, name: str) -> "list[Located]":
         """The schemas in the list of a keyword."""
@@ -151,6 +174,14 @@ class Located(NamedTuple):
             ) from None
 
 
+def refuse(where: str, name: str) -> NoReturn:
+    """Refuses the schema for a keyword that cannot be enforced."""
+    raise ValueError(
+        f"{where} has {name!r}, which a grammar cannot enforce here; leave it out, and check the"
+        " text afterwards"
+    )
+
+
 def read_schema(schema: Any) -> Located:
     """A schema from a dictionary, a JSON text, or a class with `model_json_schema`.
 
@@ -166,54 +197,25 @@ def read_schema(schema: Any) -> Located:
             raise ValueError(f"the schema is not JSON: {error}") from None
     if not isinstance(schema, Mapping | bool):
         raise ValueError(f"schema must be a dictionary or a JSON text, got {shown(schema)}")
-    return Located(schema, "the schema", True, (), _Resolver.of(schema))
+    return Located(schema, "the schema", True, (), _resolver(schema))
 
 
-class _Resolver:
-    """Finds what references refer to, by the package referencing."""
+def _refers(schema: Any) -> bool:
+    """Whether there is a reference in a schema."""
+    if isinstance(schema, Mapping):
+        return "$ref" in schema or any(map(_refers, schema.values()))
+    return isinstance(schema, list) and any(map(_refers, schema))
 
-    def __init__(self, inner: Any):
-        self._inner = inner
 
-    @classmethod
-    def of(cls, schema: Any) -> "_Resolver | None":
-        if "$ref" not in _keywords(schema):
-            return None
-        try:
-            from referencing import Registry
-            from referencing.jsonschema import DRAFT202012
-        except ImportError:
-            raise ValueError("'$ref' needs referencing: pip install 'stree-jax[grammar]'") from None
-        resource = DRAFT202012.create_resource(schema)
-        base = resource.id() or "urn:schema"
-        return cls(Registry().with_resource(base, resource).resolver(base))
-
-    def within(self, schema: Any) -> "_Resolver":
-        """That of a part, which may have its own address."""
+def _resolver(schema: Any) -> Any:
+    """What finds what the references of a schema refer to, by the package referencing."""
+    if not _refers(schema):
+        return None
+    try:
+        from referencing import Registry
         from referencing.jsonschema import DRAFT202012
-
-        return _Resolver(self._inner.in_subresource(DRAFT202012.create_resource(schema)))
-
-    def lookup(self, name: Any, where: str) -> tuple[Any, "_Resolver"]:
-        """What a reference refers to, and the resolver there."""
-        try:
-            found = self._inner.lookup(name)
-        except Exception as error:  # the package raises many types
-            raise ValueError(
-                f"{where} refers to {shown(name)}, which is not there ({type(error).__name__})"
-            ) from None
-        return found.contents, _Resolver(found.resolver)
-
-
-def _keywords(schema: Any) -> set[str]:
-    """All names in a schema."""
-    found: set[str] = set()
-    waiting = [schema]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, Mapping):
-            found.update(map(str, part))
-            waiting += part.values()
-        elif isinstance(part, list):
-            waiting += part
-    return found
+    except ImportError:
+        raise ValueError("'$ref' needs referencing: pip install 'stree-jax[grammar]'") from None
+    resource = DRAFT202012.create_resource(schema)
+    base = resource.id() or "urn:schema"
+    return Registry().with_resource(base, resource).resolver(base)

@@ -5,8 +5,9 @@ alternatives of shapes, so that `not`, `oneOf` and `if` are what they mean. Alte
 be written are left out, so a grammar may allow fewer texts than a schema, and never others.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from stree_jax.extensions.grammar import numbers
@@ -38,21 +39,13 @@ _REFUSED = (
 )
 
 
-_Alternatives = Callable[[], list[Shape]]
-# What a keyword means: the values for which it holds, and those for which it fails.
-_Fact = tuple[_Alternatives, _Alternatives]
-
-
 def shapes_of(together: Together) -> list[Shape]:
     """The shapes of the values for which schemas hold together; none: there is no value.
 
     Raises:
         ValueError: a schema that is malformed, or that cannot be enforced.
     """
-    found = [EVERYTHING]
-    for at in together:
-        found = _product(found, _shapes(at), at)
-    return found
+    return _all_of(map(_shapes, together), together[-1]) if together else [EVERYTHING]
 
 
 def _shapes(at: Located) -> list[Shape]:
@@ -61,15 +54,12 @@ def _shapes(at: Located) -> list[Shape]:
         return [EVERYTHING] if schema is at.holds else []
     if not isinstance(schema, Mapping):
         raise ValueError(f"{at.where} must be a dictionary, got {shown(schema)}")
-    if at.resolver is not None and isinstance(schema.get("$id"), str):
-        at = at._replace(resolver=at.resolver.within(schema))
-    facts = [*_facts(at)]
-    if not at.holds:
-        return _united((fails() for _, fails in facts), at)
-    found = [EVERYTHING]
-    for holds, _ in facts:
-        found = _product(found, holds(), at)
-    return found
+    at = at.at_its_address()
+    for name in _REFUSED:
+        if name in schema:
+            at.refuse(name)
+    facts = (fact for keywords in _KEYWORDS for fact in keywords(at))
+    return _all_of(facts, at) if at.holds else _united(facts, at)
 
 
 def _product(a: list[Shape], b: list[Shape], at: Located) -> list[Shape]:
@@ -90,86 +80,54 @@ def _united(parts: Any, at: Located) -> list[Shape]:
     return [*found]
 
 
-def _all_of(parts: list[Located], at: Located) -> list[Shape]:
+def _all_of(parts: Iterable[list[Shape]], at: Located) -> list[Shape]:
+    """The values that are in each of some lists."""
     found = [EVERYTHING]
     for part in parts:
-        found = _product(found, _shapes(part), at)
+        found = _product(found, part, at)
     return found
 
 
-def _any_of(parts: list[Located], at: Located) -> list[Shape]:
-    return _united(map(_shapes, parts), at)
-
-
-def _fact(holds: dict[str, Any], *fails: dict[str, Any]) -> _Fact:
+def _fact(at: Located, holds: dict[str, Any], *fails: dict[str, Any]) -> list[Shape]:
     """Of the fields of a shape that differ from others, and shapes for which it fails."""
-    return lambda: [EVERYTHING._replace(**holds)], lambda: [Shape(**each) for each in fails]
+    return [EVERYTHING._replace(**holds)] if at.holds else [Shape(**each) for each in fails]
 
 
-def _facts(at: Located) -> Iterator[_Fact]:
-    """What the keywords of a schema mean."""
-    schema = at.schema
-    for name in _REFUSED:
-        if name in schema:
-            at.refuse(name)
-    yield from _logic(at)
-    if "type" in schema:
-        yield _of_types(at)
-    for name in ("enum", "const"):
-        if name in schema:
-            yield _of_values(at, name)
-    yield from _of_numbers(at)
-    yield from _of_strings(at)
-    yield from _of_arrays(at)
-    yield from _of_objects(at)
-
-
-def _logic(at: Located) -> Iterator[_Fact]:
-    """References and combinations."""
-    schema = at.schema
+def _logic(at: Located) -> Iterator[list[Shape]]:
+    """References and combinations. Parts hold or fail as the whole does."""
+    schema, every, some = at.schema, _all_of, _united
+    if not at.holds:
+        every, some = some, every
     if "$ref" in schema:
         yield _reference(at)
     if "allOf" in schema:
-        parts = at.parts("allOf")
-        yield lambda: _all_of(parts, at), lambda: _any_of([each.negated for each in parts], at)
+        yield every(map(_shapes, at.parts("allOf")), at)
     if "anyOf" in schema:
-        some = at.parts("anyOf")
-        yield lambda: _any_of(some, at), lambda: _all_of([each.negated for each in some], at)
+        yield some(map(_shapes, at.parts("anyOf")), at)
     if "oneOf" in schema:
-        yield _one_of(at.parts("oneOf"), at)
+        yield _one_of(at.positive.parts("oneOf"), at)
     if "not" in schema:
-        inner = at.part(schema["not"], "")
-        yield lambda: _shapes(inner.negated), lambda: _shapes(inner)
+        yield _shapes(at.part(schema["not"], "").negated)
     if "if" in schema and {"then", "else"} & schema.keys():
-        test, then, other = (at.part(schema.get(name, True), "") for name in ("if", "then", "else"))
-        yield _condition(test, then, other, at)
+        test = at.positive.part(schema["if"], "")
+        then, other = (at.part(schema.get(name, True), "") for name in ("then", "else"))
+        ways = (test, then), (test.negated, other)
+        yield _united((_all_of(map(_shapes, way), at) for way in ways), at)
 
 
-def _condition(test: Located, then: Located, other: Located, at: Located) -> _Fact:
-    def chosen(first: Located, second: Located) -> list[Shape]:
-        ways = ([test, first], [test.negated, second])
-        return _united((_all_of(way, at) for way in ways), at)
-
-    return lambda: chosen(then, other), lambda: chosen(then.negated, other.negated)
-
-
-def _one_of(parts: list[Located], at: Located) -> _Fact:
-    def holds() -> list[Shape]:
-        found = [*map(_shapes, parts)]
-        alone = []
-        for i, shapes in enumerate(found):
-            for j, others in enumerate(found):
-                if i != j and any(map(_may_exist, _product(shapes, others, at))):
-                    shapes = _product(shapes, _shapes(parts[j].negated), at)
-            alone.append(shapes)
-        return _united(alone, at)
-
-    def fails() -> list[Shape]:
-        pairs = [[a, b] for i, a in enumerate(parts) for b in parts[:i]]
-        ways = [[each.negated for each in parts], *pairs]
-        return _united((_all_of(way, at) for way in ways), at)
-
-    return holds, fails
+def _one_of(parts: list[Located], at: Located) -> list[Shape]:
+    found = [*map(_shapes, parts)]
+    if not at.holds:
+        pairs = (_product(a, b, at) for a, b in itertools.combinations(found, 2))
+        none = _all_of((_shapes(each.negated) for each in parts), at)
+        return _united([none, *pairs], at)
+    alone = []
+    for i, shapes in enumerate(found):
+        for j, others in enumerate(found):
+            if i != j and any(map(_may_exist, _product(shapes, others, at))):
+                shapes = _product(shapes, _shapes(parts[j].negated), at)
+        alone.append(shapes)
+    return _united(alone, at)
 
 
 def _may_exist(shape: Shape, depth: int = 4) -> bool:
@@ -209,17 +167,16 @@ def schemas_of_item(arrays: Arrays, index: int) -> Together:
     return tuple(found)
 
 
-def _reference(at: Located) -> _Fact:
-    contents, resolver = at.resolver.lookup(at.schema["$ref"], at.where)
-    if at.inside.count(id(contents)) >= _MOST_REFERENCES:
-        return (list), (list)  # neither: there may be more, which is not followed
-    inner = at._replace(
-        schema=contents, holds=True, inside=(*at.inside, id(contents)), resolver=resolver
-    )
-    return lambda: _shapes(inner), lambda: _shapes(inner.negated)
+def _reference(at: Located) -> list[Shape]:
+    inner = at.referred()
+    if inner.inside.count(inner.inside[-1]) > _MOST_REFERENCES:
+        return []  # holds or not: there may be more, which is not followed
+    return _shapes(inner)
 
 
-def _of_types(at: Located) -> _Fact:
+def _of_types(at: Located) -> Iterator[list[Shape]]:
+    if "type" not in at.schema:
+        return
     names = at.schema["type"]
     names = names if isinstance(names, list) else [names]
     for name in names:
@@ -231,48 +188,40 @@ def _of_types(at: Located) -> _Fact:
     fails = {field: value for field, value in one.items() if field not in holds}
     if "integer" in names and "number" not in names:
         holds["number"], fails["number"] = numbers.INTEGERS, numbers.FRACTIONS
-    return lambda: [Shape(**holds)], lambda: [Shape(**fails)]
+    yield [Shape(**(holds if at.holds else fails))]
 
 
-def _of_values(at: Located, name: str) -> _Fact:
+def _of_values(at: Located) -> Iterator[list[Shape]]:
     """Given values."""
-    values = at.schema[name] if name == "enum" else [at.schema[name]]
-    if not isinstance(values, list):
-        raise ValueError(f"'enum' of {at.where} must be a list of values, got {shown(values)}")
-    plain = [
-        each for each in values if isinstance(each, int | float) and not isinstance(each, bool)
-    ]
-    if not all(map(math.isfinite, plain)):
-        raise ValueError(f"{name!r} of {at.where} has a number that is none in JSON")
-    texts = [each for each in values if isinstance(each, str)]
-    for text in texts:
-        at.check_text(text)
-    booleans = frozenset(each for each in values if isinstance(each, bool))
-    strings = Strings(Choice(tuple(map(literal, texts))))
-    nested = [at.part(_as_schema(each), "") for each in values if isinstance(each, list | Mapping)]
-
-    def holds() -> list[Shape]:
-        flat = Shape(
-            None in values,
-            booleans,
-            numbers.equal_to(plain) if plain else None,
-            strings if texts else None,
-        )
-        return _united([[flat], *map(_shapes, nested)], at)
-
-    def fails() -> list[Shape]:
+    for name in at.schema.keys() & {"enum", "const"}:
+        values = at.schema[name] if name == "enum" else [at.schema[name]]
+        if not isinstance(values, list):
+            raise ValueError(f"'enum' of {at.where} must be a list of values, got {shown(values)}")
+        plain = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+        if not all(map(math.isfinite, plain)):
+            raise ValueError(f"{name!r} of {at.where} has a number that is none in JSON")
+        texts = [each for each in values if isinstance(each, str)]
+        for text in texts:
+            at.check_text(text)
+        booleans = frozenset(each for each in values if isinstance(each, bool))
+        strings = Strings(Choice(tuple(map(literal, texts))))
+        nested = [_as_schema(each) for each in values if isinstance(each, list | Mapping)]
+        parts = [_shapes(at.part(each, "")) for each in nested]
+        if at.holds:
+            number = numbers.equal_to(plain) if plain else None
+            flat = Shape(None in values, booleans, number, strings if texts else None)
+            yield _united([[flat], *parts], at)
+            continue
         others = numbers.ANY
         for value in plain:
             others &= numbers.other_than(value)
-        found = EVERYTHING._replace(
+        flat = EVERYTHING._replace(
             null=None not in values,
             booleans=EVERYTHING.booleans - booleans,
             number=None if others.is_empty else others,
             string=Strings(ANYTHING - strings.set),
         )
-        return _product([found], _all_of([each.negated for each in nested], at), at)
-
-    return holds, fails
+        yield _all_of([[flat], *parts], at)
 
 
 def _as_schema(value: Any) -> dict[str, Any]:
@@ -290,14 +239,16 @@ def _as_schema(value: Any) -> dict[str, Any]:
     }
 
 
-def _of_numbers(at: Located) -> Iterator[_Fact]:
-    bounds = {
-        "minimum": (numbers.above, True, numbers.below),
-        "exclusiveMinimum": (numbers.above, False, numbers.below),
-        "maximum": (numbers.below, True, numbers.above),
-        "exclusiveMaximum": (numbers.below, False, numbers.above),
-    }
-    for name, (inside, or_equal, outside) in bounds.items():
+_BOUNDS = {
+    "minimum": (numbers.above, True, numbers.below),
+    "exclusiveMinimum": (numbers.above, False, numbers.below),
+    "maximum": (numbers.below, True, numbers.above),
+    "exclusiveMaximum": (numbers.below, False, numbers.above),
+}
+
+
+def _of_numbers(at: Located) -> Iterator[list[Shape]]:
+    for name, (inside, or_equal, outside) in _BOUNDS.items():
         if name in at.schema:
             bound = at.schema[name]
             if isinstance(bound, bool) or not isinstance(bound, int | float):
@@ -305,6 +256,7 @@ def _of_numbers(at: Located) -> Iterator[_Fact]:
             if not abs(bound) < 1e300:
                 at.refuse(name)
             yield _fact(
+                at,
                 {"number": inside(bound, or_equal=or_equal)},
                 {"number": outside(bound, or_equal=not or_equal)},
             )
@@ -315,74 +267,78 @@ def _of_numbers(at: Located) -> Iterator[_Fact]:
             at.refuse("multipleOf")
         multiples = numbers.multiples_of(int(factor))
         others = numbers.INTEGERS - multiples if factor > 1 else numbers.FRACTIONS
-        yield _fact({"number": multiples}, {"number": others})
+        yield _fact(at, {"number": multiples}, {"number": others})
 
 
-def _of_strings(at: Located) -> Iterator[_Fact]:
-    least, most = at.counts("minLength", "maxLength")
-    if least:
-        yield _fact({"string": Strings(least=least)}, {"string": Strings(most=least - 1)})
-    if most is not None:
-        yield _fact({"string": Strings(most=most)}, {"string": Strings(least=most + 1)})
+_SIZES: dict[str, tuple[str, Any]] = {
+    "Length": ("string", Strings),
+    "Items": ("array", Arrays),
+    "Properties": ("object", Objects),
+}
+
+
+def _of_sizes(at: Located) -> Iterator[list[Shape]]:
+    for what, (field, kind) in _SIZES.items():
+        least, most = at.counts(f"min{what}", f"max{what}")
+        if least:
+            yield _fact(at, {field: kind(least=least)}, {field: kind(most=least - 1)})
+        if most is not None:
+            yield _fact(at, {field: kind(most=most)}, {field: kind(least=most + 1)})
+
+
+def _of_strings(at: Located) -> Iterator[list[Shape]]:
     if "pattern" in at.schema:
         strings = Strings(at.pattern(at.schema["pattern"]))
-        yield (
-            lambda: [EVERYTHING._replace(string=strings)],
-            lambda: [Shape(string=Strings(ANYTHING - strings.set))],
-        )
+        if at.holds:
+            yield [EVERYTHING._replace(string=strings)]
+        else:
+            yield [Shape(string=Strings(ANYTHING - strings.set))]
     if "format" in at.schema:
         name = at.schema["format"]
         if not isinstance(name, str) or name not in FORMATS:
             raise ValueError(f"{at.where} has the format {shown(name)}; known: {sorted(FORMATS)}")
         # Of a format a part is known, so nothing is known of what is none.
-        yield _fact({"string": Strings(FORMATS[name])})
+        yield _fact(at, {"string": Strings(FORMATS[name])})
 
 
-def _of_arrays(at: Located) -> Iterator[_Fact]:
+def _of_arrays(at: Located) -> Iterator[list[Shape]]:
     schema = at.schema
-    least, most = at.counts("minItems", "maxItems")
-    if least:
-        yield _fact({"array": Arrays(least=least)}, {"array": Arrays(most=least - 1)})
-    if most is not None:
-        yield _fact({"array": Arrays(most=most)}, {"array": Arrays(least=most + 1)})
     first = at.parts("prefixItems") if "prefixItems" in schema else []
     rest = at.rest("items", "unevaluatedItems")
     if isinstance(rest, list):
         raise ValueError(f"'items' of {at.where} is a list; draft 2020-12 has 'prefixItems' for it")
     others = None if rest is None else at.part(rest, "[]")
     if first or others is not None:
-        fails = [ItemRule((*[_ANY] * i, each.negated)) for i, each in enumerate(first)]
-        fails += [ItemRule((*[_ANY] * len(first), others.negated))] if others is not None else []
+        each_alone = [*enumerate(first), *([] if others is None else [(len(first), others)])]
+        fails = (ItemRule((*[_ANY] * i, each)) for i, each in each_alone)
         yield _fact(
+            at,
             {"array": Arrays((ItemRule(tuple(first), others),))},
             *({"array": Arrays((rule,), least=len(rule.first))} for rule in fails),
         )
     if "contains" in schema:
-        inner, counts = at.part(schema["contains"], "[]"), at.counts("minContains", "maxContains")
-        low = counts[0] if "minContains" in schema else 1
+        inner = at.positive.part(schema["contains"], "[]")
+        low, most = at.counts("minContains", "maxContains")
+        low = low if "minContains" in schema else 1
         outside = [Contained(inner, 0, low - 1)] if low else []
-        outside += [] if counts[1] is None else [Contained(inner, counts[1] + 1)]
+        outside += [] if most is None else [Contained(inner, most + 1)]
         yield _fact(
-            {"array": Arrays(contained=(Contained(inner, low, counts[1]),))},
+            at,
+            {"array": Arrays(contained=(Contained(inner, low, most),))},
             *({"array": Arrays(contained=(each,))} for each in outside),
         )
     if schema.get("uniqueItems", False):
-        yield _fact({"array": Arrays(unique=at.where)})
+        yield _fact(at, {"array": Arrays(unique=(at.where,))})
 
 
 _ANY = Located(True, "", True, (), None)
 
 
-def _of_objects(at: Located) -> Iterator[_Fact]:
+def _of_objects(at: Located) -> Iterator[list[Shape]]:
     schema = at.schema
     if required := at.names("required"):
         absent = ({"object": _lacking(name, at)} for name in required)
-        yield _fact({"object": Objects(required=tuple(required))}, *absent)
-    least, most = at.counts("minProperties", "maxProperties")
-    if least:
-        yield _fact({"object": Objects(least=least)}, {"object": Objects(most=least - 1)})
-    if most is not None:
-        yield _fact({"object": Objects(most=most)}, {"object": Objects(least=most + 1)})
+        yield _fact(at, {"object": Objects(required=tuple(required))}, *absent)
     named = [(name, at.part(each, f".{name}")) for name, each in at.table("properties").items()]
     patterns = [
         (Strings(at.pattern(pattern)).set, at.part(each, f".{pattern}"))
@@ -391,29 +347,33 @@ def _of_objects(at: Located) -> Iterator[_Fact]:
     rest = at.rest("additionalProperties", "unevaluatedProperties")
     others = None if rest is None else at.part(rest, ".*")
     if named or patterns or others is not None:
-        fails = (
-            {"object": Objects((PropertyRule(((name, each.negated),)),), (name,))}
-            for name, each in named
-        )
         rule = PropertyRule(tuple(named), tuple(patterns), others)
-        yield _fact({"object": Objects((rule,))}, *fails)
+        fails = ({"object": Objects((PropertyRule((each,)),), (each[0],))} for each in named)
+        yield _fact(at, {"object": Objects((rule,))}, *fails)
     if "propertyNames" in schema:
-        yield _fact({"object": Objects(names=(at.part(schema["propertyNames"], ".*"),))})
-    for name, needed in at.table("dependentRequired").items():
-        yield _if_present(name, at.part({"required": needed}, ""), at)
-    for name, inner in at.table("dependentSchemas").items():
-        yield _if_present(name, at.part(inner, ""), at)
-
-
-def _if_present(name: str, then: Located, at: Located) -> _Fact:
-    """A schema of objects that have a property."""
-    lacking = EVERYTHING._replace(object=_lacking(name, at))
-    having = Shape(object=Objects(required=(name,)))
-    return (
-        lambda: _united([[lacking], _shapes(then)], at),
-        lambda: _product([having], _shapes(then.negated), at),
-    )
+        yield _fact(at, {"object": Objects(names=(at.part(schema["propertyNames"], ".*"),))})
+    needed = {name: {"required": each} for name, each in at.table("dependentRequired").items()}
+    for name, then in [*needed.items(), *at.table("dependentSchemas").items()]:
+        shapes = _shapes(at.part(then, ""))
+        if at.holds:
+            lacking = EVERYTHING._replace(object=_lacking(name, at))
+            yield _united([[lacking], shapes], at)
+        else:
+            yield _product([Shape(object=Objects(required=(name,)))], shapes, at)
 
 
 def _lacking(name: str, at: Located) -> Objects:
-    return Objects((PropertyRule(((name, at.part(False, f".{name}")),)),))
+    return Objects((PropertyRule(((name, at.positive.part(False, f".{name}")),)),))
+
+
+# Of these each yields the values for which a keyword holds, or fails, as the schema does.
+_KEYWORDS = (
+    _logic,
+    _of_types,
+    _of_values,
+    _of_numbers,
+    _of_sizes,
+    _of_strings,
+    _of_arrays,
+    _of_objects,
+)

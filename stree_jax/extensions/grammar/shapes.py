@@ -1,6 +1,6 @@
 """What a JSON value may be: constraints of each type, and their intersections."""
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from stree_jax.extensions.grammar import numbers
 from stree_jax.extensions.grammar.expressions import Expression
@@ -52,13 +52,13 @@ class Contained(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """Arrays; `unique` is where the items must be different."""
+    """Arrays; `unique` are the places that want different items."""
 
     rules: tuple[ItemRule, ...] = ()
     least: int = 0
     most: int | None = None
     contained: tuple[Contained, ...] = ()
-    unique: str | None = None
+    unique: tuple[str, ...] = ()
 
 
 class PropertyRule(NamedTuple):
@@ -100,59 +100,32 @@ EVERYTHING = Shape(True, frozenset([False, True]), numbers.ANY, Strings(), Array
 
 def both(a: Shape, b: Shape) -> Shape:
     """The values of two shapes."""
-    return Shape(
-        a.null and b.null,
-        a.booleans & b.booleans,
-        _numbers(a.number, b.number),
-        _strings(a.string, b.string),
-        _arrays(a.array, b.array),
-        _objects(a.object, b.object),
+    others = (
+        None if one is None or other is None else _met(one, other)
+        for one, other in zip(a[2:], b[2:], strict=True)
     )
+    return Shape(a.null and b.null, a.booleans & b.booleans, *others)
 
 
-def _numbers(a: TextSet | None, b: TextSet | None) -> TextSet | None:
-    if a is None or b is None:
+def _met(a: Any, b: Any) -> Any:
+    """The values of one type that are in both; None: there is none."""
+    if isinstance(a, TextSet):
+        found = a if b is numbers.ANY else b if a is numbers.ANY else a & b
+        return None if found.is_empty else found
+    joined: dict[str, Any] = {
+        name: (*dict.fromkeys(value + getattr(b, name)),)
+        for name, value in a._asdict().items()
+        if isinstance(value, tuple)
+    }
+    if isinstance(a, Strings):
+        texts = b.texts if a.texts is ANYTHING else a.texts
+        if a.texts is not ANYTHING and b.texts is not ANYTHING:
+            texts = a.set & b.set
+        if isinstance(texts, TextSet) and texts.is_empty:
+            return None
+        joined["texts"] = texts
+    least = max(a.least, b.least)
+    most = min((each for each in (a.most, b.most) if each is not None), default=None)
+    if most is not None and most < max(least, len(joined.get("required", ()))):
         return None
-    found = a if b is numbers.ANY else b if a is numbers.ANY else a & b
-    return None if found.is_empty else found
-
-
-def _strings(a: Strings | None, b: Strings | None) -> Strings | None:
-    if a is None or b is None:
-        return None
-    texts = a.texts if b.texts is ANYTHING else b.texts
-    if a.texts is not ANYTHING and b.texts is not ANYTHING:
-        texts = a.set & b.set
-    least, most = max(a.least, b.least), _least_of(a.most, b.most)
-    is_empty = isinstance(texts, TextSet) and texts.is_empty
-    return None if is_empty or _is_less(most, least) else Strings(texts, least, most)
-
-
-def _arrays(a: Arrays | None, b: Arrays | None) -> Arrays | None:
-    if a is None or b is None:
-        return None
-    least, most = max(a.least, b.least), _least_of(a.most, b.most)
-    if _is_less(most, least):
-        return None
-    contained = dict.fromkeys(a.contained + b.contained)
-    rules = dict.fromkeys(a.rules + b.rules)
-    return Arrays((*rules,), least, most, (*contained,), a.unique or b.unique)
-
-
-def _objects(a: Objects | None, b: Objects | None) -> Objects | None:
-    if a is None or b is None:
-        return None
-    least, most = max(a.least, b.least), _least_of(a.most, b.most)
-    required = (*dict.fromkeys(a.required + b.required),)
-    if _is_less(most, max(least, len(required))):
-        return None
-    rules = (*dict.fromkeys(a.rules + b.rules),)
-    return Objects(rules, required, (*dict.fromkeys(a.names + b.names),), least, most)
-
-
-def _least_of(a: int | None, b: int | None) -> int | None:
-    return a if b is None else b if a is None else min(a, b)
-
-
-def _is_less(most: int | None, least: int) -> bool:
-    return most is not None and most < least
+    return a._replace(**joined, least=least, most=most)
