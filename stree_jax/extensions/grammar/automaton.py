@@ -167,17 +167,21 @@ class Automaton:
         if twice.size:
             at = twice[0]
             raise ValueError(f"state {states[at]} has two transitions with token {tokens[at]}")
-        tables = Compressor(num_states, vocab_size)
-        bounds = np.searchsorted(states, np.arange(num_states + 1))
-        for state, (low, high) in enumerate(itertools.pairwise(bounds)):
-            own = tokens[low:high]
-            tables.add([state], own, tables.move(own, next_states[low:high] - state))
-        return cls(tables.tables(), start)
+        return cls(_compressed(num_states, vocab_size, states, tokens, next_states), start)
 
     @staticmethod
     def joined(automata: "Sequence[Automaton]") -> "list[Automaton]":
         """The same automata in one table, for requests with different grammars in one scheduler."""
-        return _joined(automata)
+        for one in automata if isinstance(automata, list | tuple) else [automata]:
+            if not isinstance(one, Automaton):
+                raise ValueError(f"automata must be a list of Automaton, got {shown(one)} in it")
+        tables = [one.next_state for one in automata]
+        sizes = [each.vocab_size for each in tables]
+        if len({*sizes}) > 1:
+            raise ValueError(f"the automata have different vocabularies: {sizes} tokens")
+        starts = [one.start + at for one, at in zip(automata, _firsts(tables, "kind"), strict=True)]
+        whole, ends = _joined(tables), sorted({end for one in automata for end in one.end_tokens})
+        return [Automaton(whole, start, tuple(ends)) for start in starts]
 
     def check(self, vocab_size: int) -> None:
         """Refuses a model that has none of the tokens which a state allows.
@@ -227,37 +231,27 @@ class Compressor:
         self._kinds: dict[tuple[bytes, int, int], int] = {(b"", 0, 0): 0}
         self._words = [np.zeros(-(-vocab_size // _BITS), np.uint32)]
         nothing = np.zeros(0, np.int32)
-        self._known = {_digest(nothing, nothing): 0}
+        self._known = {(_digest(nothing, nothing), False): 0}
         self._steps, self._exceptions = [0], [(nothing, nothing)]
 
-    def move(self, tokens: np.ndarray, codes: np.ndarray) -> int:
+    def move(self, tokens: np.ndarray, codes: np.ndarray, *, is_extra: bool = False) -> int:
         """What tokens do: a number for `add`.
 
         Args:
             tokens: token ids.
             codes: the distance to the state after each, or `ABSOLUTE` and the state.
+            is_extra: whether it comes on top of a move, so that it says nothing of other tokens.
         """
         order = np.argsort(tokens)
         tokens, codes = tokens[order].astype(np.int32), codes[order].astype(np.int32)
-        digest = _digest(tokens, codes)
-        if digest not in self._known:
-            self._known[digest] = len(self._steps)
+        key = _digest(tokens, codes), is_extra and len(tokens) > 0
+        if key not in self._known:
+            self._known[key] = len(self._steps)
             values, counts = np.unique(codes, return_counts=True)
             self._steps.append(int(values[counts.argmax()]))
-            differs = codes != self._steps[-1]
+            differs = (codes != self._steps[-1]) | is_extra
             self._exceptions.append((tokens[differs], codes[differs]))
-        return self._known[digest]
-
-    def extra(self, tokens: np.ndarray, codes: np.ndarray) -> int:
-        """What tokens do that are no part of a move, all of them listed: a number for `add`."""
-        order = np.argsort(tokens)
-        tokens, codes = tokens[order].astype(np.int32), codes[order].astype(np.int32)
-        digest = b"extra" + _digest(tokens, codes)
-        if digest not in self._known and len(tokens):
-            self._known[digest] = len(self._steps)
-            self._steps.append(0)
-            self._exceptions.append((tokens, codes))
-        return self._known.get(digest, 0)
+        return self._known[key]
 
     def add(self, states: Any, tokens: np.ndarray, move: int, extra: int = 0) -> None:
         """Adds states, from which tokens do the same.
@@ -280,19 +274,19 @@ class Compressor:
 
     def tables(self) -> "Tables":
         """The tables, on the device."""
-        ends = np.cumsum([len(tokens) for tokens, _ in self._exceptions])
+        lengths = [len(tokens) for tokens, _ in self._exceptions]
         # The largest table, padded here so that it is not copied again.
         padding = buffer_size(len(self._words)) - len(self._words)
-        return _padded(
-            self._kind,
-            np.stack([*self._words, *self._words[:1] * padding]),
-            np.array([move for _, move, _ in self._kinds]),
-            np.array([extra for _, _, extra in self._kinds]),
-            np.array(self._steps),
-            np.append(0, ends),
-            np.concatenate([tokens for tokens, _ in self._exceptions]),
-            np.concatenate([codes for _, codes in self._exceptions]),
+        return _on_device(
             self._vocab_size,
+            kind=self._kind,
+            allowed=np.stack([*self._words, *self._words[:1] * padding]),
+            move=np.array([move for _, move, _ in self._kinds]),
+            extra=np.array([extra for _, _, extra in self._kinds]),
+            step=np.array(self._steps),
+            first=np.append(0, np.cumsum(lengths)),
+            token=np.concatenate([tokens for tokens, _ in self._exceptions]),
+            step_of=np.concatenate([codes for _, codes in self._exceptions]),
         )
 
 
@@ -310,10 +304,23 @@ def _tables_of_array(given: Any) -> Tables:
         raise ValueError(f"next_state must be integers [S, V], got {shown(given)}")
     num_states, vocab_size = next_state.shape
     next_state = _checked("next_state", next_state, -1, num_states - 1)
+    states, tokens = np.nonzero(next_state >= 0)
+    return _compressed(num_states, vocab_size, states, tokens, next_state[states, tokens])
+
+
+def _compressed(
+    num_states: int,
+    vocab_size: int,
+    states: np.ndarray,
+    tokens: np.ndarray,
+    next_states: np.ndarray,
+) -> Tables:
+    """The tables of transitions in the order of their states."""
     tables = Compressor(num_states, vocab_size)
-    for state, row in enumerate(next_state):
-        tokens = np.flatnonzero(row >= 0)
-        tables.add([state], tokens, tables.move(tokens, row[tokens] - state))
+    bounds = np.searchsorted(states, np.arange(num_states + 1))
+    for state, (low, high) in enumerate(itertools.pairwise(bounds)):
+        own = tokens[low:high]
+        tables.add([state], own, tables.move(own, next_states[low:high] - state))
     return tables.tables()
 
 
@@ -332,78 +339,48 @@ def _checked(name: str, values: Any, least: int, most: int) -> np.ndarray:
     return array
 
 
-def _padded(
-    kind: np.ndarray,
-    allowed: np.ndarray,
-    move: np.ndarray,
-    extra: np.ndarray,
-    step: np.ndarray,
-    first: np.ndarray,
-    token: np.ndarray,
-    step_of: np.ndarray,
-    vocab_size: int,
-) -> Tables:
+def _on_device(vocab_size: int, **arrays: np.ndarray) -> Tables:
     """Tables on the device, with sizes that similar automata share, and so their programs."""
-
-    def pad(values: np.ndarray, fill: int = 0) -> Array:
-        values = values if values.dtype == np.uint32 else values.astype(np.int32)
+    padded = {}
+    for name, values in arrays.items():
+        values = values if name == "allowed" else values.astype(np.int32)
         if padding := buffer_size(len(values)) - len(values):
             width = ((0, padding), *[(0, 0)] * (values.ndim - 1))
+            fill = values[-1] if name == "first" else 0  # there is nothing after the last
             values = np.pad(values, width, constant_values=fill)
-        return jnp.asarray(values)
-
-    none_after = int(first[-1])
-    return Tables(
-        pad(kind),
-        pad(allowed),
-        pad(move),
-        pad(extra),
-        pad(step),
-        pad(first, none_after),
-        pad(token),
-        pad(step_of),
-        vocab_size,
-    )
+        padded[name] = jnp.asarray(values)
+    return Tables(**padded, vocab_size=vocab_size)
 
 
-def _joined(automata: Sequence[Automaton] | Any) -> list[Automaton]:
-    """See `Automaton.joined`."""
-    for one in automata if isinstance(automata, list | tuple) else [automata]:
-        if not isinstance(one, Automaton):
-            raise ValueError(f"automata must be a list of Automaton, got {shown(one)} in it")
-    if len({one.next_state.vocab_size for one in automata}) > 1:
-        sizes = [one.next_state.vocab_size for one in automata]
-        raise ValueError(f"the automata have different vocabularies: {sizes} tokens")
-    each = [jax.tree.map(np.asarray, one.next_state) for one in automata]
-    states, kinds, moves, exceptions = (
-        np.cumsum([0, *(len(getattr(tables, name)) for tables in each)])
-        for name in ("kind", "allowed", "step", "token")
-    )
+def _firsts(tables: Sequence[Tables], name: str) -> list[int]:
+    """Where the entries of each of some tables begin in all of them."""
+    lengths = [len(getattr(each, name)) for each in tables]
+    return [0, *itertools.accumulate(lengths[:-1])]
 
-    def shifted(name: str) -> np.ndarray:
-        """Codes, of which those of states themselves move with the states."""
-        parts = zip([getattr(one, name) for one in each], states, strict=False)
-        return np.concatenate([codes + np.where(codes >= ABSOLUTE, at, 0) for codes, at in parts])
 
-    def numbered(name: str, firsts: np.ndarray) -> np.ndarray:
-        parts = zip([getattr(one, name) for one in each], firsts, strict=False)
-        return np.concatenate([numbers + at for numbers, at in parts])
+def _joined(tables: Sequence[Tables]) -> Tables:
+    """The tables of all states of some tables."""
+    each = [jax.tree.map(np.asarray, one) for one in tables]
+    each = [dataclasses.replace(one, first=one.first[: len(one.step)]) for one in each]
 
-    ends_of = [one.first[: len(one.step)] for one in each]
-    firsts = [first + at for first, at in zip(ends_of, exceptions, strict=False)]
-    whole = _padded(
-        numbered("kind", kinds),
-        np.concatenate([one.allowed for one in each]),
-        numbered("move", moves),
-        numbered("extra", moves),
-        shifted("step"),
-        np.concatenate([*firsts, exceptions[-1:]]),
-        np.concatenate([one.token for one in each]),
-        shifted("step_of"),
+    def all_of(name: str, counted: str = "", *, are_codes: bool = False) -> np.ndarray:
+        """The entries of all, which are numbers of others that are counted from the first on."""
+        parts = [getattr(one, name) for one in each]
+        firsts = _firsts(each, counted) if counted else [0] * len(each)
+        both = zip(parts, firsts, strict=True)
+        if are_codes:  # those of states themselves move with the states
+            return np.concatenate([part + np.where(part >= ABSOLUTE, at, 0) for part, at in both])
+        return np.concatenate([part + np.array(at, part.dtype) for part, at in both])
+
+    token = all_of("token")
+    return _on_device(
         each[0].vocab_size,
+        kind=all_of("kind", "allowed"),
+        allowed=all_of("allowed"),
+        move=all_of("move", "step"),
+        extra=all_of("extra", "step"),
+        step=all_of("step", "kind", are_codes=True),
+        first=np.append(all_of("first", "token"), len(token)),
+        token=token,
+        step_of=all_of("step_of", "kind", are_codes=True),
     )
-    ends = tuple(sorted({token for one in automata for token in one.end_tokens}))
-    return [
-        Automaton(whole, one.start + int(at), ends)
-        for one, at in zip(automata, states, strict=False)
-    ]

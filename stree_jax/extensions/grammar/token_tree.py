@@ -111,7 +111,7 @@ class TokenTree:
             if not useful[0]:
                 return None
         tables = Compressor(final + 1, self.vocab_size)
-        at_end = tables.extra(self.ends, np.full(len(self.ends), ABSOLUTE + final))
+        at_end = tables.move(self.ends, np.full(len(self.ends), ABSOLUTE + final), is_extra=True)
         tables.add([final], self.ends, 0, at_end)
         for state, tokens, codes in rows:
             kept = useful[_after(state, codes)]
@@ -227,7 +227,7 @@ class TokenTree:
                 states = body.first + counts * size + position
                 if of_bytes.accepts[states[0]]:
                     tokens, codes = np.append(tokens, self.ends), np.append(codes, final)
-                extra = tables.extra(tokens, codes)
+                extra = tables.move(tokens, codes, is_extra=True)
                 tables.add(states, np.append(inside.node[stays], tokens), move, extra)
 
     def _in_template(self, template: TextSet) -> tuple[Reached, Reached]:
