@@ -6,6 +6,7 @@ as a finite automaton can follow: no look-around, references and word boundaries
 
 import dataclasses
 import functools
+import re
 import unicodedata
 from collections.abc import Iterable
 from typing import NamedTuple, NoReturn, TypeAlias
@@ -105,6 +106,7 @@ _SPACES = "\t\n\v\f\r \xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
 RUST = Dialect(is_ecma=False, newlines="\n", spaces=_SPACES + "\x85")
 ECMA = Dialect(is_ecma=True, newlines="\n\r\u2028\u2029", spaces=_SPACES + "\ufeff")
 _NOT_FINITE = "look-around, references and word boundaries are not supported"
+_HEX = "[0-9a-fA-F]"
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 
 
@@ -200,20 +202,19 @@ class _Parser:
             self.take("?")  # which of the texts that match comes first makes no difference
 
     def counts(self) -> tuple[int, int | None]:
-        end = self.text.find("}", self.at)
-        inside = self.text[self.at : end if end >= 0 else None]
-        least, comma, most = inside.partition(",")
-        if not (least + most).isdecimal() or not inside.isascii() or end < 0:
+        found = re.compile(r"([0-9]*)(,?)([0-9]*)\}").match(self.text, self.at)
+        if not found or not (found[1] or found[3]):
             self.refuse("{ that begins no number of repeats, such as {2,3}; write \\{ for it")
+        least, comma, most = found.groups()
         if not least:
             self.refuse(f"{{,{most}}} has no lower number, write {{0,{most}}}:")
-        largest = max(least, most or "0", key=lambda digits: (len(digits.lstrip("0")), digits))
-        if len(largest) > len(str(MOST_REPEATS)) or int(largest) > MOST_REPEATS:
-            raise ValueError(
-                f"pattern {shown(self.text)} repeats a part {shown_count(largest)} times; at most"
-                f" {MOST_REPEATS} are possible"
-            )
-        self.at = end + 1
+        for digits in (least, most):
+            if len(digits.lstrip("0")) > 9 or int(digits or 0) > MOST_REPEATS:
+                raise ValueError(
+                    f"pattern {shown(self.text)} repeats a part {shown(digits)[1:-1]} times; at most"
+                    f" {MOST_REPEATS} are possible"
+                )
+        self.at = found.end()
         if not comma:
             return int(least), int(least)
         if most and int(most) < int(least):
@@ -258,10 +259,10 @@ class _Parser:
             if self.take("=", "!", "<=", "<!"):
                 self.refuse(_NOT_FINITE)
             if self.take("P<", "<"):
-                end = self.text.find(">", self.at)
-                if end < 0 or not self.text[self.at : end].isidentifier():
+                name, _, rest = self.text[self.at :].partition(">")
+                if not name.isidentifier() or not rest:  # a group has a )
                     self.refuse("bad name of a group")
-                self.at = end + 1
+                self.at += len(name) + 1
             elif not self.take(":") and not self.flags():
                 return None
         found = self.choice()
@@ -362,21 +363,16 @@ class _Parser:
 
     def code_point(self, letter: str) -> Ranges:
         r"""The character after \x, \u or \U."""
-        if self.take("{"):
-            end = self.text.find("}", self.at)
-            digits, after = self.text[self.at : max(end, self.at)], end + 1
-        else:
-            size = {"x": 2, "u": 4, "U": 8}[letter]
-            digits, after = self.text[self.at : self.at + size], self.at + size
-            digits = digits if len(digits) == size else ""
-        if not 0 < len(digits) <= 8 or set(digits) - set("0123456789abcdefABCDEF"):
+        size = {"x": 2, "u": 4, "U": 8}[letter]
+        found = re.compile(rf"\{{({_HEX}{{1,8}})\}}|({_HEX}{{{size}}})").match(self.text, self.at)
+        if not found:
             self.refuse(f"\\{letter} without the number of a character")
+        digits, after = found[1] or found[2], found.end()
         value = int(digits, 16)
-        if 0xD800 <= value < 0xDC00 and self.text.startswith("\\u", after):  # half of a pair
-            low = self.text[after + 2 : after + 6]
-            if len(low) == 4 and not set(low) - set("0123456789abcdefABCDEF"):
-                value = 0x10000 + ((value - 0xD800) << 10) + int(low, 16) - 0xDC00
-                after += 6
+        low = re.compile(rf"\\u({_HEX}{{4}})").match(self.text, after)
+        if low and 0xD800 <= value < 0xDC00:  # half of a pair
+            value = 0x10000 + ((value - 0xD800) << 10) + int(low[1], 16) - 0xDC00
+            after = low.end()
         if value > LAST or 0xD800 <= value < 0xE000:
             self.refuse(f"\\{letter}{digits} is no character")
         self.at = after
@@ -384,23 +380,16 @@ class _Parser:
 
     def property(self) -> Ranges:
         r"""The characters of a general category, such as \p{Lu} and \pL."""
-        name = self.one("a \\p at the end")
-        if name == "{":
-            end = self.text.find("}", self.at)
-            name = self.text[self.at : max(end, self.at)]
-            self.at = end + 1 if end >= 0 else self.at
-        name = name.removeprefix("General_Category=").removeprefix("gc=")
+        pattern = r"\{(?:General_Category=|gc=)?([^}]*)\}|([^{])"
+        found = re.compile(pattern).match(self.text, self.at)
+        name = (found[1] or found[2] or "") if found else ""
+        self.at = found.end() if found else self.at
         categories = [each for each in _categories() if each.startswith(_SHORT.get(name, name))]
         if not name or not categories:
             self.refuse(
                 f"the property {shown(name)} is not known; general categories such as Lu are"
             )
         return ranges_of(pair for each in categories for pair in _categories()[each])
-
-
-def shown_count(digits: str) -> str:
-    """The digits of a number, which may be many."""
-    return digits if len(digits) <= 20 else f"{digits[:17]}..."
 
 
 _SHORT = {"Letter": "L", "Mark": "M", "Number": "N", "Punctuation": "P", "Symbol": "S"}
