@@ -26,21 +26,8 @@ VALUES = (
     [{"a": []}],
 )
 # Instances that a schema and its grammar are asked about.
-POOL = (
-    *VALUES,
-    2,
-    5,
-    10,
-    -0.5,
-    "ab",
-    "abc",
-    [1, 2],
-    ["a"],
-    [None, True],
-    {"b": None},
-    {"a": 1, "b": 2},
-)
-POOL += ({"dd": True}, {"a": [], "c": {}}, {"zz": 1}, [{}], [[1]], False)
+POOL = (*VALUES, 2, 5, 10, -0.5, "ab", "abc", [1, 2], ["a"], [None, True], {"b": None})
+POOL += ({"a": 1, "b": 2}, {"dd": True}, {"a": [], "c": {}}, {"zz": 1}, [{}], [[1]], False)
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 

@@ -89,68 +89,43 @@ def test_joined_automata():
             assert leaf is first
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: st.Automaton(5), "next_state must be integers [S, V], got 5"),
-        (lambda: st.Automaton(None), "next_state must be integers [S, V], got None"),
-        (lambda: st.Automaton({0: [0]}), "next_state must be integers [S, V], got {0: [0]}"),
-        (lambda: st.Automaton([[0]], start=[0]), "start must be an integer, at least 0; got [0]"),
-        (lambda: st.Automaton.joined([5]), "automata must be a list of Automaton, got 5 in it"),
-        (lambda: st.Automaton.joined(None), "automata must be a list of Automaton, got None in it"),
-        (
-            lambda: st.Automaton.from_edges([[0], []], [0], [0], num_states=2, vocab_size=2),
-            "states must be an array of integers",
-        ),
-        (
-            lambda: st.Automaton.from_edges([0], [0], [0], num_states=2**31, vocab_size=2),
-            "num_states must be an integer, from 1 to 16777216; got 2147483648",
-        ),
-        (lambda: st.Automaton([[0], [0, 1]]), "next_state must be integers [S, V]"),
-        (lambda: st.Automaton([[0.5]]), "next_state must be an array of integers"),
-        (lambda: st.Automaton([[0, 1]]), "next_state has 1, outside -1 to 0"),
-        (lambda: st.Automaton([[-2]]), "next_state has -2, outside -1 to 0"),
-        (lambda: st.Automaton([[0]], start=1), "start = 1 is no state that allows a token"),
-        (lambda: st.Automaton([[-1]]), "start = 0 is no state that allows a token"),
-        (lambda: st.Automaton([[0]], start=-1), "start must be an integer, at least 0; got -1"),
-        (lambda: st.Automaton([[0]], start="a"), "start must be an integer, at least 0; got 'a'"),
-        (
-            lambda: st.Automaton.from_edges([0, 0], [1, 1], [0, 1], num_states=2, vocab_size=2),
-            "state 0 has two transitions with token 1",
-        ),
-        (
-            lambda: st.Automaton.from_edges([0], [1, 1], [0], num_states=2, vocab_size=2),
-            "must be arrays of one length",
-        ),
-        (
-            lambda: st.Automaton.from_edges([0], [2], [0], num_states=2, vocab_size=2),
-            "tokens has 2, outside 0 to 1",
-        ),
-        (
-            lambda: st.Automaton.joined([st.Automaton([[0]]), st.Automaton([[0, 0]])]),
-            "the automata have different vocabularies: [1, 2] tokens",
-        ),
-        (
-            lambda: st.Automaton([[1, 0], [-1, 1]]).check(1),
-            "the automaton has 2 tokens, and the model 1: in some states",
-        ),
-    ],
-)
-def test_refusals(make, message):
+TWO = dict(num_states=2, vocab_size=2)
+MANY = TWO | {"num_states": 2**31}
+# A function, its arguments and options, and what the message says.
+REFUSALS = [
+    (st.Automaton, [5], {}, "next_state must be integers [S, V], got 5"),
+    (st.Automaton, [None], {}, "next_state must be integers [S, V], got None"),
+    (st.Automaton, [{0: [0]}], {}, "next_state must be integers [S, V], got {0: [0]}"),
+    (st.Automaton, [[[0], [0, 1]]], {}, "next_state must be integers [S, V]"),
+    (st.Automaton, [[[0.5]]], {}, "next_state must be an array of integers"),
+    (st.Automaton, [[[0, 1]]], {}, "next_state has 1, outside -1 to 0"),
+    (st.Automaton, [[[-2]]], {}, "next_state has -2, outside -1 to 0"),
+    (st.Automaton, [[[-1]]], {}, "start = 0 is no state that allows a token"),
+    (st.Automaton, [[[0]], 1], {}, "start = 1 is no state that allows a token"),
+    (st.Automaton, [[[0]], -1], {}, "start must be an integer, at least 0; got -1"),
+    (st.Automaton, [[[0]], "a"], {}, "start must be an integer, at least 0; got 'a'"),
+    (st.Automaton, [[[0]], [0]], {}, "start must be an integer, at least 0; got [0]"),
+    (st.Automaton([[1, 0], [-1, 1]]).check, [1], {}, "has 2 tokens, and the model 1: in some"),
+    (st.Automaton.from_edges, [[[0], []], [0], [0]], TWO, "states must be an array of integers"),
+    (st.Automaton.from_edges, [[0], [0], [0]], MANY, "from 1 to 16777216; got 2147483648"),
+    (st.Automaton.from_edges, [[0, 0], [1, 1], [0, 1]], TWO, "0 has two transitions with token 1"),
+    (st.Automaton.from_edges, [[0], [1, 1], [0]], TWO, "must be arrays of one length"),
+    (st.Automaton.from_edges, [[0], [2], [0]], TWO, "tokens has 2, outside 0 to 1"),
+    (st.Automaton.joined, [[5]], {}, "automata must be a list of Automaton, got 5 in it"),
+    (st.Automaton.joined, [None], {}, "automata must be a list of Automaton, got None in it"),
+    (
+        st.Automaton.joined,
+        [[st.Automaton([[0]]), st.Automaton([[0, 0]])]],
+        {},
+        "the automata have different vocabularies: [1, 2] tokens",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "arguments", "options", "message"), REFUSALS)
+def test_refusals(make, arguments, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        make()
-
-
-def texts_of(of_bytes, most):
-    """All texts up to a length that an automaton over bytes accepts."""
-    found, waiting, byte = set(), [(0, b"")], np.arange(256)
-    for state, text in waiting:
-        if of_bytes.accepts[state]:
-            found.add(text)
-        if len(text) < most:
-            after = of_bytes.after(np.full(256, state), byte)
-            waiting += [(after[each], text + bytes([each])) for each in np.flatnonzero(after >= 0)]
-    return found
+        make(*arguments, **options)
 
 
 @jax.jit
@@ -241,12 +216,3 @@ def test_grammars_with_counts_are_joined():
     alone = [tree.automaton(automaton_of_pattern(p)) for p in ("[ab]{0,3}c", "b*c", "[ab]{2}c?")]
     for one, joined in zip(alone, st.Automaton.joined(alone), strict=True):
         assert texts_of_tokens(joined, texts, 0, 5) == texts_of_tokens(one, texts, 0, 5)
-
-
-def test_a_tokenizer_larger_than_the_model():
-    """Its last tokens never come."""
-    automaton = st.Automaton([[1, 0, 1], [0, -1, 1]])
-    automaton.check(2)
-    logits = jnp.zeros((1, 2, 2))
-    masked = automaton(logits, jnp.array([[0, 1]]))
-    np.testing.assert_array_equal(masked, [[[0, 0], [0, -np.inf]]])

@@ -61,20 +61,9 @@ def walks(automaton, tokenizer, num_walks=40, most=40):
 
 
 PATTERNS = [
-    "(ab)+",
-    "a|ab|abc",
-    "(a|b)*abb",
-    "a*?b",
-    "(a|)(b|)",
-    "^[ab]{2,3}$",
-    r"a\$",
-    r"[$^]*\^",
-    "(?i)AB",
-    "",
-    "[^b]+?",
-    r"\x61\u0062?",
-    "(?s:.)a|(?P<x>[ab]c)",
-    "(a?){2}b{0,4}",
+    *(r"(ab)+", r"a|ab|abc", r"(a|b)*abb", r"a*?b", r"(a|)(b|)", r"^[ab]{2,3}$", r"a\$"),
+    *(r"[$^]*\^", r"(?i)AB", r"", r"[^b]+?", r"\x61\u0062?", r"(?s:.)a|(?P<x>[ab]c)"),
+    r"(a?){2}b{0,4}",
 ]
 
 
@@ -117,17 +106,10 @@ def test_patterns_of_schemas_are_those_of_ecma(pattern, allowed, refused):
     assert [text for text in refused if string(pattern, text)] == []
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        r"[0-9]{3}-[0-9]{4}",
-        "(yes|no)( maybe)?",
-        "é+[^a-z]",
-        ".{0,9}",
-        r"^[A-Z][a-z]* \d{1,3}$",
-        "([a-z]+ ){2}",
-    ],
-)
+TEXTS = ["[0-9]{3}-[0-9]{4}", "(yes|no)( maybe)?", "é+[^a-z]", ".{0,9}", "([a-z]+ ){2}"]
+
+
+@pytest.mark.parametrize("pattern", [*TEXTS, r"^[A-Z][a-z]* \d{1,3}$"])
 def test_texts_match(pattern, tokenizer):
     texts = walks(st.regex(pattern, tokenizer), tokenizer)
     assert len(set(texts)) > 2
@@ -135,35 +117,33 @@ def test_texts_match(pattern, tokenizer):
         assert re.fullmatch(pattern, text), text
 
 
+VALUES = {"enum": ["a", "b c", 3, None, True, {"k": 1}]}
+PERSON = {
+    "name": {"type": "string", "maxLength": 5},
+    "age": {"type": "integer"},
+    "tags": {"type": "array", "items": VALUES, "maxItems": 3},
+}
+TREE = {
+    "leaf": {"type": ["null", "boolean"]},
+    "kids": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2},
+}
+KINDS = [
+    {"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]}
+    for kind in ("a", "b", "c")
+]
+FORMATS = ["date", "time", "date-time", "uuid", "email", "uri", "ipv4", "ipv6", "hostname"]
 SCHEMAS = {
     "object": {
         "title": "Person",
         "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 5},
-            "age": {"type": "integer"},
-            "tags": {
-                "type": "array",
-                "items": {"enum": ["a", "b c", 3, None, True, {"k": 1}]},
-                "maxItems": 3,
-            },
-        },
+        "properties": PERSON,
         "required": ["name", "tags"],
         "additionalProperties": False,
     },
     "optional": {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"const": 'x"'}}},
     "recursive": {
         "$ref": "#/$defs/tree",
-        "$defs": {
-            "tree": {
-                "type": "object",
-                "properties": {
-                    "leaf": {"type": ["null", "boolean"]},
-                    "kids": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2},
-                },
-                "required": ["leaf", "kids"],
-            }
-        },
+        "$defs": {"tree": {"type": "object", "properties": TREE, "required": [*TREE]}},
     },
     "pair": {"type": "array", "prefixItems": [{"type": "boolean"}, {"type": "number"}]},
     "numbered": {"type": "array", "items": {"type": "null"}, "minItems": 2, "maxItems": 3},
@@ -173,18 +153,10 @@ SCHEMAS = {
     "length": {"type": "string", "minLength": 2, "maxLength": 4},
     "of a range": {"type": "number", "minimum": -1.5, "exclusiveMaximum": 20, "not": {"const": 3}},
     "even": {"type": "integer", "multipleOf": 2, "exclusiveMinimum": 7},
-    "one of three": {
-        "oneOf": [
-            {"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]}
-            for kind in ("a", "b", "c")
-        ]
-    },
+    "one of three": {"oneOf": KINDS},
     "several patterns": {"type": "string", "pattern": "a", "minLength": 3, "not": {"pattern": "b"}},
     "anything": {},
-}
-SCHEMAS |= {
-    name: {"type": "string", "format": name}
-    for name in ("date", "time", "date-time", "uuid", "email", "uri", "ipv4", "ipv6", "hostname")
+    **{name: {"type": "string", "format": name} for name in FORMATS},
 }
 
 
@@ -370,7 +342,7 @@ def test_which_tokens_end(tokenizer):
     ],
 )
 def test_bad_patterns(pattern, message, tokenizer):
-    refused(lambda: st.regex(pattern, tokenizer), message)
+    refused(message, st.regex, pattern, tokenizer)
 
 
 STRING = {"type": "string"}
@@ -436,7 +408,7 @@ def nested(depth):
     ],
 )
 def test_bad_schemas(schema, message, tokenizer):
-    refused(lambda: st.json_schema(schema, tokenizer), message)
+    refused(message, st.json_schema, schema, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -459,20 +431,15 @@ def test_everyday_schemas_take_little(schema, tokenizer):
 
 def test_other_refusals(tokenizer, monkeypatch):
     plain = type(tokenizer).from_str(tokenizer.to_str().replace("<|endoftext|>", "<|other|>"))
-    refused(
-        lambda: st.regex("x", plain), "pass eos_token=..., the id of the token that ends a text"
-    )
-    refused(lambda: st.regex("x", tokenizer, eos_token=()), "eos_token is empty")
-    refused(
-        lambda: st.regex("x", tokenizer, eos_token=5000), "eos_token must be an integer, from 0"
-    )
-    refused(lambda: st.regex("x", "gpt2"), "tokenizer must be that of st.load_tokenizer(path)")
+    refused("pass eos_token=..., the id of the token that ends a text", st.regex, "x", plain)
+    refused("eos_token is empty", st.regex, "x", tokenizer, eos_token=())
+    refused("eos_token must be an integer, from 0", st.regex, "x", tokenizer, eos_token=5000)
+    refused("tokenizer must be that of st.load_tokenizer(path)", st.regex, "x", "gpt2")
     monkeypatch.setitem(sys.modules, "referencing", None)
-    schema = {"$ref": "#/a", "a": True}
-    refused(lambda: st.json_schema(schema, tokenizer), "pip install 'stree-jax[grammar]'")
+    refused("pip install 'stree-jax[grammar]'", st.json_schema, {"$ref": "#/a"}, tokenizer)
 
 
-def refused(make, message):
+def refused(message, make, *arguments, **options):
     with pytest.raises(ValueError, match=re.escape(message)) as error:
-        make()
+        make(*arguments, **options)
     assert "\n" not in str(error.value)

@@ -211,8 +211,8 @@ class _Parser:
         for digits in (least, most):
             if len(digits.lstrip("0")) > 9 or int(digits or 0) > MOST_REPEATS:
                 raise ValueError(
-                    f"pattern {shown(self.text)} repeats a part {shown(digits)[1:-1]} times; at most"
-                    f" {MOST_REPEATS} are possible"
+                    f"pattern {shown(self.text)} repeats a part {shown(digits)[1:-1]} times; at"
+                    f" most {MOST_REPEATS} are possible"
                 )
         self.at = found.end()
         if not comma:

@@ -1,6 +1,7 @@
 """From an automaton over bytes to one over the tokens of a vocabulary."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -86,8 +87,8 @@ class TokenTree:
         self.first_token = np.cumsum(self.num_tokens) - self.num_tokens
         self.tokens = np.array([token for each in of_text for token in each], np.int64)
         self.single_bytes = [text[0] for text in ids if len(text) == 1]
-        self._of_template = functools.lru_cache(maxsize=64)(self._in_template)
-        self._ends_of_template = functools.lru_cache(maxsize=64)(self._ends_in_template)
+        self._of_set = functools.lru_cache(maxsize=64)(self._in_set)
+        self._ends_of_set = functools.lru_cache(maxsize=64)(self._ends_in_set)
         self._work = 0
 
     def automaton(self, of_bytes: ByteAutomaton) -> Automaton | None:
@@ -142,20 +143,17 @@ class TokenTree:
             return after, has_left
 
         states = np.arange(len(of_bytes.table))
-        for at, levels in self._walks(np.zeros_like(states), states, step):
-            found = _joined([self._tokens_at(level) for level in levels])
-            found = found.some(np.argsort(found.start, kind="stable"))
-            first, last = at, at + int(levels[0].start[-1])
-            bounds = np.searchsorted(found.start, np.arange(last - first + 2))
-            for i, state in enumerate(range(first, last + 1)):
-                own = found.some(slice(*bounds[i : i + 2]))
+        for levels in self._walks(np.zeros_like(states), states, step):
+            found = _by_start(map(self._tokens_at, levels))
+            for state in levels[0].start:
+                own = found.some(slice(*np.searchsorted(found.start, [state, state + 1])))
                 codes = np.where(own.mark, ABSOLUTE + own.state, own.state - state)
                 yield state, own.node, codes
 
     def _of_body(self, of_bytes: ByteAutomaton, body: Body) -> tuple[Reached, Reached]:
         """The tokens that stay in a body, and those that leave it."""
         follows = (of_bytes.table[body.end] >= 0)[of_bytes.class_of]
-        ends = self._ends_of_template(body.texts, np.packbits(follows).tobytes())
+        ends = self._ends_of_set(body.texts, np.packbits(follows).tobytes())
         nodes, which = np.unique(ends.node, return_inverse=True)
         states = of_bytes.table[body.end][of_bytes.class_of[self.byte[nodes]]]
 
@@ -164,21 +162,15 @@ class TokenTree:
         ) -> tuple[np.ndarray, np.ndarray]:
             return of_bytes.after(states, byte), mark
 
-        parts = [
-            self._tokens_at(level._replace(start=level.start + at))
-            for at, levels in self._walks(nodes, states, step)
-            for level in levels
-        ]
-        nothing = np.zeros(0, np.int64)
-        out = _joined([*parts, Reached(nothing, nothing, nothing, nothing)])
-        out = out.some(np.argsort(out.start, kind="stable"))
+        levels = itertools.chain(*self._walks(nodes, states, step))
+        out = _by_start(map(self._tokens_at, levels))
         first = np.searchsorted(out.start, np.arange(len(nodes) + 1))
         places, of_end = _expanded(first[which], np.diff(first)[which])
         leaving = Reached(
             ends.start[of_end], out.node[places], out.state[places], ends.mark[of_end]
         )
-        inside, _ = self._of_template(body.texts)
-        return inside, leaving.some(np.argsort(leaving.start, kind="stable"))
+        inside, _ = self._of_set(body.texts)
+        return inside, _by_start([leaving])
 
     def _add_body(
         self,
@@ -191,7 +183,7 @@ class TokenTree:
     ) -> None:
         """Adds the states of a body.
 
-        Tokens that stay in it do the same in all bodies of its template. A state differs from that
+        Tokens that stay in it do the same in all bodies of its set. A state differs from that
         of another count in which tokens it allows: those with too many characters, or too few
         before the end, are out.
         """
@@ -230,46 +222,37 @@ class TokenTree:
                 extra = tables.move(tokens, codes, is_extra=True)
                 tables.add(states, np.append(inside.node[stays], tokens), move, extra)
 
-    def _in_template(self, template: TextSet) -> tuple[Reached, Reached]:
+    def _in_set(self, texts: TextSet) -> tuple[Reached, Reached]:
         """The tokens that stay in a body, and the nodes of the tree at which it may end."""
 
         def step(
             states: np.ndarray, counts: np.ndarray, byte: np.ndarray
         ) -> tuple[np.ndarray, np.ndarray]:
-            after = template.after[states, template.class_of[byte]].astype(np.int64)
-            return after, counts + template.begins[states]
+            after = texts.after[states, texts.class_of[byte]].astype(np.int64)
+            return after, counts + texts.begins[states]
 
-        positions = np.arange(len(template.after))
-        inside, ends = [], []
-        for at, levels in self._walks(np.zeros_like(positions), positions, step):
-            for level in levels:
-                level = level._replace(start=level.start + at)
-                inside.append(self._tokens_at(level))
-                ends.append(level.some(template.accepts[level.state]))
-        tokens = _joined(inside)
-        return tokens.some(np.argsort(tokens.start, kind="stable")), _joined(ends)
+        positions = np.arange(len(texts.after))
+        levels = [*itertools.chain(*self._walks(np.zeros_like(positions), positions, step))]
+        ends = [level.some(texts.accepts[level.state]) for level in levels]
+        return _by_start(map(self._tokens_at, levels)), _by_start(ends)
 
-    def _ends_in_template(self, template: TextSet, follows: bytes) -> Reached:
+    def _ends_in_set(self, texts: TextSet, follows: bytes) -> Reached:
         """The nodes at which a body has ended with the byte before, one of those that follow."""
-        _, ends = self._of_template(template)
+        _, ends = self._of_set(texts)
         children, of_end = _expanded(self.first_child[ends.node], self.num_children[ends.node])
         is_one = np.unpackbits(np.frombuffer(follows, np.uint8)).astype(bool)[self.byte[children]]
         return ends.some(of_end[is_one])._replace(node=children[is_one])
 
-    def _walks(
-        self, nodes: np.ndarray, states: np.ndarray, step: _Step
-    ) -> Iterator[tuple[int, list[Reached]]]:
+    def _walks(self, nodes: np.ndarray, states: np.ndarray, step: _Step) -> Iterator[list[Reached]]:
         """Walks down the tree from some nodes with a state each, several at a time.
 
         Yields:
-            The first of the starts, and the nodes that these reach, level by level; the first level
-            is the starts themselves.
+            The nodes that these reach, level by level; the first level is the starts themselves.
         """
         at, count = 0, 16
         while at < len(nodes):
-            some = slice(at, at + count)
-            start = np.arange(len(nodes[some]), dtype=np.int32)
-            level = Reached(start, nodes[some], states[some], np.zeros(len(start), np.int32))
+            start = np.arange(at, min(at + count, len(nodes)), dtype=np.int32)
+            level = Reached(start, nodes[start], states[start], np.zeros(len(start), np.int32))
             levels, size = [level], 0
             while level.start.size and (size <= _MOST_AT_ONCE or len(start) == 1):
                 children, parent = _expanded(
@@ -286,7 +269,7 @@ class TokenTree:
             if level.start.size:  # again, with fewer
                 count = max(1, count // 8)
                 continue
-            yield at, levels
+            yield levels
             at += len(start)
             count = int(np.clip(count * _AT_ONCE // (size + 1), 1, _MOST_STARTS))
 
@@ -296,8 +279,11 @@ class TokenTree:
         return reached.some(of_node)._replace(node=self.tokens[places])
 
 
-def _joined(parts: Sequence[Reached]) -> Reached:
-    return Reached(*map(np.concatenate, zip(*parts, strict=True)))
+def _by_start(parts: Iterable[Reached]) -> Reached:
+    """All of some parts, sorted by where they start."""
+    nothing = Reached(*np.zeros((4, 0), np.int32))
+    found = Reached(*map(np.concatenate, zip(nothing, *parts, strict=True)))
+    return found.some(np.argsort(found.start, kind="stable"))
 
 
 def _after(state: int, codes: np.ndarray) -> np.ndarray:
