@@ -241,7 +241,8 @@ class Graph:
     def __init__(self, *, is_of_set: bool = False) -> None:
         self.moves: list[list[tuple[ByteRange, int]]] = []
         self.skips: list[list[int]] = []
-        self.anchors: dict[int, tuple[bool, int]] = {}  # whether it is the start, and what follows
+        # By node whether an anchor is the start, and what follows.
+        self.anchors: dict[int, list[tuple[bool, int]]] = defaultdict(list)
         self.bodies: list[Body] = []
         self.inside: set[int] = set()  # nodes within characters
         self._is_of_set = is_of_set
@@ -309,7 +310,7 @@ class Graph:
             case Characters(ranges):
                 self._add(start, _utf8(ranges), end, quoted=quoted)
             case Edge(is_start):
-                self.anchors[start] = is_start, end
+                self.anchors[start].append((is_start, end))
         return end
 
     def texts(self, start: int, texts: TextSet, *, quoted: bool = False) -> int:
@@ -379,7 +380,9 @@ class Determinised:
         self._closures: dict[Any, frozenset[int]] = {}
         self._useful = leading_to([end], self._ways())
         if start in self._useful:
-            self.listed(self.closure({start}, at_start=True))
+            self.listed(self.closure([start], at_start=True))
+            if graph.anchors:  # no other place is the start of the text
+                self._numbers.clear()
         for nodes in self.order:  # it grows meanwhile
             ends = self.closure(nodes, at_start=not self.rows, at_end=True)
             self.accepts.append(end in ends)
@@ -388,8 +391,8 @@ class Determinised:
     def _ways(self) -> Iterator[tuple[int, Iterable[int]]]:
         graph = self.graph
         for node, moves in enumerate(graph.moves):
-            anchored = [graph.anchors[node][1]] if node in graph.anchors else []
-            yield node, (*graph.skips[node], *(target for _, target in moves), *anchored)
+            others = (target for _, target in (*moves, *graph.anchors.get(node, ())))
+            yield node, (*graph.skips[node], *others)
         for which, body in enumerate(graph.bodies):
             yield (which + 1) * BODY, [body.end] if body.leads[0, 0] else []
 
@@ -438,8 +441,8 @@ class Determinised:
         if node >= BODY:
             _, count, position, body = self._place(node)
             return [body.end] if body.texts.accepts[position] and count >= body.least else []
-        is_start, after = self.graph.anchors.get(node, (False, -1))
-        passed = [after] if (at_start if is_start else at_end) else []
+        anchors = self.graph.anchors.get(node, ())
+        passed = (after for is_start, after in anchors if (at_start if is_start else at_end))
         return [*self.graph.skips[node], *passed]
 
     def _matters(self, node: int) -> bool:
