@@ -84,22 +84,6 @@ def test_trees_under_grammars(model, grammars, tokenizer):
     )
 
 
-def test_different_tables_are_refused(model, tokenizer):
-    scheduler = st.Scheduler(model, rows=2, max_length=128)
-    one, other = (st.regex(pattern, tokenizer) for pattern in ("a", "b"))
-    scheduler.submit(st.Request([1], processors=[one], max_new_tokens=2))
-    with pytest.raises(ValueError, match="shared arrays"):
-        scheduler.submit(st.Request([1], processors=[other], max_new_tokens=2))
-
-
-def test_an_automaton_that_ends_early(model):
-    """Without its end token a text that may not continue is an error of its row."""
-    automaton = st.Automaton.from_edges([0], [7], [1], num_states=2, vocab_size=4096)
-    with pytest.raises(st.NonFiniteLogitsError, match="leave no token in row 0") as error:
-        st.generate(model, [[5]], processors=[automaton], max_new_tokens=4)
-    assert error.value.generation.tokens[0].tolist() == [7, -1, -1, -1]
-
-
 def test_a_tokenizer_larger_than_the_model(model, tokenizer):
     """An added [PAD] never comes; an end token that never comes is refused."""
     larger = Tokenizer.from_str(tokenizer.to_str())

@@ -21,7 +21,7 @@ from stree_jax.extensions.grammar.graph import (
     quoted_set,
     set_of,
 )
-from stree_jax.extensions.grammar.located import Located, read_schema, refuse
+from stree_jax.extensions.grammar.located import Located, read_schema
 from stree_jax.extensions.grammar.schema import (
     schemas_of_item,
     schemas_of_name,
@@ -136,7 +136,7 @@ class _Writer:
     def array(self, arrays: Arrays, start: int, end: int, levels: int) -> None:
         """Arrays. A node before each item, by how many there are, and how many schemas hold for."""
         if arrays.unique and (arrays.most is None or arrays.most > 1):
-            refuse(arrays.unique[0], "uniqueItems")
+            arrays.unique[0].refuse("uniqueItems")
         graph = self.graph
         different = max([0, *(len(rule.first) for rule in arrays.rules)])
         last = max(1, different, arrays.least) if arrays.most is None else arrays.most

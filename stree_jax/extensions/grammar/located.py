@@ -85,7 +85,10 @@ class Located(NamedTuple):
 
     def refuse(self, name: str) -> NoReturn:
         """Refuses the schema for a keyword that cannot be enforced."""
-        refuse(self.where, name)
+        raise ValueError(
+            f"{self.where} has {name!r}, which a grammar cannot enforce here; leave it out, and"
+            " check the text afterwards"
+        )
 
     def parts(self, name: str) -> "list[Located]":
         """The schemas in the list of a keyword."""
@@ -172,14 +175,6 @@ class Located(NamedTuple):
             raise ValueError(
                 f"{self.where} has {shown(text)}, which is no text of characters"
             ) from None
-
-
-def refuse(where: str, name: str) -> NoReturn:
-    """Refuses the schema for a keyword that cannot be enforced."""
-    raise ValueError(
-        f"{where} has {name!r}, which a grammar cannot enforce here; leave it out, and check the"
-        " text afterwards"
-    )
 
 
 def read_schema(schema: Any) -> Located:

@@ -328,7 +328,7 @@ def _of_arrays(at: Located) -> Iterator[list[Shape]]:
             *({"array": Arrays(contained=(each,))} for each in outside),
         )
     if schema.get("uniqueItems", False):
-        yield _fact(at, {"array": Arrays(unique=(at.where,))})
+        yield _fact(at, {"array": Arrays(unique=(at,))})
 
 
 _ANY = Located(True, "", True, (), None)

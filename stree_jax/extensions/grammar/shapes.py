@@ -52,13 +52,13 @@ class Contained(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """Arrays; `unique` are the places that want different items."""
+    """Arrays; `unique` are the schemas that want different items."""
 
     rules: tuple[ItemRule, ...] = ()
     least: int = 0
     most: int | None = None
     contained: tuple[Contained, ...] = ()
-    unique: tuple[str, ...] = ()
+    unique: Together = ()
 
 
 class PropertyRule(NamedTuple):
