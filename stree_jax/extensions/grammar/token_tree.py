@@ -145,7 +145,7 @@ class TokenTree:
         states = np.arange(len(of_bytes.table))
         for levels in self._walks(np.zeros_like(states), states, step):
             found = _by_start(map(self._tokens_at, levels))
-            for state in levels[0].start:
+            for state in levels[0].start.tolist():
                 own = found.some(slice(*np.searchsorted(found.start, [state, state + 1])))
                 codes = np.where(own.mark, ABSOLUTE + own.state, own.state - state)
                 yield state, own.node, codes
