@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from stree_jax import Drafter, TreeTopology, generate, text_log_probs
 from stree_jax.array_types import Array, Float32, Int
@@ -136,9 +137,9 @@ class TreeRollout(base_rollout.BaseRollout):
             ValueError: a weight that the policy lacks, or one of another shape.
         """
         state = nnx.state(self._policy)
-        old = dict(_flat(nnx.to_pure_dict(state)))
-        new = _flat(nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params)
-        for path, value in new:
+        old = flatten_dict(nnx.to_pure_dict(state))
+        new = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
+        for path, value in flatten_dict(new).items():
             if path not in old or old[path].shape != value.shape:
                 name = ".".join(map(str, path))
                 there = f"has the shape {old[path].shape}" if path in old else "does not exist"
@@ -148,7 +149,7 @@ class TreeRollout(base_rollout.BaseRollout):
             if (value.sharding, value.committed) != (own.sharding, own.committed):
                 value = jax.device_put(value, own.sharding)
             old[path] = value
-        nnx.replace_by_pure_dict(state, _nested(old))
+        nnx.replace_by_pure_dict(state, unflatten_dict(old))
         nnx.update(self._policy, state)
 
     def pad_id(self) -> int:
@@ -178,19 +179,3 @@ def _log_probs(
     scores = text_log_probs(model, rolled(tokens, -first))
     scores = jnp.pad(scores, ((0, 0), (1, 0)))  # of each token
     return rolled(scores, first)[:, prompts.shape[1] :]
-
-
-def _flat(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], Any]]:
-    if not isinstance(tree, dict):
-        return [(path, tree)]
-    return [leaf for name, part in tree.items() for leaf in _flat(part, (*path, name))]
-
-
-def _nested(flat: dict[tuple[Any, ...], Any]) -> dict[Any, Any]:
-    tree: dict[Any, Any] = {}
-    for path, value in flat.items():
-        part = tree
-        for name in path[:-1]:
-            part = part.setdefault(name, {})
-        part[path[-1]] = value
-    return tree
