@@ -13,16 +13,14 @@ from a copy of the cache.
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
-import numpy as np
 from tokenizers import Tokenizer
 
 from stree_jax import Completion, Request, Scheduler
 from stree_jax.checks import check_int
-from stree_jax.messages import shown
 
 GENERATOR, EVALUATOR = "generator", "evaluator"
 # A thought is the generator's text, in one or more parts; a state is a path of thoughts.
@@ -216,30 +214,55 @@ class _Ask(NamedTuple):
     stage: Stage
 
 
-@dataclasses.dataclass
-class _Draft:
-    """A thought that is being generated."""
-
-    parent: int | None
-    state: State  # above it
-    parts: Parts = ()
-    value: float | None = None
-    written: tuple[Written, ...] = ()
-    is_done: bool = False
+_Texts = Generator[_Ask, tuple[str, Completion], Thought]
 
 
 class _Search:
-    """The search of one problem, as a state machine from texts to the next requests."""
+    """The search of one problem, from texts to the next requests."""
 
     def __init__(self, task: Task, number: int, problem: Any, key: jax.Array):
         self.task, self.number, self.problem = task, number, problem
         self.key = key
         self.level = 0
-        self.drafts: list[_Draft] = []
+        self.growing: list[_Texts] = []
+        self.states: list[State] = []  # above each thought of the level
+        self.grown: dict[int, Thought] = {}
 
-    def start(self) -> list[_Ask]:
-        """The first level's requests."""
-        return self._next_level([(None, ())])
+    def next_level(self, above: Sequence[tuple[int | None, State]] = ((None, ()),)) -> list[_Ask]:
+        """The first requests of a level, below these thoughts and their states."""
+        self.level += 1
+        times = 1 if self.level == self.task.depth else self.task.thoughts
+        places = [place for place in above for _ in range(times)]
+        self.growing = [self._texts(i, *place) for i, place in enumerate(places)]
+        self.states, self.grown = [state for _, state in places], {}
+        return [next(texts) for texts in self.growing]
+
+    def _texts(self, index: int, parent: int | None, state: State) -> _Texts:
+        """Asks for the texts of a thought, one after the other."""
+        task, problem, is_answer = self.task, self.problem, self.level == self.task.depth
+        parts: Parts = ()
+        written: list[Written] = []
+        role, value = GENERATOR, None
+        stage = task.answer(problem, state) if is_answer else task.generator(problem, state, ())
+        while True:
+            if stage is None:
+                role, stage = EVALUATOR, task.evaluator(problem, state, parts)
+            text, completion = yield _Ask(index, role, len(parts) * (role == GENERATOR), stage)
+            written.append(Written(role, stage.prompt, text, completion))
+            if role == EVALUATOR:
+                value = task.value(text)
+                break
+            parts += (text,)
+            if is_answer:
+                break
+            stage = task.generator(problem, state, parts)
+        solved = task.solved(problem, state, parts[0]) if is_answer else None
+        return Thought(
+            *(self.number, self.level, index, parent, parts, value),
+            kept=False,
+            solved=solved,
+            written=tuple(written),
+        )
 
     def key_of(self, ask: _Ask) -> jax.Array:
         """The random key of a text, which depends on its place in the tree and not on time."""
@@ -252,65 +275,21 @@ class _Search:
         self, ask: _Ask, text: str, completion: Completion
     ) -> tuple[list[_Ask], list[Thought]]:
         """Adds a text; returns the next requests, and the thoughts of a level that is complete."""
-        draft = self.drafts[ask.thought]
-        draft.written += (Written(ask.role, ask.stage.prompt, text, completion),)
-        is_answer = self.level == self.task.depth
-        if ask.role == EVALUATOR:
-            draft.value = self.task.value(text)
-            draft.is_done = True
-        else:
-            draft.parts += (text,)
-            draft.is_done = is_answer
-        if not draft.is_done:
-            return [self._next_stage(ask.thought)], []
-        if not all(other.is_done for other in self.drafts):
+        try:
+            return [self.growing[ask.thought].send((text, completion))], []
+        except StopIteration as done:
+            self.grown[ask.thought] = done.value
+        if len(self.grown) < len(self.growing):
             return [], []
-        ranked = sorted(range(len(self.drafts)), key=lambda i: (-(self.drafts[i].value or 0.0), i))
+        level = [self.grown[i] for i in range(len(self.grown))]
+        ranked = sorted(range(len(level)), key=lambda i: (-(level[i].value or 0.0), i))
         kept = sorted(ranked[: self.task.keep])
-        level = [self._thought(i, i in kept) for i in range(len(self.drafts))]
-        if is_answer:
+        level = [dataclasses.replace(thought, kept=thought.index in kept) for thought in level]
+        if self.level == self.task.depth:
             return [], level
         if self.level + 1 == self.task.depth:
             kept = ranked[:1]
-        states = [(i, (*self.drafts[i].state, self.drafts[i].parts)) for i in kept]
-        return self._next_level(states), level
-
-    def _next_level(self, states: Sequence[tuple[int | None, State]]) -> list[_Ask]:
-        self.level += 1
-        if self.level == self.task.depth:
-            ((parent, state),) = states
-            self.drafts = [_Draft(parent, state)]
-            return [_Ask(0, GENERATOR, 0, self.task.answer(self.problem, state))]
-        self.drafts = [
-            _Draft(parent, state) for parent, state in states for _ in range(self.task.thoughts)
-        ]
-        return [self._next_stage(i) for i in range(len(self.drafts))]
-
-    def _next_stage(self, index: int) -> _Ask:
-        draft = self.drafts[index]
-        stage = self.task.generator(self.problem, draft.state, draft.parts)
-        if stage is not None:
-            return _Ask(index, GENERATOR, len(draft.parts), stage)
-        return _Ask(
-            index, EVALUATOR, 0, self.task.evaluator(self.problem, draft.state, draft.parts)
-        )
-
-    def _thought(self, index: int, kept: bool) -> Thought:
-        draft = self.drafts[index]
-        solved = None
-        if self.level == self.task.depth:
-            solved = self.task.solved(self.problem, draft.state, draft.parts[0])
-        return Thought(
-            self.number,
-            self.level,
-            index,
-            draft.parent,
-            draft.parts,
-            draft.value,
-            kept,
-            solved,
-            draft.written,
-        )
+        return self.next_level([(i, (*self.states[i], level[i].parts)) for i in kept]), level
 
 
 def _check(scheduler: Scheduler, task: Task, temperature: float) -> None:
@@ -348,14 +327,6 @@ def _run(
         for number, (problem, key) in enumerate(zip(problems, keys, strict=True))
     )
     asked: dict[int, tuple[_Search, _Ask]] = {}
-    ends: dict[str | None, list[int]] = {}
-
-    def end_tokens(stop: str | None) -> list[int]:
-        if stop not in ends:
-            own = scheduler.model.config.eos_token
-            own_ends = [] if own is None else np.ravel(own).tolist()
-            ends[stop] = _ending(tokenizer, stop) + own_ends
-        return ends[stop]
 
     def submit(search: _Search, asks: list[_Ask]) -> None:
         times = collections.Counter(ask.stage.prompt for ask in asks)
@@ -371,7 +342,8 @@ def _run(
                     after=prefix,
                     max_new_tokens=ask.stage.max_new_tokens,
                     temperature=temperature,
-                    eos_token=end_tokens(ask.stage.stop),
+                    stop=[] if ask.stage.stop is None else [ask.stage.stop],
+                    tokenizer=tokenizer,
                     key=search.key_of(ask),
                 )
                 number = scheduler.submit(request)
@@ -383,7 +355,7 @@ def _run(
 
     def begin() -> None:
         search = waiting.popleft()
-        submit(search, search.start())
+        submit(search, search.next_level())
 
     for _ in range(min(at_once, len(waiting))):
         begin()
@@ -398,24 +370,9 @@ def _run(
             raise FloatingPointError(
                 f"problem {search.number}, level {search.level}, {ask.role}: {completion.error}"
             )
-        text = tokenizer.decode(completion.tokens)
-        if ask.stage.stop is not None:
-            text = text.partition(ask.stage.stop)[0]
-        asks, level = search.feed(ask, text.strip(), completion)
+        assert completion.text is not None  # there is a tokenizer
+        asks, level = search.feed(ask, completion.text.strip(), completion)
         submit(search, asks)
         if level and level[0].level == task.depth and waiting:
             begin()
         yield from level
-
-
-def _ending(tokenizer: Tokenizer, stop: str | None) -> list[int]:
-    """The tokens whose text contains `stop`."""
-    if stop is None:
-        return []
-    texts = tokenizer.decode_batch([[i] for i in range(tokenizer.get_vocab_size())])
-    found = [i for i, text in enumerate(texts) if stop in text]
-    if not found:
-        raise ValueError(
-            f"no token of the tokenizer has {shown(stop)} in it, so no text ends there"
-        )
-    return found
