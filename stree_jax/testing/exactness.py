@@ -4,22 +4,20 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.decoding.drafters import Drafter
-from stree_jax.decoding.filters import Filter
 from stree_jax.decoding.generate import generate
-from stree_jax.decoding.options import Plan, plan
+from stree_jax.decoding.options import OptionKeywords, Plan, plan
 from stree_jax.decoding.processors import LogitsProcessor, Processing, first_states
 from stree_jax.decoding.results import Generation
-from stree_jax.decoding.rows import Row, filters_of, processors_of
 from stree_jax.decoding.rule_rows import map_rows
 from stree_jax.decoding.sampling import filtered_logits, position_noise, token_log_probs
-from stree_jax.decoding.types import Context, Sampling
+from stree_jax.decoding.types import Context
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
@@ -35,11 +33,8 @@ def assert_lossless(
     topology: TreeTopology | None = None,
     verifier: str | Verifier | None = None,
     temperatures: Sequence[float] = (0.0, 1.0),
-    filters: tuple[Filter, ...] = (),
-    processors: Sequence[LogitsProcessor] = (),
     prompts: Sequence[Sequence[int]] | None = None,
-    max_new_tokens: int = 24,
-    key: jax.Array | None = None,
+    **options: Unpack[OptionKeywords],
 ) -> list[Generation]:
     """Asserts that drafts change nothing but the number of steps.
 
@@ -53,10 +48,9 @@ def assert_lossless(
         verifier: see `generate`. Rules that keep the target's distribution but not its tokens are
             refused above temperature 0.
         temperatures: temperatures to decode at.
-        filters, processors: see `generate`.
         prompts: token ids of each row; None: three ragged prompts.
-        max_new_tokens: new tokens of each row; enough for several steps, some without acceptance.
-        key: random key; None: `jax.random.key(0)`.
+        **options: other options of `generate`. Without them there are 24 new tokens, enough for
+            several steps, some without acceptance, and the key is `jax.random.key(0)`.
 
     Returns:
         The generation at each temperature, whose `stats` a test can check.
@@ -75,24 +69,19 @@ def assert_lossless(
     size = model.config.vocab_size
     prompts = [[t % size for t in row] for row in PROMPTS] if prompts is None else prompts
     found = []
+    common: dict[str, Any] = dict(max_new_tokens=24, key=jax.random.key(0)) | {**options}
+    drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
     for temperature in temperatures:
-        options: dict[str, Any] = dict(
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            filters=filters,
-            processors=processors,
-            key=jax.random.key(0) if key is None else key,
-        )
-        drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
-        request = plan(model, prompts, **options, **drafts)
+        request = plan(model, prompts, temperature=temperature, **common, **drafts)
         if not getattr(request.decoder.verifier, "follows_target", True):
             raise ValueError(
                 f"verifier {request.decoder.verifier.name!r} keeps the target's distribution, not"
                 f" its tokens, at temperature {temperature}; test it with assert_same_distribution,"
                 " or pass verifier='target_only'"
             )
-        want = generate(model, prompts, return_cache=True, **options)
-        got = generate(model, prompts, return_cache=True, **options, **drafts)
+        cached = dict(temperature=temperature, return_cache=True, **common)
+        want = generate(model, prompts, **cached)
+        got = generate(model, prompts, **cached, **drafts)
         assert_same_text(model, request, got, want)
         found.append(got)
     return found
@@ -191,17 +180,11 @@ def assert_same_distribution(
     *,
     topology: TreeTopology | None = None,
     verifier: str | Verifier | None = None,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    filters: tuple[Filter, ...] = (),
-    processors: Sequence[LogitsProcessor] = (),
     prompt: Sequence[int] = (1, 0, 2, 1, 0),
     num_tokens: int = 2,
     rows: int = 4096,
-    key: jax.Array | None = None,
     error_probability: float = 1e-6,
+    **options: Unpack[OptionKeywords],
 ) -> Generation:
     """Asserts that sampled texts have the model's own distribution.
 
@@ -216,14 +199,14 @@ def assert_same_distribution(
     Args:
         model: the target, with few tokens, such as `random_model(ModelConfig.tiny(vocab_size=6))`.
         drafter: the drafter; None: autoregressive decoding.
-        topology, verifier, temperature, top_k, top_p, min_p, filters, processors: see
-            `generate`.
+        topology, verifier: see `generate`.
         prompt: token ids that all rows continue.
         num_tokens: number of new tokens per row. A drafter without drafts in its first step, such
             as Medusa heads, needs one more.
         rows: number of samples; more give a smaller bound.
-        key: random key; None: `jax.random.key(0)`.
         error_probability: probability that an exact method fails.
+        **options: other options of `generate`, one value for all rows. Without them the temperature
+            is 1 and the key `jax.random.key(0)`.
 
     Returns:
         The generation, so that a test can assert that drafts were accepted.
@@ -240,29 +223,12 @@ def assert_same_distribution(
             " their distributions apart; use a model with fewer tokens, such as"
             " random_model(ModelConfig.tiny(vocab_size=6)), or more rows"
         )
-    out = generate(
-        model,
-        [list(prompt)] * rows,
-        max_new_tokens=num_tokens,
-        drafter=drafter,
-        topology=topology,
-        verifier=verifier,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        filters=filters,
-        processors=processors,
-        eos_token=(),
-        key=jax.random.key(0) if key is None else key,
-    )
+    common: dict[str, Any] = dict(temperature=1.0, key=jax.random.key(0)) | {**options}
+    common = dict(max_new_tokens=num_tokens, eos_token=(), **common)
+    drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
+    out = generate(model, [[*prompt]] * rows, **common, **drafts)
     prefixes = np.array([*itertools.product(range(size), repeat=num_tokens - 1)], np.int32)
-    row = Row(top_k=top_k, top_p=top_p, min_p=min_p, filters=filters, processors=tuple(processors))
-    sampling = Sampling(
-        jnp.full(len(prefixes), temperature, jnp.float32),
-        filters_of([row] * len(prefixes)),
-        processors_of([row] * len(prefixes)),
-    )
+    sampling = plan(model, [[*prompt]] * len(prefixes), **common).sampling
     prompts = np.tile(prompt, (len(prefixes), 1))
     logits = apply(model, np.hstack([prompts, prefixes]))
     logits = logits[:, len(prompt) - 1 :, :size]  # after the prompt, and after each new token
