@@ -12,7 +12,7 @@ import stree_jax as st
 from stree_jax.convert.reading import open_checkpoint
 from stree_jax.testing import PROMPTS, assert_lossless
 from tests.convert import checkpoints, numpy_nemotron_h
-from tests.decoding.texts import Told
+from tests.drafters import Told
 
 MOE = dict(
     block_type="moe",

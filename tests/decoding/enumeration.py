@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax import TreeTopology
+from stree_jax.decoding.types import DraftTree
+from stree_jax.decoding.verifiers import follow
 from stree_jax.decoding.verifiers.reject import try_children
 
 VOCAB = 4
@@ -66,8 +68,29 @@ def prefix_of(topology, tokens, node):
     return [tokens[n] for n in path]
 
 
-def tree_of(topology, batch):
-    return topology.tree(jnp.ones((batch, topology.num_nodes), bool))
+def draft_of(topology, tokens, log_probs=None, valid=None, **more):
+    """A draft of tokens `[B, N]` for a verifier."""
+    tokens = jnp.asarray(tokens, jnp.int32)
+    valid = jnp.ones(tokens.shape, bool) if valid is None else jnp.asarray(valid)
+    none = jnp.full(topology.num_nodes, -1, jnp.int32)
+    row = none if log_probs is None else jnp.arange(topology.num_nodes)
+    finite = jnp.ones(len(tokens), bool)
+    return DraftTree(tokens, topology.tree(valid), log_probs, row, finite, **more)
+
+
+def followed(models, topology, tokens):
+    """Distribution of the first tokens after following, by what the target samples at each node of
+    one draft; and how many drafts each pattern accepts."""
+    p, _ = tables(models, topology, tokens[None])
+    nodes = topology.num_nodes
+    chosen = np.array(list(itertools.product(range(VOCAB), repeat=nodes)), np.int32)
+    weights = np.prod(p[0, np.arange(nodes), chosen].astype(np.float64), axis=1)
+    every = np.broadcast_to(tokens, chosen.shape)
+    verdict = jax.tree.map(np.asarray, follow(draft_of(topology, every), jnp.asarray(chosen)))
+    np.testing.assert_array_equal(verdict.num_accepted, np.array(topology.depths)[verdict.last])
+    next_probs = np.eye(VOCAB)[verdict.next_token]
+    joint = first_tokens(models, topology, every, weights, verdict.last, next_probs)
+    return joint, verdict.num_accepted
 
 
 def tables(models, topology, tokens):

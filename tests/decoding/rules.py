@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import stree_jax as st
-from stree_jax.decoding.rows import Row, processors_of
 from stree_jax.testing import tiny_model
 from tests.decoding.texts import ROWS, decoded, planned
 
@@ -74,30 +73,29 @@ def chain_of(*, repetition, presence, frequency, bias, banned, start):
     )
 
 
-def ruling_of(index):
+def rules_of(index):
     """Rows have processors of the same kinds, of which one is strong; some rows have none.
 
     Half of the rows have end tokens, of which the first are ruled out in some.
     """
-    ends = [index % 37, 5] if index % 2 else [-1, -1]
-    if index % 8 == 7:
-        return Row(end_tokens=ends)
-    processors = chain_of(**_MILD | _STRONG[index % 8])
-    return Row(min_new_tokens=3 * (index % 5), end_tokens=ends, processors=processors)
-
-
-def ruled(request, rows):
-    """A request whose rows have different processors and end tokens, those of `ruling_of`."""
-    rules = [ruling_of(row) for row in rows]
-    processors = processors_of(rules, may_differ=True)
-    return request._replace(
-        sampling=dataclasses.replace(request.sampling, processors=processors),
-        limits=request.limits._replace(eos_tokens=jnp.array([rule.end_tokens for rule in rules])),
+    free = index % 8 == 7
+    return dict(
+        processors=() if free else chain_of(**_MILD | _STRONG[index % 8]),
+        min_new_tokens=0 if free else 3 * (index % 5),
+        eos_token=[int(index) % 37, 5] if index % 2 else (),
     )
+
+
+def ruled(model, rows=None, **options):
+    """A request of all or some of `ROWS` with the processors and end tokens of `rules_of`."""
+    rows = range(len(ROWS)) if rows is None else rows
+    rules = [rules_of(row) for row in rows]
+    own = {name: [each[name] for each in rules] for name in rules[0]}
+    return planned(model, [ROWS[row] for row in rows], **own, **options)
 
 
 @functools.cache
 def autoregressive(family="plain"):
-    """The texts of `ROWS` with the processors of `ruling_of`."""
+    """The texts of `ROWS` with the rules of `rules_of`."""
     model = tiny_model(family)
-    return decoded(model, ruled(planned(model, ROWS), range(len(ROWS))))
+    return decoded(model, ruled(model))

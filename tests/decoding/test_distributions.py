@@ -13,10 +13,10 @@ import stree_jax as st
 from stree_jax.decoding.nodes import MAX_UNROLLED
 from stree_jax.testing import assert_same_distribution, random_model
 from tests.helpers import heads_of
+from tests.methods import TREE
 
 SIX = st.ModelConfig.tiny(vocab_size=6, num_layers=1)
 THREE = st.ModelConfig.tiny(vocab_size=3, num_layers=1)
-TREE = st.TreeTopology.from_branching((2, 2))
 Model, Cascade = st.ModelDrafter, st.CascadeDrafter
 iid = functools.partial(Model, child_sampling="iid")
 unlike = functools.partial(Model, child_sampling="without_replacement")

@@ -1,23 +1,18 @@
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import stree_jax as st
 from stree_jax.decoding.nodes import MAX_UNROLLED
-from stree_jax.decoding.options import plan
-from stree_jax.decoding.types import Context, Sampling, Step
-from stree_jax.testing import perturbed, tiny_model
-from tests.helpers import apply, state_after
+from stree_jax.testing import apply, perturbed, tiny_model
+from tests.decoding.texts import proposed, steps
+from tests.methods import CHAIN, KEY, PROMPTS
 
-PROMPTS = [[5, 9, 2, 30], [3], [1, 2, 3, 4, 1, 2, 3, 4]]
-ZERO = Sampling(jnp.zeros(1), temperature_is_zero=True)
-
-
+NARROW = st.TreeTopology.from_branching((2, 1))
 # More levels than are unrolled: one path, with leaves and branches of several widths beside it.
 DEEP = st.TreeTopology.from_parents(
     [*range(-1, MAX_UNROLLED + 2), 0, 2, 2, 4, 14, 15, 6, 6, MAX_UNROLLED]
-)
+).level_order()
 
 
 @pytest.mark.unrolled
@@ -29,26 +24,12 @@ def test_drafts_come_from_the_draft_model_given_their_whole_path(topology, child
     """Over several steps, which include replay and the catch-up token."""
     target = tiny_model()
     draft_model = perturbed(target, 0.1)
-    greedy = children == "top_k"
-    request = plan(
-        target,
-        PROMPTS,
-        max_new_tokens=60,
-        drafter=(drafter := st.ModelDrafter(draft_model, child_sampling=children)),
-        topology=topology,
-        temperature=0.0 if greedy else 0.7,
-        key=jax.random.key(2),
-    )
-    topology, temperature = request.decoder.topology, float(request.sampling.temperature[0])
-    state = request.decoder.start(target, drafter, request.context, request.keys)
-    catch_up = set()
-    for _ in range(5):
-        before = jax.tree.map(np.asarray, state.context)
-        state, draft, _ = request.decoder.step(
-            target, drafter, state, request.limits, request.sampling
-        )
-        catch_up |= set(np.ravel(state.drafter.reader.has_catch_up).tolist())
-        draft = jax.tree.map(np.asarray, draft)
+    temperature = 0.0 if children == "top_k" else 0.7
+    options = dict(drafter=st.ModelDrafter(draft_model, child_sampling=children), topology=topology)
+    options |= dict(max_new_tokens=60, temperature=temperature, key=KEY)
+    ends = set()
+    for before, draft, verdict, _ in steps(target, count=5, **options):
+        ends |= {bool(topology.children[last]) for last in verdict.last}
         for row in range(len(PROMPTS)):
             read = before.tokens[row, : before.length[row]].tolist()
             for node, below in enumerate(topology.children):
@@ -59,7 +40,7 @@ def test_drafts_come_from_the_draft_model_given_their_whole_path(topology, child
                 padded = np.pad(sequence, ((0, 0), (0, 96 - sequence.shape[1])))
                 logits = np.asarray(apply(draft_model, padded)[0, sequence.shape[1] - 1])
                 drawn = draft.tokens[row, list(below)]
-                if greedy:
+                if not temperature:
                     assert drawn.tolist() == np.argsort(-logits)[: len(below)].tolist()
                     continue
                 want = jax.nn.log_softmax(logits / temperature)
@@ -67,26 +48,14 @@ def test_drafts_come_from_the_draft_model_given_their_whole_path(topology, child
                 np.testing.assert_allclose(got, want, atol=2e-4)
                 if children == "without_replacement":
                     assert len(set(drawn.tolist())) == len(below)
-    assert catch_up == {False, True}
+    assert ends == {False, True}  # paths that end in a leaf, which was not read, and others
 
 
 def test_children_that_cannot_be_drawn_do_not_exist():
     """Top-k 1 leaves one token; a second child without replacement is impossible."""
-    target = tiny_model()
-    drafter = st.ModelDrafter(target, child_sampling="without_replacement")
-    request = plan(
-        target,
-        PROMPTS,
-        drafter=drafter,
-        topology=st.TreeTopology.from_branching((2, 1)),
-        temperature=1.0,
-        top_k=1,
-        key=jax.random.key(0),
-    )
-    state = request.decoder.start(target, drafter, request.context, request.keys)
-    _, draft, verdict = request.decoder.step(
-        target, drafter, state, request.limits, request.sampling
-    )
+    drafter = st.ModelDrafter(tiny_model(), child_sampling="without_replacement")
+    options = dict(drafter=drafter, topology=NARROW, temperature=1.0, top_k=1, key=KEY)
+    ((_, draft, verdict, _),) = steps(tiny_model(), count=1, **options)
     assert draft.tree.valid.tolist() == [[True, True, False, True, False]] * 3
     assert verdict.num_accepted.tolist() == [2, 2, 2]  # draft and target agree on the one token
 
@@ -99,32 +68,10 @@ def test_programs_do_not_grow_with_the_depth_of_a_tree(kind):
 
     def operations(depth):
         drafter, topology = kind(tiny_model()), st.TreeTopology.beam(2, depth)
-        context = Context(jnp.zeros((1, 64), jnp.int32), jnp.ones(1, jnp.int32))
-
-        def propose(context):
-            state = state_after(drafter, context, topology, 64)
-            keys = jax.random.split(jax.random.key(0), 1)
-            return drafter.propose(state, Step(context, keys, None, ZERO), topology)[0]
-
-        return str(jax.make_jaxpr(propose)(context)).count(" = ")
+        program = jax.make_jaxpr(lambda drafter: proposed(drafter, topology, [1] * 64))(drafter)
+        return str(program).count(" = ")
 
     assert operations(40) == operations(MAX_UNROLLED + 1) < operations(MAX_UNROLLED)
-
-
-def lookup(row, topology, **options):
-    drafter = st.NgramDrafter(**options)
-    tokens = np.zeros((1, 20), np.int32)
-    tokens[0, : len(row)] = row
-    context = Context(jnp.asarray(tokens), jnp.array([len(row)], jnp.int32))
-    step = Step(context, jax.random.split(jax.random.key(0), 1), None, ZERO)
-    draft, _ = drafter.propose(None, step, topology)
-    return [
-        int(token) if valid else None
-        for token, valid in zip(draft.tokens[0], draft.tree.valid[0], strict=True)
-    ]
-
-
-CHAIN = st.TreeTopology.chain(3)
 
 
 @pytest.mark.parametrize(
@@ -142,27 +89,16 @@ CHAIN = st.TreeTopology.chain(3)
         # Matches below min_match do not count.
         ([3, 2, 7, 1, 2], CHAIN, {"min_match": 2}, [2, None, None, None]),
         # A tree takes different continuations, and continues each with what followed it.
-        (
-            [1, 2, 7, 5, 1, 2, 8, 6, 1, 2],
-            st.TreeTopology.from_branching((2, 1)),
-            {},
-            [2, 8, 7, 6, 5],
-        ),
+        ([1, 2, 7, 5, 1, 2, 8, 6, 1, 2], NARROW, {}, [2, 8, 7, 6, 5]),
         # A second child only where there is a second continuation.
-        ([1, 2, 7, 5, 1, 2], st.TreeTopology.from_branching((2, 1)), {}, [2, 7, None, 5, None]),
+        ([1, 2, 7, 5, 1, 2], NARROW, {}, [2, 7, None, 5, None]),
         # A repeated token continues itself: the match overlaps what it predicts.
         ([4, 4, 4], CHAIN, {}, [4, 4, 4, 4]),
     ],
 )
 def test_prompt_lookup(row, topology, options, want):
-    assert lookup(row, topology, **options) == want
-
-
-def test_prompt_lookup_ignores_what_is_past_the_end():
-    """The buffer beyond the last token holds tokens of rejected paths, which must not be read."""
-    drafter = st.NgramDrafter()
-    tokens = jnp.array([[1, 2, 3, 1, 2, 9, 1, 2, 9]], jnp.int32)
-    context = Context(tokens, jnp.array([5], jnp.int32))
-    step = Step(context, jax.random.split(jax.random.key(0), 1), None, ZERO)
-    draft, _ = drafter.propose(None, step, st.TreeTopology.chain(2))
-    assert draft.tokens[0].tolist() == [2, 3, 1]
+    """The buffer beyond the last token holds tokens of rejected paths, which are not read."""
+    past = [*row, *row, 9][: 20 - len(row)]
+    draft = proposed(st.NgramDrafter(**options), topology, [*row, *past], length=len(row))
+    drafted = zip(draft.tokens[0].tolist(), draft.tree.valid[0].tolist(), strict=True)
+    assert [token if valid else None for token, valid in drafted] == want

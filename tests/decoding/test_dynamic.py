@@ -10,10 +10,9 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding.sampling import position_noise
-from stree_jax.decoding.types import Context, Sampling, Step
-from stree_jax.testing import PROMPTS, apply, perturbed, random_model, tiny_model
-from tests.decoding.texts import HYBRID, steps, with_head
-from tests.helpers import state_after
+from stree_jax.testing import apply, perturbed, random_model, tiny_model
+from tests.decoding.texts import HYBRID, proposed, steps, with_head
+from tests.methods import PROMPTS
 
 SHALLOW = st.TreeTopology.budget(7, 3)
 VOCAB = 4
@@ -61,7 +60,7 @@ def test_the_kept_nodes_are_the_best_of_a_sorted_list():
         logits = apply(model, padded)[: len(paths), last, :37]  # the rest is padding
         return np.asarray(jax.nn.log_softmax(sharpness * logits), np.float64)
 
-    for before, draft, verdict in steps(target, drafter, SHALLOW, count=5):
+    for before, draft, verdict, _ in steps(target, drafter=drafter, topology=SHALLOW, count=5):
         for row in range(len(PROMPTS)):
             text = before.tokens[row, : before.length[row]].tolist()
             kept, read = dynamic_tree(
@@ -90,21 +89,12 @@ def test_the_kept_nodes_are_the_best_of_a_sorted_list():
 
 def tiny_vocabulary(temperature, num_nodes, depth, expand, sharpness):
     """A tree of a model of 4 tokens in one row, and the log-probability of every token."""
-    config = st.ModelConfig.tiny(vocab_size=VOCAB, num_layers=1, tie_embeddings=False)
-    model = random_model(config)
-    topology = st.TreeTopology.budget(num_nodes, depth)
-    text = [2, 1, 3]
-    context = Context(jnp.array([text], jnp.int32), jnp.array([3], jnp.int32))
-    sampling = Sampling(jnp.full(1, temperature or 1.0), temperature_is_zero=temperature == 0)
-    keys = jax.random.split(jax.random.key(3), 1)
+    model = random_model(st.ModelConfig.tiny(vocab_size=VOCAB, num_layers=1, tie_embeddings=False))
+    text, keys = [2, 1, 3], jax.random.split(jax.random.key(3), 1)
     noise = position_noise(keys, jnp.zeros(1, jnp.int32), depth, VOCAB) if temperature else None
-
-    @jax.jit
-    def propose(drafter):
-        state = state_after(drafter, context, topology, max_length=16)
-        return drafter.propose(state, Step(context, keys, noise, sampling), topology)[0]
-
-    draft = propose(st.DynamicDrafter(model, expand=expand, sharpness=sharpness))
+    drafter = st.DynamicDrafter(model, expand=expand, sharpness=sharpness)
+    topology = st.TreeTopology.budget(num_nodes, depth)
+    draft = proposed(drafter, topology, text, temperature=temperature, key=3, noise=noise)
 
     def next_log_probs(path):
         logits = apply(model, np.array([[*text, *path]], np.int32))[0, -1]
@@ -112,9 +102,8 @@ def tiny_vocabulary(temperature, num_nodes, depth, expand, sharpness):
             logits = logits / temperature + noise[0, len(path)]
         return np.asarray(jax.nn.log_softmax(sharpness * logits), np.float64)
 
-    return jax.tree.map(
-        lambda part: np.asarray(part[0]), draft._replace(log_prob_row=jnp.zeros(1))
-    ), next_log_probs
+    tokens, tree = jax.tree.map(lambda part: np.asarray(part[0]), (draft.tokens, draft.tree))
+    return paths_of(tokens, tree.parents, tree.valid), next_log_probs
 
 
 @pytest.mark.parametrize(
@@ -123,7 +112,7 @@ def tiny_vocabulary(temperature, num_nodes, depth, expand, sharpness):
 )
 def test_the_kept_nodes_are_the_best_of_all_paths(temperature, num_nodes, depth, sharpness):
     """`expand` is more than the tokens that exist, and more than the nodes of the tree."""
-    draft, next_log_probs = tiny_vocabulary(temperature, num_nodes, depth, 64, sharpness)
+    paths, next_log_probs = tiny_vocabulary(temperature, num_nodes, depth, 64, sharpness)
     scores = {(): 0.0}
     threshold = -np.inf
     for _ in range(depth):
@@ -134,7 +123,6 @@ def test_the_kept_nodes_are_the_best_of_all_paths(temperature, num_nodes, depth,
         # No path below this is among the best: enough are better already.
         threshold = sorted(scores.values())[-num_nodes:][0]
     best = sorted(scores, key=lambda path: -scores[path])[:num_nodes]
-    paths = paths_of(draft.tokens, draft.tree.parents, draft.tree.valid)
     assert len(paths) == num_nodes
     assert set(paths) == set(best)
     assert all(scores[path] <= scores[path[:-1]] for path in paths if path)
@@ -144,8 +132,8 @@ def test_the_kept_nodes_are_the_best_of_all_paths(temperature, num_nodes, depth,
 def test_ties_are_a_tree():
     """All logits are equal: of equal scores the node that comes first stays."""
     model = tiny_model(HYBRID)
-    flat = with_head(0.0, model)
-    for _, draft, _ in steps(model, st.DynamicDrafter(flat, expand=4), SHALLOW, count=1):
+    drafter = st.DynamicDrafter(with_head(0.0, model), expand=4)
+    for _, draft, _, _ in steps(model, drafter=drafter, topology=SHALLOW, count=1):
         for row in range(len(PROMPTS)):
             assert draft.tree.parents[row].tolist() == [-1, 0, 0, 0, 0, 1, 1]
             assert draft.tokens[row, 1:].tolist() == [0, 1, 2, 3, 0, 1]

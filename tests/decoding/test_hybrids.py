@@ -10,8 +10,9 @@ from flax import nnx
 
 import stree_jax as st
 from stree_jax.decoding.prefill import prefill
-from stree_jax.testing import HYBRIDS, PROMPTS, assert_lossless, random_model, tiny_model
+from stree_jax.testing import HYBRIDS, assert_lossless, random_model, tiny_model
 from stree_jax.training.objective import next_token_loss
+from tests.methods import CHAIN, PROMPTS, TREE
 
 # Their layers are those of others.
 OF_OTHERS = ("bamba", "mamba_in_llama", "granite_moe")
@@ -43,7 +44,7 @@ def test_a_long_prompt():
     prompts = [rng.integers(37, size=8000).tolist(), [4, 2]]
     (tree,) = assert_lossless(
         *(model, st.ModelDrafter(model)),
-        topology=st.TreeTopology.from_branching((2, 2)),
+        topology=TREE,
         temperatures=(0.0,),
         prompts=prompts,
         max_new_tokens=8,
@@ -64,11 +65,12 @@ def test_pieces_of_a_prompt_are_the_prompt():
 
 def test_bfloat16():
     """Not token for token; yet the model agrees with itself."""
-    model = tiny_model("mamba2attn hybrid", dtype="bfloat16")
-    options = dict(drafter=st.ModelDrafter(model), topology=st.TreeTopology.chain(3))
-    out = st.generate(model, PROMPTS, max_new_tokens=16, **options)
-    assert out.lengths.tolist() == [16] * len(PROMPTS)
-    assert out.stats.tau > 2
+    for family in ("plain", "mamba2attn hybrid"):
+        model = tiny_model(family, dtype="bfloat16")
+        options = dict(drafter=st.ModelDrafter(model), topology=CHAIN)
+        out = st.generate(model, PROMPTS, max_new_tokens=16, **options)
+        assert out.lengths.tolist() == [16] * len(PROMPTS)
+        assert out.stats.tau > 2
 
 
 def test_the_models_length_is_a_limit_that_max_length_lifts():

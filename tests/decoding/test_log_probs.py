@@ -3,17 +3,15 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.testing import PROMPTS, perturbed, tiny_model
+from stree_jax.testing import perturbed, tiny_model
 from tests import oracle
-from tests.helpers import with_weight
+from tests.decoding.texts import broken_at
+from tests.methods import KEY, PROMPTS, TREE, drafts
 
-TREE = st.TreeTopology.from_branching((2, 2))
-KEY = jax.random.key(3)
 NEW_TOKENS = 10
 
 
@@ -46,34 +44,27 @@ def check(family, prompt, tokens, log_probs):
     )
 
 
-def drafters(target):
-    draft = perturbed(target, 0.1)
-    return {
-        "none": {},
-        "tree": dict(drafter=st.ModelDrafter(draft), topology=TREE),
-        "dynamic": dict(
-            drafter=st.DynamicDrafter(draft, expand=2), topology=st.TreeTopology.budget(7, 3)
-        ),
-        "lookup": dict(drafter=st.NgramDrafter(), topology=st.TreeTopology.chain(4)),
-        "traversal": dict(
-            drafter=st.ModelDrafter(draft, child_sampling="without_replacement"), topology=TREE
-        ),
-    }
+def options_of(target, name):
+    if name == "traversal":
+        drafter = st.ModelDrafter(perturbed(target, 0.1), child_sampling="without_replacement")
+        return dict(drafter=drafter, topology=TREE)
+    return drafts(target, name) if name else {}
 
 
 @pytest.mark.parametrize(
-    ("family", "drafts", "temperature"),
+    ("family", "name", "temperature"),
     [
-        ("plain", "none", 0.0),
+        ("plain", None, 0.0),
         ("plain", "dynamic", 0.0),
         ("plain", "lookup", 0.0),
         ("plain", "traversal", 1.3),
-        ("mamba2attn hybrid", "tree", 0.8),
+        ("mamba2attn hybrid", "branching", 0.8),
     ],
 )
-def test_log_probs_are_the_models_own(family, drafts, temperature):
+def test_log_probs_are_the_models_own(family, name, temperature):
     """Unfiltered and at temperature 1, whatever the text was drawn with."""
     target = tiny_model(family)
+    options = options_of(target, name)
     out = st.generate(
         target,
         PROMPTS,
@@ -84,11 +75,11 @@ def test_log_probs_are_the_models_own(family, drafts, temperature):
         eos_token=[1, 2],
         log_probs=True,
         top_log_probs=3,
-        **drafters(target)[drafts],
+        **options,
     )
     assert out.log_probs.dtype == out.top_log_probs.dtype == np.float32
     assert out.top_log_probs.shape == out.top_tokens.shape == (3, NEW_TOKENS, 3)
-    if drafts != "none":
+    if options:
         assert out.stats.num_accepted > 0
     for row, (prompt, count) in enumerate(zip(PROMPTS, out.lengths, strict=True)):
         new = out.tokens[row, :count].tolist()
@@ -110,8 +101,7 @@ def test_log_probs_of_the_sampled_distribution():
     target = tiny_model()
     options = dict(max_new_tokens=NEW_TOKENS, temperature=0.7, top_k=5, key=KEY)
     plain = st.generate(target, PROMPTS, **options, log_probs="sampled")
-    drafts = drafters(target)["tree"]
-    trees = st.generate(target, PROMPTS, **options, log_probs="sampled", **drafts)
+    trees = st.generate(target, PROMPTS, **options, log_probs="sampled", **drafts(target))
     np.testing.assert_array_equal(plain.tokens, trees.tokens)
     np.testing.assert_allclose(plain.log_probs, trees.log_probs, atol=1e-4)
     assert trees.top_tokens is None
@@ -138,7 +128,7 @@ def test_a_scheduler_records_for_those_who_ask():
         dict(temperature=1.0),
         dict(log_probs=True, top_log_probs=6),
     ]
-    scheduler = st.Scheduler(model, rows=2, max_length=60, quantum=2, **drafters(model)["tree"])
+    scheduler = st.Scheduler(model, rows=2, max_length=60, quantum=2, **drafts(model))
     for i, (way, key) in enumerate(zip(ways, keys, strict=True)):
         request = st.Request(PROMPTS[i % 3], max_new_tokens=6 + i, key=key, eos_token=1, **way)
         scheduler.submit(request)
@@ -163,41 +153,19 @@ def test_a_scheduler_records_for_those_who_ask():
 
 
 def test_why_rows_end():
-    model = tiny_model()
-    free = st.generate(model, PROMPTS, max_new_tokens=NEW_TOKENS)
+    """Where end tokens are is in test_lossless.py."""
+    model, common = tiny_model(), dict(max_new_tokens=NEW_TOKENS)
+    free = st.generate(model, PROMPTS, **common)
     assert free.finish_reasons == ["length"] * 3
     end = int(free.tokens[0, 4])
-    first = [
-        next((i + 1 for i, token in enumerate(row) if token == end), 99) for row in free.tokens
-    ]
-    for drafts in ({}, drafters(model)["tree"]):
-        out = st.generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, eos_token=end, **drafts)
-        assert out.finish_reasons == ["end_token" if at <= NEW_TOKENS else "length" for at in first]
-        assert "end_token" in out.finish_reasons
-    # The end token is the last that fits.
-    out = st.generate(model, PROMPTS, max_new_tokens=first[0], eos_token=end)
-    assert out.finish_reasons[0] == "end_token"
-    broken = with_weight(model, "embedding", lambda rows: rows.at[35].set(jnp.nan))
+    first = [[*row, end].index(end) + 1 for row in free.tokens.tolist()]
+    for options in ({}, drafts(model), dict(max_new_tokens=first[0])):  # the last token that fits
+        out = st.generate(model, PROMPTS, **common | dict(eos_token=end) | options)
+        most = options.get("max_new_tokens", NEW_TOKENS)
+        assert out.finish_reasons == ["end_token" if at <= most else "length" for at in first]
+        assert out.finish_reasons[0] == "end_token"
     with pytest.raises(st.NonFiniteLogitsError) as error:
-        st.generate(broken, [[1, 2], [3, 35], [4]], max_new_tokens=4, log_probs=True)
+        st.generate(broken_at(35, model=tiny_model()), [[1, 2], [3, 35], [4]], log_probs=True)
     out = error.value.generation
     assert out.finish_reasons[1] == "failed"
     assert np.isnan(out.log_probs[1]).all()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(log_probs="raw"), "log_probs must be False, True or 'sampled', got 'raw'"),
-        (dict(top_log_probs=-1), "top_log_probs must be an integer, at least 0; got -1"),
-        (dict(top_log_probs=38), "top_log_probs must be an integer, from 0 to 37; got 38"),
-    ],
-)
-def test_what_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        st.generate(tiny_model(), PROMPTS, **options)
-
-
-def test_streams_have_tokens_alone():
-    with pytest.raises(ValueError, match="log_probs = True.*: stream yields tokens alone; use gen"):
-        st.stream(tiny_model(), PROMPTS, log_probs=True)

@@ -1,17 +1,14 @@
 """Exactness as one table: text and cache of every family and method are those of autoregressive
 decoding, at every temperature, and with filters.
 
-A cell is a family of models, a method and "zero" or "mixed": temperature 0, where programs have no
-noise, or a batch of all ways of sampling, temperature 0 among them. Autoregressive texts are
-computed once for each family. Cells of a family stand together, since a process that runs them
-shares its programs.
+A cell is a family of models, a method and "zero", "mixed" or "ruled": temperature 0, where programs
+have no noise; a batch of all ways of sampling, temperature 0 among them; or that batch with logits
+processors and end tokens of each row. Autoregressive texts are computed once for each family. Cells
+of a family stand together, since a process that runs them shares its programs.
 """
 
-import dataclasses
-import functools
 import importlib
 import itertools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +16,6 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.nodes import MAX_UNROLLED
 from stree_jax.decoding.options import plan
 from stree_jax.layer_config import AttentionConfig
 from stree_jax.testing import (
@@ -33,57 +29,20 @@ from stree_jax.testing import (
     random_model,
     tiny_model,
 )
+from tests.decoding import rules
 from tests.decoding.texts import (
     NEW_TOKENS,
     ROWS,
-    Told,
     autoregressive,
     decoded,
     greedy,
     planned,
     rows_of,
+    steps,
 )
-from tests.helpers import forget_many_programs, heads_of, mtp_head_of
-
-Topology = st.TreeTopology
-BRANCHING = Topology.from_branching((2, 2))
-DEEP = Topology.beam(2, MAX_UNROLLED + 2)
-# Not in level order; its first children are a chain longer than the convolutions.
-RAGGED = Topology.from_parents([-1, 0, 1, 2, 0, 4, 2, 6, 3])
-
-
-@dataclasses.dataclass(frozen=True)
-class Method:
-    """A way to draft.
-
-    Attributes:
-        make: a drafter, from a draft model or from the target.
-        topology: None is the drafter's own.
-        drafts: the draft models: the target itself, one that often agrees, one that does not know
-            it. They share a program.
-        follows: with the target as its own draft, first children are always right.
-    """
-
-    make: Callable
-    topology: st.TreeTopology | None = None
-    drafts: tuple[str, ...] = ("itself", "alike", "unrelated")
-    follows: bool = False
-
-
-def static(topology):
-    return Method(st.ModelDrafter, topology, follows=True)
-
-
-def by_turns(target):
-    return st.InterleavedDrafter(perturbed(target, 0.05), perturbed(target, 0.15, 1), "sqqsss")
-
-
-def cascade(inner, **options):
-    return lambda target: st.CascadeDrafter(perturbed(target, 0.05), inner(target), **options)
-
-
-def small(target):
-    return st.ModelDrafter(perturbed(target, 0.15, seed=1))
+from tests.drafters import Told
+from tests.helpers import forget_many_programs
+from tests.methods import DEEP, KEY, METHODS, RAGGED, Topology, drafts, of_target
 
 
 def told(target):
@@ -93,72 +52,7 @@ def told(target):
     return Told([row.prompt for row in ROWS], texts, target.config.vocab_size)
 
 
-def of_target(make, topology=None):
-    return Method(make, topology, drafts=("itself",))
-
-
-def mtp(make=st.ModelDrafter, **options):
-    return lambda target: make(st.MtpModel(target, mtp_head_of(target, latent=8)), **options)
-
-
-METHODS = {
-    "chain of 1": static(Topology.chain(1)),
-    "chain of 6": static(Topology.chain(6)),  # longer than the convolution
-    "complete": static(Topology.complete(2, 3)),
-    "branching": static(BRANCHING),
-    "one wide level": static(Topology.from_branching((7,))),
-    "ragged": static(RAGGED),
-    "paper A": static(Topology.paper("A")),
-    "paper D": static(Topology.paper("D")),
-    **{f"paper {name}": static(Topology.paper(name)) for name in "BCE"},
-    "deep": static(DEEP),
-    "deep beam": Method(st.BeamDrafter, DEEP, drafts=("itself", "alike")),
-    "deep dynamic": Method(
-        functools.partial(st.DynamicDrafter, expand=2), DEEP, drafts=("itself", "alike")
-    ),
-    "beam": Method(st.BeamDrafter, Topology.beam(3, 3)),
-    "dynamic": Method(functools.partial(st.DynamicDrafter, expand=4), Topology.budget(9, 4)),
-    "budget of 2": of_target(st.DynamicDrafter, Topology.budget(2, 1)),
-    "budget of 3": of_target(st.DynamicDrafter, Topology.budget(3, 2)),
-    "root alone": of_target(st.ModelDrafter, Topology.chain(0)),
-    "best tokens": Method(
-        functools.partial(st.ModelDrafter, child_sampling="top_k"), BRANCHING, drafts=("alike",)
-    ),
-    "another family": of_target(
-        lambda target: st.ModelDrafter(tiny_model("nemotron_h hybrid")), BRANCHING
-    ),
-    "another shape": of_target(lambda target: st.ModelDrafter(tiny_model("branch")), BRANCHING),
-    # 40 rows of the embedding for the same 37 tokens.
-    "a padded vocabulary": of_target(
-        lambda target: st.ModelDrafter(tiny_model("groups")), BRANCHING
-    ),
-    "lookup": of_target(lambda target: st.NgramDrafter(), Topology.chain(6)),
-    "lookup tree": of_target(lambda target: st.NgramDrafter(), Topology.from_branching((2, 2, 1))),
-    "heads": of_target(
-        lambda target: st.MedusaDrafter(target, heads_of(target)),
-        Topology.from_parents([-1, 0, 0, 1, 1, 2, 2, 3]),
-    ),
-    "best of heads": of_target(
-        lambda target: st.MedusaDrafter(target, heads_of(target), child_sampling="top_k"),
-        BRANCHING,
-    ),
-    "mtp head": of_target(mtp(), BRANCHING),
-    "mtp head, deep": of_target(mtp(), DEEP),
-    "mtp head, beam": of_target(mtp(st.BeamDrafter), Topology.beam(2, 2)),
-    "mtp head, dynamic": of_target(mtp(st.DynamicDrafter, expand=3), Topology.budget(6, 3)),
-    "mtp head, chain": of_target(mtp(), Topology.chain(6)),
-    "mtp head, ragged": of_target(mtp(), RAGGED),
-    "mtp head, wide": of_target(mtp(), Topology.from_branching((7,))),
-    "mtp head, paper A": of_target(mtp(), Topology.paper("A")),
-    "told": of_target(told, RAGGED),
-    "turns": of_target(by_turns),
-    "cascade of lookup": of_target(cascade(lambda target: st.NgramDrafter(), rounds=3)),
-    "cascade": of_target(cascade(small, rounds=2)),
-    "cascade of trees": of_target(
-        cascade(small, rounds=2, inner_topology=Topology.from_parents([-1, 0, 0, 1]))
-    ),
-}
-
+METHODS = METHODS | {"told": of_target(told, RAGGED)}
 PURE = ("groups", "mamba_in_llama", "repeated_first", "branch")
 OF_HEADS = tuple(f"mtp head, {tree}" for tree in ("chain", "ragged", "wide", "paper A"))
 ELSEWHERE = ("best of heads", "mtp head", *OF_HEADS, "told")
@@ -182,6 +76,7 @@ TABLE = [
     ("falcon_h1 hybrid", "mtp head", "mixed"),
     ("nemotron_h hybrid", "mtp head", "mixed"),  # the family whose checkpoints have such heads
     ("nemotron_h hybrid", "mtp head, dynamic", "zero"),
+    ("plain", "ragged", "ruled"),
 ]
 # More of the same, run by `make test-slow`. Of "mamba2attn hybrid | dynamic | mixed", the cell of
 # temperature 0 proves the family with the method, and that of "plain" the ways of sampling.
@@ -200,6 +95,11 @@ SLOW = [
     *(("nemotron_h hybrid", method, "mixed") for method in OF_HEADS),
     *(("nemotron_h hybrid", f"mtp head, {tree}", "mixed") for tree in ("deep", "beam", "dynamic")),
     *((f"{family} hybrid", "paper A", "zero") for family in HYBRIDS),
+    # All trees but "ragged" have a shape that the loop has to find out.
+    *(("plain", method, "ruled") for method in ("deep", "beam", "dynamic", "lookup tree", "heads")),
+    *(("plain", method, "ruled") for method in ("mtp head, ragged", "turns", "cascade")),
+    *((f"{family} hybrid", "ragged", "ruled") for family in ("mamba2attn", "falcon_h1")),
+    ("nemotron_h hybrid", "dynamic", "ruled"),
 ]
 
 
@@ -236,7 +136,10 @@ def test_text_and_cache_are_those_of_autoregressive_decoding(family, name, tempe
     taus = []
     for draft in method.drafts:
         options = dict(drafter=method.make(models[draft]()), topology=method.topology)
-        if temperature == "mixed":
+        if temperature == "ruled":
+            request, want = rules.ruled(target, **options), rules.autoregressive(family)
+            out = decoded(target, request)
+        elif temperature == "mixed":
             request, want = planned(target, ROWS, **options), autoregressive(family)
             out = decoded(target, request)
         else:
@@ -257,22 +160,24 @@ def test_text_and_cache_are_those_of_autoregressive_decoding(family, name, tempe
             assert out.stats.num_drafted == most
         else:  # filters may leave fewer tokens than children
             assert out.stats.num_drafted <= most
-    if method.follows:
-        steps = -(-NEW_TOKENS // (full_depth(request.decoder.topology) + 1))
-        assert taus[0] == NEW_TOKENS / steps
+    if method.follows and temperature != "ruled":  # where rows end early
+        calls = -(-NEW_TOKENS // (full_depth(request.decoder.topology) + 1))
+        assert taus[0] == NEW_TOKENS / calls
     if len(taus) > 1:
         assert taus == sorted(taus, reverse=True)
         assert taus[1] > 1.3
         assert taus[0] > taus[-1] or len(taus) == 2
 
 
-@pytest.mark.parametrize("name", ["paper A", "dynamic"])
+@pytest.mark.parametrize("name", ["paper A", "dynamic", "ruled"])
 def test_a_row_does_not_depend_on_its_place_in_the_batch(name):
-    target, method = tiny_model(), METHODS[name]
-    options = dict(drafter=method.make(perturbed(target, 0.1)), topology=method.topology)
-    order = np.random.default_rng(0).permutation(len(ROWS))
+    target, order = tiny_model(), np.random.default_rng(0).permutation(len(ROWS))
+    if name == "ruled":
+        out = decoded(target, rules.ruled(target, order, **drafts(target, "ragged")))
+        np.testing.assert_array_equal(out.tokens, rules.autoregressive().tokens[order])
+        return
     out, other = (
-        decoded(target, planned(target, rows, **options))
+        decoded(target, planned(target, rows, **drafts(target, name)))
         for rows in (ROWS, [ROWS[i] for i in order])
     )
     np.testing.assert_array_equal(other.tokens, autoregressive().tokens[order])
@@ -292,18 +197,16 @@ def test_a_row_does_not_depend_on_its_batch(index, drafting):
         temperature=row.temperature,
         top_k=row.top_k,
         top_p=row.top_p,
-        key=jax.random.key(row.seed)[None],
-        drafter=st.ModelDrafter(perturbed(target, 0.1)) if drafting else None,
-        topology=BRANCHING if drafting else None,
+        key=jax.random.key(row.key)[None],
+        **drafts(target) if drafting else {},
     )
     np.testing.assert_array_equal(out.tokens[0, :NEW_TOKENS], autoregressive().tokens[index])
 
 
 def test_a_single_key_is_folded_with_the_index_of_the_row():
-    key = jax.random.key(3)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(PROMPTS)))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(KEY, jnp.arange(len(PROMPTS)))
     common = dict(max_new_tokens=6, temperature=1.0)
-    want = st.generate(tiny_model(), PROMPTS, key=key, **common)
+    want = st.generate(tiny_model(), PROMPTS, key=KEY, **common)
     for own in (keys, jax.random.key_data(keys)):
         out = st.generate(tiny_model(), PROMPTS, key=own, **common)
         np.testing.assert_array_equal(out.tokens, want.tokens)
@@ -347,10 +250,9 @@ def test_the_cache_has_read_all_but_the_last_token():
 
 def test_accepted_lengths_cover_the_conv_window():
     """0, 1, 2, 3 = K - 1 and more than K - 1 accepted drafts all occur."""
-    model, topology = tiny_model(), METHODS["chain of 6"].topology
-    exactly = np.zeros(topology.depth + 1)
+    model, exactly = tiny_model(), np.zeros(7)
     for amount in (0.01, 0.03, 0.1):  # of noise in the draft's weights
-        options = dict(drafter=st.ModelDrafter(perturbed(model, amount)), topology=topology)
+        options = drafts(model, "chain of 6", amount)
         out = st.generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, return_cache=True, **options)
         assert_same_text(model, plan(model, PROMPTS, **options), out, greedy())
         at_least = np.append(out.stats.num_target_calls, out.stats.accepted_per_depth)
@@ -362,23 +264,16 @@ def test_accepted_lengths_cover_the_conv_window():
 def test_no_drafts_after_a_step_that_accepted_several():
     """The text repeats, then stops. Other implementations left a stale state in this case."""
     # With tied embeddings a random model repeats itself, for a while.
-    model, topology = tiny_model("mamba_in_llama"), Topology.chain(4)
-    drafter = st.NgramDrafter()
+    model, lookup = tiny_model("mamba_in_llama"), st.NgramDrafter()
     prompts = np.random.default_rng(0).integers(37, size=(24, 5)).tolist()
-    request = plan(model, prompts, max_new_tokens=NEW_TOKENS, drafter=drafter, topology=topology)
-    state = request.decoder.start(model, drafter, request.context, request.keys)
-    steps = []
-    while not state.done.all():
-        drafted_before, done = state.statistics.drafted, np.asarray(state.done)
-        drafted_before = np.asarray(drafted_before)
-        state, _, verdict = request.decoder.step(
-            model, drafter, state, request.limits, request.sampling
-        )
-        drafted = np.asarray(state.statistics.drafted) - drafted_before
-        steps.append((np.asarray(verdict.num_accepted), drafted, ~done))
+    found = []
+    options = dict(prompts=prompts, drafter=lookup, topology=Topology.chain(4))
+    for before, _, verdict, state in steps(model, **options):
+        drafted = np.asarray(state.statistics.drafted) - before.drafted
+        found.append((verdict.num_accepted, drafted, ~before.done))
     assert any(
         ((accepted >= 2) & (drafted == 0) & running).any()
-        for (accepted, _, _), (_, drafted, running) in itertools.pairwise(steps)
+        for (accepted, _, _), (_, drafted, running) in itertools.pairwise(found)
     )
     tokens = np.asarray(state.context.tokens)[:, 5 : 5 + NEW_TOKENS]
     want = st.generate(model, prompts, max_new_tokens=NEW_TOKENS).tokens
@@ -418,13 +313,8 @@ def test_end_of_sequence_inside_an_accepted_path(family, name):
 @pytest.mark.parametrize("limit", [1, 2, 9])
 def test_the_limit_inside_an_accepted_path(limit):
     """`limit` is not part of the program: nothing compiles for it."""
-    out = st.generate(
-        tiny_model(),
-        PROMPTS,
-        max_new_tokens=limit,
-        drafter=st.ModelDrafter(tiny_model()),
-        topology=METHODS["chain of 6"].topology,
-    )
+    options = dict(drafter=st.ModelDrafter(tiny_model()), topology=METHODS["chain of 6"].topology)
+    out = st.generate(tiny_model(), PROMPTS, max_new_tokens=limit, **options)
     assert out.tokens.tolist() == greedy().tokens[:, :limit].tolist()
     assert out.stats.num_tokens == limit * len(PROMPTS)
     assert out.stats.num_target_calls == -(-limit // 7) * len(PROMPTS)

@@ -1,4 +1,4 @@
-"""`Options`, and filters of one's own."""
+"""`Options`, filters of one's own, and rows with options of their own."""
 
 import dataclasses
 
@@ -13,13 +13,10 @@ from stree_jax.testing import (
     PROMPTS,
     assert_lossless,
     assert_same_distribution,
-    perturbed,
     random_model,
     tiny_model,
 )
-
-KEY = jax.random.key(3)
-TREE = st.TreeTopology.from_branching((2, 1))
+from tests.methods import KEY, SAMPLED, TREE, drafts
 
 
 @jax.tree_util.register_dataclass
@@ -43,66 +40,32 @@ def test_the_keywords_are_the_options():
 
 
 def test_options_are_keywords():
-    options = st.Options(max_new_tokens=5, temperature=0.8, top_k=8, key=KEY)
-    want = st.generate(
-        tiny_model(), PROMPTS, max_new_tokens=5, temperature=0.8, top_k=8, key=KEY
-    ).tokens
+    given = dict(max_new_tokens=5, temperature=0.8, top_k=8, key=KEY)
+    options = st.Options(**given)
+    want = st.generate(tiny_model(), PROMPTS, **given).tokens
     np.testing.assert_array_equal(st.generate(tiny_model(), PROMPTS, **options).tokens, want)
-    assert st.Request([1], **options) == st.Request(
-        [1], max_new_tokens=5, temperature=0.8, top_k=8, key=KEY
-    )
+    assert st.Request([1], **options) == st.Request([1], **given)
     pieces = [*st.stream(tiny_model(), PROMPTS, **options)]
     np.testing.assert_array_equal(np.concatenate(pieces, axis=1), want)
-
-
-@pytest.mark.parametrize("function", [st.generate, st.stream, plan])
-def test_an_unknown_keyword_is_named(function):
-    with pytest.raises(TypeError, match=rf"{function.__name__}\(\) got an unexpected .* 'heat'"):
-        function(tiny_model(), PROMPTS, heat=1.0)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(max_new_tokens=0), "max_new_tokens must be an integer, at least 1; got 0"),
-        (dict(temperature=-1.0), "temperature must be a number from 0 on, got -1.0"),
-        (dict(top_k=-1), "top_k must be an integer, at least 0; got -1"),
-        (dict(top_p=0.0), r"top_p must be in \(0, 1\], got 0.0"),
-        (dict(filters=(st.TopK,)), "other objects with the method of"),
-        (dict(filters=(lambda logits: logits,)), "must be a pytree of numbers"),
-        (dict(eos_token=-1), "eos_token must be an integer, at least 0; got -1"),
-        (dict(max_length=0), "max_length must be an integer, at least 1; got 0"),
-        (dict(key=jnp.zeros(7)), "key must be a random key"),
-    ],
-)
-def test_what_is_refused(options, message):
-    for make in (st.Options, lambda **given: st.Request([1], **given)):
-        with pytest.raises(ValueError, match=message):
-            make(**options)
-
-
-def test_filters_are_checked_when_made():
-    with pytest.raises(ValueError, match="top_k must be an integer, at least 0; got -1"):
-        st.TopK(-1)
-    with pytest.raises(ValueError, match=r"top_p must be in \(0, 1\], got 1.5"):
-        st.TopP(1.5)
+    for function in (st.generate, st.stream, plan):
+        unknown = rf"{function.__name__}\(\) got an unexpected .* 'heat'"
+        with pytest.raises(TypeError, match=unknown):
+            function(tiny_model(), PROMPTS, heat=1.0)
 
 
 def test_top_k_and_top_p_are_filters():
-    common = dict(max_new_tokens=16, temperature=1.0, key=KEY)
-    want = st.generate(tiny_model(), PROMPTS, top_k=8, top_p=0.9, **common).tokens
-    got = st.generate(tiny_model(), PROMPTS, filters=(st.TopK(8), st.TopP(0.9)), **common).tokens
+    want = st.generate(tiny_model(), PROMPTS, top_k=8, top_p=0.9, **SAMPLED).tokens
+    filters = (st.TopK(8), st.TopP(0.9))
+    got = st.generate(tiny_model(), PROMPTS, filters=filters, **SAMPLED).tokens
     np.testing.assert_array_equal(got, want)
 
 
 def test_a_filter_of_ones_own_with_shared_noise():
-    drafter = st.ModelDrafter(perturbed(tiny_model(), 0.1))
     filters = (AtLeast(0.5), st.TopK(5))
-    (out,) = assert_lossless(
-        tiny_model(), drafter, topology=TREE, temperatures=(1.0,), filters=filters
-    )
+    options = dict(temperatures=(1.0,), filters=filters, key=KEY)
+    (out,) = assert_lossless(tiny_model(), **drafts(tiny_model()), **options)
     assert out.stats.num_accepted > 0
-    free = st.generate(tiny_model(), PROMPTS, max_new_tokens=24, temperature=1.0, key=KEY)
+    free = st.generate(tiny_model(), PROMPTS, max_new_tokens=24, **SAMPLED)
     assert not np.array_equal(out.tokens, free.tokens)
 
 
@@ -115,31 +78,70 @@ def test_a_filter_of_ones_own_with_sampled_children():
     assert out.stats.num_accepted > 0
 
 
-@pytest.mark.slow  # test_rows.py has filters among its requests
-def test_a_scheduler_mixes_filters():
-    ways = [{}, dict(filters=(AtLeast(0.5),)), dict(top_k=3, filters=(AtLeast(2.0),)),
-            dict(top_p=0.7), dict(temperature=0.0, filters=(AtLeast(0.1),))]  # fmt: skip
-    requests = [
-        st.Request(PROMPTS[i % 3], **dict(max_new_tokens=12, temperature=1.0, key=key) | way)
-        for i, (way, key) in enumerate(zip(ways, jax.random.split(KEY, len(ways)), strict=True))
-    ]
-    scheduler = st.Scheduler(tiny_model(), rows=2, max_length=40)
-    for request in requests:
-        scheduler.submit(request)
-    other = st.Request(
-        [1], max_new_tokens=3, temperature=1.0, key=KEY, filters=(AtLeast(1.0), st.TopK(2))
+ROWS = [
+    dict(temperature=0.0, max_new_tokens=7, key=1),
+    dict(temperature=0.7, top_k=5, key=2, filters=(AtLeast(0.5),)),
+    dict(temperature=1.0, min_p=0.1, key=3, filters=(AtLeast(2.0),)),
+    dict(temperature=1.3, key=4, stop=[[7], [3, 1]], eos_token=(), max_new_tokens=20),
+    dict(temperature=1.0, key=5, eos_token=[1, 2, 9], min_new_tokens=4),
+    dict(temperature=0.0, key=2**32 - 1, eos_token=11, processors=[st.BannedTokens([4, 5])]),
+    dict(temperature=1.0, top_p=0.8, key=3, processors=[st.BannedTokens([6, 7])]),
+]
+TEXTS = [PROMPTS[i % 3] for i in range(len(ROWS))]
+DEFAULTS = {**st.Options(max_new_tokens=12)}
+
+
+@pytest.mark.parametrize("drafting", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_each_row_has_its_own(drafting):
+    """Lists of values give what a request with these values gives."""
+    model, options = tiny_model(), drafts(tiny_model())
+    names = {name for row in ROWS for name in row}
+    lists = {name: [row.get(name, DEFAULTS[name]) for row in ROWS] for name in names}
+    out = st.generate(model, TEXTS, log_probs=True, **lists, **options if drafting else {})
+    assert out.tokens.shape == (len(ROWS), 20)
+    scheduler = st.Scheduler(model, rows=3, max_length=40, **options)
+    for text, row in zip(TEXTS, ROWS, strict=True):
+        scheduler.submit(st.Request(text, **{**DEFAULTS, **row}))
+    for refused, message in (
+        (
+            dict(filters=(AtLeast(1.0), st.TopK(2)), max_new_tokens=3),
+            "wait or run have .*another sched",
+        ),
+        (dict(max_new_tokens=10, max_length=12), "in all 13, and the limit is 12"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            scheduler.submit(st.Request([1] * 3, **refused))
+    for done in scheduler.completions():
+        i = done.request_id
+        count = out.lengths[i]
+        assert out.tokens[i, :count].tolist() == done.tokens, ROWS[i]
+        assert out.finish_reasons[i] == done.finish_reason
+        assert np.isfinite(out.log_probs[i, :count]).all()
+    if drafting:
+        assert out.stats.num_accepted > 0
+    assert len({*out.finish_reasons}) > 1
+    assert len({*out.lengths.tolist()}) > 2
+
+
+def test_arrays_and_lists_are_the_same():
+    values = dict(temperature=[0.5, 1.0, 2.0], top_k=[3, 0, 4])
+    want = st.generate(tiny_model(), PROMPTS, key=[1, 2, 3], **values).tokens
+    keys = jax.vmap(jax.random.key)(np.array([1, 2, 3]))
+    arrays = {name: np.array(value) for name, value in values.items()}
+    for key in (keys, [*keys], np.array([1, 2, 3]), jax.random.key_data(keys)):
+        got = st.generate(tiny_model(), PROMPTS, key=key, **arrays).tokens
+        np.testing.assert_array_equal(got, want)
+    seed, *others = (
+        plan(tiny_model(), PROMPTS, temperature=1.0, key=key).keys
+        for key in (7, jax.random.key(7), jax.random.PRNGKey(7))
     )
-    with pytest.raises(ValueError, match="requests that wait or run have .*another scheduler"):
-        scheduler.submit(other)
-    done = {completion.request_id: completion.tokens for completion in scheduler.completions()}
-    for i, request in enumerate(requests):
-        options = {**request, "key": request.key[None]}
-        want = st.generate(tiny_model(), [request.prompt], **options).tokens[0]
-        assert done[i] == want.tolist(), i
-    scheduler.submit(other)
+    for key in others:
+        np.testing.assert_array_equal(jax.random.key_data(seed), jax.random.key_data(key))
 
 
-def test_a_request_has_its_own_limit():
-    scheduler = st.Scheduler(tiny_model(), rows=1, max_length=40)
-    with pytest.raises(ValueError, match="in all 13, and the limit is 12"):
-        scheduler.submit(st.Request([1] * 3, max_new_tokens=10, max_length=12))
+def test_rows_share_the_programs_of_one_value():
+    """Two lists of equal filters are no other program than one."""
+    one = plan(tiny_model(), PROMPTS, temperature=0.7, top_k=4, key=0)
+    own = plan(tiny_model(), PROMPTS, temperature=[0.7, 0.8, 1.0], top_k=[4, 0, 2], key=0)
+    assert one.decoder == own.decoder
+    assert jax.tree.structure(one.sampling) == jax.tree.structure(own.sampling)

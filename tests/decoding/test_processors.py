@@ -1,4 +1,4 @@
-"""Logits processors: with trees, the text is that of autoregressive decoding with the same ones."""
+"""Logits processors; that trees change no text is in the table of test_lossless.py."""
 
 import dataclasses
 import itertools
@@ -9,24 +9,13 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.nodes import MAX_UNROLLED
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.processors import Processing, first_states
-from stree_jax.decoding.rows import Row, processors_of
 from stree_jax.decoding.rule_rows import joined
 from stree_jax.decoding.sampling import token_log_probs
-from stree_jax.decoding.step import RULED_OUT
 from stree_jax.decoding.verifiers.reject import try_children
 from stree_jax.decoding.verifiers.traverse import traverse
-from stree_jax.testing import (
-    PROMPTS,
-    apply,
-    assert_same_distribution,
-    assert_same_text,
-    perturbed,
-    random_model,
-    tiny_model,
-)
+from stree_jax.testing import apply, assert_same_distribution, random_model, tiny_model
 from stree_jax.testing.exactness import processed_after
 from tests.decoding.enumeration import (
     EXACT,
@@ -38,108 +27,35 @@ from tests.decoding.enumeration import (
     target_joint,
     total_variation,
 )
-from tests.decoding.rules import SIZE, WALK, Walk, autoregressive, random_walk, ruled, ruling_of
-from tests.decoding.texts import ROWS, decoded, ended, planned
-from tests.helpers import forget_many_programs, heads_of, mtp_head_of
-
-Topology = st.TreeTopology
-RAGGED = Topology.from_parents([-1, 0, 1, 2, 0, 4, 2, 6, 3])
-KEY = jax.random.key(5)
+from tests.decoding.rules import SIZE, WALK, Walk, autoregressive, random_walk, rules_of
+from tests.decoding.texts import NEW_TOKENS, ROWS, decoded, planned
+from tests.decoding.texts import autoregressive as without_rules
+from tests.methods import KEY, PROMPTS, TREE, Topology, drafts
 
 
-@pytest.fixture(autouse=True)
-def _forget_programs():
-    forget_many_programs()
-
-
-def alike(target):
-    return perturbed(target, 0.1)
-
-
-# A drafter from a target, and a tree. All but the first have a shape that the loop has to find out.
-METHODS = {
-    "ragged": (lambda target: st.ModelDrafter(alike(target)), RAGGED),
-    "deep": (lambda target: st.ModelDrafter(alike(target)), Topology.beam(2, MAX_UNROLLED + 2)),
-    "beam": (lambda target: st.BeamDrafter(alike(target)), Topology.beam(3, 3)),
-    "dynamic": (
-        lambda target: st.DynamicDrafter(alike(target), expand=4),
-        Topology.budget(9, 4),
-    ),
-    "lookup": (lambda target: st.NgramDrafter(), Topology.from_branching((2, 2, 1))),
-    "heads": (lambda target: st.MedusaDrafter(target, heads_of(target)), RAGGED),
-    "mtp head": (lambda target: st.MtpDrafter(target, mtp_head_of(target)), RAGGED),
-    "turns": (
-        lambda target: st.InterleavedDrafter(alike(target), perturbed(target, 0.15, 1), "sqqs"),
-        None,
-    ),
-    "cascade": (
-        lambda target: st.CascadeDrafter(alike(target), st.ModelDrafter(alike(target)), rounds=2),
-        None,
-    ),
-}
-FAST = [("plain", "ragged")]
-SLOW = [
-    ("plain", "dynamic"),
-    *(("plain", name) for name in ("deep", "beam", "lookup", "heads", "turns", "cascade")),
-    *((f"{family} hybrid", "ragged") for family in ("mamba2attn", "falcon_h1")),
-    ("plain", "mtp head"),
-    ("nemotron_h hybrid", "dynamic"),
-]
-
-
-def options_of(target, name):
-    make, topology = METHODS[name]
-    return dict(drafter=make(target), topology=topology)
-
-
-@pytest.mark.parametrize(
-    ("family", "name"), [*FAST, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW)]
-)
-def test_text_and_cache_are_those_of_autoregressive_decoding(family, name):
-    """Rows of all ways of sampling, with different processors."""
-    target = tiny_model(family)
-    request = ruled(planned(target, ROWS, **options_of(target, name)), range(len(ROWS)))
-    out = decoded(target, request)
-    assert_same_text(target, request, out, autoregressive(family))
-    assert out.stats.num_accepted > 0
-    free = [i for i in range(len(ROWS)) if not ruling_of(i).processors]
-    plain = planned(target, [ROWS[i] for i in free])
-    ends = jnp.array([ruling_of(i).end_tokens for i in free])
-    plain = decoded(target, plain._replace(limits=plain.limits._replace(eos_tokens=ends)))
-    np.testing.assert_array_equal(out.tokens[np.array(free)], plain.tokens)
-
-
-def test_a_row_does_not_depend_on_its_place_in_the_batch():
-    target, order = tiny_model(), np.random.default_rng(0).permutation(len(ROWS))
-    rows = [ROWS[i] for i in order]
-    out = decoded(target, ruled(planned(target, rows, **options_of(target, "ragged")), order))
-    np.testing.assert_array_equal(out.tokens, autoregressive().tokens[order])
+def test_rows_without_rules_are_left_alone():
+    """Beside rows with rules, which change the texts."""
+    free = np.array([i for i in range(len(ROWS)) if not rules_of(i)["processors"]])
+    ends = [rules_of(i)["eos_token"] for i in free]
+    plain = decoded(tiny_model(), planned(tiny_model(), [ROWS[i] for i in free], eos_token=ends))
+    np.testing.assert_array_equal(autoregressive().tokens[free], plain.tokens)
+    others = np.delete(np.arange(len(ROWS)), free)
+    same = (autoregressive().tokens == without_rules().tokens).all(axis=1)
+    assert same[others].mean() < 0.1
 
 
 def test_requests_of_a_scheduler_have_rules_of_their_own():
     """Rules begin with the text of their request, whatever its row decoded before."""
     scheduler = st.Scheduler(
-        tiny_model(), rows=3, max_length=64, quantum=5, **options_of(tiny_model(), "ragged")
+        tiny_model(), rows=3, max_length=64, quantum=5, **drafts(tiny_model(), "ragged")
     )
     chosen = [39, 12, 13, 24, 25, 14, 37, 50]  # the first has no processors
     for i in chosen:
-        row, rules = ROWS[i], ruling_of(i)
-        scheduler.submit(
-            st.Request(
-                row.prompt,
-                max_new_tokens=24,
-                temperature=row.temperature,
-                top_k=row.top_k,
-                top_p=row.top_p,
-                key=jax.random.key(row.seed),
-                processors=rules.processors,
-                min_new_tokens=rules.min_new_tokens,
-                eos_token=[token for token in rules.end_tokens if token >= 0],
-            )
-        )
+        own = dataclasses.asdict(ROWS[i]) | rules_of(i)
+        scheduler.submit(st.Request(max_new_tokens=NEW_TOKENS, **own))
     other = st.Request([1], max_new_tokens=2, processors=[st.PresencePenalty(1.0)])
     copied = st.Automaton(np.asarray(WALK.table))
-    rules = [*ruling_of(12).processors[:-1], copied]
+    rules = [*rules_of(12)["processors"][:-1], copied]
     for refused in (other, dataclasses.replace(other, processors=rules)):
         with pytest.raises(ValueError, match=r"wait or run have .* shared arrays \(the same objec"):
             scheduler.submit(refused)
@@ -212,7 +128,7 @@ def test_samples_have_the_distribution_under_processors():
     out = assert_same_distribution(
         random_model(config),
         drafter,
-        topology=Topology.from_branching((2, 2)),
+        topology=TREE,
         verifier="traversal",
         processors=[random_walk(3, size=6), st.RepetitionPenalty(1.5), st.LogitBias({2: 0.5})],
         min_p=0.05,
@@ -241,17 +157,15 @@ def test_rows_whose_tokens_are_all_ruled_out_end_alone():
     """The walk ends after two tokens, of the second row after its first; drafts continue below."""
     table = -jnp.ones((3, SIZE), jnp.int32)
     table = table.at[0, 4:30].set(1).at[1, 4:30].set(2)
-    rules = [Row(processors=(Walk(table, start),)) for start in (0, 1, 0)]
+    walk = Walk(table)
+    rules = [[walk], [dataclasses.replace(walk, start=1)], [walk]]
     options = dict(drafter=st.ModelDrafter(tiny_model()), topology=Topology.chain(3))
-    request = plan(tiny_model(), PROMPTS, **options)
-    sampling = dataclasses.replace(request.sampling, processors=processors_of(rules))
-    out = ended(tiny_model(), request._replace(sampling=sampling))
-    assert out.failed.tolist() == [RULED_OUT] * 3
-    assert out.emitted.tolist() == [2, 1, 2]
     with pytest.raises(st.NonFiniteLogitsError, match="leave no token in row 0") as got:
-        st.generate(tiny_model(), PROMPTS, processors=[Walk(table)], **options)
+        st.generate(tiny_model(), PROMPTS, processors=rules, **options)
+    assert got.value.rows == [0, 1, 2]
+    assert got.value.generation.lengths.tolist() == [2, 1, 2]
     with pytest.raises(st.NonFiniteLogitsError) as want:
-        st.generate(tiny_model(), PROMPTS, processors=[Walk(table)])
+        st.generate(tiny_model(), PROMPTS, processors=rules)
     np.testing.assert_array_equal(got.value.generation.tokens, want.value.generation.tokens)
 
 
@@ -274,8 +188,7 @@ def test_recorded_log_probs_are_those_after_processors():
     model, prompt = tiny_model(), PROMPTS[0]
     options = dict(max_new_tokens=6, temperature=0.8, key=KEY)
     options |= dict(processors=[st.RepetitionPenalty(1.6), st.LogitBias({3: 1.0})])
-    options |= dict(drafter=st.ModelDrafter(alike(model)), topology=Topology.chain(2))
-    out = st.generate(model, [prompt], log_probs="sampled", **options)
+    out = st.generate(model, [prompt], log_probs="sampled", **options, **drafts(model))
     logits = apply(model, [[*prompt, *out.tokens[0, :-1]]])[:, len(prompt) - 1 :, :SIZE]
     sampling = plan(model, [prompt], **options).sampling
     text = np.array([prompt]), out.tokens[:, :-1]

@@ -1,6 +1,6 @@
-"""Refusals of decoding, as one table of calls and messages: before anything is compiled."""
+"""Refusals of decoding, as tables of calls and messages: before anything is compiled."""
 
-import dataclasses
+import itertools
 import subprocess
 import sys
 
@@ -13,13 +13,10 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import plan
-from stree_jax.testing import PROMPTS, tiny_model
-
-TREE = st.TreeTopology.from_branching((2, 2))
-CHAIN = st.TreeTopology.chain(3)
-WIDE = st.TreeTopology.from_branching((38,))
-KEY = jax.random.key(11)
-SAMPLED = dict(temperature=1.0, key=KEY)
+from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
+from stree_jax.testing import tiny_model
+from tests.drafters import AcceptNothing, Answering, Echo, NotAModule, Unhashable
+from tests.methods import CHAIN, KEY, PROMPTS, SAMPLED, TREE
 
 
 def drafter_of(kind=st.ModelDrafter, model=tiny_model, **options):
@@ -34,23 +31,10 @@ def model_of(vocab_size):
 
 MODEL = drafter_of()
 IID = drafter_of(child_sampling="iid")
-SMALL = drafter_of(model=model_of(11))
 BEAM = drafter_of(st.BeamDrafter)
 DYNAMIC = drafter_of(st.DynamicDrafter, expand=2)
-
-
-class Unhashable:
-    """A verifier."""
-
-    name = "unhashable"
-    __hash__ = None
-    check = verify = type(st.VERIFIERS["greedy"]).check
-
-
-class NoPytree:
-    """A drafter with a leaf that is no array: itself."""
-
-    default_topology = init = read = propose = commit = st.NgramDrafter.init
+SMALL = drafter_of(model=model_of(11))
+TYPICAL = LOSSY_VERIFIERS["typical"]
 
 
 def readable(value):
@@ -58,80 +42,135 @@ def readable(value):
     return value if isinstance(value, str) else ""
 
 
-# Options of `generate` and of `stream`.
+# Refused when they are made, as `Options` or `Request`, and by `generate` and `stream`.
 OPTIONS = [
+    (dict(max_new_tokens=0), "max_new_tokens must be an integer, at least 1; got 0"),
+    (dict(max_new_tokens=True), "max_new_tokens must be an integer"),
+    (dict(max_length=0), "max_length must be an integer, at least 1; got 0"),
+    (dict(temperature=-0.1), "temperature must be a number from 0 on, got -0.1"),
+    (dict(temperature=float("nan")), "temperature .* got nan"),
+    (dict(temperature=1e39), "temperature .* got 1e\\+39"),
+    (dict(temperature=1e-40, key=KEY), "temperature = 1e-40 is 0 in float32; use 0"),
+    (dict(temperature=True), "temperature must be a number from 0 on, got True"),
+    (dict(top_k=-1), "top_k must be an integer, at least 0; got -1"),
+    (dict(top_p=0.0), r"top_p must be in \(0, 1\], got 0.0"),
+    (dict(top_p=1.5), r"top_p must be in \(0, 1\], got 1.5"),
+    (dict(top_p=True), r"top_p must be in \(0, 1\], got True"),
+    (dict(min_p=-0.1), "min_p must be from 0 to 1, got -0.1"),
+    (dict(min_p=False), "min_p must be from 0 to 1, got False"),
+    (dict(filters=(st.TopK,)), "other objects with the method of"),
+    (dict(filters=(lambda logits: logits,)), "must be a pytree of numbers"),
+    (dict(filters=[st.TopP(None)]), r"filter TopP\(p=None\) must be a pytree of numbers"),
+    (dict(processors="grammar"), "processors must be a list such as"),
+    (dict(processors=[st.BannedTokens]), "objects with the methods of"),
+    (dict(processors=[lambda logits: logits]), "objects with the methods"),
+    (
+        dict(processors=[st.RepetitionPenalty(None)]),
+        r"processor RepetitionPenalty\(penalty=None\) must be a pytree of numbers",
+    ),
+    (
+        dict(processors=[st.BannedTokens(None)]),
+        "processor <BannedTokens> must be a pytree of numbers",
+    ),
+    (dict(min_new_tokens=-1), "min_new_tokens must be an integer, from 0 to 64"),
+    (dict(min_new_tokens=9, max_new_tokens=8), "from 0 to 8; got 9"),
+    (dict(eos_token=-1), "eos_token must be an integer, at least 0; got -1"),
+    (dict(key=jnp.zeros(7)), "key must be a random key"),
+    (dict(stop=[""], tokenizer=1), r"stop has an empty entry: \[''\]; leave it out"),
+    (dict(stop=["a", []]), r"stop has an empty entry: \['a', \[\]\]; leave it out"),
+    (dict(stop=[[-1]]), "a token of stop must be an integer, at least 0; got -1"),
+    (dict(stop=[3]), r"stop must be a list of texts and of lists of token ids, .* got \[3\]"),
+]
+# Refused by `generate` and by `stream`, which know the model, the rows and the drafter.
+REQUESTS = [
     (dict(prompts=[]), "prompts is empty"),
     (dict(prompts=[[1], []]), r"prompts\[1\] is empty"),
     (dict(prompts=[[1], [2, 37]]), r"prompts\[1\] has token id 37, outside .* of 37"),
     (dict(prompts=[[-1]]), "token id -1, outside the vocabulary"),
-    (dict(max_new_tokens=0), "max_new_tokens must be an integer, at least 1; got 0"),
-    (dict(max_new_tokens=True), "max_new_tokens must be an integer"),
-    (dict(temperature=-0.1), "temperature must be a number from 0 on, got -0.1"),
-    (dict(temperature=float("nan")), "temperature .* got nan"),
-    (dict(temperature=1e39), "temperature .* got 1e\\+39"),
-    (dict(temperature=1.0), "needs a random key"),
-    (dict(top_k=-1), "top_k must be an integer, at least 0; got -1"),
-    (dict(top_p=0.0), r"top_p must be in \(0, 1\], got 0.0"),
-    (dict(top_p=1.5), r"top_p must be in \(0, 1\], got 1.5"),
     (dict(eos_token=37), "eos_token must be an integer, from 0 to 36; got 37"),
+    (dict(stop=[[37]]), "a token of stop must be an integer, from 0 to 36; got 37"),
+    (dict(stop="a"), "stop = 'a' is a text, and needs the tokenizer: pass tokenizer="),
+    (dict(stop="a", tokenizer="path"), "tokenizer must be that of st.load_tokenizer"),
+    (dict(temperature=1.0), "needs a random key"),
+    (dict(temperature=1.0, key=jax.random.split(KEY)), "a single random key or one for each of"),
+    *(
+        (dict(temperature=1.0, key=jax.random.key(0, impl=kind)), "'rbg' draw other numbers in")
+        for kind in ("rbg", "unsafe_rbg")
+    ),
+    *(
+        (dict(processors=[rule]), "has token id 37, outside the vocabulary of 37")
+        for rule in (st.LogitBias({37: 1.0}), st.BannedTokens([1, 37]))
+    ),
+    (dict(local_rows=True), "local_rows = True is for a model on a mesh"),
+    # One value, or one for each row.
+    (dict(temperature=[0.0, 1.0]), "temperature has 2 entries for 3 rows; give one value, or"),
+    (dict(temperature=[0.0, 1.0, -1.0], key=0), "temperature must be a number .*, got -1.0"),
+    (dict(temperature=[0.0, 1.0, 0.0]), "temperature > 0 needs a random key"),
+    (dict(temperature=1.0, key=[1, 2]), "one for each of 3 rows, got an array of shape"),
+    (dict(top_k=[]), "top_k is empty; give one value, or one for each row"),
+    (dict(max_new_tokens=[1, 2, 0]), "max_new_tokens must be an integer, at least 1; got 0"),
+    (dict(max_length=20, max_new_tokens=[3, 3, 11]), r"prompts\[2\] has 10 .* limit is 20"),
+    (dict(eos_token=[[1], None, [37]]), "eos_token must be an integer, from 0 to 36; got 37"),
+    (dict(stop=[[[1]], [], ["a"]]), "stop = 'a' is a text, and needs the tokenizer"),
+    (dict(stop=[[]]), "stop has 1 entries for 3 rows; give one value, or one for each row"),
+    (
+        dict(filters=[[st.TopK(2)], [st.TopP(0.5)], []], **SAMPLED),
+        "other rows have .*, and one program decodes all; .* or decode these apart",
+    ),
+    (
+        dict(temperature=[0.0, 1.0, 0.0], key=0, verifier="multi_step", drafter=IID),
+        r"temperature = 0.0: verifier 'multi_step' cannot decode temperature 0 and others together;"
+        " use 'target_only', or decode these apart",
+    ),
+    # Drafters, trees and verifiers.
     (dict(topology=TREE), "a tree of 7 nodes needs a drafter"),
-    (dict(drafter=MODEL, topology=WIDE), "38 children"),
-    (dict(verifier="medusa"), "unknown verifier 'medusa'; known: .*'multi_step'"),
-    (dict(verifier="multi_step", drafter=MODEL), "needs temperature > 0; use 'greedy'"),
-    (dict(verifier="greedy", temperature=1.0, key=KEY), "use 'target_only'"),
-    (
-        dict(verifier="multi_step", drafter=MODEL, temperature=1.0, key=KEY),
-        "not exact for child_sampling = 'shared'.*; use 'target_only'.*child_sampling='iid'",
-    ),
-    (
-        dict(verifier="multi_step", drafter=st.NgramDrafter, temperature=1.0, key=KEY),
-        "not exact for child_sampling = 'top_k'",
-    ),
-    (
-        dict(verifier="traversal", drafter=MODEL, temperature=1.0, key=KEY, topology=TREE),
-        "'traversal' is not exact for child_sampling = 'shared'",
-    ),
-    (dict(drafter=IID), "child_sampling = 'iid' needs temperature > 0"),
-    (dict(drafter=SMALL), "different vocabularies: 11 and 37 tokens"),
-    (
-        dict(temperature=1.0, key=jax.random.split(KEY)),
-        "a single random key or one for each of",
-    ),
-    (dict(temperature=1e-40, key=KEY), "temperature = 1e-40 is 0 in float32; use 0"),
+    (dict(drafter=MODEL, topology=st.TreeTopology.from_branching((38,))), "38 children"),
     (
         dict(drafter=st.NgramDrafter, topology=st.TreeTopology.from_branching((38,))),
         "only 37 tokens",
     ),
     (dict(drafter=BEAM, topology=st.TreeTopology.beam(38, 1)), "nodes with 38 children"),
-    (dict(drafter=drafter_of(st.BeamDrafter, model_of(36))), "vocabularies: 36 and 37"),
     (
         dict(drafter=DYNAMIC, topology=st.TreeTopology.budget(12, 3)),
         "expand = 2 scores at most 10 drafts in 3 levels, fewer",
+    ),
+    (dict(drafter=NotAModule), r"pytree of arrays.*flax\.nnx\.Module"),
+    (dict(drafter=IID), "child_sampling = 'iid' needs temperature > 0"),
+    (dict(drafter=SMALL), "different vocabularies: 11 and 37 tokens"),
+    (dict(drafter=drafter_of(st.BeamDrafter, model_of(36))), "vocabularies: 36 and 37"),
+    (dict(drafter=drafter_of(Answering, limit=8)), "for targets of a width up to 8"),
+    (dict(drafter=drafter_of(Answering), topology=st.TreeTopology.chain(5)), "is for small trees"),
+    (dict(drafter=drafter_of(Answering), **SAMPLED), "this drafter is for .* at temperature 0"),
+    (dict(verifier="medusa"), "unknown verifier 'medusa'; known: .*'multi_step'"),
+    (dict(verifier=Unhashable), "'unhashable' is not hashable.*frozen dataclass"),
+    (dict(verifier="multi_step", drafter=MODEL), "needs temperature > 0; use 'greedy'"),
+    (dict(verifier="greedy", **SAMPLED), "use 'target_only'"),
+    (dict(verifier="typical", drafter=MODEL, **SAMPLED), "'typical' is lossy: .*lossy=True"),
+    (dict(verifier=TYPICAL, drafter=MODEL, **SAMPLED), "'typical' is lossy: .*lossy=True"),
+    (dict(verifier="typical", drafter=MODEL, lossy=True), "needs temperature > 0; use 'greedy'"),
+    (
+        dict(verifier="multi_step", drafter=MODEL, **SAMPLED),
+        "not exact for child_sampling = 'shared'.*; use 'target_only'.*child_sampling='iid'",
+    ),
+    (
+        dict(verifier="traversal", drafter=MODEL, topology=TREE, **SAMPLED),
+        "'traversal' is not exact for child_sampling = 'shared'",
     ),
     *(
         (
             dict(drafter=drafter, verifier=verifier, **SAMPLED),
             f"not exact for child_sampling = '{children}'",
         )
-        for drafter, children in ((BEAM, "top_k"), (DYNAMIC, "shared"))
-        for verifier in ("multi_step", "without_replacement", "traversal")
+        for (drafter, children), verifier in itertools.product(
+            ((BEAM, "top_k"), (DYNAMIC, "shared"), (st.NgramDrafter, "top_k")),
+            ("multi_step", "without_replacement", "traversal"),
+        )
     ),
-    (
-        dict(temperature=1.0, key=jax.random.key(0, impl="rbg")),
-        "'rbg' draw other numbers in another batch; use",
-    ),
-    (
-        dict(temperature=1.0, key=jax.random.key(0, impl="unsafe_rbg")),
-        "'rbg' draw other numbers in another batch; use",
-    ),
-    (dict(local_rows=True), "local_rows = True is for a model on a mesh"),
-    (dict(verifier=Unhashable), "'unhashable' is not hashable.*frozen dataclass"),
-    (dict(drafter=NoPytree), r"pytree of arrays.*flax\.nnx\.Module"),
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), OPTIONS, ids=readable)
-def test_options_are_refused(options, message, monkeypatch):
+@pytest.mark.parametrize(("options", "message"), OPTIONS + REQUESTS, ids=readable)
+def test_requests_are_refused(options, message, monkeypatch):
     def never(*_, **__):
         raise AssertionError("compiled")
 
@@ -140,9 +179,13 @@ def test_options_are_refused(options, message, monkeypatch):
         name: value() if name in ("drafter", "verifier") and callable(value) else value
         for name, value in options.items()
     }
-    for run in (st.generate, st.stream):
+    request = dict(model=tiny_model(), prompts=PROMPTS)
+    calls = [(st.generate, request), (st.stream, request)]
+    if any(options is alone for alone, _ in OPTIONS):
+        calls += [(st.Options, {}), (st.Request, dict(prompt=[1]))]
+    for call, needed in calls:
         with pytest.raises(ValueError, match=message) as error:
-            run(tiny_model(), **{"prompts": PROMPTS} | made)
+            call(**needed | made)
         assert "\n" not in str(error.value)
 
 
@@ -166,6 +209,20 @@ PAIRS = [
     ("traversal", "beam", CHAIN, False, "not exact for child_sampling = 'beam'"),
     ("traversal", "iid", TREE, True, "needs temperature > 0; use 'greedy'"),
 ]
+ALLOWED = [
+    *((rule, children, TREE, True) for rule in ("greedy",) for children in ("top_k", "iid")),
+    ("target_only", "top_k", TREE, False),
+    ("target_only", "without_replacement", TREE, False),
+    ("multi_step", "iid", TREE, False),
+    ("multi_step", "without_replacement", CHAIN, False),
+    ("without_replacement", "without_replacement", TREE, False),
+    ("without_replacement", "iid", CHAIN, False),
+    *(
+        ("traversal", children, tree, False)
+        for children in ("iid", "without_replacement")
+        for tree in (CHAIN, TREE)
+    ),
+]
 TRACED = "run in Python, not under jit, vmap or grad: .* put SpeculativeDecoder inside"
 
 
@@ -179,10 +236,23 @@ def traced(transform, *keys):
     return call
 
 
-def decoder_of(max_length=64, **sizes):
-    return SpeculativeDecoder(
-        st.TreeTopology.chain(0), st.VERIFIERS["greedy"], max_length=max_length, **sizes
-    )
+def decoder_of(max_length=64, topology=None, **sizes):
+    topology = st.TreeTopology.chain(0) if topology is None else topology
+    return SpeculativeDecoder(topology, st.VERIFIERS["greedy"], max_length=max_length, **sizes)
+
+
+def too_long_a_buffer():
+    context = st.Context(jnp.zeros((1, 64), jnp.int32), jnp.ones(1, jnp.int32))
+    model = tiny_model("mamba2attn hybrid")
+    decoder_of(max_length=20).start(model, None, context, jax.random.split(KEY, 1))
+
+
+def generated(**options):
+    return lambda: st.generate(tiny_model(), PROMPTS, **options)
+
+
+def scored(texts):
+    return lambda: st.score(tiny_model(), texts)
 
 
 CALLS = [
@@ -192,85 +262,110 @@ CALLS = [
     (lambda: nnx.jit(lambda model: st.generate(model, PROMPTS))(tiny_model()), TRACED),
     (lambda: jax.jit(lambda n: st.generate(tiny_model(), PROMPTS, max_new_tokens=n))(3), TRACED),
     *((checked(*pair, zero=zero), message) for *pair, zero, message in PAIRS),
-    (drafter_of(child_sampling="best"), "child_sampling must be 'auto' or one of .*best"),
-    (drafter_of(child_sampling="sorted"), "child_sampling must be 'auto' or one of .*sorted"),
+    (generated(n=10**9), "n = 1000000000: a batch has at most"),
+    (generated(log_probs="raw"), "log_probs must be False, True or 'sampled', got 'raw'"),
+    (generated(top_log_probs=-1), "top_log_probs must be an integer, at least 0; got -1"),
+    (generated(top_log_probs=38), "top_log_probs must be an integer, from 0 to 37; got 38"),
     (
-        lambda: SpeculativeDecoder(
-            st.TreeTopology.from_parents([-1, 0, 1, 0]), st.VERIFIERS["greedy"], 64
-        ),
+        lambda: st.stream(tiny_model(), PROMPTS, log_probs=True),
+        "log_probs = True.*: stream yields tokens alone; use gen",
+    ),
+    (
+        lambda: st.Request([1], top_k=[1, 2]),
+        r"top_k = \[1, 2\]: a request is one row",
+    ),
+    (scored([]), "texts is empty"),
+    (scored([[1], []]), r"texts\[1\] is empty"),
+    (scored([[99]]), r"texts\[0\] has token id 99, outside the vocabulary"),
+    (scored(np.array(3)), r"texts must be a list .* got array\(3\)"),
+    (
+        lambda: decoder_of(topology=st.TreeTopology.from_parents([-1, 0, 1, 0])),
         "the nodes of topology are not in level order; use its level_order",
     ),
-    (lambda: st.score(tiny_model(), np.array(3)), r"texts must be a list .* got array\(3\)"),
     (lambda: decoder_of(max_length=0), "max_length must be an integer, from 1 to .*; got 0"),
     (lambda: decoder_of(max_length=2**31), "max_length must be an integer, from 1 to"),
     (lambda: decoder_of(steps_per_sync=0), "steps_per_sync must be an integer, from 1 to"),
     (lambda: decoder_of(num_best=True), "num_best must be an integer, at least 0; got True"),
     (
-        lambda: decoder_of(max_length=20).start(
-            *(tiny_model("mamba2attn hybrid"), None),
-            st.Context(jnp.zeros((1, 64), jnp.int32), jnp.ones(1, jnp.int32)),
-            jax.random.split(KEY, 1),
-        ),
+        too_long_a_buffer,
         "prompts are a buffer of 64 tokens, and with max_length = 20 a row has 21 places",
     ),
-    (lambda: st.generate(tiny_model(), PROMPTS, n=10**9), "n = 1000000000: a batch has at most"),
+    # Drafters.
+    (drafter_of(child_sampling="best"), "child_sampling must be 'auto' or one of .*best"),
+    (drafter_of(child_sampling="sorted"), "child_sampling must be 'auto' or one of .*sorted"),
     (
         lambda: st.NgramDrafter(min_match=3, max_match=2),
         "min_match, with max_match = 2, must be .*; got 3",
     ),
-    (
-        drafter_of(st.DynamicDrafter, expand=0),
-        "expand must be an integer, at least 1; got 0",
+    (drafter_of(st.DynamicDrafter, expand=0), "expand must be an integer, at least 1; got 0"),
+    *(
+        (drafter_of(st.DynamicDrafter, sharpness=sharpness), f"sharpness must be .* got {message}")
+        for sharpness, message in (
+            *((0.0, "0.0"), (10**400, "1"), (1e39, r"1e\+39"), (True, "True"), (np.nan, "nan")),
+        )
     ),
-    (drafter_of(st.DynamicDrafter, sharpness=0.0), "sharpness must be a number above 0, got 0.0"),
-    (drafter_of(st.DynamicDrafter, sharpness=10**400), "sharpness must be a number above 0, got 1"),
-    (drafter_of(st.DynamicDrafter, sharpness=1e39), r"sharpness must be .* got 1e\+39"),
-    (drafter_of(st.DynamicDrafter, sharpness=True), "sharpness must be .* got True"),
-    (drafter_of(st.DynamicDrafter, sharpness=np.nan), "sharpness must be a .* above 0, got nan"),
+    # Filters and processors.
+    (lambda: st.TopK(-1), "top_k must be an integer, at least 0; got -1"),
+    (lambda: st.TopP(1.5), r"top_p must be in \(0, 1\], got 1.5"),
+    (lambda: st.RepetitionPenalty(0), "RepetitionPenalty takes a number above 0, got 0"),
+    (lambda: st.PresencePenalty(np.nan), "PresencePenalty takes a number, got nan"),
+    (lambda: st.FrequencyPenalty("1"), "FrequencyPenalty takes a number, got '1'"),
+    (lambda: st.LogitBias({3: np.inf}), "has the bias inf for token 3; give a finite"),
+    (lambda: st.LogitBias({3: None}), "has the bias None for token 3"),
+    (lambda: st.LogitBias({-1: 2.0}), "a token id of LogitBias must be an integer, from 0"),
+    (lambda: st.LogitBias([1, 2]), r"LogitBias takes a dict such as \{7: -2.0\}, got \[1, 2\]"),
+    (lambda: st.LogitBias({3: 10**400}), "has the bias 10+.* for token 3; give a finite"),
+    (lambda: st.LogitBias({3: 1e39}), r"has the bias 1e\+39 for token 3; give a finite"),
+    (lambda: st.LogitBias({3: -1e39}), r"has the bias -1e\+39 for token 3"),
+    (lambda: st.LogitBias({3: True}), "has the bias True for token 3"),
+    (lambda: st.LogitBias(None), r"LogitBias takes a dict such as \{7: -2.0\}, got None"),
+    (lambda: st.LogitBias(np.ones(3)), "LogitBias takes a dict"),
+    (lambda: st.LogitBias(((1, 2), (3, 4))), "LogitBias takes a dict"),
+    (lambda: st.RepetitionPenalty(10**400), "RepetitionPenalty takes a number above 0, got 1"),
+    (lambda: st.RepetitionPenalty(1e-46), "takes a number above 0, got 1e-46"),
+    (lambda: st.PresencePenalty((1.0,)), r"PresencePenalty takes a number, got \(1.0,\)"),
+    (lambda: st.PresencePenalty(1e39), r"PresencePenalty takes a number, got 1e\+39"),
+    (lambda: st.PresencePenalty(True), "PresencePenalty takes a number, got True"),
+    (lambda: st.FrequencyPenalty([1.0]), r"FrequencyPenalty takes a number, got \[1.0\]"),
+    (lambda: st.BannedTokens({1: 2}), r"takes a list of token ids, got \{1: 2\}"),
+    (lambda: st.AllowedTokens(b"ab"), "takes a list of token ids, got b'ab'"),
+    (lambda: st.AllowedTokens(token for token in [1]), "takes a list of token ids, got <gener"),
+    (lambda: st.BannedTokens(jnp.array([-1])).check(37), "has token id -1, outside the voc"),
+    (lambda: st.TopK({1}), r"top_k must be an integer, at least 0; got \{1\}"),
+    (lambda: st.MinP([0.1]), r"min_p must be from 0 to 1, got \[0.1\]"),
+    (lambda: st.Options(log_probs=1), "log_probs must be False, True or 'sampled', got 1"),
+    (lambda: st.Options(log_probs=0.0), "log_probs must be False, True or 'sampled', got 0.0"),
+    (lambda: st.BannedTokens([]), "BannedTokens has no token ids; leave the processor out"),
+    (lambda: st.BannedTokens(3), "BannedTokens takes a list of token ids, got 3"),
+    (lambda: st.BannedTokens([0.5]), "a token id of BannedTokens must be an integer"),
+    (lambda: st.AllowedTokens(["a"]), "a token id of AllowedTokens must be an integer"),
+    (lambda: st.MinP(1.5), "min_p must be from 0 to 1, got 1.5"),
 ]
 
 
 @pytest.mark.parametrize(("call", "message"), CALLS, ids=readable)
 def test_calls_are_refused(call, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         call()
+    assert "\n" not in str(error.value)
 
 
-class Echo(nnx.Module):
-    """Drafts the last token again; its state is a number per row."""
-
-    def default_topology(self):
-        return st.TreeTopology.chain(1)
-
-    def init(self, batch, topology, max_length):
-        return {"seen": jnp.zeros(batch, jnp.int32)}
-
-    def read(self, state, tokens, hidden, lengths):
-        return state
-
-    def propose(self, state, step, topology):
-        root = st.root_only(step.context).tokens
-        tokens = jnp.concatenate([root, root], axis=1)
-        tree = topology.tree(jnp.ones_like(tokens, bool))
-        finite = jnp.ones(len(root), bool)
-        return st.DraftTree(tokens, tree, None, jnp.full(2, -1, jnp.int32), finite), state
-
-    def commit(self, state, draft, verdict, hidden, topology):
-        return {"seen": state["seen"] + 1}
-
-
-@dataclasses.dataclass(frozen=True)
-class Follow:
-    """Accepts no draft."""
-
-    name: str = "follow"
-
-    def check(self, drawn, topology, *, temperature_is_zero):
-        pass
-
-    def verify(self, draft, logits, step, topology):
-        tokens = jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
-        return st.Verdict(jnp.zeros_like(tokens), jnp.zeros_like(tokens), tokens)
+def test_prefixes_of_others_are_refused():
+    model = tiny_model()
+    prefix = st.generate(model, PROMPTS, max_new_tokens=2, return_prefix=True).prefix
+    failed = prefix._replace(
+        context=prefix.context._replace(length=prefix.context.length.at[1].set(0))
+    )
+    for prompts, options, message in (
+        ([[1], [2]], {}, "after has 3 rows, and prompts 2; give a prompt for each row"),
+        ([[1], [2], [99]], {}, r"prompts\[2\] has token id 99, outside the vocabulary"),
+        ([[1]] * 3, dict(model=tiny_model("bamba hybrid")), "after was read with another model"),
+        ([[1]] * 3, dict(n=0), "n must be an integer, at least 1; got 0"),
+        ([[1]] * 3, dict(max_length=4), r"prompts\[2\] has 13 tokens .*, and the limit is 4"),
+        ([[1]] * 3, dict(after=failed), "row 1 of after failed: its logits were not finite"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            st.generate(**dict(model=model, prompts=prompts, after=prefix) | options)
 
 
 def changed(base, method, change):
@@ -292,109 +387,73 @@ def draft(**changes):
     return change
 
 
+def verdict(name, change):
+    """A change of a verdict."""
+    return lambda old: old._replace(**{name: change(getattr(old, name))})
+
+
 def floats(state):
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), state)
 
 
 RETURNED = [
     (
-        Follow,
         "verify",
         lambda v: v.last,
-        r"WrongFollow.verify must return a Verdict, got int32\[3\]",
+        r"verify must return a Verdict, got int32\[3\]",
     ),
-    (Follow, "verify", lambda v: None, "WrongFollow.verify must return a Verdict, got NoneType"),
+    ("verify", lambda v: None, "WrongAcceptNothing.verify must return a Verdict, got NoneType"),
+    ("verify", verdict("last", lambda a: a[:, None]), r"last as int32\[3\], got int32\[3, 1\]"),
+    ("verify", verdict("next_token", floats), r"next_token as int32\[3\], got float32\[3\]"),
+    ("propose", lambda r: r[0], "WrongEcho.propose must return a DraftTree and the state, got D"),
+    ("propose", lambda r: (r[0].tokens, r[1]), r"must return a DraftTree, got int32\[3, 2\]"),
+    ("propose", draft(tree=lambda t: t.parents), r"with a Tree as tree, got int32\[3, 2\]"),
+    ("propose", draft(tokens=lambda t: t[:, :1]), r"tokens as int32\[3, 2\], got int32\[3, 1\]"),
+    ("propose", draft(finite=lambda f: f[0]), r"finite as bool\[3\], got bool\[\]"),
+    ("propose", draft(finite=lambda f: None), r"finite as bool\[3\], got NoneType"),
     (
-        Follow,
-        "verify",
-        lambda v: v._replace(last=v.last[:, None]),
-        r"verify must return last as int32\[3\], got int32\[3, 1\]",
-    ),
-    (
-        Follow,
-        "verify",
-        lambda v: v._replace(next_token=v.next_token.astype(jnp.float32)),
-        r"verify must return next_token as int32\[3\], got float32\[3\]",
-    ),
-    (
-        Echo,
-        "propose",
-        lambda r: r[0],
-        "WrongEcho.propose must return a DraftTree and the state, got D",
-    ),
-    (Echo, "propose", lambda r: (r[0].tokens, r[1]), r"must return a DraftTree, got int32\[3, 2\]"),
-    (Echo, "propose", draft(tree=lambda t: t.parents), r"with a Tree as tree, got int32\[3, 2\]"),
-    (
-        Echo,
-        "propose",
-        draft(tokens=lambda t: t[:, :1]),
-        r"tokens as int32\[3, 2\], got int32\[3, 1\]",
-    ),
-    (Echo, "propose", draft(finite=lambda f: f[0]), r"finite as bool\[3\], got bool\[\]"),
-    (Echo, "propose", draft(finite=lambda f: None), r"finite as bool\[3\], got NoneType"),
-    (
-        Echo,
         "propose",
         draft(log_probs=lambda _: jnp.zeros((3, 1, 36))),
         r"log_probs as float32\[3, any, 37\], got float32\[3, 1, 36\]",
     ),
     (
-        Echo,
         "propose",
         draft(tree=lambda t: t._replace(valid=t.depth)),
         r"WrongEcho.propose must return tree.valid as bool\[3, 2\], got int32\[3, 2\]",
     ),
-    (Echo, "propose", lambda r: (r[0], None), "propose must return a state of the structure that"),
-    (Echo, "commit", lambda s: None, r"WrongEcho.commit must return a state of .*'seen'.*, got"),
-    (Echo, "commit", floats, r"commit must keep state\['seen'\] = int32\[3\], got float32\[3\]"),
-    (Echo, "read", floats, r"WrongEcho.read must keep state\['seen'\] = int32\[3\], got float32"),
-    (
-        Echo,
-        "init",
-        lambda s: s | {"name": "x"},
-        r"init returned .*\['name'\] = 'x'; a state is",
-    ),
+    ("propose", lambda r: (r[0], None), "propose must return a state of the structure that"),
+    ("commit", lambda s: None, r"WrongEcho.commit must return a state of .*'seen'.*, got"),
+    ("commit", floats, r"commit must keep state\['seen'\] = int32\[3\], got float32\[3\]"),
+    ("read", floats, r"WrongEcho.read must keep state\['seen'\] = int32\[3\], got float32"),
+    ("init", lambda s: s | {"name": "x"}, r"init returned .*\['name'\] = 'x'; a state is"),
 ]
 
 
-@pytest.mark.parametrize(("base", "method", "change", "message"), RETURNED, ids=readable)
-def test_what_a_method_returns_is_checked(base, method, change, message):
+@pytest.mark.parametrize(("method", "change", "message"), RETURNED, ids=readable)
+def test_what_a_method_returns_is_checked(method, change, message):
     """While the loop is traced: nothing of it is compiled."""
-    wrong = changed(base, method, change)
-    made = dict(drafter=Echo(), verifier=Follow()) | {
-        "drafter" if base is Echo else "verifier": wrong
-    }
+    made = dict(drafter=Echo(), verifier=AcceptNothing())
+    name = "verifier" if method == "verify" else "drafter"
+    made[name] = changed(type(made[name]), method, change)
     with pytest.raises(ValueError, match=message):
         st.generate(tiny_model(), PROMPTS, max_new_tokens=3, **made)
 
 
-@pytest.mark.parametrize(
-    ("verifier", "children", "topology", "zero"),
-    [
-        ("greedy", "top_k", TREE, True),
-        ("greedy", "iid", TREE, True),
-        ("target_only", "top_k", TREE, False),
-        ("target_only", "without_replacement", TREE, False),
-        ("multi_step", "iid", TREE, False),
-        ("multi_step", "without_replacement", CHAIN, False),
-        ("without_replacement", "without_replacement", TREE, False),
-        ("without_replacement", "iid", CHAIN, False),
-        ("traversal", "iid", CHAIN, False),
-        ("traversal", "without_replacement", CHAIN, False),
-        ("traversal", "without_replacement", TREE, False),
-        ("traversal", "iid", TREE, False),
-    ],
-)
-def test_exact_pairs_are_allowed(verifier, children, topology, zero):
-    checked(verifier, children, topology, zero=zero)()
-
-
 def test_what_is_next_to_a_refusal_is_allowed():
+    for *pair, zero in ALLOWED:
+        checked(*pair, zero=zero)()
     plan(tiny_model(), PROMPTS, key=jax.random.key(0, impl="rbg"))  # temperature 0 draws nothing
     plan(tiny_model(), PROMPTS, drafter=DYNAMIC(), topology=st.TreeTopology.budget(11, 3))
-    for drafter in (BEAM, DYNAMIC):
-        chosen = plan(tiny_model(), PROMPTS, drafter=drafter(), **SAMPLED)
-        assert chosen.decoder.verifier.name == "target_only"
+    plan(tiny_model(), PROMPTS, drafter=Answering(tiny_model(), limit=16))
+    unlike = drafter_of(child_sampling="without_replacement")
+    for drafter, topology, verifier in (
+        (BEAM, None, "target_only"),
+        (DYNAMIC, None, "target_only"),
+        (IID, CHAIN, "traversal"),
+        (unlike, CHAIN, "traversal"),
+    ):
+        chosen = plan(tiny_model(), PROMPTS, drafter=drafter(), topology=topology, **SAMPLED)
+        assert chosen.decoder.verifier.name == verifier
 
 
 WRONG_TYPES = r"""

@@ -80,16 +80,3 @@ def test_the_differentiable_form():
         for sign in (1, -1)
     )
     np.testing.assert_allclose((up - down) / 2e-3, norm, rtol=2e-2)
-
-
-@pytest.mark.parametrize(
-    ("texts", "message"),
-    [
-        ([], "texts is empty"),
-        ([[1], []], r"texts\[1\] is empty"),
-        ([[99]], r"texts\[0\] has token id 99, outside the vocabulary"),
-    ],
-)
-def test_what_is_refused(texts, message):
-    with pytest.raises(ValueError, match=message):
-        st.score(tiny_model(), texts)

@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -11,9 +10,10 @@ import stree_jax as st
 from stree_jax.decoding.pieces import Piece, Pieces
 from stree_jax.decoding.stop_tables import Stopping
 from stree_jax.decoding.token_bytes import token_bytes
-from stree_jax.testing import PROMPTS, perturbed, tiny_model
+from stree_jax.testing import tiny_model
+from tests.decoding.texts import of_rows
+from tests.methods import KEY, PROMPTS, drafts
 
-KEY = jax.random.key(3)
 NEW_TOKENS = 24
 SAMPLED = dict(max_new_tokens=NEW_TOKENS, temperature=1.5, key=KEY, eos_token=())
 
@@ -33,11 +33,9 @@ def letters():
     return tokenizer
 
 
-def drafts(kind):
-    if kind == "none":
-        return {}
-    drafter = st.ModelDrafter(perturbed(tiny_model(), 0.02))
-    return dict(drafter=drafter, topology=st.TreeTopology.chain(5))
+def chain():
+    """A step emits up to 7 tokens, so stops lie inside of accepted paths."""
+    return drafts(tiny_model(), "chain of 6", 0.02)
 
 
 @functools.cache
@@ -68,13 +66,13 @@ def pieces_of(tokens):
     return [known[token] for token in tokens]
 
 
-@pytest.mark.parametrize("kind", ["none", "chain"])
-def test_stops_of_tokens(kind):
+@pytest.mark.parametrize("drafting", [dict, chain])
+def test_stops_of_tokens(drafting):
     rows = [row.tolist() for row in free().tokens]
     # Of several tokens in the middle of a text, of one, and one that no text has.
     stops = [tuple(rows[0][6:9]), (rows[1][4],), (36, 36, 36)]
     out = st.generate(
-        tiny_model(), PROMPTS, stop=[*map(list, stops)], log_probs=True, **SAMPLED, **drafts(kind)
+        tiny_model(), PROMPTS, stop=[*map(list, stops)], log_probs=True, **SAMPLED, **drafting()
     )
     assert out.finish_reasons.count("stop") >= 2
     for i, row in enumerate(rows):
@@ -85,23 +83,22 @@ def test_stops_of_tokens(kind):
         assert np.isfinite(out.log_probs[i, :count]).all()
         assert np.isnan(out.log_probs[i, count:]).all()
     assert out.texts is None
-    if kind == "chain":  # a step emits 6 tokens, so stops lie inside of accepted paths
-        assert out.stats.tau > 2
+    assert drafting is dict or out.stats.tau > 2
 
 
 def test_streams_hold_back_what_a_stop_may_cut():
     rows = [row.tolist() for row in free().tokens]
     texts = [letters().decode(row)[9:13] for row in rows[:2]]
-    options = dict(stop=[*texts, rows[2][7:9]], tokenizer=letters(), **SAMPLED, **drafts("chain"))
+    options = dict(stop=[*texts, rows[2][7:9]], tokenizer=letters(), **SAMPLED, **chain())
     pieces = [*st.stream(tiny_model(), PROMPTS, **options)]
     for i, row in enumerate(rows):
         count, _, found = searched(row, [tuple(rows[2][7:9])], texts)
         assert found
-        assert [token for piece in pieces for token in piece[i]] == row[:count]
+        assert of_rows(pieces, i) == row[:count]
 
 
-@pytest.mark.parametrize("kind", ["none", "chain"])
-def test_stops_of_text(kind):
+@pytest.mark.parametrize("drafting", [dict, chain])
+def test_stops_of_text(drafting):
     """They begin and end inside of tokens, and span several of them."""
     rows = [row.tolist() for row in free().tokens]
     texts = [letters().decode(row) for row in rows]
@@ -114,7 +111,7 @@ def test_stops_of_text(kind):
             tokenizer=letters(),
             log_probs=True,
             **SAMPLED,
-            **drafts(kind),
+            **drafting(),
         )
         for i, row in enumerate(rows):
             count, text, found = searched(row, [(rows[1][5],)], stops)
@@ -162,47 +159,6 @@ def test_the_automaton_finds_what_a_search_finds():
             assert [*shown, *last] == tokens[:kept]
             assert shown.text + last.text == text
     assert 20 < num_found < 60
-
-
-@pytest.mark.slow  # test_rows.py has stops among its requests, and test_events.py streams them
-def test_a_scheduler_has_stops_of_each_request():
-    rows = [row.tolist() for row in free().tokens]
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(KEY, np.arange(3))
-    stops = [[rows[0][5:7]], [], [letters().decode(rows[2])[8:12], [1, 1, 1, 1]]]
-    scheduler = st.Scheduler(tiny_model(), rows=2, max_length=60, quantum=3, **drafts("chain"))
-    options = {name: value for name, value in SAMPLED.items() if name != "key"}
-    order = (1, 0, 2, 1)
-    for i in order:
-        tokenizer = letters() if i else None
-        scheduler.submit(
-            st.Request(PROMPTS[i], key=keys[i], stop=stops[i], tokenizer=tokenizer, **options)
-        )
-    for done in scheduler.completions():
-        i = order[done.request_id]
-        ids = [tuple(stop) for stop in stops[i] if not isinstance(stop, str)]
-        texts = [stop for stop in stops[i] if isinstance(stop, str)]
-        count, text, found = searched(rows[i], ids, texts)
-        assert done.tokens == rows[i][:count]
-        assert done.text == (text if i else None)
-        assert done.finish_reason == ("stop" if found else "length")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(stop="a"), "stop = 'a' is a text, and needs the tokenizer: pass tokenizer="),
-        (dict(stop=[""], tokenizer=1), r"stop has an empty entry: \[''\]; leave it out"),
-        (dict(stop=["a", []]), r"stop has an empty entry: \['a', \[\]\]; leave it out"),
-        (dict(stop=[[]]), "stop has 1 entries for 3 rows; give one value, or one for each row"),
-        (dict(stop=[[37]]), "a token of stop must be an integer, from 0 to 36; got 37"),
-        (dict(stop=[[-1]]), "a token of stop must be an integer, at least 0; got -1"),
-        (dict(stop=[3]), r"stop must be a list of texts and of lists of token ids, .* got \[3\]"),
-        (dict(stop="a", tokenizer="path"), "tokenizer must be that of st.load_tokenizer"),
-    ],
-)
-def test_what_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        st.generate(tiny_model(), PROMPTS, **options)
 
 
 def test_stops_that_are_too_long():

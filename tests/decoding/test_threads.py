@@ -4,23 +4,20 @@ import concurrent.futures
 import signal
 import threading
 
-import jax
 import numpy as np
 import pytest
 
 import stree_jax as st
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.testing import perturbed, tiny_model
-
-PROMPTS = [[1, 2, 3, 4], [5, 9]]
-TREE = st.TreeTopology.from_branching((2, 1))
+from stree_jax.testing import tiny_model
+from tests.decoding.texts import of_rows
+from tests.methods import PROMPTS, SAMPLED, drafts
 
 
 def ways():
     """Two ways to decode with one model and one drafter."""
-    drafter = st.ModelDrafter(perturbed(tiny_model(), 0.1))
-    common = dict(max_new_tokens=24, drafter=drafter, topology=TREE)
-    return common, common | dict(temperature=0.9, key=jax.random.key(3))
+    common = dict(max_new_tokens=24, **drafts(tiny_model()))
+    return common, common | SAMPLED
 
 
 def test_two_threads_with_one_model_give_the_right_tokens():
@@ -32,14 +29,12 @@ def test_two_threads_with_one_model_give_the_right_tokens():
         texts = [st.generate(model, PROMPTS, **way).tokens for _ in range(3)]
         together.wait(timeout=60)
         pieces = [*st.stream(model, PROMPTS, **way)]
-        rows = [[token for piece in pieces for token in piece[row]] for row in range(2)]
-        return [*texts, np.array(rows)]
+        return [*texts, np.array([of_rows(pieces, row) for row in range(3)])]
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         found = [*pool.map(decode, ways())]
     for way, texts in zip(ways(), found, strict=True):
-        plain = {name: way[name] for name in way if name not in ("drafter", "topology")}
-        want = st.generate(model, PROMPTS, **plain).tokens
+        want = st.generate(model, PROMPTS, **way | dict(drafter=None, topology=None)).tokens
         for tokens in texts:
             np.testing.assert_array_equal(tokens, want)
 
@@ -82,6 +77,5 @@ def test_ctrl_c_in_a_stream_and_again(when, monkeypatch):
         read()
     assert len(seen) == 2
     again = [*st.stream(model, PROMPTS, **way)]
-    for row, tokens in enumerate(want):
-        assert [token for piece in again for token in piece[row]] == tokens.tolist()
+    assert [of_rows(again, row) for row in range(3)] == want.tolist()
     np.testing.assert_array_equal(st.generate(model, PROMPTS, **way).tokens, want)

@@ -1,28 +1,29 @@
 """Exactness of the verifiers, enumerated: every draft, every accept or reject, no sampling."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from stree_jax import TreeTopology
-from stree_jax.decoding.types import DraftTree, Drawn, Sampling, Step
+from stree_jax.decoding.types import Drawn, Sampling, Step
 from stree_jax.decoding.verifiers import VERIFIERS, Reject, Traverse, follow
+from stree_jax.decoding.verifiers.reject import try_children
+from stree_jax.decoding.verifiers.traverse import traverse
 from tests.decoding.enumeration import (
     EXACT,
     VOCAB,
     Models,
+    draft_of,
     draft_outcomes,
     enumerated,
-    first_tokens,
+    followed,
     run_walks,
     tables,
     target_joint,
     total_variation,
-    tree_of,
 )
+from tests.methods import CHAIN
 
 TOPOLOGIES = {
     "chain of 2": TreeTopology.chain(2),
@@ -79,14 +80,15 @@ def test_a_residual_of_zero_falls_back_to_the_target():
     np.testing.assert_allclose(np.asarray(walk.probs).sum(), 1.0, rtol=1e-6)
 
 
-def test_the_enumeration_can_fail():
+@pytest.mark.parametrize("rule", [try_children, traverse])
+def test_the_enumeration_can_fail(rule):
     """Sorting the drawn children by the draft's probability is the classic mistake."""
     topology = TOPOLOGIES["2 children"]
     models = Models(seed=5)
     tokens, weights = draft_outcomes(models, topology, "without_replacement")
     q = Models.at(models.draft, [])
     tokens[:, 1:] = np.array([sorted(row, key=lambda t: -q[t]) for row in tokens[:, 1:]])
-    joint = enumerated(models, topology, tokens, weights, replace=False)[0]
+    joint = enumerated(models, topology, tokens, weights, replace=False, rule=rule)[0]
     assert total_variation(joint, target_joint(models)) > 0.01
 
 
@@ -102,67 +104,32 @@ def test_top_k_children_are_not_for_testing():
 @pytest.mark.parametrize("duplicates", [False, True])
 def test_following_is_exact_for_any_draft(duplicates):
     """Target-only: enumerate what the target samples at each node, for fixed drafts."""
-    topology = TreeTopology.from_parents([-1, 0, 0, 1, 2])
-    models = Models(seed=7)
+    topology, models = TreeTopology.from_parents([-1, 0, 0, 1, 2]), Models(seed=7)
     drafts = np.array([0, 2, 2 if duplicates else 3, 1, 0], np.int32)
-    p, _ = tables(models, topology, drafts[None])
-    chosen = np.array(list(itertools.product(range(VOCAB), repeat=5)), np.int32)
-    weights = np.prod(p[0, np.arange(5), chosen].astype(np.float64), axis=1)
-    batch = len(chosen)
-    draft = DraftTree(
-        tokens=jnp.broadcast_to(drafts, (batch, 5)),
-        tree=tree_of(topology, batch),
-        log_probs=None,
-        log_prob_row=jnp.full(5, -1, jnp.int32),
-        finite=jnp.ones(batch, bool),
-    )
-    verdict = follow(draft, jnp.asarray(chosen))
-    next_probs = np.eye(VOCAB)[np.asarray(verdict.next_token)]
-    joint = first_tokens(
-        models, topology, np.asarray(draft.tokens), weights, np.asarray(verdict.last), next_probs
-    )
+    joint, _ = followed(models, topology, drafts)
     assert total_variation(joint, target_joint(models)) < EXACT
-    np.testing.assert_array_equal(
-        verdict.num_accepted, np.array(topology.depths)[np.asarray(verdict.last)]
-    )
 
 
 def test_following_skips_nodes_that_do_not_exist():
     topology = TreeTopology.from_branching((2, 1))
-    valid = jnp.array([[True, False, True, False, True]])
-    draft = DraftTree(
-        tokens=jnp.array([[0, 1, 1, 2, 2]]),
-        tree=topology.tree(valid),
-        log_probs=None,
-        log_prob_row=jnp.full(5, -1, jnp.int32),
-        finite=jnp.ones(1, bool),
-    )
+    draft = draft_of(topology, [[0, 1, 1, 2, 2]], valid=[[True, False, True, False, True]])
     verdict = follow(draft, jnp.array([[1, 2, 2, 3, 3]]))
     assert verdict.last.tolist() == [4]  # through node 2, although the missing node 1 matches too
     assert verdict.next_token.tolist() == [3]
 
 
-TREE, CHAIN = TreeTopology.complete(2, 2), TreeTopology.chain(3)
+TREE = TreeTopology.complete(2, 2)
 
 
 def verify(rule, draft, logits, *, topology, temperature=1.0):
-    sampling = Sampling(
-        jnp.full(1, temperature),
-        temperature_is_zero=not temperature,
-    )
+    sampling = Sampling(jnp.full(1, temperature), temperature_is_zero=not temperature)
     keys = jax.random.split(jax.random.key(0), 1)
     rule = VERIFIERS[rule] if isinstance(rule, str) else rule
     return rule.verify(draft, logits, Step(None, keys, None, sampling), topology)
 
 
 def test_following_at_temperature_0_takes_the_best_token():
-    draft = DraftTree(
-        tokens=jnp.array([[0, 2, 1, 3]]),
-        tree=tree_of(CHAIN, 1),
-        log_probs=None,
-        log_prob_row=jnp.full(4, -1, jnp.int32),
-        finite=jnp.ones(1, bool),
-    )
+    draft = draft_of(CHAIN, [[0, 2, 1, 3]])
     logits = 9.0 * jax.nn.one_hot(jnp.array([[2, 1, 0, 0]]), VOCAB)
     for name in ("greedy", "target_only"):
         verdict = verify(name, draft, logits, topology=CHAIN, temperature=0.0)
@@ -170,13 +137,7 @@ def test_following_at_temperature_0_takes_the_best_token():
 
 
 def test_testing_needs_the_distributions_of_the_draft():
-    draft = DraftTree(
-        tokens=jnp.zeros((1, 4), jnp.int32),
-        tree=tree_of(CHAIN, 1),
-        log_probs=None,
-        log_prob_row=jnp.full(4, -1, jnp.int32),
-        finite=jnp.ones(1, bool),
-    )
+    draft = draft_of(CHAIN, np.zeros((1, 4)))
     for name in ("traversal", "multi_step"):
         with pytest.raises(ValueError, match=f"'{name}' needs the draft's distributions"):
             verify(name, draft, jnp.zeros((1, 4, VOCAB)), topology=CHAIN)
@@ -185,15 +146,10 @@ def test_testing_needs_the_distributions_of_the_draft():
 @pytest.mark.parametrize("rule", [Reject("reject", "iid"), Traverse()])
 @pytest.mark.parametrize("topology", [TREE, CHAIN])
 def test_a_rule_reads_from_the_draft_how_children_were_drawn(rule, topology):
-    num_nodes = topology.num_nodes
-    draft = DraftTree(
-        tokens=jax.random.randint(jax.random.key(1), (1, num_nodes), 0, VOCAB),
-        tree=tree_of(topology, 1),
-        log_probs=jax.nn.log_softmax(jax.random.normal(jax.random.key(2), (1, num_nodes, VOCAB))),
-        log_prob_row=jnp.arange(num_nodes),
-        finite=jnp.ones(1, bool),
-    )
-    logits = jax.random.normal(jax.random.key(3), (1, num_nodes, VOCAB))
+    shape = (1, topology.num_nodes, VOCAB)
+    q, logits = (jax.random.normal(jax.random.key(seed), shape) for seed in (2, 3))
+    tokens = jax.random.randint(jax.random.key(1), shape[:2], 0, VOCAB)
+    draft = draft_of(topology, tokens, jax.nn.log_softmax(q))
     with pytest.raises(ValueError, match=r"drawn = Drawn\(kind='top_k'"):
         verify(rule, draft, logits, topology=topology)
     for kind in ("iid", "without_replacement"):

@@ -3,17 +3,18 @@
 import dataclasses
 import functools
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 import stree_jax as st
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.results import statistics_of
+from stree_jax.decoding.types import Sampling, Step
 from stree_jax.testing import PROMPTS, tiny_model
-from tests.helpers import with_weight
+from tests.helpers import state_after, with_weight
 
 NEW_TOKENS = 24
 HYBRID = "mamba2attn hybrid"
@@ -24,7 +25,7 @@ class Row:
     """A prompt with its key and its way of sampling."""
 
     prompt: tuple
-    seed: int
+    key: int
     temperature: float
     top_k: int = 0
     top_p: float = 1.0
@@ -43,23 +44,22 @@ ROWS = [
 
 def planned(model, rows, **options):
     """A request of rows with their own sampling."""
-    return plan(
-        model,
-        [row.prompt for row in rows],
-        max_new_tokens=NEW_TOKENS,
-        temperature=[row.temperature for row in rows],
-        top_k=[row.top_k for row in rows],
-        top_p=[row.top_p for row in rows],
-        key=[row.seed for row in rows],
-        **options,
-    )
+    names = ("temperature", "top_k", "top_p", "key")
+    own = {name: [getattr(row, name) for row in rows] for name in names}
+    return plan(model, [row.prompt for row in rows], max_new_tokens=NEW_TOKENS, **own, **options)
 
 
-def ended(model, request):
-    """The last state of the decode loop."""
+def started(model, request):
+    """The first state of the decode loop."""
     start = request.drafter, request.context, request.keys, request.sampling
-    state = request.decoder.start(model, *start)
-    return request.decoder.run(model, request.drafter, state, request.limits, request.sampling)
+    return request.decoder.start(model, *start)
+
+
+def ended(model, request, decoder=None, limits=None):
+    """The last state of the decode loop, perhaps of another decoder, or with other limits."""
+    decoder, limits = decoder or request.decoder, limits or request.limits
+    state = started(model, request)
+    return decoder.run(model, request.drafter, state, limits, request.sampling)
 
 
 def decoded(model, request):
@@ -85,47 +85,6 @@ def greedy(family="plain"):
     return rows_of(autoregressive(family), range(len(PROMPTS)))
 
 
-class Told(nnx.Module):
-    """Drafts that know the text: in each step one path of the tree is right, in turn to every node.
-
-    So all accepted lengths and all branches occur, and no draft model has to be compiled.
-
-    Args:
-        prompts: token ids of each row.
-        texts: its new tokens, `[rows, T]`.
-        vocab_size: number of tokens.
-    """
-
-    def __init__(self, prompts, texts, vocab_size):
-        self.starts = jnp.array([len(prompt) for prompt in prompts])
-        self.texts, self.vocab_size = jnp.asarray(texts), vocab_size
-
-    def default_topology(self):
-        return st.TreeTopology.chain(4)
-
-    def init(self, batch, topology, max_length):
-        return None
-
-    def read(self, state, tokens, hidden, lengths):
-        return None
-
-    def propose(self, state, step, topology):
-        (rows, length), nodes = self.texts.shape, topology.num_nodes
-        context, row = step.context, jnp.arange(rows)
-        after = (context.length - self.starts)[:, None] + np.array(topology.depths) - 1
-        right = jnp.take_along_axis(self.texts, jnp.clip(after, 0, length - 1), axis=1)
-        end = (7 * context.length + row) % nodes
-        tree = topology.tree(jnp.ones((rows, nodes), bool))
-        is_right = tree.ancestor_mask[row, end]
-        tokens = jnp.where(is_right, right, (right + 1 + np.arange(nodes)) % self.vocab_size)
-        tokens = tokens.at[:, 0].set(context.tokens[row, context.length - 1])
-        none, finite = jnp.full(nodes, -1, jnp.int32), jnp.ones(rows, bool)
-        return st.DraftTree(tokens.astype(jnp.int32), tree, None, none, finite), None
-
-    def commit(self, state, draft, verdict, hidden, topology):
-        return None
-
-
 def rows_of(generation, rows):
     """Some rows of a generation; its statistics are those of all."""
     rows = np.array(rows)
@@ -137,18 +96,51 @@ def rows_of(generation, rows):
     )
 
 
-def steps(target, drafter, topology, *, count):
-    """The first steps at temperature 0: the text before, the draft, the verdict."""
-    request = plan(target, PROMPTS, max_new_tokens=NEW_TOKENS, drafter=drafter, topology=topology)
-    state = request.decoder.start(target, drafter, request.context, request.keys)
-    for _ in range(count):
-        before = jax.tree.map(np.asarray, state.context)
-        state, draft, verdict = request.decoder.step(
-            target, drafter, state, request.limits, request.sampling
+def of_rows(pieces, row):
+    """The tokens of a row of a stream."""
+    return [token for piece in pieces for token in piece[row]]
+
+
+def steps(target, *, count=10**9, prompts=PROMPTS, **options):
+    """The first steps of a request: what was before, the draft, the verdict, and the state after.
+
+    Before are `tokens` and `length` of the texts, which rows were `done`, and how many `drafted`.
+    """
+    request = plan(target, prompts, **dict(max_new_tokens=NEW_TOKENS) | options)
+    state = started(target, request)
+    while count and not state.done.all():
+        count -= 1
+        (tokens, length), done, drafted = jax.tree.map(
+            np.array, (state.context, state.done, state.statistics.drafted)
         )
-        yield before, jax.tree.map(np.asarray, draft), jax.tree.map(np.asarray, verdict)
+        before = types.SimpleNamespace(tokens=tokens, length=length, done=done, drafted=drafted)
+        state, draft, verdict = request.decoder.step(
+            target, request.drafter, state, request.limits, request.sampling
+        )
+        yield before, *jax.tree.map(np.asarray, (draft, verdict)), state
+
+
+def proposed(drafter, topology, text, *, temperature=0.0, key=0, length=None, noise=None):
+    """The first draft after a text, of a buffer that may have more tokens than its `length`."""
+    length = jnp.array([len(text) if length is None else length], jnp.int32)
+    context = st.Context(jnp.array([text], jnp.int32), length)
+    sampling = Sampling(jnp.full(1, temperature or 1.0), temperature_is_zero=temperature == 0)
+    step = Step(context, jax.random.split(jax.random.key(key), 1), noise, sampling)
+
+    @jax.jit
+    def propose(drafter, step):
+        state = state_after(drafter, step.context, topology, 64)
+        return drafter.propose(state, step, topology)[0]
+
+    return propose(drafter, step)
 
 
 def with_head(scale, model):
     """The model with sharper logits, or with logits that are all equal."""
     return with_weight(model, "head", lambda head: scale * head)
+
+
+def broken_at(token, value=np.nan, model=None):
+    """A model whose embedding of one token is not finite: only rows that read it fail."""
+    model = tiny_model("groups", seed=4) if model is None else model
+    return with_weight(model, "embedding", lambda rows: rows.at[token].set(value))

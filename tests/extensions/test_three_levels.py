@@ -1,18 +1,13 @@
 """Drafts of two models: enumerated as in test_verify.py, and in the loop."""
 
-import functools
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import stree_jax as st
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.verifiers.reject import try_children
 from stree_jax.decoding.verifiers.traverse import traverse_chain
-from stree_jax.testing import PROMPTS, assert_lossless, perturbed, tiny_model
+from stree_jax.testing import apply, assert_lossless, perturbed, random_model, tiny_model
 from tests.decoding.enumeration import (
     EXACT,
     VOCAB,
@@ -24,6 +19,9 @@ from tests.decoding.enumeration import (
     total_variation,
     walks,
 )
+from tests.decoding.texts import steps
+from tests.drafters import NotAModule
+from tests.methods import PROMPTS, SAMPLED, drafts
 
 RULES = (try_children, traverse_chain)
 
@@ -123,32 +121,11 @@ def test_a_cascade_is_exact_although_its_length_is_random(num_drafts, rounds, ru
 # In the loop.
 
 
-@functools.cache
-def models():
-    target = tiny_model()
-    return target, perturbed(target, 0.05), perturbed(target, 0.15, seed=1)
-
-
-def drafter(name, **options):
-    _, medium, small = models()
-    match name:
-        case "ssq" | "sqqsss":
-            return st.InterleavedDrafter(medium, small, name, **options)
-        case "lookup":
-            return st.CascadeDrafter(medium, st.NgramDrafter(), rounds=3, **options)
-        case "small":
-            inner = options.pop("inner", st.ModelDrafter(small))
-            return st.CascadeDrafter(medium, inner, rounds=2, **options)
-        case "tree":
-            tree = st.TreeTopology.from_parents([-1, 0, 0, 1])
-            inner = st.ModelDrafter(small)
-            return st.CascadeDrafter(medium, inner, rounds=2, inner_topology=tree, **options)
-
-
 def test_ragged_chains_count_what_was_drafted():
     """Each round adds at least one draft, and seldom all."""
-    many = drafter("lookup")
-    out = st.generate(tiny_model(), PROMPTS, max_new_tokens=24, drafter=many)
+    options = drafts(tiny_model(), "cascade of lookup")
+    many = options["drafter"]
+    out = st.generate(tiny_model(), PROMPTS, max_new_tokens=24, **options)
     calls, most = out.stats.num_target_calls, many.default_topology().depth
     assert many.rounds * calls <= out.stats.num_drafted < most * calls
 
@@ -156,121 +133,111 @@ def test_ragged_chains_count_what_was_drafted():
 @pytest.mark.slow
 def test_models_that_agree_accept_everything():
     """So all tokens that can be missed are, in each model."""
-    target = tiny_model()
+    target, chain = tiny_model(), st.TreeTopology.chain(3)
     for every in (
         st.InterleavedDrafter(target, target, "qsss"),
-        st.CascadeDrafter(
-            target, st.ModelDrafter(target), rounds=1, inner_topology=st.TreeTopology.chain(3)
-        ),
+        st.CascadeDrafter(target, st.ModelDrafter(target), rounds=1, inner_topology=chain),
     ):
         (out,) = assert_lossless(target, every, temperatures=(0.0,))
         assert out.stats.tau == 24 / np.ceil(24 / 5)
 
 
-def cache_after(model, tokens):
-    padded = np.zeros((1, 48), np.int32)
-    padded[0, : len(tokens)] = tokens
-    return read(model, jnp.asarray(padded), jnp.array([len(tokens)], jnp.int32))[1]
-
-
-@jax.jit
-def read(model, tokens, lengths):
-    return model.prefill(tokens, lengths)
-
-
-@jax.jit
-def replayed(model, part):
-    return model.replay(part.cache, part.pending, part.path)
-
-
-def readers(drafter, state):
-    """Model, state and number of catch-up tokens `[B]` of each reader, as it starts a step."""
-    if isinstance(drafter, st.InterleavedDrafter):
-        both = (drafter.medium, state["q"]), (drafter.small, state["s"])
-    else:
-        inner = state.rounds[0].state.reader
-        both = (drafter.medium, state.reader), (drafter.inner.model, inner)
-    return [(model, part, part.has_catch_up.sum(axis=1)) for model, part in both]
-
-
-@pytest.mark.parametrize("name", ["sqqsss", pytest.param("small", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["turns", pytest.param("cascade", marks=pytest.mark.slow)])
 def test_all_models_have_read_the_text(name):
-    """All but the root and the catch-up tokens, after every step, whatever was accepted."""
-    target, many, accepted = tiny_model(), drafter(name), set()
-    request = plan(target, PROMPTS, drafter=many, max_new_tokens=14)
-    state = request.decoder.start(target, many, request.context, request.keys)
-    missed = set()
-    for _ in range(7):
-        done = np.asarray(state.done)
-        state, _, verdict = request.decoder.step(
-            target, many, state, request.limits, request.sampling
-        )
-        text, length = np.asarray(state.context.tokens), np.asarray(state.context.length)
-        parts = readers(many, state.drafter)
-        caches = [replayed(model, part) for model, part, _ in parts]
-        for row in np.flatnonzero(~done):
-            accepted.add(int(verdict.num_accepted[row]))
-            for (model, part, catch_up), cache in zip(parts, caches, strict=True):
-                num_missed = int(catch_up[row])
-                num_read = length[row] - 1 - num_missed
-                missed.add(num_missed)
-                unread = np.ravel(part.catch_up[row])[-num_missed:] if num_missed else []
-                assert list(unread) == text[row, num_read : length[row] - 1].tolist()
-                jax.tree.map(
-                    lambda a, b, row=row: np.testing.assert_allclose(a[row], b[0], atol=1e-4),
-                    cache,
-                    cache_after(model, text[row, :num_read]),
-                )
+    """Each draft is the best token of whose turn it is, after whatever was accepted before."""
+    target, accepted = tiny_model(), set()
+    options = drafts(target, name)
+    drafter, depth = options["drafter"], options["drafter"].default_topology().depth
+    # At temperature 0 a cascade drafts the text of its medium model.
+    whose = drafter.pattern if name == "turns" else "q" * depth
+    for before, draft, verdict, _ in steps(target, count=7, **options):
+        accepted |= {*verdict.num_accepted.tolist()}
+        for row, read in enumerate(before.tokens):
+            text = [*read[: before.length[row]], *draft.tokens[row, 1:]]
+            padded = np.pad([text], ((0, 0), (0, 64 - len(text))))
+            best = {
+                letter: np.asarray(apply(model, padded))[0].argmax(-1)
+                for letter, model in (("q", drafter.medium), ("s", getattr(drafter, "small", None)))
+                if model is not None
+            }
+            for node in np.flatnonzero(draft.tree.valid[row, 1:]):
+                at = before.length[row] + node
+                assert text[at] == best[whose[node]][at - 1]
     assert len(accepted) > 2
-    assert len(missed) > 1
 
 
-class NotAModule:
-    default_topology = init = read = propose = commit = st.NgramDrafter.init
+def models():
+    """A medium and a small model, and one of another vocabulary."""
+    medium, small = perturbed(tiny_model(), 0.05), perturbed(tiny_model(), 0.15, seed=1)
+    return medium, small, random_model(st.ModelConfig.tiny(vocab_size=5))
 
 
-def test_what_is_refused():
-    target, medium, small = models()
-    other = st.HybridLM(st.ModelConfig.tiny(vocab_size=5), rngs=nnx.Rngs(0))
-    for pattern in ("qqq", "sx", "", "qs" * 9):
-        with pytest.raises(ValueError, match="pattern must have letters q .medium. and s .small"):
-            st.InterleavedDrafter(medium, small, pattern)
-    with pytest.raises(ValueError, match="child_sampling must be 'auto' or 'iid', got 'shared'"):
-        st.InterleavedDrafter(medium, small, "sq", child_sampling="shared")
-    with pytest.raises(ValueError, match="medium and small have different vocabularies: 37 and 5"):
-        st.InterleavedDrafter(medium, other, "sq")
-    with pytest.raises(ValueError, match="inner must be a drafter that is a flax.nnx.Module"):
-        st.CascadeDrafter(medium, NotAModule())
-    for rounds in (0, 22, True):
-        with pytest.raises(
-            ValueError, match="rounds, for chains of .* must be an integer, from 1 to 21"
-        ):
-            st.CascadeDrafter(medium, st.NgramDrafter(), rounds=rounds)
-    with pytest.raises(ValueError, match="inner_topology must be a TreeTopology with at least one"):
-        st.CascadeDrafter(medium, st.NgramDrafter(), inner_topology=st.TreeTopology.chain(0))
-    sampled = dict(temperature=1.0, key=jax.random.key(0))
-    iid = drafter("ssq", child_sampling="iid")
-    refused = {
-        "different vocabularies: 5 and 37": dict(
-            drafter=st.CascadeDrafter(small, st.ModelDrafter(other))
+def turns(pattern="sq", small=1, **options):
+    return lambda: st.InterleavedDrafter(models()[0], models()[small], pattern, **options)
+
+
+def cascade(make=st.NgramDrafter, **options):
+    return lambda: st.CascadeDrafter(models()[0], make(), **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        *(
+            (turns(pattern), "pattern must have letters q .medium. and s .small")
+            for pattern in ("qqq", "sx", "", "qs" * 9)
         ),
-        "fills a chain of 3 drafts and no other tree": dict(
-            drafter=drafter("ssq"), topology=st.TreeTopology.chain(4)
+        (turns(child_sampling="shared"), "child_sampling must be 'auto' or 'iid', got 'shared'"),
+        (turns(small=2), "medium and small have different vocabularies: 37 and 5"),
+        (cascade(NotAModule), "inner must be a drafter that is a flax.nnx.Module"),
+        *(
+            (cascade(rounds=rounds), "rounds, for chains of .* must be an integer, from 1 to 21")
+            for rounds in (0, 22, True)
         ),
-        "cascade of 2 rounds fills a chain of 6 drafts": dict(
-            drafter=drafter("small"), topology=st.TreeTopology.paper("A")
+        (
+            cascade(inner_topology=st.TreeTopology.chain(0)),
+            "inner_topology must be a TreeTopology with at least one",
         ),
-        "'iid' needs temperature > 0": dict(drafter=iid),
-        "child_sampling = 'iid' needs temperature > 0": dict(
-            drafter=drafter("small", inner=st.ModelDrafter(small, child_sampling="iid"))
-        ),
-        "'traversal' is not exact for child_sampling = 'shared'": dict(
-            drafter=drafter("small"), verifier="traversal", **sampled
-        ),
-    }
-    for message, options in refused.items():
-        with pytest.raises(ValueError, match=message):
-            plan(target, PROMPTS, **options)
-    assert plan(target, PROMPTS, drafter=iid, **sampled).decoder.verifier.name == "traversal"
-    shared = plan(target, PROMPTS, drafter=drafter("small"), **sampled)
-    assert shared.decoder.verifier.name == "target_only"
+    ],
+)
+def test_what_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def iid():
+    return st.ModelDrafter(models()[1], child_sampling="iid")
+
+
+REFUSED = [
+    (cascade(lambda: st.ModelDrafter(models()[2])), {}, "different vocabularies: 5 and 37"),
+    (
+        turns("ssq"),
+        dict(topology=st.TreeTopology.chain(4)),
+        "fills a chain of 3 drafts and no other tree",
+    ),
+    (
+        cascade(lambda: st.ModelDrafter(models()[1]), rounds=2),
+        dict(topology=st.TreeTopology.paper("A")),
+        "cascade of 2 rounds fills a chain of 6 drafts",
+    ),
+    (turns(child_sampling="iid"), {}, "'iid' needs temperature > 0"),
+    (cascade(iid), {}, "child_sampling = 'iid' needs temperature > 0"),
+    (
+        cascade(),
+        dict(verifier="traversal", **SAMPLED),
+        "'traversal' is not exact for child_sampling = 'shared'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "message"), REFUSED)
+def test_requests_that_are_refused(make, options, message):
+    with pytest.raises(ValueError, match=message):
+        plan(tiny_model(), PROMPTS, drafter=make(), **options)
+
+
+def test_rules_are_chosen():
+    for make, rule in ((turns(child_sampling="iid"), "traversal"), (cascade(), "target_only")):
+        chosen = plan(tiny_model(), PROMPTS, drafter=make(), **SAMPLED)
+        assert chosen.decoder.verifier.name == rule

@@ -3,38 +3,31 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import stree_jax as st
-from stree_jax.decoding.options import plan
 from stree_jax.decoding.sampling import position_noise
-from stree_jax.decoding.types import DraftTree, Sampling, Step
+from stree_jax.decoding.types import Sampling, Step
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
-from stree_jax.testing import perturbed, tiny_model
+from stree_jax.testing import tiny_model
 from tests.decoding.enumeration import (
     VOCAB,
     Models,
+    draft_of,
     first_tokens,
     prefix_of,
     tables,
     target_joint,
     total_variation,
 )
+from tests.methods import SAMPLED, drafts
 
 TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 2, 2])
-SAMPLED = dict(temperature=1.0, key=jax.random.key(0))
 
 
 def verdicts(p, tokens, valid):
     """The rule's verdicts for distributions `[B, N, V]`, and those of its definition."""
     batch = len(p)
-    draft = DraftTree(
-        jnp.asarray(tokens),
-        TREE.tree(jnp.asarray(valid)),
-        None,
-        jnp.full(TREE.num_nodes, -1, jnp.int32),
-        jnp.ones(batch, bool),
-    )
+    draft = draft_of(TREE, tokens, valid=valid)
     sampling = Sampling(jnp.ones(batch))
     keys = jax.random.split(jax.random.key(0), batch)
     logits = jnp.log(jnp.asarray(p, jnp.float32))
@@ -88,24 +81,15 @@ def test_it_is_lossy():
 
 
 def test_it_is_never_used_unasked():
-    drafter = st.ModelDrafter(perturbed(tiny_model(), 0.1))
-    common = dict(drafter=drafter, topology=st.TreeTopology.chain(2), max_new_tokens=9, **SAMPLED)
-    with pytest.raises(ValueError, match="'typical' is lossy: its output does not.*lossy=True"):
-        plan(tiny_model(), [[1]], verifier="typical", **common)
-    with pytest.raises(ValueError, match="lossy=True"):
-        st.stream(tiny_model(), [[1]], verifier=LOSSY_VERIFIERS["typical"], **common)
-    with pytest.raises(ValueError, match="'typical' needs temperature > 0; use 'greedy'"):
-        plan(tiny_model(), [[1]], drafter=drafter, verifier="typical", lossy=True)
-    out = st.generate(tiny_model(), [[1]], verifier="typical", lossy=True, **common)
+    """Its refusals are in tests/decoding/test_refusals.py."""
+    common = dict(max_new_tokens=9, lossy=True, **drafts(tiny_model(), "chain of 1"), **SAMPLED)
+    out = st.generate(tiny_model(), [[1]], verifier="typical", **common)
     assert not out.lossless
     assert out.lengths.tolist() == [9]
-    exact = st.generate(tiny_model(), [[1]], lossy=True, **common)
+    exact = st.generate(tiny_model(), [[1]], **common)
     assert exact.lossless
     plain = st.generate(tiny_model(), [[1]], max_new_tokens=9, **SAMPLED)
     np.testing.assert_array_equal(exact.tokens, plain.tokens)
-
-
-def test_every_lossy_verifier_says_so():
     assert {*LOSSY_VERIFIERS}.isdisjoint(st.VERIFIERS)
     for rule in LOSSY_VERIFIERS.values():
         assert rule.lossless is False

@@ -1,0 +1,204 @@
+"""Drafters and verifiers that tests write, as a user would."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import stree_jax as st
+from stree_jax.tuning import RankTrace
+
+
+def drafted(tokens, topology):
+    """A draft of these tokens `[B, N]` in all nodes, without log-probabilities."""
+    tree = topology.tree(jnp.ones(tokens.shape, bool))
+    none = jnp.full(topology.num_nodes, -1, jnp.int32)
+    return st.DraftTree(tokens.astype(jnp.int32), tree, None, none, jnp.ones(len(tokens), bool))
+
+
+class Echo(nnx.Module):
+    """Drafts the last token again; its state is a number per row."""
+
+    def default_topology(self):
+        return st.TreeTopology.chain(1)
+
+    def init(self, batch, topology, max_length):
+        return {"seen": jnp.zeros(batch, jnp.int32)}
+
+    def read(self, state, tokens, hidden, lengths):
+        return state
+
+    def propose(self, state, step, topology):
+        root = st.root_only(step.context).tokens
+        return drafted(jnp.broadcast_to(root, (len(root), topology.num_nodes)), topology), state
+
+    def commit(self, state, draft, verdict, hidden, topology):
+        return {"seen": state["seen"] + 1}
+
+
+class Recording(Echo):
+    """Keeps what `commit` gets."""
+
+    def init(self, batch, topology, max_length):
+        hidden = jnp.zeros((batch, topology.num_nodes, 16))
+        return {"hidden": hidden, "last": jnp.zeros(batch, jnp.int32)}
+
+    def commit(self, state, draft, verdict, hidden, topology):
+        return {"hidden": hidden, "last": verdict.last}
+
+
+class Sharing(Echo):
+    """Its state is arrays that are not its own, and one array twice."""
+
+    def __init__(self, table):
+        self.table = nnx.Param(table)
+
+    def init(self, batch, topology, max_length):
+        zeros = jnp.zeros(batch)
+        return (zeros, zeros, self.table[...], 0)
+
+    def commit(self, state, draft, verdict, hidden, topology):
+        return state
+
+
+class Told(Echo):
+    """Drafts that know the text: in each step one path of the tree is right, in turn to every node.
+
+    So all accepted lengths and all branches occur, and no draft model has to be compiled.
+
+    Args:
+        prompts: token ids of each row.
+        texts: its new tokens, `[rows, T]`.
+        vocab_size: number of tokens.
+    """
+
+    def __init__(self, prompts, texts, vocab_size):
+        self.starts = jnp.array([len(prompt) for prompt in prompts])
+        self.texts, self.vocab_size = jnp.asarray(texts), vocab_size
+
+    def default_topology(self):
+        return st.TreeTopology.chain(4)
+
+    def init(self, batch, topology, max_length):
+        return None
+
+    def propose(self, state, step, topology):
+        (rows, length), nodes = self.texts.shape, topology.num_nodes
+        context, row = step.context, jnp.arange(rows)
+        after = (context.length - self.starts)[:, None] + np.array(topology.depths) - 1
+        right = jnp.take_along_axis(self.texts, jnp.clip(after, 0, length - 1), axis=1)
+        end = (7 * context.length + row) % nodes
+        is_right = jnp.asarray(topology.ancestor_mask)[end]
+        tokens = jnp.where(is_right, right, (right + 1 + np.arange(nodes)) % self.vocab_size)
+        tokens = tokens.at[:, 0].set(context.tokens[row, context.length - 1])
+        return drafted(tokens, topology), None
+
+    def commit(self, state, draft, verdict, hidden, topology):
+        return None
+
+
+class Plain(nnx.Module):
+    """What the protocol requires, and attributes with the names of optional methods."""
+
+    def __init__(self, model, models=None):
+        self.inner = st.ModelDrafter(model)
+        self.models = nnx.data(models)
+        self.check = 0
+
+    def default_topology(self):
+        return st.TreeTopology.chain(2)
+
+    def init(self, *arguments):
+        return self.inner.init(*arguments)
+
+    def read(self, state, tokens, hidden, lengths):
+        assert hidden.shape[:2] == tokens.shape  # who does not say gets the target's states
+        return self.inner.read(state, tokens, hidden, lengths)
+
+    def propose(self, *arguments, **options):
+        return self.inner.propose(*arguments, **options)
+
+    def commit(self, *arguments):
+        return self.inner.commit(*arguments)
+
+
+class Answering(Plain):
+    """The same with the optional methods."""
+
+    def __init__(self, model, limit=None):
+        self.inner = st.ModelDrafter(model)
+        self.limit = limit
+
+    def models(self):
+        return [self.inner.model]
+
+    def check(self, target, topology, *, temperature_is_zero):
+        if self.limit is not None and target.config.d_model > self.limit:
+            raise ValueError(f"this drafter is for targets of a width up to {self.limit}")
+        if topology.num_nodes > 5 or not temperature_is_zero:
+            raise ValueError("this drafter is for small trees at temperature 0")
+
+    def rank_trace(self, target, request, tokens, num_ranks):
+        return RankTrace([np.zeros((len(new), 3), int) for new in tokens], num_ranks)
+
+
+class NotAModule:
+    """A drafter with a leaf that is no array: itself."""
+
+    default_topology = init = read = propose = commit = st.NgramDrafter.init
+
+
+# Verifiers.
+
+
+@dataclasses.dataclass(frozen=True)
+class Delegating:
+    """Wraps a built-in, as a user would to log or to change something."""
+
+    inner: st.Verifier
+    name: str = "delegating"
+
+    def check(self, drawn, topology, *, temperature_is_zero):
+        self.inner.check(drawn, topology, temperature_is_zero=temperature_is_zero)
+
+    def verify(self, draft, logits, step, topology):
+        return self.inner.verify(draft, logits, step, topology)
+
+
+@dataclasses.dataclass(frozen=True)
+class AtMostOne(Delegating):
+    """Accepts at most one draft: shorter paths of an exact verifier are not exact in general, but
+    cut at its first node they are when the target is followed greedily."""
+
+    name: str = "at_most_one"
+
+    def verify(self, draft, logits, step, topology):
+        verdict = super().verify(draft, logits, step, topology)
+        on_path = draft.tree.ancestor_mask[jnp.arange(len(verdict.last)), verdict.last]
+        first = jnp.argmax(on_path & (draft.tree.depth == 1), axis=1).astype(jnp.int32)
+        last = jnp.where(verdict.num_accepted > 0, first, 0)
+        best = jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0].argmax(-1)
+        return st.Verdict(last, jnp.minimum(verdict.num_accepted, 1), best.astype(jnp.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class AcceptNothing:
+    """Greedy, without drafts."""
+
+    name: str = "accept_nothing"
+
+    def check(self, drawn, topology, *, temperature_is_zero):
+        pass
+
+    def verify(self, draft, logits, step, topology):
+        tokens = jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
+        return st.Verdict(jnp.zeros_like(tokens), jnp.zeros_like(tokens), tokens)
+
+
+class Unhashable:
+    """A verifier."""
+
+    name = "unhashable"
+    __hash__ = None
+    check = verify = type(st.VERIFIERS["greedy"]).check
