@@ -1,10 +1,10 @@
 """Requests with different settings, and what each gives alone."""
 
+import contextlib
 import dataclasses
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import stree_jax as st
@@ -53,27 +53,12 @@ def in_families(requests):
 
 def alone(model, requests, **options):
     """Tokens of each request: all in one batch without drafts, whose rows do not see each other."""
-    most = max(r.max_new_tokens for r in requests)
-    texts = []
-    for _, group in itertools.groupby(
-        sorted(range(len(requests)), key=lambda i: (requests[i].temperature, requests[i].top_k)),
-        key=lambda i: (requests[i].temperature, requests[i].top_k),
-    ):
-        rows = [requests[i] for i in group]
-        out = st.generate(
-            model,
-            [r.prompt for r in rows],
-            max_new_tokens=most,
-            temperature=rows[0].temperature,
-            top_k=rows[0].top_k,
-            top_p=rows[0].top_p,
-            eos_token=(),
-            key=jnp.stack([r.key for r in rows]),
-            **options,
-        )
-        texts += [(id(r), cut(row.tolist(), r)) for r, row in zip(rows, out.tokens, strict=True)]
-    by_request = dict(texts)
-    return [by_request[id(r)] for r in requests]
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "eos_token", "key")
+    own = {name: [getattr(request, name) for request in requests] for name in names}
+    if None in own["key"]:  # all have temperature 0
+        del own["key"]
+    out = st.generate(model, [request.prompt for request in requests], **own, **options)
+    return [row[:count].tolist() for row, count in zip(out.tokens, out.lengths, strict=True)]
 
 
 def cut(tokens, request):
@@ -93,3 +78,44 @@ def served(scheduler, requests):
 
 def drafting(model):
     return dict(drafter=st.ModelDrafter(perturbed(model, 0.1)), topology=TREE)
+
+
+def orders_of(count, seeds=(0, 1)):
+    return [np.random.default_rng(seed).permutation(count).tolist() for seed in seeds]
+
+
+def disturbed(scheduler, requests, rng, *, cancels=0.1):
+    """Serves requests, some of which are cancelled, with iterators stopped and resumed at random.
+
+    Returns all events, the completions by the place of their request, and which were cancelled.
+    """
+    for request in requests:
+        scheduler.submit(request)
+    events, done, cancelled, listening = [], {}, set(), scheduler.events()
+    while scheduler.num_waiting + scheduler.num_running:
+        ended = {*done} | {event.request_id for event in events if event.finish_reason}
+        way = rng.integers(4)
+        if way == 0:
+            done |= {
+                each.request_id: each for each in [next(scheduler.completions(), None)] if each
+            }
+        else:
+            events += itertools.islice(listening, 1)
+        if way == 1:
+            listening.close()
+            listening = scheduler.events()
+        last = events[-1].request_id if events and events[-1].finish_reason else None
+        if last is not None and last not in ended and rng.random() < 0.3:
+            done[last] = scheduler.pop(last)
+        if rng.random() < cancels and (alive := {*range(len(requests))} - ended):
+            chosen = int(rng.choice([*alive]))
+            with contextlib.suppress(ValueError):  # it has ended, and nobody was told yet
+                scheduler.cancel(chosen)
+                cancelled.add(chosen)
+    events += scheduler.events()
+    done |= {each.request_id: each for each in scheduler.completions()}
+    assert not [*scheduler.events(), *scheduler.completions()]
+    assert sorted(done) == [*range(len(requests))]
+    for place, completion in done.items():
+        assert (completion.finish_reason == "cancelled") == (place in cancelled)
+    return events, done, cancelled

@@ -1,18 +1,25 @@
 """Events are the pieces of completions, whatever is cancelled and however they are asked for."""
 
-import contextlib
 import dataclasses
 import functools
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
 import stree_jax as st
 from stree_jax.testing import tiny_model
-from tests.helpers import with_weight
-from tests.serving.requests import WAYS, alone, drafting, mixed, ragged, served
+from tests.decoding.texts import broken_at
+from tests.serving.requests import (
+    WAYS,
+    alone,
+    disturbed,
+    drafting,
+    mixed,
+    orders_of,
+    ragged,
+    served,
+)
 
 NEVER = [[1] * 9]  # a stop: with one in each pool all pools share their programs
 
@@ -69,49 +76,20 @@ def joined(events):
 def test_events_are_the_pieces_of_completions(quantum):
     """Cancelled at random, in any order, with both iterators stopped and resumed at random."""
     requests, texts, cut = cases()
-    rng = np.random.default_rng(quantum)
-    for _ in range(2):
-        order = rng.permutation(len(requests)).tolist()
-        scheduler = pool(quantum)
-        for i in order:
-            scheduler.submit(requests[i])
-        events, done, cancelled = [], [], set()
-        listening = scheduler.events()
-        while scheduler.num_waiting + scheduler.num_running:
-            ended = {completion.request_id for completion in done}
-            ended |= {event.request_id for event in events if event.finish_reason}
-            way = rng.integers(4)
-            if way == 0:
-                done += [each for each in [next(scheduler.completions(), None)] if each]
-            else:
-                events += [each for each in [next(listening, None)] if each]
-            if way == 1:
-                listening.close()
-                listening = scheduler.events()
-            last = events[-1] if events else None
-            if last and last.finish_reason and rng.random() < 0.3 and last.request_id not in ended:
-                done.append(scheduler.pop(last.request_id))
-            if rng.random() < 0.1 and (alive := {*range(len(order))} - ended):
-                chosen = int(rng.choice([*alive]))
-                with contextlib.suppress(ValueError):  # it has ended, and nobody was told yet
-                    scheduler.cancel(chosen)
-                    cancelled.add(chosen)
-        events += scheduler.events()
-        done += scheduler.completions()
-        assert not [*scheduler.events(), *scheduler.completions()]
+    for order in orders_of(len(requests), seeds=(quantum, quantum + 1)):
+        rng = np.random.default_rng(quantum)
+        events, done, cancelled = disturbed(pool(quantum), [requests[i] for i in order], rng)
         tokens, reasons = joined(events)
-        assert sorted(c.request_id for c in done) == sorted(reasons) == [*range(len(order))]
+        assert sorted(reasons) == [*range(len(order))]
         assert cancelled
-        for completion in done:
-            i = order[completion.request_id]
-            assert completion.tokens == tokens[completion.request_id]
-            own = [event.text for event in events if event.request_id == completion.request_id]
+        for place, completion in done.items():
+            i = order[place]
+            assert completion.tokens == tokens[place]
+            own = [event.text for event in events if event.request_id == place]
             assert completion.text == "".join(own)
-            assert completion.finish_reason == reasons[completion.request_id]
+            assert completion.finish_reason == reasons[place]
             assert completion.text == pairs().decode(completion.tokens) or i % 3 == 2
-            is_cancelled = completion.finish_reason == "cancelled"
-            assert is_cancelled == (completion.request_id in cancelled)
-            if is_cancelled:
+            if place in cancelled:
                 assert completion.tokens == texts[i][: len(completion.tokens)]
             else:
                 assert completion.tokens == cut[i]
@@ -148,8 +126,7 @@ def test_a_cancelled_row_is_free_and_its_text_can_go_on():
 
 
 def test_a_failed_request_has_a_last_event():
-    broken = with_weight(tiny_model(), "embedding", lambda weight: weight.at[35].set(jnp.nan))
-    scheduler = pool(7, broken)
+    scheduler = pool(7, broken_at(35, model=tiny_model()))
     for prompt in ([4, 35, 2], [3, 1, 4]):
         scheduler.submit(st.Request(prompt, max_new_tokens=4, stop=NEVER))
     first, *rest = scheduler.events()
@@ -188,17 +165,20 @@ def test_a_request_is_cancelled_before_it_starts():
 
 def test_ids_that_are_refused():
     scheduler = pool(1)
-    for call in (scheduler.cancel, scheduler.pop):
-        with pytest.raises(ValueError, match="request_id = 0: 0 requests were submitted"):
-            call(0)
-        with pytest.raises(ValueError, match="request_id must be an integer, at least 0; got -1"):
-            call(-1)
+    never = "request 0 has not ended, or its completion was given"
+    ended = "request 0 has ended, and cannot be cancelled"
+    cancel, pop = scheduler.cancel, scheduler.pop
+
+    def refuses(call, request_id, message):
+        with pytest.raises(ValueError, match=message):
+            call(request_id)
+
+    for call in (cancel, pop):
+        refuses(call, 0, "request_id = 0: 0 requests were submitted")
+        refuses(call, -1, "request_id must be an integer, at least 0; got -1")
     waiting = scheduler.submit(st.Request([1], max_new_tokens=5))
-    with pytest.raises(ValueError, match="request 0 has not ended, or its completion was given"):
-        scheduler.pop(waiting)
-    scheduler.cancel(waiting)
-    with pytest.raises(ValueError, match="request 0 has ended, and cannot be cancelled"):
-        scheduler.cancel(waiting)
-    assert scheduler.pop(waiting).request_id == waiting
-    with pytest.raises(ValueError, match="request 0 has not ended, or its completion was given"):
-        scheduler.pop(waiting)
+    refuses(pop, waiting, never)
+    cancel(waiting)
+    refuses(cancel, waiting, ended)
+    assert pop(waiting).request_id == waiting
+    refuses(pop, waiting, never)

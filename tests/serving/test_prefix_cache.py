@@ -32,14 +32,6 @@ def test_the_tree_is_a_dictionary_of_beginnings(changes, questions):
             assert tree.longest(text) == (known[-1] if known else None)
             shared = [n for n, b in enumerate(beginnings) if any(w[:n] == b for w in want)]
             assert tree.shared(text) == max(shared, default=0)
-        assert num_nodes(tree._root) <= 2 * len(want) + 1
-
-
-def num_nodes(node):
-    """The nodes below and this one; each knows its parent."""
-    assert all(below.parent is node for below in node.children.values())
-    assert all(first == below.edge[0] for first, below in node.children.items())
-    return 1 + sum(map(num_nodes, node.children.values()))
 
 
 def prefix(*sizes):
