@@ -1,8 +1,6 @@
 """Nothing that happens to the process of a section may cost more than a row."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -11,46 +9,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_session
-from benchmarks.gpu import runner, worker
+from benchmarks.gpu import runner
 from benchmarks.gpu.runner import Results
-from benchmarks.gpu.tasks import Section, Task
 from benchmarks.gpu.worker import BROKEN
+from tests.benchmarks import fake_sections
+from tests.benchmarks.fake_sections import SECTIONS, done
 
 HEAD = {"question": "?", "smoke": True}
-
-
-def done(section, options=None, rows=(), seconds=600.0, works=lambda: True, **job):
-    """A section in this process: its exit code, its new rows and all messages."""
-    messages = []
-    job |= {"options": options or {}, "rows": list(rows), "seconds": seconds}
-    code = worker.do(section, job, lambda **message: messages.append(message), works)
-    return code, [message["row"] for message in messages if "row" in message], messages
-
-
-def die(_=None):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def refuse(_=None):
-    raise RuntimeError("no memory")
-
-
-def tasks(**of_b):
-    """Tasks a, b and c; b is another one."""
-    usual = Task("", lambda: 1, lambda prepared: {"value": prepared})
-    return lambda *_: [usual._replace(name=n, **(of_b if n == "b" else {})) for n in "abc"]
-
-
-SECTIONS = {
-    "fine": Section(tasks(), 1.0),
-    "dies": Section(tasks(measure=die), 1.0),
-    "dies early": Section(tasks(prepare=die), 1.0),
-    "hangs": Section(tasks(measure=lambda _: time.sleep(600)), 1.0, seconds=1.0),
-    "hangs for long": Section(tasks(measure=lambda _: time.sleep(600)), 1.0),
-    "refuses": Section(tasks(measure=refuse), 1.0),
-    "refuses early": Section(tasks(prepare=refuse), 1.0),
-    "cannot begin": Section(lambda *_: refuse(), 1.0),
-}
 
 
 @pytest.fixture
@@ -95,7 +60,7 @@ def test_results_of_another_run_are_not_mixed_in(results):
 def run_section(results, name, seconds=100.0, limit=120.0):
     """The section's entry in the file, after a run."""
     options = {"smoke": True}
-    runner.run_section(results, name, seconds, limit, options, module=__name__)
+    runner.run_section(results, name, seconds, limit, options, module=fake_sections.__name__)
     stored = json.loads(results.path.read_text())["sections"]
     assert stored == results.data["sections"]
     return stored[name]

@@ -20,7 +20,7 @@ from benchmarks.gpu.spaces import SPACES
 from benchmarks.gpu.tasks import Section
 from benchmarks.shapes import AttentionShape
 from pallas_kernels import tuning
-from tests.benchmarks.test_gpu_runner import done
+from tests.benchmarks.fake_sections import done
 
 NORM = "gated_rms_norm"
 

@@ -13,7 +13,7 @@ from benchmarks.cases import CASES
 from benchmarks.gpu import search
 from benchmarks.gpu.spaces import SPACES
 from pallas_kernels import gated_rms_norm, tuning
-from tests.benchmarks.test_gpu_runner import done
+from tests.benchmarks.fake_sections import done
 
 SSD = {"positions": 64, "state": 2048, "part": 64, "num_warps": 8, "num_stages": 2}
 
