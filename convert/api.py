@@ -14,7 +14,6 @@ from stree_jax.checkpoint.arrays import CHECKSUMS
 from stree_jax.checkpoint.directories import new_directory, recover
 from stree_jax.checkpoint.files import CHAT_TEMPLATES, has_directory, has_file
 from stree_jax.checkpoint.load import load_native
-from stree_jax.config import ModelConfig
 from stree_jax.convert.families import config_files, layout
 from stree_jax.convert.reading import (
     ProgressCallback,
@@ -25,6 +24,7 @@ from stree_jax.convert.reading import (
 from stree_jax.convert.writing import writable, write_as, written_as
 from stree_jax.heads import FOLDER, load_native_head, open_head, part_of, save_head
 from stree_jax.messages import first_line, shown_path
+from stree_jax.models.config import ModelConfig
 
 # Files that are copied unchanged, as patterns.
 _COPIED = (

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from stree_jax.config import ModelConfig
 from stree_jax.convert import tables
 from stree_jax.convert.description import Description, Source, hf_values, mixer_of, norm_kind
 from stree_jax.convert.fields import MAX_LAYERS
@@ -24,6 +23,7 @@ from stree_jax.convert.hybrid_parts import (
     with_rope,
 )
 from stree_jax.convert.rules import Rule
+from stree_jax.models.config import ModelConfig
 
 
 def read_bamba(source: Source) -> Description:

@@ -5,10 +5,10 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from stree_jax.checkpoint.arrays import Tensor
-from stree_jax.config import ModelConfig
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.rules import Ignored, Rule
-from stree_jax.layer_config import Mamba2Config
+from stree_jax.models import Mamba2Config
+from stree_jax.models.config import ModelConfig
 
 
 class Source(NamedTuple):

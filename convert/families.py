@@ -13,12 +13,12 @@ from stree_jax.checkpoint import is_native
 from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.checkpoint.files import has_file, read_json
 from stree_jax.checks import check_names
-from stree_jax.config import ModelConfig
 from stree_jax.convert import bamba, granite, mamba_in_llama, nemotron_h, pure, zamba2
 from stree_jax.convert.description import Description, Source
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.instead import ADAPTER, instead, refuse_adapter
 from stree_jax.convert.rules import Ignored, prefixed
+from stree_jax.models.config import ModelConfig
 
 # Deviations of other programs from the published config, reproduced on request.
 QUIRKS = {

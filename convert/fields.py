@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stree_jax.checks import check_int
-from stree_jax.layer_config import RopeScaling
+from stree_jax.models import RopeScaling
 
 # Fields that any transformers config may have and that do not change what is computed.
 TRANSFORMERS = (

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from stree_jax.config import ModelConfig
 from stree_jax.convert import tables
 from stree_jax.convert.description import Description, Source, hf_values
 from stree_jax.convert.fields import MAX_LAYERS
@@ -24,7 +23,8 @@ from stree_jax.convert.hybrid_parts import (
     with_mlps,
     with_rope,
 )
-from stree_jax.layer_config import MlpConfig, MoeConfig
+from stree_jax.models import MlpConfig, MoeConfig
+from stree_jax.models.config import ModelConfig
 
 
 def read_granite(source: Source) -> Description:

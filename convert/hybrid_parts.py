@@ -5,11 +5,11 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from stree_jax.config import ModelConfig
 from stree_jax.convert.description import Description, limits, mixer_of, tied_head
 from stree_jax.convert.fields import TRANSFORMERS, Fields
 from stree_jax.convert.rules import Ignored, Rule
-from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig, RopeScaling
+from stree_jax.models import AttentionConfig, Mamba2Config, MlpConfig, RopeScaling
+from stree_jax.models.config import ModelConfig
 
 # Layer kinds in the vocabularies of transformers 4 and 5.
 KINDS = {

@@ -5,7 +5,6 @@ A checkpoint has the config.json of the Llama and beside it a mamba_config.json.
 
 from typing import Any
 
-from stree_jax.config import ModelConfig
 from stree_jax.convert import tables
 from stree_jax.convert.description import Description, Source, hf_values, limits, mixer_of
 from stree_jax.convert.fields import MAX_LAYERS
@@ -24,7 +23,8 @@ from stree_jax.convert.hybrid_parts import (
     with_rope,
 )
 from stree_jax.convert.rules import Ignored
-from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig
+from stree_jax.models import AttentionConfig, Mamba2Config, MlpConfig
+from stree_jax.models.config import ModelConfig
 
 MAMBA_CONFIG = "mamba_config.json"
 

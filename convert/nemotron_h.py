@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stree_jax.config import ModelConfig
 from stree_jax.convert import tables
 from stree_jax.convert.description import Description, Source, hf_values, limits, mixer_of
 from stree_jax.convert.fields import MAX_LAYERS, Fields
@@ -19,13 +18,14 @@ from stree_jax.convert.hybrid_parts import (
 )
 from stree_jax.convert.rules import Ignored
 from stree_jax.heads import FOLDER, part_of
-from stree_jax.layer_config import (
+from stree_jax.models import (
     AttentionConfig,
     LayerConfig,
     Mamba2Config,
     MlpConfig,
     MoeConfig,
 )
+from stree_jax.models.config import ModelConfig
 
 _PATTERN = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 
@@ -113,6 +113,7 @@ def _layer(kind: str, fields: Fields, source: Source) -> LayerConfig:
 def _mixer(fields: Fields, source: Source) -> Mamba2Config:
     bias = fields.flag("use_bias", False)
     floor = fields.number("time_step_min", 1e-3)
+    fields.choice("mamba_hidden_act", "silu", SILU)  # there is no other
     mixer = Mamba2Config(
         num_heads=fields.integer("mamba_num_heads", 128),
         head_dim=fields.integer("mamba_head_dim", 64),
@@ -124,7 +125,6 @@ def _mixer(fields: Fields, source: Source) -> Mamba2Config:
         out_proj_bias=bias,
         dt_limit=read_dt_limit(fields, floor, source.quirks),
         norm_eps=_epsilon(fields),
-        activation=fields.choice("mamba_hidden_act", "silu", SILU),
         chunk_size=fields.integer("chunk_size", 128),
     )
     fields.same("mamba_num_groups", mixer.num_groups)
@@ -295,7 +295,7 @@ def write_nemotron_h(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "use_bias": m.in_proj_bias,
         "time_step_limit": limits(m),
         "chunk_size": m.chunk_size,
-        "mamba_hidden_act": m.activation,
+        "mamba_hidden_act": "silu",
         "layer_norm_epsilon": config.norm_eps,
         "residual_in_fp32": config.residual_float32,
     }

@@ -7,7 +7,6 @@ Mistral's `params.json`.
 import dataclasses
 from typing import Any
 
-from stree_jax.config import ModelConfig
 from stree_jax.convert import tables
 from stree_jax.convert.description import (
     Description,
@@ -19,7 +18,8 @@ from stree_jax.convert.description import (
     tied_head,
 )
 from stree_jax.convert.fields import MAX_LAYERS, TRANSFORMERS, Fields
-from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig
+from stree_jax.models import AttentionConfig, Mamba2Config, MlpConfig
+from stree_jax.models.config import ModelConfig
 
 
 def read_mamba_ssm(source: Source) -> Description:
@@ -289,7 +289,7 @@ def write_mamba2(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "conv_kernel": m.conv_width,
         "use_conv_bias": m.conv_bias,
         "use_bias": m.in_proj_bias,
-        "hidden_act": m.activation,
+        "hidden_act": "silu",
         "layer_norm_epsilon": config.norm_eps,
         "time_step_limit": limits(m),
         "residual_in_fp32": config.residual_float32,

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-from stree_jax.config import ModelConfig
 from stree_jax.convert.rules import (
     AS_IS,
     CONV,
@@ -13,7 +12,8 @@ from stree_jax.convert.rules import (
     reordered,
     stacked,
 )
-from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig, MoeConfig
+from stree_jax.models import AttentionConfig, Mamba2Config, MlpConfig, MoeConfig
+from stree_jax.models.config import ModelConfig
 
 # The Mamba-2 mixer has the same names in all families.
 MIXER = (

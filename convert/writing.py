@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.config import PARTS, ModelConfig
 from stree_jax.convert import families
 from stree_jax.convert.description import Description, Source
 from stree_jax.convert.families import FAMILIES
 from stree_jax.convert.fields import Fields
 from stree_jax.heads import FOLDER, part_of
 from stree_jax.messages import first_line
+from stree_jax.models.config import PARTS, ModelConfig
 from stree_jax.models.draft_head import DraftHead
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.models.matrices import weights_by_name

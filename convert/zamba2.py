@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from stree_jax.config import ModelConfig
 from stree_jax.convert import tables
 from stree_jax.convert.description import Description, Source, hf_values, mixer_of
 from stree_jax.convert.fields import MAX_LAYERS, Fields
@@ -18,7 +17,8 @@ from stree_jax.convert.hybrid_parts import (
     rope_values,
     with_rope,
 )
-from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig, SharedConfig
+from stree_jax.models import AttentionConfig, Mamba2Config, MlpConfig, SharedConfig
+from stree_jax.models.config import ModelConfig
 
 _KINDS = {"mamba": "mamba2", "linear_attention": "mamba2", "hybrid": "shared"}
 

@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import stree_jax as st
-from stree_jax.layer_config import LayerConfig, register
+from stree_jax.models import LayerConfig, register
 from stree_jax.testing import assert_lossless
 
 ROWS = PartitionSpec("data")  # on a mesh, rows are split and channels are not

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from stree_jax.checkout import find_convert
 from stree_jax.checkpoint import save_pretrained
 from stree_jax.compilation_cache import enable_compilation_cache
-from stree_jax.config import ModelConfig
 from stree_jax.decoding.drafters import (
     BeamDrafter,
     Drafter,
@@ -46,7 +45,10 @@ from stree_jax.decoding.types import (
 )
 from stree_jax.decoding.verifiers import VERIFIERS, Verifier, follow
 from stree_jax.heads import save_head
-from stree_jax.layer_config import (
+from stree_jax.lazy import lazily
+from stree_jax.mesh.partition import make_mesh
+from stree_jax.mesh.weights import shard
+from stree_jax.models import (
     AttentionConfig,
     LayerConfig,
     Mamba2Config,
@@ -56,9 +58,7 @@ from stree_jax.layer_config import (
     RopeScaling,
     SharedConfig,
 )
-from stree_jax.lazy import lazily
-from stree_jax.mesh.partition import make_mesh
-from stree_jax.mesh.weights import shard
+from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM
 from stree_jax.pretrained import (
     demo_path,

@@ -7,8 +7,8 @@ from tokenizers import Tokenizer
 
 from stree_jax.checkpoint.files import optional_json
 from stree_jax.checks import check_int
-from stree_jax.config import ModelConfig
 from stree_jax.messages import shown, shown_path
+from stree_jax.models.config import ModelConfig
 
 _NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 

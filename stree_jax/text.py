@@ -12,13 +12,13 @@ from tokenizers import Tokenizer, decoders
 
 from stree_jax.chat import ChatTemplate, checked_variables, load_chat_template
 from stree_jax.checks import check_int
-from stree_jax.config import ModelConfig
 from stree_jax.decoding.drafters import Drafter, ModelDrafter
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.options import checked_options
 from stree_jax.decoding.token_bytes import as_tokenizer
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.messages import shown, shown_path
+from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.pretrained import draft_options, from_pretrained, load_tokenizer, tokenizer_errors
 from stree_jax.special_tokens import end_tokens

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from stree_jax.layer_config import MlpConfig
+from stree_jax.models import MlpConfig
 from tests.numpy_parts import (
     attend,
     causal_conv,
@@ -38,7 +38,7 @@ def logits(model, tokens):
     embedded = p["embedding"][np.asarray(tokens)] * config.embedding_multiplier
     hidden, extra, num_shared = embedded, 0.0, 0
     for i, layer in enumerate(config.layers):
-        kind, own = layer.kind, layer.own_parts()
+        kind = layer.kind
         block = p["blocks"][i]
         w = block["mixer"]
         if kind == "shared":
@@ -55,8 +55,8 @@ def logits(model, tokens):
         elif kind == "attention":
             out = _attention(layer, w, u)
         elif kind == "parallel":
-            out = _mixer(own["mamba2"], w["mamba2"], u)
-            out = out + _attention(own["attention"], w["attention"], u)
+            out = _mixer(layer.mamba2, w["mamba2"], u)
+            out = out + _attention(layer.attention, w["attention"], u)
         else:
             out = _mixer(layer, w, u)
         hidden, extra = hidden + config.residual_multiplier * out, 0.0

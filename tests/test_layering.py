@@ -63,8 +63,6 @@ LAYERS = [
     "mesh",
     "tree",
     "models",
-    "layer_config",
-    "config",
     "checkpoint",
     "special_tokens",
     "compilation_cache",

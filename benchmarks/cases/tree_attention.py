@@ -11,7 +11,7 @@ import pallas_kernels as pk
 from benchmarks.cases.base import Case, Problem, accepted, draw, trees
 from benchmarks.shapes import ATTENTIONS, AttentionShape
 from pallas_kernels.tree_attention import config, pallas_triton, pallas_triton_layer, reference
-from stree_jax.layer_config import AttentionConfig
+from stree_jax.models import AttentionConfig
 
 PROMPT = "tree_attention of a prompt"
 _POSITIONS_PER_NODE = 8  # 64 nodes: the 512 tokens of a chunk of a prompt

@@ -14,10 +14,10 @@ from jax.typing import DTypeLike
 from stree_jax.checkpoint.arrays import Tensor, open_arrays
 from stree_jax.checkpoint.directories import recover
 from stree_jax.checkpoint.files import has_directory, has_file, read_json
-from stree_jax.config import ModelConfig
 from stree_jax.mesh.partition import ONE_DEVICE, Partition
 from stree_jax.mesh.weights import as_weight, spread
 from stree_jax.messages import first_line, shown, shown_path
+from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM
 from stree_jax.names import flatten, unflatten
 

@@ -1,9 +1,11 @@
 """Flax NNX modules. Weights are modules whose methods mutate nothing; what flows is a pytree."""
 
 from pallas_kernels.numerics import contract
+from stree_jax.models.attention import AttentionConfig, RopeScaling
 from stree_jax.models.cache import Cache, Path, Pending, empty_path, path_to
 from stree_jax.models.config import build_config
 from stree_jax.models.draft_head import DraftHead
+from stree_jax.models.layer import LayerConfig, register
 from stree_jax.models.layers import linear, output_logits
 from stree_jax.models.lm import (
     HybridLM,
@@ -12,16 +14,29 @@ from stree_jax.models.lm import (
     embedded_tokens,
     same_tokenizer,
 )
+from stree_jax.models.mamba2 import Mamba2Config
 from stree_jax.models.matrices import Matrix, Table, loaded_for, named_weights, weights_by_name
+from stree_jax.models.mlp import MlpConfig
+from stree_jax.models.moe import MoeConfig
+from stree_jax.models.parallel import ParallelConfig
+from stree_jax.models.shared import SharedConfig
 from stree_jax.names import flatten
 
 __all__ = [
+    "AttentionConfig",
     "Cache",
     "DraftHead",
     "HybridLM",
+    "LayerConfig",
+    "Mamba2Config",
     "Matrix",
+    "MlpConfig",
+    "MoeConfig",
+    "ParallelConfig",
     "Path",
     "Pending",
+    "RopeScaling",
+    "SharedConfig",
     "Table",
     "build_config",
     "check_model",
@@ -35,6 +50,7 @@ __all__ = [
     "named_weights",
     "output_logits",
     "path_to",
+    "register",
     "same_tokenizer",
     "weights_by_name",
 ]

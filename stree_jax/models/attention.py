@@ -13,7 +13,6 @@ import dataclasses
 import math
 from typing import Any, ClassVar, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -49,6 +48,7 @@ from stree_jax.models.layers import (
     CONV_WIDTH_BITS,
     causal_conv1d,
     conv_state_after,
+    conv_weight,
     linear,
     row_parallel,
     silu,
@@ -166,8 +166,8 @@ class AttentionConfig(LayerConfig):
     @property
     def projected_sizes(self) -> tuple[int, int, int]:
         """Channels of the queries, the keys and the values."""
-        keys = self.num_kv_heads * self.head_dim
-        return self.num_heads * self.head_dim, keys, keys
+        queries, keys, values = (heads * size for heads, size in self.qkv_segments)
+        return queries, keys, values
 
     @property
     def score_scale(self) -> float:
@@ -247,11 +247,6 @@ class AttentionConfig(LayerConfig):
         return AttentionCache(
             kv=KVCache(by_head, by_head, by_row), conv=by_channel if self.conv_width else None
         )
-
-    def pending_specs(self, axis: str | None) -> Any:
-        """See `LayerConfig`."""
-        spec: Any = PartitionSpec(DATA, None, axis)
-        return AttentionPending(kv=NodeKV(spec, spec), conv_input=spec if self.conv_width else None)
 
     def sizes(self, shards: int) -> Sizes:
         """See `LayerConfig`."""
@@ -336,12 +331,7 @@ class AttentionMixer(nnx.Module):
             scale=out_scale,
         )
         if c.conv_width:
-            bound = 1 / math.sqrt(c.conv_width)
-            self.conv_weight = nnx.Param(
-                jax.random.uniform(
-                    rngs.params(), (c.conv_width, channels), dtype, minval=-bound, maxval=bound
-                )
-            )
+            self.conv_weight = conv_weight(c.conv_width, channels, dtype=dtype, rngs=rngs)
             self.conv_bias = nnx.Param(jnp.zeros(channels, dtype))
 
     def set_shard(self, shard: Shard, whole: LayerConfig) -> None:
@@ -391,8 +381,7 @@ class AttentionMixer(nnx.Module):
             scale=layout.scale,
             implementation=self.implementation,
         )
-        if self.in_proj.kernel.is_packed:  # rows of zeros cost packed products nothing
-            y = jnp.where(valid[..., None, None], y, 0)
+        y = self.in_proj.kernel.cleared(y, valid[..., None, None])
         # The cache was overfull before these tokens: some were dropped, so no output is right.
         y = jnp.where((length > kv.keys.shape[2])[:, None, None, None], jnp.nan, y)
         return self._finish(y, projected), AttentionCache(kv, conv_state)

@@ -22,8 +22,8 @@ from stree_jax.models.parallel import ParallelConfig as ParallelConfig  # regist
 from stree_jax.models.presets import PRESETS
 from stree_jax.models.shared import SharedConfig
 
-# Kinds of layers that the library has; `register` adds others.
-LAYER_KINDS = ("mamba2", "attention", "parallel", "mlp", "moe", "shared")
+# Arguments of `ModelConfig`: the configs of layers that are given by their kind.
+PARTS = ("mamba2", "attention", "mlp", "moe", "shared")
 _MAX_LAYERS = 8192  # a damaged or hostile file may claim any number
 _MAX_WIDTH = 2**31 - 1
 _MOST_SHARDS = 256  # suggested by error messages
@@ -188,9 +188,9 @@ class ModelConfig:
     def _only(self, name: str) -> Any:
         found = {}
         for layer in self.distinct_layers:
-            own = layer.own_parts()
-            if own.get(name) is not None:
-                found[own[name]] = layer
+            own = parts_of(layer).get(name)
+            if own is not None:
+                found[own] = layer
         require(len(found) <= 1, f"layers differ in their {name} configs: read them from `layers`")
         return next(iter(found), None)
 
@@ -206,9 +206,9 @@ class ModelConfig:
         """
         known = layer_kinds()
         kinds = {layer for layer in layers if isinstance(layer, str) and layer in known}
-        names = {name for kind in kinds for name in known[kind].parts}
+        names = {name for kind in kinds for name in _part_names(known[kind])}
         own = {name: self._only(name) for name in names - set(parts)} | parts
-        made: Any = [known[each].of_parts(own) if each in kinds else each for each in layers]
+        made: Any = [_made(each, own) if each in kinds else each for each in layers]
         return dataclasses.replace(self, layers=tuple(made))
 
     def local(self, shards: int) -> "ModelConfig":
@@ -402,10 +402,6 @@ class ModelConfig:
         return build_config(cls, fields)
 
 
-# Names of configs that `ModelConfig` takes for layers that are given by their kind.
-PARTS = ("mamba2", "attention", "mlp", "moe", "shared")
-
-
 def _layers(layers: Any, parts: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
     """The layers, with those given by their kind made of `parts`."""
     require(
@@ -426,11 +422,45 @@ def _layers(layers: Any, parts: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
         )
     unknown = sorted({layer for layer in layers if isinstance(layer, str)} - set(known))
     require(not unknown, f"unknown layer kinds {unknown!s:.80}; known: {list(known)}")
-    made = {
-        layer: known[layer].of_parts(parts) if isinstance(layer, str) else layer.with_parts(parts)
-        for layer in dict.fromkeys(layers)
-    }
+    made = {layer: _made(layer, parts) for layer in dict.fromkeys(layers)}
     return tuple(made[layer] for layer in layers)
+
+
+def _made(layer: LayerConfig | str, given: Mapping[str, Any]) -> LayerConfig:
+    """The layer of a kind made of given configs, or a layer with those in place of its own.
+
+    Raises:
+        ValueError: a config of a kind is missing.
+    """
+    cls = layer_kinds()[layer] if isinstance(layer, str) else type(layer)
+    parts = dict.fromkeys(_part_names(cls)) if isinstance(layer, str) else parts_of(layer)
+    changed = {name: given[name] for name in parts if given.get(name) is not None}
+    if isinstance(layer, LayerConfig) and not changed:
+        return layer
+    parts |= changed
+    for name, part in parts.items():
+        require(
+            part is not None,
+            f"layers has {cls.kind!r} but the {name} config is missing;"
+            " `ModelConfig.with_layers` takes it from another model's layers",
+        )
+    alone = parts.pop(cls.kind, None)
+    return cls(**parts) if alone is None else dataclasses.replace(alone, **parts)
+
+
+def _part_names(cls: type[LayerConfig]) -> list[str]:
+    """The configs that a kind of layer is made of: its own, unless it only joins others."""
+    inner = [field.name for field in dataclasses.fields(cls) if field.name in PARTS]
+    return inner if inner and len(inner) == len(dataclasses.fields(cls)) else [cls.kind, *inner]
+
+
+def parts_of(layer: LayerConfig) -> dict[str, Any]:
+    """A layer's configs by `_part_names`; its own one is without the others."""
+    own, *inner = _part_names(type(layer))
+    if own != layer.kind:
+        return {name: getattr(layer, name) for name in (own, *inner)}
+    alone = dataclasses.replace(layer, **dict.fromkeys(inner)) if inner else layer
+    return {own: alone} | {name: getattr(layer, name) for name in inner}
 
 
 def _named_layers(names: Any, configs: Any) -> tuple[LayerConfig, ...]:
@@ -492,6 +522,10 @@ _NESTED: dict[str, type] = {
 }
 
 
+# Fields that stored configs may have, with the only value that they had.
+_GONE: dict[type, dict[str, Any]] = {Mamba2Config: {"activation": "silu"}}
+
+
 def build_config(cls: type, values: Any) -> Any:
     """A config from a table of its fields.
 
@@ -501,6 +535,10 @@ def build_config(cls: type, values: Any) -> Any:
     require(
         isinstance(values, Mapping), f"{cls.__name__} needs a table of fields, got {values!r:.80}"
     )
+    values = dict(values)
+    for name, only in _GONE.get(cls, {}).items():
+        value = values.pop(name, only)
+        require(value == only, f"{name} must be {only!r}, got {value!r:.80}")
     known = {field.name for field in dataclasses.fields(cls)}
     if cls is ModelConfig:
         known |= {*PARTS}

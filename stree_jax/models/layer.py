@@ -14,14 +14,17 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_kernels import DeferredRMSNorm
 from pallas_kernels.numerics import ACTIVATIONS
 from stree_jax.array_types import Array, Bool, Int, Lengths
 from stree_jax.checks import require
-from stree_jax.mesh.partition import Cut, Shard
+from stree_jax.mesh.partition import DATA, Cut, Shard
 from stree_jax.messages import shown
 from stree_jax.tree import Tree
 
@@ -30,9 +33,6 @@ Config = TypeVar("Config", bound="type[LayerConfig]")
 
 class NoCache(NamedTuple):
     """Cache and pending record of a layer without memory, such as an MLP."""
-
-
-# One entry per layer.
 
 
 # By conv width: the rows of (conv state, node inputs) that a convolution reads, for all layers.
@@ -118,8 +118,6 @@ class LayerConfig:
     """
 
     kind: ClassVar[str]
-    # Names of configs that `ModelConfig(layers=("kind", ...), name=...)` makes the layer of.
-    parts: ClassVar[tuple[str, ...]]
     has_memory: ClassVar[bool] = False
     is_shared: ClassVar[bool] = False  # its output goes to the next layer's input, see `shared.py`
 
@@ -159,8 +157,9 @@ class LayerConfig:
         return NoCache()
 
     def pending_specs(self, axis: str | None) -> Any:
-        """How the arrays of `init_pending` lie on a mesh."""
-        return NoCache()
+        """How the arrays of `init_pending` lie on a mesh: heads or channels after the nodes."""
+        arrays = jax.eval_shape(lambda: self.init_pending(1, 1, jnp.float32))
+        return jax.tree.map(lambda _: PartitionSpec(DATA, None, axis), arrays)
 
     @property
     def conv_widths(self) -> tuple[int, ...]:
@@ -179,54 +178,20 @@ class LayerConfig:
         """The cut of each weight of the mixer, by name; the others are replicated."""
         return {}
 
-    @classmethod
-    def of_parts(cls, given: Mapping[str, Any]) -> "LayerConfig":
-        """The layer of the configs in `given`, by the names of `parts`.
-
-        Raises:
-            ValueError: one is missing.
-        """
-        for name in cls.parts:
-            require(
-                given.get(name) is not None,
-                f"layers has {cls.kind!r} but the {name} config is missing;"
-                " `ModelConfig.with_layers` takes it from another model's layers",
-            )
-        return cls._joined(*(given[name] for name in cls.parts))
-
-    @classmethod
-    def _joined(cls, *parts: Any) -> "LayerConfig":
-        return parts[0]
-
-    def own_parts(self) -> dict[str, Any]:
-        """The configs that it is made of, by the names of `parts`."""
-        return {self.kind: self}
-
-    def with_parts(self, given: Mapping[str, Any]) -> "LayerConfig":
-        """The layer with these configs in place of its own."""
-        own = self.own_parts()
-        changed = {name: given[name] for name in own if given.get(name) is not None}
-        return self.of_parts(own | changed) if changed else self
-
 
 _KINDS: dict[str, type[LayerConfig]] = {}
 
 
-def register(kind: str | Any, *parts: str | Any) -> Callable[[Config], Config]:
+def register(kind: str | Any) -> Callable[[Config], Config]:
     """Makes a `LayerConfig` known by a name, which checkpoints store.
-
-    Args:
-        kind: the name.
-        parts: see `LayerConfig.parts`; none: the config itself, by its kind.
 
     Raises:
         ValueError: a name that is empty or no text, or that another class has; or no `LayerConfig`.
     """
-    for name in (kind, *parts):
-        require(
-            isinstance(name, str) and bool(name.strip()),
-            f"the name of a layer kind is a text such as 'mamba2', got {shown(name)}",
-        )
+    require(
+        isinstance(kind, str) and bool(kind.strip()),
+        f"the name of a layer kind is a text such as 'mamba2', got {shown(kind)}",
+    )
 
     def decorated(cls: Any) -> Any:
         is_config = isinstance(cls, type) and issubclass(cls, LayerConfig)
@@ -237,7 +202,7 @@ def register(kind: str | Any, *parts: str | Any) -> Callable[[Config], Config]:
             cls.__name__,
         ):
             raise ValueError(f"the layer kind {kind!r} is {known.__name__}'s; choose another name")
-        cls.kind, cls.parts = kind, parts or (kind,)
+        cls.kind = kind
         _KINDS[kind] = cls
         return cls
 

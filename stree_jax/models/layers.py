@@ -68,6 +68,13 @@ def row_parallel(
     return output if projection.bias is None else output + projection.bias[...]
 
 
+def conv_weight(width: int, channels: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Param:
+    """New weights of a depthwise convolution over tokens, as torch draws them."""
+    bound = width**-0.5
+    shape = width, channels
+    return nnx.Param(jax.random.uniform(rngs.params(), shape, dtype, minval=-bound, maxval=bound))
+
+
 def causal_conv1d(
     inputs: Float[Array, "B T C"],
     conv_state: Float[Array, "B J C"],

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -341,19 +342,12 @@ class HybridLM(Partitioned):
             }
             prefixes = (None,) * num_layers if prefix_pending is None else prefix_pending
             stream = self._stream(tokens, self._implementation)
-            pendings, caches, states = [], [], []
-            for i, (block, mixer) in enumerate(zip(self.blocks, self._mixers(), strict=True)):
-                with jax.named_scope(f"layer_{i}"):
-                    output, pending, layer_cache = mixer.tree(
-                        stream.read(block), tree, gather_index, cache[i], prefixes[i], replays[i]
-                    )
-                    stream.write(block, output)
-                    pendings.append(pending)
-                    caches.append(layer_cache)
-                if i + 1 in inner:
-                    states.append(stream.hidden())
-            hidden = self._with_inner(self._final_norm(stream.hidden()), states)
-            return hidden, tuple(pendings), tuple(caches)
+
+            def run(i: int, mixer: Any, u: Array) -> Any:
+                return mixer.tree(u, tree, gather_index, cache[i], prefixes[i], replays[i])
+
+            states, pendings, caches = self._layers(stream, run, inner)
+            return self._with_inner(self._final_norm(stream.hidden()), states), pendings, caches
 
     def logits(self, hidden: Float[Array, "B T M"]) -> Float32[Array, "B T V"]:
         """Next-token logits of hidden states after the final norm, as `tree` returns them.
@@ -425,26 +419,46 @@ class HybridLM(Partitioned):
         valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
         norms = self.output_head.norms_of_sequences(self._implementation)
         stream = self._stream(tokens, norms, valid)
-        caches, states = [], []
+
+        def run(i: int, mixer: Any, u: Array) -> Any:
+            return mixer(u, cache[i], valid, lengths)
+
+        states, caches = self._layers(stream, run, inner)
+        return stream.hidden(), caches, states
+
+    def _layers(
+        self, stream: ResidualStream, run: Callable[[int, Any, Array], Any], inner: tuple[int, ...]
+    ) -> tuple[Any, ...]:
+        """Runs the layers over a stream.
+
+        Args:
+            stream: the stream, which is changed.
+            run: from a layer's number, mixer and input to its output and what it returns beside.
+            inner: numbers of layers.
+
+        Returns:
+            The streams after these layers, and of all layers what they return beside outputs.
+        """
+        states, others = [], []
         for i, (block, mixer) in enumerate(zip(self.blocks, self._mixers(), strict=True)):
             with jax.named_scope(f"layer_{i}"):
-                output, layer_cache = mixer(stream.read(block), cache[i], valid, lengths)
+                output, *other = run(i, mixer, stream.read(block))
                 stream.write(block, output)
-                caches.append(layer_cache)
+                others.append(other)
             if i + 1 in inner:
                 states.append(stream.hidden())
-        return stream.hidden(), tuple(caches), states
+        return states, *zip(*others, strict=True)
 
     def _stream(
         self, tokens: Array, implementation: str | None, valid: Array | None = None
     ) -> ResidualStream:
-        """The stream of the embedded tokens; padding of a packed model is zeros, see `matmul`."""
+        """The stream of the embedded tokens."""
         self._check_here()
         if self.vocab_size > self.config.vocab_size:
             tokens = jnp.minimum(tokens, self.config.vocab_size - 1)
         rows = self.embedding.rows(tokens, self.shard)
-        if valid is not None and self.output_head.is_packed:
-            rows = jnp.where(valid[..., None], rows, 0)
+        if valid is not None:
+            rows = self.output_head.cleared(rows, valid[..., None])
         embedded = scaled(rows, self.config.embedding_multiplier)
         own = self.activation_dtype
         dtype = jnp.float32 if self.config.residual_float32 else own

@@ -59,6 +59,7 @@ from stree_jax.models.layers import (
     CONV_WIDTH_BITS,
     causal_conv1d,
     conv_state_after,
+    conv_weight,
     linear,
     row_parallel,
     silu,
@@ -99,7 +100,6 @@ class Mamba2Config(LayerConfig):
         norm_eps: epsilon of the gated norm.
         input_multiplier, output_multiplier: scale the mixer's input and output (Falcon-H1).
         section_multipliers: scale z, x, B, C and dt after the input projection (Falcon-H1).
-        activation: "silu", after the convolution and in the gates.
         chunk_size: chunk length of the prefill scan; does not change results.
     """
 
@@ -123,7 +123,6 @@ class Mamba2Config(LayerConfig):
     input_multiplier: float = 1.0
     output_multiplier: float = 1.0
     section_multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
-    activation: str = "silu"
     chunk_size: int = 64
 
     has_memory: ClassVar[bool] = True
@@ -157,9 +156,6 @@ class Mamba2Config(LayerConfig):
         )
         norms = ("gate_then_norm", "norm_then_gate", "none")
         require(self.norm in norms, f"norm must be one of {norms}, got {self.norm!r:.80}")
-        require(
-            self.activation == "silu", f"activation must be 'silu', got {self.activation!r:.80}"
-        )
         require(self.norm_eps > 0, f"norm_eps must be above 0, got {self.norm_eps}")
 
     @property
@@ -237,11 +233,6 @@ class Mamba2Config(LayerConfig):
         by_head: Any = PartitionSpec(DATA, axis)  # specs instead of arrays
         by_channel: Any = PartitionSpec(DATA, None, axis)
         return Mamba2Cache(ssm=by_head, conv=by_channel)
-
-    def pending_specs(self, axis: str | None) -> Any:
-        """See `LayerConfig`."""
-        spec: Any = PartitionSpec(DATA, None, axis)
-        return Mamba2Pending(x=spec, dt=spec, B=spec, conv_input=spec)
 
     def sizes(self, shards: int) -> Sizes:
         """See `LayerConfig`."""
@@ -330,16 +321,7 @@ class Mamba2Mixer(nnx.Module):
             rngs=rngs,
             scale=out_scale,
         )
-        bound = 1 / math.sqrt(c.conv_width)
-        self.conv_weight = nnx.Param(
-            jax.random.uniform(
-                rngs.params(),
-                (c.conv_width, layout.num_channels),
-                dtype,
-                minval=-bound,
-                maxval=bound,
-            )
-        )
+        self.conv_weight = conv_weight(c.conv_width, layout.num_channels, dtype=dtype, rngs=rngs)
         self.conv_bias = nnx.Param(jnp.zeros(layout.num_channels, dtype)) if c.conv_bias else None
         decay = jax.random.uniform(rngs.params(), (c.num_heads,), minval=1.0, maxval=16.0)
         self.A_log = nnx.Param(jnp.log(decay))

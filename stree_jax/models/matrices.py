@@ -36,6 +36,10 @@ class Matrix(nnx.Param):
         """
         return "xla"
 
+    def cleared(self, x: Array, valid: Array) -> Array:
+        """Rows of sequences for products with such matrices, which may want zeros on padding."""
+        return x
+
     @property
     def stored(self) -> Any:
         """What ops take: the array, or a `PackedMatrix`."""
@@ -104,6 +108,10 @@ class PackedWeight(Matrix):
     def norms_of_sequences(self, implementation: str | None) -> str | None:
         """See `Matrix`."""
         return implementation
+
+    def cleared(self, x: Array, valid: Array) -> Array:
+        """See `Matrix`; rows of zeros cost packed products nothing."""
+        return jnp.where(valid, x, 0)
 
     def __getitem__(self, key: Any) -> Any:
         """Of the matrix `[I, O]`, which is unpacked first."""

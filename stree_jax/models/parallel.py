@@ -42,7 +42,7 @@ class ParallelPending(NamedTuple):
     attention: AttentionPending
 
 
-@register("parallel", "mamba2", "attention")
+@register("parallel")
 @dataclasses.dataclass(frozen=True)
 class ParallelConfig(LayerConfig):
     """A layer with Mamba-2 and attention in parallel: same input, outputs added (Falcon-H1)."""
@@ -51,14 +51,6 @@ class ParallelConfig(LayerConfig):
     attention: AttentionConfig
 
     has_memory: ClassVar[bool] = True
-
-    @classmethod
-    def _joined(cls, *parts: Any) -> "ParallelConfig":
-        return cls(*parts)
-
-    def own_parts(self) -> dict[str, Any]:
-        """See `LayerConfig`."""
-        return {"mamba2": self.mamba2, "attention": self.attention}
 
     @property
     def conv_widths(self) -> tuple[int, ...]:
@@ -88,10 +80,6 @@ class ParallelConfig(LayerConfig):
     def cache_specs(self, axis: str | None) -> Any:
         """See `LayerConfig`."""
         return ParallelCache(self.mamba2.cache_specs(axis), self.attention.cache_specs(axis))
-
-    def pending_specs(self, axis: str | None) -> Any:
-        """See `LayerConfig`."""
-        return ParallelPending(self.mamba2.pending_specs(axis), self.attention.pending_specs(axis))
 
     def sizes(self, shards: int) -> Sizes:
         """See `LayerConfig`."""

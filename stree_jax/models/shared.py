@@ -37,7 +37,7 @@ from stree_jax.models.mlp import Mlp, MlpConfig
 from stree_jax.tree import Tree
 
 
-@register("shared", "shared", "attention", "mlp")
+@register("shared")
 @dataclasses.dataclass(frozen=True)
 class SharedConfig(LayerConfig):
     """Transformer blocks whose weights several layers share (Zamba2).
@@ -66,16 +66,6 @@ class SharedConfig(LayerConfig):
         require_integer(self, "num_blocks", 1)
         require_integer(self, "adapter_rank", 1)
         require_types(type(self), vars(self))
-
-    @classmethod
-    def _joined(cls, *parts: Any) -> "SharedConfig":
-        shared, attention, mlp = parts
-        return dataclasses.replace(shared, attention=attention, mlp=mlp)
-
-    def own_parts(self) -> dict[str, Any]:
-        """See `LayerConfig`."""
-        alone = dataclasses.replace(self, attention=None, mlp=None)
-        return {"shared": alone, "attention": self.attention, "mlp": self.mlp}
 
     @property
     def blocks(self) -> tuple[AttentionConfig, MlpConfig]:
@@ -118,10 +108,6 @@ class SharedConfig(LayerConfig):
         """See `LayerConfig`."""
         return self.blocks[0].cache_specs(axis)
 
-    def pending_specs(self, axis: str | None) -> Any:
-        """See `LayerConfig`."""
-        return self.blocks[0].pending_specs(axis)
-
     def sizes(self, shards: int) -> Sizes:
         """See `LayerConfig`."""
         one, other = (block.sizes(shards) for block in self.blocks)
@@ -129,8 +115,9 @@ class SharedConfig(LayerConfig):
 
     def local(self, shards: int) -> "SharedConfig":
         """See `LayerConfig`."""
-        attention, mlp = (block.local(shards) for block in self.blocks)
-        return self._joined(self, attention, mlp)
+        attention, mlp = self.blocks
+        own, narrow = attention.local(shards), mlp.local(shards)
+        return dataclasses.replace(self, attention=own, mlp=narrow)
 
     def cuts(self, shards: int) -> dict[str, Cut]:
         """See `LayerConfig`. Adapters are cut at their outputs."""

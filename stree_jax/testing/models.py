@@ -12,8 +12,8 @@ from flax import nnx
 from jax import Array
 
 from stree_jax import MtpConfig, MtpHead
-from stree_jax.config import ModelConfig
-from stree_jax.layer_config import (
+from stree_jax.messages import shown
+from stree_jax.models import (
     AttentionConfig,
     Mamba2Config,
     MlpConfig,
@@ -21,7 +21,7 @@ from stree_jax.layer_config import (
     RopeScaling,
     SharedConfig,
 )
-from stree_jax.messages import shown
+from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM
 
 _Module = TypeVar("_Module", bound=nnx.Module)

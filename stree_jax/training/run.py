@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 
 from stree_jax.checkpoint import save_pretrained
 from stree_jax.checkpoint.load import load_config
-from stree_jax.config import ModelConfig
 from stree_jax.decoding.generate import generate
+from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM
 from stree_jax.models.matrices import in_first
 from stree_jax.pretrained import from_pretrained, load_tokenizer

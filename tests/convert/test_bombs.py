@@ -114,7 +114,7 @@ SLOW_BOMBS = {
 CHILD = f"""
 import resource, sys, time
 import numpy, jax, stree_jax as st, stree_jax.convert, safetensors, tensorstore
-from stree_jax.config import ModelConfig
+from stree_jax.models.config import ModelConfig
 st.HybridLM.abstract(ModelConfig.tiny())
 jax.devices()
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -9,8 +9,8 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.step import TARGET_FAILED
-from stree_jax.layer_config import AttentionConfig
 from stree_jax.mesh.hosts import on_host
+from stree_jax.models import AttentionConfig
 from stree_jax.testing import HYBRIDS, random_model, tiny_model
 from tests.decoding.texts import broken_at, ended, of_rows
 from tests.helpers import with_weight

@@ -17,7 +17,7 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding.options import plan
-from stree_jax.layer_config import AttentionConfig
+from stree_jax.models import AttentionConfig
 from stree_jax.testing import (
     CONFIGS,
     HYBRIDS,

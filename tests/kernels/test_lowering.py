@@ -29,7 +29,7 @@ from pallas_kernels import (
 from pallas_kernels.tree_attention import config as attention_config
 from pallas_kernels.tree_attention import pallas_triton as attention_kernel
 from stree_jax import HybridLM, ModelConfig
-from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig, MoeConfig
+from stree_jax.models import AttentionConfig, Mamba2Config, MlpConfig, MoeConfig
 from stree_jax.models.cache import init_cache, init_pending, path_to
 from stree_jax.tree import TreeTopology
 from tests.cases.mamba2_layer import layer

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stree_jax import ModelConfig, TreeTopology
-from stree_jax.layer_config import MoeConfig
+from stree_jax.models import MoeConfig
 from stree_jax.models.cache import init_cache, init_pending, path_to
 from stree_jax.testing import CONFIGS, HYBRIDS, random_model, tiny_model
 from tests import oracle

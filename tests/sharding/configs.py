@@ -3,7 +3,7 @@
 import dataclasses
 
 from stree_jax import ModelConfig
-from stree_jax.layer_config import (
+from stree_jax.models import (
     AttentionConfig,
     Mamba2Config,
     MlpConfig,

@@ -19,11 +19,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import stree_jax as st
 from stree_jax import convert, stored
 from stree_jax.decoding.prefill import PREFILL_CHUNK
-from stree_jax.layer_config import AttentionConfig, Mamba2Config, MlpConfig, MoeConfig
 from stree_jax.mesh import partition as partition_module
 from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import over_mesh
-from stree_jax.models import attention, mamba2, mlp
+from stree_jax.models import (
+    AttentionConfig,
+    Mamba2Config,
+    MlpConfig,
+    MoeConfig,
+    attention,
+    mamba2,
+    mlp,
+)
 from stree_jax.models.cache import cache_specs, path_to
 from stree_jax.testing import HYBRIDS, perturbed, random_model
 from stree_jax.training.objective import next_token_loss
