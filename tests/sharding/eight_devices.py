@@ -4,10 +4,11 @@ A tree must give what autoregressive decoding gives on the same mesh. That alone
 wrong model, so logits are also compared with one device.
 """
 
-import functools
 import gc
 import json
 import weakref
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import stree_jax as st
-from stree_jax import convert, stored
+from stree_jax import convert
+from stree_jax.checkpoint import arrays
 from stree_jax.decoding.prefill import PREFILL_CHUNK
 from stree_jax.mesh import partition as partition_module
 from stree_jax.mesh.partition import ROWS
@@ -39,10 +41,19 @@ from stree_jax.training.trainer import fit
 from tests.decoding.rules import random_walk
 from tests.helpers import DOCS, python_blocks, saved_pair, with_weight
 from tests.sharding.configs import CONFIGS
+from tests.sharding.meshes import (
+    NEW_TOKENS,
+    PROMPTS,
+    TREE,
+    assert_same,
+    decode,
+    draft_of,
+    mesh_of,
+    model_of,
+    replicated_draft,
+    sharded,
+)
 
-NEW_TOKENS = 12
-PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
-TREE = st.TreeTopology.from_branching((3, 2, 1))
 FAST = ("mamba_in_llama",)  # of logits; all others are slow
 slow = pytest.mark.slow
 
@@ -61,32 +72,6 @@ def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
     for _, code in blocks:
         exec(compile(code, "sharding.md", "exec"), names)
     assert names["out"].tokens.shape == (3, 16)
-
-
-@functools.cache
-def model_of(name, implementation=None):
-    config = CONFIGS[name]
-    return random_model(config, implementation=implementation)
-
-
-@functools.cache
-def draft_of(name):
-    return perturbed(model_of(name), 0.1)
-
-
-@functools.cache
-def mesh_of(data, model):
-    return st.make_mesh(data=data, model=model)
-
-
-@functools.cache
-def sharded(name, data, model):
-    return st.shard(model_of(name), mesh_of(data, model))
-
-
-@functools.cache
-def replicated_draft(name, data, model):
-    return st.shard(draft_of(name), mesh_of(data, model), replicate=True)
 
 
 # Logits.
@@ -234,104 +219,150 @@ def test_a_wrong_model_is_noticed(mutation, monkeypatch):
 # Tokens.
 
 
-def decode(model, prompts=PROMPTS, **options):
-    options.setdefault("max_new_tokens", NEW_TOKENS)
-    return st.generate(model, prompts, **options)
+def tree_cases():
+    """The fast one has 3 rows on 2 shards of the batch, 4 of the model."""
+    yield pytest.param("one layer", 2, 4)
+    for name in CONFIGS:
+        for mesh in ((2, 4), (8, 1), (1, 2)):
+            if (name, mesh) != ("one layer", (2, 4)):
+                yield pytest.param(name, *mesh, marks=slow)
+    for name in ("mamba_in_llama", "mamba2attn", "mamba2"):  # more shards than groups
+        yield pytest.param(name, 1, 8, marks=slow)
 
 
-def assert_same(got, want):
-    np.testing.assert_array_equal(got.tokens, want.tokens)
-    np.testing.assert_array_equal(got.lengths, want.lengths)
-
-
-def check_trees(name, data, shards):
+@pytest.mark.parametrize(("name", "data", "shards"), [*tree_cases()])
+def test_a_tree_is_autoregressive_decoding(name, data, shards):
     model = sharded(name, data, shards)
     draft = st.ModelDrafter(replicated_draft(name, data, shards))
     alone = decode(model)
-    tree = decode(model, drafter=draft, topology=TREE)
-    assert_same(tree, alone)
-    assert tree.stats.tau > 1.2
     # Of these texts no two best logits are as close as another order of summation moves them.
     assert_same(alone, decode(model_of(name)))
-    return model, draft, alone
+    for topology in (TREE, st.TreeTopology.chain(3)):
+        tree = decode(model, drafter=draft, topology=topology)
+        assert_same(tree, alone)
+        assert tree.stats.tau > 1.2
 
 
-def test_a_tree_is_autoregressive_decoding():
-    """The fast one: 3 rows on 2 shards of the batch, 4 of the model."""
-    check_trees("one layer", 2, 4)
+DRAFTERS = {
+    "": lambda draft: {},
+    "tree": lambda draft: dict(drafter=st.ModelDrafter(draft), topology=TREE),
+    "chain": lambda draft: dict(drafter=st.ModelDrafter(draft)),
+    "ngram": lambda draft: dict(drafter=st.NgramDrafter()),
+    "beam": lambda draft: dict(drafter=st.BeamDrafter(draft), topology=st.TreeTopology.beam(3, 3)),
+    "dynamic": lambda draft: dict(
+        drafter=st.DynamicDrafter(draft), topology=st.TreeTopology.budget(8, 3)
+    ),
+    "deep": lambda draft: dict(drafter=st.ModelDrafter(draft), topology=st.TreeTopology.chain(10)),
+    "turns": lambda draft: dict(drafter=st.InterleavedDrafter(draft, draft, "sqq")),
+    "cascade": lambda draft: dict(drafter=st.CascadeDrafter(draft, st.NgramDrafter())),
+    "cascade of models": lambda draft: dict(
+        drafter=st.CascadeDrafter(draft, st.ModelDrafter(draft))
+    ),
+    "without replacement": lambda draft: dict(
+        drafter=st.ModelDrafter(draft, child_sampling="without_replacement"), topology=TREE
+    ),
+}
 
 
-@slow
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize(("data", "shards"), [(2, 4), (8, 1), (1, 2)])
-def test_every_family(name, data, shards):
-    model, draft, alone = check_trees(name, data, shards)
-    chain = decode(model, drafter=draft, topology=st.TreeTopology.chain(3))
-    assert_same(chain, alone)
+def sampled(seed, temperature=0.7, **options):
+    return dict(temperature=temperature, key=jax.random.key(seed), **options)
 
 
-@slow
-@pytest.mark.parametrize("name", ["mamba_in_llama", "mamba2attn", "mamba2"])
-def test_more_shards_than_groups(name):
-    check_trees(name, 1, 8)
+class Run(NamedTuple):
+    """A call of `generate` on a mesh, which gives what it gives on one device without drafts."""
+
+    name: str
+    mesh: tuple[int, int] = (2, 4)
+    drafter: str = "tree"
+    options: Any = MappingProxyType({})
+    prompts: list[list[int]] = PROMPTS
+    fast: bool = False
 
 
-def drafters(name, data, shards):
-    draft = replicated_draft(name, data, shards)
-    return {
-        "ngram": (st.NgramDrafter(), None, {}),
-        "beam": (st.BeamDrafter(draft), st.TreeTopology.beam(3, 3), {}),
-        "dynamic": (st.DynamicDrafter(draft), st.TreeTopology.budget(8, 3), {}),
-        "deep": (st.ModelDrafter(draft), st.TreeTopology.chain(10), {}),
-        "without replacement": (
-            st.ModelDrafter(draft, child_sampling="without_replacement"),
-            TREE,
-            {"temperature": 0.8, "key": jax.random.key(3)},
-        ),
-        "shared noise": (
-            st.ModelDrafter(draft),
-            TREE,
-            {"temperature": 0.8, "top_k": 9, "key": jax.random.key(3)},
-        ),
-        "beam, sampled": (
-            st.BeamDrafter(draft),
-            st.TreeTopology.beam(3, 3),
-            {"temperature": 0.7, "top_p": 0.9, "key": jax.random.key(4)},
-        ),
-        "turns": (st.InterleavedDrafter(draft, draft, "sqq"), None, {}),
-        "turns, sampled": (
-            st.InterleavedDrafter(draft, draft, "sq"),
-            None,
-            {"temperature": 0.7, "key": jax.random.key(5)},
-        ),
-        "cascade": (st.CascadeDrafter(draft, st.NgramDrafter()), None, {}),
-        "cascade, sampled": (
-            st.CascadeDrafter(draft, st.ModelDrafter(draft)),
-            None,
-            {"temperature": 0.7, "key": jax.random.key(6)},
-        ),
-    }
+def grammar(name):
+    return st.Automaton(np.asarray(random_walk(size=CONFIGS[name].vocab_size).table))
 
 
-@slow
-@pytest.mark.parametrize("name", ["bamba", "mamba_in_llama"])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("ngram", "beam", "dynamic", "deep", "without replacement", "shared noise"),
-        *("beam, sampled", "turns", "turns, sampled", "cascade", "cascade, sampled"),
-    ],
+def ruled(temperature):
+    """Processors: their numbers are cut by rows, and the tables of a grammar are everywhere."""
+    rules = [grammar("one layer"), st.RepetitionPenalty(1.4)]
+    ends = dict(min_new_tokens=3, eos_token=[0, 1, 2, 3])
+    return sampled(2, temperature, processors=rules, **ends)
+
+
+def ragged(count):
+    return [[(7 * i + j) % 37 for j in range(2 + i)] for i in range(count)]
+
+
+FAMILIES = ("bamba", "mamba_in_llama")
+OF_ROWS = dict(
+    temperature=[0.0, 1.0, 0.7],
+    filters=[[], [st.MinP(0.01)], []],
+    max_new_tokens=[5, 12, 9],
+    stop=[[], [[30]], [[1]]],
+    key=[1, 2, 3],
+    log_probs="sampled",
 )
-def test_drafters(name, kind):
-    drafter, topology, options = drafters(name, 2, 4)[kind]
-    model = sharded(name, 2, 4)
-    got = decode(model, drafter=drafter, topology=topology, **options)
-    if kind == "without replacement":  # keeps the distribution; the same on one device
-        alone = st.ModelDrafter(draft_of(name), child_sampling="without_replacement")
-        want = decode(model_of(name), drafter=alone, topology=topology, **options)
-    else:
-        want = decode(model, **options)
+RUNS = {
+    **{
+        f"{kind} of {name}": Run(name, drafter=kind)
+        for name in FAMILIES
+        for kind in ("ngram", "beam", "dynamic", "deep", "turns", "cascade")
+    },
+    **{
+        f"{kind} of {name}, sampled": Run(name, drafter=kind, options=options)
+        for name in FAMILIES
+        for kind, options in {
+            "without replacement": sampled(3, 0.8),
+            "tree": sampled(3, 0.8, top_k=9),
+            "beam": sampled(4, top_p=0.9),
+            "turns": sampled(5),
+            "cascade of models": sampled(6),
+        }.items()
+    },
+    **{
+        f"{count} rows on {data} shards": Run(
+            "mamba2", (data, 2), "chain", sampled(5, 0.9), ragged(count)
+        )
+        for count in (1, 3, 5)
+        for data in (2, 4)
+    },
+    # Shards of the batch leave the loop on their own.
+    "rows end": Run("mamba2", (4, 2), "chain", dict(eos_token=[*range(9)]), [*PROMPTS, [8, 8]]),
+    # Read in pieces, of which shards of the batch need different numbers.
+    "long prompts": Run("mamba2", drafter="", prompts=[[3, 4, 5] * (PREFILL_CHUNK // 3 + 13), [9]]),
+    **{
+        f"log-probabilities of {name}, {how}": Run(
+            name, options=sampled(4, 0.8, top_k=7, log_probs=how, top_log_probs=2)
+        )
+        for name in ("tied", "bamba")
+        for how in (True, "sampled")
+    },
+    "processors": Run("one layer", options=ruled(0.0), fast=True),
+    "processors, sampled": Run("one layer", options=ruled(0.9)),
+    # With a row that pads the batch.
+    "options of rows": Run("mamba2", (2, 2), options=OF_ROWS),
+    **{
+        f"several texts on {mesh}": Run("mamba2", mesh, "chain", sampled(2, 1.0, n=3))
+        for mesh in ((2, 2), (1, 2))
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "run", [pytest.param(k, marks=() if r.fast else slow) for k, r in RUNS.items()]
+)
+def test_a_run_is_that_of_one_device(run):
+    name, mesh, kind, options, prompts, _ = RUNS[run]
+    drafts = DRAFTERS[kind](replicated_draft(name, *mesh))
+    got = decode(sharded(name, *mesh), prompts, **drafts, **options)
+    # These drafts change the texts, though not their distribution.
+    own = DRAFTERS[kind](draft_of(name)) if kind == "without replacement" else {}
+    want = decode(model_of(name), prompts, **own, **options)
     assert_same(got, want)
+    assert got.stats.num_tokens == want.stats.num_tokens
+    assert len(got.stats.tau_per_row) == len(got.tokens)
+    assert run != "rows end" or len({*want.lengths.tolist()}) > 1
 
 
 def uneven(draft):
@@ -386,36 +417,6 @@ def test_bfloat16():
 
 
 @slow
-@pytest.mark.parametrize("count", [1, 3, 5])
-@pytest.mark.parametrize("data", [2, 4])
-def test_any_number_of_rows(count, data):
-    prompts = [[(7 * i + j) % 37 for j in range(2 + i)] for i in range(count)]
-    options = dict(temperature=0.9, key=jax.random.key(5))
-    draft = st.ModelDrafter(replicated_draft("mamba2", data, 2))
-    got = decode(sharded("mamba2", data, 2), prompts, drafter=draft, **options)
-    want = decode(model_of("mamba2"), prompts, **options)
-    assert got.tokens.shape == (count, NEW_TOKENS)
-    assert_same(got, want)
-    assert len(got.stats.tau_per_row) == count
-    assert got.stats.num_tokens == want.stats.num_tokens
-
-
-@slow
-def test_rows_end_at_different_steps():
-    """Shards of the batch leave the loop on their own."""
-    model = sharded("mamba2", 4, 2)
-    prompts = [*PROMPTS, [8, 8]]
-    free = decode(model_of("mamba2"), prompts, max_new_tokens=30)
-    eos = int(free.tokens[0, 3])
-    draft = st.ModelDrafter(replicated_draft("mamba2", 4, 2))
-    options = dict(eos_token=eos, max_new_tokens=30)
-    want = decode(model_of("mamba2"), prompts, **options)
-    assert len({*want.lengths.tolist()}) > 1
-    got = decode(model, prompts, drafter=draft, **options)
-    assert_same(got, want)
-
-
-@slow
 def test_streams():
     model = sharded("mamba2", 2, 4)
     draft = st.ModelDrafter(replicated_draft("mamba2", 2, 4))
@@ -429,73 +430,10 @@ def test_streams():
 
 
 @slow
-@pytest.mark.parametrize("how", [True, "sampled"])
-def test_log_probs(how):
-    """Of a tied head whose vocabulary is cut too."""
-    options = dict(temperature=0.8, top_k=7, key=jax.random.key(4))
-    options |= dict(log_probs=how, top_log_probs=2)
-    for name in ("tied", "bamba"):
-        want = decode(model_of(name), **options)
-        draft = st.ModelDrafter(replicated_draft(name, 2, 4))
-        got = decode(sharded(name, 2, 4), drafter=draft, topology=TREE, **options)
-        assert_same(got, want)
-        np.testing.assert_allclose(got.log_probs, want.log_probs, atol=1e-4)
-        np.testing.assert_allclose(got.top_log_probs, want.top_log_probs, atol=1e-4)
-        assert got.finish_reasons == want.finish_reasons
-
-
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.9, marks=slow)])
-def test_logits_processors(temperature):
-    """Their numbers are cut by rows, and the tables of a grammar are on every device."""
-    name = "one layer"
-    grammar = st.Automaton(np.asarray(random_walk(size=CONFIGS[name].vocab_size).table))
-    options = dict(
-        temperature=temperature,
-        key=jax.random.key(2),
-        processors=[grammar, st.RepetitionPenalty(1.4)],
-        min_new_tokens=3,
-        eos_token=[0, 1, 2, 3],
-    )
-    draft = st.ModelDrafter(replicated_draft(name, 2, 4))
-    got = decode(sharded(name, 2, 4), drafter=draft, topology=TREE, **options)
-    assert_same(got, decode(model_of(name), **options))
-    assert got.lengths.min() > 3
-
-
-@slow
-def test_rows_with_options_of_their_own():
-    """Stops, several texts of a prompt, and scores, with rows that pad the batch."""
-    name = "mamba2"
-    model, alone = sharded(name, 2, 2), model_of(name)
-    draft = st.ModelDrafter(replicated_draft(name, 2, 2))
-    free = decode(alone, PROMPTS, temperature=1.0, key=[1, 2, 3])
-    options = dict(
-        temperature=[0.0, 1.0, 0.7],
-        filters=[[], [st.MinP(0.01)], []],
-        max_new_tokens=[5, 12, 9],
-        stop=[[], [free.tokens[1, 4:6].tolist()], [[1]]],
-        key=[1, 2, 3],
-        log_probs="sampled",
-    )
-    want, got = decode(alone, **options), decode(model, drafter=draft, topology=TREE, **options)
-    assert_same(got, want)
-    assert got.finish_reasons == want.finish_reasons
-    np.testing.assert_allclose(got.log_probs, want.log_probs, atol=1e-4)
-    several = dict(n=3, temperature=1.0, key=jax.random.key(2))
-    assert_same(decode(model, drafter=draft, **several), decode(alone, **several))
-    for mine, reference in zip(st.score(model, PROMPTS), st.score(alone, PROMPTS), strict=True):
+def test_scores():
+    found = (st.score(model, PROMPTS) for model in (sharded("mamba2", 2, 2), model_of("mamba2")))
+    for mine, reference in zip(*found, strict=True):
         np.testing.assert_allclose(mine, reference, atol=1e-4)
-    for refused in (dict(return_prefix=True), dict(after=None, return_prefix=True)):
-        with pytest.raises(ValueError, match="return_prefix is for models on one device"):
-            decode(model, **refused)
-
-
-@slow
-def test_long_prompts():
-    """Read in pieces, of which shards of the batch need different numbers."""
-    prompts = [[3, 4, 5] * ((PREFILL_CHUNK + 40) // 3), [9, 1]]
-    got = decode(sharded("mamba2", 2, 4), prompts)
-    assert_same(got, decode(model_of("mamba2"), prompts))
 
 
 @slow
@@ -588,51 +526,71 @@ def test_devices_share_the_rows_of_a_training_step(tmp_path):
 # What is refused.
 
 
-def test_what_is_refused(tmp_path):
-    model, mesh = sharded("mamba2", 2, 4), mesh_of(2, 4)
-    draft = draft_of("mamba2")
-    with pytest.raises(ValueError, match="not on the target's mesh"):
-        decode(model, drafter=st.ModelDrafter(draft))
-    with pytest.raises(ValueError, match="not on the target's mesh"):
-        decode(model, drafter=st.ModelDrafter(replicated_draft("mamba2", 4, 2)))
-    with pytest.raises(ValueError, match="cut into parts"):
-        decode(model, drafter=st.ModelDrafter(model))
-    with pytest.raises(ValueError, match="the target is not"):
-        decode(model_of("mamba2"), drafter=st.ModelDrafter(replicated_draft("mamba2", 2, 4)))
-    small = replicated_draft("mamba2", 2, 4)
-    with pytest.raises(ValueError, match="not on the target's mesh"):
-        decode(model, drafter=st.InterleavedDrafter(small, draft, "qs"))
-    with pytest.raises(ValueError, match="its own methods cannot be called"):
-        model(jnp.ones((2, 3), jnp.int32))
-    with pytest.raises(ValueError, match="tune is for models on one device"):
-        st.tune(model, st.NgramDrafter(), PROMPTS)
-    head = st.MtpHead(
-        st.MtpConfig(model.config.d_model, st.AttentionConfig(2, 1, 8), st.MlpConfig(8)),
-        rngs=nnx.Rngs(0),
-    )
-    with pytest.raises(ValueError, match="MtpModel is for models on one device"):
-        st.MtpDrafter(model, head)
-    one = model_of("mamba2")
-    with pytest.raises(ValueError, match="a multi-token-prediction head is for models on one"):
-        decode(model, drafter=st.MtpDrafter(one, head))
-    with pytest.raises(ValueError, match="load_eagle3 is for models on one device"):
-        st.load_eagle3(tmp_path, model)
-    sizes = one.config.d_model, one.config.vocab_size, 8, (1,)
-    attention = st.AttentionConfig(2, 1, 8, input_multiple=2)
-    eagle3 = st.Eagle3Head(st.Eagle3Config(*sizes, attention, st.MlpConfig(8)), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="Eagle3Model is for models on one device"):
-        st.Eagle3Drafter(model, eagle3)
-    with pytest.raises(ValueError, match="an EAGLE-3 head is for models on one device"):
-        decode(model, drafter=st.Eagle3Drafter(one, eagle3))
-    with pytest.raises(ValueError, match="MedusaDrafter is for models on one device"):
-        st.MedusaDrafter(model, st.MedusaHeads(model, rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match=r"num_heads = 8 does not fit model = 3.*1, 2, 4 or 8"):
-        st.shard(model_of("mamba2"), st.make_mesh(model=3))
-    with pytest.raises(ValueError, match="pass mesh="):
-        st.from_pretrained(tmp_path, replicate=True)
-    with pytest.raises(ValueError, match="data = 4 times model = 4 is 16 devices, and there are 8"):
-        st.make_mesh(data=4, model=4)
-    assert mesh.shape == {"data": 2, "model": 4}
+def mtp_head(model):
+    parts = st.AttentionConfig(2, 1, 8), st.MlpConfig(8)
+    return st.MtpHead(st.MtpConfig(model.config.d_model, *parts), rngs=nnx.Rngs(0))
+
+
+def eagle3_head(model):
+    sizes = model.config.d_model, model.config.vocab_size, 8, (1,)
+    parts = st.AttentionConfig(2, 1, 8, input_multiple=2), st.MlpConfig(8)
+    return st.Eagle3Head(st.Eagle3Config(*sizes, *parts), rngs=nnx.Rngs(0))
+
+
+def medusa_heads(model):
+    return st.MedusaHeads(model, rngs=nnx.Rngs(0))
+
+
+def drafting(model, *parts, drafter=st.ModelDrafter):
+    return decode(model, drafter=drafter(*parts))
+
+
+# Of a target on a mesh, the same on one device, and drafts on that mesh and on one device.
+REFUSED = [
+    (lambda on, one, draft, far: drafting(on, far), "not on the target's mesh"),
+    (
+        lambda on, one, draft, far: drafting(on, replicated_draft("mamba2", 4, 2)),
+        "not on the target's mesh",
+    ),
+    (lambda on, one, draft, far: drafting(on, on), "cut into parts"),
+    (lambda on, one, draft, far: drafting(one, draft), "the target is not"),
+    (
+        lambda on, one, draft, far: drafting(on, draft, far, "qs", drafter=st.InterleavedDrafter),
+        "not on the target's mesh",
+    ),
+    (lambda on, *_: on(jnp.ones((2, 3), jnp.int32)), "its own methods cannot be called"),
+    (lambda on, *_: decode(on, return_prefix=True), "return_prefix is for models on one device"),
+    (lambda on, *_: st.tune(on, st.NgramDrafter(), PROMPTS), "tune is for models on one device"),
+    (lambda on, *_: st.MtpDrafter(on, mtp_head(on)), "MtpModel is for models on one device"),
+    (
+        lambda on, one, *_: drafting(on, one, mtp_head(on), drafter=st.MtpDrafter),
+        "a multi-token-prediction head is for models on one",
+    ),
+    (lambda on, *_: st.load_eagle3("there", on), "load_eagle3 is for models on one device"),
+    (lambda on, *_: st.Eagle3Drafter(on, eagle3_head(on)), "Eagle3Model is for models on one"),
+    (
+        lambda on, one, *_: drafting(on, one, eagle3_head(on), drafter=st.Eagle3Drafter),
+        "an EAGLE-3 head is for models on one device",
+    ),
+    (lambda on, *_: st.MedusaDrafter(on, medusa_heads(on)), "MedusaDrafter is for models on one"),
+    (
+        lambda on, one, *_: st.shard(one, st.make_mesh(model=3)),
+        r"num_heads = 8 does not fit model = 3.*1, 2, 4 or 8",
+    ),
+    (lambda *_: st.from_pretrained("there", replicate=True), "pass mesh="),
+    (
+        lambda *_: st.make_mesh(data=4, model=4),
+        "data = 4 times model = 4 is 16 devices, and there are 8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_is_refused(call, message):
+    name = "mamba2"
+    models = sharded(name, 2, 4), model_of(name), replicated_draft(name, 2, 4), draft_of(name)
+    with pytest.raises(ValueError, match=message):
+        call(*models)
 
 
 # Checkpoints.
@@ -678,17 +636,17 @@ def test_a_load_holds_one_weight_at_a_time(tmp_path, monkeypatch):
     name = "bamba"
     st.save_pretrained(model_of(name), tmp_path / "saved")
     alive, most = [], []
-    read = stored._read
+    read = arrays._read
 
-    def counted(store):
+    def counted(*store):
         gc.collect()
         most.append(sum(reference() is not None for reference in alive))
-        values = read(store)
+        values = read(*store)
         if values.ndim > 1:
             alive.append(weakref.ref(values))
         return values
 
-    monkeypatch.setattr(stored, "_read", counted)
+    monkeypatch.setattr(arrays, "_read", counted)
     st.from_pretrained(tmp_path / "saved", mesh=mesh_of(2, 4))
     assert len(alive) > 8
     assert max(most) <= 1

@@ -14,33 +14,21 @@ from stree_jax.decoding import slots
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.placement import place_request
-from stree_jax.testing import perturbed, random_model
 from tests.decoding.rules import random_walk
 from tests.helpers import COMPILED, with_weight
 from tests.serving.requests import TREE, WAYS, alone, cut, in_families, mixed, ragged, served
 from tests.sharding.configs import CONFIGS
+from tests.sharding.meshes import assert_same, mesh_of, model_of, replicated_draft, sharded
 
 slow = pytest.mark.slow
 FAST = "one layer"
 
 
 @functools.cache
-def model_of(name):
-    return random_model(CONFIGS[name])
-
-
-@functools.cache
-def mesh_of(data, model):
-    return st.make_mesh(data=data, model=model)
-
-
-@functools.cache
 def on(name, data, model):
     """The target on a mesh, and what drafts for it."""
-    mesh = mesh_of(data, model)
-    draft = st.shard(perturbed(model_of(name), 0.1), mesh, replicate=True)
-    target = st.shard(model_of(name), mesh)
-    return target, dict(drafter=st.ModelDrafter(draft), topology=TREE)
+    drafter = st.ModelDrafter(replicated_draft(name, data, model))
+    return sharded(name, data, model), dict(drafter=drafter, topology=TREE)
 
 
 def scheduler_of(name, data, model, rows=4, **options):
@@ -185,7 +173,7 @@ def test_the_prefix_cache(name, data, model, drafts):
     requests = in_families(mixed(ragged(18), WAYS[:2]))
     want = alone(model_of(name), requests)
     target, _ = on(name, data, model)
-    draft = on(name, data, model)[1]["drafter"].model
+    draft = replicated_draft(name, data, model)
     drafter = dict(
         model=dict(drafter=st.ModelDrafter(draft), topology=TREE),
         ngram=dict(drafter=st.NgramDrafter()),
@@ -193,14 +181,8 @@ def test_the_prefix_cache(name, data, model, drafts):
     )[drafts]
     options = dict(max_length=128, prefix_every=16, **drafter)
     for budget, tokens, quantum in ((10**8, 512, 7), (40_000, 64, 1), (10**8, None, 32)):
-        scheduler = st.Scheduler(
-            *(target,),
-            rows=8,
-            quantum=quantum,
-            prefix_cache_bytes=budget,
-            prefill_tokens=tokens,
-            **options,
-        )
+        cache = dict(prefix_cache_bytes=budget, prefill_tokens=tokens)
+        scheduler = st.Scheduler(target, rows=8, quantum=quantum, **cache, **options)
         for seed in range(2):
             order = np.random.default_rng(seed).permutation(18).tolist()
             done = served(scheduler, [requests[i] for i in order])
@@ -231,9 +213,7 @@ def test_entries_stay_where_they_are():
     """An entry is cut as the target is, and every shard of the batch has it."""
     target, drafts = on("bamba", 2, 4)
     scheduler = st.Scheduler(target, rows=4, max_length=128, prefix_cache_bytes=10**8, **drafts)
-    prompt = [*range(30)]
-    served(scheduler, [st.Request(prompt, max_new_tokens=3)])
-    (entry,) = scheduler._reader._cache._entries.values()
+    entry = scheduler.read([*range(30)])
     for leaf in jax.tree.leaves(entry):
         assert len(leaf) == 1
         assert "data" not in leaf.sharding.spec
@@ -264,13 +244,7 @@ def test_options_of_requests():
         scheduler = scheduler_of(name, data, model, rows=8)
         for _ in range(2):
             for mine, expected in zip(served(scheduler, order), want, strict=True):
-                assert mine.tokens == expected.tokens
-                assert mine.finish_reason == expected.finish_reason
-                for field in ("log_probs", "top_log_probs"):
-                    got, there = (getattr(one, field) for one in (mine, expected))
-                    assert (got is None) == (there is None)
-                    if got is not None:
-                        np.testing.assert_allclose(got, there, atol=1e-4)
+                assert_same(mine, expected)
 
 
 @slow

@@ -1,0 +1,54 @@
+"""Models on meshes and on one device, whose texts must be the same."""
+
+import functools
+
+import numpy as np
+
+import stree_jax as st
+from stree_jax.testing import perturbed, random_model
+from tests.sharding.configs import CONFIGS
+
+PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
+NEW_TOKENS = 12
+TREE = st.TreeTopology.from_branching((3, 2, 1))
+
+
+@functools.cache
+def mesh_of(data, model):
+    return st.make_mesh(data=data, model=model)
+
+
+@functools.cache
+def model_of(name):
+    return random_model(CONFIGS[name])
+
+
+@functools.cache
+def draft_of(name):
+    return perturbed(model_of(name), 0.1)
+
+
+@functools.cache
+def sharded(name, data, model):
+    return st.shard(model_of(name), mesh_of(data, model))
+
+
+@functools.cache
+def replicated_draft(name, data, model):
+    return st.shard(draft_of(name), mesh_of(data, model), replicate=True)
+
+
+def decode(model, prompts=PROMPTS, **options):
+    return st.generate(model, prompts, **dict(max_new_tokens=NEW_TOKENS) | options)
+
+
+def assert_same(got, want):
+    """Two generations, or two completions, are the same text."""
+    for name in ("tokens", "lengths", "finish_reasons", "finish_reason"):
+        mine, other = (getattr(each, name, None) for each in (got, want))
+        np.testing.assert_array_equal(mine, other, name)
+    for name in ("log_probs", "top_log_probs"):
+        mine, other = (getattr(each, name) for each in (got, want))
+        assert (mine is None) == (other is None)
+        if mine is not None:
+            np.testing.assert_allclose(mine, other, atol=1e-4, err_msg=name)
