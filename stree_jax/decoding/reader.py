@@ -204,13 +204,13 @@ class WholeModel(nnx.Module):
     ) -> Reader:
         """See `DraftModel`. A row with catch-up tokens reads these first, and keeps as many."""
         cache, path = state.cache, state.path
-        if _has_any(path.last >= 0):
+        if _may_reach(path.last, 0):
             cache = _replayed(self.model, cache, state.pending, path)
             path = path._replace(mask=jnp.zeros_like(path.mask), last=jnp.full_like(path.last, -1))
-        if not _has_any(lengths > 0):
+        if not _may_reach(lengths, 1):
             return state._replace(cache=cache, path=path)
-        text, catch_up = _caught_up(state.catch_up, state.has_catch_up, tokens, lengths)
-        cache = prefill(self.model, text, lengths, 0, cache)
+        slots = state.catch_up, state.has_catch_up
+        cache, catch_up = _after_text(self.model, *slots, tokens, lengths, cache)
         return state._replace(cache=cache, path=path, catch_up=catch_up)
 
     def num_before(self, state: Reader) -> int:
@@ -299,26 +299,29 @@ def _no_text(
     return Reader(cache, pending, empty_path(batch, num_nodes), slots, slots.astype(bool))
 
 
-def _has_any(rows: Bool[Array, " B"]) -> bool:
-    """Whether it holds for a row; for arrays of a program it may."""
-    return isinstance(rows, jax.core.Tracer) or bool(on_host(rows).any())
+def _may_reach(values: Int[Array, " B"], least: int) -> bool:
+    """Whether a row has `least` or more; inside of a program, where nobody knows, it may have."""
+    return isinstance(values, jax.core.Tracer) or bool((on_host(values) >= least).any())
 
 
 @jax.jit
-def _caught_up(
+def _after_text(
+    model: HybridLM,
     catch_up: Int[Array, "B C"],
     has_catch_up: Bool[Array, "B C"],
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"],
-) -> tuple[Int[Array, "B T"], Int[Array, "B C"]]:
-    """The next `lengths` tokens to read of catch-up tokens and what follows, and the last ones."""
+    cache: Cache,
+) -> tuple[Cache, Int[Array, "B C"]]:
+    """The cache after the first `lengths` tokens of both, and the last ones of both."""
     both, num_slots = jnp.concatenate([catch_up, tokens], axis=1), catch_up.shape[1]
     first = num_slots - has_catch_up.sum(axis=1)
 
     def part(starts: Array, size: int) -> Array:
         return jax.vmap(lambda row, at: lax.dynamic_slice(row, (at,), (size,)))(both, starts)
 
-    return part(first, tokens.shape[1]), part(lengths, num_slots)
+    text = part(first, tokens.shape[1])
+    return prefill(model, text, lengths, cache=cache), part(lengths, num_slots)
 
 
 def _replay_specs(model: HybridLM) -> Any:

@@ -86,7 +86,7 @@ def check_state(drafter: Any, method: str, state: Any, before: Any) -> Any:
         )
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     for path, leaf, old in zip(paths, jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
-        if not _is_array(leaf) or _kind(leaf) != _kind(old):
+        if not _is_like(leaf, old):
             raise ValueError(
                 f"{name} must keep state{jax.tree_util.keystr(path)} = {_kind(old)}, got"
                 f" {_kind(leaf)}"
@@ -109,6 +109,13 @@ def _check(name: str, arrays: Any, wanted: _Wanted, prefix: str = "") -> None:
             sizes = ", ".join("any" if size is None else str(size) for size in shape)
             want = f"{jnp.dtype(dtype).name}[{sizes}]"
             raise ValueError(f"{name} must return {prefix}{field} as {want}, got {_kind(value)}")
+
+
+def _is_like(leaf: Any, old: Any) -> bool:
+    """Whether shapes and dtypes are equal; without words, for it is asked before every text."""
+    if isinstance(leaf, jax.Array) and isinstance(old, jax.Array):
+        return leaf.shape == old.shape and leaf.dtype == old.dtype
+    return _is_array(leaf) and _kind(leaf) == _kind(old)
 
 
 def _is_array(value: Any) -> bool:
