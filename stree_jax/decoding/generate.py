@@ -11,9 +11,9 @@ from jax import lax
 from pallas_kernels import dispatch
 from stree_jax.array_types import Array, Int
 from stree_jax.decoding.drafters import Drafter
+from stree_jax.decoding.fingerprints import check_origin, origin_of
 from stree_jax.decoding.local_rows import rows_of_all
 from stree_jax.decoding.options import OptionKeywords, Options, Plan, checked_options, plan
-from stree_jax.decoding.origins import check_origin, origin_of
 from stree_jax.decoding.pieces import Piece, Pieces
 from stree_jax.decoding.placement import place_request
 from stree_jax.decoding.prefixes import continued, joined, prefix_of, repeated, with_room

@@ -16,7 +16,7 @@ from stree_jax.decoding.returned import check_state
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import on_mesh
-from stree_jax.mesh.rows import placed_beside
+from stree_jax.mesh.rows import placed_like
 from stree_jax.models.cache import Cache, cache_specs
 from stree_jax.models.lm import HybridLM
 
@@ -70,8 +70,8 @@ def rest_of(
     if not count.any():
         return None
     width = buffer_size(int(count.max()))
-    first, count = placed_beside(context.length, (jnp.asarray(first), jnp.asarray(count)))
-    return placed_beside(context.length, _pieces(context.tokens, first, width)), count
+    first, count = placed_like(context.length, (jnp.asarray(first), jnp.asarray(count)))
+    return placed_like(context.length, _pieces(context.tokens, first, width)), count
 
 
 @functools.partial(jax.jit, static_argnames="width")

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from stree_jax.array_types import Array, Int, Lengths, Tokens
+from stree_jax.decoding.capacity import cache_shapes, same_rows, with_capacity
 from stree_jax.decoding.drafters.base import Drafter, first_state, inner_layers
-from stree_jax.decoding.places import cache_shapes, fitted, same_rows
 from stree_jax.decoding.prefill import prefill, prefill_with_drafter, rest_of
 from stree_jax.decoding.returned import check_state
 from stree_jax.decoding.types import Context, Prefix
-from stree_jax.mesh.rows import placed_beside
+from stree_jax.mesh.rows import placed_like
 from stree_jax.models.cache import Cache
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
@@ -33,7 +33,7 @@ def read_text(
     if before is None:
         piece = context.tokens, lengths - 1
         return Prefix(context, *_read(model, drafter, *piece, max_length, state, None))
-    cache = fitted(before.cache, cache_shapes(model, len(lengths), max_length))
+    cache = with_capacity(before.cache, cache_shapes(model, len(lengths), max_length))
     rest = rest_of(context, before.context.length - 1)
     if rest is not None:
         cache, state = _read(model, drafter, *rest, max_length, state, cache)
@@ -88,7 +88,7 @@ def _state_before(
     wanted = drafter_shapes(drafter, len(lengths), topology, max_length)
     if same_rows(before.drafter, wanted):
         return before.drafter
-    return fitted(_settled(model, drafter, before.drafter, lengths), wanted)
+    return with_capacity(_settled(model, drafter, before.drafter, lengths), wanted)
 
 
 def _settled(model: HybridLM, drafter: Drafter, state: Any, lengths: Int[Array, " B"]) -> Any:
@@ -98,6 +98,4 @@ def _settled(model: HybridLM, drafter: Drafter, state: Any, lengths: Int[Array, 
         width = (1 + len(inner)) * model.config.d_model
         hidden = jnp.zeros((len(lengths), 1, width), model.activation_dtype)
     nothing = jnp.zeros((len(lengths), 1), jnp.int32), hidden, jnp.zeros_like(lengths)
-    return check_state(
-        drafter, "read", drafter.read(state, *placed_beside(lengths, nothing)), state
-    )
+    return check_state(drafter, "read", drafter.read(state, *placed_like(lengths, nothing)), state)

@@ -30,9 +30,9 @@ from jax.sharding import PartitionSpec
 from stree_jax.array_types import Array, Bool, Int, Key
 from stree_jax.checks import check_int
 from stree_jax.decoding import log_probs
+from stree_jax.decoding.capacity import cache_shapes, same_rows, with_capacity
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import SpeculativeDecoder, owned
-from stree_jax.decoding.places import cache_shapes, fitted, same_rows
 from stree_jax.decoding.processors import first_states
 from stree_jax.decoding.prompts import buffer_size, check_num_rows
 from stree_jax.decoding.reading import drafter_shapes
@@ -48,7 +48,7 @@ from stree_jax.decoding.types import (
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import in_every_shard, on_mesh
-from stree_jax.mesh.rows import copies_of, placed_beside, row_of
+from stree_jax.mesh.rows import copies_of, placed_like, row_of
 from stree_jax.models.lm import HybridLM
 
 
@@ -173,13 +173,13 @@ def with_processors(
     """
     if not sampling.processors:
         return state._replace(processors=())
-    started = placed_beside(state.done, np.isin(np.arange(len(state.done)), [*rows]))
+    started = placed_like(state.done, np.isin(np.arange(len(state.done)), [*rows]))
     new = first_states(sampling.processors, state.context, model.config.vocab_size)
     old = itertools.zip_longest(new, state.processors[: len(new)])
     states = tuple(
         _chosen(started, fresh, kept) if same_rows(fresh, kept) else fresh for fresh, kept in old
     )
-    return state._replace(processors=placed_beside(state.done, states))
+    return state._replace(processors=placed_like(state.done, states))
 
 
 @jax.jit
@@ -211,7 +211,7 @@ def end(state: DecodeState, rows: Sequence[int]) -> DecodeState:
     _check_between_runs(state)
     _check_exist(state, rows)
     done = state.done.at[np.asarray(rows, np.int32)].set(True)
-    return state._replace(done=placed_beside(state.done, done))
+    return state._replace(done=placed_like(state.done, done))
 
 
 def extended(decoder: SpeculativeDecoder, state: DecodeState) -> DecodeState:
@@ -229,15 +229,15 @@ def extended(decoder: SpeculativeDecoder, state: DecodeState) -> DecodeState:
         )
     if before < after:
         empty = log_probs.empty(len(state.done), decoder.num_places, after)
-        records = placed_beside(state.done, empty)
+        records = placed_like(state.done, empty)
         if state.log_probs is not None:
             records = jax.tree.map(
                 lambda new, old: new.at[..., : old.shape[-1]].set(old), records, state.log_probs
             )
-        state = state._replace(log_probs=placed_beside(state.done, records))
+        state = state._replace(log_probs=placed_like(state.done, records))
     if decoder.has_stops and state.stop is None:
         stop = jnp.zeros(len(state.done), jnp.int32)
-        state = state._replace(stop=placed_beside(state.done, stop))
+        state = state._replace(stop=placed_like(state.done, stop))
     return state
 
 
@@ -253,14 +253,14 @@ def resized(
     context, batch, drafts = state.context, len(state.done), state.drafter
     if drafter is not None:
         shapes = drafter_shapes(drafter, batch, decoder.topology, decoder.max_length)
-        drafts = fitted(drafts, shapes)
+        drafts = with_capacity(drafts, shapes)
     records = state.log_probs
-    tokens, records = fitted(
+    tokens, records = with_capacity(
         (context.tokens, records), jax.eval_shape(lambda: _places(decoder, state))
     )
     resized = state._replace(
         context=context._replace(tokens=tokens),
-        cache=fitted(state.cache, cache_shapes(model, batch, decoder.max_length)),
+        cache=with_capacity(state.cache, cache_shapes(model, batch, decoder.max_length)),
         drafter=drafts,
         log_probs=records,
     )

@@ -20,7 +20,7 @@ from stree_jax.tree import Tree
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Fingerprints of what a prefix was read with, see `stree_jax.decoding.origins`."""
+    """Fingerprints of what a prefix was read with, see `stree_jax.decoding.fingerprints`."""
 
     model: str
     drafter: str

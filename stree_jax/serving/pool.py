@@ -9,12 +9,12 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from stree_jax.decoding import slots
+from stree_jax.decoding.capacity import cache_shapes, fits, same_rows
 from stree_jax.decoding.drafters import Drafter, draft_models
+from stree_jax.decoding.fingerprints import check_origin, origin_of
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import Plan
-from stree_jax.decoding.origins import check_origin, origin_of
 from stree_jax.decoding.placement import place_sampling
-from stree_jax.decoding.places import cache_shapes, fits, same_rows
 from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.results import Ended
 from stree_jax.decoding.rows import Row, limits_of, sampling_of

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.decoding.returned import check_new_state
 from stree_jax.decoding.types import Context, DraftTree, Drawn, Step, Verdict
-from stree_jax.mesh.rows import placed_beside
+from stree_jax.mesh.rows import placed_like
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
@@ -194,7 +194,7 @@ def first_state(
 ) -> Any:
     """A drafter's state before any text, on the devices of `lengths`, an array of the rows."""
     state = check_new_state(drafter, drafter.init(len(lengths), topology, max_length))
-    return placed_beside(lengths, state)
+    return placed_like(lengths, state)
 
 
 def inner_layers(drafter: Drafter | None) -> tuple[int, ...] | None:

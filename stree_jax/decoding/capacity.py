@@ -63,7 +63,7 @@ def fits(arrays: Any, wanted: Any) -> bool:
     )
 
 
-def fitted(arrays: Any, wanted: Any) -> Any:
+def with_capacity(arrays: Any, wanted: Any) -> Any:
     """Arrays with the wanted sizes of all axes but the first: cut, or with zeros behind."""
     if same_rows(arrays, wanted):
         return arrays
