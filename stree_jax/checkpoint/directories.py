@@ -73,15 +73,18 @@ def recover(path: Path) -> None:
 @contextlib.contextmanager
 def _only_writer(path: Path) -> Iterator[None]:
     """Holds the lock of a destination, and cleans up before and after."""
-    lock = path.with_name(f"{_prefix(path)}lock")
-    with filelock.FileLock(lock):
-        try:
-            _clean(path)
-            yield
-        finally:
-            _clean(path)
-            with contextlib.suppress(OSError):  # not on Windows
-                lock.unlink()  # whoever waits for it makes a new one
+    file = path.with_name(f"{_prefix(path)}lock")
+    lock = filelock.FileLock(file)
+    with contextlib.suppress(OSError, NotImplementedError):  # as some network file systems answer
+        lock.acquire()
+    try:
+        _clean(path)
+        yield
+    finally:
+        _clean(path)
+        with contextlib.suppress(OSError):  # not on Windows
+            file.unlink()  # whoever waits for it makes a new one
+        lock.release()
 
 
 def _clean(path: Path) -> None:

@@ -139,8 +139,9 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
     if (kind := header.get("kind")) is not None:
         raise ValueError(
             f"{path} holds a checkpoint of kind {shown(kind)} and no model; load it with what saved"
-            " it: Medusa heads, 'medusa', with load_medusa or generate --medusa, and a"
-            " multi-token prediction head, 'mtp', with load_mtp or generate --mtp-head"
+            " it: Medusa heads, 'medusa', with load_medusa or generate --medusa, a"
+            " multi-token prediction head, 'mtp', with load_mtp or generate --mtp-head, and an"
+            " EAGLE-3 head, 'eagle3', with load_eagle3 or generate --eagle3"
         )
     try:
         return ModelConfig.from_dict(header.get("model"))

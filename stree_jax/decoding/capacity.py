@@ -53,13 +53,21 @@ def same_rows(one: Any, other: Any) -> bool:
     return shapes(one) == shapes(other)
 
 
-def fits(arrays: Any, wanted: Any) -> bool:
-    """Whether arrays differ from the wanted ones in the sizes of axes only, none of them larger."""
-    return len({*map(jax.tree.structure, (arrays, wanted))}) == 1 and all(
-        leaf.dtype == other.dtype
-        and leaf.ndim == other.ndim
-        and all(own <= most for own, most in zip(leaf.shape, other.shape, strict=True))
+def is_alike(arrays: Any, wanted: Any) -> bool:
+    """Whether arrays differ from the wanted ones in the sizes of axes only."""
+    have: Any = jax.tree.structure(arrays)
+    return have == jax.tree.structure(wanted) and all(
+        leaf.dtype == other.dtype and leaf.ndim == other.ndim
         for leaf, other in zip(jax.tree.leaves(arrays), jax.tree.leaves(wanted), strict=True)
+    )
+
+
+def fits(arrays: Any, wanted: Any) -> bool:
+    """Whether arrays are like the wanted ones, and no axis is larger."""
+    return is_alike(arrays, wanted) and all(
+        own <= most
+        for leaf, other in zip(jax.tree.leaves(arrays), jax.tree.leaves(wanted), strict=True)
+        for own, most in zip(leaf.shape, other.shape, strict=True)
     )
 
 

@@ -61,8 +61,8 @@ def generate(
         verifier: a name from `VERIFIERS` ("greedy", "target_only", "multi_step",
             "without_replacement", "traversal") or any `Verifier`; None: the one that fits drafter
             and temperature.
-        n: texts of each prompt, which is prefilled once (on a mesh, `n` times): rows and keys are
-            as if each prompt had been repeated `n` times in place.
+        n: texts of each prompt, which is prefilled once (`n` times where a mesh cuts the rows):
+            rows and keys are as if each prompt had been repeated `n` times in place.
         after: the prefix of an earlier generation, `Generation.prefix`: each prompt continues a row
             of it, or all continue its only row, and may be empty. The text is that of the joined
             prompts.

@@ -55,17 +55,13 @@ def place_request(request: Any, partition: Partition) -> Any:
     """
     if partition.processes > 1:
         _check_equal_requests(request)
-    processors = request.sampling.processors
-    sampling = dataclasses.replace(request.sampling, processors=())
-    arrays = (request.context, request.keys, request.limits, sampling)
+    arrays, sampling = (request.context, request.keys, request.limits), request.sampling
     num_rows = len(request.context.length)
     if added := -num_rows % partition.rows:
         rows = jnp.minimum(jnp.arange(num_rows + added), num_rows - 1)
         arrays = jax.tree.map(lambda leaf: leaf[rows], arrays)
-        processors = map_rows(processors, lambda leaf: leaf[rows])
-    context, keys, limits, sampling = arrays
-    sampling = dataclasses.replace(sampling, processors=processors)
-    context, keys, limits = partition.put((context, keys, limits))
+        sampling = map_rows(sampling, lambda leaf: leaf[rows])
+    context, keys, limits = partition.put(arrays)
     sampling = place_sampling(partition, sampling, {})
     return request._replace(context=context, keys=keys, limits=limits, sampling=sampling)
 
@@ -78,7 +74,7 @@ def place_sampling(
     Args:
         partition: the model's partition.
         sampling: settings that every process has.
-        tables: arrays that processors share and their copies on the mesh, by id; those of these
+        tables: arrays that rules share and their copies on the mesh, by id; those of these
             settings replace what was there.
     """
     used: dict[int, tuple[Any, Any]] = {}
@@ -87,11 +83,10 @@ def place_sampling(
         known = tables.get(id(leaf)) or (leaf, partition.put(leaf, PartitionSpec()))
         return used.setdefault(id(leaf), known)[1]
 
-    processors = map_rows(sampling.processors, partition.put, put)
+    placed = map_rows(sampling, partition.put, put)
     tables.clear()
     tables.update(used)
-    own = partition.put(dataclasses.replace(sampling, processors=()))
-    return dataclasses.replace(own, processors=processors)
+    return placed
 
 
 def _check_equal_requests(request: Any) -> None:

@@ -300,7 +300,7 @@ def _no_text(
 
 
 def _may_reach(values: Int[Array, " B"], least: int) -> bool:
-    """Whether a row has `least` or more; inside of a program, where nobody knows, it may have."""
+    """Whether a row has `least` or more; True under tracing, where values are unknown."""
     return isinstance(values, jax.core.Tracer) or bool((on_host(values) >= least).any())
 
 

@@ -4,13 +4,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from stree_jax.array_types import Array, Int, Lengths, Tokens
-from stree_jax.decoding.capacity import cache_shapes, same_rows, with_capacity
+from stree_jax.decoding.capacity import cache_shapes, is_alike, same_rows, with_capacity
 from stree_jax.decoding.drafters.base import Drafter, first_state, inner_layers
 from stree_jax.decoding.prefill import prefill, prefill_with_drafter, rest_of
 from stree_jax.decoding.returned import check_state
 from stree_jax.decoding.types import Context, Prefix
+from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.rows import placed_like
 from stree_jax.models.cache import Cache
 from stree_jax.models.lm import HybridLM
@@ -27,6 +29,8 @@ def read_text(
 ) -> Prefix:
     """The prefix of texts, see `SpeculativeDecoder.read`."""
     lengths = context.length
+    if before is not None:
+        _check_longer(before.context, context, max_length)
     state = None
     if drafter is not None:
         state = _state_before(model, drafter, lengths, topology, max_length, before)
@@ -38,6 +42,16 @@ def read_text(
     if rest is not None:
         cache, state = _read(model, drafter, *rest, max_length, state, cache)
     return Prefix(context, cache, state)
+
+
+def _check_longer(before: Context, context: Context, max_length: int) -> None:
+    """Refuses texts that do not go on from a prefix, or have no room."""
+    have, lengths = on_host(before.length), on_host(context.length)
+    for row in np.flatnonzero((lengths < have) | (lengths > max_length)):
+        raise ValueError(
+            f"row {row} has a prefix of {have[row]} tokens and a text of {lengths[row]}: it must"
+            f" be at least as long, and have at most max_length = {max_length}"
+        )
 
 
 def drafter_shapes(drafter: Drafter, rows: int, topology: TreeTopology, max_length: int) -> Any:
@@ -77,22 +91,24 @@ def _state_before(
     before: Prefix | None,
 ) -> Any:
     """The drafter's state after the beginnings of the texts, for this tree and length."""
-    if before is None or before.drafter is None:
-        state = first_state(drafter, lengths, topology, max_length)
-        if before is None or inner_layers(drafter) is not None:  # hidden states are gone
-            return state
-        beginning = rest_of(before.context, jnp.zeros_like(lengths))
-        if beginning is not None:
-            state = drafter.read(state, beginning[0], None, beginning[1])
-        return state
     wanted = drafter_shapes(drafter, len(lengths), topology, max_length)
-    if same_rows(before.drafter, wanted):
+    if before is not None and same_rows(before.drafter, wanted):
         return before.drafter
-    return with_capacity(_settled(model, drafter, before.drafter, lengths), wanted)
+    if before is not None and is_alike(before.drafter, wanted):
+        return with_capacity(_settled(model, drafter, before.drafter, lengths), wanted)
+    # None, or that of a drafter with other settings: it reads the beginnings, unless it needs their
+    # hidden states, which are gone.
+    state = first_state(drafter, lengths, topology, max_length)
+    if before is None or inner_layers(drafter) is not None:
+        return state
+    beginning = rest_of(before.context, jnp.zeros_like(lengths))
+    if beginning is not None:
+        state = drafter.read(state, beginning[0], None, beginning[1])
+    return state
 
 
 def _settled(model: HybridLM, drafter: Drafter, state: Any, lengths: Int[Array, " B"]) -> Any:
-    """A state after no tokens: what its last step left behind is settled, see `Drafter`."""
+    """The state after the last step's path is replayed, so that buffers can be resized."""
     hidden = None
     if (inner := inner_layers(drafter)) is not None:
         width = (1 + len(inner)) * model.config.d_model

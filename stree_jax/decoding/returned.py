@@ -112,7 +112,7 @@ def _check(name: str, arrays: Any, wanted: _Wanted, prefix: str = "") -> None:
 
 
 def _is_like(leaf: Any, old: Any) -> bool:
-    """Whether shapes and dtypes are equal; without words, for it is asked before every text."""
+    """Whether shapes and dtypes are equal; formats nothing, for it runs before every text."""
     if isinstance(leaf, jax.Array) and isinstance(old, jax.Array):
         return leaf.shape == old.shape and leaf.dtype == old.dtype
     return _is_array(leaf) and _kind(leaf) == _kind(old)

@@ -106,8 +106,8 @@ def filters_of(rows: Sequence[Row], *, may_differ: bool = False) -> tuple[Filter
 def processors_of(rows: Sequence[Row], *, may_differ: bool = False) -> tuple[Any, ...]:
     """The processors of a batch: that for `min_new_tokens`, then the rows' own.
 
-    Where rows may differ, the first is there if a row has anything, so that its state is always
-    first.
+    Where rows may differ, `MinNewTokens` is there whenever a row has processors, so that the others
+    keep their places.
     """
     own = of_rows([row.processors for row in rows], may_differ=may_differ)
     if not (any(row.min_new_tokens for row in rows) or (may_differ and own)):

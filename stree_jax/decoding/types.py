@@ -121,7 +121,7 @@ class Sampling:
     temperature: Float32[Array, " B"]
     filters: tuple[Filter, ...] = ()
     processors: tuple[LogitsProcessor, ...] = ()
-    temperature_is_zero: bool = False
+    temperature_is_zero: bool = dataclasses.field(default=False, metadata={"static": True})
     record_sampled: Bool[Array, " B"] | None = None
 
     def tree_flatten_with_keys(self):
@@ -219,8 +219,7 @@ class DecodeState(NamedTuple):
 
 def sampling_specs(sampling: Sampling) -> Any:
     """The mesh specs of sampling settings."""
-    specs = jax.tree.map(lambda leaf: ROWS, sampling)
-    return dataclasses.replace(specs, processors=rule_specs(sampling.processors))
+    return rule_specs(sampling)
 
 
 def state_specs(model: HybridLM) -> Any:

@@ -53,6 +53,7 @@ def rank_trace(
     tokens: Sequence[np.ndarray],
     num_ranks: int,
     vocab_size: int,
+    target: HybridLM | None = None,
 ) -> RankTrace:
     """Drafts one level at every position of the target's texts, and ranks the target's tokens.
 
@@ -65,6 +66,7 @@ def rank_trace(
         tokens: the new tokens of each row.
         num_ranks: number of candidates that are ranked.
         vocab_size: vocabulary size of the target.
+        target: the target, for a drafter that reads its hidden states.
 
     Raises:
         ValueError: the drafter samples its candidates with its own random numbers.
@@ -73,7 +75,7 @@ def rank_trace(
     check_how(drafter, request.sampling, num_ranks)
     ranks = []
     for at in positions(request, tokens, 1):
-        state = state_at(drafter, None, at.context, topology, request.decoder.max_length)
+        state = state_at(drafter, target, at.context, topology, request.decoder.max_length)
         candidates, tree = drafts_at(drafter, state, at, topology, vocab_size)
         match = (np.asarray(candidates)[:, 1:] == at.following) & np.asarray(tree.valid)[:, 1:]
         found = np.where(match.any(axis=1), match.argmax(axis=1), num_ranks)
@@ -258,12 +260,21 @@ def state_at(
     topology: TreeTopology,
     max_length: int,
 ) -> Any:
-    """A drafter's state after texts; without `target` one that needs its states reads nothing."""
+    """A drafter's state after texts.
+
+    Raises:
+        ValueError: it reads hidden states, and there is no target.
+    """
     state = first_state(drafter, context.length, topology, max_length)
     inner = inner_layers(drafter)
     if inner is None:
         return drafter.read(state, context.tokens, None, context.length - 1)
-    return state if target is None else _read(drafter, target, state, context, inner)
+    if target is None:
+        raise ValueError(
+            f"{type(drafter).__name__} reads hidden states of the target: pass target, or set"
+            " inner_layers = None if it needs none"
+        )
+    return _read(drafter, target, state, context, inner)
 
 
 @functools.partial(jax.jit, static_argnames="inner")

@@ -255,7 +255,7 @@ def _traced(
         return own(target, request, written, num_ranks)
     if isinstance(drafter, ModelDrafter) and isinstance(drafter.model, HeadModel):
         return head_trace(drafter, drafter.model, target, request, written, num_ranks)
-    return rank_trace(drafter, request, written, num_ranks, vocab_size)
+    return rank_trace(drafter, request, written, num_ranks, vocab_size, target)
 
 
 def _candidates(trace: RankTrace, costs: Costs, max_nodes: int, max_depth: int) -> list[Candidate]:

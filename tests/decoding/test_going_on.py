@@ -1,15 +1,20 @@
 """Several texts of a prompt, and texts that continue an earlier generation."""
 
+import itertools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import stree_jax as st
 from stree_jax.decoding.options import plan
 from stree_jax.testing import assert_same_text, perturbed, tiny_model
+from tests.drafters import Plain
 from tests.methods import KEY, PROMPTS, SAMPLED, drafts
 
 MORE = [[4, 8, 15], [], [16]]
+TREE, CHAIN = st.TreeTopology.from_branching((2, 1)), st.TreeTopology.chain(4)
 
 
 def slow(*case):
@@ -85,6 +90,56 @@ def test_a_draft_model_knows_what_it_would_from_the_start(name):
     np.testing.assert_array_equal(got.tokens, want.tokens)
     np.testing.assert_array_equal(got.stats.accepted_per_depth, want.stats.accepted_per_depth)
     assert want.stats.num_accepted > 0
+
+
+def other_settings(draft, other):
+    """Drafters of the same weights with states of other structures, slots or trees."""
+    lookup, model = st.NgramDrafter(), st.ModelDrafter(other)
+    return {
+        "trees": [dict(drafter=st.ModelDrafter(draft), topology=t) for t in (TREE, CHAIN)],
+        "rounds": [dict(drafter=st.CascadeDrafter(draft, lookup, rounds=n)) for n in (2, 3)],
+        "inner": [dict(drafter=st.CascadeDrafter(draft, each)) for each in (model, lookup)],
+        "turns": [dict(drafter=st.InterleavedDrafter(draft, other, x)) for x in ("ssq", "qss")],
+    }
+
+
+@pytest.mark.parametrize("kind", ["trees", "rounds", slow("inner"), slow("turns")])
+def test_a_drafter_with_other_settings_goes_on(kind):
+    """It accepts the drafts that it does in whole texts: what its state lacks it reads again."""
+    model = tiny_model()
+    weights = perturbed(model, 0.1), perturbed(model, 0.2)
+    for before, after in itertools.permutations(other_settings(*weights)[kind]):
+        first = st.generate(model, PROMPTS, max_new_tokens=9, return_prefix=True, **before)
+        got = st.generate(model, MORE, after=first.prefix, max_new_tokens=24, **after)
+        want = st.generate(model, joined(PROMPTS, first, MORE), max_new_tokens=24, **after)
+        np.testing.assert_array_equal(got.tokens, want.tokens)
+        np.testing.assert_array_equal(got.stats.accepted_per_depth, want.stats.accepted_per_depth)
+
+
+def test_a_users_drafter_goes_on():
+    """It does not say which hidden states it reads, so it gets them, in the target's program."""
+    model, options = tiny_model(), dict(drafter=Plain(perturbed(tiny_model(), 0.1)))
+    first = st.generate(model, PROMPTS, max_new_tokens=9, return_prefix=True, **options)
+    texts = joined(PROMPTS, first, MORE)
+    want = st.generate(model, texts, max_new_tokens=24)
+    got = st.generate(model, MORE, after=first.prefix, max_new_tokens=24, **options)
+    scheduler = st.Scheduler(model, rows=2, max_length=96, prefill_tokens=8, **options)
+    ids = [scheduler.submit(st.Request(text, max_new_tokens=24)) for text in texts]
+    served = {one.request_id: one.tokens for one in scheduler.completions()}
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+    assert [served[i] for i in ids] == want.tokens.tolist()
+    assert got.stats.num_accepted > 0
+
+
+def test_a_prefix_is_read_on_by_longer_texts_that_have_room():
+    model = tiny_model()
+    request = plan(model, PROMPTS[:1], max_new_tokens=50)
+    decoder, context = request.decoder, request.context
+    prefix = decoder.read(model, None, context)
+    for length in (len(PROMPTS[0]) - 1, decoder.max_length + 1):
+        text = st.Context(jnp.zeros((1, decoder.num_places), jnp.int32), jnp.full(1, length))
+        with pytest.raises(ValueError, match=f"row 0 has a prefix of .* and a text of {length}:"):
+            decoder.read(model, None, text, prefix)
 
 
 def test_one_row_serves_many_prompts():

@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from jax import lax
 
 from pallas_kernels import native
 from pallas_kernels.matmul import native as version
@@ -303,6 +304,32 @@ def test_rows_may_have_any_shape():
     assert_same_bits(run(x[1, 2], matrix), y[1, 2])
     narrow = x.astype(jnp.bfloat16)
     assert_same_bits(run(narrow, matrix), run(narrow.astype(jnp.float32), matrix))
+
+
+@NEEDS_NATIVE
+def test_in_a_scan():
+    x, matrix = jnp.asarray(normal(3, 64)), PackedMatrix.pack(0.1 * normal(64, 64))
+
+    @jax.jit
+    def after(x):
+        return lax.scan(lambda x, _: ((y := run(x, matrix)), y), x, length=4)
+
+    last, steps = after(x)
+    for y in steps:
+        x = run(x, matrix)
+        assert_same_bits(y, x)
+    assert_same_bits(last, x)
+
+
+@NEEDS_NATIVE
+def test_the_fastest_on_a_cpu_is_native():
+    x, matrix = cases.on_device(cases.CASES["some rows"])
+    with jax.default_device(jax.devices("cpu")[0]):
+        traced = str(jax.make_jaxpr(matmul)(x, matrix))
+        assert "stree_jax_matmul" in traced
+        assert_same_bits(matmul(x, matrix), run(x, matrix))
+        by_xla = functools.partial(matmul, implementation="xla")
+        assert "stree_jax_matmul" not in str(jax.make_jaxpr(by_xla)(x, matrix))
 
 
 # Processes.

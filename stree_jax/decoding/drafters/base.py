@@ -34,8 +34,8 @@ class Drafter(Protocol):
 
     Rows are independent: what a row drafts depends on its own tokens, state and key alone. A text
     is continued from its state: after any number of steps more of it may be read. Between runs,
-    arrays whose sizes depend on the topology or on `max_length` may be cut to other sizes or padded
-    with zeros; before, `read` is called with `lengths` of 0.
+    arrays whose sizes depend on `max_length` may be cut to other sizes or padded with zeros; so
+    may, after a `read` with `lengths` of 0, those whose sizes depend on the topology.
 
     A drafter may also have these, which are used in Python, before anything is compiled:
 

@@ -182,7 +182,8 @@ class CascadeDrafter(nnx.Module):
     ) -> CascadeState:
         """See `Drafter`. The inner drafter reads too."""
         first = state.rounds[0]
-        hidden = self._no_hidden(*tokens.shape)
+        ignores = getattr(self.inner, "inner_layers", ()) is None
+        hidden = None if ignores else self._no_hidden(*tokens.shape)
         first = first._replace(state=self.inner.read(first.state, tokens, hidden, lengths))
         reader = WholeModel(self.medium).read(state.reader, tokens, None, lengths)
         return state._replace(reader=reader, rounds=(first, *state.rounds[1:]))

@@ -103,7 +103,7 @@ class InterleavedDrafter(nnx.Module):
     def init(self, batch: int, topology: TreeTopology, max_length: int) -> dict[str, Reader]:
         """See `Drafter`."""
         return {
-            letter: model.init(batch, self._num_read(letter), max_length)
+            self._key(letter): model.init(batch, self._num_read(letter), max_length)
             for letter, model in self._models().items()
         }
 
@@ -116,7 +116,7 @@ class InterleavedDrafter(nnx.Module):
     ) -> dict[str, Reader]:
         """See `Drafter`."""
         return {
-            letter: model.read(state[letter], tokens, None, lengths)
+            (key := self._key(letter)): model.read(state[key], tokens, None, lengths)
             for letter, model in self._models().items()
         }
 
@@ -139,14 +139,15 @@ class InterleavedDrafter(nnx.Module):
         rules = step.processors.room(1)
         for depth, letter in enumerate(self.pattern):
             logits, reader = models[letter].run(
-                state[letter],
+                state[self._key(letter)],
                 tokens[:, read[letter] :],
                 TreeTopology.chain(depth).tree(valid),
                 np.arange(read[letter], depth + 1),
                 num_logits=1,
             )
             read[letter] = depth + 1
-            state, logits = state | {letter: reader}, step.processors.masked(logits, rules)[:, 0]
+            state = state | {self._key(letter): reader}
+            logits = step.processors.masked(logits, rules)[:, 0]
             finite &= all_finite(logits)
             if how == "iid":
                 log_probs.append(token_log_probs(logits, step.sampling))
@@ -187,15 +188,19 @@ class InterleavedDrafter(nnx.Module):
             num_read = self._num_read(letter)
             place = jnp.broadcast_to(np.where(nodes < num_read, nodes, -1), draft.tokens.shape)
             chain = TreeTopology.chain(num_read - 1).tree(draft.tree.valid[:, :num_read])
-            return model.commit(state[letter], chain, place, draft, verdict)
+            return model.commit(state[self._key(letter)], chain, place, draft, verdict)
 
-        return {letter: committed(letter, model) for letter, model in self._models().items()}
+        return {self._key(x): committed(x, model) for x, model in self._models().items()}
 
     def _models(self) -> dict[str, WholeModel]:
         """Each with slots for the tokens that it has not run when all drafts are accepted."""
         models = {"q": self.medium, "s": self.small}
         length = 1 + len(self.pattern)
         return {x: WholeModel(model, length - self._num_read(x)) for x, model in models.items()}
+
+    def _key(self, letter: str) -> str:
+        """The name of a model's state: a pattern that needs other slots cannot go on with it."""
+        return f"{letter} with {len(self.pattern) + 1 - self._num_read(letter)} slots"
 
     def _num_read(self, letter: str) -> int:
         """Nodes of the chain that a model runs, root included."""
