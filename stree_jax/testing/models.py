@@ -264,7 +264,7 @@ def randomised(model: _Module, seed: int) -> _Module:
                 value = 0.5 * value
             elif "correction" in name:
                 value = 0.3 * value
-            elif "embedding" not in name:  # matrices
+            elif "embedding" not in name and value.ndim > 1:  # matrices
                 value = value * leaf.shape[-2] ** -0.5
         new.append(jnp.asarray(value, leaf.dtype))
     return nnx.merge(graphdef, jax.tree.unflatten(structure, new))

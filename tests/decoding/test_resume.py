@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding import reader, slots
+from stree_jax.decoding import WholeModel, slots
 from stree_jax.decoding.options import plan
 from stree_jax.testing import perturbed, tiny_model
 
@@ -82,13 +82,14 @@ def test_nothing_is_read_twice(name, monkeypatch):
 
 def counted(patched):
     """The numbers of tokens that draft models read from now on."""
-    lengths, read = [], reader.prefill
+    lengths, read = [], WholeModel.read
 
-    def counting(model, tokens, count, *arguments):
-        lengths.append(int(count.max()))
-        return read(model, tokens, count, *arguments)
+    def counting(self, state, tokens, hidden, count):
+        if count.any():
+            lengths.append(int(count.max()))
+        return read(self, state, tokens, hidden, count)
 
-    patched.setattr(reader, "prefill", counting)
+    patched.setattr(WholeModel, "read", counting)
     return lengths
 
 
