@@ -91,11 +91,12 @@ def _state_before(
     before: Prefix | None,
 ) -> Any:
     """The drafter's state after the beginnings of the texts, for this tree and length."""
-    wanted = drafter_shapes(drafter, len(lengths), topology, max_length)
-    if before is not None and same_rows(before.drafter, wanted):
-        return before.drafter
-    if before is not None and is_alike(before.drafter, wanted):
-        return with_capacity(_settled(model, drafter, before.drafter, lengths), wanted)
+    if before is not None:
+        wanted = drafter_shapes(drafter, len(lengths), topology, max_length)
+        if same_rows(before.drafter, wanted):
+            return before.drafter
+        if is_alike(before.drafter, wanted):
+            return with_capacity(_settled(model, drafter, before.drafter, lengths), wanted)
     # None, or that of a drafter with other settings: it reads the beginnings, unless it needs their
     # hidden states, which are gone.
     state = first_state(drafter, lengths, topology, max_length)
