@@ -76,7 +76,7 @@ nitpick_ignore_regex = [
     ("py:obj", "(?s).*"),
     ("py:class", r"(?!stree_jax|pallas_kernels).*"),
     ("py:class", r"stree_jax\.(array_types|mesh|models|decoding\.(types|loop|options|reader))\..*"),
-    ("py:class", r"stree_jax\.(convert\.(fields|rules)|stored|testing\.models)\..*"),
+    ("py:class", r"stree_jax\.(convert\.(fields|rules)|checkpoint|testing\.models)\..*"),
 ]
 
 
