@@ -29,10 +29,17 @@ def pair(size, draft_size):
     return target, draft
 
 
+NAMES = ("branching", "beam", "dynamic", "cascade of lookup", "turns", "served")
+
+
 @pytest.mark.parametrize(
-    "name", ["branching", "beam", "dynamic", "cascade of lookup", "turns", "served"]
+    ("name", "sizes"),
+    [  # each method with one of the sizes, and the other one slow
+        pytest.param(name, sizes, marks=[pytest.mark.slow] * ((i + j) % 2))
+        for i, name in enumerate(NAMES)
+        for j, sizes in enumerate(SIZES)
+    ],
 )
-@pytest.mark.parametrize("sizes", SIZES)
 def test_text_is_the_targets(name, sizes):
     """Also after tokens that the draft does not have; and it drafts as well as if it had them."""
     target, draft = pair(*SIZES[sizes])

@@ -124,7 +124,9 @@ def assert_same_state(got, want, length):
         np.testing.assert_allclose(mine, other, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "eagle3")) for kind in KINDS]
+)
 def test_the_next_chain_depends_on_the_text_alone(kind, monkeypatch):
     """However it was cut into prompt, pieces, steps and forks."""
     prefill = importlib.import_module("stree_jax.decoding.prefill")
