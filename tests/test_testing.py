@@ -20,6 +20,7 @@ from stree_jax.testing import (
     tiny_model,
 )
 from stree_jax.testing.exactness import largest_distance
+from tests.drafters import Delegating
 from tests.helpers import with_weight
 
 CHAIN = st.TreeTopology.chain(3)
@@ -31,21 +32,7 @@ def drafter(kind=st.ModelDrafter, **options):
 
 
 @dataclasses.dataclass(frozen=True)
-class Wrapped:
-    """A rule, and a change of its verdict or of its arguments."""
-
-    inner: st.Verifier
-    name: str = "wrapped"
-
-    def check(self, drawn, topology, *, temperature_is_zero):
-        self.inner.check(drawn, topology, temperature_is_zero=temperature_is_zero)
-
-    def verify(self, draft, logits, step, topology):
-        return self.inner.verify(draft, logits, step, topology)
-
-
-@dataclasses.dataclass(frozen=True)
-class Replaces(Wrapped):
+class Replaces(Delegating):
     """Says one token for another."""
 
     token: int = 0
@@ -58,7 +45,7 @@ class Replaces(Wrapped):
 
 
 @dataclasses.dataclass(frozen=True)
-class Warmer(Wrapped):
+class Warmer(Delegating):
     """Samples at another temperature."""
 
     def verify(self, draft, logits, step, topology):
@@ -66,7 +53,7 @@ class Warmer(Wrapped):
 
 
 @dataclasses.dataclass(frozen=True)
-class Unfiltered(Wrapped):
+class Unfiltered(Delegating):
     """Forgets top-k."""
 
     def verify(self, draft, logits, step, topology):
