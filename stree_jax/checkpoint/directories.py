@@ -82,9 +82,10 @@ def _only_writer(path: Path) -> Iterator[None]:
         yield
     finally:
         _clean(path)
-        with contextlib.suppress(OSError):  # not on Windows
-            file.unlink()  # whoever waits for it makes a new one
-        lock.release()
+        if lock.is_locked:
+            with contextlib.suppress(OSError):  # not on Windows
+                file.unlink()  # whoever waits for it makes a new one
+            lock.release()
 
 
 def _clean(path: Path) -> None:
