@@ -15,6 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from stree_jax.checks import check_int
+from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.token_bytes import as_tokenizer, token_bytes
 from stree_jax.decoding.types import Stops
 from stree_jax.messages import shown
@@ -215,13 +216,8 @@ class Machine:
     @property
     def sizes(self) -> tuple[int, int]:
         """Numbers of states and classes, rounded up to few values: 8, 12, 16, 24, 32, ..."""
-        rounded = []
-        for needed in self.next_state.shape:
-            size = 8
-            while size < needed:
-                size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
-            rounded.append(size)
-        return rounded[0], rounded[1]
+        states, classes = (buffer_size(needed, 8) for needed in self.next_state.shape)
+        return states, classes
 
 
 @functools.lru_cache(maxsize=64)
