@@ -47,10 +47,10 @@ class HeadReader(NamedTuple):
 class HeadModel(nnx.Module):
     """A head on a target's states as a draft model: one attention layer first, and what follows it.
 
-    A subclass sets `head` and `config`, and has `embedded`, `entries`, `logits` and `check_target`.
+    A subclass sets `head` and `config`, and has `embedded`, `logits` and `check_target`.
     """
 
-    head: Any  # with `dtype`, `init_cache` and `tree`, as `MtpHead` has them
+    head: Any  # with what a `DraftHead` has: `init_cache`, `entries`, `tree`
     config: ModelConfig  # the target's
 
     @property
@@ -78,7 +78,7 @@ class HeadModel(nnx.Module):
         positions: Int[Array, "B N"],
     ) -> NodeKV:
         """Keys and values of pairs of a token and the state before it."""
-        raise NotImplementedError
+        return self.head.entries(self.embedded(tokens), above, positions)
 
     def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
         """Logits over the target's vocabulary, without padding."""

@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 
-from pallas_kernels import NodeKV
 from stree_jax import HybridLM, ModelDrafter
 from stree_jax.array_types import Array, Float, Float32, Int
 from stree_jax.decoding import HeadModel
@@ -62,15 +61,6 @@ class Eagle3Model(HeadModel):
     def states(self, hidden: Float[Array, "B T _"]) -> Float[Array, "B T M"]:
         """See `HeadModel`: the target's last states are followed by those of its inner layers."""
         return self.head.states(hidden[..., self.config.d_model :])
-
-    def entries(
-        self,
-        tokens: Int[Array, "B N"],
-        above: Float[Array, "B N M"],
-        positions: Int[Array, "B N"],
-    ) -> NodeKV:
-        """See `HeadModel`."""
-        return self.head.entries(self.embedded(tokens), above, positions)
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
         """Embeddings: the target's, or the head's own."""

@@ -1,6 +1,5 @@
 """Drafting with a multi-token-prediction head: a draft model, and the drafter of static trees."""
 
-from pallas_kernels import NodeKV
 from stree_jax import HybridLM, ModelDrafter
 from stree_jax.array_types import Array, Float, Float32, Int
 from stree_jax.decoding import HeadModel
@@ -52,15 +51,6 @@ class MtpModel(HeadModel):
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
         """The target's embeddings."""
         return embedded_tokens(tokens, self.embedding, self.config.embedding_multiplier)
-
-    def entries(
-        self,
-        tokens: Int[Array, "B N"],
-        above: Float[Array, "B N M"],
-        positions: Int[Array, "B N"],
-    ) -> NodeKV:
-        """See `HeadModel`."""
-        return self.head.entries(self.embedded(tokens), above, positions)
 
     def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
         """See `HeadModel`: by the target's output head."""
