@@ -75,11 +75,11 @@ def with_capacity(arrays: Any, wanted: Any) -> Any:
     """Arrays with the wanted sizes of all axes but the first: cut, or with zeros behind."""
     if same_rows(arrays, wanted):
         return arrays
-    return _fitted(arrays, tuple(leaf.shape[1:] for leaf in jax.tree.leaves(wanted)))
+    return _with_capacity(arrays, tuple(leaf.shape[1:] for leaf in jax.tree.leaves(wanted)))
 
 
 @functools.partial(jax.jit, static_argnames="shapes")
-def _fitted(arrays: Any, shapes: tuple[tuple[int, ...], ...]) -> Any:
+def _with_capacity(arrays: Any, shapes: tuple[tuple[int, ...], ...]) -> Any:
     def one(leaf: Array, shape: tuple[int, ...]) -> Array:
         leaf = leaf[(slice(None), *map(slice, shape))]
         room = [(0, most - own) for own, most in zip(leaf.shape[1:], shape, strict=True)]

@@ -36,7 +36,7 @@ from stree_jax.decoding.types import (
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import on_mesh
-from stree_jax.models.cache import empty_path
+from stree_jax.models.cache import empty_path, replayed
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
@@ -240,12 +240,8 @@ class SpeculativeDecoder:
             )
 
         state = lax.while_loop(unfinished, some_steps, state)
-        empty_path = state.path._replace(
-            mask=jnp.zeros_like(state.path.mask), last=jnp.full_like(state.path.last, -1)
-        )
-        return state._replace(
-            cache=model.replay(state.cache, state.pending, state.path), path=empty_path
-        )
+        cache = model.replay(state.cache, state.pending, state.path)
+        return state._replace(cache=cache, path=replayed(state.path))
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
     @on_mesh(_step_specs)

@@ -26,6 +26,7 @@ from stree_jax.models.cache import (
     init_pending,
     path_to,
     pending_specs,
+    replayed,
 )
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM, check_model
@@ -206,7 +207,7 @@ class WholeModel(nnx.Module):
         cache, path = state.cache, state.path
         if _may_reach(path.last, 0):
             cache = _replayed(self.model, cache, state.pending, path)
-            path = path._replace(mask=jnp.zeros_like(path.mask), last=jnp.full_like(path.last, -1))
+            path = replayed(path)
         if not _may_reach(lengths, 1):
             return state._replace(cache=cache, path=path)
         slots = state.catch_up, state.has_catch_up

@@ -46,8 +46,13 @@ def empty_path(batch: int, num_nodes: int) -> Path:
 
 def path_to(tree: Tree, last: Int[Array, " B"]) -> Path:
     """The path from the root to node `last`, -1 for the empty path."""
-    row = jnp.take_along_axis(tree.ancestor_mask, jnp.maximum(last, 0)[:, None, None], axis=1)[:, 0]
-    return Path(row & (last >= 0)[:, None], tree.parents, last)
+    on_path = tree.on_path(jnp.maximum(last, 0))
+    return Path(on_path & (last >= 0)[:, None], tree.parents, last)
+
+
+def replayed(path: Path) -> Path:
+    """The path after its replay: the empty one, of the same tree."""
+    return path._replace(mask=jnp.zeros_like(path.mask), last=jnp.full_like(path.last, -1))
 
 
 def conv_widths(config: ModelConfig) -> tuple[int, ...]:

@@ -96,10 +96,9 @@ class Searches(RunsModel):
 
     def init(self, batch: int, topology: TreeTopology, max_length: int) -> ModelDraftState:
         """See `Drafter`: with an empty tree."""
-        num_read = self.num_read(topology)
+        state = super().init(batch, topology, max_length)
         place = jnp.zeros((batch, topology.num_nodes), jnp.int32)
-        reader = self.draft_model.init(batch, num_read, max_length)
-        return ModelDraftState(reader, _no_tree(batch, num_read), place)
+        return state._replace(read=_no_tree(batch, self.num_read(topology)), place=place)
 
     def commit(
         self,

@@ -134,6 +134,11 @@ class CascadeDrafter(nnx.Module):
         self.inner_topology = inner_topology.level_order()
         self._child_sampling = child_sampling
 
+    @property
+    def _reads(self) -> WholeModel:
+        """The medium model as a draft model."""
+        return WholeModel(self.medium)
+
     def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         """See `Drafter`. What the inner drafter refuses for the medium model is refused."""
         own = self.default_topology()
@@ -167,7 +172,7 @@ class CascadeDrafter(nnx.Module):
             return Round(state, nodes, inner.tree(jnp.zeros(nodes.shape, bool)))
 
         return CascadeState(
-            reader=WholeModel(self.medium).init(batch, num_nodes, max_length),
+            reader=self._reads.init(batch, num_nodes, max_length),
             read=TreeTopology.chain(num_nodes - 1).tree(jnp.zeros((batch, num_nodes), bool)),
             place=jnp.zeros((batch, topology.num_nodes), jnp.int32),
             rounds=tuple(no_round() for _ in range(self.rounds + 1)),
@@ -185,7 +190,7 @@ class CascadeDrafter(nnx.Module):
         ignores = getattr(self.inner, "inner_layers", ()) is None
         hidden = None if ignores else self._no_hidden(*tokens.shape)
         first = first._replace(state=self.inner.read(first.state, tokens, hidden, lengths))
-        reader = WholeModel(self.medium).read(state.reader, tokens, None, lengths)
+        reader = self._reads.read(state.reader, tokens, None, lengths)
         return state._replace(reader=reader, rounds=(first, *state.rounds[1:]))
 
     def propose(
@@ -200,7 +205,6 @@ class CascadeDrafter(nnx.Module):
         verifier = VERIFIERS[self._rule(how, step.sampling.temperature_is_zero)]
         context, noise = step.context, step.noise
         inner, vocab_size = self.inner_topology, self.medium.vocab_size
-        medium = WholeModel(self.medium)
         batch, num_nodes = context.tokens.shape[0], inner.num_nodes
         rows = jnp.arange(batch)[:, None]
         emitted = jnp.zeros(batch, jnp.int32)  # drafts in this step
@@ -231,7 +235,7 @@ class CascadeDrafter(nnx.Module):
                 break
 
             tree = draft.tree if tree is None else append_subtree(tree, at, draft.tree)
-            logits, reader = medium.run(
+            logits, reader = self._reads.run(
                 reader, draft.tokens, tree, np.arange(first, first + num_nodes)
             )
             finite &= (all_finite(logits) | ~draft.tree.valid).all(axis=-1)
@@ -242,11 +246,8 @@ class CascadeDrafter(nnx.Module):
             verdict = verifier.verify(draft, logits, own._replace(keys=split[:, 2]), inner)
 
             # The accepted path and the added token, which is the next round's root.
-            on_path = jnp.take_along_axis(
-                draft.tree.ancestor_mask, verdict.last[:, None, None], axis=1
-            )
             steps = jnp.arange(1, inner.depth + 2)
-            node = jnp.argmax(on_path & (draft.tree.depth[:, None] == steps[:, None]), axis=-1)
+            node = draft.tree.at_depth(draft.tree.on_path(verdict.last), steps[None])
             is_added = steps > verdict.num_accepted[:, None]
             new = jnp.where(
                 is_added,
@@ -324,7 +325,7 @@ class CascadeDrafter(nnx.Module):
             )
         )
         return state._replace(
-            reader=WholeModel(self.medium).commit(state.reader, state.read, place, draft, verdict),
+            reader=self._reads.commit(state.reader, state.read, place, draft, verdict),
             rounds=(first, *state.rounds[1:]),
         )
 
