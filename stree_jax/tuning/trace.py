@@ -69,7 +69,8 @@ def rank_trace(
         target: the target, for a drafter that reads its hidden states.
 
     Raises:
-        ValueError: the drafter samples its candidates with its own random numbers.
+        ValueError: the drafter samples its candidates with its own random numbers, or reads hidden
+            states without a target.
     """
     topology = TreeTopology.from_branching((num_ranks,))
     check_how(drafter, request.sampling, num_ranks)
