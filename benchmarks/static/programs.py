@@ -132,7 +132,6 @@ class GivenDrafts(st.NgramDrafter):
     def propose(
         self, state: None, step: Step, topology: st.TreeTopology
     ) -> tuple[st.DraftTree, None]:
-        """See `Drafter`."""
         root = st.root_only(step.context)
         drafts = step.context.tokens[:, : topology.num_nodes - 1]
         tokens = jnp.concatenate([root.tokens, drafts], axis=1)

@@ -54,7 +54,6 @@ class TopK:
             check_top_k(self.k)
 
     def __call__(self, logits, /):
-        """See `Filter`."""
         k = per_row(self.k, logits)
         return lax.cond((k > 0).any(), lambda: _best_k(logits, k), lambda: logits)
 
@@ -78,7 +77,6 @@ class TopP:
             check_top_p(self.p)
 
     def __call__(self, logits, /):
-        """See `Filter`."""
         p = per_row(self.p, logits)
         # The set is the tokens above a threshold, whose weight falls as the threshold rises. The
         # best token's weight is 1.
@@ -108,7 +106,6 @@ class MinP:
             check_min_p(self.p)
 
     def __call__(self, logits, /):
-        """See `Filter`."""
         return jnp.where(jnp.exp(logits) >= per_row(self.p, logits), logits, -jnp.inf)
 
 

@@ -55,7 +55,6 @@ class HeadModel(nnx.Module):
 
     @property
     def given(self) -> "HeadModel":
-        """See `DraftModel`."""
         return self
 
     @property
@@ -64,7 +63,6 @@ class HeadModel(nnx.Module):
         return ()
 
     def check_target(self, target: HybridLM) -> None:
-        """See `DraftModel`."""
         raise NotImplementedError
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
@@ -109,7 +107,6 @@ class HeadModel(nnx.Module):
         return self.head.init_cache(batch, max_length)
 
     def init(self, batch: int, num_nodes: int, max_length: int) -> HeadReader:
-        """See `DraftModel`."""
         hidden = jnp.zeros((batch, self.config.d_model), self.head.activation_dtype)
         return HeadReader(self.init_cache(batch, max_length), hidden, jnp.zeros(batch, bool))
 
@@ -120,18 +117,15 @@ class HeadModel(nnx.Module):
         hidden: Float[Array, "B T _"],
         lengths: Int[Array, " B"],
     ) -> HeadReader:
-        """See `DraftModel`."""
         hidden = self.states(hidden)
         above = jnp.concatenate([state.hidden[:, None], hidden[:, :-1]], axis=1)
         read = jnp.arange(tokens.shape[1]) < lengths[:, None]
         return self._after(state, tokens, above, read, hidden, lengths - 1)
 
     def num_before(self, state: HeadReader) -> int:
-        """See `DraftModel`."""
         return 0
 
     def ready(self, state: HeadReader) -> Bool[Array, " B"]:
-        """See `DraftModel`."""
         return state.known
 
     def run(

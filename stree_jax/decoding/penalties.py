@@ -39,15 +39,12 @@ class RepetitionPenalty:
         _check_number("RepetitionPenalty", self.penalty, "a number above 0")
 
     def init(self, context, vocab_size):
-        """See `LogitsProcessor`."""
         return _bits_of(context, vocab_size)
 
     def advance(self, state, tokens):
-        """See `LogitsProcessor`."""
         return _with_bit(state, tokens)
 
     def __call__(self, logits, state, /):
-        """See `LogitsProcessor`."""
         penalty = per_row(self.penalty, logits)
         penalised = jnp.where(logits > 0, logits / penalty, logits * penalty)
         return jnp.where(_seen(state, logits.shape[-1]), penalised, logits)
@@ -69,15 +66,12 @@ class PresencePenalty:
         _check_number("PresencePenalty", self.penalty)
 
     def init(self, context, vocab_size):
-        """See `LogitsProcessor`."""
         return jnp.zeros((len(context.length), -(-vocab_size // _BITS)), jnp.uint32)
 
     def advance(self, state, tokens):
-        """See `LogitsProcessor`."""
         return _with_bit(state, tokens)
 
     def __call__(self, logits, state, /):
-        """See `LogitsProcessor`."""
         seen = _seen(state, logits.shape[-1])
         return jnp.where(seen, logits - per_row(self.penalty, logits), logits)
 
@@ -98,15 +92,12 @@ class FrequencyPenalty:
         _check_number("FrequencyPenalty", self.penalty)
 
     def init(self, context, vocab_size):
-        """See `LogitsProcessor`."""
         return jnp.zeros((len(context.length), vocab_size), jnp.int32)
 
     def advance(self, state, tokens):
-        """See `LogitsProcessor`."""
         return state + (jnp.arange(state.shape[-1]) == tokens[..., None])
 
     def __call__(self, logits, state, /):
-        """See `LogitsProcessor`."""
         return logits - per_row(self.penalty, logits) * state
 
 

@@ -185,14 +185,12 @@ class WholeModel(nnx.Module):
 
     @property
     def given(self) -> HybridLM:
-        """See `DraftModel`."""
         return self.model
 
     def check_target(self, target: HybridLM) -> None:
         """See `DraftModel`: it serves any target with its vocabulary."""
 
     def init(self, batch: int, num_nodes: int, max_length: int) -> Reader:
-        """See `DraftModel`."""
         sizes = batch, num_nodes + self.num_catch_up, max_length, self.num_catch_up
         return _no_text(self.config, self.model.activation_dtype, *sizes)
 
@@ -229,7 +227,6 @@ class WholeModel(nnx.Module):
         nodes: np.ndarray | Int[Array, " Q"],
         num_logits: int | None = None,
     ) -> tuple[Float32[Array, "B Z V"], Reader]:
-        """See `DraftModel`."""
         own, num_before = below_catch_up(tree, state.has_catch_up), self.num_catch_up
         num_logits = tokens.shape[1] if num_logits is None else num_logits
         begins = isinstance(nodes, np.ndarray) and nodes[0] == 0

@@ -33,11 +33,9 @@ class ForRows:
     used: Bool[Array, " B"]
 
     def init(self, context: Context, vocab_size: int) -> Any:
-        """See `LogitsProcessor`."""
         return self.rule.init(context, vocab_size)
 
     def advance(self, state: Any, tokens: Array) -> Any:
-        """See `LogitsProcessor`."""
         return self.rule.advance(state, tokens)
 
     def __call__(self, logits: Array, *state: Any) -> Array:

@@ -72,11 +72,9 @@ class LogitBias(_Stateless):
             )
 
     def check(self, vocab_size):
-        """See `LogitsProcessor`."""
         _check_ids("LogitBias", self.biases[0], vocab_size)
 
     def __call__(self, logits, state, /):
-        """See `LogitsProcessor`."""
         ids, values = self.biases
         added = jnp.zeros((len(ids), logits.shape[-1]), logits.dtype)
         added = added.at[jnp.arange(len(ids))[:, None], ids].add(
@@ -106,7 +104,6 @@ class _Listed(_Stateless):
             raise ValueError(f"{name} takes a list of token ids, got {shown(ids)}")
 
     def check(self, vocab_size):
-        """See `LogitsProcessor`."""
         _check_ids(type(self).__name__, self.ids, vocab_size)
 
 
@@ -121,7 +118,6 @@ class BannedTokens(_Listed):
     """
 
     def __call__(self, logits, state, /):
-        """See `LogitsProcessor`."""
         return jnp.where(_members(self.ids, logits), -jnp.inf, logits)
 
 
@@ -136,7 +132,6 @@ class AllowedTokens(_Listed):
     """
 
     def __call__(self, logits, state, /):
-        """See `LogitsProcessor`."""
         return jnp.where(_members(self.ids, logits), logits, -jnp.inf)
 
 
@@ -163,7 +158,6 @@ class MinNewTokens:
         return state + 1
 
     def __call__(self, logits, state, /):
-        """See `LogitsProcessor`."""
         ends = jnp.where(self.ends < 0, _NO_TOKEN, self.ends)
         too_early = (state < per_row(self.least, state))[..., None]
         return jnp.where(too_early & _members(ends, logits), -jnp.inf, logits)

@@ -156,20 +156,16 @@ class Shard(Part):
     shards: int
 
     def total(self, x: Array) -> Array:
-        """See `Part`."""
         return lax.psum(x.astype(jnp.float32), MODEL).astype(x.dtype)
 
     def all_gather(self, x: Array) -> Array:
-        """See `Part`."""
         return lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
 
     def rows_of(self, table: Array, index: Array) -> Array:
-        """See `Part`."""
         own, is_own = self._among_own(index, table.shape[0])
         return lax.psum(jnp.where(is_own[..., None], table[own], 0), MODEL)
 
     def own_choices(self, weights: Array, chosen: Array, held: int) -> tuple[Array, Array]:
-        """See `Part`."""
         own, is_own = self._among_own(chosen, held)
         return jnp.where(is_own, weights, 0), own
 

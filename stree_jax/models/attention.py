@@ -202,18 +202,15 @@ class AttentionConfig(LayerConfig):
 
     @property
     def conv_widths(self) -> tuple[int, ...]:
-        """See `LayerConfig`."""
         return (self.conv_width,) if self.conv_width else ()
 
     def check_next(self, below: LayerConfig | None) -> None:
-        """See `LayerConfig`."""
         require(
             self.input_multiple == 1,
             "input_multiple is 2 in a model with 'shared' layers and 1 in others",
         )
 
     def build(self, d_model: int, *, norm_eps: float, **options: Any) -> "AttentionMixer":
-        """See `LayerConfig`."""
         return AttentionMixer(self, d_model, **options)
 
     def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> AttentionCache:
@@ -228,8 +225,6 @@ class AttentionConfig(LayerConfig):
         )
 
     def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> AttentionPending:
-        """See `LayerConfig`."""
-
         def zeros(*shape: int) -> Array:
             return jnp.zeros((batch, num_nodes, *shape), dtype)
 
@@ -240,7 +235,6 @@ class AttentionConfig(LayerConfig):
         )
 
     def cache_specs(self, axis: str | None) -> Any:
-        """See `LayerConfig`."""
         by_row: Any = ROWS  # specs instead of arrays
         by_head: Any = PartitionSpec(DATA, axis)
         by_channel: Any = PartitionSpec(DATA, None, axis)
@@ -249,12 +243,10 @@ class AttentionConfig(LayerConfig):
         )
 
     def sizes(self, shards: int) -> Sizes:
-        """See `LayerConfig`."""
         equal = {"attention.num_heads": self.num_heads, "attention.mlp_dim": self.mlp_dim}
         return Sizes(equal, {"attention.num_kv_heads": self.num_kv_heads})
 
     def local(self, shards: int) -> "AttentionConfig":
-        """See `LayerConfig`."""
         return dataclasses.replace(
             self,
             num_heads=share(self.num_heads, shards),
@@ -263,7 +255,6 @@ class AttentionConfig(LayerConfig):
         )
 
     def cuts(self, shards: int) -> dict[str, Cut]:
-        """See `LayerConfig`."""
         qkv, branch = self.qkv_segments, (self.mlp_dim, 1)
         return {
             "in_proj.kernel": Cut(1, (*qkv, branch, branch)),
@@ -335,7 +326,6 @@ class AttentionMixer(nnx.Module):
             self.conv_bias = nnx.Param(jnp.zeros(channels, dtype))
 
     def set_shard(self, shard: Shard, whole: LayerConfig) -> None:
-        """See `Mixer`."""
         self.shard = shard
 
     def __call__(

@@ -189,7 +189,6 @@ class HybridLM(Partitioned):
         return structure, nnx.to_pure_dict(weights)
 
     def on(self, partition: Partition) -> tuple[nnx.GraphDef, dict]:
-        """See `Partitioned`."""
         options: dict[str, Any] = dict(dtype=self.dtype, implementation=self._implementation)
         return self.abstract(self.config, partition=partition, **options)
 

@@ -201,11 +201,9 @@ class Mamba2Config(LayerConfig):
 
     @property
     def conv_widths(self) -> tuple[int, ...]:
-        """See `LayerConfig`."""
         return (self.conv_width,)
 
     def build(self, d_model: int, *, norm_eps: float, **options: Any) -> "Mamba2Mixer":
-        """See `LayerConfig`."""
         return Mamba2Mixer(self, d_model, **options)
 
     def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> Mamba2Cache:
@@ -216,8 +214,6 @@ class Mamba2Config(LayerConfig):
         )
 
     def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> Mamba2Pending:
-        """See `LayerConfig`."""
-
         def zeros(*shape: int, dtype: DTypeLike = dtype) -> Array:
             return jnp.zeros((batch, num_nodes, *shape), dtype)
 
@@ -229,13 +225,11 @@ class Mamba2Config(LayerConfig):
         )
 
     def cache_specs(self, axis: str | None) -> Any:
-        """See `LayerConfig`."""
         by_head: Any = PartitionSpec(DATA, axis)  # specs instead of arrays
         by_channel: Any = PartitionSpec(DATA, None, axis)
         return Mamba2Cache(ssm=by_head, conv=by_channel)
 
     def sizes(self, shards: int) -> Sizes:
-        """See `LayerConfig`."""
         equal = {"mamba2.num_heads": self.num_heads, "mamba2.mlp_dim": self.mlp_dim}
         if self.norm != "none" and self.gate_groups > 1:  # one group spans the shards
             equal["norm groups of mamba2"] = self.gate_groups
@@ -243,7 +237,6 @@ class Mamba2Config(LayerConfig):
         return Sizes(equal, shared | {"mamba2.num_b_groups": self.b_groups})
 
     def local(self, shards: int) -> "Mamba2Config":
-        """See `LayerConfig`."""
         return dataclasses.replace(
             self,
             num_heads=share(self.num_heads, shards),
@@ -255,7 +248,6 @@ class Mamba2Config(LayerConfig):
         )
 
     def cuts(self, shards: int) -> dict[str, Cut]:
-        """See `LayerConfig`."""
         # As `Mamba2Layout` orders them.
         z = (self.num_heads, self.head_dim)
         x, B = (self.x_heads, self.head_dim), (self.b_groups, self.state_size)

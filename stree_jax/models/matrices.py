@@ -93,7 +93,6 @@ class Table(Matrix):
         return shard.rows_of(self[...], index)
 
     def packed(self) -> Matrix:
-        """See `Matrix`."""
         return PackedTable(PackedMatrix.pack(self[...].T))
 
 
@@ -106,7 +105,6 @@ class PackedWeight(Matrix):
     is_packed = True
 
     def norms_of_sequences(self, implementation: str | None) -> str | None:
-        """See `Matrix`."""
         return implementation
 
     def cleared(self, x: Array, valid: Array) -> Array:
@@ -119,16 +117,13 @@ class PackedWeight(Matrix):
 
     @property
     def stored(self) -> PackedMatrix:
-        """See `Matrix`."""
         return self.get_value()
 
     @property
     def result_dtype(self) -> Any:
-        """See `Matrix`."""
         return jnp.dtype(jnp.float32)
 
     def matmul(self, x: Float[Array, "*rows I"]) -> Float32[Array, "*rows O"]:
-        """See `Matrix`."""
         return matmul(x, self.stored)
 
     def wide_matmul(self, x: Float[Array, "*rows I"]) -> Float32[Array, "*rows O"]:
@@ -136,7 +131,6 @@ class PackedWeight(Matrix):
         return self.matmul(x)
 
     def matmul_each(self, x: Float[Array, "B T I"]) -> Float32[Array, "B T E O"]:
-        """See `Matrix`."""
         several, size, columns = self.stored.shape
         count = x.shape[0] * x.shape[1]
         rows = jnp.repeat(x.reshape(count, size), several, axis=0)
@@ -144,15 +138,12 @@ class PackedWeight(Matrix):
         return matmul(rows, self.stored, which).reshape(*x.shape[:2], several, columns)
 
     def cut(self, start: int) -> "PackedWeight":
-        """See `Matrix`."""
         return PackedWeight(self.stored.cut(start, self.stored.columns))
 
     def canonical(self) -> Matrix:
-        """See `Matrix`."""
         return Matrix(_copied(self[...]))
 
     def packed(self) -> Matrix:
-        """See `Matrix`."""
         return self
 
 
@@ -170,11 +161,9 @@ class PackedTable(PackedWeight, Table):
         return tokens, width
 
     def rows(self, index: Int[Array, "B T"], shard: Part = WHOLE) -> Float32[Array, "B T M"]:
-        """See `Table`."""
         return rows(self.stored, index)
 
     def canonical(self) -> Table:
-        """See `Matrix`."""
         return Table(_copied(self[...]))
 
 

@@ -53,19 +53,15 @@ class MlpConfig(LayerConfig):
     def build(
         self, d_model: int, *, norm_eps: float, implementation: str | None, **options: Any
     ) -> "Mlp":
-        """See `LayerConfig`."""
         return Mlp(self, d_model, **options)
 
     def sizes(self, shards: int) -> Sizes:
-        """See `LayerConfig`."""
         return Sizes({"mlp.hidden_size": self.hidden_size}, {})
 
     def local(self, shards: int) -> "MlpConfig":
-        """See `LayerConfig`."""
         return dataclasses.replace(self, hidden_size=share(self.hidden_size, shards))
 
     def cuts(self, shards: int) -> dict[str, Cut]:
-        """See `LayerConfig`."""
         hidden = (self.hidden_size, 1)
         return {
             "in_proj.kernel": Cut(1, (hidden,) * (1 + self.gated)),
@@ -80,7 +76,6 @@ class Pointwise(nnx.Module):
     shard: Part = WHOLE  # set by `set_shard`
 
     def set_shard(self, shard: Shard, whole: LayerConfig) -> None:
-        """See `Mixer`."""
         self.shard = shard
 
     def apply(self, u: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
@@ -90,7 +85,6 @@ class Pointwise(nnx.Module):
     def __call__(
         self, u: Float[Array, "B T M"], cache: NoCache, valid: object, lengths: object
     ) -> tuple[Float[Array, "B T M"], NoCache]:
-        """See `Mamba2Mixer`."""
         return self.apply(u), cache
 
     def tree(
@@ -102,13 +96,11 @@ class Pointwise(nnx.Module):
         prefix_pending: NoCache | None = None,
         replay: object = None,
     ) -> tuple[Float[Array, "B Q M"], NoCache, NoCache]:
-        """See `Mamba2Mixer`."""
         return self.apply(u), NoCache(), cache
 
     def replay(
         self, cache: NoCache, pending: NoCache, path: object, conv_gather_index: object
     ) -> NoCache:
-        """See `Mamba2Mixer`."""
         return cache
 
 

@@ -92,7 +92,6 @@ class MoeConfig(LayerConfig):
         return self.num_experts
 
     def build(self, d_model: int, *, norm_eps: float, **options: Any) -> "MixtureOfExperts":
-        """See `LayerConfig`."""
         return MixtureOfExperts(self, d_model, **options)
 
     def by_expert(self, shards: int) -> bool:
@@ -104,21 +103,18 @@ class MoeConfig(LayerConfig):
         return too_narrow and self.num_experts % shards == 0
 
     def sizes(self, shards: int) -> Sizes:
-        """See `LayerConfig`."""
         equal = {"moe.shared_size": self.shared_size}
         if not self.by_expert(shards):
             equal["moe.hidden_size"] = self.hidden_size
         return Sizes(equal, {})
 
     def local(self, shards: int) -> "MoeConfig":
-        """See `LayerConfig`."""
         own = dataclasses.replace(self, shared_size=share(self.shared_size, shards))
         if self.by_expert(shards):
             return MoeShardConfig(**vars(own), experts_held=share(self.num_experts, shards))
         return dataclasses.replace(own, hidden_size=share(self.hidden_size, shards))
 
     def cuts(self, shards: int) -> dict[str, Cut]:
-        """See `LayerConfig`."""
         hidden, experts = (self.hidden_size, 1), Cut(0, ((self.num_experts, 1),))
         table = {"experts_in": experts, "experts_out": experts}
         if not self.by_expert(shards):

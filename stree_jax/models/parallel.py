@@ -54,44 +54,35 @@ class ParallelConfig(LayerConfig):
 
     @property
     def conv_widths(self) -> tuple[int, ...]:
-        """See `LayerConfig`."""
         return self.mamba2.conv_widths + self.attention.conv_widths
 
     def check_next(self, below: LayerConfig | None) -> None:
-        """See `LayerConfig`."""
         self.attention.check_next(below)
 
     def build(self, d_model: int, **options: Any) -> "ParallelMixer":
-        """See `LayerConfig`."""
         mamba2 = self.mamba2.build(d_model, **options)
         return ParallelMixer(mamba2, self.attention.build(d_model, **options))
 
     def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> ParallelCache:
-        """See `LayerConfig`."""
         sizes = batch, max_length, dtype
         return ParallelCache(self.mamba2.init_cache(*sizes), self.attention.init_cache(*sizes))
 
     def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> ParallelPending:
-        """See `LayerConfig`."""
         sizes = batch, num_nodes, dtype
         mamba2 = self.mamba2.init_pending(*sizes)
         return ParallelPending(mamba2, self.attention.init_pending(*sizes))
 
     def cache_specs(self, axis: str | None) -> Any:
-        """See `LayerConfig`."""
         return ParallelCache(self.mamba2.cache_specs(axis), self.attention.cache_specs(axis))
 
     def sizes(self, shards: int) -> Sizes:
-        """See `LayerConfig`."""
         one, other = self.mamba2.sizes(shards), self.attention.sizes(shards)
         return Sizes(one.equal | other.equal, one.shared | other.shared)
 
     def local(self, shards: int) -> "ParallelConfig":
-        """See `LayerConfig`."""
         return ParallelConfig(self.mamba2.local(shards), self.attention.local(shards))
 
     def cuts(self, shards: int) -> dict[str, Cut]:
-        """See `LayerConfig`."""
         attention = within("attention", self.attention.cuts(shards))
         return within("mamba2", self.mamba2.cuts(shards)) | attention
 
@@ -104,7 +95,6 @@ class ParallelMixer(nnx.Module):
         self.attention = attention
 
     def set_shard(self, shard: Shard, whole: ParallelConfig) -> None:
-        """See `Mixer`."""
         self.mamba2.set_shard(shard, whole.mamba2)
         self.attention.set_shard(shard, whole.attention)
 

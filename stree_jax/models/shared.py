@@ -76,11 +76,9 @@ class SharedConfig(LayerConfig):
 
     @property
     def conv_widths(self) -> tuple[int, ...]:
-        """See `LayerConfig`."""
         return self.blocks[0].conv_widths
 
     def check_next(self, below: LayerConfig | None) -> None:
-        """See `LayerConfig`."""
         require(
             isinstance(below, Mamba2Config),
             "a 'shared' layer gives its output to a 'mamba2' layer, which must come next",
@@ -93,28 +91,22 @@ class SharedConfig(LayerConfig):
     def build(
         self, d_model: int, *, norm_eps: float, implementation: str | None, **options: Any
     ) -> "SharedLayer":
-        """See `LayerConfig`."""
         return SharedLayer(self, d_model, norm_eps=norm_eps, **options)
 
     def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> AttentionCache:
-        """See `LayerConfig`."""
         return self.blocks[0].init_cache(batch, max_length, dtype)
 
     def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> AttentionPending:
-        """See `LayerConfig`."""
         return self.blocks[0].init_pending(batch, num_nodes, dtype)
 
     def cache_specs(self, axis: str | None) -> Any:
-        """See `LayerConfig`."""
         return self.blocks[0].cache_specs(axis)
 
     def sizes(self, shards: int) -> Sizes:
-        """See `LayerConfig`."""
         one, other = (block.sizes(shards) for block in self.blocks)
         return Sizes(one.equal | other.equal, one.shared | other.shared)
 
     def local(self, shards: int) -> "SharedConfig":
-        """See `LayerConfig`."""
         attention, mlp = self.blocks
         own, narrow = attention.local(shards), mlp.local(shards)
         return dataclasses.replace(self, attention=own, mlp=narrow)
@@ -156,7 +148,6 @@ class SharedTransformer(nnx.Module):
         self.mlp = Mlp(mlp, d_model, dtype=dtype, rngs=rngs)
 
     def set_shard(self, shard: Shard, whole: SharedConfig) -> None:
-        """See `Mixer`."""
         attention, mlp = whole.blocks
         self.attention.set_shard(shard, attention)
         self.mlp.set_shard(shard, mlp)

@@ -44,7 +44,6 @@ class BeamDrafter(Searches):
     def propose(
         self, state: ModelDraftState, step: Step, topology: TreeTopology
     ) -> tuple[DraftTree, ModelDraftState]:
-        """See `Drafter`."""
         widths = self.widths(topology)
         found, _ = search(
             self.draft_model, state.reader, step, widths, lambda logits, depth: logits

@@ -61,7 +61,6 @@ class DynamicDrafter(Searches):
         return TreeTopology.budget(16, 5)
 
     def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
-        """See `Drafter`."""
         super().check(target, topology, temperature_is_zero=temperature_is_zero)
         widths = self.widths(topology)
         most = sum(
@@ -76,13 +75,11 @@ class DynamicDrafter(Searches):
             )
 
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
-        """See `Drafter`."""
         return Drawn(chosen_child_sampling("auto", temperature_is_zero=temperature_is_zero))
 
     def propose(
         self, state: ModelDraftState, step: Step, topology: TreeTopology
     ) -> tuple[DraftTree, ModelDraftState]:
-        """See `Drafter`."""
         drawn = self.child_sampling(topology, temperature_is_zero=step.sampling.temperature_is_zero)
 
         def weigh(logits: Array, depth: int | Array) -> Array:

@@ -57,7 +57,6 @@ class RunsModel(nnx.Module):
         return self.draft_model.given
 
     def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
-        """See `Drafter`."""
         self.draft_model.check_target(target)
 
     @property
@@ -70,7 +69,6 @@ class RunsModel(nnx.Module):
         raise NotImplementedError
 
     def init(self, batch: int, topology: TreeTopology, max_length: int) -> ModelDraftState:
-        """See `Drafter`."""
         return ModelDraftState(self.draft_model.init(batch, self.num_read(topology), max_length))
 
     def read(
@@ -80,7 +78,6 @@ class RunsModel(nnx.Module):
         hidden: Float[Array, "B T _"] | None,
         lengths: Int[Array, " B"],
     ) -> ModelDraftState:
-        """See `Drafter`."""
         return state._replace(reader=self.draft_model.read(state.reader, tokens, hidden, lengths))
 
 
@@ -109,7 +106,6 @@ class ModelDrafter(RunsModel):
         return TreeTopology.paper("A")
 
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
-        """See `Drafter`."""
         how = chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
         return Drawn(how)
 
@@ -120,7 +116,6 @@ class ModelDrafter(RunsModel):
     def propose(
         self, state: ModelDraftState, step: Step, topology: TreeTopology
     ) -> tuple[DraftTree, ModelDraftState]:
-        """See `Drafter`."""
         drawn_how = self.child_sampling(
             topology, temperature_is_zero=step.sampling.temperature_is_zero
         )
@@ -203,7 +198,6 @@ class ModelDrafter(RunsModel):
         hidden: Float[Array, "B N M"],
         topology: TreeTopology,
     ) -> ModelDraftState:
-        """See `Drafter`."""
         inner = np.array(_inner_nodes(topology))
         place = np.full(topology.num_nodes, -1, np.int32)
         place[inner] = np.arange(len(inner))

@@ -52,7 +52,6 @@ class NgramDrafter(nnx.Module):
         step: Step,
         topology: TreeTopology,
     ) -> tuple[DraftTree, None]:
-        """See `Drafter`."""
         grow = functools.partial(self._grow, topology=topology)
         tokens, valid = jax.vmap(grow)(step.context.tokens, step.context.length)
         none = jnp.full(topology.num_nodes, -1, jnp.int32)

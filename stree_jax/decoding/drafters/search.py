@@ -91,7 +91,6 @@ class Searches(RunsModel):
         raise NotImplementedError
 
     def num_read(self, topology: TreeTopology) -> int:
-        """See `RunsModel`."""
         return sum(self.widths(topology)[:-1])
 
     def init(self, batch: int, topology: TreeTopology, max_length: int) -> ModelDraftState:
@@ -108,7 +107,6 @@ class Searches(RunsModel):
         hidden: Float[Array, "B N M"],
         topology: TreeTopology,
     ) -> ModelDraftState:
-        """See `Drafter`."""
         reader = self.draft_model.commit(
             state.reader, state.read, state.place, draft, verdict, hidden
         )

@@ -30,7 +30,6 @@ class Follow:
     follows_target: ClassVar[bool] = True
 
     def check(self, drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
-        """See `Verifier`."""
         if self.only_at_zero and not temperature_is_zero:
             raise ValueError(
                 f"verifier {self.name!r} is exact at temperature 0 only; use 'target_only'"
@@ -43,7 +42,6 @@ class Follow:
         step: Step,
         topology: TreeTopology,
     ) -> Verdict:
-        """See `Verifier`."""
         if self.only_at_zero or step.sampling.temperature_is_zero:
             return follow(draft, best_token(logits)[0])
         assert step.noise is not None

@@ -46,7 +46,6 @@ class Reject:
     follows_target: ClassVar[bool] = False
 
     def check(self, drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
-        """See `Verifier`."""
         check_drawn(self.name, (self.exact_for,), drawn, topology, temperature_is_zero)
 
     def verify(

@@ -40,7 +40,6 @@ class Traverse:
     follows_target: ClassVar[bool] = False
 
     def check(self, drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
-        """See `Verifier`."""
         if drawn.by_depth and drawn.is_sampled and not (temperature_is_zero or is_chain(topology)):
             other = "multi_step" if drawn.kind == "iid" else drawn.kind
             raise ValueError(

@@ -39,11 +39,9 @@ class Eagle3Model(HeadModel):
 
     @property
     def inner_layers(self) -> tuple[int, ...]:
-        """See `Drafter`."""
         return self.head.config.inner_layers
 
     def check_target(self, target: HybridLM) -> None:
-        """See `DraftModel`."""
         check_on_one_device(target, "an EAGLE-3 head")
         have, want = self.config.d_model, target.config.d_model
         if have != want or self.config.vocab_size != target.config.vocab_size:
@@ -70,7 +68,6 @@ class Eagle3Model(HeadModel):
         return embedded_tokens(tokens, self.embedding, self.config.embedding_multiplier)
 
     def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
-        """See `HeadModel`."""
         return self.head.logits(outputs)
 
 

@@ -82,7 +82,6 @@ class Eagle3Head(DraftHead):
     """
 
     def make(self, rngs: nnx.Rngs, implementation: str | None) -> None:
-        """See `DraftHead`."""
         config, dtype = self.config, self.dtype
         width, layers = config.d_model, len(config.inner_layers)
 

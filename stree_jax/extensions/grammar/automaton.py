@@ -207,13 +207,11 @@ class Automaton:
         return jnp.broadcast_to(jnp.int32(self.start), context.length.shape)
 
     def advance(self, state: Int[Array, "B Q"], tokens: Int[Array, "B Q"]) -> Int[Array, "B Q"]:
-        """See `LogitsProcessor`."""
         return self.next_state.after(state, tokens)
 
     def __call__(
         self, logits: Float[Array, "B Q V"], state: Int[Array, "B Q"], /
     ) -> Float[Array, "B Q V"]:
-        """See `LogitsProcessor`."""
         return jnp.where(self.next_state.mask(state, logits.shape[-1]), logits, -jnp.inf)
 
 

@@ -157,12 +157,10 @@ class CascadeDrafter(nnx.Module):
         return TreeTopology.chain(self.rounds * (self.inner_topology.depth + 1))
 
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
-        """See `Drafter`."""
         how = chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
         return Drawn(how)
 
     def init(self, batch: int, topology: TreeTopology, max_length: int) -> CascadeState:
-        """See `Drafter`."""
         inner, num_nodes = self.inner_topology, self.rounds * self.inner_topology.num_nodes
 
         def no_round() -> Round:
@@ -199,7 +197,6 @@ class CascadeDrafter(nnx.Module):
         step: Step,
         topology: TreeTopology,
     ) -> tuple[DraftTree, CascadeState]:
-        """See `Drafter`."""
         drawn = self.child_sampling(topology, temperature_is_zero=step.sampling.temperature_is_zero)
         how = drawn.kind
         verifier = VERIFIERS[self._rule(how, step.sampling.temperature_is_zero)]
@@ -294,7 +291,6 @@ class CascadeDrafter(nnx.Module):
         hidden: Float[Array, "B N M"],
         topology: TreeTopology,
     ) -> CascadeState:
-        """See `Drafter`."""
         ended = verdict.last < 0
         last = jnp.maximum(verdict.last, 0)
 

@@ -84,7 +84,6 @@ class InterleavedDrafter(nnx.Module):
         self._child_sampling = child_sampling
 
     def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
-        """See `Drafter`."""
         if topology != self.default_topology():
             raise ValueError(
                 f"the pattern {self.pattern!r} fills a chain of {len(self.pattern)} drafts and no"
@@ -96,12 +95,10 @@ class InterleavedDrafter(nnx.Module):
         return TreeTopology.chain(len(self.pattern))
 
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
-        """See `Drafter`."""
         how = chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
         return Drawn(how)
 
     def init(self, batch: int, topology: TreeTopology, max_length: int) -> dict[str, Reader]:
-        """See `Drafter`."""
         return {
             self._key(letter): model.init(batch, self._num_read(letter), max_length)
             for letter, model in self._models().items()
@@ -114,7 +111,6 @@ class InterleavedDrafter(nnx.Module):
         hidden: object,
         lengths: Int[Array, " B"],
     ) -> dict[str, Reader]:
-        """See `Drafter`."""
         return {
             (key := self._key(letter)): model.read(state[key], tokens, None, lengths)
             for letter, model in self._models().items()
@@ -126,7 +122,6 @@ class InterleavedDrafter(nnx.Module):
         step: Step,
         topology: TreeTopology,
     ) -> tuple[DraftTree, dict[str, Reader]]:
-        """See `Drafter`."""
         drawn_how = self.child_sampling(
             topology, temperature_is_zero=step.sampling.temperature_is_zero
         )
@@ -181,7 +176,6 @@ class InterleavedDrafter(nnx.Module):
         hidden: Float[Array, "B N M"],
         topology: TreeTopology,
     ) -> dict[str, Reader]:
-        """See `Drafter`."""
         nodes = np.arange(topology.num_nodes, dtype=np.int32)
 
         def committed(letter: str, model: WholeModel) -> Reader:

@@ -108,14 +108,12 @@ class MedusaDrafter(nnx.Module):
         return TreeTopology.from_branching((3, 2, 1)[: self.heads.num_heads])
 
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
-        """See `Drafter`."""
         how = chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
         inner = [topology.depths[n] for n, below in enumerate(topology.children) if below]
         shares = len({*inner}) < len(inner)  # two nodes of one depth have children
         return Drawn(how, by_depth=shares)
 
     def init(self, batch: int, topology: TreeTopology, max_length: int) -> MedusaState:
-        """See `Drafter`."""
         shape = (batch, self.heads.bias.shape[1])
         return MedusaState(jnp.zeros(shape, self.output_head.result_dtype), jnp.zeros(batch, bool))
 
@@ -125,7 +123,6 @@ class MedusaDrafter(nnx.Module):
         step: Step,
         topology: TreeTopology,
     ) -> tuple[DraftTree, MedusaState]:
-        """See `Drafter`."""
         drawn_how = self.child_sampling(
             topology, temperature_is_zero=step.sampling.temperature_is_zero
         )
@@ -170,7 +167,6 @@ class MedusaDrafter(nnx.Module):
         hidden: Float[Array, "B N M"],
         topology: TreeTopology,
     ) -> MedusaState:
-        """See `Drafter`."""
         return _after(state, hidden, verdict.last)
 
     def read(
@@ -180,7 +176,6 @@ class MedusaDrafter(nnx.Module):
         hidden: Float[Array, "B T M"],
         lengths: Int[Array, " B"],
     ) -> MedusaState:
-        """See `Drafter`."""
         return _after(state, hidden, lengths - 1)
 
     def rank_trace(

@@ -51,7 +51,6 @@ class Typical:
         step: Step,
         topology: TreeTopology,
     ) -> Verdict:
-        """See `Verifier`."""
         tree = draft.tree
         log_p = token_log_probs(logits, step.sampling)
         p = jnp.exp(log_p)

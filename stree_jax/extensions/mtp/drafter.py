@@ -39,7 +39,6 @@ class MtpModel(HeadModel):
         self.config = target.config
 
     def check_target(self, target: HybridLM) -> None:
-        """See `DraftModel`."""
         check_on_one_device(target, "a multi-token-prediction head")
         have, want = self.embedding.shape, target.embedding.shape
         if have != want or (self.output_head is None) != (target.head is None):

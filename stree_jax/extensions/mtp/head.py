@@ -70,7 +70,6 @@ class MtpHead(DraftHead):
     """
 
     def make(self, rngs: nnx.Rngs, implementation: str | None) -> None:
-        """See `DraftHead`."""
         width, options = self.config.d_model, (rngs, implementation, 2**-0.5)
         self.in_proj = linear(2 * width, width, bias=False, dtype=self.dtype, rngs=rngs)
         self.attention_norm_scale = self.scale()

@@ -47,14 +47,12 @@ class Gsm8k:
         ]
 
     def generator(self, problem: Question, state: State, parts: Parts) -> Stage | None:
-        """See `Task`."""
         text = self._so_far(problem, state) + f"Step {len(state) + 1}: what should be asked next?"
         if not parts:
             return Stage(text, self.most)
         return Stage(f"{text} {parts[0]}\nAnswer:", self.most) if len(parts) == 1 else None
 
     def evaluator(self, problem: Question, state: State, thought: Parts) -> Stage:
-        """See `Task`."""
         text = self._so_far(problem, (*state, thought))
         return Stage(
             f"{text}How much does step {len(state) + 1} help to answer the question? From 1, not at"
@@ -63,11 +61,9 @@ class Gsm8k:
         )
 
     def value(self, text: str) -> float | None:
-        """See `Task`."""
         return _from_1_to_10(text)
 
     def answer(self, problem: Question, state: State) -> Stage:
-        """See `Task`."""
         return Stage(self._so_far(problem, state) + "So the answer to the question is", self.most)
 
     def solved(self, problem: Question, state: State, answer: str) -> bool | None:
@@ -114,14 +110,12 @@ class CreativeWriting:
         return found
 
     def generator(self, problem: str, state: State, parts: Parts) -> Stage | None:
-        """See `Task`."""
         if not parts:
             return Stage(self._asked(problem) + "Plan:", self.plan)
         text = self._asked(problem) + f"Plan: {parts[0]}\nPassage:"
         return Stage(text, self.passage, stop=None) if len(parts) == 1 else None
 
     def evaluator(self, problem: str, state: State, thought: Parts) -> Stage:
-        """See `Task`."""
         return Stage(
             f"Read this passage:\n{thought[1]}\n\nHow coherent is it? From 1, not at all, to 10,"
             " very much. The coherency score is",
@@ -129,11 +123,9 @@ class CreativeWriting:
         )
 
     def value(self, text: str) -> float | None:
-        """See `Task`."""
         return _from_1_to_10(text)
 
     def answer(self, problem: str, state: State) -> Stage:
-        """See `Task`."""
         plan, passage = state[-1]
         text = self._asked(problem) + f"Plan: {plan}\nA first version: {passage}\nPassage:"
         return Stage(text, self.passage, stop=None)
@@ -213,7 +205,6 @@ class Blocksworld:
         return found
 
     def generator(self, problem: Arrangement, state: State, parts: Parts) -> Stage | None:
-        """See `Task`."""
         if parts:
             return None
         shown_plans = "".join(
@@ -223,7 +214,6 @@ class Blocksworld:
         return Stage(_RULES + "\n" + shown_plans + self._so_far(problem, state), self.most)
 
     def evaluator(self, problem: Arrangement, state: State, thought: Parts) -> Stage:
-        """See `Task`."""
         judged = "".join(
             _statement(demo) + f"Action: {action}\nGood or bad? {verdict}\n\n"
             for demo in self.demonstrations
@@ -236,12 +226,10 @@ class Blocksworld:
         return Stage(f"{text}Action: {thought[0]}\nGood or bad?", 6)
 
     def value(self, text: str) -> float | None:
-        """See `Task`."""
         found = re.search(r"\b(good|bad)\b", text.lower())
         return None if found is None else float(found[1] == "good")
 
     def answer(self, problem: Arrangement, state: State) -> Stage:
-        """See `Task`."""
         stage = self.generator(problem, state, ())
         assert stage is not None
         return stage

@@ -1,0 +1,58 @@
+"""Every public method is documented, where it is written or where it is promised."""
+
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+
+import stree_jax
+from stree_jax.decoding import DraftModel
+from stree_jax.extensions.reasoning.search import Task
+from stree_jax.models.layer import Mixer
+
+# What classes are written to without inheriting from it.
+PROMISES = (
+    stree_jax.Drafter,
+    DraftModel,
+    stree_jax.Filter,
+    stree_jax.LogitsProcessor,
+    stree_jax.Verifier,
+    Task,
+    Mixer,
+)
+
+
+def public_classes():
+    for found in pkgutil.walk_packages(stree_jax.__path__, "stree_jax."):
+        if found.name.endswith("__main__") or "tunix" in found.name:  # Tunix is not installed
+            continue
+        module = importlib.import_module(found.name)
+        for name, value in vars(module).items():
+            if inspect.isclass(value) and value.__module__ == found.name and name[0] != "_":
+                yield value
+
+
+def is_promised(name, promise):
+    """Whether a method is documented there, or told of in the text, as optional ones are."""
+    method = vars(promise).get(name)
+    return bool(method.__doc__) if method else f" {name}(" in promise.__doc__
+
+
+def test_public_methods_are_documented():
+    """Ruff's D102 would have each override say "See `Drafter`", and hide what it inherits."""
+    missing = [
+        f"{owner.__module__}.{owner.__name__}.{name}"
+        for owner in public_classes()
+        for name in vars(owner)
+        if name[0] != "_" and inspect.isroutine(getattr(owner, name))
+        if not inspect.getdoc(getattr(owner, name))
+        if not any(is_promised(name, promise) for promise in PROMISES)
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_what_is_promised_is_documented(promise):
+    for name, method in vars(promise).items():
+        assert name[0] == "_" or not inspect.isroutine(method) or method.__doc__, name
