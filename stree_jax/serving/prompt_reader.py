@@ -17,7 +17,7 @@ from stree_jax.decoding.types import Context, Prefix
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.rows import row_of
 from stree_jax.models.lm import HybridLM
-from stree_jax.serving.prefix_cache import PrefixCache, PrefixCacheStats
+from stree_jax.serving.prefix_cache import PrefixCache, PrefixCacheStats, num_shared
 
 _TOGETHER = 4  # texts that one call reads; others are read alone, so that few programs are compiled
 _SMALLEST = 64  # tokens of a buffer, see `buffer_size`
@@ -123,7 +123,7 @@ class PromptReader:
         if every := self._keep_every:
             reading.keep_at = [*range(every, total, every)]
         for other in before:
-            shared = _num_shared(tokens, other.tokens)
+            shared = num_shared(tokens, other.tokens)
             if max(other.length, reading.length + _WORTH) < shared:
                 other.keep_also(shared)
                 reading.others.append((other, shared))
@@ -242,13 +242,6 @@ class PromptReader:
     def _count(self, **counts: int) -> None:
         new = {name: getattr(self._stats, name) + count for name, count in counts.items()}
         self._stats = dataclasses.replace(self._stats, **new)
-
-
-def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many first tokens two texts share."""
-    most = min(len(one), len(other))
-    differ = np.flatnonzero(np.asarray(one[:most]) != np.asarray(other[:most]))
-    return int(differ[0]) if len(differ) else most
 
 
 def _whole_buffer(left: int) -> int:
