@@ -53,10 +53,10 @@ class PrefixCache:
         self._uses: collections.Counter[int] = collections.Counter()  # of arrays, by their id
         self._nbytes = self._evictions = self._damaged = 0
 
-    def add_to(self, stats: PrefixCacheStats) -> PrefixCacheStats:
-        """Adds the cached entries' counts to `stats`."""
-        return dataclasses.replace(
-            stats,
+    @property
+    def counts(self) -> dict[str, int]:
+        """What `PrefixCacheStats` says of entries."""
+        return dict(
             nbytes=self._nbytes,
             num_entries=len(self._entries),
             evictions=self._evictions,

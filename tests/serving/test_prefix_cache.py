@@ -39,7 +39,7 @@ def test_entries_are_a_dictionary_of_beginnings(changes, questions):
 
 
 def counts(cache):
-    return cache.add_to(PrefixCacheStats())
+    return PrefixCacheStats(**cache.counts)
 
 
 def test_the_least_recently_used_go():
