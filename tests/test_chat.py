@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax import given, sandbox
+from stree_jax import sandbox
 from stree_jax.chat import ChatTemplate, checked_variables, load_chat_template, special_tokens
 from tests.cases.chat_templates import ALIKE, HARMLESS, MISTAKES, REFUSED
 
@@ -176,7 +176,7 @@ def test_values_that_are_no_json(value, message):
 
 def test_too_many_values(monkeypatch):
     """A list that is twice in another counts twice."""
-    monkeypatch.setattr(given, "VALUES", 1000)
+    monkeypatch.setattr(sandbox, "VALUES", 1000)
     for value in ([0] * 1001, functools.reduce(lambda part, _: [part, part], range(50), 0)):
         refused = outcome(lambda value=value: ChatTemplate("", {}).render(USER, x=value))
         assert refused == "chat['x'] holds more than 1000 values"

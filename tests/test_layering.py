@@ -70,7 +70,6 @@ LAYERS = [
     "convert",
     "pretrained",
     "decoding",
-    "given",
     "sandbox",
     "chat",
     "text",
