@@ -103,13 +103,7 @@ def _parts_of(value: Any) -> list[Any]:
 
 
 def render(source: str, own: Mapping[str, str], values: Mapping[str, Any], given: Given) -> str:
-    """Runs a program.
-
-    Args:
-        source: the program.
-        own: variables that come with the program.
-        values: variables of the user, copied by `given`.
-        given: what has copied them.
+    """Runs a program with its own variables, and with values of the user that `given` has copied.
 
     Raises:
         Exception: of any type, for example since the text cannot be encoded.

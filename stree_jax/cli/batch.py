@@ -59,10 +59,6 @@ def run_batch(console: Console, loaded: Loaded, command: Generate, settings: dic
 
     Returns:
         The number of lines with errors.
-
-    Raises:
-        ValueError: a file that cannot be read or written, an output of other options or prompts, or
-            more rows than fit into memory.
     """
     check_int("--rows", command.rows, 1)
     lines = _lines(loaded, command, settings)
@@ -102,11 +98,7 @@ def run_batch(console: Console, loaded: Loaded, command: Generate, settings: dic
 
 
 def _lines(loaded: Loaded, command: Generate, settings: dict[str, Any]) -> list[_Line]:
-    """The lines of the file that process 0 has; requests share the tables of their grammars.
-
-    Raises:
-        ValueError: the file cannot be read, or the options of the command are refused.
-    """
+    """The lines of the file that process 0 has; requests share the tables of their grammars."""
     path: Any = command.prompts
 
     def read() -> str:  # bytes as characters, so that a line that is no UTF-8 ends alone
@@ -156,9 +148,6 @@ def _fitting(loaded: Loaded, lines: list[_Line], rows: int, limit: int) -> tuple
 
     There are at most as many rows as requests; on a mesh each shard has the same number. Requests
     beyond `limit` are left to the scheduler.
-
-    Raises:
-        ValueError: no request fits.
     """
     partition = loaded.model.partition
     data = partition.rows

@@ -38,11 +38,7 @@ class Chosen(NamedTuple):
 
 
 def chosen(target: str, drafts: Drafts) -> Chosen:
-    """The drafter of the options, for a target.
-
-    Raises:
-        ValueError: there are several.
-    """
+    """The drafter of the options, for a target."""
     options = ("draft", "ngram", "medusa", "mtp_head", "eagle3")
     given = {option: getattr(drafts, option) for option in options}
     if drafts.mtp and drafts.mtp_head is None:
@@ -67,15 +63,7 @@ def load_models(
 ) -> tuple[st.HybridLM, st.Drafter | None]:
     """Loads a target and its drafter; from then on, compiled programs are kept.
 
-    Args:
-        target: the checkpoint of the model that is decoded with.
-        drafter: which one.
-        dtype, mesh: of the weights.
-        kind: the kind of tree, such as "budget" for dynamic ones.
-        sharpness: of dynamic trees.
-
-    Raises:
-        ValueError: one of them cannot be loaded, or no checkpoint has a field to ignore.
+    `kind` is that of the tree, such as "budget" for dynamic ones, which have a `sharpness`.
     """
     ignore, of_drafter = _ignored_fields(drafter.ignore, target, drafter.path)
     enable_compilation_cache()
@@ -100,11 +88,7 @@ def load_models(
 
 
 def _ignored_fields(names: Sequence[str], *checkpoints: str | Path | None) -> list[list[str]]:
-    """Which of the fields of --ignore-field each of the checkpoints has.
-
-    Raises:
-        ValueError: none of them has one.
-    """
+    """Which of the fields of --ignore-field each of the checkpoints has."""
     found = [
         [name for name in names if each is not None and has_field(find(each), name)]
         for each in checkpoints
@@ -134,11 +118,7 @@ class Loaded:
     _grammars: dict[str, st.Automaton | ValueError] = dataclasses.field(default_factory=dict)
 
     def options(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The keywords of `Options` for the settings of a text, its grammar among them.
-
-        Raises:
-            ValueError: a bad grammar, or no end token.
-        """
+        """The keywords of `Options` for the settings of a text, its grammar among them."""
         ends = self.texts.end_tokens(self.model.config, asked["eos_token"])
         kinds = [kind for kind in ("regex", "json_schema") if asked[kind] is not None]
         grammars = [self._grammar(kind, asked[kind], ends) for kind in kinds]
@@ -160,11 +140,7 @@ class Loaded:
 
 
 def load(command: Generate) -> Loaded:
-    """Loads models and tokenizer for `generate`.
-
-    Raises:
-        ValueError: an option is invalid.
-    """
+    """Loads models and tokenizer for `generate`."""
     tree, mesh, sharpness = command.tree, command.mesh, command.sharpness
     drafter = chosen(command.checkpoint, command)
     topology = None if tree is None else parse_tree(tree)
@@ -204,11 +180,7 @@ def load(command: Generate) -> Loaded:
 
 
 def parse_mesh(spec: str) -> Mesh:
-    """The mesh of "data=2,model=4", "model=4" or "auto", which puts all devices on "data".
-
-    Raises:
-        ValueError: malformed, or more devices than there are.
-    """
+    """The mesh of "data=2,model=4", "model=4" or "auto", which puts all devices on "data"."""
     if spec == "auto":
         return st.make_mesh(data=jax.device_count())
     sizes: dict[str, int] = {}
@@ -228,9 +200,6 @@ def join_processes() -> None:
     jax finds them on Slurm, Open MPI and TPUs. Elsewhere each process sets the address of process
     0, the number of processes and its own index: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
     JAX_PROCESS_ID.
-
-    Raises:
-        ValueError: jax does not find them, or cannot reach them.
     """
     numbers: list[int | None] = []
     for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):

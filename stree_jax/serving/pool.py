@@ -72,11 +72,6 @@ class Pool:
         """A decoder with the sizes of the rows, and the drafter, if it drafts."""
         return self._program(greedy=bool(self._plans[True]))
 
-    @property
-    def free(self) -> list[int]:
-        """The rows that have no text, in order."""
-        return [row for row, settings in enumerate(self._rows) if settings is None]
-
     def check(self, after: Prefix) -> None:
         """Refuses a prefix of another model, drafter or pool, which would end all rows.
 

@@ -110,7 +110,7 @@ class Scheduler:
                 " texts; leave verifier out, or use generate(..., lossy=True)"
             )
         self._model, self._drafter, self._verifier = model, drafter, verifier
-        self._max_length, self._quantum = max_length, quantum
+        self._num_rows, self._max_length, self._quantum = rows, max_length, quantum
         self._topology = topology
         self._no_key = jax.random.key(0)[None]  # at temperature 0 nothing is drawn
         # At temperature 0 and above it; None where the verifier refuses.
@@ -353,7 +353,7 @@ class Scheduler:
 
     def _fill(self) -> None:
         """Gives free rows to the requests that have waited longest."""
-        free = [row for row in self._pool.free if row not in self._tenants]
+        free = [row for row in range(self._num_rows) if row not in self._tenants]
         for row in free[: len(self._queue)]:
             job = self._queue[0]
             job.began = time.perf_counter()
