@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import time
 
 import jax
@@ -12,7 +11,6 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from stree_jax.cli.trees import parse_tree
 from stree_jax.models.moe import MixtureOfExperts
 from stree_jax.testing import HYBRIDS, apply, perturbed, random_model, randomised, tiny_model
 from stree_jax.tuning import SHARPNESS, Costs, dynamic_tau, measure, tune, tuner
@@ -240,17 +238,3 @@ def test_bad_arguments_are_refused(change, message):
         arguments["drafter"] = kinds[arguments["drafter"]](tiny_model())
     with pytest.raises(ValueError, match=message):
         tune(tiny_model(), **arguments)
-
-
-def test_a_tuned_tree_is_read_from_its_file(tmp_path):
-    file = tmp_path / "tree.json"
-    file.write_text(json.dumps({"parents": [-1, 0, 0, 1], "temperature": 0.0}))
-    assert parse_tree(f"@{file}") == st.TreeTopology.from_parents([-1, 0, 0, 1])
-    file.write_text(json.dumps({"parents": None}))
-    assert parse_tree(f"@{file}") is None
-    for content in ("[]", "{", '{"parents": "x"}', '{"parents": [0]}'):
-        file.write_text(content)
-        with pytest.raises(ValueError, match=r"tree\.json"):
-            parse_tree(f"@{file}")
-    with pytest.raises(ValueError, match=r"absent\.json"):
-        parse_tree(f"@{tmp_path}/absent.json")
