@@ -175,7 +175,10 @@ class Scheduler:
         """
         checked = self._plan_of(self._whole(request.prompt, request.after), request)
         job = Job(self._num_submitted, request, checked, time.perf_counter())
-        self._check_can_share_batch(job, checked.decoder.verifier)
+        others = [other.row for other in (*self._queue, *self._tenants.values())]
+        rule = (self._sampled or checked).decoder.verifier
+        where, apart = "requests that wait or run", "use another scheduler for these requests"
+        check_together(job.row, others, rule, where, apart)
         self._note(request.after is None, request.keep, plan=checked)
         self._queue.append(job)
         self._num_submitted += 1
@@ -342,14 +345,6 @@ class Scheduler:
             return self._plan_of([0], request)
         except ValueError:
             return None
-
-    def _check_can_share_batch(self, job: Job, verifier: Verifier) -> None:
-        """Refuses to mix filters of other kinds, and temperature 0 and others where it cannot."""
-        others = [*self._queue, *self._tenants.values()]
-        rule = self._sampled.decoder.verifier if self._sampled else verifier
-        apart = "use another scheduler for these requests"
-        rows = [other.row for other in others]
-        check_together(job.row, rows, rule, "requests that wait or run", apart)
 
     def _fill(self) -> None:
         """Gives free rows to the requests that have waited longest."""
