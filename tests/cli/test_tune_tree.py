@@ -33,13 +33,9 @@ def test_a_tuned_tree_is_used(tiny_pair, output, refused, quick_tuning, tmp_path
         assert drafted[:-1] == plain[:-1]
         assert "tau 1.00" not in drafted[-1]
 
-    for content, message in (
-        ('{"parents": null}', "says not to draft"),
-        ("[]", "is not a tree of tune-tree"),
-        ('{"parents": "x"}', "is not a tree of tune-tree: parents is a sequence"),
-        ('{"parents": [0]}', "is not a tree of tune-tree"),
-    ):
+    for content in ("[]", '{"parents": "x"}', '{"parents": [0]}'):
         tree.write_text(content)
-        assert f"{tree} {message}" in refused("tree", f"@{tree}")
+        assert f"{tree} is not a tree of tune-tree" in refused("tree", f"@{tree}")
     tree.write_text('{"parents": null}')
+    assert f"{tree} says not to draft" in refused("tree", f"@{tree}")
     assert output("generate", *models, *options, "--tree", f"@{tree}").startswith(plain[0])
