@@ -81,11 +81,12 @@ def of_row(
 def of_waiting(job: Job, now: float) -> Completion:
     """The completion of a request that was cancelled before it decoded."""
     job.began = job.began or now
-    zero, nothing = np.zeros(1, np.int32), np.zeros((0, 0), np.int32)
+    zero: Any = np.zeros(1, np.int32)
+    nothing: Any = np.zeros((0, 0), np.int32)
     by_depth: Any = np.zeros((1, job.plan.decoder.topology.depth), np.int32)
     text = None if job.row.stopping.tokenizer is None else ""
-    new = NewTokens(nothing, CANCELLED, TokenLogProbs(*[nothing] * 3), text)
-    return _completion(job, new, Statistics(*[zero] * 4, by_depth), now)
+    new = NewTokens(nothing, CANCELLED, TokenLogProbs(nothing, nothing, nothing), text)
+    return _completion(job, new, Statistics(zero, zero, zero, zero, by_depth), now)
 
 
 def _completion(
