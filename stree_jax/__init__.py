@@ -7,7 +7,8 @@ drafter = st.ModelDrafter(st.load_draft(st.demo_path("draft"), model))
 out = st.generate(model, [[1, 2, 3]], drafter=drafter)
 """
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from stree_jax.checkout import find_convert
 from stree_jax.checkpoint import save_pretrained
@@ -45,7 +46,6 @@ from stree_jax.decoding.types import (
 )
 from stree_jax.decoding.verifiers import VERIFIERS, Verifier, follow
 from stree_jax.heads import save_head
-from stree_jax.lazy import lazily
 from stree_jax.mesh.partition import make_mesh
 from stree_jax.mesh.weights import shard
 from stree_jax.models import (
@@ -72,29 +72,14 @@ from stree_jax.text import complete
 from stree_jax.tree import Tree, TreeTopology
 from stree_jax.tuning import TuningReport, tune
 
-# Names of the extensions, and the module of each, which is imported when the name is first used.
+# The names of each extension, which is imported when one of them is first used.
 _EXTENSIONS = {
-    "Automaton": "stree_jax.extensions.grammar",
-    "CascadeDrafter": "stree_jax.extensions.hierarchical",
-    "Eagle3Config": "stree_jax.extensions.eagle3",
-    "Eagle3Drafter": "stree_jax.extensions.eagle3",
-    "Eagle3Head": "stree_jax.extensions.eagle3",
-    "Eagle3Model": "stree_jax.extensions.eagle3",
-    "InterleavedDrafter": "stree_jax.extensions.hierarchical",
-    "MedusaDrafter": "stree_jax.extensions.medusa",
-    "MedusaHeads": "stree_jax.extensions.medusa",
-    "MtpConfig": "stree_jax.extensions.mtp",
-    "MtpDrafter": "stree_jax.extensions.mtp",
-    "MtpHead": "stree_jax.extensions.mtp",
-    "MtpModel": "stree_jax.extensions.mtp",
-    "json_schema": "stree_jax.extensions.grammar",
-    "load_eagle3": "stree_jax.extensions.eagle3",
-    "load_medusa": "stree_jax.extensions.medusa",
-    "load_mtp": "stree_jax.extensions.mtp",
-    "reasoning": "stree_jax.extensions.reasoning",
-    "regex": "stree_jax.extensions.grammar",
-    "save_medusa": "stree_jax.extensions.medusa",
-    "save_mtp": "stree_jax.extensions.mtp",
+    "eagle3": ("Eagle3Config", "Eagle3Drafter", "Eagle3Head", "Eagle3Model", "load_eagle3"),
+    "grammar": ("Automaton", "json_schema", "regex"),
+    "hierarchical": ("CascadeDrafter", "InterleavedDrafter"),
+    "medusa": ("MedusaDrafter", "MedusaHeads", "load_medusa", "save_medusa"),
+    "mtp": ("MtpConfig", "MtpDrafter", "MtpHead", "MtpModel", "load_mtp", "save_mtp"),
+    "reasoning": ("reasoning",),
 }
 if TYPE_CHECKING:
     from stree_jax.extensions import reasoning
@@ -117,7 +102,16 @@ if TYPE_CHECKING:
         save_mtp,
     )
 else:
-    __getattr__ = lazily(__name__, _EXTENSIONS)
+
+    def __getattr__(name: str) -> Any:
+        for extension, names in _EXTENSIONS.items():
+            if name in names:
+                found = importlib.import_module(f"stree_jax.extensions.{extension}")
+                value = found if name == extension else getattr(found, name)
+                globals()[name] = value  # the next access bypasses this function
+                return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "PAD",

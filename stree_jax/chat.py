@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from stree_jax.checkpoint.files import CHAT_TEMPLATES, optional_json, read_text
-from stree_jax.given import Given
 from stree_jax.messages import first_line, shown, shown_path
 from stree_jax.special_tokens import special_tokens
 
@@ -44,7 +43,7 @@ class ChatTemplate:
                 does too much; or jinja2 is not installed.
         """
         sandbox = _sandbox()
-        given = Given()
+        given = sandbox.Given()
         values = {"tools": None, "documents": None, "add_generation_prompt": True} | variables
         values["messages"] = _checked(messages)
         for name, value in values.items():

@@ -4,7 +4,8 @@ The sandbox of jinja2 keeps a program from all but the values that it gets. This
 what it may use up: seconds, and the sizes of the values that it makes, each alone and all together.
 The limits are looked at wherever a program calls, filters, tests, compares, adds, multiplies, reads
 an item, makes a list, goes round a loop or writes. Nothing can interrupt one operation of Python.
-It gets values within the limits, and where what it makes is a product, that is limited before.
+It gets copies of values within the limits, and where what it makes is a product, that is limited
+before.
 
 jinja2 is optional: import this module when it is there.
 """
@@ -21,11 +22,11 @@ from typing import Any, NoReturn
 import jinja2.ext
 import jinja2.sandbox
 import jinja2.utils
+import numpy as np
 from jinja2 import nodes
 from jinja2.visitor import NodeTransformer
 from markupsafe import Markup, soft_str
 
-from stree_jax.given import ITEM, LEVELS, Given, parts_of
 from stree_jax.messages import shown
 
 SECONDS = 5.0  # of a rendering
@@ -35,6 +36,10 @@ SOURCE = 100_000  # characters of a program
 OUTPUT, TEXT, MADE = 10_000, 100_000, 10_000_000
 TIMES, MADE_TIMES = 16, 250
 _MOST = 1_000_000_000  # characters of a value, whatever is given
+LEVELS = 100  # of lists in lists
+ITEM = 8  # characters that an item of a list counts as, beside its own
+VALUES = 1_000_000
+_PLAIN: dict[type, Any] = {str: str.__str__, int: int.__int__, float: float.__float__}
 _BITS = 15_000  # of an integer; Python writes no more than 4,300 digits
 
 _LISTS = (list, tuple, dict, set, frozenset, *map(type, ({}.keys(), {}.values(), {}.items())))
@@ -45,14 +50,60 @@ _PRODUCTS |= {".replace", ".rfind", ".rindex", ".rjust", ".rpartition", ".rsplit
 _PRODUCTS |= {".strip", ".translate", ".zfill"}
 
 
-def render(source: str, own: Mapping[str, str], values: Mapping[str, Any], given: Given) -> str:
-    """Runs a program.
+class Given:
+    """Makes copies of nothing but JSON's types: methods of other objects may do harm.
 
-    Args:
-        source: the program.
-        own: variables that come with the program.
-        values: variables of the user, copied by `given`.
-        given: what has copied them.
+    Attributes:
+        sizes: the size of each list and table, with all that is in it, by the `id` of its copy.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+        self._values = 0
+
+    def copy(self, value: Any, levels: int = LEVELS) -> Any:
+        """A copy of a value.
+
+        Raises:
+            ValueError: "holds ...", what is no JSON.
+        """
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        for kind, plain in _PLAIN.items():
+            if isinstance(value, kind):
+                return plain(value)
+        if levels == 0:
+            raise ValueError(f"holds lists in lists, more than {LEVELS} deep")
+        if isinstance(value, np.generic):
+            return self.copy(value.item(), levels - 1)
+        copy: Any
+        if isinstance(value, Mapping):
+            copy = {self.copy(k, 1): self.copy(v, levels - 1) for k, v in value.items()}
+        elif isinstance(value, list | tuple):
+            copy = [self.copy(part, levels - 1) for part in value]
+            copy = copy if isinstance(value, list) else tuple(copy)
+        else:
+            raise ValueError(
+                f"holds {shown(value)}, which is no JSON: use texts, numbers, lists and tables"
+            )
+        self._values += len(copy)
+        if self._values > VALUES:
+            raise ValueError(f"holds more than {VALUES} values")
+        self.sizes[id(copy)] = sum(map(self.size, _parts_of(copy)))
+        return copy
+
+    def size(self, copy: Any) -> int:
+        """The size of a copy as an item of a list."""
+        return ITEM + (len(copy) if isinstance(copy, str) else self.sizes.get(id(copy), 0))
+
+
+def _parts_of(value: Any) -> list[Any]:
+    """The items of a list; the keys and values of a table."""
+    return [*value, *value.values()] if isinstance(value, dict) else [*value]
+
+
+def render(source: str, own: Mapping[str, str], values: Mapping[str, Any], given: Given) -> str:
+    """Runs a program with its own variables, and with values of the user that `given` has copied.
 
     Raises:
         Exception: of any type, for example since the text cannot be encoded.
@@ -291,7 +342,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
                 elif isinstance(part, _LISTS) and id(part) in self._sizes:
                     size += self._sizes[id(part)]
                 elif isinstance(part, _LISTS):
-                    parts = parts_of(part)
+                    parts = _parts_of(part)
                     size += ITEM * len(parts)
                     self.fits(size)
                     inner += parts

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax import given, sandbox
+from stree_jax import sandbox
 from stree_jax.chat import ChatTemplate, checked_variables, load_chat_template, special_tokens
 from tests.cases.chat_templates import ALIKE, HARMLESS, MISTAKES, REFUSED
 
@@ -176,7 +176,7 @@ def test_values_that_are_no_json(value, message):
 
 def test_too_many_values(monkeypatch):
     """A list that is twice in another counts twice."""
-    monkeypatch.setattr(given, "VALUES", 1000)
+    monkeypatch.setattr(sandbox, "VALUES", 1000)
     for value in ([0] * 1001, functools.reduce(lambda part, _: [part, part], range(50), 0)):
         refused = outcome(lambda value=value: ChatTemplate("", {}).render(USER, x=value))
         assert refused == "chat['x'] holds more than 1000 values"
@@ -192,17 +192,11 @@ def test_values_that_are_no_text(value, text):
     [
         ([], "messages are such as"),
         (5, "got 5"),
-        (None, "got None"),
-        ({}, "got {}"),
         (USER[0], "got {'role': 'user', 'content': 'Hello'}"),
         (b"abc", "got 97 among them"),
         (iter(USER), "messages are such as"),
-        ([5], "got 5 among them"),
-        ([USER], "among them"),
         ([*USER, "Hello"], "got 'Hello' among them"),
         ([{}], "got {} among them"),
-        ([{"content": "Hello"}], "among them"),
-        ([{"role": None}], "among them"),
         ([{"role": b"user"}], "among them"),
         ([{"role": "user", "x": deep(5000)}], "more than 100 deep"),
     ],
@@ -215,11 +209,8 @@ def test_bad_messages(messages, message):
     ("chat", "message"),
     [
         (5, "got 5"),
-        ([], "got []"),
         ("tools", "got 'tools'"),
-        (b"", "got b''"),
         ({1: 2}, "got {1: 2}"),
-        ({None: 2}, "got {None: 2}"),
         ([("tools", [])], "got [('tools', [])]"),
         ({"messages": []}, "they are the prompt"),
     ],

@@ -55,7 +55,6 @@ for name in {list(FORBIDDEN)}:
 # Packages from the bottom up: each may import itself and those before it.
 LAYERS = [
     "checkout",
-    "lazy",
     "messages",
     "array_types",
     "checks",
@@ -70,7 +69,6 @@ LAYERS = [
     "convert",
     "pretrained",
     "decoding",
-    "given",
     "sandbox",
     "chat",
     "text",

@@ -92,7 +92,6 @@ def test_refusals(folder, monkeypatch):
     calls = [
         (lambda: st.complete(model, "x"), "a model has no tokenizer: pass tokenizer=..."),
         (lambda: st.complete(folder, ""), "prompt is empty"),
-        (lambda: st.complete(folder, []), "messages are such as"),
         (lambda: st.complete(model, MESSAGES, tokenizer=demo), "has no chat template"),
         (
             lambda: st.complete(model, MESSAGES, tokenizer=st.load_tokenizer(folder)),
@@ -100,13 +99,6 @@ def test_refusals(folder, monkeypatch):
         ),
         (lambda: st.complete(model, "x", tokenizer=5), "tokenizer must be that of"),
         (lambda: st.complete(folder, MESSAGES, chat={"messages": []}), "they are the prompt"),
-        (lambda: st.complete(folder, MESSAGES, chat={"tools": [len]}), "chat['tools'] holds"),
-        (
-            lambda: st.complete(folder, [{"role": "\ud800", "content": ""}]),
-            "surrogates not allowed",
-        ),
-        (lambda: st.complete("nowhere", "x"), "no checkpoint at nowhere"),
-        (lambda: st.complete(folder, "x", temperature=-1.0), "temperature must be a number"),
     ]
     for call, message in calls:
         with pytest.raises(ValueError, match=re.escape(message)):

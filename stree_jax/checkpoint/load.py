@@ -43,17 +43,7 @@ def load_native(
     implementation: str | None = None,
     partition: Partition = ONE_DEVICE,
 ) -> HybridLM:
-    """Loads a native checkpoint directory.
-
-    Args:
-        path: the directory.
-        dtype, implementation: as in `from_pretrained`.
-        partition: partition of the loaded model.
-
-    Raises:
-        ValueError: the checkpoint is missing or damaged, its shapes disagree with its config, or
-            do not fit the partition.
-    """
+    """Loads a native checkpoint directory; options and errors as in `from_pretrained`."""
     config, stored = open_native(path)
     if dtype is None:
         dtype = matrix_dtype(stored.values())
@@ -81,11 +71,7 @@ def load_module(path: Path, like: _Module) -> _Module:
 
 
 def open_native(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """The config and the arrays by name, whose names, shapes and types fit; reads no weights.
-
-    Raises:
-        ValueError: the checkpoint is missing or damaged, or its shapes disagree with its config.
-    """
+    """The config and the arrays by name, whose names, shapes and types fit; reads no weights."""
     config, stored = load_config(path), open_arrays(path)
     if len(config.layers) > len(stored):  # each layer has at least one array
         raise ValueError(
@@ -175,25 +161,13 @@ def load_header(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
 
 
 def matrix_dtype(weights: Iterable[Any]) -> jnp.dtype:
-    """bfloat16 if all matrices are bfloat16, else float32, which is lossless.
-
-    Args:
-        weights: objects with a `shape` and a `dtype`.
-    """
+    """bfloat16 if all matrices among the weights are bfloat16, else float32, which is lossless."""
     dtypes = {jnp.dtype(weight.dtype) for weight in weights if len(weight.shape) == 2}
     return jnp.dtype(jnp.bfloat16 if dtypes == {jnp.dtype(jnp.bfloat16)} else jnp.float32)
 
 
 def check_shapes(path: Path, wanted: object, stored: object) -> None:
-    """Compares names and shapes of two trees of weights.
-
-    Args:
-        path: the checkpoint, for the message.
-        wanted, stored: trees of objects with a `shape`.
-
-    Raises:
-        ValueError: lists all differences.
-    """
+    """Compares names and shapes of two trees of weights; raises ValueError with all differences."""
     want, have = (
         {name: tuple(leaf.shape) for name, leaf in flatten(tree).items()}
         for tree in (wanted, stored)

@@ -15,7 +15,6 @@ from rich.console import Console
 import stree_jax as st
 from stree_jax.checks import check_int
 from stree_jax.cli.loading import Loaded, chosen
-from stree_jax.cli.memory import free_memory, row_bytes
 from stree_jax.cli.options import MAX_SEED, Generate, wanted
 from stree_jax.cli.prompts import prompt_of, read_lines
 from stree_jax.cli.records import Record, open_records
@@ -24,6 +23,8 @@ from stree_jax.decoding.options import plan
 from stree_jax.decoding.prompts import MAX_TOKENS, buffer_size
 from stree_jax.mesh.hosts import by_first
 from stree_jax.messages import shown
+from stree_jax.models.cache import init_cache
+from stree_jax.models.lm import HybridLM
 
 
 class _Line(NamedTuple):
@@ -58,10 +59,6 @@ def run_batch(console: Console, loaded: Loaded, command: Generate, settings: dic
 
     Returns:
         The number of lines with errors.
-
-    Raises:
-        ValueError: a file that cannot be read or written, an output of other options or prompts, or
-            more rows than fit into memory.
     """
     check_int("--rows", command.rows, 1)
     lines = _lines(loaded, command, settings)
@@ -101,11 +98,7 @@ def run_batch(console: Console, loaded: Loaded, command: Generate, settings: dic
 
 
 def _lines(loaded: Loaded, command: Generate, settings: dict[str, Any]) -> list[_Line]:
-    """The lines of the file that process 0 has; requests share the tables of their grammars.
-
-    Raises:
-        ValueError: the file cannot be read, or the options of the command are refused.
-    """
+    """The lines of the file that process 0 has; requests share the tables of their grammars."""
     path: Any = command.prompts
 
     def read() -> str:  # bytes as characters, so that a line that is no UTF-8 ends alone
@@ -155,9 +148,6 @@ def _fitting(loaded: Loaded, lines: list[_Line], rows: int, limit: int) -> tuple
 
     There are at most as many rows as requests; on a mesh each shard has the same number. Requests
     beyond `limit` are left to the scheduler.
-
-    Raises:
-        ValueError: no request fits.
     """
     partition = loaded.model.partition
     data = partition.rows
@@ -185,6 +175,37 @@ def _fitting(loaded: Loaded, lines: list[_Line], rows: int, limit: int) -> tuple
             error = f"{rows} {error}; lower max_new_tokens or --rows"
             lines[i] = _Line(line.number, line.source, error=error)
     return lines, rows
+
+
+def free_memory(num_devices: int) -> int | None:
+    """Bytes that can be allocated on a device; None: unknown.
+
+    Args:
+        num_devices: devices of this process that are used; on a CPU they share the memory.
+    """
+    device = jax.local_devices()[0]
+    if stats := device.memory_stats():
+        return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields = dict(line.split(":") for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024 // num_devices
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def row_bytes(models: Sequence[HybridLM], length: int) -> int:
+    """Bytes that one row of `length` tokens needs at least: its text, and the models' caches.
+
+    On a mesh on each device of the row's shard.
+    """
+
+    def cache(model: HybridLM) -> Any:
+        local = model.config.local(model.partition.shards)
+        return init_cache(local, 1, length, model.activation_dtype)
+
+    caches = jax.eval_shape(lambda: [cache(model) for model in models])
+    return 4 * length + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
 
 
 def _digest(loaded: Loaded, command: Generate, settings: dict[str, Any]) -> str:

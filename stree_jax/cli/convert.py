@@ -23,11 +23,7 @@ from stree_jax.models.lm import HybridLM
 
 
 def run_convert(command: Convert) -> None:
-    """Converts a checkpoint with a progress bar, then prints what was converted and ignored.
-
-    Raises:
-        ValueError: as `stree_jax.convert.convert`.
-    """
+    """Converts a checkpoint with a progress bar, then prints what was converted and ignored."""
     console, path = Console(highlight=False), find(command.source)  # may download
     with Progress(
         TextColumn("reading weights"),
@@ -62,11 +58,7 @@ def show_checkpoint(command: Inspect) -> None:
 
 
 def run_inspect(console: Console, path: str, *, tensors: bool, ignore: Sequence[str] = ()) -> None:
-    """Prints a summary of a checkpoint and, with `tensors`, the weight that each tensor becomes.
-
-    Raises:
-        ValueError: the checkpoint cannot be converted.
-    """
+    """Prints a summary of a checkpoint and, with `tensors`, the weight that each tensor becomes."""
     directory = find(path)
     console.print(_table(directory, ignore))
     if tensors:

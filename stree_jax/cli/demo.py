@@ -1,8 +1,8 @@
 """`stree-jax demo`: the embedded pair decodes built-in prompts with several draft trees."""
 
+import functools
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from stree_jax.cli.options import Demo
 from stree_jax.cli.trees import parse_tree
 from stree_jax.convert import find
 from stree_jax.decoding.generate import plan
+from stree_jax.tuning.measure import interleaved
 
 # Written for this demo: similar to the training text but not part of it.
 PROMPTS = (
@@ -35,11 +36,7 @@ MAX_SPREAD = 1.3  # rounds of a quiet machine differ by a few per cent
 
 
 def run_demo(command: Demo) -> int:
-    """Runs the demo, with the embedded pair by default; returns 1 if the methods' outputs differ.
-
-    Raises:
-        ValueError: only one of two models is given, or one of them cannot be loaded.
-    """
+    """Decodes with each method; returns 1 if their outputs differ."""
     if (command.target is None) != (command.draft is None):
         raise ValueError(
             "--target and --draft must be given together: a draft model is trained for one target"
@@ -69,7 +66,10 @@ def run_demo(command: Demo) -> int:
         options: dict[str, Any] = dict(drafter=drafter, max_new_tokens=command.max_new_tokens)
         return [st.generate(target, [prompt], topology=tree, **options) for prompt in prompts]
 
-    outputs, seconds = _decoded(console, decode, [*trees.values()])
+    calls = [functools.partial(decode, each) for each in trees.values()]
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("compiling, then decoding", total=len(calls) * (1 + NUM_REPEATS))
+        outputs, seconds = interleaved(calls, NUM_REPEATS, lambda: progress.advance(task))
     report = _report([*trees], outputs, seconds)
     title = f"{len(prompts)} prompts, up to {command.max_new_tokens} new tokens each, temperature 0"
     console.print(_table(title, report))
@@ -86,26 +86,6 @@ def run_demo(command: Demo) -> int:
     line = json.dumps({"demo": report, "best": best})
     console.print(line, soft_wrap=True, highlight=False, markup=False)
     return 0 if all(each["identical"] for each in report.values()) else 1
-
-
-def _decoded(
-    console: Console,
-    decode: Callable[[st.TreeTopology], list[st.Generation]],
-    trees: Sequence[st.TreeTopology],
-) -> tuple[list[list[st.Generation]], np.ndarray]:
-    """The outputs of each tree, and the seconds `[rounds, trees]` that they took."""
-    outputs: list[list[st.Generation]] = [[]] * len(trees)
-    seconds = np.zeros((1 + NUM_REPEATS, len(trees)))  # the first round compiles
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("compiling", total=seconds.size)
-        for i in range(len(seconds)):  # interleaved, so that noise affects all trees alike
-            for j, tree in enumerate(trees):
-                began = time.perf_counter()
-                outputs[j] = decode(tree)
-                seconds[i, j] = time.perf_counter() - began
-                progress.advance(task)
-            progress.update(task, description="decoding")
-    return outputs, seconds[1:]
 
 
 def _report(

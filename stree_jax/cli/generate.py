@@ -103,16 +103,13 @@ def _write_steps(
     steps: Iterator[list[st.Piece]],
 ) -> tuple[str, int, int]:
     """Writes text as it comes. Returns the speed, and the numbers of tokens and of calls."""
-    num_tokens, calls, began = 0, 0, time.perf_counter()
+    lengths, began = [], 0.0
     for (new,) in steps:
-        num_tokens += len(new)
-        calls += 1
-        if calls == 1:
-            began = time.perf_counter()  # the first step includes compilation
-            first = len(new)
+        began = began or time.perf_counter()  # the first step includes compilation
+        lengths.append(len(new))
         reason = "end_token" if new and new[-1] in ends else ""
         write(loaded.texts.without_end(new.text or "", new, reason))
     write("\n")
     seconds = time.perf_counter() - began
-    speed = f"{(num_tokens - first) / seconds:,.0f} tokens/s, " if calls > 1 else ""
-    return speed, num_tokens, calls
+    speed = f"{sum(lengths[1:]) / seconds:,.0f} tokens/s, " if lengths[1:] else ""
+    return speed, sum(lengths), len(lengths)

@@ -2,19 +2,21 @@
 
 import dataclasses
 import json
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import Mesh
 
 import stree_jax as st
-from stree_jax.cli.mesh import join_processes, parse_mesh
 from stree_jax.cli.options import Drafts, Generate, sampling
 from stree_jax.cli.trees import parse_tree
 from stree_jax.compilation_cache import enable_compilation_cache
 from stree_jax.convert import find, has_field
-from stree_jax.messages import shown
+from stree_jax.messages import first_line, shown
 from stree_jax.text import Texts
 
 _MODELS = ("draft", "mtp_head", "eagle3")  # options of drafters that can choose a tree's shape
@@ -36,11 +38,7 @@ class Chosen(NamedTuple):
 
 
 def chosen(target: str, drafts: Drafts) -> Chosen:
-    """The drafter of the options, for a target.
-
-    Raises:
-        ValueError: there are several.
-    """
+    """The drafter of the options, for a target."""
     options = ("draft", "ngram", "medusa", "mtp_head", "eagle3")
     given = {option: getattr(drafts, option) for option in options}
     if drafts.mtp and drafts.mtp_head is None:
@@ -65,15 +63,7 @@ def load_models(
 ) -> tuple[st.HybridLM, st.Drafter | None]:
     """Loads a target and its drafter; from then on, compiled programs are kept.
 
-    Args:
-        target: the checkpoint of the model that is decoded with.
-        drafter: which one.
-        dtype, mesh: of the weights.
-        kind: the kind of tree, such as "budget" for dynamic ones.
-        sharpness: of dynamic trees.
-
-    Raises:
-        ValueError: one of them cannot be loaded, or no checkpoint has a field to ignore.
+    `kind` is that of the tree, such as "budget" for dynamic ones, which have a `sharpness`.
     """
     ignore, of_drafter = _ignored_fields(drafter.ignore, target, drafter.path)
     enable_compilation_cache()
@@ -98,11 +88,7 @@ def load_models(
 
 
 def _ignored_fields(names: Sequence[str], *checkpoints: str | Path | None) -> list[list[str]]:
-    """Which of the fields of --ignore-field each of the checkpoints has.
-
-    Raises:
-        ValueError: none of them has one.
-    """
+    """Which of the fields of --ignore-field each of the checkpoints has."""
     found = [
         [name for name in names if each is not None and has_field(find(each), name)]
         for each in checkpoints
@@ -132,11 +118,7 @@ class Loaded:
     _grammars: dict[str, st.Automaton | ValueError] = dataclasses.field(default_factory=dict)
 
     def options(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The keywords of `Options` for the settings of a text, its grammar among them.
-
-        Raises:
-            ValueError: a bad grammar, or no end token.
-        """
+        """The keywords of `Options` for the settings of a text, its grammar among them."""
         ends = self.texts.end_tokens(self.model.config, asked["eos_token"])
         kinds = [kind for kind in ("regex", "json_schema") if asked[kind] is not None]
         grammars = [self._grammar(kind, asked[kind], ends) for kind in kinds]
@@ -158,11 +140,7 @@ class Loaded:
 
 
 def load(command: Generate) -> Loaded:
-    """Loads models and tokenizer for `generate`.
-
-    Raises:
-        ValueError: an option is invalid.
-    """
+    """Loads models and tokenizer for `generate`."""
     tree, mesh, sharpness = command.tree, command.mesh, command.sharpness
     drafter = chosen(command.checkpoint, command)
     topology = None if tree is None else parse_tree(tree)
@@ -199,3 +177,41 @@ def load(command: Generate) -> Loaded:
     )
     drafting = {"drafter": of_model, "topology": topology, "verifier": command.verifier}
     return Loaded(model, drafting, texts)
+
+
+def parse_mesh(spec: str) -> Mesh:
+    """The mesh of "data=2,model=4", "model=4" or "auto", which puts all devices on "data"."""
+    if spec == "auto":
+        return st.make_mesh(data=jax.device_count())
+    sizes: dict[str, int] = {}
+    for part in spec.split(","):
+        match = re.fullmatch(r"(data|model)=([1-9][0-9]{0,5})", part.strip(), re.ASCII)
+        if match is None or match[1] in sizes:
+            raise ValueError(
+                f"--mesh {spec:.80} is not a mesh: use data=2,model=4, one of the two, or auto"
+            )
+        sizes[match[1]] = int(match[2])
+    return st.make_mesh(**sizes)
+
+
+def join_processes() -> None:
+    """Joins the other processes of this command; must be the first use of jax.
+
+    jax finds them on Slurm, Open MPI and TPUs. Elsewhere each process sets the address of process
+    0, the number of processes and its own index: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID.
+    """
+    numbers: list[int | None] = []
+    for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
+        value = os.environ.get(name)
+        if value is not None and not re.fullmatch("[0-9]{1,6}", value, re.ASCII):
+            raise ValueError(f"{name} must be a number, got {value:.80}")
+        numbers.append(None if value is None else int(value))
+    try:
+        jax.distributed.initialize(num_processes=numbers[0], process_id=numbers[1])
+    except Exception as error:  # jax raises many types
+        raise ValueError(
+            f"--distributed found no other processes ({first_line(error)}); start one on each host"
+            " with Slurm or Open MPI, or set JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES"
+            " and JAX_PROCESS_ID"
+        ) from None

@@ -1,6 +1,7 @@
 """The `stree-jax` command and its subcommands.
 
-User errors are one line on stderr and exit code 2. Each command imports its own module.
+User errors, which all functions here raise as ValueError, are one line on stderr and exit code 2.
+Each command imports its own module.
 """
 
 import os

@@ -151,11 +151,7 @@ class TextOptions:
     )
 
     def settings(self) -> dict[str, Any]:
-        """The values by name, with the schema itself in the place of the path of its file.
-
-        Raises:
-            ValueError: the file cannot be read.
-        """
+        """The values by name, with the schema itself in the place of the path of its file."""
         values = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(TextOptions)
         }
@@ -255,11 +251,7 @@ class TuneTree(Drafts):
 
 
 def wanted(settings: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The settings of a prompt's texts; what is a line's `own` replaces the command's.
-
-    Raises:
-        ValueError: two grammars, or an invalid number of texts.
-    """
+    """The settings of a prompt's texts; what is a line's `own` replaces the command's."""
     own = {name: value for name, value in (own or {}).items() if name in settings}
     if {"regex", "json_schema"} & own.keys():  # a line's grammar replaces that of the command
         own = {"regex": None, "json_schema": None} | own

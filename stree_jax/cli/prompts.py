@@ -9,11 +9,7 @@ _WANTED = 'an object with a "prompt" that is a text, or with "messages"'
 
 
 def read_lines(path: Path) -> list[tuple[int, bytes]]:
-    """The lines that are not blank, and their numbers, from 1.
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
+    """The lines that are not blank, and their numbers, from 1."""
     try:
         content = path.read_bytes().removeprefix(_BOM)
     except OSError as error:
@@ -22,11 +18,7 @@ def read_lines(path: Path) -> list[tuple[int, bytes]]:
 
 
 def prompt_of(line: bytes) -> tuple[Any, dict[str, Any]]:
-    """The text or the messages of a line, and the object in it.
-
-    Raises:
-        ValueError: there is none, or it has no prompt.
-    """
+    """The text or the messages of a line, and the object in it."""
     try:
         content = json.loads(line.decode())
     except UnicodeDecodeError as error:

@@ -14,11 +14,7 @@ from stree_jax.training import Progress, Recipe, distill, train
 
 
 def run_training(command: Train | Distill) -> None:
-    """Trains, distills a target, or trains heads for one, with a progress bar.
-
-    Raises:
-        ValueError: the recipe, the target or the output is invalid.
-    """
+    """Trains, distills a target, or trains heads for one, with a progress bar."""
     console, recipe = Console(), Recipe.load(command.recipe)
     enable_compilation_cache()
     reports = _trained(command, recipe, shlex.join(["stree-jax", *sys.argv[1:]]))

@@ -10,11 +10,7 @@ from stree_jax.tree import TreeTopology
 
 
 def run_tree(command: Tree) -> None:
-    """Draws a tree.
-
-    Raises:
-        ValueError: the specification is malformed, or the tuned result is not to draft.
-    """
+    """Draws a tree."""
     topology = parse_tree(command.spec)
     if topology is None:
         raise ValueError(f"{command.spec} says not to draft: there is no tree to print")
@@ -31,11 +27,7 @@ def run_tree(command: Tree) -> None:
 
 
 def parse_tree(spec: str) -> TreeTopology | None:
-    """Parses the specification of a tree; None: the tuned result is not to draft.
-
-    Raises:
-        ValueError: the specification is malformed, or its file.
-    """
+    """Parses the specification of a tree; None: the tuned result is not to draft."""
     if spec.startswith("@"):
         return _read(Path(spec[1:]))
     kind, _, rest = spec.partition(":")

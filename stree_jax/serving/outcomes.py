@@ -81,14 +81,12 @@ def of_row(
 def of_waiting(job: Job, now: float) -> Completion:
     """The completion of a request that was cancelled before it decoded."""
     job.began = job.began or now
-    zeros: Any = np.zeros(1, np.int32)
+    zero: Any = np.zeros(1, np.int32)
+    nothing: Any = np.zeros((0, 0), np.int32)
     by_depth: Any = np.zeros((1, job.plan.decoder.topology.depth), np.int32)
-    nothing: Any = np.zeros(0, np.int32)
-    best: Any = np.zeros((0, job.request.num_best or 0), np.int32)
-    records = TokenLogProbs(nothing, best, best)
     text = None if job.row.stopping.tokenizer is None else ""
-    counts = Statistics(zeros, zeros, zeros, zeros, by_depth)
-    return _completion(job, NewTokens(nothing, CANCELLED, records, text), counts, now)
+    new = NewTokens(nothing, CANCELLED, TokenLogProbs(nothing, nothing, nothing), text)
+    return _completion(job, new, Statistics(zero, zero, zero, zero, by_depth), now)
 
 
 def _completion(

@@ -28,15 +28,8 @@ _FEWEST_BEST = 4  # tokens that rows record, if any
 class Pool:
     """The rows of one decode loop, with the settings of the text in each. It knows no requests.
 
-    Args:
-        model: the target.
-        drafter: the drafter of all rows, which prefixes name; None: no drafts.
-        plans: the programs for texts of `max_length` tokens, by whether all rows have temperature
-            0; None where the verifier refuses.
-        max_length: most tokens of a text.
-        rows: number of rows.
-        first_places: tokens for which the caches of a row have room at first, rounded up as all
-            buffers are; None: `max_length`.
+    `plans` are the programs for texts of `max_length` tokens, by whether all rows have temperature
+    0; None where the verifier refuses. The other arguments are those of `Scheduler`.
     """
 
     def __init__(
@@ -56,9 +49,9 @@ class Pool:
         if first_places is not None and _needs_places(model, drafter, self._most):
             self._size = min(buffer_size(first_places), self._most)
         self._rows: list[Row | None] = [None] * rows  # None: the row is free
-        # What the rows record, and whether they have stops, see `SpeculativeDecoder`.
+        # What the rows record, and the sizes of the automata of their stops; None: nothing, none.
         self._num_best: int | None = None
-        self._has_stops, self._stop_sizes = False, (1, 1)
+        self._stop_sizes: tuple[int, int] | None = None
         self._state: Any = None
         self._cache: Any = None  # shapes of a row's
         self._started: set[int] = set()  # rows that have started since the last run
@@ -79,11 +72,6 @@ class Pool:
         """A decoder with the sizes of the rows, and the drafter, if it drafts."""
         return self._program(greedy=bool(self._plans[True]))
 
-    @property
-    def free(self) -> list[int]:
-        """The rows that have no text, in order."""
-        return [row for row, settings in enumerate(self._rows) if settings is None]
-
     def check(self, after: Prefix) -> None:
         """Refuses a prefix of another model, drafter or pool, which would end all rows.
 
@@ -101,11 +89,7 @@ class Pool:
             )
 
     def grow(self, num_tokens: int) -> bool:
-        """Gives the caches of all rows room for a text of `num_tokens`, by doubling.
-
-        Returns:
-            Whether they had less.
-        """
+        """Gives the caches of all rows room for a text, by doubling; returns if they had less."""
         if num_tokens <= self._size:
             return False
         while self._size < num_tokens:
@@ -121,13 +105,7 @@ class Pool:
         return prefix._replace(origin=origin_of(self._model, self._drafter))
 
     def start(self, row: int, plan: Plan, prefix: Prefix) -> None:
-        """Starts a free row.
-
-        Args:
-            row: the row.
-            plan: settings and key of the text.
-            prefix: the whole text, read for this pool.
-        """
+        """Starts a free row with settings and key of a plan; `prefix` is the whole text."""
         self._extend(plan)
         settings = plan.rows[0]
         decoder, drafter = self._program(settings.is_greedy)
@@ -140,11 +118,7 @@ class Pool:
         self._rows[row] = settings
 
     def run(self, max_steps: int, stop_after_ended: int) -> list[int]:
-        """Runs for some steps, or until some rows have ended.
-
-        Returns:
-            The rows that have ended and are not free.
-        """
+        """Runs for some steps, or until some rows have ended; returns those that are not free."""
         greedy = all(row.is_greedy for row in self._settings())
         decoder, drafter = self._program(greedy)
         sampling = sampling_of(self._settings(), greedy=greedy, may_differ=True)
@@ -172,14 +146,11 @@ class Pool:
         with dispatch.on(self._model):
             return self.signed(slots.take(self._state, row))
 
-    def release(self, row: int) -> None:
-        """Frees a row that has ended."""
+    def release(self, row: int, *, has_ended: bool) -> None:
+        """Frees a row."""
         self._rows[row] = None
-
-    def end(self, row: int) -> None:
-        """Frees a row whose text has not ended."""
-        self.release(row)
-        self._state = slots.end(self._state, [row])
+        if not has_ended:
+            self._state = slots.end(self._state, [row])
 
     def new_tokens(self) -> list[np.ndarray]:
         """The new tokens so far of each row."""
@@ -191,8 +162,7 @@ class Pool:
         return [row or Row() for row in self._rows]
 
     def _limits(self) -> Limits:
-        sizes = self._stop_sizes if self._has_stops else None
-        limits = limits_of(self._settings(), self._model.config.vocab_size, sizes)
+        limits = limits_of(self._settings(), self._model.config.vocab_size, self._stop_sizes)
         return self._model.partition.put_rows(limits)
 
     def _program(self, greedy: bool) -> tuple[SpeculativeDecoder, Drafter | None]:
@@ -202,7 +172,7 @@ class Pool:
             found.decoder,
             max_length=self._size,
             num_best=self._num_best,
-            has_stops=self._has_stops,
+            has_stops=self._stop_sizes is not None,
         )
         return decoder, found.drafter
 
@@ -214,12 +184,8 @@ class Pool:
             size = buffer_size(num_best, _FEWEST_BEST) if num_best else 0
             self._num_best = min(size, vocab_size)
         if stopping:
-            self._has_stops = True
-            states, classes = stopping.machine(vocab_size).sizes
-            self._stop_sizes = (
-                max(self._stop_sizes[0], states),
-                max(self._stop_sizes[1], classes),
-            )
+            (states, classes), old = stopping.machine(vocab_size).sizes, self._stop_sizes or (1, 1)
+            self._stop_sizes = max(states, old[0]), max(classes, old[1])
 
 
 def _needs_places(model: HybridLM, drafter: Drafter | None, most: int) -> bool:

@@ -1,5 +1,6 @@
 """Prefixes of texts that were read, by their tokens, within a budget of bytes."""
 
+import bisect
 import collections
 import dataclasses
 from collections.abc import Sequence
@@ -10,7 +11,6 @@ import jax.numpy as jnp
 
 from stree_jax.array_types import Array
 from stree_jax.decoding.types import Prefix
-from stree_jax.serving.radix_tree import RadixTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,16 +47,16 @@ class PrefixCache:
 
     def __init__(self, budget: int):
         self._budget = budget
-        self._tree: RadixTree[tuple[int, ...]] = RadixTree()
-        # By their tokens, the least recently used first.
+        # By their tokens, the least recently used first; and the tokens of all in order.
         self._entries: collections.OrderedDict[tuple[int, ...], Prefix] = collections.OrderedDict()
+        self._sorted: list[tuple[int, ...]] = []
         self._uses: collections.Counter[int] = collections.Counter()  # of arrays, by their id
         self._nbytes = self._evictions = self._damaged = 0
 
-    def add_to(self, stats: PrefixCacheStats) -> PrefixCacheStats:
-        """Adds the cached entries' counts to `stats`."""
-        return dataclasses.replace(
-            stats,
+    @property
+    def counts(self) -> dict[str, int]:
+        """What `PrefixCacheStats` says of entries."""
+        return dict(
             nbytes=self._nbytes,
             num_entries=len(self._entries),
             evictions=self._evictions,
@@ -72,7 +72,7 @@ class PrefixCache:
             tokens: the text.
             longer_than: entries of at most as many tokens are ignored.
         """
-        while (key := self._tree.longest(tokens)) is not None and len(key) > longer_than:
+        while (key := self._longest(tokens)) is not None and len(key) > longer_than:
             prefix = self._entries[key]
             if is_finite(prefix):
                 self._entries.move_to_end(key)
@@ -83,7 +83,9 @@ class PrefixCache:
 
     def shared(self, tokens: Sequence[int]) -> int:
         """Length of the longest common prefix of a text and any entry."""
-        return self._tree.shared(tokens)
+        at = bisect.bisect(self._sorted, tuple(tokens))
+        neighbours = self._sorted[max(at - 1, 0) : at + 1]
+        return max((num_shared(tokens, each) for each in neighbours), default=0)
 
     def has(self, tokens: Sequence[int]) -> bool:
         """Whether there is an entry of exactly these tokens, which is then used."""
@@ -101,7 +103,7 @@ class PrefixCache:
         if sum(arrays[name].nbytes for name in arrays) > self._budget:
             return
         self._entries[key] = prefix
-        self._tree[key] = key
+        bisect.insort(self._sorted, key)
         for name, array in arrays.items():
             if not self._uses[name]:
                 self._nbytes += array.nbytes
@@ -110,8 +112,22 @@ class PrefixCache:
             self._remove(next(iter(self._entries)))
             self._evictions += 1
 
+    def _longest(self, tokens: Sequence[int]) -> tuple[int, ...] | None:
+        """The tokens of the longest entry that a text begins with.
+
+        It comes before the text in the order, and so does what lies between them, which begins with
+        it too: what a text shares with its predecessor is all that need be looked at further.
+        """
+        text = tuple(tokens)
+        while at := bisect.bisect(self._sorted, text):
+            before = self._sorted[at - 1]
+            text = text[: num_shared(text, before)]
+            if text == before:
+                return before
+        return None
+
     def _remove(self, key: tuple[int, ...]) -> None:
-        del self._tree[key]
+        del self._sorted[bisect.bisect_left(self._sorted, key)]
         for name, array in _arrays(self._entries.pop(key)).items():
             self._uses[name] -= 1
             if not self._uses[name]:
@@ -122,6 +138,12 @@ class PrefixCache:
 def _arrays(prefix: Prefix) -> dict[int, Any]:
     """The arrays of a prefix by their id: an array that occurs twice is in memory once."""
     return {id(leaf): leaf for leaf in jax.tree.leaves(prefix)}
+
+
+def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first tokens two texts share."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def is_finite(prefix: Prefix) -> bool:

@@ -1,6 +1,6 @@
 """Prompts on their way into rows: chunk by chunk, from where the prefix cache knows them."""
 
-import bisect
+import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 
@@ -17,7 +17,7 @@ from stree_jax.decoding.types import Context, Prefix
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.rows import row_of
 from stree_jax.models.lm import HybridLM
-from stree_jax.serving.prefix_cache import PrefixCache, PrefixCacheStats
+from stree_jax.serving.prefix_cache import PrefixCache, PrefixCacheStats, num_shared
 
 _TOGETHER = 4  # texts that one call reads; others are read alone, so that few programs are compiled
 _SMALLEST = 64  # tokens of a buffer, see `buffer_size`
@@ -32,7 +32,7 @@ class Reading:
         tokens: all of it.
         prefix: of its first `length` tokens; None: nothing is read.
         length: see `prefix`.
-        keep_at: lengths whose prefixes are kept, ascending.
+        keep_at: lengths whose prefixes are kept.
         others: texts that began to be read before, and the number of first tokens that they share.
         is_hit: whether an entry of the cache was used.
     """
@@ -40,7 +40,7 @@ class Reading:
     tokens: list[int]
     prefix: Prefix | None = None
     length: int = 0
-    keep_at: list[int] = dataclasses.field(default_factory=list)
+    keep_at: set[int] = dataclasses.field(default_factory=set)
     others: list[tuple["Reading", int]] = dataclasses.field(default_factory=list)
     is_hit: bool = False
 
@@ -56,29 +56,18 @@ class Reading:
 
     def end(self, most: int) -> int:
         """Where the next chunk ends, which has at most `most` tokens."""
-        stop = bisect.bisect_right(self.keep_at, self.length)
-        ends = [*self.keep_at[stop : stop + 1], self.length + most, len(self.tokens)]
-        return min(ends)
+        stops = [length for length in self.keep_at if length > self.length]
+        return min(*stops, self.length + most, len(self.tokens))
 
     def drop(self) -> None:
         """Releases all arrays; texts that wait for this one continue."""
         self.length, self.prefix, self.others = len(self.tokens), None, []
 
-    def keep_also(self, length: int) -> None:
-        """Keeps the prefix of `length` tokens too."""
-        if length not in self.keep_at:
-            bisect.insort(self.keep_at, length)
-
 
 class PromptReader:
-    """Reads texts for the rows of a pool, and keeps their prefixes.
+    """Reads texts for the rows of a pool, whose program it gets, and keeps their prefixes.
 
-    Args:
-        decoder: the pool's program.
-        model: the target.
-        drafter: the pool's drafter.
-        cache_bytes: most bytes of kept prefixes; 0: none are kept.
-        keep_every: number of tokens after which the prefix of a long prompt is kept; None: never.
+    `cache_bytes` and `keep_every` are `prefix_cache_bytes` and `prefix_every` of `Scheduler`.
     """
 
     def __init__(
@@ -95,42 +84,36 @@ class PromptReader:
         self._together = -(-_TOGETHER // data) * data  # each shard of the batch reads as many
         self._cache = PrefixCache(cache_bytes) if cache_bytes else None
         self._keep_every = keep_every
-        self._stats = PrefixCacheStats()
+        self._counts = collections.Counter[str]()
 
     @property
     def stats(self) -> PrefixCacheStats:
         """Counts so far."""
-        return self._stats if self._cache is None else self._cache.add_to(self._stats)
+        entries = {} if self._cache is None else self._cache.counts
+        return PrefixCacheStats(**self._counts, **entries)
 
     def begin(
         self, tokens: list[int], after: Prefix | None, before: Sequence[Reading] = ()
     ) -> Reading:
-        """A text that is to be read.
-
-        Args:
-            tokens: the text.
-            after: a prefix of its beginning, or of all of it.
-            before: texts that are being read.
-        """
+        """A text that is to be read, after a prefix of it, while others `before` it are read."""
         reading = Reading(tokens)
         if after is not None:
             self._set(reading, int(on_host(after.context.length)[0]), after)
         if self._cache is None:
             return reading
-        self._count(lookups=1)
+        self._counts["lookups"] += 1
         self._look_up(reading)
-        total = len(tokens)
         if every := self._keep_every:
-            reading.keep_at = [*range(every, total, every)]
+            reading.keep_at |= {*range(every, len(tokens), every)}
         for other in before:
-            shared = _num_shared(tokens, other.tokens)
+            shared = num_shared(tokens, other.tokens)
             if max(other.length, reading.length + _WORTH) < shared:
-                other.keep_also(shared)
+                other.keep_at.add(shared)
                 reading.others.append((other, shared))
         shared = self._cache.shared(tokens)
         if reading.length + _WORTH < shared:
-            reading.keep_also(shared)
-        reading.keep_also(total)
+            reading.keep_at.add(shared)
+        reading.keep_at.add(len(tokens))
         return reading
 
     def resize(self, decoder: SpeculativeDecoder, readings: Iterable[Reading]) -> None:
@@ -141,12 +124,7 @@ class PromptReader:
                 self._set(reading, reading.length, reading.prefix)
 
     def advance(self, readings: Sequence[Reading], budget: int | None) -> None:
-        """Reads some tokens of texts, first come, first served.
-
-        Args:
-            readings: the texts, in the order in which they began.
-            budget: most tokens; None: reads all of them.
-        """
+        """Reads at most `budget` tokens of texts, or all: first come, first served."""
         left = budget
         while left is None or left >= (1 if left == budget else _SMALLEST):
             waiting = [reading for reading in readings if not (reading.is_done or reading.waits)]
@@ -177,7 +155,8 @@ class PromptReader:
         found = self._cache.find(reading.tokens, longer_than=reading.length)
         if found is not None:
             length, entry = found
-            self._count(tokens_reused=length - reading.length, hits=int(not reading.is_hit))
+            self._counts["tokens_reused"] += length - reading.length
+            self._counts["hits"] += not reading.is_hit
             reading.is_hit = True
             self._set(reading, length, entry)
 
@@ -190,11 +169,7 @@ class PromptReader:
             reading.prefix = self._decoder.read(self._model, self._drafter, context, own)
 
     def _read(self, waiting: Sequence[Reading], left: int | None) -> int:
-        """Reads a chunk of the first text, and of others that go together with it.
-
-        Returns:
-            The number of tokens.
-        """
+        """Reads a chunk of the first text, and of others with it; returns the number of tokens."""
         first = waiting[0]
         alike = [each for each in waiting if (each.prefix is None) == (first.prefix is None)]
         share = PREFILL_CHUNK if left is None else min(left // self._together, PREFILL_CHUNK)
@@ -226,7 +201,7 @@ class PromptReader:
             for each in waiting:
                 self._look_up(each)
         read = sum(ends) - sum(before)
-        self._count(tokens_prefilled=read)
+        self._counts["tokens_prefilled"] += read
         return read
 
     def _context(
@@ -238,17 +213,6 @@ class PromptReader:
             buffer[:length] = each.tokens[:length]
         context = Context(jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32))
         return self._model.partition.put_rows(context)
-
-    def _count(self, **counts: int) -> None:
-        new = {name: getattr(self._stats, name) + count for name, count in counts.items()}
-        self._stats = dataclasses.replace(self._stats, **new)
-
-
-def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many first tokens two texts share."""
-    most = min(len(one), len(other))
-    differ = np.flatnonzero(np.asarray(one[:most]) != np.asarray(other[:most]))
-    return int(differ[0]) if len(differ) else most
 
 
 def _whole_buffer(left: int) -> int:

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-import functools
+import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,16 +15,16 @@ from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.keys import typed_key
 from stree_jax.decoding.loop import MAX_STEPS
 from stree_jax.decoding.options import Plan, is_lossless, plan
+from stree_jax.decoding.placement import digest_of
 from stree_jax.decoding.prompts import MAX_TOKENS, checked_prompts
 from stree_jax.decoding.rows import check_together
 from stree_jax.decoding.slots import check_rows
 from stree_jax.decoding.types import Prefix
 from stree_jax.decoding.verifiers import Verifier
-from stree_jax.mesh.hosts import on_host
+from stree_jax.mesh.hosts import is_same_everywhere, on_host
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.serving import outcomes
-from stree_jax.serving.in_step import InStep
 from stree_jax.serving.pool import Pool
 from stree_jax.serving.prefix_cache import PrefixCacheStats
 from stree_jax.serving.prompt_reader import PromptReader, Reading
@@ -110,16 +110,17 @@ class Scheduler:
                 " texts; leave verifier out, or use generate(..., lossy=True)"
             )
         self._model, self._drafter, self._verifier = model, drafter, verifier
-        self._max_length, self._quantum = max_length, quantum
+        self._num_rows, self._max_length, self._quantum = rows, max_length, quantum
         self._topology = topology
+        self._no_key = jax.random.key(0)[None]  # at temperature 0 nothing is drawn
         # At temperature 0 and above it; None where the verifier refuses.
         plans = {greedy: self._planned(greedy) for greedy in (True, False)}
         if not any(plans.values()):
             self._plan_of([0], Request([0], max_new_tokens=1))  # raises
         self._sampled = plans[False]
-        self._in_step = InStep(model)
+        self._asked = hashlib.sha256()
         budgets = prefill_tokens, prefix_cache_bytes, prefix_every, first_places
-        self._in_step.note(rows, max_length, quantum, *budgets)
+        self._note(rows, max_length, quantum, *budgets)
         self._pool = Pool(
             *(model, drafter, plans), max_length=max_length, rows=rows, first_places=first_places
         )
@@ -172,14 +173,13 @@ class Scheduler:
                 longer than `max_length`, or one at temperature 0 among sampled ones (or the other
                 way round) with a verifier that tests drafts.
         """
-        text = request.prompt
-        if request.after is not None:
-            self._pool.check(request.after)
-            text = [*_text_of(request.after), *text]
-        checked = self._plan_of(text, request)
+        checked = self._plan_of(self._whole(request.prompt, request.after), request)
         job = Job(self._num_submitted, request, checked, time.perf_counter())
-        self._check_can_share_batch(job, checked.decoder.verifier)
-        self._in_step.note(request.after is None, request.keep, plan=checked)
+        others = [other.row for other in (*self._queue, *self._tenants.values())]
+        rule = (self._sampled or checked).decoder.verifier
+        where, apart = "requests that wait or run", "use another scheduler for these requests"
+        check_together(job.row, others, rule, where, apart)
+        self._note(request.after is None, request.keep, plan=checked)
         self._queue.append(job)
         self._num_submitted += 1
         return job.request_id
@@ -238,7 +238,7 @@ class Scheduler:
             ValueError: no such request, or one that has ended, also if that was not given yet.
         """
         request_id = self._checked_id(request_id)
-        self._in_step.check("cancel", request_id)
+        self._compare("cancel", request_id)
         for place, job in enumerate(self._queue):
             if job.request_id == request_id:
                 del self._queue[place]
@@ -275,26 +275,54 @@ class Scheduler:
             ValueError: not token ids, more than `max_length` of them, or a prefix of another model,
                 drafter or pool.
         """
-        if after is not None:
-            self._pool.check(after)
         checked_prompts([prompt], self._model.config.vocab_size)
-        text = [*prompt] if after is None else [*_text_of(after), *prompt]
+        text = [*self._whole(prompt, after)]
         if len(text) > self._max_length:
             raise ValueError(
                 f"the text has {len(text)} tokens, and max_length is {self._max_length}"
             )
-        self._in_step.check("read", text, after is None)
+        self._compare("read", text, after is None)
         self._grow(len(text))
         reading = self._reader.begin([int(token) for token in text], after)
         self._reader.advance([reading], None)
         return self._pool.signed(self._reader.prefix(reading))
+
+    def _whole(self, prompt: Sequence[int], after: Prefix | None) -> Sequence[int]:
+        """A prompt with the text before it."""
+        if after is None:
+            return prompt
+        self._pool.check(after)
+        tokens, length = on_host(after.context)
+        return [*tokens[0, : int(length[0])].tolist(), *prompt]
+
+    def _note(self, *asked: Any, plan: Plan | None = None) -> None:
+        """Remembers a call: its name, its numbers, and the request."""
+        if self._model.partition.processes > 1:
+            self._asked.update(repr(asked).encode())
+            self._asked.update(b"" if plan is None else digest_of(plan))
+
+    def _compare(self, *asked: Any) -> None:
+        """Remembers a call that all processes make, and compares all calls so far.
+
+        Without it a process with other calls would wait for the others for ever.
+
+        Raises:
+            ValueError: they differ; in all processes.
+        """
+        self._note(*asked)
+        if self._model.partition.processes > 1 and not is_same_everywhere(self._asked.digest()):
+            raise ValueError(
+                "the processes called their Schedulers with different requests, or in another"
+                " order; all of them must make the same calls with the same contents. These"
+                " Schedulers cannot continue: make new ones"
+            )
 
     def _plan_of(self, text: Sequence[int], request: Request) -> Plan:
         longest = request.max_length
         own = dataclasses.replace(
             request,
             max_length=self._max_length if longest is None else min(longest, self._max_length),
-            key=_no_key() if request.temperature == 0 else _as_row(request.key),
+            key=self._no_key if request.temperature == 0 else _as_row(request.key),
         )
         return plan(
             self._model,
@@ -318,17 +346,9 @@ class Scheduler:
         except ValueError:
             return None
 
-    def _check_can_share_batch(self, job: Job, verifier: Verifier) -> None:
-        """Refuses to mix filters of other kinds, and temperature 0 and others where it cannot."""
-        others = [*self._queue, *self._tenants.values()]
-        rule = self._sampled.decoder.verifier if self._sampled else verifier
-        apart = "use another scheduler for these requests"
-        rows = [other.row for other in others]
-        check_together(job.row, rows, rule, "requests that wait or run", apart)
-
     def _fill(self) -> None:
         """Gives free rows to the requests that have waited longest."""
-        free = [row for row in self._pool.free if row not in self._tenants]
+        free = [row for row in range(self._num_rows) if row not in self._tenants]
         for row in free[: len(self._queue)]:
             job = self._queue[0]
             job.began = time.perf_counter()
@@ -356,7 +376,7 @@ class Scheduler:
 
     def _advance(self, asked_for: str) -> bool:
         """Fills free rows and runs; False if there was nothing to run."""
-        self._in_step.check(asked_for)
+        self._compare(asked_for)
         self._fill()
         if not self._tenants:
             return False
@@ -381,7 +401,7 @@ class Scheduler:
             if prefix is not None:
                 tokens = ended.context.tokens[row][: int(ended.context.length[row])]
                 self._reader.keep(tokens.tolist(), prefix)
-            (self._pool.end if cancelled else self._pool.release)(row)
+            self._pool.release(row, has_ended=not cancelled)
             completion = outcomes.of_row(job, ended, row, prefix, now, cancelled=cancelled)
             self._outcomes.ended(job, completion)
 
@@ -392,17 +412,6 @@ class Scheduler:
             tokens = self._pool.new_tokens()
             for row in decoding:
                 self._outcomes.grown(self._tenants[row], tokens[row])
-
-
-@functools.cache
-def _no_key() -> jax.Array:
-    """A key for requests at temperature 0, which draw no random numbers."""
-    return jax.random.key(0)[None]
-
-
-def _text_of(prefix: Prefix) -> list[int]:
-    tokens, length = on_host(prefix.context)
-    return tokens[0, : int(length[0])].tolist()
 
 
 def _as_row(key: Any) -> Any:

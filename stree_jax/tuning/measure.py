@@ -165,6 +165,23 @@ def medians(parts: dict[Any, Callable[[int], object]], advance: Callable[[], Any
     return {name: float(np.median(values)) for name, values in samples.items()}
 
 
+def interleaved(
+    calls: Sequence[Callable[[], Any]], rounds: int, advance: Callable[[], Any]
+) -> tuple[list[Any], np.ndarray]:
+    """What calls return, and the seconds `[rounds, calls]` that they take once they are compiled.
+
+    Round by round, so that other load on the machine affects all alike; `advance` follows each.
+    """
+    outputs, seconds = [None] * len(calls), np.zeros((1 + rounds, len(calls)))
+    for times in seconds:  # the first round compiles
+        for i, call in enumerate(calls):
+            began = time.perf_counter()
+            outputs[i] = call()
+            times[i] = time.perf_counter() - began
+            advance()
+    return outputs, seconds[1:]
+
+
 def seconds_of(part: Callable[[int], object], count: int) -> float:
     """Seconds of one call of a part, with so many iterations."""
     began = time.perf_counter()

@@ -226,13 +226,7 @@ class Positions(NamedTuple):
 
 
 def positions(request: Plan, tokens: Sequence[np.ndarray], ahead: int) -> Iterator[Positions]:
-    """The positions before every new token, in the order of the texts.
-
-    Args:
-        request: the plan that generated the texts.
-        tokens: the new tokens of each row.
-        ahead: number of tokens in `following`.
-    """
+    """The positions before every new token, in the order of the texts, `ahead` tokens of each."""
     texts, starts = whole_texts(request, tokens), np.asarray(request.context.length)
     rows = np.repeat(np.arange(len(tokens)), [len(new) for new in tokens])
     emitted = np.concatenate([np.arange(len(new)) for new in tokens])

@@ -1,8 +1,8 @@
 """`tune`: the fastest draft tree for a pair of models on this device, if any pays."""
 
 import dataclasses
+import functools
 import itertools
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from stree_jax.decoding.results import Generation
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.tree import TreeTopology
 from stree_jax.tuning.dynamic import dynamic_tau, fitted
-from stree_jax.tuning.measure import SIZES, WIDTHS, Costs, measure_costs
+from stree_jax.tuning.measure import SIZES, WIDTHS, Costs, interleaved, measure_costs
 from stree_jax.tuning.search import acceptance, best_trees, replay_tau, standard_error
 from stree_jax.tuning.trace import RankTrace, head_trace, rank_trace
 
@@ -29,7 +29,6 @@ NUM_RANKS = 8  # most children of a node
 _FINALISTS, _QUICK_FINALISTS = 4, 2
 _SHOWN = 8  # untimed candidates in a printed report
 _ROUNDS, _QUICK_ROUNDS = 5, 3
-_QUICK_COSTS: dict[str, Any] = dict(sizes=SIZES[::3], widths=WIDTHS[::2])
 _QUICK_GRID = (1.5, 2.5, 5.0)  # of sharpness
 _ENOUGH_TOKENS = 500
 
@@ -106,11 +105,11 @@ class TuningReport:
             f"{'speed-up':>10}"
         ]
         for row in decoded + others[:_SHOWN]:
-            tree = row.topology or TreeTopology.chain(0)
+            depth = 0 if row.topology is None else row.topology.depth
             speed = "" if row.measured is None else f"{row.measured:,.0f} +-{row.spread:,.0f}"
             ratio = "" if row.speed_up is None else f"{row.speed_up:.2f}x"
             lines.append(
-                f"{row.name:<20}{tree.num_nodes:>6}{tree.depth:>6}{row.tau:>7.2f}"
+                f"{row.name:<20}{row.num_nodes:>6}{depth:>6}{row.tau:>7.2f}"
                 f"{row.predicted:>11,.0f}{speed:>15}{ratio:>10}"
             )
         if others[_SHOWN:]:
@@ -188,8 +187,7 @@ def tune(
             stacklevel=2,
         )
 
-    timed = {} if thorough else _QUICK_COSTS
-    sizes, widths = timed.get("sizes", SIZES), timed.get("widths", WIDTHS)
+    sizes, widths = (SIZES, WIDTHS) if thorough else (SIZES[::3], WIDTHS[::2])
     num_parts = 3 + sum(size < max_nodes for size in sizes) + len(widths)
     done = itertools.count(1)
     costs = measure_costs(
@@ -201,7 +199,8 @@ def tune(
         temperature=temperature,
         key=key,
         advance=lambda: progress("timing parts of a step", min(next(done), num_parts), num_parts),
-        **timed,
+        sizes=sizes,
+        widths=widths,
     )
     candidates = _candidates(trace, costs, max_nodes, max_depth)
     finalists = _finalists(candidates, _FINALISTS if thorough else _QUICK_FINALISTS)
@@ -336,17 +335,8 @@ def _decoded(
         return [generate(target, [prompt], **options, **draft) for prompt in prompts]
 
     ticks, total = itertools.count(1), len(finalists) * (1 + rounds)
-
-    def run(row: Candidate) -> tuple[list[Generation], float]:
-        began = time.perf_counter()
-        output = decode(row)
-        seconds = time.perf_counter() - began
-        progress("decoding", next(ticks), total)
-        return output, seconds
-
-    outputs = [run(row)[0] for row in finalists]  # compiles
-    # Interleaved, so that other load on the machine affects all alike.
-    seconds = np.array([[run(row)[1] for row in finalists] for _ in range(rounds)])
+    calls = [functools.partial(decode, row) for row in finalists]
+    outputs, seconds = interleaved(calls, rounds, lambda: progress("decoding", next(ticks), total))
     plain, rows = outputs[0], []
     base = sum(out.stats.num_tokens for out in plain) / seconds[:, 0]
     for row, output, own in zip(finalists, outputs, seconds.T, strict=True):

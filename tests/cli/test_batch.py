@@ -8,7 +8,7 @@ import pytest
 
 import stree_jax as st
 from stree_jax.checkpoint.directories import try_lock
-from stree_jax.cli.memory import row_bytes
+from stree_jax.cli.batch import row_bytes
 
 OPTIONS = ["--rows", 2, "--max-new-tokens", 5]
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ mood }}assistant:"

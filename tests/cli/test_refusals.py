@@ -79,6 +79,8 @@ PROMPTS = ["generate", "{target}", "--prompts", "one.jsonl"]
         (["tree", "complete:2"], "is not a tree: use chain:4"),
         (["tree", "oak:3"], "is not a tree: use chain:4"),
         (["tree", "paper:Z"], "the paper's trees are"),
+        (["tree", "@nowhere.json"], "nowhere.json cannot be read"),
+        (["tree", "@one.jsonl"], "one.jsonl is not a tree of tune-tree"),
         (["tune-tree", "{target}"], "give either --draft DRAFT, --ngram, --medusa HEADS, --mtp or"),
         (
             ["tune-tree", "{target}", "--ngram", "--prompts", "nowhere.txt"],

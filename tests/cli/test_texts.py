@@ -64,6 +64,8 @@ def test_grammars(path, tmp_path, output):
     common += ["--tree", "branching:2,1"]
     text = output(*common, "--regex", PATTERN).removeprefix("Once").splitlines()[0]
     assert re.fullmatch(PATTERN, text.replace("<|endoftext|>", ""))
+    shown = output(*common, "--regex", "(yes|no)", "--eos-token", 7)  # ends what has a grammar too
+    assert shown.removeprefix("Once").splitlines()[0] in ("yes", "no")
     shown = output(*common, "--json-schema", tmp_path / "schema.json")
     assert set(json.loads(shown.removeprefix("Once").splitlines()[0])) <= {1, "b"}
 

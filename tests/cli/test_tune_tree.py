@@ -4,7 +4,7 @@ import json
 import re
 
 
-def test_a_tuned_tree_is_used(tiny_pair, output, quick_tuning, tmp_path):
+def test_a_tuned_tree_is_used(tiny_pair, output, refused, quick_tuning, tmp_path):
     prompts, tree = tmp_path / "prompts.txt", tmp_path / "tree.json"
     prompts.write_text("Once upon a time\n\nThe train was late\n")
     models = [tiny_pair / "target", "--draft", tiny_pair / "draft"]
@@ -32,3 +32,10 @@ def test_a_tuned_tree_is_used(tiny_pair, output, quick_tuning, tmp_path):
         drafted = output("generate", *models, *options, "--tree", *spec).splitlines()
         assert drafted[:-1] == plain[:-1]
         assert "tau 1.00" not in drafted[-1]
+
+    for content in ("[]", '{"parents": "x"}', '{"parents": [0]}'):
+        tree.write_text(content)
+        assert f"{tree} is not a tree of tune-tree" in refused("tree", f"@{tree}")
+    tree.write_text('{"parents": null}')
+    assert f"{tree} says not to draft" in refused("tree", f"@{tree}")
+    assert output("generate", *models, *options, "--tree", f"@{tree}").startswith(plain[0])

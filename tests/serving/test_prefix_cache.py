@@ -1,4 +1,4 @@
-"""The radix tree against a dictionary, and what goes when the budget is spent."""
+"""Which entry a text begins with, against a dictionary, and what goes when the budget is spent."""
 
 import jax
 import jax.numpy as jnp
@@ -9,29 +9,8 @@ from hypothesis import strategies as some
 
 from stree_jax.decoding.types import Context, Prefix
 from stree_jax.serving.prefix_cache import PrefixCache, PrefixCacheStats
-from stree_jax.serving.radix_tree import RadixTree
 
 words = some.lists(some.integers(0, 2), max_size=7)
-
-
-@settings(deadline=None)
-@given(some.lists(some.tuples(some.booleans(), words), max_size=40), some.lists(words, max_size=8))
-def test_the_tree_is_a_dictionary_of_beginnings(changes, questions):
-    tree, want = RadixTree(), {}
-    for i, (adds, word) in enumerate(changes):
-        if adds:
-            tree[word] = want[tuple(word)] = i
-        elif tuple(word) in want:
-            del tree[word], want[tuple(word)]
-        else:
-            with pytest.raises(KeyError):
-                del tree[word]
-        for text in [*questions, word]:
-            beginnings = [tuple(text[:n]) for n in range(len(text) + 1)]
-            known = [want[each] for each in beginnings if each in want]
-            assert tree.longest(text) == (known[-1] if known else None)
-            shared = [n for n, b in enumerate(beginnings) if any(w[:n] == b for w in want)]
-            assert tree.shared(text) == max(shared, default=0)
 
 
 def prefix(*sizes):
@@ -40,8 +19,27 @@ def prefix(*sizes):
     return Prefix(Context(jnp.zeros((1, 0), jnp.int32), jnp.zeros(0, jnp.int32)), cache, None)
 
 
+@settings(deadline=None)
+@given(some.lists(some.tuples(some.booleans(), words), max_size=20), some.lists(words, max_size=4))
+def test_entries_are_a_dictionary_of_beginnings(changes, questions):
+    """Those that are damaged go when they are looked for."""
+    cache, want, good = PrefixCache(10**9), {}, prefix(4)
+    for adds, word in changes:
+        if adds:
+            want[tuple(word)] = good._replace()
+            cache.keep(word, want[tuple(word)])
+        elif want.pop(tuple(word), None):
+            cache.keep(word, good._replace(drafter=np.array([np.nan])))
+        for text in [word, *questions]:
+            beginnings = [tuple(text[:n]) for n in range(len(text) + 1)]
+            known = [(len(each), want[each]) for each in beginnings if each in want]
+            assert cache.find(text, longer_than=-1) == (known[-1] if known else None)
+            shared = [n for n, b in enumerate(beginnings) if any(w[:n] == b for w in want)]
+            assert cache.shared(text) == max(shared, default=0)
+
+
 def counts(cache):
-    return cache.add_to(PrefixCacheStats())
+    return PrefixCacheStats(**cache.counts)
 
 
 def test_the_least_recently_used_go():
