@@ -199,7 +199,7 @@ def test_recorded_log_probs_are_those_after_processors():
 
 
 def test_without_processors_the_state_has_no_leaves():
-    request = plan(tiny_model(), PROMPTS)
-    assert jax.tree.leaves(request.sampling.processors) == []
+    request = plan(tiny_model(), PROMPTS, processors=[[]] * len(PROMPTS))
+    assert request.sampling.processors == ()
     state = request.decoder.start(tiny_model(), None, request.context, request.keys)
     assert jax.tree.leaves(state.processors) == []

@@ -540,10 +540,6 @@ REFUSED = [
         r"num_heads = 8 does not fit model = 3.*1, 2, 4 or 8",
     ),
     (lambda *_: st.from_pretrained("there", replicate=True), "pass mesh="),
-    (
-        lambda *_: st.make_mesh(data=4, model=4),
-        "data = 4 times model = 4 is 16 devices, and there are 8",
-    ),
 ]
 
 
