@@ -111,7 +111,7 @@ def test_a_token_takes_constant_time():
     """Decoding all tokens again after each took 3 ms a token at 16,000."""
     tokenizer = tokenizer_of(KINDS["byte level"])
     tokens = [*range(len(SPECIAL) + len(BYTES), tokenizer.get_vocab_size())] * 1000
-    stream, began = st.TextStream(tokenizer), time.perf_counter()
+    stream, began = st.TextStream(tokenizer), time.process_time()
     text = "".join([stream.push([token]) for token in tokens]) + stream.end()
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
     assert text == tokenizer.decode(tokens)
