@@ -65,6 +65,13 @@ def logits(model, tokens):
     return hidden @ head.T * config.logits_multiplier
 
 
+def log_probs(model, tokens):
+    """Log-probabilities `[T, V]` of the tokens after each, without padded rows of the embedding."""
+    found = logits(model, tokens)[:, : model.config.vocab_size]
+    found = found - found.max(axis=-1, keepdims=True)
+    return found - np.log(np.exp(found).sum(axis=-1, keepdims=True))
+
+
 def _linear(w, x):
     return x @ w["kernel"] + w.get("bias", 0.0)
 

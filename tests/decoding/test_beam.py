@@ -8,16 +8,8 @@ import numpy as np
 
 import stree_jax as st
 from stree_jax.decoding.drafters.search import best_continuations
-from stree_jax.testing import apply, perturbed, random_model, tiny_model
-from tests.decoding.enumeration import (
-    EXACT,
-    VOCAB,
-    Models,
-    followed,
-    target_joint,
-    total_variation,
-)
-from tests.decoding.texts import HYBRID, greedy, proposed, steps, with_head
+from stree_jax.testing import apply, perturbed, tiny_model
+from tests.decoding.texts import HYBRID, greedy, steps, with_head
 from tests.methods import PROMPTS
 
 # Only the level sizes of a topology count. Here a path may be longer than the convolution.
@@ -86,17 +78,6 @@ def test_a_sure_draft_is_accepted_whole():
     assert out.stats.target_calls_per_row.tolist() == [64 / 4] * len(PROMPTS)
 
 
-def test_ties_go_to_the_earlier_beam_and_the_lower_token():
-    target = tiny_model(HYBRID)
-    drafter = st.BeamDrafter(with_head(0.0, target))
-    for _, draft, _, _ in steps(target, drafter=drafter, topology=UNEVEN, count=1):
-        want = beam_search(lambda path: np.zeros(37), SIZES)
-        assert want[0] == [0, 0, 1, 1, 1, 3]
-        for row in range(len(PROMPTS)):
-            assert draft.tree.parents[row, 1:].tolist() == want[0]
-            assert draft.tokens[row, 1:].tolist() == want[1]
-
-
 def test_one_step_of_the_search_with_ties_and_impossible_tokens():
     rng = np.random.default_rng(0)
     with np.errstate(divide="ignore"):
@@ -116,19 +97,3 @@ def test_one_step_of_the_search_with_ties_and_impossible_tokens():
             possible = np.isfinite(total.ravel()[order])
             got = (np.asarray(beam[row]) * 5 + np.asarray(token[row]))[possible]
             np.testing.assert_array_equal(got, order[possible])
-
-
-def test_target_only_is_exact():
-    """Enumerates what the target samples at each node of a tree drafted by a model of 4 tokens."""
-    drafter = st.BeamDrafter(random_model(st.ModelConfig.tiny(vocab_size=VOCAB)))
-    draft, other = (
-        proposed(drafter, st.TreeTopology.beam(2, 2), [2, 1, 3], key=key, temperature=temperature)
-        for key, temperature in ((0, 1.0), (1, 0.3))
-    )
-    # Following is exact only if the draft depends neither on the key nor on the temperature.
-    jax.tree.map(np.testing.assert_array_equal, draft, other)
-    topology = st.TreeTopology.from_parents(draft.tree.parents[0].tolist())
-    models = Models(seed=7)
-    joint, accepted = followed(models, topology, np.asarray(draft.tokens[0]))
-    assert accepted.max() == 2
-    assert total_variation(joint, target_joint(models)) < EXACT

@@ -1,8 +1,7 @@
 """Rules that keep the distribution and not the text: samples of whole decode loops.
 
-Their arithmetic is enumerated without sampling in test_verify.py and test_traversal.py. Methods
-that follow the target give the text of autoregressive decoding (test_lossless.py), so its
-distribution is theirs.
+Their arithmetic is enumerated without sampling in test_verify.py. Methods that follow the target
+give the text of autoregressive decoding (test_lossless.py), so its distribution is theirs.
 """
 
 import functools

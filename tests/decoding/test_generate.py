@@ -10,18 +10,10 @@ import stree_jax as st
 from stree_jax.decoding.options import plan
 from stree_jax.decoding.step import TARGET_FAILED
 from stree_jax.mesh.hosts import on_host
-from stree_jax.models import AttentionConfig
 from stree_jax.testing import HYBRIDS, random_model, tiny_model
 from tests.decoding.texts import broken_at, ended, of_rows
 from tests.helpers import with_weight
 from tests.methods import KEY, PROMPTS, SAMPLED, TREE, drafts
-
-
-def test_the_shape_of_the_result():
-    out = st.generate(tiny_model(), PROMPTS, max_new_tokens=5)
-    assert out.tokens.shape == (3, 5)
-    assert out.tokens.dtype == out.lengths.dtype == np.int32
-    assert out.lengths.tolist() == [5, 5, 5]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -106,27 +98,6 @@ def test_more_steps_per_sync_change_nothing(steps, hybrid):
     )
 
 
-@pytest.mark.slow  # test_lm compares prefill, steps and replay of kernels and of XLA
-def test_the_kernels_decode_the_same():
-    """Target and draft by the interpreted kernels: whole trees, and trees that grow."""
-    config = st.ModelConfig.tiny(head_dim=16, state_size=16, tie_embeddings=False)
-    attention = AttentionConfig(4, 2, 16, rotary_dim=16)
-    config = config.with_layers(("mamba2", attention))
-    outputs = []
-    for implementation in ("xla", "pallas_interpret"):
-        target = random_model(config, implementation=implementation)
-        options = dict(max_new_tokens=9, return_cache=True, **drafts(target, amount=0.3))
-        outputs.append(st.generate(target, PROMPTS, **options))
-    plain, kernels = outputs
-    np.testing.assert_array_equal(kernels.tokens, plain.tokens)
-    assert kernels.stats.num_accepted == plain.stats.num_accepted > 0
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-        kernels.cache,
-        plain.cache,
-    )
-
-
 def test_padded_vocabulary_is_never_emitted():
     """Not if its rows are large, and it means nothing if they are NaN."""
     model = tiny_model("groups")  # 37 tokens, 40 rows
@@ -163,17 +134,6 @@ def test_what_changes_nothing():
     ):
         out = st.generate(tiny_model(), PROMPTS, **common, **options)
         np.testing.assert_array_equal(out.tokens, want.tokens)
-
-
-def test_limits_are_the_rows_own():
-    """Rows with different limits decode as each would alone."""
-    model = tiny_model()
-    free = st.generate(model, PROMPTS, max_new_tokens=9).tokens.tolist()
-    options = dict(max_new_tokens=[2, 9, 5], eos_token=[(), free[1][3], ()])
-    out = st.generate(model, PROMPTS, **options, **drafts(model))
-    assert out.lengths.tolist() == [2, free[1].index(free[1][3]) + 1, 5]
-    for tokens, want, count in zip(out.tokens.tolist(), free, out.lengths, strict=True):
-        assert tokens[:count] == want[:count]
 
 
 def test_the_end_of_sequence_is_the_configs_unless_told_otherwise():

@@ -7,7 +7,6 @@ processors and end tokens of each row. Autoregressive texts are computed once fo
 of a family stand together, since a process that runs them shares its programs.
 """
 
-import importlib
 import itertools
 
 import jax
@@ -22,7 +21,6 @@ from stree_jax.testing import (
     CONFIGS,
     HYBRIDS,
     PROMPTS,
-    apply,
     assert_lossless,
     assert_same_text,
     perturbed,
@@ -37,7 +35,6 @@ from tests.decoding.texts import (
     decoded,
     greedy,
     planned,
-    rows_of,
     steps,
 )
 from tests.drafters import Told
@@ -55,7 +52,9 @@ def told(target):
 METHODS = METHODS | {"told": of_target(told, RAGGED)}
 PURE = ("groups", "mamba_in_llama", "repeated_first", "branch")
 OF_HEADS = tuple(f"mtp head, {tree}" for tree in ("chain", "ragged", "wide", "paper A"))
-ELSEWHERE = ("best of heads", "mtp head", *OF_HEADS, "told")
+# Cells that mix all ways of sampling, or another family, stand for these at temperature 0.
+MIXED = ("chain of 1", "paper A", "dynamic", "lookup tree")
+ELSEWHERE = ("best of heads", "mtp head", *OF_HEADS, "told", *MIXED)
 RARE = (
     *("paper B", "paper C", "paper D", "paper E", "best tokens", "cascade of trees"),
     *("mtp head, deep", "mtp head, beam", "mtp head, dynamic"),
@@ -65,9 +64,7 @@ RARE = (
 UNROLLED = "paper A"  # other trees of more than two levels are looped
 TABLE = [
     *(("plain", method, "zero") for method in METHODS if method not in ELSEWHERE + RARE),
-    *(("plain", method, "mixed") for method in ("chain of 1", "paper A", "beam", "dynamic")),
-    *(("plain", method, "mixed") for method in ("lookup tree", "turns")),
-    ("plain", "best of heads", "mixed"),
+    *(("plain", method, "mixed") for method in (*MIXED, "beam", "turns", "best of heads")),
     # A draft model of each family takes most of the time to compile, and cannot change the text.
     *((family, "told", "mixed") for family in PURE),
     *((f"{family} hybrid", "told", "mixed") for family in HYBRIDS),
@@ -220,34 +217,6 @@ def test_every_family_and_every_method_is_in_the_table():
     assert len({*TABLE} | {*SLOW}) == len(TABLE + SLOW)
 
 
-def test_autoregressive_output_is_the_models_own():
-    """Every token that was chosen without noise, by whole sequences."""
-    model, want = tiny_model(), greedy()
-    texts = [[*prompt, *new] for prompt, new in zip(PROMPTS, want.tokens.tolist(), strict=True)]
-    padded = np.zeros((len(texts), max(map(len, texts))), np.int32)
-    for row, text in zip(padded, texts, strict=True):
-        row[: len(text)] = text
-    best = np.asarray(apply(model, padded).argmax(-1))
-    for row, (prompt, new) in enumerate(zip(PROMPTS, want.tokens, strict=True)):
-        first = len(prompt) - 1
-        np.testing.assert_array_equal(best[row, first : first + NEW_TOKENS], new)
-    assert autoregressive().stats.tau == 1
-    assert autoregressive().stats.num_target_calls == NEW_TOKENS * len(ROWS)
-
-
-def test_the_cache_has_read_all_but_the_last_token():
-    model = tiny_model()
-    for row, (prompt, new) in enumerate(zip(PROMPTS, greedy().tokens, strict=True)):
-        sequence = np.array([[*prompt, *new[:-1]]], np.int32)
-        padded = np.pad(sequence, ((0, 0), (0, 40 - sequence.shape[1])))
-        _, cache = model.prefill(jnp.asarray(padded), jnp.array([sequence.shape[1]], jnp.int32))
-        jax.tree.map(
-            lambda got, want, row=row: np.testing.assert_allclose(got[row], want[0], atol=1e-5),
-            greedy().cache,
-            cache,
-        )
-
-
 def test_accepted_lengths_cover_the_conv_window():
     """0, 1, 2, 3 = K - 1 and more than K - 1 accepted drafts all occur."""
     model, exactly = tiny_model(), np.zeros(7)
@@ -318,22 +287,6 @@ def test_the_limit_inside_an_accepted_path(limit):
     assert out.tokens.tolist() == greedy().tokens[:, :limit].tolist()
     assert out.stats.num_tokens == limit * len(PROMPTS)
     assert out.stats.num_target_calls == -(-limit // 7) * len(PROMPTS)
-
-
-# Chunks of a scheduler and `test_hybrids.test_a_long_prompt` cross the same seams.
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["plain", "mixed hybrid"])
-def test_prompts_longer_than_a_chunk(family, monkeypatch):
-    """Long prompts are prefilled in chunks; here of 16 tokens."""
-    model = tiny_model(family)
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(37, size=n).tolist() for n in (41, 16, 2)]
-    want = st.generate(model, prompts, max_new_tokens=NEW_TOKENS, return_cache=True)
-    monkeypatch.setattr(importlib.import_module("stree_jax.decoding.prefill"), "PREFILL_CHUNK", 16)
-    # Four rows: nobody has compiled that program with whole prompts, or will use it.
-    options = dict(max_new_tokens=NEW_TOKENS, drafter=st.NgramDrafter(), return_cache=True)
-    out = rows_of(st.generate(model, [*prompts, [1] * 40], **options), range(3))
-    assert_same_text(model, plan(model, prompts), out, want)
 
 
 @pytest.mark.gpu

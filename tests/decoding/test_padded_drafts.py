@@ -11,55 +11,43 @@ from stree_jax.models import same_tokenizer
 from stree_jax.testing import random_model
 from tests.methods import METHODS
 
-SIZES = {"fewer tokens": (40, 37), "more tokens": (37, 40)}
+FEWER, MORE = (40, 37), (37, 40)
+SLOW = ("dynamic", "cascade of lookup", "turns")
 
 
 def pair(size, draft_size):
     """A target, and a draft that is the target in all tokens that both have."""
     target = random_model(st.ModelConfig.tiny(vocab_size=size, num_layers=2))
-    config = dataclasses.replace(target.config, vocab_size=draft_size)
-    draft = random_model(config)
+    draft = random_model(dataclasses.replace(target.config, vocab_size=draft_size))
 
     def common(own, other):
         where = tuple(map(slice, map(min, own.shape, other.shape)))
         return own.at[where].set(other[where])
 
-    state = jax.tree.map(common, nnx.state(draft), nnx.state(target))
-    nnx.update(draft, state)
+    nnx.update(draft, jax.tree.map(common, nnx.state(draft), nnx.state(target)))
     return target, draft
-
-
-NAMES = ("branching", "beam", "dynamic", "cascade of lookup", "turns", "served")
 
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [  # each method with one of the sizes, and the other one slow
-        pytest.param(name, sizes, marks=[pytest.mark.slow] * ((i + j) % 2))
-        for i, name in enumerate(NAMES)
-        for j, sizes in enumerate(SIZES)
+    [
+        ("branching", FEWER),
+        ("beam", MORE),
+        *(pytest.param(name, s, marks=pytest.mark.slow) for name in SLOW for s in (FEWER, MORE)),
     ],
 )
 def test_text_is_the_targets(name, sizes):
     """Also after tokens that the draft does not have; and it drafts as well as if it had them."""
-    target, draft = pair(*SIZES[sizes])
-    size = target.config.vocab_size
+    target, draft = pair(*sizes)
+    size, method = target.config.vocab_size, METHODS[name]
     prompts = [[1, 2, size - 1], [3, size - 2, 5, 6]]
-    method = METHODS["branching" if name == "served" else name]
-    drafting = dict(drafter=method.make(draft), topology=method.topology)
     options = dict(max_new_tokens=20, temperature=[0.0, 1.0], key=[1, 2])
     alone = st.generate(target, prompts, **options)
-    if name == "served":
-        pool = st.Scheduler(target, rows=2, max_length=40, **drafting)
-        for i, prompt in enumerate(prompts):
-            pool.submit(st.Request(prompt, max_new_tokens=20, temperature=float(i), key=1 + i))
-        found = sorted(pool.completions(), key=lambda done: done.request_id)
-        assert [done.tokens for done in found] == alone.tokens.tolist()
-    else:
-        out = st.generate(target, prompts, **options, **drafting)
-        assert (out.tokens == alone.tokens).all()
-        assert out.stats.tau > 2
-    assert draft.config.vocab_size == SIZES[sizes][1]  # the draft itself is as it was
+    drafting = dict(drafter=method.make(draft), topology=method.topology)
+    out = st.generate(target, prompts, **options, **drafting)
+    assert (out.tokens == alone.tokens).all()
+    assert out.stats.tau > 2
+    assert draft.config.vocab_size == sizes[1]  # the draft itself is as it was
 
 
 @pytest.mark.parametrize(

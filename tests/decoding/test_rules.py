@@ -94,15 +94,6 @@ def test_a_rule_is_its_definition(name):
             states = processing.advance(states, jnp.asarray(output[:, new : new + 1]))
 
 
-def test_rows_without_rules_are_left_alone():
-    """Beside rows with rules; and no row with rules makes no processor."""
-    assert plan(model(), PROMPTS, processors=[[]] * 3).sampling.processors == ()
-    options = dict(processors=[[st.BannedTokens([1])], [], []], min_new_tokens=[0, 0, 2])
-    processing, states = processing_of(PROMPTS, eos_token=[(), (), 5], **options)
-    ruled_out = jnp.isneginf(processing(jnp.zeros((3, 1, VOCAB)), states))
-    assert [np.flatnonzero(row).tolist() for row in ruled_out[:, 0]] == [[1], [], [5]]
-
-
 def test_a_fraction_is_no_integer():
     """Numbers of rows become an array of one type."""
     rows = [[st.RepetitionPenalty(number)] for number in (Fraction(3, 2), 2, 1)]

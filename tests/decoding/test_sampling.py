@@ -42,11 +42,6 @@ def test_filters(options, want):
     np.testing.assert_allclose(probs(**options), want, atol=1e-6)
 
 
-def test_without_filters_nothing_is_filtered():
-    got = np.exp(token_log_probs(LOGITS[None], Sampling(jnp.ones(1))))[0]
-    np.testing.assert_allclose(got, [0.1, 0.4, 0.2, 0.3], atol=1e-6)
-
-
 def test_filters_apply_in_their_order():
     """Of 4/9, 3/9 and 2/9 two reach 0.75; of 0.4, 0.3, 0.2 and 0.1 three do."""
     p, k = st.TopP(jnp.full(1, 0.75)), st.TopK(jnp.full(1, 3))
@@ -128,19 +123,6 @@ def test_a_row_of_nan_is_filtered_to_nothing_and_ends():
 )
 def test_all_finite(row, finite):
     assert bool(all_finite(jnp.array(row))) is finite
-
-
-def test_rows_have_their_own_temperature_and_filters():
-    rows = [dict(temperature=0.5), dict(top_k=2), dict(top_p=0.4), {}]
-    arrays = [
-        jnp.array([row.get(name, default) for row in rows])
-        for name, default in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0))
-    ]
-    nodes = jnp.stack([LOGITS, LOGITS[::-1]])
-    together = token_log_probs(jnp.stack([nodes] * len(rows)), sampling_of(*arrays))
-    for row, options in enumerate(rows):
-        alone = token_log_probs(nodes[None], sampling(**options))
-        np.testing.assert_allclose(together[row], alone[0], atol=1e-6)
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf])

@@ -1,4 +1,7 @@
-"""Exactness of the verifiers, enumerated: every draft, every accept or reject, no sampling."""
+"""Exactness of the verifiers, enumerated: every draft, every accept or reject, no sampling; and
+mistakes that the enumeration must catch."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,7 @@ from stree_jax import TreeTopology
 from stree_jax.decoding.types import Drawn, Sampling, Step
 from stree_jax.decoding.verifiers import VERIFIERS, Reject, Traverse, follow
 from stree_jax.decoding.verifiers.reject import try_children
-from stree_jax.decoding.verifiers.traverse import traverse
+from stree_jax.decoding.verifiers.traverse import traverse, traverse_chain
 from tests.decoding.enumeration import (
     EXACT,
     VOCAB,
@@ -17,7 +20,9 @@ from tests.decoding.enumeration import (
     draft_of,
     draft_outcomes,
     enumerated,
+    first_tokens,
     followed,
+    prefix_of,
     run_walks,
     tables,
     target_joint,
@@ -25,31 +30,40 @@ from tests.decoding.enumeration import (
 )
 from tests.methods import CHAIN
 
-TOPOLOGIES = {
-    "chain of 2": TreeTopology.chain(2),
-    "2 children": TreeTopology.from_branching((2,)),
-    "4 children": TreeTopology.from_branching((4,)),
-    "ragged": TreeTopology.from_parents([-1, 0, 0, 1]),
+KINDS = ("iid", "without_replacement")
+PAIR = TreeTopology.from_branching((2,))
+# Trees with at most five nodes, up to three deep.
+TREES = {
+    "chain of 3": TreeTopology.chain(3),
+    "4 children": TreeTopology.from_branching((4,)),  # all tokens that there are
+    "2, 1": TreeTopology.from_branching((2, 1)),
     "second child continues": TreeTopology.from_parents([-1, 0, 0, 2, 2]),
+    "deep": TreeTopology.from_parents([-1, 0, 0, 1, 3]),
 }
 
 
+def traversals(name):
+    return (traverse, traverse_chain) if name.startswith("chain") else (traverse,)
+
+
 @pytest.mark.parametrize("kind", ["full support", "filtered", "cold"])
-@pytest.mark.parametrize("children", ["iid", "without_replacement"])
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("children", KINDS)
+@pytest.mark.parametrize("name", TREES)
 def test_testing_is_exact(name, children, kind):
-    topology = TOPOLOGIES[name]
-    models = Models(seed=len(name), kind=kind)
+    topology, models = TREES[name], Models(seed=len(name), kind=kind)
     tokens, weights = draft_outcomes(models, topology, children)
     np.testing.assert_allclose(weights.sum(), 1.0)
-    joint = enumerated(models, topology, tokens, weights, replace=children == "iid")[0]
-    assert total_variation(joint, target_joint(models)) < EXACT
+    want = target_joint(models, 3)
+    for rule in (try_children, *traversals(name)):
+        options = dict(replace=children == "iid", rule=rule, length=3)
+        joint, _ = enumerated(models, topology, tokens, weights, **options)
+        assert total_variation(joint, want) < EXACT
 
 
-@pytest.mark.parametrize("children", ["iid", "without_replacement"])
+@pytest.mark.parametrize("children", KINDS)
 def test_equal_models_accept_everything(children):
     """The residual is all zero; nothing may be rejected."""
-    topology = TOPOLOGIES["ragged"]
+    topology = TREES["2, 1"]
     models = Models(seed=3, equal=True)
     tokens, weights = draft_outcomes(models, topology, children)
     joint = enumerated(models, topology, tokens, weights, replace=children == "iid")[0]
@@ -65,7 +79,7 @@ def test_equal_models_accept_everything(children):
 
 def test_a_residual_of_zero_falls_back_to_the_target():
     """A rejection although p equals q, which only rounding can cause."""
-    topology = TOPOLOGIES["2 children"]
+    topology = PAIR
     p = np.full((1, 3, VOCAB), 0.25, np.float32)
     q = p.copy()
     q[0, 0, 0] = np.nextafter(np.float32(0.25), np.float32(1))  # p / q just below 1
@@ -83,7 +97,7 @@ def test_a_residual_of_zero_falls_back_to_the_target():
 @pytest.mark.parametrize("rule", [try_children, traverse])
 def test_the_enumeration_can_fail(rule):
     """Sorting the drawn children by the draft's probability is the classic mistake."""
-    topology = TOPOLOGIES["2 children"]
+    topology = PAIR
     models = Models(seed=5)
     tokens, weights = draft_outcomes(models, topology, "without_replacement")
     q = Models.at(models.draft, [])
@@ -93,12 +107,131 @@ def test_the_enumeration_can_fail(rule):
 
 
 def test_top_k_children_are_not_for_testing():
-    topology = TOPOLOGIES["2 children"]
+    topology = PAIR
     models = Models(seed=5)
     best = np.argsort(-Models.at(models.draft, []))[:2]
     tokens = np.array([[0, *best]], np.int32)
     joint = enumerated(models, topology, tokens, np.ones(1), replace=True)[0]
     assert total_variation(joint, target_joint(models)) > 0.01
+
+
+@pytest.mark.parametrize("children", KINDS)
+@pytest.mark.parametrize("name", ["chain of 3", "2, 1", "deep", "second child continues"])
+def test_traversal_never_accepts_less_than_testing_from_the_root(name, children):
+    topology, more = TREES[name], []
+    for seed in range(6):
+        models = Models(seed)
+        tokens, weights = draft_outcomes(models, topology, children)
+        accepted = [
+            enumerated(models, topology, tokens, weights, replace=children == "iid", rule=rule)[1]
+            for rule in (try_children, *traversals(name))
+        ]
+        np.testing.assert_allclose(accepted[1:], accepted[1], rtol=1e-5)
+        more.append(accepted[1] - accepted[0])
+    assert min(more) > -1e-6
+    assert max(more) > 1e-3
+
+
+def by_hand(models, topology, tokens, *, replace, after_failure):
+    """The odds of stopping at each node, and what is emitted there; recursive, in float64."""
+    odds, outcomes, left = {0: 1.0}, [], 1.0
+
+    def visit(node):
+        nonlocal left
+        p = Models.at(models.target, prefix_of(topology, tokens, node)).astype(float)
+        q = Models.at(models.draft, prefix_of(topology, tokens, node)).astype(float)
+        for child in topology.children[node]:
+            token = tokens[child]
+            odds[child] = min(1.0, odds[node] * p[token] / q[token])
+            visit(child)
+            residual = np.maximum(odds[node] * p - q, 0)
+            odds[node] = after_failure(odds[node], residual.sum(), q[token])
+            p = residual / residual.sum() if residual.sum() > 0 else p
+            if not replace:
+                q[token] = 0
+                q = q / q.sum() if q.sum() > 0 else q
+        outcomes.append((node, left * odds[node], p))
+        left *= 1 - odds[node]
+
+    visit(0)
+    return outcomes
+
+
+def joint_by_hand(models, topology, tokens, weights, **options):
+    joint = np.zeros((VOCAB,) * 3)
+    for row, weight in zip(tokens, weights, strict=True):
+        for node, chance, probs in by_hand(models, topology, row, **options):
+            joint += first_tokens(models, topology, [row], [weight * chance], [node], [probs], 3)
+    return joint
+
+
+def right(odds, mass, q):
+    return mass / (mass + 1 - odds) if mass + 1 - odds > 0 else odds
+
+
+def of_a_public_port(odds, mass, q):
+    return min(1.0, mass / (1 - q)) if q < 1 else 0.0
+
+
+@pytest.mark.parametrize("children", KINDS)
+def test_the_odds_of_a_traversal_after_a_failure_matter(children):
+    """The enumeration accepts the rule written down again, and catches another one's mistake."""
+    topology, models = TREES["2, 1"], Models(seed=0)
+    tokens, weights = draft_outcomes(models, topology, children)
+    joint = functools.partial(
+        joint_by_hand, models, topology, tokens, weights, replace=children == "iid"
+    )
+    want = target_joint(models, 3)
+    assert total_variation(joint(after_failure=right), want) < 1e-12
+    assert total_variation(joint(after_failure=of_a_public_port), want) > 0.1
+
+
+@pytest.mark.parametrize("children", KINDS)
+def test_draws_that_nodes_share_are_caught(children):
+    """One draw for all nodes of a depth, as heads give: walking from the root is exact with it."""
+    topology, models = TREES["2, 1"], Models(seed=5)
+    models.draft[:] = models.draft[VOCAB, VOCAB]  # the same after every prefix
+    tokens, weights = draft_outcomes(models, topology, children)
+    shared = tokens[:, 3] == tokens[:, 4]
+    tokens = tokens[shared]
+    weights = weights[shared] / models.draft[VOCAB, VOCAB][tokens[:, 4]]
+    np.testing.assert_allclose(weights.sum(), 1.0)
+    wrong, fine = (
+        enumerated(models, topology, tokens, weights, replace=children == "iid", rule=rule)[0]
+        for rule in (traverse, try_children)
+    )
+    assert total_variation(fine, target_joint(models)) < EXACT
+    assert total_variation(wrong, target_joint(models)) > 0.005
+
+
+@pytest.mark.parametrize("length", [1, 3, 9])
+def test_a_chain_is_a_tree(length):
+    """Both forms of the rule, on drafts that end early, too; tokens that cannot be never pass."""
+    rng, batch = np.random.default_rng(length), 64
+    topology = TreeTopology.chain(length)
+    shape = (batch, length + 1, VOCAB)
+    p, q = (rng.dirichlet(np.full(VOCAB, 0.7), shape[:2]) for _ in range(2))
+    p[..., 0] = 0  # filtered
+    p /= p.sum(-1, keepdims=True)
+    tokens = rng.integers(VOCAB, size=shape[:2])
+    ends = rng.integers(length + 2, size=(batch, 1))
+    tokens = np.where(np.arange(length + 1) > ends, -1, tokens)
+    uniforms = rng.uniform(size=shape[:2]).astype(np.float32)
+    uniforms[::4] = 0.0
+    with np.errstate(divide="ignore"):
+        log_q, log_p = np.log(q, dtype=np.float32), np.log(p, dtype=np.float32)
+    drafts = uniforms, jnp.asarray(tokens), log_q, log_p
+    chain, tree = (
+        run_walks(*drafts, topology=topology, replace=False, rule=rule)
+        for rule in (traverse_chain, traverse)
+    )
+    np.testing.assert_array_equal(chain.last, tree.last)
+    np.testing.assert_array_equal(chain.tested, tree.tested)
+    np.testing.assert_allclose(chain.probs, tree.probs, atol=1e-5)
+    np.testing.assert_allclose(chain.accept_prob, tree.accept_prob, atol=1e-5)
+    assert len(np.unique(chain.last)) > 1
+    for row, last in enumerate(np.asarray(chain.last)):
+        assert 0 not in tokens[row, 1 : last + 1]
 
 
 @pytest.mark.parametrize("duplicates", [False, True])
@@ -124,15 +257,18 @@ TREE = TreeTopology.complete(2, 2)
 def verify(rule, draft, logits, *, topology, temperature=1.0):
     sampling = Sampling(jnp.full(1, temperature), temperature_is_zero=not temperature)
     keys = jax.random.split(jax.random.key(0), 1)
-    rule = VERIFIERS[rule] if isinstance(rule, str) else rule
-    return rule.verify(draft, logits, Step(None, keys, None, sampling), topology)
+    rule, step = (
+        VERIFIERS[rule] if isinstance(rule, str) else rule,
+        Step(None, keys, None, sampling),
+    )
+    return jax.jit(lambda *arrays: rule.verify(*arrays, topology))(draft, logits, step)
 
 
 def test_following_at_temperature_0_takes_the_best_token():
     draft = draft_of(CHAIN, [[0, 2, 1, 3]])
     logits = 9.0 * jax.nn.one_hot(jnp.array([[2, 1, 0, 0]]), VOCAB)
     for name in ("greedy", "target_only"):
-        verdict = verify(name, draft, logits, topology=CHAIN, temperature=0.0)
+        verdict = verify(VERIFIERS[name], draft, logits, topology=CHAIN, temperature=0.0)
         assert (verdict.last.tolist(), verdict.next_token.tolist()) == ([2], [0])
 
 
@@ -140,11 +276,12 @@ def test_testing_needs_the_distributions_of_the_draft():
     draft = draft_of(CHAIN, np.zeros((1, 4)))
     for name in ("traversal", "multi_step"):
         with pytest.raises(ValueError, match=f"'{name}' needs the draft's distributions"):
-            verify(name, draft, jnp.zeros((1, 4, VOCAB)), topology=CHAIN)
+            verify(VERIFIERS[name], draft, jnp.zeros((1, 4, VOCAB)), topology=CHAIN)
 
 
-@pytest.mark.parametrize("rule", [Reject("reject", "iid"), Traverse()])
-@pytest.mark.parametrize("topology", [TREE, CHAIN])
+@pytest.mark.parametrize(
+    ("rule", "topology"), [(Reject("reject", "iid"), TREE), (Traverse(), CHAIN)]
+)
 def test_a_rule_reads_from_the_draft_how_children_were_drawn(rule, topology):
     shape = (1, topology.num_nodes, VOCAB)
     q, logits = (jax.random.normal(jax.random.key(seed), shape) for seed in (2, 3))

@@ -38,6 +38,36 @@ def replicated_draft(name, data, model):
     return st.shard(draft_of(name), mesh_of(data, model), replicate=True)
 
 
+# Kinds of drafts: how a drafter is made of a draft model, and its tree, if not its own.
+DRAFTERS = {
+    "tree": (st.ModelDrafter, TREE),
+    "chain": (st.ModelDrafter, st.TreeTopology.chain(3)),
+    "ngram": (lambda _: st.NgramDrafter(), None),
+    "beam": (st.BeamDrafter, st.TreeTopology.beam(3, 3)),
+    "dynamic": (st.DynamicDrafter, st.TreeTopology.budget(8, 3)),
+    "deep": (st.ModelDrafter, st.TreeTopology.chain(10)),
+    "turns": (lambda draft: st.InterleavedDrafter(draft, draft, "sqq"), None),
+    "cascade": (lambda draft: st.CascadeDrafter(draft, st.NgramDrafter()), None),
+    "cascade of models": (lambda draft: st.CascadeDrafter(draft, st.ModelDrafter(draft)), None),
+    "without replacement": (
+        functools.partial(st.ModelDrafter, child_sampling="without_replacement"),
+        TREE,
+    ),
+}
+
+
+def drafts(kind, draft):
+    """Options of a kind of drafts; "" is none."""
+    if not kind:
+        return {}
+    make, topology = DRAFTERS[kind]
+    return dict(drafter=make(draft), topology=topology)
+
+
+def drafts_on(name, mesh, kind="tree"):
+    return drafts(kind, replicated_draft(name, *mesh))
+
+
 def decode(model, prompts=PROMPTS, **options):
     return st.generate(model, prompts, **dict(max_new_tokens=NEW_TOKENS) | options)
 

@@ -11,7 +11,10 @@ import sys
 from pathlib import Path
 
 PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
-NEW_TOKENS = 10
+# Rows of its own for each process: the first one has two, the second one.
+OWN = slice(0, 2), slice(2, 3)
+MESHES = ((2, 2), (1, 4))
+HYBRID = "bamba"
 
 
 def joined(steps, prompts):
@@ -20,18 +23,62 @@ def joined(steps, prompts):
     return [[token for step in steps for token in step[row]] for row in range(len(prompts))]
 
 
-def served(st, target, options):
+def texts(target, draft, process=None):
+    """Texts of all rows, which all processes ask for alike; with a process, also of its own rows.
+
+    On one device, where the draft changes nothing, they are the same.
+    """
+    import jax
+
+    import stree_jax as st
+
+    greedy = dict(max_new_tokens=10, drafter=st.ModelDrafter(draft))
+    greedy["topology"] = st.TreeTopology.from_branching((2, 1))
+    sampled = greedy | dict(temperature=0.8, key=jax.random.key(1))
+    keys = jax.random.split(jax.random.key(2), 3)
+
+    def generated(prompts, **options):
+        return st.generate(target, prompts, **options).tokens.tolist()
+
+    def streamed(prompts, **options):
+        return joined([*st.stream(target, prompts, **options)], prompts)
+
+    out = st.generate(target, PROMPTS, **greedy)
+    found = {
+        "greedy": out.tokens.tolist(),
+        "calls": out.stats.target_calls_per_row.tolist(),
+        "sampled": generated(PROMPTS, **sampled),
+        "keys": generated(PROMPTS, **sampled | dict(key=keys)),
+        "streamed": streamed(PROMPTS, max_new_tokens=3),
+        "served": served(target, sampled),
+    }
+    if process is not None:
+        own, rows = PROMPTS[OWN[process]], dict(local_rows=True)
+        of_keys = sampled | rows | dict(key=keys[OWN[process]])
+        none, plain = PROMPTS[: 3 * (1 - process)], rows | dict(max_new_tokens=10)
+        found |= {
+            "own": generated(own, **sampled, **rows),
+            "own keys": generated(own, **of_keys),
+            "streamed own": streamed(own, **of_keys),
+            "none": generated(none, **plain),
+            "streamed none": streamed(none, **plain),
+        }
+    return found
+
+
+def served(target, options):
     """The texts of a scheduler: one is cancelled, one goes on, and two share a prefix."""
+    import stree_jax as st
+
     text = {name: options[name] for name in ("max_new_tokens", "temperature", "key")}
     drafts = {name: options[name] for name in ("drafter", "topology")}
-    scheduler = st.Scheduler(
-        target, rows=2, max_length=64, quantum=2, prefix_cache_bytes=10**7, **drafts
-    )
+    sizes = dict(rows=2, max_length=64, quantum=2, prefix_cache_bytes=10**7)
+    scheduler = st.Scheduler(target, **sizes, **drafts)
     stem = scheduler.read(PROMPTS[0])
     requests = [st.Request(prompt, keep=True, **text) for prompt in PROMPTS]
+    requests.append(st.Request([], after=stem, **text))
+    requests.append(st.Request([4, 5], max_new_tokens=40))
     ids = [scheduler.submit(request) for request in requests]
-    ids.append(scheduler.submit(st.Request([], after=stem, **text)))
-    ids.append(scheduler.submit(st.Request([4, 5], max_new_tokens=40)))
     done, texts = {}, {}
     for request_id, new, reason in scheduler.events():
         texts[request_id] = texts.get(request_id, []) + new
@@ -48,33 +95,53 @@ def served(st, target, options):
     return [texts[i] for i in ids]
 
 
-HYBRID = "bamba"
-LONG = [1, 2, 3] * 30
-
-
-def served_hybrid(st, data, model):
+def served_hybrid(mesh=None):
     """Texts of a hybrid, whose caches grow while rows decode."""
-    import jax
-
+    import stree_jax as st
     from stree_jax.testing import perturbed, random_model
     from tests.sharding.configs import CONFIGS
 
-    mesh, target = st.make_mesh(data=data, model=model), random_model(CONFIGS[HYBRID])
-    draft = st.shard(perturbed(target, 0.1), mesh, replicate=True)
+    target = random_model(CONFIGS[HYBRID])
+    draft = st.ModelDrafter(st.shard(perturbed(target, 0.1), mesh, replicate=mesh is not None))
     sizes = dict(rows=2, max_length=150, quantum=2, first_places=64, prefix_cache_bytes=10**7)
-    scheduler = st.Scheduler(st.shard(target, mesh), drafter=st.ModelDrafter(draft), **sizes)
-    text = dict(max_new_tokens=NEW_TOKENS, temperature=0.8)
-    prompts = [*PROMPTS, LONG]
-    requests = [st.Request(p, key=jax.random.key(i), **text) for i, p in enumerate(prompts)]
-    ids = [scheduler.submit(request) for request in requests]
-    done = {completion.request_id: completion for completion in scheduler.completions()}
-    return [done[i].tokens for i in ids]
+    scheduler = st.Scheduler(st.shard(target, mesh), drafter=draft, **sizes)
+    text = dict(max_new_tokens=10, temperature=0.8)
+    for i, prompt in enumerate([*PROMPTS, [1, 2, 3] * 30]):
+        scheduler.submit(st.Request(prompt, key=i, **text))
+    done = sorted(scheduler.completions(), key=lambda completion: completion.request_id)
+    return [completion.tokens for completion in done]
 
 
-def served_apart(st, target, process):
-    scheduler = st.Scheduler(target, rows=2, max_length=64)
-    scheduler.submit(st.Request([1 + process], max_new_tokens=2))
-    return [*scheduler.completions()]
+def refusals(target, process, folder):
+    """The messages of calls that are refused, in the one process or in both."""
+    import jax
+
+    import stree_jax as st
+
+    def other_requests():
+        scheduler = st.Scheduler(target, rows=2, max_length=64)
+        scheduler.submit(st.Request([1 + process], max_new_tokens=2))
+        return [*scheduler.completions()]
+
+    own, key = dict(local_rows=True), jax.random.key(0)
+    key = jax.random.split(key, 1) if process else key
+    calls = {
+        "prompts": lambda: st.generate(target, [[1 + process]], max_new_tokens=2),
+        "save": lambda: st.save_pretrained(target, folder / "saved 1x4"),
+        "own prompts": lambda: st.generate(target, [[1], []][: 2 - process], **own),
+        "own prompts, streamed": lambda: st.stream(target, [[1], []][: 2 - process], **own),
+        "some kinds of keys": lambda: st.generate(target, [[1]], temperature=1.0, key=key, **own),
+        "other requests": other_requests,
+        "no prompts": lambda: st.generate(target, [], **own),
+        "some devices": lambda: st.make_mesh(data=2),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except ValueError as error:
+            found[name] = str(error)
+    return found
 
 
 def main():
@@ -86,65 +153,17 @@ def main():
 
     found = {}
     # Along "data" each process has a row of the mesh; along "model" half of all layers.
-    for data, model in ((2, 2), (1, 4)):
-        mesh = st.make_mesh(data=data, model=model)
+    for data, model in MESHES:
+        mesh, name = st.make_mesh(data=data, model=model), f"{data}x{model}"
         target = st.from_pretrained(folder / "target", mesh=mesh)
         draft = st.from_pretrained(folder / "draft", mesh=mesh, replicate=True)
-        options = dict(max_new_tokens=NEW_TOKENS, drafter=st.ModelDrafter(draft))
-        options["topology"] = st.TreeTopology.from_branching((2, 1))
-        out = st.generate(target, PROMPTS, **options)
-        assert out.stats.tau > 1
-        found[f"{data}x{model}"] = out.tokens.tolist()
-        st.save_pretrained(target, folder / f"saved {data}x{model}", model_card=f"of {process}")
-        if data == 2:
-            options |= dict(temperature=0.8, key=jax.random.key(1))
-            found["sampled"] = st.generate(target, PROMPTS, **options).tokens.tolist()
-            found["served"] = served(st, target, options)
-            steps = [*st.stream(target, PROMPTS, max_new_tokens=3)]
-            found["streamed"] = joined(steps, PROMPTS)
-            # Rows of its own for each process: the first one has two, the second one.
-            own = slice(0, 2) if process == 0 else slice(2, 3)
-            found["own"] = st.generate(target, PROMPTS[own], **options, local_rows=True)
-            options["key"] = jax.random.split(jax.random.key(2), 3)
-            found["keys"] = st.generate(target, PROMPTS, **options).tokens.tolist()
-            options["key"] = options["key"][own]
-            found["own keys"] = st.generate(target, PROMPTS[own], **options, local_rows=True)
-            steps = [*st.stream(target, PROMPTS[own], **options, local_rows=True)]
-            found["streamed own"] = joined(steps, PROMPTS[own])
-            no_rows = PROMPTS if process == 0 else []
-            options = dict(max_new_tokens=NEW_TOKENS, local_rows=True)
-            found["none"] = st.generate(target, no_rows, **options)
-            found["streamed none"] = joined([*st.stream(target, no_rows, **options)], no_rows)
-            for name in ("own", "own keys", "none"):
-                found[name] = found[name].tokens.tolist()
-        found[f"hybrid {data}x{model}"] = served_hybrid(st, data, model)
+        found[name] = texts(target, draft, process) | {"hybrid": served_hybrid(mesh)}
+        st.save_pretrained(target, folder / f"saved {name}", model_card=f"of {process}")
     # Cut into four parts, of which each process has two.
     whole = st.shard(target, None)
-    found["back"] = st.generate(whole, PROMPTS, max_new_tokens=NEW_TOKENS).tokens.tolist()
+    found["back"] = st.generate(whole, PROMPTS, max_new_tokens=10).tokens.tolist()
     st.save_pretrained(whole, folder / "saved whole")
-    errors = {
-        "prompts": lambda: st.generate(target, [[1 + process]], max_new_tokens=2),
-        "save": lambda: st.save_pretrained(target, folder / "saved 1x4"),
-        "own prompts": lambda: st.generate(target, [[1], []][: 2 - process], local_rows=True),
-        "own prompts, streamed": lambda: st.stream(
-            target, [[1], []][: 2 - process], local_rows=True
-        ),
-        "some kinds of keys": lambda: st.generate(
-            target,
-            [[1]],
-            temperature=1.0,
-            key=jax.random.split(jax.random.key(0), 1) if process else jax.random.key(0),
-            local_rows=True,
-        ),
-        "other requests": lambda: served_apart(st, target, process),
-        "no prompts": lambda: st.generate(target, [], local_rows=True),
-        "some devices": lambda: st.make_mesh(data=2),
-    }
-    for name, call in errors.items():
-        try:
-            call()
-        except ValueError as error:
-            found[name] = str(error)
+    found["refused"] = refusals(target, process, folder)
     print(json.dumps(found), flush=True)  # noqa: T201
     os._exit(0)  # without the service's goodbye, which waits for the other process
 
