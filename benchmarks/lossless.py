@@ -28,13 +28,15 @@ from rich.progress import track
 
 import stree_jax as st
 from benchmarks.cases.base import random_tree
-from benchmarks.common import Found, Table, start
+from benchmarks.common import Found, Table, main, names
 from benchmarks.families import FAMILIES
 from benchmarks.methods import TWO_TREES, Method, trees
 from stree_jax.decoding.rows import Row, processors_of
 from stree_jax.decoding.sampling import position_noise
 from stree_jax.testing import perturbed, random_mtp_head
 from stree_jax.testing.exactness import apply, processed_after
+
+OPTIONS = {"--families": names(FAMILIES), "--tokens": 1_000_000}
 
 PROMPT_LENGTHS = (37, 5, 64, 1)
 ROWS = 16
@@ -276,4 +278,5 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         )
 
 
-start(__name__, __doc__)
+if __name__ == "__main__":
+    main(run, OPTIONS)

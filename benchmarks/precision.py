@@ -19,10 +19,21 @@ import numpy as np
 from rich.progress import track
 
 import stree_jax as st
-from benchmarks.common import Found, Table, num_bytes, start, summary
+from benchmarks.common import Found, Table, main, num_bytes, summary
 from benchmarks.lossless import Way, compared
-from benchmarks.methods import DEEP_TREE, PAPER_TREES, PLAIN, TWO_TREES, Method, compare, trees
+from benchmarks.methods import (
+    DEEP_TREE,
+    PAPER_TREES,
+    PLAIN,
+    SIZES,
+    TWO_TREES,
+    Method,
+    compare,
+    trees,
+)
 from benchmarks.models import Pair, embedded_pair
+
+OPTIONS = SIZES | {"--compared": 100_000}
 
 DTYPES = ("float32", "bfloat16")
 ROWS = 32  # of a batch whose tokens are compared
@@ -50,7 +61,7 @@ def speeds(exact: Pair, rounded: Pair, options: argparse.Namespace) -> list[dict
         method._replace(name=f"{method.name}, rounded", target=rounded.target)
         for method in methods(rounded)
     ]
-    found = {row["method"]: row for row in compare(exact, ways + others, [0.0], options)}
+    found = {row["method"]: row for row in compare(exact, ways + others, 0.0, options)}
     rows = []
     for method, other in zip(ways, others, strict=True):
         of_dtype = dict(zip(DTYPES, (found[method.name], found[other.name]), strict=True))
@@ -120,4 +131,5 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     yield Found(results | {"exactness": found, "sums": sums}, tables, wrong, line)
 
 
-start(__name__, __doc__)
+if __name__ == "__main__":
+    main(run, OPTIONS)
