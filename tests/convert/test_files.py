@@ -13,7 +13,7 @@ import pytest
 import stree_jax as st
 from stree_jax.checkpoint.load import is_finite
 from stree_jax.convert import convert, open_checkpoint
-from tests.convert import checkpoints, configs
+from tests.convert import checkpoints, configs, numpy_mamba_ssm
 from tests.convert.checkpoints import (
     CONFIG,
     MIXER,
@@ -154,8 +154,8 @@ def test_chat_templates_are_side_files(checkpoint, tmp_path, to):
 
 def test_a_tied_head_that_is_not_the_embedding(tmp_path):
     config = configs.mamba_ssm_config()
-    weights = checkpoints.mamba_ssm_weights(config)
-    weights["lm_head.weight"] = weights["lm_head.weight"] + 1
+    weights = checkpoints.described_weights(numpy_mamba_ssm, config)
+    weights["lm_head.weight"] = weights["backbone.embedding.weight"] + 1
     path = checkpoints.write_safetensors(tmp_path / "tied", config, weights)
     with pytest.raises(ValueError, match=r"ties the head to the embedding, but lm_head\.weight is"):
         st.from_pretrained(path)

@@ -57,13 +57,10 @@ CONFIG = dict(
 TOKENS = np.random.default_rng(0).integers(0, 37, 19)
 
 
-def random_weights(config, prefix="model", seed=0):
+def random_weights(config, prefix="model"):
     """Hostile ones: corrections that decide the choice of experts, steps from tiny to large."""
-    rng = np.random.default_rng(seed)
-    weights = {
-        name: checkpoints.random_weight(name, shape, rng)
-        for name, shape in numpy_nemotron_h.shapes(config, prefix).items()
-    }
+    rng = np.random.default_rng(0)
+    weights = checkpoints.described_weights(numpy_nemotron_h, config, prefix)
     for name, value in weights.items():
         if name.endswith("correction_bias"):
             value[:] = rng.normal(size=value.shape)
@@ -167,7 +164,7 @@ def test_the_definition_is_transformers(tmp_path):
     """Where all layers are equal, which is what transformers has."""
     from safetensors.numpy import load_file
 
-    hf = checkpoints.hybrid_checkpoint(tmp_path, "nemotron_h")
+    hf = checkpoints.hf_checkpoint(tmp_path, "nemotron_h")
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"time_step_limit": (config["time_step_min"], np.inf)}  # as its prefill does
     weights = load_file(tmp_path / "model.safetensors")
