@@ -1,8 +1,6 @@
 """Damaged, missing and malicious files."""
 
-import contextlib
 import os
-import struct
 import subprocess
 import sys
 
@@ -205,22 +203,12 @@ def test_both_forms_of_a_model_in_one_directory(tmp_path):
     assert st.from_pretrained(path).config == want.config
 
 
-def test_truncated_and_scrambled_safetensors(checkpoint):
-    """Truncations and random changes raise a ValueError or leave a valid file."""
+def test_truncated_safetensors(checkpoint):
     file = checkpoint / "model.safetensors"
     data = file.read_bytes()
     for cut in (0, 1, 7, 8, 100, len(data) // 2, len(data) - 1):
         file.write_bytes(data[:cut])
         refused(checkpoint, "is damaged")
-    rng = np.random.default_rng(0)
-    header = 8 + struct.unpack("<Q", data[:8])[0]
-    for _ in range(100):
-        changed = bytearray(data)
-        for at in rng.integers(header, size=rng.integers(1, 5)):
-            changed[at] = rng.integers(256)
-        file.write_bytes(changed)
-        with contextlib.suppress(ValueError):
-            open_checkpoint(checkpoint)
 
 
 def test_shards(checkpoint):

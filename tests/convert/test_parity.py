@@ -135,28 +135,6 @@ def test_codestral(tmp_path):
     assert_close(apply(st.from_pretrained(path), TOKENS[:1])[0], want)
 
 
-@pytest.mark.slow
-def test_tree_decoding_of_a_converted_model(tmp_path):
-    """With an MLP in every layer, a padded vocabulary, and a draft model of another shape."""
-    config = configs.mamba_ssm_config(d_intermediate=100, tie_embeddings=False)
-    other = configs.mamba_ssm_config(n_layer=1, tie_embeddings=False)
-    for seed, name, each in ((0, "target", config), (1, "draft", other)):
-        checkpoints.described_checkpoint(tmp_path / name, numpy_mamba_ssm, each, seed=seed)
-    target, draft = (st.from_pretrained(tmp_path / name) for name in ("target", "draft"))
-    prompts = [[3, 4, 5], [6, 7, 8, 9, 10]]
-    plain = st.generate(target, prompts, max_new_tokens=12)
-    for drafter in (st.ModelDrafter(draft), st.ModelDrafter(target)):
-        tree = st.generate(
-            target,
-            prompts,
-            max_new_tokens=12,
-            drafter=drafter,
-            topology=st.TreeTopology.from_branching((2, 1)),
-        )
-        np.testing.assert_array_equal(tree.tokens, plain.tokens)
-    assert tree.stats.tau == 3  # the target drafts for itself: every depth is accepted
-
-
 def test_bfloat16_there_and_back(tmp_path):
     """Only what needs it stays wide, and transformers computes the same from the copy."""
     from safetensors.numpy import load_file

@@ -10,9 +10,7 @@ import pytest
 
 import stree_jax as st
 from stree_jax.convert.reading import open_checkpoint
-from stree_jax.testing import PROMPTS, assert_lossless
 from tests.convert import checkpoints, numpy_nemotron_h
-from tests.drafters import Told
 
 MOE = dict(
     block_type="moe",
@@ -109,18 +107,13 @@ def test_every_field_of_a_block_matters(tmp_path):
         assert np.abs(numpy_nemotron_h.logits(other, weights, TOKENS) - want).max() > 1e-3
 
 
-def test_it_is_saved_and_decoded_exactly(tmp_path):
+def test_it_is_saved_as_it_is(tmp_path):
     written(tmp_path / "puzzle")
     model = st.from_pretrained(tmp_path / "puzzle")
     st.save_pretrained(model, tmp_path / "native")
     again = st.from_pretrained(tmp_path / "native")
     assert again.config == model.config
     jax.tree.map(np.testing.assert_array_equal, again, model)
-    tree = st.TreeTopology.from_branching((2, 2, 1))
-    texts = st.generate(model, PROMPTS, max_new_tokens=24).tokens
-    drafter = Told(PROMPTS, texts, model.config.vocab_size)
-    (greedy,) = assert_lossless(model, drafter, topology=tree, prompts=PROMPTS, temperatures=(0.0,))
-    assert greedy.stats.accepted_per_depth.all()
 
 
 BLOCKS = CONFIG["block_configs"]
