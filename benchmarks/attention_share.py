@@ -14,13 +14,16 @@ training are the same, see `benchmarks/recipes`. Train the pairs first (minutes 
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 
 import stree_jax as st
 from benchmarks import methods
-from benchmarks.common import Found, Table, start
-from benchmarks.methods import PLAIN, TWO_TREES, Method
+from benchmarks.common import Found, Table, main
+from benchmarks.methods import COMPARED, PLAIN, TWO_TREES, Method
 from benchmarks.models import loaded_pair
 from benchmarks.steps import COLUMNS, time_of_calls
+
+OPTIONS = COMPARED | {"directory": {"type": Path}, "--prompts": 12, "--tokens": 64}
 
 SHARES = (0, 25, 50)
 
@@ -35,8 +38,9 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         path = str(options.directory / f"attention-{share}")
         pair = loaded_pair(path, f"{path}-draft", f"{share} % attention", options.prompts)
         ways = [Method(PLAIN), *methods.trees(st.ModelDrafter(pair.draft), TWO_TREES)]
-        for row in methods.compare(pair, ways, options.temperatures, options):
-            rows.append({"attention_percent": share} | row)
+        for temperature in options.temperatures:
+            found = methods.compare(pair, ways, temperature, options)
+            rows += [{"attention_percent": share} | row for row in found]
         steps.append(time_of_calls(pair.name, pair.target, 50))
     at_0 = [row for row in rows if row["method"] == "tree A" and row["temperature"] == 0]
     yield Found(
@@ -50,4 +54,5 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     )
 
 
-start(__name__, __doc__)
+if __name__ == "__main__":
+    main(run, OPTIONS)

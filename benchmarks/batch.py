@@ -11,9 +11,11 @@ import argparse
 from collections.abc import Iterator
 
 import stree_jax as st
-from benchmarks.common import SPEED, Found, Table, start
+from benchmarks.common import SPEED, Found, Table, main
 from benchmarks.methods import PLAIN, TWO_TREES, Method, compare, different, trees
 from benchmarks.models import embedded_pair
+
+OPTIONS = {"--batches": (1, 2, 4, 8), "--tokens": 96, "--rounds": 5}
 
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
@@ -23,7 +25,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     for size in options.batches:
         # Rows run to their limit, past any end of text, so that the batch stays full.
         batch = {"prompts": pair.prompts[:size], "eos_token": ()}
-        for row in compare(pair, ways, [0.0], options, [batch]):
+        for row in compare(pair, ways, 0.0, options, [batch]):
             needed = row["tau"] / row["speed_up"]["median"]
             rows.append({"batch": size, "tau_to_break_even": needed} | row)
     pays = [row["batch"] for row in rows if row["speed_up"]["median"] > 1]  # that of PLAIN is 1
@@ -43,4 +45,5 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     )
 
 
-start(__name__, __doc__)
+if __name__ == "__main__":
+    main(run, OPTIONS)

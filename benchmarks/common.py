@@ -1,4 +1,4 @@
-"""Parts that all benchmarks share: options, machine, clock, memory, tables, results."""
+"""What all benchmarks share: options, machine, clock, memory, tables, results, `main`."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,6 +30,16 @@ OUTPUT = Path("benchmark-results")  # ignored by git
 # Columns of tables.
 SPEED = {"tokens/s": "{tokens_per_second[median]:,.0f}", "speed-up": "{speed_up[median]:.2f}x"}
 
+HELP = {
+    "--target": "checkpoint; default: the embedded target",
+    "--draft": "checkpoint of its draft",
+    "--name": "name of the pair, for the results",
+    "--tokens": "new tokens of each text, at most",
+    "--rounds": "timed runs",
+    "--workloads": "words of their names; default: all",
+    "--compared": "tokens to compare in each dtype",
+    "--load": "requests over time, relative to what the plain scheduler serves",
+}
 SMOKE = {"action": "store_true", "help": "tiny sizes, on any device"}
 
 Item = TypeVar("Item")
@@ -271,9 +281,34 @@ class Found(NamedTuple):
     line: Mapping[str, Any] = {}  # summary for the last line, which is JSON
 
 
-def start(name: str, doc: str) -> None:
-    """Runs the experiment of a module with this `__name__` and `__doc__`, if it is the program."""
-    if name == "__main__":
-        from benchmarks.experiments import main
+def main(
+    run: Callable[[argparse.Namespace], Iterator[Found]],
+    options: Mapping[str, Any],
+    arguments: Sequence[str] | None = None,
+) -> None:
+    """Runs an experiment: prints its tables and writes JSON; exit code 1 if it failed.
 
-        main(Path(sys.argv[0]).stem, doc)
+    Args:
+        run: yields what it has found so far: prompts, methods and temperatures go in; records and
+            tables come out. Its module has the experiment's name, and begins with its question.
+        options: of the experiment, as for `parser_of`.
+        arguments: the command line; None: `sys.argv`.
+    """
+    module = sys.modules[run.__module__]
+    name, doc = Path(str(module.__file__)).stem, str(module.__doc__)
+    chosen = read_options(parser_of(doc, options, HELP), arguments)
+    where = machine()  # before the experiment loads it
+    settings = {
+        flag: str(value) if isinstance(value, Path) else value
+        for flag, value in vars(chosen).items()
+        if flag not in ("output", "commit") and value is not None
+    }
+    parts = (name.replace("_", "-"), settings.get("name"), device_name(where))
+    file_name = "-".join(filter(None, parts))
+    head = {"question": doc.splitlines()[0], "machine": where} | settings
+    for found in run(chosen):  # results so far are saved before the next part
+        path = write_json(file_name, head | found.results, chosen.output)
+    for table in found.tables:
+        table.show()
+    line = found.line | {"different": found.wrong, "results": str(path)}
+    conclude(name, passed=not found.wrong, **line)

@@ -10,6 +10,69 @@ speculation pays off.
         [--output DIR | --commit] [--target DIR --draft DIR --name NAME]
 """
 
-from benchmarks.common import start
+import argparse
+import json
+from collections.abc import Iterator
 
-start(__name__, __doc__)
+import stree_jax as st
+from benchmarks import methods, steps
+from benchmarks.common import Found, Table, forget_programs, main
+from benchmarks.methods import (
+    CHAIN_OF_4,
+    CHAINS,
+    COMPARED,
+    DEEP_TREE,
+    LOOKUP,
+    PAPER_TREES,
+    PLAIN,
+    Method,
+    trees,
+)
+from benchmarks.models import CHECKPOINTS, chosen_pair, random_model
+
+OPTIONS = COMPARED | CHECKPOINTS
+
+
+def run(options: argparse.Namespace) -> Iterator[Found]:
+    """The paper's trees, a deep one, a dynamic one and prompt lookup; costs of target calls."""
+    pair = chosen_pair(options, options.prompts)
+    drafter = st.ModelDrafter(pair.draft)
+    ways = [Method(PLAIN), *trees(drafter, CHAINS)]
+    if not options.target:
+        ways += [Method("deep tree", drafter, DEEP_TREE), dynamic_tree(pair.draft)]
+    ways += [LOOKUP, *trees(drafter, PAPER_TREES)]
+    # Exact in distribution, with tokens of its own: drafts are tested by their probabilities.
+    iid = st.ModelDrafter(pair.draft, child_sampling="iid")
+    tested = Method("chain of 4, traversal", iid, CHAIN_OF_4, "traversal")
+    rows = []
+    for temperature in options.temperatures:
+        these = [*ways, tested] if temperature else ways
+        rows += methods.compare(pair, these, temperature, options)
+        forget_programs()
+    name = options.name or "embedded"
+    larger = random_model(st.ModelConfig.preset("mamba2-130m"), "float32")
+    calls = [
+        steps.time_of_calls(f"{name} target", pair.target, 100),
+        steps.time_of_calls(f"{name} draft", pair.draft, 100),
+        steps.time_of_calls("mamba2-130m shape", larger, 5),
+    ]
+    drafting = [row for row in rows if row["nodes"] > 1]
+    best = max(drafting, key=lambda row: (-row["temperature"], row["speed_up"]["median"]))
+    of_calls = Table("Milliseconds of a call", calls, steps.COLUMNS)
+    yield Found(
+        pair.settings() | {"decoding": rows, "target_calls": calls},
+        [*methods.method_tables(pair.name, rows), of_calls],
+        wrong=methods.different(rows),
+        line={"best": best["method"], "speed_up": best["speed_up"]["median"], "tau": best["tau"]},
+    )
+
+
+def dynamic_tree(draft: st.HybridLM) -> Method:
+    """A dynamic tree of the deep tree's size, with the sharpness tuned for the embedded pair."""
+    found = json.loads(st.demo_path("target").with_name("tree.json").read_text())
+    budget = st.TreeTopology.budget(DEEP_TREE.num_nodes, DEEP_TREE.depth)
+    return Method("dynamic tree", st.DynamicDrafter(draft, sharpness=found["sharpness"]), budget)
+
+
+if __name__ == "__main__":
+    main(run, OPTIONS)

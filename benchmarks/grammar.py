@@ -18,10 +18,12 @@ from collections.abc import Iterator
 import numpy as np
 
 import stree_jax as st
-from benchmarks.common import Found, Table, start, summary, timed
+from benchmarks.common import Found, Table, main, summary, timed
 from benchmarks.models import RANDOM_NOTE, default_dtype, random_model
 from benchmarks.steps import Program, binary_tree
 from stree_jax.extensions.grammar.automaton import Compressor
+
+OPTIONS = {"--states": 10_000, "--vocabulary": 50_000, "--steps": 50, "--rounds": 7}
 
 ALLOWED, EXCEPTIONS = 0.4, 100
 FEW_STATES = 60
@@ -78,4 +80,5 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     )
 
 
-start(__name__, __doc__)
+if __name__ == "__main__":
+    main(run, OPTIONS)

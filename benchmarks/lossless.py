@@ -28,13 +28,15 @@ from rich.progress import track
 
 import stree_jax as st
 from benchmarks.cases.base import random_tree
-from benchmarks.common import Found, Table, start
+from benchmarks.common import Found, Table, main, names
 from benchmarks.families import FAMILIES
 from benchmarks.methods import TWO_TREES, Method, trees
 from stree_jax.decoding.rows import Row, processors_of
 from stree_jax.decoding.sampling import position_noise
 from stree_jax.testing import perturbed, random_mtp_head
 from stree_jax.testing.exactness import apply, processed_after
+
+OPTIONS = {"--families": names(FAMILIES), "--tokens": 1_000_000}
 
 PROMPT_LENGTHS = (37, 5, 64, 1)
 ROWS = 16
@@ -235,19 +237,26 @@ def work(families: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
         jax.clear_caches()  # the next family shares no program
 
 
-def sums(field: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A table by family or by method."""
+def sums(field: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A record for each value of a field: tokens, differences with their gaps, mean taus."""
     records = []
     for name in dict.fromkeys(row[field] for row in rows):
         part = [row for row in rows if row[field] == name]
-        gaps = [each["gap"] for row in part for each in row["differences"]]
-        record = {"name": name, "tokens": sum(row["tokens"] for row in part), "gaps": len(gaps)}
+        found = [each for row in part for each in row["differences"]]
+        gaps = [each["gap"] for each in found]
+        record = {field: name, "tokens": sum(row["tokens"] for row in part)}
+        record |= {"differences": len(gaps), "ties": sum(each["tie"] for each in found)}
+        record |= {"median": float(np.median(gaps or [0])), "largest": max(gaps, default=0.0)}
         taus = [[row["tau"] for row in part if row["temperature"] == t] for t in TEMPERATURES]
-        tau = " ".join(f"{np.mean(each):.2f}" for each in taus)
-        records.append(record | {"tau": tau, "largest": max(gaps, default=0.0)})
-    columns = {field: "{name}", "tokens": "{tokens:,}", f"tau, T in {TEMPERATURES}": "{tau}"}
-    columns |= {"differences": "{gaps}", "largest gap": "{largest:.1e}"}
-    return Table("Against autoregressive decoding", records, columns)
+        records.append(record | {"tau": " ".join(f"{np.mean(each):.2f}" for each in taus)})
+    return records
+
+
+def table(field: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The sums by family or by method."""
+    columns = {field: f"{{{field}}}", "tokens": "{tokens:,}", f"tau, T in {TEMPERATURES}": "{tau}"}
+    columns |= {"differences": "{differences}", "largest gap": "{largest:.1e}"}
+    return Table("Against autoregressive decoding", sums(field, rows), columns)
 
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
@@ -270,10 +279,11 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         rate = {"tokens": tokens, "tokens_per_second": round(tokens / seconds)}
         yield Found(
             settings | {"tokens": tokens, "seconds": round(seconds), "work": rows},
-            [sums(field, rows) for field in ("family", "method")],
+            [table(field, rows) for field in ("family", "method")],
             wrong=[each for each in found if not each["tie"]],
             line=rate | {"differences": len(found)},
         )
 
 
-start(__name__, __doc__)
+if __name__ == "__main__":
+    main(run, OPTIONS)

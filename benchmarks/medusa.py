@@ -11,6 +11,36 @@ The heads are those of the embedded target, or others that `stree-jax medusa` tr
 `benchmarks/recipes/mtp.toml`.
 """
 
-from benchmarks.common import start
+import argparse
+from collections.abc import Iterator
 
-start(__name__, __doc__)
+import stree_jax as st
+from benchmarks.common import Found, main
+from benchmarks.methods import COMPARED, LOOKUP, PLAIN, TWO_TREES, Method, found, trees
+from benchmarks.models import embedded_pair
+
+OPTIONS = COMPARED | {"--prompts": 8, "--heads": None, "--mtp": None}
+
+
+def run(options: argparse.Namespace) -> Iterator[Found]:
+    """Heads of two kinds, a draft model and prompt lookup."""
+    pair = embedded_pair(options.prompts)
+    heads = st.load_medusa(options.heads or st.demo_path("medusa"), pair.target)
+    drafter, draft = st.MedusaDrafter(pair.target, heads), st.ModelDrafter(pair.draft)
+    chain = st.TreeTopology.chain(heads.num_heads)
+    ways = [
+        Method(PLAIN),
+        Method(f"Medusa, chain of {chain.depth}", drafter, chain),
+        Method("Medusa, default tree", drafter),
+        *trees(draft, TWO_TREES, "draft model, "),
+        LOOKUP,
+    ]
+    if options.mtp is not None:
+        own = st.MtpDrafter(pair.target, st.load_mtp(options.mtp, pair.target))
+        few = {"chain of 2": st.TreeTopology.chain(2)} | TWO_TREES
+        ways += trees(own, few, "multi-token prediction, ")
+    yield found(pair, ways, options)
+
+
+if __name__ == "__main__":
+    main(run, OPTIONS)

@@ -1,7 +1,6 @@
 """Methods of decoding, the lists of methods that experiments compare, and the comparison."""
 
 import functools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,10 +18,15 @@ CHAIN_OF_6 = st.TreeTopology.chain(6)  # what `tune-tree` chose for the embedded
 DEEP_TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 3, 4, 5, 6, 7, 8])
 PAPER_TREES = {f"tree {name}": st.TreeTopology.paper(name) for name in "ABCDE"}
 TWO_TREES = {"chain of 4": CHAIN_OF_4, "tree A": PAPER_TREES["tree A"]}
+CHAINS = {"chain of 4": CHAIN_OF_4, "chain of 6": CHAIN_OF_6}
+
+# Options of experiments that compare methods.
+SIZES = {"--prompts": 16, "--tokens": 96, "--rounds": 3}
+COMPARED = SIZES | {"--temperatures": (0.0, 1.0)}
 
 
 class Method(NamedTuple):
-    """A way of decoding; without a drafter it is autoregressive."""
+    """A way of decoding; autoregressive without a drafter, whose own tree is the default."""
 
     name: str
     drafter: st.Drafter | None = None
@@ -33,7 +37,8 @@ class Method(NamedTuple):
     @property
     def num_nodes(self) -> int:
         """Nodes of its tree, root included."""
-        return 1 if self.topology is None else self.topology.num_nodes
+        tree = self.topology or (self.drafter and self.drafter.default_topology())
+        return tree.num_nodes if tree else 1
 
     @property
     def follows_target(self) -> bool:
@@ -59,6 +64,10 @@ class Method(NamedTuple):
         return {name: value for name, value in chosen.items() if value is not None}
 
 
+# Drafts that are copied from the text so far.
+LOOKUP = Method("prompt lookup, chain of 4", st.NgramDrafter(), CHAIN_OF_4)
+
+
 def trees(
     drafter: st.Drafter, topologies: Mapping[str, st.TreeTopology], prefix: str = ""
 ) -> list[Method]:
@@ -66,27 +75,10 @@ def trees(
     return [Method(prefix + name, drafter, topology) for name, topology in topologies.items()]
 
 
-def own_tree(name: str, drafter: Any) -> Method:
-    """A drafter with its default topology."""
-    return Method(name, drafter, drafter.default_topology())
-
-
-def prompt_lookup() -> Method:
-    """Drafts that are copied from the text so far."""
-    return Method("prompt lookup, chain of 4", st.NgramDrafter(), CHAIN_OF_4)
-
-
-def dynamic_tree(draft: st.HybridLM) -> Method:
-    """A dynamic tree of the deep tree's size, with the sharpness tuned for the embedded pair."""
-    found = json.loads(st.demo_path("target").with_name("tree.json").read_text())
-    budget = st.TreeTopology.budget(DEEP_TREE.num_nodes, DEEP_TREE.depth)
-    return Method("dynamic tree", st.DynamicDrafter(draft, sharpness=found["sharpness"]), budget)
-
-
 def compare(
     pair: Pair,
     methods: Sequence[Method],
-    temperatures: Iterable[float],
+    temperature: float,
     options: Any,
     requests: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
@@ -95,45 +87,44 @@ def compare(
     Args:
         pair: target and prompts.
         methods: ways of decoding, `PLAIN` among them.
-        temperatures: each is measured by itself.
+        temperature: of all of them.
         options: `tokens`, the limit of each text, and `rounds`, the timed runs of each request.
         requests: arguments of `Method.decode`; None: each prompt by itself.
 
     Returns:
-        A record for each temperature and method: speed, tau, and whether its tokens are `PLAIN`'s.
+        A record for each method: speed, tau, and whether its tokens are `PLAIN`'s.
     """
+
+    def decode(method: Method, request: Any) -> st.Generation:
+        return method.decode(pair, tokens=options.tokens, temperature=temperature, **request)
+
     rows, requests = [], requests or [{"prompts": [prompt]} for prompt in pair.prompts]
-    for temperature in temperatures:
-
-        def decode(method: Method, request: Any, at: float = temperature) -> st.Generation:
-            return method.decode(pair, tokens=options.tokens, temperature=at, **request)
-
-        ways = {method.name: functools.partial(decode, method) for method in methods}
-        texts, seconds = timed(f"temperature {temperature:g}", ways, requests, options.rounds)
-        emitted = {name: sum(out.stats.num_tokens for out in texts[name]) for name in ways}
-        speed = speeds(emitted, seconds, PLAIN)
-        plain = [out.tokens for out in texts[PLAIN]]
-        for method in methods:
-            name, mine = method.name, texts[method.name]
-            taus = [out.stats.num_tokens / out.stats.num_target_calls for out in mine]
-            calls = sum(out.stats.num_target_calls for out in mine)
-            # Rules that test drafts have their own random numbers.
-            comparable = method.follows_target or (temperature == 0 and method.target is None)
-            identical = all(map(np.array_equal, plain, [out.tokens for out in mine]))
-            accepted = sum(out.stats.accepted_per_depth for out in mine)
-            rows.append(
-                {
-                    "method": name,
-                    "temperature": temperature,
-                    "nodes": method.num_nodes,
-                    "seconds_by_prompt": np.median(seconds[name], axis=0).tolist(),
-                    "tau": emitted[name] / calls,
-                    "tau_by_prompt": taus,
-                    "accepted_per_depth": [round(float(count) / calls, 4) for count in accepted],
-                    "identical": identical if comparable else None,
-                }
-                | speed[name]
-            )
+    ways = {method.name: functools.partial(decode, method) for method in methods}
+    texts, seconds = timed(f"temperature {temperature:g}", ways, requests, options.rounds)
+    emitted = {name: sum(out.stats.num_tokens for out in texts[name]) for name in ways}
+    speed = speeds(emitted, seconds, PLAIN)
+    plain = [out.tokens for out in texts[PLAIN]]
+    for method in methods:
+        name, mine = method.name, texts[method.name]
+        calls = sum(out.stats.num_target_calls for out in mine)
+        taus = [out.stats.num_tokens / out.stats.num_target_calls for out in mine]
+        # Rules that test drafts have their own random numbers.
+        comparable = method.follows_target or (temperature == 0 and method.target is None)
+        identical = all(map(np.array_equal, plain, [out.tokens for out in mine]))
+        accepted = sum(out.stats.accepted_per_depth for out in mine)
+        rows.append(
+            {
+                "method": name,
+                "temperature": temperature,
+                "nodes": method.num_nodes,
+                "seconds_by_prompt": np.median(seconds[name], axis=0).tolist(),
+                "tau": emitted[name] / calls,
+                "tau_by_prompt": taus,
+                "accepted_per_depth": [round(float(count) / calls, 4) for count in accepted],
+                "identical": identical if comparable else None,
+            }
+            | speed[name]
+        )
     return rows
 
 
@@ -162,6 +153,6 @@ def method_tables(title: str, rows: Sequence[Mapping[str, Any]], **columns: str)
 
 def found(pair: Pair, methods: Sequence[Method], options: Any) -> Found:
     """All findings of an experiment that compares methods at the temperatures of its options."""
-    rows = compare(pair, methods, options.temperatures, options)
+    rows = [row for t in options.temperatures for row in compare(pair, methods, t, options)]
     tables = method_tables(f"{pair.name}, {options.prompts} prompts", rows)
     return Found(pair.settings() | {"decoding": rows}, tables, wrong=different(rows))

@@ -13,6 +13,8 @@ from stree_jax.models.matrices import pack
 
 RANDOM_NOTE = "random weights: only time and memory mean anything, acceptance does not"
 
+CHECKPOINTS = {"--target": None, "--draft": None, "--name": None}
+
 
 def on_gpu() -> bool:
     """Whether computations go to a GPU."""
@@ -80,6 +82,8 @@ def loaded_pair(
 
 def chosen_pair(options: argparse.Namespace, num_prompts: int) -> Pair:
     """The pair that the options `CHECKPOINTS` name; the embedded one by default."""
+    if len({options.target is None, options.draft is None, options.name is None}) > 1:
+        raise SystemExit("--target, --draft and --name come together")
     if options.target is None:
         return embedded_pair(num_prompts, None)
     return loaded_pair(options.target, options.draft, options.name, num_prompts)

@@ -17,11 +17,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import stree_jax as st
-from benchmarks.common import Found, Table, speeds, start, summary, timed
+from benchmarks.common import Found, Table, main, speeds, summary, timed
 from benchmarks.models import Pair, embedded_pair
 from benchmarks.steps import Program
 from benchmarks.unrolled import UnrolledLM
 from stree_jax.decoding.types import DecodeState
+
+OPTIONS = {"--beams": (2, 4), "--steps": (4, 8), "--prompts": 4, "--tokens": 100, "--rounds": 5}
 
 
 def most_leaves(program: Program, prompts: Sequence[list[int]]) -> int:
@@ -97,4 +99,5 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     )
 
 
-start(__name__, __doc__)
+if __name__ == "__main__":
+    main(run, OPTIONS)

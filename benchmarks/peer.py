@@ -24,15 +24,17 @@ import numpy as np
 
 import stree_jax as st
 from benchmarks import llama_cpp
-from benchmarks.common import Found, Table, speeds, start, summary, timed, timed_calls
+from benchmarks.common import Found, Table, main, speeds, summary, timed, timed_calls
 from benchmarks.llama_cpp import Decode
-from benchmarks.methods import CHAIN_OF_4, CHAIN_OF_6, PLAIN, Method, trees
+from benchmarks.methods import CHAINS, PLAIN, SIZES, Method, trees
 from benchmarks.models import Pair, embedded_pair, random_model
 from benchmarks.steps import run_steps
 
+OPTIONS = SIZES | {"--threads": 2, "--calls": 8}
+
 PEER = "transformers"
 ROUNDED = ("bfloat16", "8 bits")  # weights: texts may differ
-SIZES = ("mamba2-370m", "Granite-4-H-350M")  # whose calls are timed
+SHAPES = ("mamba2-370m", "Granite-4-H-350M")  # whose calls are timed
 CALL_COLUMNS = {
     "model": "{model}",
     "dtype": "{dtype}",
@@ -108,9 +110,9 @@ def our_decoders(pair: Pair, tokens: int) -> dict[str, Decode]:
         out = method.decode(of, [prompt], tokens)
         return out.tokens[0, : out.lengths[0]]
 
-    ways, topologies = {}, {"chain of 4": CHAIN_OF_4, "chain of 6": CHAIN_OF_6}
+    ways = {}
     for suffix, of in ("", pair), (", bfloat16", embedded_pair(0, dtype="bfloat16")):
-        drafted = trees(st.ModelDrafter(of.draft), topologies)
+        drafted = trees(st.ModelDrafter(of.draft), CHAINS)
         for method in (Method(PLAIN), *drafted):
             ways[method.name + suffix] = functools.partial(decode, of, method)
     return ways
@@ -154,7 +156,7 @@ def real_sizes(options: argparse.Namespace) -> list[dict[str, Any]]:
     Random weights in the shape of a published model: only time means anything.
     """
     records, count = [], options.calls
-    for size, dtype in itertools.product(SIZES, ("bfloat16", "float32")):
+    for size, dtype in itertools.product(SHAPES, ("bfloat16", "float32")):
         model = random_model(st.ModelConfig.preset(size), dtype)
         theirs = llama_cpp.calls(model, dtype, options.threads, count, [*CALLED])
         calls: dict[tuple[str, int], Callable[[], Any]] = {}
@@ -172,4 +174,5 @@ def real_sizes(options: argparse.Namespace) -> list[dict[str, Any]]:
     return records
 
 
-start(__name__, __doc__)
+if __name__ == "__main__":
+    main(run, OPTIONS)

@@ -11,7 +11,7 @@ scores. In float32 there must be none but ties.
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,10 +19,21 @@ import numpy as np
 from rich.progress import track
 
 import stree_jax as st
-from benchmarks.common import Found, Table, num_bytes, start, summary
-from benchmarks.lossless import Way, compared
-from benchmarks.methods import DEEP_TREE, PAPER_TREES, PLAIN, TWO_TREES, Method, compare, trees
+from benchmarks.common import Found, Table, main, num_bytes, summary
+from benchmarks.lossless import Way, compared, sums
+from benchmarks.methods import (
+    DEEP_TREE,
+    PAPER_TREES,
+    PLAIN,
+    SIZES,
+    TWO_TREES,
+    Method,
+    compare,
+    trees,
+)
 from benchmarks.models import Pair, embedded_pair
+
+OPTIONS = SIZES | {"--compared": 100_000}
 
 DTYPES = ("float32", "bfloat16")
 ROWS = 32  # of a batch whose tokens are compared
@@ -50,7 +61,7 @@ def speeds(exact: Pair, rounded: Pair, options: argparse.Namespace) -> list[dict
         method._replace(name=f"{method.name}, rounded", target=rounded.target)
         for method in methods(rounded)
     ]
-    found = {row["method"]: row for row in compare(exact, ways + others, [0.0], options)}
+    found = {row["method"]: row for row in compare(exact, ways + others, 0.0, options)}
     rows = []
     for method, other in zip(ways, others, strict=True):
         of_dtype = dict(zip(DTYPES, (found[method.name], found[other.name]), strict=True))
@@ -85,19 +96,6 @@ def exactness(pair: Pair, options: argparse.Namespace) -> Iterator[dict[str, Any
             yield {"method": method.name, "temperature": temperature} | row
 
 
-def of_dtype(dtype: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The sum of the records of a dtype."""
-    gaps = [each["gap"] for row in rows for each in row["differences"]]
-    return {
-        "dtype": dtype,
-        "tokens": sum(row["tokens"] for row in rows),
-        "differences": len(gaps),
-        "ties": sum(each["tie"] for row in rows for each in row["differences"]),
-        "median": float(np.median(gaps)) if gaps else 0.0,
-        "largest": max(gaps, default=0.0),
-    }
-
-
 def run(options: argparse.Namespace) -> Iterator[Found]:
     """Speed in both types, then exactness in both."""
     pairs = {dtype: embedded_pair(options.prompts, None, dtype) for dtype in DTYPES}
@@ -112,12 +110,13 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         dtype: [*track(exactness(pair, options), dtype, 2 * len(rows) - 2, transient=True)]
         for dtype, pair in pairs.items()
     }
-    sums = [of_dtype(dtype, own) for dtype, own in found.items()]
+    by_dtype = sums("dtype", [{"dtype": name} | row for name in found for row in found[name]])
     columns = {name: f"{{{name}}}" for name in ("dtype", "tokens", "differences", "ties")}
     columns |= {"median gap": "{median:.1e}", "largest gap": "{largest:.1e}"}
     wrong = [row["method"] for row in found["float32"] if not row["right"]]
-    tables += [Table("Against autoregressive decoding in the same dtype", sums, columns)]
-    yield Found(results | {"exactness": found, "sums": sums}, tables, wrong, line)
+    tables += [Table("Against autoregressive decoding in the same dtype", by_dtype, columns)]
+    yield Found(results | {"exactness": found, "sums": by_dtype}, tables, wrong, line)
 
 
-start(__name__, __doc__)
+if __name__ == "__main__":
+    main(run, OPTIONS)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import jax
 
 import stree_jax as st
-from benchmarks.common import Found, Table, forget_programs, speeds, start, timed
+from benchmarks.common import Found, Table, forget_programs, main, names, speeds, timed
 from benchmarks.methods import PLAIN
 from benchmarks.models import Pair, embedded_pair
 from benchmarks.prompts import SHARED
@@ -42,6 +42,7 @@ K_CONFIGS = {
     "creative writing": ((2, 2, 1), (4, 2, 1, 1)),
     "blocksworld": ((2, 2, 1, 1), (8, 2, 1, 1, 1)),
 }
+OPTIONS = {"--tasks": names(K_CONFIGS), "--problems": 2, "--rounds": 2, "--chain": 4, "--rows": 8}
 MAX_LENGTH = 1024
 ALL = 10**6  # problems at once
 # Used in turn if there are no data sets.
@@ -180,4 +181,5 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         )
 
 
-start(__name__, __doc__)
+if __name__ == "__main__":
+    main(run, OPTIONS)

@@ -22,9 +22,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import stree_jax as st
-from benchmarks.common import SPEED, Found, Table, speeds, start, timed
+from benchmarks.common import SPEED, Found, Table, main, speeds, timed
 from benchmarks.models import embedded_pair
 from benchmarks.workloads import Path, Workload, workloads
+
+OPTIONS = {"--workloads": {"nargs": "+"}, "--requests": 32, "--rows": 8}
+OPTIONS |= {"--load": 0.7, "--rounds": 3}
 
 BATCHES, PLAIN = "batches as they come", "scheduler, neither"
 SCHEDULERS: dict[str, dict[str, Any]] = {
@@ -229,4 +232,5 @@ def batched(
             return clock.served()
 
 
-start(__name__, __doc__)
+if __name__ == "__main__":
+    main(run, OPTIONS)

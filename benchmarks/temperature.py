@@ -16,9 +16,11 @@ from typing import Any
 import jax
 
 import stree_jax as st
-from benchmarks.common import Found, Table, start
+from benchmarks.common import Found, Table, main
 from benchmarks.methods import PLAIN, TWO_TREES, Method, compare, different
 from benchmarks.models import embedded_pair
+
+OPTIONS = {"--prompts": 8, "--tokens": 96, "--keys": 5, "--rounds": 1}
 
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.3)
 # Tree, how children are sampled, and how they are verified above temperature 0.
@@ -52,7 +54,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     requests = [batch | {"key": jax.random.key(1 + i)} for i in range(options.keys)]
     for temperature in TEMPERATURES:
         ways = methods_at(temperature, pair.draft)
-        rows += compare(pair, ways, [temperature], options, requests)
+        rows += compare(pair, ways, temperature, options, requests)
     by_name: dict[str, dict[str, Any]] = {}
     for row in rows:
         number = TEMPERATURES.index(row["temperature"])
@@ -75,4 +77,5 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     )
 
 
-start(__name__, __doc__)
+if __name__ == "__main__":
+    main(run, OPTIONS)

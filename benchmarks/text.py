@@ -21,9 +21,11 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models
 
 import stree_jax as st
-from benchmarks.common import Found, Table, start, summary
+from benchmarks.common import Found, Table, main, summary
 from benchmarks.prompts import SHARED
 from stree_jax.extensions.grammar.json_text import automaton_of_schema
+
+OPTIONS = {"--tokens": (1000, 16_000), "--rounds": 3}
 
 LAST = 50  # tokens that are timed
 STREAM_COLUMNS = {
@@ -188,4 +190,5 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     )
 
 
-start(__name__, __doc__)
+if __name__ == "__main__":
+    main(run, OPTIONS)

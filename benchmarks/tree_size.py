@@ -17,9 +17,12 @@ from typing import Any
 import numpy as np
 
 import stree_jax as st
-from benchmarks.common import Found, Table, start
+from benchmarks.common import Found, Table, main
 from benchmarks.models import RANDOM_NOTE, default_dtype, on_gpu, random_model
 from benchmarks.steps import binary_tree, time_of_calls
+
+OPTIONS = {"--preset": None, "--layers": {"type": int}, "--rounds": 7}
+OPTIONS |= {"--dtype": {"choices": ("float32", "bfloat16")}}
 
 DEFAULT = st.ModelConfig.mamba2_lm(4096, 768, 8)
 SIZES = (1, 2, 5, 8, 15, 24, 31, 48, 63)
@@ -82,4 +85,5 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     )
 
 
-start(__name__, __doc__)
+if __name__ == "__main__":
+    main(run, OPTIONS)

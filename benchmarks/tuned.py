@@ -22,9 +22,11 @@ from rich.console import Console
 
 import stree_jax as st
 from benchmarks import methods
-from benchmarks.common import Found, forget_programs, start
-from benchmarks.methods import PAPER_TREES, PLAIN, Method, trees
-from benchmarks.models import Pair, chosen_pair
+from benchmarks.common import Found, forget_programs, main
+from benchmarks.methods import COMPARED, PAPER_TREES, PLAIN, Method, trees
+from benchmarks.models import CHECKPOINTS, Pair, chosen_pair
+
+OPTIONS = COMPARED | CHECKPOINTS | {"--prompts": 12}
 
 TUNING_PROMPTS = 16  # `tune` measures acceptance on half of them
 # Tokens of a prompt. With 64 to 96 new ones they share compiled programs, and compiling takes most
@@ -52,7 +54,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         forget_programs()
         ways = [Method(PLAIN), *([] if tree is None else [Method("tuned", drafter, tree)])]
         ways += trees(drafter, chains | PAPER_TREES)
-        now = methods.compare(pair, ways, [temperature], options)
+        now = methods.compare(pair, ways, temperature, options)
         forget_programs()
         rows += now
         ratios = relative_to(PLAIN if tree is None else "tuned", now)
@@ -105,4 +107,5 @@ def relative_to(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[
     return {name: ratio(other) for name, other in seconds.items()}
 
 
-start(__name__, __doc__)
+if __name__ == "__main__":
+    main(run, OPTIONS)

@@ -19,7 +19,6 @@ products and add up the parts in another launch; rows with `products` "whole" ar
 that (`xla_gpu_experimental_force_split_k=1`).
 """
 
-import argparse
 import functools
 import itertools
 import json
@@ -62,18 +61,12 @@ HELP = {
 }
 
 
-def read_options() -> argparse.Namespace:
-    """The options of the command line."""
+def main() -> None:
+    """Compiles everything asked for, prints its rows and writes JSON; exit code 1 at a limit."""
     parser = common.parser_of(__doc__.splitlines()[0], OPTIONS, HELP)
     options = common.read_options(parser)
     if options.most_growth < math.inf and not (options.whole and len(options.nodes) > 1):
         parser.error("--most-growth compares whole models: add --whole and two numbers of --nodes")
-    return options
-
-
-def main() -> None:
-    """Compiles everything asked for, prints its rows and writes JSON; exit code 1 at a limit."""
-    options = read_options()
     compilers = [Compiler(gpu, products) for gpu in options.gpus for products in options.products]
     tables: dict[str, report.Rows] = {"steps": [], "prompts": [], "outside": []}
 

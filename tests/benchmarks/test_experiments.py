@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from benchmarks import common, experiments, lossless, methods, seed, temperature, tree_size, tuned
+from benchmarks import common, lossless, methods, models, seed, temperature, tree_size, tuned
 from benchmarks.methods import PLAIN, Method
 from stree_jax.decoding.sampling import position_noise
 
@@ -53,8 +53,8 @@ SMALLEST = {
 QUICK = ("batch", "tree_size")
 TREES = {"tree A": st.TreeTopology.from_branching((2,))}
 SMALLER = {
-    **dict.fromkeys(("experiments.PAPER_TREES", "tuned.PAPER_TREES"), TREES),
-    **{f"{m}.TWO_TREES": TREES for m in ("experiments", "precision", "attention_share", "batch")},
+    **dict.fromkeys(("decode.PAPER_TREES", "tuned.PAPER_TREES"), TREES),
+    **{f"{m}.TWO_TREES": TREES for m in ("medusa", "precision", "attention_share", "batch")},
     "precision.PAPER_TREES": {"tree B": TREES["tree A"]},
     "precision.ROWS": 2,
     "tree_size.DEFAULT": TINY,
@@ -89,7 +89,7 @@ def tiny(tiny_pair, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in experiments.EXPERIMENTS],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in SMALLEST],
 )
 @pytest.mark.filterwarnings("ignore:acceptance was measured on")
 def test_an_experiment(name, tiny, tmp_path, capsys):
@@ -101,7 +101,7 @@ def test_an_experiment(name, tiny, tmp_path, capsys):
     records, *fields = fields.split()
     arguments = arguments.replace("SMALL", str(tiny / "draft")).replace("SHARES", str(tmp_path))
     module = importlib.import_module(f"benchmarks.{name}")
-    experiments.main(name, module.__doc__, [*arguments.split(), "--output", str(tmp_path)])
+    common.main(module.run, module.OPTIONS, [*arguments.split(), "--output", str(tmp_path)])
     line = json.loads(capsys.readouterr().out.splitlines()[-1])[name]
     (path,) = tmp_path.glob("*.json")
     found = json.loads(path.read_text())
@@ -110,24 +110,31 @@ def test_an_experiment(name, tiny, tmp_path, capsys):
     assert name != "lossless" or all(row["right"] and row["distinct"] > 3 for row in found["work"])
 
 
-def test_wrong_tokens_fail_an_experiment(monkeypatch, tmp_path, capsys):
+def test_wrong_tokens_fail_an_experiment(tmp_path, capsys):
     """And what was found before the last part is saved."""
 
     def run(parts, *arguments):
-        fake = experiments.Experiment(lambda options: iter(parts), experiments.CHECKPOINTS)
-        monkeypatch.setitem(experiments.EXPERIMENTS, "fake", fake)
-        experiments.main("fake", "Is it?", [*arguments, "--output", str(tmp_path)])
+        def fake(options):
+            yield from parts
+
+        arguments = [*arguments, "--output", str(tmp_path)]
+        common.main(fake, models.CHECKPOINTS, arguments)
 
     parts = [common.Found({"a": 1}, [], ["tree A"]), common.Found({"a": 2}, [])]
     with pytest.raises(SystemExit, match="^1$"):
         run(parts[:1])
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["fake"]["different"] == ["tree A"]
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert line["test_experiments"]["different"] == ["tree A"]
     run(parts, "--target", "t", "--draft", "d", "--name", "n")
-    found = json.loads((tmp_path / "fake-n-cpu.json").read_text())
-    assert (found["question"], found["a"], found["target"]) == ("Is it?", 2, "t")
-    with pytest.raises(SystemExit):
-        run(parts, "--name", "n")
-    assert "come together" in capsys.readouterr().err
+    found = json.loads((tmp_path / "test-experiments-n-cpu.json").read_text())
+    assert found["question"] == __doc__.splitlines()[0]
+    assert (found["a"], found["target"]) == (2, "t")
+
+
+def test_a_pair_is_named_as_a_whole():
+    options = types.SimpleNamespace(target=None, draft=None, name="n")
+    with pytest.raises(SystemExit, match="come together"):
+        models.chosen_pair(options, 1)
 
 
 def test_the_comparison_of_methods(monkeypatch):
@@ -145,7 +152,7 @@ def test_the_comparison_of_methods(monkeypatch):
     pair = types.SimpleNamespace(prompts=[[7]])
     options = types.SimpleNamespace(tokens=4, rounds=2)
     ways = [Method(PLAIN), Method("chain", None, st.TreeTopology.chain(1)), Method("tree")]
-    rows = methods.compare(pair, ways, [0.5], options)
+    rows = methods.compare(pair, ways, 0.5, options)
     found = [(row["tau"], row["identical"], row["nodes"]) for row in rows]
     assert found == [(1, True, 1), (2, True, 2), (4, False, 1)]
     assert rows[0]["speed_up"] == {"median": 1, "low": 1, "high": 1}

@@ -16,40 +16,30 @@ import stree_jax as st
 from stree_jax.convert import convert, open_checkpoint
 from tests.convert import configs, numpy_mamba_in_llama, numpy_mamba_ssm
 
+# Models that no program here can run, described in NumPy: a module with the shapes of the tensors
+# and the logits; its configs, of config.json and of the file beside it; the format that holds them.
+DESCRIBED = {
+    name: (numpy_mamba_ssm, [configs.mamba_ssm_config(**changes)], "mamba_ssm")
+    for name, changes in configs.MAMBA_SSM_CONFIGS.items()
+} | {
+    name: (numpy_mamba_in_llama, configs.mamba_in_llama_configs(*changes), "mamba_in_llama")
+    for name, changes in configs.MAMBA_IN_LLAMA_CONFIGS.items()
+}
 
-def mamba_ssm_weights(config, seed=0):
-    """Random float32 weights under mamba_ssm's names."""
+
+def described_weights(module, *files, seed=0):
+    """Random float32 weights under the names of a described model."""
     rng = np.random.default_rng(seed)
-    weights = {
-        name: random_weight(name, shape, rng)
-        for name, shape in numpy_mamba_ssm.shapes(config).items()
-    }
-    if config["tie_embeddings"]:
-        weights["lm_head.weight"] = weights["backbone.embedding.weight"]
-    return weights
+    shapes = module.shapes(*files).items()
+    return {name: random_weight(name, shape, rng) for name, shape in shapes}
 
 
-def mamba_ssm_checkpoint(path, config, seed=0):
-    """Writes a random checkpoint of mamba_ssm; returns its weights by name."""
-    weights = mamba_ssm_weights(config, seed)
+def described_checkpoint(path, module, config, *beside, seed=0):
+    """Writes a random checkpoint of a described model; returns its weights by name."""
+    weights = described_weights(module, config, *beside, seed=seed)
     write_safetensors(path, config, weights)
-    return weights
-
-
-def mamba_in_llama_weights(config, mamba_config, seed=0):
-    """Random float32 weights under MambaInLlama's names, without a tied head."""
-    rng = np.random.default_rng(seed)
-    return {
-        name: random_weight(name, shape, rng)
-        for name, shape in numpy_mamba_in_llama.shapes(config, mamba_config).items()
-    }
-
-
-def mamba_in_llama_checkpoint(path, config, mamba_config, seed=0):
-    """Writes a random checkpoint in the released layout; returns its weights by name."""
-    weights = mamba_in_llama_weights(config, mamba_config, seed)
-    write_safetensors(path, config, weights)
-    (path / "mamba_config.json").write_text(json.dumps(mamba_config))
+    for values in beside:
+        (path / "mamba_config.json").write_text(json.dumps(values))
     return weights
 
 
@@ -120,27 +110,15 @@ def _imported(name):
     return module
 
 
-def hf_checkpoint(path, seed=0, **changes):
-    """A random transformers mamba2 model, saved by transformers; returns the model."""
-    config = transformers().Mamba2Config(
-        **dict(
-            vocab_size=64,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_heads=8,
-            head_dim=8,
-            state_size=16,
-            n_groups=4,
-            chunk_size=8,
-            tie_word_embeddings=False,
-            bos_token_id=1,
-            eos_token_id=2,
-            pad_token_id=0,
-        )
-        | changes
-    )
-    model = transformers().Mamba2ForCausalLM(config).eval()
-    _randomise(model, seed)
+def hf_checkpoint(path, model_type="mamba2", seed=0, **changes):
+    """A random model of this model_type, saved by transformers; returns the model."""
+    settings = configs.TRANSFORMERS[model_type] | changes
+    config = transformers().AutoConfig.for_model(model_type, **settings)
+    model = transformers().AutoModelForCausalLM.from_config(config).eval()
+    rng = np.random.default_rng(seed)
+    with torch().no_grad():
+        for name, tensor in hf_weights(model).items():
+            tensor.copy_(torch().from_numpy(random_weight(name, tuple(tensor.shape), rng)))
     model.save_pretrained(path)
     return model
 
@@ -155,13 +133,6 @@ def hf_weights(model):
     }
 
 
-def _randomise(model, seed):
-    rng = np.random.default_rng(seed)
-    with torch().no_grad():
-        for name, tensor in hf_weights(model).items():
-            tensor.copy_(torch().from_numpy(random_weight(name, tuple(tensor.shape), rng)))
-
-
 def hf_logits(model, tokens):
     """Logits `[B, T, V]` of a full forward pass, without a cache."""
     with torch().no_grad():
@@ -169,19 +140,9 @@ def hf_logits(model, tokens):
     return out.logits.float().numpy()
 
 
-def hybrid_checkpoint(path, model_type, seed=0, **changes):
-    """A random hybrid of this model_type, saved by transformers; returns the model."""
-    settings = configs.HYBRID_DEFAULTS | configs.HYBRID_MODELS[model_type] | changes
-    config = transformers().AutoConfig.for_model(model_type, **settings)
-    model = transformers().AutoModelForCausalLM.from_config(config).eval()
-    _randomise(model, seed)
-    model.save_pretrained(path)
-    return model
-
-
 # A small mamba_ssm checkpoint, for tests that damage it.
 CONFIG = configs.mamba_ssm_config(tie_embeddings=False)
-WEIGHTS = mamba_ssm_weights(CONFIG)
+WEIGHTS = described_weights(numpy_mamba_ssm, CONFIG)
 MIXER = "backbone.layers.1.mixer"
 
 

@@ -165,22 +165,12 @@ MAMBA_SSM_CONFIGS = {
         ssm_cfg=dict(d_ssm=16, rmsnorm=False, dt_limit=[0.01, 0.5], conv_bias=False)
     ),
     "MLP, biases": dict(ssm_cfg=dict(bias=True, ngroups=2), d_intermediate=100),
-}
-# With attention. RoPE on all channels makes every key bias matter.
-MAMBA_SSM_HYBRID_CONFIGS = {
+    # With attention. RoPE on all channels makes every key bias matter.
     "as mamba2attn-2.7b": dict(
         d_model=32,
         n_layer=3,
         attn_layer_idx=[1],
-        attn_cfg=dict(
-            causal=True,
-            d_conv=4,
-            head_dim=16,
-            num_heads=3,
-            out_proj_bias=False,
-            qkv_proj_bias=False,
-            rotary_emb_dim=8,
-        ),
+        attn_cfg=MAMBA2ATTN["attn_cfg"] | dict(head_dim=16, num_heads=3, rotary_emb_dim=8),
     ),
     "grouped queries, biases, MLP in every layer": dict(
         n_layer=3,
@@ -202,35 +192,14 @@ MAMBA_SSM_HYBRID_CONFIGS = {
 
 def mamba_ssm_config(**changes):
     """A small config.json of mamba_ssm."""
-    ssm = dict(layer="Mamba2", d_state=8, headdim=8) | changes.pop("ssm_cfg", {})
-    return (
-        dict(
-            d_model=16,
-            d_intermediate=0,
-            n_layer=2,
-            vocab_size=37,
-            ssm_cfg=ssm,
-            attn_layer_idx=[],
-            attn_cfg={},
-            rms_norm=True,
-            residual_in_fp32=True,
-            fused_add_norm=True,
-            pad_vocab_size_multiple=16,
-            tie_embeddings=True,
-        )
-        | changes
-    )
+    config = json.loads(MAMBA2_130M) | {"tie_embeddings": True}
+    ssm = config["ssm_cfg"] | changes.pop("ssm_cfg", {})
+    return config | {"ssm_cfg": ssm} | changes
 
 
 # Changes to config.json and mamba_config.json. The sizes are tiny, yet all three cases of llama3's
 # frequency scaling occur.
-_LLAMA3 = dict(
-    rope_type="llama3",
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=32,
-)
+_LLAMA3 = LLAMA_3_1_8B["rope_scaling"] | dict(original_max_position_embeddings=32)
 MAMBA_IN_LLAMA_CONFIGS = {
     "untied, llama3 rope": (dict(rope_scaling=_LLAMA3), {}),
     # The mixer's width and number of heads differ from the attention's.
@@ -246,55 +215,20 @@ MAMBA_IN_LLAMA_CONFIGS = {
 }
 
 
-def mamba_in_llama_configs(config=None, mamba_config=None):
+def mamba_in_llama_configs(config=(), mamba_config=()):
     """A small config.json and mamba_config.json with these changes."""
-    llama = dict(
-        architectures=["LlamaForCausalLM"],
-        model_type="llama",
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        hidden_act="silu",
-        attention_bias=False,
-        mlp_bias=False,
-        max_position_embeddings=256,
-        rms_norm_eps=1e-5,
-        rope_theta=500.0,
-        rope_scaling=None,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=[2, 3],
-        torch_dtype="float32",
-    ) | (config or {})
-    mamba = dict(
-        d_model=llama["hidden_size"],
-        ssm_cfg=dict(expand=1, ngroups=4, d_state=8),
-        rms_norm_eps=llama["rms_norm_eps"],
-        vocab_size=None,
-        d_inner=32,
-        d_xb=16,
-        intermediate_size=llama["intermediate_size"],
-        hidden_act="silu",
-        n_layer=llama["num_hidden_layers"],
-        attn_layers=[1],
-    ) | (mamba_config or {})
-    return llama, mamba
-
-
-# Changes to transformers' Mamba2Config. Each tests something that the others do not.
-HF_CONFIGS = {
-    "plain": {},
-    "groups, narrow convolution, biases": dict(
-        n_groups=2, conv_kernel=3, use_bias=True, use_conv_bias=False, tie_word_embeddings=True
-    ),
-    "clamped time steps, odd vocabulary": dict(
-        time_step_limit=(0.01, 0.5), vocab_size=53, layer_norm_epsilon=1e-3
-    ),
-}
+    llama = LLAMA_3_1_8B | json.loads("""{
+  "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+  "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+  "rope_theta": 500.0, "rope_scaling": null, "bos_token_id": 1, "eos_token_id": [2, 3],
+  "torch_dtype": "float32"
+}""")
+    mamba = MAMBA_IN_LLAMA_8B[1] | json.loads("""{
+  "d_model": 32, "d_inner": 32, "d_xb": 16, "intermediate_size": 48, "n_layer": 3,
+  "attn_layers": [1], "ssm_cfg": {"expand": 1, "ngroups": 4, "d_state": 8}
+}""")
+    llama |= dict(config)
+    return llama, mamba | {"rms_norm_eps": llama["rms_norm_eps"]} | dict(mamba_config)
 
 
 # zamba2 and nemotron_h clamp the time step at time_step_min in prefill but not in decoding. This is
@@ -303,32 +237,28 @@ HF_CONFIGS = {
 # takes its logarithm. To see the bug, pass time_step_min=0.05.
 _NO_FLOOR = 1e-30
 
-HYBRID_DEFAULTS = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-    tie_word_embeddings=False,
-)
-_BAMBA_LIKE = dict(
+_MODEL = dict(vocab_size=64, hidden_size=32, tie_word_embeddings=False)
+_MODEL |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+_HYBRID = _MODEL | dict(intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
+_HYBRID |= dict(max_position_embeddings=64)
+_BAMBA = _HYBRID | dict(
     num_hidden_layers=3, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=8
 )
-HYBRID_MODELS = dict(
-    bamba=_BAMBA_LIKE | dict(attn_layer_indices=[1]),
-    falcon_h1=_BAMBA_LIKE | dict(num_hidden_layers=2, mamba_d_ssm=64),
-    granitemoehybrid=_BAMBA_LIKE
+# A small model of each model_type of transformers: arguments of its config.
+TRANSFORMERS = dict(
+    mamba2=_MODEL
+    | dict(num_hidden_layers=2, num_heads=8, head_dim=8, state_size=16, n_groups=4, chunk_size=8),
+    bamba=_BAMBA | dict(attn_layer_indices=[1]),
+    falcon_h1=_BAMBA | dict(num_hidden_layers=2, mamba_d_ssm=64),
+    granitemoehybrid=_BAMBA
     | dict(
         layer_types=["linear_attention", "full_attention", "linear_attention"],
         shared_intermediate_size=40,
         num_local_experts=0,
         num_experts_per_tok=0,
     ),
-    nemotron_h=dict(
+    nemotron_h=_HYBRID
+    | dict(
         hybrid_override_pattern="M*-M",
         head_dim=16,
         mamba_num_heads=4,
@@ -342,7 +272,8 @@ HYBRID_MODELS = dict(
         moe_shared_expert_intermediate_size=40,
         time_step_min=_NO_FLOOR,
     ),
-    zamba2=dict(
+    zamba2=_HYBRID
+    | dict(
         num_hidden_layers=6,
         layers_block_type=["linear_attention", "hybrid"] * 3,
         num_key_value_heads=4,
@@ -355,80 +286,67 @@ HYBRID_MODELS = dict(
         time_step_min=_NO_FLOOR,
     ),
 )
-# Name -> model_type and changes. Together they use every part of the released models.
-HYBRID_CONFIGS = {
-    "bamba": ("bamba", {}),
-    "falcon_h1, multipliers, no norm": (
-        "falcon_h1",
-        dict(
-            head_dim=12,
-            mamba_d_ssm=48,
-            mamba_n_heads=3,
-            embedding_multiplier=1.7,
-            lm_head_multiplier=0.6,
-            key_multiplier=0.7,
-            attention_in_multiplier=1.2,
-            attention_out_multiplier=0.8,
-            ssm_in_multiplier=1.3,
-            ssm_out_multiplier=0.9,
-            ssm_multipliers=[0.7, 1.1, 0.8, 1.4, 1.2],
-            mlp_multipliers=[0.8, 1.5],
-            tie_word_embeddings=True,
-        ),
+# Changes to them. Each tests something that the others do not; together they use every part of the
+# released models. A name begins with its model_type.
+TRANSFORMERS_CONFIGS = {
+    "mamba2": {},
+    "mamba2, groups, narrow convolution, biases": dict(
+        n_groups=2, conv_kernel=3, use_bias=True, use_conv_bias=False, tie_word_embeddings=True
     ),
-    "falcon_h1, norm before gate, groups": (
-        "falcon_h1",
-        dict(
-            mamba_rms_norm=True,
-            mamba_norm_before_gate=True,
-            mamba_n_groups=2,
-            time_step_limit=(0.01, 0.5),
-        ),
+    "mamba2, clamped time steps, odd vocabulary": dict(
+        time_step_limit=(0.01, 0.5), vocab_size=53, layer_norm_epsilon=1e-3
     ),
-    "granitemoehybrid, dense": (
-        "granitemoehybrid",
-        dict(
-            position_embedding_type="nope",
-            embedding_multiplier=1.7,
-            residual_multiplier=0.6,
-            attention_multiplier=0.2,
-            logits_scaling=3.0,
-            rms_norm_eps=1e-3,
-            tie_word_embeddings=True,
-        ),
+    "bamba": {},
+    "falcon_h1, multipliers, no norm": dict(
+        head_dim=12,
+        mamba_d_ssm=48,
+        mamba_n_heads=3,
+        embedding_multiplier=1.7,
+        lm_head_multiplier=0.6,
+        key_multiplier=0.7,
+        attention_in_multiplier=1.2,
+        attention_out_multiplier=0.8,
+        ssm_in_multiplier=1.3,
+        ssm_out_multiplier=0.9,
+        ssm_multipliers=[0.7, 1.1, 0.8, 1.4, 1.2],
+        mlp_multipliers=[0.8, 1.5],
+        tie_word_embeddings=True,
     ),
-    "granitemoehybrid, experts, rope": (
-        "granitemoehybrid",
-        dict(
-            position_embedding_type="rope",
-            attention_multiplier=0.5,
-            intermediate_size=24,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-        ),
+    "falcon_h1, norm before gate, groups": dict(
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=True,
+        mamba_n_groups=2,
+        time_step_limit=(0.01, 0.5),
     ),
-    "nemotron_h": ("nemotron_h", {}),
-    "nemotron_h, groups of experts": (
-        "nemotron_h",
-        dict(
-            hybrid_override_pattern="ME*E",
-            n_routed_experts=6,
-            n_group=2,
-            topk_group=1,
-            routed_scaling_factor=2.5,
-        ),
+    "granitemoehybrid, dense": dict(
+        position_embedding_type="nope",
+        embedding_multiplier=1.7,
+        residual_multiplier=0.6,
+        attention_multiplier=0.2,
+        logits_scaling=3.0,
+        rms_norm_eps=1e-3,
+        tie_word_embeddings=True,
     ),
-    "nemotron_h, latent experts": (
-        "nemotron_h",
-        dict(
-            hybrid_override_pattern="ME*E",
-            moe_latent_size=20,
-            routed_scaling_factor=2.5,
-            layer_norm_epsilon=1e-3,
-        ),
+    "granitemoehybrid, experts, rope": dict(
+        position_embedding_type="rope",
+        attention_multiplier=0.5,
+        intermediate_size=24,
+        num_local_experts=4,
+        num_experts_per_tok=2,
     ),
-    "zamba2": (
-        "zamba2",
-        dict(use_shared_attention_adapter=True, use_mem_rope=True, tie_word_embeddings=True),
+    "nemotron_h": {},
+    "nemotron_h, groups of experts": dict(
+        hybrid_override_pattern="ME*E",
+        n_routed_experts=6,
+        n_group=2,
+        topk_group=1,
+        routed_scaling_factor=2.5,
     ),
+    "nemotron_h, latent experts": dict(
+        hybrid_override_pattern="ME*E",
+        moe_latent_size=20,
+        routed_scaling_factor=2.5,
+        layer_norm_epsilon=1e-3,
+    ),
+    "zamba2": dict(use_shared_attention_adapter=True, use_mem_rope=True, tie_word_embeddings=True),
 }

@@ -113,7 +113,7 @@ def logits(config, weights, tokens):
             up, gate = np.split(normed @ w[f"{layer}.mlp.fc1.weight"].T, 2, axis=1)
             hidden = hidden + (up * silu(gate)) @ w[f"{layer}.mlp.fc2.weight"].T
     hidden = rms_norm(hidden, w["backbone.norm_f.weight"], _EPS)
-    return hidden @ w["lm_head.weight"].T
+    return hidden @ w.get("lm_head.weight", w["backbone.embedding.weight"]).T
 
 
 def _mixer(config, w, u):

@@ -129,10 +129,14 @@ for path in sys.argv[1:]:
 """
 
 
-def refuse(bombs, folder):
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's limits")
+@pytest.mark.parametrize(
+    "bombs", [BOMBS, pytest.param(SLOW_BOMBS, marks=pytest.mark.slow)], ids=["some", "larger"]
+)
+def test_bombs(bombs, tmp_path):
     paths = []
     for name, make in bombs.items():
-        paths.append(folder / name.replace(" ", "_"))
+        paths.append(tmp_path / name.replace(" ", "_"))
         paths[-1].mkdir()
         make(paths[-1])
     result = subprocess.run(
@@ -149,14 +153,3 @@ def refuse(bombs, folder):
         assert float(seconds) < 10, line
         assert memory_error == "False", line
         assert int(length) < 700, line
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's limits")
-def test_bombs(tmp_path):
-    refuse(BOMBS, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's limits")
-def test_larger_bombs(tmp_path):
-    refuse(SLOW_BOMBS, tmp_path)

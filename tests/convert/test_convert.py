@@ -7,7 +7,7 @@ import pytest
 
 import stree_jax as st
 from stree_jax.convert import convert
-from tests.convert import checkpoints, configs
+from tests.convert import checkpoints, configs, numpy_mamba_ssm
 from tests.convert.checkpoints import WEIGHTS
 
 
@@ -50,7 +50,7 @@ def test_a_model_that_transformers_cannot_hold(tmp_path):
         d_intermediate=100, ssm_cfg=dict(D_has_hdim=True, rmsnorm=False)
     )
     path = tmp_path / "x"
-    checkpoints.mamba_ssm_checkpoint(path, config)
+    checkpoints.described_checkpoint(path, numpy_mamba_ssm, config)
     message = (
         r"mamba2 has no place for layers = .*'mlp'.*; mamba2.d_per_channel = True \(only False"
     )

@@ -1,8 +1,6 @@
 """Damaged, missing and malicious files."""
 
-import contextlib
 import os
-import struct
 import subprocess
 import sys
 
@@ -13,7 +11,7 @@ import pytest
 import stree_jax as st
 from stree_jax.checkpoint.load import is_finite
 from stree_jax.convert import convert, open_checkpoint
-from tests.convert import checkpoints, configs
+from tests.convert import checkpoints, configs, numpy_mamba_ssm
 from tests.convert.checkpoints import (
     CONFIG,
     MIXER,
@@ -154,8 +152,8 @@ def test_chat_templates_are_side_files(checkpoint, tmp_path, to):
 
 def test_a_tied_head_that_is_not_the_embedding(tmp_path):
     config = configs.mamba_ssm_config()
-    weights = checkpoints.mamba_ssm_weights(config)
-    weights["lm_head.weight"] = weights["lm_head.weight"] + 1
+    weights = checkpoints.described_weights(numpy_mamba_ssm, config)
+    weights["lm_head.weight"] = weights["backbone.embedding.weight"] + 1
     path = checkpoints.write_safetensors(tmp_path / "tied", config, weights)
     with pytest.raises(ValueError, match=r"ties the head to the embedding, but lm_head\.weight is"):
         st.from_pretrained(path)
@@ -205,22 +203,12 @@ def test_both_forms_of_a_model_in_one_directory(tmp_path):
     assert st.from_pretrained(path).config == want.config
 
 
-def test_truncated_and_scrambled_safetensors(checkpoint):
-    """Truncations and random changes raise a ValueError or leave a valid file."""
+def test_truncated_safetensors(checkpoint):
     file = checkpoint / "model.safetensors"
     data = file.read_bytes()
     for cut in (0, 1, 7, 8, 100, len(data) // 2, len(data) - 1):
         file.write_bytes(data[:cut])
         refused(checkpoint, "is damaged")
-    rng = np.random.default_rng(0)
-    header = 8 + struct.unpack("<Q", data[:8])[0]
-    for _ in range(100):
-        changed = bytearray(data)
-        for at in rng.integers(header, size=rng.integers(1, 5)):
-            changed[at] = rng.integers(256)
-        file.write_bytes(changed)
-        with contextlib.suppress(ValueError):
-            open_checkpoint(checkpoint)
 
 
 def test_shards(checkpoint):

@@ -22,7 +22,7 @@ import stree_jax as st
 from stree_jax.convert import open_checkpoint
 from stree_jax.convert.writing import write_as
 from stree_jax.testing import CONFIGS, HYBRIDS
-from tests.convert import checkpoints, configs
+from tests.convert import checkpoints, configs, numpy_mamba_ssm
 from tests.convert.checkpoints import sharded, write_index
 from tests.convert.torch_files import FLOATS, REBUILD, Call, Storage, pickled
 
@@ -65,14 +65,13 @@ def corpus(tmp_path_factory):
             target = "mamba_in_llama" if name == "mamba_in_llama" else "hf"
             write_as(checkpoints.random_model(config), folder / name, target)
     config = configs.mamba_ssm_config(tie_embeddings=False)
-    weights = checkpoints.mamba_ssm_checkpoint(folder / "mamba_ssm", config)
+    weights = checkpoints.described_checkpoint(folder / "mamba_ssm", numpy_mamba_ssm, config)
     torch_file_of(folder / "bin", config, weights)
     write_index(
         folder / "shards", sharded(shutil.copytree(folder / "mamba_ssm", folder / "shards"))
     )
-    attention = configs.MAMBA_SSM_HYBRID_CONFIGS["as mamba2attn-2.7b"]
-    config = configs.mamba_ssm_config(**copy.deepcopy(attention))
-    checkpoints.mamba_ssm_checkpoint(folder / "mamba2attn", config)
+    module, files, _ = checkpoints.DESCRIBED["as mamba2attn-2.7b"]
+    checkpoints.described_checkpoint(folder / "mamba2attn", module, *files)
     st.save_pretrained(checkpoints.random_model(CONFIGS["groups"]), folder / "native")
     st.save_pretrained(checkpoints.random_model(HYBRIDS["zamba2"]), folder / "native_hybrid")
     return {path.name: path for path in sorted(folder.iterdir())}

@@ -82,7 +82,7 @@ def test_a_state_dict_of_transformers(model_type, tmp_path):
         nemotron_h=dict(layers_block_type=["linear_attention", "moe", "full_attention", "moe"]),
         granitemoehybrid=dict(num_local_experts=4, num_experts_per_tok=2),
     )
-    hf = checkpoints.hybrid_checkpoint(tmp_path / "disk", model_type, **changes[model_type])
+    hf = checkpoints.hf_checkpoint(tmp_path / "disk", model_type, **changes[model_type])
     tensors = {name: value.detach().numpy() for name, value in hf.state_dict().items()}
     config = json.loads((tmp_path / "disk" / "config.json").read_text())
     if config.get("tie_word_embeddings"):

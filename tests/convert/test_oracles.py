@@ -27,21 +27,13 @@ def numpy_weights(model):
     return {name: tensor.detach().numpy() for name, tensor in checkpoints.hf_weights(model).items()}
 
 
-MAMBA_SSM = configs.MAMBA_SSM_CONFIGS | configs.MAMBA_SSM_HYBRID_CONFIGS
-
-
-@pytest.mark.parametrize("name", [*MAMBA_SSM, *configs.MAMBA_IN_LLAMA_CONFIGS])
+@pytest.mark.parametrize("name", checkpoints.DESCRIBED)
 def test_numpy_models_are_causal_and_use_all_weights(name):
-    if name in MAMBA_SSM:
-        module, both = numpy_mamba_ssm, (configs.mamba_ssm_config(**MAMBA_SSM[name]),)
-        weights = checkpoints.mamba_ssm_weights(*both)
-    else:
-        module = numpy_mamba_in_llama
-        both = configs.mamba_in_llama_configs(*configs.MAMBA_IN_LLAMA_CONFIGS[name])
-        weights = checkpoints.mamba_in_llama_weights(*both)
+    module, files, _ = checkpoints.DESCRIBED[name]
+    weights = checkpoints.described_weights(module, *files)
 
     def logits(weights, tokens):
-        return module.logits(*both, weights, tokens)
+        return module.logits(*files, weights, tokens)
 
     want = logits(weights, SHORT)
     assert np.isfinite(want).all()
@@ -70,7 +62,7 @@ def test_mamba_ssm_against_transformers_mamba2(tmp_path):
 
 def test_mamba_ssm_against_transformers_bamba(tmp_path):
     """Bamba is mamba_ssm's hybrid: attention layers, and an MLP in every layer."""
-    hf = checkpoints.hybrid_checkpoint(tmp_path, "bamba", intermediate_size=128)
+    hf = checkpoints.hf_checkpoint(tmp_path, "bamba", intermediate_size=128)
     config = configs.mamba_ssm_config(
         d_model=32,
         n_layer=3,
@@ -119,12 +111,12 @@ def test_mamba_ssm_attention_extras_reduce_to_plain_attention():
     """With an identity convolution, a branch multiplied by zero, and the default scale."""
     attention = dict(causal=True, num_heads=2, rotary_emb_dim=4)
     plain = configs.mamba_ssm_config(attn_layer_idx=[0], attn_cfg=attention)
-    weights = checkpoints.mamba_ssm_weights(plain)
+    weights = checkpoints.described_weights(numpy_mamba_ssm, plain)
     want = numpy_mamba_ssm.logits(plain, weights, SHORT)
 
     extras = dict(d_conv=3, mlp_dim=200, softmax_scale=8**-0.5, num_heads_kv=2, head_dim=8)
     full = plain | dict(attn_cfg=attention | extras)
-    more = checkpoints.mamba_ssm_weights(full)
+    more = checkpoints.described_weights(numpy_mamba_ssm, full)
     mixer = "backbone.layers.0.mixer"
     for name in ("in_proj.weight", "in_proj.bias"):
         more[f"{mixer}.{name}"][:48] = weights[f"{mixer}.{name}"]
@@ -152,7 +144,7 @@ def test_mamba_in_llama_without_mamba_is_transformers_llama(name, tmp_path):
     transformers = checkpoints.transformers()
     changes, mamba_changes = configs.MAMBA_IN_LLAMA_CONFIGS[name]
     both = configs.mamba_in_llama_configs(changes, mamba_changes | dict(attn_layers=[0, 1, 2]))
-    weights = checkpoints.mamba_in_llama_checkpoint(tmp_path, *both)
+    weights = checkpoints.described_checkpoint(tmp_path, numpy_mamba_in_llama, *both)
     hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert isinstance(hf, transformers.LlamaForCausalLM)
     want = checkpoints.hf_logits(hf, TOKENS[:1])[0]
@@ -160,28 +152,11 @@ def test_mamba_in_llama_without_mamba_is_transformers_llama(name, tmp_path):
     assert_close(have, want)
     plain = numpy_mamba_in_llama.logits(*both, weights, TOKENS[0], plain_rope=True)
     assert (np.abs(plain - have).max() > 1e-2) == (both[0]["rope_scaling"] is not None)
-
-
-@pytest.mark.parametrize("scaled", [False, True])
-def test_frequencies_as_released(scaled):
-    """Llama 3.1's frequencies; the tiny config has all three cases of the scaling."""
-    transformers = checkpoints.transformers()
-    released = dict(original_max_position_embeddings=8192)
-    tiny, _ = configs.mamba_in_llama_configs(*configs.MAMBA_IN_LLAMA_CONFIGS["untied, llama3 rope"])
-    large = tiny | dict(hidden_size=4096, num_attention_heads=32, head_dim=128, rope_theta=500000.0)
-    large["rope_scaling"] = tiny["rope_scaling"] | released
-    for config in (tiny, large):
-        config = config if scaled else config | dict(rope_scaling=None)
-        hf = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(
-            transformers.LlamaConfig(**config)
-        )
-        have = numpy_mamba_in_llama.frequencies(config)
-        np.testing.assert_allclose(have, hf.inv_freq.numpy(), rtol=1e-6)
-        ratio = numpy_mamba_in_llama.frequencies(config, plain_rope=True) / have
-        if scaled:
-            assert ratio[0] == 1
-            assert ratio[-1] == 8
-            assert ((ratio > 1) & (ratio < 8)).any()
+    if both[0]["rope_scaling"]:  # all three cases of the scaling occur
+        scaled, unscaled = (numpy_mamba_in_llama.frequencies(both[0], each) for each in (0, 1))
+        ratio = unscaled / scaled
+        assert (ratio[0], ratio[-1]) == (1, 8)
+        assert ((ratio > 1) & (ratio < 8)).any()
 
 
 @pytest.mark.parametrize("name", configs.MAMBA_IN_LLAMA_CONFIGS)
@@ -191,7 +166,7 @@ def test_mamba_in_llama_mixer_against_transformers_bamba(name, tmp_path):
     changes, mamba_changes = configs.MAMBA_IN_LLAMA_CONFIGS[name]
     changes = changes | dict(rms_norm_eps=1e-5)  # Bamba uses it in its mixer, too
     config, mamba = configs.mamba_in_llama_configs(changes, mamba_changes | dict(attn_layers=[]))
-    weights = checkpoints.mamba_in_llama_checkpoint(tmp_path, config, mamba)
+    weights = checkpoints.described_checkpoint(tmp_path, numpy_mamba_in_llama, config, mamba)
     want = numpy_mamba_in_llama.logits(config, mamba, weights, TOKENS[0])
     heads, head_dim = mamba["ssm_cfg"]["ngroups"], mamba["ssm_cfg"]["d_state"]
     inner, d_xb = mamba["d_inner"], mamba["d_xb"]
@@ -214,7 +189,7 @@ def test_mamba_in_llama_mixer_against_transformers_bamba(name, tmp_path):
         name = name.replace("model.norm.", "model.final_layernorm.").replace("mlp", "feed_forward")
         return name.replace("post_attention_layernorm", "pre_ff_layernorm"), value
 
-    hf = checkpoints.hybrid_checkpoint(
+    hf = checkpoints.hf_checkpoint(
         tmp_path / "hf",
         "bamba",
         attn_layer_indices=None,
@@ -233,16 +208,12 @@ def test_mamba_in_llama_mixer_against_transformers_bamba(name, tmp_path):
     assert_close(want, checkpoints.hf_logits(hf, TOKENS[:1])[0])
 
 
-@pytest.mark.parametrize("name", configs.HYBRID_CONFIGS)
-def test_transformers_hybrids_are_saved_whole_and_use_all_weights(name, tmp_path):
-    torch, transformers = checkpoints.torch(), checkpoints.transformers()
-    model_type, changes = configs.HYBRID_CONFIGS[name]
-    hf = checkpoints.hybrid_checkpoint(tmp_path, model_type, **changes)
+@pytest.mark.parametrize("name", configs.TRANSFORMERS_CONFIGS)
+def test_transformers_models_use_all_weights(name, tmp_path):
+    torch, changes = checkpoints.torch(), configs.TRANSFORMERS_CONFIGS[name]
+    hf = checkpoints.hf_checkpoint(tmp_path, name.split(",")[0], **changes)
     want = checkpoints.hf_logits(hf, TOKENS)
     assert np.isfinite(want).all()
-    copy = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    np.testing.assert_array_equal(checkpoints.hf_logits(copy, TOKENS), want)
-
     # The gradient of a random sum shows which weights and experts matter.
     logits = hf(torch.tensor(TOKENS), use_cache=False).logits
     noise = np.random.default_rng(1).normal(size=logits.shape).astype(np.float32)
@@ -256,16 +227,3 @@ def test_transformers_hybrids_are_saved_whole_and_use_all_weights(name, tmp_path
             assert (tensor.grad.abs().amax((1, 2)) > 1e-4).all(), weight
         else:
             assert tensor.grad.abs().max() > 1e-4, weight
-
-
-@pytest.mark.parametrize("model_type", ["nemotron_h", "zamba2"])
-def test_time_step_floor_can_be_turned_on(model_type, tmp_path):
-    """With the same weights, the floor changes the logits. It is in the saved config."""
-    without = checkpoints.hybrid_checkpoint(tmp_path / "without", model_type)
-    floored = checkpoints.hybrid_checkpoint(tmp_path / "floored", model_type, time_step_min=0.05)
-    for name, value in numpy_weights(without).items():
-        np.testing.assert_array_equal(numpy_weights(floored)[name], value)
-    difference = checkpoints.hf_logits(floored, TOKENS) - checkpoints.hf_logits(without, TOKENS)
-    assert np.abs(difference).max() > 1e-2
-    saved = checkpoints.transformers().AutoConfig.from_pretrained(tmp_path / "floored")
-    assert saved.time_step_min == 0.05

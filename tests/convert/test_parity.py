@@ -8,7 +8,7 @@ import pytest
 import stree_jax as st
 from stree_jax.convert import convert
 from stree_jax.models.cache import path_to
-from tests.convert import checkpoints, configs, numpy_mamba_in_llama, numpy_mamba_ssm
+from tests.convert import checkpoints, configs, numpy_mamba_ssm
 from tests.helpers import apply
 
 TOKENS = np.random.default_rng(0).integers(3, 37, (2, 21)).astype(np.int32)
@@ -45,22 +45,11 @@ def assert_decodes_alike(model, want):
         assert_close(have[row], want[row, length - 1 : length + 4])
 
 
-@pytest.mark.parametrize("name", configs.HF_CONFIGS)
-def test_transformers(name, tmp_path):
-    changes = configs.HF_CONFIGS[name]
-    hf = checkpoints.hf_checkpoint(tmp_path / "hf", **changes)
-    model = st.from_pretrained(tmp_path / "hf")
-    want = checkpoints.hf_logits(hf, TOKENS)
-    assert_close(apply(model, TOKENS), want)
-
-    assert_decodes_alike(model, want)
-
-
-@pytest.mark.parametrize("name", configs.HYBRID_CONFIGS)
-def test_transformers_hybrids_there_and_back(name, tmp_path):
+@pytest.mark.parametrize("name", configs.TRANSFORMERS_CONFIGS)
+def test_transformers_there_and_back(name, tmp_path):
     """Forward pass, ragged prefill, decoding; transformers computes the same from our copy."""
-    model_type, changes = configs.HYBRID_CONFIGS[name]
-    hf = checkpoints.hybrid_checkpoint(tmp_path / "hf", model_type, **changes)
+    model_type, changes = name.split(",")[0], configs.TRANSFORMERS_CONFIGS[name]
+    hf = checkpoints.hf_checkpoint(tmp_path / "hf", model_type, **changes)
     want = checkpoints.hf_logits(hf, TOKENS)
     model = st.from_pretrained(tmp_path / "hf")
     assert_close(apply(model, TOKENS), want)
@@ -91,56 +80,38 @@ def test_the_floor_of_the_time_step_is_a_quirk(model_type, tmp_path):
     """transformers clamps at time_step_min, which the published config does not ask for."""
     # Without tied embeddings transformers does not tie zamba2's shared blocks either.
     changes = dict(tie_word_embeddings=model_type == "zamba2", time_step_min=0.3)
-    hf = checkpoints.hybrid_checkpoint(tmp_path / "hf", model_type, **changes)
+    hf = checkpoints.hf_checkpoint(tmp_path / "hf", model_type, **changes)
     want = checkpoints.hf_logits(hf, TOKENS)
     assert_close(apply(st.from_pretrained(tmp_path / "hf", quirks=["hf_dt_floor"]), TOKENS), want)
     by_config = apply(st.from_pretrained(tmp_path / "hf"), TOKENS)
     assert np.abs(by_config - want).max() > 1e-2 * np.abs(want).max()
 
 
-@pytest.mark.parametrize("name", configs.MAMBA_IN_LLAMA_CONFIGS)
-def test_mamba_in_llama(name, tmp_path):
-    config, mamba_config = configs.mamba_in_llama_configs(*configs.MAMBA_IN_LLAMA_CONFIGS[name])
+@pytest.mark.parametrize("name", checkpoints.DESCRIBED)
+def test_described_models_there_and_back(name, tmp_path):
+    module, files, target = checkpoints.DESCRIBED[name]
     path = tmp_path / "model"
-    weights = checkpoints.mamba_in_llama_checkpoint(path, config, mamba_config)
+    weights = checkpoints.described_checkpoint(path, module, *files)
     model = st.from_pretrained(path)
-
-    def oracle(row, plain_rope=False):
-        return numpy_mamba_in_llama.logits(
-            config, mamba_config, weights, row, plain_rope=plain_rope
-        )
-
-    want = np.stack([oracle(row) for row in TOKENS])
+    want = np.stack([module.logits(*files, weights, row) for row in TOKENS])
     assert_close(apply(model, TOKENS), want)
     assert_decodes_alike(model, want)
-    if config.get("rope_scaling") and mamba_config["attn_layers"]:
-        plain = oracle(TOKENS[0], plain_rope=True)
-        assert np.abs(plain - want[0]).max() > 1e-2 * np.abs(want).max()
-        quirky = st.from_pretrained(path, quirks=["plain_rope"])
-        assert_close(apply(quirky, TOKENS)[0], plain)
-    convert(path, tmp_path / "back", to="mamba_in_llama")
+
+    convert(path, tmp_path / "back", to=target)
     assert_same_tensors(path, tmp_path / "back")
     assert st.from_pretrained(tmp_path / "back").config == model.config
 
 
-MAMBA_SSM = configs.MAMBA_SSM_CONFIGS | configs.MAMBA_SSM_HYBRID_CONFIGS
-
-
-@pytest.mark.parametrize("name", MAMBA_SSM)
-def test_mamba_ssm(name, tmp_path):
-    config, path = configs.mamba_ssm_config(**MAMBA_SSM[name]), tmp_path / "ssm"
-    weights = checkpoints.mamba_ssm_checkpoint(path, config)
-    model = st.from_pretrained(path)
-    want = np.stack([numpy_mamba_ssm.logits(config, weights, row) for row in TOKENS])
-    assert_close(apply(model, TOKENS), want)
-    assert model.config.vocab_size == 37
-    assert model.config.num_embeddings == 48
-    if config["attn_layer_idx"]:
-        assert_decodes_alike(model, want)
-    convert(path, tmp_path / "back", to="mamba_ssm")
-    assert st.from_pretrained(tmp_path / "back").config == model.config
-    if not config["tie_embeddings"]:
-        assert_same_tensors(path, tmp_path / "back")
+def test_a_rotation_without_its_scaling_is_a_quirk(tmp_path):
+    """Upstream's fast inference code ignores `rope_scaling`."""
+    module, files, _ = checkpoints.DESCRIBED["untied, llama3 rope"]
+    weights = checkpoints.described_checkpoint(tmp_path / "model", module, *files)
+    want = module.logits(*files, weights, TOKENS[0], plain_rope=True)
+    by_config = apply(st.from_pretrained(tmp_path / "model"), TOKENS)[0]
+    assert np.abs(by_config - want).max() > 1e-2 * np.abs(want).max()
+    assert_close(
+        apply(st.from_pretrained(tmp_path / "model", quirks=["plain_rope"]), TOKENS)[0], want
+    )
 
 
 def test_codestral(tmp_path):
@@ -151,7 +122,7 @@ def test_codestral(tmp_path):
         ssm_cfg=dict(headdim=64, d_state=128, ngroups=2),
         tie_embeddings=False,
     )
-    weights = checkpoints.mamba_ssm_weights(config)
+    weights = checkpoints.described_weights(numpy_mamba_ssm, config)
     params = dict(dim=64, n_layers=1, vocab_size=37, n_groups=2, rms_norm=True)
     params |= dict(residual_in_fp32=True, fused_add_norm=True, pad_vocab_size_multiple=16)
     path = checkpoints.write_safetensors(
@@ -164,36 +135,13 @@ def test_codestral(tmp_path):
     assert_close(apply(st.from_pretrained(path), TOKENS[:1])[0], want)
 
 
-@pytest.mark.slow
-def test_tree_decoding_of_a_converted_model(tmp_path):
-    """With an MLP in every layer, a padded vocabulary, and a draft model of another shape."""
-    config = configs.mamba_ssm_config(d_intermediate=100, tie_embeddings=False)
-    other = configs.mamba_ssm_config(n_layer=1, tie_embeddings=False)
-    for seed, name, each in ((0, "target", config), (1, "draft", other)):
-        checkpoints.mamba_ssm_checkpoint(tmp_path / name, each, seed)
-    target, draft = (st.from_pretrained(tmp_path / name) for name in ("target", "draft"))
-    prompts = [[3, 4, 5], [6, 7, 8, 9, 10]]
-    plain = st.generate(target, prompts, max_new_tokens=12)
-    for drafter in (st.ModelDrafter(draft), st.ModelDrafter(target)):
-        tree = st.generate(
-            target,
-            prompts,
-            max_new_tokens=12,
-            drafter=drafter,
-            topology=st.TreeTopology.from_branching((2, 1)),
-        )
-        np.testing.assert_array_equal(tree.tokens, plain.tokens)
-    assert tree.stats.tau == 3  # the target drafts for itself: every depth is accepted
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_hf_to_native_to_hf_is_bit_identical(dtype, tmp_path):
-    """Tensors are equal, and transformers computes the same from the copy."""
+def test_bfloat16_there_and_back(tmp_path):
+    """Only what needs it stays wide, and transformers computes the same from the copy."""
     from safetensors.numpy import load_file
 
     torch, transformers = checkpoints.torch(), checkpoints.transformers()
     hf = checkpoints.hf_checkpoint(tmp_path / "hf", n_groups=2, use_bias=True)
-    hf.to(getattr(torch, dtype)).save_pretrained(tmp_path / "hf")
+    hf.to(torch.bfloat16).save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "native")
     convert(tmp_path / "native", tmp_path / "back", to="hf")
     before = load_file(tmp_path / "hf" / "model.safetensors")
@@ -201,10 +149,10 @@ def test_hf_to_native_to_hf_is_bit_identical(dtype, tmp_path):
     assert before.keys() == after.keys()
     for name in before:
         stays_wide = name.endswith(("A_log", ".D", "dt_bias"))
-        assert after[name].dtype == ("float32" if stays_wide else dtype), name
+        assert after[name].dtype == ("float32" if stays_wide else "bfloat16"), name
         np.testing.assert_array_equal(before[name].astype("float32"), after[name].astype("float32"))
     copy = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
-    assert copy.dtype == getattr(torch, dtype)
+    assert copy.dtype == torch.bfloat16
     np.testing.assert_array_equal(
         checkpoints.hf_logits(copy, TOKENS), checkpoints.hf_logits(hf, TOKENS)
     )
@@ -245,7 +193,8 @@ def test_mamba_ssm_as_it_is_released(tmp_path):
     """A `.bin` in which the tied head shares the embedding's storage."""
     torch = checkpoints.torch()
     path = tmp_path / "ssm"
-    weights = checkpoints.mamba_ssm_checkpoint(path, configs.mamba_ssm_config())
+    config = configs.mamba_ssm_config()
+    weights = checkpoints.described_checkpoint(path, numpy_mamba_ssm, config)
     want = apply(st.from_pretrained(path), TOKENS)
     (path / "model.safetensors").unlink()
     state = {name: torch.from_numpy(value) for name, value in weights.items()}

@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from tests.convert import checkpoints, configs
+from tests.convert import checkpoints, configs, numpy_mamba_in_llama
 from tests.convert.checkpoints import (
     CONFIG,
     MIXER,
@@ -158,7 +158,7 @@ def in_mamba_in_llama(config, mamba_config):
 
     def damage(checkpoint):
         both = configs.mamba_in_llama_configs()
-        checkpoints.mamba_in_llama_checkpoint(checkpoint, *both)
+        checkpoints.described_checkpoint(checkpoint, numpy_mamba_in_llama, *both)
         names = ("config.json", "mamba_config.json")
         for name, values, changes in zip(names, both, (config, mamba_config), strict=True):
             (checkpoint / name).write_text(json.dumps(values | changes))

@@ -1,6 +1,5 @@
 """PyTorch's zip files, written by hand: these tests need no torch."""
 
-import contextlib
 import pickle
 import struct
 import zipfile
@@ -78,29 +77,24 @@ def test_pickles_that_ask_for_anything_else(tmp_path, module, name):
         (b"", "is damaged"),
         (b"\x80\x02X", "is damaged"),
         (b"\x80\x02" + b"(" * 10_000, "is damaged"),
+        (b"\x80\x02}X\x01\x00\x00\x00\xffK\x01s.", "is damaged: UnicodeDecodeError: 'utf-8' codec"),
+        (
+            {"w": Call(Named("torch._utils", "_rebuild_tensor_v3"), 1)},
+            "a type such as float8; quant",
+        ),
+        # Small pickles that would fill the memory; other readers crash on them or never return.
+        pytest.param(  # a deeply nested tuple as a key
+            b"\x80\x02}" + b")" + b"\x85" * 2_000_000 + b"K\x01s.", "", marks=pytest.mark.slow
+        ),
+        (b"\x80\x02}" + b")" + b"\x85" * 3_000 + b"K\x01s.", ""),
+        # Nested pairs of one shared tuple: 2^100 leaves to print or hash.
+        (b"\x80\x02}" + b")q\x00" + b"h\x00\x86q\x00" * 100 + b"K\x01s.", ""),
+        (b"\x80\x02}" + b")q\x00" + b"h\x00\x86q\x00" * 100 + b"Q.", ""),
+        (b"\x80\x02}" + b"K\x01r\xff\xff\xff\x7f" + b".", ""),  # a memo of 2^31 entries
     ],
 )
 def test_torch_files_that_lie(tmp_path, state, message):
-    with pytest.raises(ValueError, match=message):
-        open_torch_file(torch_file(tmp_path / "x.bin", state))
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        pytest.param(  # a deeply nested tuple as a key
-            b"\x80\x02}" + b")" + b"\x85" * 2_000_000 + b"K\x01s.", marks=pytest.mark.slow
-        ),
-        b"\x80\x02}" + b")" + b"\x85" * 3_000 + b"K\x01s.",
-        # Nested pairs of one shared tuple: 2^100 leaves to print or hash.
-        b"\x80\x02}" + b")q\x00" + b"h\x00\x86q\x00" * 100 + b"K\x01s.",
-        b"\x80\x02}" + b")q\x00" + b"h\x00\x86q\x00" * 100 + b"Q.",
-        b"\x80\x02}" + b"K\x01r\xff\xff\xff\x7f" + b".",  # a memo of 2^31 entries
-    ],
-)
-def test_small_pickles_that_would_fill_the_memory(tmp_path, state):
-    """Refused at once; other readers crash on these or never return."""
-    with pytest.raises(ValueError, match=r"x\.bin"):
+    with pytest.raises(ValueError, match=rf"x\.bin.*{message}"):
         open_torch_file(torch_file(tmp_path / "x.bin", state))
 
 
@@ -164,12 +158,6 @@ def test_files_that_torch_wrote_without_crcs(tmp_path):
     assert open_torch_file(path)["w"].read().shape == (2, 3)
 
 
-def test_torch_files_of_float8_are_refused_by_name(tmp_path):
-    state = {"w": Call(Named("torch._utils", "_rebuild_tensor_v3"), 1)}
-    with pytest.raises(ValueError, match="a type such as float8; quantised checkpoints"):
-        open_torch_file(torch_file(tmp_path / "x.bin", state))
-
-
 def test_a_parameter_with_attributes(tmp_path):
     """As mamba_ssm's A_log and dt_bias have them."""
     rebuild = Named("torch._utils", "_rebuild_parameter_with_state")
@@ -202,13 +190,7 @@ def test_other_torch_files(tmp_path):
         open_torch_file(path)
 
 
-def test_errors_of_the_unpickler_name_the_file(tmp_path):
-    path = torch_file(tmp_path / "x.bin", b"\x80\x02}X\x01\x00\x00\x00\xffK\x01s.")
-    with pytest.raises(ValueError, match=r"x\.bin is damaged: UnicodeDecodeError: 'utf-8' codec"):
-        open_torch_file(path)
-
-
-def test_truncated_and_scrambled_torch_files(tmp_path):
+def test_truncated_torch_files(tmp_path):
     path = torch_file(
         tmp_path / "x.bin", {"w": tensor(), "v": tensor(shape=(3, 2), strides=(1, 3))}
     )
@@ -217,12 +199,3 @@ def test_truncated_and_scrambled_torch_files(tmp_path):
         path.write_bytes(data[:cut])
         with pytest.raises(ValueError, match=r"x\.bin"):
             open_torch_file(path)
-    rng = np.random.default_rng(0)
-    for _ in range(300):
-        changed = bytearray(data)
-        for at in rng.integers(len(data), size=rng.integers(1, 5)):
-            changed[at] = rng.integers(256)
-        path.write_bytes(changed)
-        with contextlib.suppress(ValueError):
-            for value in open_torch_file(path).values():
-                value.read()
