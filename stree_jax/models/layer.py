@@ -11,6 +11,7 @@ section 3).
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -114,7 +115,8 @@ class LayerConfig:
     """The config of a layer, frozen and hashable; answers all that depends on its kind.
 
     A subclass is registered by `register`. A layer without memory of other tokens needs `build`
-    alone. Arrays of caches and pending records have the batch axis first.
+    alone. Arrays of caches and pending records have the batch axis first. A layer may join others,
+    whose configs are fields of its own and whose mixers have the names of these fields.
     """
 
     kind: ClassVar[str]
@@ -162,21 +164,34 @@ class LayerConfig:
         return jax.tree.map(lambda _: PartitionSpec(DATA, None, axis), arrays)
 
     @property
+    def parts(self) -> "dict[str, LayerConfig]":
+        """The configs of the layers that it joins, by field."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in fields.items() if isinstance(value, LayerConfig)}
+
+    @property
     def conv_widths(self) -> tuple[int, ...]:
         """Widths of its convolutions over tokens, whose windows the model computes once."""
-        return ()
+        return tuple(width for layer in self.parts.values() for width in layer.conv_widths)
 
     def sizes(self, shards: int) -> Sizes:
         """The sizes that must fit this number of shards."""
-        return Sizes({}, {})
+        whole = Sizes({}, {})
+        for layer in self.parts.values():
+            whole = Sizes(*map(operator.or_, whole, layer.sizes(shards)))
+        return whole
 
     def local(self, shards: int) -> "LayerConfig":
         """The config of one of `shards` equal shards, which `sizes` fits."""
-        return self
+        shares = {name: layer.local(shards) for name, layer in self.parts.items()}
+        return dataclasses.replace(self, **shares) if shares else self
 
     def cuts(self, shards: int) -> dict[str, Cut]:
         """The cut of each weight of the mixer, by name; the others are replicated."""
-        return {}
+        table: dict[str, Cut] = {}
+        for name, layer in self.parts.items():
+            table |= within(name, layer.cuts(shards))
+        return table
 
 
 _KINDS: dict[str, type[LayerConfig]] = {}

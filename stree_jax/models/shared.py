@@ -27,9 +27,7 @@ from stree_jax.models.layer import (
     LayerConfig,
     Path,
     Replay,
-    Sizes,
     register,
-    within,
 )
 from stree_jax.models.layers import linear
 from stree_jax.models.mamba2 import Mamba2Config
@@ -74,10 +72,6 @@ class SharedConfig(LayerConfig):
         assert self.mlp is not None
         return self.attention, self.mlp
 
-    @property
-    def conv_widths(self) -> tuple[int, ...]:
-        return self.blocks[0].conv_widths
-
     def check_next(self, below: LayerConfig | None) -> None:
         require(
             isinstance(below, Mamba2Config),
@@ -102,15 +96,6 @@ class SharedConfig(LayerConfig):
     def cache_specs(self, axis: str | None) -> Any:
         return self.blocks[0].cache_specs(axis)
 
-    def sizes(self, shards: int) -> Sizes:
-        one, other = (block.sizes(shards) for block in self.blocks)
-        return Sizes(one.equal | other.equal, one.shared | other.shared)
-
-    def local(self, shards: int) -> "SharedConfig":
-        attention, mlp = self.blocks
-        own, narrow = attention.local(shards), mlp.local(shards)
-        return dataclasses.replace(self, attention=own, mlp=narrow)
-
     def cuts(self, shards: int) -> dict[str, Cut]:
         """See `LayerConfig`. Adapters are cut at their outputs."""
         attention, mlp = self.blocks
@@ -123,8 +108,7 @@ class SharedConfig(LayerConfig):
 
     def block_cuts(self, shards: int) -> dict[str, Cut]:
         """The cut of each weight of a shared block, by name."""
-        attention, mlp = (block.cuts(shards) for block in self.blocks)
-        return within("attention", attention) | within("mlp", mlp)
+        return super().cuts(shards)
 
 
 class SharedTransformer(nnx.Module):
