@@ -34,7 +34,7 @@ from pallas_kernels import (
 from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array, Bool, Float, Int, Lengths
 from stree_jax.checks import require, require_integer, require_types
-from stree_jax.mesh.partition import DATA, ROWS, WHOLE, Cut, Part, Shard
+from stree_jax.mesh.partition import DATA, ROWS, WHOLE, Cut, Part
 from stree_jax.models.layer import (
     ConvGatherIndex,
     LayerConfig,
@@ -290,7 +290,7 @@ class AttentionMixer(nnx.Module):
         implementation: kernel implementation, see `pallas_kernels.dispatch`.
     """
 
-    shard: Part = WHOLE  # set by `set_shard`
+    shard: Part = WHOLE
 
     def __init__(
         self,
@@ -324,9 +324,6 @@ class AttentionMixer(nnx.Module):
         if c.conv_width:
             self.conv_weight = conv_weight(c.conv_width, channels, dtype=dtype, rngs=rngs)
             self.conv_bias = nnx.Param(jnp.zeros(channels, dtype))
-
-    def set_shard(self, shard: Shard, whole: LayerConfig) -> None:
-        self.shard = shard
 
     def __call__(
         self,

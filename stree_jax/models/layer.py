@@ -25,7 +25,7 @@ from pallas_kernels import DeferredRMSNorm
 from pallas_kernels.numerics import ACTIVATIONS
 from stree_jax.array_types import Array, Bool, Int, Lengths
 from stree_jax.checks import require
-from stree_jax.mesh.partition import DATA, Cut, Shard
+from stree_jax.mesh.partition import DATA, Cut
 from stree_jax.messages import shown
 from stree_jax.tree import Tree
 
@@ -58,7 +58,11 @@ class Replay(NamedTuple):
 
 @runtime_checkable
 class Mixer(Protocol):
-    """A layer of any kind. Its cache and its pending record are opaque to all other code."""
+    """A layer of any kind. Its cache and its pending record are opaque to all other code.
+
+    If it has an attribute `shard`, on a mesh that is set to a `Shard`, over which it sums its
+    outputs; it was built from `LayerConfig.local` then.
+    """
 
     def __call__(
         self, u: Array, cache: Any, valid: Bool[Array, "B T"], lengths: Lengths
@@ -86,15 +90,6 @@ class Mixer(Protocol):
         self, cache: Any, pending: Any, path: Path, conv_gather_index: ConvGatherIndex
     ) -> Any:
         """The cache after a path."""
-        ...
-
-    def set_shard(self, shard: Shard, whole: Any) -> None:
-        """Makes it one shard of several, whose outputs are summed.
-
-        Args:
-            shard: collectives; the same object for the whole model.
-            whole: the config of the whole layer; the mixer was built from `LayerConfig.local`.
-        """
         ...
 
 

@@ -178,10 +178,11 @@ class HybridLM(Partitioned):
         model.partition = partition
         if partition.shards > 1:
             model.shard = Shard(partition.shards)
-            for block, layer in zip(model.blocks, few, strict=True):
-                block.mixer.set_shard(model.shard, layer)
-            for transformer in model.shared:
-                transformer.set_shard(model.shard, config.shared_layer)
+            sums = {path: part for path, part in nnx.iter_modules(model) if hasattr(part, "shard")}
+            for path, part in sums.items():
+                # A mixture sums for the expert inside of it.
+                if not any(path[:end] in sums for end in range(1, len(path))):
+                    part.shard = model.shard
         block_of = dict(zip(few, model.blocks, strict=True))
         model.config = config
         model.blocks = nnx.List(nnx.clone(block_of[layer]) for layer in config.layers)

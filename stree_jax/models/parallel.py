@@ -8,7 +8,6 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import DeferredRMSNorm
 from stree_jax.array_types import Array, Bool, Float, Lengths
-from stree_jax.mesh.partition import Shard
 from stree_jax.models.attention import AttentionConfig, AttentionMixer
 from stree_jax.models.layer import (
     ConvGatherIndex,
@@ -61,10 +60,6 @@ class ParallelMixer(nnx.Module):
     def __init__(self, mamba2: Mamba2Mixer, attention: AttentionMixer):
         self.mamba2 = mamba2
         self.attention = attention
-
-    def set_shard(self, shard: Shard, whole: ParallelConfig) -> None:
-        self.mamba2.set_shard(shard, whole.mamba2)
-        self.attention.set_shard(shard, whole.attention)
 
     def __call__(
         self, u: Float[Array, "B T M"], cache: Both, valid: Bool[Array, "B T"], lengths: Lengths

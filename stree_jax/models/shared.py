@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import rms_norm
 from stree_jax.array_types import Array, Bool, Float, Lengths
 from stree_jax.checks import require, require_integer, require_types
-from stree_jax.mesh.partition import Cut, Shard
+from stree_jax.mesh.partition import Cut
 from stree_jax.models.attention import (
     AttentionCache,
     AttentionConfig,
@@ -131,11 +131,6 @@ class SharedTransformer(nnx.Module):
         self.mlp_norm_scale = nnx.Param(jnp.ones(d_model, dtype))
         self.mlp = Mlp(mlp, d_model, dtype=dtype, rngs=rngs)
 
-    def set_shard(self, shard: Shard, whole: SharedConfig) -> None:
-        attention, mlp = whole.blocks
-        self.attention.set_shard(shard, attention)
-        self.mlp.set_shard(shard, mlp)
-
 
 class Adapter(nnx.Module):
     """A product of two narrow matrices."""
@@ -151,7 +146,10 @@ class Adapter(nnx.Module):
 
 
 class SharedLayer(nnx.Module):
-    """The weights of a layer that uses a shared block: adapters and output projection."""
+    """The weights of a layer that uses a shared block: adapters and output projection.
+
+    On a mesh adapters are cut at their outputs, and the last projection is replicated.
+    """
 
     def __init__(
         self,
@@ -176,9 +174,6 @@ class SharedLayer(nnx.Module):
         self.out_proj = linear(
             d_model, d_model, bias=False, dtype=dtype, rngs=rngs, scale=out_scale
         )
-
-    def set_shard(self, shard: Shard, whole: SharedConfig) -> None:
-        """See `Mixer`. Adapters are cut at their outputs, and the last projection is replicated."""
 
     def using(self, transformer: SharedTransformer) -> "AdaptedTransformer":
         """This layer as a mixer, with the shared weights."""
