@@ -135,11 +135,11 @@ class HybridLM(Partitioned):
             Block(layer, config, dtype=dtype, rngs=rngs, implementation=implementation)
             for layer in config.layers
         )
-        shared = config.shared
         options: dict[str, Any] = dict(dtype=dtype, implementation=implementation)
         self.shared = nnx.List(
-            SharedTransformer(config.shared_layer, config.d_model, rngs=rngs, **options)
-            for _ in range(0 if shared is None else shared.num_blocks)
+            SharedTransformer(shared, config.d_model, rngs=rngs, **options)
+            for shared in filter(None, [config.shared])
+            for _ in range(shared.num_blocks)
         )
         self.final_norm_scale = nnx.Param(jnp.ones(config.d_model, dtype))
         self.head = None if config.tie_embeddings else new_embedding()

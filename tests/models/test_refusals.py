@@ -11,7 +11,7 @@ from flax import nnx
 from stree_jax import HybridLM, ModelConfig, demo_path
 from stree_jax.models import AttentionConfig, MlpConfig, MoeConfig, RopeScaling, SharedConfig
 from stree_jax.models.config import PARTS
-from stree_jax.models.layer import register
+from stree_jax.models.layer import LayerConfig, register
 from stree_jax.testing import HYBRIDS
 
 
@@ -79,6 +79,7 @@ REFUSED = [
         for kind in (5, None, "", " ")
     ),
     (lambda: register("novel")(dict), "the layer kind 'novel' must be a LayerConfig, got <class"),
+    (partial(ModelConfig, **SMALL, layers=[LayerConfig()]), "LayerConfig is no registered kind"),
     (table(SMALL | {"layers": ["mamba2"]}), "mamba2 config is missing"),
     (table({"vocab_size": 5}), "missing"),
     (table({"vocab_size": "five", "d_model": 4, "layers": ["mlp"]}), "vocab_size"),
