@@ -349,9 +349,9 @@ class AttentionMixer(nnx.Module):
             qkv = causal_conv1d(conv_input, conv_state, *self._conv())
             conv_state = conv_state_after(conv_state, conv_input, lengths)
         steps, layout = jnp.arange(u.shape[1]), self._layout
+        everywhere = jnp.broadcast_to(steps, valid.shape)
+        causal = jnp.broadcast_to(steps <= steps[:, None], (len(u), len(steps), len(steps)))
         if self.config.window is not None:
-            everywhere = jnp.broadcast_to(steps, valid.shape)
-            causal = jnp.broadcast_to(steps <= steps[:, None], (len(u), len(steps), len(steps)))
             y, new = self._in_window(qkv, cache.kv, everywhere, everywhere, causal)
             kv = write_kv(cache.kv, new, valid, everywhere, ring=True)
             return self._finish(y, projected), AttentionCache(kv, conv_state)
@@ -361,8 +361,7 @@ class AttentionMixer(nnx.Module):
         query, *nodes = layout.split(qkv, length[:, None] + steps)
         new = NodeKV(*nodes)
         # Written before the attention, which reads up to the old length: else XLA copies the cache.
-        kv = write_kv(cache.kv, new, valid, jnp.broadcast_to(steps, valid.shape))
-        causal = jnp.broadcast_to(steps <= steps[:, None], (len(u), len(steps), len(steps)))
+        kv = write_kv(cache.kv, new, valid, everywhere)
         y = tree_attention(
             *(query, new.keys, new.values, kv.keys, kv.values, length, causal),
             scale=layout.scale,
@@ -397,31 +396,20 @@ class AttentionMixer(nnx.Module):
             qkv = tree_conv1d(
                 conv_input, conv_state, *self._conv(), window, implementation=self.implementation
             )
-        num_queries = u.shape[1]
-        if c.window is not None:
-            kv = cache.kv
-            if replay is not None:
-                kv = replay_kv(kv, replay.pending.kv, replay.path.mask, ring=True)
-            y, nodes = self._in_window(
-                qkv,
-                kv,
-                tree.depth,
-                tree.depth[:, -num_queries:],
-                tree.ancestor_mask[:, -num_queries:],
-                None if prefix_pending is None else prefix_pending.kv,
+        depth, mask = (each[:, -u.shape[1] :] for each in (tree.depth, tree.ancestor_mask))
+        prefix = None if prefix_pending is None else prefix_pending.kv
+        previous = None if replay is None else (replay.pending.kv, replay.path.mask)
+        if c.window is None:
+            y, nodes, kv = tree_attention_layer(
+                *(qkv, cache.kv, depth, mask),
+                layout=self._layout,
+                prefix_pending=prefix,
+                previous=previous,
+                implementation=self.implementation,
             )
-            pending = AttentionPending(nodes, conv_input)
-            return self._finish(y, projected), pending, AttentionCache(kv, conv_state)
-        y, nodes, kv = tree_attention_layer(
-            qkv,
-            cache.kv,
-            tree.depth[:, -num_queries:],
-            tree.ancestor_mask[:, -num_queries:],
-            layout=self._layout,
-            prefix_pending=None if prefix_pending is None else prefix_pending.kv,
-            previous=None if replay is None else (replay.pending.kv, replay.path.mask),
-            implementation=self.implementation,
-        )
+        else:
+            kv = cache.kv if previous is None else replay_kv(cache.kv, *previous, ring=True)
+            y, nodes = self._in_window(qkv, kv, tree.depth, depth, mask, prefix)
         pending = AttentionPending(nodes, conv_input)
         return self._finish(y, projected), pending, AttentionCache(kv, conv_state)
 

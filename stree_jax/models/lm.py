@@ -15,13 +15,12 @@ from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths, Tokens
 from stree_jax.mesh.partition import ONE_DEVICE, Partition, Partitioned, Shard
 from stree_jax.messages import shown
-from stree_jax.models.block import Block
+from stree_jax.models.block import Block, ResidualStream
 from stree_jax.models.cache import Cache, Pending, conv_widths, init_cache, init_pending
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.layer import ConvGatherIndex, Path, Replay
 from stree_jax.models.layers import output_logits
 from stree_jax.models.matrices import Table, in_first, packed
-from stree_jax.models.residual import ResidualStream
 from stree_jax.models.shared import SharedLayer, SharedTransformer
 from stree_jax.tree import Tree
 
