@@ -338,7 +338,7 @@ class ModelConfig:
         """
         known = isinstance(name, str) and name in PRESETS
         require(known, f"unknown preset {shown(name)}; known: {', '.join(sorted(PRESETS))}")
-        return cls(**PRESETS[name]())
+        return cls(**PRESETS[name])
 
     @classmethod
     def tiny(cls, **changes: Any) -> "ModelConfig":
