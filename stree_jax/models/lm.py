@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -346,6 +347,7 @@ class HybridLM(Partitioned):
                 return mixer.tree(u, tree, gather_index, cache[i], prefixes[i], replays[i])
 
             states, pendings, caches = self._layers(stream, run, inner)
+            self._check_pending(pendings, *tree.parents.shape)
             return self._with_inner(self._final_norm(stream.hidden()), states), pendings, caches
 
     def logits(self, hidden: Float[Array, "B T M"]) -> Float32[Array, "B T V"]:
@@ -448,6 +450,18 @@ class HybridLM(Partitioned):
                 states.append(stream.hidden())
         return states, *zip(*others, strict=True)
 
+    def _check_pending(self, pending: Pending, batch: int, num_nodes: int) -> None:
+        """Refuses records that `init_pending` does not announce: the loop could not carry them."""
+        for layer, record in dict(zip(self._own_config().layers, pending, strict=True)).items():
+            sizes = batch, num_nodes, self.activation_dtype
+            wanted = _shapes(jax.eval_shape(functools.partial(layer.init_pending, *sizes)))
+            have = _shapes(record)
+            if have != wanted:
+                raise ValueError(
+                    f"a {layer.kind!r} mixer returns a pending record {shown(have)}, but its"
+                    f" config's `init_pending` gives {shown(wanted)}"
+                )
+
     def _stream(
         self, tokens: Array, implementation: str | None, valid: Array | None = None
     ) -> ResidualStream:
@@ -498,6 +512,10 @@ class HybridLM(Partitioned):
     def _final_norm(self, hidden: Array) -> Array:
         own = dict(epsilon=self.config.norm_eps, implementation=self._implementation)
         return rms_norm(hidden, self.final_norm_scale[...], **own).astype(self.activation_dtype)
+
+
+def _shapes(arrays: Any) -> Any:
+    return jax.tree.map(lambda array: f"{array.dtype}{[*array.shape]}", arrays)
 
 
 def embedded_tokens(
