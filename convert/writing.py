@@ -192,7 +192,10 @@ def _canonical(config: ModelConfig, *, padded: bool) -> dict[str, Any]:
     for name in PARTS:
         part = getattr(config, name)
         if part is not None:
-            values |= {f"{name}.{key}": value for key, value in dataclasses.asdict(part).items()}
+            own = {
+                key: value for key, value in dataclasses.asdict(part).items() if key not in PARTS
+            }
+            values |= {f"{name}.{key}": value for key, value in own.items()}
     values["padded_vocab_size"] = config.num_embeddings
     if not padded:
         values["vocab_size"] = config.num_embeddings

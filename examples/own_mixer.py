@@ -62,9 +62,6 @@ class Recurrence(nnx.Module):
         self.in_proj = nnx.Linear(d_model, 3 * config.width, **options)
         self.out_proj = nnx.Linear(config.width, d_model, **options)
 
-    def set_shard(self, shard, whole):
-        """On a mesh every device has the whole layer, so nothing is summed."""
-
     def _split(self, u):
         gate, value, z = jnp.split(self.in_proj(u).astype(jnp.float32), 3, axis=-1)
         keep = jax.nn.sigmoid(gate + 2.0)  # at first it remembers

@@ -48,12 +48,11 @@ def matmul(
 def rows(matrix: PackedMatrix, index: Int[Array, "*rows"]) -> Float32[Array, "*rows I"]:
     """See `api.rows`."""
     result = jax.ShapeDtypeStruct((index.size, matrix.shape[0]), jnp.float32)
-    scales = jnp.zeros(0, jnp.float32) if matrix.scales is None else matrix.scales
     found = native.call(
         "rows",
         result,
         matrix.blocks,
-        scales,
+        matrix.scales,
         index.astype(jnp.int32).reshape(index.size),
         first=matrix.first,
         columns=matrix.columns,

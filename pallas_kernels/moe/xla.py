@@ -40,9 +40,10 @@ def expert_mlps(
     """See `api.expert_mlps`."""
     if not chosen.size:
         return x
+    loop = _loop_over_choices if few(chosen, len(experts_in)) else _loop_over_experts
     in_products, in_loops = (
         functools.partial(function, activation=activation, gated=gated)
-        for function in (products, loops)
+        for function in (products, loop)
     )
     by_choice = lax.platform_dependent(
         *(x, chosen, experts_in, experts_out),
@@ -87,14 +88,6 @@ def products(
 ) -> Float[Array, "choices M"]:
     """The output of each choice, from batched products."""
     run = _by_gathering if few(chosen, len(experts_in)) else _by_grouping
-    return run(x, chosen, experts_in, experts_out, **options)
-
-
-def loops(
-    x: jax.Array, chosen: jax.Array, experts_in: jax.Array, experts_out: jax.Array, **options: Any
-) -> Float[Array, "choices M"]:
-    """The output of each choice, one expert's matrices at a time."""
-    run = _loop_over_choices if few(chosen, len(experts_in)) else _loop_over_experts
     return run(x, chosen, experts_in, experts_out, **options)
 
 

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.native import build_backend
 
@@ -75,7 +77,7 @@ def rows_of(array: jax.Array) -> jax.Array:
 def call(
     name: str,
     results: Any,
-    *arrays: jax.Array,
+    *arrays: jax.Array | None,
     aliases: dict[int, int] | None = None,
     **attributes: Any,
 ) -> Any:
@@ -84,16 +86,18 @@ def call(
     Args:
         name: such as "matmul".
         results: shapes and dtypes of what it returns.
-        arrays: its arguments. The function checks all their sizes.
+        arrays: its arguments; None becomes no numbers. The function checks all their sizes.
         aliases: numbers of arguments that it writes in place, and of the results that they become.
-        attributes: its static arguments.
+        attributes: its static arguments, floats in float32.
     """
     target = f"stree_jax_{name}"
     register(target)
     function = jax.ffi.ffi_call(
         target, results, input_output_aliases=aliases, vmap_method="sequential"
     )
-    return function(*arrays, **attributes)
+    given = (jnp.zeros(0, jnp.float32) if array is None else array for array in arrays)
+    floats = {key: np.float32(v) for key, v in attributes.items() if isinstance(v, float)}
+    return function(*given, **attributes | floats)
 
 
 @functools.cache

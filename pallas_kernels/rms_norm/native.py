@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels import native
 from pallas_kernels.numerics import DeferredRMSNorm
@@ -12,10 +11,10 @@ def rms_norm(x: jax.Array, weight: jax.Array, *, epsilon: float) -> jax.Array:
     """See `api.rms_norm`."""
     rows = native.rows_of(x)
     result = jax.ShapeDtypeStruct(rows.shape, jnp.float32)
-    weight = weight.astype(jnp.float32)
-    return native.call("rms_norm", result, rows, weight, epsilon=np.float32(epsilon)).reshape(
-        x.shape
+    normed = native.call(
+        "rms_norm", result, rows, weight.astype(jnp.float32), epsilon=float(epsilon)
     )
+    return normed.reshape(x.shape)
 
 
 def add_rms_norm(
@@ -28,7 +27,7 @@ def add_rms_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.add_rms_norm`."""
     rows = native.rows_of(residual)
-    mean_squares, deferred_epsilon = jnp.zeros(0), 0.0
+    mean_squares, deferred_epsilon = None, 0.0
     if isinstance(output, DeferredRMSNorm):
         mean_squares, deferred_epsilon = native.rows_of(output.mean_squares), output.epsilon
         output = output.value
@@ -40,9 +39,9 @@ def add_rms_norm(
         native.rows_of(output),
         mean_squares,
         weight.astype(jnp.float32),
-        multiplier=np.float32(multiplier),
-        epsilon=np.float32(epsilon),
-        deferred_epsilon=np.float32(deferred_epsilon),
+        multiplier=float(multiplier),
+        epsilon=float(epsilon),
+        deferred_epsilon=float(deferred_epsilon),
     )
     return total.reshape(residual.shape), normed.reshape(residual.shape)
 
@@ -64,8 +63,8 @@ def gated_rms_norm(
         jax.ShapeDtypeStruct(rows.shape, jnp.float32),
         rows,
         native.rows_of(gate),
-        jnp.zeros(0) if weight is None else weight.astype(jnp.float32),
-        epsilon=np.float32(epsilon),
+        None if weight is None else weight.astype(jnp.float32),
+        epsilon=float(epsilon),
         groups=num_groups,
         gate_start=gate_start,
         gate_first=int(norm != "norm_then_gate"),

@@ -6,16 +6,9 @@ import jax.numpy as jnp
 from pallas_kernels import native
 
 
-def ssd(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array,
-    state: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """See `api.ssd`."""
+def ssd(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """See `api.ssd`, whose arrays these are."""
+    x, *_, state = arrays
     results = [jax.ShapeDtypeStruct(array.shape, jnp.float32) for array in (x, state)]
-    y, state = native.call("ssd", results, x, dt, A, B, C, D, state, aliases={6: 1})
+    y, state = native.call("ssd", results, *arrays, aliases={6: 1})
     return y, state

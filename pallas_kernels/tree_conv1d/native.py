@@ -52,7 +52,7 @@ def tree_conv1d_layer(
         [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in results],
         projected,
         conv_weight.astype(jnp.float32),
-        (jnp.zeros(0) if conv_bias is None else conv_bias).astype(jnp.float32),
+        None if conv_bias is None else conv_bias.astype(jnp.float32),
         dt_bias.astype(jnp.float32),
         conv_state.astype(jnp.float32),
         conv_gather_index.astype(jnp.int32),
@@ -62,7 +62,7 @@ def tree_conv1d_layer(
         aliases={4: 5},
         first_column=layout.columns[1],
         multipliers=np.array(layout.multipliers[1:], np.float32),
-        dt_low=np.float32(layout.dt_limit[0]),
-        dt_high=np.float32(layout.dt_limit[1]),
+        dt_low=float(layout.dt_limit[0]),
+        dt_high=float(layout.dt_limit[1]),
     )
     return Mamba2Pending(*pending), C, conv_state

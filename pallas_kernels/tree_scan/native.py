@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels import native
 from pallas_kernels.numerics import DeferredRMSNorm
@@ -39,19 +38,18 @@ def _run(name: str, *arguments: Any) -> tuple[Any, ...]:
     ]
     if name == "replay_tree_scan":
         results.append(jax.ShapeDtypeStruct(state.shape, jnp.float32))
-    none = jnp.zeros(0, jnp.float32)
     y, mean_squares, *new_state = native.call(
         name,
         results,
         *arrays,
-        none if gate is None else gate.projected.astype(jnp.float32),
-        gate.norm_weight.astype(jnp.float32) if has_norm else none,
+        None if gate is None else gate.projected.astype(jnp.float32),
+        gate.norm_weight.astype(jnp.float32) if has_norm else None,
         aliases={10: 2} if name == "replay_tree_scan" else {},
         a_is_log=int(A_is_log),
         gate=kind,
         start=0 if gate is None else gate.start,
-        multiplier=np.float32(1.0 if gate is None else gate.multiplier),
-        epsilon=np.float32(0.0 if gate is None else gate.norm_epsilon),
+        multiplier=float(1 if gate is None else gate.multiplier),
+        epsilon=float(0 if gate is None else gate.norm_epsilon),
     )
     if defers:
         rows = y.reshape(batch, queries, x.shape[2] * x.shape[3])

@@ -38,7 +38,7 @@ from pallas_kernels import triton as tb
 from pallas_kernels import tuning
 from pallas_kernels.numerics import DeferredRMSNorm, rms_norm, scaled
 from pallas_kernels.tree_scan.gate import Gate
-from pallas_kernels.tree_scan.head import HeadTree, along_path
+from pallas_kernels.tree_scan.head import along_path, scan_tree
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks, channels_of
 from pallas_kernels.triton import Ref
 
@@ -254,13 +254,16 @@ def _kernel(
         for part, value in zip(parts, state, strict=True):
             outputs["state"][:, part] = value
     if "x" in inputs:
-        tree = HeadTree(
-            *(inputs["x"], inputs["dt"], inputs["B"], inputs["C"], inputs["mask"]), A=A, parts=parts
-        )
         # The interpreter knows no program numbers inside of loops.
         block = pl.program_id(1) * pl.num_programs(2) + pl.program_id(2)
         write = functools.partial(_write, inputs, outputs, block, gate=gate)
-        tree.scan(state, write, block_queries=blocks.queries, block_keys=blocks.keys)
+        scan_tree(
+            *(inputs["x"], inputs["dt"], A, inputs["B"], inputs["C"], inputs["mask"]),
+            *(state, write),
+            block_queries=blocks.queries,
+            block_keys=blocks.keys,
+            parts=parts,
+        )
 
 
 def _write(

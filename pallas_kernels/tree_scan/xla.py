@@ -1,5 +1,7 @@
 """The scans in closed form (STree, equation 6 and after), with XLA's own matrix products."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -82,25 +84,12 @@ def replay(
 
 
 def replay_tree_scan(
-    prev_x: jax.Array,
-    prev_dt: jax.Array,
-    prev_B: jax.Array,
-    prev_path: jax.Array,
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array,
-    state: jax.Array,
-    ancestor_mask: jax.Array,
-    gate: Gate | None = None,
-    *,
-    A_is_log: bool = False,
+    *arguments: Any, A_is_log: bool = False
 ) -> tuple[jax.Array | DeferredRMSNorm, jax.Array]:
-    """See `api.replay_tree_scan`. One after the other."""
+    """See `api.replay_tree_scan`, whose arrays and gate these are. One after the other."""
+    prev_x, prev_dt, prev_B, prev_path, x, dt, A, B, C, D, state, *mask_and_gate = arguments
     state = replay(prev_x, prev_dt, rates(A, A_is_log), prev_B, state, prev_path)
-    return tree_scan(x, dt, A, B, C, D, state, ancestor_mask, gate, A_is_log=A_is_log), state
+    return tree_scan(x, dt, A, B, C, D, state, *mask_and_gate, A_is_log=A_is_log), state
 
 
 def rates(A: jax.Array, A_is_log: bool) -> jax.Array:

@@ -18,7 +18,6 @@ from stree_jax.checkpoint.load import matrix_dtype, open_native
 from stree_jax.cli.options import Convert, Inspect
 from stree_jax.convert import convert, find, is_foreign, open_checkpoint
 from stree_jax.heads import FOLDER, abstract_head, open_head
-from stree_jax.models.config import parts_of
 from stree_jax.models.lm import HybridLM
 
 
@@ -102,10 +101,9 @@ def _facts(path: Path, ignore: Sequence[str]) -> Iterator[tuple[str, str]]:
     kinds = sorted(set(config.kinds))
     yield "layers", ", ".join(f"{config.kinds.count(kind)} {kind}" for kind in kinds)
     yield "width", f"{config.d_model:,}"
-    parts = [part for layer in config.distinct_layers for part in parts_of(layer).items()]
-    for name, part in dict.fromkeys(parts):
-        if part is not None:
-            yield from _mixer_facts(name, part)
+    layers = [layer for each in config.distinct_layers for layer in (each, *each.parts.values())]
+    for layer in dict.fromkeys(layers):
+        yield from _mixer_facts(layer.kind, layer)
     is_padded = config.num_embeddings != config.vocab_size
     padded = f", padded to {config.num_embeddings:,}" if is_padded else ""
     yield "vocabulary", f"{config.vocab_size:,}{padded}"

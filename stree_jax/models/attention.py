@@ -34,7 +34,7 @@ from pallas_kernels import (
 from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array, Bool, Float, Int, Lengths
 from stree_jax.checks import require, require_integer, require_types
-from stree_jax.mesh.partition import DATA, ROWS, WHOLE, Cut, Part, Shard
+from stree_jax.mesh.partition import DATA, ROWS, WHOLE, Cut, Part
 from stree_jax.models.layer import (
     ConvGatherIndex,
     LayerConfig,
@@ -290,7 +290,7 @@ class AttentionMixer(nnx.Module):
         implementation: kernel implementation, see `pallas_kernels.dispatch`.
     """
 
-    shard: Part = WHOLE  # set by `set_shard`
+    shard: Part = WHOLE
 
     def __init__(
         self,
@@ -325,9 +325,6 @@ class AttentionMixer(nnx.Module):
             self.conv_weight = conv_weight(c.conv_width, channels, dtype=dtype, rngs=rngs)
             self.conv_bias = nnx.Param(jnp.zeros(channels, dtype))
 
-    def set_shard(self, shard: Shard, whole: LayerConfig) -> None:
-        self.shard = shard
-
     def __call__(
         self,
         u: Float[Array, "B T I"],
@@ -352,9 +349,9 @@ class AttentionMixer(nnx.Module):
             qkv = causal_conv1d(conv_input, conv_state, *self._conv())
             conv_state = conv_state_after(conv_state, conv_input, lengths)
         steps, layout = jnp.arange(u.shape[1]), self._layout
+        everywhere = jnp.broadcast_to(steps, valid.shape)
+        causal = jnp.broadcast_to(steps <= steps[:, None], (len(u), len(steps), len(steps)))
         if self.config.window is not None:
-            everywhere = jnp.broadcast_to(steps, valid.shape)
-            causal = jnp.broadcast_to(steps <= steps[:, None], (len(u), len(steps), len(steps)))
             y, new = self._in_window(qkv, cache.kv, everywhere, everywhere, causal)
             kv = write_kv(cache.kv, new, valid, everywhere, ring=True)
             return self._finish(y, projected), AttentionCache(kv, conv_state)
@@ -364,8 +361,7 @@ class AttentionMixer(nnx.Module):
         query, *nodes = layout.split(qkv, length[:, None] + steps)
         new = NodeKV(*nodes)
         # Written before the attention, which reads up to the old length: else XLA copies the cache.
-        kv = write_kv(cache.kv, new, valid, jnp.broadcast_to(steps, valid.shape))
-        causal = jnp.broadcast_to(steps <= steps[:, None], (len(u), len(steps), len(steps)))
+        kv = write_kv(cache.kv, new, valid, everywhere)
         y = tree_attention(
             *(query, new.keys, new.values, kv.keys, kv.values, length, causal),
             scale=layout.scale,
@@ -400,31 +396,20 @@ class AttentionMixer(nnx.Module):
             qkv = tree_conv1d(
                 conv_input, conv_state, *self._conv(), window, implementation=self.implementation
             )
-        num_queries = u.shape[1]
-        if c.window is not None:
-            kv = cache.kv
-            if replay is not None:
-                kv = replay_kv(kv, replay.pending.kv, replay.path.mask, ring=True)
-            y, nodes = self._in_window(
-                qkv,
-                kv,
-                tree.depth,
-                tree.depth[:, -num_queries:],
-                tree.ancestor_mask[:, -num_queries:],
-                None if prefix_pending is None else prefix_pending.kv,
+        depth, mask = (each[:, -u.shape[1] :] for each in (tree.depth, tree.ancestor_mask))
+        prefix = None if prefix_pending is None else prefix_pending.kv
+        previous = None if replay is None else (replay.pending.kv, replay.path.mask)
+        if c.window is None:
+            y, nodes, kv = tree_attention_layer(
+                *(qkv, cache.kv, depth, mask),
+                layout=self._layout,
+                prefix_pending=prefix,
+                previous=previous,
+                implementation=self.implementation,
             )
-            pending = AttentionPending(nodes, conv_input)
-            return self._finish(y, projected), pending, AttentionCache(kv, conv_state)
-        y, nodes, kv = tree_attention_layer(
-            qkv,
-            cache.kv,
-            tree.depth[:, -num_queries:],
-            tree.ancestor_mask[:, -num_queries:],
-            layout=self._layout,
-            prefix_pending=None if prefix_pending is None else prefix_pending.kv,
-            previous=None if replay is None else (replay.pending.kv, replay.path.mask),
-            implementation=self.implementation,
-        )
+        else:
+            kv = cache.kv if previous is None else replay_kv(cache.kv, *previous, ring=True)
+            y, nodes = self._in_window(qkv, kv, tree.depth, depth, mask, prefix)
         pending = AttentionPending(nodes, conv_input)
         return self._finish(y, projected), pending, AttentionCache(kv, conv_state)
 

@@ -1,9 +1,12 @@
-"""A layer of the stack: a pre-norm and a mixer."""
+"""A layer of the stack, and the residual stream between layers while a forward pass is traced."""
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from pallas_kernels import DeferredRMSNorm, add_rms_norm, rms_norm
+from pallas_kernels.numerics import scaled
+from stree_jax.array_types import Array
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.layer import LayerConfig
 
@@ -31,3 +34,71 @@ class Block(nnx.Module):
             out_scale=len(config.layers) ** -0.5,
             implementation=implementation,
         )
+
+
+class ResidualStream:
+    """Gives each layer its normed input and takes its output.
+
+    A layer's output is added when the next layer reads: the sum and the next norm are one launch
+    (`add_rms_norm`).
+
+    Args:
+        embedded: the token embeddings `[B, T, M]`, in the type of the stream.
+        config: the model's config.
+        dtype: dtype of the layers' inputs.
+        implementation: implementation of the norms.
+    """
+
+    def __init__(
+        self,
+        embedded: Array,
+        config: ModelConfig,
+        dtype: DTypeLike,
+        implementation: str | None,
+    ):
+        self._embedded = self._hidden = embedded
+        self._config, self._dtype, self._implementation = config, dtype, implementation
+        # The last layer's output, not added yet; a shared layer's, for the next layer's input only.
+        self._output: Array | DeferredRMSNorm | None = None
+        self._extra: Array | None = None
+
+    def read(self, block: Block) -> Array:
+        """The input of a layer `[B, T, M]`; for a shared layer `[B, T, 2 M]`, not normed."""
+        if block.norm_scale is None:
+            both = [self.hidden(), self._embedded]
+            return jnp.concatenate(both, axis=-1).astype(self._dtype)
+        scale, epsilon = block.norm_scale[...], self._config.norm_eps
+        if self._output is None:
+            hidden = self._hidden if self._extra is None else self._hidden + self._extra
+            implementation = self._implementation
+            normed = rms_norm(hidden, scale, epsilon=epsilon, implementation=implementation)
+            return normed.astype(self._dtype)
+        self._hidden, normed = add_rms_norm(
+            self._hidden,
+            self._output,
+            scale,
+            epsilon=epsilon,
+            multiplier=self._config.residual_multiplier,
+            implementation=self._implementation,
+        )
+        self._output = None
+        return normed
+
+    def write(self, block: Block, output: Array | DeferredRMSNorm) -> None:
+        """Takes the output of the layer that read last."""
+        if block.is_shared:
+            assert not isinstance(output, DeferredRMSNorm)
+            self._output, self._extra = None, output.astype(self._hidden.dtype)
+        else:
+            self._output, self._extra = output, None
+
+    def hidden(self) -> Array:
+        """The stream `[B, T, M]` with the last layer's output added."""
+        if self._output is not None:
+            output = self._output
+            if isinstance(output, DeferredRMSNorm):
+                output = output.scaled()
+            output = scaled(output, self._config.residual_multiplier)
+            self._hidden = self._hidden + output.astype(self._hidden.dtype)
+            self._output = None
+        return self._hidden

@@ -6,33 +6,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from stree_jax.array_types import Array, Int
-from stree_jax.models.attention import AttentionCache, AttentionPending
 from stree_jax.models.config import ModelConfig
-from stree_jax.models.layer import ConvGatherIndex, NoCache, Path, Replay
-from stree_jax.models.mamba2 import Mamba2Cache
-from stree_jax.models.parallel import ParallelCache, ParallelPending
+from stree_jax.models.layer import Path as Path
 from stree_jax.tree import Tree
-
-__all__ = [
-    "AttentionCache",
-    "AttentionPending",
-    "Cache",
-    "ConvGatherIndex",
-    "Mamba2Cache",
-    "NoCache",
-    "ParallelCache",
-    "ParallelPending",
-    "Path",
-    "Pending",
-    "Replay",
-    "cache_specs",
-    "conv_widths",
-    "empty_path",
-    "init_cache",
-    "init_pending",
-    "path_to",
-    "pending_specs",
-]
 
 Cache = tuple[Any, ...]
 Pending = tuple[Any, ...]

@@ -7,13 +7,14 @@ import dataclasses
 import functools
 import json
 import math
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stree_jax.checks import check_int, require, require_integer, require_types
 from stree_jax.mesh.partition import Cut
 from stree_jax.messages import shown
-from stree_jax.models.attention import AttentionConfig, RopeScaling
+from stree_jax.models.attention import AttentionConfig
 from stree_jax.models.layer import LayerConfig, layer_kinds, share, within
 from stree_jax.models.mamba2 import Mamba2Config
 from stree_jax.models.mlp import MlpConfig
@@ -170,27 +171,12 @@ class ModelConfig:
 
     @property
     def shared(self) -> SharedConfig | None:
-        """The config of the "shared" layers, without those of their blocks; None: no such layer."""
+        """The config of the "shared" layers; None if there is none."""
         return self._only("shared")
 
-    @property
-    def shared_layer(self) -> SharedConfig:
-        """The config of the "shared" layers, blocks included.
-
-        Raises:
-            ValueError: there is none.
-        """
-        for layer in self.layers:
-            if isinstance(layer, SharedConfig):
-                return layer
-        raise ValueError(f"layers = {self.kinds!s:.80} has no 'shared' layer")
-
     def _only(self, name: str) -> Any:
-        found = {}
-        for layer in self.distinct_layers:
-            own = parts_of(layer).get(name)
-            if own is not None:
-                found[own] = layer
+        parts = [({layer.kind: layer} | layer.parts).get(name) for layer in self.distinct_layers]
+        found = {part for part in parts if part is not None}
         require(len(found) <= 1, f"layers differ in their {name} configs: read them from `layers`")
         return next(iter(found), None)
 
@@ -206,8 +192,8 @@ class ModelConfig:
         """
         known = layer_kinds()
         kinds = {layer for layer in layers if isinstance(layer, str) and layer in known}
-        names = {name for kind in kinds for name in _part_names(known[kind])}
-        own = {name: self._only(name) for name in names - set(parts)} | parts
+        names = {name for kind in kinds for name in (kind, *_parts_of(known[kind]))}
+        own = {name: self._only(name) for name in names & {*PARTS} - {*parts}} | parts
         made: Any = [_made(each, own) if each in kinds else each for each in layers]
         return dataclasses.replace(self, layers=tuple(made))
 
@@ -256,9 +242,9 @@ class ModelConfig:
         of_layer = {layer: layer.cuts(shards) for layer in self.distinct_layers}
         for i, layer in enumerate(self.layers):
             table |= within(f"blocks.{i}.mixer", of_layer[layer])
-        if self.shared is not None:
-            for j in range(self.shared.num_blocks):
-                table |= within(f"shared.{j}", self.shared_layer.block_cuts(shards))
+        if (shared := self.shared) is not None:
+            for j in range(shared.num_blocks):
+                table |= within(f"shared.{j}", shared.block_cuts(shards))
         return table
 
     @property
@@ -352,7 +338,7 @@ class ModelConfig:
         """
         known = isinstance(name, str) and name in PRESETS
         require(known, f"unknown preset {shown(name)}; known: {', '.join(sorted(PRESETS))}")
-        return cls(**PRESETS[name]())
+        return cls(**PRESETS[name])
 
     @classmethod
     def tiny(cls, **changes: Any) -> "ModelConfig":
@@ -415,6 +401,12 @@ def _layers(layers: Any, parts: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
         f"layers has {len(layers)} entries; at most {_MAX_LAYERS} are possible",
     )
     known = layer_kinds()
+    for layer in layers:
+        require(
+            isinstance(layer, str) or hasattr(layer, "kind"),
+            f"{type(layer).__name__} is no registered kind of layer: decorate the class with"
+            ' `register("name")` of stree_jax.models',
+        )
     for name, part in parts.items():
         require(
             part is None or (name in known and isinstance(part, known[name])),
@@ -433,34 +425,25 @@ def _made(layer: LayerConfig | str, given: Mapping[str, Any]) -> LayerConfig:
         ValueError: a config of a kind is missing.
     """
     cls = layer_kinds()[layer] if isinstance(layer, str) else type(layer)
-    parts = dict.fromkeys(_part_names(cls)) if isinstance(layer, str) else parts_of(layer)
-    changed = {name: given[name] for name in parts if given.get(name) is not None}
-    if isinstance(layer, LayerConfig) and not changed:
-        return layer
-    parts |= changed
+    whole = [each for each in (given.get(cls.kind), layer) if isinstance(each, LayerConfig)]
+    parts = {}
+    for name in _parts_of(cls):
+        found = [given.get(name), *(getattr(each, name) for each in whole)]
+        parts[name] = next((part for part in found if part is not None), None)
+    if not whole and len(parts) < len(dataclasses.fields(cls)):
+        parts[cls.kind] = None
     for name, part in parts.items():
         require(
             part is not None,
             f"layers has {cls.kind!r} but the {name} config is missing;"
             " `ModelConfig.with_layers` takes it from another model's layers",
         )
-    alone = parts.pop(cls.kind, None)
-    return cls(**parts) if alone is None else dataclasses.replace(alone, **parts)
+    return dataclasses.replace(whole[0], **parts) if whole else cls(**parts)
 
 
-def _part_names(cls: type[LayerConfig]) -> list[str]:
-    """The configs that a kind of layer is made of: its own, unless it only joins others."""
-    inner = [field.name for field in dataclasses.fields(cls) if field.name in PARTS]
-    return inner if inner and len(inner) == len(dataclasses.fields(cls)) else [cls.kind, *inner]
-
-
-def parts_of(layer: LayerConfig) -> dict[str, Any]:
-    """A layer's configs by `_part_names`; its own one is without the others."""
-    own, *inner = _part_names(type(layer))
-    if own != layer.kind:
-        return {name: getattr(layer, name) for name in (own, *inner)}
-    alone = dataclasses.replace(layer, **dict.fromkeys(inner)) if inner else layer
-    return {own: alone} | {name: getattr(layer, name) for name in inner}
+def _parts_of(cls: type[LayerConfig]) -> list[str]:
+    """The kinds of layers that a kind joins."""
+    return [field.name for field in dataclasses.fields(cls) if field.name in PARTS]
 
 
 def _named_layers(names: Any, configs: Any) -> tuple[LayerConfig, ...]:
@@ -477,17 +460,20 @@ def _named_layers(names: Any, configs: Any) -> tuple[LayerConfig, ...]:
         require(
             isinstance(values, Mapping), f"configs[{name!r:.40}] is a table, got {values!r:.80}"
         )
-        kind = values.get("kind")
-        known = layer_kinds()
-        require(
-            isinstance(kind, str) and kind in known,
-            f"unknown layer kinds {[kind]!s:.80}; known: {list(known)}. A kind of your own must be"
-            " registered before its checkpoint is loaded",
-        )
-        made[name] = build_config(
-            known[kind], {key: v for key, v in values.items() if key != "kind"}
-        )
+        made[name] = _of_kind("layer kinds", values)
     return tuple(made[name] for name in names)
+
+
+def _of_kind(what: str, values: Mapping[str, Any]) -> LayerConfig:
+    """The layer of a table with its kind."""
+    fields, known = dict(values), layer_kinds()
+    kind = fields.pop("kind", None)
+    require(
+        isinstance(kind, str) and kind in known,
+        f"unknown {what} {kind!r:.80}; known: {list(known)}. A kind of your own must be registered"
+        " before its checkpoint is loaded",
+    )
+    return build_config(known[kind], fields)
 
 
 def _encode(value: Any) -> Any:
@@ -498,28 +484,18 @@ def _encode(value: Any) -> Any:
     return "inf" if value == math.inf else value
 
 
-def _decode(name: str, value: Any) -> Any:
-    """The inverse of `_encode` for a field, whose lists are not nested."""
+def _decode(name: str, value: Any, kind: Any) -> Any:
+    """The inverse of `_encode` for a field of a type, whose lists are not nested."""
     if isinstance(value, Mapping):
         if "kind" in value:
-            fields, known = dict(value), layer_kinds()
-            kind = str(fields.pop("kind"))
-            require(kind in known, f"unknown {name} {kind!r:.80}")
-            return build_config(known[kind], fields)
-        nested = _NESTED.get(name)
-        return value if nested is None else build_config(nested, value)
+            return _of_kind(name, value)
+        for part in (kind, *typing.get_args(kind)):
+            if dataclasses.is_dataclass(part):
+                return build_config(part, value)  # type: ignore[arg-type]
+        return value
     if isinstance(value, list | tuple):
         return tuple(math.inf if part == "inf" else part for part in value)
     return math.inf if value == "inf" else value
-
-
-# Fields of layers that are configs themselves.
-_NESTED: dict[str, type] = {
-    "rope_scaling": RopeScaling,
-    "mamba2": Mamba2Config,
-    "attention": AttentionConfig,
-    "mlp": MlpConfig,
-}
 
 
 # Fields that stored configs may have, with the only value that they had.
@@ -539,12 +515,12 @@ def build_config(cls: type, values: Any) -> Any:
     for name, only in _GONE.get(cls, {}).items():
         value = values.pop(name, only)
         require(value == only, f"{name} must be {only!r}, got {value!r:.80}")
-    known = {field.name for field in dataclasses.fields(cls)}
+    known = {field.name: field.type for field in dataclasses.fields(cls)}
     if cls is ModelConfig:
-        known |= {*PARTS}
-    unknown = sorted(map(str, set(values) - known))
+        known |= dict.fromkeys(PARTS)
+    unknown = sorted(map(str, set(values) - set(known)))
     require(not unknown, f"{cls.__name__} has no fields {unknown!s:.80}; known: {sorted(known)}")
-    values = {name: _decode(name, value) for name, value in values.items()}
+    values = {name: _decode(name, value, known[name]) for name, value in values.items()}
     if cls is not ModelConfig:  # whose layers may still be kinds
         require_types(cls, values)
     try:

@@ -11,6 +11,7 @@ section 3).
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -24,7 +25,7 @@ from pallas_kernels import DeferredRMSNorm
 from pallas_kernels.numerics import ACTIVATIONS
 from stree_jax.array_types import Array, Bool, Int, Lengths
 from stree_jax.checks import require
-from stree_jax.mesh.partition import DATA, Cut, Shard
+from stree_jax.mesh.partition import DATA, Cut
 from stree_jax.messages import shown
 from stree_jax.tree import Tree
 
@@ -57,7 +58,11 @@ class Replay(NamedTuple):
 
 @runtime_checkable
 class Mixer(Protocol):
-    """A layer of any kind. Its cache and its pending record are opaque to all other code."""
+    """A layer of any kind. Its cache and its pending record are opaque to all other code.
+
+    If it has an attribute `shard`, on a mesh that is set to a `Shard`, over which it sums its
+    outputs; it was built from `LayerConfig.local` then.
+    """
 
     def __call__(
         self, u: Array, cache: Any, valid: Bool[Array, "B T"], lengths: Lengths
@@ -87,15 +92,6 @@ class Mixer(Protocol):
         """The cache after a path."""
         ...
 
-    def set_shard(self, shard: Shard, whole: Any) -> None:
-        """Makes it one shard of several, whose outputs are summed.
-
-        Args:
-            shard: collectives; the same object for the whole model.
-            whole: the config of the whole layer; the mixer was built from `LayerConfig.local`.
-        """
-        ...
-
 
 class Sizes(NamedTuple):
     """The sizes of a layer that must fit the number of shards, by name.
@@ -114,7 +110,8 @@ class LayerConfig:
     """The config of a layer, frozen and hashable; answers all that depends on its kind.
 
     A subclass is registered by `register`. A layer without memory of other tokens needs `build`
-    alone. Arrays of caches and pending records have the batch axis first.
+    alone. Arrays of caches and pending records have the batch axis first. A layer may join others,
+    whose configs are fields of its own and whose mixers have the names of these fields.
     """
 
     kind: ClassVar[str]
@@ -162,21 +159,34 @@ class LayerConfig:
         return jax.tree.map(lambda _: PartitionSpec(DATA, None, axis), arrays)
 
     @property
+    def parts(self) -> "dict[str, LayerConfig]":
+        """The configs of the layers that it joins, by field."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in fields.items() if isinstance(value, LayerConfig)}
+
+    @property
     def conv_widths(self) -> tuple[int, ...]:
         """Widths of its convolutions over tokens, whose windows the model computes once."""
-        return ()
+        return tuple(width for layer in self.parts.values() for width in layer.conv_widths)
 
     def sizes(self, shards: int) -> Sizes:
         """The sizes that must fit this number of shards."""
-        return Sizes({}, {})
+        whole = Sizes({}, {})
+        for layer in self.parts.values():
+            whole = Sizes(*map(operator.or_, whole, layer.sizes(shards)))
+        return whole
 
     def local(self, shards: int) -> "LayerConfig":
         """The config of one of `shards` equal shards, which `sizes` fits."""
-        return self
+        shares = {name: layer.local(shards) for name, layer in self.parts.items()}
+        return dataclasses.replace(self, **shares) if shares else self
 
     def cuts(self, shards: int) -> dict[str, Cut]:
         """The cut of each weight of the mixer, by name; the others are replicated."""
-        return {}
+        table: dict[str, Cut] = {}
+        for name, layer in self.parts.items():
+            table |= within(name, layer.cuts(shards))
+        return table
 
 
 _KINDS: dict[str, type[LayerConfig]] = {}

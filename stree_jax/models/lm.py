@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +16,12 @@ from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths, Tokens
 from stree_jax.mesh.partition import ONE_DEVICE, Partition, Partitioned, Shard
 from stree_jax.messages import shown
-from stree_jax.models.block import Block
+from stree_jax.models.block import Block, ResidualStream
 from stree_jax.models.cache import Cache, Pending, conv_widths, init_cache, init_pending
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.layer import ConvGatherIndex, Path, Replay
 from stree_jax.models.layers import output_logits
 from stree_jax.models.matrices import Table, in_first, packed
-from stree_jax.models.residual import ResidualStream
 from stree_jax.models.shared import SharedLayer, SharedTransformer
 from stree_jax.tree import Tree
 
@@ -135,11 +135,11 @@ class HybridLM(Partitioned):
             Block(layer, config, dtype=dtype, rngs=rngs, implementation=implementation)
             for layer in config.layers
         )
-        shared = config.shared
         options: dict[str, Any] = dict(dtype=dtype, implementation=implementation)
         self.shared = nnx.List(
-            SharedTransformer(config.shared_layer, config.d_model, rngs=rngs, **options)
-            for _ in range(0 if shared is None else shared.num_blocks)
+            SharedTransformer(shared, config.d_model, rngs=rngs, **options)
+            for shared in filter(None, [config.shared])
+            for _ in range(shared.num_blocks)
         )
         self.final_norm_scale = nnx.Param(jnp.ones(config.d_model, dtype))
         self.head = None if config.tie_embeddings else new_embedding()
@@ -178,10 +178,11 @@ class HybridLM(Partitioned):
         model.partition = partition
         if partition.shards > 1:
             model.shard = Shard(partition.shards)
-            for block, layer in zip(model.blocks, few, strict=True):
-                block.mixer.set_shard(model.shard, layer)
-            for transformer in model.shared:
-                transformer.set_shard(model.shard, config.shared_layer)
+            sums = {path: part for path, part in nnx.iter_modules(model) if hasattr(part, "shard")}
+            for path, part in sums.items():
+                # A mixture sums for the expert inside of it.
+                if not any(path[:end] in sums for end in range(1, len(path))):
+                    part.shard = model.shard
         block_of = dict(zip(few, model.blocks, strict=True))
         model.config = config
         model.blocks = nnx.List(nnx.clone(block_of[layer]) for layer in config.layers)
@@ -346,6 +347,7 @@ class HybridLM(Partitioned):
                 return mixer.tree(u, tree, gather_index, cache[i], prefixes[i], replays[i])
 
             states, pendings, caches = self._layers(stream, run, inner)
+            self._check_pending(pendings, *tree.parents.shape)
             return self._with_inner(self._final_norm(stream.hidden()), states), pendings, caches
 
     def logits(self, hidden: Float[Array, "B T M"]) -> Float32[Array, "B T V"]:
@@ -448,6 +450,18 @@ class HybridLM(Partitioned):
                 states.append(stream.hidden())
         return states, *zip(*others, strict=True)
 
+    def _check_pending(self, pending: Pending, batch: int, num_nodes: int) -> None:
+        """Refuses records that `init_pending` does not announce: the loop could not carry them."""
+        for layer, record in dict(zip(self._own_config().layers, pending, strict=True)).items():
+            sizes = batch, num_nodes, self.activation_dtype
+            wanted = _shapes(jax.eval_shape(functools.partial(layer.init_pending, *sizes)))
+            have = _shapes(record)
+            if have != wanted:
+                raise ValueError(
+                    f"a {layer.kind!r} mixer returns a pending record {shown(have)}, but its"
+                    f" config's `init_pending` gives {shown(wanted)}"
+                )
+
     def _stream(
         self, tokens: Array, implementation: str | None, valid: Array | None = None
     ) -> ResidualStream:
@@ -498,6 +512,10 @@ class HybridLM(Partitioned):
     def _final_norm(self, hidden: Array) -> Array:
         own = dict(epsilon=self.config.norm_eps, implementation=self._implementation)
         return rms_norm(hidden, self.final_norm_scale[...], **own).astype(self.activation_dtype)
+
+
+def _shapes(arrays: Any) -> Any:
+    return jax.tree.map(lambda array: f"{array.dtype}{[*array.shape]}", arrays)
 
 
 def embedded_tokens(

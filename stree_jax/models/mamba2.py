@@ -45,7 +45,7 @@ from pallas_kernels.rms_norm.xla import activated
 from pallas_kernels.tree_scan.xla import gated
 from stree_jax.array_types import Array, Bool, Float, Float32, Lengths
 from stree_jax.checks import require, require_integer, require_types
-from stree_jax.mesh.partition import DATA, WHOLE, Cut, Part, Shard
+from stree_jax.mesh.partition import DATA, WHOLE, Cut, Part
 from stree_jax.models.layer import (
     ConvGatherIndex,
     LayerConfig,
@@ -237,7 +237,7 @@ class Mamba2Config(LayerConfig):
         return Sizes(equal, shared | {"mamba2.num_b_groups": self.b_groups})
 
     def local(self, shards: int) -> "Mamba2Config":
-        return dataclasses.replace(
+        own = dataclasses.replace(
             self,
             num_heads=share(self.num_heads, shards),
             num_groups=share(self.num_groups, shards),
@@ -246,6 +246,7 @@ class Mamba2Config(LayerConfig):
             mlp_dim=share(self.mlp_dim, shards),
             norm_groups=1 if self.norm == "none" else share(self.gate_groups, shards),
         )
+        return Mamba2ShardConfig(**vars(own)) if self.norm_spans_shards else own
 
     def cuts(self, shards: int) -> dict[str, Cut]:
         # As `Mamba2Layout` orders them.
@@ -269,6 +270,10 @@ class Mamba2Config(LayerConfig):
         }
 
 
+class Mamba2ShardConfig(Mamba2Config):
+    """One shard of a layer whose norm spans all shards; `Mamba2Config.local` makes it."""
+
+
 class Mamba2Mixer(nnx.Module):
     """One Mamba-2 mixer.
 
@@ -281,9 +286,7 @@ class Mamba2Mixer(nnx.Module):
         implementation: kernel implementation, see `pallas_kernels.dispatch`.
     """
 
-    # Set by `set_shard`.
     shard: Part = WHOLE
-    norm_spans_shards = False
 
     def __init__(
         self,
@@ -297,6 +300,7 @@ class Mamba2Mixer(nnx.Module):
     ):
         c = self.config = config
         self.implementation = implementation
+        self.norm_spans_shards = isinstance(c, Mamba2ShardConfig)
         layout = c.layout
         self.in_proj = linear(
             d_model,
@@ -326,10 +330,6 @@ class Mamba2Mixer(nnx.Module):
         self.dt_bias = nnx.Param(dt + jnp.log(-jnp.expm1(-dt)))
         self.D = nnx.Param(jnp.ones(c.inner_size if c.d_per_channel else c.num_heads))
         self.norm_scale = nnx.Param(jnp.ones(c.inner_size, dtype)) if c.norm != "none" else None
-
-    def set_shard(self, shard: Shard, whole: Mamba2Config) -> None:
-        """See `Mixer`. The whole layer's config decides what the norm spans."""
-        self.shard, self.norm_spans_shards = shard, whole.norm_spans_shards
 
     def __call__(
         self,

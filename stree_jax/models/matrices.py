@@ -180,14 +180,17 @@ def pack(module: nnx.Module) -> None:
 
     An embedding that is no output head stays as it is: it is only read by rows.
     """
+    for part, name, matrix in _matrices(module):
+        if name != "embedding" or getattr(part, "head", None) is None:
+            setattr(part, name, matrix.packed())
+
+
+def _matrices(module: nnx.Module) -> Iterator[tuple[nnx.Module, str, Matrix]]:
+    """The matrices, each as an attribute of a module, which may be set."""
     for _, part in nnx.iter_modules(module):
         for name, leaf in [*vars(part).items()]:
-            if isinstance(leaf, Matrix) and not _is_only_read(part, name):
-                setattr(part, name, leaf.packed())
-
-
-def _is_only_read(module: nnx.Module, name: str) -> bool:
-    return name == "embedding" and getattr(module, "head", None) is not None
+            if isinstance(leaf, Matrix):
+                yield part, name, leaf
 
 
 def packed(module: _Module) -> _Module:
@@ -206,13 +209,10 @@ def loaded_for(target: Any, head: _Module) -> _Module:
 
 def in_first(module: _Module) -> _Module:
     """The module with all its matrices unpacked; itself if they are."""
-    if not any(isinstance(leaf, PackedWeight) for _, leaf in nnx.iter_graph(module)):
-        return module
-    module = nnx.clone(module)
-    for _, part in nnx.iter_modules(module):
-        for name, leaf in [*vars(part).items()]:
-            if isinstance(leaf, Matrix):
-                setattr(part, name, leaf.canonical())
+    if any(matrix.is_packed for *_, matrix in _matrices(module)):
+        module = nnx.clone(module)
+        for part, name, matrix in _matrices(module):
+            setattr(part, name, matrix.canonical())
     return module
 
 

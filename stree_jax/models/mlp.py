@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.numerics import activate, scaled
 from stree_jax.array_types import Array, Float
 from stree_jax.checks import require_integer, require_types
-from stree_jax.mesh.partition import WHOLE, Cut, Part, Shard
+from stree_jax.mesh.partition import WHOLE, Cut, Part
 from stree_jax.models.layer import (
     LayerConfig,
     NoCache,
@@ -73,10 +73,7 @@ class MlpConfig(LayerConfig):
 class Pointwise(nnx.Module):
     """A mixer that computes each position alone: no mask, an empty cache, replay is a no-op."""
 
-    shard: Part = WHOLE  # set by `set_shard`
-
-    def set_shard(self, shard: Shard, whole: LayerConfig) -> None:
-        self.shard = shard
+    shard: Part = WHOLE
 
     def apply(self, u: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         """The function of one position."""

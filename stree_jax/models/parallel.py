@@ -6,40 +6,25 @@ from typing import Any, ClassVar, NamedTuple
 from flax import nnx
 from jax.typing import DTypeLike
 
-from pallas_kernels import DeferredRMSNorm, Mamba2Pending
+from pallas_kernels import DeferredRMSNorm
 from stree_jax.array_types import Array, Bool, Float, Lengths
-from stree_jax.mesh.partition import Cut, Shard
-from stree_jax.models.attention import (
-    AttentionCache,
-    AttentionConfig,
-    AttentionMixer,
-    AttentionPending,
-)
+from stree_jax.models.attention import AttentionConfig, AttentionMixer
 from stree_jax.models.layer import (
     ConvGatherIndex,
     LayerConfig,
     Path,
     Replay,
-    Sizes,
     register,
-    within,
 )
-from stree_jax.models.mamba2 import Mamba2Cache, Mamba2Config, Mamba2Mixer
+from stree_jax.models.mamba2 import Mamba2Config, Mamba2Mixer
 from stree_jax.tree import Tree
 
 
-class ParallelCache(NamedTuple):
-    """Cache of a layer with Mamba-2 and attention in parallel."""
+class Both(NamedTuple):
+    """Caches, pending records, or their specs: those of Mamba-2 and those of attention."""
 
-    mamba2: Mamba2Cache
-    attention: AttentionCache
-
-
-class ParallelPending(NamedTuple):
-    """Pending record of a layer with Mamba-2 and attention in parallel."""
-
-    mamba2: Mamba2Pending
-    attention: AttentionPending
+    mamba2: Any
+    attention: Any
 
 
 @register("parallel")
@@ -52,10 +37,6 @@ class ParallelConfig(LayerConfig):
 
     has_memory: ClassVar[bool] = True
 
-    @property
-    def conv_widths(self) -> tuple[int, ...]:
-        return self.mamba2.conv_widths + self.attention.conv_widths
-
     def check_next(self, below: LayerConfig | None) -> None:
         self.attention.check_next(below)
 
@@ -63,28 +44,14 @@ class ParallelConfig(LayerConfig):
         mamba2 = self.mamba2.build(d_model, **options)
         return ParallelMixer(mamba2, self.attention.build(d_model, **options))
 
-    def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> ParallelCache:
-        sizes = batch, max_length, dtype
-        return ParallelCache(self.mamba2.init_cache(*sizes), self.attention.init_cache(*sizes))
+    def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> Both:
+        return Both(*(part.init_cache(batch, max_length, dtype) for part in self.parts.values()))
 
-    def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> ParallelPending:
-        sizes = batch, num_nodes, dtype
-        mamba2 = self.mamba2.init_pending(*sizes)
-        return ParallelPending(mamba2, self.attention.init_pending(*sizes))
+    def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> Both:
+        return Both(*(part.init_pending(batch, num_nodes, dtype) for part in self.parts.values()))
 
     def cache_specs(self, axis: str | None) -> Any:
-        return ParallelCache(self.mamba2.cache_specs(axis), self.attention.cache_specs(axis))
-
-    def sizes(self, shards: int) -> Sizes:
-        one, other = self.mamba2.sizes(shards), self.attention.sizes(shards)
-        return Sizes(one.equal | other.equal, one.shared | other.shared)
-
-    def local(self, shards: int) -> "ParallelConfig":
-        return ParallelConfig(self.mamba2.local(shards), self.attention.local(shards))
-
-    def cuts(self, shards: int) -> dict[str, Cut]:
-        attention = within("attention", self.attention.cuts(shards))
-        return within("mamba2", self.mamba2.cuts(shards)) | attention
+        return Both(*(part.cache_specs(axis) for part in self.parts.values()))
 
 
 class ParallelMixer(nnx.Module):
@@ -94,66 +61,43 @@ class ParallelMixer(nnx.Module):
         self.mamba2 = mamba2
         self.attention = attention
 
-    def set_shard(self, shard: Shard, whole: ParallelConfig) -> None:
-        self.mamba2.set_shard(shard, whole.mamba2)
-        self.attention.set_shard(shard, whole.attention)
-
     def __call__(
-        self,
-        u: Float[Array, "B T M"],
-        cache: ParallelCache,
-        valid: Bool[Array, "B T"],
-        lengths: Lengths,
-    ) -> tuple[Float[Array, "B T M"], ParallelCache]:
+        self, u: Float[Array, "B T M"], cache: Both, valid: Bool[Array, "B T"], lengths: Lengths
+    ) -> tuple[Float[Array, "B T M"], Both]:
         """Runs a right-padded sequence from `cache`."""
         y, mamba2 = self.mamba2(u, cache.mamba2, valid, lengths)
         z, attention = self.attention(u, cache.attention, valid, lengths)
-        return y + z, ParallelCache(mamba2, attention)
+        return y + z, Both(mamba2, attention)
 
     def tree(
         self,
         u: Float[Array, "B Q M"],
         tree: Tree,
         conv_gather_index: ConvGatherIndex,
-        cache: ParallelCache,
-        prefix_pending: ParallelPending | None = None,
+        cache: Both,
+        prefix_pending: Both | None = None,
         replay: Replay | None = None,
-    ) -> tuple[Float[Array, "B Q M"], ParallelPending, ParallelCache]:
+    ) -> tuple[Float[Array, "B Q M"], Both, Both]:
         """Runs the last Q nodes of a tree."""
-        first = second = None
+        prefix = Both(None, None) if prefix_pending is None else prefix_pending
+        replays = Both(None, None)
         if replay is not None:
-            first = replay._replace(pending=replay.pending.mamba2)
-            second = replay._replace(pending=replay.pending.attention)
-        y, mamba2, mamba2_cache = self.mamba2.tree(
-            u,
-            tree,
-            conv_gather_index,
-            cache.mamba2,
-            None if prefix_pending is None else prefix_pending.mamba2,
-            first,
-        )
-        z, attention, attention_cache = self.attention.tree(
-            u,
-            tree,
-            conv_gather_index,
-            cache.attention,
-            None if prefix_pending is None else prefix_pending.attention,
-            second,
+            replays = Both(*(replay._replace(pending=record) for record in replay.pending))
+        common = u, tree, conv_gather_index
+        y, *of_mamba2 = self.mamba2.tree(*common, cache.mamba2, prefix.mamba2, replays.mamba2)
+        z, *of_attention = self.attention.tree(
+            *common, cache.attention, prefix.attention, replays.attention
         )
         if isinstance(y, DeferredRMSNorm):
             y = y.scaled().astype(z.dtype)
-        cache = ParallelCache(mamba2_cache, attention_cache)
-        return y + z, ParallelPending(mamba2, attention), cache
+        pending, cache = map(Both, of_mamba2, of_attention)
+        return y + z, pending, cache
 
     def replay(
-        self,
-        cache: ParallelCache,
-        pending: ParallelPending,
-        path: Path,
-        conv_gather_index: ConvGatherIndex,
-    ) -> ParallelCache:
+        self, cache: Both, pending: Both, path: Path, conv_gather_index: ConvGatherIndex
+    ) -> Both:
         """The cache after the path."""
-        return ParallelCache(
+        return Both(
             self.mamba2.replay(cache.mamba2, pending.mamba2, path, conv_gather_index),
             self.attention.replay(cache.attention, pending.attention, path, conv_gather_index),
         )

@@ -4,8 +4,7 @@
 its own config and never uses a preset.
 """
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Collection
 from typing import Any
 
 from stree_jax.models.attention import AttentionConfig, RopeScaling
@@ -16,6 +15,12 @@ from stree_jax.models.shared import SharedConfig
 
 # Fields of `ModelConfig`, which imports this table.
 Preset = dict[str, Any]
+
+
+def _in_pairs(num_layers: int, attention_layers: Collection[int], mlp: str) -> tuple[str, ...]:
+    """A mixer and an MLP, so many times."""
+    mixers = ("attention" if i in attention_layers else "mamba2" for i in range(num_layers))
+    return tuple(kind for mixer in mixers for kind in (mixer, mlp))
 
 
 def _mamba2(d_model: int, num_layers: int) -> Preset:
@@ -38,19 +43,16 @@ def _mamba_in_llama(
     mlp: int,
     inner: int,
     kv_heads: int = 8,
-    attention_layers: Iterable[int] = (),
+    attention_layers: Collection[int] = (),
     rope_factor: float = 8.0,
     tie_embeddings: bool = False,
 ) -> Preset:
     """MambaInLlama's distilled Llamas and STree's draft model: heads and states of 128."""
     heads = inner // 128
-    layers: list[str] = []
-    for layer in range(num_layers):
-        layers += ["attention" if layer in attention_layers else "mamba2", "mlp"]
     return dict(
         vocab_size=128256,
         d_model=d_model,
-        layers=tuple(layers),
+        layers=_in_pairs(num_layers, attention_layers, "mlp"),
         mamba2=Mamba2Config(
             num_heads=heads,
             head_dim=128,
@@ -68,7 +70,7 @@ def _mamba_in_llama(
             rope_theta=500000.0,
             rope_scaling=RopeScaling(rope_factor, 1.0, 4.0, 8192),
         )
-        if "attention" in layers
+        if attention_layers
         else None,
         mlp=MlpConfig(mlp),
         tie_embeddings=tie_embeddings,
@@ -115,22 +117,18 @@ def _granite_h(
     num_layers: int,
     *,
     head_dim: int,
-    attention_layers: tuple[int, ...],
+    attention_layers: Collection[int],
     residual: float,
     logits_scaling: float,
     mlp: MlpConfig | None = None,
     moe: MoeConfig | None = None,
 ) -> Preset:
     """ibm-granite/granite-4.0-h-350m and -1b (dense) and -tiny (experts)."""
-    layers: list[str] = []
-    for layer in range(num_layers):
-        layers.append("attention" if layer in attention_layers else "mamba2")
-        layers.append("mlp" if moe is None else "moe")
     attention_dim = d_model // 12
     return dict(
         vocab_size=100352,
         d_model=d_model,
-        layers=tuple(layers),
+        layers=_in_pairs(num_layers, attention_layers, "mlp" if moe is None else "moe"),
         mamba2=Mamba2Config(num_heads=48, head_dim=head_dim, state_size=128, chunk_size=256),
         attention=AttentionConfig(
             num_heads=12, num_kv_heads=4, head_dim=attention_dim, scale=1 / attention_dim
@@ -146,15 +144,12 @@ def _granite_h(
 
 def _zamba2_2_7b() -> Preset:
     """Zyphra/Zamba2-2.7B: its hybrid layers are a shared block before Mamba-2."""
-    layers: list[str] = []
-    for layer in range(54):
-        if layer in (6, 12, 18, 24, 30, 36, 42, 47, 51):
-            layers.append("shared")
-        layers.append("mamba2")
+    hybrid = (6, 12, 18, 24, 30, 36, 42, 47, 51)
+    layers = (("shared", "mamba2") if layer in hybrid else ("mamba2",) for layer in range(54))
     return dict(
         vocab_size=32000,
         d_model=2560,
-        layers=tuple(layers),
+        layers=sum(layers, ()),
         mamba2=Mamba2Config(num_heads=80, head_dim=64, state_size=64, chunk_size=256),
         attention=AttentionConfig(
             num_heads=32, num_kv_heads=32, head_dim=160, input_multiple=2, scale=80**-0.5
@@ -165,29 +160,26 @@ def _zamba2_2_7b() -> Preset:
     )
 
 
-# -1b and -tiny differ only in the MLPs.
-_GRANITE_H_1536 = functools.partial(
-    _granite_h,
-    1536,
-    40,
+# Granite's -1b and -tiny differ only in the MLPs.
+_H_1536: dict[str, Any] = dict(
+    d_model=1536,
+    num_layers=40,
     head_dim=64,
     attention_layers=(5, 15, 25, 35),
     residual=0.22,
     logits_scaling=6.0,
 )
 
-
-PRESETS: dict[str, Callable[[], Preset]] = {
-    "mamba2-130m": functools.partial(_mamba2, 768, 24),
-    "mamba2-370m": functools.partial(_mamba2, 1024, 48),
-    "mamba2-780m": functools.partial(_mamba2, 1536, 48),
-    "mamba2-1.3b": functools.partial(_mamba2, 2048, 48),
-    "mamba2-2.7b": functools.partial(_mamba2, 2560, 64),
-    "MambaInLlama-8B": functools.partial(
-        _mamba_in_llama, 4096, 32, mlp=14336, inner=4096, attention_layers=range(1, 32, 2)
+PRESETS: dict[str, Preset] = {
+    "mamba2-130m": _mamba2(768, 24),
+    "mamba2-370m": _mamba2(1024, 48),
+    "mamba2-780m": _mamba2(1536, 48),
+    "mamba2-1.3b": _mamba2(2048, 48),
+    "mamba2-2.7b": _mamba2(2560, 64),
+    "MambaInLlama-8B": _mamba_in_llama(
+        4096, 32, mlp=14336, inner=4096, attention_layers=range(1, 32, 2)
     ),
-    "MambaInLlama-3B": functools.partial(
-        _mamba_in_llama,
+    "MambaInLlama-3B": _mamba_in_llama(
         3072,
         28,
         mlp=8192,
@@ -197,19 +189,17 @@ PRESETS: dict[str, Callable[[], Preset]] = {
         tie_embeddings=True,
     ),
     # STree's draft model for both: two Mamba-2 layers.
-    "MambaInLlama-draft": functools.partial(
-        _mamba_in_llama, 1024, 2, mlp=2048, inner=1024, kv_heads=2, tie_embeddings=True
+    "MambaInLlama-draft": _mamba_in_llama(
+        1024, 2, mlp=2048, inner=1024, kv_heads=2, tie_embeddings=True
     ),
-    "Nemotron-H-8B": functools.partial(
-        _nemotron_h,
+    "Nemotron-H-8B": _nemotron_h(
         "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
         d_model=4096,
         num_heads=128,
         num_kv_heads=8,
         mlp=MlpConfig(21504, activation="relu2", gated=False),
     ),
-    "Nemotron-3-Nano-30B": functools.partial(
-        _nemotron_h,
+    "Nemotron-3-Nano-30B": _nemotron_h(
         "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
         d_model=2688,
         num_heads=64,
@@ -225,10 +215,9 @@ PRESETS: dict[str, Callable[[], Preset]] = {
             gated=False,
         ),
     ),
-    "Zamba2-2.7B": _zamba2_2_7b,
-    "Falcon-H1-0.5B": _falcon_h1_500m,
-    "Granite-4-H-350M": functools.partial(
-        _granite_h,
+    "Zamba2-2.7B": _zamba2_2_7b(),
+    "Falcon-H1-0.5B": _falcon_h1_500m(),
+    "Granite-4-H-350M": _granite_h(
         768,
         32,
         mlp=MlpConfig(2048),
@@ -237,9 +226,9 @@ PRESETS: dict[str, Callable[[], Preset]] = {
         residual=0.246,
         logits_scaling=3.0,
     ),
-    "Granite-4-H-1B": functools.partial(_GRANITE_H_1536, mlp=MlpConfig(4096)),
-    "Granite-4-H-Tiny": functools.partial(
-        _GRANITE_H_1536,
+    "Granite-4-H-1B": _granite_h(**_H_1536, mlp=MlpConfig(4096)),
+    "Granite-4-H-Tiny": _granite_h(
+        **_H_1536,
         moe=MoeConfig(num_experts=64, num_active=6, hidden_size=512, shared_size=1024),
     ),
 }

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import rms_norm
 from stree_jax.array_types import Array, Bool, Float, Lengths
 from stree_jax.checks import require, require_integer, require_types
-from stree_jax.mesh.partition import Cut, Shard
+from stree_jax.mesh.partition import Cut
 from stree_jax.models.attention import (
     AttentionCache,
     AttentionConfig,
@@ -27,9 +27,7 @@ from stree_jax.models.layer import (
     LayerConfig,
     Path,
     Replay,
-    Sizes,
     register,
-    within,
 )
 from stree_jax.models.layers import linear
 from stree_jax.models.mamba2 import Mamba2Config
@@ -74,10 +72,6 @@ class SharedConfig(LayerConfig):
         assert self.mlp is not None
         return self.attention, self.mlp
 
-    @property
-    def conv_widths(self) -> tuple[int, ...]:
-        return self.blocks[0].conv_widths
-
     def check_next(self, below: LayerConfig | None) -> None:
         require(
             isinstance(below, Mamba2Config),
@@ -102,15 +96,6 @@ class SharedConfig(LayerConfig):
     def cache_specs(self, axis: str | None) -> Any:
         return self.blocks[0].cache_specs(axis)
 
-    def sizes(self, shards: int) -> Sizes:
-        one, other = (block.sizes(shards) for block in self.blocks)
-        return Sizes(one.equal | other.equal, one.shared | other.shared)
-
-    def local(self, shards: int) -> "SharedConfig":
-        attention, mlp = self.blocks
-        own, narrow = attention.local(shards), mlp.local(shards)
-        return dataclasses.replace(self, attention=own, mlp=narrow)
-
     def cuts(self, shards: int) -> dict[str, Cut]:
         """See `LayerConfig`. Adapters are cut at their outputs."""
         attention, mlp = self.blocks
@@ -123,8 +108,7 @@ class SharedConfig(LayerConfig):
 
     def block_cuts(self, shards: int) -> dict[str, Cut]:
         """The cut of each weight of a shared block, by name."""
-        attention, mlp = (block.cuts(shards) for block in self.blocks)
-        return within("attention", attention) | within("mlp", mlp)
+        return super().cuts(shards)
 
 
 class SharedTransformer(nnx.Module):
@@ -147,11 +131,6 @@ class SharedTransformer(nnx.Module):
         self.mlp_norm_scale = nnx.Param(jnp.ones(d_model, dtype))
         self.mlp = Mlp(mlp, d_model, dtype=dtype, rngs=rngs)
 
-    def set_shard(self, shard: Shard, whole: SharedConfig) -> None:
-        attention, mlp = whole.blocks
-        self.attention.set_shard(shard, attention)
-        self.mlp.set_shard(shard, mlp)
-
 
 class Adapter(nnx.Module):
     """A product of two narrow matrices."""
@@ -167,7 +146,10 @@ class Adapter(nnx.Module):
 
 
 class SharedLayer(nnx.Module):
-    """The weights of a layer that uses a shared block: adapters and output projection."""
+    """The weights of a layer that uses a shared block: adapters and output projection.
+
+    On a mesh adapters are cut at their outputs, and the last projection is replicated.
+    """
 
     def __init__(
         self,
@@ -192,9 +174,6 @@ class SharedLayer(nnx.Module):
         self.out_proj = linear(
             d_model, d_model, bias=False, dtype=dtype, rngs=rngs, scale=out_scale
         )
-
-    def set_shard(self, shard: Shard, whole: SharedConfig) -> None:
-        """See `Mixer`. Adapters are cut at their outputs, and the last projection is replicated."""
 
     def using(self, transformer: SharedTransformer) -> "AdaptedTransformer":
         """This layer as a mixer, with the shared weights."""

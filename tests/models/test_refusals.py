@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from stree_jax import HybridLM, ModelConfig, demo_path
+from stree_jax import HybridLM, ModelConfig, demo_path, generate
 from stree_jax.models import AttentionConfig, MlpConfig, MoeConfig, RopeScaling, SharedConfig
 from stree_jax.models.config import PARTS
-from stree_jax.models.layer import register
+from stree_jax.models.layer import LayerConfig, register
 from stree_jax.testing import HYBRIDS
 
 
@@ -79,6 +79,7 @@ REFUSED = [
         for kind in (5, None, "", " ")
     ),
     (lambda: register("novel")(dict), "the layer kind 'novel' must be a LayerConfig, got <class"),
+    (partial(ModelConfig, **SMALL, layers=[LayerConfig()]), "LayerConfig is no registered kind"),
     (table(SMALL | {"layers": ["mamba2"]}), "mamba2 config is missing"),
     (table({"vocab_size": 5}), "missing"),
     (table({"vocab_size": "five", "d_model": 4, "layers": ["mlp"]}), "vocab_size"),
@@ -131,6 +132,19 @@ REFUSED = [
 def test_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+class Announcing(AttentionConfig):
+    """Announces a record of another type."""
+
+    def init_pending(self, batch, num_nodes, dtype):
+        return super().init_pending(batch, num_nodes, jnp.bfloat16)
+
+
+def test_a_record_that_is_not_announced_is_refused():
+    config = ModelConfig(**SMALL, layers=(Announcing(1, 1, 4),))
+    with pytest.raises(ValueError, match="'attention' mixer returns .* `init_pending` gives"):
+        generate(model(config)(), [[1, 2]], max_new_tokens=2)
 
 
 def test_integers_in_fields_of_floats_are_floats():
