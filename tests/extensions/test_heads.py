@@ -4,7 +4,6 @@ No test of exactness can find a wrong head: a wrong order, state or cache only l
 """
 
 import dataclasses
-import functools
 import importlib
 import json
 
@@ -205,8 +204,7 @@ def test_ranks_by_depth_give_the_tau_of_every_tree(kind, temperature):
     options = dict(max_new_tokens=23, temperature=temperature, key=jax.random.key(0))
     request, texts = plan(target, prompts, **options), st.generate(target, prompts, **options)
     asked = target, request, list(texts.tokens), 6
-    of_head = functools.partial(head_trace, drafter, getattr(drafter, "model", None))
-    trace = getattr(drafter, "rank_trace", of_head)(*asked)
+    trace = head_trace(drafter, getattr(drafter, "model", drafter), *asked)
     assert trace.ranks[0].shape == (23, 4 if kind == "medusa" else 8)
     for topology in (st.TreeTopology.chain(3), st.TreeTopology.from_branching((3, 2, 1))):
         out = st.generate(target, prompts, drafter=drafter, topology=topology, **options)
