@@ -4,7 +4,14 @@ from stree_jax.decoding.head_reader import HeadModel, HeadReader, outputs_ahead
 from stree_jax.decoding.options import Plan
 from stree_jax.decoding.prefill import prefill
 from stree_jax.decoding.prompts import buffer_size
-from stree_jax.decoding.reader import DraftModel, Reader, WholeModel, nodes_so_far, recorded
+from stree_jax.decoding.reader import (
+    DraftModel,
+    Reader,
+    WholeModel,
+    append_subtree,
+    nodes_so_far,
+    recorded,
+)
 from stree_jax.decoding.rule_rows import is_given
 from stree_jax.decoding.sampling import all_finite, filtered_logits, position_noise
 from stree_jax.decoding.token_bytes import as_tokenizer, token_bytes
@@ -17,6 +24,7 @@ __all__ = [
     "Reader",
     "WholeModel",
     "all_finite",
+    "append_subtree",
     "as_tokenizer",
     "buffer_size",
     "filtered_logits",

@@ -54,10 +54,6 @@ class HeadModel(nnx.Module):
     config: ModelConfig  # the target's
 
     @property
-    def given(self) -> "HeadModel":
-        return self
-
-    @property
     def inner_layers(self) -> tuple[int, ...]:
         """See `Drafter`: none, the states after the final norm alone."""
         return ()
@@ -122,9 +118,6 @@ class HeadModel(nnx.Module):
         read = jnp.arange(tokens.shape[1]) < lengths[:, None]
         return self._after(state, tokens, above, read, hidden, lengths - 1)
 
-    def num_before(self, state: HeadReader) -> int:
-        return 0
-
     def ready(self, state: HeadReader) -> Bool[Array, " B"]:
         return state.known
 
@@ -134,8 +127,7 @@ class HeadModel(nnx.Module):
         tokens: Int[Array, "B Q"],
         tree: Tree,
         nodes: np.ndarray | Int[Array, " Q"],
-        num_logits: int | None = None,
-    ) -> tuple[Float32[Array, "B Z V"], HeadReader]:
+    ) -> tuple[Float32[Array, "B Q V"], HeadReader]:
         """See `DraftModel`. The root is run alone."""
         begins = isinstance(nodes, np.ndarray) and nodes[0] == 0
         pending = None if begins else state.pending
@@ -149,9 +141,7 @@ class HeadModel(nnx.Module):
         if pending is not None:
             hidden = jnp.concatenate([pending.hidden, output], axis=1)
         record = recorded(pending, HeadPending(kv, hidden), nodes)
-        num_logits = tokens.shape[1] if num_logits is None else num_logits
-        logits = self.logits(output[:, tokens.shape[1] - num_logits :])
-        return logits, state._replace(pending=record)
+        return self.logits(output), state._replace(pending=record)
 
     def rest(self, state: HeadReader) -> HeadReader:
         """See `DraftModel`: drafts of a step leave nothing behind."""
@@ -172,6 +162,53 @@ class HeadModel(nnx.Module):
         above = above.at[:, 0].set(state.hidden)
         path = path_to(draft.tree, verdict.last).mask
         return self._after(state, draft.tokens, above, path, hidden, verdict.last)
+
+    def outputs_ahead(
+        self,
+        tokens: Int[Array, "B T"],
+        hidden: Float[Array, "B T _"],
+        depth: int,
+        *,
+        detached: bool = False,
+    ) -> list[Float[Array, "B T M"]]:
+        """Outputs of a head at every position of texts, as a chain of drafts has them there.
+
+        Entry p of output k = 0, 1, ... predicts token p + 2 + k, in the step whose root is token
+        p + 1: it has read the true entries 0 to p, and then the tokens p + 2 to p + 1 + k with the
+        head's own outputs. Worked example, three tokens and depth 2: the query of the second level
+        at p = 0 attends to the first entry of level 0, and to its own level alone:
+
+            [1 0 0 | 1 0 0]   p = 0
+            [1 1 0 | 0 1 0]   p = 1
+            [1 1 1 | 0 0 1]   p = 2
+
+        Args:
+            tokens: the texts.
+            hidden: the target's states at all tokens, as `Drafter.read` gets them.
+            depth: number of outputs.
+            detached: no gradient flows through the outputs that are inputs of the next level.
+
+        Returns:
+            The outputs, each with `T` entries, which `logits` takes; those that need tokens
+            past the end of the text are unspecified.
+        """
+        batch, length = tokens.shape
+        cache = self.init_cache(batch, 0)
+        outputs: list[Array] = []
+        above, prefix = self.states(hidden), None
+        for level in range(depth):
+            places = jnp.minimum(jnp.arange(length) + 1 + level, length - 1)
+            itself = np.eye(length, dtype=bool)
+            mask = np.concatenate([np.tri(length, dtype=bool), *[itself] * level], axis=1)
+            # For its positions: entries are consecutive. The parents do not matter.
+            depths = np.arange(level + 1)[:, None] + np.arange(length)
+            depths = depths.ravel().astype(np.int32)
+            own = depths, depths, mask, np.ones(len(depths), bool)
+            tree = Tree(*(jnp.broadcast_to(leaf, (batch, *leaf.shape)) for leaf in own))
+            above, prefix = self.outputs(tokens[:, places], above, tree, cache, prefix)
+            outputs.append(above)
+            above = lax.stop_gradient(above) if detached else above
+        return outputs
 
     def _after(
         self,
@@ -205,51 +242,4 @@ class HeadModel(nnx.Module):
         )
 
 
-def outputs_ahead(
-    model: HeadModel,
-    tokens: Int[Array, "B T"],
-    hidden: Float[Array, "B T _"],
-    depth: int,
-    *,
-    detached: bool = False,
-) -> list[Float[Array, "B T M"]]:
-    """Outputs of a head at every position of texts, as a chain of drafts has them there.
-
-    Entry p of output k = 0, 1, ... predicts token p + 2 + k, in the step whose root is token p + 1:
-    it has read the true entries 0 to p, and then the tokens p + 2 to p + 1 + k with the head's own
-    outputs. Worked example, three tokens and depth 2: the query of the second level at p = 0
-    attends to the first entry of level 0, and to its own level alone:
-
-        [1 0 0 | 1 0 0]   p = 0
-        [1 1 0 | 0 1 0]   p = 1
-        [1 1 1 | 0 0 1]   p = 2
-
-    Args:
-        model: the head.
-        tokens: the texts.
-        hidden: the target's states at all tokens, as `Drafter.read` gets them.
-        depth: number of outputs.
-        detached: no gradient flows through the outputs that are inputs of the next level.
-
-    Returns:
-        The outputs, each with `T` entries, which `model.logits` takes; those that need tokens
-        past the end of the text are unspecified.
-    """
-    batch, length = tokens.shape
-    cache = model.init_cache(batch, 0)
-    outputs: list[Array] = []
-    above, prefix = model.states(hidden), None
-    for level in range(depth):
-        places = jnp.minimum(jnp.arange(length) + 1 + level, length - 1)
-        itself = np.eye(length, dtype=bool)
-        mask = np.concatenate([np.tri(length, dtype=bool), *[itself] * level], axis=1)
-        # For its positions: entries are consecutive. The parents do not matter.
-        depths = np.concatenate([np.arange(length) + before for before in range(level + 1)])
-        nodes = jnp.broadcast_to(depths.astype(np.int32), (batch, len(depths)))
-        tree = Tree(
-            nodes, nodes, jnp.broadcast_to(mask, (batch, *mask.shape)), jnp.ones(nodes.shape, bool)
-        )
-        above, prefix = model.outputs(tokens[:, places], above, tree, cache, prefix)
-        outputs.append(above)
-        above = lax.stop_gradient(above) if detached else above
-    return outputs
+outputs_ahead = HeadModel.outputs_ahead  # as a function

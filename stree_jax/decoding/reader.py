@@ -50,11 +50,6 @@ class DraftModel(Protocol):
         ...
 
     @property
-    def given(self) -> Any:
-        """What a user gives to a drafter: the `HybridLM`, or itself."""
-        ...
-
-    @property
     def inner_layers(self) -> tuple[int, ...] | None:
         """Which hidden states of the target it needs, see `Drafter`."""
         ...
@@ -87,10 +82,6 @@ class DraftModel(Protocol):
         """The state after the next tokens of a text, see `Drafter.read`."""
         ...
 
-    def num_before(self, state: Any) -> int:
-        """Nodes of the own tree before the root."""
-        ...
-
     def ready(self, state: Any) -> Bool[Array, " B"] | None:
         """Rows that can draft; None: all of them."""
         ...
@@ -101,8 +92,7 @@ class DraftModel(Protocol):
         tokens: Int[Array, "B Q"],
         tree: Tree,
         nodes: np.ndarray | Int[Array, " Q"],
-        num_logits: int | None = None,
-    ) -> tuple[Float32[Array, "B Z V"], Any]:
+    ) -> tuple[Float32[Array, "B Q V"], Any]:
         """Runs the next nodes of a tree.
 
         Args:
@@ -113,7 +103,6 @@ class DraftModel(Protocol):
                 before, and those from node 0 on begin a step. A traced array is for loops: the
                 nodes are of one level, `pending` has room for the whole tree, and nodes that the
                 tree does not have are padding.
-            num_logits: logits of the last Z queries only; None: of all.
 
         Returns:
             Logits of the target's tokens, and the state for the next `run`.
@@ -183,10 +172,6 @@ class WholeModel(nnx.Module):
         """The model's."""
         return self.model.config
 
-    @property
-    def given(self) -> HybridLM:
-        return self.model
-
     def check_target(self, target: HybridLM) -> None:
         """See `DraftModel`: it serves any target with its vocabulary."""
 
@@ -212,10 +197,6 @@ class WholeModel(nnx.Module):
         cache, catch_up = _after_text(self.model, *slots, tokens, lengths, cache)
         return state._replace(cache=cache, path=path, catch_up=catch_up)
 
-    def num_before(self, state: Reader) -> int:
-        """See `DraftModel`: the slots."""
-        return self.num_catch_up
-
     def ready(self, state: Reader) -> None:
         """See `DraftModel`."""
 
@@ -227,6 +208,7 @@ class WholeModel(nnx.Module):
         nodes: np.ndarray | Int[Array, " Q"],
         num_logits: int | None = None,
     ) -> tuple[Float32[Array, "B Z V"], Reader]:
+        """See `DraftModel`; `num_logits`: logits of the last Z queries only, None: of all."""
         own, num_before = below_catch_up(tree, state.has_catch_up), self.num_catch_up
         num_logits = tokens.shape[1] if num_logits is None else num_logits
         begins = isinstance(nodes, np.ndarray) and nodes[0] == 0
@@ -278,7 +260,18 @@ def draft_model(model: Any) -> Any:
     Raises:
         ValueError: something else.
     """
-    return model if isinstance(model, DraftModel) else WholeModel(model)
+    if isinstance(model, HybridLM):
+        return WholeModel(model)
+    verbs = [name for name in vars(DraftModel) if name[0] != "_"]
+    missing = [name for name in verbs if not hasattr(model, name)]
+    if missing == verbs:
+        check_model(model)
+    if missing:
+        raise ValueError(
+            f"model must be a HybridLM or a DraftModel, and {type(model).__name__} has no"
+            f" {', '.join(missing)}; see stree_jax.decoding.DraftModel"
+        )
+    return model
 
 
 # One program: a call for each of these arrays takes longer than a short text.
@@ -336,41 +329,56 @@ def _replayed(model: HybridLM, cache: Cache, pending: Pending, path: Path) -> Ca
 
 def below_catch_up(tree: Tree, has_catch_up: Bool[Array, "B C"]) -> Tree:
     """The tree below a chain of catch-up tokens, of which some at the start may be missing."""
-    batch, num_slots = has_catch_up.shape
-    slots = np.arange(num_slots)
-    count = has_catch_up.sum(axis=1, dtype=jnp.int32)[:, None]
-    above = jnp.pad(has_catch_up[:, :-1], ((0, 0), (1, 0)))
-    order = jnp.maximum(jnp.cumsum(has_catch_up, axis=1, dtype=jnp.int32) - 1, 0)
-    root_parent = jnp.where(has_catch_up[:, -1:], num_slots - 1, -1)
-    upper = jnp.asarray(slots <= slots[:, None]) & has_catch_up[:, None, :]
-    num_nodes = tree.parents.shape[1]
-    nothing = jnp.zeros((batch, num_slots, num_nodes), bool)
-    caught_up = jnp.broadcast_to(has_catch_up[:, None], (batch, num_nodes, num_slots))
+    slots = np.arange(has_catch_up.shape[1])
+    before = jnp.pad(has_catch_up[:, :-1], ((0, 0), (1, 0)))
+    chain = Tree(
+        parents=jnp.where(before, slots - 1, -1),
+        depth=jnp.maximum(jnp.cumsum(has_catch_up, axis=1, dtype=jnp.int32) - 1, 0),
+        ancestor_mask=jnp.asarray(slots <= slots[:, None]) & has_catch_up[:, None, :],
+        valid=has_catch_up,
+    )
+    return append_subtree(chain, jnp.where(has_catch_up[:, -1], slots[-1], -1), tree)
+
+
+def append_subtree(tree: Tree, node: Int[Array, " B"], lower: Tree) -> Tree:
+    """Appends `lower` as a subtree of `node`, or beside the tree in rows where that is -1."""
+    at, is_below = jnp.maximum(node, 0)[:, None], (node >= 0)[:, None]
+    depth = jnp.take_along_axis(tree.depth, at, axis=1) + 1
+    above = tree.on_path(at[:, 0]) & is_below
+    (batch, num_nodes), num_lower = tree.parents.shape, lower.parents.shape[1]
+    none = jnp.zeros((batch, num_nodes, num_lower), bool)
+    above = jnp.broadcast_to(above[:, None], (batch, num_lower, num_nodes))
+    old = jnp.concatenate([tree.ancestor_mask, none], axis=2)
+    new = jnp.concatenate([above, lower.ancestor_mask], axis=2)
+    parents = jnp.where(lower.parents < 0, node[:, None], num_nodes + lower.parents)
     return Tree(
-        parents=jnp.concatenate(
-            [
-                jnp.where(above, slots - 1, -1),
-                jnp.where(tree.parents < 0, root_parent, num_slots + tree.parents),
-            ],
-            axis=1,
-        ),
-        depth=jnp.concatenate([order, count + tree.depth], axis=1),
-        ancestor_mask=jnp.concatenate(
-            [
-                jnp.concatenate([upper, nothing], axis=2),
-                jnp.concatenate([caught_up, tree.ancestor_mask], axis=2),
-            ],
-            axis=1,
-        ),
-        valid=jnp.concatenate([has_catch_up, tree.valid], axis=1),
+        parents=jnp.concatenate([tree.parents, parents], axis=1),
+        depth=jnp.concatenate([tree.depth, jnp.where(is_below, depth, 0) + lower.depth], axis=1),
+        ancestor_mask=jnp.concatenate([old, new], axis=1),
+        valid=jnp.concatenate([tree.valid, lower.valid], axis=1),
     )
 
 
 def nodes_so_far(tree: Tree, nodes: np.ndarray | Int[Array, " Q"]) -> Tree:
-    """The tree that the last `nodes` are the queries of, see `DraftModel.run`."""
+    """The tree that the last `nodes` are the queries of, see `DraftModel.run`.
+
+    Of traced nodes, which are of one level, their ancestors in N fixed slots, then the nodes.
+    """
     if isinstance(nodes, np.ndarray):
         return first_nodes(tree, int(nodes[-1]) + 1)
-    return _level_behind(tree, nodes)
+    num_nodes = tree.parents.shape[1]
+    above = jnp.arange(num_nodes) < nodes[0]
+    at = jnp.minimum(nodes, num_nodes - 1)
+    valid: Bool[Array, "B Q"] = tree.valid[:, at] & (nodes < num_nodes)
+    mask = jnp.concatenate([tree.ancestor_mask, tree.ancestor_mask[:, at]], axis=1) & above
+    itself = jnp.eye(len(nodes), dtype=bool) & valid[:, None, :]
+    itself = jnp.pad(itself, ((0, 0), (num_nodes, 0), (0, 0)))
+    return Tree(
+        parents=jnp.concatenate([tree.parents, tree.parents[:, at]], axis=1),
+        depth=jnp.concatenate([tree.depth, tree.depth[:, at]], axis=1),
+        ancestor_mask=jnp.concatenate([mask, itself], axis=2),
+        valid=jnp.concatenate([tree.valid & above, valid], axis=1),
+    )
 
 
 def recorded(pending: Any, record: Any, nodes: np.ndarray | Int[Array, " Q"]) -> Any:
@@ -382,25 +390,3 @@ def recorded(pending: Any, record: Any, nodes: np.ndarray | Int[Array, " Q"]) ->
         return slots.at[:, nodes].set(read[:, slots.shape[1] :], mode="drop")
 
     return jax.tree.map(put, pending, record)
-
-
-def _level_behind(tree: Tree, queries: Int[Array, " Q"]) -> Tree:
-    """The ancestors of `queries` in N fixed slots, then the query nodes.
-
-    Args:
-        tree: the own tree; nodes below `queries` are ignored.
-        queries: consecutive nodes of one level; indices outside the tree are padding.
-    """
-    num_nodes = tree.parents.shape[1]
-    above = jnp.arange(num_nodes) < queries[0]
-    at = jnp.minimum(queries, num_nodes - 1)
-    valid: Bool[Array, "B Q"] = tree.valid[:, at] & (queries < num_nodes)
-    mask = jnp.concatenate([tree.ancestor_mask, tree.ancestor_mask[:, at]], axis=1) & above
-    itself = jnp.eye(len(queries), dtype=bool) & valid[:, None, :]
-    itself = jnp.pad(itself, ((0, 0), (num_nodes, 0), (0, 0)))
-    return Tree(
-        parents=jnp.concatenate([tree.parents, tree.parents[:, at]], axis=1),
-        depth=jnp.concatenate([tree.depth, tree.depth[:, at]], axis=1),
-        ancestor_mask=jnp.concatenate([mask, itself], axis=2),
-        valid=jnp.concatenate([tree.valid & above, valid], axis=1),
-    )

@@ -16,7 +16,6 @@ import numpy as np
 from stree_jax.array_types import Array, Float, Int, Key
 from stree_jax.decoding.drafters import Drafter, drawn_by
 from stree_jax.decoding.drafters.base import first_state, inner_layers
-from stree_jax.decoding.head_reader import HeadModel, outputs_ahead
 from stree_jax.decoding.options import Plan
 from stree_jax.decoding.sampling import filtered_logits, position_noise
 from stree_jax.decoding.types import Context, Sampling, Step
@@ -160,7 +159,7 @@ def ranks_by_depth(
 
 def head_trace(
     drafter: Drafter,
-    model: HeadModel,
+    model: Any,
     target: HybridLM,
     request: Plan,
     tokens: Sequence[np.ndarray],
@@ -173,12 +172,12 @@ def head_trace(
 
     Args:
         drafter: such as `MtpDrafter`.
-        model: its head.
+        model: its head, a `HeadModel` or what has `outputs_ahead` and `logits` like one.
         target: the model that wrote the texts.
         request, tokens, num_ranks: see `rank_trace`.
 
     Returns:
-        Ranks of `TRACED_DEPTHS` depths.
+        Ranks of `TRACED_DEPTHS` depths, or of as many as there are heads.
     """
     ranks = functools.partial(_head_ranks, target, model, inner=inner_layers(drafter))
     return trace_by_depth(ranks, drafter, request, tokens, num_ranks)
@@ -196,14 +195,14 @@ def _head_ranks(
     most: int,
     inner: tuple[int, ...],
 ) -> Int[Array, "emitted D"]:
-    outputs = outputs_ahead(model, text, target.hidden(text, inner), TRACED_DEPTHS)
+    outputs = model.outputs_ahead(text, target.hidden(text, inner), TRACED_DEPTHS)
     # The root is the last emitted token, and the head gets the target's state before it.
     places = jnp.maximum(start + jnp.arange(most) - 2, 0)
 
     def logits(depth: int) -> Array:
         return model.logits(outputs[depth][:, places])[0]
 
-    return ranks_by_depth(logits, TRACED_DEPTHS, text, start, key, sampling, most=most)
+    return ranks_by_depth(logits, len(outputs), text, start, key, sampling, most=most)
 
 
 class Positions(NamedTuple):

@@ -14,7 +14,6 @@ from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter, DynamicDrafter, ModelDrafter
 from stree_jax.decoding.drafters.base import with_tokens_of
 from stree_jax.decoding.generate import generate
-from stree_jax.decoding.head_reader import HeadModel
 from stree_jax.decoding.options import Plan, plan
 from stree_jax.decoding.prompts import checked_prompts
 from stree_jax.decoding.results import Generation
@@ -252,8 +251,9 @@ def _traced(
     own = getattr(drafter, "rank_trace", None)  # see `Drafter`
     if callable(own):
         return own(target, request, written, num_ranks)
-    if isinstance(drafter, ModelDrafter) and isinstance(drafter.model, HeadModel):
-        return head_trace(drafter, drafter.model, target, request, written, num_ranks)
+    head = drafter.model if isinstance(drafter, ModelDrafter) else drafter
+    if hasattr(head, "outputs_ahead"):  # see `HeadModel`
+        return head_trace(drafter, head, target, request, written, num_ranks)
     return rank_trace(drafter, request, written, num_ranks, vocab_size, target)
 
 

@@ -4,8 +4,6 @@ No test of exactness can find a wrong head: a wrong order, state or cache only l
 """
 
 import dataclasses
-import functools
-import importlib
 import json
 
 import jax
@@ -19,6 +17,7 @@ from stree_jax.checkpoint.arrays import CHECKSUMS
 from stree_jax.decoding import slots
 from stree_jax.decoding.nodes import MAX_UNROLLED
 from stree_jax.decoding.options import plan
+from stree_jax.decoding.prefill import PREFILL_CHUNK
 from stree_jax.decoding.types import Context, Sampling, Step
 from stree_jax.testing import PROMPTS, assert_lossless, random_model, tiny_model
 from stree_jax.tuning import head_trace, replay_tau
@@ -127,18 +126,16 @@ def assert_same_state(got, want, length):
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "eagle3")) for kind in KINDS]
 )
-def test_the_next_chain_depends_on_the_text_alone(kind, monkeypatch):
-    """However it was cut into prompt, pieces, steps and forks."""
-    prefill = importlib.import_module("stree_jax.decoding.prefill")
-    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 4)
-    jax.clear_caches()
+def test_the_next_chain_depends_on_the_text_alone(kind):
+    """However it was cut into prompt, pieces, chunks of a piece, steps and forks."""
     target, drafter = parts(kind).target, parts(kind).drafter()
-    text, limits = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], dict(max_new_tokens=40)
+    text = np.random.default_rng(0).integers(37, size=PREFILL_CHUNK + 8).tolist()
+    limits = dict(max_new_tokens=40)
     request = plan(target, [text], drafter=drafter, topology=st.TreeTopology.chain(3), **limits)
     decoder, keys = request.decoder, request.keys
 
     def context(tokens):
-        padded = np.pad(np.asarray(tokens, np.int32), (0, 64 - len(tokens)))[None]
+        padded = np.pad(np.asarray(tokens, np.int32), (0, 768 - len(tokens)))[None]
         return Context(jnp.asarray(padded), jnp.array([len(tokens)], jnp.int32))
 
     @jax.jit
@@ -151,7 +148,7 @@ def test_the_next_chain_depends_on_the_text_alone(kind, monkeypatch):
 
     # A pool with the prompt in it, after some steps; then continued by another turn.
     whole = decoder.read(target, drafter, context(text))
-    for at in (1, 2, 6):
+    for at in (1, 2, PREFILL_CHUNK + 3):
         prefix = decoder.read(target, drafter, context(text[:at]))
         assert bool(kept(prefix.drafter).known[0]) == (at > 1)
         joined = decoder.read(target, drafter, context(text), prefix)
@@ -184,7 +181,6 @@ def test_the_next_chain_depends_on_the_text_alone(kind, monkeypatch):
             own = other.init(1, tree.topology, tree.max_length)._replace(reader=kept(own))
         switched = tree.read(target, other, taken.context, taken._replace(drafter=own))
         assert_same_state(kept(switched.drafter), kept(taken.drafter), length)
-    jax.clear_caches()
 
 
 # What tuning and training see.
@@ -205,8 +201,7 @@ def test_ranks_by_depth_give_the_tau_of_every_tree(kind, temperature):
     options = dict(max_new_tokens=23, temperature=temperature, key=jax.random.key(0))
     request, texts = plan(target, prompts, **options), st.generate(target, prompts, **options)
     asked = target, request, list(texts.tokens), 6
-    of_head = functools.partial(head_trace, drafter, getattr(drafter, "model", None))
-    trace = getattr(drafter, "rank_trace", of_head)(*asked)
+    trace = head_trace(drafter, getattr(drafter, "model", drafter), *asked)
     assert trace.ranks[0].shape == (23, 4 if kind == "medusa" else 8)
     for topology in (st.TreeTopology.chain(3), st.TreeTopology.from_branching((3, 2, 1))):
         out = st.generate(target, prompts, drafter=drafter, topology=topology, **options)
@@ -322,6 +317,8 @@ def test_a_head_of_another_size_is_refused(kind, wide, elsewhere):
     other = random_model(dataclasses.replace(target.config, vocab_size=40))
     with pytest.raises(ValueError, match=f"{elsewhere}.*with the target that generate gets"):
         plan(other, PROMPTS, drafter=make(target, head))
+    with pytest.raises(ValueError, match=f"model must be a HybridLM.*{type(head).__name__}"):
+        st.ModelDrafter(head)
     with pytest.raises(ValueError, match="drafts from its target's hidden states; a cascade has"):
         st.CascadeDrafter(target, make(target, head))
 

@@ -8,16 +8,17 @@ from stree_jax.decoding.drafters.base import (
     root_only,
     root_token,
 )
-from stree_jax.decoding.drafters.beam import BeamDrafter
 from stree_jax.decoding.drafters.children import (
     check_child_sampling,
     chosen_child_sampling,
     draw,
+    drawn_children,
     shared_scores,
 )
 from stree_jax.decoding.drafters.dynamic import DynamicDrafter
 from stree_jax.decoding.drafters.model import ModelDrafter, ModelDraftState
 from stree_jax.decoding.drafters.ngram import NgramDrafter
+from stree_jax.decoding.drafters.search import BeamDrafter
 
 __all__ = [
     "BeamDrafter",
@@ -32,6 +33,7 @@ __all__ = [
     "draft_models",
     "draw",
     "drawn_by",
+    "drawn_children",
     "root_only",
     "root_token",
     "shared_scores",

@@ -55,7 +55,8 @@ class Drafter(Protocol):
         chooses_shape       an attribute: True if trees do not have the topology's shape; `tune`,
                             which chooses a topology, refuses such a drafter
         rank_trace(...)     for `tune`, if candidates depend on the depth of a node, see
-                            `stree_jax.tuning.rank_trace`
+                            `stree_jax.tuning.rank_trace`; for a head `outputs_ahead` and `logits`
+                            do, see `HeadModel`
 
     `docs/extending.md` explains each method, `examples/own_drafter.py` is one.
     """

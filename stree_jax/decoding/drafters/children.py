@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.numerics import best_of
-from stree_jax.array_types import Array, Float, Float32
-from stree_jax.decoding.sampling import all_finite, filtered_logits
+from stree_jax.array_types import Array, Bool, Float, Float32, Int
+from stree_jax.decoding.sampling import all_finite, filtered_logits, token_log_probs
 from stree_jax.decoding.types import Step
 from stree_jax.decoding.verifiers import CHILD_SAMPLING
 from stree_jax.messages import shown
@@ -37,17 +38,39 @@ def chosen_child_sampling(value: str, *, temperature_is_zero: bool) -> str:
 
 
 def shared_scores(
-    logits: Float[Array, "B Z V"], step: Step, depth: int | Array
+    logits: Float[Array, "B Z V"], step: Step, depth: int | np.ndarray | Array
 ) -> Float32[Array, "B Z V"]:
     """Log-probabilities, up to a constant, plus the noise with which the target draws its tokens.
 
     Args:
-        logits: logits at nodes of one depth.
+        logits: logits at nodes.
         step: has the target's sampling settings and the noise; not at temperature 0.
-        depth: depth of the nodes.
+        depth: depth of the nodes, or of each.
     """
     assert step.noise is not None  # `chosen_child_sampling` refuses temperature 0
-    return filtered_logits(logits, step.sampling) + jnp.take(step.noise, depth, axis=1)[:, None]
+    noise = jnp.take(step.noise, jnp.atleast_1d(depth), axis=1)
+    return filtered_logits(logits, step.sampling) + noise
+
+
+def drawn_children(
+    how: str,
+    logits: Float[Array, "B Z V"],
+    width: int,
+    step: Step,
+    depth: int | np.ndarray | Array,
+    keys: Array,
+) -> tuple[Int[Array, "B Z width"], Bool[Array, "B Z width"], Float32[Array, "B Z V"] | None]:
+    """`width` children of each node by a drafter's logits.
+
+    Returns:
+        What `draw` returns, and the distributions that children were sampled from, if they were.
+    """
+    log_probs = None
+    if how == "shared":
+        logits = shared_scores(logits, step, depth)
+    elif how != "top_k":
+        logits = log_probs = token_log_probs(logits, step.sampling)
+    return *draw(how, logits, width, keys), log_probs
 
 
 def draw(how: str, scores: Array, width: int, keys: Array) -> tuple[Array, Array]:

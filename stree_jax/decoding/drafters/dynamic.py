@@ -10,22 +10,16 @@ from jax import lax
 from stree_jax.array_types import Array, Int
 from stree_jax.checks import check_int, is_above_zero
 from stree_jax.decoding.drafters.children import chosen_child_sampling, shared_scores
-from stree_jax.decoding.drafters.model import ModelDraftState
-from stree_jax.decoding.drafters.search import (
-    Continuations,
-    Found,
-    Searches,
-    search,
-)
+from stree_jax.decoding.drafters.search import BeamDrafter, Continuations, Found
 from stree_jax.decoding.reader import DraftModel
-from stree_jax.decoding.types import DraftTree, Drawn, Step
+from stree_jax.decoding.types import Drawn, Step
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM
-from stree_jax.tree import Tree, TreeTopology, first_nodes
+from stree_jax.tree import Tree, TreeTopology
 
 
-class DynamicDrafter(Searches):
-    """A draft model that grows a larger tree than requested, and keeps the best nodes.
+class DynamicDrafter(BeamDrafter):
+    """A beam search that grows a larger tree than requested, and keeps the best nodes.
 
     The score of a node is the sum of log-probabilities along its path. Level by level the
     `expand` best nodes are expanded into their `expand` best children; of all scored nodes the
@@ -77,31 +71,14 @@ class DynamicDrafter(Searches):
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
         return Drawn(chosen_child_sampling("auto", temperature_is_zero=temperature_is_zero))
 
-    def propose(
-        self, state: ModelDraftState, step: Step, topology: TreeTopology
-    ) -> tuple[DraftTree, ModelDraftState]:
-        drawn = self.child_sampling(topology, temperature_is_zero=step.sampling.temperature_is_zero)
-
-        def weigh(logits: Array, depth: int | Array) -> Array:
-            if drawn.kind == "shared":
-                logits = shared_scores(logits, step, depth)
-            return logits * self.sharpness
-
-        widths = self.widths(topology)
-        found, candidates = search(self.draft_model, state.reader, step, widths, weigh)
-        tokens, tree, place = _best_nodes(found, candidates, widths, topology)
-        none = jnp.full(topology.num_nodes, -1, jnp.int32)
-        return (
-            DraftTree(tokens, tree, None, none, found.finite, drawn),
-            ModelDraftState(
-                self.draft_model.rest(found.reader),
-                first_nodes(found.tree, self.num_read(topology)),
-                place,
-            ),
-        )
+    def weighed(self, logits: Array, step: Step, depth: int | Array) -> Array:
+        """See `BeamDrafter`: with the target's noise above temperature 0, and sharper."""
+        if not step.sampling.temperature_is_zero:
+            logits = shared_scores(logits, step, depth)
+        return logits * self.sharpness
 
     def widths(self, topology: TreeTopology) -> list[int]:
-        """See `Searches`: those of `expand`."""
+        """See `BeamDrafter`: those of `expand`."""
         widths = [1]
         for depth in range(1, topology.depth + 1):
             # A tree of N nodes that reaches a level has at most N - depth of them there.
@@ -109,70 +86,68 @@ class DynamicDrafter(Searches):
             widths.append(min(children, widths[-1] * self.model.config.vocab_size))
         return widths
 
+    def kept(
+        self, found: Found, candidates: list[Continuations], topology: TreeTopology
+    ) -> tuple[Int[Array, "B N"], Tree, Int[Array, "B N"]]:
+        """See `BeamDrafter`: the N best nodes.
 
-def _best_nodes(
-    found: Found, groups: list[Continuations], widths: list[int], topology: TreeTopology
-) -> tuple[Int[Array, "B N"], Tree, Int[Array, "B N"]]:
-    """Tokens and tree of the N best nodes, and the index of each among the run nodes, or -1.
+        All candidates are in one row, level by level, the continuations of a beam next to each
+        other and best first. A node scores at most as high as its parent and comes after it, and
+        ties go to the first; so the parents of chosen nodes are chosen.
 
-    All candidates are in one row, level by level, the continuations of a beam next to each
-    other and best first. A node scores at most as high as its parent and comes after it, and
-    ties go to the first; so the parents of chosen nodes are chosen.
+        Worked example, `expand = 2`, budget(5, 2): the row has the root 0, its children 1 and 2,
+        the children 3 and 4 of 1, and 5 and 6 of 2. Say 0 1 2 3 5 are the best: the tree's nodes 0
+        to 4, with parents -1 0 0 1 2. The model ran 0 1 2, so places are 0 1 2 -1 -1.
+        """
+        batch, widths = found.tokens.shape[0], self.widths(topology)
 
-    Worked example, `expand = 2`, budget(5, 2): the row has the root 0, its children 1 and 2,
-    the children 3 and 4 of 1, and 5 and 6 of 2. Say 0 1 2 3 5 are the best: the tree's nodes 0
-    to 4, with parents -1 0 0 1 2. The model ran 0 1 2, so places are 0 1 2 -1 -1.
-    """
-    batch = found.tokens.shape[0]
+        def row(parts: Array) -> Array:
+            return jnp.moveaxis(parts, 1, 0).reshape(batch, -1)
 
-    def row(parts: Array) -> Array:
-        return jnp.moveaxis(parts, 1, 0).reshape(batch, -1)
+        score, tokens = [jnp.zeros((batch, 1))], [found.tokens[:, :1]]
+        depths, parents = [np.zeros(1, int)], [np.zeros(1, int)]  # the root's parent is itself
+        read = [jnp.zeros((batch, 1), jnp.int32)]  # index in the row of each node that was run
+        depth, first, first_in_row = 0, 0, 1
+        for group in candidates:
+            num_levels, _, num_beams, num_each = group.score.shape
+            score.append(row(group.score))
+            tokens.append(row(group.tokens))
+            num_kept = group.kept.shape[2]
+            starts, kept = [], []
+            for level in range(num_levels):
+                beams = np.minimum(np.arange(num_beams), widths[depth] - 1)  # there are no others
+                parents.append(np.repeat(first + beams, num_each))
+                depths.append(np.full(num_beams * num_each, depth + 1))
+                if depth + 1 < topology.depth:
+                    kept += [num_kept * level + i for i in range(widths[depth + 1])]
+                    starts += [first_in_row] * widths[depth + 1]
+                first, depth = first + widths[depth], depth + 1
+                first_in_row += num_beams * num_each
+            read.append(row(group.kept)[:, np.array(kept, int)] + np.array(starts, np.int32))
 
-    score, tokens = [jnp.zeros((batch, 1))], [found.tokens[:, :1]]
-    depths, parents = [np.zeros(1, int)], [np.zeros(1, int)]  # the root's parent is itself
-    read = [jnp.zeros((batch, 1), jnp.int32)]  # index in the row of each node that the model ran
-    depth, first, first_in_row = 0, 0, 1
-    for group in groups:
-        num_levels, _, num_beams, num_each = group.score.shape
-        score.append(row(group.score))
-        tokens.append(row(group.tokens))
-        num_kept = group.kept.shape[2]
-        starts, kept = [], []
-        for level in range(num_levels):
-            beams = np.minimum(np.arange(num_beams), widths[depth] - 1)  # there are no others
-            parents.append(np.repeat(first + beams, num_each))
-            depths.append(np.full(num_beams * num_each, depth + 1))
-            if depth + 1 < topology.depth:
-                kept += [num_kept * level + i for i in range(widths[depth + 1])]
-                starts += [first_in_row] * widths[depth + 1]
-            first, depth = first + widths[depth], depth + 1
-            first_in_row += num_beams * num_each
-        read.append(row(group.kept)[:, np.array(kept, int)] + np.array(starts, np.int32))
+        scores = jnp.concatenate(score, axis=1)
+        scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)  # the row fails; its root stays
+        best, chosen = lax.top_k(scores, topology.num_nodes)
+        order = jnp.argsort(chosen, axis=1)
+        chosen = jnp.take_along_axis(chosen, order, axis=1)
+        valid = jnp.isfinite(jnp.take_along_axis(best, order, axis=1))
+        places = jnp.concatenate(read, axis=1)
+        same = (chosen[:, :, None] == places[:, None, :]) & valid[..., None]
+        place = jnp.where(same.any(axis=2), jnp.argmax(same, axis=2), -1)
+        # Tree node of each node that was run, if it is chosen.
+        node = (chosen[:, :, None] < places[:, None, :]).sum(axis=1)
 
-    scores = jnp.concatenate(score, axis=1)
-    scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)  # the row fails; its root stays
-    best, chosen = lax.top_k(scores, topology.num_nodes)
-    order = jnp.argsort(chosen, axis=1)
-    chosen = jnp.take_along_axis(chosen, order, axis=1)
-    valid = jnp.isfinite(jnp.take_along_axis(best, order, axis=1))
-    places = jnp.concatenate(read, axis=1)
-    same = (chosen[:, :, None] == places[:, None, :]) & valid[..., None]
-    place = jnp.where(same.any(axis=2), jnp.argmax(same, axis=2), -1)
-    node = (chosen[:, :, None] < places[:, None, :]).sum(
-        axis=1
-    )  # tree node of each run node, if chosen
-
-    own_parent = jnp.asarray(np.concatenate(parents))[chosen]
-    above = jnp.take_along_axis(found.tree.ancestor_mask, own_parent[..., None], axis=1)
-    above = jnp.take_along_axis(above, jnp.maximum(place, 0)[:, None, :], axis=2)
-    mask = above & (place >= 0)[:, None, :] | jnp.eye(topology.num_nodes, dtype=bool)
-    is_root = jnp.arange(topology.num_nodes) == 0
-    parent = jnp.where(valid, jnp.take_along_axis(node, own_parent, axis=1), 0)
-    tree = Tree(
-        parents=jnp.where(is_root, -1, parent).astype(jnp.int32),
-        depth=jnp.asarray(np.concatenate(depths), jnp.int32)[chosen],
-        ancestor_mask=mask & valid[:, None, :],
-        valid=valid,
-    )
-    words = jnp.take_along_axis(jnp.concatenate(tokens, axis=1), chosen, axis=1)
-    return words, tree, place.astype(jnp.int32)
+        own_parent = jnp.asarray(np.concatenate(parents))[chosen]
+        above = jnp.take_along_axis(found.tree.ancestor_mask, own_parent[..., None], axis=1)
+        above = jnp.take_along_axis(above, jnp.maximum(place, 0)[:, None, :], axis=2)
+        mask = above & (place >= 0)[:, None, :] | jnp.eye(topology.num_nodes, dtype=bool)
+        is_root = jnp.arange(topology.num_nodes) == 0
+        parent = jnp.where(valid, jnp.take_along_axis(node, own_parent, axis=1), 0)
+        tree = Tree(
+            parents=jnp.where(is_root, -1, parent).astype(jnp.int32),
+            depth=jnp.asarray(np.concatenate(depths), jnp.int32)[chosen],
+            ancestor_mask=mask & valid[:, None, :],
+            valid=valid,
+        )
+        words = jnp.take_along_axis(jnp.concatenate(tokens, axis=1), chosen, axis=1)
+        return words, tree, place.astype(jnp.int32)

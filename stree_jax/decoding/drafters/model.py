@@ -12,13 +12,11 @@ from stree_jax.decoding.drafters.base import root_token
 from stree_jax.decoding.drafters.children import (
     check_child_sampling,
     chosen_child_sampling,
-    draw,
-    shared_scores,
+    drawn_children,
 )
-from stree_jax.decoding.drafters.levels import grow_levels, levels_of
+from stree_jax.decoding.drafters.levels import Level, grow_levels, levels_of
 from stree_jax.decoding.nodes import put, take
 from stree_jax.decoding.reader import DraftModel, draft_model
-from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, TreeTopology
@@ -42,19 +40,20 @@ class RunsModel(nnx.Module):
     """The base of drafters of trees with a draft model.
 
     Args:
-        model: the draft model.
+        model: a `HybridLM`, or a `DraftModel`.
 
     Raises:
-        ValueError: `model` is not a model.
+        ValueError: `model` is neither.
     """
 
     def __init__(self, model: HybridLM | DraftModel):
-        self.draft_model = draft_model(model)
+        draft_model(model)  # refuses what is none
+        self.model = model
 
     @property
-    def model(self) -> Any:
-        """The model, or the head, that it was made with."""
-        return self.draft_model.given
+    def draft_model(self) -> Any:
+        """The model as a `DraftModel`."""
+        return draft_model(self.model)
 
     def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         self.draft_model.check_target(target)
@@ -79,6 +78,41 @@ class RunsModel(nnx.Module):
         lengths: Int[Array, " B"],
     ) -> ModelDraftState:
         return state._replace(reader=self.draft_model.read(state.reader, tokens, hidden, lengths))
+
+    def grown(self, reader: Any, step: Step, topology: TreeTopology) -> tuple[Any, ...]:
+        """The draft trees, the draft model's state, and more fields of `ModelDraftState`."""
+        raise NotImplementedError
+
+    def own_tree(
+        self, state: ModelDraftState, draft: DraftTree, topology: TreeTopology
+    ) -> tuple[Any, Any]:
+        """The tree that the model has run, and the `place` in it of each node of the draft tree."""
+        raise NotImplementedError
+
+    def propose(
+        self, state: ModelDraftState, step: Step, topology: TreeTopology
+    ) -> tuple[DraftTree, ModelDraftState]:
+        """See `Drafter`. A row that is not ready has its root alone."""
+        draft, reader, *own = self.grown(state.reader, step, topology)
+        ready = self.draft_model.ready(state.reader)
+        if ready is not None:
+            tree, is_root = draft.tree, jnp.arange(topology.num_nodes) == 0
+            valid = tree.valid & (ready[:, None] | is_root)
+            mask = tree.ancestor_mask & valid[:, None, :]
+            draft = draft._replace(tree=tree._replace(valid=valid, ancestor_mask=mask))
+        return draft, ModelDraftState(self.draft_model.rest(reader), *own)
+
+    def commit(
+        self,
+        state: ModelDraftState,
+        draft: DraftTree,
+        verdict: Verdict,
+        hidden: Float[Array, "B N M"],
+        topology: TreeTopology,
+    ) -> ModelDraftState:
+        tree, place = self.own_tree(state, draft, topology)
+        reader = self.draft_model.commit(state.reader, tree, place, draft, verdict, hidden)
+        return state._replace(reader=reader)
 
 
 class ModelDrafter(RunsModel):
@@ -113,17 +147,14 @@ class ModelDrafter(RunsModel):
         """See `RunsModel`: all but the leaves."""
         return len(_inner_nodes(topology))
 
-    def propose(
-        self, state: ModelDraftState, step: Step, topology: TreeTopology
-    ) -> tuple[DraftTree, ModelDraftState]:
-        drawn_how = self.child_sampling(
-            topology, temperature_is_zero=step.sampling.temperature_is_zero
-        )
-        how = drawn_how.kind
-        inner = np.array(_inner_nodes(topology))
+    def grown(self, reader: Any, step: Step, topology: TreeTopology) -> tuple[DraftTree, Any]:
+        """See `RunsModel`: no more fields, for the shape is the topology's."""
+        is_zero = step.sampling.temperature_is_zero
+        drawn = self.child_sampling(topology, temperature_is_zero=is_zero)
+        inner = _inner_nodes(topology)
         root, num_nodes = root_token(step.context), topology.num_nodes
 
-        def grow(so_far: _Grown, at: _At, width: int) -> tuple[_Grown, Array | None]:
+        def grow(so_far: _Grown, at: Level, width: int) -> tuple[_Grown, Array | None]:
             """A level's children, and the distributions that they were drawn from."""
             logits, reader = self.draft_model.run(
                 so_far.reader,
@@ -132,15 +163,12 @@ class ModelDrafter(RunsModel):
                 at.read,
             )
             logits = step.processors.masked(logits, take(so_far.states, at.nodes))
-            log_probs = None
-            if how == "shared":
-                logits = shared_scores(logits, step, at.depth)
-            elif how != "top_k":
-                logits = log_probs = token_log_probs(logits, step.sampling)
             keys = jax.vmap(jax.random.fold_in, (0, None))(step.keys, at.depth)
-            drawn, exists = draw(how, logits, width, keys)
+            below, exists, log_probs = drawn_children(
+                drawn.kind, logits, width, step, at.depth, keys
+            )
             valid = exists[:, at.source, at.rank] & so_far.valid[:, at.parents]
-            tokens = drawn[:, at.source, at.rank]
+            tokens = below[:, at.source, at.rank]
             return (
                 _Grown(
                     put(so_far.tokens, at.children, tokens),
@@ -152,66 +180,43 @@ class ModelDrafter(RunsModel):
                 log_probs,
             )
 
-        levels, first, at = levels_of(topology), 0, []
-        for depth, level in enumerate(levels):
-            read = list(range(first, first + len(level.inner)))
-            parts = (level.children, level.parents, level.source, level.rank)
-            at.append(_At(depth, level.inner, read, *parts))
-            first += len(level.inner)
-        rest = ((0, 0), (0, num_nodes - 1))
-        grown, log_probs = grow_levels(
+        levels, rest = levels_of(topology), ((0, 0), (0, num_nodes - 1))
+        tree, log_probs = grow_levels(
             grow,
             _Grown(
                 jnp.pad(root, rest),
                 jnp.pad(jnp.ones_like(root, bool), rest),
                 step.processors.room(num_nodes),
-                state.reader,
+                reader,
                 jnp.ones(len(root), bool),
             ),
-            at,
-            _At(0, None, len(inner), num_nodes, None, None, None),
-            [level.width for level in levels],
-            self.draft_model.num_before(state.reader) + len(inner),
+            levels,
+            [max(level.rank) + 1 for level in levels],
         )
         rows = np.full(num_nodes, -1, np.int32)
         if log_probs[0] is not None:
-            first, depth = 0, 0
-            for group in log_probs:
-                for _ in range(group.shape[0]):
-                    rows[levels[depth].inner] = first + np.arange(len(levels[depth].inner))
-                    first, depth = first + group.shape[2], depth + 1
+            sizes = [group.shape[2] for group in log_probs for _ in range(group.shape[0])]
+            for level, first in zip(levels, np.cumsum([0, *sizes]), strict=False):
+                rows[level.nodes] = first + np.arange(len(level.nodes))
         draft = DraftTree(
-            tokens=grown.tokens,
-            tree=topology.tree(drafted(self.draft_model.ready(state.reader), grown.valid)),
+            tokens=tree.tokens,
+            tree=topology.tree(tree.valid),
             log_probs=None if log_probs[0] is None else _concatenated(log_probs),
             log_prob_row=jnp.asarray(rows),
-            finite=grown.finite,
-            drawn=drawn_how,
+            finite=tree.finite,
+            drawn=drawn,
         )
-        return draft, state._replace(reader=self.draft_model.rest(grown.reader))
+        return draft, tree.reader
 
-    def commit(
-        self,
-        state: ModelDraftState,
-        draft: DraftTree,
-        verdict: Verdict,
-        hidden: Float[Array, "B N M"],
-        topology: TreeTopology,
-    ) -> ModelDraftState:
-        inner = np.array(_inner_nodes(topology))
+    def own_tree(
+        self, state: ModelDraftState, draft: DraftTree, topology: TreeTopology
+    ) -> tuple[Tree, Array]:
+        """See `RunsModel`: the nodes with children."""
+        inner = _inner_nodes(topology)
         place = np.full(topology.num_nodes, -1, np.int32)
         place[inner] = np.arange(len(inner))
         tree = _inner_tree(topology, draft.tree.valid[:, inner])
-        places = jnp.broadcast_to(place, draft.tokens.shape)
-        reader = self.draft_model.commit(state.reader, tree, places, draft, verdict, hidden)
-        return state._replace(reader=reader)
-
-
-def drafted(ready: Bool[Array, " B"] | None, valid: Bool[Array, "B N"]) -> Bool[Array, "B N"]:
-    """The valid nodes, of rows that are not ready the root alone."""
-    if ready is None:
-        return valid
-    return valid & (ready[:, None] | (jnp.arange(valid.shape[1]) == 0))
+        return tree, jnp.broadcast_to(place, draft.tokens.shape)
 
 
 class _Grown(NamedTuple):
@@ -224,29 +229,16 @@ class _Grown(NamedTuple):
     finite: Bool[Array, " B"]
 
 
-class _At(NamedTuple):
-    """A level: its nodes with children, and the nodes of the next level, see `Level`."""
-
-    depth: Any
-    nodes: Any
-    read: Any  # their indices among the nodes that the model runs
-    children: Any
-    parents: Any
-    source: Any
-    rank: Any
-
-
-def _inner_nodes(topology: TreeTopology) -> tuple[int, ...]:
+def _inner_nodes(topology: TreeTopology) -> np.ndarray:
     """Nodes with children, in level order: the model runs these."""
-    return tuple(node for node, children in enumerate(topology.children) if children)
+    return np.flatnonzero([bool(children) for children in topology.children])
 
 
 def _inner_tree(topology: TreeTopology, valid: Bool[Array, "B inner"]) -> Tree:
     """The tree of the nodes with children."""
     inner = _inner_nodes(topology)
-    position = {node: at for at, node in enumerate(inner)}
-    parents = (-1, *(position[topology.parents[node]] for node in inner[1:]))
-    return TreeTopology(parents).tree(valid)
+    parents = np.searchsorted(inner, np.array(topology.parents)[inner[1:]])
+    return TreeTopology((-1, *parents.tolist())).tree(valid)
 
 
 def _concatenated(groups: list[Array]) -> Array:

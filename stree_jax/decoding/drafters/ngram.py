@@ -90,7 +90,7 @@ class NgramDrafter(nnx.Module):
             )
             best: list[Array] = []  # by rank among siblings
             found: list[Array] = []
-            for rank in range(level.width):
+            for rank in range(max(level.rank) + 1):
                 if rank:  # exclude the tokens of earlier siblings
                     score = jnp.where(row == best[-1][:, None], -1, score)
                 highest = score.max(axis=1)
@@ -101,5 +101,6 @@ class NgramDrafter(nnx.Module):
             all_tokens.append(tokens)
             all_valid.append(valid)
             tails = jnp.concatenate([tokens[:, None], tails[source, :-1]], axis=1)
-            tails, valid = tails[level.next_inner], valid[level.next_inner]
+            inner = np.flatnonzero([bool(topology.children[node]) for node in level.children])
+            tails, valid = tails[inner], valid[inner]
         return jnp.concatenate(all_tokens), jnp.concatenate(all_valid)

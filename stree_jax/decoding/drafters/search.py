@@ -1,21 +1,24 @@
-"""Beam search over the continuations of a text, and the trees that it grows."""
+"""Drafting by beam search: all beams of all steps are drafted.
 
+STree, section 5.1 (Wu, Qin, Wong and Soatto, 2025, arXiv:2505.14969).
+"""
+
+import collections
 import itertools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
-from stree_jax.decoding.drafters.base import root_only
-from stree_jax.decoding.drafters.levels import grow_levels
+from stree_jax.decoding.drafters.base import drawn_by, root_only
+from stree_jax.decoding.drafters.levels import Level, grow_levels
 from stree_jax.decoding.drafters.model import ModelDraftState, RunsModel
 from stree_jax.decoding.nodes import put, take
-from stree_jax.decoding.reader import DraftModel
 from stree_jax.decoding.sampling import all_finite
-from stree_jax.decoding.types import DraftTree, Step, Verdict
+from stree_jax.decoding.types import DraftTree, Step
 from stree_jax.tree import Tree, TreeTopology, first_nodes
 
 
@@ -36,15 +39,6 @@ class Found(NamedTuple):
     states: Any  # of the logits processors
     reader: Any
     finite: Bool[Array, " B"]
-
-
-class _At(NamedTuple):
-    """A level of the search."""
-
-    depth: Any
-    nodes: Any
-    read: Any  # the same; where padding, a node that there is not
-    added: Any  # the nodes of the next level
 
 
 def best_continuations(
@@ -74,11 +68,21 @@ def best_continuations(
     return kept, chosen // per_beam, added, Continuations(scores, tokens, chosen)
 
 
-class Searches(RunsModel):
-    """The base of drafters that choose the nodes of a tree by beam search.
+class BeamDrafter(RunsModel):
+    """A draft model that grows a tree by beam search, from one state.
+
+    A level of the tree is one step of the search: the most probable *paths* among all continuations
+    of the level above, best first. Tokens stay in the tree when their beam is dropped later, so w
+    beams and n steps are 1 + w n nodes. The topology, such as `TreeTopology.beam(w, n)`, gives the
+    number of nodes of each level; how they connect is data.
+
+    The search is deterministic and uses the model's probabilities at temperature 1, whatever the
+    request's temperature, so only verifiers that follow the target accept it: "greedy" and
+    "target_only".
+    Among equally probable paths the earlier beam comes first, then the lower token id.
 
     Args:
-        model: the draft model.
+        model: any model with the target's vocabulary, or heads such as `MtpModel`.
 
     Raises:
         ValueError: `model` is not a model.
@@ -86,114 +90,107 @@ class Searches(RunsModel):
 
     chooses_shape = True  # see `Drafter`
 
+    def default_topology(self) -> TreeTopology:
+        """Three beams for four steps: the level sizes of the paper's tree A."""
+        return TreeTopology.beam(3, 4)
+
     def widths(self, topology: TreeTopology) -> list[int]:
         """Nodes of each level of the search, the root's first; the model does not run the last."""
-        raise NotImplementedError
+        counts = collections.Counter(topology.depths)
+        return [counts[depth] for depth in range(topology.depth + 1)]
 
     def num_read(self, topology: TreeTopology) -> int:
         return sum(self.widths(topology)[:-1])
 
+    def weighed(self, logits: Array, step: Step, depth: int | Array) -> Array:
+        """From the logits at nodes of a depth, those whose softmax has the probabilities."""
+        return logits
+
+    def kept(
+        self, found: Found, candidates: list[Continuations], topology: TreeTopology
+    ) -> tuple[Int[Array, "B N"], Tree, Int[Array, "B N"]]:
+        """Tokens and tree of the nodes to draft, and the `place` of each, see `ModelDraftState`."""
+        nodes = np.arange(topology.num_nodes, dtype=np.int32)
+        place = np.where(nodes < self.num_read(topology), nodes, -1)
+        return found.tokens, found.tree, jnp.broadcast_to(place, found.tokens.shape)
+
     def init(self, batch: int, topology: TreeTopology, max_length: int) -> ModelDraftState:
         """See `Drafter`: with an empty tree."""
         state = super().init(batch, topology, max_length)
-        place = jnp.zeros((batch, topology.num_nodes), jnp.int32)
-        return state._replace(read=_no_tree(batch, self.num_read(topology)), place=place)
+        nodes = jnp.zeros((batch, self.num_read(topology)), jnp.int32)
+        mask = jnp.zeros((*nodes.shape, nodes.shape[1]), bool)
+        read = Tree(nodes, jnp.copy(nodes), mask, nodes.astype(bool))
+        return state._replace(read=read, place=jnp.zeros((batch, topology.num_nodes), jnp.int32))
 
-    def commit(
-        self,
-        state: ModelDraftState,
-        draft: DraftTree,
-        verdict: Verdict,
-        hidden: Float[Array, "B N M"],
-        topology: TreeTopology,
-    ) -> ModelDraftState:
-        reader = self.draft_model.commit(
-            state.reader, state.read, state.place, draft, verdict, hidden
-        )
-        return state._replace(reader=reader)
+    def grown(self, reader: Any, step: Step, topology: TreeTopology) -> tuple[Any, ...]:
+        """See `RunsModel`: with the tree that was run, and places in it."""
+        is_zero = step.sampling.temperature_is_zero
+        drawn = drawn_by(self, topology, temperature_is_zero=is_zero)
+        found, candidates = self.search(reader, step, topology)
+        tokens, tree, place = self.kept(found, candidates, topology)
+        none = jnp.full(topology.num_nodes, -1, jnp.int32)
+        draft = DraftTree(tokens, tree, None, none, found.finite, drawn)
+        return draft, found.reader, first_nodes(found.tree, self.num_read(topology)), place
 
+    def search(
+        self, reader: Any, step: Step, topology: TreeTopology
+    ) -> tuple[Found, list[Continuations]]:
+        """All nodes, and the candidates of each step, with an axis of levels before the others."""
+        model, widths = self.draft_model, self.widths(topology)
+        start, num_nodes, num_read = root_only(step.context), sum(widths), sum(widths[:-1])
 
-def search(
-    model: DraftModel,
-    reader: Any,
-    step: Step,
-    widths: list[int],
-    weigh: Callable[[Array, int | Array], Array],
-) -> tuple[Found, list[Continuations]]:
-    """Beam search over the continuations of the texts, which keeps all candidates.
+        def grow(found: Found, at: Level, width: int) -> tuple[Found, Continuations]:
+            tree = found.tree
+            logits, reader = model.run(
+                found.reader, found.tokens[:, at.nodes], first_nodes(tree, num_read), at.read
+            )
+            beams = jnp.where(at.read < num_read, found.score[:, at.nodes], -jnp.inf)
+            masked = step.processors.masked(logits, take(found.states, at.nodes))
+            scores = self.weighed(masked, step, at.depth)
+            score, beam, tokens, level = best_continuations(beams, scores, width)
+            valid, parents = jnp.isfinite(score), at.nodes[0] + beam
+            above = jnp.take_along_axis(tree.ancestor_mask, parents[..., None], axis=1)
+            itself = (jnp.arange(num_nodes) == at.children[:, None]) & valid[..., None]
+            depth = jnp.take_along_axis(tree.depth, parents, axis=1) + 1
+            added = Tree(parents, depth, above | itself, valid)
+            return (
+                Found(
+                    put(found.tokens, at.children, tokens),
+                    Tree(
+                        *(put(old, at.children, new) for old, new in zip(tree, added, strict=True))
+                    ),
+                    put(found.score, at.children, score),
+                    step.processors.grown(found.states, at.children, parents, tokens),
+                    reader,
+                    found.finite & all_finite(logits).all(axis=-1),
+                ),
+                level,
+            )
 
-    Args:
-        model: the draft model.
-        reader: its state.
-        step: see `Drafter.propose`.
-        widths: nodes of each level, the root's first; the model does not run the last level.
-        weigh: from the logits at nodes of a depth, those whose softmax has the probabilities.
+        firsts = itertools.accumulate(widths, initial=0)
+        nodes = [list(range(first, after)) for first, after in itertools.pairwise(firsts)]
 
-    Returns:
-        All nodes, and the candidates of each step, with an axis of levels before the others.
-    """
-    start, num_nodes, num_read = root_only(step.context), sum(widths), sum(widths[:-1])
-    batch = len(start.tokens)
+        def room(leaf: Array) -> Array:
+            return jnp.pad(leaf, [(0, 0)] + [(0, num_nodes - 1)] * (leaf.ndim - 1))
 
-    def grow(found: Found, at: _At, width: int) -> tuple[Found, Continuations]:
-        tree = found.tree
-        logits, reader = model.run(
-            found.reader, found.tokens[:, at.nodes], first_nodes(tree, num_read), at.read
-        )
-        beams = jnp.where(at.read < num_read, found.score[:, at.nodes], -jnp.inf)
-        masked = step.processors.masked(logits, take(found.states, at.nodes))
-        score, beam, tokens, level = best_continuations(beams, weigh(masked, at.depth), width)
-        valid, parents = jnp.isfinite(score), at.nodes[0] + beam
-        above = jnp.take_along_axis(tree.ancestor_mask, parents[..., None], axis=1)
-        itself = (jnp.arange(num_nodes) == at.added[:, None]) & valid[..., None]
-        depth = jnp.take_along_axis(tree.depth, parents, axis=1) + 1
-        added = Tree(parents, depth, above | itself, valid)
-        return (
+        return grow_levels(
+            grow,
             Found(
-                put(found.tokens, at.added, tokens),
-                Tree(*(put(old, at.added, new) for old, new in zip(tree, added, strict=True))),
-                put(found.score, at.added, score),
-                step.processors.grown(found.states, at.added, parents, tokens),
+                room(start.tokens),
+                jax.tree.map(room, start.tree),
+                room(jnp.zeros(start.tokens.shape)),
+                step.processors.room(num_nodes),
                 reader,
-                found.finite & all_finite(logits).all(axis=-1),
+                start.finite,
             ),
-            level,
+            [
+                Level(d, here, here, below)
+                for d, (here, below) in enumerate(itertools.pairwise(nodes))
+            ],
+            widths[1:],
         )
 
-    firsts = itertools.accumulate(widths, initial=0)
-    nodes = [list(range(first, after)) for first, after in itertools.pairwise(firsts)]
-    root = _no_tree(batch, num_nodes)
-    return grow_levels(
-        grow,
-        Found(
-            jnp.zeros((batch, num_nodes), jnp.int32).at[:, :1].set(start.tokens),
-            Tree(
-                root.parents.at[:, 0].set(-1),
-                root.depth,
-                root.ancestor_mask.at[:, 0, 0].set(True),
-                root.valid.at[:, 0].set(True),
-            ),
-            _no_score(model.ready(reader), batch, num_nodes),
-            step.processors.room(num_nodes),
-            reader,
-            start.finite,
-        ),
-        [_At(d, here, here, below) for d, (here, below) in enumerate(itertools.pairwise(nodes))],
-        _At(0, None, num_read, num_nodes),
-        widths[1:],
-        model.num_before(reader) + num_read,
-    )
-
-
-def _no_score(
-    ready: Bool[Array, " B"] | None, batch: int, num_nodes: int
-) -> Float32[Array, "B nodes"]:
-    """Zeros; for a row that is not ready minus infinity, with which nothing continues its root."""
-    zeros = jnp.zeros((batch, num_nodes))
-    return zeros if ready is None else jnp.where(ready[:, None], zeros, -jnp.inf)
-
-
-def _no_tree(batch: int, num_nodes: int) -> Tree:
-    zeros = jnp.zeros((batch, num_nodes), jnp.int32)
-    nowhere = jnp.zeros((batch, num_nodes, num_nodes), bool)
-    return Tree(zeros, jnp.copy(zeros), nowhere, zeros.astype(bool))
+    def own_tree(
+        self, state: ModelDraftState, draft: DraftTree, topology: TreeTopology
+    ) -> tuple[Any, Any]:
+        return state.read, state.place

@@ -1,17 +1,14 @@
 """Verification rules: the protocol, and the built-in rules by name in `VERIFIERS`.
 
-Those of `LOSSY_VERIFIERS` change the distribution of the output: `generate(lossy=True)` only. They
-belong to extensions, which are imported when a rule is used.
+Those of `LOSSY_VERIFIERS` change the distribution of the output: `generate(lossy=True)` only.
 """
-
-import importlib
-from collections.abc import Iterator, Mapping
 
 from stree_jax.decoding.types import Drawn
 from stree_jax.decoding.verifiers.base import CHILD_SAMPLING, Verifier
 from stree_jax.decoding.verifiers.follow import Follow, follow
 from stree_jax.decoding.verifiers.reject import Reject
 from stree_jax.decoding.verifiers.traverse import Traverse
+from stree_jax.decoding.verifiers.typical import Typical
 from stree_jax.tree import TreeTopology
 
 VERIFIERS: dict[str, Verifier] = {
@@ -25,34 +22,7 @@ VERIFIERS: dict[str, Verifier] = {
     )
 }
 
-
-class _Imported(Mapping[str, Verifier]):
-    """Rules by name, imported when they are used.
-
-    Args:
-        places: module and class of each name.
-    """
-
-    def __init__(self, places: dict[str, tuple[str, str]]):
-        self._places = places
-
-    def __getitem__(self, name: str) -> Verifier:
-        module, kind = self._places[name]
-        return getattr(importlib.import_module(module), kind)()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._places
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-
-LOSSY_VERIFIERS: Mapping[str, Verifier] = _Imported(
-    {"typical": ("stree_jax.extensions.medusa", "Typical")}
-)
+LOSSY_VERIFIERS: dict[str, Verifier] = {"typical": Typical()}
 
 
 def default_verifier(drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> str:
@@ -73,6 +43,7 @@ __all__ = [
     "Follow",
     "Reject",
     "Traverse",
+    "Typical",
     "Verifier",
     "default_verifier",
     "follow",

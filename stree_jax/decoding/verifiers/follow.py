@@ -10,10 +10,10 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from stree_jax.array_types import Array, Float32, Int
+from stree_jax.array_types import Array, Bool, Float32, Int
 from stree_jax.decoding.sampling import best_token, sample_tokens
 from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
-from stree_jax.tree import TreeTopology
+from stree_jax.tree import Tree, TreeTopology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +69,20 @@ def follow(draft: DraftTree, chosen: Int[Array, "B N"]) -> Verdict:
         & (nodes < nodes[:, None])
         & tree.valid[:, None, :]
     )
-    match = tree.valid & (tokens == at_parent) & ~same.any(-1) & (nodes > 0)
-    reached = ~(tree.ancestor_mask & ~match[:, None, :] & (nodes > 0)).any(-1) & tree.valid
+    accepted = tree.valid & (tokens == at_parent) & ~same.any(-1)
+    return deepest(tree, accepted, chosen)
+
+
+def deepest(tree: Tree, accepted: Bool[Array, "B N"], chosen: Int[Array, "B N"]) -> Verdict:
+    """The path to the deepest node whose ancestors are all accepted, the first among equals.
+
+    Args:
+        tree: the draft tree.
+        accepted: the accepted nodes; the root always is.
+        chosen: the token after each node.
+    """
+    rejected = ~accepted & (jnp.arange(accepted.shape[1]) > 0)
+    reached = ~(tree.ancestor_mask & rejected[:, None, :]).any(-1) & tree.valid
     last = jnp.argmax(jnp.where(reached, tree.depth, -1), axis=-1).astype(jnp.int32)
     depth, token = (
         jnp.take_along_axis(values, last[:, None], axis=1)[:, 0] for values in (tree.depth, chosen)

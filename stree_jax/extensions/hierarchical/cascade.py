@@ -29,7 +29,7 @@ from stree_jax import (
 )
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_int
-from stree_jax.decoding import Reader, WholeModel, all_finite, position_noise
+from stree_jax.decoding import Reader, WholeModel, all_finite, append_subtree, position_noise
 from stree_jax.decoding.drafters import (
     check_child_sampling,
     check_request,
@@ -37,7 +37,6 @@ from stree_jax.decoding.drafters import (
     drawn_by,
 )
 from stree_jax.decoding.verifiers import default_verifier
-from stree_jax.extensions.hierarchical.chains import append_subtree
 from stree_jax.messages import shown
 from stree_jax.models import check_model
 

@@ -6,6 +6,8 @@ distribution of the model that drew it, or with the target's noise, and the veri
 drafters are exact for it.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,15 +20,14 @@ from stree_jax import (
     Step,
     TreeTopology,
     Verdict,
-    token_log_probs,
 )
 from stree_jax.array_types import Array, Float, Int
-from stree_jax.decoding import Reader, WholeModel, all_finite
+from stree_jax.decoding import Reader, WholeModel
 from stree_jax.decoding.drafters import (
     check_child_sampling,
     chosen_child_sampling,
+    drawn_children,
     root_token,
-    shared_scores,
 )
 from stree_jax.messages import shown
 from stree_jax.models import check_model, same_tokenizer
@@ -122,15 +123,13 @@ class InterleavedDrafter(nnx.Module):
         step: Step,
         topology: TreeTopology,
     ) -> tuple[DraftTree, dict[str, Reader]]:
-        drawn_how = self.child_sampling(
-            topology, temperature_is_zero=step.sampling.temperature_is_zero
-        )
-        how = drawn_how.kind
+        is_zero = step.sampling.temperature_is_zero
+        how = self.child_sampling(topology, temperature_is_zero=is_zero)
         models = self._models()
         tokens = root_token(step.context)
         valid = jnp.ones_like(tokens, bool)
         read = dict.fromkeys(models, 0)  # nodes of the chain that a model has run
-        log_probs, finite = [], jnp.ones_like(valid[:, 0])
+        log_probs: list[Any] = []
         rules = step.processors.room(1)
         for depth, letter in enumerate(self.pattern):
             logits, reader = models[letter].run(
@@ -142,29 +141,22 @@ class InterleavedDrafter(nnx.Module):
             )
             read[letter] = depth + 1
             state = state | {self._key(letter): reader}
-            logits = step.processors.masked(logits, rules)[:, 0]
-            finite &= all_finite(logits)
-            if how == "iid":
-                log_probs.append(token_log_probs(logits, step.sampling))
-                of_depth = jax.vmap(jax.random.fold_in, (0, None))(step.keys, depth)
-                drawn = jax.vmap(jax.random.categorical)(of_depth, log_probs[-1])
-            elif how == "shared":
-                scores = shared_scores(logits[:, None], step, depth)
-                drawn = jnp.argmax(scores[:, 0], axis=-1)
-            else:
-                drawn = jnp.argmax(logits, axis=-1)
-            rules = step.processors.advance(rules, drawn[:, None])
-            tokens = jnp.concatenate([tokens, drawn[:, None].astype(jnp.int32)], axis=1)
-            valid = jnp.concatenate([valid, finite[:, None]], axis=1)
+            logits = step.processors.masked(logits, rules)
+            keys = jax.vmap(jax.random.fold_in, (0, None))(step.keys, depth)
+            drawn, exists, law = drawn_children(how.kind, logits, 1, step, depth, keys)
+            log_probs.append(law)
+            rules = step.processors.advance(rules, drawn[:, :, 0])
+            tokens = jnp.concatenate([tokens, drawn[:, :, 0]], axis=1)
+            valid = jnp.concatenate([valid, valid[:, -1:] & exists[:, :, 0]], axis=1)
 
         rows = jnp.arange(topology.num_nodes, dtype=jnp.int32)
         draft = DraftTree(
             tokens=tokens,
             tree=topology.tree(valid),
-            log_probs=jnp.stack(log_probs, axis=1) if log_probs else None,
-            log_prob_row=jnp.where((rows < topology.depth) & bool(log_probs), rows, -1),
-            finite=finite,
-            drawn=drawn_how,
+            log_probs=jnp.concatenate(log_probs, axis=1) if how.is_sampled else None,
+            log_prob_row=jnp.where((rows < topology.depth) & how.is_sampled, rows, -1),
+            finite=valid[:, -1],
+            drawn=how,
         )
         return draft, state
 

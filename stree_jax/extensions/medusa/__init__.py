@@ -13,9 +13,9 @@ from flax import nnx
 
 from stree_jax import HybridLM, load_head
 from stree_jax import save_head as save_medusa
+from stree_jax.decoding.verifiers import Typical
 from stree_jax.extensions.medusa.drafter import MedusaDrafter
 from stree_jax.extensions.medusa.head import MAX_HEADS, MedusaHeads
-from stree_jax.extensions.medusa.typical import Typical
 from stree_jax.heads import HeadKind
 from stree_jax.messages import shown
 from stree_jax.models import named_weights

@@ -6,11 +6,8 @@ The acceptance rule of the paper ("typical") is not exact; the verifiers of all 
 exact for these drafts.
 """
 
-import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -19,23 +16,19 @@ from stree_jax import (
     DraftTree,
     Drawn,
     HybridLM,
-    Sampling,
     Step,
     TreeTopology,
     Verdict,
-    token_log_probs,
 )
-from stree_jax.array_types import Array, Bool, Float, Int, Key
-from stree_jax.decoding import Plan, filtered_logits
+from stree_jax.array_types import Array, Bool, Float, Float32, Int
 from stree_jax.decoding.drafters import (
     check_child_sampling,
     chosen_child_sampling,
-    draw,
+    drawn_children,
     root_token,
 )
 from stree_jax.extensions.medusa.head import MedusaHeads
 from stree_jax.models import check_on_one_device, output_logits
-from stree_jax.tuning import RankTrace, ranks_by_depth, trace_by_depth
 
 
 class MedusaState(NamedTuple):
@@ -123,20 +116,14 @@ class MedusaDrafter(nnx.Module):
         step: Step,
         topology: TreeTopology,
     ) -> tuple[DraftTree, MedusaState]:
-        drawn_how = self.child_sampling(
-            topology, temperature_is_zero=step.sampling.temperature_is_zero
+        is_zero = step.sampling.temperature_is_zero
+        how = self.child_sampling(topology, temperature_is_zero=is_zero)
+        depth = topology.depth
+        scores = self.logits(self.heads(state.hidden[:, None])[:, 0, :depth])  # [B, D, V]
+        width = max(map(len, topology.children))
+        drawn, exists, log_probs = drawn_children(
+            how.kind, scores, width, step, np.arange(depth), step.keys
         )
-        how, depth = drawn_how.kind, topology.depth
-        hidden = self.heads(state.hidden[:, None])[:, 0, :depth]
-        scores = output_logits(hidden, self.output_head, self.multiplier)
-        scores = scores[..., : self.vocab_size]  # [B, D, V]
-        log_probs = None
-        if how == "shared":
-            assert step.noise is not None  # child_sampling refuses temperature 0
-            scores = filtered_logits(scores, step.sampling) + step.noise[:, :depth]
-        elif how != "top_k":
-            scores = log_probs = token_log_probs(scores, step.sampling)
-        drawn, exists = draw(how, scores, max(map(len, topology.children)), step.keys)
 
         # Below the root a node's token is the one of its depth and of its rank among its siblings.
         parents = topology.parents[1:]
@@ -155,7 +142,7 @@ class MedusaDrafter(nnx.Module):
             log_probs=log_probs,
             log_prob_row=jnp.asarray(row, jnp.int32),
             finite=exists[..., 0].all(axis=-1) | ~state.known,
-            drawn=drawn_how,
+            drawn=how,
         )
         return draft, state
 
@@ -178,15 +165,16 @@ class MedusaDrafter(nnx.Module):
     ) -> MedusaState:
         return _after(state, hidden, lengths - 1)
 
-    def rank_trace(
-        self, target: HybridLM, request: Plan, tokens: Sequence[np.ndarray], num_ranks: int
-    ) -> RankTrace:
-        """See `Drafter`: by depth, as many as there are heads.
+    def outputs_ahead(
+        self, tokens: Int[Array, "B T"], hidden: Float[Array, "B T M"], depth: int
+    ) -> list[Float[Array, "B T M"]]:
+        """See `HeadModel`: of all heads."""
+        ahead = self.heads(hidden)
+        return [ahead[:, :, head] for head in range(self.heads.num_heads)]
 
-        Runs the target over the texts as sequences; exact like `stree_jax.tuning.rank_trace`.
-        """
-        ranks = functools.partial(_ranks, target, self)
-        return trace_by_depth(ranks, self, request, tokens, num_ranks)
+    def logits(self, outputs: Float[Array, "B T M"]) -> Float32[Array, "B T V"]:
+        """Logits over the target's vocabulary, by the target's output head."""
+        return output_logits(outputs, self.output_head, self.multiplier)[..., : self.vocab_size]
 
 
 def _after(
@@ -196,26 +184,3 @@ def _after(
     runs, at = last >= 0, jnp.maximum(last, 0)[:, None, None]
     new = jnp.take_along_axis(hidden, at, axis=1)[:, 0]
     return MedusaState(jnp.where(runs[:, None], new, state.hidden), state.known | runs)
-
-
-@functools.partial(jax.jit, static_argnames="most")
-def _ranks(
-    target: HybridLM,
-    drafter: MedusaDrafter,
-    text: Int[Array, "1 L"],
-    start: Int[Array, ""],
-    key: Key[Array, ""],
-    sampling: Sampling,
-    *,
-    most: int,
-) -> Int[Array, "emitted D"]:
-    # The root is the last emitted token, and the heads get the state before it.
-    hidden = target.hidden(text)[0, jnp.maximum(start + jnp.arange(most) - 2, 0)]
-    ahead = drafter.heads(hidden[None])
-
-    def logits(depth: int) -> Array:
-        scores = output_logits(ahead[:, :, depth], drafter.output_head, drafter.multiplier)
-        return scores[0, :, : drafter.vocab_size]
-
-    num_heads = drafter.heads.num_heads
-    return ranks_by_depth(logits, num_heads, text, start, key, sampling, most=most)

@@ -92,7 +92,11 @@ def read(
     fields.ignore("used in training only", *TRAINING)
     own = {name: tensor for name, tensor in tensors.items() if is_of_head(name)}
     try:
-        number = _number(fields)
+        number = fields.values.get("num_nextn_predict_layers") or 0
+        fields.check(
+            type(number) is int and number >= 0,
+            f"num_nextn_predict_layers must be a number of heads, got {number!r:.80}",
+        )
         if not number and not own:
             return None
         fields.check(
@@ -114,7 +118,9 @@ def read(
             " multi-token prediction head (transformers drops it when it saves); take the original",
         )
         config = MtpConfig(d_model, attention(), experts(), norm_eps)
-        rules = rules_of(config, _prefix(own))
+        # Of several prefixes one whose rules then do not fit.
+        prefix = next((x for x in PREFIXES if any(name.startswith(x) for name in own)), PREFIXES[0])
+        rules = rules_of(config, prefix)
         if tensors:
             rules = head_rules(rules, own, abstract_head("mtp", config))
     except ValueError as error:
@@ -147,15 +153,6 @@ def rules_of(config: MtpConfig, prefix: str = "mtp.") -> list[Rule]:
     ]
 
 
-def _number(fields: Fields) -> int:
-    number = fields.values.get("num_nextn_predict_layers") or 0
-    fields.check(
-        type(number) is int and number >= 0,
-        f"num_nextn_predict_layers must be a number of heads, got {number!r:.80}",
-    )
-    return number
-
-
 def _check_pattern(fields: Fields) -> None:
     """Either key, or both if they agree; attention and experts are the only pattern."""
     listed = fields.values.get("mtp_layers_block_type")
@@ -179,9 +176,3 @@ def _check_pattern(fields: Fields) -> None:
             f"{name} = {fields.values[name]!r:.80}: only a head of attention and experts is"
             " supported",
         )
-
-
-def _prefix(tensors: Mapping[str, Any]) -> str:
-    """The prefix of the tensors of a head; of several, one whose rules then do not fit."""
-    found = [prefix for prefix in PREFIXES if any(name.startswith(prefix) for name in tensors)]
-    return found[0] if found else PREFIXES[0]

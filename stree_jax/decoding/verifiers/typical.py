@@ -8,16 +8,11 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from stree_jax import (
-    DraftTree,
-    Drawn,
-    Step,
-    TreeTopology,
-    Verdict,
-    sample_tokens,
-    token_log_probs,
-)
 from stree_jax.array_types import Array, Float32
+from stree_jax.decoding.sampling import sample_tokens, token_log_probs
+from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
+from stree_jax.decoding.verifiers.follow import deepest
+from stree_jax.tree import TreeTopology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +54,6 @@ class Typical:
         parents = jnp.maximum(tree.parents, 0)
         above = jnp.take_along_axis(p, parents[..., None], axis=1)
         prob = jnp.take_along_axis(above, draft.tokens[..., None], axis=2)[..., 0]
-        is_root = jnp.arange(tree.parents.shape[1]) == 0
-        accepted = is_root | (prob > jnp.take_along_axis(bound, parents, axis=1))
-        reached = ~(tree.ancestor_mask & ~accepted[:, None, :]).any(axis=-1) & tree.valid
-        last = jnp.argmax(jnp.where(reached, tree.depth, -1), axis=-1).astype(jnp.int32)
+        accepted = prob > jnp.take_along_axis(bound, parents, axis=1)
         assert step.noise is not None  # `check` refuses temperature 0
-        chosen = sample_tokens(logits, step.noise, tree.depth, step.sampling)
-        depth, token = (
-            jnp.take_along_axis(values, last[:, None], axis=1)[:, 0]
-            for values in (tree.depth, chosen)
-        )
-        return Verdict(last, depth, token)
+        return deepest(tree, accepted, sample_tokens(logits, step.noise, tree.depth, step.sampling))
