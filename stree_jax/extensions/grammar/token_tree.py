@@ -1,5 +1,6 @@
 """From an automaton over bytes to one over the tokens of a vocabulary."""
 
+import collections
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -188,8 +189,8 @@ class TokenTree:
         before the end, are out.
         """
         body = of_bytes.bodies[number]
-        size, most = len(body.texts.after), body.most
-        leads = useful[body.first :][: body.num_states].reshape(-1, size)
+        size = len(body.texts.after)
+        leads = useful[body.first :][: body.leads.size].reshape(body.leads.shape)
         bounds = [np.searchsorted(each.start, np.arange(size + 1)) for each in tokens_of]
         final = np.full(len(self.ends), ABSOLUTE + of_bytes.num_states)
         longest = max(int(each.mark.max(initial=0)) for each in tokens_of)
@@ -206,14 +207,13 @@ class TokenTree:
                 begun = counts[0] + inside.mark
                 after = body.counts_after(begun)
                 stays = (after >= 0) & leads[after, inside.state]
-                counts_on = most is None and begun.max(initial=0) > body.least
+                counts_on = body.beyond >= 0 and begun.max(initial=0) > body.last
                 move = moves.get(key := (body.texts, position, counts[0] if counts_on else None))
                 if move is None:  # the same for all counts that go on
                     count = after if counts_on else begun
                     distance = (count - counts[0]) * size + inside.state - position
                     move = moves[key] = tables.move(inside.node, distance)
-                left = counts[0] + leaving.mark
-                leaves = (left >= body.least) & (left <= (left if most is None else most))
+                leaves = body.counts_after(counts[0] + leaving.mark) >= body.least
                 outside = leaving.some(leaves & useful[leaving.state])
                 tokens, codes = outside.node, ABSOLUTE + outside.state
                 states = body.first + counts * size + position
@@ -310,13 +310,10 @@ def _leading_to_ends(
         while (new := states[useful[following] & ~useful[states]]).size:
             useful[new] = True
         for body, (inside, leaving) in zip(of_bytes.bodies, ways, strict=True):
-            leads = useful[body.first :][: body.num_states].reshape(body.leads.shape)
+            leads = useful[body.first :][: body.leads.size].reshape(body.leads.shape)
             counts = np.arange(len(leads))
             for position, state, characters in leaving:
-                left = counts + characters
-                in_time = (left >= body.least) & (
-                    left <= (left if body.most is None else body.most)
-                )
+                in_time = body.counts_after(counts + characters) >= body.least
                 leads[:, position] |= in_time & useful[state]
             for position, state, characters in inside:
                 after = body.counts_after(counts + characters)
@@ -326,23 +323,13 @@ def _leading_to_ends(
 
 def _same_counts(body: Body, useful: np.ndarray, longest: int) -> list[np.ndarray]:
     """Groups of counts from which tokens of up to `longest` characters do the same."""
-    counts = np.arange(len(useful))
-    lacking = np.clip(body.least - counts, 0, longest + 1)
-    room = np.full_like(counts, longest + 1)
-    if body.most is not None:
-        room = np.clip(body.most - counts, 0, longest + 1)
-    # Where texts may end after the next characters: a sum with random weights.
     _, kind = np.unique(useful, axis=0, return_inverse=True)
-    padded = np.append(kind.ravel(), np.full(longest + 1, kind.ravel()[-1])).astype(np.uint64)
-    weights = np.random.default_rng(0).integers(1, 2**63, longest + 1, dtype=np.uint64)
-    following = np.zeros(len(counts), np.uint64)
-    for ahead, weight in enumerate(weights):
-        following += weight * padded[ahead : ahead + len(counts)]
-    _, lacking_room = np.unique(lacking * (longest + 2) + room, return_inverse=True)
-    keys = np.stack([lacking_room.ravel().astype(np.uint64), following])
-    _, group = np.unique(keys, axis=1, return_inverse=True)
-    order = np.argsort(group.ravel(), kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(group.ravel()[order])) + 1)
+    groups: dict[tuple[int, bytes], list[int]] = collections.defaultdict(list)
+    for count in reversed(range(len(useful))):
+        lacking = min(max(body.least - count, 0), longest + 1)
+        # The end of the counts is where fewer follow.
+        groups[lacking, kind.ravel()[count : count + longest + 1].tobytes()].append(count)
+    return [np.array(group[::-1]) for group in groups.values()]
 
 
 def _expanded(first: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
