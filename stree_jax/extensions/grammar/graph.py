@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stree_jax.extensions.grammar.expressions import (
-    EVERY,
+    ANY_TEXT,
     Characters,
     Choice,
     Edge,
@@ -495,19 +495,12 @@ def _byte_classes(graph: Graph) -> tuple[np.ndarray, list[int]]:
 
 
 @functools.lru_cache(maxsize=256)
-def set_of(expression: Expression, *, whole: bool = True) -> TextSet:
-    """The texts that an expression matches.
-
-    Args:
-        expression: the expression.
-        whole: whether it is the whole text, or somewhere in it.
+def set_of(expression: Expression) -> TextSet:
+    """The texts that an expression matches as a whole.
 
     Raises:
         TooLarge: it needs too many states.
     """
-    if not whole:
-        anything = Repeat(Characters(EVERY), 0, None)
-        expression = Sequence_((anything, expression, anything))
     graph = Graph(is_of_set=True)
     start = graph.node()
     return _set(graph, start, graph.expression(start, expression))
@@ -574,4 +567,4 @@ def _quoted(sequences: Iterable[tuple[ByteRange, ...]]) -> Iterator[tuple[ByteRa
                 yield ((max(low, start), min(high, end)),)
 
 
-ANYTHING = set_of(Repeat(Characters(EVERY), 0, None))
+ANYTHING = set_of(ANY_TEXT)

@@ -121,8 +121,8 @@ class TokenTree:
             tokens = np.append(tokens[kept], self.ends[: ends * len(self.ends)])
             tables.add([state], tokens, move, at_end * ends)
         moves: dict[Any, int] = {}
-        for number in range(len(bodies)):
-            self._add_body(of_bytes, tables, number, bodies[number], useful, moves)
+        for body, tokens_of in zip(of_bytes.bodies, bodies, strict=True):
+            self._add_body(of_bytes, tables, body, tokens_of, useful, moves)
         return Automaton(tables.tables(), end_tokens=tuple(self.ends.tolist()))
 
     def _has_all_bytes(self, of_bytes: ByteAutomaton) -> bool:
@@ -158,12 +158,9 @@ class TokenTree:
         nodes, which = np.unique(ends.node, return_inverse=True)
         states = of_bytes.table[body.end][of_bytes.class_of[self.byte[nodes]]]
 
-        def step(
-            states: np.ndarray, mark: np.ndarray, byte: np.ndarray
-        ) -> tuple[np.ndarray, np.ndarray]:
-            return of_bytes.after(states, byte), mark
-
-        levels = itertools.chain(*self._walks(nodes, states, step))
+        levels = itertools.chain(
+            *self._walks(nodes, states, lambda at, mark, byte: (of_bytes.after(at, byte), mark))
+        )
         out = _by_start(map(self._tokens_at, levels))
         first = np.searchsorted(out.start, np.arange(len(nodes) + 1))
         places, of_end = _expanded(first[which], np.diff(first)[which])
@@ -177,7 +174,7 @@ class TokenTree:
         self,
         of_bytes: ByteAutomaton,
         tables: Compressor,
-        number: int,
+        body: Body,
         tokens_of: tuple[Reached, Reached],
         useful: np.ndarray,
         moves: dict[Any, int],
@@ -188,7 +185,6 @@ class TokenTree:
         of another count in which tokens it allows: those with too many characters, or too few
         before the end, are out.
         """
-        body = of_bytes.bodies[number]
         size = len(body.texts.after)
         leads = useful[body.first :][: body.leads.size].reshape(body.leads.shape)
         bounds = [np.searchsorted(each.start, np.arange(size + 1)) for each in tokens_of]
