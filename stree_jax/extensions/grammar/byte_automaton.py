@@ -18,6 +18,7 @@ class ByteAutomaton:
         accepts: `[S]`, whether a text may end.
         useful: `[S]`, whether a text may end later on.
         bodies: bodies, whose states follow the others.
+        num_states: number of states, S.
     """
 
     def __init__(
@@ -27,36 +28,20 @@ class ByteAutomaton:
         accepts: np.ndarray,
         bodies: Sequence[Body],
     ):
-        self.class_of, self.table = class_of, table
-        self.accepts = np.concatenate(
-            [accepts, *((body.may_end & accepts[body.end]).ravel() for body in bodies)]
-        )
-        leads = [body.leads.ravel() for body in bodies]
-        self.useful = np.concatenate([np.ones(len(table), bool), *leads])
-        self.bodies = bodies
+        self.class_of, self.table, self.bodies = class_of, table, bodies
+        parts, leads = [accepts], [np.ones(len(table), bool)]
+        for body in bodies:
+            ends = (np.arange(body.last + 1)[:, None] >= body.least) & body.texts.accepts
+            parts.append((ends & accepts[body.end]).ravel())
+            leads.append(body.leads.ravel())
+        self.accepts, self.useful = np.concatenate(parts), np.concatenate(leads)
+        self.num_states = len(self.accepts)
         self._firsts = np.array([body.first for body in bodies], np.int64)
-        self._ends = np.array([body.end for body in bodies], np.int64)
-        self._least = np.array([body.least for body in bodies], np.int64)
-        self._most = np.array([-1 if b.most is None else b.most for b in bodies], np.int64)
-        self._sizes = np.array([len(body.texts.after) for body in bodies], np.int64)
-        # The positions of all sets, one after the other.
-        sets = [*dict.fromkeys(body.texts for body in bodies)]
-        places, at = {}, 0
-        for texts in sets:
-            places[texts] = at
-            at += len(texts.after)
-        self._places = np.array([places[body.texts] for body in bodies], np.int64)
-        some = np.array([np.flatnonzero(class_of == kind)[0] for kind in range(table.shape[1])])
-        self._after = np.concatenate(
-            [each.after[:, each.class_of[some]] for each in sets] or [table[:0]]
-        )
-        self._begins = np.concatenate([each.begins for each in sets] or [np.zeros(0, bool)])
-        self._may_end = np.concatenate([each.accepts for each in sets] or [np.zeros(0, bool)])
-
-    @property
-    def num_states(self) -> int:
-        """Number of states, S."""
-        return len(self.accepts)
+        bounds = [(body.first, body.end, body.least, body.last, body.beyond) for body in bodies]
+        self._bounds = np.array(bounds, np.int64).reshape(-1, 5).T
+        self._sets = [*dict.fromkeys(body.texts for body in bodies)]
+        numbers = {texts: number for number, texts in enumerate(self._sets)}
+        self._set_of = np.array([*(numbers[body.texts] for body in bodies), -1])
 
     def body_of(self, states: np.ndarray) -> np.ndarray:
         """The number of the body that a state is in, -1: none."""
@@ -68,24 +53,21 @@ class ByteAutomaton:
         if states.max(initial=0) < len(self.table):
             return self.table[states, kinds]
         number = self.body_of(states)
-        inside = number >= 0
+        set_of = self._set_of[number]
         found = np.full(len(states), -1, np.int64)
-        found[~inside] = self.table[states[~inside], kinds[~inside]]
-        if inside.any():
-            found[inside] = self._after_in(number[inside], states[inside], kinds[inside])
+        found[set_of < 0] = self.table[states[set_of < 0], kinds[set_of < 0]]
+        for which, texts in enumerate(self._sets):
+            here = np.flatnonzero(set_of == which)
+            first, end, least, last, beyond = self._bounds[:, number[here]]
+            count, position = np.divmod(states[here] - first, len(texts.after))
+            after = texts.after[position, texts.class_of[byte[here]]]
+            counted = count + texts.begins[position]
+            counted = np.where(counted > last, beyond, counted)
+            stays = np.where(counted < 0, -1, first + counted * len(texts.after) + after)
+            may_end = texts.accepts[position] & (count >= least)
+            ends = np.where(may_end, self.table[end, kinds[here]], -1)
+            found[here] = np.where(after >= 0, stays, ends)
         return np.where((found >= 0) & self.useful[found], found, -1)
-
-    def _after_in(self, number: np.ndarray, states: np.ndarray, kinds: np.ndarray) -> np.ndarray:
-        count, position = np.divmod(states - self._firsts[number], self._sizes[number])
-        place, most = self._places[number] + position, self._most[number]
-        after, least = self._after[place, kinds], self._least[number]
-        counted = count + self._begins[place]
-        counted = np.where(most < 0, np.minimum(counted, least), counted)
-        stays = self._firsts[number] + counted * self._sizes[number] + after
-        stays = np.where((most >= 0) & (counted > most), -1, stays)
-        may_end = self._may_end[place] & (count >= least)
-        ends = np.where(may_end, self.table[self._ends[number], kinds], -1)
-        return np.where(after >= 0, stays, ends)
 
     def matches(self, text: bytes) -> bool:
         """Whether it accepts a text."""
@@ -104,7 +86,7 @@ def automaton_of_graph(graph: Graph, start: int, end: int) -> ByteAutomaton | No
         TooLarge: it needs too many states.
     """
     found = Determinised(graph, start, end)
-    if not found.order:
+    if found.is_empty:
         return None
     table = np.array(found.rows, np.int64)
     bodies, first = [], len(table)
@@ -115,7 +97,7 @@ def automaton_of_graph(graph: Graph, start: int, end: int) -> ByteAutomaton | No
         table[in_body] += first - node
         end_state = found.listed(found.closure([body.end]))
         bodies.append(body._replace(first=first, end=end_state))
-        first += body.num_states
+        first += body.leads.size
         if first > _MOST_POSITIONS:
             raise TooLarge(f"it needs more than {_MOST_POSITIONS} states")
     return ByteAutomaton(found.class_of, table, np.array(found.accepts), bodies)

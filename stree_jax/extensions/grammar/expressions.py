@@ -59,6 +59,7 @@ class Edge:
 
 
 Expression: TypeAlias = Characters | Sequence_ | Choice | Repeat | Edge
+ANY_TEXT = Repeat(Characters(EVERY), 0, None)
 
 
 def literal(text: str) -> Expression:
@@ -116,7 +117,11 @@ def parse(pattern: str, dialect: Dialect) -> Expression:
     Raises:
         ValueError: it is malformed, or not supported; the message says where and why.
     """
-    return _Parser(pattern, dialect).whole()
+    parser = _Parser(pattern, dialect)
+    found = parser.choice()
+    if parser.at < len(pattern):
+        parser.refuse("unbalanced parenthesis")
+    return found
 
 
 def without_anchors(pattern: str) -> str:
@@ -146,12 +151,6 @@ class _Parser:
     def __init__(self, pattern: str, dialect: Dialect):
         self.text, self.dialect, self.at = pattern, dialect, 0
         self.ignores_case = self.dot_is_all = False
-
-    def whole(self) -> Expression:
-        found = self.choice()
-        if self.at < len(self.text):
-            self.refuse("unbalanced parenthesis")
-        return found
 
     def refuse(self, why: str) -> NoReturn:
         """Raises the error of a pattern."""
@@ -228,10 +227,10 @@ class _Parser:
         if character == "(":
             return self.group()
         if character == "[":
-            return self.one_of(self.set())
+            return Characters(self.any_case(self.set()))
         if character == "\\":
             found = self.escape()
-            return found if isinstance(found, Edge) else self.one_of(found)
+            return found if isinstance(found, Edge) else Characters(self.any_case(found))
         if character == ".":
             leaves_out = "" if self.dot_is_all else self.dialect.newlines
             return Characters(inverted(_of(leaves_out)))
@@ -243,14 +242,14 @@ class _Parser:
         if character == "{":
             self.refuse("{ that begins no number of repeats, such as {2,3}; write \\{ for it")
         self.at += 1
-        return self.one_of(_of(character))
+        return Characters(self.any_case(_of(character)))
 
-    def one_of(self, ranges: Ranges) -> Expression:
+    def any_case(self, ranges: Ranges) -> Ranges:
+        """These characters, and those that differ by case alone if case is ignored."""
         if not self.ignores_case:
-            return Characters(ranges)
+            return ranges
         cased = (each for low, high in ranges for each in _cased() if low <= ord(each) <= high)
-        variants = "".join(_cased()[each] for each in cased)
-        return Characters(ranges_of([*ranges, *_of(variants)]))
+        return ranges_of([*ranges, *_of("".join(_cased()[each] for each in cased))])
 
     def group(self) -> Expression | None:
         opened = self.at - 1
@@ -295,32 +294,23 @@ class _Parser:
         found: list[tuple[int, int]] = []
         is_first = not self.dialect.is_ecma  # where ] stands for itself
         while is_first or not self.take("]"):
-            missing = "unterminated character set"
             if not self.dialect.is_ecma:
                 if self.text[self.at : self.at + 2] in ("&&", "--", "~~"):
                     self.refuse("operations on sets of characters are not supported")
                 if self.text[self.at : self.at + 1] == "[":
                     self.refuse("[ inside of a set of characters; write \\[ for it, or a plain set")
-            low, is_first = self.member(missing), False
-            if (
-                self.text[self.at : self.at + 1] == "-"
-                and self.text[self.at + 1 : self.at + 2] != "]"
-            ):
-                self.at += 1
-                high = self.member(missing)
+            low, is_first = self.member(), False
+            if self.text[self.at : self.at + 2] != "-]" and self.take("-"):
+                high = self.member()
                 if not (_is_one(low) and _is_one(high)) or low[0][0] > high[0][0]:
                     self.refuse("bad range of characters")
                 low = ((low[0][0], high[0][0]),)
             found += low
         ranges = ranges_of(found)
-        if self.ignores_case and is_inverted:
-            variants = self.one_of(ranges)
-            assert isinstance(variants, Characters)
-            ranges = variants.ranges
-        return inverted(ranges) if is_inverted else ranges
+        return inverted(self.any_case(ranges)) if is_inverted else ranges
 
-    def member(self, missing: str) -> Ranges:
-        character = self.one(missing)
+    def member(self) -> Ranges:
+        character = self.one("unterminated character set")
         if character != "\\":
             return _of(character)
         if self.take("b"):
@@ -340,9 +330,7 @@ class _Parser:
         if letter in "pP":
             ranges = self.property()
             return inverted(ranges) if letter == "P" else ranges
-        if letter in "bB":
-            self.refuse(_NOT_FINITE)
-        if letter in "123456789" or (letter == "k" and is_ecma):
+        if letter in "bB123456789" or (letter == "k" and is_ecma):
             self.refuse(_NOT_FINITE)
         if letter in "Az" and not is_ecma:
             return Edge(is_start=letter == "A")
@@ -384,12 +372,12 @@ class _Parser:
         found = re.compile(pattern).match(self.text, self.at)
         name = (found[1] or found[2] or "") if found else ""
         self.at = found.end() if found else self.at
-        categories = [each for each in _categories() if each.startswith(_SHORT.get(name, name))]
-        if not name or not categories:
+        begin = _SHORT.get(name, name)
+        if not name or not any(each.startswith(begin) for each in _categories()):
             self.refuse(
                 f"the property {shown(name)} is not known; general categories such as Lu are"
             )
-        return ranges_of(pair for each in categories for pair in _categories()[each])
+        return _of_categories(begin)
 
 
 _SHORT = {"Letter": "L", "Mark": "M", "Number": "N", "Punctuation": "P", "Symbol": "S"}
@@ -405,16 +393,16 @@ def _class_of(letter: str, dialect: Dialect) -> Ranges:
         return _of(dialect.spaces)
     if dialect.is_ecma:
         return _of("0123456789" + (_WORD if letter == "w" else ""))
-    names = ("Nd",) if letter == "d" else ("L", "M", "Nd", "Nl", "Pc")
-    return _of_categories(names)
+    return _of_categories("Nd") if letter == "d" else _of_categories("L", "M", "Nd", "Nl", "Pc")
 
 
 _WORD = "_abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 @functools.cache
-def _of_categories(names: Iterable[str]) -> Ranges:
-    found = [each for each in _categories() if any(each.startswith(name) for name in names)]
+def _of_categories(*names: str) -> Ranges:
+    """The characters of the general categories whose names begin so."""
+    found = [each for each in _categories() if each.startswith(names)]
     return ranges_of(pair for each in found for pair in _categories()[each])
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stree_jax.extensions.grammar.expressions import (
-    EVERY,
+    ANY_TEXT,
     Characters,
     Choice,
     Edge,
@@ -175,7 +175,9 @@ class Body(NamedTuple):
 
     Attributes:
         texts: its texts of any length, whose states are its positions.
-        least, most: of characters; `most` None: without limit, and counts stop at `least`.
+        least: of characters, for it to end.
+        last: the last count.
+        beyond: the count of more characters: `last` without an upper limit, else -1, too many.
         end: what follows it, a node of the graph or a state of the automaton.
         leads: whether it may end later on, `[counts, positions]`.
         first: its first state in the automaton.
@@ -183,40 +185,27 @@ class Body(NamedTuple):
 
     texts: TextSet
     least: int
-    most: int | None
+    last: int
+    beyond: int
     end: int
     leads: np.ndarray
     first: int = 0
 
-    @property
-    def num_states(self) -> int:
-        """Counts times positions."""
-        return self.leads.size
-
-    @property
-    def may_end(self) -> np.ndarray:
-        """Whether the body may end, `[counts, positions]`."""
-        return (np.arange(len(self.leads))[:, None] >= self.least) & self.texts.accepts
-
-    def counts_after(self, counts: Any) -> Any:
-        """What is kept of numbers of characters; -1: too many."""
-        if self.most is None:
-            return np.minimum(counts, self.least)
-        return np.where(counts <= self.most, counts, -1)
+    def counts_after(self, characters: Any) -> Any:
+        """The counts of numbers of characters; -1: too many."""
+        return np.where(characters > self.last, self.beyond, characters)
 
 
 @functools.lru_cache(maxsize=256)
-def _leads(texts: TextSet, least: int, most: int | None) -> np.ndarray:
+def _leads(texts: TextSet, least: int, last: int, beyond: int) -> np.ndarray:
     """See `Body.leads`: from the last count backwards."""
-    last = least if most is None else most
     leads = np.zeros((last + 2, len(texts.after)), bool)  # beyond the last count: nothing
     goes_on, target = texts.after >= 0, np.maximum(texts.after, 0)
     count = last
     while count >= 0:
         row = texts.accepts & (count >= least)
-        stops_counting = most is None and count == last
         while True:
-            more = row if stops_counting else leads[count + 1]
+            more = row if count == beyond else leads[count + 1]
             of_next = np.where(texts.begins[:, None], more[target], row[target])
             new = row | (of_next & goes_on).any(axis=1)
             if (new == row).all():
@@ -347,7 +336,8 @@ class Graph:
     def body(self, start: int, texts: TextSet, least: int = 0, most: int | None = None) -> int:
         """A body; returns the node after it."""
         end = self.node()
-        self.bodies.append(Body(texts, least, most, end, _leads(texts, least, most)))
+        counts = (least, least, least) if most is None else (least, most, -1)
+        self.bodies.append(Body(texts, *counts, end, _leads(texts, *counts)))
         self.skip(start, len(self.bodies) * BODY)
         return end
 
@@ -362,7 +352,8 @@ class Determinised:
     Attributes:
         class_of: `[256]`, the class of each byte.
         members: a byte of each class.
-        order: the sets that are listed.
+        is_empty: whether there is no text.
+        order: the sets that are listed, that of the start first.
         rows: of each of these the state after a byte of each class, -1: none.
         accepts: of each of these whether a text may end.
         plain: bodies whose states are not listed.
@@ -379,10 +370,10 @@ class Determinised:
         self._moves: dict[int, dict[int, list[int]]] = {}
         self._closures: dict[Any, frozenset[int]] = {}
         self._useful = leading_to([end], self._ways())
-        if start in self._useful:
-            self.listed(self.closure([start], at_start=True))
-            if graph.anchors:  # no other place is the start of the text
-                self._numbers.clear()
+        self.is_empty = start not in self._useful
+        self.listed(self.closure([start], at_start=True))
+        if graph.anchors:  # no other place is the start of the text
+            self._numbers.clear()
         for nodes in self.order:  # it grows meanwhile
             ends = self.closure(nodes, at_start=not self.rows, at_end=True)
             self.accepts.append(end in ends)
@@ -433,7 +424,13 @@ class Determinised:
                     if after not in found and after in self._useful:
                         found.add(after)
                         waiting.append(after)
-            self._closures[key] = frozenset(node for node in found if self._matters(node))
+            # What has no bytes, and does not wait for the end, was only passed.
+            moves, anchors = self.graph.moves, self.graph.anchors
+            self._closures[key] = frozenset(
+                node
+                for node in found
+                if node >= BODY or moves[node] or node == self.end or node in anchors
+            )
         return self._closures[key]
 
     def _skips(self, node: int, at_start: bool, at_end: bool) -> list[int]:
@@ -444,12 +441,6 @@ class Determinised:
         anchors = self.graph.anchors.get(node, ())
         passed = (after for is_start, after in anchors if (at_start if is_start else at_end))
         return [*self.graph.skips[node], *passed]
-
-    def _matters(self, node: int) -> bool:
-        """Whether a node has bytes, waits for the end of the text, or is the end."""
-        if node >= BODY or node == self.end or node in self.graph.anchors:
-            return True
-        return bool(self.graph.moves[node])
 
     def listed(self, nodes: frozenset[int]) -> int:
         """The number of a set of nodes."""
@@ -504,19 +495,12 @@ def _byte_classes(graph: Graph) -> tuple[np.ndarray, list[int]]:
 
 
 @functools.lru_cache(maxsize=256)
-def set_of(expression: Expression, *, whole: bool = True) -> TextSet:
-    """The texts that an expression matches.
-
-    Args:
-        expression: the expression.
-        whole: whether it is the whole text, or somewhere in it.
+def set_of(expression: Expression) -> TextSet:
+    """The texts that an expression matches as a whole.
 
     Raises:
         TooLarge: it needs too many states.
     """
-    if not whole:
-        anything = Repeat(Characters(EVERY), 0, None)
-        expression = Sequence_((anything, expression, anything))
     graph = Graph(is_of_set=True)
     start = graph.node()
     return _set(graph, start, graph.expression(start, expression))
@@ -533,11 +517,8 @@ def quoted_set(texts: TextSet) -> TextSet:
 def _set(graph: Graph, start: int, end: int) -> TextSet:
     """The texts between two nodes."""
     found = Determinised(graph, start, end)
-    if not found.order:
-        return minimal(found.class_of, np.full((1, 256), -1), np.zeros(1, bool), np.ones(1, bool))
-    begins = [not nodes <= graph.inside for nodes in found.order]
-    rows, accepts = np.array(found.rows), np.array(found.accepts)
-    return minimal(found.class_of, rows, accepts, np.array(begins))
+    begins = np.array([not nodes <= graph.inside for nodes in found.order])
+    return minimal(found.class_of, np.array(found.rows), np.array(found.accepts), begins)
 
 
 def _utf8(ranges: Ranges) -> Iterator[tuple[ByteRange, ...]]:
@@ -586,4 +567,4 @@ def _quoted(sequences: Iterable[tuple[ByteRange, ...]]) -> Iterator[tuple[ByteRa
                 yield ((max(low, start), min(high, end)),)
 
 
-ANYTHING = set_of(Repeat(Characters(EVERY), 0, None))
+ANYTHING = set_of(ANY_TEXT)

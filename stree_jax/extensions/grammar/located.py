@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from stree_jax.extensions.grammar.expressions import (
+    ANY_TEXT,
     ECMA,
     MOST_REPEATS,
     Edge,
@@ -152,7 +153,7 @@ class Located(NamedTuple):
                     map(has_anchors, inner)
                 ):
                     return Sequence_(tuple(inner))
-            return set_of(expression, whole=False)
+            return set_of(Sequence_((ANY_TEXT, expression, ANY_TEXT)))
         except TooLarge as error:
             raise ValueError(f"{self.where} has the pattern {shown(pattern)}: {error}") from None
         except ValueError as error:

@@ -1,16 +1,14 @@
 """What a JSON value may be: constraints of each type, and their intersections."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from stree_jax.extensions.grammar import numbers
 from stree_jax.extensions.grammar.expressions import Expression
 from stree_jax.extensions.grammar.graph import ANYTHING, TextSet, set_of
-
-if TYPE_CHECKING:
-    from stree_jax.extensions.grammar.located import Located
+from stree_jax.extensions.grammar.located import Located
 
 # Schemas that all hold; of none, anything does.
-Together: TypeAlias = tuple["Located", ...]
+Together: TypeAlias = tuple[Located, ...]
 
 
 class Strings(NamedTuple):
@@ -40,13 +38,13 @@ class ItemRule(NamedTuple):
     """Schemas of the first items, and of the others."""
 
     first: Together
-    others: "Located | None" = None
+    others: Located | None = None
 
 
 class Contained(NamedTuple):
     """How many items a schema holds for."""
 
-    schema: "Located"
+    schema: Located
     least: int = 0
     most: int | None = None
 
@@ -64,9 +62,9 @@ class Arrays(NamedTuple):
 class PropertyRule(NamedTuple):
     """Schemas of properties by name, by pattern of the name, and of all others."""
 
-    named: tuple[tuple[str, "Located"], ...] = ()
-    patterns: tuple[tuple[TextSet, "Located"], ...] = ()
-    others: "Located | None" = None
+    named: tuple[tuple[str, Located], ...] = ()
+    patterns: tuple[tuple[TextSet, Located], ...] = ()
+    others: Located | None = None
 
 
 class Objects(NamedTuple):

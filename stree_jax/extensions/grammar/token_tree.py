@@ -1,5 +1,6 @@
 """From an automaton over bytes to one over the tokens of a vocabulary."""
 
+import collections
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -120,8 +121,8 @@ class TokenTree:
             tokens = np.append(tokens[kept], self.ends[: ends * len(self.ends)])
             tables.add([state], tokens, move, at_end * ends)
         moves: dict[Any, int] = {}
-        for number in range(len(bodies)):
-            self._add_body(of_bytes, tables, number, bodies[number], useful, moves)
+        for body, tokens_of in zip(of_bytes.bodies, bodies, strict=True):
+            self._add_body(of_bytes, tables, body, tokens_of, useful, moves)
         return Automaton(tables.tables(), end_tokens=tuple(self.ends.tolist()))
 
     def _has_all_bytes(self, of_bytes: ByteAutomaton) -> bool:
@@ -157,12 +158,9 @@ class TokenTree:
         nodes, which = np.unique(ends.node, return_inverse=True)
         states = of_bytes.table[body.end][of_bytes.class_of[self.byte[nodes]]]
 
-        def step(
-            states: np.ndarray, mark: np.ndarray, byte: np.ndarray
-        ) -> tuple[np.ndarray, np.ndarray]:
-            return of_bytes.after(states, byte), mark
-
-        levels = itertools.chain(*self._walks(nodes, states, step))
+        levels = itertools.chain(
+            *self._walks(nodes, states, lambda at, mark, byte: (of_bytes.after(at, byte), mark))
+        )
         out = _by_start(map(self._tokens_at, levels))
         first = np.searchsorted(out.start, np.arange(len(nodes) + 1))
         places, of_end = _expanded(first[which], np.diff(first)[which])
@@ -176,7 +174,7 @@ class TokenTree:
         self,
         of_bytes: ByteAutomaton,
         tables: Compressor,
-        number: int,
+        body: Body,
         tokens_of: tuple[Reached, Reached],
         useful: np.ndarray,
         moves: dict[Any, int],
@@ -187,9 +185,8 @@ class TokenTree:
         of another count in which tokens it allows: those with too many characters, or too few
         before the end, are out.
         """
-        body = of_bytes.bodies[number]
-        size, most = len(body.texts.after), body.most
-        leads = useful[body.first :][: body.num_states].reshape(-1, size)
+        size = len(body.texts.after)
+        leads = useful[body.first :][: body.leads.size].reshape(body.leads.shape)
         bounds = [np.searchsorted(each.start, np.arange(size + 1)) for each in tokens_of]
         final = np.full(len(self.ends), ABSOLUTE + of_bytes.num_states)
         longest = max(int(each.mark.max(initial=0)) for each in tokens_of)
@@ -206,14 +203,13 @@ class TokenTree:
                 begun = counts[0] + inside.mark
                 after = body.counts_after(begun)
                 stays = (after >= 0) & leads[after, inside.state]
-                counts_on = most is None and begun.max(initial=0) > body.least
+                counts_on = body.beyond >= 0 and begun.max(initial=0) > body.last
                 move = moves.get(key := (body.texts, position, counts[0] if counts_on else None))
                 if move is None:  # the same for all counts that go on
                     count = after if counts_on else begun
                     distance = (count - counts[0]) * size + inside.state - position
                     move = moves[key] = tables.move(inside.node, distance)
-                left = counts[0] + leaving.mark
-                leaves = (left >= body.least) & (left <= (left if most is None else most))
+                leaves = body.counts_after(counts[0] + leaving.mark) >= body.least
                 outside = leaving.some(leaves & useful[leaving.state])
                 tokens, codes = outside.node, ABSOLUTE + outside.state
                 states = body.first + counts * size + position
@@ -310,13 +306,10 @@ def _leading_to_ends(
         while (new := states[useful[following] & ~useful[states]]).size:
             useful[new] = True
         for body, (inside, leaving) in zip(of_bytes.bodies, ways, strict=True):
-            leads = useful[body.first :][: body.num_states].reshape(body.leads.shape)
+            leads = useful[body.first :][: body.leads.size].reshape(body.leads.shape)
             counts = np.arange(len(leads))
             for position, state, characters in leaving:
-                left = counts + characters
-                in_time = (left >= body.least) & (
-                    left <= (left if body.most is None else body.most)
-                )
+                in_time = body.counts_after(counts + characters) >= body.least
                 leads[:, position] |= in_time & useful[state]
             for position, state, characters in inside:
                 after = body.counts_after(counts + characters)
@@ -326,23 +319,13 @@ def _leading_to_ends(
 
 def _same_counts(body: Body, useful: np.ndarray, longest: int) -> list[np.ndarray]:
     """Groups of counts from which tokens of up to `longest` characters do the same."""
-    counts = np.arange(len(useful))
-    lacking = np.clip(body.least - counts, 0, longest + 1)
-    room = np.full_like(counts, longest + 1)
-    if body.most is not None:
-        room = np.clip(body.most - counts, 0, longest + 1)
-    # Where texts may end after the next characters: a sum with random weights.
     _, kind = np.unique(useful, axis=0, return_inverse=True)
-    padded = np.append(kind.ravel(), np.full(longest + 1, kind.ravel()[-1])).astype(np.uint64)
-    weights = np.random.default_rng(0).integers(1, 2**63, longest + 1, dtype=np.uint64)
-    following = np.zeros(len(counts), np.uint64)
-    for ahead, weight in enumerate(weights):
-        following += weight * padded[ahead : ahead + len(counts)]
-    _, lacking_room = np.unique(lacking * (longest + 2) + room, return_inverse=True)
-    keys = np.stack([lacking_room.ravel().astype(np.uint64), following])
-    _, group = np.unique(keys, axis=1, return_inverse=True)
-    order = np.argsort(group.ravel(), kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(group.ravel()[order])) + 1)
+    groups: dict[tuple[int, bytes], list[int]] = collections.defaultdict(list)
+    for count in reversed(range(len(useful))):
+        lacking = min(max(body.least - count, 0), longest + 1)
+        # The end of the counts is where fewer follow.
+        groups[lacking, kind.ravel()[count : count + longest + 1].tobytes()].append(count)
+    return [np.array(group[::-1]) for group in groups.values()]
 
 
 def _expanded(first: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

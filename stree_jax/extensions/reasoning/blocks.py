@@ -12,10 +12,10 @@ _ON = re.compile(r"the (\w+) block is on top of the (\w+) block")
 _ON_TABLE = re.compile(r"the (\w+) block is on the table")
 _HOLDING = re.compile(r"holding the (\w+) block")
 _ACTIONS = (
-    re.compile(r"pick up the (\w+) block"),
-    re.compile(r"put down the (\w+) block"),
-    re.compile(r"stack the (\w+) block on top of the (\w+) block"),
-    re.compile(r"unstack the (\w+) block from on top of the (\w+) block"),
+    "pick up the {} block",
+    "put down the {} block",
+    "stack the {} block on top of the {} block",
+    "unstack the {} block from on top of the {} block",
 )
 
 
@@ -51,8 +51,9 @@ class World(NamedTuple):
 
     def after(self, action: str) -> "World | None":
         """The world after an action in English; None if the action is unknown or impossible."""
-        for kind, pattern in enumerate(_ACTIONS):
-            if match := pattern.fullmatch(action.strip().rstrip(".").lower()):
+        text = action.strip().rstrip(".").lower()
+        for kind, sentence in enumerate(_ACTIONS):
+            if match := re.fullmatch(sentence.replace("{}", r"(\w+)"), text):
                 return self._after(kind, *match.groups())
         return None
 
@@ -67,19 +68,10 @@ class World(NamedTuple):
 
     def actions(self) -> Iterator[str]:
         """All possible actions."""
-        blocks = {*self.below, *([self.held] if self.held else [])}
-        for block in sorted(blocks):
-            yield from filter(
-                self.after, (f"pick up the {block} block", f"put down the {block} block")
-            )
-        for block, under in itertools.permutations(sorted(blocks), 2):
-            yield from filter(
-                self.after,
-                (
-                    f"stack the {block} block on top of the {under} block",
-                    f"unstack the {block} block from on top of the {under} block",
-                ),
-            )
+        blocks = sorted({*self.below, *([self.held] if self.held else [])})
+        for sentence in _ACTIONS:
+            choices = itertools.permutations(blocks, sentence.count("{}"))
+            yield from filter(self.after, (sentence.format(*names) for names in choices))
 
     def has(self, goal: str) -> bool:
         """Whether all "block on top of block" statements of a goal hold."""
@@ -88,13 +80,10 @@ class World(NamedTuple):
 
     def reaches(self, goal: str, plan: Iterable[str]) -> bool:
         """Whether the plan reaches the goal without an impossible action."""
-        world: World | None = self
+        world = self
         for action in plan:
-            assert world is not None
-            if world.has(goal):
-                return True
-            world = world.after(action)
-            if world is None:
-                return False
-        assert world is not None
+            following = world.after(action)
+            if world.has(goal) or following is None:
+                break
+            world = following
         return world.has(goal)

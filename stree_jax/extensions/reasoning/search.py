@@ -239,30 +239,27 @@ class _Search:
 
     def _texts(self, index: int, parent: int | None, state: State) -> _Texts:
         """Asks for the texts of a thought, one after the other."""
-        task, problem, is_answer = self.task, self.problem, self.level == self.task.depth
+        task, problem = self.task, self.problem
         parts: Parts = ()
         written: list[Written] = []
-        role, value = GENERATOR, None
-        stage = task.answer(problem, state) if is_answer else task.generator(problem, state, ())
-        while True:
-            if stage is None:
-                role, stage = EVALUATOR, task.evaluator(problem, state, parts)
-            text, completion = yield _Ask(index, role, len(parts) * (role == GENERATOR), stage)
+        value = solved = None
+
+        def text_of(role: str, stage: Stage) -> Generator[_Ask, tuple[str, Completion], str]:
+            part = len(parts) if role == GENERATOR else 0
+            text, completion = yield _Ask(index, role, part, stage)
             written.append(Written(role, stage.prompt, text, completion))
-            if role == EVALUATOR:
-                value = task.value(text)
-                break
-            parts += (text,)
-            if is_answer:
-                break
-            stage = task.generator(problem, state, parts)
-        solved = task.solved(problem, state, parts[0]) if is_answer else None
-        return Thought(
-            *(self.number, self.level, index, parent, parts, value),
-            kept=False,
-            solved=solved,
-            written=tuple(written),
-        )
+            return text
+
+        if self.level == task.depth:
+            parts = ((yield from text_of(GENERATOR, task.answer(problem, state))),)
+            solved = task.solved(problem, state, parts[0])
+        else:
+            while (stage := task.generator(problem, state, parts)) is not None:
+                parts += ((yield from text_of(GENERATOR, stage)),)
+            stage = task.evaluator(problem, state, parts)
+            value = task.value((yield from text_of(EVALUATOR, stage)))
+        place = self.number, self.level, index, parent
+        return Thought(*place, parts, value, False, solved, tuple(written))
 
     def key_of(self, ask: _Ask) -> jax.Array:
         """The random key of a text, which depends on its place in the tree and not on time."""
